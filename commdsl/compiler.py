@@ -1,0 +1,156 @@
+"""The whole story on one page: text -> Syntax -> IR -> checks -> Plan -> CUDA C++ text.
+
+Assumes a path to a `.comm` file, or text in hand. Does not build, load or run anything; `build` and `runtime` do.
+Every caller that needs two stages in a row goes through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commdsl import checks, codes, parser, resolve, resources
+from commdsl.cost import Report, report
+from commdsl.diagnostics import CommError, Diagnostic, Label, Severity
+from commdsl.ir import Schedule
+from commdsl.lower import lower
+from commdsl.plan import Plan
+from commdsl.source import Source, Span
+from commdsl.syntax import File, ScheduleDecl, Use
+from commdsl.topology import Topology, switch
+from commdsl.verify import verify
+
+if TYPE_CHECKING:
+    from commdsl.emit import Emitted
+
+DEFAULT_RANKS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """A schedule that was proved for its rank count and topology, and the Plan that was proved with it."""
+
+    schedule: Schedule
+    plan: Plan
+    report: Report
+    warnings: tuple[Diagnostic, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled(Checked):
+    """A proved schedule and the text of its kernel."""
+
+    emitted: Emitted
+
+
+def read(path: Path | str) -> tuple[File, ...]:
+    """The syntax of a file and of those it uses, itself first, each once.
+
+    Raises CommError for a syntax fault or a used file that is not there, OSError if the file itself cannot be read.
+    """
+    main = Path(path)
+    return read_text(main.read_text(encoding="utf-8"), str(path), main.parent)
+
+
+def read_text(text: str, name: str, folder: Path) -> tuple[File, ...]:
+    """As `read`, for text in hand; what it uses is looked for in `folder`, then among the shipped schedules."""
+    files = [parser.parse(Source(name, text))]
+    seen = {(folder / name).resolve()}
+    pending = [(use, folder) for use in _uses(files[0])]
+    while pending:
+        use, base = pending.pop(0)
+        path = _find_used(use, base)
+        if path.resolve() not in seen:
+            seen.add(path.resolve())
+            files.append(parser.parse(Source(str(path), path.read_text(encoding="utf-8"))))
+            pending += [(further, path.parent) for further in _uses(files[-1])]
+    return tuple(files)
+
+
+def _uses(file: File) -> list[Use]:
+    return [item for item in file.items if isinstance(item, Use)]
+
+
+def _find_used(use: Use, folder: Path) -> Path:
+    for base in (folder, resources.data_dir("schedules")):
+        if (base / use.path).is_file():
+            return base / use.path
+    label = Label(use.span, "no such file beside this one, nor among the shipped schedules")
+    raise CommError((Diagnostic("C190", f"cannot find `{use.path}`", label),))
+
+
+def schedules(files: tuple[File, ...]) -> tuple[ScheduleDecl, ...]:
+    """The schedules a file declares itself."""
+    return tuple(item for item in files[0].items if isinstance(item, ScheduleDecl))
+
+
+def choose(files: tuple[File, ...], name: str | None) -> ScheduleDecl:
+    """The schedule of that name, or the only one."""
+    found = schedules(files)
+    named = [decl for decl in found if name in (None, decl.name.text)]
+    if len(named) == 1:
+        return named[0]
+    whole = Span(files[0].source, 0, 0)
+    have = ", ".join(f"`{decl.name.text}`" for decl in found) or "none"
+    wanted = f"expected a schedule named `{name}`" if name else "expected one schedule, or the name of one"
+    raise CommError((Diagnostic("C191", wanted, Label(whole, f"this file has {have}")),))
+
+
+def find_topology(files: tuple[File, ...], name: str | None, ranks: int) -> Topology:
+    """The topology of that name in the files or among the shipped ones; without a name one flat switch."""
+    if name is None:
+        return switch(ranks)
+    found = resolve.topologies(files)
+    shipped = resources.data_dir("schedules") / "topologies" / f"{name}.comm"
+    if name not in found and shipped.is_file():
+        found = resolve.topologies(read(shipped))
+    if name in found:
+        return found[name]
+    names = sorted({*found, *(path.stem for path in shipped.parent.glob("*.comm"))})
+    label = Label(Span(files[0].source, 0, 0), f"known here: {', '.join(names)}")
+    raise CommError((Diagnostic("C192", f"no topology named `{name}`", label, help=codes.nearest(name, names)),))
+
+
+def check(
+    path: Path | str | tuple[File, ...],
+    schedule: str | None = None,
+    ranks: int | None = None,
+    on: str | None = None,
+    params: Mapping[str, int] | None = None,
+) -> Checked:
+    """Proves one schedule for one rank count (8 unless said) on one topology, with values for its parameters.
+
+    Raises CommError with every fault found.
+    """
+    files = path if isinstance(path, tuple) else read(path)
+    num_ranks = DEFAULT_RANKS if ranks is None else ranks
+    topology = find_topology(files, on, num_ranks)
+    meant = resolve.resolve(files, choose(files, schedule), num_ranks, topology, params or {})
+    warnings = _raise_errors(checks.check_schedule(meant))
+    plan = lower(meant)
+    verify(plan)
+    warnings += _raise_errors(checks.check_plan(meant, plan))
+    return Checked(meant, plan, report(meant), warnings)
+
+
+def compile(  # noqa: A001 - the compiler's verb; nobody imports it without the module's name
+    path: Path | str | tuple[File, ...],
+    schedule: str | None = None,
+    ranks: int | None = None,
+    on: str | None = None,
+    params: Mapping[str, int] | None = None,
+) -> Compiled:
+    """`check`, then the kernel's text."""
+    from commdsl.emit import emit  # jinja2 is not needed to check
+
+    proved = check(path, schedule, ranks, on, params)
+    return Compiled(proved.schedule, proved.plan, proved.report, proved.warnings, emit(proved.plan))
+
+
+def _raise_errors(found: tuple[Diagnostic, ...]) -> tuple[Diagnostic, ...]:
+    """Hands warnings on; raises if there is an error among them."""
+    if any(diagnostic.severity is Severity.ERROR for diagnostic in found):
+        raise CommError(found)
+    return found

@@ -1,0 +1,441 @@
+"""Turns the steps of a schedule into phases of operations whose operands lie in tensors and cells.
+
+Assumes a schedule that passed the checks: no two writes of one step meet, nothing undefined is read. Does not order
+anything across ranks; `ordering` derives the flags.
+
+Every write makes a new version of a chunk. A version lives in user memory where it can; in a cell where a peer touches it:
+where a peer put it, where a peer will read it, or where the step that writes it also reads the old version. The cells of one
+chunk are used in turn, so that a step may send a chunk on and receive the next one at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.diagnostics import InternalError
+from commdsl.ir import Ints, Moves, Schedule, Step, Yield
+from commdsl.plan import CELL, Access, OpKind, Origin, Tensor
+from commdsl.source import Span
+from commdsl.syntax import BufferKind, MoveKind
+
+UNDEFINED = -2
+DEPTH = 4  # cells a chunk uses in turn: more than two, so that the credit for a reuse is seldom waited for
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """Operations that need nothing of each other, sorted by rank, then program order. Sources as in `plan.Ops`."""
+
+    rank: Ints
+    kind: Ints
+    cut: Ints
+    piece: Ints
+    dest_space: Ints
+    dest_rank: Ints
+    dest_index: Ints
+    source_begin: Ints
+    source_space: Ints
+    source_rank: Ints
+    source_index: Ints
+    origin: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    phases: tuple[Phase, ...]
+    tensors: tuple[Tensor, ...]
+    num_cells: int
+    origins: tuple[Origin, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Rows of one statement, sources rectangular: (n, k) with a mask."""
+
+    rank: Ints
+    kind: OpKind
+    size_class: tuple[Ints, Ints]
+    dest: tuple[Ints, Ints, Ints]  # space, rank, index
+    source: tuple[Ints, Ints, Ints]
+    valid: NDArray[np.bool_] | None
+    origin: int
+
+
+def _ints(values: object, shape: tuple[int, ...]) -> Ints:
+    return np.broadcast_to(np.asarray(values, np.int32), shape)
+
+
+class _Homes:
+    """Where the current version of every chunk lies, per rank; grows step by step (private to this pass)."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.buffers = schedule.buffers
+        self.tensors, self.read, self.write = _tensors(schedule)
+        shapes = [(schedule.num_ranks, buffer.num_chunks) for buffer in schedule.buffers]
+        self.space = [np.full(shape, UNDEFINED, np.int32) for shape in shapes]
+        self.index = [np.zeros(shape, np.int32) for shape in shapes]
+        self.writes = [np.zeros(shape, np.int32) for shape in shapes]
+        self.written_in = [np.full(shape, -1, np.int32) for shape in shapes]  # the step that wrote the version
+        self.cut = [np.full(shape, buffer.cut, np.int32) for shape, buffer in zip(shapes, self.buffers, strict=True)]
+        self.piece = [_ints(np.arange(b.num_chunks) % b.cut, s).copy() for s, b in zip(shapes, self.buffers, strict=True)]
+        self.first_cell = np.cumsum([0, *(DEPTH * buffer.num_chunks for buffer in self.buffers)])
+        for number, tensor in enumerate(self.read):
+            if tensor is not None:
+                self.space[number][:] = tensor
+                self.index[number][:] = np.arange(self.buffers[number].num_chunks)
+
+    def is_scratch(self, buffer: int) -> bool:
+        return self.buffers[buffer].kind is BufferKind.SCRATCH
+
+    def next_cell(self, buffer: int, rank: Ints, chunk: Ints) -> Ints:
+        """Takes the next cell of each chunk's ring of cells."""
+        turn = self.writes[buffer][rank, chunk] % DEPTH
+        self.writes[buffer][rank, chunk] += 1
+        return (self.first_cell[buffer] + chunk * DEPTH + turn).astype(np.int32)
+
+    def chunks(self, buffer: int, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+        """The chosen (rank, chunk) pairs, oldest version first, each rank starting from its own share of the chunks.
+
+        So the last to arrive is awaited last, and ranks that do the same do it in the same order.
+        """
+        rank, chunk = (array.astype(np.int32) for array in np.nonzero(chosen))
+        num_ranks, num_chunks = chosen.shape
+        turn = (chunk - rank * num_chunks // num_ranks) % num_chunks
+        order = np.lexsort((turn, self.written_in[buffer][rank, chunk], rank))
+        return rank[order], chunk[order]
+
+    def locate(self, buffer: int, rank: Ints, chunk: Ints) -> tuple[Ints, Ints, Ints]:
+        return self.space[buffer][rank, chunk], rank, self.index[buffer][rank, chunk]
+
+    def size_class(self, buffer: int, rank: Ints, chunk: Ints) -> tuple[Ints, Ints]:
+        return self.cut[buffer][rank, chunk], self.piece[buffer][rank, chunk]
+
+
+def _tensors(schedule: Schedule) -> tuple[list[Tensor], list[int | None], list[int | None]]:
+    """The tensors in order of declaration, and for each buffer the one it is read from and the one it is written to."""
+    tensors: list[Tensor] = []
+    read: list[int | None] = []
+    write: list[int | None] = []
+    for buffer in schedule.buffers:
+        reads = buffer.kind in (BufferKind.INPUT, BufferKind.INOUT)
+        writes = buffer.kind in (BufferKind.OUTPUT, BufferKind.INOUT)
+        read.append(len(tensors) if reads else None)
+        if reads:
+            tensors.append(Tensor(buffer.name, Access.READ, buffer.blocks, buffer.cut))
+        write.append(len(tensors) if writes else None)
+        if writes:
+            tensors.append(Tensor(buffer.name, Access.WRITE, buffer.blocks, buffer.cut))
+    yielded = [step.buffer for step in schedule.steps if isinstance(step, Yield)]
+    if yielded:
+        buffer = schedule.buffers[yielded[0]]
+        tensors.append(Tensor("yields", Access.WRITE, len(yielded) * buffer.blocks, buffer.cut, is_yield=True))
+    return tensors, read, write
+
+
+def _executor(moves: Moves) -> Ints:
+    """The rank that runs each row: the one that stores into its own memory, or that puts from it."""
+    return moves.actor
+
+
+def _pushes(moves: Moves) -> bool:
+    """A reduce into a peer's chunk travels as a put into a cell there, and the peer combines."""
+    return moves.kind is MoveKind.REDUCE and bool(np.any(moves.dest_rank != moves.actor))
+
+
+def _pulled(schedule: Schedule) -> tuple[list[NDArray[np.bool_]], list[list[NDArray[np.bool_] | None]]]:
+    """For each buffer's first version and each written one: will a peer read it?"""
+    pulled = [np.zeros((schedule.num_ranks, buffer.num_chunks), np.bool_) for buffer in schedule.buffers]
+    answers: list[list[NDArray[np.bool_] | None]] = []
+    for step in reversed(schedule.steps):
+        here: list[NDArray[np.bool_] | None] = []
+        if isinstance(step, Step):
+            for moves in step.moves:
+                flags = pulled[moves.dest_buffer][moves.dest_rank, moves.dest_chunk]
+                here.append(flags if flags.any() else None)
+            for moves in step.moves:
+                pulled[moves.dest_buffer][moves.dest_rank, moves.dest_chunk] = False
+            for moves in step.moves:
+                far = moves.source_rank != _executor(moves)[:, None]
+                if moves.source_valid is not None:
+                    far = far & moves.source_valid
+                if far.any():
+                    pulled[moves.source_buffer][moves.source_rank[far], moves.source_chunk[far]] = True
+        answers.append(here)
+    return pulled, answers[::-1]
+
+
+class _Placer:
+    """Walks the steps once; holds the homes and the phases made so far (private to this pass)."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.homes = _Homes(schedule)
+        self.phases: list[list[_Batch]] = []
+        self.origins: list[Origin] = []
+
+    def origin(self, span: Span, bindings: tuple[tuple[str, int], ...], step: int, note: str = "") -> int:
+        self.origins.append(Origin(span, bindings, step, note))
+        return len(self.origins) - 1
+
+    def stage_in(self, pulled: list[NDArray[np.bool_]]) -> None:
+        """What a peer reads of the caller's tensors is copied to cells first."""
+        batches = []
+        for number, flags in enumerate(pulled):
+            rank, chunk = self.homes.chunks(number, flags & (self.homes.space[number] >= 0))
+            if len(rank):
+                origin = self.origin(self.schedule.buffers[number].span, (), 0, "stage in")
+                batches.append(self._copy_to_cell(number, rank, chunk, origin))
+        self.phases.append(batches)
+
+    def _copy_to_cell(self, buffer: int, rank: Ints, chunk: Ints, origin: int) -> _Batch:
+        homes = self.homes
+        source = homes.locate(buffer, rank, chunk)
+        cell = homes.next_cell(buffer, rank, chunk)
+        dest = (_ints(CELL, rank.shape), rank, cell)
+        homes.space[buffer][rank, chunk], homes.index[buffer][rank, chunk] = CELL, cell
+        return _Batch(rank, OpKind.COPY, homes.size_class(buffer, rank, chunk), dest, _column(source), None, origin)
+
+    def step(self, number: int, step: Step, pulled: list[NDArray[np.bool_] | None]) -> None:
+        """One step becomes a phase of transfers and a phase that combines what was put to be reduced."""
+        transfers: list[_Batch] = []
+        combines: list[_Batch] = []
+        updates: list[tuple[Moves, tuple[Ints, Ints, Ints], tuple[Ints, Ints]]] = []
+        read_keys = self._read_keys(step)
+        for moves, flags in zip(step.moves, pulled, strict=True):
+            if not len(moves.actor):
+                continue
+            origin = self.origin(moves.span, step.bindings, number)
+            size_class = self._size_class(moves)
+            if _pushes(moves):
+                dest = self._push(moves, flags, size_class, origin, transfers, combines)
+            else:
+                dest = self._place(moves, flags, read_keys)
+                transfers.append(self._direct(moves, dest, size_class, origin))
+            updates.append((moves, dest, size_class))
+        for moves, (space, _, index), (cut, piece) in updates:
+            at = moves.dest_buffer, (moves.dest_rank, moves.dest_chunk)
+            self.homes.space[at[0]][at[1]] = space
+            self.homes.index[at[0]][at[1]] = index
+            self.homes.cut[at[0]][at[1]] = cut
+            self.homes.piece[at[0]][at[1]] = piece
+            self.homes.written_in[at[0]][at[1]] = number
+        self.phases += [transfers, combines]
+
+    def _read_keys(self, step: Step) -> dict[int, Ints]:
+        """Per buffer, rank * num_chunks + chunk of everything the step reads."""
+        keys: dict[int, list[Ints]] = {}
+        for moves in step.moves:
+            key = moves.source_rank.astype(np.int64) * self.schedule.buffers[moves.source_buffer].num_chunks
+            keys.setdefault(moves.source_buffer, []).append((key + moves.source_chunk).ravel())
+        return {buffer: np.concatenate(parts) for buffer, parts in keys.items()}
+
+    def _size_class(self, moves: Moves) -> tuple[Ints, Ints]:
+        if not self.homes.is_scratch(moves.dest_buffer):
+            return self.homes.size_class(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
+        first = np.zeros(len(moves.actor), np.intp) if moves.source_valid is None else moves.source_valid.argmax(axis=1)
+        rows = np.arange(len(moves.actor))
+        return self.homes.size_class(
+            moves.source_buffer, moves.source_rank[rows, first], moves.source_chunk[rows, first]
+        )
+
+    def _place(
+        self, moves: Moves, pulled: NDArray[np.bool_] | None, read_keys: dict[int, Ints]
+    ) -> tuple[Ints, Ints, Ints]:
+        """The home of each new version: user memory if it may, else the next cell."""
+        homes, buffer = self.homes, moves.dest_buffer
+        tensor = homes.write[buffer]
+        rank, chunk = moves.dest_rank, moves.dest_chunk
+        in_cell = np.full(rank.shape, tensor is None) | (rank != _executor(moves))
+        if pulled is not None:
+            in_cell |= pulled
+        if tensor is not None and buffer in read_keys:
+            # The old version lies where the new one would go, and this very step still reads it.
+            busy = ~in_cell & (homes.space[buffer][rank, chunk] == tensor)
+            if busy.any():
+                key = rank[busy].astype(np.int64) * self.schedule.buffers[buffer].num_chunks + chunk[busy]
+                in_cell[busy] |= np.isin(key, read_keys[buffer])
+        space = np.where(in_cell, CELL, tensor if tensor is not None else CELL).astype(np.int32)
+        index = chunk.astype(np.int32).copy()
+        if in_cell.any():
+            index[in_cell] = homes.next_cell(buffer, rank[in_cell], chunk[in_cell])
+        return space, rank, index
+
+    def _direct(
+        self, moves: Moves, dest: tuple[Ints, Ints, Ints], size_class: tuple[Ints, Ints], origin: int
+    ) -> _Batch:
+        source = self.homes.locate(moves.source_buffer, moves.source_rank, moves.source_chunk)
+        valid = moves.source_valid
+        if not moves.accumulate:
+            kind = OpKind.REDUCE if moves.is_list else OpKind.COPY
+            return _Batch(moves.actor, kind, size_class, dest, source, valid, origin)
+        old = self.homes.locate(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
+        return _Batch(moves.actor, OpKind.REDUCE, size_class, dest, _beside(old, source), None, origin)
+
+    def _push(
+        self,
+        moves: Moves,
+        pulled: NDArray[np.bool_] | None,
+        size_class: tuple[Ints, Ints],
+        origin: int,
+        transfers: list[_Batch],
+        combines: list[_Batch],
+    ) -> tuple[Ints, Ints, Ints]:
+        rank, chunk, buffer = moves.dest_rank, moves.dest_chunk, moves.dest_buffer
+        inbox = (_ints(CELL, rank.shape), rank, self.homes.next_cell(buffer, rank, chunk))
+        source = self.homes.locate(moves.source_buffer, moves.source_rank, moves.source_chunk)
+        transfers.append(_Batch(moves.actor, OpKind.COPY, size_class, inbox, source, None, origin))
+        old = self.homes.locate(buffer, rank, chunk)
+        tensor = self.homes.write[buffer]
+        in_cell = np.full(rank.shape, tensor is None) if pulled is None else pulled | (tensor is None)
+        index = chunk.astype(np.int32).copy()
+        if in_cell.any():
+            index[in_cell] = self.homes.next_cell(buffer, rank[in_cell], chunk[in_cell])
+        dest = (np.where(in_cell, CELL, CELL if tensor is None else tensor).astype(np.int32), rank, index)
+        combines.append(_Batch(rank, OpKind.REDUCE, size_class, dest, _beside(old, _column(inbox)), None, origin))
+        return dest
+
+    def hand_over(self, number: int, step: Yield, count: int) -> None:
+        """A yield copies the resident buffer to its place among the yields."""
+        buffer = self.schedule.buffers[step.buffer]
+        rank, chunk = self.homes.chunks(step.buffer, self.homes.space[step.buffer] != UNDEFINED)
+        dest = (
+            _ints(len(self.homes.tensors) - 1, rank.shape),
+            rank,
+            (chunk + count * buffer.num_chunks).astype(np.int32),
+        )
+        source = _column(self.homes.locate(step.buffer, rank, chunk))
+        origin = self.origin(step.span, step.bindings, number)
+        size_class = self.homes.size_class(step.buffer, rank, chunk)
+        self.phases.append([_Batch(rank, OpKind.COPY, size_class, dest, source, None, origin)])
+
+    def copy_out(self) -> None:
+        """What still lies in cells, or where the caller's tensor was read, goes to the tensor that is returned."""
+        batches = []
+        for number, tensor in enumerate(self.homes.write):
+            if tensor is None:
+                continue
+            space = self.homes.space[number]
+            rank, chunk = self.homes.chunks(number, (space != tensor) & (space != UNDEFINED))
+            if len(rank):
+                origin = self.origin(self.schedule.buffers[number].span, (), len(self.schedule.steps), "copy out")
+                source = _column(self.homes.locate(number, rank, chunk))
+                dest = (_ints(tensor, rank.shape), rank, chunk)
+                size_class = self.homes.size_class(number, rank, chunk)
+                batches.append(_Batch(rank, OpKind.COPY, size_class, dest, source, None, origin))
+        self.phases.append(batches)
+
+    def average(self) -> None:
+        """The last pass of an `avg`: every chunk whose contract is a sum."""
+        batches = []
+        for contract in self.schedule.contracts:
+            tensor = self.homes.write[contract.dest_buffer]
+            if contract.is_sum and tensor is not None and len(contract.dest_rank):
+                origin = self.origin(contract.span, (), len(self.schedule.steps), "average")
+                rank, chunk = contract.dest_rank, contract.dest_chunk
+                place = (_ints(tensor, rank.shape), rank, chunk)
+                size_class = self.homes.size_class(contract.dest_buffer, rank, chunk)
+                batches.append(_Batch(rank, OpKind.SCALE, size_class, place, _column(place), None, origin))
+        self.phases.append(batches)
+
+
+def _column(location: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
+    space, rank, index = location
+    return space[:, None], rank[:, None], index[:, None]
+
+
+def _beside(first: tuple[Ints, Ints, Ints], rest: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
+    space, rank, index = (np.concatenate([a[:, None], b], axis=1) for a, b in zip(first, rest, strict=True))
+    return space, rank, index
+
+
+def _assemble(batches: list[_Batch], num_ranks: int) -> Phase:
+    """Joins the statements of a phase; each rank starts with the peer after it, so that not all turn to one."""
+    rank = np.concatenate([batch.rank for batch in batches])
+    columns = [_columns(batch) for batch in batches]
+    peer = np.concatenate([_peer(batch) for batch in batches])
+    distance = np.where(peer == rank, num_ranks, (peer - rank) % num_ranks)
+    order = np.lexsort((np.arange(len(rank)), distance, rank))
+    count = np.concatenate([column[0] for column in columns])
+    begin = np.concatenate([[0], np.cumsum(count)])
+    flat = _gather(begin, count, order)
+    sources = [np.concatenate([column[1][part] for column in columns])[flat] for part in range(3)]
+    dest = [np.concatenate([batch.dest[part] for batch in batches])[order] for part in range(3)]
+    cut, piece = (np.concatenate([batch.size_class[part] for batch in batches])[order] for part in range(2))
+    kind = np.repeat([int(b.kind) for b in batches], [len(b.rank) for b in batches]).astype(np.int32)[order]
+    origin = np.repeat([b.origin for b in batches], [len(b.rank) for b in batches]).astype(np.int32)[order]
+    source_begin = np.concatenate([[0], np.cumsum(count[order])]).astype(np.int32)
+    return Phase(rank[order], kind, cut, piece, *dest, source_begin, *sources, origin)
+
+
+def _columns(batch: _Batch) -> tuple[Ints, list[Ints]]:
+    """Sources of a batch as counts a row and flat columns."""
+    rows, width = batch.source[0].shape
+    if batch.valid is None:
+        return np.full(rows, width, np.int32), [np.ascontiguousarray(part).ravel() for part in batch.source]
+    return batch.valid.sum(axis=1).astype(np.int32), [part[batch.valid] for part in batch.source]
+
+
+def _peer(batch: _Batch) -> Ints:
+    """The other rank of each row, itself where there is none: the destination's, else the first source's elsewhere."""
+    far = batch.source[1] != batch.rank[:, None]
+    if batch.valid is not None:
+        far = far & batch.valid
+    first = np.where(far.any(axis=1), batch.source[1][np.arange(len(batch.rank)), far.argmax(axis=1)], batch.rank)
+    return np.where(batch.dest[1] != batch.rank, batch.dest[1], first)
+
+
+def _gather(begin: Ints, count: Ints, order: Ints) -> Ints:
+    """The flat positions of variable-length rows taken in a new order."""
+    lengths = count[order]
+    starts = np.repeat(begin[order] - np.concatenate([[0], np.cumsum(lengths)[:-1]]), lengths)
+    return starts + np.arange(int(lengths.sum()))
+
+
+def _renumber(phases: tuple[Phase, ...]) -> tuple[tuple[Phase, ...], int]:
+    """Numbers the cells that are used from 0 on."""
+    used = [phase.dest_index[phase.dest_space == CELL] for phase in phases]
+    cells = np.unique(np.concatenate([*used, np.zeros(0, np.int32)]))
+
+    def renamed(space: Ints, index: Ints) -> Ints:
+        return np.where(space == CELL, np.searchsorted(cells, index), index).astype(np.int32)
+
+    def all_renamed() -> Iterator[Phase]:
+        for phase in phases:
+            dest_index = renamed(phase.dest_space, phase.dest_index)
+            source_index = renamed(phase.source_space, phase.source_index)
+            yield Phase(
+                phase.rank, phase.kind, phase.cut, phase.piece, phase.dest_space, phase.dest_rank, dest_index,
+                phase.source_begin, phase.source_space, phase.source_rank, source_index, phase.origin,
+            )  # fmt: skip
+
+    return tuple(all_renamed()), len(cells)
+
+
+def place(schedule: Schedule) -> Placed:
+    """Phases of operations for all ranks; see the head of the module for where versions live."""
+    placer = _Placer(schedule)
+    pulled, answers = _pulled(schedule)
+    placer.stage_in(pulled)
+    yields = 0
+    for number, (step, flags) in enumerate(zip(schedule.steps, answers, strict=True)):
+        match step:
+            case Step():
+                placer.step(number, step, flags)
+            case Yield():
+                placer.hand_over(number, step, yields)
+                yields += 1
+            case _:
+                assert_never(step)
+    placer.copy_out()
+    placer.average()
+    phases, num_cells = _renumber(
+        tuple(_assemble(batches, schedule.num_ranks) for batches in placer.phases if any(len(b.rank) for b in batches))
+    )
+    if any((phase.source_space == UNDEFINED).any() for phase in phases):
+        raise InternalError(f"`{schedule.name}` reads data that was never written, yet passed the checks")
+    return Placed(phases, tuple(placer.homes.tensors), num_cells, tuple(placer.origins))
