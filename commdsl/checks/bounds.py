@@ -1,0 +1,74 @@
+"""C301: every rank and chunk index a schedule names exists.
+
+Assumes the schedule was resolved. Runs before all other laws, which use the numbers as indices. Does not look at
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.checks.locations import Located, bindings_text, statement_key
+from commdsl.diagnostics import Diagnostic, Label
+from commdsl.ir import Buffer, Moves, Step
+
+
+def out_of_bounds(located: Located) -> Iterator[Diagnostic]:
+    """One message per statement and side, for the first loop iteration in which it leaves its buffer or the ranks."""
+    schedule = located.schedule
+    told: set[tuple[str, int, int]] = set()
+    for step in schedule.steps:
+        if not isinstance(step, Step):
+            continue
+        for moves in step.moves:
+            if statement_key(moves.span) in told:
+                continue
+            fault = _first_fault(moves, schedule.buffers, schedule.num_ranks)
+            if fault is not None:
+                told.add(statement_key(moves.span))
+                yield _diagnostic(moves, step, fault)
+
+
+def _first_fault(moves: Moves, buffers: tuple[Buffer, ...], num_ranks: int) -> tuple[int, str, str] | None:
+    """The row, what is wrong, and what there is; None when all is in bounds."""
+    source, dest = buffers[moves.source_buffer], buffers[moves.dest_buffer]
+    sides = (
+        (moves.dest_chunk[:, None], dest.num_chunks, dest, None),
+        (moves.source_chunk, source.num_chunks, source, moves.source_valid),
+        (moves.dest_rank[:, None], num_ranks, None, None),
+        (moves.source_rank, num_ranks, None, moves.source_valid),
+    )
+    for index, limit, buffer, valid in sides:
+        found = _first_outside(index, limit, valid)
+        if found is not None:
+            row, value = found
+            if buffer is None:
+                return row, f"names rank {value}", f"the ranks are 0 ..< {num_ranks}"
+            return row, f"names chunk {value} of `{buffer.name}`", f"`{buffer.name}` has chunks 0 ..< {limit}"
+    return None
+
+
+def _first_outside(index: NDArray[np.int32], limit: int, valid: NDArray[np.bool_] | None) -> tuple[int, int] | None:
+    if index.size == 0 or (int(index.min()) >= 0 and int(index.max()) < limit):
+        return None
+    outside = (index < 0) | (index >= limit)
+    if valid is not None:
+        outside &= valid
+    where = np.argwhere(outside)
+    return None if len(where) == 0 else (int(where[0, 0]), int(index[tuple(where[0])]))
+
+
+def _diagnostic(moves: Moves, step: Step, fault: tuple[int, str, str]) -> Diagnostic:
+    row, wrong, there_is = fault
+    where = f"rank {int(moves.actor[row])}{bindings_text(step.bindings)}"
+    what = wrong.split(" ", 1)[1]
+    return Diagnostic(
+        "C301",
+        f"{what} does not exist",
+        Label(moves.span, f"{where}: {wrong}"),
+        notes=(there_is,),
+        help="wrap the index with `% P`, or leave the case out with `where`",
+    )

@@ -1,0 +1,232 @@
+"""C306, C307, C308, C309: every contribution arrives exactly once, where `ensure` says.
+
+Assumes indices in bounds, no overlapping writes, no undefined reads. One message per contract, for the first location
+that breaks it: the others mostly follow from the same mistake. Does not look at the order of a reduction; `cost`
+reports that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.checks.contributions import Contents, combine, forward, initial, recount
+from commdsl.checks.locations import (
+    Located,
+    LocatedMoves,
+    LocatedStep,
+    LocatedYield,
+    bindings_text,
+    ranks_text,
+)
+from commdsl.diagnostics import Diagnostic, Label
+from commdsl.ir import Contract
+
+ROTATION = "rotation"
+
+
+def broken_contracts(located: Located) -> Iterator[Diagnostic]:
+    """Runs the schedule once and compares what every contract names with what is there."""
+    start = initial(located)
+    contents = Contents(start.sums.copy(), start.totals.copy())
+    rotations = [_Rotation(located, contract, start) for contract in _rotations(located)]
+    for _, step, _ in forward(located, contents):
+        if isinstance(step, LocatedYield):
+            for rotation in rotations:
+                rotation.see(step, contents)
+    for contract in located.schedule.contracts:
+        if contract.name != ROTATION:
+            yield from _check_rows(located, contract, start, contents)
+    for rotation in rotations:
+        yield from rotation.judge()
+
+
+def _rotations(located: Located) -> Iterator[Contract]:
+    return (contract for contract in located.schedule.contracts if contract.name == ROTATION)
+
+
+def _check_rows(located: Located, contract: Contract, start: Contents, end: Contents) -> Iterator[Diagnostic]:
+    dests, sources = located.contract_dests(contract), located.contract_sources(contract)
+    good = combine(start, sources).at(contract.value.astype(np.int64)).equal(end.at(dests))
+    bad = np.flatnonzero(~good)
+    if len(bad) == 0:
+        return
+    row = int(bad[np.lexsort((contract.dest_chunk[bad], contract.dest_rank[bad]))[0]])
+    location = int(dests[row])
+    counts = recount(located, location)
+    wanted = np.zeros_like(counts)
+    wanted[sources[contract.value[row]]] = 1
+    wanted[located.nowhere] = 0
+    yield _diagnose(located, contract, _Difference(location, wanted, counts), len(bad), len(dests))
+
+
+@dataclass(frozen=True, eq=False)
+class _Difference:
+    """One location that broke its contract: how often each initial location should contribute, and does."""
+
+    location: int
+    wanted: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @property
+    def missing(self) -> NDArray[np.int64]:
+        return np.flatnonzero((self.wanted > 0) & (self.counts == 0))
+
+    @property
+    def foreign(self) -> NDArray[np.int64]:
+        return np.flatnonzero((self.wanted == 0) & (self.counts > 0))
+
+    @property
+    def repeated(self) -> NDArray[np.int64]:
+        return np.flatnonzero((self.wanted > 0) & (self.counts > self.wanted))
+
+
+def _diagnose(located: Located, contract: Contract, difference: _Difference, num_bad: int, num_rows: int) -> Diagnostic:
+    where = located.name(difference.location)
+    last = _last_write(located, difference.location)
+    notes: tuple[str, ...] = (
+        f"expected {contributors(located, difference.wanted)}",
+        f"got {contributors(located, difference.counts)}",
+    )
+    if num_bad > 1:
+        notes += (f"{num_bad} of the {num_rows} chunks that `ensure` names are wrong",)
+    if len(difference.foreign):
+        code, what = "C308", _foreign(located, difference)
+        headline = f"a wrong contribution breaks `{contract.name}`"
+    elif len(difference.repeated):
+        code, what = "C307", _repeated(located, difference)
+        headline = f"a contribution counted twice breaks `{contract.name}`"
+        last = _first_doubling(located, int(difference.repeated[0]), difference.location) or last
+    else:
+        code, what = "C306", _missing(located, difference)
+        headline = f"a missing contribution breaks `{contract.name}`"
+    secondary = () if last is None else (last,)
+    return Diagnostic(code, headline, Label(contract.span, f"{where} {what}"), secondary, notes)
+
+
+def _missing(located: Located, difference: _Difference) -> str:
+    if not difference.counts.any():
+        return "is never written"
+    return f"lacks {_listing(located, difference.missing)}"
+
+
+def _repeated(located: Located, difference: _Difference) -> str:
+    count = int(difference.counts[difference.repeated[0]])
+    times = "twice" if count == 2 else f"{count} times"
+    return f"has {_listing(located, difference.repeated[:1])} {times}"
+
+
+def _foreign(located: Located, difference: _Difference) -> str:
+    expected = difference.wanted.any() and not difference.counts[difference.wanted > 0].any()
+    verb = "holds" if expected else "also holds"
+    return f"{verb} {_listing(located, difference.foreign)}"
+
+
+def _listing(located: Located, initials: NDArray[np.int64]) -> str:
+    """`x[3]` of ranks 0 2; `x[1]` of rank 0 and `x[2]` of rank 4; ... at most two chunk names."""
+    names: dict[str, list[int]] = {}
+    for location in initials[:64]:
+        names.setdefault(located.chunk_name(int(location)), []).append(located.split(int(location))[0])
+    parts = [f"{name} of {ranks_text(ranks)}" for name, ranks in names.items()]
+    return " and ".join(parts[:2]) + (f" and {len(parts) - 2} more" if len(parts) > 2 else "")
+
+
+def contributors(located: Located, counts: NDArray[np.int64]) -> str:
+    """All contributions in words, with multiplicity."""
+    groups = [(int(times), np.flatnonzero(counts == times)) for times in np.unique(counts[counts > 0])]
+    if not groups:
+        return "nothing"
+    return ", ".join(
+        _listing(located, initials) + ("" if times == 1 else f" {times} times") for times, initials in groups
+    )
+
+
+def _last_write(located: Located, location: int) -> Label | None:
+    for step in reversed(located.steps):
+        if isinstance(step, LocatedStep):
+            for moves in step.moves:
+                rows = np.flatnonzero(moves.dest == location)
+                if len(rows):
+                    return _label(located, step, moves, int(rows[0]), "written last here")
+    return None
+
+
+def _first_doubling(located: Located, contribution: int, location: int) -> Label | None:
+    """Where the first chunk comes about that holds one contribution twice; follows that contribution alone."""
+    single = Contents(
+        np.zeros((located.nowhere + 1, 1), dtype=np.uint64), np.zeros(located.nowhere + 1, dtype=np.int64)
+    )
+    single.totals[contribution] = 1
+    for _, step, _ in forward(located, single):
+        if isinstance(step, LocatedStep):
+            for moves in step.moves:
+                rows = np.flatnonzero(single.totals[moves.dest] > 1)
+                if len(rows):
+                    return _label(located, step, moves, int(rows[0]), "counted twice first here")
+    return None
+
+
+def _label(located: Located, step: LocatedStep, moves: LocatedMoves, row: int, what: str) -> Label:
+    who = f"rank {int(moves.moves.actor[row])}{bindings_text(step.step.bindings)}"
+    return Label(moves.moves.span, f"{what}: {located.name(int(moves.dest[row]))}, by {who}")
+
+
+class _Rotation:
+    """What the yields of a rotation have shown so far: every chunk index, every rank's chunk exactly once."""
+
+    def __init__(self, located: Located, contract: Contract, start: Contents) -> None:
+        self.located, self.contract = located, contract
+        self.shown = located.whole(contract.dest_buffer)
+        width = start.sums.shape[1]
+        self.seen = Contents(
+            np.zeros((self.shown.size, width), dtype=np.uint64), np.zeros(self.shown.size, dtype=np.int64)
+        )
+        self.single = np.ones(self.shown.size, dtype=np.bool_)
+        everyones = located.whole(contract.source_buffer).T  # (num_chunks, num_ranks)
+        self.wanted = combine(start, everyones)
+
+    def see(self, step: LocatedYield, contents: Contents) -> None:
+        if step.step.buffer != self.contract.dest_buffer:
+            return
+        now = contents.at(step.locations.ravel())
+        self.single &= now.totals == 1
+        self.seen = Contents(self.seen.sums + now.sums, self.seen.totals + now.totals)
+
+    def judge(self) -> Iterator[Diagnostic]:
+        num_ranks, num_chunks = self.shown.shape
+        wanted = self.wanted.at(np.tile(np.arange(num_chunks), num_ranks))
+        good = self.seen.equal(wanted) & self.single
+        bad = np.flatnonzero(~good)
+        if len(bad) == 0:
+            return
+        location = int(self.shown.ravel()[bad[0]])
+        counts = recount(self.located, location, at_yields_of=self.contract.dest_buffer)
+        chunk = int(bad[0]) % num_chunks
+        wanted_here = np.zeros_like(counts)
+        wanted_here[self.located.whole(self.contract.source_buffer)[:, chunk]] = 1
+        yield self._diagnose(_Difference(location, wanted_here, counts))
+
+    def _diagnose(self, difference: _Difference) -> Diagnostic:
+        located = self.located
+        where = located.name(difference.location)
+        if len(difference.foreign):
+            what = f"shows {_listing(located, difference.foreign)}"
+        elif len(difference.repeated):
+            what = f"shows {_listing(located, difference.repeated[:1])} more than once"
+        elif len(difference.missing):
+            what = f"never shows {_listing(located, difference.missing)}"
+        else:
+            what = "shows a combination of several chunks"
+        return Diagnostic(
+            "C309",
+            "a rotation shows every rank's chunk exactly once",
+            Label(self.contract.span, f"over the yields {where} {what}"),
+            notes=(
+                f"expected {contributors(located, difference.wanted)}",
+                f"got {contributors(located, difference.counts)}",
+            ),
+            help="yield once before the first step and once after each of the others, P times in all",
+        )

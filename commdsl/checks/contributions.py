@@ -1,0 +1,129 @@
+"""Turns a schedule into what each location holds: which initial chunks are combined there, and how often.
+
+Assumes indices in bounds, no overlapping writes and no undefined reads. A step is a linear map on contribution
+counts, so a forward pass carries every location's contributions at once (exactly when small, else as 64-bit
+fingerprints, each with a total that saturates), and one backward pass of the transposed map recounts a single
+location exactly at any scale. Does not judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedYield, Locations
+
+Sums = NDArray[np.uint64]
+Totals = NDArray[np.int64]
+
+EXACT_CELLS = 1 << 20
+"""Up to so many (location, initial chunk) pairs are counted exactly."""
+
+MANY = np.int64(1) << 31
+"""Totals stop here, so that contributions cannot wrap around to look right."""
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What locations hold: `sums[i]` is the sum of the marks of its contributions, `totals[i]` their number."""
+
+    sums: Sums  # (n, width)
+    totals: Totals  # (n,)
+
+    def equal(self, other: Contents) -> NDArray[np.bool_]:
+        same: NDArray[np.bool_] = (self.totals == other.totals) & (self.sums == other.sums).all(axis=1)
+        return same
+
+    def at(self, locations: Locations) -> Contents:
+        return Contents(self.sums.take(locations, axis=0), self.totals.take(locations))
+
+    def put(self, locations: Locations, new: Contents) -> None:
+        self.sums[locations] = new.sums
+        self.totals[locations] = new.totals
+
+
+def initial(located: Located) -> Contents:
+    """Every location the caller fills holds its own mark once; the others nothing."""
+    given = np.flatnonzero(located.given()[:-1])
+    size = located.nowhere + 1
+    if size * len(given) <= EXACT_CELLS:
+        sums = np.zeros((size, max(1, len(given))), dtype=np.uint64)
+        sums[given, np.arange(len(given))] = 1
+    else:
+        sums = np.zeros((size, 1), dtype=np.uint64)
+        sums[given, 0] = mix(given.astype(np.uint64))
+    totals = np.zeros(size, dtype=np.int64)
+    totals[given] = 1
+    return Contents(sums, totals)
+
+
+def mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A fixed bijection of 64-bit numbers that looks random (the finisher of SplitMix64, Steele et al. 2014)."""
+    mixed = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def combine(contents: Contents, sources: Locations) -> Contents:
+    """The combination of each row of sources (n, k); column by column, so that nothing of size n * k * width exists."""
+    new = contents.at(sources[:, 0])
+    for column in range(1, sources.shape[1]):
+        more = contents.at(sources[:, column])
+        new = Contents(new.sums + more.sums, np.minimum(new.totals + more.totals, MANY))
+    return new
+
+
+def forward(located: Located, contents: Contents) -> Iterator[tuple[int, LocatedStep | LocatedYield, list[bool]]]:
+    """Runs the schedule on `contents` in place; after each step says which statements changed nothing."""
+    for index, step in enumerate(located.steps):
+        if isinstance(step, LocatedYield):
+            yield index, step, []
+            continue
+        idle: list[bool] = []
+        results: list[tuple[LocatedMoves, Contents]] = []
+        for moves in step.moves:
+            new, old = combine(contents, moves.sources), contents.at(moves.dest)
+            if moves.moves.accumulate:
+                new = Contents(new.sums + old.sums, np.minimum(new.totals + old.totals, MANY))
+            idle.append(np.array_equal(new.totals, old.totals) and np.array_equal(new.sums, old.sums))
+            results.append((moves, new))
+        for moves, new in results:
+            contents.put(moves.dest, new)
+        yield index, step, idle
+
+
+def recount(located: Located, location: int, at_yields_of: int | None = None) -> NDArray[np.int64]:
+    """How often each initial location contributes to one location at the end (or, summed, at the yields of a buffer).
+
+    Exact: the transpose of the schedule applied to the unit vector of that location.
+    """
+    weight = np.zeros(located.nowhere + 1, dtype=np.int64)
+    if at_yields_of is None:
+        weight[location] = 1
+    for step in reversed(located.steps):
+        if isinstance(step, LocatedYield):
+            if step.step.buffer == at_yields_of:
+                weight[location] = min(int(weight[location]) + 1, int(MANY))
+            continue
+        _transposed_step(step, weight)
+    weight[~located.given()] = 0
+    weight[located.nowhere] = 0
+    return weight
+
+
+def _transposed_step(step: LocatedStep, weight: NDArray[np.int64]) -> None:
+    taken = [weight[moves.dest] for moves in step.moves]
+    if not any(part.any() for part in taken):
+        return
+    for moves in step.moves:
+        if not moves.moves.accumulate:
+            weight[moves.dest] = 0
+    for moves, part in zip(step.moves, taken, strict=True):
+        rows = np.flatnonzero(part)
+        touched = moves.sources[rows]
+        np.add.at(weight, touched, part[rows, None])
+        weight[touched] = np.minimum(weight[touched], MANY)

@@ -1,0 +1,30 @@
+"""C303: nothing writes an `input` buffer.
+
+Assumes nothing. Does not guard `inout` buffers, which are there to be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from commdsl.checks.locations import Located, bindings_text, statement_key
+from commdsl.diagnostics import Diagnostic, Label
+from commdsl.syntax import BufferKind
+
+
+def writes_to_input(located: Located) -> Iterator[Diagnostic]:
+    """One message per statement."""
+    told: set[tuple[str, int, int]] = set()
+    for _, step, moves in located.statements():
+        buffer = located.schedule.buffers[moves.moves.dest_buffer]
+        key = statement_key(moves.moves.span)
+        if buffer.kind is BufferKind.INPUT and key not in told:
+            told.add(key)
+            where = f"rank {int(moves.moves.actor[0])}{bindings_text(step.step.bindings)}"
+            yield Diagnostic(
+                "C303",
+                f"a write to the input `{buffer.name}`",
+                Label(moves.moves.span, f"{where}: writes {located.name(int(moves.dest[0]))}"),
+                (Label(buffer.span, "the caller's, read only"),),
+                help=f"write to an `output` or a `scratch` buffer, or declare `inout {buffer.name}`",
+            )

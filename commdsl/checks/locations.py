@@ -1,0 +1,149 @@
+"""Turns the chunks a schedule touches into flat locations: one number for (rank, buffer, chunk).
+
+Assumes ranks and chunks in bounds wherever the numbers are used as indices (`bounds` proves that first). Does not
+judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.ir import Buffer, Contract, Moves, Schedule, Step, Yield
+from commdsl.source import Span
+from commdsl.syntax import BufferKind
+
+Locations = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class LocatedMoves:
+    """One statement of one step; a source that a list's condition leaves out is the location `nowhere`."""
+
+    moves: Moves
+    dest: Locations  # (n,)
+    sources: Locations  # (n, k)
+
+
+@dataclass(frozen=True, eq=False)
+class LocatedStep:
+    step: Step
+    moves: tuple[LocatedMoves, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LocatedYield:
+    step: Yield
+    locations: Locations  # the whole buffer on every rank, (num_ranks, num_chunks)
+
+
+class Located:
+    """A schedule with every operand as a location: rank * chunks_per_rank + first chunk of the buffer + chunk."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        counts = [buffer.num_chunks for buffer in schedule.buffers]
+        self.first_chunk: Locations = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+        self.chunks_per_rank = int(self.first_chunk[-1])
+
+    @property
+    def nowhere(self) -> int:
+        """One location more than there are; arrays over locations have a last element for it."""
+        return self.schedule.num_ranks * self.chunks_per_rank
+
+    @cached_property
+    def steps(self) -> tuple[LocatedStep | LocatedYield, ...]:
+        return tuple(self._locate_step(step) for step in self.schedule.steps)
+
+    def _locate_step(self, step: Step | Yield) -> LocatedStep | LocatedYield:
+        if isinstance(step, Yield):
+            return LocatedYield(step, self.whole(step.buffer))
+        return LocatedStep(step, tuple(self._locate_moves(moves) for moves in step.moves if len(moves.actor)))
+
+    def _locate_moves(self, moves: Moves) -> LocatedMoves:
+        sources = self.locate(moves.source_buffer, moves.source_rank, moves.source_chunk)
+        if moves.source_valid is not None:
+            sources = np.where(moves.source_valid, sources, self.nowhere)
+        return LocatedMoves(moves, self.locate(moves.dest_buffer, moves.dest_rank, moves.dest_chunk), sources)
+
+    def locate(self, buffer: int, rank: NDArray[np.integer], chunk: NDArray[np.integer]) -> Locations:
+        return rank.astype(np.int64) * self.chunks_per_rank + (int(self.first_chunk[buffer]) + chunk)
+
+    def whole(self, buffer: int) -> Locations:
+        """Every location of a buffer, (num_ranks, num_chunks)."""
+        ranks = np.arange(self.schedule.num_ranks)[:, None]
+        return self.locate(buffer, ranks, np.arange(self.schedule.buffers[buffer].num_chunks))
+
+    def over_locations(self, per_buffer: Iterable[NDArray[np.generic]], nowhere: int) -> NDArray[np.generic]:
+        """An array over all locations from one array over the chunks of each buffer, the same on every rank."""
+        one_rank = np.concatenate([np.atleast_1d(values) for values in per_buffer])
+        return np.append(np.tile(one_rank, self.schedule.num_ranks), np.asarray(nowhere, one_rank.dtype))
+
+    def given(self) -> NDArray[np.bool_]:
+        """Which locations hold the caller's data at the start; `nowhere` does too, so that nobody misses it."""
+        given = (
+            np.full(buffer.num_chunks, buffer.kind in (BufferKind.INPUT, BufferKind.INOUT))
+            for buffer in self.schedule.buffers
+        )
+        return self.over_locations(given, nowhere=1).astype(np.bool_)
+
+    def split(self, location: int) -> tuple[int, int, int]:
+        """The rank, buffer and chunk of a location."""
+        rank, offset = divmod(int(location), self.chunks_per_rank)
+        buffer = int(np.searchsorted(self.first_chunk, offset, side="right")) - 1
+        return rank, buffer, offset - int(self.first_chunk[buffer])
+
+    def chunk_name(self, location: int) -> str:
+        """`x[3]`, as the text would write it."""
+        _, buffer, chunk = self.split(location)
+        return chunk_name(self.schedule.buffers[buffer], chunk)
+
+    def name(self, location: int) -> str:
+        """`x[3]` on rank 2."""
+        return f"{self.chunk_name(location)} on rank {self.split(location)[0]}"
+
+    def statements(self) -> Iterator[tuple[int, LocatedStep, LocatedMoves]]:
+        """Every statement of every step in order, with the index of the step."""
+        for index, located in enumerate(self.steps):
+            if isinstance(located, LocatedStep):
+                for moves in located.moves:
+                    yield index, located, moves
+
+    def contract_dests(self, contract: Contract) -> Locations:
+        return self.locate(contract.dest_buffer, contract.dest_rank, contract.dest_chunk)
+
+    def contract_sources(self, contract: Contract) -> Locations:
+        """(m, k); a source left out is `nowhere`."""
+        sources = self.locate(contract.source_buffer, contract.source_rank, contract.source_chunk)
+        return sources if contract.source_valid is None else np.where(contract.source_valid, sources, self.nowhere)
+
+
+def chunk_name(buffer: Buffer, chunk: int) -> str:
+    if not buffer.dims:
+        return f"`{buffer.name}`"
+    if not 0 <= chunk < buffer.num_chunks:
+        return f"chunk {chunk} of `{buffer.name}`"
+    indices = ", ".join(str(int(index)) for index in np.unravel_index(chunk, buffer.dims))
+    return f"`{buffer.name}[{indices}]`"
+
+
+def bindings_text(bindings: tuple[tuple[str, int], ...]) -> str:
+    """`, s = 3, k = 0`, to follow a rank; empty outside loops."""
+    return "".join(f", {name} = {value}" for name, value in bindings)
+
+
+def statement_key(span: Span) -> tuple[str, int, int]:
+    """What makes two spans the same statement, so that a fault in a loop is told once."""
+    return span.source.name, span.start, span.end
+
+
+def ranks_text(ranks: Iterable[int], limit: int = 8) -> str:
+    """`rank 3`, `ranks 0 1 2`, `ranks 0 1 2 3 4 5 6 7 and 8 more`."""
+    listed = [int(rank) for rank in ranks]
+    shown = " ".join(str(rank) for rank in listed[:limit])
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return f"{'rank' if len(listed) == 1 else 'ranks'} {shown}{more}"

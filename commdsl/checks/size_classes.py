@@ -1,0 +1,133 @@
+"""C305: what moves into a chunk is as long as the chunk.
+
+Assumes indices in bounds and no undefined reads. Piece i of a block cut into C has the size class (C, i); classes
+differ in length for some tensor size. A scratch slot takes the class of what is written to it. Does not know bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.checks.locations import (
+    Located,
+    LocatedMoves,
+    LocatedStep,
+    LocatedYield,
+    bindings_text,
+    statement_key,
+)
+from commdsl.diagnostics import Diagnostic, Label
+from commdsl.ir import Buffer
+from commdsl.syntax import BufferKind
+
+Classes = NDArray[np.int64]  # cut << 32 | piece, or UNKNOWN
+UNKNOWN = -1
+
+
+def initial_classes(located: Located) -> Classes:
+    """The class of every location, UNKNOWN for scratch slots and for `nowhere`."""
+    return located.over_locations(map(_buffer_classes, located.schedule.buffers), nowhere=UNKNOWN).astype(np.int64)
+
+
+def _buffer_classes(buffer: Buffer) -> Classes:
+    if buffer.kind is BufferKind.SCRATCH:
+        return np.full(buffer.num_chunks, UNKNOWN, dtype=np.int64)
+    return (np.int64(buffer.cut) << 32) | (np.arange(buffer.num_chunks, dtype=np.int64) % buffer.cut)
+
+
+@dataclass(frozen=True, eq=False)
+class ClassedMoves:
+    """A statement of one step with the class each row moves, and the class its destination had before."""
+
+    step_index: int
+    step: LocatedStep
+    located: LocatedMoves
+    moved: Classes  # (n,)
+    before: Classes  # (n,)
+    mixed: NDArray[np.bool_] | None  # (n,) rows of a list whose sources differ in class; None: not a list
+
+
+def classes_of_moves(located: Located) -> Iterator[ClassedMoves]:
+    """Every statement in order; after it a scratch slot has the class that was written there."""
+    classes = initial_classes(located)
+    scratch = classes == UNKNOWN
+    for index, step in enumerate(located.steps):
+        if isinstance(step, LocatedYield):
+            continue
+        classed = [_classed(index, step, moves, classes) for moves in step.moves]
+        yield from classed
+        for one in classed:
+            dest = one.located.dest
+            classes[dest] = np.where(scratch[dest], one.moved, one.before)
+
+
+def _classed(index: int, step: LocatedStep, moves: LocatedMoves, classes: Classes) -> ClassedMoves:
+    before = classes[moves.dest]
+    if moves.sources.shape[1] == 1:
+        return ClassedMoves(index, step, moves, classes[moves.sources[:, 0]], before, None)
+    sources = classes[moves.sources]
+    moved = sources.max(axis=1)  # UNKNOWN, the class of a source left out, is the least
+    mixed = ((sources != moved[:, None]) & (sources != UNKNOWN)).any(axis=1)
+    return ClassedMoves(index, step, moves, moved, before, mixed)
+
+
+def unequal_sizes(located: Located) -> Iterator[Diagnostic]:
+    """One message per statement."""
+    told: set[tuple[str, int, int]] = set()
+    scratch = initial_classes(located) == UNKNOWN
+    for one in classes_of_moves(located):
+        key = statement_key(one.located.moves.span)
+        if key in told:
+            continue
+        keeps_class = one.located.moves.accumulate | ~scratch[one.located.dest]
+        rows = np.flatnonzero(keeps_class & (one.before != one.moved))
+        if len(rows):
+            told.add(key)
+            yield _unequal(located, one, int(rows[0]))
+        elif one.mixed is not None and one.mixed.any():
+            told.add(key)
+            yield _mixed_list(located, one, int(np.flatnonzero(one.mixed)[0]))
+
+
+def _describe(code: int) -> str:
+    cut, piece = code >> 32, code & 0xFFFFFFFF
+    return "a whole block" if cut == 1 else f"piece {piece} of a block cut into {cut}"
+
+
+def _who(one: ClassedMoves, row: int) -> str:
+    return f"rank {int(one.located.moves.actor[row])}{bindings_text(one.step.step.bindings)}"
+
+
+def _unequal(located: Located, one: ClassedMoves, row: int) -> Diagnostic:
+    moves, moved, before = one.located, int(one.moved[row]), int(one.before[row])
+    source, dest = located.chunk_name(int(moves.sources[row, 0])), located.chunk_name(int(moves.dest[row]))
+    buffers = [located.schedule.buffers[index] for index in (moves.moves.source_buffer, moves.moves.dest_buffer)]
+    same_cut = moved >> 32 == before >> 32
+    return Diagnostic(
+        "C305",
+        f"{source} and {dest} differ in size",
+        Label(moves.moves.span, f"{_who(one, row)}: moves {_describe(moved)} to {_describe(before)}"),
+        () if same_cut else tuple(Label(buffer.span, _cut_text(buffer)) for buffer in dict.fromkeys(buffers)),
+        ("when a tensor does not divide evenly, the pieces of a block differ by 16 bytes",) if same_cut else (),
+        help="move between equal pieces, or through a `scratch` slot of its own",
+    )
+
+
+def _cut_text(buffer: Buffer) -> str:
+    if buffer.kind is BufferKind.SCRATCH:
+        return "a slot is as long as what is written to it"
+    return "whole blocks" if buffer.cut == 1 else f"blocks cut into {buffer.cut}"
+
+
+def _mixed_list(located: Located, one: ClassedMoves, row: int) -> Diagnostic:
+    dest = located.name(int(one.located.dest[row]))
+    return Diagnostic(
+        "C305",
+        "the sources of a reduction differ in size",
+        Label(one.located.moves.span, f"{_who(one, row)}: reduces pieces of unequal length into {dest}"),
+        help="reduce pieces with the same index, of buffers cut alike",
+    )

@@ -1,0 +1,75 @@
+"""C304: no chunk is read that nothing has written.
+
+Assumes indices in bounds. `input` and `inout` chunks hold the caller's data at the start, on every rank; `output` and
+`scratch` start undefined. Does not ask whether the data is the right data; `conservation` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedYield, Locations, bindings_text
+from commdsl.diagnostics import Diagnostic, Label
+from commdsl.source import Span
+from commdsl.syntax import BufferKind, MoveKind
+
+
+def undefined_reads(located: Located) -> Iterator[Diagnostic]:
+    """One message per buffer: what reads its undefined chunks later suffers from the same missing write."""
+    defined = located.given()
+    told: set[int] = set()
+    for step in located.steps:
+        if isinstance(step, LocatedYield):
+            missing = step.locations[~defined[step.locations]]
+            if len(missing) and step.step.buffer not in told:
+                told.add(step.step.buffer)
+                yield _diagnostic(located, int(missing[0]), step.step.span, _in_loop(step.step.bindings), "yields")
+            continue
+        for moves in step.moves:
+            fault = _first_undefined(moves, defined)
+            if fault is not None and located.split(fault[0])[1] not in told:
+                told.add(located.split(fault[0])[1])
+                yield _read(located, step, moves, *fault)
+        for moves in step.moves:
+            defined[moves.dest] = True
+
+
+def _first_undefined(moves: LocatedMoves, defined: np.ndarray) -> tuple[int, int, str] | None:
+    """The undefined location, the row that reads it, and in which way."""
+    readings: list[tuple[Locations, str]] = [(moves.sources, "reads")]
+    if moves.moves.accumulate:
+        readings.append((moves.dest[:, None], "reduces into"))
+    for locations, verb in readings:
+        good = defined[locations]
+        if not good.all():
+            row, column = np.argwhere(~good)[0]
+            return int(locations[row, column]), int(row), verb
+    return None
+
+
+def _read(located: Located, step: LocatedStep, moves: LocatedMoves, location: int, row: int, verb: str) -> Diagnostic:
+    who = f"rank {int(moves.moves.actor[row])}{bindings_text(step.step.bindings)}"
+    return _diagnostic(located, location, moves.moves.span, who, verb)
+
+
+def _in_loop(bindings: tuple[tuple[str, int], ...]) -> str:
+    return bindings_text(bindings).removeprefix(", ") or "here"
+
+
+def _diagnostic(located: Located, location: int, span: Span, who: str, verb: str) -> Diagnostic:
+    buffer = located.schedule.buffers[located.split(location)[1]]
+    if verb == "reduces into":
+        mend = f"write {located.chunk_name(location)} first, or reduce a list of sources, which needs no old content"
+    elif buffer.kind is BufferKind.OUTPUT:
+        mend = "an `output` starts undefined: write it first, or declare it `inout`"
+    else:
+        mend = f"{MoveKind.COPY.value} or {MoveKind.PUT.value} something into it in an earlier step"
+    return Diagnostic(
+        "C304",
+        f"{located.chunk_name(location)} is read before anything is written to it",
+        Label(span, f"{who}: {verb} {located.name(location)}"),
+        (Label(buffer.span, "starts undefined"),),
+        help=mend,
+    )

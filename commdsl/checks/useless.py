@@ -1,0 +1,78 @@
+"""C310 and C311: no statement moves data that nobody uses, or data that is already there.
+
+Assumes indices in bounds, no overlapping writes, no undefined reads, every contract kept. Judges a statement of one
+step as a whole: a row of it may be useless (a rank that needs nothing, a copy to oneself), all rows may not. Does not
+judge cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.checks.contributions import forward, initial
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedYield, bindings_text, statement_key
+from commdsl.diagnostics import Diagnostic, Label
+
+
+def useless_statements(located: Located) -> Iterator[Diagnostic]:
+    """One message per statement, for the first step in which it does nothing; idle ones only if none is unused."""
+    told: set[tuple[str, int, int]] = set()
+    unused = [(step, moves) for step, moves, live in used_rows(located) if not live.any()]
+    for step, moves in reversed(unused):
+        key = statement_key(moves.moves.span)
+        if key not in told:
+            told.add(key)
+            yield _unused(located, step, moves)
+    if told:
+        return  # a doubled statement leaves one of the two unused, the other idle: one mistake
+    for _, at, idle in forward(located, initial(located)):
+        if isinstance(at, LocatedStep):
+            for moves, is_idle in zip(at.moves, idle, strict=True):
+                if is_idle and statement_key(moves.moves.span) not in told:
+                    told.add(statement_key(moves.moves.span))
+                    yield _idle(located, at, moves)
+
+
+def used_rows(located: Located) -> Iterator[tuple[LocatedStep, LocatedMoves, NDArray[np.bool_]]]:
+    """Backwards over the statements: which rows write something a contract, a yield or a used row reads."""
+    live = np.zeros(located.nowhere + 1, dtype=np.bool_)
+    for contract in located.schedule.contracts:
+        if len(contract.dest_rank):
+            live[located.contract_dests(contract)] = True
+    for step in reversed(located.steps):
+        if isinstance(step, LocatedYield):
+            live[step.locations] = True
+            continue
+        used = [live[moves.dest] for moves in step.moves]
+        for moves in step.moves:
+            if not moves.moves.accumulate:
+                live[moves.dest] = False
+        for moves, rows in zip(step.moves, used, strict=True):
+            live[moves.sources if rows.all() else moves.sources[rows]] = True
+        for moves, rows in zip(reversed(step.moves), reversed(used), strict=True):
+            yield step, moves, rows
+
+
+def _unused(located: Located, step: LocatedStep, moves: LocatedMoves) -> Diagnostic:
+    who = f"rank {int(moves.moves.actor[0])}{bindings_text(step.step.bindings)}"
+    return Diagnostic(
+        "C310",
+        "nobody uses what this step writes",
+        Label(moves.moves.span, f"{who}: {located.name(int(moves.dest[0]))} is overwritten or left unread"),
+        notes=("on every rank: no later step reads it, no `yield` shows it, no `ensure` names it",),
+        help="drop the statement, or the loop iteration in which it does nothing",
+    )
+
+
+def _idle(located: Located, step: LocatedStep, moves: LocatedMoves) -> Diagnostic:
+    who = f"rank {int(moves.moves.actor[0])}{bindings_text(step.step.bindings)}"
+    return Diagnostic(
+        "C311",
+        "this step writes what is already there",
+        Label(moves.moves.span, f"{who}: {located.name(int(moves.dest[0]))} holds the same data before and after"),
+        notes=("on every rank",),
+        help="drop the statement, or the loop iteration in which it changes nothing",
+    )
