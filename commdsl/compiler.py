@@ -16,7 +16,7 @@ from commdsl.cost import Report, report
 from commdsl.diagnostics import CommError, Diagnostic, Label, Severity
 from commdsl.ir import Schedule
 from commdsl.lower import lower
-from commdsl.plan import Plan
+from commdsl.plan import Plan, Transport
 from commdsl.source import Source, Span
 from commdsl.syntax import File, ScheduleDecl, Use
 from commdsl.topology import Topology, switch
@@ -119,6 +119,7 @@ def check(
     ranks: int | None = None,
     on: str | None = None,
     params: Mapping[str, int] | None = None,
+    transport: Transport = Transport.PEER,
 ) -> Checked:
     """Proves one schedule for one rank count (8 unless said) on one topology, with values for its parameters.
 
@@ -129,7 +130,7 @@ def check(
     topology = find_topology(files, on, num_ranks)
     meant = resolve.resolve(files, choose(files, schedule), num_ranks, topology, params or {})
     warnings = _raise_errors(checks.check_schedule(meant))
-    plan = lower(meant)
+    plan = lower(meant, transport)
     verify(plan)
     warnings += _raise_errors(checks.check_plan(meant, plan))
     return Checked(meant, plan, report(meant), warnings)
@@ -141,11 +142,12 @@ def compile(  # noqa: A001 - the compiler's verb; nobody imports it without the 
     ranks: int | None = None,
     on: str | None = None,
     params: Mapping[str, int] | None = None,
+    transport: Transport = Transport.PEER,
 ) -> Compiled:
     """`check`, then the kernel's text."""
     from commdsl.emit import emit  # jinja2 is not needed to check
 
-    proved = check(path, schedule, ranks, on, params)
+    proved = check(path, schedule, ranks, on, params, transport)
     return Compiled(proved.schedule, proved.plan, proved.report, proved.warnings, emit(proved.plan))
 
 

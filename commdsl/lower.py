@@ -11,7 +11,7 @@ import numpy as np
 from commdsl.ir import Ints, Schedule, Step
 from commdsl.ordering import Ordered, Program, order, program
 from commdsl.placement import Phase, Placed, place
-from commdsl.plan import CELL, Access, Ops, Plan, Protocol, Tensor
+from commdsl.plan import CELL, Access, Ops, Plan, Protocol, Tensor, Transport
 from commdsl.syntax import BufferKind, MoveKind
 
 LANES = 32
@@ -21,9 +21,9 @@ SYMMETRIC_BYTES = 256 * 1024 * 1024  # what the cells may take when `tune` does 
 SMALLEST_TILE = 4 * 1024
 
 
-def lower(schedule: Schedule) -> Plan:
-    """The Plan of one schedule for its rank count."""
-    placed = place(schedule)
+def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
+    """The Plan of one schedule for its rank count; one for NVSHMEM also runs through peer pointers, with the same bits."""
+    placed = place(schedule, transport)
     steps = program(placed.phases, schedule.num_ranks)
     ordered = order(placed, steps, schedule.num_ranks)
     ops, signals = _tables(placed, steps, ordered, schedule.num_ranks)
@@ -72,40 +72,47 @@ def _tile_bytes(tiles: int) -> int:
 
 
 def _tables(placed: Placed, steps: Program, ordered: Ordered, num_ranks: int) -> tuple[Ops, Ints]:
-    by_rank = np.lexsort((steps.number, steps.rank))
-    new = np.empty(len(by_rank), np.int32)
-    new[by_rank] = np.arange(len(by_rank))
     phases = placed.phases
+    rank_begin = _begins(steps.length)
+    new = rank_begin[steps.rank] + steps.number  # where each operation goes when ranks are laid end to end
+
+    def laid_out(values: Ints) -> Ints:
+        column = np.empty(len(new), np.int32)
+        column[new] = values
+        return column
 
     def column(name: str) -> Ints:
-        return np.concatenate([getattr(phase, name) for phase in phases])[by_rank].astype(np.int32)
+        return laid_out(np.concatenate([getattr(phase, name) for phase in phases]))
 
     counts = np.concatenate([np.diff(phase.source_begin) for phase in phases])
-    begin = np.concatenate([[0], np.cumsum(counts)])
-    source_begin = _begins(counts[by_rank])
-    flat = np.repeat(begin[by_rank] - source_begin[:-1], counts[by_rank]) + np.arange(source_begin[-1])
-    sources = {
-        name: np.concatenate([getattr(phase, name) for phase in phases])[flat].astype(np.int32)
-        for name in ("source_space", "source_rank", "source_index")
-    }
-    rank_begin = _begins(steps.length)
+    source_begin = _begins(laid_out(counts))
+    to = np.repeat(source_begin[new] - _begins(counts)[:-1], counts) + np.arange(source_begin[-1], dtype=np.int32)
+
+    def source_column(name: str) -> Ints:
+        column = np.empty(len(to), np.int32)
+        column[to] = np.concatenate([getattr(phase, name) for phase in phases])
+        return column
+
     waits, signal_begin, signal_peer, per_round = _flags(ordered, new, rank_begin, num_ranks)
-    return Ops(
+    ops = Ops(
         rank_begin=rank_begin,
         kind=column("kind"),
         cut=column("cut"),
         piece=column("piece"),
-        barrier=(steps.turn[by_rank] == 0).astype(np.int32),
+        barrier=laid_out(steps.turn == 0),
         dest_space=column("dest_space"),
         dest_rank=column("dest_rank"),
         dest_index=column("dest_index"),
         source_begin=source_begin,
-        **sources,
+        source_space=source_column("source_space"),
+        source_rank=source_column("source_rank"),
+        source_index=source_column("source_index"),
         **waits,
         signal_begin=signal_begin,
         signal_peer=signal_peer,
         origin=column("origin"),
-    ), per_round
+    )
+    return ops, per_round
 
 
 def _begins(counts: Ints) -> Ints:

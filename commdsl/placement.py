@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from commdsl.diagnostics import InternalError
 from commdsl.ir import Ints, Moves, Schedule, Step, Yield
-from commdsl.plan import CELL, Access, OpKind, Origin, Tensor
+from commdsl.plan import CELL, Access, OpKind, Origin, Tensor, Transport
 from commdsl.source import Span
 from commdsl.syntax import BufferKind, MoveKind
 
@@ -84,6 +84,8 @@ class _Homes:
         self.cut = [np.full(shape, buffer.cut, np.int32) for shape, buffer in zip(shapes, self.buffers, strict=True)]
         self.piece = [_ints(np.arange(b.num_chunks) % b.cut, s).copy() for s, b in zip(shapes, self.buffers, strict=True)]
         self.first_cell = np.cumsum([0, *(DEPTH * buffer.num_chunks for buffer in self.buffers)])
+        fetched = (schedule.num_ranks * buffer.num_chunks for buffer in self.buffers)
+        self.first_fetched = np.cumsum([self.first_cell[-1], *fetched])
         for number, tensor in enumerate(self.read):
             if tensor is not None:
                 self.space[number][:] = tensor
@@ -97,6 +99,10 @@ class _Homes:
         turn = self.writes[buffer][rank, chunk] % DEPTH
         self.writes[buffer][rank, chunk] += 1
         return (self.first_cell[buffer] + chunk * DEPTH + turn).astype(np.int32)
+
+    def fetched_cell(self, buffer: int, rank: Ints, chunk: Ints) -> Ints:
+        """The own cell for a copy of a peer's chunk: one for each, as only its own rank ever touches it."""
+        return (self.first_fetched[buffer] + rank * self.buffers[buffer].num_chunks + chunk).astype(np.int32)
 
     def chunks(self, buffer: int, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints]:
         """The chosen (rank, chunk) pairs, oldest version first, each rank starting from its own share of the chunks.
@@ -172,8 +178,9 @@ def _pulled(schedule: Schedule) -> tuple[list[NDArray[np.bool_]], list[list[NDAr
 class _Placer:
     """Walks the steps once; holds the homes and the phases made so far (private to this pass)."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, transport: Transport) -> None:
         self.schedule = schedule
+        self.transport = transport
         self.homes = _Homes(schedule)
         self.phases: list[list[_Batch]] = []
         self.origins: list[Origin] = []
@@ -202,6 +209,7 @@ class _Placer:
 
     def step(self, number: int, step: Step, pulled: list[NDArray[np.bool_] | None]) -> None:
         """One step becomes a phase of transfers and a phase that combines what was put to be reduced."""
+        fetches: list[_Batch] = []
         transfers: list[_Batch] = []
         combines: list[_Batch] = []
         updates: list[tuple[Moves, tuple[Ints, Ints, Ints], tuple[Ints, Ints]]] = []
@@ -215,7 +223,7 @@ class _Placer:
                 dest = self._push(moves, flags, size_class, origin, transfers, combines)
             else:
                 dest = self._place(moves, flags, read_keys)
-                transfers.append(self._direct(moves, dest, size_class, origin))
+                transfers.append(self._direct(moves, dest, size_class, origin, fetches))
             updates.append((moves, dest, size_class))
         for moves, (space, _, index), (cut, piece) in updates:
             at = moves.dest_buffer, (moves.dest_rank, moves.dest_chunk)
@@ -224,7 +232,7 @@ class _Placer:
             self.homes.cut[at[0]][at[1]] = cut
             self.homes.piece[at[0]][at[1]] = piece
             self.homes.written_in[at[0]][at[1]] = number
-        self.phases += [transfers, combines]
+        self.phases += [fetches, transfers, combines]
 
     def _read_keys(self, step: Step) -> dict[int, Ints]:
         """Per buffer, rank * num_chunks + chunk of everything the step reads."""
@@ -266,15 +274,47 @@ class _Placer:
         return space, rank, index
 
     def _direct(
-        self, moves: Moves, dest: tuple[Ints, Ints, Ints], size_class: tuple[Ints, Ints], origin: int
+        self,
+        moves: Moves,
+        dest: tuple[Ints, Ints, Ints],
+        size_class: tuple[Ints, Ints],
+        origin: int,
+        fetches: list[_Batch],
     ) -> _Batch:
         source = self.homes.locate(moves.source_buffer, moves.source_rank, moves.source_chunk)
+        if moves.kind is MoveKind.REDUCE and self.transport is Transport.NVSHMEM:
+            source = self._fetch(moves, source, size_class, origin, fetches)
         valid = moves.source_valid
         if not moves.accumulate:
             kind = OpKind.REDUCE if moves.is_list else OpKind.COPY
             return _Batch(moves.actor, kind, size_class, dest, source, valid, origin)
         old = self.homes.locate(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
         return _Batch(moves.actor, OpKind.REDUCE, size_class, dest, _beside(old, source), None, origin)
+
+    def _fetch(
+        self,
+        moves: Moves,
+        source: tuple[Ints, Ints, Ints],
+        size_class: tuple[Ints, Ints],
+        origin: int,
+        fetches: list[_Batch],
+    ) -> tuple[Ints, Ints, Ints]:
+        """NVSHMEM brings whole tiles, it cannot be read by the element: what lies on a peer is copied to own cells first."""
+        far = moves.source_rank != moves.actor[:, None]
+        if moves.source_valid is not None:
+            far = far & moves.source_valid
+        if not far.any():
+            return source
+        row = np.nonzero(far)[0]
+        cell = self.homes.fetched_cell(moves.source_buffer, moves.source_rank[far], moves.source_chunk[far])
+        rank = moves.actor[row]
+        dest = (_ints(CELL, rank.shape), rank, cell)
+        there = source[0][far], source[1][far], source[2][far]
+        sizes = size_class[0][row], size_class[1][row]
+        fetches.append(_Batch(rank, OpKind.COPY, sizes, dest, _column(there), None, origin))
+        space, place, index = (part.copy() for part in source)
+        space[far], place[far], index[far] = CELL, rank, cell
+        return space, place, index
 
     def _push(
         self,
@@ -416,9 +456,9 @@ def _renumber(phases: tuple[Phase, ...]) -> tuple[tuple[Phase, ...], int]:
     return tuple(all_renamed()), len(cells)
 
 
-def place(schedule: Schedule) -> Placed:
+def place(schedule: Schedule, transport: Transport) -> Placed:
     """Phases of operations for all ranks; see the head of the module for where versions live."""
-    placer = _Placer(schedule)
+    placer = _Placer(schedule, transport)
     pulled, answers = _pulled(schedule)
     placer.stage_in(pulled)
     yields = 0
