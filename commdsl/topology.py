@@ -50,6 +50,12 @@ class Topology:
         return self.num_nodes * self.gpus_per_node
 
 
+def switch(num_ranks: int) -> Topology:
+    """An idealised machine for any number of ranks: one flat switch of GPUs with the ports of an H200."""
+    link = Link("switch", LinkScope.IN_NODE, port_bandwidth=450e9, pair_bandwidth=np.inf, latency=0.7e-6)
+    return Topology("switch", 1, num_ranks, 132, (link,), idealised=True)
+
+
 NO_LINK = -1
 
 
