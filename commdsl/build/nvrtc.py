@@ -1,0 +1,151 @@
+"""Turns CUDA C++ into a cubin with NVRTC and nvJitLink; needs neither a GPU nor nvcc.
+
+Assumes the wheels nvidia-cuda-nvrtc and, where code is linked, nvidia-nvjitlink (a CUDA toolkit's own libraries serve as well).
+Does not load what it builds and does not decide where it is kept; `build.cubin` does the latter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from commdsl.diagnostics import InternalError
+
+TOOLKIT = Path("/usr/local/cuda")
+_SUCCESS = 0
+_CUBIN = 1  # nvJitLinkInputType
+_LIBRARY = 6
+
+
+class MissingTool(Exception):
+    """A library of the CUDA toolkit is not installed; the message says which wheel has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """One of the two compilers' libraries: its name, which wheel brings it, and what it needs from beside it."""
+
+    stem: str
+    wheel: str
+    parts: tuple[str, ...] = ()
+
+
+NVRTC = Library("libnvrtc.so", "nvidia-cuda-nvrtc", ("libnvrtc-builtins.so.*",))
+NVJITLINK = Library("libnvJitLink.so", "nvidia-nvjitlink")
+
+
+@cache
+def wheel_folders() -> tuple[Path, ...]:
+    """The folders that NVIDIA's wheels share, newest CUDA first: `nvidia/cu13`, `nvidia/cuda_nvrtc`, ..."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = sorted(Path(place) for place in (spec.submodule_search_locations or ())) if spec else []
+    return tuple(folder for root in roots for folder in sorted(root.iterdir(), reverse=True) if folder.is_dir())
+
+
+def locate(pattern: str) -> Path | None:
+    """The first file or folder that matches `pattern` in NVIDIA's wheels, then in the installed toolkit."""
+    for folder in (*wheel_folders(), TOOLKIT):
+        for match in sorted(folder.glob(pattern)):
+            return match
+    return None
+
+
+@cache
+def load(library: Library) -> ctypes.CDLL:
+    path = locate(f"lib/{library.stem}.*") or locate(f"lib64/{library.stem}*")
+    try:
+        for part in library.parts:
+            # NVRTC opens its second half by name alone, which the loader finds only if it is loaded already.
+            for file in sorted(path.parent.glob(part)) if path else ():
+                ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path) if path else f"{library.stem}.13")
+    except OSError as error:
+        raise MissingTool(f"{library.stem} is not here: pip install {library.wheel} ({error})") from error
+
+
+@cache
+def version() -> str:
+    """NVRTC's version, part of every cache key."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    load(NVRTC).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+@cache
+def linker_version() -> str:
+    major, minor = ctypes.c_uint(), ctypes.c_uint()
+    load(NVJITLINK).nvJitLinkVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def compile_cubin(name: str, text: str, options: Sequence[str]) -> bytes:
+    """One translation unit to a cubin; `options` as NVRTC takes them. A refusal is a bug of ours: InternalError with the log."""
+    nvrtc = load(NVRTC)
+    program = ctypes.c_void_p()
+    _nvrtc(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None), "create")
+    try:
+        array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = nvrtc.nvrtcCompileProgram(program, len(options), array)
+        if status != _SUCCESS:
+            log = _nvrtc_bytes(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+            raise InternalError(f"NVRTC {version()} refused {name} ({' '.join(options)}):\n{log}")
+        return _nvrtc_bytes(nvrtc, program, "CUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _nvrtc_bytes(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    _nvrtc(getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), f"size of {what}")
+    buffer = ctypes.create_string_buffer(size.value)
+    _nvrtc(getattr(nvrtc, f"nvrtcGet{what}")(program, buffer), what)
+    return buffer.raw
+
+
+def _nvrtc(status: int, what: str) -> None:
+    if status != _SUCCESS:
+        raise InternalError(f"NVRTC failed ({what}): error {status}")
+
+
+def link(arch: str, cubins: Sequence[tuple[str, bytes]], libraries: Sequence[Path]) -> bytes:
+    """Device link: relocatable cubins (name, bytes) and static libraries to one cubin."""
+    linker = load(NVJITLINK)
+    handle = ctypes.c_void_p()
+    options = (ctypes.c_char_p * 1)(f"-arch={arch}".encode())
+    status = _symbol(linker, "Create")(ctypes.byref(handle), 1, options)
+    if status != _SUCCESS:
+        raise InternalError(f"nvJitLink did not start for {arch}: error {status}")
+    try:
+        for name, data in cubins:
+            size = ctypes.c_size_t(len(data))
+            _linked(linker, handle, _symbol(linker, "AddData")(handle, _CUBIN, data, size, name.encode()), name)
+        for path in libraries:
+            _linked(linker, handle, _symbol(linker, "AddFile")(handle, _LIBRARY, str(path).encode()), path.name)
+        _linked(linker, handle, _symbol(linker, "Complete")(handle), "the whole")
+        size = ctypes.c_size_t()
+        _linked(linker, handle, _symbol(linker, "GetLinkedCubinSize")(handle, ctypes.byref(size)), "the cubin's size")
+        buffer = ctypes.create_string_buffer(size.value)
+        _linked(linker, handle, _symbol(linker, "GetLinkedCubin")(handle, buffer), "the cubin")
+        return buffer.raw
+    finally:
+        _symbol(linker, "Destroy")(ctypes.byref(handle))
+
+
+def _symbol(linker: ctypes.CDLL, name: str) -> Callable[..., int]:
+    """nvJitLink exports each function once per minor version of CUDA; the first of the major version is in all of them."""
+    function: Callable[..., int] = getattr(linker, f"__nvJitLink{name}_13_0")
+    return function
+
+
+def _linked(linker: ctypes.CDLL, handle: ctypes.c_void_p, status: int, what: str) -> None:
+    if status == _SUCCESS:
+        return
+    size = ctypes.c_size_t()
+    _symbol(linker, "GetErrorLogSize")(handle, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value + 1)
+    _symbol(linker, "GetErrorLog")(handle, log)
+    raise InternalError(f"nvJitLink {linker_version()} refused {what}: error {status}\n{log.value.decode(errors='replace')}")

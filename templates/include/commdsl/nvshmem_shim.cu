@@ -1,0 +1,39 @@
+// The few NVSHMEM device calls a kernel needs, with C linkage: compiled once, because NVSHMEM's headers cost NVRTC seconds.
+// Assumes NVSHMEM 3.4.5 and, in front of CCCL on the include path, `nvshmem_repair`. Kernels see nvshmem.cuh, not this.
+#include <cuda/std/type_traits>
+
+// The headers of 3.4.5 name these as members of std, where NVRTC has none.
+namespace std {
+using cuda::std::is_integral;
+using cuda::std::is_same;
+using cuda::std::is_signed;
+using cuda::std::is_unsigned;
+}  // namespace std
+
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
+// Whole block: bytes from this rank's memory to the peer's copy of a symmetric address. On return the source may be reused;
+// the bytes are there once a later fence and signal are.
+extern "C" __device__ void commdsl_nvshmem_put(void* dest, const void* source, unsigned long bytes, int peer) {
+  nvshmemx_putmem_block(dest, source, bytes, peer);
+}
+
+// Whole block: bytes from the peer's copy of a symmetric address; complete on return.
+extern "C" __device__ void commdsl_nvshmem_get(void* dest, const void* source, unsigned long bytes, int peer) {
+  nvshmemx_getmem_block(dest, source, bytes, peer);
+}
+
+// Puts of this thread before it are delivered before what this thread sends after it.
+extern "C" __device__ void commdsl_nvshmem_fence() { nvshmem_fence(); }
+
+extern "C" __device__ void commdsl_nvshmem_signal(unsigned long* flag, unsigned long value, int peer) {
+  nvshmemx_signal_op(flag, value, NVSHMEM_SIGNAL_SET, peer);
+}
+
+extern "C" __device__ unsigned long commdsl_nvshmem_read(const unsigned long* word, int peer) {
+  return nvshmem_uint64_g(word, peer);
+}
+
+// The peer's copy as a pointer of ours, null where the peer is not reached by loads and stores.
+extern "C" __device__ void* commdsl_nvshmem_pointer(const void* symmetric, int peer) { return nvshmem_ptr(symmetric, peer); }
