@@ -11,7 +11,7 @@ All edges point to an earlier phase, so no wait can be part of a cycle.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,23 +23,27 @@ from commdsl.plan import CELL, Reason
 MANY = -2  # several ranks have read the cell since it was written; they stand in a table beside
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Edges:
-    """Operation `op` (numbered through all phases) on `rank` must follow operation `number` of `peer`, `back` rounds ago."""
+    """Operation `op` (numbered through all phases) on `rank` must follow operation `number` of `peer`, `back` rounds ago.
 
-    op: Ints
-    rank: Ints
-    peer: Ints
-    number: Ints
-    reason: Ints
-    back: Ints
+    One int32 array (6, n), as edges are taken and joined far more often than read.
+    """
 
-    @property
-    def columns(self) -> tuple[Ints, ...]:
-        return self.op, self.rank, self.peer, self.number, self.reason, self.back
+    table: Ints
+
+    op = property(lambda self: self.table[0])
+    rank = property(lambda self: self.table[1])
+    peer = property(lambda self: self.table[2])
+    number = property(lambda self: self.table[3])
+    reason = property(lambda self: self.table[4])
+    back = property(lambda self: self.table[5])
+
+    def __len__(self) -> int:
+        return self.table.shape[1]
 
     def take(self, index: Ints) -> Edges:
-        return Edges(*(column[index] for column in self.columns))
+        return Edges(self.table[:, index])
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +56,7 @@ class Ordered:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The phases joined: number of each operation within its rank, and the batches that run at once, one op a rank."""
+    """The phases joined: where each operation stands in its rank's program."""
 
     first: tuple[int, ...]  # first operation of each phase
     rank: Ints
@@ -60,6 +64,7 @@ class Program:
     turn: Ints  # within its rank and phase
     phase: Ints
     length: Ints  # operations per rank
+    batches: tuple[tuple[Ints, ...], ...]  # per phase and turn: the operations that run at once, one a rank
 
 
 def program(phases: tuple[Phase, ...], num_ranks: int) -> Program:
@@ -72,14 +77,22 @@ def program(phases: tuple[Phase, ...], num_ranks: int) -> Program:
         turns.append(turn)
         done = done + counts
     lengths = [len(phase.rank) for phase in phases]
+    first = tuple(np.cumsum([0, *lengths]).tolist())
     return Program(
-        first=tuple(np.cumsum([0, *lengths]).tolist()),
+        first=first,
         rank=np.concatenate([phase.rank for phase in phases]),
         number=np.concatenate(numbers).astype(np.int32),
         turn=np.concatenate(turns).astype(np.int32),
         phase=np.repeat(np.arange(len(phases)), lengths).astype(np.int32),
         length=done.astype(np.int32),
+        batches=tuple(tuple(_by_turn(start, turn)) for start, turn in zip(first, turns, strict=False)),
     )
+
+
+def _by_turn(first: int, turn: Ints) -> list[Ints]:
+    order = np.argsort(turn, kind="stable")
+    bounds = np.searchsorted(turn[order], np.arange(1, int(turn.max()) + 1))
+    return np.split(first + order.astype(np.int32), bounds)
 
 
 class _Cells:
@@ -142,13 +155,13 @@ class _Cells:
 
 
 def _edges(op: Ints, rank: Ints, peer: Ints, number: Ints, reason: Reason) -> Edges:
-    return Edges(op, rank, peer, number, np.full(len(op), int(reason), np.int32), np.zeros(len(op), np.int32))
+    table = np.zeros((6, len(op)), np.int32)
+    table[0], table[1], table[2], table[3], table[4] = op, rank, peer, number, int(reason)
+    return Edges(table)
 
 
 def _joined(parts: list[Edges]) -> Edges:
-    if not parts:
-        return Edges(*[np.zeros(0, np.int32)] * 6)
-    return Edges(*(np.concatenate(column).astype(np.int32) for column in zip(*(e.columns for e in parts), strict=True)))
+    return Edges(np.concatenate([np.zeros((6, 0), np.int32), *(edges.table for edges in parts)], axis=1))
 
 
 def _accesses(phase: Phase) -> tuple[tuple[Ints, Ints, Ints], tuple[Ints, Ints, Ints]]:
@@ -186,8 +199,9 @@ class _Run:
         self.steps = steps
         self.clocks = Clocks(num_ranks)
         self.rounds = 0
-        self._start = np.concatenate([[0], np.cumsum(steps.length)])
-        self._phases = steps.phase[np.lexsort((steps.number, steps.rank))]  # by rank, then number
+        self._start = np.concatenate([[0], np.cumsum(steps.length)]).astype(np.int32)
+        self._phases = np.empty(len(steps.phase), np.int32)  # by rank, then number
+        self._phases[self._start[steps.rank] + steps.number] = steps.phase
 
     def copy(self) -> _Run:
         twin = _Run.__new__(_Run)
@@ -200,12 +214,10 @@ class _Run:
         for phase, edges in enumerate(per_phase):
             wanted = self._sorted(edges)
             turn_of_edge = steps.turn[wanted.op]
-            order, bounds = _by_turn(steps.turn[steps.first[phase] : steps.first[phase + 1]])
-            for turn in range(len(bounds) - 1):
-                lo, hi = np.searchsorted(turn_of_edge, [turn, turn + 1])
+            for turn, batch in enumerate(steps.batches[phase]):
+                lo, hi = np.searchsorted(turn_of_edge, (turn, turn + 1))
                 if hi > lo:
-                    news += self._join(wanted.take(np.arange(lo, hi)))
-                batch = steps.first[phase] + order[bounds[turn] : bounds[turn + 1]]
+                    news += self._join(Edges(wanted.table[:, lo:hi]))
                 rank = steps.rank[batch]
                 self.clocks.finish(rank, self.rounds * steps.length[rank] + steps.number[batch])
         self.rounds += 1
@@ -222,7 +234,10 @@ class _Run:
 
     def _sorted(self, edges: Edges) -> Edges:
         """Edges still unknown by turn and op, the one from the latest phase first: only a later one can imply another."""
-        edges = edges.take(self._unknown(edges))
+        if len(edges):
+            edges = edges.take(self._unknown(edges))
+        if not len(edges):
+            return edges
         awaited = self._phases[self._start[edges.peer] + edges.number]
         order = np.lexsort((edges.peer, -edges.number, -awaited, edges.back, edges.op, self.steps.turn[edges.op]))
         return edges.take(order)
@@ -234,7 +249,7 @@ class _Run:
         for nth in range(int(place.max()) + 1):
             some = edges.take(np.nonzero(place == nth)[0])
             some = some.take(self._unknown(some))
-            if len(some.op):
+            if len(some):
                 self.clocks.join(some.rank, some.peer, self._absolute(some))
                 news.append(some)
         return news
@@ -245,11 +260,6 @@ def _nth(values: Ints) -> Ints:
     place = np.arange(len(values))
     start = np.concatenate([[True], values[1:] != values[:-1]])
     return place - np.maximum.accumulate(np.where(start, place, 0))
-
-
-def _by_turn(turn: Ints) -> tuple[Ints, Ints]:
-    order = np.argsort(turn, kind="stable")
-    return order, np.searchsorted(turn[order], np.arange(int(turn.max()) + 2))
 
 
 def _by_phase(edges: Edges, steps: Program) -> list[Edges]:
@@ -263,7 +273,8 @@ def _reuse(cells: _Cells, rounds_back: int) -> Edges:
     """Edges from the last users of every cell to its first writer, `rounds_back` rounds later."""
     key = np.nonzero(cells.first_op >= 0)[0]
     edges = _joined(list(cells.last_users(key, cells.first_op[key], cells.first_rank[key])))
-    return replace(edges, back=np.full(len(edges.op), rounds_back, np.int32))
+    edges.table[5] = rounds_back
+    return edges
 
 
 def order(placed: Placed, steps: Program, num_ranks: int) -> Ordered:
@@ -282,6 +293,6 @@ def order(placed: Placed, steps: Program, num_ranks: int) -> Ordered:
             news = trial.round(edges)
         across = news.take(np.nonzero(news.back > 0)[0])
         needed = _joined([within, across])
-        if not len(across.op):
+        if not len(across):
             break
     return Ordered(rotation, needed)
