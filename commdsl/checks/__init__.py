@@ -1,14 +1,14 @@
-"""Turns a schedule into everything that is wrong with it.
+"""Turns a schedule into everything that is wrong with it, and a Plan into everything that is wrong with that.
 
-Assumes a resolved schedule. The laws stand in groups: a later group runs only when the earlier ones found no error,
-because it relies on what they prove, and so that one mistake gives one message. A new law is a function and a line
-here. Does not look at the Plan; `synchronization` and `memory` do.
+Assumes a resolved schedule; for the laws on the Plan one that `verify` accepts. The laws stand in groups: a later group
+runs only when the earlier ones found no error, because it relies on what they prove, and so that one mistake gives one
+message. A new law is a function and a line here. Does not raise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from commdsl.checks.bounds import out_of_bounds
 from commdsl.checks.conservation import broken_contracts
@@ -23,8 +23,11 @@ from commdsl.checks.undefined import undefined_reads
 from commdsl.checks.useless import useless_statements
 from commdsl.diagnostics import Diagnostic, Severity
 from commdsl.ir import Schedule
+from commdsl.plan import Plan
 
 Rule: TypeAlias = Callable[[Located], Iterator[Diagnostic]]
+PlanRule: TypeAlias = Callable[[Schedule, Plan], Iterator[Diagnostic]]
+AnyRule = TypeVar("AnyRule")
 
 RULES: tuple[tuple[Rule, ...], ...] = (
     (out_of_bounds, broken_cycles, broken_roles),
@@ -34,14 +37,27 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (useless_statements,),
 )
 
+PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ()
+
 
 def check_schedule(schedule: Schedule) -> tuple[Diagnostic, ...]:
     """Every broken law of the first group that finds an error, and the warnings up to there."""
     located = Located(schedule)
+    return _run(RULES, lambda rule: rule(located))
+
+
+def check_plan(schedule: Schedule, plan: Plan) -> tuple[Diagnostic, ...]:
+    """As `check_schedule`, for the laws on the Plan."""
+    return _run(PLAN_RULES, lambda rule: rule(schedule, plan))
+
+
+def _run(
+    groups: tuple[tuple[AnyRule, ...], ...], apply: Callable[[AnyRule], Iterator[Diagnostic]]
+) -> tuple[Diagnostic, ...]:
     found: list[Diagnostic] = []
-    for group in RULES:
+    for group in groups:
         for rule in group:
-            found.extend(rule(located))
+            found.extend(apply(rule))
         if any(diagnostic.severity is Severity.ERROR for diagnostic in found):
             break
     return tuple(found)

@@ -46,9 +46,18 @@ def _first_fault(moves: Moves, buffers: tuple[Buffer, ...], num_ranks: int) -> t
         if found is not None:
             row, value = found
             if buffer is None:
-                return row, f"names rank {value}", f"the ranks are 0 ..< {num_ranks}"
-            return row, f"names chunk {value} of `{buffer.name}`", f"`{buffer.name}` has chunks 0 ..< {limit}"
+                return row, f"rank {value}", f"the ranks are 0 ..< {num_ranks}"
+            return row, _chunk_text(buffer, value), f"it is declared `{_extents_text(buffer)}`"
     return None
+
+
+def _chunk_text(buffer: Buffer, chunk: int) -> str:
+    """Of several indices the front end keeps only that one is outside, as a negative chunk."""
+    return f"a chunk of `{buffer.name}`" if len(buffer.dims) > 1 and chunk < 0 else f"`{buffer.name}[{chunk}]`"
+
+
+def _extents_text(buffer: Buffer) -> str:
+    return buffer.name + (f"[{', '.join(map(str, buffer.dims))}]" if buffer.dims else "")
 
 
 def _first_outside(index: NDArray[np.int32], limit: int, valid: NDArray[np.bool_] | None) -> tuple[int, int] | None:
@@ -62,13 +71,12 @@ def _first_outside(index: NDArray[np.int32], limit: int, valid: NDArray[np.bool_
 
 
 def _diagnostic(moves: Moves, step: Step, fault: tuple[int, str, str]) -> Diagnostic:
-    row, wrong, there_is = fault
+    row, what, there_is = fault
     where = f"rank {int(moves.actor[row])}{bindings_text(step.bindings)}"
-    what = wrong.split(" ", 1)[1]
     return Diagnostic(
         "C301",
-        f"{what} does not exist",
-        Label(moves.span, f"{where}: {wrong}"),
+        "an index out of range",
+        Label(moves.span, f"{where}: {what} does not exist"),
         notes=(there_is,),
-        help="wrap the index with `% P`, or leave the case out with `where`",
+        help="wrap the index with `%`, or leave the case out with `where`",
     )

@@ -1,0 +1,60 @@
+"""Tells whether ranks that want the same reduction get the same bits.
+
+Assumes a schedule that the laws accept. Every location carries a hash of the expression that made it: a chunk, the
+combination of two (either order gives the same bits), or of a list in its order, rounded once. Equal hashes mean
+equal expressions, hence equal bits; different ones may still happen to agree for some data. Does not report faults:
+different bits are legal.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.checks.contributions import mix
+from commdsl.checks.locations import Located, LocatedMoves, LocatedYield
+
+Hashes = NDArray[np.uint64]
+
+UNROUNDED = np.uint64(0x5851F42D4C957F2D)
+"""Sets the running sum of a list apart from one that was rounded and stored."""
+
+
+def same_bits(located: Located) -> bool:
+    """Whether each value a contract wants in several places is made by one expression everywhere."""
+    hashes = mix(np.arange(located.nowhere + 1, dtype=np.uint64))
+    for step in located.steps:
+        if isinstance(step, LocatedYield):
+            continue
+        results = [(moves.dest, _expression(located, moves, hashes)) for moves in step.moves]
+        for dest, result in results:
+            hashes[dest] = result
+    for contract in located.schedule.contracts:
+        if not contract.is_sum or not len(contract.dest_rank):
+            continue
+        values, first = np.unique(contract.value, return_index=True)
+        found = hashes[located.contract_dests(contract)]
+        one = np.zeros(int(values[-1]) + 1, dtype=np.uint64)
+        one[values] = found[first]
+        if not np.array_equal(found, one[contract.value]):
+            return False
+    return True
+
+
+def _pair(left: Hashes, right: Hashes) -> Hashes:
+    """Commutative, not associative."""
+    return mix(left + right)
+
+
+def _expression(located: Located, moves: LocatedMoves, hashes: Hashes) -> Hashes:
+    made = hashes[moves.sources[:, 0]]
+    if moves.moves.accumulate:
+        return _pair(hashes[moves.dest], made)
+    absent = moves.sources == located.nowhere
+    terms = (~absent[:, 0]).astype(np.int64)
+    for column in range(1, moves.sources.shape[1]):
+        term = hashes[moves.sources[:, column]]
+        more = np.where(terms == 0, term, np.where(terms == 1, _pair(made, term), _pair(mix(made ^ UNROUNDED), term)))
+        made = np.where(absent[:, column], made, more)
+        terms += ~absent[:, column]
+    return made
