@@ -1,6 +1,6 @@
 // The NVSHMEM transport: how a lane reaches another rank by puts, gets and signals of NVSHMEM's device library.
 // Assumes `heap[rank]` is this rank's own symmetric memory, laid out alike on all ranks: an offset names the same place everywhere.
-// Ranks of the plan are NVSHMEM's own numbers (PEs). Reductions read peers through NVSHMEM's pointers, which exist within a node.
+// Ranks of the plan are NVSHMEM's own numbers (PEs).
 #pragma once
 
 extern "C" {
@@ -9,38 +9,27 @@ __device__ void commdsl_nvshmem_get(void* dest, const void* source, unsigned lon
 __device__ void commdsl_nvshmem_fence();
 __device__ void commdsl_nvshmem_signal(unsigned long* flag, unsigned long value, int peer);
 __device__ unsigned long commdsl_nvshmem_read(const unsigned long* word, int peer);
-__device__ void* commdsl_nvshmem_pointer(const void* symmetric, int peer);
 }
 
 namespace commdsl {
 
-constexpr bool kReachesPeers = true;
+// A reduction reads its operands element by element: they have to lie here.
+constexpr bool kReachesPeers = false;
 
-// This rank's copy of what `place` names.
+// A place of this rank, or this rank's copy of a symmetric one: NVSHMEM names a peer's memory by the caller's address.
 template <class Arguments>
-COMMDSL_FN char* own_copy(const Arguments& args, const Place& place) {
+COMMDSL_FN char* reach(const Arguments& args, const Place& place) {
   return reinterpret_cast<char*>(place.symmetric ? args.heap[args.rank] + place.at : place.at);
 }
 
 template <class Arguments>
-COMMDSL_FN bool is_remote(const Arguments& args, const Place& place) {
-  return place.symmetric && place.rank != args.rank;
-}
-
-template <class Arguments>
-COMMDSL_FN char* reach(const Arguments& args, const Place& place) {
-  char* own = own_copy(args, place);
-  return is_remote(args, place) ? static_cast<char*>(commdsl_nvshmem_pointer(own, place.rank)) : own;
-}
-
-template <class Arguments>
 COMMDSL_FN void transfer(const Arguments& args, const Place& dest, const Place& source, u64 bytes) {
-  if (is_remote(args, dest)) {
-    commdsl_nvshmem_put(own_copy(args, dest), reach(args, source), bytes, dest.rank);
-  } else if (is_remote(args, source)) {
-    commdsl_nvshmem_get(own_copy(args, dest), own_copy(args, source), bytes, source.rank);
+  if (dest.symmetric && dest.rank != args.rank) {
+    commdsl_nvshmem_put(reach(args, dest), reach(args, source), bytes, dest.rank);
+  } else if (source.symmetric && source.rank != args.rank) {
+    commdsl_nvshmem_get(reach(args, dest), reach(args, source), bytes, source.rank);
   } else {
-    copy(own_copy(args, dest), own_copy(args, source), bytes);
+    copy(reach(args, dest), reach(args, source), bytes);
   }
 }
 

@@ -34,6 +34,3 @@ extern "C" __device__ void commdsl_nvshmem_signal(unsigned long* flag, unsigned 
 extern "C" __device__ unsigned long commdsl_nvshmem_read(const unsigned long* word, int peer) {
   return nvshmem_uint64_g(word, peer);
 }
-
-// The peer's copy as a pointer of ours, null where the peer is not reached by loads and stores.
-extern "C" __device__ void* commdsl_nvshmem_pointer(const void* symmetric, int peer) { return nvshmem_ptr(symmetric, peer); }

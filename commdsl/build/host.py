@@ -1,0 +1,118 @@
+"""Turns a kernel's text into a shared library for this machine's processor, with the first C++ compiler there is.
+
+Assumes POSIX: pthreads and `dlopen`. Does not run what it built (`host_run` does).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from commdsl.build import cache
+from commdsl.config import Config
+from commdsl.diagnostics import InternalError
+from commdsl.emit import Emitted, headers_digest, include_dir
+from commdsl.resources import data_dir
+
+FLAGS = (
+    "-std=c++17",
+    "-fPIC",
+    "-pthread",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-ffp-contract=off",  # a fused multiply-add rounds once where the GPU, the oracle and x86 round twice
+    "-Wall",
+    "-Wextra",
+    "-Werror=return-type",
+)
+
+
+class NoHostCompilerError(RuntimeError):
+    """No C++ compiler on this machine; the interpreter still runs schedules."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{message}; install g++ or clang++, or `pip install ziglang`")
+
+
+@dataclass(frozen=True, slots=True)
+class HostCompiler:
+    command: tuple[str, ...]
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostLibrary:
+    """A kernel built for the host, and the program that runs it in a process of its own."""
+
+    path: Path
+    runner: Path
+
+
+def find_compiler(config: Config) -> HostCompiler:
+    """$CXX when set, else g++, clang++, or the ziglang wheel. A $CXX that does not run is a mistake, not a hint."""
+    if config.cxx:
+        command = tuple(shlex.split(config.cxx))
+        version = _version(command)
+        if version is None:
+            raise NoHostCompilerError(f"CXX is `{config.cxx}`, which does not run")
+        return HostCompiler(command, version)
+    candidates = [(path,) for name in ("g++", "clang++") if (path := shutil.which(name))]
+    if importlib.util.find_spec("ziglang") is not None:
+        candidates.append((sys.executable, "-m", "ziglang", "c++"))
+    for command in candidates:
+        version = _version(command)
+        if version is not None:
+            return HostCompiler(command, version)
+    raise NoHostCompilerError("this machine has no C++ compiler")
+
+
+def _version(command: tuple[str, ...]) -> str | None:
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.split("\n")[0] if done.returncode == 0 else None
+
+
+def build(
+    emitted: Emitted, defines: tuple[str, ...], config: Config, *, sanitize: bool = False, compiler: HostCompiler | None = None
+) -> HostLibrary:
+    """The library of one text, element type and reduction; `sanitize` builds it and its runner for ThreadSanitizer."""
+    chosen = compiler or find_compiler(config)
+    flags = (*FLAGS, *_mode(config, sanitize))
+    library = _compile(
+        chosen, emitted.text, "kernel.cpp", "kernel.so", (*flags, "-shared", *(f"-D{define}" for define in defines)), config
+    )
+    runner_text = (data_dir("templates") / "runner.cpp").read_text(encoding="utf-8")
+    runner = _compile(chosen, runner_text, "runner.cpp", "runner", (*flags, "-ldl"), config)
+    return HostLibrary(library, runner)
+
+
+def _mode(config: Config, sanitize: bool) -> tuple[str, ...]:
+    optimize = ("-O0", "-g") if config.debug else ("-O2",)
+    # Frames and line numbers make a report readable; without -g it names only addresses.
+    return (*optimize, *(("-g", "-fsanitize=thread", "-fno-omit-frame-pointer") if sanitize else ()))
+
+
+def _compile(
+    compiler: HostCompiler, text: str, source_name: str, target_name: str, flags: tuple[str, ...], config: Config
+) -> Path:
+    parts = (text, headers_digest(), *compiler.command, compiler.version, platform.machine(), target_name, *flags)
+
+    def fill(folder: Path) -> None:
+        source = folder / source_name
+        source.write_text(text, encoding="utf-8")
+        command = [*compiler.command, *flags, "-I", str(include_dir()), "-o", target_name, source_name]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            kept = config.cache_dir / f"failed-{source_name}"
+            kept.write_text(text, encoding="utf-8")
+            raise InternalError(f"the host compiler refused {kept}\n{shlex.join(command)}\n{done.stderr}")
+
+    return cache.entry(config.cache_dir, cache.key(parts), fill) / target_name

@@ -1,0 +1,217 @@
+"""Turns a Plan and the inputs of every rank into their outputs by running the emitted kernel on this machine's processor.
+
+Assumes the emitted text is the Plan's. Does not compare with the oracle (callers do). Ranks are threads of this process, or
+processes that share memory, or threads of one process under ThreadSanitizer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import subprocess
+import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from commdsl.build.arena import Arena, Array, Inputs, layout
+from commdsl.build.host import HostLibrary, build
+from commdsl.config import Config, from_environment
+from commdsl.emit import Emitted, defines
+from commdsl.plan import Access, Plan
+from commdsl.sizes import Launch, arguments_bytes, block_bytes_of, host_launch
+from commdsl.timeouts import timeout_of
+
+if TYPE_CHECKING:
+    from commdsl.dtypes import DType
+
+GRACE = 60.0
+"""Seconds beyond the time-out after which a process that does not end is stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostResult:
+    """What one call left on every rank."""
+
+    outputs: dict[str, list[Array]]  # by buffer, then by rank
+    yields: list[Array]  # by rank, all yields of a rank stacked; empty when the schedule yields nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to run; none of it may change the result."""
+
+    mode: str = "threads"  # or "processes"
+    sanitize: bool = False
+    timeout: float | None = None  # seconds; None: the Config's
+    absent: frozenset[int] = frozenset()  # ranks that never make the call
+    max_delay: float = 0.0  # seconds: every rank starts every call after a random part of it
+    seed: int = 0
+    shift: int = 0  # bytes by which all tensors are off a 16-byte line
+    in_place: bool = False  # alias-safe inout buffers: read and written tensor are the same memory
+    first_round: int = 0  # what the round counters hold before the first call
+
+
+class DataRaceError(RuntimeError):
+    """ThreadSanitizer saw two unordered accesses; the message is its report."""
+
+
+def run(
+    plan: Plan,
+    emitted: Emitted,
+    inputs: Inputs,
+    dtype: DType,
+    op: str = "sum",
+    calls: int = 1,
+    mode: str = "threads",
+    sanitize: bool = False,
+    timeout: float | None = None,
+    absent: Collection[int] = frozenset(),
+    config: Config | None = None,
+) -> HostResult:
+    """The result of the last of `calls` equal calls on one heap. Raises CommTimeout, DataRaceError, NoHostCompilerError."""
+    options = Options(mode, sanitize, timeout, frozenset(absent))
+    return run_calls(plan, emitted, [inputs] * calls, dtype, op, options, config)[-1]
+
+
+def run_calls(
+    plan: Plan,
+    emitted: Emitted,
+    inputs: Sequence[Inputs],
+    dtype: DType,
+    op: str = "sum",
+    options: Options = Options(),  # noqa: B008 - frozen
+    config: Config | None = None,
+) -> list[HostResult]:
+    """One call after another on one heap, each with its own inputs; ranks are not joined in between."""
+    if not inputs:
+        return []
+    settings = config or from_environment()
+    library = build(emitted, defines(plan, dtype.name, op), settings, sanitize=options.sanitize)
+    block_bytes = _block_bytes(plan, inputs, dtype)
+    launch = host_launch(plan, block_bytes)
+    seconds = options.timeout or settings.timeout
+    where = layout(plan, block_bytes, len(inputs), shift=options.shift, in_place=options.in_place)
+    with tempfile.TemporaryDirectory(prefix="commdsl-") as folder:
+        in_file = options.sanitize or options.mode == "processes"
+        with Arena(plan, where, block_bytes, Path(folder) if in_file else None) as arena:
+            for call, given in enumerate(inputs):
+                arena.fill(call, given)
+            if options.first_round:
+                arena.set_first_round(options.first_round)
+            job = _Job(arena, launch, seconds, op == "avg", _delays(plan, len(inputs), options))
+            _start(job, library, options, Path(folder))
+            failure = timeout_of(plan, arena.records(), seconds)
+            if failure is not None:
+                raise failure
+            return [_collect(arena, call, dtype) for call in range(len(inputs))]
+
+
+def _block_bytes(plan: Plan, calls: Sequence[Inputs], dtype: DType) -> int:
+    """The one block size of all read tensors of all ranks and calls; ValueError where they differ."""
+    found: dict[int, str] = {}
+    for inputs in calls:
+        for tensor in plan.tensors:
+            if tensor.access is not Access.READ:
+                continue
+            arrays = inputs[tensor.name]
+            if len(arrays) != plan.num_ranks:
+                raise ValueError(f"`{tensor.name}` has {len(arrays)} arrays for {plan.num_ranks} ranks")
+            for array in arrays:
+                if array.dtype != dtype.storage or array.ndim != 1:
+                    raise ValueError(f"`{tensor.name}` is {array.ndim}-D {array.dtype}, expected 1-D {dtype.storage}")
+                found.setdefault(block_bytes_of(tensor, array.nbytes), tensor.name)
+    if len(found) != 1:
+        sizes = ", ".join(f"{size} bytes (`{name}`)" for size, name in sorted(found.items()))
+        raise ValueError(f"all blocks of a schedule are equally long, found {sizes}")
+    return next(iter(found))
+
+
+def _delays(plan: Plan, calls: int, options: Options) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:
+    """Nanoseconds before each call of each rank."""
+    random = np.random.default_rng(options.seed).random((calls, plan.num_ranks))
+    return (random * options.max_delay * 1e9).astype(np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    arena: Arena
+    launch: Launch
+    seconds: float
+    average: bool
+    delays: np.ndarray[tuple[int, int], np.dtype[np.uint64]]
+
+    def arguments(self, base: int, ranks: Sequence[int]) -> bytes:
+        return self.arena.arguments(base, ranks, self.launch, self.seconds, self.average)
+
+    def delays_of(self, ranks: Sequence[int]) -> bytes:
+        return np.ascontiguousarray(self.delays[:, list(ranks)]).tobytes()
+
+    def pack(self, ranks: Sequence[int]) -> bytes:
+        """The job file of runner.cpp, with offsets for addresses."""
+        plan = self.arena.plan
+        calls = len(self.arena.where.tensors)
+        head = (len(ranks), calls, arguments_bytes(plan), plan.num_ranks, len(plan.tensors))
+        return struct.pack("<5Q", *head) + self.arguments(0, ranks) + self.delays_of(ranks)
+
+
+def _start(job: _Job, library: HostLibrary, options: Options, folder: Path) -> None:
+    ranks = [rank for rank in range(job.arena.plan.num_ranks) if rank not in options.absent]
+    if options.mode not in ("threads", "processes"):
+        raise ValueError(f"mode is `threads` or `processes`, not `{options.mode}`")
+    if options.mode == "processes":
+        if options.sanitize:
+            raise ValueError("ThreadSanitizer sees one process only: run its ranks as threads")
+        _run_processes(job, library, [[rank] for rank in ranks], folder)
+    elif options.sanitize:
+        _run_processes(job, library, [ranks], folder)
+    else:
+        _run_threads(job, library, ranks)
+
+
+def _run_threads(job: _Job, library: HostLibrary, ranks: Sequence[int]) -> None:
+    """One call into the library, which starts the threads; ctypes releases the GIL for it."""
+    entry = ctypes.CDLL(str(library.path)).commdsl_launch
+    calls = len(job.arena.where.tensors)
+    failure = entry(job.arguments(job.arena.address, ranks), len(ranks), calls, job.delays_of(ranks))
+    if failure:
+        raise OSError(failure, f"cannot start a thread for each of {len(ranks)} x {job.launch.active_lanes} lanes")
+
+
+def _run_processes(job: _Job, library: HostLibrary, groups: Sequence[Sequence[int]], folder: Path) -> None:
+    """One process per group of ranks; none outlives this call."""
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for index, ranks in enumerate(groups):
+            path = folder / f"{index}.job"
+            path.write_bytes(job.pack(ranks))
+            command = [str(library.runner), str(library.path), str(job.arena.path), str(path)]
+            started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        for process in started:
+            _, report = process.communicate(timeout=job.seconds + GRACE)
+            if "ThreadSanitizer: data race" in report:
+                raise DataRaceError(report)
+            if process.returncode != 0:
+                raise RuntimeError(f"a host rank ended with {process.returncode}\n{report}")
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+def _collect(arena: Arena, call: int, dtype: DType) -> HostResult:
+    outputs: dict[str, list[Array]] = {}
+    yields: list[Array] = []
+    for index, tensor in enumerate(arena.plan.tensors):
+        if tensor.access is not Access.WRITE:
+            continue
+        arrays = [arena.output(call, rank, index, dtype.storage) for rank in range(arena.plan.num_ranks)]
+        if tensor.is_yield:
+            yields = arrays
+        else:
+            outputs[tensor.name] = arrays
+    return HostResult(outputs, yields)

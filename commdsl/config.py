@@ -1,0 +1,56 @@
+"""Turns the environment into one frozen Config; the only module that reads it.
+
+Assumes the caller passes the Config on. Does not create folders and does not look for compilers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_TIMEOUT = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What a machine or a user may set."""
+
+    cache_dir: Path  # COMMDSL_CACHE_DIR
+    timeout: float  # COMMDSL_TIMEOUT: seconds a wait in a kernel may take
+    debug: bool  # COMMDSL_DEBUG: debug information and no optimization in the host build, line numbers in the GPU build
+    cxx: str  # CXX: the host compiler, empty when not set
+
+
+def from_environment(environment: Mapping[str, str] | None = None) -> Config:
+    """The Config of a process, or of the mapping given in its place."""
+    variables = os.environ if environment is None else environment
+    cache = variables.get("COMMDSL_CACHE_DIR", "")
+    return Config(
+        cache_dir=Path(cache).expanduser().resolve() if cache else Path.home() / ".cache" / "commdsl",
+        timeout=_timeout(variables.get("COMMDSL_TIMEOUT", "")),
+        debug=_switch("COMMDSL_DEBUG", variables.get("COMMDSL_DEBUG", "")),
+        cxx=variables.get("CXX", "").strip(),
+    )
+
+
+def _timeout(text: str) -> float:
+    if not text:
+        return DEFAULT_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 < seconds < 1e9:
+        raise ValueError(f"COMMDSL_TIMEOUT is a positive number of seconds, not `{text}`")
+    return seconds
+
+
+def _switch(name: str, text: str) -> bool:
+    if text in ("", "0"):
+        return False
+    if text == "1":
+        return True
+    raise ValueError(f"{name} is 0 or 1, not `{text}`")

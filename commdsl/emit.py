@@ -1,0 +1,232 @@
+"""Turns a Plan into the text of its kernel: constants, operation tables with their origin, one entry.
+
+Assumes a verified Plan. Does not choose anything, and does not know the element type or the reduction: those are compiler
+flags, so one text serves all. The only module that uses jinja2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+import jinja2
+import numpy as np
+
+from commdsl.ir import Ints
+from commdsl.plan import CELL, OpKind, Ops, Origin, Plan, Protocol
+from commdsl.resources import data_dir
+
+KIND_NAMES = {OpKind.COPY: "kCopy", OpKind.REDUCE: "kReduce", OpKind.SCALE: "kScale"}
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A kernel's text. `name` is its entry; `digest` covers the text and, through its head, the headers."""
+
+    name: str
+    text: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows of the operation table that come from one statement, under the comment that says which."""
+
+    origin: str
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable:
+    rank: int
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What the template prints; everything is text or a number."""
+
+    entry: str
+    schedule: str
+    plan_digest: str
+    headers_digest: str
+    constants: tuple[tuple[str, str, int], ...]  # type, name, value
+    has_reduction: bool
+    reduces_remotely: bool
+    ranks: tuple[RankTable, ...]
+    rank_begin: str
+    signals_per_round: tuple[str, ...]
+    sources: tuple[str, ...]
+    waits: tuple[str, ...]
+    signals: tuple[str, ...]
+
+
+def emit(plan: Plan) -> Emitted:
+    """The text for every rank of a Plan, the same on any machine and hash seed."""
+    if plan.protocol is not Protocol.BULK:
+        raise AssertionError(f"no template prints protocol {plan.protocol}")
+    text = environment().get_template("kernel.cu.j2").render(kernel=_kernel(plan))
+    return Emitted(f"commdsl_{plan.name}", text, hashlib.sha256(text.encode()).hexdigest())
+
+
+def environment() -> jinja2.Environment:
+    """The templates; a field that is missing raises instead of printing nothing."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(data_dir("templates")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def include_dir() -> Path:
+    """The folder that both compilers search for `commdsl/...`."""
+    return data_dir("templates") / "include"
+
+
+def headers_digest() -> str:
+    """One SHA-256 over the names and contents of all headers."""
+    digest = hashlib.sha256()
+    root = include_dir()
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _kernel(plan: Plan) -> Kernel:
+    constants = tuple(_constants(plan))
+    ranks = tuple(RankTable(rank, tuple(_groups(plan, rank))) for rank in range(plan.num_ranks))
+    ops = plan.ops
+    sources = _rows(ops.source_space, ops.source_rank, ops.source_index)
+    waits = _rows(ops.wait_peer, ops.wait_ordinal, ops.wait_rounds_back)
+    signals = _rows(ops.signal_peer, signal_ordinals(plan))
+    per_round = tuple(_row(line) for line in plan.signals_per_round)
+    tables = (constants, ranks, sources, waits, signals, per_round)
+    return Kernel(
+        entry=f"commdsl_{plan.name}",
+        schedule=_file_of(plan),
+        plan_digest=hashlib.sha256(repr((plan.name, plan.params, plan.topology, tables)).encode()).hexdigest(),
+        headers_digest=headers_digest(),
+        constants=constants,
+        has_reduction=plan.has_reduction,
+        reduces_remotely=reduces_remotely(plan),
+        ranks=ranks,
+        rank_begin=_row(ops.rank_begin),
+        signals_per_round=per_round,
+        sources=sources,
+        waits=waits,
+        signals=signals,
+    )
+
+
+def signal_ordinals(plan: Plan) -> Ints:
+    """Which signal of its round each row of the signal table is, from its rank to its peer, counted from 1."""
+    ops = plan.ops
+    rank_of_op = np.repeat(np.arange(plan.num_ranks), np.diff(ops.rank_begin))
+    rank_of_signal = np.repeat(rank_of_op, np.diff(ops.signal_begin))
+    pair = rank_of_signal * plan.num_ranks + ops.signal_peer
+    order = np.argsort(pair, kind="stable")
+    first = np.searchsorted(pair[order], pair[order])  # where the run of equal pairs begins
+    ordinals = np.empty(len(pair), dtype=np.int32)
+    ordinals[order] = np.arange(len(pair)) - first + 1
+    return ordinals
+
+
+def _constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
+    ops = plan.ops
+    yield "i32", "kNumRanks", plan.num_ranks
+    yield "i32", "kNumTensors", len(plan.tensors)
+    yield "u64", "kNumCells", plan.num_cells
+    yield "u64", "kRotation", plan.rotation
+    yield "u64", "kLanes", plan.lanes
+    yield "i32", "kThreads", plan.threads
+    yield "u64", "kTileBytes", plan.tile_bytes
+    yield "u64", "kFlagsBytes", plan.flags_bytes
+    yield "u64", "kCellsOffset", plan.cells_offset
+    yield "i32", "kMaxOps", _most(np.arange(ops.num_ops + 1), ops)
+    yield "i32", "kMaxSources", _most(ops.source_begin, ops)
+    yield "i32", "kMaxWaits", _most(ops.wait_begin, ops)
+    yield "i32", "kMaxSignals", _most(ops.signal_begin, ops)
+
+
+def _most(begin: Ints, ops: Ops) -> int:
+    """The most rows of a table that belong to one rank."""
+    return int(np.diff(begin[ops.rank_begin]).max(initial=0))
+
+
+def reduces_remotely(plan: Plan) -> bool:
+    """Whether a reduction reads or writes a cell of another rank, which takes a transport of plain loads and stores."""
+    ops = plan.ops
+    rank_of_op = np.repeat(np.arange(plan.num_ranks), np.diff(ops.rank_begin))
+    moves = ops.kind != OpKind.COPY
+    remote_dest = (ops.dest_space == CELL) & (ops.dest_rank != rank_of_op) & moves
+    op_of_source = np.repeat(np.arange(ops.num_ops), np.diff(ops.source_begin))
+    remote_source = (ops.source_space == CELL) & (ops.source_rank != rank_of_op[op_of_source]) & moves[op_of_source]
+    return bool(remote_dest.any() or remote_source.any())
+
+
+def _groups(plan: Plan, rank: int) -> Iterator[Group]:
+    """One group per run of operations of the same statement and kind."""
+    ops = plan.ops
+    rows: list[str] = []
+    title = ""
+    for op in range(int(ops.rank_begin[rank]), int(ops.rank_begin[rank + 1])):
+        here = _origin(plan.origins[int(ops.origin[op])], OpKind(int(ops.kind[op])))
+        if rows and here != title:
+            yield Group(title, tuple(rows))
+            rows = []
+        title = here
+        rows.append(_op(ops, op))
+    if rows:
+        yield Group(title, tuple(rows))
+
+
+def _op(ops: Ops, op: int) -> str:
+    dest = f"{{{ops.dest_space[op]}, {ops.dest_rank[op]}, {ops.dest_index[op]}}}"
+    runs = ", ".join(
+        f"{begin[op]}, {begin[op + 1] - begin[op]}" for begin in (ops.source_begin, ops.wait_begin, ops.signal_begin)
+    )
+    return f"{KIND_NAMES[OpKind(int(ops.kind[op]))]}, {ops.cut[op]}, {ops.piece[op]}, {ops.barrier[op]}, {dest}, {runs}"
+
+
+def _origin(origin: Origin, kind: OpKind) -> str:
+    line, _ = origin.span.position
+    bindings = ", ".join(f"{name} = {value}" for name, value in origin.bindings)
+    text = f"{file_name(origin.span.source.name)}:{line} {kind.name.lower()}"
+    return text + (f" ({bindings})" if bindings else "") + (f" [{origin.note}]" if origin.note else "")
+
+
+def file_name(name: str) -> str:
+    """The last part of a path, of characters that cannot end a comment: the text is the same wherever the file lies."""
+    return re.sub(r"[^\w.+-]", "_", PurePath(name).name, flags=re.ASCII)
+
+
+def _file_of(plan: Plan) -> str:
+    return file_name(plan.origins[0].span.source.name) if plan.origins else plan.name
+
+
+def _row(values: Ints) -> str:
+    return ", ".join(map(str, values.tolist()))
+
+
+def _rows(*columns: Ints) -> tuple[str, ...]:
+    """Rows of a table; at least one, as C++ has no empty arrays."""
+    rows = np.stack(columns, axis=1) if len(columns[0]) else np.zeros((1, len(columns)), dtype=np.int32)
+    return tuple("{" + ", ".join(map(str, row)) + "}" for row in rows.tolist())
+
+
+def defines(plan: Plan, dtype: str, op: str) -> tuple[str, ...]:
+    """The macros a build of the text takes: element type and reduction by name, none for a kernel that only moves bytes.
+
+    `avg` is `sum` with a bit set at launch.
+    """
+    if not plan.has_reduction:
+        return ()
+    return (f"COMMDSL_DTYPE={dtype}", f"COMMDSL_OP={'sum' if op == 'avg' else op}")

@@ -1,0 +1,226 @@
+// The host vocabulary: the same words as device.cuh for g++ or clang++. A lane is one thread, so a block barrier is nothing.
+// Assumes POSIX threads and the __atomic builtins. Uses no fences: ThreadSanitizer does not know them.
+#pragma once
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define COMMDSL_FN inline
+#define COMMDSL_TABLE static const
+#define COMMDSL_KERNEL(name, plan)                                                                             \
+  extern "C" void name(const commdsl::Args<plan::kNumRanks, plan::kNumTensors>* args, commdsl::i32 lane) {     \
+    commdsl::run_lane<plan>(*args, lane, plan::tables());                                                      \
+  }                                                                                                            \
+  extern "C" commdsl::i32 commdsl_launch(const commdsl::Args<plan::kNumRanks, plan::kNumTensors>* args,        \
+                                         commdsl::i32 count, commdsl::i32 calls, const commdsl::u64* delays) { \
+    return commdsl::launch(args, count, calls, delays, name);                                                  \
+  }
+
+namespace commdsl {
+
+COMMDSL_FN u32 thread() { return 0; }
+COMMDSL_FN u32 num_threads() { return 1; }
+COMMDSL_FN void block_barrier() {}
+COMMDSL_FN bool block_any(bool value) { return value; }
+
+COMMDSL_FN u64 load_acquire(const u64* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
+COMMDSL_FN void store_release(u64* flag, u64 value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
+COMMDSL_FN u64 load_relaxed(const u64* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+COMMDSL_FN void store_relaxed(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
+
+COMMDSL_FN bool claim(u64* word) {
+  u64 free = 0;
+  return __atomic_compare_exchange_n(word, &free, u64{1}, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+}
+
+COMMDSL_FN u64 now_ns() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return static_cast<u64>(time.tv_sec) * 1000000000ull + static_cast<u64>(time.tv_nsec);
+}
+
+COMMDSL_FN void sleep_ns(u64 duration) {
+  timespec time;
+  time.tv_sec = static_cast<time_t>(duration / 1000000000ull);
+  time.tv_nsec = static_cast<long>(duration % 1000000000ull);
+  nanosleep(&time, nullptr);
+}
+
+// There may be far more lanes than cores: give the core away at once, and after a while stop asking for it.
+constexpr u32 kPollsPerCheck = 64;
+COMMDSL_FN void relax(u32 polls) {
+  if (polls < 2048) {
+    sched_yield();
+  } else {
+    sleep_ns(50000);
+  }
+}
+
+template <class To, class From>
+COMMDSL_FN To bits_of(From value) {
+  static_assert(sizeof(To) == sizeof(From), "a change of type, not of bits");
+  To result;
+  memcpy(&result, &value, sizeof(To));
+  return result;
+}
+
+// Conversions round to nearest, ties to even, and yield the GPU's NaN (0x7fff), so both builds give the same bits.
+COMMDSL_FN float bfloat_to_float(u16 bits) { return bits_of<float>(static_cast<u32>(bits) << 16); }
+
+COMMDSL_FN u16 float_to_bfloat(float value) {
+  const u32 bits = bits_of<u32>(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+  return static_cast<u16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// The exponent is moved by a multiplication with 2^112, which also makes halves below 2^-14 normal.
+COMMDSL_FN float half_to_float(u16 bits) {
+  const u32 sign = (bits & 0x8000u) << 16;
+  const u32 magnitude = (bits & 0x7fffu) << 13;
+  if ((bits & 0x7c00u) == 0x7c00u) return bits_of<float>(sign | magnitude | 0x7f800000u);
+  return bits_of<float>(sign | bits_of<u32>(bits_of<float>(magnitude) * 0x1p112f));
+}
+
+COMMDSL_FN u16 float_to_half(float value) {
+  const u32 bits = bits_of<u32>(value);
+  const u16 sign = static_cast<u16>((bits >> 16) & 0x8000u);
+  const u32 magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7fff;
+  if (magnitude >= 0x477ff000u) return sign | 0x7c00;  // 65520 and more round to infinity
+  if (magnitude < 0x38800000u) {
+    // Below 2^-14: adding 0.5 aligns the ulp of the sum with that of a subnormal half, and the addition rounds.
+    return sign | static_cast<u16>(bits_of<u32>(bits_of<float>(magnitude) + 0.5f) - bits_of<u32>(0.5f));
+  }
+  const u32 odd = (magnitude >> 13) & 1u;
+  return sign | static_cast<u16>((magnitude - 0x38000000u + 0xfffu + odd) >> 13);
+}
+
+// A tensor and a cell, or the same bytes of one inout tensor; memmove allows the latter.
+COMMDSL_FN void copy(char* dest, const char* source, u64 bytes) { memmove(dest, source, bytes); }
+
+// Blocks small enough for the accumulators to stay in the first cache; every source is read before the result is written.
+template <class Element, class Operation, class Sources>
+COMMDSL_FN void reduce(char* dest, const Sources& sources, u64 bytes) {
+  using Storage = typename Element::Storage;
+  constexpr u64 kBlock = 512;
+  typename Element::Accumulator total[kBlock];
+  Storage element[kBlock];
+  const u64 count = bytes / sizeof(Storage);
+  for (u64 begin = 0; begin < count; begin += kBlock) {
+    const u64 length = count - begin < kBlock ? count - begin : kBlock;
+    for (i32 s = 0; s < sources.count; ++s) {
+      memcpy(element, sources.address(s) + begin * sizeof(Storage), length * sizeof(Storage));
+      for (u64 i = 0; i < length; ++i) {
+        const typename Element::Accumulator value = Element::widen(element[i]);
+        total[i] = s == 0 ? value : Operation::apply(total[i], value);
+      }
+    }
+    for (u64 i = 0; i < length; ++i) element[i] = Element::narrow(total[i]);
+    memcpy(dest + begin * sizeof(Storage), element, length * sizeof(Storage));
+  }
+}
+
+template <class Element>
+COMMDSL_FN void scale(char* dest, u64 bytes, i32 divisor) {
+  using Storage = typename Element::Storage;
+  using Accumulator = typename Element::Accumulator;
+  for (u64 at = 0; at < bytes; at += sizeof(Storage)) {
+    Storage element;
+    memcpy(&element, dest + at, sizeof(Storage));
+    element = Element::narrow(Element::widen(element) / static_cast<Accumulator>(divisor));
+    memcpy(dest + at, &element, sizeof(Storage));
+  }
+}
+
+template <class Plan>
+COMMDSL_FN const Tables& stage(const Tables& tables, i32) {
+  return tables;
+}
+
+// --- launching: what the CUDA driver does for the other build ------------------------------------------------------------
+
+constexpr size_t kStackBytes = 512 * 1024;
+
+template <class Arguments>
+using Entry = void (*)(const Arguments*, i32);
+
+template <class Arguments>
+struct LaneThread {
+  const Arguments* args;
+  Entry<Arguments> entry;
+  i32 lane;
+  pthread_t handle;
+
+  static void* start(void* self) {
+    LaneThread* lane = static_cast<LaneThread*>(self);
+    lane->entry(lane->args, lane->lane);
+    return nullptr;
+  }
+};
+
+// All calls of one rank, one after another, as a stream would run them; the ranks are not joined in between.
+template <class Arguments>
+struct RankThread {
+  const Arguments* args;  // calls x stride
+  const u64* delays;      // nanoseconds before each call
+  Entry<Arguments> entry;
+  i32 calls, stride, result;
+  pthread_t handle;
+
+  static void* start(void* self) {
+    RankThread* rank = static_cast<RankThread*>(self);
+    for (i32 call = 0; call < rank->calls && rank->result == 0; ++call) {
+      if (rank->delays[call * rank->stride] > 0) sleep_ns(rank->delays[call * rank->stride]);
+      rank->result = run_call(rank->args + call * rank->stride, rank->entry);
+    }
+    return nullptr;
+  }
+
+  static i32 run_call(const Arguments* args, Entry<Arguments> entry) {
+    if (load_relaxed(&reinterpret_cast<const ErrorRecord*>(args->error)->code) != 0) return 0;
+    const i32 lanes = args->active_lanes;
+    if (lanes == 0) return 0;
+    LaneThread<Arguments>* lane = static_cast<LaneThread<Arguments>*>(calloc(lanes, sizeof(LaneThread<Arguments>)));
+    if (lane == nullptr) return -1;
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, kStackBytes);
+    i32 failure = 0;
+    i32 started = 1;
+    for (; started < lanes && failure == 0; ++started) {
+      lane[started] = {args, entry, started, {}};
+      failure = pthread_create(&lane[started].handle, &attributes, LaneThread<Arguments>::start, &lane[started]);
+      if (failure != 0) break;
+    }
+    if (failure == 0) entry(args, 0);
+    for (i32 i = 1; i < started; ++i) pthread_join(lane[i].handle, nullptr);
+    pthread_attr_destroy(&attributes);
+    free(lane);
+    return failure;
+  }
+};
+
+// Runs `count` ranks of this process for `calls` calls; args and delays are calls x count. Returns 0, or what pthread said.
+template <class Arguments>
+i32 launch(const Arguments* args, i32 count, i32 calls, const u64* delays, Entry<Arguments> entry) {
+  RankThread<Arguments>* rank = static_cast<RankThread<Arguments>*>(calloc(count, sizeof(RankThread<Arguments>)));
+  if (rank == nullptr) return -1;
+  i32 failure = 0;
+  i32 started = 0;
+  for (; started < count; ++started) {
+    rank[started] = {args + started, delays + started, entry, calls, count, 0, {}};
+    failure = pthread_create(&rank[started].handle, nullptr, RankThread<Arguments>::start, &rank[started]);
+    if (failure != 0) break;
+  }
+  for (i32 i = 0; i < started; ++i) {
+    pthread_join(rank[i].handle, nullptr);
+    if (rank[i].result != 0) failure = rank[i].result;
+  }
+  free(rank);
+  return failure;
+}
+
+}  // namespace commdsl

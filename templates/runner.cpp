@@ -1,0 +1,73 @@
+// Runs a kernel library in a process of its own: `runner LIBRARY ARENA JOB`.
+// The arena is a file that all processes of a run map: heaps, error records and tensors. The job is a Head, the packed
+// arguments (calls x ranks) whose pointers are offsets in the arena, and the delays before each call.
+// Assumes commdsl wrote all three. Returns 0, or 2 with a word on stderr; ThreadSanitizer has exit codes of its own.
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+// A race is reported with its stacks and does not stop the run, so that one run shows all of them.
+extern "C" const char* __tsan_default_options() { return "exitcode=66:halt_on_error=0"; }
+
+namespace {
+
+struct Head {
+  uint64_t ranks, calls, args_bytes, heaps, tensors;
+};
+
+struct Mapping {
+  char* data;
+  size_t size;
+};
+
+[[noreturn]] void fail(const char* what, const char* which) {
+  fprintf(stderr, "runner: %s: %s\n", what, which);
+  exit(2);
+}
+
+Mapping map(const char* path, int sharing) {
+  const int file = open(path, O_RDWR);
+  struct stat status;
+  if (file < 0 || fstat(file, &status) != 0) fail("cannot open", path);
+  const size_t size = static_cast<size_t>(status.st_size);
+  void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, sharing, file, 0);
+  if (data == MAP_FAILED) fail("cannot map", path);
+  close(file);
+  return {static_cast<char*>(data), size};
+}
+
+// heap[], tensors[] and `error`, which stands after block_bytes and timeout_ns, become addresses.
+void relocate(uint64_t* args, const Head& head, uint64_t base) {
+  const uint64_t pointers = head.heaps + head.tensors;
+  for (uint64_t i = 0; i < pointers; ++i) args[i] += base;
+  args[pointers + 2] += base;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 4) fail("takes", "LIBRARY ARENA JOB");
+  const Mapping arena = map(argv[2], MAP_SHARED);
+  const Mapping job = map(argv[3], MAP_PRIVATE);
+  const Head& head = *reinterpret_cast<const Head*>(job.data);
+  char* args = job.data + sizeof(Head);
+  const uint64_t launches = head.ranks * head.calls;
+  if (sizeof(Head) + launches * (head.args_bytes + sizeof(uint64_t)) != job.size) fail("wrong length of job", argv[3]);
+  for (uint64_t i = 0; i < launches; ++i) {
+    relocate(reinterpret_cast<uint64_t*>(args + i * head.args_bytes), head, reinterpret_cast<uint64_t>(arena.data));
+  }
+  void* library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) fail("cannot load", dlerror());
+  using Launch = int (*)(const void*, int, int, const void*);
+  const Launch launch = reinterpret_cast<Launch>(dlsym(library, "commdsl_launch"));
+  if (launch == nullptr) fail("no commdsl_launch in", argv[1]);
+  const int result =
+      launch(args, static_cast<int>(head.ranks), static_cast<int>(head.calls), args + launches * head.args_bytes);
+  if (result != 0) fail("cannot start a thread for every lane of", argv[1]);
+  return 0;
+}
