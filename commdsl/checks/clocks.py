@@ -28,6 +28,9 @@ from numpy.typing import NDArray
 from commdsl.ir import Ints
 from commdsl.plan import Plan
 
+NONE = -1
+"""No wait, no teller."""
+
 BLOCK_ENTRIES = 1 << 24
 """Entries of a clock table made at once; it bounds memory, not what is proved."""
 
@@ -46,6 +49,7 @@ class Timeline:
     wait_peer: Ints
     wait_signal: Ints  # (num_waits,): local number, on the peer, of the operation that raises the signal
     wait_rounds_back: Ints
+    awaited: NDArray[np.bool_]  # (num_signals,): some wait is for it
 
     @property
     def lengths(self) -> Ints:
@@ -109,6 +113,8 @@ def timeline(plan: Plan) -> Timeline:
     num_waits = np.diff(ops.wait_begin)
     wait_op = np.repeat(np.arange(ops.num_ops, dtype=np.int32), num_waits)
     at = begin[ops.wait_peer.astype(np.int64) * num_ranks + actor[wait_op]] + (ops.wait_ordinal - 1)
+    awaited = np.zeros(len(signal_op), np.bool_)
+    awaited[signals[at]] = True
     total = np.concatenate(([0], np.cumsum(num_waits > 0, dtype=np.int32))).astype(np.int32)
     starts = total[ops.rank_begin]
     return Timeline(
@@ -122,6 +128,7 @@ def timeline(plan: Plan) -> Timeline:
         wait_peer=ops.wait_peer,
         wait_signal=local[signal_op[signals[at]]],
         wait_rounds_back=ops.wait_rounds_back,
+        awaited=awaited,
     )
 
 
@@ -192,10 +199,10 @@ def _run_ranks(events: Timeline) -> Run:
     return Run(np.where(events.joins > 0, np.append(batch, 0)[place], 0).astype(np.int32), done, stuck)
 
 
-def clocks(events: Timeline, order: Run, shape: Pattern | None, rounds: int, dropped: Ints) -> Iterator[Clocks]:
+def clocks(events: Timeline, order: Run, shape: Pattern | None, rounds: int, dropped: int) -> Iterator[Clocks]:
     """Vector clocks of `rounds` rounds, in blocks of columns that together are all ranks (one block if shifted).
 
-    `dropped` are tellers (see Clocks) left out, to see what they are good for; shifted, on every rank at once.
+    `dropped` is a teller (see Clocks) to leave out, to see what it is good for; shifted, on every rank at once.
     """
     if shape is not None:
         yield _shifted_clocks(events, shape, rounds, dropped)
@@ -206,13 +213,12 @@ def clocks(events: Timeline, order: Run, shape: Pattern | None, rounds: int, dro
         yield _rank_clocks(events, order, rounds, dropped, first, min(width, events.num_ranks - first))
 
 
-def _shifted_clocks(events: Timeline, shape: Pattern, rounds: int, dropped: Ints) -> Clocks:
+def _shifted_clocks(events: Timeline, shape: Pattern, rounds: int, dropped: int) -> Clocks:
     num_ranks, length, per_round = events.num_ranks, int(events.lengths[0]), int(events.joins_per_round[0])
     known = np.zeros((1 + rounds * per_round, num_ranks), np.int32)
     otherwise = np.zeros_like(known)
-    teller = np.full_like(known, -1)
+    teller = np.full_like(known, NONE)
     joins = events.joins[:length].tolist()
-    left_out = set(dropped.tolist())
     columns = (shape.wait_local, shape.distance, shape.signal, shape.rounds_back)
     waits = list(zip(*(column.tolist() for column in columns), strict=True))
     for number in range(rounds):
@@ -221,7 +227,7 @@ def _shifted_clocks(events: Timeline, shape: Pattern, rounds: int, dropped: Ints
             if local != previous:
                 row, previous = row + 1, local
                 known[row], otherwise[row], teller[row] = known[row - 1], otherwise[row - 1], teller[row - 1]
-            if back > number or place in left_out:
+            if back > number or place == dropped:
                 continue
             peer = known[(number - back) * per_round + joins[signal]]
             told = np.concatenate((peer[-distance:], peer[:-distance]))
@@ -246,14 +252,13 @@ def row_begin(events: Timeline, rounds: int) -> NDArray[np.int64]:
     return np.cumsum(sizes) - sizes
 
 
-def _rank_clocks(events: Timeline, order: Run, rounds: int, dropped: Ints, first: int, width: int) -> Clocks:
+def _rank_clocks(events: Timeline, order: Run, rounds: int, dropped: int, first: int, width: int) -> Clocks:
     begin, lengths = row_begin(events, rounds), events.lengths
     num_rows = int(begin[-1] + events.joins_per_round[-1] * rounds + 1)
     known = np.zeros((num_rows, width), np.int32)
     otherwise = np.zeros_like(known)
-    teller = np.full_like(known, -1)
-    active = np.ones(len(events.wait_op), np.bool_)
-    active[dropped] = False
+    teller = np.full_like(known, NONE)
+    active = np.arange(len(events.wait_op)) != dropped
     owner = events.actor[events.wait_op]
     base = begin[owner] + events.joins[events.wait_op]
     signal_op = events.rank_begin[events.wait_peer] + events.wait_signal

@@ -1,0 +1,139 @@
+"""A second opinion on the flags of a small Plan: every pair of accesses, reachability by bit sets, more rounds than needed.
+
+Turns a Plan into the set of codes of all laws it breaks (C203, C201, C202, C205, C206, C207). Assumes a few dozen operations.
+Written for clarity, and shares nothing with the proof it judges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+
+from commdsl.plan import CELL, Access, Plan
+
+
+def broken_laws(plan: Plan, extra_rounds: int = 2) -> set[str]:
+    """Codes of the laws broken within rotation + 1 + extra_rounds rounds."""
+    ops, rounds = plan.ops, plan.rotation + 1 + extra_rounds
+    rank_of = [r for r in range(plan.num_ranks) for _ in range(ops.rank_begin[r], ops.rank_begin[r + 1])]
+    raised: dict[tuple[int, int], list[int]] = {}
+    for op in range(ops.num_ops):
+        for peer in ops.signal_peer[ops.signal_begin[op] : ops.signal_begin[op + 1]]:
+            raised.setdefault((rank_of[op], int(peer)), []).append(op)
+    edges: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for number in range(rounds):
+        for op in range(ops.num_ops):
+            rank = rank_of[op]
+            before = edges.setdefault((number, op), set())
+            if op > ops.rank_begin[rank]:
+                before.add((number, op - 1))
+            elif number:
+                before.add((number - 1, int(ops.rank_begin[rank + 1]) - 1))
+            for wait in range(ops.wait_begin[op], ops.wait_begin[op + 1]):
+                signals = raised.get((int(ops.wait_peer[wait]), rank), [])
+                if ops.wait_ordinal[wait] > len(signals):
+                    return {"C203"}
+                since = number - int(ops.wait_rounds_back[wait])
+                if since >= 0:
+                    before.add((since, signals[ops.wait_ordinal[wait] - 1]))
+    past = _pasts(edges)
+    if past is None:
+        return {"C201"}
+    return _conflicts(plan, rank_of, rounds, past) | _undefined(plan, rounds, past)
+
+
+def _pasts(edges: dict[tuple[int, int], set[tuple[int, int]]]) -> dict[tuple[int, int], set[tuple[int, int]]] | None:
+    """Everything before each event; None if the events cannot all happen."""
+    past: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    left = dict(edges)
+    while left:
+        ready = [event for event, before in left.items() if all(other in past for other in before)]
+        if not ready:
+            return None
+        for event in ready:
+            past[event] = set().union(*(past[other] | {other} for other in left.pop(event)))
+    return past
+
+
+def _touched(plan: Plan, op: int) -> list[tuple[tuple[int, int, int], bool]]:
+    """The locations an operation accesses, and whether it writes them."""
+    ops = plan.ops
+    found = [((int(ops.dest_space[op]), int(ops.dest_rank[op]), int(ops.dest_index[op])), True)]
+    for i in range(ops.source_begin[op], ops.source_begin[op + 1]):
+        found.append(((int(ops.source_space[i]), int(ops.source_rank[i]), int(ops.source_index[i])), False))
+    return found
+
+
+def _barriers(plan: Plan, rounds: int, rank: int) -> dict[tuple[int, int], int]:
+    """Block barriers of the rank before each event's body."""
+    ops, count, before = plan.ops, 0, {}
+    for number in range(rounds):
+        for op in range(ops.rank_begin[rank], ops.rank_begin[rank + 1]):
+            count += bool(ops.barrier[op]) or ops.wait_begin[op] < ops.wait_begin[op + 1]
+            before[number, op] = int(count)
+            count += bool(ops.signal_begin[op] < ops.signal_begin[op + 1])
+    return before
+
+
+def _conflicts(plan: Plan, rank_of: list[int], rounds: int, past: dict) -> set[str]:
+    found: set[str] = set()
+    barriers = {}
+    for rank in range(plan.num_ranks):
+        barriers |= _barriers(plan, rounds, rank)
+    by_place: dict[tuple, list[tuple[tuple[int, int], bool]]] = {}
+    for number, op in past:
+        for location, writes in _touched(plan, op):
+            # A tensor's tile is another one in every round; a cell comes back with its copy.
+            turn = number % plan.rotation if location[0] == CELL else number
+            by_place.setdefault((location, turn), []).append(((number, op), writes))
+    for users in by_place.values():
+        for (one, one_writes), (two, two_writes) in combinations(users, 2):
+            if one == two or not (one_writes or two_writes):
+                continue
+            if rank_of[one[1]] == rank_of[two[1]]:
+                if barriers[one] == barriers[two]:
+                    found.add("C206")
+            elif one not in past[two] and two not in past[one]:
+                found.add("C202" if one[0] == two[0] else "C205")
+            elif (one in past[two]) != (one[0] < two[0]) and one[0] != two[0]:
+                found.add("C205")
+    return found
+
+
+def _undefined(plan: Plan, rounds: int, past: dict) -> set[str]:
+    writers: dict[tuple, list[tuple[int, int]]] = {}
+    for number, op in past:
+        for location, writes in _touched(plan, op):
+            if writes:
+                writers.setdefault((location, number), []).append((number, op))
+    for number, op in past:
+        for location, writes in _touched(plan, op):
+            written = location[0] == CELL or plan.tensors[location[0]].access is Access.WRITE
+            before = [event for event in writers.get((location, number), []) if event in past[number, op]]
+            if written and not writes and not before:
+                return {"C207"}
+    return set()
+
+
+def without_wait(plan: Plan, wait: int) -> Plan:
+    """The Plan with one wait left out."""
+    ops = plan.ops
+    begin = ops.wait_begin - (ops.wait_begin > wait).astype(np.int32)
+    columns = {
+        name: np.delete(getattr(ops, name), wait)
+        for name in ("wait_peer", "wait_ordinal", "wait_rounds_back", "wait_reason")
+    }
+    return replace(plan, ops=replace(ops, wait_begin=begin, **columns))
+
+
+def has_idle_flag(plan: Plan) -> bool:
+    """Some wait could be left out, or some signal is not waited for."""
+    ops = plan.ops
+    if any(not broken_laws(without_wait(plan, wait)) & {"C202", "C205"} for wait in range(len(ops.wait_peer))):
+        return True
+    rank_of = np.repeat(np.arange(plan.num_ranks), np.diff(ops.rank_begin))
+    waiter = np.repeat(rank_of, np.diff(ops.wait_begin))
+    heard = set(zip(ops.wait_peer.tolist(), waiter.tolist(), ops.wait_ordinal.tolist(), strict=True))
+    return len(heard) < len(ops.signal_peer)

@@ -1,0 +1,194 @@
+"""Plans made by hand, and mutations of them. Turns a list of operations per rank into the tables of a Plan.
+
+Assumes a signal and the waits for it carry the same tag. Uses nothing of the compiler but the Plan itself, so that what the
+proof accepts does not depend on what `lower` makes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from commdsl.plan import CELL, Access, OpKind, Ops, Origin, Plan, Protocol, Tensor
+from commdsl.source import Source, Span
+
+SPAN = Span(Source("by_hand.comm", "each r { put x -> y[r] @ q }\n"), 0, 28)
+
+
+@dataclass(frozen=True)
+class Op:
+    """A location is (space, rank, index). `waits`: (peer, tag, rounds back). `signals`: (peer, tag)."""
+
+    kind: OpKind
+    dest: tuple[int, int, int]
+    sources: tuple[tuple[int, int, int], ...]
+    waits: tuple[tuple[int, object, int], ...] = ()
+    signals: tuple[tuple[int, object], ...] = ()
+    barrier: int = 0
+    size_class: tuple[int, int] = (1, 0)
+
+
+Programs = list[list[Op]]
+
+
+def build(
+    programs: Programs,
+    tensors: tuple[Tensor, ...],
+    num_cells: int,
+    rotation: int,
+    alias_safe: tuple[str, ...] = (),
+) -> Plan:
+    """The Plan of these programs, one per rank; ordinals counted from the tags."""
+    num_ranks = len(programs)
+    ops = [op for program in programs for op in program]
+    ordinal: dict[tuple[int, int, object], int] = {}
+    per_round = np.zeros((num_ranks, num_ranks), np.int32)
+    for rank, program in enumerate(programs):
+        for op in program:
+            for peer, tag in op.signals:
+                per_round[rank, peer] += 1
+                ordinal[rank, peer, tag] = int(per_round[rank, peer])
+    waits = [
+        (peer, ordinal.get((peer, rank, tag), int(per_round[peer, rank]) + 1), back, 0)
+        for rank, program in enumerate(programs)
+        for op in program
+        for peer, tag, back in op.waits
+    ]
+    sources = [source for op in ops for source in op.sources]
+    tables = Ops(
+        rank_begin=begins([len(program) for program in programs]),
+        kind=column([op.kind for op in ops]),
+        cut=column([op.size_class[0] for op in ops]),
+        piece=column([op.size_class[1] for op in ops]),
+        barrier=column([op.barrier for op in ops]),
+        dest_space=column([op.dest[0] for op in ops]),
+        dest_rank=column([op.dest[1] for op in ops]),
+        dest_index=column([op.dest[2] for op in ops]),
+        source_begin=begins([len(op.sources) for op in ops]),
+        source_space=column([source[0] for source in sources]),
+        source_rank=column([source[1] for source in sources]),
+        source_index=column([source[2] for source in sources]),
+        wait_begin=begins([len(op.waits) for op in ops]),
+        wait_peer=column([wait[0] for wait in waits]),
+        wait_ordinal=column([wait[1] for wait in waits]),
+        wait_rounds_back=column([wait[2] for wait in waits]),
+        wait_reason=column([wait[3] for wait in waits]),
+        signal_begin=begins([len(op.signals) for op in ops]),
+        signal_peer=column([peer for op in ops for peer, _ in op.signals]),
+        origin=column([0] * len(ops)),
+    )
+    return plan_of(tables, num_ranks, tensors, num_cells, rotation, per_round, alias_safe)
+
+
+def plan_of(
+    ops: Ops,
+    num_ranks: int,
+    tensors: tuple[Tensor, ...],
+    num_cells: int,
+    rotation: int,
+    per_round: np.ndarray,
+    alias_safe: tuple[str, ...] = (),
+) -> Plan:
+    return Plan(
+        name="by_hand",
+        num_ranks=num_ranks,
+        params=(),
+        topology="switch",
+        contract="general",
+        has_reduction=True,
+        tensors=tensors,
+        num_cells=num_cells,
+        rotation=rotation,
+        lanes=2,
+        threads=128,
+        tile_bytes=4096,
+        protocol=Protocol.BULK,
+        ops=ops,
+        signals_per_round=per_round,
+        origins=(Origin(SPAN, (("s", 3),), 0),),
+        alias_safe=alias_safe,
+    )
+
+
+def column(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def begins(counts: list[int]) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+
+
+def gathered(num_ranks: int) -> tuple[Tensor, ...]:
+    return Tensor("x", Access.READ, 1, 1), Tensor("y", Access.WRITE, num_ranks, 1)
+
+
+def ring_allgather(num_ranks: int, rotation: int, credits: bool) -> tuple[Programs, tuple[Tensor, ...], int]:
+    """Cell s of a rank receives in step s; it is forwarded, then copied out. Credits say that it was read."""
+    programs = []
+    for rank in range(num_ranks):
+        after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+        program = [Op(OpKind.COPY, (1, rank, rank), ((0, rank, 0),))]
+        for step in range(num_ranks - 1):
+            source = (CELL, rank, step - 1) if step else (0, rank, 0)
+            waits = ((after, ("credit", step), rotation),) if credits else ()
+            program.append(
+                Op(OpKind.COPY, (CELL, after, step), (source,), waits=waits, signals=((after, ("data", step)),))
+            )
+            program.append(
+                Op(
+                    OpKind.COPY,
+                    (1, rank, (rank - step - 1) % num_ranks),
+                    ((CELL, rank, step),),
+                    waits=((before, ("data", step), 0),),
+                )
+            )
+        if credits:  # a cell is read for the last time when it is forwarded, the last one when it is copied out
+            for step in range(num_ranks - 1):
+                reader = 2 * step + 3 if step < num_ranks - 2 else 2 * step + 2
+                op = program[reader]
+                program[reader] = replace(op, signals=(*op.signals, (before, ("credit", step))))
+        programs.append(program)
+    return programs, gathered(num_ranks), num_ranks - 1
+
+
+def direct_alltoall(num_ranks: int, rotation: int, credits: bool) -> tuple[Programs, tuple[Tensor, ...], int]:
+    """Cell d - 1 of a rank receives from the rank at distance d."""
+    programs = []
+    for rank in range(num_ranks):
+        program = [Op(OpKind.COPY, (1, rank, rank), ((0, rank, rank),))]
+        for distance in range(1, num_ranks):
+            peer = (rank + distance) % num_ranks
+            waits = ((peer, "credit", rotation),) if credits else ()
+            cell = (CELL, peer, num_ranks - distance - 1)
+            program.append(Op(OpKind.COPY, cell, ((0, rank, peer),), waits=waits, signals=((peer, "data"),)))
+        for distance in range(1, num_ranks):
+            peer = (rank + distance) % num_ranks
+            signals = ((peer, "credit"),) if credits else ()
+            cell = (CELL, rank, distance - 1)
+            program.append(Op(OpKind.COPY, (1, rank, peer), (cell,), waits=((peer, "data", 0),), signals=signals))
+        programs.append(program)
+    tensors = Tensor("x", Access.READ, num_ranks, 1), Tensor("y", Access.WRITE, num_ranks, 1)
+    return programs, tensors, num_ranks - 1
+
+
+def pull_allreduce(num_ranks: int, rotation: int, credits: bool) -> tuple[Programs, tuple[Tensor, ...], int]:
+    """Every rank lays its tensor into its cell and reads the cells of all, itself included."""
+    programs = []
+    for rank in range(num_ranks):
+        peers = [peer for peer in range(num_ranks) if peer != rank]
+        free = tuple((peer, "read", rotation) for peer in peers) if credits else ()
+        stage = Op(OpKind.COPY, (CELL, rank, 0), ((0, rank, 0),), waits=free, barrier=1)
+        stage = replace(stage, signals=tuple((peer, "staged") for peer in peers))
+        combine = Op(
+            OpKind.REDUCE,
+            (1, rank, 0),
+            tuple((CELL, source, 0) for source in range(num_ranks)),
+            waits=tuple((peer, "staged", 0) for peer in peers),
+            signals=tuple((peer, "read") for peer in peers) if credits else (),
+        )
+        programs.append([stage, combine])
+    return programs, (Tensor("x", Access.READ, 1, 1), Tensor("y", Access.WRITE, 1, 1)), 1
+
+
+FAMILIES = {"ring_allgather": ring_allgather, "direct_alltoall": direct_alltoall, "pull_allreduce": pull_allreduce}
