@@ -13,8 +13,9 @@ counted: from values that do, one may follow from the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,14 @@ class _Demand:
 
 def _distinct(values: Longs, ranks: Longs) -> tuple[Longs, Longs]:
     width = int(ranks.max(initial=0)) + 1
-    keys = np.unique(values * width + ranks)
+    keys = values * width + ranks
+    if int(keys.max(initial=0)) <= 16 * len(keys):  # dense: marking is faster than sorting
+        present = np.zeros(int(keys.max(initial=0)) + 1, dtype=np.bool_)
+        present[keys] = True
+        keys = np.flatnonzero(present)
+    else:
+        keys = np.sort(keys)
+        keys = keys[np.append(True, keys[1:] != keys[:-1])]
     return keys // width, keys % width
 
 
@@ -113,7 +121,7 @@ def _demand(schedule: Schedule, contract: Contract) -> _Demand:
 
 def _unshared(ids: Longs, valid: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """The values to count: all if no two share a contribution, else the copies, else the first alone."""
-    if len(np.unique(ids[valid])) == np.count_nonzero(valid):
+    if np.bincount(ids[valid]).max(initial=0) <= 1:
         return np.ones(len(ids), dtype=np.bool_)
     copies: NDArray[np.bool_] = valid.sum(axis=1) == 1
     return copies if copies.any() else np.arange(len(ids)) == 0
@@ -141,6 +149,7 @@ class _Network:
     rank_bandwidth: tuple[Floats, Floats]  # out, in
     node_bandwidth: tuple[Floats, Floats]
     pair_latency: Floats  # (num_ranks, num_ranks), inf where one cannot reach the other
+    hops: Floats  # likewise: the least number of links from one to the other
     pair_capacity: Floats | None  # (num_ranks, num_ranks) if every link is capped per pair
 
     @staticmethod
@@ -155,6 +164,7 @@ class _Network:
         latencies = np.array([link.latency for link in topology.links] or [np.inf])
         latency = np.where(linked, latencies[links], np.inf)
         np.fill_diagonal(latency, 0.0)
+        shortest = _shortest if num_ranks <= EXACT_DISTANCE_RANKS else partial(_one_hop, crosses=crosses)
         capped = all(np.isinf(link.port_bandwidth) for link in topology.links)
         return _Network(
             num_ranks,
@@ -163,7 +173,8 @@ class _Network:
             tuple(  # type: ignore[arg-type]
                 np.bincount(node_of, side) for side in _port_bandwidth(topology, links, pairs, crosses)
             ),
-            _shortest(latency) if num_ranks <= EXACT_DISTANCE_RANKS else _one_hop(latency, crosses),
+            shortest(latency),
+            shortest(np.where(linked, 1.0, latency)),
             pairs if capped else None,
         )
 
@@ -224,46 +235,76 @@ def _latency(demand: _Demand, network: _Network) -> float:
     return float(needed.max(initial=0.0))
 
 
+def _farthest(demand: _Demand, network: _Network) -> Floats:
+    """The links every value has to pass at least: the longest way from its only source, or to its only destination."""
+    farthest = np.zeros(demand.num_values)
+    for ends, fixed, others in (
+        ((demand.source_value, demand.source_rank), (demand.dest_value, demand.dest_rank), network.hops),
+        ((demand.dest_value, demand.dest_rank), (demand.source_value, demand.source_rank), network.hops.T),
+    ):
+        alone = np.bincount(ends[0], minlength=demand.num_values) == 1
+        start = np.zeros(demand.num_values, dtype=np.int64)
+        start[ends[0]] = ends[1]
+        rows = alone[fixed[0]]
+        np.maximum.at(farthest, fixed[0][rows], others[start[fixed[0][rows]], fixed[1][rows]])
+    return farthest
+
+
 def _bandwidth(demand: _Demand, network: _Network) -> tuple[float, str]:
     """Seconds per byte of a block, and what binds."""
     bounds = [
-        *_group_bounds(demand, network.rank_bandwidth, "rank"),
-        *_group_bounds(demand.grouped(network.node_of), network.node_bandwidth, "node"),
+        *_group_bounds(demand, network.rank_bandwidth, "between ranks", "rank {}".format, _farthest(demand, network)),
+        *_group_bounds(demand.grouped(network.node_of), network.node_bandwidth, "between nodes", "node {}".format),
     ]
     if network.pair_capacity is not None and network.num_ranks <= CUT_RANKS:
         bounds += _cut_bounds(demand, network.pair_capacity)
     return max(bounds, key=lambda bound: bound[0], default=(0.0, "nothing has to move"))
 
 
-def _group_bounds(demand: _Demand, bandwidth: tuple[Floats, Floats], name: str) -> list[tuple[float, str]]:
+def _group_bounds(
+    demand: _Demand,
+    bandwidth: tuple[Floats, Floats],
+    between: str,
+    name: Callable[[int], str],
+    least_transfers: NDArray[np.number[Any]] | int = 0,
+) -> list[tuple[float, str]]:
+    """All that crosses between groups against what they can send in all; what each takes in and gives out."""
     num_groups = len(bandwidth[0])
     if num_groups == 1:
         return []
-    is_source = np.isin(
-        demand.dest_value * num_groups + demand.dest_rank, demand.source_value * num_groups + demand.source_rank
-    )
+    source_key = demand.source_value * num_groups + demand.source_rank  # sorted, as is the next
+    dest_key = demand.dest_value * num_groups + demand.dest_rank
+    is_source = _member(dest_key, source_key)
     sources = np.bincount(demand.source_value, minlength=demand.num_values)
     dests = np.bincount(demand.dest_value, minlength=demand.num_values)
     both = np.bincount(demand.dest_value[is_source], minlength=demand.num_values)
-    transfers = np.where(dests > 0, sources + dests - 2 + (both == 0), 0)
+    transfers = np.where(dests > 0, np.maximum(sources + dests - 2 + (both == 0), least_transfers), 0)
     total = float((transfers * demand.size).sum())
-    bounds = [(_seconds(total, float(bandwidth[0].sum())), f"{total:g} blocks between {name}s")]
+    bounds = [(_seconds(total, float(bandwidth[0].sum())), f"{total:.4g} n {between}")]
     needs = ~(is_source & (sources[demand.dest_value] == 1))
     into = np.bincount(demand.dest_rank[needs], demand.size[demand.dest_value[needs]], minlength=num_groups)
-    bounds.append(_busiest(into, bandwidth[1], f"into {name}"))
-    serves_itself = np.isin(
-        demand.source_value * num_groups + demand.source_rank, demand.dest_value * num_groups + demand.dest_rank
-    )
+    bounds.append(_busiest(into, bandwidth[1], "into", name))
+    serves_itself = _member(source_key, dest_key)
     gives = (dests[demand.source_value] - serves_itself) > 0
     out = np.bincount(demand.source_rank[gives], demand.size[demand.source_value[gives]], minlength=num_groups)
-    bounds.append(_busiest(out, bandwidth[0], f"out of {name}"))
+    bounds.append(_busiest(out, bandwidth[0], "out of", name))
     return bounds
 
 
-def _busiest(blocks: NDArray[np.number[Any]], bandwidth: Floats, text: str) -> tuple[float, str]:
+def _member(keys: Longs, among: Longs) -> NDArray[np.bool_]:
+    """Which keys are among the others, which are sorted."""
+    if len(among) == 0:
+        return np.zeros(len(keys), dtype=np.bool_)
+    found: NDArray[np.bool_] = among[np.minimum(np.searchsorted(among, keys), len(among) - 1)] == keys
+    return found
+
+
+def _busiest(
+    blocks: NDArray[np.number[Any]], bandwidth: Floats, direction: str, name: Callable[[int], str]
+) -> tuple[float, str]:
     seconds = np.array([_seconds(float(size), float(cap)) for size, cap in zip(blocks, bandwidth, strict=True)])
     at = int(seconds.argmax())
-    return float(seconds[at]), f"{blocks[at]:g} blocks {text} {at}"
+    return float(seconds[at]), f"{blocks[at]:.4g} n {direction} {name(at)}"
 
 
 def _seconds(blocks: float, bandwidth: float) -> float:
@@ -278,6 +319,8 @@ def _cut_bounds(demand: _Demand, capacity: Floats) -> Iterator[tuple[float, str]
     for length in sorted(lengths & set(range(2, num_ranks))):
         for first in range(num_ranks):
             inside = (ranks - first) % num_ranks < length
-            across = np.array([capacity[~inside][:, inside].sum(), capacity[inside][:, ~inside].sum()])
-            name = f"cut {first}..{(first + length - 1) % num_ranks}, side"
-            yield from _group_bounds(demand.grouped(inside.astype(np.int64)), (across, across[::-1]), name)
+            across = np.array([capacity[inside][:, ~inside].sum(), capacity[~inside][:, inside].sum()])
+            names = ("the other ranks", f"ranks {first}..{(first + length - 1) % num_ranks}")
+            bandwidth = across[::-1], across  # out of the others and out of the run; into each
+            halves = demand.grouped(inside.astype(np.int64))
+            yield from _group_bounds(halves, bandwidth, f"in and out of {names[1]}", names.__getitem__)
