@@ -1,7 +1,7 @@
 """Turns a Plan into the text of its kernel: constants, operation tables with their origin, one entry.
 
-Assumes a verified Plan. Does not choose anything, and does not know the element type or the reduction: those are compiler
-flags, so one text serves all. The only module that uses jinja2.
+Assumes a verified Plan. Does not choose anything, and does not know the element type or the reduction: those are
+compiler flags, so one text serves all. The only module that uses jinja2.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
     yield "u64", "kTileBytes", plan.tile_bytes
     yield "u64", "kFlagsBytes", plan.flags_bytes
     yield "u64", "kCellsOffset", plan.cells_offset
-    yield "i32", "kMaxOps", _most(np.arange(ops.num_ops + 1), ops)
+    yield "i32", "kMaxOps", _most(np.arange(ops.num_ops + 1, dtype=np.int32), ops)
     yield "i32", "kMaxSources", _most(ops.source_begin, ops)
     yield "i32", "kMaxWaits", _most(ops.wait_begin, ops)
     yield "i32", "kMaxSignals", _most(ops.signal_begin, ops)
@@ -223,7 +223,7 @@ def _rows(*columns: Ints) -> tuple[str, ...]:
 
 
 def defines(plan: Plan, dtype: str, op: str) -> tuple[str, ...]:
-    """The macros a build of the text takes: element type and reduction by name, none for a kernel that only moves bytes.
+    """The macros a build of the text takes: element type and reduction, none for a kernel that only moves bytes.
 
     `avg` is `sum` with a bit set at launch.
     """

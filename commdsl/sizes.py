@@ -1,7 +1,7 @@
 """Turns a Plan and the bytes of a block into what a launch needs: slices, active lanes, rounds, the packed arguments.
 
-Assumes a verified Plan. Does not allocate and does not launch; kernel.cuh repeats `piece_range` and `slice_range` word for
-word on the device, and both builds take lanes and rounds from here.
+Assumes a verified Plan. Does not allocate and does not launch; kernel.cuh repeats `piece_range` and `slice_range`
+word for word, and both builds take lanes and rounds from here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from commdsl.plan import Plan, Tensor
 
 UNIT = 16
-"""Bytes of a vector: every chunk but the last of a block, and every slice but the last of a chunk, is a multiple of it."""
+"""Bytes of a vector: chunks but the last of a block, and slices but the last of a chunk, are multiples of it."""
 
 DEVICE_MIN_SLICE_BYTES = 8192
 """One 16-byte vector for each of 512 threads: with less, another lane only adds its flags."""
@@ -110,9 +110,7 @@ class Arguments:
     def pack(self) -> bytes:
         words = (*self.heaps, *self.tensors, self.launch.block_bytes, self.timeout_ns, self.error)
         flags = FLAG_AVERAGE if self.average else 0
-        return struct.pack(
-            f"<{len(words)}Q4i", *words, self.rank, self.launch.active_lanes, self.launch.rounds, flags
-        )
+        return struct.pack(f"<{len(words)}Q4i", *words, self.rank, self.launch.active_lanes, self.launch.rounds, flags)
 
 
 def arguments_bytes(plan: Plan) -> int:

@@ -1,7 +1,7 @@
 """Turns the ErrorRecords that kernels leave behind into one exception that names rank, step, peer and who is missing.
 
-Assumes the record's layout in types.cuh. Does not decide what becomes of the heap: after a time-out it holds half a call
-and has to be zeroed before the next.
+Assumes the record's layout in types.cuh. Does not decide what becomes of the heap: after a time-out it holds half a
+call and has to be zeroed before the next.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class CommTimeout(RuntimeError):  # noqa: N818 - a time-out is what it is called
     def __str__(self) -> str:
         record = self.record
         waited = (
-            f"rank {record.rank} waited {self.seconds:g} s for rank {record.peer} at {self.origin}, lane {record.lane}, "
-            f"round {record.round}: expected {record.expected}, seen {record.seen}"
+            f"rank {record.rank} waited {self.seconds:g} s for rank {record.peer} at {self.origin}, "
+            f"lane {record.lane}, round {record.round}: expected {record.expected}, seen {record.seen}"
         )
         if not self.missing:
             return f"{waited}; every rank had entered the call"

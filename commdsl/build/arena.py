@@ -6,7 +6,6 @@ Assumes all ranks have tensors of the same block size. Does not start ranks (`ho
 from __future__ import annotations
 
 import mmap
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +40,7 @@ class Layout:
 
 
 def layout(plan: Plan, block_bytes: int, calls: int, *, shift: int, in_place: bool) -> Layout:
-    """Heaps first, each on a page; every tensor has `GUARD_BYTES` on both sides and starts `shift` bytes off a 16-byte line.
+    """Heaps first, each on a page; tensors have `GUARD_BYTES` on both sides and start `shift` bytes off a 16-byte line.
 
     `in_place` gives the written tensor of an alias-safe inout buffer the memory of the one read.
     """
@@ -69,6 +68,13 @@ def layout(plan: Plan, block_bytes: int, calls: int, *, shift: int, in_place: bo
     return Layout(heaps, errors, tuple(tensors), _round_up(at + GUARD_BYTES, 4096))
 
 
+def _map_file(path: Path, size: int) -> mmap.mmap:
+    """A file of zeros, mapped; pages that nobody touches take no room."""
+    with path.open("w+b") as file:
+        file.truncate(size)
+        return mmap.mmap(file.fileno(), size)
+
+
 def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
@@ -76,14 +82,11 @@ def _round_up(value: int, step: int) -> int:
 class Arena:
     """The memory itself: anonymous for ranks of this process, a file for ranks in others. A context manager."""
 
-    def __init__(self, plan: Plan, where: Layout, block_bytes: int, folder: Path | None) -> None:
+    def __init__(self, plan: Plan, where: Layout, block_bytes: int, path: Path | None) -> None:
         self.plan = plan
         self.where = where
         self.block_bytes = block_bytes
-        self._file = None if folder is None else tempfile.NamedTemporaryFile(dir=folder, suffix=".arena")
-        if self._file is not None:
-            self._file.truncate(where.size)
-        self._map = mmap.mmap(-1 if self._file is None else self._file.fileno(), where.size)
+        self._map = mmap.mmap(-1, where.size) if path is None else _map_file(path, where.size)
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
 
     def __enter__(self) -> Arena:
@@ -92,14 +95,6 @@ class Arena:
     def __exit__(self, *_: object) -> None:
         del self._bytes
         self._map.close()
-        if self._file is not None:
-            self._file.close()
-
-    @property
-    def path(self) -> Path:
-        if self._file is None:
-            raise InternalError("this arena is no file")
-        return Path(self._file.name)
 
     @property
     def address(self) -> int:
@@ -123,7 +118,8 @@ class Arena:
         plan = self.plan
         for rank, heap in enumerate(self.where.heaps):
             flags = self._words(heap, plan.lanes * plan.num_ranks).reshape(plan.lanes, plan.num_ranks, 8)
-            flags[:, :, 0] = [first * int(count) % 2**64 for count in plan.signals_per_round[:, rank]]
+            raised = [first * int(count) % 2**64 for count in plan.signals_per_round[:, rank]]
+            flags[:, :, 0] = np.array(raised, dtype=np.uint64)
             self._words(heap + plan.flags_bytes, plan.lanes).reshape(plan.lanes, 8)[:, :2] = first
 
     def _words(self, at: int, lines: int) -> NDArray[np.uint64]:

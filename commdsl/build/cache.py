@@ -1,7 +1,7 @@
 """Turns what a build depends on into the folder that holds its result, built once.
 
-Assumes the builder is deterministic: whoever loses a race uses the winner's folder. Does not expire entries; the folder may
-be deleted at any time no build runs.
+Assumes the builder is deterministic: whoever loses a race uses the winner's folder. Does not expire entries; the cache
+may be deleted at any time no build runs.
 """
 
 from __future__ import annotations

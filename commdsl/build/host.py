@@ -62,7 +62,7 @@ def find_compiler(config: Config) -> HostCompiler:
         if version is None:
             raise NoHostCompilerError(f"CXX is `{config.cxx}`, which does not run")
         return HostCompiler(command, version)
-    candidates = [(path,) for name in ("g++", "clang++") if (path := shutil.which(name))]
+    candidates: list[tuple[str, ...]] = [(path,) for name in ("g++", "clang++") if (path := shutil.which(name))]
     if importlib.util.find_spec("ziglang") is not None:
         candidates.append((sys.executable, "-m", "ziglang", "c++"))
     for command in candidates:
@@ -80,15 +80,12 @@ def _version(command: tuple[str, ...]) -> str | None:
     return done.stdout.split("\n")[0] if done.returncode == 0 else None
 
 
-def build(
-    emitted: Emitted, defines: tuple[str, ...], config: Config, *, sanitize: bool = False, compiler: HostCompiler | None = None
-) -> HostLibrary:
+def build(emitted: Emitted, defines: tuple[str, ...], config: Config, *, sanitize: bool = False) -> HostLibrary:
     """The library of one text, element type and reduction; `sanitize` builds it and its runner for ThreadSanitizer."""
-    chosen = compiler or find_compiler(config)
+    chosen = find_compiler(config)
     flags = (*FLAGS, *_mode(config, sanitize))
-    library = _compile(
-        chosen, emitted.text, "kernel.cpp", "kernel.so", (*flags, "-shared", *(f"-D{define}" for define in defines)), config
-    )
+    macros = tuple(f"-D{define}" for define in defines)
+    library = _compile(chosen, emitted.text, "kernel.cpp", "kernel.so", (*flags, "-shared", *macros), config)
     runner_text = (data_dir("templates") / "runner.cpp").read_text(encoding="utf-8")
     runner = _compile(chosen, runner_text, "runner.cpp", "runner", (*flags, "-ldl"), config)
     return HostLibrary(library, runner)

@@ -1,7 +1,7 @@
-"""Turns a Plan and the inputs of every rank into their outputs by running the emitted kernel on this machine's processor.
+"""Turns a Plan and the inputs of every rank into their outputs by running the emitted kernel on the processor.
 
-Assumes the emitted text is the Plan's. Does not compare with the oracle (callers do). Ranks are threads of this process, or
-processes that share memory, or threads of one process under ThreadSanitizer.
+Assumes the emitted text is the Plan's. Does not compare with the oracle; callers do. Ranks are threads of this process,
+or processes that share memory, or threads of one process under ThreadSanitizer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -25,11 +25,18 @@ from commdsl.plan import Access, Plan
 from commdsl.sizes import Launch, arguments_bytes, block_bytes_of, host_launch
 from commdsl.timeouts import timeout_of
 
-if TYPE_CHECKING:
-    from commdsl.dtypes import DType
-
 GRACE = 60.0
 """Seconds beyond the time-out after which a process that does not end is stopped."""
+
+
+class ElementType(Protocol):
+    """What a run needs of a DType: its name in elements.cuh and how numpy stores it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def storage(self) -> np.dtype[np.generic]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,7 @@ def run(
     plan: Plan,
     emitted: Emitted,
     inputs: Inputs,
-    dtype: DType,
+    dtype: ElementType,
     op: str = "sum",
     calls: int = 1,
     mode: str = "threads",
@@ -72,7 +79,7 @@ def run(
     absent: Collection[int] = frozenset(),
     config: Config | None = None,
 ) -> HostResult:
-    """The result of the last of `calls` equal calls on one heap. Raises CommTimeout, DataRaceError, NoHostCompilerError."""
+    """The last of `calls` equal calls on one heap. Raises CommTimeout, DataRaceError, NoHostCompilerError."""
     options = Options(mode, sanitize, timeout, frozenset(absent))
     return run_calls(plan, emitted, [inputs] * calls, dtype, op, options, config)[-1]
 
@@ -81,9 +88,9 @@ def run_calls(
     plan: Plan,
     emitted: Emitted,
     inputs: Sequence[Inputs],
-    dtype: DType,
+    dtype: ElementType,
     op: str = "sum",
-    options: Options = Options(),  # noqa: B008 - frozen
+    options: Options = Options(),
     config: Config | None = None,
 ) -> list[HostResult]:
     """One call after another on one heap, each with its own inputs; ranks are not joined in between."""
@@ -96,8 +103,8 @@ def run_calls(
     seconds = options.timeout or settings.timeout
     where = layout(plan, block_bytes, len(inputs), shift=options.shift, in_place=options.in_place)
     with tempfile.TemporaryDirectory(prefix="commdsl-") as folder:
-        in_file = options.sanitize or options.mode == "processes"
-        with Arena(plan, where, block_bytes, Path(folder) if in_file else None) as arena:
+        shared = Path(folder) / "arena" if options.sanitize or options.mode == "processes" else None
+        with Arena(plan, where, block_bytes, shared) as arena:
             for call, given in enumerate(inputs):
                 arena.fill(call, given)
             if options.first_round:
@@ -110,7 +117,7 @@ def run_calls(
             return [_collect(arena, call, dtype) for call in range(len(inputs))]
 
 
-def _block_bytes(plan: Plan, calls: Sequence[Inputs], dtype: DType) -> int:
+def _block_bytes(plan: Plan, calls: Sequence[Inputs], dtype: ElementType) -> int:
     """The one block size of all read tensors of all ranks and calls; ValueError where they differ."""
     found: dict[int, str] = {}
     for inputs in calls:
@@ -188,7 +195,7 @@ def _run_processes(job: _Job, library: HostLibrary, groups: Sequence[Sequence[in
         for index, ranks in enumerate(groups):
             path = folder / f"{index}.job"
             path.write_bytes(job.pack(ranks))
-            command = [str(library.runner), str(library.path), str(job.arena.path), str(path)]
+            command = [str(library.runner), str(library.path), str(folder / "arena"), str(path)]
             started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
         for process in started:
             _, report = process.communicate(timeout=job.seconds + GRACE)
@@ -203,7 +210,7 @@ def _run_processes(job: _Job, library: HostLibrary, groups: Sequence[Sequence[in
                 process.communicate()
 
 
-def _collect(arena: Arena, call: int, dtype: DType) -> HostResult:
+def _collect(arena: Arena, call: int, dtype: ElementType) -> HostResult:
     outputs: dict[str, list[Array]] = {}
     yields: list[Array] = []
     for index, tensor in enumerate(arena.plan.tensors):

@@ -6,6 +6,7 @@
 #pragma once
 
 #define COMMDSL_FN __device__ __forceinline__
+#define COMMDSL_CALL __device__ __noinline__  // compiled once however often it is called: NVRTC's time is in unrolled loops
 #define COMMDSL_TABLE static __device__ const
 #define COMMDSL_KERNEL(name, plan)                                                                            \
   extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)                                             \
@@ -130,7 +131,7 @@ COMMDSL_FN void copy_words(char* dest, const char* source, u64 bytes) {
   }
 }
 
-COMMDSL_FN void copy(char* dest, const char* source, u64 bytes) {
+COMMDSL_CALL void copy(char* dest, const char* source, u64 bytes) {
   switch (common_alignment(reinterpret_cast<u64>(dest) | reinterpret_cast<u64>(source))) {
     case 16: return copy_words<Vector16, 8>(dest, source, bytes);
     case 8: return copy_words<u64, 8>(dest, source, bytes);
@@ -186,14 +187,14 @@ COMMDSL_FN void reduce_words_at(char* dest, const Sources& sources, u64 at, u64 
     Word word[ahead][unroll];
 #pragma unroll
     for (u32 s = 0; s < ahead; ++s) {
-      if (first + static_cast<i32>(s) >= sources.count) continue;
+      if (first + static_cast<i32>(s) >= sources.count) break;
       const char* source = sources.address(first + s);
 #pragma unroll
       for (u32 j = 0; j < unroll; ++j) load(word[s][j], source + at + j * step);
     }
 #pragma unroll
     for (u32 s = 0; s < ahead; ++s) {
-      if (first + static_cast<i32>(s) >= sources.count) continue;
+      if (first + static_cast<i32>(s) >= sources.count) break;
 #pragma unroll
       for (u32 j = 0; j < unroll; ++j) {
         Lanes<Element, Word> next;
@@ -209,34 +210,31 @@ COMMDSL_FN void reduce_words_at(char* dest, const Sources& sources, u64 at, u64 
   for (u32 j = 0; j < unroll; ++j) store(dest + at + j * step, total[j].narrow());
 }
 
+// From byte `at`, a thread's own offset in, while `unroll` words are left to it; returns where it stopped.
 template <class Element, class Operation, class Word, u32 unroll, u32 ahead, class Sources>
-COMMDSL_FN u64 reduce_words(char* dest, const Sources& sources, u64 bytes) {
-  const u64 words = bytes / sizeof(Word);
-  const u64 stride = num_threads();
-  u64 i = thread();
-  for (; i + (unroll - 1) * stride < words; i += unroll * stride) {
-    reduce_words_at<Element, Operation, Word, unroll, ahead>(dest, sources, i * sizeof(Word), stride * sizeof(Word));
+COMMDSL_CALL u64 reduce_words(char* dest, const Sources& sources, u64 at, u64 bytes) {
+  const u64 step = num_threads() * sizeof(Word);
+  for (; at + (unroll - 1) * step + sizeof(Word) <= bytes; at += unroll * step) {
+    reduce_words_at<Element, Operation, Word, unroll, ahead>(dest, sources, at, step);
   }
-  for (; i < words; i += stride) reduce_words_at<Element, Operation, Word, 1, ahead>(dest, sources, i * sizeof(Word), 0);
-  return words * sizeof(Word);
+  return at;
 }
 
-// What lies past the last whole vector is combined element by element; an element never lies across an alignment boundary.
+// Eight loads in flight a thread either way: of two sources for the bulk, of eight sources for what is left. What lies past
+// the last whole vector, and operands that are not aligned alike, are combined element by element.
 template <class Element, class Operation, class Sources>
 COMMDSL_FN void reduce(char* dest, const Sources& sources, u64 bytes) {
   using Storage = typename Element::Storage;
   using Word = typename WordOf<sizeof(Storage)>::Type;
   u64 bits = reinterpret_cast<u64>(dest);
   for (i32 s = 0; s < sources.count; ++s) bits |= reinterpret_cast<u64>(sources.address(s));
-  if (common_alignment(bits) < 16) {
-    reduce_words<Element, Operation, Word, 4, 2>(dest, sources, bytes);
-    return;
+  u64 done = 0;
+  if (common_alignment(bits) == 16) {
+    const u64 at = reduce_words<Element, Operation, Vector16, 4, 2>(dest, sources, thread() * 16, bytes);
+    reduce_words<Element, Operation, Vector16, 1, 8>(dest, sources, at, bytes);
+    done = bytes / 16 * 16;
   }
-  const u64 done = sources.count <= 2 ? reduce_words<Element, Operation, Vector16, 4, 2>(dest, sources, bytes)
-                                      : reduce_words<Element, Operation, Vector16, 2, 4>(dest, sources, bytes);
-  for (u64 at = done + thread() * sizeof(Storage); at < bytes; at += num_threads() * sizeof(Storage)) {
-    reduce_words_at<Element, Operation, Word, 1, 2>(dest, sources, at, 0);
-  }
+  reduce_words<Element, Operation, Word, 1, 8>(dest, sources, done + thread() * sizeof(Storage), bytes);
 }
 
 template <class Element>

@@ -9,6 +9,7 @@
 #include <time.h>
 
 #define COMMDSL_FN inline
+#define COMMDSL_CALL inline
 #define COMMDSL_TABLE static const
 #define COMMDSL_KERNEL(name, plan)                                                                             \
   extern "C" void name(const commdsl::Args<plan::kNumRanks, plan::kNumTensors>* args, commdsl::i32 lane) {     \

@@ -37,6 +37,7 @@ struct Position {
   i32 lane;
   u64 round;         // counted through all calls
   u64 round_offset;  // bytes of the lane's slice that earlier rounds of this call moved
+  u64 cells;         // offset of the lane's part of the first cell in this round's copy of the cells
 };
 
 // The part of a chunk that the lane moves in this round: bytes [first, first + bytes) of its block.
@@ -47,7 +48,7 @@ struct Slice {
 COMMDSL_FN u64 smaller(u64 a, u64 b) { return a < b ? a : b; }
 
 template <class Plan>
-COMMDSL_FN Slice slice_of(const Position<Plan>& here, i32 cut, i32 piece) {
+COMMDSL_CALL Slice slice_of(const Position<Plan>& here, i32 cut, i32 piece) {
   const u64 block = here.args.block_bytes;
   const u64 units = (block + 15) / 16;
   const u64 first = smaller(16 * (units * static_cast<u64>(piece) / static_cast<u64>(cut)), block);
@@ -64,9 +65,8 @@ COMMDSL_FN Slice slice_of(const Position<Plan>& here, i32 cut, i32 piece) {
 template <class Plan>
 COMMDSL_FN Place place_of(const Position<Plan>& here, const Location& location, i32 cut, const Slice& slice) {
   if (location.space == kCell) {
-    const u64 slot = here.round % Plan::kRotation * Plan::kNumCells + static_cast<u64>(location.index);
-    return {true, location.rank,
-            Plan::kCellsOffset + (slot * Plan::kLanes + static_cast<u64>(here.lane)) * Plan::kTileBytes};
+    const u64 index = static_cast<u64>(location.index);
+    return {true, location.rank, here.cells + index * (Plan::kLanes * Plan::kTileBytes)};
   }
   const u64 block = static_cast<u64>(location.index / cut);
   return {false, location.rank, here.args.tensors[location.space] + block * here.args.block_bytes + slice.first};
@@ -85,9 +85,15 @@ COMMDSL_FN u64 state_offset(i32 lane) {
 // Flags only grow and may pass 2^64: they are compared by their distance.
 COMMDSL_FN bool reached(u64 flag, u64 expected) { return static_cast<i64>(flag - expected) >= 0; }
 
+template <class Plan>
+COMMDSL_FN u64 cells_offset(i32 lane, u64 round) {
+  const u64 slots = round % Plan::kRotation * Plan::kNumCells * Plan::kLanes;
+  return Plan::kCellsOffset + (slots + static_cast<u64>(lane)) * Plan::kTileBytes;
+}
+
 // The record of the first lane to give up; the ranks that have not entered the round are looked up for it.
 template <class Plan>
-COMMDSL_FN void report(const Position<Plan>& here, i32 op, i32 peer, u64 expected, u64 seen) {
+COMMDSL_CALL void report(const Position<Plan>& here, i32 op, i32 peer, u64 expected, u64 seen) {
   ErrorRecord* record = reinterpret_cast<ErrorRecord*>(here.args.error);
   if (!claim(&record->claim)) return;
   u64 missing = 0;
@@ -146,7 +152,7 @@ struct SourcesOf {
   const Slice& slice;
   i32 count;
 
-  COMMDSL_FN const char* address(i32 index) const {
+  COMMDSL_CALL const char* address(i32 index) const {
     return reach(here.args, place_of(here, here.tables.sources[op.first_source + index], op.cut, slice));
   }
 };
@@ -209,8 +215,9 @@ COMMDSL_FN void run_lane(const ArgsOf<Plan>& args, i32 lane, const Tables& all) 
   const i32 first = tables.rank_begin[args.rank];
   const i32 last = tables.rank_begin[args.rank + 1];
   for (i32 round = 0; round < args.rounds; ++round) {
-    const Position<Plan> here{args, tables, lane, before + static_cast<u64>(round),
-                              static_cast<u64>(round) * Plan::kTileBytes};
+    const u64 number = before + static_cast<u64>(round);
+    const Position<Plan> here{args,   tables, lane, number, static_cast<u64>(round) * Plan::kTileBytes,
+                              cells_offset<Plan>(lane, number)};
     if (thread() == 0) store_relaxed(&state[1], here.round + 1);
     for (i32 index = first; index < last; ++index) {
       if (!run_op(here, index)) return;
