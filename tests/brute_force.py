@@ -1,6 +1,6 @@
-"""A second opinion on the flags of a small Plan: every pair of accesses, reachability by bit sets, more rounds than needed.
+"""A second opinion on a small Plan: every pair of accesses, reachability by sets, more rounds than the proof looks at.
 
-Turns a Plan into the set of codes of all laws it breaks (C203, C201, C202, C205, C206, C207). Assumes a few dozen operations.
+Turns a Plan into the codes of all laws it breaks (C203, C201, C202, C205, C206, C207). Assumes a few dozen operations.
 Written for clarity, and shares nothing with the proof it judges.
 """
 
@@ -60,10 +60,10 @@ def _pasts(edges: dict[tuple[int, int], set[tuple[int, int]]]) -> dict[tuple[int
 def _touched(plan: Plan, op: int) -> list[tuple[tuple[int, int, int], bool]]:
     """The locations an operation accesses, and whether it writes them."""
     ops = plan.ops
-    found = [((int(ops.dest_space[op]), int(ops.dest_rank[op]), int(ops.dest_index[op])), True)]
-    for i in range(ops.source_begin[op], ops.source_begin[op + 1]):
-        found.append(((int(ops.source_space[i]), int(ops.source_rank[i]), int(ops.source_index[i])), False))
-    return found
+    sources = range(ops.source_begin[op], ops.source_begin[op + 1])
+    return [((int(ops.dest_space[op]), int(ops.dest_rank[op]), int(ops.dest_index[op])), True)] + [
+        ((int(ops.source_space[i]), int(ops.source_rank[i]), int(ops.source_index[i])), False) for i in sources
+    ]
 
 
 def _barriers(plan: Plan, rounds: int, rank: int) -> dict[tuple[int, int], int]:

@@ -1,7 +1,7 @@
-"""Plans made by hand, and mutations of them. Turns a list of operations per rank into the tables of a Plan.
+"""Plans made by hand. Turns a list of operations per rank into the tables of a Plan.
 
-Assumes a signal and the waits for it carry the same tag. Uses nothing of the compiler but the Plan itself, so that what the
-proof accepts does not depend on what `lower` makes.
+Assumes a signal and the waits for it carry the same tag. Uses nothing of the compiler but the Plan itself, so that what
+the proof accepts does not depend on what `lower` makes.
 """
 
 from __future__ import annotations
@@ -192,3 +192,94 @@ def pull_allreduce(num_ranks: int, rotation: int, credits: bool) -> tuple[Progra
 
 
 FAMILIES = {"ring_allgather": ring_allgather, "direct_alltoall": direct_alltoall, "pull_allreduce": pull_allreduce}
+
+
+def big_ring_allreduce(num_ranks: int, rotation: int) -> Plan:
+    """A ring all-reduce of 4 * (num_ranks - 1) operations a rank, made as arrays.
+
+    Step s < P - 1 puts a partial sum into cell s of the next rank, which combines it at once; step s from P - 1 on puts
+    a sum into cell s, from where it is forwarded. At the end all sums are copied out. No credits are needed: before a
+    rank writes a cell again, what it received has come all around the ring, past the reader of the cell.
+    """
+    hops = num_ranks - 1
+    rank = np.arange(num_ranks, dtype=np.int32)[:, None]
+    step = np.arange(hops, dtype=np.int32)
+    after = (rank + 1) % num_ranks
+    zero = np.zeros((num_ranks, hops), np.int32)
+
+    def interleave(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+        return np.stack((one + zero, two + zero), axis=2).reshape(num_ranks, -1)
+
+    def row(reduces: tuple, spreads: np.ndarray, copies: np.ndarray) -> np.ndarray:
+        """Columns (put, combine) of the first half, forwards and copies of the second."""
+        parts = interleave(*reduces), spreads + zero, copies + zero
+        return np.ascontiguousarray(np.concatenate(parts, axis=1).astype(np.int32))
+
+    sent, got = (rank - step) % num_ranks, (rank - step - 1) % num_ranks
+    spread, kept = (rank + 1 - step) % num_ranks, (rank - step) % num_ranks
+    first = step == 0
+    space = row((np.where(first, 0, 1), 1), np.where(first, 1, CELL), np.full_like(step, CELL))
+    index = row((sent, got), np.where(first, spread, hops + step - 1), hops + step)
+    dest_space = row((CELL, 1), np.full_like(step, CELL), np.ones_like(step))
+    dest_rank = row((after, rank), after, rank)
+    dest_index = row((step, got), hops + step, kept)
+    # The combining operation has a second source: the tensor as it came in, before the cell.
+    kind = row((OpKind.COPY, OpKind.REDUCE), np.full_like(step, OpKind.COPY), np.full_like(step, OpKind.COPY))
+    combines = (kind == OpKind.REDUCE).reshape(-1)
+    source_begin = begins(combines + 1)
+    sources = [np.empty(source_begin[-1], np.int32) for _ in range(3)]
+    for table, values in zip(sources, (space, rank + 0 * space, index), strict=True):
+        table[source_begin[:-1]] = values.reshape(-1)
+    cell = source_begin[:-1][combines] + 1
+    sources[0][source_begin[:-1][combines]] = 0
+    sources[0][cell] = CELL
+    sources[1][cell] = np.repeat(rank.reshape(-1), hops)
+    sources[2][cell] = np.tile(step, num_ranks)
+    chunk = row((sent, got), spread, kept)
+    waits, signals, per_round = _ring_flags(num_ranks, kind.shape[1])
+    ops = Ops(
+        rank_begin=begins(np.full(num_ranks, kind.shape[1])),
+        kind=kind.reshape(-1),
+        cut=np.full(kind.size, num_ranks, np.int32),
+        piece=chunk.reshape(-1),
+        # A put reads what the operation before it combined, without a wait between.
+        barrier=row((1, 0), first, zero).reshape(-1),
+        dest_space=dest_space.reshape(-1),
+        dest_rank=dest_rank.reshape(-1),
+        dest_index=dest_index.reshape(-1),
+        source_begin=source_begin,
+        source_space=sources[0],
+        source_rank=sources[1],
+        source_index=sources[2],
+        **waits,
+        **signals,
+        origin=np.zeros(kind.size, np.int32),
+    )
+    tensors = Tensor("x", Access.READ, 1, num_ranks), Tensor("x", Access.WRITE, 1, num_ranks)
+    return plan_of(ops, num_ranks, tensors, 2 * hops, rotation, per_round)
+
+
+def _ring_flags(num_ranks: int, length: int) -> tuple[dict, dict, np.ndarray]:
+    """The flags of `big_ring_allreduce`: every put raises one to the next rank."""
+    hops = num_ranks - 1
+    step, rank = np.arange(hops), np.arange(num_ranks)
+    signal_op = np.concatenate((2 * step, 2 * hops + step))
+    wait_op = np.concatenate((2 * step + 1, 2 * hops + step[1:], [4 * hops - 1]))
+    waits, signals = (np.bincount(op, minlength=length) for op in (wait_op, signal_op))
+    per_round = np.zeros((num_ranks, num_ranks), np.int32)
+    per_round[rank, (rank + 1) % num_ranks] = 2 * hops
+    size = len(wait_op) * num_ranks
+    return (
+        {
+            "wait_begin": begins(np.tile(waits, num_ranks)),
+            "wait_peer": np.repeat((rank - 1) % num_ranks, len(wait_op)).astype(np.int32),
+            "wait_ordinal": np.tile(np.arange(1, len(wait_op) + 1, dtype=np.int32), num_ranks),
+            "wait_rounds_back": np.zeros(size, np.int32),
+            "wait_reason": np.zeros(size, np.int32),
+        },
+        {
+            "signal_begin": begins(np.tile(signals, num_ranks)),
+            "signal_peer": np.repeat((rank + 1) % num_ranks, len(signal_op)).astype(np.int32),
+        },
+        per_round,
+    )

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from commdsl.checks.clocks import Run, Timeline, signal_owners
-from commdsl.checks.hazards import Hazards, Longs, Reads, place_name
-from commdsl.diagnostics import Diagnostic, Label
+from commdsl.checks.hazards import Hazards, Longs, Reads, place_name, touched
+from commdsl.diagnostics import Diagnostic, InternalError, Label
 from commdsl.plan import Plan
 
 HELP = "the compiler derives flags and barriers, so this is its fault: report it with this file"
@@ -35,7 +35,7 @@ def _label(plan: Plan, op: int, text: str) -> Label:
 
 
 def _more(count: int, what: str) -> tuple[str, ...]:
-    return (f"{count - 1} more {what} the same way",) if count > 1 else ()
+    return (f"{count - 1} more {what}",) if count > 1 else ()
 
 
 def _wait(plan: Plan, wait: int) -> tuple[int, int, int, int]:
@@ -105,7 +105,7 @@ def race(plan: Plan, events: Timeline, pairs: Hazards, found: int, more: int, kn
     a, b = int(events.actor[first]), int(events.actor[second])
     length = int(events.lengths[a])
     later = f"round {plan.rotation}" if across else "round 0"
-    place = place_name(plan, int(pairs.place[found]))
+    place, first_verb, second_verb = _conflict(plan, first, second)
     if known:
         last = _where(plan, int(plan.ops.rank_begin[a]) + (known - 1) % length)
         knows = f"the last that rank {b} then knows done of rank {a} is {last} in round {(known - 1) // length}"
@@ -114,8 +114,8 @@ def race(plan: Plan, events: Timeline, pairs: Hazards, found: int, more: int, kn
     return Diagnostic(
         "C205" if across else "C202",
         f"two ranks touch {place} in no order" + (", in two calls" if across else ""),
-        _label(plan, second, f"{_where(plan, second)} {_verb(pairs.second_writes[found])} it in {later}"),
-        (_label(plan, first, f"{_where(plan, first)} {_verb(pairs.first_writes[found])} it in round 0"),),
+        _label(plan, second, f"{_where(plan, second)} {second_verb} it in {later}"),
+        (_label(plan, first, f"{_where(plan, first)} {first_verb} it in round 0"),),
         notes=(
             f"no chain of flags leads from operation {int(events.local[first])} of rank {a}"
             f" to operation {int(events.local[second])} of rank {b}: {knows}",
@@ -125,32 +125,35 @@ def race(plan: Plan, events: Timeline, pairs: Hazards, found: int, more: int, kn
     )
 
 
-def _verb(writes: np.bool_) -> str:
-    return "writes" if writes else "reads"
+def _conflict(plan: Plan, first: int, second: int) -> tuple[str, str, str]:
+    """The place where two operations conflict, and what each does to it."""
+    (dest, sources), (other_dest, other_sources) = touched(plan, first), touched(plan, second)
+    if dest == other_dest:
+        return place_name(plan, dest), "writes", "writes"
+    if dest in other_sources:
+        return place_name(plan, dest), "writes", "reads"
+    if other_dest in sources:
+        return place_name(plan, other_dest), "reads", "writes"
+    raise InternalError(f"operations {first} and {second} do not conflict")
 
 
 def no_barrier(plan: Plan, pairs: Hazards, found: Longs) -> Diagnostic:
     """C206."""
     first, second, across = (int(x[found[0]]) for x in (pairs.first, pairs.second, pairs.across))
-    place = place_name(plan, int(pairs.place[found[0]]))
+    place, first_verb, second_verb = _conflict(plan, first, second)
     return Diagnostic(
         "C206",
         f"threads of one block touch {place} in no order",
-        _label(
-            plan,
-            second,
-            f"{_where(plan, second)} {_verb(pairs.second_writes[found[0]])} it in round {across * plan.rotation}",
-        ),
-        (_label(plan, first, f"{_where(plan, first)} {_verb(pairs.first_writes[found[0]])} it in round 0"),),
-        notes=("no block barrier lies between the two", *_more(len(found), "pairs lack one")),
+        _label(plan, second, f"{_where(plan, second)} {second_verb} it in round {across * plan.rotation}"),
+        (_label(plan, first, f"{_where(plan, first)} {first_verb} it in round 0"),),
+        notes=("no block barrier lies between the two",),
         help=HELP,
     )
 
 
-def clobbered(plan: Plan, pairs: Hazards, found: Longs) -> Diagnostic:
+def clobbered(plan: Plan, pairs: Hazards, found: Longs, name: str) -> Diagnostic:
     """C208."""
     first, second = int(pairs.first[found[0]]), int(pairs.second[found[0]])
-    name = plan.alias_safe[int(pairs.place[found[0]])]
     return Diagnostic(
         "C208",
         f"`{name}` is overwritten where it may still be read",
@@ -171,7 +174,6 @@ def undefined(plan: Plan, reads: Reads, found: Longs) -> Diagnostic:
         "C207",
         f"{place_name(plan, int(reads.place[found[0]]))} is read before it is written",
         _label(plan, op, f"{_where(plan, op)} reads it, no operation of the round writes it before"),
-        notes=_more(len(found), "reads see nothing"),
         help=HELP,
     )
 
@@ -189,7 +191,6 @@ def other_size(plan: Plan, reads: Reads, found: Longs) -> Diagnostic:
                 plan, writer, f"{_where(plan, writer)} wrote piece {int(ops.piece[writer])} of {int(ops.cut[writer])}"
             ),
         ),
-        notes=_more(len(found), "reads differ"),
         help=HELP,
     )
 

@@ -22,13 +22,10 @@ from numpy.typing import NDArray
 
 from commdsl.checks import messages
 from commdsl.checks.clocks import NONE, Pattern, Run, Timeline, clocks, pattern, row_begin, run, timeline
-from commdsl.checks.hazards import Hazards, Reads, accesses, clobbers, hazards
+from commdsl.checks.hazards import SLICE, Hazards, Longs, Reads, accesses, clobbers, hazards
 from commdsl.diagnostics import Diagnostic
 from commdsl.ir import Ints, Schedule
 from commdsl.plan import Plan
-
-SLICE = 1 << 20
-"""Hazards judged at once; it bounds memory."""
 
 
 def synchronization(_schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
@@ -50,15 +47,16 @@ def prove(plan: Plan) -> Iterator[Diagnostic]:
     if order.stuck:
         yield messages.deadlock(plan, events, order)
         return
-    pairs, reads = hazards(accesses(plan, events, order), plan)
-    verdict = _judge(plan, events, order, shape, pairs)
-    for law in (_races(plan, events, pairs, verdict), _clobbered(plan, events), _undefined(plan, reads)):
-        if law is not None:
-            yield law
-            return
-    idle = _idle(plan, events, order, shape, pairs, verdict.needed)
-    if idle is not None:
-        yield idle
+    findings = _read_data(plan, events, order)
+    verdict = _judge(plan, events, order, shape, findings.far)
+    if len(verdict.unordered):
+        yield _worst_race(plan, events, findings.far, verdict)
+        return
+    laws = (findings.bare, _clobbered(plan, events), findings.undefined)
+    broken = next((law for law in laws if law is not None), None)
+    broken = broken or _idle(plan, events, order, shape, findings.far, verdict.needed)
+    if broken is not None:
+        yield broken
 
 
 def _actors(plan: Plan) -> Ints:
@@ -66,10 +64,45 @@ def _actors(plan: Plan) -> Ints:
 
 
 @dataclass(frozen=True, eq=False)
+class Findings:
+    """What the accesses show: hazards between ranks, still to be judged, and the first faults found on the way."""
+
+    far: Hazards
+    bare: Diagnostic | None  # a hazard within a rank without a barrier
+    undefined: Diagnostic | None
+
+
+def _read_data(plan: Plan, events: Timeline, order: Run) -> Findings:
+    barriers = _barriers(plan, events)
+    far: list[Hazards] = []
+    bare = undefined = None
+    for found in accesses(plan, events, order):
+        pairs, reads = hazards(found, plan)
+        is_far = events.actor[pairs.first] != events.actor[pairs.second]
+        far.append(_take(pairs, is_far))
+        bare = bare or _bare(plan, events, _take(pairs, ~is_far), *barriers)
+        undefined = undefined or _undefined(plan, reads)
+    none = np.zeros(0, np.int32)
+    return Findings(
+        Hazards(
+            np.concatenate((none, *(pairs.first for pairs in far))),
+            np.concatenate((none, *(pairs.second for pairs in far))),
+            np.concatenate((none.astype(np.bool_), *(pairs.across for pairs in far))),
+        ),
+        bare,
+        undefined,
+    )
+
+
+def _take(pairs: Hazards, rows: NDArray[np.bool_]) -> Hazards:
+    return Hazards(pairs.first[rows], pairs.second[rows], pairs.across[rows])
+
+
+@dataclass(frozen=True, eq=False)
 class Verdict:
     """Which hazards are not ordered, and which waits order a hazard that nothing else orders."""
 
-    unordered: Ints  # rows of the hazards
+    unordered: Longs  # rows of the hazards
     known: Ints  # beside each, what the second rank knows done of the first
     needed: NDArray[np.bool_]
 
@@ -79,17 +112,17 @@ def _judge(
 ) -> Verdict:
     """Compares every hazard between two ranks with the clocks. `dropped`: see `clocks`."""
     needed = np.zeros(len(events.wait_op), np.bool_)
-    unordered, knows = [], []
+    unordered: list[Longs] = [np.zeros(0, np.int64)]
+    knows: list[Ints] = [np.zeros(0, np.int32)]
     rounds = plan.rotation + 1
     begin = row_begin(events, rounds)
-    far = np.flatnonzero(events.actor[pairs.first] != events.actor[pairs.second]).astype(np.int32)
-    if not len(far):
-        return Verdict(far, far, needed)
+    if not len(pairs.first):
+        return Verdict(unordered[0], knows[0], needed)
     for table in clocks(events, order, shape, rounds, dropped):
         width = table.known.shape[1]
         known, otherwise, teller = table.known.reshape(-1), table.otherwise.reshape(-1), table.teller.reshape(-1)
-        for start in range(0, len(far), SLICE):
-            pair = far[start : start + SLICE]
+        for start in range(0, len(pairs.first), SLICE):
+            pair = np.arange(start, min(start + SLICE, len(pairs.first)))
             first, second = pairs.first[pair], pairs.second[pair]
             a, b = events.actor[first], events.actor[second]
             if table.shifted:
@@ -97,7 +130,8 @@ def _judge(
             else:
                 column = a - np.int32(table.first_column)
                 inside = np.flatnonzero((column >= 0) & (column < width))
-                pair, first, second, a, b, column = (x[inside] for x in (pair, first, second, a, b, column))
+                pair = pair[inside]
+                first, second, a, b, column = (x[inside] for x in (first, second, a, b, column))
             row = events.joins[second].astype(np.int64)
             row += pairs.across[pair] * (plan.rotation * events.joins_per_round[b])
             if not table.shifted:
@@ -114,18 +148,18 @@ def _judge(
     return Verdict(np.concatenate(unordered), np.concatenate(knows), needed)
 
 
-def _races(plan: Plan, events: Timeline, pairs: Hazards, verdict: Verdict) -> Diagnostic | None:
-    """Two ranks without a chain of flags; else two operations of one rank without a barrier."""
-    if len(verdict.unordered):
-        # A race in a round before one across rounds, then what happens first.
-        found = verdict.unordered
-        worst = np.lexsort((found, events.local[pairs.second[found]], pairs.across[found]))[0]
-        return messages.race(plan, events, pairs, int(found[worst]), len(found), int(verdict.known[worst]))
-    near = np.flatnonzero(events.actor[pairs.first] == events.actor[pairs.second])
-    first, second, across = pairs.first[near], pairs.second[near], pairs.across[near]
-    before, per_round = _barriers(plan, events)
-    distance = before[second] - before[first] + across * (plan.rotation * per_round[events.actor[second]])
-    bare = near[distance <= 0]
+def _worst_race(plan: Plan, events: Timeline, pairs: Hazards, verdict: Verdict) -> Diagnostic:
+    """One counterexample: a race in a round before one across rounds, then what happens first."""
+    found = verdict.unordered
+    worst = np.lexsort((found, events.local[pairs.second[found]], pairs.across[found]))[0]
+    return messages.race(plan, events, pairs, int(found[worst]), len(found), int(verdict.known[worst]))
+
+
+def _bare(plan: Plan, events: Timeline, pairs: Hazards, before: Ints, per_round: Ints) -> Diagnostic | None:
+    """Two operations of one rank without a block barrier between."""
+    distance = before[pairs.second] - before[pairs.first]
+    distance += pairs.across * (plan.rotation * per_round[events.actor[pairs.second]])
+    bare = np.flatnonzero(distance <= 0)
     return messages.no_barrier(plan, pairs, bare) if len(bare) else None
 
 
@@ -141,10 +175,10 @@ def _barriers(plan: Plan, events: Timeline) -> tuple[Ints, Ints]:
 
 
 def _clobbered(plan: Plan, events: Timeline) -> Diagnostic | None:
-    pairs = clobbers(plan)
+    pairs, buffer = clobbers(plan)
     before, _ = _barriers(plan, events)
     late = np.flatnonzero(before[pairs.second] <= before[pairs.first])
-    return messages.clobbered(plan, pairs, late) if len(late) else None
+    return messages.clobbered(plan, pairs, late, plan.alias_safe[buffer[late[0]]]) if len(late) else None
 
 
 def _undefined(plan: Plan, reads: Reads) -> Diagnostic | None:
