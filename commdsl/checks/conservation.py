@@ -126,12 +126,13 @@ def _foreign(located: Located, difference: _Difference) -> str:
 
 
 def _listing(located: Located, initials: NDArray[np.int64]) -> str:
-    """`x[3]` of ranks 0 2; `x[1]` of rank 0 and `x[2]` of rank 4; ... at most two chunk names."""
-    names: dict[str, list[int]] = {}
-    for location in initials[:64]:
-        names.setdefault(located.chunk_name(int(location)), []).append(located.split(int(location))[0])
-    parts = [f"{name} of {ranks_text(ranks)}" for name, ranks in names.items()]
-    return " and ".join(parts[:2]) + (f" and {len(parts) - 2} more" if len(parts) > 2 else "")
+    """`x[3]` of ranks 0 2 and `x[1]` of rank 0; at most two chunk names."""
+    ranks, offsets = np.divmod(initials, located.chunks_per_rank)
+    distinct = np.unique(offsets)
+    parts = [
+        f"{located.chunk_name(int(offset))} of {ranks_text(ranks[offsets == offset])}" for offset in distinct[:2]
+    ]
+    return " and ".join(parts) + (f" and {len(distinct) - 2} more chunks" if len(distinct) > 2 else "")
 
 
 def contributors(located: Located, counts: NDArray[np.int64]) -> str:

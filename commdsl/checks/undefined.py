@@ -10,7 +10,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedYield, Locations, bindings_text
+from commdsl.checks.locations import (
+    Located,
+    LocatedMoves,
+    LocatedStep,
+    LocatedYield,
+    Locations,
+    bindings_text,
+    statement_key,
+)
 from commdsl.diagnostics import Diagnostic, Label
 from commdsl.source import Span
 from commdsl.syntax import BufferKind, MoveKind
@@ -20,6 +28,7 @@ def undefined_reads(located: Located) -> Iterator[Diagnostic]:
     """One message per buffer: what reads its undefined chunks later suffers from the same missing write."""
     defined = located.given()
     told: set[int] = set()
+    empty: set[tuple[str, int, int]] = set()
     for step in located.steps:
         if isinstance(step, LocatedYield):
             missing = step.locations[~defined[step.locations]]
@@ -28,6 +37,11 @@ def undefined_reads(located: Located) -> Iterator[Diagnostic]:
                 yield _diagnostic(located, int(missing[0]), step.step.span, _in_loop(step.step.bindings), "yields")
             continue
         for moves in step.moves:
+            if moves.sources.shape[1] != 1 and statement_key(moves.moves.span) not in empty:
+                bare = np.flatnonzero((moves.sources == located.nowhere).all(axis=1))
+                if len(bare):
+                    empty.add(statement_key(moves.moves.span))
+                    yield _empty(located, step, moves, int(bare[0]))
             fault = _first_undefined(moves, defined)
             if fault is not None and located.split(fault[0])[1] not in told:
                 told.add(located.split(fault[0])[1])
@@ -47,6 +61,16 @@ def _first_undefined(moves: LocatedMoves, defined: np.ndarray) -> tuple[int, int
             row, column = np.argwhere(~good)[0]
             return int(locations[row, column]), int(row), verb
     return None
+
+
+def _empty(located: Located, step: LocatedStep, moves: LocatedMoves, row: int) -> Diagnostic:
+    who = f"rank {int(moves.moves.actor[row])}{bindings_text(step.step.bindings)}"
+    return Diagnostic(
+        "C304",
+        "a reduction of no sources",
+        Label(moves.moves.span, f"{who}: nothing to write to {located.name(int(moves.dest[row]))}"),
+        help="the condition of the list leaves out every source: leave the rank out with `where`",
+    )
 
 
 def _read(located: Located, step: LocatedStep, moves: LocatedMoves, location: int, row: int, verb: str) -> Diagnostic:
