@@ -1,0 +1,91 @@
+"""Turns files into a verdict: which schedules are proved for which numbers of ranks, or every fault in them.
+
+Assumes nothing of the files. Does not build or run a kernel.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from commdsl import diagnostics
+from commdsl.commands import output
+from commdsl.commands.arguments import Target
+from commdsl.commands.jobs import Outcome, has_errors, merge, plan_jobs, prove_all
+from commdsl.commands.output import Exit
+from commdsl.diagnostics import CommError
+
+
+def check(paths: tuple[Path, ...], target: Target, schedule: str | None, *, as_json: bool, concise: bool) -> Exit:
+    """Proves every schedule of every file; with none in a file, its topologies and cycles are read all the same."""
+    try:
+        jobs = plan_jobs(paths, target, schedule)
+    except CommError as error:
+        return report((), error.diagnostics, as_json=as_json, concise=concise)
+    outcomes: list[Outcome] = []
+    with output.progress("reading", len(jobs)) as advance:
+        for outcome in prove_all(jobs, target, emit=False):
+            outcomes.append(outcome)
+            advance(f"{outcome.job.schedule} for {outcome.job.ranks} ranks")
+    return report(tuple(outcomes), merge(outcomes), as_json=as_json, concise=concise, paths=paths)
+
+
+def report(
+    outcomes: tuple[Outcome, ...],
+    found: tuple[diagnostics.Diagnostic, ...],
+    *,
+    as_json: bool,
+    concise: bool,
+    paths: tuple[Path, ...] = (),
+) -> Exit:
+    """One line per proved schedule on standard output; the faults on standard error."""
+    if as_json:
+        proved = [to_json(outcome) for outcome in outcomes if outcome.checked]
+        output.say_json({"proved": proved, "diagnostics": [diagnostics.to_json(d) for d in found]})
+    else:
+        for line in summary(outcomes):
+            output.say(line)
+        if concise:
+            for diagnostic in found:
+                output.tell(diagnostics.render_concise(diagnostic))
+        else:
+            output.show_diagnostics(found)
+        if not outcomes and not found:
+            names = ", ".join(map(str, paths))
+            output.say(f"{names}: no schedule; the rest reads well")
+    return Exit.DIAGNOSTICS if has_errors(found) else Exit.FINE
+
+
+def summary(outcomes: tuple[Outcome, ...]) -> list[str]:
+    """`allreduce_ring: proved for 2, 4, 8 ranks on switch`, one line a schedule."""
+    groups: dict[tuple[Path, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.job.path, outcome.job.schedule), []).append(outcome)
+    lines: list[str] = []
+    for (_, name), group in groups.items():
+        proved = [outcome for outcome in group if outcome.checked]
+        if not proved:
+            continue
+        checked = proved[0].checked
+        assert checked is not None
+        ranks = ", ".join(str(outcome.job.ranks) for outcome in proved)
+        time = f"{sum(outcome.seconds for outcome in proved):.2f} s"
+        tick = output.style("✓", "good")
+        where = f"on {checked.schedule.topology.name}"
+        steps = output.count(len(checked.schedule.steps) - checked.schedule.num_yields, "step") + ", "
+        lines.append(f"{tick} {name}: proved for {ranks} ranks {where} ({steps if len(proved) == 1 else ''}{time})")
+    return lines
+
+
+def to_json(outcome: Outcome) -> dict[str, object]:
+    assert outcome.checked is not None
+    schedule = outcome.checked.schedule
+    return {
+        "file": str(outcome.job.path),
+        "schedule": schedule.name,
+        "ranks": schedule.num_ranks,
+        "topology": schedule.topology.name,
+        "parameters": dict(schedule.params),
+        "steps": len(schedule.steps) - schedule.num_yields,
+        "symmetric_bytes": outcome.checked.plan.symmetric_bytes,
+        "seconds": round(outcome.seconds, 4),
+    }

@@ -1,0 +1,50 @@
+"""Turns `.comm` files into their canonical form, in place or only told apart.
+
+Assumes nothing. Does not change what a file means: the formatted text parses to the same syntax.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from commdsl import diagnostics, format, parser
+from commdsl.commands import output
+from commdsl.commands.output import Exit
+from commdsl.diagnostics import CommError, Diagnostic
+from commdsl.source import Source
+
+
+def fmt(paths: tuple[Path, ...], *, check: bool, as_json: bool) -> Exit:
+    """Rewrites files that are not canonical; with `check` only names them. `-` reads standard input."""
+    changed: list[str] = []
+    found: list[Diagnostic] = []
+    for path in expand(paths):
+        is_stream = str(path) == "-"
+        before = sys.stdin.read() if is_stream else path.read_text(encoding="utf-8")
+        try:
+            after = format.format_file(parser.parse(Source("standard input" if is_stream else str(path), before)))
+        except CommError as error:
+            found += error.diagnostics
+            continue
+        if is_stream and not check:
+            sys.stdout.write(after)
+        elif after != before:
+            changed.append(str(path))
+            if not check:
+                path.write_text(after, encoding="utf-8")
+    if as_json:
+        output.say_json({"changed": changed, "diagnostics": [diagnostics.to_json(d) for d in found]})
+    else:
+        for name in changed:
+            output.say(f"{'would format' if check else 'formatted'} {name}")
+        output.show_diagnostics(found)
+    return Exit.DIAGNOSTICS if found or (check and changed) else Exit.FINE
+
+
+def expand(paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    """Folders stand for the `.comm` files below them."""
+    found: list[Path] = []
+    for path in paths:
+        found += sorted(path.rglob("*.comm")) if path.is_dir() else [path]
+    return tuple(found)

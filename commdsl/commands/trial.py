@@ -1,0 +1,158 @@
+"""Turns a compiled schedule into the outcome of one run: the emitted kernel on host ranks beside the oracle.
+
+Assumes the schedule was proved. Compares what `ensure` speaks of, bit for bit; other memory is free. Without a C++
+compiler only the oracle runs, and the trial says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl import dtypes, interpret
+from commdsl.build import host, host_run
+from commdsl.commands.arguments import UsageError
+from commdsl.compiler import Compiled
+from commdsl.config import from_environment
+from commdsl.dtypes import DType
+from commdsl.ir import Contract, Schedule
+from commdsl.plan import Access
+from commdsl.sizes import piece_range
+from commdsl.timeouts import CommTimeout
+
+Array = NDArray[np.generic]
+SEED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to run: sizes, element type, operation, and how ranks are made."""
+
+    bytes: int
+    dtype: str
+    op: str
+    sanitize: bool
+    processes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came out. `compiler` is None where the interpreter ran alone; `fault` is empty when all is right."""
+
+    block_bytes: int
+    compiler: str | None
+    remark: str
+    compared_bytes: int
+    fault: str
+    seconds: float
+
+    @property
+    def is_right(self) -> bool:
+        return not self.fault
+
+
+def find_dtype(name: str, op: str, *, reduces: bool) -> DType:
+    """The element type; UsageError when it is unknown, or has no such operation and the schedule reduces."""
+    known = {dtype.name: dtype for dtype in dtypes.ALL}
+    if name not in known:
+        raise UsageError(f"--dtype expects one of {', '.join(known)}, got `{name}`")
+    if reduces and op not in known[name].ops:
+        has = ", ".join(sorted(known[name].ops)) or "none: its bytes are only moved"
+        raise UsageError(f"{name} has no `{op}`; it has {has}")
+    return known[name]
+
+
+def trial(compiled: Compiled, settings: Settings) -> Trial:
+    """Runs once. A wrong result or a time-out is in `fault`."""
+    dtype = find_dtype(settings.dtype, settings.op, reduces=compiled.plan.has_reduction)
+    blocks = max(buffer.blocks for buffer in compiled.schedule.buffers)
+    elements = settings.bytes // blocks // dtype.size
+    inputs = make_inputs(compiled, dtype, elements)
+    start = time.perf_counter()
+    expected = interpret.run(compiled.schedule, inputs, dtype, settings.op)
+    block_bytes = elements * dtype.size
+    try:
+        found = host_run.run(
+            compiled.plan,
+            compiled.emitted,
+            inputs,
+            dtype,
+            settings.op,
+            mode="processes" if settings.processes else "threads",
+            sanitize=settings.sanitize,
+        )
+        name = " ".join(host.find_compiler(from_environment()).command)
+    except host.NoHostCompilerError as error:
+        if settings.sanitize:
+            raise UsageError(f"--sanitize needs a C++ compiler: {error}") from error
+        return Trial(block_bytes, None, str(error), 0, "", time.perf_counter() - start)
+    except (CommTimeout, host_run.DataRaceError) as error:
+        return Trial(block_bytes, "", "", 0, str(error), time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    compared, fault = compare(compiled.schedule, expected, found, block_bytes)
+    return Trial(block_bytes, name, "", compared, fault, seconds)
+
+
+def make_inputs(compiled: Compiled, dtype: DType, elements: int) -> dict[str, list[Array]]:
+    """Random elements for every rank, the same on every machine."""
+    random = np.random.default_rng(SEED)
+    inputs: dict[str, list[Array]] = {}
+    for tensor in compiled.plan.tensors:
+        if tensor.access is Access.READ:
+            shape = tensor.blocks * elements
+            inputs[tensor.name] = [make_array(random, dtype, shape) for _ in range(compiled.plan.num_ranks)]
+    return inputs
+
+
+def make_array(random: np.random.Generator, dtype: DType, size: int) -> Array:
+    """Normal numbers for floating point, small whole numbers for integers."""
+    if np.issubdtype(dtype.storage, np.integer) and dtype.name == dtype.storage.name:
+        return random.integers(0, 100, size).astype(dtype.storage)
+    return dtype.from_float32(random.standard_normal(size, dtype=np.float32))
+
+
+def compare(
+    schedule: Schedule, expected: interpret.Result, found: host_run.HostResult, block_bytes: int
+) -> tuple[int, str]:
+    """The bytes compared, and the first difference in words."""
+    compared = 0
+    for name, rank, first, last in locations(schedule, block_bytes):
+        wanted, got = (as_bytes(result.outputs[name][rank])[first:last] for result in (expected, found))
+        compared += last - first
+        if not np.array_equal(wanted, got):
+            return compared, difference(name, rank, first, wanted, got)
+    for index, (wanted_yield, got_yield) in enumerate(zip(expected.yields, found.yields, strict=True)):
+        for rank, (wanted_array, got_array) in enumerate(zip(wanted_yield, got_yield, strict=True)):
+            wanted, got = as_bytes(wanted_array), as_bytes(got_array)
+            compared += len(wanted)
+            if not np.array_equal(wanted, got):
+                return compared, difference(f"yield {index}", rank, 0, wanted, got)
+    return compared, ""
+
+
+def locations(schedule: Schedule, block_bytes: int) -> Iterator[tuple[str, int, int, int]]:
+    """Every place a contract speaks of: buffer, rank, and the bytes there."""
+    for contract in schedule.contracts:
+        yield from contract_locations(schedule, contract, block_bytes)
+
+
+def contract_locations(schedule: Schedule, contract: Contract, block_bytes: int) -> Iterator[tuple[str, int, int, int]]:
+    buffer = schedule.buffers[contract.dest_buffer]
+    for rank, chunk in zip(contract.dest_rank.tolist(), contract.dest_chunk.tolist(), strict=True):
+        block, piece = divmod(chunk, buffer.cut)
+        first, last = piece_range(block_bytes, buffer.cut, piece)
+        yield buffer.name, rank, block * block_bytes + first, block * block_bytes + last
+
+
+def as_bytes(array: Array) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+def difference(name: str, rank: int, first: int, wanted: NDArray[np.uint8], got: NDArray[np.uint8]) -> str:
+    where = np.flatnonzero(wanted != got)
+    byte = first + int(where[0])
+    return f"`{name}` on rank {rank} differs from the oracle in {len(where):,} bytes, first at byte {byte:,}"
