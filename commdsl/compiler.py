@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commdsl import checks, codes, parser, resolve, resources
-from commdsl.cost import Report, report
+from commdsl.cost import Report, far_from_bound, report
 from commdsl.diagnostics import CommError, Diagnostic, Label, Severity
 from commdsl.ir import Schedule
 from commdsl.lower import lower
@@ -129,11 +129,12 @@ def check(
     num_ranks = DEFAULT_RANKS if ranks is None else ranks
     topology = find_topology(files, on, num_ranks)
     meant = resolve.resolve(files, choose(files, schedule), num_ranks, topology, params or {})
-    warnings = _raise_errors(checks.check_schedule(meant))
+    warnings = _raise_errors((*checks.check_files(files), *checks.check_schedule(meant)))
     plan = lower(meant, transport)
     verify(plan)
     warnings += _raise_errors(checks.check_plan(meant, plan))
-    return Checked(meant, plan, report(meant), warnings)
+    costs = report(meant)
+    return Checked(meant, plan, costs, (*warnings, *far_from_bound(meant, costs)))
 
 
 def compile(  # noqa: A001 - the compiler's verb; nobody imports it without the module's name

@@ -16,16 +16,19 @@ from commdsl.checks.cycles import broken_cycles
 from commdsl.checks.inputs import writes_to_input
 from commdsl.checks.locations import Located
 from commdsl.checks.overlap import overlapping_writes
-from commdsl.checks.roles import broken_roles
+from commdsl.checks.roles import broken_roles, unused_roles
 from commdsl.checks.size_classes import unequal_sizes
+from commdsl.checks.synchronization import synchronization
 from commdsl.checks.topology import missing_links
 from commdsl.checks.undefined import undefined_reads
 from commdsl.checks.useless import useless_statements
 from commdsl.diagnostics import Diagnostic, Severity
 from commdsl.ir import Schedule
 from commdsl.plan import Plan
+from commdsl.syntax import File
 
 Rule: TypeAlias = Callable[[Located], Iterator[Diagnostic]]
+FileRule: TypeAlias = Callable[[tuple[File, ...]], Iterator[Diagnostic]]
 PlanRule: TypeAlias = Callable[[Schedule, Plan], Iterator[Diagnostic]]
 AnyRule = TypeVar("AnyRule")
 
@@ -37,7 +40,14 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (useless_statements,),
 )
 
-PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ()
+PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,),)
+
+FILE_RULES: tuple[tuple[FileRule, ...], ...] = ((unused_roles,),)
+
+
+def check_files(files: tuple[File, ...]) -> tuple[Diagnostic, ...]:
+    """Every broken law of a file and what it uses, itself first, that no single schedule shows."""
+    return _run(FILE_RULES, lambda rule: rule(files))
 
 
 def check_schedule(schedule: Schedule) -> tuple[Diagnostic, ...]:
