@@ -46,14 +46,6 @@ class HostCompiler:
     version: str
 
 
-@dataclass(frozen=True, slots=True)
-class HostLibrary:
-    """A kernel built for the host, and the program that runs it in a process of its own."""
-
-    path: Path
-    runner: Path
-
-
 def find_compiler(config: Config) -> HostCompiler:
     """$CXX when set, else g++, clang++, or the ziglang wheel. A $CXX that does not run is a mistake, not a hint."""
     if config.cxx:
@@ -80,15 +72,16 @@ def _version(command: tuple[str, ...]) -> str | None:
     return done.stdout.split("\n")[0] if done.returncode == 0 else None
 
 
-def build(emitted: Emitted, defines: tuple[str, ...], config: Config, *, sanitize: bool = False) -> HostLibrary:
-    """The library of one text, element type and reduction; `sanitize` builds it and its runner for ThreadSanitizer."""
-    chosen = find_compiler(config)
-    flags = (*FLAGS, *_mode(config, sanitize))
-    macros = tuple(f"-D{define}" for define in defines)
-    library = _compile(chosen, emitted.text, "kernel.cpp", "kernel.so", (*flags, "-shared", *macros), config)
-    runner_text = (data_dir("templates") / "runner.cpp").read_text(encoding="utf-8")
-    runner = _compile(chosen, runner_text, "runner.cpp", "runner", (*flags, "-ldl"), config)
-    return HostLibrary(library, runner)
+def build(emitted: Emitted, defines: tuple[str, ...], config: Config, *, sanitize: bool = False) -> Path:
+    """The library of one text, element type and reduction; `sanitize` instruments it for ThreadSanitizer."""
+    flags = (*FLAGS, *_mode(config, sanitize), "-shared", *(f"-D{define}" for define in defines))
+    return _compile(emitted.text, "kernel.cpp", "kernel.so", flags, config)
+
+
+def build_runner(config: Config, *, sanitize: bool = False) -> Path:
+    """The program that runs any library of `build` in a process of its own; built alike, as one runtime serves both."""
+    text = (data_dir("templates") / "runner.cpp").read_text(encoding="utf-8")
+    return _compile(text, "runner.cpp", "runner", (*FLAGS, *_mode(config, sanitize), "-ldl"), config)
 
 
 def _mode(config: Config, sanitize: bool) -> tuple[str, ...]:
@@ -97,14 +90,12 @@ def _mode(config: Config, sanitize: bool) -> tuple[str, ...]:
     return (*optimize, *(("-g", "-fsanitize=thread", "-fno-omit-frame-pointer") if sanitize else ()))
 
 
-def _compile(
-    compiler: HostCompiler, text: str, source_name: str, target_name: str, flags: tuple[str, ...], config: Config
-) -> Path:
+def _compile(text: str, source_name: str, target_name: str, flags: tuple[str, ...], config: Config) -> Path:
+    compiler = find_compiler(config)
     parts = (text, headers_digest(), *compiler.command, compiler.version, platform.machine(), target_name, *flags)
 
     def fill(folder: Path) -> None:
-        source = folder / source_name
-        source.write_text(text, encoding="utf-8")
+        (folder / source_name).write_text(text, encoding="utf-8")
         command = [*compiler.command, *flags, "-I", str(include_dir()), "-o", target_name, source_name]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode != 0:

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from commdsl.build.arena import Arena, Array, Inputs, layout
-from commdsl.build.host import HostLibrary, build
+from commdsl.build.host import build, build_runner
 from commdsl.config import Config, from_environment
 from commdsl.emit import Emitted, defines
 from commdsl.plan import Access, Plan
@@ -110,7 +110,7 @@ def run_calls(
             if options.first_round:
                 arena.set_first_round(options.first_round)
             job = _Job(arena, launch, seconds, op == "avg", _delays(plan, len(inputs), options))
-            _start(job, library, options, Path(folder))
+            _start(job, library, options, settings, Path(folder))
             failure = timeout_of(plan, arena.records(), seconds)
             if failure is not None:
                 raise failure
@@ -165,37 +165,37 @@ class _Job:
         return struct.pack("<5Q", *head) + self.arguments(0, ranks) + self.delays_of(ranks)
 
 
-def _start(job: _Job, library: HostLibrary, options: Options, folder: Path) -> None:
+def _start(job: _Job, library: Path, options: Options, config: Config, folder: Path) -> None:
     ranks = [rank for rank in range(job.arena.plan.num_ranks) if rank not in options.absent]
     if options.mode not in ("threads", "processes"):
         raise ValueError(f"mode is `threads` or `processes`, not `{options.mode}`")
     if options.mode == "processes":
         if options.sanitize:
             raise ValueError("ThreadSanitizer sees one process only: run its ranks as threads")
-        _run_processes(job, library, [[rank] for rank in ranks], folder)
+        _run_processes(job, (build_runner(config), library), [[rank] for rank in ranks], folder)
     elif options.sanitize:
-        _run_processes(job, library, [ranks], folder)
+        _run_processes(job, (build_runner(config, sanitize=True), library), [ranks], folder)
     else:
         _run_threads(job, library, ranks)
 
 
-def _run_threads(job: _Job, library: HostLibrary, ranks: Sequence[int]) -> None:
+def _run_threads(job: _Job, library: Path, ranks: Sequence[int]) -> None:
     """One call into the library, which starts the threads; ctypes releases the GIL for it."""
-    entry = ctypes.CDLL(str(library.path)).commdsl_launch
+    entry = ctypes.CDLL(str(library)).commdsl_launch
     calls = len(job.arena.where.tensors)
     failure = entry(job.arguments(job.arena.address, ranks), len(ranks), calls, job.delays_of(ranks))
     if failure:
         raise OSError(failure, f"cannot start a thread for each of {len(ranks)} x {job.launch.active_lanes} lanes")
 
 
-def _run_processes(job: _Job, library: HostLibrary, groups: Sequence[Sequence[int]], folder: Path) -> None:
+def _run_processes(job: _Job, program: tuple[Path, Path], groups: Sequence[Sequence[int]], folder: Path) -> None:
     """One process per group of ranks; none outlives this call."""
     started: list[subprocess.Popen[str]] = []
     try:
         for index, ranks in enumerate(groups):
             path = folder / f"{index}.job"
             path.write_bytes(job.pack(ranks))
-            command = [str(library.runner), str(library.path), str(folder / "arena"), str(path)]
+            command = [*map(str, program), str(folder / "arena"), str(path)]
             started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
         for process in started:
             _, report = process.communicate(timeout=job.seconds + GRACE)

@@ -1,7 +1,7 @@
 """Turns CUDA C++ into a cubin with NVRTC and nvJitLink; needs neither a GPU nor nvcc.
 
-Assumes the wheels nvidia-cuda-nvrtc and, where code is linked, nvidia-nvjitlink (a CUDA toolkit's own libraries serve as well).
-Does not load what it builds and does not decide where it is kept; `build.cubin` does the latter.
+Assumes the wheels nvidia-cuda-nvrtc and, where code is linked, nvidia-nvjitlink, or a CUDA toolkit in their place.
+Does not load what it builds (`runtime.kernel` does).
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from commdsl.build import cache as cache_
+from commdsl.config import Config
 from commdsl.diagnostics import InternalError
+from commdsl.emit import Emitted, headers_digest, include_dir
+from commdsl.plan import Transport
 
+ARCH = "sm_90"
 TOOLKIT = Path("/usr/local/cuda")
 _SUCCESS = 0
 _CUBIN = 1  # nvJitLinkInputType
 _LIBRARY = 6
 
 
-class MissingTool(Exception):
+class MissingToolError(RuntimeError):
     """A library of the CUDA toolkit is not installed; the message says which wheel has it."""
 
 
@@ -54,9 +59,13 @@ def locate(pattern: str) -> Path | None:
     return None
 
 
+def _library_path(library: Library) -> Path | None:
+    return locate(f"lib/{library.stem}.*") or locate(f"lib64/{library.stem}.*")
+
+
 @cache
 def load(library: Library) -> ctypes.CDLL:
-    path = locate(f"lib/{library.stem}.*") or locate(f"lib64/{library.stem}*")
+    path = _library_path(library)
     try:
         for part in library.parts:
             # NVRTC opens its second half by name alone, which the loader finds only if it is loaded already.
@@ -64,7 +73,7 @@ def load(library: Library) -> ctypes.CDLL:
                 ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path) if path else f"{library.stem}.13")
     except OSError as error:
-        raise MissingTool(f"{library.stem} is not here: pip install {library.wheel} ({error})") from error
+        raise MissingToolError(f"{library.stem} is not here: pip install {library.wheel} ({error})") from error
 
 
 @cache
@@ -83,7 +92,7 @@ def linker_version() -> str:
 
 
 def compile_cubin(name: str, text: str, options: Sequence[str]) -> bytes:
-    """One translation unit to a cubin; `options` as NVRTC takes them. A refusal is a bug of ours: InternalError with the log."""
+    """One translation unit to a cubin. A refusal is our fault: InternalError with the log."""
     nvrtc = load(NVRTC)
     program = ctypes.c_void_p()
     _nvrtc(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None), "create")
@@ -136,7 +145,7 @@ def link(arch: str, cubins: Sequence[tuple[str, bytes]], libraries: Sequence[Pat
 
 
 def _symbol(linker: ctypes.CDLL, name: str) -> Callable[..., int]:
-    """nvJitLink exports each function once per minor version of CUDA; the first of the major version is in all of them."""
+    """nvJitLink exports each function once per minor version of CUDA; all of them have the first one's."""
     function: Callable[..., int] = getattr(linker, f"__nvJitLink{name}_13_0")
     return function
 
@@ -148,4 +157,83 @@ def _linked(linker: ctypes.CDLL, handle: ctypes.c_void_p, status: int, what: str
     _symbol(linker, "GetErrorLogSize")(handle, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value + 1)
     _symbol(linker, "GetErrorLog")(handle, log)
-    raise InternalError(f"nvJitLink {linker_version()} refused {what}: error {status}\n{log.value.decode(errors='replace')}")
+    text = log.value.decode(errors="replace")
+    raise InternalError(f"nvJitLink {linker_version()} refused {what}: error {status}\n{text}")
+
+
+def build(emitted: Emitted, defines: Sequence[str], transport: Transport, config: Config, arch: str = ARCH) -> Path:
+    """The cubin of one text, element type and reduction for one transport, from the cache or freshly built."""
+    forced = transport is Transport.NVSHMEM
+    flags = [*_flags(arch, config), *(f"-D{define}" for define in defines)]
+    if forced:
+        flags += ["-rdc=true", "-DCOMMDSL_NVSHMEM"]
+    parts = (
+        emitted.text,
+        headers_digest(),
+        _identity(NVRTC),
+        "kernel.cubin",
+        *flags,
+        *(_link_identity() if forced else ()),
+    )
+
+    def fill(folder: Path) -> None:
+        source = folder / "kernel.cu"
+        source.write_text(emitted.text, encoding="utf-8")
+        cubin = compile_cubin(emitted.name + ".cu", emitted.text, [*flags, f"-I{include_dir()}"])
+        if forced:
+            archive = _need("lib/libnvshmem_device.a", "nvidia-nvshmem-cu13")
+            units = [("kernel", cubin), ("nvshmem_shim", shim(config, arch).read_bytes())]
+            cubin = link(arch, units, [archive])
+        (folder / "kernel.cubin").write_bytes(cubin)
+
+    return cache_.entry(config.cache_dir, cache_.key(parts), fill) / "kernel.cubin"
+
+
+def shim(config: Config, arch: str = ARCH) -> Path:
+    """NVSHMEM's device calls with C linkage, compiled once for all kernels: the headers take seconds."""
+    source = include_dir() / "commdsl" / "nvshmem_shim.cu"
+    flags = [*_flags(arch, config), "-rdc=true", "-default-device"]
+    parts = (
+        source.read_text(encoding="utf-8"),
+        headers_digest(),
+        _identity(NVRTC),
+        "nvshmem_shim",
+        *_link_identity(),
+        *flags,
+    )
+
+    def fill(folder: Path) -> None:
+        includes = (
+            include_dir() / "nvshmem_repair",
+            _need("include/nvshmem.h", "nvidia-nvshmem-cu13").parent,
+            _need("include/cuda_runtime.h", "nvidia-cuda-runtime").parent,
+            _need("include/cccl", "nvidia-cuda-cccl"),
+        )
+        text = source.read_text(encoding="utf-8")
+        cubin = compile_cubin(source.name, text, [*flags, *(f"-I{include}" for include in includes)])
+        (folder / "nvshmem_shim.cubin").write_bytes(cubin)
+
+    return cache_.entry(config.cache_dir, cache_.key(parts), fill) / "nvshmem_shim.cubin"
+
+
+def _flags(arch: str, config: Config) -> list[str]:
+    # No fused multiply-add: it rounds once where the host build and the oracle round twice.
+    return [f"-arch={arch}", "-std=c++17", "-fmad=false", *(["-lineinfo"] if config.debug else [])]
+
+
+def _identity(library: Library) -> str:
+    """Stands for a compiler's version in cache keys; asking the library itself would cost a warm start its loading."""
+    path = _library_path(library)
+    return f"{path.name} {path.stat().st_size}" if path else "none"
+
+
+def _link_identity() -> tuple[str, str]:
+    archive = _need("lib/libnvshmem_device.a", "nvidia-nvshmem-cu13")
+    return _identity(NVJITLINK), f"{archive.name} {archive.stat().st_size}"
+
+
+def _need(pattern: str, wheel: str) -> Path:
+    found = locate(pattern)
+    if found is None:
+        raise MissingToolError(f"{pattern} is not here: pip install {wheel}")
+    return found

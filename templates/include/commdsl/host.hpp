@@ -204,20 +204,22 @@ struct RankThread {
   }
 };
 
-// Runs `count` ranks of this process for `calls` calls; args and delays are calls x count. Returns 0, or what pthread said.
+// Runs `count` ranks of this process for `calls` calls, the last rank on the caller's own thread; args and delays are
+// calls x count. Returns 0, or what pthread said.
 template <class Arguments>
 i32 launch(const Arguments* args, i32 count, i32 calls, const u64* delays, Entry<Arguments> entry) {
   RankThread<Arguments>* rank = static_cast<RankThread<Arguments>*>(calloc(count, sizeof(RankThread<Arguments>)));
   if (rank == nullptr) return -1;
   i32 failure = 0;
   i32 started = 0;
-  for (; started < count; ++started) {
-    rank[started] = {args + started, delays + started, entry, calls, count, 0, {}};
+  for (i32 i = 0; i < count; ++i) rank[i] = {args + i, delays + i, entry, calls, count, 0, {}};
+  for (; started < count - 1; ++started) {
     failure = pthread_create(&rank[started].handle, nullptr, RankThread<Arguments>::start, &rank[started]);
     if (failure != 0) break;
   }
-  for (i32 i = 0; i < started; ++i) {
-    pthread_join(rank[i].handle, nullptr);
+  if (failure == 0 && count > 0) RankThread<Arguments>::start(&rank[count - 1]);
+  for (i32 i = 0; i < started; ++i) pthread_join(rank[i].handle, nullptr);
+  for (i32 i = 0; i < count; ++i) {
     if (rank[i].result != 0) failure = rank[i].result;
   }
   free(rank);
