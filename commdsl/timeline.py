@@ -86,7 +86,7 @@ def step_rows(schedule: Schedule, number: int, step: Step | Yield) -> list[Row]:
     ranks = min(schedule.num_ranks, MAX_RANKS)
     if isinstance(step, Yield):
         name = schedule.buffers[step.buffer].name
-        return [Row("", "yield", (f"{name}: yours",) * ranks)]
+        return [Row("", "yield", (name,) + ("",) * (ranks - 1))]
     rows: list[Row] = []
     for moves in step.moves:
         if len(moves.actor):
