@@ -15,6 +15,7 @@ from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
 from commdsl.checks.inputs import writes_to_input
 from commdsl.checks.locations import Located
+from commdsl.checks.memory import memory
 from commdsl.checks.overlap import overlapping_writes
 from commdsl.checks.roles import broken_roles, unused_roles
 from commdsl.checks.size_classes import unequal_sizes
@@ -33,14 +34,15 @@ PlanRule: TypeAlias = Callable[[Schedule, Plan], Iterator[Diagnostic]]
 AnyRule = TypeVar("AnyRule")
 
 RULES: tuple[tuple[Rule, ...], ...] = (
-    (out_of_bounds, broken_cycles, broken_roles),
+    (broken_cycles, broken_roles),
+    (out_of_bounds,),
     (overlapping_writes, writes_to_input, undefined_reads, missing_links),
     (unequal_sizes,),
     (broken_contracts,),
     (useless_statements,),
 )
 
-PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,),)
+PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,), (memory,))
 
 FILE_RULES: tuple[tuple[FileRule, ...], ...] = ((unused_roles,),)
 
