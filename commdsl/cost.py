@@ -9,13 +9,13 @@ dependent steps tile by tile, so a big tensor can do better than the latency ter
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.determinism import same_bits
-from commdsl.checks.locations import Located, LocatedStep, bindings_text
+from commdsl.checks.locations import Located, LocatedStep
 from commdsl.checks.size_classes import ClassedMoves, classes_of_moves
 from commdsl.checks.topology import link_table
 from commdsl.diagnostics import Diagnostic, Label, Severity
@@ -63,11 +63,6 @@ class StepCost:
 
     def seconds(self, block_bytes: int) -> float:
         return self.latency + self.seconds_per_byte * block_bytes
-
-    @property
-    def loop(self) -> str:
-        """`s = 3`, or nothing outside loops."""
-        return bindings_text(self.bindings).removeprefix(", ")
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,68 +271,3 @@ def far_from_bound(schedule: Schedule, costs: Report) -> Iterator[Diagnostic]:
             help="use more links at once, or cut the tensor into chunks that travel one behind the other",
             severity=Severity.WARNING,
         )
-
-
-def to_json(costs: Report) -> dict[str, object]:
-    """The report as plain data; steps too."""
-    return {
-        "schedule": costs.schedule,
-        "contract": costs.contract,
-        "ranks": costs.num_ranks,
-        "topology": costs.topology,
-        "idealised": costs.idealised,
-        "block_bytes": costs.block_bytes,
-        "steps": costs.num_steps,
-        "transfers": costs.num_transfers,
-        "copies": costs.num_copies,
-        "yields": costs.num_yields,
-        "blocks_moved": costs.blocks,
-        "busiest_port": None if costs.busiest_port is None else asdict(costs.busiest_port),
-        "busiest_pair": None if costs.busiest_pair is None else asdict(costs.busiest_pair),
-        "seconds": costs.seconds,
-        "least_seconds": costs.least_seconds,
-        "ratio": costs.ratio,
-        "latency_ratio": costs.latency_ratio,
-        "bandwidth_ratio": costs.bandwidth_ratio,
-        "bound_by": costs.limit.reason,
-        "same_bits": costs.same_bits,
-        "by_step": [{**asdict(step), "bindings": dict(step.bindings)} for step in costs.steps],
-    }
-
-
-def table(costs: Report) -> tuple[tuple[str, str], ...]:
-    """The report as lines of a name and a value, for people."""
-    size = costs.block_bytes
-    machine = costs.topology + (", idealised: one flat switch" if costs.idealised else "")
-    rows = [
-        ("machine", f"{costs.num_ranks} ranks of {machine}"),
-        ("steps", f"{costs.num_steps}, {costs.num_transfers} transfers between ranks, {costs.num_copies} copies"),
-    ]
-    if costs.busiest_port is not None and costs.busiest_pair is not None:
-        port, pair = costs.busiest_port, costs.busiest_pair
-        verb = "sends" if port.sends else "receives"
-        rows += [
-            ("busiest port", f"rank {port.rank} {verb} {port.blocks:.4g} n over {port.link}"),
-            ("busiest pair", f"rank {pair.source} -> rank {pair.dest} carries {pair.blocks:.4g} n"),
-        ]
-    rows += [
-        ("time", f"{_time(costs.seconds)} for n = {_bytes(size)}: {_time(costs.latency)} latency"),
-        ("lower bound", f"{_time(costs.least_seconds)}: {costs.limit.reason}"),
-        ("ratio", f"{costs.ratio:.2f} (small n {costs.latency_ratio:.2f}, large n {costs.bandwidth_ratio:.2f})"),
-        ("same bits on all ranks", "yes" if costs.same_bits else "no: ranks reduce in different orders"),
-    ]
-    return tuple(rows)
-
-
-def _time(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
-
-
-def _bytes(size: int) -> str:
-    for unit, scale in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
-        if size >= scale:
-            return f"{size / scale:.4g} {unit}"
-    return f"{size} B"

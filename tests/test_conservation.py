@@ -9,11 +9,12 @@ from dataclasses import replace
 import ir_builder as build
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from commdsl.checks import check_schedule, contributions
 from commdsl.checks.contributions import forward, initial, recount
+from commdsl.checks.determinism import expressions
 from commdsl.checks.locations import Located, LocatedYield
 from commdsl.diagnostics import Diagnostic
 from commdsl.ir import Moves, Schedule, Step, Yield
@@ -243,6 +244,41 @@ def test_counts_are_those_of_a_simulation(drawn: list[Moves | None]) -> None:
         assert np.array_equal(recount(located, place)[:-1], expected)
         over_yields = [shown[place][other] for other in range(RANKS * CHUNKS)]
         assert np.array_equal(recount(located, place, at_yields_of=0)[:-1], over_yields)
+
+
+def expression(step: Step, held: list[object], row: int) -> object:
+    """What a row computes as nested tuples; a sum of two is a set, as its order does not matter."""
+    (one,) = step.moves
+    places = one.source_rank[row] * CHUNKS + one.source_chunk[row]
+    kept = np.ones(len(places), np.bool_) if one.source_valid is None else one.source_valid[row]
+    terms = [held[int(place)] for place in places[kept]]
+    if one.accumulate:
+        terms = [held[int(one.dest_rank[row]) * CHUNKS + int(one.dest_chunk[row])], *terms]
+    if not terms:
+        return "nothing"
+    made = terms[0]
+    for number, term in enumerate(terms[1:]):
+        made = ("pair", frozenset((made, term))) if number == 0 else ("then", made, term)
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(moves(), max_size=6))
+def test_equal_hashes_are_equal_expressions(drawn: list[Moves]) -> None:
+    """Two places have the same hash exactly when the same expression made them."""
+    assume(all(one.source_valid is None or one.source_valid.any(axis=1).all() for one in drawn))
+    steps = [build.step(one) for one in drawn]
+    x = build.buffer(BufferKind.INOUT, "x", cut=CHUNKS)
+    hashes = expressions(Located(build.schedule(RANKS, (x,), (), tuple(steps))))
+    held: list[object] = list(range(RANKS * CHUNKS))
+    for step in steps:
+        (one,) = step.moves
+        made = [expression(step, held, row) for row in range(len(one.actor))]
+        for row, result in enumerate(made):
+            held[int(one.dest_rank[row]) * CHUNKS + int(one.dest_chunk[row])] = result
+    for left in range(RANKS * CHUNKS):
+        for right in range(left):
+            assert (hashes[left] == hashes[right]) == (held[left] == held[right])
 
 
 def test_yields_are_located() -> None:

@@ -191,15 +191,3 @@ def test_values_that_follow_from_others_are_not_counted() -> None:
     )  # fmt: skip
     found = limit(build.schedule(2, (x, y), (contract,), (), one_port(2)))
     assert found.seconds_per_byte == pytest.approx(2)
-
-
-def test_report_is_plain_data_and_lines() -> None:
-    """JSON and table say the same figures; an idealised machine is named as such."""
-    report = cost.report(build.ring_allreduce(4))
-    data = cost.to_json(report)
-    assert data["steps"] == 6
-    assert data["same_bits"] is True
-    assert data["idealised"] is True
-    lines = dict(cost.table(report))
-    assert "idealised" in lines["machine"]
-    assert lines["steps"].startswith("6,")

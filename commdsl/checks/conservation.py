@@ -129,9 +129,7 @@ def _listing(located: Located, initials: NDArray[np.int64]) -> str:
     """`x[3]` of ranks 0 2 and `x[1]` of rank 0; at most two chunk names."""
     ranks, offsets = np.divmod(initials, located.chunks_per_rank)
     distinct = np.unique(offsets)
-    parts = [
-        f"{located.chunk_name(int(offset))} of {ranks_text(ranks[offsets == offset])}" for offset in distinct[:2]
-    ]
+    parts = [f"{located.chunk_name(int(offset))} of {ranks_text(ranks[offsets == offset])}" for offset in distinct[:2]]
     return " and ".join(parts) + (f" and {len(distinct) - 2} more chunks" if len(distinct) > 2 else "")
 
 

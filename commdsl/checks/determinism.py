@@ -20,8 +20,8 @@ UNROUNDED = np.uint64(0x5851F42D4C957F2D)
 """Sets the running sum of a list apart from one that was rounded and stored."""
 
 
-def same_bits(located: Located) -> bool:
-    """Whether each value a contract wants in several places is made by one expression everywhere."""
+def expressions(located: Located) -> Hashes:
+    """A hash of the expression that every location holds at the end."""
     hashes = mix(np.arange(located.nowhere + 1, dtype=np.uint64))
     for step in located.steps:
         if isinstance(step, LocatedYield):
@@ -29,6 +29,12 @@ def same_bits(located: Located) -> bool:
         results = [(moves.dest, _expression(located, moves, hashes)) for moves in step.moves]
         for dest, result in results:
             hashes[dest] = result
+    return hashes
+
+
+def same_bits(located: Located) -> bool:
+    """Whether each value a contract wants in several places is made by one expression everywhere."""
+    hashes = expressions(located)
     for contract in located.schedule.contracts:
         if not contract.is_sum or not len(contract.dest_rank):
             continue
