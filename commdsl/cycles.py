@@ -19,7 +19,6 @@ import numpy as np
 
 from commdsl.ir import Ints
 
-
 MOST_DRAWS = 10_000
 """Enough for every n up to 254; beyond, a search that has not found cycles by now takes minutes."""
 

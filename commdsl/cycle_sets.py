@@ -1,0 +1,55 @@
+"""Turns a `cycles` declaration into a CycleSet: the literal rows, or those of a generator.
+
+Assumes `names` found nothing wrong. Does not prove the cycles Hamiltonian or arc-disjoint; `checks.cycles` does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from commdsl import syntax as syn
+from commdsl.cycles import NoDecompositionError, hamilton, paths, ring
+from commdsl.evaluate import Evaluator, Scope
+from commdsl.faults import Faults, Poisoned
+from commdsl.ir import CycleSet, Ints
+
+MOST_RANKS = 2**15
+DIRECT = "without cycles: `each r, p in 0 ..< P - 1 { put kv[p] -> cur[p] @ (r + 1 + (s + p) % (P - 1)) % P }` uses every link"
+
+
+def cycle_set(decl: syn.CyclesDecl, evaluator: Evaluator, scope: Scope, ranks: int, faults: Faults) -> CycleSet:
+    """The cycles of one declaration; raises Poisoned when there are none."""
+    name = decl.name.text
+    match decl.value:
+        case syn.CycleLiteral(cycles):
+            rows = [[evaluator.constant(rank, scope) for rank in cycle] for cycle in cycles]
+            for row, cycle in zip(rows, cycles, strict=True):
+                if len(row) != ranks:
+                    label = f"{len(row)} ranks here, {ranks} in the schedule"
+                    faults.fail("C121", "a cycle visits every rank once", cycle[0].span, label,
+                                help=f"list all ranks from 0 to {ranks - 1}")  # fmt: skip
+            return CycleSet(name, np.array(rows, np.int32), closed=True, span=decl.span)
+        case syn.CycleGenerator(generator, arguments):
+            numbers = [evaluator.constant(argument, scope) for argument in arguments]
+            try:
+                orders = _generated(generator.text, numbers[0] if numbers else ranks)
+            except NoDecompositionError as error:
+                help = DIRECT if generator.text == "hamilton" else ""
+                faults.fail(
+                    "C404", f"`{generator.text}` has no cycles for this number", decl.value.span, str(error), help=help
+                )
+            return CycleSet(name, orders, closed=generator.text != "paths", span=decl.span)
+
+
+def _generated(generator: str, number: int) -> Ints:
+    if not 1 <= number <= MOST_RANKS:
+        raise NoDecompositionError(f"expected 1 to {MOST_RANKS} ranks, got {number}")
+    match generator:
+        case "ring":
+            return ring(number)
+        case "hamilton":
+            return hamilton(number)
+        case "paths":
+            return paths(number)
+        case _:
+            raise Poisoned
