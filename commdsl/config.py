@@ -22,6 +22,7 @@ class Config:
     timeout: float  # COMMDSL_TIMEOUT: seconds a wait in a kernel may take
     debug: bool  # COMMDSL_DEBUG: debug information and no optimization in the host build, line numbers in the GPU build
     cxx: str  # CXX: the host compiler, empty when not set
+    transport: str = "peer"  # COMMDSL_TRANSPORT: how GPU ranks reach each other, "peer" or "nvshmem"
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
@@ -33,7 +34,14 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         timeout=_timeout(variables.get("COMMDSL_TIMEOUT", "")),
         debug=_switch("COMMDSL_DEBUG", variables.get("COMMDSL_DEBUG", "")),
         cxx=variables.get("CXX", "").strip(),
+        transport=_transport(variables.get("COMMDSL_TRANSPORT", "") or "peer"),
     )
+
+
+def _transport(text: str) -> str:
+    if text not in ("peer", "nvshmem"):
+        raise ValueError(f"COMMDSL_TRANSPORT is peer or nvshmem, not `{text}`")
+    return text
 
 
 def _timeout(text: str) -> float:

@@ -1,0 +1,76 @@
+"""Turns a schedule's contract into its backward: the shipped schedule of the inverse contract.
+
+Assumes the reading of torch's functional collectives: every rank has its own loss, and the gradients of all are summed
+where a value went to all. Does not derive a schedule: a contract without a shipped inverse has no gradient, and says
+so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from commdsl.runtime import communicator
+from commdsl.runtime.errors import GradientError
+from commdsl.runtime.program import Backward
+
+if TYPE_CHECKING:
+    from commdsl.runtime.op import Op
+
+
+def register(library: torch.library.Library, op: Op) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        known, ctx.group_name, ctx.reduction = op.split(inputs)
+        ctx.num_strings = len(inputs) - len(known)
+
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient = _back(op, gradients, ctx.group_name, ctx.reduction)
+        return (gradient, *(None for _ in range(ctx.num_strings)))
+
+    torch.library.register_autograd(f"commdsl::{op.name}", backward, setup_context=setup_context, lib=library)
+
+
+def _back(op: Op, gradients: tuple[torch.Tensor, ...], group_name: str, reduction: str) -> torch.Tensor:
+    known = op.traced(group_name)
+    way = known.backward
+    if way is None:
+        raise GradientError(
+            f"`{op.name}` has no gradient: its contract `{known.plan.contract}` has no shipped inverse; "
+            "call it under torch.no_grad() or write the backward yourself"
+        )
+    if known.signature.has_reduction and reduction not in ("sum", "avg"):
+        raise GradientError(f"`{op.name}` has a gradient for sum and avg, not for {reduction}")
+    (gradient,) = gradients
+    result = _call(op, way, gradient.contiguous(), group_name, reduction)
+    if way.averages and reduction == "avg":
+        result = result / known.plan.num_ranks
+    if way.only_root is not None and communicator.rank_of(group_name) not in (None, way.only_root):
+        # The other ranks' inputs were not read; the schedule leaves partial results there.
+        result = torch.zeros_like(result)
+    return result
+
+
+def _call(op: Op, way: Backward, gradient: torch.Tensor, group_name: str, reduction: str) -> torch.Tensor:
+    if way.schedule == "":
+        inverse, passed = op, reduction
+    else:
+        from commdsl.runtime.load import load
+
+        inverse, passed = load(way.schedule, params=dict(way.params), ranks=op.traced(group_name).plan.num_ranks), "sum"
+    strings = (group_name, passed) if inverse.traced(group_name).signature.has_reduction else (group_name,)
+    result: torch.Tensor = getattr(torch.ops.commdsl, inverse.name)(gradient, *strings)
+    return result
+
+
+def refuse_in_place(library: torch.library.Library, op: Op) -> None:
+    """The in-place variant has no gradient; without this torch would compute one that ignores it."""
+
+    def call(*arguments: Any) -> None:
+        known, _, _ = op.split(arguments)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in known):
+            raise GradientError(f"`{op.name}_` works in place and has no gradient: use `{op.name}` or torch.no_grad()")
+        with torch._C._AutoDispatchBelowAutograd():
+            getattr(torch.ops.commdsl, f"{op.name}_")(*arguments)
+
+    library.impl(f"{op.name}_", call, "Autograd")

@@ -1,0 +1,104 @@
+"""Turns a group of ranks into a way to exchange small values: through the group's store, or between threads of one
+process.
+
+Assumes every rank of the group exchanges under the same keys. Does not use the group's own collectives: a store serves
+every backend and can name who is missing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from commdsl.runtime.errors import RendezvousError
+
+POLL_SECONDS = 0.0005
+
+
+class Bootstrap(Protocol):
+    """One rank's end of a group."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def put(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes | None:
+        """The value, None while nobody has put it."""
+        ...
+
+
+def exchange(bootstrap: Bootstrap, key: str, value: bytes, timeout: float) -> tuple[bytes, ...]:
+    """Every rank's value, in rank order; RendezvousError naming the ranks that had not come when time was up."""
+    bootstrap.put(f"{key}/{bootstrap.rank}", value)
+    found: dict[int, bytes] = {}
+    deadline = time.monotonic() + timeout
+    while True:
+        for rank in range(bootstrap.size):
+            if rank not in found:
+                got = bootstrap.get(f"{key}/{rank}")
+                if got is not None:
+                    found[rank] = got
+        if len(found) == bootstrap.size:
+            return tuple(found[rank] for rank in range(bootstrap.size))
+        if time.monotonic() > deadline:
+            absent = [rank for rank in range(bootstrap.size) if rank not in found]
+            names = ", ".join(map(str, absent))
+            raise RendezvousError(
+                f"rank {bootstrap.rank} waited {timeout:g} s for {'rank' if len(absent) == 1 else 'ranks'} {names} "
+                f"to set up `{key}`; every rank of the group has to make the call"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBootstrap:
+    """A torch process group's rank. The store's type is not named: this module loads without torch."""
+
+    rank: int
+    size: int
+    store: Any
+    prefix: str
+
+    def put(self, key: str, value: bytes) -> None:
+        self.store.set(f"{self.prefix}/{key}", value)
+
+    def get(self, key: str) -> bytes | None:
+        name = f"{self.prefix}/{key}"
+        return bytes(self.store.get(name)) if self.store.check([name]) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """What the threads of one process tell each other, and the memory they share."""
+
+    values: dict[str, bytes] = field(default_factory=dict)
+    kept: list[object] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadBootstrap:
+    """A rank that is a thread of this process."""
+
+    rank: int
+    size: int
+    board: Board
+
+    def put(self, key: str, value: bytes) -> None:
+        with self.board.lock:
+            self.board.values[key] = value
+
+    def get(self, key: str) -> bytes | None:
+        with self.board.lock:
+            return self.board.values.get(key)
+
+
+Exchange = Callable[[str, bytes], tuple[bytes, ...]]
+"""`exchange` of one communicator: its bootstrap and time-out are bound."""

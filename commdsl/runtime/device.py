@@ -1,0 +1,146 @@
+"""Turns a group into a communicator for one GPU: NVSHMEM's memory, CuPy's modules, kernels on torch's current stream.
+
+Assumes one process per GPU and all GPUs in one machine. NVSHMEM is started once per process, for the first group that
+needs it; another group has to have the same ranks. Does not synchronize the host, but to set up, reset and free.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from commdsl.build import nvrtc
+from commdsl.config import Config
+from commdsl.emit import defines
+from commdsl.plan import Transport
+from commdsl.runtime.bootstrap import Bootstrap
+from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.errors import CaptureError, DeviceError, GroupError
+from commdsl.runtime.heap import DeviceHeap, ErrorWord
+from commdsl.runtime.kernel import DeviceKernel, Kernel
+from commdsl.runtime.program import Program
+from commdsl.runtime.workspace import StreamOrder, Workspace
+from commdsl.timeouts import RECORD_BYTES
+
+
+class DeviceCommunicator(Communicator):
+    def __init__(self, name: str, bootstrap: Bootstrap, config: Config, device: torch.device) -> None:
+        super().__init__(name, bootstrap, config)
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(f"group `{name}` has to be set up before a capture: call the op once outside it")
+        self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.transport = Transport(config.transport)
+        properties = torch.cuda.get_device_properties(self.index)
+        self._arch = f"sm_{properties.major}{properties.minor}"
+        self._modules: dict[str, DeviceKernel] = {}
+        self.side_stream = torch.cuda.Stream(self.index)  # calls with async_op=True
+        self._check_members(str(properties.uuid))
+        self._nvshmem = _start_nvshmem(self, self.index)
+
+    def _check_members(self, uuid: str) -> None:
+        members = [
+            value.decode().split("\n") for value in self.exchange("device", f"{socket.gethostname()}\n{uuid}".encode())
+        ]
+        if len({host for host, _ in members}) > 1:
+            raise GroupError(f"group `{self.name}` spans several machines; commdsl runs on the GPUs of one")
+        if len({device for _, device in members}) < self.size:
+            raise GroupError(
+                f"two ranks of group `{self.name}` are on one GPU: call torch.cuda.set_device(local_rank) first"
+            )
+
+    def make_workspace(self, program: Program, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Workspace:
+        with torch.cuda.device(self.index):
+            try:
+                heap = DeviceHeap(program.plan.symmetric_bytes, self.rank, self.size, self._nvshmem.core, self.finish)
+            except Exception as error:
+                raise DeviceError(
+                    f"no {program.plan.symmetric_bytes} bytes of symmetric memory for `{program.plan.name}`: {error}; "
+                    "NVSHMEM_SYMMETRIC_SIZE is read when the first op runs"
+                ) from error
+        pinned = torch.zeros(RECORD_BYTES, dtype=torch.uint8).pin_memory()
+        made = Workspace(program.plan, self.rank, heap, ErrorWord(pinned.numpy(), pinned), self.config.timeout)
+        made.order = StreamOrder(torch, _capture_id)
+        return made
+
+    def kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
+        macros = defines(program.plan, dtype, op)
+        found = workspace.kernels.get(macros)
+        if found is not None:
+            return found
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                f"`{program.plan.name}` for {dtype} and {op} is not loaded: call it once with these before the capture"
+            )
+        path = nvrtc.build(program.emitted, macros, self.transport, self.config, self._arch)
+        made = self._modules.get(str(path))
+        if made is None:
+            nvshmem = self._nvshmem if self.transport is Transport.NVSHMEM else None
+            made = DeviceKernel(path, program.emitted.name, program.plan, self.index, nvshmem)
+            self._modules[str(path)] = made
+        workspace.kernels[macros] = made
+        return made
+
+    def refuse_setup(self, what: str) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(f"`{what}` has no workspace yet: call it once on every rank before the capture")
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self.index)
+
+
+def _capture_id(stream: int) -> int:
+    """Which capture a stream is in."""
+    from cuda.bindings import runtime
+
+    return int(runtime.cudaStreamGetCaptureInfo(stream)[2])
+
+
+class _World:
+    """NVSHMEM of this process: which processes it joins."""
+
+    members: tuple[bytes, ...] | None = None
+
+
+def _start_nvshmem(communicator: Communicator, device: int) -> Any:
+    """The package nvshmem, with the group's ranks as its PEs."""
+    try:
+        import cupy  # noqa: F401 - said here, before anything collective, rather than at the first kernel
+        import nvshmem.bindings
+        import nvshmem.core
+        from cuda.core import Device
+    except ImportError as error:
+        raise DeviceError(f"GPUs need `pip install 'commdsl[cuda]'`: {error}") from error
+    members = communicator.exchange("process", f"{os.getpid()}".encode())
+    if _World.members is not None:
+        if _World.members != members:
+            raise GroupError(
+                "NVSHMEM runs for another group of this process already; a second has to have the same ranks"
+            )
+        return nvshmem
+    Device(device).set_current()
+    first = communicator.rank == 0
+    uid = nvshmem.core.get_unique_id(empty=not first)
+    size = int(np.asarray(uid._data).nbytes)
+    told = communicator.exchange("uid", ctypes.string_at(uid.ptr, size) if first else b"")[0]
+    ctypes.memmove(uid.ptr, told, size)
+    nvshmem.core.init(
+        device=Device(device), uid=uid, rank=communicator.rank, nranks=communicator.size, initializer_method="uid"
+    )
+    _World.members = members
+    return nvshmem
+
+
+def stop_nvshmem() -> None:
+    """Collective, after every workspace was released."""
+    if _World.members is None:
+        return
+    import nvshmem.core
+
+    nvshmem.core.finalize()
+    _World.members = None

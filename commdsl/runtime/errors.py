@@ -1,0 +1,66 @@
+"""Turns what goes wrong in a call into a typed exception with a code that `commdsl explain` knows.
+
+Assumes the caller states expected and got. Does not cover the `.comm` text: that is CommError's. A wait that took too
+long inside a kernel is `timeouts.CommTimeout`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class OpError(RuntimeError):
+    """A call cannot be made; nothing was sent."""
+
+    code: ClassVar[str] = "C950"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"error[{self.code}]: {message}")
+
+
+class TensorError(OpError, ValueError):
+    """A tensor the op cannot take: its device, dtype, shape or layout."""
+
+    code = "C951"
+
+
+class ReductionError(OpError, ValueError):
+    """A reduction that does not exist or that the dtype lacks."""
+
+    code = "C952"
+
+
+class GroupError(OpError, ValueError):
+    """A group that is not known here, or whose ranks the op cannot serve."""
+
+    code = "C953"
+
+
+class DeviceError(OpError):
+    """The GPU cannot run the kernel, or the packages that would run it are missing."""
+
+    code = "C954"
+
+
+class CaptureError(OpError):
+    """A CUDA graph capture met an op that still has to allocate or load."""
+
+    code = "C955"
+
+
+class RendezvousError(OpError):
+    """Ranks of the group did not meet to set something up."""
+
+    code = "C956"
+
+
+class BrokenGroupError(OpError):
+    """A call on a group after a time-out, before the reset."""
+
+    code = "C957"
+
+
+class GradientError(OpError):
+    """A gradient through a schedule that has none."""
+
+    code = "C958"

@@ -1,0 +1,78 @@
+"""Turns a group into a communicator for CPU tensors: the host build over memory that its ranks share.
+
+Assumes all ranks run on one machine. Does not need the ranks to be processes: threads of one process serve as well.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+import numpy as np
+
+from commdsl.build.host import build
+from commdsl.config import Config
+from commdsl.emit import defines
+from commdsl.runtime.bootstrap import Board, Bootstrap
+from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.errors import GroupError
+from commdsl.runtime.heap import ErrorWord, Heap, SharedHeap, ThreadHeap
+from commdsl.runtime.kernel import HostKernel, Kernel
+from commdsl.runtime.program import Program
+from commdsl.runtime.workspace import Workspace
+from commdsl.timeouts import RECORD_BYTES
+
+T = TypeVar("T")
+
+
+class HostCommunicator(Communicator):
+    def __init__(self, name: str, bootstrap: Bootstrap, config: Config, board: Board | None) -> None:
+        super().__init__(name, bootstrap, config)
+        self._board = board
+        # Calls with async_op=True run here, one after another.
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="commdsl", initializer=self._name_worker)
+        self._worker = 0
+        self._last: Future[Any] | None = None
+        hosts = sorted(set(self.exchange("host", socket.gethostname().encode())))
+        if len(hosts) > 1:
+            raise GroupError(f"CPU ranks share memory, so they run on one machine; group `{name}` has {len(hosts)}")
+
+    def make_workspace(self, program: Program, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Workspace:
+        size = program.plan.symmetric_bytes
+        heap: Heap
+        if self._board is None:
+            heap = SharedHeap(size, self.rank, tell)
+        else:
+            heap = ThreadHeap(size, self.rank, tell, self._board)
+        data = np.zeros(2 * RECORD_BYTES, np.uint8)
+        first = -data.ctypes.data % RECORD_BYTES  # a cache line of its own
+        error = ErrorWord(data[first : first + RECORD_BYTES], data)
+        return Workspace(program.plan, self.rank, heap, error, self.config.timeout)
+
+    def kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
+        macros = defines(program.plan, dtype, op)
+        found = workspace.kernels.get(macros)
+        if found is None:
+            found = HostKernel(build(program.emitted, macros, self.config))
+            workspace.kernels[macros] = found
+        return found
+
+    def _name_worker(self) -> None:
+        self._worker = threading.get_ident()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Starts a call behind those submitted before."""
+        future = self._executor.submit(call)
+        self._last = future
+        return future
+
+    def drain(self) -> None:
+        """Keeps call order: a call waits for those submitted before it."""
+        if self._last is not None and threading.get_ident() != self._worker:
+            wait([self._last])
+
+    def finish(self) -> None:
+        self.drain()

@@ -1,0 +1,83 @@
+"""Turns a path into an Op, and names what a program does with groups: check, reset, shut down.
+
+Assumes torch. Raises CommError with every fault of the file, as the compiler does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from commdsl.config import from_environment
+from commdsl.plan import Transport
+from commdsl.resources import data_dir
+from commdsl.runtime import communicator
+from commdsl.runtime.errors import OpError
+from commdsl.runtime.op import Op, register
+from commdsl.runtime.program import Definition, digest_of, program
+
+DEFAULT_RANKS = 8
+
+
+def load(
+    path: Path | str,
+    schedule: str | None = None,
+    params: Mapping[str, int] | None = None,
+    group: Any = None,
+    ranks: int | None = None,
+    on: str | None = None,
+) -> Op:
+    """The op of one schedule of a `.comm` file, or of a shipped one by its name ("allreduce_ring").
+
+    It is proved now for `ranks`, or for the size of `group` or of the default group, and for others when they are met.
+    """
+    definition = Definition(find(path), schedule, tuple(sorted((params or {}).items())), on)
+    chosen = ranks or _size(group) or DEFAULT_RANKS
+    known = program(definition, chosen, Transport.PEER, from_environment())
+    values = "".join(f"_{name}_{value}".replace("-", "m") for name, value in definition.params)
+    name = known.plan.name + values + (f"_on_{on}" if on else "")
+    return register(name, digest_of(definition), definition, chosen)
+
+
+def find(path: Path | str) -> Path:
+    """A file, or a shipped schedule by its name."""
+    given = Path(path)
+    if given.is_file():
+        return given
+    shipped = sorted(data_dir("schedules").rglob(f"{given.name.removesuffix('.comm')}.comm"))
+    if len(given.parts) == 1 and shipped:
+        return shipped[0]
+    raise FileNotFoundError(f"no file `{path}`, and no shipped schedule of that name")
+
+
+def _size(group: Any) -> int | None:
+    try:
+        return communicator.size_of(communicator.name_of(group))
+    except OpError:
+        if group is not None:
+            raise
+        return None
+
+
+def check(group: Any = None) -> None:
+    """Raises the time-out that a kernel of this rank reported; does not wait for kernels that still run."""
+    for comm in communicator.every(None if group is None else communicator.name_of(group)):
+        comm.check()
+
+
+def reset(group: Any = None) -> None:
+    """Collective, after a time-out: brings a group's ops back to the state before their first call."""
+    for comm in communicator.every(communicator.name_of(group)):
+        comm.reset()
+
+
+def shutdown() -> None:
+    """Collective, at the end: frees all symmetric memory and stops NVSHMEM. An exit without it is clean, too, but for a
+    note of NVSHMEM's that memory was not freed."""
+    for comm in communicator.every():
+        comm.release()
+    communicator.forget()
+    from commdsl.runtime.device import stop_nvshmem
+
+    stop_nvshmem()

@@ -1,0 +1,221 @@
+"""Turns a `.comm` file, parameters and a number of ranks into a Program: the Plan, its text, and the shape of the op.
+
+Assumes the compiler's errors are the caller's to show. Does not touch torch. Keeps Programs as pickles in the user's
+own cache folder (`Config.cache_dir`), under a key over the texts, the parameters and commdsl's own sources: whoever may
+write there may run code as the user, as with any cache of compiled code. Nothing else is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache as memoize
+from pathlib import Path
+
+import numpy as np
+
+from commdsl.build import cache
+from commdsl.config import Config
+from commdsl.diagnostics import InternalError
+from commdsl.emit import Emitted
+from commdsl.ir import Contract, Schedule
+from commdsl.plan import Access, Plan, Transport
+from commdsl.resources import data_dir
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A tensor of the op. `stack` is the number of yields in a leading dimension of its own, 0 for other tensors."""
+
+    name: str
+    blocks: int
+    stack: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Inputs and outputs as the caller sees them; `tensors` says for each tensor of the Plan (is_input, position)."""
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    tensors: tuple[tuple[bool, int], ...]
+    has_reduction: bool
+    in_place: tuple[int, ...] | None  # for each output the input it may overwrite; None: there is no in-place variant
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """How a gradient travels back: the shipped schedule to call, and what is done before and after it."""
+
+    schedule: str  # a shipped file's stem, "" for the op itself
+    params: tuple[tuple[str, int], ...]
+    only_root: int | None  # the rank whose input gradient is not zero; None: every rank
+    averages: bool  # a mean divides the gradient by the number of ranks, and the schedule does not
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One schedule, proved and emitted for one number of ranks and one transport."""
+
+    plan: Plan
+    emitted: Emitted
+    signature: Signature
+    fills_outputs: bool  # False: on some rank part of an output is never written
+    backward: Backward | None
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """What `load` was asked for: enough to compile it for any number of ranks."""
+
+    path: Path
+    schedule: str | None
+    params: tuple[tuple[str, int], ...]
+    on: str | None
+
+
+def program(definition: Definition, ranks: int, transport: Transport, config: Config) -> Program:
+    """From the cache where nothing it depends on has changed, else compiled. Raises CommError as the compiler does."""
+
+    def fill(fresh: Path) -> None:
+        made = _compile(definition, ranks, transport)
+        (fresh / "program.pickle").write_bytes(pickle.dumps(made, protocol=5))
+
+    entry = cache.entry(config.cache_dir, cache.key(_parts(definition, ranks, transport)), fill)
+    found = pickle.loads((entry / "program.pickle").read_bytes())
+    if not isinstance(found, Program):
+        raise InternalError(f"{entry} is not a Program")
+    return found
+
+
+def _compile(definition: Definition, ranks: int, transport: Transport) -> Program:
+    from commdsl import compiler  # the parser and the checks are not needed for what is in the cache
+
+    made = compiler.compile(
+        definition.path, definition.schedule, ranks, definition.on, dict(definition.params), transport
+    )
+    return Program(
+        made.plan,
+        made.emitted,
+        _signature(made.schedule, made.plan),
+        _fills_outputs(made.plan),
+        _backward(made.schedule, made.plan),
+    )
+
+
+def _parts(definition: Definition, ranks: int, transport: Transport) -> list[str]:
+    """Everything a Program depends on, as texts."""
+    values = [f"{name}={value}" for name, value in sorted(definition.params)]
+    parts = ["program", sources_digest(), definition.schedule or "", str(ranks), transport.value, definition.on or ""]
+    parts += [definition.path.name, *values, *_texts(definition.path, set())]
+    if definition.on is not None:
+        parts += [
+            path.read_text(encoding="utf-8") for path in sorted((data_dir("schedules") / "topologies").glob("*.comm"))
+        ]
+    return parts
+
+
+def digest_of(definition: Definition) -> str:
+    """Stands for a Definition for any number of ranks."""
+    return cache.key(_parts(definition, 0, Transport.PEER))
+
+
+def _texts(path: Path, seen: set[Path]) -> Iterator[str]:
+    """A file's text and, by name, those it may use. More than it does use is harmless: a key needs no parser."""
+    resolved = path.resolve()
+    if resolved in seen:
+        return
+    seen.add(resolved)
+    text = path.read_text(encoding="utf-8")
+    yield text
+    for name in re.findall(r'\buse\s+"([^"\n]*)"', text):
+        for base in (path.parent, data_dir("schedules")):
+            if (base / name).is_file():
+                yield from _texts(base / name, seen)
+
+
+@memoize
+def sources_digest() -> str:
+    """One SHA-256 over the files that decide what a text compiles to."""
+    digest = hashlib.sha256()
+    package = Path(__file__).resolve().parents[1]
+    folders = ((package, "**/*.py"), (data_dir("grammar"), "*.lark"), (data_dir("templates"), "**/*"))
+    for root, pattern in folders:
+        for path in sorted(root.glob(pattern)):
+            if path.is_file():
+                digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _signature(schedule: Schedule, plan: Plan) -> Signature:
+    inputs: list[Port] = []
+    outputs: list[Port] = []
+    tensors: list[tuple[bool, int]] = []
+    for tensor in plan.tensors:
+        ports = inputs if tensor.access is Access.READ else outputs
+        stack = schedule.num_yields if tensor.is_yield else 0
+        tensors.append((tensor.access is Access.READ, len(ports)))
+        ports.append(Port(tensor.name, tensor.blocks // max(stack, 1), stack))
+    names = [port.name for port in inputs]
+    safe = all(port.name in plan.alias_safe and port.name in names for port in outputs)
+    return Signature(
+        tuple(inputs),
+        tuple(outputs),
+        tuple(tensors),
+        plan.has_reduction,
+        tuple(names.index(port.name) for port in outputs) if outputs and safe else None,
+    )
+
+
+def _fills_outputs(plan: Plan) -> bool:
+    """Whether every rank's operations write every chunk of every output."""
+    for index, tensor in enumerate(plan.tensors):
+        if tensor.access is Access.READ:
+            continue
+        here = plan.ops.dest_space == index
+        written = np.unique(plan.ops.dest_rank[here].astype(np.int64) * 2**32 + plan.ops.dest_index[here])
+        if len(written) < plan.num_ranks * tensor.blocks * tensor.cut:
+            return False
+    return True
+
+
+def _backward(schedule: Schedule, plan: Plan) -> Backward | None:
+    """The way back through the usual collectives, None for everything else."""
+    contract = schedule.contracts[0]
+    if len(schedule.contracts) != 1 or schedule.num_yields:
+        return None
+    root = () if contract.root is None else (("root", contract.root),)
+    separate = contract.source_buffer != contract.dest_buffer
+    match contract.name:
+        case "allreduce":
+            return Backward("", (), None, False)
+        case "alltoall" if separate:
+            return Backward("", (), None, False)
+        case "allgather" if separate:
+            return Backward("reducescatter_direct", (), None, False)
+        case "reduce_scatter" if separate:
+            return Backward("allgather_direct", (), None, True)
+        case "broadcast":
+            return Backward("reduce_tree", root, contract.root, False)
+        case "reduce":
+            return Backward("broadcast_tree", root, None, True)
+        case "gather" if separate:
+            return Backward("scatter_direct", root, None, False)
+        case "scatter" if separate:
+            return Backward("gather_direct", root, contract.root, False)
+        case "permutation" if separate:
+            return _shift_back(contract, plan.num_ranks)
+        case _:
+            return None
+
+
+def _shift_back(contract: Contract, num_ranks: int) -> Backward | None:
+    """The inverse of a permutation that shifts all ranks alike; others have no shipped inverse."""
+    source = contract.source_rank[contract.value, 0]
+    shifts = np.unique((contract.dest_rank - source) % num_ranks)
+    if len(shifts) != 1:
+        return None
+    return Backward("permutation_shift", (("K", int(num_ranks - shifts[0])),), None, False)

@@ -1,0 +1,85 @@
+"""Turns the tensors of a call into the size of a block, and block counts into output shapes; refuses what cannot be
+run.
+
+Assumes a Signature. Works on real tensors and on fake ones with symbolic sizes alike. Does not touch memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from commdsl import dtypes
+from commdsl.runtime.errors import ReductionError, TensorError
+from commdsl.runtime.program import Port, Signature
+
+
+def element_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuses tensors that differ in device or dtype, are not contiguous, or are not equal blocks."""
+    first = tensors[0]
+    for port, tensor in zip(signature.inputs, tensors, strict=True):
+        if tensor.device != first.device:
+            raise TensorError(
+                f"`{name}`: `{port.name}` is on {tensor.device}, `{signature.inputs[0].name}` on {first.device}"
+            )
+        if tensor.dtype != first.dtype:
+            raise TensorError(f"`{name}`: `{port.name}` is {tensor.dtype}, `{signature.inputs[0].name}` {first.dtype}")
+        if tensor.layout != torch.strided or not tensor.is_contiguous():
+            raise TensorError(f"`{name}`: `{port.name}` is not contiguous: pass {port.name}.contiguous()")
+    if first.device.type not in ("cpu", "cuda"):
+        raise TensorError(f"`{name}` runs on cpu and cuda tensors, not on {first.device.type}")
+    shapes = {tuple(_block_shape(name, port, tensor)) for port, tensor in zip(signature.inputs, tensors, strict=True)}
+    if len(shapes) > 1:
+        found = " and ".join(map(str, sorted(shapes)))
+        raise TensorError(f"`{name}`: all blocks of a schedule are equally long, got {found}")
+
+
+def check_reduction(name: str, signature: Signature, dtype: torch.dtype, op: str) -> None:
+    if not signature.has_reduction:
+        return
+    known = dtypes.BY_NAME.get(element_name(dtype))
+    if op not in dtypes.OPS:
+        raise ReductionError(f"`{name}`: no reduction `{op}`; there are {', '.join(dtypes.OPS)}")
+    if known is None or not known.ops:
+        raise TensorError(f"`{name}` reduces float32, float16, bfloat16, int32 and int64, not {dtype}")
+    if op not in known.ops:
+        raise ReductionError(f"`{name}`: {dtype} has no `{op}`; it has {', '.join(known.ops)}")
+
+
+def _block_shape(name: str, port: Port, tensor: torch.Tensor) -> list[Any]:
+    if port.blocks == 1:
+        return list(tensor.shape)
+    if tensor.dim() == 0:
+        raise TensorError(f"`{name}`: `{port.name}` is {port.blocks} blocks along its first dimension, got a scalar")
+    if tensor.shape[0] % port.blocks:
+        raise TensorError(
+            f"`{name}`: `{port.name}` is {port.blocks} equal blocks along its first dimension of {tensor.shape[0]}"
+        )
+    return [tensor.shape[0] // port.blocks, *tensor.shape[1:]]
+
+
+def output_shapes(signature: Signature, tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Shapes may be symbolic: the blocks are multiplied in, and `torch._check` states what has to divide."""
+    port, tensor = signature.inputs[0], tensors[0]
+    shape: list[Any] = list(tensor.shape)
+    if port.blocks > 1:
+        torch._check(tensor.dim() > 0)
+        torch._check(tensor.shape[0] % port.blocks == 0)
+        shape[0] = shape[0] // port.blocks
+    return [_stacked(port, shape) for port in signature.outputs]
+
+
+def _stacked(port: Port, block: list[Any]) -> list[Any]:
+    if port.blocks == 1:
+        shape = list(block)
+    elif block:
+        shape = [block[0] * port.blocks, *block[1:]]
+    else:
+        shape = [port.blocks]
+    return [port.stack, *shape] if port.stack else shape
