@@ -188,7 +188,7 @@ class _Rotation:
         self.wanted = combine(start, everyones)
 
     def see(self, step: LocatedYield, contents: Contents) -> None:
-        if step.step.buffer != self.contract.dest_buffer:
+        if step.step.buffer not in (self.contract.source_buffer, self.contract.dest_buffer):
             return
         now = contents.at(step.locations.ravel())
         self.single &= now.totals == 1
@@ -202,7 +202,9 @@ class _Rotation:
         if len(bad) == 0:
             return
         location = int(self.shown.ravel()[bad[0]])
-        counts = recount(self.located, location, at_yields_of=self.contract.dest_buffer)
+        given, shown = self.contract.source_buffer, self.contract.dest_buffer
+        places = {buffer: int(self.located.whole(buffer).ravel()[bad[0]]) for buffer in (given, shown)}
+        counts = recount(self.located, location, at_yields=places)
         chunk = int(bad[0]) % num_chunks
         wanted_here = np.zeros_like(counts)
         wanted_here[self.located.whole(self.contract.source_buffer)[:, chunk]] = 1

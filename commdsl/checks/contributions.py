@@ -8,7 +8,7 @@ location exactly at any scale. Does not judge.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,18 +96,20 @@ def forward(located: Located, contents: Contents) -> Iterator[tuple[int, Located
         yield index, step, idle
 
 
-def recount(located: Located, location: int, at_yields_of: int | None = None) -> NDArray[np.int64]:
-    """How often each initial location contributes to one location at the end (or, summed, at the yields of a buffer).
+def recount(located: Located, location: int, at_yields: Mapping[int, int] | None = None) -> NDArray[np.int64]:
+    """How often each initial location contributes to one location at the end.
+
+    Or, given a location for each of some buffers, to that of the buffer yielded, summed over the yields.
 
     Exact: the transpose of the schedule applied to the unit vector of that location.
     """
     weight = np.zeros(located.nowhere + 1, dtype=np.int64)
-    if at_yields_of is None:
+    if at_yields is None:
         weight[location] = 1
     for step in reversed(located.steps):
         if isinstance(step, LocatedYield):
-            if step.step.buffer == at_yields_of:
-                weight[location] = min(int(weight[location]) + 1, int(MANY))
+            if at_yields is not None and (seen := at_yields.get(step.step.buffer)) is not None:
+                weight[seen] = min(int(weight[seen]) + 1, int(MANY))
             continue
         _transposed_step(step, weight)
     weight[~located.given()] = 0
