@@ -259,7 +259,7 @@ def _busiest_pair(
 def far_from_bound(schedule: Schedule, costs: Report) -> Iterator[Diagnostic]:
     """C406, a warning: no tensor size brings the schedule near the bound, neither small ones nor large ones."""
     factor = min(costs.latency_ratio, costs.bandwidth_ratio)
-    if factor > FAR and costs.limit.seconds_per_byte > 0:
+    if factor > FAR * (1 + 1e-9) and costs.limit.seconds_per_byte > 0:
         yield Diagnostic(
             "C406",
             f"at least {factor:.1f} times the time of the lower bound",

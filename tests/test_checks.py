@@ -11,7 +11,7 @@ import pytest
 from commdsl.checks import check_schedule
 from commdsl.checks.roles import unused_roles
 from commdsl.diagnostics import Diagnostic
-from commdsl.ir import Buffer, CycleSet, Moves, RoleSet, Schedule, Step, Tuning, Yield
+from commdsl.ir import Buffer, CycleSet, Moves, RoleSet, Schedule, Step, Yield
 from commdsl.parser import parse
 from commdsl.source import Source
 from commdsl.syntax import BufferKind, LinkScope, MoveKind
@@ -206,23 +206,21 @@ def test_paths_are_open() -> None:
     assert found[0].primary.text == "path 0 goes 2 -> 3"
 
 
-def with_roles(*roles: tuple[str, int, int], role: str | None = "comm", lanes: int | None = None) -> Schedule:
+def with_roles(*roles: tuple[str, int, int]) -> Schedule:
     spans = tuple(build.span(10 + index) for index in range(len(roles)))
     declared = RoleSet("overlap", roles, spans=spans, span=build.span(9))
-    return replace(made(build.step(RIGHT)), roles=(declared,), role=role, tuning=Tuning(lanes=lanes))
+    return replace(made(build.step(RIGHT)), roles=(declared,), role="comm")
 
 
 def test_roles() -> None:
-    """Roles tile the SMs of the device, and the lanes of a schedule fit on the SMs of its role."""
-    assert check_schedule(with_roles(("compute", 0, 116), ("comm", 116, 132), lanes=16)) == ()
+    """Roles tile the SMs of the device."""
+    assert check_schedule(with_roles(("compute", 0, 116), ("comm", 116, 132))) == ()
     assert only(with_roles(("compute", 0, 120), ("comm", 116, 132))).code == "C410"
     assert only(with_roles(("compute", 0, 116), ("comm", 116, 140))).code == "C411"
     assert only(with_roles(("compute", 0, 132), ("comm", 132, 132))).code == "C411"
     gap = only(with_roles(("compute", 0, 100), ("comm", 116, 132)))
     assert gap.code == "C412"
     assert "SMs 100 ..< 116" in gap.primary.text
-    assert only(with_roles(("compute", 0, 116), ("comm", 116, 132), lanes=17)).code == "C414"
-    assert only(with_roles(("compute", 0, 116), ("comm", 116, 132), role=None, lanes=133)).code == "C414"
 
 
 def test_useless_statements() -> None:

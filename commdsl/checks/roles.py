@@ -1,7 +1,7 @@
-"""C410 to C414: roles are disjoint, complete, within the device, all used; and a schedule's lanes fit its role.
+"""C410 to C413: roles are disjoint, complete, within the device and all used.
 
-Assumes names were resolved. A lane is one thread block and waits for lanes of other ranks, so all of them must be on
-SMs at once: one lane per SM. Does not choose the number of lanes when `tune` does not.
+Assumes names were resolved. A schedule runs one lane, a thread block, on each SM of its role, so that blocks that wait
+for each other are all on the device. Does not look at lanes that `tune` asks for; `resolve` holds them to the device.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from itertools import pairwise
 
 from commdsl.checks.locations import Located
 from commdsl.diagnostics import Diagnostic, Label
-from commdsl.ir import RoleSet, Schedule
-from commdsl.source import Span
+from commdsl.ir import RoleSet
 from commdsl.syntax import File, On, RolesDecl, ScheduleDecl
 
 COMPUTE = "compute"
@@ -20,16 +19,12 @@ COMPUTE = "compute"
 
 
 def broken_roles(located: Located) -> Iterator[Diagnostic]:
-    """One message per set of roles, and one when the lanes do not fit."""
+    """One message per set of roles."""
     schedule = located.schedule
-    sound = True
     for roles in schedule.roles:
         fault = _broken(roles, schedule.topology.num_sms, schedule.topology.name)
         if fault is not None:
-            sound = False
             yield fault
-    if sound:
-        yield from _too_many_lanes(schedule)
 
 
 def _broken(roles: RoleSet, num_sms: int, topology: str) -> Diagnostic | None:
@@ -67,28 +62,6 @@ def _gap(roles: RoleSet, num_sms: int, topology: str) -> Diagnostic | None:
             )
         at = last
     return None
-
-
-def _too_many_lanes(schedule: Schedule) -> Iterator[Diagnostic]:
-    lanes = schedule.tuning.lanes
-    sizes: list[tuple[int, str, Span | None]] = [
-        (last - first, f"the role `{name}` has {last - first} SMs", span)
-        for roles in schedule.roles
-        for (name, first, last), span in zip(roles.roles, roles.spans, strict=True)
-        if name == schedule.role
-    ]
-    device = schedule.topology
-    sizes = sizes or [(device.num_sms, f"a GPU of `{device.name}` has {device.num_sms} SMs", None)]
-    num_sms, there_is, span = min(sizes, key=lambda size: size[0])
-    if lanes is not None and lanes > num_sms:
-        yield Diagnostic(
-            "C414",
-            f"{lanes} lanes do not fit on {num_sms} SMs",
-            Label(schedule.span, f"`{schedule.name}` runs {lanes} lanes; {there_is}"),
-            () if span is None else (Label(span, there_is),),
-            ("lanes wait for lanes of other ranks, so all of them must run at once, each on an SM of its own",),
-            help=f"write `tune {{ lanes {num_sms} }}` or less, or widen the role",
-        )
 
 
 def unused_roles(files: tuple[File, ...]) -> Iterator[Diagnostic]:
