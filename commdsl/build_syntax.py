@@ -121,11 +121,11 @@ def _general_contract(span: Span, parts: Children) -> syntax.GeneralContract:
 
 
 def _copy_clause(span: Span, parts: Children) -> syntax.Clause:
-    return syntax.Clause(*parts, False, span=span)
+    return syntax.Clause(parts[0], parts[1], False, span=span)
 
 
 def _sum_clause(span: Span, parts: Children) -> syntax.Clause:
-    return syntax.Clause(*parts, True, span=span)
+    return syntax.Clause(parts[0], parts[1], True, span=span)
 
 
 def _cycles_decl(span: Span, parts: Children) -> syntax.CyclesDecl:

@@ -1,123 +1,35 @@
-"""Turns the place where parsing stopped, and what could have stood there, into one diagnostic in the user's words.
+"""Turns a syntax fault into one diagnostic in the user's words.
 
-Assumes the parser names what it expected by the text of a keyword or sign, or by one of the words below. Does not parse:
-it looks at the signs around the fault with a scanner of its own, and tries a list of common mistakes before the general
-answer.
+Assumes nothing but the fault: where parsing stopped and what could have stood there. Does not parse. It tries a table
+of common mistakes, most telling first, before the general answer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
-from functools import cached_property
 
 from commdsl.diagnostics import Diagnostic, Label
 from commdsl.source import Source, Span
-
-A_NAME = "a name"
-A_NUMBER = "a number"
-A_RATE = "a rate such as `GB/s`"
-A_SIZE = "a size such as `KB`"
-A_TIME = "a time such as `us`"
-A_STRING = "a path in double quotes"
-END = "the end of the file"
-
-_PLAIN = (A_NAME, A_NUMBER, A_RATE, A_SIZE, A_TIME, A_STRING, END)
-_OPERATORS = frozenset("or and not == != < <= > >= | ^ & << >> + - * / % ** . ( [".split())
-_COMPARISONS = frozenset("== != < <= > >=".split())
-_STATEMENTS = ("put", "each", "for", "let")
-_CLOSERS = {"(": ")", "[": "]", "{": "}"}
-_ITEMS = ("use", "schedule", "topology", "roles")
-RESERVED = frozenset(
-    "use schedule topology roles for in if else let each where ensure cycles yield tune on all input output inout scratch "
-    "put get copy reduce and or not blocks sms link missing degraded per".split()
+from commdsl.syntax_fault import (
+    A_NAME,
+    A_NUMBER,
+    A_RATE,
+    A_SIZE,
+    A_TIME,
+    CLOSERS,
+    COMPARISONS,
+    END,
+    ITEMS,
+    OPERATORS,
+    PLAIN,
+    RESERVED,
+    STATEMENTS,
+    Fault,
+    Sign,
+    shorten,
 )
-
-_SIGN = re.compile(
-    r'#[^\n]*|"[^"\n]*"?|[A-Za-z_]\w*|[0-9][0-9A-Za-z_]*(?:\.[0-9]+)?[0-9A-Za-z_]*'
-    r"|\.\.[<.=]?|->|=>|==|!=|<=|>=|<<|>>|\*\*|&&|\|\||//|:=|\+\+|--|[-+*/%]=|\S"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Sign:
-    """A word, number or sign as a reader sees it."""
-
-    text: str
-    start: int
-    end: int
-
-    @property
-    def is_word(self) -> bool:
-        return self.text[:1].isalpha() or self.text[:1] == "_"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Where parsing stopped (the length of the text: at its end), and what it could have gone on with."""
-
-    source: Source
-    start: int
-    expected: frozenset[str]
-
-    @cached_property
-    def signs(self) -> tuple[Sign, ...]:
-        found = _SIGN.finditer(self.source.text)
-        return tuple(Sign(match[0], *match.span()) for match in found if not match[0].startswith("#"))
-
-    @cached_property
-    def index(self) -> int:
-        """The sign at fault; `len(signs)` at the end of the text."""
-        return next((i for i, sign in enumerate(self.signs) if sign.end > self.start), len(self.signs))
-
-    def sign(self, offset: int = 0) -> Sign | None:
-        """The sign at fault, or one before or after it."""
-        at = self.index + offset
-        return self.signs[at] if 0 <= at < len(self.signs) else None
-
-    @cached_property
-    def word(self) -> str:
-        sign = self.sign()
-        return sign.text if sign is not None else ""
-
-    @cached_property
-    def got(self) -> str:
-        return f"`{_shorten(self.word)}`" if self.word else END
-
-    @cached_property
-    def here(self) -> Span:
-        sign = self.sign()
-        return self.behind if sign is None else Span(self.source, sign.start, sign.end)
-
-    @cached_property
-    def behind(self) -> Span:
-        """The empty place right after the sign before the fault: where what is missing would stand."""
-        before = self.sign(-1)
-        at = 0 if before is None else before.end
-        return Span(self.source, at, at)
-
-    @cached_property
-    def on_a_new_line(self) -> bool:
-        before = self.sign(-1)
-        end = len(self.source.text) if self.sign() is None else self.here.start
-        return before is not None and "\n" in self.source.text[before.end : end]
-
-    @cached_property
-    def wants_expression(self) -> bool:
-        return {A_NAME, A_NUMBER, "("} <= self.expected
-
-    @cached_property
-    def open_brackets(self) -> tuple[Sign, ...]:
-        """The brackets open at the fault, outermost first."""
-        stack: list[Sign] = []
-        for sign in self.signs[: self.index]:
-            if sign.text in _CLOSERS:
-                stack.append(sign)
-            elif stack and sign.text == _CLOSERS[stack[-1].text]:
-                stack.pop()
-        return tuple(stack)
 
 
 def explain(fault: Fault) -> Diagnostic:
@@ -141,7 +53,8 @@ def too_deep(span: Span, limit: int) -> Diagnostic:
 def _unclosed_string(fault: Fault) -> Diagnostic | None:
     if not fault.word.startswith('"') or (len(fault.word) > 1 and fault.word.endswith('"')):
         return None
-    return Diagnostic("C013", "a path is not closed on its line", Label(fault.here, 'expected `"` before the line ends'))
+    label = Label(fault.here, 'expected `"` before the line ends')
+    return Diagnostic("C013", "a path is not closed on its line", label)
 
 
 _FOREIGN = {
@@ -175,50 +88,75 @@ def _foreign_operator(fault: Fault) -> Diagnostic | None:
     return Diagnostic("C006", f"the language has no `{fault.word}`", label)
 
 
-_SUFFIX = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z_]\w*)")
-_UNITS = {A_RATE: ("GB/s", "MB/s", "KB/s", "TB/s", "B/s"), A_SIZE: ("KB", "MB", "GB", "B"), A_TIME: ("us", "ms", "ns", "s")}
+_NUMBER_AND_UNIT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?B/s|[KMGT]?B|[munp]?s)\b")
+_UNITS = {
+    A_RATE: ("GB/s", "MB/s", "KB/s", "TB/s", "B/s"),
+    A_TIME: ("us", "ms", "ns", "ps", "s"),
+    A_SIZE: ("KB", "MB", "GB", "B"),
+}
 
 
 def _wrong_unit(fault: Fault) -> Diagnostic | None:
-    joined = _SUFFIX.fullmatch(fault.word)
-    if joined and any(joined[2] in (unit, unit.split("/")[0]) for units in _UNITS.values() for unit in units):
+    joined = _NUMBER_AND_UNIT.match(fault.source.text, fault.here.start)
+    if joined and joined.start() < fault.here.end < len(fault.source.text) and fault.word.startswith(joined[1]):
+        span = Span(fault.source, *joined.span())
         help = f"write `{joined[1]} {joined[2]}`"
-        return Diagnostic("C010", "a number runs into its unit", Label(fault.here, "expected a blank between"), help=help)
-    wanted = [kind for kind in _UNITS if kind in fault.expected]
-    if not wanted or (A_SIZE in wanted and not (fault.word[:1].isalpha() and not fault.on_a_new_line)):
+        return Diagnostic("C010", "a number runs into its unit", Label(span, "expected a blank between"), help=help)
+    if A_RATE in fault.expected and A_SIZE not in fault.expected:
+        return _expected_unit(fault, A_RATE)
+    if A_TIME in fault.expected and A_SIZE not in fault.expected:
+        return _expected_unit(fault, A_TIME)
+    return _misspelt_size(fault)
+
+
+def _expected_unit(fault: Fault, kind: str) -> Diagnostic:
+    headline = f"expected {kind}, got {fault.got}"
+    sign = fault.sign()
+    if sign is None or fault.on_a_new_line or not sign.is_word or sign.text in RESERVED:
+        return Diagnostic("C010", headline, Label(fault.behind, "the unit is missing here"))
+    return Diagnostic("C010", headline, Label(fault.here, f"did you mean `{_nearest_unit(sign.text, _UNITS[kind])}`?"))
+
+
+def _misspelt_size(fault: Fault) -> Diagnostic | None:
+    """`tile 64 kB`: in a `tune` block the word after a number is taken for the next entry, unless it is a unit."""
+    number, word = fault.sign(-2), fault.sign(-1)
+    if number is None or word is None or not number.text.isdigit() or not word.is_word:
         return None
-    if A_SIZE in wanted and not get_close_matches(fault.word.lower(), ("kb", "mb", "gb", "kib", "mib", "byte", "us", "ms")):
+    known = [unit for units in _UNITS.values() for unit in units]
+    if word.text.lower().replace("i", "") not in [unit.lower() for unit in known]:
         return None
-    units = _UNITS[wanted[0]]
-    nearest = get_close_matches(fault.word.lower(), [unit.lower() for unit in units], n=1, cutoff=0.5)
-    suggestion = next((unit for unit in units if nearest and unit.lower() == nearest[0]), units[0])
-    headline = f"expected {wanted[0]}, got {fault.got}"
-    if fault.sign() is None or fault.on_a_new_line or fault.word in RESERVED | set("{}"):
-        return Diagnostic("C010", headline, Label(fault.behind, f"expected a unit here, such as `{suggestion}`"))
-    return Diagnostic("C010", headline, Label(fault.here, f"did you mean `{suggestion}`?"))
+    label = Label(Span(fault.source, word.start, word.end), f"did you mean `{_nearest_unit(word.text, known)}`?")
+    return Diagnostic("C010", f"expected {A_SIZE}, got `{word.text}`", label)
+
+
+def _nearest_unit(word: str, units: Sequence[str]) -> str:
+    lower = {unit.lower(): unit for unit in reversed(units)}
+    near = get_close_matches(word.lower(), list(lower), n=1, cutoff=0.5)
+    return lower[near[0]] if near else units[0]
 
 
 def _malformed(fault: Fault) -> Diagnostic | None:
     """A character or a run of them that is nothing in the language."""
     word = fault.word
     if word[:1].isdigit() and not re.fullmatch(r"[0-9]+(\.[0-9]+)?", word):
-        return Diagnostic("C001", f"{fault.got} is neither a number nor a name", Label(fault.here, "names start with a letter"))
-    known = word[:1] in '"_' or word[:1].isalnum() or word in {*_OPERATORS, "->", "..<", "@", ",", "=", ".", *")]}{"}
+        label = Label(fault.here, "names start with a letter")
+        return Diagnostic("C001", f"{fault.got} is neither a number nor a name", label)
+    known = word[:1] in '"_' or word[:1].isalnum() or word in {*OPERATORS, "->", "..<", "@", ",", "=", ".", *")]}{"}
     if word and (not known or not word.isascii()):
         return Diagnostic("C001", f"the language has no {_character(word[0])}", Label(fault.here))
     return None
 
 
 def _closing_without_opening(fault: Fault) -> Diagnostic | None:
-    if fault.word not in _CLOSERS.values():
+    if fault.word not in CLOSERS.values():
         return None
-    if fault.open_brackets and _CLOSERS[fault.open_brackets[-1].text] == fault.word:
+    if fault.open_brackets and CLOSERS[fault.open_brackets[-1].text] == fault.word:
         return None
     if not fault.open_brackets:
         headline = f"`{fault.word}` closes nothing"
         return Diagnostic("C004", headline, Label(fault.here, "no bracket is open here"))
     opening = fault.open_brackets[-1]
-    closer = _CLOSERS[opening.text]
+    closer = CLOSERS[opening.text]
     if fault.word == "}":  # a block ends although a bracket is open: that bracket was forgotten
         return _unclosed(fault, opening)
     label = Label(fault.here, f"expected `{closer}`")
@@ -231,9 +169,9 @@ def _unclosed_bracket(fault: Fault) -> Diagnostic | None:
     if not fault.open_brackets:
         return None
     opening = fault.open_brackets[-1]
-    if _CLOSERS[opening.text] not in fault.expected:
+    if CLOSERS[opening.text] not in fault.expected:
         return None
-    starts_item = fault.word in _ITEMS and fault.word not in fault.expected
+    starts_item = fault.word in ITEMS and fault.word not in fault.expected
     if opening.text == "{":
         return _unclosed(fault, _suspect(fault) or opening) if fault.sign() is None or starts_item else None
     if fault.sign() is None or fault.word in ("->", "@", "{", "..<", "==") or fault.word in RESERVED:
@@ -242,7 +180,7 @@ def _unclosed_bracket(fault: Fault) -> Diagnostic | None:
 
 
 def _unclosed(fault: Fault, opening: Sign) -> Diagnostic:
-    closer = _CLOSERS[opening.text]
+    closer = CLOSERS[opening.text]
     opened = Label(Span(fault.source, opening.start, opening.end), "opened here")
     return Diagnostic("C003", f"missing `{closer}`", Label(fault.behind, f"expected `{closer}` here"), (opened,))
 
@@ -262,7 +200,7 @@ def _suspect(fault: Fault) -> Sign | None:
 
 
 def _chained_comparison(fault: Fault) -> Diagnostic | None:
-    if fault.word not in _COMPARISONS or "and" not in fault.expected or fault.word in fault.expected:
+    if fault.word not in COMPARISONS or "and" not in fault.expected or fault.word in fault.expected:
         return None
     help = "write `a < b and b < c`"
     return Diagnostic("C007", "comparisons do not chain", Label(fault.here, "a second comparison"), help=help)
@@ -273,7 +211,25 @@ def _fixed_ranks(fault: Fault) -> Diagnostic | None:
     if not fault.word.isdigit() or before is None or before.text != "for" or after is None or after.text != "ranks":
         return None
     help = f"write `for P ranks where P == {fault.word}`, or leave the condition out and say `--ranks {fault.word}`"
-    return Diagnostic("C008", "the number of ranks is a name, not a number", Label(fault.here, "expected a name"), help=help)
+    label = Label(fault.here, "expected a name")
+    return Diagnostic("C008", "the number of ranks is a name, not a number", label, help=help)
+
+
+def _call_of_range(fault: Fault) -> Diagnostic | None:
+    """`for s in range(4)`: the fault is at the brace, or at the parenthesis."""
+    at = next(
+        (i for i in (0, -1, -2, -3, -4, -5, -6) if _text(fault, i) == "range" and _text(fault, i - 1) == "in"), None
+    )
+    name = None if at is None else fault.sign(at)
+    if name is None:
+        return None
+    label = Label(Span(fault.source, name.start, name.end), "expected `first ..< last`")
+    return Diagnostic("C006", "the language has no `range(...)`", label, help="write `0 ..< n`, which leaves out n")
+
+
+def _text(fault: Fault, offset: int) -> str:
+    sign = fault.sign(offset)
+    return sign.text if sign is not None else ""
 
 
 _ELSEWHERE = {
@@ -323,19 +279,22 @@ _FROM_ELSEWHERE = {
 
 def _misspelt(fault: Fault) -> Diagnostic | None:
     sign, before = fault.sign(), fault.sign(-1)
-    keywords = sorted(word for word in fault.expected if word.isalpha() and word not in _OPERATORS)
+    keywords = sorted(word for word in fault.expected if word.isalpha() and word not in OPERATORS)
     if sign is not None and sign.is_word and sign.text not in RESERVED:
         suggestion = _nearest(sign.text, keywords)
         if suggestion:
-            return Diagnostic("C005", f"expected a keyword, got {fault.got}", Label(fault.here, f"did you mean `{suggestion}`?"))
-    if before is not None and before.is_word and before.text not in RESERVED and _starts_line(fault.source, before.start):
-        # It was taken for a name that may stand there: `ensure allreduce(x)  yeild kv`.
+            return _did_you_mean(fault, sign, suggestion)
+    # Or it was taken for a name that may stand there: `ensure allreduce(x)  yeild kv`.
+    if before is not None and before.is_word and before.text not in RESERVED and _starts_line(fault.source, before):
         near = get_close_matches(before.text, sorted(RESERVED), n=1, cutoff=0.7)
         if near:
-            span = Span(fault.source, before.start, before.end)
-            headline = f"expected a keyword, got `{_shorten(before.text)}`"
-            return Diagnostic("C005", headline, Label(span, f"did you mean `{near[0]}`?"))
+            return _did_you_mean(fault, before, near[0])
     return None
+
+
+def _did_you_mean(fault: Fault, sign: Sign, suggestion: str) -> Diagnostic:
+    label = Label(Span(fault.source, sign.start, sign.end), f"did you mean `{suggestion}`?")
+    return Diagnostic("C005", f"expected a keyword, got `{shorten(sign.text)}`", label)
 
 
 def _nearest(word: str, keywords: list[str]) -> str:
@@ -372,6 +331,7 @@ _MISTAKES: tuple[Callable[[Fault], Diagnostic | None], ...] = (
     _unclosed_bracket,
     _chained_comparison,
     _fixed_ranks,
+    _call_of_range,
     _later,
     _misspelt,
     _reserved_name,
@@ -384,7 +344,8 @@ _MISTAKES: tuple[Callable[[Fault], Diagnostic | None], ...] = (
 
 def _unexpected(fault: Fault) -> Diagnostic:
     wanted = _listed(list(_wanted(fault)))
-    missing = fault.sign() is None or (fault.on_a_new_line and not _starts_statement(fault))
+    starts_something = fault.word in RESERVED or fault.word in CLOSERS.values()
+    missing = fault.sign() is None or ((starts_something or fault.on_a_new_line) and not _starts_statement(fault))
     label = Label(fault.behind, f"expected {wanted} here") if missing else Label(fault.here, f"expected {wanted}")
     help = "numbers are integers" if re.fullmatch(r"[0-9]+\.[0-9]+", fault.word) else ""
     headline = f"expected {wanted}, got {fault.got}"
@@ -395,24 +356,24 @@ def _unexpected(fault: Fault) -> Diagnostic:
 
 def _starts_statement(fault: Fault) -> bool:
     """A statement could start here, so nothing is missing before it: the word itself is wrong."""
-    return all(word in fault.expected for word in _STATEMENTS) or all(word in fault.expected for word in _ITEMS)
+    return all(word in fault.expected for word in STATEMENTS) or all(word in fault.expected for word in ITEMS)
 
 
 def _wanted(fault: Fault) -> Iterator[str]:
-    """What could have stood there, in the user's words, the more telling first; operators only when nothing else could."""
+    """What could have stood there, in the user's words, the more telling first; operators if nothing else could."""
     expected = set(fault.expected)
     if fault.wants_expression:
-        expected -= {A_NAME, A_NUMBER, *_OPERATORS}
+        expected -= {A_NAME, A_NUMBER, *OPERATORS}
         yield "an expression"
-    if all(word in expected for word in _STATEMENTS):
+    if all(word in expected for word in STATEMENTS):
         expected -= RESERVED
         yield "a statement"
-    elif all(word in expected for word in _ITEMS):
-        expected -= {*_ITEMS, END}
+    elif all(word in expected for word in ITEMS):
+        expected -= {*ITEMS, END}
         yield "`schedule`, `topology`, `roles` or `use`"
-    rest = sorted(expected - _OPERATORS)
-    yield from (word for word in _PLAIN if word in rest)
-    yield from (f"`{word}`" for word in rest if word not in _PLAIN)
+    rest = sorted(expected - OPERATORS)
+    yield from (word for word in PLAIN if word in rest)
+    yield from (f"`{word}`" for word in rest if word not in PLAIN)
     if not rest and not fault.wants_expression:
         yield from (f"`{word}`" for word in sorted(expected & {"(", "["}))
         if expected & {"+", "=="}:
@@ -424,17 +385,13 @@ def _listed(words: list[str]) -> str:
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}" if shown else "something else"
 
 
-def _starts_line(source: Source, offset: int) -> bool:
-    return not source.text[source.text.rfind("\n", 0, offset) + 1 : offset].strip()
+def _starts_line(source: Source, sign: Sign) -> bool:
+    return not source.text[source.text.rfind("\n", 0, sign.start) + 1 : sign.start].strip()
 
 
 def _indent(source: Source, offset: int) -> int:
     line = source.line(source.position(offset)[0])
     return len(line) - len(line.lstrip())
-
-
-def _shorten(word: str) -> str:
-    return word if len(word) <= 24 else f"{word[:21]}..."
 
 
 def _character(character: str) -> str:

@@ -1,7 +1,8 @@
-"""Turns `.comm` text into its Syntax: lark finds the structure, `build_syntax` makes the nodes, `mistakes` the messages.
+"""Turns `.comm` text into its Syntax: lark finds the structure, `build_syntax` makes nodes, `mistakes` the messages.
 
-Assumes the grammar's rules are named after the classes of `syntax.py`. Does not judge what was written beyond whether it is
-of the language; reports the first syntax fault only, because what follows one is guesswork. The only module that imports lark.
+Assumes the grammar's rules are named after the classes of `syntax.py`. Does not judge what was written beyond whether
+it is of the language; reports the first syntax fault only, because what follows one is guesswork. The only module that
+imports lark.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lark import Lark, Token, Tree, UnexpectedCharacters, UnexpectedInput, Unexp
 from lark import __version__ as lark_version
 from lark.lexer import PatternStr, TerminalDef
 
-from commdsl import build_syntax, mistakes
+from commdsl import build_syntax, mistakes, syntax_fault
 from commdsl.config import from_environment
 from commdsl.diagnostics import CommError
 from commdsl.resources import data_dir
@@ -64,7 +65,7 @@ def comments(source: Source) -> tuple[Comment, ...]:
     return tuple(found)
 
 
-# --- the tree, without recursion: its depth is the user's -----------------------------------------------------------------
+# --- the tree, without recursion: its depth is the user's -------------------------------------------------------------
 
 
 def _post_order(tree: ParseTree) -> list[tuple[ParseTree, int]]:
@@ -83,10 +84,16 @@ def _plain(order: list[tuple[ParseTree, int]]) -> build_syntax.Part:
     """The tree in the builder's terms, which know nothing of lark."""
     made: dict[int, build_syntax.Part] = {}
     for node, _ in order:
-        children = tuple(_leaf(child) if isinstance(child, Token) else child and made[id(child)] for child in node.children)
+        children = tuple(_child(child, made) for child in node.children)
         start, end = (0, 0) if node.meta.empty else (node.meta.start_pos, node.meta.end_pos)
         made[id(node)] = build_syntax.Part(str(node.data), "", children, start, end)
     return made[id(order[-1][0])]
+
+
+def _child(child: Token | ParseTree | None, made: dict[int, build_syntax.Part]) -> build_syntax.Part | None:
+    if child is None:  # an optional part left out
+        return None
+    return _leaf(child) if isinstance(child, Token) else made[id(child)]
 
 
 def _leaf(token: Token) -> build_syntax.Part:
@@ -98,14 +105,13 @@ def _leaf(token: Token) -> build_syntax.Part:
 # --- syntax faults ----------------------------------------------------------------------------------------------------
 
 _WORDS = {
-    "NAME": mistakes.A_NAME,
-    "INT": mistakes.A_NUMBER,
-    "FLOAT": mistakes.A_NUMBER,
-    "RATE": mistakes.A_RATE,
-    "SIZE": mistakes.A_SIZE,
-    "TIME": mistakes.A_TIME,
-    "STRING": mistakes.A_STRING,
-    "$END": mistakes.END,
+    "NAME": syntax_fault.A_NAME,
+    "INT": syntax_fault.A_NUMBER,
+    "FLOAT": syntax_fault.A_NUMBER,
+    "RATE": syntax_fault.A_RATE,
+    "SIZE": syntax_fault.A_SIZE,
+    "TIME": syntax_fault.A_TIME,
+    "STRING": syntax_fault.A_STRING,
     "_EQUAL": "=",
     "_DOT": ".",
     "MINUS": "-",
@@ -113,9 +119,9 @@ _WORDS = {
 }
 
 
-def _fault(source: Source, parser: Lark, error: UnexpectedInput) -> mistakes.Fault:
+def _fault(source: Source, parser: Lark, error: UnexpectedInput) -> syntax_fault.Fault:
     words = {terminal.name: _word(terminal) for terminal in parser.terminals}
-    words["$END"] = mistakes.END
+    words["$END"] = syntax_fault.END
     if isinstance(error, UnexpectedToken):
         names = error.accepts or error.expected
         start = len(source.text) if error.token.type == "$END" else error.token.start_pos
@@ -123,7 +129,7 @@ def _fault(source: Source, parser: Lark, error: UnexpectedInput) -> mistakes.Fau
         assert isinstance(error, UnexpectedCharacters)
         names, start = error.allowed, error.pos_in_stream
     assert start is not None
-    return mistakes.Fault(source, start, frozenset(words[name] for name in names if name in words))
+    return syntax_fault.Fault(source, start, frozenset(words[name] for name in names if name in words))
 
 
 def _word(terminal: TerminalDef) -> str:
@@ -134,7 +140,7 @@ def _word(terminal: TerminalDef) -> str:
     return value if isinstance(terminal.pattern, PatternStr) else value.removesuffix(r"\b")
 
 
-# --- the LALR tables ----------------------------------------------------------------------------------------------------
+# --- the LALR tables --------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -144,9 +150,9 @@ def _parser(cache_dir: Path) -> Lark:
     versions = f"{lark_version} {sys.version_info[:2]}"
     digest = hashlib.sha256(f"{versions}\n{grammar}".encode()).hexdigest()[:32]
     path = cache_dir / "grammar" / f"{digest}.pickle"
-    with contextlib.suppress(OSError, pickle.PickleError, EOFError, KeyError, TypeError, AttributeError, ValueError):
-        with path.open("rb") as file:
-            return Lark.load(file)
+    damaged = (pickle.PickleError, EOFError, KeyError, TypeError, AttributeError, ValueError)
+    with contextlib.suppress(OSError, *damaged), path.open("rb") as file:
+        return Lark.load(file)
     parser = Lark(grammar, parser="lalr", lexer="contextual", propagate_positions=True, maybe_placeholders=True)
     with contextlib.suppress(OSError):  # a home that cannot be written costs time, not the run
         _keep(parser, path)
