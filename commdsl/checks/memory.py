@@ -36,7 +36,7 @@ def memory(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
             f"`{plan.name}` needs {_size(plan.symmetric_bytes)} of symmetric memory on every rank",
             Label(schedule.span, f"a device gives {_size(HEAP_BYTES)}"),
             notes=(
-                f"{plan.num_cells} cells in {copies}, a tile of {_size(plan.tile_bytes)} for each of {plan.lanes} lanes",
+                f"{plan.num_cells} cells in {copies}, for {plan.lanes} lanes a tile of {_size(plan.tile_bytes)} each",
             ),
             help="a smaller `tile` or fewer `lanes` in `tune`",
         )
