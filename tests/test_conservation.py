@@ -243,7 +243,7 @@ def test_counts_are_those_of_a_simulation(drawn: list[Moves | None]) -> None:
         assert contents.totals[place] == expected.sum()
         assert np.array_equal(recount(located, place)[:-1], expected)
         over_yields = [shown[place][other] for other in range(RANKS * CHUNKS)]
-        assert np.array_equal(recount(located, place, at_yields_of=0)[:-1], over_yields)
+        assert np.array_equal(recount(located, place, at_yields={0: place})[:-1], over_yields)
 
 
 def expression(step: Step, held: list[object], row: int) -> object:
