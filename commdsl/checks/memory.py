@@ -30,14 +30,13 @@ def memory(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
             help="the compiler numbers the cells, so this is its fault: report it with this file",
         )
     if plan.symmetric_bytes > HEAP_BYTES:
+        cells = f"{plan.num_cells} {'cell' if plan.num_cells == 1 else 'cells'}"
         copies = f"{plan.rotation} {'copy' if plan.rotation == 1 else 'copies'}"
         yield Diagnostic(
             "C341",
             f"`{plan.name}` needs {_size(plan.symmetric_bytes)} of symmetric memory on every rank",
             Label(schedule.span, f"a device gives {_size(HEAP_BYTES)}"),
-            notes=(
-                f"{plan.num_cells} cells in {copies}, for {plan.lanes} lanes a tile of {_size(plan.tile_bytes)} each",
-            ),
+            notes=(f"{cells} in {copies}, for {plan.lanes} lanes a tile of {_size(plan.tile_bytes)} each",),
             help="a smaller `tile` or fewer `lanes` in `tune`",
         )
 
