@@ -217,9 +217,10 @@ def _row(values: Ints) -> str:
 
 
 def _rows(*columns: Ints) -> tuple[str, ...]:
-    """Rows of a table; at least one, as C++ has no empty arrays."""
-    rows = np.stack(columns, axis=1) if len(columns[0]) else np.zeros((1, len(columns)), dtype=np.int32)
-    return tuple("{" + ", ".join(map(str, row)) + "}" for row in rows.tolist())
+    """Rows of a table, eight a line; at least one row, as C++ has no empty arrays."""
+    table = np.stack(columns, axis=1) if len(columns[0]) else np.zeros((1, len(columns)), dtype=np.int32)
+    rows = ["{" + ", ".join(map(str, row)) + "}" for row in table.tolist()]
+    return tuple(", ".join(rows[first : first + 8]) for first in range(0, len(rows), 8))
 
 
 def defines(plan: Plan, dtype: str, op: str) -> tuple[str, ...]:

@@ -120,13 +120,13 @@ COMMDSL_FN bool await(const Position<Plan>& here, i32 op, const Wait& wait) {
   const u64 expected = (here.round - static_cast<u64>(wait.rounds_back)) * per_round + static_cast<u64>(wait.ordinal);
   const u64* flag = reinterpret_cast<const u64*>(here.args.heap[rank] + flag_offset<Plan>(here.lane, wait.peer));
   u64 seen = load_acquire(flag);
-  if (reached(seen, expected)) return true;
+  if (reached(seen, expected)) return acquired(flag, expected);
   const u64 start = now_ns();
   const ErrorRecord* record = reinterpret_cast<const ErrorRecord*>(here.args.error);
   for (u32 polls = 1;; ++polls) {
     relax(polls);
     seen = load_acquire(flag);
-    if (reached(seen, expected)) return true;
+    if (reached(seen, expected)) return acquired(flag, expected);
     if (polls % kPollsPerCheck != 0) continue;
     if (load_relaxed(&record->code) != 0) return false;
     if (now_ns() - start < here.args.timeout_ns) continue;

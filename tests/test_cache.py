@@ -1,0 +1,90 @@
+"""The build cache: keys, races, failures, and where it may be."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import commdsl
+from commdsl.build import cache
+from commdsl.config import from_environment
+from commdsl.diagnostics import InternalError
+
+
+def test_key_separates_its_parts() -> None:
+    """Moving a character from one part to the next is another key; the same parts are the same key."""
+    assert cache.key(["ab", "c"]) == cache.key(["ab", "c"])
+    assert len({cache.key(parts) for parts in (["ab", "c"], ["a", "bc"], ["abc"], ["abc", ""], [])}) == 5
+
+
+def test_builds_once(tmp_path: Path) -> None:
+    """The second caller finds the folder of the first."""
+    builds: list[Path] = []
+
+    def build(folder: Path) -> None:
+        builds.append(folder)
+        (folder / "result").write_text("x")
+
+    first = cache.entry(tmp_path, cache.key(["a"]), build)
+    assert cache.entry(tmp_path, cache.key(["a"]), build) == first
+    assert (first / "result").read_text() == "x"
+    assert len(builds) == 1
+
+
+def test_losers_use_the_winners_folder(tmp_path: Path) -> None:
+    """Builders that run at the same time all end with one folder, whole, and leave nothing else behind."""
+    together = threading.Barrier(4)
+    found: list[Path] = []
+
+    def build(folder: Path) -> None:
+        (folder / "first").write_text("1")
+        together.wait(timeout=10)
+        (folder / "second").write_text("2")
+
+    def ask() -> None:
+        found.append(cache.entry(tmp_path, cache.key(["a"]), build))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert {path.name for path in found[0].iterdir()} == {"first", "second"}
+    assert list(found[0].parent.iterdir()) == [found[0]]
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    """What did not finish is not found later."""
+
+    def build(folder: Path) -> None:
+        (folder / "half").write_text("x")
+        raise InternalError("no")
+
+    with pytest.raises(InternalError):
+        cache.entry(tmp_path, cache.key(["a"]), build)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_never_under_the_package() -> None:
+    """A cache inside the package would be shipped with it."""
+    inside = Path(commdsl.__file__).parent / "cache"
+    with pytest.raises(InternalError):
+        cache.entry(inside, cache.key(["a"]), lambda folder: None)
+    assert not inside.exists()
+
+
+def test_config_reads_the_environment(tmp_path: Path) -> None:
+    """Every variable has its effect, and a value that means nothing is refused."""
+    config = from_environment(
+        {"COMMDSL_CACHE_DIR": str(tmp_path), "COMMDSL_TIMEOUT": "2.5", "COMMDSL_DEBUG": "1", "CXX": " clang++ -m64 "}
+    )
+    assert (config.cache_dir, config.timeout, config.debug, config.cxx) == (tmp_path, 2.5, True, "clang++ -m64")
+    plain = from_environment({})
+    assert (plain.cache_dir, plain.timeout, plain.debug) == (Path.home() / ".cache" / "commdsl", 30.0, False)
+    for name, value in (("COMMDSL_TIMEOUT", "soon"), ("COMMDSL_TIMEOUT", "-1"), ("COMMDSL_DEBUG", "yes")):
+        with pytest.raises(ValueError, match=name):
+            from_environment({name: value})

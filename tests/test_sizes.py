@@ -1,0 +1,79 @@
+"""The arithmetic of chunks, slices, lanes and rounds."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from itertools import pairwise
+
+import plans
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commdsl import sizes
+from commdsl.plan import Plan
+
+BLOCKS = st.integers(0, 1 << 40) | st.integers(0, 4096)
+
+
+def plan(cut: int, lanes: int = 4, tile_bytes: int = 4096) -> Plan:
+    """A Plan whose operations have the classes (cut, 0) .. (cut, cut - 1)."""
+    made = plans.build(*plans.ring_allgather(2, 2, False)[:3], rotation=2)
+    pieces = plans.column(list(range(cut)))
+    ops = replace(made.ops, cut=pieces * 0 + cut, piece=pieces)
+    return replace(made, ops=ops, lanes=lanes, tile_bytes=tile_bytes)
+
+
+@given(BLOCKS, st.integers(1, 64))
+def test_chunks_tile_the_block(block_bytes: int, cut: int) -> None:
+    """Pieces follow each other without gap, start on 16 bytes, and differ by one unit at most."""
+    ranges = [sizes.piece_range(block_bytes, cut, piece) for piece in range(cut)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == block_bytes
+    assert all(before[1] == after[0] for before, after in pairwise(ranges))
+    assert all(first % 16 == 0 or first == block_bytes for first, _ in ranges)
+    units = [-(-(last - first) // 16) for first, last in ranges]
+    assert max(units) - min(units) <= 1
+
+
+@given(BLOCKS, st.integers(1, 132))
+def test_slices_tile_the_chunk(chunk_bytes: int, lanes: int) -> None:
+    """Slices follow each other without gap, start on 16 bytes, and none exceeds the share that decides the rounds."""
+    ranges = [sizes.slice_range(chunk_bytes, lanes, lane) for lane in range(lanes)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == chunk_bytes
+    assert all(before[1] == after[0] for before, after in pairwise(ranges))
+    assert all(first % 16 == 0 or first == chunk_bytes for first, _ in ranges)
+    assert all(last - first <= sizes.lane_share(chunk_bytes, lanes) for first, last in ranges)
+
+
+@given(st.integers(1, 1 << 28), st.integers(1, 9), st.integers(1, 32), st.sampled_from([64, 4096, 131072]))
+def test_rounds_cover_every_slice(block_bytes: int, cut: int, lanes: int, tile_bytes: int) -> None:
+    """The rounds move the longest slice, one round less would not, and every lane that runs is worth it."""
+    made = plan(cut, lanes, tile_bytes)
+    launch = sizes.launch(made, block_bytes, min_slice_bytes=1024)
+    largest = max(last - first for first, last in (sizes.piece_range(block_bytes, cut, i) for i in range(cut)))
+    ranges = [sizes.slice_range(largest, launch.active_lanes, lane) for lane in range(launch.active_lanes)]
+    longest = max(last - first for first, last in ranges)
+    assert 1 <= launch.active_lanes <= lanes
+    assert launch.active_lanes == 1 or (launch.active_lanes - 1) * 1024 < largest
+    assert (launch.rounds - 1) * tile_bytes < longest <= launch.rounds * tile_bytes
+
+
+def test_an_empty_tensor_launches_nothing() -> None:
+    """Without a byte to move there are no lanes and no rounds."""
+    assert sizes.launch(plan(3), 0, min_slice_bytes=1024) == sizes.Launch(0, 0, 0)
+
+
+def test_host_lanes_are_capped() -> None:
+    """The host build runs two lanes at most, whatever the Plan has."""
+    assert sizes.host_launch(plan(1, lanes=32), 1 << 20).active_lanes == 2
+    assert sizes.host_launch(plan(1, lanes=1), 1 << 20).active_lanes == 1
+
+
+def test_arguments_have_the_layout_of_the_struct() -> None:
+    """Heaps, tensors, three words of 8 bytes, four of 4: the order of types.cuh, and the length announced."""
+    made = plan(1)
+    packed = sizes.Arguments([10, 11], [20, 21], sizes.Launch(1000, 3, 2), 5, 6, rank=1, average=True).pack()
+    assert struct.unpack("<7Q4i", packed) == (10, 11, 20, 21, 1000, 5, 6, 1, 3, 2, sizes.FLAG_AVERAGE)
+    assert len(packed) == sizes.arguments_bytes(made)
