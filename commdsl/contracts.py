@@ -155,8 +155,8 @@ def _check_in_place(name: str, buffer: Buffer, parts: int, span: Span, binding: 
     """A buffer that is both sides holds one part for each rank; those of an all-to-all must be equally long."""
     fits = parts == 1 or (len(buffer.dims) > 0 and buffer.dims[0] == parts)
     if not fits or (name == "alltoall" and buffer.blocks % parts):
-        binding.faults.fail("C105", f"`{name}` needs one part for each rank", span, _shape(buffer),
-                            help=f"declare `{buffer.name}[{parts} blocks]`, or give source and result apart")  # fmt: skip
+        help = f"declare `{buffer.name}[{parts} blocks]`, or give source and result apart"
+        binding.faults.fail("C105", f"`{name}` needs one part for each rank", span, _shape(buffer), help=help)
 
 
 def _shape(buffer: Buffer) -> str:

@@ -14,7 +14,10 @@ from commdsl.faults import Faults, Poisoned
 from commdsl.ir import CycleSet, Ints
 
 MOST_RANKS = 2**15
-DIRECT = "without cycles: `each r, p in 0 ..< P - 1 { put kv[p] -> cur[p] @ (r + 1 + (s + p) % (P - 1)) % P }` uses every link"
+DIRECT = (
+    "put straight to the owner's peers instead, which uses every link for any number of ranks: "
+    "`each r, p in 0 ..< P - 1 { put kv[p] -> cur[p] @ (r + 1 + (s + p) % (P - 1)) % P }`"
+)
 
 
 def cycle_set(decl: syn.CyclesDecl, evaluator: Evaluator, scope: Scope, ranks: int, faults: Faults) -> CycleSet:

@@ -4,9 +4,9 @@ Turns a rank count into int32 arrays, one row a cycle, in visiting order; the sa
 ranks is joined. Does not prove them Hamiltonian and arc-disjoint; `checks` does, for these and for literal ones.
 
 The complete directed graph on n ranks has n (n - 1) arcs, enough for n - 1 Hamiltonian cycles without a common arc.
-They exist for every n but 4 and 6 (Tillson 1980). Odd n: turn one zigzag path through Z_{n-1}, and close each copy over the
-last rank. Even n: take those cycles for n - 1, let the new rank in by cutting one arc of each, and choose the cuts so
-that the arcs cut out join into one more Hamiltonian path.
+They exist for every n but 4 and 6 (Tillson 1980). Odd n: turn one zigzag path through Z_{n-1}, and close each copy over
+the last rank. Even n: take those cycles for n - 1, let the new rank in by cutting one arc of each, and choose the cuts
+so that the arcs cut out join into one more Hamiltonian path.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _cuts(n: int) -> list[int]:
     return _found_cuts(n)
 
 
-# --- even n with n % 4 == 2: the cuts are searched for -----------------------------------------------------------------
+# --- even n with n % 4 == 2: the cuts are searched for ----------------------------------------------------------------
 #
 # With M = n - 2, turning makes cycle i of the M from cycle 0, so for every difference d the M arcs a -> a + d lie in
 # different cycles. For d prime to M they are one cycle through Z_M: a solution but for the rank M, which it leaves out.
@@ -106,7 +106,7 @@ def _found_cuts(n: int) -> list[int]:
 
 
 def _joined(m: int, step: int, out: list[int]) -> list[tuple[int, int]] | None:
-    """The arcs that join the pieces left when arcs `out` leave the cycle of `step`, and rank m, to one path; or None."""
+    """The arcs that join rank m and the pieces left when arcs `out` leave the cycle of `step` to one path, or None."""
     size = len(out)
     heads = [(place + 1) * step % m for place in out] + [m]
     tails = [out[(i + 1) % size] * step % m for i in range(size)] + [m]
@@ -158,7 +158,7 @@ def _owner(m: int, a: int, b: int) -> int:
 
 
 def _tail(m: int, difference: int) -> int:
-    """Where the zigzag through Z_m stands when it goes on by `difference`: its j-th step is j for odd j, -j for even j."""
+    """Where the zigzag through Z_m goes on by `difference`: its j-th step is j for odd j, -j for even j."""
     difference %= m
     j = difference if difference % 2 else m - difference
     return -(j // 2) % m if j % 2 else j // 2

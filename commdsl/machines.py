@@ -73,7 +73,7 @@ class _Machine:
             raise Poisoned
         nodes, gpus, sms = (self.counts[name] for name in COUNTS)
         whole = Topology(decl.name.text, nodes, gpus, sms, tuple(links), span=decl.span)
-        spans = {pair: span for pair, span in missing.items()} | {pair: span for pair, (span, _) in degraded.items()}
+        spans = missing | {pair: span for pair, (span, _) in degraded.items()}
         self._check_linked(whole, spans)
         slow = tuple((source, dest, left) for (source, dest), (_, left) in sorted(degraded.items(), key=lambda d: d[0]))
         return Topology(decl.name.text, nodes, gpus, sms, tuple(links), frozenset(missing), slow, span=decl.span)
@@ -108,9 +108,8 @@ class _Machine:
             except Poisoned:
                 continue
             if value < 1:
-                self.faults.report(
-                    "C120", f"a machine has at least one of `{entry.what}`", entry.value.span, f"this is {value}"
-                )
+                what = f"`{entry.what}` is at least 1"
+                self.faults.report("C120", what, entry.value.span, f"this is {value}")
                 continue
             self.counts.setdefault(entry.what, value)
         absent = [name for name in COUNTS if name not in seen]

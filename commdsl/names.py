@@ -103,8 +103,8 @@ class ScheduleRules(ExpressionRules):
 
     def _not_here(self, span: Span) -> None:
         word = span.text.split()[0] if span.text.split() else "this"
-        self.faults.report("C108", f"`{word}` may not stand here", span, "inside another statement",
-                           help="declarations stand at the top of the schedule, loops and yields outside `each`")  # fmt: skip
+        help = "declarations stand at the top of the schedule, loops and yields outside `each`"
+        self.faults.report("C108", f"`{word}` may not stand here", span, "inside another statement", help=help)
 
     def _declaration(self, statement: syn.BufferDecl | syn.CyclesDecl | syn.Ensure | syn.Tune | syn.On) -> None:
         match statement:
@@ -140,11 +140,9 @@ class ScheduleRules(ExpressionRules):
     def _binders(self, binders: tuple[syn.Binder, ...]) -> None:
         first = binders[0]
         if first.domain is not None:
-            name = first.name.text
-            self.faults.report(
-                "C119", "the first binder is the acting rank", first.span, "ranges over something else",
-                help=f"write `{name}` alone and choose ranks with `where`, or put one before it: `each r, {name} in ...`",
-            )  # fmt: skip
+            name, what = first.name.text, "the first binder is the acting rank"
+            help = f"write `{name}` alone and choose ranks with `where`, or put a rank first: `each r, {name} in ...`"
+            self.faults.report("C119", what, first.span, "ranges over something else", help=help)
         for binder in binders:
             self.bind(binder.name, binder.domain)
 

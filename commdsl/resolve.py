@@ -122,9 +122,10 @@ class _Resolver:
     def declarations(self, given: Mapping[str, int]) -> None:
         decl, topology = self.decl, self.topology
         if self.ranks < 1 or self.ranks > topology.num_ranks:
-            have = f"`{topology.name}` has {topology.num_ranks}"
-            self.faults.report("C502", f"expected 1 to {topology.num_ranks} ranks, got {self.ranks}", decl.ranks.span, have,
-                               help="ask for fewer ranks or a larger topology")  # fmt: skip
+            what = f"expected 1 to {topology.num_ranks} ranks, got {self.ranks}"
+            label = f"`{topology.name}` has {topology.num_ranks}"
+            help = "ask for fewer ranks or name a larger topology"
+            self.faults.report("C502", what, decl.ranks.span, label, help=help)
             return
         self.params = self._params(given)
         self.scope = self._first_scope(self.ranks)
@@ -135,11 +136,11 @@ class _Resolver:
             except Poisoned:
                 continue
         if not any(isinstance(statement, syn.Ensure) for statement in decl.body):
-            self.faults.report("C507", f"`{decl.name.text}` does not say what it ensures", decl.name.span, "no `ensure`",
-                               help="write for example `ensure allreduce(x)`: without it nothing can be proved")  # fmt: skip
-        entries = tuple(
-            entry for statement in decl.body if isinstance(statement, syn.Tune) for entry in statement.entries
-        )
+            what = f"`{decl.name.text}` does not say what it ensures"
+            help = "write for example `ensure allreduce(x)`: without it there is nothing to prove"
+            self.faults.report("C507", what, decl.name.span, "no `ensure`", help=help)
+        tunes = [statement for statement in decl.body if isinstance(statement, syn.Tune)]
+        entries = tuple(entry for tune in tunes for entry in tune.entries)
         self.tuning = tuning(entries, self.role, self.topology, self.evaluator, self.scope, self.faults)
 
     def _first_scope(self, ranks: int) -> dict[str, Value]:
@@ -149,11 +150,11 @@ class _Resolver:
     def _params(self, given: Mapping[str, int]) -> list[tuple[str, int]]:
         names = [param.name.text for param in self.decl.params]
         for name in sorted(set(given) - set(names)):
-            self.faults.report("C504", f"`{self.decl.name.text}` has no parameter `{name}`", self.decl.name.span,
-                               f"given: {name}={given[name]}", help=nearest(name, names) or "it takes none")  # fmt: skip
+            what, help = f"`{self.decl.name.text}` has no parameter `{name}`", nearest(name, names) or "it takes none"
+            self.faults.report("C504", what, self.decl.name.span, f"given: {name}={given[name]}", help=help)
         found = list[tuple[str, int]]()
         gpus = self.topology.gpus_per_node
-        scope: dict[str, Value] = {"gpus": gpus, "nodes": -(-self.ranks // gpus), self.decl.ranks.text: self.ranks}
+        scope: dict[str, int] = {"gpus": gpus, "nodes": -(-self.ranks // gpus), self.decl.ranks.text: self.ranks}
         for param in self.decl.params:
             name = param.name.text
             try:
@@ -166,7 +167,7 @@ class _Resolver:
                                      help=f"give one: `{name}=4`, or a default: `{name} = 4`")  # fmt: skip
             except Poisoned:
                 continue
-            found.append((name, int(scope[name])))
+            found.append((name, scope[name]))
         return found
 
     def _check_where(self) -> None:
@@ -256,9 +257,8 @@ class _Resolver:
             case syn.Let(name, value):
                 scope[name.text] = self.evaluator.value(value, scope)
             case syn.For(name, domain, body):
-                for value in self._values(domain, scope):
-                    index = value if isinstance(value, int) else int(value.index)
-                    self._statements(body, {**scope, name.text: value}, (*bindings, (name.text, index)))
+                for index, bound in self._values(domain, scope):
+                    self._statements(body, {**scope, name.text: bound}, (*bindings, (name.text, index)))
             case syn.If(condition, then, otherwise):
                 chosen = then if self.evaluator.number(condition, scope) else otherwise
                 self._statements(chosen, dict(scope), bindings)
@@ -273,9 +273,10 @@ class _Resolver:
             case _:
                 pass
 
-    def _values(self, domain: syn.Range | syn.Name, scope: dict[str, Value]) -> list[int | Cycle]:
+    def _values(self, domain: syn.Range | syn.Name, scope: dict[str, Value]) -> list[tuple[int, int | Cycle]]:
+        """The values of a loop's variable, each with its number for messages."""
         first, last, cycles = self.binding.domain(domain, scope)
-        return [value if cycles is None else Cycle(cycles, value) for value in range(int(first), int(last))]
+        return [(i, i if cycles is None else Cycle(cycles, i)) for i in range(int(first), int(last))]
 
     def _check_yields(self) -> None:
         """The op returns the yields stacked, so they are of one shape."""
