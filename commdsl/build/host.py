@@ -88,7 +88,7 @@ SANITIZE = (
     "-fsanitize=thread",
     "-g",  # without it a report names only addresses
     "-fno-omit-frame-pointer",
-    # ThreadSanitizer sees these through its interceptors; g++ would put copies of bounded length in line, out of its sight.
+    # ThreadSanitizer intercepts these calls; g++ would put copies of bounded length in line, out of its sight.
     "-fno-builtin-memcpy",
     "-fno-builtin-memmove",
 )
