@@ -7,6 +7,7 @@ judge cost.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,17 +16,20 @@ from numpy.typing import NDArray
 from commdsl.checks.contributions import forward, initial
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedYield, bindings_text, statement_key
 from commdsl.diagnostics import Diagnostic, Label
+from commdsl.source import Span
 
 
 def useless_statements(located: Located) -> Iterator[Diagnostic]:
     """One message per statement, for the first step in which it does nothing; idle ones only if none is unused."""
     told: set[tuple[str, int, int]] = set()
     unused = [(step, moves) for step, moves, live in used_rows(located) if not live.any()]
+    per_step = Counter(id(step) for step, _ in unused)
     for step, moves in reversed(unused):
-        key = statement_key(moves.moves.span)
-        if key not in told:
-            told.add(key)
-            yield _unused(located, step, moves)
+        whole_step = per_step[id(step)] == len(step.moves)  # one mistake, however many statements the step has
+        span = step.step.span if whole_step and len(step.moves) > 1 else moves.moves.span
+        if statement_key(span) not in told:
+            told.add(statement_key(span))
+            yield _unused(located, step, moves, span)
     if told:
         return  # a doubled statement leaves one of the two unused, the other idle: one mistake
     for _, at, idle in forward(located, initial(located)):
@@ -56,12 +60,12 @@ def used_rows(located: Located) -> Iterator[tuple[LocatedStep, LocatedMoves, NDA
             yield step, moves, rows
 
 
-def _unused(located: Located, step: LocatedStep, moves: LocatedMoves) -> Diagnostic:
+def _unused(located: Located, step: LocatedStep, moves: LocatedMoves, span: Span) -> Diagnostic:
     who = f"rank {int(moves.moves.actor[0])}{bindings_text(step.step.bindings)}"
     return Diagnostic(
         "C310",
         "nobody uses what this step writes",
-        Label(moves.moves.span, f"{who}: {located.name(int(moves.dest[0]))} is overwritten or left unread"),
+        Label(span, f"{who}: {located.name(int(moves.dest[0]))} is overwritten or left unread"),
         notes=("on every rank: no later step reads it, no `yield` shows it, no `ensure` names it",),
         help="drop the statement, or the loop iteration in which it does nothing",
     )
