@@ -7,60 +7,54 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Any, TypeAlias, TypeVar
 
-import typer
+import click
 
 from commdsl.commands import arguments
 from commdsl.commands.arguments import UsageError, split_words, target
 from commdsl.commands.output import Exit, show_diagnostics, tell
 from commdsl.diagnostics import CommError
 
-app = typer.Typer(
-    name="commdsl",
-    help="Prove, run and compile GPU communication schedules written in .comm files.",
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+Words: TypeAlias = tuple[str, ...]
+Text: TypeAlias = str | None
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def together(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, in the order of the help text."""
+
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+words = click.argument("words", nargs=-1, required=True, metavar="FILE... [NAME=VALUE]...")
+as_json = click.option("--json", "as_json", is_flag=True, help="One JSON value on standard output.")
+only_check = click.option("--check", "only_check", is_flag=True, help="Write nothing; fail where a file would change.")
+where = together(
+    click.option("--ranks", metavar="N", help="A number, a list `2,4,8`, a range `2..16`; 8 unless --on says."),
+    click.option("--on", metavar="TOPOLOGY", help="A topology of the file, of one it uses, or a shipped one."),
+    click.option("--schedule", metavar="NAME", help="One schedule of the file; all unless said."),
 )
 
-Files = Annotated[list[str], typer.Argument(metavar="FILE|NAME=VALUE", help="files, and parameter values")]
-OptionalFiles = Annotated[
-    list[str] | None, typer.Argument(metavar="FILE|NAME=VALUE", help="files, and parameter values")
-]
-Ranks = Annotated[
-    str | None,
-    typer.Option("--ranks", metavar="N", help="a number, a list `2,4,8`, a range `2..16`; 8 unless --on says"),
-]
-On = Annotated[
-    str | None,
-    typer.Option("--on", metavar="TOPOLOGY", help="a topology of the file, of one it uses, or a shipped one"),
-]
-Schedule = Annotated[
-    str | None, typer.Option("--schedule", metavar="NAME", help="one schedule of the file; all unless said")
-]
-Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="where to; here unless said")]
-OnlyCheck = Annotated[bool, typer.Option("--check", help="write nothing; fail where a file would change")]
-Size = Annotated[str, typer.Option("--bytes", metavar="SIZE", help="the largest buffer of a rank: 4096, 64KB, 1MB")]
-Svg = Annotated[
-    Path | None, typer.Option("--svg", metavar="FILE", help="draw the topology, its busiest links and the steps")
-]
-Collective = Annotated[str, typer.Argument(metavar="COLLECTIVE", help="allreduce, allgather, alltoall, rotation, ...")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON value on standard output")]
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def app() -> None:
+    """Prove, run and compile GPU communication schedules written in .comm files."""
 
 
 @app.command()
-def check(
-    words: Files,
-    ranks: Ranks = None,
-    on: On = None,
-    schedule: Schedule = None,
-    concise: Annotated[bool, typer.Option("--concise", help="one line per diagnostic")] = False,
-    as_json: Json = False,
-) -> None:
+@words
+@where
+@click.option("--concise", is_flag=True, help="One line per diagnostic.")
+@as_json
+def check(words: Words, ranks: Text, on: Text, schedule: Text, concise: bool, as_json: bool) -> None:
     """Prove every schedule of the files, or show every fault in them."""
     from commdsl.commands.check import check
 
@@ -69,73 +63,72 @@ def check(
 
 
 @app.command()
-def show(
-    words: Files,
-    stage: Annotated[str, typer.Option("--stage", metavar="STAGE", help="syntax, ir, plan, cuda or host")] = "ir",
-    ranks: Ranks = None,
-    on: On = None,
-    schedule: Schedule = None,
-    as_json: Json = False,
-) -> None:
-    """Print one stage of a file: syntax, ir, plan, cuda or host."""
+@words
+@click.option(
+    "--stage",
+    type=click.Choice(["syntax", "ir", "plan", "cuda", "host"]),
+    default="ir",
+    show_default=True,
+    help="Which.",
+)
+@where
+@as_json
+def show(words: Words, stage: str, ranks: Text, on: Text, schedule: Text, as_json: bool) -> None:
+    """Print one stage of a file."""
     from commdsl.commands.show import Stage, show
 
-    stages = [known.value for known in Stage]
-    if stage not in stages:
-        raise UsageError(f"--stage expects one of {', '.join(stages)}, got `{stage}`")
     file, params = file_and_params(words)
     leave(show(file, target(ranks, on, params), schedule, Stage(stage), as_json=as_json))
 
 
 @app.command()
+@click.argument("words", nargs=-1, metavar="[FILE]... [NAME=VALUE]...")
+@click.option("--out", "-o", type=click.Path(path_type=Path), metavar="FOLDER", help="Where to; here unless said.")
+@only_check
+@where
+@as_json
 def compile(
-    words: OptionalFiles = None,
-    out: Out = None,
-    only_check: OnlyCheck = False,
-    ranks: Ranks = None,
-    on: On = None,
-    schedule: Schedule = None,
-    as_json: Json = False,
+    words: Words, out: Path | None, only_check: bool, ranks: Text, on: Text, schedule: Text, as_json: bool
 ) -> None:
     """Write NAME.cu and an importable NAME.py per schedule; with no file, the shipped ones into generated/."""
     from commdsl.commands.compile import compile
 
-    files, params = split_words(words or [])
+    files, params = split_words(words)
     leave(compile(files, target(ranks, on, params), schedule, out, check=only_check, as_json=as_json))
 
 
 @app.command()
-def run(
-    words: Files,
-    ranks: Ranks = None,
-    on: On = None,
-    schedule: Schedule = None,
-    size: Size = "1MB",
-    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16, int32, ...")] = "float32",
-    op: Annotated[str, typer.Option("--op", metavar="OP", help="sum, max, min, prod or avg")] = "sum",
-    sanitize: Annotated[bool, typer.Option("--sanitize", help="under ThreadSanitizer")] = False,
-    processes: Annotated[bool, typer.Option("--processes", help="one process per rank instead of threads")] = False,
-    svg: Svg = None,
-    as_json: Json = False,
-) -> None:
+@words
+@where
+@click.option("--bytes", "size", default="1MB", show_default=True, metavar="SIZE", help="The largest buffer of a rank.")
+@click.option("--dtype", default="float32", show_default=True, help="float32, bfloat16, int32, ...")
+@click.option("--op", default="sum", show_default=True, help="sum, max, min, prod or avg.")
+@click.option("--sanitize", is_flag=True, help="Under ThreadSanitizer.")
+@click.option("--processes", is_flag=True, help="One process per rank instead of threads.")
+@click.option(
+    "--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw the machine, its busiest links and the steps."
+)
+@as_json
+def run(words: Words, svg: Path | None, as_json: bool, **chosen: Any) -> None:
     """Prove a file, run its emitted kernel on host ranks beside the oracle, and print cost and timeline."""
     from commdsl.commands.run import run
     from commdsl.commands.trial import Settings
 
     file, params = file_and_params(words)
-    if sanitize and processes:
+    if chosen["sanitize"] and chosen["processes"]:
         raise UsageError("ThreadSanitizer sees one process only: --sanitize or --processes, not both")
-    settings = Settings(arguments.parse_bytes(size), dtype, op, sanitize, processes)
-    leave(run(file, target(ranks, on, params), schedule, settings, svg=svg, as_json=as_json))
+    size = arguments.parse_bytes(chosen["size"])
+    settings = Settings(size, chosen["dtype"], chosen["op"], chosen["sanitize"], chosen["processes"])
+    wanted = target(chosen["ranks"], chosen["on"], params)
+    leave(run(file, wanted, chosen["schedule"], settings, svg=svg, as_json=as_json))
 
 
 @app.command()
-def fmt(
-    words: Annotated[list[str], typer.Argument(metavar="FILE", help="files or folders; `-` for standard input")],
-    only_check: OnlyCheck = False,
-    as_json: Json = False,
-) -> None:
-    """Format files in place, in the one canonical way."""
+@click.argument("words", nargs=-1, required=True, metavar="FILE...")
+@only_check
+@as_json
+def fmt(words: Words, only_check: bool, as_json: bool) -> None:
+    """Format files, or those below folders, in the one canonical way; `-` is standard input."""
     from commdsl.commands.fmt import fmt
 
     for word in words:
@@ -145,18 +138,18 @@ def fmt(
 
 
 @app.command()
-def explain(
-    code: Annotated[str | None, typer.Argument(metavar="[CODE]", help="such as C203; without it, all codes")] = None,
-    as_json: Json = False,
-) -> None:
-    """Print the law behind a diagnostic's code, with a wrong and a right example."""
+@click.argument("code", required=False)
+@as_json
+def explain(code: Text, as_json: bool) -> None:
+    """Print the law behind a diagnostic's CODE, with a wrong and a right example; without it, all codes."""
     from commdsl.commands.explain import explain
 
     leave(explain(code, as_json=as_json))
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
+@as_json
+def doctor(as_json: bool) -> None:
     """Say what this machine can do, and what to install for the rest."""
     from commdsl.commands.doctor import doctor
 
@@ -164,25 +157,24 @@ def doctor(as_json: Json = False) -> None:
 
 
 @app.command()
-def new(
-    collective: Collective,
-    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="my_COLLECTIVE.comm unless said")] = None,
-    as_json: Json = False,
-) -> None:
-    """Write a commented .comm file to start from."""
+@click.argument("collective")
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@as_json
+def new(collective: str, file: Path | None, as_json: bool) -> None:
+    """Write a commented .comm file for a COLLECTIVE (allreduce, rotation, ...) to start from."""
     from commdsl.commands.new import new
 
     leave(new(collective, file, as_json=as_json))
 
 
-def files_and_params(words: list[str]) -> tuple[tuple[Path, ...], tuple[tuple[str, int], ...]]:
+def files_and_params(words: Words) -> tuple[tuple[Path, ...], tuple[tuple[str, int], ...]]:
     files, params = split_words(words)
     if not files:
         raise UsageError("no file given")
     return files, params
 
 
-def file_and_params(words: list[str]) -> tuple[Path, tuple[tuple[str, int], ...]]:
+def file_and_params(words: Words) -> tuple[Path, tuple[tuple[str, int], ...]]:
     files, params = files_and_params(words)
     if len(files) > 1:
         raise UsageError(f"one file at a time, got {', '.join(map(str, files))}")
@@ -190,13 +182,13 @@ def file_and_params(words: list[str]) -> tuple[Path, tuple[tuple[str, int], ...]
 
 
 def leave(code: Exit) -> None:
-    raise typer.Exit(int(code))
+    sys.exit(int(code))
 
 
 def run_command(words: Sequence[str]) -> int:
     """The exit code of a command line; nothing escapes."""
     try:
-        app(list(words), standalone_mode=True)
+        app(list(words), prog_name="commdsl")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(Exit.USAGE)
     except UsageError as error:

@@ -110,7 +110,19 @@ def cell(schedule: Schedule, moves: Moves, rank: int) -> str:
     arrow = "+→" if moves.kind is MoveKind.REDUCE else "→"
     target = "" if is_same and to else chunk_names(dest, moves.dest_chunk[rows])
     place = f"{target}@{to}" if target and to else target or to
-    return f"{chunk_names(source, chunks)} {arrow} {place}"
+    return f"{shares(source, chunks, ranks)} {arrow} {place}"
+
+
+def shares(
+    buffer: Buffer,
+    chunks: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
+    ranks: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
+) -> str:
+    """The chunks a rank sends; `kv/7` when the whole buffer goes out, another part to each of seven ranks."""
+    targets = len(set(ranks.tolist()))
+    if targets > 1 and len(chunks) == targets == buffer.num_chunks == len(set(chunks.tolist())):
+        return f"{buffer.name}/{targets}"
+    return chunk_names(buffer, chunks)
 
 
 def list_cell(schedule: Schedule, moves: Moves, rank: int) -> str:

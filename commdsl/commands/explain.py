@@ -11,6 +11,7 @@ from commdsl import codes
 from commdsl.commands import output
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.output import Exit
+from commdsl.faults import nearest
 
 
 def explain(code: str | None, *, as_json: bool) -> Exit:
@@ -24,8 +25,10 @@ def explain(code: str | None, *, as_json: bool) -> Exit:
         return Exit.FINE
     wanted = code.upper()
     if wanted not in known:
-        near = codes.nearest(wanted, known)
-        raise UsageError(f"no diagnostic has the code `{code}`" + (f": {near}" if near else ""))
+        near = nearest(wanted, known)
+        raise UsageError(
+            f"no diagnostic has the code `{code}`" + (f": {near}" if near else "; `commdsl explain` lists all")
+        )
     text = codes.page(wanted)
     if as_json:
         output.say_json({"code": wanted, "title": codes.title(wanted), "page": text})

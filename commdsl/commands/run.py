@@ -102,7 +102,7 @@ def to_json(checked: compiler.Checked, made: Trial, settings: Settings) -> dict[
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,
         "topology": schedule.topology.name,
-        "proved": list(laws()),
+        "proved": list(laws(schedule)),
         "kernel": {
             "ran": made.compiler is not None,
             "compiler": made.compiler,

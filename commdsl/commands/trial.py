@@ -18,13 +18,12 @@ from commdsl.build import host, host_run
 from commdsl.commands.arguments import UsageError
 from commdsl.compiler import Compiled
 from commdsl.config import from_environment
-from commdsl.dtypes import DType
+from commdsl.dtypes import Array, DType
 from commdsl.ir import Contract, Schedule
 from commdsl.plan import Access
 from commdsl.sizes import piece_range
 from commdsl.timeouts import CommTimeout
 
-Array = NDArray[np.generic]
 SEED = 20
 
 
@@ -57,13 +56,14 @@ class Trial:
 
 def find_dtype(name: str, op: str, *, reduces: bool) -> DType:
     """The element type; UsageError when it is unknown, or has no such operation and the schedule reduces."""
-    known = {dtype.name: dtype for dtype in dtypes.ALL}
-    if name not in known:
-        raise UsageError(f"--dtype expects one of {', '.join(known)}, got `{name}`")
-    if reduces and op not in known[name].ops:
-        has = ", ".join(sorted(known[name].ops)) or "none: its bytes are only moved"
-        raise UsageError(f"{name} has no `{op}`; it has {has}")
-    return known[name]
+    if name not in dtypes.BY_NAME:
+        raise UsageError(f"--dtype expects one of {', '.join(dtypes.BY_NAME)}, got `{name}`")
+    if op not in dtypes.OPS:
+        raise UsageError(f"--op expects one of {', '.join(dtypes.OPS)}, got `{op}`")
+    found = dtypes.BY_NAME[name]
+    if reduces and op not in found.ops:
+        raise UsageError(f"{name} has no `{op}`; it has {', '.join(found.ops) or 'none: its bytes are only moved'}")
+    return found
 
 
 def trial(compiled: Compiled, settings: Settings) -> Trial:
@@ -110,9 +110,9 @@ def make_inputs(compiled: Compiled, dtype: DType, elements: int) -> dict[str, li
 
 def make_array(random: np.random.Generator, dtype: DType, size: int) -> Array:
     """Normal numbers for floating point, small whole numbers for integers."""
-    if np.issubdtype(dtype.storage, np.integer) and dtype.name == dtype.storage.name:
-        return random.integers(0, 100, size).astype(dtype.storage)
-    return dtype.from_float32(random.standard_normal(size, dtype=np.float32))
+    if dtype.is_float:
+        return dtype.from_float32(random.standard_normal(size, dtype=np.float32))
+    return random.integers(0, 100, size).astype(dtype.storage)
 
 
 def compare(
@@ -125,12 +125,12 @@ def compare(
         compared += last - first
         if not np.array_equal(wanted, got):
             return compared, difference(name, rank, first, wanted, got)
-    for index, (wanted_yield, got_yield) in enumerate(zip(expected.yields, found.yields, strict=True)):
-        for rank, (wanted_array, got_array) in enumerate(zip(wanted_yield, got_yield, strict=True)):
-            wanted, got = as_bytes(wanted_array), as_bytes(got_array)
-            compared += len(wanted)
-            if not np.array_equal(wanted, got):
-                return compared, difference(f"yield {index}", rank, 0, wanted, got)
+    for rank in range(schedule.num_ranks) if expected.yields else ():
+        wanted = as_bytes(np.concatenate([handed[rank] for handed in expected.yields]))
+        got = as_bytes(found.yields[rank])
+        compared += len(wanted)
+        if not np.array_equal(wanted, got):
+            return compared, difference("yield", rank, 0, wanted, got)
     return compared, ""
 
 
