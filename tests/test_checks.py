@@ -168,6 +168,12 @@ def test_links() -> None:
     assert "from rank 2 to rank 3" in only(replace(made(build.step(RIGHT)), topology=hole)).primary.text
 
 
+def test_a_link_is_missed_once() -> None:
+    """Two statements over the same missing link are one mistake: the wrong machine."""
+    hole = replace(build.switch(RANKS), missing=frozenset({(3, 0)}))
+    assert only(build.ring_allreduce(RANKS, hole)).primary.span == build.span(5)
+
+
 def test_rails_join_equal_gpus_only() -> None:
     """Across nodes a rail reaches the GPU of the same index."""
     machine = build.two_nodes(2)

@@ -22,13 +22,14 @@ def link_table(topology: Topology, num_ranks: int) -> NDArray[np.int32]:
 
 
 def missing_links(located: Located) -> Iterator[Diagnostic]:
-    """One message per statement, with all the pairs of ranks that lack a link in the first step where one does."""
+    """One message per statement, for the first step that needs a link no message has named yet."""
     schedule = located.schedule
     legal = link_table(schedule.topology, schedule.num_ranks) != NO_LINK
     np.fill_diagonal(legal, True)
     if legal.all():
         return
     told: set[tuple[str, int, int]] = set()
+    named = np.zeros_like(legal)
     for _, step, moves in located.statements():
         key = statement_key(moves.moves.span)
         if key in told:
@@ -37,7 +38,8 @@ def missing_links(located: Located) -> Iterator[Diagnostic]:
         bad = ~legal[source, dest]
         if moves.moves.source_valid is not None:
             bad &= moves.moves.source_valid
-        if bad.any():
+        if (bad & ~named[source, dest]).any():
+            named[source[bad], dest[bad]] = True
             told.add(key)
             yield _diagnostic(schedule.topology, step, moves, np.argwhere(bad))
 
