@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commdsl import checks, codes, parser, resolve, resources
+from commdsl import checks, parser, resolve, resources
 from commdsl.cost import Report, far_from_bound, report
 from commdsl.diagnostics import CommError, Diagnostic, Label, Severity
+from commdsl.faults import nearest
 from commdsl.ir import Schedule
 from commdsl.lower import lower
 from commdsl.plan import Plan, Transport
@@ -110,7 +111,7 @@ def find_topology(files: tuple[File, ...], name: str | None, ranks: int) -> Topo
         return found[name]
     names = sorted({*found, *(path.stem for path in shipped.parent.glob("*.comm"))})
     label = Label(Span(files[0].source, 0, 0), f"known here: {', '.join(names)}")
-    raise CommError((Diagnostic("C192", f"no topology named `{name}`", label, help=codes.nearest(name, names)),))
+    raise CommError((Diagnostic("C192", f"no topology named `{name}`", label, help=nearest(name, names)),))
 
 
 def check(
@@ -128,8 +129,10 @@ def check(
     files = path if isinstance(path, tuple) else read(path)
     num_ranks = DEFAULT_RANKS if ranks is None else ranks
     topology = find_topology(files, on, num_ranks)
-    meant = resolve.resolve(files, choose(files, schedule), num_ranks, topology, params or {})
-    warnings = _raise_errors((*checks.check_files(files), *checks.check_schedule(meant)))
+    decl = choose(files, schedule)
+    meant = resolve.resolve(files, decl, num_ranks, topology, params or {})
+    found = _raise_errors((*checks.check_files(files), *checks.check_schedule(meant)))
+    warnings = (*resolve.warnings(files, decl), *found)
     plan = lower(meant, transport)
     verify(plan)
     warnings += _raise_errors(checks.check_plan(meant, plan))
