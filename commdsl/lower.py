@@ -10,8 +10,8 @@ import numpy as np
 
 from commdsl.ir import Ints, Schedule, Step
 from commdsl.ordering import Ordered, Program, order, program
-from commdsl.placement import Phase, Placed, place
-from commdsl.plan import CELL, Access, Ops, Plan, Protocol, Tensor, Transport
+from commdsl.placement import Placed, place
+from commdsl.plan import Access, Ops, Plan, Protocol, Tensor, Transport
 from commdsl.syntax import BufferKind, MoveKind
 
 LANES = 32
@@ -24,7 +24,7 @@ SMALLEST_TILE = 4 * 1024
 def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
     """The Plan of one schedule for its rank count; one for NVSHMEM also runs through peer pointers, with the same bits."""
     placed = place(schedule, transport)
-    steps = program(placed.phases, schedule.num_ranks)
+    steps = program(placed.rows.rank, placed.rows.phase, schedule.num_ranks)
     ordered = order(placed, steps, schedule.num_ranks)
     ops, signals = _tables(placed, steps, ordered, schedule.num_ranks)
     lanes = _lanes(schedule)
@@ -72,45 +72,41 @@ def _tile_bytes(tiles: int) -> int:
 
 
 def _tables(placed: Placed, steps: Program, ordered: Ordered, num_ranks: int) -> tuple[Ops, Ints]:
-    phases = placed.phases
-    rank_begin = _begins(steps.length)
-    new = rank_begin[steps.rank] + steps.number  # where each operation goes when ranks are laid end to end
+    rows, rank_begin, place = placed.rows, steps.begin, steps.place
 
     def laid_out(values: Ints) -> Ints:
-        column = np.empty(len(new), np.int32)
-        column[new] = values
+        """A column with the ranks end to end."""
+        column = np.empty(len(place), np.int32)
+        column[place] = values
         return column
 
-    def column(name: str) -> Ints:
-        return laid_out(np.concatenate([getattr(phase, name) for phase in phases]))
-
-    counts = np.concatenate([np.diff(phase.source_begin) for phase in phases])
+    counts = np.diff(rows.source_begin)
     source_begin = _begins(laid_out(counts))
-    to = np.repeat(source_begin[new] - _begins(counts)[:-1], counts) + np.arange(source_begin[-1], dtype=np.int32)
+    to = np.repeat(source_begin[place] - rows.source_begin[:-1], counts) + np.arange(source_begin[-1], dtype=np.int32)
 
-    def source_column(name: str) -> Ints:
+    def sources_laid_out(values: Ints) -> Ints:
         column = np.empty(len(to), np.int32)
-        column[to] = np.concatenate([getattr(phase, name) for phase in phases])
+        column[to] = values
         return column
 
-    waits, signal_begin, signal_peer, per_round = _flags(ordered, new, rank_begin, num_ranks)
+    waits, signal_begin, signal_peer, per_round = _flags(ordered, rank_begin, num_ranks)
     ops = Ops(
         rank_begin=rank_begin,
-        kind=column("kind"),
-        cut=column("cut"),
-        piece=column("piece"),
+        kind=laid_out(rows.kind),
+        cut=laid_out(rows.cut),
+        piece=laid_out(rows.piece),
         barrier=laid_out(steps.turn == 0),
-        dest_space=column("dest_space"),
-        dest_rank=column("dest_rank"),
-        dest_index=column("dest_index"),
+        dest_space=laid_out(rows.dest_space),
+        dest_rank=laid_out(rows.dest_rank),
+        dest_index=laid_out(rows.dest_index),
         source_begin=source_begin,
-        source_space=source_column("source_space"),
-        source_rank=source_column("source_rank"),
-        source_index=source_column("source_index"),
+        source_space=sources_laid_out(rows.source_space),
+        source_rank=sources_laid_out(rows.source_rank),
+        source_index=sources_laid_out(rows.source_index),
         **waits,
         signal_begin=signal_begin,
         signal_peer=signal_peer,
-        origin=column("origin"),
+        origin=laid_out(rows.origin),
     )
     return ops, per_round
 
@@ -119,7 +115,7 @@ def _begins(counts: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
-def _flags(ordered: Ordered, new: Ints, rank_begin: Ints, num_ranks: int) -> tuple[dict[str, Ints], Ints, Ints, Ints]:
+def _flags(ordered: Ordered, rank_begin: Ints, num_ranks: int) -> tuple[dict[str, Ints], Ints, Ints, Ints]:
     """Waits and signals as tables: every awaited (operation, waiting rank) is one signal, numbered per pair of ranks."""
     waits = ordered.waits
     raised_after = rank_begin[waits.peer] + waits.number
@@ -135,11 +131,10 @@ def _flags(ordered: Ordered, new: Ints, rank_begin: Ints, num_ranks: int) -> tup
     ordinal[pair] = place - np.maximum.accumulate(np.where(starts, place, 0)) + 1 if len(same) else place
     per_round = np.zeros((num_ranks, num_ranks), np.int32)
     np.add.at(per_round, (sender, to), 1)
-    op = new[waits.op]
-    in_order = np.lexsort((waits.peer, op))
+    in_order = np.argsort(waits.op.astype(np.int64) * num_ranks + waits.peer, kind="stable")
     num_ops = int(rank_begin[-1])
     tables = {
-        "wait_begin": _begins(np.bincount(op, minlength=num_ops)),
+        "wait_begin": _begins(np.bincount(waits.op, minlength=num_ops)),
         "wait_peer": waits.peer[in_order],
         "wait_ordinal": ordinal[signal_of_wait][in_order],
         "wait_rounds_back": waits.back[in_order],
@@ -157,14 +152,14 @@ def _alias_safe(placed: Placed, steps: Program, schedule: Schedule) -> list[str]
         read, write = (_tensor(placed.tensors, buffer.name, access) for access in (Access.READ, Access.WRITE))
         last_read = np.full((schedule.num_ranks, buffer.num_chunks), -1)
         first_write = np.full((schedule.num_ranks, buffer.num_chunks), len(steps.rank))
-        for first, phase in zip(steps.first, placed.phases, strict=False):
-            row, chunk = _reads(phase, read)
-            np.maximum.at(last_read, (phase.rank[row], chunk), first + row)
-            writes = np.nonzero(phase.dest_space == write)[0]
-            np.minimum.at(first_write, (phase.rank[writes], phase.dest_index[writes]), first + writes)
+        rows, row = placed.rows, np.repeat(np.arange(len(placed.rows.rank)), np.diff(placed.rows.source_begin))
+        reads = np.nonzero(rows.source_space == read)[0]
+        np.maximum.at(last_read, (rows.source_rank[reads], rows.source_index[reads]), row[reads])
+        writes = np.nonzero(rows.dest_space == write)[0]
+        np.minimum.at(first_write, (rows.dest_rank[writes], rows.dest_index[writes]), writes)
         # The same operation may read and write an element: the thread that reads it is the one that writes it.
         # Different operations must lie in different phases, as only between phases there is a block barrier.
-        phase = np.append(steps.phase, len(placed.phases))
+        phase = np.append(steps.phase, len(steps.phase))
         if ((last_read == first_write) | (last_read < 0) | (phase[last_read] < phase[first_write])).all():
             safe.append(buffer.name)
     return safe
@@ -173,8 +168,3 @@ def _alias_safe(placed: Placed, steps: Program, schedule: Schedule) -> list[str]
 def _tensor(tensors: tuple[Tensor, ...], name: str, access: Access) -> int:
     return next(i for i, tensor in enumerate(tensors) if tensor.name == name and tensor.access is access)
 
-
-def _reads(phase: Phase, tensor: int) -> tuple[Ints, Ints]:
-    row = np.repeat(np.arange(len(phase.rank)), np.diff(phase.source_begin))
-    here = phase.source_space == tensor
-    return row[here], phase.source_index[here]

@@ -10,14 +10,13 @@ All edges point to an earlier phase, so no wait can be part of a cycle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from commdsl.clocks import Clocks
+from commdsl.clocks import Clocks, FullClocks, RotatingClocks
 from commdsl.ir import Ints
-from commdsl.placement import Phase, Placed
+from commdsl.placement import Placed, Rows
 from commdsl.plan import CELL, Reason
 
 MANY = -2  # several ranks have read the cell since it was written; they stand in a table beside
@@ -48,7 +47,7 @@ class Edges:
 
 @dataclass(frozen=True, eq=False)
 class Ordered:
-    """Copies of the cells that rounds use in turn, and the edges that need a flag."""
+    """Copies of the cells that rounds use in turn, and the edges that need a flag; `op` counts rank after rank."""
 
     rotation: int
     waits: Edges
@@ -56,57 +55,76 @@ class Ordered:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The phases joined: where each operation stands in its rank's program."""
+    """Where each row stands in its rank's program."""
 
-    first: tuple[int, ...]  # first operation of each phase
     rank: Ints
+    phase: Ints
     number: Ints  # within its rank's program
     turn: Ints  # within its rank and phase
-    phase: Ints
     length: Ints  # operations per rank
-    batches: tuple[tuple[Ints, ...], ...]  # per phase and turn: the operations that run at once, one a rank
+
+    @property
+    def begin(self) -> Ints:
+        """(num_ranks + 1,): where each rank's operations start when ranks are laid end to end."""
+        return np.concatenate([[0], np.cumsum(self.length)]).astype(np.int32)
+
+    @property
+    def place(self) -> Ints:
+        """Where each row goes when ranks are laid end to end."""
+        return self.begin[self.rank] + self.number
+
+    @property
+    def first(self) -> list[int]:
+        """First row of each phase, and the number of rows."""
+        last = int(self.phase[-1]) if len(self.phase) else -1
+        bounds: list[int] = np.searchsorted(self.phase, np.arange(last + 2)).tolist()
+        return bounds
 
 
-def program(phases: tuple[Phase, ...], num_ranks: int) -> Program:
-    done = np.zeros(num_ranks, np.int32)
-    numbers, turns = [], []
-    for phase in phases:
-        counts = np.bincount(phase.rank, minlength=num_ranks)
-        turn = np.arange(len(phase.rank)) - np.repeat(np.cumsum(counts) - counts, counts)
-        numbers.append(done[phase.rank] + turn)
-        turns.append(turn)
-        done = done + counts
-    lengths = [len(phase.rank) for phase in phases]
-    first = tuple(np.cumsum([0, *lengths]).tolist())
-    return Program(
-        first=first,
-        rank=np.concatenate([phase.rank for phase in phases]),
-        number=np.concatenate(numbers).astype(np.int32),
-        turn=np.concatenate(turns).astype(np.int32),
-        phase=np.repeat(np.arange(len(phases)), lengths).astype(np.int32),
-        length=done.astype(np.int32),
-        batches=tuple(tuple(_by_turn(start, turn)) for start, turn in zip(first, turns, strict=False)),
-    )
+def program(rank: Ints, phase: Ints, num_ranks: int) -> Program:
+    """Numbers rows that are sorted by phase, then rank, then program order."""
+    by_rank = np.argsort(rank, kind="stable")
+    length = np.bincount(rank, minlength=num_ranks)
+    number = np.empty(len(rank), np.int32)
+    number[by_rank] = np.arange(len(rank)) - np.repeat(np.cumsum(length) - length, length)
+    place = np.arange(len(rank))
+    starts = np.ones(len(rank), np.bool_)
+    starts[1:] = (rank[1:] != rank[:-1]) | (phase[1:] != phase[:-1])
+    turn = place - np.maximum.accumulate(np.where(starts, place, 0))
+    return Program(rank, phase, number, turn.astype(np.int32), length.astype(np.int32))
 
 
-def _by_turn(first: int, turn: Ints) -> list[Ints]:
-    order = np.argsort(turn, kind="stable")
-    bounds = np.searchsorted(turn[order], np.arange(1, int(turn.max()) + 1))
-    return np.split(first + order.astype(np.int32), bounds)
+@dataclass(frozen=True, eq=False)
+class _Accesses:
+    """Reads or writes of cells, by row: the rank that does it, and the cell (owner * num_cells + cell)."""
+
+    row: Ints
+    rank: Ints
+    key: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """What is to be ordered: a program and what it touches. `turned`: rank 0 stands for all, see `_quotient`."""
+
+    steps: Program
+    reads: _Accesses
+    writes: _Accesses
+    num_keys: int
+    clocks: Clocks
+    turned: bool
 
 
 class _Cells:
     """The last accesses of every cell of every rank (private to this pass)."""
 
-    def __init__(self, num_ranks: int, num_cells: int) -> None:
-        size = num_ranks * num_cells
-        self.num_cells = num_cells
+    def __init__(self, size: int) -> None:
         self.write_rank, self.write_number = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
         self.read_rank, self.read_number = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
         self.readers: dict[int, dict[int, int]] = {}  # where read_rank is MANY
         self.first_rank, self.first_op = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
 
-    def reads(self, key: Ints, op: Ints, rank: Ints, number: Ints) -> Edges:
+    def reads(self, key: Ints, op: Ints, rank: Ints, number: Ints) -> list[Edges]:
         """Edges of reads after writes; notes the readers."""
         writer = self.write_rank[key]
         far = (writer != rank) & (writer >= 0)
@@ -126,11 +144,11 @@ class _Cells:
                 self.read_rank[k] = MANY
             self.readers[k][b] = i
         self.read_rank[key[~shared]], self.read_number[key[~shared]] = rank[~shared], number[~shared]
-        return edges
+        return [edges]
 
     def writes(self, key: Ints, op: Ints, rank: Ints, number: Ints) -> list[Edges]:
         """Edges of writes after reads and after writes; notes the writer and forgets the readers."""
-        edges = list(self.last_users(key, op, rank))
+        edges = self.last_users(key, op, rank)
         new = self.write_rank[key] == -1
         self.first_rank[key[new]], self.first_op[key[new]] = rank[new], op[new]
         for k in key[self.read_rank[key] == MANY].tolist():
@@ -139,19 +157,21 @@ class _Cells:
         self.write_rank[key], self.write_number[key] = rank, number
         return edges
 
-    def last_users(self, key: Ints, op: Ints, rank: Ints) -> Iterator[Edges]:
+    def last_users(self, key: Ints, op: Ints, rank: Ints) -> list[Edges]:
         """Edges from the last readers of each cell, or from the last writer where nobody has read it since."""
-        reader = self.read_rank[key]
+        reader, writer = self.read_rank[key], self.write_rank[key]
         one = (reader >= 0) & (reader != rank)
-        yield _edges(op[one], rank[one], reader[one], self.read_number[key[one]], Reason.WRITE_AFTER_READ)
+        unread = (reader == -1) & (writer >= 0) & (writer != rank)
+        edges = [
+            _edges(op[one], rank[one], reader[one], self.read_number[key[one]], Reason.WRITE_AFTER_READ),
+            _edges(op[unread], rank[unread], writer[unread], self.write_number[key[unread]], Reason.WRITE_AFTER_WRITE),
+        ]
         several = np.nonzero(reader == MANY)[0].tolist()
         rows = [(op[i], rank[i], q, n) for i in several for q, n in self.readers[int(key[i])].items() if q != rank[i]]
         if rows:
             columns = [np.array(column, np.int32) for column in zip(*rows, strict=True)]
-            yield _edges(columns[0], columns[1], columns[2], columns[3], Reason.WRITE_AFTER_READ)
-        writer = self.write_rank[key]
-        unread = (reader == -1) & (writer >= 0) & (writer != rank)
-        yield _edges(op[unread], rank[unread], writer[unread], self.write_number[key[unread]], Reason.WRITE_AFTER_WRITE)
+            edges.append(_edges(columns[0], columns[1], columns[2], columns[3], Reason.WRITE_AFTER_READ))
+        return edges
 
 
 def _edges(op: Ints, rank: Ints, peer: Ints, number: Ints, reason: Reason) -> Edges:
@@ -164,44 +184,121 @@ def _joined(parts: list[Edges]) -> Edges:
     return Edges(np.concatenate([np.zeros((6, 0), np.int32), *(edges.table for edges in parts)], axis=1))
 
 
-def _accesses(phase: Phase) -> tuple[tuple[Ints, Ints, Ints], tuple[Ints, Ints, Ints]]:
-    """Reads and writes of cells: row of the phase, rank that owns the cell, cell."""
-    row = np.repeat(np.arange(len(phase.rank)), np.diff(phase.source_begin))
-    read = phase.source_space == CELL
-    write = phase.dest_space == CELL
-    return (
-        (row[read], phase.source_rank[read], phase.source_index[read]),
-        (np.nonzero(write)[0], phase.dest_rank[write], phase.dest_index[write]),
+def _whole(rows: Rows, steps: Program, num_ranks: int, num_cells: int) -> _Problem:
+    """Every rank's operations."""
+    row = np.repeat(np.arange(len(rows.rank), dtype=np.int32), np.diff(rows.source_begin))
+    read, write = rows.source_space == CELL, rows.dest_space == CELL
+    read_key = rows.source_rank[read].astype(np.int64) * num_cells + rows.source_index[read]
+    write_key = rows.dest_rank[write].astype(np.int64) * num_cells + rows.dest_index[write]
+    return _Problem(
+        steps=steps,
+        reads=_Accesses(row[read], rows.rank[row[read]], read_key),
+        writes=_Accesses(np.nonzero(write)[0].astype(np.int32), rows.rank[write], write_key),
+        num_keys=num_ranks * num_cells,
+        clocks=FullClocks(num_ranks),
+        turned=False,
     )
 
 
-def _hazards(phases: tuple[Phase, ...], steps: Program, cells: _Cells) -> list[Edges]:
+def _quotient(rows: Rows, steps: Program, num_ranks: int, num_cells: int) -> _Problem | None:
+    """Rank 0's operations, if every rank does the same up to rotation: most schedules, and all that large ones can be.
+
+    Turned by -o, rank 0's access to a cell of rank o is an access by rank -o to a cell of rank 0, namely the cell that rank
+    -o touches at this place of its program. So the cells of rank 0 alone see every kind of access.
+    """
+    if len(set(steps.length.tolist())) != 1:
+        return None
+    num_ops = int(steps.length[0])
+    by_rank = np.argsort(steps.rank, kind="stable")
+    counts = np.diff(rows.source_begin)
+    width = counts.reshape(-1)[by_rank].reshape(num_ranks, num_ops)
+    flat = _of_rank(rows.source_begin, counts, by_rank)
+    if not _same(steps.phase[by_rank].reshape(num_ranks, num_ops)) or not _same(width):
+        return None
+    row = np.repeat(np.arange(num_ops, dtype=np.int32), width[0])
+    write = _turned(rows.dest_space[by_rank], rows.dest_rank[by_rank], rows.dest_index[by_rank], num_ranks, num_cells)
+    read = _turned(rows.source_space[flat], rows.source_rank[flat], rows.source_index[flat], num_ranks, num_cells)
+    if write is None or read is None:
+        return None
+    chosen = by_rank[:num_ops]
+    own = Program(steps.rank[chosen], steps.phase[chosen], steps.number[chosen], steps.turn[chosen], steps.length[:1])
+    return _Problem(
+        steps=own,
+        reads=_Accesses(row[read[0]], read[1], read[2]),
+        writes=_Accesses(write[0], write[1], write[2]),
+        num_keys=num_cells,
+        clocks=RotatingClocks(num_ranks),
+        turned=True,
+    )
+
+
+def _of_rank(begin: Ints, counts: Ints, order: Ints) -> Ints:
+    """The flat positions of variable-length rows in a new order."""
+    lengths = counts[order]
+    return np.repeat(begin[:-1][order] - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(begin[-1]))
+
+
+def _same(table: Ints) -> bool:
+    return bool((table == table[0]).all())
+
+
+def _turned(
+    space: Ints, owner: Ints, index: Ints, num_ranks: int, num_cells: int
+) -> tuple[Ints, Ints, Ints] | None:
+    """Rank 0's accesses to cells as (place, turned rank, cell of rank 0), or None where ranks differ."""
+    space, owner, index = (part.reshape(num_ranks, -1) for part in (space, owner, index))
+    distance = (owner - np.arange(num_ranks, dtype=np.int32)[:, None]) % num_ranks
+    if not _same(space == CELL):
+        return None
+    place = np.nonzero(space[0] == CELL)[0].astype(np.int32)
+    if not _same(distance[:, place]):
+        return None
+    cells = index[:, place]
+    following = np.full(num_cells, -1, np.int32)  # the cell that the next rank touches instead
+    following[cells] = np.roll(cells, -1, axis=0)
+    if not (following[cells] == np.roll(cells, -1, axis=0)).all():
+        return None
+    turned = -distance[0, place] % num_ranks
+    return place, turned, cells[turned, np.arange(len(place))].astype(np.int64)
+
+
+def _hazards(problem: _Problem, cells: _Cells) -> list[Edges]:
     """The edges within one round, by phase."""
+    steps, first = problem.steps, problem.steps.first
+    reads, writes = np.searchsorted(problem.reads.row, first), np.searchsorted(problem.writes.row, first)
     found = []
-    for first, phase in zip(steps.first, phases, strict=False):
-        (read_row, read_owner, read_cell), (write_row, write_owner, write_cell) = _accesses(phase)
+    for phase in range(len(first) - 1):
         parts = []
-        for row, owner, cell, take in (
-            (read_row, read_owner, read_cell, cells.reads),
-            (write_row, write_owner, write_cell, cells.writes),
-        ):
-            key = owner.astype(np.int64) * cells.num_cells + cell
-            edges = take(key, (first + row).astype(np.int32), phase.rank[row], steps.number[first + row])
-            parts += edges if isinstance(edges, list) else [edges]
-        found.append(_joined(parts))
+        for accesses, bounds, take in ((problem.reads, reads, cells.reads), (problem.writes, writes, cells.writes)):
+            here = slice(bounds[phase], bounds[phase + 1])
+            if here.start < here.stop:
+                row = accesses.row[here]
+                parts += take(accesses.key[here], row, accesses.rank[here], steps.number[row])
+        found.append(_from_rank_0(_joined(parts), problem))
     return found
+
+
+def _from_rank_0(edges: Edges, problem: _Problem) -> Edges:
+    """Edges between turned ranks as rank 0 sees them."""
+    if problem.turned and len(edges):
+        edges.table[2] = (edges.peer - edges.rank) % problem.clocks.num_ranks
+        edges.table[1] = 0
+    return edges
 
 
 class _Run:
     """One greedy run of the program, round after round (private to this pass)."""
 
-    def __init__(self, steps: Program, num_ranks: int) -> None:
-        self.steps = steps
-        self.clocks = Clocks(num_ranks)
+    def __init__(self, problem: _Problem) -> None:
+        self.steps = problem.steps
+        self.turned = problem.turned
+        self.clocks = problem.clocks
         self.rounds = 0
-        self._start = np.concatenate([[0], np.cumsum(steps.length)]).astype(np.int32)
-        self._phases = np.empty(len(steps.phase), np.int32)  # by rank, then number
-        self._phases[self._start[steps.rank] + steps.number] = steps.phase
+        self._start = self.steps.begin
+        self._phases = np.empty(len(self.steps.phase), np.int32)  # by rank, then number
+        self._phases[self.steps.place] = self.steps.phase
+        first = self.steps.first
+        self._batches = [_by_turn(lo, self.steps.turn[lo:hi]) for lo, hi in zip(first[:-1], first[1:], strict=True)]
 
     def copy(self) -> _Run:
         twin = _Run.__new__(_Run)
@@ -211,21 +308,24 @@ class _Run:
     def round(self, per_phase: list[Edges]) -> Edges:
         """Runs one more round, joining along the edges; returns those that told the waiting rank something new."""
         steps, news = self.steps, []
-        for phase, edges in enumerate(per_phase):
+        for batches, edges in zip(self._batches, per_phase, strict=True):
             wanted = self._sorted(edges)
-            turn_of_edge = steps.turn[wanted.op]
-            for turn, batch in enumerate(steps.batches[phase]):
-                lo, hi = np.searchsorted(turn_of_edge, (turn, turn + 1))
-                if hi > lo:
-                    news += self._join(Edges(wanted.table[:, lo:hi]))
+            bounds = np.searchsorted(steps.turn[wanted.op], np.arange(len(batches) + 1)).tolist() if len(wanted) else None
+            for turn, batch in enumerate(batches):
+                if bounds and bounds[turn] < bounds[turn + 1]:
+                    news += self._join(Edges(wanted.table[:, bounds[turn] : bounds[turn + 1]]))
                 rank = steps.rank[batch]
                 self.clocks.finish(rank, self.rounds * steps.length[rank] + steps.number[batch])
         self.rounds += 1
         return _joined(news)
 
+    def _program_of(self, peer: Ints) -> Ints:
+        """The rank whose program tells what `peer` does: rank 0's where it stands for all."""
+        return np.zeros_like(peer) if self.turned else peer
+
     def _absolute(self, edges: Edges) -> Ints:
         """The awaited operations numbered through all rounds; negative before the first call."""
-        return (self.rounds - edges.back) * self.steps.length[edges.peer] + edges.number
+        return (self.rounds - edges.back) * self.steps.length[self._program_of(edges.peer)] + edges.number
 
     def _unknown(self, edges: Edges) -> Ints:
         """Indices of the edges whose waiting rank does not know yet that the awaited operation is over."""
@@ -238,7 +338,9 @@ class _Run:
             edges = edges.take(self._unknown(edges))
         if not len(edges):
             return edges
-        awaited = self._phases[self._start[edges.peer] + edges.number]
+        if len(edges) == 1:
+            return edges
+        awaited = self._phases[self._start[self._program_of(edges.peer)] + edges.number]
         order = np.lexsort((edges.peer, -edges.number, -awaited, edges.back, edges.op, self.steps.turn[edges.op]))
         return edges.take(order)
 
@@ -262,6 +364,13 @@ def _nth(values: Ints) -> Ints:
     return place - np.maximum.accumulate(np.where(start, place, 0))
 
 
+def _by_turn(first: int, turn: Ints) -> list[Ints]:
+    """The rows that run at once, one a rank."""
+    order = np.argsort(turn, kind="stable")
+    bounds = np.searchsorted(turn[order], np.arange(1, int(turn.max()) + 1))
+    return np.split(first + order.astype(np.int32), bounds)
+
+
 def _by_phase(edges: Edges, steps: Program) -> list[Edges]:
     phase = steps.phase[edges.op]
     order = np.argsort(phase, kind="stable")
@@ -269,12 +378,12 @@ def _by_phase(edges: Edges, steps: Program) -> list[Edges]:
     return [edges.take(order[lo:hi]) for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def _reuse(cells: _Cells, rounds_back: int) -> Edges:
+def _reuse(cells: _Cells, problem: _Problem, rounds_back: int) -> Edges:
     """Edges from the last users of every cell to its first writer, `rounds_back` rounds later."""
     key = np.nonzero(cells.first_op >= 0)[0]
-    edges = _joined(list(cells.last_users(key, cells.first_op[key], cells.first_rank[key])))
+    edges = _joined(cells.last_users(key, cells.first_op[key], cells.first_rank[key]))
     edges.table[5] = rounds_back
-    return edges
+    return _from_rank_0(edges, problem)
 
 
 def order(placed: Placed, steps: Program, num_ranks: int) -> Ordered:
@@ -283,16 +392,34 @@ def order(placed: Placed, steps: Program, num_ranks: int) -> Ordered:
     One copy of the cells if the flags within a round already keep rounds apart; else two copies, which lets a rank be a
     round ahead, and the flags still missing then.
     """
-    cells = _Cells(num_ranks, placed.num_cells)
-    run = _Run(steps, num_ranks)
-    within = run.round(_hazards(placed.phases, steps, cells))
+    problem = _quotient(placed.rows, steps, num_ranks, placed.num_cells)
+    if problem is None:
+        problem = _whole(placed.rows, steps, num_ranks, placed.num_cells)
+    cells = _Cells(problem.num_keys)
+    run = _Run(problem)
+    within = run.round(_hazards(problem, cells))
     for rotation in (1, 2):
-        trial, needed = run.copy(), within
-        edges = _by_phase(_joined([within, _reuse(cells, rotation)]), steps)
+        trial = run.copy()
+        edges = _by_phase(_joined([within, _reuse(cells, problem, rotation)]), problem.steps)
         for _ in range(rotation):
             news = trial.round(edges)
         across = news.take(np.nonzero(news.back > 0)[0])
         needed = _joined([within, across])
         if not len(across):
             break
-    return Ordered(rotation, needed)
+    return Ordered(rotation, _spread(needed, num_ranks, int(steps.length[0])) if problem.turned else _placed(needed, steps))
+
+
+def _placed(edges: Edges, steps: Program) -> Edges:
+    edges.table[0] = steps.place[edges.op]
+    return edges
+
+
+def _spread(edges: Edges, num_ranks: int, num_ops: int) -> Edges:
+    """Rank 0's edges turned to every rank."""
+    rank = np.repeat(np.arange(num_ranks, dtype=np.int32), len(edges))
+    table = np.tile(edges.table, num_ranks)
+    table[0] += rank * num_ops
+    table[1] = rank
+    table[2] = (table[2] + rank) % num_ranks
+    return Edges(table)

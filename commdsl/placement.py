@@ -10,8 +10,7 @@ chunk are used in turn, so that a step may send a chunk on and receive the next 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 import numpy as np
@@ -28,9 +27,13 @@ DEPTH = 4  # cells a chunk uses in turn: more than two, so that the credit for a
 
 
 @dataclass(frozen=True, eq=False)
-class Phase:
-    """Operations that need nothing of each other, sorted by rank, then program order. Sources as in `plan.Ops`."""
+class Rows:
+    """Operations sorted by phase, then rank, then program order. Those of one phase need nothing of each other.
 
+    Columns as in `plan.Ops`.
+    """
+
+    phase: Ints
     rank: Ints
     kind: Ints
     cut: Ints
@@ -38,16 +41,16 @@ class Phase:
     dest_space: Ints
     dest_rank: Ints
     dest_index: Ints
+    origin: Ints
     source_begin: Ints
     source_space: Ints
     source_rank: Ints
     source_index: Ints
-    origin: Ints
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    phases: tuple[Phase, ...]
+    rows: Rows
     tensors: tuple[Tensor, ...]
     num_cells: int
     origins: tuple[Origin, ...]
@@ -370,8 +373,10 @@ class _Placer:
         self.phases.append(batches)
 
     def average(self) -> None:
-        """The last pass of an `avg`: every chunk whose contract is a sum."""
+        """The last pass of an `avg`: every chunk whose contract is a sum. An average over one rank is what it was."""
         batches = []
+        if self.schedule.num_ranks == 1:
+            return
         for contract in self.schedule.contracts:
             tensor = self.homes.write[contract.dest_buffer]
             if contract.is_sum and tensor is not None and len(contract.dest_rank):
@@ -393,23 +398,39 @@ def _beside(first: tuple[Ints, Ints, Ints], rest: tuple[Ints, Ints, Ints]) -> tu
     return space, rank, index
 
 
-def _assemble(batches: list[_Batch], num_ranks: int) -> Phase:
-    """Joins the statements of a phase; each rank starts with the peer after it, so that not all turn to one."""
+def _assemble(phases: list[list[_Batch]], num_ranks: int) -> Rows:
+    """Joins all statements; in a phase each rank starts with the peer after it, so that not all turn to one."""
+    phases = [phase for phase in ([b for b in batches if len(b.rank)] for batches in phases) if phase]
+    batches = [batch for phase in phases for batch in phase]
+    lengths = [len(batch.rank) for batch in batches]
+    phase = np.repeat([number for number, group in enumerate(phases) for _ in group], lengths).astype(np.int64)
     rank = np.concatenate([batch.rank for batch in batches])
-    columns = [_columns(batch) for batch in batches]
     peer = np.concatenate([_peer(batch) for batch in batches])
     distance = np.where(peer == rank, num_ranks, (peer - rank) % num_ranks)
-    order = np.lexsort((np.arange(len(rank)), distance, rank))
-    count = np.concatenate([column[0] for column in columns])
-    begin = np.concatenate([[0], np.cumsum(count)])
-    flat = _gather(begin, count, order)
-    sources = [np.concatenate([column[1][part] for column in columns])[flat] for part in range(3)]
-    dest = [np.concatenate([batch.dest[part] for batch in batches])[order] for part in range(3)]
-    cut, piece = (np.concatenate([batch.size_class[part] for batch in batches])[order] for part in range(2))
-    kind = np.repeat([int(b.kind) for b in batches], [len(b.rank) for b in batches]).astype(np.int32)[order]
-    origin = np.repeat([b.origin for b in batches], [len(b.rank) for b in batches]).astype(np.int32)[order]
-    source_begin = np.concatenate([[0], np.cumsum(count[order])]).astype(np.int32)
-    return Phase(rank[order], kind, cut, piece, *dest, source_begin, *sources, origin)
+    order = np.argsort((phase * num_ranks + rank) * (num_ranks + 1) + distance, kind="stable")
+    columns = [_columns(batch) for batch in batches]
+    count = np.concatenate([counts for counts, _ in columns])
+    flat = _gather(np.cumsum(count) - count, count[order], order)
+    sources = [np.concatenate([parts[part] for _, parts in columns])[flat] for part in range(3)]
+
+    def joined(parts: list[Ints]) -> Ints:
+        return np.concatenate(parts)[order].astype(np.int32, copy=False)
+
+    return Rows(
+        phase=phase[order].astype(np.int32),
+        rank=rank[order],
+        kind=np.repeat([int(batch.kind) for batch in batches], lengths)[order].astype(np.int32),
+        cut=joined([batch.size_class[0] for batch in batches]),
+        piece=joined([batch.size_class[1] for batch in batches]),
+        dest_space=joined([batch.dest[0] for batch in batches]),
+        dest_rank=joined([batch.dest[1] for batch in batches]),
+        dest_index=joined([batch.dest[2] for batch in batches]),
+        origin=np.repeat([batch.origin for batch in batches], lengths)[order].astype(np.int32),
+        source_begin=np.concatenate([[0], np.cumsum(count[order])]).astype(np.int32),
+        source_space=sources[0],
+        source_rank=sources[1],
+        source_index=sources[2],
+    )
 
 
 def _columns(batch: _Batch) -> tuple[Ints, list[Ints]]:
@@ -430,30 +451,22 @@ def _peer(batch: _Batch) -> Ints:
 
 
 def _gather(begin: Ints, count: Ints, order: Ints) -> Ints:
-    """The flat positions of variable-length rows taken in a new order."""
-    lengths = count[order]
-    starts = np.repeat(begin[order] - np.concatenate([[0], np.cumsum(lengths)[:-1]]), lengths)
-    return starts + np.arange(int(lengths.sum()))
+    """The flat positions of variable-length rows taken in a new order; `count` is in the new order."""
+    return np.repeat(begin[order] - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
 
 
-def _renumber(phases: tuple[Phase, ...]) -> tuple[tuple[Phase, ...], int]:
+def _renumber(rows: Rows) -> tuple[Rows, int]:
     """Numbers the cells that are used from 0 on."""
-    used = [phase.dest_index[phase.dest_space == CELL] for phase in phases]
-    cells = np.unique(np.concatenate([*used, np.zeros(0, np.int32)]))
-
-    def renamed(space: Ints, index: Ints) -> Ints:
-        return np.where(space == CELL, np.searchsorted(cells, index), index).astype(np.int32)
-
-    def all_renamed() -> Iterator[Phase]:
-        for phase in phases:
-            dest_index = renamed(phase.dest_space, phase.dest_index)
-            source_index = renamed(phase.source_space, phase.source_index)
-            yield Phase(
-                phase.rank, phase.kind, phase.cut, phase.piece, phase.dest_space, phase.dest_rank, dest_index,
-                phase.source_begin, phase.source_space, phase.source_rank, source_index, phase.origin,
-            )  # fmt: skip
-
-    return tuple(all_renamed()), len(cells)
+    in_cell = rows.dest_space == CELL
+    highest = int(rows.dest_index[in_cell].max(initial=-1))
+    used = np.zeros(highest + 1, np.bool_)
+    used[rows.dest_index[in_cell]] = True
+    number = (np.cumsum(used) - 1).astype(np.int32)
+    dest_index, source_index = rows.dest_index.copy(), rows.source_index.copy()
+    dest_index[in_cell] = number[dest_index[in_cell]]
+    from_cell = rows.source_space == CELL
+    source_index[from_cell] = number[source_index[from_cell]]
+    return replace(rows, dest_index=dest_index, source_index=source_index), int(used.sum())
 
 
 def place(schedule: Schedule, transport: Transport) -> Placed:
@@ -473,9 +486,7 @@ def place(schedule: Schedule, transport: Transport) -> Placed:
                 assert_never(step)
     placer.copy_out()
     placer.average()
-    phases, num_cells = _renumber(
-        tuple(_assemble(batches, schedule.num_ranks) for batches in placer.phases if any(len(b.rank) for b in batches))
-    )
-    if any((phase.source_space == UNDEFINED).any() for phase in phases):
+    rows, num_cells = _renumber(_assemble(placer.phases, schedule.num_ranks))
+    if (rows.source_space == UNDEFINED).any():
         raise InternalError(f"`{schedule.name}` reads data that was never written, yet passed the checks")
-    return Placed(phases, tuple(placer.homes.tensors), num_cells, tuple(placer.origins))
+    return Placed(rows, tuple(placer.homes.tensors), num_cells, tuple(placer.origins))
