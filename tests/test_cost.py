@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import ir_builder as build
 import numpy as np
 import pytest
+from collectives import main_case, shipped
 
-from commdsl import cost
+from commdsl import compiler, cost, interpret
 from commdsl.diagnostics import Severity
+from commdsl.dtypes import FLOAT32
 from commdsl.ir import Contract, Schedule
 from commdsl.limits import limit
+from commdsl.resolve import resolve
 from commdsl.syntax import BufferKind, LinkScope, MoveKind
-from commdsl.topology import Link, Topology
+from commdsl.topology import Link, Topology, switch
 
 
 def directed(num_ranks: int, pairs: list[tuple[int, int]]) -> Topology:
@@ -191,3 +196,21 @@ def test_values_that_follow_from_others_are_not_counted() -> None:
     )  # fmt: skip
     found = limit(build.schedule(2, (x, y), (contract,), (), one_port(2)))
     assert found.seconds_per_byte == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in shipped() if path.stem.startswith("allreduce")], ids=lambda p: p.stem
+)
+def test_same_bits_are_the_same_bits(path: Path) -> None:
+    """Where the report says that all ranks get the same bits, the interpreter hands all ranks the same bits."""
+    case = main_case(path, 8)
+    assert case is not None
+    files = compiler.read(path)
+    schedule = resolve(files, compiler.choose(files, None), case.ranks, switch(case.ranks), dict(case.params))
+    (given,) = (found for found in schedule.buffers if found.kind in (BufferKind.INPUT, BufferKind.INOUT))
+    random = np.random.default_rng(8)
+    inputs = [random.standard_normal(240, np.float32) * 10.0 ** random.integers(-3, 4) for _ in range(case.ranks)]
+    result = interpret.run(schedule, {given.name: inputs}, FLOAT32, "sum")
+    first, *others = next(iter(result.outputs.values()))
+    assert cost.report(schedule).same_bits
+    assert all(np.array_equal(first, other) for other in others)
