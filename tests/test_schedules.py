@@ -1,0 +1,131 @@
+"""Every shipped schedule is proved, means what its name says, and runs as it means."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from collectives import MAX_RANKS, Case, admits, cases, main_case, make_inputs, mismatch, shipped
+from numpy.typing import NDArray
+from proved import given, proved, result_name
+
+from commdsl import compiler, dtypes, interpret
+from commdsl.build import host_run
+from commdsl.compiler import Checked
+from commdsl.diagnostics import CommError, Severity
+from commdsl.dtypes import DType
+from commdsl.emit import Emitted, emit
+from commdsl.ir import Schedule
+from commdsl.plan import Plan
+
+RUN_RANKS = (2, 3, 5, 6, 7, 8, 16)
+SMALL_TILE = 128
+"""Bytes of a tile in tests, so that a small tensor takes several rounds."""
+
+
+def wrong(case: Case, schedule: Schedule, block: int) -> str:
+    """What the interpreter's result lacks of the collective, or nothing."""
+    inputs = make_inputs(case.ranks, given(schedule).blocks * block)
+    result = interpret.run(schedule, {given(schedule).name: inputs}, dtypes.INT64, "sum")
+    outputs = result.outputs.get(result_name(schedule), [])
+    return mismatch(case.collective, inputs, outputs, result.yields, block, dict(case.params))
+
+
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+def test_meaning(path: Path) -> None:
+    """For every admitted rank count the schedule is proved and the oracle gives the collective; others are refused."""
+    for ranks in range(2, MAX_RANKS + 1):
+        for case in cases(path, ranks):
+            checked = proved(case)
+            assert not [d for d in checked.warnings if d.severity is Severity.ERROR], case
+            for block in (0, 1, 2 * checked.schedule.buffers[0].cut + 1):
+                assert not wrong(case, checked.schedule, block), case
+        if not admits(path.stem, ranks):
+            with pytest.raises(CommError):
+                compiler.check(path, ranks=ranks)
+
+
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+def test_inputs_stay(path: Path) -> None:
+    """No schedule asks for scratch or in-place work it can do without: an `input` is never written."""
+    case = main_case(path, 8)
+    assert case is not None
+    schedule = proved(case).schedule
+    inputs = make_inputs(8, given(schedule).blocks * 100)
+    before = [value.copy() for value in inputs]
+    interpret.run(schedule, {given(schedule).name: inputs}, dtypes.INT64, "sum")
+    assert all(np.array_equal(*pair) for pair in zip(inputs, before, strict=True))
+
+
+def small_tiles(checked: Checked) -> tuple[Plan, Emitted]:
+    plan = replace(checked.plan, tile_bytes=SMALL_TILE)
+    return plan, emit(plan)
+
+
+def random_values(dtype: DType, ranks: int, size: int, seed: int) -> list[NDArray[np.generic]]:
+    """Any numbers: sums round, and where they do shows in the bits."""
+    rng = np.random.default_rng(seed)
+    return [dtype.from_float32(rng.normal(scale=100, size=size).astype(np.float32)) for _ in range(ranks)]
+
+
+def same_bits(left: list[NDArray[np.generic]], right: list[NDArray[np.generic]]) -> bool:
+    return all(a.tobytes() == b.tobytes() for a, b in zip(left, right, strict=True))
+
+
+def sizes(schedule: Schedule, dtype: DType) -> tuple[int, ...]:
+    """Elements of a block: none, one, about a chunk each, several rounds of two lanes with a ragged end."""
+    cut = max(buffer.cut for buffer in schedule.buffers)
+    return 0, 1, cut + 1, cut * (10 * SMALL_TILE + 16) // dtype.size + 3
+
+
+def runs_as_it_means(case: Case, checked: Checked, dtype: DType, sanitize: bool = False) -> None:
+    """Two calls in a row of the emitted kernel, with different inputs, equal the oracle bit for bit."""
+    schedule = checked.schedule
+    plan, emitted = small_tiles(checked)
+    buffer = given(schedule)
+    blocks = sizes(schedule, dtype)
+    runs = [(block, False) for block in (blocks[-1:] if sanitize else blocks)]
+    runs += [(blocks[-1], True)] if plan.alias_safe else []
+    for block, in_place in runs:
+        calls = [{buffer.name: random_values(dtype, case.ranks, buffer.blocks * block, seed)} for seed in (1, 2)]
+        options = host_run.Options(sanitize=sanitize, max_delay=0.001, in_place=in_place)
+        for inputs, got in zip(calls, host_run.run_calls(plan, emitted, calls, dtype, "sum", options), strict=True):
+            want = interpret.run(schedule, inputs, dtype, "sum")
+            defined = defined_outputs(case, want.outputs)
+            assert all(same_bits(*pair) for pair in zip(defined, defined_outputs(case, got.outputs), strict=True)), (
+                f"{case} {dtype.name} {block} elements"
+            )
+            if want.yields:
+                stacked = [np.concatenate([step[rank] for step in want.yields]) for rank in range(case.ranks)]
+                assert same_bits(stacked, got.yields), f"{case} {dtype.name} {block} elements: yields"
+
+
+def defined_outputs(case: Case, outputs: dict[str, list[NDArray[np.generic]]]) -> list[list[NDArray[np.generic]]]:
+    """The outputs the contract speaks of: those of the root only, where there is one that alone gets the result."""
+    kept = [dict(case.params).get("root", 0)] if case.collective in ("reduce", "gather") else range(case.ranks)
+    return [[arrays[rank] for rank in kept] for arrays in outputs.values()]
+
+
+@pytest.mark.parametrize("ranks", RUN_RANKS)
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+def test_kernel(path: Path, ranks: int) -> None:
+    """The emitted kernel on host ranks gives the oracle's bits, for any size, call after call."""
+    case = main_case(path, ranks)
+    if case is None:
+        with pytest.raises(CommError):
+            compiler.check(path, ranks=ranks)
+        return
+    checked = proved(case)
+    kinds = (dtypes.INT32, dtypes.FLOAT32) if checked.plan.has_reduction else (dtypes.INT32,)
+    for dtype in kinds:
+        runs_as_it_means(case, checked, dtype)
+
+
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+def test_threads(path: Path) -> None:
+    """ThreadSanitizer finds nothing in two calls in a row on four ranks (five where there is no schedule for four)."""
+    case = main_case(path, 4) or main_case(path, 5)
+    assert case is not None
+    runs_as_it_means(case, proved(case), dtypes.BFLOAT16, sanitize=True)
