@@ -16,7 +16,7 @@ import numpy as np
 from commdsl.cost import Report
 from commdsl.ir import Schedule, Step, Yield
 from commdsl.syntax import MoveKind
-from commdsl.topology import NO_LINK, link_of
+from commdsl.topology import NO_LINK, link_of, pair_bandwidth
 
 MAX_VERTICES = 32
 MAX_STEPS = 16
@@ -107,27 +107,54 @@ def draw(schedule: Schedule, report: Report) -> str:
     machine = f"{report.topology}{' (idealised)' if report.idealised else ''}"
     facts = f"{schedule.num_ranks} ranks on {machine} · {report.num_steps} steps · {report.num_transfers:,} transfers"
     canvas.text(Point(MARGIN, 66), facts, fill=FAINT)
-    draw_machine(canvas, schedule, report, groups)
+    loads = pair_loads(schedule, report)
+    draw_machine(canvas, schedule, loads, groups, TOP + rows / 2 + 16)
     draw_steps(canvas, schedule, groups, rows)
-    draw_loads(canvas, report, TOP + rows + 60)
+    draw_loads(canvas, report, loads, TOP + rows + 60)
     return canvas.render()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one pair carries: n blocks, over a link that gives it `bandwidth` at most; `time` per byte of a block."""
+
+    source: int
+    dest: int
+    blocks: float
+    bandwidth: float
+
+    @property
+    def time(self) -> float:
+        return self.blocks / self.bandwidth
+
+
+def pair_loads(schedule: Schedule, report: Report) -> tuple[Load, ...]:
+    """Every pair in use, the busiest last; by the time its bytes take, as links differ."""
+    topology = schedule.topology
+    link = link_of(topology, report.pair_source, report.pair_dest)
+    ports = np.array([link.port_bandwidth for link in topology.links])[link]
+    rates = np.minimum(ports, pair_bandwidth(topology, report.pair_source, report.pair_dest, link))
+    columns = (report.pair_source.tolist(), report.pair_dest.tolist(), report.pair_blocks.tolist(), rates.tolist())
+    loads = (Load(*values) for values in zip(*columns, strict=True))
+    return tuple(sorted(loads, key=lambda load: (load.time, -load.source, -load.dest)))
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 
-def draw_machine(canvas: Canvas, schedule: Schedule, report: Report, groups: Groups) -> None:
+def draw_machine(canvas: Canvas, schedule: Schedule, loads: Sequence[Load], groups: Groups, middle: float) -> None:
     """The ranks on a circle, every link as a hair, every pair in use as thick as its load."""
-    centre = Point(MARGIN + RING / 2, TOP + RING / 2 + 16)
+    centre = Point(MARGIN + RING / 2, middle)
+    radius = 15 if groups.count <= 16 else 9
     places = circle(centre, RING / 2 - 34, groups.count)
-    loads = group_loads(report, groups)
+    arcs = group_loads(loads, groups)
     if groups.size == 1 and groups.count <= 16:
         draw_links(canvas, schedule, places)
-    most = max(loads.values(), default=1.0)
-    for (source, dest), load in sorted(loads.items(), key=lambda item: (item[1], item[0])):
-        draw_arc(canvas, centre, places[source], places[dest], load / most)
+    most = max(arcs.values(), default=1.0)
+    stroke = 2.2 if len(arcs) <= 60 else 1.0
+    for (source, dest), load in sorted(arcs.items(), key=lambda item: (item[1], item[0])):
+        draw_arc(canvas, centre, places[source], places[dest], load / most, stroke, radius + 2)
     per_node = schedule.topology.gpus_per_node
-    radius = 15 if groups.count <= 16 else 9
     for index, place in enumerate(places):
         colour = NODES[index * groups.size // per_node % len(NODES)]
         canvas.add("circle", cx=place.x, cy=place.y, r=radius, fill=PAPER, stroke=colour, stroke_width=2.5)
@@ -151,17 +178,19 @@ def draw_links(canvas: Canvas, schedule: Schedule, places: Sequence[Point]) -> N
                 canvas.line(places[source], places[dest], GRID, 1)
 
 
-def group_loads(report: Report, groups: Groups) -> dict[tuple[int, int], float]:
-    """Blocks between dots, in both directions apart."""
-    loads: dict[tuple[int, int], float] = {}
-    sources, dests = report.pair_source // groups.size, report.pair_dest // groups.size
-    for source, dest, blocks in zip(sources.tolist(), dests.tolist(), report.pair_blocks.tolist(), strict=True):
+def group_loads(loads: Sequence[Load], groups: Groups) -> dict[tuple[int, int], float]:
+    """The time of the busiest pair between two dots, in both directions apart."""
+    arcs: dict[tuple[int, int], float] = {}
+    for load in loads:
+        source, dest = load.source // groups.size, load.dest // groups.size
         if source != dest:
-            loads[source, dest] = loads.get((source, dest), 0.0) + blocks
-    return loads
+            arcs[source, dest] = max(load.time, arcs.get((source, dest), 0.0))
+    return arcs
 
 
-def draw_arc(canvas: Canvas, centre: Point, source: Point, dest: Point, share: float) -> None:
+def draw_arc(
+    canvas: Canvas, centre: Point, source: Point, dest: Point, share: float, stroke: float, gap: float
+) -> None:
     """A bow from source to dest that leaves room for the opposite one."""
     dx, dy = dest.x - source.x, dest.y - source.y
     length = hypot(dx, dy)
@@ -170,13 +199,13 @@ def draw_arc(canvas: Canvas, centre: Point, source: Point, dest: Point, share: f
     middle = Point(middle.x + (centre.x - middle.x) * 0.06, middle.y + (centre.y - middle.y) * 0.06)
     colour = LOADS[min(int(share * len(LOADS)), len(LOADS) - 1)]
     end_length = hypot(dest.x - middle.x, dest.y - middle.y)
-    tip = Point(dest.x - (dest.x - middle.x) / end_length * 17, dest.y - (dest.y - middle.y) / end_length * 17)
-    width = 1 + 2.2 * share
+    tip = Point(dest.x - (dest.x - middle.x) / end_length * gap, dest.y - (dest.y - middle.y) / end_length * gap)
+    width = (0.45 + share) * stroke
     path = (
         f"M{number(source.x)} {number(source.y)} Q{number(middle.x)} {number(middle.y)} {number(tip.x)} {number(tip.y)}"
     )
     canvas.add("path", d=path, fill="none", stroke=colour, stroke_width=width, opacity=0.85)
-    canvas.head(tip, middle, colour, 7 + 2 * share)
+    canvas.head(tip, middle, colour, 5 + 1.8 * stroke * share)
 
 
 def draw_node_names(canvas: Canvas, schedule: Schedule, centre: Point, groups: Groups) -> None:
@@ -274,24 +303,23 @@ def draw_kinds(canvas: Canvas, schedule: Schedule, at: Point) -> None:
 # --- the loads --------------------------------------------------------------------------------------------------------
 
 
-def draw_loads(canvas: Canvas, report: Report, y: float) -> None:
+def draw_loads(canvas: Canvas, report: Report, loads: Sequence[Load], y: float) -> None:
     """The scale of the arcs, and the busiest pairs in words."""
-    if not len(report.pair_blocks):
+    if not loads:
         canvas.text(Point(MARGIN, y), "nothing crosses a link", fill=FAINT)
         return
-    most = float(report.pair_blocks.max())
-    canvas.text(Point(MARGIN, y), "load of a pair, n = the bytes of a block", size=12, fill=FAINT)
+    most = loads[-1]
+    canvas.text(Point(MARGIN, y), "time of a pair on its link, n = the bytes of a block", size=12, fill=FAINT)
     for index, colour in enumerate(LOADS):
         canvas.add("rect", x=MARGIN + 44 * index, y=y + 12, width=42, height=8, fill=colour, rx=2)
     canvas.text(Point(MARGIN, y + 38), "0", size=11, fill=FAINT)
-    canvas.text(Point(MARGIN + 44 * len(LOADS), y + 38), f"{most:.3g} n", size=11, fill=FAINT, anchor="end")
-    order = np.lexsort((report.pair_dest, report.pair_source, -report.pair_blocks))
-    ties = int((report.pair_blocks >= most * (1 - 1e-9)).sum())
-    names = [f"{report.pair_source[i]} → {report.pair_dest[i]}" for i in order[: min(ties, BUSIEST)]]
-    rest = f" and {ties - BUSIEST} more" if ties > BUSIEST else ""
-    words = (
-        f"busiest: {',  '.join(names)}{rest}, {most:.3g} n each" if ties > 1 else f"busiest: {names[0]}, {most:.3g} n"
-    )
+    top = f"n / {1e-9 / most.time:.4g} GB/s"
+    canvas.text(Point(MARGIN + 44 * len(LOADS), y + 38), top, size=11, fill=FAINT, anchor="end")
+    ties = [load for load in reversed(loads) if load.time >= most.time * (1 - 1e-9)]
+    names = ",  ".join(f"{load.source} → {load.dest}" for load in ties[:BUSIEST])
+    rest = f" and {len(ties) - BUSIEST} more" if len(ties) > BUSIEST else ""
+    each = " each" if len(ties) > 1 else ""
+    words = f"busiest: {names}{rest}, {most.blocks:.3g} n at {most.bandwidth / 1e9:.4g} GB/s{each}"
     canvas.text(Point(STEPS_LEFT, y + 28), words, size=12)
     if report.busiest_port:
         port = report.busiest_port

@@ -134,7 +134,8 @@ def list_cell(schedule: Schedule, moves: Moves, rank: int) -> str:
     valid = np.ones_like(moves.source_rank[rows], bool) if moves.source_valid is None else moves.source_valid[rows]
     ranks, chunks = moves.source_rank[rows][valid], moves.source_chunk[rows][valid]
     place = "" if (ranks == rank).all() else f"@{who(ranks, rank, schedule.num_ranks)}"
-    return f"{chunk_names(dest, moves.dest_chunk[rows])} ← Σ {chunk_names(source, chunks)}{place}"
+    target, operands = chunk_names(dest, moves.dest_chunk[rows]), chunk_names(source, chunks)
+    return f"{target} ← Σ{place}" if place and target == operands else f"{target} ← Σ {operands}{place}"
 
 
 def who(ranks: np.ndarray[tuple[int, ...], np.dtype[np.int32]], rank: int, num_ranks: int) -> str:
@@ -156,7 +157,9 @@ def chunk_names(buffer: Buffer, chunks: np.ndarray[tuple[int, ...], np.dtype[np.
     indices = [spans(column, "") for column in columns]
     if prod(map(len, columns)) != len(found) or "" in indices:
         return f"{len(found)} of {buffer.name}"
-    return f"{buffer.name}[{','.join(indices)}]"
+    while len(columns[-1]) == buffer.dims[-1 - (len(buffer.dims) - len(columns))]:
+        columns.pop()  # a whole trailing dimension goes without saying, as in the language
+    return f"{buffer.name}[{','.join(indices[: len(columns)])}]"
 
 
 def spans(values: list[int], noun: str) -> str:
