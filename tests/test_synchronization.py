@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 
+import ir_builder
 import numpy as np
 import pytest
+from brute_force import broken_laws, has_idle_flag, without_wait
+from plans import FAMILIES, Op, Programs, big_ring_allreduce, build, gathered
 
+from commdsl import compiler, resources
 from commdsl.checks.synchronization import prove
 from commdsl.plan import CELL, Access, OpKind, Plan, Tensor
 from commdsl.verify import verify
-from tests import ir_builder
-from tests.brute_force import broken_laws, has_idle_flag, without_wait
-from tests.plans import FAMILIES, Op, Programs, big_ring_allreduce, build, gathered
 
 PROOF, CLOCKS, HAZARDS = (import_module(f"commdsl.checks.{name}") for name in ("synchronization", "clocks", "hazards"))
 RACES = {"C202", "C205"}
@@ -324,3 +325,51 @@ def test_lowered_plans(num_ranks: int) -> None:
             assert codes(replace(plan, rotation=1)) == ["C205"]
         bare = replace(plan, ops=replace(plan.ops, barrier=np.zeros_like(plan.ops.barrier)))
         assert set(codes(bare)) <= {"C206", "C208"}
+
+
+def test_one_rank() -> None:
+    """A schedule of one rank has nothing to order, and nothing to average over."""
+    from commdsl.lower import lower
+
+    plan = lower(ir_builder.ring_allreduce(1))
+    verify(plan)
+
+    assert codes(plan) == []
+
+
+SHIPPED = sorted(
+    str(path.relative_to(resources.data_dir("schedules")))
+    for folder in ("collectives", "attention")
+    for path in (resources.data_dir("schedules") / folder).glob("*.comm")
+)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_schedules(name: str) -> None:
+    """The Plan of a shipped schedule on 3 or 4 ranks is proved, by brute force too.
+
+    It is refused without any one of its waits, with one a signal early, and with one copy of its cells if it has two.
+    """
+    ranks = 3 if "hamilton" in name else 4  # 4 ranks have no decomposition into cycles
+    plan = compiler.check(resources.data_dir("schedules") / name, ranks=ranks).plan
+
+    assert broken_laws(plan, extra_rounds=0) == set()
+    for wait in range(len(plan.ops.wait_peer)):
+        assert set(codes(without_wait(plan, wait))) & RACES
+        early = plan.ops.wait_ordinal.copy()
+        early[wait] -= 1
+        if early[wait]:
+            assert set(codes(replace(plan, ops=replace(plan.ops, wait_ordinal=early)))) & RACES
+    assert plan.rotation == 1 or codes(replace(plan, rotation=1)) == ["C205"]
+
+
+@pytest.mark.parametrize("name", ["allreduce_ring", "allreduce_oneshot", "reduce_tree", "allgather_recursive_doubling"])
+def test_shipped_barriers(name: str) -> None:
+    """A block barrier dropped from a shipped schedule is refused exactly where the second opinion misses it."""
+    plan = compiler.check(resources.data_dir("schedules") / "collectives" / f"{name}.comm", ranks=4).plan
+    plan = replace(plan, alias_safe=())
+    for op in np.flatnonzero(plan.ops.barrier).tolist():
+        barrier = plan.ops.barrier.copy()
+        barrier[op] = 0
+        bare = replace(plan, ops=replace(plan.ops, barrier=barrier))
+        assert set(codes(bare)) == broken_laws(bare, extra_rounds=0)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import ir_builder
 import numpy as np
 import pytest
+from plans import FAMILIES, build
 
 from commdsl.checks.memory import memory
 from commdsl.diagnostics import InternalError
 from commdsl.plan import Access, OpKind, Plan, Tensor
 from commdsl.verify import verify
-from tests import ir_builder
-from tests.plans import FAMILIES, build
 
 
 def plan() -> Plan:

@@ -1,0 +1,106 @@
+"""One Plan for each law that no text can break: a right one, made by the compiler, with one thing changed.
+
+Turns nothing into Plans; assumes the compiler's are right. Does not render: `test_plan_faults.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from brute_force import without_wait
+
+from commdsl import compiler
+from commdsl.ir import Schedule
+from commdsl.plan import CELL, Access, Plan
+
+TEXT = """\
+schedule allgather_ring for P ranks where P >= 2 {
+  input x  output y[P blocks]
+  ensure allgather(x -> y)
+  each r { copy x -> y[r] }
+  for s in 0 ..< P - 1 {
+    each r { put y[(r - s) % P] -> y[(r - s) % P] @ (r + 1) % P }
+  }
+}
+"""
+IN_PLACE = """\
+schedule allreduce_ring for P ranks where P >= 2 {
+  inout x[P]
+  ensure allreduce(x)
+  for s in 0 ..< P - 1 {
+    each r { reduce x[(r - s) % P] -> x[(r - s) % P] @ (r + 1) % P }
+  }
+  for s in 0 ..< P - 1 {
+    each r { put x[(r + 1 - s) % P] -> x[(r + 1 - s) % P] @ (r + 1) % P }
+  }
+}
+"""
+
+
+def right(text: str = TEXT) -> tuple[Schedule, Plan]:
+    proved = compiler.check(compiler.read_text(text, "example.comm", Path()), ranks=3)
+    return proved.schedule, proved.plan
+
+
+def with_tables(plan: Plan, **tables: np.ndarray) -> Plan:
+    return replace(plan, ops=replace(plan.ops, **tables))
+
+
+def with_wait(plan: Plan, op: int, peer: int, ordinal: int) -> Plan:
+    """The Plan with one more wait, the last of its operation."""
+    ops = plan.ops
+    at = ops.wait_begin[op + 1]
+    row = {"wait_peer": peer, "wait_ordinal": ordinal, "wait_rounds_back": 0, "wait_reason": 0}
+    columns = {name: np.insert(getattr(ops, name), at, value) for name, value in row.items()}
+    return with_tables(plan, wait_begin=ops.wait_begin + (np.arange(ops.num_ops + 1) > op).astype(np.int32), **columns)
+
+
+def circle(plan: Plan) -> Plan:
+    """Every rank waits for its first signal before it does anything."""
+    ops, begin = plan.ops, plan.ops.wait_begin.copy()
+    for rank in range(plan.num_ranks):
+        first = ops.rank_begin[rank]
+        begin[first + 1 : np.flatnonzero(ops.wait_begin > ops.wait_begin[first])[0]] += 1
+    return with_tables(plan, wait_begin=begin)
+
+
+def never(plan: Plan) -> Plan:
+    ordinal = plan.ops.wait_ordinal.copy()
+    ordinal[-1] += 1
+    return with_tables(plan, wait_ordinal=ordinal)
+
+
+def idle(plan: Plan) -> Plan:
+    """Rank 2 asks once more, at its last operation, for what it has seen."""
+    return with_wait(plan, plan.ops.num_ops - 1, int(plan.ops.wait_peer[-1]), 1)
+
+
+def unwritten(plan: Plan) -> Plan:
+    """The last read of a cell is of one that nobody writes."""
+    index = plan.ops.source_index.copy()
+    index[np.flatnonzero(plan.ops.source_space == CELL)[-1]] = plan.num_cells
+    return replace(with_tables(plan, source_index=index), num_cells=plan.num_cells + 1)
+
+
+def late_read(plan: Plan) -> Plan:
+    """The first operation that reads what the schedule made of `x` reads `x` as it came in."""
+    access = [tensor.access for tensor in plan.tensors]
+    space = plan.ops.source_space.copy()
+    space[np.flatnonzero(space == access.index(Access.WRITE))[0]] = access.index(Access.READ)
+    return with_tables(plan, source_space=space)
+
+
+FAULTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
+    "C201": (TEXT, circle),
+    "C202": (TEXT, lambda plan: without_wait(plan, 0)),
+    "C203": (TEXT, never),
+    "C204": (TEXT, idle),
+    "C205": (TEXT, lambda plan: replace(plan, rotation=1)),
+    "C206": (TEXT, lambda plan: with_tables(plan, barrier=np.zeros_like(plan.ops.barrier))),
+    "C207": (TEXT, unwritten),
+    "C208": (IN_PLACE, late_read),
+    "C342": (TEXT, lambda plan: replace(plan, num_cells=plan.num_cells + 1)),
+}
