@@ -243,6 +243,15 @@ def test_useless_statements() -> None:
     assert idle.primary.span == build.span(7)
 
 
+def test_repeated_promises() -> None:
+    """A contract said twice is refused, two different ones are not."""
+    schedule = made(build.step(RIGHT))
+    (contract,) = schedule.contracts
+    assert only(replace(schedule, contracts=(contract, contract))).code == "C312"
+    part = build.copies_contract("general", 0, 1, [(1, 0, 0, 0)])
+    assert check_schedule(replace(schedule, contracts=(contract, part))) == ()
+
+
 def test_a_row_may_be_useless() -> None:
     """A statement that does something for one rank is not useless for doing nothing for another."""
     x = build.buffer(BufferKind.INOUT, "x")

@@ -17,6 +17,7 @@ from commdsl.checks.inputs import writes_to_input
 from commdsl.checks.locations import Located
 from commdsl.checks.memory import memory
 from commdsl.checks.overlap import overlapping_writes
+from commdsl.checks.promises import repeated_promises
 from commdsl.checks.roles import broken_roles, unused_roles
 from commdsl.checks.size_classes import unequal_sizes
 from commdsl.checks.synchronization import synchronization
@@ -34,7 +35,7 @@ PlanRule: TypeAlias = Callable[[Schedule, Plan], Iterator[Diagnostic]]
 AnyRule = TypeVar("AnyRule")
 
 RULES: tuple[tuple[Rule, ...], ...] = (
-    (broken_cycles, broken_roles),
+    (broken_cycles, broken_roles, repeated_promises),
     (out_of_bounds,),
     (overlapping_writes, writes_to_input, undefined_reads, missing_links),
     (unequal_sizes,),

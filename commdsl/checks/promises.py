@@ -1,0 +1,53 @@
+"""C312: no `ensure` says what another has said.
+
+Assumes resolved contracts. Does not ask whether they are kept; `conservation` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.checks.locations import Located
+from commdsl.diagnostics import Diagnostic, Label
+from commdsl.ir import Contract
+
+
+def repeated_promises(located: Located) -> Iterator[Diagnostic]:
+    """One message per repetition."""
+    told: set[int] = set()
+    for (_, first), (number, second) in combinations(enumerate(located.schedule.contracts), 2):
+        if number not in told and _same(first, second):
+            told.add(number)
+            yield Diagnostic(
+                "C312",
+                "the same promise twice",
+                Label(second.span, "changes nothing"),
+                (Label(first.span, "said here"),),
+                help="drop one of them",
+            )
+
+
+def _same(first: Contract, second: Contract) -> bool:
+    heads = [(one.name, one.source_buffer, one.dest_buffer, one.is_sum) for one in (first, second)]
+    return heads[0] == heads[1] and all(map(_equal, _rows(first), _rows(second)))
+
+
+def _rows(contract: Contract) -> tuple[NDArray[np.generic] | None, ...]:
+    return (
+        contract.dest_rank,
+        contract.dest_chunk,
+        contract.value,
+        contract.source_rank,
+        contract.source_chunk,
+        contract.source_valid,
+    )
+
+
+def _equal(first: NDArray[np.generic] | None, second: NDArray[np.generic] | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return np.array_equal(first, second)
