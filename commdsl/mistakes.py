@@ -142,9 +142,13 @@ def _malformed(fault: Fault) -> Diagnostic | None:
         label = Label(fault.here, "names start with a letter")
         return Diagnostic("C001", f"{fault.got} is neither a number nor a name", label)
     known = word[:1] in '"_' or word[:1].isalnum() or word in {*OPERATORS, "->", "..<", "@", ",", "=", ".", *")]}{"}
-    if word and (not known or not word.isascii()):
-        return Diagnostic("C001", f"the language has no {_character(word[0])}", Label(fault.here))
-    return None
+    if not word or (known and word.isascii()):
+        return None
+    foreign = next((character for character in word if not character.isascii()), word[0])
+    at = fault.here.start + word.index(foreign)
+    remark = "names are made of ASCII letters, digits and `_`" if foreign.isalpha() else ""
+    label = Label(Span(fault.source, at, at + 1), remark)
+    return Diagnostic("C001", f"the language has no {_character(foreign)}", label)
 
 
 def _closing_without_opening(fault: Fault) -> Diagnostic | None:
@@ -262,17 +266,14 @@ _FROM_ELSEWHERE = {
     "foreach": "each",
     "var": "let",
     "const": "let",
-    "temp": "scratch",
     "buffer": "scratch",
     "def": "schedule",
     "fn": "schedule",
     "func": "schedule",
-    "machine": "topology",
     "assert": "ensure",
     "elif": "else if",
     "elsif": "else if",
     "from": "in",
-    "when": "where",
     "gpus": "ranks",
 }
 

@@ -1,0 +1,68 @@
+"""Reads fault files and the examples of explain pages: how to check them, and which errors they expect."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from commdsl import compiler
+from commdsl.diagnostics import CommError, Diagnostic
+
+TESTS = Path(__file__).parent
+FAULTS = TESTS / "faults"
+EXPLAIN = TESTS.parent / "commdsl" / "explain"
+
+_CHECK = re.compile(r"# check:([^#\n]*)")
+_EXPECT = re.compile(r'# error: (C\d{3})(?: "((?:[^"\\]|\\.)*)")?')
+_BLOCK = re.compile(r"^```comm (wrong|right)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `# check: --ranks 8 --on h200_2x8 K=2` says."""
+
+    ranks: int | None = None
+    on: str | None = None
+    params: dict[str, int] = field(default_factory=dict)
+
+
+def options(text: str) -> Options:
+    """The options in the first line of a text; without such a line, none."""
+    match = _CHECK.match(text)
+    words = match[1].split() if match else []
+    ranks, on, params = None, None, {}
+    while words:
+        word = words.pop(0)
+        if word == "--ranks":
+            ranks = int(words.pop(0))
+        elif word == "--on":
+            on = words.pop(0)
+        else:
+            name, _, value = word.partition("=")
+            params[name] = int(value)
+    return Options(ranks, on, params)
+
+
+def diagnostics(text: str, name: str) -> tuple[Diagnostic, ...]:
+    """Everything `commdsl check` says about a text that stands among the fault files."""
+    given = options(text)
+    try:
+        files = compiler.read_text(text, name, FAULTS)
+        return compiler.check(files, ranks=given.ranks, on=given.on, params=given.params).warnings
+    except CommError as error:
+        return error.diagnostics
+
+
+def expected(text: str) -> list[tuple[int, str, str]]:
+    """Line, code and part of the message of every error a text announces."""
+    return [
+        (number, match[1], (match[2] or "").replace('\\"', '"'))
+        for number, line in enumerate(text.split("\n"), 1)
+        for match in _EXPECT.finditer(line)
+    ]
+
+
+def example_blocks(page: Path) -> list[tuple[str, str]]:
+    """(`wrong` or `right`, text) of every example of an explain page."""
+    return [(match[1], match[2]) for match in _BLOCK.finditer(page.read_text(encoding="utf-8"))]
