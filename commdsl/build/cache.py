@@ -6,6 +6,7 @@ may be deleted at any time no build runs.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -35,6 +36,15 @@ def entry(cache_dir: Path, entry_key: str, build: Callable[[Path], None]) -> Pat
     if cache_dir.resolve().is_relative_to(package):
         raise InternalError(f"the cache {cache_dir} lies inside the package")
     final.parent.mkdir(parents=True, exist_ok=True)
+    with (final.parent / f".{entry_key}.lock").open("w") as lock:
+        # The ranks of a job ask for the same thing at once: one builds, the others wait for it.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not final.is_dir():
+            _fill(final, build)
+    return final
+
+
+def _fill(final: Path, build: Callable[[Path], None]) -> None:
     fresh = Path(tempfile.mkdtemp(prefix=".building-", dir=final.parent))
     try:
         build(fresh)
@@ -44,4 +54,3 @@ def entry(cache_dir: Path, entry_key: str, build: Callable[[Path], None]) -> Pat
             raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return final

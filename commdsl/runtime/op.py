@@ -34,6 +34,9 @@ class Op:
         self.ranks = ranks  # assumed where a group is not known: tracing without one
         self._programs: dict[tuple[int, Transport], Program] = {}
         self._lock = threading.Lock()
+        # Kept apart from the programs: `torch.compile` traces through a call as far as these.
+        self.has_reduction = self.program(ranks).signature.has_reduction
+        self.works_in_place = self.program(ranks).signature.in_place is not None
 
     def __repr__(self) -> str:
         return f"<commdsl op {self.name}>"
@@ -64,12 +67,12 @@ class Op:
 
     def in_place(self, *inputs: torch.Tensor, group: Any = None, op: str = "sum") -> None:
         """Overwrites the `inout` tensors; only for schedules that are proved to allow it."""
-        if self.program(self.ranks).signature.in_place is None:
+        if not self.works_in_place:
             raise TensorError(f"`{self.name}` cannot work in place: a chunk would be overwritten before it is read")
         getattr(torch.ops.commdsl, f"{self.name}_")(*inputs, communicator.name_of(group), *self._reduction(op))
 
     def _reduction(self, op: str) -> tuple[str, ...]:
-        if self.program(self.ranks).signature.has_reduction:
+        if self.has_reduction:
             return (op,)
         if op != "sum":
             raise ReductionError(f"`{self.name}` reduces nothing: op=`{op}` has no meaning")
@@ -139,8 +142,8 @@ class Op:
         self, inputs: Sequence[torch.Tensor], group_name: str, op: str, outputs: list[torch.Tensor] | None
     ) -> list[torch.Tensor]:
         comm = communicator.of(group_name, inputs[0].device)
-        comm.check()
         comm.refuse_if_broken()
+        comm.check()
         known = self.program(comm.size, comm.transport)
         signature = known.signature
         tensors.check(self.name, signature, inputs)

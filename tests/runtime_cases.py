@@ -1,0 +1,316 @@
+"""What the ranks of test_runtime.py do: each function runs in every process of a gloo group at once.
+
+Assumes torch.distributed is initialised. Inputs follow from (rank, seed): every rank knows what every other one sent.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import time
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import commdsl
+from commdsl.runtime.errors import (
+    BrokenGroupError,
+    GradientError,
+    GroupError,
+    ReductionError,
+    RendezvousError,
+    TensorError,
+)
+
+REDUCED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+MOVED = (*REDUCED, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bool, torch.float64)
+COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": operator.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": operator.mul,
+}
+
+
+def world() -> str:
+    return str(dist.group.WORLD.group_name)
+
+
+def given(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Small whole numbers: every order of summation gives the same bits in every dtype."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+
+
+def everyone(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    return [given(rank, shape, dtype, seed) for rank in range(dist.get_world_size())]
+
+
+def combined(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
+    if op == "avg":
+        return (reduce(operator.add, (tensor.float() for tensor in tensors)) / len(tensors)).to(tensors[0].dtype)
+    return reduce(COMBINE[op], tensors)
+
+
+def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert got.shape == wanted.shape
+    assert got.dtype == wanted.dtype
+    assert torch.equal(got.contiguous().view(-1).view(torch.uint8), wanted.contiguous().view(-1).view(torch.uint8))
+
+
+def every_dtype_and_size() -> None:
+    op = commdsl.load("allreduce_ring")
+    rank = dist.get_rank()
+    others = {torch.float32: ("max", "min", "prod", "avg"), torch.bfloat16: ("avg",), torch.int64: ("prod",)}
+    for dtype in REDUCED:
+        for name in ("sum", *others.get(dtype, ())):
+            for size in (0, 1, 7, 1003):
+                tensors = everyone((size,), dtype, seed=size)
+                before = tensors[rank].clone()
+                same(op(tensors[rank], op=name), combined(tensors, name))
+                same(tensors[rank], before)
+
+
+def every_moved_dtype() -> None:
+    commdsl.load("allgather_ring")
+    rank = dist.get_rank()
+    for dtype in MOVED:
+        for shape in ((0,), (1,), (5, 3), ()):
+            tensors = everyone(shape, dtype)
+            wanted = torch.cat(tensors) if shape else torch.stack(tensors)
+            same(torch.ops.commdsl.allgather_ring(tensors[rank], world()), wanted)
+
+
+def collectives() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = everyone((size * 3, 5), torch.float32)
+    total = combined(parts, "sum")
+    same(commdsl.load("reducescatter_direct")(parts[rank]), total[3 * rank : 3 * rank + 3])
+    wanted = torch.cat([part[3 * rank : 3 * rank + 3] for part in parts])
+    same(commdsl.load("alltoall_direct")(parts[rank]), wanted)
+    same(commdsl.load("broadcast_tree", params={"root": 1})(parts[rank]), parts[1])
+    reduced = commdsl.load("reduce_tree")(parts[rank])
+    gathered = commdsl.load("gather_direct")(parts[rank])
+    same(gathered, torch.cat(parts) if rank == 0 else torch.zeros(size * size * 3, 5))
+    if rank == 0:
+        same(reduced, total)
+    same(commdsl.load("scatter_direct")(parts[rank]), parts[0][3 * rank : 3 * rank + 3])
+    same(commdsl.load("permutation_shift")(parts[rank]), parts[(rank - 1) % size])
+    stacked = commdsl.load("rotation_ring")(parts[rank])[-1]
+    assert stacked.shape == (size, size * 3, 5)
+    for step in range(size):
+        same(stacked[step], parts[(rank - step) % size])
+
+
+def in_place() -> None:
+    op = commdsl.load("allreduce_ring")
+    tensors = everyone((77,), torch.float32)
+    mine = tensors[dist.get_rank()].clone()
+    assert op.in_place(mine) is None
+    same(mine, combined(tensors, "sum"))
+    with pytest.raises(TensorError, match="in place"):
+        commdsl.load("allgather_ring").in_place(mine)
+    with pytest.raises(GradientError, match="C958"):
+        op.in_place(mine.requires_grad_())
+
+
+def asynchronous() -> None:
+    op = commdsl.load("allreduce_ring")
+    first, second = everyone((501,), torch.float32), everyone((333,), torch.float32, seed=1)
+    rank = dist.get_rank()
+    works = [op(first[rank], async_op=True), op(second[rank], async_op=True, op="max")]
+    same(op(first[rank], op="min"), combined(first, "min"))
+    same(works[1].wait(), combined(second, "max"))
+    same(works[0].wait(), combined(first, "sum"))
+    assert works[0].is_completed()
+
+
+def subgroup() -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank = dist.get_rank()
+    op = commdsl.load("allreduce_ring")
+    for _ in range(2):
+        tensors = everyone((9,), torch.int64)
+        same(op(tensors[rank], group=pairs[rank // 2]), tensors[rank] + tensors[rank ^ 1])
+    with pytest.raises(GroupError, match="no process group named"):
+        op(tensors[rank], group="nobody")
+
+
+def gradients() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shape = (size * 2, 3)
+    weights = everyone(shape, torch.float32, seed=5)
+
+    def gradient(called: Any, weight: torch.Tensor, x: torch.Tensor, **settings: str) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        (called(x, **settings) * weight).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    x = given(rank, shape, torch.float32)
+    ring = commdsl.load("allreduce_ring")
+    same(gradient(ring, weights[rank], x), combined(weights, "sum"))
+    same(gradient(ring, weights[rank], x, op="avg"), combined(weights, "avg"))
+    with pytest.raises(GradientError, match="sum and avg"):
+        gradient(ring, weights[rank], x, op="max")
+    many = everyone((size * size * 2, 3), torch.float32, seed=6)
+    mine = slice(rank * size * 2, (rank + 1) * size * 2)
+    same(gradient(commdsl.load("allgather_ring"), many[rank], x), combined(many, "sum")[mine])
+    few = everyone((2, 3), torch.float32, seed=7)
+    same(gradient(commdsl.load("reducescatter_ring"), few[rank], x), torch.cat(few))
+    same(gradient(commdsl.load("reducescatter_ring"), few[rank], x, op="avg"), torch.cat(few) / size)
+    parts = torch.cat([weight[2 * rank : 2 * rank + 2] for weight in weights])
+    same(gradient(commdsl.load("alltoall_direct"), weights[rank], x), parts)
+    zero = torch.zeros(shape)
+    broadcast = commdsl.load("broadcast_chain")
+    same(gradient(broadcast, weights[rank], x), combined(weights, "sum") if rank == 0 else zero)
+    same(gradient(commdsl.load("reduce_tree"), weights[rank], x), weights[0])
+    same(gradient(commdsl.load("gather_direct"), many[rank], x), many[0][mine])
+    same(gradient(commdsl.load("scatter_direct"), few[rank], x), torch.cat(few) if rank == 0 else zero)
+    same(gradient(commdsl.load("permutation_shift"), weights[rank], x), weights[(rank + 1) % size])
+    with pytest.raises(GradientError, match="no shipped inverse"):
+        gradient(lambda kv: commdsl.load("rotation_ring")(kv)[-1], torch.ones(()), x)
+
+
+def opcheck() -> None:
+    x = given(dist.get_rank(), (8, 3), torch.float32)
+    commdsl.load("allreduce_ring")
+    torch.library.opcheck(torch.ops.commdsl.allreduce_ring.default, (x.clone().requires_grad_(), world(), "avg"))
+    commdsl.load("allgather_ring")
+    torch.library.opcheck(torch.ops.commdsl.allgather_ring.default, (x.clone().requires_grad_(), world()))
+    torch.library.opcheck(torch.ops.commdsl.allreduce_ring_.default, (x.clone(), world(), "sum"))
+
+
+def compiled() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reduce_op, gather_op = commdsl.load("allreduce_ring"), commdsl.load("allgather_ring")
+    group = world()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return gather_op(reduce_op(x * 2, group=group) + 1, group=group).sin()
+
+    traced = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (4, 6):
+        tensors = everyone((length,), torch.float32)
+        x = tensors[rank].clone().requires_grad_()
+        same(traced(x).detach(), ((combined(tensors, "sum") * 2 + 1).sin()).repeat(size))
+        traced(x).sum().backward()
+        eager = tensors[rank].clone().requires_grad_()
+        model(eager).sum().backward()
+        assert x.grad is not None
+        assert eager.grad is not None
+        torch.testing.assert_close(x.grad, eager.grad)
+
+
+def refusals() -> None:
+    rank = dist.get_rank()
+    op, scatter = commdsl.load("allreduce_ring"), commdsl.load("reducescatter_ring")
+    x = given(rank, (8, 4), torch.float32)
+    with pytest.raises(TensorError, match="not contiguous"):
+        op(x.t())
+    with pytest.raises(TensorError, match="reduces float32"):
+        op(x.to(torch.float8_e5m2))
+    with pytest.raises(ReductionError, match="no reduction `median`"):
+        op(x, op="median")
+    with pytest.raises(ReductionError, match="has no `avg`"):
+        op(x.int(), op="avg")
+    with pytest.raises(ReductionError, match="reduces nothing"):
+        commdsl.load("allgather_ring")(x, op="max")
+    with pytest.raises(TensorError, match="equal blocks"):
+        scatter(x[:7])
+    with pytest.raises(TensorError, match="scalar"):
+        scatter(x.sum())
+    with pytest.raises(GroupError, match="process group"):
+        op(x, group=3)
+    with pytest.raises(FileNotFoundError, match="no shipped schedule"):
+        commdsl.load("nothing_of_the_kind")
+    with pytest.raises(commdsl.CommError):
+        commdsl.load("alltoall_two_level", params={"G": 3})
+
+
+def impatient() -> Any:
+    """A group of its own with a short time-out; the others keep theirs, as a busy machine is no fault."""
+    kept = os.environ["COMMDSL_TIMEOUT"]
+    os.environ["COMMDSL_TIMEOUT"] = "2"
+    group = dist.new_group()
+    commdsl.load("alltoall_direct")(torch.zeros(4), group=group)
+    os.environ["COMMDSL_TIMEOUT"] = kept
+    return group
+
+
+def absent_rank() -> None:
+    """Rank 1 stays away from one call; the others learn its name, and after a reset all go on."""
+    rank, group = dist.get_rank(), impatient()
+    op = commdsl.load("allreduce_ring")
+    x = everyone((100,), torch.float32)
+    same(op(x[rank], group=group), combined(x, "sum"))
+    dist.barrier()
+    if rank != 1:
+        started = time.monotonic()
+        with pytest.raises(commdsl.CommTimeout) as caught:
+            op(x[rank], group=group)
+        assert time.monotonic() - started < 20
+        assert caught.value.missing == (1,)
+        assert "rank 1 never entered the call" in str(caught.value)
+        with pytest.raises(BrokenGroupError, match="commdsl\\.reset"):
+            op(x[rank], group=group)
+    commdsl.reset(group)
+    for seed in range(3):
+        x = everyone((100,), torch.float32, seed)
+        same(op(x[rank], group=group), combined(x, "sum"))
+
+
+def absent_at_setup() -> None:
+    """Rank 2 never makes the first call of an op: there is no kernel to time out, yet the others learn its name."""
+    rank, group = dist.get_rank(), impatient()
+    op = commdsl.load("allreduce_twoshot")
+    x = everyone((10,), torch.float32)
+    if rank != 2:
+        with pytest.raises(RendezvousError, match="rank 2"):
+            op(x[rank], group=group)
+    commdsl.reset(group)
+    same(op(x[rank], group=group), combined(x, "sum"))
+
+
+def fake_tensors() -> None:
+    """Shapes need neither data nor a call on other ranks."""
+    size = dist.get_world_size()
+    with FakeTensorMode():
+        x = torch.empty(size * 6, 5)
+        assert commdsl.load("allgather_ring")(x).shape == (size * size * 6, 5)
+        assert commdsl.load("reducescatter_ring")(x).shape == (6, 5)
+        assert commdsl.load("rotation_ring")(x)[-1].shape == (size, size * 6, 5)
+        assert torch.ops.commdsl.allgather_ring(torch.empty(()), "unknown here").shape == (size,)
+
+
+def released() -> None:
+    op = commdsl.load("alltoall_direct")
+    x = everyone((8,), torch.int32)
+    first = op(x[dist.get_rank()])
+    op.release()
+    same(op(x[dist.get_rank()]), first)
+    op.synchronize()
+    commdsl.check()
+
+
+CASES = (
+    every_dtype_and_size,
+    every_moved_dtype,
+    collectives,
+    in_place,
+    asynchronous,
+    subgroup,
+    gradients,
+    opcheck,
+    compiled,
+    refusals,
+    fake_tensors,
+    released,
+    absent_rank,
+    absent_at_setup,
+)

@@ -1,0 +1,144 @@
+"""Schedules as torch ops: four processes of a gloo group, threads of one process, and tracing with no group at all."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import runtime_cases  # noqa: E402 - after the check for torch
+
+import commdsl  # noqa: E402
+
+RANKS = 4
+TIMEOUT = 60.0
+
+
+def serve(rank: int, folder: str, pipe: Connection) -> None:
+    """A rank: runs the cases it is told by name and answers with a traceback or nothing."""
+    os.environ["COMMDSL_TIMEOUT"] = str(TIMEOUT)
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", RANKS)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    while (name := pipe.recv()) is not None:
+        try:
+            getattr(runtime_cases, name)()
+            pipe.send("")
+        except BaseException:
+            pipe.send(traceback.format_exc(limit=-6))
+    os._exit(0)  # gloo's teardown waits for ranks that may be gone
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Connection]]:
+    context = mp.get_context("spawn")
+    folder = str(tmp_path_factory.mktemp("gloo"))
+    pipes = [context.Pipe() for _ in range(RANKS)]
+    processes = [context.Process(target=serve, args=(rank, folder, pipes[rank][1])) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    yield [here for here, _ in pipes]
+    for here, _ in pipes:
+        here.send(None)
+    for process in processes:
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+
+
+@pytest.mark.parametrize("name", [case.__name__ for case in runtime_cases.CASES])
+def test_processes(ranks: list[Connection], name: str) -> None:
+    """What the case states holds on every rank."""
+    for pipe in ranks:
+        pipe.send(name)
+    answers = []
+    for rank, pipe in enumerate(ranks):
+        answers.append(pipe.recv() if pipe.poll(90) else f"rank {rank} did not answer")
+    failed = [f"rank {rank}:\n{answer}" for rank, answer in enumerate(answers) if answer]
+    assert not failed, f"{len(failed)} of {RANKS} ranks failed\n{failed[0]}"
+
+
+def test_threads_of_one_process() -> None:
+    """Ranks may be threads: the same op, a group name for each."""
+    op = commdsl.load("allreduce_ring", ranks=3)
+    names = commdsl.threads(3)
+    inputs = [torch.arange(50.0) * (rank + 1) for rank in range(3)]
+    results: list[object] = [None] * 3
+
+    def run(rank: int) -> None:
+        results[rank] = op(inputs[rank], group=names[rank])
+
+    workers = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert all(isinstance(result, torch.Tensor) and torch.equal(result, sum(inputs)) for result in results)
+
+
+def test_shapes_without_a_group() -> None:
+    """Tracing needs no process group: the number of ranks given to `load` stands in for it, symbolic sizes stay so."""
+    commdsl.load("allgather_direct", ranks=6)
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.commdsl.allgather_direct(x, "no such group")
+
+    traced = make_fx(gather, tracing_mode="symbolic")(torch.zeros(5, 2))
+    node = next(node for node in traced.graph.nodes if "allgather" in str(node.target))
+    shape = node.meta["val"].shape
+    assert (shape[0].node.hint, shape[1].node.hint) == (30, 2)
+    assert not isinstance(shape[0], int)
+
+
+def test_no_group_is_an_error() -> None:
+    """A call without a process group says what to do."""
+    with pytest.raises(commdsl.runtime.errors.GroupError, match="init_process_group"):
+        commdsl.load("allreduce_ring", ranks=2)(torch.zeros(3))
+
+
+def test_other_text_under_one_name(tmp_path: Path) -> None:
+    """A second schedule of a known name gets an op of its own."""
+    text = (Path(__file__).parents[1] / "schedules/collectives/allgather_ring.comm").read_text()
+    (tmp_path / "mine.comm").write_text(text + "# changed\n")
+    first, second = commdsl.load("allgather_ring", ranks=2), commdsl.load(tmp_path / "mine.comm", ranks=2)
+    assert first.name == "allgather_ring"
+    assert second.name.startswith("allgather_ring_")
+    assert commdsl.load("allgather_ring", ranks=2) is first
+
+
+def test_warm_load_is_fast() -> None:
+    """A schedule that was compiled once is an op again in 50 ms, in a process that has imported what it needs."""
+    script = (
+        "import time, commdsl\n"
+        "commdsl.load('allgather_ring', ranks=8)\n"
+        "start = time.perf_counter()\n"
+        "commdsl.load('allreduce_ring', ranks=8)\n"
+        "print(time.perf_counter() - start)\n"
+    )
+    commdsl.load("allreduce_ring", ranks=8)
+    found = [float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)]
+    if found[0] > 0.05:  # the machine may be busy with other tests
+        time.sleep(1)
+        found.append(float(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout))
+    assert min(found) < 0.05
+
+
+def test_import_is_light() -> None:
+    """`import commdsl` imports none of what its parts need."""
+    script = (
+        "import sys, commdsl; print(sorted({'torch', 'cupy', 'nvshmem', 'lark', 'jinja2', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
