@@ -216,8 +216,9 @@ def _quotient(rows: Rows, steps: Program, num_ranks: int, num_cells: int) -> _Pr
     if not _same(steps.phase[by_rank].reshape(num_ranks, num_ops)) or not _same(width):
         return None
     row = np.repeat(np.arange(num_ops, dtype=np.int32), width[0])
-    write = _turned(rows.dest_space[by_rank], rows.dest_rank[by_rank], rows.dest_index[by_rank], num_ranks, num_cells)
-    read = _turned(rows.source_space[flat], rows.source_rank[flat], rows.source_index[flat], num_ranks, num_cells)
+    following = np.full(num_cells, -1, np.int32)  # the cell that the next rank touches instead: one for reads and writes
+    write = _turned(rows.dest_space[by_rank], rows.dest_rank[by_rank], rows.dest_index[by_rank], num_ranks, following)
+    read = _turned(rows.source_space[flat], rows.source_rank[flat], rows.source_index[flat], num_ranks, following)
     if write is None or read is None:
         return None
     chosen = by_rank[:num_ops]
@@ -243,9 +244,9 @@ def _same(table: Ints) -> bool:
 
 
 def _turned(
-    space: Ints, owner: Ints, index: Ints, num_ranks: int, num_cells: int
+    space: Ints, owner: Ints, index: Ints, num_ranks: int, following: Ints
 ) -> tuple[Ints, Ints, Ints] | None:
-    """Rank 0's accesses to cells as (place, turned rank, cell of rank 0), or None where ranks differ."""
+    """Rank 0's accesses to cells as (place, turned rank, cell of rank 0), or None where ranks differ; fills `following`."""
     space, owner, index = (part.reshape(num_ranks, -1) for part in (space, owner, index))
     distance = (owner - np.arange(num_ranks, dtype=np.int32)[:, None]) % num_ranks
     if not _same(space == CELL):
@@ -254,9 +255,10 @@ def _turned(
     if not _same(distance[:, place]):
         return None
     cells = index[:, place]
-    following = np.full(num_cells, -1, np.int32)  # the cell that the next rank touches instead
-    following[cells] = np.roll(cells, -1, axis=0)
-    if not (following[cells] == np.roll(cells, -1, axis=0)).all():
+    instead = np.roll(cells, -1, axis=0)
+    known = following[cells]
+    following[cells] = np.where(known >= 0, known, instead)
+    if not (following[cells] == instead).all():
         return None
     turned = -distance[0, place] % num_ranks
     return place, turned, cells[turned, np.arange(len(place))].astype(np.int64)

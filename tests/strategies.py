@@ -1,0 +1,309 @@
+"""Draws random valid schedules as `.comm` text, with what they must leave behind.
+
+Assumes that what is drawn is right by construction: the values every chunk holds are followed while the steps are
+drawn, and the contract is written from them. Does not use any stage of commdsl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+
+@dataclass(frozen=True, order=True)
+class Value:
+    """The combination of chunk (block, piece) of `origin`, as it was at the start, over some ranks in order."""
+
+    origin: str
+    block: int
+    piece: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    buffer: str
+    rank: int
+    block: int  # of a scratch buffer: the slot
+    piece: int  # of a scratch buffer: 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule that is right, and what some chunks must hold at the end; no values: its contract says it all."""
+
+    text: str
+    ranks: int
+    cut: int = 1
+    values: tuple[tuple[Place, Value], ...] = ()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A move: the acting rank, its statement, what it reads, where it writes and what."""
+
+    actor: int
+    statement: str
+    reads: frozenset[Place]
+    dest: Place
+    value: Value
+
+
+@dataclass
+class Draft:
+    """A schedule while its steps are drawn: what every place holds now, and the steps so far."""
+
+    ranks: int
+    cut: int
+    blocks: dict[str, int]  # of x, y, z; slots of t; 0: no such buffer
+    held: dict[Place, Value] = field(default_factory=dict)
+    written: set[Place] = field(default_factory=set)
+    steps: list[list[Drawn]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.held = self.initial()
+
+    def initial(self) -> dict[Place, Value]:
+        given = [place for buffer in "xz" for place in self.places(buffer)]
+        return {place: Value(place.buffer, place.block, place.piece, (place.rank,)) for place in given}
+
+    def places(self, buffer: str) -> list[Place]:
+        pieces = range(1 if buffer == "t" else self.cut)
+        return [
+            Place(buffer, rank, block, piece)
+            for rank in range(self.ranks)
+            for block in range(self.blocks[buffer])
+            for piece in pieces
+        ]
+
+    def targets(self, piece: int) -> list[Place]:
+        """Where a chunk of this size class may be written in the step at hand."""
+        found = [place for buffer in "yzt" for place in self.places(buffer)]
+        return [p for p in found if p not in self.written and (p.buffer == "t" or p.piece == piece)]
+
+    def index(self, place: Place) -> str:
+        return f"t[{place.block}]" if place.buffer == "t" else f"{place.buffer}[{place.block}, {place.piece}]"
+
+
+def pruned(draft: Draft) -> list[list[Drawn]]:
+    """The steps without the moves whose result nobody uses or that change nothing: the checker refuses those."""
+    steps = draft.steps
+    while True:
+        live = {place for place in draft.held if place.buffer in "yz"}
+        used: list[list[Drawn]] = []
+        for step in reversed(steps):
+            kept = [move for move in step if move.dest in live]
+            live -= {move.dest for move in kept}
+            live |= {place for move in kept for place in move.reads}
+            used.append(kept)
+        held = draft.initial()
+        left: list[list[Drawn]] = []
+        for step in reversed(used):
+            left.append([move for move in step if held.get(move.dest) != move.value])
+            held |= {move.dest: move.value for move in step}
+        left = [step for step in left if step]
+        if left == steps:
+            return left
+        steps = left
+
+
+def term(draft: Draft, value: Value) -> str:
+    """The right side of a clause: a copy or a sum."""
+    ref = f"{value.origin}[{value.block}, {value.piece}]"
+    if len(value.ranks) == 1:
+        return f"{ref} @ {value.ranks[0]}"
+    if len(value.ranks) == draft.ranks:
+        return f"sum({ref} @ q for q in 0 ..< P)"
+    return f"sum({ref} @ q for q in 0 ..< P if {' or '.join(f'q == {rank}' for rank in value.ranks)})"
+
+
+def disjoint(values: list[Value]) -> bool:
+    """Whether the values can be added up to one that a clause can name: the same chunk, of different ranks."""
+    same = len({(v.origin, v.block, v.piece) for v in values}) == 1
+    return same and sum(len(v.ranks) for v in values) == len({rank for v in values for rank in v.ranks})
+
+
+def union(values: list[Value]) -> Value:
+    first = values[0]
+    return Value(first.origin, first.block, first.piece, tuple(sorted(rank for v in values for rank in v.ranks)))
+
+
+def addends(draft: Draft, place: Place) -> Iterator[list[Place]]:
+    """Chunks with this index on several ranks that can be added up: as many as fit, and every start of that list."""
+    chosen: list[Place] = []
+    for rank in range(draft.ranks):
+        peer = Place(place.buffer, rank, place.block, place.piece)
+        if peer in draft.held and disjoint([draft.held[q] for q in [*chosen, peer]]):
+            chosen.append(peer)
+            yield list(chosen)
+
+
+@st.composite
+def one_list(draw: st.DrawFn, draft: Draft, source: Place, dest: Place) -> Drawn | None:
+    """A reduction of several sources; None when the destination is of another size class."""
+    chosen = draw(st.sampled_from(list(addends(draft, source))))
+    value = union([draft.held[place] for place in chosen])
+    if dest.buffer != "t" and dest.piece != value.piece:
+        return None
+    choice = " or ".join(f"q == {place.rank}" for place in chosen)
+    several = "all" if len(chosen) == draft.ranks else f"q for q in 0 ..< P if {choice}"
+    statement = f"reduce {draft.index(source)} @ {several} -> {draft.index(dest)}"
+    return Drawn(dest.rank, statement, frozenset(chosen), dest, value)
+
+
+@st.composite
+def one_move(draw: st.DrawFn, draft: Draft) -> Drawn | None:
+    """Any legal move; None when this draw has none."""
+    source = draw(st.sampled_from(sorted(draft.held)))
+    value = draft.held[source]
+    targets = draft.targets(value.piece)
+    if not targets:
+        return None
+    dest = draw(st.sampled_from(targets))
+    kind = draw(st.sampled_from(["put", "get", "reduce", "list"]))
+    left, right = draft.index(source), draft.index(dest)
+    reads = frozenset({source})
+    if kind == "list":
+        return draw(one_list(draft, source, dest))
+    if kind == "reduce":
+        if dest not in draft.held or not disjoint([value, draft.held[dest]]):
+            return None
+        value = union([draft.held[dest], value])
+        reads |= {dest}
+    if source.rank == dest.rank and kind != "reduce":
+        return Drawn(source.rank, f"copy {left} -> {right}", reads, dest, value)
+    if kind == "get" or (kind == "reduce" and draw(st.booleans())):
+        return Drawn(dest.rank, f"{kind} {left} @ {source.rank} -> {right}", reads, dest, value)
+    return Drawn(source.rank, f"{kind} {left} -> {right} @ {dest.rank}", reads, dest, value)
+
+
+@st.composite
+def one_step(draw: st.DrawFn, draft: Draft) -> None:
+    """Some moves at once: every read sees what was there before the step."""
+    draft.written.clear()
+    drawn = []
+    for _ in range(draw(st.integers(1, 6))):
+        move = draw(one_move(draft))
+        if move is not None:
+            draft.written.add(move.dest)
+            drawn.append(move)
+    draft.steps.append(drawn)
+    draft.held |= {move.dest: move.value for move in drawn}
+
+
+@st.composite
+def random_moves(draw: st.DrawFn) -> Program:
+    """Any moves between any ranks, with the contract in its general form."""
+    ranks = draw(st.integers(2, 6))
+    cut = draw(st.integers(1, 3))
+    blocks = {
+        "x": draw(st.integers(1, 2)),
+        "y": draw(st.integers(1, 3)),
+        "z": draw(st.integers(0, 1)),
+        "t": draw(st.integers(0, 2)),
+    }
+    draft = Draft(ranks, cut, blocks)
+    for _ in range(draw(st.integers(1, 6))):
+        draw(one_step(draft))
+    if not any(place.buffer == "y" for place in draft.held):
+        here, there = Place("x", 0, 0, 0), Place("y", ranks - 1, 0, 0)
+        put = f"put x[0, 0] -> y[0, 0] @ {ranks - 1}"
+        draft.steps.append([Drawn(0, put, frozenset({here}), there, draft.held[here])])
+        draft.held[there] = draft.held[here]
+    values = tuple((place, value) for place, value in sorted(draft.held.items()) if place.buffer in "yz")
+    steps = pruned(draft)
+    scratch = any(move.dest.buffer == "t" for step in steps for move in step)
+    lines = [f"schedule drawn for P ranks where P == {ranks} {{"]
+    for name, kind in (("x", "input"), ("y", "output"), ("z", "inout")):
+        lines += [f"  {kind} {name}[{blocks[name]} blocks, {cut}]"] if blocks[name] else []
+    lines += [f"  scratch t[{blocks['t']}]"] if scratch else []
+    for place, value in values:
+        clause = f"{draft.index(place)} == {term(draft, value)}"
+        lines.append(f"  ensure each r where r == {place.rank} {{ {clause} }}")
+    for step in steps:
+        lines += ["  each r {", *(f"    if r == {move.actor} {{ {move.statement} }}" for move in step), "  }"]
+    return Program("\n".join([*lines, "}", ""]), ranks, cut, values)
+
+
+CYCLE_PROGRAMS = {
+    "allgather": """  input x
+  output y[P blocks]
+  ensure allgather(x -> y)
+  each r { copy x -> y[r]  put x -> y[r] @ C[0].next(r) }
+  for s in 1 ..< P - 1 {
+    each r, c in C { let q = c.at((c.position(r) - s) % P)  put y[q] -> y[q] @ c.next(r) }
+  }
+""",
+    "rotation": """  inout x[2]
+  ensure rotation(x)
+  yield x
+  for s in 1 ..< P {
+    each r, c in C { get x @ c.prev(r) -> x }
+    yield x
+  }
+""",
+    "allreduce": """  inout x[P]
+  ensure allreduce(x)
+  for s in 0 ..< P - 1 {
+    each r, c in C { let j = (c.position(r) - s) % P  reduce x[j] -> x[j] @ c.next(r) }
+  }
+  for s in 0 ..< P - 1 {
+    each r, c in C { let j = (c.position(r) - s) % P  get x[j] @ c.prev(r) -> x[j] }
+  }
+""",
+    "permutation": """  input x[3]
+  output y[3]
+  ensure permutation(x -> y) r -> C[0].next(r)
+  each r, i in 0 ..< 3 { put x[i] -> y[i] @ C[0].next(r) }
+""",
+}
+
+
+@st.composite
+def along_a_cycle(draw: st.DrawFn) -> Program:
+    """A collective along a random directed cycle through all ranks."""
+    ranks = draw(st.integers(2, 6))
+    order = draw(st.permutations(range(ranks)))
+    body = CYCLE_PROGRAMS[draw(st.sampled_from(sorted(CYCLE_PROGRAMS)))]
+    cycle = f"  cycles C = ({' '.join(map(str, order))})\n"
+    return Program(f"schedule drawn for P ranks where P == {ranks} {{\n{cycle}{body}}}\n", ranks)
+
+
+@st.composite
+def along_a_tree(draw: st.DrawFn) -> Program:
+    """A broadcast along a random tree, a reduction along one, or first the one, then the other: an all-reduce."""
+    ranks = draw(st.integers(2, 6))
+    order = draw(st.permutations(range(ranks)))
+    edges = [(order[draw(st.integers(0, i - 1))], order[i]) for i in range(1, ranks)]
+    up = [f"  each r where r == {child} {{ reduce x -> x @ {parent} }}" for parent, child in reversed(edges)]
+    down = [f"  each r where r == {parent} {{ put x -> x @ {child} }}" for parent, child in edges]
+    ensure, lines = draw(
+        st.sampled_from(
+            [
+                (f"broadcast(x, {order[0]})", down),
+                (f"reduce(x, {order[0]})", up),
+                ("allreduce(x)", up + down),
+                ("each r { x == sum(x @ q for q in 0 ..< P) }", up + down),
+            ]
+        )
+    )
+    head = f"schedule drawn for P ranks where P == {ranks} {{"
+    return Program("\n".join([head, "  inout x", f"  ensure {ensure}", *lines, "}", ""]), ranks)
+
+
+def programs() -> st.SearchStrategy[Program]:
+    """The one strategy for valid schedules."""
+    return st.one_of(random_moves(), along_a_cycle(), along_a_tree())
+
+
+@st.composite
+def untidy(draw: st.DrawFn, text: str) -> str:
+    """The same schedule, written carelessly: blanks, empty lines and comments where they may stand."""
+    lines = []
+    for line in text.splitlines():
+        lines += draw(st.lists(st.sampled_from(["", "   # a line of its own"]), max_size=1))
+        tail = draw(st.sampled_from(["", "", "   ", "  # at the end of a line", "  #"]))
+        lines.append(line.replace(" ", draw(st.sampled_from([" ", "  "]))) + tail)
+    return "\n".join(lines) + "\n"

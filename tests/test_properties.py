@@ -1,0 +1,119 @@
+"""What holds for every valid schedule, not only for the shipped ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from strategies import Place, Program, Value, programs, untidy
+
+from commdsl import compiler, dtypes, interpret
+from commdsl.build import host_run
+from commdsl.compiler import Checked
+from commdsl.emit import emit
+from commdsl.format import format_file
+from commdsl.parser import parse
+from commdsl.source import Source
+from commdsl.syntax import BufferKind
+
+ELEMENTS = 61
+Arrays = dict[str, list[NDArray[np.int32]]]
+
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+def proved(program: Program) -> Checked:
+    return compiler.check(compiler.read_text(program.text, "drawn.comm", Path()), ranks=program.ranks)
+
+
+def inputs_of(checked: Checked, seed: int) -> Arrays:
+    rng = np.random.default_rng(seed)
+    return {
+        buffer.name: [
+            rng.integers(-1000, 1000, buffer.blocks * ELEMENTS, np.int32) for _ in range(checked.schedule.num_ranks)
+        ]
+        for buffer in checked.schedule.buffers
+        if buffer.kind in (BufferKind.INPUT, BufferKind.INOUT)
+    }
+
+
+def chunk(arrays: Arrays, place: Place | Value, rank: int, cut: int) -> NDArray[np.int32]:
+    """The elements of one chunk, by the language's rule: pieces equal to within 16 bytes, here 4 elements."""
+    name = place.buffer if isinstance(place, Place) else place.origin
+    units = -(-ELEMENTS // 4)
+    first, last = (min(4 * (units * piece // cut), ELEMENTS) for piece in (place.piece, place.piece + 1))
+    start = place.block * ELEMENTS
+    return arrays[name][rank][start + first : start + last]
+
+
+SPREAD_READS = """schedule drawn for P ranks where P == 3 {
+  input x[3]
+  output y[3]
+  ensure permutation(x -> y) r -> (r + 1) % P
+  each r, i in 0 ..< 3 { put x[i] -> y[i] @ (r + 1) % P }
+}
+"""
+"""Ranks write their peer's cells in one order and read their own each in another: no rotation of ranks maps both."""
+
+
+@settings(relaxed, max_examples=150)
+@example(Program(SPREAD_READS, 3))
+@given(programs())
+def test_accepted_and_as_intended(program: Program) -> None:
+    """A schedule that is right is accepted, and the oracle leaves in every chunk what was worked out in drawing it."""
+    checked = proved(program)
+    inputs = inputs_of(checked, 0)
+    outputs = interpret.run(checked.schedule, inputs, dtypes.INT32, "sum").outputs
+    for place, value in program.values:
+        want = sum(chunk(inputs, value, rank, program.cut) for rank in value.ranks)
+        assert np.array_equal(chunk(outputs, place, place.rank, program.cut), want), place
+
+
+@settings(relaxed, max_examples=20)
+@given(programs())
+def test_kernel_equals_oracle(program: Program) -> None:
+    """The emitted kernel and the oracle agree bit for bit, call after call."""
+    checked = proved(program)
+    plan = replace(checked.plan, tile_bytes=64)
+    calls = [inputs_of(checked, seed) for seed in range(3)]
+    for inputs, got in zip(calls, host_run.run_calls(plan, emit(plan), calls, dtypes.INT32), strict=True):
+        want = interpret.run(checked.schedule, inputs, dtypes.INT32, "sum")
+        if program.values:
+            for place, _ in program.values:
+                left, right = (chunk(arrays, place, place.rank, program.cut) for arrays in (want.outputs, got.outputs))
+                assert np.array_equal(left, right), place
+        elif not want.yields:
+            assert_same(program, want.outputs, got.outputs)
+        for rank in range(program.ranks if want.yields else 0):
+            assert np.array_equal(np.concatenate([step[rank] for step in want.yields]), got.yields[rank])
+
+
+def assert_same(program: Program, want: Arrays, got: Arrays) -> None:
+    for name, arrays in want.items():
+        for rank, array in enumerate(arrays):
+            assert np.array_equal(array, got[name][rank]), (name, rank)
+
+
+@settings(relaxed, max_examples=50)
+@given(programs().flatmap(lambda program: st.tuples(st.just(program), untidy(program.text))))
+def test_format(drawn: tuple[Program, str]) -> None:
+    """Formatting keeps the meaning and the comments, and what is formatted stays as it is."""
+    program, text = drawn
+    parsed = parse(Source("drawn.comm", text))
+    assert parsed.items == parse(Source("drawn.comm", program.text)).items
+    formatted = format_file(parsed)
+    again = parse(Source("drawn.comm", formatted))
+    assert again.items == parsed.items
+    assert [comment.text for comment in again.comments] == [comment.text for comment in parsed.comments]
+    assert format_file(again) == formatted
+
+
+@settings(relaxed, max_examples=25)
+@given(programs())
+def test_emitted_text_is_the_same_every_time(program: Program) -> None:
+    """The same text in gives the same bytes out."""
+    assert emit(proved(program).plan).text == emit(proved(program).plan).text
