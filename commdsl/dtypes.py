@@ -1,6 +1,7 @@
 """The element types: how they are stored, how they widen to float32, which reductions they have.
 
-Assumes numpy only, so bfloat16 and the 8-bit floats are kept as their bits. Does not know torch's names; `runtime` does.
+Assumes numpy only, so bfloat16 and the 8-bit floats are kept as their bits. Does not know torch's names; `runtime`
+does.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def _float8(name: str, exponent_bits: int, bias: int, *, has_infinity: bool) -> 
         at = np.clip(np.searchsorted(sorted_values, values), 1, len(order) - 1)
         left, right = sorted_values[at - 1], sorted_values[at]
         nearer_right = (right - values < values - left) | ((right - values == values - left) & (order[at] % 2 == 0))
-        return order[np.where(nearer_right, at, at - 1)].astype(np.uint8)
+        nearest = order[np.where(nearer_right, at, at - 1)]
+        nearest = np.where((values == 0) & np.signbit(values), 0x80, nearest)  # zeros compare equal
+        return np.where(np.isnan(values), 0x7F, nearest).astype(np.uint8)
 
     return DType(name, np.dtype(np.uint8), (), True, widen, narrow)
 

@@ -1,0 +1,140 @@
+"""Topologies: what a declaration means, which links there are, and the machines that are shipped."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from commdsl import compiler, parser, resolve, resources
+from commdsl.diagnostics import CommError
+from commdsl.source import Source
+from commdsl.syntax import LinkScope
+from commdsl.topology import NO_LINK, Topology, link_of, pair_bandwidth, switch
+
+SHIPPED = sorted((resources.data_dir("schedules") / "topologies").glob("*.comm"))
+RANKS = {
+    "a100_1x8": 8, "dgx1": 8, "h100_1x8": 8, "h100_2x8": 16, "h100_4x8": 32, "h200_1x8": 8, "h200_2x8": 16,
+    "h200_4x8": 32, "mi300x_1x8": 8, "ring_8": 8, "torus_4x4": 16,
+}  # fmt: skip
+
+
+def _topology(entries: str) -> Topology:
+    text = f"topology m {{\n{entries}\n}}\n"
+    return resolve.topologies((parser.parse(Source("m.comm", text)),))["m"]
+
+
+def _codes(text: str) -> list[tuple[str, int]]:
+    with pytest.raises(CommError) as caught:
+        resolve.topologies((parser.parse(Source("m.comm", text)),))
+    return [(found.code, found.primary.span.position[0]) for found in caught.value.diagnostics]
+
+
+def _links(topology: Topology) -> np.ndarray:
+    ranks = np.arange(topology.num_ranks)
+    return link_of(topology, ranks[:, None], ranks[None, :])
+
+
+COUNTS = "nodes 2\ngpus 4 per node\nsms 100\n"
+
+
+def test_a_declaration_is_what_it_says() -> None:
+    """Counts, capped by what they say per: port or pair; base units."""
+    machine = _topology(COUNTS + "link a in node 450 GB/s per gpu 0.7 us\nlink b across nodes 50 GB/s per pair 4 us")
+    assert (machine.num_nodes, machine.gpus_per_node, machine.num_sms, machine.num_ranks) == (2, 4, 100, 8)
+    first, second = machine.links
+    assert (first.port_bandwidth, first.pair_bandwidth) == (450e9, np.inf)
+    assert (second.port_bandwidth, second.pair_bandwidth) == (np.inf, 50e9)
+    assert first.latency == pytest.approx(0.7e-6)
+    assert (first.scope, second.scope) == (LinkScope.IN_NODE, LinkScope.ACROSS_NODES)
+
+
+def test_links_join_the_pairs_of_their_scope() -> None:
+    """In a node, across nodes of one index, across nodes; a rank has none to itself, and the first declared wins."""
+    rails = _links(
+        _topology(COUNTS + "link a in node 4 GB/s per gpu 1 us\nlink b across nodes same gpu 1 GB/s per gpu 2 us")
+    )
+    for source in range(8):
+        for dest in range(8):
+            same_node, same_gpu = source // 4 == dest // 4, source % 4 == dest % 4
+            expected = NO_LINK if source == dest else 0 if same_node else 1 if same_gpu else NO_LINK
+            assert rails[source, dest] == expected
+    every = _topology(
+        COUNTS + "link b across nodes same gpu 1 GB/s per gpu 2 us\nlink c across nodes 1 GB/s per gpu 3 us"
+    )
+    assert _links(every)[0].tolist() == [NO_LINK] * 4 + [0, 1, 1, 1]
+
+
+def test_listed_pairs_hold_both_ways_in_every_node() -> None:
+    """Pairs are GPUs of a node; a binder makes many."""
+    machine = _topology(COUNTS + "link a pairs (i, (i + 1) % gpus) for i in 0 ..< gpus 4 GB/s per pair 1 us")
+    found = {(int(a), int(b)) for a, b in np.argwhere(_links(machine) != NO_LINK)}
+    one = {(i, (i + 1) % 4) for i in range(4)} | {((i + 1) % 4, i) for i in range(4)}
+    assert found == {(4 * node + a, 4 * node + b) for node in range(2) for a, b in one}
+
+
+def test_missing_and_degraded_links() -> None:
+    """A missing pair has no link in that direction, a degraded one less bandwidth."""
+    machine = _topology(COUNTS + "link a in node 4 GB/s per pair 1 us\nmissing (0, 1)\ndegraded (1, 0) (2, 3) 1 GB/s")
+    links = _links(machine)
+    assert links[0, 1] == NO_LINK
+    assert links[1, 0] == 0
+    pairs = np.array([(1, 0), (2, 3), (3, 2)])
+    left = pair_bandwidth(machine, pairs[:, 0], pairs[:, 1], links[pairs[:, 0], pairs[:, 1]])
+    assert left.tolist() == [1e9, 1e9, 4e9]
+
+
+def test_the_switch_joins_any_number_of_ranks() -> None:
+    """Without a machine: one port each, every pair linked, and it says that it is made up."""
+    machine = switch(5)
+    assert machine.idealised
+    assert (_links(machine) == np.where(np.eye(5, dtype=bool), NO_LINK, 0)).all()
+
+
+def test_all_faults_of_a_topology() -> None:
+    """Every mistake of the files' topologies in one run."""
+    text = """topology a {
+  nodes 1
+  gpus 4 per node
+  gpus 4 per node
+  link l pairs (0, 4) 4 GB/s per pair 1 us
+  link m pairs (1, 1) 4 GB/s per pair 1 us
+  link n pairs (i, nods) for i in 0 ..< gpus 4 GB/s per pair 1 us
+}
+topology a { nodes 1  gpus 2 per node  sms 0
+  missing (0, 1)
+}
+topology b { nodes 1  gpus 2 per node  sms 1
+  missing (0, 1)
+  degraded (0, 2) 1 GB/s
+}
+"""
+    assert _codes(text) == [
+        ("C120", 1), ("C102", 4), ("C120", 5), ("C120", 6), ("C101", 7), ("C102", 9), ("C120", 9), ("C120", 13),
+        ("C120", 14),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_machines(path) -> None:
+    """A file declares the one machine it is named after; its links are the same both ways, and join all its ranks."""
+    found = resolve.topologies(compiler.read(path))
+    assert list(found) == [path.stem]
+    machine = found[path.stem]
+    assert machine.num_ranks == RANKS[path.stem]
+    joined = _links(machine) != NO_LINK
+    assert (joined == joined.T).all()
+    reach = np.linalg.matrix_power(joined.astype(np.int64) + np.eye(machine.num_ranks, dtype=np.int64), 8)
+    assert (reach > 0).all()
+
+
+def test_every_machine_is_tested() -> None:
+    """The list above and the shipped files agree."""
+    assert {path.stem for path in SHIPPED} == set(RANKS)
+
+
+def test_the_hybrid_cube_mesh_has_six_bricks_a_gpu() -> None:
+    """DGX-1: each GPU spends its six NVLinks on four peers, two of them twice."""
+    machine = resolve.topologies(compiler.read(SHIPPED[1]))["dgx1"]
+    bricks = np.array([2, 1, 0])[_links(machine)]  # double, single, none
+    assert (bricks.sum(axis=1) == 6).all()
+    assert (np.count_nonzero(bricks, axis=1) == 4).all()
