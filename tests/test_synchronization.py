@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import random
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import ir_builder
 import numpy as np
@@ -373,3 +375,18 @@ def test_shipped_barriers(name: str) -> None:
         barrier[op] = 0
         bare = replace(plan, ops=replace(plan.ops, barrier=barrier))
         assert set(codes(bare)) == broken_laws(bare, extra_rounds=0)
+
+
+def test_the_proof_shares_nothing_with_the_derivation() -> None:
+    """Flags are judged without the code that derived them, else both could be wrong together."""
+    for module in (PROOF, CLOCKS, HAZARDS, import_module("commdsl.checks.messages")):
+        imported = {
+            node.module
+            for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("commdsl")
+        }
+        assert {name for name in imported if not name.startswith("commdsl.checks")} <= {
+            "commdsl.diagnostics",
+            "commdsl.ir",
+            "commdsl.plan",
+        }

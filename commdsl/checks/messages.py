@@ -143,7 +143,7 @@ def no_barrier(plan: Plan, pairs: Hazards, found: Longs) -> Diagnostic:
     place, first_verb, second_verb = _conflict(plan, first, second)
     return Diagnostic(
         "C206",
-        f"threads of one block touch {place} in no order",
+        f"threads of one block race on {place}",
         _label(plan, second, f"{_where(plan, second)} {second_verb} it in round {across * plan.rotation}"),
         (_label(plan, first, f"{_where(plan, first)} {first_verb} it in round 0"),),
         notes=("no block barrier lies between the two",),
@@ -184,7 +184,7 @@ def other_size(plan: Plan, reads: Reads, found: Longs) -> Diagnostic:
     op, writer = int(reads.op[found[0]]), int(reads.writer[found[0]])
     return Diagnostic(
         "C207",
-        f"{place_name(plan, int(reads.place[found[0]]))} is read in another size than it was written",
+        f"{place_name(plan, int(reads.place[found[0]]))} is read in another size than written",
         _label(plan, op, f"{_where(plan, op)} reads piece {int(ops.piece[op])} of {int(ops.cut[op])}"),
         (
             _label(
