@@ -1,4 +1,5 @@
-// Runs a kernel library in a process of its own: `runner LIBRARY ARENA JOB`.
+// Runs a kernel in a process of its own: `runner LIBRARY ARENA JOB`, or `runner ARENA JOB` with COMMDSL_LINKED, when the kernel
+// is linked in.
 // The arena is a file that all processes of a run map: heaps, error records and tensors. The job is a Head, the packed
 // arguments (calls x ranks) whose pointers are offsets in the arena, and the delays before each call.
 // Assumes commdsl wrote all three. Returns 0, or 2 with a word on stderr; ThreadSanitizer has exit codes of its own.
@@ -48,26 +49,38 @@ void relocate(uint64_t* args, const Head& head, uint64_t base) {
   args[pointers + 2] += base;
 }
 
+using Launch = int (*)(const void*, int, int, const void*);
+
 }  // namespace
 
+#ifdef COMMDSL_LINKED
+extern "C" int commdsl_launch(const void* args, int ranks, int calls, const void* delays);
+
+static Launch find_launch(char**) { return commdsl_launch; }
+#else
+static Launch find_launch(char** argv) {
+  void* library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) fail("cannot load", dlerror());
+  const Launch launch = reinterpret_cast<Launch>(dlsym(library, "commdsl_launch"));
+  if (launch == nullptr) fail("no commdsl_launch in", argv[1]);
+  return launch;
+}
+#endif
+
 int main(int argc, char** argv) {
-  if (argc != 4) fail("takes", "LIBRARY ARENA JOB");
-  const Mapping arena = map(argv[2], MAP_SHARED);
-  const Mapping job = map(argv[3], MAP_PRIVATE);
+  if (argc < 3) fail("takes", "[LIBRARY] ARENA JOB");
+  const Launch launch = find_launch(argv);
+  const Mapping arena = map(argv[argc - 2], MAP_SHARED);
+  const Mapping job = map(argv[argc - 1], MAP_PRIVATE);
   const Head& head = *reinterpret_cast<const Head*>(job.data);
   char* args = job.data + sizeof(Head);
   const uint64_t launches = head.ranks * head.calls;
-  if (sizeof(Head) + launches * (head.args_bytes + sizeof(uint64_t)) != job.size) fail("wrong length of job", argv[3]);
+  if (sizeof(Head) + launches * (head.args_bytes + sizeof(uint64_t)) != job.size) fail("wrong length of job", argv[argc - 1]);
   for (uint64_t i = 0; i < launches; ++i) {
     relocate(reinterpret_cast<uint64_t*>(args + i * head.args_bytes), head, reinterpret_cast<uint64_t>(arena.data));
   }
-  void* library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) fail("cannot load", dlerror());
-  using Launch = int (*)(const void*, int, int, const void*);
-  const Launch launch = reinterpret_cast<Launch>(dlsym(library, "commdsl_launch"));
-  if (launch == nullptr) fail("no commdsl_launch in", argv[1]);
   const int result =
       launch(args, static_cast<int>(head.ranks), static_cast<int>(head.calls), args + launches * head.args_bytes);
-  if (result != 0) fail("cannot start a thread for every lane of", argv[1]);
+  if (result != 0) fail("cannot start a thread for every lane of", argv[argc - 1]);
   return 0;
 }

@@ -32,6 +32,15 @@ FLAGS = (
     "-Werror=return-type",
 )
 
+SANITIZE = (
+    "-fsanitize=thread",
+    "-g",  # without it a report names only addresses
+    "-fno-omit-frame-pointer",
+    # ThreadSanitizer intercepts these calls; g++ would put copies of bounded length in line, out of its sight.
+    "-fno-builtin-memcpy",
+    "-fno-builtin-memmove",
+)
+
 
 class NoHostCompilerError(RuntimeError):
     """No C++ compiler on this machine; the interpreter still runs schedules."""
@@ -72,44 +81,46 @@ def _version(command: tuple[str, ...]) -> str | None:
     return done.stdout.split("\n")[0] if done.returncode == 0 else None
 
 
-def build(emitted: Emitted, defines: tuple[str, ...], config: Config, *, sanitize: bool = False) -> Path:
-    """The library of one text, element type and reduction; `sanitize` instruments it for ThreadSanitizer."""
-    flags = (*FLAGS, *_mode(config, sanitize), "-shared", *(f"-D{define}" for define in defines))
-    return _compile(emitted.text, "kernel.cpp", "kernel.so", flags, config)
+def build(emitted: Emitted, defines: tuple[str, ...], config: Config) -> Path:
+    """The shared library of one text, element type and reduction."""
+    return _compile((("kernel.cpp", emitted.text),), "kernel.so", ("-shared", *_macros(defines)), config)
 
 
-def build_runner(config: Config, *, sanitize: bool = False) -> Path:
-    """The program that runs any library of `build` in a process of its own; built alike, as one runtime serves both."""
-    text = (data_dir("templates") / "runner.cpp").read_text(encoding="utf-8")
-    return _compile(text, "runner.cpp", "runner", (*FLAGS, *_mode(config, sanitize), "-ldl"), config)
+def build_runner(config: Config) -> Path:
+    """The program that runs any library of `build` in a process of its own."""
+    return _compile((("runner.cpp", _runner()),), "runner", (), config)
 
 
-SANITIZE = (
-    "-fsanitize=thread",
-    "-g",  # without it a report names only addresses
-    "-fno-omit-frame-pointer",
-    # ThreadSanitizer intercepts these calls; g++ would put copies of bounded length in line, out of its sight.
-    "-fno-builtin-memcpy",
-    "-fno-builtin-memmove",
-)
+def build_sanitized(emitted: Emitted, defines: tuple[str, ...], config: Config) -> Path:
+    """Kernel and runner as one program under ThreadSanitizer, whose runtime does not bear being loaded later."""
+    sources = (("kernel.cpp", emitted.text), ("runner.cpp", _runner()))
+    return _compile(sources, "sanitized", ("-DCOMMDSL_LINKED", *SANITIZE, *_macros(defines)), config)
 
 
-def _mode(config: Config, sanitize: bool) -> tuple[str, ...]:
-    optimize = ("-O0", "-g") if config.debug else ("-O2",)
-    return (*optimize, *(SANITIZE if sanitize else ()))
+def _runner() -> str:
+    return (data_dir("templates") / "runner.cpp").read_text(encoding="utf-8")
 
 
-def _compile(text: str, source_name: str, target_name: str, flags: tuple[str, ...], config: Config) -> Path:
+def _macros(defines: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"-D{define}" for define in defines)
+
+
+def _compile(sources: tuple[tuple[str, str], ...], target: str, more: tuple[str, ...], config: Config) -> Path:
+    """One run of the compiler over named texts, or what an earlier one left in the cache."""
     compiler = find_compiler(config)
-    parts = (text, headers_digest(), *compiler.command, compiler.version, platform.machine(), target_name, *flags)
+    flags = (*FLAGS, *(("-O0", "-g") if config.debug else ("-O2",)), *more)
+    texts = tuple(part for source in sources for part in source)
+    parts = (*texts, headers_digest(), *compiler.command, compiler.version, platform.machine(), target, *flags)
 
     def fill(folder: Path) -> None:
-        (folder / source_name).write_text(text, encoding="utf-8")
-        command = [*compiler.command, *flags, "-I", str(include_dir()), "-o", target_name, source_name]
+        for name, text in sources:
+            (folder / name).write_text(text, encoding="utf-8")
+        names = [name for name, _ in sources]
+        command = [*compiler.command, *flags, "-I", str(include_dir()), "-o", target, *names, "-ldl"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            kept = config.cache_dir / f"failed-{source_name}"
-            kept.write_text(text, encoding="utf-8")
+            kept = config.cache_dir / f"failed-{names[0]}"
+            kept.write_text(sources[0][1], encoding="utf-8")
             raise InternalError(f"the host compiler refused {kept}\n{shlex.join(command)}\n{done.stderr}")
 
-    return cache.entry(config.cache_dir, cache.key(parts), fill) / target_name
+    return cache.entry(config.cache_dir, cache.key(parts), fill) / target

@@ -10,7 +10,7 @@ import ctypes
 import struct
 import subprocess
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from commdsl.build.arena import Arena, Array, Inputs, layout
-from commdsl.build.host import build, build_runner
+from commdsl.build.host import build, build_runner, build_sanitized
 from commdsl.config import Config, from_environment
 from commdsl.emit import Emitted, defines
 from commdsl.plan import Access, Plan
@@ -97,7 +97,7 @@ def run_calls(
     if not inputs:
         return []
     settings = config or from_environment()
-    library = build(emitted, defines(plan, dtype.name, op), settings, sanitize=options.sanitize)
+    start = _starter(emitted, defines(plan, dtype.name, op), options, settings)
     block_bytes = _block_bytes(plan, inputs, dtype)
     launch = host_launch(plan, block_bytes)
     seconds = options.timeout or settings.timeout
@@ -110,7 +110,7 @@ def run_calls(
             if options.first_round:
                 arena.set_first_round(options.first_round)
             job = _Job(arena, launch, seconds, op == "avg", _delays(plan, len(inputs), options))
-            _start(job, library, options, settings, Path(folder))
+            start(job, [rank for rank in range(plan.num_ranks) if rank not in options.absent], Path(folder))
             failure = timeout_of(plan, arena.records(), seconds)
             if failure is not None:
                 raise failure
@@ -165,18 +165,24 @@ class _Job:
         return struct.pack("<5Q", *head) + self.arguments(0, ranks) + self.delays_of(ranks)
 
 
-def _start(job: _Job, library: Path, options: Options, config: Config, folder: Path) -> None:
-    ranks = [rank for rank in range(job.arena.plan.num_ranks) if rank not in options.absent]
-    if options.mode not in ("threads", "processes"):
-        raise ValueError(f"mode is `threads` or `processes`, not `{options.mode}`")
-    if options.mode == "processes":
-        if options.sanitize:
+def _starter(
+    emitted: Emitted, macros: tuple[str, ...], options: Options, config: Config
+) -> Callable[[_Job, Sequence[int], Path], None]:
+    """Builds what the mode takes; what it returns runs a job's ranks to their end, with a folder for its files."""
+    match options.mode, options.sanitize:
+        case "threads", False:
+            library = build(emitted, macros, config)
+            return lambda job, ranks, folder: _run_threads(job, library, ranks)
+        case "threads", True:
+            program = [str(build_sanitized(emitted, macros, config))]
+            return lambda job, ranks, folder: _run_processes(job, program, [ranks], folder)
+        case "processes", False:
+            command = [str(build_runner(config)), str(build(emitted, macros, config))]
+            return lambda job, ranks, folder: _run_processes(job, command, [[rank] for rank in ranks], folder)
+        case "processes", True:
             raise ValueError("ThreadSanitizer sees one process only: run its ranks as threads")
-        _run_processes(job, (build_runner(config), library), [[rank] for rank in ranks], folder)
-    elif options.sanitize:
-        _run_processes(job, (build_runner(config, sanitize=True), library), [ranks], folder)
-    else:
-        _run_threads(job, library, ranks)
+        case mode, _:
+            raise ValueError(f"mode is `threads` or `processes`, not `{mode}`")
 
 
 def _run_threads(job: _Job, library: Path, ranks: Sequence[int]) -> None:
@@ -188,14 +194,14 @@ def _run_threads(job: _Job, library: Path, ranks: Sequence[int]) -> None:
         raise OSError(failure, f"cannot start a thread for each of {len(ranks)} x {job.launch.active_lanes} lanes")
 
 
-def _run_processes(job: _Job, program: tuple[Path, Path], groups: Sequence[Sequence[int]], folder: Path) -> None:
+def _run_processes(job: _Job, program: Sequence[str], groups: Sequence[Sequence[int]], folder: Path) -> None:
     """One process per group of ranks; none outlives this call."""
     started: list[subprocess.Popen[str]] = []
     try:
         for index, ranks in enumerate(groups):
             path = folder / f"{index}.job"
             path.write_bytes(job.pack(ranks))
-            command = [*map(str, program), str(folder / "arena"), str(path)]
+            command = [*program, str(folder / "arena"), str(path)]
             started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
         for process in started:
             _, report = process.communicate(timeout=job.seconds + GRACE)
