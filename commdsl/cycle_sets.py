@@ -15,7 +15,7 @@ from commdsl.ir import CycleSet, Ints
 
 MOST_RANKS = 2**15
 DIRECT = (
-    "put straight to the owner's peers instead, which uses every link for any number of ranks: "
+    "let every rank put its pieces straight to the others, which uses every link for any number of ranks: "
     "`each r, p in 0 ..< P - 1 { put kv[p] -> cur[p] @ (r + 1 + (s + p) % (P - 1)) % P }`"
 )
 
@@ -27,10 +27,10 @@ def cycle_set(decl: syn.CyclesDecl, evaluator: Evaluator, scope: Scope, ranks: i
         case syn.CycleLiteral(cycles):
             rows = [[evaluator.constant(rank, scope) for rank in cycle] for cycle in cycles]
             for row, cycle in zip(rows, cycles, strict=True):
-                if len(row) != ranks:
-                    label = f"{len(row)} ranks here, {ranks} in the schedule"
-                    faults.fail("C121", "a cycle visits every rank once", cycle[0].span, label,
-                                help=f"list all ranks from 0 to {ranks - 1}")  # fmt: skip
+                if len(row) != len(rows[0]):
+                    label = f"{len(row)} ranks here, {len(rows[0])} in the first"
+                    help = f"each lists all ranks from 0 to {ranks - 1} once"
+                    faults.fail("C121", "the cycles of a set are of one length", cycle[0].span, label, help=help)
             return CycleSet(name, np.array(rows, np.int32), closed=True, span=decl.span)
         case syn.CycleGenerator(generator, arguments):
             numbers = [evaluator.constant(argument, scope) for argument in arguments]

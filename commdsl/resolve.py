@@ -28,18 +28,14 @@ from commdsl.tuning import tuning
 
 T = TypeVar("T")
 
+MOST_STEPS = 2**20
+"""Beyond this a schedule would not fit in memory; nobody means it."""
+
 
 def topologies(files: tuple[File, ...]) -> dict[str, Topology]:
     """Every topology of the files by name. Raises CommError with all their faults."""
     faults = Faults()
-    decls = _items(files, syn.TopologyDecl)
-    _check_once(decls, "topology", faults)
-    found = dict[str, Topology]()
-    for decl in decls:
-        try:
-            found.setdefault(decl.name.text, machines.topology(decl, faults))
-        except Poisoned:
-            continue
+    found = _topologies(files, faults)
     faults.raise_if_any()
     return found
 
@@ -47,8 +43,11 @@ def topologies(files: tuple[File, ...]) -> dict[str, Topology]:
 def resolve(
     files: tuple[File, ...], decl: ScheduleDecl, ranks: int, topology: Topology, params: Mapping[str, int]
 ) -> Schedule:
-    """What `decl` means for `ranks` ranks of `topology`. Raises CommError with every fault of the schedule."""
+    """What `decl` means for `ranks` ranks of `topology`. Raises CommError with every fault of it, and of the machines
+    and roles beside it.
+    """
     faults = Faults()
+    _topologies(files, faults)
     _check_once(_items(files, syn.ScheduleDecl), "schedule", faults)
     role_sets = _role_sets(files, faults)
     check_names(decl, tuple(name for roles in role_sets for name, _, _ in roles.roles), faults)
@@ -80,6 +79,18 @@ def _check_once(
     for decl in decls:
         named.setdefault(decl.name.text, []).append(decl.name.span)
     duplicates(named, what, faults)
+
+
+def _topologies(files: tuple[File, ...], faults: Faults) -> dict[str, Topology]:
+    decls = _items(files, syn.TopologyDecl)
+    _check_once(decls, "topology", faults)
+    found = dict[str, Topology]()
+    for decl in decls:
+        try:
+            found.setdefault(decl.name.text, machines.topology(decl, faults))
+        except Poisoned:
+            continue
+    return found
 
 
 def _role_sets(files: tuple[File, ...], faults: Faults) -> tuple[RoleSet, ...]:
@@ -129,7 +140,8 @@ class _Resolver:
             return
         self.params = self._params(given)
         self.scope = self._first_scope(self.ranks)
-        self._check_where()
+        if not self._admits_ranks():
+            return  # what else is wrong may be so only for ranks that the schedule is not for
         for statement in decl.body:
             try:
                 self._declare(statement)
@@ -170,18 +182,17 @@ class _Resolver:
             found.append((name, scope[name]))
         return found
 
-    def _check_where(self) -> None:
+    def _admits_ranks(self) -> bool:
         where = self.decl.where
-        if where is None:
-            return
         try:
-            if self.evaluator.number(where, self.scope):
-                return
+            if where is None or self.evaluator.number(where, self.scope):
+                return True
         except Poisoned:
-            return
+            return False
         values = ", ".join(f"{name} = {value}" for name, value in [(self.decl.ranks.text, self.ranks), *self.params])
         self.faults.report("C501", f"`{self.decl.name.text}` is not for {self.ranks} ranks", where.span,
                            f"false for {values}", help=self._nearest_ranks(where))  # fmt: skip
+        return False
 
     def _nearest_ranks(self, where: syn.Expr) -> str:
         silent = Evaluator(Faults())
@@ -276,6 +287,9 @@ class _Resolver:
     def _values(self, domain: syn.Range | syn.Name, scope: dict[str, Value]) -> list[tuple[int, int | Cycle]]:
         """The values of a loop's variable, each with its number for messages."""
         first, last, cycles = self.binding.domain(domain, scope)
+        if int(last) - int(first) > MOST_STEPS:
+            count = f"{int(last) - int(first)} rounds"
+            self.faults.fail("C509", f"a loop has at most {MOST_STEPS} rounds", domain.span, count)
         return [(i, i if cycles is None else Cycle(cycles, i)) for i in range(int(first), int(last))]
 
     def _check_yields(self) -> None:

@@ -17,7 +17,8 @@ from commdsl.syntax import LinkScope
 
 @dataclass(frozen=True)
 class Link:
-    """A class of links. `port_bandwidth` caps what one GPU sends (and, apart, receives) over it; `pair_bandwidth` each ordered pair.
+    """A class of links. `port_bandwidth` caps what one GPU sends (and, apart, receives) over it, `pair_bandwidth` each
+    ordered pair.
 
     Bandwidths in bytes per second (inf: not capped), latency in seconds. `pairs` is None unless scope is PAIRS: then an
     int32 array (n, 2) of directed pairs of node-local GPU indices.
