@@ -6,9 +6,13 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from collectives import MAX_RANKS, SCHEDULES, cases, shipped
 from proved import proved
+
+from commdsl import compiler
+from commdsl.diagnostics import CommError
 
 ROW = re.compile(r"^\| `(\w+)` \| [^|]+ \| `([^`]+)` \| `([^`]+)` \| `([^`]+)` \|", re.MULTILINE)
 GALLERY = {
@@ -34,3 +38,42 @@ def test_costs(path: Path) -> None:
             assert report.busiest_pair is not None, case
             assert report.busiest_port.blocks == pytest.approx(port), case
             assert report.busiest_pair.blocks == pytest.approx(pair), case
+
+
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+def test_one_node_of_eight(path: Path) -> None:
+    """A node behind a switch runs every schedule, and all but the small-message ones at the bandwidth bound."""
+    report = compiler.check(path, ranks=8, on="h200_1x8").report
+    small = {"allreduce_oneshot": 4, "broadcast_tree": 3, "reduce_tree": 3, "broadcast_chain": 14 / 8}
+    assert report.bandwidth_ratio == pytest.approx(small.get(path.stem, 1))
+
+
+@pytest.mark.parametrize(("name", "block"), [("allreduce_two_level", 2 / 16), ("alltoall_two_level", 8)])
+def test_two_nodes(name: str, block: float) -> None:
+    """Between nodes with one rail per GPU, what crosses is the least that can: 2 (P / G - 1) / P n, and P - G n."""
+    report = compiler.check(SCHEDULES / "collectives" / f"{name}.comm", ranks=16, on="h200_2x8").report
+    source, dest = report.pair_source, report.pair_dest
+    crosses = source // 8 != dest // 8
+    assert (source[crosses] % 8 == dest[crosses] % 8).all()
+    assert np.bincount(source[crosses], report.pair_blocks[crosses]) == pytest.approx(block)
+
+
+def test_meshes() -> None:
+    """On a mesh those that use every pair at once are at the bound, where a ring uses one link in seven."""
+    ratios = {path.stem: compiler.check(path, ranks=8, on="mi300x_1x8").report.bandwidth_ratio for path in shipped()}
+    for name in ("allgather_hamilton", "reducescatter_hamilton", "allreduce_hamilton", "rotation_hamilton"):
+        assert ratios[name] == pytest.approx(1)
+    for name in ("allgather_direct", "reducescatter_direct", "allreduce_twoshot", "rotation_direct", "alltoall_direct"):
+        assert ratios[name] == pytest.approx(1)
+    for name in ("allgather_ring", "reducescatter_ring", "allreduce_ring", "rotation_ring"):
+        assert ratios[name] == pytest.approx(7)
+
+
+def test_ring_machines() -> None:
+    """A machine wired as a ring runs the ring schedules and refuses, by name of the missing link, those that jump."""
+    for path in shipped():
+        if path.stem.endswith(("ring", "chain", "shift")):
+            assert compiler.check(path, ranks=8, on="ring_8").report.num_transfers
+        else:
+            with pytest.raises(CommError, match=r"C40[15]"):
+                compiler.check(path, ranks=8, on="ring_8")
