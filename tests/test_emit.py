@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from commdsl.resources import data_dir
 from commdsl.source import Source, Span
 
 TESTS = Path(__file__).parent
-GOLDEN = TESTS / "golden" / "kernel.cu"
 
 
 def made(family: str = "pull_allreduce", ranks: int = 2) -> Plan:
@@ -32,12 +32,9 @@ def without_digests(text: str) -> str:
     return re.sub(r"sha256 [0-9a-f]{64}", "sha256 ...", text)
 
 
-def test_golden(request: pytest.FixtureRequest) -> None:
-    """The text of a small kernel, read by people; `--update-golden` writes it anew."""
-    text = without_digests(emit.emit(made()).text)
-    if request.config.getoption("--update-golden", default=False):
-        GOLDEN.write_text(text, encoding="utf-8")
-    assert text == GOLDEN.read_text(encoding="utf-8")
+def test_golden(golden: Callable[[str, str], None]) -> None:
+    """The text of a small kernel, read by people."""
+    golden("kernel.cu", without_digests(emit.emit(made()).text))
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4711"])

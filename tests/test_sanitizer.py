@@ -9,8 +9,11 @@ import plans
 import pytest
 from test_host_build import BYTES, Options, element, random_bytes, run, small
 
+from commdsl import checks, compiler
 from commdsl.build import host_run
+from commdsl.diagnostics import Severity
 from commdsl.plan import Plan
+from commdsl.resources import data_dir
 
 
 def without_wait(plan: Plan, wait: int) -> Plan:
@@ -42,6 +45,19 @@ def test_every_missing_wait_is_caught() -> None:
     for wait in range(len(plan.ops.wait_peer)):
         with pytest.raises(host_run.DataRaceError):
             run(without_wait(plan, wait), calls, element("int32"), "sum", Options(sanitize=True, timeout=5))
+
+
+def test_shipped_schedule_without_a_wait() -> None:
+    """The ring all-reduce without one of its waits is refused by the proof, and races when it is run all the same."""
+    path = data_dir("schedules") / "collectives" / "allreduce_ring.comm"
+    proved = compiler.check(path, ranks=3)
+    plan = small(proved.plan)
+    calls = [[array.view(np.int32) for array in random_bytes(3, 3000, seed)] for seed in range(3)]
+    for wait in range(int(plan.ops.wait_begin[plan.ops.rank_begin[1]])):
+        broken = without_wait(plan, wait)
+        assert any(found.severity is Severity.ERROR for found in checks.check_plan(proved.schedule, broken))
+        with pytest.raises(host_run.DataRaceError):
+            run(broken, calls, element("int32"), "sum", Options(sanitize=True, timeout=5))
 
 
 def test_a_report_names_the_accesses() -> None:
