@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import assert_never
 
 import jinja2
 import numpy as np
@@ -66,9 +67,12 @@ class Kernel:
 
 def emit(plan: Plan) -> Emitted:
     """The text for every rank of a Plan, the same on any machine and hash seed."""
-    if plan.protocol is not Protocol.BULK:
-        raise AssertionError(f"no template prints protocol {plan.protocol}")
-    text = environment().get_template("kernel.cu.j2").render(kernel=_kernel(plan))
+    match plan.protocol:
+        case Protocol.BULK:
+            template = "kernel.cu.j2"
+        case _:
+            assert_never(plan.protocol)
+    text = environment().get_template(template).render(kernel=_kernel(plan))
     return Emitted(f"commdsl_{plan.name}", text, hashlib.sha256(text.encode()).hexdigest())
 
 
