@@ -1,7 +1,7 @@
 """Turns a schedule and its report into a picture: the machine with its busiest links, and beside it the steps.
 
 Assumes a checked schedule. Writes plain SVG, the same bytes every time. Past `MAX_VERTICES` ranks, neighbours share a
-dot; past `MAX_STEPS` steps, the middle is left out, and the picture says so.
+dot; past `MAX_STEPS` steps, the middle is left out, and the picture says so. Does not know times within a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Turns files into a folder of kernels: NAME.cu, the text that runs, and NAME.py, an importable torch op.
 
 Assumes nothing of the files. With no file: the shipped schedules into `generated/`, for 8 ranks or the nearest number
-each admits. `--check` writes nothing and fails where the folder differs.
+each admits. Does not build kernels: `--check` compares, and writes nothing.
 """
 
 from __future__ import annotations

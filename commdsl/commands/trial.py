@@ -1,7 +1,7 @@
 """Turns a compiled schedule into the outcome of one run: the emitted kernel on host ranks beside the oracle.
 
 Assumes the schedule was proved. Compares what `ensure` speaks of, bit for bit; other memory is free. Without a C++
-compiler only the oracle runs, and the trial says so.
+compiler only the oracle runs, and the trial says so. Does not print.
 """
 
 from __future__ import annotations

@@ -1,0 +1,464 @@
+"""The command line: exit codes, what goes to which stream, JSON, and what each command leaves behind.
+
+Assumes a checkout. Runs most commands in this process; a whole process only where start-up is the matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from commdsl import compiler
+from commdsl.build import host, host_run
+from commdsl.cli import run_command
+from commdsl.commands import new, output
+from commdsl.commands.arguments import UsageError, parse_bytes, parse_param, parse_ranks
+from commdsl.timeline import timeline
+
+ROOT = Path(__file__).parent.parent
+RING = "schedules/collectives/allreduce_ring.comm"
+ROTATION = "schedules/attention/rotation_hamilton.comm"
+TWO_LEVEL = "schedules/collectives/allreduce_two_level.comm"
+FAULTY = """schedule lost for P ranks {
+  inout x[P]
+  ensure allreduce(x)
+  each r { put x[r] -> x[r] @ (r + 1) % P }
+}
+"""
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> str:
+    path = tmp_path / "lost.comm"
+    path.write_text(FAULTY)
+    return str(path)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [("8", (8,)), ("2,4,8", (2, 4, 8)), ("2..5", (2, 3, 4, 5)), ("2..3, 8,3", (2, 3, 8))],
+)
+def test_ranks(text: str, ranks: tuple[int, ...]) -> None:
+    """--ranks is a number, a list, a range with both ends, or a mixture; each number counts once."""
+    assert parse_ranks(text) == ranks
+
+
+@pytest.mark.parametrize("text", ["", "eight", "0", "8..2", "2...4", "-1"])
+def test_wrong_ranks(text: str) -> None:
+    """Anything else is a usage error."""
+    with pytest.raises(UsageError):
+        parse_ranks(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("4096", 4096), ("64KB", 65536), ("1 mb", 1 << 20), ("1.5KB", 1536), ("2GB", 2 << 30)]
+)
+def test_bytes(text: str, size: int) -> None:
+    """--bytes has binary units."""
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "1k", "1.5", "-1", "1TB", "1MB/s"])
+def test_wrong_bytes(text: str) -> None:
+    """A size that is no whole number of bytes, or has no known unit, is a usage error."""
+    with pytest.raises(UsageError):
+        parse_bytes(text)
+
+
+def test_params() -> None:
+    """A parameter is NAME=VALUE with a whole number."""
+    assert parse_param("K=-4") == ("K", -4)
+    for word in ("K=", "=3", "K=x", "2K=3"):
+        with pytest.raises(UsageError):
+            parse_param(word)
+
+
+# --- check ------------------------------------------------------------------------------------------------------------
+
+
+def test_check(capsys: Capture) -> None:
+    """A right file exits 0, says for how many ranks it was proved, and leaves standard error empty."""
+    assert run_command(["check", RING]) == 0
+    out, err = capsys.readouterr()
+
+    assert "allreduce_ring: proved for 8 ranks on switch" in out
+    assert err == ""
+
+
+def test_check_sweep(capsys: Capture) -> None:
+    """In a sweep, numbers of ranks that the schedule does not admit are left out."""
+    assert run_command(["check", ROTATION, "--ranks", "2..7"]) == 0
+
+    assert "proved for 2, 3, 5, 7 ranks" in capsys.readouterr().out
+
+
+def test_check_not_admitted(capsys: Capture) -> None:
+    """A single number that the schedule does not admit is a diagnostic, and so is a sweep of only such numbers."""
+    assert run_command(["check", ROTATION, "--ranks", "4"]) == 1
+    assert "C501" in capsys.readouterr().err
+    assert run_command(["check", ROTATION, "--ranks", "4,6"]) == 1
+    assert "C501" in capsys.readouterr().err
+
+
+def test_check_fault(faulty: str, capsys: Capture) -> None:
+    """A wrong file exits 1; every diagnostic goes to standard error, and nothing to standard output."""
+    assert run_command(["check", faulty, "--ranks", "2,4"]) == 1
+    out, err = capsys.readouterr()
+
+    assert out == ""
+    assert re.search(r"^error\[C\d{3}\]: ", err)
+    assert "the same for 4" in err
+    assert err.count("error[") == 1
+    assert err.rstrip().endswith("1 error")
+
+
+def test_check_concise(faulty: str, capsys: Capture) -> None:
+    """--concise is one line per diagnostic."""
+    assert run_command(["check", faulty, "--concise"]) == 1
+    assert re.fullmatch(r".*lost\.comm:\d+:\d+: error\[C\d{3}\]: .*\n", capsys.readouterr().err)
+
+
+def test_check_json(faulty: str, capsys: Capture) -> None:
+    """--json is one value on standard output, for the good and the bad."""
+    assert run_command(["check", RING, faulty, "--json"]) == 1
+    value = json.loads(capsys.readouterr().out)
+
+    assert [(one["schedule"], one["ranks"], one["steps"]) for one in value["proved"]] == [("allreduce_ring", 8, 14)]
+    assert [one["severity"] for one in value["diagnostics"]] == ["error"]
+
+
+def test_check_syntax_fault(tmp_path: Path, capsys: Capture) -> None:
+    """A file that does not parse is a diagnostic, too."""
+    path = tmp_path / "broken.comm"
+    path.write_text("schedule s for P ranks {\n  inout x[P\n}\n")
+    assert run_command(["check", str(path)]) == 1
+    assert "broken.comm" in capsys.readouterr().err
+
+
+def test_check_machine(capsys: Capture) -> None:
+    """--on alone means all ranks of that machine; a file without a schedule is read all the same."""
+    assert run_command(["check", TWO_LEVEL, "--on", "h200_2x8"]) == 0
+    assert "proved for 16 ranks on h200_2x8" in capsys.readouterr().out
+    assert run_command(["check", "schedules/topologies/dgx1.comm"]) == 0
+    assert "no schedule" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check"],
+        ["check", "nowhere.comm"],
+        ["check", RING, "--ranks", "many"],
+        ["check", RING, "K=x"],
+        ["check", RING, "--nonsense"],
+        ["check", "schedules"],
+        ["nonsense"],
+        ["run", RING, "--dtype", "float7"],
+        ["run", RING, "--op", "xor"],
+        ["run", RING, "--dtype", "float8_e5m2"],
+        ["run", RING, "--bytes", "much"],
+        ["run", RING, "--sanitize", "--processes"],
+        ["run", RING, ROTATION],
+        ["run", "schedules/topologies/dgx1.comm"],
+        ["show", RING, "--stage", "ptx"],
+        ["compile", RING, "--ranks", "2,4"],
+        ["compile", "--ranks", "4"],
+        ["explain", "C999"],
+        ["new", "allreduc"],
+        ["fmt", "nowhere.comm"],
+    ],
+)
+def test_usage(words: list[str], capsys: Capture) -> None:
+    """A wrong command line exits 2 and says on standard error what is expected."""
+    assert run_command(words) == 2
+    out, err = capsys.readouterr()
+
+    assert out == ""
+    assert err != ""
+
+
+# --- show, compile, fmt, explain, new, doctor -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        ("syntax", ["ScheduleDecl", "Each"]),
+        (
+            "ir",
+            ["schedule allreduce_ring for 4 ranks", "step 6 s=2", "rank 3: x[2] @ 3 -> x[2] @ 0", "ensure allreduce"],
+        ),
+        ("plan", ["plan allreduce_ring for 4 ranks", "rank 3", "waits for rank", "signals"]),
+        ("cuda", ["@generated by commdsl", "COMMDSL_KERNEL"]),
+        ("host", ["-std=c++17", "COMMDSL_KERNEL"]),
+    ],
+)
+def test_show(stage: str, words: list[str], capsys: Capture) -> None:
+    """Every stage can be printed, as text and as JSON."""
+    assert run_command(["show", RING, "--stage", stage, "--ranks", "4"]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in words)
+
+    assert run_command(["show", RING, "--stage", stage, "--ranks", "4", "--json"]) == 0
+    assert stage in capsys.readouterr().out
+
+
+def test_show_fault(faulty: str, capsys: Capture) -> None:
+    """A stage that cannot be reached shows the fault instead."""
+    assert run_command(["show", faulty, "--stage", "plan"]) == 1
+    assert "error[" in capsys.readouterr().err
+
+
+def test_compile(tmp_path: Path, capsys: Capture) -> None:
+    """compile writes the kernel and a module that can be imported without torch; --check then finds them current."""
+    words = ["compile", RING, "--ranks", "4", "--out", str(tmp_path)]
+    assert run_command([*words, "--check"]) == 1
+    assert not list(tmp_path.iterdir())
+    assert run_command(words) == 0
+    assert run_command([*words, "--check"]) == 0
+    code = "import sys, allreduce_ring; print(allreduce_ring.SOURCE.is_file(), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == ["allreduce_ring.cu", "allreduce_ring.py"]
+    assert "@generated" in (tmp_path / "allreduce_ring.cu").read_text()
+    assert done.stdout.split() == ["True", "False"]
+
+
+def test_compiled_module_gives_the_op() -> None:
+    """`from generated.allreduce_ring import allreduce_ring` is the torch op, and it works on ranks of one process."""
+    code = (
+        "import threading, torch, commdsl\n"
+        "from generated.allreduce_ring import allreduce_ring\n"
+        "names, sums = commdsl.threads(2), [None, None]\n"
+        "def call(r): sums[r] = allreduce_ring(torch.full((5,), r + 1.0), group=names[r])\n"
+        "ranks = [threading.Thread(target=call, args=(r,)) for r in range(2)]\n"
+        "[rank.start() for rank in ranks]; [rank.join() for rank in ranks]\n"
+        "print([float(one[0]) for one in sums])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert done.stdout.strip() == "[3.0, 3.0]", done.stderr
+
+
+def test_generated_is_current(capsys: Capture) -> None:
+    """generated/ is what `commdsl compile` makes of the shipped schedules."""
+    assert run_command(["compile", "--check"]) == 0, capsys.readouterr().out
+
+
+def test_fmt(tmp_path: Path, capsys: Capture) -> None:
+    """fmt rewrites what is not canonical, --check only names it, and a second run changes nothing."""
+    path = tmp_path / "untidy.comm"
+    text = (ROOT / RING).read_text()
+    path.write_text(text.replace("  inout x[P]", "    inout   x[ P ]"))
+    assert run_command(["fmt", "--check", str(tmp_path)]) == 1
+    assert "would format" in capsys.readouterr().out
+    assert run_command(["fmt", str(path)]) == 0
+    assert run_command(["fmt", "--check", str(path)]) == 0
+
+    assert path.read_text() == text
+
+
+def test_shipped_files_are_canonical(capsys: Capture) -> None:
+    """Every shipped file and every starter is formatted."""
+    assert run_command(["fmt", "--check", "schedules", "commdsl/commands/starters"]) == 0, capsys.readouterr().out
+
+
+def test_explain(capsys: Capture) -> None:
+    """explain prints the page of a code, in either case; without a code, all titles."""
+    assert run_command(["explain", "c302"]) == 0
+    assert capsys.readouterr().out.startswith("# C302: ")
+    assert run_command(["explain"]) == 0
+    assert "C302  " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("collective", new.collectives())
+def test_new(collective: str, tmp_path: Path, capsys: Capture) -> None:
+    """The starter of every collective is proved as it is, runs right, and does not overwrite."""
+    path = tmp_path / f"my_{collective}.comm"
+    assert run_command(["new", collective, str(path)]) == 0
+    assert run_command(["check", str(path), "--ranks", "2,3,8"]) == 0
+    assert capsys.readouterr().err == ""
+    assert run_command(["run", str(path), "--ranks", "3", "--bytes", "1000"]) == 0
+    assert run_command(["new", collective, str(path)]) == 2
+
+
+def test_doctor(capsys: Capture) -> None:
+    """doctor exits 0 on any machine, and names what it looked at."""
+    assert run_command(["doctor", "--json"]) == 0
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+
+    assert {
+        "C++ compiler",
+        "ThreadSanitizer",
+        "NVRTC",
+        "nvJitLink",
+        "torch",
+        "CuPy",
+        "GPUs",
+        "cache folder",
+    } <= found.keys()
+    assert all(one["present"] or one["install"] for one in found.values())
+
+
+# --- run --------------------------------------------------------------------------------------------------------------
+
+
+def test_run(capsys: Capture) -> None:
+    """run prints what was proved, that the kernel is right, the cost and the timeline."""
+    assert run_command(["run", RING, "--ranks", "4", "--bytes", "10KB"]) == 0
+    text = capsys.readouterr().out
+
+    assert "proved for 4 ranks on switch" in text
+    assert "✓ every contribution arrives exactly once" in text
+    assert "equal to the oracle, bit for bit" in text
+    assert "1.5 n" in text
+    assert "x[0] +→ 1" in text
+
+
+@pytest.mark.parametrize("options", [["--processes"], ["--dtype", "bfloat16", "--op", "avg"], ["--bytes", "0"]])
+def test_run_options(options: list[str], capsys: Capture) -> None:
+    """The other ways to run are right, too."""
+    assert run_command(["run", RING, "--ranks", "3", "--bytes", "10KB", "--json", *options]) == 0
+    (done,) = json.loads(capsys.readouterr().out)["runs"]
+
+    assert done["kernel"]["ran"] is True
+    assert done["kernel"]["right"] is True
+
+
+def test_run_yields(capsys: Capture) -> None:
+    """What a schedule hands to its caller is compared as well."""
+    assert run_command(["run", ROTATION, "--ranks", "5", "--bytes", "1000", "--json"]) == 0
+    (done,) = json.loads(capsys.readouterr().out)["runs"]
+
+    assert done["kernel"]["compared_bytes"] >= 5 * 5 * 1000
+
+
+def test_run_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """A kernel whose result differs from the oracle's exits 3 and says where."""
+    real = host_run.run
+
+    def wrong(*args: object, **options: object) -> host_run.HostResult:
+        result = real(*args, **options)
+        spoilt = result.outputs["x"][2].copy()
+        spoilt.view("uint8")[40] ^= 1
+        result.outputs["x"][2] = spoilt
+        return result
+
+    monkeypatch.setattr(host_run, "run", wrong)
+    assert run_command(["run", RING, "--ranks", "3", "--bytes", "1000"]) == 3
+    assert "`x` on rank 2 differs from the oracle in 1 bytes, first at byte 40" in capsys.readouterr().out
+
+
+def test_run_fault_of_ours(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """An exception that nobody expected exits 4 and says that the file is not to blame."""
+
+    def broken(*args: object, **options: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(host_run, "run", broken)
+    assert run_command(["run", RING, "--ranks", "2"]) == 4
+    assert "a bug in commdsl" in capsys.readouterr().err
+
+
+def test_run_without_compiler(tmp_path: Path) -> None:
+    """With no C++ compiler in PATH the interpreter runs, and one line says so; doctor says what to install."""
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "commdsl"]
+    done = subprocess.run(
+        [*command, "run", RING, "--ranks", "4"], env=environment, capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    told = subprocess.run([*command, "doctor"], env=environment, capture_output=True, text=True, cwd=ROOT, check=False)
+    has_wheel = "ziglang" in done.stdout
+
+    assert done.returncode == 0, done.stderr
+    assert has_wheel or sum("the interpreter alone" in line for line in done.stdout.splitlines()) == 1
+    assert has_wheel or "apt install g++" in told.stdout
+
+
+def test_interpreter_alone(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Where no compiler is found, run is still fine, and --sanitize is a usage error."""
+
+    def none(config: object) -> host.HostCompiler:
+        raise host.NoHostCompilerError("this machine has no C++ compiler")
+
+    monkeypatch.setattr(host, "find_compiler", none)
+    assert run_command(["run", RING, "--ranks", "3", "--bytes", "1000"]) == 0
+    assert "the interpreter alone, not the emitted kernel" in capsys.readouterr().out
+    assert run_command(["run", RING, "--ranks", "3", "--sanitize"]) == 2
+
+
+def test_svg(tmp_path: Path) -> None:
+    """--svg writes a well-formed picture, the same bytes every time, that names the ranks, steps and busiest pairs."""
+    paths = [tmp_path / "one.svg", tmp_path / "two.svg"]
+    for path in paths:
+        assert run_command(["run", TWO_LEVEL, "--on", "h200_2x8", "--bytes", "1000", "--svg", str(path)]) == 0
+    texts = [element.text for element in ElementTree.parse(paths[0]).iter() if element.text]
+
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert {"node 1", "rank 15", "step 4"} <= set(texts)
+    assert any(text.startswith("busiest: 0 → 8") for text in texts)
+
+
+@pytest.mark.parametrize(("ranks", "width"), [(2, 80), (8, 60), (8, 120), (64, 100)])
+def test_timeline(ranks: int, width: int) -> None:
+    """A timeline is never wider than asked, shows the first and the last step, and says what it leaves out."""
+    lines = timeline(compiler.check(RING, ranks=ranks).schedule, width).split("\n")
+    shown = lines[0].count("rank")
+
+    assert max(map(len, lines)) <= width
+    assert any(line.startswith("  1 s=0") for line in lines)
+    assert any(line.lstrip().startswith(f"{2 * (ranks - 1)} s={ranks - 2}") for line in lines)
+    assert shown == ranks or lines[-1].strip().startswith(f"… and {ranks - shown} more")
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_silent_off_a_terminal(capsys: Capture) -> None:
+    """A bar is for terminals; scripts see nothing of it."""
+    with output.progress("work", 3) as advance:
+        advance("more work")
+
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """On a terminal the bar appears once the work has taken its time, and leaves with it."""
+    bar = output.Bar("proving", 2)
+    monkeypatch.setenv("TERM", "xterm")
+    bar.show()
+    bar.advance("running")
+    bar.close()
+
+    assert bar.done == 1
+    assert "✓" not in capsys.readouterr().out
+
+
+def test_main_module() -> None:
+    """`python -m commdsl` is the command line; a closed pipe is no fault."""
+    command = f"{sys.executable} -m commdsl show {RING} --stage cuda | head -1"
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ}
+    )
+
+    assert done.stdout.startswith("// @generated")
+    assert "Traceback" not in done.stderr

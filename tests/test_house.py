@@ -1,0 +1,217 @@
+"""The house rules: who may import what, how long a module may be, what every code has, what no file says.
+
+Assumes a checkout with git. Does not run any stage.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from commdsl import codes
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "commdsl"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+WALLS = {
+    "lark": {"parser.py"},
+    "jinja2": {"emit.py"},
+    "click": {"cli.py"},
+    "rich": {"commands/"},
+    "torch": {"runtime/"},
+    "cupy": {"runtime/"},
+    "nvshmem": {"runtime/"},
+    "cuda": {"runtime/"},
+}
+"""The only modules, or folders, that import a package."""
+
+ENVIRONMENT_READERS = {
+    "config.py": "its purpose",
+    "__main__.py": "sets one variable before numpy is imported",
+    "build/host_run.py": "hands the environment on to the processes it starts",
+    "commands/output.py": "asks NO_COLOR and TERM whether a terminal wants colour",
+}
+
+MAX_LINES = 400
+LONG_MODULES = {
+    "placement.py": "one pass with one state: where every version of every chunk lies",
+    "ordering.py": "one pass with one state: which flags order the hazards",
+    "mistakes.py": "one table: a syntax fault and its words",
+}
+
+CALLS = "C95"
+"""Codes of exceptions of the torch op: a call is at fault, no `.comm` text."""
+
+STAGES = (
+    ("source", "resources", "config"),
+    ("diagnostics", "codes"),
+    ("syntax",),
+    ("parser", "build_syntax", "mistakes", "syntax_fault", "format"),
+    ("topology", "ir", "cycles", "dtypes"),
+    ("plan",),
+    ("resolve", "cost", "checks"),
+    ("lower",),
+    ("verify", "sizes"),
+    ("emit",),
+    ("compiler",),
+    ("build",),
+    ("runtime", "commands"),
+    ("cli",),
+)
+"""What may be imported lies in the same row or above."""
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+            if node.module == "commdsl":
+                yield from (f"commdsl.{alias.name}" for alias in node.names)
+
+
+def tracked() -> list[Path]:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listing.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("package", sorted(WALLS))
+def test_walls(package: str) -> None:
+    """Only the modules named in WALLS import a package."""
+    found = {name_of(path) for path in MODULES for name in imports(path) if name.split(".")[0] == package}
+    allowed = WALLS[package]
+
+    assert {name for name in found if not any(name == one or name.startswith(one) for one in allowed)} == set()
+
+
+def test_import_is_light() -> None:
+    """`import commdsl` brings in neither numpy nor any package behind a wall."""
+    heavy = sorted({*WALLS, "numpy"} - {"cuda"})
+    code = f"import sys, commdsl; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+
+    assert done.stdout.strip() == "[]"
+
+
+def test_checking_needs_no_template_and_no_torch() -> None:
+    """The path of `commdsl check` imports neither jinja2, rich, torch nor a builder."""
+    heavy = ["jinja2", "rich", "torch", "commdsl.emit", "commdsl.build"]
+    code = f"import sys, commdsl.commands.check; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+
+    assert done.stdout.strip() == "[]"
+
+
+def test_stages_look_left() -> None:
+    """A stage imports only stages to its left."""
+    level = {name: row for row, names in enumerate(STAGES) for name in names}
+    wrong = [
+        f"{name_of(path)} imports {imported}"
+        for path in MODULES
+        for imported in imports(path)
+        if imported.startswith("commdsl.")
+        and level.get(name_of(path).split("/")[0].removesuffix(".py"), 99) < level.get(imported.split(".")[1], -1)
+    ]
+
+    assert wrong == []
+
+
+def test_environment() -> None:
+    """Nothing but `config` reads the environment, with the exceptions listed and their reasons."""
+    reads = re.compile(r"\bos\.(environ|getenv)\b")
+    found = {name_of(path) for path in MODULES if reads.search(path.read_text(encoding="utf-8"))}
+
+    assert found <= ENVIRONMENT_READERS.keys()
+
+
+def test_module_size() -> None:
+    """No module is longer than 400 lines, unless listed with a reason; and the list has no dead entry."""
+    long = {name_of(path) for path in MODULES if len(path.read_text(encoding="utf-8").splitlines()) > MAX_LINES}
+
+    assert long - LONG_MODULES.keys() == set()
+    assert LONG_MODULES.keys() - {name_of(path) for path in MODULES} == set()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_module_docstring(path: Path) -> None:
+    """A module says what it does, what it assumes and what it does not do."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+
+    assert docstring is not None
+    assert path.name == "__init__.py" or (
+        "Assumes" in docstring and ("Does not" in docstring or "does not" in docstring)
+    )
+
+
+@pytest.mark.parametrize("code", codes.all_codes())
+def test_code_is_complete(code: str) -> None:
+    """A code has a page with a law and a right example, a golden rendering, and a fault file or a word why not."""
+    page = codes.page(code)
+
+    assert page.startswith(f"# {code}: ")
+    assert len(codes.title(code)) <= 80
+    if code.startswith(CALLS):
+        assert "```python" in page
+        return
+    assert "```comm right" in page
+    assert (ROOT / "tests" / "golden" / f"{code}.txt").is_file()
+    if not list((ROOT / "tests" / "faults").glob(f"{code}_*.comm")):
+        assert "break Plans instead" in page
+
+
+def test_codes_in_use() -> None:
+    """Every code that the source names has a page, and every page's code is named in the source."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in MODULES)
+    named = set(re.findall(r"[\"'](C\d{3})[\"']", text))
+
+    assert named == set(codes.all_codes())
+
+
+def test_no_machine_paths() -> None:
+    """No committed file names a place on somebody's machine, or leaves work for later."""
+    paths = re.compile(r"(?<![\w.$}])/(home(?!/somebody)|root|work|Users|tmp|opt)/\w")
+    later = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+    wrong = []
+    for path in tracked():
+        if path != Path(__file__):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            wrong += [f"{path.relative_to(ROOT)}: {match[0]}" for match in paths.finditer(text)]
+            wrong += [f"{path.relative_to(ROOT)}: {match[0]}" for match in later.finditer(text)]
+
+    assert wrong == []
+
+
+def test_top_level() -> None:
+    """Nothing stands at the top but what the README names."""
+    allowed = {"README.md", "pyproject.toml", "LICENSE", "CHANGELOG.md"}
+    folders = {"commdsl", "grammar", "templates", "schedules", "generated", "tests", "benchmarks"}
+    found = {path.relative_to(ROOT).parts[0] for path in tracked()}
+
+    assert {name for name in found if not name.startswith(".")} <= allowed | folders
+
+
+def test_every_ignore_says_why() -> None:
+    """A `noqa` or `type: ignore` names its rule, and its line or the one above says why."""
+    bare = re.compile(r"#\s*(noqa(?!:)|type:\s*ignore(?!\[))")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in tracked()
+        if path.suffix == ".py" and path != Path(__file__)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if bare.search(line)
+    ]
+
+    assert wrong == []
