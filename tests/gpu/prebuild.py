@@ -1,0 +1,68 @@
+"""Builds ahead what a GPU machine would compile: Programs and sm_90 cubins of all shipped schedules, in one folder.
+
+Needs no GPU. The folder is good for exactly these sources and this NVRTC; there, COMMDSL_CACHE_DIR names it.
+
+    python tests/gpu/prebuild.py --cache .gpu-cache --ranks 2,4,8
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from collectives import main_case, shipped
+
+from commdsl.build import nvrtc
+from commdsl.config import from_environment
+from commdsl.emit import defines
+from commdsl.plan import Transport
+from commdsl.runtime.program import Definition, program
+
+DTYPES = ("float32", "float16", "bfloat16", "int32", "int64")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cache", type=Path, default=Path(".gpu-cache"))
+    parser.add_argument("--ranks", default="2,4,8")
+    parser.add_argument(
+        "--transports", default="peer,nvshmem", help="programs of both; cubins of peer kernels, and the shim"
+    )
+    options = parser.parse_args()
+    config = replace(from_environment(), cache_dir=options.cache.resolve())
+    transports = [Transport(name) for name in options.transports.split(",")]
+    started = time.monotonic()
+    num_programs = num_cubins = 0
+    for ranks in map(int, options.ranks.split(",")):
+        for path in shipped():
+            case = main_case(path, ranks)
+            if case is None:
+                continue
+            definition = Definition(path, None, tuple(sorted(case.params)), None)
+            for transport in transports:
+                known = program(definition, ranks, transport, config)
+                num_programs += 1
+                if transport is Transport.NVSHMEM:
+                    continue  # linked in milliseconds there, and each carries a third of a megabyte of NVSHMEM
+                for dtype in DTYPES if known.plan.has_reduction else ("bytes",):
+                    nvrtc.build(known.emitted, defines(known.plan, dtype, "sum"), transport, config)
+                    num_cubins += 1
+        print(
+            f"{ranks} ranks: {num_programs} programs, {num_cubins} cubins, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+    if Transport.NVSHMEM in transports:
+        nvrtc.shim(config)
+        print(f"the NVSHMEM shim, {time.monotonic() - started:.0f} s", flush=True)
+    for stale in options.cache.rglob(".*.lock"):
+        stale.unlink()
+
+
+if __name__ == "__main__":
+    main()
