@@ -136,11 +136,9 @@ class Evaluator:
         if np.any(np.asarray(right) < 0):
             self._no_value(expr.span, f"`{expr.operator}` by a negative number")
         base = np.abs(np.asarray(left, np.float64)) if expr.operator in ("**", "<<") else np.zeros(())
-        grown = (
-            base ** np.asarray(right, np.float64)
-            if expr.operator == "**"
-            else base * 2.0 ** np.asarray(right, np.float64)
-        )
+        exponent = np.asarray(right, np.float64)
+        with np.errstate(over="ignore"):  # infinity is too large as well
+            grown = base**exponent if expr.operator == "**" else base * 2.0**exponent
         if np.any(grown > LARGEST):
             self._no_value(expr.span, "the number is beyond 2 ** 62")
         if expr.operator == "**":
@@ -150,6 +148,8 @@ class Evaluator:
         return left << right
 
     def _call(self, expr: syn.Call, scope: Scope) -> Number:
+        if not expr.arguments:
+            raise Poisoned
         if expr.function == "len":
             owner = self.value(expr.arguments[0], scope)
             match owner:
@@ -190,7 +190,7 @@ class Evaluator:
 
     def _method(self, expr: syn.Method, scope: Scope) -> Number:
         owner = self.value(expr.owner, scope)
-        if not isinstance(owner, Cycle):
+        if not isinstance(owner, Cycle) or len(expr.arguments) != 1:
             raise Poisoned
         argument = self.number(expr.arguments[0], scope)
         orders, positions = owner.cycles.declared.orders, owner.cycles.positions

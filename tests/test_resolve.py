@@ -356,6 +356,17 @@ def test_a_poisoned_value_is_silent() -> None:
     assert _codes(text, 6) == [("C508", 5)]
 
 
+@pytest.mark.parametrize(
+    "size", ["len()", "min()", "C[0].next()", "C.next(0)", "x", "C", "y[0]", "log(2)", "C[9].at(0)"]
+)
+def test_a_broken_extent_is_one_message(size: str) -> None:
+    """Whatever stands where a number is meant, it is told once and nothing else is."""
+    text = _schedule(
+        f"cycles C = ring\ninput x[{size}]\noutput y\nensure permutation(x -> y) r -> r\neach r {{ put x -> y @ r }}"
+    )
+    assert [line for _, line in _codes(text)] == [3]
+
+
 def test_one_mistake_in_a_loop_is_one_message() -> None:
     """A statement that fails in every iteration is reported for the first one."""
     text = _schedule(f"input x\noutput y\n{FREE}for s in 1 ..< P {{ each r {{ put x -> y @ r / (s - s) }} }}")
