@@ -5,7 +5,7 @@
 Stages: `oracle` (random floats of three sizes against the interpreter), `sizes` (five dtypes, 0 B to 64 MB, eager, in
 a CUDA graph, on two streams), `calls` (1,000 calls in each of the three ways, ranks delayed at random), and last a rank
 that never calls. Whole numbers are used where sizes are large: every order of summation gives the same bits. A stage
-that fails on one rank fails on all, the group is reset, and the run goes on. The table comes last, also when time is up.
+that fails on one rank fails on all, the group is reset, and the run goes on. The table comes last in any case.
 """
 
 from __future__ import annotations
