@@ -3,14 +3,14 @@
 Assumes a schedule that passed the checks: no two writes of one step meet, nothing undefined is read. Does not order
 anything across ranks; `ordering` derives the flags.
 
-Every write makes a new version of a chunk. A version lives in user memory where it can; in a cell where a peer touches it:
-where a peer put it, where a peer will read it, or where the step that writes it also reads the old version. The cells of one
-chunk are used in turn, so that a step may send a chunk on and receive the next one at the same time.
+Every write makes a new version of a chunk. A version lives in user memory where it can; in a cell where a peer touches
+it: where a peer put it, where a peer will read it, or where the step that writes it also reads the old version. The
+cells of one chunk are used in turn, so that a step may send a chunk on and receive the next one at the same time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import assert_never
 
 import numpy as np
@@ -18,34 +18,11 @@ from numpy.typing import NDArray
 
 from commdsl.diagnostics import InternalError
 from commdsl.ir import Ints, Moves, Schedule, Step, Yield
-from commdsl.plan import CELL, Access, OpKind, Origin, Tensor, Transport
+from commdsl.lower.homes import UNDEFINED, Homes, ints
+from commdsl.lower.rows import Batch, Rows, assemble, renumber
+from commdsl.plan import CELL, OpKind, Origin, Tensor, Transport
 from commdsl.source import Span
-from commdsl.syntax import BufferKind, MoveKind
-
-UNDEFINED = -2
-DEPTH = 4  # cells a chunk uses in turn: more than two, so that the credit for a reuse is seldom waited for
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Operations sorted by phase, then rank, then program order. Those of one phase need nothing of each other.
-
-    Columns as in `plan.Ops`.
-    """
-
-    phase: Ints
-    rank: Ints
-    kind: Ints
-    cut: Ints
-    piece: Ints
-    dest_space: Ints
-    dest_rank: Ints
-    dest_index: Ints
-    origin: Ints
-    source_begin: Ints
-    source_space: Ints
-    source_rank: Ints
-    source_index: Ints
+from commdsl.syntax import MoveKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,96 +31,6 @@ class Placed:
     tensors: tuple[Tensor, ...]
     num_cells: int
     origins: tuple[Origin, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """Rows of one statement, sources rectangular: (n, k) with a mask."""
-
-    rank: Ints
-    kind: OpKind
-    size_class: tuple[Ints, Ints]
-    dest: tuple[Ints, Ints, Ints]  # space, rank, index
-    source: tuple[Ints, Ints, Ints]
-    valid: NDArray[np.bool_] | None
-    origin: int
-
-
-def _ints(values: object, shape: tuple[int, ...]) -> Ints:
-    return np.broadcast_to(np.asarray(values, np.int32), shape)
-
-
-class _Homes:
-    """Where the current version of every chunk lies, per rank; grows step by step (private to this pass)."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.buffers = schedule.buffers
-        self.tensors, self.read, self.write = _tensors(schedule)
-        shapes = [(schedule.num_ranks, buffer.num_chunks) for buffer in schedule.buffers]
-        self.space = [np.full(shape, UNDEFINED, np.int32) for shape in shapes]
-        self.index = [np.zeros(shape, np.int32) for shape in shapes]
-        self.writes = [np.zeros(shape, np.int32) for shape in shapes]
-        self.written_in = [np.full(shape, -1, np.int32) for shape in shapes]  # the step that wrote the version
-        self.cut = [np.full(shape, buffer.cut, np.int32) for shape, buffer in zip(shapes, self.buffers, strict=True)]
-        self.piece = [_ints(np.arange(b.num_chunks) % b.cut, s).copy() for s, b in zip(shapes, self.buffers, strict=True)]
-        self.first_cell = np.cumsum([0, *(DEPTH * buffer.num_chunks for buffer in self.buffers)])
-        fetched = (schedule.num_ranks * buffer.num_chunks for buffer in self.buffers)
-        self.first_fetched = np.cumsum([self.first_cell[-1], *fetched])
-        for number, tensor in enumerate(self.read):
-            if tensor is not None:
-                self.space[number][:] = tensor
-                self.index[number][:] = np.arange(self.buffers[number].num_chunks)
-
-    def is_scratch(self, buffer: int) -> bool:
-        return self.buffers[buffer].kind is BufferKind.SCRATCH
-
-    def next_cell(self, buffer: int, rank: Ints, chunk: Ints) -> Ints:
-        """Takes the next cell of each chunk's ring of cells."""
-        turn = self.writes[buffer][rank, chunk] % DEPTH
-        self.writes[buffer][rank, chunk] += 1
-        return (self.first_cell[buffer] + chunk * DEPTH + turn).astype(np.int32)
-
-    def fetched_cell(self, buffer: int, rank: Ints, chunk: Ints) -> Ints:
-        """The own cell for a copy of a peer's chunk: one for each, as only its own rank ever touches it."""
-        return (self.first_fetched[buffer] + rank * self.buffers[buffer].num_chunks + chunk).astype(np.int32)
-
-    def chunks(self, buffer: int, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-        """The chosen (rank, chunk) pairs, oldest version first, each rank starting from its own share of the chunks.
-
-        So the last to arrive is awaited last, and ranks that do the same do it in the same order.
-        """
-        rank, chunk = (array.astype(np.int32) for array in np.nonzero(chosen))
-        num_ranks, num_chunks = chosen.shape
-        turn = (chunk - rank * num_chunks // num_ranks) % num_chunks
-        order = np.lexsort((turn, self.written_in[buffer][rank, chunk], rank))
-        return rank[order], chunk[order]
-
-    def locate(self, buffer: int, rank: Ints, chunk: Ints) -> tuple[Ints, Ints, Ints]:
-        return self.space[buffer][rank, chunk], rank, self.index[buffer][rank, chunk]
-
-    def size_class(self, buffer: int, rank: Ints, chunk: Ints) -> tuple[Ints, Ints]:
-        return self.cut[buffer][rank, chunk], self.piece[buffer][rank, chunk]
-
-
-def _tensors(schedule: Schedule) -> tuple[list[Tensor], list[int | None], list[int | None]]:
-    """The tensors in order of declaration, and for each buffer the one it is read from and the one it is written to."""
-    tensors: list[Tensor] = []
-    read: list[int | None] = []
-    write: list[int | None] = []
-    for buffer in schedule.buffers:
-        reads = buffer.kind in (BufferKind.INPUT, BufferKind.INOUT)
-        writes = buffer.kind in (BufferKind.OUTPUT, BufferKind.INOUT)
-        read.append(len(tensors) if reads else None)
-        if reads:
-            tensors.append(Tensor(buffer.name, Access.READ, buffer.blocks, buffer.cut))
-        write.append(len(tensors) if writes else None)
-        if writes:
-            tensors.append(Tensor(buffer.name, Access.WRITE, buffer.blocks, buffer.cut))
-    yielded = [step.buffer for step in schedule.steps if isinstance(step, Yield)]
-    if yielded:
-        buffer = schedule.buffers[yielded[0]]
-        tensors.append(Tensor("yields", Access.WRITE, len(yielded) * buffer.blocks, buffer.cut, is_yield=True))
-    return tensors, read, write
 
 
 def _executor(moves: Moves) -> Ints:
@@ -184,8 +71,8 @@ class _Placer:
     def __init__(self, schedule: Schedule, transport: Transport) -> None:
         self.schedule = schedule
         self.transport = transport
-        self.homes = _Homes(schedule)
-        self.phases: list[list[_Batch]] = []
+        self.homes = Homes(schedule)
+        self.phases: list[list[Batch]] = []
         self.origins: list[Origin] = []
 
     def origin(self, span: Span, bindings: tuple[tuple[str, int], ...], step: int, note: str = "") -> int:
@@ -202,19 +89,19 @@ class _Placer:
                 batches.append(self._copy_to_cell(number, rank, chunk, origin))
         self.phases.append(batches)
 
-    def _copy_to_cell(self, buffer: int, rank: Ints, chunk: Ints, origin: int) -> _Batch:
+    def _copy_to_cell(self, buffer: int, rank: Ints, chunk: Ints, origin: int) -> Batch:
         homes = self.homes
         source = homes.locate(buffer, rank, chunk)
         cell = homes.next_cell(buffer, rank, chunk)
-        dest = (_ints(CELL, rank.shape), rank, cell)
+        dest = (ints(CELL, rank.shape), rank, cell)
         homes.space[buffer][rank, chunk], homes.index[buffer][rank, chunk] = CELL, cell
-        return _Batch(rank, OpKind.COPY, homes.size_class(buffer, rank, chunk), dest, _column(source), None, origin)
+        return Batch(rank, OpKind.COPY, homes.size_class(buffer, rank, chunk), dest, _column(source), None, origin)
 
     def step(self, number: int, step: Step, pulled: list[NDArray[np.bool_] | None]) -> None:
         """One step becomes a phase of transfers and a phase that combines what was put to be reduced."""
-        fetches: list[_Batch] = []
-        transfers: list[_Batch] = []
-        combines: list[_Batch] = []
+        fetches: list[Batch] = []
+        transfers: list[Batch] = []
+        combines: list[Batch] = []
         updates: list[tuple[Moves, tuple[Ints, Ints, Ints], tuple[Ints, Ints]]] = []
         read_keys = self._read_keys(step)
         for moves, flags in zip(step.moves, pulled, strict=True):
@@ -282,17 +169,17 @@ class _Placer:
         dest: tuple[Ints, Ints, Ints],
         size_class: tuple[Ints, Ints],
         origin: int,
-        fetches: list[_Batch],
-    ) -> _Batch:
+        fetches: list[Batch],
+    ) -> Batch:
         source = self.homes.locate(moves.source_buffer, moves.source_rank, moves.source_chunk)
         if moves.kind is MoveKind.REDUCE and self.transport is Transport.NVSHMEM:
             source = self._fetch(moves, source, size_class, origin, fetches)
         valid = moves.source_valid
         if not moves.accumulate:
             kind = OpKind.REDUCE if moves.is_list else OpKind.COPY
-            return _Batch(moves.actor, kind, size_class, dest, source, valid, origin)
+            return Batch(moves.actor, kind, size_class, dest, source, valid, origin)
         old = self.homes.locate(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
-        return _Batch(moves.actor, OpKind.REDUCE, size_class, dest, _beside(old, source), None, origin)
+        return Batch(moves.actor, OpKind.REDUCE, size_class, dest, _beside(old, source), None, origin)
 
     def _fetch(
         self,
@@ -300,9 +187,9 @@ class _Placer:
         source: tuple[Ints, Ints, Ints],
         size_class: tuple[Ints, Ints],
         origin: int,
-        fetches: list[_Batch],
+        fetches: list[Batch],
     ) -> tuple[Ints, Ints, Ints]:
-        """NVSHMEM brings whole tiles, it cannot be read by the element: what lies on a peer is copied to own cells first."""
+        """NVSHMEM brings whole tiles, nothing is read by the element: a peer's operands are copied to own cells first."""
         far = moves.source_rank != moves.actor[:, None]
         if moves.source_valid is not None:
             far = far & moves.source_valid
@@ -311,10 +198,10 @@ class _Placer:
         row = np.nonzero(far)[0]
         cell = self.homes.fetched_cell(moves.source_buffer, moves.source_rank[far], moves.source_chunk[far])
         rank = moves.actor[row]
-        dest = (_ints(CELL, rank.shape), rank, cell)
+        dest = (ints(CELL, rank.shape), rank, cell)
         there = source[0][far], source[1][far], source[2][far]
         sizes = size_class[0][row], size_class[1][row]
-        fetches.append(_Batch(rank, OpKind.COPY, sizes, dest, _column(there), None, origin))
+        fetches.append(Batch(rank, OpKind.COPY, sizes, dest, _column(there), None, origin))
         space, place, index = (part.copy() for part in source)
         space[far], place[far], index[far] = CELL, rank, cell
         return space, place, index
@@ -325,13 +212,13 @@ class _Placer:
         pulled: NDArray[np.bool_] | None,
         size_class: tuple[Ints, Ints],
         origin: int,
-        transfers: list[_Batch],
-        combines: list[_Batch],
+        transfers: list[Batch],
+        combines: list[Batch],
     ) -> tuple[Ints, Ints, Ints]:
         rank, chunk, buffer = moves.dest_rank, moves.dest_chunk, moves.dest_buffer
-        inbox = (_ints(CELL, rank.shape), rank, self.homes.next_cell(buffer, rank, chunk))
+        inbox = (ints(CELL, rank.shape), rank, self.homes.next_cell(buffer, rank, chunk))
         source = self.homes.locate(moves.source_buffer, moves.source_rank, moves.source_chunk)
-        transfers.append(_Batch(moves.actor, OpKind.COPY, size_class, inbox, source, None, origin))
+        transfers.append(Batch(moves.actor, OpKind.COPY, size_class, inbox, source, None, origin))
         old = self.homes.locate(buffer, rank, chunk)
         tensor = self.homes.write[buffer]
         in_cell = np.full(rank.shape, tensor is None) if pulled is None else pulled | (tensor is None)
@@ -339,7 +226,7 @@ class _Placer:
         if in_cell.any():
             index[in_cell] = self.homes.next_cell(buffer, rank[in_cell], chunk[in_cell])
         dest = (np.where(in_cell, CELL, CELL if tensor is None else tensor).astype(np.int32), rank, index)
-        combines.append(_Batch(rank, OpKind.REDUCE, size_class, dest, _beside(old, _column(inbox)), None, origin))
+        combines.append(Batch(rank, OpKind.REDUCE, size_class, dest, _beside(old, _column(inbox)), None, origin))
         return dest
 
     def hand_over(self, number: int, step: Yield, count: int) -> None:
@@ -347,14 +234,14 @@ class _Placer:
         buffer = self.schedule.buffers[step.buffer]
         rank, chunk = self.homes.chunks(step.buffer, self.homes.space[step.buffer] != UNDEFINED)
         dest = (
-            _ints(len(self.homes.tensors) - 1, rank.shape),
+            ints(len(self.homes.tensors) - 1, rank.shape),
             rank,
             (chunk + count * buffer.num_chunks).astype(np.int32),
         )
         source = _column(self.homes.locate(step.buffer, rank, chunk))
         origin = self.origin(step.span, step.bindings, number)
         size_class = self.homes.size_class(step.buffer, rank, chunk)
-        self.phases.append([_Batch(rank, OpKind.COPY, size_class, dest, source, None, origin)])
+        self.phases.append([Batch(rank, OpKind.COPY, size_class, dest, source, None, origin)])
 
     def copy_out(self) -> None:
         """What still lies in cells, or where the caller's tensor was read, goes to the tensor that is returned."""
@@ -367,9 +254,9 @@ class _Placer:
             if len(rank):
                 origin = self.origin(self.schedule.buffers[number].span, (), len(self.schedule.steps), "copy out")
                 source = _column(self.homes.locate(number, rank, chunk))
-                dest = (_ints(tensor, rank.shape), rank, chunk)
+                dest = (ints(tensor, rank.shape), rank, chunk)
                 size_class = self.homes.size_class(number, rank, chunk)
-                batches.append(_Batch(rank, OpKind.COPY, size_class, dest, source, None, origin))
+                batches.append(Batch(rank, OpKind.COPY, size_class, dest, source, None, origin))
         self.phases.append(batches)
 
     def average(self) -> None:
@@ -382,9 +269,9 @@ class _Placer:
             if contract.is_sum and tensor is not None and len(contract.dest_rank):
                 origin = self.origin(contract.span, (), len(self.schedule.steps), "average")
                 rank, chunk = contract.dest_rank, contract.dest_chunk
-                place = (_ints(tensor, rank.shape), rank, chunk)
+                place = (ints(tensor, rank.shape), rank, chunk)
                 size_class = self.homes.size_class(contract.dest_buffer, rank, chunk)
-                batches.append(_Batch(rank, OpKind.SCALE, size_class, place, _column(place), None, origin))
+                batches.append(Batch(rank, OpKind.SCALE, size_class, place, _column(place), None, origin))
         self.phases.append(batches)
 
 
@@ -396,77 +283,6 @@ def _column(location: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
 def _beside(first: tuple[Ints, Ints, Ints], rest: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
     space, rank, index = (np.concatenate([a[:, None], b], axis=1) for a, b in zip(first, rest, strict=True))
     return space, rank, index
-
-
-def _assemble(phases: list[list[_Batch]], num_ranks: int) -> Rows:
-    """Joins all statements; in a phase each rank starts with the peer after it, so that not all turn to one."""
-    phases = [phase for phase in ([b for b in batches if len(b.rank)] for batches in phases) if phase]
-    batches = [batch for phase in phases for batch in phase]
-    lengths = [len(batch.rank) for batch in batches]
-    phase = np.repeat([number for number, group in enumerate(phases) for _ in group], lengths).astype(np.int64)
-    rank = np.concatenate([batch.rank for batch in batches])
-    peer = np.concatenate([_peer(batch) for batch in batches])
-    distance = np.where(peer == rank, num_ranks, (peer - rank) % num_ranks)
-    order = np.argsort((phase * num_ranks + rank) * (num_ranks + 1) + distance, kind="stable")
-    columns = [_columns(batch) for batch in batches]
-    count = np.concatenate([counts for counts, _ in columns])
-    flat = _gather(np.cumsum(count) - count, count[order], order)
-    sources = [np.concatenate([parts[part] for _, parts in columns])[flat] for part in range(3)]
-
-    def joined(parts: list[Ints]) -> Ints:
-        return np.concatenate(parts)[order].astype(np.int32, copy=False)
-
-    return Rows(
-        phase=phase[order].astype(np.int32),
-        rank=rank[order],
-        kind=np.repeat([int(batch.kind) for batch in batches], lengths)[order].astype(np.int32),
-        cut=joined([batch.size_class[0] for batch in batches]),
-        piece=joined([batch.size_class[1] for batch in batches]),
-        dest_space=joined([batch.dest[0] for batch in batches]),
-        dest_rank=joined([batch.dest[1] for batch in batches]),
-        dest_index=joined([batch.dest[2] for batch in batches]),
-        origin=np.repeat([batch.origin for batch in batches], lengths)[order].astype(np.int32),
-        source_begin=np.concatenate([[0], np.cumsum(count[order])]).astype(np.int32),
-        source_space=sources[0],
-        source_rank=sources[1],
-        source_index=sources[2],
-    )
-
-
-def _columns(batch: _Batch) -> tuple[Ints, list[Ints]]:
-    """Sources of a batch as counts a row and flat columns."""
-    rows, width = batch.source[0].shape
-    if batch.valid is None:
-        return np.full(rows, width, np.int32), [np.ascontiguousarray(part).ravel() for part in batch.source]
-    return batch.valid.sum(axis=1).astype(np.int32), [part[batch.valid] for part in batch.source]
-
-
-def _peer(batch: _Batch) -> Ints:
-    """The other rank of each row, itself where there is none: the destination's, else the first source's elsewhere."""
-    far = batch.source[1] != batch.rank[:, None]
-    if batch.valid is not None:
-        far = far & batch.valid
-    first = np.where(far.any(axis=1), batch.source[1][np.arange(len(batch.rank)), far.argmax(axis=1)], batch.rank)
-    return np.where(batch.dest[1] != batch.rank, batch.dest[1], first)
-
-
-def _gather(begin: Ints, count: Ints, order: Ints) -> Ints:
-    """The flat positions of variable-length rows taken in a new order; `count` is in the new order."""
-    return np.repeat(begin[order] - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
-
-
-def _renumber(rows: Rows) -> tuple[Rows, int]:
-    """Numbers the cells that are used from 0 on."""
-    in_cell = rows.dest_space == CELL
-    highest = int(rows.dest_index[in_cell].max(initial=-1))
-    used = np.zeros(highest + 1, np.bool_)
-    used[rows.dest_index[in_cell]] = True
-    number = (np.cumsum(used) - 1).astype(np.int32)
-    dest_index, source_index = rows.dest_index.copy(), rows.source_index.copy()
-    dest_index[in_cell] = number[dest_index[in_cell]]
-    from_cell = rows.source_space == CELL
-    source_index[from_cell] = number[source_index[from_cell]]
-    return replace(rows, dest_index=dest_index, source_index=source_index), int(used.sum())
 
 
 def place(schedule: Schedule, transport: Transport) -> Placed:
@@ -486,7 +302,7 @@ def place(schedule: Schedule, transport: Transport) -> Placed:
                 assert_never(step)
     placer.copy_out()
     placer.average()
-    rows, num_cells = _renumber(_assemble(placer.phases, schedule.num_ranks))
+    rows, num_cells = renumber(assemble(placer.phases, schedule.num_ranks))
     if (rows.source_space == UNDEFINED).any():
         raise InternalError(f"`{schedule.name}` reads data that was never written, yet passed the checks")
     return Placed(rows, tuple(placer.homes.tensors), num_cells, tuple(placer.origins))

@@ -1,6 +1,7 @@
 """What each rank knows of the others' progress while flags are being derived: vector clocks over operation numbers.
 
-Assumes events are reported in an order in which they can happen. Does not decide which flags are needed; `ordering` does.
+Assumes events are reported in an order in which they can happen. Does not decide which flags are needed; `ordering`
+does.
 Numbers count a rank's operations from 0 through all rounds; -1 is nothing yet.
 """
 
@@ -70,7 +71,8 @@ class RotatingClocks:
         return twin
 
     def knows(self, rank: Ints, peer: Ints, number: Ints) -> NDArray[np.bool_]:
-        return self._now[peer - rank] >= number
+        known: NDArray[np.bool_] = self._now[peer - rank] >= number
+        return known
 
     def join(self, rank: Ints, peer: Ints, number: Ints) -> None:
         distance = int(peer[0] - rank[0])

@@ -1,0 +1,189 @@
+"""Turns the edges between operations into flags: as few as order every hazard, within a round and between rounds.
+
+Assumes edges point to earlier phases, so no wait can be part of a cycle. Does not prove the result;
+`checks.synchronization` does, on the Plan and without this package.
+
+An edge becomes a flag only if the waiting rank does not know already, through flags it has seen, that the other
+operation is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from commdsl.ir import Ints
+from commdsl.lower.hazards import Cells, Edges, Index, joined
+from commdsl.lower.placement import Placed
+from commdsl.lower.problem import Problem, Program, pose
+from commdsl.lower.rows import nth
+
+
+@dataclass(frozen=True, eq=False)
+class Ordered:
+    """Copies of the cells that rounds use in turn, and the edges that need a flag; `op` is the row."""
+
+    rotation: int
+    waits: Edges
+
+
+def order(placed: Placed, num_ranks: int) -> Ordered:
+    """The flags: within a round, then between a round and the next that uses its cells.
+
+    One copy of the cells if the flags within a round already keep rounds apart; else two copies, which lets a rank be a
+    round ahead, and the flags still missing then.
+    """
+    problem = pose(placed.rows, num_ranks, placed.num_cells)
+    cells = Cells(problem.num_keys)
+    run = _Run(problem)
+    within = run.round(_hazards(problem, cells))
+    for rotation in (1, 2):
+        trial = run.copy()
+        edges = _by_phase(joined([within, _reuse(cells, problem, rotation)]), problem.program)
+        for _ in range(rotation):
+            news = trial.round(edges)
+        across = news.take(np.nonzero(news.back > 0)[0])
+        needed = joined([within, across])
+        if not len(across):
+            break
+    return Ordered(rotation, _for_all(needed, problem, num_ranks))
+
+
+def _hazards(problem: Problem, cells: Cells) -> list[Edges]:
+    """The edges within one round, by phase."""
+    program, first = problem.program, problem.program.first
+    reads, writes = np.searchsorted(problem.reads.op, first), np.searchsorted(problem.writes.op, first)
+    found = []
+    for phase in range(len(first) - 1):
+        parts = []
+        for accesses, bounds, take in ((problem.reads, reads, cells.reads), (problem.writes, writes, cells.writes)):
+            here = slice(bounds[phase], bounds[phase + 1])
+            if here.start < here.stop:
+                op = accesses.op[here]
+                parts += take(accesses.key[here], op, accesses.rank[here], program.number[op])
+        found.append(_seen_by_rank_0(joined(parts), problem))
+    return found
+
+
+def _seen_by_rank_0(edges: Edges, problem: Problem) -> Edges:
+    """Edges between turned ranks as rank 0 sees them."""
+    if problem.turned and len(edges):
+        edges.table[2] = (edges.peer - edges.rank) % problem.clocks.num_ranks
+        edges.table[1] = 0
+    return edges
+
+
+class _Run:
+    """One greedy run of the program, round after round (private to this pass)."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.program = problem.program
+        self.turned = problem.turned
+        self.clocks = problem.clocks
+        self.rounds = 0
+        self._start = np.concatenate([[0], np.cumsum(self.program.length)]).astype(np.int32)
+        self._phases = np.empty(len(self.program.phase), np.int32)  # by rank, then number
+        self._phases[self._start[self.program.rank] + self.program.number] = self.program.phase
+        first = self.program.first.tolist()
+        self._batches = [_by_turn(lo, self.program.turn[lo:hi]) for lo, hi in pairwise(first)]
+
+    def copy(self) -> _Run:
+        twin = _Run.__new__(_Run)
+        twin.__dict__ |= self.__dict__ | {"clocks": self.clocks.copy()}
+        return twin
+
+    def round(self, per_phase: list[Edges]) -> Edges:
+        """Runs one more round, joining along the edges; returns those that told the waiting rank something new."""
+        program, news = self.program, []
+        for batches, edges in zip(self._batches, per_phase, strict=True):
+            wanted = self._sorted(edges)
+            bounds = (
+                np.searchsorted(program.turn[wanted.op], np.arange(len(batches) + 1)).tolist() if len(wanted) else None
+            )
+            for turn, batch in enumerate(batches):
+                if bounds and bounds[turn] < bounds[turn + 1]:
+                    news += self._join(Edges(wanted.table[:, bounds[turn] : bounds[turn + 1]]))
+                rank = program.rank[batch]
+                self.clocks.finish(rank, self.rounds * program.length[rank] + program.number[batch])
+        self.rounds += 1
+        return joined(news)
+
+    def _program_of(self, peer: Ints) -> Ints:
+        """The rank whose program tells what `peer` does: rank 0's where it stands for all."""
+        return np.zeros_like(peer) if self.turned else peer
+
+    def _absolute(self, edges: Edges) -> Ints:
+        """The awaited operations numbered through all rounds; negative before the first call."""
+        absolute: Ints = (self.rounds - edges.back) * self.program.length[self._program_of(edges.peer)] + edges.number
+        return absolute
+
+    def _unknown(self, edges: Edges) -> Index:
+        """Indices of the edges whose waiting rank does not know yet that the awaited operation is over."""
+        absolute = self._absolute(edges)
+        return np.nonzero((absolute >= 0) & ~self.clocks.knows(edges.rank, edges.peer, absolute))[0]
+
+    def _sorted(self, edges: Edges) -> Edges:
+        """Edges still unknown by turn and op, the latest awaited phase first: only a later one can imply another."""
+        if len(edges):
+            edges = edges.take(self._unknown(edges))
+        if len(edges) < 2:
+            return edges
+        awaited = self._phases[self._start[self._program_of(edges.peer)] + edges.number]
+        order = np.lexsort((edges.peer, -edges.number, -awaited, edges.back, edges.op, self.program.turn[edges.op]))
+        return edges.take(order)
+
+    def _join(self, edges: Edges) -> list[Edges]:
+        """Joins op by op at once, edge by edge in turn."""
+        place = _nth(edges.op)
+        news = []
+        for turn in range(int(place.max()) + 1):
+            some = edges.take(np.nonzero(place == turn)[0])
+            some = some.take(self._unknown(some))
+            if len(some):
+                self.clocks.join(some.rank, some.peer, self._absolute(some))
+                news.append(some)
+        return news
+
+
+def _nth(values: Ints) -> Ints:
+    """For grouped values, the place of each within its group."""
+    starts = np.ones(len(values), np.bool_)
+    starts[1:] = values[1:] != values[:-1]
+    return nth(starts)
+
+
+def _by_turn(first: int, turn: Ints) -> list[Ints]:
+    """The rows that run at once, one a rank."""
+    order = np.argsort(turn, kind="stable")
+    bounds = np.searchsorted(turn[order], np.arange(1, int(turn.max()) + 1))
+    return np.split(first + order.astype(np.int32), bounds)
+
+
+def _by_phase(edges: Edges, program: Program) -> list[Edges]:
+    phase = program.phase[edges.op]
+    order = np.argsort(phase, kind="stable")
+    bounds = np.searchsorted(phase[order], np.arange(len(program.first)))
+    return [edges.take(order[lo:hi]) for lo, hi in pairwise(bounds)]
+
+
+def _reuse(cells: Cells, problem: Problem, rounds_back: int) -> Edges:
+    """Edges from the last users of every cell to its first writer, `rounds_back` rounds later."""
+    key = np.nonzero(cells.first_op >= 0)[0]
+    edges = joined(cells.last_users(key, cells.first_op[key], cells.first_rank[key]))
+    edges.table[5] = rounds_back
+    return _seen_by_rank_0(edges, problem)
+
+
+def _for_all(edges: Edges, problem: Problem, num_ranks: int) -> Edges:
+    """Edges between rows; rank 0's turned to every rank where they stand for all."""
+    if not problem.turned:
+        edges.table[0] = problem.row[edges.op]
+        return edges
+    rank = np.repeat(np.arange(num_ranks, dtype=np.int32), len(edges))
+    table = np.tile(edges.table, num_ranks)
+    table[0] += rank * len(problem.row)
+    table[1] = rank
+    table[2] = (table[2] + rank) % num_ranks
+    return Edges(table)
