@@ -44,6 +44,12 @@ def _transport(text: str) -> str:
     return text
 
 
+def allows_colour(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether a terminal may be written to in colour: NO_COLOR is not there, and TERM is not `dumb`."""
+    variables = os.environ if environment is None else environment
+    return "NO_COLOR" not in variables and variables.get("TERM") != "dumb"
+
+
 def _timeout(text: str) -> float:
     if not text:
         return DEFAULT_TIMEOUT

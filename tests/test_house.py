@@ -36,7 +36,6 @@ ENVIRONMENT_READERS = {
     "config.py": "its purpose",
     "__main__.py": "sets one variable before numpy is imported",
     "build/host_run.py": "hands the environment on to the processes it starts",
-    "commands/output.py": "asks NO_COLOR and TERM whether a terminal wants colour",
 }
 
 MAX_LINES = 400

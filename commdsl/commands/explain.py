@@ -36,7 +36,9 @@ def explain(code: str | None, *, as_json: bool) -> Exit:
         from rich.console import Console
         from rich.markdown import Markdown
 
-        Console().print(Markdown(text.replace("```comm wrong", "```text").replace("```comm right", "```text")))
+        Console().print(
+            Markdown(text.replace("```comm wrong", "Wrong:\n\n```text").replace("```comm right", "Right:\n\n```text"))
+        )
     else:
         output.say(text.rstrip("\n"))
     return Exit.FINE

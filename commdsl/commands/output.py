@@ -6,7 +6,6 @@ Assumes standard output is for results and standard error for diagnostics and pr
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from commdsl import diagnostics
+from commdsl.config import allows_colour
 from commdsl.diagnostics import Diagnostic
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Exit(IntEnum):
 
 def has_colour(stream: Any) -> bool:
     """Whether to colour: a terminal that has not said no."""
-    return bool(stream.isatty()) and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    return bool(stream.isatty()) and allows_colour()
 
 
 def style(text: str, name: str) -> str:
