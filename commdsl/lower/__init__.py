@@ -66,7 +66,7 @@ def _lanes(schedule: Schedule) -> int:
 
 
 def _shape(schedule: Schedule, cells: int) -> tuple[int, int]:
-    """Lanes and tile: what `tune` or a role sets stays; the rest, the tile first, shrinks to the budget of the cells."""
+    """Lanes and tile: what `tune` or a role sets stays; the rest, the tile first, shrinks to the cells' budget."""
     lanes, tile = _lanes(schedule), schedule.tuning.tile_bytes or TILE_BYTES
     free_lanes = schedule.tuning.lanes is None and schedule.role is None
     while schedule.tuning.tile_bytes is None and tile > SMALLEST_TILE and tile * lanes * cells > SYMMETRIC_BYTES:

@@ -189,7 +189,7 @@ class _Placer:
         origin: int,
         fetches: list[Batch],
     ) -> tuple[Ints, Ints, Ints]:
-        """NVSHMEM brings whole tiles, nothing is read by the element: a peer's operands are copied to own cells first."""
+        """NVSHMEM brings whole tiles, nothing is read by the element: a peer's operands are copied first."""
         far = moves.source_rank != moves.actor[:, None]
         if moves.source_valid is not None:
             far = far & moves.source_valid
