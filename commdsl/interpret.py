@@ -1,7 +1,7 @@
 """Turns a schedule and the ranks' tensors into the tensors it leaves: the oracle for both compiled forms.
 
-Assumes a schedule that passed the checks. Does not know lanes, cells, flags or rounds, and shares nothing with `lower` or
-`emit`: every step reads everything it reads, then writes everything it writes, one chunk after another.
+Assumes a schedule that passed the checks. Does not know lanes, cells, flags or rounds, and shares nothing with `lower`
+or `emit`: every step reads everything it reads, then writes everything it writes, one chunk after another.
 """
 
 from __future__ import annotations
@@ -89,9 +89,10 @@ def _block_elements(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -
 def run(schedule: Schedule, inputs: Mapping[str, Sequence[Array]], dtype: DType, op: str) -> Result:
     """Runs all ranks; `inputs[name][rank]` for every input and inout buffer, blocks * n elements in storage dtype.
 
-    `op` is sum, max, min, prod or avg. Raises ValueError for inputs of unequal blocks or an `op` the dtype does not have.
+    `op` is sum, max, min, prod or avg. Raises ValueError for inputs of unequal blocks and for an `op` the dtype has not.
     """
-    reduces = any(isinstance(step, Step) and any(m.accumulate or m.is_list for m in step.moves) for step in schedule.steps)
+    moves = (moves for step in schedule.steps if isinstance(step, Step) for moves in step.moves)
+    reduces = any(one.accumulate or one.is_list for one in moves)
     if reduces and op not in dtype.ops:
         raise ValueError(f"{dtype.name} has no `{op}`")
     memory = _Memory(schedule, inputs, dtype)
