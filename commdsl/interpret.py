@@ -89,7 +89,7 @@ def _block_elements(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -
 def run(schedule: Schedule, inputs: Mapping[str, Sequence[Array]], dtype: DType, op: str) -> Result:
     """Runs all ranks; `inputs[name][rank]` for every input and inout buffer, blocks * n elements in storage dtype.
 
-    `op` is sum, max, min, prod or avg. Raises ValueError for inputs of unequal blocks and for an `op` the dtype has not.
+    `op` is sum, max, min, prod or avg. Raises ValueError for inputs of unequal blocks or an `op` the dtype has not.
     """
     moves = (moves for step in schedule.steps if isinstance(step, Step) for moves in step.moves)
     reduces = any(one.accumulate or one.is_list for one in moves)
