@@ -1,6 +1,6 @@
 """Turns each form of a schedule into text: Syntax as a tree, IR as statements with their rows, Plan as operations.
 
-Assumes the forms as their modules define them. Prints all of it, to be read and compared. Does not fold; `timeline` does.
+Assumes the forms as their modules define them. Prints all of it, to be read and compared. Does not fold: `timeline`.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from commdsl import diagnostics, format, parser
+from commdsl import diagnostics, parser
 from commdsl.commands import output
 from commdsl.commands.output import Exit
 from commdsl.diagnostics import CommError, Diagnostic
+from commdsl.format import format_file
 from commdsl.source import Source
 
 
@@ -23,7 +24,7 @@ def fmt(paths: tuple[Path, ...], *, check: bool, as_json: bool) -> Exit:
         is_stream = str(path) == "-"
         before = sys.stdin.read() if is_stream else path.read_text(encoding="utf-8")
         try:
-            after = format.format_file(parser.parse(Source("standard input" if is_stream else str(path), before)))
+            after = format_file(parser.parse(Source("standard input" if is_stream else str(path), before)))
         except CommError as error:
             found += error.diagnostics
             continue

@@ -1,6 +1,6 @@
 """Turns a path into an Op, and names what a program does with groups: check, reset, shut down.
 
-Assumes torch. Raises CommError with every fault of the file, as the compiler does.
+Assumes torch. Raises CommError with every fault of the file, as the compiler does. Does not build or launch kernels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Turns a call made with `async_op=True` into something to wait for.
 
-Assumes the call was started. `wait` on a GPU makes the current stream wait, never the host.
+Assumes the call was started. `wait` on a GPU makes the current stream wait. Does not make the host wait there.
 """
 
 from __future__ import annotations
