@@ -67,8 +67,18 @@ def _refuse_unless_resident(cupy: Any, function: int, plan: Plan, device: int) -
         )
 
 
+class _TorchStream:
+    """A stream of torch's, in the words of CUDA's stream protocol."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream
+
+
 @cache
 def _external_stream(stream: int) -> Any:
     import cupy
 
-    return cupy.cuda.ExternalStream(stream)
+    return cupy.cuda.Stream.from_external(_TorchStream(stream)) if stream else cupy.cuda.Stream.null
