@@ -140,7 +140,7 @@ def check(
     return Checked(meant, plan, costs, (*warnings, *far_from_bound(meant, costs)))
 
 
-def compile(  # noqa: A001 - the compiler's verb; nobody imports it without the module's name
+def compile(
     path: Path | str | tuple[File, ...],
     schedule: str | None = None,
     ranks: int | None = None,

@@ -118,12 +118,12 @@ class _Layout:
 
     def otherwise(self, node: syntax.If, closed: int, start: int, indent: int) -> None:
         """What follows the block that ended at `closed`: `else` at `start`."""
-        if self.done == closed and not self.commented(closed, start):
+        nested = self.skip_comments(start + len("else"))
+        if self.done == closed and not self.commented(closed, self.opening(nested)):
             before = f"{self.lines.pop().strip()} else "
         else:
             self.lead(start, indent)
             before = "else "
-        nested = self.skip_comments(start + len("else"))
         if self.text[nested] != "{":  # `else if`
             inner = node.otherwise[0]
             assert isinstance(inner, syntax.If)

@@ -2,10 +2,10 @@
 
 Assumes nothing of the text but spans for messages. Does not know lanes, slots, flags or bytes; the Plan does.
 
-A buffer is `blocks` blocks of the same (symbolic) number of elements, each block cut into `cut` chunks; chunk indices are
-flat: block * cut + piece. All buffers of a schedule share the block size, so piece i of a block cut into C is equally long
-everywhere: the pair (C, i) is the chunk's *size class*. A scratch buffer has slots instead; a slot takes the size class of
-what is written there.
+A buffer is `blocks` blocks of the same (symbolic) number of elements, each block cut into `cut` chunks; chunk indices
+are flat: block * cut + piece. All buffers of a schedule share the block size, so piece i of a block cut into C is
+equally long everywhere: the pair (C, i) is the chunk's *size class*. A scratch buffer has slots instead; a slot takes
+the size class of what is written there.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class CycleSet:
 
 @dataclass(frozen=True)
 class Moves:
-    """One `put`/`get`/`copy`/`reduce` statement of one step, for all ranks and bindings at once; n rows, k sources a row.
+    """One `put`/`get`/`copy`/`reduce` statement of one step, for all ranks and bindings: n rows, k sources a row.
 
-    `actor[i]` is the rank on which row i was written (the first binder of `each`). Sources may be numpy broadcast views.
-    `accumulate`: the old content of the destination is the first operand (a reduce of one source).
-    For PUT the source is on the actor; for GET and COPY the destination is; COPY has both on the actor. A PUT or GET to
-    oneself is legal. For REDUCE at least one side is on the actor; with k > 1 or `is_list` the destination is on the actor.
+    `actor[i]` is the rank on which row i was written (the first binder of `each`). Sources may be numpy broadcast
+    views. `accumulate`: the old content of the destination is the first operand (a reduce of one source). For PUT the
+    source is on the actor; for GET and COPY the destination is; COPY has both on the actor. A PUT or GET to oneself is
+    legal. For REDUCE at least one side is on the actor; with k > 1 or `is_list` the destination is on the actor.
     """
 
     kind: MoveKind
@@ -96,10 +96,10 @@ class Yield:
 class Contract:
     """What must hold at the end. Row j: chunk `dest_chunk[j]` on `dest_rank[j]` equals value `value[j]`.
 
-    Value v is the combination of initial chunks (source_rank[v, i], source_chunk[v, i]) of `source_buffer`, i in rank order:
-    one (a copy) or several (a reduction). `name` is the collective ("allreduce", "general", "rotation", ...). For a
-    rotation no rows are kept: over the yields, each chunk index of `source_buffer`/`dest_buffer` must hold every rank's
-    chunk exactly once on every rank. Locations without a row are free at the end.
+    Value v is the combination of initial chunks (source_rank[v, i], source_chunk[v, i]) of `source_buffer`, i in rank
+    order: one (a copy) or several (a reduction). `name` is the collective ("allreduce", "general", "rotation", ...).
+    For a rotation no rows are kept: over the yields, each chunk index of `source_buffer`/`dest_buffer` must hold every
+    rank's chunk exactly once on every rank. Locations without a row are free at the end.
     """
 
     name: str

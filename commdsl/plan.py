@@ -1,25 +1,28 @@
 """What is launched: per-rank tables of operations, where their operands lie, which flags they await and raise.
 
-Assumes nothing of the schedule. Does not derive synchronization (`lower`) and does not prove it (`checks.synchronization`).
+Assumes nothing of the schedule. Does not derive synchronization (`lower`) and does not prove it
+(`checks.synchronization`).
 
-**Who runs.** `lanes` lanes, a lane is one thread block that owns one slice of every chunk, with flags of its own. Each lane of
-each rank runs its rank's operations in order, once per *round*; a round moves at most `tile_bytes` of every slice, so a big
-tensor takes several rounds and the symmetric memory does not depend on the tensor. Rounds are numbered on through all calls by
-a counter in device memory.
+**Who runs.** `lanes` lanes, a lane is one thread block that owns one slice of every chunk, with flags of its own. Each
+lane of each rank runs its rank's operations in order, once per *round*; a round moves at most `tile_bytes` of every
+slice, so a big tensor takes several rounds and the symmetric memory does not depend on the tensor. Rounds are numbered
+on through all calls by a counter in device memory.
 
-**Where data lies.** A *tensor* is user memory of the rank itself (an `inout` buffer is two tensors: the one read, the one
-written; they may be the same memory). A *cell* is symmetric memory of one tile per lane, reachable from every rank; round n
-uses copy n % rotation of all cells. Cell c of rank r, lane l: heap[r] + cells_offset + (((n % rotation) * num_cells + c) * lanes
-+ l) * tile_bytes.
+**Where data lies.** A *tensor* is user memory of the rank itself (an `inout` buffer is two tensors: the one read, the
+one written; they may be the same memory). A *cell* is symmetric memory of one tile per lane, reachable from every rank;
+round n uses copy n % rotation of all cells. Cell c of rank r, lane l: heap[r] + cells_offset + (((n % rotation) *
+num_cells + c) * lanes + l) * tile_bytes.
 
-**Size classes.** Every operation moves one chunk: piece `piece` of a block cut into `cut`. With u = ceil(block_bytes / 16), the
-piece is the bytes [16 * (u * piece // cut), min(16 * (u * (piece + 1) // cut), block_bytes)) of its block.
-Lane l of L active lanes owns [min(l * q, n), min((l + 1) * q, n)) of a chunk of n bytes, q = 16 * ceil(ceil(n / 16) / L).
+**Size classes.** Every operation moves one chunk: piece `piece` of a block cut into `cut`. With u = ceil(block_bytes /
+16), the piece is the bytes [16 * (u * piece // cut), min(16 * (u * (piece + 1) // cut), block_bytes)) of its block.
+Lane l of L active lanes owns [min(l * q, n), min((l + 1) * q, n)) of a chunk of n bytes, q = 16 * ceil(ceil(n / 16) /
+L).
 
-**Synchronization.** flags[lane][a] on rank b is written by rank a only, and only grows: a's k-th signal to b in round n stores
-n * signals_per_round[a, b] + k (k from 1). A wait by b on a with ordinal k and rounds_back d is over when the flag is at least
-(n - d) * signals_per_round[a, b] + k, compared as a signed difference of 64-bit numbers. Every operation: its waits, a block
-barrier if it has waits or `barrier`, its body, then if it has signals a block barrier and the signals, released at system scope.
+**Synchronization.** flags[lane][a] on rank b is written by rank a only, and only grows: a's k-th signal to b in round n
+stores n * signals_per_round[a, b] + k (k from 1). A wait by b on a with ordinal k and rounds_back d is over when the
+flag is at least (n - d) * signals_per_round[a, b] + k, compared as a signed difference of 64-bit numbers. Every
+operation: its waits, a block barrier if it has waits or `barrier`, its body, then if it has signals a block barrier and
+the signals, released at system scope.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ class Reason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """User memory of a rank: `blocks` equal blocks, each cut into `cut` chunks. A schedule's yields are one more WRITE tensor."""
+    """User memory of a rank: `blocks` equal blocks, each cut into `cut` chunks. All yields are one WRITE tensor."""
 
     name: str
     access: Access
@@ -113,7 +116,7 @@ class Ops:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The statement an operation comes from, and the loop it stood in; `note` says what the compiler added ("stage in")."""
+    """The statement an operation comes from and the loop around it; `note` is what the compiler added ("stage in")."""
 
     span: Span = field(compare=False, repr=False)
     bindings: tuple[tuple[str, int], ...]

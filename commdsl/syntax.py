@@ -329,7 +329,7 @@ class LinkScope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LinkDecl(Node):
-    """`link nvlink in node 450 GB/s per gpu 0.7 us`; `link hop pairs (i, (i + 1) % 8) for i in 0 ..< 8 25 GB/s per pair 1 us`.
+    """`link nvlink in node 450 GB/s per gpu 0.7 us`, `link hop pairs (i, i + 1) for i in 0 ..< 7 5 GB/s per pair 1 us`.
 
     Pairs are node-local GPU indices and hold in both directions.
     """
