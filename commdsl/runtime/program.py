@@ -143,9 +143,10 @@ def sources_digest() -> str:
     digest = hashlib.sha256()
     package = Path(__file__).resolve().parents[1]
     folders = ((package, "**/*.py"), (data_dir("grammar"), "*.lark"), (data_dir("templates"), "**/*"))
+    users = (package / "commands", package / "runtime")  # of what is compiled; of them only this module has a say
     for root, pattern in folders:
         for path in sorted(root.glob(pattern)):
-            if path.is_file():
+            if path.is_file() and (path.parent not in users or path == Path(__file__).resolve()):
                 digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
