@@ -57,8 +57,11 @@ def total(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
     """Adds up what became of the mutants and prints it at the end, captured or not."""
     counts: Counter[str] = Counter()
     yield counts
-    reporter = request.config.pluginmanager.getplugin("terminalreporter")
-    reporter.write_line(f"\nmutants: {counts.total()}, refused {counts['refused']}, equivalent {counts['equivalent']}")
+    reporter, capture = map(request.config.pluginmanager.getplugin, ("terminalreporter", "capturemanager"))
+    with capture.global_and_fixture_disabled():
+        reporter.write_line(
+            f"\nmutants: {counts.total()}, refused {counts['refused']}, equivalent {counts['equivalent']}"
+        )
 
 
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)

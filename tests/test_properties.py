@@ -92,6 +92,16 @@ def test_kernel_equals_oracle(program: Program) -> None:
             assert np.array_equal(np.concatenate([step[rank] for step in want.yields]), got.yields[rank])
 
 
+@settings(relaxed, max_examples=10)
+@given(programs())
+def test_no_race(program: Program) -> None:
+    """ThreadSanitizer finds no two accesses without order, with ranks that start late and tensors updated in place."""
+    checked = proved(program)
+    plan = replace(checked.plan, tile_bytes=64)
+    options = host_run.Options(sanitize=True, max_delay=0.0005, in_place=True)
+    host_run.run_calls(plan, emit(plan), [inputs_of(checked, 0)] * 3, dtypes.INT32, "sum", options)
+
+
 def assert_same(program: Program, want: Arrays, got: Arrays) -> None:
     for name, arrays in want.items():
         for rank, array in enumerate(arrays):
