@@ -162,6 +162,13 @@ def test_comment_in_a_statement() -> None:
     )
 
 
+def test_comment_behind_else() -> None:
+    """What follows a remark starts a line of its own, and no brace is lost."""
+    assert body("if a {\nyield x\n} else # or\nif b {\nyield y\n} # done\nelse {\nyield z\n}") == (
+        f"if a {{\n  yield x\n}}\nelse # or\n    if b {{\n  yield y\n{'}':<45}# done\nelse {{\n  yield z\n}}"
+    )
+
+
 def test_links_are_aligned() -> None:
     """Counts that were written on one line stay there; the names of links have one width."""
     links = "link ab in node 1 GB/s per gpu 1 us link c across nodes 1 B/s per pair 1 s"
