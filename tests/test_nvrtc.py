@@ -1,0 +1,61 @@
+"""NVRTC and nvJitLink without a GPU: what they refuse says why, what they build is built once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from commdsl import compiler
+from commdsl.build import nvrtc
+from commdsl.config import from_environment
+from commdsl.diagnostics import InternalError
+from commdsl.emit import Emitted, defines
+from commdsl.plan import Transport
+
+RING = Path(__file__).parents[1] / "schedules" / "collectives" / "allreduce_ring.comm"
+
+
+def test_a_refusal_carries_the_log() -> None:
+    """Text that NVRTC does not take is our fault: the error has its log."""
+    with pytest.raises(InternalError, match='identifier "nothing" is undefined'):
+        nvrtc.compile_cubin("broken.cu", "__device__ int x = nothing;", [f"-arch={nvrtc.ARCH}"])
+
+
+def test_an_undefined_symbol_is_named() -> None:
+    """A link that misses a function says which."""
+    text = 'extern "C" __device__ void absent(); extern "C" __global__ void kernel() { absent(); }'
+    cubin = nvrtc.compile_cubin("kernel.cu", text, [f"-arch={nvrtc.ARCH}", "-rdc=true"])
+    with pytest.raises(InternalError, match="absent"):
+        nvrtc.link(nvrtc.ARCH, [("kernel", cubin)], [])
+
+
+def test_cold_and_warm(tmp_path: Path) -> None:
+    """Eight ranks' kernel is built in about a second and found again in no time."""
+    config = replace(from_environment(), cache_dir=tmp_path)
+    compiled = compiler.compile(RING, ranks=8)
+    macros = defines(compiled.plan, "bfloat16", "sum")
+    started = time.perf_counter()
+    first = nvrtc.build(compiled.emitted, macros, Transport.PEER, config)
+    cold = time.perf_counter() - started
+    started = time.perf_counter()
+    second = nvrtc.build(compiled.emitted, macros, Transport.PEER, config)
+    warm = time.perf_counter() - started
+    assert first == second
+    assert cold < 5  # 0.5 s alone on a core; tests run beside others
+    assert warm < 0.1
+
+
+def test_options_are_part_of_the_key(tmp_path: Path) -> None:
+    """Another architecture or a debug build is another file."""
+    config = replace(from_environment(), cache_dir=tmp_path)
+    emitted = Emitted("kernel", 'extern "C" __global__ void kernel(int* p) { *p = 1; }', "")
+    found = {
+        nvrtc.build(emitted, (), Transport.PEER, config),
+        nvrtc.build(emitted, (), Transport.PEER, config, "sm_80"),
+        nvrtc.build(emitted, (), Transport.PEER, replace(config, debug=True)),
+        nvrtc.build(emitted, ("COMMDSL_DTYPE=float32",), Transport.PEER, config),
+    }
+    assert len(found) == 4
