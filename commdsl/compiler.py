@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commdsl import checks, parser, resolve, resources
+from commdsl import checks, parsed, resolve, resources
 from commdsl.cost import Report, far_from_bound, report
 from commdsl.diagnostics import CommError, Diagnostic, Label, Severity
-from commdsl.faults import nearest
 from commdsl.ir import Schedule
 from commdsl.lower import lower
 from commdsl.plan import Plan, Transport
+from commdsl.resolve.faults import nearest
 from commdsl.source import Source, Span
 from commdsl.syntax import File, ScheduleDecl, Use
 from commdsl.topology import Topology, switch
@@ -57,7 +57,7 @@ def read(path: Path | str) -> tuple[File, ...]:
 
 def read_text(text: str, name: str, folder: Path) -> tuple[File, ...]:
     """As `read`, for text in hand; what it uses is looked for in `folder`, then among the shipped schedules."""
-    files = [parser.parse(Source(name, text))]
+    files = [parsed.parse(Source(name, text))]
     seen = {(folder / name).resolve()}
     pending = [(use, folder) for use in _uses(files[0])]
     while pending:
@@ -65,7 +65,7 @@ def read_text(text: str, name: str, folder: Path) -> tuple[File, ...]:
         path = _find_used(use, base)
         if path.resolve() not in seen:
             seen.add(path.resolve())
-            files.append(parser.parse(Source(str(path), path.read_text(encoding="utf-8"))))
+            files.append(parsed.parse(Source(str(path), path.read_text(encoding="utf-8"))))
             pending += [(further, path.parent) for further in _uses(files[-1])]
     return tuple(files)
 

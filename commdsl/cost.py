@@ -222,9 +222,14 @@ def _step_cost(schedule: Schedule, links: NDArray[np.int32], load: _Load) -> Ste
         blocks=float(blocks.sum()),
         port=port,
         pair=busiest,
-        latency=max(schedule.topology.links[index].latency for index in np.unique(link)),
+        latency=max(schedule.topology.links[index].latency for index in _classes(link)),
         seconds_per_byte=max(port_seconds, pair_seconds),
     )
+
+
+def _classes(link: NDArray[np.int32]) -> list[int]:
+    """The link classes in use; `np.unique` would import numpy's masked arrays for it, a tenth of a short check."""
+    return np.flatnonzero(np.bincount(link)).tolist()
 
 
 def _busiest_port(
@@ -233,7 +238,7 @@ def _busiest_port(
     """The port that takes longest, and its seconds per byte of a block; the fullest where ports have no limit."""
     num_ranks = schedule.num_ranks
     candidates: list[tuple[float, float, PortLoad]] = []
-    for index in np.unique(link):
+    for index in _classes(link):
         there = link == index
         described = schedule.topology.links[index]
         for sends, rank in ((True, pair // num_ranks), (False, pair % num_ranks)):

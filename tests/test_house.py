@@ -39,11 +39,8 @@ ENVIRONMENT_READERS = {
 }
 
 MAX_LINES = 400
-LONG_MODULES = {
-    "placement.py": "one pass with one state: where every version of every chunk lies",
-    "ordering.py": "one pass with one state: which flags order the hazards",
-    "mistakes.py": "one table: a syntax fault and its words",
-}
+LONG_MODULES: dict[str, str] = {}
+"""A longer module and why it is one."""
 
 CALLS = "C95"
 """Codes of exceptions of the torch op: a call is at fault, no `.comm` text."""
@@ -52,7 +49,7 @@ STAGES = (
     ("source", "resources", "config"),
     ("diagnostics", "codes"),
     ("syntax",),
-    ("parser", "build_syntax", "mistakes", "syntax_fault", "format"),
+    ("parser", "build_syntax", "mistakes", "syntax_fault", "format", "parsed"),
     ("topology", "ir", "cycles", "dtypes"),
     ("plan",),
     ("resolve", "cost", "checks"),

@@ -1,0 +1,88 @@
+"""A kept Syntax is the parser's, in whole, and nothing in the cache can make it wrong or stop a run.
+
+Assumes a cache folder of the test's own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commdsl import parsed, parser
+from commdsl.diagnostics import CommError
+from commdsl.source import Source
+
+ROOT = Path(__file__).parent.parent
+RING = ROOT / "schedules/collectives/allreduce_ring.comm"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COMMDSL_CACHE_DIR", str(tmp_path))
+    return tmp_path / "syntax"
+
+
+def test_kept_is_the_same(cache: Path) -> None:
+    """The second parse comes from the cache and equals the first, spans and comments too."""
+    source = Source("ring.comm", RING.read_text())
+    first = parsed.parse(source)
+    assert len(list(cache.glob("*.pickle"))) == 1
+    second = parsed.parse(source)
+
+    assert second == first == parser.parse(source)
+    assert second.comments == first.comments
+    assert [item.span.position for item in second.items] == [item.span.position for item in first.items]
+
+
+def test_kept_by_name_and_text(cache: Path) -> None:
+    """Another name or another text is another entry: diagnostics name the file they are about."""
+    text = RING.read_text()
+    for source in (Source("a.comm", text), Source("b.comm", text), Source("a.comm", text + "\n")):
+        assert parsed.parse(source).source == source
+
+    assert len(list(cache.glob("*.pickle"))) == 3
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", b"\x80\x04N.", b"\x80\x05\x95\xff"])
+def test_damaged_entry(damage: bytes, cache: Path) -> None:
+    """An entry that is damaged, or holds something else, is parsed anew."""
+    source = Source("ring.comm", RING.read_text())
+    expected = parsed.parse(source)
+    (entry,) = cache.glob("*.pickle")
+    entry.write_bytes(damage)
+
+    assert parsed.parse(source) == expected
+
+
+def test_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder that cannot be written costs nothing but time."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("COMMDSL_CACHE_DIR", str(tmp_path / "file"))
+    source = Source("ring.comm", RING.read_text())
+
+    assert parsed.parse(source) == parser.parse(source)
+
+
+def test_fault_is_not_kept(cache: Path) -> None:
+    """A text that does not parse says so every time."""
+    for _ in range(2):
+        with pytest.raises(CommError):
+            parsed.parse(Source("broken.comm", "schedule"))
+    assert not list(cache.glob("*"))
+
+
+def test_second_check_needs_no_parser(tmp_path: Path) -> None:
+    """`commdsl check` of a file it has seen imports neither lark nor the parser."""
+    code = (
+        "import sys; from commdsl.cli import run_command; "
+        f"status = run_command(['check', {str(RING)!r}]); print(status, 'lark' in sys.modules)"
+    )
+    last = ""
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        last = done.stdout.splitlines()[-1]
+
+    assert last == "0 False"
