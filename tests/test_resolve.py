@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from commdsl import parser, resolve
 from commdsl import syntax as syn
 from commdsl.diagnostics import CommError
-from commdsl.evaluate import Evaluator
-from commdsl.faults import Faults
 from commdsl.ir import Moves, Schedule, Step, Yield
+from commdsl.resolve.evaluate import Evaluator
+from commdsl.resolve.faults import Faults
 from commdsl.source import Source
 from commdsl.syntax import MoveKind
 from commdsl.topology import Topology, switch

@@ -11,7 +11,7 @@ from commdsl import codes
 from commdsl.commands import output
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.output import Exit
-from commdsl.faults import nearest
+from commdsl.resolve.faults import nearest
 
 
 def explain(code: str | None, *, as_json: bool) -> Exit:
