@@ -100,7 +100,7 @@ def _float8_value(bits: int, exponent_bits: int, bias: int, has_infinity: bool) 
         return np.nan
     if exponent == 0:
         return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
-    return sign * (1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias)
+    return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
 
 
 FLOAT32 = _plain("float32", OPS, is_float=True)
