@@ -260,16 +260,10 @@ _FROM_ELSEWHERE = {
     "load": "get",
     "read": "get",
     "import": "use",
-    "include": "use",
-    "parallel": "each",
-    "forall": "each",
     "foreach": "each",
     "var": "let",
-    "const": "let",
-    "buffer": "scratch",
     "def": "schedule",
     "fn": "schedule",
-    "func": "schedule",
     "assert": "ensure",
     "elif": "else if",
     "elsif": "else if",
@@ -349,6 +343,10 @@ def _unexpected(fault: Fault) -> Diagnostic:
     missing = fault.sign() is None or ((starts_something or fault.on_a_new_line) and not _starts_statement(fault))
     label = Label(fault.behind, f"expected {wanted} here") if missing else Label(fault.here, f"expected {wanted}")
     help = "numbers are integers" if re.fullmatch(r"[0-9]+\.[0-9]+", fault.word) else ""
+    if fault.word == "," and fault.wants_expression and ")" in fault.expected:
+        help = "the ranks of a cycle stand side by side, `(0 1 2)`"
+    elif fault.word == "for" and "->" in fault.expected:
+        help = "only `reduce` takes a list of sources"
     headline = f"expected {wanted}, got {fault.got}"
     if len(headline) > 70:
         headline = f"{fault.got} cannot stand here"

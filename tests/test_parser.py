@@ -205,6 +205,20 @@ def test_first_fault_only() -> None:
     assert diagnostic.primary.span.position == (2, 3)
 
 
+@pytest.mark.parametrize(
+    ("text", "help"),
+    [
+        ("cycles C = (0, 1)", "the ranks of a cycle stand side by side, `(0 1 2)`"),
+        ("each r { put x for q in 0 ..< P -> y }", "only `reduce` takes a list of sources"),
+        ("let a = 1.5", "numbers are integers"),
+        ("let a = min(1 2)", ""),
+    ],
+)
+def test_help(text: str, help: str) -> None:
+    """A mistake that many will make gets a word on what to write."""
+    assert fault(f"schedule s for P ranks {{ {text} }}").help == help
+
+
 def test_caret_behind_the_previous_word() -> None:
     """What is missing is shown where it is missing, not lines below at the word that is too early."""
     diagnostic = fault("schedule s for P ranks {\n  let a =\n\n\n  input x\n}")
