@@ -368,6 +368,18 @@ def test_run_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> N
     assert "`x` on rank 2 differs from the oracle in 1 bytes, first at byte 40" in capsys.readouterr().out
 
 
+def test_run_timeout(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """A wait that times out exits 3 and names who waited, where, and who is missing."""
+    real = host_run.run
+
+    def without_one(*args: object, **options: object) -> host_run.HostResult:
+        return real(*args, **options, absent={1}, timeout=0.5)
+
+    monkeypatch.setattr(host_run, "run", without_one)
+    assert run_command(["run", RING, "--ranks", "3", "--bytes", "1000"]) == 3
+    assert re.search(r"✗ rank \d waited 0.5 s for rank 1 at .*rank 1 never entered the call", capsys.readouterr().out)
+
+
 def test_run_fault_of_ours(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """An exception that nobody expected exits 4 and says that the file is not to blame."""
 
