@@ -136,7 +136,7 @@ class _Run:
 
     def _join(self, edges: Edges) -> list[Edges]:
         """Joins op by op at once, edge by edge in turn."""
-        place = _nth(edges.op)
+        place = _nth(edges.op) if len(edges) > 1 else np.zeros(1, np.int32)
         news = []
         for turn in range(int(place.max()) + 1):
             some = edges.take(np.nonzero(place == turn)[0])
