@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from commdsl import syntax
+from commdsl import kinds, syntax
 from commdsl.diagnostics import CommError, Diagnostic, Label
 from commdsl.source import Source, Span
 
@@ -97,7 +97,7 @@ def _param(span: Span, parts: Children) -> syntax.Param:
 
 def _buffer_decl(span: Span, parts: Children) -> syntax.BufferDecl:
     kind, name, dims = parts
-    return syntax.BufferDecl(syntax.BufferKind(kind), name, dims or (), span=span)
+    return syntax.BufferDecl(kinds.BufferKind(kind), name, dims or (), span=span)
 
 
 def _dim(span: Span, parts: Children) -> syntax.Dim:
@@ -162,7 +162,7 @@ def _each(span: Span, parts: Children) -> syntax.Each:
 
 def _move(span: Span, parts: Children) -> syntax.Move:
     kind, source, dest = parts
-    return syntax.Move(syntax.MoveKind(kind), source, dest, span=span)
+    return syntax.Move(kinds.MoveKind(kind), source, dest, span=span)
 
 
 def _source(span: Span, parts: Children) -> syntax.Source_:
@@ -235,13 +235,13 @@ def _link_decl(span: Span, parts: Children) -> syntax.LinkDecl:
     return syntax.LinkDecl(name, scope, pairs, binders, bandwidth, per, latency, span=span)
 
 
-def _scope(scope: syntax.LinkScope) -> Callable[[Span, Children], Made]:
+def _scope(scope: kinds.LinkScope) -> Callable[[Span, Children], Made]:
     return lambda span, parts: (scope, (), ())
 
 
 def _listed_pairs(span: Span, parts: Children) -> Made:
     pairs, binders = parts
-    return syntax.LinkScope.PAIRS, pairs, binders or ()
+    return kinds.LinkScope.PAIRS, pairs, binders or ()
 
 
 def _missing_decl(span: Span, parts: Children) -> syntax.MissingDecl:
@@ -326,9 +326,9 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "topology_decl": _topology_decl,
     "count_entry": _count_entry,
     "link_decl": _link_decl,
-    "in_node": _scope(syntax.LinkScope.IN_NODE),
-    "across_nodes": _scope(syntax.LinkScope.ACROSS_NODES),
-    "across_same_gpu": _scope(syntax.LinkScope.ACROSS_SAME_GPU),
+    "in_node": _scope(kinds.LinkScope.IN_NODE),
+    "across_nodes": _scope(kinds.LinkScope.ACROSS_NODES),
+    "across_same_gpu": _scope(kinds.LinkScope.ACROSS_SAME_GPU),
     "listed_pairs": _listed_pairs,
     "missing_decl": _missing_decl,
     "degraded_decl": _degraded_decl,

@@ -15,7 +15,7 @@ import numpy as np
 
 from commdsl.cost import Report
 from commdsl.ir import Schedule, Step, Yield
-from commdsl.syntax import MoveKind
+from commdsl.kinds import MoveKind
 from commdsl.topology import NO_LINK, link_of, pair_bandwidth
 
 MAX_VERTICES = 32

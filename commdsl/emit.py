@@ -11,14 +11,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
-import jinja2
 import numpy as np
 
 from commdsl.ir import Ints
 from commdsl.plan import CELL, OpKind, Ops, Origin, Plan, Protocol
 from commdsl.resources import data_dir
+
+if TYPE_CHECKING:
+    import jinja2
 
 KIND_NAMES = {OpKind.COPY: "kCopy", OpKind.REDUCE: "kReduce", OpKind.SCALE: "kScale"}
 
@@ -78,6 +80,8 @@ def emit(plan: Plan) -> Emitted:
 
 def environment() -> jinja2.Environment:
     """The templates; a field that is missing raises instead of printing nothing."""
+    import jinja2  # 20 ms that loading a compiled schedule does not need
+
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(data_dir("templates")),
         undefined=jinja2.StrictUndefined,

@@ -14,7 +14,7 @@ import numpy as np
 
 from commdsl.dtypes import Array, DType
 from commdsl.ir import Buffer, Moves, Schedule, Step, Yield
-from commdsl.syntax import BufferKind
+from commdsl.kinds import BufferKind
 
 UNIT = 16  # bytes: where chunks may be cut
 

@@ -16,8 +16,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.kinds import BufferKind, MoveKind
 from commdsl.source import Span
-from commdsl.syntax import BufferKind, MoveKind
 from commdsl.topology import Topology
 
 Ints: TypeAlias = NDArray[np.int32]

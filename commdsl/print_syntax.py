@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TypeAlias, assert_never
 
 from commdsl import syntax
-from commdsl.syntax import LinkScope
+from commdsl.kinds import LinkScope
 
 # Loosest first, as in the grammar. Comparisons do not chain, so neither side may be one.
 _LEVELS = (

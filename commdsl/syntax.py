@@ -6,9 +6,9 @@ Assumes nothing beyond the grammar. Does not know what names mean; `resolve` doe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TypeAlias
 
+from commdsl.kinds import BufferKind, LinkScope, MoveKind
 from commdsl.source import Source, Span
 
 
@@ -126,13 +126,6 @@ class Source_(Node):
     condition: Expr | None = None
 
 
-class MoveKind(Enum):
-    PUT = "put"
-    GET = "get"
-    COPY = "copy"
-    REDUCE = "reduce"
-
-
 @dataclass(frozen=True, slots=True)
 class Move(Node):
     """`put a -> b @ p`. `reduce a -> b` combines into b; `reduce a @ all -> b` (a list) sets b to the combination."""
@@ -140,13 +133,6 @@ class Move(Node):
     kind: MoveKind
     source: Source_
     dest: Ref
-
-
-class BufferKind(Enum):
-    INPUT = "input"
-    OUTPUT = "output"
-    INOUT = "inout"
-    SCRATCH = "scratch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,13 +304,6 @@ class CountEntry(Node):
 
     what: str
     value: Expr
-
-
-class LinkScope(Enum):
-    IN_NODE = "in node"
-    ACROSS_SAME_GPU = "across nodes same gpu"
-    ACROSS_NODES = "across nodes"
-    PAIRS = "pairs"
 
 
 @dataclass(frozen=True, slots=True)

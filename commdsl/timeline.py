@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 from commdsl.ir import Buffer, Moves, Schedule, Step, Yield
-from commdsl.syntax import MoveKind
+from commdsl.kinds import MoveKind
 
 MAX_RANKS = 16
 """Columns made, before the width decides how many are shown."""

@@ -11,8 +11,8 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.kinds import LinkScope
 from commdsl.source import Span
-from commdsl.syntax import LinkScope
 
 
 @dataclass(frozen=True)

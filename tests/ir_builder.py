@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from commdsl.ir import Buffer, Contract, CycleSet, Moves, RoleSet, Schedule, Step, Tuning, Yield
+from commdsl.kinds import BufferKind, LinkScope, MoveKind
 from commdsl.source import Source, Span
-from commdsl.syntax import BufferKind, LinkScope, MoveKind
 from commdsl.topology import Link, Topology
 
 SOURCE = Source("built.comm", "\n".join(f"statement {number}" for number in range(100)))

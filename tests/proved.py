@@ -12,7 +12,7 @@ from collectives import Case
 from commdsl import compiler
 from commdsl.compiler import Checked
 from commdsl.ir import Buffer, Schedule
-from commdsl.syntax import BufferKind
+from commdsl.kinds import BufferKind
 
 
 @cache

@@ -12,9 +12,9 @@ from commdsl.checks import check_schedule
 from commdsl.checks.roles import unused_roles
 from commdsl.diagnostics import Diagnostic
 from commdsl.ir import Buffer, CycleSet, Moves, RoleSet, Schedule, Step, Yield
+from commdsl.kinds import BufferKind, LinkScope, MoveKind
 from commdsl.parser import parse
 from commdsl.source import Source
-from commdsl.syntax import BufferKind, LinkScope, MoveKind
 from commdsl.topology import Link, Topology
 
 RANKS = 4

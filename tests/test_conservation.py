@@ -18,7 +18,7 @@ from commdsl.checks.determinism import expressions
 from commdsl.checks.locations import Located, LocatedYield
 from commdsl.diagnostics import Diagnostic
 from commdsl.ir import Moves, Schedule, Step, Yield
-from commdsl.syntax import BufferKind, MoveKind
+from commdsl.kinds import BufferKind, MoveKind
 
 
 def only(schedule: Schedule) -> Diagnostic:

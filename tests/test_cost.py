@@ -13,9 +13,9 @@ from commdsl import compiler, cost, interpret
 from commdsl.diagnostics import Severity
 from commdsl.dtypes import FLOAT32
 from commdsl.ir import Contract, Schedule
+from commdsl.kinds import BufferKind, LinkScope, MoveKind
 from commdsl.limits import limit
 from commdsl.resolve import resolve
-from commdsl.syntax import BufferKind, LinkScope, MoveKind
 from commdsl.topology import Link, Topology, switch
 
 

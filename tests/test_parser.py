@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from commdsl import parser, syntax
 from commdsl.diagnostics import CommError, Diagnostic
+from commdsl.kinds import LinkScope, MoveKind
 from commdsl.source import Source
-from commdsl.syntax import LinkScope, MoveKind
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted((ROOT / "schedules").rglob("*.comm"))

@@ -16,9 +16,9 @@ from commdsl.build import host_run
 from commdsl.compiler import Checked
 from commdsl.emit import emit
 from commdsl.format import format_file
+from commdsl.kinds import BufferKind
 from commdsl.parser import parse
 from commdsl.source import Source
-from commdsl.syntax import BufferKind
 
 ELEMENTS = 61
 Arrays = dict[str, list[NDArray[np.int32]]]

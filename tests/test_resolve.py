@@ -13,10 +13,10 @@ from commdsl import parser, resolve
 from commdsl import syntax as syn
 from commdsl.diagnostics import CommError
 from commdsl.ir import Moves, Schedule, Step, Yield
+from commdsl.kinds import MoveKind
 from commdsl.resolve.evaluate import Evaluator
 from commdsl.resolve.faults import Faults
 from commdsl.source import Source
-from commdsl.syntax import MoveKind
 from commdsl.topology import Topology, switch
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from commdsl import compiler, parser, resolve, resources
 from commdsl.diagnostics import CommError
+from commdsl.kinds import LinkScope
 from commdsl.source import Source
-from commdsl.syntax import LinkScope
 from commdsl.topology import NO_LINK, Topology, link_of, pair_bandwidth, switch
 
 SHIPPED = sorted((resources.data_dir("schedules") / "topologies").glob("*.comm"))

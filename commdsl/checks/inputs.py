@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from commdsl.checks.locations import Located, bindings_text, statement_key
 from commdsl.diagnostics import Diagnostic, Label
-from commdsl.syntax import BufferKind
+from commdsl.kinds import BufferKind
 
 
 def writes_to_input(located: Located) -> Iterator[Diagnostic]:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir import Buffer, Contract, Moves, Schedule, Step, Yield
+from commdsl.kinds import BufferKind
 from commdsl.source import Span
-from commdsl.syntax import BufferKind
 
 Locations = NDArray[np.int64]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, Locations, bindings_text, statement_key
 from commdsl.diagnostics import Diagnostic, Label
-from commdsl.syntax import MoveKind
+from commdsl.kinds import MoveKind
 
 
 def overlapping_writes(located: Located) -> Iterator[Diagnostic]:

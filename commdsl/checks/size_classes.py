@@ -22,7 +22,7 @@ from commdsl.checks.locations import (
 )
 from commdsl.diagnostics import Diagnostic, Label
 from commdsl.ir import Buffer
-from commdsl.syntax import BufferKind
+from commdsl.kinds import BufferKind
 
 Classes = NDArray[np.int64]  # cut << 32 | piece, or UNKNOWN
 UNKNOWN = -1

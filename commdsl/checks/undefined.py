@@ -20,8 +20,8 @@ from commdsl.checks.locations import (
     statement_key,
 )
 from commdsl.diagnostics import Diagnostic, Label
+from commdsl.kinds import BufferKind, MoveKind
 from commdsl.source import Span
-from commdsl.syntax import BufferKind, MoveKind
 
 
 def undefined_reads(located: Located) -> Iterator[Diagnostic]:

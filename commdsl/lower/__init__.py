@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from commdsl.ir import Schedule, Step
+from commdsl.kinds import BufferKind, MoveKind
 from commdsl.lower.ordering import order
 from commdsl.lower.placement import Placed, place
 from commdsl.lower.tables import tables
 from commdsl.plan import Access, Plan, Protocol, Tensor, Transport
-from commdsl.syntax import BufferKind, MoveKind
 
 # Measured on 4 H200s over ten schedules at 16 and 64 MB: fewer lanes leave links idle while a lane awaits a flag, more
 # threads a block or larger tiles gain nothing. The tuner's table will choose by size.

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir import Ints, Schedule, Yield
+from commdsl.kinds import BufferKind
 from commdsl.plan import Access, Tensor
-from commdsl.syntax import BufferKind
 
 UNDEFINED = -2
 DEPTH = 4  # cells a chunk uses in turn: more than two, so that the credit for a reuse is seldom waited for

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from commdsl.diagnostics import InternalError
 from commdsl.ir import Ints, Moves, Schedule, Step, Yield
+from commdsl.kinds import MoveKind
 from commdsl.lower.homes import UNDEFINED, Homes, ints
 from commdsl.lower.rows import Batch, Rows, assemble, renumber
 from commdsl.plan import CELL, OpKind, Origin, Tensor, Transport
 from commdsl.source import Span
-from commdsl.syntax import MoveKind
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from commdsl import syntax as syn
 from commdsl.ir import Buffer, Contract, Ints
+from commdsl.kinds import BufferKind
 from commdsl.resolve.evaluate import Scope, Value
 from commdsl.resolve.faults import Poisoned
 from commdsl.resolve.rows import Binding, spread
 from commdsl.resolve.steps import read_list
 from commdsl.source import Span
-from commdsl.syntax import BufferKind
 
 READ = (BufferKind.INPUT, BufferKind.INOUT)
 WRITTEN = (BufferKind.OUTPUT, BufferKind.INOUT)

@@ -12,12 +12,12 @@ import numpy as np
 from commdsl import syntax as syn
 from commdsl.diagnostics import Label
 from commdsl.ir import Ints, RoleSet
+from commdsl.kinds import LinkScope
 from commdsl.resolve.evaluate import Evaluator
 from commdsl.resolve.expressions import ExpressionRules, Kind, Symbol
 from commdsl.resolve.faults import Faults, Poisoned
 from commdsl.resolve.rows import Binding
 from commdsl.source import Span
-from commdsl.syntax import LinkScope
 from commdsl.topology import NO_LINK, Link, Topology, link_of
 
 COUNTS = ("nodes", "gpus", "sms")

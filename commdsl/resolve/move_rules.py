@@ -6,9 +6,9 @@ Assumes the names in sight are in `rules`. Does not evaluate indices or ranks.
 from __future__ import annotations
 
 from commdsl import syntax as syn
+from commdsl.kinds import MoveKind
 from commdsl.resolve.expressions import ExpressionRules
 from commdsl.source import Span
-from commdsl.syntax import MoveKind
 
 
 def check_move(rules: ExpressionRules, move: syn.Move, acting: str) -> None:

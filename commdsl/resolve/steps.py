@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from commdsl import syntax as syn
 from commdsl.ir import Ints, Moves, Step
+from commdsl.kinds import MoveKind
 from commdsl.resolve.evaluate import Cycle, Scope, Value, free_names
 from commdsl.resolve.rows import Binding, Rows, spread
-from commdsl.syntax import MoveKind
 
 T = TypeVar("T")
 
