@@ -18,7 +18,7 @@ from commdsl.resources import data_dir
 from commdsl.source import Source
 from commdsl.syntax import File
 
-MAKERS = ("source.py", "syntax.py", "build_syntax.py", "parser.py")
+MAKERS = ("source.py", "kinds.py", "syntax.py", "parser/__init__.py", "parser/build_syntax.py")
 """What a kept Syntax depends on besides the grammar."""
 
 DAMAGED = (pickle.PickleError, EOFError, KeyError, TypeError, AttributeError, ValueError, IndexError, ImportError)

@@ -11,8 +11,8 @@ import pytest
 from commdsl.diagnostics import Severity, render_full
 from commdsl.format import format_file
 from commdsl.parser import parse
+from commdsl.parser.syntax_fault import RESERVED
 from commdsl.source import Source
-from commdsl.syntax_fault import RESERVED
 
 GRAMMAR = Path(__file__).parent.parent / "grammar"
 README = (GRAMMAR / "README.md").read_text(encoding="utf-8")

@@ -22,9 +22,9 @@ from lark import Lark, Token, Tree, UnexpectedCharacters, UnexpectedInput, Unexp
 from lark import __version__ as lark_version
 from lark.lexer import PatternStr, TerminalDef
 
-from commdsl import build_syntax, mistakes, syntax_fault
 from commdsl.config import from_environment
 from commdsl.diagnostics import CommError
+from commdsl.parser import build_syntax, mistakes, syntax_fault
 from commdsl.resources import data_dir
 from commdsl.source import Source, Span
 from commdsl.syntax import Comment, File

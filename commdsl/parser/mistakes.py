@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 
 from commdsl.diagnostics import Diagnostic, Label
-from commdsl.source import Source, Span
-from commdsl.syntax_fault import (
+from commdsl.parser.syntax_fault import (
     A_NAME,
     A_NUMBER,
     A_RATE,
@@ -30,6 +29,7 @@ from commdsl.syntax_fault import (
     Sign,
     shorten,
 )
+from commdsl.source import Source, Span
 
 
 def explain(fault: Fault) -> Diagnostic:
