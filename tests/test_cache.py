@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -33,17 +34,20 @@ def test_builds_once(tmp_path: Path) -> None:
     assert len(builds) == 1
 
 
-def test_losers_use_the_winners_folder(tmp_path: Path) -> None:
-    """Builders that run at the same time all end with one folder, whole, and leave nothing else behind."""
+def test_one_builds_for_all(tmp_path: Path) -> None:
+    """Callers that ask at the same time get one folder, whole, from one build; nothing half built is left."""
     together = threading.Barrier(4)
+    builds: list[Path] = []
     found: list[Path] = []
 
     def build(folder: Path) -> None:
+        builds.append(folder)
         (folder / "first").write_text("1")
-        together.wait(timeout=10)
+        time.sleep(0.05)
         (folder / "second").write_text("2")
 
     def ask() -> None:
+        together.wait(timeout=10)
         found.append(cache.entry(tmp_path, cache.key(["a"]), build))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
@@ -51,14 +55,15 @@ def test_losers_use_the_winners_folder(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    assert len(builds) == 1
     assert len(found) == 4
     assert len(set(found)) == 1
     assert {path.name for path in found[0].iterdir()} == {"first", "second"}
-    assert list(found[0].parent.iterdir()) == [found[0]]
+    assert [path for path in found[0].parent.iterdir() if path.is_dir()] == [found[0]]
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
-    """What did not finish is not found later."""
+    """What did not finish is not found later: not its folder, nor what it wrote; and the next caller builds anew."""
 
     def build(folder: Path) -> None:
         (folder / "half").write_text("x")
@@ -66,7 +71,8 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(InternalError):
         cache.entry(tmp_path, cache.key(["a"]), build)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert list(tmp_path.rglob("half")) == []
+    assert list(cache.entry(tmp_path, cache.key(["a"]), lambda folder: None).iterdir()) == []
 
 
 def test_never_under_the_package() -> None:
