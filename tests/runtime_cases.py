@@ -1,6 +1,7 @@
-"""What the ranks of test_runtime.py do: each function runs in every process of a gloo group at once.
+"""What the ranks of test_runtime.py and gpu/run_ops.py do: each function runs in every process of a group at once.
 
-Assumes torch.distributed is initialised. Inputs follow from (rank, seed): every rank knows what every other one sent.
+Assumes torch.distributed is initialised: with nccl the tensors are on GPUs. Does not draw at random: inputs follow from
+(rank, seed), so every rank knows what every other one sent.
 """
 
 from __future__ import annotations
@@ -41,10 +42,14 @@ def world() -> str:
     return str(dist.group.WORLD.group_name)
 
 
+def home() -> str:
+    return "cuda" if "nccl" in dist.get_backend() else "cpu"
+
+
 def given(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Small whole numbers: every order of summation gives the same bits in every dtype."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+    return torch.randint(-2, 3, shape, generator=generator).to(home(), dtype)
 
 
 def everyone(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
@@ -96,7 +101,7 @@ def collectives() -> None:
     same(commdsl.load("broadcast_tree", params={"root": 1})(parts[rank]), parts[1])
     reduced = commdsl.load("reduce_tree")(parts[rank])
     gathered = commdsl.load("gather_direct")(parts[rank])
-    same(gathered, torch.cat(parts) if rank == 0 else torch.zeros(size * size * 3, 5))
+    same(gathered, torch.cat(parts) if rank == 0 else torch.zeros(size * size * 3, 5, device=home()))
     if rank == 0:
         same(reduced, total)
     same(commdsl.load("scatter_direct")(parts[rank]), parts[0][3 * rank : 3 * rank + 3])
@@ -166,7 +171,7 @@ def gradients() -> None:
     same(gradient(commdsl.load("reducescatter_ring"), few[rank], x, op="avg"), torch.cat(few) / size)
     parts = torch.cat([weight[2 * rank : 2 * rank + 2] for weight in weights])
     same(gradient(commdsl.load("alltoall_direct"), weights[rank], x), parts)
-    zero = torch.zeros(shape)
+    zero = torch.zeros(shape, device=home())
     broadcast = commdsl.load("broadcast_chain")
     same(gradient(broadcast, weights[rank], x), combined(weights, "sum") if rank == 0 else zero)
     same(gradient(commdsl.load("reduce_tree"), weights[rank], x), weights[0])
@@ -174,7 +179,7 @@ def gradients() -> None:
     same(gradient(commdsl.load("scatter_direct"), few[rank], x), torch.cat(few) if rank == 0 else zero)
     same(gradient(commdsl.load("permutation_shift"), weights[rank], x), weights[(rank + 1) % size])
     with pytest.raises(GradientError, match="no shipped inverse"):
-        gradient(lambda kv: commdsl.load("rotation_ring")(kv)[-1], torch.ones(()), x)
+        gradient(lambda kv: commdsl.load("rotation_ring")(kv)[-1], torch.ones((), device=home()), x)
 
 
 def opcheck() -> None:
