@@ -43,7 +43,7 @@ CELL = -1
 class OpKind(IntEnum):
     COPY = 0  # dest = source
     REDUCE = 1  # dest = sources combined in order, accumulated in float32 (integers: as they are), rounded once
-    SCALE = 2  # dest = dest / num_ranks, only when the reduction is `avg`; source = dest
+    SCALE = 2  # dest = source, divided by num_ranks when the reduction is `avg`; source may be dest
 
 
 class Protocol(Enum):

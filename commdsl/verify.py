@@ -108,13 +108,8 @@ def _operations(plan: Plan) -> None:
     _each((ops.kind == OpKind.REDUCE) | (num_sources == 1), "operation", "only REDUCE has several sources")
     _law(plan.has_reduction or not (ops.kind != OpKind.COPY).any(), "it only moves bytes, yet an operation computes")
     scales = np.flatnonzero(ops.kind == OpKind.SCALE)
-    first = ops.source_begin[scales]
-    in_place = (
-        (ops.source_space[first] == ops.dest_space[scales])
-        & (ops.source_rank[first] == ops.dest_rank[scales])
-        & (ops.source_index[first] == ops.dest_index[scales])
-    )
-    _each(in_place, "scale", "its source is its destination")
+    own = ops.source_rank[ops.source_begin[scales]] == ops.dest_rank[scales]
+    _each(own, "scale", "its source is on the rank of its destination")
 
 
 def _operands(plan: Plan) -> None:

@@ -43,7 +43,6 @@ BROKEN = [
     (table("wait_begin", 0, 1), "wait_begin does not span"),
     (table("kind", 0, 3), "operation 0 of 6: kind is an OpKind"),
     (table("kind", 1, OpKind.COPY), "operation 1 of 6: only REDUCE"),
-    (table("kind", 0, OpKind.SCALE), "scale 0 of 1: its source is its destination"),
     (table("cut", 2, 0), "operation 2 of 6: cut is positive"),
     (table("piece", 2, 1), "operation 2 of 6: piece is less than cut"),
     (table("barrier", 2, 2), "operation 2 of 6: barrier"),
@@ -88,6 +87,19 @@ def test_broken_tables(change: Callable[[Plan], Plan], message: str) -> None:
     with pytest.raises(InternalError, match="the Plan is not legal") as refused:
         verify(change(plan()))
     assert message in str(refused.value)
+
+
+def test_a_scale_stays_on_its_rank() -> None:
+    """What divides by the number of ranks reads and writes memory of one rank."""
+    programs, tensors, num_cells = FAMILIES["ring_allgather"](3, 1, True)
+    legal = replace(build(programs, tensors, num_cells, 1), has_reduction=True)
+    put = int(np.flatnonzero(legal.ops.dest_rank != legal.ops.source_rank[legal.ops.source_begin[:-1]])[0])
+    kind = legal.ops.kind.copy()
+    kind[put] = OpKind.SCALE
+
+    verify(legal)
+    with pytest.raises(InternalError, match="its source is on the rank of its destination"):
+        verify(replace(legal, ops=replace(legal.ops, kind=kind)))
 
 
 def test_tables_are_vectors_of_int32() -> None:

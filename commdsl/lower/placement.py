@@ -244,35 +244,35 @@ class _Placer:
         self.phases.append([Batch(rank, OpKind.COPY, size_class, dest, source, None, origin)])
 
     def copy_out(self) -> None:
-        """What still lies in cells, or where the caller's tensor was read, goes to the tensor that is returned."""
+        """What lies in cells, or in a tensor that is read, goes to the tensor returned; an `avg` divides here."""
         batches = []
         for number, tensor in enumerate(self.homes.write):
             if tensor is None:
                 continue
-            space = self.homes.space[number]
-            rank, chunk = self.homes.chunks(number, (space != tensor) & (space != UNDEFINED))
-            if len(rank):
-                origin = self.origin(self.schedule.buffers[number].span, (), len(self.schedule.steps), "copy out")
-                source = _column(self.homes.locate(number, rank, chunk))
-                dest = (ints(tensor, rank.shape), rank, chunk)
-                size_class = self.homes.size_class(number, rank, chunk)
-                batches.append(Batch(rank, OpKind.COPY, size_class, dest, source, None, origin))
+            away = (self.homes.space[number] != tensor) & (self.homes.space[number] != UNDEFINED)
+            sums = self._sums(number)
+            batches += self._settle(number, tensor, away & ~sums, OpKind.COPY, "copy out")
+            batches += self._settle(number, tensor, away & sums, OpKind.SCALE, "copy out, average")
+            batches += self._settle(number, tensor, ~away & sums, OpKind.SCALE, "average")
         self.phases.append(batches)
 
-    def average(self) -> None:
-        """The last pass of an `avg`: every chunk whose contract is a sum. An average over one rank is what it was."""
-        batches = []
-        if self.schedule.num_ranks == 1:
-            return
+    def _sums(self, buffer: int) -> NDArray[np.bool_]:
+        """The chunks that an `avg` divides: those whose contract is a sum. An average over one rank is what it was."""
+        sums = np.zeros(self.homes.space[buffer].shape, np.bool_)
         for contract in self.schedule.contracts:
-            tensor = self.homes.write[contract.dest_buffer]
-            if contract.is_sum and tensor is not None and len(contract.dest_rank):
-                origin = self.origin(contract.span, (), len(self.schedule.steps), "average")
-                rank, chunk = contract.dest_rank, contract.dest_chunk
-                place = (ints(tensor, rank.shape), rank, chunk)
-                size_class = self.homes.size_class(contract.dest_buffer, rank, chunk)
-                batches.append(Batch(rank, OpKind.SCALE, size_class, place, _column(place), None, origin))
-        self.phases.append(batches)
+            if contract.is_sum and contract.dest_buffer == buffer and self.schedule.num_ranks > 1:
+                sums[contract.dest_rank, contract.dest_chunk] = True
+        return sums
+
+    def _settle(self, buffer: int, tensor: int, chosen: NDArray[np.bool_], kind: OpKind, note: str) -> list[Batch]:
+        """The chosen chunks go to the tensor that is returned, if they are not there."""
+        rank, chunk = self.homes.chunks(buffer, chosen)
+        if not len(rank):
+            return []
+        origin = self.origin(self.schedule.buffers[buffer].span, (), len(self.schedule.steps), note)
+        source = _column(self.homes.locate(buffer, rank, chunk))
+        dest = (ints(tensor, rank.shape), rank, chunk)
+        return [Batch(rank, kind, self.homes.size_class(buffer, rank, chunk), dest, source, None, origin)]
 
 
 def _column(location: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
@@ -301,7 +301,6 @@ def place(schedule: Schedule, transport: Transport) -> Placed:
             case _:
                 assert_never(step)
     placer.copy_out()
-    placer.average()
     rows, num_cells = renumber(assemble(placer.phases, schedule.num_ranks))
     if (rows.source_space == UNDEFINED).any():
         raise InternalError(f"`{schedule.name}` reads data that was never written, yet passed the checks")

@@ -112,11 +112,11 @@ def _in_order(batches: list[Batch], phase: Ints, rank: Ints, num_ranks: int) -> 
     """By rank, then phase, then how far on the peer is; what touches no peer comes last."""
     peer = np.concatenate([np.zeros(0, np.int32), *(_peer(batch) for batch in batches)])
     distance = np.where(peer == rank, num_ranks, (peer - rank) % num_ranks)
-    key = (phase.astype(np.int64) * num_ranks + rank) * (num_ranks + 1) + distance
     narrow = np.int16 if num_ranks < 2**15 else np.int32  # numpy sorts 16-bit keys in linear time
-    if (key[1:] >= key[:-1]).all():
+    later_phase, same_rank = phase[1:] > phase[:-1], rank[1:] == rank[:-1]
+    if (later_phase | (rank[1:] > rank[:-1]) | (same_rank & (distance[1:] >= distance[:-1]))).all():
         return np.argsort(rank.astype(narrow), kind="stable")
-    by_phase = np.argsort(key, kind="stable")
+    by_phase = np.lexsort((distance, rank, phase))
     return by_phase[np.argsort(rank[by_phase].astype(narrow), kind="stable")]
 
 

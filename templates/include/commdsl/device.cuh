@@ -239,18 +239,31 @@ COMMDSL_FN void reduce(char* dest, const Sources& sources, u64 bytes) {
   reduce_words<Element, Operation, Word, 1, 8>(dest, sources, done + thread() * sizeof(Storage), bytes);
 }
 
-template <class Element>
-COMMDSL_FN void scale(char* dest, u64 bytes, i32 divisor) {
-  using Storage = typename Element::Storage;
-  using Word = typename WordOf<sizeof(Storage)>::Type;
-  for (u64 at = thread() * sizeof(Storage); at < bytes; at += num_threads() * sizeof(Storage)) {
+template <class Element, class Word>
+COMMDSL_FN void scale_words(char* dest, const char* source, u64 begin, u64 end, i32 divisor) {
+  for (u64 at = begin + thread() * sizeof(Word); at + sizeof(Word) <= end; at += num_threads() * sizeof(Word)) {
     Word word;
-    load(word, dest + at);
+    load(word, source + at);
     Lanes<Element, Word> lanes;
     lanes.widen(word);
-    lanes.value[0] = lanes.value[0] / static_cast<typename Element::Accumulator>(divisor);
+#pragma unroll
+    for (u32 e = 0; e < Lanes<Element, Word>::kCount; ++e) {
+      lanes.value[e] = lanes.value[e] / static_cast<typename Element::Accumulator>(divisor);
+    }
     store(dest + at, lanes.narrow());
   }
+}
+
+// `dest` may be `source`: a thread reads a word before it writes it.
+template <class Element>
+COMMDSL_FN void scale(char* dest, const char* source, u64 bytes, i32 divisor) {
+  using Word = typename WordOf<sizeof(typename Element::Storage)>::Type;
+  u64 done = 0;
+  if (common_alignment(reinterpret_cast<u64>(dest) | reinterpret_cast<u64>(source)) == 16) {
+    done = bytes / 16 * 16;
+    scale_words<Element, Vector16>(dest, source, 0, done, divisor);
+  }
+  scale_words<Element, Word>(dest, source, done, bytes, divisor);
 }
 
 // The rank's own rows, brought into shared memory where they fit: a row is then a few cycles away instead of a trip to L2.

@@ -153,12 +153,12 @@ COMMDSL_FN void reduce(char* dest, const Sources& sources, u64 bytes) {
 }
 
 template <class Element>
-COMMDSL_FN void scale(char* dest, u64 bytes, i32 divisor) {
+COMMDSL_FN void scale(char* dest, const char* source, u64 bytes, i32 divisor) {
   using Storage = typename Element::Storage;
   using Accumulator = typename Element::Accumulator;
   for (u64 at = 0; at < bytes; at += sizeof(Storage)) {
     Storage element;
-    memcpy(&element, dest + at, sizeof(Storage));
+    memcpy(&element, source + at, sizeof(Storage));
     element = Element::narrow(Element::widen(element) / static_cast<Accumulator>(divisor));
     memcpy(dest + at, &element, sizeof(Storage));
   }

@@ -162,8 +162,9 @@ COMMDSL_FN void run_body(const Position<Plan>& here, const Op& op) {
   const Slice slice = slice_of(here, op.cut, op.piece);
   if (slice.bytes == 0) return;
   const Place dest = place_of(here, op.dest, op.cut, slice);
+  const Place source = place_of(here, here.tables.sources[op.first_source], op.cut, slice);
   if (op.kind == kCopy) {
-    transfer(here.args, dest, place_of(here, here.tables.sources[op.first_source], op.cut, slice), slice.bytes);
+    transfer(here.args, dest, source, slice.bytes);
     return;
   }
   if constexpr (Plan::kHasReduction) {
@@ -172,7 +173,9 @@ COMMDSL_FN void run_body(const Position<Plan>& here, const Op& op) {
       const SourcesOf<Plan> sources{here, op, slice, op.num_sources};
       reduce<typename Plan::Element, typename Plan::Operation>(reach(here.args, dest), sources, slice.bytes);
     } else if (here.args.flags & kFlagAverage) {
-      scale<typename Plan::Element>(reach(here.args, dest), slice.bytes, Plan::kNumRanks);
+      scale<typename Plan::Element>(reach(here.args, dest), reach(here.args, source), slice.bytes, Plan::kNumRanks);
+    } else if (reach(here.args, dest) != reach(here.args, source)) {
+      copy(reach(here.args, dest), reach(here.args, source), slice.bytes);
     }
   }
 }
