@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ RESET_PATIENCE = 2.0
 """A reset waits this many time-outs for the others: they may still be inside a call that has to run out first."""
 
 
-class Communicator:
+class Communicator(ABC):
     """What `host.py` and `device.py` have in common."""
 
     transport = Transport.PEER
@@ -128,15 +129,17 @@ class Communicator:
                     self.exchange(f"release/{key}/{self._made[key]}", b"")
                     workspace.heap.free()
 
+    @abstractmethod
     def refuse_setup(self, what: str) -> None:
         """Raises where symmetric memory cannot be set up now."""
 
+    @abstractmethod
     def make_workspace(self, program: Program, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Workspace:
-        raise NotImplementedError
+        """Symmetric memory and an error word for a Program; all ranks come here together."""
 
+    @abstractmethod
     def finish(self) -> None:
         """Waits for this rank's kernels."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

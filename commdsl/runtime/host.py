@@ -40,6 +40,9 @@ class HostCommunicator(Communicator):
         if len(hosts) > 1:
             raise GroupError(f"CPU ranks share memory, so they run on one machine; group `{name}` has {len(hosts)}")
 
+    def refuse_setup(self, what: str) -> None:
+        """Memory of the processor can be had at any time."""
+
     def make_workspace(self, program: Program, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Workspace:
         size = program.plan.symmetric_bytes
         heap: Heap
