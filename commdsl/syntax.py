@@ -348,7 +348,7 @@ class TopologyDecl(Node):
 
 @dataclass(frozen=True, slots=True)
 class Use(Node):
-    """`use "roles.comm"`: brings in the topologies, roles and cycles of another file; relative to this one."""
+    """`use "roles.comm"`: brings in the topologies and roles of another file; relative to this one."""
 
     path: str
 
