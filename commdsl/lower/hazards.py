@@ -44,7 +44,7 @@ class Edges:
 
 
 class Cells:
-    """The last accesses of every cell of every rank (private to this pass)."""
+    """The last accesses of every cell of every rank."""
 
     def __init__(self, size: int) -> None:
         self.write_rank, self.write_number = np.full(size, -1, np.int32), np.full(size, -1, np.int32)

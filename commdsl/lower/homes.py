@@ -21,7 +21,7 @@ def ints(values: object, shape: tuple[int, ...]) -> Ints:
 
 
 class Homes:
-    """Where the current version of every chunk lies, per rank; grows step by step (private to this pass)."""
+    """Where the current version of every chunk lies, per rank; grows step by step."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.buffers = schedule.buffers

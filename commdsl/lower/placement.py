@@ -33,11 +33,6 @@ class Placed:
     origins: tuple[Origin, ...]
 
 
-def _executor(moves: Moves) -> Ints:
-    """The rank that runs each row: the one that stores into its own memory, or that puts from it."""
-    return moves.actor
-
-
 def _pushes(moves: Moves) -> bool:
     """A reduce into a peer's chunk travels as a put into a cell there, and the peer combines."""
     return moves.kind is MoveKind.REDUCE and bool(np.any(moves.dest_rank != moves.actor))
@@ -56,7 +51,7 @@ def _pulled(schedule: Schedule) -> tuple[list[NDArray[np.bool_]], list[list[NDAr
             for moves in step.moves:
                 pulled[moves.dest_buffer][moves.dest_rank, moves.dest_chunk] = False
             for moves in step.moves:
-                far = moves.source_rank != _executor(moves)[:, None]
+                far = moves.source_rank != moves.actor[:, None]
                 if moves.source_valid is not None:
                     far = far & moves.source_valid
                 if far.any():
@@ -103,7 +98,6 @@ class _Placer:
         transfers: list[Batch] = []
         combines: list[Batch] = []
         updates: list[tuple[Moves, tuple[Ints, Ints, Ints], tuple[Ints, Ints]]] = []
-        read_keys = self._read_keys(step)
         for moves, flags in zip(step.moves, pulled, strict=True):
             if not len(moves.actor):
                 continue
@@ -112,7 +106,7 @@ class _Placer:
             if _pushes(moves):
                 dest = self._push(moves, flags, size_class, origin, transfers, combines)
             else:
-                dest = self._place(moves, flags, read_keys)
+                dest = self._place(moves, flags, step)
                 transfers.append(self._direct(moves, dest, size_class, origin, fetches))
             updates.append((moves, dest, size_class))
         for moves, (space, _, index), (cut, piece) in updates:
@@ -124,13 +118,14 @@ class _Placer:
             self.homes.written_in[at[0]][at[1]] = number
         self.phases += [fetches, transfers, combines]
 
-    def _read_keys(self, step: Step) -> dict[int, Ints]:
-        """Per buffer, rank * num_chunks + chunk of everything the step reads."""
-        keys: dict[int, list[Ints]] = {}
+    def _is_read(self, step: Step, buffer: int, rank: Ints, chunk: Ints) -> NDArray[np.bool_]:
+        """Whether the step reads these chunks."""
+        read = np.zeros((self.schedule.num_ranks, self.schedule.buffers[buffer].num_chunks), np.bool_)
         for moves in step.moves:
-            key = moves.source_rank.astype(np.int64) * self.schedule.buffers[moves.source_buffer].num_chunks
-            keys.setdefault(moves.source_buffer, []).append((key + moves.source_chunk).ravel())
-        return {buffer: np.concatenate(parts) for buffer, parts in keys.items()}
+            if moves.source_buffer == buffer:
+                valid = ... if moves.source_valid is None else moves.source_valid
+                read[moves.source_rank[valid], moves.source_chunk[valid]] = True
+        return read[rank, chunk]
 
     def _size_class(self, moves: Moves) -> tuple[Ints, Ints]:
         if not self.homes.is_scratch(moves.dest_buffer):
@@ -141,26 +136,27 @@ class _Placer:
             moves.source_buffer, moves.source_rank[rows, first], moves.source_chunk[rows, first]
         )
 
-    def _place(
-        self, moves: Moves, pulled: NDArray[np.bool_] | None, read_keys: dict[int, Ints]
-    ) -> tuple[Ints, Ints, Ints]:
+    def _place(self, moves: Moves, pulled: NDArray[np.bool_] | None, step: Step) -> tuple[Ints, Ints, Ints]:
         """The home of each new version: user memory if it may, else the next cell."""
         homes, buffer = self.homes, moves.dest_buffer
         tensor = homes.write[buffer]
         rank, chunk = moves.dest_rank, moves.dest_chunk
-        in_cell = np.full(rank.shape, tensor is None) | (rank != _executor(moves))
+        in_cell = np.full(rank.shape, tensor is None) | (rank != moves.actor)
         if pulled is not None:
             in_cell |= pulled
-        if tensor is not None and buffer in read_keys:
-            # The old version lies where the new one would go, and this very step still reads it.
-            busy = ~in_cell & (homes.space[buffer][rank, chunk] == tensor)
-            if busy.any():
-                key = rank[busy].astype(np.int64) * self.schedule.buffers[buffer].num_chunks + chunk[busy]
-                in_cell[busy] |= np.isin(key, read_keys[buffer])
-        space = np.where(in_cell, CELL, tensor if tensor is not None else CELL).astype(np.int32)
+        # Where the old version lies where the new one would go, this very step may still read it.
+        busy = ~in_cell & (homes.space[buffer][rank, chunk] == tensor)
+        if busy.any():
+            in_cell[busy] |= self._is_read(step, buffer, rank[busy], chunk[busy])
+        return self._new_home(buffer, rank, chunk, in_cell)
+
+    def _new_home(self, buffer: int, rank: Ints, chunk: Ints, in_cell: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
+        """The next cell of each chunk that needs one, the tensor that is returned for the others."""
+        tensor = self.homes.write[buffer]
+        space = np.where(in_cell, CELL, CELL if tensor is None else tensor).astype(np.int32)
         index = chunk.astype(np.int32).copy()
         if in_cell.any():
-            index[in_cell] = homes.next_cell(buffer, rank[in_cell], chunk[in_cell])
+            index[in_cell] = self.homes.next_cell(buffer, rank[in_cell], chunk[in_cell])
         return space, rank, index
 
     def _direct(
@@ -220,12 +216,10 @@ class _Placer:
         source = self.homes.locate(moves.source_buffer, moves.source_rank, moves.source_chunk)
         transfers.append(Batch(moves.actor, OpKind.COPY, size_class, inbox, source, None, origin))
         old = self.homes.locate(buffer, rank, chunk)
-        tensor = self.homes.write[buffer]
-        in_cell = np.full(rank.shape, tensor is None) if pulled is None else pulled | (tensor is None)
-        index = chunk.astype(np.int32).copy()
-        if in_cell.any():
-            index[in_cell] = self.homes.next_cell(buffer, rank[in_cell], chunk[in_cell])
-        dest = (np.where(in_cell, CELL, CELL if tensor is None else tensor).astype(np.int32), rank, index)
+        in_cell = np.full(rank.shape, self.homes.write[buffer] is None)
+        if pulled is not None:
+            in_cell |= pulled
+        dest = self._new_home(buffer, rank, chunk, in_cell)
         combines.append(Batch(rank, OpKind.REDUCE, size_class, dest, _beside(old, _column(inbox)), None, origin))
         return dest
 
