@@ -41,6 +41,9 @@ where = together(
     click.option("--ranks", metavar="N", help="A number, a list `2,4,8`, a range `2..16`; 8 unless --on says."),
     click.option("--on", metavar="TOPOLOGY", help="A topology of the file, of one it uses, or a shipped one."),
     click.option("--schedule", metavar="NAME", help="One schedule of the file; all unless said."),
+    click.option(
+        "--tune", multiple=True, metavar="KEY=VALUE", help="In place of what the file tunes: lanes=16, tile=4KB, ..."
+    ),
 )
 
 
@@ -54,12 +57,12 @@ def app() -> None:
 @where
 @click.option("--concise", is_flag=True, help="One line per diagnostic.")
 @as_json
-def check(words: Words, ranks: Text, on: Text, schedule: Text, concise: bool, as_json: bool) -> None:
+def check(words: Words, ranks: Text, on: Text, schedule: Text, tune: Words, concise: bool, as_json: bool) -> None:
     """Prove every schedule of the files, or show every fault in them."""
     from commdsl.commands.check import check
 
     files, params = files_and_params(words)
-    leave(check(files, target(ranks, on, params), schedule, as_json=as_json, concise=concise))
+    leave(check(files, target(ranks, on, params, tune), schedule, as_json=as_json, concise=concise))
 
 
 @app.command()
@@ -73,12 +76,12 @@ def check(words: Words, ranks: Text, on: Text, schedule: Text, concise: bool, as
 )
 @where
 @as_json
-def show(words: Words, stage: str, ranks: Text, on: Text, schedule: Text, as_json: bool) -> None:
+def show(words: Words, stage: str, ranks: Text, on: Text, schedule: Text, tune: Words, as_json: bool) -> None:
     """Print one stage of a file."""
     from commdsl.commands.show import Stage, show
 
     file, params = file_and_params(words)
-    leave(show(file, target(ranks, on, params), schedule, Stage(stage), as_json=as_json))
+    leave(show(file, target(ranks, on, params, tune), schedule, Stage(stage), as_json=as_json))
 
 
 @app.command()
@@ -87,14 +90,13 @@ def show(words: Words, stage: str, ranks: Text, on: Text, schedule: Text, as_jso
 @only_check
 @where
 @as_json
-def compile(
-    words: Words, out: Path | None, only_check: bool, ranks: Text, on: Text, schedule: Text, as_json: bool
-) -> None:
+def compile(words: Words, out: Path | None, only_check: bool, as_json: bool, **chosen: Any) -> None:
     """Write NAME.cu and an importable NAME.py per schedule; with no file, the shipped ones into generated/."""
     from commdsl.commands.compile import compile
 
     files, params = split_words(words)
-    leave(compile(files, target(ranks, on, params), schedule, out, check=only_check, as_json=as_json))
+    wanted = target(chosen["ranks"], chosen["on"], params, chosen["tune"])
+    leave(compile(files, wanted, chosen["schedule"], out, check=only_check, as_json=as_json))
 
 
 @app.command()
@@ -119,7 +121,7 @@ def run(words: Words, svg: Path | None, as_json: bool, **chosen: Any) -> None:
         raise UsageError("ThreadSanitizer sees one process only: --sanitize or --processes, not both")
     size = arguments.parse_bytes(chosen["size"])
     settings = Settings(size, chosen["dtype"], chosen["op"], chosen["sanitize"], chosen["processes"])
-    wanted = target(chosen["ranks"], chosen["on"], params)
+    wanted = target(chosen["ranks"], chosen["on"], params, chosen["tune"])
     leave(run(file, wanted, chosen["schedule"], settings, svg=svg, as_json=as_json))
 
 

@@ -121,8 +121,10 @@ def check(
     on: str | None = None,
     params: Mapping[str, int] | None = None,
     transport: Transport = Transport.PEER,
+    tune: Mapping[str, int | str] | None = None,
 ) -> Checked:
-    """Proves one schedule for one rank count (8 unless said) on one topology, with values for its parameters.
+    """Proves one schedule for one rank count (8 unless said) on one topology, with values for its parameters, and
+    `tune` in place of what its text tunes: lanes, threads, tile (in bytes), protocol, sms.
 
     Raises CommError with every fault found.
     """
@@ -130,7 +132,7 @@ def check(
     num_ranks = DEFAULT_RANKS if ranks is None else ranks
     topology = find_topology(files, on, num_ranks)
     decl = choose(files, schedule)
-    meant = resolve.resolve(files, decl, num_ranks, topology, params or {})
+    meant = resolve.resolve(files, decl, num_ranks, topology, params or {}, tune)
     found = _raise_errors((*checks.check_files(files), *checks.check_schedule(meant)))
     warnings = (*resolve.warnings(files, decl), *found)
     plan = lower(meant, transport)
@@ -147,11 +149,12 @@ def compile(
     on: str | None = None,
     params: Mapping[str, int] | None = None,
     transport: Transport = Transport.PEER,
+    tune: Mapping[str, int | str] | None = None,
 ) -> Compiled:
     """`check`, then the kernel's text."""
     from commdsl.emit import emit  # jinja2 is not needed to check
 
-    proved = check(path, schedule, ranks, on, params, transport)
+    proved = check(path, schedule, ranks, on, params, transport, tune)
     return Compiled(proved.schedule, proved.plan, proved.report, proved.warnings, emit(proved.plan))
 
 

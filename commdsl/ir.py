@@ -118,12 +118,13 @@ class Contract:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What `tune` said; None where it said nothing."""
+    """What `tune` said; None where it said nothing. `lanes` is a multiple of `sms`, or of the SMs of the role."""
 
     lanes: int | None = None
     threads: int | None = None
     tile_bytes: int | None = None
-    protocol: str | None = None
+    protocol: str | None = None  # bulk, packet or line
+    sms: int | None = None  # thread blocks that are launched; None: one a lane
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,7 +243,7 @@ class Yield(Node):
 
 @dataclass(frozen=True, slots=True)
 class TuneEntry(Node):
-    """`lanes 16`, `threads 512`, `tile 64 KB`, `protocol bulk`."""
+    """`lanes 16`, `threads 512`, `tile 64 KB`, `protocol bulk`, `sms 8`."""
 
     key: Name
     value: Expr | Quantity

@@ -241,6 +241,22 @@ def test_compile(tmp_path: Path, capsys: Capture) -> None:
     assert done.stdout.split() == ["True", "False"]
 
 
+def test_tune(tmp_path: Path, capsys: Capture) -> None:
+    """--tune stands in place of what the file tunes, in every command that lowers it; a wrong value is a diagnostic."""
+    tune = ["--ranks", "2", "--tune", "lanes=3", "--tune", "tile=4KB"]
+    assert run_command(["check", RING, *tune]) == 0
+    assert run_command(["run", RING, *tune, "--bytes", "1000"]) == 0
+    assert run_command(["show", RING, *tune, "--stage", "cuda"]) == 0
+    tuned = capsys.readouterr().out
+    assert run_command(["show", RING, *tune[:2], "--stage", "cuda"]) == 0
+    assert not tuned.endswith(capsys.readouterr().out)
+    assert run_command(["compile", RING, *tune, "--out", str(tmp_path)]) == 0
+    assert "tune={'lanes': 3, 'tile': 4096}" in (tmp_path / "allreduce_ring.py").read_text()
+    assert run_command(["check", RING, "--tune", "lanes=5000"]) == 1
+    assert "error[C505]" in capsys.readouterr().err
+    assert run_command(["check", RING, "--tune", "lanes"]) == 2
+
+
 def test_compiled_module_gives_the_op() -> None:
     """`from generated.allreduce_ring import allreduce_ring` is the torch op, and it works on ranks of one process."""
     code = (

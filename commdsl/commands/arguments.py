@@ -24,6 +24,7 @@ class Target:
     ranks: tuple[int, ...] | None
     on: str | None
     params: tuple[tuple[str, int], ...]
+    tune: tuple[tuple[str, int | str], ...] = ()
 
     @property
     def is_sweep(self) -> bool:
@@ -45,15 +46,15 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ranks))
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, option: str = "--bytes") -> int:
     """`4096`, `64KB`, `1 MB`; a KB is 1024 bytes, as in a `tune` block."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?b?)\s*", text.lower())
     unit = match[2] if match else ""
     if not match or (unit and not unit.endswith("b")):
-        raise UsageError(f"--bytes expects a size such as `4096`, `64KB` or `1MB`, got `{text}`")
+        raise UsageError(f"{option} expects a size such as `4096`, `64KB` or `1MB`, got `{text}`")
     size = float(match[1]) * UNITS[unit]
     if size != int(size):
-        raise UsageError(f"--bytes `{text}` is not a whole number of bytes")
+        raise UsageError(f"{option} `{text}` is not a whole number of bytes")
     return int(size)
 
 
@@ -63,6 +64,19 @@ def parse_param(word: str) -> tuple[str, int]:
     if not name.isidentifier() or not re.fullmatch(r"-?\d+", value):
         raise UsageError(f"a parameter is NAME=VALUE with a whole number, got `{word}`")
     return name, int(value)
+
+
+def parse_tune(words: Iterable[str]) -> tuple[tuple[str, int | str], ...]:
+    """`lanes=16`, `tile=4KB`, `protocol=packet`; which keys and values there are is the language's to say."""
+    found: dict[str, int | str] = {}
+    for word in words:
+        key, sign, value = word.partition("=")
+        if not sign or not key.isidentifier() or not value:
+            raise UsageError(f"--tune expects KEY=VALUE, for example `lanes=16` or `tile=4KB`, got `{word}`")
+        if key in found:
+            raise UsageError(f"--tune gives `{key}` twice")
+        found[key] = parse_bytes(value, "--tune tile") if key == "tile" else int(value) if value.isdigit() else value
+    return tuple(found.items())
 
 
 def split_words(words: Iterable[str]) -> tuple[tuple[Path, ...], tuple[tuple[str, int], ...]]:
@@ -75,5 +89,5 @@ def split_words(words: Iterable[str]) -> tuple[tuple[Path, ...], tuple[tuple[str
     return files, tuple(parse_param(word) for word in words if "=" in word)
 
 
-def target(ranks: str | None, on: str | None, params: tuple[tuple[str, int], ...]) -> Target:
-    return Target(parse_ranks(ranks) if ranks else None, on, params)
+def target(ranks: str | None, on: str | None, params: tuple[tuple[str, int], ...], tune: Iterable[str] = ()) -> Target:
+    return Target(parse_ranks(ranks) if ranks else None, on, params, parse_tune(tune))

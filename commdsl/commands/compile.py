@@ -104,7 +104,7 @@ def shipped_outcomes(target: Target) -> tuple[Outcome, ...]:
     """Every shipped schedule, for 8 ranks or the nearest number it admits, the smaller of two."""
     if target != Target(None, None, ()):
         raise UsageError(
-            "generated/ holds the shipped schedules as they are: no --ranks, --on or parameters without a file"
+            "generated/ holds the shipped schedules as they are: no --ranks, --on, --tune or parameters without a file"
         )
     wanted = [(shown, path) for shown, path in shipped()]
     found: list[Outcome] = []
@@ -146,6 +146,8 @@ def make(outcome: Outcome, source: Path, folder: Path, target: Target) -> tuple[
     arguments = ["SOURCE", f'schedule="{name}"']
     if target.params:
         arguments.append(f"params={dict(target.params)!r}")
+    if target.tune:
+        arguments.append(f"tune={dict(target.tune)!r}")
     if target.on:
         arguments.append(f'on="{target.on}"')
     module = MODULE.format(

@@ -71,7 +71,8 @@ def prove(job: Job, target: Target, *, emit: bool) -> Outcome:
     work: Callable[..., compiler.Checked] = compiler.compile if emit else compiler.check
     start = time.perf_counter()
     try:
-        checked = work(job.files, job.schedule, job.ranks, target.on, dict(target.params))
+        params, tune = dict(target.params), dict(target.tune)
+        checked = work(job.files, job.schedule, job.ranks, target.on, params, tune=tune)
     except CommError as error:
         return Outcome(job, None, error.diagnostics, time.perf_counter() - start)
     return Outcome(job, checked, checked.warnings, time.perf_counter() - start)

@@ -199,7 +199,10 @@ def _tune(span: Span, parts: Children) -> syntax.Tune:
 
 
 def _tune_entry(span: Span, parts: Children) -> syntax.TuneEntry:
-    return syntax.TuneEntry(*parts, span=span)
+    key, value = parts
+    if isinstance(key, str):  # `sms`, a keyword elsewhere
+        key = syntax.Name(key, span=Span(span.source, span.start, span.start + len(key)))
+    return syntax.TuneEntry(key, value, span=span)
 
 
 _RATE_PREFIX = {"": 1e0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}

@@ -21,7 +21,7 @@ from commdsl.resolve.faults import Faults, Poisoned, nearest
 from commdsl.resolve.names import check_names, duplicates
 from commdsl.resolve.rows import Binding
 from commdsl.resolve.steps import StepBuilder
-from commdsl.resolve.tuning import tuning
+from commdsl.resolve.tuning import Machine, override, tuning
 from commdsl.source import Span
 from commdsl.syntax import File, ScheduleDecl
 from commdsl.topology import Topology
@@ -41,10 +41,15 @@ def topologies(files: tuple[File, ...]) -> dict[str, Topology]:
 
 
 def resolve(
-    files: tuple[File, ...], decl: ScheduleDecl, ranks: int, topology: Topology, params: Mapping[str, int]
+    files: tuple[File, ...],
+    decl: ScheduleDecl,
+    ranks: int,
+    topology: Topology,
+    params: Mapping[str, int],
+    tune: Mapping[str, int | str] | None = None,
 ) -> Schedule:
-    """What `decl` means for `ranks` ranks of `topology`. Raises CommError with every fault of it, and of the machines
-    and roles beside it.
+    """What `decl` means for `ranks` ranks of `topology`, with `tune` in place of some of its own tuning. Raises
+    CommError with every fault of it, and of the machines and roles beside it.
     """
     faults = Faults()
     _topologies(files, faults)
@@ -53,7 +58,7 @@ def resolve(
     check_names(decl, tuple(name for roles in role_sets for name, _, _ in roles.roles), faults)
     faults.drop_warnings()
     resolver = _Resolver(decl, ranks, topology, role_sets, faults)
-    resolver.declarations(params)
+    resolver.declarations(params, override(tune or {}))
     faults.raise_if_any()
     resolver.body()
     faults.raise_if_any()
@@ -130,7 +135,7 @@ class _Resolver:
 
     # --- declarations -------------------------------------------------------------------------------------------------
 
-    def declarations(self, given: Mapping[str, int]) -> None:
+    def declarations(self, given: Mapping[str, int], overriding: tuple[syn.TuneEntry, ...]) -> None:
         decl, topology = self.decl, self.topology
         if self.ranks < 1 or self.ranks > topology.num_ranks:
             what = f"expected 1 to {topology.num_ranks} ranks, got {self.ranks}"
@@ -153,7 +158,12 @@ class _Resolver:
             self.faults.report("C507", what, decl.name.span, "no `ensure`", help=help)
         tunes = [statement for statement in decl.body if isinstance(statement, syn.Tune)]
         entries = tuple(entry for tune in tunes for entry in tune.entries)
-        self.tuning = tuning(entries, self.role, self.topology, self.evaluator, self.scope, self.faults)
+        machine = Machine(self.topology, self.ranks, self.role, self._role_sms())
+        self.tuning = tuning(entries, overriding, machine, self.evaluator, self.scope, self.faults)
+
+    def _role_sms(self) -> int | None:
+        roles = (role for roles in self.role_sets for role in roles.roles)
+        return next((last - first for name, first, last in roles if name == self.role and last > first), None)
 
     def _first_scope(self, ranks: int) -> dict[str, Value]:
         gpus = self.topology.gpus_per_node

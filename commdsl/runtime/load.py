@@ -27,16 +27,20 @@ def load(
     group: Any = None,
     ranks: int | None = None,
     on: str | None = None,
+    tune: Mapping[str, int | str] | None = None,
 ) -> Op:
     """The op of one schedule of a `.comm` file, or of a shipped one by its name ("allreduce_ring").
 
     It is proved now for `ranks`, or for the size of `group` or of the default group, and for others when they are met.
+    `tune` stands in place of what the text tunes, key by key, under the same laws: `{"protocol": "packet", "lanes": 8,
+    "threads": 512, "tile": 4096, "sms": 8}`, the tile in bytes. Two tunings are two ops.
     """
-    definition = Definition(find(path), schedule, tuple(sorted((params or {}).items())), on)
+    values, tuned = tuple(sorted((params or {}).items())), tuple(sorted((tune or {}).items()))
+    definition = Definition(find(path), schedule, values, on, tuned)
     chosen = ranks or _size(group) or DEFAULT_RANKS
     known = program(definition, chosen, Transport.PEER, from_environment())
-    values = "".join(f"_{name}_{value}".replace("-", "m") for name, value in definition.params)
-    name = known.plan.name + values + (f"_on_{on}" if on else "")
+    suffix = "".join(f"_{key}_{value}".replace("-", "m") for key, value in (*definition.params, *definition.tune))
+    name = known.plan.name + suffix + (f"_on_{on}" if on else "")
     return register(name, digest_of(definition), definition, chosen)
 
 

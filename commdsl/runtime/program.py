@@ -75,6 +75,7 @@ class Definition:
     schedule: str | None
     params: tuple[tuple[str, int], ...]
     on: str | None
+    tune: tuple[tuple[str, int | str], ...] = ()  # in place of what the text tunes
 
 
 def program(definition: Definition, ranks: int, transport: Transport, config: Config) -> Program:
@@ -94,9 +95,8 @@ def program(definition: Definition, ranks: int, transport: Transport, config: Co
 def _compile(definition: Definition, ranks: int, transport: Transport) -> Program:
     from commdsl import compiler  # the parser and the checks are not needed for what is in the cache
 
-    made = compiler.compile(
-        definition.path, definition.schedule, ranks, definition.on, dict(definition.params), transport
-    )
+    params, tune = dict(definition.params), dict(definition.tune)
+    made = compiler.compile(definition.path, definition.schedule, ranks, definition.on, params, transport, tune)
     return Program(
         made.plan,
         made.emitted,
@@ -109,6 +109,7 @@ def _compile(definition: Definition, ranks: int, transport: Transport) -> Progra
 def _parts(definition: Definition, ranks: int, transport: Transport) -> list[str]:
     """Everything a Program depends on, as texts."""
     values = [f"{name}={value}" for name, value in sorted(definition.params)]
+    values += [f"tune {key}={value!r}" for key, value in sorted(definition.tune)]
     parts = ["program", sources_digest(), definition.schedule or "", str(ranks), transport.value, definition.on or ""]
     parts += [definition.path.name, *values, *_texts(definition.path, set())]
     if definition.on is not None:
