@@ -1,0 +1,190 @@
+"""Turns the words of a command line into what is measured: collectives, sizes, candidates; knows their bytes.
+
+Assumes nothing but Python. A size is the bytes of the larger side on one rank: an all-gather's output, a
+reduce-scatter's input. Does not import torch, so all of it is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import PurePath
+from typing import TypeAlias, assert_never
+
+SIZES = tuple(4**power for power in range(5, 16))  # 1 KB to 1 GB
+GRAPH_BELOW = 4 << 20
+"""Calls of fewer bytes are measured inside a CUDA graph."""
+
+TUNE_KEYS = ("protocol", "lanes", "threads", "tile", "sms")
+_UNITS = {"": 0, "B": 0, "K": 10, "KB": 10, "M": 20, "MB": 20, "G": 30, "GB": 30}
+
+Tune: TypeAlias = tuple[tuple[str, int | str], ...]
+
+
+class Collective(StrEnum):
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+
+
+PREFIXES = {
+    "allreduce": Collective.ALL_REDUCE,
+    "allgather": Collective.ALL_GATHER,
+    "reducescatter": Collective.REDUCE_SCATTER,
+    "alltoall": Collective.ALL_TO_ALL,
+    "broadcast": Collective.BROADCAST,
+}
+"""How the file of a schedule starts."""
+
+
+class CandidateError(ValueError):
+    """A candidate that says nothing this benchmark understands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One collective at one size on a number of ranks; `itemsize` is that of the element."""
+
+    collective: Collective
+    nbytes: int
+    ranks: int
+    itemsize: int = 2
+
+    @property
+    def numel(self) -> int:
+        """Elements of the larger side: a whole number of blocks."""
+        return self.nbytes // self.itemsize // self.ranks * self.ranks
+
+    @property
+    def block(self) -> int:
+        return self.numel // self.ranks
+
+    @property
+    def num_in(self) -> int:
+        return self.block if self.collective is Collective.ALL_GATHER else self.numel
+
+    @property
+    def num_out(self) -> int:
+        return self.block if self.collective is Collective.REDUCE_SCATTER else self.numel
+
+    @property
+    def sent_bytes(self) -> int:
+        """What every GPU has to send at least; a broadcast's is what all but one rank of a chain pass on."""
+        nbytes = self.numel * self.itemsize
+        match self.collective:
+            case Collective.ALL_REDUCE:
+                return 2 * (self.ranks - 1) * nbytes // self.ranks
+            case Collective.BROADCAST:
+                return nbytes
+            case Collective.ALL_GATHER | Collective.REDUCE_SCATTER | Collective.ALL_TO_ALL:
+                return (self.ranks - 1) * nbytes // self.ranks
+            case _:
+                assert_never(self.collective)
+
+    @property
+    def in_graph(self) -> bool:
+        return self.nbytes < GRAPH_BELOW
+
+    def gigabytes_per_second(self, microseconds: float) -> float:
+        """Bus bandwidth: bytes through every GPU's port, whatever the collective."""
+        return self.sent_bytes / microseconds / 1000
+
+    def calls_per_batch(self) -> int:
+        """Enough to dwarf a launch; multiples of 2, 4 and 8 in graphs, so that every root has its turn."""
+        if self.in_graph:
+            return 48 if self.nbytes <= 64 << 10 else 24
+        return 10 if self.nbytes <= 16 << 20 else 5 if self.nbytes <= 64 << 20 else 3
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A schedule with parameters and a tuning, to be measured beside others."""
+
+    schedule: str
+    params: tuple[tuple[str, int], ...] = ()
+    tune: Tune = ()
+
+    @property
+    def collective(self) -> Collective:
+        prefix = PurePath(self.schedule).stem.split("_")[0]
+        if prefix not in PREFIXES:
+            raise CandidateError(f"`{self.schedule}`: its name has to start with one of {', '.join(PREFIXES)}")
+        return PREFIXES[prefix]
+
+    def __str__(self) -> str:
+        name = "@".join([PurePath(self.schedule).stem, *(f"{key}={value}" for key, value in self.params)])
+        given = dict(self.tune)
+        fields = [str(given.get(key, "")) for key in TUNE_KEYS]
+        return ":".join([name, *fields]).rstrip(":")
+
+
+def parse_size(text: str) -> int:
+    """`64K`, `4 MB`, `1G` or bytes."""
+    match = re.fullmatch(r"(\d+) ?([A-Z]*)", text.strip().upper())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"`{text}` is no size: expected a number with K, M or G, or of bytes")
+    return int(match[1]) << _UNITS[match[2]]
+
+
+def size_name(nbytes: int) -> str:
+    for unit, shift in (("GB", 30), ("MB", 20), ("KB", 10)):
+        if nbytes >= 1 << shift and nbytes % (1 << shift) == 0:
+            return f"{nbytes >> shift} {unit}"
+    return f"{nbytes} B"
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted({parse_size(part) for part in text.split(",") if part}))
+
+
+def parse_collectives(text: str) -> tuple[Collective, ...]:
+    known = {collective.value for collective in Collective}
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"no collective `{name}`; there are {', '.join(sorted(known))}")
+    return tuple(collective for collective in Collective if collective.value in names)
+
+
+def parse_candidates(texts: Iterable[str]) -> tuple[Candidate, ...]:
+    """`SCHEDULE[@PARAM=VALUE...][:protocol[:lanes[:threads[:tile[:sms]]]]]`; commas in a field stand for one
+    candidate each, an empty field leaves the schedule's own. Duplicates are dropped."""
+    found = [candidate for text in texts for candidate in _expand(text)]
+    for candidate in found:
+        _ = candidate.collective  # refuses names of no known collective before anything starts
+    return tuple(dict.fromkeys(found))
+
+
+def _expand(text: str) -> Iterator[Candidate]:
+    head, *fields = text.split(":")
+    if not head or len(fields) > len(TUNE_KEYS):
+        raise CandidateError(f"`{text}`: expected SCHEDULE[:{'[:'.join(TUNE_KEYS)}{']' * len(TUNE_KEYS)}")
+    schedule, *params = head.split("@")
+    given = [_alternatives(text, *param.partition("=")[::2]) for param in params]
+    tuned = [_alternatives(text, key, field) for key, field in zip(TUNE_KEYS, fields, strict=False) if field]
+    for values in itertools.product(*given):
+        for tune in itertools.product(*tuned):
+            yield Candidate(schedule, tuple((key, int(value)) for key, value in values), tune)
+
+
+def _alternatives(text: str, key: str, field: str) -> list[tuple[str, int | str]]:
+    if key == "protocol":
+        return [(key, value) for value in field.split(",")]
+    try:
+        return [(key, parse_size(value)) for value in field.split(",")]
+    except ValueError as error:
+        raise CandidateError(f"`{text}`: `{key}` is a number, not `{field}`") from error
+
+
+def with_sms(schedule: str, params: tuple[tuple[str, int], ...], tune: Tune, sms: int) -> Candidate:
+    """The candidate on so many SMs: its lanes become the nearest multiple that is not more, at least one per SM."""
+    given = dict(tune)
+    lanes = given.get("lanes", sms)
+    given["lanes"] = sms * max(1, int(lanes) // sms)
+    given["sms"] = sms
+    return Candidate(schedule, params, tuple((key, given[key]) for key in TUNE_KEYS if key in given))

@@ -1,0 +1,214 @@
+"""The collectives beside NCCL, PyTorch symmetric memory and the link's limit, in one run on the same GPUs:
+
+    torchrun --nproc-per-node 4 benchmarks/collectives.py [--csv t.csv --plot t.png --markdown]
+    torchrun --nproc-per-node 4 benchmarks/collectives.py --collectives all_reduce --sizes 64K,1M --no-peers \
+        --candidates allreduce_oneshot:packet:4,8,16:512 allreduce_twoshot:bulk:128:256:65536,131072
+    torchrun --nproc-per-node 4 benchmarks/collectives.py --sms 4,8,16,32,64
+    torchrun --nproc-per-node 4 benchmarks/collectives.py --host
+
+bfloat16; below 4 MB inside CUDA graphs, from there launch by launch; sizes are bytes of the larger side on one rank.
+Every result is checked before it is timed. Exit code 1: a wrong result, or a call of ours that failed. The tables come
+last, whatever happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.cases import (
+    SIZES,
+    Collective,
+    parse_candidates,
+    parse_collectives,
+    parse_size,
+    parse_sizes,
+)
+from benchmarks.report import (
+    Kind,
+    Row,
+    by_collective,
+    faults,
+    grid,
+    markdown,
+    matrix,
+    overview,
+    plot,
+    write_csv,
+)
+
+GRACE = 45.0
+"""Seconds after the time budget at which a run that hangs prints what it has and ends."""
+
+PATIENCE = 5.0
+"""Seconds that the other ranks leave rank 0 for its tables: torchrun ends all when one has failed."""
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--collectives", type=parse_collectives, default=tuple(Collective), help="names by commas; default: all five")
+    add("--sizes", type=parse_sizes, default=SIZES, help="such as 1K,64K,4M; default: 1K to 1G in powers of four")
+    add(
+        "--candidates",
+        nargs="+",
+        default=[],
+        metavar="SCHEDULE[@PARAM=N]:protocol:lanes:threads:tile:sms",
+        help="measured in place of the tables' choice; commas in a field: one candidate each; an empty field: its own",
+    )
+    add("--chosen", action="store_true", help="with --candidates: measure the tables' choice, too")
+    add("--no-peers", action="store_true", help="neither NCCL nor symmetric memory")
+    add("--no-limit", action="store_true", help="without the link's limit")
+    add("--windows", action="store_true", help="NCCL on registered symmetric windows as one more peer")
+    add("--batches", type=int, default=30, help="timed batches a contender")
+    add("--time-budget", type=float, default=330.0, help="seconds; what does not fit is said")
+    add(
+        "--sms",
+        type=lambda text: tuple(int(part) for part in text.split(",")),
+        default=(),
+        help="bandwidth of all_reduce and all_gather on so many SMs, such as 4,8,16,32,64",
+    )
+    add("--sms-size", type=parse_size, default=256 << 20)
+    add("--host", action="store_true", help="CPU time of an eager call")
+    add("--csv", type=Path)
+    add("--plot", type=Path, help="a .png or .svg")
+    add("--markdown", action="store_true", help="print the table as for benchmarks/README.md")
+    found = parser.parse_args(arguments)
+    try:
+        found.candidates = parse_candidates(found.candidates)
+    except ValueError as error:
+        parser.error(str(error))
+    if found.sms and found.collectives == tuple(Collective):
+        found.collectives = (Collective.ALL_REDUCE, Collective.ALL_GATHER)
+    return found
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+class Output:
+    """What rank 0 has to say at the end, once, even where the run hangs."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+        self.title = "nothing was measured"
+        self._lock = threading.Lock()
+        self._said = False
+
+    def say(self) -> None:
+        with self._lock:
+            if self._said:
+                return
+            self._said = True
+        rows = [row for row in self.rows if row.results]
+        if self.options.csv:
+            with self.options.csv.open("w", encoding="utf-8", newline="") as file:
+                write_csv(file, rows)
+        if self.options.plot and rows:
+            plot(self.options.plot, rows, self.title)
+        print(f"\n{self.title}")
+        print("\n".join(self.notes))
+        if self.options.candidates or self.options.sms:
+            for collective, found in by_collective(rows).items():
+                print(f"\n{collective}\n{grid(*matrix(found))}")
+        if rows:
+            print(f"\n{(markdown if self.options.markdown else grid)(*overview(rows))}")
+        print("\n".join(["", *faults(rows)]), flush=True)
+
+    @property
+    def failed(self) -> bool:
+        """A wrong result of anyone's, or no result of ours; a candidate that is refused is no failure."""
+        results = [result for row in self.rows for result in row.results]
+        return any(result.is_wrong or (result.kind is Kind.OURS and result.is_failure) for result in results)
+
+
+def arm(output: Output, seconds: float, rank: int) -> None:
+    """The last resort against a hang: rank 0 prints what there is, every rank says where it stands, and ends."""
+
+    def give_up() -> None:
+        output.notes.append("the run hung and was ended")
+        faulthandler.dump_traceback()
+        end(output, rank, 1)
+
+    timer = threading.Timer(seconds + GRACE, give_up)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(seconds + 2 * GRACE, exit=True)
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace, output: Output) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks import modes
+    from benchmarks.measure import Bench
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    bench = Bench(
+        rank=dist.get_rank(),
+        ranks=dist.get_world_size(),
+        device=device,
+        group=dist.group.WORLD,
+        control=dist.new_group(backend="gloo"),
+        deadline=time.monotonic() + options.time_budget,
+        batches=options.batches,
+    )
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    gpu = torch.cuda.get_device_name()
+    output.title = f"bfloat16, {bench.ranks} x {gpu}, torch {torch.__version__}, NCCL {nccl}"
+    if options.host:
+        modes.host(bench, output.notes)
+    elif options.sms:
+        modes.sms(bench, options, output.rows, output.notes)
+    else:
+        modes.collectives(bench, options, output.rows)
+    if any(bench.everyone(output.failed)):
+        raise SystemExit(1)
+
+
+def end(output: Output, rank: int, code: int) -> None:
+    if rank == 0:
+        output.say()
+    elif code:
+        time.sleep(PATIENCE)
+    sys.stdout.flush()
+    os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
+
+
+def main() -> None:
+    os.environ.setdefault("COMMDSL_TIMEOUT", "20")
+    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "8G")  # room for the candidates of one collective side by side
+    options = options_of(sys.argv[1:])
+    if "RANK" not in os.environ:
+        sys.exit("start it with torchrun: one process per GPU")
+    output = Output(options)
+    rank, code = int(os.environ["RANK"]), 0
+    arm(output, options.time_budget, rank)
+    try:
+        run(options, output)
+    except SystemExit:
+        code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    end(output, rank, code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Turns calls into times: medians over batches of the slowest rank, all contenders of a row taking turns.
+
+Assumes one process per GPU and a NCCL group beside a gloo one. Calls of one batch depend on each other across ranks:
+a call of a collective ends on a rank only after every rank began it, and a broadcast's root moves on by one rank every
+call, so no rank runs ahead of the others. Does not know what a call does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cases import Case
+from benchmarks.report import Kind, Timing
+from benchmarks.values import bytes_of, differs, fingerprint, given, poison, wanted
+
+T = TypeVar("T")
+CHECKED_CALLS = 3
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to be timed: `call(index)` makes one call on the current stream and returns where its result is.
+
+    `prepare` brings the input into a buffer of the contender's own, `finish` raises what went wrong on the GPU, and
+    `release` gives back what torch does not free.
+    """
+
+    name: str
+    kind: Kind
+    call: Callable[[int], torch.Tensor | None]
+    prepare: Callable[[], None] = lambda: None
+    finish: Callable[[], None] = lambda: None
+    release: Callable[[], None] = lambda: None
+    detail: str = ""
+
+
+@dataclass
+class Bench:
+    """This rank's place in the run."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    group: Any  # NCCL: the group under test
+    control: Any  # gloo: what the ranks tell each other
+    deadline: float
+    batches: int = 30
+    _token: torch.Tensor | None = None
+
+    def everyone(self, value: T) -> list[T]:
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
+    def time_is_up(self) -> bool:
+        """Rank 0's clock decides for all."""
+        return self.everyone(time.monotonic() > self.deadline)[0]
+
+    def barrier(self) -> None:
+        """Everything that any rank has launched is over."""
+        if self._token is None:
+            self._token = torch.zeros(1, device=self.device)
+        torch.cuda.synchronize()
+        dist.all_reduce(self._token, group=self.group)
+        torch.cuda.synchronize()
+
+    def attempt(self, what: Callable[[], T]) -> tuple[T | None, str]:
+        """Does something on all ranks: what it gave here, or why it failed on the first rank where it did.
+
+        `what` must not use `everyone`: the rank where it fails would miss its turn.
+        """
+        problem, found = "", None
+        try:
+            found = what()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        problems = self.everyone(problem)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        return (None, failed[0]) if failed else (found, "")
+
+
+def root_of(index: int, ranks: int) -> int:
+    """The root of a broadcast in a batch: one rank back every call, so that the next root is the last one reached."""
+    return -index % ranks
+
+
+@dataclass
+class Ready:
+    """A contender with its batch: a graph, or a loop."""
+
+    contender: Contender
+    run: Callable[[], None]
+    graph: torch.cuda.CUDAGraph | None = None
+    last: torch.Tensor | None = None  # the result of a graph's last call
+    times: list[float] = field(default_factory=list)
+
+    def release(self) -> None:
+        if self.graph is not None:
+            self.graph.reset()
+        self.last = None
+        self.contender.release()
+
+
+def ready(contender: Contender, case: Case) -> Ready:
+    """Captures or wraps a batch of calls; the contender has been called before."""
+    calls = case.calls_per_batch()
+    if not case.in_graph:
+
+        def run() -> None:
+            for index in range(calls):
+                contender.call(index)
+
+        return Ready(contender, run)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    last = None
+    # Not torch.cuda.graph: it empties the allocator's cache first, which here would cost more than the measurement.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        # NCCL's watchdog thread may query events while we capture.
+        graph.capture_begin(capture_error_mode="thread_local")
+        for index in range(calls):
+            last = contender.call(index)
+        graph.capture_end()
+    torch.cuda.synchronize()
+    return Ready(contender, graph.replay, graph, last)
+
+
+def check(bench: Bench, case: Case, contender: Contender, x: torch.Tensor) -> int:
+    """Calls with inputs that differ by rank, position and call, into poisoned memory: how many are wrong on this rank.
+
+    Where every rank has the one exact result, all ranks have the same bits.
+    """
+    wrong = torch.zeros((), dtype=torch.int64, device=bench.device)
+    for call in range(CHECKED_CALLS):
+        root = root_of(call, case.ranks)
+        want = wanted(case, bench.rank, call, root, x.dtype, bench.device)
+        x.copy_(given(case, bench.rank, call, x.dtype, bench.device))
+        contender.prepare()
+        poison(case.num_out, x.dtype, bench.device)
+        got = contender.call(call)
+        assert got is not None
+        wrong += differs(got, want)
+        del got, want
+    found = int(wrong.item())
+    contender.finish()
+    return found
+
+
+def check_graph(bench: Bench, case: Case, batch: Ready, x: torch.Tensor) -> int:
+    """The last call of a replayed graph, on inputs that were not there when it was captured: 1 if it is wrong."""
+    assert batch.last is not None
+    root = root_of(case.calls_per_batch() - 1, case.ranks)
+    want = wanted(case, bench.rank, CHECKED_CALLS, root, x.dtype, bench.device)
+    x.copy_(given(case, bench.rank, CHECKED_CALLS, x.dtype, bench.device))
+    bytes_of(batch.last).fill_(255)
+    batch.run()
+    found = int(differs(batch.last, want).item())
+    batch.contender.finish()
+    return found
+
+
+def float_bits(bench: Bench, contender: Contender, x: torch.Tensor) -> list[int]:
+    """The fingerprint of a result on random floats, whose sum depends on the order of summation."""
+    generator = torch.Generator(device=bench.device).manual_seed(bench.rank + 1)
+    x.copy_(torch.randn(x.numel(), device=bench.device, generator=generator, dtype=x.dtype))
+    contender.prepare()
+    got = contender.call(0)
+    assert got is not None
+    found: list[int] = fingerprint(got).tolist()
+    contender.finish()
+    return found
+
+
+def measure(bench: Bench, case: Case, batches: Sequence[Ready], rounds: int) -> list[Timing]:
+    """Each contender's microseconds a call. They take turns, in an order that shifts, so drift hits all alike."""
+    for batch in batches:
+        batch.contender.prepare()
+        batch.run()
+        batch.run()
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for turn in range(rounds):
+        for position in range(len(batches)):
+            batch = batches[(position + turn) % len(batches)]
+            bench.barrier()
+            batch.run()  # absorbs what skew the barrier left, and hides the launch of what follows
+            start.record()
+            batch.run()
+            end.record()
+            end.synchronize()
+            batch.times.append(1000 * start.elapsed_time(end) / case.calls_per_batch())
+    slowest = torch.tensor([batch.times for batch in batches], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=bench.control)
+    return [Timing.of(times) for times in slowest.tolist()]
+
+
+def rounds_for(case: Case, batches: int) -> int:
+    """Fewer batches where one takes milliseconds and varies little."""
+    return max(3, batches // 2) if case.nbytes >= 256 << 20 else batches

@@ -1,0 +1,241 @@
+"""The parts of benchmarks/ that need no GPU: what a command line means, bytes and ratios, tables, files, the numbers.
+
+Assumes a checkout. Does not measure anything.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks import report
+from benchmarks.cases import (
+    SIZES,
+    Candidate,
+    CandidateError,
+    Case,
+    Collective,
+    parse_candidates,
+    parse_collectives,
+    parse_size,
+    parse_sizes,
+    size_name,
+    with_sms,
+)
+from benchmarks.report import CHOSEN, NCCL, ONE_SHOT, Kind, Result, Row, Timing
+
+ROOT = Path(__file__).parent.parent
+
+
+def timing(value: float) -> Timing:
+    return Timing(value, value - 1, value + 1)
+
+
+def row() -> Row:
+    return Row(
+        Case(Collective.ALL_REDUCE, 1 << 20, 4),
+        [
+            Result("push to 3 x64", Kind.LIMIT, timing(8.0)),
+            Result(NCCL, Kind.PEER, timing(20.0)),
+            Result(ONE_SHOT, Kind.PEER, timing(16.0)),
+            Result(CHOSEN, Kind.OURS, timing(10.0), detail="allreduce_twoshot:line:64"),
+            Result("allreduce_ring:bulk:8", Kind.OURS, None, "refused: CommError: too many"),
+        ],
+    )
+
+
+def test_sizes() -> None:
+    """1 KB to 1 GB in powers of four, 64 MB among them; a size is written with its unit and read back."""
+    assert SIZES[0] == 1 << 10
+    assert SIZES[-1] == 1 << 30
+    assert 64 << 20 in SIZES
+    assert all(4 * small == large for small, large in itertools.pairwise(SIZES))
+    assert [parse_size(size_name(size)) for size in SIZES] == list(SIZES)
+    assert parse_sizes("4M,1K,1K,100") == (100, 1 << 10, 4 << 20)
+    with pytest.raises(ValueError, match="is no size"):
+        parse_size("4 elephants")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("collective", list(Collective))
+def test_bytes(collective: Collective, ranks: int) -> None:
+    """The larger side has the size's bytes, cut to whole blocks; what has to be sent is the bandwidth bound."""
+    case = Case(collective, 64 << 20, ranks)
+    share = {Collective.ALL_REDUCE: 2 * (ranks - 1) / ranks, Collective.BROADCAST: 1}.get(
+        collective, (ranks - 1) / ranks
+    )
+
+    assert max(case.num_in, case.num_out) == case.numel
+    assert 0 <= case.nbytes - 2 * case.numel < 2 * ranks
+    assert case.sent_bytes == pytest.approx(share * case.nbytes, rel=1e-6)
+    assert case.gigabytes_per_second(1000.0) == pytest.approx(case.sent_bytes / 1e6)
+
+
+def test_candidates() -> None:
+    """Commas multiply, empty fields stay the schedule's own, duplicates go, and a label reads back as its candidate."""
+    found = parse_candidates(["allreduce_twoshot:bulk:64,128::128K", "broadcast_chain@K=2,4", "broadcast_chain@K=2"])
+
+    assert [str(candidate) for candidate in found] == [
+        "allreduce_twoshot:bulk:64::131072",
+        "allreduce_twoshot:bulk:128::131072",
+        "broadcast_chain@K=2",
+        "broadcast_chain@K=4",
+    ]
+    assert parse_candidates(map(str, found)) == found
+    assert found[0].tune == (("protocol", "bulk"), ("lanes", 64), ("tile", 128 << 10))
+    assert (found[0].collective, found[2].collective) == (Collective.ALL_REDUCE, Collective.BROADCAST)
+
+
+@pytest.mark.parametrize(
+    "text", ["rotation_ring:bulk", "allreduce_ring:bulk:many", "allreduce_ring:a:1:2:3:4:5", ":bulk"]
+)
+def test_candidates_refused(text: str) -> None:
+    """A candidate of no known collective, or with fields that mean nothing, is refused before anything starts."""
+    with pytest.raises(CandidateError):
+        parse_candidates([text])
+
+
+def test_sms() -> None:
+    """On k SMs the lanes are a multiple of k, as near to the candidate's own as that allows."""
+    tune = (("protocol", "bulk"), ("lanes", 100))
+
+    assert with_sms("allreduce_ring", (), tune, 16) == Candidate(
+        "allreduce_ring", (), (("protocol", "bulk"), ("lanes", 96), ("sms", 16))
+    )
+    assert dict(with_sms("allreduce_ring", (), (), 16).tune)["lanes"] == 16
+
+
+def test_collectives_by_name() -> None:
+    """Collectives come in the order of the table, whatever order they are asked for."""
+    assert parse_collectives("broadcast,all_reduce") == (Collective.ALL_REDUCE, Collective.BROADCAST)
+    with pytest.raises(ValueError, match="no collective `reduce`"):
+        parse_collectives("reduce")
+
+
+def test_timing() -> None:
+    """The median and the 10th and 90th percentile, interpolated."""
+    assert Timing.of([float(value) for value in range(11)][::-1]) == Timing(5.0, 1.0, 9.0)
+    assert Timing.of([3.0]) == Timing(3.0, 3.0, 3.0)
+
+
+def test_ratios() -> None:
+    """Our time over the best peer's and over NCCL's; the limit's over ours; a wrong result is never the best."""
+    found = row()
+    ours = found.of(CHOSEN)
+
+    assert ours is not None
+    assert found.ratio_to_best_peer(ours) == pytest.approx(10 / 16)
+    assert found.ratio_to_nccl(ours) == pytest.approx(0.5)
+    assert found.fraction_of_limit(ours) == pytest.approx(0.8)
+    found.results.append(Result("fast", Kind.PEER, timing(1.0), "wrong in eager calls: 1 on rank 0"))
+    assert found.ratio_to_best_peer(ours) == pytest.approx(10 / 16)
+
+
+def test_tables() -> None:
+    """The overview has a line a row, the matrix one a contender, and losses and the fastest are marked."""
+    slow = row()
+    slow.results[3] = Result(CHOSEN, Kind.OURS, timing(17.0))
+    header, lines = report.overview([row(), slow])
+
+    assert [len(line) for line in lines] == [len(header)] * 2
+    assert lines[0][:4] == ["all_reduce", "1 MB", "10.0 (9.0-11.0)", "20.0"]
+    assert [line[header.index("/best peer")] for line in lines] == ["0.62", "*1.06"]
+    assert len(report.grid(header, lines).splitlines()) == 4
+    assert report.markdown(header, lines).splitlines()[1] == "|" + " --- |" * len(header)
+
+    header, lines = report.matrix([row()])
+    assert [line[1] for line in lines] == ["8.0", "20.0", "+16.0", "*10.0", "refused"]
+
+
+def test_faults() -> None:
+    """What was refused is named once for all sizes; it fails the run only where it was commdsl's own choice."""
+    assert report.faults([row(), row()]) == [
+        "all_reduce allreduce_ring:bulk:8 at 1 MB, 1 MB: refused: CommError: too many"
+    ]
+    assert not Result("allreduce_ring", Kind.OURS, None, "refused: x").is_failure
+    assert not Result(CHOSEN, Kind.OURS, None, report.NO_TIME).is_failure
+    assert Result(CHOSEN, Kind.OURS, None, "refused: x").is_failure
+    assert Result("allreduce_ring", Kind.OURS, None, "failed: x").is_failure
+
+
+def test_csv() -> None:
+    """One line a contender, every column filled or empty, numbers that read back."""
+    file = io.StringIO()
+    report.write_csv(file, [row()])
+    lines = list(csv.DictReader(io.StringIO(file.getvalue())))
+
+    assert len(lines) == len(row().results)
+    assert tuple(lines[0]) == report.COLUMNS
+    assert [line["median_us"] for line in lines] == ["8", "20", "16", "10", ""]
+    assert lines[3]["ratio_to_nccl"] == "0.5"
+    assert lines[3]["mode"] == "graph"
+
+
+def test_plot(tmp_path: Path) -> None:
+    """A plot is a file with something in it."""
+    pytest.importorskip("matplotlib")
+    report.plot(tmp_path / "plot.png", [row()], "title")
+
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("collective", list(Collective))
+def test_numbers(collective: Collective) -> None:
+    """What every rank must hold follows from what the ranks put in, by the definition of the collective."""
+    torch = pytest.importorskip("torch")
+    from benchmarks import values
+
+    ranks, call, device = 4, 5, torch.device("cpu")
+    case = Case(collective, 4096, ranks)
+    x = [values.given(case, rank, call, torch.bfloat16, device) for rank in range(ranks)]
+    want = [values.wanted(case, rank, call, 2, torch.bfloat16, device) for rank in range(ranks)]
+    blocks = [value.view(ranks, -1) for value in x] if case.num_in == case.numel else []
+    definition = {
+        Collective.ALL_REDUCE: lambda rank: sum(value.float() for value in x),
+        Collective.REDUCE_SCATTER: lambda rank: sum(value[rank].float() for value in blocks),
+        Collective.ALL_GATHER: lambda rank: torch.cat(x),
+        Collective.ALL_TO_ALL: lambda rank: torch.cat([value[rank] for value in blocks]),
+        Collective.BROADCAST: lambda rank: x[2],
+    }[collective]
+
+    for rank in range(ranks):
+        assert torch.equal(want[rank].float(), definition(rank).float())
+        assert want[rank].numel() == case.num_out
+    again = values.given(case, 0, call + 1, torch.bfloat16, device)
+    assert not torch.equal(x[0], x[1])
+    assert not torch.equal(x[0], again)
+    assert x[0].min() == -8
+    assert x[0].max() == 7
+
+
+def test_differences() -> None:
+    """A single wrong bit shows, and so do another shape and two equal halves in the other order."""
+    torch = pytest.importorskip("torch")
+    from benchmarks import values
+
+    x = values.whole_numbers(1001, 0, 0, torch.float32, torch.device("cpu"))
+    y = x.clone()
+    assert not values.differs(x, y)
+    y.view(torch.int32)[17] ^= 1
+    assert values.differs(x, y)
+    assert values.differs(x, x[:-1])
+    assert not torch.equal(values.fingerprint(x), values.fingerprint(y))
+    assert not torch.equal(values.fingerprint(x), values.fingerprint(x.flip(0)))
+
+
+def test_command_line() -> None:
+    """It says what it can do without a GPU, torchrun or CuPy, and refuses to run without torchrun."""
+    script = str(ROOT / "benchmarks" / "collectives.py")
+    shown = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True)
+    refused = subprocess.run([sys.executable, script, "--candidates", "nothing:bulk"], capture_output=True, text=True)
+
+    assert "--candidates" in shown.stdout
+    assert refused.returncode == 2
+    assert "has to start with one of" in refused.stderr
