@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from commdsl.diagnostics import CommError as CommError
+    from commdsl.runtime.collectives import all_gather as all_gather
+    from commdsl.runtime.collectives import all_reduce as all_reduce
+    from commdsl.runtime.collectives import all_reduce_ as all_reduce_
+    from commdsl.runtime.collectives import all_to_all as all_to_all
+    from commdsl.runtime.collectives import broadcast as broadcast
+    from commdsl.runtime.collectives import choice as choice
+    from commdsl.runtime.collectives import prepare as prepare
+    from commdsl.runtime.collectives import reduce_scatter as reduce_scatter
     from commdsl.runtime.communicator import threads as threads
     from commdsl.runtime.load import check as check
     from commdsl.runtime.load import load as load
@@ -17,13 +25,37 @@ if TYPE_CHECKING:
     from commdsl.runtime.load import shutdown as shutdown
     from commdsl.timeouts import CommTimeout as CommTimeout
 
-__all__ = ["CommError", "CommTimeout", "check", "load", "reset", "shutdown", "threads"]
+__all__ = [
+    "CommError",
+    "CommTimeout",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_",
+    "all_to_all",
+    "broadcast",
+    "check",
+    "choice",
+    "load",
+    "prepare",
+    "reduce_scatter",
+    "reset",
+    "shutdown",
+    "threads",
+]
 
 _HOME = {
     "CommError": "commdsl.diagnostics",
     "CommTimeout": "commdsl.timeouts",
+    "all_gather": "commdsl.runtime.collectives",
+    "all_reduce": "commdsl.runtime.collectives",
+    "all_reduce_": "commdsl.runtime.collectives",
+    "all_to_all": "commdsl.runtime.collectives",
+    "broadcast": "commdsl.runtime.collectives",
     "check": "commdsl.runtime.load",
+    "choice": "commdsl.runtime.collectives",
     "load": "commdsl.runtime.load",
+    "prepare": "commdsl.runtime.collectives",
+    "reduce_scatter": "commdsl.runtime.collectives",
     "reset": "commdsl.runtime.load",
     "shutdown": "commdsl.runtime.load",
     "threads": "commdsl.runtime.communicator",

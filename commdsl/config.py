@@ -23,6 +23,7 @@ class Config:
     debug: bool  # COMMDSL_DEBUG: debug information and no optimization in the host build, line numbers in the GPU build
     cxx: str  # CXX: the host compiler, empty when not set
     transport: str = "peer"  # COMMDSL_TRANSPORT: how GPU ranks reach each other, "peer" or "nvshmem"
+    tables: tuple[Path, ...] = ()  # COMMDSL_TABLES: files of `commdsl tune`, looked at before the shipped tables
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
@@ -35,6 +36,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         debug=_switch("COMMDSL_DEBUG", variables.get("COMMDSL_DEBUG", "")),
         cxx=variables.get("CXX", "").strip(),
         transport=_transport(variables.get("COMMDSL_TRANSPORT", "") or "peer"),
+        tables=tuple(Path(path) for path in variables.get("COMMDSL_TABLES", "").split(os.pathsep) if path),
     )
 
 

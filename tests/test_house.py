@@ -47,7 +47,7 @@ CALLS = "C95"
 
 STAGES = (
     ("source", "resources", "config"),
-    ("diagnostics", "codes"),
+    ("diagnostics", "codes", "selection"),
     ("kinds", "syntax"),
     ("parser", "format", "parsed"),
     ("topology", "ir", "cycles", "dtypes"),

@@ -1,0 +1,182 @@
+"""Turns the collectives into torch ops, `torch.ops.commdsl_collectives`: what autograd and torch.compile see of them.
+
+Assumes the reading of torch's functional collectives: every rank has its own loss, and the gradients of all are summed
+where a value went to all. An op chooses when it runs, so a traced graph serves every size, and a gradient is a chosen
+collective as well. Does not serve eager calls without gradients; those have a shorter way (`menu`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+
+from commdsl.runtime import communicator, menu
+from commdsl.runtime.errors import GradientError
+from commdsl.runtime.load import load
+
+NAMESPACE = "commdsl_collectives"
+
+Tensor: TypeAlias = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One collective as torch knows it. `settings`: the arguments after tensor and group."""
+
+    name: str
+    settings: str
+    run: Callable[..., Tensor]
+    shape: Callable[[list[Any], int], list[Any]]  # of the result
+    back: Callable[..., Tensor]  # from gradient, group name and settings
+
+
+@cache
+def library() -> torch.library.Library:
+    """The ops, defined when they are first needed."""
+    made = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for one in TRACED:
+        _define(made, one)
+    made.define('all_reduce_(Tensor(a!) x, str group_name, str op="sum") -> ()', tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        made.impl("all_reduce_", menu.all_reduce_in_place, key)
+    torch.library.register_fake(f"{NAMESPACE}::all_reduce_", lambda *_: None, lib=made)
+    made.impl("all_reduce_", _refuse_gradient, "Autograd")
+    return made
+
+
+def _define(made: torch.library.Library, one: Traced) -> None:
+    schema = f"{one.name}(Tensor x, str group_name{one.settings}) -> Tensor"
+    made.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        made.impl(one.name, one.run, key)
+
+    def fake(x: Tensor, group_name: str, *_: Any) -> Tensor:
+        return x.new_empty(one.shape(list(x.shape), menu.size(group_name)))
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.arguments = inputs[1:]
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (one.back(gradient.contiguous(), *ctx.arguments), *(None for _ in ctx.arguments))
+
+    torch.library.register_fake(f"{NAMESPACE}::{one.name}", fake, lib=made)
+    torch.library.register_autograd(f"{NAMESPACE}::{one.name}", backward, setup_context=setup_context, lib=made)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def _run(collective: str, x: Tensor, nbytes: int, group_name: str, **settings: Any) -> Tensor:
+    result: Tensor = menu.run(collective, x, nbytes, group_name, **settings)
+    return result
+
+
+def _all_reduce(x: Tensor, group_name: str, op: str = "sum") -> Tensor:
+    return _run("all_reduce", x, x.nbytes, group_name, op=op)
+
+
+def _all_gather(x: Tensor, group_name: str) -> Tensor:
+    return _run("all_gather", x, x.nbytes * menu.size(group_name), group_name)
+
+
+def _reduce_scatter(x: Tensor, group_name: str, op: str = "sum") -> Tensor:
+    return _run("reduce_scatter", x, x.nbytes, group_name, op=op)
+
+
+def _all_to_all(x: Tensor, group_name: str) -> Tensor:
+    return _run("all_to_all", x, x.nbytes, group_name)
+
+
+def _broadcast(x: Tensor, group_name: str, root: int = 0) -> Tensor:
+    return _run("broadcast", x, x.nbytes, group_name, root=root)
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def _same(shape: list[Any], ranks: int) -> list[Any]:
+    return shape
+
+
+def _gathered(shape: list[Any], ranks: int) -> list[Any]:
+    return [shape[0] * ranks, *shape[1:]] if shape else [ranks]
+
+
+def _scattered(shape: list[Any], ranks: int) -> list[Any]:
+    torch._check(len(shape) > 0)
+    torch._check(shape[0] % ranks == 0)
+    return [shape[0] // ranks, *shape[1:]]
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def _linear(name: str, op: str) -> None:
+    if op not in ("sum", "avg"):
+        raise GradientError(f"`{name}` has a gradient for sum and avg, not for {op}")
+
+
+def _back_all_reduce(gradient: Tensor, group_name: str, op: str = "sum") -> Any:
+    _linear("all_reduce", op)
+    return ops().all_reduce(gradient, group_name, op)
+
+
+def _back_all_gather(gradient: Tensor, group_name: str) -> Any:
+    return ops().reduce_scatter(gradient, group_name, "sum")
+
+
+def _back_reduce_scatter(gradient: Tensor, group_name: str, op: str = "sum") -> Any:
+    _linear("reduce_scatter", op)
+    gathered = ops().all_gather(gradient, group_name)
+    return gathered / menu.size(group_name) if op == "avg" else gathered
+
+
+def _back_all_to_all(gradient: Tensor, group_name: str) -> Any:
+    return ops().all_to_all(gradient, group_name)
+
+
+def _back_broadcast(gradient: Tensor, group_name: str, root: int = 0) -> Tensor:
+    ranks = menu.size(group_name)
+    if ranks == 1:
+        return gradient
+    summed = load("reduce_tree", params={"root": root}, ranks=ranks)(gradient, group=group_name)
+    assert isinstance(summed, Tensor)
+    # The other ranks' inputs were not read; the schedule leaves partial results there.
+    return summed if communicator.rank_of(group_name) == root else torch.zeros_like(summed)
+
+
+def _refuse_gradient(x: Tensor, group_name: str, op: str = "sum") -> None:
+    refuse_gradient(x)
+    with torch._C._AutoDispatchBelowAutograd():
+        ops().all_reduce_(x, group_name, op)
+
+
+def refuse_gradient(x: Tensor) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise GradientError("`all_reduce_` works in place and has no gradient: use `all_reduce` or torch.no_grad()")
+
+
+TRACED = (
+    Traced("all_reduce", ', str op="sum"', _all_reduce, _same, _back_all_reduce),
+    Traced("all_gather", "", _all_gather, _gathered, _back_all_gather),
+    Traced("reduce_scatter", ', str op="sum"', _reduce_scatter, _scattered, _back_reduce_scatter),
+    Traced("all_to_all", "", _all_to_all, _same, _back_all_to_all),
+    Traced("broadcast", ", int root=0", _broadcast, _same, _back_broadcast),
+)
+
+
+# torch.compile does not look in, and finds the ops defined; torch does not type its decorator.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _defined() -> bool:
+    library()
+    return True
+
+
+def ops() -> Any:
+    """`torch.ops.commdsl_collectives`, with the ops in it."""
+    _defined()
+    return torch.ops.commdsl_collectives

@@ -1,0 +1,145 @@
+"""Turns a tensor and a group into a collective: the op that the table of this device chooses for the size.
+
+Assumes that every rank passes a tensor of the same size and dtype, on GPUs of one kind, and has the same tables: then
+all choose alike. Does not measure (`measure` does) and does not run kernels; the chosen Op does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from commdsl import selection
+from commdsl.config import from_environment
+from commdsl.runtime import collective_ops, communicator, menu
+from commdsl.runtime.work import Work
+from commdsl.selection import COLLECTIVES, Choice
+
+
+def all_reduce(x: torch.Tensor, op: str = "sum", group: Any = None, async_op: bool = False) -> Any:
+    """Every rank's x combined by sum, avg, max, min or prod: a new tensor of x's shape, the same bits on every rank.
+
+    x: contiguous, of any shape; float32, float16, bfloat16, int32 or int64 (integers have no avg). `group` is a process
+    group or its name, the default group unless said. With `async_op` a Work whose `wait()` returns the tensor. The
+    gradient, for sum and avg, is the all-reduce of the gradients. Raises TensorError, ReductionError, GroupError.
+    """
+    if _is_traced(x) and not async_op:
+        return collective_ops.ops().all_reduce(x, communicator.name_of(group), op)
+    return menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=async_op)
+
+
+def all_reduce_(x: torch.Tensor, op: str = "sum", group: Any = None, async_op: bool = False) -> Any:
+    """As `all_reduce`, the result in x, which is returned; with `async_op` a Work, and x is the result after `wait()`.
+
+    Where the chosen schedule is not proved to work in place, the result is copied into x. Has no gradient.
+    """
+    if async_op:
+        collective_ops.refuse_gradient(x)
+        return _CopyBack(x, menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=True))
+    if _is_traced(x):
+        collective_ops.ops().all_reduce_(x, communicator.name_of(group), op)
+    else:
+        menu.all_reduce_in_place(x, group, op)
+    return x
+
+
+def all_gather(x: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """Every rank's x, in rank order along dimension 0: (n, ...) -> (P * n, ...).
+
+    x: contiguous, of any dtype. With `async_op` a Work. The gradient is the reduce-scatter of the gradients.
+    """
+    if _is_traced(x) and not async_op:
+        return collective_ops.ops().all_gather(x, communicator.name_of(group))
+    return menu.run("all_gather", x, x.nbytes * menu.size(group), group, async_op=async_op)
+
+
+def reduce_scatter(x: torch.Tensor, op: str = "sum", group: Any = None, async_op: bool = False) -> Any:
+    """This rank's block of every rank's x combined: (P * n, ...) -> (n, ...).
+
+    x: contiguous, its first dimension a multiple of the ranks; dtypes and operations as for `all_reduce`. With
+    `async_op` a Work. The gradient, for sum and avg, is the all-gather of the gradients.
+    """
+    if _is_traced(x) and not async_op:
+        return collective_ops.ops().reduce_scatter(x, communicator.name_of(group), op)
+    return menu.run("reduce_scatter", x, x.nbytes, group, op=op, async_op=async_op)
+
+
+def all_to_all(x: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """Block q of rank p's x is block p of rank q's result: equal blocks along dimension 0, x's shape.
+
+    x: contiguous, of any dtype, its first dimension a multiple of the ranks. With `async_op` a Work. The gradient is
+    the all-to-all of the gradients.
+    """
+    if _is_traced(x) and not async_op:
+        return collective_ops.ops().all_to_all(x, communicator.name_of(group))
+    return menu.run("all_to_all", x, x.nbytes, group, async_op=async_op)
+
+
+def broadcast(x: torch.Tensor, root: int = 0, group: Any = None, async_op: bool = False) -> Any:
+    """The x of rank `root` of the group, on every rank: a new tensor of x's shape.
+
+    x: contiguous, of any dtype; the other ranks' x says shape, dtype and device. Each root is a kernel and a workspace
+    of its own. With `async_op` a Work. The gradient is the sum of the gradients at the root, and zero elsewhere.
+    """
+    if _is_traced(x) and not async_op:
+        return collective_ops.ops().broadcast(x, communicator.name_of(group), root)
+    return menu.run("broadcast", x, x.nbytes, group, root=root, async_op=async_op)
+
+
+def choice(collective: str, nbytes: int, ranks: int, device_name: str | None = None) -> Choice:
+    """What runs for `nbytes` bytes on the larger side of one rank, and why; for this process's GPU unless said.
+
+    It depends on nothing else: not on the rank, the group, the dtype or earlier calls.
+    """
+    config = from_environment()
+    device = device_name or menu.name_of_device(menu.home())
+    tables = selection.known_tables(config.tables)
+    return selection.choose(tables, collective, nbytes, ranks, device, plain=config.transport != "peer")
+
+
+def prepare(
+    collectives: Sequence[str] = COLLECTIVES,
+    max_bytes: int | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    ops: Sequence[str] = ("sum",),
+    group: Any = None,
+    device: torch.device | None = None,
+    root: int = 0,
+) -> tuple[str, ...]:
+    """Collective: sets up what calls of up to `max_bytes` (of any size unless said) may choose, so that the first of
+    them may stand in a CUDA graph capture. Returns the names of the ops.
+
+    Every op among them keeps symmetric memory until `shutdown`, so name what will be called and no more.
+    """
+    ranks, where, found = menu.size(group), device or menu.home(), dict[str, None]()
+    for collective in collectives:
+        for chosen in menu.menu(collective, ranks, where, root).up_to(max_bytes):
+            found[chosen.name] = None
+            for dtype in dtypes:
+                x = torch.zeros(ranks * 16, dtype=dtype, device=where)
+                for reduction in ops if chosen.has_reduction else ("sum",):
+                    chosen(x, group=group, op=reduction)
+    return tuple(found)
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    """Whether torch looks on: a graph is being recorded, of calls or of gradients."""
+    return torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled())
+
+
+class _CopyBack:
+    """The Work of an in-place call: the tensor has its result once it was waited for."""
+
+    def __init__(self, x: torch.Tensor, work: Work) -> None:
+        self._x = x
+        self._work = work
+
+    def wait(self) -> torch.Tensor:
+        result = self._work.wait()
+        assert isinstance(result, torch.Tensor)
+        return self._x.copy_(result)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()

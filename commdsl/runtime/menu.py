@@ -1,0 +1,147 @@
+"""Turns one call of a collective into the op that the table of this device chooses for it, by the shortest way.
+
+Assumes that every rank asks for the same collective with the same size. An op is loaded when it is first chosen, and
+kept. Does not check tensors; the op does.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+
+from commdsl import dtypes, selection
+from commdsl.config import from_environment
+from commdsl.runtime import communicator
+from commdsl.runtime.errors import CaptureError, GroupError, ReductionError
+from commdsl.runtime.load import load
+from commdsl.runtime.op import Op
+from commdsl.runtime.work import HostWork, Result, Work
+from commdsl.selection import ROOTED, Candidate, Rows
+
+
+class Menu:
+    """The rows for one collective on one kind of group, each candidate's op loaded when it is first chosen."""
+
+    def __init__(self, rows: Rows, ranks: int, params: dict[str, int]) -> None:
+        self._rows = rows
+        self._ranks = ranks
+        self._params = params
+        self._ops: list[Op | None] = [None] * len(rows.rows)
+
+    def op(self, nbytes: int) -> Op:
+        index = self._rows.index(nbytes)
+        return self._ops[index] or self._load(index)
+
+    def _load(self, index: int) -> Op:
+        found = self._ops[index] = load_candidate(self._rows.rows[index].candidate, self._ranks, self._params)
+        return found
+
+    def up_to(self, max_bytes: int | None) -> list[Op]:
+        """What calls of up to so many bytes choose; None: of any size."""
+        last = len(self._ops) - 1 if max_bytes is None else self._rows.index(max_bytes)
+        return [self._ops[index] or self._load(index) for index in range(last + 1)]
+
+
+class Alone:
+    """A group of one rank: nothing travels, and every collective is a copy. Stands for a menu and for its op."""
+
+    name = "copy"
+    works_in_place = True
+    has_reduction = True
+
+    def op(self, nbytes: int) -> Alone:
+        return self
+
+    def up_to(self, max_bytes: int | None) -> list[Alone]:
+        return []
+
+    def __call__(self, x: torch.Tensor, group: Any = None, op: str = "sum", async_op: bool = False) -> Result | Work:
+        if op not in dtypes.OPS:
+            raise ReductionError(f"no reduction `{op}`; there are {', '.join(dtypes.OPS)}")
+        if not async_op:
+            return x.clone()
+        done: Future[Result] = Future()
+        done.set_result(x.clone())
+        return HostWork(done)
+
+    def in_place(self, x: torch.Tensor, group: Any = None, op: str = "sum") -> None:
+        self(x.new_empty(0), op=op)
+
+
+AnyOp: TypeAlias = Op | Alone
+
+
+def load_candidate(candidate: Candidate, ranks: int, params: dict[str, int]) -> Op:
+    """The op of a row, with what the call adds to its parameters."""
+    return load(candidate.schedule, params={**dict(candidate.params), **params}, ranks=ranks, tune=dict(candidate.tune))
+
+
+@cache
+def menu(collective: str, ranks: int, device: torch.device, root: int) -> Menu | Alone:
+    """Tables are read when the first is asked for; later changes of the environment are not seen."""
+    if not 0 <= root < ranks:
+        raise GroupError(f"`{collective}`: the root is a rank of the group, 0 to {ranks - 1}, not {root}")
+    if ranks == 1:
+        return Alone()
+    config = from_environment()
+    plain = device.type == "cuda" and config.transport != "peer"
+    tables = selection.known_tables(config.tables)
+    rows = selection.rows_for(tables, collective, ranks, name_of_device(device), plain=plain)
+    return Menu(rows, ranks, {"root": root} if collective in ROOTED else {})
+
+
+def run(
+    collective: str, x: torch.Tensor, nbytes: int, group: Any, *, op: str = "sum", root: int = 0, async_op: bool = False
+) -> Any:
+    """One call; `nbytes` is the larger side."""
+    chosen = menu(collective, size(group), x.device, root).op(nbytes)
+    try:
+        return chosen(x, group=group, op=op, async_op=async_op)
+    except CaptureError as error:
+        raise _unprepared(collective, nbytes, chosen, error) from error
+
+
+def all_reduce_in_place(x: torch.Tensor, group: Any, op: str = "sum") -> None:
+    """Within x where the schedule is proved to allow it, else by a copy of the result."""
+    chosen = menu("all_reduce", size(group), x.device, 0).op(x.nbytes)
+    try:
+        if chosen.works_in_place:
+            chosen.in_place(x, group=group, op=op)
+        else:
+            x.copy_(chosen(x, group=group, op=op))  # type: ignore[arg-type]  # without async_op it is a tensor
+    except CaptureError as error:
+        raise _unprepared("all_reduce", x.nbytes, chosen, error) from error
+
+
+def _unprepared(collective: str, nbytes: int, chosen: AnyOp, error: CaptureError) -> CaptureError:
+    return CaptureError(
+        f"`{collective}` of {selection.size_text(nbytes)} runs `{chosen.name}`, which is not set up: before the "
+        f"capture, on every rank, call commdsl.prepare(['{collective}'], {nbytes}, ...) for its dtype and op ({error})"
+    )
+
+
+def size(group: Any) -> int:
+    """The ranks of a process group, of a name, or of the default group."""
+    if group is None and torch.distributed.is_available():
+        group = torch.distributed.group.WORLD
+    if isinstance(group, torch.distributed.ProcessGroup):
+        return group.size()
+    name = communicator.name_of(group)  # says what is missing or wrong
+    found = communicator.size_of(name)
+    if found is None:
+        raise GroupError(f"no process group named `{name}` in this process")
+    return found
+
+
+def home() -> torch.device:
+    """This process's GPU, or the processor where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@cache
+def name_of_device(device: torch.device) -> str:
+    """The name under which tables know it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else selection.PLAIN_DEVICE
