@@ -57,8 +57,11 @@ class Case:
 
     @property
     def numel(self) -> int:
-        """Elements of the larger side: a whole number of blocks."""
-        return self.nbytes // self.itemsize // self.ranks * self.ranks
+        """Elements of the larger side; a whole number of blocks where the collective deals in blocks."""
+        elements = self.nbytes // self.itemsize
+        if self.collective in (Collective.ALL_REDUCE, Collective.BROADCAST):
+            return elements
+        return elements // self.ranks * self.ranks
 
     @property
     def block(self) -> int:
@@ -156,7 +159,9 @@ def parse_candidates(texts: Iterable[str]) -> tuple[Candidate, ...]:
     candidate each, an empty field leaves the schedule's own. Duplicates are dropped."""
     found = [candidate for text in texts for candidate in _expand(text)]
     for candidate in found:
-        _ = candidate.collective  # refuses names of no known collective before anything starts
+        # A name of no known collective is refused before anything starts.
+        if candidate.collective is Collective.BROADCAST and "root" in dict(candidate.params):
+            raise CandidateError(f"`{candidate}`: no root is to be given, every rank has its turn")
     return tuple(dict.fromkeys(found))
 
 

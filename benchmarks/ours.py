@@ -93,7 +93,7 @@ def load(bench: Bench, candidates: Sequence[Candidate]) -> list[Loaded]:
 def _ops(bench: Bench, candidate: Candidate) -> tuple[Any, ...]:
     """A broadcast's root is a parameter of the schedule, so each root is an op of its own."""
     roots: list[dict[str, int]] = [{}]
-    if candidate.collective is Collective.BROADCAST and "root" not in dict(candidate.params):
+    if candidate.collective is Collective.BROADCAST:
         roots = [{"root": root} for root in range(bench.ranks)]
     given, tune = dict(candidate.params), dict(candidate.tune) or None
     return tuple(

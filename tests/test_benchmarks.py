@@ -93,9 +93,16 @@ def test_candidates() -> None:
     assert (found[0].collective, found[2].collective) == (Collective.ALL_REDUCE, Collective.BROADCAST)
 
 
-@pytest.mark.parametrize(
-    "text", ["rotation_ring:bulk", "allreduce_ring:bulk:many", "allreduce_ring:a:1:2:3:4:5", ":bulk"]
+REFUSED = (
+    "rotation_ring:bulk",
+    "allreduce_ring:bulk:many",
+    "broadcast_tree@root=1",
+    "allreduce_ring:a:1:2:3:4:5",
+    ":a",
 )
+
+
+@pytest.mark.parametrize("text", REFUSED)
 def test_candidates_refused(text: str) -> None:
     """A candidate of no known collective, or with fields that mean nothing, is refused before anything starts."""
     with pytest.raises(CandidateError):
