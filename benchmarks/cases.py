@@ -19,6 +19,7 @@ GRAPH_BELOW = 4 << 20
 """Calls of fewer bytes are measured inside a CUDA graph."""
 
 TUNE_KEYS = ("protocol", "lanes", "threads", "tile", "sms")
+MOST_LANES_PER_SM = 8  # C505
 _UNITS = {"": 0, "B": 0, "K": 10, "KB": 10, "M": 20, "MB": 20, "G": 30, "GB": 30}
 
 Tune: TypeAlias = tuple[tuple[str, int | str], ...]
@@ -186,10 +187,9 @@ def _alternatives(text: str, key: str, field: str) -> list[tuple[str, int | str]
         raise CandidateError(f"`{text}`: `{key}` is a number, not `{field}`") from error
 
 
-def with_sms(schedule: str, params: tuple[tuple[str, int], ...], tune: Tune, sms: int) -> Candidate:
-    """The candidate on so many SMs: its lanes become the nearest multiple that is not more, at least one per SM."""
-    given = dict(tune)
-    lanes = given.get("lanes", sms)
-    given["lanes"] = sms * max(1, int(lanes) // sms)
-    given["sms"] = sms
-    return Candidate(schedule, params, tuple((key, given[key]) for key in TUNE_KEYS if key in given))
+def on_sms(candidate: Candidate, lanes: int, sms: int) -> Candidate:
+    """The candidate on so many SMs: a multiple of them, as near to its lanes as that and the language allow."""
+    per_sm = min(max(1, lanes // sms), MOST_LANES_PER_SM)
+    given = {**dict(candidate.tune), "lanes": sms * per_sm, "sms": sms}
+    tune = tuple((key, given[key]) for key in TUNE_KEYS if key in given)
+    return Candidate(candidate.schedule, candidate.params, tune)

@@ -19,7 +19,7 @@ from benchmarks.peers import Arena
 from benchmarks.report import Kind
 
 THREADS = 512
-GRIDS = (32, 64, 132)
+GRIDS = (32, 64, 132, 264)
 SMALL_GRIDS = (4, 16, 64)
 SMALL = 256 << 10
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import commdsl
 from benchmarks import ours, peers
-from benchmarks.cases import Candidate, Case, Collective, size_name, with_sms
+from benchmarks.cases import Candidate, Case, Collective, on_sms, size_name
 from benchmarks.link import Link, arena_bytes
 from benchmarks.measure import Bench
 from benchmarks.peers import Arena
@@ -128,19 +128,20 @@ def sms(bench: Bench, options: argparse.Namespace, rows: list[Row], notes: list[
         for base in found:
             tune = tuple((key, value) for key, value in base.tune if key != "sms")
             free = Candidate(base.schedule, base.params, tune)
-            candidates = [free, *(with_sms(base.schedule, base.params, tune, count) for count in options.sms)]
-            loaded = ours.load(bench, candidates)
+            loaded = ours.load(bench, [free])
+            bounded = [on_sms(free, loaded[0].lanes(), count) for count in options.sms]
+            loaded += ours.load(bench, bounded)
             _sizes(bench, options, rows, beside, [case], loaded)
             _release(bench, loaded)
-            notes += _over_sms(rows[-1], free, candidates[1:])
+            notes += _over_sms(rows[-1], free, bounded)
 
 
-def _over_sms(row: Row, free: Candidate, on_sms: Sequence[Candidate]) -> list[str]:
+def _over_sms(row: Row, free: Candidate, bounded: Sequence[Candidate]) -> list[str]:
     """Bandwidth on k SMs, and as a fraction of that without a bound."""
     found = [f"\n{row.case.collective} {size_name(row.case.nbytes)}: GB/s on k SMs, and the fraction of all"]
     whole = row.of(str(free))
     full = row.bus(whole) if whole else None
-    for candidate in (free, *on_sms):
+    for candidate in (free, *bounded):
         result = row.of(str(candidate))
         bus = row.bus(result) if result else None
         share = number(bus / full if bus and full else None, 2)
@@ -175,11 +176,10 @@ def host(bench: Bench, notes: list[str]) -> None:
             times[name].append(1e6 * (time.perf_counter() - begin) / count)
     torch.cuda.synchronize()
     slowest = {name: max(bench.everyone(median(found))) for name, found in times.items()}
-    notes.append(f"host microseconds of an eager call, {2 * HOST_NUMEL} bytes, median on the slowest rank (here)")
-    notes += [
-        f"{number(value, 2):>8}  {name}  (rank {bench.rank}: {Timing.of(times[name])})"
-        for name, value in slowest.items()
-    ]
+    notes.append(
+        f"host microseconds of an eager call of {2 * HOST_NUMEL} bytes: median on the slowest rank, then rank 0"
+    )
+    notes += [f"{number(value, 2):>8}  {Timing.of(times[name])!s:>22}  {name}" for name, value in slowest.items()]
 
 
 def _graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:

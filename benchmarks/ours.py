@@ -67,6 +67,10 @@ class Loaded:
 
         return Contender(str(self.candidate), Kind.OURS, call, finish=lambda: commdsl.check(self.group))
 
+    def lanes(self) -> int:
+        """What the schedule runs with where the candidate says nothing; 1 where it could not be loaded."""
+        return int(self.ops[0].program(self.ops[0].ranks).plan.lanes) if self.ops else 1
+
     def release(self) -> None:
         """Collective: the symmetric memory goes back, for the next candidates."""
         for op in self.ops:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,17 +18,18 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import report
 from benchmarks.cases import (
+    MOST_LANES_PER_SM,
     SIZES,
     Candidate,
     CandidateError,
     Case,
     Collective,
+    on_sms,
     parse_candidates,
     parse_collectives,
     parse_size,
     parse_sizes,
     size_name,
-    with_sms,
 )
 from benchmarks.report import CHOSEN, NCCL, ONE_SHOT, Kind, Result, Row, Timing
 
@@ -111,12 +113,11 @@ def test_candidates_refused(text: str) -> None:
 
 def test_sms() -> None:
     """On k SMs the lanes are a multiple of k, as near to the candidate's own as that allows."""
-    tune = (("protocol", "bulk"), ("lanes", 100))
+    candidate = Candidate("allreduce_ring", (), (("protocol", "bulk"), ("tile", 4096)))
 
-    assert with_sms("allreduce_ring", (), tune, 16) == Candidate(
-        "allreduce_ring", (), (("protocol", "bulk"), ("lanes", 96), ("sms", 16))
-    )
-    assert dict(with_sms("allreduce_ring", (), (), 16).tune)["lanes"] == 16
+    assert str(on_sms(candidate, 100, 16)) == "allreduce_ring:bulk:96::4096:16"
+    assert dict(on_sms(candidate, 4, 16).tune)["lanes"] == 16
+    assert dict(on_sms(candidate, 128, 4).tune)["lanes"] == 4 * MOST_LANES_PER_SM
 
 
 def test_collectives_by_name() -> None:
@@ -246,3 +247,29 @@ def test_command_line() -> None:
     assert "--candidates" in shown.stdout
     assert refused.returncode == 2
     assert "has to start with one of" in refused.stderr
+
+
+def test_mixed_calls() -> None:
+    """run_mixed.py draws the same calls on every rank, of every kind it promises."""
+    pytest.importorskip("torch")
+    sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+    import run_mixed
+
+    options = run_mixed.options_of([])
+    ops: dict[Collective, list[object]] = {collective: [None] for collective in Collective}
+
+    def calls(rank: int) -> list[run_mixed.Call]:
+        run = run_mixed.Run(
+            rank, 4, None, None, None, options, random.Random(1), random.Random(rank), ops, [None, None], None
+        )
+        return [run_mixed.draw(run, number, run_mixed.MAX_BYTES, in_graph=False) for number in range(1000)]
+
+    found = calls(0)
+    assert found == calls(3)
+    assert {call.case.collective for call in found} == set(Collective)
+    assert {call.dtype for call in found} == set(run_mixed.DTYPES)
+    assert max(call.case.nbytes for call in found) > run_mixed.MAX_BYTES // 2
+    assert any(call.case.numel == 0 for call in found)
+    assert any(call.case.numel % 2 for call in found)
+    assert any(call.is_in_place for call in found)
+    assert any(call.is_async for call in found)

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -335,7 +335,7 @@ def _loaded(candidate: Candidate, group: Any) -> Any:
     return commdsl.load(candidate.schedule, params=dict(candidate.params), group=group, tune=tune)
 
 
-def options_of() -> argparse.Namespace:
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
@@ -344,14 +344,14 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--ordered", action="store_true", help="no call overlaps one of the other stream")
     parser.add_argument("--candidates", nargs="+", default=[], help="as benchmarks/collectives.py takes them; root 0")
     parser.add_argument("--only-candidates", action="store_true", help="not the tables' choice where there is one")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.candidates = parse_candidates(options.candidates)
     options.deadline = time.monotonic() + options.time_budget
     return options
 
 
 def main() -> None:
-    options = options_of()
+    options = options_of(sys.argv[1:])
     runs: list[Run] = []
 
     def end(code: int, why: str) -> None:
