@@ -1,10 +1,9 @@
-"""The GPU runtime over a fake GPU: what is set up, what is refused, what a time-out does."""
+"""The GPU runtime over a fake GPU: what is set up, what a call does, what is refused, what a time-out does."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -13,10 +12,9 @@ torch = pytest.importorskip("torch")
 from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402
-from commdsl.config import from_environment  # noqa: E402
 from commdsl.plan import Transport  # noqa: E402
+from commdsl.runtime import calls, communicator  # noqa: E402
 from commdsl.runtime import op as runtime_op  # noqa: E402
-from commdsl.runtime.bootstrap import Board, ThreadBootstrap  # noqa: E402
 from commdsl.runtime.device import DeviceCommunicator  # noqa: E402
 from commdsl.runtime.errors import BrokenGroupError, CaptureError, DeviceError, GroupError  # noqa: E402
 
@@ -24,32 +22,36 @@ RANKS = 2
 
 
 class Rank:
-    """A thread with a communicator, and calls of an all-reduce on CPU memory that stands for the GPU's."""
+    """A thread with a GPU, and calls of an all-reduce on CPU memory that stands for the GPU's."""
 
-    def __init__(self, gpu: FakeGpu, rank: int, board: Board, transport: str) -> None:
+    def __init__(self, gpu: FakeGpu, rank: int, name: str) -> None:
         self.gpu = gpu
         self.rank = rank
-        config = replace(from_environment(), transport=transport, timeout=2.0)
-        bootstrap = ThreadBootstrap(rank, RANKS, board)
-        self.comm = DeviceCommunicator("group", bootstrap, config, torch.device("cuda", 0))
-        self.program = commdsl.load("allreduce_ring", ranks=RANKS).program(RANKS, self.comm.transport)
+        self.name = name
+        self.op = commdsl.load("allreduce_ring", ranks=RANKS)
         self.x = torch.full((1000,), float(rank + 1))
 
-    def call(self, dtype: str = "float32") -> torch.Tensor:
-        y = torch.full_like(self.x, -1)
-        runtime_op._call(self.comm, self.program, [self.x.data_ptr(), y.data_ptr()], y.nbytes, dtype, "sum")
+    @property
+    def comm(self) -> DeviceCommunicator:
+        found = communicator.of(self.name, self.x.device)
+        assert isinstance(found, DeviceCommunicator)
+        return found
+
+    def call(self, numel: int = 1000) -> None:
+        """One call and its check: the sum over both ranks."""
+        found = self.op(self.x.new_full((numel,), float(self.rank + 1)), group=self.name)
         self.comm.check()
-        return y
+        assert torch.equal(found, torch.full((numel,), 3.0))
 
 
-def run(gpu: FakeGpu, body: Callable[[Rank], None], transport: str = "peer") -> None:
+def run(gpu: FakeGpu, body: Callable[[Rank], None]) -> None:
     """`body` on every rank at once; raises the first failure."""
-    board, failures = Board(), []
+    names, failures = commdsl.threads(RANKS), []
 
     def serve(rank: int) -> None:
         gpu.here.rank = rank
         try:
-            body(Rank(gpu, rank, board, transport))
+            body(Rank(gpu, rank, names[rank]))
         except BaseException as error:
             failures.append(error)
 
@@ -72,13 +74,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 @pytest.mark.parametrize("transport", ["peer", "nvshmem"])
 def test_calls(gpu: FakeGpu, transport: str) -> None:
     """Symmetric memory, arguments and kernel fit together; NVSHMEM's state is set up once for a module that uses it."""
+    gpu.transport = transport
 
     def body(rank: Rank) -> None:
         for _ in range(3):
-            assert torch.equal(rank.call(), torch.full((1000,), 3.0))
+            rank.call()
         rank.comm.release()
 
-    run(gpu, body, transport)
+    run(gpu, body)
     assert gpu.freed == RANKS
     assert set(gpu.built) == {(Transport(transport), "sm_90")}
     assert len(gpu.initialised_modules) == (RANKS if transport == "nvshmem" else 0)
@@ -88,16 +91,17 @@ def test_capture_needs_a_first_call(gpu: FakeGpu) -> None:
     """Neither memory nor a kernel is set up inside a graph capture, and the refusal breaks nothing."""
 
     def body(rank: Rank) -> None:
-        gpu.here.capturing = True
-        with pytest.raises(CaptureError, match="no workspace yet"):
+        with gpu.capturing(), pytest.raises(CaptureError, match="has to be set up before a capture"):
             rank.call()
-        gpu.here.capturing = False
+        assert rank.comm.broken is None
+        with gpu.capturing(), pytest.raises(CaptureError, match="no workspace yet"):
+            rank.call()
         rank.call()
-        gpu.here.capturing = True
-        with pytest.raises(CaptureError, match="for int32 and sum is not loaded"):
-            rank.call("int32")
-        gpu.here.capturing = False
-        assert torch.equal(rank.call(), torch.full((1000,), 3.0))
+        with gpu.capturing(), pytest.raises(CaptureError, match="for int32 and sum is not loaded"):
+            rank.op(rank.x.int(), group=rank.name)
+        rank.call()
+        with gpu.capturing():
+            rank.call(500)
 
     run(gpu, body)
 
@@ -111,9 +115,128 @@ def test_time_out_and_reset(gpu: FakeGpu) -> None:
             with pytest.raises(commdsl.CommTimeout, match="rank 1 never entered"):
                 rank.call()
             with pytest.raises(BrokenGroupError, match="C957"):
-                rank.comm.workspace(rank.program)
+                rank.call()
+            with pytest.raises(BrokenGroupError, match="C957"):
+                rank.call(7)
         rank.comm.reset()
-        assert torch.equal(rank.call(), torch.full((1000,), 3.0))
+        rank.call()
+
+    run(gpu, body)
+
+
+def test_time_out_of_another_op(gpu: FakeGpu) -> None:
+    """What one op's kernel reported, the next call of any op of the group raises, before it launches."""
+
+    def body(rank: Rank) -> None:
+        other = commdsl.load("allgather_ring", ranks=RANKS)
+        other(rank.x, group=rank.name)
+        rank.call()
+        if rank.rank == 0:
+            rank.op(rank.x, group=rank.name)
+            launched = len(gpu.launches)
+            with pytest.raises(commdsl.CommTimeout, match="rank 1 never entered"):
+                other(rank.x, group=rank.name)
+            assert len(gpu.launches) == launched
+        rank.comm.reset()
+        rank.call()
+
+    run(gpu, body)
+
+
+def test_what_is_kept_of_a_call(gpu: FakeGpu) -> None:
+    """A second call of a shape prepares nothing; after a release, or a reset that drops the memory, it is made anew."""
+
+    def body(rank: Rank) -> None:
+        rank.call()
+        made = []
+        original = rank.comm.prepare
+        rank.comm.prepare = lambda *given: made.append(given) or original(*given)  # type: ignore[func-returns-value] # a list's append
+        for _ in range(3):
+            rank.call()
+            rank.op.in_place(rank.x.clone(), group=rank.name)
+        assert len(made) == 1
+        rank.op.release(rank.name)
+        rank.call()
+        assert len(made) == 2
+        (workspace,) = rank.comm.workspaces.values()
+        rank.comm.reset()
+        rank.call()
+        assert len(made) == 2
+        if rank.rank == 0:
+            rank.comm.workspaces.pop(next(iter(rank.comm.workspaces)))
+        rank.comm.reset()
+        if rank.rank == 0:
+            workspace.close()  # as a reset does where the workspace is known
+        rank.call()
+        assert len(made) == 3
+
+    run(gpu, body)
+
+
+def test_many_shapes(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept has an end, and a call that was forgotten is made again."""
+    monkeypatch.setattr(runtime_op, "MAX_KEPT", 3)
+
+    def body(rank: Rank) -> None:
+        for numel in (1, 7, 1000, 7, 4096, 1, 5000, 1000):
+            rank.call(numel)
+
+    run(gpu, body)
+    assert calls.MAX_KEPT > 3
+
+
+def test_threads_share_an_op(gpu: FakeGpu) -> None:
+    """Threads of one rank may call the same op at the same time: each gets the sum, in tensors of its own."""
+
+    def body(rank: Rank) -> None:
+        rank.call()
+        failures = []
+
+        def repeat() -> None:
+            gpu.here.rank = rank.rank
+            try:
+                for _ in range(40):
+                    rank.call()
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=repeat) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not failures, failures[0]
+
+    run(gpu, body)
+
+
+@pytest.mark.parametrize("context", [0, 0xBAD])
+def test_context(gpu: FakeGpu, context: int) -> None:
+    """A thread new to CUDA, or one whose current device is another, launches in the context of the tensor's GPU."""
+
+    def body(rank: Rank) -> None:
+        rank.call()
+        gpu.here.context = context
+        rank.call()
+        rank.call()
+        assert gpu.here.context == (context or gpu.context)
+
+    run(gpu, body)
+
+
+def test_asynchronous(gpu: FakeGpu) -> None:
+    """A call with `async_op` runs on a stream of its own, behind the current one, and waiting joins it again."""
+
+    def body(rank: Rank) -> None:
+        rank.call()
+        work = rank.op(rank.x, group=rank.name, async_op=True)
+        mine = [launch for launch in gpu.launches if launch.rank == rank.rank]
+        assert mine[-1].stream is rank.comm.side_stream
+        assert mine[0].number in mine[-1].before
+        assert mine[-1].number not in gpu.current.before
+        assert torch.equal(work.wait(), torch.full((1000,), 3.0))
+        assert mine[-1].number in gpu.current.before
+        rank.call()
 
     run(gpu, body)
 
@@ -135,7 +258,7 @@ def test_two_ranks_on_one_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
     same = torch.cuda.get_device_properties
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: replace_uuid(same(0)))
     with pytest.raises(GroupError, match="set_device"):
-        run(gpu, lambda _: None)
+        run(gpu, lambda rank: rank.call())
 
 
 def replace_uuid(properties: object) -> object:

@@ -19,9 +19,10 @@ import torch
 from commdsl.config import Config, from_environment
 from commdsl.plan import Transport
 from commdsl.runtime.bootstrap import Board, Bootstrap, StoreBootstrap, ThreadBootstrap, exchange
+from commdsl.runtime.error_page import ErrorPage
 from commdsl.runtime.errors import BrokenGroupError, GroupError
 from commdsl.runtime.program import Program
-from commdsl.runtime.workspace import Workspace
+from commdsl.runtime.workspace import Start, Workspace
 
 RESET_PATIENCE = 2.0
 """A reset waits this many time-outs for the others: they may still be inside a call that has to run out first."""
@@ -32,8 +33,9 @@ class Communicator(ABC):
 
     transport = Transport.PEER
 
-    def __init__(self, name: str, bootstrap: Bootstrap, config: Config) -> None:
+    def __init__(self, name: str, bootstrap: Bootstrap, config: Config, errors: ErrorPage) -> None:
         self.name = name
+        self.errors = errors
         self.bootstrap = bootstrap
         self.config = config
         self.lock = threading.RLock()
@@ -93,6 +95,8 @@ class Communicator(ABC):
 
     def check(self) -> None:
         """Raises what a kernel of this rank reported."""
+        if self.errors.is_blank():
+            return
         for workspace in tuple(self.workspaces.values()):
             failure = workspace.failure()
             if failure is not None:
@@ -112,7 +116,8 @@ class Communicator(ABC):
             common = set.intersection(*(set(value.decode().split(",")) for value in everyone))
             # Nobody clears a heap while a kernel of another rank may still write to it.
             exchange(self.bootstrap, f"reset/{number}/finished", b"", self.config.timeout * (1.0 + RESET_PATIENCE))
-            self.workspaces = {key: workspace for key, workspace in self.workspaces.items() if key in common}
+            for key in self.workspaces.keys() - common:
+                self.workspaces.pop(key).close()
             for workspace in self.workspaces.values():
                 workspace.reset()
             self._made = dict.fromkeys(self.workspaces, 1)
@@ -126,6 +131,7 @@ class Communicator(ABC):
             for key in sorted(self.workspaces) if digest is None else [digest]:
                 workspace = self.workspaces.pop(key, None)
                 if workspace is not None:
+                    workspace.close()
                     self.exchange(f"release/{key}/{self._made[key]}", b"")
                     workspace.heap.free()
 
@@ -136,6 +142,10 @@ class Communicator(ABC):
     @abstractmethod
     def make_workspace(self, program: Program, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Workspace:
         """Symmetric memory and an error word for a Program; all ranks come here together."""
+
+    @abstractmethod
+    def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> Start:
+        """What starts calls of a Program on blocks of one size; the first for a Program is collective."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -149,6 +159,10 @@ class _Member:
     bootstrap: Bootstrap
     board: Board | None
     owner: Callable[[], object | None]
+
+    def is_behind(self, found: object) -> bool:
+        """Whether this is still what the name leads to, given what it leads to now."""
+        return found is not None and self.owner() is found
 
 
 _LOCK = threading.Lock()
@@ -196,14 +210,35 @@ def rank_of(name: str) -> int | None:
     return None if found is None else int(found.rank())
 
 
+def resolve(group: Any) -> tuple[str, object]:
+    """The name of a group, and the object behind the name at this moment, None where there is none.
+
+    A name may be given again once its group is destroyed, so what was kept under a name holds for that object only.
+    """
+    if isinstance(group, str):
+        member = _THREADS.get(group)
+        return group, _process_group(group) if member is None else member.owner()
+    try:
+        world: Any = torch.distributed.distributed_c10d._world
+        found = world.default_pg if group is None else group
+        return world.pg_names[found], found
+    except (AttributeError, KeyError, TypeError):  # no torch.distributed, no such group, no group at all
+        return name_of(group), None
+
+
+def owner_of(name: str) -> Callable[[], object]:
+    """Finds what `resolve` finds behind the name now, as long as that exists; does not keep it alive."""
+    return _member(name).owner
+
+
 def of(name: str, device: torch.device) -> Communicator:
     """The communicator of a group for one kind of device, made on first use."""
-    member = _member(name)
     key = (name, str(device))
     with _LOCK:
         found = _COMMUNICATORS.get(key)
-        if found is not None and found[0].owner() is member.owner():
-            return found[1]
+    if found is not None and found[0].is_behind(resolve(name)[1]):
+        return found[1]
+    member = _member(name)
     made = _make(name, member, device)
     with _LOCK:
         _COMMUNICATORS[key] = (member, made)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,22 +18,25 @@ import torch
 from commdsl.build import nvrtc
 from commdsl.config import Config
 from commdsl.emit import defines
-from commdsl.plan import Transport
+from commdsl.plan import Plan, Transport
 from commdsl.runtime.bootstrap import Bootstrap
 from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.error_page import PAGE_BYTES, ErrorPage
 from commdsl.runtime.errors import CaptureError, DeviceError, GroupError
-from commdsl.runtime.heap import DeviceHeap, ErrorWord
-from commdsl.runtime.kernel import DeviceKernel, Kernel
+from commdsl.runtime.heap import DeviceHeap
+from commdsl.runtime.kernel import DeviceKernel, Kernel, Prepared
 from commdsl.runtime.program import Program
-from commdsl.runtime.workspace import StreamOrder, Workspace
-from commdsl.timeouts import RECORD_BYTES
+from commdsl.runtime.stream_order import StreamOrder
+from commdsl.runtime.workspace import Workspace
+from commdsl.sizes import DEVICE_MIN_SLICE_BYTES, Launch, launch
 
 
 class DeviceCommunicator(Communicator):
     def __init__(self, name: str, bootstrap: Bootstrap, config: Config, device: torch.device) -> None:
-        super().__init__(name, bootstrap, config)
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(f"group `{name}` has to be set up before a capture: call the op once outside it")
+        pinned = torch.zeros(PAGE_BYTES, dtype=torch.uint8).pin_memory()
+        super().__init__(name, bootstrap, config, ErrorPage(pinned.numpy(), pinned))
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self.transport = Transport(config.transport)
         properties = torch.cuda.get_device_properties(self.index)
@@ -42,6 +45,7 @@ class DeviceCommunicator(Communicator):
         self.side_stream = torch.cuda.Stream(self.index)  # calls with async_op=True
         self._check_members(str(properties.uuid))
         self._nvshmem = _start_nvshmem(self, self.index)
+        self._gpu = _Gpu(self.index)
 
     def _check_members(self, uuid: str) -> None:
         members = [
@@ -63,12 +67,15 @@ class DeviceCommunicator(Communicator):
                     f"no {program.plan.symmetric_bytes} bytes of symmetric memory for `{program.plan.name}`: {error}; "
                     "NVSHMEM_SYMMETRIC_SIZE is read when the first op runs"
                 ) from error
-        pinned = torch.zeros(RECORD_BYTES, dtype=torch.uint8).pin_memory()
-        made = Workspace(program.plan, self.rank, heap, ErrorWord(pinned.numpy(), pinned), self.config.timeout)
-        made.order = StreamOrder(torch, _capture_id)
-        return made
+        order = StreamOrder(torch, _capture_id)
+        return Workspace(program.plan, self.rank, heap, self.errors.take(), self.config.timeout, order)
 
-    def kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
+    def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> DeviceStart:
+        workspace = self.workspace(program)
+        kernel = self._kernel(program, workspace, dtype, op)
+        return DeviceStart(self._gpu, workspace, kernel, workspace.prepare(block_bytes, op == "avg", _geometry))
+
+    def _kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
         macros = defines(program.plan, dtype, op)
         found = workspace.kernels.get(macros)
         if found is not None:
@@ -94,11 +101,76 @@ class DeviceCommunicator(Communicator):
         torch.cuda.synchronize(self.index)
 
 
-def _capture_id(stream: int) -> int:
+class _Gpu:
+    """What a launch asks of the driver and of torch, each with one call."""
+
+    def __init__(self, index: int) -> None:
+        import cupy
+
+        self.index = index
+        self.capturing = torch.cuda.is_current_stream_capturing
+        self.current_context = cupy.cuda.driver.ctxGetCurrent
+        # Under torch.cuda.current_stream, which makes an object of the handle.
+        self.stream_handle = torch._C._cuda_getCurrentRawStream
+        self._set_context = cupy.cuda.driver.ctxSetCurrent
+        with torch.cuda.device(index):
+            torch.cuda.synchronize(index)  # the first call of a thread to the runtime binds the device's context
+            self.context = self.current_context()
+
+    def bind(self) -> None:
+        """Inside `torch.cuda.device(index)`: a thread new to CUDA has the device, but no context yet."""
+        if self.current_context() != self.context:
+            self._set_context(self.context)
+
+
+class DeviceStart:
+    """Starts calls on torch's current stream of one GPU, whichever device and thread it is called from."""
+
+    __slots__ = ("_gpu", "_kernel", "_order", "_prepared", "workspace")
+
+    def __init__(self, gpu: _Gpu, workspace: Workspace, kernel: Kernel, prepared: Prepared) -> None:
+        assert workspace.order is not None
+        self.workspace = workspace
+        self._gpu = gpu
+        self._order = workspace.order
+        self._kernel = kernel
+        self._prepared = prepared
+
+    def __call__(self, addresses: Sequence[int]) -> None:
+        gpu = self._gpu
+        with self.workspace.lock:
+            self._prepared.point(*addresses)
+            if gpu.current_context() == gpu.context:
+                self._launch()
+            else:
+                with torch.cuda.device(gpu.index):
+                    gpu.bind()
+                    self._launch()
+
+    def _launch(self) -> None:
+        gpu = self._gpu
+        handle = gpu.stream_handle(gpu.index)
+        if handle == self._order.quiet and not gpu.capturing():
+            self._kernel.launch(self._prepared, handle)
+            return
+        stream = torch.cuda.current_stream(gpu.index)
+        self._order.enter(stream)
+        self._kernel.launch(self._prepared, handle)
+        self._order.leave(stream)
+
+
+def _geometry(plan: Plan, block_bytes: int) -> Launch:
+    return launch(plan, block_bytes, min_slice_bytes=DEVICE_MIN_SLICE_BYTES)
+
+
+def _capture_id(stream: int) -> int | None:
     """Which capture a stream is in."""
     from cuda.bindings import runtime
 
-    return int(runtime.cudaStreamGetCaptureInfo(stream)[2])
+    error, status, number, *_ = runtime.cudaStreamGetCaptureInfo(stream)
+    if error != runtime.cudaError_t.cudaSuccess:
+        raise DeviceError(f"cudaStreamGetCaptureInfo: {error!r}")
+    return int(number) if status == runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive else None
 
 
 class _World:

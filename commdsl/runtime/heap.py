@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from commdsl.runtime.bootstrap import Board, Exchange
 
 PAGE = 4096
@@ -126,20 +124,3 @@ class DeviceHeap:
     def free(self) -> None:
         self._finish()
         self._nvshmem.free_tensor(self._tensor)
-
-
-class ErrorWord:
-    """The 64 bytes in which a kernel reports, readable by this process at any time."""
-
-    def __init__(self, data: np.ndarray[tuple[int], np.dtype[np.uint8]], owner: object) -> None:
-        self.data = data
-        self.address = int(data.ctypes.data)
-        self._owner = owner  # keeps the memory
-        self._code = ctypes.c_uint64.from_address(self.address)
-
-    @property
-    def is_set(self) -> bool:
-        return self._code.value != 0
-
-    def clear(self) -> None:
-        self.data[:] = 0

@@ -7,30 +7,29 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
-
-import numpy as np
 
 from commdsl.build.host import build
 from commdsl.config import Config
 from commdsl.emit import defines
 from commdsl.runtime.bootstrap import Board, Bootstrap
 from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.error_page import ordinary_page
 from commdsl.runtime.errors import GroupError
-from commdsl.runtime.heap import ErrorWord, Heap, SharedHeap, ThreadHeap
-from commdsl.runtime.kernel import HostKernel, Kernel
+from commdsl.runtime.heap import Heap, SharedHeap, ThreadHeap
+from commdsl.runtime.kernel import HostKernel, Kernel, Prepared
 from commdsl.runtime.program import Program
 from commdsl.runtime.workspace import Workspace
-from commdsl.timeouts import RECORD_BYTES
+from commdsl.sizes import host_launch
 
 T = TypeVar("T")
 
 
 class HostCommunicator(Communicator):
     def __init__(self, name: str, bootstrap: Bootstrap, config: Config, board: Board | None) -> None:
-        super().__init__(name, bootstrap, config)
+        super().__init__(name, bootstrap, config, ordinary_page())
         self._board = board
         # Calls with async_op=True run here, one after another.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="commdsl", initializer=self._name_worker)
@@ -50,12 +49,14 @@ class HostCommunicator(Communicator):
             heap = SharedHeap(size, self.rank, tell)
         else:
             heap = ThreadHeap(size, self.rank, tell, self._board)
-        data = np.zeros(2 * RECORD_BYTES, np.uint8)
-        first = -data.ctypes.data % RECORD_BYTES  # a cache line of its own
-        error = ErrorWord(data[first : first + RECORD_BYTES], data)
-        return Workspace(program.plan, self.rank, heap, error, self.config.timeout)
+        return Workspace(program.plan, self.rank, heap, self.errors.take(), self.config.timeout)
 
-    def kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
+    def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> HostStart:
+        workspace = self.workspace(program)
+        kernel = self._kernel(program, workspace, dtype, op)
+        return HostStart(self, workspace, kernel, workspace.prepare(block_bytes, op == "avg", host_launch))
+
+    def _kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
         macros = defines(program.plan, dtype, op)
         found = workspace.kernels.get(macros)
         if found is None:
@@ -79,3 +80,24 @@ class HostCommunicator(Communicator):
 
     def finish(self) -> None:
         self.drain()
+
+
+class HostStart:
+    """Runs calls, one at a time, in the thread that asks."""
+
+    __slots__ = ("_communicator", "_kernel", "_prepared", "workspace")
+
+    def __init__(
+        self, communicator: HostCommunicator, workspace: Workspace, kernel: Kernel, prepared: Prepared
+    ) -> None:
+        self.workspace = workspace
+        self._communicator = communicator
+        self._kernel = kernel
+        self._prepared = prepared
+
+    def __call__(self, addresses: Sequence[int]) -> None:
+        self._communicator.drain()
+        with self.workspace.lock:
+            self._prepared.point(*addresses)
+            self._kernel.launch(self._prepared, 0)
+        self._communicator.check()

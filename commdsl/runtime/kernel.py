@@ -1,26 +1,56 @@
 """Turns a built kernel into something that runs one call: threads of this process, or a launch on a CUDA stream.
 
-Assumes packed arguments (`sizes.Arguments`). Does not order calls (`workspace` does) and does not look at error
+Assumes packed arguments (`sizes.Arguments`). Does not order calls (`stream_order` does) and does not look at error
 records.
 """
 
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+import struct
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
+from commdsl.diagnostics import InternalError
 from commdsl.plan import Plan
 from commdsl.runtime.errors import DeviceError, OpError
+from commdsl.sizes import Launch
 
 _NO_DELAY = bytes(8)
 
 
+def grid_of(plan: Plan, launch: Launch) -> tuple[int, int]:
+    """Thread blocks of a launch, and threads of a block."""
+    return launch.active_lanes, plan.threads
+
+
+class Prepared:
+    """Calls of one kernel on blocks of one size: the packed arguments, in which only the tensors' addresses change.
+
+    Whoever points it at tensors holds the workspace's lock until the launch has copied the arguments.
+    """
+
+    __slots__ = ("arguments", "blocks", "parameters", "point", "pointers", "threads")
+
+    def __init__(self, plan: Plan, launch: Launch, pack: Callable[[Sequence[int]], bytes]) -> None:
+        self.blocks, self.threads = grid_of(plan, launch)
+        addresses = struct.Struct(f"<{len(plan.tensors)}Q")
+        marks = tuple(0xC0DE_0000_0000_0000 + index for index in range(len(plan.tensors)))
+        packed = pack(marks)
+        at = 8 * plan.num_ranks  # behind the heaps
+        if addresses.unpack_from(packed, at) != marks:
+            raise InternalError("the packed arguments do not have the tensors behind the heaps")
+        self.arguments = ctypes.create_string_buffer(packed, len(packed))
+        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))  # one argument: the struct
+        self.pointers = ctypes.addressof(self.parameters)
+        # Takes the addresses for the next call, in the order of Plan.tensors.
+        self.point: Callable[..., None] = partial(addresses.pack_into, self.arguments, at)
+
+
 class Kernel(Protocol):
-    def launch(self, arguments: bytes, lanes: int, stream: int) -> None:
+    def launch(self, prepared: Prepared, stream: int) -> None:
         """Starts one call; on the processor it is over on return."""
         ...
 
@@ -31,10 +61,10 @@ class HostKernel:
     def __init__(self, path: Path) -> None:
         self._entry = ctypes.CDLL(str(path)).commdsl_launch
 
-    def launch(self, arguments: bytes, lanes: int, stream: int) -> None:
-        failure = self._entry(arguments, 1, 1, _NO_DELAY)
+    def launch(self, prepared: Prepared, stream: int) -> None:
+        failure = self._entry(prepared.arguments, 1, 1, _NO_DELAY)
         if failure:
-            raise OpError(f"cannot start {lanes} threads: error {failure}")
+            raise OpError(f"cannot start {prepared.blocks} threads: error {failure}")
 
 
 class DeviceKernel:
@@ -45,16 +75,15 @@ class DeviceKernel:
 
         with cupy.cuda.Device(device):
             self._module = cupy.RawModule(path=str(path))
-            self._kernel = self._module.get_function(entry).kernel
+            self._function = int(self._module.get_function(entry).kernel.ptr)
         if nvshmem is not None:
             # Once per module, before its first launch: fills in the library's device state.
             nvshmem.bindings.cumodule_init(int(self._module.module.ptr))
-        self._threads = plan.threads
-        _refuse_unless_resident(cupy, int(self._kernel.ptr), plan, device)
+        self._launch = cupy.cuda.driver.launchKernel  # the driver's call and no more; the GIL is free meanwhile
+        _refuse_unless_resident(cupy, self._function, plan, device)
 
-    def launch(self, arguments: bytes, lanes: int, stream: int) -> None:
-        packed = np.frombuffer(arguments, dtype=np.dtype((np.void, len(arguments))))
-        self._kernel((lanes, 1, 1), (self._threads, 1, 1), (packed,), stream=_external_stream(stream))
+    def launch(self, prepared: Prepared, stream: int) -> None:
+        self._launch(self._function, prepared.blocks, 1, 1, prepared.threads, 1, 1, 0, stream, prepared.pointers, 0)
 
 
 def _refuse_unless_resident(cupy: Any, function: int, plan: Plan, device: int) -> None:
@@ -65,20 +94,3 @@ def _refuse_unless_resident(cupy: Any, function: int, plan: Plan, device: int) -
             f"`{plan.name}` runs {plan.lanes} lanes of {plan.threads} threads that wait for each other; this GPU holds "
             f"{per_sm * sms} at once ({sms} SMs x {per_sm}); say fewer in `tune {{ lanes ... }}`"
         )
-
-
-class _TorchStream:
-    """A stream of torch's, in the words of CUDA's stream protocol."""
-
-    def __init__(self, stream: int) -> None:
-        self._stream = stream
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._stream
-
-
-@cache
-def _external_stream(stream: int) -> Any:
-    import cupy
-
-    return cupy.cuda.Stream.from_external(_TorchStream(stream)) if stream else cupy.cuda.Stream.null

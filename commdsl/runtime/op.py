@@ -7,22 +7,19 @@ call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from commdsl.config import from_environment
 from commdsl.plan import Transport
-from commdsl.runtime import autograd, communicator, tensors
-from commdsl.runtime.communicator import Communicator
+from commdsl.runtime import autograd, communicator, eager, tensors
+from commdsl.runtime.calls import MAX_KEPT, Call
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import ReductionError, TensorError
 from commdsl.runtime.host import HostCommunicator
 from commdsl.runtime.program import Definition, Program, program
 from commdsl.runtime.work import DeviceWork, HostWork, Result, Work
-from commdsl.runtime.workspace import Workspace
-from commdsl.sizes import DEVICE_MIN_SLICE_BYTES, Launch, host_launch, launch
 
 
 class Op:
@@ -33,8 +30,10 @@ class Op:
         self.definition = definition
         self.ranks = ranks  # assumed where a group is not known: tracing without one
         self._programs: dict[tuple[int, Transport], Program] = {}
+        self._calls: dict[tuple[object, ...], Call] = {}
         self._lock = threading.Lock()
         # Kept apart from the programs: `torch.compile` traces through a call as far as these.
+        self.num_inputs = len(self.program(ranks).signature.inputs)
         self.has_reduction = self.program(ranks).signature.has_reduction
         self.works_in_place = self.program(ranks).signature.in_place is not None
 
@@ -57,34 +56,39 @@ class Op:
         self, *inputs: torch.Tensor, group: Any = None, op: str = "sum", async_op: bool = False
     ) -> Result | Work:
         """The outputs, new tensors; with `async_op` a Work whose `wait()` returns them."""
-        name = communicator.name_of(group)
-        arguments = (*inputs, name, *self._reduction(op))
-        overload = getattr(torch.ops.commdsl, self.name)
-        if not async_op:
-            result: Result = overload(*arguments)
-            return result
-        return self._start(overload, inputs, arguments, name)
+        if async_op:
+            return self._start(inputs, communicator.name_of(group), op)
+        return self._result(inputs, group, op)
 
     def in_place(self, *inputs: torch.Tensor, group: Any = None, op: str = "sum") -> None:
         """Overwrites the `inout` tensors; only for schedules that are proved to allow it."""
         if not self.works_in_place:
             raise TensorError(f"`{self.name}` cannot work in place: a chunk would be overwritten before it is read")
-        getattr(torch.ops.commdsl, f"{self.name}_")(*inputs, communicator.name_of(group), *self._reduction(op))
+        if len(inputs) == self.num_inputs and eager.skips_dispatcher(inputs):
+            self._run(inputs, group, op, in_place=True)
+        else:
+            self._dispatch(f"{self.name}_", inputs, group, op)
 
-    def _reduction(self, op: str) -> tuple[str, ...]:
-        if self.has_reduction:
-            return (op,)
-        if op != "sum":
+    def _result(self, inputs: tuple[torch.Tensor, ...], group: Any, op: str) -> Result:
+        if len(inputs) == self.num_inputs and eager.skips_dispatcher(inputs):
+            outputs = self._run(inputs, group, op, in_place=False)
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        result: Result = self._dispatch(self.name, inputs, group, op)
+        return result
+
+    def _dispatch(self, name: str, inputs: tuple[torch.Tensor, ...], group: Any, op: str) -> Any:
+        if not self.has_reduction and op != "sum":
             raise ReductionError(f"`{self.name}` reduces nothing: op=`{op}` has no meaning")
-        return ()
+        reduction = (op,) if self.has_reduction else ()
+        return getattr(torch.ops.commdsl, name)(*inputs, communicator.name_of(group), *reduction)
 
-    def _start(self, overload: Any, inputs: Sequence[torch.Tensor], arguments: tuple[Any, ...], name: str) -> Work:
+    def _start(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> Work:
         comm = communicator.of(name, inputs[0].device)
         if isinstance(comm, DeviceCommunicator):
             side, current = comm.side_stream, torch.cuda.current_stream(comm.index)
             side.wait_stream(current)
             with torch.cuda.stream(side):
-                result = overload(*arguments)
+                result = self._result(inputs, name, op)
                 event = torch.cuda.Event()
                 event.record(side)
             for tensor in inputs:
@@ -95,8 +99,7 @@ class Op:
 
         def call() -> Result:
             with torch.set_grad_enabled(grad):
-                outputs: Result = overload(*arguments)
-                return outputs
+                return self._result(inputs, name, op)
 
         return HostWork(comm.submit(call))
 
@@ -115,15 +118,12 @@ class Op:
 
     def functional(self, *arguments: Any) -> Result:
         inputs, group_name, op = self.split(arguments)
-        outputs = self._run(inputs, group_name, op, None)
+        outputs = self._run(inputs, group_name, op, in_place=False)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def mutating(self, *arguments: Any) -> None:
         inputs, group_name, op = self.split(arguments)
-        chosen = self.traced(group_name).signature.in_place
-        if chosen is None:
-            raise TensorError(f"`{self.name}_` is not proved to work in place for this number of ranks")
-        self._run(inputs, group_name, op, [inputs[index] for index in chosen])
+        self._run(inputs, group_name, op, in_place=True)
 
     def fake(self, *arguments: Any) -> Result:
         inputs, group_name, _ = self.split(arguments)
@@ -138,57 +138,34 @@ class Op:
         end = len(arguments) - (2 if has_reduction else 1)
         return arguments[:end], arguments[end], op
 
-    def _run(
-        self, inputs: Sequence[torch.Tensor], group_name: str, op: str, outputs: list[torch.Tensor] | None
-    ) -> list[torch.Tensor]:
-        comm = communicator.of(group_name, inputs[0].device)
+    def _run(self, inputs: tuple[torch.Tensor, ...], group: Any, op: str, in_place: bool) -> list[torch.Tensor]:
+        name, behind = communicator.resolve(group)
+        first = inputs[0]
+        key: tuple[object, ...] = (name, op, in_place, first.dtype, first.device, first.shape)
+        if len(inputs) > 1:
+            key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs[1:])
+        call = self._calls.get(key)
+        if call is None or behind is None or not call.serves(behind):
+            call = self._prepare(inputs, name, op, in_place)
+            if len(self._calls) >= MAX_KEPT:
+                self._calls.clear()
+            self._calls[key] = call
+        return call(inputs)
+
+    def _prepare(self, inputs: tuple[torch.Tensor, ...], name: str, op: str, in_place: bool) -> Call:
+        comm = communicator.of(name, inputs[0].device)
         comm.refuse_if_broken()
         comm.check()
         known = self.program(comm.size, comm.transport)
         signature = known.signature
+        chosen = signature.in_place if in_place else None
+        if in_place and chosen is None:
+            raise TensorError(f"`{self.name}_` is not proved to work in place for this number of ranks")
         tensors.check(self.name, signature, inputs)
         tensors.check_reduction(self.name, signature, inputs[0].dtype, op)
-        if outputs is None:
-            make = inputs[0].new_empty if known.fills_outputs else inputs[0].new_zeros
-            outputs = [make(shape) for shape in tensors.output_shapes(signature, inputs)]
         block_bytes = inputs[0].nbytes // signature.inputs[0].blocks
-        if block_bytes > 0:
-            addresses = [(inputs if is_input else outputs)[index].data_ptr() for is_input, index in signature.tensors]
-            _call(comm, known, addresses, block_bytes, tensors.element_name(inputs[0].dtype), op)
-        return outputs
-
-
-def _call(comm: Communicator, known: Program, addresses: list[int], block_bytes: int, dtype: str, op: str) -> None:
-    workspace = comm.workspace(known)
-    run = _launch(workspace, block_bytes, on_host=isinstance(comm, HostCommunicator))
-    average = op == "avg"
-    if isinstance(comm, HostCommunicator):
-        kernel = comm.kernel(known, workspace, dtype, op)
-        comm.drain()
-        with workspace.lock:
-            workspace.call(kernel, addresses, run, average)
-        comm.check()
-        return
-    assert isinstance(comm, DeviceCommunicator)
-    assert workspace.order is not None
-    kernel = comm.kernel(known, workspace, dtype, op)
-    with torch.cuda.device(comm.index), workspace.lock:
-        stream = torch.cuda.current_stream(comm.index)
-        workspace.order.enter(stream)
-        workspace.call(kernel, addresses, run, average, stream.cuda_stream)
-        workspace.order.leave(stream)
-
-
-def _launch(workspace: Workspace, block_bytes: int, *, on_host: bool) -> Launch:
-    found = workspace.launches.get(block_bytes)
-    if found is None:
-        plan = workspace.plan
-        if on_host:
-            found = host_launch(plan, block_bytes)
-        else:
-            found = launch(plan, block_bytes, min_slice_bytes=DEVICE_MIN_SLICE_BYTES)
-        workspace.launches[block_bytes] = found
-    return found
+        start = comm.prepare(known, block_bytes, tensors.element_name(inputs[0].dtype), op) if block_bytes else None
+        return Call(self.name, comm, known, inputs, chosen, start, communicator.owner_of(name))
 
 
 class _Registry:

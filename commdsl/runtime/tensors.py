@@ -42,6 +42,8 @@ def check(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> N
 
 def check_reduction(name: str, signature: Signature, dtype: torch.dtype, op: str) -> None:
     if not signature.has_reduction:
+        if op != "sum":
+            raise ReductionError(f"`{name}` reduces nothing: op=`{op}` has no meaning")
         return
     known = dtypes.BY_NAME.get(element_name(dtype))
     if op not in dtypes.OPS:

@@ -1,0 +1,75 @@
+"""Turns what a call on tensors of known shapes needs into one object, made once: outputs, arguments, where it runs.
+
+Assumes tensors of the shapes, dtype and device it was made for, as its key in the op's table says. Does not set up
+memory or kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from commdsl.runtime import tensors
+from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.program import Program
+from commdsl.runtime.workspace import Start
+
+MAX_KEPT = 4096
+"""An op forgets its calls when it has met so many shapes: each is a kilobyte."""
+
+
+_address = torch.Tensor.data_ptr
+
+
+class Call:
+    """Calls of one op of one shape on one group; `in_place` is the input each output is, or None for new tensors."""
+
+    __slots__ = ("_communicator", "_make", "_name", "_owner", "_shapes", "_signature", "_slots", "_start")
+
+    def __init__(
+        self,
+        name: str,
+        communicator: Communicator,
+        program: Program,
+        inputs: Sequence[torch.Tensor],
+        in_place: tuple[int, ...] | None,
+        start: Start | None,
+        owner: Callable[[], object],
+    ) -> None:
+        signature = program.signature
+        shapes = [] if in_place is not None else tensors.output_shapes(signature, inputs)
+        outputs = range(len(inputs), len(inputs) + len(shapes)) if in_place is None else in_place
+        self._name = name
+        self._communicator = communicator
+        self._signature = signature
+        self._shapes = tuple(tuple(shape) or ((),) for shape in shapes)  # as arguments: faster than as one tuple
+        self._make: Any = torch.Tensor.new_empty if program.fills_outputs else torch.Tensor.new_zeros
+        slots = tuple(index if is_input else outputs[index] for is_input, index in signature.tensors)
+        # Where each of the Plan's tensors is among inputs and outputs; None: that is their order.
+        self._slots = None if slots == tuple(range(len(inputs) + len(shapes))) else slots
+        self._start = start  # None: no bytes to move
+        self._owner = owner  # what was behind the group's name when this was made
+
+    def serves(self, behind: object) -> bool:
+        """Whether it can make the next call, for the object now behind the group's name: its memory is still there."""
+        start = self._start
+        return start is not None and not start.workspace.is_closed and behind is self._owner()
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Starts it and returns the new tensors."""
+        communicator = self._communicator
+        if communicator.broken is not None or not communicator.errors.is_blank():
+            communicator.refuse_if_broken()
+            communicator.check()
+        for tensor in inputs:
+            if not tensor.is_contiguous():
+                tensors.check(self._name, self._signature, inputs)
+        known = list(inputs)
+        for shape in self._shapes:
+            known.append(self._make(inputs[0], *shape))
+        if self._start is not None:
+            addresses = tuple(map(_address, known))
+            self._start(addresses if self._slots is None else [addresses[slot] for slot in self._slots])
+        return known[len(inputs) :]
