@@ -108,9 +108,14 @@ class FakeGpu:
     @property
     def current(self) -> Stream:
         """The stream of this thread, at first the default one of its GPU."""
-        if not hasattr(self.here, "stream"):
-            self.here.stream = Stream(0, 0)
-        return self.here.stream
+        return getattr(self.here, "stream", self.default)
+
+    @property
+    def default(self) -> Stream:
+        """The default stream of this thread's GPU."""
+        if not hasattr(self.here, "default"):
+            self.here.default = Stream(0, 0)
+        return self.here.default
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -124,7 +129,7 @@ class FakeGpu:
         stream = self.current
         stream.capture = number
         yield
-        for other in (stream, *self._streams.values()):
+        for other in (self.default, *self._streams.values()):
             other.capture = None if other.capture == number else other.capture
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
@@ -192,18 +197,25 @@ class FakeGpu:
         assert getattr(self.here, "context", CONTEXT) == CONTEXT, "a launch in the context of another GPU"
         assert all(size > 0 for size in grid)
         assert (shared, extra) == (0, 0)
+        self.note(stream)
+        self._entries[function](ctypes.c_void_p.from_address(parameters), 1, 1, bytes(8))
+
+    def note(self, stream: int) -> Launch:
+        """A launch on the stream of that handle, which is the current one."""
         here = self.current
         assert stream == here.cuda_stream
+        assert not here.is_gone
         made = Launch(self.here.rank, next(self._numbers), here, here.capture, frozenset(here.before))
         self.launches.append(made)
         here.before.add(made.number)
-        self._entries[function](ctypes.c_void_p.from_address(parameters), 1, 1, bytes(8))
+        return made
 
     def _runtime(self) -> Any:
         """Of cuda.bindings, what tells of captures."""
 
         def info(handle: int) -> tuple[int, int, int]:
-            stream = self._streams[handle] if handle else self.current
+            stream = self._streams[handle] if handle else self.default
+            assert not stream.is_gone
             return 0, int(stream.capture is not None), stream.capture or 0
 
         return SimpleNamespace(

@@ -144,6 +144,11 @@ def subgroup() -> None:
         same(op(tensors[rank], group=pairs[rank // 2]), tensors[rank] + tensors[rank ^ 1])
     with pytest.raises(GroupError, match="no process group named"):
         op(tensors[rank], group="nobody")
+    short = dist.new_group()
+    same(op(given(rank, (9,), torch.int64), group=short), combined(everyone((9,), torch.int64), "sum"))
+    dist.destroy_process_group(short)
+    with pytest.raises(GroupError):
+        op(given(rank, (9,), torch.int64), group=short)
 
 
 def gradients() -> None:
@@ -216,8 +221,9 @@ def refusals() -> None:
     rank = dist.get_rank()
     op, scatter = commdsl.load("allreduce_ring"), commdsl.load("reducescatter_ring")
     x = given(rank, (8, 4), torch.float32)
+    op(given(rank, (4, 8), torch.float32))
     with pytest.raises(TensorError, match="not contiguous"):
-        op(x.t())
+        op(x.t())  # also where a call of this shape was made before
     with pytest.raises(TensorError, match="reduces float32"):
         op(x.to(torch.float8_e5m2))
     with pytest.raises(ReductionError, match="no reduction `median`"):

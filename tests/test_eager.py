@@ -1,0 +1,120 @@
+"""Which calls skip torch's dispatcher: those for which it would do nothing, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402 - after the check for torch
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.profiler import profile  # noqa: E402
+from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+import commdsl  # noqa: E402
+from commdsl.runtime.eager import skips_dispatcher  # noqa: E402
+
+
+def skips(*tensors: torch.Tensor) -> bool:
+    return skips_dispatcher(tensors)
+
+
+def test_plain_tensors() -> None:
+    """Tensors in memory, parameters without a gradient, inference and autocast need no dispatcher."""
+    x = torch.zeros(4)
+    assert skips(x)
+    assert skips(x, x[1:], torch.zeros(4, dtype=torch.complex64))
+    assert skips(torch.nn.Parameter(x, requires_grad=False))
+    with torch.inference_mode(), torch.autocast("cpu"):
+        assert skips(torch.zeros(4))
+        assert skips(x)
+
+
+def test_gradients() -> None:
+    """A wanted gradient takes the dispatcher, unless gradients are off."""
+    x = torch.zeros(4, requires_grad=True)
+    assert not skips(x)
+    assert not skips(torch.zeros(4), x * 2)
+    assert skips(x.detach())
+    with torch.no_grad():
+        assert skips(x)
+        assert skips(torch.nn.Parameter(x))
+
+
+def test_other_tensors() -> None:
+    """Subclasses, and tensors whose memory does not hold their values, take the dispatcher."""
+    x = torch.zeros(4)
+
+    class Named(torch.Tensor):
+        """What subclasses of users look like."""
+
+    assert not skips(x.as_subclass(Named))
+    assert not skips(TwoTensor(x, x))
+    assert not skips(FakeTensorMode().from_tensor(x))
+    assert not skips(torch.zeros(4, device="meta"))
+    assert not skips(torch.zeros(4, dtype=torch.complex64).conj())
+    assert not skips(torch.zeros(4, dtype=torch.complex64).conj().imag)
+    assert not skips(torch._efficientzerotensor(4))
+
+
+def test_modes() -> None:
+    """Modes of dispatch and of functions take it; the mode behind a default device does not mind."""
+    x = torch.zeros(4)
+    with TorchDispatchMode():
+        assert not skips(x)
+    with FakeTensorMode():
+        assert not skips(x)
+    with TorchFunctionMode():
+        assert not skips(x)
+    with torch.device("cpu"):
+        assert skips(x)
+    assert skips(x)
+
+
+def test_transforms() -> None:
+    """vmap, functionalization, tracing and the profiler take it."""
+    found: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        found.append(skips(x))
+        return x + 1
+
+    x = torch.zeros(2, 4)
+    for transform in transforms(look):
+        found.clear()
+        transform(x)
+        assert found
+        assert not any(found)
+    with profile():
+        assert not skips(x)
+
+
+def transforms(look: Callable[[torch.Tensor], torch.Tensor]) -> list[Callable[[torch.Tensor], object]]:
+    def traced(x: torch.Tensor) -> object:
+        return torch.jit.trace(look, x, check_trace=False)
+
+    return [torch.vmap(look), torch.func.functionalize(look), torch.func.grad(lambda x: look(x).sum()), traced]
+
+
+def test_compiled() -> None:
+    """torch.compile traces the dispatcher's way, so a compiled call is an op of the graph."""
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if skips_dispatcher((x,)) else x + 2
+
+    compiled = torch.compile(both, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.zeros(4)), torch.full((4,), 2.0))
+
+
+def test_wrong_number_of_tensors() -> None:
+    """The dispatcher says how many tensors an op takes."""
+    op = commdsl.load("allreduce_ring", ranks=2)
+    (name, _) = commdsl.threads(2)
+    x = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="expected at most"):
+        op(x, x, group=name)
+    with pytest.raises((RuntimeError, TypeError)):
+        op(group=name)
