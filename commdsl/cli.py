@@ -140,6 +140,40 @@ def fmt(words: Words, only_check: bool, as_json: bool) -> None:
 
 
 @app.command()
+@click.option("--collectives", default="all", show_default=True, metavar="A,B", help="all_reduce, all_gather, ...")
+@click.option("--sizes", default="1KB..1GB", show_default=True, metavar="FROM..TO", help="Bytes of the larger side.")
+@click.option("--factor", default=4, show_default=True, metavar="N", help="From one size to the next.")
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), metavar="FILE", help="Named after the machine unless said."
+)
+@click.option("--time-budget", default=480.0, show_default=True, metavar="SECONDS", help="For all collectives.")
+@click.option(
+    "--memory", default="128MB", show_default=True, metavar="SIZE", help="Symmetric memory of an op, at most."
+)
+@click.option("--dtype", default="bfloat16", show_default=True, help="float32, bfloat16, int32, ...")
+def tune(collectives: str, sizes: str, factor: int, output: Path | None, **limits: Any) -> None:
+    """Measure schedules and tunings on this machine, under torchrun, and write the table of the fastest."""
+    from commdsl.commands.tune import parse, tune
+
+    memory = arguments.parse_bytes(limits["memory"], "--memory")
+    wanted = parse(collectives, sizes, factor, output, limits["time_budget"], memory, limits["dtype"])
+    leave(tune(wanted))
+
+
+@app.command()
+@click.argument("collective")
+@click.argument("size")
+@click.option("--ranks", type=int, required=True, metavar="N", help="The size of the group.")
+@click.option("--device", metavar="NAME", help="As torch names the GPU; this machine's unless said.")
+@as_json
+def choice(collective: str, size: str, ranks: int, device: Text, as_json: bool) -> None:
+    """Say which schedule `commdsl.COLLECTIVE` runs for SIZE bytes on the larger side of a rank, and why."""
+    from commdsl.commands.choice import choice
+
+    leave(choice(collective, arguments.parse_bytes(size, "SIZE"), ranks, device, as_json=as_json))
+
+
+@app.command()
 @click.argument("code", required=False)
 @as_json
 def explain(code: Text, as_json: bool) -> None:

@@ -1,0 +1,206 @@
+"""Turns collectives and sizes into a table of the fastest candidates on this machine, under torchrun.
+
+Assumes one process a rank, started together; all search alike, and rank 0 alone writes and prints. Does not measure
+itself; `runtime.measure` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commdsl import selection
+from commdsl.commands import output
+from commdsl.commands.arguments import UsageError, parse_bytes
+from commdsl.commands.output import Exit
+from commdsl.dtypes import BY_NAME
+from commdsl.search import Search
+from commdsl.selection import Row, Table, TableError, size_text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+PROTOCOLS = ("packet", "line", "bulk")
+HOST_PROTOCOLS = ("bulk",)
+"""On the processor a protocol changes no speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to measure, and where the table goes (None: named after the machine)."""
+
+    collectives: tuple[str, ...]
+    sizes: tuple[int, ...]
+    path: Path | None
+    seconds: float
+    most_symmetric: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of one collective."""
+
+    collective: str
+    rows: tuple[Row, ...]
+    num_measured: int
+    failures: tuple[str, ...]  # a reason each
+    num_skipped: int
+
+
+def parse(
+    collectives: str, sizes: str, factor: int, path: Path | None, seconds: float, most_symmetric: int, dtype: str
+) -> Wanted:
+    """The words of the command line; UsageError says what is expected."""
+    names = selection.COLLECTIVES if collectives == "all" else tuple(collectives.split(","))
+    for name in names:
+        if name not in selection.COLLECTIVES:
+            raise UsageError(f"--collectives expects {', '.join(selection.COLLECTIVES)} or all, got `{name}`")
+    first, dots, last = sizes.partition("..")
+    smallest, largest = (parse_bytes(end, "--sizes") for end in (first, last if dots else first))
+    if seconds <= 0:
+        raise UsageError("--time-budget is a number of seconds above 0")
+    if "sum" not in getattr(BY_NAME.get(dtype), "ops", ()):
+        raise UsageError(f"--dtype expects an element type that has a sum, got `{dtype}`")
+    return Wanted(names, powers(smallest, largest, factor), path, seconds, most_symmetric, dtype)
+
+
+def powers(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """Sizes from `first` to `last`, each `factor` times the one before."""
+    if first < 1 or last < first or factor < 2:
+        raise UsageError("--sizes goes up from 1 byte or more, by a --factor of 2 or more")
+    found = [first]
+    while found[-1] * factor <= last:
+        found.append(found[-1] * factor)
+    return tuple(found)
+
+
+def tune(wanted: Wanted) -> Exit:
+    """Measures, writes and prints. The table keeps what it has of other collectives, if it is of this machine."""
+    from commdsl.runtime import measure
+    from commdsl.runtime.errors import GroupError
+
+    try:
+        measure.start()
+    except GroupError as error:
+        raise UsageError(str(error)) from error
+    device, ranks = measure.where()
+    path = wanted.path or Path(f"{name_of(device)}_x{ranks}.json")
+    before = earlier(path, device, ranks)
+    rows, found = dict(before.rows if before else ()), list[Found]()
+    table = Table(device, ranks, measure.about(wanted.dtype), (), path)
+    for one in search_all(wanted, device, ranks):
+        found.append(one)
+        rows |= {one.collective: one.rows} if one.rows else {}
+        table = replace(table, rows=tuple(sorted(rows.items())))
+        if rows and measure.is_first():  # after each, as the next may be cut short
+            path.write_text(selection.table_text(table), encoding="utf-8")
+    if measure.is_first():
+        show(found, table)
+    measure.stop()
+    wrong = any("WrongResult" in reason for one in found for reason in one.failures)
+    return Exit.WRONG_RESULT if wrong or not all(one.rows for one in found) else Exit.FINE
+
+
+def earlier(path: Path, device: str, ranks: int) -> Table | None:
+    """The table that is there already, to be added to."""
+    if not path.exists():
+        return None
+    try:
+        table = selection.read_table(path)
+    except TableError as error:
+        raise UsageError(f"{error}; name another file") from error
+    if (table.device, table.ranks) != (device, ranks):
+        raise UsageError(f"{path} is of {table.device} x{table.ranks}, this is {device} x{ranks}: name another file")
+    return table
+
+
+def name_of(device: str) -> str:
+    """`NVIDIA H200` -> `h200`."""
+    words = "".join(char if char.isalnum() else " " for char in device.lower()).split()
+    return "_".join(word for word in words if word != "nvidia")
+
+
+def search_all(wanted: Wanted, device: str, ranks: int) -> Iterator[Found]:
+    """One collective after another; what one leaves of its time, the others have."""
+    from commdsl.runtime import measure
+
+    protocols = HOST_PROTOCOLS if device == selection.PLAIN_DEVICE else PROTOCOLS
+    clock = measure.Clock(wanted.seconds)
+    with progress(shown=measure.is_first()) as shown, measure.builders() as ahead:
+        for index, collective in enumerate(wanted.collectives):
+            clock_here = measure.Clock(clock.left() / (len(wanted.collectives) - index))
+            bench = measure.Machine(collective, wanted.dtype, wanted.most_symmetric, clock_here, ahead)
+            search = Search(collective, ranks, wanted.sizes, protocols, bench, watcher(shown, collective))
+            rows = search.run()
+            reasons = tuple(failure.reason for failure in search.failures.values())
+            yield Found(collective, rows, len(search.times), reasons, search.skipped)
+
+
+@contextmanager
+def progress(*, shown: bool) -> Iterator[Progress | None]:
+    """A bar on rank 0's standard error; where that is no terminal, a line a stage."""
+    if not shown or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        yield bar
+
+
+def watcher(shown: Progress | None, collective: str) -> Any:
+    """What the search tells where it is."""
+    from commdsl.runtime import measure
+
+    tasks: dict[str, Any] = {}
+
+    def watch(stage: str, done: int, total: int) -> None:
+        if total == 0:
+            return
+        if shown is None:
+            if done == 0 and measure.is_first():
+                output.tell(f"{collective}: {stage}, {output.count(total, 'candidate')}")
+            return
+        if done == 0:
+            tasks["now"] = shown.add_task(f"{collective}: {stage}", total=total)
+        shown.update(tasks["now"], completed=done)
+
+    return watch
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def show(found: list[Found], table: Table) -> None:
+    """What failed, what was left out, and the rows last."""
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    grid = Grid(title=f"{table.device} x{table.ranks}: {table.path}")
+    for title in ("collective", "size", "us", "GB/s", "chosen", "next", "us"):
+        grid.add_column(title, justify="right" if title in ("size", "us", "GB/s") else "left", overflow="fold")
+    for one in found:
+        for row in one.rows:
+            measured = row.measured
+            assert measured is not None
+            rate = f"{measured.nbytes / measured.us / 1e3:.1f}"
+            second = (str(measured.second), f"{measured.second_us:.2f}") if measured.second else ("", "")
+            size, us = size_text(measured.nbytes), f"{measured.us:.2f}"
+            grid.add_row(one.collective, size, us, rate, str(row.candidate), *second)
+        grid.add_section()
+    for one in found:
+        skipped = f", {one.num_skipped} not measured for want of time" if one.num_skipped else ""
+        failed = f", {len(one.failures)} failed" if one.failures else ""
+        output.tell(f"{one.collective}: {output.count(one.num_measured, 'candidate')} measured{failed}{skipped}")
+        for reason, number in Counter(one.failures).most_common():
+            output.tell(f"  {number} x {reason}")
+    console.print(grid)

@@ -1,0 +1,258 @@
+"""`commdsl tune`: the search on a machine whose costs are known, and a tiny run of the command on processor ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from commdsl import compiler, selection
+from commdsl.cli import run_command
+from commdsl.resolve import resolve
+from commdsl.resources import data_dir
+from commdsl.search import SETTLED, Failure, Search, Times
+from commdsl.search_space import GRIDS, LADDERS, first_candidates, in_range, neighbours
+from commdsl.selection import COLLECTIVES, Candidate, Row
+from commdsl.topology import switch
+
+SIZES = tuple(1 << power for power in range(10, 31, 2))
+PROTOCOLS = ("packet", "line", "bulk")
+ROOT = Path(__file__).parent.parent
+
+
+def cost(candidate: Candidate, nbytes: int) -> float:
+    """Microseconds: packets start soonest, bulk moves most, few lanes do not fill the link, odd tiles cost a little."""
+    tune = dict(candidate.tune)
+    start, rate = {"packet": (3.0, 100e3), "line": (5.0, 250e3), "bulk": (9.0, 340e3)}[str(tune["protocol"])]
+    hops, traffic = (
+        (1, 3.0) if "oneshot" in candidate.schedule else (6, 1.5) if "ring" in candidate.schedule else (2, 1.5)
+    )
+    lanes, tile = int(tune["lanes"]), int(tune["tile"])
+    filled = min(1.0, lanes / 48)
+    return start * hops + 0.01 * lanes + nbytes * traffic / (rate * filled) + 0.1 * abs(math.log2(tile / 65536))
+
+
+@dataclass
+class FakeBench:
+    """Measures by `cost`, and remembers what it was asked."""
+
+    broken: str = ""  # candidates with this in their text fail
+    pace: float = 0.0  # the share of the time that a candidate takes
+    asked: list[tuple[Candidate, tuple[int, ...]]] = field(default_factory=list)
+    announced: int = 0
+
+    def announce(self, candidates: tuple[Candidate, ...]) -> None:
+        self.announced += len(candidates)
+
+    def measure(self, candidate: Candidate, sizes: tuple[int, ...]) -> Times | Failure:
+        self.asked.append((candidate, sizes))
+        if self.broken and self.broken in str(candidate):
+            return Failure("DeviceError: no")
+        return {size: cost(candidate, size) for size in sizes}
+
+    def spent(self) -> float:
+        return self.pace * len(self.asked)
+
+
+def search(bench: FakeBench, sizes: tuple[int, ...] = SIZES) -> Search:
+    return Search("all_reduce", 4, sizes, PROTOCOLS, bench, lambda stage, done, total: None)
+
+
+def everything() -> set[Candidate]:
+    """The whole of the space that single steps reach."""
+    reached = set(first_candidates("all_reduce", 4, PROTOCOLS))
+    edge = set(reached)
+    while edge:
+        edge = {one for candidate in edge for one in neighbours(candidate)} - reached
+        reached |= edge
+    return reached
+
+
+def test_the_search_finds_what_is_fast() -> None:
+    """Its choice is near the best of the whole space at every size, after a small part of the measurements."""
+    bench = FakeBench()
+    rows = search(bench).run()
+    space = everything()
+
+    assert len(rows) == len(SIZES)
+    for row in rows:
+        assert row.measured is not None
+        best = min(
+            cost(one, row.measured.nbytes)
+            for one in space
+            if in_range("all_reduce", one, row.measured.nbytes, PROTOCOLS)
+        )
+        assert row.measured.us <= 1.1 * best
+        assert row.measured.second is not None
+        assert row.measured.second_us >= row.measured.us / SETTLED
+    assert len({candidate for candidate, _ in bench.asked}) < len(space) / 10
+    assert bench.announced == len(bench.asked)
+
+
+def test_rows_meet_between_sizes() -> None:
+    """A row ends at the geometric mean of its size and the next, the last nowhere; few candidates serve many rows."""
+    rows = search(FakeBench()).run()
+
+    assert [row.max_bytes for row in rows] == [2 * size for size in SIZES[:-1]] + [None]
+    assert len({row.candidate for row in rows}) < len(rows)
+
+
+def test_the_search_is_deterministic() -> None:
+    """The same measurements are made in the same order, so ranks with the same numbers stay together."""
+    first, second = FakeBench(), FakeBench()
+
+    assert search(first).run() == search(second).run()
+    assert first.asked == second.asked
+
+
+def test_failures_are_kept() -> None:
+    """A candidate that fails is counted with its reason, asked once, and chosen nowhere."""
+    bench = FakeBench(broken="protocol=line")
+    made = search(bench)
+    rows = made.run()
+
+    assert made.failures
+    assert {failure.reason for failure in made.failures.values()} == {"DeviceError: no"}
+    assert len([one for one, _ in bench.asked if "line" in str(one)]) == len(made.failures)
+    assert not any("line" in str(row.candidate) for row in rows)
+    assert search(FakeBench(broken="allreduce")).run() == ()
+
+
+def test_time_runs_out() -> None:
+    """Short of time the stages are cut, and every size that a candidate reached still has a row."""
+    bench = FakeBench(pace=0.05)
+    made = search(bench)
+    rows = made.run()
+
+    assert made.skipped > 0
+    assert len(bench.asked) < 40
+    assert rows[-1].max_bytes is None
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_the_space_is_legal(collective: str) -> None:
+    """The language admits every first candidate and its neighbours, and some candidate serves every size."""
+    first = first_candidates(collective, 4, PROTOCOLS)
+    reached = {one for candidate in first for one in (candidate, *neighbours(candidate))}
+    schedules = {path.stem: path for path in (data_dir("schedules") / "collectives").glob("*.comm")}
+    files = compiler.read(schedules["alltoall_direct"])
+    for tune in sorted({one.tune for one in reached}, key=str):
+        resolve(files, compiler.choose(files, None), 4, switch(4), {}, dict(tune))
+    for schedule, params in sorted({(one.schedule, one.params) for one in reached}):
+        compiler.check(schedules[schedule], ranks=4, params=dict(params))
+    assert all(any(in_range(collective, one, size, PROTOCOLS) for one in first) for size in SIZES)
+
+
+def test_the_grid_is_on_the_ladders() -> None:
+    """Refinement can leave every value of the grid both ways."""
+    for protocol, grid in GRIDS.items():
+        tiles = LADDERS["line tile" if protocol == "line" else "tile"]
+        for values, ladder in ((grid.lanes, LADDERS["lanes"]), (grid.threads, LADDERS["threads"]), (grid.tiles, tiles)):
+            assert all(ladder[0] < value < ladder[-1] and value in ladder for value in values)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--collectives", "reduce"], "--collectives expects all_reduce"),
+        (["--sizes", "1MB..1KB"], "--sizes goes up"),
+        (["--sizes", "few"], "--sizes expects a size"),
+        (["--factor", "1"], "by a --factor of 2"),
+        (["--time-budget", "0"], "above 0"),
+        (["--dtype", "uint8"], "that has a sum"),
+    ],
+)
+def test_usage(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong word is a usage error that says what is expected."""
+    assert run_command(["tune", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_choice_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`commdsl choice` prints what runs, and why; --json says the same."""
+    words = ["choice", "all_reduce", "64KB", "--ranks", "4", "--device", "A GPU that nobody measured"]
+    assert run_command(words) == 0
+    said = capsys.readouterr().out
+    assert run_command([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+
+    assert said.splitlines() == ["allreduce_twoshot protocol=line", found["reason"]]
+    assert (found["schedule"], found["tune"], found["bytes"]) == ("allreduce_twoshot", {"protocol": "line"}, 65536)
+    assert run_command(["choice", "reduce", "64KB", "--ranks", "4"]) == 2
+
+
+def run_tune(*words: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "commdsl", "tune"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [*launcher, "--sizes", "1KB..8KB", "--factor", "8", "--time-budget", "4", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+
+
+def test_run(tmp_path: Path) -> None:
+    """Under torchrun the command checks and times candidates and writes a table to choose from, or to add to."""
+    pytest.importorskip("torch")
+    path = tmp_path / "here.json"
+    done = run_tune("--collectives", "all_reduce", "--output", str(path))
+    assert done.returncode == 0, done.stderr
+    table = selection.read_table(path)
+    rows = table.of("all_reduce")
+
+    assert (table.device, table.ranks) == ("cpu", 2)
+    assert rows is not None
+    assert [row.measured.nbytes for row in rows if row.measured] == [1024, 8192]
+    assert "all_reduce" in done.stdout
+    assert "measured" in done.stderr
+    chosen = selection.choose((table,), "all_reduce", 1000, 2, "cpu", plain=False)
+    assert chosen.reason.startswith(f"{path}: fastest of ")
+
+    again = run_tune("--collectives", "broadcast", "--output", str(path), "--memory", "1KB")
+    assert again.returncode != 0
+    assert "more than 1 KB of symmetric memory" in again.stderr
+    assert selection.read_table(path).rows == table.rows
+
+
+def test_it_needs_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without torchrun the command says how it is started."""
+    pytest.importorskip("torch")
+
+    assert run_command(["tune"]) == 2
+    assert "torchrun --nproc-per-node" in capsys.readouterr().err
+
+
+def test_built_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share the candidates that come next, and processes without torch bring each into the cache."""
+    torch = pytest.importorskip("torch")
+    from commdsl.runtime import ahead
+
+    monkeypatch.setenv("COMMDSL_CACHE_DIR", str(tmp_path))
+    candidates = first_candidates("all_gather", 2, ("bulk",))[:3]
+    first, second = (ahead.Ahead(rank, 2, workers=1) for rank in range(2))
+    for one in (first, second):
+        one.build(candidates, torch.device("cpu"), "float32")
+    assert (len(first.started), len(second.started)) == (2, 1)
+    for job in (*first.started, *second.started):
+        job.result(timeout=120)
+    first.close()
+    second.close()
+
+    assert len(list(tmp_path.glob("??/*/program.pickle"))) == 3
+    assert len(list(tmp_path.glob("??/*/*.so"))) == 3
+
+
+def test_row_is_kept_within_noise() -> None:
+    """A row takes over the candidate of the one before where that is as fast but for noise."""
+    first, second = Candidate("a"), Candidate("b")
+    made = search(FakeBench(), (1024, 4096))
+    made.times = {first: {1024: 5.0, 4096: 6.1}, second: {1024: 5.5, 4096: 6.0}}
+    rows: tuple[Row, ...] = made._rows()
+
+    assert [row.candidate for row in rows] == [first, first]
