@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ import commdsl  # noqa: E402
 from commdsl.plan import Transport  # noqa: E402
 from commdsl.runtime import calls, communicator  # noqa: E402
 from commdsl.runtime import op as runtime_op  # noqa: E402
+from commdsl.runtime.bootstrap import Board, ThreadBootstrap  # noqa: E402
 from commdsl.runtime.device import DeviceCommunicator  # noqa: E402
 from commdsl.runtime.errors import BrokenGroupError, CaptureError, DeviceError, GroupError  # noqa: E402
 
@@ -169,6 +171,26 @@ def test_what_is_kept_of_a_call(gpu: FakeGpu) -> None:
             workspace.close()  # as a reset does where the workspace is known
         rank.call()
         assert len(made) == 3
+
+    run(gpu, body)
+
+
+def test_another_group_of_the_same_name(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may come to stand for another group, as torch numbers groups anew: nothing kept under it is used then."""
+    board = Board()
+
+    def body(rank: Rank) -> None:
+        rank.call()
+        before, member = rank.comm, communicator._THREADS[rank.name]
+        bootstrap = ThreadBootstrap(rank.rank, RANKS, board)
+        renamed = replace(member, bootstrap=bootstrap, board=board, owner=lambda: board)
+        monkeypatch.setitem(communicator._THREADS, rank.name, renamed)
+        rank.call()
+        assert rank.comm is not before
+        assert [launch.rank for launch in gpu.launches].count(rank.rank) == 2
+        assert len(before.workspaces) == len(rank.comm.workspaces) == 1
+        before.broken = GroupError("of a group that is gone")
+        rank.call()
 
     run(gpu, body)
 

@@ -75,7 +75,8 @@ class DeviceKernel:
 
         with cupy.cuda.Device(device):
             self._module = cupy.RawModule(path=str(path))
-            self._function = int(self._module.get_function(entry).kernel.ptr)
+            self._kernel = self._module.get_function(entry).kernel  # kept: the handle is good as long as it is
+        self._function = int(self._kernel.ptr)
         if nvshmem is not None:
             # Once per module, before its first launch: fills in the library's device state.
             nvshmem.bindings.cumodule_init(int(self._module.module.ptr))
