@@ -43,7 +43,7 @@ class DeviceError(OpError):
 
 
 class CaptureError(OpError):
-    """A CUDA graph capture met an op that still has to allocate or load."""
+    """A CUDA graph capture met an op that still has to allocate or load, or a call that it keeps from being ordered."""
 
     code = "C955"
 
