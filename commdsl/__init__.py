@@ -65,6 +65,6 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module `commdsl` has no attribute `{name}`")
-    # Kept, so that a call of `commdsl.all_reduce` does not come here each time: this costs as much as a launch.
+    # Kept: the next use of the name costs a look into a dictionary.
     found = globals()[name] = getattr(import_module(_HOME[name]), name)
     return found

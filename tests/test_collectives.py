@@ -17,6 +17,7 @@ import collective_cases  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402
 from commdsl.runtime import menu  # noqa: E402
+from commdsl.runtime.errors import CaptureError  # noqa: E402
 
 RANKS = 4
 TIMEOUT = 60.0
@@ -76,6 +77,28 @@ def test_choosing_is_quick() -> None:
 
     choose()
     assert min(timeit.repeat(choose, number=1000, repeat=5)) * 1000 < 5  # a busy machine is no fault
+
+
+def test_capture_names_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that a capture meets before it is set up is named, with the call that sets up what a size may choose."""
+
+    class Captured:
+        name = "allreduce_somehow"
+        works_in_place = True
+
+        def __call__(self, *_: object, **__: object) -> None:
+            raise CaptureError("no workspace yet")
+
+        in_place = __call__
+
+        def op(self, nbytes: int) -> Captured:
+            return self
+
+    monkeypatch.setattr(menu, "menu", lambda *_: Captured())
+    (name, _) = commdsl.threads(2)
+    for call in (commdsl.all_reduce, commdsl.all_reduce_):
+        with pytest.raises(CaptureError, match=r"4 KB runs `allreduce_somehow`.*prepare\(\['all_reduce'\], 4096"):
+            call(torch.zeros(1024), group=name)
 
 
 def test_choice_says_why() -> None:

@@ -125,15 +125,16 @@ def _unprepared(collective: str, nbytes: int, chosen: AnyOp, error: CaptureError
 
 def size(group: Any) -> int:
     """The ranks of a process group, of a name, or of the default group."""
-    if group is None and torch.distributed.is_available():
-        group = torch.distributed.group.WORLD
-    if isinstance(group, torch.distributed.ProcessGroup):
-        return group.size()
-    name = communicator.name_of(group)  # says what is missing or wrong
-    found = communicator.size_of(name)
-    if found is None:
+    try:
+        # Every call comes here: one look where there is a group, and no question first whether there is one.
+        found: Any = torch.distributed.distributed_c10d._world.default_pg if group is None else group
+        return int(found.size())
+    except AttributeError:  # no torch.distributed, no default group, a name, or no group at all
+        name = communicator.name_of(group)
+    known = communicator.size_of(name)
+    if known is None:
         raise GroupError(f"no process group named `{name}` in this process")
-    return found
+    return known
 
 
 def home() -> torch.device:
