@@ -19,7 +19,7 @@ GRAPH_BELOW = 4 << 20
 """Calls of fewer bytes are measured inside a CUDA graph."""
 
 TUNE_KEYS = ("protocol", "lanes", "threads", "tile", "sms")
-MOST_LANES_PER_SM = 8  # C505
+MOST_LANES_PER_SM, MOST_THREADS = 8, 1024  # C505: of an SM
 _UNITS = {"": 0, "B": 0, "K": 10, "KB": 10, "M": 20, "MB": 20, "G": 30, "GB": 30}
 
 Tune: TypeAlias = tuple[tuple[str, int | str], ...]
@@ -188,8 +188,10 @@ def _alternatives(text: str, key: str, field: str) -> list[tuple[str, int | str]
 
 
 def on_sms(candidate: Candidate, lanes: int, sms: int) -> Candidate:
-    """The candidate on so many SMs: a multiple of them, as near to its lanes as that and the language allow."""
+    """The candidate on so many SMs: a multiple of them, as near to its lanes and threads as the language allows."""
     per_sm = min(max(1, lanes // sms), MOST_LANES_PER_SM)
     given = {**dict(candidate.tune), "lanes": sms * per_sm, "sms": sms}
+    if "threads" in given:
+        given["threads"] = min(int(given["threads"]), MOST_THREADS // per_sm // 32 * 32)
     tune = tuple((key, given[key]) for key in TUNE_KEYS if key in given)
     return Candidate(candidate.schedule, candidate.params, tune)

@@ -148,7 +148,7 @@ def fmt(words: Words, only_check: bool, as_json: bool) -> None:
 )
 @click.option("--time-budget", default=480.0, show_default=True, metavar="SECONDS", help="For all collectives.")
 @click.option(
-    "--memory", default="128MB", show_default=True, metavar="SIZE", help="Symmetric memory of an op, at most."
+    "--memory", default="256MB", show_default=True, metavar="SIZE", help="Symmetric memory of an op, at most."
 )
 @click.option("--dtype", default="bfloat16", show_default=True, help="float32, bfloat16, int32, ...")
 def tune(collectives: str, sizes: str, factor: int, output: Path | None, **limits: Any) -> None:

@@ -11,18 +11,21 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from commdsl.ir import Ints
-from commdsl.plan import CELL, OpKind, Ops, Origin, Plan, Protocol
+from commdsl.plan import CELL, STAGE_MARKS_BYTES, STAGES, OpKind, Ops, Origin, Plan, Protocol
 from commdsl.resources import data_dir
 
 if TYPE_CHECKING:
     import jinja2
 
-KIND_NAMES = {OpKind.COPY: "kCopy", OpKind.REDUCE: "kReduce", OpKind.SCALE: "kScale"}
+KIND_NAMES = {OpKind.COPY: "kCopy", OpKind.REDUCE: "kReduce"}
+
+CONSTANT_BYTES = 48 * 1024
+"""Tables up to this size lie in the GPU's constant memory, which has 64 KB and a cache beside every SM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,17 @@ class Kernel:
     plan_digest: str
     headers_digest: str
     constants: tuple[tuple[str, str, int], ...]  # type, name, value
+    in_constant_memory: bool
+    wire: str
+    form: str  # of the entry: a kernel that runs the tables, or one for the flags between copies that others make
+    threads: int
+    lanes_per_block: int
     has_reduction: bool
     reduces_remotely: bool
     ranks: tuple[RankTable, ...]
     rank_begin: str
     signals_per_round: tuple[str, ...]
+    dests: tuple[str, ...]
     sources: tuple[str, ...]
     waits: tuple[str, ...]
     signals: tuple[str, ...]
@@ -69,12 +78,7 @@ class Kernel:
 
 def emit(plan: Plan) -> Emitted:
     """The text for every rank of a Plan, the same on any machine and hash seed."""
-    match plan.protocol:
-        case Protocol.BULK:
-            template = "kernel.cu.j2"
-        case _:
-            assert_never(plan.protocol)
-    text = environment().get_template(template).render(kernel=_kernel(plan))
+    text = environment().get_template("kernel.cu.j2").render(kernel=_kernel(plan))
     return Emitted(f"commdsl_{plan.name}", text, hashlib.sha256(text.encode()).hexdigest())
 
 
@@ -112,11 +116,12 @@ def _kernel(plan: Plan) -> Kernel:
     constants = tuple(_constants(plan))
     ranks = tuple(RankTable(rank, tuple(_groups(plan, rank))) for rank in range(plan.num_ranks))
     ops = plan.ops
-    sources = _rows(ops.source_space, ops.source_rank, ops.source_index)
+    sources = _rows(ops.source_space, _senders(plan), _blocks(ops.source_space, ops.source_index, _source_cuts(ops)))
+    dests = _rows(ops.dest_space, ops.dest_rank, _blocks(ops.dest_space, ops.dest_index, ops.cut), ops.scale)
     waits = _rows(ops.wait_peer, ops.wait_ordinal, ops.wait_rounds_back)
     signals = _rows(ops.signal_peer, signal_ordinals(plan))
     per_round = tuple(_row(line) for line in plan.signals_per_round)
-    tables = (constants, ranks, sources, waits, signals, per_round)
+    tables = (constants, plan.protocol, ranks, dests, sources, waits, signals, per_round)
     return Kernel(
         entry=f"commdsl_{plan.name}",
         schedule=_file_of(plan),
@@ -126,12 +131,57 @@ def _kernel(plan: Plan) -> Kernel:
         has_reduction=plan.has_reduction,
         reduces_remotely=reduces_remotely(plan),
         ranks=ranks,
-        rank_begin=_row(ops.rank_begin),
+        in_constant_memory=_table_bytes(plan) <= CONSTANT_BYTES,
+        wire=WIRES[plan.protocol],
+        form="COMMDSL_FLAGS" if plan.protocol is Protocol.ENGINE else "COMMDSL_KERNEL",
+        threads=plan.threads,
+        lanes_per_block=plan.lanes_per_block,
+        rank_begin=_row(np.searchsorted(ops.leaders, ops.rank_begin).astype(np.int32)),
         signals_per_round=per_round,
+        dests=dests,
         sources=sources,
         waits=waits,
         signals=signals,
     )
+
+
+WIRES = {
+    Protocol.BULK: "Bulk",
+    Protocol.PACKET: "Packet",
+    Protocol.LINE: "Line",
+    Protocol.TMA: "Tma",
+    Protocol.ENGINE: "Bulk",
+}
+
+
+def _source_cuts(ops: Ops) -> Ints:
+    return np.repeat(ops.cut, np.diff(ops.source_begin))
+
+
+def _blocks(space: Ints, index: Ints, cut: Ints) -> Ints:
+    """Cells by their number, chunks by the block they are in: which piece of it they are is the operation's."""
+    return np.where(space == CELL, index, index // cut).astype(np.int32)
+
+
+def _senders(plan: Plan) -> Ints:
+    """For each source the rank it lies on; where data carries its flag, the one it comes from: a report names it."""
+    ops = plan.ops
+    if not plan.protocol.carries_flags:
+        return ops.source_rank
+    writes, reads = np.flatnonzero(ops.dest_space == CELL), np.flatnonzero(ops.source_space == CELL)
+    writer = np.zeros((plan.num_ranks, max(plan.num_cells, 1)), np.int32)
+    actor = np.repeat(np.arange(plan.num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
+    writer[ops.dest_rank[writes], ops.dest_index[writes]] = actor[writes]
+    senders = ops.source_rank.copy()
+    senders[reads] = writer[ops.source_rank[reads], ops.source_index[reads]]
+    return senders
+
+
+def _table_bytes(plan: Plan) -> int:
+    """What the tables of all ranks take in the kernel."""
+    ops = plan.ops
+    rows = 13 * len(ops.leaders) + 4 * ops.num_ops + 3 * len(ops.source_space) + 3 * len(ops.wait_peer)
+    return 4 * (rows + 2 * len(ops.signal_peer) + plan.num_ranks**2 + plan.num_ranks + 1)
 
 
 def signal_ordinals(plan: Plan) -> Ints:
@@ -154,19 +204,16 @@ def _constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
     yield "u64", "kNumCells", plan.num_cells
     yield "u64", "kRotation", plan.rotation
     yield "u64", "kLanes", plan.lanes
-    yield "i32", "kThreads", plan.threads
     yield "u64", "kTileBytes", plan.tile_bytes
+    yield "u64", "kSlotBytes", plan.slot_bytes
     yield "u64", "kFlagsBytes", plan.flags_bytes
     yield "u64", "kCellsOffset", plan.cells_offset
-    yield "i32", "kMaxOps", _most(np.arange(ops.num_ops + 1, dtype=np.int32), ops)
-    yield "i32", "kMaxSources", _most(ops.source_begin, ops)
-    yield "i32", "kMaxWaits", _most(ops.wait_begin, ops)
-    yield "i32", "kMaxSignals", _most(ops.signal_begin, ops)
-
-
-def _most(begin: Ints, ops: Ops) -> int:
-    """The most rows of a table that belong to one rank."""
-    return int(np.diff(begin[ops.rank_begin]).max(initial=0))
+    if plan.protocol is Protocol.TMA:
+        yield "u64", "kStages", STAGES
+        yield "u64", "kStageBytes", plan.stage_bytes
+        yield "u64", "kMarksBytes", STAGE_MARKS_BYTES
+    yield "i32", "kMostSources", int(np.diff(ops.source_begin).max(initial=0))
+    yield "i32", "kMostDests", int((np.arange(ops.num_ops) - ops.leader_of).max(initial=0)) + 1
 
 
 def reduces_remotely(plan: Plan) -> bool:
@@ -181,27 +228,29 @@ def reduces_remotely(plan: Plan) -> bool:
 
 
 def _groups(plan: Plan, rank: int) -> Iterator[Group]:
-    """One group per run of operations of the same statement and kind."""
+    """One group per run of rows of the same statement and kind; a row is a group of operations."""
     ops = plan.ops
     rows: list[str] = []
     title = ""
-    for op in range(int(ops.rank_begin[rank]), int(ops.rank_begin[rank + 1])):
-        here = _origin(plan.origins[int(ops.origin[op])], OpKind(int(ops.kind[op])))
+    ends = np.append(ops.leaders[1:], ops.num_ops)
+    first, last = np.searchsorted(ops.leaders, ops.rank_begin[rank : rank + 2])
+    for leader, end in zip(ops.leaders[first:last].tolist(), ends[first:last].tolist(), strict=True):
+        here = _origin(plan.origins[int(ops.origin[leader])], OpKind(int(ops.kind[leader])))
         if rows and here != title:
             yield Group(title, tuple(rows))
             rows = []
         title = here
-        rows.append(_op(ops, op))
+        rows.append(_op(ops, leader, end))
     if rows:
         yield Group(title, tuple(rows))
 
 
-def _op(ops: Ops, op: int) -> str:
-    dest = f"{{{ops.dest_space[op]}, {ops.dest_rank[op]}, {ops.dest_index[op]}}}"
-    runs = ", ".join(
-        f"{begin[op]}, {begin[op + 1] - begin[op]}" for begin in (ops.source_begin, ops.wait_begin, ops.signal_begin)
-    )
-    return f"{KIND_NAMES[OpKind(int(ops.kind[op]))]}, {ops.cut[op]}, {ops.piece[op]}, {ops.barrier[op]}, {dest}, {runs}"
+def _op(ops: Ops, leader: int, end: int) -> str:
+    runs = [(leader, end - leader)]
+    tables = (ops.source_begin, ops.wait_begin, ops.signal_begin)
+    runs += [(begin[leader], begin[end] - begin[leader]) for begin in tables]
+    columns = (ops.cut[leader], ops.piece[leader], ops.barrier[leader], *(number for run in runs for number in run))
+    return f"{KIND_NAMES[OpKind(int(ops.kind[leader]))]}, {', '.join(map(str, columns))}"
 
 
 def _origin(origin: Origin, kind: OpKind) -> str:
@@ -231,11 +280,19 @@ def _rows(*columns: Ints) -> tuple[str, ...]:
     return tuple(", ".join(rows[first : first + 8]) for first in range(0, len(rows), 8))
 
 
-def defines(plan: Plan, dtype: str, op: str) -> tuple[str, ...]:
+SHORT_PROGRAM = 16
+"""Up to so many passes a round, a GPU's kernel is built for its rank, with every pass as code of its own."""
+
+
+def defines(plan: Plan, dtype: str, op: str, rank: int | None = None) -> tuple[str, ...]:
     """The macros a build of the text takes: element type and reduction, none for a kernel that only moves bytes.
 
-    `avg` is `sum` with a bit set at launch.
+    `avg` is `sum` with a bit set at launch. With `rank` the build is for that rank alone if its program is short.
     """
-    if not plan.has_reduction:
-        return ()
-    return (f"COMMDSL_DTYPE={dtype}", f"COMMDSL_OP={'sum' if op == 'avg' else op}")
+    macros: tuple[str, ...] = ()
+    if plan.has_reduction:
+        macros = (f"COMMDSL_DTYPE={dtype}", f"COMMDSL_OP={'sum' if op == 'avg' else op}")
+    if rank is None or plan.protocol is Protocol.ENGINE:
+        return macros
+    first, last = np.searchsorted(plan.ops.leaders, plan.ops.rank_begin[rank : rank + 2])
+    return (*macros, f"COMMDSL_RANK={rank}") if last - first <= SHORT_PROGRAM else macros

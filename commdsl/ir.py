@@ -123,7 +123,7 @@ class Tuning:
     lanes: int | None = None
     threads: int | None = None
     tile_bytes: int | None = None
-    protocol: str | None = None  # bulk, packet or line
+    protocol: str | None = None  # bulk, packet, line, tma or engine
     sms: int | None = None  # thread blocks that are launched; None: one a lane
 
 

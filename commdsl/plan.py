@@ -3,7 +3,8 @@
 Assumes nothing of the schedule. Does not derive synchronization (`lower`) and does not prove it
 (`checks.synchronization`).
 
-**Who runs.** `lanes` lanes, a lane is one thread block that owns one slice of every chunk, with flags of its own. Each
+**Who runs.** `lanes` lanes, a lane is `threads` threads that own one slice of every chunk, with flags of their own.
+Lane l is part of thread block l % sms; a block has one SM, and its lanes hide each other's waits. Each
 lane of each rank runs its rank's operations in order, once per *round*; a round moves at most `tile_bytes` of every
 slice, so a big tensor takes several rounds and the symmetric memory does not depend on the tensor. Rounds are numbered
 on through all calls by a counter in device memory.
@@ -11,12 +12,24 @@ on through all calls by a counter in device memory.
 **Where data lies.** A *tensor* is user memory of the rank itself (an `inout` buffer is two tensors: the one read, the
 one written; they may be the same memory). A *cell* is symmetric memory of one tile per lane, reachable from every rank;
 round n uses copy n % rotation of all cells. Cell c of rank r, lane l: heap[r] + cells_offset + (((n % rotation) *
-num_cells + c) * lanes + l) * tile_bytes.
+num_cells + c) * lanes + l) * slot_bytes.
 
 **Size classes.** Every operation moves one chunk: piece `piece` of a block cut into `cut`. With u = ceil(block_bytes /
 16), the piece is the bytes [16 * (u * piece // cut), min(16 * (u * (piece + 1) // cut), block_bytes)) of its block.
-Lane l of L active lanes owns [min(l * q, n), min((l + 1) * q, n)) of a chunk of n bytes, q = 16 * ceil(ceil(n / 16) /
-L).
+Lane l of L active lanes owns [min(l * q, n), min((l + 1) * q, n)) of a chunk of n bytes; q = 16 * ceil(ceil(m / 16) /
+L), where m is the largest chunk that any operation moves: one q for all, so that a lane's rounds are as long in every
+operation.
+
+**Groups.** An operation that is `joined` stores the value of the operation before it once more, somewhere else: both
+are one pass over the sources. Its sources are those of the first of its group, which alone waits, and the last of a
+group alone signals. All bodies of a group count as one.
+
+**Protocols.** In `bulk` a cell holds a tile, and flags order every hazard. In `packet` and `line` the data of every
+cell carries its flag (the round's number), so a read waits for the data itself; every cell is written at most once a
+round; flags are left for what no data tells: that a cell is free again. `tma` is `bulk` in every table and every byte
+of memory; on a GPU one thread of a lane moves what is aligned through the lane's part of shared memory. `engine` is
+`bulk` with one lane and no reduction: a GPU's copy engine makes the copies, and only flags take a kernel
+(`runtime.phases` says in which order).
 
 **Synchronization.** flags[lane][a] on rank b is written by rank a only, and only grows: a's k-th signal to b in round n
 stores n * signals_per_round[a, b] + k (k from 1). A wait by b on a with ordinal k and rounds_back d is over when the
@@ -43,13 +56,43 @@ CELL = -1
 class OpKind(IntEnum):
     COPY = 0  # dest = source
     REDUCE = 1  # dest = sources combined in order, accumulated in float32 (integers: as they are), rounded once
-    SCALE = 2  # dest = source, divided by num_ranks when the reduction is `avg`; source may be dest
 
 
 class Protocol(Enum):
-    """How data and flag travel. Packet and copy engine have their place here when the emitter speaks them."""
+    """How data and flag travel."""
 
     BULK = "bulk"  # 16-byte vectors, then one release flag
+    PACKET = "packet"  # words of 16 bytes, 8 of data and 8 of flag: two single-copy atomic halves of 4 + 4
+    LINE = "line"  # lines of 128 bytes, 120 of data and 8 of flag; assumes NVLink keeps a warp's store of one whole
+    TMA = "tma"  # as bulk; a GPU copies through shared memory with bulk copies, which few SMs do as fast as many
+    ENGINE = "engine"  # the copy engine's transfers, then one release flag
+
+    @property
+    def carries_flags(self) -> bool:
+        """Data and flag travel together."""
+        return self in (Protocol.PACKET, Protocol.LINE)
+
+    @property
+    def wire(self) -> tuple[int, int]:
+        """Bytes of data, and bytes they take in a cell."""
+        return {Protocol.PACKET: (8, 16), Protocol.LINE: (120, 128)}.get(self, (16, 16))
+
+
+MOST_DESTS = 8
+"""Operations in a group: places one pass stores its value to."""
+
+MOST_THREADS = 1024
+"""Threads of a block, whose lanes share them."""
+
+STAGES = 8
+"""Parts of a lane's shared memory that `tma` fills in turn: half of them may be on the way in, half on the way out."""
+
+MOST_STAGE_BYTES = 16 * 1024
+STAGE_MARKS_BYTES = 128
+"""Of a lane's shared memory, in front of its stages: a word each that says whether it is full."""
+
+BLOCK_SHARED_BYTES = 227 * 1024
+"""What a block may have on an SM that knows `tma` (compute capability 9.0 and 10.0)."""
 
 
 class Transport(Enum):
@@ -93,6 +136,8 @@ class Ops:
     cut: Ints  # size class
     piece: Ints
     barrier: Ints  # 1: block barrier first, as it touches what an earlier op of this lane touched
+    joined: Ints  # 1: stores the value of the operation before it once more; it has no sources of its own
+    scale: Ints  # 1: what is stored is divided by num_ranks when the reduction is `avg`
     dest_space: Ints
     dest_rank: Ints
     dest_index: Ints  # tensor: flat chunk; cell: cell number
@@ -113,10 +158,21 @@ class Ops:
     def num_ops(self) -> int:
         return len(self.kind)
 
+    @property
+    def leaders(self) -> Ints:
+        """The first operation of every group: what a lane executes as one."""
+        return np.flatnonzero(self.joined == 0).astype(np.int32)
+
+    @property
+    def leader_of(self) -> Ints:
+        """For each operation the first of its group."""
+        own = np.where(self.joined == 0, np.arange(self.num_ops, dtype=np.int32), np.int32(0))
+        return np.maximum.accumulate(own)
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The statement an operation comes from and the loop around it; `note` is what the compiler added ("stage in")."""
+    """The statement an operation comes from and the loop around it; `note` is what the compiler added ("copy out")."""
 
     span: Span = field(compare=False, repr=False)
     bindings: tuple[tuple[str, int], ...]
@@ -140,13 +196,37 @@ class Plan:
     num_cells: int
     rotation: int
     lanes: int
-    threads: int
-    tile_bytes: int
+    sms: int  # thread blocks, one an SM; the lanes are spread over them
+    threads: int  # of a lane
+    tile_bytes: int  # of data, per lane and round
     protocol: Protocol
     ops: Ops
     signals_per_round: NDArray[np.int32]  # (num_ranks, num_ranks): [a, b] signals from a to b
     origins: tuple[Origin, ...]
     alias_safe: tuple[str, ...]  # inout buffers whose read and written tensor may be the same memory
+
+    @property
+    def lanes_per_block(self) -> int:
+        return -(-self.lanes // self.sms)
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a tile takes in a cell."""
+        data, wire = self.protocol.wire
+        return -(-self.tile_bytes // data) * wire
+
+    @property
+    def stage_bytes(self) -> int:
+        """One of a lane's stages in shared memory, in whole lines of 128 bytes."""
+        share = BLOCK_SHARED_BYTES // self.lanes_per_block - STAGE_MARKS_BYTES
+        return min(MOST_STAGE_BYTES, share // STAGES // 128 * 128)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block on a GPU, an equal part for each of its lanes."""
+        if self.protocol is not Protocol.TMA:
+            return 0
+        return self.lanes_per_block * (STAGE_MARKS_BYTES + STAGES * self.stage_bytes)
 
     @property
     def flags_bytes(self) -> int:
@@ -155,7 +235,7 @@ class Plan:
 
     @property
     def state_bytes(self) -> int:
-        """Per lane: one 64-byte line: rounds done, and the rounds entered (read by peers after a time-out)."""
+        """Per lane: one 64-byte line: rounds done, those entered (read by peers after a time-out), given up."""
         return self.lanes * 64
 
     @property
@@ -165,4 +245,4 @@ class Plan:
     @property
     def symmetric_bytes(self) -> int:
         """Symmetric memory per rank."""
-        return self.cells_offset + self.rotation * self.num_cells * self.lanes * self.tile_bytes
+        return self.cells_offset + self.rotation * self.num_cells * self.lanes * self.slot_bytes

@@ -14,24 +14,26 @@ from commdsl.selection import Candidate, Params
 
 KB, MB = 1 << 10, 1 << 20
 ANY = 1 << 62
+SMS, MOST_THREADS = 132, 1024  # of the GPU, and of a block: the lanes of an SM
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """Where a search begins for one protocol: every combination is measured."""
 
-    lanes: tuple[int, ...]
-    threads: tuple[int, ...]
+    lanes: tuple[int | None, ...]
+    threads: tuple[int | None, ...]
     tiles: tuple[int, ...]
 
 
 GRIDS = {
-    "packet": Grid((8, 32), (512,), (4 * KB, 16 * KB)),
-    "line": Grid((16, 64), (512,), (14 * KB,)),  # whole lines of 112 bytes
-    "bulk": Grid((32, 128), (512,), (32 * KB, 128 * KB)),
+    "packet": Grid((128,), (256, 512), (4 * KB,)),
+    "line": Grid((64, 132), (256, 640), (3840, 9600)),  # whole pairs of lines of 120 bytes
+    "bulk": Grid((128,), (256,), (32 * KB, 128 * KB)),
+    "engine": Grid((None,), (None,), (8 * MB, 32 * MB)),  # takes no lane
 }
 
-RANGES = {"packet": (0, 2 * MB), "line": (4 * KB, 64 * MB), "bulk": (32 * KB, ANY)}
+RANGES = {"packet": (0, 256 * KB), "line": (0, 64 * MB), "bulk": (MB, ANY), "engine": (64 * MB, ANY)}
 """Sizes outside of which a protocol is not measured: it has lost by far."""
 
 
@@ -43,33 +45,36 @@ class Family:
     protocols: tuple[str, ...]
     params: tuple[Params, ...] = ((),)
     most: int = ANY
-    powers_of_two: bool = False
 
 
 FAMILIES = {
     "all_reduce": (
         Family("allreduce_oneshot", ("packet", "line"), most=MB),
         Family("allreduce_twoshot", ("packet", "line", "bulk")),
-        Family("allreduce_halving_doubling", ("packet",), most=256 * KB, powers_of_two=True),
-        Family("allreduce_ring", ("line", "bulk")),
+        Family("allreduce_ring", ("bulk",)),
     ),
-    "all_gather": (Family("allgather_direct", ("packet", "line", "bulk")), Family("allgather_ring", ("line", "bulk"))),
+    "all_gather": (
+        Family("allgather_direct", ("packet", "line", "bulk", "engine")),
+        Family("allgather_ring", ("bulk",)),
+    ),
     "reduce_scatter": (
         Family("reducescatter_direct", ("packet", "line", "bulk")),
-        Family("reducescatter_ring", ("line", "bulk")),
+        Family("reducescatter_ring", ("bulk",)),
     ),
-    "all_to_all": (Family("alltoall_direct", ("packet", "line", "bulk")), Family("alltoall_rotated", ("line", "bulk"))),
+    "all_to_all": (Family("alltoall_direct", ("packet", "line", "bulk", "engine")),),
     "broadcast": (
-        Family("broadcast_tree", ("packet", "line")),
-        Family("broadcast_chain", ("line", "bulk"), params=((("K", 4),), (("K", 16),))),
+        Family("broadcast_direct", ("packet", "line"), most=256 * KB),
+        Family("broadcast_tree", ("line",), most=256 * KB),
+        Family("broadcast_scatter", ("line", "bulk")),
+        Family("broadcast_chain", ("bulk",), params=((("K", 8),), (("K", 16),))),
     ),
 }
 
 LADDERS: dict[str, tuple[int, ...]] = {
-    "lanes": (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
-    "threads": (64, 128, 256, 512, 1024),
-    "tile": tuple(KB << power for power in range(13)),
-    "line tile": tuple(1792 << power for power in range(12)),
+    "lanes": (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 132, 192, 264),
+    "threads": (64, 128, 256, 320, 512, 640, 1024),
+    "tile": tuple(KB << power for power in range(17)),
+    "line tile": (1920, 3840, 4800, 7680, 9600, 15360, 30720, 61440),
     "K": (1, 2, 4, 8, 16, 32, 64),
 }
 """A refinement goes one rung up or down on one of these."""
@@ -82,8 +87,6 @@ def first_candidates(collective: str, ranks: int, protocols: tuple[str, ...]) ->
     """The coarse grid."""
     found: list[Candidate] = []
     for family in FAMILIES[collective]:
-        if family.powers_of_two and ranks & (ranks - 1):
-            continue
         for protocol in family.protocols:
             grid = GRIDS[protocol]
             for params, lanes, threads, tile in product(family.params, grid.lanes, grid.threads, grid.tiles):
@@ -101,10 +104,26 @@ def in_range(collective: str, candidate: Candidate, nbytes: int, protocols: tupl
 
 
 def neighbours(candidate: Candidate) -> Iterator[Candidate]:
-    """All that differ in one setting by one rung."""
+    """All that differ in one setting by one rung, and that a block of threads can hold."""
+    return (found for found in _one_rung_off(candidate) if _fits(dict(found.tune)))
+
+
+def _fits(tune: dict[str, int | str]) -> bool:
+    if "lanes" not in tune:
+        return True
+    lanes = int(tune["lanes"])
+    return -(-lanes // int(tune.get("sms", min(lanes, SMS)))) * int(tune["threads"]) <= MOST_THREADS
+
+
+def _one_rung_off(candidate: Candidate) -> Iterator[Candidate]:
     params, tune = dict(candidate.params), dict(candidate.tune)
     protocol, sms = str(tune["protocol"]), tune.get("sms")
-    lanes, threads, tile = (int(tune[key]) for key in ("lanes", "threads", "tile"))
+    tile = int(tune["tile"])
+    if "lanes" not in tune:
+        for rung in _beside("tile", tile):
+            yield _candidate(candidate.schedule, params, protocol, None, None, rung, None)
+        return
+    lanes, threads = int(tune["lanes"]), int(tune["threads"])
 
     def made(**changed: int | None) -> Candidate:
         values = {"lanes": lanes, "threads": threads, "tile": tile, "sms": sms, **changed}
@@ -130,9 +149,14 @@ def _beside(ladder: str, value: int) -> list[int]:
 
 
 def _candidate(
-    schedule: str, params: dict[str, int], protocol: str, lanes: int, threads: int, tile: int, sms: int | None
+    schedule: str,
+    params: dict[str, int],
+    protocol: str,
+    lanes: int | None,
+    threads: int | None,
+    tile: int,
+    sms: int | None,
 ) -> Candidate:
-    tune: dict[str, int | str] = {"lanes": lanes, "protocol": protocol, "threads": threads, "tile": tile}
-    if sms is not None:
-        tune["sms"] = sms
+    given = {"lanes": lanes, "protocol": protocol, "threads": threads, "tile": tile, "sms": sms}
+    tune = {key: value for key, value in given.items() if value is not None}
     return Candidate(schedule, tuple(sorted(params.items())), tuple(sorted(tune.items())))

@@ -183,8 +183,8 @@ def default_rows(collective: str, *, plain: bool) -> tuple[Row, ...]:
             ]
         case "broadcast":
             steps = [
-                (SMALL, "broadcast_tree", "packet"),
-                (MIDDLE, "broadcast_tree", "line"),
+                (SMALL, "broadcast_direct", "packet"),
+                (LARGE, "broadcast_scatter", "line"),
                 (None, "broadcast_chain", "bulk"),
             ]
         case _:

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.plan import Plan, Tensor
+from commdsl.plan import Plan, Protocol, Tensor
 
 UNIT = 16
 """Bytes of a vector: chunks but the last of a block, and slices but the last of a chunk, are multiples of it."""
 
 DEVICE_MIN_SLICE_BYTES = 8192
-"""One 16-byte vector for each of 512 threads: with less, another lane only adds its flags."""
+"""Of a lane that awaits flags: with less, another lane only adds its own."""
 
 HOST_MIN_SLICE_BYTES = 1024
 HOST_MAX_LANES = 2
 """A host lane is a thread: more of them than cores only switch, but two let lanes race each other under test."""
 
+STAGGERED = 4
+"""Lanes start out of step, so that some use the links while others use their own memory."""
+
 FLAG_AVERAGE = 1
-"""Bit 0 of the kernel's flags: SCALE operations divide."""
+"""Bit 0 of the kernel's flags: what is marked `scale` is divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,16 @@ class Launch:
     block_bytes: int
     active_lanes: int
     rounds: int
+    share_bytes: int  # the most a lane owns of a chunk
+    stagger_bytes: int = 0  # by how much less each of STAGGERED neighbours moves in its first round than the one before
+
+    def blocks(self, plan: Plan) -> int:
+        """Thread blocks to start: never more than the SMs the Plan may use."""
+        return min(self.active_lanes, plan.sms)
+
+    def threads(self, plan: Plan) -> int:
+        """Threads of a block: those of the lanes at work in the first, the fullest."""
+        return plan.threads * -(-self.active_lanes // plan.sms)
 
 
 def piece_range(block_bytes: int, cut: int, piece: int) -> tuple[int, int]:
@@ -45,10 +58,9 @@ def piece_range(block_bytes: int, cut: int, piece: int) -> tuple[int, int]:
     return first, min(UNIT * (units * (piece + 1) // cut), block_bytes)
 
 
-def slice_range(chunk_bytes: int, active_lanes: int, lane: int) -> tuple[int, int]:
-    """Bytes [first, last) of a chunk that lane `lane` of `active_lanes` owns."""
-    share = lane_share(chunk_bytes, active_lanes)
-    return min(lane * share, chunk_bytes), min((lane + 1) * share, chunk_bytes)
+def slice_range(chunk_bytes: int, share_bytes: int, lane: int) -> tuple[int, int]:
+    """Bytes [first, last) of a chunk that a lane owns."""
+    return min(lane * share_bytes, chunk_bytes), min((lane + 1) * share_bytes, chunk_bytes)
 
 
 def lane_share(chunk_bytes: int, active_lanes: int) -> int:
@@ -69,14 +81,38 @@ def largest_chunk_bytes(plan: Plan, block_bytes: int) -> int:
 
 
 def launch(plan: Plan, block_bytes: int, *, min_slice_bytes: int, max_lanes: int | None = None) -> Launch:
-    """Lanes and rounds of a call on blocks of this size."""
+    """Lanes and rounds of a call on blocks of this size; ValueError where 32 bits cannot count a block's vectors."""
+    if block_bytes > UNIT * (2**32 - 1):
+        raise ValueError(f"a block of {block_bytes} bytes is more than {UNIT} * (2^32 - 1)")
     largest = largest_chunk_bytes(plan, block_bytes)
     if largest == 0:
-        return Launch(block_bytes, 0, 0)
+        return Launch(block_bytes, 0, 0, 0)
     lanes = plan.lanes if max_lanes is None else min(plan.lanes, max_lanes)
     active = min(lanes, max(1, -(-largest // min_slice_bytes)))
-    rounds = -(-min(lane_share(largest, active), largest) // plan.tile_bytes)
-    return Launch(block_bytes, active, rounds)
+    share = lane_share(largest, active)
+    if share <= plan.tile_bytes or plan.protocol.carries_flags or active == 1:
+        return Launch(block_bytes, active, -(-share // plan.tile_bytes), share)
+    stagger = plan.tile_bytes // STAGGERED // UNIT * UNIT
+    shortest = plan.tile_bytes - (STAGGERED - 1) * stagger
+    return Launch(block_bytes, active, 1 - (shortest - share) // plan.tile_bytes, share, stagger)
+
+
+def round_range(plan: Plan, call: Launch, lane: int, number: int) -> tuple[int, int]:
+    """Bytes [first, last) of a lane's slices that one round of a call moves."""
+    early = lane % STAGGERED * call.stagger_bytes
+    first = number * plan.tile_bytes - early if number else 0
+    return min(first, call.share_bytes), min((number + 1) * plan.tile_bytes - early, call.share_bytes)
+
+
+def device_launch(plan: Plan, block_bytes: int) -> Launch:
+    """`launch` as the GPU build runs it: where data carries its flag, a word for every thread is enough for a lane."""
+    data, _ = plan.protocol.wire
+    per_thread = {Protocol.PACKET: data, Protocol.LINE: data // 8}.get(plan.protocol, 0)
+    made = launch(plan, block_bytes, min_slice_bytes=per_thread * plan.threads or DEVICE_MIN_SLICE_BYTES)
+    if plan.protocol is not Protocol.ENGINE:
+        return made
+    # The host says where a copy goes, once and for all replays of a graph: so every call starts with the same cells.
+    return replace(made, rounds=-(-made.rounds // plan.rotation) * plan.rotation)
 
 
 def host_launch(plan: Plan, block_bytes: int) -> Launch:
@@ -108,11 +144,13 @@ class Arguments:
     average: bool
 
     def pack(self) -> bytes:
-        words = (*self.heaps, *self.tensors, self.launch.block_bytes, self.timeout_ns, self.error)
+        call = self.launch
+        sizes = (call.block_bytes, call.share_bytes, call.stagger_bytes)
+        words = (*self.heaps, *self.tensors, *sizes, self.timeout_ns, self.error)
         flags = FLAG_AVERAGE if self.average else 0
-        return struct.pack(f"<{len(words)}Q4i", *words, self.rank, self.launch.active_lanes, self.launch.rounds, flags)
+        return struct.pack(f"<{len(words)}Q4i", *words, self.rank, call.active_lanes, call.rounds, flags)
 
 
 def arguments_bytes(plan: Plan) -> int:
     """The length of `Arguments.pack`."""
-    return 8 * (plan.num_ranks + len(plan.tensors) + 3) + 16
+    return 8 * (plan.num_ranks + len(plan.tensors) + 5) + 16

@@ -22,7 +22,7 @@ class ErrorRecord:
 
     rank: int
     lane: int
-    op: int  # into Plan.ops
+    op: int  # which group of Plan.ops
     peer: int
     expected: int
     seen: int
@@ -70,5 +70,5 @@ def timeout_of(plan: Plan, records: Iterable[ErrorRecord | None], seconds: float
     missing = tuple(sorted({rank for record in found for rank in record.missing} - reporters))
     direct = [record for record in found if record.peer in missing]
     record = (direct or found)[0]
-    origin = plan.origins[int(plan.ops.origin[record.op])]
+    origin = plan.origins[int(plan.ops.origin[plan.ops.leaders[record.op]])]
     return CommTimeout(record, str(origin), missing, seconds)

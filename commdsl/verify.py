@@ -11,11 +11,17 @@ from numpy.typing import NDArray
 
 from commdsl.diagnostics import InternalError
 from commdsl.ir import Ints
-from commdsl.plan import CELL, Access, OpKind, Ops, Plan, Protocol, Reason
+from commdsl.plan import CELL, MOST_DESTS, MOST_THREADS, Access, OpKind, Ops, Plan, Protocol, Reason
 
 Mask = NDArray[np.bool_]
 
-_PER_OP = ("kind", "cut", "piece", "barrier", "dest_space", "dest_rank", "dest_index", "origin")
+MOST_PIECES = 1 << 16
+"""Pieces of a block, so that a kernel finds one with 32-bit divisions."""
+
+MOST_BARRIERS = 16
+"""Named barriers of a block on the GPU; the first is the block's own."""
+
+_PER_OP = ("kind", "cut", "piece", "barrier", "joined", "scale", "dest_space", "dest_rank", "dest_index", "origin")
 _PER_SOURCE = ("source_space", "source_rank", "source_index")
 _PER_WAIT = ("wait_peer", "wait_ordinal", "wait_rounds_back", "wait_reason")
 
@@ -53,14 +59,26 @@ def _scalars(plan: Plan) -> None:
     _law(plan.num_cells >= 0, f"num_cells is {plan.num_cells}, expected at least 0")
     _law(plan.lanes >= 1, f"lanes is {plan.lanes}, expected at least 1")
     _law(
-        32 <= plan.threads <= 1024 and plan.threads % 32 == 0,
-        f"threads is {plan.threads}, expected whole warps of 32, up to 1024",
+        32 <= plan.threads <= MOST_THREADS and plan.threads % 32 == 0,
+        f"threads is {plan.threads}, expected whole warps of 32, up to {MOST_THREADS}",
+    )
+    _law(1 <= plan.sms <= plan.lanes, f"sms is {plan.sms}, expected 1 to {plan.lanes}, a lane each at least")
+    _law(
+        plan.lanes_per_block * plan.threads <= MOST_THREADS,
+        f"{plan.lanes_per_block} lanes of {plan.threads} threads are more than a block of {MOST_THREADS}",
+    )
+    _law(
+        plan.lanes_per_block < MOST_BARRIERS,
+        f"{plan.lanes_per_block} lanes a block are more than it has barriers for",
     )
     _law(
         plan.tile_bytes >= 16 and plan.tile_bytes % 16 == 0,
         f"tile_bytes is {plan.tile_bytes}, expected a positive multiple of 16",
     )
     _law(isinstance(plan.protocol, Protocol), f"protocol is {plan.protocol!r}")
+    if plan.protocol is Protocol.ENGINE:
+        _law(plan.lanes == 1, f"the copy engine has one lane, not {plan.lanes}")
+        _law(not plan.has_reduction, "the copy engine moves bytes only, yet the Plan reduces")
     for tensor in plan.tensors:
         _law(tensor.blocks >= 1 and tensor.cut >= 1, f"tensor `{tensor.name}` has no chunk")
         _law(not tensor.is_yield or tensor.access is Access.WRITE, f"yields `{tensor.name}` are not written")
@@ -101,15 +119,33 @@ def _operations(plan: Plan) -> None:
     _within(ops.kind, len(OpKind), "operation", "kind is an OpKind,")
     _within(ops.barrier, 2, "operation", "barrier is a truth value,")
     _within(ops.origin, len(plan.origins), "operation", "origin lies")
-    _within(ops.cut, np.iinfo(np.int32).max, "operation", "cut is positive,", start=1)
+    _within(ops.cut, MOST_PIECES, "operation", "cut lies", start=1)
     _each((ops.piece >= 0) & (ops.piece < ops.cut), "operation", "piece is less than cut")
+    _within(ops.joined, 2, "operation", "joined is a truth value,")
+    _within(ops.scale, 2, "operation", "scale is a truth value,")
     num_sources = np.diff(ops.source_begin)
-    _each(num_sources >= 1, "operation", "it has a source")
-    _each((ops.kind == OpKind.REDUCE) | (num_sources == 1), "operation", "only REDUCE has several sources")
-    _law(plan.has_reduction or not (ops.kind != OpKind.COPY).any(), "it only moves bytes, yet an operation computes")
-    scales = np.flatnonzero(ops.kind == OpKind.SCALE)
-    own = ops.source_rank[ops.source_begin[scales]] == ops.dest_rank[scales]
-    _each(own, "scale", "its source is on the rank of its destination")
+    _each((num_sources >= 1) == (ops.joined == 0), "operation", "it has a source, or has joined one that does")
+    _joined(plan)
+    _each((ops.kind == OpKind.REDUCE) | (num_sources <= 1), "operation", "only REDUCE has several sources")
+    computes = (ops.kind != OpKind.COPY) | (ops.scale == 1)
+    _law(plan.has_reduction or not computes.any(), "it only moves bytes, yet an operation computes")
+
+
+def _joined(plan: Plan) -> None:
+    """A joined operation follows one of its rank, does as that one, waits for nothing; the last of a group signals."""
+    ops = plan.ops
+    row = np.flatnonzero(ops.joined == 1)
+    starts = np.zeros(ops.num_ops + 1, np.bool_)
+    starts[ops.rank_begin] = True
+    _each(~starts[row], "joined operation", "it follows an operation of its rank")
+    for field in ("kind", "cut", "piece"):
+        table = getattr(ops, field)
+        _each(table[row] == table[row - 1], "joined operation", f"its {field} is that of the operation it joined")
+    _each(np.diff(ops.wait_begin)[row] == 0, "joined operation", "the first of its group waits")
+    _each(ops.barrier[row] == 0, "joined operation", "the first of its group has the barrier")
+    _each(np.diff(ops.signal_begin)[row - 1] == 0, "operation before a joined one", "the last of its group signals")
+    place = np.arange(ops.num_ops) - ops.leader_of
+    _each(place < MOST_DESTS, "operation", f"a group has at most {MOST_DESTS}")
 
 
 def _operands(plan: Plan) -> None:
@@ -119,7 +155,7 @@ def _operands(plan: Plan) -> None:
     readonly = np.array([tensor.access is Access.READ for tensor in plan.tensors] + [False])
     _each(~readonly[ops.dest_space], "destination", "a tensor that is only read is not written")
     num_sources = np.diff(ops.source_begin)
-    if num_sources.max(initial=1) == 1:
+    if (num_sources == 1).all():
         rows = (actor, ops.cut, ops.piece)
     else:
         rows = (np.repeat(actor, num_sources), np.repeat(ops.cut, num_sources), np.repeat(ops.piece, num_sources))
@@ -136,6 +172,8 @@ def _location(plan: Plan, what: str, space: Ints, rank: Ints, index: Ints, actor
     _each((index >= 0) & (index < sizes[space]), what, "its index lies within its tensor, or within the cells")
     is_cell = space == CELL
     _each(is_cell | (rank == actor), what, "a tensor belongs to the rank itself")
+    if what == "source" and plan.protocol.carries_flags:
+        _each(rank == actor, what, "data with its flag is read by the rank that has it")
     _each(is_cell | ((cuts[space] == cut) & (index % cut == piece)), what, "a tensor's chunk has the size class moved")
 
 

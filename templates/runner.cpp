@@ -42,11 +42,11 @@ Mapping map(const char* path, int sharing) {
   return {static_cast<char*>(data), size};
 }
 
-// heap[], tensors[] and `error`, which stands after block_bytes and timeout_ns, become addresses.
+// heap[], tensors[] and `error`, which stands after block_bytes, share_bytes, stagger_bytes and timeout_ns, become addresses.
 void relocate(uint64_t* args, const Head& head, uint64_t base) {
   const uint64_t pointers = head.heaps + head.tensors;
   for (uint64_t i = 0; i < pointers; ++i) args[i] += base;
-  args[pointers + 2] += base;
+  args[pointers + 4] += base;
 }
 
 using Launch = int (*)(const void*, int, int, const void*);

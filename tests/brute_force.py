@@ -1,13 +1,15 @@
 """A second opinion on a small Plan: every pair of accesses, reachability by sets, more rounds than the proof looks at.
 
 Turns a Plan into the codes of all laws it breaks (C203, C201, C202, C205, C206, C207). Assumes a few dozen operations.
+An event is a group of operations in a round, named by its first; it reads and writes as one.
 Written for clarity, and shares nothing with the proof it judges.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from graphlib import CycleError, TopologicalSorter
+from itertools import combinations, product
 
 import numpy as np
 
@@ -21,16 +23,16 @@ def broken_laws(plan: Plan, extra_rounds: int = 2) -> set[str]:
     raised: dict[tuple[int, int], list[int]] = {}
     for op in range(ops.num_ops):
         for peer in ops.signal_peer[ops.signal_begin[op] : ops.signal_begin[op + 1]]:
-            raised.setdefault((rank_of[op], int(peer)), []).append(op)
+            raised.setdefault((rank_of[op], int(peer)), []).append(_leader(plan, op))
     edges: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for number in range(rounds):
-        for op in range(ops.num_ops):
+        for op in _leaders(plan):
             rank = rank_of[op]
             before = edges.setdefault((number, op), set())
             if op > ops.rank_begin[rank]:
-                before.add((number, op - 1))
+                before.add((number, _leader(plan, op - 1)))
             elif number:
-                before.add((number - 1, int(ops.rank_begin[rank + 1]) - 1))
+                before.add((number - 1, _leader(plan, int(ops.rank_begin[rank + 1]) - 1)))
             for wait in range(ops.wait_begin[op], ops.wait_begin[op + 1]):
                 signals = raised.get((int(ops.wait_peer[wait]), rank), [])
                 if ops.wait_ordinal[wait] > len(signals):
@@ -42,6 +44,24 @@ def broken_laws(plan: Plan, extra_rounds: int = 2) -> set[str]:
     if past is None:
         return {"C201"}
     return _conflicts(plan, rank_of, rounds, past) | _undefined(plan, rounds, past)
+
+
+def _leaders(plan: Plan) -> list[int]:
+    return [op for op in range(plan.ops.num_ops) if not plan.ops.joined[op]]
+
+
+def _leader(plan: Plan, op: int) -> int:
+    """The first operation of the group."""
+    while plan.ops.joined[op]:
+        op -= 1
+    return op
+
+
+def _group(plan: Plan, leader: int) -> range:
+    end = leader + 1
+    while end < plan.ops.num_ops and plan.ops.joined[end]:
+        end += 1
+    return range(leader, end)
 
 
 def _pasts(edges: dict[tuple[int, int], set[tuple[int, int]]]) -> dict[tuple[int, int], set[tuple[int, int]]] | None:
@@ -58,12 +78,12 @@ def _pasts(edges: dict[tuple[int, int], set[tuple[int, int]]]) -> dict[tuple[int
 
 
 def _touched(plan: Plan, op: int) -> list[tuple[tuple[int, int, int], bool]]:
-    """The locations an operation accesses, and whether it writes them."""
+    """The locations a group accesses, and whether it writes them."""
     ops = plan.ops
     sources = range(ops.source_begin[op], ops.source_begin[op + 1])
-    return [((int(ops.dest_space[op]), int(ops.dest_rank[op]), int(ops.dest_index[op])), True)] + [
-        ((int(ops.source_space[i]), int(ops.source_rank[i]), int(ops.source_index[i])), False) for i in sources
-    ]
+    return [
+        ((int(ops.dest_space[i]), int(ops.dest_rank[i]), int(ops.dest_index[i])), True) for i in _group(plan, op)
+    ] + [((int(ops.source_space[i]), int(ops.source_rank[i]), int(ops.source_index[i])), False) for i in sources]
 
 
 def _barriers(plan: Plan, rounds: int, rank: int) -> dict[tuple[int, int], int]:
@@ -71,8 +91,9 @@ def _barriers(plan: Plan, rounds: int, rank: int) -> dict[tuple[int, int], int]:
     ops, count, before = plan.ops, 0, {}
     for number in range(rounds):
         for op in range(ops.rank_begin[rank], ops.rank_begin[rank + 1]):
-            count += bool(ops.barrier[op]) or ops.wait_begin[op] < ops.wait_begin[op + 1]
-            before[number, op] = int(count)
+            if not ops.joined[op]:
+                count += bool(ops.barrier[op]) or ops.wait_begin[op] < ops.wait_begin[op + 1]
+                before[number, op] = int(count)
             count += bool(ops.signal_begin[op] < ops.signal_begin[op + 1])
     return before
 
@@ -137,3 +158,123 @@ def has_idle_flag(plan: Plan) -> bool:
     waiter = np.repeat(rank_of, np.diff(ops.wait_begin))
     heard = set(zip(ops.wait_peer.tolist(), waiter.tolist(), ops.wait_ordinal.tolist(), strict=True))
     return len(heard) < len(ops.signal_peer)
+
+
+# --- where data carries its flag --------------------------------------------------------------------------------------
+
+Event = tuple[object, ...]
+
+
+def broken_packet_laws(plan: Plan, extra_rounds: int = 2) -> set[str]:
+    """The same for a Plan whose data carries its flag: two threads a lane, the second idle in any of the rounds.
+
+    What a thread knows follows from its own words, from credits, and from the barrier of its lane after every round.
+    """
+    ops = plan.ops
+    rank_of = [r for r in range(plan.num_ranks) for _ in range(ops.rank_begin[r], ops.rank_begin[r + 1])]
+    writers: dict[tuple[int, int], int] = {}
+    for op in range(ops.num_ops):
+        if ops.dest_space[op] == CELL:
+            cell = int(ops.dest_rank[op]), int(ops.dest_index[op])
+            if cell in writers:
+                return {"C209"}
+            writers[cell] = _leader(plan, op)
+    rounds = plan.rotation + 1 + extra_rounds
+    found: set[str] = set()
+    for busy in product((1, 2), repeat=rounds):
+        edges = _thread_edges(plan, rank_of, writers, busy)
+        if edges is None:
+            return {"C203"}
+        past = _past_bits(edges)
+        if past is None:
+            return {"C201"}
+        found |= _reused(plan, rank_of, writers, busy, past)
+    return found
+
+
+def _thread_edges(
+    plan: Plan, rank_of: list[int], writers: dict[tuple[int, int], int], busy: tuple[int, ...]
+) -> dict[Event, set[Event]] | None:
+    """What must be before each event: a thread's group in a round, or a meeting of a lane's threads around one."""
+    ops = plan.ops
+    raised: dict[tuple[int, int], list[int]] = {}
+    for op in range(ops.num_ops):
+        for peer in ops.signal_peer[ops.signal_begin[op] : ops.signal_begin[op + 1]]:
+            raised.setdefault((rank_of[op], int(peer)), []).append(_leader(plan, op))
+    edges: dict[Event, set[Event]] = {}
+    last: dict[tuple[int, int], Event | None] = {(rank, t): None for rank in range(plan.num_ranks) for t in (0, 1)}
+
+    def meet(name: Event, rank: int) -> None:
+        edges[name] = {event for event in (last[rank, 0], last[rank, 1]) if event is not None}
+        last[rank, 0] = last[rank, 1] = name
+
+    for number, threads in enumerate(busy):
+        for op in _leaders(plan):
+            rank = rank_of[op]
+            waits = range(ops.wait_begin[op], ops.wait_begin[op + 1])
+            if waits:
+                meet(("waits", number, op), rank)
+            for wait in waits:
+                signals = raised.get((int(ops.wait_peer[wait]), rank), [])
+                if ops.wait_ordinal[wait] > len(signals):
+                    return None
+                since = number - int(ops.wait_rounds_back[wait])
+                if since >= 0:
+                    edges["waits", number, op].add(("signals", since, signals[ops.wait_ordinal[wait] - 1]))
+            for thread in (0, 1):
+                event: Event = (number, op, thread)
+                previous = last[rank, thread]
+                edges[event] = set() if previous is None else {previous}
+                last[rank, thread] = event
+                if thread < threads:
+                    for (space, owner, index), writes in _touched(plan, op):
+                        if space == CELL and not writes and (owner, index) in writers:
+                            edges[event].add((number, writers[owner, index], thread))
+            group = _group(plan, op)
+            if ops.signal_begin[group[-1] + 1] > ops.signal_begin[op]:
+                meet(("signals", number, op), rank)
+        for rank in range(plan.num_ranks):
+            meet(("round", number, rank), rank)
+    return edges
+
+
+def _past_bits(edges: dict[Event, set[Event]]) -> dict[Event, tuple[int, int]] | None:
+    """For each event its own bit and the bits of all before it; None if they cannot all happen."""
+    past: dict[Event, tuple[int, int]] = {}
+    try:
+        order = list(TopologicalSorter(edges).static_order())
+    except CycleError:
+        return None
+    for place, event in enumerate(order):
+        before = 0
+        for other in edges[event]:
+            bit, earlier = past[other]
+            before |= bit | earlier
+        past[event] = 1 << place, before
+    return past
+
+
+def _reused(
+    plan: Plan,
+    rank_of: list[int],
+    writers: dict[tuple[int, int], int],
+    busy: tuple[int, ...],
+    past: dict[Event, tuple[int, int]],
+) -> set[str]:
+    """Words of a cell that are written again before they were read, or read and never written."""
+    found = set()
+    for op in _leaders(plan):
+        for (space, owner, index), writes in _touched(plan, op):
+            if space != CELL or writes:
+                continue
+            writer = writers.get((owner, index))
+            if writer is None:
+                return {"C207"}
+            if rank_of[writer] == rank_of[op] and writer > op:
+                found.add("C207")
+            for number in range(len(busy) - plan.rotation):
+                for thread in range(min(busy[number], busy[number + plan.rotation])):
+                    _, before = past[number + plan.rotation, writer, thread]
+                    if not past[number, op, thread][0] & before:
+                        found.add("C205")
+    return found

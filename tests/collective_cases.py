@@ -188,7 +188,7 @@ def fake_tensors() -> None:
 def prepared() -> None:
     """What a table may choose up to a size is set up by one call, and its names are said."""
     names = commdsl.prepare(["all_reduce", "broadcast"], 100 << 10, dtypes=[torch.float32], ops=["max"], root=1)
-    assert [name.split("_")[1] for name in names] == ["oneshot", "twoshot", "tree"]
+    assert [name.split("_")[1] for name in names] == ["oneshot", "twoshot", "direct", "scatter"]
     assert len(commdsl.prepare(["all_reduce"], dtypes=[torch.float32])) == 3
 
 

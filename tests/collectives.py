@@ -17,6 +17,10 @@ SCHEDULES = Path(__file__).parent.parent / "schedules"
 MAX_RANKS = 16
 
 
+ROOTED = ("broadcast_direct", "broadcast_scatter", "broadcast_tree", "reduce_tree", "gather_direct", "scatter_direct")
+"""Schedules with a root and nothing else to choose."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A shipped schedule on a number of ranks with parameters."""
@@ -60,7 +64,7 @@ def cases(path: Path, ranks: int) -> Iterator[Case]:
     elif path.stem == "broadcast_chain":
         yield from (Case(path, ranks, (("root", ranks - 1), ("K", pieces))) for pieces in (3, 1))
         yield Case(path, ranks)
-    elif path.stem in ("broadcast_tree", "reduce_tree", "gather_direct", "scatter_direct"):
+    elif path.stem in ROOTED:
         yield from (Case(path, ranks, (("root", root),)) for root in sorted({0, ranks // 2, ranks - 1}))
     elif path.stem == "permutation_shift":
         yield from (Case(path, ranks, (("K", shift),)) for shift in sorted({1, ranks - 1, ranks + 1}))
@@ -73,7 +77,7 @@ def main_case(path: Path, ranks: int) -> Case | None:
     found = list(cases(path, ranks))
     if path.stem.endswith("two_level"):
         found.sort(key=lambda case: abs(dict(case.params)["G"] - ranks**0.5 - 0.1))
-    if path.stem.endswith(("tree", "gather_direct", "scatter_direct")):
+    if path.stem in ROOTED:
         found.reverse()
     return found[0] if found else None
 

@@ -2,7 +2,8 @@
 
 Assumes ranks are threads of this process, and that a tensor of the processor is one of the GPU. A launch reads the real
 arguments where the driver would and runs the host build of the same text. Streams and events know what they come after,
-and nothing else. Proves nothing about CUDA; tests/gpu does that on real devices.
+and nothing else. Copies, and kernels for the flags between them, are kept besides: in a capture they are not run, as
+they are not by CUDA. Proves nothing about CUDA; tests/gpu does that on real devices.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import re
+import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,14 +24,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_order import Command
 
 from commdsl.build import host, nvrtc
 from commdsl.config import Config, from_environment
 from commdsl.emit import Emitted
-from commdsl.plan import Transport
+from commdsl.plan import BLOCK_SHARED_BYTES, Transport
 from commdsl.runtime import communicator, device
 
 CONTEXT = 0xC0DE
+SHARED_BYTES = 48 * 1024  # of a launch, where a function was not allowed more
 
 
 class Stream:
@@ -40,6 +45,16 @@ class Stream:
         self.before: set[int] = set()
         self.capture: int | None = None
         self.is_gone = False
+        self.outside: set[int] | None = None  # while a capture that it joined goes on: what it came after before
+
+    @property
+    def ptr(self) -> int:
+        return self.cuda_stream
+
+    def join_capture_of(self, event: Event) -> None:
+        """As CUDA does it: a stream that waits for an event of a capture is captured, too."""
+        if event.capture is not None and self.capture is None:
+            self.outside, self.before, self.capture = self.before, set(), event.capture
 
     def wait_event(self, event: Event) -> None:
         assert not self.is_gone
@@ -82,21 +97,30 @@ class Launch:
 class FakeGpu:
     """What was asked of the packages, and the state of each rank's thread."""
 
-    def __init__(self, ranks: int, blocks_per_sm: int = 2) -> None:
+    def __init__(
+        self, ranks: int, blocks_per_sm: int = 2, shared_bytes: int = BLOCK_SHARED_BYTES, major: int = 9
+    ) -> None:
         self.here = threading.local()
         self.blocks_per_sm = blocks_per_sm
+        self.shared_bytes = shared_bytes
+        self.major = major
+        self.launched_with: set[int] = set()  # bytes of shared memory
         self.initialised_modules: list[int] = []
         self.freed = 0
         self.built: list[tuple[Transport, str]] = []
         self.transport = "peer"
         self.context = CONTEXT
         self.launches: list[Launch] = []
+        self.commands: list[Command] = []
         self._memory: dict[tuple[int, int], torch.Tensor] = {}
         self._barrier = threading.Barrier(ranks)
         self._entries: dict[int, Any] = {}
+        self._kernels: dict[int, SimpleNamespace] = {}
         self._numbers = itertools.count(1)
         self._handles = itertools.count(0x1000, 0x10)
         self._streams: dict[int, Stream] = {}
+        self._events: dict[int, Event] = {}
+        self._argument_bytes: dict[str, int] = {}  # by library
 
     def stream(self, *, external: bool = False) -> Stream:
         """A new stream, torch's own or another's."""
@@ -130,7 +154,11 @@ class FakeGpu:
         stream.capture = number
         yield
         for other in (self.default, *self._streams.values()):
-            other.capture = None if other.capture == number else other.capture
+            if other.capture == number:
+                other.capture = None
+                if other.outside is not None:
+                    assert other.before <= stream.before, "a stream that forked in a capture was not joined"
+                    other.before, other.outside = other.outside, None
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         core = SimpleNamespace(
@@ -170,19 +198,38 @@ class FakeGpu:
 
     def _build(self, emitted: Emitted, defines: Any, transport: Transport, config: Config, arch: str) -> Path:
         self.built.append((transport, arch))
-        return host.build(emitted, tuple(defines), config)
+        path = host.build(emitted, tuple(defines), config)
+        sizes = (re.search(rf"{name} = (\d+);", emitted.text) for name in ("kNumRanks", "kNumTensors"))
+        self._argument_bytes[str(path)] = 8 * sum(int(size[1]) for size in sizes if size) + 56
+        return path
 
     def _cupy(self) -> Any:
         def module(path: str) -> Any:
             number = next(self._numbers)
-            self._entries[number] = ctypes.CDLL(path).commdsl_launch
-            kernel = SimpleNamespace(kernel=SimpleNamespace(ptr=number))
-            return SimpleNamespace(get_function=lambda _: kernel, module=SimpleNamespace(ptr=7))
+            kernel = SimpleNamespace(kernel=SimpleNamespace(ptr=number), max_dynamic_shared_size_bytes=SHARED_BYTES)
+            self._kernels[number] = kernel
+
+            def get_function(name: str) -> Any:
+                library = ctypes.CDLL(path)
+                if name.endswith("_flags"):
+                    self._entries[number] = (library[name], self._argument_bytes[path])
+                else:
+                    self._entries[number] = library.commdsl_launch
+                return kernel
+
+            return SimpleNamespace(get_function=get_function, module=SimpleNamespace(ptr=7))
 
         return SimpleNamespace(
             RawModule=lambda path: module(path),
             cuda=SimpleNamespace(
-                Device=lambda _: _Device(132),
+                Device=lambda _: _Device(132, self.shared_bytes),
+                Stream=lambda non_blocking: self.stream(external=True),
+                Event=lambda disable_timing: self._event(),
+                runtime=SimpleNamespace(
+                    memcpyAsync=self._copy,
+                    eventRecord=lambda event, stream: self._events[event].record(self._at(stream)),
+                    streamWaitEvent=self._wait,
+                ),
                 driver=SimpleNamespace(
                     occupancyMaxActiveBlocksPerMultiprocessor=lambda function, threads, shared: self.blocks_per_sm,
                     launchKernel=self._launch,
@@ -196,7 +243,13 @@ class FakeGpu:
         *grid, shared, stream, parameters, extra = rest
         assert getattr(self.here, "context", CONTEXT) == CONTEXT, "a launch in the context of another GPU"
         assert all(size > 0 for size in grid)
-        assert (shared, extra) == (0, 0)
+        assert extra == 0
+        if isinstance(self._entries[function], tuple):
+            assert (grid[:3], shared) == ([1, 1, 1], 0)
+            self._flags(function, stream, parameters)
+            return
+        assert shared <= self._kernels[function].max_dynamic_shared_size_bytes <= self.shared_bytes
+        self.launched_with.add(shared)
         self.note(stream)
         self._entries[function](ctypes.c_void_p.from_address(parameters), 1, 1, bytes(8))
 
@@ -209,6 +262,44 @@ class FakeGpu:
         self.launches.append(made)
         here.before.add(made.number)
         return made
+
+    def _at(self, handle: int) -> Stream:
+        found = self._streams[handle] if handle else self.default
+        assert not found.is_gone
+        return found
+
+    def _event(self) -> Event:
+        made = Event()
+        made.ptr = next(self._handles)  # type: ignore[attr-defined] # cupy's have it
+        self._events[made.ptr] = made  # type: ignore[attr-defined] # as above
+        return made
+
+    def _wait(self, stream: int, event: int, flags: int) -> None:
+        assert flags == 0
+        self._at(stream).join_capture_of(self._events[event])
+        self._at(stream).wait_event(self._events[event])
+
+    def _command(self, handle: int, run: Callable[[], object], **what: Any) -> None:
+        """Keeps a command, and runs it unless it is captured: what comes after it was started later."""
+        stream = self._at(handle)
+        made = Command(self.here.rank, next(self._numbers), stream.capture, frozenset(stream.before), run, **what)
+        self.commands.append(made)
+        stream.before.add(made.number)
+        if stream.capture is None:
+            run()
+
+    def _copy(self, dest: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
+        assert kind == 3
+        assert num_bytes > 0
+        what = (dest, source, num_bytes)
+        self._command(stream, lambda: ctypes.memmove(dest, source, num_bytes), copy=what)
+
+    def _flags(self, function: int, stream: int, parameters: int) -> None:
+        assert stream == self.current.cuda_stream
+        entry, size = self._entries[function]
+        arguments, turn = (ctypes.c_void_p * 2).from_address(parameters)
+        copied = ctypes.string_at(arguments, size), ctypes.string_at(turn, 24)
+        self._command(stream, lambda: entry(*copied), turn=struct.unpack("<6i", copied[1]))
 
     def _runtime(self) -> Any:
         """Of cuda.bindings, what tells of captures."""
@@ -226,7 +317,7 @@ class FakeGpu:
 
     def _torch_cuda(self) -> dict[str, Any]:
         def properties(_: object) -> Any:
-            return SimpleNamespace(major=9, minor=0, uuid=f"gpu {self.here.rank}")
+            return SimpleNamespace(major=self.major, minor=0, uuid=f"gpu {self.here.rank}")
 
         return {
             "is_current_stream_capturing": lambda: self.current.capture is not None,
@@ -262,8 +353,8 @@ class FakeGpu:
 
 
 class _Device:
-    def __init__(self, sms: int) -> None:
-        self.attributes = {"MultiProcessorCount": sms}
+    def __init__(self, sms: int, shared_bytes: int) -> None:
+        self.attributes = {"MultiProcessorCount": sms, "MaxSharedMemoryPerBlockOptin": shared_bytes}
 
     def __enter__(self) -> _Device:
         return self

@@ -26,10 +26,21 @@ schedule allgather_ring for P ranks where P >= 2 {
   }
 }
 """
-IN_PLACE = """\
+SWAP = """\
+schedule swap for P ranks {
+  inout x[2 blocks]
+  ensure each r { x[0] == x[1] @ r  x[1] == x[0] @ r }
+  each r {
+    copy x[0] -> x[1]
+    copy x[1] -> x[0]
+  }
+}
+"""
+PACKETS = """\
 schedule allreduce_ring for P ranks where P >= 2 {
   inout x[P]
   ensure allreduce(x)
+  tune { protocol packet }
   for s in 0 ..< P - 1 {
     each r { reduce x[(r - s) % P] -> x[(r - s) % P] @ (r + 1) % P }
   }
@@ -86,11 +97,13 @@ def unwritten(plan: Plan) -> Plan:
 
 
 def late_read(plan: Plan) -> Plan:
-    """The first operation that reads what the schedule made of `x` reads `x` as it came in."""
+    """Rank 0 returns in the second chunk what came in as the first, which it has overwritten by then."""
     access = [tensor.access for tensor in plan.tensors]
-    space = plan.ops.source_space.copy()
-    space[np.flatnonzero(space == access.index(Access.WRITE))[0]] = access.index(Access.READ)
-    return with_tables(plan, source_space=space)
+    copies_out = np.flatnonzero(plan.ops.dest_space == access.index(Access.WRITE))
+    second = plan.ops.source_begin[copies_out[1]]
+    space, index = plan.ops.source_space.copy(), plan.ops.source_index.copy()
+    space[second], index[second] = access.index(Access.READ), 0
+    return with_tables(plan, source_space=space, source_index=index)
 
 
 FAULTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
@@ -99,8 +112,9 @@ FAULTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "C203": (TEXT, never),
     "C204": (TEXT, idle),
     "C205": (TEXT, lambda plan: replace(plan, rotation=1)),
-    "C206": (TEXT, lambda plan: with_tables(plan, barrier=np.zeros_like(plan.ops.barrier))),
+    "C206": (SWAP, lambda plan: with_tables(plan, barrier=np.zeros_like(plan.ops.barrier))),
     "C207": (TEXT, unwritten),
-    "C208": (IN_PLACE, late_read),
+    "C208": (SWAP, late_read),
+    "C209": (PACKETS, lambda plan: replace(plan, rotation=1)),
     "C342": (TEXT, lambda plan: replace(plan, num_cells=plan.num_cells + 1)),
 }

@@ -27,6 +27,8 @@ class Op:
     signals: tuple[tuple[int, object], ...] = ()
     barrier: int = 0
     size_class: tuple[int, int] = (1, 0)
+    joined: int = 0
+    scale: int = 0
 
 
 Programs = list[list[Op]]
@@ -62,6 +64,8 @@ def build(
         cut=column([op.size_class[0] for op in ops]),
         piece=column([op.size_class[1] for op in ops]),
         barrier=column([op.barrier for op in ops]),
+        joined=column([op.joined for op in ops]),
+        scale=column([op.scale for op in ops]),
         dest_space=column([op.dest[0] for op in ops]),
         dest_rank=column([op.dest[1] for op in ops]),
         dest_index=column([op.dest[2] for op in ops]),
@@ -101,6 +105,7 @@ def plan_of(
         num_cells=num_cells,
         rotation=rotation,
         lanes=2,
+        sms=2,
         threads=128,
         tile_bytes=4096,
         protocol=Protocol.BULK,
@@ -152,6 +157,45 @@ def ring_allgather(num_ranks: int, rotation: int, credits: bool) -> tuple[Progra
     return programs, gathered(num_ranks), num_ranks - 1
 
 
+def forwarding_allgather(num_ranks: int, rotation: int, credits: bool) -> tuple[Programs, tuple[Tensor, ...], int]:
+    """`ring_allgather` in groups: what a rank has read goes to its own tensor and, joined, on to the next rank."""
+    programs = []
+    for rank in range(num_ranks):
+        after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+        program = []
+        for step in range(num_ranks):
+            source = (CELL, rank, step - 1) if step else (0, rank, 0)
+            waits = ((before, ("data", step - 1), 0),) if step else ()
+            signals = ((before, ("credit", step - 1)),) if step and credits else ()
+            home = (1, rank, (rank - step) % num_ranks)
+            if step == num_ranks - 1:
+                program.append(Op(OpKind.COPY, home, (source,), waits=waits, signals=signals))
+                continue
+            waits += ((after, ("credit", step), rotation),) if credits else ()
+            program.append(Op(OpKind.COPY, (CELL, after, step), (source,), waits=waits))
+            program.append(Op(OpKind.COPY, home, (), signals=(*signals, (after, ("data", step))), joined=1))
+        programs.append(program)
+    return programs, gathered(num_ranks), num_ranks - 1
+
+
+def chain_broadcast(num_ranks: int, rotation: int, credits: bool) -> tuple[Programs, tuple[Tensor, ...], int]:
+    """Rank 0's tensor goes down the chain through cell 0 of each rank: nobody hears of the rank it sends to."""
+    programs = []
+    for rank in range(num_ranks):
+        after, before = rank + 1, rank - 1
+        waits = ((before, "data", 0),) if rank else ()
+        signals = ((before, "credit"),) if rank and credits else ()
+        source = (CELL, rank, 0) if rank else (0, rank, 0)
+        home = Op(OpKind.COPY, (1, rank, 0), (source,), waits=waits, signals=signals)
+        if rank == num_ranks - 1:
+            programs.append([home])
+            continue
+        waits += ((after, "credit", rotation),) if credits else ()
+        put = Op(OpKind.COPY, (CELL, after, 0), (source,), waits=waits)
+        programs.append([put, replace(home, sources=(), waits=(), signals=(*signals, (after, "data")), joined=1)])
+    return programs, (Tensor("x", Access.READ, 1, 1), Tensor("y", Access.WRITE, 1, 1)), 1
+
+
 def direct_alltoall(num_ranks: int, rotation: int, credits: bool) -> tuple[Programs, tuple[Tensor, ...], int]:
     """Cell d - 1 of a rank receives from the rank at distance d."""
     programs = []
@@ -191,7 +235,39 @@ def pull_allreduce(num_ranks: int, rotation: int, credits: bool) -> tuple[Progra
     return programs, (Tensor("x", Access.READ, 1, 1), Tensor("y", Access.WRITE, 1, 1)), 1
 
 
-FAMILIES = {"ring_allgather": ring_allgather, "direct_alltoall": direct_alltoall, "pull_allreduce": pull_allreduce}
+def with_flags_in_data(programs: Programs) -> Programs:
+    """The programs without the flags that data brings itself where it carries its own: credits are left."""
+
+    def is_credit(tag: object) -> bool:
+        return tag == "credit" or (isinstance(tag, tuple) and tag[0] == "credit")
+
+    return [
+        [
+            replace(
+                op,
+                waits=tuple(wait for wait in op.waits if is_credit(wait[1])),
+                signals=tuple(signal for signal in op.signals if is_credit(signal[1])),
+            )
+            for op in program
+        ]
+        for program in programs
+    ]
+
+
+PUSHING = {
+    "ring_allgather": ring_allgather,
+    "forwarding_allgather": forwarding_allgather,
+    "chain_broadcast": chain_broadcast,
+    "direct_alltoall": direct_alltoall,
+}
+"""Families whose ranks read their own cells only."""
+
+FAMILIES = {
+    "ring_allgather": ring_allgather,
+    "forwarding_allgather": forwarding_allgather,
+    "direct_alltoall": direct_alltoall,
+    "pull_allreduce": pull_allreduce,
+}
 
 
 def big_ring_allreduce(num_ranks: int, rotation: int) -> Plan:
@@ -244,6 +320,8 @@ def big_ring_allreduce(num_ranks: int, rotation: int) -> Plan:
         piece=chunk.reshape(-1),
         # A put reads what the operation before it combined, without a wait between.
         barrier=row((1, 0), first, zero).reshape(-1),
+        joined=np.zeros(kind.size, np.int32),
+        scale=np.zeros(kind.size, np.int32),
         dest_space=dest_space.reshape(-1),
         dest_rank=dest_rank.reshape(-1),
         dest_index=dest_index.reshape(-1),

@@ -13,11 +13,16 @@ from commdsl import compiler
 from commdsl.compiler import Checked
 from commdsl.ir import Buffer, Schedule
 from commdsl.kinds import BufferKind
+from commdsl.plan import Protocol
+
+HOST_PROTOCOLS = (Protocol.BULK, Protocol.PACKET, Protocol.LINE)
+"""Those with kernels of their own on the host, where `tma` and `engine` are `bulk`."""
 
 
 @cache
-def proved(case: Case) -> Checked:
-    return compiler.check(case.path, ranks=case.ranks, params=dict(case.params))
+def proved(case: Case, protocol: Protocol = Protocol.BULK) -> Checked:
+    tune = {"protocol": protocol.value}
+    return compiler.check(case.path, ranks=case.ranks, params=dict(case.params), tune=tune)
 
 
 def given(schedule: Schedule) -> Buffer:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 from collectives import main_case, shipped
+from proved import HOST_PROTOCOLS
 
 from commdsl import compiler
 from commdsl.build import nvrtc
 from commdsl.config import Config, from_environment
 from commdsl.emit import defines
-from commdsl.plan import Transport
+from commdsl.plan import Protocol, Transport
 
 
 @pytest.fixture(scope="module")
@@ -30,3 +31,15 @@ def test_cubin(path: Path, transport: Transport, config: Config) -> None:
     cubin = nvrtc.build(compiled.emitted, macros, transport, config).read_bytes()
     assert cubin.startswith(b"\x7fELF")
     assert compiled.emitted.name.encode() in cubin
+
+
+@pytest.mark.parametrize("protocol", HOST_PROTOCOLS, ids=lambda protocol: protocol.value)
+@pytest.mark.parametrize("name", ["allreduce_twoshot", "allreduce_ring", "alltoall_direct"])
+def test_cubin_of_a_rank(name: str, protocol: Protocol, config: Config) -> None:
+    """Every protocol's text is taken too as it runs: lanes that share a block, built for one rank of four alone."""
+    path = next(path for path in shipped() if path.stem == name)
+    compiled = compiler.compile(path, ranks=4, tune={"protocol": protocol.value, "lanes": 16, "threads": 256, "sms": 8})
+    macros = defines(compiled.plan, "bfloat16", "sum", rank=1)
+    assert macros[-1] == "COMMDSL_RANK=1"
+    assert "#define COMMDSL_LANES_PER_BLOCK 2\n" in compiled.emitted.text
+    assert nvrtc.build(compiled.emitted, macros, Transport.PEER, config).read_bytes().startswith(b"\x7fELF")

@@ -275,6 +275,38 @@ def test_lanes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     run(gpu, body)
 
 
+def test_shared_memory(gpu: FakeGpu) -> None:
+    """A kernel is launched with the shared memory of its Plan, more than it would have unasked."""
+
+    def body(rank: Rank) -> None:
+        rank.op = commdsl.load("allreduce_ring", ranks=RANKS, tune={"protocol": "tma", "lanes": 32, "sms": 16})
+        rank.call()
+
+    run(gpu, body)
+    assert gpu.launched_with == {2 * (128 + 8 * 14464)}
+
+
+@pytest.mark.parametrize(
+    ("shared_bytes", "major", "message"),
+    [
+        (128 << 10, 9, "takes 131200 bytes of shared memory a block, and this GPU has 131072"),
+        (227 << 10, 8, "sm_80 does not have"),
+    ],
+)
+def test_gpus_without_tma(monkeypatch: pytest.MonkeyPatch, shared_bytes: int, major: int, message: str) -> None:
+    """A GPU that lacks bulk copies, or their shared memory, is refused before anything is launched."""
+    gpu = FakeGpu(RANKS, shared_bytes=shared_bytes, major=major)
+    gpu.install(monkeypatch)
+
+    def body(rank: Rank) -> None:
+        rank.op = commdsl.load("allreduce_ring", ranks=RANKS, tune={"protocol": "tma"})
+        with pytest.raises(DeviceError, match=message):
+            rank.call()
+
+    run(gpu, body)
+    assert not gpu.launches
+
+
 def test_two_ranks_on_one_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that forgot to choose their device are told so before anything collective hangs."""
     same = torch.cuda.get_device_properties

@@ -199,15 +199,19 @@ def test_many_sources_round_once() -> None:
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_scale_divides_only_for_avg(op: str) -> None:
-    """The same text sums or averages: a bit of the arguments decides."""
+    """The same text sums or averages: a bit of the arguments decides, and only what is marked is divided."""
     programs, tensors, cells = plans.pull_allreduce(3, 1, True)
-    for rank, program in enumerate(programs):
-        program.append(Op(OpKind.SCALE, (1, rank, 0), ((1, rank, 0),), barrier=1))
+    for rank, (_, combine) in enumerate(programs):
+        programs[rank][1] = replace(combine, signals=())
+        programs[rank].append(Op(OpKind.REDUCE, (2, rank, 0), (), signals=combine.signals, joined=1, scale=1))
+    tensors = (*tensors, Tensor("z", Access.WRITE, 1, 1))
     plan = small(plans.build(programs, tensors, cells, rotation=1))
     arrays = [np.arange(100, dtype=np.float32) + rank for rank in range(3)]
-    want = in_order(np.add, arrays) / np.float32(3 if op == "avg" else 1)
-    for output in run(plan, [arrays], element("float32"), op, Options())[0]:
-        assert output.tobytes() == want.tobytes()
+    total = in_order(np.add, arrays)
+    mean = total / np.float32(3 if op == "avg" else 1)
+    (found,) = host_run.run_calls(plan, emit(plan), [{"x": arrays}], element("float32"), op, Options())
+    for name, want in (("y", total), ("z", mean)):
+        assert all(output.tobytes() == want.tobytes() for output in found.outputs[name]), name
 
 
 def test_in_place() -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from collectives import main_case, shipped
+from numpy.typing import NDArray
 
 from commdsl import compiler
 from commdsl.compiler import Checked
-from commdsl.plan import CELL, Access, OpKind, Plan, Reason, Transport
+from commdsl.plan import CELL, MOST_THREADS, Access, OpKind, Ops, Plan, Reason, Transport
 from commdsl.resources import data_dir
 
 
@@ -57,23 +59,30 @@ def test_one_way_traffic_is_acknowledged_two_rounds_later() -> None:
 
 
 def test_user_memory_is_read_in_place() -> None:
-    """A ring reads the caller's tensor where it lies: nothing is staged in, and only what peers put is copied out."""
+    """A ring reads the caller's tensor where it lies: the cells are for what peers put."""
     ops = plan("allreduce_ring", 4).ops
-    copies_from_user = (ops.kind == OpKind.COPY) & (ops.source_space[ops.source_begin[:-1]] >= 0)
+    in_cell = ops.dest_space == CELL
 
-    assert (ops.dest_rank[copies_from_user] != np.repeat(np.arange(4), np.diff(ops.rank_begin))[copies_from_user]).all()
+    assert (ops.dest_rank[in_cell] != actors(ops)[in_cell]).all()
 
 
-def test_what_a_peer_pulls_is_staged() -> None:
-    """A peer cannot read the caller's tensor: a one-shot all-reduce copies it to a cell first."""
-    ops = plan("allreduce_oneshot", 4).ops
+def actors(ops: Ops) -> NDArray[np.intp]:
+    return np.repeat(np.arange(len(ops.rank_begin) - 1), np.diff(ops.rank_begin))
 
-    assert (ops.kind[ops.rank_begin[:-1]] == OpKind.COPY).all()
-    assert (ops.dest_space[ops.rank_begin[:-1]] == CELL).all()
+
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+def test_a_rank_reads_its_own_memory_only(path: Path) -> None:
+    """What a schedule gets, or reduces from elsewhere, its owner puts there: links carry stores faster than loads."""
+    for transport in Transport:
+        case = main_case(path, 6) or main_case(path, 5) or main_case(path, 4)
+        assert case is not None
+        ops = compiler.check(path, ranks=case.ranks, params=dict(case.params), transport=transport).plan.ops
+
+        assert (ops.source_rank == np.repeat(actors(ops), np.diff(ops.source_begin))).all()
 
 
 def test_swapping_in_one_step() -> None:
-    """All reads of a step come before its writes, so chunks can trade places; the tensors may then not be one."""
+    """All reads of a step come before its writes, so chunks can trade places, in one memory too: by way of cells."""
     checked = from_text(
         """
         schedule swap for P ranks {
@@ -85,7 +94,8 @@ def test_swapping_in_one_step() -> None:
         2,
     )
 
-    assert checked.plan.alias_safe == ()
+    assert checked.plan.alias_safe == ("x",)
+    assert checked.plan.num_cells == 2
 
 
 def test_reading_and_receiving_one_chunk_in_one_step() -> None:
@@ -97,15 +107,13 @@ def test_reading_and_receiving_one_chunk_in_one_step() -> None:
     assert set(cells) == set(range(rotation.num_cells))
 
 
-def test_nvshmem_touches_peers_by_copies_only() -> None:
-    """NVSHMEM brings tiles, it cannot be read by the element: no reduction has an operand on a peer."""
-    ops = plan("allreduce_twoshot", 4, Transport.NVSHMEM).ops
-    rank = np.repeat(np.arange(4), np.diff(ops.rank_begin))
-    row = np.repeat(np.arange(ops.num_ops), np.diff(ops.source_begin))
-    far = (ops.source_space == CELL) & (ops.source_rank != rank[row])
+@pytest.mark.parametrize("name", ["allreduce_twoshot", "allreduce_ring", "reducescatter_ring", "reduce_tree"])
+def test_nvshmem_stores_to_peers_by_copies_only(name: str) -> None:
+    """NVSHMEM puts whole tiles: a reduction leaves its result on its rank, and a copy sends it."""
+    near, far = plan(name, 4, Transport.NVSHMEM).ops, plan(name, 4).ops
 
-    assert far.any()
-    assert (ops.kind[row[far]] == OpKind.COPY).all()
+    assert (near.kind[near.dest_rank != actors(near)] == OpKind.COPY).all()
+    assert (far.kind[far.dest_rank != actors(far)] == OpKind.REDUCE).any()
 
 
 @pytest.mark.parametrize("name", ["allreduce_ring", "allreduce_hamilton", "alltoall_two_level", "rotation_direct"])
@@ -119,6 +127,7 @@ def test_waits_look_back(name: str) -> None:
     waiter = np.searchsorted(ops.rank_begin, wait_op, side="right") - 1
     for op, b, a, ordinal in zip(wait_op, waiter, ops.wait_peer, ops.wait_ordinal, strict=True):
         raised = signal_op[(sender == a) & (ops.signal_peer == b)][ordinal - 1]
+        raised = ops.leader_of[raised]
         assert lowered.origins[ops.origin[raised]].step <= lowered.origins[ops.origin[op]].step
 
 
@@ -138,6 +147,44 @@ def test_the_tile_keeps_the_cells_within_budget() -> None:
 
     assert many.tile_bytes < few.tile_bytes
     assert many.symmetric_bytes < 300 << 20
+
+
+@pytest.mark.parametrize(
+    ("tune", "lanes", "sms", "lanes_per_block"),
+    [
+        ("lanes 64 sms 16", 64, 16, 4),
+        ("sms 4 threads 512", 8, 4, 2),  # as many lanes an SM as its threads allow
+        ("lanes 264", 264, 132, 2),  # a block an SM, and lanes that share them
+        ("lanes 5", 5, 5, 1),
+    ],
+)
+def test_lanes_are_spread_over_sms(tune: str, lanes: int, sms: int, lanes_per_block: int) -> None:
+    """Lanes share the SMs that are asked for, and take one each where none are."""
+    moves = "input x\n output y\n ensure permutation(x -> y) r -> (r + 1) % P\n each r { put x -> y @ (r + 1) % P }"
+    made = from_text(f"schedule tuned for P ranks {{\n tune {{ {tune} }}\n {moves}\n}}\n", 2).plan
+
+    assert (made.lanes, made.sms, made.lanes_per_block) == (lanes, sms, lanes_per_block)
+    assert made.lanes_per_block * made.threads <= MOST_THREADS
+
+
+def test_the_sms_of_a_role() -> None:
+    """A schedule on a role runs on the role's SMs and no others."""
+    made = from_text(
+        """
+        roles overlap { compute sms 0 ..< 124   comm sms 124 ..< 132 }
+        schedule beside for P ranks {
+          on comm
+          input x
+          output y
+          ensure permutation(x -> y) r -> (r + 1) % P
+          each r { put x -> y @ (r + 1) % P }
+        }
+        """,
+        2,
+    ).plan
+
+    assert made.sms == 8
+    assert made.lanes % 8 == 0
 
 
 def test_tune_sets_what_is_launched() -> None:

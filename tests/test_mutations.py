@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import pytest
 from collectives import Case, main_case, make_inputs, mismatch, shipped
 from mutants import Mutant, mutants
-from proved import given, result_name
+from proved import HOST_PROTOCOLS, given, result_name
 
 from commdsl import compiler, interpret
 from commdsl.build import host_run
@@ -18,6 +19,7 @@ from commdsl.compiler import Checked
 from commdsl.diagnostics import CommError
 from commdsl.dtypes import INT64
 from commdsl.emit import emit
+from commdsl.plan import Protocol
 
 ELEMENTS = 2 * 120  # two 16-byte units for every chunk of the finest cut
 """Enough for every chunk to hold something: an empty chunk would hide a fault."""
@@ -43,11 +45,11 @@ def judged(case: Case, checked: Checked) -> str:
     return ""
 
 
-def proved(case: Case, mutant: Mutant) -> Checked | None:
+def proved(case: Case, mutant: Mutant, protocol: Protocol) -> Checked | None:
     """The mutant as the compiler sees it, or None when it is refused."""
     try:
         files = compiler.read_text(mutant.text, "mutant.comm", case.path.parent)
-        return compiler.check(files, ranks=case.ranks, params=dict(case.params))
+        return compiler.check(files, ranks=case.ranks, params=dict(case.params), tune={"protocol": protocol.value})
     except CommError:
         return None
 
@@ -66,13 +68,13 @@ def total(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
 
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
 def test_mutants(path: Path, total: Counter[str]) -> None:
-    """Every mutant is refused, or oracle and kernel still give the collective's result."""
+    """Every mutant is refused, or oracle and kernel still give the collective's result; the protocols take turns."""
     case = main_case(path, ranks_for(path))
     assert case is not None
     (declared,) = compiler.schedules(compiler.read(path))
     counts: Counter[str] = Counter()
-    for mutant in mutants(declared):
-        checked = proved(case, mutant)
+    for mutant, protocol in zip(mutants(declared), cycle(HOST_PROTOCOLS), strict=False):
+        checked = proved(case, mutant, protocol)
         counts["refused" if checked is None else "equivalent"] += 1
         if checked is not None:
             where = f"{path.name}:{mutant.line} {mutant.kind} `{mutant.what}`"

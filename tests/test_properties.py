@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from proved import HOST_PROTOCOLS
 from strategies import Place, Program, Value, programs, untidy
 
 from commdsl import compiler, dtypes, interpret
@@ -18,16 +19,19 @@ from commdsl.emit import emit
 from commdsl.format import format_file
 from commdsl.kinds import BufferKind
 from commdsl.parser import parse
+from commdsl.plan import Protocol
 from commdsl.source import Source
 
 ELEMENTS = 61
+protocols = st.sampled_from(HOST_PROTOCOLS)
 Arrays = dict[str, list[NDArray[np.int32]]]
 
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-def proved(program: Program) -> Checked:
-    return compiler.check(compiler.read_text(program.text, "drawn.comm", Path()), ranks=program.ranks)
+def proved(program: Program, protocol: Protocol = Protocol.BULK) -> Checked:
+    files = compiler.read_text(program.text, "drawn.comm", Path())
+    return compiler.check(files, ranks=program.ranks, tune={"protocol": protocol.value})
 
 
 def inputs_of(checked: Checked, seed: int) -> Arrays:
@@ -61,11 +65,11 @@ SPREAD_READS = """schedule drawn for P ranks where P == 3 {
 
 
 @settings(relaxed, max_examples=150)
-@example(Program(SPREAD_READS, 3))
-@given(programs())
-def test_accepted_and_as_intended(program: Program) -> None:
+@example(Program(SPREAD_READS, 3), Protocol.BULK)
+@given(programs(), protocols)
+def test_accepted_and_as_intended(program: Program, protocol: Protocol) -> None:
     """A schedule that is right is accepted, and the oracle leaves in every chunk what was worked out in drawing it."""
-    checked = proved(program)
+    checked = proved(program, protocol)
     inputs = inputs_of(checked, 0)
     outputs = interpret.run(checked.schedule, inputs, dtypes.INT32, "sum").outputs
     for place, value in program.values:
@@ -73,11 +77,11 @@ def test_accepted_and_as_intended(program: Program) -> None:
         assert np.array_equal(chunk(outputs, place, place.rank, program.cut), want), place
 
 
-@settings(relaxed, max_examples=20)
-@given(programs())
-def test_kernel_equals_oracle(program: Program) -> None:
+@settings(relaxed, max_examples=30)
+@given(programs(), protocols)
+def test_kernel_equals_oracle(program: Program, protocol: Protocol) -> None:
     """The emitted kernel and the oracle agree bit for bit, call after call."""
-    checked = proved(program)
+    checked = proved(program, protocol)
     plan = replace(checked.plan, tile_bytes=64)
     calls = [inputs_of(checked, seed) for seed in range(3)]
     for inputs, got in zip(calls, host_run.run_calls(plan, emit(plan), calls, dtypes.INT32), strict=True):
@@ -92,11 +96,11 @@ def test_kernel_equals_oracle(program: Program) -> None:
             assert np.array_equal(np.concatenate([step[rank] for step in want.yields]), got.yields[rank])
 
 
-@settings(relaxed, max_examples=10)
-@given(programs())
-def test_no_race(program: Program) -> None:
+@settings(relaxed, max_examples=15)
+@given(programs(), protocols)
+def test_no_race(program: Program, protocol: Protocol) -> None:
     """ThreadSanitizer finds no two accesses without order, with ranks that start late and tensors updated in place."""
-    checked = proved(program)
+    checked = proved(program, protocol)
     plan = replace(checked.plan, tile_bytes=64)
     options = host_run.Options(sanitize=True, max_delay=0.0005, in_place=True)
     host_run.run_calls(plan, emit(plan), [inputs_of(checked, 0)] * 3, dtypes.INT32, "sum", options)

@@ -18,9 +18,14 @@ from commdsl.diagnostics import CommError, Severity
 from commdsl.dtypes import DType
 from commdsl.emit import Emitted, emit
 from commdsl.ir import Schedule
-from commdsl.plan import Plan
+from commdsl.plan import Plan, Protocol
 
-RUN_RANKS = (2, 3, 5, 6, 7, 8, 16)
+RUN_RANKS = {
+    Protocol.BULK: (2, 3, 5, 6, 7, 8, 16),
+    Protocol.PACKET: (2, 3, 5, 8),
+    Protocol.LINE: (2, 3, 5, 8),
+    Protocol.TMA: (4,),  # here the code of `bulk`
+}
 SMALL_TILE = 128
 """Bytes of a tile in tests, so that a small tensor takes several rounds."""
 
@@ -108,24 +113,31 @@ def defined_outputs(case: Case, outputs: dict[str, list[NDArray[np.generic]]]) -
     return [[arrays[rank] for rank in kept] for arrays in outputs.values()]
 
 
-@pytest.mark.parametrize("ranks", RUN_RANKS)
+@pytest.mark.parametrize(
+    ("protocol", "ranks"),
+    [(protocol, ranks) for protocol, counts in RUN_RANKS.items() for ranks in counts],
+    ids=lambda value: value.value if isinstance(value, Protocol) else str(value),
+)
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
-def test_kernel(path: Path, ranks: int) -> None:
-    """The emitted kernel on host ranks gives the oracle's bits, for any size, call after call."""
+def test_kernel(path: Path, protocol: Protocol, ranks: int) -> None:
+    """In every protocol the emitted kernel on host ranks gives the oracle's bits, for any size, call after call."""
     case = main_case(path, ranks)
     if case is None:
         with pytest.raises(CommError):
             compiler.check(path, ranks=ranks)
         return
-    checked = proved(case)
-    kinds = (dtypes.INT32, dtypes.FLOAT32) if checked.plan.has_reduction else (dtypes.INT32,)
+    checked = proved(case, protocol)
+    kinds = [dtypes.FLOAT32 if checked.plan.has_reduction else dtypes.INT32]
+    if protocol is Protocol.BULK and checked.plan.has_reduction:
+        kinds.append(dtypes.INT32)
     for dtype in kinds:
         runs_as_it_means(case, checked, dtype)
 
 
+@pytest.mark.parametrize("protocol", RUN_RANKS, ids=lambda protocol: protocol.value)
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
-def test_threads(path: Path) -> None:
+def test_threads(path: Path, protocol: Protocol) -> None:
     """ThreadSanitizer finds nothing in two calls in a row on four ranks (five where there is no schedule for four)."""
     case = main_case(path, 4) or main_case(path, 5)
     assert case is not None
-    runs_as_it_means(case, proved(case), dtypes.BFLOAT16, sanitize=True)
+    runs_as_it_means(case, proved(case, protocol), dtypes.BFLOAT16, sanitize=True)

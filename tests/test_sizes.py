@@ -7,11 +7,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import plans
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from proved import HOST_PROTOCOLS
 
 from commdsl import sizes
-from commdsl.plan import Plan
+from commdsl.plan import Plan, Protocol
 
 BLOCKS = st.integers(0, 1 << 40) | st.integers(0, 4096)
 
@@ -21,7 +23,7 @@ def plan(cut: int, lanes: int = 4, tile_bytes: int = 4096) -> Plan:
     made = plans.build(*plans.ring_allgather(2, 2, False)[:3], rotation=2)
     pieces = plans.column(list(range(cut)))
     ops = replace(made.ops, cut=pieces * 0 + cut, piece=pieces)
-    return replace(made, ops=ops, lanes=lanes, tile_bytes=tile_bytes)
+    return replace(made, ops=ops, lanes=lanes, sms=lanes, tile_bytes=tile_bytes)
 
 
 @given(BLOCKS, st.integers(1, 64))
@@ -39,30 +41,61 @@ def test_chunks_tile_the_block(block_bytes: int, cut: int) -> None:
 @given(BLOCKS, st.integers(1, 132))
 def test_slices_tile_the_chunk(chunk_bytes: int, lanes: int) -> None:
     """Slices follow each other without gap, start on 16 bytes, and none exceeds the share that decides the rounds."""
-    ranges = [sizes.slice_range(chunk_bytes, lanes, lane) for lane in range(lanes)]
+    share = sizes.lane_share(chunk_bytes, lanes)
+    ranges = [sizes.slice_range(chunk_bytes, share, lane) for lane in range(lanes)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == chunk_bytes
     assert all(before[1] == after[0] for before, after in pairwise(ranges))
     assert all(first % 16 == 0 or first == chunk_bytes for first, _ in ranges)
-    assert all(last - first <= sizes.lane_share(chunk_bytes, lanes) for first, last in ranges)
+    assert all(last - first <= share for first, last in ranges)
 
 
-@given(st.integers(1, 1 << 28), st.integers(1, 9), st.integers(1, 32), st.sampled_from([64, 4096, 131072]))
-def test_rounds_cover_every_slice(block_bytes: int, cut: int, lanes: int, tile_bytes: int) -> None:
-    """The rounds move the longest slice, one round less would not, and every lane that runs is worth it."""
-    made = plan(cut, lanes, tile_bytes)
+@given(
+    st.integers(1, 1 << 28), st.integers(1, 9), st.integers(1, 32), st.sampled_from([64, 4096, 131072]),
+    st.sampled_from(HOST_PROTOCOLS),
+)  # fmt: skip
+def test_rounds_cover_every_slice(block_bytes: int, cut: int, lanes: int, tile_bytes: int, protocol: Protocol) -> None:
+    """Every lane's rounds follow each other without gap, none longer than a tile; one round less leaves a rest."""
+    made = replace(plan(cut, lanes, tile_bytes), protocol=protocol)
     launch = sizes.launch(made, block_bytes, min_slice_bytes=1024)
     largest = max(last - first for first, last in (sizes.piece_range(block_bytes, cut, i) for i in range(cut)))
-    ranges = [sizes.slice_range(largest, launch.active_lanes, lane) for lane in range(launch.active_lanes)]
-    longest = max(last - first for first, last in ranges)
     assert 1 <= launch.active_lanes <= lanes
     assert launch.active_lanes == 1 or (launch.active_lanes - 1) * 1024 < largest
-    assert (launch.rounds - 1) * tile_bytes < longest <= launch.rounds * tile_bytes
+    assert launch.share_bytes == sizes.lane_share(largest, launch.active_lanes)
+    for lane in range(launch.active_lanes):
+        ranges = [sizes.round_range(made, launch, lane, number) for number in range(min(launch.rounds, 4))]
+        ranges += [sizes.round_range(made, launch, lane, max(launch.rounds - 1, 0))]
+        assert ranges[0][0] == 0
+        assert ranges[-1][1] == launch.share_bytes
+        assert all(before[1] == after[0] for before, after in pairwise(ranges[:-1]))
+        assert all(0 <= last - first <= tile_bytes and first % 16 == 0 for first, last in ranges)
+    late = [sizes.round_range(made, launch, lane, launch.rounds - 1) for lane in range(sizes.STAGGERED)]
+    assert any(first < last for first, last in late)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "sms", "active", "blocks", "threads"),
+    [
+        (16, 16, 16, 16, 128),  # a block a lane
+        (16, 4, 16, 4, 512),  # lanes spread over few SMs share their blocks
+        (16, 4, 6, 4, 256),  # some blocks have one lane more than others: the threads are those of the fullest
+        (16, 4, 3, 3, 128),  # fewer lanes than SMs: a block each
+        (16, 1, 1, 1, 128),
+    ],
+)
+def test_lanes_are_spread_over_blocks(lanes: int, sms: int, active: int, blocks: int, threads: int) -> None:
+    """Lane l is part of block l % sms, so blocks and threads follow from the lanes at work."""
+    made = replace(plan(1, lanes), sms=sms)
+    launch = sizes.launch(made, active * 1024, min_slice_bytes=1024)
+    assert launch.active_lanes == active
+    assert (launch.blocks(made), launch.threads(made)) == (blocks, threads)
+    fullest = max(sum(lane % sms == block for lane in range(active)) for block in range(blocks))
+    assert threads == fullest * made.threads
 
 
 def test_an_empty_tensor_launches_nothing() -> None:
     """Without a byte to move there are no lanes and no rounds."""
-    assert sizes.launch(plan(3), 0, min_slice_bytes=1024) == sizes.Launch(0, 0, 0)
+    assert sizes.launch(plan(3), 0, min_slice_bytes=1024) == sizes.Launch(0, 0, 0, 0)
 
 
 def test_host_lanes_are_capped() -> None:
@@ -72,8 +105,8 @@ def test_host_lanes_are_capped() -> None:
 
 
 def test_arguments_have_the_layout_of_the_struct() -> None:
-    """Heaps, tensors, three words of 8 bytes, four of 4: the order of types.cuh, and the length announced."""
+    """Heaps, tensors, five words of 8 bytes, four of 4: the order of types.cuh, and the length announced."""
     made = plan(1)
-    packed = sizes.Arguments([10, 11], [20, 21], sizes.Launch(1000, 3, 2), 5, 6, rank=1, average=True).pack()
-    assert struct.unpack("<7Q4i", packed) == (10, 11, 20, 21, 1000, 5, 6, 1, 3, 2, sizes.FLAG_AVERAGE)
+    packed = sizes.Arguments([10, 11], [20, 21], sizes.Launch(1000, 3, 2, 336, 16), 5, 6, rank=1, average=True).pack()
+    assert struct.unpack("<9Q4i", packed) == (10, 11, 20, 21, 1000, 336, 16, 5, 6, 1, 3, 2, sizes.FLAG_AVERAGE)
     assert len(packed) == sizes.arguments_bytes(made)

@@ -69,6 +69,7 @@ def test_override() -> None:
     whole = {"lanes": 8, "threads": 512, "tile": 4096, "protocol": "line", "sms": 4}
 
     assert tuning("plain", **whole) == Tuning(8, 512, 4096, "line", 4)
+    assert tuning("plain", protocol="engine", tile=1 << 20) == Tuning(tile_bytes=1 << 20, protocol="engine")
     assert tuning("tuned", lanes=24, protocol="bulk") == Tuning(lanes=24, protocol="bulk", sms=8)
 
 
@@ -79,7 +80,7 @@ def test_override() -> None:
         ("plain", {"sms": 133}, "C505", "`sms` is 1 to 132: `switch` has 132 SMs"),
         ("plain", {"threads": 48}, "C505", "`threads` is 32 to 1024, a multiple of 32"),
         ("plain", {"tile": 40}, "C505", "`tile` is 16 to 67108864, a multiple of 16"),
-        ("plain", {"protocol": "tma"}, "C505", "expected a protocol"),
+        ("plain", {"protocol": "dma"}, "C505", "expected a protocol"),
         ("plain", {"protocol": 128}, "C505", "expected a protocol"),
         ("plain", {"tile": "4 KB"}, "C109", "`tile` takes a number of bytes"),
         ("plain", {"lanes": "many"}, "C109", "`lanes` takes a plain number"),

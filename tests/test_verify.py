@@ -8,11 +8,11 @@ from dataclasses import replace
 import ir_builder
 import numpy as np
 import pytest
-from plans import FAMILIES, build
+from plans import CELL, FAMILIES, Op, build
 
 from commdsl.checks.memory import memory
 from commdsl.diagnostics import InternalError
-from commdsl.plan import Access, OpKind, Plan, Tensor
+from commdsl.plan import MOST_DESTS, Access, OpKind, Plan, Protocol, Tensor
 from commdsl.verify import verify
 
 
@@ -43,7 +43,7 @@ BROKEN = [
     (table("wait_begin", 0, 1), "wait_begin does not span"),
     (table("kind", 0, 3), "operation 0 of 6: kind is an OpKind"),
     (table("kind", 1, OpKind.COPY), "operation 1 of 6: only REDUCE"),
-    (table("cut", 2, 0), "operation 2 of 6: cut is positive"),
+    (table("cut", 2, 0), "operation 2 of 6: cut lies within 1 ..< 65536"),
     (table("piece", 2, 1), "operation 2 of 6: piece is less than cut"),
     (table("barrier", 2, 2), "operation 2 of 6: barrier"),
     (table("origin", 2, 1), "operation 2 of 6: origin"),
@@ -89,17 +89,74 @@ def test_broken_tables(change: Callable[[Plan], Plan], message: str) -> None:
     assert message in str(refused.value)
 
 
-def test_a_scale_stays_on_its_rank() -> None:
-    """What divides by the number of ranks reads and writes memory of one rank."""
-    programs, tensors, num_cells = FAMILIES["ring_allgather"](3, 1, True)
-    legal = replace(build(programs, tensors, num_cells, 1), has_reduction=True)
-    put = int(np.flatnonzero(legal.ops.dest_rank != legal.ops.source_rank[legal.ops.source_begin[:-1]])[0])
-    kind = legal.ops.kind.copy()
-    kind[put] = OpKind.SCALE
+def group() -> Plan:
+    """Two ranks, each one group: `x` goes to the peer's cell and, joined, to `y`; then the cell to `y`."""
+    programs, tensors, num_cells = FAMILIES["forwarding_allgather"](2, 2, credits=False)
+    return build(programs, tensors, num_cells, 2)
 
+
+def alone(legal: Plan) -> Plan:
+    """The first operation of rank 0 joined to nothing, its sources gone."""
+    ops = legal.ops
+    kept = {name: getattr(ops, name)[1:] for name in ("source_space", "source_rank", "source_index")}
+    begin = np.maximum(ops.source_begin - 1, 0)
+    joined = ops.joined.copy()
+    joined[0] = 1
+    return replace(legal, ops=replace(ops, joined=joined, source_begin=begin, **kept))
+
+
+BROKEN_GROUPS = [
+    (alone, "joined operation 0 of 3: it follows an operation of its rank"),
+    (table("joined", 2, 2), "operation 2 of 6: joined is a truth value"),
+    (table("joined", 2, 1), "operation 2 of 6: it has a source, or has joined one that does"),
+    (table("joined", 1, 0), "operation 1 of 6: it has a source, or has joined one that does"),
+    (table("kind", 1, OpKind.REDUCE), "joined operation 0 of 2: its kind is that of the operation it joined"),
+    (table("cut", 1, 2), "joined operation 0 of 2: its cut is that of the operation it joined"),
+    (table("barrier", 1, 1), "joined operation 0 of 2: the first of its group has the barrier"),
+    (table("wait_begin", 2, 1), "joined operation 0 of 2: the first of its group waits"),
+    (table("signal_begin", 1, 1), "operation before a joined one 0 of 2: the last of its group signals"),
+    (table("scale", 0, 2), "operation 0 of 6: scale is a truth value"),
+    (table("scale", 0, 1), "only moves bytes"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN_GROUPS, ids=[message for _, message in BROKEN_GROUPS])
+def test_broken_groups(change: Callable[[Plan], Plan], message: str) -> None:
+    """A group is one pass of one rank: its first operation reads and waits, its last signals, no other differs."""
+    legal = replace(group(), has_reduction=False)
     verify(legal)
-    with pytest.raises(InternalError, match="its source is on the rank of its destination"):
-        verify(replace(legal, ops=replace(legal.ops, kind=kind)))
+    with pytest.raises(InternalError, match="the Plan is not legal") as refused:
+        verify(change(legal))
+    assert message in str(refused.value)
+
+
+def test_the_most_destinations() -> None:
+    """A pass stores to eight places at most: the kernel has a register for each."""
+    programs, tensors, _ = FAMILIES["forwarding_allgather"](2, 2, credits=False)
+    leader = programs[0][0]
+    joined = [Op(OpKind.COPY, (CELL, 1, cell), (), joined=1) for cell in range(1, MOST_DESTS + 1)]
+    verify(build([[leader, *joined[:-1]], []], tensors, MOST_DESTS + 1, 2))
+    with pytest.raises(InternalError, match="a group has at most 8"):
+        verify(build([[leader, *joined], []], tensors, MOST_DESTS + 1, 2))
+
+
+def test_lanes_fit_their_blocks() -> None:
+    """Every block has a lane, its lanes are at most a block's threads, and each has a barrier of its own."""
+    verify(replace(plan(), lanes=16, sms=2, threads=128))
+    for fields, message in (
+        ({"lanes": 4, "sms": 5}, "sms is 5, expected 1 to 4"),
+        ({"lanes": 18, "sms": 2}, "9 lanes of 128 threads are more than a block of 1024"),
+        ({"lanes": 32, "sms": 2, "threads": 32}, "16 lanes a block are more than it has barriers for"),
+    ):
+        with pytest.raises(InternalError) as refused:
+            verify(replace(plan(), **fields))
+        assert message in str(refused.value)
+
+
+def test_data_with_its_flag_is_pushed() -> None:
+    """A peer's cell is polled by the rank that has it only: nothing is read across the link."""
+    with pytest.raises(InternalError, match="data with its flag is read by the rank that has it"):
+        verify(replace(plan(), protocol=Protocol.PACKET))
 
 
 def test_tables_are_vectors_of_int32() -> None:

@@ -1,6 +1,6 @@
 """Turns a Plan and the tensors of some calls into one stretch of memory that every rank of a host run maps.
 
-Assumes all ranks have tensors of the same block size. Does not start ranks (`host_run` does).
+Assumes all ranks have tensors of the same block size in a call. Does not start ranks (`host_run` does).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Layout:
     size: int
 
 
-def layout(plan: Plan, block_bytes: int, calls: int, *, shift: int, in_place: bool) -> Layout:
+def layout(plan: Plan, block_bytes: Sequence[int], *, shift: int, in_place: bool) -> Layout:
     """Heaps first, each on a page; tensors have `GUARD_BYTES` on both sides and start `shift` bytes off a 16-byte line.
 
-    `in_place` gives the written tensor of an alias-safe inout buffer the memory of the one read.
+    `block_bytes` is by call. `in_place` gives the written tensor of an alias-safe inout buffer the memory of its twin.
     """
     heap_stride = _round_up(plan.symmetric_bytes, 4096)
     heaps = tuple(rank * heap_stride for rank in range(plan.num_ranks))
     errors = tuple(plan.num_ranks * heap_stride + rank * RECORD_BYTES for rank in range(plan.num_ranks))
     at = errors[-1] + RECORD_BYTES
     tensors = []
-    for _ in range(calls):
+    for size in block_bytes:
         ranks = []
         for _ in range(plan.num_ranks):
             offsets: list[int] = []
@@ -62,7 +62,7 @@ def layout(plan: Plan, block_bytes: int, calls: int, *, shift: int, in_place: bo
                 at = _round_up(at + GUARD_BYTES, 16) + shift
                 read.setdefault(tensor.name, at)
                 offsets.append(at)
-                at += tensor_bytes(tensor, block_bytes)
+                at += tensor_bytes(tensor, size)
             ranks.append(tuple(offsets))
         tensors.append(tuple(ranks))
     return Layout(heaps, errors, tuple(tensors), _round_up(at + GUARD_BYTES, 4096))
@@ -82,7 +82,7 @@ def _round_up(value: int, step: int) -> int:
 class Arena:
     """The memory itself: anonymous for ranks of this process, a file for ranks in others. A context manager."""
 
-    def __init__(self, plan: Plan, where: Layout, block_bytes: int, path: Path | None) -> None:
+    def __init__(self, plan: Plan, where: Layout, block_bytes: Sequence[int], path: Path | None) -> None:
         self.plan = plan
         self.where = where
         self.block_bytes = block_bytes
@@ -105,7 +105,7 @@ class Arena:
         """The tensors of one call: what is read, and a pattern where results go; the pattern of guards around both."""
         for rank, offsets in enumerate(self.where.tensors[call]):
             for tensor, at in zip(self.plan.tensors, offsets, strict=True):
-                size = tensor_bytes(tensor, self.block_bytes)
+                size = tensor_bytes(tensor, self.block_bytes[call])
                 self._bytes[at - GUARD_BYTES : at] = GUARD
                 self._bytes[at + size : at + size + GUARD_BYTES] = GUARD
                 if tensor.access is Access.READ:
@@ -125,7 +125,9 @@ class Arena:
     def _words(self, at: int, lines: int) -> NDArray[np.uint64]:
         return self._bytes[at : at + lines * 64].view(np.uint64)
 
-    def arguments(self, base: int, ranks: Sequence[int], launch: Launch, timeout: float, average: bool) -> bytes:
+    def arguments(
+        self, base: int, ranks: Sequence[int], launches: Sequence[Launch], timeout: float, average: bool
+    ) -> bytes:
         """The packed Args of all calls of some ranks (calls x ranks), as seen from `base`."""
         heaps = [base + heap for heap in self.where.heaps]
         packed = [
@@ -138,7 +140,7 @@ class Arena:
                 rank=rank,
                 average=average,
             ).pack()
-            for offsets in self.where.tensors
+            for offsets, launch in zip(self.where.tensors, launches, strict=True)
             for rank in ranks
         ]
         return b"".join(packed)
@@ -150,7 +152,7 @@ class Arena:
     def output(self, call: int, rank: int, tensor: int, storage: np.dtype[np.generic]) -> Array:
         """A copy of one tensor after a run; InternalError if a guard beside it was overwritten."""
         at = self.where.tensors[call][rank][tensor]
-        size = tensor_bytes(self.plan.tensors[tensor], self.block_bytes)
+        size = tensor_bytes(self.plan.tensors[tensor], self.block_bytes[call])
         around = (self._bytes[at - GUARD_BYTES : at], self._bytes[at + size : at + size + GUARD_BYTES])
         if any((guard != GUARD).any() for guard in around):
             raise InternalError(f"the kernel wrote beside `{self.plan.tensors[tensor].name}` of rank {rank}")

@@ -93,15 +93,15 @@ def run_calls(
     options: Options = Options(),
     config: Config | None = None,
 ) -> list[HostResult]:
-    """One call after another on one heap, each with its own inputs; ranks are not joined in between."""
+    """One call after another on one heap, each with inputs and a size of its own; ranks are not joined in between."""
     if not inputs:
         return []
     settings = config or from_environment()
     start = _starter(emitted, defines(plan, dtype.name, op), options, settings)
-    block_bytes = _block_bytes(plan, inputs, dtype)
-    launch = host_launch(plan, block_bytes)
+    block_bytes = [_block_bytes(plan, given, dtype) for given in inputs]
+    launches = [host_launch(plan, size) for size in block_bytes]
     seconds = options.timeout or settings.timeout
-    where = layout(plan, block_bytes, len(inputs), shift=options.shift, in_place=options.in_place)
+    where = layout(plan, block_bytes, shift=options.shift, in_place=options.in_place)
     with tempfile.TemporaryDirectory(prefix="commdsl-") as folder:
         shared = Path(folder) / "arena" if options.sanitize or options.mode == "processes" else None
         with Arena(plan, where, block_bytes, shared) as arena:
@@ -109,7 +109,7 @@ def run_calls(
                 arena.fill(call, given)
             if options.first_round:
                 arena.set_first_round(options.first_round)
-            job = _Job(arena, launch, seconds, op == "avg", _delays(plan, len(inputs), options))
+            job = _Job(arena, launches, seconds, op == "avg", _delays(plan, len(inputs), options))
             start(job, [rank for rank in range(plan.num_ranks) if rank not in options.absent], Path(folder))
             failure = timeout_of(plan, arena.records(), seconds)
             if failure is not None:
@@ -117,20 +117,19 @@ def run_calls(
             return [_collect(arena, call, dtype) for call in range(len(inputs))]
 
 
-def _block_bytes(plan: Plan, calls: Sequence[Inputs], dtype: ElementType) -> int:
-    """The one block size of all read tensors of all ranks and calls; ValueError where they differ."""
+def _block_bytes(plan: Plan, inputs: Inputs, dtype: ElementType) -> int:
+    """The one block size of all read tensors of all ranks in a call; ValueError where they differ."""
     found: dict[int, str] = {}
-    for inputs in calls:
-        for tensor in plan.tensors:
-            if tensor.access is not Access.READ:
-                continue
-            arrays = inputs[tensor.name]
-            if len(arrays) != plan.num_ranks:
-                raise ValueError(f"`{tensor.name}` has {len(arrays)} arrays for {plan.num_ranks} ranks")
-            for array in arrays:
-                if array.dtype != dtype.storage or array.ndim != 1:
-                    raise ValueError(f"`{tensor.name}` is {array.ndim}-D {array.dtype}, expected 1-D {dtype.storage}")
-                found.setdefault(block_bytes_of(tensor, array.nbytes), tensor.name)
+    for tensor in plan.tensors:
+        if tensor.access is not Access.READ:
+            continue
+        arrays = inputs[tensor.name]
+        if len(arrays) != plan.num_ranks:
+            raise ValueError(f"`{tensor.name}` has {len(arrays)} arrays for {plan.num_ranks} ranks")
+        for array in arrays:
+            if array.dtype != dtype.storage or array.ndim != 1:
+                raise ValueError(f"`{tensor.name}` is {array.ndim}-D {array.dtype}, expected 1-D {dtype.storage}")
+            found.setdefault(block_bytes_of(tensor, array.nbytes), tensor.name)
     if len(found) != 1:
         sizes = ", ".join(f"{size} bytes (`{name}`)" for size, name in sorted(found.items()))
         raise ValueError(f"all blocks of a schedule are equally long, found {sizes}")
@@ -146,13 +145,13 @@ def _delays(plan: Plan, calls: int, options: Options) -> np.ndarray[tuple[int, i
 @dataclass(frozen=True, slots=True)
 class _Job:
     arena: Arena
-    launch: Launch
+    launches: Sequence[Launch]  # by call
     seconds: float
     average: bool
     delays: np.ndarray[tuple[int, int], np.dtype[np.uint64]]
 
     def arguments(self, base: int, ranks: Sequence[int]) -> bytes:
-        return self.arena.arguments(base, ranks, self.launch, self.seconds, self.average)
+        return self.arena.arguments(base, ranks, self.launches, self.seconds, self.average)
 
     def delays_of(self, ranks: Sequence[int]) -> bytes:
         return np.ascontiguousarray(self.delays[:, list(ranks)]).tobytes()
@@ -191,7 +190,8 @@ def _run_threads(job: _Job, library: Path, ranks: Sequence[int]) -> None:
     calls = len(job.arena.where.tensors)
     failure = entry(job.arguments(job.arena.address, ranks), len(ranks), calls, job.delays_of(ranks))
     if failure:
-        raise OSError(failure, f"cannot start a thread for each of {len(ranks)} x {job.launch.active_lanes} lanes")
+        lanes = max(launch.active_lanes for launch in job.launches)
+        raise OSError(failure, f"cannot start a thread for each of {len(ranks)} x {lanes} lanes")
 
 
 def _run_processes(job: _Job, program: Sequence[str], groups: Sequence[Sequence[int]], folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import TypeAlias, TypeVar
 from commdsl.checks.bounds import out_of_bounds
 from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
+from commdsl.checks.engine import combining_engine
 from commdsl.checks.inputs import writes_to_input
 from commdsl.checks.locations import Located
 from commdsl.checks.memory import memory
@@ -37,7 +38,7 @@ AnyRule = TypeVar("AnyRule")
 RULES: tuple[tuple[Rule, ...], ...] = (
     (broken_cycles, broken_roles, repeated_promises),
     (out_of_bounds,),
-    (overlapping_writes, writes_to_input, undefined_reads, missing_links),
+    (overlapping_writes, writes_to_input, undefined_reads, missing_links, combining_engine),
     (unequal_sizes,),
     (broken_contracts,),
     (useless_statements,),

@@ -34,7 +34,7 @@ class Accesses:
     """Accesses, sorted by place, then as the run has them; an operation reads before it writes."""
 
     place: Longs  # rank * places per rank + cell, or further on a chunk of a tensor
-    op: Ints
+    op: Ints  # the first of its group, as a group reads and writes as one
     write: NDArray[np.bool_]
 
 
@@ -87,14 +87,15 @@ def _offsets(plan: Plan) -> Longs:
     return offset
 
 
-def touched(plan: Plan, op: int) -> tuple[int, frozenset[int]]:
-    """The place one operation writes, and those it reads."""
+def touched(plan: Plan, op: int) -> tuple[frozenset[int], frozenset[int]]:
+    """The places the group that begins with an operation writes, and those it reads."""
     ops, offset, per_rank = plan.ops, _offsets(plan), places_per_rank(plan)
-    dest = int(ops.dest_rank[op]) * per_rank + int(offset[ops.dest_space[op]]) + int(ops.dest_index[op])
+    group = np.flatnonzero(ops.leader_of == op)
+    dest = ops.dest_rank[group] * np.int64(per_rank) + offset[ops.dest_space[group]] + ops.dest_index[group]
     row = slice(ops.source_begin[op], ops.source_begin[op + 1])
     offsets = offset[ops.source_space[row]]
     source = ops.source_rank[row] * np.int64(per_rank) + offsets + ops.source_index[row]
-    return dest, frozenset(source[offsets >= 0].tolist())
+    return frozenset(dest.tolist()), frozenset(source[offsets >= 0].tolist())
 
 
 def accesses(plan: Plan, events: Timeline, order: Run) -> Iterator[Accesses]:
@@ -125,10 +126,11 @@ def _words(plan: Plan, events: Timeline, order: Run, batches: int, length: int) 
     ops, offset, per_rank = plan.ops, _offsets(plan), places_per_rank(plan)
     reader = np.repeat(np.arange(ops.num_ops, dtype=np.int32), np.diff(ops.source_begin))
     reads = np.flatnonzero(offset[ops.source_space] >= 0)
+    leader = ops.leader_of
     words = np.empty(len(reads) + ops.num_ops, np.int64)
-    halves: tuple[tuple[Longs, Ints | slice, Ints, Ints, Ints], ...] = (
+    halves: tuple[tuple[Longs, Ints, Ints, Ints, Ints], ...] = (
         (words[: len(reads)], reader[reads], ops.source_space[reads], ops.source_rank[reads], ops.source_index[reads]),
-        (words[len(reads) :], slice(None), ops.dest_space, ops.dest_rank, ops.dest_index),
+        (words[len(reads) :], leader, ops.dest_space, ops.dest_rank, ops.dest_index),
     )
     for write, (half, op, space, rank, index) in enumerate(halves):
         half[:] = rank
@@ -192,7 +194,8 @@ def clobbers(plan: Plan) -> tuple[Hazards, Ints]:
         writes = np.flatnonzero(ops.dest_space == tensors[Access.WRITE]).astype(np.int32)
         opening = np.full(plan.num_ranks * chunks, -1, np.int32)
         # Backwards, so that what is left is the first.
-        opening[(ops.dest_rank[writes].astype(np.int64) * chunks + ops.dest_index[writes])[::-1]] = writes[::-1]
+        place = ops.dest_rank[writes].astype(np.int64) * chunks + ops.dest_index[writes]
+        opening[place[::-1]] = ops.leader_of[writes][::-1]
         reads = np.flatnonzero(ops.source_space == tensors[Access.READ])
         writer = opening[ops.source_rank[reads].astype(np.int64) * chunks + ops.source_index[reads]]
         keep = (writer >= 0) & (writer != reader[reads])

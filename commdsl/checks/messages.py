@@ -22,7 +22,7 @@ def _rank(plan: Plan, op: int) -> int:
 
 
 def _where(plan: Plan, op: int) -> str:
-    """`operation 3 of rank 1 (s = 2) [stage in]`."""
+    """`operation 3 of rank 1 (s = 2) [copy out]`."""
     rank = _rank(plan, op)
     origin = plan.origins[plan.ops.origin[op]]
     bindings = ", ".join(f"{name} = {value}" for name, value in origin.bindings)
@@ -46,7 +46,11 @@ def _wait(plan: Plan, wait: int) -> tuple[int, int, int, int]:
 
 
 def _round_name(back: int) -> str:
-    return "" if back == 0 else f" of {back} round{'s' if back > 1 else ''} before"
+    return "" if back == 0 else f" of {_rounds(back)} before"
+
+
+def _rounds(count: int) -> str:
+    return f"{count} round{'s' if count > 1 else ''}"
 
 
 def never_raised(plan: Plan, waits: Longs) -> Diagnostic:
@@ -127,13 +131,13 @@ def race(plan: Plan, events: Timeline, pairs: Hazards, found: int, more: int, kn
 
 def _conflict(plan: Plan, first: int, second: int) -> tuple[str, str, str]:
     """The place where two operations conflict, and what each does to it."""
-    (dest, sources), (other_dest, other_sources) = touched(plan, first), touched(plan, second)
-    if dest == other_dest:
-        return place_name(plan, dest), "writes", "writes"
-    if dest in other_sources:
-        return place_name(plan, dest), "writes", "reads"
-    if other_dest in sources:
-        return place_name(plan, other_dest), "reads", "writes"
+    (dests, sources), (other_dests, other_sources) = touched(plan, first), touched(plan, second)
+    for place in sorted(dests & other_dests):
+        return place_name(plan, place), "writes", "writes"
+    for place in sorted(dests & other_sources):
+        return place_name(plan, place), "writes", "reads"
+    for place in sorted(sources & other_dests):
+        return place_name(plan, place), "reads", "writes"
     raise InternalError(f"operations {first} and {second} do not conflict")
 
 
@@ -157,7 +161,7 @@ def clobbered(plan: Plan, pairs: Hazards, found: Longs, name: str) -> Diagnostic
     return Diagnostic(
         "C208",
         f"`{name}` is overwritten where it may still be read",
-        _label(plan, second, f"{_where(plan, second)} writes chunk {int(plan.ops.dest_index[second])} of it"),
+        _label(plan, second, f"{_where(plan, second)} writes over a chunk of it"),
         (_label(plan, first, f"{_where(plan, first)} reads the chunk as it came in"),),
         notes=(
             f"the Plan says that `{name}` may be read and written in one memory",
@@ -217,5 +221,34 @@ def idle_wait(plan: Plan, wait: int) -> Diagnostic:
         "C204",
         "a wait orders nothing that is not in order without it",
         _label(plan, op, f"{_where(plan, op)} waits for signal {ordinal} of rank {peer}{_round_name(back)}"),
+        help=HELP,
+    )
+
+
+def written_twice(plan: Plan, first: int, second: int) -> Diagnostic:
+    """C209, in a round."""
+    cell = f"cell {int(plan.ops.dest_index[second])} of rank {int(plan.ops.dest_rank[second])}"
+    return Diagnostic(
+        "C209",
+        f"{cell} is written twice in a round, and its flag cannot tell which data it holds",
+        _label(plan, second, f"{_where(plan, second)} writes it"),
+        (_label(plan, first, f"{_where(plan, first)} does, too"),),
+        help=HELP,
+    )
+
+
+def overwritten(plan: Plan, write: int, read: int, count: int) -> Diagnostic:
+    """C209, across rounds."""
+    writer, reader = _rank(plan, write), _rank(plan, read)
+    if plan.rotation < 2:
+        why = f"what rank {writer} hears of rank {reader} in a round tells it that rounds before are over, not this one"
+    else:
+        why = f"by the end of a round rank {writer} has heard nothing of rank {reader}'s part in it"
+    return Diagnostic(
+        "C209",
+        f"rank {writer} may overwrite what rank {reader} has not read {_rounds(plan.rotation)} before",
+        _label(plan, write, f"{_where(plan, write)} writes a cell of rank {reader} in round {plan.rotation}"),
+        (_label(plan, read, f"{_where(plan, read)} reads what rank {writer} wrote in round 0"),),
+        notes=(f"{why}, and it waits for no credit", *_more(count, "pairs of ranks are like this")),
         help=HELP,
     )

@@ -7,7 +7,7 @@ The laws, in order; a later one is judged only if the earlier ones hold, so that
 every wait has a signal (C203), no ranks wait for each other in a circle (C201), accesses of one place by two ranks are
 ordered by flags (C202 in a round, C205 across rounds and calls), by one rank's threads by block barriers (C206), a
 tensor that may be read and written in place is (C208), what is read was written in that round (C207), every flag is
-needed (C204).
+needed (C204). Where data carries its flags `checks.packets` says which flags that is, and has laws of its own (C209).
 
 Rounds 0 .. rotation suffice: see `checks.clocks` for why what holds between them holds between all.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.checks import messages
+from commdsl.checks import messages, packets
 from commdsl.checks.clocks import NONE, Pattern, Run, Timeline, clocks, pattern, row_begin, run, timeline
 from commdsl.checks.hazards import SLICE, Hazards, Longs, Reads, accesses, clobbers, hazards
 from commdsl.diagnostics import Diagnostic
@@ -35,11 +35,33 @@ def synchronization(_schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
 
 def prove(plan: Plan) -> Iterator[Diagnostic]:
     """The first broken law of the Plan, or nothing."""
+    if not plan.protocol.carries_flags:
+        yield from _prove(plan)
+        return
+    for law in (_waits_without_signal, packets.written_twice):
+        broken = list(law(plan))
+        yield from broken
+        if broken:
+            return
+    brought = packets.deliveries(plan)
+    with_flags = packets.flagged(plan, brought)
+    broken = list(_prove(with_flags, judge_idle=False))
+    yield from broken or packets.reuse(plan, brought, with_flags)
+
+
+def _waits_without_signal(plan: Plan) -> Iterator[Diagnostic]:
     counts = plan.signals_per_round
     waiter = np.repeat(_actors(plan), np.diff(plan.ops.wait_begin))
     never = np.flatnonzero(plan.ops.wait_ordinal > counts[plan.ops.wait_peer, waiter])
     if len(never):
         yield messages.never_raised(plan, never)
+
+
+def _prove(plan: Plan, *, judge_idle: bool = True) -> Iterator[Diagnostic]:
+    """The laws of flags, on tables that say all of them."""
+    never = list(_waits_without_signal(plan))
+    if never:
+        yield from never
         return
     events = timeline(plan)
     shape = pattern(events)
@@ -54,7 +76,8 @@ def prove(plan: Plan) -> Iterator[Diagnostic]:
         return
     laws = (findings.bare, _clobbered(plan, events), findings.undefined)
     broken = next((law for law in laws if law is not None), None)
-    broken = broken or _idle(plan, events, order, shape, findings.far, verdict.needed)
+    if broken is None and judge_idle:
+        broken = _idle(plan, events, order, shape, findings.far, verdict.needed)
     if broken is not None:
         yield broken
 

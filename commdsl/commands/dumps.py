@@ -123,7 +123,8 @@ def plan_text(plan: Plan) -> str:
     """The launch constants, then each rank's operations in the order it runs them."""
     lines = [
         f"plan {plan.name} for {plan.num_ranks} ranks on {plan.topology}",
-        f"lanes {plan.lanes}  threads {plan.threads}  tile {plan.tile_bytes} bytes  protocol {plan.protocol.value}",
+        f"lanes {plan.lanes} on {plan.sms} SMs  threads {plan.threads}  tile {plan.tile_bytes} bytes"
+        f"  protocol {plan.protocol.value}",
         f"cells {plan.num_cells}  rotation {plan.rotation}  symmetric {plan.symmetric_bytes} bytes per rank",
         f"may be the same memory: {', '.join(plan.alias_safe) or 'none'}",
     ]
@@ -147,7 +148,9 @@ def op_text(plan: Plan, index: int) -> str:
         for k in range(int(ops.source_begin[index]), int(ops.source_begin[index + 1]))
     )
     dest = location(plan, int(ops.dest_space[index]), int(ops.dest_rank[index]), int(ops.dest_index[index]))
-    text = f"{OpKind(int(ops.kind[index])).name.lower()} {dest} <- {sources}  piece {ops.piece[index]}/{ops.cut[index]}"
+    verb = OpKind(int(ops.kind[index])).name.lower()
+    text = f"     and {dest}" if ops.joined[index] else f"{verb} {dest} <- {sources}"
+    text += f"  piece {ops.piece[index]}/{ops.cut[index]}" + ("  average" if ops.scale[index] else "")
     for k in range(int(ops.wait_begin[index]), int(ops.wait_begin[index + 1])):
         back = f", {ops.wait_rounds_back[k]} rounds back" if ops.wait_rounds_back[k] else ""
         reason = Reason(int(ops.wait_reason[k])).name.lower().replace("_", " ")

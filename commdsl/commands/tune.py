@@ -25,7 +25,7 @@ from commdsl.selection import Row, Table, TableError, size_text
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-PROTOCOLS = ("packet", "line", "bulk")
+PROTOCOLS = ("packet", "line", "bulk", "engine")
 HOST_PROTOCOLS = ("bulk",)
 """On the processor a protocol changes no speed."""
 

@@ -6,6 +6,8 @@ Assumes the checks on the schedule have passed. Does not print text (`emit`) and
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from commdsl.ir import Schedule, Step
@@ -13,23 +15,41 @@ from commdsl.kinds import BufferKind, MoveKind
 from commdsl.lower.ordering import order
 from commdsl.lower.placement import Placed, place
 from commdsl.lower.tables import tables
-from commdsl.plan import Access, Plan, Protocol, Tensor, Transport
+from commdsl.plan import MOST_THREADS, Access, Plan, Protocol, Tensor, Transport
 
 # Measured on 4 H200s over ten schedules at 16 and 64 MB: fewer lanes leave links idle while a lane awaits a flag, more
-# threads a block or larger tiles gain nothing. The tuner's table will choose by size.
+# threads a block or larger tiles gain nothing. The tuner's tables choose by size.
 LANES = 128
-THREADS = 256
-TILE_BYTES = 128 * 1024
+THREADS = {
+    Protocol.BULK: 256,
+    Protocol.PACKET: 512,
+    Protocol.LINE: 512,
+    Protocol.TMA: 256,
+    Protocol.ENGINE: 32,
+}
+TILE_BYTES = {  # where data carries its flag, a word for each thread
+    Protocol.BULK: 128 * 1024,
+    Protocol.PACKET: 4096,
+    Protocol.LINE: 7680,
+    Protocol.TMA: 128 * 1024,
+    Protocol.ENGINE: 32 * 1024 * 1024,  # a copy pays its start, and a round its flags
+}
+LANES_PER_SM, SHARED_THREADS = 8, 128  # where SMs are given, and no lanes: as many as hide each other's waits
 SYMMETRIC_BYTES = 256 * 1024 * 1024  # what the cells may take when `tune` does not set the tile
 SMALLEST_TILE = 4 * 1024
 
 
 def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
-    """The Plan of one schedule for its rank count; one for NVSHMEM runs through peer pointers too, to the same bits."""
-    placed = place(schedule, transport)
-    ordered = order(placed, schedule.num_ranks)
-    ops, signals = tables(placed.rows, ordered.waits, schedule.num_ranks)
-    lanes, tile_bytes = _shape(schedule, placed.num_cells * ordered.rotation)
+    """The Plan of one schedule for its rank count.
+
+    NVSHMEM moves whole tiles and flags, so its Plans are `bulk` whatever the schedule's tuning says, and no reduction
+    stores to a peer; one for NVSHMEM runs through peer pointers too, to the same bits.
+    """
+    protocol = Protocol(schedule.tuning.protocol or "bulk") if transport is Transport.PEER else Protocol.BULK
+    placed = place(schedule, transport, protocol)
+    ordered = order(placed, schedule.num_ranks, protocol)
+    ops, signals = tables(placed.rows, ordered.waits, schedule.num_ranks, barriers=not protocol.carries_flags)
+    shape = _shape(schedule, protocol, placed.num_cells * ordered.rotation, transport)
     return Plan(
         name=schedule.name,
         num_ranks=schedule.num_ranks,
@@ -40,10 +60,11 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
         tensors=placed.tensors,
         num_cells=placed.num_cells,
         rotation=ordered.rotation,
-        lanes=lanes,
-        threads=schedule.tuning.threads or THREADS,
-        tile_bytes=tile_bytes,
-        protocol=Protocol(schedule.tuning.protocol or "bulk"),
+        lanes=shape.lanes,
+        sms=shape.sms,
+        threads=shape.threads,
+        tile_bytes=shape.tile_bytes,
+        protocol=protocol,
         ops=ops,
         signals_per_round=signals,
         origins=placed.origins,
@@ -56,24 +77,47 @@ def _has_reduction(schedule: Schedule) -> bool:
     return any(moves.kind is MoveKind.REDUCE for step in steps for moves in step.moves)
 
 
-def _lanes(schedule: Schedule) -> int:
-    """A role of k SMs runs k lanes, one block an SM; otherwise what `tune` says, or the default if the SMs allow it."""
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    lanes: int
+    sms: int
+    threads: int
+    tile_bytes: int
+
+
+def _shape(schedule: Schedule, protocol: Protocol, cells: int, transport: Transport) -> _Shape:
+    """What `tune` or a role sets stays; the rest, the tile first, shrinks to the cells' budget."""
+    tuning, data, wire = schedule.tuning, *protocol.wire
+    sms = _role_sms(schedule) or tuning.sms
+    if sms is None:
+        lanes = tuning.lanes or min(LANES, schedule.topology.num_sms)
+    else:
+        lanes = tuning.lanes or sms * min(LANES_PER_SM, MOST_THREADS // (tuning.threads or SHARED_THREADS))
+    if protocol is Protocol.ENGINE:
+        lanes = sms = 1
+    share = -(-lanes // (sms or min(lanes, schedule.topology.num_sms)))
+    threads = tuning.threads or min(THREADS[protocol], MOST_THREADS // share // 32 * 32)
+    if transport is Transport.NVSHMEM:
+        lanes = min(lanes, sms or schedule.topology.num_sms)  # its puts take whole blocks
+    tile = tuning.tile_bytes or TILE_BYTES[protocol]
+
+    def size() -> int:
+        return -(-tile // data) * wire * lanes * cells
+
+    while tuning.tile_bytes is None and tile > SMALLEST_TILE and size() > SYMMETRIC_BYTES:
+        tile = max(tile // 32 * 16, SMALLEST_TILE)
+    while tuning.lanes is None and sms is None and lanes > 1 and size() > SYMMETRIC_BYTES:
+        lanes //= 2
+    return _Shape(lanes, min(lanes, sms or schedule.topology.num_sms), threads, tile)
+
+
+def _role_sms(schedule: Schedule) -> int | None:
+    """The SMs of the role a schedule is `on`."""
     for roles in schedule.roles:
         for name, first, last in roles.roles:
             if name == schedule.role:
                 return last - first
-    return schedule.tuning.lanes or min(LANES, schedule.topology.num_sms)
-
-
-def _shape(schedule: Schedule, cells: int) -> tuple[int, int]:
-    """Lanes and tile: what `tune` or a role sets stays; the rest, the tile first, shrinks to the cells' budget."""
-    lanes, tile = _lanes(schedule), schedule.tuning.tile_bytes or TILE_BYTES
-    free_lanes = schedule.tuning.lanes is None and schedule.role is None
-    while schedule.tuning.tile_bytes is None and tile > SMALLEST_TILE and tile * lanes * cells > SYMMETRIC_BYTES:
-        tile //= 2
-    while free_lanes and lanes > 1 and tile * lanes * cells > SYMMETRIC_BYTES:
-        lanes //= 2
-    return lanes, tile
+    return None
 
 
 def _alias_safe(placed: Placed, schedule: Schedule) -> list[str]:
@@ -81,6 +125,7 @@ def _alias_safe(placed: Placed, schedule: Schedule) -> list[str]:
     safe = []
     rows, of_source = placed.rows, placed.rows.of_source
     phase = np.append(rows.phase, rows.phase.max(initial=-1) + 1)
+    group = np.append(rows.group, -1)
     for buffer in schedule.buffers:
         if buffer.kind is not BufferKind.INOUT:
             continue
@@ -91,9 +136,10 @@ def _alias_safe(placed: Placed, schedule: Schedule) -> list[str]:
         last_read[rows.source_rank[reads], rows.source_index[reads]] = of_source[reads]  # the last assignment stays
         writes = np.nonzero(rows.dest_space == write)[0][::-1]
         first_write[rows.dest_rank[writes], rows.dest_index[writes]] = writes
-        # The same operation may read and write an element: the thread that reads it is the one that writes it.
-        # Different operations must lie in different phases, as only between phases there is a block barrier.
-        if ((last_read == first_write) | (last_read < 0) | (phase[last_read] < phase[first_write])).all():
+        # The same group may read and write an element: the thread that reads it is the one that writes it.
+        # Different groups must lie in different phases, as only between phases there is a block barrier.
+        same = group[last_read] == group[first_write]
+        if (same | (last_read < 0) | (phase[last_read] < phase[first_write])).all():
             safe.append(buffer.name)
     return safe
 

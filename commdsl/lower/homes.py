@@ -1,6 +1,7 @@
 """Where the current version of every chunk of every rank lies, step by step.
 
-Assumes the steps are walked once, in order. Does not decide where a new version goes; `placement` does.
+Assumes the steps are walked once, in order. Does not give versions memory: `cells` does, once `fuse` has said which
+of them need any.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir import Ints, Schedule, Yield
-from commdsl.kinds import BufferKind
+from commdsl.diagnostics import InternalError
+from commdsl.ir import Ints, Schedule, Step, Yield
+from commdsl.kinds import BufferKind, MoveKind
+from commdsl.lower.hazards import Index
 from commdsl.plan import Access, Tensor
 
 UNDEFINED = -2
-DEPTH = 4  # cells a chunk uses in turn: more than two, so that the credit for a reuse is seldom waited for
 
 
 def ints(values: object, shape: tuple[int, ...]) -> Ints:
@@ -35,9 +37,10 @@ class Homes:
         self.piece = [
             ints(np.arange(b.num_chunks) % b.cut, s).copy() for s, b in zip(shapes, self.buffers, strict=True)
         ]
-        self.first_cell = np.cumsum([0, *(DEPTH * buffer.num_chunks for buffer in self.buffers)])
-        fetched = (schedule.num_ranks * buffer.num_chunks for buffer in self.buffers)
-        self.first_fetched = np.cumsum([self.first_cell[-1], *fetched])
+        counts = [buffer.num_chunks for buffer in self.buffers]
+        self.first_chunk = np.cumsum([0, *counts])  # of each buffer, among the chunks of all
+        self.num_chunks = int(self.first_chunk[-1])
+        self.num_slots = self.num_chunks * (1 + _most_operands(schedule))
         for number, tensor in enumerate(self.read):
             if tensor is not None:
                 self.space[number][:] = tensor
@@ -46,15 +49,22 @@ class Homes:
     def is_scratch(self, buffer: int) -> bool:
         return self.buffers[buffer].kind is BufferKind.SCRATCH
 
-    def next_cell(self, buffer: int, rank: Ints, chunk: Ints) -> Ints:
-        """Takes the next cell of each chunk's ring of cells."""
-        turn = self.writes[buffer][rank, chunk] % DEPTH
+    def next_version(self, buffer: int, rank: Ints, chunk: Ints) -> Ints:
+        """A cell for the next version of each chunk, one that nothing else is ever written to."""
+        turn = self.writes[buffer][rank, chunk]
         self.writes[buffer][rank, chunk] += 1
-        return np.asarray(self.first_cell[buffer] + chunk * DEPTH + turn, np.int32)
+        return self._cell(self.first_chunk[buffer] + chunk, turn)
 
-    def fetched_cell(self, buffer: int, rank: Ints, chunk: Ints) -> Ints:
-        """The own cell for a copy of a peer's chunk: one for each, as only its own rank ever touches it."""
-        return np.asarray(self.first_fetched[buffer] + rank * self.buffers[buffer].num_chunks + chunk, np.int32)
+    def inbox(self, buffer: int, rank: Ints, chunk: Ints, operand: Index) -> Ints:
+        """Cells for operands of the next version of each chunk that other ranks bring."""
+        slot = (1 + operand.astype(np.int64)) * self.num_chunks + self.first_chunk[buffer] + chunk
+        return self._cell(slot, self.writes[buffer][rank, chunk])
+
+    def _cell(self, slot: NDArray[np.int64], turn: Ints) -> Ints:
+        cell = turn.astype(np.int64) * self.num_slots + slot
+        if len(cell) and int(cell.max()) > np.iinfo(np.int32).max:
+            raise InternalError("more versions of chunks than 32 bits can number")
+        return cell.astype(np.int32)
 
     def chunks(self, buffer: int, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints]:
         """The chosen (rank, chunk) pairs, oldest version first, each rank starting from its own share of the chunks.
@@ -72,6 +82,13 @@ class Homes:
 
     def size_class(self, buffer: int, rank: Ints, chunk: Ints) -> tuple[Ints, Ints]:
         return self.cut[buffer][rank, chunk], self.piece[buffer][rank, chunk]
+
+
+def _most_operands(schedule: Schedule) -> int:
+    """The longest list that is combined."""
+    steps = (step for step in schedule.steps if isinstance(step, Step))
+    moves = (moves for step in steps for moves in step.moves if moves.kind is MoveKind.REDUCE)
+    return max((some.source_rank.shape[1] for some in moves), default=0)
 
 
 def _tensors(schedule: Schedule) -> tuple[list[Tensor], list[int | None], list[int | None]]:

@@ -19,26 +19,34 @@ from commdsl.lower.hazards import Cells, Edges, Index, joined
 from commdsl.lower.placement import Placed
 from commdsl.lower.problem import Problem, Program, pose
 from commdsl.lower.rows import nth
+from commdsl.plan import Protocol
 
 
 @dataclass(frozen=True, eq=False)
 class Ordered:
-    """Copies of the cells that rounds use in turn, and the edges that need a flag; `op` is the row."""
+    """Copies of the cells that rounds use in turn, and the edges that need a flag; `op` is the rows' group."""
 
     rotation: int
     waits: Edges
 
 
-def order(placed: Placed, num_ranks: int) -> Ordered:
+def order(placed: Placed, num_ranks: int, protocol: Protocol) -> Ordered:
+    """The flags that a protocol needs."""
+    problem = pose(placed.rows, num_ranks, placed.num_cells)
+    cells = Cells(problem.num_keys)
+    hazards = _hazards(problem, cells)
+    rotation, needed = _credits(problem, cells, hazards) if protocol.carries_flags else _flags(problem, cells, hazards)
+    return Ordered(rotation, _for_all(needed, problem, num_ranks))
+
+
+def _flags(problem: Problem, cells: Cells, hazards: list[Edges]) -> tuple[int, Edges]:
     """The flags: within a round, then between a round and the next that uses its cells.
 
     One copy of the cells if the flags within a round already keep rounds apart; else two copies, which lets a rank be a
     round ahead, and the flags still missing then.
     """
-    problem = pose(placed.rows, num_ranks, placed.num_cells)
-    cells = Cells(problem.num_keys)
     run = _Run(problem)
-    within = run.round(_hazards(problem, cells))
+    within = run.round(hazards)
     for rotation in (1, 2):
         trial = run.copy()
         edges = _by_phase(joined([within, _reuse(cells, problem, rotation)]), problem.program)
@@ -48,7 +56,47 @@ def order(placed: Placed, num_ranks: int) -> Ordered:
         needed = joined([within, across])
         if not len(across):
             break
-    return Ordered(rotation, _for_all(needed, problem, num_ranks))
+    return rotation, needed
+
+
+def _credits(problem: Problem, cells: Cells, hazards: list[Edges]) -> tuple[int, Edges]:
+    """Where data carries its flag, only what it does not tell: that a peer has read what it was sent two rounds ago.
+
+    The data tells it if, by the end of a round, a rank has heard from all that read its cells, directly or through
+    others: who takes part in a round has left the round before.
+    """
+    rotation = 2
+    run = _Run(problem)
+    run.round(hazards)
+    edges = _reuse(cells, problem, rotation)
+    silent = edges.take(np.nonzero(~run.clocks.knows(edges.rank, edges.peer, np.zeros_like(edges.peer)))[0])
+    if not len(silent):
+        return rotation, silent
+    # One credit for each pair of ranks: after the last such read of the peer, before the first such write of the rank.
+    pair = silent.rank.astype(np.int64) * problem.clocks.num_ranks + silent.peer
+    _, first, group = np.unique(pair, return_index=True, return_inverse=True)
+    table = silent.table[:, first].copy()
+    op, number = np.full(len(first), np.iinfo(np.int32).max, np.int32), np.full(len(first), -1, np.int32)
+    np.minimum.at(op, group, _in_program(problem, silent.op))
+    np.maximum.at(number, group, silent.number)
+    table[0], table[3] = _from_program(problem, table[1], op), number
+    return rotation, Edges(table)
+
+
+def _in_program(problem: Problem, op: Ints) -> Ints:
+    """Operations by their number within their rank's program."""
+    number: Ints = problem.program.number[op]
+    return number
+
+
+def _from_program(problem: Problem, rank: Ints, number: Ints) -> Ints:
+    """The operation of that number of each rank; rank 0's where it stands for all."""
+    program = problem.program
+    length = np.concatenate([[0], np.cumsum(program.length)]).astype(np.int32)
+    table = np.empty(int(length[-1]), np.int32)
+    table[length[program.rank] + program.number] = np.arange(len(program.rank), dtype=np.int32)
+    op: Ints = table[length[np.zeros_like(rank) if problem.turned else rank] + number]
+    return op
 
 
 def _hazards(problem: Problem, cells: Cells) -> list[Edges]:
@@ -177,13 +225,13 @@ def _reuse(cells: Cells, problem: Problem, rounds_back: int) -> Edges:
 
 
 def _for_all(edges: Edges, problem: Problem, num_ranks: int) -> Edges:
-    """Edges between rows; rank 0's turned to every rank where they stand for all."""
+    """Edges between groups of rows; rank 0's turned to every rank where they stand for all."""
     if not problem.turned:
-        edges.table[0] = problem.row[edges.op]
+        edges.table[0] = problem.group[edges.op]
         return edges
     rank = np.repeat(np.arange(num_ranks, dtype=np.int32), len(edges))
     table = np.tile(edges.table, num_ranks)
-    table[0] += rank * len(problem.row)
+    table[0] += rank * len(problem.group)
     table[1] = rank
     table[2] = (table[2] + rank) % num_ranks
     return Edges(table)

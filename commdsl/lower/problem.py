@@ -13,13 +13,16 @@ import numpy as np
 from commdsl.ir import Ints
 from commdsl.lower.clocks import Clocks, FullClocks, RotatingClocks
 from commdsl.lower.hazards import Index
-from commdsl.lower.rows import Rows
+from commdsl.lower.rows import Rows, begins, turns
 from commdsl.plan import CELL
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Operations sorted by phase, then rank, then program order, and where each stands in its rank's program."""
+    """Groups of operations sorted by phase, then rank, then program order, and where each stands in its rank's program.
+
+    A group waits, acts and signals as one operation: here and in `ordering` it is called one.
+    """
 
     rank: Ints
     phase: Ints
@@ -45,10 +48,12 @@ class Accesses:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is to be ordered. `row` maps operations to rows. `turned`: the operations are rank 0's and stand for all."""
+    """What is to be ordered. `group` maps operations to the rows' groups. `turned`: the operations are rank 0's and
+    stand for all.
+    """
 
     program: Program
-    row: Ints
+    group: Ints
     reads: Accesses
     writes: Accesses
     num_keys: int
@@ -61,10 +66,31 @@ def pose(rows: Rows, num_ranks: int, num_cells: int) -> Problem:
     return _quotient(rows, num_ranks, num_cells) or _whole(rows, num_ranks, num_cells)
 
 
+@dataclass(frozen=True, eq=False)
+class _Groups:
+    """Columns of `Rows`, one entry a group."""
+
+    rank: Ints
+    phase: Ints
+    turn: Ints
+    number: Ints
+    length: Ints  # groups per rank
+
+
+def _groups(rows: Rows) -> _Groups:
+    leaders = rows.leaders
+    rank, phase = rows.rank[leaders], rows.phase[leaders]
+    length = np.bincount(rank, minlength=len(rows.begin) - 1).astype(np.int32)
+    number = np.arange(len(leaders), dtype=np.int32) - begins(length)[rank]
+    return _Groups(rank, phase, turns(rank, phase), number, length)
+
+
 def _whole(rows: Rows, num_ranks: int, num_cells: int) -> Problem:
-    row = np.lexsort((rows.number, rows.rank, rows.phase)).astype(np.int32)
-    op = np.empty(len(row), np.int32)
-    op[row] = np.arange(len(row))
+    groups, of_row = _groups(rows), rows.group
+    order = np.lexsort((groups.number, groups.rank, groups.phase)).astype(np.int32)
+    place = np.empty(len(order), np.int32)
+    place[order] = np.arange(len(order))
+    op = place[of_row]
 
     def accesses(of: Index, owner: Ints, cell: Ints) -> Accesses:
         order = np.argsort(op[of], kind="stable")
@@ -73,8 +99,10 @@ def _whole(rows: Rows, num_ranks: int, num_cells: int) -> Problem:
 
     read, write = rows.source_space == CELL, rows.dest_space == CELL
     return Problem(
-        program=Program(rows.rank[row], rows.phase[row], rows.number[row], rows.turn[row], np.diff(rows.begin)),
-        row=row,
+        program=Program(
+            groups.rank[order], groups.phase[order], groups.number[order], groups.turn[order], groups.length
+        ),
+        group=order,
         reads=accesses(rows.of_source[read], rows.source_rank[read], rows.source_index[read]),
         writes=accesses(np.nonzero(write)[0], rows.dest_rank[write], rows.dest_index[write]),
         num_keys=num_ranks * num_cells,
@@ -87,13 +115,15 @@ def _quotient(rows: Rows, num_ranks: int, num_cells: int) -> Problem | None:
     """Turned by -o, rank 0's access to a cell of rank o is an access by rank -o to a cell of rank 0: the one that rank
     -o touches at this place of its program. So the cells of rank 0 alone see every kind of access.
     """
-    length = np.diff(rows.begin)
-    if not _same(length):
+    length, groups = np.diff(rows.begin), _groups(rows)
+    if not _same(length) or not _same(groups.length):
         return None
     width = np.diff(rows.source_begin).reshape(num_ranks, -1)
-    if not _same(rows.phase.reshape(num_ranks, -1)) or not _same(width):
+    joined = rows.joined.reshape(num_ranks, -1)
+    if not _same(rows.phase.reshape(num_ranks, -1)) or not _same(width) or not _same(joined):
         return None
-    of_source = np.repeat(np.arange(int(length[0]), dtype=np.int32), width[0])
+    group = rows.group[: int(length[0])]
+    of_source = np.repeat(group, width[0])
     following = np.full(
         num_cells, -1, np.int32
     )  # the cell that the next rank touches instead: one for reads and writes
@@ -101,12 +131,12 @@ def _quotient(rows: Rows, num_ranks: int, num_cells: int) -> Problem | None:
     read = _turned(rows.source_space, rows.source_rank, rows.source_index, num_ranks, following)
     if write is None or read is None:
         return None
-    own = slice(0, int(length[0]))
+    own = slice(0, int(groups.length[0]))
     return Problem(
-        program=Program(rows.rank[own], rows.phase[own], rows.number[own], rows.turn[own], length[:1]),
-        row=np.arange(int(length[0]), dtype=np.int32),
+        program=Program(groups.rank[own], groups.phase[own], groups.number[own], groups.turn[own], groups.length[:1]),
+        group=np.arange(int(groups.length[0]), dtype=np.int32),
         reads=Accesses(of_source[read[0]], read[1], read[2]),
-        writes=Accesses(*write),
+        writes=Accesses(group[write[0]], write[1], write[2]),
         num_keys=num_cells,
         clocks=RotatingClocks(num_ranks),
         turned=True,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir import Ints
-from commdsl.plan import CELL, OpKind
+from commdsl.plan import OpKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +20,7 @@ class Rows:
     """Operations sorted by rank, then phase, then program order. Those of one phase need nothing of each other.
 
     Columns as in `plan.Ops`; `turn` counts within rank and phase, `begin` is where each rank's rows start.
+    A joined row stands after its leader, in its phase, and has no sources.
     """
 
     begin: Ints
@@ -32,6 +33,8 @@ class Rows:
     dest_space: Ints
     dest_rank: Ints
     dest_index: Ints
+    scale: Ints
+    joined: Ints
     origin: Ints
     source_begin: Ints
     source_space: Ints
@@ -42,6 +45,16 @@ class Rows:
     def number(self) -> Ints:
         """Of each row within its rank."""
         return (np.arange(len(self.rank), dtype=np.int32) - self.begin[self.rank]).astype(np.int32, copy=False)
+
+    @property
+    def leaders(self) -> Ints:
+        """The first row of every group; the others are joined to it."""
+        return np.flatnonzero(self.joined == 0).astype(np.int32)
+
+    @property
+    def group(self) -> Ints:
+        """The number of each row's group, through all ranks."""
+        return (np.cumsum(self.joined == 0, dtype=np.int32) - 1).astype(np.int32, copy=False)
 
     @property
     def of_source(self) -> Ints:
@@ -60,6 +73,18 @@ class Batch:
     source: tuple[Ints, Ints, Ints]
     valid: NDArray[np.bool_] | None
     origin: int
+    scale: int = 0
+
+    def take(self, chosen: NDArray[np.bool_]) -> Batch:
+        """Some of the rows."""
+        return replace(
+            self,
+            rank=self.rank[chosen],
+            size_class=(self.size_class[0][chosen], self.size_class[1][chosen]),
+            dest=(self.dest[0][chosen], self.dest[1][chosen], self.dest[2][chosen]),
+            source=(self.source[0][chosen], self.source[1][chosen], self.source[2][chosen]),
+            valid=None if self.valid is None else self.valid[chosen],
+        )
 
 
 def assemble(phases: list[list[Batch]], num_ranks: int) -> Rows:
@@ -73,7 +98,7 @@ def assemble(phases: list[list[Batch]], num_ranks: int) -> Rows:
     columns = [_columns(batch) for batch in batches]
     count = np.concatenate([np.zeros(0, np.int32), *(counts for counts, _ in columns)])
     taken = count[order]
-    flat = _gather(np.cumsum(count, dtype=np.int32) - count, taken, order)
+    flat = gather(np.cumsum(count, dtype=np.int32) - count, taken, order)
     rank, phase = rank[order], phase[order]
 
     def joined(parts: list[Ints]) -> Ints:
@@ -86,13 +111,15 @@ def assemble(phases: list[list[Batch]], num_ranks: int) -> Rows:
         begin=begins(np.bincount(rank, minlength=num_ranks)),
         rank=rank,
         phase=phase,
-        turn=_turns(rank, phase),
+        turn=turns(rank, phase),
         kind=np.repeat(np.array([int(batch.kind) for batch in batches], np.int32), lengths)[order],
         cut=joined([batch.size_class[0] for batch in batches]),
         piece=joined([batch.size_class[1] for batch in batches]),
         dest_space=joined([batch.dest[0] for batch in batches]),
         dest_rank=joined([batch.dest[1] for batch in batches]),
         dest_index=joined([batch.dest[2] for batch in batches]),
+        scale=np.repeat(np.array([batch.scale for batch in batches], np.int32), lengths)[order],
+        joined=np.zeros(len(order), np.int32),
         origin=np.repeat(np.array([batch.origin for batch in batches], np.int32), lengths)[order],
         source_begin=begins(taken),
         source_space=sources(0),
@@ -120,7 +147,8 @@ def _in_order(batches: list[Batch], phase: Ints, rank: Ints, num_ranks: int) -> 
     return by_phase[np.argsort(rank[by_phase].astype(narrow), kind="stable")]
 
 
-def _turns(rank: Ints, phase: Ints) -> Ints:
+def turns(rank: Ints, phase: Ints) -> Ints:
+    """The place of each within its rank and phase."""
     starts = np.ones(len(rank), np.bool_)
     starts[1:] = (rank[1:] != rank[:-1]) | (phase[1:] != phase[:-1])
     return nth(starts)
@@ -150,23 +178,9 @@ def _peer(batch: Batch) -> Ints:
     return np.where(batch.dest[1] != batch.rank, batch.dest[1], first)
 
 
-def _gather(begin: Ints, count: Ints, order: NDArray[np.intp]) -> Ints:
+def gather(begin: Ints, count: Ints, order: NDArray[np.integer[Any]]) -> Ints:
     """The flat positions of variable-length rows taken in a new order; `count` is in the new order."""
     ends = np.cumsum(count, dtype=np.int32)
     return np.repeat(begin[order] - (ends - count), count) + np.arange(
         int(ends[-1]) if len(ends) else 0, dtype=np.int32
     )
-
-
-def renumber(rows: Rows) -> tuple[Rows, int]:
-    """Numbers the cells that are used from 0 on."""
-    in_cell = rows.dest_space == CELL
-    highest = int(rows.dest_index[in_cell].max(initial=-1))
-    used = np.zeros(highest + 1, np.bool_)
-    used[rows.dest_index[in_cell]] = True
-    number = (np.cumsum(used) - 1).astype(np.int32)
-    dest_index, source_index = rows.dest_index.copy(), rows.source_index.copy()
-    dest_index[in_cell] = number[dest_index[in_cell]]
-    from_cell = rows.source_space == CELL
-    source_index[from_cell] = number[source_index[from_cell]]
-    return replace(rows, dest_index=dest_index, source_index=source_index), int(used.sum())

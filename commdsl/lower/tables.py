@@ -13,15 +13,20 @@ from commdsl.lower.rows import Rows, begins, nth
 from commdsl.plan import Ops
 
 
-def tables(rows: Rows, waits: Edges, num_ranks: int) -> tuple[Ops, Ints]:
-    """The operations of all ranks, and how many signals each rank sends each other one per round."""
-    wait_columns, signal_begin, signal_peer, per_round = _flags(waits, rows.begin, num_ranks)
+def tables(rows: Rows, waits: Edges, num_ranks: int, *, barriers: bool) -> tuple[Ops, Ints]:
+    """The operations of all ranks, and how many signals each rank sends each other one per round.
+
+    `waits` speaks of groups: their first row waits, their last row signals. `barriers`: threads share what they touch.
+    """
+    wait_columns, signal_begin, signal_peer, per_round = _flags(_by_row(waits, rows), rows.begin, num_ranks)
     ops = Ops(
         rank_begin=rows.begin,
         kind=rows.kind,
         cut=rows.cut,
         piece=rows.piece,
-        barrier=(rows.turn == 0).astype(np.int32),
+        barrier=((rows.turn == 0) & (rows.joined == 0) & barriers).astype(np.int32),
+        joined=rows.joined,
+        scale=rows.scale,
         dest_space=rows.dest_space,
         dest_rank=rows.dest_rank,
         dest_index=rows.dest_index,
@@ -35,6 +40,16 @@ def tables(rows: Rows, waits: Edges, num_ranks: int) -> tuple[Ops, Ints]:
         origin=rows.origin,
     )
     return ops, per_round
+
+
+def _by_row(waits: Edges, rows: Rows) -> Edges:
+    leaders = rows.leaders
+    last = np.append(leaders[1:], len(rows.rank)).astype(np.int32) - 1
+    begin = np.searchsorted(leaders, rows.begin[:-1]).astype(np.int32)  # each rank's first group
+    table = waits.table.copy()
+    table[0] = leaders[waits.op]
+    table[3] = last[begin[waits.peer] + waits.number] - rows.begin[waits.peer]
+    return Edges(table)
 
 
 def _flags(waits: Edges, rank_begin: Ints, num_ranks: int) -> tuple[dict[str, Ints], Ints, Ints, Ints]:

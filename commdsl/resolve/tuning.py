@@ -17,9 +17,11 @@ from commdsl.source import Source, Span
 from commdsl.topology import Topology
 
 KEYS = ("lanes", "threads", "tile", "protocol", "sms")
-PROTOCOLS = ("bulk", "packet", "line")
+PROTOCOLS = ("bulk", "packet", "line", "tma", "engine")
+WITHIN_NODE = ("line", "engine")
 SIZES = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 MOST_TILE = 64 * 2**20
+MOST_THREADS = 1024
 
 MOST_LANES_PER_SM = 8
 """Lanes wait for one another, so all are resident at once; more of them on an SM add no bytes in flight."""
@@ -104,8 +106,13 @@ class _Reader:
                     numbers[key], spans[key] = self._number(entry), entry.value.span
             except Poisoned:
                 continue
-        if "lanes" in numbers:
+        if protocol == "engine":
+            for key in sorted(spans.keys() - {"tile"}):
+                self.faults.report("C506", f"the copy engine has no `{key}`", spans[key], "has no effect")
+        elif "lanes" in numbers:
             self._check_sharing(numbers, spans)
+        if "threads" in numbers:
+            self._check_block(numbers, spans)
         return Tuning(numbers.get("lanes"), numbers.get("threads"), numbers.get("tile"), protocol, numbers.get("sms"))
 
     def _check_key(self, entry: syn.TuneEntry, seen: set[str]) -> None:
@@ -125,10 +132,15 @@ class _Reader:
         if written not in PROTOCOLS:
             help = nearest(written, PROTOCOLS)
             self.faults.fail("C505", "expected a protocol", span, f"`{written}` is none", help=help)
-        if written == "line" and self.machine.ranks > self.machine.topology.gpus_per_node:
+        if written in WITHIN_NODE and self.machine.ranks > self.machine.topology.gpus_per_node:
             node = f"a node of `{self.machine.topology.name}` has {self.machine.topology.gpus_per_node}"
-            self.faults.fail("C505", "`line` is for the ranks of one node", span, f"{self.machine.ranks} ranks, {node}",
+            label = f"{self.machine.ranks} ranks, {node}"
+            self.faults.fail("C505", f"`{written}` is for the ranks of one node", span, label,
                              help="`bulk` and `packet` reach other nodes")  # fmt: skip
+        if written == "engine" and self.machine.role is not None:
+            label = f"role `{self.machine.role}` would be idle"
+            self.faults.fail("C506", "the copy engine runs on no SM", span, label,
+                             help=f"leave out `on {self.machine.role}`, or tune another protocol")  # fmt: skip
         return written
 
     def _number(self, entry: syn.TuneEntry) -> int:
@@ -170,3 +182,13 @@ class _Reader:
                                help=f"{' or '.join(map(str, near))} lanes would fit")  # fmt: skip
         elif lanes > sms * MOST_LANES_PER_SM:
             self.faults.report("C505", f"an SM runs at most {MOST_LANES_PER_SM} lanes", spans["lanes"], label)
+
+    def _check_block(self, numbers: Mapping[str, int], spans: Mapping[str, Span]) -> None:
+        """The lanes of an SM are threads of one block."""
+        lanes = numbers.get("lanes", 1)
+        sms = numbers.get("sms", self.machine.role_sms) or min(lanes, self.machine.topology.num_sms)
+        share, threads = -(-lanes // sms), numbers["threads"]
+        if share * threads > MOST_THREADS:
+            self.faults.report("C505", f"the lanes of an SM have at most {MOST_THREADS} threads together",
+                               spans["threads"], f"{share} lanes of {threads} threads",
+                               help=f"{MOST_THREADS // share // 32 * 32} threads would fit")  # fmt: skip

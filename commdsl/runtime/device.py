@@ -10,6 +10,7 @@ import ctypes
 import os
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ import torch
 from commdsl.build import nvrtc
 from commdsl.config import Config
 from commdsl.emit import defines
-from commdsl.plan import Plan, Transport
+from commdsl.plan import Protocol, Transport
 from commdsl.runtime.bootstrap import Bootstrap
 from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.engine import EngineKernel
 from commdsl.runtime.error_page import PAGE_BYTES, ErrorPage
 from commdsl.runtime.errors import CaptureError, DeviceError, GroupError
 from commdsl.runtime.heap import DeviceHeap
@@ -28,7 +30,7 @@ from commdsl.runtime.kernel import DeviceKernel, Kernel, Prepared
 from commdsl.runtime.program import Program
 from commdsl.runtime.stream_order import StreamOrder
 from commdsl.runtime.workspace import Workspace
-from commdsl.sizes import DEVICE_MIN_SLICE_BYTES, Launch, launch
+from commdsl.sizes import device_launch
 
 
 class DeviceCommunicator(Communicator):
@@ -41,11 +43,14 @@ class DeviceCommunicator(Communicator):
         self.transport = Transport(config.transport)
         properties = torch.cuda.get_device_properties(self.index)
         self._arch = f"sm_{properties.major}{properties.minor}"
+        self._has_tma = properties.major >= 9
         self._modules: dict[str, DeviceKernel] = {}
         self.side_stream = torch.cuda.Stream(self.index)  # calls with async_op=True
         self._check_members(str(properties.uuid))
         self._nvshmem = _start_nvshmem(self, self.index)
         self._gpu = _Gpu(self.index)
+        # One for all ops: two kernels at once that both wait for peers could fill the SMs of two ranks crosswise.
+        self._order = StreamOrder(torch, _capture_id)
 
     def _check_members(self, uuid: str) -> None:
         members = [
@@ -67,16 +72,15 @@ class DeviceCommunicator(Communicator):
                     f"no {program.plan.symmetric_bytes} bytes of symmetric memory for `{program.plan.name}`: {error}; "
                     "NVSHMEM_SYMMETRIC_SIZE is read when the first op runs"
                 ) from error
-        order = StreamOrder(torch, _capture_id)
-        return Workspace(program.plan, self.rank, heap, self.errors.take(), self.config.timeout, order)
+        return Workspace(program.plan, self.rank, heap, self.errors.take(), self.config.timeout, self._order)
 
     def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> DeviceStart:
         workspace = self.workspace(program)
         kernel = self._kernel(program, workspace, dtype, op)
-        return DeviceStart(self._gpu, workspace, kernel, workspace.prepare(block_bytes, op == "avg", _geometry))
+        return DeviceStart(self._gpu, workspace, kernel, workspace.prepare(block_bytes, op == "avg", device_launch))
 
     def _kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
-        macros = defines(program.plan, dtype, op)
+        macros = defines(program.plan, dtype, op, self.rank)
         found = workspace.kernels.get(macros)
         if found is not None:
             return found
@@ -84,13 +88,21 @@ class DeviceCommunicator(Communicator):
             raise CaptureError(
                 f"`{program.plan.name}` for {dtype} and {op} is not loaded: call it once with these before the capture"
             )
+        if program.plan.protocol is Protocol.TMA and not self._has_tma:
+            raise DeviceError(f"`{program.plan.name}` is tuned to `protocol tma`, which {self._arch} does not have")
         path = nvrtc.build(program.emitted, macros, self.transport, self.config, self._arch)
+        made = self._load(program, path)
+        workspace.kernels[macros] = made
+        return made
+
+    def _load(self, program: Program, path: Path) -> Kernel:
+        plan, entry = program.plan, program.emitted.name
+        if plan.protocol is Protocol.ENGINE:
+            return EngineKernel(path, entry, plan, self.rank, self.index)
         made = self._modules.get(str(path))
         if made is None:
             nvshmem = self._nvshmem if self.transport is Transport.NVSHMEM else None
-            made = DeviceKernel(path, program.emitted.name, program.plan, self.index, nvshmem)
-            self._modules[str(path)] = made
-        workspace.kernels[macros] = made
+            made = self._modules[str(path)] = DeviceKernel(path, entry, plan, self.index, nvshmem)
         return made
 
     def refuse_setup(self, what: str) -> None:
@@ -138,7 +150,7 @@ class DeviceStart:
 
     def __call__(self, addresses: Sequence[int]) -> None:
         gpu = self._gpu
-        with self.workspace.lock:
+        with self._order.lock:
             self._prepared.point(*addresses)
             if gpu.current_context() == gpu.context:
                 self._launch()
@@ -157,10 +169,6 @@ class DeviceStart:
         self._order.enter(stream)
         self._kernel.launch(self._prepared, handle)
         self._order.leave(stream)
-
-
-def _geometry(plan: Plan, block_bytes: int) -> Launch:
-    return launch(plan, block_bytes, min_slice_bytes=DEVICE_MIN_SLICE_BYTES)
 
 
 def _capture_id(stream: int) -> int | None:

@@ -23,7 +23,7 @@ _NO_DELAY = bytes(8)
 
 def grid_of(plan: Plan, launch: Launch) -> tuple[int, int]:
     """Thread blocks of a launch, and threads of a block."""
-    return launch.active_lanes, plan.threads
+    return launch.blocks(plan), launch.threads(plan)
 
 
 class Prepared:
@@ -32,10 +32,12 @@ class Prepared:
     Whoever points it at tensors holds the workspace's lock until the launch has copied the arguments.
     """
 
-    __slots__ = ("arguments", "blocks", "parameters", "point", "pointers", "threads")
+    __slots__ = ("arguments", "blocks", "launch", "parameters", "point", "pointers", "shared", "threads")
 
     def __init__(self, plan: Plan, launch: Launch, pack: Callable[[Sequence[int]], bytes]) -> None:
+        self.launch = launch
         self.blocks, self.threads = grid_of(plan, launch)
+        self.shared = plan.shared_bytes
         addresses = struct.Struct(f"<{len(plan.tensors)}Q")
         marks = tuple(0xC0DE_0000_0000_0000 + index for index in range(len(plan.tensors)))
         packed = pack(marks)
@@ -75,7 +77,11 @@ class DeviceKernel:
 
         with cupy.cuda.Device(device):
             self._module = cupy.RawModule(path=str(path))
-            self._kernel = self._module.get_function(entry).kernel  # kept: the handle is good as long as it is
+            found = self._module.get_function(entry)
+            self._kernel = found.kernel  # kept: the handle is good as long as it is
+            if plan.shared_bytes:
+                _refuse_unless_shared(cupy, plan, device)
+                found.max_dynamic_shared_size_bytes = plan.shared_bytes  # 48 KB otherwise
         self._function = int(self._kernel.ptr)
         if nvshmem is not None:
             # Once per module, before its first launch: fills in the library's device state.
@@ -84,14 +90,26 @@ class DeviceKernel:
         _refuse_unless_resident(cupy, self._function, plan, device)
 
     def launch(self, prepared: Prepared, stream: int) -> None:
-        self._launch(self._function, prepared.blocks, 1, 1, prepared.threads, 1, 1, 0, stream, prepared.pointers, 0)
+        self._launch(
+            self._function, prepared.blocks, 1, 1, prepared.threads, 1, 1, prepared.shared, stream, prepared.pointers, 0
+        )
+
+
+def _refuse_unless_shared(cupy: Any, plan: Plan, device: int) -> None:
+    most = int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
+    if plan.shared_bytes > most:
+        raise DeviceError(
+            f"`{plan.name}` takes {plan.shared_bytes} bytes of shared memory a block, and this GPU has {most}; "
+            "say another `protocol` in `tune`"
+        )
 
 
 def _refuse_unless_resident(cupy: Any, function: int, plan: Plan, device: int) -> None:
-    per_sm = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(function, plan.threads, 0)
+    threads = plan.threads * plan.lanes_per_block
+    per_sm = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(function, threads, plan.shared_bytes)
     sms = int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
-    if plan.lanes > per_sm * sms:
+    if plan.sms > per_sm * sms:
         raise DeviceError(
-            f"`{plan.name}` runs {plan.lanes} lanes of {plan.threads} threads that wait for each other; this GPU holds "
-            f"{per_sm * sms} at once ({sms} SMs x {per_sm}); say fewer in `tune {{ lanes ... }}`"
+            f"`{plan.name}` runs {plan.lanes} lanes of {plan.threads} threads that wait for each other, in {plan.sms} "
+            f"blocks; this GPU holds {per_sm * sms} at once ({sms} SMs x {per_sm}); say fewer in `tune {{ lanes ... }}`"
         )

@@ -1,8 +1,8 @@
 """Turns calls on several CUDA streams into one order, with as few events as that takes.
 
-Assumes the caller's lock around `enter`, the launch and `leave`. Does not order a graph's replays: inside a capture
-calls are joined by events of that capture alone, so a replay and other calls of the same op have to be ordered by the
-caller's streams, like any two users of one buffer.
+Assumes that the caller holds `lock` from before `enter` to after `leave`. Does not order a graph's replays: inside a
+capture calls are joined by events of that capture alone, so a replay and other calls of the same group have to be
+ordered by the caller's streams, like any two users of one buffer.
 
 **Calls that stay on one stream need no event.** After many calls in a row on a stream that torch owns, that stream is
 *quiet*: a call on it neither waits nor leaves a mark. When a call then comes on another stream, the mark is made late,
@@ -16,6 +16,7 @@ other's calls and for nothing else.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +29,10 @@ NO_STREAM = -1
 
 
 class StreamOrder:
-    """Puts the calls of one workspace into one order across CUDA streams."""
+    """Puts the calls of one communicator into one order across CUDA streams."""
 
     def __init__(self, torch: Any, capture_id: Callable[[int], int | None]) -> None:
+        self.lock = threading.Lock()
         self.quiet = NO_STREAM  # the handle of the stream on which a call outside a capture needs nothing
         self._torch = torch
         self._capture_id = capture_id

@@ -4,6 +4,7 @@
 
 The cases: dtypes and operations, moved dtypes, in place, async_op, gradients, opcheck, torch.compile, refusals. The
 floats: every all-reduce on 37 MB gives the same bits on all ranks, and what float64 gives within a rounding per rank.
+The copy engine: moves of several rounds, in a graph that is replayed between other calls.
 """
 
 from __future__ import annotations
@@ -64,6 +65,35 @@ def large_floats() -> None:
         op.release()
 
 
+def copy_engine() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    length = 3_000_001
+    parts = [torch.arange(size * length, device="cuda", dtype=torch.int32) * (peer + 1) for peer in range(size)]
+    wanted = {
+        "allgather_direct": torch.cat(parts),
+        "allgather_ring": torch.cat(parts),
+        "alltoall_direct": torch.cat([part[rank * length : (rank + 1) * length] for part in parts]),
+        "permutation_shift": parts[rank - 1],
+        "broadcast_tree": parts[0],
+    }
+    for tile in ({"tile": 1 << 20}, {}):
+        for name, want in wanted.items():
+            op = commdsl.load(name, tune={"protocol": "engine", **tile})
+            x = parts[rank].clone()
+            for _ in range(3):
+                assert torch.equal(op(x), want), f"{name}, called"
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = op(x)
+            for turn in range(1, 6):
+                x.add_(1)
+                graph.replay()
+                assert torch.equal(found, want + turn), f"{name}, replay {turn}"
+                assert torch.equal(op(parts[rank]), want), f"{name}, after replay {turn}"
+            op.synchronize()
+            op.release()
+
+
 def attempt(case: Callable[[], None]) -> bool:
     """Runs one case on all ranks; says how it went on rank 0."""
     started = time.monotonic()
@@ -87,9 +117,9 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    passed = sum(attempt(case) for case in (*CASES, large_floats))
+    passed = sum(attempt(case) for case in (*CASES, large_floats, copy_engine))
     if dist.get_rank() == 0:
-        print(f"{passed} passed, {len(CASES) + 1 - passed} failed on {dist.get_world_size()} GPUs", flush=True)
+        print(f"{passed} passed, {len(CASES) + 2 - passed} failed on {dist.get_world_size()} GPUs", flush=True)
     sys.stdout.flush()
     os._exit(0)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
 

@@ -1,5 +1,6 @@
-// The GPU vocabulary: threads and barriers of a lane, flags, clocks, block-wide copy, reduce and scale.
-// Assumes sm_80 or newer and NVRTC or nvcc; needs no header but ours. A lane is one thread block.
+// The GPU vocabulary: threads and barriers of a lane, flags, clocks, a pass over the tiles of a lane.
+// Assumes sm_80 or newer and NVRTC or nvcc; needs no header but ours. A lane is COMMDSL_THREADS threads of a block, which has
+// COMMDSL_LANES_PER_BLOCK of them; each has a barrier of its own, so that lanes of one SM wait at different times.
 //
 // Data is moved by weak ld.global and st.global, never ld.global.nc: a peer may have written it, and the acquire of its flag
 // followed by a block barrier is what makes it visible. The "memory" clobbers keep the compiler to that order.
@@ -8,18 +9,54 @@
 #define COMMDSL_FN __device__ __forceinline__
 #define COMMDSL_CALL __device__ __noinline__  // compiled once however often it is called: NVRTC's time is in unrolled loops
 #define COMMDSL_TABLE static __device__ const
+#define COMMDSL_CONSTANT static __constant__ const
 #define COMMDSL_KERNEL(name, plan)                                                                            \
-  extern "C" __global__ void __launch_bounds__(plan::kThreads, 1)                                             \
+  extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS * COMMDSL_LANES_PER_BLOCK, 1)                  \
       name(const __grid_constant__ commdsl::Args<plan::kNumRanks, plan::kNumTensors> args) {                  \
-    commdsl::run_lane<plan>(args, static_cast<commdsl::i32>(blockIdx.x), plan::tables());                     \
+    const commdsl::i32 lane = commdsl::this_lane();                                                           \
+    if (lane < args.active_lanes) commdsl::run_lane<plan>(args, lane);                        \
+  }
+
+// The copy engine moves, so the kernel has the flags alone: one block.
+#define COMMDSL_FLAGS(name, plan)                                                                            \
+  extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS, 1)                                           \
+      name##_flags(const __grid_constant__ commdsl::Args<plan::kNumRanks, plan::kNumTensors> args,           \
+                   const __grid_constant__ commdsl::Turn turn) {                                             \
+    commdsl::run_flags<plan>(args, turn);                                                                    \
   }
 
 namespace commdsl {
 
-COMMDSL_FN u32 thread() { return threadIdx.x; }
-COMMDSL_FN u32 num_threads() { return blockDim.x; }
-COMMDSL_FN void block_barrier() { __syncthreads(); }
-COMMDSL_FN bool block_any(bool value) { return __syncthreads_or(value) != 0; }
+template <class Plan>
+struct Operands;
+
+constexpr bool kSharesBlock = COMMDSL_LANES_PER_BLOCK > 1;
+COMMDSL_FN u32 lane_of_block() { return kSharesBlock ? threadIdx.x / COMMDSL_THREADS : 0; }
+COMMDSL_FN i32 this_lane() { return static_cast<i32>(blockIdx.x + lane_of_block() * gridDim.x); }
+COMMDSL_FN u32 thread() { return kSharesBlock ? threadIdx.x % COMMDSL_THREADS : threadIdx.x; }
+COMMDSL_FN constexpr u32 num_threads() { return COMMDSL_THREADS; }
+
+COMMDSL_FN void block_barrier() {
+  if constexpr (kSharesBlock) {
+    asm volatile("bar.sync %0, %1;" ::"r"(lane_of_block() + 1), "n"(COMMDSL_THREADS) : "memory");
+  } else {
+    __syncthreads();
+  }
+}
+
+COMMDSL_FN bool block_any(bool value) {
+  if constexpr (kSharesBlock) {
+    u32 any;
+    asm volatile(
+        "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q; }"
+        : "=r"(any)
+        : "r"(static_cast<u32>(value)), "r"(lane_of_block() + 1), "n"(COMMDSL_THREADS)
+        : "memory");
+    return any != 0;
+  } else {
+    return __syncthreads_or(value) != 0;
+  }
+}
 
 COMMDSL_FN u64 load_acquire(const u64* flag) {
   u64 value;
@@ -76,6 +113,19 @@ COMMDSL_FN u16 float_to_bfloat(float value) {
   return bits;
 }
 
+// Two at once take one fast instruction where two single ones take a slow unit each.
+COMMDSL_FN u32 floats_to_halves(float low, float high) {
+  u32 bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+
+COMMDSL_FN u32 floats_to_bfloats(float low, float high) {
+  u32 bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+
 struct alignas(16) Vector16 {
   u32 x, y, z, w;
 };
@@ -108,9 +158,39 @@ COMMDSL_FN u32 common_alignment(u64 bits) {
   return low & (~low + 1u);
 }
 
+// Where an operation stores, one bit a destination for what is divided; null where there is nothing to do.
+template <u32 most>
+struct Targets {
+  char* to[most];
+  u32 divided;
+
+  template <class Word>
+  COMMDSL_FN void put(u64 at, const Word& word) const {
+#pragma unroll
+    for (u32 d = 0; d < most; ++d) {
+      if (to[d] != nullptr) store(to[d] + at, word);
+    }
+  }
+};
+
+template <class Operands, u32 most>
+COMMDSL_FN u64 find(const Operands& operands, Targets<most>& targets) {
+  u64 bits = 0;
+  targets.divided = 0;
+#pragma unroll
+  for (u32 d = 0; d < most; ++d) {
+    targets.to[d] = nullptr;
+    if (static_cast<i32>(d) >= operands.op().num_dests) continue;
+    targets.to[d] = operands.reachable(static_cast<i32>(d));
+    bits |= reinterpret_cast<u64>(targets.to[d]);
+    if (operands.divides(static_cast<i32>(d))) targets.divided |= 1u << d;
+  }
+  return bits;
+}
+
 // `unroll` loads are in flight before the first store: one thread alone would wait a whole link latency for each.
-template <class Word, u32 unroll>
-COMMDSL_FN void copy_words(char* dest, const char* source, u64 bytes) {
+template <class Word, u32 unroll, u32 most>
+COMMDSL_FN void copy_words(const Targets<most>& targets, const char* source, u64 bytes) {
   const u64 words = bytes / sizeof(Word);
   const u64 stride = num_threads();
   u64 i = thread();
@@ -119,33 +199,38 @@ COMMDSL_FN void copy_words(char* dest, const char* source, u64 bytes) {
 #pragma unroll
     for (u32 j = 0; j < unroll; ++j) load(value[j], source + (i + j * stride) * sizeof(Word));
 #pragma unroll
-    for (u32 j = 0; j < unroll; ++j) store(dest + (i + j * stride) * sizeof(Word), value[j]);
+    for (u32 j = 0; j < unroll; ++j) targets.put((i + j * stride) * sizeof(Word), value[j]);
   }
   for (; i < words; i += stride) {
     Word value;
     load(value, source + i * sizeof(Word));
-    store(dest + i * sizeof(Word), value);
+    targets.put(i * sizeof(Word), value);
   }
   for (u64 at = words * sizeof(Word) + thread(); at < bytes; at += stride) {
     u8 value;
     load(value, source + at);
-    store(dest + at, value);
+    targets.put(at, value);
   }
 }
 
-COMMDSL_CALL void copy(char* dest, const char* source, u64 bytes) {
-  switch (common_alignment(reinterpret_cast<u64>(dest) | reinterpret_cast<u64>(source))) {
-    case 16: return copy_words<Vector16, 8>(dest, source, bytes);
-    case 8: return copy_words<u64, 8>(dest, source, bytes);
-    case 4: return copy_words<u32, 8>(dest, source, bytes);
-    case 2: return copy_words<u16, 4>(dest, source, bytes);
-    default: return copy_words<u8, 4>(dest, source, bytes);
+template <u32 most>
+COMMDSL_CALL void copy(const Targets<most> targets, const char* source, u64 bytes, u64 bits) {
+  switch (common_alignment(bits | reinterpret_cast<u64>(source))) {
+    case 16: return copy_words<Vector16, 8>(targets, source, bytes);
+    case 8: return copy_words<u64, 4>(targets, source, bytes);
+    case 4: return copy_words<u32, 4>(targets, source, bytes);
+    case 2: return copy_words<u16, 4>(targets, source, bytes);
+    default: return copy_words<u8, 4>(targets, source, bytes);
   }
 }
 
 // The bits of one element as a word that `load` knows.
 template <u32 size>
 struct WordOf;
+template <>
+struct WordOf<1> {
+  using Type = u8;
+};
 template <>
 struct WordOf<2> {
   using Type = u16;
@@ -171,137 +256,176 @@ struct Lanes {
 #pragma unroll
     for (u32 e = 0; e < kCount; ++e) value[e] = Element::widen(element[e]);
   }
-  COMMDSL_FN Word narrow() const {
-    Storage element[kCount];
+  // Combines one more operand.
+  template <class Operation>
+  COMMDSL_FN void take(const Word& word, bool is_first, Operation) {
+    Lanes next;
+    next.widen(word);
 #pragma unroll
-    for (u32 e = 0; e < kCount; ++e) element[e] = Element::narrow(value[e]);
+    for (u32 e = 0; e < kCount; ++e) value[e] = is_first ? next.value[e] : Operation::apply(value[e], next.value[e]);
+  }
+  COMMDSL_FN Word narrow() const {
     Word word;
-    memcpy(&word, element, sizeof(Word));
+    if constexpr (sizeof(Storage) == 2 && kCount > 1) {
+      u32 pair[kCount / 2];
+#pragma unroll
+      for (u32 e = 0; e < kCount; e += 2) pair[e / 2] = Element::narrow_pair(value[e], value[e + 1]);
+      memcpy(&word, pair, sizeof(Word));
+    } else {
+      Storage element[kCount];
+#pragma unroll
+      for (u32 e = 0; e < kCount; ++e) element[e] = Element::narrow(value[e]);
+      memcpy(&word, element, sizeof(Word));
+    }
     return word;
   }
 };
 
-// One word of the result, or `unroll` words a stride apart. Up to `ahead` sources are loaded before the first is combined.
-template <class Element, class Operation, class Word, u32 unroll, u32 ahead, class Sources>
-COMMDSL_FN void reduce_words_at(char* dest, const Sources& sources, u64 at, u64 step) {
-  Lanes<Element, Word> total[unroll];
-  for (i32 first = 0; first < sources.count; first += ahead) {
-    Word word[ahead][unroll];
+template <class Element, class Word>
+COMMDSL_FN Word divided(const Word& word, i32 divisor) {
+  Lanes<Element, Word> lanes;
+  lanes.widen(word);
 #pragma unroll
-    for (u32 s = 0; s < ahead; ++s) {
-      if (first + static_cast<i32>(s) >= sources.count) break;
-      const char* source = sources.address(first + s);
-#pragma unroll
-      for (u32 j = 0; j < unroll; ++j) load(word[s][j], source + at + j * step);
-    }
-#pragma unroll
-    for (u32 s = 0; s < ahead; ++s) {
-      if (first + static_cast<i32>(s) >= sources.count) break;
-#pragma unroll
-      for (u32 j = 0; j < unroll; ++j) {
-        Lanes<Element, Word> next;
-        next.widen(word[s][j]);
-#pragma unroll
-        for (u32 e = 0; e < Lanes<Element, Word>::kCount; ++e) {
-          total[j].value[e] = first + s == 0 ? next.value[e] : Operation::apply(total[j].value[e], next.value[e]);
-        }
-      }
-    }
+  for (u32 e = 0; e < Lanes<Element, Word>::kCount; ++e) {
+    lanes.value[e] = lanes.value[e] / static_cast<typename Element::Accumulator>(divisor);
   }
-#pragma unroll
-  for (u32 j = 0; j < unroll; ++j) store(dest + at + j * step, total[j].narrow());
+  return lanes.narrow();
 }
 
-// From byte `at`, a thread's own offset in, while `unroll` words are left to it; returns where it stopped.
-template <class Element, class Operation, class Word, u32 unroll, u32 ahead, class Sources>
-COMMDSL_CALL u64 reduce_words(char* dest, const Sources& sources, u64 at, u64 bytes) {
+// What is divided is the rounded sum, so that it is the same whether it was stored before or not.
+template <class Plan, class Word, u32 most>
+COMMDSL_FN void put(const Targets<most>& targets, u64 at, const Word& word) {
+  if (targets.divided == 0) return targets.put(at, word);
+  const Word quotient = divided<typename Plan::Element>(word, Plan::kNumRanks);
+#pragma unroll
+  for (u32 d = 0; d < most; ++d) {
+    if (targets.to[d] != nullptr) store(targets.to[d] + at, targets.divided >> d & 1 ? quotient : word);
+  }
+}
+
+// Sources whose number the code knows: their addresses and words stay in registers.
+template <u32 count>
+struct Held {
+  const char* from[count];
+};
+
+// From byte `at`, a thread's own offset in, while `unroll` words a stride apart are left to it; returns where it stopped. All
+// sources are loaded before the first is combined.
+template <class Plan, class Word, u32 unroll, u32 count, u32 most>
+COMMDSL_CALL u64 reduce_held(const Targets<most> targets, const Held<count> sources, u64 at, u64 bytes) {
   const u64 step = num_threads() * sizeof(Word);
   for (; at + (unroll - 1) * step + sizeof(Word) <= bytes; at += unroll * step) {
-    reduce_words_at<Element, Operation, Word, unroll, ahead>(dest, sources, at, step);
+    Word word[count][unroll];
+#pragma unroll
+    for (u32 s = 0; s < count; ++s) {
+#pragma unroll
+      for (u32 j = 0; j < unroll; ++j) load(word[s][j], sources.from[s] + at + j * step);
+    }
+    Lanes<typename Plan::Element, Word> total[unroll];
+#pragma unroll
+    for (u32 s = 0; s < count; ++s) {
+#pragma unroll
+      for (u32 j = 0; j < unroll; ++j) total[j].take(word[s][j], s == 0, typename Plan::Operation{});
+    }
+#pragma unroll
+    for (u32 j = 0; j < unroll; ++j) put<Plan>(targets, at + j * step, total[j].narrow());
   }
   return at;
 }
 
-// Eight loads in flight a thread either way: of two sources for the bulk, of eight sources for what is left. What lies past
-// the last whole vector, and operands that are not aligned alike, are combined element by element.
-template <class Element, class Operation, class Sources>
-COMMDSL_FN void reduce(char* dest, const Sources& sources, u64 bytes) {
-  using Storage = typename Element::Storage;
+// More sources than registers hold: looked up and loaded one after the other.
+template <class Plan, class Word, u32 most>
+COMMDSL_CALL void reduce_many(const Targets<most> targets, const Operands<Plan> operands, u64 at, u64 bytes) {
+  for (; at + sizeof(Word) <= bytes; at += num_threads() * sizeof(Word)) {
+    Lanes<typename Plan::Element, Word> total;
+    for (i32 s = 0; s < operands.op().num_sources; ++s) {
+      Word word;
+      load(word, operands.source(s) + at);
+      total.take(word, s == 0, typename Plan::Operation{});
+    }
+    put<Plan>(targets, at, total.narrow());
+  }
+}
+
+// From byte `done` on, element by element.
+template <class Plan, u32 most>
+COMMDSL_FN void reduce_tail(const Targets<most>& targets, const Operands<Plan>& operands, u64 done) {
+  using Storage = typename Plan::Element::Storage;
   using Word = typename WordOf<sizeof(Storage)>::Type;
-  u64 bits = reinterpret_cast<u64>(dest);
-  for (i32 s = 0; s < sources.count; ++s) bits |= reinterpret_cast<u64>(sources.address(s));
+  reduce_many<Plan, Word>(targets, operands, done + thread() * sizeof(Storage), operands.slice.bytes);
+}
+
+constexpr i32 kMostHeld = 8;
+
+// Eight loads in flight a thread, or one of each source. What lies past the last whole vector, and operands that are not
+// aligned alike, are combined element by element.
+template <class Plan, u32 count, u32 most>
+COMMDSL_FN void reduce(const Targets<most>& targets, const Operands<Plan>& operands, u64 bits) {
+  using Storage = typename Plan::Element::Storage;
+  using Word = typename WordOf<sizeof(Storage)>::Type;
+  constexpr u32 unroll = count <= 2 ? 4 : count <= 4 ? 2 : 1;
+  const u64 bytes = operands.slice.bytes;
+  Held<count> sources;
+#pragma unroll
+  for (u32 s = 0; s < count; ++s) {
+    sources.from[s] = operands.source(static_cast<i32>(s));
+    bits |= reinterpret_cast<u64>(sources.from[s]);
+  }
   u64 done = 0;
   if (common_alignment(bits) == 16) {
-    const u64 at = reduce_words<Element, Operation, Vector16, 4, 2>(dest, sources, thread() * 16, bytes);
-    reduce_words<Element, Operation, Vector16, 1, 8>(dest, sources, at, bytes);
+    const u64 at = reduce_held<Plan, Vector16, unroll, count>(targets, sources, thread() * 16, bytes);
+    if constexpr (unroll > 1) reduce_held<Plan, Vector16, 1, count>(targets, sources, at, bytes);
     done = bytes / 16 * 16;
   }
-  reduce_words<Element, Operation, Word, 1, 8>(dest, sources, done + thread() * sizeof(Storage), bytes);
+  reduce_held<Plan, Word, 1, count>(targets, sources, done + thread() * sizeof(Storage), bytes);
 }
 
-template <class Element, class Word>
-COMMDSL_FN void scale_words(char* dest, const char* source, u64 begin, u64 end, i32 divisor) {
-  for (u64 at = begin + thread() * sizeof(Word); at + sizeof(Word) <= end; at += num_threads() * sizeof(Word)) {
-    Word word;
-    load(word, source + at);
-    Lanes<Element, Word> lanes;
-    lanes.widen(word);
+// Finds the code for the operation's number of sources.
+template <class Plan, u32 count, u32 most>
+COMMDSL_FN void reduce_by_count(const Targets<most>& targets, const Operands<Plan>& operands, u64 bits) {
+  using Storage = typename Plan::Element::Storage;
+  if (operands.op().num_sources == static_cast<i32>(count)) {
+    reduce<Plan, count>(targets, operands, bits);
+  } else if constexpr (static_cast<i32>(count) < Plan::kMostSources && static_cast<i32>(count) < kMostHeld) {
+    reduce_by_count<Plan, count + 1>(targets, operands, bits);
+  } else if constexpr (Plan::kMostSources > kMostHeld) {
+    for (i32 s = 0; s < operands.op().num_sources; ++s) bits |= reinterpret_cast<u64>(operands.source(s));
+    const u64 whole = common_alignment(bits) == 16 ? operands.slice.bytes / 16 * 16 : 0;
+    reduce_many<Plan, Vector16>(targets, operands, thread() * 16, whole);
+    reduce_many<Plan, typename WordOf<sizeof(Storage)>::Type>(targets, operands, whole + thread() * sizeof(Storage),
+                                                              operands.slice.bytes);
+  }
+}
+
+// In place, what stays where it is; false where nothing else is left to do.
+template <u32 most>
+COMMDSL_FN bool drop(Targets<most>& targets, const char* source) {
+  bool any = false;
 #pragma unroll
-    for (u32 e = 0; e < Lanes<Element, Word>::kCount; ++e) {
-      lanes.value[e] = lanes.value[e] / static_cast<typename Element::Accumulator>(divisor);
-    }
-    store(dest + at, lanes.narrow());
+  for (u32 d = 0; d < most; ++d) {
+    if (targets.to[d] == source) targets.to[d] = nullptr;
+    any |= targets.to[d] != nullptr;
   }
+  return any;
 }
 
-// `dest` may be `source`: a thread reads a word before it writes it.
-template <class Element>
-COMMDSL_FN void scale(char* dest, const char* source, u64 bytes, i32 divisor) {
-  using Word = typename WordOf<sizeof(typename Element::Storage)>::Type;
-  u64 done = 0;
-  if (common_alignment(reinterpret_cast<u64>(dest) | reinterpret_cast<u64>(source)) == 16) {
-    done = bytes / 16 * 16;
-    scale_words<Element, Vector16>(dest, source, 0, done, divisor);
+// One operation in one round: all sources read, combined in order, stored to every destination. `bits`: all addresses of
+// destinations or-ed.
+template <class Plan, u32 most>
+COMMDSL_FN void combine(const Operands<Plan>& operands, Targets<most>& targets, u64 bits) {
+  if (operands.op().kind == kCopy && targets.divided == 0) {
+    const char* source = operands.source(0);
+    if (drop(targets, source)) copy(targets, source, operands.slice.bytes, bits);
+    return;
   }
-  scale_words<Element, Word>(dest, source, done, bytes, divisor);
-}
-
-// The rank's own rows, brought into shared memory where they fit: a row is then a few cycles away instead of a trip to L2.
-template <class Row>
-COMMDSL_FN const Row* stage_rows(char* shared, const Row* rows, i32 first, i32 count) {
-  const i32* from = reinterpret_cast<const i32*>(rows + first);
-  i32* to = reinterpret_cast<i32*>(shared);
-  const u32 words = static_cast<u32>(count) * (sizeof(Row) / sizeof(i32));
-  for (u32 i = thread(); i < words; i += num_threads()) to[i] = from[i];
-  return reinterpret_cast<const Row*>(shared) - first;
+  if constexpr (Plan::kHasReduction) reduce_by_count<Plan, 1>(targets, operands, bits);
 }
 
 template <class Plan>
-COMMDSL_FN Tables stage(const Tables& tables, i32 rank) {
-  constexpr u32 kOpsBytes = Plan::kMaxOps * sizeof(Op);
-  constexpr u32 kSourcesBytes = Plan::kMaxSources * sizeof(Location);
-  constexpr u32 kWaitsBytes = Plan::kMaxWaits * sizeof(Wait);
-  constexpr u32 kBytes = kOpsBytes + kSourcesBytes + kWaitsBytes + Plan::kMaxSignals * sizeof(Signal);
-  if constexpr (kBytes > 40 * 1024) {
-    return tables;
-  } else {
-    __shared__ alignas(16) char shared[kBytes + 16];
-    const i32 first = tables.rank_begin[rank];
-    const i32 count = tables.rank_begin[rank + 1] - first;
-    if (count == 0) return tables;
-    const Op begin = tables.ops[first];
-    const Op last = tables.ops[first + count - 1];
-    Tables staged = tables;
-    staged.ops = stage_rows(shared, tables.ops, first, count);
-    staged.sources = stage_rows(shared + kOpsBytes, tables.sources, begin.first_source,
-                                last.first_source + last.num_sources - begin.first_source);
-    staged.waits = stage_rows(shared + kOpsBytes + kSourcesBytes, tables.waits, begin.first_wait,
-                              last.first_wait + last.num_waits - begin.first_wait);
-    staged.signals = stage_rows(shared + kOpsBytes + kSourcesBytes + kWaitsBytes, tables.signals, begin.first_signal,
-                                last.first_signal + last.num_signals - begin.first_signal);
-    block_barrier();
-    return staged;
-  }
+COMMDSL_FN void combine(const Operands<Plan>& operands) {
+  Targets<static_cast<u32>(Plan::kMostDests)> targets;
+  const u64 bits = find(operands, targets);
+  combine(operands, targets, bits);
 }
 
 }  // namespace commdsl

@@ -16,6 +16,7 @@ struct float16 {
   using Accumulator = float;
   static COMMDSL_FN float widen(u16 bits) { return half_to_float(bits); }
   static COMMDSL_FN u16 narrow(float value) { return float_to_half(value); }
+  static COMMDSL_FN u32 narrow_pair(float low, float high) { return floats_to_halves(low, high); }
 };
 
 struct bfloat16 {
@@ -23,6 +24,7 @@ struct bfloat16 {
   using Accumulator = float;
   static COMMDSL_FN float widen(u16 bits) { return bfloat_to_float(bits); }
   static COMMDSL_FN u16 narrow(float value) { return float_to_bfloat(value); }
+  static COMMDSL_FN u32 narrow_pair(float low, float high) { return floats_to_bfloats(low, high); }
 };
 
 template <class Integer>
@@ -51,6 +53,12 @@ struct sum {
 struct prod {
   template <class T>
   static COMMDSL_FN T apply(T a, T b) { return multiply(a, b); }
+};
+
+// What a kernel moves that reduces nothing: it has no elements, only bytes.
+struct bytes {
+  using Storage = u8;
+  using Accumulator = u8;
 };
 
 // A NaN on either side is the result: `a != a` keeps the left one, a false comparison the right one.

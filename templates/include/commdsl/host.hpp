@@ -11,16 +11,28 @@
 #define COMMDSL_FN inline
 #define COMMDSL_CALL inline
 #define COMMDSL_TABLE static const
+#define COMMDSL_CONSTANT static const
 #define COMMDSL_KERNEL(name, plan)                                                                             \
   extern "C" void name(const commdsl::Args<plan::kNumRanks, plan::kNumTensors>* args, commdsl::i32 lane) {     \
-    commdsl::run_lane<plan>(*args, lane, plan::tables());                                                      \
+    commdsl::run_lane<plan>(*args, lane);                                                                      \
   }                                                                                                            \
   extern "C" commdsl::i32 commdsl_launch(const commdsl::Args<plan::kNumRanks, plan::kNumTensors>* args,        \
                                          commdsl::i32 count, commdsl::i32 calls, const commdsl::u64* delays) { \
     return commdsl::launch(args, count, calls, delays, name);                                                  \
   }
 
+// There is no copy engine here, so the entry runs the tables; the flags alone stand beside it.
+#define COMMDSL_FLAGS(name, plan)                                                                            \
+  COMMDSL_KERNEL(name, plan)                                                                                 \
+  extern "C" void name##_flags(const commdsl::Args<plan::kNumRanks, plan::kNumTensors>* args,                \
+                               const commdsl::Turn* turn) {                                                  \
+    commdsl::run_flags<plan>(*args, *turn);                                                                  \
+  }
+
 namespace commdsl {
+
+template <class Plan>
+struct Operands;
 
 COMMDSL_FN u32 thread() { return 0; }
 COMMDSL_FN u32 num_threads() { return 1; }
@@ -127,46 +139,65 @@ COMMDSL_FN u16 float_to_half(float value) {
   return sign | static_cast<u16>((magnitude - 0x38000000u + 0xfffu + odd) >> 13);
 }
 
-// A tensor and a cell, or the same bytes of one inout tensor; memmove allows the latter.
-COMMDSL_FN void copy(char* dest, const char* source, u64 bytes) { memmove(dest, source, bytes); }
+COMMDSL_FN u32 floats_to_halves(float low, float high) {
+  return float_to_half(low) | static_cast<u32>(float_to_half(high)) << 16;
+}
 
-// Blocks small enough for the accumulators to stay in the first cache; every source is read before the result is written.
-template <class Element, class Operation, class Sources>
-COMMDSL_FN void reduce(char* dest, const Sources& sources, u64 bytes) {
-  using Storage = typename Element::Storage;
-  constexpr u64 kBlock = 512;
-  typename Element::Accumulator total[kBlock];
-  Storage element[kBlock];
-  const u64 count = bytes / sizeof(Storage);
-  for (u64 begin = 0; begin < count; begin += kBlock) {
-    const u64 length = count - begin < kBlock ? count - begin : kBlock;
-    for (i32 s = 0; s < sources.count; ++s) {
-      memcpy(element, sources.address(s) + begin * sizeof(Storage), length * sizeof(Storage));
-      for (u64 i = 0; i < length; ++i) {
-        const typename Element::Accumulator value = Element::widen(element[i]);
-        total[i] = s == 0 ? value : Operation::apply(total[i], value);
-      }
-    }
-    for (u64 i = 0; i < length; ++i) element[i] = Element::narrow(total[i]);
-    memcpy(dest + begin * sizeof(Storage), element, length * sizeof(Storage));
-  }
+COMMDSL_FN u32 floats_to_bfloats(float low, float high) {
+  return float_to_bfloat(low) | static_cast<u32>(float_to_bfloat(high)) << 16;
 }
 
 template <class Element>
-COMMDSL_FN void scale(char* dest, const char* source, u64 bytes, i32 divisor) {
+COMMDSL_FN void divide(char* values, u64 bytes, i32 divisor) {
   using Storage = typename Element::Storage;
-  using Accumulator = typename Element::Accumulator;
   for (u64 at = 0; at < bytes; at += sizeof(Storage)) {
     Storage element;
-    memcpy(&element, source + at, sizeof(Storage));
-    element = Element::narrow(Element::widen(element) / static_cast<Accumulator>(divisor));
-    memcpy(dest + at, &element, sizeof(Storage));
+    memcpy(&element, values + at, sizeof(Storage));
+    element = Element::narrow(Element::widen(element) / static_cast<typename Element::Accumulator>(divisor));
+    memcpy(values + at, &element, sizeof(Storage));
   }
 }
 
+// Blocks small enough for the accumulators to stay in the first cache; every source is read before a result is written, and
+// what is divided is the rounded sum. A source and a destination may be the same bytes of one inout tensor.
 template <class Plan>
-COMMDSL_FN const Tables& stage(const Tables& tables, i32) {
-  return tables;
+COMMDSL_FN void combine(const Operands<Plan>& operands) {
+  using Element = typename Plan::Element;
+  using Storage = typename Element::Storage;
+  constexpr u64 kBlock = 512;
+  typename Element::Accumulator total[kBlock];
+  Storage element[kBlock], quotient[kBlock];
+  const u64 count = operands.slice.bytes / sizeof(Storage);
+  for (u64 begin = 0; begin < count; begin += kBlock) {
+    const u64 length = count - begin < kBlock ? count - begin : kBlock;
+    const u64 at = begin * sizeof(Storage), bytes = length * sizeof(Storage);
+    for (i32 s = 0; s < operands.op().num_sources; ++s) {
+      memcpy(element, operands.source(s) + at, bytes);
+      if constexpr (Plan::kHasReduction) {
+        if (operands.op().kind == kCopy) continue;
+        for (u64 i = 0; i < length; ++i) {
+          const typename Element::Accumulator value = Element::widen(element[i]);
+          total[i] = s == 0 ? value : Plan::Operation::apply(total[i], value);
+        }
+      }
+    }
+    if constexpr (Plan::kHasReduction) {
+      if (operands.op().kind == kReduce) {
+        for (u64 i = 0; i < length; ++i) element[i] = Element::narrow(total[i]);
+      }
+    }
+    for (i32 d = 0; d < operands.op().num_dests; ++d) {
+      const Storage* result = element;
+      if constexpr (Plan::kHasReduction) {
+        if (operands.divides(d)) {
+          memcpy(quotient, element, bytes);
+          divide<Element>(reinterpret_cast<char*>(quotient), bytes, Plan::kNumRanks);
+          result = quotient;
+        }
+      }
+      memcpy(operands.dest(d) + at, result, bytes);
+    }
+  }
 }
 
 // --- launching: what the CUDA driver does for the other build ------------------------------------------------------------

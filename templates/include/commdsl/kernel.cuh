@@ -26,17 +26,39 @@ struct Place {
 
 namespace commdsl {
 
+// How data and flag travel: bytes of data, and what they take in a cell.
+struct Bulk {
+  static constexpr bool kCarriesFlags = false;
+};
+struct Tma {
+  static constexpr bool kCarriesFlags = false;
+};
+struct Packet {
+  static constexpr bool kCarriesFlags = true;
+  static constexpr u32 kData = 8, kBytes = 16;
+};
+struct Line {
+  static constexpr bool kCarriesFlags = true;
+  static constexpr u32 kData = 120, kBytes = 128;
+};
+
 template <class Plan>
 using ArgsOf = Args<Plan::kNumRanks, Plan::kNumTensors>;
+
+// The rank of this kernel: a constant where it was built for one, so that the tables fold into the code.
+template <class Plan>
+COMMDSL_FN i32 rank_of(const ArgsOf<Plan>& args) {
+  return Plan::kRank >= 0 ? Plan::kRank : args.rank;
+}
 
 // Where one lane stands: what the addresses and flag values of an operation depend on.
 template <class Plan>
 struct Position {
   const ArgsOf<Plan>& args;
-  const Tables& tables;
   i32 lane;
   u64 round;         // counted through all calls
   u64 round_offset;  // bytes of the lane's slice that earlier rounds of this call moved
+  u64 tile_bytes;    // the most that this round moves of any slice: the same for this lane on all ranks
   u64 cells;         // offset of the lane's part of the first cell in this round's copy of the cells
 };
 
@@ -48,29 +70,60 @@ struct Slice {
 COMMDSL_FN u64 smaller(u64 a, u64 b) { return a < b ? a : b; }
 
 template <class Plan>
-COMMDSL_CALL Slice slice_of(const Position<Plan>& here, i32 cut, i32 piece) {
+COMMDSL_FN Slice slice_of(const Position<Plan>& here, i32 cut, i32 piece) {
   const u64 block = here.args.block_bytes;
-  const u64 units = (block + 15) / 16;
-  const u64 first = smaller(16 * (units * static_cast<u64>(piece) / static_cast<u64>(cut)), block);
-  const u64 last = smaller(16 * (units * static_cast<u64>(piece + 1) / static_cast<u64>(cut)), block);
-  const u64 chunk = last - first;
-  const u64 lanes = static_cast<u64>(here.args.active_lanes);
-  const u64 share = 16 * (((chunk + 15) / 16 + lanes - 1) / lanes);
-  const u64 begin = smaller(static_cast<u64>(here.lane) * share + here.round_offset, chunk);
-  const u64 end = smaller((static_cast<u64>(here.lane) + 1) * share, chunk);
-  const u64 left = end > begin ? end - begin : 0;
-  return {first + begin, smaller(left, Plan::kTileBytes)};
+  u64 first = 0, last = block;
+  if (cut > 1) {
+    // units * piece / cut without 64-bit divisions; the runtime refuses blocks of 2^32 units.
+    const u32 units = static_cast<u32>((block + 15) / 16), of = static_cast<u32>(cut), at = static_cast<u32>(piece);
+    const u32 whole = units / of, rest = units % of;
+    first = smaller(16 * (static_cast<u64>(whole) * at + rest * at / of), block);
+    last = smaller(16 * (static_cast<u64>(whole) * (at + 1) + rest * (at + 1) / of), block);
+  }
+  const u64 share = here.args.share_bytes;
+  const u64 own = static_cast<u64>(here.lane) * share;
+  const u64 begin = smaller(own + here.round_offset, last - first);
+  const u64 end = smaller(own + share, last - first);
+  return {first + begin, smaller(end - begin, here.tile_bytes)};
 }
 
 template <class Plan>
-COMMDSL_FN Place place_of(const Position<Plan>& here, const Location& location, i32 cut, const Slice& slice) {
-  if (location.space == kCell) {
-    const u64 index = static_cast<u64>(location.index);
-    return {true, location.rank, here.cells + index * (Plan::kLanes * Plan::kTileBytes)};
-  }
-  const u64 block = static_cast<u64>(location.index / cut);
-  return {false, location.rank, here.args.tensors[location.space] + block * here.args.block_bytes + slice.first};
+COMMDSL_FN Place place_of(const Position<Plan>& here, i32 space, i32 rank, i32 index, const Slice& slice) {
+  if (space == kCell) return {true, rank, here.cells + static_cast<u64>(index) * (Plan::kLanes * Plan::kSlotBytes)};
+  return {false, rank, here.args.tensors[space] + static_cast<u64>(index) * here.args.block_bytes + slice.first};
 }
+
+// Where one operation reads and writes in this round.
+template <class Plan>
+struct Operands {
+  Position<Plan> here;
+  i32 index;
+  Slice slice;
+
+  COMMDSL_FN const Op& op() const { return Plan::op(index); }
+  COMMDSL_FN const Location& source_row(i32 source) const { return Plan::source(op().first_source + source); }
+  COMMDSL_FN const Dest& dest_row(i32 dest) const { return Plan::dest(op().first_dest + dest); }
+  COMMDSL_FN Place source_place(i32 source) const {
+    const Location row = source_row(source);
+    // Data that carries its flag is read where it arrives; its row names the rank that sends it.
+    const i32 rank = Plan::Wire::kCarriesFlags ? rank_of<Plan>(here.args) : row.rank;
+    return place_of(here, row.space, rank, row.index, slice);
+  }
+  COMMDSL_FN Place dest_place(i32 dest) const {
+    const Dest row = dest_row(dest);
+    return place_of(here, row.space, row.rank, row.index, slice);
+  }
+  COMMDSL_FN const char* source(i32 at) const { return reach(here.args, source_place(at)); }
+  COMMDSL_FN char* dest(i32 at) const { return reach(here.args, dest_place(at)); }
+  COMMDSL_FN bool divides(i32 at) const {
+    return Plan::kHasReduction && (here.args.flags & kFlagAverage) && dest_row(at).scale;
+  }
+  // What plain stores cannot reach is null: the transport has put it there.
+  COMMDSL_FN char* reachable(i32 at) const {
+    const Place place = dest_place(at);
+    return kReachesPeers || !place.symmetric || place.rank == rank_of<Plan>(here.args) ? reach(here.args, place) : nullptr;
+  }
+};
 
 template <class Plan>
 COMMDSL_FN u64 flag_offset(i32 lane, i32 from) {
@@ -88,26 +141,29 @@ COMMDSL_FN bool reached(u64 flag, u64 expected) { return static_cast<i64>(flag -
 template <class Plan>
 COMMDSL_FN u64 cells_offset(i32 lane, u64 round) {
   const u64 slots = round % Plan::kRotation * Plan::kNumCells * Plan::kLanes;
-  return Plan::kCellsOffset + (slots + static_cast<u64>(lane)) * Plan::kTileBytes;
+  return Plan::kCellsOffset + (slots + static_cast<u64>(lane)) * Plan::kSlotBytes;
 }
+
+// What data of a round carries: never 0, which is what memory holds at first.
+COMMDSL_FN u64 mark_of(u64 round) { return 2 * round + 1; }
 
 // The record of the first lane to give up; the ranks that have not entered the round are looked up for it.
 template <class Plan>
-COMMDSL_CALL void report(const Position<Plan>& here, i32 op, i32 peer, u64 expected, u64 seen) {
-  ErrorRecord* record = reinterpret_cast<ErrorRecord*>(here.args.error);
+COMMDSL_CALL void report(const ArgsOf<Plan>& args, i32 lane, u64 round, i32 op, i32 peer, u64 expected, u64 seen) {
+  ErrorRecord* record = reinterpret_cast<ErrorRecord*>(args.error);
   if (!claim(&record->claim)) return;
   u64 missing = 0;
   for (i32 rank = 0; rank < Plan::kNumRanks && rank < 64; ++rank) {
-    const u64 entered = peek(here.args, rank, state_offset<Plan>(here.lane) + sizeof(u64));
-    if (!reached(entered, here.round + 1)) missing |= u64{1} << rank;
+    const u64 entered = peek(args, rank, state_offset<Plan>(lane) + sizeof(u64));
+    if (!reached(entered, round + 1)) missing |= u64{1} << rank;
   }
-  record->rank = here.args.rank;
-  record->lane = here.lane;
+  record->rank = args.rank;
+  record->lane = lane;
   record->op = op;
   record->peer = peer;
   record->expected = expected;
   record->seen = seen;
-  record->round = here.round;
+  record->round = round;
   record->missing = missing;
   store_release(&record->code, kTimedOut);
 }
@@ -115,119 +171,222 @@ COMMDSL_CALL void report(const Position<Plan>& here, i32 op, i32 peer, u64 expec
 // True when the wait is over, false when the rank gives up: this lane timed out, or another one of the rank did.
 template <class Plan>
 COMMDSL_FN bool await(const Position<Plan>& here, i32 op, const Wait& wait) {
-  const i32 rank = here.args.rank;
-  const u64 per_round = static_cast<u64>(here.tables.signals_per_round[wait.peer * Plan::kNumRanks + rank]);
+  const i32 rank = rank_of<Plan>(here.args);
+  const u64 per_round = static_cast<u64>(Plan::signals_per_round(wait.peer, rank));
   const u64 expected = (here.round - static_cast<u64>(wait.rounds_back)) * per_round + static_cast<u64>(wait.ordinal);
   const u64* flag = reinterpret_cast<const u64*>(here.args.heap[rank] + flag_offset<Plan>(here.lane, wait.peer));
-  u64 seen = load_acquire(flag);
-  if (reached(seen, expected)) return acquired(flag, expected);
   const u64 start = now_ns();
   const ErrorRecord* record = reinterpret_cast<const ErrorRecord*>(here.args.error);
   for (u32 polls = 1;; ++polls) {
+    // Relaxed until it is there: an acquire empties the cache that the other lanes of the SM work with.
+    const u64 seen = load_relaxed(flag);
+    if (reached(seen, expected)) {
+      load_acquire(flag);
+      return acquired(flag, expected);
+    }
     relax(polls);
-    seen = load_acquire(flag);
-    if (reached(seen, expected)) return acquired(flag, expected);
     if (polls % kPollsPerCheck != 0) continue;
     if (load_relaxed(&record->code) != 0) return false;
     if (now_ns() - start < here.args.timeout_ns) continue;
-    report(here, op, wait.peer, expected, seen);
+    report<Plan>(here.args, here.lane, here.round, op, wait.peer, expected, seen);
     return false;
   }
 }
 
 // The waits of one operation are polled by different threads at once.
 template <class Plan>
-COMMDSL_FN bool await_all(const Position<Plan>& here, i32 index, const Op& op) {
-  bool gave_up = false;
+COMMDSL_FN bool await_all(const Position<Plan>& here, i32 index, const Op& op, bool gave_up) {
   for (u32 i = thread(); i < static_cast<u32>(op.num_waits) && !gave_up; i += num_threads()) {
-    gave_up = !await(here, index, here.tables.waits[op.first_wait + static_cast<i32>(i)]);
+    gave_up = !await(here, index, Plan::wait(op.first_wait + static_cast<i32>(i)));
   }
   return !block_any(gave_up);
 }
 
-template <class Plan>
-struct SourcesOf {
-  const Position<Plan>& here;
-  const Op& op;
-  const Slice& slice;
-  i32 count;
-
-  COMMDSL_CALL const char* address(i32 index) const {
-    return reach(here.args, place_of(here, here.tables.sources[op.first_source + index], op.cut, slice));
-  }
+// Who moves a lane's data where flags travel behind it: its threads; for Tma, on a GPU, an engine that may run on behind them
+// until `finish`.
+template <class Plan, class Wire = typename Plan::Wire>
+struct Mover {
+  COMMDSL_FN void start() {}
+  COMMDSL_FN void finish() {}
+  COMMDSL_FN void run(const Operands<Plan>& operands) { combine(operands); }
 };
 
+}  // namespace commdsl
+
+#ifdef __CUDACC__
+#include "commdsl/packets.cuh"
+#include "commdsl/tma.cuh"
+#else
+#include "commdsl/host_packets.hpp"
+#endif
+
+namespace commdsl {
+
+// False when the thread gives up waiting for data.
 template <class Plan>
-COMMDSL_FN void run_body(const Position<Plan>& here, const Op& op) {
+COMMDSL_FN bool run_body(const Position<Plan>& here, Mover<Plan>& mover, i32 index, const Op& op) {
+  static_assert(kReachesPeers || !Plan::Wire::kCarriesFlags, "this transport moves whole tiles, not words");
   const Slice slice = slice_of(here, op.cut, op.piece);
-  if (slice.bytes == 0) return;
-  const Place dest = place_of(here, op.dest, op.cut, slice);
-  const Place source = place_of(here, here.tables.sources[op.first_source], op.cut, slice);
-  if (op.kind == kCopy) {
-    transfer(here.args, dest, source, slice.bytes);
-    return;
-  }
-  if constexpr (Plan::kHasReduction) {
+  const Operands<Plan> operands{here, index, slice};
+  if constexpr (Plan::Wire::kCarriesFlags) {
+    return exchange(operands);
+  } else {
+    if (slice.bytes == 0) return true;
     static_assert(kReachesPeers || !Plan::kReducesRemotely, "this transport reduces local operands only");
-    if (op.kind == kReduce) {
-      const SourcesOf<Plan> sources{here, op, slice, op.num_sources};
-      reduce<typename Plan::Element, typename Plan::Operation>(reach(here.args, dest), sources, slice.bytes);
-    } else if (here.args.flags & kFlagAverage) {
-      scale<typename Plan::Element>(reach(here.args, dest), reach(here.args, source), slice.bytes, Plan::kNumRanks);
-    } else if (reach(here.args, dest) != reach(here.args, source)) {
-      copy(reach(here.args, dest), reach(here.args, source), slice.bytes);
+    if constexpr (!kReachesPeers) {
+      if (op.kind == kCopy) transfer(operands);
     }
+    mover.run(operands);
+    return true;
   }
 }
 
 // Only this lane of this rank writes the flag, so its value follows from the round: no read, no atomic addition.
 template <class Plan>
-COMMDSL_FN void signal_all(const Position<Plan>& here, const Op& op) {
-  for (u32 i = thread(); i < static_cast<u32>(op.num_signals); i += num_threads()) {
-    const Signal signal = here.tables.signals[op.first_signal + static_cast<i32>(i)];
-    const i32 rank = here.args.rank;
-    const u64 per_round = static_cast<u64>(here.tables.signals_per_round[rank * Plan::kNumRanks + signal.peer]);
-    const u64 value = here.round * per_round + static_cast<u64>(signal.ordinal);
-    raise_flag(here.args, signal.peer, flag_offset<Plan>(here.lane, rank), value);
-  }
+COMMDSL_FN void raise_signal(const Position<Plan>& here, const Signal signal) {
+  const i32 rank = rank_of<Plan>(here.args);
+  const u64 per_round = static_cast<u64>(Plan::signals_per_round(rank, signal.peer));
+  const u64 value = here.round * per_round + static_cast<u64>(signal.ordinal);
+  raise_flag(here.args, signal.peer, flag_offset<Plan>(here.lane, rank), value);
 }
 
 template <class Plan>
-COMMDSL_FN bool run_op(const Position<Plan>& here, i32 index) {
-  const Op op = here.tables.ops[index];
+COMMDSL_FN void signal_all(const Position<Plan>& here, const Op& op) {
+  for (u32 i = thread(); i < static_cast<u32>(op.num_signals); i += num_threads()) {
+    raise_signal(here, Plan::signal(op.first_signal + static_cast<i32>(i)));
+  }
+}
+
+// `alive` is false for a thread that gave up in this round: it still meets the others at their barriers.
+template <class Plan>
+COMMDSL_FN bool run_op(const Position<Plan>& here, Mover<Plan>& mover, i32 index, bool& alive) {
+  const Op& op = Plan::op(index);
+  if (op.num_waits > 0 || op.barrier) mover.finish();
   if (op.num_waits > 0) {
-    if (!await_all(here, index, op)) return false;
+    if (!await_all(here, index, op, !alive)) return false;
   } else if (op.barrier) {
     block_barrier();
   }
-  run_body(here, op);
+  if (alive) alive = run_body(here, mover, index, op);
   if (op.num_signals > 0) {
+    mover.finish();
     complete(here.args);
-    block_barrier();
+    if constexpr (Plan::Wire::kCarriesFlags) {
+      if (block_any(!alive)) return false;
+    } else {
+      block_barrier();
+    }
     signal_all(here, op);
   }
   return true;
 }
 
-// A lane that gave up leaves the round counter as it was; the heap is then unfit for another call until it is zeroed.
+// A kernel built for one rank whose program is short has every operation as code of its own.
 template <class Plan>
-COMMDSL_FN void run_lane(const ArgsOf<Plan>& args, i32 lane, const Tables& all) {
-  const Tables tables = stage<Plan>(all, args.rank);
-  u64* state = reinterpret_cast<u64*>(args.heap[args.rank] + state_offset<Plan>(lane));
-  const u64 before = load_relaxed(&state[0]);
-  const i32 first = tables.rank_begin[args.rank];
-  const i32 last = tables.rank_begin[args.rank + 1];
-  for (i32 round = 0; round < args.rounds; ++round) {
-    const u64 number = before + static_cast<u64>(round);
-    const Position<Plan> here{args,   tables, lane, number, static_cast<u64>(round) * Plan::kTileBytes,
-                              cells_offset<Plan>(lane, number)};
-    if (thread() == 0) store_relaxed(&state[1], here.round + 1);
+COMMDSL_FN bool run_round(const Position<Plan>& here, Mover<Plan>& mover) {
+  bool alive = true;
+  if constexpr (Plan::kRank >= 0) {
+    constexpr i32 first = Plan::first_op(Plan::kRank), last = Plan::first_op(Plan::kRank + 1);
+#pragma unroll
     for (i32 index = first; index < last; ++index) {
-      if (!run_op(here, index)) return;
+      if (!run_op(here, mover, index, alive)) return false;
+    }
+  } else {
+    const i32 last = Plan::begin(here.args.rank + 1);
+    for (i32 index = Plan::begin(here.args.rank); index < last; ++index) {
+      if (!run_op(here, mover, index, alive)) return false;
     }
   }
+  // A round's words are done before the next one's begin: so a block that is seen in a round has left the one before.
+  return !Plan::Wire::kCarriesFlags || !block_any(!alive);
+}
+
+// A lane that gave up leaves the round counter as it was; the heap is then unfit for another call until it is zeroed.
+template <class Plan>
+COMMDSL_FN void run_lane(const ArgsOf<Plan>& args, i32 lane) {
+  u64* state = reinterpret_cast<u64*>(args.heap[rank_of<Plan>(args)] + state_offset<Plan>(lane));
+  const u64 before = load_relaxed(&state[0]);
+  Mover<Plan> mover;
+  mover.start();
+  for (i32 round = 0; round < args.rounds; ++round) {
+    const u64 number = before + static_cast<u64>(round);
+    const u64 early = static_cast<u64>(lane % kStaggered) * args.stagger_bytes;
+    const u64 end = smaller(static_cast<u64>(round + 1) * Plan::kTileBytes - early, args.share_bytes);
+    const u64 offset = round == 0 ? 0 : smaller(static_cast<u64>(round) * Plan::kTileBytes - early, args.share_bytes);
+    const u64 tile = end - offset;
+    const Position<Plan> here{args, lane, number, offset, tile, cells_offset<Plan>(lane, number)};
+    if (thread() + 1 == num_threads()) store_relaxed(&state[1], here.round + 1);  // by the warp that has least to do
+    if (!run_round(here, mover)) return;
+  }
+  mover.finish();
   block_barrier();  // every thread has read the counter
   if (thread() == 0) store_relaxed(&state[0], before + static_cast<u64>(args.rounds));
+}
+
+// --- flags alone: the copies between two of these kernels are the copy engine's ---------------------------------------------
+
+// The signals of operations [first, last) of a round. Of several to one peer the last one says it all; one thread has a peer.
+template <class Plan>
+COMMDSL_FN void signal_range(const Position<Plan>& here, i32 first, i32 last) {
+  const Op& end = Plan::op(last - 1);
+  for (u32 peer = thread(); peer < static_cast<u32>(Plan::kNumRanks); peer += num_threads()) {
+    for (i32 at = end.first_signal + end.num_signals; at-- > Plan::op(first).first_signal;) {
+      if (Plan::signal(at).peer != static_cast<i32>(peer)) continue;
+      raise_signal(here, Plan::signal(at));
+      break;
+    }
+  }
+}
+
+// The waits of operations [first, last) of a round, which stand in a row in their table, polled by different threads at once.
+template <class Plan>
+COMMDSL_FN bool await_range(const Position<Plan>& here, i32 first, i32 last) {
+  const Op& end = Plan::op(last - 1);
+  bool gave_up = false;
+  i32 index = first;
+  for (i32 at = Plan::op(first).first_wait + static_cast<i32>(thread()); at < end.first_wait + end.num_waits && !gave_up;
+       at += static_cast<i32>(num_threads())) {
+    while (at >= Plan::op(index).first_wait + Plan::op(index).num_waits) ++index;
+    gave_up = !await(here, index, Plan::wait(at));
+  }
+  return !block_any(gave_up);
+}
+
+// Operations of one round among positions of a call; `next` is the position behind them.
+struct Stretch {
+  i32 round, first, last, next;
+};
+
+template <class Plan>
+COMMDSL_FN Stretch stretch_of(const ArgsOf<Plan>& args, i32 position, i32 last) {
+  const i32 begin = Plan::begin(rank_of<Plan>(args)), count = Plan::begin(rank_of<Plan>(args) + 1) - begin;
+  const i32 round = position / count, start = round * count;
+  const i32 next = last < start + count ? last : start + count;
+  return {round, begin + position - start, begin + next - start, next};
+}
+
+// Signals, then waits. A rank that gave up raises nothing more: the third word of its state says so until the heap is zeroed.
+template <class Plan>
+COMMDSL_FN void run_flags(const ArgsOf<Plan>& args, const Turn& turn) {
+  u64* state = reinterpret_cast<u64*>(args.heap[rank_of<Plan>(args)] + state_offset<Plan>(0));
+  const u64 before = load_relaxed(&state[0]);
+  if (load_relaxed(&state[2]) != 0) return;
+  for (i32 at = turn.first_signal; at < turn.last_signal;) {
+    const Stretch part = stretch_of<Plan>(args, at, turn.last_signal);
+    signal_range(Position<Plan>{args, 0, before + static_cast<u64>(part.round), 0, 0, 0}, part.first, part.last);
+    at = part.next;
+  }
+  if (thread() == 0) store_relaxed(&state[1], before + static_cast<u64>(turn.entered));
+  for (i32 at = turn.first_wait; at < turn.last_wait;) {
+    const Stretch part = stretch_of<Plan>(args, at, turn.last_wait);
+    if (!await_range(Position<Plan>{args, 0, before + static_cast<u64>(part.round), 0, 0, 0}, part.first, part.last)) {
+      if (thread() == 0) store_relaxed(&state[2], 1);
+      return;
+    }
+    at = part.next;
+  }
+  block_barrier();  // every thread has read the state
+  if (turn.advances && thread() == 0) store_relaxed(&state[0], before + static_cast<u64>(args.rounds));
 }
 
 }  // namespace commdsl

@@ -5,7 +5,6 @@
 
 extern "C" {
 __device__ void commdsl_nvshmem_put(void* dest, const void* source, unsigned long bytes, int peer);
-__device__ void commdsl_nvshmem_get(void* dest, const void* source, unsigned long bytes, int peer);
 __device__ void commdsl_nvshmem_fence();
 __device__ void commdsl_nvshmem_signal(unsigned long* flag, unsigned long value, int peer);
 __device__ unsigned long commdsl_nvshmem_read(const unsigned long* word, int peer);
@@ -13,7 +12,7 @@ __device__ unsigned long commdsl_nvshmem_read(const unsigned long* word, int pee
 
 namespace commdsl {
 
-// A reduction reads its operands element by element: they have to lie here.
+// Plain loads and stores are for this rank's own memory.
 constexpr bool kReachesPeers = false;
 
 // A place of this rank, or this rank's copy of a symmetric one: NVSHMEM names a peer's memory by the caller's address.
@@ -22,14 +21,14 @@ COMMDSL_FN char* reach(const Arguments& args, const Place& place) {
   return reinterpret_cast<char*>(place.symmetric ? args.heap[args.rank] + place.at : place.at);
 }
 
-template <class Arguments>
-COMMDSL_FN void transfer(const Arguments& args, const Place& dest, const Place& source, u64 bytes) {
-  if (dest.symmetric && dest.rank != args.rank) {
-    commdsl_nvshmem_put(reach(args, dest), reach(args, source), bytes, dest.rank);
-  } else if (source.symmetric && source.rank != args.rank) {
-    commdsl_nvshmem_get(reach(args, dest), reach(args, source), bytes, source.rank);
-  } else {
-    copy(reach(args, dest), reach(args, source), bytes);
+// Puts a copy's source where plain stores do not reach.
+template <class Operands>
+COMMDSL_FN void transfer(const Operands& operands) {
+  const auto& args = operands.here.args;
+  for (i32 d = 0; d < operands.op().num_dests; ++d) {
+    const Place dest = operands.dest_place(d);
+    if (!dest.symmetric || dest.rank == args.rank) continue;
+    commdsl_nvshmem_put(reach(args, dest), operands.source(0), operands.slice.bytes, dest.rank);
   }
 }
 

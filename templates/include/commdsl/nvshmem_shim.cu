@@ -19,11 +19,6 @@ extern "C" __device__ void commdsl_nvshmem_put(void* dest, const void* source, u
   nvshmemx_putmem_block(dest, source, bytes, peer);
 }
 
-// Whole block: bytes from the peer's copy of a symmetric address; complete on return.
-extern "C" __device__ void commdsl_nvshmem_get(void* dest, const void* source, unsigned long bytes, int peer) {
-  nvshmemx_getmem_block(dest, source, bytes, peer);
-}
-
 // Puts of this thread before it are delivered before what this thread sends after it.
 extern "C" __device__ void commdsl_nvshmem_fence() { nvshmem_fence(); }
 

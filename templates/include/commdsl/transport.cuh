@@ -1,5 +1,5 @@
-// How a lane reaches another rank: through a pointer to its heap. The NVSHMEM transport offers the same four functions.
-// Assumes the vocabulary. Everything remote goes through here: a transfer whose dest or source is a peer's cell, a signal.
+// How a lane reaches another rank: through a pointer to its heap. The NVSHMEM transport offers the same functions, and one more.
+// Assumes the vocabulary. Everything remote goes through here: the address of a peer's cell, a signal.
 #pragma once
 
 #ifdef COMMDSL_NVSHMEM
@@ -8,17 +8,12 @@
 
 namespace commdsl {
 
-// Operands of a reduction may lie on a peer.
+// A peer's cells are addresses like any other.
 constexpr bool kReachesPeers = true;
 
 template <class Arguments>
 COMMDSL_FN char* reach(const Arguments& args, const Place& place) {
   return reinterpret_cast<char*>(place.symmetric ? args.heap[place.rank] + place.at : place.at);
-}
-
-template <class Arguments>
-COMMDSL_FN void transfer(const Arguments& args, const Place& dest, const Place& source, u64 bytes) {
-  copy(reach(args, dest), reach(args, source), bytes);
 }
 
 // Called by the whole block before the barrier in front of its signals. Stores through pointers are ordered by the release.

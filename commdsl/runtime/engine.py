@@ -1,0 +1,136 @@
+"""Turns one call of a Plan for the copy engine into copies and small kernels on CUDA streams, without a busy SM.
+
+Assumes that a peer's heap is a pointer here, and the caller's lock around `launch`. Does not decide what follows what
+(`phases` does). A capture takes all of it in: nothing that changes from replay to replay is known to the host, as the
+kernels count the rounds and every call starts with the same cells.
+
+Copies to each peer have a stream of their own, which forks from the caller's and joins it again, by events: one engine
+serves one stream at a time. What stays on the rank goes on the caller's stream. A copy within a GPU's own memory is the
+driver's to make, by an engine or by a kernel of its own.
+
+After a time-out nothing more is signalled, but copies that were started are made all the same, into cells that a peer
+may not have read: of calls that were not over on all ranks then, no result holds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias, assert_never
+
+from commdsl.plan import Plan
+from commdsl.runtime.kernel import Prepared
+from commdsl.runtime.phases import Copy, Flags, Wave, phases
+
+DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """The second argument of the kernel."""
+
+    data: ctypes.Array[ctypes.c_char]
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Copies on a stream beside the caller's, and the event behind them."""
+
+    stream: int
+    event: int
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fork:
+    """A wave: copies beside the caller's stream, and those on it."""
+
+    sides: tuple[_Side, ...]
+    here: tuple[Copy, ...]
+
+
+_Script: TypeAlias = tuple[_Turn | _Fork, ...]
+
+
+class EngineKernel:
+    """Calls of one Plan on one GPU, one after another."""
+
+    def __init__(self, path: Path, entry: str, plan: Plan, rank: int, device: int) -> None:
+        import cupy
+
+        self._plan = plan
+        self._rank = rank
+        self._driver = cupy.cuda.driver
+        self._runtime = cupy.cuda.runtime
+        self._bases = struct.Struct(f"<{plan.num_ranks + len(plan.tensors)}Q")
+        self._scripts: dict[tuple[int, tuple[int, ...]], _Script] = {}
+        self._pointers = (ctypes.c_void_p * 2)()  # the kernel's arguments: Args and Turn
+        with cupy.cuda.Device(device):
+            self._module = cupy.RawModule(path=str(path))
+            self._function = int(self._module.get_function(f"{entry}_flags").kernel.ptr)
+            # Of this workspace alone: on a shared stream the calls of one op would wait for those of another.
+            peers = [peer for peer in range(plan.num_ranks) if peer != rank]
+            self._streams = {peer: cupy.cuda.Stream(non_blocking=True) for peer in peers}
+            self._events = {peer: cupy.cuda.Event(disable_timing=True) for peer in peers}
+            self._forked = cupy.cuda.Event(disable_timing=True)
+
+    def launch(self, prepared: Prepared, stream: int) -> None:
+        bases = self._bases.unpack_from(prepared.arguments)
+        self._pointers[0] = ctypes.addressof(prepared.arguments)
+        for step in self._script(prepared, bases[self._plan.num_ranks :]):
+            match step:
+                case _Turn():
+                    self._pointers[1] = step.address
+                    threads, pointers = prepared.threads, ctypes.addressof(self._pointers)
+                    self._driver.launchKernel(self._function, 1, 1, 1, threads, 1, 1, 0, stream, pointers, 0)
+                case _Fork():
+                    self._copy(step, bases, stream)
+                case _:
+                    assert_never(step)
+
+    def _copy(self, fork: _Fork, bases: Sequence[int], stream: int) -> None:
+        runtime = self._runtime
+        if fork.sides:
+            runtime.eventRecord(self._forked.ptr, stream)
+        for side in fork.sides:
+            runtime.streamWaitEvent(side.stream, self._forked.ptr, 0)
+            self._start(side.copies, bases, side.stream)
+            runtime.eventRecord(side.event, side.stream)
+        self._start(fork.here, bases, stream)
+        for side in fork.sides:
+            runtime.streamWaitEvent(stream, side.event, 0)
+
+    def _start(self, copies: Sequence[Copy], bases: Sequence[int], stream: int) -> None:
+        for copy in copies:
+            (to, at), (base, offset) = copy.dest, copy.source
+            dest, source = bases[to] + at, bases[base] + offset
+            self._runtime.memcpyAsync(dest, source, copy.num_bytes, DEVICE_TO_DEVICE, stream)
+
+    def _script(self, prepared: Prepared, tensors: Sequence[int]) -> _Script:
+        """What a call on these tensors starts: it depends on the size, and on which of them are the same memory."""
+        same = tuple(tensors.index(address) for address in tensors)
+        key = (prepared.launch.block_bytes, same)
+        found = self._scripts.get(key)
+        if found is None:
+            steps = phases(self._plan, self._rank, prepared.launch, same)
+            found = tuple(_turn(step) if isinstance(step, Flags) else self._fork(step) for step in steps)
+            self._scripts[key] = found
+        return found
+
+    def _fork(self, wave: Wave) -> _Fork:
+        """The caller's stream gets what stays on the rank; where nothing does, what goes to the first peer."""
+        peers = list(dict.fromkeys(copy.peer for copy in wave))
+        main = self._rank if self._rank in peers else peers[0]
+        of = {peer: tuple(copy for copy in wave if copy.peer == peer) for peer in peers}
+        sides = [(self._streams[peer].ptr, self._events[peer].ptr, of[peer]) for peer in peers if peer != main]
+        return _Fork(tuple(_Side(*side) for side in sides), of[main])
+
+
+def _turn(flags: Flags) -> _Turn:
+    packed = flags.pack()
+    data = ctypes.create_string_buffer(packed, len(packed))
+    return _Turn(data, ctypes.addressof(data))

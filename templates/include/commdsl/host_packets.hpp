@@ -1,0 +1,108 @@
+// Operations whose data carries its flag, on the host: word after word, the data in plain memory, its flag released behind it.
+// Assumes kernel.cuh up to Operands. A cell has the size it has on the GPU, but another layout: data, then flag.
+//
+// The data is not atomic, so ThreadSanitizer sees a cell that is written again before it was read. A flag is awaited by its one
+// value: what it acquires is what the Plan promises.
+#pragma once
+
+namespace commdsl {
+
+#ifdef COMMDSL_SANITIZED
+COMMDSL_FN void release_word(u64* flag, u64 number) {
+  __tsan_release(flag);
+  __atomic_store_n(flag, number, __ATOMIC_RELAXED);
+}
+COMMDSL_FN void acquire_word(const u64* flag) { __tsan_acquire(const_cast<u64*>(flag)); }
+#else
+COMMDSL_FN void release_word(u64* flag, u64 number) { __atomic_store_n(flag, number, __ATOMIC_RELEASE); }
+COMMDSL_FN void acquire_word(const u64*) {}
+#endif
+
+template <class Wire>
+COMMDSL_FN u64* flag_of(char* word) {
+  return reinterpret_cast<u64*>(word + Wire::kData);
+}
+
+template <class Plan>
+COMMDSL_FN bool arrived(const Operands<Plan>& operands, i32 source, u64* flag) {
+  const u64 number = mark_of(operands.here.round);
+  u64 start = 0;
+  for (u32 polls = 1; load_acquire(flag) != number; ++polls) {
+    relax(polls);
+    if (polls % kPollsPerCheck != 0) continue;
+    if (start == 0) start = now_ns();
+    if (load_relaxed(&reinterpret_cast<const ErrorRecord*>(operands.here.args.error)->code) != 0) return false;
+    if (now_ns() - start < operands.here.args.timeout_ns) continue;
+    const Position<Plan>& here = operands.here;
+    const i32 peer = operands.source_row(source).rank;
+    report<Plan>(here.args, here.lane, here.round, operands.index, peer, number, load_relaxed(flag));
+    return false;
+  }
+  acquire_word(flag);
+  return true;
+}
+
+// The sources of one word, read and combined as the operation says, into `value`.
+template <class Plan>
+COMMDSL_FN bool gather(const Operands<Plan>& operands, u64 word, u64 bytes, char* value) {
+  using Wire = typename Plan::Wire;
+  using Storage = typename Plan::Element::Storage;
+  constexpr u64 kCount = Wire::kData / sizeof(Storage);
+  typename Plan::Element::Accumulator total[kCount];
+  for (i32 s = 0; s < operands.op().num_sources; ++s) {
+    if (operands.source_row(s).space == kCell) {
+      char* from = const_cast<char*>(operands.source(s)) + word * Wire::kBytes;
+      if (!arrived(operands, s, flag_of<Wire>(from))) return false;
+      memcpy(value, from, bytes);
+    } else {
+      memcpy(value, operands.source(s) + word * Wire::kData, bytes);
+    }
+    if constexpr (Plan::kHasReduction) {
+      if (operands.op().kind == kCopy) continue;
+      Storage element[kCount] = {};
+      memcpy(element, value, bytes);
+      for (u64 i = 0; i < kCount; ++i) {
+        const auto next = Plan::Element::widen(element[i]);
+        total[i] = s == 0 ? next : Plan::Operation::apply(total[i], next);
+        if (s + 1 == operands.op().num_sources) element[i] = Plan::Element::narrow(total[i]);
+      }
+      memcpy(value, element, bytes);
+    }
+  }
+  return true;
+}
+
+template <class Plan>
+COMMDSL_FN void scatter(const Operands<Plan>& operands, u64 word, u64 bytes, const char* value) {
+  using Wire = typename Plan::Wire;
+  for (i32 d = 0; d < operands.op().num_dests; ++d) {
+    char result[Wire::kData];
+    memcpy(result, value, bytes);
+    if constexpr (Plan::kHasReduction) {
+      if (operands.divides(d)) divide<typename Plan::Element>(result, bytes, Plan::kNumRanks);
+    }
+    if (operands.dest_row(d).space != kCell) {
+      if (bytes > 0) memmove(operands.dest(d) + word * Wire::kData, result, bytes);
+      continue;
+    }
+    char* to = operands.dest(d) + word * Wire::kBytes;
+    memcpy(to, result, bytes);
+    release_word(flag_of<Wire>(to), mark_of(operands.here.round));
+  }
+}
+
+template <class Plan>
+COMMDSL_FN bool exchange(const Operands<Plan>& operands) {
+  constexpr u64 data = Plan::Wire::kData;
+  const u64 words = (operands.here.tile_bytes + data - 1) / data;
+  for (u64 word = 0; word < words; ++word) {
+    const u64 at = word * data;
+    const u64 bytes = at < operands.slice.bytes ? smaller(operands.slice.bytes - at, data) : 0;
+    char value[data] = {};
+    if (!gather(operands, word, bytes, value)) return false;
+    scatter(operands, word, bytes, value);
+  }
+  return true;
+}
+
+}  // namespace commdsl

@@ -1,0 +1,266 @@
+// Operations whose data passes through shared memory in bulk copies (TMA), on the GPU: one thread of a lane issues them all.
+// Assumes kernel.cuh up to Mover, sm_90, and Plan's dynamic shared memory. What is not aligned moves as in `bulk`.
+//
+// A lane has kStages stages. Its n-th fill takes stage n % kStages and ends phase n / kStages of that stage's mbarrier; every
+// fill is stored by one bulk group. So when the load of fill n is issued, the groups up to n - kStages must have left shared
+// memory; loads run kAhead fills ahead of the groups, which leaves kStages - kAhead groups that may still be reading.
+//
+// Bulk copies are of the async proxy, everything else here is of the generic proxy. Orders between them, by the PTX ISA:
+// - Generic, then async (a peer's store or read that a flag told of; this block's own): the flag's acquire and the barrier make
+//   it happen before, then `fence.proxy.async` in the thread that issues the copy. A thread that has written generically
+//   executes the fence too, in front of the barrier.
+// - Async, then generic, here or on a peer: "the completion of a cp.async.bulk operation is followed by an implicit
+//   generic-async proxy fence": whoever has seen a load's mbarrier phase end, or has waited for a group (not `.read`: for its
+//   writes), has its effects in the generic proxy. That thread then meets the barrier in front of the signals, and their
+//   release at system scope is cumulative: it covers what the barrier has ordered before it.
+#pragma once
+
+namespace commdsl {
+
+extern __shared__ __align__(128) u8 shared_bytes[];
+
+COMMDSL_FN void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+COMMDSL_FN void fence_proxies_of_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+COMMDSL_FN void fence_proxies_of_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// Up to so many of the thread's newest groups may still read shared memory.
+template <u32 groups>
+COMMDSL_FN void await_reads() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(groups) : "memory");
+}
+
+// All groups of the thread are over, their writes done.
+COMMDSL_FN void await_writes() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+COMMDSL_FN void commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+COMMDSL_FN void bulk_load(u32 stage, const char* from, u32 bytes, u32 mark) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(stage), "l"(from),
+               "r"(bytes), "r"(mark)
+               : "memory");
+}
+
+COMMDSL_FN void bulk_store(char* to, u32 stage, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(stage), "r"(bytes) : "memory");
+}
+
+COMMDSL_FN void expect(u32 mark, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mark), "r"(bytes) : "memory");
+}
+
+COMMDSL_FN void await_phase(u32 mark, u32 parity) {
+  u32 done = 0;
+  while (!done) {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(mark), "r"(parity)
+                 : "memory");
+  }
+}
+
+COMMDSL_FN void load_shared(Vector16& v, u32 at) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+}
+
+COMMDSL_FN void store_shared(u32 at, const Vector16& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+COMMDSL_FN u32 least(u32 a, u32 b) { return a < b ? a : b; }
+
+// The lane's part of the block's shared memory, in addresses of the shared window: a mark a stage, then the stages.
+template <class Plan>
+struct Stages {
+  static constexpr u32 kCount = Plan::kStages, kAhead = kCount / 2, kBytes = Plan::kStageBytes, kMarks = Plan::kMarksBytes;
+  static_assert((kCount & (kCount - 1)) == 0 && kCount >= 2, "fills are numbered modulo 2^32");
+  static_assert(kCount * sizeof(u64) <= kMarks && kMarks % 128 == 0 && kBytes % 128 == 0, "marks in front, stages aligned");
+
+  u32 base;
+
+  COMMDSL_FN Stages() : base(static_cast<u32>(__cvta_generic_to_shared(shared_bytes))) {
+    base += lane_of_block() * (kMarks + kCount * kBytes);
+  }
+  COMMDSL_FN u32 mark(u32 fill) const { return base + fill % kCount * sizeof(u64); }
+  COMMDSL_FN u32 stage(u32 fill) const { return base + kMarks + fill % kCount * kBytes; }
+
+  // Every copy to a mark is announced before it is issued; the one arrival and all announced bytes end the phase.
+  COMMDSL_FN void start() const {
+    for (u32 i = 0; i < kCount; ++i) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(mark(i)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_proxies();
+  }
+  COMMDSL_FN void await_fill(u32 fill) const { await_phase(mark(fill), fill / kCount % 2); }
+  COMMDSL_FN static void make_room() { await_reads<kCount - kAhead>(); }
+};
+
+// What one pass over the sources takes: `piece` bytes of each lie in a stage, one after another. The sum takes the place of the
+// first; the quotient does so where only it is stored, and lies behind the last source where both are.
+struct Cut {
+  u32 piece;
+  bool divides, both;
+};
+
+template <u32 most>
+COMMDSL_FN Cut cut_stage(const Targets<most>& targets, u32 bytes, u32 sources) {
+  bool sum = false;
+#pragma unroll
+  for (u32 d = 0; d < most; ++d) sum |= targets.to[d] != nullptr && !(targets.divided >> d & 1);
+  const bool divides = targets.divided != 0;
+  return {bytes / (sources + (divides && sum)) / 128 * 128, divides, divides && sum};
+}
+
+// One fill to all its destinations.
+template <u32 most>
+COMMDSL_FN void store_all(const Targets<most>& targets, u64 at, u32 sum, u32 quotient, u32 bytes) {
+#pragma unroll
+  for (u32 d = 0; d < most; ++d) {
+    if (targets.to[d] != nullptr) bulk_store(targets.to[d] + at, targets.divided >> d & 1 ? quotient : sum, bytes);
+  }
+  commit_group();
+}
+
+// By the issuing thread alone: in once, out once per destination.
+template <class Plan, u32 most>
+COMMDSL_CALL void copy_bulk(const Targets<most> targets, const char* source, u32 bytes, u32 fill) {
+  using S = Stages<Plan>;
+  const S stages;
+  const auto load = [&](u32 at, u32 into) {
+    const u32 length = least(bytes - at, S::kBytes);
+    expect(stages.mark(into), length);
+    bulk_load(stages.stage(into), source + at, length, stages.mark(into));
+  };
+  constexpr u32 ahead = S::kAhead * S::kBytes;
+  fence_proxies_of_global();
+  S::make_room();
+  for (u32 at = 0, into = fill; at < bytes && at < ahead; at += S::kBytes, ++into) load(at, into);
+  for (u32 at = 0; at < bytes; at += S::kBytes, ++fill) {
+    stages.await_fill(fill);
+    store_all(targets, at, stages.stage(fill), stages.stage(fill), least(bytes - at, S::kBytes));
+    if (bytes - at <= ahead) continue;
+    S::make_room();
+    load(at + ahead, fill + S::kAhead);
+  }
+}
+
+// One word of every source of a stage, combined in order. The other warps' words hide the latency, as shared memory's is short.
+template <class Plan>
+COMMDSL_FN void combine_word(u32 at, u32 sources, const Cut& cut) {
+  constexpr u32 ahead = Plan::kMostSources < 4 ? Plan::kMostSources : 4;
+  Lanes<typename Plan::Element, Vector16> total;
+  for (u32 first = 0; first < sources; first += ahead) {
+    Vector16 word[ahead];
+#pragma unroll
+    for (u32 s = 0; s < ahead; ++s) {
+      if (first + s < sources) load_shared(word[s], at + (first + s) * cut.piece);
+    }
+#pragma unroll
+    for (u32 s = 0; s < ahead; ++s) {
+      if (first + s < sources) total.take(word[s], first + s == 0, typename Plan::Operation{});
+    }
+  }
+  const Vector16 sum = total.narrow();
+  const Vector16 quotient = cut.divides ? divided<typename Plan::Element>(sum, Plan::kNumRanks) : sum;
+  store_shared(at, cut.both ? sum : quotient);
+  if (cut.both) store_shared(at + sources * cut.piece, quotient);
+}
+
+// By all threads of the lane: they combine what one of them has brought in, and it sends what they have combined.
+template <class Plan, u32 most>
+COMMDSL_CALL void reduce_bulk(const Targets<most> targets, const Operands<Plan> operands, const Cut cut, u32 bytes, u32 fill) {
+  using S = Stages<Plan>;
+  const S stages;
+  const u32 sources = static_cast<u32>(operands.op().num_sources), ahead = S::kAhead * cut.piece;
+  const char* from[Plan::kMostSources];
+  const auto load = [&](u32 at, u32 into) {
+    const u32 length = least(bytes - at, cut.piece);
+    expect(stages.mark(into), sources * length);
+    for (u32 s = 0; s < sources; ++s) bulk_load(stages.stage(into) + s * cut.piece, from[s] + at, length, stages.mark(into));
+  };
+  if (thread() == 0) {
+    for (u32 s = 0; s < sources; ++s) from[s] = operands.source(static_cast<i32>(s));
+    fence_proxies_of_global();
+    S::make_room();
+    for (u32 at = 0, into = fill; at < bytes && at < ahead; at += cut.piece, ++into) load(at, into);
+  }
+  __syncwarp();
+  for (u32 at = 0; at < bytes; at += cut.piece, ++fill) {
+    const u32 length = least(bytes - at, cut.piece), stage = stages.stage(fill);
+    stages.await_fill(fill);
+    for (u32 word = thread() * 16; word < length; word += num_threads() * 16) combine_word<Plan>(stage + word, sources, cut);
+    fence_proxies_of_shared();
+    block_barrier();
+    if (thread() == 0) {
+      store_all(targets, at, stage, cut.both ? stage + sources * cut.piece : stage, length);
+      if (bytes - at > ahead) {
+        S::make_room();
+        load(at + ahead, fill + S::kAhead);
+      }
+    }
+    __syncwarp();  // or the others of its warp would poll for the next fill in between
+  }
+}
+
+// For the kernels whose flags travel behind the data. `fills` counts alike in all threads of a lane.
+template <class Plan>
+struct Mover<Plan, Tma> {
+  static constexpr u32 kLeastPiece = 512;  // with more sources than leave that, their loads would be too small
+  u32 fills = 0;
+
+  COMMDSL_FN void start() {
+    if (thread() == 0) Stages<Plan>().start();
+    block_barrier();
+  }
+
+  // In front of every barrier: what was moved is there for whom the barrier, or a signal behind it, tells of it.
+  COMMDSL_FN void finish() {
+    if (thread() == 0) await_writes();
+    __syncwarp();
+  }
+
+  COMMDSL_FN void run(const Operands<Plan>& operands) {
+    static_assert(kReachesPeers || Plan::kNumRanks == 0, "bulk copies go through pointers");
+    Targets<static_cast<u32>(Plan::kMostDests)> targets;
+    const u64 bits = find(operands, targets);
+    const Op& op = operands.op();
+    u64 all = bits;
+    for (i32 s = 0; s < op.num_sources; ++s) all |= reinterpret_cast<u64>(operands.source(s));
+    const u32 whole = common_alignment(all) == 16 ? static_cast<u32>(operands.slice.bytes) / 16 * 16 : 0;
+    if (whole > 0 && op.kind == kCopy && targets.divided == 0) return copy_aligned(operands, targets, whole);
+    if constexpr (Plan::kHasReduction) {
+      const Cut cut = cut_stage(targets, Stages<Plan>::kBytes, static_cast<u32>(op.num_sources));
+      if (whole > 0 && cut.piece >= kLeastPiece) return reduce_aligned(operands, targets, cut, whole);
+    }
+    combine(operands, targets, bits);
+    fence_proxies();
+  }
+
+ private:
+  template <u32 most>
+  COMMDSL_FN void copy_aligned(const Operands<Plan>& operands, Targets<most>& targets, u32 whole) {
+    const char* source = operands.source(0);
+    if (!drop(targets, source)) return;
+    if (thread() == 0) copy_bulk<Plan>(targets, source, whole, fills);
+    __syncwarp();
+    fills += (whole + Stages<Plan>::kBytes - 1) / Stages<Plan>::kBytes;
+    if (whole + thread() >= operands.slice.bytes) return;
+    u8 value;
+    load(value, source + whole + thread());
+    targets.put(whole + thread(), value);
+    fence_proxies();
+  }
+
+  // A thread that came to a fill while the one before it in its stage was on the way would take that one's phase for its own;
+  // so all meet here, unless the operation's own barrier has just been passed.
+  template <u32 most>
+  COMMDSL_FN void reduce_aligned(const Operands<Plan>& operands, const Targets<most>& targets, const Cut& cut, u32 whole) {
+    const Op& op = operands.op();
+    if (op.num_waits == 0 && !op.barrier) block_barrier();
+    reduce_bulk<Plan>(targets, operands, cut, whole, fills);
+    fills += (whole + cut.piece - 1) / cut.piece;
+    if (whole == operands.slice.bytes) return;
+    reduce_tail(targets, operands, whole);
+    fence_proxies();
+  }
+};
+
+}  // namespace commdsl
