@@ -116,8 +116,14 @@ def in_place() -> None:
     op = commdsl.load("allreduce_ring")
     tensors = everyone((77,), torch.float32)
     mine = tensors[dist.get_rank()].clone()
+    factor = torch.ones_like(mine).requires_grad_()
+    product = (factor * mine).sum()  # saves what is about to be overwritten
     assert op.in_place(mine) is None
     same(mine, combined(tensors, "sum"))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        op.in_place(torch.ones(5))
     with pytest.raises(TensorError, match="in place"):
         commdsl.load("allgather_ring").in_place(mine)
     with pytest.raises(GradientError, match="C958"):

@@ -7,6 +7,7 @@ so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,5 +73,12 @@ def refuse_in_place(library: torch.library.Library, op: Op) -> None:
             raise GradientError(f"`{op.name}_` works in place and has no gradient: use `{op.name}` or torch.no_grad()")
         with torch._C._AutoDispatchBelowAutograd():
             getattr(torch.ops.commdsl, f"{op.name}_")(*arguments)
+        count_write(op, known)
 
     library.impl(f"{op.name}_", call, "Autograd")
+
+
+def count_write(op: Op, inputs: Sequence[torch.Tensor]) -> None:
+    """Tells autograd that tensors were overwritten: a backward pass that saved one refuses it then."""
+    counted = [inputs[index] for index in op.overwritten if not inputs[index].is_inference()]
+    torch.autograd.graph.increment_version(counted)

@@ -35,6 +35,7 @@ class Op:
         # Kept apart from the programs: `torch.compile` traces through a call as far as these.
         self.num_inputs = len(self.program(ranks).signature.inputs)
         self.has_reduction = self.program(ranks).signature.has_reduction
+        self.overwritten = self.program(ranks).signature.in_place or ()  # which inputs
         self.works_in_place = self.program(ranks).signature.in_place is not None
 
     def __repr__(self) -> str:
@@ -66,6 +67,7 @@ class Op:
             raise TensorError(f"`{self.name}` cannot work in place: a chunk would be overwritten before it is read")
         if len(inputs) == self.num_inputs and eager.skips_dispatcher(inputs):
             self._run(inputs, group, op, in_place=True)
+            autograd.count_write(self, inputs)
         else:
             self._dispatch(f"{self.name}_", inputs, group, op)
 
