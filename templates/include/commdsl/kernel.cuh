@@ -214,6 +214,7 @@ struct Mover {
 }  // namespace commdsl
 
 #ifdef __CUDACC__
+#include "commdsl/combine.cuh"
 #include "commdsl/packets.cuh"
 #include "commdsl/tma.cuh"
 #else

@@ -1,0 +1,283 @@
+// Operations on the GPU whose flags travel apart from the data: a block copies, reduces and divides, to every destination at once.
+// Assumes kernel.cuh up to Operands. Knows no operation but COPY and REDUCE, and decides nothing.
+#pragma once
+
+namespace commdsl {
+
+// The largest power of two up to 16 that divides every address or-ed into `bits`.
+COMMDSL_FN u32 common_alignment(u64 bits) {
+  u32 low = static_cast<u32>(bits) | 16u;
+  return low & (~low + 1u);
+}
+
+// Where an operation stores, one bit a destination for what is divided; null where there is nothing to do.
+template <u32 most>
+struct Targets {
+  char* to[most];
+  u32 divided;
+
+  template <class Word>
+  COMMDSL_FN void put(u64 at, const Word& word) const {
+#pragma unroll
+    for (u32 d = 0; d < most; ++d) {
+      if (to[d] != nullptr) store(to[d] + at, word);
+    }
+  }
+};
+
+template <class Operands, u32 most>
+COMMDSL_FN u64 find(const Operands& operands, Targets<most>& targets) {
+  u64 bits = 0;
+  targets.divided = 0;
+#pragma unroll
+  for (u32 d = 0; d < most; ++d) {
+    targets.to[d] = nullptr;
+    if (static_cast<i32>(d) >= operands.op().num_dests) continue;
+    targets.to[d] = operands.reachable(static_cast<i32>(d));
+    bits |= reinterpret_cast<u64>(targets.to[d]);
+    if (operands.divides(static_cast<i32>(d))) targets.divided |= 1u << d;
+  }
+  return bits;
+}
+
+// `unroll` loads are in flight before the first store: one thread alone would wait a whole link latency for each.
+template <class Word, u32 unroll, u32 most>
+COMMDSL_FN void copy_words(const Targets<most>& targets, const char* source, u64 bytes) {
+  const u64 words = bytes / sizeof(Word);
+  const u64 stride = num_threads();
+  u64 i = thread();
+  for (; i + (unroll - 1) * stride < words; i += unroll * stride) {
+    Word value[unroll];
+#pragma unroll
+    for (u32 j = 0; j < unroll; ++j) load(value[j], source + (i + j * stride) * sizeof(Word));
+#pragma unroll
+    for (u32 j = 0; j < unroll; ++j) targets.put((i + j * stride) * sizeof(Word), value[j]);
+  }
+  for (; i < words; i += stride) {
+    Word value;
+    load(value, source + i * sizeof(Word));
+    targets.put(i * sizeof(Word), value);
+  }
+  for (u64 at = words * sizeof(Word) + thread(); at < bytes; at += stride) {
+    u8 value;
+    load(value, source + at);
+    targets.put(at, value);
+  }
+}
+
+template <u32 most>
+COMMDSL_CALL void copy(const Targets<most> targets, const char* source, u64 bytes, u64 bits) {
+  switch (common_alignment(bits | reinterpret_cast<u64>(source))) {
+    case 16: return copy_words<Vector16, 8>(targets, source, bytes);
+    case 8: return copy_words<u64, 4>(targets, source, bytes);
+    case 4: return copy_words<u32, 4>(targets, source, bytes);
+    case 2: return copy_words<u16, 4>(targets, source, bytes);
+    default: return copy_words<u8, 4>(targets, source, bytes);
+  }
+}
+
+// The bits of one element as a word that `load` knows.
+template <u32 size>
+struct WordOf;
+template <>
+struct WordOf<1> {
+  using Type = u8;
+};
+template <>
+struct WordOf<2> {
+  using Type = u16;
+};
+template <>
+struct WordOf<4> {
+  using Type = u32;
+};
+template <>
+struct WordOf<8> {
+  using Type = u64;
+};
+
+template <class Element, class Word>
+struct Lanes {
+  using Storage = typename Element::Storage;
+  static constexpr u32 kCount = sizeof(Word) / sizeof(Storage);
+  typename Element::Accumulator value[kCount];
+
+  COMMDSL_FN void widen(const Word& word) {
+    Storage element[kCount];
+    memcpy(element, &word, sizeof(Word));
+#pragma unroll
+    for (u32 e = 0; e < kCount; ++e) value[e] = Element::widen(element[e]);
+  }
+  // Combines one more operand.
+  template <class Operation>
+  COMMDSL_FN void take(const Word& word, bool is_first, Operation) {
+    Lanes next;
+    next.widen(word);
+#pragma unroll
+    for (u32 e = 0; e < kCount; ++e) value[e] = is_first ? next.value[e] : Operation::apply(value[e], next.value[e]);
+  }
+  COMMDSL_FN Word narrow() const {
+    Word word;
+    if constexpr (sizeof(Storage) == 2 && kCount > 1) {
+      u32 pair[kCount / 2];
+#pragma unroll
+      for (u32 e = 0; e < kCount; e += 2) pair[e / 2] = Element::narrow_pair(value[e], value[e + 1]);
+      memcpy(&word, pair, sizeof(Word));
+    } else {
+      Storage element[kCount];
+#pragma unroll
+      for (u32 e = 0; e < kCount; ++e) element[e] = Element::narrow(value[e]);
+      memcpy(&word, element, sizeof(Word));
+    }
+    return word;
+  }
+};
+
+template <class Element, class Word>
+COMMDSL_FN Word divided(const Word& word, i32 divisor) {
+  Lanes<Element, Word> lanes;
+  lanes.widen(word);
+#pragma unroll
+  for (u32 e = 0; e < Lanes<Element, Word>::kCount; ++e) {
+    lanes.value[e] = lanes.value[e] / static_cast<typename Element::Accumulator>(divisor);
+  }
+  return lanes.narrow();
+}
+
+// What is divided is the rounded sum, so that it is the same whether it was stored before or not.
+template <class Plan, class Word, u32 most>
+COMMDSL_FN void put(const Targets<most>& targets, u64 at, const Word& word) {
+  if (targets.divided == 0) return targets.put(at, word);
+  const Word quotient = divided<typename Plan::Element>(word, Plan::kNumRanks);
+#pragma unroll
+  for (u32 d = 0; d < most; ++d) {
+    if (targets.to[d] != nullptr) store(targets.to[d] + at, targets.divided >> d & 1 ? quotient : word);
+  }
+}
+
+// Sources whose number the code knows: their addresses and words stay in registers.
+template <u32 count>
+struct Held {
+  const char* from[count];
+};
+
+// From byte `at`, a thread's own offset in, while `unroll` words a stride apart are left to it; returns where it stopped. All
+// sources are loaded before the first is combined.
+template <class Plan, class Word, u32 unroll, u32 count, u32 most>
+COMMDSL_CALL u64 reduce_held(const Targets<most> targets, const Held<count> sources, u64 at, u64 bytes) {
+  const u64 step = num_threads() * sizeof(Word);
+  for (; at + (unroll - 1) * step + sizeof(Word) <= bytes; at += unroll * step) {
+    Word word[count][unroll];
+#pragma unroll
+    for (u32 s = 0; s < count; ++s) {
+#pragma unroll
+      for (u32 j = 0; j < unroll; ++j) load(word[s][j], sources.from[s] + at + j * step);
+    }
+    Lanes<typename Plan::Element, Word> total[unroll];
+#pragma unroll
+    for (u32 s = 0; s < count; ++s) {
+#pragma unroll
+      for (u32 j = 0; j < unroll; ++j) total[j].take(word[s][j], s == 0, typename Plan::Operation{});
+    }
+#pragma unroll
+    for (u32 j = 0; j < unroll; ++j) put<Plan>(targets, at + j * step, total[j].narrow());
+  }
+  return at;
+}
+
+// More sources than registers hold: looked up and loaded one after the other.
+template <class Plan, class Word, u32 most>
+COMMDSL_CALL void reduce_many(const Targets<most> targets, const Operands<Plan> operands, u64 at, u64 bytes) {
+  for (; at + sizeof(Word) <= bytes; at += num_threads() * sizeof(Word)) {
+    Lanes<typename Plan::Element, Word> total;
+    for (i32 s = 0; s < operands.op().num_sources; ++s) {
+      Word word;
+      load(word, operands.source(s) + at);
+      total.take(word, s == 0, typename Plan::Operation{});
+    }
+    put<Plan>(targets, at, total.narrow());
+  }
+}
+
+// From byte `done` on, element by element.
+template <class Plan, u32 most>
+COMMDSL_FN void reduce_tail(const Targets<most>& targets, const Operands<Plan>& operands, u64 done) {
+  using Storage = typename Plan::Element::Storage;
+  using Word = typename WordOf<sizeof(Storage)>::Type;
+  reduce_many<Plan, Word>(targets, operands, done + thread() * sizeof(Storage), operands.slice.bytes);
+}
+
+constexpr i32 kMostHeld = 8;
+
+// Eight loads in flight a thread, or one of each source. What lies past the last whole vector, and operands that are not
+// aligned alike, are combined element by element.
+template <class Plan, u32 count, u32 most>
+COMMDSL_FN void reduce(const Targets<most>& targets, const Operands<Plan>& operands, u64 bits) {
+  using Storage = typename Plan::Element::Storage;
+  using Word = typename WordOf<sizeof(Storage)>::Type;
+  constexpr u32 unroll = count <= 2 ? 4 : count <= 4 ? 2 : 1;
+  const u64 bytes = operands.slice.bytes;
+  Held<count> sources;
+#pragma unroll
+  for (u32 s = 0; s < count; ++s) {
+    sources.from[s] = operands.source(static_cast<i32>(s));
+    bits |= reinterpret_cast<u64>(sources.from[s]);
+  }
+  u64 done = 0;
+  if (common_alignment(bits) == 16) {
+    const u64 at = reduce_held<Plan, Vector16, unroll, count>(targets, sources, thread() * 16, bytes);
+    if constexpr (unroll > 1) reduce_held<Plan, Vector16, 1, count>(targets, sources, at, bytes);
+    done = bytes / 16 * 16;
+  }
+  reduce_held<Plan, Word, 1, count>(targets, sources, done + thread() * sizeof(Storage), bytes);
+}
+
+// Finds the code for the operation's number of sources.
+template <class Plan, u32 count, u32 most>
+COMMDSL_FN void reduce_by_count(const Targets<most>& targets, const Operands<Plan>& operands, u64 bits) {
+  using Storage = typename Plan::Element::Storage;
+  if (operands.op().num_sources == static_cast<i32>(count)) {
+    reduce<Plan, count>(targets, operands, bits);
+  } else if constexpr (static_cast<i32>(count) < Plan::kMostSources && static_cast<i32>(count) < kMostHeld) {
+    reduce_by_count<Plan, count + 1>(targets, operands, bits);
+  } else if constexpr (Plan::kMostSources > kMostHeld) {
+    for (i32 s = 0; s < operands.op().num_sources; ++s) bits |= reinterpret_cast<u64>(operands.source(s));
+    const u64 whole = common_alignment(bits) == 16 ? operands.slice.bytes / 16 * 16 : 0;
+    reduce_many<Plan, Vector16>(targets, operands, thread() * 16, whole);
+    reduce_many<Plan, typename WordOf<sizeof(Storage)>::Type>(targets, operands, whole + thread() * sizeof(Storage),
+                                                              operands.slice.bytes);
+  }
+}
+
+// In place, what stays where it is; false where nothing else is left to do.
+template <u32 most>
+COMMDSL_FN bool drop(Targets<most>& targets, const char* source) {
+  bool any = false;
+#pragma unroll
+  for (u32 d = 0; d < most; ++d) {
+    if (targets.to[d] == source) targets.to[d] = nullptr;
+    any |= targets.to[d] != nullptr;
+  }
+  return any;
+}
+
+// One operation in one round: all sources read, combined in order, stored to every destination. `bits`: all addresses of
+// destinations or-ed.
+template <class Plan, u32 most>
+COMMDSL_FN void combine(const Operands<Plan>& operands, Targets<most>& targets, u64 bits) {
+  if (operands.op().kind == kCopy && targets.divided == 0) {
+    const char* source = operands.source(0);
+    if (drop(targets, source)) copy(targets, source, operands.slice.bytes, bits);
+    return;
+  }
+  if constexpr (Plan::kHasReduction) reduce_by_count<Plan, 1>(targets, operands, bits);
+}
+
+template <class Plan>
+COMMDSL_FN void combine(const Operands<Plan>& operands) {
+  Targets<static_cast<u32>(Plan::kMostDests)> targets;
+  const u64 bits = find(operands, targets);
+  combine(operands, targets, bits);
+}
+
+}  // namespace commdsl
