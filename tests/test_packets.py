@@ -15,7 +15,7 @@ from brute_force import broken_packet_laws, without_wait
 from collectives import main_case, shipped
 from faulty_plans import with_tables
 from plans import CELL, PUSHING, Op, Programs, build, with_flags_in_data
-from proved import given, proved
+from proved import HOST_PROTOCOLS, given, proved
 from test_host_build import BYTES, Options, element, random_bytes, small
 
 from commdsl import interpret
@@ -212,7 +212,7 @@ def test_any_size_and_alignment(size: int, mode: str, protocol: Protocol) -> Non
     runs(plan, (size,) * 3, 3, Options(mode=mode, max_delay=0.002, seed=size, shift=size % 7))
 
 
-@pytest.mark.parametrize("protocol", Protocol)
+@pytest.mark.parametrize("protocol", HOST_PROTOCOLS)
 @pytest.mark.parametrize("name", ["allreduce_twoshot", "allgather_ring", "broadcast_chain", "alltoall_direct"])
 def test_long_and_short_calls(name: str, protocol: Protocol) -> None:
     """A short call uses fewer lanes and fewer words than the one before, and no race lies between: no report."""
