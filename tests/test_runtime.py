@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
 import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,56 +14,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import gloo_ranks  # noqa: E402 - after the check for torch
 import runtime_cases  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402
 
-RANKS = 4
-TIMEOUT = 60.0
-
-
-def serve(rank: int, folder: str, pipe: Connection) -> None:
-    """A rank: runs the cases it is told by name and answers with a traceback or nothing."""
-    os.environ["COMMDSL_TIMEOUT"] = str(TIMEOUT)
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(f"{folder}/store", RANKS)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    while (name := pipe.recv()) is not None:
-        try:
-            getattr(runtime_cases, name)()
-            pipe.send("")
-        except BaseException:
-            pipe.send(traceback.format_exc(limit=-6))
-    os._exit(0)  # gloo's teardown waits for ranks that may be gone
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Connection]]:
-    context = mp.get_context("spawn")
-    folder = str(tmp_path_factory.mktemp("gloo"))
-    pipes = [context.Pipe() for _ in range(RANKS)]
-    processes = [context.Process(target=serve, args=(rank, folder, pipes[rank][1])) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
-    yield [here for here, _ in pipes]
-    for here, _ in pipes:
-        here.send(None)
-    for process in processes:
-        process.join(10)
-        if process.is_alive():
-            process.kill()
+    yield from gloo_ranks.started("runtime_cases", tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("name", [case.__name__ for case in runtime_cases.CASES])
 def test_processes(ranks: list[Connection], name: str) -> None:
     """What the case states holds on every rank."""
-    for pipe in ranks:
-        pipe.send(name)
-    answers = []
-    for rank, pipe in enumerate(ranks):
-        answers.append(pipe.recv() if pipe.poll(90) else f"rank {rank} did not answer")
-    failed = [f"rank {rank}:\n{answer}" for rank, answer in enumerate(answers) if answer]
-    assert not failed, f"{len(failed)} of {RANKS} ranks failed\n{failed[0]}"
+    gloo_ranks.holds(ranks, name)
 
 
 def test_threads_of_one_process() -> None:

@@ -1,0 +1,62 @@
+"""Four processes of a gloo group that run cases by name: what they state has to hold on every rank.
+
+Assumes a module of cases that processes can import. Does not know what the cases are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+RANKS = 4
+TIMEOUT = 60.0
+
+
+def serve(cases: str, rank: int, folder: Path, pipe: Connection) -> None:
+    """A rank: runs the cases of a module that it is told by name and answers with a traceback or nothing."""
+    import torch
+
+    os.environ["COMMDSL_TIMEOUT"] = str(TIMEOUT)
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", RANKS)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    module = importlib.import_module(cases)
+    while (name := pipe.recv()) is not None:
+        try:
+            getattr(module, name)()
+            pipe.send("")
+        except BaseException:
+            pipe.send(traceback.format_exc(limit=-6))
+    os._exit(0)  # gloo's teardown waits for ranks that may be gone
+
+
+def started(cases: str, folder: Path) -> Iterator[list[Connection]]:
+    """The ranks' ends, for a fixture: they are told to end when it is over."""
+    context = mp.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(RANKS)]
+    processes = [context.Process(target=serve, args=(cases, rank, folder, pipes[rank][1])) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    yield [here for here, _ in pipes]
+    for here, _ in pipes:
+        here.send(None)
+    for process in processes:
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+
+
+def holds(ranks: list[Connection], name: str) -> None:
+    """What the case states holds on every rank."""
+    for pipe in ranks:
+        pipe.send(name)
+    answers = []
+    for rank, pipe in enumerate(ranks):
+        answers.append(pipe.recv() if pipe.poll(90) else f"rank {rank} did not answer")
+    failed = [f"rank {rank}:\n{answer}" for rank, answer in enumerate(answers) if answer]
+    assert not failed, f"{len(failed)} of {RANKS} ranks failed\n{failed[0]}"
