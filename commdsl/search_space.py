@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from commdsl.plan import MOST_THREADS
 from commdsl.selection import Candidate, Params
 
 KB, MB = 1 << 10, 1 << 20
 ANY = 1 << 62
-SMS, MOST_THREADS = 132, 1024  # of the GPU, and of a block: the lanes of an SM
+SMS = 132  # of the GPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir import Ints
 from commdsl.lower.hazards import Index
-from commdsl.lower.rows import Rows, begins, gather, turns
+from commdsl.lower.rows import Rows, begins, gather, nth, nth_of_equals, turns
 from commdsl.plan import CELL, MOST_DESTS, Access, OpKind, Tensor
 
 Mask = NDArray[np.bool_]
@@ -100,17 +100,9 @@ def _forwarded(rows: Rows, maker: Ints, earliest: _Earliest, reduces_remotely: b
     leader = number.copy()
     joining, read = (np.bincount(of, minlength=len(number)) for of in (wrote[row], maker[maker >= 0]))
     keeps_cell = (joining < read) | (joining > MOST_DESTS)  # of what does not join, somebody reads it there
-    few = row[_place(wrote[row]) < MOST_DESTS - keeps_cell[wrote[row]]]
+    few = row[nth_of_equals(wrote[row]) < MOST_DESTS - keeps_cell[wrote[row]]]
     leader[few] = wrote[few]
     return leader
-
-
-def _place(key: Index) -> Ints:
-    """The place of each within its run of equal keys."""
-    starts = np.ones(len(key), np.bool_)
-    starts[1:] = key[1:] != key[:-1]
-    begin = np.maximum.accumulate(np.where(starts, np.arange(len(key), dtype=np.int32), 0))
-    return (np.arange(len(key), dtype=np.int32) - begin).astype(np.int32)
 
 
 def _shared(rows: Rows, leader: Ints, earliest: _Earliest) -> Ints:
@@ -135,8 +127,7 @@ def _shared(rows: Rows, leader: Ints, earliest: _Earliest) -> Ints:
     row, key, phase = row[again], key[again], phase[again]
     starts = np.ones(len(row), np.bool_)
     starts[1:] = (key[1:] != key[:-1]) | (phase[1:] != phase[:-1])
-    place = _place(np.cumsum(starts))
-    starts |= place % MOST_DESTS == 0
+    starts |= nth(starts) % MOST_DESTS == 0
     leader = leader.copy()
     leader[row] = row[np.maximum.accumulate(np.where(starts, np.arange(len(row)), 0))]
     return leader

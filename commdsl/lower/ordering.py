@@ -18,7 +18,7 @@ from commdsl.ir import Ints
 from commdsl.lower.hazards import Cells, Edges, Index, joined
 from commdsl.lower.placement import Placed
 from commdsl.lower.problem import Problem, Program, pose
-from commdsl.lower.rows import nth
+from commdsl.lower.rows import nth_of_equals
 from commdsl.plan import Protocol
 
 
@@ -184,7 +184,7 @@ class _Run:
 
     def _join(self, edges: Edges) -> list[Edges]:
         """Joins op by op at once, edge by edge in turn."""
-        place = _nth(edges.op) if len(edges) > 1 else np.zeros(1, np.int32)
+        place = nth_of_equals(edges.op) if len(edges) > 1 else np.zeros(1, np.int32)
         news = []
         for turn in range(int(place.max()) + 1):
             some = edges.take(np.nonzero(place == turn)[0])
@@ -193,13 +193,6 @@ class _Run:
                 self.clocks.join(some.rank, some.peer, self._absolute(some))
                 news.append(some)
         return news
-
-
-def _nth(values: Ints) -> Ints:
-    """For grouped values, the place of each within its group."""
-    starts = np.ones(len(values), np.bool_)
-    starts[1:] = values[1:] != values[:-1]
-    return nth(starts)
 
 
 def _by_turn(first: int, turn: Ints) -> list[Ints]:

@@ -161,6 +161,13 @@ def nth(starts: NDArray[np.bool_]) -> Ints:
     return np.arange(len(starts), dtype=np.int32) - np.repeat(first, lengths)
 
 
+def nth_of_equals(values: NDArray[np.integer[Any]]) -> Ints:
+    """For values of which equal ones stand together, the place of each among its equals."""
+    starts = np.ones(len(values), np.bool_)
+    starts[1:] = values[1:] != values[:-1]
+    return nth(starts)
+
+
 def _columns(batch: Batch) -> tuple[Ints, list[Ints]]:
     """Sources of a batch as counts a row and flat columns."""
     rows, width = batch.source[0].shape

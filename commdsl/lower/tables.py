@@ -9,7 +9,7 @@ import numpy as np
 
 from commdsl.ir import Ints
 from commdsl.lower.hazards import Edges
-from commdsl.lower.rows import Rows, begins, nth
+from commdsl.lower.rows import Rows, begins, nth_of_equals
 from commdsl.plan import Ops
 
 
@@ -61,10 +61,8 @@ def _flags(waits: Edges, rank_begin: Ints, num_ranks: int) -> tuple[dict[str, In
     sender = np.searchsorted(rank_begin, after, side="right") - 1
     pairs = sender * num_ranks + to
     by_pair = np.argsort(pairs, kind="stable")  # within a pair in program order, as `signals` is sorted
-    starts = np.ones(len(pairs), np.bool_)
-    starts[1:] = pairs[by_pair][1:] != pairs[by_pair][:-1]
     ordinal = np.empty(len(signals), np.int32)
-    ordinal[by_pair] = nth(starts) + 1
+    ordinal[by_pair] = nth_of_equals(pairs[by_pair]) + 1
     per_round = np.bincount(pairs, minlength=num_ranks * num_ranks).astype(np.int32).reshape(num_ranks, num_ranks)
     in_order = np.argsort(waits.op.astype(np.int64) * num_ranks + waits.peer, kind="stable")
     num_ops = int(rank_begin[-1])
