@@ -25,7 +25,7 @@ WALLS = {
     "jinja2": {"emit.py"},
     "click": {"cli.py"},
     "rich": {"commands/"},
-    "torch": {"runtime/"},
+    "torch": {"runtime/", "dispatch/"},
     "cupy": {"runtime/"},
     "nvshmem": {"runtime/"},
     "cuda": {"runtime/"},
@@ -51,7 +51,7 @@ STAGES = (
     ("kinds", "syntax"),
     ("parser", "format", "parsed"),
     ("topology", "ir", "cycles", "dtypes", "routes"),
-    ("plans",),
+    ("plans", "route_laws"),
     ("plan",),
     ("resolve", "cost", "checks"),
     ("lower",),
@@ -59,7 +59,7 @@ STAGES = (
     ("emit",),
     ("compiler",),
     ("build",),
-    ("runtime", "commands"),
+    ("runtime", "dispatch", "commands"),
     ("cli",),
 )
 """What may be imported lies in the same row or above."""
