@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from commdsl import checks, parsed, resolve, resources
 from commdsl.cost import Report, far_from_bound, report
@@ -17,9 +17,10 @@ from commdsl.diagnostics import CommError, Diagnostic, Label, Severity
 from commdsl.ir import Schedule
 from commdsl.lower import lower
 from commdsl.plan import Plan, Transport
+from commdsl.plans import DispatchPlan, Routing, routing
 from commdsl.resolve.faults import nearest
 from commdsl.source import Source, Span
-from commdsl.syntax import File, ScheduleDecl, Use
+from commdsl.syntax import File, PlanDecl, ScheduleDecl, Use
 from commdsl.topology import Topology, switch
 from commdsl.verify import verify
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from commdsl.emit import Emitted
 
 DEFAULT_RANKS = 8
+
+Decl = TypeVar("Decl", ScheduleDecl, PlanDecl)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,15 @@ class Checked:
     schedule: Schedule
     plan: Plan
     report: Report
+    warnings: tuple[Diagnostic, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedPlan:
+    """A dispatch plan that was proved, and the routes that were proved with it."""
+
+    plan: DispatchPlan
+    routing: Routing
     warnings: tuple[Diagnostic, ...]
 
 
@@ -89,13 +101,26 @@ def schedules(files: tuple[File, ...]) -> tuple[ScheduleDecl, ...]:
 
 def choose(files: tuple[File, ...], name: str | None) -> ScheduleDecl:
     """The schedule of that name, or the only one."""
-    found = schedules(files)
+    return _named(schedules(files), name, "schedule", files)
+
+
+def plans(files: tuple[File, ...]) -> tuple[PlanDecl, ...]:
+    """The dispatch plans a file declares itself."""
+    return tuple(item for item in files[0].items if isinstance(item, PlanDecl))
+
+
+def choose_plan(files: tuple[File, ...], name: str | None) -> PlanDecl:
+    """The dispatch plan of that name, or the only one."""
+    return _named(plans(files), name, "plan", files)
+
+
+def _named(found: tuple[Decl, ...], name: str | None, what: str, files: tuple[File, ...]) -> Decl:
     named = [decl for decl in found if name in (None, decl.name.text)]
     if len(named) == 1:
         return named[0]
     whole = Span(files[0].source, 0, 0)
     have = ", ".join(f"`{decl.name.text}`" for decl in found) or "none"
-    wanted = f"expected a schedule named `{name}`" if name else "expected one schedule, or the name of one"
+    wanted = f"expected a {what} named `{name}`" if name else f"expected one {what}, or the name of one"
     raise CommError((Diagnostic("C191", wanted, Label(whole, f"this file has {have}")),))
 
 
@@ -140,6 +165,19 @@ def check(
     warnings += _raise_errors(checks.check_plan(meant, plan))
     costs = report(meant)
     return Checked(meant, plan, costs, (*warnings, *far_from_bound(meant, costs)))
+
+
+def check_plan(path: Path | str | tuple[File, ...], name: str | None = None) -> CheckedPlan:
+    """Proves one dispatch plan of a file: the one of that name, or the only one.
+
+    Raises CommError with every fault found.
+    """
+    files = path if isinstance(path, tuple) else read(path)
+    decl = choose_plan(files, name)
+    meant = resolve.dispatch_plan(files, decl)
+    warnings = (*resolve.plan_warnings(decl), *_raise_errors(checks.check_dispatch_plan(meant)))
+    routes = routing(meant)
+    return CheckedPlan(meant, routes, (*warnings, *_raise_errors(checks.check_routing(meant, routes))))
 
 
 def compile(

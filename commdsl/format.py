@@ -11,14 +11,14 @@ import re
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from commdsl import print_syntax as text_of
-from commdsl import syntax
-from commdsl.print_syntax import GAP, Block, Line
+from commdsl import print_dispatches, print_syntax, syntax
+from commdsl.print_syntax import GAP
 
 LINE_WIDTH = 120
 COMMENT_COLUMN = 47  # where remarks behind code stand, if the code leaves room
 
-Node: TypeAlias = Line | Block | syntax.Ensure
+Block: TypeAlias = print_syntax.Block | print_dispatches.Block
+Node: TypeAlias = print_syntax.Line | print_dispatches.Line | Block | syntax.Ensure
 
 
 def format_file(file: syntax.File) -> str:
@@ -60,22 +60,24 @@ class _Layout:
         width = max((len(node.name.text) for node in nodes if isinstance(node, syntax.LinkDecl)), default=0)
         last: Node | None = None
         for node in nodes:
-            if isinstance(last, syntax.CountEntry) and isinstance(node, syntax.CountEntry) and self.joins(node):
-                self.lines[-1] += GAP + text_of.line(node)
+            if isinstance(last, _JOINED) and isinstance(node, _JOINED) and self.joins(node):
+                self.lines[-1] += GAP + _line(node)
                 self.finish(node.span.end)
             else:
                 self.lead(node.span.start, indent)
                 if isinstance(node, syntax.LinkDecl) and not self.commented(node.span.start, node.span.end):
-                    self.put(text_of.link(node, width), indent)
+                    self.put(print_syntax.link(node, width), indent)
                     self.finish(node.span.end)
                 else:
                     self.node(node, indent)
             last = node
         self.lead(end, indent, closing=True)
 
-    def joins(self, node: syntax.CountEntry) -> bool:
+    def joins(self, node: Joined) -> bool:
+        """Whether an entry stays on the line of the one before it, as written."""
         between = self.text[self.done : node.span.end]
-        return "\n" not in between and "#" not in between
+        fits = len(self.lines[-1]) + len(GAP) + len(_line(node)) <= LINE_WIDTH
+        return "\n" not in between and "#" not in between and fits
 
     def node(self, node: Node, indent: int) -> None:
         start, end = node.span.start, node.span.end
@@ -98,7 +100,7 @@ class _Layout:
         assert isinstance(node.value, syntax.CycleLiteral)
         self.put(f"cycles {node.name.text} =", indent)
         for cycle in node.value.cycles:
-            self.put(text_of.cycle(cycle), indent + 4)
+            self.put(print_syntax.cycle(cycle), indent + 4)
         self.finish(node.span.end)
 
     # --- blocks
@@ -109,7 +111,7 @@ class _Layout:
         if self.commented(start, opening):
             self.verbatim(start, opening + 1, indent)
         else:
-            self.put(f"{before}{text_of.head(node)} {{", indent)
+            self.put(f"{before}{_head(node)} {{", indent)
         self.inside(_children(node), opening, indent)
         closed = self.closing[opening] + 1
         after = self.skip_comments(closed)
@@ -169,19 +171,24 @@ class _Layout:
         match node:
             case syntax.Ensure(contract):
                 return self._inline(contract)
-            case syntax.ScheduleDecl() | syntax.TopologyDecl() | syntax.For():
+            case (
+                syntax.ScheduleDecl() | syntax.TopologyDecl() | syntax.For() | syntax.PlanDecl() | syntax.DispatchDecl()
+            ):
                 return None
             case syntax.If() as choice:
                 return self._inline_if(choice)
-            case syntax.RolesDecl() | syntax.GeneralContract() | syntax.Each() | syntax.Tune():
-                return None if "\n" in node.span.text else self._braced(text_of.head(node), _children(node))
+            case (
+                syntax.RolesDecl() | syntax.GeneralContract() | syntax.Each() | syntax.Tune()
+                | syntax.RankBlock() | syntax.Repeat() | syntax.PlanFor()
+            ):  # fmt: skip
+                return None if "\n" in node.span.text else self._braced(_head(node), _children(node))
             case _:
-                return text_of.line(node)
+                return _line(node)
 
     def _inline_if(self, node: syntax.If) -> str | None:
         if "\n" in node.span.text:
             return None
-        then = self._braced(text_of.head(node), node.then)
+        then = self._braced(_head(node), node.then)
         if then is None or not node.otherwise:
             return then
         closed = self.closing[self.opening(node.span.start)] + 1
@@ -256,7 +263,48 @@ _BLOCKS = (
     syntax.If,
     syntax.Each,
     syntax.Tune,
+    syntax.PlanDecl,
+    syntax.DispatchDecl,
+    syntax.RankBlock,
+    syntax.Repeat,
+    syntax.PlanFor,
 )
+Joined: TypeAlias = (
+    syntax.CountEntry | syntax.MaskEntry | syntax.SendEntry | syntax.CopiesEntry | syntax.CapacityEntry
+    | syntax.Doc | syntax.RowsDecl | syntax.PlaceDecl
+)  # fmt: skip
+_JOINED = (
+    syntax.CountEntry,
+    syntax.MaskEntry,
+    syntax.SendEntry,
+    syntax.CopiesEntry,
+    syntax.CapacityEntry,
+    syntax.Doc,
+    syntax.RowsDecl,
+    syntax.PlaceDecl,
+)
+"""What may share a line with another of these."""
+
+
+def _line(node: print_syntax.Line | print_dispatches.Line) -> str:
+    match node:
+        case (
+            syntax.MaskEntry() | syntax.SendEntry() | syntax.CopiesEntry() | syntax.CapacityEntry() | syntax.Doc()
+            | syntax.RowsDecl() | syntax.RouteDecl() | syntax.PlaceDecl() | syntax.PutForm() | syntax.CombineDecl()
+        ):  # fmt: skip
+            return print_dispatches.line(node)
+        case _:
+            return print_syntax.line(node)
+
+
+def _head(node: Block) -> str:
+    match node:
+        case (
+            syntax.PlanDecl() | syntax.DispatchDecl() | syntax.RankBlock() | syntax.Repeat() | syntax.PlanFor()
+        ):  # fmt: skip
+            return print_dispatches.head(node)
+        case _:
+            return print_syntax.head(node)
 
 
 def _children(node: Block) -> Sequence[Node]:

@@ -18,7 +18,18 @@ from commdsl.resources import data_dir
 from commdsl.source import Source
 from commdsl.syntax import File
 
-MAKERS = ("source.py", "kinds.py", "syntax.py", "parser/__init__.py", "parser/build_syntax.py")
+MAKERS = (
+    "source.py",
+    "kinds.py",
+    "syntax/__init__.py",
+    "syntax/dispatches.py",
+    "syntax/expressions.py",
+    "syntax/machines.py",
+    "syntax/schedules.py",
+    "parser/__init__.py",
+    "parser/build_syntax.py",
+    "parser/build_dispatches.py",
+)
 """What a kept Syntax depends on besides the grammar."""
 
 DAMAGED = (pickle.PickleError, EOFError, KeyError, TypeError, AttributeError, ValueError, IndexError, ImportError)

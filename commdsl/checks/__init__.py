@@ -18,6 +18,7 @@ from commdsl.checks.inputs import writes_to_input
 from commdsl.checks.locations import Located
 from commdsl.checks.memory import memory
 from commdsl.checks.overlap import overlapping_writes
+from commdsl.checks.plans import over_capacity, too_large, too_many_copies
 from commdsl.checks.promises import repeated_promises
 from commdsl.checks.roles import broken_roles, unused_roles
 from commdsl.checks.size_classes import unequal_sizes
@@ -28,11 +29,14 @@ from commdsl.checks.useless import useless_statements
 from commdsl.diagnostics import Diagnostic, Severity
 from commdsl.ir import Schedule
 from commdsl.plan import Plan
+from commdsl.plans import DispatchPlan, Routing
 from commdsl.syntax import File
 
 Rule: TypeAlias = Callable[[Located], Iterator[Diagnostic]]
 FileRule: TypeAlias = Callable[[tuple[File, ...]], Iterator[Diagnostic]]
 PlanRule: TypeAlias = Callable[[Schedule, Plan], Iterator[Diagnostic]]
+DispatchRule: TypeAlias = Callable[[DispatchPlan], Iterator[Diagnostic]]
+RoutingRule: TypeAlias = Callable[[DispatchPlan, Routing], Iterator[Diagnostic]]
 AnyRule = TypeVar("AnyRule")
 
 RULES: tuple[tuple[Rule, ...], ...] = (
@@ -47,6 +51,10 @@ RULES: tuple[tuple[Rule, ...], ...] = (
 PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,), (memory,))
 
 FILE_RULES: tuple[tuple[FileRule, ...], ...] = ((unused_roles,),)
+
+DISPATCH_RULES: tuple[tuple[DispatchRule, ...], ...] = ((too_large,),)
+
+ROUTING_RULES: tuple[tuple[RoutingRule, ...], ...] = ((too_many_copies, over_capacity),)
 
 
 def check_files(files: tuple[File, ...]) -> tuple[Diagnostic, ...]:
@@ -63,6 +71,16 @@ def check_schedule(schedule: Schedule) -> tuple[Diagnostic, ...]:
 def check_plan(schedule: Schedule, plan: Plan) -> tuple[Diagnostic, ...]:
     """As `check_schedule`, for the laws on the Plan."""
     return _run(PLAN_RULES, lambda rule: rule(schedule, plan))
+
+
+def check_dispatch_plan(plan: DispatchPlan) -> tuple[Diagnostic, ...]:
+    """As `check_schedule`, for the laws on a dispatch plan that need no routes."""
+    return _run(DISPATCH_RULES, lambda rule: rule(plan))
+
+
+def check_routing(plan: DispatchPlan, routes: Routing) -> tuple[Diagnostic, ...]:
+    """As `check_schedule`, for the laws on the routes of a dispatch plan."""
+    return _run(ROUTING_RULES, lambda rule: rule(plan, routes))
 
 
 def _run(

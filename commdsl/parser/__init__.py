@@ -1,6 +1,6 @@
 """Turns `.comm` text into its Syntax: lark finds the structure, `build_syntax` makes nodes, `mistakes` the messages.
 
-Assumes the grammar's rules are named after the classes of `syntax.py`. Does not judge what was written beyond whether
+Assumes the grammar's rules are named after the classes of `syntax`. Does not judge what was written beyond whether
 it is of the language; reports the first syntax fault only, because what follows one is guesswork. The only module that
 imports lark.
 """

@@ -1,4 +1,4 @@
-"""Turns the parse tree into the classes of `syntax.py`, one function per grammar rule.
+"""Turns the parse tree into the classes of `syntax`, one function per grammar rule.
 
 Assumes a tree that the grammar accepts, children in the order of the rule, None for an optional part left out. Does not
 judge meaning; the one thing it refuses is a number that no 64-bit integer holds.
@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from commdsl import kinds, syntax
 from commdsl.diagnostics import CommError, Diagnostic, Label
+from commdsl.parser import build_dispatches
 from commdsl.source import Source, Span
 
 MAX_INT = 2**63 - 1
@@ -346,4 +347,5 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "method": _method,
     "index": _index,
     "arguments": _tuple,
+    **build_dispatches.RULES,
 }

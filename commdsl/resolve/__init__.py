@@ -6,19 +6,22 @@ prove anything about the steps: indices out of range stay in the arrays for `che
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from commdsl import syntax as syn
 from commdsl.diagnostics import Diagnostic, Severity
 from commdsl.ir import Buffer, Contract, RoleSet, Schedule, Step, Tuning, Yield
+from commdsl.plans import DispatchPlan
 from commdsl.resolve import machines
 from commdsl.resolve.contracts import contracts
 from commdsl.resolve.cycle_sets import cycle_set
 from commdsl.resolve.evaluate import Cycle, Cycles, Evaluator, Value
 from commdsl.resolve.faults import Faults, Poisoned, nearest
 from commdsl.resolve.names import check_names, duplicates
+from commdsl.resolve.plan_rules import check_plan_names
+from commdsl.resolve.plans import build_plan
 from commdsl.resolve.rows import Binding
 from commdsl.resolve.steps import StepBuilder
 from commdsl.resolve.tuning import Machine, override, tuning
@@ -73,12 +76,29 @@ def warnings(files: tuple[File, ...], decl: ScheduleDecl) -> tuple[Diagnostic, .
     return tuple(diagnostic for diagnostic in faults.found if diagnostic.severity is Severity.WARNING)
 
 
+def dispatch_plan(files: tuple[File, ...], decl: syn.PlanDecl) -> DispatchPlan:
+    """What a plan means. Raises CommError with every fault of it that needs no routes."""
+    faults = Faults()
+    _check_once(_items(files, syn.PlanDecl), "plan", faults)
+    check_plan_names(decl, faults)
+    faults.drop_warnings()
+    faults.raise_if_any()
+    return build_plan(decl, faults)
+
+
+def plan_warnings(decl: syn.PlanDecl) -> tuple[Diagnostic, ...]:
+    """Names of a plan that nothing uses."""
+    faults = Faults()
+    check_plan_names(decl, faults)
+    return tuple(diagnostic for diagnostic in faults.found if diagnostic.severity is Severity.WARNING)
+
+
 def _items(files: tuple[File, ...], kind: type[T]) -> list[T]:
     return [item for file in files for item in file.items if isinstance(item, kind)]
 
 
 def _check_once(
-    decls: list[syn.TopologyDecl] | list[syn.RolesDecl] | list[ScheduleDecl], what: str, faults: Faults
+    decls: Sequence[syn.TopologyDecl | syn.RolesDecl | ScheduleDecl | syn.PlanDecl], what: str, faults: Faults
 ) -> None:
     named = dict[str, list[Span]]()
     for decl in decls:

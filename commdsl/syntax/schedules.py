@@ -1,98 +1,15 @@
-"""What was written: one frozen class per grammar rule, each with its span.
+"""What was written: schedules, with the statements and references in them.
 
 Assumes nothing beyond the grammar. Does not know what names mean; `resolve` does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from commdsl.kinds import BufferKind, LinkScope, MoveKind
-from commdsl.source import Source, Span
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    span: Span = field(kw_only=True, compare=False, repr=False)
-
-
-# --- expressions ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Int(Node):
-    value: int
-
-
-@dataclass(frozen=True, slots=True)
-class Name(Node):
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Unary(Node):
-    """`-a`, `not a`."""
-
-    operator: str
-    operand: Expr
-
-
-@dataclass(frozen=True, slots=True)
-class Binary(Node):
-    """`+ - * / % ** << >> & ^ | == != < <= > >= and or`; `/` and `%` floor, as in mathematics."""
-
-    operator: str
-    left: Expr
-    right: Expr
-
-
-@dataclass(frozen=True, slots=True)
-class Call(Node):
-    """`len(C)`, `min(a, b)`, `max(a, b)`, `log2(n)` (exact, n a power of two), `abs(a)`."""
-
-    function: str
-    arguments: tuple[Expr, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Method(Node):
-    """`c.next(r)`, `c.prev(r)`, `c.at(i)`, `c.position(r)`, on a variable that ranges over cycles or on `C[i]`."""
-
-    owner: Expr
-    method: str
-    arguments: tuple[Expr, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Index(Node):
-    """`C[i]`: the i-th cycle of a set of cycles; only as the owner of a method or of `let`."""
-
-    name: Name
-    index: Expr
-
-
-Expr: TypeAlias = Int | Name | Unary | Binary | Call | Method | Index
-
-
-@dataclass(frozen=True, slots=True)
-class Range(Node):
-    """`first ..< last`, half-open."""
-
-    first: Expr
-    last: Expr
-
-
-@dataclass(frozen=True, slots=True)
-class Quantity(Node):
-    """A number with a unit as written, in base units: bytes, bytes per second, seconds."""
-
-    value: float
-    unit: str  # the unit as written: "GB/s", "us", "KB"
-    written: str  # the number as written: "450", "0.7"
-
-
-# --- references and statements ----------------------------------------------------------------------------------------
+from commdsl.kinds import BufferKind, MoveKind
+from commdsl.syntax.expressions import Expr, Name, Node, Quantity, Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +181,6 @@ class On(Node):
 Stmt: TypeAlias = BufferDecl | Ensure | CyclesDecl | Let | For | If | Each | Move | Yield | Tune | On
 
 
-# --- items ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Param(Node):
     name: Name
@@ -282,90 +196,3 @@ class ScheduleDecl(Node):
     ranks: Name
     where: Expr | None
     body: tuple[Stmt, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RoleDecl(Node):
-    """`comm sms 116 ..< 132`."""
-
-    name: Name
-    sms: Range
-
-
-@dataclass(frozen=True, slots=True)
-class RolesDecl(Node):
-    name: Name
-    roles: tuple[RoleDecl, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CountEntry(Node):
-    """`nodes 2`, `gpus 8 per node`, `sms 132`."""
-
-    what: str
-    value: Expr
-
-
-@dataclass(frozen=True, slots=True)
-class LinkDecl(Node):
-    """`link nvlink in node 450 GB/s per gpu 0.7 us`, `link hop pairs (i, i + 1) for i in 0 ..< 7 5 GB/s per pair 1 us`.
-
-    Pairs are node-local GPU indices and hold in both directions.
-    """
-
-    name: Name
-    scope: LinkScope
-    pairs: tuple[tuple[Expr, Expr], ...]
-    binders: tuple[Binder, ...]
-    bandwidth: Quantity
-    per: str  # "gpu" | "pair"
-    latency: Quantity
-
-
-@dataclass(frozen=True, slots=True)
-class MissingDecl(Node):
-    """`missing (0, 3) (3, 0)`: directed pairs of ranks without a link."""
-
-    pairs: tuple[tuple[Expr, Expr], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DegradedDecl(Node):
-    """`degraded (0, 4) 100 GB/s`: directed pairs of ranks whose link is slower."""
-
-    pairs: tuple[tuple[Expr, Expr], ...]
-    bandwidth: Quantity
-
-
-TopologyEntry: TypeAlias = CountEntry | LinkDecl | MissingDecl | DegradedDecl
-
-
-@dataclass(frozen=True, slots=True)
-class TopologyDecl(Node):
-    name: Name
-    entries: tuple[TopologyEntry, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Use(Node):
-    """`use "roles.comm"`: brings in the topologies and roles of another file; relative to this one."""
-
-    path: str
-
-
-Item: TypeAlias = Use | TopologyDecl | RolesDecl | ScheduleDecl
-
-
-@dataclass(frozen=True, slots=True)
-class Comment(Node):
-    """`# text`, kept for the formatter; `own_line` when nothing but blanks stands before it."""
-
-    text: str
-    own_line: bool
-
-
-@dataclass(frozen=True, slots=True)
-class File(Node):
-    source: Source = field(compare=False)
-    items: tuple[Item, ...]
-    comments: tuple[Comment, ...]
