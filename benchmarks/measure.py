@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,15 @@ from benchmarks.values import bytes_of, differs, fingerprint, given, poison, wan
 
 T = TypeVar("T")
 CHECKED_CALLS = 3
+
+
+class Batched(Protocol):
+    """A case, as far as timing knows it."""
+
+    @property
+    def in_graph(self) -> bool: ...
+
+    def calls_per_batch(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ class Ready:
         self.contender.release()
 
 
-def ready(contender: Contender, case: Case) -> Ready:
+def ready(contender: Contender, case: Batched) -> Ready:
     """Captures or wraps a batch of calls; the contender has been called before."""
     calls = case.calls_per_batch()
     if not case.in_graph:
@@ -177,7 +186,7 @@ def float_bits(bench: Bench, contender: Contender, x: torch.Tensor) -> list[int]
     return found
 
 
-def measure(bench: Bench, case: Case, batches: Sequence[Ready], rounds: int) -> list[Timing]:
+def measure(bench: Bench, case: Batched, batches: Sequence[Ready], rounds: int) -> list[Timing]:
     """Each contender's microseconds a call. They take turns, in an order that shifts, so drift hits all alike."""
     for batch in batches:
         batch.contender.prepare()

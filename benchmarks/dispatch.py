@@ -1,0 +1,262 @@
+"""Dispatches of queries, keys and values beside NCCL on sorted rows and a plain peer copy, on the same GPUs:
+
+    torchrun --nproc-per-node 4 benchmarks/dispatch.py [--csv t.csv --markdown]
+    torchrun --nproc-per-node 4 benchmarks/dispatch.py --rows 8K,64K --shards 128 --documents 4 --only "rows kv"
+
+bfloat16, hidden 4096 for queries and 1024 for keys and values; there (dispatch) and back (its reverse). Up to 8K rows a
+rank inside CUDA graphs, from there launch by launch. Every result is checked before it is timed. Exit code 1: a wrong
+result, or a call of ours that failed. The table comes last, whatever happened; `*` marks a figure that is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.cases import parse_sizes
+from benchmarks.dispatch_plans import ROWS, SHARDS, Case
+from benchmarks.dispatch_report import (
+    APART,
+    COPY,
+    LEAST_OF_COPY,
+    MOST_OF_NCCL,
+    OURS,
+    SMALL_US,
+    TOGETHER,
+    Row,
+    Way,
+    overview,
+    write_csv,
+)
+from benchmarks.report import NO_TIME, Kind, Result, grid, markdown, number
+
+GRACE = 45.0
+"""Seconds after the time budget at which a run that hangs prints what it has and ends."""
+
+PATIENCE = 5.0
+"""Seconds that the other ranks leave rank 0 for its table: torchrun ends all when one has failed."""
+
+HOST_ROWS, HOST_CALLS, HOST_ROUNDS = 64, 100, 30
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--rows", type=parse_sizes, default=ROWS, help="of a rank, such as 1K,64K; default: 1K to 64K")
+    add("--shards", type=parse_sizes, default=tuple(sorted(SHARDS)), help="rows of a shard; default: 1,128")
+    add("--documents", type=int, default=1, help="shards of a document: so often its first keys travel")
+    add("--only", nargs="+", choices=OURS, default=OURS, help="of ours")
+    add("--no-peers", action="store_true", help="without NCCL")
+    add("--batches", type=int, default=30, help="timed batches a contender")
+    add("--time-budget", type=float, default=360.0, help="seconds; what does not fit is said")
+    add("--csv", type=Path)
+    add("--markdown", action="store_true", help="print the table as for benchmarks/README.md")
+    return parser.parse_args(arguments)
+
+
+class Output:
+    """What rank 0 has to say at the end, once, even where the run hangs."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+        self.title = "nothing was measured"
+        self._lock = threading.Lock()
+        self._said = False
+
+    def say(self) -> None:
+        with self._lock:
+            if self._said:
+                return
+            self._said = True
+        if self.options.csv:
+            with self.options.csv.open("w", encoding="utf-8", newline="") as file:
+                write_csv(file, self.rows)
+        table = overview(self.rows, self.options.only, () if self.options.no_peers else (APART, TOGETHER))
+        print(f"\n{self.title}\n{(markdown if self.options.markdown else grid)(*table)}")
+        for row in self.rows:
+            for result in row.results:
+                if result.status != "ok":
+                    print(
+                        f"{row.way}, {row.case.rows} rows in shards of {row.case.shard}: {result.name}: {result.status}"
+                    )
+        print("\n".join([*self.notes, self.verdict()]), flush=True)
+
+    def verdict(self) -> str:
+        missed = sum(bool(row.misses()) for row in self.rows)
+        return (
+            f"{missed} of {len(self.rows)} rows miss a figure: at most {MOST_OF_NCCL} of NCCL's time, at least "
+            f"{LEAST_OF_COPY} of the copy's rate from 8K rows, 1K rows in under {SMALL_US:.0f} us"
+        )
+
+    @property
+    def failed(self) -> bool:
+        """A wrong result of anyone's, or no result of ours."""
+        results = [result for row in self.rows for result in row.results if result.status != NO_TIME]
+        return any(result.is_wrong or (result.kind is Kind.OURS and result.timing is None) for result in results)
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace, output: Output) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.measure import Bench
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    bench = Bench(
+        rank=dist.get_rank(),
+        ranks=dist.get_world_size(),
+        device=device,
+        group=dist.group.WORLD,
+        control=dist.new_group(backend="gloo"),
+        deadline=time.monotonic() + options.time_budget,
+        batches=options.batches,
+    )
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    gpu = torch.cuda.get_device_name()
+    output.title = f"bfloat16, {bench.ranks} x {gpu}, torch {torch.__version__}, NCCL {nccl}; microseconds"
+    cases = [Case(rows, shard, bench.ranks, options.documents) for shard in options.shards for rows in options.rows]
+    senders = _senders(bench, options, cases)
+    arena = _arena(bench, cases)
+    for case in cases:
+        _measured(bench, options, case, senders, arena, output)
+    _host(bench, senders, output.notes)
+    if any(bench.everyone(output.failed)):
+        raise SystemExit(1)
+
+
+def _senders(bench: Any, options: argparse.Namespace, cases: Sequence[Case]) -> dict[str, Any]:
+    """One a way of putting and a form of the rows, for the largest case."""
+    from benchmarks import dispatch_calls as calls
+
+    made: dict[str, Any] = {}
+    for name in options.only:
+        made[name], problem = bench.attempt(lambda name=name: calls.sender(bench, cases, name))
+        if problem:
+            raise RuntimeError(f"no dispatcher `{name}`: {problem}")
+    return made
+
+
+def _arena(bench: Any, cases: Sequence[Case]) -> Any:
+    from benchmarks.peers import Arena
+
+    arena, problem = bench.attempt(lambda: Arena(bench, max(case.traffic.port_bytes for case in cases)))
+    if arena is None and bench.rank == 0:
+        print(f"without the peer copy: {problem}", flush=True)
+    return arena
+
+
+def _measured(
+    bench: Any, options: argparse.Namespace, case: Case, senders: dict[str, Any], arena: Any, output: Output
+) -> None:
+    from benchmarks import dispatch_calls as calls
+
+    stage, problem = bench.attempt(lambda: calls.prepared(bench, case))
+    for way in Way:
+        row = Row(case, way)
+        output.rows.append(row)
+        if stage is None or bench.time_is_up():
+            row.results = [Result(name, Kind.OURS, None, problem or NO_TIME) for name in options.only]
+            continue
+        entries = _entries(options, stage, senders, arena, way)
+        row.results += calls.timed(bench, case, entries)
+        if bench.rank == 0:
+            left = bench.deadline - time.monotonic()
+            best = row.best(Kind.OURS)
+            what = f"{best.name} {best.timing}" if best else "nothing of ours"
+            print(f"{way}, {case.rows} rows in shards of {case.shard}: {what} ({left:.0f} s left)", flush=True)
+
+
+def _entries(
+    options: argparse.Namespace, stage: Any, senders: dict[str, Any], arena: Any, way: Way
+) -> list[tuple[str, Kind, Callable[[], Any]]]:
+    from benchmarks import dispatch_calls as calls
+
+    found: list[tuple[str, Kind, Callable[[], Any]]] = [
+        (name, Kind.OURS, lambda name=name: calls.ours(stage, senders[name], name, way)) for name in options.only
+    ]
+    if not options.no_peers:
+        found.append((APART, Kind.PEER, lambda: calls.nccl_apart(stage, way)))
+        found.append((TOGETHER, Kind.PEER, lambda: calls.nccl_together(stage, way)))
+    if arena is not None:
+        found.append((COPY, Kind.LIMIT, lambda: calls.copy(stage, arena)))
+    return found
+
+
+def _host(bench: Any, senders: dict[str, Any], notes: list[str]) -> None:
+    """How long the host is held by an eager call of few rows, the GPU not waited for."""
+    from benchmarks import dispatch_calls as calls
+
+    stage = calls.prepared(bench, Case(HOST_ROWS, 1, bench.ranks))
+    made = {name: calls.ours(stage, sender, name, Way.THERE)[0] for name, sender in senders.items()}
+    apart, together = calls.nccl_apart(stage, Way.THERE)[0], calls.nccl_together(stage, Way.THERE)[0]
+    contenders = [*made.values(), apart, together]
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for _ in range(HOST_ROUNDS):
+        for contender in contenders:
+            bench.barrier()
+            begin = time.perf_counter()
+            for index in range(HOST_CALLS):
+                contender.call(index)
+            times[contender.name].append(1e6 * (time.perf_counter() - begin) / HOST_CALLS)
+    slowest = {name: max(bench.everyone(median(found))) for name, found in times.items()}
+    parts = ", ".join(f"{name} {number(value)}" for name, value in slowest.items())
+    notes.append(f"CPU microseconds of an eager call, {HOST_ROWS} rows, median on the slowest rank: {parts}")
+
+
+def end(output: Output, rank: int, code: int) -> None:
+    if rank == 0:
+        output.say()
+    elif code:
+        time.sleep(PATIENCE)
+    sys.stdout.flush()
+    os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
+
+
+def main() -> None:
+    os.environ.setdefault("COMMDSL_TIMEOUT", "20")
+    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "24G")  # four dispatchers for 64K rows side by side
+    options = options_of(sys.argv[1:])
+    if "RANK" not in os.environ:
+        sys.exit("start it with torchrun: one process per GPU")
+    output = Output(options)
+    rank, code = int(os.environ["RANK"]), 0
+
+    def give_up() -> None:
+        output.notes.append("the run hung and was ended")
+        faulthandler.dump_traceback()
+        end(output, rank, 1)
+
+    timer = threading.Timer(options.time_budget + GRACE, give_up)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(options.time_budget + 2 * GRACE, exit=True)
+    try:
+        run(options, output)
+    except SystemExit:
+        code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    end(output, rank, code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Turns a case into the calls that are timed: our dispatches, NCCL's all-to-all on sorted rows, a plain peer copy.
+
+Assumes one process per GPU. Every contender is called in both ways and is given what it needs beforehand: ours its
+tables, NCCL its rows sorted by destination. Does not count the sorting, nor the unsorting that NCCL's result would
+still need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.dispatch_plans import KEY_BYTES, QUERY_BYTES, Case, Sorted, followed
+from benchmarks.dispatch_report import APART, COPY, TOGETHER, Way
+from benchmarks.measure import CHECKED_CALLS, Bench, Contender, Ready, measure, ready
+from benchmarks.peers import Arena
+from benchmarks.report import Kind, Result
+from benchmarks.values import bytes_of
+from commdsl import dispatch
+
+DTYPE = torch.bfloat16
+FORMS = {"kv": (KEY_BYTES,), "k+v": (KEY_BYTES // 2, KEY_BYTES // 2)}
+"""Keys and values as one tensor, or as two of half the width."""
+
+Tensors = list[torch.Tensor]
+Made = tuple[Contender, Callable[[], torch.Tensor]]
+"""A contender, and whether its last result is wrong, on the device."""
+
+
+@dataclass
+class Stage:
+    """One case on this rank: the rows of all ranks, by number, and what follows from them."""
+
+    bench: Bench
+    case: Case
+
+    @cached_property
+    def metadata(self) -> Any:
+        return dispatch.from_plan(self.case.plan)
+
+    @cached_property
+    def route(self) -> Any:
+        fwd_q, rev_q, fwd_k, rev_k, _ = self.metadata
+        return dispatch.Route(fwd_q, rev_q, fwd_k, rev_k, rank=self.bench.rank, device=self.bench.device)
+
+    @cached_property
+    def sorted(self) -> tuple[Sorted, Sorted]:
+        """Of queries and of keys."""
+        found, rows = self.case.routing, self.case.plan.shards.rows
+        assert found.keys is not None
+        return Sorted.of(found.queries, rows, self.bench.rank), Sorted.of(found.keys, rows, self.bench.rank)
+
+    @cached_property
+    def arriving(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers of the query and key rows that this rank receives, in their order."""
+        found, rows = self.case.routing, self.case.plan.shards.rows
+        assert found.keys is not None
+        both = (followed(routes, rows, routes.counts.sum(axis=1)) for routes in (found.queries, found.keys))
+        queries, keys = (torch.from_numpy(ids[self.bench.rank]).to(self.bench.device) for ids in both)
+        return queries, keys
+
+    @property
+    def own(self) -> torch.Tensor:
+        """Numbers of this rank's rows."""
+        rows = self.case.plan.shards.rows
+        base = int((np.cumsum(rows) - rows)[self.bench.rank])
+        return torch.arange(base, base + int(rows[self.bench.rank]), device=self.bench.device)
+
+    def made(self, ids: torch.Tensor, nbytes: int, part: int) -> torch.Tensor:
+        """Rows by number: what they hold follows from the number, so any rank makes any other's."""
+        width = nbytes // DTYPE.itemsize
+        columns = torch.arange(width, device=self.bench.device, dtype=torch.int32) * 7919 + 104729 * part
+        found = torch.empty(len(ids), width, dtype=torch.int16, device=self.bench.device)
+        for begin in range(0, len(ids), 8192):  # bounds the memory of what lies between
+            rows = ids[begin : begin + 8192].to(torch.int32)[:, None] * 40503
+            mixed = rows + columns
+            found[begin : begin + 8192] = (mixed ^ (mixed >> 11)).to(torch.int16) & 0x3FFF  # finite, of one sign
+        return found.view(DTYPE)
+
+
+def wrong(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> torch.Tensor:
+    bad = [(one.view(torch.int16) != other.view(torch.int16)).any() for one, other in zip(got, want, strict=True)]
+    return torch.stack(bad).any()
+
+
+def prepared(bench: Bench, case: Case) -> Stage:
+    """With everything made that is made once: metadata, tables, sorted rows."""
+    stage = Stage(bench, case)
+    assert stage.route is not None
+    assert stage.sorted is not None
+    assert stage.arriving is not None
+    return stage
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------
+
+
+def sender(bench: Bench, cases: Sequence[Case], name: str) -> Any:
+    """A dispatcher for the largest of the cases. Collective."""
+    put, form = name.split()
+    found = [case.routing for case in cases]
+    most = dispatch.Limits(
+        rows=max(int(case.plan.shards.rows.max()) for case in cases),
+        queries=max(int(one.queries.counts.sum(axis=1).max()) for one in found),
+        keys=max(int(one.keys.counts.sum(axis=1).max()) for one in found if one.keys is not None),
+        copies=max(int(one.keys.copy.max()) + 1 for one in found if one.keys is not None),
+        widths=(QUERY_BYTES, *FORMS[form]),
+    )
+    return dispatch.Dispatcher(most, group=bench.group, device=bench.device, put=put)
+
+
+def ours(stage: Stage, sender: Any, name: str, way: Way) -> Made:
+    widths = (QUERY_BYTES, *FORMS[name.split()[1]])
+    here, there = [stage.own] * 3, [stage.arriving[0], stage.arriving[1], stage.arriving[1]]
+    given, awaited = (here, there) if way is Way.THERE else (there, here)
+    tensors = [stage.made(given[part], nbytes, part) for part, nbytes in enumerate(widths)]
+    kept: Tensors = []
+
+    def call(_: int) -> torch.Tensor:
+        kept[:] = moved(sender, tensors, stage.route, way)
+        return kept[0]
+
+    def is_wrong() -> torch.Tensor:
+        want = [stage.made(awaited[part], nbytes, part) for part, nbytes in enumerate(widths)]
+        if way is Way.BACK:
+            want[1:] = [_times(rows, _copies(stage)) for rows in want[1:]]
+        return wrong(kept, want)
+
+    return Contender(name, Kind.OURS, call, release=kept.clear), is_wrong
+
+
+def moved(sender: Any, tensors: Tensors, route: Any, way: Way) -> Tensors:
+    """One op for all the tensors."""
+    move = sender.dispatch_qkv if way is Way.THERE else sender.collect_qkv
+    q, k, v = (*tensors, None)[:3]
+    return [one for one in move(q, k, v, route) if one is not None]
+
+
+def _copies(stage: Stage) -> torch.Tensor:
+    """(rows, 1): how often each of this rank's key rows went out, and so comes back."""
+    plan, keys = stage.case.plan, stage.case.routing.keys
+    assert keys is not None
+    by_shard = np.bincount(keys.shard, minlength=plan.shards.num)
+    mine = plan.shards.rank == stage.bench.rank
+    return torch.from_numpy(np.repeat(by_shard[mine], plan.shards.length[mine])).to(stage.bench.device)[:, None]
+
+
+def _times(rows: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
+    """So many equal copies added up in float32 one by one, rounded once."""
+    total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+    for copy in range(int(copies.max().item()) if copies.numel() else 0):
+        total += torch.where(copies > copy, rows.float(), 0.0)
+    return total.to(rows.dtype)
+
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+def nccl_apart(stage: Stage, way: Way) -> Made:
+    """One call for the queries and one for keys and values, which are one tensor."""
+    sources, results, splits, want = [], [], [], []
+    for part, (tables, nbytes) in enumerate(zip(stage.sorted, (QUERY_BYTES, KEY_BYTES), strict=True)):
+        leaving, arriving = _ends(stage, tables)
+        if way is Way.BACK:
+            leaving, arriving = arriving, leaving
+        sources.append(stage.made(leaving, nbytes, part))
+        want.append(stage.made(arriving, nbytes, part))
+        results.append(torch.empty_like(want[-1]))
+        splits.append((tables.received, tables.sent) if way is Way.THERE else (tables.sent, tables.received))
+
+    def call(_: int) -> torch.Tensor:
+        for result, source, (received, sent) in zip(results, sources, splits, strict=True):
+            dist.all_to_all_single(result, source, received, sent, group=stage.bench.group)
+        return results[0]
+
+    return Contender(APART, Kind.PEER, call), lambda: wrong(results, want)
+
+
+def nccl_together(stage: Stage, way: Way) -> Made:
+    """One call on one buffer: what goes to a rank are its queries, then its keys and values."""
+    buffers: list[torch.Tensor] = []
+    counts: list[list[int]] = []
+    for side in ("sent", "received"):
+        parts, sizes = [], []
+        ends = [_ends(stage, tables)[side == "received"] for tables in stage.sorted]
+        blocks = [ids.split(getattr(tables, side)) for ids, tables in zip(ends, stage.sorted, strict=True)]
+        for queries, keys in zip(*blocks, strict=True):
+            both = [stage.made(queries, QUERY_BYTES, 0).flatten(), stage.made(keys, KEY_BYTES, 1).flatten()]
+            parts += both
+            sizes.append(sum(len(one) for one in both))
+        buffers.append(torch.cat(parts))
+        counts.append(sizes)
+    (source, want), (sent, received) = (buffers, counts) if way is Way.THERE else (buffers[::-1], counts[::-1])
+    result = torch.empty_like(want)
+
+    def call(_: int) -> torch.Tensor:
+        dist.all_to_all_single(result, source, received, sent, group=stage.bench.group)
+        return result
+
+    return Contender(TOGETHER, Kind.PEER, call), lambda: wrong([result], [want])
+
+
+def _ends(stage: Stage, tables: Sorted) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of the rows that leave, by destination, and of those that arrive, by source."""
+    return (
+        torch.from_numpy(tables.rows).to(stage.bench.device) + stage.own[0],
+        torch.from_numpy(tables.arriving).to(stage.bench.device),
+    )
+
+
+def copy(stage: Stage, arena: Arena) -> Made:
+    """As many bytes as the busiest port carries, to the next rank's symmetric memory, by torch's own copy."""
+    bench, nbytes = stage.bench, stage.case.traffic.port_bytes
+    target = arena.handle.get_buffer((bench.rank + 1) % bench.ranks, (nbytes,), torch.uint8)
+    source = torch.full((nbytes,), bench.rank + 1, dtype=torch.uint8, device=bench.device)
+
+    def call(_: int) -> torch.Tensor:
+        return target.copy_(source)
+
+    def is_wrong() -> torch.Tensor:
+        bench.barrier()  # what arrived here is the other rank's doing
+        return (arena.memory[:nbytes] != (bench.rank - 1) % bench.ranks + 1).any()
+
+    return Contender(COPY, Kind.LIMIT, call), is_wrong
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
+def timed(bench: Bench, case: Case, entries: Sequence[tuple[str, Kind, Callable[[], Made]]]) -> list[Result]:
+    """Each made, checked, captured where the case is, checked again, and timed in turns with all the others."""
+    results: list[Result] = []
+    batches: list[Ready] = []
+    for name, kind, make in entries:
+        batch, problem = _set_up(bench, case, make)
+        if batch is None:
+            results.append(Result(name, kind, None, f"failed: {' '.join(problem.split())}"))
+        else:
+            batches.append(batch)
+            results.append(Result(name, kind, None, problem or "ok"))
+    timings = measure(bench, case, batches, bench.batches) if batches else []
+    by_name = {batch.contender.name: timing for batch, timing in zip(batches, timings, strict=True)}
+    for batch in batches:
+        batch.release()
+    return [replace(result, timing=by_name.get(result.name)) for result in results]
+
+
+def _set_up(bench: Bench, case: Case, make: Callable[[], Made]) -> tuple[Ready | None, str]:
+    """A contender ready to be timed, with what is wrong about its results; None with why it cannot run."""
+    made, problem = bench.attempt(make)
+    if made is None:
+        return None, problem
+    contender, is_wrong = made
+
+    def eagerly() -> bool:
+        for index in range(CHECKED_CALLS):
+            contender.call(index)
+        return bool(is_wrong().item())
+
+    found, problem = bench.attempt(eagerly)
+    if problem:
+        return None, problem
+    verdict = _verdict(bench, found, "eagerly")
+    batch, problem = bench.attempt(lambda: ready(contender, case))
+    if batch is None:
+        return None, problem
+    if batch.graph is not None and batch.last is not None and not verdict:
+        bytes_of(batch.last).fill_(255)
+        bench.barrier()  # the copy's last is a peer's memory
+        batch.run()
+        found, problem = bench.attempt(lambda: bool(is_wrong().item()))
+        if problem:
+            return None, problem
+        verdict = _verdict(bench, found, "in a graph")
+    return batch, verdict
+
+
+def _verdict(bench: Bench, found: bool | None, where: str) -> str:
+    bad = [str(rank) for rank, one in enumerate(bench.everyone(found)) if one]
+    return f"wrong {where} on ranks {', '.join(bad)}" if bad else ""

@@ -1,0 +1,128 @@
+"""Turns times of dispatches into ratios, a table and CSV.
+
+Assumes microseconds, of the slowest rank. A ratio to NCCL is our time over its; the share of the copy is a plain peer
+copy's time over ours. Does not measure and does not import torch.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TextIO
+
+from benchmarks.dispatch_plans import Case
+from benchmarks.report import Kind, Result, number
+
+OURS = ("rows kv", "rows k+v", "packed kv", "packed k+v")
+"""How rows are put; and keys and values as one tensor, or as two of half the width."""
+
+APART, TOGETHER, COPY = "NCCL 2 calls", "NCCL 1 call", "copy"
+MOST_OF_NCCL = 0.85
+LEAST_OF_COPY, COPY_FROM_ROWS = 0.90, 8 << 10
+SMALL_ROWS, SMALL_US = 1 << 10, 25.0
+COLUMNS = ("way", "rows", "shard", "document", "ranks", "mode", "port_bytes", "contender", "kind")
+NUMBERS = ("median_us", "p10_us", "p90_us", "port_gb_per_s", "ratio_to_nccl", "share_of_copy")
+
+
+class Way(StrEnum):
+    THERE = "there"
+    BACK = "back"
+
+
+@dataclass
+class Row:
+    """Everything measured side by side for one case, one way."""
+
+    case: Case
+    way: Way
+    results: list[Result] = field(default_factory=list)
+
+    def best(self, kind: Kind) -> Result | None:
+        """The fastest of a kind among those that gave the right result."""
+        timed = [result for result in self.results if result.kind is kind and result.timing and result.status == "ok"]
+        return min(timed, key=lambda result: result.timing.median if result.timing else 0.0, default=None)
+
+    def time_of(self, name: str) -> float | None:
+        found = next((result for result in self.results if result.name == name), None)
+        return found.timing.median if found and found.timing else None
+
+    def over(self, result: Result | None, kind: Kind) -> float | None:
+        """A result's time over the best of a kind."""
+        other = self.best(kind)
+        if result is None or result.timing is None or other is None or other.timing is None:
+            return None
+        return result.timing.median / other.timing.median
+
+    def share_of_copy(self, result: Result | None) -> float | None:
+        found = self.over(result, Kind.LIMIT)
+        return 1 / found if found else None
+
+    def rate(self, result: Result) -> float | None:
+        return self.case.traffic.port_bytes / result.timing.median / 1000 if result.timing else None
+
+    def misses(self) -> list[str]:
+        """The columns whose figure is not reached by our best."""
+        ours = self.best(Kind.OURS)
+        if ours is None or ours.timing is None:
+            return ["us"]
+        to_nccl, share = self.over(ours, Kind.PEER), self.share_of_copy(ours)
+        found = []
+        if self.case.rows <= SMALL_ROWS and ours.timing.median >= SMALL_US:
+            found.append("us")
+        if to_nccl is not None and to_nccl > MOST_OF_NCCL:
+            found.append("/NCCL")
+        if share is not None and share < LEAST_OF_COPY and self.case.rows >= COPY_FROM_ROWS:
+            found.append("of copy")
+        return found
+
+
+def overview(rows: Iterable[Row], ours: Sequence[str], peers: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """One line a row: every contender's microseconds, then our best beside the others; `*` where a figure is missed."""
+    header = ["way", "rows", "shard", "MB", *ours, *peers, "copy", "us", "/NCCL", "of copy", "GB/s", ""]
+    return header, [_line(row, ours, peers) for row in rows]
+
+
+def _line(row: Row, ours: Sequence[str], peers: Sequence[str]) -> list[str]:
+    best, copy = row.best(Kind.OURS), row.best(Kind.LIMIT)
+    misses = row.misses()
+    cells = {
+        "us": number(best.timing.median) if best and best.timing else "-",
+        "/NCCL": number(row.over(best, Kind.PEER), 2),
+        "of copy": number(row.share_of_copy(best), 2),
+    }
+    faults = [f"{result.name}: {result.status}" for result in row.results if result.status != "ok"]
+    return [
+        f"{row.way}, {'graph' if row.case.in_graph else 'eager'}",
+        f"{row.case.rows // 1024}K" if row.case.rows % 1024 == 0 else str(row.case.rows),
+        str(row.case.shard),
+        number(row.case.traffic.port_bytes / 1e6),
+        *(number(row.time_of(name)) for name in (*ours, *peers)),
+        number(copy.timing.median if copy and copy.timing else None),
+        *(("*" if name in misses else "") + text for name, text in cells.items()),
+        number(row.rate(best) if best else None, 0),
+        "; ".join(faults)[:60],
+    ]
+
+
+def write_csv(file: TextIO, rows: Iterable[Row]) -> None:
+    """One line a contender and row; an empty field was not measured."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*COLUMNS, *NUMBERS, "status"])
+    for row in rows:
+        case = row.case
+        mode = "graph" if case.in_graph else "eager"
+        start = [row.way, case.rows, case.shard, case.document, case.ranks, mode, case.traffic.port_bytes]
+        for result in row.results:
+            timing = result.timing
+            values = (
+                timing and timing.median,
+                timing and timing.low,
+                timing and timing.high,
+                row.rate(result),
+                row.over(result, Kind.PEER),
+                row.share_of_copy(result),
+            )
+            fields = ["" if value is None else f"{value:.4g}" for value in values]
+            writer.writerow([*start, result.name, result.kind, *fields, result.status])

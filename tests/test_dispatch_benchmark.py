@@ -1,0 +1,135 @@
+"""The parts of benchmarks/dispatch.py that need no GPU: balance, bytes, sorted rows, ratios, tables, the command line.
+
+Assumes a checkout. Does not measure anything.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks import dispatch_report
+from benchmarks.dispatch_plans import KEY_BYTES, QUERY_BYTES, Case, Sorted, followed
+from benchmarks.dispatch_report import APART, COPY, OURS, TOGETHER, Row, Way
+from benchmarks.report import Kind, Result, Timing
+
+ROOT = Path(__file__).parent.parent
+SHAPES = [(1024, 128, 4, 1), (256, 1, 4, 1), (1000, 7, 3, 1), (512, 32, 4, 4)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_balance(shape: tuple[int, int, int, int]) -> None:
+    """Every rank has the case's rows, and sends as many shards to any rank as to any other, or one more."""
+    case = Case(*shape)
+    shards = np.zeros((case.ranks, case.ranks), np.int64)
+    np.add.at(shards, (case.plan.shards.rank, case.plan.dest[:, 0]), 1)
+
+    assert (case.plan.shards.rows == case.rows).all()
+    assert np.ptp(shards) <= 1
+    assert np.ptp(shards.sum(axis=0)) <= 1
+    assert (Case(*shape).plan.dest == case.plan.dest).all()
+
+
+def test_bytes() -> None:
+    """What a port carries are queries and keys for the other ranks; keys of a document travel once for each query."""
+    alone, together = Case(1024, 128, 4), Case(1024, 128, 4, document=4)
+
+    assert alone.traffic.port_bytes == 768 * (QUERY_BYTES + KEY_BYTES)
+    assert together.traffic.sent.sum() == 4 * 1024 * (QUERY_BYTES + 5 * KEY_BYTES // 2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sorted_rows(shape: tuple[int, int, int, int]) -> None:
+    """NCCL's rows: what a rank sends to another is what that one has from it, row for row; nothing is missing."""
+    case = Case(*shape)
+    rows = case.plan.shards.rows
+    for routes in (case.routing.queries, case.routing.keys):
+        assert routes is not None
+        maps = followed(routes, rows, routes.counts.sum(axis=1))
+        tables = [Sorted.of(routes, rows, rank) for rank in range(case.ranks)]
+        base = np.cumsum(rows) - rows
+        for rank, here in enumerate(tables):
+            assert sorted(here.arriving) == sorted(maps[rank])
+            arriving = np.split(here.arriving, np.cumsum(here.received)[:-1])
+            for other, there in enumerate(tables):
+                leaving = np.split(there.rows, np.cumsum(there.sent)[:-1])[rank]
+                assert (leaving + base[other] == arriving[other]).all()
+
+
+def row(rows: int, ours: float, nccl: float, copy: float) -> Row:
+    def timed(name: str, kind: Kind, value: float) -> Result:
+        return Result(name, kind, Timing(value, value, value))
+
+    results = [
+        timed(OURS[0], Kind.OURS, ours),
+        Result(OURS[2], Kind.OURS, Timing(1.0, 1.0, 1.0), "wrong eagerly on ranks 1"),
+        Result(OURS[3], Kind.OURS, None, "failed: RuntimeError"),
+        timed(APART, Kind.PEER, nccl + 1),
+        timed(TOGETHER, Kind.PEER, nccl),
+        timed(COPY, Kind.LIMIT, copy),
+    ]
+    return Row(Case(rows, 128, 4), Way.THERE, results)
+
+
+def test_figures() -> None:
+    """Ratios are to NCCL's better call and to the copy; what misses a figure is said; a wrong result is never best."""
+    found = row(8192, 90.0, 100.0, 85.0)
+    best = found.best(Kind.OURS)
+
+    assert best is not None
+    assert best.name == OURS[0]
+    assert found.over(best, Kind.PEER) == pytest.approx(0.9)
+    assert found.share_of_copy(best) == pytest.approx(85 / 90)
+    assert found.misses() == ["/NCCL"]
+    assert row(8192, 84.0, 100.0, 70.0).misses() == ["of copy"]
+    assert row(4096, 84.0, 100.0, 70.0).misses() == []
+    assert row(1024, 25.5, 40.0, 20.0).misses() == ["us"]
+    assert Row(Case(1024, 128, 4), Way.BACK, []).misses() == ["us"]
+
+
+def test_table() -> None:
+    """A line a row, every contender in its column, stars at what is missed; CSV has a line a contender."""
+    header, lines = dispatch_report.overview([row(8192, 90.0, 100.0, 85.0)], OURS, (APART, TOGETHER))
+    file = io.StringIO()
+    dispatch_report.write_csv(file, [row(8192, 90.0, 100.0, 85.0)])
+    records = list(csv.DictReader(io.StringIO(file.getvalue())))
+
+    assert [len(line) for line in lines] == [len(header)]
+    assert dict(zip(header, lines[0], strict=True)) == {
+        "way": "there, graph",
+        "rows": "8K",
+        "shard": "128",
+        "MB": "62.9",
+        "rows kv": "90.0",
+        "rows k+v": "-",
+        "packed kv": "1.0",
+        "packed k+v": "-",
+        APART: "101.0",
+        TOGETHER: "100.0",
+        "copy": "85.0",
+        "us": "90.0",
+        "/NCCL": "*0.90",
+        "of copy": "0.94",
+        "GB/s": "699",
+        "": "packed kv: wrong eagerly on ranks 1; packed k+v: failed: Run",
+    }
+    assert [record["median_us"] for record in records] == ["90", "1", "", "101", "100", "85"]
+    assert records[0]["ratio_to_nccl"] == "0.9"
+
+
+def test_command_line() -> None:
+    """It says what it can do without a GPU, and refuses to run without torchrun."""
+    script = str(ROOT / "benchmarks" / "dispatch.py")
+    shown = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True)
+    refused = subprocess.run([sys.executable, script], capture_output=True, text=True)
+
+    assert "--documents" in shown.stdout
+    assert refused.returncode == 1
+    assert "torchrun" in refused.stderr
