@@ -42,8 +42,8 @@ MAX_LINES = 400
 LONG_MODULES: dict[str, str] = {}
 """A longer module and why it is one."""
 
-CALLS = "C95"
-"""Codes of exceptions of the torch op: a call is at fault, no `.comm` text."""
+CALLS = ("C95", "C96")
+"""Codes of exceptions of the torch ops: a call is at fault, no `.comm` text."""
 
 STAGES = (
     ("source", "resources", "config"),

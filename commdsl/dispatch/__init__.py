@@ -1,0 +1,67 @@
+"""The routing of distributed attention: `Metadata` that says which rows go where, and the ops that move them.
+
+Importing this imports nothing else; each name below loads what it needs when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from commdsl.dispatch.compute import compute_attn_layout_seqlens as compute_attn_layout_seqlens
+    from commdsl.dispatch.compute import compute_metadata as compute_metadata
+    from commdsl.dispatch.compute import compute_metadata_kv as compute_metadata_kv
+    from commdsl.dispatch.compute import exclusive_cumsum as exclusive_cumsum
+    from commdsl.dispatch.generate import create_qkv_dispatch as create_qkv_dispatch
+    from commdsl.dispatch.generate import gen_seq_lens as gen_seq_lens
+    from commdsl.dispatch.metadata import AttentionLayout as AttentionLayout
+    from commdsl.dispatch.metadata import Metadata as Metadata
+    from commdsl.dispatch.metadata import MetadataError as MetadataError
+    from commdsl.dispatch.metadata import QKVMetadata as QKVMetadata
+    from commdsl.dispatch.planned import from_plan as from_plan
+    from commdsl.dispatch.simulate import orchestrate_simulate as orchestrate_simulate
+    from commdsl.dispatch.simulate import simulate_reduce as simulate_reduce
+    from commdsl.dispatch.validator import validate as validate
+
+__all__ = [
+    "AttentionLayout",
+    "Metadata",
+    "MetadataError",
+    "QKVMetadata",
+    "compute_attn_layout_seqlens",
+    "compute_metadata",
+    "compute_metadata_kv",
+    "create_qkv_dispatch",
+    "exclusive_cumsum",
+    "from_plan",
+    "gen_seq_lens",
+    "orchestrate_simulate",
+    "simulate_reduce",
+    "validate",
+]
+
+_HOME = {
+    "AttentionLayout": "metadata",
+    "Metadata": "metadata",
+    "MetadataError": "metadata",
+    "QKVMetadata": "metadata",
+    "compute_attn_layout_seqlens": "compute",
+    "compute_metadata": "compute",
+    "compute_metadata_kv": "compute",
+    "create_qkv_dispatch": "generate",
+    "exclusive_cumsum": "compute",
+    "from_plan": "planned",
+    "gen_seq_lens": "generate",
+    "orchestrate_simulate": "simulate",
+    "simulate_reduce": "simulate",
+    "validate": "validator",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module `commdsl.dispatch` has no attribute `{name}`")
+    # Kept: the next use of the name costs a look into a dictionary.
+    found = globals()[name] = getattr(import_module(f"commdsl.dispatch.{_HOME[name]}"), name)
+    return found
