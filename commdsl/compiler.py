@@ -1,4 +1,4 @@
-"""The whole story on one page: text -> Syntax -> IR -> checks -> Plan -> CUDA C++ text.
+"""The whole story on one page: text -> Syntax -> IR -> checks -> Plan -> CUDA C++ text; plans of a dispatch -> routes.
 
 Assumes a path to a `.comm` file, or text in hand. Does not build, load or run anything; `build` and `runtime` do.
 Every caller that needs two stages in a row goes through here.
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, TypeVar
 from commdsl import checks, parsed, resolve, resources
 from commdsl.cost import Report, far_from_bound, report
 from commdsl.diagnostics import CommError, Diagnostic, Label, Severity
+from commdsl.dispatches import Combine, Dispatch
 from commdsl.ir import Schedule
 from commdsl.lower import lower
 from commdsl.plan import Plan, Transport
 from commdsl.plans import DispatchPlan, Routing, routing
 from commdsl.resolve.faults import nearest
 from commdsl.source import Source, Span
-from commdsl.syntax import File, PlanDecl, ScheduleDecl, Use
+from commdsl.syntax import DispatchDecl, File, PlanDecl, ScheduleDecl, Use
 from commdsl.topology import Topology, switch
 from commdsl.verify import verify
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_RANKS = 8
 
-Decl = TypeVar("Decl", ScheduleDecl, PlanDecl)
+Decl = TypeVar("Decl", ScheduleDecl, PlanDecl, DispatchDecl)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,15 @@ class CheckedPlan:
 
     plan: DispatchPlan
     routing: Routing
+    warnings: tuple[Diagnostic, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedDispatch:
+    """A dispatch that was held to every law that needs no table, and the declarations of its file that invert it."""
+
+    dispatch: Dispatch
+    combines: tuple[Combine, ...]
     warnings: tuple[Diagnostic, ...]
 
 
@@ -114,6 +124,16 @@ def choose_plan(files: tuple[File, ...], name: str | None) -> PlanDecl:
     return _named(plans(files), name, "plan", files)
 
 
+def dispatches(files: tuple[File, ...]) -> tuple[DispatchDecl, ...]:
+    """The dispatches a file declares itself."""
+    return tuple(item for item in files[0].items if isinstance(item, DispatchDecl))
+
+
+def choose_dispatch(files: tuple[File, ...], name: str | None) -> DispatchDecl:
+    """The dispatch of that name, or the only one."""
+    return _named(dispatches(files), name, "dispatch", files)
+
+
 def _named(found: tuple[Decl, ...], name: str | None, what: str, files: tuple[File, ...]) -> Decl:
     named = [decl for decl in found if name in (None, decl.name.text)]
     if len(named) == 1:
@@ -178,6 +198,25 @@ def check_plan(path: Path | str | tuple[File, ...], name: str | None = None) -> 
     warnings = (*resolve.plan_warnings(decl), *_raise_errors(checks.check_dispatch_plan(meant)))
     routes = routing(meant)
     return CheckedPlan(meant, routes, (*warnings, *_raise_errors(checks.check_routing(meant, routes))))
+
+
+def check_dispatch(
+    path: Path | str | tuple[File, ...],
+    name: str | None = None,
+    ranks: int | None = None,
+    on: str | None = None,
+) -> CheckedDispatch:
+    """Holds one dispatch of a file, with what inverts it, to its laws, for one rank count (8 unless said).
+
+    Raises CommError with every fault found.
+    """
+    files = path if isinstance(path, tuple) else read(path)
+    num_ranks = DEFAULT_RANKS if ranks is None else ranks
+    topology = find_topology(files, on, num_ranks)
+    meant = resolve.dispatch(files, choose_dispatch(files, name), num_ranks, topology)
+    ways_back = tuple(combine for combine in resolve.combines(files) if combine.inverts == meant.name)
+    warnings = _raise_errors((*checks.check_files(files), *checks.check_dispatch(meant)))
+    return CheckedDispatch(meant, ways_back, warnings)
 
 
 def compile(

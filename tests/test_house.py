@@ -51,7 +51,7 @@ STAGES = (
     ("kinds", "syntax"),
     ("parser", "format", "parsed"),
     ("topology", "ir", "cycles", "dtypes", "routes"),
-    ("plans", "route_laws"),
+    ("plans", "dispatches", "route_laws"),
     ("plan",),
     ("resolve", "cost", "checks"),
     ("lower",),

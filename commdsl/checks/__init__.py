@@ -20,13 +20,15 @@ from commdsl.checks.memory import memory
 from commdsl.checks.overlap import overlapping_writes
 from commdsl.checks.plans import over_capacity, too_large, too_many_copies
 from commdsl.checks.promises import repeated_promises
-from commdsl.checks.roles import broken_roles, unused_roles
+from commdsl.checks.roles import broken_roles, roles_of_dispatch, unused_roles
+from commdsl.checks.routes import lost_rows, not_identity, overlapping_rows, wrong_keys
 from commdsl.checks.size_classes import unequal_sizes
 from commdsl.checks.synchronization import synchronization
 from commdsl.checks.topology import missing_links
 from commdsl.checks.undefined import undefined_reads
 from commdsl.checks.useless import useless_statements
 from commdsl.diagnostics import Diagnostic, Severity
+from commdsl.dispatches import Dispatch
 from commdsl.ir import Schedule
 from commdsl.plan import Plan
 from commdsl.plans import DispatchPlan, Routing
@@ -35,7 +37,8 @@ from commdsl.syntax import File
 Rule: TypeAlias = Callable[[Located], Iterator[Diagnostic]]
 FileRule: TypeAlias = Callable[[tuple[File, ...]], Iterator[Diagnostic]]
 PlanRule: TypeAlias = Callable[[Schedule, Plan], Iterator[Diagnostic]]
-DispatchRule: TypeAlias = Callable[[DispatchPlan], Iterator[Diagnostic]]
+DispatchRule: TypeAlias = Callable[[Dispatch], Iterator[Diagnostic]]
+DispatchPlanRule: TypeAlias = Callable[[DispatchPlan], Iterator[Diagnostic]]
 RoutingRule: TypeAlias = Callable[[DispatchPlan, Routing], Iterator[Diagnostic]]
 AnyRule = TypeVar("AnyRule")
 
@@ -52,9 +55,16 @@ PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,), (memory,))
 
 FILE_RULES: tuple[tuple[FileRule, ...], ...] = ((unused_roles,),)
 
-DISPATCH_RULES: tuple[tuple[DispatchRule, ...], ...] = ((too_large,),)
+DISPATCH_RULES: tuple[tuple[DispatchRule, ...], ...] = ((roles_of_dispatch,),)
 
-ROUTING_RULES: tuple[tuple[RoutingRule, ...], ...] = ((too_many_copies, over_capacity),)
+DISPATCH_PLAN_RULES: tuple[tuple[DispatchPlanRule, ...], ...] = ((too_large,),)
+
+ROUTING_RULES: tuple[tuple[RoutingRule, ...], ...] = (
+    (too_many_copies, over_capacity),
+    (lost_rows,),
+    (overlapping_rows,),
+    (not_identity, wrong_keys),
+)
 
 
 def check_files(files: tuple[File, ...]) -> tuple[Diagnostic, ...]:
@@ -73,9 +83,14 @@ def check_plan(schedule: Schedule, plan: Plan) -> tuple[Diagnostic, ...]:
     return _run(PLAN_RULES, lambda rule: rule(schedule, plan))
 
 
+def check_dispatch(dispatch: Dispatch) -> tuple[Diagnostic, ...]:
+    """As `check_schedule`, for the laws on a dispatch that hold whatever its tables say."""
+    return _run(DISPATCH_RULES, lambda rule: rule(dispatch))
+
+
 def check_dispatch_plan(plan: DispatchPlan) -> tuple[Diagnostic, ...]:
     """As `check_schedule`, for the laws on a dispatch plan that need no routes."""
-    return _run(DISPATCH_RULES, lambda rule: rule(plan))
+    return _run(DISPATCH_PLAN_RULES, lambda rule: rule(plan))
 
 
 def check_routing(plan: DispatchPlan, routes: Routing) -> tuple[Diagnostic, ...]:

@@ -112,6 +112,6 @@ def piece_span(plan: DispatchPlan, shard: int) -> Span:
 def name_of(plan: DispatchPlan, shard: int) -> str:
     """A shard as a message names it."""
     piece = plan.pieces[int(plan.piece[shard])]
-    which = f"shard {shard - piece.first_shard}" if piece.num_shards > 1 else "this"
-    document = f" of `{piece.name}`" if piece.name else ""
-    return f"{which}{document} on rank {plan.shards.rank[shard]}"
+    document = f"`{piece.name}`" if piece.name else "this document"
+    which = f"shard {shard - piece.first_shard} of {document}" if piece.num_shards > 1 else document
+    return f"{which} on rank {plan.shards.rank[shard]}"

@@ -11,8 +11,10 @@ from itertools import pairwise
 
 from commdsl.checks.locations import Located
 from commdsl.diagnostics import Diagnostic, Label
+from commdsl.dispatches import Dispatch
 from commdsl.ir import RoleSet
-from commdsl.syntax import File, On, RolesDecl, ScheduleDecl
+from commdsl.syntax import DispatchDecl, File, On, RolesDecl, ScheduleDecl
+from commdsl.topology import Topology
 
 COMPUTE = "compute"
 """The role of the caller's own kernels: no schedule need run on it."""
@@ -20,9 +22,17 @@ COMPUTE = "compute"
 
 def broken_roles(located: Located) -> Iterator[Diagnostic]:
     """One message per set of roles."""
-    schedule = located.schedule
-    for roles in schedule.roles:
-        fault = _broken(roles, schedule.topology.num_sms, schedule.topology.name)
+    yield from _broken_sets(located.schedule.roles, located.schedule.topology)
+
+
+def roles_of_dispatch(dispatch: Dispatch) -> Iterator[Diagnostic]:
+    """As `broken_roles`."""
+    yield from _broken_sets(dispatch.roles, dispatch.topology)
+
+
+def _broken_sets(role_sets: tuple[RoleSet, ...], topology: Topology) -> Iterator[Diagnostic]:
+    for roles in role_sets:
+        fault = _broken(roles, topology.num_sms, topology.name)
         if fault is not None:
             yield fault
 
@@ -65,17 +75,18 @@ def _gap(roles: RoleSet, num_sms: int, topology: str) -> Diagnostic | None:
 
 
 def unused_roles(files: tuple[File, ...]) -> Iterator[Diagnostic]:
-    """C413, for the main file, which may hold a library of roles without schedules: a role that no schedule runs on."""
+    """C413, for the main file, which may hold a library of roles alone: a role that no schedule runs on."""
     used = {
         statement.role.text
         for file in files
         for item in file.items
-        if isinstance(item, ScheduleDecl)
+        if isinstance(item, ScheduleDecl | DispatchDecl)
         for statement in item.body
         if isinstance(statement, On)
     }
     for item in files[0].items:
-        if not isinstance(item, RolesDecl) or not any(isinstance(other, ScheduleDecl) for other in files[0].items):
+        runs = any(isinstance(other, ScheduleDecl | DispatchDecl) for other in files[0].items)
+        if not isinstance(item, RolesDecl) or not runs:
             continue
         for role in item.roles:
             if role.name.text != COMPUTE and role.name.text not in used:

@@ -1,13 +1,13 @@
 """Turns a syntax fault into one diagnostic in the user's words.
 
 Assumes nothing but the fault: where parsing stopped and what could have stood there. Does not parse. It tries a table
-of common mistakes, most telling first, before the general answer.
+of common mistakes, most telling first, before the general answer of `unexpected`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
 from commdsl.diagnostics import Diagnostic, Label
@@ -19,16 +19,14 @@ from commdsl.parser.syntax_fault import (
     A_TIME,
     CLOSERS,
     COMPARISONS,
-    END,
     ITEMS,
     OPERATORS,
-    PLAIN,
     RESERVED,
-    STATEMENTS,
     Fault,
     Sign,
     shorten,
 )
+from commdsl.parser.unexpected import unexpected
 from commdsl.source import Source, Span
 
 
@@ -38,7 +36,7 @@ def explain(fault: Fault) -> Diagnostic:
         diagnostic = mistake(fault)
         if diagnostic is not None:
             return diagnostic
-    return _unexpected(fault)
+    return unexpected(fault)
 
 
 def too_deep(span: Span, limit: int) -> Diagnostic:
@@ -212,11 +210,19 @@ def _chained_comparison(fault: Fault) -> Diagnostic | None:
 
 def _fixed_ranks(fault: Fault) -> Diagnostic | None:
     before, after = fault.sign(-1), fault.sign(1)
-    if not fault.word.isdigit() or before is None or before.text != "for" or after is None or after.text != "ranks":
+    if before is None or before.text != "for" or after is None or after.text != "ranks":
         return None
-    help = f"write `for P ranks where P == {fault.word}`, or leave the condition out and say `--ranks {fault.word}`"
-    label = Label(fault.here, "expected a name")
-    return Diagnostic("C008", "the number of ranks is a name, not a number", label, help=help)
+    if fault.word.isdigit():
+        what = "the number of ranks is a name, not a number"
+        number = (
+            f"write `for P ranks where P == {fault.word}`, or leave the condition out and say `--ranks {fault.word}`"
+        )
+        help = "write `for P ranks`: a dispatch is for any number" if _text(fault, -3) == "dispatch" else number
+        return Diagnostic("C008", what, Label(fault.here, "expected a name"), help=help)
+    if fault.expected == {A_NUMBER}:
+        help = "the ranks of a plan are written out, for example `for 4 ranks`"
+        return Diagnostic("C008", "a plan is for a number of ranks", Label(fault.here, "expected a number"), help=help)
+    return None
 
 
 def _call_of_range(fault: Fault) -> Diagnostic | None:
@@ -234,21 +240,6 @@ def _call_of_range(fault: Fault) -> Diagnostic | None:
 def _text(fault: Fault, offset: int) -> str:
     sign = fault.sign(offset)
     return sign.text if sign is not None else ""
-
-
-_ELSEWHERE = {
-    "plan": "a dispatch plan",
-    "dispatch": "a routed dispatch",
-    "combine": "the inverse of a routed dispatch",
-}
-
-
-def _later(fault: Fault) -> Diagnostic | None:
-    if fault.word not in _ELSEWHERE or "schedule" not in fault.expected:
-        return None
-    label = Label(fault.here, f"{_ELSEWHERE[fault.word]} is not of this version's language")
-    help = "a file holds `use`, `topology`, `roles` and `schedule`"
-    return Diagnostic("C009", f"`{fault.word}` is not supported", label, help=help)
 
 
 _FROM_ELSEWHERE = {
@@ -269,6 +260,9 @@ _FROM_ELSEWHERE = {
     "elsif": "else if",
     "from": "in",
     "gpus": "ranks",
+    "document": "doc",
+    "seq": "doc",
+    "sequence": "doc",
 }
 
 
@@ -327,61 +321,10 @@ _MISTAKES: tuple[Callable[[Fault], Diagnostic | None], ...] = (
     _chained_comparison,
     _fixed_ranks,
     _call_of_range,
-    _later,
     _misspelt,
     _reserved_name,
     _missing_block,
 )
-
-
-# --- the general answer -----------------------------------------------------------------------------------------------
-
-
-def _unexpected(fault: Fault) -> Diagnostic:
-    wanted = _listed(list(_wanted(fault)))
-    starts_something = fault.word in RESERVED or fault.word in CLOSERS.values()
-    missing = fault.sign() is None or ((starts_something or fault.on_a_new_line) and not _starts_statement(fault))
-    label = Label(fault.behind, f"expected {wanted} here") if missing else Label(fault.here, f"expected {wanted}")
-    help = "numbers are integers" if re.fullmatch(r"[0-9]+\.[0-9]+", fault.word) else ""
-    if fault.word == "," and fault.wants_expression and ")" in fault.expected:
-        help = "the ranks of a cycle stand side by side, `(0 1 2)`"
-    elif fault.word == "for" and "->" in fault.expected:
-        help = "only `reduce` takes a list of sources"
-    headline = f"expected {wanted}, got {fault.got}"
-    if len(headline) > 70:
-        headline = f"{fault.got} cannot stand here"
-    return Diagnostic("C002", headline, label, help=help)
-
-
-def _starts_statement(fault: Fault) -> bool:
-    """A statement could start here, so nothing is missing before it: the word itself is wrong."""
-    return all(word in fault.expected for word in STATEMENTS) or all(word in fault.expected for word in ITEMS)
-
-
-def _wanted(fault: Fault) -> Iterator[str]:
-    """What could have stood there, in the user's words, the more telling first; operators if nothing else could."""
-    expected = set(fault.expected)
-    if fault.wants_expression:
-        expected -= {A_NAME, A_NUMBER, *OPERATORS}
-        yield "an expression"
-    if all(word in expected for word in STATEMENTS):
-        expected -= RESERVED
-        yield "a statement"
-    elif all(word in expected for word in ITEMS):
-        expected -= {*ITEMS, END}
-        yield "`schedule`, `topology`, `roles` or `use`"
-    rest = sorted(expected - OPERATORS)
-    yield from (word for word in PLAIN if word in rest)
-    yield from (f"`{word}`" for word in rest if word not in PLAIN)
-    if not rest and not fault.wants_expression:
-        yield from (f"`{word}`" for word in sorted(expected & {"(", "["}))
-        if expected & {"+", "=="}:
-            yield "an operator"
-
-
-def _listed(words: list[str]) -> str:
-    shown = words[:4]
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}" if shown else "something else"
 
 
 def _starts_line(source: Source, sign: Sign) -> bool:

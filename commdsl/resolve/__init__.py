@@ -12,11 +12,13 @@ from typing import TypeVar
 
 from commdsl import syntax as syn
 from commdsl.diagnostics import Diagnostic, Severity
+from commdsl.dispatches import Combine, Dispatch
 from commdsl.ir import Buffer, Contract, RoleSet, Schedule, Step, Tuning, Yield
 from commdsl.plans import DispatchPlan
 from commdsl.resolve import machines
 from commdsl.resolve.contracts import contracts
 from commdsl.resolve.cycle_sets import cycle_set
+from commdsl.resolve.dispatches import build_combine, build_dispatch
 from commdsl.resolve.evaluate import Cycle, Cycles, Evaluator, Value
 from commdsl.resolve.faults import Faults, Poisoned, nearest
 from commdsl.resolve.names import check_names, duplicates
@@ -56,7 +58,7 @@ def resolve(
     """
     faults = Faults()
     _topologies(files, faults)
-    _check_once(_items(files, syn.ScheduleDecl), "schedule", faults)
+    _check_ops(files, faults)
     role_sets = _role_sets(files, faults)
     check_names(decl, tuple(name for roles in role_sets for name, _, _ in roles.roles), faults)
     faults.drop_warnings()
@@ -93,12 +95,47 @@ def plan_warnings(decl: syn.PlanDecl) -> tuple[Diagnostic, ...]:
     return tuple(diagnostic for diagnostic in faults.found if diagnostic.severity is Severity.WARNING)
 
 
+def dispatch(files: tuple[File, ...], decl: syn.DispatchDecl, ranks: int, topology: Topology) -> Dispatch:
+    """What a dispatch means. Raises CommError with every fault of it, and of the machines and roles beside it."""
+    faults = Faults()
+    _topologies(files, faults)
+    _check_ops(files, faults)
+    found = build_dispatch(decl, ranks, topology, _role_sets(files, faults), faults)
+    faults.raise_if_any()
+    assert found is not None
+    return found
+
+
+def combines(files: tuple[File, ...]) -> tuple[Combine, ...]:
+    """Every `combine` of the first file. Raises CommError with all their faults."""
+    faults = Faults()
+    _check_ops(files, faults)
+    decls, dispatches = _items(files[:1], syn.CombineDecl), _items(files[:1], syn.DispatchDecl)
+    found = tuple(build_combine(decl, dispatches, faults) for decl in decls)
+    faults.raise_if_any()
+    return found
+
+
+def _check_ops(files: tuple[File, ...], faults: Faults) -> None:
+    """What becomes an op has a name of its own."""
+    ops = [item for file in files for item in file.items]
+    named = [item for item in ops if isinstance(item, syn.ScheduleDecl | syn.DispatchDecl | syn.CombineDecl)]
+    if all(isinstance(item, syn.ScheduleDecl) for item in named):
+        _check_once(named, "schedule", faults)
+    else:
+        _check_once(named, "op", faults)
+
+
 def _items(files: tuple[File, ...], kind: type[T]) -> list[T]:
     return [item for file in files for item in file.items if isinstance(item, kind)]
 
 
 def _check_once(
-    decls: Sequence[syn.TopologyDecl | syn.RolesDecl | ScheduleDecl | syn.PlanDecl], what: str, faults: Faults
+    decls: Sequence[
+        syn.TopologyDecl | syn.RolesDecl | ScheduleDecl | syn.PlanDecl | syn.DispatchDecl | syn.CombineDecl
+    ],
+    what: str,
+    faults: Faults,
 ) -> None:
     named = dict[str, list[Span]]()
     for decl in decls:
