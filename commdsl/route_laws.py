@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from commdsl.routes import NOWHERE, KeyStretches, Longs, Mask, Needs, Routes, Shards
+from commdsl.routes import NOWHERE, KeyStretches, Longs, Mask, Needs, Routes, Shards, first_equal, stable_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,8 @@ def nobody(routes: Routes) -> Offences:
 
 def in_order(rank: Longs, row: Longs, length: Longs) -> Longs:
     """The order in which runs lie on their ranks; a run without rows before the one that begins where it lies."""
-    return np.lexsort((length > 0, row, rank))
+    order = np.argsort(2 * row + (length > 0), kind="stable")
+    return order[stable_order(rank[order])]
 
 
 def not_tiling(routes: Routes) -> Offences:
@@ -55,7 +56,7 @@ def not_tiling(routes: Routes) -> Offences:
     order = in_order(routes.dest, routes.dest_row, routes.length)
     length, dest = routes.length[order], routes.dest[order]
     before = np.cumsum(length) - length
-    expected = before - before[np.searchsorted(dest, dest)] if len(order) else before
+    expected = before - before[first_equal(dest)]
     wrong = np.flatnonzero(expected != routes.dest_row[order])
     # In the order of the table, so that the first named is the first written.
     wrong = wrong[np.argsort(order[wrong])]
@@ -67,7 +68,7 @@ def not_placed(routes: Routes) -> Offences:
     order = np.lexsort((routes.place, routes.length > 0, routes.dest_row, routes.dest))
     dest = routes.dest[order]
     expected = np.empty(routes.num, np.int64)
-    expected[order] = np.arange(routes.num) - np.searchsorted(dest, dest)
+    expected[order] = np.arange(routes.num) - first_equal(dest)
     return _differ(expected, routes.place)
 
 
@@ -108,7 +109,7 @@ def wrong_context(length: Longs, document: Longs, position: Longs, context: Long
     names = document[order]
     before = np.cumsum(length[order]) - length[order]
     expected = np.empty(len(order), np.int64)
-    expected[order] = before - before[np.searchsorted(names, names)] if len(order) else before
+    expected[order] = before - before[first_equal(names)]
     return _differ(expected, context)
 
 

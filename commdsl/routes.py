@@ -121,12 +121,30 @@ def totals(key: Longs, value: Longs, size: int) -> Longs:
 
 def running_sum(key: Longs, value: Longs) -> Longs:
     """For each entry the sum of `value` over the entries before it with the same key."""
-    order = np.argsort(key, kind="stable")
+    order = stable_order(key)
     sorted_key, sorted_value = key[order], value[order]
     before = np.cumsum(sorted_value) - sorted_value
     found = np.empty(len(key), np.int64)
-    found[order] = before - before[np.searchsorted(sorted_key, sorted_key)] if len(key) else before
+    found[order] = before - before[first_equal(sorted_key)]
     return found
+
+
+def stable_order(key: Longs) -> Longs:
+    """The order of `key`, equal ones as they stand. Ranks and copies, a small range, are sorted in linear time."""
+    if not len(key) or bool((key[1:] >= key[:-1]).all()):
+        return np.arange(len(key))
+    low = key.min()
+    if key.max() - low < 2**16:
+        # numpy sorts 16 bits by radix.
+        return np.argsort((key - low).astype(np.uint16), kind="stable")
+    return np.argsort(key, kind="stable")
+
+
+def first_equal(sorted_key: Longs) -> Longs:
+    """For each entry of a sorted array the index of the first that equals it."""
+    here = np.arange(len(sorted_key))
+    here[1:][sorted_key[1:] == sorted_key[:-1]] = 0
+    return np.maximum.accumulate(here)
 
 
 def needs(document: Longs, position: Longs, mask: Mask) -> Needs:
@@ -136,9 +154,9 @@ def needs(document: Longs, position: Longs, mask: Mask) -> Needs:
     """
     order = np.lexsort((position, document))
     names = document[order]
-    first = np.searchsorted(names, names)
-    last = np.searchsorted(names, names, side="right")
+    first = first_equal(names)
     here = np.arange(len(order))
+    last = first + np.bincount(first, minlength=len(order))[first]
     begin = here if mask is Mask.CAUSAL else first
     count = last - begin
     key = np.repeat(here, count)
@@ -230,13 +248,19 @@ def _copies(pairs: Needs, sent: NDArray[np.bool_], key: Longs, sharing: Sharing)
 
 
 def back(routes: Routes, shards: Shards) -> Routes:
-    """The way back: to where a run came from, one whole tensor of the source rank per copy, copy after copy."""
-    order = np.lexsort((routes.place, routes.dest))
+    """The way back: to where a run came from, one whole tensor of the source rank per copy, copy after copy.
+
+    Runs are in the order in which they lie on their ranks.
+    """
+    arrived = np.bincount(routes.dest, minlength=routes.num_ranks)
+    order = np.empty(routes.num, np.int64)
+    order[(np.cumsum(arrived) - arrived)[routes.dest] + routes.place] = np.arange(routes.num)
     dest = routes.source[order]
     dest_row = routes.copy[order] * shards.rows[dest] + routes.source_row[order]
-    by_place = np.lexsort((routes.shard[order], routes.copy[order]))
+    # Runs stand by shard and copy: a stable order by copy is one by copy and shard, that of the rows there.
+    by_copy = stable_order(routes.copy)
     place = np.empty(routes.num, np.int64)
-    place[by_place] = running_sum(dest[by_place], np.ones_like(dest))
+    place[by_copy] = running_sum(routes.source[by_copy], np.ones_like(dest))
     return Routes(
         routes.num_ranks,
         routes.dest[order],
@@ -246,5 +270,5 @@ def back(routes: Routes, shards: Shards) -> Routes:
         routes.length[order],
         routes.shard[order],
         routes.copy[order],
-        place,
+        place[order],
     )

@@ -16,6 +16,7 @@ from commdsl.dispatch import layout
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.form import refuse
 from commdsl.dispatch.metadata import AttentionLayout
+from commdsl.route_laws import in_order
 from commdsl.routes import NOWHERE, Longs, Mask, Routes, Shards
 
 
@@ -89,7 +90,7 @@ def _equal(given: dict[str, Longs], name: str, expected: Longs, law: str) -> Non
 
 def _runs(keys: Routes) -> _Runs:
     real = np.flatnonzero(keys.length > 0)
-    real = real[np.lexsort((keys.dest_row[real], keys.dest[real]))]
+    real = real[in_order(keys.dest[real], keys.dest_row[real], keys.length[real])]
     base = np.concatenate([[0], np.cumsum(keys.counts.sum(axis=1))])
     # The routes tile: every run begins where the one before it ends, on the next rank where that one was the last.
     begin = np.concatenate([[0], np.cumsum(keys.length[real])])

@@ -12,7 +12,7 @@ import torch
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.metadata import AttentionLayout, Metadata
 from commdsl.route_laws import in_order
-from commdsl.routes import NOWHERE, Longs, Routes, Shards
+from commdsl.routes import NOWHERE, Longs, Routes, Shards, first_equal
 
 INTEGERS = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.uint32, torch.uint64)
 
@@ -43,7 +43,7 @@ def forward(shards: Shards, routes: Routes, num_seqs: Longs, copies: int | None)
     slots = 1 if copies is None else copies
     cell = shards.rank * width + shards.local
     at = cell[routes.shard] * slots + routes.copy
-    dest, row = np.full(shards.num_ranks * width * slots, NOWHERE, np.int64), np.zeros(0, np.int64)
+    dest = np.full(shards.num_ranks * width * slots, NOWHERE, np.int64)
     row = np.zeros_like(dest)
     dest[at], row[at] = routes.dest, routes.dest_row
     length = np.zeros(shards.num_ranks * width, np.int64)
@@ -115,5 +115,5 @@ def routes_of(dest: Longs, row: Longs, shards: Shards) -> Routes:
     to, at, length = dest[shard, copy], row[shard, copy], shards.length[shard]
     order = in_order(to, at, length)
     place = np.empty(len(to), np.int64)
-    place[order] = np.arange(len(to)) - np.searchsorted(to[order], to[order])
+    place[order] = np.arange(len(to)) - first_equal(to[order])
     return Routes(shards.num_ranks, shards.rank[shard], shards.row[shard], to, at, length, shard, copy, place)

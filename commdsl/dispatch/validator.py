@@ -136,8 +136,18 @@ def _rows_back(tables: Tables, real: NDArray[np.bool_], expected: Routes) -> Non
 
 
 def _lying(rank: Longs, begin: Longs, length: Longs, dest: Longs, row: Longs) -> Longs:
-    """The order of runs on their ranks, the same whatever the order of those without rows was."""
-    return np.lexsort((row, dest, length > 0, begin, rank))
+    """The order of runs on their ranks, the same whatever the order of those without rows was.
+
+    Runs stand by rank and first row; only those that begin at one row, as runs without rows do, are sorted.
+    """
+    tied = np.zeros(len(rank), np.bool_)
+    tied[1:] = (rank[1:] == rank[:-1]) & (begin[1:] == begin[:-1])
+    group = np.cumsum(~tied)
+    tied[:-1] |= tied[1:]
+    some = np.flatnonzero(tied)
+    order = np.arange(len(rank))
+    order[some] = some[np.lexsort((row[some], dest[some], length[some] > 0, group[some]))]
+    return order
 
 
 def _same_shards(queries: Tables, keys: Tables) -> None:
