@@ -136,7 +136,7 @@ def choose_dispatch(files: tuple[File, ...], name: str | None) -> DispatchDecl:
 
 def _named(found: tuple[Decl, ...], name: str | None, what: str, files: tuple[File, ...]) -> Decl:
     named = [decl for decl in found if name in (None, decl.name.text)]
-    if len(named) == 1:
+    if len(named) == 1 or (named and name):  # that two have one name is for `resolve` to say
         return named[0]
     whole = Span(files[0].source, 0, 0)
     have = ", ".join(f"`{decl.name.text}`" for decl in found) or "none"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from commdsl import compiler
+from commdsl import compiler, resolve
 from commdsl.diagnostics import CommError, Diagnostic
+from commdsl.syntax import CombineDecl, DispatchDecl, File, PlanDecl
 
 TESTS = Path(__file__).parent
 FAULTS = TESTS / "faults"
@@ -46,12 +48,29 @@ def options(text: str) -> Options:
 
 def diagnostics(text: str, name: str) -> tuple[Diagnostic, ...]:
     """Everything `commdsl check` says about a text that stands among the fault files."""
-    given = options(text)
     try:
         files = compiler.read_text(text, name, FAULTS)
-        return compiler.check(files, ranks=given.ranks, on=given.on, params=given.params).warnings
+        resolve.combines(files)
     except CommError as error:
         return error.diagnostics
+    found: dict[Diagnostic, None] = {}
+    for check in checks(files, options(text)):
+        try:
+            found |= dict.fromkeys(check())
+        except CommError as error:
+            found |= dict.fromkeys(error.diagnostics)
+    return tuple(found)
+
+
+def checks(files: tuple[File, ...], given: Options) -> Iterator[Callable[[], tuple[Diagnostic, ...]]]:
+    """One call for each plan and dispatch of a file, and one for its schedules, where it has them or nothing else."""
+    for plan in dict.fromkeys(decl.name.text for decl in compiler.plans(files)):
+        yield lambda plan=plan: compiler.check_plan(files, plan).warnings
+    for name in dict.fromkeys(decl.name.text for decl in compiler.dispatches(files)):
+        yield lambda name=name: compiler.check_dispatch(files, name, given.ranks, given.on).warnings
+    others = any(isinstance(item, PlanDecl | DispatchDecl | CombineDecl) for item in files[0].items)
+    if compiler.schedules(files) or not others:
+        yield lambda: compiler.check(files, ranks=given.ranks, on=given.on, params=given.params).warnings
 
 
 def expected(text: str) -> list[tuple[int, str, str]]:

@@ -1,4 +1,4 @@
-"""Turns files into a verdict: which schedules are proved for which numbers of ranks, or every fault in them.
+"""Turns files into a verdict: which schedules, plans and dispatches are proved for which ranks, or every fault in them.
 
 Assumes nothing of the files. Does not build or run a kernel.
 """
@@ -7,49 +7,65 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from commdsl import diagnostics
-from commdsl.commands import output
+from commdsl import compiler, diagnostics
+from commdsl.commands import dispatch_jobs, output
 from commdsl.commands.arguments import Target
-from commdsl.commands.jobs import Outcome, has_errors, merge, plan_jobs, prove_all
+from commdsl.commands.dispatch_jobs import Proof
+from commdsl.commands.jobs import Outcome, has_errors, jobs_of, merge, prove_all
 from commdsl.commands.output import Exit
 from commdsl.diagnostics import CommError
 
 
 def check(paths: tuple[Path, ...], target: Target, schedule: str | None, *, as_json: bool, concise: bool) -> Exit:
-    """Proves every schedule of every file; with none in a file, its topologies and cycles are read all the same."""
+    """Proves every schedule, plan and dispatch of every file, or the one schedule that is named; with none in a file,
+    its topologies and cycles are read all the same.
+    """
     try:
-        jobs = plan_jobs(paths, target, schedule)
+        read = [(path, compiler.read(path)) for path in paths]
+        jobs = tuple(job for path, files in read for job in jobs_of(path, files, target, schedule))
+        further = (
+            [] if schedule else [job for path, files in read for job in dispatch_jobs.jobs_of(path, files, target)]
+        )
     except CommError as error:
         return report((), error.diagnostics, as_json=as_json, concise=concise)
     outcomes: list[Outcome] = []
-    with output.progress("reading", len(jobs)) as advance:
+    proofs: list[Proof] = []
+    with output.progress("reading", len(jobs) + len(further)) as advance:
         for outcome in prove_all(jobs, target, emit=False):
             outcomes.append(outcome)
             advance(f"{outcome.job.schedule} for {outcome.job.ranks} ranks")
-    return report(tuple(outcomes), merge(outcomes), as_json=as_json, concise=concise, paths=paths)
+        for job in further:
+            proofs.append(dispatch_jobs.prove(job, target))
+            advance(f"{job.name} for {job.ranks} ranks")
+    found = merge((*outcomes, *proofs))
+    return report(tuple(outcomes), found, tuple(proofs), as_json=as_json, concise=concise, paths=paths)
 
 
 def report(
     outcomes: tuple[Outcome, ...],
     found: tuple[diagnostics.Diagnostic, ...],
+    proofs: tuple[Proof, ...] = (),
     *,
     as_json: bool,
     concise: bool,
     paths: tuple[Path, ...] = (),
 ) -> Exit:
-    """One line per proved schedule on standard output; the faults on standard error."""
+    """One line per proved schedule, plan and dispatch on standard output; the faults on standard error."""
     if as_json:
         proved = [to_json(outcome) for outcome in outcomes if outcome.checked]
+        proved += [dispatch_jobs.to_json(proof) for proof in proofs if proof.checked]
         output.say_json({"proved": proved, "diagnostics": [diagnostics.to_json(d) for d in found]})
     else:
         for line in summary(outcomes):
             output.say(line)
+        for name, words in dispatch_jobs.summary(proofs):
+            output.say(f"{output.style('✓', 'good')} {name}: {words}")
         if concise:
             for diagnostic in found:
                 output.tell(diagnostics.render_concise(diagnostic))
         else:
             output.show_diagnostics(found)
-        if not outcomes and not found:
+        if not outcomes and not proofs and not found:
             names = ", ".join(map(str, paths))
             output.say(f"{names}: no schedule; the rest reads well")
     return Exit.DIAGNOSTICS if has_errors(found) else Exit.FINE

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from commdsl import compiler, resolve
 from commdsl.commands.arguments import Target, UsageError
@@ -46,15 +47,16 @@ class Outcome:
 
 def plan_jobs(paths: Iterable[Path], target: Target, schedule: str | None = None) -> tuple[Job, ...]:
     """The jobs in the order of files, schedules, ranks. Raises CommError for a file that cannot be read as syntax."""
-    found: list[Job] = []
-    for path in paths:
-        files = compiler.read(path)
-        resolve.topologies(files)
-        names = [decl.name.text for decl in compiler.schedules(files)]
-        if schedule is not None:
-            names = [compiler.choose(files, schedule).name.text]
-        found += [Job(path, files, name, ranks) for name in names for ranks in rank_counts(files, target)]
-    return tuple(found)
+    return tuple(job for path in paths for job in jobs_of(path, compiler.read(path), target, schedule))
+
+
+def jobs_of(path: Path, files: tuple[File, ...], target: Target, schedule: str | None = None) -> tuple[Job, ...]:
+    """As `plan_jobs`, for one file that was read already."""
+    resolve.topologies(files)
+    names = list(dict.fromkeys(decl.name.text for decl in compiler.schedules(files)))
+    if schedule is not None:
+        names = [compiler.choose(files, schedule).name.text]
+    return tuple(Job(path, files, name, ranks) for name in names for ranks in rank_counts(files, target))
 
 
 def rank_counts(files: tuple[File, ...], target: Target) -> tuple[int, ...]:
@@ -95,7 +97,22 @@ def prove_all(jobs: Iterable[Job], target: Target, *, emit: bool) -> Iterator[Ou
             yield outcome
 
 
-def merge(outcomes: Iterable[Outcome]) -> tuple[Diagnostic, ...]:
+class HasRanks(Protocol):
+    @property
+    def ranks(self) -> int: ...
+
+
+class Judged(Protocol):
+    """What came of a job of any kind."""
+
+    @property
+    def job(self) -> HasRanks: ...
+
+    @property
+    def diagnostics(self) -> tuple[Diagnostic, ...]: ...
+
+
+def merge(outcomes: Iterable[Judged]) -> tuple[Diagnostic, ...]:
     """Every diagnostic once: a mistake found for several numbers of ranks is shown for the first of them."""
     first: dict[tuple[str, str, int], tuple[Diagnostic, list[int]]] = {}
     for outcome in outcomes:

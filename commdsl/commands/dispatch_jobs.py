@@ -1,0 +1,131 @@
+"""Turns files into jobs, one per plan of a dispatch and one per dispatch and number of ranks, and a job into its proof.
+
+Assumes `compiler` for all stages. Does not print; what is said of a proof, as a line or as JSON, is part of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias, assert_never
+
+from commdsl import compiler, resolve
+from commdsl.commands.arguments import Target
+from commdsl.commands.jobs import rank_counts
+from commdsl.commands.output import count
+from commdsl.compiler import CheckedDispatch, CheckedPlan
+from commdsl.diagnostics import CommError, Diagnostic
+from commdsl.syntax import File
+
+
+@dataclass(frozen=True, slots=True)
+class PlanJob:
+    """One plan of one file; it says itself for how many ranks."""
+
+    path: Path
+    files: tuple[File, ...]
+    name: str
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchJob:
+    """One dispatch of one file, for one number of ranks."""
+
+    path: Path
+    files: tuple[File, ...]
+    name: str
+    ranks: int
+
+
+AnyJob: TypeAlias = PlanJob | DispatchJob
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """What came of a job: `checked` is None where the proof failed; then `diagnostics` has an error."""
+
+    job: AnyJob
+    checked: CheckedPlan | CheckedDispatch | None
+    diagnostics: tuple[Diagnostic, ...]
+    seconds: float = field(compare=False)
+
+
+def jobs_of(path: Path, files: tuple[File, ...], target: Target) -> tuple[AnyJob, ...]:
+    """The jobs in the order of kinds, names, ranks. Raises CommError for a `combine` that inverts nothing."""
+    resolve.combines(files)
+    plans = {decl.name.text: decl.ranks.value for decl in compiler.plans(files)}
+    names = dict.fromkeys(decl.name.text for decl in compiler.dispatches(files))
+    return (
+        *(PlanJob(path, files, name, ranks) for name, ranks in plans.items()),
+        *(DispatchJob(path, files, name, ranks) for name in names for ranks in rank_counts(files, target)),
+    )
+
+
+def prove(job: AnyJob, target: Target) -> Proof:
+    start = time.perf_counter()
+    checked: CheckedPlan | CheckedDispatch
+    try:
+        match job:
+            case PlanJob():
+                checked = compiler.check_plan(job.files, job.name)
+            case DispatchJob():
+                checked = compiler.check_dispatch(job.files, job.name, job.ranks, target.on)
+            case _:
+                assert_never(job)
+    except CommError as error:
+        return Proof(job, None, error.diagnostics, time.perf_counter() - start)
+    return Proof(job, checked, checked.warnings, time.perf_counter() - start)
+
+
+def summary(proofs: Iterable[Proof]) -> list[tuple[str, str]]:
+    """Name and `proved for ...`, one pair for each plan and dispatch."""
+    groups: dict[tuple[Path, type, str], list[Proof]] = {}
+    for proof in proofs:
+        if proof.checked is not None:
+            groups.setdefault((proof.job.path, type(proof.job), proof.job.name), []).append(proof)
+    return [(name, _line(group)) for (_, _, name), group in groups.items()]
+
+
+def _line(group: list[Proof]) -> str:
+    seconds = f"{sum(proof.seconds for proof in group):.2f} s"
+    ranks = ", ".join(str(proof.job.ranks) for proof in group)
+    match group[0].checked:
+        case CheckedPlan(plan, routing, _):
+            rows = [count(int(routing.queries.length.sum()), "query row")]
+            rows += [] if routing.keys is None else [count(int(routing.keys.length.sum()), "key row")]
+            shards = f"{count(len(set(plan.document.tolist())), 'document')}, {count(plan.shards.num, 'shard')}"
+            return f"proved for {ranks} ranks ({shards}, {', '.join(rows)}, {seconds})"
+        case CheckedDispatch(dispatch, combines, _):
+            back = "".join(f", inverted by {combine.name}" for combine in combines)
+            tensors = count(len(dispatch.tensors), "tensor")
+            return f"proved for {ranks} ranks on {dispatch.topology.name} ({tensors}{back}, {seconds})"
+        case _:
+            raise AssertionError("only what was proved has a line")
+
+
+def to_json(proof: Proof) -> dict[str, object]:
+    facts: dict[str, object] = {"file": str(proof.job.path)}
+    match proof.checked:
+        case CheckedPlan(plan, routing, _):
+            facts |= {
+                "plan": plan.name,
+                "ranks": plan.num_ranks,
+                "documents": len(set(plan.document.tolist())),
+                "shards": plan.shards.num,
+                "query_rows": int(routing.queries.length.sum()),
+                "key_rows": 0 if routing.keys is None else int(routing.keys.length.sum()),
+            }
+        case CheckedDispatch(dispatch, combines, _):
+            facts |= {
+                "dispatch": dispatch.name,
+                "ranks": dispatch.num_ranks,
+                "topology": dispatch.topology.name,
+                "tensors": [tensor.name for tensor in dispatch.tensors],
+                "combines": [combine.name for combine in combines],
+            }
+        case _:
+            raise AssertionError("only what was proved is listed")
+    return facts | {"seconds": round(proof.seconds, 4)}
