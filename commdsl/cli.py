@@ -75,13 +75,44 @@ def check(words: Words, ranks: Text, on: Text, schedule: Text, tune: Words, conc
     help="Which.",
 )
 @where
+@click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw who sends what to whom, of plans.")
 @as_json
-def show(words: Words, stage: str, ranks: Text, on: Text, schedule: Text, tune: Words, as_json: bool) -> None:
-    """Print one stage of a file."""
+def show(words: Words, stage: str, svg: Path | None, as_json: bool, **chosen: Any) -> None:
+    """Print one stage of a file; of dispatch plans who sends what to whom, and how even the loads are."""
     from commdsl.commands.show import Stage, show
 
     file, params = file_and_params(words)
-    leave(show(file, target(ranks, on, params, tune), schedule, Stage(stage), as_json=as_json))
+    wanted = target(chosen["ranks"], chosen["on"], params, chosen["tune"])
+    leave(show(file, wanted, chosen["schedule"], Stage(stage), svg=svg, as_json=as_json))
+
+
+@app.command()
+@click.argument("words", nargs=-1, required=True, metavar="LENGTHS...")
+@click.option(
+    "--ranks", type=click.IntRange(1), metavar="N", help="How many; those of the machine or plan unless said."
+)
+@click.option(
+    "--on", metavar="TOPOLOGY", help="A shipped topology, or a .comm file with one; a flat switch unless said."
+)
+@click.option("--out", "-o", type=click.Path(path_type=Path), metavar="FILE", help="Where to; printed unless said.")
+@click.option("--name", metavar="NAME", help="Of the plan.")
+@click.option("--mask", type=click.Choice(["causal", "full"]), help="What queries attend to; causal unless said.")
+@click.option(
+    "--tolerance", default="2%", show_default=True, metavar="SHARE", help="A rank's attention above the mean."
+)
+@click.option(
+    "--shortest", default=128, show_default=True, type=click.IntRange(1), metavar="TOKENS", help="Of a shard."
+)
+@click.option("--queries", type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
+@click.option("--keys", type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
+@click.option("--widths", default="8192,2048,2048", show_default=True, metavar="Q,K,V", help="Bytes of a row.")
+@click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw the plan.")
+@as_json
+def plan(words: Words, out: Path | None, svg: Path | None, as_json: bool, **chosen: Any) -> None:
+    """Balance attention: from document LENGTHS (numbers; files as text, CSV, JSON; or a plan) to a dispatch plan."""
+    from commdsl.commands.plan import parse, plan
+
+    leave(plan(words, parse(**chosen), out, svg, as_json=as_json))
 
 
 @app.command()

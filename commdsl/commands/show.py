@@ -1,20 +1,25 @@
 """Turns a file into the text of one stage: what was written, what it means, what is launched, what is compiled.
 
-Assumes nothing of the file; a fault found on the way is shown instead. Does not fold; `run` has the timeline.
+Assumes nothing of the file; a fault found on the way is shown instead. Does not fold; `run` has the timeline. What a
+dispatch plan means is a table and a picture; `show_plans` makes them.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from commdsl import compiler, diagnostics
 from commdsl.commands import dumps, output
-from commdsl.commands.arguments import Target
+from commdsl.commands.arguments import Target, UsageError
 from commdsl.commands.jobs import Job, Outcome, merge, only, plan_jobs, prove_all
 from commdsl.commands.output import Exit
 from commdsl.diagnostics import CommError
+from commdsl.syntax import File
+
+if TYPE_CHECKING:
+    from commdsl.commands.show_plans import ShownPlan
 
 
 class Stage(StrEnum):
@@ -25,28 +30,50 @@ class Stage(StrEnum):
     HOST = "host"
 
 
-def show(path: Path, target: Target, schedule: str | None, stage: Stage, *, as_json: bool) -> Exit:
-    """Prints one stage of every schedule of a file, for every number of ranks asked for."""
+def show(
+    path: Path, target: Target, schedule: str | None, stage: Stage, *, svg: Path | None = None, as_json: bool
+) -> Exit:
+    """Prints one stage of every schedule of a file, for every number of ranks asked for, and its dispatch plans."""
     try:
+        files = compiler.read(path)
         if stage is Stage.SYNTAX:
-            text = dumps.syntax_text(compiler.read(path))
+            text = dumps.syntax_text(files)
             output.say_json({"file": str(path), "stage": stage.value, "text": text}) if as_json else output.say(text)
             return Exit.FINE
-        jobs = plan_jobs((path,), target, schedule)
+        drawn = plans(files, path, target, schedule, stage, svg)
+        names_plan = schedule is not None and bool(drawn)
+        jobs = () if names_plan else plan_jobs((path,), target, schedule)
     except CommError as error:
         return fail(error.diagnostics, as_json=as_json)
-    only(jobs, "show")
+    if not drawn:
+        only(jobs, "show")
     outcomes = tuple(prove_all(jobs, target, emit=stage in (Stage.CUDA, Stage.HOST)))
     failed = [outcome for outcome in outcomes if outcome.checked is None]
     if failed:
         return fail(merge(failed), as_json=as_json)
     texts = [(outcome.job, render(outcome, stage)) for outcome in outcomes]
     if as_json:
-        output.say_json([to_json(job, stage, text) for job, text in texts])
+        output.say_json([*(to_json(job, stage, text) for job, text in texts), *(shown.json for shown in drawn)])
     else:
-        output.say("\n".join(text.rstrip("\n") for _, text in texts))
-        output.show_diagnostics(merge(outcomes))
+        output.say("\n".join([*(text.rstrip("\n") for _, text in texts), *(shown.text for shown in drawn)]))
+        output.show_diagnostics((*merge(outcomes), *(warning for shown in drawn for warning in shown.warnings)))
     return Exit.FINE
+
+
+def plans(
+    files: tuple[File, ...], path: Path, target: Target, name: str | None, stage: Stage, svg: Path | None
+) -> tuple[ShownPlan, ...]:
+    """The dispatch plans to show: that of the name, or all without one. They have no stage beyond `ir`."""
+    named = [decl.name.text for decl in compiler.plans(files) if name in (None, decl.name.text)]
+    if stage is Stage.IR and named:
+        from commdsl.commands.show_plans import show_plans
+
+        return show_plans(files, path, target, named, svg)
+    if svg is not None:
+        raise UsageError("--svg draws dispatch plans, and none is shown; `commdsl run --svg` draws a schedule")
+    if named and not compiler.schedules(files):
+        raise UsageError(f"a dispatch plan has the stages syntax and ir, not {stage.value}")
+    return ()
 
 
 def render(outcome: Outcome, stage: Stage) -> str:
