@@ -196,7 +196,7 @@ def _judged(length: Longs, dest: Longs, lengths: str = "seq_len", dispatch: str 
     if length.ndim != 2:
         raise MetadataError("lengths are by rank and shard", field=lengths, expected="(W, S)", got=length.shape)
     if dest.ndim not in (2, 3) or dest.shape[:2] != length.shape:
-        expected = f"{length.shape} or (*{length.shape}, C)"
+        expected = "({0}, {1}) or ({0}, {1}, C)".format(*length.shape)
         raise MetadataError("a shard has its destinations", field=dispatch, expected=expected, got=dest.shape)
     for i, j in np.argwhere(length < 0)[:1].tolist():
         raise MetadataError(
