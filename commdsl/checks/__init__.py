@@ -60,10 +60,10 @@ DISPATCH_RULES: tuple[tuple[DispatchRule, ...], ...] = ((roles_of_dispatch,),)
 DISPATCH_PLAN_RULES: tuple[tuple[DispatchPlanRule, ...], ...] = ((too_large,),)
 
 ROUTING_RULES: tuple[tuple[RoutingRule, ...], ...] = (
-    (too_many_copies, over_capacity),
     (lost_rows,),
     (overlapping_rows,),
     (not_identity, wrong_keys),
+    (too_many_copies, over_capacity),
 )
 
 

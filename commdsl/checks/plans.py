@@ -94,8 +94,9 @@ def _over(plan: DispatchPlan, routes: Routes, said: int | None, of: str) -> Iter
     first = int(here[routes.dest_row[here].argmin()])
     shard = int(routes.shard[first])
     last = routes.dest_row[first] + routes.length[first]
-    what = f"{name_of(plan, shard)} becomes rows {routes.dest_row[first]} ..< {last} of rank {rank}"
-    what = what if of == "queries" else f"keys of {what}"
+    become = f"rows {routes.dest_row[first]} ..< {last} of rank {rank}"
+    name = name_of(plan, shard)
+    what = f"{name} becomes {become}" if of == "queries" else f"the keys of {name} become {become}"
     yield Diagnostic(
         "C609",
         f"rank {rank} receives {received[rank]} {of}, its capacity is {capacity}",

@@ -142,14 +142,18 @@ class _Rules:
     def _by_query(self, routes: tuple[Route, ...]) -> None:
         """Keys lie where the queries that need them are, so there is one route of queries, each to one rank."""
         queries = [route for route in routes if route.order is Order.SOURCE and not route.many]
-        for route, place in ((route, self._place_of(route.name)) for route in routes if route.order is Order.QUERY):
-            if not route.many:
-                self.faults.report("C633", "what is placed by query goes to several ranks", place,
-                                   f"`{route.name}` has one rank a shard",
-                                   help=f"write `route {route.name}[S, C]`: a rank for each of C copies")  # fmt: skip
-            elif len(queries) != 1:
-                self.faults.report("C633", "one route is that of the queries", place, f"there are {len(queries)}",
-                                   help="one `route NAME[S]` is placed by (source rank, shard)")  # fmt: skip
+        by_query = [route for route in routes if route.order is Order.QUERY]
+        single = [route.name for route in by_query if not route.many]
+        for name in single:
+            self.faults.report("C633", "what is placed by query goes to several ranks", self._place_of(name),
+                               f"`{name}` has one rank a shard",
+                               help=f"write `route {name}[S, C]`: a rank for each of C copies")  # fmt: skip
+        for route in by_query:
+            if not single and len(queries) != 1:
+                label, help = f"there are {len(queries)}", "one `route NAME[S]` is placed by (source rank, shard)"
+                self.faults.report(
+                    "C633", "one route is that of the queries", self._place_of(route.name), label, help=help
+                )
 
     def _place_of(self, name: str) -> Span:
         return next(place.span for place in self.places if place.route is None or place.route.text == name)

@@ -23,6 +23,9 @@ from commdsl.source import Span
 MOST_ROWS = 2**31 - 1
 """Rows are counted in 32 bits at run time."""
 
+MOST_RANKS = 4096
+"""Counts are kept for every pair of ranks."""
+
 MOST_SHARDS = 2**22
 """Beyond this a plan would take minutes to prove; nobody means it."""
 
@@ -60,9 +63,9 @@ class _Builder:
         self.num_rounds = 0
 
     def fill(self) -> None:
-        if not 1 <= self.num_ranks <= 2**20:
-            self.faults.report("C604", "a plan is for 1 to 2 ** 20 ranks", self.decl.ranks.span,
-                               f"this is {self.num_ranks}")  # fmt: skip
+        if not 1 <= self.num_ranks <= MOST_RANKS:
+            what = f"a plan is for 1 to {MOST_RANKS} ranks"
+            self.faults.report("C604", what, self.decl.ranks.span, f"this is {self.num_ranks}")
             return
         scope: dict[str, Value] = {}
         lets = tuple(statement for statement in self.decl.body if isinstance(statement, syn.Let))
