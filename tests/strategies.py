@@ -1,7 +1,8 @@
-"""Draws random valid schedules as `.comm` text, with what they must leave behind.
+"""Draws random valid schedules and plans as `.comm` text, with what they must leave behind.
 
 Assumes that what is drawn is right by construction: the values every chunk holds are followed while the steps are
-drawn, and the contract is written from them. Does not use any stage of commdsl.
+drawn, and the contract is written from them; a plan's shards are listed while it is written. Does not use any stage of
+commdsl.
 """
 
 from __future__ import annotations
@@ -296,6 +297,110 @@ def along_a_tree(draw: st.DrawFn) -> Program:
 def programs() -> st.SearchStrategy[Program]:
     """The one strategy for valid schedules."""
     return st.one_of(random_moves(), along_a_cycle(), along_a_tree())
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DrawnShard:
+    """A shard as it must come out: whose document it is of (a name or a number of its own), where it goes."""
+
+    rank: int
+    document: str | int
+    length: int
+    dests: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DrawnPlan:
+    """A plan that is right, and its shards in the order written."""
+
+    text: str
+    ranks: int
+    mask: str  # "" for none
+    sharing: str
+    shards: tuple[DrawnShard, ...]
+
+
+@dataclass
+class PlanDraft:
+    """A plan while its documents are drawn."""
+
+    ranks: int
+    several: bool  # a shard may go to several ranks
+    shards: list[DrawnShard] = field(default_factory=list)
+    documents: int = 0
+
+    def add(self, rank: int, name: str, lengths: list[int], dests: list[tuple[int, ...]]) -> None:
+        self.documents += 1
+        document = name or self.documents
+        self.shards += [DrawnShard(rank, document, length, dest) for length, dest in zip(lengths, dests, strict=True)]
+
+
+def number_text(draw: st.DrawFn, number: int) -> str:
+    """A number as it may be written where a plan takes one."""
+    return draw(st.sampled_from([str(number), str(number), f"({number})", f"({number + 3} - 3)"]))
+
+
+def dest_text(dest: tuple[int, ...]) -> str:
+    return "none" if not dest else str(dest[0]) if len(dest) == 1 else f"[{' '.join(map(str, dest))}]"
+
+
+@st.composite
+def one_document(draw: st.DrawFn, draft: PlanDraft, rank: int, times: int = 1) -> str:
+    """A `doc` on a rank, which is written once and stands there `times` times."""
+    name = draw(st.sampled_from(["", "", "story", "tale"]))
+    if draw(st.booleans()):
+        length, many = draw(st.integers(0, 40)), draw(st.integers(1, 5))
+        lengths = [length // many + (number < length % many) for number in range(many)]
+        cut = "" if many == 1 and draw(st.booleans()) else f" as {number_text(draw, many)} shards"
+    else:
+        lengths = draw(st.lists(st.integers(0, 12), min_size=1, max_size=4))
+        cut = f" as {' '.join(number_text(draw, length) for length in lengths)}"
+    ranks = st.integers(0, draft.ranks - 1)
+    one = st.tuples() | st.tuples(ranks) | (st.tuples(ranks, ranks) if draft.several else st.tuples(ranks))
+    if draw(st.booleans()):
+        dests = [draw(one)] * len(lengths)
+        written = dest_text(dests[0])
+    else:
+        dests = [draw(one) for _ in lengths]
+        written = " ".join(map(dest_text, dests))
+    for _ in range(times):
+        draft.add(rank, name, lengths, dests)
+    words = [name] * bool(name) + [number_text(draw, sum(lengths))]
+    return f"doc {' '.join(words)}{cut} -> {written}"
+
+
+@st.composite
+def one_block(draw: st.DrawFn, draft: PlanDraft) -> list[str]:
+    """The block of a rank, or one of each rank in a loop."""
+    if draw(st.integers(0, 3)) == 0:
+        first = draw(st.integers(0, draft.ranks))
+        length = draw(st.integers(0, 9))
+        for rank in range(first, draft.ranks):
+            draft.add(rank, "", [length + rank], [((rank + 1) % draft.ranks,)])
+        doc = f"doc (r + {length}) -> ((r + 1) % {draft.ranks})"
+        return [f"  for r in {first} ..< {draft.ranks} {{ rank r {{ {doc} }} }}"]
+    rank = draw(st.integers(0, draft.ranks - 1))
+    lines = []
+    for _ in range(draw(st.integers(0, 3))):
+        times = draw(st.sampled_from([1, 1, 1, 0, 3]))
+        doc = draw(one_document(draft, rank, times))
+        lines.append(doc if times == 1 else f"repeat {times} {{ {doc} }}")
+    return [f"  rank {number_text(draw, rank)} {{", *(f"    {line}" for line in lines), "  }"]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> DrawnPlan:
+    """The one strategy for valid plans: documents that span ranks, empty ranks and shards, copies, what stays."""
+    ranks, mask = draw(st.integers(1, 5)), draw(st.sampled_from(["", "causal", "causal", "full"]))
+    sharing = draw(st.sampled_from(["rank", "query"])) if mask else ""
+    draft = PlanDraft(ranks, several=not mask)
+    blocks = [line for _ in range(draw(st.integers(0, 5))) for line in draw(one_block(draft))]
+    settings = [f"  {mask}"] * bool(mask) + [f"  send once per {sharing}"] * bool(sharing)
+    text = "\n".join([f"plan drawn for {ranks} ranks {{", *settings, *blocks, "}", ""])
+    return DrawnPlan(text, ranks, mask, sharing or "query", tuple(draft.shards))
 
 
 @st.composite

@@ -26,6 +26,9 @@ MOST_ROWS = 2**31 - 1
 MOST_RANKS = 4096
 """Counts are kept for every pair of ranks."""
 
+MOST_ROUNDS = 2**20
+"""Of all loops together, however deep one lies in another."""
+
 MOST_SHARDS = 2**22
 """Beyond this a plan would take minutes to prove; nobody means it."""
 
@@ -107,9 +110,9 @@ class _Builder:
         first = self.evaluator.constant(domain.first, scope)
         last = self.evaluator.constant(domain.last, scope)
         self.num_rounds += max(last - first, 0)
-        if self.num_rounds > MOST_SHARDS:
+        if self.num_rounds > MOST_ROUNDS:
             label = f"with these {self.num_rounds}"
-            self._fail("C604", f"the loops of a plan have at most {MOST_SHARDS} rounds", domain.span, label)
+            self._fail("C604", f"the loops of a plan have at most {MOST_ROUNDS} rounds", domain.span, label)
         return range(first, last)
 
     def _repeat(
