@@ -160,12 +160,12 @@ def test_what_is_kept_of_a_call(gpu: FakeGpu) -> None:
         rank.op.release(rank.name)
         rank.call()
         assert len(made) == 2
-        (workspace,) = rank.comm.workspaces.values()
+        (workspace,) = rank.comm.tenants.values()
         rank.comm.reset()
         rank.call()
         assert len(made) == 2
         if rank.rank == 0:
-            rank.comm.workspaces.pop(next(iter(rank.comm.workspaces)))
+            rank.comm.tenants.pop(next(iter(rank.comm.tenants)))
         rank.comm.reset()
         if rank.rank == 0:
             workspace.close()  # as a reset does where the workspace is known
@@ -188,7 +188,7 @@ def test_another_group_of_the_same_name(gpu: FakeGpu, monkeypatch: pytest.Monkey
         rank.call()
         assert rank.comm is not before
         assert [launch.rank for launch in gpu.launches].count(rank.rank) == 2
-        assert len(before.workspaces) == len(rank.comm.workspaces) == 1
+        assert len(before.tenants) == len(rank.comm.tenants) == 1
         before.broken = GroupError("of a group that is gone")
         rank.call()
 

@@ -17,12 +17,16 @@ from typing import Any
 import torch
 
 from commdsl.config import Config, from_environment
+from commdsl.emit import Emitted
 from commdsl.plan import Transport
 from commdsl.runtime.bootstrap import Board, Bootstrap, StoreBootstrap, ThreadBootstrap, exchange
-from commdsl.runtime.error_page import ErrorPage
+from commdsl.runtime.error_page import ErrorPage, ErrorWord
 from commdsl.runtime.errors import BrokenGroupError, GroupError
+from commdsl.runtime.heap import Heap
+from commdsl.runtime.kernel import Kernel, Launchable, Residence
 from commdsl.runtime.program import Program
-from commdsl.runtime.workspace import Start, Workspace
+from commdsl.runtime.stream_order import StreamOrder
+from commdsl.runtime.workspace import Open, Start, Tenant, Workspace
 
 RESET_PATIENCE = 2.0
 """A reset waits this many time-outs for the others: they may still be inside a call that has to run out first."""
@@ -32,6 +36,7 @@ class Communicator(ABC):
     """What `host.py` and `device.py` have in common."""
 
     transport = Transport.PEER
+    order: StreamOrder | None = None  # None where calls end before they return
 
     def __init__(self, name: str, bootstrap: Bootstrap, config: Config, errors: ErrorPage) -> None:
         self.name = name
@@ -39,10 +44,11 @@ class Communicator(ABC):
         self.bootstrap = bootstrap
         self.config = config
         self.lock = threading.RLock()
-        self.workspaces: dict[str, Workspace] = {}
+        self.tenants: dict[str, Tenant] = {}
         self.broken: Exception | None = None
         self._generation = 0
         self._made: dict[str, int] = {}
+        self.numbers = itertools.count()  # of what all ranks make in the same order
 
     @property
     def rank(self) -> int:
@@ -58,12 +64,23 @@ class Communicator(ABC):
 
     def workspace(self, program: Program) -> Workspace:
         """The workspace of a Program; the first call for it is collective."""
+
+        def open_(heap: Heap, error: ErrorWord) -> Workspace:
+            return Workspace(program.plan, self.rank, heap, error, self.config.timeout, self.order)
+
+        found = self.tenant(program.emitted.digest, program.plan.name, program.plan.symmetric_bytes, open_)
+        assert isinstance(found, Workspace)
+        return found
+
+    def tenant(self, key: str, name: str, size: int, open_: Open) -> Tenant:
+        """Who has symmetric memory under `key`; if nobody, `open_` is given `size` bytes and a word for errors. The
+        first call for a key is collective.
+        """
         self.refuse_if_broken()
         with self.lock:
-            found = self.workspaces.get(program.emitted.digest)
+            found = self.tenants.get(key)
             if found is None:
-                found = self._rendezvous(program)
-                self.workspaces[program.emitted.digest] = found
+                found = self.tenants[key] = self._rendezvous(key, name, size, open_)
             return found
 
     def refuse_if_broken(self) -> None:
@@ -73,17 +90,18 @@ class Communicator(ABC):
                 f"commdsl.reset() first ({self.broken})"
             )
 
-    def _rendezvous(self, program: Program) -> Workspace:
-        self.refuse_setup(program.plan.name)
-        number = self._made.get(program.emitted.digest, 0)
-        self._made[program.emitted.digest] = number + 1
-        key = f"{program.plan.name}/{program.emitted.digest[:16]}/{number}"
+    def _rendezvous(self, key: str, name: str, size: int, open_: Open) -> Tenant:
+        self.refuse_setup(name)
+        number = self._made.get(key, 0)
+        self._made[key] = number + 1
+        where = f"{name}/{key[:16]}/{number}"
         try:
             # Twice: a rank that comes late finds the others gone here, not inside a collective that cannot time out.
-            self.exchange(f"{key}/arrived", b"")
-            self.exchange(f"{key}/agreed", b"")
-            made = self.make_workspace(program, lambda what, value: self.exchange(f"{key}/{what}", value))
-            self.exchange(f"{key}/ready", b"")
+            self.exchange(f"{where}/arrived", b"")
+            self.exchange(f"{where}/agreed", b"")
+            heap = self.make_heap(name, size, lambda what, value: self.exchange(f"{where}/{what}", value))
+            made = open_(heap, self.errors.take())
+            self.exchange(f"{where}/ready", b"")
         except Exception as error:
             self.broken = error
             raise
@@ -97,18 +115,18 @@ class Communicator(ABC):
         """Raises what a kernel of this rank reported."""
         if self.errors.is_blank():
             return
-        for workspace in tuple(self.workspaces.values()):
-            failure = workspace.failure()
+        for tenant in tuple(self.tenants.values()):
+            failure = tenant.failure()
             if failure is not None:
                 self.fail(failure)
                 raise failure
 
     def reset(self) -> None:
-        """Collective: back to the state before the first call. Workspaces that not all ranks have are given up."""
+        """Collective: back to the state before the first call. Memory that not all ranks have is given up."""
         with self.lock:
             number = self._generation
             self._generation += 1
-            mine = ",".join(sorted(self.workspaces))
+            mine = ",".join(sorted(self.tenants))
             everyone = exchange(
                 self.bootstrap, f"reset/{number}/enter", mine.encode(), self.config.timeout * (1.0 + RESET_PATIENCE)
             )
@@ -116,32 +134,40 @@ class Communicator(ABC):
             common = set.intersection(*(set(value.decode().split(",")) for value in everyone))
             # Nobody clears a heap while a kernel of another rank may still write to it.
             exchange(self.bootstrap, f"reset/{number}/finished", b"", self.config.timeout * (1.0 + RESET_PATIENCE))
-            for key in self.workspaces.keys() - common:
-                self.workspaces.pop(key).close()
-            for workspace in self.workspaces.values():
-                workspace.reset()
-            self._made = dict.fromkeys(self.workspaces, 1)
+            for key in self.tenants.keys() - common:
+                self.tenants.pop(key).close()
+            for tenant in self.tenants.values():
+                tenant.reset()
+            self._made = dict.fromkeys(self.tenants, 1)
             self.broken = None
             exchange(self.bootstrap, f"reset/{number}/done", b"", self.config.timeout * (1.0 + RESET_PATIENCE))
 
-    def release(self, digest: str | None = None) -> None:
-        """Collective: frees the symmetric memory of one Program, or of all."""
+    def release(self, tenant: str | None = None) -> None:
+        """Collective: frees the symmetric memory of one tenant, or of all."""
         with self.lock:
             self.finish()
-            for key in sorted(self.workspaces) if digest is None else [digest]:
-                workspace = self.workspaces.pop(key, None)
-                if workspace is not None:
-                    workspace.close()
+            for key in sorted(self.tenants) if tenant is None else [tenant]:
+                found = self.tenants.pop(key, None)
+                if found is not None:
+                    found.close()
                     self.exchange(f"release/{key}/{self._made[key]}", b"")
-                    workspace.heap.free()
+                    found.heap.free()
 
     @abstractmethod
     def refuse_setup(self, what: str) -> None:
         """Raises where symmetric memory cannot be set up now."""
 
     @abstractmethod
-    def make_workspace(self, program: Program, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Workspace:
-        """Symmetric memory and an error word for a Program; all ranks come here together."""
+    def make_heap(self, name: str, size: int, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Heap:
+        """Symmetric memory; all ranks come here together."""
+
+    @abstractmethod
+    def load_kernel(self, emitted: Emitted, macros: tuple[str, ...], residence: Residence) -> Kernel:
+        """A text, built for this rank's processor or GPU."""
+
+    @abstractmethod
+    def starter(self, tenant: Tenant, kernel: Kernel, prepared: Launchable) -> Start:
+        """What starts calls of a kernel, one after another in call order."""
 
     @abstractmethod
     def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> Start:

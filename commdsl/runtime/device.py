@@ -18,18 +18,18 @@ import torch
 
 from commdsl.build import nvrtc
 from commdsl.config import Config
-from commdsl.emit import defines
+from commdsl.emit import Emitted, defines
 from commdsl.plan import Protocol, Transport
 from commdsl.runtime.bootstrap import Bootstrap
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.engine import EngineKernel
 from commdsl.runtime.error_page import PAGE_BYTES, ErrorPage
 from commdsl.runtime.errors import CaptureError, DeviceError, GroupError
-from commdsl.runtime.heap import DeviceHeap
-from commdsl.runtime.kernel import DeviceKernel, Kernel, Prepared
+from commdsl.runtime.heap import DeviceHeap, Heap
+from commdsl.runtime.kernel import DeviceKernel, Kernel, Launchable, Residence, residence_of
 from commdsl.runtime.program import Program
 from commdsl.runtime.stream_order import StreamOrder
-from commdsl.runtime.workspace import Workspace
+from commdsl.runtime.workspace import Tenant, Workspace
 from commdsl.sizes import device_launch
 
 
@@ -50,7 +50,7 @@ class DeviceCommunicator(Communicator):
         self._nvshmem = _start_nvshmem(self, self.index)
         self._gpu = _Gpu(self.index)
         # One for all ops: two kernels at once that both wait for peers could fill the SMs of two ranks crosswise.
-        self._order = StreamOrder(torch, _capture_id)
+        self.order: StreamOrder = StreamOrder(torch, _capture_id)
 
     def _check_members(self, uuid: str) -> None:
         members = [
@@ -63,21 +63,20 @@ class DeviceCommunicator(Communicator):
                 f"two ranks of group `{self.name}` are on one GPU: call torch.cuda.set_device(local_rank) first"
             )
 
-    def make_workspace(self, program: Program, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Workspace:
+    def make_heap(self, name: str, size: int, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Heap:
         with torch.cuda.device(self.index):
             try:
-                heap = DeviceHeap(program.plan.symmetric_bytes, self.rank, self.size, self._nvshmem.core, self.finish)
+                return DeviceHeap(size, self.rank, self.size, self._nvshmem.core, self.finish)
             except Exception as error:
                 raise DeviceError(
-                    f"no {program.plan.symmetric_bytes} bytes of symmetric memory for `{program.plan.name}`: {error}; "
+                    f"no {size} bytes of symmetric memory for `{name}`: {error}; "
                     "NVSHMEM_SYMMETRIC_SIZE is read when the first op runs"
                 ) from error
-        return Workspace(program.plan, self.rank, heap, self.errors.take(), self.config.timeout, self._order)
 
     def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> DeviceStart:
         workspace = self.workspace(program)
         kernel = self._kernel(program, workspace, dtype, op)
-        return DeviceStart(self._gpu, workspace, kernel, workspace.prepare(block_bytes, op == "avg", device_launch))
+        return self.starter(workspace, kernel, workspace.prepare(block_bytes, op == "avg", device_launch))
 
     def _kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
         macros = defines(program.plan, dtype, op, self.rank)
@@ -90,20 +89,27 @@ class DeviceCommunicator(Communicator):
             )
         if program.plan.protocol is Protocol.TMA and not self._has_tma:
             raise DeviceError(f"`{program.plan.name}` is tuned to `protocol tma`, which {self._arch} does not have")
-        path = nvrtc.build(program.emitted, macros, self.transport, self.config, self._arch)
-        made = self._load(program, path)
+        if program.plan.protocol is Protocol.ENGINE:
+            path = self._build(program.emitted, macros)
+            made: Kernel = EngineKernel(path, program.emitted.name, program.plan, self.rank, self.index)
+        else:
+            made = self.load_kernel(program.emitted, macros, residence_of(program.plan, program.emitted.name))
         workspace.kernels[macros] = made
         return made
 
-    def _load(self, program: Program, path: Path) -> Kernel:
-        plan, entry = program.plan, program.emitted.name
-        if plan.protocol is Protocol.ENGINE:
-            return EngineKernel(path, entry, plan, self.rank, self.index)
+    def _build(self, emitted: Emitted, macros: tuple[str, ...]) -> Path:
+        return nvrtc.build(emitted, macros, self.transport, self.config, self._arch)
+
+    def load_kernel(self, emitted: Emitted, macros: tuple[str, ...], residence: Residence) -> Kernel:
+        path = self._build(emitted, macros)
         made = self._modules.get(str(path))
         if made is None:
             nvshmem = self._nvshmem if self.transport is Transport.NVSHMEM else None
-            made = self._modules[str(path)] = DeviceKernel(path, entry, plan, self.index, nvshmem)
+            made = self._modules[str(path)] = DeviceKernel(path, residence, self.index, nvshmem)
         return made
+
+    def starter(self, tenant: Tenant, kernel: Kernel, prepared: Launchable) -> DeviceStart:
+        return DeviceStart(self._gpu, self.order, tenant, kernel, prepared)
 
     def refuse_setup(self, what: str) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -138,20 +144,19 @@ class _Gpu:
 class DeviceStart:
     """Starts calls on torch's current stream of one GPU, whichever device and thread it is called from."""
 
-    __slots__ = ("_gpu", "_kernel", "_order", "_prepared", "workspace")
+    __slots__ = ("_gpu", "_kernel", "_order", "_prepared", "tenant")
 
-    def __init__(self, gpu: _Gpu, workspace: Workspace, kernel: Kernel, prepared: Prepared) -> None:
-        assert workspace.order is not None
-        self.workspace = workspace
+    def __init__(self, gpu: _Gpu, order: StreamOrder, tenant: Tenant, kernel: Kernel, prepared: Launchable) -> None:
+        self.tenant = tenant
         self._gpu = gpu
-        self._order = workspace.order
+        self._order = order
         self._kernel = kernel
         self._prepared = prepared
 
-    def __call__(self, addresses: Sequence[int]) -> None:
+    def __call__(self, changing: Sequence[int]) -> None:
         gpu = self._gpu
         with self._order.lock:
-            self._prepared.point(*addresses)
+            self._prepared.point(*changing)
             if gpu.current_context() == gpu.context:
                 self._launch()
             else:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeAlias, assert_never
 
 from commdsl.plan import Plan
-from commdsl.runtime.kernel import Prepared
+from commdsl.runtime.kernel import Launchable, Prepared
 from commdsl.runtime.phases import Copy, Flags, Wave, phases
 
 DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
@@ -78,7 +78,8 @@ class EngineKernel:
             self._events = {peer: cupy.cuda.Event(disable_timing=True) for peer in peers}
             self._forked = cupy.cuda.Event(disable_timing=True)
 
-    def launch(self, prepared: Prepared, stream: int) -> None:
+    def launch(self, prepared: Launchable, stream: int) -> None:
+        assert isinstance(prepared, Prepared)
         bases = self._bases.unpack_from(prepared.arguments)
         self._pointers[0] = ctypes.addressof(prepared.arguments)
         for step in self._script(prepared, bases[self._plan.num_ranks :]):

@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 from commdsl.build.host import build
 from commdsl.config import Config
-from commdsl.emit import defines
+from commdsl.emit import Emitted, defines
 from commdsl.runtime.bootstrap import Board, Bootstrap
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.error_page import ordinary_page
 from commdsl.runtime.errors import GroupError
 from commdsl.runtime.heap import Heap, SharedHeap, ThreadHeap
-from commdsl.runtime.kernel import HostKernel, Kernel, Prepared
+from commdsl.runtime.kernel import HostKernel, Kernel, Launchable, Residence, residence_of
 from commdsl.runtime.program import Program
-from commdsl.runtime.workspace import Workspace
+from commdsl.runtime.workspace import Tenant
 from commdsl.sizes import host_launch
 
 T = TypeVar("T")
@@ -42,27 +42,25 @@ class HostCommunicator(Communicator):
     def refuse_setup(self, what: str) -> None:
         """Memory of the processor can be had at any time."""
 
-    def make_workspace(self, program: Program, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Workspace:
-        size = program.plan.symmetric_bytes
-        heap: Heap
+    def make_heap(self, name: str, size: int, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Heap:
         if self._board is None:
-            heap = SharedHeap(size, self.rank, tell)
-        else:
-            heap = ThreadHeap(size, self.rank, tell, self._board)
-        return Workspace(program.plan, self.rank, heap, self.errors.take(), self.config.timeout)
+            return SharedHeap(size, self.rank, tell)
+        return ThreadHeap(size, self.rank, tell, self._board)
 
     def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> HostStart:
         workspace = self.workspace(program)
-        kernel = self._kernel(program, workspace, dtype, op)
-        return HostStart(self, workspace, kernel, workspace.prepare(block_bytes, op == "avg", host_launch))
-
-    def _kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
         macros = defines(program.plan, dtype, op)
-        found = workspace.kernels.get(macros)
-        if found is None:
-            found = HostKernel(build(program.emitted, macros, self.config))
-            workspace.kernels[macros] = found
-        return found
+        kernel = workspace.kernels.get(macros)
+        if kernel is None:
+            residence = residence_of(program.plan, program.emitted.name)
+            kernel = workspace.kernels[macros] = self.load_kernel(program.emitted, macros, residence)
+        return self.starter(workspace, kernel, workspace.prepare(block_bytes, op == "avg", host_launch))
+
+    def load_kernel(self, emitted: Emitted, macros: tuple[str, ...], residence: Residence) -> Kernel:
+        return HostKernel(build(emitted, macros, self.config))
+
+    def starter(self, tenant: Tenant, kernel: Kernel, prepared: Launchable) -> HostStart:
+        return HostStart(self, tenant, kernel, prepared)
 
     def _name_worker(self) -> None:
         self._worker = threading.get_ident()
@@ -85,19 +83,17 @@ class HostCommunicator(Communicator):
 class HostStart:
     """Runs calls, one at a time, in the thread that asks."""
 
-    __slots__ = ("_communicator", "_kernel", "_prepared", "workspace")
+    __slots__ = ("_communicator", "_kernel", "_prepared", "tenant")
 
-    def __init__(
-        self, communicator: HostCommunicator, workspace: Workspace, kernel: Kernel, prepared: Prepared
-    ) -> None:
-        self.workspace = workspace
+    def __init__(self, communicator: HostCommunicator, tenant: Tenant, kernel: Kernel, prepared: Launchable) -> None:
+        self.tenant = tenant
         self._communicator = communicator
         self._kernel = kernel
         self._prepared = prepared
 
-    def __call__(self, addresses: Sequence[int]) -> None:
+    def __call__(self, changing: Sequence[int]) -> None:
         self._communicator.drain()
-        with self.workspace.lock:
-            self._prepared.point(*addresses)
+        with self.tenant.lock:
+            self._prepared.point(*changing)
             self._kernel.launch(self._prepared, 0)
         self._communicator.check()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,11 +27,43 @@ def grid_of(plan: Plan, launch: Launch) -> tuple[int, int]:
     return launch.blocks(plan), launch.threads(plan)
 
 
-class Prepared:
-    """Calls of one kernel on blocks of one size: the packed arguments, in which only the tensors' addresses change.
+class Launchable(Protocol):
+    """Packed arguments, in which only some words change from call to call.
 
-    Whoever points it at tensors holds the workspace's lock until the launch has copied the arguments.
+    Whoever points it at a call holds the tenant's lock until the launch has copied the arguments.
     """
+
+    arguments: Any  # the bytes, in memory that stays
+    pointers: int  # of the array of pointers to the arguments, of which there is one: the struct
+    blocks: int
+    threads: int
+    shared: int  # bytes of shared memory of a block
+
+    @property
+    def point(self) -> Callable[..., None]:
+        """Takes the words that change."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Residence:
+    """What of a kernel has to be on a GPU at once: its blocks wait for each other."""
+
+    name: str  # of the schedule or dispatch
+    entry: str  # of the text
+    blocks: int
+    threads: int
+    shared_bytes: int
+    lanes: int
+
+
+def residence_of(plan: Plan, entry: str) -> Residence:
+    threads = plan.threads * plan.lanes_per_block
+    return Residence(plan.name, entry, plan.sms, threads, plan.shared_bytes, plan.lanes)
+
+
+class Prepared:
+    """Calls of one kernel on blocks of one size: the packed arguments, in which only the tensors' addresses change."""
 
     __slots__ = ("arguments", "blocks", "launch", "parameters", "point", "pointers", "shared", "threads")
 
@@ -52,7 +85,7 @@ class Prepared:
 
 
 class Kernel(Protocol):
-    def launch(self, prepared: Prepared, stream: int) -> None:
+    def launch(self, prepared: Launchable, stream: int) -> None:
         """Starts one call; on the processor it is over on return."""
         ...
 
@@ -63,7 +96,7 @@ class HostKernel:
     def __init__(self, path: Path) -> None:
         self._entry = ctypes.CDLL(str(path)).commdsl_launch
 
-    def launch(self, prepared: Prepared, stream: int) -> None:
+    def launch(self, prepared: Launchable, stream: int) -> None:
         failure = self._entry(prepared.arguments, 1, 1, _NO_DELAY)
         if failure:
             raise OpError(f"cannot start {prepared.blocks} threads: error {failure}")
@@ -72,44 +105,46 @@ class HostKernel:
 class DeviceKernel:
     """A cubin on one GPU. Refused at load when not all lanes can be resident at once: lanes wait for each other."""
 
-    def __init__(self, path: Path, entry: str, plan: Plan, device: int, nvshmem: Any | None) -> None:
+    def __init__(self, path: Path, residence: Residence, device: int, nvshmem: Any | None) -> None:
         import cupy
 
         with cupy.cuda.Device(device):
             self._module = cupy.RawModule(path=str(path))
-            found = self._module.get_function(entry)
+            found = self._module.get_function(residence.entry)
             self._kernel = found.kernel  # kept: the handle is good as long as it is
-            if plan.shared_bytes:
-                _refuse_unless_shared(cupy, plan, device)
-                found.max_dynamic_shared_size_bytes = plan.shared_bytes  # 48 KB otherwise
+            if residence.shared_bytes:
+                _refuse_unless_shared(cupy, residence, device)
+                found.max_dynamic_shared_size_bytes = residence.shared_bytes  # 48 KB otherwise
         self._function = int(self._kernel.ptr)
         if nvshmem is not None:
             # Once per module, before its first launch: fills in the library's device state.
             nvshmem.bindings.cumodule_init(int(self._module.module.ptr))
         self._launch = cupy.cuda.driver.launchKernel  # the driver's call and no more; the GIL is free meanwhile
-        _refuse_unless_resident(cupy, self._function, plan, device)
+        _refuse_unless_resident(cupy, self._function, residence, device)
 
-    def launch(self, prepared: Prepared, stream: int) -> None:
+    def launch(self, prepared: Launchable, stream: int) -> None:
         self._launch(
             self._function, prepared.blocks, 1, 1, prepared.threads, 1, 1, prepared.shared, stream, prepared.pointers, 0
         )
 
 
-def _refuse_unless_shared(cupy: Any, plan: Plan, device: int) -> None:
+def _refuse_unless_shared(cupy: Any, residence: Residence, device: int) -> None:
     most = int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
-    if plan.shared_bytes > most:
+    if residence.shared_bytes > most:
         raise DeviceError(
-            f"`{plan.name}` takes {plan.shared_bytes} bytes of shared memory a block, and this GPU has {most}; "
-            "say another `protocol` in `tune`"
+            f"`{residence.name}` takes {residence.shared_bytes} bytes of shared memory a block, and this GPU has "
+            f"{most}; say another `protocol` in `tune`"
         )
 
 
-def _refuse_unless_resident(cupy: Any, function: int, plan: Plan, device: int) -> None:
-    threads = plan.threads * plan.lanes_per_block
-    per_sm = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(function, threads, plan.shared_bytes)
+def _refuse_unless_resident(cupy: Any, function: int, residence: Residence, device: int) -> None:
+    name, blocks, lanes = residence.name, residence.blocks, residence.lanes
+    occupancy = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
+    per_sm = occupancy(function, residence.threads, residence.shared_bytes)
     sms = int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
-    if plan.sms > per_sm * sms:
+    if blocks > per_sm * sms:
+        threads = residence.threads * blocks // lanes
         raise DeviceError(
-            f"`{plan.name}` runs {plan.lanes} lanes of {plan.threads} threads that wait for each other, in {plan.sms} "
-            f"blocks; this GPU holds {per_sm * sms} at once ({sms} SMs x {per_sm}); say fewer in `tune {{ lanes ... }}`"
+            f"`{name}` runs {lanes} lanes of {threads} threads that wait for each other, in {blocks} blocks; "
+            f"this GPU holds {per_sm * sms} at once ({sms} SMs x {per_sm}); say fewer in `tune {{ lanes ... }}`"
         )

@@ -22,13 +22,44 @@ Geometry: TypeAlias = Callable[[Plan, int], Launch]
 """How a call on blocks of so many bytes runs."""
 
 
-class Start(Protocol):
-    """Starts calls of one kernel on blocks of one size, given the addresses of the Plan's tensors."""
+class Tenant(Protocol):
+    """Who has symmetric memory of a communicator."""
 
     @property
-    def workspace(self) -> Workspace: ...
+    def heap(self) -> Heap: ...
 
-    def __call__(self, addresses: Sequence[int]) -> None: ...
+    @property
+    def lock(self) -> threading.Lock:
+        """Held from before a call joins the streams until it is launched."""
+        ...
+
+    @property
+    def is_closed(self) -> bool: ...
+
+    def failure(self) -> Exception | None:
+        """What a kernel of this rank reported, if one did."""
+        ...
+
+    def reset(self) -> None:
+        """Back to the state before the first call; no rank's kernel may be running."""
+        ...
+
+    def close(self) -> None:
+        """The end of its calls; none of this rank's may be running. Does not free the heap: that takes all ranks."""
+        ...
+
+
+Open: TypeAlias = Callable[[Heap, ErrorWord], Tenant]
+"""Makes a tenant of its memory, zeroed, and of the word in which its kernels report."""
+
+
+class Start(Protocol):
+    """Starts calls of one kernel, given what changes from call to call: the addresses of a Plan's tensors."""
+
+    @property
+    def tenant(self) -> Tenant: ...
+
+    def __call__(self, changing: Sequence[int]) -> None: ...
 
 
 class Workspace:
@@ -41,7 +72,7 @@ class Workspace:
         self.heap = heap
         self.order = order  # None where calls end before they return
         self.kernels: dict[tuple[str, ...], Kernel] = {}
-        self.lock = threading.Lock()  # held from before a call joins the streams until it is launched
+        self.lock = threading.Lock()
         self.is_closed = False  # whoever kept something of this workspace has to ask for it anew
         self._launches: dict[int, Launch] = {}
         self._rank = rank
@@ -68,17 +99,14 @@ class Workspace:
         return Prepared(self.plan, launch, pack)
 
     def failure(self) -> CommTimeout | None:
-        """What a kernel of this rank reported, if one did."""
         if not self._error.is_set:
             return None
         return timeout_of(self.plan, [unpack(self._error.data.tobytes())], self._timeout)
 
     def reset(self) -> None:
-        """Back to the state before the first call; no rank's kernel may be running."""
         self.heap.zero()
         self._error.clear()
 
     def close(self) -> None:
-        """The end of its calls; none of this rank's may be running. Does not free the heap: that takes all ranks."""
         self.is_closed = True
         self._error.give_back()

@@ -10,6 +10,7 @@
 #include "commdsl/host.hpp"
 #endif
 #include "commdsl/elements.cuh"
+#include "commdsl/waiting.cuh"
 
 namespace commdsl {
 
@@ -135,9 +136,6 @@ COMMDSL_FN u64 state_offset(i32 lane) {
   return Plan::kFlagsBytes + static_cast<u64>(lane) * kFlagStride;
 }
 
-// Flags only grow and may pass 2^64: they are compared by their distance.
-COMMDSL_FN bool reached(u64 flag, u64 expected) { return static_cast<i64>(flag - expected) >= 0; }
-
 template <class Plan>
 COMMDSL_FN u64 cells_offset(i32 lane, u64 round) {
   const u64 slots = round % Plan::kRotation * Plan::kNumCells * Plan::kLanes;
@@ -150,22 +148,12 @@ COMMDSL_FN u64 mark_of(u64 round) { return 2 * round + 1; }
 // The record of the first lane to give up; the ranks that have not entered the round are looked up for it.
 template <class Plan>
 COMMDSL_CALL void report(const ArgsOf<Plan>& args, i32 lane, u64 round, i32 op, i32 peer, u64 expected, u64 seen) {
-  ErrorRecord* record = reinterpret_cast<ErrorRecord*>(args.error);
-  if (!claim(&record->claim)) return;
   u64 missing = 0;
   for (i32 rank = 0; rank < Plan::kNumRanks && rank < 64; ++rank) {
     const u64 entered = peek(args, rank, state_offset<Plan>(lane) + sizeof(u64));
     if (!reached(entered, round + 1)) missing |= u64{1} << rank;
   }
-  record->rank = args.rank;
-  record->lane = lane;
-  record->op = op;
-  record->peer = peer;
-  record->expected = expected;
-  record->seen = seen;
-  record->round = round;
-  record->missing = missing;
-  store_release(&record->code, kTimedOut);
+  publish(args.error, {kTimedOut, args.rank, lane, op, peer, expected, seen, round, missing, 0});
 }
 
 // True when the wait is over, false when the rank gives up: this lane timed out, or another one of the rank did.
@@ -175,22 +163,9 @@ COMMDSL_FN bool await(const Position<Plan>& here, i32 op, const Wait& wait) {
   const u64 per_round = static_cast<u64>(Plan::signals_per_round(wait.peer, rank));
   const u64 expected = (here.round - static_cast<u64>(wait.rounds_back)) * per_round + static_cast<u64>(wait.ordinal);
   const u64* flag = reinterpret_cast<const u64*>(here.args.heap[rank] + flag_offset<Plan>(here.lane, wait.peer));
-  const u64 start = now_ns();
-  const ErrorRecord* record = reinterpret_cast<const ErrorRecord*>(here.args.error);
-  for (u32 polls = 1;; ++polls) {
-    // Relaxed until it is there: an acquire empties the cache that the other lanes of the SM work with.
-    const u64 seen = load_relaxed(flag);
-    if (reached(seen, expected)) {
-      load_acquire(flag);
-      return acquired(flag, expected);
-    }
-    relax(polls);
-    if (polls % kPollsPerCheck != 0) continue;
-    if (load_relaxed(&record->code) != 0) return false;
-    if (now_ns() - start < here.args.timeout_ns) continue;
+  return poll(here.args, flag, expected, [&](u64 seen) {
     report<Plan>(here.args, here.lane, here.round, op, wait.peer, expected, seen);
-    return false;
-  }
+  });
 }
 
 // The waits of one operation are polled by different threads at once.
