@@ -27,6 +27,7 @@ from commdsl.verify import verify
 
 if TYPE_CHECKING:
     from commdsl.emit import Emitted
+    from commdsl.emit_dispatch import DispatchKernel
 
 DEFAULT_RANKS = 8
 
@@ -59,6 +60,14 @@ class CheckedDispatch:
     dispatch: Dispatch
     combines: tuple[Combine, ...]
     warnings: tuple[Diagnostic, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledDispatch(CheckedDispatch):
+    """A dispatch, what is launched for it, and the text of its kernel."""
+
+    kernel: DispatchKernel
+    emitted: Emitted
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +226,20 @@ def check_dispatch(
     ways_back = tuple(combine for combine in resolve.combines(files) if combine.inverts == meant.name)
     warnings = _raise_errors((*checks.check_files(files), *checks.check_dispatch(meant)))
     return CheckedDispatch(meant, ways_back, warnings)
+
+
+def compile_dispatch(
+    path: Path | str | tuple[File, ...],
+    name: str | None = None,
+    ranks: int | None = None,
+    on: str | None = None,
+) -> CompiledDispatch:
+    """`check_dispatch`, then what is launched and the kernel's text."""
+    from commdsl.emit_dispatch import emit_dispatch, lower_dispatch  # jinja2 is not needed to check
+
+    held = check_dispatch(path, name, ranks, on)
+    kernel = lower_dispatch(held.dispatch)
+    return CompiledDispatch(held.dispatch, held.combines, held.warnings, kernel, emit_dispatch(kernel))
 
 
 def compile(

@@ -13,22 +13,32 @@ if TYPE_CHECKING:
     from commdsl.dispatch.compute import compute_metadata as compute_metadata
     from commdsl.dispatch.compute import compute_metadata_kv as compute_metadata_kv
     from commdsl.dispatch.compute import exclusive_cumsum as exclusive_cumsum
+    from commdsl.dispatch.dispatcher import Dispatcher as Dispatcher
+    from commdsl.dispatch.errors import DispatchError as DispatchError
+    from commdsl.dispatch.errors import RowError as RowError
     from commdsl.dispatch.generate import create_qkv_dispatch as create_qkv_dispatch
     from commdsl.dispatch.generate import gen_seq_lens as gen_seq_lens
+    from commdsl.dispatch.launcher import Limits as Limits
     from commdsl.dispatch.metadata import AttentionLayout as AttentionLayout
     from commdsl.dispatch.metadata import Metadata as Metadata
     from commdsl.dispatch.metadata import MetadataError as MetadataError
     from commdsl.dispatch.metadata import QKVMetadata as QKVMetadata
     from commdsl.dispatch.planned import from_plan as from_plan
+    from commdsl.dispatch.route import Route as Route
     from commdsl.dispatch.simulate import orchestrate_simulate as orchestrate_simulate
     from commdsl.dispatch.simulate import simulate_reduce as simulate_reduce
     from commdsl.dispatch.validator import validate as validate
 
 __all__ = [
     "AttentionLayout",
+    "DispatchError",
+    "Dispatcher",
+    "Limits",
     "Metadata",
     "MetadataError",
     "QKVMetadata",
+    "Route",
+    "RowError",
     "compute_attn_layout_seqlens",
     "compute_metadata",
     "compute_metadata_kv",
@@ -43,9 +53,14 @@ __all__ = [
 
 _HOME = {
     "AttentionLayout": "metadata",
+    "DispatchError": "errors",
+    "Dispatcher": "dispatcher",
+    "Limits": "launcher",
     "Metadata": "metadata",
     "MetadataError": "metadata",
     "QKVMetadata": "metadata",
+    "Route": "route",
+    "RowError": "errors",
     "compute_attn_layout_seqlens": "compute",
     "compute_metadata": "compute",
     "compute_metadata_kv": "compute",

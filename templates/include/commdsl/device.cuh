@@ -25,6 +25,14 @@
     commdsl::run_flags<plan>(args, turn);                                                                    \
   }
 
+// A dispatch: two blocks an SM hide each other's waits.
+#define COMMDSL_DISPATCH(name, plan)                                                                             \
+  extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS, 2)                                               \
+      name(const __grid_constant__ commdsl::DispatchArgs<plan::kNumRanks, plan::kNumTensors> args) {             \
+    commdsl::run_dispatch<plan>(args, static_cast<commdsl::i32>(blockIdx.x));                                    \
+  }
+#define COMMDSL_SHARED __shared__
+
 namespace commdsl {
 
 constexpr bool kSharesBlock = COMMDSL_LANES_PER_BLOCK > 1;
@@ -32,6 +40,11 @@ COMMDSL_FN u32 lane_of_block() { return kSharesBlock ? threadIdx.x / COMMDSL_THR
 COMMDSL_FN i32 this_lane() { return static_cast<i32>(blockIdx.x + lane_of_block() * gridDim.x); }
 COMMDSL_FN u32 thread() { return kSharesBlock ? threadIdx.x % COMMDSL_THREADS : threadIdx.x; }
 COMMDSL_FN constexpr u32 num_threads() { return COMMDSL_THREADS; }
+
+// The threads that move one run of bytes together: a warp.
+COMMDSL_FN u32 warp() { return threadIdx.x / 32; }
+COMMDSL_FN constexpr u32 num_warps() { return COMMDSL_THREADS / 32; }
+COMMDSL_FN u32 thread_of_warp() { return threadIdx.x % 32; }
 
 COMMDSL_FN void block_barrier() {
   if constexpr (kSharesBlock) {
@@ -79,6 +92,19 @@ COMMDSL_FN void store_relaxed(u64* word, u64 value) {
 
 // True for the one caller that finds the word zero; all callers are lanes of one GPU.
 COMMDSL_FN bool claim(u64* word) { return atomicCAS(word, 0ull, 1ull) == 0; }
+
+// Sixteen bytes that are stored and seen as one: a number, and what came with it.
+COMMDSL_FN void store_marked(u64* word, u64 mark, u64 value) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(word), "l"(mark), "l"(value) : "memory");
+}
+COMMDSL_FN u64 load_marked(const u64* word, u64& value) {
+  u64 mark;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(mark), "=l"(value) : "l"(word) : "memory");
+  return mark;
+}
+constexpr i32 kDoneStride = 8;  // bytes from one lane's flag to the next: all are looked at together
+
+COMMDSL_FN void add_shared(u64* word, u64 value) { atomicAdd(word, value); }
 
 COMMDSL_FN u64 now_ns() {
   u64 time;

@@ -29,6 +29,16 @@
     commdsl::run_flags<plan>(*args, *turn);                                                                  \
   }
 
+#define COMMDSL_DISPATCH(name, plan)                                                                                   \
+  extern "C" void name(const commdsl::DispatchArgs<plan::kNumRanks, plan::kNumTensors>* args, commdsl::i32 lane) {     \
+    commdsl::run_dispatch<plan>(*args, lane);                                                                          \
+  }                                                                                                                    \
+  extern "C" commdsl::i32 commdsl_launch(const commdsl::DispatchArgs<plan::kNumRanks, plan::kNumTensors>* args,        \
+                                         commdsl::i32 count, commdsl::i32 calls, const commdsl::u64* delays) {         \
+    return commdsl::launch(args, count, calls, delays, name);                                                          \
+  }
+#define COMMDSL_SHARED
+
 namespace commdsl {
 
 template <class Plan>
@@ -36,6 +46,9 @@ struct Operands;
 
 COMMDSL_FN u32 thread() { return 0; }
 COMMDSL_FN u32 num_threads() { return 1; }
+COMMDSL_FN u32 warp() { return 0; }
+COMMDSL_FN constexpr u32 num_warps() { return 1; }
+COMMDSL_FN u32 thread_of_warp() { return 0; }
 COMMDSL_FN void block_barrier() {}
 COMMDSL_FN bool block_any(bool value) { return value; }
 
@@ -76,6 +89,20 @@ COMMDSL_FN bool claim(u64* word) {
   u64 free = 0;
   return __atomic_compare_exchange_n(word, &free, u64{1}, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
+
+// What comes with a number is released with it.
+COMMDSL_FN void store_marked(u64* word, u64 mark, u64 value) {
+  __atomic_store_n(word + 1, value, __ATOMIC_RELAXED);
+  __atomic_store_n(word, mark, __ATOMIC_RELEASE);
+}
+COMMDSL_FN u64 load_marked(const u64* word, u64& value) {
+  const u64 mark = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+  value = __atomic_load_n(word + 1, __ATOMIC_RELAXED);
+  return mark;
+}
+constexpr i32 kDoneStride = kFlagStride;  // the sanitizer's keys take the rest of the line
+
+COMMDSL_FN void add_shared(u64* word, u64 value) { *word += value; }
 
 COMMDSL_FN u64 now_ns() {
   timespec time;

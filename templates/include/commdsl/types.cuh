@@ -65,6 +65,48 @@ struct Args {
   i32 rank, active_lanes, rounds, flags;
 };
 
+// --- dispatches: rows on their way to places that a table names -----------------------------------------------------------
+
+constexpr i32 kFinishCopy = 0;   // rows from where they waited to the output
+constexpr i32 kFinishSum = 1;    // the sum of `count` runs of rows, `stride` rows apart, in order
+constexpr i32 kFinishZero = 2;   // rows of the output that nobody sends
+constexpr u64 kBadTile = 2;      // ErrorRecord::code: a tile reaches out of a tensor
+constexpr u64 kBadCount = 3;     // a rank sent another number of rows than the table says
+
+// A run of rows of one tensor: `where` is the destination's rank, from bit 16 on the tensor, in bit 24 whether the rows are to
+// wait there until they are finished.
+struct alignas(16) Send {
+  u32 source_row, dest_row, rows, where;
+};
+
+struct alignas(16) Finish {
+  u32 kind, tensor, source_row, dest_row, rows, stride, count, reserved;
+};
+
+// In front of a table: the sends follow it, then the finishes, then the number of rows that come from each rank.
+struct alignas(16) TableHead {
+  u32 early;  // sends [0, early) stay on the rank: they need no peer
+  u32 sends, finishes;
+  u32 finishes_at;  // in bytes from the head
+};
+
+// One call. Offsets are in every rank's heap; the outputs that peers write to are in this rank's.
+template <i32 num_ranks, i32 num_tensors>
+struct DispatchArgs {
+  u64 heap[num_ranks];
+  u64 staging[num_tensors];       // offsets of where rows wait
+  u64 staging_rows[num_tensors];  // room there
+  u64 timeout_ns;
+  u64 error;
+  u64 table;
+  u64 inputs[num_tensors];        // addresses; tensors that no tile of the table names may be 0
+  u64 outputs[num_tensors];
+  u64 row_bytes[num_tensors];
+  u64 input_rows[num_tensors];
+  u64 output_rows[num_tensors];
+  i32 rank, active_lanes;
+};
+
 // `claim` decides which lane writes the record, `code` is written last.
 struct ErrorRecord {
   u64 code;

@@ -1,0 +1,170 @@
+"""Turns launches into a torch op, `torch.ops.commdsl.move_rows`, and names the calls users make.
+
+Assumes tensors whose first dimension is rows. Does not know symmetric memory or tables (`launcher`, `route`). The op's
+gradient is the op the other way: what went to several ranks is summed on its return, and what is summed goes to all of
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from commdsl.dispatch.launcher import Launcher, Limits, known
+from commdsl.dispatch.route import Route, Way
+from commdsl.runtime.errors import TensorError
+from commdsl.runtime.op import registry
+
+SCHEMA = (
+    "move_rows(Tensor[] inputs, Tensor there, Tensor back, SymInt[] rows, bool sums, bool sums_back, bool clear, "
+    "bool clear_back, str dispatcher) -> Tensor[]"
+)
+
+
+class Dispatcher(Launcher):
+    """Moves the rows of queries, keys and values to where a Route says, and back: functional ops with gradients, on the
+    current stream, that graphs can capture.
+
+    Source: `DispatcherWrapper` and `dispatch_qkv` of DistCA (hao-ai-lab/DistCA, July 2025).
+    """
+
+    def __init__(self, limits: Limits, *arguments: Any, **options: Any) -> None:
+        super().__init__(limits, *arguments, **options)
+        register()
+
+    def dispatch_qkv(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, route: Route, *, padded: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        """Rows of q to the ranks of `route`'s queries, rows of k and v to those of its keys, in one launch.
+
+        q, k, v: (route.rows, ...), contiguous, any dtype, each with an even number of bytes a row. v None: keys and
+        values are one tensor. Returns new tensors (route.queries, ...), (route.keys, ...), (route.keys, ...); with
+        `padded` of Limits.queries and Limits.keys rows, of which those beyond are not written: for graphs whose Route
+        is updated. Backward is `collect_qkv`. Raises TensorError (C951), DispatchError (C961).
+        """
+        tensors = (q, k) if v is None else (q, k, v)
+        rows = (self.limits.queries, self.limits.keys) if padded else (route.queries, route.keys)
+        return self._move(tensors, route, Way.ALL, rows, route.rows, padded)
+
+    def collect_qkv(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, route: Route, *, padded: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        """The way back of `dispatch_qkv`: rows of q return; of k and v the copies of a row are summed in copy order, in
+        float32, and rounded once. Rows that went nowhere are zero.
+
+        q: (route.queries, ...), k, v: (route.keys, ...), or padded; k and v float32, float16 or bfloat16. Returns new
+        tensors (route.rows, ...), or with `padded` (Limits.rows, ...).
+        """
+        tensors = (q, k) if v is None else (q, k, v)
+        rows = self.limits.rows if padded else route.rows
+        return self._move(tensors, route, Way.ALL_BACK, (rows, rows), (route.queries, route.keys), padded)
+
+    def dispatch(self, x: torch.Tensor, route: Route, *, padded: bool = False) -> torch.Tensor:
+        """Rows of x to the ranks of `route`'s queries: (route.rows, ...) to (route.queries, ...)."""
+        rows = self.limits.queries if padded else route.queries
+        return self._move((x,), route, Way.QUERIES, (rows, 0), route.rows, padded)[0]
+
+    def collect(self, x: torch.Tensor, route: Route, *, padded: bool = False) -> torch.Tensor:
+        """The way back of `dispatch`: (route.queries, ...) to (route.rows, ...); rows that went nowhere are zero."""
+        rows = self.limits.rows if padded else route.rows
+        return self._move((x,), route, Way.QUERIES_BACK, (rows, 0), (route.queries, 0), padded)[0]
+
+    def _move(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        route: Route,
+        way: Way,
+        rows: tuple[int, int],
+        expected: int | tuple[int, int],
+        padded: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        asked = expected if isinstance(expected, tuple) else (expected, expected)
+        for index, tensor in enumerate(tensors):
+            _check(tensor, asked[min(index, 1)], self.device, at_least=padded)
+        there = self.table(route, self.form(way, tensors))
+        back = self.table(route, self.form(way.reversed, tensors))
+        self._last = route, self.form(way, tensors)
+        sums = way is Way.ALL_BACK
+        made = torch.ops.commdsl.move_rows(
+            list(tensors),
+            there,
+            back,
+            [rows[min(index, 1)] for index in range(len(tensors))],
+            sums,
+            way is Way.ALL,
+            False,
+            padded,
+            self.name,
+        )
+        return tuple(made)
+
+
+def _check(tensor: torch.Tensor, rows: int, device: torch.device, *, at_least: bool) -> None:
+    if tensor.device.type != device.type:
+        raise TensorError(f"the tensor is on {tensor.device}, the Dispatcher on {device}")
+    if tensor.dim() == 0 or (tensor.shape[0] < rows if at_least else tensor.shape[0] != rows):
+        raise TensorError(f"expected {rows} rows, got a tensor of shape {tuple(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise TensorError("the tensor is not contiguous: pass tensor.contiguous()")
+
+
+def register() -> None:
+    """Tells torch of the op, once in a process."""
+    table = registry()
+    with table.lock:
+        if hasattr(torch.ops.commdsl, "move_rows"):
+            return
+        table.library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+        for kind in ("CPU", "CUDA"):
+            table.library.impl("move_rows", _run, kind)
+        torch.library.register_fake("commdsl::move_rows", _shapes, lib=table.library)
+        torch.library.register_autograd("commdsl::move_rows", _backward, setup_context=_setup, lib=table.library)
+
+
+def _run(
+    inputs: Sequence[torch.Tensor],
+    there: torch.Tensor,
+    back: torch.Tensor,
+    rows: Sequence[int],
+    sums: bool,
+    sums_back: bool,
+    clear: bool,
+    clear_back: bool,
+    dispatcher: str,
+) -> list[torch.Tensor]:
+    return known(dispatcher).launch(inputs, there, rows, sums=sums, clear=clear)
+
+
+def _shapes(
+    inputs: Sequence[torch.Tensor],
+    there: torch.Tensor,
+    back: torch.Tensor,
+    rows: Sequence[Any],
+    sums: bool,
+    sums_back: bool,
+    clear: bool,
+    clear_back: bool,
+    dispatcher: str,
+) -> list[torch.Tensor]:
+    return [tensor.new_empty((count, *tensor.shape[1:])) for tensor, count in zip(inputs, rows, strict=True)]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    tensors, there, back, _, sums, sums_back, clear, clear_back, name = inputs
+    ctx.save_for_backward(there, back)
+    ctx.rows = [tensor.shape[0] for tensor in tensors]
+    ctx.like = [(tensor.shape, tensor.dtype) for tensor in output]
+    ctx.rest = (sums_back, sums, clear_back, clear, name)
+
+
+def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    there, back = ctx.saved_tensors
+    device = there.device
+    given = [
+        torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient.contiguous()
+        for gradient, (shape, dtype) in zip(gradients, ctx.like, strict=True)
+    ]
+    made = torch.ops.commdsl.move_rows(given, back, there, ctx.rows, *ctx.rest)
+    return made, None, None, None, None, None, None, None, None

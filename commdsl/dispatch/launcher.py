@@ -1,0 +1,368 @@
+"""Turns limits into a Launcher: one rank's end of a dispatch, with its symmetric memory and its kernels.
+
+Assumes every rank makes the same Launchers and the same calls, in the same order. Does not know torch's dispatcher or
+gradients (`dispatcher` does). Its kernels order themselves: no barrier before a call, nothing to clear after it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from commdsl import compiler
+from commdsl.dispatch.errors import DispatchError, RowError
+from commdsl.dispatch.pool import ALIGNMENT, Pool, row_bytes
+from commdsl.dispatch.route import Form, Route, Way
+from commdsl.dispatches import Put
+from commdsl.emit_dispatch import DispatchKernel, Fixed, changing
+from commdsl.plan import Transport
+from commdsl.runtime import communicator
+from commdsl.runtime.error_page import ErrorWord
+from commdsl.runtime.errors import DeviceError, GroupError, TensorError
+from commdsl.runtime.heap import Heap
+from commdsl.runtime.kernel import Residence
+from commdsl.runtime.load import find
+from commdsl.runtime.workspace import Start
+from commdsl.timeouts import CommTimeout, ErrorRecord, unpack
+
+PUTS = {"rows": Put.ROWS, "packed": Put.PACKED}
+SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+LANE_BYTES = 128 << 10
+"""What a lane moves at least: with less, another lane only adds its own."""
+
+HOST_LANES = 2
+"""A lane is a thread there: more of them than cores only switch, but two race each other under test."""
+
+TIMED_OUT, BAD_TILE = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most that any rank has in a call; what symmetric memory is made for. Equal on all ranks."""
+
+    rows: int  # of a rank's own tensors
+    queries: int  # rows of queries that a rank receives
+    keys: int = 0  # rows of keys, and of values, that a rank receives
+    copies: int = 1  # of a key shard
+    widths: tuple[int, ...] = ()  # bytes of a row, by tensor: queries, keys, values
+
+    def bytes_of(self, packed: bool) -> tuple[list[int], list[int], int]:
+        """By tensor the rows and the bytes that may wait; the bytes of one call's results there and back."""
+        there = [self.queries, self.keys, self.keys]
+        back = [self.rows, self.rows * self.copies, self.rows * self.copies]
+        if packed:
+            waiting = [max(pair) for pair in zip(there, back, strict=True)]
+        else:  # only what is summed waits
+            waiting = [0, *(self.rows * self.copies if self.copies > 1 else 0,) * 2]
+        waiting = waiting[: len(self.widths)]
+        room = [rows * width for rows, width in zip(waiting, self.widths, strict=True)]
+        results = zip(there, (self.rows,) * 3, self.widths, strict=False)
+        return waiting, room, 0 if packed else sum(_aligned(n * w) + _aligned(m * w) for n, m, w in results)
+
+
+def _aligned(size: int) -> int:
+    return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+
+
+class Room:
+    """The symmetric memory of a Launcher: what peers tell each other, where rows wait, where results lie."""
+
+    def __init__(self, owner: Launcher, heap: Heap, error: ErrorWord) -> None:
+        self.heap = heap
+        self.lock = threading.Lock()
+        self.is_closed = False
+        self.error = error
+        self._owner = weakref.ref(owner)
+
+    def failure(self) -> Exception | None:
+        if not self.error.is_set:
+            return None
+        record = unpack(self.error.data.tobytes())
+        owner = self._owner()
+        return None if record is None or owner is None else owner.explain(record, int(self.error.data[0]))
+
+    def reset(self) -> None:
+        self.heap.zero()
+        self.error.clear()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.error.give_back()
+
+
+class Call:
+    """Launches of one kernel: packed arguments, in which `point` writes what a call changes."""
+
+    def __init__(self, kernel: DispatchKernel, fixed: bytes) -> None:
+        words = changing(kernel.num_tensors)
+        size = len(fixed) + words.size
+        self.arguments = ctypes.create_string_buffer(fixed.ljust(size, b"\0"), size)
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))  # one argument: the struct
+        self.pointers = ctypes.addressof(self._parameters)
+        self.blocks = 1
+        self.threads = kernel.threads
+        self.shared = 0
+        self._pack: Callable[..., None] = partial(words.pack_into, self.arguments, len(fixed))
+
+    def point(self, *changing: int) -> None:
+        self._pack(*changing)
+        self.blocks = changing[-1]
+
+
+class Launcher:
+    """One rank's end of a dispatch: it launches calls that a table describes."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        group: Any = None,
+        device: torch.device | str | None = None,
+        put: str = "rows",
+        *,
+        results: int = 2,
+        check: bool = False,
+        source: Path | str = "qkv",
+        name: str | None = None,
+    ) -> None:
+        """Collective: symmetric memory for `limits` on every rank of `group`.
+
+        `put` "rows" sends each row straight to its final place; results lie in symmetric memory, which holds `results`
+        calls there and back, and raises C961 when more are alive. "packed" sends one message to each peer, which
+        unpacks it; results are ordinary tensors. With `check` the kernels hold every row to its bounds, and count what
+        comes (C962). `source` is a `.comm` file with dispatches, or a shipped one; of those with that `put`, the one
+        that is `name`d.
+
+        Raises CommError for the file, GroupError where ranks differ, DispatchError (C961) for senseless limits.
+        """
+        if put not in PUTS:
+            raise DispatchError(f"expected put = {' or '.join(map(repr, PUTS))}, got {put!r}")
+        where = torch.device(device) if device is not None else _default_device()
+        self._comm = communicator.of(communicator.name_of(group), where)
+        if self._comm.transport is not Transport.PEER:
+            raise DeviceError("dispatches reach peers by their pointers: unset COMMDSL_TRANSPORT")
+        self.device = where
+        self.kernel, self._emitted = _compiled(source, name, PUTS[put], self._comm.size)
+        self.limits = _judged(limits, self.kernel)
+        self.packed = self.kernel.packed
+        self._macros = ("COMMDSL_CHECK=1",) if check else ()
+        self._agree(results)
+        waiting, room, one = limits.bytes_of(self.packed)
+        offsets, at = [], _aligned(self.kernel.board_bytes)
+        for size in room:
+            offsets.append(at)
+            at += _aligned(size)
+        self._results = at, results * one
+        self._key = f"{self._emitted.digest}/{next(self._comm.numbers)}"
+        self.name = f"{self.kernel.name}/{self._comm.name}/{self._key[-8:]}/{id(self):x}"
+        found = self._comm.tenant(self._key, self.kernel.name, at + results * one, partial(Room, self))
+        assert isinstance(found, Room)
+        self._room = found
+        pad = [0] * (self.kernel.num_tensors - len(waiting))
+        self._fixed = Fixed(
+            found.heap.addresses,
+            [*offsets, *pad],
+            [*waiting, *pad],
+            int(self._comm.config.timeout * 1e9),
+            found.error.address,
+        ).pack()
+        self._pool = Pool(self.kernel.name, found.heap.addresses[self._comm.rank] + at, results * one, where)
+        self._starts: dict[str, Start] = {}
+        self._last: tuple[Route, Form] | None = None
+        _KNOWN[self.name] = self
+
+    # --- a call ------------------------------------------------------------------------------------------------------
+
+    def form(self, way: Way, tensors: Sequence[torch.Tensor]) -> Form:
+        return Form(way, tuple(map(row_bytes, tensors)), self.packed, self.kernel.tile_bytes)
+
+    def table(self, route: Route, wanted: Form) -> torch.Tensor:
+        """The Route's table for a call, which it is held to the limits for."""
+        self._admit(route, wanted)
+        self._last = route, wanted
+        return route.table(wanted)
+
+    def launch(
+        self, inputs: Sequence[torch.Tensor], table: torch.Tensor, rows: Sequence[int], *, sums: bool, clear: bool
+    ) -> list[torch.Tensor]:
+        """One call: new tensors of `rows` rows each. With `clear` what the table leaves out is zero."""
+        comm = self._comm
+        comm.refuse_if_broken()
+        comm.check()
+        if self._room.is_closed:
+            raise DispatchError(f"`{self.kernel.name}` was released")
+        start = self._start(self._dtype(inputs) if sums else "")
+        outputs = [self._new(tensor, count) for tensor, count in zip(inputs, rows, strict=True)]
+        if clear:
+            for output in outputs:
+                output.zero_()
+        pad = (0,) * (self.kernel.num_tensors - len(inputs))
+        widths = tuple(map(row_bytes, inputs))
+        moved = sum(max(tensor.nbytes, output.nbytes) for tensor, output in zip(inputs, outputs, strict=True))
+        start(
+            (
+                table.data_ptr(),
+                *(tensor.data_ptr() for tensor in inputs),
+                *pad,
+                *(output.data_ptr() for output in outputs),
+                *pad,
+                *widths,
+                *pad,
+                *(len(tensor) for tensor in inputs),
+                *pad,
+                *rows,
+                *pad,
+                comm.rank,
+                self._lanes(moved),
+            )
+        )
+        return outputs
+
+    def release(self) -> None:
+        """Collective: gives back the symmetric memory. Results that lie there must not be used any more."""
+        _KNOWN.pop(self.name, None)
+        self._comm.release(self._key)
+
+    def synchronize(self) -> None:
+        """Waits for this rank's calls and raises what went wrong in them."""
+        self._comm.finish()
+        self._comm.check()
+
+    def explain(self, record: ErrorRecord, code: int) -> Exception:
+        """What a kernel of this rank reported, in words."""
+        kernel = self.kernel
+        if code == TIMED_OUT:
+            origin = f"{kernel.origin}, {'entering the call' if record.op == 0 else 'waiting for its rows'}"
+            missing = tuple(rank for rank in record.missing if rank != record.rank and rank < kernel.num_ranks)
+            return CommTimeout(record, origin, missing, self._comm.config.timeout)
+        if code == BAD_TILE:
+            place = "" if self._last is None else f" ({self._last[0].place_of(self._last[1], record.op)})"
+            return RowError(
+                f"rank {record.rank} was to send rows up to {record.seen} to rank {record.peer}, which has room for "
+                f"{record.expected}: run {record.op} of its table{place}"
+            )
+        return RowError(
+            f"rank {record.rank} expected {record.expected} rows from rank {record.peer}, and {record.seen} came"
+        )
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _new(self, like: torch.Tensor, rows: int) -> torch.Tensor:
+        if self.packed:
+            return like.new_empty((rows, *like.shape[1:]))
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._pool.empty(rows, like, keep=capturing)
+
+    def _start(self, dtype: str) -> Start:
+        found = self._starts.get(dtype)
+        if found is None:
+            self._comm.refuse_setup(self.kernel.name)
+            macros = (*((f"COMMDSL_DTYPE={dtype}",) if dtype else ()), *self._macros)
+            kernel = self.kernel
+            residence = Residence(kernel.name, kernel.entry, kernel.lanes, kernel.threads, 0, kernel.lanes)
+            loaded = self._comm.load_kernel(self._emitted, macros, residence)
+            found = self._starts[dtype] = self._comm.starter(self._room, loaded, Call(kernel, self._fixed))
+        return found
+
+    def _dtype(self, inputs: Sequence[torch.Tensor]) -> str:
+        for tensor in inputs[1:]:
+            if tensor.dtype not in SUMMED or tensor.dtype != inputs[1].dtype:
+                raise TensorError(
+                    f"keys and values are summed in one of {', '.join(SUMMED.values())}, both in the same, not in "
+                    f"{tensor.dtype}"
+                )
+        return SUMMED[inputs[1].dtype] if len(inputs) > 1 else ""
+
+    def _lanes(self, moved: int) -> int:
+        if self.device.type == "cpu":
+            return min(HOST_LANES, self.kernel.lanes)
+        return max(1, min(self.kernel.lanes, -(-moved // LANE_BYTES)))
+
+    def _agree(self, results: int) -> None:
+        mine = repr((self.limits, results, self.packed, self._macros)).encode()
+        everyone = self._comm.exchange(f"dispatcher/{next(self._comm.numbers)}", mine)
+        for rank, theirs in enumerate(everyone):
+            if theirs != mine:
+                raise GroupError(
+                    f"rank {rank} makes another Dispatcher than this one: {theirs.decode()}, {mine.decode()}"
+                )
+
+    def _admit(self, route: Route, wanted: Form) -> None:
+        """Refuses on all ranks alike: a rank that goes on alone would wait for the others."""
+        if route.num_ranks != self._comm.size or route.rank != self._comm.rank:
+            raise DispatchError(
+                f"the Route is rank {route.rank}'s of {route.num_ranks}; this is rank {self._comm.rank} of "
+                f"{self._comm.size}"
+            )
+        if route.device.type != self.device.type:
+            raise DispatchError(f"the Route's tables are on {route.device}, this Dispatcher is on {self.device}")
+        limits = self.limits
+        for what, has, most in zip(("rows", "queries", "keys"), route.most, _of(limits), strict=True):
+            if has > most and (what != "keys" or wanted.way in (Way.ALL, Way.ALL_BACK)):
+                raise DispatchError(f"a rank has {has} {what}, and the Limits are for {most}")
+        for index, (width, most) in enumerate(zip(wanted.widths, limits.widths, strict=False)):
+            if width > most:
+                raise DispatchError(f"a row of tensor {index} takes {width} bytes, and the Limits are for {most}")
+        waiting, _, _ = limits.bytes_of(self.packed)
+        for index, (has, most) in enumerate(zip(route.waiting(wanted), waiting, strict=False)):
+            if has > most:
+                raise DispatchError(
+                    f"{has} rows of tensor {index} wait on a rank, and there is room for {most}: "
+                    f"the Limits are for {limits.copies} copies of {limits.rows} rows"
+                )
+
+
+def _of(limits: Limits) -> tuple[int, int, int]:
+    return limits.rows, limits.queries, limits.keys
+
+
+_KNOWN: weakref.WeakValueDictionary[str, Launcher] = weakref.WeakValueDictionary()
+"""An op of torch knows its Dispatcher by name only."""
+
+
+def known(name: str) -> Launcher:
+    found = _KNOWN.get(name)
+    if found is None:
+        raise DispatchError(f"there is no Dispatcher `{name}` any more")
+    return found
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _judged(limits: Limits, kernel: DispatchKernel) -> Limits:
+    for name, value in zip(("rows", "queries", "keys"), _of(limits), strict=True):
+        if not 0 <= value < 2**32:
+            raise DispatchError(f"expected 0 <= {name} < 2 ** 32, got {value}")
+    if limits.copies < 1:
+        raise DispatchError(f"expected at least 1 copy, got {limits.copies}")
+    if not 1 <= len(limits.widths) <= kernel.num_tensors:
+        raise DispatchError(
+            f"expected the widths of 1 to {kernel.num_tensors} tensors ({', '.join(kernel.tensors)}), got "
+            f"{limits.widths}"
+        )
+    for width in limits.widths:
+        if width < 2 or width % 2:
+            raise DispatchError(f"a row takes an even number of bytes, not {width}")
+    return limits
+
+
+def _compiled(source: Path | str, name: str | None, put: Put, ranks: int) -> tuple[DispatchKernel, Any]:
+    files = compiler.read(find(source))
+    if name is None:
+        made = [compiler.compile_dispatch(files, decl.name.text, ranks) for decl in compiler.dispatches(files)]
+    else:
+        made = [compiler.compile_dispatch(files, name, ranks)]
+    fitting = [one for one in made if one.dispatch.put is put]
+    if len(fitting) != 1:
+        have = ", ".join(f"`{one.dispatch.name}` (put {one.dispatch.put.value})" for one in made) or "none"
+        raise DispatchError(f"expected one dispatch of `{source}` with `put {put.value}`; there are {have}: say `name`")
+    return fitting[0].kernel, fitting[0].emitted

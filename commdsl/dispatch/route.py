@@ -1,0 +1,214 @@
+"""Turns the `Metadata` of all ranks into one rank's Route: the tables that its kernels read, on its device.
+
+Assumes every rank makes its Route from the same Metadata. Does not move rows (`Dispatcher` does). A table is made when
+a call first asks for it, by the widths of the rows, and kept; `update_` writes new ones into the same memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import torch
+
+from commdsl.dispatch import form, layout
+from commdsl.dispatch.errors import DispatchError
+from commdsl.dispatch.metadata import Metadata
+from commdsl.dispatch.validator import validate
+from commdsl.routes import Longs, Routes, Shards, back
+from commdsl.tiles import Flow, Table, table
+
+SPARE = 2
+"""A table has room for so many times the runs it began with, so that another plan's fit as well."""
+
+
+class Way(Enum):
+    """What travels in one call."""
+
+    QUERIES = "queries"
+    QUERIES_BACK = "queries back"
+    ALL = "queries, keys and values"
+    ALL_BACK = "queries, keys and values back"
+
+    @property
+    def reversed(self) -> Way:
+        return _REVERSED[self]
+
+
+_REVERSED = {
+    Way.QUERIES: Way.QUERIES_BACK,
+    Way.QUERIES_BACK: Way.QUERIES,
+    Way.ALL: Way.ALL_BACK,
+    Way.ALL_BACK: Way.ALL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a table depends on beside the routes."""
+
+    way: Way
+    widths: tuple[int, ...]  # bytes of a row, by tensor
+    packed: bool
+    tile_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Numbers:
+    """The routes of all ranks."""
+
+    shards: Shards
+    queries: Routes
+    queries_back: Routes
+    keys: Routes | None
+    keys_back: Routes | None
+
+    def flows(self, way: Way, widths: tuple[int, ...]) -> list[Flow]:
+        goes = way in (Way.QUERIES, Way.ALL)
+        queries = self.queries if goes else self.queries_back
+        flows = [Flow(queries, _rows(queries) if goes else self.shards.rows, widths[0])]
+        if way in (Way.ALL, Way.ALL_BACK):
+            keys = self.keys if goes else self.keys_back
+            if keys is None:
+                raise DispatchError("this Route has no keys and values: it was made of queries alone")
+            rows = _rows(keys) if goes else self.shards.rows
+            flows += [Flow(keys, rows, width, is_sum=not goes) for width in widths[1:]]
+        return flows
+
+
+def _rows(routes: Routes) -> Longs:
+    found: Longs = routes.counts.sum(axis=1)
+    return found
+
+
+class Route:
+    """One plan for one rank: where its rows go, and where they come back to."""
+
+    def __init__(
+        self,
+        fwd_q: Metadata,
+        rev_q: Metadata,
+        fwd_k: Metadata | None = None,
+        rev_k: Metadata | None = None,
+        *,
+        rank: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Proves the Metadata of all ranks (`validate`) and keeps what `rank` needs. fwd_k and rev_k None: rows only.
+
+        Raises MetadataError (C960) where the numbers are not those of one dispatch.
+        """
+        validate(fwd_q, rev_q, fwd_k, rev_k)
+        self.rank = rank
+        self.device = torch.device(device)
+        self._numbers = _numbers(fwd_q, fwd_k)
+        if not 0 <= rank < self.num_ranks:
+            raise DispatchError(f"expected a rank 0 ..< {self.num_ranks}, got {rank}")
+        self._tables: dict[Form, torch.Tensor] = {}
+        self._made: dict[Form, Table] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        return self._numbers.shards.num_ranks
+
+    @property
+    def rows(self) -> int:
+        """Rows of this rank's own tensors."""
+        return int(self._numbers.shards.rows[self.rank])
+
+    @property
+    def queries(self) -> int:
+        """Rows of queries that this rank receives."""
+        return int(self._numbers.queries.counts[self.rank].sum())
+
+    @property
+    def keys(self) -> int:
+        """Rows of keys, and of values, that this rank receives; 0 where there are none."""
+        keys = self._numbers.keys
+        return 0 if keys is None else int(keys.counts[self.rank].sum())
+
+    @property
+    def most(self) -> tuple[int, int, int]:
+        """The most rows of any rank: of its own, of queries received, of keys received."""
+        numbers = self._numbers
+        keys = 0 if numbers.keys is None else int(_rows(numbers.keys).max(initial=0))
+        return int(numbers.shards.rows.max(initial=0)), int(_rows(numbers.queries).max(initial=0)), keys
+
+    @property
+    def has_keys(self) -> bool:
+        return self._numbers.keys is not None
+
+    def table(self, wanted: Form) -> torch.Tensor:
+        """int32, 1-D, on the device: what the kernel of this rank reads."""
+        found = self._tables.get(wanted)
+        if found is None:
+            made = self._made[wanted] = self._make(wanted)
+            found = torch.empty(-(-SPARE * len(made.words) // 4) * 4 + 64, dtype=torch.int32, device=self.device)
+            self._tables[wanted] = found
+            self._write(made, found)
+        return found
+
+    def waiting(self, wanted: Form) -> tuple[int, ...]:
+        """By tensor: the most rows that wait on any rank before they are finished."""
+        self.table(wanted)
+        return self._made[wanted].waiting_rows
+
+    def update_(self, other: Route) -> None:
+        """Overwrites the tables with those of `other`, on the current stream: a graph that was captured with this Route
+        follows the other plan from then on. Sizes may change as far as the memory reaches.
+
+        Raises DispatchError (C961), and changes nothing, where a table has no room for the other's.
+        """
+        if (other.rank, other.num_ranks) != (self.rank, self.num_ranks):
+            raise DispatchError(
+                f"this Route is rank {self.rank}'s of {self.num_ranks}, the other rank {other.rank}'s of "
+                f"{other.num_ranks}"
+            )
+        made = {wanted: other._make(wanted) for wanted in self._tables}
+        for wanted, new in made.items():
+            if len(new.words) > len(self._tables[wanted]):
+                raise DispatchError(
+                    f"the table of {wanted.way.value} has room for {len(self._tables[wanted])} words, the other plan "
+                    f"takes {len(new.words)}: make the Route from the plan with the most shards first"
+                )
+        for wanted, new in made.items():
+            self._write(new, self._tables[wanted])
+        self._numbers, self._made = other._numbers, made
+
+    def place_of(self, wanted: Form, send: int) -> str:
+        """Which shard and replica a run of a table is part of, in words."""
+        made = self._made[wanted]
+        at = int(made.send_route[send])
+        for flow in self._numbers.flows(wanted.way, wanted.widths):
+            if at < flow.routes.num:
+                local = int(self._numbers.shards.local[flow.routes.shard[at]])
+                return f"shard {local}, replica {int(flow.routes.copy[at])}"
+            at -= flow.routes.num
+        return f"run {send}"
+
+    def _make(self, wanted: Form) -> Table:
+        flows = self._numbers.flows(wanted.way, wanted.widths)
+        return table(flows, self.rank, packed=wanted.packed, tile_bytes=wanted.tile_bytes)
+
+    def _write(self, made: Table, to: torch.Tensor) -> None:
+        words = torch.from_numpy(made.words.view(np.int32))
+        if to.is_cuda:
+            words = words.pin_memory()
+        to[: len(words)].copy_(words, non_blocking=True)
+
+
+def _numbers(fwd_q: Metadata, fwd_k: Metadata | None) -> _Numbers:
+    """The routes that proved Metadata names."""
+    queries, shards = _named("fwd_q", fwd_q)
+    if fwd_k is None:
+        return _Numbers(shards, queries, back(queries, shards), None, None)
+    keys, _ = _named("fwd_k", fwd_k)
+    return _Numbers(shards, queries, back(queries, shards), keys, back(keys, shards))
+
+
+def _named(name: str, metadata: Metadata) -> tuple[Routes, Shards]:
+    numbers = form.tables(name, metadata)
+    shards = layout.padded(numbers.length)
+    copies = numbers.dest.shape[2]
+    return layout.routes_of(numbers.dest.reshape(-1, copies), numbers.row.reshape(-1, copies), shards), shards

@@ -1,0 +1,27 @@
+// Runs of bytes on the processor: the same words as runs.cuh.
+// Assumes the vocabulary and elements.cuh. A run is one thread's.
+#pragma once
+
+namespace commdsl {
+
+COMMDSL_FN void copy_run(char* dest, const char* source, u64 bytes) { memcpy(dest, source, bytes); }
+COMMDSL_FN void zero_run(char* dest, u64 bytes) { memset(dest, 0, bytes); }
+
+// `count` runs, `stride` bytes apart, added in order in the accumulator's type, rounded once.
+template <class Element>
+COMMDSL_FN void sum_run(char* dest, const char* source, u64 bytes, u64 stride, u32 count) {
+  using Storage = typename Element::Storage;
+  for (u64 at = 0; at < bytes; at += sizeof(Storage)) {
+    Storage element;
+    memcpy(&element, source + at, sizeof(Storage));
+    typename Element::Accumulator total = Element::widen(element);
+    for (u32 i = 1; i < count; ++i) {
+      memcpy(&element, source + i * stride + at, sizeof(Storage));
+      total = sum::apply(total, Element::widen(element));
+    }
+    element = Element::narrow(total);
+    memcpy(dest + at, &element, sizeof(Storage));
+  }
+}
+
+}  // namespace commdsl

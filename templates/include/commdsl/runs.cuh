@@ -1,0 +1,115 @@
+// Runs of bytes on the GPU, each moved by one warp: copied whatever the addresses are, summed, zeroed.
+// Assumes the vocabulary and vectors.cuh; addresses and lengths are even. Reads no 16-byte word that has no byte of the source.
+#pragma once
+
+#include "commdsl/vectors.cuh"
+
+namespace commdsl {
+
+constexpr u32 kWarp = 32;
+constexpr u32 kCopyUnroll = 8;  // 16-byte words a thread has in flight: 4 KB a warp
+
+// Addresses and lengths are multiples of 16.
+COMMDSL_FN void copy_aligned(char* dest, const char* source, u64 bytes) {
+  const u64 step = kWarp * 16;
+  u64 at = thread_of_warp() * 16;
+  for (; at + (kCopyUnroll - 1) * step < bytes; at += kCopyUnroll * step) {
+    Vector16 value[kCopyUnroll];
+#pragma unroll
+    for (u32 j = 0; j < kCopyUnroll; ++j) load(value[j], source + at + j * step);
+#pragma unroll
+    for (u32 j = 0; j < kCopyUnroll; ++j) store(dest + at + j * step, value[j]);
+  }
+  for (; at < bytes; at += step) {
+    Vector16 value;
+    load(value, source + at);
+    store(dest + at, value);
+  }
+}
+
+// 16 bytes from `shift` bytes into two neighbouring words.
+COMMDSL_FN Vector16 spliced(const Vector16& low, const Vector16& high, u32 shift) {
+  const u32 word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  u32 picked[5];
+#pragma unroll
+  for (u32 i = 0; i < 5; ++i) {  // no index that the code does not know: registers have no addresses
+    picked[i] = shift & 8 ? (shift & 4 ? word[i + 3] : word[i + 2]) : (shift & 4 ? word[i + 1] : word[i]);
+  }
+  const u32 bits = (shift & 3) * 8;
+  return {__funnelshift_r(picked[0], picked[1], bits), __funnelshift_r(picked[1], picked[2], bits),
+          __funnelshift_r(picked[2], picked[3], bits), __funnelshift_r(picked[3], picked[4], bits)};
+}
+
+// The destination is a multiple of 16, so is `bytes`; the source is `shift` bytes past one.
+COMMDSL_FN void copy_shifted(char* dest, const char* source, u64 bytes, u32 shift) {
+  const char* base = source - shift;
+  for (u64 at = thread_of_warp() * 16; at < bytes; at += kWarp * 16) {
+    Vector16 low, high;
+    load(low, base + at);
+    load(high, base + at + 16);
+    store(dest + at, spliced(low, high, shift));
+  }
+}
+
+COMMDSL_FN void copy_halves(char* dest, const char* source, u64 bytes) {
+  for (u64 at = thread_of_warp() * 2; at < bytes; at += kWarp * 2) {
+    u16 value;
+    load(value, source + at);
+    store(dest + at, value);
+  }
+}
+
+// Bytes in front of the first whole word of a destination.
+COMMDSL_FN u64 head_of(const char* dest, u64 bytes) {
+  const u64 head = -reinterpret_cast<u64>(dest) & 15;
+  return head < bytes ? head : bytes;
+}
+
+COMMDSL_FN void copy_run(char* dest, const char* source, u64 bytes) {
+  const u64 head = head_of(dest, bytes);
+  if (head > 0) copy_halves(dest, source, head);
+  const u64 whole = (bytes - head) & ~u64{15};
+  const u32 shift = static_cast<u32>(reinterpret_cast<u64>(source + head)) & 15;
+  if (shift == 0) {
+    copy_aligned(dest + head, source + head, whole);
+  } else {
+    copy_shifted(dest + head, source + head, whole, shift);
+  }
+  if (head + whole < bytes) copy_halves(dest + head + whole, source + head + whole, bytes - head - whole);
+}
+
+COMMDSL_FN void zero_run(char* dest, u64 bytes) {
+  const u64 head = head_of(dest, bytes);
+  const u64 whole = (bytes - head) & ~u64{15};
+  for (u64 at = thread_of_warp() * 2; at < head; at += kWarp * 2) store(dest + at, u16{0});
+  for (u64 at = thread_of_warp() * 16; at < whole; at += kWarp * 16) store(dest + head + at, Vector16{0, 0, 0, 0});
+  for (u64 at = head + whole + thread_of_warp() * 2; at < bytes; at += kWarp * 2) store(dest + at, u16{0});
+}
+
+template <class Element, class Word>
+COMMDSL_FN void sum_words(char* dest, const char* source, u64 bytes, u64 stride, u32 count) {
+  for (u64 at = thread_of_warp() * sizeof(Word); at < bytes; at += kWarp * sizeof(Word)) {
+    Lanes<Element, Word> total;
+    Word word;
+    load(word, source + at);
+    total.widen(word);
+    for (u32 i = 1; i < count; ++i) {
+      load(word, source + i * stride + at);
+      total.take(word, false, sum{});
+    }
+    store(dest + at, total.narrow());
+  }
+}
+
+// `count` runs, `stride` bytes apart, added in order in the accumulator's type, rounded once.
+template <class Element>
+COMMDSL_FN void sum_run(char* dest, const char* source, u64 bytes, u64 stride, u32 count) {
+  using Storage = typename Element::Storage;
+  if (common_alignment(reinterpret_cast<u64>(dest) | reinterpret_cast<u64>(source) | bytes | stride) == 16) {
+    sum_words<Element, Vector16>(dest, source, bytes, stride, count);
+  } else {
+    sum_words<Element, typename WordOf<sizeof(Storage)>::Type>(dest, source, bytes, stride, count);
+  }
+}
+
+}  // namespace commdsl
