@@ -135,6 +135,32 @@ def test_check_concise(faulty: str, capsys: Capture) -> None:
     assert re.fullmatch(r".*lost\.comm:\d+:\d+: error\[C\d{3}\]: .*\n", capsys.readouterr().err)
 
 
+def test_check_plans(capsys: Capture) -> None:
+    """Plans and dispatches are proved beside schedules: a plan for its own ranks, a dispatch for those asked for."""
+    files = ["schedules/dispatch/spanning.comm", "schedules/dispatch/qkv.comm"]
+    assert run_command(["check", *files, "--ranks", "2,4"]) == 0
+    out, err = capsys.readouterr()
+
+    assert "spanning: proved for 4 ranks (3 documents, 15 shards" in out
+    assert "qkv_direct: proved for 2, 4 ranks on switch (3 tensors, inverted by qkv_direct_back" in out
+    assert err == ""
+    assert run_command(["check", *files, "--json"]) == 0
+    proved = json.loads(capsys.readouterr().out)["proved"]
+    assert [fact.get("plan") or fact.get("dispatch") for fact in proved] == ["spanning", "qkv_direct", "qkv_packed"]
+
+
+def test_check_faulty_plan(tmp_path: Path, capsys: Capture) -> None:
+    """A plan that is wrong is shown with the document at fault, and nothing else is said."""
+    path = tmp_path / "lost.comm"
+    path.write_text("plan lost for 2 ranks { rank 0 { doc 5 -> 2 } }")
+    assert run_command(["check", str(path)]) == 1
+    out, err = capsys.readouterr()
+
+    assert out == ""
+    assert "C603" in err
+    assert err.rstrip().endswith("1 error")
+
+
 def test_check_json(faulty: str, capsys: Capture) -> None:
     """--json is one value on standard output, for the good and the bad."""
     assert run_command(["check", RING, faulty, "--json"]) == 1

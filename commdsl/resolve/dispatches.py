@@ -124,20 +124,23 @@ class _Rules:
         """The order of each route that has one."""
         names = [route.name.text for route in self.written]
         orders: dict[str, Order] = {}
+        unsure = False
         for place in self.places:
             if place.route is None and len(names) != 1:
                 self.faults.report("C632", "the place of which route?", place.span, f"there are {len(names)}",
                                    help=f"write `place {names[0] if names else 'ROUTE'} by ...`")  # fmt: skip
-                orders |= dict.fromkeys(names, Order.SOURCE)  # one mistake, one message
+                unsure = True
                 continue
             name = names[0] if place.route is None else place.route.text
             if place.route is not None and name not in names:
                 self.faults.report("C101", f"`{name}` is not known", place.route.span, "no such route",
                                    help=nearest(name, names))  # fmt: skip
+                unsure = True
             elif name in orders:
                 self.faults.report("C605", f"the place of `{name}` is said twice", place.span, "a second time here")
             orders.setdefault(name, ORDERS[place.order])
-        return orders
+        # One mistake, one message: a place that is nobody's was meant for a route that now lacks one.
+        return {name: orders.get(name, Order.SOURCE) for name in names} if unsure else orders
 
     def _by_query(self, routes: tuple[Route, ...]) -> None:
         """Keys lie where the queries that need them are, so there is one route of queries, each to one rank."""
