@@ -19,7 +19,7 @@ import torch
 
 from commdsl import compiler
 from commdsl.dispatch.errors import DispatchError, RowError
-from commdsl.dispatch.pool import ALIGNMENT, Pool, row_bytes
+from commdsl.dispatch.pool import Pool, aligned, row_bytes
 from commdsl.dispatch.route import Form, Route, Way
 from commdsl.dispatches import Put
 from commdsl.emit_dispatch import DispatchKernel, Fixed, changing
@@ -65,11 +65,7 @@ class Limits:
         waiting = waiting[: len(self.widths)]
         room = [rows * width for rows, width in zip(waiting, self.widths, strict=True)]
         results = zip(there, (self.rows,) * 3, self.widths, strict=False)
-        return waiting, room, 0 if packed else sum(_aligned(n * w) + _aligned(m * w) for n, m, w in results)
-
-
-def _aligned(size: int) -> int:
-    return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+        return waiting, room, 0 if packed else sum(aligned(n * w) + aligned(m * w) for n, m, w in results)
 
 
 class Room:
@@ -155,10 +151,10 @@ class Launcher:
         self._macros = ("COMMDSL_CHECK=1",) if check else ()
         self._agree(results)
         waiting, room, one = limits.bytes_of(self.packed)
-        offsets, at = [], _aligned(self.kernel.board_bytes)
+        offsets, at = [], aligned(self.kernel.board_bytes)
         for size in room:
             offsets.append(at)
-            at += _aligned(size)
+            at += aligned(size)
         self._results = at, results * one
         self._key = f"{self._emitted.digest}/{next(self._comm.numbers)}"
         self.name = f"{self.kernel.name}/{self._comm.name}/{self._key[-8:]}/{id(self):x}"
@@ -175,6 +171,9 @@ class Launcher:
         ).pack()
         self._pool = Pool(self.kernel.name, found.heap.addresses[self._comm.rank] + at, results * one, where)
         self._starts: dict[str, Start] = {}
+        self._tables: weakref.WeakKeyDictionary[Route, dict[tuple[int, Form], torch.Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._last: tuple[Route, Form] | None = None
         _KNOWN[self.name] = self
 
@@ -185,9 +184,13 @@ class Launcher:
 
     def table(self, route: Route, wanted: Form) -> torch.Tensor:
         """The Route's table for a call, which it is held to the limits for."""
-        self._admit(route, wanted)
+        tables = self._tables.setdefault(route, {})
+        found = tables.get((route.version, wanted))
+        if found is None:
+            self._admit(route, wanted)
+            found = tables[route.version, wanted] = route.table(wanted)
         self._last = route, wanted
-        return route.table(wanted)
+        return found
 
     def launch(
         self, inputs: Sequence[torch.Tensor], table: torch.Tensor, rows: Sequence[int], *, sums: bool, clear: bool
@@ -199,7 +202,7 @@ class Launcher:
         if self._room.is_closed:
             raise DispatchError(f"`{self.kernel.name}` was released")
         start = self._start(self._dtype(inputs) if sums else "")
-        outputs = [self._new(tensor, count) for tensor, count in zip(inputs, rows, strict=True)]
+        outputs = self._new(inputs, rows)
         if clear:
             for output in outputs:
                 output.zero_()
@@ -254,9 +257,9 @@ class Launcher:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _new(self, like: torch.Tensor, rows: int) -> torch.Tensor:
+    def _new(self, like: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:
         if self.packed:
-            return like.new_empty((rows, *like.shape[1:]))
+            return [tensor.new_empty((count, *tensor.shape[1:])) for tensor, count in zip(like, rows, strict=True)]
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return self._pool.empty(rows, like, keep=capturing)
 

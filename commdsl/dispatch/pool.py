@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -30,21 +30,28 @@ class Pool:
         self._returned: deque[tuple[int, int]] = deque()  # by whatever thread lets a tensor go
         self._taken = 0
 
-    def empty(self, rows: int, like: torch.Tensor, *, keep: bool) -> torch.Tensor:
-        """A new tensor of `rows` rows like those of another. With `keep` its memory never comes back: a graph that is
-        being captured will write there at every replay.
+    def empty(self, rows: Sequence[int], like: Sequence[torch.Tensor], *, keep: bool) -> list[torch.Tensor]:
+        """New tensors for the results of one call, with `rows` rows like those of others, which are
+        contiguous; their memory comes back when
+        none of them is held. With `keep` never: a graph that is being captured will write there at every replay.
 
         Raises DispatchError (C961) when there is no room.
         """
-        shape = (rows, *like.shape[1:])
-        nbytes = rows * row_bytes(like)
-        size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
-        offset = self._take(size)
-        owner: Any = _Memory(self._address + offset, size)
+        offsets, size = [], 0
+        for count, tensor in zip(rows, like, strict=True):
+            offsets.append(size)
+            size += aligned(count * row_bytes(tensor))
+        at = self._take(size)
+        memory = _Memory(self._address + at, size)
         if not keep:
-            weakref.finalize(owner, self._returned.append, (offset, size)).atexit = False
-        found: torch.Tensor = owner.tensor(self._device)[:nbytes].view(like.dtype).view(shape)
-        return found
+            weakref.finalize(memory, self._returned.append, (at, size)).atexit = False
+        storage = memory.tensor(self._device).untyped_storage()
+        return [
+            tensor.new_empty(0).set_(
+                storage, offset // tensor.element_size(), (count, *tensor.shape[1:]), tensor.stride()
+            )
+            for offset, count, tensor in zip(offsets, rows, like, strict=True)
+        ]
 
     def _take(self, size: int) -> int:
         self._merge()
@@ -54,7 +61,7 @@ class Pool:
                 self._taken += 1
                 return offset
         raise DispatchError(
-            f"`{self._name}` has no {size} bytes left of {self._size} for a result: {self._taken} results are in use. "
+            f"`{self._name}` has no {size} bytes left of {self._size}: the results of {self._taken} calls are in use. "
             "Let some go, make the Dispatcher with more `results`, or with put='packed': its results are ordinary"
         )
 
@@ -73,6 +80,11 @@ class Pool:
             else:
                 merged.append((offset, room))
         self._free = merged
+
+
+def aligned(size: int) -> int:
+    """Bytes that a result of `size` takes."""
+    return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
 
 
 def row_bytes(tensor: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -64,6 +65,13 @@ class _Numbers:
     keys: Routes | None
     keys_back: Routes | None
 
+    @cached_property
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """By rank: rows of its own, of queries received, of keys received."""
+        keys = np.zeros(self.shards.num_ranks, np.int64) if self.keys is None else _rows(self.keys)
+        columns = (self.shards.rows, _rows(self.queries), keys)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
     def flows(self, way: Way, widths: tuple[int, ...]) -> list[Flow]:
         goes = way in (Way.QUERIES, Way.ALL)
         queries = self.queries if goes else self.queries_back
@@ -107,6 +115,7 @@ class Route:
             raise DispatchError(f"expected a rank 0 ..< {self.num_ranks}, got {rank}")
         self._tables: dict[Form, torch.Tensor] = {}
         self._made: dict[Form, Table] = {}
+        self.version = 0  # counts the updates
 
     @property
     def num_ranks(self) -> int:
@@ -115,25 +124,23 @@ class Route:
     @property
     def rows(self) -> int:
         """Rows of this rank's own tensors."""
-        return int(self._numbers.shards.rows[self.rank])
+        return self._numbers.sizes[self.rank][0]
 
     @property
     def queries(self) -> int:
         """Rows of queries that this rank receives."""
-        return int(self._numbers.queries.counts[self.rank].sum())
+        return self._numbers.sizes[self.rank][1]
 
     @property
     def keys(self) -> int:
         """Rows of keys, and of values, that this rank receives; 0 where there are none."""
-        keys = self._numbers.keys
-        return 0 if keys is None else int(keys.counts[self.rank].sum())
+        return self._numbers.sizes[self.rank][2]
 
     @property
     def most(self) -> tuple[int, int, int]:
         """The most rows of any rank: of its own, of queries received, of keys received."""
-        numbers = self._numbers
-        keys = 0 if numbers.keys is None else int(_rows(numbers.keys).max(initial=0))
-        return int(numbers.shards.rows.max(initial=0)), int(_rows(numbers.queries).max(initial=0)), keys
+        rows, queries, keys = zip(*self._numbers.sizes, strict=True)
+        return max(rows), max(queries), max(keys)
 
     @property
     def has_keys(self) -> bool:
@@ -175,6 +182,7 @@ class Route:
         for wanted, new in made.items():
             self._write(new, self._tables[wanted])
         self._numbers, self._made = other._numbers, made
+        self.version += 1
 
     def place_of(self, wanted: Form, send: int) -> str:
         """Which shard and replica a run of a table is part of, in words."""
