@@ -13,6 +13,7 @@ import pickle
 import sys
 from pathlib import Path
 
+from commdsl import collection
 from commdsl.config import from_environment
 from commdsl.resources import data_dir
 from commdsl.source import Source
@@ -38,7 +39,7 @@ DAMAGED = (pickle.PickleError, EOFError, KeyError, TypeError, AttributeError, Va
 def parse(source: Source) -> File:
     """The Syntax of a text; raises CommError with the first syntax fault."""
     path = from_environment().cache_dir / "syntax" / f"{_key(source)}.pickle"
-    with contextlib.suppress(OSError, *DAMAGED):
+    with contextlib.suppress(OSError, *DAMAGED), collection.paused():
         kept = pickle.loads(path.read_bytes())
         if isinstance(kept, File) and kept.source == source:
             return kept

@@ -46,7 +46,7 @@ CALLS = ("C95", "C96")
 """Codes of exceptions of the torch ops: a call is at fault, no `.comm` text."""
 
 STAGES = (
-    ("source", "resources", "config"),
+    ("source", "resources", "config", "collection"),
     ("diagnostics", "codes", "selection"),
     ("kinds", "syntax"),
     ("parser", "format", "parsed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import re
 import subprocess
@@ -188,6 +189,14 @@ def test_nothing() -> None:
     """An empty file has no items and is no fault."""
     assert parse("").items == ()
     assert parse(" \n# only a remark").items == ()
+
+
+def test_collector() -> None:
+    """The garbage collector rests while a tree is built, and is on again afterwards, also after a fault."""
+    parse(EVERYTHING)
+    assert gc.isenabled()
+    fault("schedule")
+    assert gc.isenabled()
 
 
 def test_depth() -> None:

@@ -22,6 +22,7 @@ from lark import Lark, Token, Tree, UnexpectedCharacters, UnexpectedInput, Unexp
 from lark import __version__ as lark_version
 from lark.lexer import PatternStr, TerminalDef
 
+from commdsl import collection
 from commdsl.config import from_environment
 from commdsl.diagnostics import CommError
 from commdsl.parser import build_syntax, mistakes, syntax_fault
@@ -36,6 +37,11 @@ ParseTree: TypeAlias = Tree[Token]
 
 def parse(source: Source) -> File:
     """The Syntax of a text; raises CommError with the first syntax fault."""
+    with collection.paused():
+        return _parse(source)
+
+
+def _parse(source: Source) -> File:
     parser = _parser(from_environment().cache_dir)
     try:
         tree = parser.parse(source.text)

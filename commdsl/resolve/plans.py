@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from commdsl import collection
 from commdsl import syntax as syn
 from commdsl.plans import DispatchPlan, Piece
 from commdsl.resolve.evaluate import Evaluator, Value
@@ -36,9 +37,10 @@ MOST_SHARDS = 2**22
 def build_plan(decl: syn.PlanDecl, faults: Faults) -> DispatchPlan:
     """What `decl` means. Raises CommError with every fault found."""
     builder = _Builder(decl, faults)
-    builder.fill()
-    faults.raise_if_any()
-    return builder.plan()
+    with collection.paused():
+        builder.fill()
+        faults.raise_if_any()
+        return builder.plan()
 
 
 @dataclass(frozen=True, slots=True)
