@@ -44,6 +44,7 @@ class Draw:
     empty: float = 0.15  # share of the shards that have no rows, and of the ranks that have or get none
     spans: float = 0.4  # share of the documents that go on on the next rank
     is_full: bool = False  # every rank has `most_rows` rows
+    is_fine: bool = False  # shards of 1/64 of the rows at most, everywhere equally likely: more runs than other plans
 
 
 def random_plan(draw: Draw, seed: int) -> DispatchPlan:
@@ -83,7 +84,7 @@ def _shards(draw: Draw, dice: random.Random) -> tuple[Longs, Longs, Longs]:
             rows_left = dice.randint(1, draw.most_rows)
         while rows_left > 0:
             rows = 0 if dice.random() < draw.empty else dice.randint(1, rows_left)
-            rows = min(rows, 1 + draw.most_rows // dice.choice((1, 2, 4, 16)))
+            rows = min(rows, 1 + draw.most_rows // (64 if draw.is_fine else dice.choice((1, 2, 4, 16))))
             found.append((rank, document, rows))
             rows_left -= rows
             shards_left -= 1
@@ -119,6 +120,8 @@ def _destinations(draw: Draw, num: int, dice: random.Random) -> Longs:
     weights = [0.0 if dice.random() < draw.empty else dice.random() for _ in range(draw.num_ranks)]
     if not any(weights):
         weights[dice.randrange(draw.num_ranks)] = 1.0
+    if draw.is_fine:
+        weights = [1.0] * draw.num_ranks
     homes = dice.choices(range(draw.num_ranks), weights, k=num)
     return np.array([NOWHERE if dice.random() < draw.stays else home for home in homes], np.int64)
 

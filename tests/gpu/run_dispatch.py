@@ -1,0 +1,312 @@
+"""Dispatches on real GPUs beside the simulation, bit for bit. One process per GPU:
+
+    torchrun --nproc-per-node 4 tests/gpu/run_dispatch.py [--calls 1000 --plans 50 --seed 1 --only storm]
+
+exact     random plans x rows of 2 bytes to 32 KB x float16, bfloat16, float32, aligned and not: there, back, gradients
+storm     calls whose plan changes, GPU and host delays, no barrier in between
+graphs    padded calls in a CUDA graph, there and back, whose tables are overwritten between replays
+host      the cases of test_dispatch_ops.py
+example   the program of commdsl/dispatch/README.md
+
+Each rank computes by itself what it must hold, so nothing but the calls under test communicates. Results land in memory
+full of 0xFF. Exit code 1: a wrong result, an exception, or a part that did not end in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import random
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("COMMDSL_TIMEOUT", "20")
+os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "8G")
+
+import dispatch_cases
+import torch
+import torch.distributed as dist
+from dispatch_cases import PUTS, Seat, Storm, hold_up, played, seat, sender_for
+from dispatch_checks import Rows
+from dispatch_plans import Case, Draw, cases, limits, varied
+
+from benchmarks.report import grid
+from commdsl.routes import Mask, Sharing
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "commdsl" / "dispatch" / "README.md"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+NARROW = ((2, 2, 2), (4, 8, 12), (6, 10, 2), (16, 48, 32), (250, 38, 1002), (1024, 256, 256))
+WIDE = ((4096, 1024, 1024), (8192, 2048, 2050), (8192, 1024, 1024), (32768, 32768, 32766))
+NARROW_ROWS, WIDE_ROWS = 3000, 300
+GRACE = 30.0
+
+
+@dataclass
+class Part:
+    """A line of the table."""
+
+    name: str
+    what: str
+    calls: int = 0
+    wrong: int = 0  # on any rank
+    seconds: float = 0.0
+    problem: str = ""
+
+
+@dataclass
+class Run:
+    """What every part needs to know."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    control: Any  # gloo: what ranks tell each other between parts
+    options: argparse.Namespace
+    parts: list[Part] = field(default_factory=list)
+    place: str = ""  # what is under way
+
+    def everyone(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
+    def attempt(self, part: Part, work: Callable[[], int]) -> None:
+        """Does a part on all ranks; `work` returns how many calls were wrong here."""
+        self.place, started, problem, wrong = f"{part.name} {part.what}", time.monotonic(), "", 0
+        try:
+            wrong = work()
+            torch.cuda.synchronize()
+        except Exception:
+            problem = traceback.format_exc(limit=-5)
+        found = self.everyone((wrong, problem))
+        part.wrong = max(count for count, _ in found)
+        part.problem = next((f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text), "")
+        part.seconds = time.monotonic() - started
+        self.parts.append(part)
+        if self.rank == 0:
+            bad = part.problem or (f"{part.wrong} WRONG" if part.wrong else "ok")
+            print(f"{part.name}: {part.what}: {bad}, {part.seconds:.1f} s", flush=True)
+        if part.problem:
+            raise SystemExit(1)  # ranks may stand at different calls: what follows would say nothing
+
+
+# --- exact ------------------------------------------------------------------------------------------------------------
+
+
+def exact(run: Run) -> None:
+    pools = {
+        NARROW_ROWS: cases(varied(run.ranks, NARROW_ROWS, 9), seed=10 * run.options.seed),
+        WIDE_ROWS: cases(varied(run.ranks, WIDE_ROWS, 9), seed=20 * run.options.seed),
+    }
+    for put in PUTS:
+        for nbytes in (*NARROW, *WIDE):
+            pool = pools[NARROW_ROWS if nbytes in NARROW else WIDE_ROWS]
+            kinds = [Rows(dtype, nbytes, shift) for dtype in DTYPES for shift in (0, 1)]
+            fitting = [kind for kind in kinds if kind.fits()]
+            part = Part("exact", f"{put}, {'/'.join(map(str, nbytes))} B")
+            part.calls = len(fitting) * len(pool) * len(dispatch_cases.CHECKS)
+            run.attempt(part, lambda put=put, pool=pool, fitting=fitting: _exact(run, put, pool, fitting))
+
+
+def _exact(run: Run, put: str, pool: Sequence[Case], kinds: Sequence[Rows]) -> int:
+    sender = sender_for(pool, kinds[0].nbytes, put, None, run.device)
+    wrong = 0
+    for number, rows in enumerate(kinds):
+        wrong += played(sender, [seat(case, rows, run.rank, run.device) for case in pool], 1000 * number)
+    sender.release()
+    return wrong
+
+
+# --- storm ------------------------------------------------------------------------------------------------------------
+
+
+def storm(run: Run) -> None:
+    what = Storm(run.options.calls, run.options.plans, most_rows=2000, nbytes=(1024, 256, 252), seed=run.options.seed)
+    begun: list[int] = []
+
+    def hear(call: int) -> None:
+        begun.append(call)
+        run.place = f"storm, call {call} begun on rank {run.rank}"
+
+    part = Part("storm", f"{run.options.plans} plans, random delays, no barrier", run.options.calls)
+    run.attempt(part, lambda: what.run(None, run.rank, run.ranks, run.device, hear))
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def graphs(run: Run) -> None:
+    finest = Draw(run.ranks, 1000, most_shards=16, is_full=True, is_fine=True)
+    draws = [
+        Draw(run.ranks, 1000, is_full=True),
+        Draw(run.ranks, 1000, sharing=Sharing.RANK, is_full=True),
+        Draw(run.ranks, 1000, most_shards=4, mask=Mask.FULL, is_full=True),
+        Draw(run.ranks, 1000, most_shards=12, stays=0.5, is_full=True),
+    ]
+    pool = cases([finest, *(draws[at % len(draws)] for at in range(12))], seed=30 * run.options.seed)
+    for put in PUTS:
+        part = Part("graphs", f"{put}, tables overwritten between replays", run.options.replays)
+        run.attempt(part, lambda put=put: _graphs(run, put, pool))
+
+
+def _graphs(run: Run, put: str, pool: Sequence[Case]) -> int:
+    rows = Rows(torch.bfloat16, (512, 128, 128))
+    sender, most = sender_for(pool, rows.nbytes, put, None, run.device), limits(pool, rows.nbytes)
+    seats = [seat(case, rows, run.rank, run.device) for case in pool]
+    route = seat(pool[0], rows, run.rank, run.device).route
+    static = [torch.zeros(rows.shape(part, most.rows), dtype=rows.dtype, device=run.device) for part in range(3)]
+
+    def there_and_back() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        away = sender.dispatch_qkv(*static, route, padded=True)
+        return list(away), list(sender.collect_qkv(*away, route))
+
+    there_and_back()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        away, home = there_and_back()
+    dice, delays = random.Random(run.options.seed), random.Random(f"{run.options.seed} {run.rank}")
+    for replay in range(run.options.replays):
+        one = dice.choice(seats)
+        route.update_(one.route)
+        _replayed(run, one, graph, static, away, home, replay, delays)
+        if dice.random() < 0.2:  # a call outside the graph, of the same dispatcher
+            other = dice.choice(seats)
+            other.player.forward(sender, other.route, 10_000 + replay)
+    wrong = sum(int(one.player.wrong.item()) for one in seats)
+    graph.reset()
+    sender.release()
+    return wrong
+
+
+def _replayed(
+    run: Run,
+    one: Seat,
+    graph: torch.cuda.CUDAGraph,
+    static: list[torch.Tensor],
+    away: list[torch.Tensor],
+    home: list[torch.Tensor],
+    replay: int,
+    delays: random.Random,
+) -> None:
+    """New numbers, poisoned outputs, a replay; what arrived and what came back are as the simulation has them."""
+    player = one.player
+    sent = [player.everyone(part, player.traced.rows, replay, bits=False) for part in range(3)]
+    for tensor, values in zip(static, sent, strict=True):
+        tensor.copy_(values[run.rank])
+    for tensor in (*away, *home):
+        tensor.view(torch.uint8).fill_(255)
+    hold_up(delays, run.device)
+    graph.replay()
+    want, want_home = [], []
+    for part in range(3):
+        ids = player.traced.queries if part == 0 else player.traced.keys
+        held = [torch.cat(sent[part])[one_rank] for one_rank in ids]
+        want.append(held[run.rank])
+        want_home.append(player.back(part, held))
+    got = [tensor[: len(other)] for tensor, other in zip(away, want, strict=True)]
+    player.count((*got, *home), (*want, *want_home))
+
+
+# --- what runs on host ranks, too -------------------------------------------------------------------------------------
+
+
+def host(run: Run) -> None:
+    for case in dispatch_cases.CASES:
+
+        def work(case: Callable[[], None] = case) -> int:
+            case()
+            return 0
+
+        run.attempt(Part("host", case.__name__, 1), work)
+
+
+def example(run: Run) -> None:
+    """The process group is there already: the program's own is not made, nor ended."""
+    text = EXAMPLE.read_text(encoding="utf-8")
+    program = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0]
+
+    def work() -> int:
+        with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+            exec(compile(program, "commdsl/dispatch/README.md", "exec"), {"__name__": "example"})
+        return 0
+
+    run.attempt(Part("example", "attention elsewhere equals attention at home", 1), work)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+PARTS = {"exact": exact, "storm": storm, "graphs": graphs, "host": host, "example": example}
+
+
+def table(run: Run) -> str:
+    lines = []
+    for part in run.parts:
+        end = "failed" if part.problem else ""
+        lines.append([part.name, part.what, str(part.calls), str(part.wrong), f"{part.seconds:.1f}", end])
+    return grid(["part", "what", "calls", "wrong", "s", ""], lines)
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=1000, help="of the storm")
+    parser.add_argument("--plans", type=int, default=50, help="of the storm")
+    parser.add_argument("--replays", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--time-budget", type=float, default=420.0, help="seconds, after which the run is ended")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = options_of(sys.argv[1:])
+    if "RANK" not in os.environ:
+        sys.exit("start it with torchrun: one process per GPU")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    run = Run(dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo"), options)
+
+    def end(code: int, why: str) -> None:
+        if run.rank == 0:
+            print(f"\n{table(run)}\n{why}", flush=True)
+        elif code:
+            time.sleep(5)  # torchrun ends all when one has failed: rank 0 prints first
+        sys.stdout.flush()
+        os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
+
+    def give_up() -> None:
+        faulthandler.dump_traceback()
+        print(f"rank {run.rank}: {run.place}", file=sys.stderr, flush=True)
+        end(1, f"not over after {options.time_budget:.0f} s, in: {run.place}")
+
+    timer = threading.Timer(options.time_budget, give_up)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(options.time_budget + GRACE, exit=True)
+    where = f"{run.ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, seed {options.seed}"
+    try:
+        for name in options.only:
+            PARTS[name](run)
+    except SystemExit:
+        end(1, f"FAILED on {where}\n{run.parts[-1].problem}")
+    except BaseException:
+        traceback.print_exc()
+        end(1, f"FAILED on {where}, in {run.place}")
+    wrong = sum(part.wrong for part in run.parts)
+    end(int(wrong > 0), f"{sum(part.calls for part in run.parts)} calls, {wrong} wrong on {where}")
+
+
+if __name__ == "__main__":
+    main()
