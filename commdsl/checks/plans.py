@@ -18,7 +18,7 @@ from commdsl.source import Span
 MOST_ROWS = 2**31 - 1
 """Rows are counted in 32 bits at run time."""
 
-MOST_NEEDS = 2**25
+MOST_NEEDS = 2**24
 """Pairs of a query shard and a key/value shard that a proof holds in memory."""
 
 
