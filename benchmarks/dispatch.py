@@ -133,25 +133,32 @@ def run(options: argparse.Namespace, output: Output) -> None:
     gpu = torch.cuda.get_device_name()
     output.title = f"bfloat16, {bench.ranks} x {gpu}, torch {torch.__version__}, NCCL {nccl}; microseconds"
     cases = [Case(rows, shard, bench.ranks, options.documents) for shard in options.shards for rows in options.rows]
-    senders = _senders(bench, options, cases)
     arena = _arena(bench, cases)
     for case in cases:
-        _measured(bench, options, case, senders, arena, output)
-    _host(bench, senders, output.notes)
+        _measured(bench, options, case, arena, output)
+    _host(bench, options, output.notes)
     if any(bench.everyone(output.failed)):
         raise SystemExit(1)
 
 
-def _senders(bench: Any, options: argparse.Namespace, cases: Sequence[Case]) -> dict[str, Any]:
-    """One a way of putting and a form of the rows, for the largest case."""
+def _senders(bench: Any, options: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """One a way of putting and a form of the rows."""
     from benchmarks import dispatch_calls as calls
 
     made: dict[str, Any] = {}
     for name in options.only:
-        made[name], problem = bench.attempt(lambda name=name: calls.sender(bench, cases, name))
+        made[name], problem = bench.attempt(lambda name=name: calls.sender(bench, case, name))
         if problem:
-            raise RuntimeError(f"no dispatcher `{name}`: {problem}")
+            raise RuntimeError(f"no dispatcher `{name}` for {case.rows} rows: {problem}")
     return made
+
+
+def _release(senders: dict[str, Any]) -> None:
+    import torch
+
+    for sender in senders.values():
+        sender.release()
+    torch.cuda.empty_cache()
 
 
 def _arena(bench: Any, cases: Sequence[Case]) -> Any:
@@ -163,16 +170,16 @@ def _arena(bench: Any, cases: Sequence[Case]) -> Any:
     return arena
 
 
-def _measured(
-    bench: Any, options: argparse.Namespace, case: Case, senders: dict[str, Any], arena: Any, output: Output
-) -> None:
+def _measured(bench: Any, options: argparse.Namespace, case: Case, arena: Any, output: Output) -> None:
     from benchmarks import dispatch_calls as calls
 
-    stage, problem = bench.attempt(lambda: calls.prepared(bench, case))
+    is_late = bench.time_is_up()
+    stage, problem = (None, "") if is_late else bench.attempt(lambda: calls.prepared(bench, case))
+    senders = _senders(bench, options, case) if stage else {}
     for way in Way:
         row = Row(case, way)
         output.rows.append(row)
-        if stage is None or bench.time_is_up():
+        if stage is None:
             row.results = [Result(name, Kind.OURS, None, problem or NO_TIME) for name in options.only]
             continue
         entries = _entries(options, stage, senders, arena, way)
@@ -182,6 +189,7 @@ def _measured(
             best = row.best(Kind.OURS)
             what = f"{best.name} {best.timing}" if best else "nothing of ours"
             print(f"{way}, {case.rows} rows in shards of {case.shard}: {what} ({left:.0f} s left)", flush=True)
+    _release(senders)
 
 
 def _entries(
@@ -200,11 +208,12 @@ def _entries(
     return found
 
 
-def _host(bench: Any, senders: dict[str, Any], notes: list[str]) -> None:
+def _host(bench: Any, options: argparse.Namespace, notes: list[str]) -> None:
     """How long the host is held by an eager call of few rows, the GPU not waited for."""
     from benchmarks import dispatch_calls as calls
 
-    stage = calls.prepared(bench, Case(HOST_ROWS, 1, bench.ranks))
+    case = Case(HOST_ROWS, 1, bench.ranks)
+    stage, senders = calls.prepared(bench, case), _senders(bench, options, case)
     made = {name: calls.ours(stage, sender, name, Way.THERE)[0] for name, sender in senders.items()}
     apart, together = calls.nccl_apart(stage, Way.THERE)[0], calls.nccl_together(stage, Way.THERE)[0]
     contenders = [*made.values(), apart, together]
@@ -232,7 +241,7 @@ def end(output: Output, rank: int, code: int) -> None:
 
 def main() -> None:
     os.environ.setdefault("COMMDSL_TIMEOUT", "20")
-    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "24G")  # four dispatchers for 64K rows side by side
+    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "24G")  # four dispatchers side by side
     options = options_of(sys.argv[1:])
     if "RANK" not in os.environ:
         sys.exit("start it with torchrun: one process per GPU")

@@ -101,18 +101,20 @@ def prepared(bench: Bench, case: Case) -> Stage:
 # --- ours -------------------------------------------------------------------------------------------------------------
 
 
-def sender(bench: Bench, cases: Sequence[Case], name: str) -> Any:
-    """A dispatcher for the largest of the cases. Collective."""
+def sender(bench: Bench, case: Case, name: str) -> Any:
+    """A dispatcher for a case. Collective. Every call that a graph captures keeps its results."""
     put, form = name.split()
-    found = [case.routing for case in cases]
+    found = case.routing
+    assert found.keys is not None
     most = dispatch.Limits(
-        rows=max(int(case.plan.shards.rows.max()) for case in cases),
-        queries=max(int(one.queries.counts.sum(axis=1).max()) for one in found),
-        keys=max(int(one.keys.counts.sum(axis=1).max()) for one in found if one.keys is not None),
-        copies=max(int(one.keys.copy.max()) + 1 for one in found if one.keys is not None),
+        rows=int(case.plan.shards.rows.max()),
+        queries=int(found.queries.counts.sum(axis=1).max()),
+        keys=int(found.keys.counts.sum(axis=1).max()),
+        copies=int(found.keys.copy.max()) + 1,
         widths=(QUERY_BYTES, *FORMS[form]),
     )
-    return dispatch.Dispatcher(most, group=bench.group, device=bench.device, put=put)
+    results = 2 + (case.calls_per_batch() if case.in_graph else 0)
+    return dispatch.Dispatcher(most, group=bench.group, device=bench.device, put=put, results=results)
 
 
 def ours(stage: Stage, sender: Any, name: str, way: Way) -> Made:
