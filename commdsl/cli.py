@@ -58,7 +58,7 @@ def app() -> None:
 @click.option("--concise", is_flag=True, help="One line per diagnostic.")
 @as_json
 def check(words: Words, ranks: Text, on: Text, schedule: Text, tune: Words, concise: bool, as_json: bool) -> None:
-    """Prove every schedule of the files, or show every fault in them."""
+    """Prove every schedule, plan and dispatch of the files, or show every fault in them."""
     from commdsl.commands.check import check
 
     files, params = files_and_params(words)
@@ -106,6 +106,7 @@ def show(words: Words, stage: str, svg: Path | None, as_json: bool, **chosen: An
 @click.option("--queries", type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
 @click.option("--keys", type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
 @click.option("--widths", default="8192,2048,2048", show_default=True, metavar="Q,K,V", help="Bytes of a row.")
+@click.option("--relay", is_flag=True, help="Ranks without a link may send to each other: the machine passes it on.")
 @click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw the plan.")
 @as_json
 def plan(words: Words, out: Path | None, svg: Path | None, as_json: bool, **chosen: Any) -> None:

@@ -35,10 +35,12 @@ class Ways:
         return found
 
     def way(self, source: int, dest: int) -> list[int]:
-        """The ranks on the shortest way, both ends with it; of equal ones that whose first links are the fastest.
+        """The ranks on the shortest way, both ends with it: a direct link, or else that whose first links are fastest.
 
         So load leaves a crowded rank over a node's many fast links before it takes the slow ones between nodes.
         """
+        if self.hop[source, dest] <= self.distance[source, dest] * (1 + 1e-9):
+            return [source, dest]
         ranks = [source]
         while ranks[-1] != dest:
             here = ranks[-1]

@@ -77,15 +77,16 @@ def place(lengths: Sequence[Sequence[int]]) -> Layout:
     return layout(len(lengths), rank, np.arange(len(flat)), flat)
 
 
-def pack(lengths: Longs, topology: Topology, shortest: int) -> Layout:
-    """Consecutive documents, cut where a rank is full, so that ranks differ by less than `shortest` tokens or so.
+def pack(lengths: Longs, topology: Topology, shortest: int, *, relay: bool = False) -> Layout:
+    """Consecutive documents, cut where a rank is full: each within 2 * `shortest` tokens of its share.
 
     No part is shorter than `shortest` unless its document is. A document never lies on two ranks without a link: where
-    a topology does not link all ranks, whole documents go to nodes (or ranks), tokens and attention even among those.
+    a topology does not link all ranks, whole documents go to nodes (or ranks), tokens and attention even among those;
+    unless `relay`, by which ranks without a link reach each other all the same.
     Raises LayoutError for a length below 1.
     """
     _refuse(lengths, 1)
-    islands = _islands(topology)
+    islands = 1 if relay else _islands(topology)
     size = topology.num_ranks // islands
     if islands == 1:
         rank, given, length = _fill(np.arange(len(lengths)), lengths, size, shortest)
@@ -104,7 +105,7 @@ def _refuse(lengths: Longs, least: int) -> None:
         raise LayoutError(f"document {index} has {lengths[index]} tokens, expected at least {least}")
 
 
-def linked(topology: Topology) -> NDArray[np.bool_]:
+def _linked(topology: Topology) -> NDArray[np.bool_]:
     """(num_ranks, num_ranks): whether rank r sends to rank s directly, or is it, at [r, s]."""
     ranks = np.arange(topology.num_ranks)
     has: NDArray[np.bool_] = link_of(topology, ranks[:, None], ranks[None, :]) != NO_LINK
@@ -114,7 +115,7 @@ def linked(topology: Topology) -> NDArray[np.bool_]:
 
 def _islands(topology: Topology) -> int:
     """In how many equal runs of ranks every rank has a link to every other: 1, a run per node, or one per rank."""
-    links = linked(topology)
+    links = _linked(topology)
     nodes, gpus = topology.num_nodes, topology.gpus_per_node
     if links.all():
         return 1

@@ -15,7 +15,7 @@ import numpy as np
 
 from commdsl.balance import Widths
 from commdsl.flows import Doubles, Flow, Ways, flows, ways
-from commdsl.layouts import Cuts, Layout, Terms, linked, to_plan
+from commdsl.layouts import Cuts, Layout, Terms, to_plan
 from commdsl.plans import DispatchPlan
 from commdsl.routes import Longs, totals
 from commdsl.stock import Demand, Offers, Stock, keys, offers, work
@@ -24,8 +24,11 @@ from commdsl.topology import Topology
 ROUNDS = 6
 """Flows are planned again for what is left: whole tokens in runs of a least length may miss an amount."""
 
-ENOUGH = 0.25
-"""A flow ends when less than this share of the slack is left of it: a short run would bring all its keys along."""
+ENOUGH = 0.125
+"""A flow ends when less than this share of the tolerance is left of it: a short run would bring all its keys along."""
+
+LOOKED_AT = 4096
+"""So many of a rank's runs are looked at, those of the most attention; all only where none of them fits."""
 
 
 class CapacityError(ValueError):
@@ -39,6 +42,7 @@ class Goal:
     tolerance: float = 0.02  # a rank may have so much more attention than the mean
     shortest: int = 128  # tokens; nothing is cut shorter, as attention kernels are slow below
     widths: Widths = field(default_factory=Widths)
+    relay: bool = False  # ranks without a link may send to each other, along the shortest way
 
 
 def balanced(home: Layout, topology: Topology, goal: Goal, terms: Terms, watch: Callable[[str], None]) -> DispatchPlan:
@@ -49,11 +53,13 @@ def balanced(home: Layout, topology: Topology, goal: Goal, terms: Terms, watch: 
     """
     if topology.num_ranks != home.num_ranks:
         raise ValueError(f"documents lie on {home.num_ranks} ranks, `{topology.name}` has {topology.num_ranks}")
-    state = _State(home, topology, goal, terms)
     found = ways(topology)
+    if goal.relay:
+        found = Ways(found.distance)
+    state = State(home, found, goal, terms)
     for turn in range(ROUNDS):
         watch(f"balancing, round {turn + 1} of at most {ROUNDS}")
-        if not state.turn(found):
+        if not state.turn((turn + 1) / (turn + 2)):
             break
     state.refuse_overflow()
     return to_plan(home, state.cuts(), terms)
@@ -70,12 +76,12 @@ def _stocks(home: Layout, low: Doubles, high: Doubles, length: Doubles) -> list[
     return found
 
 
-class _State:
+class State:
     """A plan under construction: what stays, what goes where, and the loads so far."""
 
-    def __init__(self, home: Layout, topology: Topology, goal: Goal, terms: Terms) -> None:
+    def __init__(self, home: Layout, found: Ways, goal: Goal, terms: Terms) -> None:
         self.home, self.goal, self.terms, self.mask = home, goal, terms, terms.mask
-        self.linked = linked(topology)
+        self.ways, self.linked = found, np.isfinite(found.hop)
         low, high = home.begin.astype(np.float64), (home.begin + home.length).astype(np.float64)
         length = home.document_length[home.document].astype(np.float64)
         self.stocks = _stocks(home, low, high, length)
@@ -108,31 +114,40 @@ class _State:
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
-    def turn(self, found: Ways) -> bool:
-        """Moves what is too much; whether that changed anything."""
+    def turn(self, share: float) -> bool:
+        """Moves what is above the mean by more than `share` of the tolerance; whether that changed anything.
+
+        The rest of the tolerance is for runs that are larger than their amount, and grows smaller from turn to turn:
+        what is left then needs room on many ranks.
+        """
         mean = float(self.load.mean())
         if self.load.max() <= mean * (1 + self.goal.tolerance):
             return False
-        slack = mean * self.goal.tolerance / 2
-        moved = [self.carry_out(flow, slack) for flow in flows(self.load, mean + slack, found)]
+        aim = mean * (1 + self.goal.tolerance * share)
+        moved = [self.carry_out(flow, mean) for flow in flows(self.load, aim, self.ways)]
         return any(moved)
 
-    def carry_out(self, flow: Flow, slack: float) -> bool:
+    def carry_out(self, flow: Flow, mean: float) -> bool:
         """Sends runs of the source's own documents until the flow is met, or nothing fits; whether anything went."""
-        left = flow.amount
-        while left > ENOUGH * slack:
+        left, most = flow.amount, LOOKED_AT
+        while left > ENOUGH * mean * self.goal.tolerance:
             stock = self.stocks[flow.source]
-            offered = offers(stock, self.demand(flow, left, slack), self.mask, self.goal.widths, self.goal.shortest)
-            chosen = self.choose(flow.dest, stock, offered, left)
-            if not len(chosen):
+            looked_at = stock.largest(most, self.mask)
+            some = stock.at(looked_at)
+            wanted = self.demand(flow, some, left, mean * (1 + self.goal.tolerance))
+            offered = offers(some, wanted, self.mask, self.goal.widths, self.goal.shortest)
+            chosen = self.choose(flow.dest, some, offered, left)
+            if len(chosen):
+                left -= float(offered.work[chosen].sum())
+                self.send(flow.source, flow.dest, looked_at[chosen], offered.at(chosen))
+            elif len(looked_at) == len(stock.part):
                 break
-            left -= float(offered.work[chosen].sum())
-            self.send(flow.source, flow.dest, chosen, offered)
+            else:
+                most = len(stock.part)
         return left < flow.amount
 
-    def demand(self, flow: Flow, left: float, slack: float) -> Demand:
-        """What the destination of a flow would take of the source's runs."""
-        stock = self.stocks[flow.source]
+    def demand(self, flow: Flow, stock: Stock, left: float, most: float) -> Demand:
+        """What the destination of a flow, which may do `most` in all, would take of a stock."""
         has, may = np.zeros(len(stock.part)), np.ones(len(stock.part), bool)
         for index in np.flatnonzero(stock.shared).tolist():
             document = int(self.home.document[stock.part[index]])
@@ -142,6 +157,7 @@ class _State:
                 self.linked[rank, flow.dest] for begin, rank in self.homes.get(document, ()) if begin < last
             )
         may &= bool(self.linked[flow.source, flow.dest])
+        slack = max(most - float(self.load[flow.dest]) - left, 0.0)
         return Demand(left, slack, self.query_room(flow.dest), self.key_room(flow.dest), has, may)
 
     def query_room(self, rank: int) -> float:
@@ -167,15 +183,15 @@ class _State:
         return order[: max(number, 1)]
 
     def send(self, source: int, dest: int, chosen: Longs, offered: Offers) -> None:
-        """The chosen offers leave the source for their destination."""
+        """What is offered of the chosen runs leaves the source for its destination."""
         stock, document = self.stocks[source], self.home.document
-        part, low, high = stock.part[chosen], offered.low[chosen], offered.high[chosen]
+        part, low, high = stock.part[chosen], offered.low, offered.high
         need, whole_need = (
             keys(self.mask, high, stock.length[chosen]),
             keys(self.mask, stock.high, stock.length)[chosen],
         )
         self.sent.append((part, low.astype(np.int64), high.astype(np.int64), np.full(len(part), dest)))
-        amount, rows = float(offered.work[chosen].sum()), float((high - low).sum())
+        amount, rows = float(offered.work.sum()), float((high - low).sum())
         self.load[source], self.load[dest] = self.load[source] - amount, self.load[dest] + amount
         self.queries[source], self.queries[dest] = self.queries[source] - rows, self.queries[dest] + rows
         before = stock.shared[chosen].tolist()

@@ -39,6 +39,17 @@ class Stock:
     length: Doubles  # of the whole document
     shared: Flags  # whether there are keys of the document, or more of it, anywhere else
 
+    def at(self, chosen: Longs) -> Stock:
+        """Some of the runs."""
+        low, high, length = (column[chosen] for column in (self.low, self.high, self.length))
+        return Stock(self.part[chosen], low, high, length, self.shared[chosen])
+
+    def largest(self, number: int, mask: Mask) -> Longs:
+        """The runs of the most attention, at most so many, in any order."""
+        if len(self.part) <= number:
+            return np.arange(len(self.part))
+        return np.argpartition(-work(mask, self.low, self.high, self.length), number)[:number]
+
     def take(self, chosen: Longs, low: Doubles, high: Doubles) -> None:
         """Cuts [low, high) out of the chosen runs, each once; what is left before and after stays."""
         split = (high < self.high[chosen]) & (low > self.low[chosen])
@@ -60,7 +71,7 @@ class Demand:
     """What one rank would take of a stock."""
 
     amount: float  # pairs of tokens
-    slack: float  # so many more, where a run cannot be cut to measure
+    slack: float  # so many more, where a run cannot be cut to measure: it is too short, or leaves too little
     query_room: float  # rows
     key_room: float  # rows
     has: Doubles  # keys of each run's document that are there, rows
@@ -75,6 +86,10 @@ class Offers:
     high: Doubles
     work: Doubles
     value: Doubles
+
+    def at(self, chosen: Longs) -> Offers:
+        """Some of them."""
+        return Offers(*(column[chosen] for column in (self.low, self.high, self.work, self.value)))
 
 
 def offers(stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: int) -> Offers:
@@ -94,9 +109,10 @@ def _runs(stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: in
     """Runs that do `demand.amount`, or all there is: at the beginning, at the end, and where bytes are fewest."""
     low, high, amount = stock.low, stock.high, demand.amount
     if mask is Mask.FULL:
-        return [(low, np.minimum(low + np.floor(amount / np.maximum(stock.length, 1)), high))]
+        rows = np.maximum(np.floor(amount / np.maximum(stock.length, 1)), shortest)
+        return [(low, np.minimum(low + np.minimum(rows, demand.query_room), high))]
     most = np.minimum(high, demand.has + demand.key_room)
-    head = np.minimum(np.floor(_after(low, amount)), most)
+    head = np.minimum(np.maximum(np.floor(_after(low, amount)), low + shortest), most)
     # Bytes of a run of f pairs that ends at b are (b - a) q + b k, with a (a + 1) / 2 = b (b + 1) / 2 - f: the least
     # is at b / a = 1 + k / q.
     ratio = 1 + widths.pair / widths.query
@@ -105,8 +121,8 @@ def _runs(stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: in
     for end in (np.clip(cheapest, head, most), most):
         near = (end < high) & (high - end < shortest)
         end = np.where(near, np.where(high <= most, high, high - shortest), end)
-        begin = np.clip(np.ceil(_after(end, -amount)), low, None)
-        begin = np.maximum(begin, end - demand.query_room)
+        begin = np.minimum(np.ceil(_after(end, -amount)), end - shortest)
+        begin = np.maximum(np.maximum(begin, low), end - demand.query_room)
         near = (begin > low) & (begin - low < shortest)
         runs += [(np.where(near, low, begin), end), (np.where(near, low + shortest, begin), end)]
     return runs

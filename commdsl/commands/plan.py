@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from commdsl import checks, compiler, layouts, resolve
-from commdsl.balance import Balance, Widths, balance
+from commdsl.balance import Balance, Widths, balance, imbalance
 from commdsl.commands import output, plan_view
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.lengths import Documents, read
@@ -25,7 +25,7 @@ from commdsl.planner import ROUNDS, CapacityError, Goal, balanced
 from commdsl.plans import DispatchPlan, routing
 from commdsl.routes import Mask
 from commdsl.syntax import File
-from commdsl.topology import Topology, switch
+from commdsl.topology import NO_LINK, Topology, link_of, switch
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,24 @@ def plan(words: tuple[str, ...], wanted: Wanted, out: Path | None, svg: Path | N
         output.say(made.text.removesuffix("\n"))
     for line in (*plan_view.headline(made.plan, made.after), "", *plan_view.report(made.before, made.after)):
         output.tell(line) if out is None else output.say(line)
+    above = imbalance(made.after.attention)
+    if above > wanted.goal.tolerance:
+        output.tell(f"attention stays {above * 100:.3g} % above the mean: {reason(made, wanted)}")
     for path in (path for path in (out, svg) if path is not None):
         output.tell(f"wrote {path}")
     return Exit.FINE
+
+
+def reason(made: Planned, wanted: Wanted) -> str:
+    """Why the tolerance is not met, as far as one can say."""
+    topology = made.after.topology
+    ranks = np.arange(topology.num_ranks)
+    apart = (link_of(topology, ranks[:, None], ranks[None, :]) == NO_LINK) & (ranks[:, None] != ranks[None, :])
+    if apart.any() and not wanted.goal.relay:
+        return f"`{topology.name}` does not link all ranks; --relay lets the others send to each other, too"
+    if wanted.query_capacity is not None or wanted.key_capacity is not None:
+        return "the rows that ranks may receive allow no more"
+    return f"no document is cut shorter than {wanted.goal.shortest} tokens"
 
 
 def make(words: tuple[str, ...], wanted: Wanted, advance: Callable[[str], None]) -> Planned:
@@ -99,7 +114,8 @@ def lay_out(words: tuple[str, ...], wanted: Wanted) -> tuple[Layout, Topology, T
         raise UsageError("for how many ranks? --ranks N, or --on TOPOLOGY")
     topology = machine(compiler.read_text("", "--on", Path()), wanted, wanted.ranks)
     if documents.rank is None:
-        return pack(documents.length, topology, wanted.goal.shortest), topology, terms
+        packed = pack(documents.length, topology, wanted.goal.shortest, relay=wanted.goal.relay)
+        return packed, topology, terms
     return given_layout(documents, topology.num_ranks), topology, terms
 
 
@@ -193,11 +209,12 @@ def parse(
     queries: int | None,
     keys: int | None,
     widths: str,
+    relay: bool,
 ) -> Wanted:
     """The options as they are written; UsageError says what is expected."""
     if name is not None and not is_name(name):
         raise UsageError(f"--name `{name}`: expected a name as in a .comm file")
-    goal = Goal(parse_tolerance(tolerance), shortest, parse_widths(widths))
+    goal = Goal(parse_tolerance(tolerance), shortest, parse_widths(widths), relay)
     return Wanted(ranks, on, name, Mask(mask) if mask else None, queries, keys, goal)
 
 

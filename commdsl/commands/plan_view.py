@@ -92,7 +92,7 @@ def over(loads: Balance, name: str | None) -> str:
 
 def time_text(seconds: float) -> str:
     if seconds == float("inf"):
-        return "no way"
+        return "not over links"
     return f"{seconds * 1e6:,.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:,.3g} ms"
 
 
