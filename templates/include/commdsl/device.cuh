@@ -25,9 +25,8 @@
     commdsl::run_flags<plan>(args, turn);                                                                    \
   }
 
-// A dispatch: two blocks an SM hide each other's waits.
 #define COMMDSL_DISPATCH(name, plan)                                                                             \
-  extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS, 2)                                               \
+  extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS, 1)                                               \
       name(const __grid_constant__ commdsl::DispatchArgs<plan::kNumRanks, plan::kNumTensors> args) {             \
     commdsl::run_dispatch<plan>(args, static_cast<commdsl::i32>(blockIdx.x));                                    \
   }

@@ -212,11 +212,11 @@ COMMDSL_FN void tell(const Dispatch<Plan>& here, const Peers<Plan>& peers) {
 // All lanes of all ranks are through. False when the rank gives up.
 template <class Plan>
 COMMDSL_FN bool await_all_lanes(const Dispatch<Plan>& here, const Peers<Plan>& peers) {
-  const i32 most = Plan::kMostLanes;
   bool gave_up = false;
-  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks * most) && !gave_up; at += num_threads()) {
-    const i32 peer = static_cast<i32>(at) / most, from = static_cast<i32>(at) % most;
-    if (from >= peers.lanes[peer]) continue;
+  for (u32 at = thread(); !gave_up; at += num_threads()) {
+    i32 peer = 0, from = static_cast<i32>(at);
+    while (peer < Plan::kNumRanks && from >= peers.lanes[peer]) from -= peers.lanes[peer++];
+    if (peer == Plan::kNumRanks) break;
     gave_up = !poll(here.args, here.board->done_by(peer, from), here.call,
                     [&](u64 seen) { give_up(here, kTimedOut, 1, peer, here.call, seen); });
   }

@@ -86,19 +86,23 @@ COMMDSL_FN void zero_run(char* dest, u64 bytes) {
   for (u64 at = head + whole + thread_of_warp() * 2; at < bytes; at += kWarp * 2) store(dest + at, u16{0});
 }
 
-template <class Element, class Word>
-COMMDSL_FN void sum_words(char* dest, const char* source, u64 bytes, u64 stride, u32 count) {
-  for (u64 at = thread_of_warp() * sizeof(Word); at < bytes; at += kWarp * sizeof(Word)) {
-    Lanes<Element, Word> total;
-    Word word;
-    load(word, source + at);
-    total.widen(word);
-    for (u32 i = 1; i < count; ++i) {
-      load(word, source + i * stride + at);
-      total.take(word, false, sum{});
+// From byte `at`, a thread's own offset in, while `unroll` words a warp apart are left to it; returns where it stopped.
+template <class Element, class Word, u32 unroll>
+COMMDSL_FN u64 sum_words(char* dest, const char* source, u64 at, u64 bytes, u64 stride, u32 count) {
+  constexpr u64 kStep = kWarp * sizeof(Word);
+  for (; at + (unroll - 1) * kStep + sizeof(Word) <= bytes; at += unroll * kStep) {
+    Lanes<Element, Word> total[unroll];
+    for (u32 i = 0; i < count; ++i) {
+      Word word[unroll];
+#pragma unroll
+      for (u32 j = 0; j < unroll; ++j) load(word[j], source + i * stride + at + j * kStep);
+#pragma unroll
+      for (u32 j = 0; j < unroll; ++j) total[j].take(word[j], i == 0, sum{});
     }
-    store(dest + at, total.narrow());
+#pragma unroll
+    for (u32 j = 0; j < unroll; ++j) store(dest + at + j * kStep, total[j].narrow());
   }
+  return at;
 }
 
 // `count` runs, `stride` bytes apart, added in order in the accumulator's type, rounded once.
@@ -106,9 +110,11 @@ template <class Element>
 COMMDSL_FN void sum_run(char* dest, const char* source, u64 bytes, u64 stride, u32 count) {
   using Storage = typename Element::Storage;
   if (common_alignment(reinterpret_cast<u64>(dest) | reinterpret_cast<u64>(source) | bytes | stride) == 16) {
-    sum_words<Element, Vector16>(dest, source, bytes, stride, count);
+    const u64 at = sum_words<Element, Vector16, 4>(dest, source, thread_of_warp() * 16, bytes, stride, count);
+    sum_words<Element, Vector16, 1>(dest, source, at, bytes, stride, count);
   } else {
-    sum_words<Element, typename WordOf<sizeof(Storage)>::Type>(dest, source, bytes, stride, count);
+    using Word = typename WordOf<sizeof(Storage)>::Type;
+    sum_words<Element, Word, 1>(dest, source, thread_of_warp() * sizeof(Word), bytes, stride, count);
   }
 }
 
