@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from commdsl.dispatches import Dispatch, Put
 from commdsl.emit import Emitted, environment, file_name, headers_digest
 
+LANES = 128
 THREADS = 512
 TILE_BYTES = 8192
 LINE = 64
@@ -27,6 +28,7 @@ class DispatchKernel:
     name: str
     num_ranks: int
     tensors: tuple[str, ...]
+    copied: tuple[bool, ...]  # by tensor: whether a row may go to several ranks
     packed: bool
     lanes: int  # the most thread blocks of a call, one an SM
     threads: int  # of a block
@@ -59,8 +61,9 @@ def lower_dispatch(dispatch: Dispatch) -> DispatchKernel:
         dispatch.name,
         dispatch.num_ranks,
         tuple(tensor.name for tensor in dispatch.tensors),
+        tuple(dispatch.routes[tensor.route].many for tensor in dispatch.tensors),
         dispatch.put is Put.PACKED,
-        tuned.sms or (role[0] if role else dispatch.topology.num_sms),
+        tuned.sms or min(LANES, role[0] if role else dispatch.topology.num_sms),
         tuned.threads or THREADS,
         tuned.tile_bytes or TILE_BYTES,
         source,

@@ -119,6 +119,21 @@ def table(flows: Sequence[Flow], rank: int, *, packed: bool, tile_bytes: int) ->
     )
 
 
+def most_words(flows: Sequence[Flow], *, packed: bool, tile_bytes: int) -> int:
+    """No rank's table has more words; the same number on all ranks."""
+    num_ranks = flows[0].routes.num_ranks
+    sends, finishes = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    for flow in flows:
+        routes, tile_rows = flow.routes, max(1, tile_bytes // flow.width)
+        pieces = -(-routes.length // tile_rows)
+        sends += totals(routes.source, pieces, num_ranks)
+        if packed or flow.is_sum:
+            finishes += totals(routes.dest, pieces, num_ranks)
+        # Rows that nothing leads to: a gap before each run and one at the end, each with a last piece that is short.
+        finishes += flow.rows // tile_rows + totals(routes.dest, np.ones_like(pieces), num_ranks) + 1
+    return HEAD_WORDS + 2 * num_ranks + int((SEND_WORDS * sends + FINISH_WORDS * finishes).max())
+
+
 # --- where rows wait --------------------------------------------------------------------------------------------------
 
 
@@ -229,7 +244,8 @@ def _sums(placed: _Placed, tensor: int, waiting: Longs, tile_rows: int) -> _Fini
     stride, count = stride[which], copies[which]
     zero = np.zeros_like(size)
     row = placed.dest_row[leader][which] + skip
-    return _Finishes(zero + SUM, zero + tensor, source, row, size, stride, count)
+    kind = np.where(count == 1, COPY, SUM)
+    return _Finishes(kind, zero + tensor, source, row, size, stride, count)
 
 
 def _zeros(flow: Flow, placed: _Placed, tensor: int, rank: int, here: Longs, tile_rows: int) -> _Finishes:

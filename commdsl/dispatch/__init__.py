@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from commdsl.dispatch.errors import RowError as RowError
     from commdsl.dispatch.generate import create_qkv_dispatch as create_qkv_dispatch
     from commdsl.dispatch.generate import gen_seq_lens as gen_seq_lens
-    from commdsl.dispatch.launcher import Limits as Limits
+    from commdsl.dispatch.limits import Limits as Limits
     from commdsl.dispatch.metadata import AttentionLayout as AttentionLayout
     from commdsl.dispatch.metadata import Metadata as Metadata
     from commdsl.dispatch.metadata import MetadataError as MetadataError
@@ -55,7 +55,7 @@ _HOME = {
     "AttentionLayout": "metadata",
     "DispatchError": "errors",
     "Dispatcher": "dispatcher",
-    "Limits": "launcher",
+    "Limits": "limits",
     "Metadata": "metadata",
     "MetadataError": "metadata",
     "QKVMetadata": "metadata",

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from commdsl.dispatch.launcher import Launcher, Limits, known
+from commdsl.dispatch.launcher import Launcher, known
+from commdsl.dispatch.limits import Limits
 from commdsl.dispatch.route import Route, Way
 from commdsl.runtime.errors import TensorError
 from commdsl.runtime.op import registry
 
 SCHEMA = (
-    "move_rows(Tensor[] inputs, Tensor there, Tensor back, SymInt[] rows, bool sums, bool sums_back, bool clear, "
-    "bool clear_back, str dispatcher) -> Tensor[]"
+    "move_rows(Tensor[] inputs, Tensor there, Tensor back, SymInt[] rows, str way, bool clear, bool clear_back, "
+    "str dispatcher) -> Tensor[]"
 )
 
 
@@ -81,31 +82,22 @@ class Dispatcher(Launcher):
         padded: bool,
     ) -> tuple[torch.Tensor, ...]:
         asked = expected if isinstance(expected, tuple) else (expected, expected)
+        most = (self.limits.queries, self.limits.keys) if not way.goes else (self.limits.rows, self.limits.rows)
         for index, tensor in enumerate(tensors):
-            _check(tensor, asked[min(index, 1)], self.device, at_least=padded)
-        there = self.table(route, self.form(way, tensors))
-        back = self.table(route, self.form(way.reversed, tensors))
-        self._last = route, self.form(way, tensors)
-        sums = way is Way.ALL_BACK
-        made = torch.ops.commdsl.move_rows(
-            list(tensors),
-            there,
-            back,
-            [rows[min(index, 1)] for index in range(len(tensors))],
-            sums,
-            way is Way.ALL,
-            False,
-            padded,
-            self.name,
-        )
+            _check(tensor, asked[min(index, 1)], most[min(index, 1)] if padded else None, self.device)
+        there, back = self.tables(route, way, tensors)
+        counts = [rows[min(index, 1)] for index in range(len(tensors))]
+        made = torch.ops.commdsl.move_rows(list(tensors), there, back, counts, way.value, False, padded, self.name)
         return tuple(made)
 
 
-def _check(tensor: torch.Tensor, rows: int, device: torch.device, *, at_least: bool) -> None:
+def _check(tensor: torch.Tensor, rows: int, most: int | None, device: torch.device) -> None:
+    """Raises TensorError (C951) unless the tensor is on the device, whole, and has `rows` rows, or up to `most`."""
     if tensor.device.type != device.type:
         raise TensorError(f"the tensor is on {tensor.device}, the Dispatcher on {device}")
-    if tensor.dim() == 0 or (tensor.shape[0] < rows if at_least else tensor.shape[0] != rows):
-        raise TensorError(f"expected {rows} rows, got a tensor of shape {tuple(tensor.shape)}")
+    if tensor.dim() == 0 or not rows <= tensor.shape[0] <= (rows if most is None else most):
+        wanted = f"{rows}" if most is None else f"{rows} to {most}"
+        raise TensorError(f"expected {wanted} rows, got a tensor of shape {tuple(tensor.shape)}")
     if not tensor.is_contiguous():
         raise TensorError("the tensor is not contiguous: pass tensor.contiguous()")
 
@@ -128,13 +120,12 @@ def _run(
     there: torch.Tensor,
     back: torch.Tensor,
     rows: Sequence[int],
-    sums: bool,
-    sums_back: bool,
+    way: str,
     clear: bool,
     clear_back: bool,
     dispatcher: str,
 ) -> list[torch.Tensor]:
-    return known(dispatcher).launch(inputs, there, rows, sums=sums, clear=clear)
+    return known(dispatcher).launch(inputs, there, rows, Way(way), clear=clear)
 
 
 def _shapes(
@@ -142,8 +133,7 @@ def _shapes(
     there: torch.Tensor,
     back: torch.Tensor,
     rows: Sequence[Any],
-    sums: bool,
-    sums_back: bool,
+    way: str,
     clear: bool,
     clear_back: bool,
     dispatcher: str,
@@ -152,11 +142,11 @@ def _shapes(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, there, back, _, sums, sums_back, clear, clear_back, name = inputs
+    tensors, there, back, _, way, clear, clear_back, name = inputs
     ctx.save_for_backward(there, back)
     ctx.rows = [tensor.shape[0] for tensor in tensors]
     ctx.like = [(tensor.shape, tensor.dtype) for tensor in output]
-    ctx.rest = (sums_back, sums, clear_back, clear, name)
+    ctx.rest = (Way(way).reversed.value, clear_back, clear, name)
 
 
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
@@ -167,4 +157,4 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, 
         for gradient, (shape, dtype) in zip(gradients, ctx.like, strict=True)
     ]
     made = torch.ops.commdsl.move_rows(given, back, there, ctx.rows, *ctx.rest)
-    return made, None, None, None, None, None, None, None, None
+    return made, None, None, None, None, None, None, None

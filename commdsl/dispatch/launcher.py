@@ -10,7 +10,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 
 from commdsl import compiler
 from commdsl.dispatch.errors import DispatchError, RowError
+from commdsl.dispatch.limits import Limits
 from commdsl.dispatch.pool import Pool, aligned, row_bytes
 from commdsl.dispatch.route import Form, Route, Way
 from commdsl.dispatches import Put
@@ -35,37 +36,13 @@ from commdsl.timeouts import CommTimeout, ErrorRecord, unpack
 
 PUTS = {"rows": Put.ROWS, "packed": Put.PACKED}
 SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-LANE_BYTES = 128 << 10
+LANE_BYTES = 160 << 10
 """What a lane moves at least: with less, another lane only adds its own."""
 
 HOST_LANES = 2
 """A lane is a thread there: more of them than cores only switch, but two race each other under test."""
 
 TIMED_OUT, BAD_TILE = 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The most that any rank has in a call; what symmetric memory is made for. Equal on all ranks."""
-
-    rows: int  # of a rank's own tensors
-    queries: int  # rows of queries that a rank receives
-    keys: int = 0  # rows of keys, and of values, that a rank receives
-    copies: int = 1  # of a key shard
-    widths: tuple[int, ...] = ()  # bytes of a row, by tensor: queries, keys, values
-
-    def bytes_of(self, packed: bool) -> tuple[list[int], list[int], int]:
-        """By tensor the rows and the bytes that may wait; the bytes of one call's results there and back."""
-        there = [self.queries, self.keys, self.keys]
-        back = [self.rows, self.rows * self.copies, self.rows * self.copies]
-        if packed:
-            waiting = [max(pair) for pair in zip(there, back, strict=True)]
-        else:  # only what is summed waits
-            waiting = [0, *(self.rows * self.copies if self.copies > 1 else 0,) * 2]
-        waiting = waiting[: len(self.widths)]
-        room = [rows * width for rows, width in zip(waiting, self.widths, strict=True)]
-        results = zip(there, (self.rows,) * 3, self.widths, strict=False)
-        return waiting, room, 0 if packed else sum(aligned(n * w) + aligned(m * w) for n, m, w in results)
 
 
 class Room:
@@ -146,19 +123,20 @@ class Launcher:
             raise DeviceError("dispatches reach peers by their pointers: unset COMMDSL_TRANSPORT")
         self.device = where
         self.kernel, self._emitted = _compiled(source, name, PUTS[put], self._comm.size)
-        self.limits = _judged(limits, self.kernel)
-        self.packed = self.kernel.packed
+        limits.judge(self.kernel)
+        self.limits = limits
         self._macros = ("COMMDSL_CHECK=1",) if check else ()
         self._agree(results)
-        waiting, room, one = limits.bytes_of(self.packed)
+        waiting = limits.waiting(self.kernel)
         offsets, at = [], aligned(self.kernel.board_bytes)
-        for size in room:
+        for rows, width in zip(waiting, limits.widths, strict=True):
             offsets.append(at)
-            at += aligned(size)
-        self._results = at, results * one
-        self._key = f"{self._emitted.digest}/{next(self._comm.numbers)}"
-        self.name = f"{self.kernel.name}/{self._comm.name}/{self._key[-8:]}/{id(self):x}"
-        found = self._comm.tenant(self._key, self.kernel.name, at + results * one, partial(Room, self))
+            at += aligned(rows * width)
+        sizes = (0, 0) if self.kernel.packed else limits.result_bytes()
+        number = next(self._comm.numbers)
+        self._key = f"{number}/{self._emitted.digest}"
+        self.name = f"{self.kernel.name}/{self._comm.name}/{number}/{id(self):x}"
+        found = self._comm.tenant(self._key, self.kernel.name, at + results * sum(sizes), partial(Room, self))
         assert isinstance(found, Room)
         self._room = found
         pad = [0] * (self.kernel.num_tensors - len(waiting))
@@ -169,31 +147,47 @@ class Launcher:
             int(self._comm.config.timeout * 1e9),
             found.error.address,
         ).pack()
-        self._pool = Pool(self.kernel.name, found.heap.addresses[self._comm.rank] + at, results * one, where)
+        self._pool = Pool(self.kernel.name, found.heap.addresses[self._comm.rank] + at, sizes, results, where)
         self._starts: dict[str, Start] = {}
-        self._tables: weakref.WeakKeyDictionary[Route, dict[tuple[int, Form], torch.Tensor]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._last: tuple[Route, Form] | None = None
+        self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
+        self._last = 0  # the address of the last call's table
         _KNOWN[self.name] = self
 
     # --- a call ------------------------------------------------------------------------------------------------------
 
-    def form(self, way: Way, tensors: Sequence[torch.Tensor]) -> Form:
-        return Form(way, tuple(map(row_bytes, tensors)), self.packed, self.kernel.tile_bytes)
+    def tables(self, route: Route, way: Way, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The Route's tables for a call with these tensors and for its way back, which it is held to the limits for."""
+        widths = tuple([row_bytes(tensor) for tensor in tensors])
+        found = route.ready.get((self.name, way.value, widths))
+        if found is not None:
+            return found
+        if torch.compiler.is_compiling():
+            raise DispatchError("torch.compile meets a Route whose tables are not made: call `prepare` with it before")
+        return self._make_tables(route, way, widths)
 
-    def table(self, route: Route, wanted: Form) -> torch.Tensor:
-        """The Route's table for a call, which it is held to the limits for."""
-        tables = self._tables.setdefault(route, {})
-        found = tables.get((route.version, wanted))
-        if found is None:
-            self._admit(route, wanted)
-            found = tables[route.version, wanted] = route.table(wanted)
-        self._last = route, wanted
-        return found
+    def prepare(
+        self, route: Route, q: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None
+    ) -> None:
+        """Makes what the first calls with such tensors and this Route would make: tables and kernels. Not collective.
+
+        To be called before `torch.compile` traces a call or a CUDA graph captures one, unless the same call was made
+        before. q, k, v: as for `dispatch_qkv`, or without rows, or on torch's meta device: what counts is the bytes of
+        a row, and the dtype. Raises DispatchError (C961), and in a capture CaptureError (C955).
+        """
+        tensors = tuple(tensor for tensor in (q, k, v) if tensor is not None)
+        for way in (Way.QUERIES, Way.ALL)[: 1 if k is None else 2]:
+            given = tensors if way.has_keys else (q,)
+            self.tables(route, way, given)
+            for one in (way, way.reversed):
+                with suppress(TensorError):  # what cannot be summed can go there all the same
+                    self._start(self._dtype(given, one))
+
+    def admit(self, route: Route, wanted: Form, waiting: Sequence[int]) -> None:
+        if not self._room.is_closed:
+            self.limits.admit(self.kernel, route, wanted, waiting)
 
     def launch(
-        self, inputs: Sequence[torch.Tensor], table: torch.Tensor, rows: Sequence[int], *, sums: bool, clear: bool
+        self, inputs: Sequence[torch.Tensor], table: torch.Tensor, rows: Sequence[int], way: Way, *, clear: bool
     ) -> list[torch.Tensor]:
         """One call: new tensors of `rows` rows each. With `clear` what the table leaves out is zero."""
         comm = self._comm
@@ -201,17 +195,18 @@ class Launcher:
         comm.check()
         if self._room.is_closed:
             raise DispatchError(f"`{self.kernel.name}` was released")
-        start = self._start(self._dtype(inputs) if sums else "")
-        outputs = self._new(inputs, rows)
+        start = self._start(self._dtype(inputs, way))
+        outputs = self._new(inputs, rows, way.goes)
         if clear:
             for output in outputs:
                 output.zero_()
+        self._last = table.data_ptr()
         pad = (0,) * (self.kernel.num_tensors - len(inputs))
         widths = tuple(map(row_bytes, inputs))
         moved = sum(max(tensor.nbytes, output.nbytes) for tensor, output in zip(inputs, outputs, strict=True))
         start(
             (
-                table.data_ptr(),
+                self._last,
                 *(tensor.data_ptr() for tensor in inputs),
                 *pad,
                 *(output.data_ptr() for output in outputs),
@@ -246,7 +241,8 @@ class Launcher:
             missing = tuple(rank for rank in record.missing if rank != record.rank and rank < kernel.num_ranks)
             return CommTimeout(record, origin, missing, self._comm.config.timeout)
         if code == BAD_TILE:
-            place = "" if self._last is None else f" ({self._last[0].place_of(self._last[1], record.op)})"
+            places = [route.place_of(self._last, record.op) for route in self._routes]
+            place = "".join(f" ({words})" for words in places if words is not None)
             return RowError(
                 f"rank {record.rank} was to send rows up to {record.seen} to rank {record.peer}, which has room for "
                 f"{record.expected}: run {record.op} of its table{place}"
@@ -257,11 +253,30 @@ class Launcher:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _new(self, like: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:
-        if self.packed:
+    def _make_tables(self, route: Route, way: Way, widths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        self._comm.refuse_setup(self.kernel.name)
+        if route.num_ranks != self._comm.size or route.rank != self._comm.rank:
+            raise DispatchError(
+                f"the Route is rank {route.rank}'s of {route.num_ranks}; this is rank {self._comm.rank} of "
+                f"{self._comm.size}"
+            )
+        if route.device.type != self.device.type:
+            raise DispatchError(f"the Route's tables are on {route.device}, this Dispatcher is on {self.device}")
+        there, back = (
+            route.table(Form(one, widths, self.kernel.packed, self.kernel.tile_bytes), self)
+            for one in (way, way.reversed)
+        )
+        self._routes.add(route)
+        # Each is the other's way back.
+        route.ready[self.name, way.value, widths] = there, back
+        route.ready[self.name, way.reversed.value, widths] = back, there
+        return there, back
+
+    def _new(self, like: Sequence[torch.Tensor], rows: Sequence[int], goes: bool) -> list[torch.Tensor]:
+        if self.kernel.packed:
             return [tensor.new_empty((count, *tensor.shape[1:])) for tensor, count in zip(like, rows, strict=True)]
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return self._pool.empty(rows, like, keep=capturing)
+        return self._pool.empty(rows, like, goes=goes, keep=capturing)
 
     def _start(self, dtype: str) -> Start:
         found = self._starts.get(dtype)
@@ -274,14 +289,18 @@ class Launcher:
             found = self._starts[dtype] = self._comm.starter(self._room, loaded, Call(kernel, self._fixed))
         return found
 
-    def _dtype(self, inputs: Sequence[torch.Tensor]) -> str:
-        for tensor in inputs[1:]:
-            if tensor.dtype not in SUMMED or tensor.dtype != inputs[1].dtype:
+    def _dtype(self, inputs: Sequence[torch.Tensor], way: Way) -> str:
+        """What the call's kernel sums, "" if nothing: not on the way there, nor where a shard has one copy."""
+        if way.goes or self.limits.copies == 1:
+            return ""
+        summed = [tensor for tensor, copied in zip(inputs, self.kernel.copied, strict=False) if copied]
+        for tensor in summed:
+            if tensor.dtype not in SUMMED or tensor.dtype != summed[0].dtype:
                 raise TensorError(
-                    f"keys and values are summed in one of {', '.join(SUMMED.values())}, both in the same, not in "
-                    f"{tensor.dtype}"
+                    f"copies are summed in one of {', '.join(SUMMED.values())}, and in the same for all tensors, not "
+                    f"in {tensor.dtype}"
                 )
-        return SUMMED[inputs[1].dtype] if len(inputs) > 1 else ""
+        return SUMMED[summed[0].dtype] if summed else ""
 
     def _lanes(self, moved: int) -> int:
         if self.device.type == "cpu":
@@ -289,41 +308,13 @@ class Launcher:
         return max(1, min(self.kernel.lanes, -(-moved // LANE_BYTES)))
 
     def _agree(self, results: int) -> None:
-        mine = repr((self.limits, results, self.packed, self._macros)).encode()
+        mine = repr((self.kernel.name, self._emitted.digest[:16], self.limits, results, self._macros)).encode()
         everyone = self._comm.exchange(f"dispatcher/{next(self._comm.numbers)}", mine)
         for rank, theirs in enumerate(everyone):
             if theirs != mine:
                 raise GroupError(
                     f"rank {rank} makes another Dispatcher than this one: {theirs.decode()}, {mine.decode()}"
                 )
-
-    def _admit(self, route: Route, wanted: Form) -> None:
-        """Refuses on all ranks alike: a rank that goes on alone would wait for the others."""
-        if route.num_ranks != self._comm.size or route.rank != self._comm.rank:
-            raise DispatchError(
-                f"the Route is rank {route.rank}'s of {route.num_ranks}; this is rank {self._comm.rank} of "
-                f"{self._comm.size}"
-            )
-        if route.device.type != self.device.type:
-            raise DispatchError(f"the Route's tables are on {route.device}, this Dispatcher is on {self.device}")
-        limits = self.limits
-        for what, has, most in zip(("rows", "queries", "keys"), route.most, _of(limits), strict=True):
-            if has > most and (what != "keys" or wanted.way in (Way.ALL, Way.ALL_BACK)):
-                raise DispatchError(f"a rank has {has} {what}, and the Limits are for {most}")
-        for index, (width, most) in enumerate(zip(wanted.widths, limits.widths, strict=False)):
-            if width > most:
-                raise DispatchError(f"a row of tensor {index} takes {width} bytes, and the Limits are for {most}")
-        waiting, _, _ = limits.bytes_of(self.packed)
-        for index, (has, most) in enumerate(zip(route.waiting(wanted), waiting, strict=False)):
-            if has > most:
-                raise DispatchError(
-                    f"{has} rows of tensor {index} wait on a rank, and there is room for {most}: "
-                    f"the Limits are for {limits.copies} copies of {limits.rows} rows"
-                )
-
-
-def _of(limits: Limits) -> tuple[int, int, int]:
-    return limits.rows, limits.queries, limits.keys
 
 
 _KNOWN: weakref.WeakValueDictionary[str, Launcher] = weakref.WeakValueDictionary()
@@ -339,23 +330,6 @@ def known(name: str) -> Launcher:
 
 def _default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _judged(limits: Limits, kernel: DispatchKernel) -> Limits:
-    for name, value in zip(("rows", "queries", "keys"), _of(limits), strict=True):
-        if not 0 <= value < 2**32:
-            raise DispatchError(f"expected 0 <= {name} < 2 ** 32, got {value}")
-    if limits.copies < 1:
-        raise DispatchError(f"expected at least 1 copy, got {limits.copies}")
-    if not 1 <= len(limits.widths) <= kernel.num_tensors:
-        raise DispatchError(
-            f"expected the widths of 1 to {kernel.num_tensors} tensors ({', '.join(kernel.tensors)}), got "
-            f"{limits.widths}"
-        )
-    for width in limits.widths:
-        if width < 2 or width % 2:
-            raise DispatchError(f"a row takes an even number of bytes, not {width}")
-    return limits
 
 
 def _compiled(source: Path | str, name: str | None, put: Put, ranks: int) -> tuple[DispatchKernel, Any]:

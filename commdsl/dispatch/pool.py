@@ -1,7 +1,7 @@
 """Turns a stretch of symmetric memory into results: tensors that give their memory back when nobody holds them.
 
 Assumes calls of one stream, or of streams that torch orders: memory that is given back is used by the next call that is
-enqueued, as in torch's own allocator. Does not grow. Ranks need not take the same offsets: they tell each other.
+enqueued, as in torch's own allocator. Does not grow. Ranks need not take the same places: they tell each other.
 """
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ ALIGNMENT = 256
 
 
 class Pool:
-    """Memory [address, address + size) of this rank's heap, first fit."""
+    """Room for the results of so many calls there, and of so many back, each in a place that holds the largest: so
+    whether a call has room does not depend on the sizes of those before it, which differ from rank to rank.
+    """
 
-    def __init__(self, name: str, address: int, size: int, device: torch.device) -> None:
+    def __init__(self, name: str, address: int, sizes: tuple[int, int], calls: int, device: torch.device) -> None:
         self._name = name
-        self._address = address
         self._device = device
-        self._size = size
-        self._free = [(0, size)] if size else []  # (offset, bytes), by offset; no two adjoin
-        self._returned: deque[tuple[int, int]] = deque()  # by whatever thread lets a tensor go
-        self._taken = 0
+        self._sizes = sizes  # of a call's results: there, back
+        self._calls = calls
+        there, back = sizes
+        middle = address + calls * there
+        # Returned by whatever thread lets a tensor go.
+        self._free = (
+            deque(address + call * there for call in range(calls)),
+            deque(middle + call * back for call in range(calls)),
+        )
 
-    def empty(self, rows: Sequence[int], like: Sequence[torch.Tensor], *, keep: bool) -> list[torch.Tensor]:
-        """New tensors for the results of one call, with `rows` rows like those of others, which are
-        contiguous; their memory comes back when
-        none of them is held. With `keep` never: a graph that is being captured will write there at every replay.
+    def empty(self, rows: Sequence[int], like: Sequence[torch.Tensor], *, goes: bool, keep: bool) -> list[torch.Tensor]:
+        """New tensors for the results of one call, `goes` there or back, with `rows` rows like those of others; their
+        memory comes back when none of them is held. With `keep` never: a graph that is being captured will write there
+        at every replay.
 
         Raises DispatchError (C961) when there is no room.
         """
@@ -41,45 +47,27 @@ class Pool:
         for count, tensor in zip(rows, like, strict=True):
             offsets.append(size)
             size += aligned(count * row_bytes(tensor))
-        at = self._take(size)
-        memory = _Memory(self._address + at, size)
+        places, most = self._free[not goes], self._sizes[not goes]
+        if size > most:
+            raise DispatchError(
+                f"the results of a call of `{self._name}` take {size} bytes, and the Limits give {most}"
+            )
+        try:
+            at = places.pop()
+        except IndexError:
+            raise DispatchError(
+                f"`{self._name}` has no memory left: the results of {self._calls} calls {'there' if goes else 'back'} "
+                "are held. Let some go, make the Dispatcher with more `results`, or with put='packed': its results are "
+                "ordinary"
+            ) from None
+        memory = _Memory(at, size)
         if not keep:
-            weakref.finalize(memory, self._returned.append, (at, size)).atexit = False
+            weakref.finalize(memory, places.append, at).atexit = False
         storage = memory.tensor(self._device).untyped_storage()
         return [
-            tensor.new_empty(0).set_(
-                storage, offset // tensor.element_size(), (count, *tensor.shape[1:]), tensor.stride()
-            )
+            tensor.new_empty(0).set_(storage, offset // tensor.element_size(), *_contiguous(count, tensor))
             for offset, count, tensor in zip(offsets, rows, like, strict=True)
         ]
-
-    def _take(self, size: int) -> int:
-        self._merge()
-        for index, (offset, room) in enumerate(self._free):
-            if room >= size:
-                self._free[index : index + 1] = [(offset + size, room - size)] if room > size else []
-                self._taken += 1
-                return offset
-        raise DispatchError(
-            f"`{self._name}` has no {size} bytes left of {self._size}: the results of {self._taken} calls are in use. "
-            "Let some go, make the Dispatcher with more `results`, or with put='packed': its results are ordinary"
-        )
-
-    def _merge(self) -> None:
-        """Takes back what was let go since."""
-        if not self._returned:
-            return
-        while self._returned:
-            self._free.append(self._returned.popleft())
-            self._taken -= 1
-        self._free.sort()
-        merged: list[tuple[int, int]] = []
-        for offset, room in self._free:
-            if merged and sum(merged[-1]) == offset:
-                merged[-1] = (merged[-1][0], merged[-1][1] + room)
-            else:
-                merged.append((offset, room))
-        self._free = merged
 
 
 def aligned(size: int) -> int:
@@ -93,6 +81,15 @@ def row_bytes(tensor: torch.Tensor) -> int:
     for extent in tensor.shape[1:]:
         elements *= extent
     return elements * tensor.element_size()
+
+
+def _contiguous(rows: int, like: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides. Those of `like` may be any where it has no row, or one."""
+    shape = (rows, *like.shape[1:])
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * extent)
+    return shape, tuple(reversed(strides))
 
 
 class _Memory:

@@ -6,9 +6,11 @@ a call first asks for it, by the widths of the rows, and kept; `update_` writes 
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,10 +20,10 @@ from commdsl.dispatch.errors import DispatchError
 from commdsl.dispatch.metadata import Metadata
 from commdsl.dispatch.validator import validate
 from commdsl.routes import Longs, Routes, Shards, back
-from commdsl.tiles import Flow, Table, table
+from commdsl.tiles import Flow, Table, most_words, table
 
 SPARE = 2
-"""A table has room for so many times the runs it began with, so that another plan's fit as well."""
+"""A table has room for so many times the words of the plan it began with, so that another plan's fit as well."""
 
 
 class Way(Enum):
@@ -35,6 +37,15 @@ class Way(Enum):
     @property
     def reversed(self) -> Way:
         return _REVERSED[self]
+
+    @property
+    def goes(self) -> bool:
+        """Away from where the rows belong."""
+        return self is Way.ALL or self is Way.QUERIES
+
+    @property
+    def has_keys(self) -> bool:
+        return self is Way.ALL or self is Way.ALL_BACK
 
 
 _REVERSED = {
@@ -55,6 +66,14 @@ class Form:
     tile_bytes: int
 
 
+class Host(Protocol):
+    """Who calls with a Route's tables, within what it has memory for."""
+
+    def admit(self, route: Route, wanted: Form, waiting: tuple[int, ...]) -> None:
+        """Raises DispatchError (C961) on all ranks alike; `waiting`: by tensor the most rows that wait on a rank."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class _Numbers:
     """The routes of all ranks."""
@@ -72,11 +91,19 @@ class _Numbers:
         columns = (self.shards.rows, _rows(self.queries), keys)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
+    @cached_property
+    def copies(self) -> tuple[int, int]:
+        """The most copies of a shard: of queries, of keys."""
+        found = [0 if one is None else int(np.bincount(one.shard).max(initial=0)) for one in (self.queries, self.keys)]
+        return found[0], found[1]
+
     def flows(self, way: Way, widths: tuple[int, ...]) -> list[Flow]:
-        goes = way in (Way.QUERIES, Way.ALL)
+        goes = way.goes
         queries = self.queries if goes else self.queries_back
-        flows = [Flow(queries, _rows(queries) if goes else self.shards.rows, widths[0])]
-        if way in (Way.ALL, Way.ALL_BACK):
+        rows = _rows(queries) if goes else self.shards.rows
+        has_copies = bool(self.queries.copy.any())
+        flows = [Flow(queries, rows, widths[0], is_sum=has_copies and not goes)]
+        if way.has_keys:
             keys = self.keys if goes else self.keys_back
             if keys is None:
                 raise DispatchError("this Route has no keys and values: it was made of queries alone")
@@ -113,9 +140,11 @@ class Route:
         self._numbers = _numbers(fwd_q, fwd_k)
         if not 0 <= rank < self.num_ranks:
             raise DispatchError(f"expected a rank 0 ..< {self.num_ranks}, got {rank}")
+        self.ready: dict[tuple[str, str, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
+        """Tables of a call and of its way back, by its Dispatcher, its Way and its widths: what a call looks up."""
         self._tables: dict[Form, torch.Tensor] = {}
         self._made: dict[Form, Table] = {}
-        self.version = 0  # counts the updates
+        self._hosts: dict[Form, weakref.WeakSet[Host]] = {}
 
     @property
     def num_ranks(self) -> int:
@@ -146,26 +175,30 @@ class Route:
     def has_keys(self) -> bool:
         return self._numbers.keys is not None
 
-    def table(self, wanted: Form) -> torch.Tensor:
-        """int32, 1-D, on the device: what the kernel of this rank reads."""
+    @property
+    def copies(self) -> tuple[int, int]:
+        """The most copies of a shard of any rank: of queries, of keys."""
+        return self._numbers.copies
+
+    def table(self, wanted: Form, host: Host) -> torch.Tensor:
+        """int32, 1-D, on the device: what the kernel of this rank reads, once `host` has admitted the Route to it."""
+        made = self._made.get(wanted) or self._make(wanted)
+        host.admit(self, wanted, made.waiting_rows)
         found = self._tables.get(wanted)
         if found is None:
-            made = self._made[wanted] = self._make(wanted)
-            found = torch.empty(-(-SPARE * len(made.words) // 4) * 4 + 64, dtype=torch.int32, device=self.device)
-            self._tables[wanted] = found
+            room = SPARE * self._most_words(wanted)
+            found = self._tables[wanted] = torch.empty(room, dtype=torch.int32, device=self.device)
+            self._made[wanted] = made
             self._write(made, found)
+        self._hosts.setdefault(wanted, weakref.WeakSet()).add(host)
         return found
-
-    def waiting(self, wanted: Form) -> tuple[int, ...]:
-        """By tensor: the most rows that wait on any rank before they are finished."""
-        self.table(wanted)
-        return self._made[wanted].waiting_rows
 
     def update_(self, other: Route) -> None:
         """Overwrites the tables with those of `other`, on the current stream: a graph that was captured with this Route
-        follows the other plan from then on. Sizes may change as far as the memory reaches.
+        follows the other plan from then on. Every rank updates to the same plan between the same calls.
 
-        Raises DispatchError (C961), and changes nothing, where a table has no room for the other's.
+        Raises DispatchError (C961) on all ranks alike, and changes nothing, where the other plan is not within the
+        Limits of a Dispatcher that this Route was used with, or takes more words than twice the first plan's.
         """
         if (other.rank, other.num_ranks) != (self.rank, self.num_ranks):
             raise DispatchError(
@@ -174,26 +207,39 @@ class Route:
             )
         made = {wanted: other._make(wanted) for wanted in self._tables}
         for wanted, new in made.items():
-            if len(new.words) > len(self._tables[wanted]):
+            for host in self._hosts[wanted]:
+                host.admit(other, wanted, new.waiting_rows)
+            room, words = len(self._tables[wanted]), other._most_words(wanted)
+            if words > room:
                 raise DispatchError(
-                    f"the table of {wanted.way.value} has room for {len(self._tables[wanted])} words, the other plan "
-                    f"takes {len(new.words)}: make the Route from the plan with the most shards first"
+                    f"the table of {wanted.way.value} has room for {room} words, the other plan takes up to {words} on "
+                    "a rank: make the Route from the plan with the most shards first"
                 )
         for wanted, new in made.items():
             self._write(new, self._tables[wanted])
         self._numbers, self._made = other._numbers, made
-        self.version += 1
 
-    def place_of(self, wanted: Form, send: int) -> str:
-        """Which shard and replica a run of a table is part of, in words."""
-        made = self._made[wanted]
-        at = int(made.send_route[send])
+    def place_of(self, address: int, send: int) -> str | None:
+        """Which shard and replica a run of the table at an address is part of, in words; None if the table is not one
+        of this Route's.
+        """
+        for wanted, found in self._tables.items():
+            if found.data_ptr() == address:
+                return self._place(wanted, send)
+        return None
+
+    def _place(self, wanted: Form, send: int) -> str:
+        at = int(self._made[wanted].send_route[send])
         for flow in self._numbers.flows(wanted.way, wanted.widths):
             if at < flow.routes.num:
                 local = int(self._numbers.shards.local[flow.routes.shard[at]])
                 return f"shard {local}, replica {int(flow.routes.copy[at])}"
             at -= flow.routes.num
         return f"run {send}"
+
+    def _most_words(self, wanted: Form) -> int:
+        flows = self._numbers.flows(wanted.way, wanted.widths)
+        return most_words(flows, packed=wanted.packed, tile_bytes=wanted.tile_bytes)
 
     def _make(self, wanted: Form) -> Table:
         flows = self._numbers.flows(wanted.way, wanted.widths)

@@ -1,0 +1,101 @@
+"""Turns the most that any call moves into bytes of symmetric memory, and judges whether a Route stays within it.
+
+Assumes the same limits and Routes of the same plan on every rank, so that all refuse alike: a rank that went on alone
+would wait for the others. Does not hold memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from commdsl.dispatch.errors import DispatchError
+from commdsl.dispatch.pool import aligned
+from commdsl.dispatch.route import Form, Route
+from commdsl.emit_dispatch import DispatchKernel
+
+KINDS = ("rows", "queries", "keys")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most that any rank has in a call; what symmetric memory is made for. Equal on all ranks."""
+
+    rows: int  # of a rank's own tensors
+    queries: int  # rows of queries that a rank receives
+    keys: int = 0  # rows of keys, and of values, that a rank receives
+    copies: int = 1  # of a shard that may go to several ranks
+    widths: tuple[int, ...] = ()  # bytes of a row, by tensor: queries, keys, values
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """In the order of KINDS."""
+        return self.rows, self.queries, self.keys
+
+    @property
+    def received(self) -> tuple[int, int, int]:
+        """By tensor the rows that a rank receives."""
+        return self.queries, self.keys, self.keys
+
+    def waiting(self, kernel: DispatchKernel) -> list[int]:
+        """By tensor the rows that may wait on a rank until it finishes them: packed all, else what is summed."""
+        found = []
+        for copied, there, _ in zip(kernel.copied, self.received, self.widths, strict=False):
+            copies = self.copies if copied else 1
+            summed = self.rows * copies if copies > 1 else 0
+            found.append(max(there, self.rows * copies) if kernel.packed else summed)
+        return found
+
+    def result_bytes(self) -> tuple[int, int]:
+        """What the results of one call take: there, and back."""
+        there = zip(self.received, self.widths, strict=False)
+        return sum(aligned(rows * width) for rows, width in there), sum(aligned(self.rows * w) for w in self.widths)
+
+    def judge(self, kernel: DispatchKernel) -> None:
+        """Raises DispatchError (C961) for limits that the kernel cannot have."""
+        for name, value in zip(KINDS, self.counts, strict=True):
+            if not 0 <= value < 2**32:
+                raise DispatchError(f"expected 0 <= {name} < 2 ** 32, got {value}")
+        if self.copies < 1:
+            raise DispatchError(f"expected at least 1 copy, got {self.copies}")
+        if not 1 <= len(self.widths) <= kernel.num_tensors:
+            names = ", ".join(kernel.tensors)
+            raise DispatchError(
+                f"expected the widths of 1 to {kernel.num_tensors} tensors ({names}), got {self.widths}"
+            )
+        for width in self.widths:
+            _even(width)
+
+    def admit(self, kernel: DispatchKernel, route: Route, wanted: Form, waiting: Sequence[int]) -> None:
+        """Raises DispatchError (C961) for a call that there is no memory for. `waiting`: by tensor the most rows of the
+        Route that wait on a rank.
+        """
+        for what, has, most in zip(KINDS, route.most, self.counts, strict=True):
+            if has > most and (what != "keys" or wanted.way.has_keys):
+                raise DispatchError(f"a rank has {has} {what}, and the Limits are for {most}")
+        if len(wanted.widths) > len(self.widths):
+            raise DispatchError(f"{len(wanted.widths)} tensors, and the Limits have the widths of {len(self.widths)}")
+        for name, width, limit in zip(kernel.tensors, wanted.widths, self.widths, strict=False):
+            _even(width)
+            if width > limit:
+                raise DispatchError(f"a row of `{name}` takes {width} bytes, and the Limits are for {limit}")
+        self._admit_copies(kernel, route, wanted)
+        for name, has, limit in zip(kernel.tensors, waiting, self.waiting(kernel), strict=False):
+            if has > limit:
+                raise DispatchError(
+                    f"{has} rows of `{name}` wait on a rank, and there is room for {limit}: the Limits are for "
+                    f"{self.copies} copies of {self.rows} rows"
+                )
+
+    def _admit_copies(self, kernel: DispatchKernel, route: Route, wanted: Form) -> None:
+        copies = route.copies[0], *(route.copies[1],) * (len(wanted.widths) - 1)
+        for name, copied, has in zip(kernel.tensors, kernel.copied, copies, strict=False):
+            most = self.copies if copied else 1
+            if has > most:
+                why = f"the Limits are for {most}" if copied else f"`{kernel.name}` sends a shard of it to one rank"
+                raise DispatchError(f"a shard of `{name}` has {has} copies, and {why}")
+
+
+def _even(width: int) -> None:
+    if width < 2 or width % 2:
+        raise DispatchError(f"a row takes an even number of bytes, 2 or more, not {width}")
