@@ -51,7 +51,7 @@ STAGES = (
     ("kinds", "syntax"),
     ("parser", "format", "parsed"),
     ("topology", "ir", "cycles", "dtypes", "routes"),
-    ("plans", "dispatches", "route_laws"),
+    ("plans", "dispatches", "dispatch_protocol", "route_laws"),
     ("plan",),
     ("resolve", "cost", "checks"),
     ("lower",),
@@ -166,7 +166,7 @@ def test_code_is_complete(code: str) -> None:
     assert "```comm right" in page
     assert (ROOT / "tests" / "golden" / f"{code}.txt").is_file()
     if not list((ROOT / "tests" / "faults").glob(f"{code}_*.comm")):
-        assert re.search(r"break (Plans|routes) instead", page)
+        assert re.search(r"break (Plans|routes|protocols) instead", page)
 
 
 def test_codes_in_use() -> None:

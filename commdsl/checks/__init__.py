@@ -13,6 +13,7 @@ from typing import TypeAlias, TypeVar
 from commdsl.checks.bounds import out_of_bounds
 from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
+from commdsl.checks.dispatch_protocol import synchronization_of_dispatch
 from commdsl.checks.engine import combining_engine
 from commdsl.checks.inputs import writes_to_input
 from commdsl.checks.locations import Located
@@ -55,7 +56,7 @@ PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,), (memory,))
 
 FILE_RULES: tuple[tuple[FileRule, ...], ...] = ((unused_roles,),)
 
-DISPATCH_RULES: tuple[tuple[DispatchRule, ...], ...] = ((roles_of_dispatch,),)
+DISPATCH_RULES: tuple[tuple[DispatchRule, ...], ...] = ((roles_of_dispatch,), (synchronization_of_dispatch,))
 
 DISPATCH_PLAN_RULES: tuple[tuple[DispatchPlanRule, ...], ...] = ((too_large,),)
 

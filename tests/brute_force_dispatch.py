@@ -1,0 +1,182 @@
+"""A second opinion on the protocol of a dispatch: one machine at a time, with so many lanes in each call, by sets.
+
+Turns a protocol's steps and a setting into whether its calls end, and in order. Assumes a few ranks. Written for
+clarity, and shares nothing with the proof it judges: that is of all settings at once, this of the one at hand.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import combinations, product
+
+from commdsl.dispatch_protocol import Actor, Ranks, Step
+
+CALLS = 3
+
+Thread = tuple[int, str, int]
+"""Rank, "stream" or "lane", number of the lane."""
+
+Event = tuple[int, int, Thread]
+"""Call, step, thread."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Lanes of each rank in each call, and those of them, by rank, call and number, that have nothing to finish."""
+
+    lanes: tuple[tuple[int, ...], ...]  # by call, then by rank
+    idle: frozenset[tuple[int, int, int]] = frozenset()
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.lanes[0])
+
+
+def settings(num_ranks: int, most: int, count: int, seed: int) -> Iterator[Setting]:
+    """The fewest lanes, the most, all busy and none; then any."""
+    dice = random.Random(seed)
+    for lanes in (1, most):
+        for busy in (True, False):
+            yield _setting([[lanes] * num_ranks] * CALLS, lambda busy=busy: busy)
+    for _ in range(count):
+        drawn = [[dice.randint(1, most) for _ in range(num_ranks)] for _ in range(CALLS)]
+        yield _setting(drawn, lambda: dice.random() < 0.5)
+
+
+def _setting(lanes: list[list[int]], busy: object) -> Setting:
+    idle = {
+        (rank, call, lane)
+        for call, row in enumerate(lanes)
+        for rank, number in enumerate(row)
+        for lane in range(1, number)
+        if not busy()
+    }
+    return Setting(tuple(map(tuple, lanes)), frozenset(idle))
+
+
+Dropped = frozenset[tuple[int, Thread, Thread]]
+"""Waits that are left out: step, who waits, whom for."""
+
+
+def is_broken(steps: tuple[Step, ...], setting: Setting, dropped: Dropped = frozenset()) -> bool:
+    """Whether some call does not end, or two accesses come in no order or in the wrong one."""
+    edges = _edges(steps, setting, dropped)
+    if edges is None:
+        return True
+    past: dict[Event, tuple[int, int]] = {}
+    try:
+        order = list(TopologicalSorter(edges).static_order())
+    except CycleError:
+        return True
+    for place, event in enumerate(order):
+        before = 0
+        for other in edges[event]:
+            before |= past[other][0] | past[other][1]
+        past[event] = 1 << place, before
+    return any(
+        not past[first][0] & past[second][1] for users in _users(steps, setting) for first, second in _in_turn(users)
+    )
+
+
+def _threads(setting: Setting, call: int, by: Actor) -> list[Thread]:
+    match by:
+        case Actor.STREAM:
+            return [(rank, "stream", 0) for rank in range(setting.num_ranks)]
+        case Actor.FIRST:
+            return [(rank, "lane", 0) for rank in range(setting.num_ranks)]
+        case Actor.LANES:
+            return [
+                (rank, "lane", lane) for rank in range(setting.num_ranks) for lane in range(setting.lanes[call][rank])
+            ]
+
+
+def _ranks(of: int, which: Ranks, num_ranks: int) -> set[int]:
+    everyone = set(range(num_ranks))
+    return {Ranks.OWN: {of}, Ranks.OTHERS: everyone - {of}, Ranks.ALL: everyone}[which]
+
+
+def _events(steps: tuple[Step, ...], setting: Setting) -> Iterator[Event]:
+    for call in range(CALLS):
+        for at, step in enumerate(steps):
+            for thread in _threads(setting, call, step.by):
+                rank, _, lane = thread
+                if not (step.name in ("await", "finish") and (rank, call, lane) in setting.idle):
+                    yield call, at, thread
+
+
+def _edges(steps: tuple[Step, ...], setting: Setting, dropped: Dropped) -> dict[Event, set[Event]] | None:
+    """What must be before each event; None where somebody waits for what he is never told."""
+    number = {step.name: at for at, step in enumerate(steps)}
+    happens = set(_events(steps, setting))
+    edges: dict[Event, set[Event]] = {event: set() for event in happens}
+    last: dict[Thread, Event] = {}
+    for event in sorted(happens):
+        call, at, thread = event
+        if thread in last:
+            edges[event].add(last[thread])
+        last[thread] = event
+        wait = steps[at].wait
+        if wait is None or call < wait.calls_back:
+            continue
+        since, source = call - wait.calls_back, number[wait.step]
+        for peer in _threads(setting, since, wait.of):
+            if peer == thread or (at, thread, peer) in dropped:
+                continue
+            if peer[0] not in _ranks(thread[0], wait.ranks, setting.num_ranks):
+                continue
+            told = steps[source].tells
+            cause = since, source, peer
+            if cause not in happens or told is None or thread[0] not in _ranks(peer[0], told, setting.num_ranks):
+                return None
+            edges[event].add(cause)
+    return edges
+
+
+@dataclass(frozen=True)
+class User:
+    """One access of one segment, or of all of a region where `segment` is None."""
+
+    event: Event
+    segment: int | None
+    writes: bool
+    turn: int
+    moves: bool  # segments lie elsewhere in other calls
+
+
+def _users(steps: tuple[Step, ...], setting: Setting) -> list[list[User]]:
+    """Who touches each region."""
+    found: dict[tuple[str, int], list[User]] = {}
+    for event in sorted(_events(steps, setting)):
+        rank = event[2][0]
+        for access in steps[event[1]].accesses:
+            segment = None if access.on is Ranks.OWN else rank
+            user = User(event, segment, access.writes, access.turn, access.space.is_routed)
+            for owner in _ranks(rank, access.on, setting.num_ranks):
+                found.setdefault((access.space.name, owner), []).append(user)
+    return list(found.values())
+
+
+def _in_turn(users: list[User]) -> Iterator[tuple[Event, Event]]:
+    """Which event has to come before which."""
+    for pair in combinations(users, 2):
+        one, other = sorted(pair, key=lambda user: (user.event[0], user.turn))
+        same_call = one.event[0] == other.event[0]
+        if not (one.writes or other.writes) or (same_call and one.turn == other.turn):
+            continue
+        apart = None not in (one.segment, other.segment) and one.segment != other.segment
+        if not apart or (one.moves and not same_call):
+            yield one.event, other.event
+
+
+def single_waits(steps: tuple[Step, ...], num_ranks: int, lanes: int) -> Iterator[tuple[int, Thread, Thread]]:
+    """Every wait of one thread for one other, but those of the streams' own order."""
+    setting = Setting(((lanes,) * num_ranks,) * CALLS)
+    for at, step in enumerate(steps):
+        if step.wait is not None and not step.given:
+            pairs = product(_threads(setting, 0, step.by), _threads(setting, 0, step.wait.of))
+            for thread, peer in pairs:
+                if thread != peer and peer[0] in _ranks(thread[0], step.wait.ranks, num_ranks):
+                    yield at, thread, peer

@@ -1,0 +1,246 @@
+"""The protocol of a dispatch is proved; each change of it is refused, or a second model finds it as right as it was."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import brute_force_dispatch as brute
+import numpy as np
+import pytest
+
+from commdsl import codes, compiler
+from commdsl.checks import check_dispatch
+from commdsl.checks.dispatch_protocol import prove
+from commdsl.diagnostics import Diagnostic, render_full
+from commdsl.dispatch_protocol import Actor, Events, Ranks, Step, Wait, events, protocol
+from commdsl.resources import data_dir
+from commdsl.source import Source, Span
+
+RIGHT = protocol()
+TEXT = "dispatch rows_direct for P ranks { rows x[T] route home[S] for x place home by (source rank, shard) }"
+SPAN = Span(Source("example.comm", TEXT), 0, len("dispatch rows_direct"))
+
+SHIPPED = sorted((data_dir("schedules") / "dispatch").glob("*.comm"))
+
+Steps = tuple[Step, ...]
+
+
+def changed(name: str, **columns: object) -> Steps:
+    """The protocol with one step changed."""
+    return tuple(replace(step, **columns) if step.name == name else step for step in RIGHT)
+
+
+def moved(name: str, to: int) -> Steps:
+    """The protocol with one step elsewhere: it becomes the step number `to`."""
+    rest = tuple(step for step in RIGHT if step.name != name)
+    (step,) = set(RIGHT) - set(rest)
+    return (*rest[:to], step, *rest[to:])
+
+
+def before(name: str, other: str) -> Steps:
+    return moved(name, [step.name for step in RIGHT if step.name != name].index(other))
+
+
+def verdict(found: Events) -> Diagnostic | None:
+    return next(prove(found, SPAN), None)
+
+
+def code_of(steps: Steps, num_ranks: int) -> str | None:
+    found = verdict(events(steps, num_ranks))
+    return None if found is None else found.code
+
+
+def mutants() -> Iterator[tuple[str, Steps]]:
+    """Every wait and every word dropped, narrowed, widened or stale, and every step in every other place."""
+    for step in RIGHT:
+        if step.given:
+            continue
+        if step.wait is not None:
+            yield f"{step.name} does not wait", changed(step.name, wait=None)
+            yield f"{step.name} waits for the call before", changed(step.name, wait=replace(step.wait, calls_back=1))
+            for ranks in set(Ranks) - {step.wait.ranks}:
+                yield f"{step.name} waits for {ranks.value}", changed(step.name, wait=replace(step.wait, ranks=ranks))
+            if step.wait.of is Actor.LANES:
+                narrow = replace(step.wait, of=Actor.FIRST)
+                yield f"{step.name} waits for first lanes", changed(step.name, wait=narrow)
+        if step.tells is not None:
+            yield f"{step.name} tells nobody", changed(step.name, tells=None)
+            for ranks in set(Ranks) - {step.tells}:
+                yield f"{step.name} tells {ranks.value}", changed(step.name, tells=ranks)
+        for to, other in enumerate(RIGHT):
+            if other is not step:
+                yield f"{step.name} in the place of {other.name}", moved(step.name, to)
+
+
+HARMLESS = {
+    "announce tells all",
+    "announce in the place of early",
+    "early in the place of announce",
+    "early in the place of meet",
+    "early in the place of push",
+    "meet in the place of early",
+    "finish in the place of leave",
+    "leave in the place of finish",
+}
+"""Steps that touch nothing of each other's, and a word to oneself."""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8, 16])
+def test_right(num_ranks: int) -> None:
+    """The protocol keeps its laws on any number of ranks; three lanes each."""
+    assert verdict(events(RIGHT, num_ranks)) is None
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped(path: Path) -> None:
+    """Every shipped dispatch is proved whenever it is checked, in milliseconds."""
+    files = compiler.read(path)
+    for decl in compiler.dispatches(files):
+        dispatch = compiler.check_dispatch(files, decl.name.text, 8).dispatch
+        began = time.perf_counter()
+        assert check_dispatch(dispatch) == ()
+        assert time.perf_counter() - began < 0.5  # measured: 8 ms
+
+
+def test_second_model() -> None:
+    """With any lanes in any call, busy or not, the protocol is in order."""
+    for num_ranks in (1, 2, 3):
+        assert not any(brute.is_broken(RIGHT, setting) for setting in brute.settings(num_ranks, 3, 12, seed=num_ranks))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_change(num_ranks: int) -> None:
+    """A changed protocol is refused if and only if some setting breaks it; only those listed are none the worse."""
+    passed = set()
+    for what, steps in mutants():
+        code = code_of(steps, num_ranks)
+        broken = any(brute.is_broken(steps, setting) for setting in brute.settings(num_ranks, 3, 4, seed=1))
+        assert broken == (code in ("C640", "C641")), what
+        passed |= {what} if code is None else set()
+
+    assert passed == HARMLESS
+
+
+def test_more_ranks() -> None:
+    """What is refused on three ranks is refused on more, and nothing else."""
+    for what, steps in mutants():
+        assert {code_of(steps, num_ranks) for num_ranks in (4, 6)} == {code_of(steps, 3)}, what
+
+
+def test_every_single_wait() -> None:
+    """Without any one wait of one lane for one other there is a race, on both opinions."""
+    num_ranks, lanes = 2, 3
+    right = events(RIGHT, num_ranks, lanes)
+    count = 0
+    for step, thread, peer in brute.single_waits(RIGHT, num_ranks, lanes):
+        waits = right.waits.copy()
+        waits[step, number(thread, lanes), number(peer, lanes)] = False
+        assert (waits != right.waits).sum() == 1
+        found = verdict(replace(right, waits=waits))
+        assert found is not None
+        assert found.code == "C640"
+        dropped = frozenset({(step, thread, peer)})
+        settings = brute.settings(num_ranks, lanes, 4, seed=2)
+        assert any(brute.is_broken(RIGHT, setting, dropped) for setting in settings), (step, thread, peer)
+        count += 1
+
+    assert count == right.waits[[not step.given for step in RIGHT]].sum() == 6 + 30
+
+
+def number(thread: brute.Thread, lanes: int) -> int:
+    rank, kind, lane = thread
+    return rank * (lanes + 1) + (0 if kind == "stream" else 1 + lane)
+
+
+def test_every_single_word() -> None:
+    """If one lane does not tell one rank, that rank waits for ever, and the message names both."""
+    right = events(RIGHT, 3)
+    for step, thread, rank in np.argwhere(right.tells).tolist():
+        if RIGHT[step].given:
+            continue
+        tells = right.tells.copy()
+        tells[step, thread, rank] = False
+        found = verdict(replace(right, tells=tells))
+        assert found is not None
+        assert found.code == "C641"
+        assert f"`{RIGHT[step].name}` of lane {right.role[thread]} of rank {right.rank[thread]}" in render_full(found)
+        assert f"of rank {rank} in call 0 waits for" in render_full(found)
+
+
+def test_a_race_names_both_accesses() -> None:
+    """Rows pushed before the peer has entered meet what its stream does before, in this call or after the last one."""
+    within = verdict(events(before("push", "meet"), 2))
+    without_inputs = replace(RIGHT[0], accesses=())
+    across = verdict(events((without_inputs, *changed("meet", wait=None, accesses=())[1:]), 2))
+
+    assert within is not None
+    assert within.headline == "ranks 0 and 1 touch the tensors of rank 0 in no order"
+    assert within.primary.text == "`push` of lane 0 of rank 1 in call 0 writes there"
+    assert within.secondary[0].text.startswith("`prepare` of the stream of rank 0 in call 0 writes there")
+    assert across is not None
+    assert across.headline == "ranks 0 and 1 touch the waiting room of rank 0 in no order"
+    assert across.primary.text == "`push` of lane 0 of rank 1 in call 1 writes there"
+    assert across.secondary[0].text.startswith("`finish` of lane 0 of rank 0 in call 0 reads there")
+    assert "done of lane 0 of rank 0 is `tell` of lane 0 of rank 0 in call 0" in across.notes[0]
+
+
+IDLE = (
+    ("leave waits for its own rank again", changed("leave", wait=Wait("tell", Actor.LANES, Ranks.OWN))),
+    ("push waits for the call before", changed("push", wait=Wait("tell", Actor.LANES, Ranks.ALL, calls_back=1))),
+    ("finish waits for greetings", changed("finish", wait=Wait("announce", Actor.FIRST, Ranks.OTHERS))),
+)
+
+
+@pytest.mark.parametrize(("what", "steps"), IDLE, ids=[what for what, _ in IDLE])
+def test_idle_waits(what: str, steps: Steps) -> None:
+    """A wait that could be left out is refused, though nothing races."""
+    assert code_of(steps, 2) == "C642"
+    assert not any(brute.is_broken(steps, setting) for setting in brute.settings(2, 3, 4, seed=3))
+
+
+FAULTS: dict[str, Steps] = {
+    "C640": before("tell", "push"),
+    "C641": before("meet", "announce"),
+    "C642": IDLE[0][1],
+}
+
+
+@pytest.mark.parametrize("code", FAULTS)
+def test_one_change_one_message(code: str, golden: Callable[[str, str], None]) -> None:
+    """A changed protocol breaks one law, and the message is as committed."""
+    (found,) = prove(events(FAULTS[code], 2), SPAN)
+
+    assert found.code == code
+    assert len(found.headline) <= 70
+    assert "No dispatch can break this law" in codes.page(code)
+    golden(f"{code}.txt", render_full(found) + "\n")
+
+
+KERNEL = {
+    "announce": "announce(here)",
+    "early": "push(here, peers, 0, here.table->early)",
+    "meet": "meet(here, peers)",
+    "push": "push(here, peers, here.table->early, here.table->sends)",
+    "tell": "tell(here, peers)",
+    "await": "await_all_lanes(here, peers)",
+    "finish": "finish(here)",
+    "leave": "store_relaxed(&board->calls, here.call)",
+}
+
+
+def test_kernel() -> None:
+    """The kernel makes the steps of the protocol, each once, in its order; the first lane alone those that are its."""
+    text = (data_dir("templates") / "include" / "commdsl" / "dispatch.cuh").read_text(encoding="utf-8")
+    (body,) = re.findall(r"void run_dispatch\(.*?\n}\n", text, re.DOTALL)
+    places = [body.index(call) for call in KERNEL.values()]
+
+    assert list(KERNEL) == [step.name for step in RIGHT if not step.given]
+    assert places == sorted(places)
+    assert all(body.count(call) == 1 for call in KERNEL.values())
+    assert "if (lane == 0) announce(here);" in body
+    assert body.index("if (lane != 0) return;") < body.index(KERNEL["leave"])
+    assert [step.name for step in RIGHT if step.by is Actor.FIRST] == ["announce", "leave"]
