@@ -154,3 +154,9 @@ class Arguments:
 def arguments_bytes(plan: Plan) -> int:
     """The length of `Arguments.pack`."""
     return 8 * (plan.num_ranks + len(plan.tensors) + 5) + 16
+
+
+def address_words(plan: Plan) -> tuple[int, ...]:
+    """Which 64-bit words of `Arguments.pack` are addresses: heaps, tensors and the error record."""
+    pointers = plan.num_ranks + len(plan.tensors)
+    return (*range(pointers), pointers + 4)

@@ -1,7 +1,8 @@
 // Runs a kernel in a process of its own: `runner LIBRARY ARENA JOB`, or `runner ARENA JOB` with COMMDSL_LINKED, when the kernel
 // is linked in.
-// The arena is a file that all processes of a run map: heaps, error records and tensors. The job is a Head, the packed
-// arguments (calls x ranks) whose pointers are offsets in the arena, and the delays before each call.
+// The arena is a file that all processes of a run map: heaps, error records and tensors. The job is a Head, the numbers of those
+// 64-bit words of the arguments that are addresses, the packed arguments (calls x ranks), in which these are offsets in the
+// arena, and the delays before each call.
 // Assumes commdsl wrote all three. Returns 0, or 2 with a word on stderr; ThreadSanitizer has exit codes of its own.
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -18,7 +19,7 @@ extern "C" const char* __tsan_default_options() { return "exitcode=66:halt_on_er
 namespace {
 
 struct Head {
-  uint64_t ranks, calls, args_bytes, heaps, tensors;
+  uint64_t ranks, calls, args_bytes, addresses;
 };
 
 struct Mapping {
@@ -40,13 +41,6 @@ Mapping map(const char* path, int sharing) {
   if (data == MAP_FAILED) fail("cannot map", path);
   close(file);
   return {static_cast<char*>(data), size};
-}
-
-// heap[], tensors[] and `error`, which stands after block_bytes, share_bytes, stagger_bytes and timeout_ns, become addresses.
-void relocate(uint64_t* args, const Head& head, uint64_t base) {
-  const uint64_t pointers = head.heaps + head.tensors;
-  for (uint64_t i = 0; i < pointers; ++i) args[i] += base;
-  args[pointers + 4] += base;
 }
 
 using Launch = int (*)(const void*, int, int, const void*);
@@ -73,11 +67,14 @@ int main(int argc, char** argv) {
   const Mapping arena = map(argv[argc - 2], MAP_SHARED);
   const Mapping job = map(argv[argc - 1], MAP_PRIVATE);
   const Head& head = *reinterpret_cast<const Head*>(job.data);
-  char* args = job.data + sizeof(Head);
   const uint64_t launches = head.ranks * head.calls;
-  if (sizeof(Head) + launches * (head.args_bytes + sizeof(uint64_t)) != job.size) fail("wrong length of job", argv[argc - 1]);
+  const uint64_t front = sizeof(Head) + head.addresses * sizeof(uint64_t);
+  if (front + launches * (head.args_bytes + sizeof(uint64_t)) != job.size) fail("wrong length of job", argv[argc - 1]);
+  const uint64_t* addresses = reinterpret_cast<const uint64_t*>(&head + 1);
+  char* args = job.data + front;
   for (uint64_t i = 0; i < launches; ++i) {
-    relocate(reinterpret_cast<uint64_t*>(args + i * head.args_bytes), head, reinterpret_cast<uint64_t>(arena.data));
+    uint64_t* words = reinterpret_cast<uint64_t*>(args + i * head.args_bytes);
+    for (uint64_t j = 0; j < head.addresses; ++j) words[addresses[j]] += reinterpret_cast<uint64_t>(arena.data);
   }
   const int result =
       launch(args, static_cast<int>(head.ranks), static_cast<int>(head.calls), args + launches * head.args_bytes);

@@ -22,7 +22,7 @@ from commdsl.build.host import build, build_runner, build_sanitized
 from commdsl.config import Config, from_environment
 from commdsl.emit import Emitted, defines
 from commdsl.plan import Access, Plan
-from commdsl.sizes import Launch, arguments_bytes, block_bytes_of, host_launch
+from commdsl.sizes import Launch, address_words, arguments_bytes, block_bytes_of, host_launch
 from commdsl.timeouts import timeout_of
 
 GRACE = 60.0
@@ -160,8 +160,14 @@ class _Job:
         """The job file of runner.cpp, with offsets for addresses."""
         plan = self.arena.plan
         calls = len(self.arena.where.tensors)
-        head = (len(ranks), calls, arguments_bytes(plan), plan.num_ranks, len(plan.tensors))
-        return struct.pack("<5Q", *head) + self.arguments(0, ranks) + self.delays_of(ranks)
+        return job_head(len(ranks), calls, arguments_bytes(plan), address_words(plan)) + (
+            self.arguments(0, ranks) + self.delays_of(ranks)
+        )
+
+
+def job_head(ranks: int, calls: int, args_bytes: int, addresses: Sequence[int]) -> bytes:
+    """The front of a job file: `addresses` are the 64-bit words of the arguments to which the arena's place is added."""
+    return struct.pack(f"<{4 + len(addresses)}Q", ranks, calls, args_bytes, len(addresses), *addresses)
 
 
 def _starter(
