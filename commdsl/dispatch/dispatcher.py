@@ -40,10 +40,11 @@ class Dispatcher(Launcher):
     ) -> tuple[torch.Tensor, ...]:
         """Rows of q to the ranks of `route`'s queries, rows of k and v to those of its keys, in one launch.
 
-        q, k, v: (route.rows, ...), contiguous, any dtype, each with an even number of bytes a row. v None: keys and
-        values are one tensor. Returns new tensors (route.queries, ...), (route.keys, ...), (route.keys, ...); with
-        `padded` of Limits.queries and Limits.keys rows, of which those beyond are not written: for graphs whose Route
-        is updated. Backward is `collect_qkv`. Raises TensorError (C951), DispatchError (C961).
+        q, k, v: (route.rows, ...), contiguous, any dtype, each with an even number of bytes a row; with `padded` up to
+        Limits.rows rows. v None: keys and values are one tensor. Returns new tensors (route.queries, ...),
+        (route.keys, ...), (route.keys, ...); with `padded` of Limits.queries and Limits.keys rows, of which those
+        beyond are not written: for graphs whose Route is updated. Backward is `collect_qkv`. Raises TensorError (C951),
+        DispatchError (C961).
         """
         tensors = (q, k) if v is None else (q, k, v)
         rows = (self.limits.queries, self.limits.keys) if padded else (route.queries, route.keys)
@@ -55,8 +56,9 @@ class Dispatcher(Launcher):
         """The way back of `dispatch_qkv`: rows of q return; of k and v the copies of a row are summed in copy order, in
         float32, and rounded once. Rows that went nowhere are zero.
 
-        q: (route.queries, ...), k, v: (route.keys, ...), or padded; k and v float32, float16 or bfloat16. Returns new
-        tensors (route.rows, ...), or with `padded` (Limits.rows, ...).
+        q: (route.queries, ...), k, v: (route.keys, ...), or with `padded` up to Limits.queries and Limits.keys rows;
+        k and v both float32, float16 or bfloat16, unless Limits.copies is 1. Returns new tensors (route.rows, ...), or
+        with `padded` (Limits.rows, ...). Raises TensorError (C951), DispatchError (C961).
         """
         tensors = (q, k) if v is None else (q, k, v)
         rows = self.limits.rows if padded else route.rows
@@ -68,7 +70,9 @@ class Dispatcher(Launcher):
         return self._move((x,), route, Way.QUERIES, (rows, 0), route.rows, padded)[0]
 
     def collect(self, x: torch.Tensor, route: Route, *, padded: bool = False) -> torch.Tensor:
-        """The way back of `dispatch`: (route.queries, ...) to (route.rows, ...); rows that went nowhere are zero."""
+        """The way back of `dispatch`: (route.queries, ...) to (route.rows, ...). The copies of a row are summed as in
+        `collect_qkv`, where the dispatch's route has copies; rows that went nowhere are zero.
+        """
         rows = self.limits.rows if padded else route.rows
         return self._move((x,), route, Way.QUERIES_BACK, (rows, 0), (route.queries, 0), padded)[0]
 
@@ -83,9 +87,9 @@ class Dispatcher(Launcher):
     ) -> tuple[torch.Tensor, ...]:
         asked = expected if isinstance(expected, tuple) else (expected, expected)
         most = (self.limits.queries, self.limits.keys) if not way.goes else (self.limits.rows, self.limits.rows)
+        there, back = self.tables(route, way, tensors)
         for index, tensor in enumerate(tensors):
             _check(tensor, asked[min(index, 1)], most[min(index, 1)] if padded else None, self.device)
-        there, back = self.tables(route, way, tensors)
         counts = [rows[min(index, 1)] for index in range(len(tensors))]
         made = torch.ops.commdsl.move_rows(list(tensors), there, back, counts, way.value, False, padded, self.name)
         return tuple(made)

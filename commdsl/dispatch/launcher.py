@@ -147,7 +147,7 @@ class Launcher:
             int(self._comm.config.timeout * 1e9),
             found.error.address,
         ).pack()
-        self._pool = Pool(self.kernel.name, found.heap.addresses[self._comm.rank] + at, sizes, results, where)
+        self._pool = Pool(self.kernel.name, found.heap.addresses[self._comm.rank] + at, sizes, results)
         self._starts: dict[str, Start] = {}
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
         self._last = 0  # the address of the last call's table
@@ -161,7 +161,7 @@ class Launcher:
         found = route.ready.get((self.name, way.value, widths))
         if found is not None:
             return found
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             raise DispatchError("torch.compile meets a Route whose tables are not made: call `prepare` with it before")
         return self._make_tables(route, way, widths)
 

@@ -6,34 +6,42 @@ enqueued, as in torch's own allocator. Does not grow. Ranks need not take the sa
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from commdsl.dispatch.errors import DispatchError
 
 ALIGNMENT = 256
 
 
+class Place:
+    """Memory for the results of one call."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self.is_kept = False
+        self.results: list[StorageWeakRef] = []
+
+    @property
+    def is_free(self) -> bool:
+        return not self.is_kept and all(result.expired() for result in self.results)
+
+
 class Pool:
-    """Room for the results of so many calls there, and of so many back, each in a place that holds the largest: so
-    whether a call has room does not depend on the sizes of those before it, which differ from rank to rank.
+    """Places for the results of so many calls there, and of so many back, each for the largest: so whether a call has
+    room does not depend on the sizes of those before it, which differ from rank to rank.
     """
 
-    def __init__(self, name: str, address: int, sizes: tuple[int, int], calls: int, device: torch.device) -> None:
+    def __init__(self, name: str, address: int, sizes: tuple[int, int], calls: int) -> None:
         self._name = name
-        self._device = device
         self._sizes = sizes  # of a call's results: there, back
-        self._calls = calls
         there, back = sizes
         middle = address + calls * there
-        # Returned by whatever thread lets a tensor go.
-        self._free = (
-            deque(address + call * there for call in range(calls)),
-            deque(middle + call * back for call in range(calls)),
+        self._places = (
+            [Place(address + call * there) for call in range(calls)],
+            [Place(middle + call * back) for call in range(calls)],
         )
 
     def empty(self, rows: Sequence[int], like: Sequence[torch.Tensor], *, goes: bool, keep: bool) -> list[torch.Tensor]:
@@ -43,31 +51,29 @@ class Pool:
 
         Raises DispatchError (C961) when there is no room.
         """
-        offsets, size = [], 0
+        place, most = self._free(goes), self._sizes[not goes]
+        found, at = [], 0
+        place.results = []
         for count, tensor in zip(rows, like, strict=True):
-            offsets.append(size)
-            size += aligned(count * row_bytes(tensor))
-        places, most = self._free[not goes], self._sizes[not goes]
-        if size > most:
-            raise DispatchError(
-                f"the results of a call of `{self._name}` take {size} bytes, and the Limits give {most}"
-            )
-        try:
-            at = places.pop()
-        except IndexError:
-            raise DispatchError(
-                f"`{self._name}` has no memory left: the results of {self._calls} calls {'there' if goes else 'back'} "
-                "are held. Let some go, make the Dispatcher with more `results`, or with put='packed': its results are "
-                "ordinary"
-            ) from None
-        memory = _Memory(at, size)
-        if not keep:
-            weakref.finalize(memory, places.append, at).atexit = False
-        storage = memory.tensor(self._device).untyped_storage()
-        return [
-            tensor.new_empty(0).set_(storage, offset // tensor.element_size(), *_contiguous(count, tensor))
-            for offset, count, tensor in zip(offsets, rows, like, strict=True)
-        ]
+            nbytes = count * row_bytes(tensor)
+            if at + nbytes > most:
+                raise DispatchError(f"the results of a call of `{self._name}` have {most} bytes, and these need more")
+            storage = torch._C._construct_storage_from_data_pointer(place.address + at, tensor.device, nbytes)
+            place.results.append(StorageWeakRef(storage))
+            found.append(tensor.new_empty(0).set_(storage, 0, *_contiguous(count, tensor)))
+            at += aligned(nbytes)
+        place.is_kept = keep
+        return found
+
+    def _free(self, goes: bool) -> Place:
+        places = self._places[not goes]
+        for place in places:
+            if place.is_free:
+                return place
+        raise DispatchError(
+            f"`{self._name}` has no memory left: the results of {len(places)} calls {'there' if goes else 'back'} are "
+            "held. Let some go, make the Dispatcher with more `results`, or with put='packed': its results are ordinary"
+        )
 
 
 def aligned(size: int) -> int:
@@ -90,17 +96,3 @@ def _contiguous(rows: int, like: torch.Tensor) -> tuple[tuple[int, ...], tuple[i
     for extent in reversed(shape[1:]):
         strides.append(strides[-1] * extent)
     return shape, tuple(reversed(strides))
-
-
-class _Memory:
-    """Bytes at an address, as torch takes memory of others: a tensor of it holds this object."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
-        self.__cuda_array_interface__ = {**self.__array_interface__, "strides": None}
-
-    def tensor(self, device: torch.device) -> torch.Tensor:
-        """uint8, (size,)"""
-        if device.type == "cuda":
-            return torch.as_tensor(self, device=device)
-        return torch.from_numpy(np.asarray(self))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +23,9 @@ from commdsl.tiles import Flow, Table, most_words, table
 
 SPARE = 2
 """A table has room for so many times the words of the plan it began with, so that another plan's fit as well."""
+
+LEAST_WORDS = 4096
+"""What it has room for at least."""
 
 
 class Way(Enum):
@@ -84,14 +86,12 @@ class _Numbers:
     keys: Routes | None
     keys_back: Routes | None
 
-    @cached_property
-    def sizes(self) -> list[tuple[int, int, int]]:
+    @property
+    def sizes(self) -> tuple[Longs, Longs, Longs]:
         """By rank: rows of its own, of queries received, of keys received."""
-        keys = np.zeros(self.shards.num_ranks, np.int64) if self.keys is None else _rows(self.keys)
-        columns = (self.shards.rows, _rows(self.queries), keys)
-        return list(zip(*(column.tolist() for column in columns), strict=True))
+        return self.shards.rows, _rows(self.queries), 0 * self.shards.rows if self.keys is None else _rows(self.keys)
 
-    @cached_property
+    @property
     def copies(self) -> tuple[int, int]:
         """The most copies of a shard: of queries, of keys."""
         found = [0 if one is None else int(np.bincount(one.shard).max(initial=0)) for one in (self.queries, self.keys)]
@@ -120,6 +120,18 @@ def _rows(routes: Routes) -> Longs:
 class Route:
     """One plan for one rank: where its rows go, and where they come back to."""
 
+    # Plain numbers: what `torch.compile` traces reads them, and guards on them.
+    rows: int
+    """Rows of this rank's own tensors."""
+    queries: int
+    """Rows of queries that this rank receives."""
+    keys: int
+    """Rows of keys, and of values, that this rank receives; 0 where there are none."""
+    most: tuple[int, int, int]
+    """The most rows of any rank: of its own, of queries received, of keys received."""
+    copies: tuple[int, int]
+    """The most copies of a shard of any rank: of queries, of keys."""
+
     def __init__(
         self,
         fwd_q: Metadata,
@@ -137,9 +149,10 @@ class Route:
         validate(fwd_q, rev_q, fwd_k, rev_k)
         self.rank = rank
         self.device = torch.device(device)
-        self._numbers = _numbers(fwd_q, fwd_k)
-        if not 0 <= rank < self.num_ranks:
-            raise DispatchError(f"expected a rank 0 ..< {self.num_ranks}, got {rank}")
+        numbers = _numbers(fwd_q, fwd_k)
+        if not 0 <= rank < numbers.shards.num_ranks:
+            raise DispatchError(f"expected a rank 0 ..< {numbers.shards.num_ranks}, got {rank}")
+        self._count(numbers)
         self.ready: dict[tuple[str, str, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
         """Tables of a call and of its way back, by its Dispatcher, its Way and its widths: what a call looks up."""
         self._tables: dict[Form, torch.Tensor] = {}
@@ -151,34 +164,8 @@ class Route:
         return self._numbers.shards.num_ranks
 
     @property
-    def rows(self) -> int:
-        """Rows of this rank's own tensors."""
-        return self._numbers.sizes[self.rank][0]
-
-    @property
-    def queries(self) -> int:
-        """Rows of queries that this rank receives."""
-        return self._numbers.sizes[self.rank][1]
-
-    @property
-    def keys(self) -> int:
-        """Rows of keys, and of values, that this rank receives; 0 where there are none."""
-        return self._numbers.sizes[self.rank][2]
-
-    @property
-    def most(self) -> tuple[int, int, int]:
-        """The most rows of any rank: of its own, of queries received, of keys received."""
-        rows, queries, keys = zip(*self._numbers.sizes, strict=True)
-        return max(rows), max(queries), max(keys)
-
-    @property
     def has_keys(self) -> bool:
         return self._numbers.keys is not None
-
-    @property
-    def copies(self) -> tuple[int, int]:
-        """The most copies of a shard of any rank: of queries, of keys."""
-        return self._numbers.copies
 
     def table(self, wanted: Form, host: Host) -> torch.Tensor:
         """int32, 1-D, on the device: what the kernel of this rank reads, once `host` has admitted the Route to it."""
@@ -186,7 +173,7 @@ class Route:
         host.admit(self, wanted, made.waiting_rows)
         found = self._tables.get(wanted)
         if found is None:
-            room = SPARE * self._most_words(wanted)
+            room = max(SPARE * self._most_words(wanted), LEAST_WORDS)
             found = self._tables[wanted] = torch.empty(room, dtype=torch.int32, device=self.device)
             self._made[wanted] = made
             self._write(made, found)
@@ -198,7 +185,8 @@ class Route:
         follows the other plan from then on. Every rank updates to the same plan between the same calls.
 
         Raises DispatchError (C961) on all ranks alike, and changes nothing, where the other plan is not within the
-        Limits of a Dispatcher that this Route was used with, or takes more words than twice the first plan's.
+        Limits of a Dispatcher that this Route was used with, or where a table has no room for it: that is LEAST_WORDS,
+        or SPARE times what the first plan takes.
         """
         if (other.rank, other.num_ranks) != (self.rank, self.num_ranks):
             raise DispatchError(
@@ -217,7 +205,8 @@ class Route:
                 )
         for wanted, new in made.items():
             self._write(new, self._tables[wanted])
-        self._numbers, self._made = other._numbers, made
+        self._made = made
+        self._count(other._numbers)
 
     def place_of(self, address: int, send: int) -> str | None:
         """Which shard and replica a run of the table at an address is part of, in words; None if the table is not one
@@ -236,6 +225,13 @@ class Route:
                 return f"shard {local}, replica {int(flow.routes.copy[at])}"
             at -= flow.routes.num
         return f"run {send}"
+
+    def _count(self, numbers: _Numbers) -> None:
+        self._numbers = numbers
+        columns = [column.tolist() for column in numbers.sizes]
+        self.most = max(columns[0]), max(columns[1]), max(columns[2])
+        self.copies = numbers.copies
+        self.rows, self.queries, self.keys = (column[self.rank] for column in columns)
 
     def _most_words(self, wanted: Form) -> int:
         flows = self._numbers.flows(wanted.way, wanted.widths)
