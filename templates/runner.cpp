@@ -1,7 +1,7 @@
 // Runs a kernel in a process of its own: `runner LIBRARY ARENA JOB`, or `runner ARENA JOB` with COMMDSL_LINKED, when the kernel
 // is linked in.
-// The arena is a file that all processes of a run map: heaps, error records and tensors. The job is a Head, the numbers of those
-// 64-bit words of the arguments that are addresses, the packed arguments (calls x ranks), in which these are offsets in the
+// The arena is a file that all processes of a run map: heaps, error records and tensors. The job is a Head, the numbers of
+// the 64-bit words of the arguments that are addresses, the packed arguments (calls x ranks), where those are offsets in the
 // arena, and the delays before each call.
 // Assumes commdsl wrote all three. Returns 0, or 2 with a word on stderr; ThreadSanitizer has exit codes of its own.
 #include <dlfcn.h>

@@ -166,7 +166,7 @@ class _Job:
 
 
 def job_head(ranks: int, calls: int, args_bytes: int, addresses: Sequence[int]) -> bytes:
-    """The front of a job file: `addresses` are the 64-bit words of the arguments to which the arena's place is added."""
+    """The front of a job file. `addresses`: the 64-bit words of the arguments to which the arena's place is added."""
     return struct.pack(f"<{4 + len(addresses)}Q", ranks, calls, args_bytes, len(addresses), *addresses)
 
 
