@@ -94,7 +94,7 @@ class Communicator(ABC):
         self.refuse_setup(name)
         number = self._made.get(key, 0)
         self._made[key] = number + 1
-        where = f"{name}/{key[:16]}/{number}"
+        where = f"{name}/{key}/{number}"
         try:
             # Twice: a rank that comes late finds the others gone here, not inside a collective that cannot time out.
             self.exchange(f"{where}/arrived", b"")

@@ -169,7 +169,7 @@ def _graphs(run: Run, put: str, pool: Sequence[Case]) -> int:
 
     def there_and_back() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         away = sender.dispatch_qkv(*static, route, padded=True)
-        return list(away), list(sender.collect_qkv(*away, route))
+        return list(away), list(sender.collect_qkv(*away, route, padded=True))
 
     there_and_back()
     torch.cuda.synchronize()
