@@ -21,6 +21,9 @@ from commdsl.routes import Longs, Routes, running_sum, totals
 HEAD_WORDS = 4
 SEND_WORDS, FINISH_WORDS = 4, 8
 COPY, SUM, ZERO = 0, 1, 2
+SUM_PARTS = 4
+"""A sum reads several runs: with smaller tiles more warps have a share in it."""
+
 EARLY_BYTES = 2 << 20
 """Of what stays on a rank this much is moved first: it takes about as long as the peers need to answer."""
 
@@ -100,7 +103,7 @@ def table(flows: Sequence[Flow], rank: int, *, packed: bool, tile_bytes: int) ->
         waiting.append(int(placed.room.max(initial=0)))
         tile_rows = max(1, tile_bytes // flow.width)
         sends.append(_sends(placed, tensor, rank, offset, tile_rows))
-        finishes.append(_finishes(flow, placed, tensor, rank, tile_rows))
+        finishes.append(_finishes(flow, placed, tensor, rank, _finish_rows(flow, tile_bytes)))
         expected += totals(placed.source, np.where(placed.dest == rank, placed.length, 0), len(expected)).astype(
             np.uint64
         )
@@ -119,16 +122,21 @@ def table(flows: Sequence[Flow], rank: int, *, packed: bool, tile_bytes: int) ->
     )
 
 
+def _finish_rows(flow: Flow, tile_bytes: int) -> int:
+    """The most rows that a warp finishes at once."""
+    return max(1, tile_bytes // (flow.width * (SUM_PARTS if flow.is_sum else 1)))
+
+
 def most_words(flows: Sequence[Flow], *, packed: bool, tile_bytes: int) -> int:
     """No rank's table has more words; the same number on all ranks."""
     num_ranks = flows[0].routes.num_ranks
     sends, finishes = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     for flow in flows:
-        routes, tile_rows = flow.routes, max(1, tile_bytes // flow.width)
-        pieces = -(-routes.length // tile_rows)
+        routes, tile_rows = flow.routes, _finish_rows(flow, tile_bytes)
+        pieces = -(-routes.length // max(1, tile_bytes // flow.width))
         sends += totals(routes.source, pieces, num_ranks)
         if packed or flow.is_sum:
-            finishes += totals(routes.dest, pieces, num_ranks)
+            finishes += totals(routes.dest, -(-routes.length // tile_rows), num_ranks)
         # Rows that nothing leads to: a gap before each run and one at the end, each with a last piece that is short.
         finishes += flow.rows // tile_rows + totals(routes.dest, np.ones_like(pieces), num_ranks) + 1
     return HEAD_WORDS + 2 * num_ranks + int((SEND_WORDS * sends + FINISH_WORDS * finishes).max())
