@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -43,6 +43,11 @@ HOST_LANES = 2
 """A lane is a thread there: more of them than cores only switch, but two race each other under test."""
 
 TIMED_OUT, BAD_TILE = 1, 2
+
+UNPREPARED = "the tables of this Route are not made yet; call `prepare` with it before, outside of what is compiled"
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""The tables of a call and of its way back."""
 
 
 class Room:
@@ -88,6 +93,10 @@ class Call:
     def point(self, *changing: int) -> None:
         self._pack(*changing)
         self.blocks = changing[-1]
+
+
+def _make(launcher: Launcher, route: Route, way: Way, widths: tuple[int, ...]) -> Pair:
+    return launcher.make(route, way, widths)
 
 
 class Launcher:
@@ -149,21 +158,18 @@ class Launcher:
         ).pack()
         self._pool = Pool(self.kernel.name, found.heap.addresses[self._comm.rank] + at, sizes, results)
         self._starts: dict[str, Start] = {}
+        self._make = torch.compiler.disable(_make, reason=UNPREPARED)
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
         self._last = 0  # the address of the last call's table
         _KNOWN[self.name] = self
 
     # --- a call ------------------------------------------------------------------------------------------------------
 
-    def tables(self, route: Route, way: Way, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def tables(self, route: Route, way: Way, tensors: Sequence[torch.Tensor]) -> Pair:
         """The Route's tables for a call with these tensors and for its way back, which it is held to the limits for."""
         widths = tuple([row_bytes(tensor) for tensor in tensors])
         found = route.ready.get((self.name, way.value, widths))
-        if found is not None:
-            return found
-        if torch.compiler.is_dynamo_compiling():
-            raise DispatchError("torch.compile meets a Route whose tables are not made: call `prepare` with it before")
-        return self._make_tables(route, way, widths)
+        return self._make(self, route, way, widths) if found is None else found
 
     def prepare(
         self, route: Route, q: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None
@@ -253,7 +259,8 @@ class Launcher:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _make_tables(self, route: Route, way: Way, widths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def make(self, route: Route, way: Way, widths: tuple[int, ...]) -> Pair:
+        """The tables of a call and of its way back, once the Route is admitted."""
         self._comm.refuse_setup(self.kernel.name)
         if route.num_ranks != self._comm.size or route.rank != self._comm.rank:
             raise DispatchError(

@@ -68,7 +68,7 @@ class Limits:
 
     def admit(self, kernel: DispatchKernel, route: Route, wanted: Form, waiting: Sequence[int]) -> None:
         """Raises DispatchError (C961) for a call that there is no memory for. `waiting`: by tensor the most rows of the
-        Route that wait on a rank.
+        Route that wait on a rank, empty where that is not known yet.
         """
         for what, has, most in zip(KINDS, route.most, self.counts, strict=True):
             if has > most and (what != "keys" or wanted.way.has_keys):

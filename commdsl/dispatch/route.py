@@ -7,6 +7,7 @@ a call first asks for it, by the widths of the rows, and kept; `update_` writes 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -72,7 +73,9 @@ class Host(Protocol):
     """Who calls with a Route's tables, within what it has memory for."""
 
     def admit(self, route: Route, wanted: Form, waiting: tuple[int, ...]) -> None:
-        """Raises DispatchError (C961) on all ranks alike; `waiting`: by tensor the most rows that wait on a rank."""
+        """Raises DispatchError (C961) on all ranks alike; `waiting`: by tensor the most rows that wait on a rank, empty
+        where that is not known yet.
+        """
         ...
 
 
@@ -169,8 +172,7 @@ class Route:
 
     def table(self, wanted: Form, host: Host) -> torch.Tensor:
         """int32, 1-D, on the device: what the kernel of this rank reads, once `host` has admitted the Route to it."""
-        made = self._made.get(wanted) or self._make(wanted)
-        host.admit(self, wanted, made.waiting_rows)
+        made = self._admitted(wanted, (host,))
         found = self._tables.get(wanted)
         if found is None:
             room = max(SPARE * self._most_words(wanted), LEAST_WORDS)
@@ -193,10 +195,8 @@ class Route:
                 f"this Route is rank {self.rank}'s of {self.num_ranks}, the other rank {other.rank}'s of "
                 f"{other.num_ranks}"
             )
-        made = {wanted: other._make(wanted) for wanted in self._tables}
-        for wanted, new in made.items():
-            for host in self._hosts[wanted]:
-                host.admit(other, wanted, new.waiting_rows)
+        made = {wanted: other._admitted(wanted, tuple(self._hosts[wanted])) for wanted in self._tables}
+        for wanted in made:
             room, words = len(self._tables[wanted]), other._most_words(wanted)
             if words > room:
                 raise DispatchError(
@@ -236,6 +236,15 @@ class Route:
     def _most_words(self, wanted: Form) -> int:
         flows = self._numbers.flows(wanted.way, wanted.widths)
         return most_words(flows, packed=wanted.packed, tile_bytes=wanted.tile_bytes)
+
+    def _admitted(self, wanted: Form, hosts: Sequence[Host]) -> Table:
+        """The table, if every host admits it."""
+        for host in hosts:
+            host.admit(self, wanted, ())
+        made = self._made.get(wanted) or self._make(wanted)
+        for host in hosts:
+            host.admit(self, wanted, made.waiting_rows)
+        return made
 
     def _make(self, wanted: Form) -> Table:
         flows = self._numbers.flows(wanted.way, wanted.widths)
