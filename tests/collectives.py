@@ -1,11 +1,12 @@
 """Turns the inputs of a collective into what every rank must hold afterwards, with plain numpy.
 
 Assumes integers small enough to add up exactly. Does not use any stage of commdsl for the answer: it is what the stages
-are compared with. Also lists the shipped schedules and the rank counts and parameters each is tested with.
+are compared with. Also lists what is shipped, and the rank counts and parameters that each schedule is tested with.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,15 @@ class Case:
 def shipped() -> tuple[Path, ...]:
     """The schedules that move data; topologies are not among them."""
     return tuple(sorted(SCHEDULES.glob("collectives/*.comm")) + sorted(SCHEDULES.glob("attention/*.comm")))
+
+
+def dispatches() -> tuple[tuple[Path, str], ...]:
+    """The shipped dispatches: their file and their name."""
+    return tuple(
+        (path, name)
+        for path in sorted(SCHEDULES.glob("dispatch/*.comm"))
+        for name in re.findall(r"^dispatch (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    )
 
 
 def admits(name: str, ranks: int) -> bool:

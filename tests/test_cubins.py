@@ -1,11 +1,11 @@
-"""Every shipped schedule becomes a cubin on a machine without a GPU."""
+"""Every shipped schedule and dispatch becomes a cubin on a machine without a GPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from collectives import main_case, shipped
+from collectives import dispatches, main_case, shipped
 from proved import HOST_PROTOCOLS
 
 from commdsl import compiler
@@ -43,3 +43,16 @@ def test_cubin_of_a_rank(name: str, protocol: Protocol, config: Config) -> None:
     assert macros[-1] == "COMMDSL_RANK=1"
     assert "#define COMMDSL_LANES_PER_BLOCK 2\n" in compiled.emitted.text
     assert nvrtc.build(compiled.emitted, macros, Transport.PEER, config).read_bytes().startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("checks", [(), ("COMMDSL_CHECK=1",)], ids=["", "checked"])
+@pytest.mark.parametrize("sums", [(), ("COMMDSL_DTYPE=bfloat16",)], ids=["moves", "sums"])
+@pytest.mark.parametrize(("path", "name"), dispatches(), ids=lambda part: getattr(part, "stem", part))
+def test_cubin_of_a_dispatch(
+    path: Path, name: str, sums: tuple[str, ...], checks: tuple[str, ...], config: Config
+) -> None:
+    """NVRTC takes the text of every dispatch for sm_90: one that moves rows, one that sums copies, with checks too."""
+    compiled = compiler.compile_dispatch(path, name, 8)
+    cubin = nvrtc.build(compiled.emitted, (*sums, *checks), Transport.PEER, config).read_bytes()
+    assert cubin.startswith(b"\x7fELF")
+    assert compiled.kernel.entry.encode() in cubin

@@ -6,7 +6,7 @@ Assumes `compiler` for all stages. Does not print; what is said of a proof, as a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, assert_never
@@ -53,18 +53,22 @@ class Proof:
     seconds: float = field(compare=False)
 
 
-def jobs_of(path: Path, files: tuple[File, ...], target: Target) -> tuple[AnyJob, ...]:
-    """The jobs in the order of kinds, names, ranks. Raises CommError for a `combine` that inverts nothing."""
+def jobs_of(path: Path, files: tuple[File, ...], target: Target, wanted: str | None = None) -> tuple[AnyJob, ...]:
+    """The jobs in the order of kinds, names, ranks, or only those of the name that is wanted. Raises CommError for a
+    `combine` that inverts nothing.
+    """
     resolve.combines(files)
-    plans = {decl.name.text: decl.ranks.value for decl in compiler.plans(files)}
-    names = dict.fromkeys(decl.name.text for decl in compiler.dispatches(files))
+    plans = {decl.name.text: decl.ranks.value for decl in compiler.plans(files) if wanted in (None, decl.name.text)}
+    names = dict.fromkeys(decl.name.text for decl in compiler.dispatches(files) if wanted in (None, decl.name.text))
     return (
         *(PlanJob(path, files, name, ranks) for name, ranks in plans.items()),
         *(DispatchJob(path, files, name, ranks) for name in names for ranks in rank_counts(files, target)),
     )
 
 
-def prove(job: AnyJob, target: Target) -> Proof:
+def prove(job: AnyJob, target: Target, *, emit: bool = False) -> Proof:
+    """Checks one job; with `emit` a dispatch's kernel has its text as well."""
+    work: Callable[..., CheckedDispatch] = compiler.compile_dispatch if emit else compiler.check_dispatch
     start = time.perf_counter()
     checked: CheckedPlan | CheckedDispatch
     try:
@@ -72,7 +76,7 @@ def prove(job: AnyJob, target: Target) -> Proof:
             case PlanJob():
                 checked = compiler.check_plan(job.files, job.name)
             case DispatchJob():
-                checked = compiler.check_dispatch(job.files, job.name, job.ranks, target.on)
+                checked = work(job.files, job.name, job.ranks, target.on)
             case _:
                 assert_never(job)
     except CommError as error:

@@ -165,3 +165,10 @@ def op_text(plan: Plan, index: int) -> str:
 
 def location(plan: Plan, space: int, rank: int, index: int) -> str:
     return f"cell {index} @ {rank}" if space == CELL else f"{plan.tensors[space].name}[{index}] @ {rank}"
+
+
+def host_text(text: str) -> str:
+    """A kernel's text under the line that says how it is built for the processor."""
+    from commdsl.build import host
+
+    return f"// The same text as for CUDA; a host compiler builds it with: {' '.join(host.FLAGS)}\n{text}"

@@ -1,14 +1,14 @@
 """Turns a file into the text of one stage: what was written, what it means, what is launched, what is compiled.
 
 Assumes nothing of the file; a fault found on the way is shown instead. Does not fold; `run` has the timeline. What a
-dispatch plan means is a table and a picture; `show_plans` makes them.
+dispatch plan means is a table and a picture; `show_plans` makes them, and `show_dispatches` the text of a dispatch.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import Protocol, assert_never
 
 from commdsl import compiler, diagnostics
 from commdsl.commands import dumps, output
@@ -17,9 +17,6 @@ from commdsl.commands.jobs import Job, Outcome, merge, only, plan_jobs, prove_al
 from commdsl.commands.output import Exit
 from commdsl.diagnostics import CommError
 from commdsl.syntax import File
-
-if TYPE_CHECKING:
-    from commdsl.commands.show_plans import ShownPlan
 
 
 class Stage(StrEnum):
@@ -30,19 +27,32 @@ class Stage(StrEnum):
     HOST = "host"
 
 
+class Shown(Protocol):
+    """A plan or a dispatch as text and as JSON."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def json(self) -> dict[str, object]: ...
+
+    @property
+    def warnings(self) -> tuple[diagnostics.Diagnostic, ...]: ...
+
+
 def show(
     path: Path, target: Target, schedule: str | None, stage: Stage, *, svg: Path | None = None, as_json: bool
 ) -> Exit:
-    """Prints one stage of every schedule of a file, for every number of ranks asked for, and its dispatch plans."""
+    """Prints one stage of every schedule and dispatch of a file, for every number of ranks asked for, and its plans."""
     try:
         files = compiler.read(path)
         if stage is Stage.SYNTAX:
             text = dumps.syntax_text(files)
             output.say_json({"file": str(path), "stage": stage.value, "text": text}) if as_json else output.say(text)
             return Exit.FINE
-        drawn = plans(files, path, target, schedule, stage, svg)
-        names_plan = schedule is not None and bool(drawn)
-        jobs = () if names_plan else plan_jobs((path,), target, schedule)
+        drawn = (*dispatches(files, path, target, schedule, stage), *plans(files, path, target, schedule, stage, svg))
+        names_other = schedule is not None and bool(drawn)
+        jobs = () if names_other else plan_jobs((path,), target, schedule)
     except CommError as error:
         return fail(error.diagnostics, as_json=as_json)
     if not drawn:
@@ -60,9 +70,23 @@ def show(
     return Exit.FINE
 
 
+def dispatches(
+    files: tuple[File, ...], path: Path, target: Target, name: str | None, stage: Stage
+) -> tuple[Shown, ...]:
+    """The dispatches to show: that of the name, or all without one."""
+    named = [decl.name.text for decl in compiler.dispatches(files) if name in (None, decl.name.text)]
+    if not named:
+        return ()
+    if (target.params or target.tune) and not compiler.schedules(files):
+        raise UsageError("parameters and --tune are for schedules; a dispatch has a `tune` block")
+    from commdsl.commands.show_dispatches import show_dispatches
+
+    return show_dispatches(files, path, target, named, stage.value)
+
+
 def plans(
     files: tuple[File, ...], path: Path, target: Target, name: str | None, stage: Stage, svg: Path | None
-) -> tuple[ShownPlan, ...]:
+) -> tuple[Shown, ...]:
     """The dispatch plans to show: that of the name, or all without one. They have no stage beyond `ir`."""
     named = [decl.name.text for decl in compiler.plans(files) if name in (None, decl.name.text)]
     if stage is Stage.IR and named:
@@ -71,7 +95,7 @@ def plans(
         return show_plans(files, path, target, named, svg)
     if svg is not None:
         raise UsageError("--svg draws dispatch plans, and none is shown; `commdsl run --svg` draws a schedule")
-    if named and not compiler.schedules(files):
+    if named and (name is not None or not (compiler.schedules(files) or compiler.dispatches(files))):
         raise UsageError(f"a dispatch plan has the stages syntax and ir, not {stage.value}")
     return ()
 
@@ -88,10 +112,7 @@ def render(outcome: Outcome, stage: Stage) -> str:
         case Stage.CUDA:
             return text_of(outcome)
         case Stage.HOST:
-            from commdsl.build import host
-
-            flags = " ".join(host.FLAGS)
-            return f"// The same text as for CUDA; a host compiler builds it with: {flags}\n{text_of(outcome)}"
+            return dumps.host_text(text_of(outcome))
         case _:
             assert_never(stage)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from commdsl.dispatch.metadata import MetadataError as MetadataError
     from commdsl.dispatch.metadata import QKVMetadata as QKVMetadata
     from commdsl.dispatch.planned import from_plan as from_plan
+    from commdsl.dispatch.planned import load_plan as load_plan
     from commdsl.dispatch.route import Route as Route
     from commdsl.dispatch.simulate import orchestrate_simulate as orchestrate_simulate
     from commdsl.dispatch.simulate import simulate_reduce as simulate_reduce
@@ -46,6 +47,7 @@ __all__ = [
     "exclusive_cumsum",
     "from_plan",
     "gen_seq_lens",
+    "load_plan",
     "orchestrate_simulate",
     "simulate_reduce",
     "validate",
@@ -68,6 +70,7 @@ _HOME = {
     "exclusive_cumsum": "compute",
     "from_plan": "planned",
     "gen_seq_lens": "generate",
+    "load_plan": "planned",
     "orchestrate_simulate": "simulate",
     "simulate_reduce": "simulate",
     "validate": "validator",

@@ -23,6 +23,7 @@ from commdsl.dispatch.limits import Limits
 from commdsl.dispatch.pool import Pool, aligned, row_bytes
 from commdsl.dispatch.route import Form, Route, Way
 from commdsl.dispatches import Put
+from commdsl.emit import Emitted
 from commdsl.emit_dispatch import DispatchKernel, Fixed, changing
 from commdsl.plan import Transport
 from commdsl.runtime import communicator
@@ -42,7 +43,7 @@ LANE_BYTES = 160 << 10
 HOST_LANES = 2
 """A lane is a thread there: more of them than cores only switch, but two race each other under test."""
 
-TIMED_OUT, BAD_TILE = 1, 2
+TIMED_OUT, BAD_TILE, BAD_COUNT, BAD_FINISH, BAD_TABLE = range(1, 6)
 
 UNPREPARED = "the tables of this Route are not made yet; call `prepare` with it before, outside of what is compiled"
 
@@ -113,6 +114,7 @@ class Launcher:
         check: bool = False,
         source: Path | str = "qkv",
         name: str | None = None,
+        on: str | None = None,
     ) -> None:
         """Collective: symmetric memory for `limits` on every rank of `group`.
 
@@ -120,7 +122,7 @@ class Launcher:
         calls there and back, and raises C961 when more are alive. "packed" sends one message to each peer, which
         unpacks it; results are ordinary tensors. With `check` the kernels hold every row to its bounds, and count what
         comes (C962). `source` is a `.comm` file with dispatches, or a shipped one; of those with that `put`, the one
-        that is `name`d.
+        that is `name`d; `on` a topology to hold it to.
 
         Raises CommError for the file, GroupError where ranks differ, DispatchError (C961) for senseless limits.
         """
@@ -131,7 +133,7 @@ class Launcher:
         if self._comm.transport is not Transport.PEER:
             raise DeviceError("dispatches reach peers by their pointers: unset COMMDSL_TRANSPORT")
         self.device = where
-        self.kernel, self._emitted = _compiled(source, name, PUTS[put], self._comm.size)
+        self.kernel, self._emitted = _compiled(source, name, PUTS[put], self._comm.size, on)
         limits.judge(self.kernel)
         self.limits = limits
         self._macros = ("COMMDSL_CHECK=1",) if check else ()
@@ -253,8 +255,19 @@ class Launcher:
                 f"rank {record.rank} was to send rows up to {record.seen} to rank {record.peer}, which has room for "
                 f"{record.expected}: run {record.op} of its table{place}"
             )
+        if code == BAD_COUNT:
+            return RowError(
+                f"rank {record.rank} expected {record.expected} rows from rank {record.peer}, and {record.seen} came"
+            )
+        if code == BAD_FINISH:
+            return RowError(
+                f"rank {record.rank} was to finish rows up to {record.seen} of its own, and has room for "
+                f"{record.expected}: finish {record.op} of its table"
+            )
+        part = "its words" if record.op else "its head"
         return RowError(
-            f"rank {record.rank} expected {record.expected} rows from rank {record.peer}, and {record.seen} came"
+            f"the table of rank {record.rank} is not what was made: {part} should give {record.expected}, and "
+            f"give {record.seen}"
         )
 
     # --- inside ------------------------------------------------------------------------------------------------------
@@ -339,12 +352,12 @@ def _default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _compiled(source: Path | str, name: str | None, put: Put, ranks: int) -> tuple[DispatchKernel, Any]:
+def _compiled(
+    source: Path | str, name: str | None, put: Put, ranks: int, on: str | None
+) -> tuple[DispatchKernel, Emitted]:
     files = compiler.read(find(source))
-    if name is None:
-        made = [compiler.compile_dispatch(files, decl.name.text, ranks) for decl in compiler.dispatches(files)]
-    else:
-        made = [compiler.compile_dispatch(files, name, ranks)]
+    names = [decl.name.text for decl in compiler.dispatches(files)] if name is None else [name]
+    made = [compiler.compile_dispatch(files, one, ranks, on) for one in names]
     fitting = [one for one in made if one.dispatch.put is put]
     if len(fitting) != 1:
         have = ", ".join(f"`{one.dispatch.name}` (put {one.dispatch.put.value})" for one in made) or "none"

@@ -5,13 +5,24 @@ Assumes a plan that `checks` proved, or one drawn by `generate`. Does not prove 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
+from commdsl import compiler
 from commdsl.dispatch import layout
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.metadata import AttentionLayout, QKVMetadata
 from commdsl.plans import DispatchPlan, Routing, routing
 from commdsl.routes import Longs, Routes
+from commdsl.runtime.load import find
+
+
+def load_plan(path: Path | str, name: str | None = None) -> QKVMetadata:
+    """`from_plan` of a plan of a `.comm` file, or of a shipped one by its name ("balanced_16k"): the plan of that name,
+    or the only one. Raises CommError with every fault, FileNotFoundError.
+    """
+    return from_plan(compiler.check_plan(find(path), name).plan)
 
 
 def from_plan(plan: DispatchPlan) -> QKVMetadata:

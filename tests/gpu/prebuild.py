@@ -1,4 +1,4 @@
-"""Builds ahead what a GPU machine would compile: Programs and sm_90 cubins of all shipped schedules, in one folder.
+"""Builds ahead what a GPU machine would compile: Programs and sm_90 cubins of all that is shipped, in one folder.
 
 Needs no GPU. The folder is good for exactly these sources and this NVRTC; there, COMMDSL_CACHE_DIR names it.
 
@@ -16,15 +16,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from collectives import main_case, shipped
+from collectives import dispatches, main_case, shipped
 
+from commdsl import compiler
 from commdsl.build import nvrtc
-from commdsl.config import from_environment
+from commdsl.config import Config, from_environment
 from commdsl.emit import defines
 from commdsl.plan import Transport
 from commdsl.runtime.program import Definition, program
 
 DTYPES = ("float32", "float16", "bfloat16", "int32", "int64")
+SUMMED = ("float32", "float16", "bfloat16")
 
 
 def main() -> None:
@@ -53,6 +55,8 @@ def main() -> None:
                 for dtype in DTYPES if known.plan.has_reduction else ("bytes",):
                     nvrtc.build(known.emitted, defines(known.plan, dtype, "sum"), transport, config)
                     num_cubins += 1
+        if Transport.PEER in transports:
+            num_cubins += dispatch_cubins(ranks, config)
         print(
             f"{ranks} ranks: {num_programs} programs, {num_cubins} cubins, {time.monotonic() - started:.0f} s",
             flush=True,
@@ -62,6 +66,19 @@ def main() -> None:
         print(f"the NVSHMEM shim, {time.monotonic() - started:.0f} s", flush=True)
     for stale in options.cache.rglob(".*.lock"):
         stale.unlink()
+
+
+def dispatch_cubins(ranks: int, config: Config) -> int:
+    """Of each dispatch those that move and those that sum, with and without checks: how many."""
+    variants = [() if dtype is None else (f"COMMDSL_DTYPE={dtype}",) for dtype in (None, *SUMMED)]
+    built = 0
+    for path, name in dispatches():
+        emitted = compiler.compile_dispatch(path, name, ranks).emitted
+        for macros in variants:
+            for checks in ((), ("COMMDSL_CHECK=1",)):
+                nvrtc.build(emitted, (*macros, *checks), Transport.PEER, config)
+                built += 1
+    return built
 
 
 if __name__ == "__main__":

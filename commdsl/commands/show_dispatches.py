@@ -1,0 +1,111 @@
+"""Turns the dispatches of a file into text: what a declaration means, what is launched, what is compiled.
+
+Assumes names of dispatches that the file declares. Raises CommError for one with a fault. Does not print, and shows no
+table: where rows go is data that comes with a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from commdsl import compiler
+from commdsl.commands import dumps
+from commdsl.commands.arguments import Target
+from commdsl.commands.jobs import rank_counts
+from commdsl.compiler import CheckedDispatch, CompiledDispatch
+from commdsl.diagnostics import Diagnostic
+from commdsl.dispatch_protocol import Access, Ranks, Step, protocol
+from commdsl.syntax import File
+
+RANKS = {Ranks.OWN: "its rank", Ranks.OTHERS: "all other ranks", Ranks.ALL: "all ranks"}
+
+
+@dataclass(frozen=True, slots=True)
+class ShownDispatch:
+    """A dispatch as text and as JSON."""
+
+    text: str
+    json: dict[str, object]
+    warnings: tuple[Diagnostic, ...]
+
+
+def show_dispatches(
+    files: tuple[File, ...], path: Path, target: Target, names: list[str], stage: str
+) -> tuple[ShownDispatch, ...]:
+    """Each dispatch for every number of ranks asked for, in stage `ir`, `plan`, `cuda` or `host`."""
+    shown: list[ShownDispatch] = []
+    for name in names:
+        for ranks in rank_counts(files, target):
+            held = compiler.compile_dispatch(files, name, ranks, target.on)
+            text = render(held, stage)
+            facts = {"file": str(path), "dispatch": name, "ranks": ranks, "stage": stage, "text": text}
+            shown.append(ShownDispatch(text.rstrip("\n"), facts, held.warnings))
+    return tuple(shown)
+
+
+def render(held: CompiledDispatch, stage: str) -> str:
+    match stage:
+        case "ir":
+            return "\n".join(ir_lines(held))
+        case "plan":
+            return "\n".join(plan_lines(held))
+        case "cuda":
+            return held.emitted.text
+        case _:
+            return dumps.host_text(held.emitted.text)
+
+
+def ir_lines(held: CheckedDispatch) -> Iterator[str]:
+    """Tensors, routes, how rows travel, and what inverts it."""
+    dispatch = held.dispatch
+    topology = dispatch.topology
+    yield f"dispatch {dispatch.name} for {dispatch.num_ranks} ranks"
+    yield f"topology {topology.name}: {topology.num_nodes} × {topology.gpus_per_node} GPUs of {topology.num_sms} SMs"
+    for route in dispatch.routes:
+        tensors = ", ".join(tensor.name for tensor in dispatch.tensors if dispatch.routes[tensor.route] is route)
+        goes = "to several ranks, a copy each" if route.many else "to one rank"
+        yield f"route {route.name} of {tensors}: a shard goes {goes}; placed by ({route.order.value}, shard)"
+    yield f"put {dispatch.put.value}"
+    for combine in held.combines:
+        yield f"combine {combine.name}: the way back, copies added by {combine.reduction}"
+    yield f"role {dispatch.role}" if dispatch.role else "no role"
+
+
+def plan_lines(held: CompiledDispatch) -> Iterator[str]:
+    """The launch constants, then what every lane does in a call."""
+    kernel, dispatch = held.kernel, held.dispatch
+    yield f"plan {kernel.name} for {kernel.num_ranks} ranks on {dispatch.topology.name}"
+    yield (
+        f"lanes up to {kernel.lanes}, one an SM  threads {kernel.threads}  tile {kernel.tile_bytes} bytes"
+        f"  put {dispatch.put.value}"
+    )
+    yield f"symmetric {kernel.board_bytes} bytes per rank, and what Limits say"
+    for index, (name, copied) in enumerate(zip(kernel.tensors, kernel.copied, strict=True)):
+        there = "unpacked from a message per peer" if kernel.packed else "straight to its place"
+        back = "copies wait until they are summed" if copied else "so is its way back"
+        yield f"tensor {index} {name}: {there}; {back}"
+    yield "a call, on every rank"
+    yield from (f"  {line}" for line in protocol_lines())
+
+
+def protocol_lines() -> Iterator[str]:
+    """`push: every lane; reads the tensors; writes the tensors of all ranks, the waiting room of all ranks`."""
+    for step in protocol():
+        yield "; ".join([f"{step.name}: {step.by.value}", *_clauses(step)])
+
+
+def _clauses(step: Step) -> Iterator[str]:
+    if step.wait is not None:
+        yield f"waits until {step.wait.of.value} of {RANKS[step.wait.ranks]} did `{step.wait.step}`"
+    for verb, writes in (("reads", False), ("writes", True)):
+        found = [_place(access) for access in step.accesses if access.writes == writes]
+        if found:
+            yield f"{verb} {', '.join(found)}"
+    if step.tells is not None:
+        yield f"tells {RANKS[step.tells]}"
+
+
+def _place(access: Access) -> str:
+    return f"{access.space.value} of {RANKS[access.on]}"
