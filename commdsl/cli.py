@@ -40,7 +40,7 @@ only_check = click.option("--check", "only_check", is_flag=True, help="Write not
 where = together(
     click.option("--ranks", metavar="N", help="A number, a list `2,4,8`, a range `2..16`; 8 unless --on says."),
     click.option("--on", metavar="TOPOLOGY", help="A topology of the file, of one it uses, or a shipped one."),
-    click.option("--schedule", metavar="NAME", help="One schedule of the file; all unless said."),
+    click.option("--schedule", metavar="NAME", help="One schedule, dispatch or plan of the file; all unless said."),
     click.option(
         "--tune", multiple=True, metavar="KEY=VALUE", help="In place of what the file tunes: lanes=16, tile=4KB, ..."
     ),
@@ -123,7 +123,7 @@ def plan(words: Words, out: Path | None, svg: Path | None, as_json: bool, **chos
 @where
 @as_json
 def compile(words: Words, out: Path | None, only_check: bool, as_json: bool, **chosen: Any) -> None:
-    """Write NAME.cu and an importable NAME.py per schedule; with no file, the shipped ones into generated/."""
+    """Write NAME.cu and an importable NAME.py per declaration; with no file, the shipped ones into generated/."""
     from commdsl.commands.compile import compile
 
     files, params = split_words(words)
@@ -225,14 +225,14 @@ def doctor(as_json: bool) -> None:
 
 
 @app.command()
-@click.argument("collective")
+@click.argument("kind")
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 @as_json
-def new(collective: str, file: Path | None, as_json: bool) -> None:
-    """Write a commented .comm file for a COLLECTIVE (allreduce, rotation, ...) to start from."""
+def new(kind: str, file: Path | None, as_json: bool) -> None:
+    """Write a commented .comm file to start from: of a collective (allreduce, rotation, ...), a plan or a dispatch."""
     from commdsl.commands.new import new
 
-    leave(new(collective, file, as_json=as_json))
+    leave(new(kind, file, as_json=as_json))
 
 
 def files_and_params(words: Words) -> tuple[tuple[Path, ...], tuple[tuple[str, int], ...]]:

@@ -151,6 +151,14 @@ def test_check_plans(capsys: Capture) -> None:
     assert [fact.get("plan") or fact.get("dispatch") for fact in proved] == ["spanning", "qkv_direct", "qkv_packed"]
 
 
+def test_check_one(capsys: Capture) -> None:
+    """--schedule names one declaration of any kind."""
+    assert run_command(["check", QKV, "--schedule", "qkv_packed"]) == 0
+    assert capsys.readouterr().out.count("proved") == 1
+    assert run_command(["check", QKV, "--schedule", "qkv_back"]) == 1
+    assert "C191" in capsys.readouterr().err
+
+
 def test_check_faulty_plan(tmp_path: Path, capsys: Capture) -> None:
     """A plan that is wrong is shown with the document at fault, and nothing else is said."""
     path = tmp_path / "lost.comm"
@@ -425,6 +433,22 @@ def test_new(collective: str, tmp_path: Path, capsys: Capture) -> None:
     assert capsys.readouterr().err == ""
     assert run_command(["run", str(path), "--ranks", "3", "--bytes", "1000"]) == 0
     assert run_command(["new", collective, str(path)]) == 2
+
+
+@pytest.mark.parametrize(("kind", "words"), [("plan", ["show"]), ("dispatch", ["compile", "--out", "."])])
+def test_new_plan_and_dispatch(
+    kind: str, words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The starters of plans and dispatches are proved as they are, too, and what is said to come next works."""
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["new", kind]) == 0
+    assert f"next: commdsl {words[0]} my_{kind}.comm" in capsys.readouterr().out
+    assert run_command(["check", f"my_{kind}.comm"]) == 0
+    assert f"my_{kind}: proved for {4 if kind == 'plan' else 8} ranks" in capsys.readouterr().out
+    assert run_command([words[0], f"my_{kind}.comm", *words[1:]]) == 0
+    assert capsys.readouterr().err == ""
+    assert run_command(["new", kind, "--json", f"other-{kind}.comm"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"file": f"other-{kind}.comm", kind: f"other_{kind}"}
 
 
 def test_doctor(capsys: Capture) -> None:

@@ -11,21 +11,23 @@ from commdsl import compiler, diagnostics
 from commdsl.commands import dispatch_jobs, output
 from commdsl.commands.arguments import Target
 from commdsl.commands.dispatch_jobs import Proof
-from commdsl.commands.jobs import Outcome, has_errors, jobs_of, merge, prove_all
+from commdsl.commands.jobs import Job, Outcome, has_errors, jobs_of, merge, prove_all
 from commdsl.commands.output import Exit
 from commdsl.diagnostics import CommError
 
 
 def check(paths: tuple[Path, ...], target: Target, schedule: str | None, *, as_json: bool, concise: bool) -> Exit:
-    """Proves every schedule, plan and dispatch of every file, or the one schedule that is named; with none in a file,
-    its topologies and cycles are read all the same.
+    """Proves every schedule, plan and dispatch of every file, or the one that is named; with none in a file, its
+    topologies and cycles are read all the same.
     """
     try:
         read = [(path, compiler.read(path)) for path in paths]
-        jobs = tuple(job for path, files in read for job in jobs_of(path, files, target, schedule))
-        further = (
-            [] if schedule else [job for path, files in read for job in dispatch_jobs.jobs_of(path, files, target)]
-        )
+        jobs: list[Job] = []
+        further: list[dispatch_jobs.AnyJob] = []
+        for path, files in read:
+            others = dispatch_jobs.jobs_of(path, files, target, schedule)
+            further += others
+            jobs += [] if schedule and others else jobs_of(path, files, target, schedule)
     except CommError as error:
         return report((), error.diagnostics, as_json=as_json, concise=concise)
     outcomes: list[Outcome] = []

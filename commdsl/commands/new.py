@@ -1,6 +1,6 @@
-"""Turns the name of a collective into a commented `.comm` file to start from.
+"""Turns the name of a collective, or the word `plan` or `dispatch`, into a commented `.comm` file to start from.
 
-Assumes the starters beside this module, one per collective, whose schedule is called `NAME`. Does not overwrite a file.
+Assumes the starters beside this module, each of which declares one thing called `NAME`. Does not overwrite a file.
 """
 
 from __future__ import annotations
@@ -16,32 +16,40 @@ from commdsl.commands.output import Exit
 STARTERS = Path(__file__).with_name("starters")
 
 
-def collectives() -> tuple[str, ...]:
+NEXT = {"plan": "commdsl show {}", "dispatch": "commdsl compile {}"}
+"""What to do with a file that declares no schedule; a schedule runs."""
+
+
+def starters() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in STARTERS.glob("*.comm")))
 
 
-def starter(collective: str, name: str) -> str:
-    """The text of a new file whose schedule is called `name`."""
-    return re.sub(r"\bNAME\b", name, (STARTERS / f"{collective}.comm").read_text(encoding="utf-8"))
+def collectives() -> tuple[str, ...]:
+    return tuple(name for name in starters() if name not in NEXT)
 
 
-def new(collective: str, path: Path | None, *, as_json: bool) -> Exit:
-    """Writes the starter of a collective to `path`, or to my_COLLECTIVE.comm here."""
-    known = collectives()
-    wanted = collective.replace("-", "_")
+def starter(kind: str, name: str) -> str:
+    """The text of a new file that declares `name`."""
+    return re.sub(r"\bNAME\b", name, (STARTERS / f"{kind}.comm").read_text(encoding="utf-8"))
+
+
+def new(kind: str, path: Path | None, *, as_json: bool) -> Exit:
+    """Writes the starter of a collective, a plan or a dispatch to `path`, or to my_KIND.comm here."""
+    known = starters()
+    wanted = kind.replace("-", "_")
     if wanted not in known:
         close = get_close_matches(wanted, known, n=1)
         hint = f"did you mean `{close[0]}`?" if close else f"there is {', '.join(known)}"
-        raise UsageError(f"no starter for `{collective}`: {hint}")
+        raise UsageError(f"no starter for `{kind}`: {hint}")
     target = path or Path(f"my_{wanted}.comm")
     name = target.stem.replace("-", "_")
     if not name.isidentifier():
-        raise UsageError(f"the file's name names the schedule, and `{target.stem}` is not a name")
+        raise UsageError(f"the file's name names what it declares, and `{target.stem}` is not a name")
     if target.exists():
         raise UsageError(f"{target} is there already")
     target.write_text(starter(wanted, name), encoding="utf-8")
     if as_json:
-        output.say_json({"file": str(target), "schedule": name})
+        output.say_json({"file": str(target), wanted if wanted in NEXT else "schedule": name})
     else:
-        output.say(f"wrote {target}; next: commdsl run {target} --ranks 4")
+        output.say(f"wrote {target}; next: {NEXT.get(wanted, 'commdsl run {} --ranks 4').format(target)}")
     return Exit.FINE
