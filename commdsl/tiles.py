@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from commdsl.routes import Longs, Routes, running_sum, totals
 
-HEAD_WORDS = 4
+HEAD_WORDS = 8
 SEND_WORDS, FINISH_WORDS = 4, 8
 COPY, SUM, ZERO = 0, 1, 2
 SUM_PARTS = 4
@@ -287,5 +287,7 @@ def _words(runs: _Runs, early: int, done: _Finishes, expected: NDArray[np.uint64
     columns = (done.kind, done.tensor, done.source_row, done.dest_row, done.rows, done.stride, done.count, zero)
     finishes = np.stack(columns, axis=1).astype(np.uint32)
     at = 4 * (HEAD_WORDS + SEND_WORDS * len(sends))
-    head = np.array([early, len(sends), len(finishes), at], np.uint32)
-    return np.concatenate((head, sends.ravel(), finishes.ravel(), expected.view(np.uint32)))
+    body = np.concatenate((sends.ravel(), finishes.ravel(), expected.view(np.uint32)))
+    check = ~(early ^ len(sends) ^ len(finishes) ^ at)
+    head = np.array([early, len(sends), len(finishes), at, check, int(body.sum(dtype=np.uint64)), 0, 0]) & 0xFFFFFFFF
+    return np.concatenate((head.astype(np.uint32), body))

@@ -41,6 +41,15 @@ class Call:
     slot: int | None = None  # results lie in that of the memories which calls share; None: in memory of their own
 
 
+@dataclass(frozen=True)
+class Damage:
+    """Bits of one word of a rank's table in the last call."""
+
+    rank: int
+    word: int
+    bits: int
+
+
 class Reported(Exception):  # noqa: N818 - it is a report
     """A rank gave up; its record."""
 
@@ -172,13 +181,15 @@ class Layout:
     arguments: bytes  # calls x ranks
 
 
-def layout(of: DispatchKernel, calls: Sequence[Call], timeout: float) -> Layout:
+def layout(of: DispatchKernel, calls: Sequence[Call], options: Options) -> Layout:
     """Results are off their alignment; those of one slot lie in one place, as large as the largest of them."""
     ranks, memory = range(of.num_ranks), Memory()
     errors = [memory.take(RECORD_BYTES) for _ in ranks]
     tables = [
         [table(call.flows, rank, packed=call.packed, tile_bytes=call.tile_bytes) for rank in ranks] for call in calls
     ]
+    if options.damage is not None:
+        tables[-1][options.damage.rank].words[options.damage.word] ^= options.damage.bits
     waiting = [0] * of.num_tensors
     for call, row in zip(calls, tables, strict=True):
         for tensor, flow in enumerate(call.flows):
@@ -196,7 +207,7 @@ def layout(of: DispatchKernel, calls: Sequence[Call], timeout: float) -> Layout:
         pad = (0,) * (of.num_tensors - len(call.flows))
         room = [size // flow.width for size, flow in zip(waiting, call.flows, strict=False)]
         for rank in ranks:
-            fixed = Fixed(heaps, ends[:-1], [*room, *pad], int(timeout * 1e9), errors[rank])
+            fixed = Fixed(heaps, ends[:-1], [*room, *pad], int(options.timeout * 1e9), errors[rank])
             moved = (inputs, outputs[number])
             words = [memory.put(row[rank].words.view(np.uint8))]
             for at in moved:
@@ -229,6 +240,7 @@ class Options:
     timeout: float = 20.0
     max_delay: float = 0.0  # seconds: every rank starts every call after a random part of it
     seed: int = 0
+    damage: Damage | None = None
 
 
 def run(made: Program, calls: Sequence[Call], options: Options = Options()) -> list[list[list[Bytes]]]:
@@ -237,17 +249,17 @@ def run(made: Program, calls: Sequence[Call], options: Options = Options()) -> l
     Raises DataRaceError, Reported for a rank that gave up, AssertionError for a guard that was written over.
     """
     of = made.kernel
-    found = layout(of, calls, options.timeout)
+    found = layout(of, calls, options)
     random = np.random.default_rng(options.seed).random((len(calls), of.num_ranks))
     delays = (random * options.max_delay * 1e9).astype(np.uint64).tobytes()
     data = (
         _run_apart(made, found, len(calls), delays) if made.is_sanitized else _run_here(made, found, len(calls), delays)
     )
+    assert found.memory.broken_guards(data) == []
     for at in found.errors:
         record = unpack(data[at : at + RECORD_BYTES].tobytes())
         if record is not None:
             raise Reported(record, int(data[at]))
-    assert found.memory.broken_guards(data) == []
     return [
         [
             [_at(data, at, int(flow.rows[rank]), flow.width) for rank, at in enumerate(places)]

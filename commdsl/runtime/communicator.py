@@ -119,7 +119,10 @@ class Communicator(ABC):
             failure = tenant.failure()
             if failure is not None:
                 self.fail(failure)
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    del failure  # it is in its own traceback, and with it what the caller's frames hold: results
 
     def reset(self) -> None:
         """Collective: back to the state before the first call. Memory that not all ranks have is given up."""

@@ -81,6 +81,7 @@ struct Peers {
   u64 rows[Plan::kNumRanks][Plan::kNumTensors];
   i32 lanes[Plan::kNumRanks];
   u64 sent[Plan::kNumRanks];  // rows, by this lane
+  u64 sum;                    // of the words of the table
 };
 
 template <class Plan>
@@ -143,6 +144,7 @@ COMMDSL_FN bool meet(const Dispatch<Plan>& here, Peers<Plan>& peers) {
 template <class Plan>
 COMMDSL_FN void prepare(const Dispatch<Plan>& here, Peers<Plan>& peers) {
   const i32 rank = here.args.rank;
+  if (thread() == 0) peers.sum = 0;
   for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks * Plan::kNumTensors); at += num_threads()) {
     const i32 peer = static_cast<i32>(at) / Plan::kNumTensors, tensor = static_cast<i32>(at) % Plan::kNumTensors;
     peers.waiting[peer][tensor] = here.args.heap[peer] + here.args.staging[tensor];
@@ -171,11 +173,12 @@ COMMDSL_FN Tile tile_of(const Send& send) {
 // Whether a tile stays within its tensors; what does not is not moved, and the rank reports it.
 template <class Plan>
 COMMDSL_FN bool is_legal(const Dispatch<Plan>& here, const Peers<Plan>& peers, const Tile& tile, u32 index) {
-  const bool known = tile.to < Plan::kNumRanks && tile.tensor < Plan::kNumTensors;
+  const bool known = tile.to < Plan::kNumRanks && tile.tensor < Plan::kNumTensors &&
+                     (tile.to == here.args.rank || index >= here.table->early);
   const u64 source_end = u64{tile.source_row} + tile.rows, dest_end = u64{tile.dest_row} + tile.rows;
   const u64 source_room = known ? here.args.input_rows[tile.tensor] : 0;
   const u64 dest_room = !known ? 0 : tile.waits ? here.args.staging_rows[tile.tensor] : peers.rows[tile.to][tile.tensor];
-  if (source_end <= source_room && dest_end <= dest_room) return true;
+  if (known && source_end <= source_room && dest_end <= dest_room) return true;
   const bool source = source_end > source_room;
   give_up(here, kBadTile, static_cast<i32>(index), tile.to, source ? source_room : dest_room, source ? source_end : dest_end);
   return false;
@@ -225,6 +228,23 @@ COMMDSL_FN bool await_all_lanes(const Dispatch<Plan>& here, const Peers<Plan>& p
 
 // --- finishing -----------------------------------------------------------------------------------------------------------
 
+// As for a tile.
+template <class Plan>
+COMMDSL_FN bool is_legal(const Dispatch<Plan>& here, const Finish& tile, u32 index) {
+  const bool sums = tile.kind == kFinishSum;
+  const bool known = tile.tensor < Plan::kNumTensors && tile.kind <= kFinishZero && (!sums || (Plan::kSums && tile.count > 0));
+  const u64 before = sums ? (u64{tile.count} - 1) * tile.stride : 0;
+  const u64 source_end = tile.kind == kFinishZero ? 0 : tile.source_row + before + tile.rows;
+  const u64 dest_end = u64{tile.dest_row} + tile.rows;
+  const u64 source_room = known ? here.args.staging_rows[tile.tensor] : 0;
+  const u64 dest_room = known ? here.args.output_rows[tile.tensor] : 0;
+  if (known && source_end <= source_room && dest_end <= dest_room) return true;
+  const bool source = source_end > source_room;
+  give_up(here, kBadFinish, static_cast<i32>(index), here.args.rank, source ? source_room : dest_room,
+          source ? source_end : dest_end);
+  return false;
+}
+
 template <class Plan>
 COMMDSL_FN void finish_tile(const Dispatch<Plan>& here, const Finish& tile) {
   const u64 width = here.args.row_bytes[tile.tensor], bytes = tile.rows * width;
@@ -244,7 +264,11 @@ template <class Plan>
 COMMDSL_FN void finish(const Dispatch<Plan>& here) {
   const u32 step = static_cast<u32>(here.args.active_lanes) * num_warps();
   for (u32 at = static_cast<u32>(here.lane) * num_warps() + warp(); at < here.table->finishes; at += step) {
-    finish_tile(here, here.finishes()[at]);
+    const Finish& tile = here.finishes()[at];
+    if constexpr (Plan::kChecks) {
+      if (!is_legal(here, tile, at)) continue;
+    }
+    finish_tile(here, tile);
   }
 }
 
@@ -262,6 +286,30 @@ COMMDSL_FN void count_rows(const Dispatch<Plan>& here, const Peers<Plan>& peers)
   }
 }
 
+// --- the table itself ----------------------------------------------------------------------------------------------------
+
+// Whether its head is what the host wrote: with another one a lane would read beyond the table.
+template <class Plan>
+COMMDSL_FN bool is_whole(const Dispatch<Plan>& here) {
+  const TableHead& head = *here.table;
+  const u32 found = ~(head.early ^ head.sends ^ head.finishes ^ head.finishes_at);
+  if (head.check != found) give_up(here, kBadTable, 0, here.args.rank, head.check, found);
+  return head.check == found;
+}
+
+// Whether the rest is. One lane looks, when rows that lead out of their tensors have been reported.
+template <class Plan>
+COMMDSL_FN void check_words(const Dispatch<Plan>& here, Peers<Plan>& peers) {
+  const u32* words = reinterpret_cast<const u32*>(here.table + 1);
+  const u64 count = static_cast<u64>(reinterpret_cast<const u32*>(here.rows_expected() + Plan::kNumRanks) - words);
+  u64 sum = 0;
+  for (u64 at = thread(); at < count; at += num_threads()) sum += words[at];
+  add_shared(&peers.sum, sum);
+  block_barrier();
+  const u32 found = static_cast<u32>(peers.sum);
+  if (thread() == 0 && found != here.table->sum) give_up(here, kBadTable, 1, here.args.rank, here.table->sum, found);
+}
+
 // A lane that gave up tells nobody anything more; the heap is then unfit for another call until it is zeroed.
 template <class Plan>
 COMMDSL_FN void run_dispatch(const DispatchArgsOf<Plan>& args, i32 lane) {
@@ -269,6 +317,9 @@ COMMDSL_FN void run_dispatch(const DispatchArgsOf<Plan>& args, i32 lane) {
   const Dispatch<Plan> here{args, lane, board, load_relaxed(&board->calls) + 1,
                             reinterpret_cast<const TableHead*>(args.table)};
   COMMDSL_SHARED Peers<Plan> peers;
+  if constexpr (Plan::kChecks) {
+    if (!is_whole(here)) return;
+  }
   if (lane == 0) announce(here);
   prepare(here, peers);
   push(here, peers, 0, here.table->early);
@@ -280,7 +331,10 @@ COMMDSL_FN void run_dispatch(const DispatchArgsOf<Plan>& args, i32 lane) {
   if (!await_all_lanes(here, peers)) return;
   if (finishes) finish(here);
   if (lane != 0) return;
-  if constexpr (Plan::kChecks) count_rows(here, peers);
+  if constexpr (Plan::kChecks) {
+    count_rows(here, peers);
+    check_words(here, peers);
+  }
   // Every lane of the rank has told, so every one has read the number.
   if (thread() == 0) store_relaxed(&board->calls, here.call);
 }

@@ -72,6 +72,8 @@ constexpr i32 kFinishSum = 1;    // the sum of `count` runs of rows, `stride` ro
 constexpr i32 kFinishZero = 2;   // rows of the output that nobody sends
 constexpr u64 kBadTile = 2;      // ErrorRecord::code: a tile reaches out of a tensor
 constexpr u64 kBadCount = 3;     // a rank sent another number of rows than the table says
+constexpr u64 kBadFinish = 4;    // a run that is to be finished reaches out of a tensor
+constexpr u64 kBadTable = 5;     // a table is not what the host wrote
 
 // A run of rows of one tensor: `where` is the destination's rank, from bit 16 on the tensor, in bit 24 whether the rows are to
 // wait there until they are finished.
@@ -88,6 +90,9 @@ struct alignas(16) TableHead {
   u32 early;  // sends [0, early) stay on the rank: they need no peer
   u32 sends, finishes;
   u32 finishes_at;  // in bytes from the head
+  u32 check;        // of the words before it: their exclusive or, inverted
+  u32 sum;          // of the words behind the head
+  u32 reserved[2];
 };
 
 // One call. Offsets are in every rank's heap; the outputs that peers write to are in this rank's.
