@@ -405,25 +405,21 @@ def files(text: str) -> Any:
 @pytest.mark.parametrize("put", PUTS)
 def test_copies_of_rows(put: str) -> None:
     """Rows of a plan without keys may go to several ranks, or twice to one; their sum comes back, in float32."""
-    case = Case(compiler.check_plan(ROOT / "schedules/dispatch/copies.comm").plan)
-    most = dispatch.Limits(rows=1064, queries=1794, copies=4, widths=(12,))
+    case = Case(checked("copies"))
 
     def work(rank: Rank) -> None:
         route = rank.route(case)
+        most = dispatch.Limits.of([route], (12,))
         x = (torch.arange(3.0 * route.rows) % 13).view(-1, 3).requires_grad_()
         sender = dispatch.Dispatcher(most, group=rank.group, put=put, source="rows", results=4)
         there = sender.dispatch(x, route)
-        back = sender.collect(there, route)
-        shards = [333, 333, 334, 64] if rank.number == 2 else [334, 333, 333]
-        copies = torch.tensor([1, 4, 0, 2][: len(shards)]).repeat_interleave(torch.tensor(shards))
+        copies = copies_of(case, rank.number)[:, None]
 
-        assert route.copies == (4, 0)
-        assert sorted(shards) == sorted(case.plan.shards.length[case.plan.shards.rank == rank.number].tolist())
-        assert torch.equal(back.sum(0), (x * copies_of(case, rank.number)[:, None]).sum(0))
-        assert torch.equal(back, x * copies_of(case, rank.number)[:, None])
+        assert most == dispatch.Limits(rows=1064, queries=1794, keys=0, copies=4, widths=(12,))
+        assert set(copies.unique().tolist()) == ({0, 1, 2, 4} if rank.number == 2 else {0, 1, 4})
+        assert torch.equal(sender.collect(there, route), x * copies)
         (gradient,) = torch.autograd.grad(there, x, torch.ones_like(there))
-        assert torch.equal(gradient, copies_of(case, rank.number)[:, None].expand(-1, 3))
-        assert len(copies) == route.rows
+        assert torch.equal(gradient, copies.expand(-1, 3))
         with pytest.raises(TensorError, match="are summed"):
             sender.collect(sender.dispatch(torch.ones(route.rows, 1, dtype=torch.int64), route), route)
 
@@ -436,6 +432,47 @@ def copies_of(case: Case, rank: int) -> Any:
     mine = shards.rank == rank
     times = torch.from_numpy((case.plan.dest[mine] >= 0).sum(axis=1))
     return times.repeat_interleave(torch.from_numpy(shards.length[mine])).float()
+
+
+def test_least_limits() -> None:
+    """`Limits.of` says what the Routes need, and a call under them works."""
+    found = [one_case(2, seed, most_shards=6) for seed in range(3)]
+
+    def work(rank: Rank) -> None:
+        routes = [rank.route(case) for case in found]
+        most = dispatch.Limits.of(routes, WIDTHS)
+        sender = dispatch.Dispatcher(most, group=rank.group)
+        wanted = limits(found, WIDTHS)
+
+        assert (most.rows, most.queries, most.keys, most.widths) == (wanted.rows, wanted.queries, wanted.keys, WIDTHS)
+        assert 1 <= most.copies <= wanted.copies
+        for route in routes:
+            there = sender.dispatch_qkv(*rank.tensors((route.rows,)), route)
+            assert len(sender.collect_qkv(*there, route)[2]) == route.rows
+
+    on_ranks(2, work)
+
+
+def test_load_plan(tmp_path: Path) -> None:
+    """A plan of a file, or a shipped one by its name, as Metadata; one with a fault is a CommError."""
+    found = dispatch.load_plan("spanning")
+    (tmp_path / "two.comm").write_text("plan a for 2 ranks { rank 0 { doc 3 -> 1 } } plan b for 3 ranks { causal }")
+    (tmp_path / "lost.comm").write_text("plan lost for 2 ranks { rank 0 { doc 5 -> 2   doc 5 -> 3 } }")
+
+    assert torch.equal(found.fwd_k.dst_offset, dispatch.from_plan(checked("spanning")).fwd_k.dst_offset)
+    assert dispatch.load_plan(tmp_path / "two.comm", "b").fwd_k.world_size == 3
+    assert dispatch.load_plan(tmp_path / "two.comm", "a").fwd_k is None
+    with pytest.raises(commdsl.CommError, match="C191"):
+        dispatch.load_plan(tmp_path / "two.comm")
+    with pytest.raises(commdsl.CommError) as caught:
+        dispatch.load_plan(tmp_path / "lost.comm")
+    assert [one.code for one in caught.value.diagnostics] == ["C603", "C603"]
+    with pytest.raises(FileNotFoundError, match="no shipped schedule of that name"):
+        dispatch.load_plan("nowhere")
+
+
+def checked(name: str) -> Any:
+    return compiler.check_plan(ROOT / f"schedules/dispatch/{name}.comm").plan
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

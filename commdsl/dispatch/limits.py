@@ -6,7 +6,7 @@ would wait for the others. Does not hold memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from commdsl.dispatch.errors import DispatchError
@@ -26,6 +26,14 @@ class Limits:
     keys: int = 0  # rows of keys, and of values, that a rank receives
     copies: int = 1  # of a shard that may go to several ranks
     widths: tuple[int, ...] = ()  # bytes of a row, by tensor: queries, keys, values
+
+    @staticmethod
+    def of(routes: Iterable[Route], widths: Sequence[int]) -> Limits:
+        """The least under which all of these run, one Route or more, with rows of these bytes."""
+        found = tuple(routes)
+        rows, queries, keys = (max(column) for column in zip(*(route.most for route in found), strict=True))
+        copies = max(1, *(number for route in found for number in route.copies))
+        return Limits(rows, queries, keys, copies, tuple(widths))
 
     @property
     def counts(self) -> tuple[int, int, int]:
