@@ -31,7 +31,7 @@ def test_all_blocks_are_known() -> None:
     assert len(blocks("")) == 1 or README.count("```\n.comm text") == 1
 
 
-@pytest.mark.parametrize("text", blocks("comm"))
+@pytest.mark.parametrize("text", [text for text in blocks("comm") if "schedule " in text])
 def test_schedules(text: str) -> None:
     """A schedule in the README is proved for 2 to 8 ranks, and is the shipped one."""
     for ranks in range(2, 9):
@@ -40,6 +40,18 @@ def test_schedules(text: str) -> None:
     written = compiler.check(compiler.read_text(text, "README.md", ROOT)).plan
 
     assert (written.name, written.ops.num_ops) == (shipped.name, shipped.ops.num_ops)
+
+
+@pytest.mark.parametrize("text", [text for text in blocks("comm") if "schedule " not in text])
+def test_plans(text: str) -> None:
+    """A plan in the README is proved, and is the shipped one."""
+    written = compiler.check_plan(compiler.read_text(text, "README.md", ROOT))
+    shipped = compiler.check_plan(ROOT / "schedules/dispatch" / f"{written.plan.name}.comm").plan
+
+    assert written.warnings == ()
+    assert (written.plan.dest == shipped.dest).all()
+    assert (written.plan.shards.length == shipped.shards.length).all()
+    assert (written.plan.mask, written.plan.sharing) == (shipped.mask, shipped.sharing)
 
 
 def test_set_up_blocks() -> None:
@@ -67,10 +79,12 @@ def test_commands(line: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", blocks("python"))
 def test_python(text: str, tmp_path: Path) -> None:
-    """A program in the README runs under torchrun."""
+    """A program in the README runs under torchrun, on two ranks unless it says on how many."""
     script = tmp_path / "program.py"
     script.write_text(text)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    said = re.search(r"--nproc-per-node (\d+)", text)
+    ranks = said[1] if said else "2"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, str(script)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
