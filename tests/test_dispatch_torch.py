@@ -567,11 +567,17 @@ def test_routes() -> None:
     on_ranks(2, work)
 
 
-def test_makers() -> None:
+def test_makers(tmp_path: Path) -> None:
     """A Dispatcher that cannot be made is refused: no such way to put, no such dispatch, ranks that differ."""
     case = one_case(2)
+    alike = tmp_path / "alike.comm"
+    alike.write_text(
+        "dispatch two for P ranks { rows a[T] rows b[T] route home[S] for a, b place by (source rank, shard) }"
+    )
 
     def work(rank: Rank) -> None:
+        with pytest.raises(DispatchError, match=r"`two` is none that these calls run: the first tensor is placed by"):
+            rank.sender([case], source=alike, widths=(8, 8))
         with pytest.raises(DispatchError, match="'rows' or 'packed', got 'direct'"):
             rank.sender([case], "direct")
         with pytest.raises(DispatchError, match=r"one dispatch of `balanced_16k`.*there are none"):

@@ -22,7 +22,7 @@ from commdsl.dispatch.errors import DispatchError, RowError
 from commdsl.dispatch.limits import Limits
 from commdsl.dispatch.pool import Pool, aligned, row_bytes
 from commdsl.dispatch.route import Form, Route, Way
-from commdsl.dispatches import Put
+from commdsl.dispatches import Dispatch, Order, Put
 from commdsl.emit import Emitted
 from commdsl.emit_dispatch import DispatchKernel, Fixed, changing
 from commdsl.plan import Transport
@@ -362,4 +362,15 @@ def _compiled(
     if len(fitting) != 1:
         have = ", ".join(f"`{one.dispatch.name}` (put {one.dispatch.put.value})" for one in made) or "none"
         raise DispatchError(f"expected one dispatch of `{source}` with `put {put.value}`; there are {have}: say `name`")
+    _judge(fitting[0].dispatch)
     return fitting[0].kernel, fitting[0].emitted
+
+
+def _judge(dispatch: Dispatch) -> None:
+    """Raises DispatchError for a dispatch whose tensors take other routes than the calls have."""
+    first, *others = (dispatch.routes[tensor.route] for tensor in dispatch.tensors)
+    if first.order is not Order.SOURCE or any(route.order is not Order.QUERY for route in others):
+        raise DispatchError(
+            f"`{dispatch.name}` is none that these calls run: the first tensor is placed by (source rank, shard), the "
+            "others by (query, shard)"
+        )
