@@ -89,7 +89,8 @@ class Wait:
 class Step:
     """What its threads do in one call at this place of their program: wait, then access, then tell.
 
-    What is `given` is the order of a stream; it is no flag, and nothing to judge.
+    What is `given` is the order of a stream; it is no flag, and nothing to judge. What is `spare` a lane other than the
+    first leaves out when it has nothing to finish.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Step:
     wait: Wait | None = None
     tells: Ranks | None = None
     given: bool = False
+    spare: bool = False
 
 
 def protocol() -> tuple[Step, ...]:
@@ -116,11 +118,6 @@ def protocol() -> tuple[Step, ...]:
         ),
         Step("announce", Actor.FIRST, (Access(Space.GREETINGS, others, True, 0),), tells=others),
         Step(
-            "early",
-            Actor.LANES,
-            (reads_input, Access(Space.TENSORS, own, True, 1), Access(Space.WAITING, own, True, 0)),
-        ),
-        Step(
             "meet",
             Actor.LANES,
             (Access(Space.GREETINGS, own, False, 1),),
@@ -132,9 +129,15 @@ def protocol() -> tuple[Step, ...]:
             (reads_input, Access(Space.TENSORS, everyone, True, 1), Access(Space.WAITING, everyone, True, 0)),
         ),
         Step("tell", Actor.LANES, (Access(Space.COUNTS, everyone, True, 0),), tells=everyone),
-        Step("await", Actor.LANES, (), Wait("tell", Actor.LANES, everyone)),
-        Step("finish", Actor.LANES, (Access(Space.WAITING, own, False, 1), Access(Space.TENSORS, own, True, 1))),
-        Step("leave", Actor.FIRST, (Access(Space.COUNTS, own, False, 1), Access(Space.CALLS, own, True, 1))),
+        Step("await", Actor.FIRST, (), Wait("tell", Actor.LANES, everyone)),
+        Step("leave", Actor.FIRST, (Access(Space.COUNTS, own, False, 1), Access(Space.CALLS, own, True, 1)), tells=own),
+        Step("learn", Actor.LANES, (), Wait("leave", Actor.FIRST, own), spare=True),
+        Step(
+            "finish",
+            Actor.LANES,
+            (Access(Space.WAITING, own, False, 1), Access(Space.TENSORS, own, True, 1)),
+            spare=True,
+        ),
         Step("end", Actor.LANES, tells=own, given=True),
         # What the caller does after: the results are read, and may be what the next call sends, or writes over.
         Step(

@@ -49,7 +49,7 @@ class DispatchKernel:
     def board_bytes(self) -> int:
         """The front of every heap: what peers tell each other."""
         greeting = _lines(16 * (1 + 2 * self.num_tensors))
-        return self.num_ranks * (greeting + LINE * self.lanes + 8 * self.lanes) + 2 * LINE
+        return self.num_ranks * (greeting + LINE * self.lanes + 8 * self.lanes) + 3 * LINE
 
 
 def lower_dispatch(dispatch: Dispatch) -> DispatchKernel:

@@ -24,9 +24,6 @@ COPY, SUM, ZERO = 0, 1, 2
 SUM_PARTS = 4
 """A sum reads several runs: with smaller tiles more warps have a share in it."""
 
-EARLY_BYTES = 2 << 20
-"""Of what stays on a rank this much is moved first: it takes about as long as the peers need to answer."""
-
 
 @dataclass(frozen=True, eq=False)
 class Flow:
@@ -108,12 +105,12 @@ def table(flows: Sequence[Flow], rank: int, *, packed: bool, tile_bytes: int) ->
             np.uint64
         )
         offset += flow.routes.num
-    runs, early = _ordered(_joined(sends), rank, [flow.width for flow in flows], len(expected))
+    runs = _ordered(_joined(sends), rank, len(flows), len(expected))
     done = _joined(finishes)
     remote = runs.dest != rank
     widths = np.array([flow.width for flow in flows], np.int64)
     return Table(
-        _words(runs, early, done, expected),
+        _words(runs, done, expected),
         len(runs.rows),
         len(done.rows),
         tuple(waiting),
@@ -202,21 +199,16 @@ def _cut(rows: Longs, most: int) -> tuple[Longs, Longs, Longs]:
     return which, skip, np.minimum(rows[which] - skip, most)
 
 
-def _ordered(runs: _Runs, rank: int, widths: Sequence[int], num_ranks: int) -> tuple[_Runs, int]:
-    """Some of what stays here first; then peer after peer, every rank beginning with the next, so that no port takes
-    from several at a time. Tensors go side by side, and the rest of what stays here all along.
+def _ordered(runs: _Runs, rank: int, num_tensors: int, num_ranks: int) -> _Runs:
+    """Peer after peer, every rank beginning with the next, so that no port takes from several at a time. Tensors go
+    side by side, and what stays on the rank all along.
     """
-    num_tensors = len(widths)
     group = runs.dest * num_tensors + runs.tensor
     ones = np.ones_like(group)
     share = (running_sum(group, ones) + 0.5) / totals(group, ones, int(group.max(initial=0)) + 1)[group]
     distance = (runs.dest - rank) % num_ranks
     when = np.where(distance == 0, share, (distance - 1 + share) / max(num_ranks - 1, 1))
-    local = np.flatnonzero(distance == 0)
-    size = runs.rows[local] * np.array(widths, np.int64)[runs.tensor[local]]
-    early = local[np.cumsum(size) <= EARLY_BYTES]
-    when[early] = -1.0
-    return _picked(runs, np.argsort(when, kind="stable")), len(early)
+    return _picked(runs, np.argsort(when, kind="stable"))
 
 
 # --- what is finished -------------------------------------------------------------------------------------------------
@@ -280,7 +272,7 @@ def _picked(runs: Rows, order: Longs) -> Rows:
     return kind(*(getattr(runs, field.name)[order] for field in fields(kind)))
 
 
-def _words(runs: _Runs, early: int, done: _Finishes, expected: NDArray[np.uint64]) -> NDArray[np.uint32]:
+def _words(runs: _Runs, done: _Finishes, expected: NDArray[np.uint64]) -> NDArray[np.uint32]:
     where = runs.dest | runs.tensor << 16 | runs.waits.astype(np.int64) << 24
     sends = np.stack((runs.source_row, runs.dest_row, runs.rows, where), axis=1).astype(np.uint32)
     zero = np.zeros_like(done.rows)
@@ -288,6 +280,6 @@ def _words(runs: _Runs, early: int, done: _Finishes, expected: NDArray[np.uint64
     finishes = np.stack(columns, axis=1).astype(np.uint32)
     at = 4 * (HEAD_WORDS + SEND_WORDS * len(sends))
     body = np.concatenate((sends.ravel(), finishes.ravel(), expected.view(np.uint32)))
-    check = ~(early ^ len(sends) ^ len(finishes) ^ at)
-    head = np.array([early, len(sends), len(finishes), at, check, int(body.sum(dtype=np.uint64)), 0, 0]) & 0xFFFFFFFF
+    check = ~(len(sends) ^ len(finishes) ^ at)
+    head = np.array([len(sends), len(finishes), at, check, int(body.sum(dtype=np.uint64)), 0, 0, 0]) & 0xFFFFFFFF
     return np.concatenate((head.astype(np.uint32), body))

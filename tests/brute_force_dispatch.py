@@ -103,7 +103,7 @@ def _events(steps: tuple[Step, ...], setting: Setting) -> Iterator[Event]:
         for at, step in enumerate(steps):
             for thread in _threads(setting, call, step.by):
                 rank, _, lane = thread
-                if not (step.name in ("await", "finish") and (rank, call, lane) in setting.idle):
+                if not (step.spare and (rank, call, lane) in setting.idle):
                     yield call, at, thread
 
 

@@ -22,7 +22,7 @@ from commdsl.dispatch.route import Way
 from commdsl.routes import Sharing
 from commdsl.tiles import HEAD_WORDS, table
 
-RESERVED = (HEAD_WORDS - 2, HEAD_WORDS - 1)
+RESERVED = (HEAD_WORDS - 3, HEAD_WORDS - 2, HEAD_WORDS - 1)
 """Words of the head that mean nothing."""
 
 
@@ -139,8 +139,8 @@ def refused(
     ranks: Ranks, seats: list[Any], case: Case, words: torch.Tensor, returns: bool, dice: np.random.Generator
 ) -> set[str]:
     """Damages one word that means something, calls, resets, and calls again."""
-    _, _, finishes, finishes_at = words[:4].tolist()
-    word = int(dice.choice([*range(HEAD_WORDS - 2), *range(HEAD_WORDS, finishes_at // 4 + 8 * finishes + 2 * 3)]))
+    _, finishes, finishes_at = words[:3].tolist()
+    word = int(dice.choice([*range(min(RESERVED)), *range(HEAD_WORDS, finishes_at // 4 + 8 * finishes + 2 * 3)]))
     kept = int(words[word])
     words[word] = np.int64(kept ^ damaged_bits(dice)).astype(np.int32).item()
 

@@ -131,7 +131,7 @@ def test_storms_are_of_every_kind() -> None:
 
 
 def finishes(made: Table) -> NDArray[np.uint32]:
-    begin = int(made.words[3]) // 4
+    begin = int(made.words[2]) // 4
     return made.words[begin : begin + FINISH_WORDS * made.num_finishes].reshape(-1, FINISH_WORDS)
 
 
@@ -153,20 +153,24 @@ def test_one_tensor() -> None:
 ANNOUNCE = "if (lane == 0) announce(here);"
 MEET = "if (!meet(here, peers)) return;"
 GREETED = "return load_marked(from, value); }, here.call,"
-PUSH = "push(here, peers, here.table->early, here.table->sends);"
+PUSH = "push(here, peers);"
 TELL = "  tell(here, peers);\n  const"
-AWAIT = "if (!await_all_lanes(here, peers)) return;"
+AWAIT = "if (lane == 0 && !await_all_lanes(here, peers)) return;"
+LEAVE = "if (lane == 0) leave(here, peers);"
+LEARN = "if (lane != 0 && finishes && !await_first_lane(here)) return;"
+LEFT = "&here.board->complete, here.call,"
 TOLD = "here.board->done_by(peer, from), here.call,"
 
 MISTAKES = {
     "nobody announces": (ANNOUNCE, ""),
     "rows go before the peer has entered": (MEET, f"{PUSH}\n  {MEET}"),
     "entering the call before will do": (GREETED, GREETED.replace("here.call", "here.call - 1")),
-    "a lane tells before it pushes": (PUSH, f"tell(here, peers);\n  {PUSH}"),
+    "a lane tells before it pushes": (f"{PUSH}\n  tell(here, peers);", f"tell(here, peers);\n  {PUSH}"),
     "only the first lane tells": (TELL, TELL.replace("tell", "if (lane == 0) tell")),
-    "no lane awaits the others": (AWAIT, ""),
-    "only the first lane awaits the others": (AWAIT, AWAIT.replace("!await", "lane == 0 && !await")),
-    "the first lane does not await the others": (AWAIT, AWAIT.replace("!await", "lane != 0 && !await")),
+    "the first lane does not await the others": (AWAIT, ""),
+    "the first lane leaves before it awaits": (f"{AWAIT}\n  {LEAVE}", f"{LEAVE}\n  {AWAIT}"),
+    "the others do not await the first lane": (LEARN, ""),
+    "the first lane's leaving the call before will do": (LEFT, LEFT.replace("here.call", "here.call - 1")),
     "being through with the call before will do": (TOLD, TOLD.replace("here.call", "here.call - 1")),
     "rows are finished before the others are awaited": (AWAIT, f"if (finishes) finish(here);\n  {AWAIT}"),
 }

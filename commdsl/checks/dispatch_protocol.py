@@ -5,9 +5,10 @@ regions that they may be in, so the proof holds for every table that obeys the l
 
 Three calls are unrolled, joined only by each rank's stream. Counters only grow and have one writer each, so one greedy
 run decides whether all calls end, and one pass of vector clocks what is ordered. Exact for every number of lanes: what
-lanes other than the first learn is not handed on, so no order leads through a lane that another call may lack, and not
-all lanes need have something to finish. Exact for every number of ranks: a hazard is between two ranks at the memory of
-a third, and the flags among some ranks are the same whoever else is there; so of more than MOST ranks MOST are proved.
+lanes other than the first learn is not handed on, and what they learn in a spare step is forgotten after it, so no
+order leads through a lane that another call may lack, or that has nothing to finish. Exact for every number of ranks: a
+hazard is between two ranks at the memory of a third, and the flags among some ranks are the same whoever else is there;
+so of more than MOST ranks MOST are proved.
 """
 
 from __future__ import annotations
@@ -80,12 +81,19 @@ def run(found: Events) -> Order:
     known, told = (np.zeros((CALLS, *found.waits.shape), np.int16) for _ in range(2))
     keeps = ~(np.eye(threads, dtype=np.bool_) | (found.role <= 0)[:, None])
     alone = np.eye(threads, dtype=np.bool_)
+    lent = np.zeros(threads, np.bool_)  # threads that know more than they may keep
+    kept = clock.copy()
     moves = True
     while moves:
         moves = False
         for at in np.unique(position[position < CALLS * steps]).tolist():
             call, step = divmod(at, steps)
             here = _ready(found, position, at)
+            spare = here[found.steps[step].spare & (found.role[here] > 0)]
+            kept[spare[~lent[spare]]] = clock[spare[~lent[spare]]]
+            back = here[lent[here] & found.acts[step][here] & (not found.steps[step].spare)]
+            clock[back] = kept[back]
+            lent[spare], lent[back] = True, False
             since = call - _calls_back(found.steps[step])
             if since >= 0 and found.waits[step].any():
                 waits, tells = found.waits[step][here], told[since, found.awaited[step]]

@@ -5,9 +5,9 @@
 //
 // One call, on every rank:
 //   1. the first lane tells every peer that the rank has entered, where its outputs are, and how many lanes it has;
-//   2. lanes move some of what stays on the rank, wait until all peers have entered, and push the rest;
-//   3. a lane that is through tells every peer; when all lanes of all ranks are, what waits is finished;
-//   4. the first lane waits for all lanes of all ranks and counts the call.
+//   2. lanes wait until all peers have entered, and push;
+//   3. a lane that is through tells every peer;
+//   4. the first lane waits for all lanes of all ranks, tells the other lanes, counts the call; all finish what waits.
 // A rank enters when the kernels before are over on its stream, so nobody overwrites rows that are still read; it leaves when all
 // rows are there. Every rank tells every peer in every call, also when it sends no row: so calls need no barrier in between.
 #pragma once
@@ -50,6 +50,7 @@ struct Board {
   alignas(64) u64 rows[Plan::kNumRanks][Plan::kMostLanes];
   // The rank's own, written by its first lane when a call is over.
   alignas(64) u64 calls;
+  alignas(64) u64 complete;  // the calls of which all rows have come
 
   COMMDSL_FN u64* done_by(i32 rank, i32 from) { return reinterpret_cast<u64*>(done[rank] + from * kDoneStride); }
 };
@@ -173,8 +174,7 @@ COMMDSL_FN Tile tile_of(const Send& send) {
 // Whether a tile stays within its tensors; what does not is not moved, and the rank reports it.
 template <class Plan>
 COMMDSL_FN bool is_legal(const Dispatch<Plan>& here, const Peers<Plan>& peers, const Tile& tile, u32 index) {
-  const bool known = tile.to < Plan::kNumRanks && tile.tensor < Plan::kNumTensors &&
-                     (tile.to == here.args.rank || index >= here.table->early);
+  const bool known = tile.to < Plan::kNumRanks && tile.tensor < Plan::kNumTensors;
   const u64 source_end = u64{tile.source_row} + tile.rows, dest_end = u64{tile.dest_row} + tile.rows;
   const u64 source_room = known ? here.args.input_rows[tile.tensor] : 0;
   const u64 dest_room = !known ? 0 : tile.waits ? here.args.staging_rows[tile.tensor] : peers.rows[tile.to][tile.tensor];
@@ -185,18 +185,23 @@ COMMDSL_FN bool is_legal(const Dispatch<Plan>& here, const Peers<Plan>& peers, c
 }
 
 template <class Plan>
-COMMDSL_FN void push(const Dispatch<Plan>& here, Peers<Plan>& peers, u32 first, u32 last) {
+COMMDSL_FN void move(const Dispatch<Plan>& here, const Peers<Plan>& peers, const Tile& tile) {
+  const u64 width = here.args.row_bytes[tile.tensor];
+  const u64 base = (tile.waits ? peers.waiting : peers.output)[tile.to][tile.tensor];
+  copy_run(reinterpret_cast<char*>(base + tile.dest_row * width),
+           reinterpret_cast<const char*>(here.args.inputs[tile.tensor] + tile.source_row * width), tile.rows * width);
+}
+
+template <class Plan>
+COMMDSL_FN void push(const Dispatch<Plan>& here, Peers<Plan>& peers) {
   const u32 step = static_cast<u32>(here.args.active_lanes) * num_warps();
-  for (u32 at = first + static_cast<u32>(here.lane) * num_warps() + warp(); at < last; at += step) {
+  for (u32 at = static_cast<u32>(here.lane) * num_warps() + warp(); at < here.table->sends; at += step) {
     const Tile tile = tile_of(here.sends()[at]);
     if constexpr (Plan::kChecks) {
       if (!is_legal(here, peers, tile, at)) continue;
       if (thread_of_warp() == 0) add_shared(&peers.sent[tile.to], tile.rows);
     }
-    const u64 width = here.args.row_bytes[tile.tensor];
-    const u64 base = (tile.waits ? peers.waiting : peers.output)[tile.to][tile.tensor];
-    copy_run(reinterpret_cast<char*>(base + tile.dest_row * width),
-             reinterpret_cast<const char*>(here.args.inputs[tile.tensor] + tile.source_row * width), tile.rows * width);
+    move(here, peers, tile);
   }
 }
 
@@ -292,7 +297,7 @@ COMMDSL_FN void count_rows(const Dispatch<Plan>& here, const Peers<Plan>& peers)
 template <class Plan>
 COMMDSL_FN bool is_whole(const Dispatch<Plan>& here) {
   const TableHead& head = *here.table;
-  const u32 found = ~(head.early ^ head.sends ^ head.finishes ^ head.finishes_at);
+  const u32 found = ~(head.sends ^ head.finishes ^ head.finishes_at);
   if (head.check != found) give_up(here, kBadTable, 0, here.args.rank, head.check, found);
   return head.check == found;
 }
@@ -310,6 +315,27 @@ COMMDSL_FN void check_words(const Dispatch<Plan>& here, Peers<Plan>& peers) {
   if (thread() == 0 && found != here.table->sum) give_up(here, kBadTable, 1, here.args.rank, here.table->sum, found);
 }
 
+// By the first lane, when all lanes of all ranks are through: every one of the rank has read the number of the call.
+template <class Plan>
+COMMDSL_FN void leave(const Dispatch<Plan>& here, Peers<Plan>& peers) {
+  if constexpr (Plan::kChecks) count_rows(here, peers);
+  if (thread() != 0) return;
+  store_relaxed(&here.board->calls, here.call);
+  if (here.table->finishes > 0) store_release(&here.board->complete, here.call);
+}
+
+// The other lanes learn it from the first: if all looked at every lane's flag, the memory would be busy with that. False when the
+// rank gives up.
+template <class Plan>
+COMMDSL_FN bool await_first_lane(const Dispatch<Plan>& here) {
+  bool gave_up = false;
+  if (thread() == 0) {
+    gave_up = !poll(here.args, &here.board->complete, here.call,
+                    [&](u64 seen) { give_up(here, kTimedOut, 1, here.args.rank, here.call, seen); });
+  }
+  return !block_any(gave_up);
+}
+
 // A lane that gave up tells nobody anything more; the heap is then unfit for another call until it is zeroed.
 template <class Plan>
 COMMDSL_FN void run_dispatch(const DispatchArgsOf<Plan>& args, i32 lane) {
@@ -322,21 +348,17 @@ COMMDSL_FN void run_dispatch(const DispatchArgsOf<Plan>& args, i32 lane) {
   }
   if (lane == 0) announce(here);
   prepare(here, peers);
-  push(here, peers, 0, here.table->early);
   if (!meet(here, peers)) return;
-  push(here, peers, here.table->early, here.table->sends);
+  push(here, peers);
   tell(here, peers);
   const bool finishes = static_cast<u32>(lane) * num_warps() < here.table->finishes;
-  if (lane != 0 && !finishes) return;
-  if (!await_all_lanes(here, peers)) return;
+  if (lane == 0 && !await_all_lanes(here, peers)) return;
+  if (lane == 0) leave(here, peers);
+  if (lane != 0 && finishes && !await_first_lane(here)) return;
   if (finishes) finish(here);
-  if (lane != 0) return;
   if constexpr (Plan::kChecks) {
-    count_rows(here, peers);
-    check_words(here, peers);
+    if (lane == 0) check_words(here, peers);
   }
-  // Every lane of the rank has told, so every one has read the number.
-  if (thread() == 0) store_relaxed(&board->calls, here.call);
 }
 
 }  // namespace commdsl

@@ -87,12 +87,11 @@ struct alignas(16) Finish {
 
 // In front of a table: the sends follow it, then the finishes, then the number of rows that come from each rank.
 struct alignas(16) TableHead {
-  u32 early;  // sends [0, early) stay on the rank: they need no peer
   u32 sends, finishes;
   u32 finishes_at;  // in bytes from the head
   u32 check;        // of the words before it: their exclusive or, inverted
   u32 sum;          // of the words behind the head
-  u32 reserved[2];
+  u32 reserved[3];
 };
 
 // One call. Offsets are in every rank's heap; the outputs that peers write to are in this rank's.
