@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from commdsl import compiler
 from commdsl.dispatch.errors import DispatchError, RowError
-from commdsl.dispatch.limits import Limits
-from commdsl.dispatch.pool import Pool, aligned, row_bytes
-from commdsl.dispatch.route import Form, Route, Way
+from commdsl.dispatch.limits import Layout, Limits
+from commdsl.dispatch.pool import Pool, row_bytes
+from commdsl.dispatch.route import Form, Pair, Route, Way
 from commdsl.dispatches import Dispatch, Order, Put
 from commdsl.emit import Emitted
 from commdsl.emit_dispatch import DispatchKernel, Fixed, changing
@@ -44,11 +44,6 @@ HOST_LANES = 2
 """A lane is a thread there: more of them than cores only switch, but two race each other under test."""
 
 TIMED_OUT, BAD_TILE, BAD_COUNT, BAD_FINISH, BAD_TABLE = range(1, 6)
-
-UNPREPARED = "the tables of this Route are not made yet; call `prepare` with it before, outside of what is compiled"
-
-Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""The tables of a call and of its way back."""
 
 
 class Room:
@@ -96,10 +91,6 @@ class Call:
         self.blocks = changing[-1]
 
 
-def _make(launcher: Launcher, route: Route, way: Way, widths: tuple[int, ...]) -> Pair:
-    return launcher.make(route, way, widths)
-
-
 class Launcher:
     """One rank's end of a dispatch: it launches calls that a table describes."""
 
@@ -118,52 +109,39 @@ class Launcher:
     ) -> None:
         """Collective: symmetric memory for `limits` on every rank of `group`.
 
-        `put` "rows" sends each row straight to its final place; results lie in symmetric memory, which holds `results`
-        calls there and back, and raises C961 when more are alive. "packed" sends one message to each peer, which
-        unpacks it; results are ordinary tensors. With `check` the kernels hold every row to its bounds, and count what
-        comes (C962). `source` is a `.comm` file with dispatches, or a shipped one; of those with that `put`, the one
-        that is `name`d; `on` a topology to hold it to.
+        `put` "rows" sends each row straight to its final place; results lie in symmetric memory, which holds those of
+        `results` calls there and as many back, and raises C961 when more are alive. "packed" sends one message to each
+        peer, which unpacks it; results are ordinary tensors. With `check` the kernels hold every row to its bounds, and
+        count what comes (C962). `source` is a `.comm` file or a shipped one; of its dispatches with that `put`, the one
+        that is `name`d runs, held to the topology `on`.
 
         Raises CommError for the file, GroupError where ranks differ, DispatchError (C961) for senseless limits.
         """
-        if put not in PUTS:
-            raise DispatchError(f"expected put = {' or '.join(map(repr, PUTS))}, got {put!r}")
-        where = torch.device(device) if device is not None else _default_device()
-        self._comm = communicator.of(communicator.name_of(group), where)
+        self.device = torch.device(device) if device is not None else _default_device()
+        self._comm = communicator.of(communicator.name_of(group), self.device)
         if self._comm.transport is not Transport.PEER:
             raise DeviceError("dispatches reach peers by their pointers: unset COMMDSL_TRANSPORT")
-        self.device = where
-        self.kernel, self._emitted = _compiled(source, name, PUTS[put], self._comm.size, on)
-        limits.judge(self.kernel)
         self.limits = limits
+        self.kernel, self._emitted = _compiled(source, name, put, self._comm.size, on)
+        limits.judge(self.kernel)
         self._macros = ("COMMDSL_CHECK=1",) if check else ()
         self._agree(results)
-        waiting = limits.waiting(self.kernel)
-        offsets, at = [], aligned(self.kernel.board_bytes)
-        for rows, width in zip(waiting, limits.widths, strict=True):
-            offsets.append(at)
-            at += aligned(rows * width)
-        sizes = (0, 0) if self.kernel.packed else limits.result_bytes()
         number = next(self._comm.numbers)
         self._key = f"{number}/{self._emitted.digest}"
         self.name = f"{self.kernel.name}/{self._comm.name}/{number}/{id(self):x}"
-        found = self._comm.tenant(self._key, self.kernel.name, at + results * sum(sizes), partial(Room, self))
-        assert isinstance(found, Room)
-        self._room = found
-        pad = [0] * (self.kernel.num_tensors - len(waiting))
-        self._fixed = Fixed(
-            found.heap.addresses,
-            [*offsets, *pad],
-            [*waiting, *pad],
-            int(self._comm.config.timeout * 1e9),
-            found.error.address,
-        ).pack()
-        self._pool = Pool(self.kernel.name, found.heap.addresses[self._comm.rank] + at, sizes, results)
+        self._open(limits.layout(self.kernel, results), results)
         self._starts: dict[str, Start] = {}
-        self._make = torch.compiler.disable(_make, reason=UNPREPARED)
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
         self._last = 0  # the address of the last call's table
         _KNOWN[self.name] = self
+
+    def _open(self, layout: Layout, results: int) -> None:
+        room = self._comm.tenant(self._key, self.kernel.name, layout.size, partial(Room, self))
+        assert isinstance(room, Room)
+        self._room = room
+        heaps, timeout_ns = room.heap.addresses, int(self._comm.config.timeout * 1e9)
+        self._fixed = Fixed(heaps, layout.waiting, layout.waiting_rows, timeout_ns, room.error.address).pack()
+        self._pool = Pool(self.kernel.name, heaps[self._comm.rank] + layout.results, layout.result_bytes, results)
 
     # --- a call ------------------------------------------------------------------------------------------------------
 
@@ -171,7 +149,13 @@ class Launcher:
         """The Route's tables for a call with these tensors and for its way back, which it is held to the limits for."""
         widths = tuple([row_bytes(tensor) for tensor in tensors])
         found = route.ready.get((self.name, way.value, widths))
-        return self._make(self, route, way, widths) if found is None else found
+        if found is not None:
+            return found
+        if torch.compiler.is_dynamo_compiling():
+            from commdsl.dispatch.untraced import make
+
+            return make(self, route, way, widths)
+        return self.make(route, way, widths)
 
     def prepare(
         self, route: Route, q: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None
@@ -353,15 +337,17 @@ def _default_device() -> torch.device:
 
 
 def _compiled(
-    source: Path | str, name: str | None, put: Put, ranks: int, on: str | None
+    source: Path | str, name: str | None, put: str, ranks: int, on: str | None
 ) -> tuple[DispatchKernel, Emitted]:
+    if put not in PUTS:
+        raise DispatchError(f"expected put = {' or '.join(map(repr, PUTS))}, got {put!r}")
     files = compiler.read(find(source))
     names = [decl.name.text for decl in compiler.dispatches(files)] if name is None else [name]
     made = [compiler.compile_dispatch(files, one, ranks, on) for one in names]
-    fitting = [one for one in made if one.dispatch.put is put]
+    fitting = [one for one in made if one.dispatch.put is PUTS[put]]
     if len(fitting) != 1:
         have = ", ".join(f"`{one.dispatch.name}` (put {one.dispatch.put.value})" for one in made) or "none"
-        raise DispatchError(f"expected one dispatch of `{source}` with `put {put.value}`; there are {have}: say `name`")
+        raise DispatchError(f"expected one dispatch of `{source}` with `put {put}`; there are {have}: say `name`")
     _judge(fitting[0].dispatch)
     return fitting[0].kernel, fitting[0].emitted
 

@@ -18,6 +18,17 @@ KINDS = ("rows", "queries", "keys")
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """What lies where in a rank's heap, in bytes: what peers tell each other, then rows that wait, then results."""
+
+    waiting: tuple[int, ...]  # by tensor of the kernel: where its rows wait
+    waiting_rows: tuple[int, ...]  # how many may
+    results: int
+    result_bytes: tuple[int, int]  # of one call's results: there, and back
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """The most that any rank has in a call; what symmetric memory is made for. Equal on all ranks."""
 
@@ -54,10 +65,17 @@ class Limits:
             found.append(max(there, self.rows * copies) if kernel.packed else summed)
         return found
 
-    def result_bytes(self) -> tuple[int, int]:
-        """What the results of one call take: there, and back."""
-        there = zip(self.received, self.widths, strict=False)
-        return sum(aligned(rows * width) for rows, width in there), sum(aligned(self.rows * w) for w in self.widths)
+    def layout(self, kernel: DispatchKernel, calls: int) -> Layout:
+        """The heap for these limits, with the results of so many calls there and back unless they are ordinary."""
+        rows, offsets, at = self.waiting(kernel), [], aligned(kernel.board_bytes)
+        for count, width in zip(rows, self.widths, strict=True):
+            offsets.append(at)
+            at += aligned(count * width)
+        pad = (0,) * (kernel.num_tensors - len(rows))
+        there = sum(aligned(count * width) for count, width in zip(self.received, self.widths, strict=False))
+        back = sum(aligned(self.rows * width) for width in self.widths)
+        sizes = (0, 0) if kernel.packed else (there, back)
+        return Layout((*offsets, *pad), (*rows, *pad), at, sizes, at + calls * sum(sizes))
 
     def judge(self, kernel: DispatchKernel) -> None:
         """Raises DispatchError (C961) for limits that the kernel cannot have."""

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ SPARE = 2
 
 LEAST_WORDS = 4096
 """What it has room for at least."""
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""The tables of a call and of its way back."""
 
 
 class Way(Enum):
@@ -156,8 +159,8 @@ class Route:
         if not 0 <= rank < numbers.shards.num_ranks:
             raise DispatchError(f"expected a rank 0 ..< {numbers.shards.num_ranks}, got {rank}")
         self._count(numbers)
-        self.ready: dict[tuple[str, str, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
-        """Tables of a call and of its way back, by its Dispatcher, its Way and its widths: what a call looks up."""
+        self.ready: dict[tuple[str, str, tuple[int, ...]], Pair] = {}
+        """By Dispatcher, Way and widths: what a call looks up."""
         self._tables: dict[Form, torch.Tensor] = {}
         self._made: dict[Form, Table] = {}
         self._hosts: dict[Form, weakref.WeakSet[Host]] = {}
