@@ -116,12 +116,13 @@ def test_ten_thousand_corruptions() -> None:
         wrong, change = corrupted(made, dice)
         try:
             dispatch.validate(*wrong, mask=case.plan.mask)
+            found = effect(wrong, case)  # a shard that stays may be longer than its tensor, which only who has it knows
         except MetadataError as error:
             homeless += [(change, str(error))] if error.rank is None else []
             counted["refused"] += 1
             named["exactly" if _is_named(error, change) else "elsewhere"] += 1
         else:
-            assert is_same(effect(wrong, case), known[at % len(drawn)]), change
+            assert is_same(found, known[at % len(drawn)]), change
             counted["harmless"] += 1
 
     assert counted.total() == 10_000

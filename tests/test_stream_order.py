@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,10 +28,10 @@ class Calls:
         self.records = 0
         patch.setattr(Event, "record", self._record(Event.record))
         self.order = StreamOrder(torch, device._capture_id)
-        workspace: Any = SimpleNamespace(order=self.order, lock=threading.Lock())
+        workspace: Any = SimpleNamespace()
         kernel: Any = SimpleNamespace(launch=lambda _, stream: self.gpu.note(stream))
         prepared: Any = SimpleNamespace(point=lambda *_: None)
-        self._start = device.DeviceStart(device._Gpu(0), workspace, kernel, prepared)
+        self._start = device.DeviceStart(device._Gpu(0), self.order, workspace, kernel, prepared)
 
     def _record(self, original: Any) -> Any:
         def record(event: Event, stream: Stream) -> None:
