@@ -103,9 +103,8 @@ class Step:
 
 
 def protocol() -> tuple[Step, ...]:
-    """A call, as every rank makes it."""
-    own, others, everyone = Ranks.OWN, Ranks.OTHERS, Ranks.ALL
-    reads_input = Access(Space.TENSORS, own, writes=False, turn=1)
+    """A call, as every rank makes it, between what its caller does."""
+    own = Ranks.OWN
     return (
         # What the caller writes before: inputs, and outputs of which the table leaves rows out.
         Step("prepare", Actor.STREAM, (Access(Space.TENSORS, own, True, 0),), tells=own, given=True),
@@ -116,6 +115,22 @@ def protocol() -> tuple[Step, ...]:
             Wait("prepare", Actor.STREAM, own),
             given=True,
         ),
+        *_kernel(),
+        Step("end", Actor.LANES, tells=own, given=True),
+        # What the caller does after: the results are read, and may be what the next call sends, or writes over.
+        Step(
+            "use",
+            Actor.STREAM,
+            (Access(Space.TENSORS, own, False, 2),),
+            Wait("end", Actor.LANES, own),
+            given=True,
+        ),
+    )
+
+
+def _kernel() -> tuple[Step, ...]:
+    own, others, everyone = Ranks.OWN, Ranks.OTHERS, Ranks.ALL
+    return (
         Step("announce", Actor.FIRST, (Access(Space.GREETINGS, others, True, 0),), tells=others),
         Step(
             "meet",
@@ -126,7 +141,11 @@ def protocol() -> tuple[Step, ...]:
         Step(
             "push",
             Actor.LANES,
-            (reads_input, Access(Space.TENSORS, everyone, True, 1), Access(Space.WAITING, everyone, True, 0)),
+            (
+                Access(Space.TENSORS, own, False, 1),
+                Access(Space.TENSORS, everyone, True, 1),
+                Access(Space.WAITING, everyone, True, 0),
+            ),
         ),
         Step("tell", Actor.LANES, (Access(Space.COUNTS, everyone, True, 0),), tells=everyone),
         Step("await", Actor.FIRST, (), Wait("tell", Actor.LANES, everyone)),
@@ -137,15 +156,6 @@ def protocol() -> tuple[Step, ...]:
             Actor.LANES,
             (Access(Space.WAITING, own, False, 1), Access(Space.TENSORS, own, True, 1)),
             spare=True,
-        ),
-        Step("end", Actor.LANES, tells=own, given=True),
-        # What the caller does after: the results are read, and may be what the next call sends, or writes over.
-        Step(
-            "use",
-            Actor.STREAM,
-            (Access(Space.TENSORS, own, False, 2),),
-            Wait("end", Actor.LANES, own),
-            given=True,
         ),
     )
 

@@ -139,17 +139,7 @@ def _key_routes(
 ) -> Routes:
     """Routes of the key/value shards, proved to tile their destinations in the order the tables say."""
     ranks, width, copies = position.shape
-    legal = (mapping >= -1) & (mapping < np.array([ranks, width])) & ((mapping >= 0) == (mapping[..., :1] >= 0))
-    for i, j, c in np.argwhere(~legal.all(3))[:1].tolist():
-        raise MetadataError(
-            "there is no such query",
-            field="kv_to_q_mapping",
-            rank=i,
-            shard=j,
-            replica=c,
-            got=tuple(mapping[i, j, c].tolist()),
-            expected=f"rank 0 ..< {ranks} and shard 0 ..< {width}, or -1",
-        )
+    _asked_by_queries(mapping)
     home, asks = dest.reshape(-1), np.flatnonzero(dest.reshape(-1) >= 0)
     row, place = np.zeros(shards.num, np.int64), np.zeros(shards.num, np.int64)
     row[asks] = running_sum(home[asks], rows_asked.reshape(-1)[asks])
@@ -173,6 +163,22 @@ def _key_routes(
     refuse_routes(route_laws.not_tiling(routes), routes, width, "kv_context_size", "keys of a query leave no gap")
     refuse_routes(route_laws.not_placed(routes), routes, width, "kv_to_q_rank", "key shards lie in document order")
     return routes
+
+
+def _asked_by_queries(mapping: Longs) -> None:
+    """Raises MetadataError unless `mapping` (W, S, C, 2) names shards of queries, or none."""
+    ranks, width = mapping.shape[:2]
+    legal = (mapping >= -1) & (mapping < np.array([ranks, width])) & ((mapping >= 0) == (mapping[..., :1] >= 0))
+    for i, j, c in np.argwhere(~legal.all(3))[:1].tolist():
+        raise MetadataError(
+            "there is no such query",
+            field="kv_to_q_mapping",
+            rank=i,
+            shard=j,
+            replica=c,
+            got=tuple(mapping[i, j, c].tolist()),
+            expected=f"rank 0 ..< {ranks} and shard 0 ..< {width}, or -1",
+        )
 
 
 def refuse_routes(wrong: route_laws.Offences, routes: Routes, width: int, field: str, law: str) -> None:
