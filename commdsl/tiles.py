@@ -95,8 +95,12 @@ def table(flows: Sequence[Flow], rank: int, *, packed: bool, tile_bytes: int) ->
     """The table of one rank. `tile_bytes` is the most that a warp moves at once, a row at least."""
     sends, finishes, waiting, offset = [], [], [], 0
     expected = np.zeros(flows[0].routes.num_ranks, np.uint64)
+    last: tuple[Flow, _Placed] | None = None
     for tensor, flow in enumerate(flows):
-        placed = _placed(flow, packed)
+        # Keys and values go the same way.
+        alike = last is not None and last[0].routes is flow.routes and last[0].is_sum == flow.is_sum
+        placed = last[1] if last is not None and alike else _placed(flow, packed)
+        last = flow, placed
         waiting.append(int(placed.room.max(initial=0)))
         tile_rows = max(1, tile_bytes // flow.width)
         sends.append(_sends(placed, tensor, rank, offset, tile_rows))
