@@ -7,24 +7,31 @@
 namespace commdsl {
 
 constexpr u32 kWarp = 32;
-constexpr u32 kCopyUnroll = 8;  // 16-byte words a thread has in flight: 4 KB a warp
+
+// From byte `at`, a thread's own offset in, while `unroll` words a warp apart are left to it; returns where it stopped. So many
+// words are in flight before the first is stored: with one alone a thread would wait a whole latency for each.
+template <u32 unroll>
+COMMDSL_FN u64 copy_words(char* dest, const char* source, u64 at, u64 bytes) {
+  constexpr u64 kStep = kWarp * 16;
+  for (; at + (unroll - 1) * kStep < bytes; at += unroll * kStep) {
+    Vector16 value[unroll];
+#pragma unroll
+    for (u32 j = 0; j < unroll; ++j) load(value[j], source + at + j * kStep);
+#pragma unroll
+    for (u32 j = 0; j < unroll; ++j) store(dest + at + j * kStep, value[j]);
+  }
+  return at;
+}
 
 // Addresses and lengths are multiples of 16.
 COMMDSL_FN void copy_aligned(char* dest, const char* source, u64 bytes) {
-  const u64 step = kWarp * 16;
   u64 at = thread_of_warp() * 16;
-  for (; at + (kCopyUnroll - 1) * step < bytes; at += kCopyUnroll * step) {
-    Vector16 value[kCopyUnroll];
-#pragma unroll
-    for (u32 j = 0; j < kCopyUnroll; ++j) load(value[j], source + at + j * step);
-#pragma unroll
-    for (u32 j = 0; j < kCopyUnroll; ++j) store(dest + at + j * step, value[j]);
+  if (bytes > kWarp * 16) {  // more than a word for each thread
+    at = copy_words<8>(dest, source, at, bytes);
+    at = copy_words<4>(dest, source, at, bytes);
+    at = copy_words<2>(dest, source, at, bytes);
   }
-  for (; at < bytes; at += step) {
-    Vector16 value;
-    load(value, source + at);
-    store(dest + at, value);
-  }
+  copy_words<1>(dest, source, at, bytes);
 }
 
 // 16 bytes from `shift` bytes into two neighbouring words.
@@ -40,15 +47,29 @@ COMMDSL_FN Vector16 spliced(const Vector16& low, const Vector16& high, u32 shift
           __funnelshift_r(picked[2], picked[3], bits), __funnelshift_r(picked[3], picked[4], bits)};
 }
 
-// The destination is a multiple of 16, so is `bytes`; the source is `shift` bytes past one.
-COMMDSL_FN void copy_shifted(char* dest, const char* source, u64 bytes, u32 shift) {
-  const char* base = source - shift;
-  for (u64 at = thread_of_warp() * 16; at < bytes; at += kWarp * 16) {
-    Vector16 low, high;
-    load(low, base + at);
-    load(high, base + at + 16);
-    store(dest + at, spliced(low, high, shift));
+// As above, from a source that is `shift` bytes past a word.
+template <u32 unroll>
+COMMDSL_FN u64 copy_spliced(char* dest, const char* words, u64 at, u64 bytes, u32 shift) {
+  constexpr u64 kStep = kWarp * 16;
+  for (; at + (unroll - 1) * kStep < bytes; at += unroll * kStep) {
+    Vector16 low[unroll], high[unroll];
+#pragma unroll
+    for (u32 j = 0; j < unroll; ++j) {
+      load(low[j], words + at + j * kStep);
+      load(high[j], words + at + j * kStep + 16);
+    }
+#pragma unroll
+    for (u32 j = 0; j < unroll; ++j) store(dest + at + j * kStep, spliced(low[j], high[j], shift));
   }
+  return at;
+}
+
+// The destination is a multiple of 16, so is `bytes`; the source is `shift` bytes past one. Out of line, so that what every run
+// takes stays short.
+COMMDSL_CALL void copy_shifted(char* dest, const char* source, u64 bytes, u32 shift) {
+  u64 at = thread_of_warp() * 16;
+  if (bytes > kWarp * 16) at = copy_spliced<4>(dest, source - shift, at, bytes, shift);
+  copy_spliced<1>(dest, source - shift, at, bytes, shift);
 }
 
 COMMDSL_FN void copy_halves(char* dest, const char* source, u64 bytes) {
@@ -72,7 +93,7 @@ COMMDSL_FN void copy_run(char* dest, const char* source, u64 bytes) {
   const u32 shift = static_cast<u32>(reinterpret_cast<u64>(source + head)) & 15;
   if (shift == 0) {
     copy_aligned(dest + head, source + head, whole);
-  } else {
+  } else if (whole > 0) {
     copy_shifted(dest + head, source + head, whole, shift);
   }
   if (head + whole < bytes) copy_halves(dest + head + whole, source + head + whole, bytes - head - whole);
