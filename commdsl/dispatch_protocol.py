@@ -173,10 +173,6 @@ class Events:
     awaited: Ints  # (S,): for what it tells in which step; meaningless where there are no waits
     tells: Bits  # (S, T, num_ranks): thread t tells the rank
 
-    @property
-    def num_threads(self) -> int:
-        return len(self.rank)
-
 
 def events(steps: tuple[Step, ...], num_ranks: int, lanes: int = LANES) -> Events:
     """The protocol on each thread. No thread waits for itself."""

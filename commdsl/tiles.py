@@ -44,7 +44,6 @@ class Table:
     num_finishes: int
     waiting_rows: tuple[int, ...]  # by tensor: the most rows that wait on any rank
     send_route: Longs  # (num_sends,): the route each send is part of, counted through the flows' routes
-    bytes_pushed: int  # to other ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,15 +110,12 @@ def table(flows: Sequence[Flow], rank: int, *, packed: bool, tile_bytes: int) ->
         offset += flow.routes.num
     runs = _ordered(_joined(sends), rank, len(flows), len(expected))
     done = _joined(finishes)
-    remote = runs.dest != rank
-    widths = np.array([flow.width for flow in flows], np.int64)
     return Table(
         _words(runs, done, expected),
         len(runs.rows),
         len(done.rows),
         tuple(waiting),
         runs.route,
-        int((runs.rows * widths[runs.tensor])[remote].sum()),
     )
 
 
