@@ -1,8 +1,8 @@
 """Turns a number of rows and the length of a shard into a plan, its traffic, and where every row comes from.
 
-Assumes numpy and `commdsl.plans`. A case is balanced: each rank sends every rank equally many shards, in random order,
-so that a time is the links' and not that of one crowded port. Does not import torch, so all of it is tested without a
-GPU.
+Assumes numpy and `commdsl.ir.plans`. A case is balanced: each rank sends every rank equally many shards, in random
+order, so that a time is the links' and not that of one crowded port. Does not import torch, so all of it is tested
+without a GPU.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.plans import DispatchPlan, Piece, Routing, routing
-from commdsl.routes import NOWHERE, Mask, Routes, Shards, Sharing
-from commdsl.source import Source, Span
+from commdsl.ir.plans import DispatchPlan, Piece, Routing, routing
+from commdsl.ir.routes import NOWHERE, Mask, Routes, Shards, Sharing
+from commdsl.language.source import Source, Span
 
 Longs: TypeAlias = NDArray[np.int64]
 

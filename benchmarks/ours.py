@@ -108,9 +108,9 @@ def _ops(bench: Bench, candidate: Candidate) -> tuple[Any, ...]:
 def _build(bench: Bench, op: Any) -> None:
     """Fills the cache with the cubin that a bfloat16 sum will ask for."""
     from commdsl.build import nvrtc
-    from commdsl.config import from_environment
-    from commdsl.emit import defines
-    from commdsl.plan import Transport
+    from commdsl.build.emit import defines
+    from commdsl.machine.config import from_environment
+    from commdsl.program.plan import Transport
 
     config = from_environment()
     transport = Transport(config.transport)

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from commdsl import compiler
-from commdsl.balance import Balance, Widths, balance, imbalance
 from commdsl.commands.plan import prove
-from commdsl.kinds import LinkScope
-from commdsl.layouts import Terms, at_home, pack
-from commdsl.plan_text import plan_text
-from commdsl.planner import Goal, balanced
-from commdsl.plans import DispatchPlan
-from commdsl.topology import Link, Topology, switch
+from commdsl.ir.plans import DispatchPlan
+from commdsl.language.kinds import LinkScope
+from commdsl.machine.topology import Link, Topology, switch
+from commdsl.planner.balance import Balance, Widths, balance, imbalance
+from commdsl.planner.documents import Goal, balanced
+from commdsl.planner.layouts import Terms, at_home, pack
+from commdsl.planner.plan_text import plan_text
 
 T = TypeVar("T")
 Lengths = NDArray[np.int64]

@@ -21,14 +21,16 @@ from numpy.typing import NDArray
 
 from benchmarks.cases import Candidate, Case, Collective, parse_candidates
 from benchmarks.report import CHOSEN, COLUMNS, Kind
-from commdsl import compiler, cost, resolve
+from commdsl import compiler
 from commdsl.checks.locations import Located
 from commdsl.checks.topology import link_table, missing_links
-from commdsl.diagnostics import CommError
-from commdsl.ir import Schedule
-from commdsl.kinds import LinkScope
-from commdsl.resources import data_dir
-from commdsl.topology import Link, Topology, switch
+from commdsl.cost import report as cost
+from commdsl.ir import resolve
+from commdsl.ir.schedules import Schedule
+from commdsl.language.diagnostics import CommError
+from commdsl.language.kinds import LinkScope
+from commdsl.machine.resources import data_dir
+from commdsl.machine.topology import Link, Topology, switch
 
 Floats = NDArray[np.float64]
 

@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from commdsl.diagnostics import CommError as CommError
+    from commdsl.language.diagnostics import CommError as CommError
+    from commdsl.program.timeouts import CommTimeout as CommTimeout
     from commdsl.runtime.collectives import all_gather as all_gather
     from commdsl.runtime.collectives import all_reduce as all_reduce
     from commdsl.runtime.collectives import all_reduce_ as all_reduce_
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from commdsl.runtime.load import load as load
     from commdsl.runtime.load import reset as reset
     from commdsl.runtime.load import shutdown as shutdown
-    from commdsl.timeouts import CommTimeout as CommTimeout
 
 __all__ = [
     "CommError",
@@ -44,8 +44,8 @@ __all__ = [
 ]
 
 _HOME = {
-    "CommError": "commdsl.diagnostics",
-    "CommTimeout": "commdsl.timeouts",
+    "CommError": "commdsl.language.diagnostics",
+    "CommTimeout": "commdsl.program.timeouts",
     "all_gather": "commdsl.runtime.collectives",
     "all_reduce": "commdsl.runtime.collectives",
     "all_reduce_": "commdsl.runtime.collectives",

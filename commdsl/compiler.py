@@ -11,23 +11,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from commdsl import checks, parsed, resolve, resources
-from commdsl.cost import Report, far_from_bound, report
-from commdsl.diagnostics import CommError, Diagnostic, Label, Severity
-from commdsl.dispatches import Combine, Dispatch
-from commdsl.ir import Schedule
-from commdsl.lower import lower
-from commdsl.plan import Plan, Transport
-from commdsl.plans import DispatchPlan, Routing, routing
-from commdsl.resolve.faults import nearest
-from commdsl.source import Source, Span
-from commdsl.syntax import DispatchDecl, File, PlanDecl, ScheduleDecl, Use
-from commdsl.topology import Topology, switch
-from commdsl.verify import verify
+from commdsl import checks
+from commdsl.cost.report import Report, far_from_bound, report
+from commdsl.ir import resolve
+from commdsl.ir.dispatches import Combine, Dispatch
+from commdsl.ir.plans import DispatchPlan, Routing, routing
+from commdsl.ir.resolve.faults import nearest
+from commdsl.ir.schedules import Schedule
+from commdsl.language import parsed
+from commdsl.language.diagnostics import CommError, Diagnostic, Label, Severity
+from commdsl.language.source import Source, Span
+from commdsl.language.syntax import DispatchDecl, File, PlanDecl, ScheduleDecl, Use
+from commdsl.machine import resources
+from commdsl.machine.topology import Topology, switch
+from commdsl.program.lower import lower
+from commdsl.program.plan import Plan, Transport
+from commdsl.program.verify import verify
 
 if TYPE_CHECKING:
-    from commdsl.emit import Emitted
-    from commdsl.emit_dispatch import DispatchKernel
+    from commdsl.build.emit import Emitted
+    from commdsl.build.emit_dispatch import DispatchKernel
 
 DEFAULT_RANKS = 8
 
@@ -235,7 +238,7 @@ def compile_dispatch(
     on: str | None = None,
 ) -> CompiledDispatch:
     """`check_dispatch`, then what is launched and the kernel's text."""
-    from commdsl.emit_dispatch import emit_dispatch, lower_dispatch  # jinja2 is not needed to check
+    from commdsl.build.emit_dispatch import emit_dispatch, lower_dispatch  # jinja2 is not needed to check
 
     held = check_dispatch(path, name, ranks, on)
     kernel = lower_dispatch(held.dispatch)
@@ -252,7 +255,7 @@ def compile(
     tune: Mapping[str, int | str] | None = None,
 ) -> Compiled:
     """`check`, then the kernel's text."""
-    from commdsl.emit import emit  # jinja2 is not needed to check
+    from commdsl.build.emit import emit  # jinja2 is not needed to check
 
     proved = check(path, schedule, ranks, on, params, transport, tune)
     return Compiled(proved.schedule, proved.plan, proved.report, proved.warnings, emit(proved.plan))

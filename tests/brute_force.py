@@ -13,7 +13,7 @@ from itertools import combinations, product
 
 import numpy as np
 
-from commdsl.plan import CELL, Access, Plan
+from commdsl.program.plan import CELL, Access, Plan
 
 
 def broken_laws(plan: Plan, extra_rounds: int = 2) -> set[str]:

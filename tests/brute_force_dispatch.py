@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import combinations, product
 
-from commdsl.dispatch_protocol import Actor, Ranks, Step
+from commdsl.program.dispatch_protocol import Actor, Ranks, Step
 
 CALLS = 3
 

@@ -19,7 +19,7 @@ from dispatch_checks import Player, Rows
 from dispatch_plans import Case, Draw, cases, limits, varied
 
 from commdsl import dispatch
-from commdsl.routes import Mask, Sharing
+from commdsl.ir.routes import Mask, Sharing
 
 PUTS = ("rows", "packed")
 CHECKS = (Player.forward, Player.reverse, Player.one_tensor, Player.gradients)

@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.dispatch_plans import followed
 from commdsl import dispatch
-from commdsl.plans import DispatchPlan, Piece, routing
-from commdsl.routes import NOWHERE, Longs, Mask, Shards, Sharing
-from commdsl.source import Source, Span
+from commdsl.ir.plans import DispatchPlan, Piece, routing
+from commdsl.ir.routes import NOWHERE, Longs, Mask, Shards, Sharing
+from commdsl.language.source import Source, Span
 
 NOT_WRITTEN = -1
 """In a map of rows: no row arrives here."""

@@ -12,8 +12,8 @@ from itertools import combinations
 
 import numpy as np
 
-from commdsl.emit import signal_ordinals
-from commdsl.plan import Plan
+from commdsl.build.emit import signal_ordinals
+from commdsl.program.plan import Plan
 
 Raised = dict[tuple[int, int], list[tuple[int, int]]]
 """From a rank to a rank: values in the order in which they were raised, and the commands before each."""

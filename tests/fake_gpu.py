@@ -27,9 +27,9 @@ import torch
 from engine_order import Command
 
 from commdsl.build import host, nvrtc
-from commdsl.config import Config, from_environment
-from commdsl.emit import Emitted
-from commdsl.plan import BLOCK_SHARED_BYTES, Transport
+from commdsl.build.emit import Emitted
+from commdsl.machine.config import Config, from_environment
+from commdsl.program.plan import BLOCK_SHARED_BYTES, Transport
 from commdsl.runtime import communicator, device
 
 CONTEXT = 0xC0DE

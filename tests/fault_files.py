@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from commdsl import compiler, resolve
-from commdsl.diagnostics import CommError, Diagnostic
-from commdsl.syntax import CombineDecl, DispatchDecl, File, PlanDecl
+from commdsl import compiler
+from commdsl.ir import resolve
+from commdsl.language.diagnostics import CommError, Diagnostic
+from commdsl.language.syntax import CombineDecl, DispatchDecl, File, PlanDecl
 
 TESTS = Path(__file__).parent
 FAULTS = TESTS / "faults"

@@ -13,8 +13,8 @@ import numpy as np
 from brute_force import without_wait
 
 from commdsl import compiler
-from commdsl.ir import Schedule
-from commdsl.plan import CELL, Access, Plan
+from commdsl.ir.schedules import Schedule
+from commdsl.program.plan import CELL, Access, Plan
 
 TEXT = """\
 schedule allgather_ring for P ranks where P >= 2 {

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.build import host, host_run
-from commdsl.config import Config, from_environment
-from commdsl.emit_dispatch import DispatchKernel, Fixed, changing, emit_dispatch
-from commdsl.resources import data_dir
-from commdsl.tiles import Flow, table
-from commdsl.timeouts import RECORD_BYTES, ErrorRecord, unpack
+from commdsl.build.emit_dispatch import DispatchKernel, Fixed, changing, emit_dispatch
+from commdsl.machine.config import Config, from_environment
+from commdsl.machine.resources import data_dir
+from commdsl.program.tiles import Flow, table
+from commdsl.program.timeouts import RECORD_BYTES, ErrorRecord, unpack
 
 Bytes = NDArray[np.uint8]
 LINE, GUARD_BYTES, GUARD, UNWRITTEN = 64, 64, 0x5A, 0xA5

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from commdsl.ir import Buffer, Contract, CycleSet, Moves, RoleSet, Schedule, Step, Tuning, Yield
-from commdsl.kinds import BufferKind, LinkScope, MoveKind
-from commdsl.source import Source, Span
-from commdsl.topology import Link, Topology
+from commdsl.ir.schedules import Buffer, Contract, CycleSet, Moves, RoleSet, Schedule, Step, Tuning, Yield
+from commdsl.language.kinds import BufferKind, LinkScope, MoveKind
+from commdsl.language.source import Source, Span
+from commdsl.machine.topology import Link, Topology
 
 SOURCE = Source("built.comm", "\n".join(f"statement {number}" for number in range(100)))
 

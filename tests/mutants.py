@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_args
 
-from commdsl import syntax
-from commdsl.source import Span
+from commdsl.language import syntax
+from commdsl.language.source import Span
 
 STATEMENTS = get_args(syntax.Stmt)
 EXPRESSIONS = get_args(syntax.Expr)

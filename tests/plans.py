@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from commdsl.plan import CELL, Access, OpKind, Ops, Origin, Plan, Protocol, Tensor
-from commdsl.source import Source, Span
+from commdsl.language.source import Source, Span
+from commdsl.program.plan import CELL, Access, OpKind, Ops, Origin, Plan, Protocol, Tensor
 
 SPAN = Span(Source("by_hand.comm", "each r { put x -> y[r] @ q }\n"), 0, 28)
 

@@ -11,9 +11,9 @@ from collectives import Case
 
 from commdsl import compiler
 from commdsl.compiler import Checked
-from commdsl.ir import Buffer, Schedule
-from commdsl.kinds import BufferKind
-from commdsl.plan import Protocol
+from commdsl.ir.schedules import Buffer, Schedule
+from commdsl.language.kinds import BufferKind
+from commdsl.program.plan import Protocol
 
 HOST_PROTOCOLS = (Protocol.BULK, Protocol.PACKET, Protocol.LINE)
 """Those with kernels of their own on the host, where `tma` and `engine` are `bulk`."""

@@ -10,8 +10,8 @@ import pytest
 
 import commdsl
 from commdsl.build import cache
-from commdsl.config import from_environment
-from commdsl.diagnostics import InternalError
+from commdsl.language.diagnostics import InternalError
+from commdsl.machine.config import from_environment
 
 
 def test_key_separates_its_parts() -> None:

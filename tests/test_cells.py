@@ -9,9 +9,9 @@ import pytest
 from collectives import main_case, shipped
 from proved import HOST_PROTOCOLS, proved
 
-from commdsl.lower.cells import DEPTH, allocate
-from commdsl.lower.rows import Rows
-from commdsl.plan import CELL, Protocol
+from commdsl.program.lower.cells import DEPTH, allocate
+from commdsl.program.lower.rows import Rows
+from commdsl.program.plan import CELL, Protocol
 
 COLLECTIVES = Path(__file__).parent.parent / "schedules" / "collectives"
 SLOTS = 3

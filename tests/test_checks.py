@@ -10,12 +10,12 @@ import pytest
 
 from commdsl.checks import check_schedule
 from commdsl.checks.roles import unused_roles
-from commdsl.diagnostics import Diagnostic
-from commdsl.ir import Buffer, CycleSet, Moves, RoleSet, Schedule, Step, Yield
-from commdsl.kinds import BufferKind, LinkScope, MoveKind
-from commdsl.parser import parse
-from commdsl.source import Source
-from commdsl.topology import Link, Topology
+from commdsl.ir.schedules import Buffer, CycleSet, Moves, RoleSet, Schedule, Step, Yield
+from commdsl.language.diagnostics import Diagnostic
+from commdsl.language.kinds import BufferKind, LinkScope, MoveKind
+from commdsl.language.parser import parse
+from commdsl.language.source import Source
+from commdsl.machine.topology import Link, Topology
 
 RANKS = 4
 ME = np.arange(RANKS)

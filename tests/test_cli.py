@@ -17,10 +17,10 @@ import pytest
 
 from commdsl import compiler
 from commdsl.build import host, host_run
-from commdsl.cli import run_command
 from commdsl.commands import new, output
 from commdsl.commands.arguments import UsageError, parse_bytes, parse_param, parse_ranks
-from commdsl.timeline import timeline
+from commdsl.commands.cli import run_command
+from commdsl.cost.timeline import timeline
 
 ROOT = Path(__file__).parent.parent
 RING = "schedules/collectives/allreduce_ring.comm"

@@ -16,9 +16,9 @@ from commdsl.checks import check_schedule, contributions
 from commdsl.checks.contributions import forward, initial, recount
 from commdsl.checks.determinism import expressions
 from commdsl.checks.locations import Located, LocatedYield
-from commdsl.diagnostics import Diagnostic
-from commdsl.ir import Moves, Schedule, Step, Yield
-from commdsl.kinds import BufferKind, MoveKind
+from commdsl.ir.schedules import Moves, Schedule, Step, Yield
+from commdsl.language.diagnostics import Diagnostic
+from commdsl.language.kinds import BufferKind, MoveKind
 
 
 def only(schedule: Schedule) -> Diagnostic:

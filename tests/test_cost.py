@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 from collectives import main_case, shipped
 
-from commdsl import compiler, cost, interpret
-from commdsl.diagnostics import Severity
-from commdsl.dtypes import FLOAT32
-from commdsl.ir import Contract, Schedule
-from commdsl.kinds import BufferKind, LinkScope, MoveKind
-from commdsl.limits import limit
-from commdsl.resolve import resolve
-from commdsl.topology import Link, Topology, switch
+from commdsl import compiler
+from commdsl.cost import report as cost
+from commdsl.cost.bounds import limit
+from commdsl.ir import interpret
+from commdsl.ir.resolve import resolve
+from commdsl.ir.schedules import Contract, Schedule
+from commdsl.language.diagnostics import Severity
+from commdsl.language.kinds import BufferKind, LinkScope, MoveKind
+from commdsl.machine.dtypes import FLOAT32
+from commdsl.machine.topology import Link, Topology, switch
 
 
 def directed(num_ranks: int, pairs: list[tuple[int, int]]) -> Topology:

@@ -10,9 +10,9 @@ from proved import HOST_PROTOCOLS
 
 from commdsl import compiler
 from commdsl.build import nvrtc
-from commdsl.config import Config, from_environment
-from commdsl.emit import defines
-from commdsl.plan import Protocol, Transport
+from commdsl.build.emit import defines
+from commdsl.machine.config import Config, from_environment
+from commdsl.program.plan import Protocol, Transport
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from commdsl.cycles import NoDecompositionError, hamilton, paths, ring
+from commdsl.machine.cycles import NoDecompositionError, hamilton, paths, ring
 
 
 def _arcs(orders: np.ndarray, closed: bool) -> list[tuple[int, int]]:
@@ -61,7 +61,7 @@ def test_ring_is_the_ranks_in_order() -> None:
 
 def test_hamilton_does_not_depend_on_the_hash_seed() -> None:
     """The searched cycles are the same in every process."""
-    program = "from commdsl.cycles import hamilton; print([hamilton(n).tolist() for n in (10, 14, 22, 30)])"
+    program = "from commdsl.machine.cycles import hamilton; print([hamilton(n).tolist() for n in (10, 14, 22, 30)])"
     answers = {
         subprocess.run(
             [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True

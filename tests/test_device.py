@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402
-from commdsl.plan import Transport  # noqa: E402
+from commdsl.program.plan import Transport  # noqa: E402
 from commdsl.runtime import calls, communicator  # noqa: E402
 from commdsl.runtime import op as runtime_op  # noqa: E402
 from commdsl.runtime.bootstrap import Board, ThreadBootstrap  # noqa: E402

@@ -8,9 +8,9 @@ import re
 
 import pytest
 
-from commdsl import codes
-from commdsl.diagnostics import CommError, Diagnostic, Label, Severity, render_concise, render_full, to_json
-from commdsl.source import Source, Span
+from commdsl.language import codes
+from commdsl.language.diagnostics import CommError, Diagnostic, Label, Severity, render_concise, render_full, to_json
+from commdsl.language.source import Source, Span
 
 TEXT = """schedule ring for P ranks {
   inout x[P]

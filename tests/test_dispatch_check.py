@@ -19,8 +19,8 @@ from test_dispatch_kernel import back, drawn, same, there
 import commdsl
 from commdsl import dispatch
 from commdsl.dispatch.route import Way
-from commdsl.routes import Sharing
-from commdsl.tiles import HEAD_WORDS, table
+from commdsl.ir.routes import Sharing
+from commdsl.program.tiles import HEAD_WORDS, table
 
 RESERVED = (HEAD_WORDS - 3, HEAD_WORDS - 2, HEAD_WORDS - 1)
 """Words of the head that mean nothing."""

@@ -14,10 +14,10 @@ from host_dispatch import Bytes, Call, Options, Program, Reported, chained, kern
 from numpy.typing import NDArray
 
 from commdsl.build import host_run
-from commdsl.emit import include_dir
-from commdsl.plans import DispatchPlan, routing
-from commdsl.routes import Mask, Sharing
-from commdsl.tiles import COPY, FINISH_WORDS, SUM, ZERO, Flow, Table, table
+from commdsl.build.emit import include_dir
+from commdsl.ir.plans import DispatchPlan, routing
+from commdsl.ir.routes import Mask, Sharing
+from commdsl.program.tiles import COPY, FINISH_WORDS, SUM, ZERO, Flow, Table, table
 
 WIDTHS = (6, 8, 20)
 """Of queries, which are bytes; of keys and values, which are summed."""

@@ -21,8 +21,8 @@ from dispatch_plans import Case, Draw, cases, random_plan, varied  # noqa: E402 
 
 from commdsl import dispatch  # noqa: E402 - after the check for torch
 from commdsl.dispatch import Metadata, MetadataError  # noqa: E402 - after the check for torch
-from commdsl.plans import DispatchPlan  # noqa: E402 - after the check for torch
-from commdsl.routes import Mask, Sharing, needs  # noqa: E402 - after the check for torch
+from commdsl.ir.plans import DispatchPlan  # noqa: E402 - after the check for torch
+from commdsl.ir.routes import Mask, Sharing, needs  # noqa: E402 - after the check for torch
 
 HIDDEN = 3
 

@@ -12,13 +12,14 @@ import brute_force_dispatch as brute
 import numpy as np
 import pytest
 
-from commdsl import codes, compiler
+from commdsl import compiler
 from commdsl.checks import check_dispatch
-from commdsl.checks.dispatch_protocol import prove
-from commdsl.diagnostics import Diagnostic, render_full
-from commdsl.dispatch_protocol import Actor, Events, Ranks, Step, Wait, events, protocol
-from commdsl.resources import data_dir
-from commdsl.source import Source, Span
+from commdsl.language import codes
+from commdsl.language.diagnostics import Diagnostic, render_full
+from commdsl.language.source import Source, Span
+from commdsl.machine.resources import data_dir
+from commdsl.program.dispatch_protocol import Actor, Events, Ranks, Step, Wait, events, protocol
+from commdsl.program.proof.dispatch_protocol import prove
 
 RIGHT = protocol()
 TEXT = "dispatch rows_direct for P ranks { rows x[T] route home[S] for x place home by (source rank, shard) }"

@@ -11,12 +11,12 @@ import pytest
 
 from commdsl import compiler
 from commdsl.compiler import CheckedDispatch
-from commdsl.diagnostics import CommError
-from commdsl.dispatches import Order, Put, Route, RowTensor
-from commdsl.format import format_file
-from commdsl.ir import Tuning
-from commdsl.parser import parse
-from commdsl.source import Source
+from commdsl.ir.dispatches import Order, Put, Route, RowTensor
+from commdsl.ir.schedules import Tuning
+from commdsl.language.diagnostics import CommError
+from commdsl.language.format import format_file
+from commdsl.language.parser import parse
+from commdsl.language.source import Source
 
 QKV = """dispatch qkv for P ranks {
   rows q[T]   rows k[T]   rows v[T]

@@ -15,10 +15,10 @@ import numpy as np
 import plans
 import pytest
 
-from commdsl import emit
-from commdsl.plan import Origin, Plan
-from commdsl.resources import data_dir
-from commdsl.source import Source, Span
+from commdsl.build import emit
+from commdsl.language.source import Source, Span
+from commdsl.machine.resources import data_dir
+from commdsl.program.plan import Origin, Plan
 
 TESTS = Path(__file__).parent
 
@@ -41,7 +41,7 @@ def test_golden(golden: Callable[[str, str], None]) -> None:
 def test_same_text_for_every_hash_seed(seed: str) -> None:
     """Emission does not depend on the order of sets."""
     program = (
-        "import plans; from commdsl import emit;"
+        "import plans; from commdsl.build import emit;"
         "print(emit.emit(plans.build(*plans.ring_allgather(5, 2, True)[:3], rotation=2)).digest)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}

@@ -22,15 +22,17 @@ from proved import given, proved, result_name  # noqa: E402
 from test_schedules import defined_outputs, random_values, runs_as_it_means  # noqa: E402
 
 import commdsl  # noqa: E402
-from commdsl import compiler, dtypes, interpret  # noqa: E402
+from commdsl import compiler  # noqa: E402
 from commdsl.build import nvrtc  # noqa: E402
 from commdsl.compiler import Compiled  # noqa: E402
-from commdsl.config import from_environment  # noqa: E402
-from commdsl.diagnostics import InternalError  # noqa: E402
-from commdsl.plan import Plan, Transport  # noqa: E402
+from commdsl.ir import interpret  # noqa: E402
+from commdsl.language.diagnostics import InternalError  # noqa: E402
+from commdsl.machine import dtypes  # noqa: E402
+from commdsl.machine.config import from_environment  # noqa: E402
+from commdsl.program.plan import Plan, Transport  # noqa: E402
+from commdsl.program.sizes import device_launch  # noqa: E402
+from commdsl.program.verify import verify  # noqa: E402
 from commdsl.runtime import communicator  # noqa: E402
-from commdsl.sizes import device_launch  # noqa: E402
-from commdsl.verify import verify  # noqa: E402
 
 RANKS = 4
 TILE = 4096

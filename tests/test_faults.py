@@ -9,8 +9,8 @@ from pathlib import Path
 import fault_files
 import pytest
 
-from commdsl import codes
-from commdsl.diagnostics import render_full
+from commdsl.language import codes
+from commdsl.language.diagnostics import render_full
 
 FILES = sorted(fault_files.FAULTS.glob("*.comm"))
 PAGES = sorted(fault_files.EXPLAIN.glob("*.md"))

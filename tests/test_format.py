@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commdsl.diagnostics import CommError
-from commdsl.format import format_file
-from commdsl.parser import parse
-from commdsl.source import Source
+from commdsl.language.diagnostics import CommError
+from commdsl.language.format import format_file
+from commdsl.language.parser import parse
+from commdsl.language.source import Source
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted((ROOT / "schedules").rglob("*.comm"))

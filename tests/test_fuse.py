@@ -14,8 +14,8 @@ from strategies import Program, programs
 
 from commdsl import compiler
 from commdsl.compiler import Checked
-from commdsl.kinds import BufferKind
-from commdsl.plan import CELL, MOST_DESTS, Access, OpKind, Ops, Plan, Transport
+from commdsl.language.kinds import BufferKind
+from commdsl.program.plan import CELL, MOST_DESTS, Access, OpKind, Ops, Plan, Transport
 
 COLLECTIVES = Path(__file__).parent.parent / "schedules" / "collectives"
 

@@ -12,7 +12,7 @@ from collectives import MAX_RANKS, SCHEDULES, cases, shipped
 from proved import proved
 
 from commdsl import compiler
-from commdsl.diagnostics import CommError
+from commdsl.language.diagnostics import CommError
 
 ROW = re.compile(r"^\| `(\w+)` \| [^|]+ \| `([^`]+)` \| `([^`]+)` \| `([^`]+)` \|", re.MULTILINE)
 GALLERY = {

@@ -8,11 +8,11 @@ from pathlib import Path
 import fault_files
 import pytest
 
-from commdsl.diagnostics import Severity, render_full
-from commdsl.format import format_file
-from commdsl.parser import parse
-from commdsl.parser.syntax_fault import RESERVED
-from commdsl.source import Source
+from commdsl.language.diagnostics import Severity, render_full
+from commdsl.language.format import format_file
+from commdsl.language.parser import parse
+from commdsl.language.parser.syntax_fault import RESERVED
+from commdsl.language.source import Source
 
 GRAMMAR = Path(__file__).parent.parent / "grammar"
 README = (GRAMMAR / "README.md").read_text(encoding="utf-8")

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from plans import CELL, Op
 
 from commdsl.build import host, host_run
+from commdsl.build.emit import emit
 from commdsl.build.host_run import Options
-from commdsl.config import from_environment
-from commdsl.emit import emit
-from commdsl.plan import Access, OpKind, Plan, Tensor
-from commdsl.timeouts import CommTimeout
+from commdsl.machine.config import from_environment
+from commdsl.program.plan import Access, OpKind, Plan, Tensor
+from commdsl.program.timeouts import CommTimeout
 
 Array = NDArray[np.generic]
 

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from commdsl import codes
+from commdsl.language import codes
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "commdsl"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 WALLS = {
-    "lark": {"parser/"},
-    "jinja2": {"emit.py"},
-    "click": {"cli.py"},
+    "lark": {"language/parser/"},
+    "jinja2": {"build/emit.py"},
+    "click": {"commands/cli.py"},
     "rich": {"commands/"},
     "torch": {"runtime/", "dispatch/"},
     "cupy": {"runtime/"},
@@ -33,7 +33,7 @@ WALLS = {
 """The only modules, or folders, that import a package."""
 
 ENVIRONMENT_READERS = {
-    "config.py": "its purpose",
+    "machine/config.py": "its purpose",
     "__main__.py": "sets one variable before numpy is imported",
     "build/host_run.py": "hands the environment on to the processes it starts",
 }
@@ -46,21 +46,16 @@ CALLS = ("C95", "C96")
 """Codes of exceptions of the torch ops: a call is at fault, no `.comm` text."""
 
 STAGES = (
-    ("source", "resources", "config", "collection"),
-    ("diagnostics", "codes", "selection"),
-    ("kinds", "syntax"),
-    ("parser", "format", "parsed"),
-    ("topology", "ir", "cycles", "dtypes", "routes"),
-    ("plans", "dispatches", "dispatch_protocol", "route_laws", "tiles"),
-    ("plan",),
-    ("resolve", "cost", "checks"),
-    ("lower",),
-    ("verify", "sizes"),
-    ("emit", "emit_dispatch"),
+    ("machine/config", "machine/resources"),
+    ("language",),
+    ("machine",),
+    ("ir",),
+    ("checks", "program", "cost", "planner"),
+    ("build/emit", "build/emit_dispatch"),
     ("compiler",),
     ("build",),
-    ("runtime", "dispatch", "commands"),
-    ("cli",),
+    ("runtime", "dispatch"),
+    ("commands",),
 )
 """What may be imported lies in the same row or above."""
 
@@ -105,25 +100,41 @@ def test_import_is_light() -> None:
 
 def test_checking_needs_no_template_and_no_torch() -> None:
     """The path of `commdsl check` imports neither jinja2, rich, torch nor a builder."""
-    heavy = ["jinja2", "rich", "torch", "commdsl.emit", "commdsl.build"]
+    heavy = ["jinja2", "rich", "torch", "commdsl.build.emit", "commdsl.build"]
     code = f"import sys, commdsl.commands.check; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
 
     assert done.stdout.strip() == "[]"
 
 
+def stage_of(name: str) -> int | None:
+    """The row of a module, given by its path below the package; None for what belongs to no stage."""
+    rows = {stage: row for row, stages in enumerate(STAGES) for stage in stages}
+    parts = name.removesuffix(".py").split("/")
+    return next((rows["/".join(parts[:n])] for n in range(len(parts), 0, -1) if "/".join(parts[:n]) in rows), None)
+
+
 def test_stages_look_left() -> None:
-    """A stage imports only stages to its left."""
-    level = {name: row for row, names in enumerate(STAGES) for name in names}
-    wrong = [
-        f"{name_of(path)} imports {imported}"
-        for path in MODULES
-        for imported in imports(path)
-        if imported.startswith("commdsl.")
-        and level.get(name_of(path).split("/")[0].removesuffix(".py"), 99) < level.get(imported.split(".")[1], -1)
-    ]
+    """A stage imports only stages above it."""
+    wrong = []
+    for path in MODULES:
+        here = stage_of(name_of(path))
+        for imported in imports(path):
+            row = stage_of(imported.removeprefix("commdsl.").replace(".", "/"))
+            if imported.startswith("commdsl.") and here is not None and row is not None and here < row:
+                wrong.append(f"{name_of(path)} imports {imported}")
 
     assert wrong == []
+
+
+def test_rooms() -> None:
+    """The package is at most a dozen names, each a room, the story or the door."""
+    names = {name_of(path).split("/")[0] for path in MODULES} - {"__init__.py", "__main__.py"}
+
+    assert len(names) <= 12
+    assert {name.removesuffix(".py") for name in names} == {
+        stage.split("/")[0] for stages in STAGES for stage in stages
+    }
 
 
 def test_environment() -> None:

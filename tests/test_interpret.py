@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commdsl import dtypes, parser, resolve
-from commdsl import syntax as syn
-from commdsl.dtypes import ALL, BFLOAT16, FLOAT16, FLOAT32, INT32, DType
-from commdsl.interpret import combine, run
-from commdsl.ir import Schedule
-from commdsl.source import Source
-from commdsl.topology import switch
+from commdsl.ir import resolve
+from commdsl.ir.interpret import combine, run
+from commdsl.ir.schedules import Schedule
+from commdsl.language import parser
+from commdsl.language import syntax as syn
+from commdsl.language.source import Source
+from commdsl.machine import dtypes
+from commdsl.machine.dtypes import ALL, BFLOAT16, FLOAT16, FLOAT32, INT32, DType
+from commdsl.machine.topology import switch
 
 
 def _schedule(body: str, ranks: int) -> Schedule:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from commdsl import compiler
 from commdsl.compiler import Checked
-from commdsl.plan import CELL, MOST_THREADS, Access, OpKind, Ops, Plan, Reason, Transport
-from commdsl.resources import data_dir
+from commdsl.machine.resources import data_dir
+from commdsl.program.plan import CELL, MOST_THREADS, Access, OpKind, Ops, Plan, Reason, Transport
 
 
 def plan(name: str, ranks: int, transport: Transport = Transport.PEER) -> Plan:

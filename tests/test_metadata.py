@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from commdsl import dispatch  # noqa: E402 - after the check for torch
 from commdsl.dispatch import Metadata, MetadataError  # noqa: E402 - after the check for torch
-from commdsl.routes import Mask  # noqa: E402 - after the check for torch
+from commdsl.ir.routes import Mask  # noqa: E402 - after the check for torch
 
 ROOT = Path(__file__).parent.parent
 

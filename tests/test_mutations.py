@@ -13,13 +13,14 @@ from collectives import Case, main_case, make_inputs, mismatch, shipped
 from mutants import Mutant, mutants
 from proved import HOST_PROTOCOLS, given, result_name
 
-from commdsl import compiler, interpret
+from commdsl import compiler
 from commdsl.build import host_run
+from commdsl.build.emit import emit
 from commdsl.compiler import Checked
-from commdsl.diagnostics import CommError
-from commdsl.dtypes import INT64
-from commdsl.emit import emit
-from commdsl.plan import Protocol
+from commdsl.ir import interpret
+from commdsl.language.diagnostics import CommError
+from commdsl.machine.dtypes import INT64
+from commdsl.program.plan import Protocol
 
 ELEMENTS = 2 * 120  # two 16-byte units for every chunk of the finest cut
 """Enough for every chunk to hold something: an empty chunk would hide a fault."""

@@ -10,10 +10,10 @@ import pytest
 
 from commdsl import compiler
 from commdsl.build import nvrtc
-from commdsl.config import from_environment
-from commdsl.diagnostics import InternalError
-from commdsl.emit import Emitted, defines
-from commdsl.plan import Transport
+from commdsl.build.emit import Emitted, defines
+from commdsl.language.diagnostics import InternalError
+from commdsl.machine.config import from_environment
+from commdsl.program.plan import Transport
 
 RING = Path(__file__).parents[1] / "schedules" / "collectives" / "allreduce_ring.comm"
 

@@ -18,15 +18,15 @@ from plans import CELL, PUSHING, Op, Programs, build, with_flags_in_data
 from proved import HOST_PROTOCOLS, given, proved
 from test_host_build import BYTES, Options, element, random_bytes, small
 
-from commdsl import interpret
 from commdsl.build import host_run
-from commdsl.checks.synchronization import prove
-from commdsl.diagnostics import InternalError
-from commdsl.dtypes import INT32
-from commdsl.emit import emit
-from commdsl.plan import OpKind, Plan, Protocol
-from commdsl.timeouts import CommTimeout
-from commdsl.verify import verify
+from commdsl.build.emit import emit
+from commdsl.ir import interpret
+from commdsl.language.diagnostics import InternalError
+from commdsl.machine.dtypes import INT32
+from commdsl.program.plan import OpKind, Plan, Protocol
+from commdsl.program.proof.synchronization import prove
+from commdsl.program.timeouts import CommTimeout
+from commdsl.program.verify import verify
 
 CARRYING = [protocol for protocol in Protocol if protocol.carries_flags]
 COLLECTIVES = Path(__file__).parent.parent / "schedules" / "collectives"

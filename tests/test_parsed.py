@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from commdsl import parsed, parser
-from commdsl.diagnostics import CommError
-from commdsl.source import Source
+from commdsl.language import parsed, parser
+from commdsl.language.diagnostics import CommError
+from commdsl.language.source import Source
 
 ROOT = Path(__file__).parent.parent
 RING = ROOT / "schedules/collectives/allreduce_ring.comm"
@@ -77,7 +77,7 @@ def test_fault_is_not_kept(cache: Path) -> None:
 def test_second_check_needs_no_parser(tmp_path: Path) -> None:
     """`commdsl check` of a file it has seen imports neither lark nor the parser."""
     code = (
-        "import sys; from commdsl.cli import run_command; "
+        "import sys; from commdsl.commands.cli import run_command; "
         f"status = run_command(['check', {str(RING)!r}]); print(status, 'lark' in sys.modules)"
     )
     last = ""

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commdsl import parser, syntax
-from commdsl.diagnostics import CommError, Diagnostic
-from commdsl.kinds import LinkScope, MoveKind
-from commdsl.source import Source
+from commdsl.language import parser, syntax
+from commdsl.language.diagnostics import CommError, Diagnostic
+from commdsl.language.kinds import LinkScope, MoveKind
+from commdsl.language.source import Source
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted((ROOT / "schedules").rglob("*.comm"))
@@ -312,7 +312,9 @@ def test_cut_short() -> None:
 
 def test_tables_are_cached(tmp_path: Path) -> None:
     """The tables are written once, and a damaged or unwritable cache costs time only."""
-    script = "from commdsl import parser, source; print(len(parser.parse(source.Source('t', 'use \"a\"')).items))"
+    script = (
+        "from commdsl.language import parser, source; print(len(parser.parse(source.Source('t', 'use \"a\"')).items))"
+    )
 
     def run() -> str:
         environment = {"COMMDSL_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}

@@ -16,11 +16,13 @@ from plans import CELL, Op
 from strategies import Program, programs
 from test_properties import inputs_of
 
-from commdsl import checks, compiler, dtypes, interpret
-from commdsl.checks.synchronization import prove
-from commdsl.plan import Access, OpKind, Plan, Protocol, Tensor
+from commdsl import checks, compiler
+from commdsl.ir import interpret
+from commdsl.machine import dtypes
+from commdsl.program.plan import Access, OpKind, Plan, Protocol, Tensor
+from commdsl.program.proof.synchronization import prove
+from commdsl.program.sizes import device_launch, tensor_bytes
 from commdsl.runtime.phases import Copy, Flags, phases
-from commdsl.sizes import device_launch, tensor_bytes
 
 REGION = 1 << 40
 """Bytes between the addresses of two stretches of memory."""

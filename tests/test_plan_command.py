@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from commdsl import compiler
-from commdsl.balance import Widths
-from commdsl.cli import run_command
 from commdsl.commands.arguments import UsageError
+from commdsl.commands.cli import run_command
 from commdsl.commands.lengths import read
 from commdsl.commands.plan import parse_tolerance, parse_widths
+from commdsl.planner.balance import Widths
 
 Capture = pytest.CaptureFixture[str]
 LENGTHS = ["16384", "8192", "8192", "4096", "4096", "4096", "4096", *["2048"] * 8]

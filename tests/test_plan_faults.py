@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from faulty_plans import FAULTS, right
 
-from commdsl import codes
 from commdsl.checks import check_plan
-from commdsl.diagnostics import render_full
-from commdsl.verify import verify
+from commdsl.language import codes
+from commdsl.language.diagnostics import render_full
+from commdsl.program.verify import verify
 
 
 @pytest.mark.parametrize("code", FAULTS)

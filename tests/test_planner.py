@@ -12,17 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commdsl import compiler, layouts
-from commdsl.balance import Balance, Widths, balance, imbalance
+from commdsl import compiler
 from commdsl.commands.plan import prove
-from commdsl.flows import flows, ways
-from commdsl.kinds import LinkScope
-from commdsl.layouts import Layout, LayoutError, Terms, at_home, layout_of, pack, place, to_plan, whole
-from commdsl.plan_text import plan_text
-from commdsl.planner import CapacityError, Goal, State, balanced
-from commdsl.plans import DispatchPlan
-from commdsl.routes import NOWHERE, Mask, Sharing
-from commdsl.topology import Link, Topology, switch
+from commdsl.ir.plans import DispatchPlan
+from commdsl.ir.routes import NOWHERE, Mask, Sharing
+from commdsl.language.kinds import LinkScope
+from commdsl.machine.topology import Link, Topology, switch
+from commdsl.planner import layouts
+from commdsl.planner.balance import Balance, Widths, balance, imbalance
+from commdsl.planner.documents import CapacityError, Goal, State, balanced
+from commdsl.planner.flows import flows, ways
+from commdsl.planner.layouts import Layout, LayoutError, Terms, at_home, layout_of, pack, place, to_plan, whole
+from commdsl.planner.plan_text import plan_text
 
 WIDTHS = Widths(8, 4, 2)
 NODE = Link("nvlink", LinkScope.IN_NODE, 450e9, np.inf, 7e-7)
@@ -362,9 +363,9 @@ def test_wrong_machine() -> None:
 @pytest.mark.parametrize("mask", list(Mask))
 def test_text_is_read_back(machine: Topology, mask: Mask) -> None:
     """A plan's text is proved and means the same plan, and is formatted as `commdsl fmt` would."""
-    from commdsl.format import format_file
-    from commdsl.parser import parse
-    from commdsl.source import Source
+    from commdsl.language.format import format_file
+    from commdsl.language.parser import parse
+    from commdsl.language.source import Source
 
     plan = make(pack(heavy(120, 5), machine, 128), machine, terms=Terms("made", mask))
     text = plan_text(plan, ("why",))

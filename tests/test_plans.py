@@ -13,14 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import DrawnPlan, DrawnShard, plans, untidy
 
-from commdsl import compiler, resources
+from commdsl import compiler
 from commdsl.compiler import CheckedPlan
-from commdsl.diagnostics import CommError
-from commdsl.format import format_file
-from commdsl.parser import parse
-from commdsl.plans import DispatchPlan
-from commdsl.routes import NOWHERE, Mask, Routes, Sharing
-from commdsl.source import Source
+from commdsl.ir.plans import DispatchPlan
+from commdsl.ir.routes import NOWHERE, Mask, Routes, Sharing
+from commdsl.language.diagnostics import CommError
+from commdsl.language.format import format_file
+from commdsl.language.parser import parse
+from commdsl.language.source import Source
+from commdsl.machine import resources
 
 SHIPPED = sorted((resources.data_dir("schedules") / "dispatch").glob("*.comm"))
 CORRUPTIONS = 10_000

@@ -12,15 +12,17 @@ from numpy.typing import NDArray
 from proved import HOST_PROTOCOLS
 from strategies import Place, Program, Value, programs, untidy
 
-from commdsl import compiler, dtypes, interpret
+from commdsl import compiler
 from commdsl.build import host_run
+from commdsl.build.emit import emit
 from commdsl.compiler import Checked
-from commdsl.emit import emit
-from commdsl.format import format_file
-from commdsl.kinds import BufferKind
-from commdsl.parser import parse
-from commdsl.plan import Protocol
-from commdsl.source import Source
+from commdsl.ir import interpret
+from commdsl.language.format import format_file
+from commdsl.language.kinds import BufferKind
+from commdsl.language.parser import parse
+from commdsl.language.source import Source
+from commdsl.machine import dtypes
+from commdsl.program.plan import Protocol
 
 ELEMENTS = 61
 protocols = st.sampled_from(HOST_PROTOCOLS)

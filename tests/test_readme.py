@@ -93,7 +93,7 @@ def test_python(text: str, tmp_path: Path) -> None:
 
 def test_command_table() -> None:
     """The README's table names every command there is, and no other."""
-    from commdsl.cli import app
+    from commdsl.commands.cli import app
 
     assert set(re.findall(r"^\| `commdsl (\w+)", README, re.MULTILINE)) == set(app.commands)
 

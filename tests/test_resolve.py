@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commdsl import parser, resolve
-from commdsl import syntax as syn
-from commdsl.diagnostics import CommError
-from commdsl.ir import Moves, Schedule, Step, Yield
-from commdsl.kinds import MoveKind
-from commdsl.resolve.evaluate import Evaluator
-from commdsl.resolve.faults import Faults
-from commdsl.source import Source
-from commdsl.topology import Topology, switch
+from commdsl.ir import resolve
+from commdsl.ir.resolve.evaluate import Evaluator
+from commdsl.ir.resolve.faults import Faults
+from commdsl.ir.schedules import Moves, Schedule, Step, Yield
+from commdsl.language import parser
+from commdsl.language import syntax as syn
+from commdsl.language.diagnostics import CommError
+from commdsl.language.kinds import MoveKind
+from commdsl.language.source import Source
+from commdsl.machine.topology import Topology, switch
 
 
 def _resolve(text: str, ranks: int = 4, topology: Topology | None = None, **params: int) -> Schedule:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commdsl import route_laws
-from commdsl.routes import (
+from commdsl.checks import route_laws
+from commdsl.ir.routes import (
     KeyStretches,
     Longs,
     Mask,

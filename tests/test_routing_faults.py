@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commdsl import codes, compiler
+from commdsl import compiler
 from commdsl.checks import check_routing
 from commdsl.compiler import CheckedPlan
-from commdsl.diagnostics import render_full
-from commdsl.plans import Routing
-from commdsl.routes import Longs, Routes
+from commdsl.ir.plans import Routing
+from commdsl.ir.routes import Longs, Routes
+from commdsl.language import codes
+from commdsl.language.diagnostics import render_full
 
 TEXT = """\
 plan proved for 3 ranks {

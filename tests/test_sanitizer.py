@@ -11,9 +11,9 @@ from test_host_build import BYTES, Options, element, random_bytes, run, small
 
 from commdsl import checks, compiler
 from commdsl.build import host_run
-from commdsl.diagnostics import Severity
-from commdsl.plan import Plan
-from commdsl.resources import data_dir
+from commdsl.language.diagnostics import Severity
+from commdsl.machine.resources import data_dir
+from commdsl.program.plan import Plan
 
 
 def without_wait(plan: Plan, wait: int) -> Plan:

@@ -11,14 +11,16 @@ from collectives import MAX_RANKS, Case, admits, cases, main_case, make_inputs, 
 from numpy.typing import NDArray
 from proved import given, proved, result_name
 
-from commdsl import compiler, dtypes, interpret
+from commdsl import compiler
 from commdsl.build import host_run
+from commdsl.build.emit import Emitted, emit
 from commdsl.compiler import Checked
-from commdsl.diagnostics import CommError, Severity
-from commdsl.dtypes import DType
-from commdsl.emit import Emitted, emit
-from commdsl.ir import Schedule
-from commdsl.plan import Plan, Protocol
+from commdsl.ir import interpret
+from commdsl.ir.schedules import Schedule
+from commdsl.language.diagnostics import CommError, Severity
+from commdsl.machine import dtypes
+from commdsl.machine.dtypes import DType
+from commdsl.program.plan import Plan, Protocol
 
 RUN_RANKS = {
     Protocol.BULK: (2, 3, 5, 6, 7, 8, 16),

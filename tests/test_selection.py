@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from commdsl import compiler, selection
-from commdsl.config import from_environment
-from commdsl.resources import data_dir
-from commdsl.selection import COLLECTIVES, Candidate, Measured, Row, Table, TableError
+from commdsl import compiler
+from commdsl.machine.config import from_environment
+from commdsl.machine.resources import data_dir
+from commdsl.planner.tuning import selection
+from commdsl.planner.tuning.selection import COLLECTIVES, Candidate, Measured, Row, Table, TableError
 
 ONESHOT = Candidate("allreduce_oneshot", (), (("lanes", 8), ("protocol", "packet")))
 RING = Candidate("allreduce_ring", (), (("lanes", 64), ("protocol", "bulk"), ("tile", 65536)))

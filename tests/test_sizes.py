@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proved import HOST_PROTOCOLS
 
-from commdsl import sizes
-from commdsl.plan import Plan, Protocol
+from commdsl.program import sizes
+from commdsl.program.plan import Plan, Protocol
 
 BLOCKS = st.integers(0, 1 << 40) | st.integers(0, 4096)
 

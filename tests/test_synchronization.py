@@ -17,11 +17,12 @@ import pytest
 from brute_force import broken_laws, has_idle_flag, without_wait
 from plans import FAMILIES, Op, Programs, big_ring_allreduce, build, gathered
 
-from commdsl import compiler, resources
-from commdsl.checks.synchronization import prove
-from commdsl.diagnostics import InternalError
-from commdsl.plan import CELL, Access, OpKind, Plan, Tensor
-from commdsl.verify import verify
+from commdsl import compiler
+from commdsl.language.diagnostics import InternalError
+from commdsl.machine import resources
+from commdsl.program.plan import CELL, Access, OpKind, Plan, Tensor
+from commdsl.program.proof.synchronization import prove
+from commdsl.program.verify import verify
 
 PROOF, CLOCKS, HAZARDS = (import_module(f"commdsl.checks.{name}") for name in ("synchronization", "clocks", "hazards"))
 RACES = {"C202", "C205"}
@@ -328,7 +329,7 @@ def test_a_thousand_ranks() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
 def test_lowered_plans(num_ranks: int) -> None:
     """The compiler's Plans are proved; without a wait, or with one copy of the cells for two, they are not."""
-    from commdsl.lower import lower
+    from commdsl.program.lower import lower
 
     for schedule in (ir_builder.ring_allreduce(num_ranks), ir_builder.ring_rotation(num_ranks)):
         plan = lower(schedule)
@@ -344,7 +345,7 @@ def test_lowered_plans(num_ranks: int) -> None:
 
 def test_one_rank() -> None:
     """A schedule of one rank has nothing to order, and nothing to average over."""
-    from commdsl.lower import lower
+    from commdsl.program.lower import lower
 
     plan = lower(ir_builder.ring_allreduce(1))
     verify(plan)
@@ -392,14 +393,14 @@ def test_shipped_barriers(name: str) -> None:
 
 def test_the_proof_shares_nothing_with_the_derivation() -> None:
     """Flags are judged without the code that derived them, else both could be wrong together."""
-    for module in (PROOF, CLOCKS, HAZARDS, import_module("commdsl.checks.messages")):
+    for module in (PROOF, CLOCKS, HAZARDS, import_module("commdsl.program.proof.messages")):
         imported = {
             node.module
             for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("commdsl")
         }
-        assert {name for name in imported if not name.startswith("commdsl.checks")} <= {
-            "commdsl.diagnostics",
-            "commdsl.ir",
-            "commdsl.plan",
+        assert {name for name in imported if not name.startswith(("commdsl.checks", "commdsl.program.proof"))} <= {
+            "commdsl.language.diagnostics",
+            "commdsl.ir.schedules",
+            "commdsl.program.plan",
         }

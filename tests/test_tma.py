@@ -12,10 +12,10 @@ from collectives import shipped
 
 from commdsl import compiler
 from commdsl.build import nvrtc
-from commdsl.config import from_environment
-from commdsl.emit import defines, emit
-from commdsl.plan import BLOCK_SHARED_BYTES, MOST_STAGE_BYTES, Ops, Plan, Protocol, Transport
-from commdsl.verify import MOST_BARRIERS, verify
+from commdsl.build.emit import defines, emit
+from commdsl.machine.config import from_environment
+from commdsl.program.plan import BLOCK_SHARED_BYTES, MOST_STAGE_BYTES, Ops, Plan, Protocol, Transport
+from commdsl.program.verify import MOST_BARRIERS, verify
 
 TUNE = {"protocol": "tma", "sms": 16, "lanes": 32, "threads": 256}
 SCHEDULES = [path for path in shipped() if path.stem in ("allgather_direct", "allreduce_ring", "allreduce_twoshot")]

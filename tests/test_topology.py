@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commdsl import compiler, parser, resolve, resources
-from commdsl.diagnostics import CommError
-from commdsl.kinds import LinkScope
-from commdsl.source import Source
-from commdsl.topology import NO_LINK, Topology, link_of, pair_bandwidth, switch
+from commdsl import compiler
+from commdsl.ir import resolve
+from commdsl.language import parser
+from commdsl.language.diagnostics import CommError
+from commdsl.language.kinds import LinkScope
+from commdsl.language.source import Source
+from commdsl.machine import resources
+from commdsl.machine.topology import NO_LINK, Topology, link_of, pair_bandwidth, switch
 
 SHIPPED = sorted((resources.data_dir("schedules") / "topologies").glob("*.comm"))
 RANKS = {

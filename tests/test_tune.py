@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from commdsl import compiler, selection
-from commdsl.cli import run_command
-from commdsl.resolve import resolve
-from commdsl.resources import data_dir
-from commdsl.search import SETTLED, Failure, Search, Times
-from commdsl.search_space import GRIDS, LADDERS, first_candidates, in_range, neighbours
-from commdsl.selection import COLLECTIVES, Candidate, Row
-from commdsl.topology import switch
+from commdsl import compiler
+from commdsl.commands.cli import run_command
+from commdsl.ir.resolve import resolve
+from commdsl.machine.resources import data_dir
+from commdsl.machine.topology import switch
+from commdsl.planner.tuning import selection
+from commdsl.planner.tuning.search import SETTLED, Failure, Search, Times
+from commdsl.planner.tuning.search_space import GRIDS, LADDERS, first_candidates, in_range, neighbours
+from commdsl.planner.tuning.selection import COLLECTIVES, Candidate, Row
 
 SIZES = tuple(1 << power for power in range(10, 31, 2))
 PROTOCOLS = ("packet", "line", "bulk", "engine")

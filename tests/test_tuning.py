@@ -8,12 +8,12 @@ import pytest
 
 from commdsl import compiler
 from commdsl.commands.arguments import UsageError, parse_tune
-from commdsl.diagnostics import CommError, render_full
-from commdsl.ir import Tuning
-from commdsl.parsed import parse
-from commdsl.resolve import resolve
-from commdsl.source import Source
-from commdsl.topology import switch
+from commdsl.ir.resolve import resolve
+from commdsl.ir.schedules import Tuning
+from commdsl.language.diagnostics import CommError, render_full
+from commdsl.language.parsed import parse
+from commdsl.language.source import Source
+from commdsl.machine.topology import switch
 
 TEXT = """roles overlap { compute sms 0 ..< 116   comm sms 116 ..< 132 }
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from plans import CELL, FAMILIES, Op, build
 
-from commdsl.checks.memory import memory
-from commdsl.diagnostics import InternalError
-from commdsl.plan import MOST_DESTS, Access, OpKind, Plan, Protocol, Tensor
-from commdsl.verify import verify
+from commdsl.language.diagnostics import InternalError
+from commdsl.program.plan import MOST_DESTS, Access, OpKind, Plan, Protocol, Tensor
+from commdsl.program.proof.memory import memory
+from commdsl.program.verify import verify
 
 
 def plan() -> Plan:

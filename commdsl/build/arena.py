@@ -14,10 +14,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.diagnostics import InternalError
-from commdsl.plan import Access, Plan
-from commdsl.sizes import Arguments, Launch, tensor_bytes
-from commdsl.timeouts import RECORD_BYTES, ErrorRecord, unpack
+from commdsl.language.diagnostics import InternalError
+from commdsl.program.plan import Access, Plan
+from commdsl.program.sizes import Arguments, Launch, tensor_bytes
+from commdsl.program.timeouts import RECORD_BYTES, ErrorRecord, unpack
 
 Array: TypeAlias = NDArray[np.generic]
 Inputs: TypeAlias = Mapping[str, Sequence[Array]]

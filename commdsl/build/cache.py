@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from commdsl.diagnostics import InternalError
+from commdsl.language.diagnostics import InternalError
 
 
 def key(parts: Sequence[str]) -> str:

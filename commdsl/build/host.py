@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from commdsl.build import cache
-from commdsl.config import Config
-from commdsl.diagnostics import InternalError
-from commdsl.emit import Emitted, headers_digest, include_dir
-from commdsl.resources import data_dir
+from commdsl.build.emit import Emitted, headers_digest, include_dir
+from commdsl.language.diagnostics import InternalError
+from commdsl.machine.config import Config
+from commdsl.machine.resources import data_dir
 
 FLAGS = (
     "-std=c++17",

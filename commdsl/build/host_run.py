@@ -18,12 +18,12 @@ from typing import Protocol
 import numpy as np
 
 from commdsl.build.arena import Arena, Array, Inputs, layout
+from commdsl.build.emit import Emitted, defines
 from commdsl.build.host import build, build_runner, build_sanitized
-from commdsl.config import Config, from_environment
-from commdsl.emit import Emitted, defines
-from commdsl.plan import Access, Plan
-from commdsl.sizes import Launch, address_words, arguments_bytes, block_bytes_of, host_launch
-from commdsl.timeouts import timeout_of
+from commdsl.machine.config import Config, from_environment
+from commdsl.program.plan import Access, Plan
+from commdsl.program.sizes import Launch, address_words, arguments_bytes, block_bytes_of, host_launch
+from commdsl.program.timeouts import timeout_of
 
 GRACE = 60.0
 """Seconds beyond the time-out after which a process that does not end is stopped."""

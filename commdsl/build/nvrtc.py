@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 
 from commdsl.build import cache as cache_
-from commdsl.config import Config
-from commdsl.diagnostics import InternalError
-from commdsl.emit import Emitted, headers_digest, include_dir
-from commdsl.plan import Transport
+from commdsl.build.emit import Emitted, headers_digest, include_dir
+from commdsl.language.diagnostics import InternalError
+from commdsl.machine.config import Config
+from commdsl.program.plan import Transport
 
 ARCH = "sm_90"
 TOOLKIT = Path("/usr/local/cuda")

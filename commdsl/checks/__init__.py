@@ -13,27 +13,27 @@ from typing import TypeAlias, TypeVar
 from commdsl.checks.bounds import out_of_bounds
 from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
-from commdsl.checks.dispatch_protocol import synchronization_of_dispatch
 from commdsl.checks.engine import combining_engine
 from commdsl.checks.inputs import writes_to_input
 from commdsl.checks.locations import Located
-from commdsl.checks.memory import memory
 from commdsl.checks.overlap import overlapping_writes
 from commdsl.checks.plans import over_capacity, too_large, too_many_copies
 from commdsl.checks.promises import repeated_promises
 from commdsl.checks.roles import broken_roles, roles_of_dispatch, unused_roles
 from commdsl.checks.routes import lost_rows, not_identity, overlapping_rows, wrong_keys
 from commdsl.checks.size_classes import unequal_sizes
-from commdsl.checks.synchronization import synchronization
 from commdsl.checks.topology import missing_links
 from commdsl.checks.undefined import undefined_reads
 from commdsl.checks.useless import useless_statements
-from commdsl.diagnostics import Diagnostic, Severity
-from commdsl.dispatches import Dispatch
-from commdsl.ir import Schedule
-from commdsl.plan import Plan
-from commdsl.plans import DispatchPlan, Routing
-from commdsl.syntax import File
+from commdsl.ir.dispatches import Dispatch
+from commdsl.ir.plans import DispatchPlan, Routing
+from commdsl.ir.schedules import Schedule
+from commdsl.language.diagnostics import Diagnostic, Severity
+from commdsl.language.syntax import File
+from commdsl.program.plan import Plan
+from commdsl.program.proof.dispatch_protocol import synchronization_of_dispatch
+from commdsl.program.proof.memory import memory
+from commdsl.program.proof.synchronization import synchronization
 
 Rule: TypeAlias = Callable[[Located], Iterator[Diagnostic]]
 FileRule: TypeAlias = Callable[[tuple[File, ...]], Iterator[Diagnostic]]

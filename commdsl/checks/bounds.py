@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.locations import Located, bindings_text, statement_key
-from commdsl.diagnostics import Diagnostic, Label
-from commdsl.ir import Buffer, Moves, Step
+from commdsl.ir.schedules import Buffer, Moves, Step
+from commdsl.language.diagnostics import Diagnostic, Label
 
 
 def out_of_bounds(located: Located) -> Iterator[Diagnostic]:

@@ -22,8 +22,8 @@ from commdsl.checks.locations import (
     bindings_text,
     ranks_text,
 )
-from commdsl.diagnostics import Diagnostic, Label
-from commdsl.ir import Contract
+from commdsl.ir.schedules import Contract
+from commdsl.language.diagnostics import Diagnostic, Label
 
 ROTATION = "rotation"
 

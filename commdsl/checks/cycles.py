@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.locations import Located, ranks_text
-from commdsl.diagnostics import Diagnostic, Label
-from commdsl.ir import CycleSet, Schedule
-from commdsl.topology import NO_LINK, link_of
+from commdsl.ir.schedules import CycleSet, Schedule
+from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.machine.topology import NO_LINK, link_of
 
 
 def broken_cycles(located: Located) -> Iterator[Diagnostic]:

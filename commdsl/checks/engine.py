@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commdsl.checks.locations import Located, statement_key
-from commdsl.diagnostics import Diagnostic, Label
-from commdsl.kinds import MoveKind
+from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.language.kinds import MoveKind
 
 
 def combining_engine(located: Located) -> Iterator[Diagnostic]:

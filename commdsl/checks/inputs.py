@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commdsl.checks.locations import Located, bindings_text, statement_key
-from commdsl.diagnostics import Diagnostic, Label
-from commdsl.kinds import BufferKind
+from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.language.kinds import BufferKind
 
 
 def writes_to_input(located: Located) -> Iterator[Diagnostic]:

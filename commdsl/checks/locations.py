@@ -13,9 +13,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir import Buffer, Contract, Moves, Schedule, Step, Yield
-from commdsl.kinds import BufferKind
-from commdsl.source import Span
+from commdsl.ir.schedules import Buffer, Contract, Moves, Schedule, Step, Yield
+from commdsl.language.kinds import BufferKind
+from commdsl.language.source import Span
 
 Locations = NDArray[np.int64]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, Locations, bindings_text, statement_key
-from commdsl.diagnostics import Diagnostic, Label
-from commdsl.kinds import MoveKind
+from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.language.kinds import MoveKind
 
 
 def overlapping_writes(located: Located) -> Iterator[Diagnostic]:

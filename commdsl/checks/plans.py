@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from commdsl.diagnostics import Diagnostic, Label
-from commdsl.plans import DispatchPlan, Routing
-from commdsl.routes import Longs, Mask, Routes, Sharing
-from commdsl.source import Span
+from commdsl.ir.plans import DispatchPlan, Routing
+from commdsl.ir.routes import Longs, Mask, Routes, Sharing
+from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.language.source import Span
 
 MOST_ROWS = 2**31 - 1
 """Rows are counted in 32 bits at run time."""

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.locations import Located
-from commdsl.diagnostics import Diagnostic, Label
-from commdsl.ir import Contract
+from commdsl.ir.schedules import Contract
+from commdsl.language.diagnostics import Diagnostic, Label
 
 
 def repeated_promises(located: Located) -> Iterator[Diagnostic]:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from commdsl.checks.locations import Located
-from commdsl.diagnostics import Diagnostic, Label
-from commdsl.dispatches import Dispatch
-from commdsl.ir import RoleSet
-from commdsl.syntax import DispatchDecl, File, On, RolesDecl, ScheduleDecl
-from commdsl.topology import Topology
+from commdsl.ir.dispatches import Dispatch
+from commdsl.ir.schedules import RoleSet
+from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.language.syntax import DispatchDecl, File, On, RolesDecl, ScheduleDecl
+from commdsl.machine.topology import Topology
 
 COMPUTE = "compute"
 """The role of the caller's own kernels: no schedule need run on it."""

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from commdsl import route_laws
+from commdsl.checks import route_laws
 from commdsl.checks.plans import name_of, piece_span
-from commdsl.diagnostics import Diagnostic, Label
-from commdsl.plans import DispatchPlan, Routing
-from commdsl.route_laws import Offences
-from commdsl.routes import NOWHERE, Longs, Routes, needs
+from commdsl.checks.route_laws import Offences
+from commdsl.ir.plans import DispatchPlan, Routing
+from commdsl.ir.routes import NOWHERE, Longs, Routes, needs
+from commdsl.language.diagnostics import Diagnostic, Label
 
 HELP = "the fault is commdsl's: please report the file"
 

@@ -20,9 +20,9 @@ from commdsl.checks.locations import (
     bindings_text,
     statement_key,
 )
-from commdsl.diagnostics import Diagnostic, Label
-from commdsl.ir import Buffer
-from commdsl.kinds import BufferKind
+from commdsl.ir.schedules import Buffer
+from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.language.kinds import BufferKind
 
 Classes = NDArray[np.int64]  # cut << 32 | piece, or UNKNOWN
 UNKNOWN = -1

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, bindings_text, statement_key
-from commdsl.diagnostics import Diagnostic, Label
-from commdsl.topology import NO_LINK, Topology, link_of
+from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.machine.topology import NO_LINK, Topology, link_of
 
 
 def link_table(topology: Topology, num_ranks: int) -> NDArray[np.int32]:

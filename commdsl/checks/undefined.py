@@ -19,9 +19,9 @@ from commdsl.checks.locations import (
     bindings_text,
     statement_key,
 )
-from commdsl.diagnostics import Diagnostic, Label
-from commdsl.kinds import BufferKind, MoveKind
-from commdsl.source import Span
+from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.language.kinds import BufferKind, MoveKind
+from commdsl.language.source import Span
 
 
 def undefined_reads(located: Located) -> Iterator[Diagnostic]:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from commdsl.checks.contributions import forward, initial
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedYield, bindings_text, statement_key
-from commdsl.diagnostics import Diagnostic, Label
-from commdsl.source import Span
+from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.language.source import Span
 
 
 def useless_statements(located: Located) -> Iterator[Diagnostic]:

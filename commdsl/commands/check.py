@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from commdsl import compiler, diagnostics
+from commdsl import compiler
 from commdsl.commands import dispatch_jobs, output
 from commdsl.commands.arguments import Target
 from commdsl.commands.dispatch_jobs import Proof
 from commdsl.commands.jobs import Job, Outcome, has_errors, jobs_of, merge, prove_all
 from commdsl.commands.output import Exit
-from commdsl.diagnostics import CommError
+from commdsl.language import diagnostics
+from commdsl.language.diagnostics import CommError
 
 
 def check(paths: tuple[Path, ...], target: Target, schedule: str | None, *, as_json: bool, concise: bool) -> Exit:

@@ -5,12 +5,12 @@ Assumes the tables that this process sees; every rank of a program sees them ali
 
 from __future__ import annotations
 
-from commdsl import selection
 from commdsl.commands import output
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.doctor import query_nvidia
 from commdsl.commands.output import Exit
-from commdsl.config import from_environment
+from commdsl.machine.config import from_environment
+from commdsl.planner.tuning import selection
 
 
 def choice(collective: str, nbytes: int, ranks: int, device: str | None, *, as_json: bool) -> Exit:

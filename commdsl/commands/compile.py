@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from commdsl import compiler, diagnostics, resources
+from commdsl import compiler
 from commdsl.commands import dispatch_jobs, output, products
 from commdsl.commands.arguments import Target, UsageError
 from commdsl.commands.dispatch_jobs import DispatchJob, Proof
@@ -18,8 +18,10 @@ from commdsl.commands.jobs import Job, Outcome, jobs_of, merge, prove, prove_all
 from commdsl.commands.output import Exit
 from commdsl.commands.products import Product
 from commdsl.commands.show import fail
-from commdsl.diagnostics import CommError
-from commdsl.syntax import File
+from commdsl.language import diagnostics
+from commdsl.language.diagnostics import CommError
+from commdsl.language.syntax import File
+from commdsl.machine import resources
 
 MOST_RANKS = 16
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
-from commdsl import compiler, resolve
+from commdsl import compiler
 from commdsl.commands.arguments import Target
 from commdsl.commands.jobs import rank_counts
 from commdsl.commands.output import count
 from commdsl.compiler import CheckedDispatch, CheckedPlan
-from commdsl.diagnostics import CommError, Diagnostic
-from commdsl.syntax import File
+from commdsl.ir import resolve
+from commdsl.language.diagnostics import CommError, Diagnostic
+from commdsl.language.syntax import File
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from commdsl.commands import output
 from commdsl.commands.output import Exit
-from commdsl.config import from_environment
+from commdsl.machine.config import from_environment
 
 PROBE_SECONDS = 60
 RACE_PROBE = "#include <thread>\nint main() { std::thread t([] {}); t.join(); return 0; }\n"

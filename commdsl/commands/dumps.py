@@ -11,10 +11,10 @@ from enum import Enum
 
 import numpy as np
 
-from commdsl.ir import Buffer, Contract, Moves, Schedule, Step, Yield
-from commdsl.plan import CELL, OpKind, Plan, Reason
-from commdsl.source import Source, Span
-from commdsl.syntax import File, Node
+from commdsl.ir.schedules import Buffer, Contract, Moves, Schedule, Step, Yield
+from commdsl.language.source import Source, Span
+from commdsl.language.syntax import File, Node
+from commdsl.program.plan import CELL, OpKind, Plan, Reason
 
 
 def syntax_text(files: tuple[File, ...]) -> str:

@@ -1,17 +1,17 @@
 """Turns the code of a diagnostic into its page: the law, a wrong example, a right one.
 
-Assumes one page per code in `commdsl/explain`. Does not check anything.
+Assumes one page per code in `commdsl/language/explain`. Does not check anything.
 """
 
 from __future__ import annotations
 
 import sys
 
-from commdsl import codes
 from commdsl.commands import output
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.output import Exit
-from commdsl.resolve.faults import nearest
+from commdsl.ir.resolve.faults import nearest
+from commdsl.language import codes
 
 
 def explain(code: str | None, *, as_json: bool) -> Exit:

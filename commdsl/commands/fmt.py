@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from commdsl import diagnostics, parser
 from commdsl.commands import output
 from commdsl.commands.output import Exit
-from commdsl.diagnostics import CommError, Diagnostic
-from commdsl.format import format_file
-from commdsl.source import Source
+from commdsl.language import diagnostics, parser
+from commdsl.language.diagnostics import CommError, Diagnostic
+from commdsl.language.format import format_file
+from commdsl.language.source import Source
 
 
 def fmt(paths: tuple[Path, ...], *, check: bool, as_json: bool) -> Exit:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from commdsl import compiler, resolve
+from commdsl import compiler
 from commdsl.commands.arguments import Target, UsageError
-from commdsl.diagnostics import CommError, Diagnostic, Severity
-from commdsl.syntax import File
+from commdsl.ir import resolve
+from commdsl.language.diagnostics import CommError, Diagnostic, Severity
+from commdsl.language.syntax import File
 
 NOT_ADMITTED = "C501"
 """The code of a rank count that the schedule's `where` leaves out."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from commdsl.commands.arguments import UsageError
-from commdsl.routes import Longs
+from commdsl.ir.routes import Longs
 
 EXPECTED = "expected lengths in tokens, or files of them: .txt, .csv with a column `length`, .json, a .comm with a plan"
 

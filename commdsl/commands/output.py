@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from commdsl import diagnostics
-from commdsl.config import allows_colour
-from commdsl.diagnostics import Diagnostic
+from commdsl.language import diagnostics
+from commdsl.language.diagnostics import Diagnostic
+from commdsl.machine.config import allows_colour
 
 if TYPE_CHECKING:
     from rich.progress import Progress

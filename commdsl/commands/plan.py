@@ -12,20 +12,22 @@ from pathlib import Path
 
 import numpy as np
 
-from commdsl import checks, compiler, layouts, resolve
-from commdsl.balance import Balance, Widths, balance, imbalance
+from commdsl import checks, compiler
 from commdsl.commands import output, plan_view
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.lengths import Documents, read
 from commdsl.commands.output import Exit
-from commdsl.diagnostics import CommError, InternalError
-from commdsl.layouts import Layout, LayoutError, Terms, layout_of, pack, to_plan, whole
-from commdsl.plan_text import plan_text
-from commdsl.planner import ROUNDS, CapacityError, Goal, balanced
-from commdsl.plans import DispatchPlan, routing
-from commdsl.routes import Mask
-from commdsl.syntax import File
-from commdsl.topology import NO_LINK, Topology, link_of, switch
+from commdsl.ir import resolve
+from commdsl.ir.plans import DispatchPlan, routing
+from commdsl.ir.routes import Mask
+from commdsl.language.diagnostics import CommError, InternalError
+from commdsl.language.syntax import File
+from commdsl.machine.topology import NO_LINK, Topology, link_of, switch
+from commdsl.planner import layouts
+from commdsl.planner.balance import Balance, Widths, balance, imbalance
+from commdsl.planner.documents import ROUNDS, CapacityError, Goal, balanced
+from commdsl.planner.layouts import Layout, LayoutError, Terms, layout_of, pack, to_plan, whole
+from commdsl.planner.plan_text import plan_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ def plan(words: tuple[str, ...], wanted: Wanted, out: Path | None, svg: Path | N
     if out is not None:
         out.write_text(made.text, encoding="utf-8")
     if svg is not None:
-        from commdsl.draw_plan import draw_plan
+        from commdsl.cost.draw_plan import draw_plan
 
         svg.write_text(draw_plan(made.plan, made.before, made.after), encoding="utf-8")
     if as_json:

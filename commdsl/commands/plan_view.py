@@ -11,12 +11,12 @@ from itertools import islice
 
 import numpy as np
 
-from commdsl.balance import Balance, imbalance
 from commdsl.commands.output import count, style
-from commdsl.draw import Groups
-from commdsl.plans import DispatchPlan, Piece
-from commdsl.routes import NOWHERE, Longs, Sharing
-from commdsl.topology import NO_LINK, link_of
+from commdsl.cost.draw import Groups
+from commdsl.ir.plans import DispatchPlan, Piece
+from commdsl.ir.routes import NOWHERE, Longs, Sharing
+from commdsl.machine.topology import NO_LINK, link_of
+from commdsl.planner.balance import Balance, imbalance
 
 MOST_PAIRS = 16
 MOST_DOCUMENTS = 16

@@ -13,8 +13,8 @@ from commdsl import checks, compiler
 from commdsl.checks.cycles import broken_cycles
 from commdsl.checks.roles import broken_roles
 from commdsl.commands.output import bytes_text, count, style
-from commdsl.cost import PairLoad, Report
-from commdsl.ir import Schedule
+from commdsl.cost.report import PairLoad, Report
+from commdsl.ir.schedules import Schedule
 
 PLAN_LAWS = (
     "every hazard within and across calls is ordered, no rank waits for ever, no flag is idle",

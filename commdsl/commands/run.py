@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from commdsl import compiler, diagnostics
+from commdsl import compiler
 from commdsl.commands import output
 from commdsl.commands.arguments import Target
 from commdsl.commands.jobs import Outcome, has_errors, merge, only, plan_jobs, prove_all
@@ -17,9 +17,10 @@ from commdsl.commands.output import Exit
 from commdsl.commands.report import cost_lines, laws, proof_lines, report_json
 from commdsl.commands.show import fail
 from commdsl.commands.trial import Settings, Trial, trial
-from commdsl.cost import report
-from commdsl.diagnostics import CommError
-from commdsl.timeline import timeline
+from commdsl.cost.report import report
+from commdsl.cost.timeline import timeline
+from commdsl.language import diagnostics
+from commdsl.language.diagnostics import CommError
 
 NO_TERMINAL_WIDTH = 120
 
@@ -120,7 +121,7 @@ def to_json(checked: compiler.Checked, made: Trial, settings: Settings) -> dict[
 
 def write_svgs(target: Path, done: list[compiler.Checked]) -> None:
     """One picture per run; with several, the name carries the schedule and its ranks."""
-    from commdsl.draw import draw
+    from commdsl.cost.draw import draw
 
     for checked in done:
         label = f"{target.stem}-{checked.schedule.name}-{checked.schedule.num_ranks}{target.suffix or '.svg'}"

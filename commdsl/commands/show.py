@@ -10,13 +10,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, assert_never
 
-from commdsl import compiler, diagnostics
+from commdsl import compiler
 from commdsl.commands import dumps, output
 from commdsl.commands.arguments import Target, UsageError
 from commdsl.commands.jobs import Job, Outcome, merge, only, plan_jobs, prove_all
 from commdsl.commands.output import Exit
-from commdsl.diagnostics import CommError
-from commdsl.syntax import File
+from commdsl.language import diagnostics
+from commdsl.language.diagnostics import CommError
+from commdsl.language.syntax import File
 
 
 class Stage(StrEnum):

@@ -15,9 +15,9 @@ from commdsl.commands import dumps
 from commdsl.commands.arguments import Target
 from commdsl.commands.jobs import rank_counts
 from commdsl.compiler import CheckedDispatch, CompiledDispatch
-from commdsl.diagnostics import Diagnostic
-from commdsl.dispatch_protocol import Access, Ranks, Step, protocol
-from commdsl.syntax import File
+from commdsl.language.diagnostics import Diagnostic
+from commdsl.language.syntax import File
+from commdsl.program.dispatch_protocol import Access, Ranks, Step, protocol
 
 RANKS = {Ranks.OWN: "its rank", Ranks.OTHERS: "all other ranks", Ranks.ALL: "all ranks"}
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from commdsl import compiler
-from commdsl.balance import Balance, Widths, balance
 from commdsl.commands import output, plan_view
 from commdsl.commands.arguments import Target, UsageError
-from commdsl.diagnostics import Diagnostic
-from commdsl.layouts import at_home
-from commdsl.plans import DispatchPlan
-from commdsl.syntax import File
-from commdsl.topology import Topology
+from commdsl.ir.plans import DispatchPlan
+from commdsl.language.diagnostics import Diagnostic
+from commdsl.language.syntax import File
+from commdsl.machine.topology import Topology
+from commdsl.planner.balance import Balance, Widths, balance
+from commdsl.planner.layouts import at_home
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def machine(files: tuple[File, ...], target: Target, plan: DispatchPlan) -> Topo
 
 
 def draw(path: Path, plan: DispatchPlan, before: Balance, after: Balance) -> None:
-    from commdsl.draw_plan import draw_plan
+    from commdsl.cost.draw_plan import draw_plan
 
     path.write_text(draw_plan(plan, before, after), encoding="utf-8")
     output.tell(f"drew {path}")

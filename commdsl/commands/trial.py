@@ -13,16 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl import dtypes, interpret
 from commdsl.build import host, host_run
 from commdsl.commands.arguments import UsageError
 from commdsl.compiler import Compiled
-from commdsl.config import from_environment
-from commdsl.dtypes import Array, DType
-from commdsl.ir import Contract, Schedule
-from commdsl.plan import Access
-from commdsl.sizes import piece_range
-from commdsl.timeouts import CommTimeout
+from commdsl.ir import interpret
+from commdsl.ir.schedules import Contract, Schedule
+from commdsl.machine import dtypes
+from commdsl.machine.config import from_environment
+from commdsl.machine.dtypes import Array, DType
+from commdsl.program.plan import Access
+from commdsl.program.sizes import piece_range
+from commdsl.program.timeouts import CommTimeout
 
 SEED = 20
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commdsl import selection
 from commdsl.commands import output
 from commdsl.commands.arguments import UsageError, parse_bytes
 from commdsl.commands.output import Exit
-from commdsl.dtypes import BY_NAME
-from commdsl.search import Search
-from commdsl.selection import Row, Table, TableError, size_text
+from commdsl.machine.dtypes import BY_NAME
+from commdsl.planner.tuning import selection
+from commdsl.planner.tuning.search import Search
+from commdsl.planner.tuning.selection import Row, Table, TableError, size_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress

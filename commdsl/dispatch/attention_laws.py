@@ -12,12 +12,12 @@ from typing import NoReturn, assert_never
 
 import numpy as np
 
+from commdsl.checks.route_laws import in_order
 from commdsl.dispatch import layout
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.form import refuse
 from commdsl.dispatch.metadata import AttentionLayout
-from commdsl.route_laws import in_order
-from commdsl.routes import NOWHERE, Longs, Mask, Routes, Shards
+from commdsl.ir.routes import NOWHERE, Longs, Mask, Routes, Shards
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,11 +14,11 @@ from typing import Literal, TypeAlias, overload
 import numpy as np
 import torch
 
-from commdsl import route_laws
+from commdsl.checks import route_laws
 from commdsl.dispatch import layout
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.metadata import AttentionLayout, Metadata
-from commdsl.routes import NOWHERE, Longs, Routes, Shards, back, query_routes, running_sum
+from commdsl.ir.routes import NOWHERE, Longs, Routes, Shards, back, query_routes, running_sum
 
 Intermediates: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

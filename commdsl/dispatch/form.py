@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from commdsl.dispatch import layout
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.metadata import Metadata
-from commdsl.routes import NOWHERE, Longs
+from commdsl.ir.routes import NOWHERE, Longs
 
 NORMAL = {
     "dst_rank": torch.int32,

@@ -11,9 +11,9 @@ import torch
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.metadata import QKVMetadata
 from commdsl.dispatch.planned import from_plan
-from commdsl.plans import DispatchPlan
-from commdsl.routes import Longs, Mask, Shards, Sharing, running_sum
-from commdsl.source import Source, Span
+from commdsl.ir.plans import DispatchPlan
+from commdsl.ir.routes import Longs, Mask, Shards, Sharing, running_sum
+from commdsl.language.source import Source, Span
 
 
 def gen_seq_lens(world_size: int, num_seqs: int, total_len: int) -> torch.Tensor:

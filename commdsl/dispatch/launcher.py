@@ -18,14 +18,15 @@ from typing import Any
 import torch
 
 from commdsl import compiler
+from commdsl.build.emit import Emitted
+from commdsl.build.emit_dispatch import DispatchKernel, Fixed, changing
 from commdsl.dispatch.errors import DispatchError, RowError
 from commdsl.dispatch.limits import Layout, Limits
 from commdsl.dispatch.pool import Pool, row_bytes
 from commdsl.dispatch.route import Form, Pair, Route, Way
-from commdsl.dispatches import Dispatch, Order, Put
-from commdsl.emit import Emitted
-from commdsl.emit_dispatch import DispatchKernel, Fixed, changing
-from commdsl.plan import Transport
+from commdsl.ir.dispatches import Dispatch, Order, Put
+from commdsl.program.plan import Transport
+from commdsl.program.timeouts import CommTimeout, ErrorRecord, unpack
 from commdsl.runtime import communicator
 from commdsl.runtime.error_page import ErrorWord
 from commdsl.runtime.errors import DeviceError, GroupError, TensorError
@@ -33,7 +34,6 @@ from commdsl.runtime.heap import Heap
 from commdsl.runtime.kernel import Residence
 from commdsl.runtime.load import find
 from commdsl.runtime.workspace import Start
-from commdsl.timeouts import CommTimeout, ErrorRecord, unpack
 
 PUTS = {"rows": Put.ROWS, "packed": Put.PACKED}
 SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

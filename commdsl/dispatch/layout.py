@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from commdsl.checks.route_laws import in_order
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.metadata import AttentionLayout, Metadata
-from commdsl.route_laws import in_order
-from commdsl.routes import NOWHERE, Longs, Routes, Shards, first_equal
+from commdsl.ir.routes import NOWHERE, Longs, Routes, Shards, first_equal
 
 INTEGERS = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.uint32, torch.uint64)
 

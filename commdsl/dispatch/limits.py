@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from commdsl.build.emit_dispatch import DispatchKernel
 from commdsl.dispatch.errors import DispatchError
 from commdsl.dispatch.pool import aligned
 from commdsl.dispatch.route import Form, Route
-from commdsl.emit_dispatch import DispatchKernel
 
 KINDS = ("rows", "queries", "keys")
 

@@ -13,8 +13,8 @@ from commdsl import compiler
 from commdsl.dispatch import layout
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.metadata import AttentionLayout, QKVMetadata
-from commdsl.plans import DispatchPlan, Routing, routing
-from commdsl.routes import Longs, Routes
+from commdsl.ir.plans import DispatchPlan, Routing, routing
+from commdsl.ir.routes import Longs, Routes
 from commdsl.runtime.load import find
 
 

@@ -19,8 +19,8 @@ from commdsl.dispatch import form, layout
 from commdsl.dispatch.errors import DispatchError
 from commdsl.dispatch.metadata import Metadata
 from commdsl.dispatch.validator import validate
-from commdsl.routes import Longs, Routes, Shards, back
-from commdsl.tiles import Flow, Table, most_words, table
+from commdsl.ir.routes import Longs, Routes, Shards, back
+from commdsl.program.tiles import Flow, Table, most_words, table
 
 SPARE = 2
 """A table has room for so many times the words of the plan it began with, so that another plan's fit as well."""

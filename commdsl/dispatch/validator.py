@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl import route_laws
+from commdsl.checks import route_laws
 from commdsl.dispatch import attention_laws, layout
 from commdsl.dispatch.compute import refuse_routes
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.form import Tables, refuse, tables
 from commdsl.dispatch.metadata import AttentionLayout, Metadata
-from commdsl.routes import Longs, Mask, Routes, Shards, back, running_sum
+from commdsl.ir.routes import Longs, Mask, Routes, Shards, back, running_sum
 
 
 def validate(

@@ -12,10 +12,10 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from commdsl.config import Config, from_environment
-from commdsl.plan import Transport
+from commdsl.machine.config import Config, from_environment
+from commdsl.planner.tuning.selection import Candidate
+from commdsl.program.plan import Transport
 from commdsl.runtime.program import Definition, program
-from commdsl.selection import Candidate
 
 CORES_A_WORKER = 2
 MOST_WORKERS = 8
@@ -74,7 +74,7 @@ def _build(job: _Job) -> None:
     transport = Transport(job.config.transport)
     for one in {Transport.PEER, transport}:  # shapes come from the first, the kernel from the second
         made = program(job.definition, job.ranks, one, job.config)
-    from commdsl.emit import defines
+    from commdsl.build.emit import defines
 
     macros = defines(made.plan, job.dtype, "sum")
     if job.arch:

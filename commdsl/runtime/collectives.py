@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from commdsl import selection
-from commdsl.config import from_environment
+from commdsl.machine.config import from_environment
+from commdsl.planner.tuning import selection
+from commdsl.planner.tuning.selection import COLLECTIVES, Choice
 from commdsl.runtime import collective_ops, communicator, menu
 from commdsl.runtime.work import Work
-from commdsl.selection import COLLECTIVES, Choice
 
 
 def all_reduce(x: torch.Tensor, op: str = "sum", group: Any = None, async_op: bool = False) -> Any:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from commdsl.config import Config, from_environment
-from commdsl.emit import Emitted
-from commdsl.plan import Transport
+from commdsl.build.emit import Emitted
+from commdsl.machine.config import Config, from_environment
+from commdsl.program.plan import Transport
 from commdsl.runtime.bootstrap import Board, Bootstrap, StoreBootstrap, ThreadBootstrap, exchange
 from commdsl.runtime.error_page import ErrorPage, ErrorWord
 from commdsl.runtime.errors import BrokenGroupError, GroupError

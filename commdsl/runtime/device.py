@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from commdsl.build import nvrtc
-from commdsl.config import Config
-from commdsl.emit import Emitted, defines
-from commdsl.plan import Protocol, Transport
+from commdsl.build.emit import Emitted, defines
+from commdsl.machine.config import Config
+from commdsl.program.plan import Protocol, Transport
+from commdsl.program.sizes import device_launch
 from commdsl.runtime.bootstrap import Bootstrap
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.engine import EngineKernel
@@ -30,7 +31,6 @@ from commdsl.runtime.kernel import DeviceKernel, Kernel, Launchable, Residence, 
 from commdsl.runtime.program import Program
 from commdsl.runtime.stream_order import StreamOrder
 from commdsl.runtime.workspace import Tenant, Workspace
-from commdsl.sizes import device_launch
 
 
 class DeviceCommunicator(Communicator):

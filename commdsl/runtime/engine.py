@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
-from commdsl.plan import Plan
+from commdsl.program.plan import Plan
 from commdsl.runtime.kernel import Launchable, Prepared
 from commdsl.runtime.phases import Copy, Flags, Wave, phases
 

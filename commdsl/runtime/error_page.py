@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from commdsl.program.timeouts import RECORD_BYTES
 from commdsl.runtime.errors import OpError
-from commdsl.timeouts import RECORD_BYTES
 
 PAGE_BYTES = 1024 * RECORD_BYTES
 """Room for more workspaces than symmetric memory has."""

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+from commdsl.build.emit import Emitted, defines
 from commdsl.build.host import build
-from commdsl.config import Config
-from commdsl.emit import Emitted, defines
+from commdsl.machine.config import Config
+from commdsl.program.sizes import host_launch
 from commdsl.runtime.bootstrap import Board, Bootstrap
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.error_page import ordinary_page
@@ -22,7 +23,6 @@ from commdsl.runtime.heap import Heap, SharedHeap, ThreadHeap
 from commdsl.runtime.kernel import HostKernel, Kernel, Launchable, Residence, residence_of
 from commdsl.runtime.program import Program
 from commdsl.runtime.workspace import Tenant
-from commdsl.sizes import host_launch
 
 T = TypeVar("T")
 

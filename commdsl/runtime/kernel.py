@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from commdsl.diagnostics import InternalError
-from commdsl.plan import Plan
+from commdsl.language.diagnostics import InternalError
+from commdsl.program.plan import Plan
+from commdsl.program.sizes import Launch
 from commdsl.runtime.errors import DeviceError, OpError
-from commdsl.sizes import Launch
 
 _NO_DELAY = bytes(8)
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from commdsl.config import from_environment
-from commdsl.plan import Transport
-from commdsl.resources import data_dir
+from commdsl.machine.config import from_environment
+from commdsl.machine.resources import data_dir
+from commdsl.program.plan import Transport
 from commdsl.runtime import communicator
 from commdsl.runtime.errors import OpError
 from commdsl.runtime.op import Op, register

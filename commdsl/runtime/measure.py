@@ -17,15 +17,15 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from commdsl.diagnostics import CommError
+from commdsl.language.diagnostics import CommError
+from commdsl.planner.tuning.search import Failure, Times
+from commdsl.planner.tuning.selection import Candidate, size_text
 from commdsl.runtime import communicator
 from commdsl.runtime.ahead import Ahead
 from commdsl.runtime.errors import GroupError
 from commdsl.runtime.load import load, reset, shutdown
 from commdsl.runtime.menu import home, name_of_device
 from commdsl.runtime.op import Op
-from commdsl.search import Failure, Times
-from commdsl.selection import Candidate, size_text
 
 GRAPH_BYTES = 4 << 20
 """Below it calls are timed inside a CUDA graph: there the host's part would show."""

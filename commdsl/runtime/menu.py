@@ -12,14 +12,15 @@ from typing import Any, TypeAlias
 
 import torch
 
-from commdsl import dtypes, selection
-from commdsl.config import from_environment
+from commdsl.machine import dtypes
+from commdsl.machine.config import from_environment
+from commdsl.planner.tuning import selection
+from commdsl.planner.tuning.selection import ROOTED, Candidate, Rows
 from commdsl.runtime import communicator
 from commdsl.runtime.errors import CaptureError, GroupError, ReductionError
 from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
 from commdsl.runtime.work import HostWork, Result, Work
-from commdsl.selection import ROOTED, Candidate, Rows
 
 
 class Menu:

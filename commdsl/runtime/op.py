@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from commdsl.config import from_environment
-from commdsl.plan import Transport
+from commdsl.machine.config import from_environment
+from commdsl.program.plan import Transport
 from commdsl.runtime import autograd, communicator, eager, tensors
 from commdsl.runtime.calls import MAX_KEPT, Call
 from commdsl.runtime.device import DeviceCommunicator

@@ -25,8 +25,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from commdsl.plan import CELL, Plan
-from commdsl.sizes import Launch, piece_range
+from commdsl.program.plan import CELL, Plan
+from commdsl.program.sizes import Launch, piece_range
 
 STEP_UNIT = 4096
 """Bytes to which the parts of a chunk that rounds move are rounded up, where the tile is no smaller."""

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from commdsl.build import cache
-from commdsl.config import Config
-from commdsl.diagnostics import InternalError
-from commdsl.emit import Emitted
-from commdsl.ir import Contract, Schedule
-from commdsl.plan import Access, Plan, Transport
-from commdsl.resources import data_dir
+from commdsl.build.emit import Emitted
+from commdsl.ir.schedules import Contract, Schedule
+from commdsl.language.diagnostics import InternalError
+from commdsl.machine.config import Config
+from commdsl.machine.resources import data_dir
+from commdsl.program.plan import Access, Plan, Transport
 
 
 @dataclass(frozen=True, slots=True)

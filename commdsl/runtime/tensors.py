@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from commdsl import dtypes
+from commdsl.machine import dtypes
 from commdsl.runtime.errors import ReductionError, TensorError
 from commdsl.runtime.program import Port, Signature
 

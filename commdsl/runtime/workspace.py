@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
-from commdsl.plan import Plan
+from commdsl.program.plan import Plan
+from commdsl.program.sizes import Arguments, Launch
+from commdsl.program.timeouts import CommTimeout, timeout_of, unpack
 from commdsl.runtime.error_page import ErrorWord
 from commdsl.runtime.heap import Heap
 from commdsl.runtime.kernel import Kernel, Prepared
 from commdsl.runtime.stream_order import StreamOrder
-from commdsl.sizes import Arguments, Launch
-from commdsl.timeouts import CommTimeout, timeout_of, unpack
 
 Geometry: TypeAlias = Callable[[Plan, int], Launch]
 """How a call on blocks of so many bytes runs."""

@@ -20,9 +20,9 @@ from collectives import dispatches, main_case, shipped
 
 from commdsl import compiler
 from commdsl.build import nvrtc
-from commdsl.config import Config, from_environment
-from commdsl.emit import defines
-from commdsl.plan import Transport
+from commdsl.build.emit import defines
+from commdsl.machine.config import Config, from_environment
+from commdsl.program.plan import Transport
 from commdsl.runtime.program import Definition, program
 
 DTYPES = ("float32", "float16", "bfloat16", "int32", "int64")

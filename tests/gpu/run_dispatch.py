@@ -42,7 +42,7 @@ from dispatch_checks import Rows
 from dispatch_plans import Case, Draw, cases, limits, varied
 
 from benchmarks.report import grid
-from commdsl.routes import Mask, Sharing
+from commdsl.ir.routes import Mask, Sharing
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "commdsl" / "dispatch" / "README.md"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

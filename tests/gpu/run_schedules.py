@@ -254,7 +254,9 @@ def calls(subject: Subject) -> Iterator[tuple[str, int]]:
 
 def oracle(subject: Subject) -> Iterator[tuple[str, int]]:
     """Random floats: the kernel's order of summation and its rounding are the interpreter's."""
-    from commdsl import compiler, dtypes, interpret
+    from commdsl import compiler
+    from commdsl.ir import interpret
+    from commdsl.machine import dtypes
 
     schedule = compiler.check(subject.case.path, ranks=subject.run.size, params=dict(subject.case.params)).schedule
     reduces = subject.op.has_reduction

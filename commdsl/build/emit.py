@@ -1,0 +1,298 @@
+"""Turns a Plan into the text of its kernel: constants, operation tables with their origin, one entry.
+
+Assumes a verified Plan. Does not choose anything, and does not know the element type or the reduction: those are
+compiler flags, so one text serves all. The only module that uses jinja2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from commdsl.ir.schedules import Ints
+from commdsl.machine.resources import data_dir
+from commdsl.program.plan import CELL, STAGE_MARKS_BYTES, STAGES, OpKind, Ops, Origin, Plan, Protocol
+
+if TYPE_CHECKING:
+    import jinja2
+
+KIND_NAMES = {OpKind.COPY: "kCopy", OpKind.REDUCE: "kReduce"}
+
+CONSTANT_BYTES = 48 * 1024
+"""Tables up to this size lie in the GPU's constant memory, which has 64 KB and a cache beside every SM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A kernel's text. `name` is its entry; `digest` covers the text and, through its head, the headers."""
+
+    name: str
+    text: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows of the operation table that come from one statement, under the comment that says which."""
+
+    origin: str
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable:
+    rank: int
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What the template prints; everything is text or a number."""
+
+    entry: str
+    schedule: str
+    plan_digest: str
+    headers_digest: str
+    constants: tuple[tuple[str, str, int], ...]  # type, name, value
+    in_constant_memory: bool
+    wire: str
+    form: str  # of the entry: a kernel that runs the tables, or one for the flags between copies that others make
+    threads: int
+    lanes_per_block: int
+    has_reduction: bool
+    reduces_remotely: bool
+    ranks: tuple[RankTable, ...]
+    rank_begin: str
+    signals_per_round: tuple[str, ...]
+    dests: tuple[str, ...]
+    sources: tuple[str, ...]
+    waits: tuple[str, ...]
+    signals: tuple[str, ...]
+
+
+def emit(plan: Plan) -> Emitted:
+    """The text for every rank of a Plan, the same on any machine and hash seed."""
+    text = environment().get_template("kernel.cu.j2").render(kernel=_kernel(plan))
+    return Emitted(f"commdsl_{plan.name}", text, hashlib.sha256(text.encode()).hexdigest())
+
+
+def environment() -> jinja2.Environment:
+    """The templates; a field that is missing raises instead of printing nothing."""
+    import jinja2  # 20 ms that loading a compiled schedule does not need
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(data_dir("templates")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def include_dir() -> Path:
+    """The folder that both compilers search for `commdsl/...`."""
+    return data_dir("templates") / "include"
+
+
+def headers_digest() -> str:
+    """One SHA-256 over the names and contents of all headers."""
+    digest = hashlib.sha256()
+    root = include_dir()
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _kernel(plan: Plan) -> Kernel:
+    constants = tuple(_constants(plan))
+    ranks = tuple(RankTable(rank, tuple(_groups(plan, rank))) for rank in range(plan.num_ranks))
+    ops = plan.ops
+    sources = _rows(ops.source_space, _senders(plan), _blocks(ops.source_space, ops.source_index, _source_cuts(ops)))
+    dests = _rows(ops.dest_space, ops.dest_rank, _blocks(ops.dest_space, ops.dest_index, ops.cut), ops.scale)
+    waits = _rows(ops.wait_peer, ops.wait_ordinal, ops.wait_rounds_back)
+    signals = _rows(ops.signal_peer, signal_ordinals(plan))
+    per_round = tuple(_row(line) for line in plan.signals_per_round)
+    tables = (constants, plan.protocol, ranks, dests, sources, waits, signals, per_round)
+    return Kernel(
+        entry=f"commdsl_{plan.name}",
+        schedule=_file_of(plan),
+        plan_digest=hashlib.sha256(repr((plan.name, plan.params, plan.topology, tables)).encode()).hexdigest(),
+        headers_digest=headers_digest(),
+        constants=constants,
+        has_reduction=plan.has_reduction,
+        reduces_remotely=reduces_remotely(plan),
+        ranks=ranks,
+        in_constant_memory=_table_bytes(plan) <= CONSTANT_BYTES,
+        wire=WIRES[plan.protocol],
+        form="COMMDSL_FLAGS" if plan.protocol is Protocol.ENGINE else "COMMDSL_KERNEL",
+        threads=plan.threads,
+        lanes_per_block=plan.lanes_per_block,
+        rank_begin=_row(np.searchsorted(ops.leaders, ops.rank_begin).astype(np.int32)),
+        signals_per_round=per_round,
+        dests=dests,
+        sources=sources,
+        waits=waits,
+        signals=signals,
+    )
+
+
+WIRES = {
+    Protocol.BULK: "Bulk",
+    Protocol.PACKET: "Packet",
+    Protocol.LINE: "Line",
+    Protocol.TMA: "Tma",
+    Protocol.ENGINE: "Bulk",
+}
+
+
+def _source_cuts(ops: Ops) -> Ints:
+    return np.repeat(ops.cut, np.diff(ops.source_begin))
+
+
+def _blocks(space: Ints, index: Ints, cut: Ints) -> Ints:
+    """Cells by their number, chunks by the block they are in: which piece of it they are is the operation's."""
+    return np.where(space == CELL, index, index // cut).astype(np.int32)
+
+
+def _senders(plan: Plan) -> Ints:
+    """For each source the rank it lies on; where data carries its flag, the one it comes from: a report names it."""
+    ops = plan.ops
+    if not plan.protocol.carries_flags:
+        return ops.source_rank
+    writes, reads = np.flatnonzero(ops.dest_space == CELL), np.flatnonzero(ops.source_space == CELL)
+    writer = np.zeros((plan.num_ranks, max(plan.num_cells, 1)), np.int32)
+    actor = np.repeat(np.arange(plan.num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
+    writer[ops.dest_rank[writes], ops.dest_index[writes]] = actor[writes]
+    senders = ops.source_rank.copy()
+    senders[reads] = writer[ops.source_rank[reads], ops.source_index[reads]]
+    return senders
+
+
+def _table_bytes(plan: Plan) -> int:
+    """What the tables of all ranks take in the kernel."""
+    ops = plan.ops
+    rows = 13 * len(ops.leaders) + 4 * ops.num_ops + 3 * len(ops.source_space) + 3 * len(ops.wait_peer)
+    return 4 * (rows + 2 * len(ops.signal_peer) + plan.num_ranks**2 + plan.num_ranks + 1)
+
+
+def signal_ordinals(plan: Plan) -> Ints:
+    """Which signal of its round each row of the signal table is, from its rank to its peer, counted from 1."""
+    ops = plan.ops
+    rank_of_op = np.repeat(np.arange(plan.num_ranks), np.diff(ops.rank_begin))
+    rank_of_signal = np.repeat(rank_of_op, np.diff(ops.signal_begin))
+    pair = rank_of_signal * plan.num_ranks + ops.signal_peer
+    order = np.argsort(pair, kind="stable")
+    first = np.searchsorted(pair[order], pair[order])  # where the run of equal pairs begins
+    ordinals = np.empty(len(pair), dtype=np.int32)
+    ordinals[order] = np.arange(len(pair)) - first + 1
+    return ordinals
+
+
+def _constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
+    ops = plan.ops
+    yield "i32", "kNumRanks", plan.num_ranks
+    yield "i32", "kNumTensors", len(plan.tensors)
+    yield "u64", "kNumCells", plan.num_cells
+    yield "u64", "kRotation", plan.rotation
+    yield "u64", "kLanes", plan.lanes
+    yield "u64", "kTileBytes", plan.tile_bytes
+    yield "u64", "kSlotBytes", plan.slot_bytes
+    yield "u64", "kFlagsBytes", plan.flags_bytes
+    yield "u64", "kCellsOffset", plan.cells_offset
+    if plan.protocol is Protocol.TMA:
+        yield "u64", "kStages", STAGES
+        yield "u64", "kStageBytes", plan.stage_bytes
+        yield "u64", "kMarksBytes", STAGE_MARKS_BYTES
+    yield "i32", "kMostSources", int(np.diff(ops.source_begin).max(initial=0))
+    yield "i32", "kMostDests", int((np.arange(ops.num_ops) - ops.leader_of).max(initial=0)) + 1
+
+
+def reduces_remotely(plan: Plan) -> bool:
+    """Whether a reduction reads or writes a cell of another rank, which takes a transport of plain loads and stores."""
+    ops = plan.ops
+    rank_of_op = np.repeat(np.arange(plan.num_ranks), np.diff(ops.rank_begin))
+    moves = ops.kind != OpKind.COPY
+    remote_dest = (ops.dest_space == CELL) & (ops.dest_rank != rank_of_op) & moves
+    op_of_source = np.repeat(np.arange(ops.num_ops), np.diff(ops.source_begin))
+    remote_source = (ops.source_space == CELL) & (ops.source_rank != rank_of_op[op_of_source]) & moves[op_of_source]
+    return bool(remote_dest.any() or remote_source.any())
+
+
+def _groups(plan: Plan, rank: int) -> Iterator[Group]:
+    """One group per run of rows of the same statement and kind; a row is a group of operations."""
+    ops = plan.ops
+    rows: list[str] = []
+    title = ""
+    ends = np.append(ops.leaders[1:], ops.num_ops)
+    first, last = np.searchsorted(ops.leaders, ops.rank_begin[rank : rank + 2])
+    for leader, end in zip(ops.leaders[first:last].tolist(), ends[first:last].tolist(), strict=True):
+        here = _origin(plan.origins[int(ops.origin[leader])], OpKind(int(ops.kind[leader])))
+        if rows and here != title:
+            yield Group(title, tuple(rows))
+            rows = []
+        title = here
+        rows.append(_op(ops, leader, end))
+    if rows:
+        yield Group(title, tuple(rows))
+
+
+def _op(ops: Ops, leader: int, end: int) -> str:
+    runs = [(leader, end - leader)]
+    tables = (ops.source_begin, ops.wait_begin, ops.signal_begin)
+    runs += [(begin[leader], begin[end] - begin[leader]) for begin in tables]
+    columns = (ops.cut[leader], ops.piece[leader], ops.barrier[leader], *(number for run in runs for number in run))
+    return f"{KIND_NAMES[OpKind(int(ops.kind[leader]))]}, {', '.join(map(str, columns))}"
+
+
+def _origin(origin: Origin, kind: OpKind) -> str:
+    line, _ = origin.span.position
+    bindings = ", ".join(f"{name} = {value}" for name, value in origin.bindings)
+    text = f"{file_name(origin.span.source.name)}:{line} {kind.name.lower()}"
+    return text + (f" ({bindings})" if bindings else "") + (f" [{origin.note}]" if origin.note else "")
+
+
+def file_name(name: str) -> str:
+    """The last part of a path, of characters that cannot end a comment: the text is the same wherever the file lies."""
+    return re.sub(r"[^\w.+-]", "_", PurePath(name).name, flags=re.ASCII)
+
+
+def _file_of(plan: Plan) -> str:
+    return file_name(plan.origins[0].span.source.name) if plan.origins else plan.name
+
+
+def _row(values: Ints) -> str:
+    return ", ".join(map(str, values.tolist()))
+
+
+def _rows(*columns: Ints) -> tuple[str, ...]:
+    """Rows of a table, eight a line; at least one row, as C++ has no empty arrays."""
+    table = np.stack(columns, axis=1) if len(columns[0]) else np.zeros((1, len(columns)), dtype=np.int32)
+    rows = ["{" + ", ".join(map(str, row)) + "}" for row in table.tolist()]
+    return tuple(", ".join(rows[first : first + 8]) for first in range(0, len(rows), 8))
+
+
+SHORT_PROGRAM = 16
+"""Up to so many passes a round, a GPU's kernel is built for its rank, with every pass as code of its own."""
+
+
+def defines(plan: Plan, dtype: str, op: str, rank: int | None = None) -> tuple[str, ...]:
+    """The macros a build of the text takes: element type and reduction, none for a kernel that only moves bytes.
+
+    `avg` is `sum` with a bit set at launch. With `rank` the build is for that rank alone if its program is short.
+    """
+    macros: tuple[str, ...] = ()
+    if plan.has_reduction:
+        macros = (f"COMMDSL_DTYPE={dtype}", f"COMMDSL_OP={'sum' if op == 'avg' else op}")
+    if rank is None or plan.protocol is Protocol.ENGINE:
+        return macros
+    first, last = np.searchsorted(plan.ops.leaders, plan.ops.rank_begin[rank : rank + 2])
+    return (*macros, f"COMMDSL_RANK={rank}") if last - first <= SHORT_PROGRAM else macros

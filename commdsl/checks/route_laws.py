@@ -1,0 +1,177 @@
+"""Turns routes into what is wrong with them: one function per law, each of which returns the offending rows.
+
+Assumes arrays of one length per form. Does not trust `routes`, whose results it judges, nor say where in a file a shard
+was written: `checks` and `dispatch.validate` do, each in its own words. Vectorised; a million runs take about a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from commdsl.ir.routes import NOWHERE, KeyStretches, Longs, Mask, Needs, Routes, Shards, first_equal, stable_order
+
+
+@dataclass(frozen=True, eq=False)
+class Offences:
+    """k rows that break a law, and by how much; empty where the law holds."""
+
+    row: Longs  # (k,): rows of the form that was judged; of `counts_differ` destination * num_ranks + source
+    expected: Longs  # (k,)
+    got: Longs  # (k,)
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+def out_of_bounds(routes: Routes, shards: Shards) -> Offences:
+    """Runs that begin before the tensor of their rank, or end after it: expected is the nearest legal first row."""
+    last = shards.rows[routes.source] - routes.length
+    return _differ(np.clip(routes.source_row, 0, np.maximum(last, 0)), routes.source_row)
+
+
+def not_its_shard(routes: Routes, shards: Shards) -> Offences:
+    """Runs that do not carry the rows of their shard: expected and got are its first row, or else its length."""
+    rows = shards.row[routes.shard], shards.length[routes.shard]
+    elsewhere = (rows[0] != routes.source_row) | (shards.rank[routes.shard] != routes.source)
+    wrong = np.flatnonzero(elsewhere | (rows[1] != routes.length))
+    expected = np.where(elsewhere, *rows)[wrong]
+    return Offences(wrong, expected, np.where(elsewhere, routes.source_row, routes.length)[wrong])
+
+
+def nobody(routes: Routes) -> Offences:
+    """Runs to a rank that does not exist: expected is the nearest that does."""
+    return _differ(np.clip(routes.dest, 0, routes.num_ranks - 1), routes.dest)
+
+
+def in_order(rank: Longs, row: Longs, length: Longs) -> Longs:
+    """The order in which runs lie on their ranks; a run without rows before the one that begins where it lies."""
+    order = np.argsort(2 * row + (length > 0), kind="stable")
+    return order[stable_order(rank[order])]
+
+
+def not_tiling(routes: Routes) -> Offences:
+    """Runs that do not begin where the one before them on their destination ends: a gap or an overlap."""
+    order = in_order(routes.dest, routes.dest_row, routes.length)
+    length, dest = routes.length[order], routes.dest[order]
+    before = np.cumsum(length) - length
+    expected = before - before[first_equal(dest)]
+    wrong = np.flatnonzero(expected != routes.dest_row[order])
+    # In the order of the table, so that the first named is the first written.
+    wrong = wrong[np.argsort(order[wrong])]
+    return Offences(order[wrong], expected[wrong], routes.dest_row[order[wrong]])
+
+
+def not_placed(routes: Routes) -> Offences:
+    """Runs whose number among those that arrive at their destination is not their place by first row."""
+    order = np.lexsort((routes.place, routes.length > 0, routes.dest_row, routes.dest))
+    dest = routes.dest[order]
+    expected = np.empty(routes.num, np.int64)
+    expected[order] = np.arange(routes.num) - first_equal(dest)
+    return _differ(expected, routes.place)
+
+
+def counts_differ(routes: Routes, counts: Longs) -> Offences:
+    """Entries [r, s] of `counts` (num_ranks, num_ranks) that are not the rows which r receives from s."""
+    found = np.zeros(routes.num_ranks**2, np.int64)
+    np.add.at(found, routes.dest * routes.num_ranks + routes.source, routes.length)
+    return _differ(found, counts.reshape(-1))
+
+
+def not_returned(routes: Routes, returning: Routes, shards: Shards) -> Offences:
+    """Runs that the way back does not bring to where they came from, a whole tensor of the source per copy: rows of
+    `routes`. Expected is the first row there, got the row reached; NOWHERE if nothing, or another rank, comes back.
+    """
+    there = np.flatnonzero(routes.length > 0)
+    there = there[in_order(routes.dest[there], routes.dest_row[there], routes.length[there])]
+    home = np.flatnonzero(returning.length > 0)
+    home = home[in_order(returning.source[home], returning.source_row[home], returning.length[home])]
+    expected = routes.copy[there] * shards.rows[routes.source[there]] + routes.source_row[there]
+    got = np.full(len(there), NOWHERE, np.int64)
+    both = min(len(there), len(home))
+    a, b = there[:both], home[:both]
+    same = (
+        (routes.dest[a] == returning.source[b])
+        & (routes.dest_row[a] == returning.source_row[b])
+        & (routes.length[a] == returning.length[b])
+        & (routes.source[a] == returning.dest[b])
+    )
+    got[:both] = np.where(same, returning.dest_row[b], NOWHERE)
+    wrong = np.flatnonzero(got != expected)
+    wrong = wrong[np.argsort(there[wrong])]
+    return Offences(there[wrong], expected[wrong], got[wrong])
+
+
+def wrong_context(length: Longs, document: Longs, position: Longs, context: Longs) -> Offences:
+    """Shards whose context is not the rows of their document before them."""
+    order = np.lexsort((position, document))
+    names = document[order]
+    before = np.cumsum(length[order]) - length[order]
+    expected = np.empty(len(order), np.int64)
+    expected[order] = before - before[first_equal(names)]
+    return _differ(expected, context)
+
+
+def wrong_stretch(
+    stretches: KeyStretches, length: Longs, document: Longs, context: Longs, query_dest: Longs, mask: Mask
+) -> Offences:
+    """Query shards whose stretch of keys has not the rows the mask demands: everything up to their end, or all."""
+    names, number = np.unique(document, return_inverse=True)
+    whole = np.zeros(len(names), np.int64)
+    np.add.at(whole, number, length)
+    expected = np.where(query_dest >= 0, context + length if mask is Mask.CAUSAL else whole[number], 0)
+    return _differ(expected, stretches.length)
+
+
+def missing_keys(
+    keys: Routes, stretches: KeyStretches, pairs: Needs, query_dest: Longs, context: Longs
+) -> tuple[Longs, Offences]:
+    """Needs that no run satisfies: the key/value shard must lie in the query's stretch, as many rows after its first as
+    its document has before the shard. Returns the rows of `pairs`, and by query shard where the key should begin on the
+    destination and where another copy of it begins there (NOWHERE: there is none).
+    """
+    asked, dest, row = _places(stretches, pairs, query_dest, context)
+    key = pairs.key[asked]
+    wanted, sent = _numbered((dest, key, row), (keys.dest, keys.shard, keys.dest_row))
+    wrong = np.flatnonzero(~np.isin(wanted, sent))
+    got = np.full(len(wrong), NOWHERE, np.int64)
+    near, others = _numbered((dest[wrong], key[wrong]), (keys.dest, keys.shard))
+    known, first = np.unique(others, return_index=True)
+    at = np.searchsorted(known, near)
+    there = np.flatnonzero(np.isin(near, known))
+    got[there] = keys.dest_row[first[at[there]]]
+    return asked[wrong], Offences(pairs.query[asked[wrong]], row[wrong], got)
+
+
+def unasked_keys(keys: Routes, stretches: KeyStretches, pairs: Needs, query_dest: Longs, context: Longs) -> Longs:
+    """Runs of keys that no query needs where they lie: rows of `keys`. With `missing_keys` empty and the runs tiling,
+    every stretch is its queries' document prefix and nothing else travels.
+    """
+    asked, dest, row = _places(stretches, pairs, query_dest, context)
+    wanted, sent = _numbered((dest, pairs.key[asked], row), (keys.dest, keys.shard, keys.dest_row))
+    return np.flatnonzero(~np.isin(sent, wanted))
+
+
+def _places(stretches: KeyStretches, pairs: Needs, query_dest: Longs, context: Longs) -> tuple[Longs, Longs, Longs]:
+    """The needs of queries that are sent, and where their keys must begin: rows of `pairs`, rank, row there."""
+    asked = np.flatnonzero(query_dest[pairs.query] >= 0)
+    query = pairs.query[asked]
+    return asked, query_dest[query], stretches.row[query] + context[pairs.key[asked]]
+
+
+def _numbered(left: tuple[Longs, ...], right: tuple[Longs, ...]) -> tuple[Longs, Longs]:
+    """A number for every row of two tables, the same for equal rows. Sorts, so no product of columns can overflow."""
+    columns = [np.concatenate(pair) for pair in zip(left, right, strict=True)]
+    order = np.lexsort(columns[::-1])
+    new = np.zeros(len(order), np.bool_)
+    for column in columns:
+        new[1:] |= column[order][1:] != column[order][:-1]
+    number = np.empty(len(order), np.int64)
+    number[order] = np.cumsum(new)
+    return number[: len(left[0])], number[len(left[0]) :]
+
+
+def _differ(expected: Longs, got: Longs) -> Offences:
+    wrong = np.flatnonzero(expected != got)
+    return Offences(wrong, expected[wrong], got[wrong])

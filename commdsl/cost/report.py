@@ -1,0 +1,278 @@
+"""Turns a schedule into what it costs on its topology: steps, bytes over links and ports, time, and the least there
+could be.
+
+Assumes a schedule that `checks` accepts. The model is alpha-beta, step by step: a step lasts the longest latency of a
+link it uses plus the time of its busiest port or pair; copies on a rank are free. The emitted kernel overlaps
+dependent steps tile by tile, so a big tensor can do better than the latency terms say. Does not measure anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.checks.determinism import same_bits
+from commdsl.checks.locations import Located, LocatedStep
+from commdsl.checks.size_classes import ClassedMoves, classes_of_moves
+from commdsl.checks.topology import link_table
+from commdsl.cost.bounds import Limit, limit
+from commdsl.ir.schedules import Schedule
+from commdsl.language.diagnostics import Diagnostic, Label, Severity
+from commdsl.machine.topology import pair_bandwidth
+
+DEFAULT_BLOCK_BYTES = 64 << 20
+FAR = 4.0
+"""A schedule that no tensor size brings within this factor of the bound gets a warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class PortLoad:
+    """What one rank sends or receives over its links of one class, in blocks (multiples of the block size)."""
+
+    link: str
+    rank: int
+    sends: bool
+    blocks: float
+
+
+@dataclass(frozen=True, slots=True)
+class PairLoad:
+    """What goes from one rank to another, in blocks."""
+
+    source: int
+    dest: int
+    blocks: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """One step that crosses links: its time is latency + seconds_per_byte * block_bytes."""
+
+    index: int
+    bindings: tuple[tuple[str, int], ...]
+    line: int
+    transfers: int
+    blocks: float  # all that crosses links
+    port: PortLoad
+    pair: PairLoad
+    latency: float
+    seconds_per_byte: float
+
+    def seconds(self, block_bytes: int) -> float:
+        return self.latency + self.seconds_per_byte * block_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What a schedule costs; loads in blocks hold for every tensor size, `seconds` and the like for `block_bytes`."""
+
+    schedule: str
+    contract: str
+    num_ranks: int
+    topology: str
+    idealised: bool
+    block_bytes: int
+    num_steps: int  # steps in which anything moves
+    num_transfers: int  # between different ranks
+    num_copies: int  # within a rank
+    num_yields: int
+    blocks: float  # moved between ranks in all
+    busiest_port: PortLoad | None
+    busiest_pair: PairLoad | None
+    steps: tuple[StepCost, ...] = field(repr=False)
+    pair_source: NDArray[np.int32] = field(repr=False)  # every pair that carries anything
+    pair_dest: NDArray[np.int32] = field(repr=False)
+    pair_blocks: NDArray[np.float64] = field(repr=False)
+    limit: Limit
+    same_bits: bool  # wherever the contract wants one reduction on several ranks, they get the same bits
+
+    @property
+    def latency(self) -> float:
+        return sum(step.latency for step in self.steps)
+
+    @property
+    def seconds_per_byte(self) -> float:
+        return sum(step.seconds_per_byte for step in self.steps)
+
+    def seconds_for(self, block_bytes: int) -> float:
+        return self.latency + self.seconds_per_byte * block_bytes
+
+    def least_seconds_for(self, block_bytes: int) -> float:
+        return self.limit.latency + self.limit.seconds_per_byte * block_bytes
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_for(self.block_bytes)
+
+    @property
+    def least_seconds(self) -> float:
+        return self.least_seconds_for(self.block_bytes)
+
+    @property
+    def ratio(self) -> float:
+        """Time over the least time, for `block_bytes`; 1 is optimal in this model."""
+        return _ratio(self.seconds, self.least_seconds)
+
+    @property
+    def latency_ratio(self) -> float:
+        """The ratio for tensors so small that only latency counts."""
+        return _ratio(self.latency, self.limit.latency)
+
+    @property
+    def bandwidth_ratio(self) -> float:
+        """The ratio for tensors so large that only bandwidth counts."""
+        return _ratio(self.seconds_per_byte, self.limit.seconds_per_byte)
+
+
+def _ratio(value: float, least: float) -> float:
+    if least > 0:
+        return value / least
+    return 1.0 if value == 0 else float("inf")
+
+
+def report(schedule: Schedule, block_bytes: int = DEFAULT_BLOCK_BYTES) -> Report:
+    """The cost for blocks of `block_bytes`: for an all-reduce the tensor, for an all-gather one rank's part of it."""
+    located = Located(schedule)
+    loads = _loads(located)
+    names = {contract.name: None for contract in schedule.contracts}
+    pair_key, pair_blocks = _sum_by_key(
+        np.concatenate([load.pair for load in loads] or [np.zeros(0, np.int64)]),
+        np.concatenate([load.blocks for load in loads] or [np.zeros(0)]),
+    )
+    links = link_table(schedule.topology, schedule.num_ranks).ravel()
+    steps = tuple(_step_cost(schedule, links, load) for load in loads if len(load.pair))
+    whole = pair_key, pair_blocks, links[pair_key]
+    return Report(
+        schedule=schedule.name,
+        contract=", ".join(names),
+        num_ranks=schedule.num_ranks,
+        topology=schedule.topology.name,
+        idealised=schedule.topology.idealised,
+        block_bytes=block_bytes,
+        num_steps=len(loads),
+        num_transfers=sum(step.transfers for step in steps),
+        num_copies=sum(load.num_copies for load in loads),
+        num_yields=schedule.num_yields,
+        blocks=float(pair_blocks.sum()),
+        busiest_port=_busiest_port(schedule, *whole)[0] if len(pair_key) else None,
+        busiest_pair=_busiest_pair(schedule, *whole)[0] if len(pair_key) else None,
+        steps=steps,
+        pair_source=(pair_key // schedule.num_ranks).astype(np.int32),
+        pair_dest=(pair_key % schedule.num_ranks).astype(np.int32),
+        pair_blocks=pair_blocks,
+        limit=limit(schedule),
+        same_bits=same_bits(located),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Load:
+    """What one step moves: the pair (source * num_ranks + destination) and the size in blocks of each transfer."""
+
+    index: int
+    step: LocatedStep
+    pair: NDArray[np.int64]
+    blocks: NDArray[np.float64]
+    num_copies: int
+
+
+def _loads(located: Located) -> list[_Load]:
+    """One for each step in which anything moves."""
+    by_step: dict[int, list[ClassedMoves]] = {}
+    for one in classes_of_moves(located):
+        by_step.setdefault(one.step_index, []).append(one)
+    return [_load(located, index, moves) for index, moves in by_step.items()]
+
+
+def _load(located: Located, index: int, statements: list[ClassedMoves]) -> _Load:
+    num_ranks, per_rank = located.schedule.num_ranks, located.chunks_per_rank
+    pairs: list[NDArray[np.int64]] = []
+    blocks: list[NDArray[np.float64]] = []
+    num_copies = 0
+    for one in statements:
+        sources, dest = one.located.sources, one.located.dest[:, None]
+        source_rank, dest_rank = sources // per_rank, dest // per_rank
+        valid = sources != located.nowhere
+        crosses = valid & (source_rank != dest_rank)
+        num_copies += int(np.count_nonzero(valid)) - int(np.count_nonzero(crosses))
+        pairs.append((source_rank * num_ranks + dest_rank)[crosses])
+        size = 1.0 / (one.moved >> 32)
+        blocks.append(np.broadcast_to(size[:, None], sources.shape)[crosses])
+    return _Load(index, statements[0].step, np.concatenate(pairs), np.concatenate(blocks), num_copies)
+
+
+def _sum_by_key(keys: NDArray[np.int64], amounts: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    distinct, inverse = np.unique(keys, return_inverse=True)
+    return distinct, np.bincount(inverse.ravel(), amounts, minlength=len(distinct)).astype(np.float64)
+
+
+def _step_cost(schedule: Schedule, links: NDArray[np.int32], load: _Load) -> StepCost:
+    pair, blocks = _sum_by_key(load.pair, load.blocks)
+    link = links[pair]
+    port, port_seconds = _busiest_port(schedule, pair, blocks, link)
+    busiest, pair_seconds = _busiest_pair(schedule, pair, blocks, link)
+    return StepCost(
+        index=load.index,
+        bindings=load.step.step.bindings,
+        line=load.step.step.span.position[0],
+        transfers=len(load.pair),
+        blocks=float(blocks.sum()),
+        port=port,
+        pair=busiest,
+        latency=max(schedule.topology.links[index].latency for index in _classes(link)),
+        seconds_per_byte=max(port_seconds, pair_seconds),
+    )
+
+
+def _classes(link: NDArray[np.int32]) -> list[int]:
+    """The link classes in use; `np.unique` would import numpy's masked arrays for it, a tenth of a short check."""
+    return np.flatnonzero(np.bincount(link)).tolist()
+
+
+def _busiest_port(
+    schedule: Schedule, pair: NDArray[np.int64], blocks: NDArray[np.float64], link: NDArray[np.int32]
+) -> tuple[PortLoad, float]:
+    """The port that takes longest, and its seconds per byte of a block; the fullest where ports have no limit."""
+    num_ranks = schedule.num_ranks
+    candidates: list[tuple[float, float, PortLoad]] = []
+    for index in _classes(link):
+        there = link == index
+        described = schedule.topology.links[index]
+        for sends, rank in ((True, pair // num_ranks), (False, pair % num_ranks)):
+            load = np.bincount(rank[there], blocks[there], minlength=num_ranks)
+            at = int(load.argmax())
+            amount = float(load[at])
+            seconds = amount / described.port_bandwidth
+            candidates.append((seconds, amount, PortLoad(described.name, at, sends, amount)))
+    seconds, _, port = max(candidates, key=lambda candidate: candidate[:2])
+    return port, seconds
+
+
+def _busiest_pair(
+    schedule: Schedule, pair: NDArray[np.int64], blocks: NDArray[np.float64], link: NDArray[np.int32]
+) -> tuple[PairLoad, float]:
+    """As `_busiest_port`, for pairs of ranks."""
+    source, dest = pair // schedule.num_ranks, pair % schedule.num_ranks
+    seconds = blocks / pair_bandwidth(schedule.topology, source, dest, link)
+    at = int(np.lexsort((-np.arange(len(pair)), blocks, seconds))[-1])
+    return PairLoad(int(source[at]), int(dest[at]), float(blocks[at])), float(seconds[at])
+
+
+def far_from_bound(schedule: Schedule, costs: Report) -> Iterator[Diagnostic]:
+    """C406, a warning: no tensor size brings the schedule near the bound, neither small ones nor large ones."""
+    factor = min(costs.latency_ratio, costs.bandwidth_ratio)
+    if factor > FAR * (1 + 1e-9) and costs.limit.seconds_per_byte > 0:
+        yield Diagnostic(
+            "C406",
+            f"at least {factor:.1f} times the time of the lower bound",
+            Label(schedule.span, f"on {schedule.num_ranks} ranks of `{schedule.topology.name}`"),
+            notes=(
+                f"small tensors: {costs.latency_ratio:.1f} times the least latency, {costs.num_steps} steps",
+                f"large tensors: {costs.bandwidth_ratio:.1f} times the least, {costs.limit.reason}",
+            ),
+            help="use more links at once, or cut the tensor into chunks that travel one behind the other",
+            severity=Severity.WARNING,
+        )

@@ -1,0 +1,153 @@
+"""Turns a schedule and the ranks' tensors into the tensors it leaves: the oracle for both compiled forms.
+
+Assumes a schedule that passed the checks. Does not know lanes, cells, flags or rounds, and shares nothing with `lower`
+or `emit`: every step reads everything it reads, then writes everything it writes, one chunk after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+
+from commdsl.ir.schedules import Buffer, Moves, Schedule, Step, Yield
+from commdsl.language.kinds import BufferKind
+from commdsl.machine.dtypes import Array, DType
+
+UNIT = 16  # bytes: where chunks may be cut
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """`outputs[name][rank]`: the output and inout buffers; `yields[n][rank]`: what rank was handed at the n-th yield.
+
+    One-dimensional arrays in the storage dtype. What a schedule leaves unwritten in an output is zero here.
+    """
+
+    outputs: dict[str, list[Array]]
+    yields: list[list[Array]]
+
+
+class _Memory:
+    """All chunks of all ranks (private to a run)."""
+
+    def __init__(self, schedule: Schedule, inputs: Mapping[str, Sequence[Array]], dtype: DType) -> None:
+        self.buffers = schedule.buffers
+        self.elements = _block_elements(schedule, inputs)
+        self.dtype = dtype
+        self.data: list[list[Array]] = []
+        self.slots: dict[tuple[int, int, int], Array] = {}  # scratch: whatever was put there
+        for buffer in self.buffers:
+            if buffer.name in inputs and buffer.kind in (BufferKind.INPUT, BufferKind.INOUT):
+                given = inputs[buffer.name]
+                self.data.append([np.array(given[rank], dtype.storage) for rank in range(schedule.num_ranks)])
+            else:
+                size = 0 if buffer.kind is BufferKind.SCRATCH else buffer.blocks * self.elements
+                self.data.append([np.zeros(size, dtype.storage) for _ in range(schedule.num_ranks)])
+
+    def _span(self, buffer: Buffer, chunk: int) -> slice:
+        block, piece = divmod(chunk, buffer.cut)
+        size = self.dtype.size
+        units = -(-self.elements * size // UNIT)
+        first, last = (min(UNIT * (units * p // buffer.cut) // size, self.elements) for p in (piece, piece + 1))
+        return slice(block * self.elements + first, block * self.elements + last)
+
+    def read(self, buffer: int, rank: int, chunk: int) -> Array:
+        if self.buffers[buffer].kind is BufferKind.SCRATCH:
+            return self.slots[buffer, rank, chunk].copy()
+        return self.data[buffer][rank][self._span(self.buffers[buffer], chunk)].copy()
+
+    def write(self, buffer: int, rank: int, chunk: int, values: Array) -> None:
+        if self.buffers[buffer].kind is BufferKind.SCRATCH:
+            self.slots[buffer, rank, chunk] = values
+        else:
+            self.data[buffer][rank][self._span(self.buffers[buffer], chunk)] = values
+
+    def whole(self, buffer: int, rank: int) -> Array:
+        """A whole buffer; scratch slots one after another."""
+        if self.buffers[buffer].kind is not BufferKind.SCRATCH:
+            return self.data[buffer][rank].copy()
+        chunks = range(self.buffers[buffer].num_chunks)
+        return np.concatenate([self.slots[buffer, rank, chunk] for chunk in chunks])
+
+
+def _block_elements(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> int:
+    """The number of elements of a block, the same for every buffer and rank."""
+    sizes = {
+        len(array) / buffer.blocks
+        for buffer in schedule.buffers
+        if buffer.kind in (BufferKind.INPUT, BufferKind.INOUT)
+        for array in inputs[buffer.name]
+    }
+    if len(sizes) != 1 or not (size := sizes.pop()).is_integer():
+        raise ValueError("inputs must be whole blocks of one size on every rank")
+    return int(size)
+
+
+def run(schedule: Schedule, inputs: Mapping[str, Sequence[Array]], dtype: DType, op: str) -> Result:
+    """Runs all ranks; `inputs[name][rank]` for every input and inout buffer, blocks * n elements in storage dtype.
+
+    `op` is sum, max, min, prod or avg. Raises ValueError for inputs of unequal blocks or an `op` the dtype has not.
+    """
+    moves = (moves for step in schedule.steps if isinstance(step, Step) for moves in step.moves)
+    reduces = any(one.accumulate or one.is_list for one in moves)
+    if reduces and op not in dtype.ops:
+        raise ValueError(f"{dtype.name} has no `{op}`")
+    memory = _Memory(schedule, inputs, dtype)
+    yields = []
+    for step in schedule.steps:
+        match step:
+            case Step():
+                results = [result for moves in step.moves for result in _results(memory, moves, dtype, op)]
+                for buffer, rank, chunk, values in results:
+                    memory.write(buffer, rank, chunk, values)
+            case Yield():
+                yields.append([memory.whole(step.buffer, rank) for rank in range(schedule.num_ranks)])
+            case _:
+                assert_never(step)
+    if op == "avg":
+        _average(schedule, memory, dtype)
+    kept = (BufferKind.OUTPUT, BufferKind.INOUT)
+    outputs = {b.name: memory.data[i] for i, b in enumerate(schedule.buffers) if b.kind in kept}
+    return Result(outputs, yields)
+
+
+def _results(memory: _Memory, moves: Moves, dtype: DType, op: str) -> Iterator[tuple[int, int, int, Array]]:
+    """What each row of a statement will write, computed from the state before the step."""
+    for row, (rank, chunk) in enumerate(zip(moves.dest_rank.tolist(), moves.dest_chunk.tolist(), strict=True)):
+        operands = [memory.read(moves.dest_buffer, rank, chunk)] if moves.accumulate else []
+        for k, (source_rank, source_chunk) in enumerate(
+            zip(moves.source_rank[row].tolist(), moves.source_chunk[row].tolist(), strict=True)
+        ):
+            if moves.source_valid is None or moves.source_valid[row, k]:
+                operands.append(memory.read(moves.source_buffer, source_rank, source_chunk))
+        yield moves.dest_buffer, rank, chunk, combine(operands, dtype, op)
+
+
+def combine(operands: list[Array], dtype: DType, op: str) -> Array:
+    """The operands combined in order; floats in float32, rounded once at the end; integers wrap."""
+    if len(operands) == 1:
+        return operands[0]
+    function = {"sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[op]
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not dtype.is_float:
+            total = operands[0]
+            for operand in operands[1:]:
+                total = function(total, operand)
+            return total
+        total = dtype.to_float32(operands[0])
+        for operand in operands[1:]:
+            total = function(total, dtype.to_float32(operand))
+        return dtype.from_float32(total)
+
+
+def _average(schedule: Schedule, memory: _Memory, dtype: DType) -> None:
+    """Divides every chunk whose contract is a sum by the number of ranks."""
+    for contract in schedule.contracts:
+        if contract.is_sum:
+            for rank, chunk in zip(contract.dest_rank.tolist(), contract.dest_chunk.tolist(), strict=True):
+                total = dtype.to_float32(memory.read(contract.dest_buffer, rank, chunk))
+                mean = dtype.from_float32(total / np.float32(schedule.num_ranks))
+                memory.write(contract.dest_buffer, rank, chunk, mean)

@@ -1,0 +1,384 @@
+"""Turns Syntax into IR, for one number of ranks, one topology and values of the parameters.
+
+Assumes parsed files, the schedule's own first, then those it uses. Raises CommError with every fault found. Does not
+prove anything about the steps: indices out of range stay in the arrays for `checks` to name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from commdsl.ir.dispatches import Combine, Dispatch
+from commdsl.ir.plans import DispatchPlan
+from commdsl.ir.resolve import machines
+from commdsl.ir.resolve.contracts import contracts
+from commdsl.ir.resolve.cycle_sets import cycle_set
+from commdsl.ir.resolve.dispatches import build_combine, build_dispatch
+from commdsl.ir.resolve.evaluate import Cycle, Cycles, Evaluator, Value
+from commdsl.ir.resolve.faults import Faults, Poisoned, nearest
+from commdsl.ir.resolve.names import check_names, duplicates
+from commdsl.ir.resolve.plan_rules import check_plan_names
+from commdsl.ir.resolve.plans import build_plan
+from commdsl.ir.resolve.rows import Binding
+from commdsl.ir.resolve.steps import StepBuilder
+from commdsl.ir.resolve.tuning import Machine, override, tuning
+from commdsl.ir.schedules import Buffer, Contract, RoleSet, Schedule, Step, Tuning, Yield
+from commdsl.language import syntax as syn
+from commdsl.language.diagnostics import Diagnostic, Severity
+from commdsl.language.source import Span
+from commdsl.language.syntax import File, ScheduleDecl
+from commdsl.machine.topology import Topology
+
+T = TypeVar("T")
+
+MOST_STEPS = 2**20
+"""Beyond this a schedule would not fit in memory; nobody means it."""
+
+
+def topologies(files: tuple[File, ...]) -> dict[str, Topology]:
+    """Every topology of the files by name. Raises CommError with all their faults."""
+    faults = Faults()
+    found = _topologies(files, faults)
+    faults.raise_if_any()
+    return found
+
+
+def resolve(
+    files: tuple[File, ...],
+    decl: ScheduleDecl,
+    ranks: int,
+    topology: Topology,
+    params: Mapping[str, int],
+    tune: Mapping[str, int | str] | None = None,
+) -> Schedule:
+    """What `decl` means for `ranks` ranks of `topology`, with `tune` in place of some of its own tuning. Raises
+    CommError with every fault of it, and of the machines and roles beside it.
+    """
+    faults = Faults()
+    _topologies(files, faults)
+    _check_ops(files, faults)
+    role_sets = _role_sets(files, faults)
+    check_names(decl, tuple(name for roles in role_sets for name, _, _ in roles.roles), faults)
+    faults.drop_warnings()
+    resolver = _Resolver(decl, ranks, topology, role_sets, faults)
+    resolver.declarations(params, override(tune or {}))
+    faults.raise_if_any()
+    resolver.body()
+    faults.raise_if_any()
+    return resolver.schedule()
+
+
+def warnings(files: tuple[File, ...], decl: ScheduleDecl) -> tuple[Diagnostic, ...]:
+    """Names of a schedule that nothing uses."""
+    faults = Faults()
+    roles = tuple(role.name.text for item in _items(files, syn.RolesDecl) for role in item.roles)
+    check_names(decl, roles, faults)
+    return tuple(diagnostic for diagnostic in faults.found if diagnostic.severity is Severity.WARNING)
+
+
+def dispatch_plan(files: tuple[File, ...], decl: syn.PlanDecl) -> DispatchPlan:
+    """What a plan means. Raises CommError with every fault of it that needs no routes."""
+    faults = Faults()
+    _check_once(_items(files, syn.PlanDecl), "plan", faults)
+    check_plan_names(decl, faults)
+    faults.drop_warnings()
+    faults.raise_if_any()
+    return build_plan(decl, faults)
+
+
+def plan_warnings(decl: syn.PlanDecl) -> tuple[Diagnostic, ...]:
+    """Names of a plan that nothing uses."""
+    faults = Faults()
+    check_plan_names(decl, faults)
+    return tuple(diagnostic for diagnostic in faults.found if diagnostic.severity is Severity.WARNING)
+
+
+def dispatch(files: tuple[File, ...], decl: syn.DispatchDecl, ranks: int, topology: Topology) -> Dispatch:
+    """What a dispatch means. Raises CommError with every fault of it, and of the machines and roles beside it."""
+    faults = Faults()
+    _topologies(files, faults)
+    _check_ops(files, faults)
+    found = build_dispatch(decl, ranks, topology, _role_sets(files, faults), faults)
+    faults.raise_if_any()
+    assert found is not None
+    return found
+
+
+def combines(files: tuple[File, ...]) -> tuple[Combine, ...]:
+    """Every `combine` of the first file. Raises CommError with all their faults."""
+    faults = Faults()
+    _check_ops(files, faults)
+    decls, dispatches = _items(files[:1], syn.CombineDecl), _items(files[:1], syn.DispatchDecl)
+    found = tuple(build_combine(decl, dispatches, faults) for decl in decls)
+    faults.raise_if_any()
+    return found
+
+
+def _check_ops(files: tuple[File, ...], faults: Faults) -> None:
+    """What becomes an op has a name of its own."""
+    ops = [item for file in files for item in file.items]
+    named = [item for item in ops if isinstance(item, syn.ScheduleDecl | syn.DispatchDecl | syn.CombineDecl)]
+    if all(isinstance(item, syn.ScheduleDecl) for item in named):
+        _check_once(named, "schedule", faults)
+    else:
+        _check_once(named, "op", faults)
+
+
+def _items(files: tuple[File, ...], kind: type[T]) -> list[T]:
+    return [item for file in files for item in file.items if isinstance(item, kind)]
+
+
+def _check_once(
+    decls: Sequence[
+        syn.TopologyDecl | syn.RolesDecl | ScheduleDecl | syn.PlanDecl | syn.DispatchDecl | syn.CombineDecl
+    ],
+    what: str,
+    faults: Faults,
+) -> None:
+    named = dict[str, list[Span]]()
+    for decl in decls:
+        named.setdefault(decl.name.text, []).append(decl.name.span)
+    duplicates(named, what, faults)
+
+
+def _topologies(files: tuple[File, ...], faults: Faults) -> dict[str, Topology]:
+    decls = _items(files, syn.TopologyDecl)
+    _check_once(decls, "topology", faults)
+    found = dict[str, Topology]()
+    for decl in decls:
+        try:
+            found.setdefault(decl.name.text, machines.topology(decl, faults))
+        except Poisoned:
+            continue
+    return found
+
+
+def _role_sets(files: tuple[File, ...], faults: Faults) -> tuple[RoleSet, ...]:
+    decls = _items(files, syn.RolesDecl)
+    _check_once(decls, "roles", faults)
+    found = list[RoleSet]()
+    for decl in decls:
+        try:
+            found.append(machines.roles(decl, faults))
+        except Poisoned:
+            continue
+    return tuple(found)
+
+
+@dataclass
+class _Resolver:
+    """One schedule on its way to IR: first what is declared, then the steps."""
+
+    decl: ScheduleDecl
+    ranks: int
+    topology: Topology
+    role_sets: tuple[RoleSet, ...]
+    faults: Faults
+    scope: dict[str, Value] = field(default_factory=dict)
+    params: list[tuple[str, int]] = field(default_factory=list)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    contracts: list[Contract] = field(default_factory=list)
+    cycles: list[Cycles] = field(default_factory=list)
+    steps: list[Step | Yield] = field(default_factory=list)
+    tuning: Tuning = field(default_factory=Tuning)
+    role: str | None = None
+
+    def __post_init__(self) -> None:
+        self.evaluator = Evaluator(self.faults)
+        self.binding = Binding(self.evaluator, self.faults, self.buffers, self.ranks)
+        self.builders: dict[int, StepBuilder] = {}
+
+    # --- declarations -------------------------------------------------------------------------------------------------
+
+    def declarations(self, given: Mapping[str, int], overriding: tuple[syn.TuneEntry, ...]) -> None:
+        decl, topology = self.decl, self.topology
+        if self.ranks < 1 or self.ranks > topology.num_ranks:
+            what = f"expected 1 to {topology.num_ranks} ranks, got {self.ranks}"
+            label = f"`{topology.name}` has {topology.num_ranks}"
+            help = "ask for fewer ranks or name a larger topology"
+            self.faults.report("C502", what, decl.ranks.span, label, help=help)
+            return
+        self.params = self._params(given)
+        self.scope = self._first_scope(self.ranks)
+        if not self._admits_ranks():
+            return  # what else is wrong may be so only for ranks that the schedule is not for
+        for statement in decl.body:
+            try:
+                self._declare(statement)
+            except Poisoned:
+                continue
+        if not any(isinstance(statement, syn.Ensure) for statement in decl.body):
+            what = f"`{decl.name.text}` does not say what it ensures"
+            help = "write for example `ensure allreduce(x)`: without it there is nothing to prove"
+            self.faults.report("C507", what, decl.name.span, "no `ensure`", help=help)
+        tunes = [statement for statement in decl.body if isinstance(statement, syn.Tune)]
+        entries = tuple(entry for tune in tunes for entry in tune.entries)
+        machine = Machine(self.topology, self.ranks, self.role, self._role_sms())
+        self.tuning = tuning(entries, overriding, machine, self.evaluator, self.scope, self.faults)
+
+    def _role_sms(self) -> int | None:
+        roles = (role for roles in self.role_sets for role in roles.roles)
+        return next((last - first for name, first, last in roles if name == self.role and last > first), None)
+
+    def _first_scope(self, ranks: int) -> dict[str, Value]:
+        gpus = self.topology.gpus_per_node
+        return {"gpus": gpus, "nodes": -(-ranks // gpus), self.decl.ranks.text: ranks, **dict(self.params)}
+
+    def _params(self, given: Mapping[str, int]) -> list[tuple[str, int]]:
+        names = [param.name.text for param in self.decl.params]
+        for name in sorted(set(given) - set(names)):
+            what, help = f"`{self.decl.name.text}` has no parameter `{name}`", nearest(name, names) or "it takes none"
+            self.faults.report("C504", what, self.decl.name.span, f"given: {name}={given[name]}", help=help)
+        found = list[tuple[str, int]]()
+        gpus = self.topology.gpus_per_node
+        scope: dict[str, int] = {"gpus": gpus, "nodes": -(-self.ranks // gpus), self.decl.ranks.text: self.ranks}
+        for param in self.decl.params:
+            name = param.name.text
+            try:
+                if name in given:
+                    scope[name] = given[name]
+                elif param.default is not None:
+                    scope[name] = self.evaluator.constant(param.default, scope)
+                else:
+                    self.faults.fail("C503", f"`{name}` has no value", param.name.span, "no default, none given",
+                                     help=f"give one: `{name}=4`, or a default: `{name} = 4`")  # fmt: skip
+            except Poisoned:
+                continue
+            found.append((name, scope[name]))
+        return found
+
+    def _admits_ranks(self) -> bool:
+        where = self.decl.where
+        try:
+            if where is None or self.evaluator.number(where, self.scope):
+                return True
+        except Poisoned:
+            return False
+        values = ", ".join(f"{name} = {value}" for name, value in [(self.decl.ranks.text, self.ranks), *self.params])
+        self.faults.report("C501", f"`{self.decl.name.text}` is not for {self.ranks} ranks", where.span,
+                           f"false for {values}", help=self._nearest_ranks(where))  # fmt: skip
+        return False
+
+    def _nearest_ranks(self, where: syn.Expr) -> str:
+        silent = Evaluator(Faults())
+        fitting = list[int]()
+        for ranks in range(1, max(64, 2 * self.ranks) + 1):
+            try:
+                if silent.number(where, self._first_scope(ranks)):
+                    fitting.append(ranks)
+            except Poisoned:
+                continue
+        below = [ranks for ranks in fitting if ranks < self.ranks][-1:]
+        above = [ranks for ranks in fitting if ranks > self.ranks][:1]
+        numbers = " and ".join(str(ranks) for ranks in below + above)
+        if not numbers:
+            return "no rank count nearby fits; change the parameters"
+        return f"the nearest rank counts that fit are {numbers}" if below and above else f"{numbers} ranks would fit"
+
+    def _declare(self, statement: syn.Stmt) -> None:
+        match statement:
+            case syn.BufferDecl():
+                self._buffer(statement)
+            case syn.CyclesDecl():
+                cycles = Cycles(cycle_set(statement, self.evaluator, self.scope, self.ranks, self.faults))
+                self.cycles.append(cycles)
+                self.scope.setdefault(statement.name.text, cycles)
+            case syn.Let(name, value):
+                self.scope.setdefault(name.text, self.evaluator.value(value, self.scope))
+            case syn.On(role):
+                if self.role is not None:
+                    self.faults.fail("C506", "a schedule runs on one role", statement.span, f"already on `{self.role}`")
+                self.role = role.text
+            case _:
+                pass
+
+    def _buffer(self, decl: syn.BufferDecl) -> None:
+        extents, blocks, cut = list[int](), 1, 1
+        for dim in decl.dims:
+            extent = self.evaluator.constant(dim.size, self.scope)
+            if not 1 <= extent <= 2**20:
+                self.faults.fail("C509", "an extent is 1 to 2 ** 20", dim.size.span, f"this is {extent}")
+            extents.append(extent)
+            blocks, cut = (blocks * extent, cut) if dim.blocks else (blocks, cut * extent)
+        if blocks * cut >= 2**31:
+            self.faults.fail("C509", "a buffer has fewer than 2 ** 31 chunks", decl.span, f"this has {blocks * cut}")
+        self.buffers.setdefault(
+            decl.name.text, Buffer(decl.name.text, decl.kind, tuple(extents), blocks, cut, decl.span)
+        )
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def body(self) -> None:
+        for statement in self.decl.body:
+            if isinstance(statement, syn.Ensure):
+                try:
+                    self.contracts += contracts(statement, self.binding, self.scope)
+                except Poisoned:
+                    continue
+        self._statements(self.decl.body, self.scope, ())
+        self._check_yields()
+
+    def _statements(
+        self, body: tuple[syn.Stmt, ...], scope: dict[str, Value], bindings: tuple[tuple[str, int], ...]
+    ) -> None:
+        for statement in body:
+            self.evaluator.bindings = bindings
+            try:
+                self._statement(statement, scope, bindings)
+            except Poisoned:
+                continue
+
+    def _statement(self, statement: syn.Stmt, scope: dict[str, Value], bindings: tuple[tuple[str, int], ...]) -> None:
+        match statement:
+            case syn.Let(name, value):
+                scope[name.text] = self.evaluator.value(value, scope)
+            case syn.For(name, domain, body):
+                for index, bound in self._values(domain, scope):
+                    self._statements(body, {**scope, name.text: bound}, (*bindings, (name.text, index)))
+            case syn.If(condition, then, otherwise):
+                chosen = then if self.evaluator.number(condition, scope) else otherwise
+                self._statements(chosen, dict(scope), bindings)
+            case syn.Each():
+                # The tree outlives the resolver, so a node's identity names it.
+                builder = self.builders.get(id(statement))
+                if builder is None:
+                    builder = self.builders[id(statement)] = StepBuilder(statement, self.binding)
+                self.steps.append(builder.step(scope, bindings))
+            case syn.Yield(buffer):
+                self.steps.append(Yield(list(self.buffers).index(buffer.text), bindings, statement.span))
+            case _:
+                pass
+
+    def _values(self, domain: syn.Range | syn.Name, scope: dict[str, Value]) -> list[tuple[int, int | Cycle]]:
+        """The values of a loop's variable, each with its number for messages."""
+        first, last, cycles = self.binding.domain(domain, scope)
+        if int(last) - int(first) > MOST_STEPS:
+            count = f"{int(last) - int(first)} rounds"
+            self.faults.fail("C509", f"a loop has at most {MOST_STEPS} rounds", domain.span, count)
+        return [(i, i if cycles is None else Cycle(cycles, i)) for i in range(int(first), int(last))]
+
+    def _check_yields(self) -> None:
+        """The op returns the yields stacked, so they are of one shape."""
+        yields = [step for step in self.steps if isinstance(step, Yield)]
+        for step in yields[1:]:
+            first, buffer = self.buffers_list[yields[0].buffer], self.buffers_list[step.buffer]
+            if (first.blocks, first.cut) != (buffer.blocks, buffer.cut):
+                label = (
+                    f"`{buffer.name}` is {buffer.blocks} x {buffer.cut}, `{first.name}` is {first.blocks} x {first.cut}"
+                )
+                self.faults.report("C116", "the yields are of different shapes", step.span, label,
+                                   help="the caller is handed them stacked: yield buffers of one shape")  # fmt: skip
+
+    @property
+    def buffers_list(self) -> tuple[Buffer, ...]:
+        return tuple(self.buffers.values())
+
+    def schedule(self) -> Schedule:
+        return Schedule(
+            name=self.decl.name.text, num_ranks=self.ranks, topology=self.topology, params=tuple(self.params),
+            buffers=self.buffers_list, contracts=tuple(self.contracts),
+            cycles=tuple(cycles.declared for cycles in self.cycles), steps=tuple(self.steps), tuning=self.tuning,
+            role=self.role, roles=self.role_sets, span=self.decl.span,
+        )  # fmt: skip

@@ -1,0 +1,243 @@
+"""Turns `ensure` into what each chunk must hold at the end, as arrays.
+
+Assumes `names` found nothing wrong. Chunk indices are flat: block * cut + piece. Does not look at the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.ir.resolve.evaluate import Scope, Value
+from commdsl.ir.resolve.faults import Poisoned
+from commdsl.ir.resolve.rows import Binding, spread
+from commdsl.ir.resolve.steps import read_list
+from commdsl.ir.schedules import Buffer, Contract, Ints
+from commdsl.language import syntax as syn
+from commdsl.language.kinds import BufferKind
+from commdsl.language.source import Span
+
+READ = (BufferKind.INPUT, BufferKind.INOUT)
+WRITTEN = (BufferKind.OUTPUT, BufferKind.INOUT)
+
+SPLIT_SOURCE = ("reduce_scatter", "alltoall", "scatter")
+"""Collectives whose source holds one part for each rank."""
+SPLIT_DEST = ("allgather", "alltoall", "gather")
+"""Collectives whose destination holds one part from each rank."""
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """The two buffers of a collective, and how many chunks a rank's part has."""
+
+    source: Buffer
+    dest: Buffer
+    part: int
+    num_ranks: int
+
+    @property
+    def in_place(self) -> bool:
+        return self.source is self.dest
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The arrays of a contract, as in ir.Contract."""
+
+    dest_rank: Ints
+    dest_chunk: Ints
+    value: Ints
+    source_rank: Ints
+    source_chunk: Ints
+    source_valid: NDArray[np.bool_] | None = None
+
+
+def contracts(ensure: syn.Ensure, binding: Binding, scope: Scope) -> tuple[Contract, ...]:
+    """One contract for a named collective, one for each clause of the general form."""
+    match ensure.contract:
+        case syn.NamedContract():
+            return (_named(ensure.contract, binding, scope),)
+        case syn.GeneralContract():
+            return tuple(_clause(ensure.contract, clause, binding, scope) for clause in ensure.contract.clauses)
+
+
+def _contract(
+    name: str, binding: Binding, source: str, dest: str, is_sum: bool, root: int | None, span: Span, rows: _Rows
+) -> Contract:
+    names = list(binding.buffers)
+    return Contract(
+        name=name, source_buffer=names.index(source), dest_buffer=names.index(dest), is_sum=is_sum,
+        dest_rank=rows.dest_rank, dest_chunk=rows.dest_chunk, value=rows.value,
+        source_rank=rows.source_rank, source_chunk=rows.source_chunk, root=root, span=span,
+        source_valid=rows.source_valid,
+    )  # fmt: skip
+
+
+# --- the general form -------------------------------------------------------------------------------------------------
+
+
+def _clause(contract: syn.GeneralContract, clause: syn.Clause, binding: Binding, outer: Scope) -> Contract:
+    rows = binding.rows(contract.binders, contract.where, outer)
+    scope = rows.scope(outer)
+    shape = (rows.count,)
+    extents = binding.check_shapes(clause.source.ref, clause.dest, clause.span)
+    _check_kinds(binding, clause.source.ref.buffer, clause.dest.buffer, "general")
+    actor = binding.column(syn.Name(contract.binders[0].name.text, span=clause.span), scope, shape)
+    valid = None
+    place = clause.source.ref.place
+    if clause.source.binder is not None or isinstance(place, syn.All):
+        source_rank, source_chunk, valid = read_list(binding, clause.source, scope, rows.count, actor)
+    else:
+        rank = actor if place is None else binding.column(place, scope, shape)
+        source_rank, source_chunk = rank[:, None], binding.chunk(clause.source.ref, scope, shape)[:, None]
+    dest_chunk = spread(binding.chunk(clause.dest, scope, shape), extents, chunks=True)
+    arrays = _Rows(
+        dest_rank=spread(actor, extents, chunks=False),
+        dest_chunk=dest_chunk,
+        value=np.arange(len(dest_chunk), dtype=np.int32),
+        source_rank=spread(source_rank, extents, chunks=False),
+        source_chunk=spread(source_chunk, extents, chunks=True),
+        source_valid=None if valid is None else np.repeat(valid, len(dest_chunk) // max(rows.count, 1), axis=0),
+    )
+    source, dest = clause.source.ref.buffer.text, clause.dest.buffer.text
+    return _contract("general", binding, source, dest, clause.is_sum, None, clause.span, arrays)
+
+
+def _check_kinds(binding: Binding, source: syn.Name, dest: syn.Name, name: str) -> None:
+    for buffer, kinds, headline in (
+        (source, READ, "the source of a contract is given by the caller"),
+        (dest, WRITTEN, "the result of a contract goes to the caller"),
+    ):
+        kind = binding.buffers[buffer.text].kind
+        # A rotation may be seen through a scratch buffer: what counts is what the caller is handed.
+        if kind in kinds or (kind is BufferKind.SCRATCH and name == "rotation" and buffer is dest):
+            continue
+        wanted = " or ".join(f"`{wanted.value}`" for wanted in kinds)
+        binding.faults.fail("C105", headline, buffer.span, f"`{buffer.text}` is `{kind.value}`, expected {wanted}")
+
+
+# --- the collectives --------------------------------------------------------------------------------------------------
+
+
+def _named(contract: syn.NamedContract, binding: Binding, scope: Scope) -> Contract:
+    name = contract.name.text
+    dest_name = contract.dest or contract.source
+    _check_kinds(binding, contract.source, dest_name, name)
+    sides = _sides(contract, binding)
+    root = None if contract.root is None else _root(contract.root, binding, scope)
+    target = _targets(contract, binding, scope) if contract.mapping else None
+    rows = _rows(name, sides, root, target)
+    is_sum = name in ("allreduce", "reduce_scatter", "reduce")
+    return _contract(name, binding, contract.source.text, dest_name.text, is_sum, root, contract.span, rows)
+
+
+def _sides(contract: syn.NamedContract, binding: Binding) -> _Sides:
+    name, num_ranks = contract.name.text, binding.num_ranks
+    source = binding.buffers[contract.source.text]
+    dest = binding.buffers[(contract.dest or contract.source).text]
+    parts_in = num_ranks if name in SPLIT_SOURCE else 1
+    parts_out = num_ranks if name in SPLIT_DEST else 1
+    if source is dest:
+        _check_in_place(name, source, max(parts_in, parts_out), contract.source.span, binding)
+        return _Sides(source, dest, source.num_chunks // max(parts_in, parts_out), num_ranks)
+    fits = (source.blocks * parts_out, source.cut) == (dest.blocks * parts_in, dest.cut)
+    if not fits or source.blocks % parts_in or dest.blocks % parts_out:
+        label = f"{_shape(source)}, {_shape(dest)}"
+        binding.faults.fail("C105", f"the buffers do not fit `{name}`", contract.span, label,
+                            help=f"blocks and cut must fit, as in `{_example(name)}`")  # fmt: skip
+    return _Sides(source, dest, source.num_chunks // parts_in, num_ranks)
+
+
+def _check_in_place(name: str, buffer: Buffer, parts: int, span: Span, binding: Binding) -> None:
+    """A buffer that is both sides holds one part for each rank; those of an all-to-all must be equally long."""
+    fits = parts == 1 or (len(buffer.dims) > 0 and buffer.dims[0] == parts)
+    if not fits or (name == "alltoall" and buffer.blocks % parts):
+        help = f"declare `{buffer.name}[{parts} blocks]`, or give source and result apart"
+        binding.faults.fail("C105", f"`{name}` needs one part for each rank", span, _shape(buffer), help=help)
+
+
+def _shape(buffer: Buffer) -> str:
+    return f"`{buffer.name}` is {buffer.blocks} block{'s' if buffer.blocks != 1 else ''} cut into {buffer.cut}"
+
+
+def _example(name: str) -> str:
+    source = "x[P blocks]" if name in SPLIT_SOURCE else "x"
+    return f"input {source}  output {'y[P blocks]' if name in SPLIT_DEST else 'y'}"
+
+
+def _root(expr: syn.Expr, binding: Binding, scope: Scope) -> int:
+    root = binding.evaluator.constant(expr, scope)
+    if not 0 <= root < binding.num_ranks:
+        binding.faults.fail("C105", "the root is not a rank", expr.span, f"rank {root} of {binding.num_ranks}")
+    return root
+
+
+def _targets(contract: syn.NamedContract, binding: Binding, scope: Scope) -> Ints:
+    """Where each rank's chunks go; a permutation of the ranks."""
+    assert contract.mapping is not None
+    name, expr = contract.mapping
+    ranks = np.arange(binding.num_ranks)
+    extended: Mapping[str, Value] = {**scope, name.text: ranks}
+    target = binding.column(expr, extended, (binding.num_ranks,))
+    if not np.array_equal(np.sort(target), ranks):
+        hit, times = np.unique(target, return_counts=True)
+        outside = hit[(hit < 0) | (hit >= binding.num_ranks)]
+        label = (
+            f"rank {outside[0]} of {binding.num_ranks}"
+            if len(outside)
+            else f"rank {hit[times > 1][0]} is reached twice"
+        )
+        binding.faults.fail("C105", "the mapping is not a permutation of the ranks", expr.span, label)
+    return target
+
+
+def _rows(name: str, sides: _Sides, root: int | None, target: Ints | None) -> _Rows:
+    ranks, part = np.arange(sides.num_ranks, dtype=np.int32), np.arange(sides.part, dtype=np.int32)
+    every = np.arange(sides.source.num_chunks, dtype=np.int32)
+    shifted = ranks[:, None] * np.int32(sides.part) + part  # chunk of (rank's part, chunk in it)
+    at_root = ranks[:0] if root is None else ranks[root : root + 1]
+    match name:
+        case "allreduce":
+            return _sums(ranks[:, None], every, every, sides)
+        case "reduce":
+            return _sums(at_root[:, None], every, every, sides)
+        case "reduce_scatter":
+            return _sums(ranks[:, None], shifted if sides.in_place else part, shifted, sides)
+        case "allgather" | "gather":
+            to = ranks if name == "allgather" else at_root
+            return _copies(to[:, None, None], shifted, ranks[:, None], shifted if sides.in_place else part)
+        case "alltoall":
+            return _copies(ranks[:, None, None], shifted, ranks[:, None], shifted[:, None, :])
+        case "broadcast":
+            return _copies(ranks[:, None], every, at_root, every)
+        case "scatter":
+            return _copies(ranks[:, None], shifted if sides.in_place else part, at_root, shifted)
+        case "permutation" if target is not None:
+            return _copies(target[:, None], every, ranks[:, None], every)
+        case "rotation":
+            none = np.zeros(0, np.int32)
+            return _Rows(none, none, none, none[:, None], none[:, None])
+        case _:
+            raise Poisoned
+
+
+def _sums(dest_rank: Ints, dest_chunk: Ints, source_chunk: Ints, sides: _Sides) -> _Rows:
+    """Chunk `source_chunk` of every rank, summed: value v is the sum of chunk v."""
+    rank, chunk, value = np.broadcast_arrays(dest_rank, dest_chunk, source_chunk)
+    shape = (sides.source.num_chunks, sides.num_ranks)
+    return _Rows(
+        rank.ravel(), chunk.ravel(), value.ravel(),
+        source_rank=np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
+        source_chunk=np.broadcast_to(np.arange(shape[0], dtype=np.int32)[:, None], shape),
+    )  # fmt: skip
+
+
+def _copies(dest_rank: Ints, dest_chunk: Ints, source_rank: Ints, source_chunk: Ints) -> _Rows:
+    """One source for each row."""
+    arrays = (array.ravel() for array in np.broadcast_arrays(dest_rank, dest_chunk, source_rank, source_chunk))
+    to_rank, to_chunk, from_rank, from_chunk = arrays
+    value = np.arange(len(to_rank), dtype=np.int32)
+    return _Rows(to_rank, to_chunk, value, from_rank[:, None], from_chunk[:, None])

@@ -1,0 +1,203 @@
+"""Finds the mistakes in expressions that need no numbers: unknown names, wrong kinds, wrong counts of arguments.
+
+Assumes the caller keeps `scope`, the names in sight. Does not evaluate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import assert_never
+
+from commdsl.ir.resolve.faults import Faults, nearest
+from commdsl.language import syntax as syn
+from commdsl.language.diagnostics import Label
+from commdsl.language.source import Span
+
+FUNCTIONS = {"len": (1, 1), "min": (1, 99), "max": (1, 99), "abs": (1, 1), "log2": (1, 1)}  # least and most arguments
+METHODS = {"next": (1, 1), "prev": (1, 1), "at": (1, 1), "position": (1, 1)}
+COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
+
+
+class Kind(Enum):
+    NUMBER = "a number"
+    CONDITION = "a condition"
+    CYCLE = "a cycle"
+    CYCLES = "a set of cycles"
+    BUFFER = "a buffer"
+
+
+@dataclass(frozen=True)
+class Symbol:
+    kind: Kind
+    span: Span | None  # None: built in
+    dims: int  # of a buffer
+
+
+class ExpressionRules:
+    """What holds of expressions and references, with the names in sight. A kind of None: reported already."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+        self.scope: dict[str, Symbol] = {}
+        self.used: set[Span] = set()
+        self.declared: list[tuple[str, Symbol]] = []
+
+    # --- names -------------------------------------------------------------------------------------------------------
+
+    def declare(self, name: syn.Name, kind: Kind, dims: int = 0) -> None:
+        earlier = self.scope.get(name.text)
+        if earlier is not None:
+            secondary = (Label(earlier.span, "first here"),) if earlier.span else ()
+            label = "a second time here" if earlier.span else "the topology's count has this name"
+            self.faults.report("C102", f"`{name.text}` is declared twice", name.span, label, secondary=secondary)
+            return
+        self.scope[name.text] = Symbol(kind, name.span, dims)
+        self.declared.append((name.text, self.scope[name.text]))
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        outer, self.scope = self.scope, dict(self.scope)
+        yield
+        self.scope = outer
+
+    def bind(self, name: syn.Name, domain: syn.Range | syn.Name | None) -> None:
+        """A name that a loop, `each` or a list gives its values; nobody need use it."""
+        kind = Kind.NUMBER
+        match domain:
+            case None:
+                pass
+            case syn.Range(first, last):
+                self.expect(first, Kind.NUMBER)
+                self.expect(last, Kind.NUMBER)
+            case syn.Name():
+                self.unless(self.kind(domain), (Kind.CYCLES,), "cycles or a range", domain.span)
+                kind = Kind.CYCLE
+            case _:
+                assert_never(domain)
+        self.declare(name, kind)
+        self.used.add(name.span)
+
+    def look_up(self, name: syn.Name, kinds: tuple[Kind, ...]) -> Symbol | None:
+        """The symbol of a name; `kinds` are those worth suggesting."""
+        symbol = self.scope.get(name.text)
+        if symbol is None:
+            known = [text for text, other in self.scope.items() if other.kind in kinds]
+            self.faults.report(
+                "C101", f"`{name.text}` is not known", name.span, "no such name here", help=nearest(name.text, known)
+            )
+        elif symbol.span is not None:
+            self.used.add(symbol.span)
+        return symbol
+
+    # --- kinds -------------------------------------------------------------------------------------------------------
+
+    def unless(self, kind: Kind | None, allowed: tuple[Kind, ...], what: str, span: Span, help: str = "") -> None:
+        """Reports a kind that is not among those allowed."""
+        if kind is not None and kind not in allowed:
+            self.faults.report("C106", f"expected {what}, got {kind.value}", span, f"this is {kind.value}", help=help)
+
+    def expect(self, expr: syn.Expr, wanted: Kind) -> None:
+        """Checks an expression and that it is of a kind; a cycle counts as a number, its index."""
+        kind = self.kind(expr)
+        help = ""
+        if wanted is Kind.CONDITION and kind is Kind.NUMBER:
+            help = f"write `({expr.span.text}) != 0`"
+        elif wanted is Kind.NUMBER and kind is Kind.CYCLES:
+            help = f"its size is `len({expr.span.text})`"
+        allowed = (Kind.NUMBER, Kind.CYCLE) if wanted is Kind.NUMBER else (wanted,)
+        self.unless(kind, allowed, wanted.value, expr.span, help)
+
+    def kind(self, expr: syn.Expr) -> Kind | None:
+        match expr:
+            case syn.Int():
+                return Kind.NUMBER
+            case syn.Name():
+                symbol = self.look_up(expr, (Kind.NUMBER, Kind.CYCLE, Kind.CYCLES))
+                return symbol.kind if symbol else None
+            case syn.Unary(operator, operand):
+                kind = Kind.CONDITION if operator == "not" else Kind.NUMBER
+                self.expect(operand, kind)
+                return kind
+            case syn.Binary(operator, left, right):
+                operands = Kind.CONDITION if operator in ("and", "or") else Kind.NUMBER
+                self.expect(left, operands)
+                self.expect(right, operands)
+                return Kind.CONDITION if operator in COMPARISONS else operands
+            case syn.Call():
+                return self._call(expr)
+            case syn.Method():
+                return self._method(expr)
+            case syn.Index(name, index):
+                self.expect(index, Kind.NUMBER)
+                self.unless(self.kind(name), (Kind.CYCLES,), "a set of cycles", name.span)
+                return Kind.CYCLE
+            case _:
+                assert_never(expr)
+
+    def _call(self, expr: syn.Call) -> Kind | None:
+        limits = FUNCTIONS.get(expr.function)
+        if limits is None:
+            self.faults.report("C107", f"no function is called `{expr.function}`", expr.span, "not known",
+                               help=nearest(expr.function, FUNCTIONS))  # fmt: skip
+            return None
+        if not limits[0] <= len(expr.arguments) <= limits[1]:
+            self.arity(expr.function, limits, len(expr.arguments), expr.span)
+            return None
+        if expr.function == "len":
+            kind = self.kind(expr.arguments[0])
+            self.unless(kind, (Kind.CYCLES, Kind.CYCLE), "cycles", expr.arguments[0].span)
+            return Kind.NUMBER
+        for argument in expr.arguments:
+            self.expect(argument, Kind.NUMBER)
+        return Kind.NUMBER
+
+    def _method(self, expr: syn.Method) -> Kind | None:
+        kind = self.kind(expr.owner)
+        help = "take one of them: `C[0]`, or bind it: `each r, c in C`" if kind is Kind.CYCLES else ""
+        self.unless(kind, (Kind.CYCLE,), "a cycle", expr.owner.span, help)
+        limits = METHODS.get(expr.method)
+        if limits is None:
+            self.faults.report(
+                "C107", f"a cycle has no `{expr.method}`", expr.span, "not known", help=nearest(expr.method, METHODS)
+            )
+        elif len(expr.arguments) != 1:
+            self.arity(expr.method, limits, len(expr.arguments), expr.span)
+        for argument in expr.arguments:
+            self.expect(argument, Kind.NUMBER)
+        return Kind.NUMBER
+
+    def arity(self, name: str, limits: tuple[int, int], given: int, span: Span) -> None:
+        least, most = limits
+        wanted = f"{least}" if least == most else f"{least} or more" if most > 9 else f"{least} or {most}"
+        self.faults.report("C107", f"`{name}` takes {wanted} arguments", span, f"{given} given")
+
+    # --- references ---------------------------------------------------------------------------------------------------
+
+    def buffer(self, name: syn.Name) -> Symbol | None:
+        symbol = self.look_up(name, (Kind.BUFFER,))
+        if symbol is None or symbol.kind is Kind.BUFFER:
+            return symbol
+        self.unless(symbol.kind, (Kind.BUFFER,), "a buffer", name.span)
+        return None
+
+    def ref(self, ref: syn.Ref) -> None:
+        symbol = self.buffer(ref.buffer)
+        for index in ref.indices:
+            self.expect(index, Kind.NUMBER)
+        if ref.place is not None and not isinstance(ref.place, syn.All):
+            self.expect(ref.place, Kind.NUMBER)
+        if symbol is not None and len(ref.indices) > symbol.dims:
+            has = f"`{ref.buffer.text}` has {symbol.dims or 'no'} ind{'ex' if symbol.dims == 1 else 'ices'}"
+            self.faults.report("C103", f"{has}, {len(ref.indices)} given", ref.span, "too many indices")
+
+    def source(self, source: syn.Source_) -> None:
+        """A source, with the binder of its list in sight of its reference and condition."""
+        with self.block():
+            if source.binder is not None:
+                self.bind(source.binder.name, source.binder.domain)
+            if source.condition is not None:
+                self.expect(source.condition, Kind.CONDITION)
+            self.ref(source.ref)

@@ -1,0 +1,196 @@
+"""Turns `topology` and `roles` declarations into Topology and RoleSet.
+
+Assumes nothing beyond the grammar. Does not check that roles are disjoint or that a schedule fits; `checks` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from commdsl.ir.resolve.evaluate import Evaluator
+from commdsl.ir.resolve.expressions import ExpressionRules, Kind, Symbol
+from commdsl.ir.resolve.faults import Faults, Poisoned
+from commdsl.ir.resolve.rows import Binding
+from commdsl.ir.schedules import Ints, RoleSet
+from commdsl.language import syntax as syn
+from commdsl.language.diagnostics import Label
+from commdsl.language.kinds import LinkScope
+from commdsl.language.source import Span
+from commdsl.machine.topology import NO_LINK, Link, Topology, link_of
+
+COUNTS = ("nodes", "gpus", "sms")
+
+
+def topology(decl: syn.TopologyDecl, faults: Faults) -> Topology:
+    """The machine that a declaration describes; raises Poisoned when it is too broken to tell."""
+    return _Machine(faults).build(decl)
+
+
+def roles(decl: syn.RolesDecl, faults: Faults) -> RoleSet:
+    """The SM ranges of a roles declaration; raises Poisoned when one has no value."""
+    machine = _Machine(faults)
+    found, spans = list[tuple[str, int, int]](), dict[str, Span]()
+    for role in decl.roles:
+        first, last = machine.count(role.sms.first), machine.count(role.sms.last)
+        machine.once(role.name.text, role.name.span, spans, "role")
+        found.append((role.name.text, first, last))
+    return RoleSet(decl.name.text, tuple(found), tuple(role.span for role in decl.roles), decl.span)
+
+
+class _Machine:
+    """One declaration, with the counts known so far."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+        self.rules = ExpressionRules(faults)
+        self.evaluator = Evaluator(faults)
+        self.counts: dict[str, int] = {}
+
+    def build(self, decl: syn.TopologyDecl) -> Topology:
+        self._read_counts(decl)
+        links = list[Link]()
+        missing, degraded = dict[tuple[int, int], Span](), dict[tuple[int, int], tuple[Span, float]]()
+        for entry in decl.entries:
+            try:
+                match entry:
+                    case syn.LinkDecl():
+                        links.append(self._link(entry, links))
+                    case syn.MissingDecl(pairs):
+                        for pair, span in self._rank_pairs(pairs):
+                            self._once_pair(pair, span, missing)
+                            missing[pair] = span
+                    case syn.DegradedDecl(pairs, bandwidth):
+                        for pair, span in self._rank_pairs(pairs):
+                            self._once_pair(pair, span, degraded)
+                            degraded[pair] = (span, _quantity(bandwidth))
+                    case _:
+                        pass
+            except Poisoned:
+                continue
+        if len(self.counts) < len(COUNTS):
+            raise Poisoned
+        nodes, gpus, sms = (self.counts[name] for name in COUNTS)
+        whole = Topology(decl.name.text, nodes, gpus, sms, tuple(links), span=decl.span)
+        spans = missing | {pair: span for pair, (span, _) in degraded.items()}
+        self._check_linked(whole, spans)
+        slow = tuple((source, dest, left) for (source, dest), (_, left) in sorted(degraded.items(), key=lambda d: d[0]))
+        return Topology(decl.name.text, nodes, gpus, sms, tuple(links), frozenset(missing), slow, span=decl.span)
+
+    # --- counts -------------------------------------------------------------------------------------------------------
+
+    def count(self, expr: syn.Expr) -> int:
+        """A constant; the counts declared so far are in sight."""
+        known = len(self.faults.found)
+        self.rules.scope = {name: Symbol(Kind.NUMBER, None, 0) for name in self.counts}
+        self.rules.expect(expr, Kind.NUMBER)
+        if len(self.faults.found) > known:
+            raise Poisoned
+        return self.evaluator.constant(expr, self.counts)
+
+    def once(self, name: str, span: Span, seen: dict[str, Span], what: str) -> None:
+        if name in seen:
+            first = (Label(seen[name], "first here"),)
+            self.faults.report(
+                "C102", f"{what} `{name}` is declared twice", span, "a second time here", secondary=first
+            )
+        seen.setdefault(name, span)
+
+    def _read_counts(self, decl: syn.TopologyDecl) -> None:
+        seen = dict[str, Span]()
+        for entry in decl.entries:
+            if not isinstance(entry, syn.CountEntry):
+                continue
+            self.once(entry.what, entry.span, seen, "the count of")
+            try:
+                value = self.count(entry.value)
+            except Poisoned:
+                continue
+            if value < 1:
+                what = f"`{entry.what}` is at least 1"
+                self.faults.report("C120", what, entry.value.span, f"this is {value}")
+                continue
+            self.counts.setdefault(entry.what, value)
+        absent = [name for name in COUNTS if name not in seen]
+        if absent:
+            have = " ".join(f"`{name}`" for name in absent)
+            self.faults.report("C120", f"topology `{decl.name.text}` does not say {have}", decl.name.span, "incomplete",
+                               help="write for example `nodes 1  gpus 8 per node  sms 132`")  # fmt: skip
+
+    # --- links --------------------------------------------------------------------------------------------------------
+
+    def _link(self, decl: syn.LinkDecl, links: list[Link]) -> Link:
+        for other in links:
+            if other.name == decl.name.text:
+                self.faults.fail("C102", f"link `{other.name}` is declared twice", decl.name.span, "a second time here")
+        bandwidth = _quantity(decl.bandwidth)
+        if bandwidth <= 0:
+            self.faults.fail("C120", "a link carries something", decl.bandwidth.span, "this is nothing")
+        pairs = self._gpu_pairs(decl) if decl.scope is LinkScope.PAIRS else None
+        port, pair = (bandwidth, np.inf) if decl.per == "gpu" else (np.inf, bandwidth)
+        return Link(decl.name.text, decl.scope, port, pair, _quantity(decl.latency), pairs)
+
+    def _gpu_pairs(self, decl: syn.LinkDecl) -> Ints:
+        """Both directions of every listed pair of GPUs of a node, once each, sorted."""
+        known = len(self.faults.found)
+        rules = self.rules
+        rules.scope = {name: Symbol(Kind.NUMBER, None, 0) for name in self.counts}
+        for binder in decl.binders:
+            if binder.domain is None:
+                self.faults.report("C119", "a pair's binder says its range", binder.span, "over what?",
+                                   help=f"write `{binder.name.text} in 0 ..< gpus`")  # fmt: skip
+            rules.bind(binder.name, binder.domain)
+        for pair in decl.pairs:
+            for gpu in pair:
+                rules.expect(gpu, Kind.NUMBER)
+        if len(self.faults.found) > known or "gpus" not in self.counts:
+            raise Poisoned
+        binding = Binding(self.evaluator, self.faults, {}, self.counts["gpus"])
+        rows = binding.rows(decl.binders, None, self.counts)
+        found = list[Ints]()
+        for left, right in decl.pairs:
+            ends = [binding.column(end, rows.scope(self.counts), (rows.count,)) for end in (left, right)]
+            self._check_range(ends, self.counts["gpus"], (left, right), "a GPU of a node")
+            found += [np.stack(ends, axis=1), np.stack(ends[::-1], axis=1)]
+        return np.unique(np.concatenate(found), axis=0).astype(np.int32)
+
+    def _rank_pairs(self, pairs: tuple[tuple[syn.Expr, syn.Expr], ...]) -> list[tuple[tuple[int, int], Span]]:
+        found = list[tuple[tuple[int, int], Span]]()
+        for source, dest in pairs:
+            ends = [self.count(source), self.count(dest)]
+            if "nodes" not in self.counts or "gpus" not in self.counts:
+                raise Poisoned
+            arrays = [np.array([end], np.int32) for end in ends]
+            self._check_range(arrays, self.counts["nodes"] * self.counts["gpus"], (source, dest), "a rank")
+            span = Span(source.span.source, source.span.start, dest.span.end)
+            found.append(((ends[0], ends[1]), span))
+        return found
+
+    def _check_range(self, ends: list[Ints], limit: int, exprs: tuple[syn.Expr, syn.Expr], what: str) -> None:
+        for end, expr in zip(ends, exprs, strict=True):
+            outside = end[(end < 0) | (end >= limit)]
+            if len(outside):
+                self.faults.fail("C120", f"{what} is 0 to {limit - 1}", expr.span, f"this is {outside[0]}")
+        same = np.flatnonzero(ends[0] == ends[1])
+        if len(same):
+            gpu = ends[0][same[0]]
+            self.faults.fail("C120", "a link joins two GPUs", exprs[0].span, f"both ends are {gpu}")
+
+    def _once_pair(self, pair: tuple[int, int], span: Span, seen: Mapping[tuple[int, int], object]) -> None:
+        if pair in seen:
+            self.faults.fail("C102", f"the link of {pair} is declared twice", span, "a second time here")
+
+    def _check_linked(self, topology: Topology, spans: Mapping[tuple[int, int], Span]) -> None:
+        """What is missing or slower must have been there."""
+        pairs = np.array(list(spans), np.int32).reshape(-1, 2)
+        links = link_of(topology, pairs[:, 0], pairs[:, 1])
+        for (pair, span), link in zip(spans.items(), links.tolist(), strict=True):
+            if link == NO_LINK:
+                self.faults.report(
+                    "C120", f"ranks {pair[0]} and {pair[1]} have no link to change", span, "has no effect"
+                )
+
+
+def _quantity(quantity: syn.Quantity) -> float:
+    return quantity.value

@@ -1,0 +1,64 @@
+"""Finds moves that act on the wrong rank: what a put, get, copy or reduce may read and write from the acting rank.
+
+Assumes the names in sight are in `rules`. Does not evaluate indices or ranks.
+"""
+
+from __future__ import annotations
+
+from commdsl.ir.resolve.expressions import ExpressionRules
+from commdsl.language import syntax as syn
+from commdsl.language.kinds import MoveKind
+from commdsl.language.source import Span
+
+
+def check_move(rules: ExpressionRules, move: syn.Move, acting: str) -> None:
+    """Reports what is wrong with one move of an `each` whose acting rank is called `acting`."""
+    rules.source(move.source)
+    rules.ref(move.dest)
+    if isinstance(move.dest.place, syn.All):
+        help = "let a binder range over the ranks: `each r, q { ... @ q }`"
+        span = move.dest.place.span
+        rules.faults.report("C115", "a move writes to one rank", span, "`all` lists the sources of a reduce", help=help)
+        return
+    is_list = move.source.binder is not None or isinstance(move.source.ref.place, syn.All)
+    if is_list and move.kind is not MoveKind.REDUCE:
+        rules.faults.report("C115", f"a {move.kind.value} has one source", move.source.span, "a list of sources",
+                            help="only `reduce` combines several; let a binder of `each` range over them")  # fmt: skip
+        return
+    if move.source.binder is not None and isinstance(move.source.ref.place, syn.All):
+        rules.faults.report("C115", "two lists of sources in one reduce", move.source.span, "`@ all` and `for`",
+                            help="name the rank: `reduce x @ q for q in 0 ..< P -> y`")  # fmt: skip
+        return
+    _check_places(rules, move, acting, is_list)
+
+
+def _check_places(rules: ExpressionRules, move: syn.Move, acting: str, is_list: bool) -> None:
+    source, dest = _place(move.source.ref), _place(move.dest)
+    match move.kind:
+        case MoveKind.PUT if source:
+            help = f"write `get` to read from another rank, or leave out `@`: the source is rank `{acting}`'s"
+            rules.faults.report("C111", "the source of a put is the acting rank's", source, "another rank's", help=help)
+        case MoveKind.GET if dest:
+            help = f"write `put` to write to another rank, or leave out `@`: the destination is rank `{acting}`'s"
+            rules.faults.report(
+                "C112", "the destination of a get is the acting rank's", dest, "another rank's", help=help
+            )
+        case MoveKind.COPY if source or dest:
+            help = "write `put` to write to another rank, `get` to read from one"
+            rules.faults.report(
+                "C113", "a copy stays on the acting rank", source or dest or move.span, "another rank's", help=help
+            )
+        case MoveKind.REDUCE if dest and (source or is_list):
+            what = (
+                "a list of sources is combined on the acting rank"
+                if is_list
+                else "a reduce has one side on the acting rank"
+            )
+            help = f"leave out `@` here: the destination is rank `{acting}`'s"
+            rules.faults.report("C114", what, dest, "another rank's", help=help)
+        case _:
+            pass
+
+
+def _place(ref: syn.Ref) -> Span | None:
+    return None if ref.place is None else ref.place.span

@@ -1,0 +1,229 @@
+"""Finds the mistakes of a schedule that need no numbers: unknown, doubled and misused names, moves on the wrong rank.
+
+Turns a ScheduleDecl into diagnostics. Assumes nothing beyond the grammar. Does not evaluate: extents, rank counts and
+parameters are `resolve`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import assert_never
+
+from commdsl.ir.resolve.expressions import ExpressionRules, Kind, Symbol
+from commdsl.ir.resolve.faults import Faults, nearest
+from commdsl.ir.resolve.move_rules import check_move
+from commdsl.language import syntax as syn
+from commdsl.language.diagnostics import Label, Severity
+from commdsl.language.source import Span
+
+BUILTINS = ("nodes", "gpus")
+COLLECTIVES = (
+    "allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast", "reduce", "gather", "scatter",
+    "permutation", "rotation",
+)  # fmt: skip
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+GENERATORS = {"ring": (0, 1), "hamilton": (1, 1), "paths": (1, 1)}  # least and most arguments
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a statement stands."""
+
+    top: bool
+    acting: str | None = None  # the acting rank's name inside `each`
+
+
+class ScheduleRules(ExpressionRules):
+    """One walk over a schedule, with the names in sight."""
+
+    def __init__(self, faults: Faults, role_names: tuple[str, ...]) -> None:
+        super().__init__(faults)
+        self.role_names = role_names
+
+    # --- the schedule and its statements ------------------------------------------------------------------------------
+
+    def schedule(self, decl: syn.ScheduleDecl) -> None:
+        for name in BUILTINS:
+            self.scope[name] = Symbol(Kind.NUMBER, None, 0)
+        self.bind(decl.ranks, None)
+        for param in decl.params:
+            if param.default is not None:
+                self.expect(param.default, Kind.NUMBER)
+            self.declare(param.name, Kind.NUMBER)
+        if decl.where is not None:
+            self.expect(decl.where, Kind.CONDITION)
+        self.statements(decl.body, _Place(top=True))
+        self._unused()
+
+    def statements(self, body: tuple[syn.Stmt, ...], place: _Place) -> None:
+        for statement in body:
+            self._statement(statement, place)
+
+    def _statement(self, statement: syn.Stmt, place: _Place) -> None:
+        match statement:
+            case syn.BufferDecl() | syn.CyclesDecl() | syn.Ensure() | syn.Tune() | syn.On():
+                if not place.top:
+                    self._not_here(statement.span)
+                self._declaration(statement)
+            case syn.Let(name, value):
+                kind = self.kind(value)
+                if kind in (Kind.CYCLES, Kind.BUFFER):
+                    self.faults.report(
+                        "C106", f"`let` names a number, not {kind.value}", value.span, f"this is {kind.value}"
+                    )
+                self.declare(name, kind if kind is Kind.CYCLE or kind is Kind.CONDITION else Kind.NUMBER)
+            case syn.For(name, domain, body):
+                if place.acting is not None:
+                    self._not_here(statement.span)
+                with self.block():
+                    self.bind(name, domain)
+                    self.statements(body, _Place(top=False, acting=place.acting))
+            case syn.If(condition, then, otherwise):
+                self.expect(condition, Kind.CONDITION)
+                for branch in (then, otherwise):
+                    with self.block():
+                        self.statements(branch, _Place(top=False, acting=place.acting))
+            case syn.Each():
+                self._each(statement, place)
+            case syn.Move():
+                if place.acting is None:
+                    help = f"write `each r {{ {' '.join(statement.span.text.split())} }}`"
+                    self.faults.report(
+                        "C110", "a move stands outside `each`", statement.span, "which ranks act?", help=help
+                    )
+                else:
+                    check_move(self, statement, place.acting)
+            case syn.Yield(buffer):
+                if place.acting is not None:
+                    self._not_here(statement.span)
+                self.buffer(buffer)
+            case _:
+                assert_never(statement)
+
+    def _not_here(self, span: Span) -> None:
+        word = span.text.split()[0] if span.text.split() else "this"
+        help = "declarations stand at the top of the schedule, loops and yields outside `each`"
+        self.faults.report("C108", f"`{word}` may not stand here", span, "inside another statement", help=help)
+
+    def _declaration(self, statement: syn.BufferDecl | syn.CyclesDecl | syn.Ensure | syn.Tune | syn.On) -> None:
+        match statement:
+            case syn.BufferDecl(_, name, dims):
+                for dim in dims:
+                    self.expect(dim.size, Kind.NUMBER)
+                self.declare(name, Kind.BUFFER, len(dims))
+            case syn.CyclesDecl(name, value):
+                self._cycles(value)
+                self.declare(name, Kind.CYCLES)
+            case syn.Ensure(contract):
+                self._ensure(contract)
+            case syn.Tune(entries):
+                for entry in entries:
+                    if not isinstance(entry.value, syn.Quantity) and entry.key.text != "protocol":
+                        self.expect(entry.value, Kind.NUMBER)
+            case syn.On(role):
+                if role.text not in self.role_names:
+                    help = nearest(role.text, self.role_names) or "declare it: `roles NAME { ROLE sms 0 ..< 16 }`"
+                    self.faults.report("C117", f"there is no role `{role.text}`", role.span, "not declared", help=help)
+            case _:
+                assert_never(statement)
+
+    def _each(self, each: syn.Each, place: _Place) -> None:
+        if place.acting is not None:
+            self._not_here(each.span)
+        with self.block():
+            self._binders(each.binders)
+            if each.where is not None:
+                self.expect(each.where, Kind.CONDITION)
+            self.statements(each.body, _Place(top=False, acting=each.binders[0].name.text))
+
+    def _binders(self, binders: tuple[syn.Binder, ...]) -> None:
+        first = binders[0]
+        if first.domain is not None:
+            name, what = first.name.text, "the first binder is the acting rank"
+            help = f"write `{name}` alone and choose ranks with `where`, or put a rank first: `each r, {name} in ...`"
+            self.faults.report("C119", what, first.span, "ranges over something else", help=help)
+        for binder in binders:
+            self.bind(binder.name, binder.domain)
+
+    def _cycles(self, value: syn.CycleLiteral | syn.CycleGenerator) -> None:
+        if isinstance(value, syn.CycleLiteral):
+            for cycle in value.cycles:
+                for rank in cycle:
+                    self.expect(rank, Kind.NUMBER)
+            return
+        for argument in value.arguments:
+            self.expect(argument, Kind.NUMBER)
+        limits = GENERATORS.get(value.name.text)
+        if limits is None:
+            name = value.name
+            what = f"no cycles are called `{name.text}`"
+            self.faults.report("C118", what, name.span, "not known", help=nearest(name.text, GENERATORS))
+        elif not limits[0] <= len(value.arguments) <= limits[1]:
+            self.arity(value.name.text, limits, len(value.arguments), value.span)
+
+    # --- contracts ----------------------------------------------------------------------------------------------------
+
+    def _ensure(self, contract: syn.NamedContract | syn.GeneralContract) -> None:
+        if isinstance(contract, syn.NamedContract):
+            self._named_contract(contract)
+            return
+        with self.block():
+            self._binders(contract.binders)
+            if contract.where is not None:
+                self.expect(contract.where, Kind.CONDITION)
+            for clause in contract.clauses:
+                self.ref(clause.dest)
+                if clause.dest.place is not None:
+                    what = "an ensured chunk is the acting rank's"
+                    help = "let the first binder be the rank that holds it"
+                    self.faults.report("C112", what, clause.dest.span, "another rank's", help=help)
+                self.source(clause.source)
+                if not clause.is_sum and (clause.source.binder or isinstance(clause.source.ref.place, syn.All)):
+                    self.faults.report("C115", "a copy has one source", clause.source.span, "a list",
+                                       help=f"write `== sum({clause.source.span.text})`")  # fmt: skip
+
+    def _named_contract(self, contract: syn.NamedContract) -> None:
+        name = contract.name.text
+        for buffer in (contract.source, contract.dest):
+            if buffer is not None:
+                self.buffer(buffer)
+        if contract.root is not None:
+            self.expect(contract.root, Kind.NUMBER)
+        if contract.mapping is not None:
+            with self.block():
+                self.bind(contract.mapping[0], None)
+                self.expect(contract.mapping[1], Kind.NUMBER)
+        if name not in COLLECTIVES:
+            help = nearest(name, COLLECTIVES) or "the general form is `ensure each r { y == x @ 0 }`"
+            self.faults.report("C104", f"no collective is called `{name}`", contract.name.span, "not known", help=help)
+            return
+        for given, wanted, what, form in (
+            (contract.root is not None, name in ROOTED, "root", f"`{name}(x, 0)`"),
+            (contract.mapping is not None, name == "permutation", "mapping", "`permutation(x -> y) r -> (r + 1) % P`"),
+        ):
+            if given != wanted:
+                headline = f"`{name}` needs a {what}" if wanted else f"`{name}` takes no {what}"
+                self.faults.report("C105", headline, contract.span, "missing" if wanted else "has one",
+                                   help=f"write {form}" if wanted else "leave it out")  # fmt: skip
+
+    # --- what nothing uses --------------------------------------------------------------------------------------------
+
+    def _unused(self) -> None:
+        for name, symbol in self.declared:
+            if symbol.span is not None and symbol.span not in self.used:
+                self.faults.report("C180", f"`{name}` is never used", symbol.span, "declared here, read nowhere",
+                                   help="remove it", severity=Severity.WARNING)  # fmt: skip
+
+
+def check_names(decl: syn.ScheduleDecl, role_names: tuple[str, ...], faults: Faults) -> None:
+    """Reports every mistake of `decl` that needs no numbers, and warns of names that nothing uses."""
+    ScheduleRules(faults, role_names).schedule(decl)
+
+
+def duplicates(named: Mapping[str, list[Span]], what: str, faults: Faults) -> None:
+    """Reports every name with more than one declaration."""
+    for name, spans in named.items():
+        for span in spans[1:]:
+            first = Label(spans[0], "first here")
+            faults.report("C102", f"{what} `{name}` is declared twice", span, "a second time here", secondary=(first,))

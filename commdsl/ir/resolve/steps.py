@@ -1,0 +1,258 @@
+"""Turns one `each` into the moves of a step, for every iteration of the loops around it.
+
+Assumes `names` found nothing wrong. An `each` is prepared once and run once an iteration; what does not depend on the
+loop variables that changed is computed once and shared between steps, so the arrays of a thousand steps stay small.
+Does not check that chunks and ranks are in range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.ir.resolve.evaluate import Cycle, Scope, Value, free_names
+from commdsl.ir.resolve.rows import Binding, Rows, spread
+from commdsl.ir.schedules import Ints, Moves, Step
+from commdsl.language import syntax as syn
+from commdsl.language.kinds import MoveKind
+
+T = TypeVar("T")
+
+
+class Memo(Generic[T]):
+    """The last value of a computation, kept while the names of the scope it depends on keep their values."""
+
+    def __init__(self, names: frozenset[str], compute: Callable[[Scope], T]) -> None:
+        self.names = names
+        self._sorted = tuple(sorted(names))
+        self._compute = compute
+        self._key: tuple[object, ...] | None = None
+        self._value: T
+
+    def __call__(self, scope: Scope) -> T:
+        key = tuple(scope.get(name) for name in self._sorted)
+        if key != self._key:
+            self._value = self._compute(scope)
+            self._key = key
+        return self._value
+
+
+@dataclass(frozen=True)
+class _Context:
+    """The rows in force at a statement; `columns` says which outer names each column depends on."""
+
+    rows: Memo[Rows]
+    columns: Mapping[str, Memo[Value]]
+    numbers: dict[tuple[syn.Expr, ...], Memo[Ints]]  # equal expressions over equal rows share one array
+
+    def depends(self, *names: frozenset[str]) -> frozenset[str]:
+        """The outer names that a computation over these rows with these free names depends on."""
+        free = frozenset[str]().union(*names)
+        columns = (self.columns[name].names if name in self.columns else frozenset((name,)) for name in free)
+        return self.rows.names.union(*columns)
+
+    def scope(self, outer: Scope, *names: frozenset[str]) -> dict[str, Value]:
+        free = sorted(frozenset[str]().union(*names))
+        values: dict[str, Value] = {}
+        for name in free:
+            if name in self.columns:
+                values[name] = self.columns[name](outer)
+            elif name in outer:
+                values[name] = outer[name]
+        return values
+
+
+class StepBuilder:
+    """One `each`, prepared; `step` runs it in a scope."""
+
+    def __init__(self, each: syn.Each, binding: Binding) -> None:
+        self._each = each
+        self._binding = binding
+        self._acting = each.binders[0].name.text
+        names = {binder.name.text for binder in each.binders}
+        free = free_names(each.where).union(*(free_names(binder.domain) for binder in each.binders)) - names
+        rows = Memo(free, lambda scope: binding.rows(each.binders, each.where, scope))
+        self._moves: list[Memo[Moves]] = []
+        self._prepare(each.body, _over(rows, tuple(names)))
+
+    def step(self, scope: Scope, bindings: tuple[tuple[str, int], ...]) -> Step:
+        moves = tuple(moves(scope) for moves in self._moves)
+        return Step(tuple(item for item in moves if len(item.actor)), bindings, self._each.span)
+
+    def _prepare(self, body: tuple[syn.Stmt, ...], context: _Context) -> None:
+        for statement in body:
+            match statement:
+                case syn.Let(name, value):
+                    context = self._let(name.text, value, context)
+                case syn.If(condition, then, otherwise):
+                    self._prepare(then, self._filtered(condition, context, holds=True))
+                    self._prepare(otherwise, self._filtered(condition, context, holds=False))
+                case syn.Move():
+                    self._moves.append(self._move(statement, context))
+                case _:
+                    raise AssertionError(f"{statement} inside each")
+
+    def _let(self, name: str, value: syn.Expr, context: _Context) -> _Context:
+        free = free_names(value)
+
+        def compute(scope: Scope) -> Value:
+            result = self._binding.evaluator.value(value, context.scope(scope, free))
+            count = context.rows(scope).count
+            if isinstance(result, Cycle):
+                return replace(result, index=np.broadcast_to(np.asarray(result.index), (count,)))
+            return result if not isinstance(result, np.ndarray) else np.broadcast_to(result, (count,))
+
+        column: Memo[Value] = Memo(context.depends(free), compute)
+        return _Context(context.rows, {**context.columns, name: column}, {})
+
+    def _filtered(self, condition: syn.Expr, context: _Context, *, holds: bool) -> _Context:
+        free = free_names(condition)
+        names = sorted(context.columns)
+
+        def keep(scope: Scope) -> NDArray[np.bool_]:
+            value = np.asarray(self._binding.evaluator.number(condition, context.scope(scope, free)), bool)
+            return np.broadcast_to(value if holds else ~value, (context.rows(scope).count,))
+
+        def compute(scope: Scope) -> Rows:
+            columns = {name: context.columns[name](scope) for name in names}
+            return Rows(context.rows(scope).count, columns).filtered(keep(scope))
+
+        every = frozenset[str]().union(*(context.columns[name].names for name in names))
+        return _over(Memo(context.depends(free) | every, compute), tuple(names))
+
+    # --- moves --------------------------------------------------------------------------------------------------------
+
+    def _move(self, move: syn.Move, context: _Context) -> Memo[Moves]:
+        source, binder, condition = move.source.ref, move.source.binder, move.source.condition
+        inner = frozenset((binder.name.text,)) if binder else frozenset[str]()
+        listed = free_names(condition).union(
+            free_names(binder.domain) if binder else (), _ref_names(source), (self._acting,)
+        )
+        free = (listed - inner) | _ref_names(move.dest)
+
+        def compute(scope: Scope) -> Moves:
+            return self._compute(move, context, scope, context.scope(scope, free))
+
+        return Memo(context.depends(free), compute)
+
+    def _compute(self, move: syn.Move, context: _Context, outer: Scope, scope: Mapping[str, Value]) -> Moves:
+        binding = self._binding
+        extents = binding.check_shapes(move.source.ref, move.dest, move.span)
+        count = context.rows(outer).count
+        actor = self._number(syn.Name(self._acting, span=move.span), context, outer)
+        dest_rank = self._place(move.dest, context, outer)
+        dest_chunk = self._chunk(move.dest, context, outer)
+        is_list = move.source.binder is not None or isinstance(move.source.ref.place, syn.All)
+        valid: NDArray[np.bool_] | None = None
+        if is_list:
+            source_rank, source_chunk, valid = read_list(binding, move.source, scope, count, actor)
+        else:
+            source_rank = self._place(move.source.ref, context, outer)[:, None]
+            source_chunk = self._chunk(move.source.ref, context, outer)[:, None]
+        names = list(binding.buffers)
+        return Moves(
+            kind=move.kind,
+            accumulate=move.kind is MoveKind.REDUCE and not is_list,
+            is_list=is_list,
+            actor=spread(actor, extents, chunks=False),
+            source_buffer=names.index(move.source.ref.buffer.text),
+            source_rank=spread(source_rank, extents, chunks=False),
+            source_chunk=spread(source_chunk, extents, chunks=True),
+            source_valid=None if valid is None else np.repeat(valid, math.prod(extents), axis=0),
+            dest_buffer=names.index(move.dest.buffer.text),
+            dest_rank=spread(dest_rank, extents, chunks=False),
+            dest_chunk=spread(dest_chunk, extents, chunks=True),
+            span=move.span,
+        )
+
+    def _number(self, expr: syn.Expr, context: _Context, outer: Scope) -> Ints:
+        memo = context.numbers.get((expr,))
+        if memo is None:
+            free = free_names(expr)
+
+            def compute(scope: Scope) -> Ints:
+                return self._binding.column(expr, context.scope(scope, free), (context.rows(scope).count,))
+
+            memo = context.numbers[expr,] = Memo(context.depends(free), compute)
+        return memo(outer)
+
+    def _place(self, ref: syn.Ref, context: _Context, outer: Scope) -> Ints:
+        match ref.place:
+            case None:
+                return self._number(syn.Name(self._acting, span=ref.span), context, outer)
+            case syn.All():
+                raise AssertionError("a list has been told apart")
+            case _:
+                return self._number(ref.place, context, outer)
+
+    def _chunk(self, ref: syn.Ref, context: _Context, outer: Scope) -> Ints:
+        dims = self._binding.buffers[ref.buffer.text].dims
+        if len(ref.indices) == len(dims) == 1:
+            return self._number(ref.indices[0], context, outer)
+        key = (ref.buffer, *ref.indices)
+        memo = context.numbers.get(key)
+        if memo is None:
+            free = frozenset[str]().union(*(free_names(index) for index in ref.indices))
+
+            def compute(scope: Scope) -> Ints:
+                return self._binding.chunk(ref, context.scope(scope, free), (context.rows(scope).count,))
+
+            memo = context.numbers[key] = Memo(context.depends(free), compute)
+        return memo(outer)
+
+
+def _over(rows: Memo[Rows], names: tuple[str, ...]) -> _Context:
+    def column(name: str) -> Memo[Value]:
+        return Memo(rows.names, lambda scope: rows(scope).columns[name])
+
+    return _Context(rows, {name: column(name) for name in names}, {})
+
+
+def _ref_names(ref: syn.Ref) -> frozenset[str]:
+    return free_names(ref.place).union(*(free_names(index) for index in ref.indices))
+
+
+def read_list(
+    binding: Binding, source: syn.Source_, scope: Mapping[str, Value], count: int, actor: Ints
+) -> tuple[Ints, Ints, NDArray[np.bool_] | None]:
+    """Rank and first chunk of the sources of a list, (count, k), and which of them are meant (None: all)."""
+    outer = {name: _upright(value) for name, value in scope.items()}
+    if source.binder is None:
+        k = binding.num_ranks
+        ranks = np.broadcast_to(np.arange(k, dtype=np.int32), (count, k))
+        return ranks, np.broadcast_to(binding.chunk(source.ref, outer, (count, 1)), (count, k)), None
+    first, last, cycles = binding.domain(source.binder.domain, outer)
+    lengths = np.maximum(np.asarray(last) - first, 0)
+    k = int(lengths.max()) if lengths.size else 0
+    offsets = np.arange(k)[None, :]
+    inside = np.broadcast_to(offsets < lengths, (count, k))
+    # Rows with fewer sources repeat their last one, so that its indices have a value; `inside` leaves it out.
+    values = first + np.minimum(offsets, np.maximum(lengths - 1, 0))
+    outer[source.binder.name.text] = values if cycles is None else Cycle(cycles, values)
+    if source.condition is not None:
+        inside = inside & np.asarray(binding.evaluator.number(source.condition, outer), bool)
+    chunk = binding.chunk(source.ref, outer, (count, k))
+    match source.ref.place:
+        case None:
+            rank = np.broadcast_to(actor[:, None], (count, k))
+        case syn.All():
+            raise AssertionError("two lists have been refused")
+        case place:
+            rank = binding.column(place, outer, (count, k))
+    return rank, chunk, None if inside.all() else inside
+
+
+def _upright(value: Value) -> Value:
+    """A column as (n, 1), so that it broadcasts against the sources of a list."""
+    match value:
+        case Cycle(cycles, index):
+            return Cycle(cycles, index[:, None] if isinstance(index, np.ndarray) and index.ndim else index)
+        case np.ndarray():
+            return value[:, None] if value.ndim else value
+        case _:
+            return value

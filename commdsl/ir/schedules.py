@@ -1,0 +1,159 @@
+"""What a schedule means on one topology: ranks and steps resolved, sizes symbolic, transfers as arrays.
+
+Assumes nothing of the text but spans for messages. Does not know lanes, slots, flags or bytes; the Plan does.
+
+A buffer is `blocks` blocks of the same (symbolic) number of elements, each block cut into `cut` chunks; chunk indices
+are flat: block * cut + piece. All buffers of a schedule share the block size, so piece i of a block cut into C is
+equally long everywhere: the pair (C, i) is the chunk's *size class*. A scratch buffer has slots instead; a slot takes
+the size class of what is written there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.language.kinds import BufferKind, MoveKind
+from commdsl.language.source import Span
+from commdsl.machine.topology import Topology
+
+Ints: TypeAlias = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    name: str
+    kind: BufferKind
+    dims: tuple[int, ...]  # extents as indexed in the text; () means one chunk
+    blocks: int  # product of the `blocks` extents, 1 if none
+    cut: int  # product of the others, 1 if none
+    span: Span = field(compare=False, repr=False)
+
+    @property
+    def num_chunks(self) -> int:
+        return self.blocks * self.cut
+
+
+@dataclass(frozen=True, slots=True)
+class CycleSet:
+    """Directed Hamiltonian cycles over the ranks: int32 (num_cycles, num_ranks), each row in visiting order.
+
+    `closed` is False for `paths`: rows are paths over one node's GPUs, without an arc from last to first.
+    """
+
+    name: str
+    orders: Ints
+    closed: bool
+    span: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """One `put`/`get`/`copy`/`reduce` statement of one step, for all ranks and bindings: n rows, k sources a row.
+
+    `actor[i]` is the rank on which row i was written (the first binder of `each`). Sources may be numpy broadcast
+    views. `accumulate`: the old content of the destination is the first operand (a reduce of one source). For PUT the
+    source is on the actor; for GET and COPY the destination is; COPY has both on the actor. A PUT or GET to oneself is
+    legal. For REDUCE at least one side is on the actor; with k > 1 or `is_list` the destination is on the actor.
+    """
+
+    kind: MoveKind
+    accumulate: bool
+    is_list: bool  # written as a list of sources, even if it has one
+    actor: Ints  # (n,)
+    source_buffer: int
+    source_rank: Ints  # (n, k)
+    source_chunk: Ints  # (n, k)
+    source_valid: NDArray[np.bool_] | None  # (n, k), None: all; False where a list's condition leaves a source out
+    dest_buffer: int
+    dest_rank: Ints  # (n,)
+    dest_chunk: Ints  # (n,)
+    span: Span = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Step:
+    """All moves act at once: every read before every write."""
+
+    moves: tuple[Moves, ...]
+    bindings: tuple[tuple[str, int], ...]  # the loop variables around it, for messages: (("s", 3),)
+    span: Span = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """The caller computes on the whole buffer here, on every rank."""
+
+    buffer: int
+    bindings: tuple[tuple[str, int], ...]
+    span: Span = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What must hold at the end. Row j: chunk `dest_chunk[j]` on `dest_rank[j]` equals value `value[j]`.
+
+    Value v is the combination of initial chunks (source_rank[v, i], source_chunk[v, i]) of `source_buffer`, i in rank
+    order: one (a copy) or several (a reduction). `name` is the collective ("allreduce", "general", "rotation", ...).
+    For a rotation no rows are kept: over the yields, each chunk index of `source_buffer`/`dest_buffer` must hold every
+    rank's chunk exactly once on every rank. Locations without a row are free at the end.
+    """
+
+    name: str
+    source_buffer: int
+    dest_buffer: int
+    is_sum: bool
+    dest_rank: Ints  # (n,)
+    dest_chunk: Ints  # (n,)
+    value: Ints  # (n,)
+    source_rank: Ints  # (m, k)
+    source_chunk: Ints  # (m, k)
+    root: int | None
+    span: Span = field(repr=False)
+    source_valid: NDArray[np.bool_] | None = None  # (m, k), None: all
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What `tune` said; None where it said nothing. `lanes` is a multiple of `sms`, or of the SMs of the role."""
+
+    lanes: int | None = None
+    threads: int | None = None
+    tile_bytes: int | None = None
+    protocol: str | None = None  # bulk, packet, line, tma or engine
+    sms: int | None = None  # thread blocks that are launched; None: one a lane
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSet:
+    """`roles overlap_wide { ... }`: (name, first SM, last SM), half-open."""
+
+    name: str
+    roles: tuple[tuple[str, int, int], ...]
+    spans: tuple[Span, ...] = field(compare=False, repr=False)
+    span: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One schedule for one number of ranks and one topology."""
+
+    name: str
+    num_ranks: int
+    topology: Topology
+    params: tuple[tuple[str, int], ...]
+    buffers: tuple[Buffer, ...]
+    contracts: tuple[Contract, ...]
+    cycles: tuple[CycleSet, ...]
+    steps: tuple[Step | Yield, ...]
+    tuning: Tuning
+    role: str | None  # the role it runs `on`
+    roles: tuple[RoleSet, ...]  # every roles declaration in sight
+    span: Span = field(repr=False)
+
+    @property
+    def num_yields(self) -> int:
+        return sum(isinstance(step, Yield) for step in self.steps)

@@ -1,0 +1,1 @@
+"""What is written: `.comm` text, its Syntax, and what is said about both."""

@@ -1,0 +1,170 @@
+"""Turns what a check found into a diagnostic, and a diagnostic into text, one line or JSON.
+
+Assumes a code from `codes.py`. Does not decide what is wrong; checks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypedDict
+
+from commdsl.language.source import Source, Span
+
+
+class Severity(Enum):
+    ERROR = "error"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A place in a source and a short remark about it."""
+
+    span: Span
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostic:
+    """One mistake: a stable code, a headline, where it is, what would mend it."""
+
+    code: str
+    headline: str
+    primary: Label
+    secondary: tuple[Label, ...] = ()
+    notes: tuple[str, ...] = ()
+    help: str = ""
+    severity: Severity = Severity.ERROR
+
+
+class CommError(Exception):
+    """The user's `.comm` text, parameters or machine are at fault; picklable, so that ranks can pass it on."""
+
+    def __init__(self, diagnostics: tuple[Diagnostic, ...]) -> None:
+        super().__init__(diagnostics)
+        self.diagnostics = diagnostics
+
+    def __str__(self) -> str:
+        return "\n".join(render_concise(diagnostic) for diagnostic in self.diagnostics)
+
+
+class InternalError(Exception):
+    """commdsl is at fault: a stage handed the next one something that breaks its contract."""
+
+
+# --- one line, and JSON -----------------------------------------------------------------------------------------------
+
+
+class LabelJson(TypedDict):
+    file: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    label: str
+
+
+class DiagnosticJson(TypedDict):
+    code: str
+    severity: str
+    headline: str
+    primary: LabelJson
+    secondary: list[LabelJson]
+    notes: list[str]
+    help: str
+
+
+def render_concise(diagnostic: Diagnostic) -> str:
+    """`path:line:column: error[C203]: headline`."""
+    span = diagnostic.primary.span
+    line, column = span.position
+    return f"{span.source.name}:{line}:{column}: {diagnostic.severity.value}[{diagnostic.code}]: {diagnostic.headline}"
+
+
+def to_json(diagnostic: Diagnostic) -> DiagnosticJson:
+    """The same fields for programs; lines and columns from 1, the end exclusive."""
+    return {
+        "code": diagnostic.code,
+        "severity": diagnostic.severity.value,
+        "headline": diagnostic.headline,
+        "primary": _label_json(diagnostic.primary),
+        "secondary": [_label_json(label) for label in diagnostic.secondary],
+        "notes": list(diagnostic.notes),
+        "help": diagnostic.help,
+    }
+
+
+def _label_json(label: Label) -> LabelJson:
+    line, column = label.span.position
+    end_line, end_column = label.span.source.position(label.span.end)
+    return {
+        "file": label.span.source.name,
+        "line": line,
+        "column": column,
+        "end_line": end_line,
+        "end_column": end_column,
+        "label": label.text,
+    }
+
+
+# --- for people -------------------------------------------------------------------------------------------------------
+
+_RESET = "\x1b[0m"
+_BOLD = "\x1b[1m"
+_BLUE = "\x1b[1;34m"
+_SEVERITY_COLOR = {Severity.ERROR: "\x1b[1;31m", Severity.WARNING: "\x1b[1;33m"}
+
+
+def render_full(diagnostic: Diagnostic, color: bool = False) -> str:
+    """Headline, the lines at fault with their labels, notes and help; no newline at the end."""
+    strong = _SEVERITY_COLOR[diagnostic.severity]
+    places = [(diagnostic.primary, True), *((label, False) for label in diagnostic.secondary)]
+    width = max(len(str(label.span.position[0])) for label, _ in places)
+    bar = f"{' ' * (width + 1)}|"
+
+    name = f"{diagnostic.severity.value}[{diagnostic.code}]"
+    lines = [_paint(name, strong, color) + _paint(f": {diagnostic.headline}", _BOLD, color)]
+    sources = list(dict.fromkeys(label.span.source.name for label, _ in places))
+    for source in sources:
+        here = [(label, primary) for label, primary in places if label.span.source.name == source]
+        line, column = here[0][0].span.position
+        arrow = "-->" if source == sources[0] else ":::"
+        lines.append(f"{_paint(' ' * width + arrow, _BLUE, color)} {source}:{line}:{column}")
+        lines.append(_paint(bar, _BLUE, color))
+        lines.extend(_excerpt(here, width, strong, color))
+    remarks = [("note", text) for text in diagnostic.notes] + [("help", text) for text in (diagnostic.help,) if text]
+    if remarks:
+        lines.append(_paint(bar, _BLUE, color))
+    for kind, text in remarks:
+        head = f"{' ' * (width + 1)}{_paint('=', _BLUE, color)} {_paint(kind, _BOLD, color)}: "
+        indent = "\n" + " " * (width + 1 + len(f"= {kind}: "))
+        lines.append(head + text.replace("\n", indent))
+    return "\n".join(lines)
+
+
+def _excerpt(places: Iterable[tuple[Label, bool]], width: int, strong: str, color: bool) -> Iterator[str]:
+    """The lines of one source that carry labels, in order, each followed by its marks."""
+    last = 0
+    for label, primary in sorted(places, key=lambda place: (place[0].span.start, not place[1])):
+        number, column = label.span.position
+        if number != last:
+            if last and number > last + 1:
+                yield _paint("...", _BLUE, color)
+            text = _line(label.span.source, number)
+            yield f"{_paint(f'{number:>{width}} |', _BLUE, color)} {text}".rstrip()
+            last = number
+        length = min(label.span.end - label.span.start, len(_line(label.span.source, number)) - column + 1)
+        marks = ("^" if primary else "-") * max(1, length)
+        remark = _paint(f"{marks} {label.text}".rstrip(), strong if primary else _BLUE, color)
+        yield f"{_paint(' ' * (width + 1) + '|', _BLUE, color)} {' ' * (column - 1)}{remark}"
+
+
+def _line(source: Source, number: int) -> str:
+    """One character a column, so that marks stand under what they mean; a span over several lines marks its first."""
+    return source.line(number).replace("\t", " ").rstrip()
+
+
+def _paint(text: str, escape: str, color: bool) -> str:
+    return f"{escape}{text}{_RESET}" if color else text

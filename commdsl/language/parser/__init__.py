@@ -1,0 +1,173 @@
+"""Turns `.comm` text into its Syntax: lark finds the structure, `build_syntax` makes nodes, `mistakes` the messages.
+
+Assumes the grammar's rules are named after the classes of `syntax`. Does not judge what was written beyond whether
+it is of the language; reports the first syntax fault only, because what follows one is guesswork. The only module that
+imports lark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import re
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+from lark import Lark, Token, Tree, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
+from lark import __version__ as lark_version
+from lark.lexer import PatternStr, TerminalDef
+
+from commdsl.language import collection
+from commdsl.language.diagnostics import CommError
+from commdsl.language.parser import build_syntax, mistakes, syntax_fault
+from commdsl.language.source import Source, Span
+from commdsl.language.syntax import Comment, File
+from commdsl.machine.config import from_environment
+from commdsl.machine.resources import data_dir
+
+MAX_DEPTH = 100  # what nests deeper is refused, so that every later pass may recurse
+
+ParseTree: TypeAlias = Tree[Token]
+
+
+def parse(source: Source) -> File:
+    """The Syntax of a text; raises CommError with the first syntax fault."""
+    with collection.paused():
+        return _parse(source)
+
+
+def _parse(source: Source) -> File:
+    parser = _parser(from_environment().cache_dir)
+    try:
+        tree = parser.parse(source.text)
+    except UnexpectedInput as error:
+        raise CommError((mistakes.explain(_fault(source, parser, error)),)) from None
+    order = _post_order(tree)
+    for node, depth in order:
+        if depth > MAX_DEPTH:
+            span = Span(source, node.meta.start_pos, node.meta.end_pos)
+            raise CommError((mistakes.too_deep(span, MAX_DEPTH),))
+    items = build_syntax.build(source, _plain(order))
+    return File(source, items, comments(source), span=Span(source, 0, len(source.text)))
+
+
+_COMMENT_OR_STRING = re.compile(r'"[^"\n]*"|#[^\n]*')
+
+
+def comments(source: Source) -> tuple[Comment, ...]:
+    """Every comment of a text, in order."""
+    found = []
+    for match in _COMMENT_OR_STRING.finditer(source.text):
+        if match[0].startswith("#"):
+            line_start = source.text.rfind("\n", 0, match.start()) + 1
+            own_line = not source.text[line_start : match.start()].strip()
+            text = match[0].rstrip()
+            found.append(Comment(text, own_line, span=Span(source, match.start(), match.start() + len(text))))
+    return tuple(found)
+
+
+# --- the tree, without recursion: its depth is the user's -------------------------------------------------------------
+
+
+def _post_order(tree: ParseTree) -> list[tuple[ParseTree, int]]:
+    """Every node after its children, with its depth."""
+    order: list[tuple[ParseTree, int]] = []
+    stack = [(tree, 0)]
+    while stack:
+        node, depth = stack.pop()
+        order.append((node, depth))
+        stack.extend((child, depth + 1) for child in node.children if isinstance(child, Tree))
+    order.reverse()
+    return order
+
+
+def _plain(order: list[tuple[ParseTree, int]]) -> build_syntax.Part:
+    """The tree in the builder's terms, which know nothing of lark."""
+    made: dict[int, build_syntax.Part] = {}
+    for node, _ in order:
+        children = tuple(_child(child, made) for child in node.children)
+        start, end = (0, 0) if node.meta.empty else (node.meta.start_pos, node.meta.end_pos)
+        made[id(node)] = build_syntax.Part(str(node.data), "", children, start, end)
+    return made[id(order[-1][0])]
+
+
+def _child(child: Token | ParseTree | None, made: dict[int, build_syntax.Part]) -> build_syntax.Part | None:
+    if child is None:  # an optional part left out
+        return None
+    return _leaf(child) if isinstance(child, Token) else made[id(child)]
+
+
+def _leaf(token: Token) -> build_syntax.Part:
+    assert token.start_pos is not None
+    assert token.end_pos is not None
+    return build_syntax.Part(token.type, str(token), (), token.start_pos, token.end_pos)
+
+
+# --- syntax faults ----------------------------------------------------------------------------------------------------
+
+_WORDS = {
+    "NAME": syntax_fault.A_NAME,
+    "INT": syntax_fault.A_NUMBER,
+    "FLOAT": syntax_fault.A_NUMBER,
+    "RATE": syntax_fault.A_RATE,
+    "SIZE": syntax_fault.A_SIZE,
+    "TIME": syntax_fault.A_TIME,
+    "STRING": syntax_fault.A_STRING,
+    "_EQUAL": "=",
+    "_DOT": ".",
+    "MINUS": "-",
+    "_SUM": "sum",
+}
+
+
+def _fault(source: Source, parser: Lark, error: UnexpectedInput) -> syntax_fault.Fault:
+    words = {terminal.name: _word(terminal) for terminal in parser.terminals}
+    words["$END"] = syntax_fault.END
+    if isinstance(error, UnexpectedToken):
+        names = error.accepts or error.expected
+        start = len(source.text) if error.token.type == "$END" else error.token.start_pos
+    else:
+        assert isinstance(error, UnexpectedCharacters)
+        names, start = error.allowed, error.pos_in_stream
+    assert start is not None
+    return syntax_fault.Fault(source, start, frozenset(words[name] for name in names if name in words))
+
+
+def _word(terminal: TerminalDef) -> str:
+    """What a user would call a terminal."""
+    if terminal.name in _WORDS:
+        return _WORDS[terminal.name]
+    value = terminal.pattern.value
+    return value if isinstance(terminal.pattern, PatternStr) else value.removesuffix(r"\b")
+
+
+# --- the LALR tables --------------------------------------------------------------------------------------------------
+
+
+@cache
+def _parser(cache_dir: Path) -> Lark:
+    """The parser; its tables take ten times longer to build than to load, so they are kept in the cache."""
+    grammar = (data_dir("grammar") / "comm.lark").read_text(encoding="utf-8")
+    versions = f"{lark_version} {sys.version_info[:2]}"
+    digest = hashlib.sha256(f"{versions}\n{grammar}".encode()).hexdigest()[:32]
+    path = cache_dir / "grammar" / f"{digest}.pickle"
+    damaged = (pickle.PickleError, EOFError, KeyError, TypeError, AttributeError, ValueError)
+    with contextlib.suppress(OSError, *damaged), path.open("rb") as file:
+        return Lark.load(file)
+    parser = Lark(grammar, parser="lalr", lexer="contextual", propagate_positions=True, maybe_placeholders=True)
+    with contextlib.suppress(OSError):  # a home that cannot be written costs time, not the run
+        _keep(parser, path)
+    return parser
+
+
+def _keep(parser: Lark, path: Path) -> None:
+    """Write whole or not at all: other processes may be reading."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        parser.save(file)
+    os.replace(file.name, path)

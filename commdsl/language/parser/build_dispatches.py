@@ -1,0 +1,126 @@
+"""Turns the parse trees of plans, dispatches and combines into the classes of `syntax`, one function per rule.
+
+Assumes a tree that the grammar accepts, children in the order of the rule, None for an optional part left out. Does not
+judge meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from commdsl.language import syntax
+from commdsl.language.source import Span
+
+Made: TypeAlias = Any  # as in `build_syntax`: a parse tree is untyped
+Children: TypeAlias = Sequence[Made]
+
+
+def _plan_decl(span: Span, parts: Children) -> syntax.PlanDecl:
+    return syntax.PlanDecl(parts[0], parts[1], tuple(parts[2:]), span=span)
+
+
+def _mask_entry(span: Span, parts: Children) -> syntax.MaskEntry:
+    return syntax.MaskEntry(parts[0], span=span)
+
+
+def _send_entry(span: Span, parts: Children) -> syntax.SendEntry:
+    return syntax.SendEntry(parts[0], span=span)
+
+
+def _copies_entry(span: Span, parts: Children) -> syntax.CopiesEntry:
+    return syntax.CopiesEntry(parts[0], span=span)
+
+
+def _capacity_entry(span: Span, parts: Children) -> syntax.CapacityEntry:
+    return syntax.CapacityEntry(parts[0], parts[1], span=span)
+
+
+def _rank_block(span: Span, parts: Children) -> syntax.RankBlock:
+    return syntax.RankBlock(parts[1], parts[2], span=span)  # the first is the word `rank`
+
+
+def _repeat(span: Span, parts: Children) -> syntax.Repeat:
+    return syntax.Repeat(*parts, span=span)
+
+
+def _plan_for(span: Span, parts: Children) -> syntax.PlanFor:
+    return syntax.PlanFor(*parts, span=span)
+
+
+def _doc(span: Span, parts: Children) -> syntax.Doc:
+    name, length, cut = parts[:3]
+    return syntax.Doc(name, length, cut, tuple(parts[3:]), span=span)
+
+
+def _equal_cut(span: Span, parts: Children) -> syntax.EqualCut:
+    return syntax.EqualCut(parts[0], span=span)
+
+
+def _given_cut(span: Span, parts: Children) -> syntax.GivenCut:
+    return syntax.GivenCut(tuple(parts), span=span)
+
+
+def _ranks(span: Span, parts: Children) -> syntax.Ranks:
+    return syntax.Ranks(tuple(parts), span=span)
+
+
+def _nowhere(span: Span, parts: Children) -> syntax.Nowhere:
+    return syntax.Nowhere(span=span)
+
+
+def _dispatch_decl(span: Span, parts: Children) -> syntax.DispatchDecl:
+    return syntax.DispatchDecl(parts[0], parts[1], tuple(parts[2:]), span=span)
+
+
+def _rows_decl(span: Span, parts: Children) -> syntax.RowsDecl:
+    return syntax.RowsDecl(parts[1], parts[2], span=span)  # the first is the word `rows`
+
+
+def _route_decl(span: Span, parts: Children) -> syntax.RouteDecl:
+    return syntax.RouteDecl(*parts, span=span)
+
+
+def _place_decl(span: Span, parts: Children) -> syntax.PlaceDecl:
+    return syntax.PlaceDecl(parts[0], parts[1], span=span)
+
+
+def _put_form(span: Span, parts: Children) -> syntax.PutForm:
+    return syntax.PutForm(parts[1], span=span)  # the first is the word `put`
+
+
+def _combine_decl(span: Span, parts: Children) -> syntax.CombineDecl:
+    return syntax.CombineDecl(*parts, span=span)
+
+
+def _block(span: Span, parts: Children) -> Made:
+    return tuple(parts)
+
+
+RULES: Mapping[str, Callable[[Span, Children], Made]] = {
+    "plan_decl": _plan_decl,
+    "mask_entry": _mask_entry,
+    "send_entry": _send_entry,
+    "copies_entry": _copies_entry,
+    "capacity_entry": _capacity_entry,
+    "rank_block": _rank_block,
+    "plan_for": _plan_for,
+    "plan_block": _block,
+    "doc_block": _block,
+    "doc_for": _plan_for,
+    "doc": _doc,
+    "equal_cut": _equal_cut,
+    "given_cut": _given_cut,
+    "ranks": _ranks,
+    "nowhere": _nowhere,
+    "repeat": _repeat,
+    "dispatch_decl": _dispatch_decl,
+    "rows_decl": _rows_decl,
+    "route_decl": _route_decl,
+    "names": _block,
+    "place_decl": _place_decl,
+    "source_order": lambda span, parts: "source",
+    "query_order": lambda span, parts: "query",
+    "put_form": _put_form,
+    "combine_decl": _combine_decl,
+}

@@ -1,0 +1,351 @@
+"""Turns the parse tree into the classes of `syntax`, one function per grammar rule.
+
+Assumes a tree that the grammar accepts, children in the order of the rule, None for an optional part left out. Does not
+judge meaning; the one thing it refuses is a number that no 64-bit integer holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from commdsl.language import kinds, syntax
+from commdsl.language.diagnostics import CommError, Diagnostic, Label
+from commdsl.language.parser import build_dispatches
+from commdsl.language.source import Source, Span
+
+MAX_INT = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rule with its children, or a token with its text."""
+
+    rule: str
+    text: str
+    children: tuple[Part | None, ...]
+    start: int
+    end: int
+
+
+# A parse tree is untyped; the grammar says what each rule's children are, and the types begin in the functions below.
+Made: TypeAlias = Any
+Children: TypeAlias = Sequence[Made]
+
+
+def build(source: Source, root: Part) -> tuple[syntax.Item, ...]:
+    """The items of a file. Children come before parents, so it recurses no deeper than the parser allows."""
+
+    def make(part: Part) -> Made:
+        span = Span(source, part.start, part.end)
+        if part.rule in _TOKENS:
+            return _TOKENS[part.rule](span, part.text)
+        if not part.children and part.text:
+            return part.text
+        made = [None if child is None else make(child) for child in part.children]
+        return _RULES[part.rule](span, made)
+
+    return tuple(make(part) for part in root.children if part is not None)
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def _int(span: Span, text: str) -> syntax.Int:
+    _check_size(span, text)
+    return syntax.Int(int(text), span=span)
+
+
+def _check_size(span: Span, text: str) -> None:
+    digits = text.partition(".")[0].lstrip("0")
+    if len(digits) > len(str(MAX_INT)) or int(digits or "0") > MAX_INT:
+        label = Label(span, f"at most {MAX_INT}")
+        help = "numbers are 64-bit integers"
+        raise CommError((Diagnostic("C014", "a number does not fit in 64 bits", label, help=help),))
+
+
+_TOKENS: Mapping[str, Callable[[Span, str], Made]] = {
+    "NAME": lambda span, text: syntax.Name(text, span=span),
+    "INT": _int,
+}
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def _tuple(span: Span, parts: Children) -> Made:
+    return tuple(parts)
+
+
+def _only(span: Span, parts: Children) -> Made:
+    return parts[0]
+
+
+def _use(span: Span, parts: Children) -> syntax.Use:
+    return syntax.Use(parts[0][1:-1], span=span)
+
+
+def _schedule_decl(span: Span, parts: Children) -> syntax.ScheduleDecl:
+    name, params, ranks, where, body = parts
+    return syntax.ScheduleDecl(name, params or (), ranks, where, body, span=span)
+
+
+def _param(span: Span, parts: Children) -> syntax.Param:
+    return syntax.Param(*parts, span=span)
+
+
+def _buffer_decl(span: Span, parts: Children) -> syntax.BufferDecl:
+    kind, name, dims = parts
+    return syntax.BufferDecl(kinds.BufferKind(kind), name, dims or (), span=span)
+
+
+def _dim(span: Span, parts: Children) -> syntax.Dim:
+    size, blocks = parts
+    return syntax.Dim(size, blocks is not None, span=span)
+
+
+def _ensure(span: Span, parts: Children) -> syntax.Ensure:
+    return syntax.Ensure(parts[0], span=span)
+
+
+def _named_contract(span: Span, parts: Children) -> syntax.NamedContract:
+    name, source, dest, root, mapping = parts
+    if isinstance(name, str):  # `reduce`, a keyword elsewhere
+        name = syntax.Name(name, span=Span(span.source, span.start, span.start + len(name)))
+    return syntax.NamedContract(name, source, dest, root, mapping, span=span)
+
+
+def _general_contract(span: Span, parts: Children) -> syntax.GeneralContract:
+    return syntax.GeneralContract(*parts, span=span)
+
+
+def _copy_clause(span: Span, parts: Children) -> syntax.Clause:
+    return syntax.Clause(parts[0], parts[1], False, span=span)
+
+
+def _sum_clause(span: Span, parts: Children) -> syntax.Clause:
+    return syntax.Clause(parts[0], parts[1], True, span=span)
+
+
+def _cycles_decl(span: Span, parts: Children) -> syntax.CyclesDecl:
+    return syntax.CyclesDecl(*parts, span=span)
+
+
+def _cycle_literal(span: Span, parts: Children) -> syntax.CycleLiteral:
+    return syntax.CycleLiteral(tuple(parts), span=span)
+
+
+def _cycle_generator(span: Span, parts: Children) -> syntax.CycleGenerator:
+    name, arguments = parts
+    return syntax.CycleGenerator(name, arguments or (), span=span)
+
+
+def _let(span: Span, parts: Children) -> syntax.Let:
+    return syntax.Let(*parts, span=span)
+
+
+def _for(span: Span, parts: Children) -> syntax.For:
+    return syntax.For(*parts, span=span)
+
+
+def _if(span: Span, parts: Children) -> syntax.If:
+    condition, then, otherwise = parts
+    if isinstance(otherwise, syntax.If):  # `else if`
+        otherwise = (otherwise,)
+    return syntax.If(condition, then, otherwise or (), span=span)
+
+
+def _each(span: Span, parts: Children) -> syntax.Each:
+    return syntax.Each(*parts, span=span)
+
+
+def _move(span: Span, parts: Children) -> syntax.Move:
+    kind, source, dest = parts
+    return syntax.Move(kinds.MoveKind(kind), source, dest, span=span)
+
+
+def _source(span: Span, parts: Children) -> syntax.Source_:
+    return syntax.Source_(*parts, span=span)
+
+
+def _ref(span: Span, parts: Children) -> syntax.Ref:
+    buffer, indices, place = parts
+    return syntax.Ref(buffer, indices or (), place, span=span)
+
+
+def _all(span: Span, parts: Children) -> syntax.All:
+    return syntax.All(span=span)
+
+
+def _binder(span: Span, parts: Children) -> syntax.Binder:
+    return syntax.Binder(*parts, span=span)
+
+
+def _range(span: Span, parts: Children) -> syntax.Range:
+    return syntax.Range(*parts, span=span)
+
+
+def _yield(span: Span, parts: Children) -> syntax.Yield:
+    return syntax.Yield(parts[0], span=span)
+
+
+def _on(span: Span, parts: Children) -> syntax.On:
+    return syntax.On(parts[0], span=span)
+
+
+def _tune(span: Span, parts: Children) -> syntax.Tune:
+    return syntax.Tune(tuple(parts), span=span)
+
+
+def _tune_entry(span: Span, parts: Children) -> syntax.TuneEntry:
+    key, value = parts
+    if isinstance(key, str):  # `sms`, a keyword elsewhere
+        key = syntax.Name(key, span=Span(span.source, span.start, span.start + len(key)))
+    return syntax.TuneEntry(key, value, span=span)
+
+
+_RATE_PREFIX = {"": 1e0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SIZE_PREFIX = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_TIME_DIVISOR = {"": 1e0, "m": 1e3, "u": 1e6, "n": 1e9, "p": 1e12}
+
+
+def _quantity(span: Span, parts: Children) -> syntax.Quantity:
+    number, unit = parts
+    written = number if isinstance(number, str) else number.span.text
+    _check_size(span, written)
+    if unit.endswith("B/s"):
+        value = float(written) * _RATE_PREFIX[unit.removesuffix("B/s")]
+    elif unit.endswith("B"):
+        value = float(written) * _SIZE_PREFIX[unit.removesuffix("B")]
+    else:
+        # One rounding: 0.7 us is the float nearest to 7e-7.
+        value = float(written) / _TIME_DIVISOR[unit.removesuffix("s")]
+    assert math.isfinite(value)
+    return syntax.Quantity(value, unit, written, span=span)
+
+
+def _topology_decl(span: Span, parts: Children) -> syntax.TopologyDecl:
+    return syntax.TopologyDecl(parts[0], tuple(parts[1:]), span=span)
+
+
+def _count_entry(span: Span, parts: Children) -> syntax.CountEntry:
+    return syntax.CountEntry(*parts, span=span)
+
+
+def _link_decl(span: Span, parts: Children) -> syntax.LinkDecl:
+    name, (scope, pairs, binders), bandwidth, per, latency = parts
+    return syntax.LinkDecl(name, scope, pairs, binders, bandwidth, per, latency, span=span)
+
+
+def _scope(scope: kinds.LinkScope) -> Callable[[Span, Children], Made]:
+    return lambda span, parts: (scope, (), ())
+
+
+def _listed_pairs(span: Span, parts: Children) -> Made:
+    pairs, binders = parts
+    return kinds.LinkScope.PAIRS, pairs, binders or ()
+
+
+def _missing_decl(span: Span, parts: Children) -> syntax.MissingDecl:
+    return syntax.MissingDecl(*parts, span=span)
+
+
+def _degraded_decl(span: Span, parts: Children) -> syntax.DegradedDecl:
+    return syntax.DegradedDecl(*parts, span=span)
+
+
+def _roles_decl(span: Span, parts: Children) -> syntax.RolesDecl:
+    return syntax.RolesDecl(parts[0], tuple(parts[1:]), span=span)
+
+
+def _role_decl(span: Span, parts: Children) -> syntax.RoleDecl:
+    name, _, sms = parts
+    return syntax.RoleDecl(name, sms, span=span)
+
+
+def _unary(span: Span, parts: Children) -> syntax.Unary:
+    return syntax.Unary(*parts, span=span)
+
+
+def _binary(span: Span, parts: Children) -> syntax.Binary:
+    left, operator, right = parts
+    return syntax.Binary(operator, left, right, span=span)
+
+
+def _call(span: Span, parts: Children) -> syntax.Call:
+    name, arguments = parts
+    return syntax.Call(name.text, arguments or (), span=span)
+
+
+def _method(span: Span, parts: Children) -> syntax.Method:
+    owner, name, arguments = parts
+    return syntax.Method(owner, name.text, arguments or (), span=span)
+
+
+def _index(span: Span, parts: Children) -> syntax.Index:
+    return syntax.Index(*parts, span=span)
+
+
+_RULES: Mapping[str, Callable[[Span, Children], Made]] = {
+    "use": _use,
+    "schedule_decl": _schedule_decl,
+    "params": _tuple,
+    "param": _param,
+    "block": _tuple,
+    "buffer_decl": _buffer_decl,
+    "dims": _tuple,
+    "dim": _dim,
+    "ensure": _ensure,
+    "named_contract": _named_contract,
+    "mapping": _tuple,
+    "general_contract": _general_contract,
+    "clauses": _tuple,
+    "copy_clause": _copy_clause,
+    "sum_clause": _sum_clause,
+    "cycles_decl": _cycles_decl,
+    "cycle_literal": _cycle_literal,
+    "cycle": _tuple,
+    "cycle_generator": _cycle_generator,
+    "let": _let,
+    "for": _for,
+    "if": _if,
+    "each": _each,
+    "move": _move,
+    "one_source": lambda span, parts: syntax.Source_(parts[0], span=span),
+    "source": _source,
+    "ref": _ref,
+    "all": _all,
+    "binders": _tuple,
+    "binder": _binder,
+    "range": _range,
+    "yield": _yield,
+    "on": _on,
+    "tune": _tune,
+    "tune_entry": _tune_entry,
+    "quantity": _quantity,
+    "rate": _quantity,
+    "time": _quantity,
+    "topology_decl": _topology_decl,
+    "count_entry": _count_entry,
+    "link_decl": _link_decl,
+    "in_node": _scope(kinds.LinkScope.IN_NODE),
+    "across_nodes": _scope(kinds.LinkScope.ACROSS_NODES),
+    "across_same_gpu": _scope(kinds.LinkScope.ACROSS_SAME_GPU),
+    "listed_pairs": _listed_pairs,
+    "missing_decl": _missing_decl,
+    "degraded_decl": _degraded_decl,
+    "pairs": _tuple,
+    "pair": _tuple,
+    "roles_decl": _roles_decl,
+    "role_decl": _role_decl,
+    "parenthesised": _only,
+    "unary": _unary,
+    "binary": _binary,
+    "call": _call,
+    "method": _method,
+    "index": _index,
+    "arguments": _tuple,
+    **build_dispatches.RULES,
+}

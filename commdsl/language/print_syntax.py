@@ -1,0 +1,311 @@
+"""Turns expressions, references and the heads of statements into their one-line text.
+
+Assumes a node the parser made. Does not know lines, indentation or comments; `format` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias, assert_never
+
+from commdsl.language import syntax
+from commdsl.language.kinds import LinkScope
+
+# Loosest first, as in the grammar. Comparisons do not chain, so neither side may be one.
+_LEVELS = (
+    ("or",),
+    ("and",),
+    ("not",),
+    ("==", "!=", "<", "<=", ">", ">="),
+    ("|",),
+    ("^",),
+    ("&",),
+    ("<<", ">>"),
+    ("+", "-"),
+    ("*", "/", "%"),
+    ("unary -",),
+    ("**",),
+)
+_LEVEL = {operator: level for level, operators in enumerate(_LEVELS) for operator in operators}
+_COMPARISON = _LEVEL["=="]
+_NEGATION = _LEVEL["unary -"]
+_POWER = _LEVEL["**"]
+_ATOM = len(_LEVELS)
+
+GAP = "   "  # between entries that share a line
+
+
+# --- expressions ------------------------------------------------------------------------------------------------------
+
+
+def expr(node: syntax.Expr) -> str:
+    """An expression. Parentheses around an operand stay where they were written; others stand only where needed."""
+    match node:
+        case syntax.Int(value):
+            return str(value)
+        case syntax.Name(text):
+            return text
+        case syntax.Unary("not", operand):
+            return f"not {_operand(operand, node, _LEVEL['not'])}"
+        case syntax.Unary(operator, operand):
+            return operator + _operand(operand, node, _NEGATION)
+        case syntax.Binary(operator, left, right):
+            left_least, right_least = _least(operator)
+            return f"{_operand(left, node, left_least)} {operator} {_operand(right, node, right_least)}"
+        case syntax.Call(function, given):
+            return f"{function}({arguments(given)})"
+        case syntax.Method(owner, method, given):
+            return f"{expr(owner)}.{method}({arguments(given)})"
+        case syntax.Index(name, index):
+            return f"{name.text}[{expr(index)}]"
+        case _:
+            assert_never(node)
+
+
+def arguments(nodes: Iterable[syntax.Expr]) -> str:
+    return ", ".join(expr(node) for node in nodes)
+
+
+def _least(operator: str) -> tuple[int, int]:
+    """How tightly the operands of a binary operator must bind to stand without parentheses."""
+    level = _LEVEL[operator]
+    if level == _COMPARISON:
+        return level + 1, level + 1
+    if level == _POWER:  # to the right: 2 ** -3 ** 2 is 2 ** (-(3 ** 2))
+        return _ATOM, _NEGATION
+    return level, level + 1
+
+
+def _operand(node: syntax.Expr, parent: syntax.Expr, least: int) -> str:
+    match node:
+        case syntax.Unary(operator, _):
+            level = _LEVEL["not"] if operator == "not" else _NEGATION
+        case syntax.Binary(operator, _, _):
+            level = _LEVEL[operator]
+        case _:
+            return expr(node)
+    return f"({expr(node)})" if level < least or _grouped(node, parent) else expr(node)
+
+
+def _grouped(node: syntax.Expr, parent: syntax.Node) -> bool:
+    """Whether the writer put the operand in parentheses; spans leave out those around the node itself."""
+    text = node.span.source.text
+    before = text[parent.span.start : node.span.start].rstrip()
+    after = text[node.span.end : parent.span.end].lstrip()
+    return before.endswith("(") and after.startswith(")")
+
+
+def arithmetic(node: syntax.Expr) -> str:
+    """An expression where the grammar takes no comparison without parentheses: ranks, ends of ranges, counts."""
+    match node:
+        case syntax.Binary(operator, _, _) if _LEVEL[operator] <= _COMPARISON:
+            return f"({expr(node)})"
+        case syntax.Unary("not", _):
+            return f"({expr(node)})"
+        case _:
+            return expr(node)
+
+
+def interval(node: syntax.Range) -> str:
+    return f"{arithmetic(node.first)} ..< {arithmetic(node.last)}"
+
+
+def domain(node: syntax.Range | syntax.Name) -> str:
+    return node.text if isinstance(node, syntax.Name) else interval(node)
+
+
+def quantity(node: syntax.Quantity) -> str:
+    return f"{node.written} {node.unit}"
+
+
+# --- references -------------------------------------------------------------------------------------------------------
+
+
+def ref(node: syntax.Ref) -> str:
+    indices = f"[{arguments(node.indices)}]" if node.indices else ""
+    match node.place:
+        case None:
+            return node.buffer.text + indices
+        case syntax.All():
+            return f"{node.buffer.text}{indices} @ all"
+        case syntax.Unary() | syntax.Binary() as place if _grouped(place, node):
+            return f"{node.buffer.text}{indices} @ ({expr(place)})"
+        case place:
+            return f"{node.buffer.text}{indices} @ {arithmetic(place)}"
+
+
+def binder(node: syntax.Binder) -> str:
+    return node.name.text if node.domain is None else f"{node.name.text} in {domain(node.domain)}"
+
+
+def binders(nodes: Iterable[syntax.Binder]) -> str:
+    return ", ".join(binder(node) for node in nodes)
+
+
+def source(node: syntax.Source_) -> str:
+    text = ref(node.ref)
+    if node.binder is not None:
+        text += f" for {binder(node.binder)}"
+    if node.condition is not None:
+        text += f" if {expr(node.condition)}"
+    return text
+
+
+def where(condition: syntax.Expr | None) -> str:
+    return "" if condition is None else f" where {expr(condition)}"
+
+
+def clause(node: syntax.Clause) -> str:
+    value = f"sum({source(node.source)})" if node.is_sum else source(node.source)
+    return f"{ref(node.dest)} == {value}"
+
+
+# --- statements and entries of one line -------------------------------------------------------------------------------
+
+Line: TypeAlias = (
+    syntax.BufferDecl
+    | syntax.NamedContract
+    | syntax.CyclesDecl
+    | syntax.Let
+    | syntax.Move
+    | syntax.Yield
+    | syntax.On
+    | syntax.TuneEntry
+    | syntax.Clause
+    | syntax.RoleDecl
+    | syntax.CountEntry
+    | syntax.LinkDecl
+    | syntax.MissingDecl
+    | syntax.DegradedDecl
+    | syntax.Use
+)
+
+
+def line(node: Line) -> str:
+    """The text of a node that has no block."""
+    match node:
+        case syntax.BufferDecl(kind, name, dims):
+            extents = ", ".join(expr(dim.size) + (" blocks" if dim.blocks else "") for dim in dims)
+            return f"{kind.value} {name.text}{f'[{extents}]' if dims else ''}"
+        case syntax.NamedContract():
+            return _named_contract(node)
+        case syntax.CyclesDecl(name, value):
+            return f"cycles {name.text} = {_cycles(value)}"
+        case syntax.Let(name, value):
+            return f"let {name.text} = {expr(value)}"
+        case syntax.Move(kind, origin, dest):
+            return f"{kind.value} {source(origin)} -> {ref(dest)}"
+        case syntax.Yield(buffer):
+            return f"yield {buffer.text}"
+        case syntax.On(role):
+            return f"on {role.text}"
+        case syntax.TuneEntry(key, value):
+            return f"{key.text} {quantity(value) if isinstance(value, syntax.Quantity) else arithmetic(value)}"
+        case syntax.Clause():
+            return clause(node)
+        case syntax.Use(path):
+            return f'use "{path}"'
+        case _:
+            return _machine_line(node)
+
+
+def _machine_line(
+    node: syntax.RoleDecl | syntax.CountEntry | syntax.LinkDecl | syntax.MissingDecl | syntax.DegradedDecl,
+) -> str:
+    match node:
+        case syntax.RoleDecl(name, sms):
+            return f"{name.text} sms {interval(sms)}"
+        case syntax.CountEntry(what, value):
+            return f"{what} {arithmetic(value)}{' per node' if what == 'gpus' else ''}"
+        case syntax.LinkDecl():
+            return link(node, 0)
+        case syntax.MissingDecl(listed):
+            return f"missing {pairs(listed)}"
+        case syntax.DegradedDecl(listed, bandwidth):
+            return f"degraded {pairs(listed)} {quantity(bandwidth)}"
+        case _:
+            assert_never(node)
+
+
+def link(node: syntax.LinkDecl, width: int) -> str:
+    """A link whose name is padded to the width of its neighbours'."""
+    scope = node.scope.value
+    if node.scope is LinkScope.PAIRS:
+        scope += f" {pairs(node.pairs)}"
+        if node.binders:
+            scope += f" for {binders(node.binders)}"
+    bandwidth = f"{quantity(node.bandwidth)} per {node.per}"
+    return f"link {node.name.text:<{width}} {scope}{GAP}{bandwidth}{GAP}{quantity(node.latency)}"
+
+
+def pairs(nodes: Iterable[tuple[syntax.Expr, syntax.Expr]]) -> str:
+    return " ".join(f"({expr(first)}, {expr(second)})" for first, second in nodes)
+
+
+def _named_contract(node: syntax.NamedContract) -> str:
+    inside = node.source.text
+    if node.dest is not None:
+        inside += f" -> {node.dest.text}"
+    if node.root is not None:
+        inside += f", {expr(node.root)}"
+    text = f"ensure {node.name.text}({inside})"
+    if node.mapping is not None:
+        text += f" {node.mapping[0].text} -> {expr(node.mapping[1])}"
+    return text
+
+
+def _cycles(node: syntax.CycleLiteral | syntax.CycleGenerator) -> str:
+    match node:
+        case syntax.CycleGenerator(name, given):
+            return f"{name.text}({arguments(given)})" if given else name.text
+        case syntax.CycleLiteral(cycles):
+            return " ".join(cycle(ranks) for ranks in cycles)
+        case _:
+            assert_never(node)
+
+
+def cycle(ranks: Iterable[syntax.Expr]) -> str:
+    plain = (syntax.Int, syntax.Name)
+    return f"({' '.join(expr(rank) if isinstance(rank, plain) else f'({expr(rank)})' for rank in ranks)})"
+
+
+# --- the heads of blocks ----------------------------------------------------------------------------------------------
+
+Block: TypeAlias = (
+    syntax.ScheduleDecl
+    | syntax.TopologyDecl
+    | syntax.RolesDecl
+    | syntax.GeneralContract
+    | syntax.For
+    | syntax.If
+    | syntax.Each
+    | syntax.Tune
+)
+
+
+def head(node: Block) -> str:
+    """What stands before the opening brace."""
+    match node:
+        case syntax.ScheduleDecl():
+            given = f"({', '.join(_param(param) for param in node.params)})" if node.params else ""
+            return f"schedule {node.name.text}{given} for {node.ranks.text} ranks{where(node.where)}"
+        case syntax.TopologyDecl(name, _):
+            return f"topology {name.text}"
+        case syntax.RolesDecl(name, _):
+            return f"roles {name.text}"
+        case syntax.GeneralContract(bound, condition, _):
+            return f"ensure each {binders(bound)}{where(condition)}"
+        case syntax.For(name, values, _):
+            return f"for {name.text} in {domain(values)}"
+        case syntax.If(condition, _, _):
+            return f"if {expr(condition)}"
+        case syntax.Each(bound, condition, _):
+            return f"each {binders(bound)}{where(condition)}"
+        case syntax.Tune():
+            return "tune"
+        case _:
+            assert_never(node)
+
+
+def _param(param: syntax.Param) -> str:
+    return param.name.text if param.default is None else f"{param.name.text} = {expr(param.default)}"

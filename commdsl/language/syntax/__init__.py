@@ -1,0 +1,187 @@
+"""What was written: one frozen class per grammar rule, each with its span.
+
+Assumes nothing beyond the grammar. Does not know what names mean; `resolve` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from commdsl.language.source import Source
+from commdsl.language.syntax.dispatches import (
+    CapacityEntry,
+    CombineDecl,
+    CopiesEntry,
+    Cut,
+    Destination,
+    DispatchDecl,
+    DispatchStmt,
+    Doc,
+    EqualCut,
+    GivenCut,
+    MaskEntry,
+    Nowhere,
+    PlaceDecl,
+    PlanDecl,
+    PlanFor,
+    PlanSetting,
+    PlanStmt,
+    PutForm,
+    RankBlock,
+    Ranks,
+    Repeat,
+    RouteDecl,
+    RowsDecl,
+    SendEntry,
+)
+from commdsl.language.syntax.expressions import (
+    Binary,
+    Call,
+    Expr,
+    Index,
+    Int,
+    Method,
+    Name,
+    Node,
+    Quantity,
+    Range,
+    Unary,
+)
+from commdsl.language.syntax.machines import (
+    CountEntry,
+    DegradedDecl,
+    LinkDecl,
+    MissingDecl,
+    RoleDecl,
+    RolesDecl,
+    TopologyDecl,
+    TopologyEntry,
+)
+from commdsl.language.syntax.schedules import (
+    All,
+    Binder,
+    BufferDecl,
+    Clause,
+    CycleGenerator,
+    CycleLiteral,
+    CyclesDecl,
+    Dim,
+    Each,
+    Ensure,
+    For,
+    GeneralContract,
+    If,
+    Let,
+    Move,
+    NamedContract,
+    On,
+    Param,
+    Ref,
+    ScheduleDecl,
+    Source_,
+    Stmt,
+    Tune,
+    TuneEntry,
+    Yield,
+)
+
+__all__ = [
+    "All",
+    "Binary",
+    "Binder",
+    "BufferDecl",
+    "Call",
+    "CapacityEntry",
+    "Clause",
+    "CombineDecl",
+    "Comment",
+    "CopiesEntry",
+    "CountEntry",
+    "Cut",
+    "CycleGenerator",
+    "CycleLiteral",
+    "CyclesDecl",
+    "DegradedDecl",
+    "Destination",
+    "Dim",
+    "DispatchDecl",
+    "DispatchStmt",
+    "Doc",
+    "Each",
+    "Ensure",
+    "EqualCut",
+    "Expr",
+    "File",
+    "For",
+    "GeneralContract",
+    "GivenCut",
+    "If",
+    "Index",
+    "Int",
+    "Item",
+    "Let",
+    "LinkDecl",
+    "MaskEntry",
+    "Method",
+    "MissingDecl",
+    "Move",
+    "Name",
+    "NamedContract",
+    "Node",
+    "Nowhere",
+    "On",
+    "Param",
+    "PlaceDecl",
+    "PlanDecl",
+    "PlanFor",
+    "PlanSetting",
+    "PlanStmt",
+    "PutForm",
+    "Quantity",
+    "Range",
+    "RankBlock",
+    "Ranks",
+    "Ref",
+    "Repeat",
+    "RoleDecl",
+    "RolesDecl",
+    "RouteDecl",
+    "RowsDecl",
+    "ScheduleDecl",
+    "SendEntry",
+    "Source_",
+    "Stmt",
+    "TopologyDecl",
+    "TopologyEntry",
+    "Tune",
+    "TuneEntry",
+    "Unary",
+    "Use",
+    "Yield",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Use(Node):
+    """`use "roles.comm"`: brings in the topologies and roles of another file; relative to this one."""
+
+    path: str
+
+
+Item: TypeAlias = Use | TopologyDecl | RolesDecl | ScheduleDecl | PlanDecl | DispatchDecl | CombineDecl
+
+
+@dataclass(frozen=True, slots=True)
+class Comment(Node):
+    """`# text`, kept for the formatter; `own_line` when nothing but blanks stands before it."""
+
+    text: str
+    own_line: bool
+
+
+@dataclass(frozen=True, slots=True)
+class File(Node):
+    source: Source = field(compare=False)
+    items: tuple[Item, ...]
+    comments: tuple[Comment, ...]

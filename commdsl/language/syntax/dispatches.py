@@ -1,0 +1,180 @@
+"""What was written: plans of a dispatch, dispatches whose tables are known at run time only, and their inverses.
+
+Assumes nothing beyond the grammar. Does not know what names mean; `resolve` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from commdsl.language.syntax.expressions import Expr, Int, Name, Node, Range
+from commdsl.language.syntax.schedules import Let, On, Tune
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MaskEntry(Node):
+    """`causal` or `full`: which keys and values a query shard needs."""
+
+    mask: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendEntry(Node):
+    """`send once per rank`, `send once per query`: how often a key/value shard travels to one rank."""
+
+    per: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesEntry(Node):
+    """`copies 4`: the most copies of a shard."""
+
+    most: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityEntry(Node):
+    """`capacity 65536 queries`: the most rows that a rank receives."""
+
+    most: Expr
+    of: str  # "queries" | "keys"
+
+
+@dataclass(frozen=True, slots=True)
+class EqualCut(Node):
+    """`as 8 shards`: equal to within one row, the longer first."""
+
+    count: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class GivenCut(Node):
+    """`as 2048 6144`: the length of each shard."""
+
+    lengths: tuple[Expr, ...]
+
+
+Cut: TypeAlias = EqualCut | GivenCut
+
+
+@dataclass(frozen=True, slots=True)
+class Nowhere(Node):
+    """The word `none`: the shard is not sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks(Node):
+    """`[0 2]`: a copy to each of these ranks."""
+
+    ranks: tuple[Expr, ...]
+
+
+Destination: TypeAlias = Expr | Ranks | Nowhere
+
+
+@dataclass(frozen=True, slots=True)
+class Doc(Node):
+    """`doc 16384 as 8 shards -> 0 1 2 3 3 2 1 0`: a document, or with a name the next part of one."""
+
+    name: Name | None
+    length: Expr
+    cut: Cut | None  # None: one shard
+    dests: tuple[Destination, ...]  # one for each shard, or one for all
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat(Node):
+    """`repeat 8 { ... }`."""
+
+    count: Expr
+    body: tuple[PlanStmt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFor(Node):
+    """`for r in 0 ..< 2 { ... }`: around blocks of ranks, or around documents inside one."""
+
+    name: Name
+    domain: Range
+    body: tuple[PlanStmt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankBlock(Node):
+    """`rank 0 { ... }`: documents of one rank; several blocks of a rank add up."""
+
+    rank: Expr
+    body: tuple[PlanStmt, ...]
+
+
+PlanSetting: TypeAlias = MaskEntry | SendEntry | CopiesEntry | CapacityEntry
+PlanStmt: TypeAlias = RankBlock | Doc | Repeat | PlanFor | Let
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDecl(Node):
+    """`plan balanced_16k for 4 ranks { ... }`."""
+
+    name: Name
+    ranks: Int
+    body: tuple[PlanSetting | PlanStmt, ...]
+
+
+# --- dispatches -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RowsDecl(Node):
+    """`rows q[T]`: a tensor of T rows on each rank."""
+
+    name: Name
+    count: Name
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecl(Node):
+    """`route reader[S, C] for k, v`: shard s of k and v goes to the ranks reader[s, 0 ..< C]."""
+
+    name: Name
+    shards: Name
+    copies: Name | None  # None: each shard goes to one rank
+    tensors: tuple[Name, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceDecl(Node):
+    """`place home by (source rank, shard)`, `place reader by (query, shard)`: the order of the rows that arrive."""
+
+    route: Name | None  # None: the only one
+    order: str  # "source" | "query"
+
+
+@dataclass(frozen=True, slots=True)
+class PutForm(Node):
+    """`put rows`: each to its final place; `put packed`: one message a peer, unpacked on arrival."""
+
+    form: str
+
+
+DispatchStmt: TypeAlias = RowsDecl | RouteDecl | PlaceDecl | PutForm | Tune | On
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchDecl(Node):
+    """`dispatch qkv_direct for P ranks { ... }`."""
+
+    name: Name
+    ranks: Name
+    body: tuple[DispatchStmt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CombineDecl(Node):
+    """`combine qkv_back inverts qkv_direct by sum`."""
+
+    name: Name
+    inverts: Name
+    reduction: Name

@@ -1,0 +1,75 @@
+"""What was written: topologies and roles.
+
+Assumes nothing beyond the grammar. Does not know what names mean; `resolve` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from commdsl.language.kinds import LinkScope
+from commdsl.language.syntax.expressions import Expr, Name, Node, Quantity, Range
+from commdsl.language.syntax.schedules import Binder
+
+
+@dataclass(frozen=True, slots=True)
+class RoleDecl(Node):
+    """`comm sms 116 ..< 132`."""
+
+    name: Name
+    sms: Range
+
+
+@dataclass(frozen=True, slots=True)
+class RolesDecl(Node):
+    name: Name
+    roles: tuple[RoleDecl, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CountEntry(Node):
+    """`nodes 2`, `gpus 8 per node`, `sms 132`."""
+
+    what: str
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDecl(Node):
+    """`link nvlink in node 450 GB/s per gpu 0.7 us`, `link hop pairs (i, i + 1) for i in 0 ..< 7 5 GB/s per pair 1 us`.
+
+    Pairs are node-local GPU indices and hold in both directions.
+    """
+
+    name: Name
+    scope: LinkScope
+    pairs: tuple[tuple[Expr, Expr], ...]
+    binders: tuple[Binder, ...]
+    bandwidth: Quantity
+    per: str  # "gpu" | "pair"
+    latency: Quantity
+
+
+@dataclass(frozen=True, slots=True)
+class MissingDecl(Node):
+    """`missing (0, 3) (3, 0)`: directed pairs of ranks without a link."""
+
+    pairs: tuple[tuple[Expr, Expr], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DegradedDecl(Node):
+    """`degraded (0, 4) 100 GB/s`: directed pairs of ranks whose link is slower."""
+
+    pairs: tuple[tuple[Expr, Expr], ...]
+    bandwidth: Quantity
+
+
+TopologyEntry: TypeAlias = CountEntry | LinkDecl | MissingDecl | DegradedDecl
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyDecl(Node):
+    name: Name
+    entries: tuple[TopologyEntry, ...]

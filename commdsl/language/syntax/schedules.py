@@ -1,0 +1,198 @@
+"""What was written: schedules, with the statements and references in them.
+
+Assumes nothing beyond the grammar. Does not know what names mean; `resolve` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from commdsl.language.kinds import BufferKind, MoveKind
+from commdsl.language.syntax.expressions import Expr, Name, Node, Quantity, Range
+
+
+@dataclass(frozen=True, slots=True)
+class All(Node):
+    """The word `all`: every rank, in rank order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref(Node):
+    """`x`, `x[i]`, `y[r, c] @ q`: chunks of a buffer on a rank; missing trailing indices mean every chunk there."""
+
+    buffer: Name
+    indices: tuple[Expr, ...]
+    place: Expr | All | None  # None: the acting rank
+
+
+@dataclass(frozen=True, slots=True)
+class Binder(Node):
+    """`r` (a rank), `i in 0 ..< n`, `c in C`."""
+
+    name: Name
+    domain: Range | Name | None
+
+
+@dataclass(frozen=True, slots=True)
+class Source_(Node):
+    """What a move reads: a reference, or a list of them, `ref for q in 0 ..< P if q != r`."""
+
+    ref: Ref
+    binder: Binder | None = None
+    condition: Expr | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Move(Node):
+    """`put a -> b @ p`. `reduce a -> b` combines into b; `reduce a @ all -> b` (a list) sets b to the combination."""
+
+    kind: MoveKind
+    source: Source_
+    dest: Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Dim(Node):
+    """One extent of a buffer; `blocks` marks stacked whole blocks, otherwise the block is cut into that many chunks."""
+
+    size: Expr
+    blocks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BufferDecl(Node):
+    kind: BufferKind
+    name: Name
+    dims: tuple[Dim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedContract(Node):
+    """`ensure allgather(x -> y)`, `ensure broadcast(x, 0)`, `ensure permutation(x -> y) r -> (r + 1) % P`."""
+
+    name: Name
+    source: Name
+    dest: Name | None  # None: in place
+    root: Expr | None
+    mapping: tuple[Name, Expr] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Clause(Node):
+    """`y[i] == x[r] @ i` or `y[i] == sum(x[i] @ q for q in 0 ..< P)`."""
+
+    dest: Ref
+    source: Source_
+    is_sum: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GeneralContract(Node):
+    """`ensure each r, i in 0 ..< P where cond { clauses }`."""
+
+    binders: tuple[Binder, ...]
+    where: Expr | None
+    clauses: tuple[Clause, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ensure(Node):
+    contract: NamedContract | GeneralContract
+
+
+@dataclass(frozen=True, slots=True)
+class CycleLiteral(Node):
+    """`(0 1 2 3) (3 2 1 0)`: each cycle lists the ranks in the order it visits them."""
+
+    cycles: tuple[tuple[Expr, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CycleGenerator(Node):
+    """`ring`, `ring(P)`, `hamilton(P)`, `paths(8)`."""
+
+    name: Name
+    arguments: tuple[Expr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CyclesDecl(Node):
+    name: Name
+    value: CycleLiteral | CycleGenerator
+
+
+@dataclass(frozen=True, slots=True)
+class Let(Node):
+    name: Name
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class For(Node):
+    """`for s in 0 ..< n { ... }`: steps one after another."""
+
+    name: Name
+    domain: Range | Name
+    body: tuple[Stmt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class If(Node):
+    condition: Expr
+    then: tuple[Stmt, ...]
+    otherwise: tuple[Stmt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Each(Node):
+    """One step: every binding acts at once; the first binder is the acting rank."""
+
+    binders: tuple[Binder, ...]
+    where: Expr | None
+    body: tuple[Stmt, ...]  # Move, Let, If
+
+
+@dataclass(frozen=True, slots=True)
+class Yield(Node):
+    buffer: Name
+
+
+@dataclass(frozen=True, slots=True)
+class TuneEntry(Node):
+    """`lanes 16`, `threads 512`, `tile 64 KB`, `protocol bulk`, `sms 8`."""
+
+    key: Name
+    value: Expr | Quantity
+
+
+@dataclass(frozen=True, slots=True)
+class Tune(Node):
+    entries: tuple[TuneEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class On(Node):
+    """`on comm`: the schedule runs on the SMs of that role."""
+
+    role: Name
+
+
+Stmt: TypeAlias = BufferDecl | Ensure | CyclesDecl | Let | For | If | Each | Move | Yield | Tune | On
+
+
+@dataclass(frozen=True, slots=True)
+class Param(Node):
+    name: Name
+    default: Expr | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleDecl(Node):
+    """`schedule two_level(G = gpus) for P ranks where P % G == 0 { ... }`."""
+
+    name: Name
+    params: tuple[Param, ...]
+    ranks: Name
+    where: Expr | None
+    body: tuple[Stmt, ...]

@@ -1,0 +1,108 @@
+"""A machine: which rank can send to which, how fast, through which shared ports.
+
+Assumes ranks are GPUs in order: rank = node * gpus + gpu. Does not read `.comm` text; `resolve` builds these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.language.kinds import LinkScope
+from commdsl.language.source import Span
+
+
+@dataclass(frozen=True)
+class Link:
+    """A class of links. `port_bandwidth` caps what one GPU sends (and, apart, receives) over it, `pair_bandwidth` each
+    ordered pair.
+
+    Bandwidths in bytes per second (inf: not capped), latency in seconds. `pairs` is None unless scope is PAIRS: then an
+    int32 array (n, 2) of directed pairs of node-local GPU indices.
+    """
+
+    name: str
+    scope: LinkScope
+    port_bandwidth: float
+    pair_bandwidth: float
+    latency: float
+    pairs: NDArray[np.int32] | None = None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`num_nodes` nodes of `gpus_per_node`, each GPU with `num_sms` streaming multiprocessors."""
+
+    name: str
+    num_nodes: int
+    gpus_per_node: int
+    num_sms: int
+    links: tuple[Link, ...]
+    missing: frozenset[tuple[int, int]] = frozenset()  # directed pairs of ranks
+    degraded: tuple[tuple[int, int, float], ...] = ()  # (source, destination, bytes per second)
+    idealised: bool = False  # made up for a rank count no shipped machine has: one flat switch
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.gpus_per_node
+
+
+def switch(num_ranks: int) -> Topology:
+    """An idealised machine for any number of ranks: one flat switch of GPUs with the ports of an H200."""
+    link = Link("switch", LinkScope.IN_NODE, port_bandwidth=450e9, pair_bandwidth=np.inf, latency=0.7e-6)
+    return Topology("switch", 1, num_ranks, 132, (link,), idealised=True)
+
+
+NO_LINK = -1
+
+
+def link_of(topology: Topology, source: NDArray[np.integer], dest: NDArray[np.integer]) -> NDArray[np.int32]:
+    """The index into `links` of the first declared link from each source to each destination, or NO_LINK.
+
+    A rank has no link to itself: a copy needs none.
+    """
+    gpus = topology.gpus_per_node
+    source_gpu, dest_gpu = source % gpus, dest % gpus
+    same_node = source // gpus == dest // gpus
+    found = np.full(np.broadcast_shapes(source.shape, dest.shape), NO_LINK, dtype=np.int32)
+    for index in reversed(range(len(topology.links))):
+        link = topology.links[index]
+        match link.scope:
+            case LinkScope.IN_NODE:
+                has = same_node
+            case LinkScope.ACROSS_SAME_GPU:
+                has = ~same_node & (source_gpu == dest_gpu)
+            case LinkScope.ACROSS_NODES:
+                has = ~same_node
+            case LinkScope.PAIRS:
+                has = same_node & _pair_table(link, gpus)[source_gpu, dest_gpu]
+            case _:
+                assert_never(link.scope)
+        found[has] = index
+    for missing_source, missing_dest in sorted(topology.missing):
+        found[(source == missing_source) & (dest == missing_dest)] = NO_LINK
+    found[source == dest] = NO_LINK
+    return found
+
+
+def _pair_table(link: Link, gpus: int) -> NDArray[np.bool_]:
+    table = np.zeros((gpus, gpus), dtype=np.bool_)
+    if link.pairs is not None:
+        table[link.pairs[:, 0], link.pairs[:, 1]] = True
+    return table
+
+
+def pair_bandwidth(
+    topology: Topology, source: NDArray[np.integer], dest: NDArray[np.integer], link: NDArray[np.int32]
+) -> NDArray[np.float64]:
+    """What each pair can carry alone, in bytes per second: its link's `per pair` cap, or what is left of it."""
+    caps = np.array([link.pair_bandwidth for link in topology.links] or [np.inf])
+    bandwidth: NDArray[np.float64] = caps[link]
+    for degraded_source, degraded_dest, left in topology.degraded:
+        slow = (source == degraded_source) & (dest == degraded_dest)
+        bandwidth[slow] = np.minimum(bandwidth[slow], left)
+    return bandwidth

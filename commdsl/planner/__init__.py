@@ -1,0 +1,1 @@
+"""What is chosen for the user: who computes which part of uneven documents."""

@@ -1,0 +1,151 @@
+"""Turns what a rank still has of its documents into offers: the run of tokens of each that is best sent to some rank.
+
+Assumes numbers of tokens as floats, exact up to 2 ** 53. Best is the most attention for the bytes that travel: a run
+[low, high) of a causal document takes its queries and all keys before `high` along, so long runs that lie early in a
+document, or where keys are already, are cheap. Does not choose between documents' offers; `planner` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.ir.routes import Longs, Mask
+from commdsl.planner.balance import Widths
+from commdsl.planner.flows import Doubles
+
+Flags = NDArray[np.bool_]
+
+
+def work(mask: Mask, low: Doubles, high: Doubles, length: Doubles) -> Doubles:
+    """Pairs of tokens of the queries [low, high) of a document of `length` tokens."""
+    return (high - low) * length if mask is Mask.FULL else (high * (high + 1) - low * (low + 1)) / 2
+
+
+def keys(mask: Mask, high: Doubles, length: Doubles) -> Doubles:
+    """The keys that queries up to `high` need."""
+    return length if mask is Mask.FULL else high
+
+
+@dataclass
+class Stock:
+    """The runs of a rank's own documents that still stay there; arrays of one length, changed as runs leave."""
+
+    part: Longs  # of the layout
+    low: Doubles  # tokens, counted from the beginning of the document
+    high: Doubles
+    length: Doubles  # of the whole document
+    shared: Flags  # whether there are keys of the document, or more of it, anywhere else
+
+    def at(self, chosen: Longs) -> Stock:
+        """Some of the runs."""
+        low, high, length = (column[chosen] for column in (self.low, self.high, self.length))
+        return Stock(self.part[chosen], low, high, length, self.shared[chosen])
+
+    def largest(self, number: int, mask: Mask) -> Longs:
+        """The runs of the most attention, at most so many, in any order."""
+        if len(self.part) <= number:
+            return np.arange(len(self.part))
+        return np.argpartition(-work(mask, self.low, self.high, self.length), number)[:number]
+
+    def take(self, chosen: Longs, low: Doubles, high: Doubles) -> None:
+        """Cuts [low, high) out of the chosen runs, each once; what is left before and after stays."""
+        split = (high < self.high[chosen]) & (low > self.low[chosen])
+        behind = chosen[split]
+        after = (self.part[behind], high[split], self.high[behind], self.length[behind], self.shared[behind] | True)
+        is_head = low <= self.low[chosen]
+        self.low[chosen[is_head]] = high[is_head]
+        self.high[chosen[~is_head]] = low[~is_head]
+        self.shared[chosen] = True
+        kept = self.high > self.low
+        columns = (self.part, self.low, self.high, self.length, self.shared)
+        self.part, self.low, self.high, self.length, self.shared = (
+            np.append(column[kept], more) for column, more in zip(columns, after, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one rank would take of a stock."""
+
+    amount: float  # pairs of tokens
+    slack: float  # so many more, where a run cannot be cut to measure: it is too short, or leaves too little
+    query_room: float  # rows
+    key_room: float  # rows
+    has: Doubles  # keys of each run's document that are there, rows
+    may: Flags  # whether each run may go there: all its keys have a link
+
+
+@dataclass(frozen=True, eq=False)
+class Offers:
+    """Of each run of a stock the part that would go; `value` is pairs of tokens per byte, 0 where nothing would."""
+
+    low: Doubles
+    high: Doubles
+    work: Doubles
+    value: Doubles
+
+    def at(self, chosen: Longs) -> Offers:
+        """Some of them."""
+        return Offers(*(column[chosen] for column in (self.low, self.high, self.work, self.value)))
+
+
+def offers(stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: int) -> Offers:
+    """The best of a few runs of each document, no larger than the demand."""
+    tried = [
+        _judge(stock, demand, mask, widths, shortest, ends) for ends in _runs(stock, demand, mask, widths, shortest)
+    ]
+    best = np.argmax([offer.value for offer in tried], axis=0)
+    here = np.arange(len(best))
+    low, high, amount, value = (
+        np.array([getattr(offer, name) for offer in tried])[best, here] for name in ("low", "high", "work", "value")
+    )
+    return Offers(low, high, amount, value)
+
+
+def _runs(stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: int) -> list[tuple[Doubles, Doubles]]:
+    """Runs that do `demand.amount`, or all there is: at the beginning, at the end, and where bytes are fewest."""
+    low, high, amount = stock.low, stock.high, demand.amount
+    if mask is Mask.FULL:
+        rows = np.maximum(np.floor(amount / np.maximum(stock.length, 1)), shortest)
+        return [(low, np.minimum(low + np.minimum(rows, demand.query_room), high))]
+    most = np.minimum(high, demand.has + demand.key_room)
+    head = np.minimum(np.maximum(np.floor(_after(low, amount)), low + shortest), most)
+    # Bytes of a run of f pairs that ends at b are (b - a) q + b k, with a (a + 1) / 2 = b (b + 1) / 2 - f: the least
+    # is at b / a = 1 + k / q.
+    ratio = 1 + widths.pair / widths.query
+    cheapest = np.floor(np.sqrt(2 * amount / (1 - ratio**-2)))
+    runs = [(low, head)]
+    for end in (np.clip(cheapest, head, most), most):
+        near = (end < high) & (high - end < shortest)
+        end = np.where(near, np.where(high <= most, high, high - shortest), end)
+        begin = np.minimum(np.ceil(_after(end, -amount)), end - shortest)
+        begin = np.maximum(np.maximum(begin, low), end - demand.query_room)
+        near = (begin > low) & (begin - low < shortest)
+        runs += [(np.where(near, low, begin), end), (np.where(near, low + shortest, begin), end)]
+    return runs
+
+
+def _after(start: Doubles, amount: float) -> Doubles:
+    """Where a causal document has done `amount` pairs more than at `start`, or fewer if negative."""
+    return (np.sqrt(np.maximum(4 * start * (start + 1) + 8 * amount + 1, 1)) - 1) / 2
+
+
+def _judge(
+    stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: int, ends: tuple[Doubles, Doubles]
+) -> Offers:
+    """What a run of each document is worth; 0 if too large, too short, or if it leaves too short a rest."""
+    low, high = ends
+    rows = high - low
+    amount = work(mask, low, high, stock.length)
+    new_keys = np.maximum(keys(mask, high, stock.length) - demand.has, 0)
+    is_whole = (low == stock.low) & (high == stock.high)
+    before, after = low - stock.low, stock.high - high
+    fits = demand.may & (rows > 0) & (rows <= demand.query_room) & (new_keys <= demand.key_room)
+    fits &= is_whole | ((rows >= shortest) & ((before == 0) | (before >= shortest)))
+    fits &= is_whole | (after == 0) | (after >= shortest)
+    fits &= amount <= demand.amount + demand.slack
+    size = rows * widths.query + new_keys * widths.pair
+    return Offers(low, high, amount, np.where(fits, amount / np.maximum(size, 1), 0.0))

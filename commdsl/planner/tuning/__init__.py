@@ -1,0 +1,1 @@
+"""Which schedule runs for a size, how tuned, and the measurements that say so."""

@@ -1,0 +1,112 @@
+"""Where the current version of every chunk of every rank lies, step by step.
+
+Assumes the steps are walked once, in order. Does not give versions memory: `cells` does, once `fuse` has said which
+of them need any.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.ir.schedules import Ints, Schedule, Step, Yield
+from commdsl.language.diagnostics import InternalError
+from commdsl.language.kinds import BufferKind, MoveKind
+from commdsl.program.lower.hazards import Index
+from commdsl.program.plan import Access, Tensor
+
+UNDEFINED = -2
+
+
+def ints(values: object, shape: tuple[int, ...]) -> Ints:
+    return np.broadcast_to(np.asarray(values, np.int32), shape)
+
+
+class Homes:
+    """Where the current version of every chunk lies, per rank; grows step by step."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.buffers = schedule.buffers
+        self.tensors, self.read, self.write = _tensors(schedule)
+        shapes = [(schedule.num_ranks, buffer.num_chunks) for buffer in schedule.buffers]
+        self.space = [np.full(shape, UNDEFINED, np.int32) for shape in shapes]
+        self.index = [np.zeros(shape, np.int32) for shape in shapes]
+        self.writes = [np.zeros(shape, np.int32) for shape in shapes]
+        self.written_in = [np.full(shape, -1, np.int32) for shape in shapes]  # the step that wrote the version
+        self.cut = [np.full(shape, buffer.cut, np.int32) for shape, buffer in zip(shapes, self.buffers, strict=True)]
+        self.piece = [
+            ints(np.arange(b.num_chunks) % b.cut, s).copy() for s, b in zip(shapes, self.buffers, strict=True)
+        ]
+        counts = [buffer.num_chunks for buffer in self.buffers]
+        self.first_chunk = np.cumsum([0, *counts])  # of each buffer, among the chunks of all
+        self.num_chunks = int(self.first_chunk[-1])
+        self.num_slots = self.num_chunks * (1 + _most_operands(schedule))
+        for number, tensor in enumerate(self.read):
+            if tensor is not None:
+                self.space[number][:] = tensor
+                self.index[number][:] = np.arange(self.buffers[number].num_chunks)
+
+    def is_scratch(self, buffer: int) -> bool:
+        return self.buffers[buffer].kind is BufferKind.SCRATCH
+
+    def next_version(self, buffer: int, rank: Ints, chunk: Ints) -> Ints:
+        """A cell for the next version of each chunk, one that nothing else is ever written to."""
+        turn = self.writes[buffer][rank, chunk]
+        self.writes[buffer][rank, chunk] += 1
+        return self._cell(self.first_chunk[buffer] + chunk, turn)
+
+    def inbox(self, buffer: int, rank: Ints, chunk: Ints, operand: Index) -> Ints:
+        """Cells for operands of the next version of each chunk that other ranks bring."""
+        slot = (1 + operand.astype(np.int64)) * self.num_chunks + self.first_chunk[buffer] + chunk
+        return self._cell(slot, self.writes[buffer][rank, chunk])
+
+    def _cell(self, slot: NDArray[np.int64], turn: Ints) -> Ints:
+        cell = turn.astype(np.int64) * self.num_slots + slot
+        if len(cell) and int(cell.max()) > np.iinfo(np.int32).max:
+            raise InternalError("more versions of chunks than 32 bits can number")
+        return cell.astype(np.int32)
+
+    def chunks(self, buffer: int, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+        """The chosen (rank, chunk) pairs, oldest version first, each rank starting from its own share of the chunks.
+
+        So the last to arrive is awaited last, and ranks that do the same do it in the same order.
+        """
+        rank, chunk = (array.astype(np.int32) for array in np.nonzero(chosen))
+        num_ranks, num_chunks = chosen.shape
+        turn = (chunk - rank * num_chunks // num_ranks) % num_chunks
+        order = np.lexsort((turn, self.written_in[buffer][rank, chunk], rank))
+        return rank[order], chunk[order]
+
+    def locate(self, buffer: int, rank: Ints, chunk: Ints) -> tuple[Ints, Ints, Ints]:
+        return self.space[buffer][rank, chunk], rank, self.index[buffer][rank, chunk]
+
+    def size_class(self, buffer: int, rank: Ints, chunk: Ints) -> tuple[Ints, Ints]:
+        return self.cut[buffer][rank, chunk], self.piece[buffer][rank, chunk]
+
+
+def _most_operands(schedule: Schedule) -> int:
+    """The longest list that is combined."""
+    steps = (step for step in schedule.steps if isinstance(step, Step))
+    moves = (moves for step in steps for moves in step.moves if moves.kind is MoveKind.REDUCE)
+    return max((some.source_rank.shape[1] for some in moves), default=0)
+
+
+def _tensors(schedule: Schedule) -> tuple[list[Tensor], list[int | None], list[int | None]]:
+    """The tensors in order of declaration, and for each buffer the one it is read from and the one it is written to."""
+    tensors: list[Tensor] = []
+    read: list[int | None] = []
+    write: list[int | None] = []
+    for buffer in schedule.buffers:
+        reads = buffer.kind in (BufferKind.INPUT, BufferKind.INOUT)
+        writes = buffer.kind in (BufferKind.OUTPUT, BufferKind.INOUT)
+        read.append(len(tensors) if reads else None)
+        if reads:
+            tensors.append(Tensor(buffer.name, Access.READ, buffer.blocks, buffer.cut))
+        write.append(len(tensors) if writes else None)
+        if writes:
+            tensors.append(Tensor(buffer.name, Access.WRITE, buffer.blocks, buffer.cut))
+    yielded = [step.buffer for step in schedule.steps if isinstance(step, Yield)]
+    if yielded:
+        buffer = schedule.buffers[yielded[0]]
+        tensors.append(Tensor("yields", Access.WRITE, len(yielded) * buffer.blocks, buffer.cut, is_yield=True))
+    return tensors, read, write

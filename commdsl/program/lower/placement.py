@@ -1,0 +1,201 @@
+"""Turns the steps of a schedule into phases of operations whose operands lie in tensors and cells.
+
+Assumes a schedule that passed the checks: no two writes of one step meet, nothing undefined is read. Does not order
+anything across ranks; `ordering` derives the flags. Does not save copies; `fuse` does.
+
+Every write makes a new version of a chunk, in a cell of its own. Data only ever travels by the rank that has it: what a
+rank would `get`, or combine from elsewhere, its owner puts there, as links carry stores faster than loads, and as data
+that is put may bring its own flag. So a rank reads its own memory only, and of a peer's writes cells alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.ir.schedules import Ints, Moves, Schedule, Step, Yield
+from commdsl.language.diagnostics import InternalError
+from commdsl.language.kinds import MoveKind
+from commdsl.language.source import Span
+from commdsl.program.lower.cells import allocate
+from commdsl.program.lower.fuse import fuse
+from commdsl.program.lower.homes import UNDEFINED, Homes, ints
+from commdsl.program.lower.rows import Batch, Rows, assemble
+from commdsl.program.plan import CELL, OpKind, Origin, Protocol, Tensor, Transport
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    rows: Rows
+    tensors: tuple[Tensor, ...]
+    num_cells: int
+    origins: tuple[Origin, ...]
+
+
+class _Placer:
+    """Walks the steps once; holds the homes and the phases made so far (private to this pass)."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.homes = Homes(schedule)
+        self.phases: list[list[Batch]] = []
+        self.origins: list[Origin] = []
+
+    def origin(self, span: Span, bindings: tuple[tuple[str, int], ...], step: int, note: str = "") -> int:
+        self.origins.append(Origin(span, bindings, step, note))
+        return len(self.origins) - 1
+
+    def step(self, number: int, step: Step) -> None:
+        """One step becomes a phase of transfers and a phase of what each rank does with what it has."""
+        transfers: list[Batch] = []
+        local: list[Batch] = []
+        updates: list[tuple[Moves, Ints, tuple[Ints, Ints]]] = []
+        for moves in step.moves:
+            if not len(moves.actor):
+                continue
+            origin = self.origin(moves.span, step.bindings, number)
+            size_class = self._size_class(moves)
+            sources = self.homes.locate(moves.source_buffer, moves.source_rank, moves.source_chunk)
+            if moves.kind is MoveKind.REDUCE:
+                near = self._bring(moves, sources, size_class, origin, transfers)
+                dest = self.homes.next_version(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
+                local.append(self._combine(moves, near, dest, size_class, origin))
+            else:
+                dest = self.homes.next_version(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
+                owner = moves.source_rank[:, 0]
+                place = (ints(CELL, owner.shape), moves.dest_rank, dest)
+                batch = Batch(owner, OpKind.COPY, size_class, place, sources, None, origin)
+                far = owner != moves.dest_rank
+                transfers += [] if not far.any() else [batch.take(far)]
+                local += [] if far.all() else [batch.take(~far)]
+            updates.append((moves, dest, size_class))
+        for moves, dest, (cut, piece) in updates:
+            buffer, at = moves.dest_buffer, (moves.dest_rank, moves.dest_chunk)
+            self.homes.space[buffer][at], self.homes.index[buffer][at] = CELL, dest
+            self.homes.cut[buffer][at], self.homes.piece[buffer][at] = cut, piece
+            self.homes.written_in[buffer][at] = number
+        self.phases += [transfers, local]
+
+    def _size_class(self, moves: Moves) -> tuple[Ints, Ints]:
+        if not self.homes.is_scratch(moves.dest_buffer):
+            return self.homes.size_class(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
+        first = np.zeros(len(moves.actor), np.intp) if moves.source_valid is None else moves.source_valid.argmax(axis=1)
+        rows = np.arange(len(moves.actor))
+        return self.homes.size_class(
+            moves.source_buffer, moves.source_rank[rows, first], moves.source_chunk[rows, first]
+        )
+
+    def _bring(
+        self,
+        moves: Moves,
+        sources: tuple[Ints, Ints, Ints],
+        size_class: tuple[Ints, Ints],
+        origin: int,
+        transfers: list[Batch],
+    ) -> tuple[Ints, Ints, Ints]:
+        """The operands as the combining rank finds them: those of other ranks are put into cells of its own."""
+        reader = np.broadcast_to(moves.dest_rank[:, None], moves.source_rank.shape)
+        far = moves.source_rank != reader
+        if moves.source_valid is not None:
+            far = far & moves.source_valid
+        if not far.any():
+            return sources
+        (row, operand), owner = np.nonzero(far), moves.source_rank[far]
+        cell = self.homes.inbox(moves.dest_buffer, reader[far], moves.dest_chunk[row], operand)
+        dest = (ints(CELL, owner.shape), reader[far], cell)
+        there = sources[0][far], sources[1][far], sources[2][far]
+        sizes = size_class[0][row], size_class[1][row]
+        transfers.append(Batch(owner, OpKind.COPY, sizes, dest, _column(there), None, origin))
+        space, place, index = (part.copy() for part in sources)
+        space[far], place[far], index[far] = CELL, reader[far], cell
+        return space, place, index
+
+    def _combine(
+        self, moves: Moves, sources: tuple[Ints, Ints, Ints], cell: Ints, size_class: tuple[Ints, Ints], origin: int
+    ) -> Batch:
+        valid, rank = moves.source_valid, moves.dest_rank
+        if moves.accumulate:
+            old = self.homes.locate(moves.dest_buffer, rank, moves.dest_chunk)
+            sources, valid = _beside(old, sources), None
+        return Batch(rank, OpKind.REDUCE, size_class, (ints(CELL, rank.shape), rank, cell), sources, valid, origin)
+
+    def hand_over(self, number: int, step: Yield, count: int) -> None:
+        """A yield copies the resident buffer to its place among the yields."""
+        buffer = self.schedule.buffers[step.buffer]
+        rank, chunk = self.homes.chunks(step.buffer, self.homes.space[step.buffer] != UNDEFINED)
+        dest = (
+            ints(len(self.homes.tensors) - 1, rank.shape),
+            rank,
+            (chunk + count * buffer.num_chunks).astype(np.int32),
+        )
+        source = _column(self.homes.locate(step.buffer, rank, chunk))
+        origin = self.origin(step.span, step.bindings, number)
+        size_class = self.homes.size_class(step.buffer, rank, chunk)
+        self.phases.append([Batch(rank, OpKind.COPY, size_class, dest, source, None, origin)])
+
+    def copy_out(self) -> None:
+        """Every defined chunk goes to the tensor returned; an `avg` divides here."""
+        batches = []
+        for number, tensor in enumerate(self.homes.write):
+            if tensor is None:
+                continue
+            defined = self.homes.space[number] != UNDEFINED
+            sums = self._sums(number)
+            batches += self._settle(number, tensor, defined & ~sums, 0, "copy out")
+            batches += self._settle(number, tensor, defined & sums, 1, "copy out, average")
+        self.phases.append(batches)
+
+    def _sums(self, buffer: int) -> NDArray[np.bool_]:
+        """The chunks that an `avg` divides: those whose contract is a sum. An average over one rank is what it was."""
+        sums = np.zeros(self.homes.space[buffer].shape, np.bool_)
+        for contract in self.schedule.contracts:
+            if contract.is_sum and contract.dest_buffer == buffer and self.schedule.num_ranks > 1:
+                sums[contract.dest_rank, contract.dest_chunk] = True
+        return sums
+
+    def _settle(self, buffer: int, tensor: int, chosen: NDArray[np.bool_], scale: int, note: str) -> list[Batch]:
+        """The chosen chunks go to the tensor that is returned."""
+        rank, chunk = self.homes.chunks(buffer, chosen)
+        if not len(rank):
+            return []
+        origin = self.origin(self.schedule.buffers[buffer].span, (), len(self.schedule.steps), note)
+        source = _column(self.homes.locate(buffer, rank, chunk))
+        dest = (ints(tensor, rank.shape), rank, chunk)
+        size_class = self.homes.size_class(buffer, rank, chunk)
+        return [Batch(rank, OpKind.COPY, size_class, dest, source, None, origin, scale)]
+
+
+def _column(location: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
+    space, rank, index = location
+    return space[:, None], rank[:, None], index[:, None]
+
+
+def _beside(first: tuple[Ints, Ints, Ints], rest: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
+    space, rank, index = (np.concatenate([a[:, None], b], axis=1) for a, b in zip(first, rest, strict=True))
+    return space, rank, index
+
+
+def place(schedule: Schedule, transport: Transport, protocol: Protocol) -> Placed:
+    """Phases of operations for all ranks; see the head of the module for where versions live."""
+    placer = _Placer(schedule)
+    yields = 0
+    for number, step in enumerate(schedule.steps):
+        match step:
+            case Step():
+                placer.step(number, step)
+            case Yield():
+                placer.hand_over(number, step, yields)
+                yields += 1
+            case _:
+                assert_never(step)
+    placer.copy_out()
+    rows = assemble(placer.phases, schedule.num_ranks)
+    if (rows.source_space == UNDEFINED).any():
+        raise InternalError(f"`{schedule.name}` reads data that was never written, yet passed the checks")
+    tensors = tuple(placer.homes.tensors)
+    rows = fuse(rows, tensors, schedule.num_ranks, reduces_remotely=transport is Transport.PEER)
+    rows, num_cells = allocate(rows, placer.homes.num_slots, one_write_each=protocol.carries_flags)
+    return Placed(rows, tensors, num_cells, tuple(placer.origins))

@@ -1,0 +1,166 @@
+"""Turns placed rows into what has to be ordered: programs, phase by phase, and the cells they touch.
+
+Assumes rows sorted by rank. Does not look for hazards. Where every rank does the same up to rotation, rank 0 stands for
+all: that is most schedules, and all that large ones can be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from commdsl.ir.schedules import Ints
+from commdsl.program.lower.clocks import Clocks, FullClocks, RotatingClocks
+from commdsl.program.lower.hazards import Index
+from commdsl.program.lower.rows import Rows, begins, turns
+from commdsl.program.plan import CELL
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Groups of operations sorted by phase, then rank, then program order, and where each stands in its rank's program.
+
+    A group waits, acts and signals as one operation: here and in `ordering` it is called one.
+    """
+
+    rank: Ints
+    phase: Ints
+    number: Ints  # within its rank's program
+    turn: Ints  # within its rank and phase
+    length: Ints  # operations per rank
+
+    @property
+    def first(self) -> Ints:
+        """First operation of each phase, and the number of operations."""
+        last = int(self.phase[-1]) if len(self.phase) else -1
+        return np.searchsorted(self.phase, np.arange(last + 2)).astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Accesses:
+    """Reads or writes of cells in program order: the operation, the rank that does it, the cell as one number."""
+
+    op: Ints
+    rank: Ints
+    key: Index
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What is to be ordered. `group` maps operations to the rows' groups. `turned`: the operations are rank 0's and
+    stand for all.
+    """
+
+    program: Program
+    group: Ints
+    reads: Accesses
+    writes: Accesses
+    num_keys: int
+    clocks: Clocks
+    turned: bool
+
+
+def pose(rows: Rows, num_ranks: int, num_cells: int) -> Problem:
+    """Rank 0's operations if they stand for all, else everybody's."""
+    return _quotient(rows, num_ranks, num_cells) or _whole(rows, num_ranks, num_cells)
+
+
+@dataclass(frozen=True, eq=False)
+class _Groups:
+    """Columns of `Rows`, one entry a group."""
+
+    rank: Ints
+    phase: Ints
+    turn: Ints
+    number: Ints
+    length: Ints  # groups per rank
+
+
+def _groups(rows: Rows) -> _Groups:
+    leaders = rows.leaders
+    rank, phase = rows.rank[leaders], rows.phase[leaders]
+    length = np.bincount(rank, minlength=len(rows.begin) - 1).astype(np.int32)
+    number = np.arange(len(leaders), dtype=np.int32) - begins(length)[rank]
+    return _Groups(rank, phase, turns(rank, phase), number, length)
+
+
+def _whole(rows: Rows, num_ranks: int, num_cells: int) -> Problem:
+    groups, of_row = _groups(rows), rows.group
+    order = np.lexsort((groups.number, groups.rank, groups.phase)).astype(np.int32)
+    place = np.empty(len(order), np.int32)
+    place[order] = np.arange(len(order))
+    op = place[of_row]
+
+    def accesses(of: Index, owner: Ints, cell: Ints) -> Accesses:
+        order = np.argsort(op[of], kind="stable")
+        key = (owner.astype(np.int64) * num_cells + cell)[order]
+        return Accesses(op[of][order], rows.rank[of][order], key)
+
+    read, write = rows.source_space == CELL, rows.dest_space == CELL
+    return Problem(
+        program=Program(
+            groups.rank[order], groups.phase[order], groups.number[order], groups.turn[order], groups.length
+        ),
+        group=order,
+        reads=accesses(rows.of_source[read], rows.source_rank[read], rows.source_index[read]),
+        writes=accesses(np.nonzero(write)[0], rows.dest_rank[write], rows.dest_index[write]),
+        num_keys=num_ranks * num_cells,
+        clocks=FullClocks(num_ranks),
+        turned=False,
+    )
+
+
+def _quotient(rows: Rows, num_ranks: int, num_cells: int) -> Problem | None:
+    """Turned by -o, rank 0's access to a cell of rank o is an access by rank -o to a cell of rank 0: the one that rank
+    -o touches at this place of its program. So the cells of rank 0 alone see every kind of access.
+    """
+    length, groups = np.diff(rows.begin), _groups(rows)
+    if not _same(length) or not _same(groups.length):
+        return None
+    width = np.diff(rows.source_begin).reshape(num_ranks, -1)
+    joined = rows.joined.reshape(num_ranks, -1)
+    if not _same(rows.phase.reshape(num_ranks, -1)) or not _same(width) or not _same(joined):
+        return None
+    group = rows.group[: int(length[0])]
+    of_source = np.repeat(group, width[0])
+    following = np.full(
+        num_cells, -1, np.int32
+    )  # the cell that the next rank touches instead: one for reads and writes
+    write = _turned(rows.dest_space, rows.dest_rank, rows.dest_index, num_ranks, following)
+    read = _turned(rows.source_space, rows.source_rank, rows.source_index, num_ranks, following)
+    if write is None or read is None:
+        return None
+    own = slice(0, int(groups.length[0]))
+    return Problem(
+        program=Program(groups.rank[own], groups.phase[own], groups.number[own], groups.turn[own], groups.length[:1]),
+        group=np.arange(int(groups.length[0]), dtype=np.int32),
+        reads=Accesses(of_source[read[0]], read[1], read[2]),
+        writes=Accesses(group[write[0]], write[1], write[2]),
+        num_keys=num_cells,
+        clocks=RotatingClocks(num_ranks),
+        turned=True,
+    )
+
+
+def _same(table: Ints) -> bool:
+    return bool((table == table[0]).all())
+
+
+def _turned(space: Ints, owner: Ints, index: Ints, num_ranks: int, following: Ints) -> tuple[Ints, Ints, Ints] | None:
+    """Rank 0's accesses as (place, turned rank, cell of rank 0), or None where ranks differ; fills `following`."""
+    space, owner, index = (part.reshape(num_ranks, -1) for part in (space, owner, index))
+    distance = (owner - np.arange(num_ranks, dtype=np.int32)[:, None]) % num_ranks
+    if not _same(space == CELL):
+        return None
+    place = np.nonzero(space[0] == CELL)[0].astype(np.int32)
+    if not _same(distance[:, place]):
+        return None
+    cells = index[:, place]
+    instead = np.roll(cells, -1, axis=0)
+    known = following[cells]
+    following[cells] = np.where(known >= 0, known, instead)
+    if not (following[cells] == instead).all():
+        return None
+    turned = -distance[0, place] % num_ranks
+    return place, turned, cells[turned, np.arange(len(place))].astype(np.int64)

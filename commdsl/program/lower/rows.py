@@ -1,0 +1,193 @@
+"""Turns the statements of all phases, each for many ranks at once, into rows: one operation of one rank each.
+
+Assumes operands were placed. Does not order anything across ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.ir.schedules import Ints
+from commdsl.program.plan import OpKind
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Operations sorted by rank, then phase, then program order. Those of one phase need nothing of each other.
+
+    Columns as in `plan.Ops`; `turn` counts within rank and phase, `begin` is where each rank's rows start.
+    A joined row stands after its leader, in its phase, and has no sources.
+    """
+
+    begin: Ints
+    rank: Ints
+    phase: Ints
+    turn: Ints
+    kind: Ints
+    cut: Ints
+    piece: Ints
+    dest_space: Ints
+    dest_rank: Ints
+    dest_index: Ints
+    scale: Ints
+    joined: Ints
+    origin: Ints
+    source_begin: Ints
+    source_space: Ints
+    source_rank: Ints
+    source_index: Ints
+
+    @property
+    def number(self) -> Ints:
+        """Of each row within its rank."""
+        return (np.arange(len(self.rank), dtype=np.int32) - self.begin[self.rank]).astype(np.int32, copy=False)
+
+    @property
+    def leaders(self) -> Ints:
+        """The first row of every group; the others are joined to it."""
+        return np.flatnonzero(self.joined == 0).astype(np.int32)
+
+    @property
+    def group(self) -> Ints:
+        """The number of each row's group, through all ranks."""
+        return (np.cumsum(self.joined == 0, dtype=np.int32) - 1).astype(np.int32, copy=False)
+
+    @property
+    def of_source(self) -> Ints:
+        """The row of each source."""
+        return np.repeat(np.arange(len(self.rank), dtype=np.int32), np.diff(self.source_begin))
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows of one statement, sources rectangular: (n, k) with a mask."""
+
+    rank: Ints
+    kind: OpKind
+    size_class: tuple[Ints, Ints]
+    dest: tuple[Ints, Ints, Ints]  # space, rank, index
+    source: tuple[Ints, Ints, Ints]
+    valid: NDArray[np.bool_] | None
+    origin: int
+    scale: int = 0
+
+    def take(self, chosen: NDArray[np.bool_]) -> Batch:
+        """Some of the rows."""
+        return replace(
+            self,
+            rank=self.rank[chosen],
+            size_class=(self.size_class[0][chosen], self.size_class[1][chosen]),
+            dest=(self.dest[0][chosen], self.dest[1][chosen], self.dest[2][chosen]),
+            source=(self.source[0][chosen], self.source[1][chosen], self.source[2][chosen]),
+            valid=None if self.valid is None else self.valid[chosen],
+        )
+
+
+def assemble(phases: list[list[Batch]], num_ranks: int) -> Rows:
+    """Joins all statements; in a phase each rank starts with the peer after it, so that not all turn to one."""
+    phases = [phase for phase in ([b for b in batches if len(b.rank)] for batches in phases) if phase]
+    batches = [batch for phase in phases for batch in phase]
+    lengths = [len(batch.rank) for batch in batches]
+    phase = np.repeat([number for number, group in enumerate(phases) for _ in group], lengths).astype(np.int32)
+    rank = np.concatenate([batch.rank for batch in batches]) if batches else np.zeros(0, np.int32)
+    order = _in_order(batches, phase, rank, num_ranks)
+    columns = [_columns(batch) for batch in batches]
+    count = np.concatenate([np.zeros(0, np.int32), *(counts for counts, _ in columns)])
+    taken = count[order]
+    flat = gather(np.cumsum(count, dtype=np.int32) - count, taken, order)
+    rank, phase = rank[order], phase[order]
+
+    def joined(parts: list[Ints]) -> Ints:
+        return np.concatenate([np.zeros(0, np.int32), *parts])[order].astype(np.int32, copy=False)
+
+    def sources(part: int) -> Ints:
+        return np.concatenate([np.zeros(0, np.int32), *(flat_parts[part] for _, flat_parts in columns)])[flat]
+
+    return Rows(
+        begin=begins(np.bincount(rank, minlength=num_ranks)),
+        rank=rank,
+        phase=phase,
+        turn=turns(rank, phase),
+        kind=np.repeat(np.array([int(batch.kind) for batch in batches], np.int32), lengths)[order],
+        cut=joined([batch.size_class[0] for batch in batches]),
+        piece=joined([batch.size_class[1] for batch in batches]),
+        dest_space=joined([batch.dest[0] for batch in batches]),
+        dest_rank=joined([batch.dest[1] for batch in batches]),
+        dest_index=joined([batch.dest[2] for batch in batches]),
+        scale=np.repeat(np.array([batch.scale for batch in batches], np.int32), lengths)[order],
+        joined=np.zeros(len(order), np.int32),
+        origin=np.repeat(np.array([batch.origin for batch in batches], np.int32), lengths)[order],
+        source_begin=begins(taken),
+        source_space=sources(0),
+        source_rank=sources(1),
+        source_index=sources(2),
+    )
+
+
+def begins(counts: NDArray[np.integer[Any]]) -> Ints:
+    """Where each of some variable-length parts starts, and the end of the last."""
+    bounds = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=bounds[1:])
+    return bounds
+
+
+def _in_order(batches: list[Batch], phase: Ints, rank: Ints, num_ranks: int) -> NDArray[np.intp]:
+    """By rank, then phase, then how far on the peer is; what touches no peer comes last."""
+    peer = np.concatenate([np.zeros(0, np.int32), *(_peer(batch) for batch in batches)])
+    distance = np.where(peer == rank, num_ranks, (peer - rank) % num_ranks)
+    narrow = np.int16 if num_ranks < 2**15 else np.int32  # numpy sorts 16-bit keys in linear time
+    later_phase, same_rank = phase[1:] > phase[:-1], rank[1:] == rank[:-1]
+    if (later_phase | (rank[1:] > rank[:-1]) | (same_rank & (distance[1:] >= distance[:-1]))).all():
+        return np.argsort(rank.astype(narrow), kind="stable")
+    by_phase = np.lexsort((distance, rank, phase))
+    return by_phase[np.argsort(rank[by_phase].astype(narrow), kind="stable")]
+
+
+def turns(rank: Ints, phase: Ints) -> Ints:
+    """The place of each within its rank and phase."""
+    starts = np.ones(len(rank), np.bool_)
+    starts[1:] = (rank[1:] != rank[:-1]) | (phase[1:] != phase[:-1])
+    return nth(starts)
+
+
+def nth(starts: NDArray[np.bool_]) -> Ints:
+    """The place of each within its run, given where runs start."""
+    first = np.nonzero(starts)[0].astype(np.int32)
+    lengths = np.diff(np.append(first, len(starts)))
+    return np.arange(len(starts), dtype=np.int32) - np.repeat(first, lengths)
+
+
+def nth_of_equals(values: NDArray[np.integer[Any]]) -> Ints:
+    """For values of which equal ones stand together, the place of each among its equals."""
+    starts = np.ones(len(values), np.bool_)
+    starts[1:] = values[1:] != values[:-1]
+    return nth(starts)
+
+
+def _columns(batch: Batch) -> tuple[Ints, list[Ints]]:
+    """Sources of a batch as counts a row and flat columns."""
+    rows, width = batch.source[0].shape
+    if batch.valid is None:
+        return np.full(rows, width, np.int32), [np.ascontiguousarray(part).ravel() for part in batch.source]
+    return batch.valid.sum(axis=1).astype(np.int32), [part[batch.valid] for part in batch.source]
+
+
+def _peer(batch: Batch) -> Ints:
+    """The other rank of each row, itself where there is none: the destination's, else the first source's elsewhere."""
+    far = batch.source[1] != batch.rank[:, None]
+    if batch.valid is not None:
+        far = far & batch.valid
+    first = np.where(far.any(axis=1), batch.source[1][np.arange(len(batch.rank)), far.argmax(axis=1)], batch.rank)
+    return np.where(batch.dest[1] != batch.rank, batch.dest[1], first)
+
+
+def gather(begin: Ints, count: Ints, order: NDArray[np.integer[Any]]) -> Ints:
+    """The flat positions of variable-length rows taken in a new order; `count` is in the new order."""
+    ends = np.cumsum(count, dtype=np.int32)
+    return np.repeat(begin[order] - (ends - count), count) + np.arange(
+        int(ends[-1]) if len(ends) else 0, dtype=np.int32
+    )

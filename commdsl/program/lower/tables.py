@@ -1,0 +1,76 @@
+"""Turns rows and the edges that need a flag into the tables of a Plan.
+
+Assumes rows sorted by rank, as a Plan has them. Does not add or drop anything.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from commdsl.ir.schedules import Ints
+from commdsl.program.lower.hazards import Edges
+from commdsl.program.lower.rows import Rows, begins, nth_of_equals
+from commdsl.program.plan import Ops
+
+
+def tables(rows: Rows, waits: Edges, num_ranks: int, *, barriers: bool) -> tuple[Ops, Ints]:
+    """The operations of all ranks, and how many signals each rank sends each other one per round.
+
+    `waits` speaks of groups: their first row waits, their last row signals. `barriers`: threads share what they touch.
+    """
+    wait_columns, signal_begin, signal_peer, per_round = _flags(_by_row(waits, rows), rows.begin, num_ranks)
+    ops = Ops(
+        rank_begin=rows.begin,
+        kind=rows.kind,
+        cut=rows.cut,
+        piece=rows.piece,
+        barrier=((rows.turn == 0) & (rows.joined == 0) & barriers).astype(np.int32),
+        joined=rows.joined,
+        scale=rows.scale,
+        dest_space=rows.dest_space,
+        dest_rank=rows.dest_rank,
+        dest_index=rows.dest_index,
+        source_begin=rows.source_begin,
+        source_space=rows.source_space,
+        source_rank=rows.source_rank,
+        source_index=rows.source_index,
+        **wait_columns,
+        signal_begin=signal_begin,
+        signal_peer=signal_peer,
+        origin=rows.origin,
+    )
+    return ops, per_round
+
+
+def _by_row(waits: Edges, rows: Rows) -> Edges:
+    leaders = rows.leaders
+    last = np.append(leaders[1:], len(rows.rank)).astype(np.int32) - 1
+    begin = np.searchsorted(leaders, rows.begin[:-1]).astype(np.int32)  # each rank's first group
+    table = waits.table.copy()
+    table[0] = leaders[waits.op]
+    table[3] = last[begin[waits.peer] + waits.number] - rows.begin[waits.peer]
+    return Edges(table)
+
+
+def _flags(waits: Edges, rank_begin: Ints, num_ranks: int) -> tuple[dict[str, Ints], Ints, Ints, Ints]:
+    """Waits and signals as tables: each awaited (operation, waiting rank) is a signal, numbered per pair of ranks."""
+    raised_after = rank_begin[waits.peer] + waits.number
+    key = raised_after.astype(np.int64) * num_ranks + waits.rank
+    signals, signal_of_wait = np.unique(key, return_inverse=True)
+    after, to = signals // num_ranks, signals % num_ranks
+    sender = np.searchsorted(rank_begin, after, side="right") - 1
+    pairs = sender * num_ranks + to
+    by_pair = np.argsort(pairs, kind="stable")  # within a pair in program order, as `signals` is sorted
+    ordinal = np.empty(len(signals), np.int32)
+    ordinal[by_pair] = nth_of_equals(pairs[by_pair]) + 1
+    per_round = np.bincount(pairs, minlength=num_ranks * num_ranks).astype(np.int32).reshape(num_ranks, num_ranks)
+    in_order = np.argsort(waits.op.astype(np.int64) * num_ranks + waits.peer, kind="stable")
+    num_ops = int(rank_begin[-1])
+    tables = {
+        "wait_begin": begins(np.bincount(waits.op, minlength=num_ops)),
+        "wait_peer": waits.peer[in_order],
+        "wait_ordinal": ordinal[signal_of_wait][in_order],
+        "wait_rounds_back": waits.back[in_order],
+        "wait_reason": waits.reason[in_order],
+    }
+    return tables, begins(np.bincount(after, minlength=num_ops)), to.astype(np.int32), per_round

@@ -1,0 +1,49 @@
+"""Turns a Plan into what is wrong with its symmetric memory: more than a device gives, or cells nobody uses.
+
+Assumes a Plan that `verify` passed. Does not judge when a cell may be written again: that is a matter of order, and
+`checks.synchronization` proves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from commdsl.ir.schedules import Schedule
+from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.program.plan import CELL, Plan
+
+HEAP_BYTES = 1 << 30
+"""Symmetric memory a rank gives: the heap that NVSHMEM makes unless told otherwise, shared by all loaded ops."""
+
+
+def memory(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
+    """The cells are all used, and fit in a device's heap."""
+    used = np.zeros(plan.num_cells, np.bool_)
+    used[plan.ops.dest_index[plan.ops.dest_space == CELL]] = True
+    if not used.all():
+        yield Diagnostic(
+            "C342",
+            f"cell {int(np.argmin(used))} of `{plan.name}` is never written",
+            Label(schedule.span, f"its Plan has {plan.num_cells} cells, of which {int(used.sum())} are written"),
+            help="the compiler numbers the cells, so this is its fault: report it with this file",
+        )
+    if plan.symmetric_bytes > HEAP_BYTES:
+        cells = f"{plan.num_cells} {'cell' if plan.num_cells == 1 else 'cells'}"
+        copies = f"{plan.rotation} {'copy' if plan.rotation == 1 else 'copies'}"
+        yield Diagnostic(
+            "C341",
+            f"`{plan.name}` needs {_size(plan.symmetric_bytes)} of symmetric memory on every rank",
+            Label(schedule.span, f"a device gives {_size(HEAP_BYTES)}"),
+            notes=(f"{cells} in {copies}, for {plan.lanes} lanes a tile of {_size(plan.tile_bytes)} each",),
+            help="a smaller `tile` or fewer `lanes` in `tune`",
+        )
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes in the largest unit that leaves a number of 1 or more, to one digit."""
+    for unit, scale in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{num_bytes} bytes"

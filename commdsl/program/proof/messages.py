@@ -1,0 +1,254 @@
+"""Turns what the proof of synchronization found into diagnostics: the accesses, the ranks, the rounds, what is missing.
+
+Assumes each finding is real and shows the first of several. Does not look for faults; `checks.synchronization` does.
+
+A fault here is commdsl's, not the schedule's: the flags are derived. The statements are shown to make a report useful.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from commdsl.language.diagnostics import Diagnostic, InternalError, Label
+from commdsl.program.plan import Plan
+from commdsl.program.proof.clocks import Run, Timeline, signal_owners
+from commdsl.program.proof.hazards import Hazards, Longs, Reads, place_name, touched
+
+HELP = "the compiler derives flags and barriers, so this is its fault: report it with this file"
+
+
+def _rank(plan: Plan, op: int) -> int:
+    return int(np.searchsorted(plan.ops.rank_begin, op, side="right")) - 1
+
+
+def _where(plan: Plan, op: int) -> str:
+    """`operation 3 of rank 1 (s = 2) [copy out]`."""
+    rank = _rank(plan, op)
+    origin = plan.origins[plan.ops.origin[op]]
+    bindings = ", ".join(f"{name} = {value}" for name, value in origin.bindings)
+    text = f"operation {op - int(plan.ops.rank_begin[rank])} of rank {rank}"
+    return text + (f" ({bindings})" if bindings else "") + (f" [{origin.note}]" if origin.note else "")
+
+
+def _label(plan: Plan, op: int, text: str) -> Label:
+    return Label(plan.origins[plan.ops.origin[op]].span, text)
+
+
+def _more(count: int, what: str) -> tuple[str, ...]:
+    return (f"{count - 1} more {what}",) if count > 1 else ()
+
+
+def _wait(plan: Plan, wait: int) -> tuple[int, int, int, int]:
+    """Its operation, peer, ordinal and rounds back."""
+    ops = plan.ops
+    op = int(np.searchsorted(ops.wait_begin, wait, side="right")) - 1
+    return op, int(ops.wait_peer[wait]), int(ops.wait_ordinal[wait]), int(ops.wait_rounds_back[wait])
+
+
+def _round_name(back: int) -> str:
+    return "" if back == 0 else f" of {_rounds(back)} before"
+
+
+def _rounds(count: int) -> str:
+    return f"{count} round{'s' if count > 1 else ''}"
+
+
+def never_raised(plan: Plan, waits: Longs) -> Diagnostic:
+    """C203."""
+    op, peer, ordinal, back = _wait(plan, int(waits[0]))
+    raised = int(plan.signals_per_round[peer, _rank(plan, op)])
+    return Diagnostic(
+        "C203",
+        f"rank {_rank(plan, op)} waits for a signal that rank {peer} never raises",
+        _label(
+            plan, op, f"{_where(plan, op)} waits for signal {ordinal}{_round_name(back)}; {raised} are raised a round"
+        ),
+        notes=_more(len(waits), "waits have no signal"),
+        help=HELP,
+    )
+
+
+def deadlock(plan: Plan, events: Timeline, order: Run) -> Diagnostic:
+    """C201: follows the first stuck rank to the rank it waits for, until the circle closes."""
+    ops = plan.ops
+    rank = int(np.argmax(order.done < events.lengths))
+    chain: list[tuple[int, int]] = []  # operation, wait
+    met: dict[int, int] = {}
+    while rank not in met:
+        met[rank] = len(chain)
+        op = int(ops.rank_begin[rank] + order.done[rank])
+        waits = np.arange(ops.wait_begin[op], ops.wait_begin[op + 1])
+        missing = (events.wait_rounds_back[waits] == 0) & (
+            events.wait_signal[waits] >= order.done[ops.wait_peer[waits]]
+        )
+        wait = int(waits[np.argmax(missing)])
+        chain.append((op, wait))
+        rank = int(ops.wait_peer[wait])
+    circle = chain[met[rank] :]
+    notes = []
+    for op, wait in circle:
+        peer = int(ops.wait_peer[wait])
+        raiser = int(ops.rank_begin[peer] + events.wait_signal[wait])
+        notes.append(f"{_where(plan, op)} waits for {_where(plan, raiser)}, which has not run")
+    ranks = " -> ".join(str(_rank(plan, op)) for op, _ in circle)
+    op, wait = circle[0]
+    peer, signal = int(ops.wait_peer[wait]), int(ops.wait_ordinal[wait])
+    return Diagnostic(
+        "C201",
+        f"{len(circle)} ranks wait for each other",
+        _label(plan, op, f"{_where(plan, op)} waits for signal {signal} of rank {peer}"),
+        tuple(_label(plan, op, f"{_where(plan, op)} waits too") for op, _ in circle[1:2]),
+        notes=(f"the circle: {ranks} -> {_rank(plan, op)}", *notes[:8]),
+        help=HELP,
+    )
+
+
+def race(plan: Plan, events: Timeline, pairs: Hazards, found: int, more: int, known: int) -> Diagnostic:
+    """C202 in a round, C205 across rounds. `known`: operations of the first rank that the second knows done by then."""
+    first, second, across = int(pairs.first[found]), int(pairs.second[found]), bool(pairs.across[found])
+    a, b = int(events.actor[first]), int(events.actor[second])
+    length = int(events.lengths[a])
+    later = f"round {plan.rotation}" if across else "round 0"
+    place, first_verb, second_verb = _conflict(plan, first, second)
+    if known:
+        last = _where(plan, int(plan.ops.rank_begin[a]) + (known - 1) % length)
+        knows = f"the last that rank {b} then knows done of rank {a} is {last} in round {(known - 1) // length}"
+    else:
+        knows = f"rank {b} then knows nothing done of rank {a}"
+    return Diagnostic(
+        "C205" if across else "C202",
+        f"two ranks touch {place} in no order" + (", in two calls" if across else ""),
+        _label(plan, second, f"{_where(plan, second)} {second_verb} it in {later}"),
+        (_label(plan, first, f"{_where(plan, first)} {first_verb} it in round 0"),),
+        notes=(
+            f"no chain of flags leads from operation {int(events.local[first])} of rank {a}"
+            f" to operation {int(events.local[second])} of rank {b}: {knows}",
+            *_more(more, "pairs are not ordered"),
+        ),
+        help=HELP,
+    )
+
+
+def _conflict(plan: Plan, first: int, second: int) -> tuple[str, str, str]:
+    """The place where two operations conflict, and what each does to it."""
+    (dests, sources), (other_dests, other_sources) = touched(plan, first), touched(plan, second)
+    for place in sorted(dests & other_dests):
+        return place_name(plan, place), "writes", "writes"
+    for place in sorted(dests & other_sources):
+        return place_name(plan, place), "writes", "reads"
+    for place in sorted(sources & other_dests):
+        return place_name(plan, place), "reads", "writes"
+    raise InternalError(f"operations {first} and {second} do not conflict")
+
+
+def no_barrier(plan: Plan, pairs: Hazards, found: Longs) -> Diagnostic:
+    """C206."""
+    first, second, across = (int(x[found[0]]) for x in (pairs.first, pairs.second, pairs.across))
+    place, first_verb, second_verb = _conflict(plan, first, second)
+    return Diagnostic(
+        "C206",
+        f"threads of one block race on {place}",
+        _label(plan, second, f"{_where(plan, second)} {second_verb} it in round {across * plan.rotation}"),
+        (_label(plan, first, f"{_where(plan, first)} {first_verb} it in round 0"),),
+        notes=("no block barrier lies between the two",),
+        help=HELP,
+    )
+
+
+def clobbered(plan: Plan, pairs: Hazards, found: Longs, name: str) -> Diagnostic:
+    """C208."""
+    first, second = int(pairs.first[found[0]]), int(pairs.second[found[0]])
+    return Diagnostic(
+        "C208",
+        f"`{name}` is overwritten where it may still be read",
+        _label(plan, second, f"{_where(plan, second)} writes over a chunk of it"),
+        (_label(plan, first, f"{_where(plan, first)} reads the chunk as it came in"),),
+        notes=(
+            f"the Plan says that `{name}` may be read and written in one memory",
+            *_more(len(found), "reads are not safe"),
+        ),
+        help=HELP,
+    )
+
+
+def undefined(plan: Plan, reads: Reads, found: Longs) -> Diagnostic:
+    """C207, nothing written."""
+    op = int(reads.op[found[0]])
+    return Diagnostic(
+        "C207",
+        f"{place_name(plan, int(reads.place[found[0]]))} is read before it is written",
+        _label(plan, op, f"{_where(plan, op)} reads it, no operation of the round writes it before"),
+        help=HELP,
+    )
+
+
+def other_size(plan: Plan, reads: Reads, found: Longs) -> Diagnostic:
+    """C207, another size class."""
+    ops = plan.ops
+    op, writer = int(reads.op[found[0]]), int(reads.writer[found[0]])
+    return Diagnostic(
+        "C207",
+        f"{place_name(plan, int(reads.place[found[0]]))} is read in another size than written",
+        _label(plan, op, f"{_where(plan, op)} reads piece {int(ops.piece[op])} of {int(ops.cut[op])}"),
+        (
+            _label(
+                plan, writer, f"{_where(plan, writer)} wrote piece {int(ops.piece[writer])} of {int(ops.cut[writer])}"
+            ),
+        ),
+        help=HELP,
+    )
+
+
+def unheard(plan: Plan, place: int) -> Diagnostic:
+    """C204, a signal."""
+    signals, begin = signal_owners(plan)
+    op = int(np.searchsorted(plan.ops.signal_begin, place, side="right")) - 1
+    rank, peer = _rank(plan, op), int(plan.ops.signal_peer[place])
+    pair = rank * plan.num_ranks + peer
+    ordinal = int(np.flatnonzero(signals[begin[pair] : begin[pair + 1]] == place)[0]) + 1
+    return Diagnostic(
+        "C204",
+        "a signal is raised that nobody waits for",
+        _label(plan, op, f"{_where(plan, op)} raises signal {ordinal} to rank {peer}, which has no wait for it"),
+        help=HELP,
+    )
+
+
+def idle_wait(plan: Plan, wait: int) -> Diagnostic:
+    """C204, a wait."""
+    op, peer, ordinal, back = _wait(plan, wait)
+    return Diagnostic(
+        "C204",
+        "a wait orders nothing that is not in order without it",
+        _label(plan, op, f"{_where(plan, op)} waits for signal {ordinal} of rank {peer}{_round_name(back)}"),
+        help=HELP,
+    )
+
+
+def written_twice(plan: Plan, first: int, second: int) -> Diagnostic:
+    """C209, in a round."""
+    cell = f"cell {int(plan.ops.dest_index[second])} of rank {int(plan.ops.dest_rank[second])}"
+    return Diagnostic(
+        "C209",
+        f"{cell} is written twice in a round, and its flag cannot tell which data it holds",
+        _label(plan, second, f"{_where(plan, second)} writes it"),
+        (_label(plan, first, f"{_where(plan, first)} does, too"),),
+        help=HELP,
+    )
+
+
+def overwritten(plan: Plan, write: int, read: int, count: int) -> Diagnostic:
+    """C209, across rounds."""
+    writer, reader = _rank(plan, write), _rank(plan, read)
+    if plan.rotation < 2:
+        why = f"what rank {writer} hears of rank {reader} in a round tells it that rounds before are over, not this one"
+    else:
+        why = f"by the end of a round rank {writer} has heard nothing of rank {reader}'s part in it"
+    return Diagnostic(
+        "C209",
+        f"rank {writer} may overwrite what rank {reader} has not read {_rounds(plan.rotation)} before",
+        _label(plan, write, f"{_where(plan, write)} writes a cell of rank {reader} in round {plan.rotation}"),
+        (_label(plan, read, f"{_where(plan, read)} reads what rank {writer} wrote in round 0"),),
+        notes=(f"{why}, and it waits for no credit", *_more(count, "pairs of ranks are like this")),
+        help=HELP,
+    )

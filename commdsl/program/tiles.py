@@ -1,0 +1,285 @@
+"""Turns the routes of one call into the table of one rank's kernel: which runs of rows it pushes, which it finishes.
+
+Assumes routes that `route_laws` accepts, equal on all ranks. Does not know addresses: a table names tensors by number,
+places by row. The layout of a table is that of `TableHead`, `Send` and `Finish` in templates/include/commdsl/types.cuh.
+
+With `packed` all rows wait at their destination in one stretch per sender, and the destination copies them to their
+places; otherwise they go straight there, and only what is summed waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.ir.routes import Longs, Routes, running_sum, totals
+
+HEAD_WORDS = 8
+SEND_WORDS, FINISH_WORDS = 4, 8
+COPY, SUM, ZERO = 0, 1, 2
+SUM_PARTS = 4
+"""A sum reads several runs: with smaller tiles more warps have a share in it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """One tensor's way in one call. If it is summed, the routes lead to one whole tensor per copy."""
+
+    routes: Routes
+    rows: Longs  # (num_ranks,): rows of the output of each rank, of one copy if it is summed
+    width: int  # bytes of a row
+    is_sum: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """What one rank's kernel reads, as 32-bit words, and what the host has to know beside it."""
+
+    words: NDArray[np.uint32]
+    num_sends: int
+    num_finishes: int
+    waiting_rows: tuple[int, ...]  # by tensor: the most rows that wait on any rank
+    send_route: Longs  # (num_sends,): the route each send is part of, counted through the flows' routes
+
+
+@dataclass(frozen=True, eq=False)
+class _Runs:
+    """Runs of rows of one tensor: m entries each."""
+
+    tensor: Longs
+    source_row: Longs
+    dest_row: Longs
+    rows: Longs
+    dest: Longs
+    waits: NDArray[np.bool_]
+    route: Longs
+
+
+@dataclass(frozen=True, eq=False)
+class _Finishes:
+    kind: Longs
+    tensor: Longs
+    source_row: Longs
+    dest_row: Longs
+    rows: Longs
+    stride: Longs
+    count: Longs
+
+
+Rows = TypeVar("Rows", _Runs, _Finishes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """A flow's routes, the empty ones left out, and where their rows wait."""
+
+    index: Longs  # of the route among the flow's
+    source: Longs
+    source_row: Longs
+    dest: Longs
+    dest_row: Longs  # in the output
+    length: Longs
+    shard: Longs
+    copy: Longs
+    waits: NDArray[np.bool_]
+    place: Longs  # where the rows wait; meaningless for those that do not
+    room: Longs  # (num_ranks,): rows that wait on each rank
+
+
+def table(flows: Sequence[Flow], rank: int, *, packed: bool, tile_bytes: int) -> Table:
+    """The table of one rank. `tile_bytes` is the most that a warp moves at once, a row at least."""
+    sends, finishes, waiting, offset = [], [], [], 0
+    expected = np.zeros(flows[0].routes.num_ranks, np.uint64)
+    last: tuple[Flow, _Placed] | None = None
+    for tensor, flow in enumerate(flows):
+        # Keys and values go the same way.
+        alike = last is not None and last[0].routes is flow.routes and last[0].is_sum == flow.is_sum
+        placed = last[1] if last is not None and alike else _placed(flow, packed)
+        last = flow, placed
+        waiting.append(int(placed.room.max(initial=0)))
+        tile_rows = max(1, tile_bytes // flow.width)
+        sends.append(_sends(placed, tensor, rank, offset, tile_rows))
+        finishes.append(_finishes(flow, placed, tensor, rank, _finish_rows(flow, tile_bytes)))
+        expected += totals(placed.source, np.where(placed.dest == rank, placed.length, 0), len(expected)).astype(
+            np.uint64
+        )
+        offset += flow.routes.num
+    runs = _ordered(_joined(sends), rank, len(flows), len(expected))
+    done = _joined(finishes)
+    return Table(
+        _words(runs, done, expected),
+        len(runs.rows),
+        len(done.rows),
+        tuple(waiting),
+        runs.route,
+    )
+
+
+def _finish_rows(flow: Flow, tile_bytes: int) -> int:
+    """The most rows that a warp finishes at once."""
+    return max(1, tile_bytes // (flow.width * (SUM_PARTS if flow.is_sum else 1)))
+
+
+def most_words(flows: Sequence[Flow], *, packed: bool, tile_bytes: int) -> int:
+    """No rank's table has more words; the same number on all ranks."""
+    num_ranks = flows[0].routes.num_ranks
+    sends, finishes = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    for flow in flows:
+        routes, tile_rows = flow.routes, _finish_rows(flow, tile_bytes)
+        pieces = -(-routes.length // max(1, tile_bytes // flow.width))
+        sends += totals(routes.source, pieces, num_ranks)
+        if packed or flow.is_sum:
+            finishes += totals(routes.dest, -(-routes.length // tile_rows), num_ranks)
+        # Rows that nothing leads to: a gap before each run and one at the end, each with a last piece that is short.
+        finishes += flow.rows // tile_rows + totals(routes.dest, np.ones_like(pieces), num_ranks) + 1
+    return HEAD_WORDS + 2 * num_ranks + int((SEND_WORDS * sends + FINISH_WORDS * finishes).max())
+
+
+# --- where rows wait --------------------------------------------------------------------------------------------------
+
+
+def _placed(flow: Flow, packed: bool) -> _Placed:
+    routes = flow.routes
+    some = np.flatnonzero(routes.length > 0)
+    source, dest, length = routes.source[some], routes.dest[some], routes.length[some]
+    shard, copy, dest_row = routes.shard[some], routes.copy[some], routes.dest_row[some]
+    waits = np.full(len(some), packed)
+    order = np.lexsort((source, dest))  # one stretch per sender
+    if flow.is_sum:
+        dest_row = dest_row - copy * flow.rows[dest]
+        _, which, copies = np.unique(shard, return_inverse=True, return_counts=True)
+        waits = waits | (copies[which] > 1)
+        order = np.lexsort((copy, shard, dest))  # one stretch per shard, copy after copy
+    place = np.empty(len(some), np.int64)
+    place[order] = running_sum(dest[order], np.where(waits, length, 0)[order])
+    room = totals(dest, np.where(waits, length, 0), routes.num_ranks)
+    return _Placed(some, source, routes.source_row[some], dest, dest_row, length, shard, copy, waits, place, room)
+
+
+# --- what is pushed ---------------------------------------------------------------------------------------------------
+
+
+def _sends(placed: _Placed, tensor: int, rank: int, offset: int, tile_rows: int) -> _Runs:
+    mine = np.flatnonzero(placed.source == rank)
+    waits, dest = placed.waits[mine], placed.dest[mine]
+    to = np.where(waits, placed.place[mine], placed.dest_row[mine])
+    first, rows = _merged(placed.source_row[mine], to, placed.length[mine], dest * 2 + waits)
+    mine, waits, dest, to = mine[first], waits[first], dest[first], to[first]
+    which, skip, size = _cut(rows, tile_rows)
+    return _Runs(
+        np.full(len(which), tensor),
+        placed.source_row[mine][which] + skip,
+        to[which] + skip,
+        size,
+        dest[which],
+        waits[which],
+        offset + placed.index[mine][which],
+    )
+
+
+def _merged(source: Longs, dest: Longs, length: Longs, key: Longs) -> tuple[Longs, Longs]:
+    """The first of each chain of runs that adjoin at both ends and agree in `key`, and the rows of the chain."""
+    if not len(length):
+        return np.zeros(0, np.int64), length
+    end = length[:-1]
+    adjoins = (source[:-1] + end == source[1:]) & (dest[:-1] + end == dest[1:]) & (key[:-1] == key[1:])
+    first = np.flatnonzero(np.concatenate(([True], ~adjoins)))
+    return first, np.add.reduceat(length, first)
+
+
+def _cut(rows: Longs, most: int) -> tuple[Longs, Longs, Longs]:
+    """Runs cut into pieces of at most `most` rows: of which run each piece is, its first row there, its rows."""
+    pieces = -(-rows // most)
+    which = np.repeat(np.arange(len(rows)), pieces)
+    skip = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+    return which, skip, np.minimum(rows[which] - skip, most)
+
+
+def _ordered(runs: _Runs, rank: int, num_tensors: int, num_ranks: int) -> _Runs:
+    """Peer after peer, every rank beginning with the next, so that no port takes from several at a time. Tensors go
+    side by side, and what stays on the rank all along.
+    """
+    group = runs.dest * num_tensors + runs.tensor
+    ones = np.ones_like(group)
+    share = (running_sum(group, ones) + 0.5) / totals(group, ones, int(group.max(initial=0)) + 1)[group]
+    distance = (runs.dest - rank) % num_ranks
+    when = np.where(distance == 0, share, (distance - 1 + share) / max(num_ranks - 1, 1))
+    return _picked(runs, np.argsort(when, kind="stable"))
+
+
+# --- what is finished -------------------------------------------------------------------------------------------------
+
+
+def _finishes(flow: Flow, placed: _Placed, tensor: int, rank: int, tile_rows: int) -> _Finishes:
+    here = np.flatnonzero(placed.dest == rank)
+    parts = [_zeros(flow, placed, tensor, rank, here, tile_rows)]
+    waiting = here[placed.waits[here]]
+    if len(waiting):
+        cut = _sums if flow.is_sum else _copies
+        parts.append(cut(placed, tensor, waiting, tile_rows))
+    return _joined(parts)
+
+
+def _copies(placed: _Placed, tensor: int, waiting: Longs, tile_rows: int) -> _Finishes:
+    waiting = waiting[np.argsort(placed.place[waiting], kind="stable")]
+    place, row = placed.place[waiting], placed.dest_row[waiting]
+    first, rows = _merged(place, row, placed.length[waiting], np.zeros_like(row))
+    which, skip, size = _cut(rows, tile_rows)
+    source = place[first][which] + skip
+    zero = np.zeros_like(size)
+    return _Finishes(zero + COPY, zero + tensor, source, row[first][which] + skip, size, zero, zero + 1)
+
+
+def _sums(placed: _Placed, tensor: int, waiting: Longs, tile_rows: int) -> _Finishes:
+    waiting = waiting[np.lexsort((placed.copy[waiting], placed.shard[waiting]))]
+    _, first, copies = np.unique(placed.shard[waiting], return_index=True, return_counts=True)
+    leader = waiting[first]
+    stride = placed.length[leader]
+    which, skip, size = _cut(stride, tile_rows)
+    source = placed.place[leader][which] + skip
+    stride, count = stride[which], copies[which]
+    zero = np.zeros_like(size)
+    row = placed.dest_row[leader][which] + skip
+    kind = np.where(count == 1, COPY, SUM)
+    return _Finishes(kind, zero + tensor, source, row, size, stride, count)
+
+
+def _zeros(flow: Flow, placed: _Placed, tensor: int, rank: int, here: Longs, tile_rows: int) -> _Finishes:
+    """Rows of the output that no route leads to."""
+    row, first = np.unique(placed.dest_row[here], return_index=True)
+    end = row + placed.length[here][first]
+    begins = np.concatenate(([0], end))
+    gaps = np.concatenate((row, [int(flow.rows[rank])])) - begins
+    which, skip, size = _cut(np.maximum(gaps, 0), tile_rows)
+    zero = np.zeros_like(size)
+    return _Finishes(zero + ZERO, zero + tensor, zero, begins[which] + skip, size, zero, zero)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    kind = type(parts[0])
+    return kind(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(kind)))
+
+
+def _picked(runs: Rows, order: Longs) -> Rows:
+    kind = type(runs)
+    return kind(*(getattr(runs, field.name)[order] for field in fields(kind)))
+
+
+def _words(runs: _Runs, done: _Finishes, expected: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    where = runs.dest | runs.tensor << 16 | runs.waits.astype(np.int64) << 24
+    sends = np.stack((runs.source_row, runs.dest_row, runs.rows, where), axis=1).astype(np.uint32)
+    zero = np.zeros_like(done.rows)
+    columns = (done.kind, done.tensor, done.source_row, done.dest_row, done.rows, done.stride, done.count, zero)
+    finishes = np.stack(columns, axis=1).astype(np.uint32)
+    at = 4 * (HEAD_WORDS + SEND_WORDS * len(sends))
+    body = np.concatenate((sends.ravel(), finishes.ravel(), expected.view(np.uint32)))
+    check = ~(len(sends) ^ len(finishes) ^ at)
+    head = np.array([len(sends), len(finishes), at, check, int(body.sum(dtype=np.uint64)), 0, 0, 0]) & 0xFFFFFFFF
+    return np.concatenate((head.astype(np.uint32), body))
