@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from commdsl.runtime.collectives import choice as choice
     from commdsl.runtime.collectives import prepare as prepare
     from commdsl.runtime.collectives import reduce_scatter as reduce_scatter
-    from commdsl.runtime.communicator import threads as threads
+    from commdsl.runtime.groups import threads as threads
     from commdsl.runtime.load import check as check
     from commdsl.runtime.load import load as load
     from commdsl.runtime.load import reset as reset
@@ -58,7 +58,7 @@ _HOME = {
     "reduce_scatter": "commdsl.runtime.collectives",
     "reset": "commdsl.runtime.load",
     "shutdown": "commdsl.runtime.load",
-    "threads": "commdsl.runtime.communicator",
+    "threads": "commdsl.runtime.groups",
 }
 
 

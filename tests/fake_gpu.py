@@ -30,7 +30,7 @@ from commdsl.build import host, nvrtc
 from commdsl.build.emit import Emitted
 from commdsl.machine.config import Config, from_environment
 from commdsl.program.plan import BLOCK_SHARED_BYTES, Transport
-from commdsl.runtime import communicator, device
+from commdsl.runtime import device, groups
 
 CONTEXT = 0xC0DE
 SHARED_BYTES = 48 * 1024  # of a launch, where a function was not allowed more
@@ -187,7 +187,7 @@ class FakeGpu:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: self.current.cuda_stream, raising=False)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-        patch.setattr(communicator, "_make", self._communicator)
+        patch.setattr(groups, "_make", self._communicator)
         patch.setattr(nvrtc, "build", self._build)
         patch.setattr(device._World, "members", None)
 

@@ -14,7 +14,7 @@ from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402
 from commdsl.program.plan import Transport  # noqa: E402
-from commdsl.runtime import calls, communicator  # noqa: E402
+from commdsl.runtime import calls, groups  # noqa: E402
 from commdsl.runtime import op as runtime_op  # noqa: E402
 from commdsl.runtime.bootstrap import Board, ThreadBootstrap  # noqa: E402
 from commdsl.runtime.device import DeviceCommunicator  # noqa: E402
@@ -35,7 +35,7 @@ class Rank:
 
     @property
     def comm(self) -> DeviceCommunicator:
-        found = communicator.of(self.name, self.x.device)
+        found = groups.of(self.name, self.x.device)
         assert isinstance(found, DeviceCommunicator)
         return found
 
@@ -181,10 +181,10 @@ def test_another_group_of_the_same_name(gpu: FakeGpu, monkeypatch: pytest.Monkey
 
     def body(rank: Rank) -> None:
         rank.call()
-        before, member = rank.comm, communicator._THREADS[rank.name]
+        before, member = rank.comm, groups._THREADS[rank.name]
         bootstrap = ThreadBootstrap(rank.rank, RANKS, board)
         renamed = replace(member, bootstrap=bootstrap, board=board, owner=lambda: board)
-        monkeypatch.setitem(communicator._THREADS, rank.name, renamed)
+        monkeypatch.setitem(groups._THREADS, rank.name, renamed)
         rank.call()
         assert rank.comm is not before
         assert [launch.rank for launch in gpu.launches].count(rank.rank) == 2

@@ -32,7 +32,7 @@ from commdsl.machine.config import from_environment  # noqa: E402
 from commdsl.program.plan import Plan, Transport  # noqa: E402
 from commdsl.program.sizes import device_launch  # noqa: E402
 from commdsl.program.verify import verify  # noqa: E402
-from commdsl.runtime import communicator  # noqa: E402
+from commdsl.runtime import groups  # noqa: E402
 
 RANKS = 4
 TILE = 4096
@@ -92,7 +92,7 @@ class Rank:
             waiting.remove(chosen)
 
     def check(self) -> None:
-        found = communicator.of(self.name, torch.device("cpu"))
+        found = groups.of(self.name, torch.device("cpu"))
         found.check()
 
 
@@ -287,7 +287,7 @@ def test_time_out_and_reset(gpu: FakeGpu) -> None:
             rank.call(inputs[rank.rank])
             with pytest.raises(commdsl.CommTimeout, match=r"for rank 3 at .*allgather_direct.*rank 3 never entered"):
                 rank.check()
-        communicator.of(rank.name, torch.device("cpu")).reset()
+        groups.of(rank.name, torch.device("cpu")).reset()
         same(rank.call(inputs[rank.rank]), want[rank.rank])
         rank.check()
 

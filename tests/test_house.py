@@ -19,6 +19,7 @@ from commdsl.language import codes
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "commdsl"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+NAMES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
 
 WALLS = {
     "lark": {"language/parser/"},
@@ -125,6 +126,30 @@ def test_stages_look_left() -> None:
                 wrong.append(f"{name_of(path)} imports {imported}")
 
     assert wrong == []
+
+
+def links(path: Path) -> set[str]:
+    """The modules of the package that a file imports, late or for types alone; of a package, what it takes from it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            for alias in node.names:
+                inside = f"{node.module}.{alias.name}"
+                found.add(inside if inside in NAMES else node.module)
+    return found & NAMES.keys()
+
+
+def test_no_circles() -> None:
+    """No module is behind itself in what it imports, late imports and those for types included."""
+    waiting = {name: links(path) - {name} for name, path in NAMES.items()}
+    while free := [name for name, behind in waiting.items() if not behind]:
+        for name in free:
+            del waiting[name]
+        waiting = {name: behind - set(free) for name, behind in waiting.items()}
+
+    assert sorted(waiting) == []  # these are in a circle, or import what is
 
 
 def test_rooms() -> None:

@@ -24,7 +24,9 @@ from commdsl.program.plan import CELL, Access, OpKind, Plan, Tensor
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.verify import verify
 
-PROOF, CLOCKS, HAZARDS = (import_module(f"commdsl.checks.{name}") for name in ("synchronization", "clocks", "hazards"))
+PROOF, CLOCKS, HAZARDS = (
+    import_module(f"commdsl.program.proof.{name}") for name in ("synchronization", "clocks", "hazards")
+)
 RACES = {"C202", "C205"}
 
 

@@ -27,7 +27,7 @@ from commdsl.dispatch.route import Form, Pair, Route, Way
 from commdsl.ir.dispatches import Dispatch, Order, Put
 from commdsl.program.plan import Transport
 from commdsl.program.timeouts import CommTimeout, ErrorRecord, unpack
-from commdsl.runtime import communicator
+from commdsl.runtime import groups
 from commdsl.runtime.error_page import ErrorWord
 from commdsl.runtime.errors import DeviceError, GroupError, TensorError
 from commdsl.runtime.heap import Heap
@@ -118,7 +118,7 @@ class Launcher:
         Raises CommError for the file, GroupError where ranks differ, DispatchError (C961) for senseless limits.
         """
         self.device = torch.device(device) if device is not None else _default_device()
-        self._comm = communicator.of(communicator.name_of(group), self.device)
+        self._comm = groups.of(groups.name_of(group), self.device)
         if self._comm.transport is not Transport.PEER:
             raise DeviceError("dispatches reach peers by their pointers: unset COMMDSL_TRANSPORT")
         self.limits = limits

@@ -7,21 +7,25 @@ imports this. Does not know what is made.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
 from commdsl.dispatch.route import Pair, Route, Way
 
-if TYPE_CHECKING:
-    from commdsl.dispatch.launcher import Launcher
-
 UNPREPARED = "the tables of this Route are not made yet; call `prepare` with it before, outside of what is compiled"
 
-Make: TypeAlias = "Callable[[Launcher, Route, Way, tuple[int, ...]], Pair]"
+
+class Maker(Protocol):
+    """What makes the tables of a Route: `launcher.Launcher`, which imports this."""
+
+    def make(self, route: Route, way: Way, widths: tuple[int, ...]) -> Pair: ...
 
 
-def _make(launcher: Launcher, route: Route, way: Way, widths: tuple[int, ...]) -> Pair:
+Make: TypeAlias = Callable[[Maker, Route, Way, tuple[int, ...]], Pair]
+
+
+def _make(launcher: Maker, route: Route, way: Way, widths: tuple[int, ...]) -> Pair:
     return launcher.make(route, way, widths)
 
 

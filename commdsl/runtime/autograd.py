@@ -2,22 +2,34 @@
 
 Assumes the reading of torch's functional collectives: every rank has its own loss, and the gradients of all are summed
 where a value went to all. Does not derive a schedule: a contract without a shipped inverse has no gradient, and says
-so.
+so. Nor load one: the op says how.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from commdsl.runtime import communicator
+from commdsl.runtime import groups
 from commdsl.runtime.errors import GradientError
-from commdsl.runtime.program import Backward
+from commdsl.runtime.program import Backward, Program
 
-if TYPE_CHECKING:
-    from commdsl.runtime.op import Op
+
+class Op(Protocol):
+    """What a gradient needs of an op."""
+
+    name: str
+    overwritten: tuple[int, ...]
+
+    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], str, str]: ...
+
+    def traced(self, group_name: str) -> Program: ...
+
+    def inverse(self, way: Backward, group_name: str) -> Op:
+        """The op of a way back."""
+        ...
 
 
 def register(library: torch.library.Library, op: Op) -> None:
@@ -46,19 +58,14 @@ def _back(op: Op, gradients: tuple[torch.Tensor, ...], group_name: str, reductio
     result = _call(op, way, gradient.contiguous(), group_name, reduction)
     if way.averages and reduction == "avg":
         result = result / known.plan.num_ranks
-    if way.only_root is not None and communicator.rank_of(group_name) not in (None, way.only_root):
+    if way.only_root is not None and groups.rank_of(group_name) not in (None, way.only_root):
         # The other ranks' inputs were not read; the schedule leaves partial results there.
         result = torch.zeros_like(result)
     return result
 
 
 def _call(op: Op, way: Backward, gradient: torch.Tensor, group_name: str, reduction: str) -> torch.Tensor:
-    if way.schedule == "":
-        inverse, passed = op, reduction
-    else:
-        from commdsl.runtime.load import load
-
-        inverse, passed = load(way.schedule, params=dict(way.params), ranks=op.traced(group_name).plan.num_ranks), "sum"
+    inverse, passed = (op, reduction) if way.schedule == "" else (op.inverse(way, group_name), "sum")
     strings = (group_name, passed) if inverse.traced(group_name).signature.has_reduction else (group_name,)
     result: torch.Tensor = getattr(torch.ops.commdsl, inverse.name)(gradient, *strings)
     return result

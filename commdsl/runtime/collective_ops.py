@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from commdsl.runtime import communicator, menu
+from commdsl.runtime import groups, menu
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.load import load
 
@@ -146,7 +146,7 @@ def _back_broadcast(gradient: Tensor, group_name: str, root: int = 0) -> Tensor:
     summed = load("reduce_tree", params={"root": root}, ranks=ranks)(gradient, group=group_name)
     assert isinstance(summed, Tensor)
     # The other ranks' inputs were not read; the schedule leaves partial results there.
-    return summed if communicator.rank_of(group_name) == root else torch.zeros_like(summed)
+    return summed if groups.rank_of(group_name) == root else torch.zeros_like(summed)
 
 
 def _refuse_gradient(x: Tensor, group_name: str, op: str = "sum") -> None:

@@ -1,27 +1,22 @@
-"""Turns a group's name into a Communicator: this rank's end of the group, with its symmetric memory and its kernels.
+"""Turns a Bootstrap into this rank's end of a group: what it has in symmetric memory, what broke it, how it recovers.
 
-Assumes every rank of a group makes the same calls in the same order. Does not check tensors (`op` does). The table of
-communicators is the one piece of state this package keeps per process: an op knows its group by name only.
+Assumes every rank of a group makes the same calls in the same order. Does not check tensors (`op` does), nor say where
+memory and kernels come from (`host` and `device` do).
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from commdsl.build.emit import Emitted
-from commdsl.machine.config import Config, from_environment
+from commdsl.machine.config import Config
 from commdsl.program.plan import Transport
-from commdsl.runtime.bootstrap import Board, Bootstrap, StoreBootstrap, ThreadBootstrap, exchange
+from commdsl.runtime.bootstrap import Bootstrap, exchange
 from commdsl.runtime.error_page import ErrorPage, ErrorWord
-from commdsl.runtime.errors import BrokenGroupError, GroupError
+from commdsl.runtime.errors import BrokenGroupError
 from commdsl.runtime.heap import Heap
 from commdsl.runtime.kernel import Kernel, Launchable, Residence
 from commdsl.runtime.program import Program
@@ -179,146 +174,3 @@ class Communicator(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Waits for this rank's kernels."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """Where a name leads: a rank's bootstrap, and what keeps a stale entry from being used."""
-
-    bootstrap: Bootstrap
-    board: Board | None
-    owner: Callable[[], object | None]
-
-    def is_behind(self, found: object) -> bool:
-        """Whether this is still what the name leads to, given what it leads to now."""
-        return found is not None and self.owner() is found
-
-
-_LOCK = threading.Lock()
-_THREADS: dict[str, _Member] = {}
-_COMMUNICATORS: dict[tuple[str, str], tuple[_Member, Communicator]] = {}
-_NUMBERS = itertools.count()
-
-
-def threads(num_ranks: int) -> tuple[str, ...]:
-    """A group whose ranks are threads of this process: the group name for each rank. CPU tensors only."""
-    board = Board()
-    number = next(_NUMBERS)
-    names = tuple(f"threads{number}:{rank}/{num_ranks}" for rank in range(num_ranks))
-    for rank, name in enumerate(names):
-        _THREADS[name] = _Member(ThreadBootstrap(rank, num_ranks, board), board, lambda: board)
-    return names
-
-
-def name_of(group: Any) -> str:
-    """The name of a torch process group, of a name, or of the default group."""
-    if isinstance(group, str):
-        return group
-    if group is not None:
-        name = getattr(group, "group_name", None)
-        if isinstance(name, str):
-            return name
-        raise GroupError(f"expected a process group or its name, got {type(group).__name__}")
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        raise GroupError("no group given and torch.distributed has none: call init_process_group or pass group=")
-    return str(_c10d().group.WORLD.group_name)
-
-
-def size_of(name: str) -> int | None:
-    """The number of ranks of a group, None if this process does not know it."""
-    if name in _THREADS:
-        return _THREADS[name].bootstrap.size
-    found = _process_group(name)
-    return None if found is None else int(found.size())
-
-
-def rank_of(name: str) -> int | None:
-    if name in _THREADS:
-        return _THREADS[name].bootstrap.rank
-    found = _process_group(name)
-    return None if found is None else int(found.rank())
-
-
-def resolve(group: Any) -> tuple[str, object]:
-    """The name of a group, and the object behind the name at this moment, None where there is none.
-
-    A name may be given again once its group is destroyed, so what was kept under a name holds for that object only.
-    """
-    if isinstance(group, str):
-        member = _THREADS.get(group)
-        return group, _process_group(group) if member is None else member.owner()
-    try:
-        world: Any = torch.distributed.distributed_c10d._world
-        found = world.default_pg if group is None else group
-        return world.pg_names[found], found
-    except (AttributeError, KeyError, TypeError):  # no torch.distributed, no such group, no group at all
-        return name_of(group), None
-
-
-def owner_of(name: str) -> Callable[[], object]:
-    """Finds what `resolve` finds behind the name now, as long as that exists; does not keep it alive."""
-    return _member(name).owner
-
-
-def of(name: str, device: torch.device) -> Communicator:
-    """The communicator of a group for one kind of device, made on first use."""
-    key = (name, str(device))
-    with _LOCK:
-        found = _COMMUNICATORS.get(key)
-    if found is not None and found[0].is_behind(resolve(name)[1]):
-        return found[1]
-    member = _member(name)
-    made = _make(name, member, device)
-    with _LOCK:
-        _COMMUNICATORS[key] = (member, made)
-    return made
-
-
-def every(name: str | None = None) -> tuple[Communicator, ...]:
-    """The communicators of one group, or all that this process made."""
-    with _LOCK:
-        return tuple(made for (group, _), (_, made) in _COMMUNICATORS.items() if name in (None, group))
-
-
-def forget() -> None:
-    with _LOCK:
-        _COMMUNICATORS.clear()
-
-
-def _make(name: str, member: _Member, device: torch.device) -> Communicator:
-    from commdsl.runtime.device import DeviceCommunicator
-    from commdsl.runtime.host import HostCommunicator
-
-    config = from_environment()
-    if device.type == "cpu":
-        return HostCommunicator(name, member.bootstrap, config, member.board)
-    if member.board is not None:
-        raise GroupError("a group of threads runs on the CPU; GPUs take one process each")
-    return DeviceCommunicator(name, member.bootstrap, config, device)
-
-
-def _member(name: str) -> _Member:
-    if name in _THREADS:
-        return _THREADS[name]
-    group = _process_group(name)
-    if group is None:
-        raise GroupError(f"no process group named `{name}` in this process")
-    rank, size = int(group.rank()), int(group.size())
-    if rank < 0:
-        raise GroupError(f"this process is no rank of group `{name}`")
-    store = _c10d()._get_process_group_store(group)
-    return _Member(StoreBootstrap(rank, size, store, "commdsl"), None, weakref.ref(group))
-
-
-def _process_group(name: str) -> Any | None:
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return None
-    try:
-        return _c10d()._resolve_process_group(name)
-    except (RuntimeError, ValueError, KeyError):
-        return None
-
-
-def _c10d() -> Any:
-    """torch's module of process groups; a group's name and store are reached only through its private functions."""
-    return torch.distributed.distributed_c10d

@@ -12,10 +12,11 @@ from typing import Any
 from commdsl.machine.config import from_environment
 from commdsl.machine.resources import data_dir
 from commdsl.program.plan import Transport
-from commdsl.runtime import communicator
+from commdsl.runtime import groups
+from commdsl.runtime.device import stop_nvshmem
 from commdsl.runtime.errors import OpError
 from commdsl.runtime.op import Op, register
-from commdsl.runtime.program import Definition, digest_of, program
+from commdsl.runtime.program import Backward, Definition, digest_of, program
 
 DEFAULT_RANKS = 8
 
@@ -41,7 +42,11 @@ def load(
     known = program(definition, chosen, Transport.PEER, from_environment())
     suffix = "".join(f"_{key}_{value}".replace("-", "m") for key, value in (*definition.params, *definition.tune))
     name = known.plan.name + suffix + (f"_on_{on}" if on else "")
-    return register(name, digest_of(definition), definition, chosen)
+    return register(name, digest_of(definition), definition, chosen, _inverse)
+
+
+def _inverse(way: Backward, ranks: int) -> Op:
+    return load(way.schedule, params=dict(way.params), ranks=ranks)
 
 
 def find(path: Path | str) -> Path:
@@ -57,7 +62,7 @@ def find(path: Path | str) -> Path:
 
 def _size(group: Any) -> int | None:
     try:
-        return communicator.size_of(communicator.name_of(group))
+        return groups.size_of(groups.name_of(group))
     except OpError:
         if group is not None:
             raise
@@ -66,22 +71,20 @@ def _size(group: Any) -> int | None:
 
 def check(group: Any = None) -> None:
     """Raises the time-out that a kernel of this rank reported; does not wait for kernels that still run."""
-    for comm in communicator.every(None if group is None else communicator.name_of(group)):
+    for comm in groups.every(None if group is None else groups.name_of(group)):
         comm.check()
 
 
 def reset(group: Any = None) -> None:
     """Collective, after a time-out: brings a group's ops back to the state before their first call."""
-    for comm in communicator.every(communicator.name_of(group)):
+    for comm in groups.every(groups.name_of(group)):
         comm.reset()
 
 
 def shutdown() -> None:
     """Collective, at the end: frees all symmetric memory and stops NVSHMEM. An exit without it is clean, too, but for a
     note of NVSHMEM's that memory was not freed."""
-    for comm in communicator.every():
+    for comm in groups.every():
         comm.release()
-    communicator.forget()
-    from commdsl.runtime.device import stop_nvshmem
-
+    groups.forget()
     stop_nvshmem()

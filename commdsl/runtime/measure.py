@@ -20,7 +20,7 @@ import torch.distributed as dist
 from commdsl.language.diagnostics import CommError
 from commdsl.planner.tuning.search import Failure, Times
 from commdsl.planner.tuning.selection import Candidate, size_text
-from commdsl.runtime import communicator
+from commdsl.runtime import groups
 from commdsl.runtime.ahead import Ahead
 from commdsl.runtime.errors import GroupError
 from commdsl.runtime.load import load, reset, shutdown
@@ -119,7 +119,7 @@ class Machine:
         return op
 
     def _give_back(self, op: Op | None) -> None:
-        broken = any(comm.broken is not None for comm in communicator.every(communicator.name_of(None)))
+        broken = any(comm.broken is not None for comm in groups.every(groups.name_of(None)))
         if largest([float(broken)])[0]:
             reset()
         if op is not None:

@@ -16,7 +16,7 @@ from commdsl.machine import dtypes
 from commdsl.machine.config import from_environment
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.selection import ROOTED, Candidate, Rows
-from commdsl.runtime import communicator
+from commdsl.runtime import groups
 from commdsl.runtime.errors import CaptureError, GroupError, ReductionError
 from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
@@ -131,8 +131,8 @@ def size(group: Any) -> int:
         found: Any = torch.distributed.distributed_c10d._world.default_pg if group is None else group
         return int(found.size())
     except AttributeError:  # no torch.distributed, no default group, a name, or no group at all
-        name = communicator.name_of(group)
-    known = communicator.size_of(name)
+        name = groups.name_of(group)
+    known = groups.size_of(name)
     if known is None:
         raise GroupError(f"no process group named `{name}` in this process")
     return known

@@ -7,26 +7,31 @@ call.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 
 from commdsl.machine.config import from_environment
 from commdsl.program.plan import Transport
-from commdsl.runtime import autograd, communicator, eager, tensors
+from commdsl.runtime import autograd, eager, groups, tensors
 from commdsl.runtime.calls import MAX_KEPT, Call
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import ReductionError, TensorError
 from commdsl.runtime.host import HostCommunicator
-from commdsl.runtime.program import Definition, Program, program
+from commdsl.runtime.program import Backward, Definition, Program, program
 from commdsl.runtime.work import DeviceWork, HostWork, Result, Work
+
+Inverse: TypeAlias = "Callable[[Backward, int], Op]"
+"""Loads the op of a way back for a number of ranks."""
 
 
 class Op:
     """A schedule that can be called. One object serves every group: it is compiled per number of ranks."""
 
-    def __init__(self, name: str, definition: Definition, ranks: int) -> None:
+    def __init__(self, name: str, definition: Definition, ranks: int, inverse: Inverse) -> None:
         self.name = name
+        self._inverse = inverse
         self.definition = definition
         self.ranks = ranks  # assumed where a group is not known: tracing without one
         self._programs: dict[tuple[int, Transport], Program] = {}
@@ -51,14 +56,18 @@ class Op:
 
     def traced(self, group_name: str) -> Program:
         """What shapes depend on: the group's size, or the assumed one where the group is not known."""
-        return self.program(communicator.size_of(group_name) or self.ranks)
+        return self.program(groups.size_of(group_name) or self.ranks)
+
+    def inverse(self, way: Backward, group_name: str) -> Op:
+        """The op of a way back from this one."""
+        return self._inverse(way, self.traced(group_name).plan.num_ranks)
 
     def __call__(
         self, *inputs: torch.Tensor, group: Any = None, op: str = "sum", async_op: bool = False
     ) -> Result | Work:
         """The outputs, new tensors; with `async_op` a Work whose `wait()` returns them."""
         if async_op:
-            return self._start(inputs, communicator.name_of(group), op)
+            return self._start(inputs, groups.name_of(group), op)
         return self._result(inputs, group, op)
 
     def in_place(self, *inputs: torch.Tensor, group: Any = None, op: str = "sum") -> None:
@@ -82,10 +91,10 @@ class Op:
         if not self.has_reduction and op != "sum":
             raise ReductionError(f"`{self.name}` reduces nothing: op=`{op}` has no meaning")
         reduction = (op,) if self.has_reduction else ()
-        return getattr(torch.ops.commdsl, name)(*inputs, communicator.name_of(group), *reduction)
+        return getattr(torch.ops.commdsl, name)(*inputs, groups.name_of(group), *reduction)
 
     def _start(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> Work:
-        comm = communicator.of(name, inputs[0].device)
+        comm = groups.of(name, inputs[0].device)
         if isinstance(comm, DeviceCommunicator):
             side, current = comm.side_stream, torch.cuda.current_stream(comm.index)
             side.wait_stream(current)
@@ -107,13 +116,13 @@ class Op:
 
     def synchronize(self, group: Any = None) -> None:
         """Waits for this rank's calls on the group and raises what went wrong in them."""
-        for comm in communicator.every(communicator.name_of(group)):
+        for comm in groups.every(groups.name_of(group)):
             comm.finish()
             comm.check()
 
     def release(self, group: Any = None) -> None:
         """Collective: gives back the symmetric memory of this op on the group."""
-        for comm in communicator.every(communicator.name_of(group)):
+        for comm in groups.every(groups.name_of(group)):
             comm.release(self.program(comm.size, comm.transport).emitted.digest)
 
     # --- what torch calls ------------------------------------------------------------------------------------------
@@ -141,7 +150,7 @@ class Op:
         return arguments[:end], arguments[end], op
 
     def _run(self, inputs: tuple[torch.Tensor, ...], group: Any, op: str, in_place: bool) -> list[torch.Tensor]:
-        name, behind = communicator.resolve(group)
+        name, behind = groups.resolve(group)
         first = inputs[0]
         key: tuple[object, ...] = (name, op, in_place, first.dtype, first.device, first.shape)
         if len(inputs) > 1:
@@ -155,7 +164,7 @@ class Op:
         return call(inputs)
 
     def _prepare(self, inputs: tuple[torch.Tensor, ...], name: str, op: str, in_place: bool) -> Call:
-        comm = communicator.of(name, inputs[0].device)
+        comm = groups.of(name, inputs[0].device)
         comm.refuse_if_broken()
         comm.check()
         known = self.program(comm.size, comm.transport)
@@ -167,7 +176,7 @@ class Op:
         tensors.check_reduction(self.name, signature, inputs[0].dtype, op)
         block_bytes = inputs[0].nbytes // signature.inputs[0].blocks
         start = comm.prepare(known, block_bytes, tensors.element_name(inputs[0].dtype), op) if block_bytes else None
-        return Call(self.name, comm, known, inputs, chosen, start, communicator.owner_of(name))
+        return Call(self.name, comm, known, inputs, chosen, start, groups.owner_of(name))
 
 
 class _Registry:
@@ -188,14 +197,14 @@ def registry() -> _Registry:
     return _REGISTRY[0]
 
 
-def register(name: str, digest: str, definition: Definition, ranks: int) -> Op:
+def register(name: str, digest: str, definition: Definition, ranks: int, inverse: Inverse) -> Op:
     """The op of that name; another text under a name that is taken gets its digest appended."""
     table = registry()
     with table.lock:
         if name in table.ops and table.ops[name][0] != digest:
             name = f"{name}_{digest[:8]}"
         if name not in table.ops:
-            made = Op(name, definition, ranks)
+            made = Op(name, definition, ranks, inverse)
             _define(table.library, made)
             table.ops[name] = (digest, made)
         return table.ops[name][1]
