@@ -1,20 +1,46 @@
-"""What tests share: golden files, and the marker of tests that need GPUs."""
+"""What tests share: golden files, tallies, and the markers of tests that need GPUs and of sweeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import sweeps
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files anew")
+    parser.addoption("--sweep", choices=("sample", "all"), default="sample", help="which cases of a sweep run")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores, and so do the processes that they start
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(trylast=True)  # after -k: what was asked for by name is a family of its own
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _skip_without_gpus(items)
+    if config.getoption("--sweep") == "sample":
+        _sample_sweeps(config, items)
+
+
+def _sample_sweeps(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests marked `sweep` the sample runs; pytest counts the others as deselected."""
+    marked = [item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("sweep")]
+    cases = [sweeps.Case(item.nodeid, item.callspec.indices) for item in marked]
+    left_out = {case.name for case in cases} - sweeps.sample(cases)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def _skip_without_gpus(items: list[pytest.Item]) -> None:
     """A test marked gpu(n) is skipped where n GPUs are not, and says so."""
     for item in items:
         marker = item.get_closest_marker("gpu")
@@ -47,3 +73,24 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == expected, f"tests/golden/{name} says something else; --update-golden accepts the new text"
 
     return compare
+
+
+@pytest.fixture
+def tally(record_property: Callable[[str, object], None]) -> Callable[[str, Mapping[str, int]], None]:
+    """`tally("mutants", {"refused": 3})`: what tests counted is added up at the end, over all workers."""
+
+    def add(name: str, counts: Mapping[str, int]) -> None:
+        record_property("tally", (name, dict(counts)))
+
+    return add
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    totals: dict[str, Counter[str]] = {}
+    for report in terminalreporter.getreports("passed"):
+        for key, value in report.user_properties:
+            if key == "tally":
+                totals.setdefault(value[0], Counter()).update(value[1])
+    for name, counts in sorted(totals.items()):
+        parts = ", ".join(f"{number} {what}" for what, number in counts.items())
+        terminalreporter.write_line(f"{name}: {counts.total()}, {parts}")

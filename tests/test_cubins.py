@@ -20,6 +20,7 @@ def config() -> Config:
     return from_environment()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("transport", Transport)
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
 def test_cubin(path: Path, transport: Transport, config: Config) -> None:
@@ -45,6 +46,7 @@ def test_cubin_of_a_rank(name: str, protocol: Protocol, config: Config) -> None:
     assert nvrtc.build(compiled.emitted, macros, Transport.PEER, config).read_bytes().startswith(b"\x7fELF")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("checks", [(), ("COMMDSL_CHECK=1",)], ids=["", "checked"])
 @pytest.mark.parametrize("sums", [(), ("COMMDSL_DTYPE=bfloat16",)], ids=["moves", "sums"])
 @pytest.mark.parametrize(("path", "name"), dispatches(), ids=lambda part: getattr(part, "stem", part))

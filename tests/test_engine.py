@@ -147,6 +147,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return made
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("path", MOVING, ids=lambda path: path.stem)
 def test_calls(gpu: FakeGpu, path: Any) -> None:
     """Calls of several sizes, one after another, give the oracle's bytes; so do calls in place."""
@@ -167,6 +168,7 @@ def test_calls(gpu: FakeGpu, path: Any) -> None:
     assert not gpu.launches
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("path", MOVING, ids=lambda path: path.stem)
 def test_any_order_of_a_graph(gpu: FakeGpu, path: Any) -> None:
     """A captured call, replayed between other calls in any order that its edges allow, reads its input anew."""
@@ -294,6 +296,7 @@ def test_time_out_and_reset(gpu: FakeGpu) -> None:
     run(gpu, case, body)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("path", MOVING, ids=lambda path: path.stem)
 def test_host_build(path: Any) -> None:
     """The same Plan on host ranks gives the oracle's bits, and ThreadSanitizer has nothing to say."""

@@ -120,6 +120,7 @@ def in_order(function: Callable[[Array, Array], Array], arrays: list[Array]) -> 
     return total
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["float32", "int32", "int64"])
 @pytest.mark.parametrize("op", ["sum", "prod", "max", "min"])
 @pytest.mark.parametrize("size", [1, 3, 301])

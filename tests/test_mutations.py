@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 
@@ -55,20 +55,8 @@ def proved(case: Case, mutant: Mutant, protocol: Protocol) -> Checked | None:
         return None
 
 
-@pytest.fixture(scope="module")
-def total(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
-    """Adds up what became of the mutants and prints it at the end, captured or not."""
-    counts: Counter[str] = Counter()
-    yield counts
-    reporter, capture = map(request.config.pluginmanager.getplugin, ("terminalreporter", "capturemanager"))
-    with capture.global_and_fixture_disabled():
-        reporter.write_line(
-            f"\nmutants: {counts.total()}, refused {counts['refused']}, equivalent {counts['equivalent']}"
-        )
-
-
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
-def test_mutants(path: Path, total: Counter[str]) -> None:
+def test_mutants(path: Path, tally: Callable[[str, Counter[str]], None]) -> None:
     """Every mutant is refused, or oracle and kernel still give the collective's result; the protocols take turns."""
     case = main_case(path, ranks_for(path))
     assert case is not None
@@ -82,5 +70,5 @@ def test_mutants(path: Path, total: Counter[str]) -> None:
             print(f"proved: {where}")
             assert not judged(case, checked), f"slipped through: {where}"
     print(f"{case}: {counts['refused']} refused, {counts['equivalent']} equivalent")
-    total.update(counts)
+    tally("mutants", counts)
     assert counts["refused"] > counts["equivalent"]

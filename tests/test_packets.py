@@ -203,6 +203,7 @@ def runs(plan: Plan, sizes: tuple[int, ...], ranks: int, options: Options) -> No
         assert all(np.array_equal(output, np.concatenate(arrays)) for output in result.outputs["y"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("protocol", CARRYING)
 @pytest.mark.parametrize("mode", ["threads", "processes"])
 @pytest.mark.parametrize("size", [0, 1, 15, 119, 121, 2999])
@@ -212,6 +213,7 @@ def test_any_size_and_alignment(size: int, mode: str, protocol: Protocol) -> Non
     runs(plan, (size,) * 3, 3, Options(mode=mode, max_delay=0.002, seed=size, shift=size % 7))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("protocol", HOST_PROTOCOLS)
 @pytest.mark.parametrize("name", ["allreduce_twoshot", "allgather_ring", "broadcast_chain", "alltoall_direct"])
 def test_long_and_short_calls(name: str, protocol: Protocol) -> None:

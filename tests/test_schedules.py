@@ -56,6 +56,7 @@ def test_meaning(path: Path) -> None:
                 compiler.check(path, ranks=ranks)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("protocol", RUN_RANKS, ids=lambda protocol: protocol.value)
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
 def test_protocols(path: Path, protocol: Protocol) -> None:
@@ -126,6 +127,7 @@ def defined_outputs(case: Case, outputs: dict[str, list[NDArray[np.generic]]]) -
     return [[arrays[rank] for rank in kept] for arrays in outputs.values()]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("protocol", "ranks"),
     [(protocol, ranks) for protocol, counts in RUN_RANKS.items() for ranks in counts],
@@ -147,6 +149,7 @@ def test_kernel(path: Path, protocol: Protocol, ranks: int) -> None:
         runs_as_it_means(case, checked, dtype)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("protocol", [Protocol.BULK, Protocol.PACKET], ids=lambda protocol: protocol.value)
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
 def test_threads(path: Path, protocol: Protocol) -> None:

@@ -195,9 +195,9 @@ def test_choice_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def run_tune(*words: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "commdsl", "tune"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*launcher, "--sizes", "1KB..8KB", "--factor", "8", "--time-budget", "4", *words]
+    command = [*launcher, "-m", "commdsl", "tune", "--sizes", "1KB..8KB", "--factor", "8", "--time-budget", "4", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
 
 
