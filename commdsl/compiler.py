@@ -6,7 +6,7 @@ Every caller that needs two stages in a row goes through here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from commdsl import checks
 from commdsl.cost.report import Report, far_from_bound, report
 from commdsl.ir import resolve
-from commdsl.ir.dispatches import Combine, Dispatch
+from commdsl.ir.dispatches import ByKey, Dispatch
 from commdsl.ir.plans import DispatchPlan, Routing, routing
 from commdsl.ir.resolve.faults import nearest
 from commdsl.ir.schedules import Schedule
@@ -58,10 +58,9 @@ class CheckedPlan:
 
 @dataclass(frozen=True, eq=False)
 class CheckedDispatch:
-    """A dispatch that was held to every law that needs no table, and the declarations of its file that invert it."""
+    """A dispatch that was held to every law that needs no table and no keys."""
 
     dispatch: Dispatch
-    combines: tuple[Combine, ...]
     warnings: tuple[Diagnostic, ...]
 
 
@@ -217,18 +216,22 @@ def check_dispatch(
     name: str | None = None,
     ranks: int | None = None,
     on: str | None = None,
+    params: Mapping[str, int] | None = None,
+    tune: Mapping[str, int | str] | None = None,
 ) -> CheckedDispatch:
-    """Holds one dispatch of a file, with what inverts it, to its laws, for one rank count (8 unless said).
+    """Holds one dispatch of a file to its laws, for one rank count (8 unless said), with values for its parameters,
+    and `tune` in place of what its text tunes: put, threads, tile (in bytes), sms.
 
     Raises CommError with every fault found.
     """
     files = path if isinstance(path, tuple) else read(path)
     num_ranks = DEFAULT_RANKS if ranks is None else ranks
     topology = find_topology(files, on, num_ranks)
-    meant = resolve.dispatch(files, choose_dispatch(files, name), num_ranks, topology)
-    ways_back = tuple(combine for combine in resolve.combines(files) if combine.inverts == meant.name)
-    warnings = _raise_errors((*checks.check_files(files), *checks.check_dispatch(meant)))
-    return CheckedDispatch(meant, ways_back, warnings)
+    decl = choose_dispatch(files, name)
+    meant = resolve.dispatch(files, decl, num_ranks, topology, params, tune)
+    warnings = resolve.dispatch_warnings(decl, num_ranks, topology, params or {})
+    found = _raise_errors((*checks.check_files(files), *checks.check_dispatch(meant)))
+    return CheckedDispatch(meant, (*warnings, *found))
 
 
 def compile_dispatch(
@@ -236,13 +239,25 @@ def compile_dispatch(
     name: str | None = None,
     ranks: int | None = None,
     on: str | None = None,
+    params: Mapping[str, int] | None = None,
+    tune: Mapping[str, int | str] | None = None,
 ) -> CompiledDispatch:
-    """`check_dispatch`, then what is launched and the kernel's text."""
+    """`check_dispatch`, then what is launched and the kernel's text. Raises CommError for a route by keys, too."""
     from commdsl.build.emit_dispatch import emit_dispatch, lower_dispatch  # jinja2 is not needed to check
 
-    held = check_dispatch(path, name, ranks, on)
+    held = check_dispatch(path, name, ranks, on, params, tune)
+    _raise_errors(tuple(_not_built(held.dispatch)))
     kernel = lower_dispatch(held.dispatch)
-    return CompiledDispatch(held.dispatch, held.combines, held.warnings, kernel, emit_dispatch(kernel))
+    return CompiledDispatch(held.dispatch, held.warnings, kernel, emit_dispatch(kernel))
+
+
+def _not_built(dispatch: Dispatch) -> Iterator[Diagnostic]:
+    """C590 for a route by keys."""
+    for route in dispatch.routes:
+        if isinstance(route, ByKey):
+            label = Label(dispatch.span, f"rows go by `{route.key}`")
+            yield Diagnostic("C590", f"`{dispatch.name}` is not built yet", label,
+                             help="there is a kernel for routes by tables: `route home[S, C] for x`")  # fmt: skip
 
 
 def compile(

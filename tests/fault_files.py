@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commdsl import compiler
-from commdsl.ir import resolve
 from commdsl.language.diagnostics import CommError, Diagnostic
-from commdsl.language.syntax import CombineDecl, DispatchDecl, File, PlanDecl
+from commdsl.language.syntax import DispatchDecl, File, PlanDecl
 
 TESTS = Path(__file__).parent
 FAULTS = TESTS / "faults"
-EXPLAIN = TESTS.parent / "commdsl" / "explain"
+EXPLAIN = TESTS.parent / "commdsl" / "language" / "explain"
 
 _CHECK = re.compile(r"# check:([^#\n]*)")
 _EXPECT = re.compile(r'# error: (C\d{3})(?: "((?:[^"\\]|\\.)*)")?')
@@ -51,7 +50,6 @@ def diagnostics(text: str, name: str) -> tuple[Diagnostic, ...]:
     """Everything `commdsl check` says about a text that stands among the fault files."""
     try:
         files = compiler.read_text(text, name, FAULTS)
-        resolve.combines(files)
     except CommError as error:
         return error.diagnostics
     found: dict[Diagnostic, None] = {}
@@ -68,8 +66,8 @@ def checks(files: tuple[File, ...], given: Options) -> Iterator[Callable[[], tup
     for plan in dict.fromkeys(decl.name.text for decl in compiler.plans(files)):
         yield lambda plan=plan: compiler.check_plan(files, plan).warnings
     for name in dict.fromkeys(decl.name.text for decl in compiler.dispatches(files)):
-        yield lambda name=name: compiler.check_dispatch(files, name, given.ranks, given.on).warnings
-    others = any(isinstance(item, PlanDecl | DispatchDecl | CombineDecl) for item in files[0].items)
+        yield lambda name=name: compiler.check_dispatch(files, name, given.ranks, given.on, given.params).warnings
+    others = any(isinstance(item, PlanDecl | DispatchDecl) for item in files[0].items)
     if compiler.schedules(files) or not others:
         yield lambda: compiler.check(files, ranks=given.ranks, on=given.on, params=given.params).warnings
 

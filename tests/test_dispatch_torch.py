@@ -558,7 +558,7 @@ def test_routes() -> None:
             sender.dispatch(torch.zeros(40, 2, 4), Rank(0, "").route(alone))
         with pytest.raises(DispatchError, match="no keys and values"):
             sender.dispatch_qkv(q, k, v, rank.route(rows))
-        with pytest.raises(DispatchError, match="`qkv_packed` sends a shard of it to one rank"):
+        with pytest.raises(DispatchError, match="`qkv` sends a shard of it to one rank"):
             sender.dispatch(torch.zeros(rank.route(several).rows, 2, 4), rank.route(several))
         with pytest.raises(DispatchError, match=r"expected a rank 0 ..< 2, got 2"):
             Rank(2, "").route(here)
@@ -578,9 +578,9 @@ def test_makers(tmp_path: Path) -> None:
     def work(rank: Rank) -> None:
         with pytest.raises(DispatchError, match=r"`two` is none that these calls run: the first tensor is placed by"):
             rank.sender([case], source=alike, widths=(8, 8))
-        with pytest.raises(DispatchError, match="'rows' or 'packed', got 'direct'"):
+        with pytest.raises(commdsl.CommError, match=r"C505.*`rows` or `packed`"):
             rank.sender([case], "direct")
-        with pytest.raises(DispatchError, match=r"one dispatch of `balanced_16k`.*there are none"):
+        with pytest.raises(commdsl.CommError, match=r"C191.*one dispatch"):
             rank.sender([case], source="balanced_16k")
         with pytest.raises(commdsl.CommError, match="C191"):
             rank.sender([case], source="qkv", name="qkv_other")
@@ -588,6 +588,27 @@ def test_makers(tmp_path: Path) -> None:
             rank.sender([case], PUTS[rank.number])
         with pytest.raises(GroupError, match=r"rank [01] makes another Dispatcher"):
             rank.sender([case], results=1 + rank.number)
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("put", PUTS)
+def test_no_way_back(put: str, tmp_path: Path) -> None:
+    """What a dispatch does not say to come back does not: neither by a call nor as a gradient."""
+    case = one_case(2)
+    one_way = tmp_path / "one_way.comm"
+    text = (ROOT / "schedules/dispatch/qkv.comm").read_text(encoding="utf-8")
+    one_way.write_text(text.replace("back q, k, v by sum", "back q by sum"))
+
+    def work(rank: Rank) -> None:
+        sender, route = rank.sender([case], put, source=one_way), rank.route(case)
+        q, k, v = (one.requires_grad_() for one in rank.tensors((route.rows,)))
+        q_there, k_there, v_there = sender.dispatch_qkv(q, k, v, route)
+        with pytest.raises(DispatchError, match=r"`qkv` has no way back for `k`: write `back k by sum`"):
+            sender.collect_qkv(q_there, k_there, v_there, route)
+        with pytest.raises(DispatchError, match="no way back for `k`"):
+            k_there.sum().backward()
+        assert torch.equal(sender.collect(q_there, route), q)
 
     on_ranks(2, work)
 
@@ -601,9 +622,9 @@ def test_after_release() -> None:
         q, k, v = (one.requires_grad_() for one in rank.tensors((route.rows,)))
         loss = second.dispatch(q, route).sum() + sum(one.sum() for one in first.dispatch_qkv(q, k, v, route))
         first.release()
-        with pytest.raises(DispatchError, match="no Dispatcher `qkv_direct"):
+        with pytest.raises(DispatchError, match="no Dispatcher `qkv"):
             first.dispatch(q, route)
-        with pytest.raises(DispatchError, match="no Dispatcher `qkv_direct"):
+        with pytest.raises(DispatchError, match="no Dispatcher `qkv"):
             loss.backward()
         assert len(second.dispatch(q, route)) == route.queries
 

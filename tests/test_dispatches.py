@@ -11,7 +11,7 @@ import pytest
 
 from commdsl import compiler
 from commdsl.compiler import CheckedDispatch
-from commdsl.ir.dispatches import Order, Put, Route, RowTensor
+from commdsl.ir.dispatches import BY_KEY, BY_SOURCE, Back, ByKey, ByTable, Put, RowTensor, Sort
 from commdsl.ir.schedules import Tuning
 from commdsl.language.diagnostics import CommError
 from commdsl.language.format import format_file
@@ -23,11 +23,9 @@ QKV = """dispatch qkv for P ranks {
   route home[S] for q
   route reader[S, C] for k, v
   place home by (source rank, shard)   place reader by (query, shard)
-  put packed
-  tune { threads 512   sms P   tile 16 KB }
+  back q, k, v by sum
+  tune { threads 512   sms P   tile 16 KB   put packed }
 }
-
-combine back inverts qkv by sum
 """
 ROLES = "roles wide { compute sms 0 ..< 100   comm sms 100 ..< 132 }\n"
 
@@ -49,27 +47,31 @@ def test_meaning() -> None:
 
     assert (dispatch.name, dispatch.num_ranks, dispatch.put, dispatch.role) == ("qkv", 4, Put.PACKED, None)
     assert dispatch.tensors == (RowTensor("q", 0), RowTensor("k", 1), RowTensor("v", 1))
-    assert dispatch.routes == (Route("home", False, Order.SOURCE), Route("reader", True, Order.QUERY))
-    assert dispatch.tuning == Tuning(threads=512, tile_bytes=16384, sms=4)
-    assert [(combine.name, combine.inverts, combine.reduction) for combine in found.combines] == [
-        ("back", "qkv", "sum")
-    ]
+    assert dispatch.routes == (
+        ByTable("home", False, (Sort.SOURCE_RANK, Sort.SHARD)),
+        ByTable("reader", True, (Sort.QUERY, Sort.SHARD)),
+    )
+    assert dispatch.tuning == Tuning(threads=512, tile_bytes=16384, sms=4, put="packed")
+    assert dispatch.back == Back(("q", "k", "v"), None, dispatch.span)
 
 
 def test_left_out() -> None:
-    """Rows go straight to their places unless said, and one route needs no name where it is placed."""
+    """Rows go straight to their places unless said, one route needs no name where it is placed, and what is not said to
+    come back does not.
+    """
     dispatch = checked(
         "dispatch d for P ranks { rows x[T] route h[S, C] for x place by (source rank, shard) }"
     ).dispatch
 
     assert dispatch.put is Put.ROWS
-    assert dispatch.routes == (Route("h", True, Order.SOURCE),)
+    assert dispatch.routes == (ByTable("h", True, BY_SOURCE),)
+    assert dispatch.back is None
     assert dispatch.tuning == Tuning()
 
 
 def test_role() -> None:
     """A dispatch runs on a role as a schedule does, and a role that one runs on does work."""
-    text = ROLES + QKV.replace("  sms P ", " ").replace("put packed", "put packed   on comm")
+    text = ROLES + QKV.replace("  sms P ", " ").replace("  tune", "  on comm   tune")
     found = checked(text)
 
     assert found.dispatch.role == "comm"
@@ -100,19 +102,107 @@ def test_machine() -> None:
         ("threads 512", "threads 500", ["C505"]),
         ("tile 16 KB", "tile 16", ["C109"]),
         ("tile 16 KB", "tile 16 KB   tile 32 KB", ["C506"]),
-        ("put packed", "put packed   on comm", ["C117"]),
-        ("rows v[T]", "rows k[T]", ["C102", "C101"]),
+        ("put packed", "put", ["C002"]),
+        ("put packed", "put packe", ["C505"]),
+        ("put packed", "put 64", ["C505"]),
+        ("put packed", "put packed   put rows", ["C506"]),
+        ("by sum", "by sum   on comm", ["C117"]),
+        ("rows v[T]", "rows k[T]", ["C102", "C101", "C635"]),
         ("route reader[S, C]", "route home[S, C]", ["C102", "C101"]),
-        ("inverts qkv", "inverts back", ["C635"]),
-        ("combine back", "combine qkv", ["C102"]),
+        ("back q, k, v", "back q, y", ["C635"]),
+        ("by sum", "by max", ["C636"]),
+        ("by sum", "by sum(weight[T, K])", ["C636"]),
+        ("place home by (source rank, shard)", "place home by (shard, source rank)", ["C639"]),
+        ("place home by (source rank, shard)", "place home by (source rank)", ["C639"]),
+        ("(query, shard)", "(quer, shard)", ["C101"]),
         ("route reader[S, C]", "route reader[S, S]", ["C634"]),
-        ("rows q[T]   rows k[T]   rows v[T]", "", ["C631", "C101", "C101", "C101"]),
+        ("rows q[T]   rows k[T]   rows v[T]", "", ["C631", *["C101"] * 3, *["C635"] * 3]),
     ],
 )
 def test_refused(old: str, new: str, codes: list[str]) -> None:
     """Each mistake is found."""
     assert old in QKV
     assert sorted(codes_of(QKV.replace(old, new))) == sorted(codes)
+
+
+EXPERTS = """dispatch experts(E = 32 * P) for P ranks {
+  rows x[T]   rows scale[T]
+  key expert[T, K] of E
+  route x, scale by expert / (E / P)
+  place by (expert, source rank, row)
+  back y by sum(weight[T, K])
+}
+"""
+
+
+def with_keys(text: str = EXPERTS, ranks: int = 4, **params: int) -> CheckedDispatch:
+    return compiler.check_dispatch((parse(Source("dispatch.comm", text)),), None, ranks, params=params)
+
+
+def test_keys() -> None:
+    """A route by keys knows the rank of each of them; how many there are is a parameter, known before a call."""
+    dispatch = with_keys(E=8).dispatch
+
+    assert dispatch.params == (("E", 8),)
+    assert dispatch.tensors == (RowTensor("x", 0), RowTensor("scale", 0))
+    assert dispatch.routes == (ByKey("expert", (0, 0, 1, 1, 2, 2, 3, 3), BY_KEY),)
+    assert dispatch.back == Back(("y",), "weight", dispatch.span)
+    (route,) = with_keys(EXPERTS.replace("expert / (E / P)", "(expert + 1) % P"), ranks=2, E=4).dispatch.routes
+    assert isinstance(route, ByKey)
+    assert route.rank_of == (1, 0, 1, 0)
+    (route,) = with_keys(ranks=3).dispatch.routes
+    assert isinstance(route, ByKey)
+    assert route.num_keys == 96
+
+
+def test_keys_are_not_built_yet() -> None:
+    """What goes by keys is held to its laws, and refused where a kernel is asked for."""
+    files = (parse(Source("dispatch.comm", EXPERTS)),)
+
+    assert compiler.check_dispatch(files).warnings == ()
+    with pytest.raises(CommError, match="C590"):
+        compiler.compile_dispatch(files)
+
+
+def test_overriding() -> None:
+    """From outside every setting can be said anew, under the same laws."""
+    files = (parse(Source("dispatch.comm", QKV)),)
+    tuned = compiler.check_dispatch(files, tune={"put": "rows", "tile": 4096}).dispatch
+
+    assert tuned.put is Put.ROWS
+    assert tuned.tuning == Tuning(threads=512, tile_bytes=4096, sms=8, put="rows")
+    for given, code in (({"put": "x"}, "C505"), ({"lanes": 4}, "C506"), ({"threads": "many"}, "C109")):
+        with pytest.raises(CommError, match=code):
+            compiler.check_dispatch(files, tune=given)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "codes"),
+    [
+        ("E = 32 * P", "E", ["C503"]),
+        ("E = 32 * P", "E = 32 * P, E = 4", ["C102"]),
+        ("E = 32 * P", "E = F", ["C101"]),
+        ("E = 32 * P", "E = 6", ["C638"]),
+        ("E = 32 * P", "E = 0", ["C509"]),
+        ("of E", "of F", ["C101"]),
+        ("expert / (E / P)", "expert / (E / P) + 1", ["C638"]),
+        ("expert / (E / P)", "expert / 0", ["C508"]),
+        ("expert / (E / P)", "exper / (E / P)", ["C101"]),
+        ("key expert[T, K] of E", "key E[T, K] of E", ["C102", "C101", "C101"]),
+        ("(expert, source rank, row)", "(source rank, shard)", ["C639"]),
+        ("(expert, source rank, row)", "(expert, source rank, row, row)", ["C639"]),
+        ("place by (expert, source rank, row)", "", ["C632"]),
+        ("expert[T, K]", "expert[K, T]", ["C634", "C634"]),
+        ("expert[T, K]", "expert[T, E]", ["C634"]),
+        ("weight[T, K]", "weight[T, M]", ["C634"]),
+        ("back y", "back x", ["C635"]),
+        ("back y", "back y, z", ["C635"]),
+    ],
+)
+def test_keys_refused(old: str, new: str, codes: list[str]) -> None:
+    """Each mistake about keys is found."""
+    assert old in EXPERTS
+    assert sorted(codes_of(EXPERTS.replace(old, new))) == sorted(codes)
 
 
 def test_schedule_and_dispatch_of_one_name() -> None:
@@ -130,11 +220,12 @@ WORDS = re.compile(r"\w+|[^\w\s]")
 def test_corruptions() -> None:
     """A damaged dispatch is refused with a place in it, or means one that the formatter keeps."""
     rng = random.Random(4)
-    signs = list(WORDS.finditer(QKV))
+    whole = QKV + EXPERTS
+    signs = list(WORDS.finditer(whole))
     refused = kept = 0
     for _ in range(1000):
         sign, other = rng.choice(signs), rng.choice(signs)
-        text = QKV[: sign.start()] + rng.choice(["", f"{sign[0]} {sign[0]}", other[0]]) + QKV[sign.end() :]
+        text = whole[: sign.start()] + rng.choice(["", f"{sign[0]} {sign[0]}", other[0]]) + whole[sign.end() :]
         try:
             file = parse(Source("damaged.comm", text))
             meant = [compiler.check_dispatch((file,), decl.name.text, 4) for decl in compiler.dispatches((file,))]

@@ -110,14 +110,18 @@ def given(paths: tuple[Path, ...], target: Target, name: str | None) -> Found:
 
 def refuse_idle(target: Target, has_schedules: bool, has_dispatches: bool) -> None:
     """Raises UsageError for words that nothing listens to."""
-    if (target.params or target.tune) and not has_schedules:
-        raise UsageError("parameters and --tune are for schedules, and none is compiled")
-    if (target.ranks or target.on) and not has_schedules and not has_dispatches:
+    if has_schedules or has_dispatches:
+        return
+    if target.params or target.tune:
+        raise UsageError("parameters and --tune are for schedules and dispatches, and none is compiled")
+    if target.ranks or target.on:
         raise UsageError("a plan says itself for how many ranks it is: leave --ranks and --on out")
 
 
 def shipped_all(target: Target) -> Found:
-    """Every shipped declaration; a schedule for 8 ranks or the nearest number it admits, the smaller of two."""
+    """Every shipped declaration that is built; a schedule for 8 ranks or the nearest number it admits, the smaller of
+    two.
+    """
     if target != Target(None, None, ()):
         raise UsageError(
             "generated/ holds the shipped files as they are: no --ranks, --on, --tune or parameters without a file"
@@ -133,7 +137,12 @@ def shipped_all(target: Target) -> Found:
             for job in dispatch_jobs.jobs_of(Path(shown), files, target):
                 proofs.append(dispatch_jobs.prove(job, target, emit=True))
             advance(f"compiling {path.stem}")
-    return Found(tuple(outcomes), tuple(proofs))
+    return Found(tuple(filter(is_built, outcomes)), tuple(filter(is_built, proofs)))
+
+
+def is_built(found: Outcome | Proof) -> bool:
+    """Whether it is more than a declaration whose kernel is still to come (C590)."""
+    return found.checked is not None or {one.code for one in found.diagnostics} != {"C590"}
 
 
 def shipped() -> tuple[tuple[str, Path], ...]:

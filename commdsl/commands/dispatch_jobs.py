@@ -16,7 +16,7 @@ from commdsl.commands.arguments import Target
 from commdsl.commands.jobs import rank_counts
 from commdsl.commands.output import count
 from commdsl.compiler import CheckedDispatch, CheckedPlan
-from commdsl.ir import resolve
+from commdsl.ir.dispatches import ByKey
 from commdsl.language.diagnostics import CommError, Diagnostic
 from commdsl.language.syntax import File
 
@@ -55,10 +55,7 @@ class Proof:
 
 
 def jobs_of(path: Path, files: tuple[File, ...], target: Target, wanted: str | None = None) -> tuple[AnyJob, ...]:
-    """The jobs in the order of kinds, names, ranks, or only those of the name that is wanted. Raises CommError for a
-    `combine` that inverts nothing.
-    """
-    resolve.combines(files)
+    """The jobs in the order of kinds, names, ranks, or only those of the name that is wanted."""
     plans = {decl.name.text: decl.ranks.value for decl in compiler.plans(files) if wanted in (None, decl.name.text)}
     names = dict.fromkeys(decl.name.text for decl in compiler.dispatches(files) if wanted in (None, decl.name.text))
     return (
@@ -77,7 +74,7 @@ def prove(job: AnyJob, target: Target, *, emit: bool = False) -> Proof:
             case PlanJob():
                 checked = compiler.check_plan(job.files, job.name)
             case DispatchJob():
-                checked = work(job.files, job.name, job.ranks, target.on)
+                checked = work(job.files, job.name, job.ranks, target.on, dict(target.params), dict(target.tune))
             case _:
                 assert_never(job)
     except CommError as error:
@@ -103,10 +100,12 @@ def _line(group: list[Proof]) -> str:
             rows += [] if routing.keys is None else [count(int(routing.keys.length.sum()), "key row")]
             shards = f"{count(len(set(plan.document.tolist())), 'document')}, {count(plan.shards.num, 'shard')}"
             return f"proved for {ranks} ranks ({shards}, {', '.join(rows)}, {seconds})"
-        case CheckedDispatch(dispatch, combines, _):
-            back = "".join(f", inverted by {combine.name}" for combine in combines)
+        case CheckedDispatch(dispatch, _):
+            back = "" if dispatch.back is None else f", {', '.join(dispatch.back.names)} back"
             tensors = count(len(dispatch.tensors), "tensor")
-            return f"proved for {ranks} ranks on {dispatch.topology.name} ({tensors}{back}, {seconds})"
+            by_key = any(isinstance(route, ByKey) for route in dispatch.routes)
+            verdict = "held to its laws, not built yet," if by_key else "proved"
+            return f"{verdict} for {ranks} ranks on {dispatch.topology.name} ({tensors}{back}, {seconds})"
         case _:
             raise AssertionError("only what was proved has a line")
 
@@ -123,13 +122,14 @@ def to_json(proof: Proof) -> dict[str, object]:
                 "query_rows": int(routing.queries.length.sum()),
                 "key_rows": 0 if routing.keys is None else int(routing.keys.length.sum()),
             }
-        case CheckedDispatch(dispatch, combines, _):
+        case CheckedDispatch(dispatch, _):
             facts |= {
                 "dispatch": dispatch.name,
                 "ranks": dispatch.num_ranks,
                 "topology": dispatch.topology.name,
                 "tensors": [tensor.name for tensor in dispatch.tensors],
-                "combines": [combine.name for combine in combines],
+                "parameters": dict(dispatch.params),
+                "back": [] if dispatch.back is None else list(dispatch.back.names),
             }
         case _:
             raise AssertionError("only what was proved is listed")

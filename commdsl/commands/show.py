@@ -78,8 +78,6 @@ def dispatches(
     named = [decl.name.text for decl in compiler.dispatches(files) if name in (None, decl.name.text)]
     if not named:
         return ()
-    if (target.params or target.tune) and not compiler.schedules(files):
-        raise UsageError("parameters and --tune are for schedules; a dispatch has a `tune` block")
     from commdsl.commands.show_dispatches import show_dispatches
 
     return show_dispatches(files, path, target, named, stage.value)

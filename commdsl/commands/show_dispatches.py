@@ -6,15 +6,17 @@ table: where rows go is data that comes with a call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 from commdsl import compiler
 from commdsl.commands import dumps
 from commdsl.commands.arguments import Target
 from commdsl.commands.jobs import rank_counts
 from commdsl.compiler import CheckedDispatch, CompiledDispatch
+from commdsl.ir.dispatches import ByKey, ByTable, Sort
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.language.syntax import File
 from commdsl.program.dispatch_protocol import Access, Ranks, Step, protocol
@@ -38,17 +40,20 @@ def show_dispatches(
     shown: list[ShownDispatch] = []
     for name in names:
         for ranks in rank_counts(files, target):
-            held = compiler.compile_dispatch(files, name, ranks, target.on)
+            make: Callable[..., CheckedDispatch] = (
+                compiler.check_dispatch if stage == "ir" else compiler.compile_dispatch
+            )
+            held = make(files, name, ranks, target.on, dict(target.params), dict(target.tune))
             text = render(held, stage)
             facts = {"file": str(path), "dispatch": name, "ranks": ranks, "stage": stage, "text": text}
             shown.append(ShownDispatch(text.rstrip("\n"), facts, held.warnings))
     return tuple(shown)
 
 
-def render(held: CompiledDispatch, stage: str) -> str:
+def render(held: CheckedDispatch, stage: str) -> str:
+    if not isinstance(held, CompiledDispatch):
+        return "\n".join(ir_lines(held))
     match stage:
-        case "ir":
-            return "\n".join(ir_lines(held))
         case "plan":
             return "\n".join(plan_lines(held))
         case "cuda":
@@ -58,19 +63,41 @@ def render(held: CompiledDispatch, stage: str) -> str:
 
 
 def ir_lines(held: CheckedDispatch) -> Iterator[str]:
-    """Tensors, routes, how rows travel, and what inverts it."""
+    """Tensors, routes, how rows travel, and the way back."""
     dispatch = held.dispatch
     topology = dispatch.topology
-    yield f"dispatch {dispatch.name} for {dispatch.num_ranks} ranks"
+    params = "".join(f" {name}={value}" for name, value in dispatch.params)
+    yield f"dispatch {dispatch.name}{params} for {dispatch.num_ranks} ranks"
     yield f"topology {topology.name}: {topology.num_nodes} × {topology.gpus_per_node} GPUs of {topology.num_sms} SMs"
     for route in dispatch.routes:
         tensors = ", ".join(tensor.name for tensor in dispatch.tensors if dispatch.routes[tensor.route] is route)
-        goes = "to several ranks, a copy each" if route.many else "to one rank"
-        yield f"route {route.name} of {tensors}: a shard goes {goes}; placed by ({route.order.value}, shard)"
+        match route:
+            case ByTable(name, many, order):
+                goes = "to several ranks, a copy each" if many else "to one rank"
+                placed = ", ".join(sort.value for sort in order)
+                yield f"route {name} of {tensors}: a shard goes {goes}; placed by ({placed})"
+            case ByKey(key, rank_of, order):
+                placed = ", ".join(key if sort is Sort.KEY else sort.value for sort in order)
+                yield f"route of {tensors}: a row goes to the rank of each of its keys; placed by ({placed})"
+                for rank in range(dispatch.num_ranks):
+                    keys = [number for number, of in enumerate(rank_of) if of == rank]
+                    yield f"rank {rank} has {key} {', '.join(_runs(keys))}"
+            case _:
+                assert_never(route)
     yield f"put {dispatch.put.value}"
-    for combine in held.combines:
-        yield f"combine {combine.name}: the way back, copies added by {combine.reduction}"
+    if dispatch.back is None:
+        yield "no way back"
+    else:
+        by = "" if dispatch.back.weight is None else f" times {dispatch.back.weight}"
+        yield f"back {', '.join(dispatch.back.names)}: copies added up{by}"
     yield f"role {dispatch.role}" if dispatch.role else "no role"
+
+
+def _runs(keys: list[int]) -> Iterator[str]:
+    """`0 ..< 32`, and a number that has no neighbour by itself."""
+    starts = [at for at, key in enumerate(keys) if not at or keys[at - 1] != key - 1]
+    for first, last in zip(starts, [*starts[1:], len(keys)], strict=True):
+        yield f"{keys[first]}" if last - first == 1 else f"{keys[first]} ..< {keys[last - 1] + 1}"
 
 
 def plan_lines(held: CompiledDispatch) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from commdsl import compiler
-from commdsl.build.emit import Emitted
 from commdsl.build.emit_dispatch import DispatchKernel, Fixed, changing
 from commdsl.dispatch.errors import DispatchError, RowError
 from commdsl.dispatch.limits import Layout, Limits
 from commdsl.dispatch.pool import Pool, row_bytes
 from commdsl.dispatch.route import Form, Pair, Route, Way
-from commdsl.ir.dispatches import Dispatch, Order, Put
+from commdsl.ir.dispatches import BY_QUERY, BY_SOURCE, Dispatch
 from commdsl.program.plan import Transport
 from commdsl.program.timeouts import CommTimeout, ErrorRecord, unpack
 from commdsl.runtime import groups
@@ -35,7 +34,6 @@ from commdsl.runtime.kernel import Residence
 from commdsl.runtime.load import find
 from commdsl.runtime.workspace import Start
 
-PUTS = {"rows": Put.ROWS, "packed": Put.PACKED}
 SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LANE_BYTES = 160 << 10
 """What a lane moves at least: with less, another lane only adds its own."""
@@ -99,21 +97,22 @@ class Launcher:
         limits: Limits,
         group: Any = None,
         device: torch.device | str | None = None,
-        put: str = "rows",
+        put: str | None = None,
         *,
         results: int = 2,
         check: bool = False,
         source: Path | str = "qkv",
         name: str | None = None,
         on: str | None = None,
+        tune: Mapping[str, int | str] | None = None,
     ) -> None:
         """Collective: symmetric memory for `limits` on every rank of `group`.
 
         `put` "rows" sends each row straight to its final place; results lie in symmetric memory, which holds those of
         `results` calls there and as many back, and raises C961 when more are alive. "packed" sends one message to each
-        peer, which unpacks it; results are ordinary tensors. With `check` the kernels hold every row to its bounds, and
-        count what comes (C962). `source` is a `.comm` file or a shipped one; of its dispatches with that `put`, the one
-        that is `name`d runs, held to the topology `on`.
+        peer, which unpacks it; results are ordinary tensors. Without it, what the file tunes. With `check` the kernels
+        hold every row to its bounds, and count what comes (C962). `source` is a `.comm` file or a shipped one; its
+        dispatch, or the one that is `name`d, runs, held to the topology `on`, with `tune` in place of its own tuning.
 
         Raises CommError for the file, GroupError where ranks differ, DispatchError (C961) for senseless limits.
         """
@@ -122,7 +121,10 @@ class Launcher:
         if self._comm.transport is not Transport.PEER:
             raise DeviceError("dispatches reach peers by their pointers: unset COMMDSL_TRANSPORT")
         self.limits = limits
-        self.kernel, self._emitted = _compiled(source, name, put, self._comm.size, on)
+        tuned = {**(tune or {}), **({} if put is None else {"put": put})}
+        compiled = _compiled(source, name, self._comm.size, on, tuned)
+        self.kernel, self._emitted = compiled.kernel, compiled.emitted
+        self._returning = compiled.dispatch.back.names if compiled.dispatch.back is not None else ()
         limits.judge(self.kernel)
         self._macros = ("COMMDSL_CHECK=1",) if check else ()
         self._agree(results)
@@ -187,6 +189,8 @@ class Launcher:
         comm.check()
         if self._room.is_closed:
             raise DispatchError(f"`{self.kernel.name}` was released")
+        if not way.goes:
+            self._judge_back(len(inputs))
         start = self._start(self._dtype(inputs, way))
         outputs = self._new(inputs, rows, way.goes)
         if clear:
@@ -276,6 +280,11 @@ class Launcher:
         route.ready[self.name, way.reversed.value, widths] = back, there
         return there, back
 
+    def _judge_back(self, num_tensors: int) -> None:
+        for name in self.kernel.tensors[:num_tensors]:
+            if name not in self._returning:
+                raise DispatchError(f"`{self.kernel.name}` has no way back for `{name}`: write `back {name} by sum`")
+
     def _new(self, like: Sequence[torch.Tensor], rows: Sequence[int], goes: bool) -> list[torch.Tensor]:
         if self.kernel.packed:
             return [tensor.new_empty((count, *tensor.shape[1:])) for tensor, count in zip(like, rows, strict=True)]
@@ -312,7 +321,8 @@ class Launcher:
         return max(1, min(self.kernel.lanes, -(-moved // LANE_BYTES)))
 
     def _agree(self, results: int) -> None:
-        mine = repr((self.kernel.name, self._emitted.digest[:16], self.limits, results, self._macros)).encode()
+        kernel = (self.kernel.name, self.kernel.packed, self._emitted.digest[:16], self._macros)
+        mine = repr((kernel, self.limits, results)).encode()
         everyone = self._comm.exchange(f"dispatcher/{next(self._comm.numbers)}", mine)
         for rank, theirs in enumerate(everyone):
             if theirs != mine:
@@ -337,25 +347,17 @@ def _default_device() -> torch.device:
 
 
 def _compiled(
-    source: Path | str, name: str | None, put: str, ranks: int, on: str | None
-) -> tuple[DispatchKernel, Emitted]:
-    if put not in PUTS:
-        raise DispatchError(f"expected put = {' or '.join(map(repr, PUTS))}, got {put!r}")
-    files = compiler.read(find(source))
-    names = [decl.name.text for decl in compiler.dispatches(files)] if name is None else [name]
-    made = [compiler.compile_dispatch(files, one, ranks, on) for one in names]
-    fitting = [one for one in made if one.dispatch.put is PUTS[put]]
-    if len(fitting) != 1:
-        have = ", ".join(f"`{one.dispatch.name}` (put {one.dispatch.put.value})" for one in made) or "none"
-        raise DispatchError(f"expected one dispatch of `{source}` with `put {put}`; there are {have}: say `name`")
-    _judge(fitting[0].dispatch)
-    return fitting[0].kernel, fitting[0].emitted
+    source: Path | str, name: str | None, ranks: int, on: str | None, tune: Mapping[str, int | str]
+) -> compiler.CompiledDispatch:
+    compiled = compiler.compile_dispatch(compiler.read(find(source)), name, ranks, on, tune=tune)
+    _judge(compiled.dispatch)
+    return compiled
 
 
 def _judge(dispatch: Dispatch) -> None:
     """Raises DispatchError for a dispatch whose tensors take other routes than the calls have."""
     first, *others = (dispatch.routes[tensor.route] for tensor in dispatch.tensors)
-    if first.order is not Order.SOURCE or any(route.order is not Order.QUERY for route in others):
+    if first.order != BY_SOURCE or any(route.order != BY_QUERY for route in others):
         raise DispatchError(
             f"`{dispatch.name}` is none that these calls run: the first tensor is placed by (source rank, shard), the "
             "others by (query, shard)"

@@ -1,24 +1,34 @@
-"""What a `dispatch` declaration means: tensors of rows and the routes they take, by tables known at run time only.
+"""What a `dispatch` declaration means: tensors of rows and the routes they take, by tables or keys of run time.
 
-Assumes what `resolve` found legal. Does not hold a table: where rows go is data, and `commdsl.dispatch` holds it to its
-laws. Rows of a rank are cut into shards; a route says for each shard the rank, or the ranks, it goes to.
+Assumes what `resolve` found legal. Does not hold a table or a key: where rows go is data. By a table, rows of a rank
+are cut into shards, and the table says for each shard the rank, or the ranks, it goes to; `commdsl.dispatch` holds it
+to its laws. By keys, each row has as many as it goes to places, and the rank of every key is known here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 from commdsl.ir.schedules import RoleSet, Tuning
 from commdsl.language.source import Span
 from commdsl.machine.topology import Topology
 
 
-class Order(Enum):
-    """How the rows that arrive on a rank lie there."""
+class Sort(Enum):
+    """What rows that arrive on a rank are sorted by."""
 
-    SOURCE = "source rank"  # by the rank they come from, then by shard
-    QUERY = "query"  # by the query shard that needs them, then in the order of their document
+    SOURCE_RANK = "source rank"  # the rank they come from
+    SHARD = "shard"
+    QUERY = "query"  # the query shard that needs them
+    KEY = "key"
+    ROW = "row"  # their place on the rank they come from
+
+
+BY_SOURCE = (Sort.SOURCE_RANK, Sort.SHARD)
+BY_QUERY = (Sort.QUERY, Sort.SHARD)  # for each query shard its keys, in the order of the document
+BY_KEY = (Sort.KEY, Sort.SOURCE_RANK, Sort.ROW)
 
 
 class Put(Enum):
@@ -37,12 +47,43 @@ class RowTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ByTable:
     """A table of destinations: one rank a shard, or `many`, of which each gets a copy."""
 
     name: str
     many: bool
-    order: Order
+    order: tuple[Sort, ...]  # BY_SOURCE or BY_QUERY
+
+
+@dataclass(frozen=True, slots=True)
+class ByKey:
+    """Keys on the GPU, int32: a row goes to the rank of each of its keys; key `num_keys` sends it nowhere."""
+
+    key: str
+    rank_of: tuple[int, ...]  # by key; every rank has equally many
+    order: tuple[Sort, ...]  # BY_KEY
+
+    @property
+    def num_keys(self) -> int:
+        return len(self.rank_of)
+
+    @property
+    def many(self) -> bool:
+        return True
+
+
+Route: TypeAlias = ByTable | ByKey
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """The way back: what comes from the places of a row is added up in float32, in the order of its copies or keys, and
+    rounded once. By a table it is tensors of the dispatch that return, by keys one of another name.
+    """
+
+    names: tuple[str, ...]
+    weight: str | None  # by keys: a float32 factor for each row and each of its keys
+    span: Span = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -51,21 +92,16 @@ class Dispatch:
 
     name: str
     num_ranks: int
+    params: tuple[tuple[str, int], ...]
     tensors: tuple[RowTensor, ...]
-    routes: tuple[Route, ...]
-    put: Put
+    routes: tuple[Route, ...]  # one ByKey, or ByTables
+    back: Back | None  # None: there is no way back
     tuning: Tuning
     role: str | None  # the role it runs `on`
     topology: Topology
     roles: tuple[RoleSet, ...]  # every roles declaration in sight
     span: Span = field(compare=False, repr=False)
 
-
-@dataclass(frozen=True, slots=True)
-class Combine:
-    """The way back of a dispatch: each copy of a row is added up where the row came from, in copy order."""
-
-    name: str
-    inverts: str
-    reduction: str  # "sum": in float32, rounded once
-    span: Span = field(compare=False, repr=False)
+    @property
+    def put(self) -> Put:
+        return Put(self.tuning.put or Put.ROWS.value)

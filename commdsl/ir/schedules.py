@@ -125,6 +125,7 @@ class Tuning:
     tile_bytes: int | None = None
     protocol: str | None = None  # bulk, packet, line, tma or engine
     sms: int | None = None  # thread blocks that are launched; None: one a lane
+    put: str | None = None  # rows or packed: of a dispatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TypeAlias, assert_never
 
 from commdsl.language import syntax
-from commdsl.language.print_syntax import expr, interval
+from commdsl.language.print_syntax import GAP, expr, interval, params
 
 Line: TypeAlias = (
     syntax.MaskEntry
@@ -18,10 +18,11 @@ Line: TypeAlias = (
     | syntax.CapacityEntry
     | syntax.Doc
     | syntax.RowsDecl
-    | syntax.RouteDecl
+    | syntax.KeyDecl
+    | syntax.TableRoute
+    | syntax.KeyRoute
     | syntax.PlaceDecl
-    | syntax.PutForm
-    | syntax.CombineDecl
+    | syntax.BackDecl
 )
 Block: TypeAlias = syntax.PlanDecl | syntax.DispatchDecl | syntax.RankBlock | syntax.Repeat | syntax.PlanFor
 
@@ -41,16 +42,19 @@ def line(node: Line) -> str:
             return _doc(node)
         case syntax.RowsDecl(name, count):
             return f"rows {name.text}[{count.text}]"
-        case syntax.RouteDecl(name, shards, copies, tensors):
+        case syntax.KeyDecl(name, rows, per_row, of):
+            return f"key {name.text}[{rows.text}, {per_row.text}] of {of.text}"
+        case syntax.TableRoute(name, shards, copies, tensors):
             extents = shards.text if copies is None else f"{shards.text}, {copies.text}"
-            return f"route {name.text}[{extents}] for {', '.join(tensor.text for tensor in tensors)}"
+            return f"route {name.text}[{extents}] for {names(tensors)}"
+        case syntax.KeyRoute(tensors, rank, once):
+            return f"route {names(tensors)} by {expr(rank)}{GAP + 'once per rank' if once else ''}"
         case syntax.PlaceDecl(route, order):
             name_of = "" if route is None else f"{route.text} "
-            return f"place {name_of}by ({'source rank' if order == 'source' else order}, shard)"
-        case syntax.PutForm(form):
-            return f"put {form}"
-        case syntax.CombineDecl(name, inverts, reduction):
-            return f"combine {name.text} inverts {inverts.text} by {reduction.text}"
+            return f"place {name_of}by ({', '.join(map(_sort_key, order))})"
+        case syntax.BackDecl(returning, reduction, weight):
+            factor = "" if weight is None else f"({weight.name.text}[{weight.rows.text}, {weight.per_row.text}])"
+            return f"back {names(returning)} by {reduction.text}{factor}"
         case _:
             assert_never(node)
 
@@ -60,8 +64,8 @@ def head(node: Block) -> str:
     match node:
         case syntax.PlanDecl(name, ranks, _):
             return f"plan {name.text} for {ranks.value} ranks"
-        case syntax.DispatchDecl(name, many, _):
-            return f"dispatch {name.text} for {many.text} ranks"
+        case syntax.DispatchDecl(name, given, many, _):
+            return f"dispatch {name.text}{params(given)} for {many.text} ranks"
         case syntax.RankBlock(rank, _):
             return f"rank {plain(rank)}"
         case syntax.Repeat(count, _):
@@ -97,6 +101,14 @@ def _destination(node: syntax.Destination) -> str:
             return f"[{plains(ranks)}]"
         case _:
             return plain(node)
+
+
+def names(nodes: Iterable[syntax.Name]) -> str:
+    return ", ".join(node.text for node in nodes)
+
+
+def _sort_key(node: syntax.SortKey) -> str:
+    return node.by.text if isinstance(node.by, syntax.Name) else node.by
 
 
 def plain(node: syntax.Expr) -> str:

@@ -287,8 +287,7 @@ def head(node: Block) -> str:
     """What stands before the opening brace."""
     match node:
         case syntax.ScheduleDecl():
-            given = f"({', '.join(_param(param) for param in node.params)})" if node.params else ""
-            return f"schedule {node.name.text}{given} for {node.ranks.text} ranks{where(node.where)}"
+            return f"schedule {node.name.text}{params(node.params)} for {node.ranks.text} ranks{where(node.where)}"
         case syntax.TopologyDecl(name, _):
             return f"topology {name.text}"
         case syntax.RolesDecl(name, _):
@@ -305,6 +304,12 @@ def head(node: Block) -> str:
             return "tune"
         case _:
             assert_never(node)
+
+
+def params(nodes: Iterable[syntax.Param]) -> str:
+    """`(G = gpus, K)`, nothing where there are none."""
+    written = ", ".join(map(_param, nodes))
+    return f"({written})" if written else ""
 
 
 def _param(param: syntax.Param) -> str:

@@ -10,15 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from commdsl.ir.dispatches import Combine, Dispatch
+from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.plans import DispatchPlan
 from commdsl.ir.resolve import machines
 from commdsl.ir.resolve.contracts import contracts
 from commdsl.ir.resolve.cycle_sets import cycle_set
-from commdsl.ir.resolve.dispatches import build_combine, build_dispatch
+from commdsl.ir.resolve.dispatches import Given, build_dispatch
 from commdsl.ir.resolve.evaluate import Cycle, Cycles, Evaluator, Value
-from commdsl.ir.resolve.faults import Faults, Poisoned, nearest
+from commdsl.ir.resolve.faults import Faults, Poisoned
 from commdsl.ir.resolve.names import check_names, duplicates
+from commdsl.ir.resolve.parameters import known_counts, parameters
 from commdsl.ir.resolve.plan_rules import check_plan_names
 from commdsl.ir.resolve.plans import build_plan
 from commdsl.ir.resolve.rows import Binding
@@ -95,31 +96,41 @@ def plan_warnings(decl: syn.PlanDecl) -> tuple[Diagnostic, ...]:
     return tuple(diagnostic for diagnostic in faults.found if diagnostic.severity is Severity.WARNING)
 
 
-def dispatch(files: tuple[File, ...], decl: syn.DispatchDecl, ranks: int, topology: Topology) -> Dispatch:
-    """What a dispatch means. Raises CommError with every fault of it, and of the machines and roles beside it."""
+def dispatch(
+    files: tuple[File, ...],
+    decl: syn.DispatchDecl,
+    ranks: int,
+    topology: Topology,
+    params: Mapping[str, int] | None = None,
+    tune: Mapping[str, int | str] | None = None,
+) -> Dispatch:
+    """What a dispatch means, with `tune` in place of some of its own tuning. Raises CommError with every fault of it,
+    and of the machines and roles beside it.
+    """
     faults = Faults()
     _topologies(files, faults)
     _check_ops(files, faults)
-    found = build_dispatch(decl, ranks, topology, _role_sets(files, faults), faults)
+    role_sets = _role_sets(files, faults)
+    found = build_dispatch(decl, Given(ranks, topology, role_sets, params or {}, override(tune or {})), faults)
+    faults.drop_warnings()
     faults.raise_if_any()
     assert found is not None
     return found
 
 
-def combines(files: tuple[File, ...]) -> tuple[Combine, ...]:
-    """Every `combine` of the first file. Raises CommError with all their faults."""
+def dispatch_warnings(
+    decl: syn.DispatchDecl, ranks: int, topology: Topology, params: Mapping[str, int]
+) -> tuple[Diagnostic, ...]:
+    """Parameters of a dispatch that nothing uses."""
     faults = Faults()
-    _check_ops(files, faults)
-    decls, dispatches = _items(files[:1], syn.CombineDecl), _items(files[:1], syn.DispatchDecl)
-    found = tuple(build_combine(decl, dispatches, faults) for decl in decls)
-    faults.raise_if_any()
-    return found
+    build_dispatch(decl, Given(ranks, topology, (), params, ()), faults)
+    return tuple(diagnostic for diagnostic in faults.found if diagnostic.severity is Severity.WARNING)
 
 
 def _check_ops(files: tuple[File, ...], faults: Faults) -> None:
     """What becomes an op has a name of its own."""
     ops = [item for file in files for item in file.items]
-    named = [item for item in ops if isinstance(item, syn.ScheduleDecl | syn.DispatchDecl | syn.CombineDecl)]
+    named = [item for item in ops if isinstance(item, syn.ScheduleDecl | syn.DispatchDecl)]
     if all(isinstance(item, syn.ScheduleDecl) for item in named):
         _check_once(named, "schedule", faults)
     else:
@@ -131,9 +142,7 @@ def _items(files: tuple[File, ...], kind: type[T]) -> list[T]:
 
 
 def _check_once(
-    decls: Sequence[
-        syn.TopologyDecl | syn.RolesDecl | ScheduleDecl | syn.PlanDecl | syn.DispatchDecl | syn.CombineDecl
-    ],
+    decls: Sequence[syn.TopologyDecl | syn.RolesDecl | ScheduleDecl | syn.PlanDecl | syn.DispatchDecl],
     what: str,
     faults: Faults,
 ) -> None:
@@ -200,7 +209,9 @@ class _Resolver:
             help = "ask for fewer ranks or name a larger topology"
             self.faults.report("C502", what, decl.ranks.span, label, help=help)
             return
-        self.params = self._params(given)
+        self.params = parameters(
+            decl, given, known_counts(decl.ranks, self.ranks, topology), self.evaluator, self.faults
+        )
         self.scope = self._first_scope(self.ranks)
         if not self._admits_ranks():
             return  # what else is wrong may be so only for ranks that the schedule is not for
@@ -223,31 +234,7 @@ class _Resolver:
         return next((last - first for name, first, last in roles if name == self.role and last > first), None)
 
     def _first_scope(self, ranks: int) -> dict[str, Value]:
-        gpus = self.topology.gpus_per_node
-        return {"gpus": gpus, "nodes": -(-ranks // gpus), self.decl.ranks.text: ranks, **dict(self.params)}
-
-    def _params(self, given: Mapping[str, int]) -> list[tuple[str, int]]:
-        names = [param.name.text for param in self.decl.params]
-        for name in sorted(set(given) - set(names)):
-            what, help = f"`{self.decl.name.text}` has no parameter `{name}`", nearest(name, names) or "it takes none"
-            self.faults.report("C504", what, self.decl.name.span, f"given: {name}={given[name]}", help=help)
-        found = list[tuple[str, int]]()
-        gpus = self.topology.gpus_per_node
-        scope: dict[str, int] = {"gpus": gpus, "nodes": -(-self.ranks // gpus), self.decl.ranks.text: self.ranks}
-        for param in self.decl.params:
-            name = param.name.text
-            try:
-                if name in given:
-                    scope[name] = given[name]
-                elif param.default is not None:
-                    scope[name] = self.evaluator.constant(param.default, scope)
-                else:
-                    self.faults.fail("C503", f"`{name}` has no value", param.name.span, "no default, none given",
-                                     help=f"give one: `{name}=4`, or a default: `{name} = 4`")  # fmt: skip
-            except Poisoned:
-                continue
-            found.append((name, scope[name]))
-        return found
+        return {**known_counts(self.decl.ranks, ranks, self.topology), **dict(self.params)}
 
     def _admits_ranks(self) -> bool:
         where = self.decl.where

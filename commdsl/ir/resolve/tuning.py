@@ -17,7 +17,14 @@ from commdsl.language.source import Source, Span
 from commdsl.machine.topology import Topology
 
 KEYS = ("lanes", "threads", "tile", "protocol", "sms")
-PROTOCOLS = ("bulk", "packet", "line", "tma", "engine")
+"""What `tune` says of a schedule."""
+
+OF_DISPATCH = ("threads", "sms", "tile", "put")
+"""What it says of a dispatch, which has no lanes, and whose rows travel as `put` says."""
+
+WORDS = {"protocol": ("bulk", "packet", "line", "tma", "engine"), "put": ("rows", "packed")}
+"""The values of the entries that have no number."""
+
 WITHIN_NODE = ("line", "engine")
 SIZES = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 MOST_TILE = 64 * 2**20
@@ -71,19 +78,20 @@ def tuning(
     evaluator: Evaluator,
     scope: Scope,
     faults: Faults,
+    keys: tuple[str, ...] = KEYS,
 ) -> Tuning:
-    """All entries of a schedule together, then with those that override some of them."""
-    reader = _Reader(machine, evaluator, scope, faults)
+    """All entries of a schedule or, with its `keys`, of a dispatch, then with those that override some of them."""
+    reader = _Reader(machine, evaluator, scope, faults, keys)
     if not overriding:
         return reader.read(entries)
     reader.read(entries)  # a fault that is overridden is one all the same
     for entry in overriding:
         key, value = entry.key.text, entry.value
-        if isinstance(value, syn.Name) and key in KEYS and key != "protocol":  # nothing else has a name there
+        if isinstance(value, syn.Name) and key in keys and key not in WORDS:  # nothing else has a name there
             wanted = "a number of bytes" if key == "tile" else "a plain number"
             faults.report("C109", f"`{key}` takes {wanted}", value.span, f"this is `{value.text}`")
-    keys = {entry.key.text for entry in overriding}
-    return reader.read((*(entry for entry in entries if entry.key.text not in keys), *overriding))
+    anew = {entry.key.text for entry in overriding}
+    return reader.read((*(entry for entry in entries if entry.key.text not in anew), *overriding))
 
 
 @dataclass(frozen=True)
@@ -92,46 +100,55 @@ class _Reader:
     evaluator: Evaluator
     scope: Scope
     faults: Faults
+    keys: tuple[str, ...]
 
     def read(self, entries: tuple[syn.TuneEntry, ...]) -> Tuning:
-        numbers, spans, protocol, seen = dict[str, int](), dict[str, Span](), None, set[str]()
+        numbers, spans, words, seen = dict[str, int](), dict[str, Span](), dict[str, str](), set[str]()
         for entry in entries:
             key = entry.key.text
             try:
                 self._check_key(entry, seen)
                 seen.add(key)
-                if key == "protocol":
-                    protocol = self._protocol(entry)
+                if key in WORDS:
+                    words[key] = self._word(entry)
                 else:
                     numbers[key], spans[key] = self._number(entry), entry.value.span
             except Poisoned:
                 continue
-        if protocol == "engine":
+        if words.get("protocol") == "engine":
             for key in sorted(spans.keys() - {"tile"}):
                 self.faults.report("C506", f"the copy engine has no `{key}`", spans[key], "has no effect")
         elif "lanes" in numbers:
             self._check_sharing(numbers, spans)
         if "threads" in numbers:
             self._check_block(numbers, spans)
-        return Tuning(numbers.get("lanes"), numbers.get("threads"), numbers.get("tile"), protocol, numbers.get("sms"))
+        tile, protocol, put = numbers.get("tile"), words.get("protocol"), words.get("put")
+        return Tuning(numbers.get("lanes"), numbers.get("threads"), tile, protocol, numbers.get("sms"), put)
 
     def _check_key(self, entry: syn.TuneEntry, seen: set[str]) -> None:
         key = entry.key.text
-        if key not in KEYS:
-            help = nearest(key, KEYS)
-            self.faults.fail("C506", f"nothing is tuned by `{key}`", entry.key.span, "has no effect", help=help)
+        if key not in self.keys:
+            of = " of a dispatch" if self.keys is OF_DISPATCH else ""
+            help = nearest(key, self.keys)
+            self.faults.fail("C506", f"nothing{of} is tuned by `{key}`", entry.key.span, "has no effect", help=help)
         if key in seen:
             self.faults.fail("C506", f"`{key}` is tuned twice", entry.span, "one of the two has no effect")
         if key == "sms" and self.machine.role is not None:
             self.faults.fail("C506", f"the SMs are those of role `{self.machine.role}`", entry.span, "has no effect",
                              help="leave it out, or change the role")  # fmt: skip
 
-    def _protocol(self, entry: syn.TuneEntry) -> str:
-        span = entry.value.span
+    def _word(self, entry: syn.TuneEntry) -> str:
+        key, span = entry.key.text, entry.value.span
         written = entry.value.text if isinstance(entry.value, syn.Name) else span.text
-        if written not in PROTOCOLS:
-            help = nearest(written, PROTOCOLS)
-            self.faults.fail("C505", "expected a protocol", span, f"`{written}` is none", help=help)
+        if written not in WORDS[key]:
+            wanted = "a protocol" if key == "protocol" else " or ".join(f"`{word}`" for word in WORDS[key])
+            help = nearest(written, WORDS[key])
+            self.faults.fail("C505", f"expected {wanted}", span, f"`{written}` is none", help=help)
+        if key == "protocol":
+            self._check_protocol(written, span)
+        return written
+
+    def _check_protocol(self, written: str, span: Span) -> None:
         if written in WITHIN_NODE and self.machine.ranks > self.machine.topology.gpus_per_node:
             node = f"a node of `{self.machine.topology.name}` has {self.machine.topology.gpus_per_node}"
             label = f"{self.machine.ranks} ranks, {node}"
@@ -141,7 +158,6 @@ class _Reader:
             label = f"role `{self.machine.role}` would be idle"
             self.faults.fail("C506", "the copy engine runs on no SM", span, label,
                              help=f"leave out `on {self.machine.role}`, or tune another protocol")  # fmt: skip
-        return written
 
     def _number(self, entry: syn.TuneEntry) -> int:
         key, value, faults = entry.key.text, entry.value, self.faults

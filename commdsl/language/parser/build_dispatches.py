@@ -1,4 +1,4 @@
-"""Turns the parse trees of plans, dispatches and combines into the classes of `syntax`, one function per rule.
+"""Turns the parse trees of plans and dispatches into the classes of `syntax`, one function per rule.
 
 Assumes a tree that the grammar accepts, children in the order of the rule, None for an optional part left out. Does not
 judge meaning.
@@ -70,27 +70,45 @@ def _nowhere(span: Span, parts: Children) -> syntax.Nowhere:
 
 
 def _dispatch_decl(span: Span, parts: Children) -> syntax.DispatchDecl:
-    return syntax.DispatchDecl(parts[0], parts[1], tuple(parts[2:]), span=span)
+    name, params, ranks, *body = parts
+    return syntax.DispatchDecl(name, params or (), ranks, tuple(body), span=span)
 
 
 def _rows_decl(span: Span, parts: Children) -> syntax.RowsDecl:
     return syntax.RowsDecl(parts[1], parts[2], span=span)  # the first is the word `rows`
 
 
-def _route_decl(span: Span, parts: Children) -> syntax.RouteDecl:
-    return syntax.RouteDecl(*parts, span=span)
+def _key_decl(span: Span, parts: Children) -> syntax.KeyDecl:
+    return syntax.KeyDecl(*parts[1:], span=span)  # the first is the word `key`
+
+
+def _table_route(span: Span, parts: Children) -> syntax.TableRoute:
+    return syntax.TableRoute(*parts, span=span)
+
+
+def _key_route(span: Span, parts: Children) -> syntax.KeyRoute:
+    tensors, rank, once = parts
+    return syntax.KeyRoute(tensors, rank, once is not None, span=span)
 
 
 def _place_decl(span: Span, parts: Children) -> syntax.PlaceDecl:
     return syntax.PlaceDecl(parts[0], parts[1], span=span)
 
 
-def _put_form(span: Span, parts: Children) -> syntax.PutForm:
-    return syntax.PutForm(parts[1], span=span)  # the first is the word `put`
+def _sort_key(word: str) -> Callable[[Span, Children], syntax.SortKey]:
+    return lambda span, parts: syntax.SortKey(word, span=span)
 
 
-def _combine_decl(span: Span, parts: Children) -> syntax.CombineDecl:
-    return syntax.CombineDecl(*parts, span=span)
+def _key_name(span: Span, parts: Children) -> syntax.SortKey:
+    return syntax.SortKey(parts[0], span=span)
+
+
+def _back_decl(span: Span, parts: Children) -> syntax.BackDecl:
+    return syntax.BackDecl(*parts, span=span)
+
+
+def _weight(span: Span, parts: Children) -> syntax.Weight:
+    return syntax.Weight(*parts, span=span)
 
 
 def _block(span: Span, parts: Children) -> Made:
@@ -116,11 +134,18 @@ RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "repeat": _repeat,
     "dispatch_decl": _dispatch_decl,
     "rows_decl": _rows_decl,
-    "route_decl": _route_decl,
+    "key_decl": _key_decl,
+    "table_route": _table_route,
+    "key_route": _key_route,
+    "once": lambda span, parts: True,
     "names": _block,
     "place_decl": _place_decl,
-    "source_order": lambda span, parts: "source",
-    "query_order": lambda span, parts: "query",
-    "put_form": _put_form,
-    "combine_decl": _combine_decl,
+    "order": _block,
+    "source_rank": _sort_key("source rank"),
+    "shard": _sort_key("shard"),
+    "query": _sort_key("query"),
+    "row": _sort_key("row"),
+    "key_name": _key_name,
+    "back_decl": _back_decl,
+    "weight": _weight,
 }

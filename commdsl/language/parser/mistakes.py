@@ -237,6 +237,17 @@ def _call_of_range(fault: Fault) -> Diagnostic | None:
     return Diagnostic("C006", "the language has no `range(...)`", label, help="write `0 ..< n`, which leaves out n")
 
 
+def _in_its_dispatch(fault: Fault) -> Diagnostic | None:
+    """`combine back inverts qkv by sum` beside a dispatch, `put packed` inside one."""
+    if fault.word == "combine" and "dispatch" in fault.expected:
+        label, help = "the way back stands in its dispatch", "write there `back NAMES by sum`, of tensors that return"
+    elif fault.word == "put" and {"rows", "route", "place"} <= fault.expected:
+        label, help = "how rows travel is tuned", f"write `tune {{ put {_text(fault, 1) or 'rows'} }}`"
+    else:
+        return None
+    return Diagnostic("C005", f"expected a keyword, got `{fault.word}`", Label(fault.here, label), help=help)
+
+
 def _text(fault: Fault, offset: int) -> str:
     sign = fault.sign(offset)
     return sign.text if sign is not None else ""
@@ -321,6 +332,7 @@ _MISTAKES: tuple[Callable[[Fault], Diagnostic | None], ...] = (
     _chained_comparison,
     _fixed_ranks,
     _call_of_range,
+    _in_its_dispatch,
     _misspelt,
     _reserved_name,
     _missing_block,

@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 from commdsl.language.source import Source
 from commdsl.language.syntax.dispatches import (
+    BackDecl,
     CapacityEntry,
-    CombineDecl,
     CopiesEntry,
     Cut,
     Destination,
@@ -20,6 +20,8 @@ from commdsl.language.syntax.dispatches import (
     Doc,
     EqualCut,
     GivenCut,
+    KeyDecl,
+    KeyRoute,
     MaskEntry,
     Nowhere,
     PlaceDecl,
@@ -27,13 +29,15 @@ from commdsl.language.syntax.dispatches import (
     PlanFor,
     PlanSetting,
     PlanStmt,
-    PutForm,
     RankBlock,
     Ranks,
     Repeat,
     RouteDecl,
     RowsDecl,
     SendEntry,
+    SortKey,
+    TableRoute,
+    Weight,
 )
 from commdsl.language.syntax.expressions import (
     Binary,
@@ -88,13 +92,13 @@ from commdsl.language.syntax.schedules import (
 
 __all__ = [
     "All",
+    "BackDecl",
     "Binary",
     "Binder",
     "BufferDecl",
     "Call",
     "CapacityEntry",
     "Clause",
-    "CombineDecl",
     "Comment",
     "CopiesEntry",
     "CountEntry",
@@ -120,6 +124,8 @@ __all__ = [
     "Index",
     "Int",
     "Item",
+    "KeyDecl",
+    "KeyRoute",
     "Let",
     "LinkDecl",
     "MaskEntry",
@@ -137,7 +143,6 @@ __all__ = [
     "PlanFor",
     "PlanSetting",
     "PlanStmt",
-    "PutForm",
     "Quantity",
     "Range",
     "RankBlock",
@@ -150,14 +155,17 @@ __all__ = [
     "RowsDecl",
     "ScheduleDecl",
     "SendEntry",
+    "SortKey",
     "Source_",
     "Stmt",
+    "TableRoute",
     "TopologyDecl",
     "TopologyEntry",
     "Tune",
     "TuneEntry",
     "Unary",
     "Use",
+    "Weight",
     "Yield",
 ]
 
@@ -169,7 +177,7 @@ class Use(Node):
     path: str
 
 
-Item: TypeAlias = Use | TopologyDecl | RolesDecl | ScheduleDecl | PlanDecl | DispatchDecl | CombineDecl
+Item: TypeAlias = Use | TopologyDecl | RolesDecl | ScheduleDecl | PlanDecl | DispatchDecl
 
 
 @dataclass(frozen=True, slots=True)

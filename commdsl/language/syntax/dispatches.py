@@ -1,4 +1,4 @@
-"""What was written: plans of a dispatch, dispatches whose tables are known at run time only, and their inverses.
+"""What was written: plans of a dispatch, and dispatches whose tables or keys are known at run time only.
 
 Assumes nothing beyond the grammar. Does not know what names mean; `resolve` does.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from commdsl.language.syntax.expressions import Expr, Int, Name, Node, Range
-from commdsl.language.syntax.schedules import Let, On, Tune
+from commdsl.language.syntax.schedules import Let, On, Param, Tune
 
 # --- plans ------------------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,17 @@ class RowsDecl(Node):
 
 
 @dataclass(frozen=True, slots=True)
-class RouteDecl(Node):
+class KeyDecl(Node):
+    """`key expert[T, K] of E`: for each of T rows K keys, numbers 0 ..< E, or E itself for none."""
+
+    name: Name
+    rows: Name
+    per_row: Name
+    of: Name
+
+
+@dataclass(frozen=True, slots=True)
+class TableRoute(Node):
     """`route reader[S, C] for k, v`: shard s of k and v goes to the ranks reader[s, 0 ..< C]."""
 
     name: Name
@@ -145,36 +155,56 @@ class RouteDecl(Node):
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceDecl(Node):
-    """`place home by (source rank, shard)`, `place reader by (query, shard)`: the order of the rows that arrive."""
+class KeyRoute(Node):
+    """`route x by expert / (E / P)`: a row goes to the rank that each of its keys gives."""
 
-    route: Name | None  # None: the only one
-    order: str  # "source" | "query"
+    tensors: tuple[Name, ...]
+    rank: Expr
+    once: bool  # `once per rank`: a row with several keys of one rank travels there once
 
 
 @dataclass(frozen=True, slots=True)
-class PutForm(Node):
-    """`put rows`: each to its final place; `put packed`: one message a peer, unpacked on arrival."""
+class SortKey(Node):
+    """`source rank`, `shard`, `query`, `row`, or the name of a key."""
 
-    form: str
+    by: str | Name
 
 
-DispatchStmt: TypeAlias = RowsDecl | RouteDecl | PlaceDecl | PutForm | Tune | On
+@dataclass(frozen=True, slots=True)
+class PlaceDecl(Node):
+    """`place home by (source rank, shard)`: the order of the rows that arrive, the first key the slowest to change."""
+
+    route: Name | None  # None: the only one
+    order: tuple[SortKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight(Node):
+    """`weight[T, K]`: for each row the factor of what comes back from each of its keys."""
+
+    name: Name
+    rows: Name
+    per_row: Name
+
+
+@dataclass(frozen=True, slots=True)
+class BackDecl(Node):
+    """`back q, k by sum`, `back y by sum(weight[T, K])`: the way back, copies of a row combined."""
+
+    names: tuple[Name, ...]
+    reduction: Name
+    weight: Weight | None
+
+
+RouteDecl: TypeAlias = TableRoute | KeyRoute
+DispatchStmt: TypeAlias = RowsDecl | KeyDecl | RouteDecl | PlaceDecl | BackDecl | Tune | On
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchDecl(Node):
-    """`dispatch qkv_direct for P ranks { ... }`."""
+    """`dispatch qkv for P ranks { ... }`, `dispatch experts(E = 32 * P) for P ranks { ... }`."""
 
     name: Name
+    params: tuple[Param, ...]
     ranks: Name
     body: tuple[DispatchStmt, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CombineDecl(Node):
-    """`combine qkv_back inverts qkv_direct by sum`."""
-
-    name: Name
-    inverts: Name
-    reduction: Name
