@@ -7,7 +7,6 @@ Every caller that needs two stages in a row goes through here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,6 +19,7 @@ from commdsl.ir.resolve.faults import nearest
 from commdsl.ir.schedules import Schedule
 from commdsl.language import parsed
 from commdsl.language.diagnostics import CommError, Diagnostic, Label, Severity
+from commdsl.language.records import dataclass
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import DispatchDecl, File, PlanDecl, ScheduleDecl, Use
 from commdsl.machine import resources

@@ -8,7 +8,6 @@ reports that.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from commdsl.checks.locations import (
 )
 from commdsl.ir.schedules import Contract
 from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.language.records import dataclass
 
 ROTATION = "rotation"
 

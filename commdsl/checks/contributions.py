@@ -9,12 +9,12 @@ location exactly at any scale. Does not judge.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedYield, Locations
+from commdsl.language.records import dataclass
 
 Sums = NDArray[np.uint64]
 Totals = NDArray[np.int64]

@@ -7,7 +7,6 @@ judge.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Buffer, Contract, Moves, Schedule, Step, Yield
 from commdsl.language.kinds import BufferKind
+from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 
 Locations = NDArray[np.int64]

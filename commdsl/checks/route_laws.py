@@ -6,11 +6,10 @@ was written: `checks` and `dispatch.validate` do, each in its own words. Vectori
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from commdsl.ir.routes import NOWHERE, KeyStretches, Longs, Mask, Needs, Routes, Shards, first_equal, stable_order
+from commdsl.language.records import dataclass
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,6 @@ differ in length for some tensor size. A scratch slot takes the class of what is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +22,7 @@ from commdsl.checks.locations import (
 from commdsl.ir.schedules import Buffer
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import BufferKind
+from commdsl.language.records import dataclass
 
 Classes = NDArray[np.int64]  # cut << 32 | piece, or UNKNOWN
 UNKNOWN = -1

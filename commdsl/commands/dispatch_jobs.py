@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
@@ -18,6 +18,7 @@ from commdsl.commands.output import count
 from commdsl.compiler import CheckedDispatch, CheckedPlan
 from commdsl.ir.dispatches import ByKey
 from commdsl.language.diagnostics import CommError, Diagnostic
+from commdsl.language.records import dataclass
 from commdsl.language.syntax import File
 
 

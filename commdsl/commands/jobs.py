@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from commdsl import compiler
 from commdsl.commands.arguments import Target, UsageError
 from commdsl.ir import resolve
 from commdsl.language.diagnostics import CommError, Diagnostic, Severity
+from commdsl.language.records import dataclass
 from commdsl.language.syntax import File
 
 NOT_ADMITTED = "C501"

@@ -14,7 +14,6 @@ counted: from values that do, one may follow from the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from commdsl.checks.contributions import mix
 from commdsl.ir.schedules import Contract, Schedule
+from commdsl.language.records import dataclass
 from commdsl.machine.topology import NO_LINK, Topology, link_of, pair_bandwidth
 
 Floats = NDArray[np.float64]

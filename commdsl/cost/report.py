@@ -9,7 +9,7 @@ dependent steps tile by tile, so a big tensor can do better than the latency ter
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from commdsl.checks.topology import link_table
 from commdsl.cost.bounds import Limit, limit
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, Label, Severity
+from commdsl.language.records import dataclass
 from commdsl.machine.topology import pair_bandwidth
 
 DEFAULT_BLOCK_BYTES = 64 << 20

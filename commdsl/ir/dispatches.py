@@ -7,11 +7,12 @@ to its laws. By keys, each row has as many as it goes to places, and the rank of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import TypeAlias
 
 from commdsl.ir.schedules import RoleSet, Tuning
+from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 from commdsl.machine.topology import Topology
 

@@ -5,9 +5,10 @@ Assumes numbers that `resolve` found legal. Does not prove anything; `checks` do
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from commdsl.ir.routes import KeyStretches, Longs, Mask, Routes, Shards, Sharing, back, key_routes, needs, query_routes
+from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 
 

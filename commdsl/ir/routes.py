@@ -6,13 +6,14 @@ offset and length is in rows (tokens). Nothing here loops over shards: a million
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from commdsl.language.records import dataclass
 
 Longs: TypeAlias = NDArray[np.int64]
 

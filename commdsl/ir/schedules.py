@@ -10,13 +10,14 @@ the size class of what is written there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.language.kinds import BufferKind, MoveKind
+from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 from commdsl.machine.topology import Topology
 

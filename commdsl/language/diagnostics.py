@@ -6,10 +6,10 @@ Assumes a code from `codes.py`. Does not decide what is wrong; checks do.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 from typing import TypedDict
 
+from commdsl.language.records import dataclass
 from commdsl.language.source import Source, Span
 
 

@@ -20,6 +20,7 @@ from commdsl.machine.config import from_environment
 from commdsl.machine.resources import data_dir
 
 MAKERS = (
+    "records.py",
     "source.py",
     "kinds.py",
     "syntax/__init__.py",

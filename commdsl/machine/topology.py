@@ -5,13 +5,14 @@ Assumes ranks are GPUs in order: rank = node * gpus + gpu. Does not read `.comm`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.language.kinds import LinkScope
+from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 
 

@@ -40,13 +40,14 @@ the signals, released at system scope.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum, IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
+from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 
 CELL = -1

@@ -6,7 +6,6 @@ Assumes `names` found nothing wrong. Chunk indices are flat: block * cut + piece
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,7 @@ from commdsl.ir.resolve.steps import read_list
 from commdsl.ir.schedules import Buffer, Contract, Ints
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import BufferKind
+from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 
 READ = (BufferKind.INPUT, BufferKind.INOUT)

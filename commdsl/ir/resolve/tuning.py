@@ -7,12 +7,12 @@ so that it obeys the same laws under the same codes. Does not choose values that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from commdsl.ir.resolve.evaluate import Evaluator, Scope
 from commdsl.ir.resolve.faults import Faults, Poisoned, nearest
 from commdsl.ir.schedules import Tuning
 from commdsl.language import syntax as syn
+from commdsl.language.records import dataclass
 from commdsl.language.source import Source, Span
 from commdsl.machine.topology import Topology
 

@@ -5,9 +5,10 @@ Assumes nothing beyond the grammar. Does not know what names mean; `resolve` doe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeAlias
 
+from commdsl.language.records import dataclass
 from commdsl.language.source import Source
 from commdsl.language.syntax.dispatches import (
     BackDecl,

@@ -5,9 +5,9 @@ Assumes nothing beyond the grammar. Does not know what names mean; `resolve` doe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
+from commdsl.language.records import dataclass
 from commdsl.language.syntax.expressions import Expr, Int, Name, Node, Range
 from commdsl.language.syntax.schedules import Let, On, Param, Tune
 

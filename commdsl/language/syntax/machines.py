@@ -5,10 +5,10 @@ Assumes nothing beyond the grammar. Does not know what names mean; `resolve` doe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from commdsl.language.kinds import LinkScope
+from commdsl.language.records import dataclass
 from commdsl.language.syntax.expressions import Expr, Name, Node, Quantity, Range
 from commdsl.language.syntax.schedules import Binder
 
