@@ -106,6 +106,13 @@ def late_read(plan: Plan) -> Plan:
     return with_tables(plan, source_space=space, source_index=index)
 
 
+def exchanged(plan: Plan) -> Plan:
+    """The last two blocks that rank 2 returns stand in each other's place."""
+    index = plan.ops.dest_index.copy()
+    index[[-1, -2]] = index[[-2, -1]]
+    return with_tables(plan, dest_index=index)
+
+
 FAULTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "C201": (TEXT, circle),
     "C202": (TEXT, lambda plan: without_wait(plan, 0)),
@@ -116,5 +123,6 @@ FAULTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "C207": (TEXT, unwritten),
     "C208": (SWAP, late_read),
     "C209": (PACKETS, lambda plan: replace(plan, rotation=1)),
+    "C210": (TEXT, exchanged),
     "C342": (TEXT, lambda plan: replace(plan, num_cells=plan.num_cells + 1)),
 }

@@ -394,8 +394,9 @@ def test_shipped_barriers(name: str) -> None:
 
 
 def test_the_proof_shares_nothing_with_the_derivation() -> None:
-    """Flags are judged without the code that derived them, else both could be wrong together."""
-    for module in (PROOF, CLOCKS, HAZARDS, import_module("commdsl.program.proof.messages")):
+    """Flags and data are judged without the code that derived them, else both could be wrong together."""
+    others = (import_module(f"commdsl.program.proof.{name}") for name in ("messages", "computes", "meaning", "values"))
+    for module in (PROOF, CLOCKS, HAZARDS, *others):
         imported = {
             node.module
             for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
@@ -404,5 +405,6 @@ def test_the_proof_shares_nothing_with_the_derivation() -> None:
         assert {name for name in imported if not name.startswith(("commdsl.checks", "commdsl.program.proof"))} <= {
             "commdsl.language.diagnostics",
             "commdsl.ir.schedules",
+            "commdsl.language.kinds",
             "commdsl.program.plan",
         }

@@ -31,6 +31,7 @@ from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, Severity
 from commdsl.language.syntax import File
 from commdsl.program.plan import Plan
+from commdsl.program.proof.computes import computes
 from commdsl.program.proof.dispatch_protocol import synchronization_of_dispatch
 from commdsl.program.proof.memory import memory
 from commdsl.program.proof.synchronization import synchronization
@@ -52,7 +53,7 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (useless_statements,),
 )
 
-PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,), (memory,))
+PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,), (computes,), (memory,))
 
 FILE_RULES: tuple[tuple[FileRule, ...], ...] = ((unused_roles,),)
 

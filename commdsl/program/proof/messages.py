@@ -1,20 +1,26 @@
-"""Turns what the proof of synchronization found into diagnostics: the accesses, the ranks, the rounds, what is missing.
+"""Turns what the proofs on a Plan found into diagnostics: the accesses, the ranks, the rounds, what is wrong.
 
-Assumes each finding is real and shows the first of several. Does not look for faults; `checks.synchronization` does.
+Assumes each finding is real and shows the first of several. Does not look for faults; `synchronization` and `computes`
+do.
 
 A fault here is commdsl's, not the schedule's: the flags are derived. The statements are shown to make a report useful.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
+
 import numpy as np
 
+from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, InternalError, Label
-from commdsl.program.plan import Plan
+from commdsl.program.plan import Plan, Tensor
 from commdsl.program.proof.clocks import Run, Timeline, signal_owners
 from commdsl.program.proof.hazards import Hazards, Longs, Reads, place_name, touched
 
 HELP = "the compiler derives flags and barriers, so this is its fault: report it with this file"
+HELP_TABLES = "the compiler makes the tables, so this is its fault: report it with this file"
 
 
 def _rank(plan: Plan, op: int) -> int:
@@ -251,4 +257,54 @@ def overwritten(plan: Plan, write: int, read: int, count: int) -> Diagnostic:
         (_label(plan, read, f"{_where(plan, read)} reads what rank {writer} wrote in round 0"),),
         notes=(f"{why}, and it waits for no credit", *_more(count, "pairs of ranks are like this")),
         help=HELP,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WrongData:
+    """A chunk that the caller gets back, what it should hold and holds, and where that comes from."""
+
+    tensor: str
+    rank: int
+    chunk: int
+    expected: str
+    got: str
+    inner: tuple[str, str] | None  # the one part in which they differ, expected and got
+    count: int  # of chunks that are wrong
+    op: int | None  # that stores it last
+    first: tuple[int, str] | None  # the first operation on the way that makes what is nowhere meant, and what it makes
+
+
+def wrong_data(schedule: Schedule, plan: Plan, found: WrongData) -> Diagnostic:
+    """C210."""
+    if found.op is None:
+        label = Label(schedule.span, "no operation stores to it")
+    else:
+        label = _label(plan, found.op, f"{_where(plan, found.op)} stores it")
+    origins = [] if found.first is None else [found.first]
+    return Diagnostic(
+        "C210",
+        f"chunk {found.chunk} of `{found.tensor}` on rank {found.rank} is not what the schedule says",
+        label,
+        tuple(_label(plan, op, f"wrong since {_where(plan, op)}, which makes {made}") for op, made in origins),
+        notes=(
+            f"expected {found.expected}",
+            f"got {found.got}",
+            *([] if found.inner is None else [f"they differ in {found.inner[1]}, expected {found.inner[0]}"]),
+            *([f"{found.count} chunks are wrong in all"] if found.count > 1 else []),
+        ),
+        help=HELP_TABLES,
+    )
+
+
+def other_tensors(schedule: Schedule, plan: Plan, unlike: Collection[Tensor]) -> Diagnostic:
+    """C210, before any data."""
+    first = min(unlike, key=lambda tensor: (tensor.name, tensor.access.value, tensor.blocks, tensor.cut))
+    shape = f"{first.blocks} x {first.cut} chunks that are {'read' if first.access.value == 'read' else 'written'}"
+    where = "the Plan alone" if first in plan.tensors else "the schedule alone"
+    return Diagnostic(
+        "C210",
+        f"the tensors of the Plan of `{plan.name}` are not those of the schedule",
+        Label(schedule.span, f"{where} has `{first.name}` of {shape}"),
+        help=HELP_TABLES,
     )

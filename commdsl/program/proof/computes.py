@@ -1,0 +1,282 @@
+"""Turns a Plan and its schedule into what the one computes that the other does not mean; nothing, if they agree.
+
+Assumes a Plan that `verify` and the proof of synchronization passed: every run leaves the same data, and what is read
+was written in that round. So one round is followed, once, in one order that the flags admit. Shares nothing with
+`lower`, nor with the checks that the schedule passed.
+
+A place is a chunk of a tensor or a cell; an `inout` buffer is two tensors here as everywhere: that they may be one
+memory is for C208 to judge. In the end every chunk that the caller gets back holds the value the schedule gives it, or
+both leave it unwritten (C210). A value knows in which order it was combined, and whether an `avg` has divided it: so
+who passes has the schedule's results to the bit, for every reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.ir.schedules import Ints, Schedule
+from commdsl.language.diagnostics import Diagnostic
+from commdsl.program.plan import Access, Plan
+from commdsl.program.proof import messages, packets
+from commdsl.program.proof.clocks import pattern, run, timeline
+from commdsl.program.proof.meaning import Results, meant, tensors_given
+from commdsl.program.proof.values import (
+    CLASH,
+    STALE,
+    UNWRITTEN,
+    Book,
+    Column,
+    Mask,
+    Values,
+    averaged,
+    combined,
+    difference,
+    given,
+)
+
+Longs = NDArray[np.int64]
+
+
+def computes(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
+    """The first chunk that the caller gets back with other data than the schedule gives it."""
+    wanted = meant(schedule)
+    unlike = {*plan.tensors} ^ {*tensors_given(schedule), *wanted}
+    if unlike:
+        yield messages.other_tensors(schedule, plan, unlike)
+        return
+    followed = follow(schedule, plan)
+    if any((followed.results[tensor] != values).any() for tensor, values in wanted.items()):
+        yield _explained(schedule, plan)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A round of all ranks as groups of operations, in levels: what a level reads, earlier levels have written.
+
+    Row i of `source` and `dest` is a place; those of group g are `source_begin[g] ..< source_begin[g + 1]`.
+    """
+
+    level_begin: Ints  # into the groups
+    leader: Ints  # (num_groups,): the operation each begins with
+    source: Longs
+    source_begin: Longs
+    dest: Longs
+    dest_begin: Longs
+    dest_op: Ints  # the operation that stores it
+    scale: Mask  # beside each dest
+
+    @property
+    def num_levels(self) -> int:
+        return len(self.level_begin) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Followed:
+    """What a round leaves, and the value every group made, in the order of the Program."""
+
+    program: Program
+    results: Results
+    made: Values
+
+
+class _Places:
+    """Numbers for all places: tensor by tensor, then the cells; in each rank by rank."""
+
+    def __init__(self, plan: Plan) -> None:
+        sizes = [tensor.blocks * tensor.cut for tensor in plan.tensors] + [plan.num_cells]
+        self.size = np.array(sizes, np.int64)  # of a rank; the last entry stands for space -1, a cell
+        self.base = np.cumsum(self.size * plan.num_ranks) - self.size * plan.num_ranks
+        self.count = int(self.size.sum()) * plan.num_ranks
+
+    def of(self, space: Ints, rank: Ints, index: Ints) -> Longs:
+        places = self.size[space]
+        places *= rank
+        places += self.base[space]
+        places += index
+        return places
+
+    def whole(self, space: int) -> slice:
+        """All places of a tensor."""
+        return slice(int(self.base[space]), int(self.base[space + 1]))
+
+
+def program(plan: Plan) -> Program:
+    """The groups by when the greedy run has them: by batch, and within one the first of every rank, then the second.
+
+    What a batch needs of other ranks lies in earlier ones, so the ranks within one may go on side by side.
+    """
+    ops, places = plan.ops, _Places(plan)
+    leaders = ops.leaders
+    sequence, level_begin = _levels(plan, leaders)
+    leader = leaders[sequence]
+    reads, source_begin = _gathered(ops.source_begin[leader], ops.source_begin[leader + 1])
+    dests, dest_begin = _gathered(leader, np.append(leaders, ops.num_ops)[sequence + 1])
+    return Program(
+        level_begin=level_begin,
+        leader=leader,
+        source=places.of(ops.source_space, ops.source_rank, ops.source_index)[reads],
+        source_begin=source_begin,
+        dest=places.of(ops.dest_space, ops.dest_rank, ops.dest_index)[dests],
+        dest_begin=dest_begin,
+        dest_op=dests,
+        scale=ops.scale[dests] == 1,
+    )
+
+
+def _levels(plan: Plan, leaders: Ints) -> tuple[Longs, Ints]:
+    """An order of the groups, and where in it each level begins."""
+    flags = packets.flagged(plan, packets.deliveries(plan)) if plan.protocol.carries_flags else plan
+    events = timeline(flags)
+    batch = run(events, pattern(events)).batch[leaders]
+    if not len(leaders):
+        return np.zeros(0, np.int64), np.zeros(1, np.int32)
+    place = np.arange(len(leaders), dtype=np.int64)
+    begin = np.searchsorted(leaders, plan.ops.rank_begin)
+    if len({*np.diff(begin).tolist()}) == 1:
+        by_rank = batch.reshape(plan.num_ranks, -1)
+        if (by_rank == by_rank[0]).all():  # all ranks go on in step: each column is a level
+            return place.reshape(by_rank.shape).T.ravel(), np.arange(0, len(place) + 1, plan.num_ranks, dtype=np.int32)
+    rank = events.actor[leaders]
+    opens = np.concatenate(([True], (rank[1:] != rank[:-1]) | (batch[1:] != batch[:-1])))
+    turn = place - np.maximum.accumulate(np.where(opens, place, 0))
+    # As in `signal_owners`: one word of (batch, turn, place) sorts faster than an index.
+    words = (batch * (turn.max() + 1) + turn) * len(place) + place
+    words.sort()
+    level, sequence = np.divmod(words, len(place))
+    bounds = np.flatnonzero(level[1:] != level[:-1]) + 1
+    return sequence, np.concatenate(([0], bounds, [len(place)])).astype(np.int32)
+
+
+def _gathered(begin: Ints, end: Ints) -> tuple[Ints, Longs]:
+    """The rows begin ..< end of every group, one group after another; and where each group's begin."""
+    counts = end - begin
+    ends = np.cumsum(counts, dtype=np.int32)
+    rows = np.repeat(begin - (ends - counts), counts)
+    rows += np.arange(len(rows), dtype=np.int32)
+    return rows, np.concatenate(([0], ends)).astype(np.int64)
+
+
+def follow(schedule: Schedule, plan: Plan, book: Book | None = None) -> Followed:
+    """Runs a round of the Plan on values."""
+    order, places = program(plan), _Places(plan)
+    held = np.full(places.count, STALE)
+    for tensor, buffer in tensors_given(schedule).items():
+        held[places.whole(plan.tensors.index(tensor))] = given(schedule, buffer)
+    averages = plan.num_ranks > 1
+    made: list[Values] = [np.zeros(0, np.uint64)]
+    sources, dests = order.source_begin, order.dest_begin
+    fewest, most = _extremes(order, sources)
+    scaled = np.add.reduceat(order.scale, dests[order.level_begin[:-1]]) if order.num_levels else sources[:0]
+    groups, num_dests = order.level_begin.tolist(), np.diff(dests)
+    for number in range(order.num_levels):
+        first, last = groups[number : number + 2]
+        rows = slice(sources[first], sources[last])
+        columns = _columns(held, order.source[rows], sources[first : last + 1], fewest[number], most[number])
+        values = combined(columns)
+        if book is not None:
+            book.note(values, tuple(columns))
+        made.append(values)
+        rows = slice(dests[first], dests[last])
+        stored = values if dests[last] - dests[first] == last - first else np.repeat(values, num_dests[first:last])
+        if scaled[number] and averages:
+            stored = np.where(order.scale[rows], averaged(stored), stored)
+            if book is not None:
+                book.note(averaged(values), ((values, None),), divided=True)
+        _store(held, order.dest[rows], stored)
+    return Followed(order, _results(plan, order, places, held), np.concatenate(made))
+
+
+def _extremes(order: Program, begin: Longs) -> tuple[list[int], list[int]]:
+    """The fewest and the most rows of the groups of each level."""
+    if not order.num_levels:
+        return [], []
+    counts, starts = np.diff(begin), order.level_begin[:-1]
+    return np.minimum.reduceat(counts, starts).tolist(), np.maximum.reduceat(counts, starts).tolist()
+
+
+def _columns(held: Values, source: Longs, begin: Longs, fewest: int, most: int) -> list[Column]:
+    """The operands of the groups of a level, as they are before it."""
+    taken = held.take(source)
+    if fewest == most:
+        return [(taken[operand::most], None) for operand in range(most)]
+    first, counts = begin[:-1] - begin[0], np.diff(begin)
+    valid = [operand < counts for operand in range(most)]
+    return [(taken[np.where(there, first + operand, 0)], there) for operand, there in enumerate(valid)]
+
+
+def _store(held: Values, dest: Longs, values: Values) -> None:
+    """Where two values are stored to one place at once, neither is what a reader may count on."""
+    held[dest] = values
+    lost = held.take(dest) != values
+    if lost.any():
+        held[dest[lost]] = CLASH
+
+
+def _results(plan: Plan, order: Program, places: _Places, held: Values) -> Results:
+    written = np.zeros(places.count, np.bool_)
+    written[order.dest] = True
+    held = np.where(written, held, UNWRITTEN)
+    return {
+        tensor: held[places.whole(space)].reshape(plan.num_ranks, -1)
+        for space, tensor in enumerate(plan.tensors)
+        if tensor.access is Access.WRITE
+    }
+
+
+def _explained(schedule: Schedule, plan: Plan) -> Diagnostic:
+    """The whole once more, with a note of how every value comes about."""
+    means, does = Book(schedule), Book(schedule)
+    wanted, followed = meant(schedule, means), follow(schedule, plan, does)
+    wrong = {tensor: np.argwhere(followed.results[tensor] != values) for tensor, values in wanted.items()}
+    tensor = next(tensor for tensor in plan.tensors if len(wrong.get(tensor, ())))
+    rank, chunk = wrong[tensor][0].tolist()
+    place = int(_Places(plan).whole(plan.tensors.index(tensor)).start + rank * tensor.blocks * tensor.cut + chunk)
+    order = followed.program
+    last = _last_store(order, place, len(order.dest))
+    first = None if last is None else _first_unmeant(followed, last, means.all_values())
+    values = wanted[tensor][rank, chunk], followed.results[tensor][rank, chunk]
+    inner = difference(means, does, *values)
+    found = messages.WrongData(
+        tensor=tensor.name,
+        rank=rank,
+        chunk=chunk,
+        expected=means.words(values[0]),
+        got=does.words(values[1]),
+        inner=None if inner == values else (means.words(inner[0]), does.words(inner[1])),
+        count=sum(map(len, wrong.values())),
+        op=None if last is None else int(order.dest_op[last]),
+        first=None if first is None else (int(order.leader[first]), does.words(followed.made[first])),
+    )
+    return messages.wrong_data(schedule, plan, found)
+
+
+def _last_store(order: Program, place: int, before: int) -> int | None:
+    """The row of the dests, before the given one, that stores to a place last."""
+    rows = np.flatnonzero(order.dest[:before] == place)
+    return int(rows[-1]) if len(rows) else None
+
+
+def _group_of(order: Program, row: int) -> int:
+    """Which group a row of the dests belongs to."""
+    return int(np.searchsorted(order.dest_begin, row, side="right")) - 1
+
+
+def _first_unmeant(followed: Followed, row: int, known: Values) -> int | None:
+    """The earliest group on the way to a wrong chunk that makes what the schedule never does."""
+    order, unmeant = followed.program, ~np.isin(followed.made, known)
+    group = _group_of(order, row)
+    if not unmeant[group]:
+        return None
+    while True:
+        before = int(order.dest_begin[group])
+        sources = order.source[order.source_begin[group] : order.source_begin[group + 1]].tolist()
+        stores = [_last_store(order, place, before) for place in sources]
+        earlier = [_group_of(order, store) for store in stores if store is not None]
+        earlier = [number for number in earlier if unmeant[number]]
+        if not earlier:
+            return group
+        group = min(earlier)

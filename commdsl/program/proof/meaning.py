@@ -1,0 +1,107 @@
+"""Turns a schedule into the value of every chunk that the caller gets back: what its Plan must compute.
+
+Assumes a schedule that passed the checks. Does not know cells, flags or protocols, and shares nothing with `lower`:
+every step reads everything it reads, then writes everything it writes, all rows of a statement at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.ir.schedules import Moves, Schedule, Step, Yield
+from commdsl.language.kinds import BufferKind
+from commdsl.program.plan import Access, Tensor
+from commdsl.program.proof.values import UNWRITTEN, Book, Column, Values, averaged, combined, given
+
+Results: TypeAlias = dict[Tensor, Values]
+"""By tensor that is written: (num_ranks, chunks), UNWRITTEN where nothing was written."""
+
+GIVEN = (BufferKind.INPUT, BufferKind.INOUT)
+RETURNED = (BufferKind.OUTPUT, BufferKind.INOUT)
+
+
+def tensors_given(schedule: Schedule) -> dict[Tensor, int]:
+    """The user memory that is read, and of which buffer it is."""
+    buffers = enumerate(schedule.buffers)
+    return {Tensor(b.name, Access.READ, b.blocks, b.cut): number for number, b in buffers if b.kind in GIVEN}
+
+
+def meant(schedule: Schedule, book: Book | None = None) -> Results:
+    """Runs the schedule on values."""
+    ranks = schedule.num_ranks
+    held = [
+        given(schedule, number) if buffer.kind in GIVEN else np.full(ranks * buffer.num_chunks, UNWRITTEN)
+        for number, buffer in enumerate(schedule.buffers)
+    ]
+    shown: list[Values] = []
+    for step in schedule.steps:
+        match step:
+            case Step():
+                made = [_made(schedule, held, moves, book) for moves in step.moves if len(moves.actor)]
+                for buffer, places, values in made:
+                    held[buffer][places] = values
+            case Yield():
+                shown.append(held[step.buffer].reshape(ranks, -1).copy())
+            case _:
+                assert_never(step)
+    _divide(schedule, held, book)
+    results = {
+        Tensor(buffer.name, Access.WRITE, buffer.blocks, buffer.cut): held[number].reshape(ranks, -1)
+        for number, buffer in enumerate(schedule.buffers)
+        if buffer.kind in RETURNED
+    }
+    return results | _stacked(schedule, shown)
+
+
+def _stacked(schedule: Schedule, shown: list[Values]) -> Results:
+    """All yields are one tensor."""
+    buffers = [schedule.buffers[step.buffer] for step in schedule.steps if isinstance(step, Yield)]
+    if not buffers:
+        return {}
+    blocks = sum(buffer.blocks for buffer in buffers)
+    return {Tensor("yields", Access.WRITE, blocks, buffers[0].cut, is_yield=True): np.concatenate(shown, axis=1)}
+
+
+def _made(
+    schedule: Schedule, held: list[Values], moves: Moves, book: Book | None
+) -> tuple[int, NDArray[np.int64], Values]:
+    """What a statement writes, and where, from what there is before its step."""
+    dest = _places(schedule, moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
+    columns = _operands(schedule, held, moves, dest)
+    if book is None:
+        return moves.dest_buffer, dest, combined(columns)
+    noted = tuple(columns)
+    made = combined(noted)
+    book.note(made, noted)
+    return moves.dest_buffer, dest, made
+
+
+def _operands(schedule: Schedule, held: list[Values], moves: Moves, dest: NDArray[np.int64]) -> Iterator[Column]:
+    """One column at a time: a list over all ranks is as wide as there are ranks."""
+    if moves.accumulate:
+        yield held[moves.dest_buffer].take(dest), None
+    for column in range(moves.source_rank.shape[1]):
+        rank, chunk = moves.source_rank[:, column], moves.source_chunk[:, column]
+        valid = None if moves.source_valid is None else moves.source_valid[:, column]
+        if valid is not None:  # what a condition leaves out may lie anywhere
+            rank, chunk = np.where(valid, rank, 0), np.where(valid, chunk, 0)
+        yield held[moves.source_buffer].take(_places(schedule, moves.source_buffer, rank, chunk)), valid
+
+
+def _places(schedule: Schedule, buffer: int, rank: NDArray[np.int32], chunk: NDArray[np.int32]) -> NDArray[np.int64]:
+    return rank * np.int64(schedule.buffers[buffer].num_chunks) + chunk
+
+
+def _divide(schedule: Schedule, held: list[Values], book: Book | None) -> None:
+    """An `avg` divides what a contract calls a sum; over one rank it is what it was."""
+    for contract in schedule.contracts:
+        if contract.is_sum and schedule.num_ranks > 1:
+            places = _places(schedule, contract.dest_buffer, contract.dest_rank, contract.dest_chunk)
+            totals = held[contract.dest_buffer][places]
+            held[contract.dest_buffer][places] = averaged(totals)
+            if book is not None:
+                book.note(averaged(totals), ((totals, None),), divided=True)

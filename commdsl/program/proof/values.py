@@ -1,0 +1,153 @@
+"""Turns what a place holds into one 64-bit number, and such numbers back into words.
+
+Assumes numbers of different values differ: 2^64 of them, mixed, make an accident less likely than a broken processor.
+Does not follow anything; `meaning` and `computes` do, each in its own way.
+
+A value is a chunk that a rank was given, several values combined, or one divided by the number of ranks. Order and
+nesting of what is combined are part of it, as they decide how results are rounded. What combines one value alone is it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.ir.schedules import Buffer, Schedule
+from commdsl.language.diagnostics import InternalError
+from commdsl.language.kinds import BufferKind
+
+Values: TypeAlias = NDArray[np.uint64]
+Mask: TypeAlias = NDArray[np.bool_]
+Column: TypeAlias = tuple[Values, Mask | None]
+"""One operand of every row, and in which rows there is one (None: in all)."""
+
+UNWRITTEN = np.uint64(0)
+"""At the end: nothing was written there."""
+
+STALE = np.uint64(1)
+"""Of a place nothing was written to in this round: it holds what a round or a call before left."""
+
+CLASH = np.uint64(2)
+"""Of a place two different values were stored to at once."""
+
+_WORDS = {
+    int(UNWRITTEN): "nothing",
+    int(STALE): "what an earlier round left",
+    int(CLASH): "one of two values that are stored at once",
+}
+
+_OPENING = np.uint64(0x9E3779B97F4A7C15)
+_DIVIDED = np.uint64(0xD6E8FEB86659FD93)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+
+MOST_NESTED, MOST_LETTERS = 12, 400
+"""How deep and how far a message spells one value out."""
+
+
+def _mix(values: Values) -> Values:
+    """A bijection that looks random (the finisher of SplitMix64), in place."""
+    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+        values ^= values >> shift
+        values *= factor
+    values ^= values >> _SHIFTS[2]
+    return values
+
+
+def given(schedule: Schedule, buffer: int) -> Values:
+    """What the caller puts into a buffer: every chunk of every rank, rank by rank, a value of its own."""
+    before = sum(earlier.num_chunks for earlier in schedule.buffers[:buffer]) * schedule.num_ranks
+    size = schedule.buffers[buffer].num_chunks * schedule.num_ranks
+    return _mix(np.arange(before + 1, before + size + 1, dtype=np.uint64) * _OPENING)
+
+
+def combined(columns: Iterable[Column]) -> Values:
+    """The operands of every row combined in the order of the columns."""
+    made, counts = np.zeros(0, np.uint64), None
+    for number, (operand, valid) in enumerate(columns):
+        if counts is None and valid is None:
+            made = operand if number == 0 else _mix((made * _OPENING if number == 1 else made) ^ operand)
+            continue
+        here = np.ones(len(operand), np.bool_) if valid is None else valid
+        if counts is None:
+            made = made if number else np.zeros(len(operand), np.uint64)
+            counts = np.full(len(operand), number)
+        joined = _mix(np.where(counts == 1, made * _OPENING, made) ^ operand)
+        made = np.where(here, np.where(counts == 0, operand, joined), made)
+        counts += here
+    return made
+
+
+def averaged(values: Values) -> Values:
+    return _mix(values ^ _DIVIDED)
+
+
+@dataclass(frozen=True, eq=False)
+class Book:
+    """How values came about, noted where a message is to be made of them."""
+
+    schedule: Schedule
+    made: list[Values] = field(default_factory=list)
+    operands: list[tuple[Column, ...]] = field(default_factory=list)
+    divided: list[bool] = field(default_factory=list)
+
+    def note(self, made: Values, operands: tuple[Column, ...], *, divided: bool = False) -> None:
+        self.made.append(made)
+        self.operands.append(operands)
+        self.divided.append(divided)
+
+    def given(self) -> list[tuple[Buffer, Values]]:
+        """Every chunk that any rank is given."""
+        kinds = (BufferKind.INPUT, BufferKind.INOUT)
+        held = enumerate(self.schedule.buffers)
+        return [(buffer, given(self.schedule, number)) for number, buffer in held if buffer.kind in kinds]
+
+    def all_values(self) -> Values:
+        """Every value there was."""
+        return np.unique(np.concatenate([values for _, values in self.given()] + self.made))
+
+    def words(self, value: np.uint64) -> str:
+        """`chunk 3 of `x` of rank 2 + chunk 3 of `x` of rank 0`: combined from left to right, the inner first."""
+        text = self._words(value, 0)
+        return text if len(text) <= MOST_LETTERS else text[:MOST_LETTERS].rpartition(" ")[0] + " ..."
+
+    def _words(self, value: np.uint64, depth: int) -> str:
+        if int(value) in _WORDS:
+            return _WORDS[int(value)]
+        for buffer, values in self.given():
+            at = np.flatnonzero(values == value)
+            if len(at):
+                rank, chunk = divmod(int(at[0]), buffer.num_chunks)
+                return f"rank {rank}'s chunk {chunk} of `{buffer.name}`"
+        return self._made(value, depth) if depth < MOST_NESTED else "..."
+
+    def _made(self, value: np.uint64, depth: int) -> str:
+        parts, divided = self.parts(value)
+        if not parts:
+            raise InternalError("a value of the Plan came about in no operation")
+        inner = (self._words(part, depth + 1) for part in parts)
+        text = " + ".join(f"({part})" if " + " in part else part for part in inner)
+        return f"{text} / {self.schedule.num_ranks}" if divided else text
+
+    def parts(self, value: np.uint64) -> tuple[list[np.uint64], bool]:
+        """What a value was made of, nothing for what was given; and whether that was by dividing it."""
+        for made, operands, divided in zip(self.made, self.operands, self.divided, strict=True):
+            at = np.flatnonzero(made == value)
+            parts = [column[at[0]] for column, valid in operands if len(at) and (valid is None or valid[at[0]])]
+            if parts and parts != [value]:
+                return parts, divided
+        return [], False
+
+
+def difference(means: Book, does: Book, wanted: np.uint64, got: np.uint64) -> tuple[np.uint64, np.uint64]:
+    """The innermost part in which two values differ, if it is the only one."""
+    while True:
+        parts, others = means.parts(wanted), does.parts(got)
+        pairs = [pair for pair in zip(parts[0], others[0], strict=False) if pair[0] != pair[1]]
+        if len(parts[0]) != len(others[0]) or len(pairs) != 1:
+            return wanted, got
+        wanted, got = pairs[0]
