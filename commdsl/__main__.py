@@ -12,7 +12,7 @@ import sys
 def main() -> None:
     # commdsl does no linear algebra, yet OpenBLAS starts a pool of threads when numpy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from commdsl.commands.cli import run_command
+    from commdsl.commands.cli import run_command  # after the line above
 
     sys.exit(run_command(sys.argv[1:]))
 

@@ -243,7 +243,7 @@ def compile_dispatch(
     tune: Mapping[str, int | str] | None = None,
 ) -> CompiledDispatch:
     """`check_dispatch`, then what is launched and the kernel's text. Raises CommError for a route by keys, too."""
-    from commdsl.build.emit_dispatch import emit_dispatch, lower_dispatch  # jinja2 is not needed to check
+    from commdsl.build.emit_dispatch import emit_dispatch, lower_dispatch  # 6 ms that a check does not need
 
     held = check_dispatch(path, name, ranks, on, params, tune)
     _raise_errors(tuple(_not_built(held.dispatch)))
@@ -270,7 +270,7 @@ def compile(
     tune: Mapping[str, int | str] | None = None,
 ) -> Compiled:
     """`check`, then the kernel's text."""
-    from commdsl.build.emit import emit  # jinja2 is not needed to check
+    from commdsl.build.emit import emit  # as above
 
     proved = check(path, schedule, ranks, on, params, transport, tune)
     return Compiled(proved.schedule, proved.plan, proved.report, proved.warnings, emit(proved.plan))

@@ -43,6 +43,11 @@ MAX_LINES = 400
 LONG_MODULES: dict[str, str] = {}
 """A longer module and why it is one."""
 
+LATE = {
+    "commands/cli.py": "a command loads what it needs when it is called: 30 ms to 2 s that the others do not wait for",
+}
+"""Modules all of whose late imports have one reason."""
+
 CALLS = ("C95", "C96")
 """Codes of exceptions of the torch ops: a call is at fault, no `.comm` text."""
 
@@ -160,6 +165,37 @@ def test_rooms() -> None:
     assert {name.removesuffix(".py") for name in names} == {
         stage.split("/")[0] for stages in STAGES for stage in stages
     }
+
+
+def late_imports(path: Path) -> Iterator[ast.stmt]:
+    """The imports that run when a function does; of several in a row the first."""
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for node in ast.walk(function):
+                for block in (getattr(node, name, []) for name in ("body", "orelse", "finalbody")):
+                    yield from _first_imports(block if isinstance(block, list) else [])
+
+
+def _first_imports(block: list[ast.stmt]) -> Iterator[ast.stmt]:
+    before: ast.stmt | None = None
+    for statement in block:
+        if isinstance(statement, ast.Import | ast.ImportFrom) and not isinstance(before, ast.Import | ast.ImportFrom):
+            yield statement
+        before = statement
+
+
+def test_late_imports_have_a_reason() -> None:
+    """An import inside a function says beside it, or above, what is bought by it."""
+    wrong = []
+    for path in MODULES:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in late_imports(path):
+            above = lines[node.lineno - 2].strip()
+            if name_of(path) not in LATE and "  # " not in lines[node.lineno - 1] and not above.startswith("# "):
+                wrong.append(f"{name_of(path)}:{node.lineno}")
+
+    assert wrong == []
+    assert LATE.keys() <= {name_of(path) for path in MODULES if any(late_imports(path))}
 
 
 def test_environment() -> None:

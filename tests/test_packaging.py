@@ -6,6 +6,7 @@ no network is needed; `.ci/run` does the same with pip's own resolution.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -86,7 +87,8 @@ def test_wheel_package(wheel: Path) -> None:
 
 def test_installed(python: Path, tmp_path: Path) -> None:
     """An installed commdsl finds its data, and compiles and runs a schedule away from the checkout."""
-    away = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    away = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False, "env": environment}
     where = subprocess.run([python, "-c", "import commdsl; print(commdsl.__file__)"], **away)
     assert Path(where.stdout.strip()).is_relative_to(python.parent.parent), where.stderr
     made = subprocess.run([python, "-m", "commdsl", "new", "allreduce", "sum.comm"], **away)

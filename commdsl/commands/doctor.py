@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from commdsl.build import host, nvrtc
 from commdsl.commands import output
 from commdsl.commands.output import Exit
 from commdsl.machine.config import from_environment
@@ -77,8 +78,6 @@ def probe_cache() -> Iterator[Finding]:
 
 
 def probe_compiler() -> Iterator[Finding]:
-    from commdsl.build import host
-
     purpose = "run emitted kernels on host ranks"
     install = "apt install g++, or pip install 'commdsl[cxx]' (ziglang)"
     sanitizer = "run --sanitize (ThreadSanitizer)"
@@ -111,8 +110,6 @@ def runs(command: list[str]) -> bool:
 
 
 def probe_cuda_build() -> Iterator[Finding]:
-    from commdsl.build import nvrtc
-
     install = "pip install 'commdsl[cuda]'"
     for name, look in (("NVRTC", nvrtc.version), ("nvJitLink", nvrtc.linker_version)):
         purpose = "build kernels for the GPU (needs none)" if name == "NVRTC" else "link the NVSHMEM transport"

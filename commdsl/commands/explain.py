@@ -33,6 +33,7 @@ def explain(code: str | None, *, as_json: bool) -> Exit:
     if as_json:
         output.say_json({"code": wanted, "title": codes.title(wanted), "page": text})
     elif output.has_colour(sys.stdout):
+        # 90 ms that a page into a pipe does not need
         from rich.console import Console
         from rich.markdown import Markdown
 

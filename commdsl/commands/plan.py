@@ -63,7 +63,7 @@ def plan(words: tuple[str, ...], wanted: Wanted, out: Path | None, svg: Path | N
     if out is not None:
         out.write_text(made.text, encoding="utf-8")
     if svg is not None:
-        from commdsl.cost.draw_plan import draw_plan
+        from commdsl.cost.draw_plan import draw_plan  # 20 ms that only a picture needs
 
         svg.write_text(draw_plan(made.plan, made.before, made.after), encoding="utf-8")
     if as_json:

@@ -17,6 +17,7 @@ from commdsl.commands.output import Exit
 from commdsl.commands.report import cost_lines, laws, proof_lines, report_json
 from commdsl.commands.show import fail
 from commdsl.commands.trial import Settings, Trial, trial
+from commdsl.cost.draw import draw
 from commdsl.cost.report import report
 from commdsl.cost.timeline import timeline
 from commdsl.language import diagnostics
@@ -121,8 +122,6 @@ def to_json(checked: compiler.Checked, made: Trial, settings: Settings) -> dict[
 
 def write_svgs(target: Path, done: list[compiler.Checked]) -> None:
     """One picture per run; with several, the name carries the schedule and its ranks."""
-    from commdsl.cost.draw import draw
-
     for checked in done:
         label = f"{target.stem}-{checked.schedule.name}-{checked.schedule.num_ranks}{target.suffix or '.svg'}"
         path = target if len(done) == 1 else target.with_name(label)

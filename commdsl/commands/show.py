@@ -15,6 +15,7 @@ from commdsl.commands import dumps, output
 from commdsl.commands.arguments import Target, UsageError
 from commdsl.commands.jobs import Job, Outcome, merge, only, plan_jobs, prove_all
 from commdsl.commands.output import Exit
+from commdsl.commands.show_dispatches import show_dispatches
 from commdsl.language import diagnostics
 from commdsl.language.diagnostics import CommError
 from commdsl.language.syntax import File
@@ -78,8 +79,6 @@ def dispatches(
     named = [decl.name.text for decl in compiler.dispatches(files) if name in (None, decl.name.text)]
     if not named:
         return ()
-    from commdsl.commands.show_dispatches import show_dispatches
-
     return show_dispatches(files, path, target, named, stage.value)
 
 
@@ -89,7 +88,7 @@ def plans(
     """The dispatch plans to show: that of the name, or all without one. They have no stage beyond `ir`."""
     named = [decl.name.text for decl in compiler.plans(files) if name in (None, decl.name.text)]
     if stage is Stage.IR and named:
-        from commdsl.commands.show_plans import show_plans
+        from commdsl.commands.show_plans import show_plans  # 25 ms that schedules do not need
 
         return show_plans(files, path, target, named, svg)
     if svg is not None:

@@ -55,7 +55,7 @@ def machine(files: tuple[File, ...], target: Target, plan: DispatchPlan) -> Topo
 
 
 def draw(path: Path, plan: DispatchPlan, before: Balance, after: Balance) -> None:
-    from commdsl.cost.draw_plan import draw_plan
+    from commdsl.cost.draw_plan import draw_plan  # 20 ms that only a picture needs
 
     path.write_text(draw_plan(plan, before, after), encoding="utf-8")
     output.tell(f"drew {path}")

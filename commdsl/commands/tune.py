@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as Grid
 
 from commdsl.commands import output
 from commdsl.commands.arguments import UsageError, parse_bytes
@@ -21,9 +25,7 @@ from commdsl.machine.dtypes import BY_NAME
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.search import Search
 from commdsl.planner.tuning.selection import Row, Table, TableError, size_text
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from commdsl.runtime.errors import GroupError
 
 PROTOCOLS = ("packet", "line", "bulk", "engine")
 HOST_PROTOCOLS = ("bulk",)
@@ -82,8 +84,7 @@ def powers(first: int, last: int, factor: int) -> tuple[int, ...]:
 
 def tune(wanted: Wanted) -> Exit:
     """Measures, writes and prints. The table keeps what it has of other collectives, if it is of this machine."""
-    from commdsl.runtime import measure
-    from commdsl.runtime.errors import GroupError
+    from commdsl.runtime import measure  # torch: seconds that a wrong option need not wait for
 
     try:
         measure.start()
@@ -128,7 +129,7 @@ def name_of(device: str) -> str:
 
 def search_all(wanted: Wanted, device: str, ranks: int) -> Iterator[Found]:
     """One collective after another; what one leaves of its time, the others have."""
-    from commdsl.runtime import measure
+    from commdsl.runtime import measure  # torch: seconds that a wrong option need not wait for
 
     protocols = HOST_PROTOCOLS if device == selection.PLAIN_DEVICE else PROTOCOLS
     clock = measure.Clock(wanted.seconds)
@@ -148,9 +149,6 @@ def progress(*, shown: bool) -> Iterator[Progress | None]:
     if not shown or not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         yield bar
@@ -158,7 +156,7 @@ def progress(*, shown: bool) -> Iterator[Progress | None]:
 
 def watcher(shown: Progress | None, collective: str) -> Any:
     """What the search tells where it is."""
-    from commdsl.runtime import measure
+    from commdsl.runtime import measure  # torch: seconds that a wrong option need not wait for
 
     tasks: dict[str, Any] = {}
 
@@ -181,9 +179,6 @@ def watcher(shown: Progress | None, collective: str) -> Any:
 
 def show(found: list[Found], table: Table) -> None:
     """What failed, what was left out, and the rows last."""
-    from rich.console import Console
-    from rich.table import Table as Grid
-
     console = Console(width=None if sys.stdout.isatty() else 160)
     grid = Grid(title=f"{table.device} x{table.ranks}: {table.path}")
     for title in ("collective", "size", "us", "GB/s", "chosen", "next", "us"):

@@ -154,7 +154,7 @@ class Launcher:
         if found is not None:
             return found
         if torch.compiler.is_dynamo_compiling():
-            from commdsl.dispatch.untraced import make
+            from commdsl.dispatch.untraced import make  # a second, where torch has traced nothing yet
 
             return make(self, route, way, widths)
         return self.make(route, way, widths)

@@ -44,7 +44,7 @@ def parse(source: Source) -> File:
         kept = pickle.loads(path.read_bytes())
         if isinstance(kept, File) and kept.source == source:
             return kept
-    from commdsl.language import parser
+    from commdsl.language import parser  # 60 ms, most of it lark
 
     file = parser.parse(source)
     with contextlib.suppress(OSError):  # a home that cannot be written costs time, not the run

@@ -12,6 +12,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from commdsl.build import host, nvrtc
+from commdsl.build.emit import defines
 from commdsl.machine.config import Config, from_environment
 from commdsl.planner.tuning.selection import Candidate
 from commdsl.program.plan import Transport
@@ -45,7 +47,7 @@ class Ahead:
         """Starts on this rank's share, in the order in which they are measured."""
         if self._workers < 1 or not candidates:
             return
-        from commdsl.runtime.load import find
+        from commdsl.runtime.load import find  # torch: the workers import this module and need none
 
         if self._pool is None:
             self._pool = ProcessPoolExecutor(self._workers, multiprocessing.get_context("spawn"))
@@ -63,7 +65,7 @@ class Ahead:
 def arch_of(device: Any) -> str:
     if device.type == "cpu":
         return ""
-    import torch
+    import torch  # as above
 
     properties = torch.cuda.get_device_properties(device)
     return f"sm_{properties.major}{properties.minor}"
@@ -74,14 +76,8 @@ def _build(job: _Job) -> None:
     transport = Transport(job.config.transport)
     for one in {Transport.PEER, transport}:  # shapes come from the first, the kernel from the second
         made = program(job.definition, job.ranks, one, job.config)
-    from commdsl.build.emit import defines
-
     macros = defines(made.plan, job.dtype, "sum")
     if job.arch:
-        from commdsl.build import nvrtc
-
         nvrtc.build(made.emitted, macros, transport, job.config, job.arch)
     else:
-        from commdsl.build import host
-
         host.build(made.emitted, macros, job.config)

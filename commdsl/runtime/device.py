@@ -123,7 +123,7 @@ class _Gpu:
     """What a launch asks of the driver and of torch, each with one call."""
 
     def __init__(self, index: int) -> None:
-        import cupy
+        import cupy  # where there is a GPU
 
         self.index = index
         self.capturing = torch.cuda.is_current_stream_capturing
@@ -178,7 +178,7 @@ class DeviceStart:
 
 def _capture_id(stream: int) -> int | None:
     """Which capture a stream is in."""
-    from cuda.bindings import runtime
+    from cuda.bindings import runtime  # where there is a GPU
 
     error, status, number, *_ = runtime.cudaStreamGetCaptureInfo(stream)
     if error != runtime.cudaError_t.cudaSuccess:
@@ -195,7 +195,8 @@ class _World:
 def _start_nvshmem(communicator: Communicator, device: int) -> Any:
     """The package nvshmem, with the group's ranks as its PEs."""
     try:
-        import cupy  # noqa: F401 - said here, before anything collective, rather than at the first kernel
+        # Where there is a GPU; cupy is missed here, before anything collective, rather than at the first kernel.
+        import cupy  # noqa: F401 - see above
         import nvshmem.bindings
         import nvshmem.core
         from cuda.core import Device
@@ -225,7 +226,7 @@ def stop_nvshmem() -> None:
     """Collective, after every workspace was released."""
     if _World.members is None:
         return
-    import nvshmem.core
+    import nvshmem.core  # where it was started
 
     nvshmem.core.finalize()
     _World.members = None

@@ -60,7 +60,7 @@ class EngineKernel:
     """Calls of one Plan on one GPU, one after another."""
 
     def __init__(self, path: Path, entry: str, plan: Plan, rank: int, device: int) -> None:
-        import cupy
+        import cupy  # where there is a GPU
 
         self._plan = plan
         self._rank = rank

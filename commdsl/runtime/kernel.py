@@ -106,7 +106,7 @@ class DeviceKernel:
     """A cubin on one GPU. Refused at load when not all lanes can be resident at once: lanes wait for each other."""
 
     def __init__(self, path: Path, residence: Residence, device: int, nvshmem: Any | None) -> None:
-        import cupy
+        import cupy  # where there is a GPU
 
         with cupy.cuda.Device(device):
             self._module = cupy.RawModule(path=str(path))
