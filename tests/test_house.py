@@ -167,6 +167,16 @@ def test_rooms() -> None:
     }
 
 
+@pytest.mark.parametrize("room", sorted({path.parent for path in MODULES} - {PACKAGE}), ids=lambda room: room.name)
+def test_rooms_list_what_is_in_them(room: Path) -> None:
+    """The docstring of a folder names every part of it, so that one page tells a newcomer where to look."""
+    docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    folders = {path.parent.name for path in room.glob("*/__init__.py")}
+    parts = {path.stem for path in room.glob("*.py")} - {"__init__"} | folders
+
+    assert {part for part in parts if not re.search(rf"\b{part}\b", docstring)} == set()
+
+
 def late_imports(path: Path) -> Iterator[ast.stmt]:
     """The imports that run when a function does; of several in a row the first."""
     for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -3,6 +3,12 @@
 Assumes a resolved schedule; for the laws on the Plan one that `verify` accepts. The laws stand in groups: a later group
 runs only when the earlier ones found no error, because it relies on what they prove, and so that one mistake gives one
 message. A new law is a function and a line here. Does not raise.
+
+    locations, contributions, route_laws   what the laws are stated on: places, what each holds, rows
+    cycles, topology, roles, engine   what the machine has
+    bounds, inputs, overlap, undefined, size_classes   what a step may touch
+    promises, conservation, determinism, useless   what is promised, kept, and in vain
+    plans, routes   a plan of documents and where its rows go
 """
 
 from __future__ import annotations

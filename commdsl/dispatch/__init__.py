@@ -1,6 +1,19 @@
 """The routing of distributed attention: `Metadata` that says which rows go where, and the ops that move them.
 
 Importing this imports nothing else; each name below loads what it needs when it is first used.
+
+    errors        what is wrong with the numbers of a dispatch
+    metadata, form   which rows go where, for all ranks or one; its arrays in the one form
+    layout        routes <-> Metadata
+    planned, compute, generate   a plan, shards with destinations, or chance -> Metadata
+    validator, attention_laws   whether it may be used
+    simulate      what it means: the oracle of the kernels
+    route         Metadata of all ranks -> the tables of one, on its device
+    limits        the most that any call moves -> symmetric memory
+    pool          that memory -> results
+    untraced      what `torch.compile` does not look into
+    launcher      one rank's end of a dispatch
+    dispatcher    the torch op, and the calls users make
 """
 
 from __future__ import annotations

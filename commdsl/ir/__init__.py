@@ -1,1 +1,9 @@
-"""What a file means: schedules, dispatches and plans of documents, with ranks and steps resolved."""
+"""What a file means: schedules, dispatches and plans of documents, with ranks and steps resolved.
+
+schedules     a schedule: buffers, contracts, steps of moves as arrays
+dispatches    a dispatch: tensors of rows and the routes they take
+plans         a plan: shards of documents and the ranks that compute them
+routes        where rows go: the runs of rows from each rank to each
+resolve       Syntax -> any of these
+interpret     the oracle: what a schedule does to tensors, in numpy
+"""

@@ -1,1 +1,8 @@
-"""What there is to run on: topologies, cycles through their links, element types, this process's settings."""
+"""What there is to run on: topologies, cycles through their links, element types, this process's settings.
+
+config        the environment -> Config
+resources     where the shipped folders lie
+topology      who can send to whom, how fast, through which ports
+cycles        rings and Hamilton decompositions of its links
+dtypes        element types and their reductions
+"""

@@ -2,4 +2,24 @@
 
 Assumes torch; on GPUs also cupy and nvshmem4py. Does not compile (`compiler`, `build`). Nothing is imported here: a
 process that only checks schedules must not pay for torch.
+
+    errors        what goes wrong in a call, typed
+    program       a file -> Plan, text and the shape of the op, from the cache
+    bootstrap     how ranks exchange small values
+    heap          symmetric memory
+    error_page    where kernels say who is missing
+    kernel, phases, engine   something built -> something that runs one call, by SMs or by the copy engine
+    stream_order  calls on several streams -> one order
+    workspace     where the calls of one Program run
+    communicator  one rank's end of a group
+    host, device  that end on a processor, on a GPU
+    groups        the name of a group -> the end of it
+    tensors       what a call's tensors must be
+    calls, work   a call of one shape, made once; one that is waited for
+    eager         whether a call may pass torch's dispatcher by
+    autograd      a contract -> its backward
+    op            a Program -> a torch op
+    load          a path -> an op
+    menu, collectives, collective_ops   `all_reduce` and its kin: the op that a table chooses
+    ahead, measure   candidates -> builds, and their times, for `commdsl tune`
 """

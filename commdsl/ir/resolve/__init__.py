@@ -2,6 +2,18 @@
 
 Assumes parsed files, the schedule's own first, then those it uses. Raises CommError with every fault found. Does not
 prove anything about the steps: indices out of range stay in the arrays for `checks` to name.
+
+    faults        the list that mistakes go to, one diagnostic a mistake
+    expressions, names, move_rules, plan_rules   mistakes that need no numbers
+    evaluate      expressions -> numbers, or arrays of them
+    parameters    those given and the defaults -> numbers
+    machines      `topology`, `roles`
+    cycle_sets    `cycles`
+    contracts     `ensure`
+    rows, steps   `each` -> arrays, a row for every combination of its binders
+    tuning        `tune`
+    plans         `plan` -> shards in global order
+    dispatches, dispatch_routes   `dispatch` -> its tensors, and the routes they take
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
 """What was written: one frozen class per grammar rule, each with its span.
 
 Assumes nothing beyond the grammar. Does not know what names mean; `resolve` does.
+
+    expressions   the base of every node; expressions, ranges, quantities
+    machines      topologies and roles
+    schedules     schedules, statements, references
+    dispatches    plans and dispatches
 """
 
 from __future__ import annotations

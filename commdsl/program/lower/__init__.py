@@ -1,7 +1,18 @@
 """Turns a checked schedule into a Plan: operations placed, ordered by flags, laid out as tables.
 
 Assumes the checks on the schedule have passed. Does not print text (`emit`) and does not prove the flags
-(`checks.synchronization` does, on the Plan it returns).
+(`program.proof.synchronization` does, on the Plan it returns).
+
+    homes         where the current version of every chunk lies, step by step
+    rows          the statements of all phases -> operations, a row each
+    placement     steps -> phases of operations on tensors and cells
+    fuse          copies of what was just made -> further destinations of what made it
+    cells         cells written once -> as few as are used in turn
+    problem       what has to be ordered
+    hazards       accesses to one cell -> which operation follows which
+    clocks        what each rank knows of the others' progress
+    ordering      edges -> as few flags as order them all
+    tables        rows and flags -> the tables of the Plan
 """
 
 from __future__ import annotations
