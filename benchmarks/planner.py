@@ -26,7 +26,7 @@ from commdsl.language.kinds import LinkScope
 from commdsl.machine.topology import Link, Topology, switch
 from commdsl.planner.balance import Balance, Widths, balance, imbalance
 from commdsl.planner.documents import Goal, balanced
-from commdsl.planner.layouts import Terms, at_home, pack
+from commdsl.planner.packing import Terms, at_home, pack
 from commdsl.planner.plan_text import plan_text
 
 T = TypeVar("T")

@@ -18,11 +18,11 @@ from commdsl.ir.plans import DispatchPlan
 from commdsl.ir.routes import NOWHERE, Mask, Sharing
 from commdsl.language.kinds import LinkScope
 from commdsl.machine.topology import Link, Topology, switch
-from commdsl.planner import layouts
+from commdsl.planner import packing
 from commdsl.planner.balance import Balance, Widths, balance, imbalance
 from commdsl.planner.documents import CapacityError, Goal, State, balanced
 from commdsl.planner.flows import flows, ways
-from commdsl.planner.layouts import Layout, LayoutError, Terms, at_home, layout_of, pack, place, to_plan, whole
+from commdsl.planner.packing import Packing, PackingError, Terms, at_home, pack, packing_of, place, to_plan, whole
 from commdsl.planner.plan_text import plan_text
 
 WIDTHS = Widths(8, 4, 2)
@@ -39,7 +39,7 @@ def heavy(count: int, seed: int = 0, most: int = 1 << 17) -> np.ndarray:
     return np.clip(drawn, 16, most).astype(np.int64)
 
 
-def make(home: Layout, topology: Topology, goal: Goal | None = None, terms: Terms | None = None) -> DispatchPlan:
+def make(home: Packing, topology: Topology, goal: Goal | None = None, terms: Terms | None = None) -> DispatchPlan:
     found = balanced(home, topology, goal or Goal(), terms or Terms("made"), lambda label: None)
     prove(found)
     return found
@@ -94,7 +94,7 @@ def test_balance_token_by_token(mask: Mask, seed: int) -> None:
     middle = rng.integers(home.begin, high + 1)
     part = np.tile(np.arange(len(home.rank)), 2)
     low, high = np.concatenate((home.begin, middle)), np.concatenate((middle, high))
-    cuts = layouts.Cuts(part[low < high], low[low < high], high[low < high], rng.integers(-1, 4, (low < high).sum()))
+    cuts = packing.Cuts(part[low < high], low[low < high], high[low < high], rng.integers(-1, 4, (low < high).sum()))
     plan = to_plan(home, cuts, Terms("random", mask))
     loads = balance(plan, switch(4), WIDTHS)
     pairs, keys = token_by_token(plan)
@@ -136,7 +136,7 @@ def test_balance_wants_its_ranks() -> None:
         balance(to_plan(place([[5]]), whole(place([[5]])), Terms("one")), switch(2), WIDTHS)
 
 
-# --- layouts ----------------------------------------------------------------------------------------------------------
+# --- packing ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8, 64])
@@ -177,14 +177,14 @@ def test_no_document_spans_unlinked_ranks() -> None:
 @pytest.mark.parametrize("wrong", [0, -5])
 def test_pack_refuses(wrong: int) -> None:
     """A document has a token at least; the fault says which has none."""
-    with pytest.raises(LayoutError, match=f"document 1 has {wrong} tokens"):
+    with pytest.raises(PackingError, match=f"document 1 has {wrong} tokens"):
         pack(np.array([7, wrong]), switch(2), 128)
 
 
-def test_layout_of_a_plan() -> None:
-    """A layout made into a plan and taken from it again is the same."""
+def test_packing_of_a_plan() -> None:
+    """A packing made into a plan and taken from it again is the same."""
     home = pack(heavy(50), switch(6), 128)
-    again = layout_of(to_plan(home, whole(home), Terms("stay")))
+    again = packing_of(to_plan(home, whole(home), Terms("stay")))
 
     assert again.names == home.names
     assert all(np.array_equal(getattr(again, n), getattr(home, n)) for n in ("rank", "document", "begin", "length"))
@@ -297,7 +297,7 @@ def test_cheaper_than_equal_shards() -> None:
     low = np.array([length * run // 16 for length in lengths for run in runs])
     high = np.array([length * (run + 1) // 16 for length in lengths for run in runs])
     dest = np.array([min(run, 15 - run) for _ in parts for run in runs])
-    zigzag = balance(to_plan(home, layouts.Cuts(np.repeat(parts, 16), low, high, dest), Terms("zigzag")), switch(8),
+    zigzag = balance(to_plan(home, packing.Cuts(np.repeat(parts, 16), low, high, dest), Terms("zigzag")), switch(8),
                      Widths())  # fmt: skip
 
     assert imbalance(zigzag.attention) < 0.02
@@ -395,7 +395,7 @@ def test_a_plan_is_planned_again() -> None:
     """A plan that is balanced stays, and every document of a plan that is not is at home before it moves."""
     home = pack(heavy(300), switch(8), 128)
     plan = make(home, switch(8))
-    again = make(layout_of(plan), switch(8))
+    again = make(packing_of(plan), switch(8))
 
     assert same(again, plan)
     assert same(read_back(again), plan)

@@ -1,6 +1,6 @@
 """Turns words of the command line into documents: numbers, and files of them as text, CSV or JSON, or a plan's own.
 
-Assumes lengths in tokens. Does not decide which rank holds what, unless a file says so; `layouts` does.
+Assumes lengths in tokens. Does not decide which rank holds what, unless a file says so; `packing` does.
 """
 
 from __future__ import annotations

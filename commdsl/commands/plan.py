@@ -23,10 +23,10 @@ from commdsl.ir.routes import Mask
 from commdsl.language.diagnostics import CommError, InternalError
 from commdsl.language.syntax import File
 from commdsl.machine.topology import NO_LINK, Topology, link_of, switch
-from commdsl.planner import layouts
+from commdsl.planner import packing
 from commdsl.planner.balance import Balance, Widths, balance, imbalance
 from commdsl.planner.documents import ROUNDS, CapacityError, Goal, balanced
-from commdsl.planner.layouts import Layout, LayoutError, Terms, layout_of, pack, to_plan, whole
+from commdsl.planner.packing import Packing, PackingError, Terms, pack, packing_of, to_plan, whole
 from commdsl.planner.plan_text import plan_text
 
 
@@ -58,7 +58,7 @@ def plan(words: tuple[str, ...], wanted: Wanted, out: Path | None, svg: Path | N
     with output.progress("reading", ROUNDS + 4) as advance:
         try:
             made = make(words, wanted, advance)
-        except (LayoutError, CapacityError) as error:
+        except (PackingError, CapacityError) as error:
             raise UsageError(str(error)) from error
     if out is not None:
         out.write_text(made.text, encoding="utf-8")
@@ -95,7 +95,7 @@ def reason(made: Planned, wanted: Wanted) -> str:
 
 def make(words: tuple[str, ...], wanted: Wanted, advance: Callable[[str], None]) -> Planned:
     """Reads, lays out, balances, proves and writes out; `advance` hears of each stage."""
-    home, topology, terms = lay_out(words, wanted)
+    home, topology, terms = pack_anew(words, wanted)
     advance("counting what there is")
     before = balance(to_plan(home, whole(home), terms), topology, wanted.goal.widths)
     found = balanced(home, topology, wanted.goal, terms, advance)
@@ -106,11 +106,11 @@ def make(words: tuple[str, ...], wanted: Wanted, advance: Callable[[str], None])
     return Planned(found, plan_text(found, tuple(comment(before, after))), before, after)
 
 
-def lay_out(words: tuple[str, ...], wanted: Wanted) -> tuple[Layout, Topology, Terms]:
+def pack_anew(words: tuple[str, ...], wanted: Wanted) -> tuple[Packing, Topology, Terms]:
     """Where the documents lie, on which machine, and what the plan is to say of itself."""
     terms = Terms(wanted.name or "balanced", wanted.mask or Mask.CAUSAL, wanted.query_capacity, wanted.key_capacity)
     if any(word.endswith(".comm") for word in words):
-        return lay_out_plan(words, wanted, terms)
+        return pack_again(words, wanted, terms)
     documents = read(words)
     if wanted.ranks is None and wanted.on is None:
         raise UsageError("for how many ranks? --ranks N, or --on TOPOLOGY")
@@ -118,10 +118,10 @@ def lay_out(words: tuple[str, ...], wanted: Wanted) -> tuple[Layout, Topology, T
     if documents.rank is None:
         packed = pack(documents.length, topology, wanted.goal.shortest, relay=wanted.goal.relay)
         return packed, topology, terms
-    return given_layout(documents, topology.num_ranks), topology, terms
+    return given_packing(documents, topology.num_ranks), topology, terms
 
 
-def lay_out_plan(words: tuple[str, ...], wanted: Wanted, terms: Terms) -> tuple[Layout, Topology, Terms]:
+def pack_again(words: tuple[str, ...], wanted: Wanted, terms: Terms) -> tuple[Packing, Topology, Terms]:
     """The documents of a plan, to be balanced anew; it says the rest of itself, unless the command line does."""
     if len(words) > 1:
         raise UsageError("a .comm file has all documents of a plan: it stands alone")
@@ -141,7 +141,7 @@ def lay_out_plan(words: tuple[str, ...], wanted: Wanted, terms: Terms) -> tuple[
     topology = machine(files, wanted, old.num_ranks)
     if topology.num_ranks != old.num_ranks:
         raise UsageError(f"`{old.name}` is for {old.num_ranks} ranks, `{topology.name}` has {topology.num_ranks}")
-    return layout_of(old), topology, terms
+    return packing_of(old), topology, terms
 
 
 def machine(files: tuple[File, ...], wanted: Wanted, ranks: int | None) -> Topology:
@@ -161,7 +161,7 @@ def machine(files: tuple[File, ...], wanted: Wanted, ranks: int | None) -> Topol
     return found
 
 
-def given_layout(documents: Documents, num_ranks: int) -> Layout:
+def given_packing(documents: Documents, num_ranks: int) -> Packing:
     """Every document on the rank that the input names."""
     assert documents.rank is not None
     wrong = np.flatnonzero((documents.rank < 0) | (documents.rank >= num_ranks) | (documents.length < 0))
@@ -169,7 +169,7 @@ def given_layout(documents: Documents, num_ranks: int) -> Layout:
         what = f"document {index} has {documents.length[index]} tokens on rank {documents.rank[index]}"
         raise UsageError(f"{what}, expected ranks 0 to {num_ranks - 1} and no negative length")
     order = np.argsort(documents.rank, kind="stable")
-    return layouts.layout(num_ranks, documents.rank[order], order, documents.length[order])
+    return packing.packing(num_ranks, documents.rank[order], order, documents.length[order])
 
 
 def prove(found: DispatchPlan) -> None:

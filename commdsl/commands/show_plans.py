@@ -16,7 +16,7 @@ from commdsl.language.diagnostics import Diagnostic
 from commdsl.language.syntax import File
 from commdsl.machine.topology import Topology
 from commdsl.planner.balance import Balance, Widths, balance
-from commdsl.planner.layouts import at_home
+from commdsl.planner.packing import at_home
 
 
 @dataclass(frozen=True, slots=True)

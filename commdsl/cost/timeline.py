@@ -39,7 +39,7 @@ def timeline(schedule: Schedule, width: int = 100) -> str:
     rows: list[Row | str] = []
     for shown in fold(schedule):
         rows += [shown] if isinstance(shown, str) else step_rows(schedule, *shown)
-    return "\n".join(layout(rows, schedule.num_ranks, width))
+    return "\n".join(aligned(rows, schedule.num_ranks, width))
 
 
 def fold(schedule: Schedule) -> Iterator[tuple[int, Step | Yield] | str]:
@@ -171,7 +171,7 @@ def spans(values: list[int], noun: str) -> str:
     return f"{len(values)} {noun}" if noun else ""
 
 
-def layout(rows: Iterable[Row | str], num_ranks: int, width: int) -> Iterator[str]:
+def aligned(rows: Iterable[Row | str], num_ranks: int, width: int) -> Iterator[str]:
     """The rows as lines, with as many ranks as fit; ranks left out are counted below."""
     rows = list(rows)
     table = [row for row in rows if isinstance(row, Row)]

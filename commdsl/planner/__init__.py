@@ -1,10 +1,10 @@
 """What is chosen for the user: who computes which part of uneven documents, which schedule runs.
 
-layouts       document lengths -> where every token lies; with cuts a plan
+packing       document lengths -> where every token lies; with cuts a plan
 balance       a plan -> the loads of its ranks
 flows         loads -> how much goes from whom to whom
 stock         what a rank has of its documents -> what is best sent
-documents     all of it: a layout -> a balanced plan
+documents     all of it: a packing -> a balanced plan
 plan_text     a plan -> `.comm` text
 tuning        which schedule runs for a size, how tuned
 """

@@ -1,4 +1,4 @@
-"""Turns a layout of documents and a topology into a balanced plan: attention even, few bytes over slow links.
+"""Turns a packing of documents and a topology into a balanced plan: attention even, few bytes over slow links.
 
 Assumes that what a rank does is attention: pairs of tokens, as `balance` counts them. Documents stay where they are;
 what a rank has too much of goes to the nearest ranks with room, in runs of tokens that bring the most attention for the
@@ -18,7 +18,7 @@ from commdsl.ir.routes import Longs, totals
 from commdsl.machine.topology import Topology
 from commdsl.planner.balance import Widths
 from commdsl.planner.flows import Doubles, Flow, Ways, flows, ways
-from commdsl.planner.layouts import Cuts, Layout, Terms, to_plan
+from commdsl.planner.packing import Cuts, Packing, Terms, to_plan
 from commdsl.planner.stock import Demand, Offers, Stock, keys, offers, work
 
 ROUNDS = 6
@@ -45,7 +45,7 @@ class Goal:
     relay: bool = False  # ranks without a link may send to each other, along the shortest way
 
 
-def balanced(home: Layout, topology: Topology, goal: Goal, terms: Terms, watch: Callable[[str], None]) -> DispatchPlan:
+def balanced(home: Packing, topology: Topology, goal: Goal, terms: Terms, watch: Callable[[str], None]) -> DispatchPlan:
     """A plan by which no rank does more than the mean times (1 + tolerance), as far as links and capacities allow.
 
     `watch` is told before each round of flows. Raises ValueError if the topology has another number of ranks,
@@ -65,7 +65,7 @@ def balanced(home: Layout, topology: Topology, goal: Goal, terms: Terms, watch: 
     return to_plan(home, state.cuts(), terms)
 
 
-def _stocks(home: Layout, low: Doubles, high: Doubles, length: Doubles) -> list[Stock]:
+def _stocks(home: Packing, low: Doubles, high: Doubles, length: Doubles) -> list[Stock]:
     """What each rank has at the beginning; parts of no tokens are not worth a look."""
     shared = home.num_parts[home.document] > 1
     begin = np.searchsorted(home.rank, np.arange(home.num_ranks + 1)).tolist()
@@ -79,7 +79,7 @@ def _stocks(home: Layout, low: Doubles, high: Doubles, length: Doubles) -> list[
 class State:
     """A plan under construction: what stays, what goes where, and the loads so far."""
 
-    def __init__(self, home: Layout, found: Ways, goal: Goal, terms: Terms) -> None:
+    def __init__(self, home: Packing, found: Ways, goal: Goal, terms: Terms) -> None:
         self.home, self.goal, self.terms, self.mask = home, goal, terms, terms.mask
         self.ways, self.linked = found, np.isfinite(found.hop)
         low, high = home.begin.astype(np.float64), (home.begin + home.length).astype(np.float64)

@@ -33,7 +33,7 @@ def keys(mask: Mask, high: Doubles, length: Doubles) -> Doubles:
 class Stock:
     """The runs of a rank's own documents that still stay there; arrays of one length, changed as runs leave."""
 
-    part: Longs  # of the layout
+    part: Longs  # of the packing
     low: Doubles  # tokens, counted from the beginning of the document
     high: Doubles
     length: Doubles  # of the whole document

@@ -1,4 +1,4 @@
-"""Turns document lengths into a layout, where every token lies before a dispatch, and a layout with cuts into a plan.
+"""Turns document lengths into a packing, where every token lies before a dispatch, and a packing with cuts into a plan.
 
 Assumes lengths in tokens. Packs as trainers do: consecutive documents, as many tokens on one rank as on any other.
 Does not balance attention; `planner` does.
@@ -22,12 +22,12 @@ NOT_WRITTEN = Span(Source("planner", ""), 0, 0)
 """Where a plan stands that no text declares."""
 
 
-class LayoutError(ValueError):
-    """Lengths or ranks that no layout can have; says which document, and what is expected."""
+class PackingError(ValueError):
+    """Lengths or ranks that no packing can have; says which document, and what is expected."""
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Packing:
     """m parts of documents in global order: by rank, then as they lie there. A document's parts follow each other."""
 
     num_ranks: int
@@ -52,8 +52,8 @@ class Layout:
         return np.bincount(self.document, minlength=self.num_documents).astype(np.int64)
 
 
-def layout(num_ranks: int, rank: Longs, given: Longs, length: Longs, *, name_all: bool = False) -> Layout:
-    """A layout of parts in global order; `given` is the caller's number of each part's document.
+def packing(num_ranks: int, rank: Longs, given: Longs, length: Longs, *, name_all: bool = False) -> Packing:
+    """A packing of parts in global order; `given` is the caller's number of each part's document.
 
     A document in several parts is named after its number, and every one if `name_all`.
     """
@@ -66,43 +66,43 @@ def layout(num_ranks: int, rank: Longs, given: Longs, length: Longs, *, name_all
     numbers = given[first[order]].tolist()
     named = (parts > 1) | name_all
     names = tuple(f"d{mine}" if has else "" for mine, has in zip(numbers, named.tolist(), strict=True))
-    return Layout(num_ranks, rank, document, running_sum(document, length), length, names)
+    return Packing(num_ranks, rank, document, running_sum(document, length), length, names)
 
 
-def place(lengths: Sequence[Sequence[int]]) -> Layout:
-    """The documents of each rank, as given. Raises LayoutError for a negative length."""
+def place(lengths: Sequence[Sequence[int]]) -> Packing:
+    """The documents of each rank, as given. Raises PackingError for a negative length."""
     flat = np.array([length for mine in lengths for length in mine], np.int64)
     rank = np.repeat(np.arange(len(lengths)), [len(mine) for mine in lengths]).astype(np.int64)
     _refuse(flat, 0)
-    return layout(len(lengths), rank, np.arange(len(flat)), flat)
+    return packing(len(lengths), rank, np.arange(len(flat)), flat)
 
 
-def pack(lengths: Longs, topology: Topology, shortest: int, *, relay: bool = False) -> Layout:
+def pack(lengths: Longs, topology: Topology, shortest: int, *, relay: bool = False) -> Packing:
     """Consecutive documents, cut where a rank is full: each within 2 * `shortest` tokens of its share.
 
     No part is shorter than `shortest` unless its document is. A document never lies on two ranks without a link: where
     a topology does not link all ranks, whole documents go to nodes (or ranks), tokens and attention even among those;
     unless `relay`, by which ranks without a link reach each other all the same.
-    Raises LayoutError for a length below 1.
+    Raises PackingError for a length below 1.
     """
     _refuse(lengths, 1)
     islands = 1 if relay else _islands(topology)
     size = topology.num_ranks // islands
     if islands == 1:
         rank, given, length = _fill(np.arange(len(lengths)), lengths, size, shortest)
-        return layout(size, rank, given, length)
+        return packing(size, rank, given, length)
     parts = [
         (island * size + rank, given, length)
         for island, mine in enumerate(_share(lengths, islands))
         for rank, given, length in (_fill(mine, lengths[mine], size, shortest),)
     ]
     rank, given, length = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    return layout(topology.num_ranks, rank, given, length, name_all=True)
+    return packing(topology.num_ranks, rank, given, length, name_all=True)
 
 
 def _refuse(lengths: Longs, least: int) -> None:
     for index in np.flatnonzero(lengths < least)[:1].tolist():
-        raise LayoutError(f"document {index} has {lengths[index]} tokens, expected at least {least}")
+        raise PackingError(f"document {index} has {lengths[index]} tokens, expected at least {least}")
 
 
 def _linked(topology: Topology) -> NDArray[np.bool_]:
@@ -160,13 +160,13 @@ def _fill(given: Longs, lengths: Longs, ranks: int, shortest: int) -> tuple[Long
     )
 
 
-def layout_of(plan: DispatchPlan) -> Layout:
+def packing_of(plan: DispatchPlan) -> Packing:
     """Where a plan's documents lie before it is carried out."""
     first = np.array([piece.first_shard for piece in plan.pieces], np.int64)
     document = np.array([piece.document for piece in plan.pieces], np.int64)
     length = totals(plan.piece, plan.shards.length, len(plan.pieces))
     names = {piece.document: piece.name for piece in plan.pieces}
-    return Layout(
+    return Packing(
         plan.num_ranks,
         plan.shards.rank[first],
         document,
@@ -186,7 +186,7 @@ class Cuts:
     dest: Longs
 
 
-def whole(home: Layout) -> Cuts:
+def whole(home: Packing) -> Cuts:
     """Every part stays, in one shard."""
     return Cuts(np.arange(len(home.rank)), home.begin, home.begin + home.length, home.rank)
 
@@ -201,8 +201,8 @@ class Terms:
     key_capacity: int | None = None  # rows
 
 
-def to_plan(home: Layout, cuts: Cuts, terms: Terms) -> DispatchPlan:
-    """The plan of a layout and its cuts, keys sent once per rank; neighbours that go to one rank become one shard."""
+def to_plan(home: Packing, cuts: Cuts, terms: Terms) -> DispatchPlan:
+    """The plan of a packing and its cuts, keys sent once per rank; neighbours that go to one rank become one shard."""
     order = np.lexsort((cuts.high, cuts.low, cuts.part))
     part, low, high, dest = cuts.part[order], cuts.low[order], cuts.high[order], cuts.dest[order]
     opens = np.append(True, (part[1:] != part[:-1]) | (dest[1:] != dest[:-1])) if len(part) else np.zeros(0, bool)
@@ -234,7 +234,7 @@ def at_home(plan: DispatchPlan) -> DispatchPlan:
     return replace(plan, dest=np.where(sent, plan.shards.rank[:, None], NOWHERE))
 
 
-def _pieces(home: Layout, part: Longs) -> tuple[Piece, ...]:
+def _pieces(home: Packing, part: Longs) -> tuple[Piece, ...]:
     parts = np.arange(len(home.rank))
     first = np.searchsorted(part, parts)
     count = np.searchsorted(part, parts, side="right") - first
