@@ -6,14 +6,15 @@ Every caller that needs two stages in a row goes through here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from commdsl import checks
+from commdsl.checks.built import unbuilt_dispatch, unbuilt_schedule
 from commdsl.cost.report import Report, far_from_bound, report
 from commdsl.ir import resolve
-from commdsl.ir.dispatches import ByKey, Dispatch
+from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.plans import DispatchPlan, Routing, routing
 from commdsl.ir.resolve.faults import nearest
 from commdsl.ir.schedules import Schedule
@@ -191,6 +192,7 @@ def check(
     meant = resolve.resolve(files, decl, num_ranks, topology, params or {}, tune)
     found = _raise_errors((*checks.check_files(files), *checks.check_schedule(meant)))
     warnings = (*resolve.warnings(files, decl), *found)
+    _raise_errors(tuple(unbuilt_schedule(meant)))
     plan = lower(meant, transport)
     verify(plan)
     warnings += _raise_errors(checks.check_plan(meant, plan))
@@ -246,18 +248,9 @@ def compile_dispatch(
     from commdsl.build.emit_dispatch import emit_dispatch, lower_dispatch  # 6 ms that a check does not need
 
     held = check_dispatch(path, name, ranks, on, params, tune)
-    _raise_errors(tuple(_not_built(held.dispatch)))
+    _raise_errors(tuple(unbuilt_dispatch(held.dispatch)))
     kernel = lower_dispatch(held.dispatch)
     return CompiledDispatch(held.dispatch, held.warnings, kernel, emit_dispatch(kernel))
-
-
-def _not_built(dispatch: Dispatch) -> Iterator[Diagnostic]:
-    """C590 for a route by keys."""
-    for route in dispatch.routes:
-        if isinstance(route, ByKey):
-            label = Label(dispatch.span, f"rows go by `{route.key}`")
-            yield Diagnostic("C590", f"`{dispatch.name}` is not built yet", label,
-                             help="there is a kernel for routes by tables: `route home[S, C] for x`")  # fmt: skip
 
 
 def compile(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from commdsl.ir.schedules import Buffer, Contract, CycleSet, Moves, RoleSet, Schedule, Step, Tuning, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Contract, CycleSet, Moves, RoleSet, Schedule, Step, Tuning, Yield
 from commdsl.language.kinds import BufferKind, LinkScope, MoveKind
 from commdsl.language.source import Source, Span
 from commdsl.machine.topology import Link, Topology
@@ -111,7 +111,7 @@ def schedule(
     ranks: int,
     buffers: tuple[Buffer, ...],
     contracts: tuple[Contract, ...],
-    steps: tuple[Step | Yield, ...],
+    steps: tuple[AnyStep, ...],
     topology: Topology | None = None,
     cycles: tuple[CycleSet, ...] = (),
     roles: tuple[RoleSet, ...] = (),
@@ -138,7 +138,7 @@ def ring_allreduce(ranks: int, topology: Topology | None = None) -> Schedule:
     """The schedule of DESIGN.md section 1: statement 5 reduces, statement 6 puts."""
     me = np.arange(ranks, dtype=np.int32)
     there = (me + 1) % ranks
-    steps: list[Step | Yield] = []
+    steps: list[AnyStep] = []
     for s in range(ranks - 1):
         chunk = (me - s) % ranks
         steps.append(step(move(MoveKind.REDUCE, (0, me, chunk), (0, there, chunk), me, 5), s=s))
@@ -152,10 +152,10 @@ def ring_allreduce(ranks: int, topology: Topology | None = None) -> Schedule:
 def ring_rotation(ranks: int, yields: int | None = None) -> Schedule:
     """kv travels the ring, shown before the first step and after each."""
     me = np.arange(ranks, dtype=np.int32)
-    steps: list[Step | Yield] = [Yield(0, (), span(6))]
+    steps: list[AnyStep] = [Yield((0,), (), span(6))]
     for s in range(1, ranks):
         steps.append(step(move(MoveKind.PUT, (0, me, 0), (0, (me + 1) % ranks, 0), me, 5), s=s))
-        steps.append(Yield(0, (("s", s),), span(7)))
+        steps.append(Yield((0,), (("s", s),), span(7)))
     rotation = copies_contract("rotation", 0, 0, [])
     kept = steps if yields is None else [*steps[: 2 * yields - 1]]
     return schedule(ranks, (buffer(BufferKind.INOUT, "kv"),), (rotation,), tuple(kept))

@@ -10,7 +10,7 @@ import pytest
 
 from commdsl.checks import check_schedule
 from commdsl.checks.roles import unused_roles
-from commdsl.ir.schedules import Buffer, CycleSet, Moves, RoleSet, Schedule, Step, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, CycleSet, Moves, RoleSet, Schedule, Yield
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.language.kinds import BufferKind, LinkScope, MoveKind
 from commdsl.language.parser import parse
@@ -28,7 +28,7 @@ def put(source: tuple[int, object, object], dest: tuple[int, object, object], li
     return build.move(MoveKind.PUT, source, dest, ME, line)  # type: ignore[arg-type]
 
 
-def made(*steps: Step | Yield, buffers: tuple[Buffer, ...] = (X, Y, T), wanted: int = 1) -> Schedule:
+def made(*steps: AnyStep, buffers: tuple[Buffer, ...] = (X, Y, T), wanted: int = 1) -> Schedule:
     """A schedule that promises chunk 0 of the left neighbour's x in chunk 0 of y."""
     contract = build.copies_contract("general", 0, wanted, [(r, 0, (r - 1) % RANKS, 0) for r in range(RANKS)])
     return build.schedule(RANKS, buffers, (contract,), steps)
@@ -113,7 +113,7 @@ def test_undefined_reads() -> None:
     assert "`t[1]` on rank 0" in only(made(build.step(pull, s=0), build.step(pull, s=1))).primary.text
     reduce = build.move(MoveKind.REDUCE, (0, ME, 0), (1, ME, 0), ME)
     assert "reduces into `y[0]`" in only(made(build.step(reduce))).primary.text
-    shown = only(made(build.step(RIGHT), Yield(1, (("s", 1),), build.span(7))))
+    shown = only(made(build.step(RIGHT), Yield((1,), (("s", 1),), build.span(7))))
     assert shown.code == "C304"
     assert shown.primary.text == "s = 1: yields `y[1]` on rank 0"
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from commdsl.checks import check_schedule, contributions
 from commdsl.checks.contributions import forward, initial, recount
 from commdsl.checks.determinism import expressions
-from commdsl.checks.locations import Located, LocatedYield
-from commdsl.ir.schedules import Moves, Schedule, Step, Yield
+from commdsl.checks.locations import Located, LocatedTask
+from commdsl.ir.schedules import AnyStep, Moves, Schedule, Step, Task, Yield
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.language.kinds import BufferKind, MoveKind
 
@@ -160,7 +160,7 @@ def test_a_rotation_shows_chunks_not_sums() -> None:
     me = np.arange(2)
     both = build.move(MoveKind.REDUCE, (0, np.array([[0, 1], [0, 1]]), 0), (1, me, 0), me, is_list=True)
     rotation = build.copies_contract("rotation", 0, 1, [])
-    schedule = build.schedule(2, (kv, cur), (rotation,), (build.step(both), Yield(1, (), build.span(7))))
+    schedule = build.schedule(2, (kv, cur), (rotation,), (build.step(both), Yield((1,), (), build.span(7))))
     assert "combination" in only(schedule).primary.text
 
 
@@ -203,13 +203,21 @@ def moves(draw: st.DrawFn) -> Moves:
     )
 
 
-def simulate(steps: list[Step | Yield]) -> tuple[list[Counter[int]], list[Counter[int]]]:
-    """What every place holds at the end, and what its yields showed in all."""
+def simulate(steps: list[AnyStep]) -> tuple[list[Counter[int]], list[Counter[int]]]:
+    """What every place holds at the end, and what its yields showed in all. What tasks make is numbered as it comes,
+    rank by rank, behind the places and one more.
+    """
     held = [Counter({place: 1}) for place in range(RANKS * CHUNKS)]
     shown: list[Counter[int]] = [Counter() for _ in held]
+    num_makers, makers = sum(not isinstance(step, Step) and bool(step.writes) for step in steps), 0
     for step in steps:
-        if isinstance(step, Yield):
-            shown = [before + now for before, now in zip(shown, held, strict=True)]
+        if not isinstance(step, Step):
+            if isinstance(step, Yield):
+                shown = [before + now for before, now in zip(shown, held, strict=True)]
+            if step.writes:
+                first = [RANKS * CHUNKS + 1 + (rank * num_makers + makers) * CHUNKS for rank in range(RANKS)]
+                held = [Counter({first[rank] + chunk: 1}) for rank in range(RANKS) for chunk in range(CHUNKS)]
+                makers += 1
             continue
         (one,) = step.moves
         written: dict[int, Counter[int]] = {}
@@ -225,11 +233,18 @@ def simulate(steps: list[Step | Yield]) -> tuple[list[Counter[int]], list[Counte
     return held, shown
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.one_of(moves(), st.none()), max_size=6))
-def test_counts_are_those_of_a_simulation(drawn: list[Moves | None]) -> None:
+COMPUTES = (
+    Yield((0,), (), build.span(7)),
+    Yield((0,), (), build.span(7), (0,), "attend"),
+    Task("add", (0, 0), (0,), (), None, (), build.span(8)),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.one_of(moves(), st.sampled_from(COMPUTES)), max_size=6))
+def test_counts_are_those_of_a_simulation(drawn: list[Moves | Yield | Task]) -> None:
     """The forward pass, exact or by fingerprints, and the backward recount agree with multisets kept per place."""
-    steps = [Yield(0, (), build.span(7)) if one is None else build.step(one) for one in drawn]
+    steps = [build.step(one) if isinstance(one, Moves) else one for one in drawn]
     x = build.buffer(BufferKind.INOUT, "x", cut=CHUNKS)
     located = Located(build.schedule(RANKS, (x,), (), tuple(steps)))
     held, shown = simulate(steps)
@@ -238,12 +253,12 @@ def test_counts_are_those_of_a_simulation(drawn: list[Moves | None]) -> None:
     for _ in forward(located, contents):
         pass
     for place in range(RANKS * CHUNKS):
-        expected = np.array([held[place][other] for other in range(RANKS * CHUNKS)])
-        assert np.array_equal(contents.sums[place], expected.astype(np.uint64) @ marks[:-1])
+        expected = np.array([held[place][other] for other in range(located.size)])
+        assert np.array_equal(contents.sums[place], expected.astype(np.uint64) @ marks)
         assert contents.totals[place] == expected.sum()
-        assert np.array_equal(recount(located, place)[:-1], expected)
-        over_yields = [shown[place][other] for other in range(RANKS * CHUNKS)]
-        assert np.array_equal(recount(located, place, at_yields={0: place})[:-1], over_yields)
+        assert np.array_equal(recount(located, place), expected)
+        over_yields = [shown[place][other] for other in range(located.size)]
+        assert np.array_equal(recount(located, place, at_yields={0: place}), over_yields)
 
 
 def expression(step: Step, held: list[object], row: int) -> object:
@@ -285,5 +300,5 @@ def test_yields_are_located() -> None:
     """A yield stands for the whole buffer on every rank."""
     located = Located(build.ring_rotation(3))
     (first, *_) = located.steps
-    assert isinstance(first, LocatedYield)
-    assert first.locations.shape == (3, 1)
+    assert isinstance(first, LocatedTask)
+    assert first.reads.shape == (3, 1)

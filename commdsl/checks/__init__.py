@@ -9,6 +9,7 @@ message. A new law is a function and a line here. Does not raise.
     bounds, inputs, overlap, undefined, size_classes   what a step may touch
     promises, conservation, determinism, useless   what is promised, kept, and in vain
     plans, routes   a plan of documents and where its rows go
+    built   what no kernel runs yet
 """
 
 from __future__ import annotations

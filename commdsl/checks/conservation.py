@@ -17,11 +17,11 @@ from commdsl.checks.locations import (
     Located,
     LocatedMoves,
     LocatedStep,
-    LocatedYield,
+    LocatedTask,
     bindings_text,
     ranks_text,
 )
-from commdsl.ir.schedules import Contract
+from commdsl.ir.schedules import Contract, Yield
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.records import dataclass
 
@@ -34,9 +34,9 @@ def broken_contracts(located: Located) -> Iterator[Diagnostic]:
     contents = Contents(start.sums.copy(), start.totals.copy())
     rotations = [_Rotation(located, contract, start) for contract in _rotations(located)]
     for _, step, _ in forward(located, contents):
-        if isinstance(step, LocatedYield):
+        if isinstance(step, LocatedTask) and isinstance(step.step, Yield):
             for rotation in rotations:
-                rotation.see(step, contents)
+                rotation.see(step.step, contents)
     for contract in located.schedule.contracts:
         if contract.name != ROTATION:
             yield from _check_rows(located, contract, start, contents)
@@ -127,9 +127,9 @@ def _foreign(located: Located, difference: _Difference) -> str:
 
 def _listing(located: Located, initials: NDArray[np.int64]) -> str:
     """`x[3]` of ranks 0 2 and `x[1]` of rank 0; at most two chunk names."""
-    ranks, offsets = np.divmod(initials, located.chunks_per_rank)
-    distinct = np.unique(offsets)
-    parts = [f"{located.chunk_name(int(offset))} of {ranks_text(ranks[offsets == offset])}" for offset in distinct[:2]]
+    ranks, numbers = located.by_rank(initials)
+    distinct = np.unique(numbers)
+    parts = [f"{located.origin_name(int(one))} of {ranks_text(ranks[numbers == one])}" for one in distinct[:2]]
     return " and ".join(parts) + (f" and {len(distinct) - 2} more chunks" if len(distinct) > 2 else "")
 
 
@@ -150,14 +150,14 @@ def _last_write(located: Located, location: int) -> Label | None:
                 rows = np.flatnonzero(moves.dest == location)
                 if len(rows):
                     return _label(located, step, moves, int(rows[0]), "written last here")
+        elif (step.writes == location).any():
+            return Label(step.step.span, f"written last here: {located.name(location)}")
     return None
 
 
 def _first_doubling(located: Located, contribution: int, location: int) -> Label | None:
     """Where the first chunk comes about that holds one contribution twice; follows that contribution alone."""
-    single = Contents(
-        np.zeros((located.nowhere + 1, 1), dtype=np.uint64), np.zeros(located.nowhere + 1, dtype=np.int64)
-    )
+    single = Contents(np.zeros((located.size, 1), dtype=np.uint64), np.zeros(located.size, dtype=np.int64))
     single.totals[contribution] = 1
     for _, step, _ in forward(located, single):
         if isinstance(step, LocatedStep):
@@ -187,12 +187,12 @@ class _Rotation:
         everyones = located.whole(contract.source_buffer).T  # (num_chunks, num_ranks)
         self.wanted = combine(start, everyones)
 
-    def see(self, step: LocatedYield, contents: Contents) -> None:
-        if step.step.buffer not in (self.contract.source_buffer, self.contract.dest_buffer):
-            return
-        now = contents.at(step.locations.ravel())
-        self.single &= now.totals == 1
-        self.seen = Contents(self.seen.sums + now.sums, self.seen.totals + now.totals)
+    def see(self, step: Yield, contents: Contents) -> None:
+        for buffer in step.reads:
+            if buffer in (self.contract.source_buffer, self.contract.dest_buffer):
+                now = contents.at(self.located.whole(buffer).ravel())
+                self.single &= now.totals == 1
+                self.seen = Contents(self.seen.sums + now.sums, self.seen.totals + now.totals)
 
     def judge(self) -> Iterator[Diagnostic]:
         num_ranks, num_chunks = self.shown.shape

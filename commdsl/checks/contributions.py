@@ -3,7 +3,7 @@
 Assumes indices in bounds, no overlapping writes and no undefined reads. A step is a linear map on contribution
 counts, so a forward pass carries every location's contributions at once (exactly when small, else as 64-bit
 fingerprints, each with a total that saturates), and one backward pass of the transposed map recounts a single
-location exactly at any scale. Does not judge.
+location exactly at any scale. What a task writes is a contribution of its own, that nothing else is. Does not judge.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedYield, Locations
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask, Locations
+from commdsl.ir.schedules import Yield
 from commdsl.language.records import dataclass
 
 Sums = NDArray[np.uint64]
@@ -46,9 +47,9 @@ class Contents:
 
 
 def initial(located: Located) -> Contents:
-    """Every location the caller fills holds its own mark once; the others nothing."""
-    given = np.flatnonzero(located.given()[:-1])
-    size = located.nowhere + 1
+    """Every location the caller fills, and everything a task makes, holds its own mark once; the others nothing."""
+    given = np.flatnonzero(located.given())
+    given, size = given[given != located.nowhere], located.size
     if size * len(given) <= EXACT_CELLS:
         sums = np.zeros((size, max(1, len(given))), dtype=np.uint64)
         sums[given, np.arange(len(given))] = 1
@@ -77,11 +78,14 @@ def combine(contents: Contents, sources: Locations) -> Contents:
     return new
 
 
-def forward(located: Located, contents: Contents) -> Iterator[tuple[int, LocatedStep | LocatedYield, list[bool]]]:
-    """Runs the schedule on `contents` in place; after each step says which statements changed nothing."""
+def forward(located: Located, contents: Contents) -> Iterator[tuple[int, LocatedStep | LocatedTask, list[bool]]]:
+    """Runs the schedule on `contents` in place; after each step says which statements changed nothing. A task is shown
+    what it reads, before it writes.
+    """
     for index, step in enumerate(located.steps):
-        if isinstance(step, LocatedYield):
+        if isinstance(step, LocatedTask):
             yield index, step, []
+            contents.put(step.writes.ravel(), contents.at(step.origins.ravel()))
             continue
         idle: list[bool] = []
         results: list[tuple[LocatedMoves, Contents]] = []
@@ -103,13 +107,16 @@ def recount(located: Located, location: int, at_yields: Mapping[int, int] | None
 
     Exact: the transpose of the schedule applied to the unit vector of that location.
     """
-    weight = np.zeros(located.nowhere + 1, dtype=np.int64)
+    weight = np.zeros(located.size, dtype=np.int64)
     if at_yields is None:
         weight[location] = 1
     for step in reversed(located.steps):
-        if isinstance(step, LocatedYield):
-            if at_yields is not None and (seen := at_yields.get(step.step.buffer)) is not None:
-                weight[seen] = min(int(weight[seen]) + 1, int(MANY))
+        if isinstance(step, LocatedTask):
+            weight[step.origins] = weight[step.writes]
+            weight[step.writes] = 0
+            for buffer in step.step.reads if isinstance(step.step, Yield) else ():
+                if (seen := (at_yields or {}).get(buffer)) is not None:
+                    weight[seen] = min(int(weight[seen]) + 1, int(MANY))
             continue
         _transposed_step(step, weight)
     weight[~located.given()] = 0

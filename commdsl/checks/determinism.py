@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.contributions import mix
-from commdsl.checks.locations import Located, LocatedMoves, LocatedYield
+from commdsl.checks.locations import Located, LocatedMoves, LocatedTask
 
 Hashes = NDArray[np.uint64]
 
@@ -22,14 +22,15 @@ UNROUNDED = np.uint64(0x5851F42D4C957F2D)
 
 def expressions(located: Located) -> Hashes:
     """A hash of the expression that every location holds at the end."""
-    hashes = mix(np.arange(located.nowhere + 1, dtype=np.uint64))
+    hashes = mix(np.arange(located.size, dtype=np.uint64))
     for step in located.steps:
-        if isinstance(step, LocatedYield):
+        if isinstance(step, LocatedTask):
+            hashes[step.writes] = hashes[step.origins]
             continue
         results = [(moves.dest, _expression(located, moves, hashes)) for moves in step.moves]
         for dest, result in results:
             hashes[dest] = result
-    return hashes
+    return hashes[: located.nowhere + 1]
 
 
 def same_bits(located: Located) -> bool:

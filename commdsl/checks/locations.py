@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.schedules import Buffer, Contract, Moves, Schedule, Step, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Contract, Moves, Schedule, Step, Task, Yield
 from commdsl.language.kinds import BufferKind
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
@@ -36,33 +37,65 @@ class LocatedStep:
 
 
 @dataclass(frozen=True, eq=False)
-class LocatedYield:
-    step: Yield
-    locations: Locations  # the whole buffer on every rank, (num_ranks, num_chunks)
+class LocatedTask:
+    """What computes whole buffers on every rank, ours or the caller's; row r is what rank r reads and writes.
+
+    Nobody knows what it writes, so each chunk of it is an origin of its own, beside the chunks that the caller gives.
+    """
+
+    step: Yield | Task
+    reads: Locations  # (num_ranks, chunks of the buffers it reads)
+    writes: Locations  # (num_ranks, chunks of those it writes)
+    origins: Locations  # as `writes`
 
 
 class Located:
-    """A schedule with every operand as a location: rank * chunks_per_rank + first chunk of the buffer + chunk."""
+    """A schedule with every operand as a location: rank * chunks_per_rank + first chunk of the buffer + chunk.
+
+    Behind the last location and `nowhere` come the chunks that tasks make, as numbers for what is combined elsewhere:
+    nowhere + 1 + rank * made_per_rank + place among the chunks that all tasks write on a rank.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         counts = [buffer.num_chunks for buffer in schedule.buffers]
         self.first_chunk: Locations = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
         self.chunks_per_rank = int(self.first_chunk[-1])
+        writes = [() if isinstance(step, Step) else step.writes for step in schedule.steps]
+        made = [sum(counts[buffer] for buffer in buffers) for buffers in writes]
+        self.first_made: Locations = np.concatenate(([0], np.cumsum(made, dtype=np.int64)))  # of each step
+        self.made_per_rank = int(self.first_made[-1])
 
     @property
     def nowhere(self) -> int:
         """One location more than there are; arrays over locations have a last element for it."""
         return self.schedule.num_ranks * self.chunks_per_rank
 
-    @cached_property
-    def steps(self) -> tuple[LocatedStep | LocatedYield, ...]:
-        return tuple(self._locate_step(step) for step in self.schedule.steps)
+    @property
+    def size(self) -> int:
+        """Locations, `nowhere`, and what tasks make."""
+        return self.nowhere + 1 + self.schedule.num_ranks * self.made_per_rank
 
-    def _locate_step(self, step: Step | Yield) -> LocatedStep | LocatedYield:
-        if isinstance(step, Yield):
-            return LocatedYield(step, self.whole(step.buffer))
-        return LocatedStep(step, tuple(self._locate_moves(moves) for moves in step.moves if len(moves.actor)))
+    @cached_property
+    def steps(self) -> tuple[LocatedStep | LocatedTask, ...]:
+        return tuple(self._locate_step(index, step) for index, step in enumerate(self.schedule.steps))
+
+    def _locate_step(self, index: int, step: AnyStep) -> LocatedStep | LocatedTask:
+        match step:
+            case Step():
+                return LocatedStep(step, tuple(self._locate_moves(moves) for moves in step.moves if len(moves.actor)))
+            case Yield() | Task():
+                writes = self._all(step.writes)
+                ranks = np.arange(self.schedule.num_ranks, dtype=np.int64)[:, None]
+                place = int(self.first_made[index]) + np.arange(writes.shape[1])
+                origins = self.nowhere + 1 + ranks * self.made_per_rank + place
+                return LocatedTask(step, self._all(step.reads), writes, origins)
+            case _:
+                assert_never(step)
+
+    def _all(self, buffers: tuple[int, ...]) -> Locations:
+        none = np.zeros((self.schedule.num_ranks, 0), np.int64)
+        return np.concatenate([none, *map(self.whole, buffers)], axis=1)
 
     def _locate_moves(self, moves: Moves) -> LocatedMoves:
         sources = self.locate(moves.source_buffer, moves.source_rank, moves.source_chunk)
@@ -84,12 +117,15 @@ class Located:
         return np.append(np.tile(one_rank, self.schedule.num_ranks), np.asarray(nowhere, one_rank.dtype))
 
     def given(self) -> NDArray[np.bool_]:
-        """Which locations hold the caller's data at the start; `nowhere` does too, so that nobody misses it."""
+        """Which locations hold the caller's data at the start. `nowhere` does too, so that nobody misses it, and what
+        tasks make.
+        """
         given = (
             np.full(buffer.num_chunks, buffer.kind in (BufferKind.INPUT, BufferKind.INOUT))
             for buffer in self.schedule.buffers
         )
-        return self.over_locations(given, nowhere=1).astype(np.bool_)
+        made = np.ones(self.size - self.nowhere - 1, np.bool_)
+        return np.append(self.over_locations(given, nowhere=1).astype(np.bool_), made)
 
     def split(self, location: int) -> tuple[int, int, int]:
         """The rank, buffer and chunk of a location."""
@@ -106,6 +142,26 @@ class Located:
         """`x[3]` on rank 2."""
         return f"{self.chunk_name(location)} on rank {self.split(location)[0]}"
 
+    def by_rank(self, origins: Locations) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rank of each chunk given or made, and a number for which of the rank's it is: see `origin_name`."""
+        is_made = origins > self.nowhere
+        rank, place = np.divmod(origins, self.chunks_per_rank)
+        made_rank, made_place = np.divmod(origins - self.nowhere - 1, max(self.made_per_rank, 1))
+        return np.where(is_made, made_rank, rank), np.where(is_made, self.chunks_per_rank + made_place, place)
+
+    def origin_name(self, number: int) -> str:
+        """`x[3]`, or with the task that made it: `c[0]` by `add` at s = 2."""
+        if number < self.chunks_per_rank:
+            return self.chunk_name(number)
+        place = number - self.chunks_per_rank
+        index = int(np.searchsorted(self.first_made, place, side="right")) - 1
+        located = self.steps[index]
+        assert isinstance(located, LocatedTask)
+        name = self.chunk_name(int(located.writes[0, place - int(self.first_made[index])]))
+        step = located.step
+        maker = step.function if isinstance(step, Task) else step.name
+        return f"{name} by `{maker}`{bindings_text(step.bindings).replace(',', ' at', 1)}"
+
     def statements(self) -> Iterator[tuple[int, LocatedStep, LocatedMoves]]:
         """Every statement of every step in order, with the index of the step."""
         for index, located in enumerate(self.steps):
@@ -113,12 +169,20 @@ class Located:
                 for moves in located.moves:
                     yield index, located, moves
 
+    def tasks(self) -> Iterator[LocatedTask]:
+        return (located for located in self.steps if isinstance(located, LocatedTask))
+
     def contract_dests(self, contract: Contract) -> Locations:
         return self.locate(contract.dest_buffer, contract.dest_rank, contract.dest_chunk)
 
     def contract_sources(self, contract: Contract) -> Locations:
-        """(m, k); a source left out is `nowhere`."""
+        """(m, k); a source left out is `nowhere`. Of a scratch buffer: what the last task made there."""
         sources = self.locate(contract.source_buffer, contract.source_rank, contract.source_chunk)
+        if self.schedule.buffers[contract.source_buffer].kind is BufferKind.SCRATCH:
+            makers = [task for task in self.tasks() if contract.source_buffer in task.step.writes]
+            made = np.full(self.nowhere + 1, self.nowhere)
+            made[makers[-1].writes] = makers[-1].origins
+            sources = made[sources]
         return sources if contract.source_valid is None else np.where(contract.source_valid, sources, self.nowhere)
 
 

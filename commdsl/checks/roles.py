@@ -1,4 +1,4 @@
-"""C410 to C413: roles are disjoint, complete, within the device and all used.
+"""C410 to C414: roles are disjoint, complete, within the device and all used, and what runs side by side has its own.
 
 Assumes names were resolved. A schedule runs one lane, a thread block, on each SM of its role, so that blocks that wait
 for each other are all on the device. Does not look at lanes that `tune` asks for; `resolve` holds them to the device.
@@ -6,14 +6,25 @@ for each other are all on the device. Does not look at lanes that `tune` asks fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from commdsl.checks.locations import Located
+from commdsl.checks.locations import Located, statement_key
 from commdsl.ir.dispatches import Dispatch
-from commdsl.ir.schedules import RoleSet
+from commdsl.ir.schedules import RoleSet, Schedule, Task
 from commdsl.language.diagnostics import Diagnostic, Label
-from commdsl.language.syntax import DispatchDecl, File, On, RolesDecl, ScheduleDecl
+from commdsl.language.syntax import (
+    Compute,
+    DispatchDecl,
+    DispatchStmt,
+    File,
+    For,
+    If,
+    On,
+    RolesDecl,
+    ScheduleDecl,
+    Stmt,
+)
 from commdsl.machine.topology import Topology
 
 COMPUTE = "compute"
@@ -21,8 +32,31 @@ COMPUTE = "compute"
 
 
 def broken_roles(located: Located) -> Iterator[Diagnostic]:
-    """One message per set of roles."""
-    yield from _broken_sets(located.schedule.roles, located.schedule.topology)
+    """One message per set of roles, then one per task."""
+    schedule = located.schedule
+    yield from _broken_sets(schedule.roles, schedule.topology)
+    told: set[tuple[str, int, int]] = set()
+    for task in located.tasks():
+        if isinstance(task.step, Task) and statement_key(task.step.span) not in told:
+            told.add(statement_key(task.step.span))
+            yield from _shared(schedule, task.step)
+
+
+def _shared(schedule: Schedule, task: Task) -> Iterator[Diagnostic]:
+    """C414: a task runs beside the moves that wait for it, so on SMs of its own."""
+    law = "a task and what moves run side by side, on SMs of their own"
+    if task.role is None and schedule.role is None:
+        return
+    if task.role is None or schedule.role is None:
+        where = f"`{schedule.name}` runs on `{schedule.role}`" if task.role is None else "nothing says where moves run"
+        whom = "behind the task" if task.role is None else "in the schedule, for what moves"
+        yield Diagnostic("C414", law, Label(task.span, where), help=f"write `on ROLE` {whom}")
+        return
+    ranges = {name: (first, last) for roles in schedule.roles for name, first, last in roles.roles}
+    (first, last), (start, end) = ranges[task.role], ranges[schedule.role]
+    if max(first, start) < min(last, end):
+        both = f"SMs {max(first, start)} ..< {min(last, end)} are of `{schedule.role}` as well"
+        yield Diagnostic("C414", law, Label(task.span, both), help="choose another role for one of the two")
 
 
 def roles_of_dispatch(dispatch: Dispatch) -> Iterator[Diagnostic]:
@@ -76,14 +110,8 @@ def _gap(roles: RoleSet, num_sms: int, topology: str) -> Diagnostic | None:
 
 def unused_roles(files: tuple[File, ...]) -> Iterator[Diagnostic]:
     """C413, for the main file, which may hold a library of roles alone: a role that no schedule runs on."""
-    used = {
-        statement.role.text
-        for file in files
-        for item in file.items
-        if isinstance(item, ScheduleDecl | DispatchDecl)
-        for statement in item.body
-        if isinstance(statement, On)
-    }
+    items = [item for file in files for item in file.items if isinstance(item, ScheduleDecl | DispatchDecl)]
+    used = {role for item in items for role in _roles_in(item.body)}
     for item in files[0].items:
         runs = any(isinstance(other, ScheduleDecl | DispatchDecl) for other in files[0].items)
         if not isinstance(item, RolesDecl) or not runs:
@@ -96,3 +124,18 @@ def unused_roles(files: tuple[File, ...]) -> Iterator[Diagnostic]:
                     Label(role.span, "no schedule runs on these SMs"),
                     help=f"write `on {role.name.text}` in a schedule; the caller's own SMs are named `{COMPUTE}`",
                 )
+
+
+def _roles_in(body: Iterable[Stmt | DispatchStmt]) -> Iterator[str]:
+    for statement in body:
+        match statement:
+            case On(role):
+                yield role.text
+            case Compute(role=role) if role is not None:
+                yield role.text
+            case For(body=inner):
+                yield from _roles_in(inner)
+            case If(_, then, otherwise):
+                yield from _roles_in((*then, *otherwise))
+            case _:
+                pass

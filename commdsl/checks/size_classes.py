@@ -1,7 +1,8 @@
 """C305: what moves into a chunk is as long as the chunk.
 
 Assumes indices in bounds and no undefined reads. Piece i of a block cut into C has the size class (C, i); classes
-differ in length for some tensor size. A scratch slot takes the class of what is written to it. Does not know bytes.
+differ in length for some tensor size. A scratch slot takes the class of what is written to it; a task takes and makes
+whole blocks, cut as the buffer is declared. Does not know bytes.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from commdsl.checks.locations import (
     Located,
     LocatedMoves,
     LocatedStep,
-    LocatedYield,
+    LocatedTask,
     bindings_text,
     statement_key,
 )
-from commdsl.ir.schedules import Buffer
+from commdsl.ir.schedules import Buffer, Task
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import BufferKind
 from commdsl.language.records import dataclass
@@ -36,6 +37,10 @@ def initial_classes(located: Located) -> Classes:
 def _buffer_classes(buffer: Buffer) -> Classes:
     if buffer.kind is BufferKind.SCRATCH:
         return np.full(buffer.num_chunks, UNKNOWN, dtype=np.int64)
+    return _as_declared(buffer)
+
+
+def _as_declared(buffer: Buffer) -> Classes:
     return (np.int64(buffer.cut) << 32) | (np.arange(buffer.num_chunks, dtype=np.int64) % buffer.cut)
 
 
@@ -51,12 +56,30 @@ class ClassedMoves:
     mixed: NDArray[np.bool_] | None  # (n,) rows of a list whose sources differ in class; None: not a list
 
 
+@dataclass(frozen=True, eq=False)
+class ClassedTask:
+    """A task with the class of every chunk it reads, and the class that it takes it for."""
+
+    located: LocatedTask
+    found: Classes  # as `located.reads`
+    wanted: Classes
+
+
 def classes_of_moves(located: Located) -> Iterator[ClassedMoves]:
     """Every statement in order; after it a scratch slot has the class that was written there."""
+    return (one for one in classes_of_steps(located) if isinstance(one, ClassedMoves))
+
+
+def classes_of_steps(located: Located) -> Iterator[ClassedMoves | ClassedTask]:
+    """As `classes_of_moves`, with the tasks between them."""
     classes = initial_classes(located)
+    declared = located.over_locations(map(_as_declared, located.schedule.buffers), nowhere=UNKNOWN).astype(np.int64)
     scratch = classes == UNKNOWN
     for index, step in enumerate(located.steps):
-        if isinstance(step, LocatedYield):
+        if isinstance(step, LocatedTask):
+            if isinstance(step.step, Task) or step.step.name is not None:
+                yield ClassedTask(step, classes[step.reads], declared[step.reads])
+            classes[step.writes] = declared[step.writes]
             continue
         classed = [_classed(index, step, moves, classes) for moves in step.moves]
         yield from classed
@@ -79,7 +102,13 @@ def unequal_sizes(located: Located) -> Iterator[Diagnostic]:
     """One message per statement."""
     told: set[tuple[str, int, int]] = set()
     scratch = initial_classes(located) == UNKNOWN
-    for one in classes_of_moves(located):
+    for one in classes_of_steps(located):
+        if isinstance(one, ClassedTask):
+            places = np.argwhere(one.found != one.wanted)
+            if len(places) and statement_key(one.located.step.span) not in told:
+                told.add(statement_key(one.located.step.span))
+                yield _task(located, one, tuple(places[0].tolist()))
+            continue
         key = statement_key(one.located.moves.span)
         if key in told:
             continue
@@ -114,6 +143,18 @@ def _unequal(located: Located, one: ClassedMoves, row: int) -> Diagnostic:
         () if same_cut else tuple(Label(buffer.span, _cut_text(buffer)) for buffer in dict.fromkeys(buffers)),
         ("when a tensor does not divide evenly, the pieces of a block differ by 16 bytes",) if same_cut else (),
         help="move between equal pieces, or through a `scratch` slot of its own",
+    )
+
+
+def _task(located: Located, one: ClassedTask, at: tuple[int, int]) -> Diagnostic:
+    location, found, wanted = int(one.located.reads[at]), int(one.found[at]), int(one.wanted[at])
+    buffer = located.schedule.buffers[located.split(location)[1]]
+    return Diagnostic(
+        "C305",
+        f"{located.chunk_name(location)} is of another size than declared",
+        Label(one.located.step.span, f"{located.name(location)} holds {_describe(found)}, not {_describe(wanted)}"),
+        (Label(buffer.span, "what a task reads is a buffer of its declared shape"),),
+        help=f"write to each slot of `{buffer.name}` a piece as long as it",
     )
 
 

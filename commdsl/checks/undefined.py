@@ -7,6 +7,7 @@ Assumes indices in bounds. `input` and `inout` chunks hold the caller's data at 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import assert_never
 
 import numpy as np
 
@@ -14,11 +15,12 @@ from commdsl.checks.locations import (
     Located,
     LocatedMoves,
     LocatedStep,
-    LocatedYield,
+    LocatedTask,
     Locations,
     bindings_text,
     statement_key,
 )
+from commdsl.ir.schedules import Task, Yield
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.language.source import Span
@@ -30,11 +32,13 @@ def undefined_reads(located: Located) -> Iterator[Diagnostic]:
     told: set[int] = set()
     empty: set[tuple[str, int, int]] = set()
     for step in located.steps:
-        if isinstance(step, LocatedYield):
-            missing = step.locations[~defined[step.locations]]
-            if len(missing) and step.step.buffer not in told:
-                told.add(step.step.buffer)
-                yield _diagnostic(located, int(missing[0]), step.step.span, _in_loop(step.step.bindings), "yields")
+        if isinstance(step, LocatedTask):
+            for missing in step.reads[~defined[step.reads]].tolist():
+                buffer = located.split(missing)[1]
+                if buffer not in told:
+                    told.add(buffer)
+                    yield _diagnostic(located, missing, step.step.span, _in_loop(step.step.bindings), _verb(step.step))
+            defined[step.writes] = True
             continue
         for moves in step.moves:
             if moves.sources.shape[1] != 1 and statement_key(moves.moves.span) not in empty:
@@ -76,6 +80,16 @@ def _empty(located: Located, step: LocatedStep, moves: LocatedMoves, row: int) -
 def _read(located: Located, step: LocatedStep, moves: LocatedMoves, location: int, row: int, verb: str) -> Diagnostic:
     who = f"rank {int(moves.moves.actor[row])}{bindings_text(step.step.bindings)}"
     return _diagnostic(located, location, moves.moves.span, who, verb)
+
+
+def _verb(step: Yield | Task) -> str:
+    match step:
+        case Yield(name=None):
+            return "yields"
+        case Yield(name=function) | Task(function):
+            return f"`{function}` reads"
+        case _:
+            assert_never(step)
 
 
 def _in_loop(bindings: tuple[tuple[str, int], ...]) -> str:

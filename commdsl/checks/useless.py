@@ -9,20 +9,38 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.contributions import forward, initial
-from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedYield, bindings_text, statement_key
+from commdsl.checks.locations import (
+    Located,
+    LocatedMoves,
+    LocatedStep,
+    LocatedTask,
+    Locations,
+    bindings_text,
+    statement_key,
+)
+from commdsl.ir.schedules import Task
 from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.language.kinds import BufferKind
 from commdsl.language.source import Span
+
+Used: TypeAlias = tuple[LocatedStep, LocatedMoves, NDArray[np.bool_]] | LocatedTask
 
 
 def useless_statements(located: Located) -> Iterator[Diagnostic]:
     """One message per statement, for the first step in which it does nothing; idle ones only if none is unused."""
     told: set[tuple[str, int, int]] = set()
-    unused = [(step, moves) for step, moves, live in used_rows(located) if not live.any()]
+    used = list(used_rows(located))
+    for one in reversed(used):
+        if isinstance(one, LocatedTask) and statement_key(one.step.span) not in told:
+            told.add(statement_key(one.step.span))
+            yield _unused_task(located, one)
+    unused = [(one[0], one[1]) for one in used if not isinstance(one, LocatedTask) and not one[2].any()]
     per_step = Counter(id(step) for step, _ in unused)
     for step, moves in reversed(unused):
         whole_step = per_step[id(step)] == len(step.moves)  # one mistake, however many statements the step has
@@ -40,15 +58,22 @@ def useless_statements(located: Located) -> Iterator[Diagnostic]:
                     yield _idle(located, at, moves)
 
 
-def used_rows(located: Located) -> Iterator[tuple[LocatedStep, LocatedMoves, NDArray[np.bool_]]]:
-    """Backwards over the statements: which rows write something a contract, a yield or a used row reads."""
+def used_rows(located: Located) -> Iterator[Used]:
+    """Backwards over the statements: which rows write something a contract, a yield or a used row reads. A task stands
+    there if nothing that it writes is used.
+    """
     live = np.zeros(located.nowhere + 1, dtype=np.bool_)
     for contract in located.schedule.contracts:
         if len(contract.dest_rank):
             live[located.contract_dests(contract)] = True
+    live[_results(located)] = True
     for step in reversed(located.steps):
-        if isinstance(step, LocatedYield):
-            live[step.locations] = True
+        if isinstance(step, LocatedTask):
+            if isinstance(step.step, Task) and not live[step.writes].any():
+                yield step
+                continue
+            live[step.writes] = False
+            live[step.reads] = True
             continue
         used = [live[moves.dest] for moves in step.moves]
         for moves in step.moves:
@@ -58,6 +83,30 @@ def used_rows(located: Located) -> Iterator[tuple[LocatedStep, LocatedMoves, NDA
             live[moves.sources if rows.all() else moves.sources[rows]] = True
         for moves, rows in zip(reversed(step.moves), reversed(used), strict=True):
             yield step, moves, rows
+
+
+def _results(located: Located) -> Locations:
+    """What tasks write for the caller: no contract can say what it is, so none need name it."""
+    kinds = (BufferKind.OUTPUT, BufferKind.INOUT)
+    made = {
+        buffer
+        for task in located.tasks()
+        for buffer in task.step.writes
+        if located.schedule.buffers[buffer].kind in kinds
+    }
+    return np.concatenate([np.zeros(0, np.int64), *(located.whole(buffer).ravel() for buffer in sorted(made))])
+
+
+def _unused_task(located: Located, task: LocatedTask) -> Diagnostic:
+    bindings = bindings_text(task.step.bindings).removeprefix(", ")
+    where = f"{bindings}: " if bindings else ""
+    return Diagnostic(
+        "C310",
+        "nobody uses what this task writes",
+        Label(task.step.span, f"{where}{located.name(int(task.writes[0, 0]))} is overwritten or left unread"),
+        notes=("on every rank: no later step reads it, and no caller gets it",),
+        help="drop the task, or the loop iteration in which it does nothing",
+    )
 
 
 def _unused(located: Located, step: LocatedStep, moves: LocatedMoves, span: Span) -> Diagnostic:

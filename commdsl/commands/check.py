@@ -90,7 +90,7 @@ def summary(outcomes: tuple[Outcome, ...]) -> list[str]:
         time = f"{sum(outcome.seconds for outcome in proved):.2f} s"
         tick = output.style("✓", "good")
         where = f"on {checked.schedule.topology.name}"
-        steps = output.count(len(checked.schedule.steps) - checked.schedule.num_yields, "step") + ", "
+        steps = output.count(checked.schedule.num_steps, "step") + ", "
         lines.append(f"{tick} {name}: proved for {ranks} ranks {where} ({steps if len(proved) == 1 else ''}{time})")
     return lines
 
@@ -104,7 +104,7 @@ def to_json(outcome: Outcome) -> dict[str, object]:
         "ranks": schedule.num_ranks,
         "topology": schedule.topology.name,
         "parameters": dict(schedule.params),
-        "steps": len(schedule.steps) - schedule.num_yields,
+        "steps": schedule.num_steps,
         "symmetric_bytes": outcome.checked.plan.symmetric_bytes,
         "seconds": round(outcome.seconds, 4),
     }

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from enum import Enum
+from typing import assert_never
 
 import numpy as np
 
-from commdsl.ir.schedules import Buffer, Contract, Moves, Schedule, Step, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Contract, Moves, Schedule, Step, Task, Yield
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
 from commdsl.program.plan import CELL, OpKind, Plan, Reason
@@ -92,10 +93,18 @@ def contract_lines(schedule: Schedule, contract: Contract) -> list[str]:
     return lines
 
 
-def step_lines(schedule: Schedule, number: int, step: Step | Yield) -> list[str]:
+def step_lines(schedule: Schedule, number: int, step: AnyStep) -> list[str]:
     bindings = "".join(f" {name}={value}" for name, value in step.bindings)
-    if isinstance(step, Yield):
-        return [f"yield {schedule.buffers[step.buffer].name}{bindings}"]
+    match step:
+        case Yield():
+            return [f"{schedule.words(step)}{bindings}"]
+        case Task(tiles=tiles, role=role):
+            cut = f" tiles {' x '.join(map(str, tiles))}" if tiles else ""
+            return [f"{schedule.words(step)}{cut}{f' on {role}' if role else ''}{bindings}"]
+        case Step():
+            pass
+        case _:
+            assert_never(step)
     lines = [f"step {number}{bindings}"]
     for moves in step.moves:
         lines.append(f"  {moves.kind.value}{' list' if moves.is_list else ''}  # {moves.span}")

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from commdsl.cost.report import Report
-from commdsl.ir.schedules import Schedule, Step, Yield
+from commdsl.ir.schedules import AnyStep, Schedule, Step
 from commdsl.language.kinds import MoveKind
 from commdsl.machine.topology import NO_LINK, link_of, pair_bandwidth
 
@@ -241,8 +241,8 @@ def draw_steps(canvas: Canvas, schedule: Schedule, groups: Groups, rows: float) 
             canvas.text(head, "…", size=14, fill=FAINT, anchor="middle")
             continue
         step_number, step = column
-        if isinstance(step, Yield):
-            draw_yield(canvas, left + stride / 2, head, ys, schedule.buffers[step.buffer].name)
+        if not isinstance(step, Step):
+            draw_task(canvas, left + stride / 2, head, ys, schedule.words(step))
         else:
             label = f"step {step_number}" if stride > 52 else str(step_number)
             canvas.text(head, label, size=11, fill=FAINT, anchor="middle")
@@ -250,7 +250,7 @@ def draw_steps(canvas: Canvas, schedule: Schedule, groups: Groups, rows: float) 
     draw_kinds(canvas, schedule, Point(STEPS_LEFT, TOP + rows + 48))
 
 
-Column = tuple[int, Step | Yield] | None
+Column = tuple[int, AnyStep] | None
 
 
 def shown_steps(schedule: Schedule) -> list[Column]:
@@ -265,8 +265,8 @@ def shown_steps(schedule: Schedule) -> list[Column]:
     return [*columns[: MAX_STEPS - 5], None, *columns[-4:]]
 
 
-def draw_yield(canvas: Canvas, x: float, head: Point, ys: Sequence[float], name: str) -> None:
-    canvas.text(head, f"yield {name}", size=11, fill=NODES[1], anchor="middle", weight=600)
+def draw_task(canvas: Canvas, x: float, head: Point, ys: Sequence[float], words: str) -> None:
+    canvas.text(head, words, size=11, fill=NODES[1], anchor="middle", weight=600)
     canvas.line(Point(x, ys[0] - 10), Point(x, ys[-1] + 10), NODES[1], 1.5, opacity=0.6, dash="3 4")
 
 

@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from commdsl.ir.schedules import Buffer, Moves, Schedule, Step, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Moves, Schedule, Step
 from commdsl.language.kinds import MoveKind
 
 MAX_RANKS = 16
@@ -42,10 +42,10 @@ def timeline(schedule: Schedule, width: int = 100) -> str:
     return "\n".join(aligned(rows, schedule.num_ranks, width))
 
 
-def fold(schedule: Schedule) -> Iterator[tuple[int, Step | Yield] | str]:
-    """The steps to show, numbered from 1, and a word for those left out. A yield counts with the step before it."""
+def fold(schedule: Schedule) -> Iterator[tuple[int, AnyStep] | str]:
+    """The steps to show, numbered from 1, and a word for those left out. A task counts with the step before it."""
     number = 0
-    numbered: list[tuple[int, Step | Yield]] = []
+    numbered: list[tuple[int, AnyStep]] = []
     for step in schedule.steps:
         number += isinstance(step, Step)
         numbered.append((number, step))
@@ -60,11 +60,11 @@ def fold(schedule: Schedule) -> Iterator[tuple[int, Step | Yield] | str]:
             yield from (shown for part in run for shown in part)
 
 
-Numbered = list[tuple[int, Step | Yield]]
+Numbered = list[tuple[int, AnyStep]]
 
 
 def numbered_periods(steps: Numbered) -> Iterator[tuple[tuple[int, ...], Numbered]]:
-    """Cuts the steps into parts, each with the statements it comes from; a yield belongs to the step before it."""
+    """Cuts the steps into parts, each with the statements it comes from; a task belongs to the step before it."""
     part: Numbered = []
     for number, step in steps:
         if isinstance(step, Step) and part:
@@ -80,13 +80,13 @@ def statements(part: Numbered) -> tuple[int, ...]:
     return tuple(step.span.start for _, step in part)
 
 
-def step_rows(schedule: Schedule, number: int, step: Step | Yield) -> list[Row]:
+def step_rows(schedule: Schedule, number: int, step: AnyStep) -> list[Row]:
     """A step as rows, one per statement."""
     bindings = " ".join(f"{name}={value}" for name, value in step.bindings)
     ranks = min(schedule.num_ranks, MAX_RANKS)
-    if isinstance(step, Yield):
-        name = schedule.buffers[step.buffer].name
-        return [Row("", "yield", (name,) + ("",) * (ranks - 1))]
+    if not isinstance(step, Step):
+        verb, _, what = schedule.words(step).partition(" ")
+        return [Row("", verb, (what,) + ("",) * (ranks - 1))]
     rows: list[Row] = []
     for moves in step.moves:
         if len(moves.actor):

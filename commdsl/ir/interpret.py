@@ -6,17 +6,22 @@ or `emit`: every step reads everything it reads, then writes everything it write
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from types import MappingProxyType
+from typing import TypeAlias, assert_never
 
 import numpy as np
 
-from commdsl.ir.schedules import Buffer, Moves, Schedule, Step, Yield
+from commdsl.ir.functions import FUNCTIONS
+from commdsl.ir.schedules import Buffer, Moves, Schedule, Step, Task, Yield
 from commdsl.language.kinds import BufferKind
 from commdsl.machine.dtypes import Array, DType
 
 UNIT = 16  # bytes: where chunks may be cut
+
+Body: TypeAlias = Callable[[int, Sequence[Array]], Sequence[Array]]
+"""What the caller computes at a `yield` with a body: from its rank and whole buffers to whole buffers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +77,13 @@ class _Memory:
         chunks = range(self.buffers[buffer].num_chunks)
         return np.concatenate([self.slots[buffer, rank, chunk] for chunk in chunks])
 
+    def fill(self, buffer: int, rank: int, values: Array) -> None:
+        """A whole buffer; scratch slots are cut as declared."""
+        if values.shape != (wanted := (self.buffers[buffer].blocks * self.elements,)):
+            raise ValueError(f"`{self.buffers[buffer].name}` is {wanted[0]} elements, got {values.shape}")
+        for chunk in range(self.buffers[buffer].num_chunks):
+            self.write(buffer, rank, chunk, values[self._span(self.buffers[buffer], chunk)].copy())
+
 
 def _block_elements(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> int:
     """The number of elements of a block, the same for every buffer and rank."""
@@ -86,8 +98,15 @@ def _block_elements(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -
     return int(size)
 
 
-def run(schedule: Schedule, inputs: Mapping[str, Sequence[Array]], dtype: DType, op: str) -> Result:
-    """Runs all ranks; `inputs[name][rank]` for every input and inout buffer, blocks * n elements in storage dtype.
+def run(
+    schedule: Schedule,
+    inputs: Mapping[str, Sequence[Array]],
+    dtype: DType,
+    op: str,
+    bodies: Mapping[str, Body] = MappingProxyType({}),
+) -> Result:
+    """Runs all ranks; `inputs[name][rank]` for every input and inout buffer, blocks * n elements in storage dtype;
+    `bodies` by name for every `yield` that has one.
 
     `op` is sum, max, min, prod or avg. Raises ValueError for inputs of unequal blocks or an `op` the dtype has not.
     """
@@ -103,8 +122,19 @@ def run(schedule: Schedule, inputs: Mapping[str, Sequence[Array]], dtype: DType,
                 results = [result for moves in step.moves for result in _results(memory, moves, dtype, op)]
                 for buffer, rank, chunk, values in results:
                     memory.write(buffer, rank, chunk, values)
-            case Yield():
+            case Yield(name=None):
                 yields.append([memory.whole(step.buffer, rank) for rank in range(schedule.num_ranks)])
+            case Yield(name=name):
+                assert name is not None
+                for rank in range(schedule.num_ranks):
+                    given = [memory.whole(buffer, rank) for buffer in step.reads]
+                    for buffer, values in zip(step.writes, bodies[name](rank, given), strict=True):
+                        memory.fill(buffer, rank, values)
+            case Task():
+                operation = FUNCTIONS[step.function].operation
+                for rank in range(schedule.num_ranks):
+                    made = combine([memory.whole(buffer, rank) for buffer in step.reads], dtype, operation)
+                    memory.fill(step.writes[0], rank, made)
             case _:
                 assert_never(step)
     if op == "avg":

@@ -11,7 +11,7 @@ the size class of what is written there.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,11 +86,41 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """The caller computes on the whole buffer here, on every rank."""
+    """The caller computes here, on every rank: `name` None: it is handed one whole buffer, and nothing changes.
 
-    buffer: int
+    Otherwise its function of that name reads and writes whole buffers. What it writes is its own: nobody here knows it.
+    """
+
+    reads: tuple[int, ...]  # buffers
     bindings: tuple[tuple[str, int], ...]
     span: Span = field(repr=False)
+    writes: tuple[int, ...] = ()  # buffers
+    name: str | None = None
+
+    @property
+    def buffer(self) -> int:
+        """What is handed over."""
+        return self.reads[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A function of ours computes whole buffers from whole buffers, on every rank, tile by tile.
+
+    Element by element (`functions`): buffers read and written have one shape, `blocks` and `cut`, slots of a scratch
+    buffer are cut as declared, and a tile is `tiles[0]` elements of a chunk.
+    """
+
+    function: str  # a name in FUNCTIONS
+    reads: tuple[int, ...]  # buffers
+    writes: tuple[int, ...]
+    tiles: tuple[int, ...]  # extents of a tile; (): chosen
+    role: str | None  # the role it runs `on`
+    bindings: tuple[tuple[str, int], ...]
+    span: Span = field(repr=False)
+
+
+AnyStep: TypeAlias = Step | Yield | Task
 
 
 @dataclass(frozen=True)
@@ -98,9 +128,10 @@ class Contract:
     """What must hold at the end. Row j: chunk `dest_chunk[j]` on `dest_rank[j]` equals value `value[j]`.
 
     Value v is the combination of initial chunks (source_rank[v, i], source_chunk[v, i]) of `source_buffer`, i in rank
-    order: one (a copy) or several (a reduction). `name` is the collective ("allreduce", "general", "rotation", ...).
-    For a rotation no rows are kept: over the yields, each chunk index of `source_buffer`/`dest_buffer` must hold every
-    rank's chunk exactly once on every rank. Locations without a row are free at the end.
+    order: one (a copy) or several (a reduction). Of a scratch buffer, the chunks that its last Task or Yield wrote.
+    `name` is the collective ("allreduce", "general", "rotation", ...). For a rotation no rows are kept: over the
+    yields, each chunk index of `source_buffer`/`dest_buffer` must hold every rank's chunk exactly once on every rank.
+    Locations without a row are free at the end.
     """
 
     name: str
@@ -150,12 +181,31 @@ class Schedule:
     buffers: tuple[Buffer, ...]
     contracts: tuple[Contract, ...]
     cycles: tuple[CycleSet, ...]
-    steps: tuple[Step | Yield, ...]
+    steps: tuple[AnyStep, ...]
     tuning: Tuning
     role: str | None  # the role it runs `on`
     roles: tuple[RoleSet, ...]  # every roles declaration in sight
     span: Span = field(repr=False)
 
     @property
+    def num_steps(self) -> int:
+        """Those that move."""
+        return sum(isinstance(step, Step) for step in self.steps)
+
+    @property
     def num_yields(self) -> int:
-        return sum(isinstance(step, Yield) for step in self.steps)
+        """Those that hand a buffer over."""
+        return sum(isinstance(step, Yield) and step.name is None for step in self.steps)
+
+    def words(self, step: Yield | Task) -> str:
+        """`yield kv`, `yield attend(kv, acc -> acc)`, `compute add(a, b -> c)`."""
+        reads, writes = (", ".join(self.buffers[at].name for at in buffers) for buffers in (step.reads, step.writes))
+        match step:
+            case Yield(name=None):
+                return f"yield {reads}"
+            case Yield(name=name):
+                return f"yield {name}({reads} -> {writes})"
+            case Task(function):
+                return f"compute {function}({reads} -> {writes})"
+            case _:
+                assert_never(step)

@@ -169,6 +169,8 @@ Line: TypeAlias = (
     | syntax.Let
     | syntax.Move
     | syntax.Yield
+    | syntax.Visit
+    | syntax.Compute
     | syntax.On
     | syntax.TuneEntry
     | syntax.Clause
@@ -197,6 +199,11 @@ def line(node: Line) -> str:
             return f"{kind.value} {source(origin)} -> {ref(dest)}"
         case syntax.Yield(buffer):
             return f"yield {buffer.text}"
+        case syntax.Visit(function, passed):
+            return f"yield {function.text}({passing(passed)})"
+        case syntax.Compute(function, passed, tiles, role):
+            cut = f" tiles {' x '.join(str(tile.value) for tile in tiles)}" if tiles else ""
+            return f"compute {function.text}({passing(passed)}){cut}{f' on {role.text}' if role else ''}"
         case syntax.On(role):
             return f"on {role.text}"
         case syntax.TuneEntry(key, value):
@@ -207,6 +214,11 @@ def line(node: Line) -> str:
             return f'use "{path}"'
         case _:
             return _machine_line(node)
+
+
+def passing(node: syntax.Passing) -> str:
+    reads, writes = (", ".join(name.text for name in names) for names in (node.reads, node.writes))
+    return f"{reads} -> {writes}"
 
 
 def _machine_line(

@@ -11,6 +11,7 @@ prove anything about the steps: indices out of range stay in the arrays for `che
     cycle_sets    `cycles`
     contracts     `ensure`
     rows, steps   `each` -> arrays, a row for every combination of its binders
+    tasks         `compute`, and `yield` with a body
     tuning        `tune`
     plans         `plan` -> shards in global order
     dispatches, dispatch_routes   `dispatch` -> its tensors, and the routes they take
@@ -24,7 +25,7 @@ from typing import TypeVar
 
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.plans import DispatchPlan
-from commdsl.ir.resolve import machines
+from commdsl.ir.resolve import machines, tasks
 from commdsl.ir.resolve.contracts import contracts
 from commdsl.ir.resolve.cycle_sets import cycle_set
 from commdsl.ir.resolve.dispatches import Given, build_dispatch
@@ -37,7 +38,7 @@ from commdsl.ir.resolve.plans import build_plan
 from commdsl.ir.resolve.rows import Binding
 from commdsl.ir.resolve.steps import StepBuilder
 from commdsl.ir.resolve.tuning import Machine, override, tuning
-from commdsl.ir.schedules import Buffer, Contract, RoleSet, Schedule, Step, Tuning, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Contract, RoleSet, Schedule, Tuning, Yield
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Diagnostic, Severity
 from commdsl.language.source import Span
@@ -202,13 +203,14 @@ class _Resolver:
     buffers: dict[str, Buffer] = field(default_factory=dict)
     contracts: list[Contract] = field(default_factory=list)
     cycles: list[Cycles] = field(default_factory=list)
-    steps: list[Step | Yield] = field(default_factory=list)
+    steps: list[AnyStep] = field(default_factory=list)
     tuning: Tuning = field(default_factory=Tuning)
     role: str | None = None
 
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(self.faults)
-        self.binding = Binding(self.evaluator, self.faults, self.buffers, self.ranks)
+        made = tasks.made_in(self.decl.body)
+        self.binding = Binding(self.evaluator, self.faults, self.buffers, self.ranks, made)
         self.builders: dict[int, StepBuilder] = {}
 
     # --- declarations -------------------------------------------------------------------------------------------------
@@ -317,7 +319,9 @@ class _Resolver:
                 except Poisoned:
                     continue
         self._statements(self.decl.body, self.scope, ())
-        self._check_yields()
+        tasks.check_yields(self.steps, self.buffers_list, self.faults)
+        if not self.faults.found:  # it may be a task at fault that is missing
+            tasks.check_sources(self.contracts, self.steps, self.buffers_list, self.faults)
 
     def _statements(
         self, body: tuple[syn.Stmt, ...], scope: dict[str, Value], bindings: tuple[tuple[str, int], ...]
@@ -346,7 +350,11 @@ class _Resolver:
                     builder = self.builders[id(statement)] = StepBuilder(statement, self.binding)
                 self.steps.append(builder.step(scope, bindings))
             case syn.Yield(buffer):
-                self.steps.append(Yield(list(self.buffers).index(buffer.text), bindings, statement.span))
+                self.steps.append(Yield((list(self.buffers).index(buffer.text),), bindings, statement.span))
+            case syn.Visit():
+                self.steps.append(tasks.visit(statement, list(self.buffers), bindings))
+            case syn.Compute():
+                self.steps.append(tasks.task(statement, self.buffers, bindings, self.faults))
             case _:
                 pass
 
@@ -357,18 +365,6 @@ class _Resolver:
             count = f"{int(last) - int(first)} rounds"
             self.faults.fail("C509", f"a loop has at most {MOST_STEPS} rounds", domain.span, count)
         return [(i, i if cycles is None else Cycle(cycles, i)) for i in range(int(first), int(last))]
-
-    def _check_yields(self) -> None:
-        """The op returns the yields stacked, so they are of one shape."""
-        yields = [step for step in self.steps if isinstance(step, Yield)]
-        for step in yields[1:]:
-            first, buffer = self.buffers_list[yields[0].buffer], self.buffers_list[step.buffer]
-            if (first.blocks, first.cut) != (buffer.blocks, buffer.cut):
-                label = (
-                    f"`{buffer.name}` is {buffer.blocks} x {buffer.cut}, `{first.name}` is {first.blocks} x {first.cut}"
-                )
-                self.faults.report("C116", "the yields are of different shapes", step.span, label,
-                                   help="the caller is handed them stacked: yield buffers of one shape")  # fmt: skip
 
     @property
     def buffers_list(self) -> tuple[Buffer, ...]:

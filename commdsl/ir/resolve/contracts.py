@@ -108,12 +108,15 @@ def _clause(contract: syn.GeneralContract, clause: syn.Clause, binding: Binding,
 
 def _check_kinds(binding: Binding, source: syn.Name, dest: syn.Name, name: str) -> None:
     for buffer, kinds, headline in (
-        (source, READ, "the source of a contract is given by the caller"),
+        (source, READ, "the source of a contract is given by the caller, or computed"),
         (dest, WRITTEN, "the result of a contract goes to the caller"),
     ):
         kind = binding.buffers[buffer.text].kind
         # A rotation may be seen through a scratch buffer: what counts is what the caller is handed.
         if kind in kinds or (kind is BufferKind.SCRATCH and name == "rotation" and buffer is dest):
+            continue
+        # Of a scratch buffer it is said what a task wrote there.
+        if kinds is READ and name != "rotation" and kind is BufferKind.SCRATCH and buffer.text in binding.made:
             continue
         wanted = " or ".join(f"`{wanted.value}`" for wanted in kinds)
         binding.faults.fail("C105", headline, buffer.span, f"`{buffer.text}` is `{kind.value}`, expected {wanted}")

@@ -7,7 +7,6 @@ numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from commdsl.ir.dispatches import Dispatch, RowTensor
 from commdsl.ir.resolve.dispatch_routes import RouteRules
@@ -19,6 +18,7 @@ from commdsl.ir.resolve.tuning import OF_DISPATCH, WORDS, Machine, tuning
 from commdsl.ir.schedules import RoleSet, Tuning
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label, Severity
+from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 from commdsl.machine.topology import Topology
 

@@ -13,6 +13,7 @@ from typing import assert_never
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind, Symbol
 from commdsl.ir.resolve.faults import Faults, nearest
 from commdsl.ir.resolve.move_rules import check_move
+from commdsl.ir.resolve.tasks import check_role, check_task
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label, Severity
 from commdsl.language.source import Span
@@ -98,12 +99,16 @@ class ScheduleRules(ExpressionRules):
                 if place.acting is not None:
                     self._not_here(statement.span)
                 self.buffer(buffer)
+            case syn.Visit() | syn.Compute():
+                if place.acting is not None:
+                    self._not_here(statement.span)
+                check_task(self, statement, self.role_names)
             case _:
                 assert_never(statement)
 
     def _not_here(self, span: Span) -> None:
         word = span.text.split()[0] if span.text.split() else "this"
-        help = "declarations stand at the top of the schedule, loops and yields outside `each`"
+        help = "declarations stand at the top of the schedule; loops, yields and `compute` outside `each`"
         self.faults.report("C108", f"`{word}` may not stand here", span, "inside another statement", help=help)
 
     def _declaration(self, statement: syn.BufferDecl | syn.CyclesDecl | syn.Ensure | syn.Tune | syn.On) -> None:
@@ -122,9 +127,7 @@ class ScheduleRules(ExpressionRules):
                     if not isinstance(entry.value, syn.Quantity) and entry.key.text != "protocol":
                         self.expect(entry.value, Kind.NUMBER)
             case syn.On(role):
-                if role.text not in self.role_names:
-                    help = nearest(role.text, self.role_names) or "declare it: `roles NAME { ROLE sms 0 ..< 16 }`"
-                    self.faults.report("C117", f"there is no role `{role.text}`", role.span, "not declared", help=help)
+                check_role(self, role, self.role_names)
             case _:
                 assert_never(statement)
 

@@ -52,7 +52,15 @@ def _pick(value: Value, rows: NDArray[Any]) -> Value:
 class Binding:
     """Makes rows and reads references over them, for `each` and for contracts."""
 
-    def __init__(self, evaluator: Evaluator, faults: Faults, buffers: Mapping[str, Buffer], num_ranks: int) -> None:
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        faults: Faults,
+        buffers: Mapping[str, Buffer],
+        num_ranks: int,
+        made: frozenset[str] = frozenset(),
+    ) -> None:
+        self.made = made  # the buffers that a task writes
         self.evaluator = evaluator
         self.faults = faults
         self.buffers = buffers

@@ -191,6 +191,28 @@ def _yield(span: Span, parts: Children) -> syntax.Yield:
     return syntax.Yield(parts[0], span=span)
 
 
+def _visit(span: Span, parts: Children) -> syntax.Visit:
+    return syntax.Visit(*parts, span=span)
+
+
+def _compute(span: Span, parts: Children) -> syntax.Compute:
+    _, function, passing, tiles, role = parts  # the first is the word `compute`
+    return syntax.Compute(function, passing, tiles or (), role, span=span)
+
+
+def _passing(span: Span, parts: Children) -> syntax.Passing:
+    return syntax.Passing(*parts, span=span)
+
+
+def _tiles(span: Span, parts: Children) -> Made:
+    return tuple(part for part in parts if part is not None)
+
+
+def _role_name(span: Span, parts: Children) -> syntax.Name:
+    (name,) = parts
+    return syntax.Name(name, span=span) if isinstance(name, str) else name  # `compute`, a keyword elsewhere
+
+
 def _on(span: Span, parts: Children) -> syntax.On:
     return syntax.On(parts[0], span=span)
 
@@ -321,6 +343,11 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "binder": _binder,
     "range": _range,
     "yield": _yield,
+    "visit": _visit,
+    "compute": _compute,
+    "passing": _passing,
+    "tiles": _tiles,
+    "role_name": _role_name,
     "on": _on,
     "tune": _tune,
     "tune_entry": _tune_entry,

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.language.records import dataclass
-from commdsl.language.syntax.expressions import Expr, Name, Node, Quantity, Range
+from commdsl.language.syntax.expressions import Expr, Int, Name, Node, Quantity, Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,35 @@ class Each(Node):
 
 @dataclass(frozen=True, slots=True)
 class Yield(Node):
+    """`yield kv`: the caller is handed the buffer."""
+
     buffer: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Passing(Node):
+    """`a, b -> c`: what a function reads and what it writes."""
+
+    reads: tuple[Name, ...]
+    writes: tuple[Name, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Visit(Node):
+    """`yield attend(kv, acc -> acc)`: the caller's function runs here."""
+
+    function: Name
+    passing: Passing
+
+
+@dataclass(frozen=True, slots=True)
+class Compute(Node):
+    """`compute add(a, b -> c) tiles 4096 on compute`: a function of ours runs here, tile by tile."""
+
+    function: Name
+    passing: Passing
+    tiles: tuple[Int, ...]  # (): chosen; the extents of a tile
+    role: Name | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +206,7 @@ class On(Node):
     role: Name
 
 
-Stmt: TypeAlias = BufferDecl | Ensure | CyclesDecl | Let | For | If | Each | Move | Yield | Tune | On
+Stmt: TypeAlias = BufferDecl | Ensure | CyclesDecl | Let | For | If | Each | Move | Yield | Visit | Compute | Tune | On
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.schedules import Ints, Moves, Schedule, Step, Yield
+from commdsl.ir.schedules import Ints, Moves, Schedule, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import MoveKind
 from commdsl.language.source import Span
@@ -189,6 +189,8 @@ def place(schedule: Schedule, transport: Transport, protocol: Protocol) -> Place
             case Yield():
                 placer.hand_over(number, step, yields)
                 yields += 1
+            case Task():
+                raise InternalError(f"`{schedule.name}` has a task, yet passed the checks")
             case _:
                 assert_never(step)
     placer.copy_out()

@@ -12,7 +12,8 @@ from typing import TypeAlias, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.schedules import Moves, Schedule, Step, Yield
+from commdsl.ir.schedules import Moves, Schedule, Step, Task, Yield
+from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import BufferKind
 from commdsl.program.plan import Access, Tensor
 from commdsl.program.proof.values import UNWRITTEN, Book, Column, Values, averaged, combined, given
@@ -46,6 +47,8 @@ def meant(schedule: Schedule, book: Book | None = None) -> Results:
                     held[buffer][places] = values
             case Yield():
                 shown.append(held[step.buffer].reshape(ranks, -1).copy())
+            case Task():
+                raise InternalError(f"`{schedule.name}` has a task, yet passed the checks")
             case _:
                 assert_never(step)
     _divide(schedule, held, book)

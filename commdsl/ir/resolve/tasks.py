@@ -1,0 +1,128 @@
+"""Turns `compute` and a `yield` with a body into a Task and a Yield, and finds their mistakes that need no numbers.
+
+Assumes the names in sight. Does not compute, and does not ask whether what they read is there; `checks` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from commdsl.ir.functions import FUNCTIONS
+from commdsl.ir.resolve.expressions import ExpressionRules
+from commdsl.ir.resolve.faults import Faults, nearest
+from commdsl.ir.schedules import AnyStep, Buffer, Contract, Step, Task, Yield
+from commdsl.language import syntax as syn
+from commdsl.language.kinds import BufferKind
+
+MOST_TILE = 2**24
+TILE_UNIT = 16  # elements: of every dtype whole 16-byte units
+
+
+def check_task(rules: ExpressionRules, node: syn.Visit | syn.Compute, role_names: tuple[str, ...]) -> None:
+    """Buffers, function and role are known, and each buffer is written once."""
+    passing, seen = node.passing, set[str]()
+    for buffer in (*passing.reads, *passing.writes):
+        rules.buffer(buffer)
+    for buffer in passing.writes:
+        if buffer.text in seen:
+            rules.faults.report("C102", f"`{buffer.text}` is written twice", buffer.span, "a second time here")
+        seen.add(buffer.text)
+    if isinstance(node, syn.Compute):
+        _check_function(rules.faults, node)
+        if node.role is not None:
+            check_role(rules, node.role, role_names)
+
+
+def check_role(rules: ExpressionRules, role: syn.Name, role_names: tuple[str, ...]) -> None:
+    if role.text not in role_names:
+        help = nearest(role.text, role_names) or "declare it: `roles NAME { ROLE sms 0 ..< 16 }`"
+        rules.faults.report("C117", f"there is no role `{role.text}`", role.span, "not declared", help=help)
+
+
+def _check_function(faults: Faults, node: syn.Compute) -> None:
+    name, passing = node.function, node.passing
+    function = FUNCTIONS.get(name.text)
+    if function is None:
+        known = ", ".join(f"`{one}`" for one in FUNCTIONS)
+        faults.report("C122", f"no function of the name `{name.text}` is known yet", name.span, "not built in",
+                      help=f"known: {known}; what the caller computes is a `yield {name.text}(...)`")  # fmt: skip
+        return
+    if (len(passing.reads), len(passing.writes)) != (function.num_reads, 1):
+        label = f"{len(passing.reads)} read, {len(passing.writes)} written"
+        faults.report("C122", f"`{name.text}` reads {function.num_reads} buffers and writes one", passing.span, label)
+    if len(node.tiles) > 1:
+        faults.report("C122", f"`{name.text}` works element by element", node.tiles[1].span, "a second extent",
+                      help=f"write `tiles {node.tiles[0].value}`: so many elements")  # fmt: skip
+    for tile in node.tiles[:1]:
+        if not TILE_UNIT <= tile.value <= MOST_TILE or tile.value % TILE_UNIT:
+            faults.report("C505", "a tile is 16 to 2 ** 24 elements, a multiple of 16", tile.span,
+                          f"this is {tile.value}")  # fmt: skip
+
+
+def visit(node: syn.Visit, names: list[str], bindings: tuple[tuple[str, int], ...]) -> Yield:
+    reads, writes = _indices(node.passing, names)
+    return Yield(reads, bindings, node.span, writes, node.function.text)
+
+
+def task(
+    node: syn.Compute, buffers: Mapping[str, Buffer], bindings: tuple[tuple[str, int], ...], faults: Faults
+) -> Task:
+    """C116 where the buffers differ in shape."""
+    shapes = {name.text: buffers[name.text] for name in (*node.passing.reads, *node.passing.writes)}
+    first = next(iter(shapes.values()))
+    for buffer in shapes.values():
+        if (buffer.blocks, buffer.cut) != (first.blocks, first.cut):
+            label = f"{_shape(buffer)}, {_shape(first)}"
+            faults.fail("C116", f"the buffers of `{node.function.text}` are of different shapes", node.passing.span,
+                        label, help="it works element by element: cut all of them alike")  # fmt: skip
+    reads, writes = _indices(node.passing, list(buffers))
+    tiles = tuple(tile.value for tile in node.tiles)
+    role = None if node.role is None else node.role.text
+    return Task(node.function.text, reads, writes, tiles, role, bindings, node.span)
+
+
+def check_yields(steps: Sequence[AnyStep], buffers: Sequence[Buffer], faults: Faults) -> None:
+    """C116: the op returns what it hands over stacked, so that is of one shape."""
+    yields = [step for step in steps if isinstance(step, Yield) and step.name is None]
+    for step in yields[1:]:
+        first, buffer = buffers[yields[0].buffer], buffers[step.buffer]
+        if (first.blocks, first.cut) != (buffer.blocks, buffer.cut):
+            faults.report("C116", "the yields are of different shapes", step.span, f"{_shape(buffer)}, {_shape(first)}",
+                          help="the caller is handed them stacked: yield buffers of one shape")  # fmt: skip
+
+
+def check_sources(
+    contracts: Sequence[Contract], steps: Sequence[AnyStep], buffers: Sequence[Buffer], faults: Faults
+) -> None:
+    """C105: what a contract says of a scratch buffer is said of what a task wrote there, so one has."""
+    made = {buffer for step in steps if not isinstance(step, Step) for buffer in step.writes}
+    for contract in contracts:
+        buffer = buffers[contract.source_buffer]
+        if buffer.kind is BufferKind.SCRATCH and contract.source_buffer not in made:
+            what = "the source of a contract is given by the caller, or computed"
+            faults.report("C105", what, contract.span, f"nothing computes `{buffer.name}`")
+
+
+def _indices(passing: syn.Passing, names: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    reads, writes = (tuple(names.index(name.text) for name in one) for one in (passing.reads, passing.writes))
+    return reads, writes
+
+
+def _shape(buffer: Buffer) -> str:
+    return f"`{buffer.name}` is {buffer.blocks} x {buffer.cut}"
+
+
+def made_in(body: Iterable[syn.Stmt]) -> frozenset[str]:
+    """The buffers that a task or a body of a yield writes."""
+    found = set[str]()
+    for statement in body:
+        match statement:
+            case syn.Visit() | syn.Compute():
+                found |= {name.text for name in statement.passing.writes}
+            case syn.For():
+                found |= made_in(statement.body)
+            case syn.If():
+                found |= made_in((*statement.then, *statement.otherwise))
+            case _:
+                pass
+    return frozenset(found)
