@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,9 +71,19 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     """Every module a file imports, wherever in the file."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -136,7 +147,7 @@ def test_stages_look_left() -> None:
 def links(path: Path) -> set[str]:
     """The modules of the package that a file imports, late or for types alone; of a package, what it takes from it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -170,28 +181,23 @@ def test_rooms() -> None:
 @pytest.mark.parametrize("room", sorted({path.parent for path in MODULES} - {PACKAGE}), ids=lambda room: room.name)
 def test_rooms_list_what_is_in_them(room: Path) -> None:
     """The docstring of a folder names every part of it, so that one page tells a newcomer where to look."""
-    docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    docstring = ast.get_docstring(tree(room / "__init__.py")) or ""
     folders = {path.parent.name for path in room.glob("*/__init__.py")}
     parts = {path.stem for path in room.glob("*.py")} - {"__init__"} | folders
 
     assert {part for part in parts if not re.search(rf"\b{part}\b", docstring)} == set()
 
 
-def late_imports(path: Path) -> Iterator[ast.stmt]:
+def late_imports(node: ast.AST, inside: bool = False) -> Iterator[ast.stmt]:
     """The imports that run when a function does; of several in a row the first."""
-    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            for node in ast.walk(function):
-                for block in (getattr(node, name, []) for name in ("body", "orelse", "finalbody")):
-                    yield from _first_imports(block if isinstance(block, list) else [])
-
-
-def _first_imports(block: list[ast.stmt]) -> Iterator[ast.stmt]:
-    before: ast.stmt | None = None
-    for statement in block:
-        if isinstance(statement, ast.Import | ast.ImportFrom) and not isinstance(before, ast.Import | ast.ImportFrom):
-            yield statement
-        before = statement
+    before: ast.AST | None = None
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            if inside and not isinstance(before, ast.Import | ast.ImportFrom):
+                yield child
+        elif isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from late_imports(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+        before = child
 
 
 def test_late_imports_have_a_reason() -> None:
@@ -199,13 +205,13 @@ def test_late_imports_have_a_reason() -> None:
     wrong = []
     for path in MODULES:
         lines = path.read_text(encoding="utf-8").splitlines()
-        for node in late_imports(path):
+        for node in late_imports(tree(path)):
             above = lines[node.lineno - 2].strip()
             if name_of(path) not in LATE and "  # " not in lines[node.lineno - 1] and not above.startswith("# "):
                 wrong.append(f"{name_of(path)}:{node.lineno}")
 
     assert wrong == []
-    assert LATE.keys() <= {name_of(path) for path in MODULES if any(late_imports(path))}
+    assert LATE.keys() <= {name_of(path) for path in MODULES if any(late_imports(tree(path)))}
 
 
 def test_environment() -> None:
@@ -227,7 +233,7 @@ def test_module_size() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_module_docstring(path: Path) -> None:
     """A module says what it does, what it assumes and what it does not do."""
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    docstring = ast.get_docstring(tree(path))
 
     assert docstring is not None
     assert path.name == "__init__.py" or (

@@ -46,6 +46,7 @@ def test_stages_fit(lanes: int) -> None:
     assert made.stage_bytes % 128 == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rank", [None, 1])
 @pytest.mark.parametrize("sms", [16, 32])
 @pytest.mark.parametrize("path", SCHEDULES, ids=lambda path: path.stem)
