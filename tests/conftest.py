@@ -11,6 +11,7 @@ import pytest
 import sweeps
 
 GOLDEN = Path(__file__).parent / "golden"
+MOST_WORKERS = 16
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,6 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores, and so do the processes that they start
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: a worker a core, but a few: the ranks of a test wait busily, and each worker imports torch."""
+    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 
 @pytest.hookimpl(trylast=True)  # after -k: what was asked for by name is a family of its own
