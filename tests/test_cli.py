@@ -359,6 +359,11 @@ def test_compile_one(tmp_path: Path, capsys: Capture) -> None:
     assert run_command(["compile", QKV, "--schedule", "qkv", "--on", "h200_1x8", "--out", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["qkv.cu", "qkv.py"]
     assert 'name="qkv", on="h200_1x8")' in (tmp_path / "qkv.py").read_text()
+    few = tmp_path / "few.comm"
+    few.write_text(Path(QKV).read_text().replace("qkv for", "few(N) for").replace("by sum", "by sum   tune { sms N }"))
+    assert run_command(["compile", str(few), "N=4", "--tune", "tile=4KB", "--out", str(tmp_path)]) == 0
+    assert "name=\"few\", params={'N': 4}, tune={'tile': 4096})" in (tmp_path / "few.py").read_text()
+    assert run_command(["compile", str(few), "--out", str(tmp_path)]) == 1
     assert run_command(["compile", SPANNING, "--ranks", "4", "--out", str(tmp_path)]) == 2
     assert run_command(["compile", SPANNING, "--tune", "put=rows", "--out", str(tmp_path)]) == 2
     assert run_command(["compile", QKV, "--tune", "lanes=4", "--out", str(tmp_path)]) == 1

@@ -49,12 +49,13 @@ def test_cubin_of_a_rank(name: str, protocol: Protocol, config: Config) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("checks", [(), ("COMMDSL_CHECK=1",)], ids=["", "checked"])
 @pytest.mark.parametrize("sums", [(), ("COMMDSL_DTYPE=bfloat16",)], ids=["moves", "sums"])
+@pytest.mark.parametrize("put", ["rows", "packed"])
 @pytest.mark.parametrize(("path", "name"), dispatches(), ids=lambda part: getattr(part, "stem", part))
 def test_cubin_of_a_dispatch(
-    path: Path, name: str, sums: tuple[str, ...], checks: tuple[str, ...], config: Config
+    path: Path, name: str, put: str, sums: tuple[str, ...], checks: tuple[str, ...], config: Config
 ) -> None:
     """NVRTC takes the text of every dispatch for sm_90: one that moves rows, one that sums copies, with checks too."""
-    compiled = compiler.compile_dispatch(path, name, 8)
+    compiled = compiler.compile_dispatch(path, name, 8, tune={"put": put})
     cubin = nvrtc.build(compiled.emitted, (*sums, *checks), Transport.PEER, config).read_bytes()
     assert cubin.startswith(b"\x7fELF")
     assert compiled.kernel.entry.encode() in cubin

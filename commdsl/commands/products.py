@@ -112,6 +112,7 @@ def _of_dispatch(
 ) -> tuple[Product, ...]:
     dispatch = compiled.dispatch
     name = dispatch.name
+    params = f", params={dict(target.params)!r}" if target.params else ""
     tune = f", tune={dict(target.tune)!r}" if target.tune else ""
     on = f', on="{target.on}"' if target.on else ""
     head = HEAD.format(
@@ -124,7 +125,7 @@ def _of_dispatch(
         gives="What makes Dispatchers of it",
         it="it is",
     )
-    arguments = f'source=SOURCE, name="{name}"{tune}{on}'
+    arguments = f'source=SOURCE, name="{name}"{params}{tune}{on}'
     module = head + DISPATCH.format(arguments=arguments)
     return Product(folder / f"{name}.cu", compiled.emitted.text), Product(folder / f"{name}.py", module)
 

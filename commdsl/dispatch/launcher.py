@@ -104,6 +104,7 @@ class Launcher:
         source: Path | str = "qkv",
         name: str | None = None,
         on: str | None = None,
+        params: Mapping[str, int] | None = None,
         tune: Mapping[str, int | str] | None = None,
     ) -> None:
         """Collective: symmetric memory for `limits` on every rank of `group`.
@@ -112,7 +113,8 @@ class Launcher:
         `results` calls there and as many back, and raises C961 when more are alive. "packed" sends one message to each
         peer, which unpacks it; results are ordinary tensors. Without it, what the file tunes. With `check` the kernels
         hold every row to its bounds, and count what comes (C962). `source` is a `.comm` file or a shipped one; its
-        dispatch, or the one that is `name`d, runs, held to the topology `on`, with `tune` in place of its own tuning.
+        dispatch, or the one that is `name`d, runs, held to the topology `on`, with `params` for its parameters and
+        `tune` in place of its own tuning.
 
         Raises CommError for the file, GroupError where ranks differ, DispatchError (C961) for senseless limits.
         """
@@ -122,7 +124,7 @@ class Launcher:
             raise DeviceError("dispatches reach peers by their pointers: unset COMMDSL_TRANSPORT")
         self.limits = limits
         tuned = {**(tune or {}), **({} if put is None else {"put": put})}
-        compiled = _compiled(source, name, self._comm.size, on, tuned)
+        compiled = _compiled(source, name, self._comm.size, on, params, tuned)
         self.kernel, self._emitted = compiled.kernel, compiled.emitted
         self._returning = compiled.dispatch.back.names if compiled.dispatch.back is not None else ()
         limits.judge(self.kernel)
@@ -347,9 +349,14 @@ def _default_device() -> torch.device:
 
 
 def _compiled(
-    source: Path | str, name: str | None, ranks: int, on: str | None, tune: Mapping[str, int | str]
+    source: Path | str,
+    name: str | None,
+    ranks: int,
+    on: str | None,
+    params: Mapping[str, int] | None,
+    tune: Mapping[str, int | str],
 ) -> compiler.CompiledDispatch:
-    compiled = compiler.compile_dispatch(compiler.read(find(source)), name, ranks, on, tune=tune)
+    compiled = compiler.compile_dispatch(compiler.read(find(source)), name, ranks, on, params, tune)
     _judge(compiled.dispatch)
     return compiled
 

@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -72,8 +73,8 @@ def dispatch_cubins(ranks: int, config: Config) -> int:
     """Of each dispatch those that move and those that sum, with and without checks: how many."""
     variants = [() if dtype is None else (f"COMMDSL_DTYPE={dtype}",) for dtype in (None, *SUMMED)]
     built = 0
-    for path, name in dispatches():
-        emitted = compiler.compile_dispatch(path, name, ranks).emitted
+    for (path, name), put in product(dispatches(), ("rows", "packed")):
+        emitted = compiler.compile_dispatch(path, name, ranks, tune={"put": put}).emitted
         for macros in variants:
             for checks in ((), ("COMMDSL_CHECK=1",)):
                 nvrtc.build(emitted, (*macros, *checks), Transport.PEER, config)
