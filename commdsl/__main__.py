@@ -15,8 +15,8 @@ OBJECTS_A_COLLECTION = 50_000
 def main() -> None:
     # commdsl does no linear algebra, yet OpenBLAS starts a pool of threads when numpy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # A command keeps what it makes: Python would look for garbage 70 times while it imports, and through everything when
-    # it ends, and find none. Together a fifth of a short check.
+    # A command keeps what it makes: Python would look for garbage 70 times while it imports, and through everything at
+    # the exit, and find none. Together a fifth of a short check.
     gc.set_threshold(OBJECTS_A_COLLECTION)
     from commdsl.commands.cli import run_command  # after the lines above
 
