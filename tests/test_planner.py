@@ -20,10 +20,10 @@ from commdsl.language.kinds import LinkScope
 from commdsl.machine.topology import Link, Topology, switch
 from commdsl.planner import packing
 from commdsl.planner.balance import Balance, Widths, balance, imbalance
+from commdsl.planner.comm_text import comm_text
 from commdsl.planner.documents import CapacityError, Goal, State, balanced
 from commdsl.planner.flows import flows, ways
 from commdsl.planner.packing import Packing, PackingError, Terms, at_home, pack, packing_of, place, to_plan, whole
-from commdsl.planner.plan_text import plan_text
 
 WIDTHS = Widths(8, 4, 2)
 NODE = Link("nvlink", LinkScope.IN_NODE, 450e9, np.inf, 7e-7)
@@ -58,7 +58,7 @@ def same(one: DispatchPlan, other: DispatchPlan) -> bool:
 
 
 def read_back(plan: DispatchPlan) -> DispatchPlan:
-    return compiler.check_plan(compiler.read_text(plan_text(plan, ("a comment",)), "made.comm", Path())).plan
+    return compiler.check_plan(compiler.read_text(comm_text(plan, ("a comment",)), "made.comm", Path())).plan
 
 
 # --- the loads --------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_text_is_read_back(machine: Topology, mask: Mask) -> None:
     from commdsl.language.source import Source
 
     plan = make(pack(heavy(120, 5), machine, 128), machine, terms=Terms("made", mask))
-    text = plan_text(plan, ("why",))
+    text = comm_text(plan, ("why",))
 
     assert same(read_back(plan), plan)
     assert format_file(parse(Source("made.comm", text))) == text

@@ -25,9 +25,9 @@ from commdsl.language.syntax import File
 from commdsl.machine.topology import NO_LINK, Topology, link_of, switch
 from commdsl.planner import packing
 from commdsl.planner.balance import Balance, Widths, balance, imbalance
+from commdsl.planner.comm_text import comm_text
 from commdsl.planner.documents import ROUNDS, CapacityError, Goal, balanced
 from commdsl.planner.packing import Packing, PackingError, Terms, pack, packing_of, to_plan, whole
-from commdsl.planner.plan_text import plan_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def make(words: tuple[str, ...], wanted: Wanted, advance: Callable[[str], None])
     prove(found)
     after = balance(found, topology, wanted.goal.widths)
     advance("writing")
-    return Planned(found, plan_text(found, tuple(comment(before, after))), before, after)
+    return Planned(found, comm_text(found, tuple(comment(before, after))), before, after)
 
 
 def pack_anew(words: tuple[str, ...], wanted: Wanted) -> tuple[Packing, Topology, Terms]:

@@ -5,6 +5,6 @@ balance       a plan -> the loads of its ranks
 flows         loads -> how much goes from whom to whom
 stock         what a rank has of its documents -> what is best sent
 documents     all of it: a packing -> a balanced plan
-plan_text     a plan -> `.comm` text
+comm_text     a plan -> `.comm` text
 tuning        which schedule runs for a size, how tuned
 """

@@ -13,7 +13,7 @@ from commdsl.ir.plans import DispatchPlan, Piece
 from commdsl.ir.routes import NOWHERE, Sharing
 
 
-def plan_text(plan: DispatchPlan, comment: Sequence[str] = ()) -> str:
+def comm_text(plan: DispatchPlan, comment: Sequence[str] = ()) -> str:
     """The declaration, after the lines of a comment."""
     lines = [f"# {line}".rstrip() for line in comment]
     lines += [f"plan {plan.name} for {plan.num_ranks} ranks {{", *_settings(plan)]
