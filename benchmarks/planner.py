@@ -25,9 +25,9 @@ from commdsl.ir.plans import DispatchPlan
 from commdsl.language.kinds import LinkScope
 from commdsl.machine.topology import Link, Topology, switch
 from commdsl.planner.balance import Balance, Widths, balance, imbalance
+from commdsl.planner.comm_text import comm_text
 from commdsl.planner.documents import Goal, balanced
 from commdsl.planner.packing import Terms, at_home, pack
-from commdsl.planner.plan_text import plan_text
 
 T = TypeVar("T")
 Lengths = NDArray[np.int64]
@@ -76,7 +76,7 @@ def measure(lengths: Lengths, machine: Topology, goal: Goal, *, read_back: bool)
     plan = timed("balance", lambda: balanced(home, machine, goal, Terms("made"), lambda label: None))
     timed("prove", lambda: prove(plan))
     before, after = timed("report", lambda: tuple(balance(one, machine, Widths()) for one in (at_home(plan), plan)))
-    text = timed("write", lambda: plan_text(plan))
+    text = timed("write", lambda: comm_text(plan))
     if read_back:
         again = timed("read back", lambda: compiler.check_plan(compiler.read_text(text, "made.comm", Path())).plan)
         assert np.array_equal(again.dest, plan.dest), "the text means another plan"
