@@ -69,7 +69,7 @@ class Loaded:
 
     def lanes(self) -> int:
         """What the schedule runs with where the candidate says nothing; 1 where it could not be loaded."""
-        return int(self.ops[0].program(self.ops[0].ranks).plan.lanes) if self.ops else 1
+        return int(self.ops[0].program(self.ops[0].ranks).plan.moves.lanes) if self.ops else 1
 
     def release(self) -> None:
         """Collective: the symmetric memory goes back, for the next candidates."""
@@ -110,7 +110,7 @@ def _build(bench: Bench, op: Any) -> None:
     from commdsl.build import nvrtc
     from commdsl.build.emit import defines
     from commdsl.machine.config import from_environment
-    from commdsl.program.plan import Transport
+    from commdsl.program.memory import Transport
 
     config = from_environment()
     transport = Transport(config.transport)

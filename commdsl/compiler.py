@@ -14,7 +14,7 @@ from commdsl import checks
 from commdsl.checks.built import unbuilt_dispatch, unbuilt_schedule
 from commdsl.cost.report import Report, far_from_bound, report
 from commdsl.ir import resolve
-from commdsl.ir.dispatches import Dispatch
+from commdsl.ir.dispatches import ByKey, Dispatch
 from commdsl.ir.plans import DispatchPlan, Routing, routing
 from commdsl.ir.resolve.faults import nearest
 from commdsl.ir.schedules import Schedule
@@ -26,12 +26,13 @@ from commdsl.language.syntax import DispatchDecl, File, PlanDecl, ScheduleDecl, 
 from commdsl.machine import resources
 from commdsl.machine.topology import Topology, switch
 from commdsl.program.lower import lower
-from commdsl.program.plan import Plan, Transport
+from commdsl.program.lower.routed import lower_dispatch
+from commdsl.program.memory import Transport
+from commdsl.program.plan import Plan
 from commdsl.program.verify import verify
 
 if TYPE_CHECKING:
     from commdsl.build.emit import Emitted
-    from commdsl.build.emit_dispatch import DispatchKernel
 
 DEFAULT_RANKS = 8
 
@@ -59,17 +60,20 @@ class CheckedPlan:
 
 @dataclass(frozen=True, eq=False)
 class CheckedDispatch:
-    """A dispatch that was held to every law that needs no table and no keys."""
+    """A dispatch that was held to every law that needs no table and no keys, and the Plan that was proved with it; None
+    where none is built yet.
+    """
 
     dispatch: Dispatch
+    plan: Plan | None
     warnings: tuple[Diagnostic, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledDispatch(CheckedDispatch):
-    """A dispatch, what is launched for it, and the text of its kernel."""
+    """A proved dispatch, what is launched for it, and the text of its kernel."""
 
-    kernel: DispatchKernel
+    plan: Plan
     emitted: Emitted
 
 
@@ -233,7 +237,11 @@ def check_dispatch(
     meant = resolve.dispatch(files, decl, num_ranks, topology, params, tune)
     warnings = resolve.dispatch_warnings(decl, num_ranks, topology, params or {})
     found = _raise_errors((*checks.check_files(files), *checks.check_dispatch(meant)))
-    return CheckedDispatch(meant, (*warnings, *found))
+    if any(isinstance(route, ByKey) for route in meant.routes):
+        return CheckedDispatch(meant, None, (*warnings, *found))
+    plan = lower_dispatch(meant)
+    verify(plan)
+    return CheckedDispatch(meant, plan, (*warnings, *found, *_raise_errors(checks.check_routed(plan))))
 
 
 def compile_dispatch(
@@ -244,13 +252,13 @@ def compile_dispatch(
     params: Mapping[str, int] | None = None,
     tune: Mapping[str, int | str] | None = None,
 ) -> CompiledDispatch:
-    """`check_dispatch`, then what is launched and the kernel's text. Raises CommError for a route by keys, too."""
-    from commdsl.build.emit_dispatch import emit_dispatch, lower_dispatch  # 6 ms that a check does not need
+    """`check_dispatch`, then the kernel's text. Raises CommError for a route by keys, too."""
+    from commdsl.build.emit import emit  # jinja2, which a check does not need
 
     held = check_dispatch(path, name, ranks, on, params, tune)
     _raise_errors(tuple(unbuilt_dispatch(held.dispatch)))
-    kernel = lower_dispatch(held.dispatch)
-    return CompiledDispatch(held.dispatch, held.warnings, kernel, emit_dispatch(kernel))
+    assert held.plan is not None
+    return CompiledDispatch(held.dispatch, held.plan, held.warnings, emit(held.plan))
 
 
 def compile(

@@ -12,13 +12,16 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import combinations, product
 
 import numpy as np
+from plans import changed
 
-from commdsl.program.plan import CELL, Access, Plan
+from commdsl.program.memory import Access
+from commdsl.program.moves import CELL
+from commdsl.program.plan import Plan
 
 
 def broken_laws(plan: Plan, extra_rounds: int = 2) -> set[str]:
     """Codes of the laws broken within rotation + 1 + extra_rounds rounds."""
-    ops, rounds = plan.ops, plan.rotation + 1 + extra_rounds
+    ops, rounds = plan.moves.ops, plan.moves.rotation + 1 + extra_rounds
     rank_of = [r for r in range(plan.num_ranks) for _ in range(ops.rank_begin[r], ops.rank_begin[r + 1])]
     raised: dict[tuple[int, int], list[int]] = {}
     for op in range(ops.num_ops):
@@ -47,19 +50,19 @@ def broken_laws(plan: Plan, extra_rounds: int = 2) -> set[str]:
 
 
 def _leaders(plan: Plan) -> list[int]:
-    return [op for op in range(plan.ops.num_ops) if not plan.ops.joined[op]]
+    return [op for op in range(plan.moves.ops.num_ops) if not plan.moves.ops.joined[op]]
 
 
 def _leader(plan: Plan, op: int) -> int:
     """The first operation of the group."""
-    while plan.ops.joined[op]:
+    while plan.moves.ops.joined[op]:
         op -= 1
     return op
 
 
 def _group(plan: Plan, leader: int) -> range:
     end = leader + 1
-    while end < plan.ops.num_ops and plan.ops.joined[end]:
+    while end < plan.moves.ops.num_ops and plan.moves.ops.joined[end]:
         end += 1
     return range(leader, end)
 
@@ -79,7 +82,7 @@ def _pasts(edges: dict[tuple[int, int], set[tuple[int, int]]]) -> dict[tuple[int
 
 def _touched(plan: Plan, op: int) -> list[tuple[tuple[int, int, int], bool]]:
     """The locations a group accesses, and whether it writes them."""
-    ops = plan.ops
+    ops = plan.moves.ops
     sources = range(ops.source_begin[op], ops.source_begin[op + 1])
     return [
         ((int(ops.dest_space[i]), int(ops.dest_rank[i]), int(ops.dest_index[i])), True) for i in _group(plan, op)
@@ -88,7 +91,7 @@ def _touched(plan: Plan, op: int) -> list[tuple[tuple[int, int, int], bool]]:
 
 def _barriers(plan: Plan, rounds: int, rank: int) -> dict[tuple[int, int], int]:
     """Block barriers of the rank before each event's body."""
-    ops, count, before = plan.ops, 0, {}
+    ops, count, before = plan.moves.ops, 0, {}
     for number in range(rounds):
         for op in range(ops.rank_begin[rank], ops.rank_begin[rank + 1]):
             if not ops.joined[op]:
@@ -107,7 +110,7 @@ def _conflicts(plan: Plan, rank_of: list[int], rounds: int, past: dict) -> set[s
     for number, op in past:
         for location, writes in _touched(plan, op):
             # A tensor's tile is another one in every round; a cell comes back with its copy.
-            turn = number % plan.rotation if location[0] == CELL else number
+            turn = number % plan.moves.rotation if location[0] == CELL else number
             by_place.setdefault((location, turn), []).append(((number, op), writes))
     for users in by_place.values():
         for (one, one_writes), (two, two_writes) in combinations(users, 2):
@@ -131,7 +134,7 @@ def _undefined(plan: Plan, rounds: int, past: dict) -> set[str]:
                 writers.setdefault((location, number), []).append((number, op))
     for number, op in past:
         for location, writes in _touched(plan, op):
-            written = location[0] == CELL or plan.tensors[location[0]].access is Access.WRITE
+            written = location[0] == CELL or plan.moves.tensors[location[0]].access is Access.WRITE
             before = [event for event in writers.get((location, number), []) if event in past[number, op]]
             if written and not writes and not before:
                 return {"C207"}
@@ -140,18 +143,18 @@ def _undefined(plan: Plan, rounds: int, past: dict) -> set[str]:
 
 def without_wait(plan: Plan, wait: int) -> Plan:
     """The Plan with one wait left out."""
-    ops = plan.ops
+    ops = plan.moves.ops
     begin = ops.wait_begin - (ops.wait_begin > wait).astype(np.int32)
     columns = {
         name: np.delete(getattr(ops, name), wait)
         for name in ("wait_peer", "wait_ordinal", "wait_rounds_back", "wait_reason")
     }
-    return replace(plan, ops=replace(ops, wait_begin=begin, **columns))
+    return changed(plan, ops=replace(ops, wait_begin=begin, **columns))
 
 
 def has_idle_flag(plan: Plan) -> bool:
     """Some wait could be left out, or some signal is not waited for."""
-    ops = plan.ops
+    ops = plan.moves.ops
     if any(not broken_laws(without_wait(plan, wait)) & {"C202", "C205"} for wait in range(len(ops.wait_peer))):
         return True
     rank_of = np.repeat(np.arange(plan.num_ranks), np.diff(ops.rank_begin))
@@ -170,7 +173,7 @@ def broken_packet_laws(plan: Plan, extra_rounds: int = 2) -> set[str]:
 
     What a thread knows follows from its own words, from credits, and from the barrier of its lane after every round.
     """
-    ops = plan.ops
+    ops = plan.moves.ops
     rank_of = [r for r in range(plan.num_ranks) for _ in range(ops.rank_begin[r], ops.rank_begin[r + 1])]
     writers: dict[tuple[int, int], int] = {}
     for op in range(ops.num_ops):
@@ -179,7 +182,7 @@ def broken_packet_laws(plan: Plan, extra_rounds: int = 2) -> set[str]:
             if cell in writers:
                 return {"C209"}
             writers[cell] = _leader(plan, op)
-    rounds = plan.rotation + 1 + extra_rounds
+    rounds = plan.moves.rotation + 1 + extra_rounds
     found: set[str] = set()
     for busy in product((1, 2), repeat=rounds):
         edges = _thread_edges(plan, rank_of, writers, busy)
@@ -196,7 +199,7 @@ def _thread_edges(
     plan: Plan, rank_of: list[int], writers: dict[tuple[int, int], int], busy: tuple[int, ...]
 ) -> dict[Event, set[Event]] | None:
     """What must be before each event: a thread's group in a round, or a meeting of a lane's threads around one."""
-    ops = plan.ops
+    ops = plan.moves.ops
     raised: dict[tuple[int, int], list[int]] = {}
     for op in range(ops.num_ops):
         for peer in ops.signal_peer[ops.signal_begin[op] : ops.signal_begin[op + 1]]:
@@ -272,9 +275,9 @@ def _reused(
                 return {"C207"}
             if rank_of[writer] == rank_of[op] and writer > op:
                 found.add("C207")
-            for number in range(len(busy) - plan.rotation):
-                for thread in range(min(busy[number], busy[number + plan.rotation])):
-                    _, before = past[number + plan.rotation, writer, thread]
+            for number in range(len(busy) - plan.moves.rotation):
+                for thread in range(min(busy[number], busy[number + plan.moves.rotation])):
+                    _, before = past[number + plan.moves.rotation, writer, thread]
                     if not past[number, op, thread][0] & before:
                         found.add("C205")
     return found

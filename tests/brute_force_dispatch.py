@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import combinations, product
 
-from commdsl.program.dispatch_protocol import Actor, Ranks, Step
+from commdsl.program.memory import Home, Memory, Rows
+from commdsl.program.phases import Actor, Ranks
+from commdsl.program.proof.events import Step
 
 CALLS = 3
 
@@ -83,7 +85,7 @@ def is_broken(steps: tuple[Step, ...], setting: Setting, dropped: Dropped = froz
 
 def _threads(setting: Setting, call: int, by: Actor) -> list[Thread]:
     match by:
-        case Actor.STREAM:
+        case Actor.CALLER:
             return [(rank, "stream", 0) for rank in range(setting.num_ranks)]
         case Actor.FIRST:
             return [(rank, "lane", 0) for rank in range(setting.num_ranks)]
@@ -151,12 +153,19 @@ def _users(steps: tuple[Step, ...], setting: Setting) -> list[list[User]]:
     found: dict[tuple[str, int], list[User]] = {}
     for event in sorted(_events(steps, setting)):
         rank = event[2][0]
-        for access in steps[event[1]].accesses:
+        for access in steps[event[1]].touches:
             segment = None if access.on is Ranks.OWN else rank
-            user = User(event, segment, access.writes, access.turn, access.space.is_routed)
+            user = User(event, segment, access.writes, access.turn, isinstance(access.memory, Rows))
             for owner in _ranks(rank, access.on, setting.num_ranks):
-                found.setdefault((access.space.name, owner), []).append(user)
+                found.setdefault((_region(access.memory), owner), []).append(user)
     return list(found.values())
+
+
+def _region(memory: Memory) -> str:
+    """What may be the same bytes has one name."""
+    if not isinstance(memory, Rows):
+        return memory.name
+    return "rows that wait" if memory.home is Home.WAITING else "the caller's rows"
 
 
 def _in_turn(users: list[User]) -> Iterator[tuple[Event, Event]]:

@@ -41,7 +41,7 @@ class Order:
         self.commands = commands
         self.before: dict[int, int] = {}  # for each command that could run, by its place in the list
         self._without = without
-        self._ordinals = signal_ordinals(plan)
+        self._ordinals = signal_ordinals(plan.moves)
         self._raised: Raised = {}
         self._has_raised: set[int] = set()
         self._rounds = [0] * plan.num_ranks
@@ -88,7 +88,7 @@ class Order:
 
     def _groups(self, rank: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """Round, first and last row of each group at these positions."""
-        ops = self.plan.ops
+        ops = self.plan.moves.ops
         bounds = [*ops.leaders.tolist(), ops.num_ops]
         begin, end = np.searchsorted(ops.leaders, ops.rank_begin[rank : rank + 2]).tolist()
         for position in range(first, last):
@@ -96,7 +96,7 @@ class Order:
             yield self._rounds[rank] + position // (end - begin), bounds[group], bounds[group + 1]
 
     def _raise(self, command: Command, known: int) -> None:
-        ops, counts = self.plan.ops, self.plan.signals_per_round
+        ops, counts = self.plan.moves.ops, self.plan.moves.signals_per_round
         for round, _, end in self._groups(command.rank, *command.turn[:2]):
             for row in range(ops.signal_begin[end - 1], ops.signal_begin[end]):
                 to = int(ops.signal_peer[row])
@@ -105,7 +105,7 @@ class Order:
 
     def _await(self, command: Command) -> int | None:
         """What all awaited signals tell, None if one of them was not raised yet."""
-        ops, counts, learned = self.plan.ops, self.plan.signals_per_round, 0
+        ops, counts, learned = self.plan.moves.ops, self.plan.moves.signals_per_round, 0
         for round, leader, _ in self._groups(command.rank, *command.turn[2:4]):
             for row in range(ops.wait_begin[leader], ops.wait_begin[leader + 1]):
                 peer = int(ops.wait_peer[row])

@@ -29,7 +29,8 @@ from engine_order import Command
 from commdsl.build import host, nvrtc
 from commdsl.build.emit import Emitted
 from commdsl.machine.config import Config, from_environment
-from commdsl.program.plan import BLOCK_SHARED_BYTES, Transport
+from commdsl.program.memory import Transport
+from commdsl.program.moves import BLOCK_SHARED_BYTES
 from commdsl.runtime import device, groups
 
 CONTEXT = 0xC0DE

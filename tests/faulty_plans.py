@@ -11,10 +11,13 @@ from pathlib import Path
 
 import numpy as np
 from brute_force import without_wait
+from plans import changed
 
 from commdsl import compiler
 from commdsl.ir.schedules import Schedule
-from commdsl.program.plan import CELL, Access, Plan
+from commdsl.program.memory import Access
+from commdsl.program.moves import CELL
+from commdsl.program.plan import Plan
 
 TEXT = """\
 schedule allgather_ring for P ranks where P >= 2 {
@@ -57,12 +60,12 @@ def right(text: str = TEXT) -> tuple[Schedule, Plan]:
 
 
 def with_tables(plan: Plan, **tables: np.ndarray) -> Plan:
-    return replace(plan, ops=replace(plan.ops, **tables))
+    return changed(plan, ops=replace(plan.moves.ops, **tables))
 
 
 def with_wait(plan: Plan, op: int, peer: int, ordinal: int) -> Plan:
     """The Plan with one more wait, the last of its operation."""
-    ops = plan.ops
+    ops = plan.moves.ops
     at = ops.wait_begin[op + 1]
     row = {"wait_peer": peer, "wait_ordinal": ordinal, "wait_rounds_back": 0, "wait_reason": 0}
     columns = {name: np.insert(getattr(ops, name), at, value) for name, value in row.items()}
@@ -71,7 +74,7 @@ def with_wait(plan: Plan, op: int, peer: int, ordinal: int) -> Plan:
 
 def circle(plan: Plan) -> Plan:
     """Every rank waits for its first signal before it does anything."""
-    ops, begin = plan.ops, plan.ops.wait_begin.copy()
+    ops, begin = plan.moves.ops, plan.moves.ops.wait_begin.copy()
     for rank in range(plan.num_ranks):
         first = ops.rank_begin[rank]
         begin[first + 1 : np.flatnonzero(ops.wait_begin > ops.wait_begin[first])[0]] += 1
@@ -79,36 +82,36 @@ def circle(plan: Plan) -> Plan:
 
 
 def never(plan: Plan) -> Plan:
-    ordinal = plan.ops.wait_ordinal.copy()
+    ordinal = plan.moves.ops.wait_ordinal.copy()
     ordinal[-1] += 1
     return with_tables(plan, wait_ordinal=ordinal)
 
 
 def idle(plan: Plan) -> Plan:
     """Rank 2 asks once more, at its last operation, for what it has seen."""
-    return with_wait(plan, plan.ops.num_ops - 1, int(plan.ops.wait_peer[-1]), 1)
+    return with_wait(plan, plan.moves.ops.num_ops - 1, int(plan.moves.ops.wait_peer[-1]), 1)
 
 
 def unwritten(plan: Plan) -> Plan:
     """The last read of a cell is of one that nobody writes."""
-    index = plan.ops.source_index.copy()
-    index[np.flatnonzero(plan.ops.source_space == CELL)[-1]] = plan.num_cells
-    return replace(with_tables(plan, source_index=index), num_cells=plan.num_cells + 1)
+    index = plan.moves.ops.source_index.copy()
+    index[np.flatnonzero(plan.moves.ops.source_space == CELL)[-1]] = plan.moves.num_cells
+    return changed(with_tables(plan, source_index=index), num_cells=plan.moves.num_cells + 1)
 
 
 def late_read(plan: Plan) -> Plan:
     """Rank 0 returns in the second chunk what came in as the first, which it has overwritten by then."""
-    access = [tensor.access for tensor in plan.tensors]
-    copies_out = np.flatnonzero(plan.ops.dest_space == access.index(Access.WRITE))
-    second = plan.ops.source_begin[copies_out[1]]
-    space, index = plan.ops.source_space.copy(), plan.ops.source_index.copy()
+    access = [tensor.access for tensor in plan.moves.tensors]
+    copies_out = np.flatnonzero(plan.moves.ops.dest_space == access.index(Access.WRITE))
+    second = plan.moves.ops.source_begin[copies_out[1]]
+    space, index = plan.moves.ops.source_space.copy(), plan.moves.ops.source_index.copy()
     space[second], index[second] = access.index(Access.READ), 0
     return with_tables(plan, source_space=space, source_index=index)
 
 
 def exchanged(plan: Plan) -> Plan:
     """The last two blocks that rank 2 returns stand in each other's place."""
-    index = plan.ops.dest_index.copy()
+    index = plan.moves.ops.dest_index.copy()
     index[[-1, -2]] = index[[-2, -1]]
     return with_tables(plan, dest_index=index)
 
@@ -118,11 +121,11 @@ FAULTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "C202": (TEXT, lambda plan: without_wait(plan, 0)),
     "C203": (TEXT, never),
     "C204": (TEXT, idle),
-    "C205": (TEXT, lambda plan: replace(plan, rotation=1)),
-    "C206": (SWAP, lambda plan: with_tables(plan, barrier=np.zeros_like(plan.ops.barrier))),
+    "C205": (TEXT, lambda plan: changed(plan, rotation=1)),
+    "C206": (SWAP, lambda plan: with_tables(plan, barrier=np.zeros_like(plan.moves.ops.barrier))),
     "C207": (TEXT, unwritten),
     "C208": (SWAP, late_read),
-    "C209": (PACKETS, lambda plan: replace(plan, rotation=1)),
+    "C209": (PACKETS, lambda plan: changed(plan, rotation=1)),
     "C210": (TEXT, exchanged),
-    "C342": (TEXT, lambda plan: replace(plan, num_cells=plan.num_cells + 1)),
+    "C342": (TEXT, lambda plan: changed(plan, num_cells=plan.moves.num_cells + 1)),
 }

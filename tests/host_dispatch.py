@@ -17,10 +17,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl import compiler
 from commdsl.build import host, host_run
-from commdsl.build.emit_dispatch import DispatchKernel, Fixed, changing, emit_dispatch
-from commdsl.machine.config import Config, from_environment
-from commdsl.machine.resources import data_dir
+from commdsl.build.emit import emit
+from commdsl.machine.config import from_environment
+from commdsl.program.arguments import arguments
+from commdsl.program.plan import Plan
 from commdsl.program.tiles import Flow, table
 from commdsl.program.timeouts import RECORD_BYTES, ErrorRecord, unpack
 
@@ -109,33 +111,28 @@ def chained(calls: Sequence[Call], dtype: str) -> list[list[list[Bytes]]]:
 class Program:
     """A kernel, built for this machine."""
 
-    kernel: DispatchKernel
+    plan: Plan
     path: Path
     is_sanitized: bool
 
 
-def kernel(num_ranks: int, lanes: int = 3, tensors: tuple[str, ...] = TENSORS) -> DispatchKernel:
+def launched(num_ranks: int, lanes: int = 3, tensors: tuple[str, ...] = TENSORS) -> Plan:
     """One text for both puts: which it is stands in the tables."""
-    copied = (True,) * len(tensors)
-    return DispatchKernel("qkv", num_ranks, tensors, copied, False, lanes, 32, 256, "by_hand.comm", "by_hand.comm:1")
+    rows = "   ".join(f"rows {name}[T]" for name in tensors)
+    text = f"""dispatch qkv for P ranks {{
+      {rows}
+      route home[S, C] for {", ".join(tensors)}
+      place home by (source rank, shard)
+      tune {{ sms {lanes}   threads 32   tile 256 B }}
+    }}"""
+    files = compiler.read_text(text, "by_hand.comm", Path())
+    return compiler.check_dispatch(files, ranks=num_ranks).plan
 
 
-def program(of: DispatchKernel, dtype: str = "float32", *, sanitize: bool = False) -> Program:
+def program(of: Plan, dtype: str = "float32", *, sanitize: bool = False) -> Program:
     config, macros = from_environment(), (f"COMMDSL_DTYPE={dtype}", "COMMDSL_CHECK=1")
     build = host.build_sanitized if sanitize else host.build
-    return Program(of, build(emit_dispatch(of), macros, config), sanitize)
-
-
-def patched(of: DispatchKernel, headers: Path, folder: Path, dtype: str = "float32") -> Program:
-    """A program under ThreadSanitizer with other headers than commdsl's; no cache knows them."""
-    config: Config = from_environment()
-    (folder / "kernel.cpp").write_text(emit_dispatch(of).text)
-    (folder / "runner.cpp").write_text((data_dir("templates") / "runner.cpp").read_text())
-    flags = [*host.FLAGS, *host.SANITIZE, "-O1", "-DCOMMDSL_LINKED", f"-DCOMMDSL_DTYPE={dtype}"]
-    command = [*host.find_compiler(config).command, *flags, "-I", str(headers), "-o", "program"]
-    done = subprocess.run([*command, "kernel.cpp", "runner.cpp", "-ldl"], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return Program(of, folder / "program", True)
+    return Program(of, build(emit(of), macros, config), sanitize)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -181,7 +178,7 @@ class Layout:
     arguments: bytes  # calls x ranks
 
 
-def layout(of: DispatchKernel, calls: Sequence[Call], options: Options) -> Layout:
+def layout(of: Plan, calls: Sequence[Call], options: Options) -> Layout:
     """Results are off their alignment; those of one slot lie in one place, as large as the largest of them."""
     ranks, memory = range(of.num_ranks), Memory()
     errors = [memory.take(RECORD_BYTES) for _ in ranks]
@@ -190,11 +187,11 @@ def layout(of: DispatchKernel, calls: Sequence[Call], options: Options) -> Layou
     ]
     if options.damage is not None:
         tables[-1][options.damage.rank].words[options.damage.word] ^= options.damage.bits
-    waiting = [0] * of.num_tensors
+    waiting = [0] * len(of.push.given)
     for call, row in zip(calls, tables, strict=True):
         for tensor, flow in enumerate(call.flows):
             waiting[tensor] = max(waiting[tensor], row[0].waiting_rows[tensor] * flow.width)
-    ends = np.cumsum([of.board_bytes, *(-(-size // LINE) * LINE for size in waiting)]).tolist()
+    ends = np.cumsum([-(-of.symmetric_bytes // LINE) * LINE, *(-(-size // LINE) * LINE for size in waiting)]).tolist()
     heaps = [memory.take(ends[-1]) for _ in ranks]
     outputs = _results(memory, of, calls)
     packed, inputs = b"", []
@@ -204,21 +201,29 @@ def layout(of: DispatchKernel, calls: Sequence[Call], options: Options) -> Layou
         else:
             inputs = [[memory.put(rows, shift=2 * rank) for rank, rows in enumerate(given)] for given in call.inputs]
             counts = [[len(rows) for rows in given] for given in call.inputs]
-        pad = (0,) * (of.num_tensors - len(call.flows))
         room = [size // flow.width for size, flow in zip(waiting, call.flows, strict=False)]
         for rank in ranks:
-            fixed = Fixed(heaps, ends[:-1], [*room, *pad], int(options.timeout * 1e9), errors[rank])
-            moved = (inputs, outputs[number])
-            words = [memory.put(row[rank].words.view(np.uint8))]
-            for at in moved:
-                words += [*(place[rank] for place in at), *pad]
-            words += [*(flow.width for flow in call.flows), *pad, *(int(count[rank]) for count in counts), *pad]
-            words += [*(int(flow.rows[rank]) for flow in call.flows), *pad]
-            packed += fixed.pack() + changing(of.num_tensors).pack(*words, rank, call.lanes[rank])
+            packed += arguments(of).pack(
+                {
+                    "heap": heaps,
+                    "timeout_ns": int(options.timeout * 1e9),
+                    "error": errors[rank],
+                    "waiting": ends[:-1],
+                    "waiting_rows": room,
+                    "table": memory.put(row[rank].words.view(np.uint8)),
+                    "inputs": [place[rank] for place in inputs],
+                    "outputs": [place[rank] for place in outputs[number]],
+                    "row_bytes": [flow.width for flow in call.flows],
+                    "input_rows": [int(count[rank]) for count in counts],
+                    "output_rows": [int(flow.rows[rank]) for flow in call.flows],
+                    "rank": rank,
+                    "active_lanes": call.lanes[rank],
+                }
+            )
     return Layout(memory, errors, outputs, packed)
 
 
-def _results(memory: Memory, of: DispatchKernel, calls: Sequence[Call]) -> list[list[list[int]]]:
+def _results(memory: Memory, of: Plan, calls: Sequence[Call]) -> list[list[list[int]]]:
     sizes: dict[tuple[int | None, int, int, int], int] = {}
     keys = []
     for number, call in enumerate(calls):
@@ -248,7 +253,7 @@ def run(made: Program, calls: Sequence[Call], options: Options = Options()) -> l
 
     Raises DataRaceError, Reported for a rank that gave up, AssertionError for a guard that was written over.
     """
-    of = made.kernel
+    of = made.plan
     found = layout(of, calls, options)
     random = np.random.default_rng(options.seed).random((len(calls), of.num_ranks))
     delays = (random * options.max_delay * 1e9).astype(np.uint64).tobytes()
@@ -273,39 +278,33 @@ def _at(data: Bytes, at: int, rows: int, width: int) -> Bytes:
     return data[at : at + rows * width].reshape(rows, width).copy()
 
 
-def address_words(of: DispatchKernel) -> list[int]:
-    """Which 64-bit words of the arguments are addresses: heaps, the error record, the table, inputs and outputs."""
-    behind = of.num_ranks + 2 * of.num_tensors + 1
-    return [*range(of.num_ranks), *range(behind, behind + 2 + 2 * of.num_tensors)]
-
-
 def _run_here(made: Program, found: Layout, num_calls: int, delays: bytes) -> Bytes:
     """In this process; ctypes releases the GIL."""
     room = np.zeros(found.memory.size + LINE, np.uint8)
     begin = -room.ctypes.data % LINE
     data = room[begin : begin + found.memory.size]
     found.memory.fill(data)
-    launches = num_calls * made.kernel.num_ranks
+    launches = num_calls * made.plan.num_ranks
     size = len(found.arguments) // launches
-    arguments = bytearray(found.arguments)
+    packed = bytearray(found.arguments)
     for launch in range(launches):
-        words = np.frombuffer(arguments, np.uint64, size // 8, launch * size)
-        words[address_words(made.kernel)] += np.uint64(data.ctypes.data)
+        words = np.frombuffer(packed, np.uint64, size // 8, launch * size)
+        words[[*arguments(made.plan).address_words]] += np.uint64(data.ctypes.data)
     start = ctypes.CDLL(str(made.path)).commdsl_launch
-    assert start(bytes(arguments), made.kernel.num_ranks, num_calls, delays) == 0
+    assert start(bytes(packed), made.plan.num_ranks, num_calls, delays) == 0
     return data
 
 
 def _run_apart(made: Program, found: Layout, num_calls: int, delays: bytes) -> Bytes:
     """In a process of its own, whose threads are watched."""
-    of = made.kernel
+    of = made.plan
     with tempfile.TemporaryDirectory(prefix="commdsl-") as folder:
         arena, job = Path(folder) / "arena", Path(folder) / "job"
         data = np.zeros(-(-found.memory.size // 4096) * 4096, np.uint8)
         found.memory.fill(data)
         data.tofile(arena)
         args_bytes = len(found.arguments) // (num_calls * of.num_ranks)
-        head = host_run.job_head(of.num_ranks, num_calls, args_bytes, address_words(of))
+        head = host_run.job_head(of.num_ranks, num_calls, args_bytes, arguments(of).address_words)
         job.write_bytes(head + found.arguments + delays)
         command = [str(made.path), str(arena), str(job)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)

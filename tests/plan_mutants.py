@@ -10,8 +10,10 @@ from dataclasses import replace
 from random import Random
 
 import numpy as np
+from plans import changed
 
-from commdsl.program.plan import CELL, OpKind, Plan
+from commdsl.program.moves import CELL, OpKind
+from commdsl.program.plan import Plan
 
 Change = Callable[[Random, Plan], dict[str, np.ndarray] | None]
 
@@ -29,12 +31,12 @@ def _swapped(table: np.ndarray, first: int, second: int) -> np.ndarray:
 
 
 def _size(plan: Plan, space: int) -> int:
-    return plan.num_cells if space == CELL else plan.tensors[space].blocks * plan.tensors[space].cut
+    return plan.moves.num_cells if space == CELL else plan.moves.tensors[space].blocks * plan.moves.tensors[space].cut
 
 
 def _other_index(random: Random, plan: Plan, space: int, index: int) -> int | None:
     """Another cell, or another chunk, of the same piece if there is one."""
-    step = 1 if space == CELL else plan.tensors[space].cut
+    step = 1 if space == CELL else plan.moves.tensors[space].cut
     others = [other for other in range(index % step, _size(plan, space), step) if other != index]
     others = others or [other for other in range(_size(plan, space)) if other != index]
     return random.choice(others) if others else None
@@ -42,7 +44,7 @@ def _other_index(random: Random, plan: Plan, space: int, index: int) -> int | No
 
 def _index(side: str) -> Change:
     def change(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
-        space, index = (getattr(plan.ops, f"{side}_{column}") for column in ("space", "index"))
+        space, index = (getattr(plan.moves.ops, f"{side}_{column}") for column in ("space", "index"))
         at = random.randrange(len(index))
         other = _other_index(random, plan, int(space[at]), int(index[at]))
         return None if other is None else {f"{side}_index": _changed(index, at, other)}
@@ -54,10 +56,10 @@ def _space(side: str) -> Change:
     """Another space, with an index that it has; a tensor's lies on the rank itself."""
 
     def change(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
-        ops = plan.ops
+        ops = plan.moves.ops
         spaces, ranks, index = (getattr(ops, f"{side}_{column}") for column in ("space", "rank", "index"))
         at = random.randrange(len(index))
-        space = random.choice([other for other in range(CELL, len(plan.tensors)) if other != spaces[at]])
+        space = random.choice([other for other in range(CELL, len(plan.moves.tensors)) if other != spaces[at]])
         op = at if side == "dest" else int(np.searchsorted(ops.source_begin, at, side="right")) - 1
         first = 0 if space == CELL else int(ops.piece[op])
         step = 1 if space == CELL else int(ops.cut[op])
@@ -78,10 +80,10 @@ def _rank(side: str) -> Change:
     """A cell of another rank."""
 
     def change(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
-        cells = np.flatnonzero(getattr(plan.ops, f"{side}_space") == CELL).tolist()
+        cells = np.flatnonzero(getattr(plan.moves.ops, f"{side}_space") == CELL).tolist()
         if not cells:
             return None
-        at, ranks = random.choice(cells), getattr(plan.ops, f"{side}_rank")
+        at, ranks = random.choice(cells), getattr(plan.moves.ops, f"{side}_rank")
         return {
             f"{side}_rank": _changed(ranks, at, (int(ranks[at]) + random.randrange(1, plan.num_ranks)) % plan.num_ranks)
         }
@@ -91,7 +93,7 @@ def _rank(side: str) -> Change:
 
 def _flag(column: str) -> Change:
     def change(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
-        table = getattr(plan.ops, column)
+        table = getattr(plan.moves.ops, column)
         at = random.randrange(len(table))
         return {column: _changed(table, at, 1 - int(table[at]))}
 
@@ -100,25 +102,25 @@ def _flag(column: str) -> Change:
 
 def _kind(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
     """The other kind for a whole group."""
-    leader_of = plan.ops.leader_of
-    group = leader_of == leader_of[random.randrange(plan.ops.num_ops)]
-    return {"kind": np.where(group, len(OpKind) - 1 - plan.ops.kind, plan.ops.kind).astype(np.int32)}
+    leader_of = plan.moves.ops.leader_of
+    group = leader_of == leader_of[random.randrange(plan.moves.ops.num_ops)]
+    return {"kind": np.where(group, len(OpKind) - 1 - plan.moves.ops.kind, plan.moves.ops.kind).astype(np.int32)}
 
 
 def _sources(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
     """Two operands of one reduction the other way round."""
-    many = np.flatnonzero(np.diff(plan.ops.source_begin) > 1).tolist()
+    many = np.flatnonzero(np.diff(plan.moves.ops.source_begin) > 1).tolist()
     if not many:
         return None
     op = random.choice(many)
-    pair = random.sample(range(plan.ops.source_begin[op], plan.ops.source_begin[op + 1]), 2)
+    pair = random.sample(range(plan.moves.ops.source_begin[op], plan.moves.ops.source_begin[op + 1]), 2)
     columns = ("source_space", "source_rank", "source_index")
-    return {name: _swapped(getattr(plan.ops, name), *pair) for name in columns}
+    return {name: _swapped(getattr(plan.moves.ops, name), *pair) for name in columns}
 
 
 def _dests(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
     """What two operations of one rank and piece store to, exchanged; of one group it changes nothing but the order."""
-    ops = plan.ops
+    ops = plan.moves.ops
     first = random.randrange(ops.num_ops)
     rank = int(np.searchsorted(ops.rank_begin, first, side="right")) - 1
     there = range(ops.rank_begin[rank], ops.rank_begin[rank + 1])
@@ -131,7 +133,7 @@ def _dests(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
 
 def _unjoined(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
     """A joined operation on its own, with the sources of its leader: right, if its place in the order is."""
-    ops = plan.ops
+    ops = plan.moves.ops
     joined = np.flatnonzero(ops.joined == 1).tolist()
     if not joined:
         return None
@@ -167,4 +169,4 @@ def mutants(plan: Plan, random: Random, times: int) -> Iterator[tuple[str, Plan]
         for _ in range(times):
             tables = change(random, plan)
             if tables is not None:
-                yield name, replace(plan, ops=replace(plan.ops, **tables))
+                yield name, changed(plan, ops=replace(plan.moves.ops, **tables))

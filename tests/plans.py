@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from commdsl.language.source import Source, Span
-from commdsl.program.plan import CELL, Access, OpKind, Ops, Origin, Plan, Protocol, Tensor
+from commdsl.program.memory import Access, Tensor
+from commdsl.program.moves import CELL, Moves, OpKind, Ops, Origin, Protocol
+from commdsl.program.plan import Plan, Role
 
 SPAN = Span(Source("by_hand.comm", "each r { put x -> y[r] @ q }\n"), 0, 28)
 
@@ -94,12 +96,9 @@ def plan_of(
     per_round: np.ndarray,
     alias_safe: tuple[str, ...] = (),
 ) -> Plan:
-    return Plan(
+    moves = Moves(
         name="by_hand",
         num_ranks=num_ranks,
-        params=(),
-        topology="switch",
-        contract="general",
         has_reduction=True,
         tensors=tensors,
         num_cells=num_cells,
@@ -114,6 +113,18 @@ def plan_of(
         origins=(Origin(SPAN, (("s", 3),), 0),),
         alias_safe=alias_safe,
     )
+    return Plan("by_hand", num_ranks, (), "switch", "general", (role_of(moves),), 4096, SPAN)
+
+
+def role_of(moves: Moves) -> Role:
+    """The role whose lanes make these moves alone."""
+    return Role("comm", moves.lanes, moves.sms, moves.threads, (moves,))
+
+
+def changed(plan: Plan, **columns: object) -> Plan:
+    """A Plan with other moves, and a role of as many lanes."""
+    moves = replace(plan.moves, **columns)
+    return replace(plan, num_ranks=moves.num_ranks, roles=(role_of(moves),), tile_bytes=moves.tile_bytes)
 
 
 def column(values: list[int]) -> np.ndarray:

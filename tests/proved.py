@@ -13,7 +13,7 @@ from commdsl import compiler
 from commdsl.compiler import Checked
 from commdsl.ir.schedules import Buffer, Schedule
 from commdsl.language.kinds import BufferKind
-from commdsl.program.plan import Protocol
+from commdsl.program.moves import Protocol
 
 HOST_PROTOCOLS = (Protocol.BULK, Protocol.PACKET, Protocol.LINE)
 """Those with kernels of their own on the host, where `tma` and `engine` are `bulk`."""

@@ -11,7 +11,7 @@ from proved import HOST_PROTOCOLS, proved
 
 from commdsl.program.lower.cells import DEPTH, allocate
 from commdsl.program.lower.rows import Rows
-from commdsl.program.plan import CELL, Protocol
+from commdsl.program.moves import CELL, Protocol
 
 COLLECTIVES = Path(__file__).parent.parent / "schedules" / "collectives"
 SLOTS = 3
@@ -93,9 +93,9 @@ def test_packets_are_written_once(path: Path) -> None:
     assert case is not None
     for protocol in HOST_PROTOCOLS:
         plan = proved(case, protocol).plan
-        written = plan.ops.dest_space == CELL
-        places = np.stack((plan.ops.dest_rank[written], plan.ops.dest_index[written]), axis=1)
-        assert set(places[:, 1]) == set(range(plan.num_cells))
+        written = plan.moves.ops.dest_space == CELL
+        places = np.stack((plan.moves.ops.dest_rank[written], plan.moves.ops.dest_index[written]), axis=1)
+        assert set(places[:, 1]) == set(range(plan.moves.num_cells))
         if protocol.carries_flags:
             assert len(np.unique(places, axis=0)) == len(places)
 
@@ -106,7 +106,7 @@ def test_ranks_number_their_own_cells(ranks: int) -> None:
     case = main_case(COLLECTIVES / "allreduce_twoshot.comm", ranks)
     assert case is not None
 
-    assert proved(case).plan.num_cells == 2 * (ranks - 1)
+    assert proved(case).plan.moves.num_cells == 2 * (ranks - 1)
 
 
 def test_memory_does_not_grow_with_the_steps() -> None:
@@ -114,5 +114,5 @@ def test_memory_does_not_grow_with_the_steps() -> None:
     case = main_case(COLLECTIVES.parent / "attention" / "rotation_ring.comm", 16)
     assert case is not None
 
-    assert proved(case).plan.num_cells == DEPTH
-    assert proved(case, Protocol.PACKET).plan.num_cells == 15
+    assert proved(case).plan.moves.num_cells == DEPTH
+    assert proved(case, Protocol.PACKET).plan.moves.num_cells == 15

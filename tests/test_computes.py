@@ -14,7 +14,7 @@ import pytest
 from collectives import Case, cases, main_case, shipped
 from faulty_plans import right, with_tables
 from plan_mutants import mutants
-from plans import Op, build
+from plans import Op, build, changed
 from proved import HOST_PROTOCOLS, given, proved
 
 from commdsl import compiler
@@ -25,7 +25,9 @@ from commdsl.compiler import Checked
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.dtypes import FLOAT32
-from commdsl.program.plan import CELL, OpKind, Plan, Protocol, Transport
+from commdsl.program.memory import Transport
+from commdsl.program.moves import CELL, OpKind, Protocol
+from commdsl.program.plan import Plan
 from commdsl.program.proof.computes import computes
 from commdsl.program.proof.values import Values, averaged, combined
 from commdsl.program.verify import verify
@@ -70,7 +72,7 @@ def results(checked: Checked, plan: Plan) -> list[bytes]:
     buffer = given(checked.schedule)
     random = np.random.default_rng(0)
     inputs = [random.normal(size=buffer.blocks * ELEMENTS).astype(np.float32) for _ in range(plan.num_ranks)]
-    op = "avg" if plan.has_reduction else "sum"
+    op = "avg" if plan.moves.has_reduction else "sum"
     ran = host_run.run(plan, emit(plan), {buffer.name: inputs}, FLOAT32, op, calls=2)
     return [array.tobytes() for arrays in (*ran.outputs.values(), ran.yields) for array in arrays]
 
@@ -93,18 +95,18 @@ def test_shipped_schedules(path: Path) -> None:
 
     assert len(found) >= 2
     for checked in found:
-        assert list(computes(checked.schedule, checked.plan)) == []
+        assert list(computes(checked.schedule, checked.plan.moves)) == []
 
 
 def test_one_rank() -> None:
     """An average over one rank is what it was: whether the Plan divides it does not matter."""
     files = compiler.read_text(TEXTS["allreduce"].replace("P >= 2", "P >= 1"), "one.comm", Path())
     checked = compiler.check(files, ranks=1)
-    ops = checked.plan.ops
+    ops = checked.plan.moves.ops
 
-    assert list(computes(checked.schedule, checked.plan)) == []
-    divided = replace(checked.plan, ops=replace(ops, scale=1 - ops.scale))
-    assert list(computes(checked.schedule, divided)) == []
+    assert list(computes(checked.schedule, checked.plan.moves)) == []
+    divided = changed(checked.plan, ops=replace(ops, scale=1 - ops.scale))
+    assert list(computes(checked.schedule, divided.moves)) == []
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -159,16 +161,16 @@ def test_operands_that_are_left_out() -> None:
 def test_every_chunk_is_divided_once(name: str) -> None:
     """With any one mark of an average added or taken away a Plan is refused."""
     schedule, plan = right(TEXTS[name])
-    for op in range(plan.ops.num_ops):
-        scale = plan.ops.scale.copy()
+    for op in range(plan.moves.ops.num_ops):
+        scale = plan.moves.ops.scale.copy()
         scale[op] ^= 1
         assert [found.code for found in check_plan(schedule, with_tables(plan, scale=scale))] == ["C210"]
 
 
 def exchanged_sources(plan: Plan, op: int) -> Plan:
     """The first two operands of an operation the other way round."""
-    first = int(plan.ops.source_begin[op])
-    columns = {name: getattr(plan.ops, name).copy() for name in ("source_space", "source_rank", "source_index")}
+    first = int(plan.moves.ops.source_begin[op])
+    columns = {name: getattr(plan.moves.ops, name).copy() for name in ("source_space", "source_rank", "source_index")}
     for column in columns.values():
         column[[first, first + 1]] = column[[first + 1, first]]
     return with_tables(plan, **columns)
@@ -177,7 +179,7 @@ def exchanged_sources(plan: Plan, op: int) -> Plan:
 def test_order_of_a_reduction() -> None:
     """Two operands the other way round are refused, and the message says which."""
     schedule, plan = right(TEXTS["oneshot"])
-    (found,) = check_plan(schedule, exchanged_sources(plan, int(np.argmax(plan.ops.kind == OpKind.REDUCE))))
+    (found,) = check_plan(schedule, exchanged_sources(plan, int(np.argmax(plan.moves.ops.kind == OpKind.REDUCE))))
 
     assert found.headline == "chunk 0 of `y` on rank 0 is not what the schedule says"
     x = [f"rank {rank}'s chunk 0 of `x`" for rank in range(3)]
@@ -191,11 +193,11 @@ def test_order_of_a_reduction() -> None:
 def test_the_first_wrong_operation_is_named() -> None:
     """A fault early in a chain is told where it begins, not where it comes out."""
     schedule, plan = right(TEXTS["allreduce"])
-    first = int(np.flatnonzero(np.diff(plan.ops.source_begin) == 2)[0])
+    first = int(np.flatnonzero(np.diff(plan.moves.ops.source_begin) == 2)[0])
     (found,) = check_plan(schedule, exchanged_sources(plan, first))
 
     (label,) = found.secondary
-    assert first < plan.ops.rank_begin[1]
+    assert first < plan.moves.ops.rank_begin[1]
     assert label.text.startswith(f"wrong since operation {first} of rank 0")
     a, b = "rank 0's chunk 2 of `x`", "rank 2's chunk 2 of `x`"
     assert found.notes[2:] == (f"they differ in {b} + {a}, expected {a} + {b}", "3 chunks are wrong in all")
@@ -204,9 +206,11 @@ def test_the_first_wrong_operation_is_named() -> None:
 def test_what_a_round_before_left() -> None:
     """A cell that nothing was written to in the round holds no value, even where the proof of flags is not asked."""
     schedule, plan = right()
-    index = plan.ops.source_index.copy()
-    index[np.flatnonzero(plan.ops.source_space == CELL)[-1]] = plan.num_cells
-    (found,) = computes(schedule, replace(with_tables(plan, source_index=index), num_cells=plan.num_cells + 1))
+    index = plan.moves.ops.source_index.copy()
+    index[np.flatnonzero(plan.moves.ops.source_space == CELL)[-1]] = plan.moves.num_cells
+    (found,) = computes(
+        schedule, changed(with_tables(plan, source_index=index), num_cells=plan.moves.num_cells + 1).moves
+    )
 
     assert found.code == "C210"
     assert found.notes[1] == "got what an earlier round left"
@@ -219,7 +223,7 @@ def test_two_values_stored_at_once() -> None:
     for rank in range(3):
         copy = Op(OpKind.COPY, (1, rank, 0), ((0, rank, 0),), scale=1)
         programs.append([copy, replace(copy, sources=(), joined=1, scale=0)])
-    (found,) = computes(schedule, build(programs, plan.tensors, 0, 1))
+    (found,) = computes(schedule, build(programs, plan.moves.tensors, 0, 1).moves)
 
     assert found.notes[:2] == ("expected rank 0's chunk 0 of `x`", "got one of two values that are stored at once")
 
@@ -227,8 +231,8 @@ def test_two_values_stored_at_once() -> None:
 def test_a_chunk_that_nobody_stores() -> None:
     """What the schedule writes and the Plan does not is refused at the schedule, as no operation is to blame."""
     schedule, plan = right(TEXTS["oneshot"])
-    fewer = build([[]] * 3, plan.tensors, 0, 1)
-    (found,) = computes(schedule, fewer)
+    fewer = build([[]] * 3, plan.moves.tensors, 0, 1)
+    (found,) = computes(schedule, fewer.moves)
 
     assert found.primary.text == "no operation stores to it"
     assert found.notes[1] == "got nothing"
@@ -240,18 +244,18 @@ def test_a_chunk_that_the_schedule_leaves() -> None:
     copy = Op(OpKind.COPY, (1, 0, 0), ((0, 0, 0),))
     programs = [[replace(copy, dest=(1, r, 0), sources=((0, r, 0),))] for r in range(3)]
     programs[2].append(replace(copy, dest=(1, 2, 1), sources=((0, 2, 0),)))
-    (found,) = computes(schedule, build(programs, plan.tensors, 0, 1))
+    (found,) = computes(schedule, build(programs, plan.moves.tensors, 0, 1).moves)
 
     assert found.headline == "chunk 1 of `y` on rank 2 is not what the schedule says"
     assert found.notes == ("expected nothing", "got rank 2's chunk 0 of `x`")
-    assert list(computes(schedule, build([program[:1] for program in programs], plan.tensors, 0, 1))) == []
+    assert list(computes(schedule, build([program[:1] for program in programs], plan.moves.tensors, 0, 1).moves)) == []
 
 
 def test_other_tensors() -> None:
     """A Plan whose tensors are not the schedule's is refused before any data is looked at."""
     schedule, plan = right()
-    tensors = (plan.tensors[0], replace(plan.tensors[1], blocks=4))
-    (found,) = computes(schedule, replace(plan, tensors=tensors))
+    tensors = (plan.moves.tensors[0], replace(plan.moves.tensors[1], blocks=4))
+    (found,) = computes(schedule, changed(plan, tensors=tensors).moves)
 
     assert (found.code, found.primary.text) == (
         "C210",

@@ -12,7 +12,8 @@ from commdsl import compiler
 from commdsl.build import nvrtc
 from commdsl.build.emit import defines
 from commdsl.machine.config import Config, from_environment
-from commdsl.program.plan import Protocol, Transport
+from commdsl.program.memory import Transport
+from commdsl.program.moves import Protocol
 
 
 @pytest.fixture(scope="module")
@@ -58,4 +59,4 @@ def test_cubin_of_a_dispatch(
     compiled = compiler.compile_dispatch(path, name, 8, tune={"put": put})
     cubin = nvrtc.build(compiled.emitted, (*sums, *checks), Transport.PEER, config).read_bytes()
     assert cubin.startswith(b"\x7fELF")
-    assert compiled.kernel.entry.encode() in cubin
+    assert compiled.emitted.name.encode() in cubin

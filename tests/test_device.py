@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402
-from commdsl.program.plan import Transport  # noqa: E402
+from commdsl.program.memory import Transport  # noqa: E402
 from commdsl.runtime import calls, groups  # noqa: E402
 from commdsl.runtime import op as runtime_op  # noqa: E402
 from commdsl.runtime.bootstrap import Board, ThreadBootstrap  # noqa: E402
@@ -160,12 +160,12 @@ def test_what_is_kept_of_a_call(gpu: FakeGpu) -> None:
         rank.op.release(rank.name)
         rank.call()
         assert len(made) == 2
-        (workspace,) = rank.comm.tenants.values()
+        (workspace,) = rank.comm.workspaces.values()
         rank.comm.reset()
         rank.call()
         assert len(made) == 2
         if rank.rank == 0:
-            rank.comm.tenants.pop(next(iter(rank.comm.tenants)))
+            rank.comm.workspaces.pop(next(iter(rank.comm.workspaces)))
         rank.comm.reset()
         if rank.rank == 0:
             workspace.close()  # as a reset does where the workspace is known
@@ -188,7 +188,7 @@ def test_another_group_of_the_same_name(gpu: FakeGpu, monkeypatch: pytest.Monkey
         rank.call()
         assert rank.comm is not before
         assert [launch.rank for launch in gpu.launches].count(rank.rank) == 2
-        assert len(before.tenants) == len(rank.comm.tenants) == 1
+        assert len(before.workspaces) == len(rank.comm.workspaces) == 1
         before.broken = GroupError("of a group that is gone")
         rank.call()
 

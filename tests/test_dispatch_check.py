@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from dispatch_plans import Case, Draw, cases, limits, random_plan
-from host_dispatch import Call, Damage, Options, Reported, chained, kernel, program, run
+from host_dispatch import Call, Damage, Options, Reported, chained, launched, program, run
 from test_dispatch_kernel import back, drawn, same, there
 
 import commdsl
@@ -35,7 +35,7 @@ def damaged_bits(dice: np.random.Generator) -> int:
 def test_every_damaged_word_is_reported(packed: bool) -> None:
     """Whatever word of a table is written over, some rank reports it, and nothing beside the tensors is touched."""
     dice = np.random.default_rng(packed)
-    made = program(kernel(3))
+    made = program(launched(3))
     plan = random_plan(Draw(3, 12, sharing=Sharing.QUERY, empty=0.0), 7)
     goes, returns = there(plan), back(plan)
     codes: Counter[int] = Counter()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from dispatch_plans import Draw, random_plan, varied
-from host_dispatch import Bytes, Call, Options, Program, Reported, chained, kernel, patched, program, run
+from host_dispatch import Bytes, Call, Options, Reported, chained, launched, program, run
 from numpy.typing import NDArray
 
 from commdsl.build import host_run
 from commdsl.build.emit import include_dir
+from commdsl.checks import check_routed
 from commdsl.ir.plans import DispatchPlan, routing
 from commdsl.ir.routes import Mask, Sharing
+from commdsl.language.diagnostics import InternalError
+from commdsl.program.phases import Actor
+from commdsl.program.plan import Phase, Plan
 from commdsl.program.tiles import COPY, FINISH_WORDS, SUM, ZERO, Flow, Table, table
+from commdsl.program.verify import verify
 
 WIDTHS = (6, 8, 20)
 """Of queries, which are bytes; of keys and values, which are summed."""
@@ -91,7 +95,7 @@ def same(found: list[list[list[Bytes]]], wanted: list[list[list[Bytes]]]) -> boo
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_against_numpy(num_ranks: int, dtype: str) -> None:
     """Bit for bit, for changing plans, puts, lanes and tiles, without a join in between; nothing beside is touched."""
-    made = program(kernel(num_ranks), dtype)
+    made = program(launched(num_ranks), dtype)
     for seed in range(4):
         calls = list(storm(num_ranks, dtype, seed))
         assert same(run(made, calls, Options(max_delay=0.0005 * seed, seed=seed)), chained(calls, dtype))
@@ -100,7 +104,7 @@ def test_against_numpy(num_ranks: int, dtype: str) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_silent(num_ranks: int) -> None:
     """ThreadSanitizer sees no race, and the rows are right all the same."""
-    made = program(kernel(num_ranks), sanitize=True)
+    made = program(launched(num_ranks), sanitize=True)
     calls = list(storm(num_ranks, "float32", 10 + num_ranks))
     assert same(run(made, calls, Options(max_delay=0.003)), chained(calls, "float32"))
 
@@ -109,7 +113,7 @@ def test_silent(num_ranks: int) -> None:
 @pytest.mark.parametrize("sanitize", [False, True])
 def test_results_are_reused(num_ranks: int, sanitize: bool) -> None:
     """The memory of a result is the next call's input and takes the results of the one after that."""
-    made = program(kernel(num_ranks), sanitize=sanitize)
+    made = program(launched(num_ranks), sanitize=sanitize)
     for seed in range(2 if sanitize else 8):
         calls = reused(num_ranks, seed)
         found = run(made, calls, Options(max_delay=0.002, seed=seed))
@@ -137,7 +141,7 @@ def finishes(made: Table) -> NDArray[np.uint32]:
 
 def test_one_tensor() -> None:
     """A call may have fewer tensors than its kernel, and no rows at all."""
-    made = program(kernel(3))
+    made = program(launched(3))
     plans = [random_plan(Draw(3, most, mask=None), most) for most in (0, 30)]
     dice = np.random.default_rng(5)
     calls = []
@@ -148,62 +152,89 @@ def test_one_tensor() -> None:
     assert same(run(made, calls), chained(calls, "float32"))
 
 
-# --- headers with a mistake -------------------------------------------------------------------------------------------
+# --- Plans with a mistake ---------------------------------------------------------------------------------------------
 
-ANNOUNCE = "if (lane == 0) announce(here);"
-MEET = "if (!meet(here, peers)) return;"
-GREETED = "return load_marked(from, value); }, here.call,"
-PUSH = "push(here, peers);"
-TELL = "  tell(here, peers);\n  const"
-AWAIT = "if (lane == 0 && !await_all_lanes(here, peers)) return;"
-LEAVE = "if (lane == 0) leave(here, peers);"
-LEARN = "if (lane != 0 && finishes && !await_first_lane(here)) return;"
-LEFT = "&here.board->complete, here.call,"
-TOLD = "here.board->done_by(peer, from), here.call,"
+RIGHT = launched(2).comm.phases
+READ, ADDRESSES, ENTERED, PUSH, SENT, DONE, ALL_DONE, COUNTED, CALLS, COMPLETE, LEARNED, FINISH = RIGHT
+
+Phases = tuple[Phase, ...]
+
+
+def without(phase: Phase) -> Phases:
+    return tuple(one for one in RIGHT if one is not phase)
+
+
+def moved(phase: Phase, *, before: Phase) -> Phases:
+    return tuple(two for one in without(phase) for two in ((phase, one) if one is before else (one,)))
+
+
+def swapped(first: Phase, second: Phase) -> Phases:
+    return tuple(second if one is first else first if one is second else one for one in RIGHT)
+
+
+def instead(phase: Phase, **columns: object) -> Phases:
+    return tuple(replace(one, **columns) if one is phase else one for one in RIGHT)
+
 
 MISTAKES = {
-    "nobody announces": (ANNOUNCE, ""),
-    "rows go before the peer has entered": (MEET, f"{PUSH}\n  {MEET}"),
-    "entering the call before will do": (GREETED, GREETED.replace("here.call", "here.call - 1")),
-    "a lane tells before it pushes": (f"{PUSH}\n  tell(here, peers);", f"tell(here, peers);\n  {PUSH}"),
-    "only the first lane tells": (TELL, TELL.replace("tell", "if (lane == 0) tell")),
-    "the first lane does not await the others": (AWAIT, ""),
-    "the first lane leaves before it awaits": (f"{AWAIT}\n  {LEAVE}", f"{LEAVE}\n  {AWAIT}"),
-    "the others do not await the first lane": (LEARN, ""),
-    "the first lane's leaving the call before will do": (LEFT, LEFT.replace("here.call", "here.call - 1")),
-    "being through with the call before will do": (TOLD, TOLD.replace("here.call", "here.call - 1")),
-    "rows are finished before the others are awaited": (AWAIT, f"if (finishes) finish(here);\n  {AWAIT}"),
+    "nobody says where its results are": without(ADDRESSES),
+    "rows go before the peer has entered": swapped(ENTERED, PUSH),
+    "entering the call before will do": instead(ENTERED, calls_back=1),
+    "a lane tells before it pushes": swapped(PUSH, DONE),
+    "only the first lane tells": instead(DONE, by=Actor.FIRST),
+    "the first lane does not await the others": without(ALL_DONE),
+    "the first lane leaves before it awaits": moved(COMPLETE, before=ALL_DONE),
+    "the others do not await the first lane": without(LEARNED),
+    "the first lane's leaving the call before will do": instead(LEARNED, calls_back=1),
+    "being through with the call before will do": instead(ALL_DONE, calls_back=1),
+    "rows are finished before the others are awaited": moved(FINISH, before=ALL_DONE),
 }
-"""What is wrong; what stands in the header; what stands there instead."""
+"""What is wrong, and the phases that say so: a kernel is printed from them."""
 
-HANGS = {"nobody announces", "only the first lane tells"}
+HANGS = {"nobody says where its results are", "only the first lane tells"}
 
 
-def with_mistake(what: str | None, folder: Path) -> Program:
-    """The kernel on two ranks, built from headers of which one has a mistake."""
-    shutil.copytree(include_dir(), folder / "include")
-    header = folder / "include" / "commdsl" / "dispatch.cuh"
-    text = header.read_text(encoding="utf-8")
-    if what is not None:
-        right, wrong = MISTAKES[what]
-        assert text.count(right) == 1
-        header.write_text(text.replace(right, wrong), encoding="utf-8")
-    return patched(kernel(2), folder / "include", folder)
+def with_phases(phases: tuple[Phase, ...]) -> Plan:
+    right = launched(2)
+    caller, comm = right.roles
+    return replace(right, roles=(caller, replace(comm, phases=phases)))
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_a_mistake_is_seen(what: str, tmp_path: Path) -> None:
-    """Every run shows the mistake: ThreadSanitizer sees a race, or a rank waits in vain."""
-    made = with_mistake(what, tmp_path)
+def test_a_mistake_is_refused_and_seen(what: str) -> None:
+    """The proof refuses it; and where it is run all the same ThreadSanitizer sees a race, or a rank waits in vain."""
+    mistaken = with_phases(MISTAKES[what])
+    assert is_refused(mistaken)
+    made = program(mistaken, sanitize=True)
     for seed in range(2):
         calls = [replace(call, packed=True) for call in reused(2, seed)]
         with pytest.raises(Reported if what in HANGS else host_run.DataRaceError):
             run(made, calls, Options(timeout=0.5, max_delay=0.002, seed=seed))
 
 
-def test_no_mistake(tmp_path: Path) -> None:
-    """What sees mistakes sees none in the header as it is."""
-    made = with_mistake(None, tmp_path)
+def is_refused(plan: Plan) -> bool:
+    """By what a Plan has to be, or by what is proved of it."""
+    try:
+        verify(plan)
+    except InternalError:
+        return True
+    return bool(check_routed(plan))
+
+
+def test_no_mistake() -> None:
+    """What sees mistakes sees none in the Plan as it is."""
+    made = program(with_phases(RIGHT), sanitize=True)
+    assert not is_refused(with_phases(RIGHT))
     for seed in range(4):
         calls = [replace(call, packed=True) for call in reused(2, seed)]
         assert same(run(made, calls, Options(max_delay=0.002, seed=seed))[-1:], chained(calls, "float32")[-1:])
+
+
+def test_bodies_neither_wait_nor_tell() -> None:
+    """What orders ranks and lanes is printed from the Plan: no header of bodies calls it, and nothing else waits."""
+    folder = include_dir() / "commdsl"
+    orders = re.compile(
+        r"\b(watch|poll|store_release|store_marked|(?:tell|meet|read)_(?:addresses|done|complete|calls|sent))\("
+    )
+    for name in ("rows.cuh", "runs.cuh", "host_runs.hpp"):
+        assert not orders.search((folder / name).read_text(encoding="utf-8")), name

@@ -13,11 +13,13 @@ import jinja2
 import numpy as np
 import plans
 import pytest
+from plans import changed
 
 from commdsl.build import emit
 from commdsl.language.source import Source, Span
 from commdsl.machine.resources import data_dir
-from commdsl.program.plan import Origin, Plan
+from commdsl.program.moves import Origin
+from commdsl.program.plan import Plan
 
 TESTS = Path(__file__).parent
 
@@ -53,7 +55,7 @@ def test_every_template_compiles() -> None:
 def test_origin_stands_above_its_operations() -> None:
     """File, line, kind, bindings and what the compiler added; no folder and nothing that could end the comment."""
     span = Span(Source("/home/somebody/odd \\\nname.comm", "schedule s {\n  put x -> y @ q\n}"), 15, 29)
-    plan = replace(made(), origins=(Origin(span, (("s", 3), ("i", 0)), 4, "copy out"),))
+    plan = replace(changed(made(), origins=(Origin(span, (("s", 3), ("i", 0)), 4, "copy out"),)), span=span)
     text = emit.emit(plan).text
     assert "    // odd___name.comm:2 reduce (s = 3, i = 0) [copy out]\n    {kReduce, " in text
     assert "somebody" not in text
@@ -63,39 +65,39 @@ def test_origin_stands_above_its_operations() -> None:
 def test_digest_covers_what_runs() -> None:
     """Another tile, flag or table is another digest; the element type is not part of the text."""
     plan = made()
-    ops = plan.ops
+    ops = plan.moves.ops
     others = (
-        replace(plan, tile_bytes=8192),
-        replace(plan, lanes=3),
-        replace(plan, ops=replace(ops, wait_ordinal=ops.wait_ordinal + 1)),
-        replace(plan, signals_per_round=plan.signals_per_round + 1),
+        changed(plan, tile_bytes=8192),
+        changed(plan, lanes=3),
+        changed(plan, ops=replace(ops, wait_ordinal=ops.wait_ordinal + 1)),
+        changed(plan, signals_per_round=plan.moves.signals_per_round + 1),
     )
     digests = {emit.emit(other).digest for other in (plan, *others)}
     assert len(digests) == 5
     assert emit.defines(plan, "bfloat16", "avg") == ("COMMDSL_DTYPE=bfloat16", "COMMDSL_OP=sum")
-    assert emit.defines(replace(plan, has_reduction=False), "bfloat16", "sum") == ()
+    assert emit.defines(changed(plan, has_reduction=False), "bfloat16", "sum") == ()
 
 
 def test_signal_ordinals_count_per_pair() -> None:
     """The k-th signal of a rank to a peer has ordinal k, in program order."""
     plan = plans.build(*plans.ring_allgather(4, 1, True)[:3], rotation=1)
-    ranks = np.repeat(np.repeat(np.arange(4), np.diff(plan.ops.rank_begin)), np.diff(plan.ops.signal_begin))
+    ranks = np.repeat(np.repeat(np.arange(4), np.diff(plan.moves.ops.rank_begin)), np.diff(plan.moves.ops.signal_begin))
     counted: dict[tuple[int, int], int] = {}
-    for rank, peer, ordinal in zip(ranks, plan.ops.signal_peer, emit.signal_ordinals(plan), strict=True):
+    for rank, peer, ordinal in zip(ranks, plan.moves.ops.signal_peer, emit.signal_ordinals(plan.moves), strict=True):
         counted[rank, peer] = counted.get((rank, peer), 0) + 1
         assert ordinal == counted[rank, peer]
-    assert all(plan.signals_per_round[pair] == count for pair, count in counted.items())
+    assert all(plan.moves.signals_per_round[pair] == count for pair, count in counted.items())
 
 
 def test_remote_operands_of_reductions_are_seen() -> None:
     """A pull reduces peers' cells; the same operations on own cells, or copies, need no reach."""
     plan = made(ranks=3)
-    own = np.repeat(np.arange(3), np.diff(plan.ops.rank_begin))[
-        np.repeat(np.arange(plan.ops.num_ops), np.diff(plan.ops.source_begin))
+    own = np.repeat(np.arange(3), np.diff(plan.moves.ops.rank_begin))[
+        np.repeat(np.arange(plan.moves.ops.num_ops), np.diff(plan.moves.ops.source_begin))
     ]
-    assert emit.reduces_remotely(plan)
-    assert not emit.reduces_remotely(replace(plan, ops=replace(plan.ops, source_rank=own.astype(np.int32))))
-    assert not emit.reduces_remotely(made("direct_alltoall", 3))
+    assert emit.reduces_remotely(plan.moves)
+    assert not emit.reduces_remotely(changed(plan, ops=replace(plan.moves.ops, source_rank=own.astype(np.int32))).moves)
+    assert not emit.reduces_remotely(made("direct_alltoall", 3).moves)
 
 
 def test_headers_name_no_other_headers() -> None:

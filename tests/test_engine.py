@@ -6,12 +6,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
+from plans import changed
 
 torch = pytest.importorskip("torch")
 
@@ -29,7 +29,8 @@ from commdsl.ir import interpret  # noqa: E402
 from commdsl.language.diagnostics import InternalError  # noqa: E402
 from commdsl.machine import dtypes  # noqa: E402
 from commdsl.machine.config import from_environment  # noqa: E402
-from commdsl.program.plan import Plan, Transport  # noqa: E402
+from commdsl.program.memory import Transport  # noqa: E402
+from commdsl.program.plan import Plan  # noqa: E402
 from commdsl.program.sizes import device_launch  # noqa: E402
 from commdsl.program.verify import verify  # noqa: E402
 from commdsl.runtime import groups  # noqa: E402
@@ -37,7 +38,7 @@ from commdsl.runtime import groups  # noqa: E402
 RANKS = 4
 TILE = 4096
 MOVING = [
-    path for path in shipped() if main_case(path, RANKS) and not proved(main_case(path, RANKS)).plan.has_reduction
+    path for path in shipped() if main_case(path, RANKS) and not proved(main_case(path, RANKS)).plan.moves.has_reduction
 ]
 SIZES = (1, 3 * 4096 + 7, 70_001)
 """Bytes of a block: less than a tile, ragged, many rounds."""
@@ -223,7 +224,7 @@ def test_every_wait_counts(gpu: FakeGpu, name: str) -> None:
     """Without any one wait of the Plan, what is started has a race."""
     case = case_of(name)
     plan, commands = compiled(case).plan, started(gpu, case, 20_000, calls=2)
-    for wait in range(len(plan.ops.wait_peer)):
+    for wait in range(len(plan.moves.ops.wait_peer)):
         assert any(Order(plan, commands, {wait}).races()), wait
 
 
@@ -257,8 +258,8 @@ def test_rounds() -> None:
     """Every call takes whole turns of the cells' copies: the addresses of a graph hold for each of its replays."""
     plan = compiled(case_of("allgather_direct")).plan
 
-    assert plan.rotation == 2
-    assert [device_launch(plan, size).rounds for size in (0, 1, TILE, TILE + 1, 2 * TILE, 2 * TILE + 1)] == [
+    assert plan.moves.rotation == 2
+    assert [device_launch(plan.moves, size).rounds for size in (0, 1, TILE, TILE + 1, 2 * TILE, 2 * TILE + 1)] == [
         0,
         2,
         2,
@@ -273,8 +274,8 @@ def test_defaults() -> None:
     case = case_of("allgather_direct")
     plan = compiler.check(case.path, ranks=8, tune={"protocol": "engine"}).plan
 
-    assert (plan.lanes, plan.sms, plan.threads, plan.tile_bytes) == (1, 1, 32, 16 << 20)
-    assert compiler.check(case.path, ranks=4, tune={"protocol": "engine"}).plan.tile_bytes == 32 << 20
+    assert (plan.moves.lanes, plan.moves.sms, plan.moves.threads, plan.moves.tile_bytes) == (1, 1, 32, 16 << 20)
+    assert compiler.check(case.path, ranks=4, tune={"protocol": "engine"}).plan.moves.tile_bytes == 32 << 20
 
 
 def test_time_out_and_reset(gpu: FakeGpu) -> None:
@@ -319,8 +320,8 @@ def test_cubin(name: str) -> None:
 def broken_plans() -> list[tuple[Plan, str]]:
     plan = compiled(case_of("allgather_direct")).plan
     return [
-        (replace(plan, lanes=2), "the copy engine has one lane, not 2"),
-        (replace(plan, has_reduction=True), "moves bytes only"),
+        (changed(plan, lanes=2), "the copy engine has one lane, not 2"),
+        (changed(plan, has_reduction=True), "moves bytes only"),
     ]
 
 

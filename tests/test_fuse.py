@@ -15,7 +15,9 @@ from strategies import Program, programs
 from commdsl import compiler
 from commdsl.compiler import Checked
 from commdsl.language.kinds import BufferKind
-from commdsl.program.plan import CELL, MOST_DESTS, Access, OpKind, Ops, Plan, Transport
+from commdsl.program.memory import Access, Transport
+from commdsl.program.moves import CELL, MOST_DESTS, OpKind, Ops
+from commdsl.program.plan import Plan
 
 COLLECTIVES = Path(__file__).parent.parent / "schedules" / "collectives"
 
@@ -54,7 +56,7 @@ def test_a_step_of_a_ring_is_one_pass(ranks: int) -> None:
     """Sums are handed on as they are made, the last also returned; what is passed on is kept on the way."""
     hops = ranks - 2
     for rank in range(ranks):
-        assert passes(plan("allreduce_ring", ranks).ops, rank) == [
+        assert passes(plan("allreduce_ring", ranks).moves.ops, rank) == [
             (COPY, ["peer"]),
             *[(REDUCE, ["peer"])] * hops,
             (REDUCE, ["peer", "tensor"]),
@@ -67,7 +69,7 @@ def test_a_step_of_a_ring_is_one_pass(ranks: int) -> None:
 def test_the_reduction_of_two_shots_stores_to_all(ranks: int) -> None:
     """A rank's share of the sum goes to every peer and to the tensor in the pass that makes it."""
     for rank in range(ranks):
-        assert passes(plan("allreduce_twoshot", ranks).ops, rank) == [
+        assert passes(plan("allreduce_twoshot", ranks).moves.ops, rank) == [
             *[(COPY, ["peer"])] * (ranks - 1),
             (REDUCE, [*["peer"] * (ranks - 1), "tensor"]),
             *[(COPY, ["tensor"])] * (ranks - 1),
@@ -77,7 +79,7 @@ def test_the_reduction_of_two_shots_stores_to_all(ranks: int) -> None:
 def test_beyond_the_most_stores() -> None:
     """With more peers than one pass stores to, the result stays in a cell, and further passes take it from there."""
     for rank in range(16):
-        reduction, *rest = passes(plan("allreduce_twoshot", 16).ops, rank)[15:]
+        reduction, *rest = passes(plan("allreduce_twoshot", 16).moves.ops, rank)[15:]
         assert reduction[0] is REDUCE
         assert len(reduction[1]) == MOST_DESTS
         assert "own cell" in reduction[1]
@@ -87,9 +89,9 @@ def test_beyond_the_most_stores() -> None:
 
 def test_one_source_is_read_once() -> None:
     """A root's tensor goes to all ranks in one pass; so does what a rank gives to all in an all-gather."""
-    assert passes(plan("allgather_direct", 4).ops, 0)[0] == (COPY, ["peer"] * 3)
+    assert passes(plan("allgather_direct", 4).moves.ops, 0)[0] == (COPY, ["peer"] * 3)
     case = Case(COLLECTIVES / "broadcast_direct.comm", 4, (("root", 0),))
-    assert passes(proved(case).plan.ops, 0)[0] == (COPY, ["peer"] * 3)
+    assert passes(proved(case).plan.moves.ops, 0)[0] == (COPY, ["peer"] * 3)
 
 
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
@@ -102,7 +104,7 @@ def test_every_pass(path: Path) -> None:
 
 
 def every_pass_is_legal(lowered: Plan) -> None:
-    ops = lowered.ops
+    ops = lowered.moves.ops
     place = np.stack((ops.leader_of, ops.dest_space, ops.dest_rank, ops.dest_index), axis=1)
     assert len(np.unique(place, axis=0)) == ops.num_ops
     assert np.bincount(ops.leader_of).max(initial=0) <= MOST_DESTS
@@ -121,12 +123,12 @@ def test_every_pass_of_any_schedule(program: Program) -> None:
     for transport in Transport:
         files = compiler.read_text(program.text, "drawn.comm", Path())
         checked = compiler.check(files, ranks=program.ranks, transport=transport)
-        ops = checked.plan.ops
+        ops = checked.plan.moves.ops
         assert np.bincount(ops.leader_of).max(initial=0) <= MOST_DESTS
         if transport is Transport.NVSHMEM:
             assert (ops.kind[ops.dest_rank != actors(ops)] == OpKind.COPY).all()
         inout = {buffer.name for buffer in checked.schedule.buffers if buffer.kind is BufferKind.INOUT}
-        assert set(checked.plan.alias_safe) == inout
+        assert set(checked.plan.moves.alias_safe) == inout
 
 
 def test_nothing_is_overwritten_before_it_is_read() -> None:
@@ -138,7 +140,7 @@ def test_nothing_is_overwritten_before_it_is_read() -> None:
 """,
         2,
     )
-    assert passes(trade.plan.ops, 0) == [(COPY, ["own cell"])] * 2 + [(COPY, ["tensor"])] * 2
+    assert passes(trade.plan.moves.ops, 0) == [(COPY, ["own cell"])] * 2 + [(COPY, ["tensor"])] * 2
 
     overwrite = from_text(
         """  inout x[2 blocks]
@@ -147,13 +149,13 @@ def test_nothing_is_overwritten_before_it_is_read() -> None:
 """,
         2,
     )
-    assert passes(overwrite.plan.ops, 0) == [(COPY, ["tensor"])] * 2
-    assert overwrite.plan.num_cells == 0
+    assert passes(overwrite.plan.moves.ops, 0) == [(COPY, ["tensor"])] * 2
+    assert overwrite.plan.moves.num_cells == 0
 
 
 def test_a_pass_returns_an_average_and_sends_a_sum() -> None:
     """What is divided is what is returned: the sums on their way are not."""
-    ops = plan("allreduce_ring", 4).ops
-    tensors = [tensor.access for tensor in plan("allreduce_ring", 4).tensors]
+    ops = plan("allreduce_ring", 4).moves.ops
+    tensors = [tensor.access for tensor in plan("allreduce_ring", 4).moves.tensors]
 
     assert np.array_equal(ops.scale == 1, ops.dest_space == tensors.index(Access.WRITE))

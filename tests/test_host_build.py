@@ -10,13 +10,15 @@ import numpy as np
 import plans
 import pytest
 from numpy.typing import NDArray
-from plans import CELL, Op
+from plans import CELL, Op, changed
 
 from commdsl.build import host, host_run
 from commdsl.build.emit import emit
 from commdsl.build.host_run import Options
 from commdsl.machine.config import from_environment
-from commdsl.program.plan import Access, OpKind, Plan, Tensor
+from commdsl.program.memory import Access, Tensor
+from commdsl.program.moves import OpKind
+from commdsl.program.plan import Plan
 from commdsl.program.timeouts import CommTimeout
 
 Array = NDArray[np.generic]
@@ -39,11 +41,11 @@ BYTES = element("uint8")
 
 def small(plan: Plan, tile_bytes: int = 64, lanes: int = 2) -> Plan:
     """Tiles so small that a few hundred bytes take several rounds."""
-    return replace(plan, tile_bytes=tile_bytes, lanes=lanes)
+    return changed(plan, tile_bytes=tile_bytes, lanes=lanes)
 
 
 def allgather(ranks: int) -> Plan:
-    return replace(small(plans.build(*plans.ring_allgather(ranks, 2, True)[:3], rotation=2)), has_reduction=False)
+    return changed(small(plans.build(*plans.ring_allgather(ranks, 2, True)[:3], rotation=2)), has_reduction=False)
 
 
 def allreduce(ranks: int) -> Plan:
@@ -108,9 +110,9 @@ def test_a_rank_that_never_enters(mode: str) -> None:
 def test_a_signal_that_never_comes() -> None:
     """When every rank entered, the message says that instead of naming anybody."""
     plan = allgather(2)
-    ops = replace(plan.ops, wait_ordinal=plan.ops.wait_ordinal + 1)
+    ops = replace(plan.moves.ops, wait_ordinal=plan.moves.ops.wait_ordinal + 1)
     with pytest.raises(CommTimeout, match="every rank had entered the call"):
-        run(replace(plan, ops=ops), [random_bytes(2, 100, 0)], BYTES, "sum", Options(timeout=0.2))
+        run(changed(plan, ops=ops), [random_bytes(2, 100, 0)], BYTES, "sum", Options(timeout=0.2))
 
 
 def in_order(function: Callable[[Array, Array], Array], arrays: list[Array]) -> Array:
@@ -232,7 +234,7 @@ def test_what_is_not_written_shows() -> None:
     """Memory that no operation writes keeps its pattern, so a hole in a Plan cannot look right by accident."""
     programs, tensors, cells = plans.ring_allgather(2, 2, True)
     programs[0] = programs[0][1:]
-    plan = replace(small(plans.build(programs, tensors, cells, rotation=2)), has_reduction=False)
+    plan = changed(small(plans.build(programs, tensors, cells, rotation=2)), has_reduction=False)
     outputs = run(plan, [random_bytes(2, 64, 0)], BYTES, "sum", Options())[0]
     assert set(outputs[0][:64].tolist()) == {0xA5}
 
@@ -258,7 +260,7 @@ def test_every_rank_moves_to_itself() -> None:
         for rank in range(2)
     ]
     tensors = Tensor("x", Access.READ, 1, 1), Tensor("y", Access.WRITE, 1, 1)
-    plan = replace(small(plans.build(programs, tensors, 1, rotation=1)), has_reduction=False)
+    plan = changed(small(plans.build(programs, tensors, 1, rotation=1)), has_reduction=False)
     given = random_bytes(2, 777, 3)
     assert all(map(np.array_equal, run(plan, [given], BYTES, "sum", Options())[0], given))
 

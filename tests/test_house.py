@@ -58,7 +58,7 @@ STAGES = (
     ("machine",),
     ("ir",),
     ("checks", "program", "cost", "planner"),
-    ("build/emit", "build/emit_dispatch"),
+    ("build/emit", "build/calls"),
     ("compiler",),
     ("build",),
     ("runtime", "dispatch"),

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from commdsl import compiler
 from commdsl.compiler import Checked
 from commdsl.machine.resources import data_dir
-from commdsl.program.plan import CELL, MOST_THREADS, Access, OpKind, Ops, Plan, Reason, Transport
+from commdsl.program.memory import Access, Transport
+from commdsl.program.moves import CELL, MOST_THREADS, OpKind, Ops, Reason
+from commdsl.program.plan import Plan
 
 
 def plan(name: str, ranks: int, transport: Transport = Transport.PEER) -> Plan:
@@ -28,8 +30,8 @@ def test_a_ring_needs_one_flag_a_hop(ranks: int) -> None:
     """Every hop of a ring all-reduce is one signal to the next rank; nothing is signalled back."""
     ring = plan("allreduce_ring", ranks)
 
-    assert len(ring.ops.wait_peer) == ranks * 2 * (ranks - 1)
-    assert np.array_equal(np.argwhere(ring.signals_per_round), [[r, (r + 1) % ranks] for r in range(ranks)])
+    assert len(ring.moves.ops.wait_peer) == ranks * 2 * (ranks - 1)
+    assert np.array_equal(np.argwhere(ring.moves.signals_per_round), [[r, (r + 1) % ranks] for r in range(ranks)])
 
 
 @pytest.mark.parametrize(
@@ -45,13 +47,13 @@ def test_copies_of_the_cells(name: str, rotation: int) -> None:
     """Calls share the cells if the flags within a call keep them apart, and take turns between two copies if not."""
     lowered = plan(name, 8)
 
-    assert lowered.rotation == rotation
-    assert not lowered.ops.wait_rounds_back.any()
+    assert lowered.moves.rotation == rotation
+    assert not lowered.moves.ops.wait_rounds_back.any()
 
 
 def test_one_way_traffic_is_acknowledged_two_rounds_later() -> None:
     """Who only sends would outrun its receivers: it waits until they are done with the round before the last."""
-    chain = plan("broadcast_chain", 4).ops
+    chain = plan("broadcast_chain", 4).moves.ops
     back = chain.wait_rounds_back > 0
 
     assert set(chain.wait_rounds_back[back]) == {2}
@@ -60,7 +62,7 @@ def test_one_way_traffic_is_acknowledged_two_rounds_later() -> None:
 
 def test_user_memory_is_read_in_place() -> None:
     """A ring reads the caller's tensor where it lies: the cells are for what peers put."""
-    ops = plan("allreduce_ring", 4).ops
+    ops = plan("allreduce_ring", 4).moves.ops
     in_cell = ops.dest_space == CELL
 
     assert (ops.dest_rank[in_cell] != actors(ops)[in_cell]).all()
@@ -76,7 +78,7 @@ def test_a_rank_reads_its_own_memory_only(path: Path) -> None:
     for transport in Transport:
         case = main_case(path, 6) or main_case(path, 5) or main_case(path, 4)
         assert case is not None
-        ops = compiler.check(path, ranks=case.ranks, params=dict(case.params), transport=transport).plan.ops
+        ops = compiler.check(path, ranks=case.ranks, params=dict(case.params), transport=transport).plan.moves.ops
 
         assert (ops.source_rank == np.repeat(actors(ops), np.diff(ops.source_begin))).all()
 
@@ -94,23 +96,23 @@ def test_swapping_in_one_step() -> None:
         2,
     )
 
-    assert checked.plan.alias_safe == ("x",)
-    assert checked.plan.num_cells == 2
+    assert checked.plan.moves.alias_safe == ("x",)
+    assert checked.plan.moves.num_cells == 2
 
 
 def test_reading_and_receiving_one_chunk_in_one_step() -> None:
     """A chunk that a step both sends on and receives gets another cell, and the caller's tensor stays readable."""
     rotation = plan("rotation_ring", 3)
-    cells = rotation.ops.dest_index[rotation.ops.dest_space == CELL]
+    cells = rotation.moves.ops.dest_index[rotation.moves.ops.dest_space == CELL]
 
-    assert rotation.num_cells > 1
-    assert set(cells) == set(range(rotation.num_cells))
+    assert rotation.moves.num_cells > 1
+    assert set(cells) == set(range(rotation.moves.num_cells))
 
 
 @pytest.mark.parametrize("name", ["allreduce_twoshot", "allreduce_ring", "reducescatter_ring", "reduce_tree"])
 def test_nvshmem_stores_to_peers_by_copies_only(name: str) -> None:
     """NVSHMEM puts whole tiles: a reduction leaves its result on its rank, and a copy sends it."""
-    near, far = plan(name, 4, Transport.NVSHMEM).ops, plan(name, 4).ops
+    near, far = plan(name, 4, Transport.NVSHMEM).moves.ops, plan(name, 4).moves.ops
 
     assert (near.kind[near.dest_rank != actors(near)] == OpKind.COPY).all()
     assert (far.kind[far.dest_rank != actors(far)] == OpKind.REDUCE).any()
@@ -120,7 +122,7 @@ def test_nvshmem_stores_to_peers_by_copies_only(name: str) -> None:
 def test_waits_look_back(name: str) -> None:
     """Every flag awaited is raised by an operation of an earlier phase, so no wait can be part of a cycle."""
     lowered = plan(name, 8)
-    ops = lowered.ops
+    ops = lowered.moves.ops
     signal_op = np.repeat(np.arange(ops.num_ops), np.diff(ops.signal_begin))
     sender = np.searchsorted(ops.rank_begin, signal_op, side="right") - 1
     wait_op = np.repeat(np.arange(ops.num_ops), np.diff(ops.wait_begin))
@@ -128,15 +130,15 @@ def test_waits_look_back(name: str) -> None:
     for op, b, a, ordinal in zip(wait_op, waiter, ops.wait_peer, ops.wait_ordinal, strict=True):
         raised = signal_op[(sender == a) & (ops.signal_peer == b)][ordinal - 1]
         raised = ops.leader_of[raised]
-        assert lowered.origins[ops.origin[raised]].step <= lowered.origins[ops.origin[op]].step
+        assert lowered.moves.origins[ops.origin[raised]].step <= lowered.moves.origins[ops.origin[op]].step
 
 
 def test_every_tensor_is_used() -> None:
     """Inputs are read and outputs written on every rank that has them to give or to get."""
     lowered = plan("allgather_hamilton", 5)
-    read, written = lowered.ops.source_space, lowered.ops.dest_space
+    read, written = lowered.moves.ops.source_space, lowered.moves.ops.dest_space
 
-    assert [tensor.access for tensor in lowered.tensors] == [Access.READ, Access.WRITE]
+    assert [tensor.access for tensor in lowered.moves.tensors] == [Access.READ, Access.WRITE]
     assert 0 in read
     assert 1 in written
 
@@ -163,8 +165,8 @@ def test_lanes_are_spread_over_sms(tune: str, lanes: int, sms: int, lanes_per_bl
     moves = "input x\n output y\n ensure permutation(x -> y) r -> (r + 1) % P\n each r { put x -> y @ (r + 1) % P }"
     made = from_text(f"schedule tuned for P ranks {{\n tune {{ {tune} }}\n {moves}\n}}\n", 2).plan
 
-    assert (made.lanes, made.sms, made.lanes_per_block) == (lanes, sms, lanes_per_block)
-    assert made.lanes_per_block * made.threads <= MOST_THREADS
+    assert (made.moves.lanes, made.moves.sms, made.moves.lanes_per_block) == (lanes, sms, lanes_per_block)
+    assert made.moves.lanes_per_block * made.moves.threads <= MOST_THREADS
 
 
 def test_the_sms_of_a_role() -> None:
@@ -183,8 +185,8 @@ def test_the_sms_of_a_role() -> None:
         2,
     ).plan
 
-    assert made.sms == 8
-    assert made.lanes % 8 == 0
+    assert made.moves.sms == 8
+    assert made.moves.lanes % 8 == 0
 
 
 def test_tune_sets_what_is_launched() -> None:
@@ -202,4 +204,4 @@ def test_tune_sets_what_is_launched() -> None:
         2,
     )
 
-    assert (checked.plan.lanes, checked.plan.threads, checked.plan.tile_bytes) == (3, 128, 8192)
+    assert (checked.plan.moves.lanes, checked.plan.moves.threads, checked.plan.moves.tile_bytes) == (3, 128, 8192)

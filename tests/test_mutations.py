@@ -20,7 +20,7 @@ from commdsl.compiler import Checked
 from commdsl.ir import interpret
 from commdsl.language.diagnostics import CommError
 from commdsl.machine.dtypes import INT64
-from commdsl.program.plan import Protocol
+from commdsl.program.moves import Protocol
 
 ELEMENTS = 2 * 120  # two 16-byte units for every chunk of the finest cut
 """Enough for every chunk to hold something: an empty chunk would hide a fault."""

@@ -13,7 +13,7 @@ from commdsl.build import nvrtc
 from commdsl.build.emit import Emitted, defines
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.config import from_environment
-from commdsl.program.plan import Transport
+from commdsl.program.memory import Transport
 
 RING = Path(__file__).parents[1] / "schedules" / "collectives" / "allreduce_ring.comm"
 

@@ -14,7 +14,7 @@ import pytest
 from brute_force import broken_packet_laws, without_wait
 from collectives import main_case, shipped
 from faulty_plans import with_tables
-from plans import CELL, PUSHING, Op, Programs, build, with_flags_in_data
+from plans import CELL, PUSHING, Op, Programs, build, changed, with_flags_in_data
 from proved import HOST_PROTOCOLS, given, proved
 from test_host_build import BYTES, Options, element, random_bytes, small
 
@@ -23,7 +23,8 @@ from commdsl.build.emit import emit
 from commdsl.ir import interpret
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.dtypes import INT32
-from commdsl.program.plan import OpKind, Plan, Protocol
+from commdsl.program.moves import OpKind, Protocol
+from commdsl.program.plan import Plan
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.timeouts import CommTimeout
 from commdsl.program.verify import verify
@@ -39,12 +40,12 @@ def made(family: str, num_ranks: int, rotation: int = 2, credits: bool = False) 
 
 def packets(programs: Programs, tensors: tuple, num_cells: int, rotation: int) -> Plan:
     plan = build(programs, tensors, num_cells, rotation)
-    return replace(plan, protocol=Protocol.PACKET, has_reduction=False)
+    return changed(plan, protocol=Protocol.PACKET, has_reduction=False)
 
 
 def codes(plan: Plan) -> list[str]:
     verify(plan)
-    return [diagnostic.code for diagnostic in prove(plan)]
+    return [diagnostic.code for diagnostic in prove(plan.moves)]
 
 
 def shipped_plan(name: str, ranks: int, protocol: Protocol = Protocol.PACKET) -> Plan:
@@ -77,8 +78,8 @@ def test_every_credit_is_needed(name: str) -> None:
     """A Plan of the compiler without one of its credits is refused."""
     plan = shipped_plan(name, 4)
 
-    assert len(plan.ops.wait_peer)
-    for wait in range(len(plan.ops.wait_peer)):
+    assert len(plan.moves.ops.wait_peer)
+    for wait in range(len(plan.moves.ops.wait_peer)):
         assert codes(without_wait(plan, wait)) in (["C205"], ["C209"])
 
 
@@ -87,16 +88,16 @@ def test_what_comes_back_is_credit_enough(name: str) -> None:
     """Where every rank hears of its readers there is no flag at all, in any number of ranks."""
     for ranks in (2, 3, 8):
         plan = shipped_plan(name, ranks)
-        assert (len(plan.ops.wait_peer), len(plan.ops.signal_peer), plan.rotation) == (0, 0, 2)
+        assert (len(plan.moves.ops.wait_peer), len(plan.moves.ops.signal_peer), plan.moves.rotation) == (0, 0, 2)
 
 
 def test_two_writes_to_a_cell() -> None:
     """A flag tells rounds apart, not writers, so a second write to a cell is refused and both are shown."""
     plan = shipped_plan("allgather_ring", 3)
-    cells = np.flatnonzero((plan.ops.dest_space == CELL) & (plan.ops.dest_rank == 1))
-    index = plan.ops.dest_index.copy()
+    cells = np.flatnonzero((plan.moves.ops.dest_space == CELL) & (plan.moves.ops.dest_rank == 1))
+    index = plan.moves.ops.dest_index.copy()
     index[cells[1]] = index[cells[0]]
-    (found,) = prove(with_tables(plan, dest_index=index))
+    (found,) = prove(with_tables(plan, dest_index=index).moves)
 
     assert found.code == "C209"
     assert "is written twice in a round" in found.headline
@@ -106,10 +107,10 @@ def test_two_writes_to_a_cell() -> None:
 def test_a_cell_that_nobody_writes() -> None:
     """A read that no data ever answers is refused."""
     plan = shipped_plan("allgather_ring", 3)
-    index = plan.ops.source_index.copy()
-    index[np.flatnonzero(plan.ops.source_space == CELL)[-1]] = plan.num_cells
+    index = plan.moves.ops.source_index.copy()
+    index[np.flatnonzero(plan.moves.ops.source_space == CELL)[-1]] = plan.moves.num_cells
 
-    assert codes(replace(with_tables(plan, source_index=index), num_cells=plan.num_cells + 1)) == ["C207"]
+    assert codes(changed(with_tables(plan, source_index=index), num_cells=plan.moves.num_cells + 1)) == ["C207"]
 
 
 def test_ranks_that_wait_for_each_others_data() -> None:
@@ -209,7 +210,7 @@ def runs(plan: Plan, sizes: tuple[int, ...], ranks: int, options: Options) -> No
 @pytest.mark.parametrize("size", [0, 1, 15, 119, 121, 2999])
 def test_any_size_and_alignment(size: int, mode: str, protocol: Protocol) -> None:
     """Every rank gets every block, call after call on one heap, whoever starts late, wherever a tensor begins."""
-    plan = replace(small(made("forwarding_allgather", 3), tile_bytes=240), protocol=protocol)
+    plan = changed(small(made("forwarding_allgather", 3), tile_bytes=240), protocol=protocol)
     runs(plan, (size,) * 3, 3, Options(mode=mode, max_delay=0.002, seed=size, shift=size % 7))
 
 
@@ -241,8 +242,8 @@ def test_long_and_short_calls(name: str, protocol: Protocol) -> None:
 def test_rounds_pass_the_largest_number(before: int, protocol: Protocol) -> None:
     """Marks of rounds and credits run over 31, 32 and 64 bits between two rounds, and nobody notices."""
     for family, credits in (("forwarding_allgather", False), ("direct_alltoall", False), ("chain_broadcast", True)):
-        plan = replace(small(made(family, 3, credits=credits), tile_bytes=240), protocol=protocol)
-        blocks = plan.tensors[0].blocks
+        plan = changed(small(made(family, 3, credits=credits), tile_bytes=240), protocol=protocol)
+        blocks = plan.moves.tensors[0].blocks
         calls = [random_bytes(3, 600 * blocks, seed) for seed in range(2)]
         options = Options(first_round=before, timeout=10)
         results = host_run.run_calls(plan, emit(plan), [{"x": arrays} for arrays in calls], BYTES, "sum", options)
@@ -254,7 +255,7 @@ def test_rounds_pass_the_largest_number(before: int, protocol: Protocol) -> None
 @pytest.mark.parametrize("protocol", CARRYING)
 def test_a_rank_that_never_enters(protocol: Protocol) -> None:
     """Who waits for data names the rank that sends it, though the data would lie on the waiting rank itself."""
-    plan = replace(small(made("forwarding_allgather", 4), tile_bytes=240), protocol=protocol)
+    plan = changed(small(made("forwarding_allgather", 4), tile_bytes=240), protocol=protocol)
     options = Options(timeout=0.3, absent=frozenset({2}))
     with pytest.raises(CommTimeout) as caught:
         runs(plan, (100,), 4, options)

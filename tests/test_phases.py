@@ -12,14 +12,16 @@ import pytest
 from engine_order import Command, Order
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from plans import CELL, Op
+from plans import CELL, Op, changed
 from strategies import Program, programs
 from test_properties import inputs_of
 
 from commdsl import checks, compiler
 from commdsl.ir import interpret
 from commdsl.machine import dtypes
-from commdsl.program.plan import Access, OpKind, Plan, Protocol, Tensor
+from commdsl.program.memory import Access, Tensor
+from commdsl.program.moves import OpKind, Protocol
+from commdsl.program.plan import Plan
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.sizes import device_launch, tensor_bytes
 from commdsl.runtime.phases import Copy, Flags, phases
@@ -40,23 +42,23 @@ class Machine:
         self.plan = plan
         self.commands: list[Command] = []
         self.memory: dict[int, np.ndarray] = {}
-        self._launch = device_launch(plan, block_bytes)
+        self._launch = device_launch(plan.moves, block_bytes)
         self._number = 0
-        names = [tensor.name for tensor in plan.tensors]
-        shared = plan.alias_safe if in_place else ()
+        names = [tensor.name for tensor in plan.moves.tensors]
+        shared = plan.moves.alias_safe if in_place else ()
         self.same = [names.index(name) if name in shared else place for place, name in enumerate(names)]
         for rank in range(plan.num_ranks):
             self.memory[rank] = np.zeros(plan.symmetric_bytes, np.uint8)
         for call in range(calls):
             for rank in range(plan.num_ranks):
-                for place, tensor in enumerate(plan.tensors):
+                for place, tensor in enumerate(plan.moves.tensors):
                     self.memory[self.region(call, rank, place)] = np.zeros(tensor_bytes(tensor, block_bytes), np.uint8)
         for rank in range(plan.num_ranks):
             self._start(rank, calls)
 
     def region(self, call: int, rank: int, tensor: int) -> int:
         plan = self.plan
-        return plan.num_ranks + (call * plan.num_ranks + rank) * len(plan.tensors) + self.same[tensor]
+        return plan.num_ranks + (call * plan.num_ranks + rank) * len(plan.moves.tensors) + self.same[tensor]
 
     def run(self, order: Order) -> None:
         """Makes the copies in one legal order."""
@@ -69,7 +71,7 @@ class Machine:
     def _start(self, rank: int, calls: int) -> None:
         done: frozenset[int] = frozenset()
         for call in range(calls):
-            for step in phases(self.plan, rank, self._launch, self.same):
+            for step in phases(self.plan.moves, rank, self._launch, self.same):
                 parts = [step] if isinstance(step, Flags) else step
                 made = [self._command(rank, call, part, done) for part in parts]
                 self.commands += made
@@ -92,7 +94,7 @@ class Machine:
 
 
 def for_engine(plan: Plan, tile_bytes: int = 64) -> Plan:
-    return replace(
+    return changed(
         plan, protocol=Protocol.ENGINE, lanes=1, sms=1, threads=32, tile_bytes=tile_bytes, has_reduction=False
     )
 
@@ -110,22 +112,24 @@ def orderly(machine: Machine) -> Order:
 def test_any_schedule(program: Program, tile: int, in_place: bool) -> None:
     """Three calls in a row of a schedule that only moves leave what the oracle leaves, in place or not."""
     checked = compiler.check(compiler.read_text(program.text, "drawn.comm", Path()), ranks=program.ranks)
-    assume(not checked.plan.has_reduction)
+    assume(not checked.plan.moves.has_reduction)
     plan = for_engine(checked.plan, tile)
     calls = [inputs_of(checked, seed) for seed in range(3)]
-    reads = [place for place, tensor in enumerate(plan.tensors) if tensor.access is Access.READ]
-    first = plan.tensors[reads[0]]
+    reads = [place for place, tensor in enumerate(plan.moves.tensors) if tensor.access is Access.READ]
+    first = plan.moves.tensors[reads[0]]
     machine = Machine(plan, calls[0][first.name][0].nbytes // first.blocks, len(calls), in_place=in_place)
     for call, inputs in enumerate(calls):
         for place in reads:
-            for rank, array in enumerate(inputs[plan.tensors[place].name]):
+            for rank, array in enumerate(inputs[plan.moves.tensors[place].name]):
                 machine.memory[machine.region(call, rank, place)][:] = array.view(np.uint8)
     machine.run(orderly(machine))
     for call, inputs in enumerate(calls):
         want = interpret.run(checked.schedule, inputs, dtypes.INT32, "sum")
-        for place, tensor in enumerate(plan.tensors):
+        for place, tensor in enumerate(plan.moves.tensors):
             if tensor.access is Access.WRITE and not tensor.is_yield:
-                written = np.bincount(plan.ops.dest_rank[plan.ops.dest_space == place], minlength=plan.num_ranks)
+                written = np.bincount(
+                    plan.moves.ops.dest_rank[plan.moves.ops.dest_space == place], minlength=plan.num_ranks
+                )
                 for rank in np.flatnonzero(written >= tensor.blocks * tensor.cut).tolist():
                     got = machine.memory[machine.region(call, rank, place)].view(np.int32)
                     assert np.array_equal(got, want.outputs[tensor.name][rank])
@@ -169,17 +173,17 @@ def by_hand() -> Sequence[tuple[str, Plan]]:
 def test_by_hand(name: str, plan: Plan) -> None:
     """Plans that push, pull or stage, with one copy of the cells and credits or with two: in order, by every wait."""
     legal = for_engine(plan)
-    assert not [found.headline for found in prove(legal)]
+    assert not [found.headline for found in prove(legal.moves)]
     machine = Machine(legal, 300, calls=3)
     orderly(machine)
-    for wait in range(len(legal.ops.wait_peer)):
+    for wait in range(len(legal.moves.ops.wait_peer)):
         assert any(Order(legal, machine.commands, {wait}).races()), wait
 
 
 def test_waves() -> None:
     """What is laid into a cell is there before it is copied out, though no flag stands between."""
     plan = for_engine(plans.build(*staged(3, 2, False), rotation=2))
-    steps = phases(plan, 0, device_launch(plan, 64), (0, 1))
+    steps = phases(plan.moves, 0, device_launch(plan.moves, 64), (0, 1))
     writes, reads = ([n for n, step in enumerate(steps) if is_wave_with(step, dest=d)] for d in (True, False))
 
     assert min(reads) > min(writes)
@@ -194,8 +198,8 @@ def is_wave_with(step: Flags | tuple[Copy, ...], *, dest: bool) -> bool:
 def test_nothing_to_do() -> None:
     """A rank whose call moves nothing at all counts its rounds, so that all ranks agree on them."""
     plan = for_engine(plans.build(*plans.direct_alltoall(3, 2, True), rotation=2))
-    empty = replace(plan, ops=replace(plan.ops, rank_begin=np.zeros(4, np.int32)))
-    (flags,) = phases(empty, 0, device_launch(plan, 64), (0, 1))
+    empty = changed(plan, ops=replace(plan.moves.ops, rank_begin=np.zeros(4, np.int32)))
+    (flags,) = phases(empty.moves, 0, device_launch(plan.moves, 64), (0, 1))
 
     assert isinstance(flags, Flags)
     assert (flags.signals, flags.waits, flags.entered, flags.advances) == ((0, 0), (0, 0), 2, True)
@@ -208,7 +212,9 @@ def test_checks_are_the_bulk_ones() -> None:
         ranks=4,
         tune={"protocol": "engine"},
     )
-    broken = replace(made.plan, ops=replace(made.plan.ops, wait_rounds_back=made.plan.ops.wait_rounds_back + 1))
+    broken = changed(
+        made.plan, ops=replace(made.plan.moves.ops, wait_rounds_back=made.plan.moves.ops.wait_rounds_back + 1)
+    )
 
     assert not checks.check_plan(made.schedule, made.plan)
     assert checks.check_plan(made.schedule, broken)

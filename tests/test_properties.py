@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from plans import changed
 from proved import HOST_PROTOCOLS
 from strategies import Place, Program, Value, programs, untidy
 
@@ -22,7 +22,7 @@ from commdsl.language.kinds import BufferKind
 from commdsl.language.parser import parse
 from commdsl.language.source import Source
 from commdsl.machine import dtypes
-from commdsl.program.plan import Protocol
+from commdsl.program.moves import Protocol
 
 ELEMENTS = 61
 protocols = st.sampled_from(HOST_PROTOCOLS)
@@ -84,7 +84,7 @@ def test_accepted_and_as_intended(program: Program, protocol: Protocol) -> None:
 def test_kernel_equals_oracle(program: Program, protocol: Protocol) -> None:
     """The emitted kernel and the oracle agree bit for bit, call after call."""
     checked = proved(program, protocol)
-    plan = replace(checked.plan, tile_bytes=64)
+    plan = changed(checked.plan, tile_bytes=64)
     calls = [inputs_of(checked, seed) for seed in range(3)]
     for inputs, got in zip(calls, host_run.run_calls(plan, emit(plan), calls, dtypes.INT32), strict=True):
         want = interpret.run(checked.schedule, inputs, dtypes.INT32, "sum")
@@ -103,7 +103,7 @@ def test_kernel_equals_oracle(program: Program, protocol: Protocol) -> None:
 def test_no_race(program: Program, protocol: Protocol) -> None:
     """ThreadSanitizer finds no two accesses without order, with ranks that start late and tensors updated in place."""
     checked = proved(program, protocol)
-    plan = replace(checked.plan, tile_bytes=64)
+    plan = changed(checked.plan, tile_bytes=64)
     options = host_run.Options(sanitize=True, max_delay=0.0005, in_place=True)
     host_run.run_calls(plan, emit(plan), [inputs_of(checked, 0)] * 3, dtypes.INT32, "sum", options)
 

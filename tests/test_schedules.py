@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from collectives import MAX_RANKS, Case, admits, cases, main_case, make_inputs, mismatch, shipped
 from numpy.typing import NDArray
+from plans import changed
 from proved import given, proved, result_name
 
 from commdsl import compiler
@@ -20,7 +20,8 @@ from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import CommError, Severity
 from commdsl.machine import dtypes
 from commdsl.machine.dtypes import DType
-from commdsl.program.plan import Plan, Protocol
+from commdsl.program.moves import Protocol
+from commdsl.program.plan import Plan
 
 RUN_RANKS = {
     Protocol.BULK: (2, 3, 5, 6, 7, 8, 16),
@@ -79,7 +80,7 @@ def test_inputs_stay(path: Path) -> None:
 
 
 def small_tiles(checked: Checked) -> tuple[Plan, Emitted]:
-    plan = replace(checked.plan, tile_bytes=SMALL_TILE)
+    plan = changed(checked.plan, tile_bytes=SMALL_TILE)
     return plan, emit(plan)
 
 
@@ -106,7 +107,7 @@ def runs_as_it_means(case: Case, checked: Checked, dtype: DType, sanitize: bool 
     buffer = given(schedule)
     blocks = sizes(schedule, dtype)
     runs = [(block, False) for block in (blocks[-1:] if sanitize else blocks)]
-    runs += [(blocks[-1], True)] if plan.alias_safe else []
+    runs += [(blocks[-1], True)] if plan.moves.alias_safe else []
     for block, in_place in runs:
         calls = [{buffer.name: random_values(dtype, case.ranks, buffer.blocks * block, seed)} for seed in (1, 2)]
         options = host_run.Options(sanitize=sanitize, max_delay=0.001, in_place=in_place)
@@ -142,8 +143,8 @@ def test_kernel(path: Path, protocol: Protocol, ranks: int) -> None:
             compiler.check(path, ranks=ranks)
         return
     checked = proved(case, protocol)
-    kinds = [dtypes.FLOAT32 if checked.plan.has_reduction else dtypes.INT32]
-    if protocol is Protocol.BULK and checked.plan.has_reduction:
+    kinds = [dtypes.FLOAT32 if checked.plan.moves.has_reduction else dtypes.INT32]
+    if protocol is Protocol.BULK and checked.plan.moves.has_reduction:
         kinds.append(dtypes.INT32)
     for dtype in kinds:
         runs_as_it_means(case, checked, dtype)

@@ -10,10 +10,13 @@ import plans
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import changed
 from proved import HOST_PROTOCOLS
 
 from commdsl.program import sizes
-from commdsl.program.plan import Plan, Protocol
+from commdsl.program.arguments import arguments
+from commdsl.program.moves import Protocol
+from commdsl.program.plan import Plan
 
 BLOCKS = st.integers(0, 1 << 40) | st.integers(0, 4096)
 
@@ -22,8 +25,8 @@ def plan(cut: int, lanes: int = 4, tile_bytes: int = 4096) -> Plan:
     """A Plan whose operations have the classes (cut, 0) .. (cut, cut - 1)."""
     made = plans.build(*plans.ring_allgather(2, 2, False)[:3], rotation=2)
     pieces = plans.column(list(range(cut)))
-    ops = replace(made.ops, cut=pieces * 0 + cut, piece=pieces)
-    return replace(made, ops=ops, lanes=lanes, sms=lanes, tile_bytes=tile_bytes)
+    ops = replace(made.moves.ops, cut=pieces * 0 + cut, piece=pieces)
+    return changed(made, ops=ops, lanes=lanes, sms=lanes, tile_bytes=tile_bytes)
 
 
 @given(BLOCKS, st.integers(1, 64))
@@ -56,20 +59,20 @@ def test_slices_tile_the_chunk(chunk_bytes: int, lanes: int) -> None:
 )  # fmt: skip
 def test_rounds_cover_every_slice(block_bytes: int, cut: int, lanes: int, tile_bytes: int, protocol: Protocol) -> None:
     """Every lane's rounds follow each other without gap, none longer than a tile; one round less leaves a rest."""
-    made = replace(plan(cut, lanes, tile_bytes), protocol=protocol)
-    launch = sizes.launch(made, block_bytes, min_slice_bytes=1024)
+    made = changed(plan(cut, lanes, tile_bytes), protocol=protocol)
+    launch = sizes.launch(made.moves, block_bytes, min_slice_bytes=1024)
     largest = max(last - first for first, last in (sizes.piece_range(block_bytes, cut, i) for i in range(cut)))
     assert 1 <= launch.active_lanes <= lanes
     assert launch.active_lanes == 1 or (launch.active_lanes - 1) * 1024 < largest
     assert launch.share_bytes == sizes.lane_share(largest, launch.active_lanes)
     for lane in range(launch.active_lanes):
-        ranges = [sizes.round_range(made, launch, lane, number) for number in range(min(launch.rounds, 4))]
-        ranges += [sizes.round_range(made, launch, lane, max(launch.rounds - 1, 0))]
+        ranges = [sizes.round_range(made.moves, launch, lane, number) for number in range(min(launch.rounds, 4))]
+        ranges += [sizes.round_range(made.moves, launch, lane, max(launch.rounds - 1, 0))]
         assert ranges[0][0] == 0
         assert ranges[-1][1] == launch.share_bytes
         assert all(before[1] == after[0] for before, after in pairwise(ranges[:-1]))
         assert all(0 <= last - first <= tile_bytes and first % 16 == 0 for first, last in ranges)
-    late = [sizes.round_range(made, launch, lane, launch.rounds - 1) for lane in range(sizes.STAGGERED)]
+    late = [sizes.round_range(made.moves, launch, lane, launch.rounds - 1) for lane in range(sizes.STAGGERED)]
     assert any(first < last for first, last in late)
 
 
@@ -85,28 +88,40 @@ def test_rounds_cover_every_slice(block_bytes: int, cut: int, lanes: int, tile_b
 )
 def test_lanes_are_spread_over_blocks(lanes: int, sms: int, active: int, blocks: int, threads: int) -> None:
     """Lane l is part of block l % sms, so blocks and threads follow from the lanes at work."""
-    made = replace(plan(1, lanes), sms=sms)
-    launch = sizes.launch(made, active * 1024, min_slice_bytes=1024)
+    made = changed(plan(1, lanes), sms=sms)
+    launch = sizes.launch(made.moves, active * 1024, min_slice_bytes=1024)
     assert launch.active_lanes == active
-    assert (launch.blocks(made), launch.threads(made)) == (blocks, threads)
+    assert (launch.blocks(made.moves), launch.threads(made.moves)) == (blocks, threads)
     fullest = max(sum(lane % sms == block for lane in range(active)) for block in range(blocks))
-    assert threads == fullest * made.threads
+    assert threads == fullest * made.moves.threads
 
 
 def test_an_empty_tensor_launches_nothing() -> None:
     """Without a byte to move there are no lanes and no rounds."""
-    assert sizes.launch(plan(3), 0, min_slice_bytes=1024) == sizes.Launch(0, 0, 0, 0)
+    assert sizes.launch(plan(3).moves, 0, min_slice_bytes=1024) == sizes.Launch(0, 0, 0, 0)
 
 
 def test_host_lanes_are_capped() -> None:
     """The host build runs two lanes at most, whatever the Plan has."""
-    assert sizes.host_launch(plan(1, lanes=32), 1 << 20).active_lanes == 2
-    assert sizes.host_launch(plan(1, lanes=1), 1 << 20).active_lanes == 1
+    assert sizes.host_launch(plan(1, lanes=32).moves, 1 << 20).active_lanes == 2
+    assert sizes.host_launch(plan(1, lanes=1).moves, 1 << 20).active_lanes == 1
 
 
-def test_arguments_have_the_layout_of_the_struct() -> None:
-    """Heaps, tensors, five words of 8 bytes, four of 4: the order of types.cuh, and the length announced."""
-    made = plan(1)
-    packed = sizes.Arguments([10, 11], [20, 21], sizes.Launch(1000, 3, 2, 336, 16), 5, 6, rank=1, average=True).pack()
-    assert struct.unpack("<9Q4i", packed) == (10, 11, 20, 21, 1000, 336, 16, 5, 6, 1, 3, 2, sizes.FLAG_AVERAGE)
-    assert len(packed) == sizes.arguments_bytes(made)
+def test_arguments_are_one_struct() -> None:
+    """Words of 8 bytes, then numbers of 4, each field where it is announced; short arrays end in zeros."""
+    layout = arguments(plan(1))
+    words = {"heap": [10], "tensors": [20, 21], "timeout_ns": 5, "error": 6, "rank": 1}
+    packed = layout.pack({**words, **sizes.Launch(1000, 3, 2, 336, 16).arguments(average=True)})
+    ranks, tensors = plan(1).num_ranks, len(plan(1).moves.tensors)
+
+    assert packed == struct.pack(
+        f"<{ranks}Q2Q{tensors}Q3Q4i",
+        *[10, *[0] * (ranks - 1)],
+        *(5, 6),
+        *(20, 21)[:tensors],
+        *(1000, 336, 16),
+        *(1, 3, 2, sizes.FLAG_AVERAGE),
+    )
+    assert len(packed) == layout.size
+    assert layout.offset("tensors") == 8 * (ranks + 2)
+    assert layout.address_words == (*range(ranks), ranks + 1, *range(ranks + 2, ranks + 2 + tensors))

@@ -15,12 +15,14 @@ import ir_builder
 import numpy as np
 import pytest
 from brute_force import broken_laws, has_idle_flag, without_wait
-from plans import FAMILIES, Op, Programs, big_ring_allreduce, build, gathered
+from plans import FAMILIES, Op, Programs, big_ring_allreduce, build, changed, gathered
 
 from commdsl import compiler
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine import resources
-from commdsl.program.plan import CELL, Access, OpKind, Plan, Tensor
+from commdsl.program.memory import Access, Tensor
+from commdsl.program.moves import CELL, OpKind
+from commdsl.program.plan import Plan
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.verify import verify
 
@@ -38,7 +40,7 @@ def made(family: str, num_ranks: int, rotation: int, credits: bool) -> Plan:
 
 
 def codes(plan: Plan) -> list[str]:
-    return [diagnostic.code for diagnostic in prove(plan)]
+    return [diagnostic.code for diagnostic in prove(plan.moves)]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
@@ -57,7 +59,7 @@ def test_every_dropped_wait_is_a_race(family: str, num_ranks: int) -> None:
     """No flag of a proved Plan can go."""
     for rotation in (1, 2):
         plan = made(family, num_ranks, rotation, credits=rotation == 1)
-        for wait in range(len(plan.ops.wait_peer)):
+        for wait in range(len(plan.moves.ops.wait_peer)):
             assert set(codes(without_wait(plan, wait))) <= RACES
             assert codes(without_wait(plan, wait))
 
@@ -77,11 +79,11 @@ def test_every_early_wait_is_a_race(family: str) -> None:
     """A wait for the signal before, or for the round before, lets an access through too early."""
     plan = made(family, 3, 1, credits=True)
     for column, change in (("wait_ordinal", -1), ("wait_rounds_back", 1)):
-        for wait in range(len(plan.ops.wait_peer)):
-            table = getattr(plan.ops, column).copy()
+        for wait in range(len(plan.moves.ops.wait_peer)):
+            table = getattr(plan.moves.ops, column).copy()
             table[wait] += change
             if table[wait] >= 1:
-                mutant = replace(plan, ops=replace(plan.ops, **{column: table}))
+                mutant = changed(plan, ops=replace(plan.moves.ops, **{column: table}))
                 assert set(codes(mutant)) & RACES, (column, wait)
 
 
@@ -135,7 +137,7 @@ def test_deadlock_shows_the_circle() -> None:
             signals=(((rank - 1) % 3, "ready"),),
         )
         programs.append([put])
-    (found,) = prove(build(programs, gathered(3), 1, 1))
+    (found,) = prove(build(programs, gathered(3), 1, 1).moves)
 
     assert found.code == "C201"
     assert found.headline == "3 ranks wait for each other"
@@ -150,7 +152,7 @@ def test_deadlock_without_symmetry() -> None:
             Op(OpKind.COPY, (1, rank, 0), ((0, rank, 0),), waits=((peer, rank, 0),), signals=((peer, peer),))
         )
     programs[1][0] = replace(programs[1][0], signals=((3, 3), (0, 0)))
-    (found,) = prove(build(programs, gathered(4), 0, 1))
+    (found,) = prove(build(programs, gathered(4), 0, 1).moves)
 
     assert found.code == "C201"
     assert found.notes[0] == "the circle: 1 -> 3 -> 1"
@@ -159,7 +161,7 @@ def test_deadlock_without_symmetry() -> None:
 def test_the_counterexample() -> None:
     """A race names the place, both accesses, the rounds, and how much one rank knows of the other."""
     plan = made("ring_allgather", 3, 1, credits=True)
-    (found,) = prove(without_wait(plan, 1))
+    (found,) = prove(without_wait(plan, 1).moves)
 
     assert found.code == "C202"
     assert found.headline == "two ranks touch cell 0 of rank 0 in no order"
@@ -176,7 +178,7 @@ def test_an_unheard_signal() -> None:
     programs, tensors, num_cells = FAMILIES["direct_alltoall"](3, 2, credits=False)
     last = programs[1][-1]
     programs[1][-1] = replace(last, signals=((0, "extra"),))
-    (found,) = prove(build(programs, tensors, num_cells, 2))
+    (found,) = prove(build(programs, tensors, num_cells, 2).moves)
 
     assert found.code == "C204"
     assert "operation 4 of rank 1 (s = 3) raises signal 2 to rank 0" in found.primary.text
@@ -275,12 +277,12 @@ def test_random_plans_agree_with_brute_force() -> None:
 def test_forms_of_clocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shifted clocks, clocks of all ranks, and these in narrow blocks of columns give one verdict."""
     for plan in _mutants(2, 150):
-        one = list(prove(plan))
+        one = list(prove(plan.moves))
         with monkeypatch.context() as patched:
             patched.setattr(PROOF, "pattern", lambda _: None)
-            every = list(prove(plan))
+            every = list(prove(plan.moves))
             patched.setattr(CLOCKS, "BLOCK_ENTRIES", 1)
-            narrow = list(prove(plan))
+            narrow = list(prove(plan.moves))
         assert [d.code for d in one] == [d.code for d in every]
         assert every == narrow
 
@@ -288,11 +290,11 @@ def test_forms_of_clocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slices_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking at few accesses at a time changes nothing."""
     for plan in _mutants(3, 100):
-        whole = list(prove(plan))
+        whole = list(prove(plan.moves))
         with monkeypatch.context() as patched:
             patched.setattr(PROOF, "SLICE", 2)
             patched.setattr(HAZARDS, "SLICE", 2)
-            assert [d.code for d in prove(plan)] == [d.code for d in whole]
+            assert [d.code for d in prove(plan.moves)] == [d.code for d in whole]
 
 
 # --- size -------------------------------------------------------------------------------------------------------------
@@ -320,9 +322,9 @@ def test_a_thousand_ranks() -> None:
         tracemalloc.stop()
     assert peak < 500e6
 
-    early = plan.ops.wait_ordinal.copy()
+    early = plan.moves.ops.wait_ordinal.copy()
     early[early == 1500] = 1499
-    assert codes(replace(plan, ops=replace(plan.ops, wait_ordinal=early))) == ["C202"]
+    assert codes(changed(plan, ops=replace(plan.moves.ops, wait_ordinal=early))) == ["C202"]
 
 
 # --- what the compiler makes ------------------------------------------------------------------------------------------
@@ -337,11 +339,11 @@ def test_lowered_plans(num_ranks: int) -> None:
         plan = lower(schedule)
         verify(plan)
         assert codes(plan) == []
-        for wait in range(0, len(plan.ops.wait_peer), 3):
+        for wait in range(0, len(plan.moves.ops.wait_peer), 3):
             assert set(codes(without_wait(plan, wait))) & RACES
-        if plan.rotation > 1:
-            assert codes(replace(plan, rotation=1)) == ["C205"]
-        bare = replace(plan, ops=replace(plan.ops, barrier=np.zeros_like(plan.ops.barrier)))
+        if plan.moves.rotation > 1:
+            assert codes(changed(plan, rotation=1)) == ["C205"]
+        bare = changed(plan, ops=replace(plan.moves.ops, barrier=np.zeros_like(plan.moves.ops.barrier)))
         assert set(codes(bare)) <= {"C206", "C208"}
 
 
@@ -372,24 +374,24 @@ def test_shipped_schedules(name: str) -> None:
     plan = compiler.check(resources.data_dir("schedules") / name, ranks=ranks).plan
 
     assert broken_laws(plan, extra_rounds=0) == set()
-    for wait in range(len(plan.ops.wait_peer)):
+    for wait in range(len(plan.moves.ops.wait_peer)):
         assert set(codes(without_wait(plan, wait))) & RACES
-        early = plan.ops.wait_ordinal.copy()
+        early = plan.moves.ops.wait_ordinal.copy()
         early[wait] -= 1
         if early[wait]:
-            assert set(codes(replace(plan, ops=replace(plan.ops, wait_ordinal=early)))) & RACES
-    assert plan.rotation == 1 or codes(replace(plan, rotation=1)) == ["C205"]
+            assert set(codes(changed(plan, ops=replace(plan.moves.ops, wait_ordinal=early)))) & RACES
+    assert plan.moves.rotation == 1 or codes(changed(plan, rotation=1)) == ["C205"]
 
 
 @pytest.mark.parametrize("name", ["allreduce_ring", "allreduce_oneshot", "reduce_tree", "allgather_recursive_doubling"])
 def test_shipped_barriers(name: str) -> None:
     """A block barrier dropped from a shipped schedule is refused exactly where the second opinion misses it."""
     plan = compiler.check(resources.data_dir("schedules") / "collectives" / f"{name}.comm", ranks=4).plan
-    plan = replace(plan, alias_safe=())
-    for op in np.flatnonzero(plan.ops.barrier).tolist():
-        barrier = plan.ops.barrier.copy()
+    plan = changed(plan, alias_safe=())
+    for op in np.flatnonzero(plan.moves.ops.barrier).tolist():
+        barrier = plan.moves.ops.barrier.copy()
         barrier[op] = 0
-        bare = replace(plan, ops=replace(plan.ops, barrier=barrier))
+        bare = changed(plan, ops=replace(plan.moves.ops, barrier=barrier))
         assert set(codes(bare)) == broken_laws(bare, extra_rounds=0)
 
 
@@ -406,5 +408,6 @@ def test_the_proof_shares_nothing_with_the_derivation() -> None:
             "commdsl.language.diagnostics",
             "commdsl.ir.schedules",
             "commdsl.language.kinds",
-            "commdsl.program.plan",
+            "commdsl.program.memory",
+            "commdsl.program.moves",
         }

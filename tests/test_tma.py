@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import plans
 import pytest
 from collectives import shipped
+from plans import changed
 
 from commdsl import compiler
 from commdsl.build import nvrtc
 from commdsl.build.emit import defines, emit
 from commdsl.machine.config import from_environment
-from commdsl.program.plan import BLOCK_SHARED_BYTES, MOST_STAGE_BYTES, Ops, Plan, Protocol, Transport
+from commdsl.program.memory import Transport
+from commdsl.program.moves import BLOCK_SHARED_BYTES, MOST_STAGE_BYTES, Ops, Protocol
+from commdsl.program.plan import Plan
 from commdsl.program.verify import MOST_BARRIERS, verify
 
 TUNE = {"protocol": "tma", "sms": 16, "lanes": 32, "threads": 256}
@@ -30,20 +32,20 @@ def test_the_plan_is_that_of_bulk(path: Path) -> None:
     """Every table, every cell and every flag are those of `bulk`."""
     tma, bulk = plan_of(path, **TUNE), plan_of(path, **{**TUNE, "protocol": "bulk"})
     for field in Ops.__dataclass_fields__:
-        assert np.array_equal(getattr(tma.ops, field), getattr(bulk.ops, field)), field
-    assert (tma.symmetric_bytes, tma.alias_safe) == (bulk.symmetric_bytes, bulk.alias_safe)
-    assert (tma.shared_bytes > 0, bulk.shared_bytes) == (True, 0)
+        assert np.array_equal(getattr(tma.moves.ops, field), getattr(bulk.moves.ops, field)), field
+    assert (tma.symmetric_bytes, tma.moves.alias_safe) == (bulk.symmetric_bytes, bulk.moves.alias_safe)
+    assert (tma.moves.shared_bytes > 0, bulk.moves.shared_bytes) == (True, 0)
 
 
 @pytest.mark.parametrize("lanes", range(1, MOST_BARRIERS))
 def test_stages_fit(lanes: int) -> None:
     """However many lanes share a block, its shared memory holds the stages of all, each in whole lines."""
     made = plans.build(*plans.ring_allgather(2, 2, False)[:3], rotation=2)
-    made = replace(made, protocol=Protocol.TMA, lanes=lanes, sms=1, threads=32)
+    made = changed(made, protocol=Protocol.TMA, lanes=lanes, sms=1, threads=32)
     verify(made)
-    assert 0 < made.shared_bytes <= BLOCK_SHARED_BYTES
-    assert 1024 <= made.stage_bytes <= MOST_STAGE_BYTES
-    assert made.stage_bytes % 128 == 0
+    assert 0 < made.moves.shared_bytes <= BLOCK_SHARED_BYTES
+    assert 1024 <= made.moves.stage_bytes <= MOST_STAGE_BYTES
+    assert made.moves.stage_bytes % 128 == 0
 
 
 @pytest.mark.sweep
@@ -61,5 +63,5 @@ def test_cubin(path: Path, sms: int, rank: int | None) -> None:
 def test_nvshmem_moves_tiles_itself() -> None:
     """A schedule tuned to `tma` is `bulk` where NVSHMEM moves the data."""
     compiled = compiler.compile(SCHEDULES[0], ranks=4, transport=Transport.NVSHMEM, tune=TUNE)
-    assert compiled.plan.protocol is Protocol.BULK
+    assert compiled.plan.moves.protocol is Protocol.BULK
     assert emit(compiled.plan).digest == compiled.emitted.digest

@@ -8,10 +8,12 @@ from dataclasses import replace
 import ir_builder
 import numpy as np
 import pytest
-from plans import CELL, FAMILIES, Op, build
+from plans import CELL, FAMILIES, Op, build, changed
 
 from commdsl.language.diagnostics import InternalError
-from commdsl.program.plan import MOST_DESTS, Access, OpKind, Plan, Protocol, Tensor
+from commdsl.program.memory import Access, Tensor
+from commdsl.program.moves import MOST_DESTS, OpKind, Protocol
+from commdsl.program.plan import Plan
 from commdsl.program.proof.memory import memory
 from commdsl.program.verify import verify
 
@@ -24,15 +26,15 @@ def plan() -> Plan:
 
 def table(name: str, row: int, value: int) -> Callable[[Plan], Plan]:
     def change(legal: Plan) -> Plan:
-        values = getattr(legal.ops, name).copy()
+        values = getattr(legal.moves.ops, name).copy()
         values[row] = value
-        return replace(legal, ops=replace(legal.ops, **{name: values}))
+        return changed(legal, ops=replace(legal.moves.ops, **{name: values}))
 
     return change
 
 
 def field(**values: object) -> Callable[[Plan], Plan]:
-    return lambda legal: replace(legal, **values)
+    return lambda legal: changed(legal, **values)
 
 
 BROKEN = [
@@ -97,12 +99,12 @@ def group() -> Plan:
 
 def alone(legal: Plan) -> Plan:
     """The first operation of rank 0 joined to nothing, its sources gone."""
-    ops = legal.ops
+    ops = legal.moves.ops
     kept = {name: getattr(ops, name)[1:] for name in ("source_space", "source_rank", "source_index")}
     begin = np.maximum(ops.source_begin - 1, 0)
     joined = ops.joined.copy()
     joined[0] = 1
-    return replace(legal, ops=replace(ops, joined=joined, source_begin=begin, **kept))
+    return changed(legal, ops=replace(ops, joined=joined, source_begin=begin, **kept))
 
 
 BROKEN_GROUPS = [
@@ -123,7 +125,7 @@ BROKEN_GROUPS = [
 @pytest.mark.parametrize(("change", "message"), BROKEN_GROUPS, ids=[message for _, message in BROKEN_GROUPS])
 def test_broken_groups(change: Callable[[Plan], Plan], message: str) -> None:
     """A group is one pass of one rank: its first operation reads and waits, its last signals, no other differs."""
-    legal = replace(group(), has_reduction=False)
+    legal = changed(group(), has_reduction=False)
     verify(legal)
     with pytest.raises(InternalError, match="the Plan is not legal") as refused:
         verify(change(legal))
@@ -142,28 +144,28 @@ def test_the_most_destinations() -> None:
 
 def test_lanes_fit_their_blocks() -> None:
     """Every block has a lane, its lanes are at most a block's threads, and each has a barrier of its own."""
-    verify(replace(plan(), lanes=16, sms=2, threads=128))
+    verify(changed(plan(), lanes=16, sms=2, threads=128))
     for fields, message in (
         ({"lanes": 4, "sms": 5}, "sms is 5, expected 1 to 4"),
         ({"lanes": 18, "sms": 2}, "9 lanes of 128 threads are more than a block of 1024"),
         ({"lanes": 32, "sms": 2, "threads": 32}, "16 lanes a block are more than it has barriers for"),
     ):
         with pytest.raises(InternalError) as refused:
-            verify(replace(plan(), **fields))
+            verify(changed(plan(), **fields))
         assert message in str(refused.value)
 
 
 def test_data_with_its_flag_is_pushed() -> None:
     """A peer's cell is polled by the rank that has it only: nothing is read across the link."""
     with pytest.raises(InternalError, match="data with its flag is read by the rank that has it"):
-        verify(replace(plan(), protocol=Protocol.PACKET))
+        verify(changed(plan(), protocol=Protocol.PACKET))
 
 
 def test_tables_are_vectors_of_int32() -> None:
     """The kernel reads 32-bit tables, so nothing else will do."""
     legal = plan()
-    wide = replace(legal, ops=replace(legal.ops, piece=legal.ops.piece.astype(np.int64)))
-    short = replace(legal, ops=replace(legal.ops, piece=legal.ops.piece[:-1]))
+    wide = changed(legal, ops=replace(legal.moves.ops, piece=legal.moves.ops.piece.astype(np.int64)))
+    short = changed(legal, ops=replace(legal.moves.ops, piece=legal.moves.ops.piece[:-1]))
 
     with pytest.raises(InternalError, match=r"ops\.piece is not a vector of int32"):
         verify(wide)
@@ -180,9 +182,9 @@ def test_memory() -> None:
     """Symmetric memory must fit in a device's heap, and every cell must have a writer."""
     schedule, legal = ir_builder.ring_allreduce(3), plan()
 
-    assert list(memory(schedule, legal)) == []
-    (large,) = memory(schedule, replace(legal, lanes=32, tile_bytes=64 << 20))
+    assert list(memory(schedule, legal.moves)) == []
+    (large,) = memory(schedule, changed(legal, lanes=32, tile_bytes=64 << 20).moves)
     assert (large.code, large.headline) == ("C341", "`by_hand` needs 2 GB of symmetric memory on every rank")
     assert large.notes == ("1 cell in 1 copy, for 32 lanes a tile of 64 MB each",)
-    (unused,) = memory(schedule, replace(legal, num_cells=2))
+    (unused,) = memory(schedule, changed(legal, num_cells=2).moves)
     assert (unused.code, unused.headline) == ("C342", "cell 1 of `by_hand` is never written")

@@ -1,7 +1,7 @@
 """What becomes text, and text that becomes something to run.
 
 emit          Plan -> the text of its kernel
-emit_dispatch   a dispatch -> what is launched for it, and the text of its kernel
+calls         the phases of a role -> the calls that its lanes make, in order
 cache         what a build depends on -> the folder of its result, built once
 nvrtc         text -> cubin, without a GPU
 host          text -> a library for this processor

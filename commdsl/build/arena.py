@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.language.diagnostics import InternalError
-from commdsl.program.plan import Access, Plan
-from commdsl.program.sizes import Arguments, Launch, tensor_bytes
+from commdsl.program.arguments import arguments
+from commdsl.program.memory import Access
+from commdsl.program.plan import Plan
+from commdsl.program.sizes import Launch, tensor_bytes
 from commdsl.program.timeouts import RECORD_BYTES, ErrorRecord, unpack
 
 Array: TypeAlias = NDArray[np.generic]
@@ -54,8 +56,8 @@ def layout(plan: Plan, block_bytes: Sequence[int], *, shift: int, in_place: bool
         for _ in range(plan.num_ranks):
             offsets: list[int] = []
             read: dict[str, int] = {}
-            for tensor in plan.tensors:
-                shared = in_place and tensor.access is Access.WRITE and tensor.name in plan.alias_safe
+            for tensor in plan.moves.tensors:
+                shared = in_place and tensor.access is Access.WRITE and tensor.name in plan.moves.alias_safe
                 if shared and tensor.name in read:
                     offsets.append(read[tensor.name])
                     continue
@@ -104,7 +106,7 @@ class Arena:
     def fill(self, call: int, inputs: Inputs) -> None:
         """The tensors of one call: what is read, and a pattern where results go; the pattern of guards around both."""
         for rank, offsets in enumerate(self.where.tensors[call]):
-            for tensor, at in zip(self.plan.tensors, offsets, strict=True):
+            for tensor, at in zip(self.plan.moves.tensors, offsets, strict=True):
                 size = tensor_bytes(tensor, self.block_bytes[call])
                 self._bytes[at - GUARD_BYTES : at] = GUARD
                 self._bytes[at + size : at + size + GUARD_BYTES] = GUARD
@@ -117,10 +119,10 @@ class Arena:
         """Counters and flags as they stand after `first` rounds."""
         plan = self.plan
         for rank, heap in enumerate(self.where.heaps):
-            flags = self._words(heap, plan.lanes * plan.num_ranks).reshape(plan.lanes, plan.num_ranks, 8)
-            raised = [first * int(count) % 2**64 for count in plan.signals_per_round[:, rank]]
+            flags = self._words(heap, plan.moves.lanes * plan.num_ranks).reshape(plan.moves.lanes, plan.num_ranks, 8)
+            raised = [first * int(count) % 2**64 for count in plan.moves.signals_per_round[:, rank]]
             flags[:, :, 0] = np.array(raised, dtype=np.uint64)
-            self._words(heap + plan.flags_bytes, plan.lanes).reshape(plan.lanes, 8)[:, :2] = first
+            self._words(heap + plan.moves.flags_bytes, plan.moves.lanes).reshape(plan.moves.lanes, 8)[:, :2] = first
 
     def _words(self, at: int, lines: int) -> NDArray[np.uint64]:
         return self._bytes[at : at + lines * 64].view(np.uint64)
@@ -130,16 +132,18 @@ class Arena:
     ) -> bytes:
         """The packed Args of all calls of some ranks (calls x ranks), as seen from `base`."""
         heaps = [base + heap for heap in self.where.heaps]
+        layout = arguments(self.plan)
         packed = [
-            Arguments(
-                heaps=heaps,
-                tensors=[base + at for at in offsets[rank]],
-                launch=launch,
-                timeout_ns=int(timeout * 1e9),
-                error=base + self.where.errors[rank],
-                rank=rank,
-                average=average,
-            ).pack()
+            layout.pack(
+                {
+                    "heap": heaps,
+                    "tensors": [base + at for at in offsets[rank]],
+                    "timeout_ns": int(timeout * 1e9),
+                    "error": base + self.where.errors[rank],
+                    "rank": rank,
+                    **launch.arguments(average),
+                }
+            )
             for offsets, launch in zip(self.where.tensors, launches, strict=True)
             for rank in ranks
         ]
@@ -152,8 +156,8 @@ class Arena:
     def output(self, call: int, rank: int, tensor: int, storage: np.dtype[np.generic]) -> Array:
         """A copy of one tensor after a run; InternalError if a guard beside it was overwritten."""
         at = self.where.tensors[call][rank][tensor]
-        size = tensor_bytes(self.plan.tensors[tensor], self.block_bytes[call])
+        size = tensor_bytes(self.plan.moves.tensors[tensor], self.block_bytes[call])
         around = (self._bytes[at - GUARD_BYTES : at], self._bytes[at + size : at + size + GUARD_BYTES])
         if any((guard != GUARD).any() for guard in around):
-            raise InternalError(f"the kernel wrote beside `{self.plan.tensors[tensor].name}` of rank {rank}")
+            raise InternalError(f"the kernel wrote beside `{self.plan.moves.tensors[tensor].name}` of rank {rank}")
         return np.frombuffer(self._bytes[at : at + size].tobytes(), dtype=storage)

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from commdsl.build.calls import Call, calls
 from commdsl.ir.schedules import Ints
 from commdsl.machine.resources import data_dir
-from commdsl.program.plan import CELL, STAGE_MARKS_BYTES, STAGES, OpKind, Ops, Origin, Plan, Protocol
+from commdsl.program.arguments import arguments
+from commdsl.program.moves import CELL, STAGE_MARKS_BYTES, STAGES, Moves, OpKind, Ops, Origin, Protocol
+from commdsl.program.plan import Plan, heap_layout
 
 if TYPE_CHECKING:
     import jinja2
@@ -52,19 +55,11 @@ class RankTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
-    """What the template prints; everything is text or a number."""
+class Tables:
+    """What the template prints of `Moves`; everything is text or a number."""
 
-    entry: str
-    schedule: str
-    plan_digest: str
-    headers_digest: str
-    constants: tuple[tuple[str, str, int], ...]  # type, name, value
     in_constant_memory: bool
     wire: str
-    form: str  # of the entry: a kernel that runs the tables, or one for the flags between copies that others make
-    threads: int
-    lanes_per_block: int
     has_reduction: bool
     reduces_remotely: bool
     ranks: tuple[RankTable, ...]
@@ -74,6 +69,24 @@ class Kernel:
     sources: tuple[str, ...]
     waits: tuple[str, ...]
     signals: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What the template prints of a Plan."""
+
+    entry: str
+    source: str
+    plan_digest: str
+    headers_digest: str
+    headers: tuple[str, ...]
+    constants: tuple[tuple[str, str, int], ...]  # type, name, value
+    arguments: tuple[tuple[str, str, str], ...]  # type, name, extent
+    threads: int
+    lanes_per_block: int
+    form: str  # of the entry: a kernel that runs the phases, or one for the flags between copies that others make
+    moves: Tables | None
+    phases: tuple[Call, ...]
 
 
 def emit(plan: Plan) -> Emitted:
@@ -113,35 +126,45 @@ def headers_digest() -> str:
 
 
 def _kernel(plan: Plan) -> Kernel:
-    constants = tuple(_constants(plan))
-    ranks = tuple(RankTable(rank, tuple(_groups(plan, rank))) for rank in range(plan.num_ranks))
-    ops = plan.ops
-    sources = _rows(ops.source_space, _senders(plan), _blocks(ops.source_space, ops.source_index, _source_cuts(ops)))
-    dests = _rows(ops.dest_space, ops.dest_rank, _blocks(ops.dest_space, ops.dest_index, ops.cut), ops.scale)
-    waits = _rows(ops.wait_peer, ops.wait_ordinal, ops.wait_rounds_back)
-    signals = _rows(ops.signal_peer, signal_ordinals(plan))
-    per_round = tuple(_row(line) for line in plan.signals_per_round)
-    tables = (constants, plan.protocol, ranks, dests, sources, waits, signals, per_round)
+    moves = plan.moves if plan.is_static else None
+    constants = tuple(_constants(plan.moves) if plan.is_static else _routed_constants(plan))
+    fields = tuple(
+        (field.type, field.name, "" if field.count is None else f"[{field.count}]") for field in arguments(plan).fields
+    )
+    tables = None if moves is None else _tables(moves)
+    phases = tuple(calls(plan))
+    told = (plan.name, plan.params, plan.topology, constants, tables, fields, phases)
     return Kernel(
         entry=f"commdsl_{plan.name}",
-        schedule=_file_of(plan),
-        plan_digest=hashlib.sha256(repr((plan.name, plan.params, plan.topology, tables)).encode()).hexdigest(),
+        source=file_name(plan.span.source.name),
+        plan_digest=hashlib.sha256(repr(told).encode()).hexdigest(),
         headers_digest=headers_digest(),
+        headers=("rows.cuh",) if moves is None else ("kernel.cuh",),
         constants=constants,
-        has_reduction=plan.has_reduction,
-        reduces_remotely=reduces_remotely(plan),
-        ranks=ranks,
-        in_constant_memory=_table_bytes(plan) <= CONSTANT_BYTES,
-        wire=WIRES[plan.protocol],
-        form="COMMDSL_FLAGS" if plan.protocol is Protocol.ENGINE else "COMMDSL_KERNEL",
-        threads=plan.threads,
-        lanes_per_block=plan.lanes_per_block,
+        arguments=fields,
+        threads=plan.comm.threads,
+        lanes_per_block=plan.comm.lanes_per_block,
+        form="COMMDSL_FLAGS" if moves is not None and moves.protocol is Protocol.ENGINE else "COMMDSL_KERNEL",
+        moves=tables,
+        phases=phases,
+    )
+
+
+def _tables(moves: Moves) -> Tables:
+    ops = moves.ops
+    places = _blocks(ops.source_space, ops.source_index, _source_cuts(ops))
+    return Tables(
+        in_constant_memory=_table_bytes(moves) <= CONSTANT_BYTES,
+        wire=WIRES[moves.protocol],
+        has_reduction=moves.has_reduction,
+        reduces_remotely=reduces_remotely(moves),
+        ranks=tuple(RankTable(rank, tuple(_groups(moves, rank))) for rank in range(moves.num_ranks)),
         rank_begin=_row(np.searchsorted(ops.leaders, ops.rank_begin).astype(np.int32)),
-        signals_per_round=per_round,
-        dests=dests,
-        sources=sources,
-        waits=waits,
-        signals=signals,
+        signals_per_round=tuple(_row(line) for line in moves.signals_per_round),
+        dests=_rows(ops.dest_space, ops.dest_rank, _blocks(ops.dest_space, ops.dest_index, ops.cut), ops.scale),
+        sources=_rows(ops.source_space, _senders(moves), places),
+        waits=_rows(ops.wait_peer, ops.wait_ordinal, ops.wait_rounds_back),
+        signals=_rows(ops.signal_peer, signal_ordinals(moves)),
     )
 
 
@@ -163,33 +186,33 @@ def _blocks(space: Ints, index: Ints, cut: Ints) -> Ints:
     return np.where(space == CELL, index, index // cut).astype(np.int32)
 
 
-def _senders(plan: Plan) -> Ints:
+def _senders(moves: Moves) -> Ints:
     """For each source the rank it lies on; where data carries its flag, the one it comes from: a report names it."""
-    ops = plan.ops
-    if not plan.protocol.carries_flags:
+    ops = moves.ops
+    if not moves.protocol.carries_flags:
         return ops.source_rank
     writes, reads = np.flatnonzero(ops.dest_space == CELL), np.flatnonzero(ops.source_space == CELL)
-    writer = np.zeros((plan.num_ranks, max(plan.num_cells, 1)), np.int32)
-    actor = np.repeat(np.arange(plan.num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
+    writer = np.zeros((moves.num_ranks, max(moves.num_cells, 1)), np.int32)
+    actor = np.repeat(np.arange(moves.num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
     writer[ops.dest_rank[writes], ops.dest_index[writes]] = actor[writes]
     senders = ops.source_rank.copy()
     senders[reads] = writer[ops.source_rank[reads], ops.source_index[reads]]
     return senders
 
 
-def _table_bytes(plan: Plan) -> int:
+def _table_bytes(moves: Moves) -> int:
     """What the tables of all ranks take in the kernel."""
-    ops = plan.ops
+    ops = moves.ops
     rows = 13 * len(ops.leaders) + 4 * ops.num_ops + 3 * len(ops.source_space) + 3 * len(ops.wait_peer)
-    return 4 * (rows + 2 * len(ops.signal_peer) + plan.num_ranks**2 + plan.num_ranks + 1)
+    return 4 * (rows + 2 * len(ops.signal_peer) + moves.num_ranks**2 + moves.num_ranks + 1)
 
 
-def signal_ordinals(plan: Plan) -> Ints:
+def signal_ordinals(moves: Moves) -> Ints:
     """Which signal of its round each row of the signal table is, from its rank to its peer, counted from 1."""
-    ops = plan.ops
-    rank_of_op = np.repeat(np.arange(plan.num_ranks), np.diff(ops.rank_begin))
+    ops = moves.ops
+    rank_of_op = np.repeat(np.arange(moves.num_ranks), np.diff(ops.rank_begin))
     rank_of_signal = np.repeat(rank_of_op, np.diff(ops.signal_begin))
-    pair = rank_of_signal * plan.num_ranks + ops.signal_peer
+    pair = rank_of_signal * moves.num_ranks + ops.signal_peer
     order = np.argsort(pair, kind="stable")
     first = np.searchsorted(pair[order], pair[order])  # where the run of equal pairs begins
     ordinals = np.empty(len(pair), dtype=np.int32)
@@ -197,45 +220,55 @@ def signal_ordinals(plan: Plan) -> Ints:
     return ordinals
 
 
-def _constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
-    ops = plan.ops
+def _routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
+    layout, rows = heap_layout(plan), len(plan.push.given)
     yield "i32", "kNumRanks", plan.num_ranks
-    yield "i32", "kNumTensors", len(plan.tensors)
-    yield "u64", "kNumCells", plan.num_cells
-    yield "u64", "kRotation", plan.rotation
-    yield "u64", "kLanes", plan.lanes
-    yield "u64", "kTileBytes", plan.tile_bytes
-    yield "u64", "kSlotBytes", plan.slot_bytes
-    yield "u64", "kFlagsBytes", plan.flags_bytes
-    yield "u64", "kCellsOffset", plan.cells_offset
-    if plan.protocol is Protocol.TMA:
+    yield "i32", "kNumRows", rows
+    yield "i32", "kAddressWords", 1 + 2 * rows
+    yield "u64", "kLanes", plan.comm.lanes
+    for memory, at in layout.offsets:
+        yield "u64", f"k{memory.name.capitalize()}At", at
+
+
+def _constants(moves: Moves) -> Iterator[tuple[str, str, int]]:
+    ops = moves.ops
+    yield "i32", "kNumRanks", moves.num_ranks
+    yield "i32", "kNumTensors", len(moves.tensors)
+    yield "u64", "kNumCells", moves.num_cells
+    yield "u64", "kRotation", moves.rotation
+    yield "u64", "kLanes", moves.lanes
+    yield "u64", "kTileBytes", moves.tile_bytes
+    yield "u64", "kSlotBytes", moves.slot_bytes
+    yield "u64", "kFlagsBytes", moves.flags_bytes
+    yield "u64", "kCellsOffset", moves.cells_offset
+    if moves.protocol is Protocol.TMA:
         yield "u64", "kStages", STAGES
-        yield "u64", "kStageBytes", plan.stage_bytes
+        yield "u64", "kStageBytes", moves.stage_bytes
         yield "u64", "kMarksBytes", STAGE_MARKS_BYTES
     yield "i32", "kMostSources", int(np.diff(ops.source_begin).max(initial=0))
     yield "i32", "kMostDests", int((np.arange(ops.num_ops) - ops.leader_of).max(initial=0)) + 1
 
 
-def reduces_remotely(plan: Plan) -> bool:
+def reduces_remotely(moves: Moves) -> bool:
     """Whether a reduction reads or writes a cell of another rank, which takes a transport of plain loads and stores."""
-    ops = plan.ops
-    rank_of_op = np.repeat(np.arange(plan.num_ranks), np.diff(ops.rank_begin))
-    moves = ops.kind != OpKind.COPY
-    remote_dest = (ops.dest_space == CELL) & (ops.dest_rank != rank_of_op) & moves
+    ops = moves.ops
+    rank_of_op = np.repeat(np.arange(moves.num_ranks), np.diff(ops.rank_begin))
+    reduces = ops.kind != OpKind.COPY
+    remote_dest = (ops.dest_space == CELL) & (ops.dest_rank != rank_of_op) & reduces
     op_of_source = np.repeat(np.arange(ops.num_ops), np.diff(ops.source_begin))
-    remote_source = (ops.source_space == CELL) & (ops.source_rank != rank_of_op[op_of_source]) & moves[op_of_source]
+    remote_source = (ops.source_space == CELL) & (ops.source_rank != rank_of_op[op_of_source]) & reduces[op_of_source]
     return bool(remote_dest.any() or remote_source.any())
 
 
-def _groups(plan: Plan, rank: int) -> Iterator[Group]:
+def _groups(moves: Moves, rank: int) -> Iterator[Group]:
     """One group per run of rows of the same statement and kind; a row is a group of operations."""
-    ops = plan.ops
+    ops = moves.ops
     rows: list[str] = []
     title = ""
     ends = np.append(ops.leaders[1:], ops.num_ops)
     first, last = np.searchsorted(ops.leaders, ops.rank_begin[rank : rank + 2])
     for leader, end in zip(ops.leaders[first:last].tolist(), ends[first:last].tolist(), strict=True):
-        here = _origin(plan.origins[int(ops.origin[leader])], OpKind(int(ops.kind[leader])))
+        here = _origin(moves.origins[int(ops.origin[leader])], OpKind(int(ops.kind[leader])))
         if rows and here != title:
             yield Group(title, tuple(rows))
             rows = []
@@ -265,10 +298,6 @@ def file_name(name: str) -> str:
     return re.sub(r"[^\w.+-]", "_", PurePath(name).name, flags=re.ASCII)
 
 
-def _file_of(plan: Plan) -> str:
-    return file_name(plan.origins[0].span.source.name) if plan.origins else plan.name
-
-
 def _row(values: Ints) -> str:
     return ", ".join(map(str, values.tolist()))
 
@@ -290,9 +319,9 @@ def defines(plan: Plan, dtype: str, op: str, rank: int | None = None) -> tuple[s
     `avg` is `sum` with a bit set at launch. With `rank` the build is for that rank alone if its program is short.
     """
     macros: tuple[str, ...] = ()
-    if plan.has_reduction:
+    if plan.moves.has_reduction:
         macros = (f"COMMDSL_DTYPE={dtype}", f"COMMDSL_OP={'sum' if op == 'avg' else op}")
-    if rank is None or plan.protocol is Protocol.ENGINE:
+    if rank is None or plan.moves.protocol is Protocol.ENGINE:
         return macros
-    first, last = np.searchsorted(plan.ops.leaders, plan.ops.rank_begin[rank : rank + 2])
+    first, last = np.searchsorted(plan.moves.ops.leaders, plan.moves.ops.rank_begin[rank : rank + 2])
     return (*macros, f"COMMDSL_RANK={rank}") if last - first <= SHORT_PROGRAM else macros

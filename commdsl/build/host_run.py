@@ -21,8 +21,10 @@ from commdsl.build.arena import Arena, Array, Inputs, layout
 from commdsl.build.emit import Emitted, defines
 from commdsl.build.host import build, build_runner, build_sanitized
 from commdsl.machine.config import Config, from_environment
-from commdsl.program.plan import Access, Plan
-from commdsl.program.sizes import Launch, address_words, arguments_bytes, block_bytes_of, host_launch
+from commdsl.program.arguments import arguments
+from commdsl.program.memory import Access
+from commdsl.program.plan import Plan
+from commdsl.program.sizes import Launch, block_bytes_of, host_launch
 from commdsl.program.timeouts import timeout_of
 
 GRACE = 60.0
@@ -99,7 +101,7 @@ def run_calls(
     settings = config or from_environment()
     start = _starter(emitted, defines(plan, dtype.name, op), options, settings)
     block_bytes = [_block_bytes(plan, given, dtype) for given in inputs]
-    launches = [host_launch(plan, size) for size in block_bytes]
+    launches = [host_launch(plan.moves, size) for size in block_bytes]
     seconds = options.timeout or settings.timeout
     where = layout(plan, block_bytes, shift=options.shift, in_place=options.in_place)
     with tempfile.TemporaryDirectory(prefix="commdsl-") as folder:
@@ -120,7 +122,7 @@ def run_calls(
 def _block_bytes(plan: Plan, inputs: Inputs, dtype: ElementType) -> int:
     """The one block size of all read tensors of all ranks in a call; ValueError where they differ."""
     found: dict[int, str] = {}
-    for tensor in plan.tensors:
+    for tensor in plan.moves.tensors:
         if tensor.access is not Access.READ:
             continue
         arrays = inputs[tensor.name]
@@ -160,7 +162,8 @@ class _Job:
         """The job file of runner.cpp, with offsets for addresses."""
         plan = self.arena.plan
         calls = len(self.arena.where.tensors)
-        return job_head(len(ranks), calls, arguments_bytes(plan), address_words(plan)) + (
+        layout = arguments(plan)
+        return job_head(len(ranks), calls, layout.size, layout.address_words) + (
             self.arguments(0, ranks) + self.delays_of(ranks)
         )
 
@@ -225,7 +228,7 @@ def _run_processes(job: _Job, program: Sequence[str], groups: Sequence[Sequence[
 def _collect(arena: Arena, call: int, dtype: ElementType) -> HostResult:
     outputs: dict[str, list[Array]] = {}
     yields: list[Array] = []
-    for index, tensor in enumerate(arena.plan.tensors):
+    for index, tensor in enumerate(arena.plan.moves.tensors):
         if tensor.access is not Access.WRITE:
             continue
         arrays = [arena.output(call, rank, index, dtype.storage) for rank in range(arena.plan.num_ranks)]

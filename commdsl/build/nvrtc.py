@@ -17,7 +17,7 @@ from commdsl.build import cache as cache_
 from commdsl.build.emit import Emitted, headers_digest, include_dir
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.config import Config
-from commdsl.program.plan import Transport
+from commdsl.program.memory import Transport
 
 ARCH = "sm_90"
 TOOLKIT = Path("/usr/local/cuda")

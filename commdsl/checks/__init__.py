@@ -37,15 +37,17 @@ from commdsl.ir.plans import DispatchPlan, Routing
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, Severity
 from commdsl.language.syntax import File
+from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.proof.computes import computes
-from commdsl.program.proof.dispatch_protocol import synchronization_of_dispatch
 from commdsl.program.proof.memory import memory
+from commdsl.program.proof.regions import order_of_regions
 from commdsl.program.proof.synchronization import synchronization
 
 Rule: TypeAlias = Callable[[Located], Iterator[Diagnostic]]
 FileRule: TypeAlias = Callable[[tuple[File, ...]], Iterator[Diagnostic]]
-PlanRule: TypeAlias = Callable[[Schedule, Plan], Iterator[Diagnostic]]
+PlanRule: TypeAlias = Callable[[Schedule, Moves], Iterator[Diagnostic]]
+RoutedRule: TypeAlias = Callable[[Plan], Iterator[Diagnostic]]
 DispatchRule: TypeAlias = Callable[[Dispatch], Iterator[Diagnostic]]
 DispatchPlanRule: TypeAlias = Callable[[DispatchPlan], Iterator[Diagnostic]]
 RoutingRule: TypeAlias = Callable[[DispatchPlan, Routing], Iterator[Diagnostic]]
@@ -60,11 +62,13 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (useless_statements,),
 )
 
+ROUTED_RULES: tuple[tuple[RoutedRule, ...], ...] = ((order_of_regions,),)
+
 PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,), (computes,), (memory,))
 
 FILE_RULES: tuple[tuple[FileRule, ...], ...] = ((unused_roles,),)
 
-DISPATCH_RULES: tuple[tuple[DispatchRule, ...], ...] = ((roles_of_dispatch,), (synchronization_of_dispatch,))
+DISPATCH_RULES: tuple[tuple[DispatchRule, ...], ...] = ((roles_of_dispatch,),)
 
 DISPATCH_PLAN_RULES: tuple[tuple[DispatchPlanRule, ...], ...] = ((too_large,),)
 
@@ -89,12 +93,17 @@ def check_schedule(schedule: Schedule) -> tuple[Diagnostic, ...]:
 
 def check_plan(schedule: Schedule, plan: Plan) -> tuple[Diagnostic, ...]:
     """As `check_schedule`, for the laws on the Plan."""
-    return _run(PLAN_RULES, lambda rule: rule(schedule, plan))
+    return _run(PLAN_RULES, lambda rule: rule(schedule, plan.moves))
 
 
 def check_dispatch(dispatch: Dispatch) -> tuple[Diagnostic, ...]:
     """As `check_schedule`, for the laws on a dispatch that hold whatever its tables say."""
     return _run(DISPATCH_RULES, lambda rule: rule(dispatch))
+
+
+def check_routed(plan: Plan) -> tuple[Diagnostic, ...]:
+    """As `check_schedule`, for the laws on a Plan whose phases are proved by region."""
+    return _run(ROUTED_RULES, lambda rule: rule(plan))
 
 
 def check_dispatch_plan(plan: DispatchPlan) -> tuple[Diagnostic, ...]:

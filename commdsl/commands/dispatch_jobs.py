@@ -101,7 +101,7 @@ def _line(group: list[Proof]) -> str:
             rows += [] if routing.keys is None else [count(int(routing.keys.length.sum()), "key row")]
             shards = f"{count(len(set(plan.document.tolist())), 'document')}, {count(plan.shards.num, 'shard')}"
             return f"proved for {ranks} ranks ({shards}, {', '.join(rows)}, {seconds})"
-        case CheckedDispatch(dispatch, _):
+        case CheckedDispatch(dispatch=dispatch):
             back = "" if dispatch.back is None else f", {', '.join(dispatch.back.names)} back"
             tensors = count(len(dispatch.tensors), "tensor")
             by_key = any(isinstance(route, ByKey) for route in dispatch.routes)
@@ -123,7 +123,7 @@ def to_json(proof: Proof) -> dict[str, object]:
                 "query_rows": int(routing.queries.length.sum()),
                 "key_rows": 0 if routing.keys is None else int(routing.keys.length.sum()),
             }
-        case CheckedDispatch(dispatch, _):
+        case CheckedDispatch(dispatch=dispatch):
             facts |= {
                 "dispatch": dispatch.name,
                 "ranks": dispatch.num_ranks,

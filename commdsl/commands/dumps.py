@@ -15,7 +15,8 @@ import numpy as np
 from commdsl.ir.schedules import AnyStep, Buffer, Contract, Moves, Schedule, Step, Task, Yield
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
-from commdsl.program.plan import CELL, OpKind, Plan, Reason
+from commdsl.program.moves import CELL, OpKind, Reason
+from commdsl.program.plan import Plan
 
 
 def syntax_text(files: tuple[File, ...]) -> str:
@@ -132,18 +133,19 @@ def plan_text(plan: Plan) -> str:
     """The launch constants, then each rank's operations in the order it runs them."""
     lines = [
         f"plan {plan.name} for {plan.num_ranks} ranks on {plan.topology}",
-        f"lanes {plan.lanes} on {plan.sms} SMs  threads {plan.threads}  tile {plan.tile_bytes} bytes"
-        f"  protocol {plan.protocol.value}",
-        f"cells {plan.num_cells}  rotation {plan.rotation}  symmetric {plan.symmetric_bytes} bytes per rank",
-        f"may be the same memory: {', '.join(plan.alias_safe) or 'none'}",
+        f"lanes {plan.moves.lanes} on {plan.moves.sms} SMs  threads {plan.moves.threads}  tile {plan.tile_bytes} bytes"
+        f"  protocol {plan.moves.protocol.value}",
+        f"cells {plan.moves.num_cells}  rotation {plan.moves.rotation}"
+        f"  symmetric {plan.symmetric_bytes} bytes per rank",
+        f"may be the same memory: {', '.join(plan.moves.alias_safe) or 'none'}",
     ]
-    for index, tensor in enumerate(plan.tensors):
+    for index, tensor in enumerate(plan.moves.tensors):
         shape = f"{tensor.blocks} blocks cut into {tensor.cut}"
         lines.append(
             f"tensor {index} {tensor.name}: {tensor.access.value}, {shape}{', yields' if tensor.is_yield else ''}"
         )
     for rank in range(plan.num_ranks):
-        first, last = int(plan.ops.rank_begin[rank]), int(plan.ops.rank_begin[rank + 1])
+        first, last = int(plan.moves.ops.rank_begin[rank]), int(plan.moves.ops.rank_begin[rank + 1])
         lines.append(f"rank {rank}")
         lines += [f"  {index - first:>3} {op_text(plan, index)}" for index in range(first, last)]
     return "\n".join(lines)
@@ -151,7 +153,7 @@ def plan_text(plan: Plan) -> str:
 
 def op_text(plan: Plan, index: int) -> str:
     """`copy cell 3 @ 2 <- x[1]  after rank 1 #2 (read after write)  signals 2  # ring.comm:8 (s = 0)`."""
-    ops = plan.ops
+    ops = plan.moves.ops
     sources = ", ".join(
         location(plan, int(ops.source_space[k]), int(ops.source_rank[k]), int(ops.source_index[k]))
         for k in range(int(ops.source_begin[index]), int(ops.source_begin[index + 1]))
@@ -169,11 +171,11 @@ def op_text(plan: Plan, index: int) -> str:
     peers = ops.signal_peer[int(ops.signal_begin[index]) : int(ops.signal_begin[index + 1])]
     if len(peers):
         text += f"  signals {' '.join(map(str, peers))}"
-    return f"{text}  # {plan.origins[int(ops.origin[index])]}"
+    return f"{text}  # {plan.moves.origins[int(ops.origin[index])]}"
 
 
 def location(plan: Plan, space: int, rank: int, index: int) -> str:
-    return f"cell {index} @ {rank}" if space == CELL else f"{plan.tensors[space].name}[{index}] @ {rank}"
+    return f"cell {index} @ {rank}" if space == CELL else f"{plan.moves.tensors[space].name}[{index}] @ {rank}"
 
 
 def host_text(text: str) -> str:

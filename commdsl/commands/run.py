@@ -70,7 +70,7 @@ def lines(checked: compiler.Checked, made: Trial, settings: Settings) -> Iterato
     yield ""
     yield from proof_lines(checked)
     yield ""
-    yield from trial_lines(schedule.num_ranks, made, settings, reduces=checked.plan.has_reduction)
+    yield from trial_lines(schedule.num_ranks, made, settings, reduces=checked.plan.moves.has_reduction)
     yield ""
     yield from cost_lines(report(schedule, made.block_bytes) if made.block_bytes else checked.report)
     yield ""

@@ -19,9 +19,10 @@ from commdsl.compiler import CheckedDispatch, CompiledDispatch
 from commdsl.ir.dispatches import ByKey, ByTable, Sort
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.language.syntax import File
-from commdsl.program.dispatch_protocol import Access, Ranks, Step, protocol
-
-RANKS = {Ranks.OWN: "its rank", Ranks.OTHERS: "all other ranks", Ranks.ALL: "all ranks"}
+from commdsl.program.memory import words_for
+from commdsl.program.phases import Touch
+from commdsl.program.plan import Plan
+from commdsl.program.proof.events import Step, steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,37 +103,37 @@ def _runs(keys: list[int]) -> Iterator[str]:
 
 def plan_lines(held: CompiledDispatch) -> Iterator[str]:
     """The launch constants, then what every lane does in a call."""
-    kernel, dispatch = held.kernel, held.dispatch
-    yield f"plan {kernel.name} for {kernel.num_ranks} ranks on {dispatch.topology.name}"
+    plan, push = held.plan, held.plan.push
+    yield f"plan {plan.name} for {plan.num_ranks} ranks on {plan.topology}"
     yield (
-        f"lanes up to {kernel.lanes}, one an SM  threads {kernel.threads}  tile {kernel.tile_bytes} bytes"
-        f"  put {dispatch.put.value}"
+        f"lanes up to {plan.comm.lanes}, one an SM  threads {plan.comm.threads}  tile {plan.tile_bytes} bytes"
+        f"  put {held.dispatch.put.value}"
     )
-    yield f"symmetric {kernel.board_bytes} bytes per rank, and what Limits say"
-    for index, (name, copied) in enumerate(zip(kernel.tensors, kernel.copied, strict=True)):
-        there = "unpacked from a message per peer" if kernel.packed else "straight to its place"
+    yield f"symmetric {plan.symmetric_bytes} bytes per rank, and what Limits say"
+    for index, (rows, copied) in enumerate(zip(push.given, push.copied, strict=True)):
+        there = "unpacked from a message per peer" if push.packed else "straight to its place"
         back = "copies wait until they are summed" if copied else "so is its way back"
-        yield f"tensor {index} {name}: {there}; {back}"
+        yield f"tensor {index} {rows.name}: {there}; {back}"
     yield "a call, on every rank"
-    yield from (f"  {line}" for line in protocol_lines())
+    yield from (f"  {line}" for line in phase_lines(plan))
 
 
-def protocol_lines() -> Iterator[str]:
-    """`push: every lane; reads the tensors; writes the tensors of all ranks, the waiting room of all ranks`."""
-    for step in protocol():
+def phase_lines(plan: Plan) -> Iterator[str]:
+    """`push: every lane; reads q of its rank; writes q of all ranks`."""
+    for step in steps(plan):
         yield "; ".join([f"{step.name}: {step.by.value}", *_clauses(step)])
 
 
 def _clauses(step: Step) -> Iterator[str]:
     if step.wait is not None:
-        yield f"waits until {step.wait.of.value} of {RANKS[step.wait.ranks]} did `{step.wait.step}`"
+        yield f"waits until {step.wait.of.value} of {step.wait.ranks.value} did `{step.wait.step}`"
     for verb, writes in (("reads", False), ("writes", True)):
-        found = [_place(access) for access in step.accesses if access.writes == writes]
+        found = list(dict.fromkeys(_place(touch) for touch in step.touches if touch.writes == writes))
         if found:
             yield f"{verb} {', '.join(found)}"
     if step.tells is not None:
-        yield f"tells {RANKS[step.tells]}"
+        yield f"tells {step.tells.value}"
 
 
-def _place(access: Access) -> str:
-    return f"{access.space.value} of {RANKS[access.on]}"
+def _place(touch: Touch) -> str:
+    return f"{words_for(touch.memory)} of {touch.on.value}"

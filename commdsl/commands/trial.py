@@ -21,7 +21,7 @@ from commdsl.ir.schedules import Contract, Schedule
 from commdsl.machine import dtypes
 from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import Array, DType
-from commdsl.program.plan import Access
+from commdsl.program.memory import Access
 from commdsl.program.sizes import piece_range
 from commdsl.program.timeouts import CommTimeout
 
@@ -69,7 +69,7 @@ def find_dtype(name: str, op: str, *, reduces: bool) -> DType:
 
 def trial(compiled: Compiled, settings: Settings) -> Trial:
     """Runs once. A wrong result or a time-out is in `fault`."""
-    dtype = find_dtype(settings.dtype, settings.op, reduces=compiled.plan.has_reduction)
+    dtype = find_dtype(settings.dtype, settings.op, reduces=compiled.plan.moves.has_reduction)
     blocks = max(buffer.blocks for buffer in compiled.schedule.buffers)
     elements = settings.bytes // blocks // dtype.size
     inputs = make_inputs(compiled, dtype, elements)
@@ -102,7 +102,7 @@ def make_inputs(compiled: Compiled, dtype: DType, elements: int) -> dict[str, li
     """Random elements for every rank, the same on every machine."""
     random = np.random.default_rng(SEED)
     inputs: dict[str, list[Array]] = {}
-    for tensor in compiled.plan.tensors:
+    for tensor in compiled.plan.moves.tensors:
         if tensor.access is Access.READ:
             shape = tensor.blocks * elements
             inputs[tensor.name] = [make_array(random, dtype, shape) for _ in range(compiled.plan.num_ranks)]

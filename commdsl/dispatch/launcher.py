@@ -6,33 +6,30 @@ gradients (`dispatcher` does). Its kernels order themselves: no barrier before a
 
 from __future__ import annotations
 
-import ctypes
-import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from commdsl import compiler
-from commdsl.build.emit_dispatch import DispatchKernel, Fixed, changing
 from commdsl.dispatch.errors import DispatchError, RowError
-from commdsl.dispatch.limits import Layout, Limits
+from commdsl.dispatch.limits import Layout, Limits, names_of
 from commdsl.dispatch.pool import Pool, row_bytes
 from commdsl.dispatch.route import Form, Pair, Route, Way
 from commdsl.ir.dispatches import BY_QUERY, BY_SOURCE, Dispatch
-from commdsl.program.plan import Transport
-from commdsl.program.timeouts import CommTimeout, ErrorRecord, unpack
+from commdsl.program.memory import Transport
+from commdsl.program.timeouts import BAD_TILE, ErrorRecord, complaint
 from commdsl.runtime import groups
-from commdsl.runtime.error_page import ErrorWord
+from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import DeviceError, GroupError, TensorError
-from commdsl.runtime.heap import Heap
-from commdsl.runtime.kernel import Residence
+from commdsl.runtime.kernel import Prepared, residence_of
 from commdsl.runtime.load import find
+from commdsl.runtime.program import Definition, RoutedProgram, routed_program
 from commdsl.runtime.workspace import Start
+
+Value = TypeVar("Value", int, int | str)
 
 SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LANE_BYTES = 160 << 10
@@ -41,52 +38,8 @@ LANE_BYTES = 160 << 10
 HOST_LANES = 2
 """A lane is a thread there: more of them than cores only switch, but two race each other under test."""
 
-TIMED_OUT, BAD_TILE, BAD_COUNT, BAD_FINISH, BAD_TABLE = range(1, 6)
-
-
-class Room:
-    """The symmetric memory of a Launcher: what peers tell each other, where rows wait, where results lie."""
-
-    def __init__(self, owner: Launcher, heap: Heap, error: ErrorWord) -> None:
-        self.heap = heap
-        self.lock = threading.Lock()
-        self.is_closed = False
-        self.error = error
-        self._owner = weakref.ref(owner)
-
-    def failure(self) -> Exception | None:
-        if not self.error.is_set:
-            return None
-        record = unpack(self.error.data.tobytes())
-        owner = self._owner()
-        return None if record is None or owner is None else owner.explain(record, int(self.error.data[0]))
-
-    def reset(self) -> None:
-        self.heap.zero()
-        self.error.clear()
-
-    def close(self) -> None:
-        self.is_closed = True
-        self.error.give_back()
-
-
-class Call:
-    """Launches of one kernel: packed arguments, in which `point` writes what a call changes."""
-
-    def __init__(self, kernel: DispatchKernel, fixed: bytes) -> None:
-        words = changing(kernel.num_tensors)
-        size = len(fixed) + words.size
-        self.arguments = ctypes.create_string_buffer(fixed.ljust(size, b"\0"), size)
-        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))  # one argument: the struct
-        self.pointers = ctypes.addressof(self._parameters)
-        self.blocks = 1
-        self.threads = kernel.threads
-        self.shared = 0
-        self._pack: Callable[..., None] = partial(words.pack_into, self.arguments, len(fixed))
-
-    def point(self, *changing: int) -> None:
-        self._pack(*changing)
-        self.blocks = changing[-1]
+CHANGING = ("inputs", "outputs", "row_bytes", "input_rows", "output_rows")
+"""The arguments that come with each call, behind the table."""
 
 
 class Launcher:
@@ -124,28 +77,27 @@ class Launcher:
             raise DeviceError("dispatches reach peers by their pointers: unset COMMDSL_TRANSPORT")
         self.limits = limits
         tuned = {**(tune or {}), **({} if put is None else {"put": put})}
-        compiled = _compiled(source, name, self._comm.size, on, params, tuned)
-        self.kernel, self._emitted = compiled.kernel, compiled.emitted
-        self._returning = compiled.dispatch.back.names if compiled.dispatch.back is not None else ()
-        limits.judge(self.kernel)
+        self._program = _found(Definition(find(source), name, _pairs(params), on, _pairs(tuned)), self._comm)
+        self.plan, back = self._program.plan, self._program.dispatch.back
+        self._returning = back.names if back is not None else ()
+        limits.judge(self.plan)
         self._macros = ("COMMDSL_CHECK=1",) if check else ()
         self._agree(results)
         number = next(self._comm.numbers)
-        self._key = f"{number}/{self._emitted.digest}"
-        self.name = f"{self.kernel.name}/{self._comm.name}/{number}/{id(self):x}"
-        self._open(limits.layout(self.kernel, results), results)
+        self._key = f"{number}/{self._program.emitted.digest}"
+        self.name = f"{self.plan.name}/{self._comm.name}/{number}/{id(self):x}"
+        self._open(limits.layout(self.plan, results), results)
         self._starts: dict[str, Start] = {}
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
         self._last = 0  # the address of the last call's table
         _KNOWN[self.name] = self
 
     def _open(self, layout: Layout, results: int) -> None:
-        room = self._comm.tenant(self._key, self.kernel.name, layout.size, partial(Room, self))
-        assert isinstance(room, Room)
-        self._room = room
-        heaps, timeout_ns = room.heap.addresses, int(self._comm.config.timeout * 1e9)
-        self._fixed = Fixed(heaps, layout.waiting, layout.waiting_rows, timeout_ns, room.error.address).pack()
-        self._pool = Pool(self.kernel.name, heaps[self._comm.rank] + layout.results, layout.result_bytes, results)
+        room = layout.size - self.plan.symmetric_bytes
+        self._workspace = self._comm.workspace(self.plan, self._key, room=room, explain=self.explain)
+        self._layout = layout
+        own = self._workspace.heap.addresses[self._comm.rank]
+        self._pool = Pool(self.plan.name, own + layout.results, layout.result_bytes, results)
 
     # --- a call ------------------------------------------------------------------------------------------------------
 
@@ -179,8 +131,8 @@ class Launcher:
                     self._start(self._dtype(given, one))
 
     def admit(self, route: Route, wanted: Form, waiting: Sequence[int]) -> None:
-        if not self._room.is_closed:
-            self.limits.admit(self.kernel, route, wanted, waiting)
+        if not self._workspace.is_closed:
+            self.limits.admit(self.plan, route, wanted, waiting)
 
     def launch(
         self, inputs: Sequence[torch.Tensor], table: torch.Tensor, rows: Sequence[int], way: Way, *, clear: bool
@@ -189,8 +141,8 @@ class Launcher:
         comm = self._comm
         comm.refuse_if_broken()
         comm.check()
-        if self._room.is_closed:
-            raise DispatchError(f"`{self.kernel.name}` was released")
+        if self._workspace.is_closed:
+            raise DispatchError(f"`{self.plan.name}` was released")
         if not way.goes:
             self._judge_back(len(inputs))
         start = self._start(self._dtype(inputs, way))
@@ -199,7 +151,7 @@ class Launcher:
             for output in outputs:
                 output.zero_()
         self._last = table.data_ptr()
-        pad = (0,) * (self.kernel.num_tensors - len(inputs))
+        pad = (0,) * (len(self.plan.push.given) - len(inputs))
         widths = tuple(map(row_bytes, inputs))
         moved = sum(max(tensor.nbytes, output.nbytes) for tensor, output in zip(inputs, outputs, strict=True))
         start(
@@ -231,40 +183,17 @@ class Launcher:
         self._comm.finish()
         self._comm.check()
 
-    def explain(self, record: ErrorRecord, code: int) -> Exception:
-        """What a kernel of this rank reported, in words."""
-        kernel = self.kernel
-        if code == TIMED_OUT:
-            origin = f"{kernel.origin}, {'entering the call' if record.op == 0 else 'waiting for its rows'}"
-            missing = tuple(rank for rank in record.missing if rank != record.rank and rank < kernel.num_ranks)
-            return CommTimeout(record, origin, missing, self._comm.config.timeout)
-        if code == BAD_TILE:
-            places = [route.place_of(self._last, record.op) for route in self._routes]
-            place = "".join(f" ({words})" for words in places if words is not None)
-            return RowError(
-                f"rank {record.rank} was to send rows up to {record.seen} to rank {record.peer}, which has room for "
-                f"{record.expected}: run {record.op} of its table{place}"
-            )
-        if code == BAD_COUNT:
-            return RowError(
-                f"rank {record.rank} expected {record.expected} rows from rank {record.peer}, and {record.seen} came"
-            )
-        if code == BAD_FINISH:
-            return RowError(
-                f"rank {record.rank} was to finish rows up to {record.seen} of its own, and has room for "
-                f"{record.expected}: finish {record.op} of its table"
-            )
-        part = "its words" if record.op else "its head"
-        return RowError(
-            f"the table of rank {record.rank} is not what was made: {part} should give {record.expected}, and "
-            f"give {record.seen}"
-        )
+    def explain(self, record: ErrorRecord) -> Exception:
+        """What a kernel of this rank reported that is no time-out, in words."""
+        places = [route.place_of(self._last, record.op) for route in self._routes] if record.code == BAD_TILE else []
+        place = "".join(f" ({words})" for words in places if words is not None)
+        return RowError(complaint(record, place))
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def make(self, route: Route, way: Way, widths: tuple[int, ...]) -> Pair:
         """The tables of a call and of its way back, once the Route is admitted."""
-        self._comm.refuse_setup(self.kernel.name)
+        self._comm.refuse_setup(self.plan.name)
         if route.num_ranks != self._comm.size or route.rank != self._comm.rank:
             raise DispatchError(
                 f"the Route is rank {route.rank}'s of {route.num_ranks}; this is rank {self._comm.rank} of "
@@ -273,7 +202,7 @@ class Launcher:
         if route.device.type != self.device.type:
             raise DispatchError(f"the Route's tables are on {route.device}, this Dispatcher is on {self.device}")
         there, back = (
-            route.table(Form(one, widths, self.kernel.packed, self.kernel.tile_bytes), self)
+            route.table(Form(one, widths, self.plan.push.packed, self.plan.tile_bytes), self)
             for one in (way, way.reversed)
         )
         self._routes.add(route)
@@ -283,12 +212,12 @@ class Launcher:
         return there, back
 
     def _judge_back(self, num_tensors: int) -> None:
-        for name in self.kernel.tensors[:num_tensors]:
+        for name in names_of(self.plan)[:num_tensors]:
             if name not in self._returning:
-                raise DispatchError(f"`{self.kernel.name}` has no way back for `{name}`: write `back {name} by sum`")
+                raise DispatchError(f"`{self.plan.name}` has no way back for `{name}`: write `back {name} by sum`")
 
     def _new(self, like: Sequence[torch.Tensor], rows: Sequence[int], goes: bool) -> list[torch.Tensor]:
-        if self.kernel.packed:
+        if self.plan.push.packed:
             return [tensor.new_empty((count, *tensor.shape[1:])) for tensor, count in zip(like, rows, strict=True)]
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return self._pool.empty(rows, like, goes=goes, keep=capturing)
@@ -296,19 +225,23 @@ class Launcher:
     def _start(self, dtype: str) -> Start:
         found = self._starts.get(dtype)
         if found is None:
-            self._comm.refuse_setup(self.kernel.name)
+            self._comm.refuse_setup(self.plan.name)
             macros = (*((f"COMMDSL_DTYPE={dtype}",) if dtype else ()), *self._macros)
-            kernel = self.kernel
-            residence = Residence(kernel.name, kernel.entry, kernel.lanes, kernel.threads, 0, kernel.lanes)
-            loaded = self._comm.load_kernel(self._emitted, macros, residence)
-            found = self._starts[dtype] = self._comm.starter(self._room, loaded, Call(kernel, self._fixed))
+            emitted, layout = self._program.emitted, self._layout
+            loaded = self._comm.load_kernel(emitted, macros, residence_of(self.plan, emitted.name))
+            waiting = {"waiting": layout.waiting, "waiting_rows": layout.waiting_rows}
+            values = (
+                dict.fromkeys(CHANGING, ()) | waiting | self._workspace.every_call | {"table": 0, "active_lanes": 0}
+            )
+            prepared = Prepared(self.plan, values, ("table", "active_lanes"), None)
+            found = self._starts[dtype] = self._comm.starter(self._workspace, loaded, prepared)
         return found
 
     def _dtype(self, inputs: Sequence[torch.Tensor], way: Way) -> str:
         """What the call's kernel sums, "" if nothing: not on the way there, nor where a shard has one copy."""
         if way.goes or self.limits.copies == 1:
             return ""
-        summed = [tensor for tensor, copied in zip(inputs, self.kernel.copied, strict=False) if copied]
+        summed = [tensor for tensor, copied in zip(inputs, self.plan.push.copied, strict=False) if copied]
         for tensor in summed:
             if tensor.dtype not in SUMMED or tensor.dtype != summed[0].dtype:
                 raise TensorError(
@@ -319,11 +252,11 @@ class Launcher:
 
     def _lanes(self, moved: int) -> int:
         if self.device.type == "cpu":
-            return min(HOST_LANES, self.kernel.lanes)
-        return max(1, min(self.kernel.lanes, -(-moved // LANE_BYTES)))
+            return min(HOST_LANES, self.plan.comm.lanes)
+        return max(1, min(self.plan.comm.lanes, -(-moved // LANE_BYTES)))
 
     def _agree(self, results: int) -> None:
-        kernel = (self.kernel.name, self.kernel.packed, self._emitted.digest[:16], self._macros)
+        kernel = (self.plan.name, self.plan.push.packed, self._program.emitted.digest[:16], self._macros)
         mine = repr((kernel, self.limits, results)).encode()
         everyone = self._comm.exchange(f"dispatcher/{next(self._comm.numbers)}", mine)
         for rank, theirs in enumerate(everyone):
@@ -348,17 +281,14 @@ def _default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _compiled(
-    source: Path | str,
-    name: str | None,
-    ranks: int,
-    on: str | None,
-    params: Mapping[str, int] | None,
-    tune: Mapping[str, int | str],
-) -> compiler.CompiledDispatch:
-    compiled = compiler.compile_dispatch(compiler.read(find(source)), name, ranks, on, params, tune)
-    _judge(compiled.dispatch)
-    return compiled
+def _pairs(values: Mapping[str, Value] | None) -> tuple[tuple[str, Value], ...]:
+    return tuple(sorted((values or {}).items()))
+
+
+def _found(definition: Definition, comm: Communicator) -> RoutedProgram:
+    made = routed_program(definition, comm.size, comm.config)
+    _judge(made.dispatch)
+    return made
 
 
 def _judge(dispatch: Dispatch) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from commdsl.build.emit_dispatch import DispatchKernel
 from commdsl.dispatch.errors import DispatchError
 from commdsl.dispatch.pool import aligned
 from commdsl.dispatch.route import Form, Route
+from commdsl.program.plan import Plan
 
 KINDS = ("rows", "queries", "keys")
 
@@ -21,7 +21,7 @@ KINDS = ("rows", "queries", "keys")
 class Layout:
     """What lies where in a rank's heap, in bytes: what peers tell each other, then rows that wait, then results."""
 
-    waiting: tuple[int, ...]  # by tensor of the kernel: where its rows wait
+    waiting: tuple[int, ...]  # by tensor of the Plan: where its rows wait
     waiting_rows: tuple[int, ...]  # how many may
     results: int
     result_bytes: tuple[int, int]  # of one call's results: there, and back
@@ -56,43 +56,43 @@ class Limits:
         """By tensor the rows that a rank receives."""
         return self.queries, self.keys, self.keys
 
-    def waiting(self, kernel: DispatchKernel) -> list[int]:
+    def waiting(self, plan: Plan) -> list[int]:
         """By tensor the rows that may wait on a rank until it finishes them: packed all, else what is summed."""
         found = []
-        for copied, there, _ in zip(kernel.copied, self.received, self.widths, strict=False):
+        for copied, there, _ in zip(plan.push.copied, self.received, self.widths, strict=False):
             copies = self.copies if copied else 1
             summed = self.rows * copies if copies > 1 else 0
-            found.append(max(there, self.rows * copies) if kernel.packed else summed)
+            found.append(max(there, self.rows * copies) if plan.push.packed else summed)
         return found
 
-    def layout(self, kernel: DispatchKernel, calls: int) -> Layout:
+    def layout(self, plan: Plan, calls: int) -> Layout:
         """The heap for these limits, with the results of so many calls there and back unless they are ordinary."""
-        rows, offsets, at = self.waiting(kernel), [], aligned(kernel.board_bytes)
+        rows, offsets, at = self.waiting(plan), [], aligned(plan.symmetric_bytes)
         for count, width in zip(rows, self.widths, strict=True):
             offsets.append(at)
             at += aligned(count * width)
-        pad = (0,) * (kernel.num_tensors - len(rows))
+        pad = (0,) * (len(plan.push.given) - len(rows))
         there = sum(aligned(count * width) for count, width in zip(self.received, self.widths, strict=False))
         back = sum(aligned(self.rows * width) for width in self.widths)
-        sizes = (0, 0) if kernel.packed else (there, back)
+        sizes = (0, 0) if plan.push.packed else (there, back)
         return Layout((*offsets, *pad), (*rows, *pad), at, sizes, at + calls * sum(sizes))
 
-    def judge(self, kernel: DispatchKernel) -> None:
+    def judge(self, plan: Plan) -> None:
         """Raises DispatchError (C961) for limits that the kernel cannot have."""
         for name, value in zip(KINDS, self.counts, strict=True):
             if not 0 <= value < 2**32:
                 raise DispatchError(f"expected 0 <= {name} < 2 ** 32, got {value}")
         if self.copies < 1:
             raise DispatchError(f"expected at least 1 copy, got {self.copies}")
-        if not 1 <= len(self.widths) <= kernel.num_tensors:
-            names = ", ".join(kernel.tensors)
+        if not 1 <= len(self.widths) <= len(plan.push.given):
+            names = ", ".join(names_of(plan))
             raise DispatchError(
-                f"expected the widths of 1 to {kernel.num_tensors} tensors ({names}), got {self.widths}"
+                f"expected the widths of 1 to {len(plan.push.given)} tensors ({names}), got {self.widths}"
             )
         for width in self.widths:
             _even(width)
 
-    def admit(self, kernel: DispatchKernel, route: Route, wanted: Form, waiting: Sequence[int]) -> None:
+    def admit(self, plan: Plan, route: Route, wanted: Form, waiting: Sequence[int]) -> None:
         """Raises DispatchError (C961) for a call that there is no memory for. `waiting`: by tensor the most rows of the
         Route that wait on a rank, empty where that is not known yet.
         """
@@ -101,25 +101,30 @@ class Limits:
                 raise DispatchError(f"a rank has {has} {what}, and the Limits are for {most}")
         if len(wanted.widths) > len(self.widths):
             raise DispatchError(f"{len(wanted.widths)} tensors, and the Limits have the widths of {len(self.widths)}")
-        for name, width, limit in zip(kernel.tensors, wanted.widths, self.widths, strict=False):
+        for name, width, limit in zip(names_of(plan), wanted.widths, self.widths, strict=False):
             _even(width)
             if width > limit:
                 raise DispatchError(f"a row of `{name}` takes {width} bytes, and the Limits are for {limit}")
-        self._admit_copies(kernel, route, wanted)
-        for name, has, limit in zip(kernel.tensors, waiting, self.waiting(kernel), strict=False):
+        self._admit_copies(plan, route, wanted)
+        for name, has, limit in zip(names_of(plan), waiting, self.waiting(plan), strict=False):
             if has > limit:
                 raise DispatchError(
                     f"{has} rows of `{name}` wait on a rank, and there is room for {limit}: the Limits are for "
                     f"{self.copies} copies of {self.rows} rows"
                 )
 
-    def _admit_copies(self, kernel: DispatchKernel, route: Route, wanted: Form) -> None:
+    def _admit_copies(self, plan: Plan, route: Route, wanted: Form) -> None:
         copies = route.copies[0], *(route.copies[1],) * (len(wanted.widths) - 1)
-        for name, copied, has in zip(kernel.tensors, kernel.copied, copies, strict=False):
+        for name, copied, has in zip(names_of(plan), plan.push.copied, copies, strict=False):
             most = self.copies if copied else 1
             if has > most:
-                why = f"the Limits are for {most}" if copied else f"`{kernel.name}` sends a shard of it to one rank"
+                why = f"the Limits are for {most}" if copied else f"`{plan.name}` sends a shard of it to one rank"
                 raise DispatchError(f"a shard of `{name}` has {has} copies, and {why}")
+
+
+def names_of(plan: Plan) -> tuple[str, ...]:
+    """The tensors of a dispatch."""
+    return tuple(rows.name for rows in plan.push.given)
 
 
 def _even(width: int) -> None:

@@ -1,11 +1,14 @@
 """What is launched: the Plan, how it comes from the IR, and what is proved of it.
 
-plan          per-rank tables of operations, their operands and flags
+memory        where data lies, and who may write it
+moves         the phase of static operations: per-rank tables, their operands and flags
+phases        what else a role does, proved by region: tell, meet, push, finish
+plan          memory, roles, and each role's phases in order
 lower         IR -> Plan
 verify        what a legal Plan is; a fault in one is a bug of commdsl
 proof         the laws of Plans
 sizes         a Plan and the bytes of a block -> what a launch needs
 timeouts      what kernels say of who is missing -> one exception
-dispatch_protocol   what the lanes of a dispatch do in a call, in order
+arguments     a Plan -> the one struct that its kernel is given
 tiles         the routes of one call -> the table of a dispatch's kernel
 """

@@ -1,188 +1,44 @@
-"""What is launched: per-rank tables of operations, where their operands lie, which flags they await and raise.
+"""What is launched: memory, roles, and each role's phases in order, for one number of ranks.
 
-Assumes nothing of the schedule. Does not derive synchronization (`lower`) and does not prove it
-(`checks.synchronization`).
-
-**Who runs.** `lanes` lanes, a lane is `threads` threads that own one slice of every chunk, with flags of their own.
-Lane l is part of thread block l % sms; a block has one SM, and its lanes hide each other's waits. Each
-lane of each rank runs its rank's operations in order, once per *round*; a round moves at most `tile_bytes` of every
-slice, so a big tensor takes several rounds and the symmetric memory does not depend on the tensor. Rounds are numbered
-on through all calls by a counter in device memory.
-
-**Where data lies.** A *tensor* is user memory of the rank itself (an `inout` buffer is two tensors: the one read, the
-one written; they may be the same memory). A *cell* is symmetric memory of one tile per lane, reachable from every rank;
-round n uses copy n % rotation of all cells. Cell c of rank r, lane l: heap[r] + cells_offset + (((n % rotation) *
-num_cells + c) * lanes + l) * slot_bytes.
-
-**Size classes.** Every operation moves one chunk: piece `piece` of a block cut into `cut`. With u = ceil(block_bytes /
-16), the piece is the bytes [16 * (u * piece // cut), min(16 * (u * (piece + 1) // cut), block_bytes)) of its block.
-Lane l of L active lanes owns [min(l * q, n), min((l + 1) * q, n)) of a chunk of n bytes; q = 16 * ceil(ceil(m / 16) /
-L), where m is the largest chunk that any operation moves: one q for all, so that a lane's rounds are as long in every
-operation.
-
-**Groups.** An operation that is `joined` stores the value of the operation before it once more, somewhere else: both
-are one pass over the sources. Its sources are those of the first of its group, which alone waits, and the last of a
-group alone signals. All bodies of a group count as one.
-
-**Protocols.** In `bulk` a cell holds a tile, and flags order every hazard. In `packet` and `line` the data of every
-cell carries its flag (the round's number), so a read waits for the data itself; every cell is written at most once a
-round; flags are left for what no data tells: that a cell is free again. `tma` is `bulk` in every table and every byte
-of memory; on a GPU one thread of a lane moves what is aligned through the lane's part of shared memory. `engine` is
-`bulk` with one lane and no reduction: a GPU's copy engine makes the copies, and only flags take a kernel
-(`runtime.phases` says in which order).
-
-**Synchronization.** flags[lane][a] on rank b is written by rank a only, and only grows: a's k-th signal to b in round n
-stores n * signals_per_round[a, b] + k (k from 1). A wait by b on a with ordinal k and rounds_back d is over when the
-flag is at least (n - d) * signals_per_round[a, b] + k, compared as a signed difference of 64-bit numbers. Every
-operation: its waits, a block barrier if it has waits or `barrier`, its body, then if it has signals a block barrier and
-the signals, released at system scope.
+Assumes nothing of the file it comes from. Does not derive what follows what (`lower`), does not prove it (`proof`) and
+does not print it (`build.emit`). A role's phases run one after another; roles run side by side. Everything that one
+rank waits for and another tells stands in a phase: in the tables of `Moves`, or as a `Tell` and a `Meet`.
 """
 
 from __future__ import annotations
 
 from dataclasses import field
-from enum import Enum, IntEnum
+from typing import TypeAlias, TypeVar, assert_never
 
-import numpy as np
-from numpy.typing import NDArray
-
-from commdsl.ir.schedules import Ints
+from commdsl.language.diagnostics import InternalError
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
+from commdsl.program.memory import Counters, Memory, Rows, Tensor, Words
+from commdsl.program.moves import Moves
+from commdsl.program.phases import Meet, Push, Routed, touches
 
-CELL = -1
-"""The space of a location in symmetric memory; a space of 0 or more is a tensor."""
+Phase: TypeAlias = Moves | Routed
 
-
-class OpKind(IntEnum):
-    COPY = 0  # dest = source
-    REDUCE = 1  # dest = sources combined in order, accumulated in float32 (integers: as they are), rounded once
-
-
-class Protocol(Enum):
-    """How data and flag travel."""
-
-    BULK = "bulk"  # 16-byte vectors, then one release flag
-    PACKET = "packet"  # words of 16 bytes, 8 of data and 8 of flag: two single-copy atomic halves of 4 + 4
-    LINE = "line"  # lines of 128 bytes, 120 of data and 8 of flag; assumes NVLink keeps a warp's store of one whole
-    TMA = "tma"  # as bulk; a GPU copies through shared memory with bulk copies, which few SMs do as fast as many
-    ENGINE = "engine"  # the copy engine's transfers, then one release flag
-
-    @property
-    def carries_flags(self) -> bool:
-        """Data and flag travel together."""
-        return self in (Protocol.PACKET, Protocol.LINE)
-
-    @property
-    def wire(self) -> tuple[int, int]:
-        """Bytes of data, and bytes they take in a cell."""
-        return {Protocol.PACKET: (8, 16), Protocol.LINE: (120, 128)}.get(self, (16, 16))
-
-
-MOST_DESTS = 8
-"""Operations in a group: places one pass stores its value to."""
-
-MOST_THREADS = 1024
-"""Threads of a block, whose lanes share them."""
-
-STAGES = 8
-"""Parts of a lane's shared memory that `tma` fills in turn: half of them may be on the way in, half on the way out."""
-
-MOST_STAGE_BYTES = 16 * 1024
-STAGE_MARKS_BYTES = 128
-"""Of a lane's shared memory, in front of its stages: a word each that says whether it is full."""
-
-BLOCK_SHARED_BYTES = 227 * 1024
-"""What a block may have on an SM that knows `tma` (compute capability 9.0 and 10.0)."""
-
-
-class Transport(Enum):
-    PEER = "peer"  # plain loads and stores through peer pointers
-    NVSHMEM = "nvshmem"  # NVSHMEM puts, gets and signals for every peer, also those on NVLink
-
-
-class Access(Enum):
-    READ = "read"
-    WRITE = "write"
-
-
-class Reason(IntEnum):
-    """Why a wait is there: the hazard it orders."""
-
-    READ_AFTER_WRITE = 0
-    WRITE_AFTER_READ = 1
-    WRITE_AFTER_WRITE = 2
+One = TypeVar("One")
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
-    """User memory of a rank: `blocks` equal blocks, each cut into `cut` chunks. All yields are one WRITE tensor."""
+class Role:
+    """Who runs, on every rank alike: lanes on SMs; for the caller, on its stream, there are none."""
 
     name: str
-    access: Access
-    blocks: int
-    cut: int
-    is_yield: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Ops:
-    """Struct of arrays, sorted by rank, then program order. int32 throughout.
-
-    Operand tables are flat with `*_begin` of length num_ops + 1.
-    """
-
-    rank_begin: Ints  # (num_ranks + 1,): ops of rank r are rank_begin[r] .. rank_begin[r + 1]
-    kind: Ints  # OpKind
-    cut: Ints  # size class
-    piece: Ints
-    barrier: Ints  # 1: block barrier first, as it touches what an earlier op of this lane touched
-    joined: Ints  # 1: stores the value of the operation before it once more; it has no sources of its own
-    scale: Ints  # 1: what is stored is divided by num_ranks when the reduction is `avg`
-    dest_space: Ints
-    dest_rank: Ints
-    dest_index: Ints  # tensor: flat chunk; cell: cell number
-    source_begin: Ints  # into source_*
-    source_space: Ints
-    source_rank: Ints
-    source_index: Ints
-    wait_begin: Ints  # into wait_*
-    wait_peer: Ints
-    wait_ordinal: Ints  # from 1
-    wait_rounds_back: Ints
-    wait_reason: Ints  # Reason
-    signal_begin: Ints  # into signal_peer
-    signal_peer: Ints
-    origin: Ints  # into Plan.origins
+    lanes: int
+    sms: int  # thread blocks, one an SM; the lanes are spread over them
+    threads: int  # of a lane
+    phases: tuple[Phase, ...]
 
     @property
-    def num_ops(self) -> int:
-        return len(self.kind)
+    def lanes_per_block(self) -> int:
+        return -(-self.lanes // self.sms)
 
     @property
-    def leaders(self) -> Ints:
-        """The first operation of every group: what a lane executes as one."""
-        return np.flatnonzero(self.joined == 0).astype(np.int32)
-
-    @property
-    def leader_of(self) -> Ints:
-        """For each operation the first of its group."""
-        own = np.where(self.joined == 0, np.arange(self.num_ops, dtype=np.int32), np.int32(0))
-        return np.maximum.accumulate(own)
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The statement an operation comes from and the loop around it; `note` is what the compiler added ("copy out")."""
-
-    span: Span = field(compare=False, repr=False)
-    bindings: tuple[tuple[str, int], ...]
-    step: int
-    note: str = ""
-
-    def __str__(self) -> str:
-        where = ", ".join(f"{name} = {value}" for name, value in self.bindings)
-        return f"{self.span}" + (f" ({where})" if where else "") + (f" [{self.note}]" if self.note else "")
+    def is_caller(self) -> bool:
+        return self.lanes == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,59 +47,106 @@ class Plan:
     num_ranks: int
     params: tuple[tuple[str, int], ...]
     topology: str
-    contract: str  # the first contract's name: "allreduce", ...
-    has_reduction: bool  # False: the kernel moves bytes and has no element type
-    tensors: tuple[Tensor, ...]
-    num_cells: int
-    rotation: int
-    lanes: int
-    sms: int  # thread blocks, one an SM; the lanes are spread over them
-    threads: int  # of a lane
-    tile_bytes: int  # of data, per lane and round
-    protocol: Protocol
-    ops: Ops
-    signals_per_round: NDArray[np.int32]  # (num_ranks, num_ranks): [a, b] signals from a to b
-    origins: tuple[Origin, ...]
-    alias_safe: tuple[str, ...]  # inout buffers whose read and written tensor may be the same memory
+    contract: str  # the first contract's name: "allreduce", ...; "dispatch" for a routing
+    roles: tuple[Role, ...]
+    tile_bytes: int  # of data, that a lane moves at once
+    span: Span = field(repr=False)
 
     @property
-    def lanes_per_block(self) -> int:
-        return -(-self.lanes // self.sms)
+    def phases(self) -> tuple[Phase, ...]:
+        """Of all roles, in order."""
+        return tuple(phase for role in self.roles for phase in role.phases)
 
     @property
-    def slot_bytes(self) -> int:
-        """What a tile takes in a cell."""
-        data, wire = self.protocol.wire
-        return -(-self.tile_bytes // data) * wire
+    def memory(self) -> tuple[Memory, ...]:
+        """Whatever a phase touches, each once."""
+        return tuple(dict.fromkeys(memory for phase in self.phases for memory in memory_of(phase)))
 
     @property
-    def stage_bytes(self) -> int:
-        """One of a lane's stages in shared memory, in whole lines of 128 bytes."""
-        share = BLOCK_SHARED_BYTES // self.lanes_per_block - STAGE_MARKS_BYTES
-        return min(MOST_STAGE_BYTES, share // STAGES // 128 * 128)
+    def moves(self) -> Moves:
+        """The phase of static operations, in a Plan that has one."""
+        return _only(self.phases, Moves, self.name)
 
     @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block on a GPU, an equal part for each of its lanes."""
-        if self.protocol is not Protocol.TMA:
-            return 0
-        return self.lanes_per_block * (STAGE_MARKS_BYTES + STAGES * self.stage_bytes)
+    def push(self) -> Push:
+        """The phase that sends rows, in a Plan that has one."""
+        return _only(self.phases, Push, self.name)
 
     @property
-    def flags_bytes(self) -> int:
-        """Per lane: one 64-byte line per source rank."""
-        return self.lanes * self.num_ranks * 64
+    def is_static(self) -> bool:
+        """Whether it moves chunks by tables of its own, not rows by a routing that comes with a call."""
+        return any(isinstance(phase, Moves) for phase in self.phases)
 
     @property
-    def state_bytes(self) -> int:
-        """Per lane: one 64-byte line: rounds done, those entered (read by peers after a time-out), given up."""
-        return self.lanes * 64
-
-    @property
-    def cells_offset(self) -> int:
-        return -(-(self.flags_bytes + self.state_bytes) // 4096) * 4096
+    def comm(self) -> Role:
+        """The role whose lanes move data."""
+        found = [role for role in self.roles if not role.is_caller]
+        if len(found) != 1:
+            raise InternalError(f"`{self.name}` has {len(found)} roles on SMs, expected one")
+        return found[0]
 
     @property
     def symmetric_bytes(self) -> int:
-        """Symmetric memory per rank."""
-        return self.cells_offset + self.rotation * self.num_cells * self.lanes * self.slot_bytes
+        """Symmetric memory per rank; rows that wait lie behind it."""
+        return heap_layout(self).size
+
+
+@dataclass(frozen=True, slots=True)
+class HeapLayout:
+    """What lies where in every rank's symmetric memory, in bytes. Rows that wait, and results, lie behind `size`."""
+
+    offsets: tuple[tuple[Memory, int], ...]
+    size: int
+
+    def __getitem__(self, name: str) -> int:
+        return next(at for memory, at in self.offsets if memory.name == name)
+
+
+LINE = 64
+"""Bytes of a cache line: what one rank writes shares none with what another writes."""
+
+
+def heap_layout(plan: Plan) -> HeapLayout:
+    """Words and counters one after another, each writer's in lines of its own; `Moves` say what they have."""
+    if plan.is_static:
+        return HeapLayout((), plan.moves.symmetric_bytes)
+    offsets: list[tuple[Memory, int]] = []
+    at = 0
+    for memory in plan.memory:
+        match memory:
+            case Words():
+                offsets.append((memory, at))
+                at += plan.num_ranks * slot_bytes(memory, plan.comm.lanes)
+            case Counters():
+                offsets.append((memory, at))
+                at += plan.num_ranks * plan.comm.lanes * LINE if memory.is_shared else LINE
+            case Rows() | Tensor():
+                pass
+            case _:
+                assert_never(memory)
+    return HeapLayout(tuple(offsets), at)
+
+
+def slot_bytes(words: Words, lanes: int) -> int:
+    """Of one rank's words on another."""
+    return -(-16 * len(words.values) * (lanes if words.a_lane else 1) // LINE) * LINE
+
+
+def memory_of(phase: Phase) -> tuple[Memory, ...]:
+    match phase:
+        case Moves():
+            return phase.tensors
+        case _:
+            return tuple(touch.memory for touch in touches(phase)) + _told(phase)
+
+
+def _told(phase: Routed) -> tuple[Memory, ...]:
+    """What a phase waits for without reading it."""
+    return (phase.what,) if isinstance(phase, Meet) else ()
+
+
+def _only(phases: tuple[Phase, ...], kind: type[One], name: str) -> One:
+    found = [phase for phase in phases if isinstance(phase, kind)]
+    if len(found) != 1:
+        raise InternalError(f"`{name}` has {len(found)} phases `{kind.__name__}`, expected one")
+    return found[0]

@@ -1,4 +1,4 @@
-"""Turns a Plan and the bytes of a block into what a launch needs: slices, active lanes, rounds, the packed arguments.
+"""Turns a Plan and the bytes of a block into what a launch needs: slices, active lanes, rounds.
 
 Assumes a verified Plan. Does not allocate and does not launch; kernel.cuh repeats `piece_range` and `slice_range`
 word for word, and both builds take lanes and rounds from here.
@@ -6,14 +6,13 @@ word for word, and both builds take lanes and rounds from here.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.program.plan import Plan, Protocol, Tensor
+from commdsl.program.memory import Tensor
+from commdsl.program.moves import Moves, Protocol
 
 UNIT = 16
 """Bytes of a vector: chunks but the last of a block, and slices but the last of a chunk, are multiples of it."""
@@ -27,6 +26,7 @@ HOST_MAX_LANES = 2
 
 STAGGERED = 4
 """Lanes start out of step, so that some use the links while others use their own memory."""
+
 
 FLAG_AVERAGE = 1
 """Bit 0 of the kernel's flags: what is marked `scale` is divided."""
@@ -42,13 +42,24 @@ class Launch:
     share_bytes: int  # the most a lane owns of a chunk
     stagger_bytes: int = 0  # by how much less each of STAGGERED neighbours moves in its first round than the one before
 
-    def blocks(self, plan: Plan) -> int:
-        """Thread blocks to start: never more than the SMs the Plan may use."""
-        return min(self.active_lanes, plan.sms)
+    def arguments(self, average: bool) -> dict[str, int]:
+        """What a kernel is told of it."""
+        return {
+            "block_bytes": self.block_bytes,
+            "share_bytes": self.share_bytes,
+            "stagger_bytes": self.stagger_bytes,
+            "active_lanes": self.active_lanes,
+            "rounds": self.rounds,
+            "flags": FLAG_AVERAGE if average else 0,
+        }
 
-    def threads(self, plan: Plan) -> int:
+    def blocks(self, moves: Moves) -> int:
+        """Thread blocks to start: never more than the SMs the Plan may use."""
+        return min(self.active_lanes, moves.sms)
+
+    def threads(self, moves: Moves) -> int:
         """Threads of a block: those of the lanes at work in the first, the fullest."""
-        return plan.threads * -(-self.active_lanes // plan.sms)
+        return moves.threads * -(-self.active_lanes // moves.sms)
 
 
 def piece_range(block_bytes: int, cut: int, piece: int) -> tuple[int, int]:
@@ -69,55 +80,55 @@ def lane_share(chunk_bytes: int, active_lanes: int) -> int:
     return UNIT * -(-units // active_lanes)
 
 
-def size_classes(plan: Plan) -> NDArray[np.int32]:
+def size_classes(moves: Moves) -> NDArray[np.int32]:
     """The distinct (cut, piece) of a Plan's operations, one a row."""
-    return np.unique(np.stack((plan.ops.cut, plan.ops.piece), axis=1), axis=0)
+    return np.unique(np.stack((moves.ops.cut, moves.ops.piece), axis=1), axis=0)
 
 
-def largest_chunk_bytes(plan: Plan, block_bytes: int) -> int:
+def largest_chunk_bytes(moves: Moves, block_bytes: int) -> int:
     """The most bytes any operation moves, over all rounds and lanes."""
-    ranges = (piece_range(block_bytes, int(cut), int(piece)) for cut, piece in size_classes(plan))
+    ranges = (piece_range(block_bytes, int(cut), int(piece)) for cut, piece in size_classes(moves))
     return max((last - first for first, last in ranges), default=0)
 
 
-def launch(plan: Plan, block_bytes: int, *, min_slice_bytes: int, max_lanes: int | None = None) -> Launch:
+def launch(moves: Moves, block_bytes: int, *, min_slice_bytes: int, max_lanes: int | None = None) -> Launch:
     """Lanes and rounds of a call on blocks of this size; ValueError where 32 bits cannot count a block's vectors."""
     if block_bytes > UNIT * (2**32 - 1):
         raise ValueError(f"a block of {block_bytes} bytes is more than {UNIT} * (2^32 - 1)")
-    largest = largest_chunk_bytes(plan, block_bytes)
+    largest = largest_chunk_bytes(moves, block_bytes)
     if largest == 0:
         return Launch(block_bytes, 0, 0, 0)
-    lanes = plan.lanes if max_lanes is None else min(plan.lanes, max_lanes)
+    lanes = moves.lanes if max_lanes is None else min(moves.lanes, max_lanes)
     active = min(lanes, max(1, -(-largest // min_slice_bytes)))
     share = lane_share(largest, active)
-    if share <= plan.tile_bytes or plan.protocol.carries_flags or active == 1:
-        return Launch(block_bytes, active, -(-share // plan.tile_bytes), share)
-    stagger = plan.tile_bytes // STAGGERED // UNIT * UNIT
-    shortest = plan.tile_bytes - (STAGGERED - 1) * stagger
-    return Launch(block_bytes, active, 1 - (shortest - share) // plan.tile_bytes, share, stagger)
+    if share <= moves.tile_bytes or moves.protocol.carries_flags or active == 1:
+        return Launch(block_bytes, active, -(-share // moves.tile_bytes), share)
+    stagger = moves.tile_bytes // STAGGERED // UNIT * UNIT
+    shortest = moves.tile_bytes - (STAGGERED - 1) * stagger
+    return Launch(block_bytes, active, 1 - (shortest - share) // moves.tile_bytes, share, stagger)
 
 
-def round_range(plan: Plan, call: Launch, lane: int, number: int) -> tuple[int, int]:
+def round_range(moves: Moves, call: Launch, lane: int, number: int) -> tuple[int, int]:
     """Bytes [first, last) of a lane's slices that one round of a call moves."""
     early = lane % STAGGERED * call.stagger_bytes
-    first = number * plan.tile_bytes - early if number else 0
-    return min(first, call.share_bytes), min((number + 1) * plan.tile_bytes - early, call.share_bytes)
+    first = number * moves.tile_bytes - early if number else 0
+    return min(first, call.share_bytes), min((number + 1) * moves.tile_bytes - early, call.share_bytes)
 
 
-def device_launch(plan: Plan, block_bytes: int) -> Launch:
+def device_launch(moves: Moves, block_bytes: int) -> Launch:
     """`launch` as the GPU build runs it: where data carries its flag, a word for every thread is enough for a lane."""
-    data, _ = plan.protocol.wire
-    per_thread = {Protocol.PACKET: data, Protocol.LINE: data // 8}.get(plan.protocol, 0)
-    made = launch(plan, block_bytes, min_slice_bytes=per_thread * plan.threads or DEVICE_MIN_SLICE_BYTES)
-    if plan.protocol is not Protocol.ENGINE:
+    data, _ = moves.protocol.wire
+    per_thread = {Protocol.PACKET: data, Protocol.LINE: data // 8}.get(moves.protocol, 0)
+    made = launch(moves, block_bytes, min_slice_bytes=per_thread * moves.threads or DEVICE_MIN_SLICE_BYTES)
+    if moves.protocol is not Protocol.ENGINE:
         return made
     # The host says where a copy goes, once and for all replays of a graph: so every call starts with the same cells.
-    return replace(made, rounds=-(-made.rounds // plan.rotation) * plan.rotation)
+    return replace(made, rounds=-(-made.rounds // moves.rotation) * moves.rotation)
 
 
-def host_launch(plan: Plan, block_bytes: int) -> Launch:
+def host_launch(moves: Moves, block_bytes: int) -> Launch:
     """`launch` as the host build runs it."""
-    return launch(plan, block_bytes, min_slice_bytes=HOST_MIN_SLICE_BYTES, max_lanes=HOST_MAX_LANES)
+    return launch(moves, block_bytes, min_slice_bytes=HOST_MIN_SLICE_BYTES, max_lanes=HOST_MAX_LANES)
 
 
 def tensor_bytes(tensor: Tensor, block_bytes: int) -> int:
@@ -129,34 +140,3 @@ def block_bytes_of(tensor: Tensor, nbytes: int) -> int:
     if nbytes % tensor.blocks:
         raise ValueError(f"`{tensor.name}` is {tensor.blocks} equal blocks, which {nbytes} bytes cannot be")
     return nbytes // tensor.blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The Args struct of types.cuh for one rank and one call; addresses as that process sees them."""
-
-    heaps: Sequence[int]  # by rank
-    tensors: Sequence[int]  # in the order of Plan.tensors
-    launch: Launch
-    timeout_ns: int
-    error: int
-    rank: int
-    average: bool
-
-    def pack(self) -> bytes:
-        call = self.launch
-        sizes = (call.block_bytes, call.share_bytes, call.stagger_bytes)
-        words = (*self.heaps, *self.tensors, *sizes, self.timeout_ns, self.error)
-        flags = FLAG_AVERAGE if self.average else 0
-        return struct.pack(f"<{len(words)}Q4i", *words, self.rank, call.active_lanes, call.rounds, flags)
-
-
-def arguments_bytes(plan: Plan) -> int:
-    """The length of `Arguments.pack`."""
-    return 8 * (plan.num_ranks + len(plan.tensors) + 5) + 16
-
-
-def address_words(plan: Plan) -> tuple[int, ...]:
-    """Which 64-bit words of `Arguments.pack` are addresses: heaps, tensors and the error record."""
-    pointers = plan.num_ranks + len(plan.tensors)
-    return (*range(pointers), pointers + 4)

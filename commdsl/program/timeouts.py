@@ -10,6 +10,8 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from commdsl.program.moves import Moves
+from commdsl.program.phases import described
 from commdsl.program.plan import Plan
 
 RECORD_BYTES = 64
@@ -20,9 +22,10 @@ _FORMAT = "<Q4i4Q8x"
 class ErrorRecord:
     """What the first lane of a rank to give up wrote down."""
 
+    code: int
     rank: int
     lane: int
-    op: int  # which group of Plan.ops
+    op: int  # which group of operations, or which phase; where rows are wrong, which run of the table
     peer: int
     expected: int
     seen: int
@@ -36,7 +39,7 @@ def unpack(data: bytes | memoryview) -> ErrorRecord | None:
     if code == 0:
         return None
     absent = tuple(bit for bit in range(64) if missing >> bit & 1)
-    return ErrorRecord(rank, lane, op, peer, expected, seen, round_, absent)
+    return ErrorRecord(code, rank, lane, op, peer, expected, seen, round_, absent)
 
 
 class CommTimeout(RuntimeError):  # noqa: N818 - a time-out is what it is called
@@ -61,14 +64,50 @@ class CommTimeout(RuntimeError):  # noqa: N818 - a time-out is what it is called
         return f"{waited}; {'rank' if len(self.missing) == 1 else 'ranks'} {ranks} never entered the call"
 
 
+TIMED_OUT, BAD_TILE, BAD_COUNT, BAD_FINISH, BAD_TABLE = range(1, 6)
+"""`ErrorRecord.code`, as in types.cuh."""
+
+
 def timeout_of(plan: Plan, records: Iterable[ErrorRecord | None], seconds: float) -> CommTimeout | None:
     """The exception that tells most: of all ranks' records, one that waits for a rank which is missing itself."""
-    found = sorted((record for record in records if record is not None), key=lambda record: record.rank)
+    timed = (record for record in records if record is not None and record.code == TIMED_OUT)
+    found = sorted(timed, key=lambda record: record.rank)
     if not found:
         return None
     reporters = {record.rank for record in found}
-    missing = tuple(sorted({rank for record in found for rank in record.missing} - reporters))
+    absent = {rank for record in found for rank in record.missing if rank < plan.num_ranks}
+    missing = tuple(sorted(absent - reporters))
     direct = [record for record in found if record.peer in missing]
     record = (direct or found)[0]
-    origin = plan.origins[int(plan.ops.origin[plan.ops.leaders[record.op]])]
-    return CommTimeout(record, str(origin), missing, seconds)
+    return CommTimeout(record, origin_of(plan, record), missing, seconds)
+
+
+def origin_of(plan: Plan, record: ErrorRecord) -> str:
+    """The statement, or the phase, that a rank waits in."""
+    if plan.is_static:
+        ops = plan.moves.ops
+        return str(plan.moves.origins[int(ops.origin[ops.leaders[record.op]])])
+    phase = plan.comm.phases[record.op]
+    assert not isinstance(phase, Moves)
+    return f"{plan.span}, {described(phase)}"
+
+
+def complaint(record: ErrorRecord, place: str = "") -> str:
+    """What is wrong with a table, or with the rows that came, in words; `place`: where the run comes from."""
+    if record.code == BAD_TILE:
+        return (
+            f"rank {record.rank} was to send rows up to {record.seen} to rank {record.peer}, which has room for "
+            f"{record.expected}: run {record.op} of its table{place}"
+        )
+    if record.code == BAD_COUNT:
+        return f"rank {record.rank} expected {record.expected} rows from rank {record.peer}, and {record.seen} came"
+    if record.code == BAD_FINISH:
+        return (
+            f"rank {record.rank} was to finish rows up to {record.seen} of its own, and has room for "
+            f"{record.expected}: finish {record.op} of its table"
+        )
+    part = "its words" if record.op else "its head"
+    return (
+        f"the table of rank {record.rank} is not what was made: {part} should give {record.expected}, and give "
+        f"{record.seen}"
+    )

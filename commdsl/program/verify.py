@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
-from commdsl.program.plan import CELL, MOST_DESTS, MOST_THREADS, Access, OpKind, Ops, Plan, Protocol, Reason
+from commdsl.program.memory import Access, Counters, Words
+from commdsl.program.moves import CELL, MOST_DESTS, MOST_THREADS, Moves, OpKind, Ops, Protocol, Reason
+from commdsl.program.phases import Actor, Meet, Tell
+from commdsl.program.plan import Plan
 
 Mask = NDArray[np.bool_]
 
@@ -28,11 +31,43 @@ _PER_WAIT = ("wait_peer", "wait_ordinal", "wait_rounds_back", "wait_reason")
 
 def verify(plan: Plan) -> None:
     """Raises InternalError unless the Plan is one that `emit` can print and the proofs can read."""
-    _scalars(plan)
-    _shapes(plan)
-    _operations(plan)
-    _operands(plan)
-    _flags(plan)
+    for role in plan.roles:
+        for phase in role.phases:
+            if isinstance(phase, Moves):
+                shape = phase.num_ranks, phase.lanes, phase.sms, phase.threads
+                _law(
+                    shape == (plan.num_ranks, role.lanes, role.sms, role.threads),
+                    f"a role has {role.lanes} lanes of {role.threads} threads on {role.sms} SMs, its moves other ones",
+                )
+                verify_moves(phase)
+    _told_once(plan)
+
+
+def _told_once(plan: Plan) -> None:
+    """What is met is told, by one phase before it; what is told or met is words or counters of the lanes."""
+    told: list[Words | Counters] = []
+    for role in plan.roles:
+        for phase in role.phases:
+            match phase:
+                case Tell():
+                    _law(phase.what not in told, f"`{phase.what.name}` is told twice")
+                    _law(phase.by is not Actor.CALLER, f"the caller tells `{phase.what.name}`, which lanes do")
+                    told.append(phase.what)
+                case Meet():
+                    _law(phase.what in told, f"`{phase.what.name}` is met, and nobody told it before")
+                    _law(phase.by is not Actor.CALLER, f"the caller meets `{phase.what.name}`, which lanes do")
+                    _law(phase.calls_back >= 0, f"`{phase.what.name}` of {-phase.calls_back} calls later is met")
+                case _:
+                    pass
+
+
+def verify_moves(moves: Moves) -> None:
+    """`verify` for one phase of static operations."""
+    _scalars(moves)
+    _shapes(moves)
+    _operations(moves)
+    _operands(moves)
+    _flags(moves)
 
 
 def _law(holds: bool | np.bool_, message: str) -> None:
@@ -53,45 +88,45 @@ def _within(values: Ints, stop: int, what: str, law: str, start: int = 0) -> Non
         _each((values >= start) & (values < stop), what, f"{law} within {start} ..< {stop}")
 
 
-def _scalars(plan: Plan) -> None:
-    _law(plan.num_ranks >= 1, f"num_ranks is {plan.num_ranks}, expected at least 1")
-    _law(plan.rotation >= 1, f"rotation is {plan.rotation}, expected at least 1")
-    _law(plan.num_cells >= 0, f"num_cells is {plan.num_cells}, expected at least 0")
-    _law(plan.lanes >= 1, f"lanes is {plan.lanes}, expected at least 1")
+def _scalars(moves: Moves) -> None:
+    _law(moves.num_ranks >= 1, f"num_ranks is {moves.num_ranks}, expected at least 1")
+    _law(moves.rotation >= 1, f"rotation is {moves.rotation}, expected at least 1")
+    _law(moves.num_cells >= 0, f"num_cells is {moves.num_cells}, expected at least 0")
+    _law(moves.lanes >= 1, f"lanes is {moves.lanes}, expected at least 1")
     _law(
-        32 <= plan.threads <= MOST_THREADS and plan.threads % 32 == 0,
-        f"threads is {plan.threads}, expected whole warps of 32, up to {MOST_THREADS}",
+        32 <= moves.threads <= MOST_THREADS and moves.threads % 32 == 0,
+        f"threads is {moves.threads}, expected whole warps of 32, up to {MOST_THREADS}",
     )
-    _law(1 <= plan.sms <= plan.lanes, f"sms is {plan.sms}, expected 1 to {plan.lanes}, a lane each at least")
+    _law(1 <= moves.sms <= moves.lanes, f"sms is {moves.sms}, expected 1 to {moves.lanes}, a lane each at least")
     _law(
-        plan.lanes_per_block * plan.threads <= MOST_THREADS,
-        f"{plan.lanes_per_block} lanes of {plan.threads} threads are more than a block of {MOST_THREADS}",
-    )
-    _law(
-        plan.lanes_per_block < MOST_BARRIERS,
-        f"{plan.lanes_per_block} lanes a block are more than it has barriers for",
+        moves.lanes_per_block * moves.threads <= MOST_THREADS,
+        f"{moves.lanes_per_block} lanes of {moves.threads} threads are more than a block of {MOST_THREADS}",
     )
     _law(
-        plan.tile_bytes >= 16 and plan.tile_bytes % 16 == 0,
-        f"tile_bytes is {plan.tile_bytes}, expected a positive multiple of 16",
+        moves.lanes_per_block < MOST_BARRIERS,
+        f"{moves.lanes_per_block} lanes a block are more than it has barriers for",
     )
-    _law(isinstance(plan.protocol, Protocol), f"protocol is {plan.protocol!r}")
-    if plan.protocol is Protocol.ENGINE:
-        _law(plan.lanes == 1, f"the copy engine has one lane, not {plan.lanes}")
-        _law(not plan.has_reduction, "the copy engine moves bytes only, yet the Plan reduces")
-    for tensor in plan.tensors:
+    _law(
+        moves.tile_bytes >= 16 and moves.tile_bytes % 16 == 0,
+        f"tile_bytes is {moves.tile_bytes}, expected a positive multiple of 16",
+    )
+    _law(isinstance(moves.protocol, Protocol), f"protocol is {moves.protocol!r}")
+    if moves.protocol is Protocol.ENGINE:
+        _law(moves.lanes == 1, f"the copy engine has one lane, not {moves.lanes}")
+        _law(not moves.has_reduction, "the copy engine moves bytes only, yet the Plan reduces")
+    for tensor in moves.tensors:
         _law(tensor.blocks >= 1 and tensor.cut >= 1, f"tensor `{tensor.name}` has no chunk")
         _law(not tensor.is_yield or tensor.access is Access.WRITE, f"yields `{tensor.name}` are not written")
-    _law(sum(tensor.is_yield for tensor in plan.tensors) <= 1, "the yields are more than one tensor")
-    names = [(tensor.name, tensor.access) for tensor in plan.tensors]
+    _law(sum(tensor.is_yield for tensor in moves.tensors) <= 1, "the yields are more than one tensor")
+    names = [(tensor.name, tensor.access) for tensor in moves.tensors]
     _law(len(set(names)) == len(names), "two tensors have one name and one access")
-    for name in plan.alias_safe:
+    for name in moves.alias_safe:
         pair = {access for other, access in names if other == name}
         _law(pair == {Access.READ, Access.WRITE}, f"alias_safe names `{name}`, which is not read and written")
 
 
-def _shapes(plan: Plan) -> None:
-    ops = plan.ops
+def _shapes(moves: Moves) -> None:
+    ops = moves.ops
     for field in Ops.__dataclass_fields__:
         table = getattr(ops, field)
         _law(table.ndim == 1 and table.dtype == np.int32, f"ops.{field} is not a vector of int32")
@@ -102,7 +137,7 @@ def _shapes(plan: Plan) -> None:
     )
     for field, size in sizes:
         _begins(field, getattr(ops, field), ops.num_ops, size)
-    _begins("rank_begin", ops.rank_begin, plan.num_ranks, ops.num_ops)
+    _begins("rank_begin", ops.rank_begin, moves.num_ranks, ops.num_ops)
     for fields, size in ((_PER_OP, ops.num_ops), (_PER_SOURCE, sizes[1][1]), (_PER_WAIT, sizes[0][1])):
         for field in fields:
             _law(len(getattr(ops, field)) == size, f"ops.{field} has {len(getattr(ops, field))} rows, expected {size}")
@@ -114,26 +149,26 @@ def _begins(field: str, begins: Ints, rows: int, size: int) -> None:
     _each(begins[1:] >= begins[:-1], f"ops.{field}, entry", "begins never decrease")
 
 
-def _operations(plan: Plan) -> None:
-    ops = plan.ops
+def _operations(moves: Moves) -> None:
+    ops = moves.ops
     _within(ops.kind, len(OpKind), "operation", "kind is an OpKind,")
     _within(ops.barrier, 2, "operation", "barrier is a truth value,")
-    _within(ops.origin, len(plan.origins), "operation", "origin lies")
+    _within(ops.origin, len(moves.origins), "operation", "origin lies")
     _within(ops.cut, MOST_PIECES, "operation", "cut lies", start=1)
     _each((ops.piece >= 0) & (ops.piece < ops.cut), "operation", "piece is less than cut")
     _within(ops.joined, 2, "operation", "joined is a truth value,")
     _within(ops.scale, 2, "operation", "scale is a truth value,")
     num_sources = np.diff(ops.source_begin)
     _each((num_sources >= 1) == (ops.joined == 0), "operation", "it has a source, or has joined one that does")
-    _joined(plan)
+    _joined(moves)
     _each((ops.kind == OpKind.REDUCE) | (num_sources <= 1), "operation", "only REDUCE has several sources")
     computes = (ops.kind != OpKind.COPY) | (ops.scale == 1)
-    _law(plan.has_reduction or not computes.any(), "it only moves bytes, yet an operation computes")
+    _law(moves.has_reduction or not computes.any(), "it only moves bytes, yet an operation computes")
 
 
-def _joined(plan: Plan) -> None:
+def _joined(moves: Moves) -> None:
     """A joined operation follows one of its rank, does as that one, waits for nothing; the last of a group signals."""
-    ops = plan.ops
+    ops = moves.ops
     row = np.flatnonzero(ops.joined == 1)
     starts = np.zeros(ops.num_ops + 1, np.bool_)
     starts[ops.rank_begin] = True
@@ -148,37 +183,39 @@ def _joined(plan: Plan) -> None:
     _each(place < MOST_DESTS, "operation", f"a group has at most {MOST_DESTS}")
 
 
-def _operands(plan: Plan) -> None:
-    ops = plan.ops
-    actor = np.repeat(np.arange(plan.num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
-    _location(plan, "destination", ops.dest_space, ops.dest_rank, ops.dest_index, actor, ops.cut, ops.piece)
-    readonly = np.array([tensor.access is Access.READ for tensor in plan.tensors] + [False])
+def _operands(moves: Moves) -> None:
+    ops = moves.ops
+    actor = np.repeat(np.arange(moves.num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
+    _location(moves, "destination", ops.dest_space, ops.dest_rank, ops.dest_index, actor, ops.cut, ops.piece)
+    readonly = np.array([tensor.access is Access.READ for tensor in moves.tensors] + [False])
     _each(~readonly[ops.dest_space], "destination", "a tensor that is only read is not written")
     num_sources = np.diff(ops.source_begin)
     if (num_sources == 1).all():
         rows = (actor, ops.cut, ops.piece)
     else:
         rows = (np.repeat(actor, num_sources), np.repeat(ops.cut, num_sources), np.repeat(ops.piece, num_sources))
-    _location(plan, "source", ops.source_space, ops.source_rank, ops.source_index, *rows)
+    _location(moves, "source", ops.source_space, ops.source_rank, ops.source_index, *rows)
 
 
-def _location(plan: Plan, what: str, space: Ints, rank: Ints, index: Ints, actor: Ints, cut: Ints, piece: Ints) -> None:
+def _location(
+    moves: Moves, what: str, space: Ints, rank: Ints, index: Ints, actor: Ints, cut: Ints, piece: Ints
+) -> None:
     """An operand lies in a tensor of the rank itself, cut as the operation is, or in a cell of any rank."""
-    _within(space, len(plan.tensors), what, "its space lies", start=CELL)
-    _within(rank, plan.num_ranks, what, "its rank lies")
+    _within(space, len(moves.tensors), what, "its space lies", start=CELL)
+    _within(rank, moves.num_ranks, what, "its rank lies")
     # The last entry stands for space -1, a cell.
-    sizes = np.array([tensor.blocks * tensor.cut for tensor in plan.tensors] + [plan.num_cells], np.int32)
-    cuts = np.array([tensor.cut for tensor in plan.tensors] + [0], np.int32)
+    sizes = np.array([tensor.blocks * tensor.cut for tensor in moves.tensors] + [moves.num_cells], np.int32)
+    cuts = np.array([tensor.cut for tensor in moves.tensors] + [0], np.int32)
     _each((index >= 0) & (index < sizes[space]), what, "its index lies within its tensor, or within the cells")
     is_cell = space == CELL
     _each(is_cell | (rank == actor), what, "a tensor belongs to the rank itself")
-    if what == "source" and plan.protocol.carries_flags:
+    if what == "source" and moves.protocol.carries_flags:
         _each(rank == actor, what, "data with its flag is read by the rank that has it")
     _each(is_cell | ((cuts[space] == cut) & (index % cut == piece)), what, "a tensor's chunk has the size class moved")
 
 
-def _flags(plan: Plan) -> None:
-    ops, num_ranks = plan.ops, plan.num_ranks
+def _flags(moves: Moves) -> None:
+    ops, num_ranks = moves.ops, moves.num_ranks
     actor = np.repeat(np.arange(num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
     waiter = np.repeat(actor, np.diff(ops.wait_begin))
     raiser = np.repeat(actor, np.diff(ops.signal_begin))
@@ -190,7 +227,7 @@ def _flags(plan: Plan) -> None:
     _within(ops.wait_ordinal, most, "wait", "its ordinal lies", start=1)
     _within(ops.wait_rounds_back, most, "wait", "its rounds_back lies")
     _within(ops.wait_reason, len(Reason), "wait", "its reason is a Reason,")
-    counts = plan.signals_per_round
+    counts = moves.signals_per_round
     _law(counts.shape == (num_ranks, num_ranks) and counts.dtype == np.int32, "signals_per_round is not P x P int32")
     pairs = raiser.astype(np.int64) * num_ranks + ops.signal_peer
     raised = np.bincount(pairs, minlength=num_ranks * num_ranks)

@@ -16,7 +16,7 @@ from commdsl.build import host, nvrtc
 from commdsl.build.emit import defines
 from commdsl.machine.config import Config, from_environment
 from commdsl.planner.tuning.selection import Candidate
-from commdsl.program.plan import Transport
+from commdsl.program.memory import Transport
 from commdsl.runtime.program import Definition, program
 
 CORES_A_WORKER = 2

@@ -55,7 +55,7 @@ class Call:
     def serves(self, behind: object) -> bool:
         """Whether it can make the next call, for the object now behind the group's name: its memory is still there."""
         start = self._start
-        return start is not None and not start.tenant.is_closed and behind is self._owner()
+        return start is not None and not start.workspace.is_closed and behind is self._owner()
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Starts it and returns the new tensors."""

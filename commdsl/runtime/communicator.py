@@ -13,15 +13,16 @@ from collections.abc import Callable
 
 from commdsl.build.emit import Emitted
 from commdsl.machine.config import Config
-from commdsl.program.plan import Transport
+from commdsl.program.memory import Transport
+from commdsl.program.plan import Plan
 from commdsl.runtime.bootstrap import Bootstrap, exchange
-from commdsl.runtime.error_page import ErrorPage, ErrorWord
+from commdsl.runtime.error_page import ErrorPage
 from commdsl.runtime.errors import BrokenGroupError
 from commdsl.runtime.heap import Heap
-from commdsl.runtime.kernel import Kernel, Launchable, Residence
+from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.program import Program
 from commdsl.runtime.stream_order import StreamOrder
-from commdsl.runtime.workspace import Open, Start, Tenant, Workspace
+from commdsl.runtime.workspace import Explain, Start, Workspace
 
 RESET_PATIENCE = 2.0
 """A reset waits this many time-outs for the others: they may still be inside a call that has to run out first."""
@@ -39,7 +40,7 @@ class Communicator(ABC):
         self.bootstrap = bootstrap
         self.config = config
         self.lock = threading.RLock()
-        self.tenants: dict[str, Tenant] = {}
+        self.workspaces: dict[str, Workspace] = {}
         self.broken: Exception | None = None
         self._generation = 0
         self._made: dict[str, int] = {}
@@ -57,25 +58,15 @@ class Communicator(ABC):
         timeout = self.config.timeout * patience
         return exchange(self.bootstrap, f"{self._generation}/{key}", value, timeout)
 
-    def workspace(self, program: Program) -> Workspace:
-        """The workspace of a Program; the first call for it is collective."""
-
-        def open_(heap: Heap, error: ErrorWord) -> Workspace:
-            return Workspace(program.plan, self.rank, heap, error, self.config.timeout, self.order)
-
-        found = self.tenant(program.emitted.digest, program.plan.name, program.plan.symmetric_bytes, open_)
-        assert isinstance(found, Workspace)
-        return found
-
-    def tenant(self, key: str, name: str, size: int, open_: Open) -> Tenant:
-        """Who has symmetric memory under `key`; if nobody, `open_` is given `size` bytes and a word for errors. The
-        first call for a key is collective.
+    def workspace(self, plan: Plan, key: str, *, room: int = 0, explain: Explain | None = None) -> Workspace:
+        """The workspace of a Plan under `key`, with `room` bytes behind what the Plan itself has; the first call for a
+        key is collective. `explain` says what a report means that is no time-out.
         """
         self.refuse_if_broken()
         with self.lock:
-            found = self.tenants.get(key)
+            found = self.workspaces.get(key)
             if found is None:
-                found = self.tenants[key] = self._rendezvous(key, name, size, open_)
+                found = self.workspaces[key] = self._rendezvous(plan, key, room, explain)
             return found
 
     def refuse_if_broken(self) -> None:
@@ -85,7 +76,8 @@ class Communicator(ABC):
                 f"commdsl.reset() first ({self.broken})"
             )
 
-    def _rendezvous(self, key: str, name: str, size: int, open_: Open) -> Tenant:
+    def _rendezvous(self, plan: Plan, key: str, room: int, explain: Explain | None) -> Workspace:
+        name, size = plan.name, plan.symmetric_bytes + room
         self.refuse_setup(name)
         number = self._made.get(key, 0)
         self._made[key] = number + 1
@@ -95,7 +87,7 @@ class Communicator(ABC):
             self.exchange(f"{where}/arrived", b"")
             self.exchange(f"{where}/agreed", b"")
             heap = self.make_heap(name, size, lambda what, value: self.exchange(f"{where}/{what}", value))
-            made = open_(heap, self.errors.take())
+            made = Workspace(plan, self.rank, heap, self.errors.take(), self.config.timeout, explain)
             self.exchange(f"{where}/ready", b"")
         except Exception as error:
             self.broken = error
@@ -110,8 +102,8 @@ class Communicator(ABC):
         """Raises what a kernel of this rank reported."""
         if self.errors.is_blank():
             return
-        for tenant in tuple(self.tenants.values()):
-            failure = tenant.failure()
+        for workspace in tuple(self.workspaces.values()):
+            failure = workspace.failure()
             if failure is not None:
                 self.fail(failure)
                 try:
@@ -124,7 +116,7 @@ class Communicator(ABC):
         with self.lock:
             number = self._generation
             self._generation += 1
-            mine = ",".join(sorted(self.tenants))
+            mine = ",".join(sorted(self.workspaces))
             everyone = exchange(
                 self.bootstrap, f"reset/{number}/enter", mine.encode(), self.config.timeout * (1.0 + RESET_PATIENCE)
             )
@@ -132,23 +124,23 @@ class Communicator(ABC):
             common = set.intersection(*(set(value.decode().split(",")) for value in everyone))
             # Nobody clears a heap while a kernel of another rank may still write to it.
             exchange(self.bootstrap, f"reset/{number}/finished", b"", self.config.timeout * (1.0 + RESET_PATIENCE))
-            for key in self.tenants.keys() - common:
-                self.tenants.pop(key).close()
-            for tenant in self.tenants.values():
-                tenant.reset()
-            self._made = dict.fromkeys(self.tenants, 1)
+            for key in self.workspaces.keys() - common:
+                self.workspaces.pop(key).close()
+            for workspace in self.workspaces.values():
+                workspace.reset()
+            self._made = dict.fromkeys(self.workspaces, 1)
             self.broken = None
             exchange(self.bootstrap, f"reset/{number}/done", b"", self.config.timeout * (1.0 + RESET_PATIENCE))
 
-    def release(self, tenant: str | None = None) -> None:
-        """Collective: frees the symmetric memory of one tenant, or of all."""
+    def release(self, key: str | None = None) -> None:
+        """Collective: frees the symmetric memory of one workspace, or of all."""
         with self.lock:
             self.finish()
-            for key in sorted(self.tenants) if tenant is None else [tenant]:
-                found = self.tenants.pop(key, None)
+            for one in sorted(self.workspaces) if key is None else [key]:
+                found = self.workspaces.pop(one, None)
                 if found is not None:
                     found.close()
-                    self.exchange(f"release/{key}/{self._made[key]}", b"")
+                    self.exchange(f"release/{one}/{self._made[one]}", b"")
                     found.heap.free()
 
     @abstractmethod
@@ -164,7 +156,7 @@ class Communicator(ABC):
         """A text, built for this rank's processor or GPU."""
 
     @abstractmethod
-    def starter(self, tenant: Tenant, kernel: Kernel, prepared: Launchable) -> Start:
+    def starter(self, workspace: Workspace, kernel: Kernel, prepared: Prepared) -> Start:
         """What starts calls of a kernel, one after another in call order."""
 
     @abstractmethod

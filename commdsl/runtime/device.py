@@ -19,7 +19,8 @@ import torch
 from commdsl.build import nvrtc
 from commdsl.build.emit import Emitted, defines
 from commdsl.machine.config import Config
-from commdsl.program.plan import Protocol, Transport
+from commdsl.program.memory import Transport
+from commdsl.program.moves import Protocol
 from commdsl.program.sizes import device_launch
 from commdsl.runtime.bootstrap import Bootstrap
 from commdsl.runtime.communicator import Communicator
@@ -27,10 +28,10 @@ from commdsl.runtime.engine import EngineKernel
 from commdsl.runtime.error_page import PAGE_BYTES, ErrorPage
 from commdsl.runtime.errors import CaptureError, DeviceError, GroupError
 from commdsl.runtime.heap import DeviceHeap, Heap
-from commdsl.runtime.kernel import DeviceKernel, Kernel, Launchable, Residence, residence_of
+from commdsl.runtime.kernel import DeviceKernel, Kernel, Prepared, Residence, residence_of
 from commdsl.runtime.program import Program
 from commdsl.runtime.stream_order import StreamOrder
-from commdsl.runtime.workspace import Tenant, Workspace
+from commdsl.runtime.workspace import Workspace
 
 
 class DeviceCommunicator(Communicator):
@@ -74,7 +75,7 @@ class DeviceCommunicator(Communicator):
                 ) from error
 
     def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> DeviceStart:
-        workspace = self.workspace(program)
+        workspace = self.workspace(program.plan, program.emitted.digest)
         kernel = self._kernel(program, workspace, dtype, op)
         return self.starter(workspace, kernel, workspace.prepare(block_bytes, op == "avg", device_launch))
 
@@ -87,9 +88,9 @@ class DeviceCommunicator(Communicator):
             raise CaptureError(
                 f"`{program.plan.name}` for {dtype} and {op} is not loaded: call it once with these before the capture"
             )
-        if program.plan.protocol is Protocol.TMA and not self._has_tma:
+        if program.plan.moves.protocol is Protocol.TMA and not self._has_tma:
             raise DeviceError(f"`{program.plan.name}` is tuned to `protocol tma`, which {self._arch} does not have")
-        if program.plan.protocol is Protocol.ENGINE:
+        if program.plan.moves.protocol is Protocol.ENGINE:
             path = self._build(program.emitted, macros)
             made: Kernel = EngineKernel(path, program.emitted.name, program.plan, self.rank, self.index)
         else:
@@ -108,8 +109,8 @@ class DeviceCommunicator(Communicator):
             made = self._modules[str(path)] = DeviceKernel(path, residence, self.index, nvshmem)
         return made
 
-    def starter(self, tenant: Tenant, kernel: Kernel, prepared: Launchable) -> DeviceStart:
-        return DeviceStart(self._gpu, self.order, tenant, kernel, prepared)
+    def starter(self, workspace: Workspace, kernel: Kernel, prepared: Prepared) -> DeviceStart:
+        return DeviceStart(self._gpu, self.order, workspace, kernel, prepared)
 
     def refuse_setup(self, what: str) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -144,10 +145,10 @@ class _Gpu:
 class DeviceStart:
     """Starts calls on torch's current stream of one GPU, whichever device and thread it is called from."""
 
-    __slots__ = ("_gpu", "_kernel", "_order", "_prepared", "tenant")
+    __slots__ = ("_gpu", "_kernel", "_order", "_prepared", "workspace")
 
-    def __init__(self, gpu: _Gpu, order: StreamOrder, tenant: Tenant, kernel: Kernel, prepared: Launchable) -> None:
-        self.tenant = tenant
+    def __init__(self, gpu: _Gpu, order: StreamOrder, workspace: Workspace, kernel: Kernel, prepared: Prepared) -> None:
+        self.workspace = workspace
         self._gpu = gpu
         self._order = order
         self._kernel = kernel

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
+from commdsl.program.arguments import arguments
 from commdsl.program.plan import Plan
-from commdsl.runtime.kernel import Launchable, Prepared
+from commdsl.runtime.kernel import Prepared
 from commdsl.runtime.phases import Copy, Flags, Wave, phases
 
 DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
@@ -62,27 +63,28 @@ class EngineKernel:
     def __init__(self, path: Path, entry: str, plan: Plan, rank: int, device: int) -> None:
         import cupy  # where there is a GPU
 
-        self._plan = plan
+        moves = self._moves = plan.moves
         self._rank = rank
         self._driver = cupy.cuda.driver
         self._runtime = cupy.cuda.runtime
-        self._bases = struct.Struct(f"<{plan.num_ranks + len(plan.tensors)}Q")
+        self._heaps, self._tensors = struct.Struct(f"<{moves.num_ranks}Q"), struct.Struct(f"<{len(moves.tensors)}Q")
+        self._heaps_at, self._tensors_at = (arguments(plan).offset(name) for name in ("heap", "tensors"))
         self._scripts: dict[tuple[int, tuple[int, ...]], _Script] = {}
         self._pointers = (ctypes.c_void_p * 2)()  # the kernel's arguments: Args and Turn
         with cupy.cuda.Device(device):
             self._module = cupy.RawModule(path=str(path))
             self._function = int(self._module.get_function(f"{entry}_flags").kernel.ptr)
             # Of this workspace alone: on a shared stream the calls of one op would wait for those of another.
-            peers = [peer for peer in range(plan.num_ranks) if peer != rank]
+            peers = [peer for peer in range(moves.num_ranks) if peer != rank]
             self._streams = {peer: cupy.cuda.Stream(non_blocking=True) for peer in peers}
             self._events = {peer: cupy.cuda.Event(disable_timing=True) for peer in peers}
             self._forked = cupy.cuda.Event(disable_timing=True)
 
-    def launch(self, prepared: Launchable, stream: int) -> None:
-        assert isinstance(prepared, Prepared)
-        bases = self._bases.unpack_from(prepared.arguments)
+    def launch(self, prepared: Prepared, stream: int) -> None:
+        packed = prepared.arguments
+        bases = (*self._heaps.unpack_from(packed, self._heaps_at), *self._tensors.unpack_from(packed, self._tensors_at))
         self._pointers[0] = ctypes.addressof(prepared.arguments)
-        for step in self._script(prepared, bases[self._plan.num_ranks :]):
+        for step in self._script(prepared, bases[self._moves.num_ranks :]):
             match step:
                 case _Turn():
                     self._pointers[1] = step.address
@@ -114,10 +116,11 @@ class EngineKernel:
     def _script(self, prepared: Prepared, tensors: Sequence[int]) -> _Script:
         """What a call on these tensors starts: it depends on the size, and on which of them are the same memory."""
         same = tuple(tensors.index(address) for address in tensors)
+        assert prepared.launch is not None
         key = (prepared.launch.block_bytes, same)
         found = self._scripts.get(key)
         if found is None:
-            steps = phases(self._plan, self._rank, prepared.launch, same)
+            steps = phases(self._moves, self._rank, prepared.launch, same)
             found = tuple(_turn(step) if isinstance(step, Flags) else self._fork(step) for step in steps)
             self._scripts[key] = found
         return found

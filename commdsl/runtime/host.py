@@ -20,9 +20,9 @@ from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.error_page import ordinary_page
 from commdsl.runtime.errors import GroupError
 from commdsl.runtime.heap import Heap, SharedHeap, ThreadHeap
-from commdsl.runtime.kernel import HostKernel, Kernel, Launchable, Residence, residence_of
+from commdsl.runtime.kernel import HostKernel, Kernel, Prepared, Residence, residence_of
 from commdsl.runtime.program import Program
-from commdsl.runtime.workspace import Tenant
+from commdsl.runtime.workspace import Workspace
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class HostCommunicator(Communicator):
         return ThreadHeap(size, self.rank, tell, self._board)
 
     def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> HostStart:
-        workspace = self.workspace(program)
+        workspace = self.workspace(program.plan, program.emitted.digest)
         macros = defines(program.plan, dtype, op)
         kernel = workspace.kernels.get(macros)
         if kernel is None:
@@ -59,8 +59,8 @@ class HostCommunicator(Communicator):
     def load_kernel(self, emitted: Emitted, macros: tuple[str, ...], residence: Residence) -> Kernel:
         return HostKernel(build(emitted, macros, self.config))
 
-    def starter(self, tenant: Tenant, kernel: Kernel, prepared: Launchable) -> HostStart:
-        return HostStart(self, tenant, kernel, prepared)
+    def starter(self, workspace: Workspace, kernel: Kernel, prepared: Prepared) -> HostStart:
+        return HostStart(self, workspace, kernel, prepared)
 
     def _name_worker(self) -> None:
         self._worker = threading.get_ident()
@@ -83,17 +83,19 @@ class HostCommunicator(Communicator):
 class HostStart:
     """Runs calls, one at a time, in the thread that asks."""
 
-    __slots__ = ("_communicator", "_kernel", "_prepared", "tenant")
+    __slots__ = ("_communicator", "_kernel", "_prepared", "workspace")
 
-    def __init__(self, communicator: HostCommunicator, tenant: Tenant, kernel: Kernel, prepared: Launchable) -> None:
-        self.tenant = tenant
+    def __init__(
+        self, communicator: HostCommunicator, workspace: Workspace, kernel: Kernel, prepared: Prepared
+    ) -> None:
+        self.workspace = workspace
         self._communicator = communicator
         self._kernel = kernel
         self._prepared = prepared
 
     def __call__(self, changing: Sequence[int]) -> None:
         self._communicator.drain()
-        with self.tenant.lock:
+        with self.workspace.lock:
             self._prepared.point(*changing)
             self._kernel.launch(self._prepared, 0)
         self._communicator.check()

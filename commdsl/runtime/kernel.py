@@ -1,20 +1,19 @@
 """Turns a built kernel into something that runs one call: threads of this process, or a launch on a CUDA stream.
 
-Assumes packed arguments (`sizes.Arguments`). Does not order calls (`stream_order` does) and does not look at error
+Assumes packed arguments (`program.arguments`). Does not order calls (`stream_order` does) and does not look at error
 records.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from commdsl.language.diagnostics import InternalError
+from commdsl.program.arguments import arguments
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Launch
 from commdsl.runtime.errors import DeviceError, OpError
@@ -24,25 +23,7 @@ _NO_DELAY = bytes(8)
 
 def grid_of(plan: Plan, launch: Launch) -> tuple[int, int]:
     """Thread blocks of a launch, and threads of a block."""
-    return launch.blocks(plan), launch.threads(plan)
-
-
-class Launchable(Protocol):
-    """Packed arguments, in which only some words change from call to call.
-
-    Whoever points it at a call holds the tenant's lock until the launch has copied the arguments.
-    """
-
-    arguments: Any  # the bytes, in memory that stays
-    pointers: int  # of the array of pointers to the arguments, of which there is one: the struct
-    blocks: int
-    threads: int
-    shared: int  # bytes of shared memory of a block
-
-    @property
-    def point(self) -> Callable[..., None]:
-        """Takes the words that change."""
-        ...
+    return launch.blocks(plan.moves), launch.threads(plan.moves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +39,50 @@ class Residence:
 
 
 def residence_of(plan: Plan, entry: str) -> Residence:
-    threads = plan.threads * plan.lanes_per_block
-    return Residence(plan.name, entry, plan.sms, threads, plan.shared_bytes, plan.lanes)
+    role, shared = plan.comm, plan.moves.shared_bytes if plan.is_static else 0
+    return Residence(plan.name, entry, role.sms, role.threads * role.lanes_per_block, shared, role.lanes)
 
 
 class Prepared:
-    """Calls of one kernel on blocks of one size: the packed arguments, in which only the tensors' addresses change."""
+    """Calls of one kernel: the packed arguments, in which one stretch changes from call to call.
+
+    Whoever points it at a call holds the workspace's lock until the launch has copied the arguments.
+    """
 
     __slots__ = ("arguments", "blocks", "launch", "parameters", "point", "pointers", "shared", "threads")
 
-    def __init__(self, plan: Plan, launch: Launch, pack: Callable[[Sequence[int]], bytes]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        values: Mapping[str, int | Sequence[int]],
+        changing: tuple[str, str],
+        launch: Launch | None,
+    ) -> None:
+        """`changing`: the first and the last argument of the stretch. `launch`: None where each call says its lanes."""
+        layout = arguments(plan)
+        packed = layout.pack(values)
         self.launch = launch
-        self.blocks, self.threads = grid_of(plan, launch)
-        self.shared = plan.shared_bytes
-        addresses = struct.Struct(f"<{len(plan.tensors)}Q")
-        marks = tuple(0xC0DE_0000_0000_0000 + index for index in range(len(plan.tensors)))
-        packed = pack(marks)
-        at = 8 * plan.num_ranks  # behind the heaps
-        if addresses.unpack_from(packed, at) != marks:
-            raise InternalError("the packed arguments do not have the tensors behind the heaps")
+        if launch is None:
+            self.blocks, self.threads, self.shared = plan.comm.sms, plan.comm.threads, 0
+        else:
+            self.blocks, self.threads = grid_of(plan, launch)
+            self.shared = plan.moves.shared_bytes
         self.arguments = ctypes.create_string_buffer(packed, len(packed))
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))  # one argument: the struct
         self.pointers = ctypes.addressof(self.parameters)
-        # Takes the addresses for the next call, in the order of Plan.tensors.
-        self.point: Callable[..., None] = partial(addresses.pack_into, self.arguments, at)
+        # Takes what the next call changes, in the order of the arguments.
+        words = layout.stretch(*changing)
+        pack = partial(words.pack_into, self.arguments, layout.offset(changing[0]))
+        self.point: Callable[..., None] = pack if launch is not None else partial(self._point, pack)
+
+    def _point(self, pack: Callable[..., None], *changing: int) -> None:
+        """As `point` does where each call says its lanes, a block each."""
+        pack(*changing)
+        self.blocks = changing[-1]
 
 
 class Kernel(Protocol):
-    def launch(self, prepared: Launchable, stream: int) -> None:
+    def launch(self, prepared: Prepared, stream: int) -> None:
         """Starts one call; on the processor it is over on return."""
         ...
 
@@ -96,7 +93,7 @@ class HostKernel:
     def __init__(self, path: Path) -> None:
         self._entry = ctypes.CDLL(str(path)).commdsl_launch
 
-    def launch(self, prepared: Launchable, stream: int) -> None:
+    def launch(self, prepared: Prepared, stream: int) -> None:
         failure = self._entry(prepared.arguments, 1, 1, _NO_DELAY)
         if failure:
             raise OpError(f"cannot start {prepared.blocks} threads: error {failure}")
@@ -122,7 +119,7 @@ class DeviceKernel:
         self._launch = cupy.cuda.driver.launchKernel  # the driver's call and no more; the GIL is free meanwhile
         _refuse_unless_resident(cupy, self._function, residence, device)
 
-    def launch(self, prepared: Launchable, stream: int) -> None:
+    def launch(self, prepared: Prepared, stream: int) -> None:
         self._launch(
             self._function, prepared.blocks, 1, 1, prepared.threads, 1, 1, prepared.shared, stream, prepared.pointers, 0
         )

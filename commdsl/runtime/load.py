@@ -11,7 +11,7 @@ from typing import Any
 
 from commdsl.machine.config import from_environment
 from commdsl.machine.resources import data_dir
-from commdsl.program.plan import Transport
+from commdsl.program.memory import Transport
 from commdsl.runtime import groups
 from commdsl.runtime.device import stop_nvshmem
 from commdsl.runtime.errors import OpError

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.machine.config import from_environment
-from commdsl.program.plan import Transport
+from commdsl.program.memory import Transport
 from commdsl.runtime import autograd, eager, groups, tensors
 from commdsl.runtime.calls import MAX_KEPT, Call
 from commdsl.runtime.device import DeviceCommunicator

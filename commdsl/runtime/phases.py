@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from commdsl.program.plan import CELL, Plan
+from commdsl.program.moves import CELL, Moves
 from commdsl.program.sizes import Launch, piece_range
 
 STEP_UNIT = 4096
@@ -58,9 +58,9 @@ class Flags:
 Wave: TypeAlias = tuple[Copy, ...]
 
 
-def phases(plan: Plan, rank: int, launch: Launch, same: Sequence[int]) -> tuple[Flags | Wave, ...]:
+def phases(moves: Moves, rank: int, launch: Launch, same: Sequence[int]) -> tuple[Flags | Wave, ...]:
     """What a rank starts, in order. `same`: for each tensor the first one that is the same memory."""
-    program = _Program(plan, rank, launch, tuple(same))
+    program = _Program(moves, rank, launch, tuple(same))
     bounds = program.bounds()
     steps: list[Flags | Wave] = []
     raised, last_flags = (0, 0), 0
@@ -83,17 +83,17 @@ def phases(plan: Plan, rank: int, launch: Launch, same: Sequence[int]) -> tuple[
 class _Program:
     """A rank's operations through all rounds of a call: operation i of n in round r has position r * n + i."""
 
-    def __init__(self, plan: Plan, rank: int, launch: Launch, same: tuple[int, ...]) -> None:
-        ops = plan.ops
+    def __init__(self, moves: Moves, rank: int, launch: Launch, same: tuple[int, ...]) -> None:
+        ops = moves.ops
         first, last = np.searchsorted(ops.leaders, ops.rank_begin[rank : rank + 2]).tolist()
-        self.plan = plan
+        self.moves = moves
         self.launch = launch
         self.same = same
         self.begin = [*ops.leaders[first:last].tolist(), int(ops.rank_begin[rank + 1])]  # of each group, in rows
         self.backs = [ops.wait_rounds_back[ops.wait_begin[row] : ops.wait_begin[row + 1]] for row in self.begin[:-1]]
         self.signals = [bool(ops.signal_begin[end - 1] < ops.signal_begin[end]) for end in self.begin[1:]]
         even = -(-launch.share_bytes // max(launch.rounds, 1))
-        self.step = min(plan.tile_bytes, -(-even // STEP_UNIT) * STEP_UNIT)
+        self.step = min(moves.tile_bytes, -(-even // STEP_UNIT) * STEP_UNIT)
 
     @property
     def length(self) -> int:
@@ -129,7 +129,7 @@ class _Program:
 
     def copies(self, position: int) -> Iterator[Copy]:
         """Those of one group in one round; none where nothing is left to move, or it is there already."""
-        ops, (round, group) = self.plan.ops, divmod(position, self.length)
+        ops, (round, group) = self.moves.ops, divmod(position, self.length)
         leader = self.begin[group]
         cut = int(ops.cut[leader])
         first, last = piece_range(self.launch.block_bytes, cut, int(ops.piece[leader]))
@@ -147,12 +147,12 @@ class _Program:
                 yield Copy(peer, dest, source, num_bytes)
 
     def _cell(self, rank: int, index: int, round: int) -> tuple[int, int]:
-        slot = round % self.plan.rotation * self.plan.num_cells + index
-        return rank, self.plan.cells_offset + slot * self.plan.slot_bytes
+        slot = round % self.moves.rotation * self.moves.num_cells + index
+        return rank, self.moves.cells_offset + slot * self.moves.slot_bytes
 
     def _chunk(self, tensor: int, block: int, first: int) -> tuple[int, int]:
         """`first`: the byte of its block at which this round takes a chunk up."""
-        return self.plan.num_ranks + self.same[tensor], block * self.launch.block_bytes + first
+        return self.moves.num_ranks + self.same[tensor], block * self.launch.block_bytes + first
 
 
 def _waves(copies: Iterator[Copy]) -> list[Wave]:

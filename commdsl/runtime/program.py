@@ -10,20 +10,25 @@ from __future__ import annotations
 import hashlib
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache as memoize
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from commdsl.build import cache
 from commdsl.build.emit import Emitted
+from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.schedules import Contract, Schedule
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.config import Config
 from commdsl.machine.resources import data_dir
-from commdsl.program.plan import Access, Plan, Transport
+from commdsl.program.memory import Access, Transport
+from commdsl.program.plan import Plan
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +83,44 @@ class Definition:
     tune: tuple[tuple[str, int | str], ...] = ()  # in place of what the text tunes
 
 
+@dataclass(frozen=True, eq=False)
+class RoutedProgram:
+    """One dispatch, proved and emitted for one number of ranks."""
+
+    dispatch: Dispatch
+    plan: Plan
+    emitted: Emitted
+
+
 def program(definition: Definition, ranks: int, transport: Transport, config: Config) -> Program:
     """From the cache where nothing it depends on has changed, else compiled. Raises CommError as the compiler does."""
+    parts = ["program", *_parts(definition, ranks, transport)]
+    return _cached(Program, parts, lambda: _compile(definition, ranks, transport), config)
 
+
+def routed_program(definition: Definition, ranks: int, config: Config) -> RoutedProgram:
+    """As `program`, for a dispatch."""
+    parts = ["dispatch", *_parts(definition, ranks, Transport.PEER)]
+    return _cached(RoutedProgram, parts, lambda: _compile_dispatch(definition, ranks), config)
+
+
+def _cached(kind: type[Kind], parts: list[str], make: Callable[[], Kind], config: Config) -> Kind:
     def fill(fresh: Path) -> None:
-        made = _compile(definition, ranks, transport)
-        (fresh / "program.pickle").write_bytes(pickle.dumps(made, protocol=5))
+        (fresh / "program.pickle").write_bytes(pickle.dumps(make(), protocol=5))
 
-    entry = cache.entry(config.cache_dir, cache.key(_parts(definition, ranks, transport)), fill)
+    entry = cache.entry(config.cache_dir, cache.key(parts), fill)
     found = pickle.loads((entry / "program.pickle").read_bytes())
-    if not isinstance(found, Program):
-        raise InternalError(f"{entry} is not a Program")
+    if not isinstance(found, kind):
+        raise InternalError(f"{entry} is not a {kind.__name__}")
     return found
+
+
+def _compile_dispatch(definition: Definition, ranks: int) -> RoutedProgram:
+    from commdsl import compiler  # as in `_compile`
+
+    params, tune = dict(definition.params), dict(definition.tune)
+    made = compiler.compile_dispatch(definition.path, definition.schedule, ranks, definition.on, params, tune)
+    return RoutedProgram(made.dispatch, made.plan, made.emitted)
 
 
 def _compile(definition: Definition, ranks: int, transport: Transport) -> Program:
@@ -110,7 +141,7 @@ def _parts(definition: Definition, ranks: int, transport: Transport) -> list[str
     """Everything a Program depends on, as texts."""
     values = [f"{name}={value}" for name, value in sorted(definition.params)]
     values += [f"tune {key}={value!r}" for key, value in sorted(definition.tune)]
-    parts = ["program", sources_digest(), definition.schedule or "", str(ranks), transport.value, definition.on or ""]
+    parts = [sources_digest(), definition.schedule or "", str(ranks), transport.value, definition.on or ""]
     parts += [definition.path.name, *values, *_texts(definition.path, set())]
     if definition.on is not None:
         parts += [
@@ -156,29 +187,29 @@ def _signature(schedule: Schedule, plan: Plan) -> Signature:
     inputs: list[Port] = []
     outputs: list[Port] = []
     tensors: list[tuple[bool, int]] = []
-    for tensor in plan.tensors:
+    for tensor in plan.moves.tensors:
         ports = inputs if tensor.access is Access.READ else outputs
         stack = schedule.num_yields if tensor.is_yield else 0
         tensors.append((tensor.access is Access.READ, len(ports)))
         ports.append(Port(tensor.name, tensor.blocks // max(stack, 1), stack))
     names = [port.name for port in inputs]
-    safe = all(port.name in plan.alias_safe and port.name in names for port in outputs)
+    safe = all(port.name in plan.moves.alias_safe and port.name in names for port in outputs)
     return Signature(
         tuple(inputs),
         tuple(outputs),
         tuple(tensors),
-        plan.has_reduction,
+        plan.moves.has_reduction,
         tuple(names.index(port.name) for port in outputs) if outputs and safe else None,
     )
 
 
 def _fills_outputs(plan: Plan) -> bool:
     """Whether every rank's operations write every chunk of every output."""
-    for index, tensor in enumerate(plan.tensors):
+    for index, tensor in enumerate(plan.moves.tensors):
         if tensor.access is Access.READ:
             continue
-        here = plan.ops.dest_space == index
-        written = np.unique(plan.ops.dest_rank[here].astype(np.int64) * 2**32 + plan.ops.dest_index[here])
+        here = plan.moves.ops.dest_space == index
+        written = np.unique(plan.moves.ops.dest_rank[here].astype(np.int64) * 2**32 + plan.moves.ops.dest_index[here])
         if len(written) < plan.num_ranks * tensor.blocks * tensor.cut:
             return False
     return True

@@ -23,7 +23,7 @@ from commdsl import compiler
 from commdsl.build import nvrtc
 from commdsl.build.emit import defines
 from commdsl.machine.config import Config, from_environment
-from commdsl.program.plan import Transport
+from commdsl.program.memory import Transport
 from commdsl.runtime.program import Definition, program
 
 DTYPES = ("float32", "float16", "bfloat16", "int32", "int64")
@@ -53,7 +53,7 @@ def main() -> None:
                 num_programs += 1
                 if transport is Transport.NVSHMEM:
                     continue  # linked in milliseconds there, and each carries a third of a megabyte of NVSHMEM
-                for dtype in DTYPES if known.plan.has_reduction else ("bytes",):
+                for dtype in DTYPES if known.plan.moves.has_reduction else ("bytes",):
                     nvrtc.build(known.emitted, defines(known.plan, dtype, "sum"), transport, config)
                     num_cubins += 1
         if Transport.PEER in transports:

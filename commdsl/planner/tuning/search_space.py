@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from commdsl.planner.tuning.selection import Candidate, Params
-from commdsl.program.plan import MOST_THREADS
+from commdsl.program.moves import MOST_THREADS
 
 KB, MB = 1 << 10, 1 << 20
 ANY = 1 << 62

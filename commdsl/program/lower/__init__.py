@@ -13,6 +13,7 @@ Assumes the checks on the schedule have passed. Does not print text (`emit`) and
     clocks        what each rank knows of the others' progress
     ordering      edges -> as few flags as order them all
     tables        rows and flags -> the tables of the Plan
+    routed        a dispatch -> its Plan: the phases of a call, in order
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.program.lower.ordering import order
 from commdsl.program.lower.placement import Placed, place
 from commdsl.program.lower.tables import tables
-from commdsl.program.plan import MOST_THREADS, Access, Plan, Protocol, Tensor, Transport
+from commdsl.program.memory import Access, Tensor, Transport
+from commdsl.program.moves import MOST_THREADS, Moves, Protocol
+from commdsl.program.plan import Plan, Role
 
 # Measured on 4 H200s over ten schedules at 16 and 64 MB: fewer lanes leave links idle while a lane awaits a flag, more
 # threads a block or larger tiles gain nothing. The tuner's tables choose by size.
@@ -61,12 +64,9 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
     ordered = order(placed, schedule.num_ranks, protocol)
     ops, signals = tables(placed.rows, ordered.waits, schedule.num_ranks, barriers=not protocol.carries_flags)
     shape = _shape(schedule, protocol, placed.num_cells * ordered.rotation, transport)
-    return Plan(
+    moves = Moves(
         name=schedule.name,
         num_ranks=schedule.num_ranks,
-        params=schedule.params,
-        topology=schedule.topology.name,
-        contract=schedule.contracts[0].name,
         has_reduction=_has_reduction(schedule),
         tensors=placed.tensors,
         num_cells=placed.num_cells,
@@ -80,6 +80,16 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
         signals_per_round=signals,
         origins=placed.origins,
         alias_safe=tuple(_alias_safe(placed, schedule)),
+    )
+    return Plan(
+        name=schedule.name,
+        num_ranks=schedule.num_ranks,
+        params=schedule.params,
+        topology=schedule.topology.name,
+        contract=schedule.contracts[0].name,
+        roles=(Role(schedule.role or "comm", shape.lanes, shape.sms, shape.threads, (moves,)),),
+        tile_bytes=shape.tile_bytes,
+        span=schedule.span,
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from commdsl.ir.schedules import Ints
 from commdsl.program.lower.hazards import Index
 from commdsl.program.lower.rows import Rows
-from commdsl.program.plan import CELL
+from commdsl.program.moves import CELL
 
 DEPTH = 4  # cells a chunk uses in turn: more than two, so that the credit for a reuse is seldom waited for
 

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from commdsl.ir.schedules import Ints
 from commdsl.program.lower.hazards import Index
 from commdsl.program.lower.rows import Rows, begins, gather, nth, nth_of_equals, turns
-from commdsl.program.plan import CELL, MOST_DESTS, Access, OpKind, Tensor
+from commdsl.program.memory import Access, Tensor
+from commdsl.program.moves import CELL, MOST_DESTS, OpKind
 
 Mask = NDArray[np.bool_]
 NOBODY = -1

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
-from commdsl.program.plan import Reason
+from commdsl.program.moves import Reason
 
 Index: TypeAlias = NDArray[np.integer[Any]]
 """Positions, of whatever width numpy gives them."""

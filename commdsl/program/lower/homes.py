@@ -13,7 +13,7 @@ from commdsl.ir.schedules import Ints, Schedule, Step, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.program.lower.hazards import Index
-from commdsl.program.plan import Access, Tensor
+from commdsl.program.memory import Access, Tensor
 
 UNDEFINED = -2
 

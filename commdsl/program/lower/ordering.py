@@ -19,7 +19,7 @@ from commdsl.program.lower.hazards import Cells, Edges, Index, joined
 from commdsl.program.lower.placement import Placed
 from commdsl.program.lower.problem import Problem, Program, pose
 from commdsl.program.lower.rows import nth_of_equals
-from commdsl.program.plan import Protocol
+from commdsl.program.moves import Protocol
 
 
 @dataclass(frozen=True, eq=False)

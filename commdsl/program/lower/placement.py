@@ -24,7 +24,8 @@ from commdsl.program.lower.cells import allocate
 from commdsl.program.lower.fuse import fuse
 from commdsl.program.lower.homes import UNDEFINED, Homes, ints
 from commdsl.program.lower.rows import Batch, Rows, assemble
-from commdsl.program.plan import CELL, OpKind, Origin, Protocol, Tensor, Transport
+from commdsl.program.memory import Tensor, Transport
+from commdsl.program.moves import CELL, OpKind, Origin, Protocol
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from commdsl.ir.schedules import Ints
 from commdsl.program.lower.clocks import Clocks, FullClocks, RotatingClocks
 from commdsl.program.lower.hazards import Index
 from commdsl.program.lower.rows import Rows, begins, turns
-from commdsl.program.plan import CELL
+from commdsl.program.moves import CELL
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
-from commdsl.program.plan import OpKind
+from commdsl.program.moves import OpKind
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import numpy as np
 from commdsl.ir.schedules import Ints
 from commdsl.program.lower.hazards import Edges
 from commdsl.program.lower.rows import Rows, begins, nth_of_equals
-from commdsl.program.plan import Ops
+from commdsl.program.moves import Ops
 
 
 def tables(rows: Rows, waits: Edges, num_ranks: int, *, barriers: bool) -> tuple[Ops, Ints]:

@@ -8,6 +8,7 @@ clocks        waits and signals -> the order they guarantee
 hazards       operands -> accesses that must happen in one order
 synchronization   every hazard is ordered, no rank waits for ever, no flag is idle
 memory        the symmetric memory is there, and used
-dispatch_protocol   the same of a dispatch
+events        phases that are proved by region -> the steps of a call, thread by thread
+regions       the same three laws of these
 messages      what was found -> diagnostics
 """

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
-from commdsl.program.plan import Plan
+from commdsl.program.moves import Moves
 
 NONE = -1
 """No wait, no teller."""
@@ -91,10 +91,10 @@ class Clocks:
     shifted: bool
 
 
-def signal_owners(plan: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def signal_owners(moves: Moves) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The signals sorted by (raiser, peer), then program order; and where each pair begins."""
-    ops, num_ranks = plan.ops, plan.num_ranks
-    raiser = np.repeat(_actors(plan), np.diff(ops.signal_begin))
+    ops, num_ranks = moves.ops, moves.num_ranks
+    raiser = np.repeat(_actors(moves), np.diff(ops.signal_begin))
     pair = raiser.astype(np.int64) * num_ranks + ops.signal_peer
     begin = np.concatenate(([0], np.cumsum(np.bincount(pair, minlength=num_ranks * num_ranks))))
     if (pair[1:] >= pair[:-1]).all():  # as in a ring, where every rank has one peer to signal
@@ -106,11 +106,11 @@ def signal_owners(plan: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return pair % max(len(pair), 1), begin
 
 
-def timeline(plan: Plan) -> Timeline:
-    ops, num_ranks = plan.ops, plan.num_ranks
-    actor = _actors(plan)
+def timeline(moves: Moves) -> Timeline:
+    ops, num_ranks = moves.ops, moves.num_ranks
+    actor = _actors(moves)
     local = np.arange(ops.num_ops, dtype=np.int32) - ops.rank_begin[actor]
-    signals, begin = signal_owners(plan)
+    signals, begin = signal_owners(moves)
     signal_op = np.repeat(np.arange(ops.num_ops, dtype=np.int32), np.diff(ops.signal_begin))
     num_waits = np.diff(ops.wait_begin)
     wait_op = np.repeat(np.arange(ops.num_ops, dtype=np.int32), num_waits)
@@ -134,8 +134,8 @@ def timeline(plan: Plan) -> Timeline:
     )
 
 
-def _actors(plan: Plan) -> Ints:
-    return np.repeat(np.arange(plan.num_ranks, dtype=np.int32), np.diff(plan.ops.rank_begin))
+def _actors(moves: Moves) -> Ints:
+    return np.repeat(np.arange(moves.num_ranks, dtype=np.int32), np.diff(moves.ops.rank_begin))
 
 
 def pattern(events: Timeline) -> Pattern | None:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints, Schedule
 from commdsl.language.diagnostics import Diagnostic
-from commdsl.program.plan import Access, Plan
+from commdsl.program.memory import Access
+from commdsl.program.moves import Moves
 from commdsl.program.proof import messages, packets
 from commdsl.program.proof.clocks import pattern, run, timeline
 from commdsl.program.proof.meaning import Results, meant, tensors_given
@@ -41,16 +42,16 @@ from commdsl.program.proof.values import (
 Longs = NDArray[np.int64]
 
 
-def computes(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
+def computes(schedule: Schedule, moves: Moves) -> Iterator[Diagnostic]:
     """The first chunk that the caller gets back with other data than the schedule gives it."""
     wanted = meant(schedule)
-    unlike = {*plan.tensors} ^ {*tensors_given(schedule), *wanted}
+    unlike = {*moves.tensors} ^ {*tensors_given(schedule), *wanted}
     if unlike:
-        yield messages.other_tensors(schedule, plan, unlike)
+        yield messages.other_tensors(schedule, moves, unlike)
         return
-    followed = follow(schedule, plan)
+    followed = follow(schedule, moves)
     if any((followed.results[tensor] != values).any() for tensor, values in wanted.items()):
-        yield _explained(schedule, plan)
+        yield _explained(schedule, moves)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +87,11 @@ class Followed:
 class _Places:
     """Numbers for all places: tensor by tensor, then the cells; in each rank by rank."""
 
-    def __init__(self, plan: Plan) -> None:
-        sizes = [tensor.blocks * tensor.cut for tensor in plan.tensors] + [plan.num_cells]
+    def __init__(self, moves: Moves) -> None:
+        sizes = [tensor.blocks * tensor.cut for tensor in moves.tensors] + [moves.num_cells]
         self.size = np.array(sizes, np.int64)  # of a rank; the last entry stands for space -1, a cell
-        self.base = np.cumsum(self.size * plan.num_ranks) - self.size * plan.num_ranks
-        self.count = int(self.size.sum()) * plan.num_ranks
+        self.base = np.cumsum(self.size * moves.num_ranks) - self.size * moves.num_ranks
+        self.count = int(self.size.sum()) * moves.num_ranks
 
     def of(self, space: Ints, rank: Ints, index: Ints) -> Longs:
         places = self.size[space]
@@ -104,14 +105,14 @@ class _Places:
         return slice(int(self.base[space]), int(self.base[space + 1]))
 
 
-def program(plan: Plan) -> Program:
+def program(moves: Moves) -> Program:
     """The groups by when the greedy run has them: by batch, and within one the first of every rank, then the second.
 
     What a batch needs of other ranks lies in earlier ones, so the ranks within one may go on side by side.
     """
-    ops, places = plan.ops, _Places(plan)
+    ops, places = moves.ops, _Places(moves)
     leaders = ops.leaders
-    sequence, level_begin = _levels(plan, leaders)
+    sequence, level_begin = _levels(moves, leaders)
     leader = leaders[sequence]
     reads, source_begin = _gathered(ops.source_begin[leader], ops.source_begin[leader + 1])
     dests, dest_begin = _gathered(leader, np.append(leaders, ops.num_ops)[sequence + 1])
@@ -127,19 +128,19 @@ def program(plan: Plan) -> Program:
     )
 
 
-def _levels(plan: Plan, leaders: Ints) -> tuple[Longs, Ints]:
+def _levels(moves: Moves, leaders: Ints) -> tuple[Longs, Ints]:
     """An order of the groups, and where in it each level begins."""
-    flags = packets.flagged(plan, packets.deliveries(plan)) if plan.protocol.carries_flags else plan
+    flags = packets.flagged(moves, packets.deliveries(moves)) if moves.protocol.carries_flags else moves
     events = timeline(flags)
     batch = run(events, pattern(events)).batch[leaders]
     if not len(leaders):
         return np.zeros(0, np.int64), np.zeros(1, np.int32)
     place = np.arange(len(leaders), dtype=np.int64)
-    begin = np.searchsorted(leaders, plan.ops.rank_begin)
+    begin = np.searchsorted(leaders, moves.ops.rank_begin)
     if len({*np.diff(begin).tolist()}) == 1:
-        by_rank = batch.reshape(plan.num_ranks, -1)
+        by_rank = batch.reshape(moves.num_ranks, -1)
         if (by_rank == by_rank[0]).all():  # all ranks go on in step: each column is a level
-            return place.reshape(by_rank.shape).T.ravel(), np.arange(0, len(place) + 1, plan.num_ranks, dtype=np.int32)
+            return place.reshape(by_rank.shape).T.ravel(), np.arange(0, len(place) + 1, moves.num_ranks, dtype=np.int32)
     rank = events.actor[leaders]
     opens = np.concatenate(([True], (rank[1:] != rank[:-1]) | (batch[1:] != batch[:-1])))
     turn = place - np.maximum.accumulate(np.where(opens, place, 0))
@@ -160,13 +161,13 @@ def _gathered(begin: Ints, end: Ints) -> tuple[Ints, Longs]:
     return rows, np.concatenate(([0], ends)).astype(np.int64)
 
 
-def follow(schedule: Schedule, plan: Plan, book: Book | None = None) -> Followed:
+def follow(schedule: Schedule, moves: Moves, book: Book | None = None) -> Followed:
     """Runs a round of the Plan on values."""
-    order, places = program(plan), _Places(plan)
+    order, places = program(moves), _Places(moves)
     held = np.full(places.count, STALE)
     for tensor, buffer in tensors_given(schedule).items():
-        held[places.whole(plan.tensors.index(tensor))] = given(schedule, buffer)
-    averages = plan.num_ranks > 1
+        held[places.whole(moves.tensors.index(tensor))] = given(schedule, buffer)
+    averages = moves.num_ranks > 1
     made: list[Values] = [np.zeros(0, np.uint64)]
     sources, dests = order.source_begin, order.dest_begin
     fewest, most = _extremes(order, sources)
@@ -187,7 +188,7 @@ def follow(schedule: Schedule, plan: Plan, book: Book | None = None) -> Followed
             if book is not None:
                 book.note(averaged(values), ((values, None),), divided=True)
         _store(held, order.dest[rows], stored)
-    return Followed(order, _results(plan, order, places, held), np.concatenate(made))
+    return Followed(order, _results(moves, order, places, held), np.concatenate(made))
 
 
 def _extremes(order: Program, begin: Longs) -> tuple[list[int], list[int]]:
@@ -216,25 +217,25 @@ def _store(held: Values, dest: Longs, values: Values) -> None:
         held[dest[lost]] = CLASH
 
 
-def _results(plan: Plan, order: Program, places: _Places, held: Values) -> Results:
+def _results(moves: Moves, order: Program, places: _Places, held: Values) -> Results:
     written = np.zeros(places.count, np.bool_)
     written[order.dest] = True
     held = np.where(written, held, UNWRITTEN)
     return {
-        tensor: held[places.whole(space)].reshape(plan.num_ranks, -1)
-        for space, tensor in enumerate(plan.tensors)
+        tensor: held[places.whole(space)].reshape(moves.num_ranks, -1)
+        for space, tensor in enumerate(moves.tensors)
         if tensor.access is Access.WRITE
     }
 
 
-def _explained(schedule: Schedule, plan: Plan) -> Diagnostic:
+def _explained(schedule: Schedule, moves: Moves) -> Diagnostic:
     """The whole once more, with a note of how every value comes about."""
     means, does = Book(schedule), Book(schedule)
-    wanted, followed = meant(schedule, means), follow(schedule, plan, does)
+    wanted, followed = meant(schedule, means), follow(schedule, moves, does)
     wrong = {tensor: np.argwhere(followed.results[tensor] != values) for tensor, values in wanted.items()}
-    tensor = next(tensor for tensor in plan.tensors if len(wrong.get(tensor, ())))
+    tensor = next(tensor for tensor in moves.tensors if len(wrong.get(tensor, ())))
     rank, chunk = wrong[tensor][0].tolist()
-    place = int(_Places(plan).whole(plan.tensors.index(tensor)).start + rank * tensor.blocks * tensor.cut + chunk)
+    place = int(_Places(moves).whole(moves.tensors.index(tensor)).start + rank * tensor.blocks * tensor.cut + chunk)
     order = followed.program
     last = _last_store(order, place, len(order.dest))
     first = None if last is None else _first_unmeant(followed, last, means.all_values())
@@ -251,7 +252,7 @@ def _explained(schedule: Schedule, plan: Plan) -> Diagnostic:
         op=None if last is None else int(order.dest_op[last]),
         first=None if first is None else (int(order.leader[first]), does.words(followed.made[first])),
     )
-    return messages.wrong_data(schedule, plan, found)
+    return messages.wrong_data(schedule, moves, found)
 
 
 def _last_store(order: Program, place: int, before: int) -> int | None:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
-from commdsl.program.plan import CELL, Access, Plan
+from commdsl.program.memory import Access
+from commdsl.program.moves import CELL, Moves
 from commdsl.program.proof.clocks import Run, Timeline
 
 Longs: TypeAlias = NDArray[np.int64]
@@ -56,18 +57,18 @@ class Reads:
     place: Longs
 
 
-def places_per_rank(plan: Plan) -> int:
+def places_per_rank(moves: Moves) -> int:
     """Cells, then the chunks of the tensors that are written; at least 1."""
-    return max(plan.num_cells + sum(t.blocks * t.cut for t in plan.tensors if t.access is Access.WRITE), 1)
+    return max(moves.num_cells + sum(t.blocks * t.cut for t in moves.tensors if t.access is Access.WRITE), 1)
 
 
-def place_name(plan: Plan, place: int) -> str:
+def place_name(moves: Moves, place: int) -> str:
     """The place as a message calls it."""
-    rank, index = divmod(place, places_per_rank(plan))
-    if index < plan.num_cells:
+    rank, index = divmod(place, places_per_rank(moves))
+    if index < moves.num_cells:
         return f"cell {index} of rank {rank}"
-    index -= plan.num_cells
-    for tensor in plan.tensors:
+    index -= moves.num_cells
+    for tensor in moves.tensors:
         if tensor.access is Access.WRITE:
             if index < tensor.blocks * tensor.cut:
                 return f"chunk {index} of `{tensor.name}` on rank {rank}"
@@ -75,21 +76,21 @@ def place_name(plan: Plan, place: int) -> str:
     raise InternalError(f"place {place} is beyond the last tensor of the Plan")
 
 
-def _offsets(plan: Plan) -> Longs:
+def _offsets(moves: Moves) -> Longs:
     """Per space, its first place within a rank; -1 if its accesses cannot conflict. The last entry is CELL."""
-    offset = np.full(len(plan.tensors) + 1, -1, np.int64)
+    offset = np.full(len(moves.tensors) + 1, -1, np.int64)
     offset[CELL] = 0
-    size = plan.num_cells
-    for number, tensor in enumerate(plan.tensors):
+    size = moves.num_cells
+    for number, tensor in enumerate(moves.tensors):
         if tensor.access is Access.WRITE:
             offset[number] = size
             size += tensor.blocks * tensor.cut
     return offset
 
 
-def touched(plan: Plan, op: int) -> tuple[frozenset[int], frozenset[int]]:
+def touched(moves: Moves, op: int) -> tuple[frozenset[int], frozenset[int]]:
     """The places the group that begins with an operation writes, and those it reads."""
-    ops, offset, per_rank = plan.ops, _offsets(plan), places_per_rank(plan)
+    ops, offset, per_rank = moves.ops, _offsets(moves), places_per_rank(moves)
     group = np.flatnonzero(ops.leader_of == op)
     dest = ops.dest_rank[group] * np.int64(per_rank) + offset[ops.dest_space[group]] + ops.dest_index[group]
     row = slice(ops.source_begin[op], ops.source_begin[op + 1])
@@ -98,7 +99,7 @@ def touched(plan: Plan, op: int) -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(dest.tolist()), frozenset(source[offsets >= 0].tolist())
 
 
-def accesses(plan: Plan, events: Timeline, order: Run) -> Iterator[Accesses]:
+def accesses(moves: Moves, events: Timeline, order: Run) -> Iterator[Accesses]:
     """Every access to a cell, and to a tensor that is written, in slices of whole places.
 
     An access is one word: place, batch, number in the program, rank, write. Sorting and taking words apart again needs
@@ -106,9 +107,9 @@ def accesses(plan: Plan, events: Timeline, order: Run) -> Iterator[Accesses]:
     """
     batches = 1 if order.batch is events.local else int(order.batch.max(initial=0)) + 1
     length, ranks = int(events.lengths.max(initial=1)) + 1, events.num_ranks
-    if ranks * places_per_rank(plan) * batches * length * ranks * 2 >= 1 << 63:
-        raise InternalError(f"the Plan of `{plan.name}` is too large to be proved")
-    words = _words(plan, events, order, batches, length)
+    if ranks * places_per_rank(moves) * batches * length * ranks * 2 >= 1 << 63:
+        raise InternalError(f"the Plan of `{moves.name}` is too large to be proved")
+    words = _words(moves, events, order, batches, length)
     words.sort()
     start, size = 0, batches * length * ranks * 2
     while start < len(words):
@@ -122,8 +123,8 @@ def accesses(plan: Plan, events: Timeline, order: Run) -> Iterator[Accesses]:
         start = stop
 
 
-def _words(plan: Plan, events: Timeline, order: Run, batches: int, length: int) -> Longs:
-    ops, offset, per_rank = plan.ops, _offsets(plan), places_per_rank(plan)
+def _words(moves: Moves, events: Timeline, order: Run, batches: int, length: int) -> Longs:
+    ops, offset, per_rank = moves.ops, _offsets(moves), places_per_rank(moves)
     reader = np.repeat(np.arange(ops.num_ops, dtype=np.int32), np.diff(ops.source_begin))
     reads = np.flatnonzero(offset[ops.source_space] >= 0)
     leader = ops.leader_of
@@ -149,7 +150,7 @@ def _words(plan: Plan, events: Timeline, order: Run, batches: int, length: int) 
     return words
 
 
-def hazards(found: Accesses, plan: Plan) -> tuple[Hazards, Reads]:
+def hazards(found: Accesses, moves: Moves) -> tuple[Hazards, Reads]:
     """The pairs that must be ordered, of different operations; and which write every read sees."""
     size = len(found.op)
     place = np.arange(size, dtype=np.int32)
@@ -167,7 +168,7 @@ def hazards(found: Accesses, plan: Plan) -> tuple[Hazards, Reads]:
     # Read or write after write; write after read; and what is last in a round with the first write of a later one.
     follows = np.flatnonzero(before >= 0)
     precedes = np.flatnonzero(~found.write & ~final)
-    is_cell = found.place % places_per_rank(plan) < plan.num_cells
+    is_cell = found.place % places_per_rank(moves) < moves.num_cells
     trailing = np.flatnonzero(final & (opening <= end) & is_cell)
     first = found.op[np.concatenate((before[follows], precedes, trailing))]
     second = found.op[np.concatenate((follows, after[precedes], opening[trailing]))]
@@ -178,21 +179,21 @@ def hazards(found: Accesses, plan: Plan) -> tuple[Hazards, Reads]:
     return Hazards(first[keep], second[keep], across[keep]), Reads(found.op[reads], writer, found.place[reads])
 
 
-def clobbers(plan: Plan) -> tuple[Hazards, Ints]:
+def clobbers(moves: Moves) -> tuple[Hazards, Ints]:
     """Where an `inout` buffer is one memory: every read of what came in, with the first write over it on that rank.
 
     Beside each the number of the buffer in `alias_safe`.
     """
-    ops = plan.ops
+    ops = moves.ops
     reader = np.repeat(np.arange(ops.num_ops, dtype=np.int32), np.diff(ops.source_begin))
     none = np.zeros(0, np.int32)
     first, second, which = [none], [none], [none]
-    for number, name in enumerate(plan.alias_safe):
-        tensors = {tensor.access: space for space, tensor in enumerate(plan.tensors) if tensor.name == name}
-        tensor = plan.tensors[tensors[Access.READ]]
+    for number, name in enumerate(moves.alias_safe):
+        tensors = {tensor.access: space for space, tensor in enumerate(moves.tensors) if tensor.name == name}
+        tensor = moves.tensors[tensors[Access.READ]]
         chunks = tensor.blocks * tensor.cut
         writes = np.flatnonzero(ops.dest_space == tensors[Access.WRITE]).astype(np.int32)
-        opening = np.full(plan.num_ranks * chunks, -1, np.int32)
+        opening = np.full(moves.num_ranks * chunks, -1, np.int32)
         # Backwards, so that what is left is the first.
         place = ops.dest_rank[writes].astype(np.int64) * chunks + ops.dest_index[writes]
         opening[place[::-1]] = ops.leader_of[writes][::-1]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from commdsl.ir.schedules import Moves, Schedule, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import BufferKind
-from commdsl.program.plan import Access, Tensor
+from commdsl.program.memory import Access, Tensor
 from commdsl.program.proof.values import UNWRITTEN, Book, Column, Values, averaged, combined, given
 
 Results: TypeAlias = dict[Tensor, Values]

@@ -12,31 +12,31 @@ import numpy as np
 
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, Label
-from commdsl.program.plan import CELL, Plan
+from commdsl.program.moves import CELL, Moves
 
 HEAP_BYTES = 1 << 30
 """Symmetric memory a rank gives: the heap that NVSHMEM makes unless told otherwise, shared by all loaded ops."""
 
 
-def memory(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
+def memory(schedule: Schedule, moves: Moves) -> Iterator[Diagnostic]:
     """The cells are all used, and fit in a device's heap."""
-    used = np.zeros(plan.num_cells, np.bool_)
-    used[plan.ops.dest_index[plan.ops.dest_space == CELL]] = True
+    used = np.zeros(moves.num_cells, np.bool_)
+    used[moves.ops.dest_index[moves.ops.dest_space == CELL]] = True
     if not used.all():
         yield Diagnostic(
             "C342",
-            f"cell {int(np.argmin(used))} of `{plan.name}` is never written",
-            Label(schedule.span, f"its Plan has {plan.num_cells} cells, of which {int(used.sum())} are written"),
+            f"cell {int(np.argmin(used))} of `{moves.name}` is never written",
+            Label(schedule.span, f"its Plan has {moves.num_cells} cells, of which {int(used.sum())} are written"),
             help="the compiler numbers the cells, so this is its fault: report it with this file",
         )
-    if plan.symmetric_bytes > HEAP_BYTES:
-        cells = f"{plan.num_cells} {'cell' if plan.num_cells == 1 else 'cells'}"
-        copies = f"{plan.rotation} {'copy' if plan.rotation == 1 else 'copies'}"
+    if moves.symmetric_bytes > HEAP_BYTES:
+        cells = f"{moves.num_cells} {'cell' if moves.num_cells == 1 else 'cells'}"
+        copies = f"{moves.rotation} {'copy' if moves.rotation == 1 else 'copies'}"
         yield Diagnostic(
             "C341",
-            f"`{plan.name}` needs {_size(plan.symmetric_bytes)} of symmetric memory on every rank",
+            f"`{moves.name}` needs {_size(moves.symmetric_bytes)} of symmetric memory on every rank",
             Label(schedule.span, f"a device gives {_size(HEAP_BYTES)}"),
-            notes=(f"{cells} in {copies}, for {plan.lanes} lanes a tile of {_size(plan.tile_bytes)} each",),
+            notes=(f"{cells} in {copies}, for {moves.lanes} lanes a tile of {_size(moves.tile_bytes)} each",),
             help="a smaller `tile` or fewer `lanes` in `tune`",
         )
 

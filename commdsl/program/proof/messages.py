@@ -15,7 +15,8 @@ import numpy as np
 
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, InternalError, Label
-from commdsl.program.plan import Plan, Tensor
+from commdsl.program.memory import Tensor
+from commdsl.program.moves import Moves
 from commdsl.program.proof.clocks import Run, Timeline, signal_owners
 from commdsl.program.proof.hazards import Hazards, Longs, Reads, place_name, touched
 
@@ -23,30 +24,30 @@ HELP = "the compiler derives flags and barriers, so this is its fault: report it
 HELP_TABLES = "the compiler makes the tables, so this is its fault: report it with this file"
 
 
-def _rank(plan: Plan, op: int) -> int:
-    return int(np.searchsorted(plan.ops.rank_begin, op, side="right")) - 1
+def _rank(moves: Moves, op: int) -> int:
+    return int(np.searchsorted(moves.ops.rank_begin, op, side="right")) - 1
 
 
-def _where(plan: Plan, op: int) -> str:
+def _where(moves: Moves, op: int) -> str:
     """`operation 3 of rank 1 (s = 2) [copy out]`."""
-    rank = _rank(plan, op)
-    origin = plan.origins[plan.ops.origin[op]]
+    rank = _rank(moves, op)
+    origin = moves.origins[moves.ops.origin[op]]
     bindings = ", ".join(f"{name} = {value}" for name, value in origin.bindings)
-    text = f"operation {op - int(plan.ops.rank_begin[rank])} of rank {rank}"
+    text = f"operation {op - int(moves.ops.rank_begin[rank])} of rank {rank}"
     return text + (f" ({bindings})" if bindings else "") + (f" [{origin.note}]" if origin.note else "")
 
 
-def _label(plan: Plan, op: int, text: str) -> Label:
-    return Label(plan.origins[plan.ops.origin[op]].span, text)
+def _label(moves: Moves, op: int, text: str) -> Label:
+    return Label(moves.origins[moves.ops.origin[op]].span, text)
 
 
 def _more(count: int, what: str) -> tuple[str, ...]:
     return (f"{count - 1} more {what}",) if count > 1 else ()
 
 
-def _wait(plan: Plan, wait: int) -> tuple[int, int, int, int]:
+def _wait(moves: Moves, wait: int) -> tuple[int, int, int, int]:
     """Its operation, peer, ordinal and rounds back."""
-    ops = plan.ops
+    ops = moves.ops
     op = int(np.searchsorted(ops.wait_begin, wait, side="right")) - 1
     return op, int(ops.wait_peer[wait]), int(ops.wait_ordinal[wait]), int(ops.wait_rounds_back[wait])
 
@@ -59,24 +60,24 @@ def _rounds(count: int) -> str:
     return f"{count} round{'s' if count > 1 else ''}"
 
 
-def never_raised(plan: Plan, waits: Longs) -> Diagnostic:
+def never_raised(moves: Moves, waits: Longs) -> Diagnostic:
     """C203."""
-    op, peer, ordinal, back = _wait(plan, int(waits[0]))
-    raised = int(plan.signals_per_round[peer, _rank(plan, op)])
+    op, peer, ordinal, back = _wait(moves, int(waits[0]))
+    raised = int(moves.signals_per_round[peer, _rank(moves, op)])
     return Diagnostic(
         "C203",
-        f"rank {_rank(plan, op)} waits for a signal that rank {peer} never raises",
+        f"rank {_rank(moves, op)} waits for a signal that rank {peer} never raises",
         _label(
-            plan, op, f"{_where(plan, op)} waits for signal {ordinal}{_round_name(back)}; {raised} are raised a round"
+            moves, op, f"{_where(moves, op)} waits for signal {ordinal}{_round_name(back)}; {raised} are raised a round"
         ),
         notes=_more(len(waits), "waits have no signal"),
         help=HELP,
     )
 
 
-def deadlock(plan: Plan, events: Timeline, order: Run) -> Diagnostic:
+def deadlock(moves: Moves, events: Timeline, order: Run) -> Diagnostic:
     """C201: follows the first stuck rank to the rank it waits for, until the circle closes."""
-    ops = plan.ops
+    ops = moves.ops
     rank = int(np.argmax(order.done < events.lengths))
     chain: list[tuple[int, int]] = []  # operation, wait
     met: dict[int, int] = {}
@@ -95,37 +96,37 @@ def deadlock(plan: Plan, events: Timeline, order: Run) -> Diagnostic:
     for op, wait in circle:
         peer = int(ops.wait_peer[wait])
         raiser = int(ops.rank_begin[peer] + events.wait_signal[wait])
-        notes.append(f"{_where(plan, op)} waits for {_where(plan, raiser)}, which has not run")
-    ranks = " -> ".join(str(_rank(plan, op)) for op, _ in circle)
+        notes.append(f"{_where(moves, op)} waits for {_where(moves, raiser)}, which has not run")
+    ranks = " -> ".join(str(_rank(moves, op)) for op, _ in circle)
     op, wait = circle[0]
     peer, signal = int(ops.wait_peer[wait]), int(ops.wait_ordinal[wait])
     return Diagnostic(
         "C201",
         f"{len(circle)} ranks wait for each other",
-        _label(plan, op, f"{_where(plan, op)} waits for signal {signal} of rank {peer}"),
-        tuple(_label(plan, op, f"{_where(plan, op)} waits too") for op, _ in circle[1:2]),
-        notes=(f"the circle: {ranks} -> {_rank(plan, op)}", *notes[:8]),
+        _label(moves, op, f"{_where(moves, op)} waits for signal {signal} of rank {peer}"),
+        tuple(_label(moves, op, f"{_where(moves, op)} waits too") for op, _ in circle[1:2]),
+        notes=(f"the circle: {ranks} -> {_rank(moves, op)}", *notes[:8]),
         help=HELP,
     )
 
 
-def race(plan: Plan, events: Timeline, pairs: Hazards, found: int, more: int, known: int) -> Diagnostic:
+def race(moves: Moves, events: Timeline, pairs: Hazards, found: int, more: int, known: int) -> Diagnostic:
     """C202 in a round, C205 across rounds. `known`: operations of the first rank that the second knows done by then."""
     first, second, across = int(pairs.first[found]), int(pairs.second[found]), bool(pairs.across[found])
     a, b = int(events.actor[first]), int(events.actor[second])
     length = int(events.lengths[a])
-    later = f"round {plan.rotation}" if across else "round 0"
-    place, first_verb, second_verb = _conflict(plan, first, second)
+    later = f"round {moves.rotation}" if across else "round 0"
+    place, first_verb, second_verb = _conflict(moves, first, second)
     if known:
-        last = _where(plan, int(plan.ops.rank_begin[a]) + (known - 1) % length)
+        last = _where(moves, int(moves.ops.rank_begin[a]) + (known - 1) % length)
         knows = f"the last that rank {b} then knows done of rank {a} is {last} in round {(known - 1) // length}"
     else:
         knows = f"rank {b} then knows nothing done of rank {a}"
     return Diagnostic(
         "C205" if across else "C202",
         f"two ranks touch {place} in no order" + (", in two calls" if across else ""),
-        _label(plan, second, f"{_where(plan, second)} {second_verb} it in {later}"),
-        (_label(plan, first, f"{_where(plan, first)} {first_verb} it in round 0"),),
+        _label(moves, second, f"{_where(moves, second)} {second_verb} it in {later}"),
+        (_label(moves, first, f"{_where(moves, first)} {first_verb} it in round 0"),),
         notes=(
             f"no chain of flags leads from operation {int(events.local[first])} of rank {a}"
             f" to operation {int(events.local[second])} of rank {b}: {knows}",
@@ -135,40 +136,40 @@ def race(plan: Plan, events: Timeline, pairs: Hazards, found: int, more: int, kn
     )
 
 
-def _conflict(plan: Plan, first: int, second: int) -> tuple[str, str, str]:
+def _conflict(moves: Moves, first: int, second: int) -> tuple[str, str, str]:
     """The place where two operations conflict, and what each does to it."""
-    (dests, sources), (other_dests, other_sources) = touched(plan, first), touched(plan, second)
+    (dests, sources), (other_dests, other_sources) = touched(moves, first), touched(moves, second)
     for place in sorted(dests & other_dests):
-        return place_name(plan, place), "writes", "writes"
+        return place_name(moves, place), "writes", "writes"
     for place in sorted(dests & other_sources):
-        return place_name(plan, place), "writes", "reads"
+        return place_name(moves, place), "writes", "reads"
     for place in sorted(sources & other_dests):
-        return place_name(plan, place), "reads", "writes"
+        return place_name(moves, place), "reads", "writes"
     raise InternalError(f"operations {first} and {second} do not conflict")
 
 
-def no_barrier(plan: Plan, pairs: Hazards, found: Longs) -> Diagnostic:
+def no_barrier(moves: Moves, pairs: Hazards, found: Longs) -> Diagnostic:
     """C206."""
     first, second, across = (int(x[found[0]]) for x in (pairs.first, pairs.second, pairs.across))
-    place, first_verb, second_verb = _conflict(plan, first, second)
+    place, first_verb, second_verb = _conflict(moves, first, second)
     return Diagnostic(
         "C206",
         f"threads of one block race on {place}",
-        _label(plan, second, f"{_where(plan, second)} {second_verb} it in round {across * plan.rotation}"),
-        (_label(plan, first, f"{_where(plan, first)} {first_verb} it in round 0"),),
+        _label(moves, second, f"{_where(moves, second)} {second_verb} it in round {across * moves.rotation}"),
+        (_label(moves, first, f"{_where(moves, first)} {first_verb} it in round 0"),),
         notes=("no block barrier lies between the two",),
         help=HELP,
     )
 
 
-def clobbered(plan: Plan, pairs: Hazards, found: Longs, name: str) -> Diagnostic:
+def clobbered(moves: Moves, pairs: Hazards, found: Longs, name: str) -> Diagnostic:
     """C208."""
     first, second = int(pairs.first[found[0]]), int(pairs.second[found[0]])
     return Diagnostic(
         "C208",
         f"`{name}` is overwritten where it may still be read",
-        _label(plan, second, f"{_where(plan, second)} writes over a chunk of it"),
-        (_label(plan, first, f"{_where(plan, first)} reads the chunk as it came in"),),
+        _label(moves, second, f"{_where(moves, second)} writes over a chunk of it"),
+        (_label(moves, first, f"{_where(moves, first)} reads the chunk as it came in"),),
         notes=(
             f"the Plan says that `{name}` may be read and written in one memory",
             *_more(len(found), "reads are not safe"),
@@ -177,84 +178,84 @@ def clobbered(plan: Plan, pairs: Hazards, found: Longs, name: str) -> Diagnostic
     )
 
 
-def undefined(plan: Plan, reads: Reads, found: Longs) -> Diagnostic:
+def undefined(moves: Moves, reads: Reads, found: Longs) -> Diagnostic:
     """C207, nothing written."""
     op = int(reads.op[found[0]])
     return Diagnostic(
         "C207",
-        f"{place_name(plan, int(reads.place[found[0]]))} is read before it is written",
-        _label(plan, op, f"{_where(plan, op)} reads it, no operation of the round writes it before"),
+        f"{place_name(moves, int(reads.place[found[0]]))} is read before it is written",
+        _label(moves, op, f"{_where(moves, op)} reads it, no operation of the round writes it before"),
         help=HELP,
     )
 
 
-def other_size(plan: Plan, reads: Reads, found: Longs) -> Diagnostic:
+def other_size(moves: Moves, reads: Reads, found: Longs) -> Diagnostic:
     """C207, another size class."""
-    ops = plan.ops
+    ops = moves.ops
     op, writer = int(reads.op[found[0]]), int(reads.writer[found[0]])
     return Diagnostic(
         "C207",
-        f"{place_name(plan, int(reads.place[found[0]]))} is read in another size than written",
-        _label(plan, op, f"{_where(plan, op)} reads piece {int(ops.piece[op])} of {int(ops.cut[op])}"),
+        f"{place_name(moves, int(reads.place[found[0]]))} is read in another size than written",
+        _label(moves, op, f"{_where(moves, op)} reads piece {int(ops.piece[op])} of {int(ops.cut[op])}"),
         (
             _label(
-                plan, writer, f"{_where(plan, writer)} wrote piece {int(ops.piece[writer])} of {int(ops.cut[writer])}"
+                moves, writer, f"{_where(moves, writer)} wrote piece {int(ops.piece[writer])} of {int(ops.cut[writer])}"
             ),
         ),
         help=HELP,
     )
 
 
-def unheard(plan: Plan, place: int) -> Diagnostic:
+def unheard(moves: Moves, place: int) -> Diagnostic:
     """C204, a signal."""
-    signals, begin = signal_owners(plan)
-    op = int(np.searchsorted(plan.ops.signal_begin, place, side="right")) - 1
-    rank, peer = _rank(plan, op), int(plan.ops.signal_peer[place])
-    pair = rank * plan.num_ranks + peer
+    signals, begin = signal_owners(moves)
+    op = int(np.searchsorted(moves.ops.signal_begin, place, side="right")) - 1
+    rank, peer = _rank(moves, op), int(moves.ops.signal_peer[place])
+    pair = rank * moves.num_ranks + peer
     ordinal = int(np.flatnonzero(signals[begin[pair] : begin[pair + 1]] == place)[0]) + 1
     return Diagnostic(
         "C204",
         "a signal is raised that nobody waits for",
-        _label(plan, op, f"{_where(plan, op)} raises signal {ordinal} to rank {peer}, which has no wait for it"),
+        _label(moves, op, f"{_where(moves, op)} raises signal {ordinal} to rank {peer}, which has no wait for it"),
         help=HELP,
     )
 
 
-def idle_wait(plan: Plan, wait: int) -> Diagnostic:
+def idle_wait(moves: Moves, wait: int) -> Diagnostic:
     """C204, a wait."""
-    op, peer, ordinal, back = _wait(plan, wait)
+    op, peer, ordinal, back = _wait(moves, wait)
     return Diagnostic(
         "C204",
         "a wait orders nothing that is not in order without it",
-        _label(plan, op, f"{_where(plan, op)} waits for signal {ordinal} of rank {peer}{_round_name(back)}"),
+        _label(moves, op, f"{_where(moves, op)} waits for signal {ordinal} of rank {peer}{_round_name(back)}"),
         help=HELP,
     )
 
 
-def written_twice(plan: Plan, first: int, second: int) -> Diagnostic:
+def written_twice(moves: Moves, first: int, second: int) -> Diagnostic:
     """C209, in a round."""
-    cell = f"cell {int(plan.ops.dest_index[second])} of rank {int(plan.ops.dest_rank[second])}"
+    cell = f"cell {int(moves.ops.dest_index[second])} of rank {int(moves.ops.dest_rank[second])}"
     return Diagnostic(
         "C209",
         f"{cell} is written twice in a round, and its flag cannot tell which data it holds",
-        _label(plan, second, f"{_where(plan, second)} writes it"),
-        (_label(plan, first, f"{_where(plan, first)} does, too"),),
+        _label(moves, second, f"{_where(moves, second)} writes it"),
+        (_label(moves, first, f"{_where(moves, first)} does, too"),),
         help=HELP,
     )
 
 
-def overwritten(plan: Plan, write: int, read: int, count: int) -> Diagnostic:
+def overwritten(moves: Moves, write: int, read: int, count: int) -> Diagnostic:
     """C209, across rounds."""
-    writer, reader = _rank(plan, write), _rank(plan, read)
-    if plan.rotation < 2:
+    writer, reader = _rank(moves, write), _rank(moves, read)
+    if moves.rotation < 2:
         why = f"what rank {writer} hears of rank {reader} in a round tells it that rounds before are over, not this one"
     else:
         why = f"by the end of a round rank {writer} has heard nothing of rank {reader}'s part in it"
     return Diagnostic(
         "C209",
-        f"rank {writer} may overwrite what rank {reader} has not read {_rounds(plan.rotation)} before",
-        _label(plan, write, f"{_where(plan, write)} writes a cell of rank {reader} in round {plan.rotation}"),
-        (_label(plan, read, f"{_where(plan, read)} reads what rank {writer} wrote in round 0"),),
+        f"rank {writer} may overwrite what rank {reader} has not read {_rounds(moves.rotation)} before",
+        _label(moves, write, f"{_where(moves, write)} writes a cell of rank {reader} in round {moves.rotation}"),
+        (_label(moves, read, f"{_where(moves, read)} reads what rank {writer} wrote in round 0"),),
         notes=(f"{why}, and it waits for no credit", *_more(count, "pairs of ranks are like this")),
         help=HELP,
     )
@@ -275,18 +276,18 @@ class WrongData:
     first: tuple[int, str] | None  # the first operation on the way that makes what is nowhere meant, and what it makes
 
 
-def wrong_data(schedule: Schedule, plan: Plan, found: WrongData) -> Diagnostic:
+def wrong_data(schedule: Schedule, moves: Moves, found: WrongData) -> Diagnostic:
     """C210."""
     if found.op is None:
         label = Label(schedule.span, "no operation stores to it")
     else:
-        label = _label(plan, found.op, f"{_where(plan, found.op)} stores it")
+        label = _label(moves, found.op, f"{_where(moves, found.op)} stores it")
     origins = [] if found.first is None else [found.first]
     return Diagnostic(
         "C210",
         f"chunk {found.chunk} of `{found.tensor}` on rank {found.rank} is not what the schedule says",
         label,
-        tuple(_label(plan, op, f"wrong since {_where(plan, op)}, which makes {made}") for op, made in origins),
+        tuple(_label(moves, op, f"wrong since {_where(moves, op)}, which makes {made}") for op, made in origins),
         notes=(
             f"expected {found.expected}",
             f"got {found.got}",
@@ -297,14 +298,14 @@ def wrong_data(schedule: Schedule, plan: Plan, found: WrongData) -> Diagnostic:
     )
 
 
-def other_tensors(schedule: Schedule, plan: Plan, unlike: Collection[Tensor]) -> Diagnostic:
+def other_tensors(schedule: Schedule, moves: Moves, unlike: Collection[Tensor]) -> Diagnostic:
     """C210, before any data."""
     first = min(unlike, key=lambda tensor: (tensor.name, tensor.access.value, tensor.blocks, tensor.cut))
     shape = f"{first.blocks} x {first.cut} chunks that are {'read' if first.access.value == 'read' else 'written'}"
-    where = "the Plan alone" if first in plan.tensors else "the schedule alone"
+    where = "the Plan alone" if first in moves.tensors else "the schedule alone"
     return Diagnostic(
         "C210",
-        f"the tensors of the Plan of `{plan.name}` are not those of the schedule",
+        f"the tensors of the Plan of `{moves.name}` are not those of the schedule",
         Label(schedule.span, f"{where} has `{first.name}` of {shape}"),
         help=HELP_TABLES,
     )

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import Diagnostic
-from commdsl.program.plan import CELL, Plan, Reason
+from commdsl.program.moves import CELL, Moves, Reason
 from commdsl.program.proof import messages
 from commdsl.program.proof.clocks import NONE, clocks, pattern, row_begin, run, timeline
 
@@ -39,21 +39,21 @@ class Deliveries:
     target: Ints  # rank of the reader
 
 
-def written_twice(plan: Plan) -> Iterator[Diagnostic]:
+def written_twice(moves: Moves) -> Iterator[Diagnostic]:
     """A cell that two operations write in a round."""
-    ops = plan.ops
+    ops = moves.ops
     writes = np.flatnonzero(ops.dest_space == CELL)
-    key = ops.dest_rank[writes].astype(np.int64) * max(plan.num_cells, 1) + ops.dest_index[writes]
+    key = ops.dest_rank[writes].astype(np.int64) * max(moves.num_cells, 1) + ops.dest_index[writes]
     order = np.argsort(key, kind="stable")
     again = np.flatnonzero(key[order][1:] == key[order][:-1])
     if len(again):
-        yield messages.written_twice(plan, int(writes[order][again[0]]), int(writes[order][again[0] + 1]))
+        yield messages.written_twice(moves, int(writes[order][again[0]]), int(writes[order][again[0] + 1]))
 
 
-def deliveries(plan: Plan) -> Deliveries:
-    ops = plan.ops
+def deliveries(moves: Moves) -> Deliveries:
+    ops = moves.ops
     writes = np.flatnonzero(ops.dest_space == CELL)
-    width = max(plan.num_cells, 1)
+    width = max(moves.num_cells, 1)
     key = ops.dest_rank[writes].astype(np.int64) * width + ops.dest_index[writes]
     order = np.argsort(key)
     key = key[order]
@@ -63,15 +63,15 @@ def deliveries(plan: Plan) -> Deliveries:
     at = np.searchsorted(key, wanted)
     known = np.flatnonzero((at < len(key)) & (key[np.minimum(at, len(key) - 1)] == wanted)) if len(key) else at[:0]
     writer, reading = writes[order][at[known]].astype(np.int32), reader[reads[known]]
-    actor = np.repeat(np.arange(plan.num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
+    actor = np.repeat(np.arange(moves.num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
     far = np.flatnonzero(actor[writer] != actor[reading])
     writer, reading = writer[far], reading[far]
     return Deliveries(writer, reading, actor[writer], actor[reading])
 
 
-def flagged(plan: Plan, brought: Deliveries) -> Plan:
+def flagged(moves: Moves, brought: Deliveries) -> Moves:
     """The Plan in which a flag stands for every delivery, beside the credits it has."""
-    ops, events = plan.ops, timeline(plan)
+    ops, events = moves.ops, timeline(moves)
     leader = ops.leader_of
     last = np.append(ops.leaders[1:], ops.num_ops).astype(np.int32) - 1
     group = np.searchsorted(ops.leaders, leader[brought.writer])
@@ -84,12 +84,12 @@ def flagged(plan: Plan, brought: Deliveries) -> Plan:
         np.concatenate((none, events.wait_rounds_back)),
         np.concatenate((none + np.int32(Reason.READ_AFTER_WRITE), ops.wait_reason)),
     )
-    return _with_waits(plan, events.actor, *waits)
+    return _with_waits(moves, events.actor, *waits)
 
 
-def _with_waits(plan: Plan, actor: Ints, op: Ints, peer: Ints, signal: Ints, back: Ints, reason: Ints) -> Plan:
+def _with_waits(moves: Moves, actor: Ints, op: Ints, peer: Ints, signal: Ints, back: Ints, reason: Ints) -> Moves:
     """The Plan with these waits, each for the signal that operation `signal` of `peer` raises, and no others."""
-    ops, num_ranks = plan.ops, plan.num_ranks
+    ops, num_ranks = moves.ops, moves.num_ranks
     raised, of_wait = np.unique(signal.astype(np.int64) * num_ranks + actor[op], return_inverse=True)
     after, to = raised // num_ranks, raised % num_ranks
     pair = actor[after].astype(np.int64) * num_ranks + to
@@ -111,16 +111,16 @@ def _with_waits(plan: Plan, actor: Ints, op: Ints, peer: Ints, signal: Ints, bac
         # A place's word is one thread's in every operation: its accesses are in program order, as with barriers.
         barrier=np.ones(ops.num_ops, np.int32),
     )
-    return replace(plan, ops=changed, signals_per_round=counts)
+    return replace(moves, ops=changed, signals_per_round=counts)
 
 
 def _begins(of: NDArray[np.integer], size: int) -> Ints:
     return np.concatenate(([0], np.cumsum(np.bincount(of, minlength=size)))).astype(np.int32)
 
 
-def reuse(plan: Plan, brought: Deliveries, with_flags: Plan) -> Iterator[Diagnostic]:
+def reuse(moves: Moves, brought: Deliveries, with_flags: Moves) -> Iterator[Diagnostic]:
     """Cells written again before the reader's block has left the round, and credits that nothing needs."""
-    ops, num_ranks = plan.ops, plan.num_ranks
+    ops, num_ranks = moves.ops, moves.num_ranks
     heard = _heard(with_flags)
     pair = brought.source.astype(np.int64) * num_ranks + brought.target
     pairs, group = np.unique(pair, return_inverse=True)
@@ -129,40 +129,40 @@ def reuse(plan: Plan, brought: Deliveries, with_flags: Plan) -> Iterator[Diagnos
     latest = np.full(len(pairs), -1, np.int64)
     np.minimum.at(first, group, ops.leader_of[brought.writer].astype(np.int64))
     np.maximum.at(latest, group, brought.reader.astype(np.int64))
-    events = timeline(plan)
+    events = timeline(moves)
     signal = ops.rank_begin[events.wait_peer] + events.wait_signal
     credit = events.actor[events.wait_op].astype(np.int64) * num_ranks + events.wait_peer
     at = np.minimum(np.searchsorted(pairs, credit), max(len(pairs) - 1, 0))
     serves = np.zeros(len(credit), np.bool_)
     if len(pairs):
-        serves = (pairs[at] == credit) & (events.wait_rounds_back <= plan.rotation)
+        serves = (pairs[at] == credit) & (events.wait_rounds_back <= moves.rotation)
         serves &= (events.wait_op <= first[at]) & (signal >= latest[at])
     credited = np.zeros(len(pairs), np.bool_)
     credited[at[serves]] = True
     silent = ~heard[source, target]
-    if plan.rotation < 2 and len(pairs):
+    if moves.rotation < 2 and len(pairs):
         silent = np.ones(len(pairs), np.bool_)
     unsafe = np.flatnonzero(silent & ~credited)
     if len(unsafe):
-        yield messages.overwritten(plan, int(first[unsafe[0]]), int(latest[unsafe[0]]), len(unsafe))
+        yield messages.overwritten(moves, int(first[unsafe[0]]), int(latest[unsafe[0]]), len(unsafe))
         return
     idle = np.flatnonzero(~serves | ~silent[at]) if len(pairs) else np.arange(len(credit))
     if len(idle):
-        yield messages.idle_wait(plan, int(idle[0]))
+        yield messages.idle_wait(moves, int(idle[0]))
 
 
-def _heard(plan: Plan) -> NDArray[np.bool_]:
+def _heard(moves: Moves) -> NDArray[np.bool_]:
     """[a, b]: in every round rank a hears of rank b's part in it before the round is over for a."""
-    events = timeline(plan)
+    events = timeline(moves)
     shape = pattern(events)
     order = run(events, shape)
-    ranks = np.arange(plan.num_ranks)
-    heard = np.zeros((plan.num_ranks, plan.num_ranks), np.bool_)
+    ranks = np.arange(moves.num_ranks)
+    heard = np.zeros((moves.num_ranks, moves.num_ranks), np.bool_)
     begin = row_begin(events, 1)
     for table in clocks(events, order, shape, 1, NONE):
         if table.shifted:
             end = table.known[int(events.joins_per_round[0])]
-            heard[:] = end[(ranks[None, :] - ranks[:, None]) % plan.num_ranks] > 0
+            heard[:] = end[(ranks[None, :] - ranks[:, None]) % moves.num_ranks] > 0
         else:
             width = table.known.shape[1]
             heard[:, table.first_column : table.first_column + width] = table.known[begin + events.joins_per_round] > 0

@@ -22,68 +22,68 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints, Schedule
 from commdsl.language.diagnostics import Diagnostic
-from commdsl.program.plan import Plan
+from commdsl.program.moves import Moves
 from commdsl.program.proof import messages, packets
 from commdsl.program.proof.clocks import NONE, Pattern, Run, Timeline, clocks, pattern, row_begin, run, timeline
 from commdsl.program.proof.hazards import SLICE, Hazards, Longs, Reads, accesses, clobbers, hazards
 
 
-def synchronization(_schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
+def synchronization(_schedule: Schedule, moves: Moves) -> Iterator[Diagnostic]:
     """The first broken law of the Plan; its operations name the schedule's statements themselves."""
-    return prove(plan)
+    return prove(moves)
 
 
-def prove(plan: Plan) -> Iterator[Diagnostic]:
+def prove(moves: Moves) -> Iterator[Diagnostic]:
     """The first broken law of the Plan, or nothing."""
-    if not plan.protocol.carries_flags:
-        yield from _prove(plan)
+    if not moves.protocol.carries_flags:
+        yield from _prove(moves)
         return
     for law in (_waits_without_signal, packets.written_twice):
-        broken = list(law(plan))
+        broken = list(law(moves))
         yield from broken
         if broken:
             return
-    brought = packets.deliveries(plan)
-    with_flags = packets.flagged(plan, brought)
+    brought = packets.deliveries(moves)
+    with_flags = packets.flagged(moves, brought)
     broken = list(_prove(with_flags, judge_idle=False))
-    yield from broken or packets.reuse(plan, brought, with_flags)
+    yield from broken or packets.reuse(moves, brought, with_flags)
 
 
-def _waits_without_signal(plan: Plan) -> Iterator[Diagnostic]:
-    counts = plan.signals_per_round
-    waiter = np.repeat(_actors(plan), np.diff(plan.ops.wait_begin))
-    never = np.flatnonzero(plan.ops.wait_ordinal > counts[plan.ops.wait_peer, waiter])
+def _waits_without_signal(moves: Moves) -> Iterator[Diagnostic]:
+    counts = moves.signals_per_round
+    waiter = np.repeat(_actors(moves), np.diff(moves.ops.wait_begin))
+    never = np.flatnonzero(moves.ops.wait_ordinal > counts[moves.ops.wait_peer, waiter])
     if len(never):
-        yield messages.never_raised(plan, never)
+        yield messages.never_raised(moves, never)
 
 
-def _prove(plan: Plan, *, judge_idle: bool = True) -> Iterator[Diagnostic]:
+def _prove(moves: Moves, *, judge_idle: bool = True) -> Iterator[Diagnostic]:
     """The laws of flags, on tables that say all of them."""
-    never = list(_waits_without_signal(plan))
+    never = list(_waits_without_signal(moves))
     if never:
         yield from never
         return
-    events = timeline(plan)
+    events = timeline(moves)
     shape = pattern(events)
     order = run(events, shape)
     if order.stuck:
-        yield messages.deadlock(plan, events, order)
+        yield messages.deadlock(moves, events, order)
         return
-    findings = _read_data(plan, events, order)
-    verdict = _judge(plan, events, order, shape, findings.far)
+    findings = _read_data(moves, events, order)
+    verdict = _judge(moves, events, order, shape, findings.far)
     if len(verdict.unordered):
-        yield _worst_race(plan, events, findings.far, verdict)
+        yield _worst_race(moves, events, findings.far, verdict)
         return
-    laws = (findings.bare, _clobbered(plan, events), findings.undefined)
+    laws = (findings.bare, _clobbered(moves, events), findings.undefined)
     broken = next((law for law in laws if law is not None), None)
     if broken is None and judge_idle:
-        broken = _idle(plan, events, order, shape, findings.far, verdict.needed)
+        broken = _idle(moves, events, order, shape, findings.far, verdict.needed)
     if broken is not None:
         yield broken
 
 
-def _actors(plan: Plan) -> Ints:
-    return np.repeat(np.arange(plan.num_ranks, dtype=np.int32), np.diff(plan.ops.rank_begin))
+def _actors(moves: Moves) -> Ints:
+    return np.repeat(np.arange(moves.num_ranks, dtype=np.int32), np.diff(moves.ops.rank_begin))
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,16 +95,16 @@ class Findings:
     undefined: Diagnostic | None
 
 
-def _read_data(plan: Plan, events: Timeline, order: Run) -> Findings:
-    barriers = _barriers(plan, events)
+def _read_data(moves: Moves, events: Timeline, order: Run) -> Findings:
+    barriers = _barriers(moves, events)
     far: list[Hazards] = []
     bare = undefined = None
-    for found in accesses(plan, events, order):
-        pairs, reads = hazards(found, plan)
+    for found in accesses(moves, events, order):
+        pairs, reads = hazards(found, moves)
         is_far = events.actor[pairs.first] != events.actor[pairs.second]
         far.append(_take(pairs, is_far))
-        bare = bare or _bare(plan, events, _take(pairs, ~is_far), *barriers)
-        undefined = undefined or _undefined(plan, reads)
+        bare = bare or _bare(moves, events, _take(pairs, ~is_far), *barriers)
+        undefined = undefined or _undefined(moves, reads)
     none = np.zeros(0, np.int32)
     return Findings(
         Hazards(
@@ -131,13 +131,13 @@ class Verdict:
 
 
 def _judge(
-    plan: Plan, events: Timeline, order: Run, shape: Pattern | None, pairs: Hazards, dropped: int = NONE
+    moves: Moves, events: Timeline, order: Run, shape: Pattern | None, pairs: Hazards, dropped: int = NONE
 ) -> Verdict:
     """Compares every hazard between two ranks with the clocks. `dropped`: see `clocks`."""
     needed = np.zeros(len(events.wait_op), np.bool_)
     unordered: list[Longs] = [np.zeros(0, np.int64)]
     knows: list[Ints] = [np.zeros(0, np.int32)]
-    rounds = plan.rotation + 1
+    rounds = moves.rotation + 1
     begin = row_begin(events, rounds)
     if not len(pairs.first):
         return Verdict(unordered[0], knows[0], needed)
@@ -156,7 +156,7 @@ def _judge(
                 pair = pair[inside]
                 first, second, a, b, column = (x[inside] for x in (first, second, a, b, column))
             row = events.joins[second].astype(np.int64)
-            row += pairs.across[pair] * (plan.rotation * events.joins_per_round[b])
+            row += pairs.across[pair] * (moves.rotation * events.joins_per_round[b])
             if not table.shifted:
                 row += begin[b]
             row *= width
@@ -171,24 +171,24 @@ def _judge(
     return Verdict(np.concatenate(unordered), np.concatenate(knows), needed)
 
 
-def _worst_race(plan: Plan, events: Timeline, pairs: Hazards, verdict: Verdict) -> Diagnostic:
+def _worst_race(moves: Moves, events: Timeline, pairs: Hazards, verdict: Verdict) -> Diagnostic:
     """One counterexample: a race in a round before one across rounds, then what happens first."""
     found = verdict.unordered
     worst = np.lexsort((found, events.local[pairs.second[found]], pairs.across[found]))[0]
-    return messages.race(plan, events, pairs, int(found[worst]), len(found), int(verdict.known[worst]))
+    return messages.race(moves, events, pairs, int(found[worst]), len(found), int(verdict.known[worst]))
 
 
-def _bare(plan: Plan, events: Timeline, pairs: Hazards, before: Ints, per_round: Ints) -> Diagnostic | None:
+def _bare(moves: Moves, events: Timeline, pairs: Hazards, before: Ints, per_round: Ints) -> Diagnostic | None:
     """Two operations of one rank without a block barrier between."""
     distance = before[pairs.second] - before[pairs.first]
-    distance += pairs.across * (plan.rotation * per_round[events.actor[pairs.second]])
+    distance += pairs.across * (moves.rotation * per_round[events.actor[pairs.second]])
     bare = np.flatnonzero(distance <= 0)
-    return messages.no_barrier(plan, pairs, bare) if len(bare) else None
+    return messages.no_barrier(moves, pairs, bare) if len(bare) else None
 
 
-def _barriers(plan: Plan, events: Timeline) -> tuple[Ints, Ints]:
+def _barriers(moves: Moves, events: Timeline) -> tuple[Ints, Ints]:
     """Block barriers before the body of each operation, counted through the ranks; and those of a rank's round."""
-    ops = plan.ops
+    ops = moves.ops
     opening = (np.diff(ops.wait_begin) > 0) | (ops.barrier == 1)
     closing = np.diff(ops.signal_begin) > 0
     opened = np.cumsum(opening, dtype=np.int32)
@@ -197,25 +197,25 @@ def _barriers(plan: Plan, events: Timeline) -> tuple[Ints, Ints]:
     return opened + closed[:-1], np.diff(total[events.rank_begin])
 
 
-def _clobbered(plan: Plan, events: Timeline) -> Diagnostic | None:
-    pairs, buffer = clobbers(plan)
-    before, _ = _barriers(plan, events)
+def _clobbered(moves: Moves, events: Timeline) -> Diagnostic | None:
+    pairs, buffer = clobbers(moves)
+    before, _ = _barriers(moves, events)
     late = np.flatnonzero(before[pairs.second] <= before[pairs.first])
-    return messages.clobbered(plan, pairs, late, plan.alias_safe[buffer[late[0]]]) if len(late) else None
+    return messages.clobbered(moves, pairs, late, moves.alias_safe[buffer[late[0]]]) if len(late) else None
 
 
-def _undefined(plan: Plan, reads: Reads) -> Diagnostic | None:
+def _undefined(moves: Moves, reads: Reads) -> Diagnostic | None:
     """Reads of nothing, or of another size class than was written."""
-    ops = plan.ops
+    ops = moves.ops
     missing = np.flatnonzero(reads.writer < 0)
     if len(missing):
-        return messages.undefined(plan, reads, missing)
+        return messages.undefined(moves, reads, missing)
     other = (ops.cut[reads.op] != ops.cut[reads.writer]) | (ops.piece[reads.op] != ops.piece[reads.writer])
-    return messages.other_size(plan, reads, np.flatnonzero(other)) if other.any() else None
+    return messages.other_size(moves, reads, np.flatnonzero(other)) if other.any() else None
 
 
 def _idle(
-    plan: Plan, events: Timeline, order: Run, shape: Pattern | None, pairs: Hazards, needed: NDArray[np.bool_]
+    moves: Moves, events: Timeline, order: Run, shape: Pattern | None, pairs: Hazards, needed: NDArray[np.bool_]
 ) -> Diagnostic | None:
     """A signal nobody waits for, or a wait without which everything is still in order.
 
@@ -223,13 +223,13 @@ def _idle(
     hazard of other ranks may still hang on it. With a Pattern, first on all ranks at once, which is cheap.
     """
     if not events.awaited.all():
-        return messages.unheard(plan, int(np.argmin(events.awaited)))
+        return messages.unheard(moves, int(np.argmin(events.awaited)))
     if shape is not None:
         idle = ~needed[shape.wait].any(axis=0)
         for place in np.flatnonzero(idle).tolist():
-            if not len(_judge(plan, events, order, shape, pairs, place).unordered):
-                return messages.idle_wait(plan, int(shape.wait[:, place].min()))
+            if not len(_judge(moves, events, order, shape, pairs, place).unordered):
+                return messages.idle_wait(moves, int(shape.wait[:, place].min()))
     for wait in np.flatnonzero(~needed).tolist():
-        if not len(_judge(plan, events, order, None, pairs, wait).unordered):
-            return messages.idle_wait(plan, wait)
+        if not len(_judge(moves, events, order, None, pairs, wait).unordered):
+            return messages.idle_wait(moves, wait)
     return None

@@ -12,24 +12,19 @@
 #define COMMDSL_CONSTANT static __constant__ const
 #define COMMDSL_KERNEL(name, plan)                                                                            \
   extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS * COMMDSL_LANES_PER_BLOCK, 1)                  \
-      name(const __grid_constant__ commdsl::Args<plan::kNumRanks, plan::kNumTensors> args) {                  \
+      name(const __grid_constant__ plan::Args args) {                  \
     const commdsl::i32 lane = commdsl::this_lane();                                                           \
-    if (lane < args.active_lanes) commdsl::run_lane<plan>(args, lane);                        \
+    if (lane < args.active_lanes) plan::run(args, lane);                                                        \
   }
 
 // The copy engine moves, so the kernel has the flags alone: one block.
 #define COMMDSL_FLAGS(name, plan)                                                                            \
   extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS, 1)                                           \
-      name##_flags(const __grid_constant__ commdsl::Args<plan::kNumRanks, plan::kNumTensors> args,           \
+      name##_flags(const __grid_constant__ plan::Args args,           \
                    const __grid_constant__ commdsl::Turn turn) {                                             \
     commdsl::run_flags<plan>(args, turn);                                                                    \
   }
 
-#define COMMDSL_DISPATCH(name, plan)                                                                             \
-  extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS, 1)                                               \
-      name(const __grid_constant__ commdsl::DispatchArgs<plan::kNumRanks, plan::kNumTensors> args) {             \
-    commdsl::run_dispatch<plan>(args, static_cast<commdsl::i32>(blockIdx.x));                                    \
-  }
 #define COMMDSL_SHARED __shared__
 
 namespace commdsl {

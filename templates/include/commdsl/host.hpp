@@ -13,10 +13,10 @@
 #define COMMDSL_TABLE static const
 #define COMMDSL_CONSTANT static const
 #define COMMDSL_KERNEL(name, plan)                                                                             \
-  extern "C" void name(const commdsl::Args<plan::kNumRanks, plan::kNumTensors>* args, commdsl::i32 lane) {     \
-    commdsl::run_lane<plan>(*args, lane);                                                                      \
+  extern "C" void name(const plan::Args* args, commdsl::i32 lane) {     \
+    plan::run(*args, lane);                                                                                     \
   }                                                                                                            \
-  extern "C" commdsl::i32 commdsl_launch(const commdsl::Args<plan::kNumRanks, plan::kNumTensors>* args,        \
+  extern "C" commdsl::i32 commdsl_launch(const plan::Args* args,        \
                                          commdsl::i32 count, commdsl::i32 calls, const commdsl::u64* delays) { \
     return commdsl::launch(args, count, calls, delays, name);                                                  \
   }
@@ -24,19 +24,11 @@
 // There is no copy engine here, so the entry runs the tables; the flags alone stand beside it.
 #define COMMDSL_FLAGS(name, plan)                                                                            \
   COMMDSL_KERNEL(name, plan)                                                                                 \
-  extern "C" void name##_flags(const commdsl::Args<plan::kNumRanks, plan::kNumTensors>* args,                \
+  extern "C" void name##_flags(const plan::Args* args,                \
                                const commdsl::Turn* turn) {                                                  \
     commdsl::run_flags<plan>(*args, *turn);                                                                  \
   }
 
-#define COMMDSL_DISPATCH(name, plan)                                                                                   \
-  extern "C" void name(const commdsl::DispatchArgs<plan::kNumRanks, plan::kNumTensors>* args, commdsl::i32 lane) {     \
-    commdsl::run_dispatch<plan>(*args, lane);                                                                          \
-  }                                                                                                                    \
-  extern "C" commdsl::i32 commdsl_launch(const commdsl::DispatchArgs<plan::kNumRanks, plan::kNumTensors>* args,        \
-                                         commdsl::i32 count, commdsl::i32 calls, const commdsl::u64* delays) {         \
-    return commdsl::launch(args, count, calls, delays, name);                                                          \
-  }
 #define COMMDSL_SHARED
 
 namespace commdsl {

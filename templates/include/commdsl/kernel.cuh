@@ -44,7 +44,7 @@ struct Line {
 };
 
 template <class Plan>
-using ArgsOf = Args<Plan::kNumRanks, Plan::kNumTensors>;
+using ArgsOf = typename Plan::Args;
 
 // The rank of this kernel: a constant where it was built for one, so that the tables fold into the code.
 template <class Plan>

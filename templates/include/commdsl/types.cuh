@@ -1,4 +1,5 @@
-// The words every build shares: integers, the rows of the operation tables, the arguments of a kernel, the error record.
+// The words every build shares: integers, the rows of the operation tables, the error record. A kernel's arguments are printed from
+// its Plan; pointers travel in them as 64-bit numbers, so that host and device agree on the layout.
 // Assumes nothing of the compiler beyond C++17: NVRTC has no <cstdint>, so the integers are named here.
 #pragma once
 
@@ -52,20 +53,7 @@ struct Turn {
   i32 advances;  // 1: the last kernel of the call, which counts its rounds
 };
 
-// Pointers travel as 64-bit numbers, so that host and device agree on the layout.
-template <i32 num_ranks, i32 num_tensors>
-struct Args {
-  u64 heap[num_ranks];
-  u64 tensors[num_tensors];
-  u64 block_bytes;
-  u64 share_bytes;    // the most a lane owns of a chunk
-  u64 stagger_bytes;  // by how much less each of four neighbouring lanes moves in its first round than the one before
-  u64 timeout_ns;
-  u64 error;
-  i32 rank, active_lanes, rounds, flags;
-};
-
-// --- dispatches: rows on their way to places that a table names -----------------------------------------------------------
+// --- rows on their way to places that a table names -----------------------------------------------------------------------
 
 constexpr i32 kFinishCopy = 0;   // rows from where they waited to the output
 constexpr i32 kFinishSum = 1;    // the sum of `count` runs of rows, `stride` rows apart, in order
@@ -92,23 +80,6 @@ struct alignas(16) TableHead {
   u32 check;        // of the words before it: their exclusive or, inverted
   u32 sum;          // of the words behind the head
   u32 reserved[3];
-};
-
-// One call. Offsets are in every rank's heap; the outputs that peers write to are in this rank's.
-template <i32 num_ranks, i32 num_tensors>
-struct DispatchArgs {
-  u64 heap[num_ranks];
-  u64 staging[num_tensors];       // offsets of where rows wait
-  u64 staging_rows[num_tensors];  // room there
-  u64 timeout_ns;
-  u64 error;
-  u64 table;
-  u64 inputs[num_tensors];        // addresses; tensors that no tile of the table names may be 0
-  u64 outputs[num_tensors];
-  u64 row_bytes[num_tensors];
-  u64 input_rows[num_tensors];
-  u64 output_rows[num_tensors];
-  i32 rank, active_lanes;
 };
 
 // `claim` decides which lane writes the record, `code` is written last.

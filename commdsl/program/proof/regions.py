@@ -20,11 +20,13 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.source import Span
-from commdsl.program.dispatch_protocol import Access, Bits, Events, Ranks, Step, events, protocol
+from commdsl.program.memory import Rows, words_for
+from commdsl.program.phases import Ranks, Touch, is_same_region
+from commdsl.program.plan import Plan
+from commdsl.program.proof.events import Bits, Events, Step, events, steps
 
 CALLS = 3
 MOST = 8
@@ -34,9 +36,9 @@ Clocks = NDArray[np.int16]
 """How many of its events, counted through the calls, each thread has done: as far as each other thread knows."""
 
 
-def synchronization_of_dispatch(dispatch: Dispatch) -> Iterator[Diagnostic]:
-    """The first broken law of the protocol, on the ranks of a dispatch."""
-    yield from prove(events(protocol(), min(dispatch.num_ranks, MOST)), dispatch.span)
+def order_of_regions(plan: Plan) -> Iterator[Diagnostic]:
+    """The first broken law of the phases of a Plan, on its ranks."""
+    yield from prove(events(steps(plan), min(plan.num_ranks, MOST)), plan.span)
 
 
 def prove(found: Events, span: Span) -> Iterator[Diagnostic]:
@@ -143,23 +145,23 @@ class Hazard:
 
     first: int  # step
     second: int
-    accesses: tuple[Access, Access]
+    accesses: tuple[Touch, Touch]
     within: bool  # the first has its turn before the second; otherwise they meet only if the second's call is later
     meets: Bits  # (T, T): thread of the first, thread of the second
 
 
 def hazards(found: Events) -> tuple[Hazard, ...]:
-    all_accesses = [(at, access) for at, step in enumerate(found.steps) for access in step.accesses]
+    all_accesses = [(at, access) for at, step in enumerate(found.steps) for access in step.touches]
     pairs = []
     for (i, one), (j, other) in product(all_accesses, repeat=2):
-        if one.space is other.space and (one.writes or other.writes):
+        if is_same_region(one.memory, other.memory) and (one.writes or other.writes):
             meets = _meets(found, one, other) & found.acts[i][:, None] & found.acts[j]
             if meets.any():
                 pairs.append(Hazard(i, j, (one, other), one.turn < other.turn, meets))
     return tuple(pairs)
 
 
-def _meets(found: Events, one: Access, other: Access) -> Bits:
+def _meets(found: Events, one: Touch, other: Touch) -> Bits:
     """Whether two threads touch one segment of one region."""
     same: Bits = found.rank[:, None] == found.rank
     match one.on, other.on:
@@ -169,7 +171,7 @@ def _meets(found: Events, one: Access, other: Access) -> Bits:
             return ~same
         case (Ranks.OWN, _) | (_, Ranks.OWN):
             return np.ones_like(same)
-    if one.space.is_routed and Ranks.OTHERS not in (one.on, other.on):
+    if isinstance(one.memory, Rows) and Ranks.OTHERS not in (one.on, other.on):
         return np.ones_like(same)
     return same
 
@@ -279,7 +281,7 @@ def _race(found: Events, order: Order, race: Race, span: Span) -> Diagnostic:
         )
     ]
     verbs = ["writes" if access.writes else "reads" for access in (one, other)]
-    place = f"{other.space.value} of rank {_owner(found, race)}"
+    place = f"{words_for(other.memory)} of rank {_owner(found, race)}"
     back = order.known[first_call, race.hazard.first, first, second] > second_call * steps + race.hazard.second
     how = "in the wrong order" if back or first == second else "in no order"
     knows = f"{_thread(found, second)} then knows nothing done of {_thread(found, first)}"

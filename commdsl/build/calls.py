@@ -1,0 +1,85 @@
+"""Turns the phases of a role into the calls that its lanes make, in order: text for the template.
+
+Assumes a proved Plan. Does not choose anything: who acts, who is told and who is waited for stands in the phases. Every
+wait and every word of a kernel comes from here, or from the tables of `Moves`; the bodies in the headers have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import assert_never
+
+from commdsl.language.diagnostics import InternalError
+from commdsl.program.memory import Counters
+from commdsl.program.moves import Moves
+from commdsl.program.phases import Actor, Finish, Host, Meet, Push, Ranks, Read, Routed, Tell, described
+from commdsl.program.plan import Plan
+
+RANKS = {Ranks.OWN: "commdsl::Ranks::kOwn", Ranks.OTHERS: "commdsl::Ranks::kOthers", Ranks.ALL: "commdsl::Ranks::kAll"}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A phase as the kernel runs it, under the comment that says which it is."""
+
+    origin: str
+    call: str
+
+
+def calls(plan: Plan) -> Iterator[Call]:
+    """What every lane of the Plan's role runs."""
+    if plan.is_static:
+        yield Call("moves: the operations of the rank, round after round", "commdsl::run_lane<Plan>(args, lane);")
+        return
+    yield Call("what lanes of a block share", "COMMDSL_SHARED commdsl::Peers<Plan> peers;")
+    for number, phase in enumerate(plan.comm.phases):
+        assert not isinstance(phase, Moves)
+        yield Call(f"{number}: {described(phase)}", _call(phase, number))
+    yield Call("what only a kernel that checks does", "commdsl::end(here, peers);")
+
+
+def _call(phase: Routed, number: int) -> str:
+    match phase:
+        case Read(what=Counters()):
+            return (
+                "const commdsl::Call<Plan> here = commdsl::read_calls<Plan>(args, lane);\n"
+                "  if (!commdsl::begin(here, peers)) return;"
+            )
+        case Read():
+            return f"{_guard(phase.by)}commdsl::read_{phase.what.name}(here, peers);"
+        case Tell(what=Counters(is_shared=False, name="calls")):
+            return f"{_guard(phase.by)}commdsl::tell_calls(here);"
+        case Tell():
+            given = "here, peers" if phase.what.name == "sent" else "here"
+            return f"{_guard(phase.by)}commdsl::tell_{phase.what.name}<{RANKS[phase.to]}>({given});"
+        case Meet():
+            told = f"commdsl::meet_{phase.what.name}<{number}, {RANKS[phase.of]}, {phase.calls_back}>(here, peers)"
+            who = (
+                "lane == 0 && "
+                if phase.by is Actor.FIRST
+                else "lane != 0 && here.is_busy() && "
+                if phase.is_spare
+                else ""
+            )
+            return f"if ({who}!{told}) return;"
+        case Push():
+            return "commdsl::push(here, peers);"
+        case Finish():
+            return "if (here.is_busy()) commdsl::finish(here);" if phase.is_spare else "commdsl::finish(here);"
+        case Host():
+            raise InternalError(f"{phase.name} is the caller's, not the lanes'")
+        case _:
+            assert_never(phase)
+
+
+def _guard(by: Actor) -> str:
+    return "if (lane == 0) " if by is Actor.FIRST else ""
+
+
+def _who(meet: Meet) -> str:
+    """The lanes that wait; none waits for itself."""
+    if meet.by is Actor.FIRST:
+        return "lane == 0 && "
+    busy = "here.is_busy() && " if meet.is_spare else ""
+    return f"lane != 0 && {busy}" if meet.of is Ranks.OWN else busy

@@ -1,0 +1,117 @@
+"""Turns a Plan into the arguments of its kernel: one struct, which the template prints and the runtime packs.
+
+Assumes what is launched was proved. Does not know addresses: `pack` takes them, as the process that launches sees them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from commdsl.language.diagnostics import InternalError
+from commdsl.program.moves import Moves
+from commdsl.program.phases import Push
+from commdsl.program.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A member of the struct: one number, or an array of them."""
+
+    name: str
+    count: int | None = None  # None: no array
+    type: str = "u64"
+    is_address: bool = False
+
+    @property
+    def width(self) -> int:
+        return 1 if self.count is None else self.count
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The struct of a Plan: what all kernels have, then what each kind of phase takes; 64-bit words first."""
+
+    fields: tuple[Field, ...]
+
+    @cached_property
+    def format(self) -> struct.Struct:
+        return struct.Struct("<" + "".join(f"{field.width}{_code(field)}" for field in self.fields))
+
+    @property
+    def size(self) -> int:
+        return self.format.size
+
+    @property
+    def address_words(self) -> tuple[int, ...]:
+        """Which 64-bit words are addresses."""
+        found: list[int] = []
+        for field in self.fields:
+            first = self.offset(field.name) // 8
+            found += range(first, first + field.width) if field.is_address else ()
+        return tuple(found)
+
+    def offset(self, name: str) -> int:
+        """Where a field begins, in bytes."""
+        at = 0
+        for field in self.fields:
+            if field.name == name:
+                return at
+            at += field.width * (4 if field.type == "i32" else 8)
+        raise InternalError(f"the kernel has no argument `{name}`")
+
+    def pack(self, values: Mapping[str, int | Sequence[int]]) -> bytes:
+        """The bytes of the struct; an array that is given short is filled up with zeros."""
+        words: list[int] = []
+        for field in self.fields:
+            value = values[field.name]
+            given = [value] if isinstance(value, int) else [*value]
+            words += given + [0] * (field.width - len(given))
+        return self.format.pack(*words)
+
+    def stretch(self, first: str, last: str) -> struct.Struct:
+        """The fields from one to another, both included."""
+        names = [field.name for field in self.fields]
+        chosen = self.fields[names.index(first) : names.index(last) + 1]
+        return struct.Struct("<" + "".join(f"{field.width}{_code(field)}" for field in chosen))
+
+
+def _code(field: Field) -> str:
+    return "i" if field.type == "i32" else "Q"
+
+
+def arguments(plan: Plan) -> Arguments:
+    """What every launch of the Plan's lanes takes."""
+    words = [
+        Field("heap", plan.num_ranks, is_address=True),
+        Field("timeout_ns"),
+        Field("error", is_address=True),
+    ]
+    numbers = [Field("rank", type="i32"), Field("active_lanes", type="i32")]
+    for phase in plan.comm.phases:
+        match phase:
+            case Moves():
+                words += [
+                    Field("tensors", max(len(phase.tensors), 1), is_address=True),
+                    Field("block_bytes"),
+                    Field("share_bytes"),  # the most a lane owns of a chunk
+                    Field("stagger_bytes"),  # by how much less each of four lanes moves first than the one before
+                ]
+                numbers += [Field("rounds", type="i32"), Field("flags", type="i32")]
+            case Push():
+                rows = len(phase.given)
+                words += [
+                    Field("waiting", rows),  # offsets in every heap of where rows wait
+                    Field("waiting_rows", rows),  # room there
+                    Field("table", is_address=True),
+                    Field("inputs", rows, is_address=True),  # tensors that no tile of the table names may be 0
+                    Field("outputs", rows, is_address=True),
+                    Field("row_bytes", rows),
+                    Field("input_rows", rows),
+                    Field("output_rows", rows),
+                ]
+            case _:
+                pass
+    return Arguments((*words, *numbers))

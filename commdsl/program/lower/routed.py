@@ -1,0 +1,86 @@
+"""Turns a dispatch into a Plan: how many lanes there are, and the phases of a call in order.
+
+Assumes legal numbers. Does not know where rows go: that is in the tables (`tiles`). What a phase needs of other ranks'
+phases follows from what it touches; `synchronized` puts it in between.
+
+A rank enters when the kernels before are over on its stream, so nobody overwrites rows that are still read; it leaves
+when all rows are there. Every rank tells every peer in every call, also when it sends no row: so calls need no barrier
+in between. The first lane alone waits for all lanes of all ranks, and the other lanes for it: if all looked at every
+lane's counter, the memory would be busy with that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from commdsl.ir.dispatches import Dispatch, Put
+from commdsl.program.memory import Counters, Home, Rows, Words
+from commdsl.program.phases import Actor, Finish, Host, Meet, Push, Ranks, Read, Routed, Tell
+from commdsl.program.plan import Plan, Role
+
+LANES = 128
+THREADS = 512
+TILE_BYTES = 8192
+
+
+def lower_dispatch(dispatch: Dispatch) -> Plan:
+    """Its launch: one block on each SM it may use, with the threads and tiles that it is tuned to."""
+    tuned = dispatch.tuning
+    role = [last - first for roles in dispatch.roles for name, first, last in roles.roles if name == dispatch.role]
+    lanes = tuned.sms or min(LANES, role[0] if role else dispatch.topology.num_sms)
+    names = [tensor.name for tensor in dispatch.tensors]
+    given, results, waiting = (tuple(Rows(name, home) for name in names) for home in Home)
+    packed = dispatch.put is Put.PACKED
+    push = Push(
+        given,
+        waiting if packed else results + waiting,
+        tuple(dispatch.routes[tensor.route].many for tensor in dispatch.tensors),
+        packed,
+    )
+    comm = Role(
+        dispatch.role or "comm",
+        lanes,
+        lanes,
+        tuned.threads or THREADS,
+        tuple(synchronized((push, Finish(waiting, results)))),
+    )
+    # What the caller writes before: inputs, and outputs of which the table leaves rows out. After: the results are
+    # read, and may be what the next call sends, or writes over.
+    before, after = Host("prepare", given + results, False), Host("use", given + results, True)
+    caller = Role("caller", 0, 0, 0, (before, after))
+    return Plan(
+        dispatch.name,
+        dispatch.num_ranks,
+        (),
+        dispatch.topology.name,
+        "dispatch",
+        (caller, comm),
+        tuned.tile_bytes or TILE_BYTES,
+        dispatch.span,
+    )
+
+
+def synchronized(phases: tuple[Push | Finish, ...]) -> Iterator[Routed]:
+    """The phases with what orders them: between ranks by what they tell each other, between lanes by the first."""
+    (push,) = (phase for phase in phases if isinstance(phase, Push))
+    names = [rows.name for rows in push.given]
+    addresses = Words("addresses", ("lanes", *names, *(f"{name} rows" for name in names)))
+    sent = Words("sent", ("rows",) * len(names), a_lane=True)
+    done, calls, complete = Counters("done", True), Counters("calls", False), Counters("complete", False)
+    yield Read(Actor.LANES, calls)
+    for phase in phases:
+        match phase:
+            case Push():
+                # Where a peer's results lie, and that its caller is through with what lay there.
+                yield Tell(Actor.FIRST, addresses, Ranks.OTHERS)
+                yield Meet(Actor.LANES, addresses, Ranks.OTHERS)
+                yield phase
+                yield Tell(Actor.LANES, sent, Ranks.ALL)
+                yield Tell(Actor.LANES, done, Ranks.ALL)
+                yield Meet(Actor.FIRST, done, Ranks.ALL)
+                yield Read(Actor.FIRST, sent)
+                yield Tell(Actor.FIRST, calls, Ranks.OWN)
+            case Finish():
+                yield Tell(Actor.FIRST, complete, Ranks.OWN)
+                yield Meet(Actor.LANES, complete, Ranks.OWN, is_spare=True)
+                yield phase

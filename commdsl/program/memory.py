@@ -1,0 +1,79 @@
+"""Where data lies in a Plan: memory as a closed union, each kind with what decides who may write it.
+
+Assumes nothing. Does not say where in the heap memory starts (`plan` does) nor who touches it (`phases`, `moves`).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TypeAlias
+
+from commdsl.language.records import dataclass
+
+
+class Transport(Enum):
+    PEER = "peer"  # plain loads and stores through peer pointers
+    NVSHMEM = "nvshmem"  # NVSHMEM puts, gets and signals for every peer, also those on NVLink
+
+
+class Access(Enum):
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """User memory of a rank: `blocks` equal blocks, each cut into `cut` chunks. All yields are one WRITE tensor."""
+
+    name: str
+    access: Access
+    blocks: int
+    cut: int
+    is_yield: bool = False
+
+
+class Home(Enum):
+    """Where rows lie, and for how long."""
+
+    GIVEN = "given"  # in the caller's memory, of the rank alone
+    RESULT = "result"  # in memory that the rank tells its peers with each call, and its caller reads afterwards
+    WAITING = "waiting"  # in the heap, until the rank itself finishes them
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one tensor, as many as a call says: a segment a source rank, with one writer, where a routing puts it.
+
+    In one call segments are disjoint, which the laws of routings prove; from call to call another routing may put them
+    anywhere, so then every access meets every other. The caller's memory of one call may be reused by the next.
+    """
+
+    name: str
+    home: Home
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Small values, 16 bytes each: the number of the call and a value, stored and seen as one. A slot for every rank
+    that writes, or for every lane of it.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    a_lane: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """They hold the number of the last call that came so far, and only grow. One writer each."""
+
+    name: str
+    is_shared: bool  # one for every lane of every rank; otherwise one, of the rank itself
+
+
+Memory: TypeAlias = Tensor | Rows | Words | Counters
+
+
+def words_for(memory: Memory) -> str:
+    """A memory as a message names it."""
+    return f"`{memory.name}` ({memory.home.value})" if isinstance(memory, Rows) else f"`{memory.name}`"

@@ -1,0 +1,201 @@
+"""What a role does, one after another: phases that are proved by region, as a closed union, and what each touches.
+
+Assumes nothing of a routing: which rows go where is data, which memory a lane may touch is not. Does not order
+anything: `lower` puts phases in order, `proof` judges it, and the kernel's text is printed from it. `Moves`, the phase
+that is proved by operation, has a module of its own.
+
+Who acts is a rank's first lane, all its lanes, or its caller on a stream. A phase waits, touches memory, then tells.
+Words and counters that tell are what others wait for: nothing else orders two ranks.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TypeAlias, assert_never
+
+from commdsl.language.records import dataclass
+from commdsl.program.memory import Counters, Home, Memory, Rows, Words
+
+
+class Actor(Enum):
+    """Which threads of a rank."""
+
+    CALLER = "the stream"
+    FIRST = "lane 0"
+    LANES = "every lane"
+
+
+class Ranks(Enum):
+    """Which ranks, for one of them."""
+
+    OWN = "its own rank"
+    OTHERS = "all other ranks"
+    ALL = "all ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the caller does on its stream before the launch, or behind it: its tensors change, or are read."""
+
+    name: str
+    rows: tuple[Rows, ...]
+    is_after: bool
+
+    @property
+    def by(self) -> Actor:
+        return Actor.CALLER
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Values to others, or that what came before is done."""
+
+    by: Actor
+    what: Words | Counters
+    to: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Waits until all of them have told. A `spare` one is left out by lanes but the first without rows to finish."""
+
+    by: Actor
+    what: Words | Counters
+    of: Ranks
+    calls_back: int = 0
+    is_spare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Values that need no wait, or none any more."""
+
+    by: Actor
+    what: Words | Counters
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Rows of the rank's tensors to the ranks and places that a routing says.
+
+    `copied`: by tensor, whether a row may go to several ranks. `packed`: all rows wait, in one stretch a source rank.
+    """
+
+    given: tuple[Rows, ...]
+    to: tuple[Rows, ...]
+    copied: tuple[bool, ...]
+    packed: bool
+
+    @property
+    def by(self) -> Actor:
+        return Actor.LANES
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Rows that waited: copied or summed to where they belong; rows that nobody sends: zero."""
+
+    waiting: tuple[Rows, ...]
+    to: tuple[Rows, ...]
+    is_spare: bool = True
+
+    @property
+    def by(self) -> Actor:
+        return Actor.LANES
+
+
+Routed: TypeAlias = Host | Tell | Meet | Read | Push | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """Reads or writes memory on some ranks: writes go to the writer's own segment, reads and what is OWN to all of it.
+
+    Of two touches in one call the one with the lower `turn` comes first; those of one turn touch different bytes.
+    """
+
+    memory: Memory
+    on: Ranks
+    writes: bool
+    turn: int
+
+    @property
+    def where(self) -> tuple[Ranks, bool, int]:
+        """All but the memory."""
+        return self.on, self.writes, self.turn
+
+
+def touches(phase: Routed) -> tuple[Touch, ...]:
+    """What a phase reads and writes."""
+    match phase:
+        case Host():
+            return tuple(Touch(rows, Ranks.OWN, not phase.is_after, 2 * phase.is_after) for rows in phase.rows)
+        case Tell():
+            return (Touch(phase.what, phase.to, True, 1 if _is_own(phase.what) else 0),)
+        case Meet():
+            return (Touch(phase.what, Ranks.OWN, False, 1),) if isinstance(phase.what, Words) else ()
+        case Read():
+            return (Touch(phase.what, Ranks.OWN, False, 0 if _is_own(phase.what) else 1),)
+        case Push():
+            reads = tuple(Touch(rows, Ranks.OWN, False, 1) for rows in phase.given)
+            return reads + tuple(Touch(rows, Ranks.ALL, True, _turn(rows)) for rows in phase.to)
+        case Finish():
+            reads = tuple(Touch(rows, Ranks.OWN, False, 1) for rows in phase.waiting)
+            return reads + tuple(Touch(rows, Ranks.OWN, True, 1) for rows in phase.to)
+        case _:
+            assert_never(phase)
+
+
+def name_of(phase: Routed) -> str:
+    """What a phase is, in two words at most."""
+    match phase:
+        case Host():
+            return phase.name
+        case Tell():
+            return f"tell {phase.what.name}"
+        case Meet():
+            return f"meet {phase.what.name}"
+        case Read():
+            return f"read {phase.what.name}"
+        case Push():
+            return "push"
+        case Finish():
+            return "finish"
+        case _:
+            assert_never(phase)
+
+
+def described(phase: Routed) -> str:
+    """What a phase is, who does it, and whom it is about."""
+    name, by = name_of(phase), f", by {phase.by.value}"
+    match phase:
+        case Tell():
+            return f"{name} to {phase.to.value}{by}"
+        case Meet():
+            back = f", {phase.calls_back} calls before" if phase.calls_back else ""
+            return f"{name} of {phase.of.value}{back}{by}"
+        case Push():
+            return f"{name} {', '.join(rows.name for rows in phase.given)}{by}"
+        case Finish():
+            return f"{name} {', '.join(rows.name for rows in phase.to)}{by}"
+        case Host() | Read():
+            return f"{name}{by}"
+        case _:
+            assert_never(phase)
+
+
+def _is_own(what: Words | Counters) -> bool:
+    """A number of the rank's own is read where a call begins, and advanced where it ends."""
+    return isinstance(what, Counters) and not what.is_shared
+
+
+def _turn(rows: Rows) -> int:
+    """Rows wait before they are finished; the caller's tensors change before a call, and are read after it."""
+    return 0 if rows.home is Home.WAITING else 1
+
+
+def is_same_region(one: Memory, other: Memory) -> bool:
+    """Whether two memories may be the same bytes: the caller's may, as the result of one call is given to another."""
+    if isinstance(one, Rows) and isinstance(other, Rows):
+        return (one.home is Home.WAITING) == (other.home is Home.WAITING)
+    return one == other

@@ -1,0 +1,215 @@
+// What ranks and lanes of a role tell each other in a call, and how they wait for it: words that carry the number of the call, and
+// counters that hold it. Which of it comes when is printed from the Plan.
+// Assumes `Plan` with the constants the template prints, and all lanes of a rank resident at once. Bodies that move rows are in
+// rows.cuh: nothing there waits or tells.
+#pragma once
+
+#include "commdsl/types.cuh"
+#ifdef __CUDACC__
+#include "commdsl/device.cuh"
+#else
+#include "commdsl/host.hpp"
+#endif
+#include "commdsl/waiting.cuh"
+
+namespace commdsl {
+
+enum class Ranks { kOwn, kOthers, kAll };
+
+// Whether `peer` is one of them for `rank`.
+template <Ranks ranks>
+COMMDSL_FN bool is_among(i32 peer, i32 rank) {
+  return ranks == Ranks::kAll || (ranks == Ranks::kOwn) == (peer == rank);
+}
+
+// One call of one lane.
+template <class Plan>
+struct Call {
+  const typename Plan::Args& args;
+  i32 lane;
+  u64 number;  // from 1
+  const TableHead* table;
+
+  COMMDSL_FN char* heap(i32 rank) const { return reinterpret_cast<char*>(args.heap[rank]); }
+  COMMDSL_FN u64* word(i32 rank, u64 at) const { return reinterpret_cast<u64*>(args.heap[rank] + at); }
+  COMMDSL_FN const Send* sends() const { return reinterpret_cast<const Send*>(table + 1); }
+  COMMDSL_FN const Finish* finishes() const {
+    return reinterpret_cast<const Finish*>(reinterpret_cast<const char*>(table) + table->finishes_at);
+  }
+  // Behind the finishes: the rows that come from each rank.
+  COMMDSL_FN const u64* rows_expected() const { return reinterpret_cast<const u64*>(finishes() + table->finishes); }
+  // Whether the lane has rows to finish.
+  COMMDSL_FN bool is_busy() const { return static_cast<u32>(lane) * num_warps() < table->finishes; }
+};
+
+// What a lane knows of its peers. Shared by the threads of a lane.
+template <class Plan>
+struct Peers {
+  u64 output[Plan::kNumRanks][Plan::kNumRows], waiting[Plan::kNumRanks][Plan::kNumRows];  // addresses
+  u64 rows[Plan::kNumRanks][Plan::kNumRows];
+  i32 lanes[Plan::kNumRanks];
+  u64 sent[Plan::kNumRanks];  // rows, by this lane
+  u64 sum;                    // of the words of the table
+};
+
+// Words of `words` values each, a slot for every rank that writes: the number of the call, and the value.
+COMMDSL_FN constexpr u64 slot_bytes(i32 words) { return (16 * static_cast<u64>(words) + 63) / 64 * 64; }
+
+// Where a lane of a rank counts its calls on another: lanes of a rank side by side, so that many are looked at at once.
+template <class Plan>
+COMMDSL_FN u64 done_at(i32 rank, i32 lane) {
+  return Plan::kDoneAt + static_cast<u64>(rank) * (Plan::kLanes * kFlagStride) + static_cast<u64>(lane) * kDoneStride;
+}
+
+template <class Plan>
+COMMDSL_FN u64 sent_at(i32 rank, i32 lane) {
+  return Plan::kSentAt + static_cast<u64>(rank) * slot_bytes(static_cast<i32>(Plan::kLanes)) + 16 * static_cast<u64>(lane);
+}
+
+template <class Plan>
+COMMDSL_FN u64 addresses_at(i32 rank) {
+  return Plan::kAddressesAt + static_cast<u64>(rank) * slot_bytes(Plan::kAddressWords);
+}
+
+// The record of the first lane to give up; `phase` is the place in the Plan, or what a table has wrong.
+template <class Plan>
+COMMDSL_CALL void give_up(const Call<Plan>& here, u64 code, i32 phase, i32 peer, u64 expected, u64 seen) {
+  u64 missing = 0;
+  for (i32 rank = 0; rank < Plan::kNumRanks && rank < 64; ++rank) {
+    if (!reached(load_relaxed(here.word(here.args.rank, addresses_at<Plan>(rank))), here.number)) missing |= u64{1} << rank;
+  }
+  publish(here.args.error, {code, here.args.rank, here.lane, phase, peer, expected, seen, here.number, missing, 0});
+}
+
+// Every lane reads the number of the call; the first advances it when every lane of the rank has.
+template <class Plan>
+COMMDSL_FN Call<Plan> read_calls(const typename Plan::Args& args, i32 lane) {
+  const u64* calls = reinterpret_cast<const u64*>(args.heap[args.rank] + Plan::kCallsAt);
+  return {args, lane, load_relaxed(calls) + 1, reinterpret_cast<const TableHead*>(args.table)};
+}
+
+template <class Plan>
+COMMDSL_FN void tell_calls(const Call<Plan>& here) {
+  if (thread() == 0) store_relaxed(here.word(here.args.rank, Plan::kCallsAt), here.number);
+}
+
+// --- addresses: how many lanes a rank has in this call, where its results lie in its heap, and the room there ----------------------
+
+template <Ranks to, class Plan>
+COMMDSL_FN void tell_addresses(const Call<Plan>& here) {
+  const auto& args = here.args;
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks * Plan::kAddressWords); at += num_threads()) {
+    const i32 peer = static_cast<i32>(at) / Plan::kAddressWords, word = static_cast<i32>(at) % Plan::kAddressWords;
+    if (!is_among<to>(peer, args.rank)) continue;
+    const i32 tensor = (word - 1) % Plan::kNumRows;
+    const u64 value = word == 0                   ? static_cast<u64>(args.active_lanes)
+                      : word <= Plan::kNumRows ? args.outputs[tensor] - args.heap[args.rank]
+                                                 : args.output_rows[tensor];
+    store_marked(here.word(peer, addresses_at<Plan>(args.rank)) + 2 * word, here.number, value);
+  }
+}
+
+// False when the rank gives up.
+template <i32 phase, Ranks of, i32 calls_back, class Plan>
+COMMDSL_FN bool meet_addresses(const Call<Plan>& here, Peers<Plan>& peers) {
+  bool gave_up = false;
+  const u64 expected = here.number - calls_back;
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks * Plan::kAddressWords) && !gave_up; at += num_threads()) {
+    const i32 peer = static_cast<i32>(at) / Plan::kAddressWords, word = static_cast<i32>(at) % Plan::kAddressWords;
+    const i32 tensor = (word - 1) % Plan::kNumRows;
+    if (!is_among<of>(peer, here.args.rank)) continue;
+    const u64* from = here.word(here.args.rank, addresses_at<Plan>(peer)) + 2 * word;
+    u64 value = 0;
+    gave_up = !watch(here.args, [&] { return load_marked(from, value); }, expected,
+                     [&](u64 seen) { give_up(here, kTimedOut, phase, peer, expected, seen); });
+    if (word == 0) {
+      peers.lanes[peer] = static_cast<i32>(value);
+    } else if (word <= Plan::kNumRows) {
+      peers.output[peer][tensor] = here.args.heap[peer] + value;
+    } else {
+      peers.rows[peer][tensor] = value;
+    }
+  }
+  return !block_any(gave_up);
+}
+
+// --- done: a lane of a rank is through with its rows -----------------------------------------------------------------------------
+
+template <Ranks to, class Plan>
+COMMDSL_FN void tell_done(const Call<Plan>& here) {
+  block_barrier();
+  const i32 rank = here.args.rank;
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
+    const i32 peer = static_cast<i32>(at);
+    if (is_among<to>(peer, rank)) store_release(here.word(peer, done_at<Plan>(rank, here.lane)), here.number);
+  }
+}
+
+// All lanes of these ranks are through. False when the rank gives up.
+template <i32 phase, Ranks of, i32 calls_back, class Plan>
+COMMDSL_FN bool meet_done(const Call<Plan>& here, const Peers<Plan>& peers) {
+  bool gave_up = false;
+  const u64 expected = here.number - calls_back;
+  for (u32 at = thread(); !gave_up; at += num_threads()) {
+    i32 peer = 0, from = static_cast<i32>(at);
+    while (peer < Plan::kNumRanks && from >= peers.lanes[peer]) from -= peers.lanes[peer++];
+    if (peer == Plan::kNumRanks) break;
+    if (!is_among<of>(peer, here.args.rank)) continue;
+    gave_up = !poll(here.args, here.word(here.args.rank, done_at<Plan>(peer, from)), expected,
+                    [&](u64 seen) { give_up(here, kTimedOut, phase, peer, expected, seen); });
+  }
+  return !block_any(gave_up);
+}
+
+// --- complete: the first lane knows that all rows have come ---------------------------------------------------------------------
+
+template <Ranks to, class Plan>
+COMMDSL_FN void tell_complete(const Call<Plan>& here) {
+  static_assert(to == Ranks::kOwn, "a number of the rank's own");
+  if (thread() == 0 && here.table->finishes > 0) store_release(here.word(here.args.rank, Plan::kCompleteAt), here.number);
+}
+
+// False when the rank gives up.
+template <i32 phase, Ranks of, i32 calls_back, class Plan>
+COMMDSL_FN bool meet_complete(const Call<Plan>& here, const Peers<Plan>&) {
+  static_assert(of == Ranks::kOwn, "a number of the rank's own");
+  bool gave_up = false;
+  const u64 expected = here.number - calls_back;
+  if (thread() == 0) {
+    gave_up = !poll(here.args, here.word(here.args.rank, Plan::kCompleteAt), expected,
+                    [&](u64 seen) { give_up(here, kTimedOut, phase, here.args.rank, expected, seen); });
+  }
+  return !block_any(gave_up);
+}
+
+// --- sent: the rows that a lane sent to each rank, where the kernel checks --------------------------------------------------------
+
+template <Ranks to, class Plan>
+COMMDSL_FN void tell_sent(const Call<Plan>& here, const Peers<Plan>& peers) {
+  if constexpr (Plan::kChecks) {
+    block_barrier();
+    for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
+      const i32 peer = static_cast<i32>(at);
+      if (!is_among<to>(peer, here.args.rank)) continue;
+      store_relaxed(here.word(peer, sent_at<Plan>(here.args.rank, here.lane)), peers.sent[at]);
+    }
+  }
+}
+
+// Rows that came from each rank against those of the table.
+template <class Plan>
+COMMDSL_FN void read_sent(const Call<Plan>& here, const Peers<Plan>& peers) {
+  if constexpr (Plan::kChecks) {
+    for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
+      const i32 peer = static_cast<i32>(at);
+      u64 came = 0;
+      for (i32 from = 0; from < peers.lanes[peer]; ++from) {
+        came += load_relaxed(here.word(here.args.rank, sent_at<Plan>(peer, from)));
+      }
+      const u64 expected = here.rows_expected()[peer];
+      if (came != expected) give_up(here, kBadCount, 0, peer, expected, came);
+    }
+  }
+}
+
+}  // namespace commdsl

@@ -1,0 +1,169 @@
+// Rows on their way to places that a table names: straight to the output there, or to where they wait for the rank that owns them
+// to copy or sum them.
+// Assumes a table that passed commdsl's laws (with COMMDSL_CHECK the kernel looks itself). Decides nothing: where rows go is in the
+// table, and what comes before and after is printed from the Plan. Nothing here waits for another rank or lane, or tells it.
+#pragma once
+
+#include "commdsl/calls.cuh"
+#include "commdsl/elements.cuh"
+#ifdef __CUDACC__
+#include "commdsl/runs.cuh"
+#else
+#include "commdsl/host_runs.hpp"
+#endif
+
+namespace commdsl {
+
+// What needs no meeting: the rank itself, and where rows wait.
+template <class Plan>
+COMMDSL_FN void prepare(const Call<Plan>& here, Peers<Plan>& peers) {
+  const i32 rank = here.args.rank;
+  if (thread() == 0) peers.sum = 0;
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks * Plan::kNumRows); at += num_threads()) {
+    const i32 peer = static_cast<i32>(at) / Plan::kNumRows, tensor = static_cast<i32>(at) % Plan::kNumRows;
+    peers.waiting[peer][tensor] = here.args.heap[peer] + here.args.waiting[tensor];
+    if (tensor == 0) peers.sent[peer] = 0;
+    if (peer != rank) continue;
+    peers.output[rank][tensor] = here.args.outputs[tensor];
+    peers.rows[rank][tensor] = here.args.output_rows[tensor];
+    peers.lanes[rank] = here.args.active_lanes;
+  }
+  block_barrier();
+}
+
+// --- moving --------------------------------------------------------------------------------------------------------------
+
+struct Tile {
+  u32 source_row, dest_row, rows;
+  i32 to, tensor;
+  bool waits;
+};
+
+COMMDSL_FN Tile tile_of(const Send& send) {
+  return {send.source_row, send.dest_row, send.rows, static_cast<i32>(send.where & 0xffffu),
+          static_cast<i32>(send.where >> 16 & 0xffu), (send.where >> 24) != 0};
+}
+
+// Whether a tile stays within its tensors; what does not is not moved, and the rank reports it.
+template <class Plan>
+COMMDSL_FN bool is_legal(const Call<Plan>& here, const Peers<Plan>& peers, const Tile& tile, u32 index) {
+  const bool known = tile.to < Plan::kNumRanks && tile.tensor < Plan::kNumRows;
+  const u64 source_end = u64{tile.source_row} + tile.rows, dest_end = u64{tile.dest_row} + tile.rows;
+  const u64 source_room = known ? here.args.input_rows[tile.tensor] : 0;
+  const u64 dest_room = !known ? 0 : tile.waits ? here.args.waiting_rows[tile.tensor] : peers.rows[tile.to][tile.tensor];
+  if (known && source_end <= source_room && dest_end <= dest_room) return true;
+  const bool source = source_end > source_room;
+  give_up(here, kBadTile, static_cast<i32>(index), tile.to, source ? source_room : dest_room, source ? source_end : dest_end);
+  return false;
+}
+
+template <class Plan>
+COMMDSL_FN void move(const Call<Plan>& here, const Peers<Plan>& peers, const Tile& tile) {
+  const u64 width = here.args.row_bytes[tile.tensor];
+  const u64 base = (tile.waits ? peers.waiting : peers.output)[tile.to][tile.tensor];
+  copy_run(reinterpret_cast<char*>(base + tile.dest_row * width),
+           reinterpret_cast<const char*>(here.args.inputs[tile.tensor] + tile.source_row * width), tile.rows * width);
+}
+
+template <class Plan>
+COMMDSL_FN void push(const Call<Plan>& here, Peers<Plan>& peers) {
+  const u32 step = static_cast<u32>(here.args.active_lanes) * num_warps();
+  for (u32 at = static_cast<u32>(here.lane) * num_warps() + warp(); at < here.table->sends; at += step) {
+    const Tile tile = tile_of(here.sends()[at]);
+    if constexpr (Plan::kChecks) {
+      if (!is_legal(here, peers, tile, at)) continue;
+      if (thread_of_warp() == 0) add_shared(&peers.sent[tile.to], tile.rows);
+    }
+    move(here, peers, tile);
+  }
+}
+
+// --- finishing -----------------------------------------------------------------------------------------------------------
+
+// As for a tile.
+template <class Plan>
+COMMDSL_FN bool is_legal(const Call<Plan>& here, const Finish& tile, u32 index) {
+  const bool sums = tile.kind == kFinishSum;
+  const bool known = tile.tensor < Plan::kNumRows && tile.kind <= kFinishZero && (!sums || (Plan::kSums && tile.count > 0));
+  const u64 before = sums ? (u64{tile.count} - 1) * tile.stride : 0;
+  const u64 source_end = tile.kind == kFinishZero ? 0 : tile.source_row + before + tile.rows;
+  const u64 dest_end = u64{tile.dest_row} + tile.rows;
+  const u64 source_room = known ? here.args.waiting_rows[tile.tensor] : 0;
+  const u64 dest_room = known ? here.args.output_rows[tile.tensor] : 0;
+  if (known && source_end <= source_room && dest_end <= dest_room) return true;
+  const bool source = source_end > source_room;
+  give_up(here, kBadFinish, static_cast<i32>(index), here.args.rank, source ? source_room : dest_room,
+          source ? source_end : dest_end);
+  return false;
+}
+
+template <class Plan>
+COMMDSL_FN void finish_tile(const Call<Plan>& here, const Finish& tile) {
+  const u64 width = here.args.row_bytes[tile.tensor], bytes = tile.rows * width;
+  char* dest = reinterpret_cast<char*>(here.args.outputs[tile.tensor] + tile.dest_row * width);
+  const char* source = reinterpret_cast<const char*>(here.args.heap[here.args.rank] + here.args.waiting[tile.tensor] +
+                                                     tile.source_row * width);
+  if (tile.kind == kFinishCopy) {
+    copy_run(dest, source, bytes);
+  } else if (tile.kind == kFinishZero) {
+    zero_run(dest, bytes);
+  } else if constexpr (Plan::kSums) {
+    sum_run<typename Plan::Element>(dest, source, bytes, tile.stride * width, tile.count);
+  }
+}
+
+template <class Plan>
+COMMDSL_FN void finish(const Call<Plan>& here) {
+  const u32 step = static_cast<u32>(here.args.active_lanes) * num_warps();
+  for (u32 at = static_cast<u32>(here.lane) * num_warps() + warp(); at < here.table->finishes; at += step) {
+    const Finish& tile = here.finishes()[at];
+    if constexpr (Plan::kChecks) {
+      if (!is_legal(here, tile, at)) continue;
+    }
+    finish_tile(here, tile);
+  }
+}
+
+// --- the table itself ----------------------------------------------------------------------------------------------------
+
+// Whether its head is what the host wrote: with another one a lane would read beyond the table.
+template <class Plan>
+COMMDSL_FN bool is_whole(const Call<Plan>& here) {
+  const TableHead& head = *here.table;
+  const u32 found = ~(head.sends ^ head.finishes ^ head.finishes_at);
+  if (head.check != found) give_up(here, kBadTable, 0, here.args.rank, head.check, found);
+  return head.check == found;
+}
+
+// Whether the rest is. One lane looks, when rows that lead out of their tensors have been reported.
+template <class Plan>
+COMMDSL_FN void check_words(const Call<Plan>& here, Peers<Plan>& peers) {
+  const u32* words = reinterpret_cast<const u32*>(here.table + 1);
+  const u64 count = static_cast<u64>(reinterpret_cast<const u32*>(here.rows_expected() + Plan::kNumRanks) - words);
+  u64 sum = 0;
+  for (u64 at = thread(); at < count; at += num_threads()) sum += words[at];
+  add_shared(&peers.sum, sum);
+  block_barrier();
+  const u32 found = static_cast<u32>(peers.sum);
+  if (thread() == 0 && found != here.table->sum) give_up(here, kBadTable, 1, here.args.rank, here.table->sum, found);
+}
+
+// Before anything is told: false for a table that would lead a lane beyond its end.
+template <class Plan>
+COMMDSL_FN bool begin(const Call<Plan>& here, Peers<Plan>& peers) {
+  if constexpr (Plan::kChecks) {
+    if (!is_whole(here)) return false;
+  }
+  prepare(here, peers);
+  return true;
+}
+
+// When all is done.
+template <class Plan>
+COMMDSL_FN void end(const Call<Plan>& here, Peers<Plan>& peers) {
+  if constexpr (Plan::kChecks) {
+    if (here.lane == 0) check_words(here, peers);
+  }
+}
+
+}  // namespace commdsl
