@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from commdsl.language.diagnostics import InternalError
-from commdsl.program.memory import Counters
+from commdsl.program.memory import Counters, Words
 from commdsl.program.moves import Moves
 from commdsl.program.phases import Actor, Finish, Host, Meet, Push, Ranks, Read, Routed, Tell, described
 from commdsl.program.plan import Plan
@@ -44,12 +44,16 @@ def _call(phase: Routed, number: int) -> str:
         case Read(what=Counters()):
             return (
                 "const commdsl::Call<Plan> here = commdsl::read_calls<Plan>(args, lane);\n"
-                "  if (!commdsl::begin(here, peers)) return;"
+                "  if (!commdsl::begin(here)) return;"
             )
         case Read():
             return f"{_guard(phase.by)}commdsl::read_{phase.what.name}(here, peers);"
         case Tell(what=Counters(is_shared=False, name="calls")):
             return f"{_guard(phase.by)}commdsl::tell_calls(here);"
+        case Tell(what=Words(name="addresses")):
+            # A lane prepares what it knows of itself while its peers read where its results are.
+            told = f"{_guard(phase.by)}commdsl::tell_addresses<{RANKS[phase.to]}>(here);"
+            return f"{told}\n  commdsl::prepare(here, peers);"
         case Tell():
             given = "here, peers" if phase.what.name == "sent" else "here"
             return f"{_guard(phase.by)}commdsl::tell_{phase.what.name}<{RANKS[phase.to]}>({given});"

@@ -150,11 +150,10 @@ COMMDSL_FN void check_words(const Call<Plan>& here, Peers<Plan>& peers) {
 
 // Before anything is told: false for a table that would lead a lane beyond its end.
 template <class Plan>
-COMMDSL_FN bool begin(const Call<Plan>& here, Peers<Plan>& peers) {
+COMMDSL_FN bool begin(const Call<Plan>& here) {
   if constexpr (Plan::kChecks) {
     if (!is_whole(here)) return false;
   }
-  prepare(here, peers);
   return true;
 }
 
