@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 from dispatch_plans import Case, Draw, cases, limits, random_plan
-from host_dispatch import Call, Damage, Options, Reported, chained, launched, program, run
+from host_dispatch import Damaged, chained, launched, program
 from test_dispatch_kernel import back, drawn, same, there
 
 import commdsl
 from commdsl import dispatch
+from commdsl.build.host_ranks import RowsError, Running
+from commdsl.build.host_rows import run_calls
 from commdsl.dispatch.route import Way
 from commdsl.ir.routes import Sharing
 from commdsl.program.tiles import HEAD_WORDS, table
+from commdsl.program.timeouts import CommTimeout
 
 RESERVED = (HEAD_WORDS - 3, HEAD_WORDS - 2, HEAD_WORDS - 1)
 """Words of the head that mean nothing."""
@@ -40,17 +43,18 @@ def test_every_damaged_word_is_reported(packed: bool) -> None:
     goes, returns = there(plan), back(plan)
     codes: Counter[int] = Counter()
     for flows, rows in ((goes, [plan.shards.rows] * 3), (returns, [flow.rows for flow in goes])):
-        call = Call(flows, drawn(flows, rows, "float32", dice), packed, (2, 1, 3), 64)
+        inputs = drawn(flows, rows, "float32", dice)
         for rank in range(3):
             words = len(table(flows, rank, packed=packed, tile_bytes=64).words)
             for word in {*RESERVED, *dice.integers(0, words, 60).tolist()}:
-                damage = Damage(rank, word, damaged_bits(dice))
+                bits = damaged_bits(dice)
+                call = Damaged(flows, inputs, packed, (2, 1, 3), 64, rank=rank, word=word, bits=bits)
                 try:
-                    found = run(made, [call], Options(timeout=0.1, damage=damage))
-                except Reported as report:
-                    codes[report.code] += 1
+                    found = run_calls(made, [call], Running(timeout=0.1))
+                except (RowsError, CommTimeout) as report:
+                    codes[report.record.code] += 1
                 else:
-                    assert word in RESERVED, damage
+                    assert word in RESERVED, (rank, word, bits)
                     assert same(found, chained([call], "float32"))
 
     assert codes.total() > 150

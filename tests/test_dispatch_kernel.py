@@ -9,11 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from dispatch_plans import Draw, random_plan, varied
-from host_dispatch import Bytes, Call, Options, Reported, chained, launched, program, run
+from host_dispatch import chained, launched, program
 from numpy.typing import NDArray
 
-from commdsl.build import host_run
+from commdsl.build.arena import Bytes
 from commdsl.build.emit import include_dir
+from commdsl.build.host_ranks import DataRaceError, Running
+from commdsl.build.host_rows import Call, Results, run_calls
 from commdsl.checks import check_routed
 from commdsl.ir.plans import DispatchPlan, routing
 from commdsl.ir.routes import Mask, Sharing
@@ -21,6 +23,7 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.program.phases import Actor
 from commdsl.program.plan import Phase, Plan
 from commdsl.program.tiles import COPY, FINISH_WORDS, SUM, ZERO, Flow, Table, table
+from commdsl.program.timeouts import CommTimeout
 from commdsl.program.verify import verify
 
 WIDTHS = (6, 8, 20)
@@ -82,7 +85,7 @@ def reused(num_ranks: int, seed: int, calls: int = 8) -> list[Call]:
     return found
 
 
-def same(found: list[list[list[Bytes]]], wanted: list[list[list[Bytes]]]) -> bool:
+def same(found: Results, wanted: Results) -> bool:
     return all(
         np.array_equal(mine, theirs)
         for call, want in zip(found, wanted, strict=True)
@@ -98,7 +101,7 @@ def test_against_numpy(num_ranks: int, dtype: str) -> None:
     made = program(launched(num_ranks), dtype)
     for seed in range(4):
         calls = list(storm(num_ranks, dtype, seed))
-        assert same(run(made, calls, Options(max_delay=0.0005 * seed, seed=seed)), chained(calls, dtype))
+        assert same(run_calls(made, calls, Running(max_delay=0.0005 * seed, seed=seed)), chained(calls, dtype))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -106,7 +109,7 @@ def test_silent(num_ranks: int) -> None:
     """ThreadSanitizer sees no race, and the rows are right all the same."""
     made = program(launched(num_ranks), sanitize=True)
     calls = list(storm(num_ranks, "float32", 10 + num_ranks))
-    assert same(run(made, calls, Options(max_delay=0.003)), chained(calls, "float32"))
+    assert same(run_calls(made, calls, Running(max_delay=0.003)), chained(calls, "float32"))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -116,7 +119,7 @@ def test_results_are_reused(num_ranks: int, sanitize: bool) -> None:
     made = program(launched(num_ranks), sanitize=sanitize)
     for seed in range(2 if sanitize else 8):
         calls = reused(num_ranks, seed)
-        found = run(made, calls, Options(max_delay=0.002, seed=seed))
+        found = run_calls(made, calls, Running(max_delay=0.002, seed=seed))
         assert same(found[-1:], chained(calls, "float32")[-1:])
 
 
@@ -149,7 +152,7 @@ def test_one_tensor() -> None:
         flows = there(plan)[:1]
         calls.append(Call(flows, drawn(flows, [plan.shards.rows], "float32", dice), True, (3, 1, 2)))
         calls.append(Call(back(plan)[:1], None, False, (1, 2, 3)))
-    assert same(run(made, calls), chained(calls, "float32"))
+    assert same(run_calls(made, calls), chained(calls, "float32"))
 
 
 # --- Plans with a mistake ---------------------------------------------------------------------------------------------
@@ -208,8 +211,8 @@ def test_a_mistake_is_refused_and_seen(what: str) -> None:
     made = program(mistaken, sanitize=True)
     for seed in range(2):
         calls = [replace(call, packed=True) for call in reused(2, seed)]
-        with pytest.raises(Reported if what in HANGS else host_run.DataRaceError):
-            run(made, calls, Options(timeout=0.5, max_delay=0.002, seed=seed))
+        with pytest.raises(CommTimeout if what in HANGS else DataRaceError):
+            run_calls(made, calls, Running(timeout=0.5, max_delay=0.002, seed=seed))
 
 
 def is_refused(plan: Plan) -> bool:
@@ -227,7 +230,7 @@ def test_no_mistake() -> None:
     assert not is_refused(with_phases(RIGHT))
     for seed in range(4):
         calls = [replace(call, packed=True) for call in reused(2, seed)]
-        assert same(run(made, calls, Options(max_delay=0.002, seed=seed))[-1:], chained(calls, "float32")[-1:])
+        assert same(run_calls(made, calls, Running(max_delay=0.002, seed=seed))[-1:], chained(calls, "float32")[-1:])
 
 
 def test_bodies_neither_wait_nor_tell() -> None:

@@ -37,7 +37,6 @@ WALLS = {
 ENVIRONMENT_READERS = {
     "machine/config.py": "its purpose",
     "__main__.py": "sets one variable before numpy is imported",
-    "build/host_run.py": "hands the environment on to the processes it starts",
 }
 
 MAX_LINES = 400

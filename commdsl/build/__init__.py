@@ -5,6 +5,8 @@ calls         the phases of a role -> the calls that its lanes make, in order
 cache         what a build depends on -> the folder of its result, built once
 nvrtc         text -> cubin, without a GPU
 host          text -> a library for this processor
-arena         the memory that the ranks of a host run share
-host_run      a Plan and inputs -> outputs, on host ranks
+arena         the memory that the ranks of a host run share: guards, and a pattern where results go
+host_ranks    a Plan and the arguments of its calls -> what they leave there, on host ranks
+host_run      a Plan of chunks and tensors -> results
+host_rows     a dispatch's Plan, tables and rows -> results
 """
