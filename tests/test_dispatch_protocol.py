@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
+from itertools import islice, product
 from pathlib import Path
 
 import brute_force_dispatch as brute
@@ -18,8 +20,10 @@ from commdsl.language.diagnostics import Diagnostic, render_full
 from commdsl.language.source import Source, Span
 from commdsl.machine.resources import data_dir
 from commdsl.program.phases import Actor, Ranks, described
-from commdsl.program.proof.events import Events, Step, Wait, events, steps
+from commdsl.program.proof.events import Events, Step, Wait, events, is_among, steps
 from commdsl.program.proof.regions import prove
+
+CLOCKS, REGIONS = (import_module(f"commdsl.program.proof.{name}") for name in ("clocks", "regions"))
 
 TEXT = "dispatch rows_direct for P ranks { rows x[T] route home[S] for x place home by (source rank, shard) }"
 RIGHT = steps(compiler.check_dispatch(compiler.read_text(TEXT, "example.comm", Path())).plan)
@@ -123,16 +127,23 @@ def test_more_ranks() -> None:
         assert {code_of(changes, num_ranks) for num_ranks in (4, 6)} == {code_of(changes, 3)}, what
 
 
+def without(found: Events, gone: np.ndarray) -> Events:
+    """The protocol without some of its waits."""
+    timeline, columns = found.timeline, ("wait_op", "wait_peer", "wait_signal", "wait_rounds_back", "since", "given")
+    kept = {name: getattr(timeline, name)[~gone] for name in columns}
+    return replace(found, timeline=replace(timeline, **kept), told=found.told[~gone])
+
+
 def test_every_single_wait() -> None:
     """Without any one wait of one lane for one other there is a race, on both opinions."""
     num_ranks, lanes = 2, 3
     right = events(RIGHT, num_ranks, lanes)
     count = 0
     for step, thread, peer in brute.single_waits(RIGHT, num_ranks, lanes):
-        waits = right.waits.copy()
-        waits[step, number(thread, lanes), number(peer, lanes)] = False
-        assert (waits != right.waits).sum() == 1
-        found = verdict(replace(right, waits=waits))
+        op = number(thread, num_ranks) * len(RIGHT) + step
+        gone = (right.timeline.wait_op == op) & (right.timeline.wait_peer == number(peer, num_ranks))
+        assert gone.sum() == 1
+        found = verdict(without(right, gone))
         assert found is not None
         assert found.code == "C640"
         dropped = frozenset({(step, thread, peer)})
@@ -140,30 +151,50 @@ def test_every_single_wait() -> None:
         assert any(brute.is_broken(RIGHT, setting, dropped) for setting in settings), (step, thread, peer)
         count += 1
 
-    assert count == right.waits[[not step.given for step in RIGHT]].sum() == 6 + 10 + 4
+    assert count == (~right.timeline.given).sum() == 6 + 10 + 4
 
 
-def number(thread: brute.Thread, lanes: int) -> int:
+def number(thread: brute.Thread, num_ranks: int) -> int:
     rank, kind, lane = thread
-    return rank * (lanes + 1) + (0 if kind == "stream" else 1 + lane)
+    return (0 if kind == "stream" else 1 + lane) * num_ranks + rank
 
 
 def test_every_single_word() -> None:
     """If one lane does not tell one rank, that rank waits for ever, and the message names both."""
     right = events(RIGHT, 3)
-    for step, thread, rank in np.argwhere(right.tells).tolist():
-        if RIGHT[step].given:
-            continue
-        tells = right.tells.copy()
-        tells[step, thread, rank] = False
-        found = verdict(replace(right, tells=tells))
-        if not (right.waits[right.awaited == step][:, right.rank == rank, thread]).any():
+    timeline = right.timeline
+    waiter = timeline.actor[timeline.wait_op]
+    words = [
+        (step, role, of, to)
+        for step, one in enumerate(RIGHT)
+        if one.tells is not None and not one.given
+        for role, of, to in product(np.flatnonzero(right.acts[step]).tolist(), range(3), range(3))
+        if is_among(np.array([of]), np.array([to]), one.tells)[0, 0]
+    ]
+    assert len(words) == 6 + 27 + 3
+    for step, role, of, to in words:
+        is_it = (timeline.wait_signal == step) & (timeline.wait_peer == role * 3 + of) & (waiter % 3 == to)
+        found = verdict(replace(right, told=right.told & ~is_it))
+        if not is_it.any():
             assert found is None  # a first lane's word to its own rank: it would be to itself
             continue
         assert found is not None
         assert found.code == "C641"
-        assert f"`{RIGHT[step].name}` of lane {right.role[thread]} of rank {right.rank[thread]}" in render_full(found)
-        assert f"of rank {rank} in call 0 waits for" in render_full(found)
+        assert f"`{RIGHT[step].name}` of lane {right.role[role]} of rank {of}" in render_full(found)
+        assert f"of rank {to} in call 0 waits for" in render_full(found)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_forms_of_clocks_agree(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are alike, each rank for itself, and these in narrow blocks of columns give one verdict."""
+    for what, changes in islice(mutants(), 0, None, 5):
+        one = verdict(events(changes, num_ranks))
+        with monkeypatch.context() as patched:
+            patched.setattr(REGIONS, "pattern", lambda _: None)
+            every = verdict(events(changes, num_ranks))
+            patched.setattr(CLOCKS, "BLOCK_ENTRIES", 1)
+            narrow = verdict(events(changes, num_ranks))
+        assert one == every == narrow, what
 
 
 def test_a_race_names_both_accesses() -> None:

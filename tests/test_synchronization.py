@@ -26,8 +26,9 @@ from commdsl.program.plan import Plan
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.verify import verify
 
-PROOF, CLOCKS, HAZARDS = (
-    import_module(f"commdsl.program.proof.{name}") for name in ("synchronization", "clocks", "hazards")
+PROOF, CLOCKS, HAZARDS, ORDER, FLAGS, TIMELINE = (
+    import_module(f"commdsl.program.proof.{name}")
+    for name in ("synchronization", "clocks", "hazards", "order", "flags", "timeline")
 )
 RACES = {"C202", "C205"}
 
@@ -292,7 +293,7 @@ def test_slices_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     for plan in _mutants(3, 100):
         whole = list(prove(plan.moves))
         with monkeypatch.context() as patched:
-            patched.setattr(PROOF, "SLICE", 2)
+            patched.setattr(ORDER, "SLICE", 2)
             patched.setattr(HAZARDS, "SLICE", 2)
             assert [d.code for d in prove(plan.moves)] == [d.code for d in whole]
 
@@ -398,7 +399,7 @@ def test_shipped_barriers(name: str) -> None:
 def test_the_proof_shares_nothing_with_the_derivation() -> None:
     """Flags and data are judged without the code that derived them, else both could be wrong together."""
     others = (import_module(f"commdsl.program.proof.{name}") for name in ("messages", "computes", "meaning", "values"))
-    for module in (PROOF, CLOCKS, HAZARDS, *others):
+    for module in (PROOF, CLOCKS, HAZARDS, ORDER, FLAGS, TIMELINE, *others):
         imported = {
             node.module
             for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))

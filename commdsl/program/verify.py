@@ -1,7 +1,7 @@
 """What a legal Plan is: table shapes, ranges, access rights, counts. Raises InternalError at the first law broken.
 
 Assumes nothing, not even that the begin tables are monotone. Does not judge the synchronization (an ordinal no signal
-reaches, a cycle, a race): those are proved by `checks.synchronization`, which may assume that this passed.
+reaches, a cycle, a race): those are proved by `proof.synchronization`, which may assume that this passed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Turns the edges between operations into flags: as few as order every hazard, within a round and between rounds.
 
 Assumes edges point to earlier phases, so no wait can be part of a cycle. Does not prove the result;
-`checks.synchronization` does, on the Plan and without this package.
+`proof.synchronization` does, on the Plan and without this package.
 
 An edge becomes a flag only if the waiting rank does not know already, through flags it has seen, that the other
 operation is over.

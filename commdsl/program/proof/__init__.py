@@ -3,12 +3,15 @@
 values        what a place holds, as one number
 meaning       a schedule -> the value of every chunk that comes back
 computes      the Plan computes what the schedule means
+timeline      actors, what each does in a round, who awaits what
+clocks        a Timeline -> the order its waits guarantee
+order         pairs that must be in order -> those that are not, and waits that are idle
+flags         tables of Moves -> their Timeline
+hazards       operands of Moves -> accesses that must happen in one order
 packets       flags that travel in the data -> the flags they stand for
-clocks        waits and signals -> the order they guarantee
-hazards       operands -> accesses that must happen in one order
-synchronization   every hazard is ordered, no rank waits for ever, no flag is idle
-memory        the symmetric memory is there, and used
-events        phases that are proved by region -> the steps of a call, thread by thread
+synchronization   the laws of Moves: every hazard is ordered, no rank waits for ever, no flag is idle
+events        phases that are proved by region -> the steps of a call, and their Timeline
 regions       the same three laws of these
-messages      what was found -> diagnostics
+memory        the symmetric memory is there, and used
+messages, region_messages   what was found -> diagnostics
 """

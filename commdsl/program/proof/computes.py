@@ -23,8 +23,10 @@ from commdsl.language.diagnostics import Diagnostic
 from commdsl.program.memory import Access
 from commdsl.program.moves import Moves
 from commdsl.program.proof import messages, packets
-from commdsl.program.proof.clocks import pattern, run, timeline
+from commdsl.program.proof.clocks import run
+from commdsl.program.proof.flags import timeline
 from commdsl.program.proof.meaning import Results, meant, tensors_given
+from commdsl.program.proof.timeline import pattern
 from commdsl.program.proof.values import (
     CLASH,
     STALE,

@@ -1,10 +1,20 @@
-"""Turns a Plan whose phases are proved by region into the steps of a call, and these into events thread by thread.
+"""Turns a Plan whose phases are proved by region into the steps of a call, and these into a Timeline of its actors.
 
 Assumes the phases of one role on SMs and those of its caller. Does not judge them (`regions` does) and knows no
 routing: which rows go where is data, which region a lane may touch is not.
 
-Logical threads are the lanes of a rank and its stream, the caller's kernels around the call. A region is one memory of
-one rank; in it a rank has a segment of its own, with one writer. Lanes share a segment out between them.
+The actors of a rank are its stream, the caller's kernels around the call, and lanes. A region is one memory of one
+rank; in it a rank has a segment of its own, with one writer. Lanes share a segment out between them.
+
+Three lanes stand for any number of them. A call has as many lanes as its caller says, a first one always, and the
+others are alike: each waits for the same, tells the same, and touches the same segments. A hazard is between two
+actors, so two of them that are not the first are all that can meet. Nor does an order need a third one: what lanes
+other than the first learn is not handed on (`tells_own`), as the next call may have fewer; so an order between two
+actors leads through streams and first lanes alone, which are there in every call. What is refused with three is wrong
+in a call of three.
+
+What such a lane learns in a `spare` step is forgotten behind it: a lane that has nothing to finish leaves the step out,
+and so may each in any call. A hazard within the step is between lanes that do have something, and they have waited.
 """
 
 from __future__ import annotations
@@ -20,14 +30,16 @@ from commdsl.ir.schedules import Ints
 from commdsl.program.moves import Moves
 from commdsl.program.phases import Actor, Host, Meet, Ranks, Routed, Tell, Touch, is_same_region, name_of, touches
 from commdsl.program.plan import Plan
-
-Bits = NDArray[np.bool_]
+from commdsl.program.proof.timeline import Bits, Timeline
 
 STREAM = -1
-"""The role of a stream among the threads of a rank, beside those of lanes, their numbers."""
+"""The role of a stream among the actors of a rank, beside those of lanes, their numbers."""
 
 LANES = 3
 """A first lane, and two others that are alike: as many as meet in one hazard."""
+
+NOTHING = -(1 << 30)
+"""A row of before the first call, whatever the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +94,7 @@ def _step(phase: Routed, lanes: list[Routed]) -> Step:
             is_awaited = any(isinstance(other, Meet) and other.what == phase.what for other in lanes)
             return Step(name, phase.by, done, tells=phase.to if is_awaited else None)
         case Meet():
-            return Step(name, phase.by, done, next(_told(phase, lanes), None), spare=phase.is_spare)
+            return Step(name, phase.by, done, next(_teller(phase, lanes), None), spare=phase.is_spare)
         case _:
             return Step(name, phase.by, done, spare=getattr(phase, "is_spare", False))
 
@@ -96,7 +108,7 @@ def _regions(phase: Routed) -> tuple[Touch, ...]:
     return tuple(found)
 
 
-def _told(meet: Meet, lanes: list[Routed]) -> Iterator[Wait]:
+def _teller(meet: Meet, lanes: list[Routed]) -> Iterator[Wait]:
     """Whom a wait is for: whoever tells what it waits for."""
     for phase in lanes:
         if isinstance(phase, Tell) and phase.what == meet.what:
@@ -105,36 +117,114 @@ def _told(meet: Meet, lanes: list[Routed]) -> Iterator[Wait]:
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """A protocol on so many ranks, thread by thread: S steps, T threads: on each rank its stream, then its lanes."""
+    """A protocol on so many ranks: its Timeline, in which every actor has all steps, and does those that are its own.
+
+    An actor is a rank's stream, then a lane of it; its operations are the steps.
+    """
 
     steps: tuple[Step, ...]
-    num_ranks: int
-    rank: Ints  # (T,)
-    role: Ints  # (T,): STREAM, or the number of the lane
-    acts: Bits  # (S, T)
-    waits: Bits  # (S, T, T): thread t waits for thread u
-    awaited: Ints  # (S,): for what it tells in which step; meaningless where there are no waits
-    tells: Bits  # (S, T, num_ranks): thread t tells the rank
+    timeline: Timeline
+    role: Ints  # (num_roles,): STREAM, or the number of the lane
+    acts: Bits  # (S, num_roles)
+    told: Bits  # (num_waits,): the awaited tells who waits
+
+    @property
+    def num_ranks(self) -> int:
+        return self.timeline.num_ranks
+
+    def rank_of(self, actors: NDArray[np.integer]) -> NDArray[np.integer]:
+        return actors % self.num_ranks
+
+    def place_of(self, actors: NDArray[np.integer]) -> NDArray[np.integer]:
+        """For an order in which the actors of one rank stand together."""
+        return actors % self.num_ranks * len(self.role) + actors // self.num_ranks
 
 
 def events(steps: tuple[Step, ...], num_ranks: int, lanes: int = LANES) -> Events:
-    """The protocol on each thread. No thread waits for itself."""
-    rank = np.repeat(np.arange(num_ranks, dtype=np.int32), lanes + 1)
-    role = np.tile(np.arange(STREAM, lanes, dtype=np.int32), num_ranks)
+    """The protocol, actor by actor. None waits for itself."""
+    role = np.arange(STREAM, lanes, dtype=np.int32)
+    acts = np.stack([is_one(role, step.by) for step in steps])
+    wait_op, peer, signal = _waits(steps, acts, role, num_ranks)
+    length, count = len(steps), len(role) * num_ranks
+    there = np.bincount(wait_op, minlength=count * length).reshape(len(role), num_ranks, length)[:, 0] > 0
+    known = [_known(steps, acts[:, number], there[number], int(lane)) for number, lane in enumerate(role)]
+    row, since, rows_per_round = (np.array(column, np.int32) for column in zip(*known, strict=True))
+    step = wait_op % length
+    waits = [Wait("", Actor.LANES, Ranks.OWN) if step.wait is None else step.wait for step in steps]
+    timeline = Timeline(
+        num_ranks=num_ranks,
+        begin=np.arange(count + 1, dtype=np.int32) * np.int32(length),
+        actor=np.repeat(np.arange(count, dtype=np.int32), length),
+        local=np.tile(np.arange(length, dtype=np.int32), count),
+        row=np.repeat(row, num_ranks, axis=0).ravel(),
+        rows_per_round=np.repeat(rows_per_round, num_ranks),
+        wait_op=wait_op,
+        wait_peer=peer,
+        wait_signal=signal,
+        wait_rounds_back=np.array([wait.calls_back for wait in waits], np.int32)[step],
+        since=since[wait_op // length // num_ranks, step],
+        tells_own=np.repeat(role > 0, num_ranks),
+        given=np.array([step.given for step in steps], np.bool_)[step],
+    )
+    return Events(steps, timeline, role, acts, _told(steps, acts, timeline))
+
+
+def _waits(steps: tuple[Step, ...], acts: Bits, role: Ints, num_ranks: int) -> tuple[Ints, Ints, Ints]:
+    """Who waits where, for whom, for which step: by operation, then by rank and role of the awaited."""
     number = {step.name: index for index, step in enumerate(steps)}
-    shape = (len(steps), len(rank))
-    acts, waits = np.zeros(shape, np.bool_), np.zeros((*shape, len(rank)), np.bool_)
-    tells, awaited = np.zeros((*shape, num_ranks), np.bool_), np.zeros(len(steps), np.int32)
-    alone = np.eye(len(rank), dtype=np.bool_)
+    ranks = np.arange(num_ranks, dtype=np.int32)
+    length = np.int32(len(steps))
+    found = [np.zeros((3, 0), np.int32)]
     for index, step in enumerate(steps):
-        acts[index] = is_one(role, step.by)
         if step.wait is not None:
-            waits[index] = is_among(rank, rank, step.wait.ranks) & is_one(role, step.wait.of) & ~alone
-            waits[index] &= acts[index][:, None]
-            awaited[index] = number[step.wait.step]
-        if step.tells is not None:
-            tells[index] = is_among(rank, np.arange(num_ranks, dtype=np.int32), step.tells) & acts[index][:, None]
-    return Events(steps, num_ranks, rank, role, acts, waits, awaited, tells)
+            among = is_among(ranks, ranks, step.wait.ranks)
+            pairs = acts[index][:, None] & is_one(role, step.wait.of)
+            by, of, other, awaited = np.nonzero(pairs[:, None, None, :] & among[None, :, :, None])
+            who, peer = by * num_ranks + of, awaited * num_ranks + other
+            apart = who != peer
+            op, signal = who * length + index, np.full(len(who), number[step.wait.step])
+            found.append(np.stack((op, peer, signal))[:, apart].astype(np.int32))
+    op, peer, signal = np.concatenate(found, axis=1)
+    order = np.argsort(op, kind="stable")
+    return op[order], peer[order], signal[order]
+
+
+def _told(steps: tuple[Step, ...], acts: Bits, timeline: Timeline) -> Bits:
+    """Beside each wait whether the awaited acts in that step, and tells the rank that waits."""
+    num_ranks, ranks = timeline.num_ranks, np.arange(timeline.num_ranks, dtype=np.int32)
+    none = np.zeros((num_ranks, num_ranks), np.bool_)
+    tells = np.stack([none if step.tells is None else is_among(ranks, ranks, step.tells) for step in steps])
+    peer, waiter = timeline.wait_peer, timeline.actor[timeline.wait_op]
+    told: Bits = tells[timeline.wait_signal, peer % num_ranks, waiter % num_ranks]
+    told &= acts[timeline.wait_signal, peer // num_ranks]
+    return told
+
+
+def _known(steps: tuple[Step, ...], acts: Bits, waits: Bits, lane: int) -> tuple[list[int], list[int], int]:
+    """For each step which waiting step told what is known there, and what it goes on from; and how many wait.
+
+    Behind spare steps a lane other than the first knows what it knew before them. A call begins as the last one ended:
+    so it is followed twice, the second time from there.
+    """
+    held, kept = NOTHING, None
+    for _ in range(2):
+        row, since, rows = [], [], 0
+        for step, is_own, has_wait in zip(steps, acts.tolist(), waits.tolist(), strict=True):
+            if is_own and step.spare and lane > 0:
+                kept = held if kept is None else kept
+            elif is_own and kept is not None:
+                held, kept = kept, None
+            since.append(held)
+            if has_wait:
+                rows += 1
+                held = rows
+            row.append(held)
+        held, kept = _call_before(held, rows), None if kept is None else _call_before(kept, rows)
+    return row, since, rows
+
+
+def _call_before(row: int, rows: int) -> int:
+    return row if row == NOTHING else row - rows
 
 
 def is_one(role: Ints, actor: Actor) -> Bits:

@@ -1,7 +1,7 @@
 """Turns a Plan's operands into hazards: pairs of accesses to one place that must happen in one order.
 
 Assumes a Plan that `verify` passed and a run that was not stuck. Does not judge whether a pair is ordered
-(`checks.synchronization` does), nor look at tensors that are only read: nobody writes them. An `inout` buffer is two
+(`order` does), nor look at tensors that are only read: nobody writes them. An `inout` buffer is two
 tensors; what follows if these are one memory is found by `clobbers`.
 
 Sorted by place and then by the run, the accesses of a place are a sequence. Its hazards are each access with the last
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +21,9 @@ from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.memory import Access
 from commdsl.program.moves import CELL, Moves
-from commdsl.program.proof.clocks import Run, Timeline
-
-Longs: TypeAlias = NDArray[np.int64]
+from commdsl.program.proof.clocks import Run
+from commdsl.program.proof.order import Hazards, Longs
+from commdsl.program.proof.timeline import Timeline
 
 SLICE = 1 << 20
 """Accesses looked at at once; it bounds memory."""
@@ -37,15 +36,6 @@ class Accesses:
     place: Longs  # rank * places per rank + cell, or further on a chunk of a tensor
     op: Ints  # the first of its group, as a group reads and writes as one
     write: NDArray[np.bool_]
-
-
-@dataclass(frozen=True, eq=False)
-class Hazards:
-    """Row i: operation `second[i]` must come after operation `first[i]`, another one or the same a round later."""
-
-    first: Ints
-    second: Ints
-    across: NDArray[np.bool_]  # `second` is meant in the next round that uses the same copy of the cells
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,24 +92,24 @@ def touched(moves: Moves, op: int) -> tuple[frozenset[int], frozenset[int]]:
 def accesses(moves: Moves, events: Timeline, order: Run) -> Iterator[Accesses]:
     """Every access to a cell, and to a tensor that is written, in slices of whole places.
 
-    An access is one word: place, batch, number in the program, rank, write. Sorting and taking words apart again needs
+    An access is one word: place, batch, number in the program, actor, write. Sorting and taking words apart again needs
     a third of the time and memory of sorting an index.
     """
     batches = 1 if order.batch is events.local else int(order.batch.max(initial=0)) + 1
-    length, ranks = int(events.lengths.max(initial=1)) + 1, events.num_ranks
-    if ranks * places_per_rank(moves) * batches * length * ranks * 2 >= 1 << 63:
+    length, actors = int(events.lengths.max(initial=1)) + 1, len(events.lengths)
+    if moves.num_ranks * places_per_rank(moves) * batches * length * actors * 2 >= 1 << 63:
         raise InternalError(f"the Plan of `{moves.name}` is too large to be proved")
     words = _words(moves, events, order, batches, length)
     words.sort()
-    start, size = 0, batches * length * ranks * 2
+    start, size = 0, batches * length * actors * 2
     while start < len(words):
         stop = len(words)
         if start + SLICE < stop:  # up to the end of the place that the slice ends in
             stop = int(np.searchsorted(words, (words[start + SLICE] // size + 1) * size))
         rest, write = np.divmod(words[start:stop], 2)
-        rest, actor = np.divmod(rest, ranks)
+        rest, actor = np.divmod(rest, actors)
         rest, local = np.divmod(rest, length)
-        yield Accesses(rest // batches, (events.rank_begin[actor] + local).astype(np.int32), write.astype(np.bool_))
+        yield Accesses(rest // batches, (events.begin[actor] + local).astype(np.int32), write.astype(np.bool_))
         start = stop
 
 
@@ -143,7 +133,7 @@ def _words(moves: Moves, events: Timeline, order: Run, batches: int, length: int
             half += order.batch[op]
         half *= length
         half += events.local[op]
-        half *= events.num_ranks
+        half *= len(events.lengths)
         half += events.actor[op]
         half *= 2
         half += write

@@ -1,7 +1,7 @@
 """Turns a Plan into what is wrong with its symmetric memory: more than a device gives, or cells nobody uses.
 
 Assumes a Plan that `verify` passed. Does not judge when a cell may be written again: that is a matter of order, and
-`checks.synchronization` proves it.
+`proof.synchronization` proves it.
 """
 
 from __future__ import annotations

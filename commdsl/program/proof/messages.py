@@ -17,8 +17,11 @@ from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, InternalError, Label
 from commdsl.program.memory import Tensor
 from commdsl.program.moves import Moves
-from commdsl.program.proof.clocks import Run, Timeline, signal_owners
-from commdsl.program.proof.hazards import Hazards, Longs, Reads, place_name, touched
+from commdsl.program.proof.clocks import Run, chain
+from commdsl.program.proof.flags import signal_owners
+from commdsl.program.proof.hazards import Reads, place_name, touched
+from commdsl.program.proof.order import Hazards, Longs
+from commdsl.program.proof.timeline import Timeline
 
 HELP = "the compiler derives flags and barriers, so this is its fault: report it with this file"
 HELP_TABLES = "the compiler makes the tables, so this is its fault: report it with this file"
@@ -78,20 +81,9 @@ def never_raised(moves: Moves, waits: Longs) -> Diagnostic:
 def deadlock(moves: Moves, events: Timeline, order: Run) -> Diagnostic:
     """C201: follows the first stuck rank to the rank it waits for, until the circle closes."""
     ops = moves.ops
-    rank = int(np.argmax(order.done < events.lengths))
-    chain: list[tuple[int, int]] = []  # operation, wait
-    met: dict[int, int] = {}
-    while rank not in met:
-        met[rank] = len(chain)
-        op = int(ops.rank_begin[rank] + order.done[rank])
-        waits = np.arange(ops.wait_begin[op], ops.wait_begin[op + 1])
-        missing = (events.wait_rounds_back[waits] == 0) & (
-            events.wait_signal[waits] >= order.done[ops.wait_peer[waits]]
-        )
-        wait = int(waits[np.argmax(missing)])
-        chain.append((op, wait))
-        rank = int(ops.wait_peer[wait])
-    circle = chain[met[rank] :]
+    found = chain(events, order, int(np.argmax(order.done < events.lengths)))
+    closes = int(events.wait_peer[found[-1][1]])
+    circle = found[[int(events.actor[op]) for op, _ in found].index(closes) :]
     notes = []
     for op, wait in circle:
         peer = int(ops.wait_peer[wait])

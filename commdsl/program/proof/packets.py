@@ -24,7 +24,9 @@ from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.program.moves import CELL, Moves, Reason
 from commdsl.program.proof import messages
-from commdsl.program.proof.clocks import NONE, clocks, pattern, row_begin, run, timeline
+from commdsl.program.proof.clocks import NONE, clocks, run
+from commdsl.program.proof.flags import ranks_of, timeline
+from commdsl.program.proof.timeline import pattern
 
 Longs = NDArray[np.int64]
 
@@ -63,7 +65,7 @@ def deliveries(moves: Moves) -> Deliveries:
     at = np.searchsorted(key, wanted)
     known = np.flatnonzero((at < len(key)) & (key[np.minimum(at, len(key) - 1)] == wanted)) if len(key) else at[:0]
     writer, reading = writes[order][at[known]].astype(np.int32), reader[reads[known]]
-    actor = np.repeat(np.arange(moves.num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
+    actor = ranks_of(moves)
     far = np.flatnonzero(actor[writer] != actor[reading])
     writer, reading = writer[far], reading[far]
     return Deliveries(writer, reading, actor[writer], actor[reading])
@@ -158,12 +160,11 @@ def _heard(moves: Moves) -> NDArray[np.bool_]:
     order = run(events, shape)
     ranks = np.arange(moves.num_ranks)
     heard = np.zeros((moves.num_ranks, moves.num_ranks), np.bool_)
-    begin = row_begin(events, 1)
     for table in clocks(events, order, shape, 1, NONE):
         if table.shifted:
-            end = table.known[int(events.joins_per_round[0])]
+            end = table.known[int(events.rows_per_round[0])]
             heard[:] = end[(ranks[None, :] - ranks[:, None]) % moves.num_ranks] > 0
         else:
-            width = table.known.shape[1]
-            heard[:, table.first_column : table.first_column + width] = table.known[begin + events.joins_per_round] > 0
+            end = table.known[table.begin[:-1] + events.rows_per_round]
+            heard[:, table.first_column : table.first_column + end.shape[1]] = end > 0
     return heard

@@ -7,9 +7,9 @@ The laws, in order; a later one is judged only if the earlier ones hold, so that
 every wait has a signal (C203), no ranks wait for each other in a circle (C201), accesses of one place by two ranks are
 ordered by flags (C202 in a round, C205 across rounds and calls), by one rank's threads by block barriers (C206), a
 tensor that may be read and written in place is (C208), what is read was written in that round (C207), every flag is
-needed (C204). Where data carries its flags `checks.packets` says which flags that is, and has laws of its own (C209).
+needed (C204). Where data carries its flags `packets` says which flags that is, and has laws of its own (C209).
 
-Rounds 0 .. rotation suffice: see `checks.clocks` for why what holds between them holds between all.
+What is in order is for `clocks` to find and for `order` to judge; here are the laws.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints, Schedule
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.program.moves import Moves
 from commdsl.program.proof import messages, packets
-from commdsl.program.proof.clocks import NONE, Pattern, Run, Timeline, clocks, pattern, row_begin, run, timeline
-from commdsl.program.proof.hazards import SLICE, Hazards, Longs, Reads, accesses, clobbers, hazards
+from commdsl.program.proof.clocks import Run, run
+from commdsl.program.proof.flags import Flags, ranks_of, timeline
+from commdsl.program.proof.hazards import Reads, accesses, clobbers, hazards
+from commdsl.program.proof.order import Hazards, Verdict, idle_wait, judge
+from commdsl.program.proof.timeline import Bits, Pattern, Timeline, pattern
 
 
 def synchronization(_schedule: Schedule, moves: Moves) -> Iterator[Diagnostic]:
@@ -51,7 +53,7 @@ def prove(moves: Moves) -> Iterator[Diagnostic]:
 
 def _waits_without_signal(moves: Moves) -> Iterator[Diagnostic]:
     counts = moves.signals_per_round
-    waiter = np.repeat(_actors(moves), np.diff(moves.ops.wait_begin))
+    waiter = np.repeat(ranks_of(moves), np.diff(moves.ops.wait_begin))
     never = np.flatnonzero(moves.ops.wait_ordinal > counts[moves.ops.wait_peer, waiter])
     if len(never):
         yield messages.never_raised(moves, never)
@@ -70,7 +72,7 @@ def _prove(moves: Moves, *, judge_idle: bool = True) -> Iterator[Diagnostic]:
         yield messages.deadlock(moves, events, order)
         return
     findings = _read_data(moves, events, order)
-    verdict = _judge(moves, events, order, shape, findings.far)
+    verdict = judge(events, order, shape, findings.far, moves.rotation)
     if len(verdict.unordered):
         yield _worst_race(moves, events, findings.far, verdict)
         return
@@ -80,10 +82,6 @@ def _prove(moves: Moves, *, judge_idle: bool = True) -> Iterator[Diagnostic]:
         broken = _idle(moves, events, order, shape, findings.far, verdict.needed)
     if broken is not None:
         yield broken
-
-
-def _actors(moves: Moves) -> Ints:
-    return np.repeat(np.arange(moves.num_ranks, dtype=np.int32), np.diff(moves.ops.rank_begin))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +100,8 @@ def _read_data(moves: Moves, events: Timeline, order: Run) -> Findings:
     for found in accesses(moves, events, order):
         pairs, reads = hazards(found, moves)
         is_far = events.actor[pairs.first] != events.actor[pairs.second]
-        far.append(_take(pairs, is_far))
-        bare = bare or _bare(moves, events, _take(pairs, ~is_far), *barriers)
+        far.append(pairs.take(is_far))
+        bare = bare or _bare(moves, events, pairs.take(~is_far), *barriers)
         undefined = undefined or _undefined(moves, reads)
     none = np.zeros(0, np.int32)
     return Findings(
@@ -115,60 +113,6 @@ def _read_data(moves: Moves, events: Timeline, order: Run) -> Findings:
         bare,
         undefined,
     )
-
-
-def _take(pairs: Hazards, rows: NDArray[np.bool_]) -> Hazards:
-    return Hazards(pairs.first[rows], pairs.second[rows], pairs.across[rows])
-
-
-@dataclass(frozen=True, eq=False)
-class Verdict:
-    """Which hazards are not ordered, and which waits order a hazard that nothing else orders."""
-
-    unordered: Longs  # rows of the hazards
-    known: Ints  # beside each, what the second rank knows done of the first
-    needed: NDArray[np.bool_]
-
-
-def _judge(
-    moves: Moves, events: Timeline, order: Run, shape: Pattern | None, pairs: Hazards, dropped: int = NONE
-) -> Verdict:
-    """Compares every hazard between two ranks with the clocks. `dropped`: see `clocks`."""
-    needed = np.zeros(len(events.wait_op), np.bool_)
-    unordered: list[Longs] = [np.zeros(0, np.int64)]
-    knows: list[Ints] = [np.zeros(0, np.int32)]
-    rounds = moves.rotation + 1
-    begin = row_begin(events, rounds)
-    if not len(pairs.first):
-        return Verdict(unordered[0], knows[0], needed)
-    for table in clocks(events, order, shape, rounds, dropped):
-        width = table.known.shape[1]
-        known, otherwise, teller = table.known.reshape(-1), table.otherwise.reshape(-1), table.teller.reshape(-1)
-        for start in range(0, len(pairs.first), SLICE):
-            pair = np.arange(start, min(start + SLICE, len(pairs.first)))
-            first, second = pairs.first[pair], pairs.second[pair]
-            a, b = events.actor[first], events.actor[second]
-            if table.shifted:
-                column = (a - b) % np.int32(events.num_ranks)
-            else:
-                column = a - np.int32(table.first_column)
-                inside = np.flatnonzero((column >= 0) & (column < width))
-                pair = pair[inside]
-                first, second, a, b, column = (x[inside] for x in (first, second, a, b, column))
-            row = events.joins[second].astype(np.int64)
-            row += pairs.across[pair] * (moves.rotation * events.joins_per_round[b])
-            if not table.shifted:
-                row += begin[b]
-            row *= width
-            row += column
-            done = events.local[first] + 1
-            ordered = known[row] >= done
-            unordered.append(pair[~ordered])
-            knows.append(known[row[~ordered]])
-            sole = np.flatnonzero(ordered & (otherwise[row] < done))
-            by = teller[row[sole]]
-            needed[by if shape is None else shape.wait[b[sole], by]] = True
-    return Verdict(np.concatenate(unordered), np.concatenate(knows), needed)
 
 
 def _worst_race(moves: Moves, events: Timeline, pairs: Hazards, verdict: Verdict) -> Diagnostic:
@@ -194,7 +138,7 @@ def _barriers(moves: Moves, events: Timeline) -> tuple[Ints, Ints]:
     opened = np.cumsum(opening, dtype=np.int32)
     closed = np.concatenate(([0], np.cumsum(closing, dtype=np.int32))).astype(np.int32)
     total = np.concatenate(([0], opened)).astype(np.int32) + closed
-    return opened + closed[:-1], np.diff(total[events.rank_begin])
+    return opened + closed[:-1], np.diff(total[moves.ops.rank_begin])
 
 
 def _clobbered(moves: Moves, events: Timeline) -> Diagnostic | None:
@@ -215,21 +159,10 @@ def _undefined(moves: Moves, reads: Reads) -> Diagnostic | None:
 
 
 def _idle(
-    moves: Moves, events: Timeline, order: Run, shape: Pattern | None, pairs: Hazards, needed: NDArray[np.bool_]
+    moves: Moves, events: Flags, order: Run, shape: Pattern | None, pairs: Hazards, needed: Bits
 ) -> Diagnostic | None:
-    """A signal nobody waits for, or a wait without which everything is still in order.
-
-    A wait that alone orders some hazard is needed. The others are left out one by one and the Plan is judged again: a
-    hazard of other ranks may still hang on it. With a Pattern, first on all ranks at once, which is cheap.
-    """
+    """A signal nobody waits for, or a wait without which everything is still in order."""
     if not events.awaited.all():
         return messages.unheard(moves, int(np.argmin(events.awaited)))
-    if shape is not None:
-        idle = ~needed[shape.wait].any(axis=0)
-        for place in np.flatnonzero(idle).tolist():
-            if not len(_judge(moves, events, order, shape, pairs, place).unordered):
-                return messages.idle_wait(moves, int(shape.wait[:, place].min()))
-    for wait in np.flatnonzero(~needed).tolist():
-        if not len(_judge(moves, events, order, None, pairs, wait).unordered):
-            return messages.idle_wait(moves, wait)
-    return None
+    wait = idle_wait(events, order, shape, pairs, moves.rotation, needed)
+    return None if wait is None else messages.idle_wait(moves, wait)
