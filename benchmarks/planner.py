@@ -78,7 +78,7 @@ def measure(lengths: Lengths, machine: Topology, goal: Goal, *, read_back: bool)
     before, after = timed("report", lambda: tuple(balance(one, machine, Widths()) for one in (at_home(plan), plan)))
     text = timed("write", lambda: comm_text(plan))
     if read_back:
-        again = timed("read back", lambda: compiler.check_plan(compiler.read_text(text, "made.comm", Path())).plan)
+        again = timed("read back", lambda: compiler.check(compiler.read_text(text, "made.comm", Path())).plan)
         assert np.array_equal(again.dest, plan.dest), "the text means another plan"
         assert np.array_equal(again.shards.length, plan.shards.length), "the text means another plan"
     return Row(plan, before, after, seconds)

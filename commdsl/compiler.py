@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, assert_never, overload
 
 from commdsl import checks
 from commdsl.checks.built import unbuilt_dispatch, unbuilt_schedule
@@ -36,25 +36,37 @@ if TYPE_CHECKING:
 
 DEFAULT_RANKS = 8
 
-Decl = TypeVar("Decl", ScheduleDecl, PlanDecl, DispatchDecl)
+Declaration: TypeAlias = ScheduleDecl | DispatchDecl | PlanDecl
+"""What a file declares to be proved, each by the laws of its kind."""
+
+Decl = TypeVar("Decl", ScheduleDecl, DispatchDecl, PlanDecl)
+Named = TypeVar("Named", bound=Declaration)
+
+KINDS = {ScheduleDecl: "schedule", DispatchDecl: "dispatch", PlanDecl: "plan"}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a declaration is proved for, as far as it does not say itself."""
+
+    ranks: int | None = None  # None: DEFAULT_RANKS
+    on: str | None = None  # a topology; None: a flat switch
+    params: Mapping[str, int] | None = None
+    transport: Transport = Transport.PEER
+    tune: Mapping[str, int | str] | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return DEFAULT_RANKS if self.ranks is None else self.ranks
 
 
 @dataclass(frozen=True, eq=False)
-class Checked:
+class CheckedSchedule:
     """A schedule that was proved for its rank count and topology, and the Plan that was proved with it."""
 
     schedule: Schedule
     plan: Plan
     report: Report
-    warnings: tuple[Diagnostic, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class CheckedPlan:
-    """A dispatch plan that was proved, and the routes that were proved with it."""
-
-    plan: DispatchPlan
-    routing: Routing
     warnings: tuple[Diagnostic, ...]
 
 
@@ -70,6 +82,26 @@ class CheckedDispatch:
 
 
 @dataclass(frozen=True, eq=False)
+class CheckedPlan:
+    """A dispatch plan that was proved, and the routes that were proved with it. It is data: it has no kernel."""
+
+    plan: DispatchPlan
+    routing: Routing
+    warnings: tuple[Diagnostic, ...]
+
+
+Checked: TypeAlias = CheckedSchedule | CheckedDispatch | CheckedPlan
+"""What came of a declaration that has no fault."""
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledSchedule(CheckedSchedule):
+    """A proved schedule and the text of its kernel."""
+
+    emitted: Emitted
+
+
+@dataclass(frozen=True, eq=False)
 class CompiledDispatch(CheckedDispatch):
     """A proved dispatch, what is launched for it, and the text of its kernel."""
 
@@ -77,11 +109,7 @@ class CompiledDispatch(CheckedDispatch):
     emitted: Emitted
 
 
-@dataclass(frozen=True, eq=False)
-class Compiled(Checked):
-    """A proved schedule and the text of its kernel."""
-
-    emitted: Emitted
+Compiled: TypeAlias = CompiledSchedule | CompiledDispatch | CheckedPlan
 
 
 def read(path: Path | str) -> tuple[File, ...]:
@@ -120,37 +148,27 @@ def _find_used(use: Use, folder: Path) -> Path:
     raise CommError((Diagnostic("C190", f"cannot find `{use.path}`", label),))
 
 
-def schedules(files: tuple[File, ...]) -> tuple[ScheduleDecl, ...]:
-    """The schedules a file declares itself."""
-    return tuple(item for item in files[0].items if isinstance(item, ScheduleDecl))
+def declarations(files: tuple[File, ...]) -> tuple[Declaration, ...]:
+    """What a file declares itself, in the order written."""
+    return tuple(item for item in files[0].items if isinstance(item, Declaration))
 
 
-def choose(files: tuple[File, ...], name: str | None) -> ScheduleDecl:
-    """The schedule of that name, or the only one."""
-    return _named(schedules(files), name, "schedule", files)
+def declared(files: tuple[File, ...], kind: type[Decl]) -> tuple[Decl, ...]:
+    """Those of one kind."""
+    return tuple(item for item in files[0].items if isinstance(item, kind))
 
 
-def plans(files: tuple[File, ...]) -> tuple[PlanDecl, ...]:
-    """The dispatch plans a file declares itself."""
-    return tuple(item for item in files[0].items if isinstance(item, PlanDecl))
+def choose(files: tuple[File, ...], name: str | None) -> Declaration:
+    """The declaration of that name, or the only one."""
+    return _named(declarations(files), name, "schedule, dispatch or plan", files)
 
 
-def choose_plan(files: tuple[File, ...], name: str | None) -> PlanDecl:
-    """The dispatch plan of that name, or the only one."""
-    return _named(plans(files), name, "plan", files)
+def choose_kind(files: tuple[File, ...], name: str | None, kind: type[Decl]) -> Decl:
+    """As `choose`, of one kind."""
+    return _named(declared(files, kind), name, KINDS[kind], files)
 
 
-def dispatches(files: tuple[File, ...]) -> tuple[DispatchDecl, ...]:
-    """The dispatches a file declares itself."""
-    return tuple(item for item in files[0].items if isinstance(item, DispatchDecl))
-
-
-def choose_dispatch(files: tuple[File, ...], name: str | None) -> DispatchDecl:
-    """The dispatch of that name, or the only one."""
-    return _named(dispatches(files), name, "dispatch", files)
-
-
-def _named(found: tuple[Decl, ...], name: str | None, what: str, files: tuple[File, ...]) -> Decl:
+def _named(found: tuple[Named, ...], name: str | None, what: str, files: tuple[File, ...]) -> Named:
     named = [decl for decl in found if name in (None, decl.name.text)]
     if len(named) == 1 or (named and name):  # that two have one name is for `resolve` to say
         return named[0]
@@ -177,65 +195,55 @@ def find_topology(files: tuple[File, ...], name: str | None, ranks: int) -> Topo
 
 def check(
     path: Path | str | tuple[File, ...],
-    schedule: str | None = None,
+    name: str | None = None,
     ranks: int | None = None,
     on: str | None = None,
     params: Mapping[str, int] | None = None,
     transport: Transport = Transport.PEER,
     tune: Mapping[str, int | str] | None = None,
 ) -> Checked:
-    """Proves one schedule for one rank count (8 unless said) on one topology, with values for its parameters, and
-    `tune` in place of what its text tunes: lanes, threads, tile (in bytes), protocol, sms.
+    """Proves one declaration of a file, that of the name or the only one, for one rank count (8 unless said) on one
+    topology, with values for its parameters, and `tune` in place of what its text tunes. A plan says itself for how
+    many ranks it is, and has no parameters.
 
     Raises CommError with every fault found.
     """
     files = path if isinstance(path, tuple) else read(path)
-    num_ranks = DEFAULT_RANKS if ranks is None else ranks
-    topology = find_topology(files, on, num_ranks)
-    decl = choose(files, schedule)
-    meant = resolve.resolve(files, decl, num_ranks, topology, params or {}, tune)
+    return check_declared(files, choose(files, name), Given(ranks, on, params, transport, tune))
+
+
+def check_declared(files: tuple[File, ...], decl: Declaration, given: Given) -> Checked:
+    """`check` of a declaration in hand."""
+    match decl:
+        case ScheduleDecl():
+            return check_schedule(files, decl, given)
+        case DispatchDecl():
+            return check_dispatch(files, decl, given)
+        case PlanDecl():
+            return check_plan(files, decl)
+        case _:
+            assert_never(decl)
+
+
+def check_schedule(files: tuple[File, ...], decl: ScheduleDecl, given: Given) -> CheckedSchedule:
+    """A schedule, and that its Plan orders every hazard and computes what it says."""
+    topology = find_topology(files, given.on, given.num_ranks)
+    meant = resolve.resolve(files, decl, given.num_ranks, topology, given.params or {}, given.tune)
     found = _raise_errors((*checks.check_files(files), *checks.check_schedule(meant)))
     warnings = (*resolve.warnings(files, decl), *found)
     _raise_errors(tuple(unbuilt_schedule(meant)))
-    plan = lower(meant, transport)
+    plan = lower(meant, given.transport)
     verify(plan)
     warnings += _raise_errors(checks.check_plan(meant, plan))
     costs = report(meant)
-    return Checked(meant, plan, costs, (*warnings, *far_from_bound(meant, costs)))
+    return CheckedSchedule(meant, plan, costs, (*warnings, *far_from_bound(meant, costs)))
 
 
-def check_plan(path: Path | str | tuple[File, ...], name: str | None = None) -> CheckedPlan:
-    """Proves one dispatch plan of a file: the one of that name, or the only one.
-
-    Raises CommError with every fault found.
-    """
-    files = path if isinstance(path, tuple) else read(path)
-    decl = choose_plan(files, name)
-    meant = resolve.dispatch_plan(files, decl)
-    warnings = (*resolve.plan_warnings(decl), *_raise_errors(checks.check_dispatch_plan(meant)))
-    routes = routing(meant)
-    return CheckedPlan(meant, routes, (*warnings, *_raise_errors(checks.check_routing(meant, routes))))
-
-
-def check_dispatch(
-    path: Path | str | tuple[File, ...],
-    name: str | None = None,
-    ranks: int | None = None,
-    on: str | None = None,
-    params: Mapping[str, int] | None = None,
-    tune: Mapping[str, int | str] | None = None,
-) -> CheckedDispatch:
-    """Holds one dispatch of a file to its laws, for one rank count (8 unless said), with values for its parameters,
-    and `tune` in place of what its text tunes: put, threads, tile (in bytes), sms.
-
-    Raises CommError with every fault found.
-    """
-    files = path if isinstance(path, tuple) else read(path)
-    num_ranks = DEFAULT_RANKS if ranks is None else ranks
-    topology = find_topology(files, on, num_ranks)
-    decl = choose_dispatch(files, name)
-    meant = resolve.dispatch(files, decl, num_ranks, topology, params, tune)
-    warnings = resolve.dispatch_warnings(decl, num_ranks, topology, params or {})
+def check_dispatch(files: tuple[File, ...], decl: DispatchDecl, given: Given) -> CheckedDispatch:
+    """A dispatch, and that its Plan orders every hazard whatever the tables of a call say."""
+    topology = find_topology(files, given.on, given.num_ranks)
+    meant = resolve.dispatch(files, decl, given.num_ranks, topology, given.params, given.tune)
+    warnings = resolve.dispatch_warnings(decl, given.num_ranks, topology, given.params or {})
     found = _raise_errors((*checks.check_files(files), *checks.check_dispatch(meant)))
     if any(isinstance(route, ByKey) for route in meant.routes):
         return CheckedDispatch(meant, None, (*warnings, *found))
@@ -244,37 +252,48 @@ def check_dispatch(
     return CheckedDispatch(meant, plan, (*warnings, *found, *_raise_errors(checks.check_routed(plan))))
 
 
-def compile_dispatch(
-    path: Path | str | tuple[File, ...],
-    name: str | None = None,
-    ranks: int | None = None,
-    on: str | None = None,
-    params: Mapping[str, int] | None = None,
-    tune: Mapping[str, int | str] | None = None,
-) -> CompiledDispatch:
-    """`check_dispatch`, then the kernel's text. Raises CommError for a route by keys, too."""
-    from commdsl.build.emit import emit  # jinja2, which a check does not need
-
-    held = check_dispatch(path, name, ranks, on, params, tune)
-    _raise_errors(tuple(unbuilt_dispatch(held.dispatch)))
-    assert held.plan is not None
-    return CompiledDispatch(held.dispatch, held.plan, held.warnings, emit(held.plan))
+def check_plan(files: tuple[File, ...], decl: PlanDecl) -> CheckedPlan:
+    """A plan of documents, and that its routes send every row there and back."""
+    meant = resolve.dispatch_plan(files, decl)
+    warnings = (*resolve.plan_warnings(decl), *_raise_errors(checks.check_dispatch_plan(meant)))
+    routes = routing(meant)
+    return CheckedPlan(meant, routes, (*warnings, *_raise_errors(checks.check_routing(meant, routes))))
 
 
 def compile(
     path: Path | str | tuple[File, ...],
-    schedule: str | None = None,
+    name: str | None = None,
     ranks: int | None = None,
     on: str | None = None,
     params: Mapping[str, int] | None = None,
     transport: Transport = Transport.PEER,
     tune: Mapping[str, int | str] | None = None,
 ) -> Compiled:
-    """`check`, then the kernel's text."""
-    from commdsl.build.emit import emit  # as above
+    """`check`, then the kernel's text; a plan has none."""
+    return printed(check(path, name, ranks, on, params, transport, tune))
 
-    proved = check(path, schedule, ranks, on, params, transport, tune)
-    return Compiled(proved.schedule, proved.plan, proved.report, proved.warnings, emit(proved.plan))
+
+@overload
+def printed(checked: CheckedSchedule) -> CompiledSchedule: ...
+@overload
+def printed(checked: CheckedDispatch) -> CompiledDispatch: ...
+@overload
+def printed(checked: Checked) -> Compiled: ...
+def printed(checked: Checked) -> Compiled:
+    """What was proved, and the text of its kernel. Raises CommError for a dispatch by keys."""
+    from commdsl.build.emit import emit  # jinja2, which a check does not need
+
+    match checked:
+        case CheckedSchedule(schedule, plan, costs, warnings):
+            return CompiledSchedule(schedule, plan, costs, warnings, emit(plan))
+        case CheckedDispatch(dispatch, plan, warnings):
+            _raise_errors(tuple(unbuilt_dispatch(dispatch)))
+            assert plan is not None
+            return CompiledDispatch(dispatch, plan, warnings, emit(plan))
+        case CheckedPlan():
+            return checked
+        case _:
+            assert_never(checked)
 
 
 def _raise_errors(found: tuple[Diagnostic, ...]) -> tuple[Diagnostic, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from commdsl import compiler
 from commdsl.language.diagnostics import CommError, Diagnostic
-from commdsl.language.syntax import DispatchDecl, File, PlanDecl
+from commdsl.language.syntax import File
 
 TESTS = Path(__file__).parent
 FAULTS = TESTS / "faults"
@@ -62,14 +62,13 @@ def diagnostics(text: str, name: str) -> tuple[Diagnostic, ...]:
 
 
 def checks(files: tuple[File, ...], given: Options) -> Iterator[Callable[[], tuple[Diagnostic, ...]]]:
-    """One call for each plan and dispatch of a file, and one for its schedules, where it has them or nothing else."""
-    for plan in dict.fromkeys(decl.name.text for decl in compiler.plans(files)):
-        yield lambda plan=plan: compiler.check_plan(files, plan).warnings
-    for name in dict.fromkeys(decl.name.text for decl in compiler.dispatches(files)):
-        yield lambda name=name: compiler.check_dispatch(files, name, given.ranks, given.on, given.params).warnings
-    others = any(isinstance(item, PlanDecl | DispatchDecl) for item in files[0].items)
-    if compiler.schedules(files) or not others:
-        yield lambda: compiler.check(files, ranks=given.ranks, on=given.on, params=given.params).warnings
+    """One call for each declaration of a file, or one for what is wrong with a file that has none."""
+    wanted = compiler.Given(given.ranks, given.on, given.params)
+    once = {(type(decl), decl.name.text): decl for decl in reversed(compiler.declarations(files))}
+    for decl in reversed(once.values()):
+        yield lambda decl=decl: compiler.check_declared(files, decl, wanted).warnings
+    if not compiler.declarations(files):
+        yield lambda: compiler.check(files, None, given.ranks, given.on, given.params).warnings
 
 
 def expected(text: str) -> list[tuple[int, str, str]]:

@@ -92,7 +92,7 @@ def launched(num_ranks: int, lanes: int = 3, tensors: tuple[str, ...] = TENSORS)
       tune {{ sms {lanes}   threads 32   tile 256 B }}
     }}"""
     files = compiler.read_text(text, "by_hand.comm", Path())
-    return compiler.check_dispatch(files, ranks=num_ranks).plan
+    return compiler.check(files, ranks=num_ranks).plan
 
 
 def program(of: Plan, dtype: str = "float32", *, sanitize: bool = False) -> Kernel:

@@ -56,7 +56,7 @@ def test_cubin_of_a_dispatch(
     path: Path, name: str, put: str, sums: tuple[str, ...], checks: tuple[str, ...], config: Config
 ) -> None:
     """NVRTC takes the text of every dispatch for sm_90: one that moves rows, one that sums copies, with checks too."""
-    compiled = compiler.compile_dispatch(path, name, 8, tune={"put": put})
+    compiled = compiler.compile(path, name, 8, tune={"put": put})
     cubin = nvrtc.build(compiled.emitted, (*sums, *checks), Transport.PEER, config).read_bytes()
     assert cubin.startswith(b"\x7fELF")
     assert compiled.emitted.name.encode() in cubin

@@ -18,6 +18,7 @@ from commdsl.checks import check_routed
 from commdsl.language import codes
 from commdsl.language.diagnostics import Diagnostic, render_full
 from commdsl.language.source import Source, Span
+from commdsl.language.syntax import DispatchDecl
 from commdsl.machine.resources import data_dir
 from commdsl.program.phases import Actor, Ranks, described
 from commdsl.program.proof.events import Events, Step, Wait, events, is_among, steps
@@ -26,7 +27,7 @@ from commdsl.program.proof.regions import prove
 CLOCKS, REGIONS = (import_module(f"commdsl.program.proof.{name}") for name in ("clocks", "regions"))
 
 TEXT = "dispatch rows_direct for P ranks { rows x[T] route home[S] for x place home by (source rank, shard) }"
-RIGHT = steps(compiler.check_dispatch(compiler.read_text(TEXT, "example.comm", Path())).plan)
+RIGHT = steps(compiler.check(compiler.read_text(TEXT, "example.comm", Path())).plan)
 SPAN = Span(Source("example.comm", TEXT), 0, len("dispatch rows_direct"))
 
 SHIPPED = sorted((data_dir("schedules") / "dispatch").glob("*.comm"))
@@ -95,8 +96,8 @@ def test_right(num_ranks: int) -> None:
 def test_shipped(path: Path) -> None:
     """Every shipped dispatch is proved whenever it is checked, in milliseconds."""
     files = compiler.read(path)
-    for decl in compiler.dispatches(files):
-        plan = compiler.check_dispatch(files, decl.name.text, 8).plan
+    for decl in compiler.declared(files, DispatchDecl):
+        plan = compiler.check(files, decl.name.text, 8).plan
         began = time.perf_counter()
         assert check_routed(plan) == ()
         assert time.perf_counter() - began < 0.5  # measured: 8 ms
@@ -248,7 +249,7 @@ def test_one_change_one_message(code: str, golden: Callable[[str, str], None]) -
 
 def test_kernel() -> None:
     """The kernel's text has every phase of the Plan once, in its order, under the words that say what it is."""
-    compiled = compiler.compile_dispatch(compiler.read_text(TEXT, "example.comm", Path()))
+    compiled = compiler.compile(compiler.read_text(TEXT, "example.comm", Path()))
     told = [f"// {number}: {described(phase)}\n" for number, phase in enumerate(compiled.plan.comm.phases)]
     text = compiled.emitted.text
 

@@ -293,9 +293,7 @@ def test_places() -> None:
 @pytest.mark.parametrize("put", PUTS)
 def test_strides_of_one_row(put: str) -> None:
     """A tensor of one row, or none, is contiguous whatever its strides; its results are, as any others."""
-    plan = compiler.check_plan(
-        files("plan p for 2 ranks { full rank 0 { doc a 1 -> 0 } rank 1 { doc a 4 -> 1 } }")
-    ).plan
+    plan = compiler.check(files("plan p for 2 ranks { full rank 0 { doc a 1 -> 0 } rank 1 { doc a 4 -> 1 } }")).plan
     case = Case(plan)
 
     def work(rank: Rank) -> None:
@@ -373,7 +371,7 @@ def test_nothing(put: str) -> None:
         "plan p for 3 ranks { full rank 0 { doc 0 -> 1 } rank 2 { doc 3 as 5 shards -> none } }",
         "plan p for 3 ranks { causal }",
     )
-    found = [Case(compiler.check_plan(files(text)).plan) for text in texts]
+    found = [Case(compiler.check(files(text)).plan) for text in texts]
 
     def work(rank: Rank) -> list[Any]:
         sender = rank.sender(found, put)
@@ -472,7 +470,7 @@ def test_load_plan(tmp_path: Path) -> None:
 
 
 def checked(name: str) -> Any:
-    return compiler.check_plan(ROOT / f"schedules/dispatch/{name}.comm").plan
+    return compiler.check(ROOT / f"schedules/dispatch/{name}.comm").plan
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -545,7 +543,7 @@ def test_tensors() -> None:
 def test_routes() -> None:
     """A Route of another rank, of another number of ranks, without keys, or with copies of queries, is refused."""
     here, alone, rows = one_case(2), one_case(1), one_case(2, mask=None)
-    several = Case(compiler.check_plan(files("plan p for 2 ranks { rank 0 { doc 3 -> [0 1] } }")).plan)
+    several = Case(compiler.check(files("plan p for 2 ranks { rank 0 { doc 3 -> [0 1] } }")).plan)
 
     def work(rank: Rank) -> None:
         sender = rank.sender([here, rows, alone], "packed")
@@ -674,9 +672,9 @@ def tables_of(route: Any) -> list[Any]:
 
 def test_update_to_more_shards() -> None:
     """A plan of more shards than a table has room for is refused on both ranks, also where one has few."""
-    first = Case(compiler.check_plan(files("plan p for 2 ranks { full rank 0 { doc 900 -> 1 } }")).plan)
+    first = Case(compiler.check(files("plan p for 2 ranks { full rank 0 { doc 900 -> 1 } }")).plan)
     many = "plan p for 2 ranks { full rank 0 { repeat 900 { doc 2 as 2 shards -> 1 none } } }"
-    second = Case(compiler.check_plan(files(many)).plan)
+    second = Case(compiler.check(files(many)).plan)
 
     def work(rank: Rank) -> None:
         sender, route = rank.sender([first, second], results=3), rank.route(first)

@@ -17,6 +17,7 @@ from commdsl.language.diagnostics import CommError
 from commdsl.language.format import format_file
 from commdsl.language.parser import parse
 from commdsl.language.source import Source
+from commdsl.language.syntax import DispatchDecl
 
 QKV = """dispatch qkv for P ranks {
   rows q[T]   rows k[T]   rows v[T]
@@ -31,7 +32,8 @@ ROLES = "roles wide { compute sms 0 ..< 100   comm sms 100 ..< 132 }\n"
 
 
 def checked(text: str, name: str | None = None, ranks: int = 4) -> CheckedDispatch:
-    return compiler.check_dispatch((parse(Source("dispatch.comm", text)),), name, ranks)
+    files = (parse(Source("dispatch.comm", text)),)
+    return compiler.check_dispatch(files, compiler.choose_kind(files, name, DispatchDecl), compiler.Given(ranks))
 
 
 def codes_of(text: str, ranks: int = 4) -> list[str]:
@@ -83,11 +85,11 @@ def test_machine() -> None:
     """The same dispatch means something for every number of ranks that a topology has."""
     path = Path("dispatch.comm")
     files = compiler.read_text(QKV, path.name, path.parent)
-    on_node = compiler.check_dispatch(files, "qkv", 8, "h200_1x8").dispatch
+    on_node = compiler.check(files, "qkv", 8, "h200_1x8").dispatch
 
     assert (on_node.topology.name, on_node.tuning.sms) == ("h200_1x8", 8)
     with pytest.raises(CommError, match="C502"):
-        compiler.check_dispatch(files, "qkv", 9, "h200_1x8")
+        compiler.check(files, "qkv", 9, "h200_1x8")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ EXPERTS = """dispatch experts(E = 32 * P) for P ranks {
 
 
 def with_keys(text: str = EXPERTS, ranks: int = 4, **params: int) -> CheckedDispatch:
-    return compiler.check_dispatch((parse(Source("dispatch.comm", text)),), None, ranks, params=params)
+    return compiler.check((parse(Source("dispatch.comm", text)),), None, ranks, params=params)
 
 
 def test_keys() -> None:
@@ -159,21 +161,21 @@ def test_keys_are_not_built_yet() -> None:
     """What goes by keys is held to its laws, and refused where a kernel is asked for."""
     files = (parse(Source("dispatch.comm", EXPERTS)),)
 
-    assert compiler.check_dispatch(files).warnings == ()
+    assert compiler.check(files).warnings == ()
     with pytest.raises(CommError, match="C590"):
-        compiler.compile_dispatch(files)
+        compiler.compile(files)
 
 
 def test_overriding() -> None:
     """From outside every setting can be said anew, under the same laws."""
     files = (parse(Source("dispatch.comm", QKV)),)
-    tuned = compiler.check_dispatch(files, tune={"put": "rows", "tile": 4096}).dispatch
+    tuned = compiler.check(files, tune={"put": "rows", "tile": 4096}).dispatch
 
     assert tuned.put is Put.ROWS
     assert tuned.tuning == Tuning(threads=512, tile_bytes=4096, sms=8, put="rows")
     for given, code in (({"put": "x"}, "C505"), ({"lanes": 4}, "C506"), ({"threads": "many"}, "C109")):
         with pytest.raises(CommError, match=code):
-            compiler.check_dispatch(files, tune=given)
+            compiler.check(files, tune=given)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ def test_corruptions() -> None:
         text = whole[: sign.start()] + rng.choice(["", f"{sign[0]} {sign[0]}", other[0]]) + whole[sign.end() :]
         try:
             file = parse(Source("damaged.comm", text))
-            meant = [compiler.check_dispatch((file,), decl.name.text, 4) for decl in compiler.dispatches((file,))]
+            meant = [compiler.check((file,), decl.name.text, 4) for decl in compiler.declared((file,), DispatchDecl)]
         except CommError as error:
             refused += 1
             for diagnostic in error.diagnostics:
@@ -237,7 +239,7 @@ def test_corruptions() -> None:
         kept += 1
         again = parse(Source("damaged.comm", format_file(file)))
         for found in meant:
-            once_more = compiler.check_dispatch((again,), found.dispatch.name, 4).dispatch
+            once_more = compiler.check((again,), found.dispatch.name, 4).dispatch
             assert replace(once_more, topology=found.dispatch.topology) == found.dispatch
             assert 1 <= len(found.dispatch.tensors) <= 3
             assert {tensor.route for tensor in found.dispatch.tensors} <= set(range(len(found.dispatch.routes)))

@@ -19,6 +19,7 @@ from commdsl.build.emit import emit
 from commdsl.compiler import Checked
 from commdsl.ir import interpret
 from commdsl.language.diagnostics import CommError
+from commdsl.language.syntax import ScheduleDecl
 from commdsl.machine.dtypes import INT64
 from commdsl.program.moves import Protocol
 
@@ -60,7 +61,7 @@ def test_mutants(path: Path, tally: Callable[[str, Counter[str]], None]) -> None
     """Every mutant is refused, or oracle and kernel still give the collective's result; the protocols take turns."""
     case = main_case(path, ranks_for(path))
     assert case is not None
-    (declared,) = compiler.schedules(compiler.read(path))
+    (declared,) = compiler.declared(compiler.read(path), ScheduleDecl)
     counts: Counter[str] = Counter()
     for mutant, protocol in zip(mutants(declared), cycle(HOST_PROTOCOLS), strict=False):
         checked = proved(case, mutant, protocol)

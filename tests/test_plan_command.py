@@ -133,7 +133,7 @@ def test_plan_prints_the_text(capsys: Capture) -> None:
     """Without -o the plan is on standard output, and the report beside it; what is printed is a proved plan."""
     assert run_command(["plan", *LENGTHS, "--ranks", "4"]) == 0
     shown = capsys.readouterr()
-    plan = compiler.check_plan(compiler.read_text(shown.out, "printed.comm", Path())).plan
+    plan = compiler.check(compiler.read_text(shown.out, "printed.comm", Path())).plan
 
     assert plan.num_ranks == 4
     assert np.bincount(plan.document, plan.shards.length).tolist() == [int(length) for length in LENGTHS]
@@ -170,7 +170,7 @@ def test_plan_json(tmp_path: Path, capsys: Capture) -> None:
 def test_plan_of_a_plan(spread: str, capsys: Capture) -> None:
     """The documents of a plan are balanced anew, where they lie; its name and mask stay."""
     assert run_command(["plan", spread]) == 0
-    plan = compiler.check_plan(compiler.read_text(capsys.readouterr().out, "again.comm", Path())).plan
+    plan = compiler.check(compiler.read_text(capsys.readouterr().out, "again.comm", Path())).plan
 
     assert plan.name == "spread"
     assert [piece.name for piece in plan.pieces] == ["", "story", "story"]
@@ -182,7 +182,7 @@ def test_plan_of_given_ranks(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "a.json"
     path.write_text("[[300, 200], [], [100]]")
     assert run_command(["plan", str(path), "--ranks", "3"]) == 0
-    plan = compiler.check_plan(compiler.read_text(capsys.readouterr().out, "again.comm", Path())).plan
+    plan = compiler.check(compiler.read_text(capsys.readouterr().out, "again.comm", Path())).plan
 
     assert plan.shards.rows.tolist() == [500, 0, 100]
 

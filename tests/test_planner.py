@@ -58,7 +58,7 @@ def same(one: DispatchPlan, other: DispatchPlan) -> bool:
 
 
 def read_back(plan: DispatchPlan) -> DispatchPlan:
-    return compiler.check_plan(compiler.read_text(comm_text(plan, ("a comment",)), "made.comm", Path())).plan
+    return compiler.check(compiler.read_text(comm_text(plan, ("a comment",)), "made.comm", Path())).plan
 
 
 # --- the loads --------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_balance_token_by_token(mask: Mask, seed: int) -> None:
 def test_rows_only_have_no_attention() -> None:
     """Without a mask rows travel, several copies of one, too, and nobody attends to anything."""
     text = "plan rows for 3 ranks { rank 0 { doc 4 -> [1 2]   doc 6 -> none   doc 2 -> 0 } }"
-    plan = compiler.check_plan(compiler.read_text(text, "rows.comm", Path())).plan
+    plan = compiler.check(compiler.read_text(text, "rows.comm", Path())).plan
     loads = balance(plan, switch(3), WIDTHS)
 
     assert loads.attention.tolist() == [0, 0, 0]
@@ -123,7 +123,7 @@ def test_rows_only_have_no_attention() -> None:
 def test_links_are_told_apart() -> None:
     """Bytes are counted by class of link, and what has none is not lost."""
     text = "plan across for 4 ranks { full   rank 0 { doc 1 -> 1   doc 2 -> 2   doc 4 -> 3 } }"
-    plan = compiler.check_plan(compiler.read_text(text, "across.comm", Path())).plan
+    plan = compiler.check(compiler.read_text(text, "across.comm", Path())).plan
     loads = balance(plan, nodes(2, 2, LinkScope.ACROSS_SAME_GPU), WIDTHS)
 
     assert [(link.name, link.bytes) for link in loads.links] == [("nvlink", 14), ("rail", 28), (None, 56)]
@@ -386,7 +386,7 @@ def test_text_is_read_back(machine: Topology, mask: Mask) -> None:
 )
 def test_any_plan_is_written(body: str) -> None:
     """The text of any plan means that plan: copies, unsent shards, empty shards and ranks, continued documents."""
-    plan = compiler.check_plan(compiler.read_text(f"plan p for 4 ranks {{ {body} }}", "p.comm", Path())).plan
+    plan = compiler.check(compiler.read_text(f"plan p for 4 ranks {{ {body} }}", "p.comm", Path())).plan
 
     assert same(read_back(plan), plan)
 

@@ -21,6 +21,7 @@ from commdsl.language.diagnostics import CommError
 from commdsl.language.format import format_file
 from commdsl.language.parser import parse
 from commdsl.language.source import Source
+from commdsl.language.syntax import DispatchDecl, PlanDecl
 from commdsl.machine import resources
 
 SHIPPED = sorted((resources.data_dir("schedules") / "dispatch").glob("*.comm"))
@@ -31,7 +32,7 @@ relaxed = settings(deadline=None, max_examples=100, suppress_health_check=[Healt
 
 def proved(text: str, name: str | None = None) -> CheckedPlan:
     files = (parse(Source("plan.comm", text)),)
-    return compiler.check_plan(files, name)
+    return compiler.check(files, name)
 
 
 def plan_of(body: str, ranks: int = 4) -> DispatchPlan:
@@ -252,15 +253,15 @@ def test_format(drawn: tuple[DrawnPlan, str]) -> None:
 def test_shipped(path: Path) -> None:
     """Every shipped plan and dispatch is proved without a warning, and its plans move what they say."""
     files = compiler.read(path)
-    for plan in compiler.plans(files):
-        checked = compiler.check_plan(files, plan.name.text)
+    for plan in compiler.declared(files, PlanDecl):
+        checked = compiler.check(files, plan.name.text)
         assert checked.warnings == ()
         if checked.plan.shards.length.sum() < 20_000:
             moves_right(checked)
-    for dispatch in compiler.dispatches(files):
+    for dispatch in compiler.declared(files, DispatchDecl):
         for ranks in (1, 2, 8):
-            assert compiler.check_dispatch(files, dispatch.name.text, ranks).warnings == ()
-    assert compiler.plans(files) or compiler.dispatches(files)
+            assert compiler.check(files, dispatch.name.text, ranks).warnings == ()
+    assert compiler.declared(files, PlanDecl) or compiler.declared(files, DispatchDecl)
 
 
 # --- damaged plans ----------------------------------------------------------------------------------------------------
@@ -316,7 +317,7 @@ def test_corruptions() -> None:
         text = corrupted(TEXTS[turn % 2], rng)
         try:
             file = parse(Source("damaged.comm", text))
-            checks = [compiler.check_plan((file,), plan.name.text) for plan in compiler.plans((file,))]
+            checks = [compiler.check((file,), plan.name.text) for plan in compiler.declared((file,), PlanDecl)]
         except CommError as error:
             for diagnostic in error.diagnostics:
                 span = diagnostic.primary.span

@@ -45,8 +45,8 @@ def test_schedules(text: str) -> None:
 @pytest.mark.parametrize("text", [text for text in blocks("comm") if "schedule " not in text])
 def test_plans(text: str) -> None:
     """A plan in the README is proved, and is the shipped one."""
-    written = compiler.check_plan(compiler.read_text(text, "README.md", ROOT))
-    shipped = compiler.check_plan(ROOT / "schedules/dispatch" / f"{written.plan.name}.comm").plan
+    written = compiler.check(compiler.read_text(text, "README.md", ROOT))
+    shipped = compiler.check(ROOT / "schedules/dispatch" / f"{written.plan.name}.comm").plan
 
     assert written.warnings == ()
     assert (written.plan.dest == shipped.dest).all()

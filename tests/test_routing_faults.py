@@ -29,7 +29,7 @@ plan proved for 3 ranks {
 
 
 def right() -> CheckedPlan:
-    return compiler.check_plan(compiler.read_text(TEXT, "example.comm", Path()))
+    return compiler.check(compiler.read_text(TEXT, "example.comm", Path()))
 
 
 def changed(column: Longs, row: int, by: int) -> Longs:

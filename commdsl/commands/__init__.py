@@ -5,9 +5,10 @@ Assumes `cli` has parsed the arguments. Does not know click; a command is a func
     cli           words -> one call of a command
     arguments, lengths   words -> numbers, files, documents
     output        results -> text, colour, JSON, exit codes
-    jobs, dispatch_jobs   files -> proofs to make
+    jobs          files -> declarations to prove, and what came of each
+    summary       what came of them -> lines, JSON
     check, run, show, plan, compile, fmt, explain, tune, choice, doctor, new   a command each
-    dumps, show_dispatches, show_plans, plan_view   what `show` shows
+    dumps, plan_view   what `show` shows
     trial, report   what `run` runs and says
     products      what `compile` writes
 """

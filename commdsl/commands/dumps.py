@@ -1,4 +1,5 @@
-"""Turns each form of a schedule into text: Syntax as a tree, IR as statements with their rows, Plan as operations.
+"""Turns each form of what a file declares into text: Syntax as a tree, IR as statements with their rows or as routes,
+Plan as operations or phases.
 
 Assumes the forms as their modules define them. Prints all of it, to be read and compared. Does not fold: `timeline`.
 """
@@ -12,11 +13,16 @@ from typing import assert_never
 
 import numpy as np
 
+from commdsl.ir.dispatches import ByKey, ByTable, Dispatch, Sort
 from commdsl.ir.schedules import AnyStep, Buffer, Contract, Moves, Schedule, Step, Task, Yield
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
+from commdsl.program.memory import words_for
 from commdsl.program.moves import CELL, OpKind, Reason
+from commdsl.program.phases import Touch
 from commdsl.program.plan import Plan
+from commdsl.program.proof.events import Step as Act
+from commdsl.program.proof.events import steps
 
 
 def syntax_text(files: tuple[File, ...]) -> str:
@@ -129,8 +135,50 @@ def place(buffer: Buffer, chunk: int, rank: int) -> str:
     return f"{buffer.name}[{indices}] @ {rank}" if indices else f"{buffer.name} @ {rank}"
 
 
+def dispatch_lines(dispatch: Dispatch) -> Iterator[str]:
+    """Tensors, routes, how rows travel, and the way back."""
+    topology = dispatch.topology
+    params = "".join(f" {name}={value}" for name, value in dispatch.params)
+    yield f"dispatch {dispatch.name}{params} for {dispatch.num_ranks} ranks"
+    yield f"topology {topology.name}: {topology.num_nodes} × {topology.gpus_per_node} GPUs of {topology.num_sms} SMs"
+    for route in dispatch.routes:
+        tensors = ", ".join(tensor.name for tensor in dispatch.tensors if dispatch.routes[tensor.route] is route)
+        match route:
+            case ByTable(name, many, order):
+                goes = "to several ranks, a copy each" if many else "to one rank"
+                placed = ", ".join(sort.value for sort in order)
+                yield f"route {name} of {tensors}: a shard goes {goes}; placed by ({placed})"
+            case ByKey(key, rank_of, order):
+                placed = ", ".join(key if sort is Sort.KEY else sort.value for sort in order)
+                yield f"route of {tensors}: a row goes to the rank of each of its keys; placed by ({placed})"
+                for rank in range(dispatch.num_ranks):
+                    keys = [number for number, of in enumerate(rank_of) if of == rank]
+                    yield f"rank {rank} has {key} {', '.join(_runs(keys))}"
+            case _:
+                assert_never(route)
+    yield f"put {dispatch.put.value}"
+    if dispatch.back is None:
+        yield "no way back"
+    else:
+        by = "" if dispatch.back.weight is None else f" times {dispatch.back.weight}"
+        yield f"back {', '.join(dispatch.back.names)}: copies added up{by}"
+    yield f"role {dispatch.role}" if dispatch.role else "no role"
+
+
+def _runs(keys: list[int]) -> Iterator[str]:
+    """`0 ..< 32`, and a number that has no neighbour by itself."""
+    starts = [at for at, key in enumerate(keys) if not at or keys[at - 1] != key - 1]
+    for first, last in zip(starts, [*starts[1:], len(keys)], strict=True):
+        yield f"{keys[first]}" if last - first == 1 else f"{keys[first]} ..< {keys[last - 1] + 1}"
+
+
 def plan_text(plan: Plan) -> str:
-    """The launch constants, then each rank's operations in the order it runs them."""
+    """The launch constants, then what each rank does in the order in which it does it."""
+    return "\n".join(static_lines(plan) if plan.is_static else routed_lines(plan))
+
+
+def static_lines(plan: Plan) -> list[str]:
+    """Each rank's operations."""
     lines = [
         f"plan {plan.name} for {plan.num_ranks} ranks on {plan.topology}",
         f"lanes {plan.moves.lanes} on {plan.moves.sms} SMs  threads {plan.moves.threads}  tile {plan.tile_bytes} bytes"
@@ -148,7 +196,7 @@ def plan_text(plan: Plan) -> str:
         first, last = int(plan.moves.ops.rank_begin[rank]), int(plan.moves.ops.rank_begin[rank + 1])
         lines.append(f"rank {rank}")
         lines += [f"  {index - first:>3} {op_text(plan, index)}" for index in range(first, last)]
-    return "\n".join(lines)
+    return lines
 
 
 def op_text(plan: Plan, index: int) -> str:
@@ -176,6 +224,44 @@ def op_text(plan: Plan, index: int) -> str:
 
 def location(plan: Plan, space: int, rank: int, index: int) -> str:
     return f"cell {index} @ {rank}" if space == CELL else f"{plan.moves.tensors[space].name}[{index}] @ {rank}"
+
+
+def routed_lines(plan: Plan) -> Iterator[str]:
+    """The launch constants, then what every lane does in a call: where rows go is data that comes with it."""
+    push = plan.push
+    yield f"plan {plan.name} for {plan.num_ranks} ranks on {plan.topology}"
+    yield (
+        f"lanes up to {plan.comm.lanes}, one an SM  threads {plan.comm.threads}  tile {plan.tile_bytes} bytes"
+        f"  put {'packed' if push.packed else 'rows'}"
+    )
+    yield f"symmetric {plan.symmetric_bytes} bytes per rank, and what Limits say"
+    for index, (rows, copied) in enumerate(zip(push.given, push.copied, strict=True)):
+        there = "unpacked from a message per peer" if push.packed else "straight to its place"
+        back = "copies wait until they are summed" if copied else "so is its way back"
+        yield f"tensor {index} {rows.name}: {there}; {back}"
+    yield "a call, on every rank"
+    yield from (f"  {line}" for line in phase_lines(plan))
+
+
+def phase_lines(plan: Plan) -> Iterator[str]:
+    """`push: every lane; reads q of its rank; writes q of all ranks`."""
+    for step in steps(plan):
+        yield "; ".join([f"{step.name}: {step.by.value}", *_clauses(step)])
+
+
+def _clauses(step: Act) -> Iterator[str]:
+    if step.wait is not None:
+        yield f"waits until {step.wait.of.value} of {step.wait.ranks.value} did `{step.wait.step}`"
+    for verb, writes in (("reads", False), ("writes", True)):
+        found = list(dict.fromkeys(_place(touch) for touch in step.touches if touch.writes == writes))
+        if found:
+            yield f"{verb} {', '.join(found)}"
+    if step.tells is not None:
+        yield f"tells {step.tells.value}"
+
+
+def _place(touch: Touch) -> str:
+    return f"{words_for(touch.memory)} of {touch.on.value}"
 
 
 def host_text(text: str) -> str:

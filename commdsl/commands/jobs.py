@@ -1,4 +1,4 @@
-"""Turns files and a target into jobs, one per schedule and number of ranks, and a job into its outcome.
+"""Turns files and a target into jobs, one per declaration and number of ranks, and a job into its outcome.
 
 Assumes `compiler` for all stages. Does not print; diagnostics are part of the outcome.
 """
@@ -6,30 +6,38 @@ Assumes `compiler` for all stages. Does not print; diagnostics are part of the o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from commdsl import compiler
 from commdsl.commands.arguments import Target, UsageError
+from commdsl.compiler import Checked, Declaration, Given
 from commdsl.ir import resolve
 from commdsl.language.diagnostics import CommError, Diagnostic, Severity
 from commdsl.language.records import dataclass
-from commdsl.language.syntax import File
+from commdsl.language.syntax import File, PlanDecl
 
 NOT_ADMITTED = "C501"
-"""The code of a rank count that the schedule's `where` leaves out."""
+"""The code of a rank count that a declaration's `where` leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One schedule of one file, for one number of ranks."""
+    """One declaration of one file, for one number of ranks; a plan says itself for how many."""
 
     path: Path
     files: tuple[File, ...]
-    schedule: str
+    decl: Declaration
     ranks: int
+
+    @property
+    def name(self) -> str:
+        return self.decl.name.text
+
+    @property
+    def kind(self) -> str:
+        return compiler.KINDS[type(self.decl)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,32 +45,39 @@ class Outcome:
     """What came of a job. `checked` is None where the proof failed; then `diagnostics` has an error."""
 
     job: Job
-    checked: compiler.Checked | None
+    checked: Checked | None
     diagnostics: tuple[Diagnostic, ...]
     seconds: float
 
     @property
     def is_left_out(self) -> bool:
-        """The schedule says itself that it is not for this number of ranks."""
+        """The declaration says itself that it is not for this number of ranks."""
         return self.checked is None and {d.code for d in self.diagnostics} == {NOT_ADMITTED}
 
 
-def plan_jobs(paths: Iterable[Path], target: Target, schedule: str | None = None) -> tuple[Job, ...]:
-    """The jobs in the order of files, schedules, ranks. Raises CommError for a file that cannot be read as syntax."""
-    return tuple(job for path in paths for job in jobs_of(path, compiler.read(path), target, schedule))
+def read_jobs(paths: Iterable[Path], target: Target, name: str | None = None) -> tuple[Job, ...]:
+    """The jobs in the order of files, declarations, ranks. Raises CommError for a file that cannot be read."""
+    return tuple(job for path in paths for job in jobs_of(path, compiler.read(path), target, name))
 
 
-def jobs_of(path: Path, files: tuple[File, ...], target: Target, schedule: str | None = None) -> tuple[Job, ...]:
-    """As `plan_jobs`, for one file that was read already."""
+def jobs_of(path: Path, files: tuple[File, ...], target: Target, name: str | None = None) -> tuple[Job, ...]:
+    """As `read_jobs`, for one file that was read already. Its topologies are read in any case."""
     resolve.topologies(files)
-    names = list(dict.fromkeys(decl.name.text for decl in compiler.schedules(files)))
-    if schedule is not None:
-        names = [compiler.choose(files, schedule).name.text]
-    return tuple(Job(path, files, name, ranks) for name in names for ranks in rank_counts(files, target))
+    first = {(type(decl), decl.name.text): decl for decl in reversed(compiler.declarations(files))}
+    if name is not None:
+        compiler.choose(files, name)
+    return tuple(
+        Job(path, files, decl, ranks)
+        for decl in reversed(first.values())
+        if name in (None, decl.name.text)
+        for ranks in rank_counts(files, decl, target)
+    )
 
 
-def rank_counts(files: tuple[File, ...], target: Target) -> tuple[int, ...]:
-    """What --ranks says, else every rank of the topology that --on names, else 8."""
+def rank_counts(files: tuple[File, ...], decl: Declaration, target: Target) -> tuple[int, ...]:
+    """A plan's own number; else what --ranks says, else every rank of the topology that --on names, else 8."""
+    if isinstance(decl, PlanDecl):
+        return (decl.ranks.value,)
     if target.ranks is not None:
         return target.ranks
     if target.on is not None:
@@ -70,25 +85,26 @@ def rank_counts(files: tuple[File, ...], target: Target) -> tuple[int, ...]:
     return (compiler.DEFAULT_RANKS,)
 
 
-def prove(job: Job, target: Target, *, emit: bool) -> Outcome:
-    """Checks one job, and emits the kernel's text when asked."""
-    work: Callable[..., compiler.Checked] = compiler.compile if emit else compiler.check
+def prove(job: Job, target: Target, *, emit: bool = False) -> Outcome:
+    """Checks one job, and emits its kernel's text when asked."""
+    given = Given(job.ranks, target.on, dict(target.params), tune=dict(target.tune))
     start = time.perf_counter()
     try:
-        params, tune = dict(target.params), dict(target.tune)
-        checked = work(job.files, job.schedule, job.ranks, target.on, params, tune=tune)
+        checked = compiler.check_declared(job.files, job.decl, given)
+        if emit:
+            checked = compiler.printed(checked)
     except CommError as error:
         return Outcome(job, None, error.diagnostics, time.perf_counter() - start)
     return Outcome(job, checked, checked.warnings, time.perf_counter() - start)
 
 
-def prove_all(jobs: Iterable[Job], target: Target, *, emit: bool) -> Iterator[Outcome]:
-    """The outcomes in order. In a sweep a schedule may leave numbers of ranks out, but not all of them."""
+def prove_all(jobs: Iterable[Job], target: Target, *, emit: bool = False) -> Iterator[Outcome]:
+    """The outcomes in order. In a sweep a declaration may leave numbers of ranks out, but not all of them."""
     last_left_out: dict[tuple[Path, str], Outcome] = {}
     admitted: set[tuple[Path, str]] = set()
     for job in jobs:
         outcome = prove(job, target, emit=emit)
-        key = (job.path, job.schedule)
+        key = (job.path, job.name)
         if target.is_sweep and outcome.is_left_out:
             last_left_out[key] = outcome
         else:
@@ -99,22 +115,7 @@ def prove_all(jobs: Iterable[Job], target: Target, *, emit: bool) -> Iterator[Ou
             yield outcome
 
 
-class HasRanks(Protocol):
-    @property
-    def ranks(self) -> int: ...
-
-
-class Judged(Protocol):
-    """What came of a job of any kind."""
-
-    @property
-    def job(self) -> HasRanks: ...
-
-    @property
-    def diagnostics(self) -> tuple[Diagnostic, ...]: ...
-
-
-def merge(outcomes: Iterable[Judged]) -> tuple[Diagnostic, ...]:
+def merge(outcomes: Iterable[Outcome]) -> tuple[Diagnostic, ...]:
     """Every diagnostic once: a mistake found for several numbers of ranks is shown for the first of them."""
     first: dict[tuple[str, str, int], tuple[Diagnostic, list[int]]] = {}
     for outcome in outcomes:
@@ -137,7 +138,7 @@ def has_errors(diagnostics: Iterable[Diagnostic]) -> bool:
     return any(diagnostic.severity is Severity.ERROR for diagnostic in diagnostics)
 
 
-def only(jobs: tuple[Job, ...], verb: str) -> None:
+def some(jobs: tuple[Job, ...], verb: str) -> None:
     """Raises UsageError when there is nothing to do."""
     if not jobs:
-        raise UsageError(f"no schedule to {verb}: the files declare none")
+        raise UsageError(f"nothing to {verb}: the files declare no schedule, dispatch or plan")

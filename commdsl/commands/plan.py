@@ -21,7 +21,7 @@ from commdsl.ir import resolve
 from commdsl.ir.plans import DispatchPlan, routing
 from commdsl.ir.routes import Mask
 from commdsl.language.diagnostics import CommError, InternalError
-from commdsl.language.syntax import File
+from commdsl.language.syntax import File, PlanDecl
 from commdsl.machine.topology import NO_LINK, Topology, link_of, switch
 from commdsl.planner import packing
 from commdsl.planner.balance import Balance, Widths, balance, imbalance
@@ -126,7 +126,7 @@ def pack_again(words: tuple[str, ...], wanted: Wanted, terms: Terms) -> tuple[Pa
     if len(words) > 1:
         raise UsageError("a .comm file has all documents of a plan: it stands alone")
     files = compiler.read(words[0])
-    old = compiler.check_plan(files).plan
+    old = compiler.check_plan(files, compiler.choose_kind(files, None, PlanDecl)).plan
     if old.mask is None:
         raise UsageError(f"`{old.name}` is of rows only, without attention to balance: it is neither causal nor full")
     if wanted.ranks not in (None, old.num_ranks):

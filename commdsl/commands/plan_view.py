@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
-from commdsl.commands.output import count, style
+from commdsl import compiler
+from commdsl.commands.arguments import Target, UsageError
+from commdsl.commands.jobs import Job
+from commdsl.commands.output import count, style, tell
 from commdsl.cost.draw import Groups
 from commdsl.ir.plans import DispatchPlan, Piece
 from commdsl.ir.routes import NOWHERE, Longs, Sharing
-from commdsl.machine.topology import NO_LINK, link_of
-from commdsl.planner.balance import Balance, imbalance
+from commdsl.language.syntax import File
+from commdsl.machine.topology import NO_LINK, Topology, link_of
+from commdsl.planner.balance import Balance, Widths, balance, imbalance
+from commdsl.planner.packing import at_home
 
 MOST_PAIRS = 16
 MOST_DOCUMENTS = 16
@@ -250,3 +256,59 @@ def view(plan: DispatchPlan, before: Balance, after: Balance) -> Iterator[str]:
     for part in (documents(plan), pairs(after), picture(after), ranks(before, after), report(before, after)):
         yield ""
         yield from part
+
+
+# --- what `show` shows ------------------------------------------------------------------------------------------------
+
+
+def page(job: Job, plan: DispatchPlan, target: Target, svg: Path | None) -> tuple[str, dict[str, object]]:
+    """A plan beside its documents all at home, as text and as JSON, and drawn where asked."""
+    topology = machine(job.files, target, plan)
+    before, after = (balance(one, topology, Widths()) for one in (at_home(plan), plan))
+    if svg is not None:
+        draw(svg, plan, before, after)
+    shards = plan.shards
+    columns = (
+        shards.rank.tolist(),
+        plan.document.tolist(),
+        plan.context.tolist(),
+        shards.length.tolist(),
+        plan.dest.tolist(),
+    )
+    facts: dict[str, object] = {
+        "file": str(job.path),
+        "plan": plan.name,
+        "ranks": plan.num_ranks,
+        "topology": topology.name,
+        "stage": "ir",
+        "shards": [
+            {
+                "rank": rank,
+                "document": document,
+                "begin": begin,
+                "length": length,
+                "dest": [to for to in dest if to >= 0],
+            }
+            for rank, document, begin, length, dest in zip(*columns, strict=True)
+        ],
+        "before": to_json(before),
+        "after": to_json(after),
+    }
+    return "\n".join(view(plan, before, after)), facts
+
+
+def machine(files: tuple[File, ...], target: Target, plan: DispatchPlan) -> Topology:
+    """The topology asked for, which has the plan's ranks: a plan is for one number of them."""
+    if target.ranks not in (None, (plan.num_ranks,)):
+        raise UsageError(f"`{plan.name}` is for {plan.num_ranks} ranks: leave --ranks out")
+    found = compiler.find_topology(files, target.on, plan.num_ranks)
+    if found.num_ranks != plan.num_ranks:
+        raise UsageError(f"`{plan.name}` is for {plan.num_ranks} ranks, `{found.name}` has {found.num_ranks}")
+    return found
+
+
+def draw(path: Path, plan: DispatchPlan, before: Balance, after: Balance) -> None:
+    from commdsl.cost.draw_plan import draw_plan  # 20 ms that only a picture needs
+
+    path.write_text(draw_plan(plan, before, after), encoding="utf-8")
+    tell(f"drew {path}")

@@ -9,10 +9,11 @@ import re
 import sys
 from collections.abc import Iterator
 
-from commdsl import checks, compiler
+from commdsl import checks
 from commdsl.checks.cycles import broken_cycles
 from commdsl.checks.roles import broken_roles
 from commdsl.commands.output import bytes_text, count, style
+from commdsl.compiler import CheckedSchedule
 from commdsl.cost.report import PairLoad, Report
 from commdsl.ir.schedules import Schedule
 
@@ -34,7 +35,7 @@ def laws(schedule: Schedule) -> Iterator[str]:
     yield from PLAN_LAWS
 
 
-def proof_lines(checked: compiler.Checked) -> Iterator[str]:
+def proof_lines(checked: CheckedSchedule) -> Iterator[str]:
     """A tick per law, under the number of ranks for which it was proved."""
     schedule = checked.schedule
     params = "".join(f", {name} = {value}" for name, value in schedule.params)

@@ -12,7 +12,7 @@ from pathlib import Path
 from commdsl import compiler
 from commdsl.commands import output
 from commdsl.commands.arguments import Target
-from commdsl.commands.jobs import Outcome, has_errors, merge, only, plan_jobs, prove_all
+from commdsl.commands.jobs import Outcome, has_errors, merge, prove_all, read_jobs, some
 from commdsl.commands.output import Exit
 from commdsl.commands.report import cost_lines, laws, proof_lines, report_json
 from commdsl.commands.show import fail
@@ -22,6 +22,7 @@ from commdsl.cost.report import report
 from commdsl.cost.timeline import timeline
 from commdsl.language import diagnostics
 from commdsl.language.diagnostics import CommError
+from commdsl.language.syntax import ScheduleDecl
 
 NO_TERMINAL_WIDTH = 120
 
@@ -31,23 +32,24 @@ def run(
 ) -> Exit:
     """Runs every schedule of a file, for every number of ranks asked for."""
     try:
-        jobs = plan_jobs((path,), target, schedule)
+        jobs = tuple(job for job in read_jobs((path,), target, schedule) if isinstance(job.decl, ScheduleDecl))
     except CommError as error:
         return fail(error.diagnostics, as_json=as_json)
-    only(jobs, "run")
+    some(jobs, "run")
     outcomes: list[Outcome] = []
     trials: list[Trial] = []
     with output.progress("proving", 2 * len(jobs)) as advance:
         for outcome in prove_all(jobs, target, emit=True):
             outcomes.append(outcome)
-            if not isinstance(outcome.checked, compiler.Compiled):
+            if not isinstance(outcome.checked, compiler.CompiledSchedule):
                 continue
-            advance(f"running {outcome.job.schedule} on {outcome.job.ranks} host ranks")
+            advance(f"running {outcome.job.name} on {outcome.job.ranks} host ranks")
             trials.append(trial(outcome.checked, settings))
             advance("proving")
     if any(outcome.checked is None for outcome in outcomes):
         return fail(merge(outcomes), as_json=as_json)
-    done = [(outcome.checked, made) for outcome, made in zip(outcomes, trials, strict=True) if outcome.checked]
+    pairs = zip((outcome.checked for outcome in outcomes), trials, strict=True)
+    done = [(checked, made) for checked, made in pairs if isinstance(checked, compiler.CheckedSchedule)]
     if as_json:
         found = [diagnostics.to_json(d) for d in merge(outcomes)]
         output.say_json({"runs": [to_json(*pair, settings) for pair in done], "diagnostics": found})
@@ -63,7 +65,7 @@ def run(
     return Exit.DIAGNOSTICS if has_errors(merge(outcomes)) else Exit.FINE
 
 
-def lines(checked: compiler.Checked, made: Trial, settings: Settings) -> Iterator[str]:
+def lines(checked: compiler.CheckedSchedule, made: Trial, settings: Settings) -> Iterator[str]:
     """The whole report of one run."""
     schedule = checked.schedule
     yield output.style(f"{schedule.name}", "accent") + f" · {schedule.span}"
@@ -98,7 +100,7 @@ def trial_lines(ranks: int, made: Trial, settings: Settings, *, reduces: bool) -
         yield f"  {good} the emitted kernel, built by {made.compiler}: {compared}{sanitized} ({made.seconds:.2f} s)"
 
 
-def to_json(checked: compiler.Checked, made: Trial, settings: Settings) -> dict[str, object]:
+def to_json(checked: compiler.CheckedSchedule, made: Trial, settings: Settings) -> dict[str, object]:
     schedule = checked.schedule
     return {
         "schedule": schedule.name,
@@ -120,7 +122,7 @@ def to_json(checked: compiler.Checked, made: Trial, settings: Settings) -> dict[
     }
 
 
-def write_svgs(target: Path, done: list[compiler.Checked]) -> None:
+def write_svgs(target: Path, done: list[compiler.CheckedSchedule]) -> None:
     """One picture per run; with several, the name carries the schedule and its ranks."""
     for checked in done:
         label = f"{target.stem}-{checked.schedule.name}-{checked.schedule.num_ranks}{target.suffix or '.svg'}"

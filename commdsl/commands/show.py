@@ -1,24 +1,24 @@
 """Turns a file into the text of one stage: what was written, what it means, what is launched, what is compiled.
 
 Assumes nothing of the file; a fault found on the way is shown instead. Does not fold; `run` has the timeline. What a
-dispatch plan means is a table and a picture; `show_plans` makes them, and `show_dispatches` the text of a dispatch.
+dispatch plan means is a table and a picture (`plan_view`), and it has no later stage.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, assert_never
 
 from commdsl import compiler
 from commdsl.commands import dumps, output
 from commdsl.commands.arguments import Target, UsageError
-from commdsl.commands.jobs import Job, Outcome, merge, only, plan_jobs, prove_all
+from commdsl.commands.jobs import Job, Outcome, jobs_of, merge, prove_all, some
 from commdsl.commands.output import Exit
-from commdsl.commands.show_dispatches import show_dispatches
+from commdsl.compiler import CheckedDispatch, CheckedPlan, CheckedSchedule, CompiledDispatch, CompiledSchedule
 from commdsl.language import diagnostics
 from commdsl.language.diagnostics import CommError
-from commdsl.language.syntax import File
+from commdsl.language.records import dataclass
+from commdsl.language.syntax import PlanDecl
 
 
 class Stage(StrEnum):
@@ -29,99 +29,82 @@ class Stage(StrEnum):
     HOST = "host"
 
 
-class Shown(Protocol):
-    """A plan or a dispatch as text and as JSON."""
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One declaration in one stage, as text and as JSON."""
 
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def json(self) -> dict[str, object]: ...
-
-    @property
-    def warnings(self) -> tuple[diagnostics.Diagnostic, ...]: ...
+    text: str
+    json: dict[str, object]
 
 
-def show(
-    path: Path, target: Target, schedule: str | None, stage: Stage, *, svg: Path | None = None, as_json: bool
-) -> Exit:
-    """Prints one stage of every schedule and dispatch of a file, for every number of ranks asked for, and its plans."""
+def show(path: Path, target: Target, name: str | None, stage: Stage, *, svg: Path | None = None, as_json: bool) -> Exit:
+    """Prints one stage of every declaration of a file, for every number of ranks asked for."""
     try:
         files = compiler.read(path)
         if stage is Stage.SYNTAX:
             text = dumps.syntax_text(files)
             output.say_json({"file": str(path), "stage": stage.value, "text": text}) if as_json else output.say(text)
             return Exit.FINE
-        drawn = (*dispatches(files, path, target, schedule, stage), *plans(files, path, target, schedule, stage, svg))
-        names_other = schedule is not None and bool(drawn)
-        jobs = () if names_other else plan_jobs((path,), target, schedule)
+        jobs = jobs_of(path, files, target, name)
     except CommError as error:
         return fail(error.diagnostics, as_json=as_json)
-    if not drawn:
-        only(jobs, "show")
-    outcomes = tuple(prove_all(jobs, target, emit=stage in (Stage.CUDA, Stage.HOST)))
+    some(jobs, "show")
+    jobs = with_stage(jobs, stage, svg)
+    outcomes = tuple(prove_all(jobs, target, emit=stage is not Stage.IR))
     failed = [outcome for outcome in outcomes if outcome.checked is None]
     if failed:
         return fail(merge(failed), as_json=as_json)
-    texts = [(outcome.job, render(outcome, stage)) for outcome in outcomes]
+    plans = sum(outcome.job.kind == "plan" for outcome in outcomes)
+    pages = [page(outcome, target, stage, svg_of(outcome.job, svg, plans)) for outcome in outcomes]
     if as_json:
-        output.say_json([*(to_json(job, stage, text) for job, text in texts), *(shown.json for shown in drawn)])
+        output.say_json([shown.json for shown in pages])
     else:
-        output.say("\n".join([*(text.rstrip("\n") for _, text in texts), *(shown.text for shown in drawn)]))
-        output.show_diagnostics((*merge(outcomes), *(warning for shown in drawn for warning in shown.warnings)))
+        output.say("\n".join(shown.text.rstrip("\n") for shown in pages))
+        output.show_diagnostics(merge(outcomes))
     return Exit.FINE
 
 
-def dispatches(
-    files: tuple[File, ...], path: Path, target: Target, name: str | None, stage: Stage
-) -> tuple[Shown, ...]:
-    """The dispatches to show: that of the name, or all without one."""
-    named = [decl.name.text for decl in compiler.dispatches(files) if name in (None, decl.name.text)]
-    if not named:
-        return ()
-    return show_dispatches(files, path, target, named, stage.value)
-
-
-def plans(
-    files: tuple[File, ...], path: Path, target: Target, name: str | None, stage: Stage, svg: Path | None
-) -> tuple[Shown, ...]:
-    """The dispatch plans to show: that of the name, or all without one. They have no stage beyond `ir`."""
-    named = [decl.name.text for decl in compiler.plans(files) if name in (None, decl.name.text)]
-    if stage is Stage.IR and named:
-        from commdsl.commands.show_plans import show_plans  # 25 ms that schedules do not need
-
-        return show_plans(files, path, target, named, svg)
-    if svg is not None:
+def with_stage(jobs: tuple[Job, ...], stage: Stage, svg: Path | None) -> tuple[Job, ...]:
+    """The jobs that have the stage: a plan is data and has none beyond `ir`; but there alone is a picture."""
+    others = tuple(job for job in jobs if not isinstance(job.decl, PlanDecl))
+    if svg is not None and (stage is not Stage.IR or len(others) == len(jobs)):
         raise UsageError("--svg draws dispatch plans, and none is shown; `commdsl run --svg` draws a schedule")
-    if named and (name is not None or not (compiler.schedules(files) or compiler.dispatches(files))):
+    if stage is not Stage.IR and not others:
         raise UsageError(f"a dispatch plan has the stages syntax and ir, not {stage.value}")
-    return ()
+    return jobs if stage is Stage.IR else others
+
+
+def svg_of(job: Job, svg: Path | None, plans: int) -> Path | None:
+    """Where the picture of a plan goes; with several, the name carries the plan's."""
+    return svg if svg is None or plans == 1 else svg.with_stem(f"{svg.stem}-{job.name}")
+
+
+def page(outcome: Outcome, target: Target, stage: Stage, svg: Path | None) -> Page:
+    job = outcome.job
+    if isinstance(outcome.checked, CheckedPlan):
+        from commdsl.commands import plan_view  # 25 ms that schedules and dispatches do not need
+
+        return Page(*plan_view.page(job, outcome.checked.plan, target, svg))
+    text = render(outcome, stage)
+    facts = {"file": str(job.path), job.kind: job.name, "ranks": job.ranks, "stage": stage.value, "text": text}
+    return Page(text, facts)
 
 
 def render(outcome: Outcome, stage: Stage) -> str:
-    assert outcome.checked is not None
-    match stage:
-        case Stage.SYNTAX:
-            return dumps.syntax_text(outcome.job.files)
-        case Stage.IR:
-            return dumps.ir_text(outcome.checked.schedule)
-        case Stage.PLAN:
-            return dumps.plan_text(outcome.checked.plan)
-        case Stage.CUDA:
-            return text_of(outcome)
-        case Stage.HOST:
-            return dumps.host_text(text_of(outcome))
+    """A schedule or a dispatch as it stands in a stage."""
+    match outcome.checked, stage:
+        case CheckedSchedule(schedule=schedule), Stage.IR:
+            return dumps.ir_text(schedule)
+        case CheckedDispatch(dispatch=dispatch), Stage.IR:
+            return "\n".join(dumps.dispatch_lines(dispatch))
+        case CompiledSchedule(plan=plan) | CompiledDispatch(plan=plan), Stage.PLAN:
+            return dumps.plan_text(plan)
+        case CompiledSchedule(emitted=emitted) | CompiledDispatch(emitted=emitted), Stage.CUDA:
+            return emitted.text
+        case CompiledSchedule(emitted=emitted) | CompiledDispatch(emitted=emitted), Stage.HOST:
+            return dumps.host_text(emitted.text)
         case _:
-            assert_never(stage)
-
-
-def text_of(outcome: Outcome) -> str:
-    assert isinstance(outcome.checked, compiler.Compiled)
-    return outcome.checked.emitted.text
-
-
-def to_json(job: Job, stage: Stage, text: str) -> dict[str, object]:
-    return {"file": str(job.path), "schedule": job.schedule, "ranks": job.ranks, "stage": stage.value, "text": text}
+            raise AssertionError(f"nothing of {outcome.job.name} to show in stage {stage.value}")
 
 
 def fail(found: tuple[diagnostics.Diagnostic, ...], *, as_json: bool) -> Exit:

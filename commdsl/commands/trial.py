@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from commdsl.build import host, host_run
 from commdsl.commands.arguments import UsageError
-from commdsl.compiler import Compiled
+from commdsl.compiler import CompiledSchedule
 from commdsl.ir import interpret
 from commdsl.ir.schedules import Contract, Schedule
 from commdsl.machine import dtypes
@@ -67,7 +67,7 @@ def find_dtype(name: str, op: str, *, reduces: bool) -> DType:
     return found
 
 
-def trial(compiled: Compiled, settings: Settings) -> Trial:
+def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     """Runs once. A wrong result or a time-out is in `fault`."""
     dtype = find_dtype(settings.dtype, settings.op, reduces=compiled.plan.moves.has_reduction)
     blocks = max(buffer.blocks for buffer in compiled.schedule.buffers)
@@ -98,7 +98,7 @@ def trial(compiled: Compiled, settings: Settings) -> Trial:
     return Trial(block_bytes, name, "", compared, fault, seconds)
 
 
-def make_inputs(compiled: Compiled, dtype: DType, elements: int) -> dict[str, list[Array]]:
+def make_inputs(compiled: CompiledSchedule, dtype: DType, elements: int) -> dict[str, list[Array]]:
     """Random elements for every rank, the same on every machine."""
     random = np.random.default_rng(SEED)
     inputs: dict[str, list[Array]] = {}

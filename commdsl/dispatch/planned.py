@@ -15,6 +15,7 @@ from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.metadata import AttentionLayout, QKVMetadata
 from commdsl.ir.plans import DispatchPlan, Routing, routing
 from commdsl.ir.routes import Longs, Routes
+from commdsl.language.syntax import PlanDecl
 from commdsl.runtime.load import find
 
 
@@ -22,7 +23,8 @@ def load_plan(path: Path | str, name: str | None = None) -> QKVMetadata:
     """`from_plan` of a plan of a `.comm` file, or of a shipped one by its name ("balanced_16k"): the plan of that name,
     or the only one. Raises CommError with every fault, FileNotFoundError.
     """
-    return from_plan(compiler.check_plan(find(path), name).plan)
+    files = compiler.read(find(path))
+    return from_plan(compiler.check_plan(files, compiler.choose_kind(files, name, PlanDecl)).plan)
 
 
 def from_plan(plan: DispatchPlan) -> QKVMetadata:

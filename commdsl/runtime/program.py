@@ -117,17 +117,23 @@ def _cached(kind: type[Kind], parts: list[str], make: Callable[[], Kind], config
 
 def _compile_dispatch(definition: Definition, ranks: int) -> RoutedProgram:
     from commdsl import compiler  # as in `_compile`
+    from commdsl.language.syntax import DispatchDecl
 
-    params, tune = dict(definition.params), dict(definition.tune)
-    made = compiler.compile_dispatch(definition.path, definition.schedule, ranks, definition.on, params, tune)
+    files = compiler.read(definition.path)
+    given = compiler.Given(ranks, definition.on, dict(definition.params), Transport.PEER, dict(definition.tune))
+    decl = compiler.choose_kind(files, definition.schedule, DispatchDecl)
+    made = compiler.printed(compiler.check_dispatch(files, decl, given))
     return RoutedProgram(made.dispatch, made.plan, made.emitted)
 
 
 def _compile(definition: Definition, ranks: int, transport: Transport) -> Program:
     from commdsl import compiler  # the parser and the checks are not needed for what is in the cache
+    from commdsl.language.syntax import ScheduleDecl
 
-    params, tune = dict(definition.params), dict(definition.tune)
-    made = compiler.compile(definition.path, definition.schedule, ranks, definition.on, params, transport, tune)
+    files = compiler.read(definition.path)
+    given = compiler.Given(ranks, definition.on, dict(definition.params), transport, dict(definition.tune))
+    decl = compiler.choose_kind(files, definition.schedule, ScheduleDecl)
+    made = compiler.printed(compiler.check_schedule(files, decl, given))
     return Program(
         made.plan,
         made.emitted,

@@ -74,7 +74,7 @@ def dispatch_cubins(ranks: int, config: Config) -> int:
     variants = [() if dtype is None else (f"COMMDSL_DTYPE={dtype}",) for dtype in (None, *SUMMED)]
     built = 0
     for (path, name), put in product(dispatches(), ("rows", "packed")):
-        emitted = compiler.compile_dispatch(path, name, ranks, tune={"put": put}).emitted
+        emitted = compiler.compile(path, name, ranks, tune={"put": put}).emitted
         for macros in variants:
             for checks in ((), ("COMMDSL_CHECK=1",)):
                 nvrtc.build(emitted, (*macros, *checks), Transport.PEER, config)
