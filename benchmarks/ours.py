@@ -113,8 +113,8 @@ def _build(bench: Bench, op: Any) -> None:
     from commdsl.program.memory import Transport
 
     config = from_environment()
-    transport = Transport(config.transport)
+    transport = Transport.NVSHMEM if config.has_far else Transport.PEER
     known = op.program(bench.ranks, transport)
     major, minor = torch.cuda.get_device_capability(bench.device)
     macros = defines(known.plan, "bfloat16", "sum")
-    nvrtc.build(known.emitted, macros, transport, config, f"sm_{major}{minor}")
+    nvrtc.build(known.emitted, macros, config, f"sm_{major}{minor}")

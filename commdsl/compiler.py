@@ -247,7 +247,7 @@ def check_dispatch(files: tuple[File, ...], decl: DispatchDecl, given: Given) ->
     found = _raise_errors((*checks.check_files(files), *checks.check_dispatch(meant)))
     if any(isinstance(route, ByKey) for route in meant.routes):
         return CheckedDispatch(meant, None, (*warnings, *found))
-    plan = lower_dispatch(meant)
+    plan = lower_dispatch(meant, given.transport)
     verify(plan)
     return CheckedDispatch(meant, plan, (*warnings, *found, *_raise_errors(checks.check_routed(plan))))
 

@@ -110,6 +110,7 @@ class FakeGpu:
         self.freed = 0
         self.built: list[tuple[Transport, str]] = []
         self.transport = "peer"
+        self.nodes: tuple[int, ...] = ()
         self.context = CONTEXT
         self.launches: list[Launch] = []
         self.commands: list[Command] = []
@@ -194,11 +195,11 @@ class FakeGpu:
 
     def _communicator(self, name: str, member: Any, _: torch.device) -> device.DeviceCommunicator:
         """A tensor of the processor leads to the GPU; what waits there waits for two seconds."""
-        config = replace(from_environment(), transport=self.transport, timeout=2.0)
+        config = replace(from_environment(), transport=self.transport, nodes=self.nodes, timeout=2.0)
         return device.DeviceCommunicator(name, member.bootstrap, config, torch.device("cuda", 0))
 
-    def _build(self, emitted: Emitted, defines: Any, transport: Transport, config: Config, arch: str) -> Path:
-        self.built.append((transport, arch))
+    def _build(self, emitted: Emitted, defines: Any, config: Config, arch: str) -> Path:
+        self.built.append((emitted.transport, arch))
         path = host.build(emitted, tuple(defines), config)
         sizes = (re.search(rf"{name} = (\d+);", emitted.text) for name in ("kNumRanks", "kNumTensors"))
         self._argument_bytes[str(path)] = 8 * sum(int(size[1]) for size in sizes if size) + 56

@@ -16,6 +16,7 @@ from commdsl import compiler
 from commdsl.build.arena import Bytes
 from commdsl.build.host_ranks import Kernel
 from commdsl.build.host_rows import Call, Results, checking
+from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
 from commdsl.program.tiles import Flow, Table
 
@@ -82,7 +83,9 @@ def chained(calls: Sequence[Call], dtype: str) -> Results:
 # --- Plans ------------------------------------------------------------------------------------------------------------
 
 
-def launched(num_ranks: int, lanes: int = 3, tensors: tuple[str, ...] = TENSORS) -> Plan:
+def launched(
+    num_ranks: int, lanes: int = 3, tensors: tuple[str, ...] = TENSORS, transport: Transport = Transport.PEER
+) -> Plan:
     """One text for both puts: which it is stands in the tables."""
     rows = "   ".join(f"rows {name}[T]" for name in tensors)
     text = f"""dispatch qkv for P ranks {{
@@ -92,7 +95,7 @@ def launched(num_ranks: int, lanes: int = 3, tensors: tuple[str, ...] = TENSORS)
       tune {{ sms {lanes}   threads 32   tile 256 B }}
     }}"""
     files = compiler.read_text(text, "by_hand.comm", Path())
-    return compiler.check(files, ranks=num_ranks).plan
+    return compiler.check(files, ranks=num_ranks, transport=transport).plan
 
 
 def program(of: Plan, dtype: str = "float32", *, sanitize: bool = False) -> Kernel:

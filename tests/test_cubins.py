@@ -30,7 +30,7 @@ def test_cubin(path: Path, transport: Transport, config: Config) -> None:
     assert case is not None
     compiled = compiler.compile(path, ranks=8, params=dict(case.params), transport=transport)
     macros = defines(compiled.plan, "bfloat16", "sum")
-    cubin = nvrtc.build(compiled.emitted, macros, transport, config).read_bytes()
+    cubin = nvrtc.build(compiled.emitted, macros, config).read_bytes()
     assert cubin.startswith(b"\x7fELF")
     assert compiled.emitted.name.encode() in cubin
 
@@ -44,19 +44,28 @@ def test_cubin_of_a_rank(name: str, protocol: Protocol, config: Config) -> None:
     macros = defines(compiled.plan, "bfloat16", "sum", rank=1)
     assert macros[-1] == "COMMDSL_RANK=1"
     assert "#define COMMDSL_LANES_PER_BLOCK 2\n" in compiled.emitted.text
-    assert nvrtc.build(compiled.emitted, macros, Transport.PEER, config).read_bytes().startswith(b"\x7fELF")
+    assert nvrtc.build(compiled.emitted, macros, config).read_bytes().startswith(b"\x7fELF")
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("checks", [(), ("COMMDSL_CHECK=1",)], ids=["", "checked"])
 @pytest.mark.parametrize("sums", [(), ("COMMDSL_DTYPE=bfloat16",)], ids=["moves", "sums"])
-@pytest.mark.parametrize("put", ["rows", "packed"])
+@pytest.mark.parametrize(("put", "transport"), [("rows", Transport.PEER), *(("packed", one) for one in Transport)])
 @pytest.mark.parametrize(("path", "name"), dispatches(), ids=lambda part: getattr(part, "stem", part))
 def test_cubin_of_a_dispatch(
-    path: Path, name: str, put: str, sums: tuple[str, ...], checks: tuple[str, ...], config: Config
+    path: Path,
+    name: str,
+    put: str,
+    transport: Transport,
+    sums: tuple[str, ...],
+    checks: tuple[str, ...],
+    config: Config,
 ) -> None:
-    """NVRTC takes the text of every dispatch for sm_90: one that moves rows, one that sums copies, with checks too."""
-    compiled = compiler.compile(path, name, 8, tune={"put": put})
-    cubin = nvrtc.build(compiled.emitted, (*sums, *checks), Transport.PEER, config).read_bytes()
+    """NVRTC takes the text of every dispatch for sm_90: one that moves rows, one that sums copies, with checks too.
+    What reaches far ranks is linked with NVSHMEM's part; the others have none of it.
+    """
+    compiled = compiler.compile(path, name, 8, tune={"put": put}, transport=transport)
+    cubin = nvrtc.build(compiled.emitted, (*sums, *checks), config).read_bytes()
     assert cubin.startswith(b"\x7fELF")
     assert compiled.emitted.name.encode() in cubin
+    assert (b"nvshmem" in cubin) == (transport is Transport.NVSHMEM)

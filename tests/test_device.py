@@ -73,10 +73,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return made
 
 
-@pytest.mark.parametrize("transport", ["peer", "nvshmem"])
-def test_calls(gpu: FakeGpu, transport: str) -> None:
+@pytest.mark.parametrize(("transport", "nodes"), [("peer", ()), ("nvshmem", ()), ("nvshmem", (0, 0)), ("peer", (0, 1))])
+def test_calls(gpu: FakeGpu, transport: str, nodes: tuple[int, ...]) -> None:
     """Symmetric memory, arguments and kernel fit together; NVSHMEM's state is set up once for a module that uses it."""
-    gpu.transport = transport
+    gpu.transport, gpu.nodes = transport, nodes
+    used = Transport.NVSHMEM if transport == "nvshmem" or nodes else Transport.PEER
 
     def body(rank: Rank) -> None:
         for _ in range(3):
@@ -85,8 +86,15 @@ def test_calls(gpu: FakeGpu, transport: str) -> None:
 
     run(gpu, body)
     assert gpu.freed == RANKS
-    assert set(gpu.built) == {(Transport(transport), "sm_90")}
-    assert len(gpu.initialised_modules) == (RANKS if transport == "nvshmem" else 0)
+    assert set(gpu.built) == {(used, "sm_90")}
+    assert len(gpu.initialised_modules) == (RANKS if used is Transport.NVSHMEM else 0)
+
+
+def test_nodes_of_another_number_of_ranks(gpu: FakeGpu) -> None:
+    """COMMDSL_NODES that speaks of more ranks than the group has is refused when the group is set up."""
+    gpu.nodes = (0, 0, 1)
+    with pytest.raises(GroupError, match=r"says where 3 ranks are; group `.*` has 2"):
+        run(gpu, lambda rank: rank.call())
 
 
 def test_capture_needs_a_first_call(gpu: FakeGpu) -> None:

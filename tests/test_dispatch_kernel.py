@@ -237,7 +237,7 @@ def test_bodies_neither_wait_nor_tell() -> None:
     """What orders ranks and lanes is printed from the Plan: no header of bodies calls it, and nothing else waits."""
     folder = include_dir() / "commdsl"
     orders = re.compile(
-        r"\b(watch|poll|store_release|store_marked|(?:tell|meet|read)_(?:addresses|done|complete|calls|sent))\("
+        r"\b(watch|poll|store_release|store_marked|raise_flag|send_value|send_marked|see_marked|complete|(?:tell|meet|read)_(?:addresses|done|complete|calls|sent))\("
     )
     for name in ("rows.cuh", "runs.cuh", "host_runs.hpp"):
         assert not orders.search((folder / name).read_text(encoding="utf-8")), name

@@ -148,10 +148,11 @@ def test_a_wrong_bit_counts() -> None:
                 assert int(player.wrong) == int(concerned), (part, check, flips)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize(("num_ranks", "nodes"), [(1, ""), (3, ""), (3, "0,1,2"), (3, "0,1,1")])
 @pytest.mark.parametrize("put", dispatch_cases.PUTS)
-def test_threads_of_one_process(put: str, num_ranks: int) -> None:
-    """Ranks may be threads, one alone among them."""
+def test_threads_of_one_process(put: str, num_ranks: int, nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks may be threads, one alone among them, and some or all of them far from each other."""
+    monkeypatch.setenv("COMMDSL_NODES", nodes)
     names = commdsl.threads(num_ranks)
     found = cases(varied(num_ranks, 30, 4), seed=7)
     rows = [Rows(torch.bfloat16, (24, 6, 2)), Rows(torch.float16, (24, 6, 2), 3)]

@@ -29,7 +29,6 @@ from commdsl.ir import interpret  # noqa: E402
 from commdsl.language.diagnostics import InternalError  # noqa: E402
 from commdsl.machine import dtypes  # noqa: E402
 from commdsl.machine.config import from_environment  # noqa: E402
-from commdsl.program.memory import Transport  # noqa: E402
 from commdsl.program.plan import Plan  # noqa: E402
 from commdsl.program.sizes import device_launch  # noqa: E402
 from commdsl.program.verify import verify  # noqa: E402
@@ -311,7 +310,7 @@ def test_host_build(path: Any) -> None:
 def test_cubin(name: str) -> None:
     """NVRTC takes the text; there is the kernel for the flags and no other."""
     made = compiled(case_of(name))
-    cubin = nvrtc.build(made.emitted, (), Transport.PEER, from_environment()).read_bytes()
+    cubin = nvrtc.build(made.emitted, (), from_environment()).read_bytes()
 
     assert f".text.{made.emitted.name}_flags\0".encode() in cubin
     assert f".text.{made.emitted.name}\0".encode() not in cubin

@@ -13,7 +13,6 @@ from commdsl.build import nvrtc
 from commdsl.build.emit import Emitted, defines
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.config import from_environment
-from commdsl.program.memory import Transport
 
 RING = Path(__file__).parents[1] / "schedules" / "collectives" / "allreduce_ring.comm"
 
@@ -38,10 +37,10 @@ def test_cold_and_warm(tmp_path: Path) -> None:
     compiled = compiler.compile(RING, ranks=8)
     macros = defines(compiled.plan, "bfloat16", "sum")
     started = time.perf_counter()
-    first = nvrtc.build(compiled.emitted, macros, Transport.PEER, config)
+    first = nvrtc.build(compiled.emitted, macros, config)
     cold = time.perf_counter() - started
     started = time.perf_counter()
-    second = nvrtc.build(compiled.emitted, macros, Transport.PEER, config)
+    second = nvrtc.build(compiled.emitted, macros, config)
     warm = time.perf_counter() - started
     assert first == second
     assert cold < 5  # 0.5 s alone on a core; tests run beside others
@@ -53,9 +52,9 @@ def test_options_are_part_of_the_key(tmp_path: Path) -> None:
     config = replace(from_environment(), cache_dir=tmp_path)
     emitted = Emitted("kernel", 'extern "C" __global__ void kernel(int* p) { *p = 1; }', "")
     found = {
-        nvrtc.build(emitted, (), Transport.PEER, config),
-        nvrtc.build(emitted, (), Transport.PEER, config, "sm_80"),
-        nvrtc.build(emitted, (), Transport.PEER, replace(config, debug=True)),
-        nvrtc.build(emitted, ("COMMDSL_DTYPE=float32",), Transport.PEER, config),
+        nvrtc.build(emitted, (), config),
+        nvrtc.build(emitted, (), config, "sm_80"),
+        nvrtc.build(emitted, (), replace(config, debug=True)),
+        nvrtc.build(emitted, ("COMMDSL_DTYPE=float32",), config),
     }
     assert len(found) == 4

@@ -31,8 +31,10 @@ def test_processes(ranks: list[Connection], name: str) -> None:
     gloo_ranks.holds(ranks, name)
 
 
-def test_threads_of_one_process() -> None:
-    """Ranks may be threads: the same op, a group name for each."""
+@pytest.mark.parametrize("nodes", ["", "0,0,1", "0,1,2"])
+def test_threads_of_one_process(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks may be threads: the same op, a group name for each; some or all of them far from each other."""
+    monkeypatch.setenv("COMMDSL_NODES", nodes)
     op = commdsl.load("allreduce_ring", ranks=3)
     names = commdsl.threads(3)
     inputs = [torch.arange(50.0) * (rank + 1) for rank in range(3)]

@@ -19,6 +19,7 @@ from commdsl.build.calls import Call, calls
 from commdsl.ir.schedules import Ints
 from commdsl.machine.resources import data_dir
 from commdsl.program.arguments import arguments
+from commdsl.program.memory import Transport
 from commdsl.program.moves import CELL, STAGE_MARKS_BYTES, STAGES, Moves, OpKind, Ops, Origin, Protocol
 from commdsl.program.plan import Plan, heap_layout
 
@@ -33,11 +34,13 @@ CONSTANT_BYTES = 48 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """A kernel's text. `name` is its entry; `digest` covers the text and, through its head, the headers."""
+    """A kernel's text. `name` is its entry; `digest` covers the text and, through its head, the headers. What NVSHMEM
+    does for it is linked."""
 
     name: str
     text: str
     digest: str
+    transport: Transport = Transport.PEER
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Kernel:
     arguments: tuple[tuple[str, str, str], ...]  # type, name, extent
     threads: int
     lanes_per_block: int
+    has_far: bool  # peers that only NVSHMEM reaches
     form: str  # of the entry: a kernel that runs the phases, or one for the flags between copies that others make
     moves: Tables | None
     phases: tuple[Call, ...]
@@ -92,7 +96,7 @@ class Kernel:
 def emit(plan: Plan) -> Emitted:
     """The text for every rank of a Plan, the same on any machine and hash seed."""
     text = environment().get_template("kernel.cu.j2").render(kernel=_kernel(plan))
-    return Emitted(f"commdsl_{plan.name}", text, hashlib.sha256(text.encode()).hexdigest())
+    return Emitted(f"commdsl_{plan.name}", text, hashlib.sha256(text.encode()).hexdigest(), plan.transport)
 
 
 def environment() -> jinja2.Environment:
@@ -133,7 +137,7 @@ def _kernel(plan: Plan) -> Kernel:
     )
     tables = None if moves is None else _tables(moves)
     phases = tuple(calls(plan))
-    told = (plan.name, plan.params, plan.topology, constants, tables, fields, phases)
+    told = (plan.name, plan.params, plan.topology, plan.transport.value, constants, tables, fields, phases)
     return Kernel(
         entry=f"commdsl_{plan.name}",
         source=file_name(plan.span.source.name),
@@ -144,6 +148,7 @@ def _kernel(plan: Plan) -> Kernel:
         arguments=fields,
         threads=plan.comm.threads,
         lanes_per_block=plan.comm.lanes_per_block,
+        has_far=plan.transport is Transport.NVSHMEM,
         form="COMMDSL_FLAGS" if moves is not None and moves.protocol is Protocol.ENGINE else "COMMDSL_KERNEL",
         moves=tables,
         phases=phases,

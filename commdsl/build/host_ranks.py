@@ -23,7 +23,8 @@ from commdsl.build.emit import Emitted
 from commdsl.build.host import build, build_runner, build_sanitized
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.config import Config, from_environment
-from commdsl.program.arguments import arguments
+from commdsl.program.arguments import arguments, heaps
+from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
 from commdsl.program.timeouts import RECORD_BYTES, TIMED_OUT, ErrorRecord, complaint, timeout_of, unpack
 
@@ -42,6 +43,7 @@ class Running:
     absent: frozenset[int] = frozenset()  # ranks that never make the call
     max_delay: float = 0.0  # seconds: every rank starts every call after a random part of it
     seed: int = 0
+    nodes: tuple[int, ...] = ()  # by rank the node it counts as on; empty: over NVSHMEM each its own, else all one
 
 
 class DataRaceError(RuntimeError):
@@ -124,11 +126,18 @@ def run_ranks(
     """
     plan, seconds = kernel.plan, running.timeout or (config or from_environment()).timeout
     layout = arguments(plan)
-    same: dict[str, int | Sequence[int]] = {"heap": where.heaps, "timeout_ns": int(seconds * 1e9)}
-    packed = [
-        [layout.pack({**same, "error": where.errors[rank], "rank": rank, **of}) for rank, of in enumerate(call)]
-        for call in calls
+    is_far = plan.transport is Transport.NVSHMEM
+    nodes = running.nodes or (range(plan.num_ranks) if is_far else (0,) * plan.num_ranks)
+    same: list[dict[str, int | Sequence[int]]] = [
+        {
+            "heap": heaps(where.heaps, nodes, rank),
+            "timeout_ns": int(seconds * 1e9),
+            "error": where.errors[rank],
+            "rank": rank,
+        }
+        for rank in range(plan.num_ranks)
     ]
+    packed = [[layout.pack({**one, **of}) for one, of in zip(same, call, strict=True)] for call in calls]
     random = np.random.default_rng(running.seed).random((len(calls), plan.num_ranks))
     delays = (random * running.max_delay * 1e9).astype(np.uint64)
     job = _Job(kernel, packed, delays, seconds)

@@ -161,26 +161,26 @@ def _linked(linker: ctypes.CDLL, handle: ctypes.c_void_p, status: int, what: str
     raise InternalError(f"nvJitLink {linker_version()} refused {what}: error {status}\n{text}")
 
 
-def build(emitted: Emitted, defines: Sequence[str], transport: Transport, config: Config, arch: str = ARCH) -> Path:
-    """The cubin of one text, element type and reduction for one transport, from the cache or freshly built."""
-    forced = transport is Transport.NVSHMEM
+def build(emitted: Emitted, defines: Sequence[str], config: Config, arch: str = ARCH) -> Path:
+    """The cubin of one text, element type and reduction, from the cache or freshly built; NVSHMEM's part linked."""
+    links = emitted.transport is Transport.NVSHMEM
     flags = [*_flags(arch, config), *(f"-D{define}" for define in defines)]
-    if forced:
-        flags += ["-rdc=true", "-DCOMMDSL_NVSHMEM"]
+    if links:
+        flags += ["-rdc=true"]
     parts = (
         emitted.text,
         headers_digest(),
         _identity(NVRTC),
         "kernel.cubin",
         *flags,
-        *(_link_identity() if forced else ()),
+        *(_link_identity() if links else ()),
     )
 
     def fill(folder: Path) -> None:
         source = folder / "kernel.cu"
         source.write_text(emitted.text, encoding="utf-8")
         cubin = compile_cubin(emitted.name + ".cu", emitted.text, [*flags, f"-I{include_dir()}"])
-        if forced:
+        if links:
             archive = _need("lib/libnvshmem_device.a", "nvidia-nvshmem-cu13")
             units = [("kernel", cubin), ("nvshmem_shim", shim(config, arch).read_bytes())]
             cubin = link(arch, units, [archive])

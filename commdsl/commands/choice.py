@@ -17,7 +17,7 @@ def choice(collective: str, nbytes: int, ranks: int, device: str | None, *, as_j
     """Prints the schedule with its tuning on one line, the reason on the next."""
     config = from_environment()
     where = device or this_device()
-    plain = config.transport != "peer"
+    plain = config.has_far
     try:
         tables = selection.known_tables(config.tables)
         found = selection.choose(tables, collective, nbytes, ranks, where, plain=plain)

@@ -19,11 +19,10 @@ from commdsl.dispatch.limits import Layout, Limits, names_of
 from commdsl.dispatch.pool import Pool, row_bytes
 from commdsl.dispatch.route import Form, Pair, Route, Way
 from commdsl.ir.dispatches import BY_QUERY, BY_SOURCE, Dispatch
-from commdsl.program.memory import Transport
 from commdsl.program.timeouts import BAD_TILE, ErrorRecord, complaint
 from commdsl.runtime import groups
 from commdsl.runtime.communicator import Communicator
-from commdsl.runtime.errors import DeviceError, GroupError, TensorError
+from commdsl.runtime.errors import GroupError, TensorError
 from commdsl.runtime.kernel import Prepared, residence_of
 from commdsl.runtime.load import find
 from commdsl.runtime.program import Definition, RoutedProgram, routed_program
@@ -64,7 +63,8 @@ class Launcher:
 
         `put` "rows" sends each row straight to its final place; results lie in symmetric memory, which holds those of
         `results` calls there and as many back, and raises C961 when more are alive. "packed" sends one message to each
-        peer, which unpacks it; results are ordinary tensors. Without it, what the file tunes. With `check` the kernels
+        peer, which unpacks it; results are ordinary tensors. Without it, what the file tunes; where a peer is far
+        (COMMDSL_NODES) it is always "packed". With `check` the kernels
         hold every row to its bounds, and count what comes (C962). `source` is a `.comm` file or a shipped one; its
         dispatch, or the one that is `name`d, runs, held to the topology `on`, with `params` for its parameters and
         `tune` in place of its own tuning.
@@ -73,8 +73,6 @@ class Launcher:
         """
         self.device = torch.device(device) if device is not None else _default_device()
         self._comm = groups.of(groups.name_of(group), self.device)
-        if self._comm.transport is not Transport.PEER:
-            raise DeviceError("dispatches reach peers by their pointers: unset COMMDSL_TRANSPORT")
         self.limits = limits
         tuned = {**(tune or {}), **({} if put is None else {"put": put})}
         self._program = _found(Definition(find(source), name, _pairs(params), on, _pairs(tuned)), self._comm)
@@ -286,7 +284,7 @@ def _pairs(values: Mapping[str, Value] | None) -> tuple[tuple[str, Value], ...]:
 
 
 def _found(definition: Definition, comm: Communicator) -> RoutedProgram:
-    made = routed_program(definition, comm.size, comm.config)
+    made = routed_program(definition, comm.size, comm.transport, comm.config)
     _judge(made.dispatch)
     return made
 

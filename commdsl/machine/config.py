@@ -22,8 +22,16 @@ class Config:
     timeout: float  # COMMDSL_TIMEOUT: seconds a wait in a kernel may take
     debug: bool  # COMMDSL_DEBUG: debug information and no optimization in the host build, line numbers in the GPU build
     cxx: str  # CXX: the host compiler, empty when not set
-    transport: str = "peer"  # COMMDSL_TRANSPORT: how GPU ranks reach each other, "peer" or "nvshmem"
+    transport: str = "peer"  # COMMDSL_TRANSPORT: "peer", or "nvshmem": kernels that reach far ranks, too
+    nodes: tuple[
+        int, ...
+    ] = ()  # COMMDSL_NODES: by rank the node it counts as on; empty: one, or with "nvshmem" its own
     tables: tuple[Path, ...] = ()  # COMMDSL_TABLES: files of `commdsl tune`, looked at before the shipped tables
+
+    @property
+    def has_far(self) -> bool:
+        """Whether kernels have to reach ranks that plain loads and stores do not."""
+        return self.transport == "nvshmem" or len(set(self.nodes)) > 1
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
@@ -36,6 +44,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         debug=_switch("COMMDSL_DEBUG", variables.get("COMMDSL_DEBUG", "")),
         cxx=variables.get("CXX", "").strip(),
         transport=_transport(variables.get("COMMDSL_TRANSPORT", "") or "peer"),
+        nodes=_nodes(variables.get("COMMDSL_NODES", "")),
         tables=tuple(Path(path) for path in variables.get("COMMDSL_TABLES", "").split(os.pathsep) if path),
     )
 
@@ -44,6 +53,14 @@ def _transport(text: str) -> str:
     if text not in ("peer", "nvshmem"):
         raise ValueError(f"COMMDSL_TRANSPORT is peer or nvshmem, not `{text}`")
     return text
+
+
+def _nodes(text: str) -> tuple[int, ...]:
+    """`0,0,1,1`: two ranks on each of two nodes."""
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"COMMDSL_NODES is a number for each rank, as in 0,0,1,1, not `{text}`")
+    return tuple(map(int, parts))
 
 
 def allows_colour(environment: Mapping[str, str] | None = None) -> bool:

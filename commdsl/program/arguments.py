@@ -82,6 +82,17 @@ def _code(field: Field) -> str:
     return "i" if field.type == "i32" else "Q"
 
 
+FAR = 1 << 63
+"""In the address of a rank's heap: plain loads and stores do not reach it (types.cuh)."""
+
+
+def heaps(addresses: Sequence[int], nodes: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The argument `heap` of one rank: every rank's, with a mark on those of other nodes. `nodes`: by rank."""
+    return tuple(
+        address if node == nodes[rank] else address | FAR for address, node in zip(addresses, nodes, strict=True)
+    )
+
+
 def arguments(plan: Plan) -> Arguments:
     """What every launch of the Plan's lanes takes."""
     words = [

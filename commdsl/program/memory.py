@@ -12,8 +12,10 @@ from commdsl.language.records import dataclass
 
 
 class Transport(Enum):
-    PEER = "peer"  # plain loads and stores through peer pointers
-    NVSHMEM = "nvshmem"  # NVSHMEM puts, gets and signals for every peer, also those on NVLink
+    """What a kernel has to reach its peers."""
+
+    PEER = "peer"  # plain loads and stores through peer pointers: all are near
+    NVSHMEM = "nvshmem"  # the same for those that are near, NVSHMEM's puts and signals for those that are far
 
 
 class Access(Enum):

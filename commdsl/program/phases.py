@@ -78,13 +78,15 @@ class Read:
 class Push:
     """Rows of the rank's tensors to the ranks and places that a routing says.
 
-    `copied`: by tensor, whether a row may go to several ranks. `packed`: all rows wait, in one stretch a source rank.
+    `copied`: by tensor, whether a row may go to several ranks. `packed`: all rows wait, in one stretch a source rank;
+    `reason` says why where the file has it otherwise.
     """
 
     given: tuple[Rows, ...]
     to: tuple[Rows, ...]
     copied: tuple[bool, ...]
     packed: bool
+    reason: str = ""
 
     @property
     def by(self) -> Actor:
@@ -175,7 +177,8 @@ def described(phase: Routed) -> str:
             back = f", {phase.calls_back} calls before" if phase.calls_back else ""
             return f"{name} of {phase.of.value}{back}{by}"
         case Push():
-            return f"{name} {', '.join(rows.name for rows in phase.given)}{by}"
+            why = f" ({phase.reason})" if phase.reason else ""
+            return f"{name} {', '.join(rows.name for rows in phase.given)}{by}{why}"
         case Finish():
             return f"{name} {', '.join(rows.name for rows in phase.to)}{by}"
         case Host() | Read():

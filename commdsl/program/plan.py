@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar, assert_never
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
-from commdsl.program.memory import Counters, Memory, Rows, Tensor, Words
+from commdsl.program.memory import Counters, Memory, Rows, Tensor, Transport, Words
 from commdsl.program.moves import Moves
 from commdsl.program.phases import Meet, Push, Routed, touches
 
@@ -51,6 +51,7 @@ class Plan:
     roles: tuple[Role, ...]
     tile_bytes: int  # of data, that a lane moves at once
     span: Span = field(repr=False)
+    transport: Transport = Transport.PEER
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
-from commdsl.program.memory import Access, Counters, Words
+from commdsl.program.memory import Access, Counters, Transport, Words
 from commdsl.program.moves import CELL, MOST_DESTS, MOST_THREADS, Moves, OpKind, Ops, Protocol, Reason
-from commdsl.program.phases import Actor, Meet, Tell
+from commdsl.program.phases import Actor, Meet, Push, Tell
 from commdsl.program.plan import Plan
 
 Mask = NDArray[np.bool_]
@@ -41,6 +41,22 @@ def verify(plan: Plan) -> None:
                 )
                 verify_moves(phase)
     _told_once(plan)
+    if plan.transport is Transport.NVSHMEM:
+        _put_whole(plan)
+
+
+def _put_whole(plan: Plan) -> None:
+    """What goes to ranks that are far are tiles, each by a block of its own, and rows that wait in their heaps."""
+    for role in plan.roles:
+        for phase in role.phases:
+            match phase:
+                case Moves():
+                    _law(phase.protocol is Protocol.BULK, f"NVSHMEM moves no words of `{phase.protocol.value}`")
+                    _law(phase.lanes_per_block == 1, f"a block has {phase.lanes_per_block} lanes, and puts as one")
+                case Push():
+                    _law(phase.packed, "rows go straight to results, which have no address on far ranks")
+                case _:
+                    pass
 
 
 def _told_once(plan: Plan) -> None:

@@ -73,11 +73,11 @@ def arch_of(device: Any) -> str:
 
 def _build(job: _Job) -> None:
     """In a process of its own, without torch."""
-    transport = Transport(job.config.transport)
-    for one in {Transport.PEER, transport}:  # shapes come from the first, the kernel from the second
+    transport = Transport.NVSHMEM if job.config.has_far else Transport.PEER
+    for one in dict.fromkeys((Transport.PEER, transport)):  # shapes come from the first, the kernel from the second
         made = program(job.definition, job.ranks, one, job.config)
     macros = defines(made.plan, job.dtype, "sum")
     if job.arch:
-        nvrtc.build(made.emitted, macros, transport, job.config, job.arch)
+        nvrtc.build(made.emitted, macros, job.config, job.arch)
     else:
         host.build(made.emitted, macros, job.config)

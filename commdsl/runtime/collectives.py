@@ -96,7 +96,7 @@ def choice(collective: str, nbytes: int, ranks: int, device_name: str | None = N
     config = from_environment()
     device = device_name or menu.name_of_device(menu.home())
     tables = selection.known_tables(config.tables)
-    return selection.choose(tables, collective, nbytes, ranks, device, plain=config.transport != "peer")
+    return selection.choose(tables, collective, nbytes, ranks, device, plain=config.has_far)
 
 
 def prepare(

@@ -17,7 +17,7 @@ from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
 from commdsl.runtime.bootstrap import Bootstrap, exchange
 from commdsl.runtime.error_page import ErrorPage
-from commdsl.runtime.errors import BrokenGroupError
+from commdsl.runtime.errors import BrokenGroupError, GroupError
 from commdsl.runtime.heap import Heap
 from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.program import Program
@@ -31,7 +31,6 @@ RESET_PATIENCE = 2.0
 class Communicator(ABC):
     """What `host.py` and `device.py` have in common."""
 
-    transport = Transport.PEER
     order: StreamOrder | None = None  # None where calls end before they return
 
     def __init__(self, name: str, bootstrap: Bootstrap, config: Config, errors: ErrorPage) -> None:
@@ -39,6 +38,8 @@ class Communicator(ABC):
         self.errors = errors
         self.bootstrap = bootstrap
         self.config = config
+        self.nodes = _nodes(name, config, bootstrap.size)
+        self.transport = Transport.NVSHMEM if config.has_far else Transport.PEER
         self.lock = threading.RLock()
         self.workspaces: dict[str, Workspace] = {}
         self.broken: Exception | None = None
@@ -87,7 +88,7 @@ class Communicator(ABC):
             self.exchange(f"{where}/arrived", b"")
             self.exchange(f"{where}/agreed", b"")
             heap = self.make_heap(name, size, lambda what, value: self.exchange(f"{where}/{what}", value))
-            made = Workspace(plan, self.rank, heap, self.errors.take(), self.config.timeout, explain)
+            made = Workspace(plan, self.rank, self.nodes, heap, self.errors.take(), self.config.timeout, explain)
             self.exchange(f"{where}/ready", b"")
         except Exception as error:
             self.broken = error
@@ -166,3 +167,12 @@ class Communicator(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Waits for this rank's kernels."""
+
+
+def _nodes(name: str, config: Config, size: int) -> tuple[int, ...]:
+    """By rank the node it is on: what plain loads and stores reach. All on one, unless the Config says otherwise."""
+    if not config.nodes:
+        return tuple(range(size)) if config.has_far else (0,) * size
+    if len(config.nodes) != size:
+        raise GroupError(f"COMMDSL_NODES says where {len(config.nodes)} ranks are; group `{name}` has {size}")
+    return config.nodes

@@ -41,7 +41,6 @@ class DeviceCommunicator(Communicator):
         pinned = torch.zeros(PAGE_BYTES, dtype=torch.uint8).pin_memory()
         super().__init__(name, bootstrap, config, ErrorPage(pinned.numpy(), pinned))
         self.index = torch.cuda.current_device() if device.index is None else device.index
-        self.transport = Transport(config.transport)
         properties = torch.cuda.get_device_properties(self.index)
         self._arch = f"sm_{properties.major}{properties.minor}"
         self._has_tma = properties.major >= 9
@@ -99,13 +98,13 @@ class DeviceCommunicator(Communicator):
         return made
 
     def _build(self, emitted: Emitted, macros: tuple[str, ...]) -> Path:
-        return nvrtc.build(emitted, macros, self.transport, self.config, self._arch)
+        return nvrtc.build(emitted, macros, self.config, self._arch)
 
     def load_kernel(self, emitted: Emitted, macros: tuple[str, ...], residence: Residence) -> Kernel:
         path = self._build(emitted, macros)
         made = self._modules.get(str(path))
         if made is None:
-            nvshmem = self._nvshmem if self.transport is Transport.NVSHMEM else None
+            nvshmem = self._nvshmem if emitted.transport is Transport.NVSHMEM else None
             made = self._modules[str(path)] = DeviceKernel(path, residence, self.index, nvshmem)
         return made
 

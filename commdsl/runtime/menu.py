@@ -88,7 +88,7 @@ def menu(collective: str, ranks: int, device: torch.device, root: int) -> Menu |
     if ranks == 1:
         return Alone()
     config = from_environment()
-    plain = device.type == "cuda" and config.transport != "peer"
+    plain = device.type == "cuda" and config.has_far
     tables = selection.known_tables(config.tables)
     rows = selection.rows_for(tables, collective, ranks, name_of_device(device), plain=plain)
     return Menu(rows, ranks, {"root": root} if collective in ROOTED else {})

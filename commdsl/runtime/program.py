@@ -85,7 +85,7 @@ class Definition:
 
 @dataclass(frozen=True, eq=False)
 class RoutedProgram:
-    """One dispatch, proved and emitted for one number of ranks."""
+    """One dispatch, proved and emitted for one number of ranks and one transport."""
 
     dispatch: Dispatch
     plan: Plan
@@ -98,10 +98,10 @@ def program(definition: Definition, ranks: int, transport: Transport, config: Co
     return _cached(Program, parts, lambda: _compile(definition, ranks, transport), config)
 
 
-def routed_program(definition: Definition, ranks: int, config: Config) -> RoutedProgram:
+def routed_program(definition: Definition, ranks: int, transport: Transport, config: Config) -> RoutedProgram:
     """As `program`, for a dispatch."""
-    parts = ["dispatch", *_parts(definition, ranks, Transport.PEER)]
-    return _cached(RoutedProgram, parts, lambda: _compile_dispatch(definition, ranks), config)
+    parts = ["dispatch", *_parts(definition, ranks, transport)]
+    return _cached(RoutedProgram, parts, lambda: _compile_dispatch(definition, ranks, transport), config)
 
 
 def _cached(kind: type[Kind], parts: list[str], make: Callable[[], Kind], config: Config) -> Kind:
@@ -115,12 +115,12 @@ def _cached(kind: type[Kind], parts: list[str], make: Callable[[], Kind], config
     return found
 
 
-def _compile_dispatch(definition: Definition, ranks: int) -> RoutedProgram:
+def _compile_dispatch(definition: Definition, ranks: int, transport: Transport) -> RoutedProgram:
     from commdsl import compiler  # as in `_compile`
     from commdsl.language.syntax import DispatchDecl
 
     files = compiler.read(definition.path)
-    given = compiler.Given(ranks, definition.on, dict(definition.params), Transport.PEER, dict(definition.tune))
+    given = compiler.Given(ranks, definition.on, dict(definition.params), transport, dict(definition.tune))
     decl = compiler.choose_kind(files, definition.schedule, DispatchDecl)
     made = compiler.printed(compiler.check_dispatch(files, decl, given))
     return RoutedProgram(made.dispatch, made.plan, made.emitted)

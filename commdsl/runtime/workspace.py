@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
+from commdsl.program.arguments import heaps
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Launch
@@ -44,7 +45,14 @@ class Workspace:
     """
 
     def __init__(
-        self, plan: Plan, rank: int, heap: Heap, error: ErrorWord, timeout: float, explain: Explain | None
+        self,
+        plan: Plan,
+        rank: int,
+        nodes: Sequence[int],
+        heap: Heap,
+        error: ErrorWord,
+        timeout: float,
+        explain: Explain | None,
     ) -> None:
         self.plan = plan
         self.heap = heap
@@ -53,6 +61,7 @@ class Workspace:
         self.is_closed = False  # whoever kept something of this workspace has to ask for it anew
         self._launches: dict[int, Launch] = {}
         self._rank = rank
+        self._nodes = nodes
         self._error = error
         self._timeout = timeout
         self._explain = None if explain is None else weakref.WeakMethod(explain)
@@ -61,7 +70,7 @@ class Workspace:
     def every_call(self) -> dict[str, int | Sequence[int]]:
         """The arguments that no call changes."""
         return {
-            "heap": self.heap.addresses,
+            "heap": heaps(self.heap.addresses, self._nodes, self._rank),
             "timeout_ns": int(self._timeout * 1e9),
             "error": self._error.address,
             "rank": self._rank,

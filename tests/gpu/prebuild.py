@@ -54,7 +54,7 @@ def main() -> None:
                 if transport is Transport.NVSHMEM:
                     continue  # linked in milliseconds there, and each carries a third of a megabyte of NVSHMEM
                 for dtype in DTYPES if known.plan.moves.has_reduction else ("bytes",):
-                    nvrtc.build(known.emitted, defines(known.plan, dtype, "sum"), transport, config)
+                    nvrtc.build(known.emitted, defines(known.plan, dtype, "sum"), config)
                     num_cubins += 1
         if Transport.PEER in transports:
             num_cubins += dispatch_cubins(ranks, config)
@@ -77,7 +77,7 @@ def dispatch_cubins(ranks: int, config: Config) -> int:
         emitted = compiler.compile(path, name, ranks, tune={"put": put}).emitted
         for macros in variants:
             for checks in ((), ("COMMDSL_CHECK=1",)):
-                nvrtc.build(emitted, (*macros, *checks), Transport.PEER, config)
+                nvrtc.build(emitted, (*macros, *checks), config)
                 built += 1
     return built
 

@@ -1,6 +1,7 @@
 """Dispatches on real GPUs beside the simulation, bit for bit. One process per GPU:
 
     torchrun --nproc-per-node 4 tests/gpu/run_dispatch.py [--calls 1000 --plans 50 --seed 1 --only storm]
+        [--transport nvshmem]
 
 exact     random plans x rows of 2 bytes to 32 KB x float16, bfloat16, float32, aligned and not: there, back, gradients
 storm     calls whose plan changes, GPU and host delays, no barrier in between
@@ -40,6 +41,7 @@ import torch.distributed as dist
 from dispatch_cases import PUTS, Seat, Storm, hold_up, played, seat, sender_for
 from dispatch_checks import Rows
 from dispatch_plans import Case, Draw, cases, limits, varied
+from transports import TRANSPORT_HELP, TRANSPORTS, choose_transport
 
 from benchmarks.report import grid
 from commdsl.ir.routes import Mask, Sharing
@@ -266,6 +268,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--time-budget", type=float, default=420.0, help="seconds, after which the run is ended")
+    parser.add_argument("--transport", choices=list(TRANSPORTS), default="peer", help=TRANSPORT_HELP)
     return parser.parse_args(arguments)
 
 
@@ -273,6 +276,7 @@ def main() -> None:
     options = options_of(sys.argv[1:])
     if "RANK" not in os.environ:
         sys.exit("start it with torchrun: one process per GPU")
+    choose_transport(options.transport, int(os.environ["WORLD_SIZE"]))
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
@@ -296,6 +300,7 @@ def main() -> None:
     timer.start()
     faulthandler.dump_traceback_later(options.time_budget + GRACE, exit=True)
     where = f"{run.ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, seed {options.seed}"
+    where += f", transport {options.transport}"
     try:
         for name in options.only:
             PARTS[name](run)

@@ -1,6 +1,6 @@
 """Every shipped schedule on real GPUs against what it must give, bit for bit. One process per GPU:
 
-    torchrun --nproc-per-node 4 tests/gpu/run_schedules.py --time-budget 400 [--quick] [--transports peer,nvshmem]
+    torchrun --nproc-per-node 4 tests/gpu/run_schedules.py --time-budget 400 [--quick] [--transport nvshmem mixed]
 
 Stages: `oracle` (random floats of three sizes against the interpreter), `sizes` (five dtypes, 0 B to 64 MB, eager, in
 a CUDA graph, on two streams), `calls` (1,000 calls in each of the three ways, ranks delayed at random), and last a rank
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from collectives import Case, main_case, shipped
+from transports import TRANSPORT_HELP, TRANSPORTS, choose_transport
 
 import commdsl
 
@@ -394,7 +395,7 @@ def prepare(run: Run, case: Case, group: Any, label: str) -> Subject | None:
 
 
 def pass_over(run: Run, transport: str, stages: list[str], cases: list[Case]) -> None:
-    os.environ["COMMDSL_TRANSPORT"] = transport
+    choose_transport(transport, run.size)
     group = dist.new_group()  # its communicator is made on the first call, with this transport
     for case in cases:
         if run.time_is_up():
@@ -438,7 +439,9 @@ def main() -> None:
     parser.add_argument(
         "--time-budget", type=float, default=480.0, help="seconds; what does not fit is said in the table"
     )
-    parser.add_argument("--transports", default="peer,nvshmem")
+    parser.add_argument(
+        "--transport", nargs="+", choices=list(TRANSPORTS), default=["peer", "nvshmem"], help=TRANSPORT_HELP
+    )
     parser.add_argument("--stages", default="calls,oracle,sizes")
     parser.add_argument("--only", default="", help="part of a schedule's name")
     options = parser.parse_args()
@@ -451,9 +454,9 @@ def main() -> None:
     found = (main_case(path, run.size) for path in shipped())
     cases = [case for case in found if case is not None and options.only in case.name]
     try:
-        for transport in options.transports.split(","):
+        for transport in options.transport:
             pass_over(run, transport, options.stages.split(","), cases)
-        os.environ["COMMDSL_TRANSPORT"] = "peer"
+        choose_transport("peer", run.size)
         if not run.time_is_up():
             run.note("a rank that never calls", "absent", "; ".join(sorted(set(run.everyone(absent(run))))))
     except Exception:

@@ -57,7 +57,7 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
     """The Plan of one schedule for its rank count.
 
     NVSHMEM moves whole tiles and flags, so its Plans are `bulk` whatever the schedule's tuning says, and no reduction
-    stores to a peer; one for NVSHMEM runs through peer pointers too, to the same bits.
+    stores to a peer. Which peers it is for is known at the launch: the bits are the same.
     """
     protocol = Protocol(schedule.tuning.protocol or "bulk") if transport is Transport.PEER else Protocol.BULK
     placed = place(schedule, transport, protocol)
@@ -90,6 +90,7 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
         roles=(Role(schedule.role or "comm", shape.lanes, shape.sms, shape.threads, (moves,)),),
         tile_bytes=shape.tile_bytes,
         span=schedule.span,
+        transport=transport,
     )
 
 

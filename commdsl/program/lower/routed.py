@@ -14,28 +14,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commdsl.ir.dispatches import Dispatch, Put
-from commdsl.program.memory import Counters, Home, Rows, Words
+from commdsl.program.memory import Counters, Home, Rows, Transport, Words
 from commdsl.program.phases import Actor, Finish, Host, Meet, Push, Ranks, Read, Routed, Tell
 from commdsl.program.plan import Plan, Role
 
 LANES = 128
 THREADS = 512
-TILE_BYTES = 8192
+TILE_BYTES = {
+    Transport.PEER: 8192,
+    Transport.NVSHMEM: 64 * 1024,  # a put is a message, which has a price however short it is
+}
 
 
-def lower_dispatch(dispatch: Dispatch) -> Plan:
-    """Its launch: one block on each SM it may use, with the threads and tiles that it is tuned to."""
+def lower_dispatch(dispatch: Dispatch, transport: Transport = Transport.PEER) -> Plan:
+    """Its launch: one block on each SM it may use, with the threads and tiles that it is tuned to.
+
+    Where a rank is far its results have no address: over NVSHMEM all rows wait, packed, whatever the tuning says, and
+    the rank that owns them finishes them. The phases are the same, in the same order.
+    """
     tuned = dispatch.tuning
     role = [last - first for roles in dispatch.roles for name, first, last in roles.roles if name == dispatch.role]
     lanes = tuned.sms or min(LANES, role[0] if role else dispatch.topology.num_sms)
     names = [tensor.name for tensor in dispatch.tensors]
     given, results, waiting = (tuple(Rows(name, home) for name in names) for home in Home)
-    packed = dispatch.put is Put.PACKED
+    far = transport is Transport.NVSHMEM
+    packed = dispatch.put is Put.PACKED or far
     push = Push(
         given,
         waiting if packed else results + waiting,
         tuple(dispatch.routes[tensor.route].many for tensor in dispatch.tensors),
         packed,
+        "packed: the results of a far rank have no address here" if far and dispatch.put is not Put.PACKED else "",
     )
     comm = Role(
         dispatch.role or "comm",
@@ -55,8 +64,9 @@ def lower_dispatch(dispatch: Dispatch) -> Plan:
         dispatch.topology.name,
         "dispatch",
         (caller, comm),
-        tuned.tile_bytes or TILE_BYTES,
+        tuned.tile_bytes or TILE_BYTES[transport],
         dispatch.span,
+        transport,
     )
 
 

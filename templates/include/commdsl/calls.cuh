@@ -11,6 +11,7 @@
 #include "commdsl/host.hpp"
 #endif
 #include "commdsl/waiting.cuh"
+#include "commdsl/transport.cuh"
 
 namespace commdsl {
 
@@ -30,7 +31,6 @@ struct Call {
   u64 number;  // from 1
   const TableHead* table;
 
-  COMMDSL_FN char* heap(i32 rank) const { return reinterpret_cast<char*>(args.heap[rank]); }
   COMMDSL_FN u64* word(i32 rank, u64 at) const { return reinterpret_cast<u64*>(args.heap[rank] + at); }
   COMMDSL_FN const Send* sends() const { return reinterpret_cast<const Send*>(table + 1); }
   COMMDSL_FN const Finish* finishes() const {
@@ -105,7 +105,7 @@ COMMDSL_FN void tell_addresses(const Call<Plan>& here) {
     const u64 value = word == 0                   ? static_cast<u64>(args.active_lanes)
                       : word <= Plan::kNumRows ? args.outputs[tensor] - args.heap[args.rank]
                                                  : args.output_rows[tensor];
-    store_marked(here.word(peer, addresses_at<Plan>(args.rank)) + 2 * word, here.number, value);
+    send_marked(args, peer, addresses_at<Plan>(args.rank) + 16 * static_cast<u64>(word), here.number, value);
   }
 }
 
@@ -120,7 +120,7 @@ COMMDSL_FN bool meet_addresses(const Call<Plan>& here, Peers<Plan>& peers) {
     if (!is_among<of>(peer, here.args.rank)) continue;
     const u64* from = here.word(here.args.rank, addresses_at<Plan>(peer)) + 2 * word;
     u64 value = 0;
-    gave_up = !watch(here.args, [&] { return load_marked(from, value); }, expected,
+    gave_up = !watch(here.args, [&] { return see_marked(here.args, peer, from, value); }, expected,
                      [&](u64 seen) { give_up(here, kTimedOut, phase, peer, expected, seen); });
     if (word == 0) {
       peers.lanes[peer] = static_cast<i32>(value);
@@ -137,11 +137,12 @@ COMMDSL_FN bool meet_addresses(const Call<Plan>& here, Peers<Plan>& peers) {
 
 template <Ranks to, class Plan>
 COMMDSL_FN void tell_done(const Call<Plan>& here) {
+  complete(here.args);
   block_barrier();
   const i32 rank = here.args.rank;
   for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
     const i32 peer = static_cast<i32>(at);
-    if (is_among<to>(peer, rank)) store_release(here.word(peer, done_at<Plan>(rank, here.lane)), here.number);
+    if (is_among<to>(peer, rank)) raise_flag(here.args, peer, done_at<Plan>(rank, here.lane), here.number);
   }
 }
 
@@ -191,7 +192,7 @@ COMMDSL_FN void tell_sent(const Call<Plan>& here, const Peers<Plan>& peers) {
     for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
       const i32 peer = static_cast<i32>(at);
       if (!is_among<to>(peer, here.args.rank)) continue;
-      store_relaxed(here.word(peer, sent_at<Plan>(here.args.rank, here.lane)), peers.sent[at]);
+      send_value(here.args, peer, sent_at<Plan>(here.args.rank, here.lane), peers.sent[at]);
     }
   }
 }

@@ -15,6 +15,7 @@
 #define COMMDSL_KERNEL(name, plan)                                                                             \
   extern "C" void name(const plan::Args* args, commdsl::i32 lane) {     \
     plan::run(*args, lane);                                                                                     \
+    commdsl::leave(*args);                                                                                      \
   }                                                                                                            \
   extern "C" commdsl::i32 commdsl_launch(const plan::Args* args,        \
                                          commdsl::i32 count, commdsl::i32 calls, const commdsl::u64* delays) { \
@@ -214,7 +215,8 @@ COMMDSL_FN void combine(const Operands<Plan>& operands) {
           result = quotient;
         }
       }
-      memcpy(operands.dest(d) + at, result, bytes);
+      char* dest = operands.reachable(d);
+      if (dest != nullptr) memcpy(dest + at, result, bytes);
     }
   }
 }

@@ -11,18 +11,6 @@
 #endif
 #include "commdsl/elements.cuh"
 #include "commdsl/waiting.cuh"
-
-namespace commdsl {
-
-// Memory of this rank (`at` is an address) or of a rank's heap (`at` is an offset there).
-struct Place {
-  bool symmetric;
-  i32 rank;
-  u64 at;
-};
-
-}  // namespace commdsl
-
 #include "commdsl/transport.cuh"
 
 namespace commdsl {
@@ -122,7 +110,7 @@ struct Operands {
   // What plain stores cannot reach is null: the transport has put it there.
   COMMDSL_FN char* reachable(i32 at) const {
     const Place place = dest_place(at);
-    return kReachesPeers || !place.symmetric || place.rank == rank_of<Plan>(here.args) ? reach(here.args, place) : nullptr;
+    return !place.symmetric || is_near(here.args, place.rank) ? reach(here.args, place) : nullptr;
   }
 };
 
@@ -198,18 +186,28 @@ struct Mover {
 
 namespace commdsl {
 
+// Puts a copy's source where plain stores do not reach.
+template <class Plan>
+COMMDSL_FN void transfer(const Operands<Plan>& operands) {
+  for (i32 d = 0; d < operands.op().num_dests; ++d) {
+    const Place dest = operands.dest_place(d);
+    if (!dest.symmetric || is_near(operands.here.args, dest.rank)) continue;
+    put_tile(operands.here.args, dest.rank, dest.at, operands.source(0), operands.slice.bytes);
+  }
+}
+
 // False when the thread gives up waiting for data.
 template <class Plan>
 COMMDSL_FN bool run_body(const Position<Plan>& here, Mover<Plan>& mover, i32 index, const Op& op) {
-  static_assert(kReachesPeers || !Plan::Wire::kCarriesFlags, "this transport moves whole tiles, not words");
+  static_assert(!kHasFar || !Plan::Wire::kCarriesFlags, "tiles are put whole, not word by word");
   const Slice slice = slice_of(here, op.cut, op.piece);
   const Operands<Plan> operands{here, index, slice};
   if constexpr (Plan::Wire::kCarriesFlags) {
     return exchange(operands);
   } else {
     if (slice.bytes == 0) return true;
-    static_assert(kReachesPeers || !Plan::kReducesRemotely, "this transport reduces local operands only");
-    if constexpr (!kReachesPeers) {
+    static_assert(!kHasFar || !Plan::kReducesRemotely, "a reduction stores where plain stores reach");
+    if constexpr (kHasFar) {
       if (op.kind == kCopy) transfer(operands);
     }
     mover.run(operands);

@@ -1,52 +1,75 @@
-// The NVSHMEM transport: how a lane reaches another rank by puts, gets and signals of NVSHMEM's device library.
-// Assumes `heap[rank]` is this rank's own symmetric memory, laid out alike on all ranks: an offset names the same place everywhere.
-// Ranks of the plan are NVSHMEM's own numbers (PEs).
+// Ranks that are far, reached by puts, signals and reads of NVSHMEM's device library. See transport.cuh for what each is for.
+// Assumes symmetric memory laid out alike on all ranks: NVSHMEM names a peer's memory by the address of one's own. Ranks of the plan
+// are NVSHMEM's own numbers (PEs). Lanes are blocks: a tile is put by one.
 #pragma once
 
 extern "C" {
-__device__ void commdsl_nvshmem_put(void* dest, const void* source, unsigned long bytes, int peer);
+__device__ void commdsl_nvshmem_put_block(void* dest, const void* source, unsigned long bytes, int peer);
+__device__ void commdsl_nvshmem_put_warp(void* dest, const void* source, unsigned long bytes, int peer);
+__device__ void commdsl_nvshmem_put_word(unsigned long* word, unsigned long value, int peer);
 __device__ void commdsl_nvshmem_fence();
+__device__ void commdsl_nvshmem_quiet();
 __device__ void commdsl_nvshmem_signal(unsigned long* flag, unsigned long value, int peer);
 __device__ unsigned long commdsl_nvshmem_read(const unsigned long* word, int peer);
 }
 
 namespace commdsl {
 
-// Plain loads and stores are for this rank's own memory.
-constexpr bool kReachesPeers = false;
-
-// A place of this rank, or this rank's copy of a symmetric one: NVSHMEM names a peer's memory by the caller's address.
 template <class Arguments>
-COMMDSL_FN char* reach(const Arguments& args, const Place& place) {
-  return reinterpret_cast<char*>(place.symmetric ? args.heap[args.rank] + place.at : place.at);
-}
-
-// Puts a copy's source where plain stores do not reach.
-template <class Operands>
-COMMDSL_FN void transfer(const Operands& operands) {
-  const auto& args = operands.here.args;
-  for (i32 d = 0; d < operands.op().num_dests; ++d) {
-    const Place dest = operands.dest_place(d);
-    if (!dest.symmetric || dest.rank == args.rank) continue;
-    commdsl_nvshmem_put(reach(args, dest), operands.source(0), operands.slice.bytes, dest.rank);
-  }
+COMMDSL_FN char* symmetric(const Arguments& args, u64 at) {
+  return reinterpret_cast<char*>(args.heap[args.rank] + at);
 }
 
 template <class Arguments>
-COMMDSL_FN void complete(const Arguments&) {
+COMMDSL_FN unsigned long* symmetric_word(const Arguments& args, u64 at) {
+  return reinterpret_cast<unsigned long*>(symmetric(args, at));
+}
+
+template <class Arguments>
+COMMDSL_FN void far_put_tile(const Arguments& args, i32 peer, u64 at, const char* source, u64 bytes) {
+  commdsl_nvshmem_put_block(symmetric(args, at), source, bytes, peer);
+}
+
+template <class Arguments>
+COMMDSL_FN void far_put_run(const Arguments& args, i32 peer, u64 at, const char* source, u64 bytes) {
+  commdsl_nvshmem_put_warp(symmetric(args, at), source, bytes, peer);
+}
+
+template <class Arguments>
+COMMDSL_FN void far_put_word(const Arguments& args, i32 peer, u64 at, u64 value) {
+  commdsl_nvshmem_put_word(symmetric_word(args, at), value, peer);
+}
+
+template <class Arguments>
+COMMDSL_FN void far_quiet(const Arguments&) {
+  commdsl_nvshmem_quiet();
+}
+
+// What the threads of the block stored to ranks that are near comes before the signal, too: the barrier handed it to this thread.
+template <class Arguments>
+COMMDSL_FN void far_signal(const Arguments& args, i32 peer, u64 at, u64 value) {
+  __threadfence_system();
+  commdsl_nvshmem_signal(symmetric_word(args, at), value, peer);
+}
+
+// One thread sends both to one rank, so a fence is enough.
+template <class Arguments>
+COMMDSL_FN void far_send_marked(const Arguments& args, i32 peer, u64 at, u64 mark, u64 value) {
+  commdsl_nvshmem_put_word(symmetric_word(args, at + sizeof(u64)), value, peer);
   commdsl_nvshmem_fence();
-}
-
-// The threads of the block fenced their own stores; this fence makes the barrier after them count for the flag, too.
-template <class Arguments>
-COMMDSL_FN void raise_flag(const Arguments& args, i32 peer, u64 at, u64 value) {
-  commdsl_nvshmem_fence();
-  commdsl_nvshmem_signal(reinterpret_cast<unsigned long*>(args.heap[args.rank] + at), value, peer);
+  far_signal(args, peer, at, mark);
 }
 
 template <class Arguments>
-COMMDSL_FN u64 peek(const Arguments& args, i32 peer, u64 at) {
-  return commdsl_nvshmem_read(reinterpret_cast<const unsigned long*>(args.heap[args.rank] + at), peer);
+COMMDSL_FN u64 far_see_marked(const Arguments&, const u64* word, u64& value) {
+  const u64 mark = load_acquire(word);
+  value = load_relaxed(word + 1);
+  return mark;
+}
+
+template <class Arguments>
+COMMDSL_FN u64 far_peek(const Arguments& args, i32 peer, u64 at) {
+  return commdsl_nvshmem_read(symmetric_word(args, at), peer);
 }
 
 }  // namespace commdsl

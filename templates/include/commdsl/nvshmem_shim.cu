@@ -14,13 +14,26 @@ using cuda::std::is_unsigned;
 #include <nvshmemx.h>
 
 // Whole block: bytes from this rank's memory to the peer's copy of a symmetric address. On return the source may be reused;
-// the bytes are there once a later fence and signal are.
-extern "C" __device__ void commdsl_nvshmem_put(void* dest, const void* source, unsigned long bytes, int peer) {
+// the bytes are there once a quiet of the same threads is over.
+extern "C" __device__ void commdsl_nvshmem_put_block(void* dest, const void* source, unsigned long bytes, int peer) {
   nvshmemx_putmem_block(dest, source, bytes, peer);
 }
 
-// Puts of this thread before it are delivered before what this thread sends after it.
+// The same by a whole warp.
+extern "C" __device__ void commdsl_nvshmem_put_warp(void* dest, const void* source, unsigned long bytes, int peer) {
+  nvshmemx_putmem_warp(dest, source, bytes, peer);
+}
+
+// By one thread.
+extern "C" __device__ void commdsl_nvshmem_put_word(unsigned long* word, unsigned long value, int peer) {
+  nvshmem_uint64_p(word, value, peer);
+}
+
+// What this thread sent to a peer before arrives there before what it sends to that peer afterwards.
 extern "C" __device__ void commdsl_nvshmem_fence() { nvshmem_fence(); }
+
+// On return what this thread put is there, for every peer.
+extern "C" __device__ void commdsl_nvshmem_quiet() { nvshmem_quiet(); }
 
 extern "C" __device__ void commdsl_nvshmem_signal(unsigned long* flag, unsigned long value, int peer) {
   nvshmemx_signal_op(flag, value, NVSHMEM_SIGNAL_SET, peer);

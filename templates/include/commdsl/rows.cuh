@@ -47,7 +47,8 @@ COMMDSL_FN Tile tile_of(const Send& send) {
 // Whether a tile stays within its tensors; what does not is not moved, and the rank reports it.
 template <class Plan>
 COMMDSL_FN bool is_legal(const Call<Plan>& here, const Peers<Plan>& peers, const Tile& tile, u32 index) {
-  const bool known = tile.to < Plan::kNumRanks && tile.tensor < Plan::kNumRows;
+  // Rows for a rank that is far wait there: where its results lie has no address here.
+  const bool known = tile.to < Plan::kNumRanks && tile.tensor < Plan::kNumRows && (tile.waits || is_near(here.args, tile.to));
   const u64 source_end = u64{tile.source_row} + tile.rows, dest_end = u64{tile.dest_row} + tile.rows;
   const u64 source_room = known ? here.args.input_rows[tile.tensor] : 0;
   const u64 dest_room = !known ? 0 : tile.waits ? here.args.waiting_rows[tile.tensor] : peers.rows[tile.to][tile.tensor];
@@ -60,6 +61,12 @@ COMMDSL_FN bool is_legal(const Call<Plan>& here, const Peers<Plan>& peers, const
 template <class Plan>
 COMMDSL_FN void move(const Call<Plan>& here, const Peers<Plan>& peers, const Tile& tile) {
   const u64 width = here.args.row_bytes[tile.tensor];
+  if constexpr (kHasFar) {
+    if (!is_near(here.args, tile.to)) {
+      const char* source = reinterpret_cast<const char*>(here.args.inputs[tile.tensor] + tile.source_row * width);
+      return put_run(here.args, tile.to, here.args.waiting[tile.tensor] + tile.dest_row * width, source, tile.rows * width);
+    }
+  }
   const u64 base = (tile.waits ? peers.waiting : peers.output)[tile.to][tile.tensor];
   copy_run(reinterpret_cast<char*>(base + tile.dest_row * width),
            reinterpret_cast<const char*>(here.args.inputs[tile.tensor] + tile.source_row * width), tile.rows * width);

@@ -20,6 +20,7 @@ constexpr i32 kFlagStride = 64;    // a flag has a cache line of its own, so tha
 constexpr i32 kStaggered = 4;      // lanes whose first rounds differ in length
 constexpr i32 kFlagAverage = 1;    // bit 0 of Args::flags: the reduction is an average
 constexpr u64 kTimedOut = 1;       // ErrorRecord::code
+constexpr u64 kFar = u64{1} << 63; // in heap[peer]: plain loads and stores do not reach that rank
 
 // `index` is a cell, or the block of a tensor: which piece of it is moved is the operation's.
 struct Location {
