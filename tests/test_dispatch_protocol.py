@@ -98,9 +98,9 @@ def test_shipped(path: Path) -> None:
     files = compiler.read(path)
     for decl in compiler.declared(files, DispatchDecl):
         plan = compiler.check(files, decl.name.text, 8).plan
-        began = time.perf_counter()
+        began = time.thread_time()
         assert check_routed(plan) == ()
-        assert time.perf_counter() - began < 0.5  # measured: 8 ms
+        assert time.thread_time() - began < 0.5  # measured: 8 ms
 
 
 def test_second_model() -> None:

@@ -223,9 +223,9 @@ def test_a_large_ring_resolves_fast() -> None:
         "for s in 0 ..< P - 1 { each r { reduce x[(r - s) % P] -> x[(r - s) % P] @ (r + 1) % P } }\n"
         "for s in 0 ..< P - 1 { each r { put x[(r + 1 - s) % P] -> x[(r + 1 - s) % P] @ (r + 1) % P } }"
     )
-    start = time.perf_counter()
+    start = time.thread_time()
     schedule = _resolve(text, 1024)
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2
     assert len(schedule.steps) == 2046
 
 

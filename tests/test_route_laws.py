@@ -210,18 +210,18 @@ def test_a_million_routes() -> None:
     num = 1_000_000
     shards = Shards(512, np.sort(dice.integers(0, 512, num)), dice.integers(0, 4096, num))
     dest = dice.integers(-1, 512, (num, 1))
-    begun = time.perf_counter()
+    begun = time.thread_time()
     back(query_routes(shards, dest), shards)
-    queries = time.perf_counter() - begun
+    queries = time.thread_time() - begun
     documents = 27_777
     document, position = np.repeat(np.arange(documents), 8), np.tile(np.arange(8), documents)
     shards = Shards(512, np.sort(dice.integers(0, 512, 8 * documents)), dice.integers(0, 4096, 8 * documents))
     context, home = running_sum(document, shards.length), dice.integers(0, 512, 8 * documents)
-    begun = time.perf_counter()
+    begun = time.thread_time()
     pairs: Needs = needs(document, position, Mask.CAUSAL)
     keys, _ = key_routes(shards, pairs, home, context, document, Sharing.QUERY)
     back(keys, shards)
-    taken = time.perf_counter() - begun
+    taken = time.thread_time() - begun
 
     assert keys.num == 36 * documents
     # About 0.2 seconds each on one core.
