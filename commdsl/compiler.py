@@ -26,6 +26,7 @@ from commdsl.language.syntax import DispatchDecl, File, PlanDecl, ScheduleDecl, 
 from commdsl.machine import resources
 from commdsl.machine.topology import Topology, switch
 from commdsl.program.lower import lower
+from commdsl.program.lower.by_key import lower_back, lower_by_key
 from commdsl.program.lower.routed import lower_dispatch
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
@@ -72,12 +73,14 @@ class CheckedSchedule:
 
 @dataclass(frozen=True, eq=False)
 class CheckedDispatch:
-    """A dispatch that was held to every law that needs no table and no keys, and the Plan that was proved with it; None
-    where none is built yet.
+    """A dispatch that was held to every law that needs no table and no keys, and the Plan that was proved with it.
+
+    `back`: by keys, the Plan of the way back; by tables there is none, as the same Plan runs both ways.
     """
 
     dispatch: Dispatch
-    plan: Plan | None
+    plan: Plan
+    back: Plan | None
     warnings: tuple[Diagnostic, ...]
 
 
@@ -103,10 +106,10 @@ class CompiledSchedule(CheckedSchedule):
 
 @dataclass(frozen=True, eq=False)
 class CompiledDispatch(CheckedDispatch):
-    """A proved dispatch, what is launched for it, and the text of its kernel."""
+    """A proved dispatch, what is launched for it, and the text of its kernel, or kernels."""
 
-    plan: Plan
     emitted: Emitted
+    emitted_back: Emitted | None
 
 
 Compiled: TypeAlias = CompiledSchedule | CompiledDispatch | CheckedPlan
@@ -245,11 +248,19 @@ def check_dispatch(files: tuple[File, ...], decl: DispatchDecl, given: Given) ->
     meant = resolve.dispatch(files, decl, given.num_ranks, topology, given.params, given.tune)
     warnings = resolve.dispatch_warnings(decl, given.num_ranks, topology, given.params or {})
     found = _raise_errors((*checks.check_files(files), *checks.check_dispatch(meant)))
-    if any(isinstance(route, ByKey) for route in meant.routes):
-        return CheckedDispatch(meant, None, (*warnings, *found))
-    plan = lower_dispatch(meant, given.transport)
-    verify(plan)
-    return CheckedDispatch(meant, plan, (*warnings, *found, *_raise_errors(checks.check_routed(plan))))
+    _raise_errors(tuple(unbuilt_dispatch(meant, given.transport)))
+    plan, back = _lowered(meant, given.transport)
+    for one in (plan, back):
+        if one is not None:
+            verify(one)
+            found += _raise_errors(checks.check_routed(one))
+    return CheckedDispatch(meant, plan, back, (*warnings, *found))
+
+
+def _lowered(meant: Dispatch, transport: Transport) -> tuple[Plan, Plan | None]:
+    if not any(isinstance(route, ByKey) for route in meant.routes):
+        return lower_dispatch(meant, transport), None
+    return lower_by_key(meant), None if meant.back is None else lower_back(meant, meant.back)
 
 
 def check_plan(files: tuple[File, ...], decl: PlanDecl) -> CheckedPlan:
@@ -280,16 +291,15 @@ def printed(checked: CheckedDispatch) -> CompiledDispatch: ...
 @overload
 def printed(checked: Checked) -> Compiled: ...
 def printed(checked: Checked) -> Compiled:
-    """What was proved, and the text of its kernel. Raises CommError for a dispatch by keys."""
+    """What was proved, and the text of its kernel, or kernels."""
     from commdsl.build.emit import emit  # jinja2, which a check does not need
 
     match checked:
         case CheckedSchedule(schedule, plan, costs, warnings):
             return CompiledSchedule(schedule, plan, costs, warnings, emit(plan))
-        case CheckedDispatch(dispatch, plan, warnings):
-            _raise_errors(tuple(unbuilt_dispatch(dispatch)))
-            assert plan is not None
-            return CompiledDispatch(dispatch, plan, warnings, emit(plan))
+        case CheckedDispatch(dispatch, plan, back, warnings):
+            text_back = None if back is None else emit(back)
+            return CompiledDispatch(dispatch, plan, back, warnings, emit(plan), text_back)
         case CheckedPlan():
             return checked
         case _:

@@ -18,6 +18,7 @@ from commdsl.language.format import format_file
 from commdsl.language.parser import parse
 from commdsl.language.source import Source
 from commdsl.language.syntax import DispatchDecl
+from commdsl.program.memory import Transport
 
 QKV = """dispatch qkv for P ranks {
   rows q[T]   rows k[T]   rows v[T]
@@ -157,13 +158,21 @@ def test_keys() -> None:
     assert route.num_keys == 96
 
 
-def test_keys_are_not_built_yet() -> None:
-    """What goes by keys is held to its laws, and refused where a kernel is asked for."""
-    files = (parse(Source("dispatch.comm", EXPERTS)),)
+def test_keys_have_two_plans() -> None:
+    """What goes by keys has a kernel for the way there, and one for the way back if there is one."""
+    there, both = EXPERTS.replace("back y by sum(weight[T, K])", ""), EXPERTS
 
-    assert compiler.check(files).warnings == ()
+    assert with_keys(both).plan.name == "experts"
+    assert with_keys(both).back.name == "experts_back"
+    assert with_keys(there).back is None
+    assert with_keys(both).warnings == ()
+
+
+def test_keys_to_far_ranks_are_not_built_yet() -> None:
+    """Over NVSHMEM, where results have no address, a dispatch by keys is refused."""
+    files = (parse(Source("dispatch.comm", EXPERTS)),)
     with pytest.raises(CommError, match="C590"):
-        compiler.compile(files)
+        compiler.check(files, transport=Transport.NVSHMEM)
 
 
 def test_overriding() -> None:
@@ -186,6 +195,9 @@ def test_overriding() -> None:
         ("E = 32 * P", "E = F", ["C101"]),
         ("E = 32 * P", "E = 6", ["C638"]),
         ("E = 32 * P", "E = 0", ["C509"]),
+        ("E = 32 * P", "E = 2048", ["C509"]),
+        ("back y", "tune { put rows } back y", ["C506"]),
+        ("back y", "tune { tile 4096 B } back y", ["C506"]),
         ("of E", "of F", ["C101"]),
         ("expert / (E / P)", "expert / (E / P) + 1", ["C638"]),
         ("expert / (E / P)", "expert / 0", ["C508"]),

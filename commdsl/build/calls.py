@@ -13,7 +13,22 @@ from typing import assert_never
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.memory import Counters, Words
 from commdsl.program.moves import Moves
-from commdsl.program.phases import Actor, Finish, Host, Meet, Push, Ranks, Read, Routed, Tell, described
+from commdsl.program.phases import (
+    Actor,
+    Count,
+    Finish,
+    FinishByWeight,
+    Host,
+    Meet,
+    Push,
+    PushBack,
+    PushByKey,
+    Ranks,
+    Read,
+    Routed,
+    Tell,
+    described,
+)
 from commdsl.program.plan import Plan
 
 RANKS = {Ranks.OWN: "commdsl::Ranks::kOwn", Ranks.OTHERS: "commdsl::Ranks::kOthers", Ranks.ALL: "commdsl::Ranks::kAll"}
@@ -32,11 +47,22 @@ def calls(plan: Plan) -> Iterator[Call]:
     if plan.is_static:
         yield Call("moves: the operations of the rank, round after round", "commdsl::run_lane<Plan>(args, lane);")
         return
-    yield Call("what lanes of a block share", "COMMDSL_SHARED commdsl::Peers<Plan> peers;")
+    yield Call("what threads of a lane share", f"COMMDSL_SHARED commdsl::{known(plan)}<Plan> peers;")
     for number, phase in enumerate(plan.comm.phases):
         assert not isinstance(phase, Moves)
         yield Call(f"{number}: {described(phase)}", _call(phase, number))
-    yield Call("what only a kernel that checks does", "commdsl::end(here, peers);")
+    if not plan.key_positions:
+        yield Call("what only a kernel that checks does", "commdsl::end(here, peers);")
+
+
+def known(plan: Plan) -> str:
+    """What a lane knows of its peers: by what its rows go."""
+    for phase in plan.phases:
+        if isinstance(phase, PushByKey):
+            return "Keyed"
+        if isinstance(phase, PushBack):
+            return "Returning"
+    return "Peers"
 
 
 def _call(phase: Routed, number: int) -> str:
@@ -52,10 +78,10 @@ def _call(phase: Routed, number: int) -> str:
             return f"{_guard(phase.by)}commdsl::tell_calls(here);"
         case Tell(what=Words(name="addresses")):
             # A lane prepares what it knows of itself while its peers read where its results are.
-            told = f"{_guard(phase.by)}commdsl::tell_addresses<{RANKS[phase.to]}>(here);"
+            told = f"{_guard(phase.by)}commdsl::tell_addresses<{RANKS[phase.to]}>(here, peers);"
             return f"{told}\n  commdsl::prepare(here, peers);"
         case Tell():
-            given = "here, peers" if phase.what.name == "sent" else "here"
+            given = "here" if isinstance(phase.what, Counters) else "here, peers"
             return f"{_guard(phase.by)}commdsl::tell_{phase.what.name}<{RANKS[phase.to]}>({given});"
         case Meet():
             told = f"commdsl::meet_{phase.what.name}<{number}, {RANKS[phase.of]}, {phase.calls_back}>(here, peers)"
@@ -69,6 +95,14 @@ def _call(phase: Routed, number: int) -> str:
             return f"if ({who}!{told}) return;"
         case Push():
             return "commdsl::push(here, peers);"
+        case Count():
+            return "commdsl::count(here, peers);"
+        case PushByKey():
+            return "commdsl::push_by_key(here, peers);"
+        case PushBack():
+            return "commdsl::push_back(here, peers);"
+        case FinishByWeight():
+            return "commdsl::finish_by_weight(here);"
         case Finish():
             return "if (here.is_busy()) commdsl::finish(here);" if phase.is_spare else "commdsl::finish(here);"
         case Host():

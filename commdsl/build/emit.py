@@ -19,8 +19,9 @@ from commdsl.build.calls import Call, calls
 from commdsl.ir.schedules import Ints
 from commdsl.machine.resources import data_dir
 from commdsl.program.arguments import arguments
-from commdsl.program.memory import Transport
+from commdsl.program.memory import Transport, Words
 from commdsl.program.moves import CELL, STAGE_MARKS_BYTES, STAGES, Moves, OpKind, Ops, Origin, Protocol
+from commdsl.program.phases import Push, PushByKey
 from commdsl.program.plan import Plan, heap_layout
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class Kernel:
     has_far: bool  # peers that only NVSHMEM reaches
     form: str  # of the entry: a kernel that runs the phases, or one for the flags between copies that others make
     moves: Tables | None
+    has_keys: bool  # by which rows go, or come back
+    positions: tuple[str, ...]  # lines of a table, by key; none where keys stand in their order
     phases: tuple[Call, ...]
 
 
@@ -137,13 +140,14 @@ def _kernel(plan: Plan) -> Kernel:
     )
     tables = None if moves is None else _tables(moves)
     phases = tuple(calls(plan))
-    told = (plan.name, plan.params, plan.topology, plan.transport.value, constants, tables, fields, phases)
+    keys = plan.key_positions
+    told = (plan.name, plan.params, plan.topology, plan.transport.value, constants, tables, fields, keys, phases)
     return Kernel(
         entry=f"commdsl_{plan.name}",
         source=file_name(plan.span.source.name),
         plan_digest=hashlib.sha256(repr(told).encode()).hexdigest(),
         headers_digest=headers_digest(),
-        headers=("rows.cuh",) if moves is None else ("kernel.cuh",),
+        headers=("kernel.cuh",) if moves is not None else ("keys.cuh",) if keys else ("rows.cuh",),
         constants=constants,
         arguments=fields,
         threads=plan.comm.threads,
@@ -151,6 +155,8 @@ def _kernel(plan: Plan) -> Kernel:
         has_far=plan.transport is Transport.NVSHMEM,
         form="COMMDSL_FLAGS" if moves is not None and moves.protocol is Protocol.ENGINE else "COMMDSL_KERNEL",
         moves=tables,
+        has_keys=bool(keys),
+        positions=() if keys == tuple(range(len(keys))) else _lines(keys),
         phases=phases,
     )
 
@@ -226,11 +232,21 @@ def signal_ordinals(moves: Moves) -> Ints:
 
 
 def _routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
-    layout, rows = heap_layout(plan), len(plan.push.given)
+    layout = heap_layout(plan)
     yield "i32", "kNumRanks", plan.num_ranks
-    yield "i32", "kNumRows", rows
-    yield "i32", "kAddressWords", 1 + 2 * rows
+    yield "i32", "kKeys", len(plan.key_positions)
+    for phase in plan.comm.phases:
+        match phase:
+            case Push():
+                yield "i32", "kNumRows", len(phase.given)
+            case PushByKey():
+                yield "i32", "kNumRows", len(phase.to)
+            case _:
+                pass
     yield "u64", "kLanes", plan.comm.lanes
+    for memory, _ in layout.offsets:
+        if memory.name == "addresses" and isinstance(memory, Words):
+            yield "i32", "kAddressWords", len(memory.values)
     for memory, at in layout.offsets:
         yield "u64", f"k{memory.name.capitalize()}At", at
 
@@ -305,6 +321,10 @@ def file_name(name: str) -> str:
 
 def _row(values: Ints) -> str:
     return ", ".join(map(str, values.tolist()))
+
+
+def _lines(numbers: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(", ".join(map(str, numbers[first : first + 16])) for first in range(0, len(numbers), 16))
 
 
 def _rows(*columns: Ints) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
 from commdsl.program.memory import words_for
 from commdsl.program.moves import CELL, OpKind, Reason
-from commdsl.program.phases import Touch
+from commdsl.program.phases import Push, Touch
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
@@ -156,7 +156,8 @@ def dispatch_lines(dispatch: Dispatch) -> Iterator[str]:
                     yield f"rank {rank} has {key} {', '.join(_runs(keys))}"
             case _:
                 assert_never(route)
-    yield f"put {dispatch.put.value}"
+    if not any(isinstance(route, ByKey) for route in dispatch.routes):
+        yield f"put {dispatch.put.value}"
     if dispatch.back is None:
         yield "no way back"
     else:
@@ -228,19 +229,23 @@ def location(plan: Plan, space: int, rank: int, index: int) -> str:
 
 def routed_lines(plan: Plan) -> Iterator[str]:
     """The launch constants, then what every lane does in a call: where rows go is data that comes with it."""
-    push = plan.push
     yield f"plan {plan.name} for {plan.num_ranks} ranks on {plan.topology}"
-    yield (
-        f"lanes up to {plan.comm.lanes}, one an SM  threads {plan.comm.threads}  tile {plan.tile_bytes} bytes"
-        f"  put {'packed' if push.packed else 'rows'}"
-    )
-    yield f"symmetric {plan.symmetric_bytes} bytes per rank, and what Limits say"
+    lanes = f"lanes up to {plan.comm.lanes}, one an SM  threads {plan.comm.threads}"
+    room = f"symmetric {plan.symmetric_bytes} bytes per rank, and what Limits say"
+    if plan.key_positions:
+        yield from (lanes, room, f"keys {len(plan.key_positions)}, on the device")
+    else:
+        put = "packed" if plan.push.packed else "rows"
+        yield from (f"{lanes}  tile {plan.tile_bytes} bytes  put {put}", room, *_tensor_lines(plan.push))
+    yield "a call, on every rank"
+    yield from (f"  {line}" for line in phase_lines(plan))
+
+
+def _tensor_lines(push: Push) -> Iterator[str]:
     for index, (rows, copied) in enumerate(zip(push.given, push.copied, strict=True)):
         there = "unpacked from a message per peer" if push.packed else "straight to its place"
         back = "copies wait until they are summed" if copied else "so is its way back"
         yield f"tensor {index} {rows.name}: {there}; {back}"
-    yield "a call, on every rank"
-    yield from (f"  {line}" for line in phase_lines(plan))
 
 
 def phase_lines(plan: Plan) -> Iterator[str]:

@@ -6,10 +6,12 @@ dispatch plan means is a table and a picture (`plan_view`), and it has no later 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
 from commdsl import compiler
+from commdsl.build.emit import Emitted
 from commdsl.commands import dumps, output
 from commdsl.commands.arguments import Target, UsageError
 from commdsl.commands.jobs import Job, Outcome, jobs_of, merge, prove_all, some
@@ -19,6 +21,7 @@ from commdsl.language import diagnostics
 from commdsl.language.diagnostics import CommError
 from commdsl.language.records import dataclass
 from commdsl.language.syntax import PlanDecl
+from commdsl.program.plan import Plan
 
 
 class Stage(StrEnum):
@@ -97,6 +100,11 @@ def render(outcome: Outcome, stage: Stage) -> str:
             return dumps.ir_text(schedule)
         case CheckedDispatch(dispatch=dispatch), Stage.IR:
             return "\n".join(dumps.dispatch_lines(dispatch))
+        case CompiledDispatch(back=Plan() as back, emitted_back=Emitted() as text) as both, _:
+            # By keys there are two: the way there, and the way back.
+            one = replace(both, back=None, emitted_back=None)
+            other = replace(one, plan=back, emitted=text)
+            return "\n".join(render(replace(outcome, checked=way), stage) for way in (one, other))
         case CompiledSchedule(plan=plan) | CompiledDispatch(plan=plan), Stage.PLAN:
             return dumps.plan_text(plan)
         case CompiledSchedule(emitted=emitted) | CompiledDispatch(emitted=emitted), Stage.CUDA:

@@ -27,13 +27,12 @@ def summary(outcomes: Iterable[Outcome]) -> list[tuple[str, str]]:
 def _line(group: list[tuple[Outcome, Checked]]) -> str:
     ranks = ", ".join(str(outcome.job.ranks) for outcome, _ in group)
     seconds = f"{sum(outcome.seconds for outcome, _ in group):.2f} s"
-    verdict, where, sizes = "proved", "", []
+    where, sizes = "", []
     match group[0][1]:
         case CheckedSchedule(schedule=schedule):
             where = f" on {schedule.topology.name}"
             sizes = [count(schedule.num_steps, "step")] if len(group) == 1 else []
-        case CheckedDispatch(dispatch=dispatch, plan=plan):
-            verdict = "held to its laws, not built yet," if plan is None else "proved"
+        case CheckedDispatch(dispatch=dispatch):
             where = f" on {dispatch.topology.name}"
             sizes = [count(len(dispatch.tensors), "tensor")]
             sizes += [] if dispatch.back is None else [f"{', '.join(dispatch.back.names)} back"]
@@ -43,7 +42,7 @@ def _line(group: list[tuple[Outcome, Checked]]) -> str:
             sizes += [] if routing.keys is None else [count(int(routing.keys.length.sum()), "key row")]
         case _:
             assert_never(group[0][1])
-    return f"{verdict} for {ranks} ranks{where} ({', '.join([*sizes, seconds])})"
+    return f"proved for {ranks} ranks{where} ({', '.join([*sizes, seconds])})"
 
 
 def documents(plan: DispatchPlan) -> int:

@@ -31,6 +31,9 @@ BY_SOURCE = (Sort.SOURCE_RANK, Sort.SHARD)
 BY_QUERY = (Sort.QUERY, Sort.SHARD)  # for each query shard its keys, in the order of the document
 BY_KEY = (Sort.KEY, Sort.SOURCE_RANK, Sort.ROW)
 
+MOST_KEYS = 1024
+"""Of all ranks: a kernel has some numbers of each in the memory of every SM."""
+
 
 class Put(Enum):
     """How rows travel."""

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.moves import Moves
-from commdsl.program.phases import Push
+from commdsl.program.phases import Count, FinishByWeight, Push, PushBack, PushByKey
 from commdsl.program.plan import Plan
 
 
@@ -123,6 +123,31 @@ def arguments(plan: Plan) -> Arguments:
                     Field("input_rows", rows),
                     Field("output_rows", rows),
                 ]
+            case Count():
+                words += _KEYS
+            case PushByKey():
+                words += [
+                    Field("inputs", len(phase.given), is_address=True),
+                    Field("row_bytes", len(phase.given)),
+                    Field("outputs", len(phase.to), is_address=True),
+                    Field("room"),  # rows of each output
+                    Field("counts", is_address=True),
+                ]
+            case PushBack():
+                words += [
+                    Field("waiting"),  # offset in every heap of where rows wait
+                    Field("waiting_rows"),  # room there
+                    Field("given", is_address=True),
+                    Field("given_rows"),  # room there, of which the first have been received
+                    Field("row_bytes"),
+                    Field("origins", is_address=True),
+                    Field("counts", is_address=True),
+                ]
+            case FinishByWeight():
+                words += [Field("weights", is_address=True), Field("output", is_address=True), *_KEYS]
             case _:
                 pass
     return Arguments((*words, *numbers))
+
+
+_KEYS = (Field("keys", is_address=True), Field("num_rows"), Field("keys_a_row"))

@@ -106,7 +106,70 @@ class Finish:
         return Actor.LANES
 
 
-Routed: TypeAlias = Host | Tell | Meet | Read | Push | Finish
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Keys of the rank's rows, counted by every lane for itself, so that lanes have nothing to tell each other.
+
+    `positions`: by key, its place among all keys, those of rank 0 first, then of rank 1, and so on.
+    """
+
+    keys: Rows
+    positions: tuple[int, ...]
+
+    @property
+    def by(self) -> Actor:
+        return Actor.LANES
+
+
+@dataclass(frozen=True, slots=True)
+class PushByKey:
+    """Each row once for each of its keys, to the rank of the key, and with it, last of `to`, where it comes from.
+
+    On a rank places are sorted by key, source rank and row: where a source's rows with one key begin is the sum of what
+    all have of lesser keys and lesser sources of this one, so segments are disjoint whatever the keys are. `counts` is
+    what comes to the rank, by key and source.
+    """
+
+    given: tuple[Rows, ...]
+    keys: Rows
+    to: tuple[Rows, ...]
+    counts: Rows
+
+    @property
+    def by(self) -> Actor:
+        return Actor.LANES
+
+
+@dataclass(frozen=True, slots=True)
+class PushBack:
+    """Rows, as many as `counts` add up to, each to the place on its source that waits for this key of this row."""
+
+    given: Rows
+    origins: Rows
+    counts: Rows
+    to: Rows
+
+    @property
+    def by(self) -> Actor:
+        return Actor.LANES
+
+
+@dataclass(frozen=True, slots=True)
+class FinishByWeight:
+    """For each row what waits in the places of its keys, times their weights, summed. `positions`: as for `Count`."""
+
+    waiting: Rows
+    keys: Rows
+    weights: Rows
+    to: Rows
+    positions: tuple[int, ...]
+
+    @property
+    def by(self) -> Actor:
+        return Actor.LANES
+
+
+Routed: TypeAlias = Host | Tell | Meet | Read | Push | Finish | Count | PushByKey | PushBack | FinishByWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +207,24 @@ def touches(phase: Routed) -> tuple[Touch, ...]:
         case Finish():
             reads = tuple(Touch(rows, Ranks.OWN, False, 1) for rows in phase.waiting)
             return reads + tuple(Touch(rows, Ranks.OWN, True, 1) for rows in phase.to)
+        case Count():
+            return _reads(phase.keys)
+        case PushByKey():
+            writes = tuple(Touch(rows, Ranks.ALL, True, _turn(rows)) for rows in phase.to)
+            return (*_reads(*phase.given, phase.keys), *writes, Touch(phase.counts, Ranks.OWN, True, 1))
+        case PushBack():
+            return (
+                *_reads(phase.given, phase.origins, phase.counts),
+                Touch(phase.to, Ranks.ALL, True, _turn(phase.to)),
+            )
+        case FinishByWeight():
+            return (*_reads(phase.waiting, phase.keys, phase.weights), Touch(phase.to, Ranks.OWN, True, 1))
         case _:
             assert_never(phase)
+
+
+def _reads(*rows: Rows) -> tuple[Touch, ...]:
+    return tuple(Touch(one, Ranks.OWN, False, 1) for one in rows)
 
 
 def name_of(phase: Routed) -> str:
@@ -159,9 +238,11 @@ def name_of(phase: Routed) -> str:
             return f"meet {phase.what.name}"
         case Read():
             return f"read {phase.what.name}"
-        case Push():
+        case Count():
+            return "count"
+        case Push() | PushByKey() | PushBack():
             return "push"
-        case Finish():
+        case Finish() | FinishByWeight():
             return "finish"
         case _:
             assert_never(phase)
@@ -181,6 +262,14 @@ def described(phase: Routed) -> str:
             return f"{name} {', '.join(rows.name for rows in phase.given)}{by}{why}"
         case Finish():
             return f"{name} {', '.join(rows.name for rows in phase.to)}{by}"
+        case Count():
+            return f"{name} {phase.keys.name}{by}"
+        case PushByKey():
+            return f"{name} {', '.join(rows.name for rows in phase.given)} by {phase.keys.name}{by}"
+        case PushBack():
+            return f"{name} {phase.given.name} back{by}"
+        case FinishByWeight():
+            return f"{name} {phase.to.name} by {phase.weights.name}{by}"
         case Host() | Read():
             return f"{name}{by}"
         case _:

@@ -15,7 +15,7 @@ from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 from commdsl.program.memory import Counters, Memory, Rows, Tensor, Transport, Words
 from commdsl.program.moves import Moves
-from commdsl.program.phases import Meet, Push, Routed, touches
+from commdsl.program.phases import Count, FinishByWeight, Meet, Push, Routed, touches
 
 Phase: TypeAlias = Moves | Routed
 
@@ -72,6 +72,12 @@ class Plan:
     def push(self) -> Push:
         """The phase that sends rows, in a Plan that has one."""
         return _only(self.phases, Push, self.name)
+
+    @property
+    def key_positions(self) -> tuple[int, ...]:
+        """In a Plan of rows that go by keys, or come back, where each key stands among all; in others none."""
+        found = {phase.positions for phase in self.phases if isinstance(phase, Count | FinishByWeight)}
+        return next(iter(found), ())
 
     @property
     def is_static(self) -> bool:

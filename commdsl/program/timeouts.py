@@ -64,7 +64,7 @@ class CommTimeout(RuntimeError):  # noqa: N818 - a time-out is what it is called
         return f"{waited}; {'rank' if len(self.missing) == 1 else 'ranks'} {ranks} never entered the call"
 
 
-TIMED_OUT, BAD_TILE, BAD_COUNT, BAD_FINISH, BAD_TABLE = range(1, 6)
+TIMED_OUT, BAD_TILE, BAD_COUNT, BAD_FINISH, BAD_TABLE, BAD_KEY, NO_ROOM, BAD_ORIGIN = range(1, 9)
 """`ErrorRecord.code`, as in types.cuh."""
 
 
@@ -105,6 +105,19 @@ def complaint(record: ErrorRecord, place: str = "") -> str:
         return (
             f"rank {record.rank} was to finish rows up to {record.seen} of its own, and has room for "
             f"{record.expected}: finish {record.op} of its table"
+        )
+    if record.code == BAD_KEY:
+        seen = record.seen - (record.seen >> 31 << 32)  # of 32 bits, with a sign
+        return (
+            f"key {record.peer} of row {record.op} of rank {record.rank} is {seen}, and keys are 0 ..< "
+            f"{record.expected}, or {record.expected} for none"
+        )
+    if record.code == NO_ROOM:
+        return f"{record.seen} rows go to rank {record.peer}, which has room for {record.expected}"
+    if record.code == BAD_ORIGIN:
+        return (
+            f"row {record.op} of rank {record.rank} came from row place {record.seen} of rank {record.peer}, and there "
+            f"are {record.expected} places"
         )
     part = "its words" if record.op else "its head"
     return (

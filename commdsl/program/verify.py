@@ -9,11 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.dispatches import MOST_KEYS
 from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.memory import Access, Counters, Transport, Words
 from commdsl.program.moves import CELL, MOST_DESTS, MOST_THREADS, Moves, OpKind, Ops, Protocol, Reason
-from commdsl.program.phases import Actor, Meet, Push, Tell
+from commdsl.program.phases import Actor, Count, FinishByWeight, Meet, Push, PushBack, PushByKey, Tell
 from commdsl.program.plan import Plan
 
 Mask = NDArray[np.bool_]
@@ -41,6 +42,7 @@ def verify(plan: Plan) -> None:
                 )
                 verify_moves(phase)
     _told_once(plan)
+    _by_keys(plan)
     if plan.transport is Transport.NVSHMEM:
         _put_whole(plan)
 
@@ -55,6 +57,8 @@ def _put_whole(plan: Plan) -> None:
                     _law(phase.lanes_per_block == 1, f"a block has {phase.lanes_per_block} lanes, and puts as one")
                 case Push():
                     _law(phase.packed, "rows go straight to results, which have no address on far ranks")
+                case PushByKey() | PushBack():
+                    _law(False, "rows go by keys to addresses, which far ranks do not have")
                 case _:
                     pass
 
@@ -75,6 +79,32 @@ def _told_once(plan: Plan) -> None:
                     _law(phase.calls_back >= 0, f"`{phase.what.name}` of {-phase.calls_back} calls later is met")
                 case _:
                     pass
+
+
+def _by_keys(plan: Plan) -> None:
+    """Keys have positions, each its own, equally many a rank; and what is told of them is a count of each."""
+    for phase in plan.phases:
+        if isinstance(phase, Count | FinishByWeight):
+            keys = len(phase.positions)
+            _law(0 < keys <= MOST_KEYS, f"there are {keys} keys, expected 1 to {MOST_KEYS}")
+            _law(keys % plan.num_ranks == 0, f"{keys} keys on {plan.num_ranks} ranks are not equally many")
+            _law(sorted(phase.positions) == list(range(keys)), "two keys have one position")
+        if isinstance(phase, PushByKey):
+            _counted(plan, phase)
+
+
+def _counted(plan: Plan, push: PushByKey) -> None:
+    """Keys are counted, their counts told, and those of the peers met, before rows go by them."""
+    before = plan.comm.phases[: plan.comm.phases.index(push)]
+    words = 2 + len(push.to) + len(plan.key_positions)
+    kinds = [
+        type(phase)
+        for phase in before
+        if isinstance(phase, Count) or (isinstance(phase, Tell | Meet) and phase.what.name == "addresses")
+    ]
+    _law(kinds == [Count, Tell, Meet], "rows go by keys that were not counted, told and met, in this order")
+    told = [phase.what for phase in before if isinstance(phase, Tell) and isinstance(phase.what, Words)]
+    _law(len(told[0].values) == words, f"{len(told[0].values)} words are told of keys, expected {words}")
 
 
 def verify_moves(moves: Moves) -> None:

@@ -90,6 +90,7 @@ class RoutedProgram:
     dispatch: Dispatch
     plan: Plan
     emitted: Emitted
+    back: tuple[Plan, Emitted] | None  # of rows that go by keys, the way back
 
 
 def program(definition: Definition, ranks: int, transport: Transport, config: Config) -> Program:
@@ -123,7 +124,8 @@ def _compile_dispatch(definition: Definition, ranks: int, transport: Transport) 
     given = compiler.Given(ranks, definition.on, dict(definition.params), transport, dict(definition.tune))
     decl = compiler.choose_kind(files, definition.schedule, DispatchDecl)
     made = compiler.printed(compiler.check_dispatch(files, decl, given))
-    return RoutedProgram(made.dispatch, made.plan, made.emitted)
+    back = None if made.back is None or made.emitted_back is None else (made.back, made.emitted_back)
+    return RoutedProgram(made.dispatch, made.plan, made.emitted, back)
 
 
 def _compile(definition: Definition, ranks: int, transport: Transport) -> Program:

@@ -10,7 +10,7 @@ from typing import TypeAlias, assert_never
 
 import numpy as np
 
-from commdsl.ir.dispatches import BY_KEY, BY_QUERY, BY_SOURCE, Back, ByKey, ByTable, Route, Sort
+from commdsl.ir.dispatches import BY_KEY, BY_QUERY, BY_SOURCE, MOST_KEYS, Back, ByKey, ByTable, Route, Sort
 from commdsl.ir.resolve.evaluate import Evaluator, Value
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, Poisoned, nearest
@@ -18,7 +18,6 @@ from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label
 from commdsl.language.source import Span
 
-MOST_KEYS = 2**16
 Order: TypeAlias = tuple[Sort, ...]
 
 
@@ -123,7 +122,7 @@ class RouteRules:
         try:
             count = self.evaluator.constant(key.of, self.scope)
             if not 1 <= count <= MOST_KEYS:
-                self.faults.fail("C509", "there are 1 to 2 ** 16 keys", key.of.span, f"this is {count}")
+                self.faults.fail("C509", f"there are 1 to {MOST_KEYS} keys", key.of.span, f"this is {count}")
             every = {**self.scope, key.name.text: np.arange(count)}
             ranks = np.broadcast_to(np.asarray(self.evaluator.number(route.rank, every)), (count,))
         except Poisoned:

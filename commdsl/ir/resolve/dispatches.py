@@ -14,7 +14,7 @@ from commdsl.ir.resolve.evaluate import Evaluator, Value
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind, Symbol
 from commdsl.ir.resolve.faults import Faults, nearest
 from commdsl.ir.resolve.parameters import known_counts, parameters
-from commdsl.ir.resolve.tuning import OF_DISPATCH, WORDS, Machine, tuning
+from commdsl.ir.resolve.tuning import OF_DISPATCH, OF_KEYS, WORDS, Machine, tuning
 from commdsl.ir.schedules import RoleSet, Tuning
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label, Severity
@@ -167,15 +167,16 @@ class _Rules:
         return found[0].role.text if found and found[0].role.text in names else None
 
     def tuning(self, role: str | None) -> Tuning:
+        allowed = OF_KEYS if any(isinstance(item, syn.KeyRoute) for item in self.decl.body) else OF_DISPATCH
         entries = tuple(entry for item in self.decl.body if isinstance(item, syn.Tune) for entry in item.entries)
         for entry in entries:
             key = entry.key.text
-            if key in OF_DISPATCH and key not in WORDS and not isinstance(entry.value, syn.Quantity):
+            if key in allowed and key not in WORDS and not isinstance(entry.value, syn.Quantity):
                 self.names.expect(entry.value, Kind.NUMBER)
         ranges = (item for roles in self.given.role_sets for item in roles.roles)
         sms = next((last - first for name, first, last in ranges if name == role and last > first), None)
         machine = Machine(self.given.topology, self.given.ranks, role, sms)
-        return tuning(entries, self.given.tune, machine, self.evaluator, self.scope, self.faults, OF_DISPATCH)
+        return tuning(entries, self.given.tune, machine, self.evaluator, self.scope, self.faults, allowed)
 
 
 def names_once(names: Sequence[syn.Name], what: str, faults: Faults) -> None:

@@ -22,6 +22,9 @@ KEYS = ("lanes", "threads", "tile", "protocol", "sms")
 OF_DISPATCH = ("threads", "sms", "tile", "put")
 """What it says of a dispatch, which has no lanes, and whose rows travel as `put` says."""
 
+OF_KEYS = ("threads", "sms")
+"""What it says of a dispatch by keys: each row goes straight to its place, by one warp."""
+
 WORDS = {"protocol": ("bulk", "packet", "line", "tma", "engine"), "put": ("rows", "packed")}
 """The values of the entries that have no number."""
 
@@ -128,7 +131,7 @@ class _Reader:
     def _check_key(self, entry: syn.TuneEntry, seen: set[str]) -> None:
         key = entry.key.text
         if key not in self.keys:
-            of = " of a dispatch" if self.keys is OF_DISPATCH else ""
+            of = " of a dispatch" if self.keys in (OF_DISPATCH, OF_KEYS) else ""
             help = nearest(key, self.keys)
             self.faults.fail("C506", f"nothing{of} is tuned by `{key}`", entry.key.span, "has no effect", help=help)
         if key in seen:

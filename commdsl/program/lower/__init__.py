@@ -14,6 +14,7 @@ Assumes the checks on the schedule have passed. Does not print text (`emit`) and
     ordering      edges -> as few flags as order them all
     tables        rows and flags -> the tables of the Plan
     routed        a dispatch -> its Plan: the phases of a call, in order
+    by_key        a dispatch by keys -> its two Plans, there and back
 """
 
 from __future__ import annotations

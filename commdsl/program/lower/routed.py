@@ -32,9 +32,6 @@ def lower_dispatch(dispatch: Dispatch, transport: Transport = Transport.PEER) ->
     Where a rank is far its results have no address: over NVSHMEM all rows wait, packed, whatever the tuning says, and
     the rank that owns them finishes them. The phases are the same, in the same order.
     """
-    tuned = dispatch.tuning
-    role = [last - first for roles in dispatch.roles for name, first, last in roles.roles if name == dispatch.role]
-    lanes = tuned.sms or min(LANES, role[0] if role else dispatch.topology.num_sms)
     names = [tensor.name for tensor in dispatch.tensors]
     given, results, waiting = (tuple(Rows(name, home) for name in names) for home in Home)
     far = transport is Transport.NVSHMEM
@@ -46,19 +43,27 @@ def lower_dispatch(dispatch: Dispatch, transport: Transport = Transport.PEER) ->
         packed,
         "packed: the results of a far rank have no address here" if far and dispatch.put is not Put.PACKED else "",
     )
-    comm = Role(
-        dispatch.role or "comm",
-        lanes,
-        lanes,
-        tuned.threads or THREADS,
-        tuple(synchronized((push, Finish(waiting, results)))),
-    )
+    phases = tuple(synchronized((push, Finish(waiting, results))))
     # What the caller writes before: inputs, and outputs of which the table leaves rows out. After: the results are
     # read, and may be what the next call sends, or writes over.
-    before, after = Host("prepare", given + results, False), Host("use", given + results, True)
-    caller = Role("caller", 0, 0, 0, (before, after))
+    return plan_of(dispatch, dispatch.name, phases, given + results, transport)
+
+
+def plan_of(
+    dispatch: Dispatch,
+    name: str,
+    phases: tuple[Routed, ...],
+    rows: tuple[Rows, ...],
+    transport: Transport = Transport.PEER,
+) -> Plan:
+    """One launch of a dispatch, whose caller writes `rows` before it, and uses them behind it."""
+    tuned = dispatch.tuning
+    role = [last - first for roles in dispatch.roles for name, first, last in roles.roles if name == dispatch.role]
+    lanes = tuned.sms or min(LANES, role[0] if role else dispatch.topology.num_sms)
+    comm = Role(dispatch.role or "comm", lanes, lanes, tuned.threads or THREADS, phases)
+    caller = Role("caller", 0, 0, 0, (Host("prepare", rows, False), Host("use", rows, True)))
     return Plan(
-        dispatch.name,
+        name,
         dispatch.num_ranks,
         (),
         dispatch.topology.name,

@@ -50,6 +50,27 @@ struct Peers {
   i32 lanes[Plan::kNumRanks];
   u64 sent[Plan::kNumRanks];  // rows, by this lane
   u64 sum;                    // of the words of the table
+
+  // What the rank tells, word by word, and what it makes of a peer's.
+  COMMDSL_FN u64 told(const Call<Plan>& here, i32 word) const {
+    const auto& args = here.args;
+    const i32 tensor = (word - 1) % Plan::kNumRows;
+    return word == 0               ? static_cast<u64>(args.active_lanes)
+           : word <= Plan::kNumRows ? args.outputs[tensor] - args.heap[args.rank]
+                                    : args.output_rows[tensor];
+  }
+  COMMDSL_FN void learn(const Call<Plan>& here, i32 peer, i32 word, u64 value) {
+    const i32 tensor = (word - 1) % Plan::kNumRows;
+    if (word == 0) {
+      lanes[peer] = static_cast<i32>(value);
+    } else if (word <= Plan::kNumRows) {
+      output[peer][tensor] = here.args.heap[peer] + value;
+    } else {
+      rows[peer][tensor] = value;
+    }
+  }
+  // Rows that come from a rank.
+  COMMDSL_FN u64 expected(const Call<Plan>& here, i32 peer) const { return here.rows_expected()[peer]; }
 };
 
 // Words of `words` values each, a slot for every rank that writes: the number of the call, and the value.
@@ -85,7 +106,9 @@ COMMDSL_CALL void give_up(const Call<Plan>& here, u64 code, i32 phase, i32 peer,
 template <class Plan>
 COMMDSL_FN Call<Plan> read_calls(const typename Plan::Args& args, i32 lane) {
   const u64* calls = reinterpret_cast<const u64*>(args.heap[args.rank] + Plan::kCallsAt);
-  return {args, lane, load_relaxed(calls) + 1, reinterpret_cast<const TableHead*>(args.table)};
+  const TableHead* table = nullptr;
+  if constexpr (Plan::kKeys == 0) table = reinterpret_cast<const TableHead*>(args.table);
+  return {args, lane, load_relaxed(calls) + 1, table};
 }
 
 template <class Plan>
@@ -93,42 +116,31 @@ COMMDSL_FN void tell_calls(const Call<Plan>& here) {
   if (thread() == 0) store_relaxed(here.word(here.args.rank, Plan::kCallsAt), here.number);
 }
 
-// --- addresses: how many lanes a rank has in this call, where its results lie in its heap, and the room there ----------------------
+// --- addresses: how many lanes a rank has in this call, and what else its peers have to know before rows go to it ----------------
 
-template <Ranks to, class Plan>
-COMMDSL_FN void tell_addresses(const Call<Plan>& here) {
-  const auto& args = here.args;
+template <Ranks to, class Plan, class Known>
+COMMDSL_FN void tell_addresses(const Call<Plan>& here, const Known& known) {
   for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks * Plan::kAddressWords); at += num_threads()) {
     const i32 peer = static_cast<i32>(at) / Plan::kAddressWords, word = static_cast<i32>(at) % Plan::kAddressWords;
-    if (!is_among<to>(peer, args.rank)) continue;
-    const i32 tensor = (word - 1) % Plan::kNumRows;
-    const u64 value = word == 0                   ? static_cast<u64>(args.active_lanes)
-                      : word <= Plan::kNumRows ? args.outputs[tensor] - args.heap[args.rank]
-                                                 : args.output_rows[tensor];
-    send_marked(args, peer, addresses_at<Plan>(args.rank) + 16 * static_cast<u64>(word), here.number, value);
+    if (!is_among<to>(peer, here.args.rank)) continue;
+    const u64 at_peer = addresses_at<Plan>(here.args.rank) + 16 * static_cast<u64>(word);
+    send_marked(here.args, peer, at_peer, here.number, known.told(here, word));
   }
 }
 
 // False when the rank gives up.
-template <i32 phase, Ranks of, i32 calls_back, class Plan>
-COMMDSL_FN bool meet_addresses(const Call<Plan>& here, Peers<Plan>& peers) {
+template <i32 phase, Ranks of, i32 calls_back, class Plan, class Known>
+COMMDSL_FN bool meet_addresses(const Call<Plan>& here, Known& known) {
   bool gave_up = false;
   const u64 expected = here.number - calls_back;
   for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks * Plan::kAddressWords) && !gave_up; at += num_threads()) {
     const i32 peer = static_cast<i32>(at) / Plan::kAddressWords, word = static_cast<i32>(at) % Plan::kAddressWords;
-    const i32 tensor = (word - 1) % Plan::kNumRows;
     if (!is_among<of>(peer, here.args.rank)) continue;
     const u64* from = here.word(here.args.rank, addresses_at<Plan>(peer)) + 2 * word;
     u64 value = 0;
     gave_up = !watch(here.args, [&] { return see_marked(here.args, peer, from, value); }, expected,
                      [&](u64 seen) { give_up(here, kTimedOut, phase, peer, expected, seen); });
-    if (word == 0) {
-      peers.lanes[peer] = static_cast<i32>(value);
-    } else if (word <= Plan::kNumRows) {
-      peers.output[peer][tensor] = here.args.heap[peer] + value;
-    } else {
-      peers.rows[peer][tensor] = value;
-    }
+    known.learn(here, peer, word, value);
   }
   return !block_any(gave_up);
 }
@@ -147,8 +159,8 @@ COMMDSL_FN void tell_done(const Call<Plan>& here) {
 }
 
 // All lanes of these ranks are through. False when the rank gives up.
-template <i32 phase, Ranks of, i32 calls_back, class Plan>
-COMMDSL_FN bool meet_done(const Call<Plan>& here, const Peers<Plan>& peers) {
+template <i32 phase, Ranks of, i32 calls_back, class Plan, class Known>
+COMMDSL_FN bool meet_done(const Call<Plan>& here, const Known& peers) {
   bool gave_up = false;
   const u64 expected = here.number - calls_back;
   for (u32 at = thread(); !gave_up; at += num_threads()) {
@@ -167,12 +179,15 @@ COMMDSL_FN bool meet_done(const Call<Plan>& here, const Peers<Plan>& peers) {
 template <Ranks to, class Plan>
 COMMDSL_FN void tell_complete(const Call<Plan>& here) {
   static_assert(to == Ranks::kOwn, "a number of the rank's own");
-  if (thread() == 0 && here.table->finishes > 0) store_release(here.word(here.args.rank, Plan::kCompleteAt), here.number);
+  if constexpr (Plan::kKeys == 0) {
+    if (here.table->finishes == 0) return;
+  }
+  if (thread() == 0) store_release(here.word(here.args.rank, Plan::kCompleteAt), here.number);
 }
 
 // False when the rank gives up.
-template <i32 phase, Ranks of, i32 calls_back, class Plan>
-COMMDSL_FN bool meet_complete(const Call<Plan>& here, const Peers<Plan>&) {
+template <i32 phase, Ranks of, i32 calls_back, class Plan, class Known>
+COMMDSL_FN bool meet_complete(const Call<Plan>& here, const Known&) {
   static_assert(of == Ranks::kOwn, "a number of the rank's own");
   bool gave_up = false;
   const u64 expected = here.number - calls_back;
@@ -185,8 +200,8 @@ COMMDSL_FN bool meet_complete(const Call<Plan>& here, const Peers<Plan>&) {
 
 // --- sent: the rows that a lane sent to each rank, where the kernel checks --------------------------------------------------------
 
-template <Ranks to, class Plan>
-COMMDSL_FN void tell_sent(const Call<Plan>& here, const Peers<Plan>& peers) {
+template <Ranks to, class Plan, class Known>
+COMMDSL_FN void tell_sent(const Call<Plan>& here, const Known& peers) {
   if constexpr (Plan::kChecks) {
     block_barrier();
     for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
@@ -197,9 +212,9 @@ COMMDSL_FN void tell_sent(const Call<Plan>& here, const Peers<Plan>& peers) {
   }
 }
 
-// Rows that came from each rank against those of the table.
-template <class Plan>
-COMMDSL_FN void read_sent(const Call<Plan>& here, const Peers<Plan>& peers) {
+// Rows that came from each rank against those that were to come.
+template <class Plan, class Known>
+COMMDSL_FN void read_sent(const Call<Plan>& here, const Known& peers) {
   if constexpr (Plan::kChecks) {
     for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
       const i32 peer = static_cast<i32>(at);
@@ -207,7 +222,7 @@ COMMDSL_FN void read_sent(const Call<Plan>& here, const Peers<Plan>& peers) {
       for (i32 from = 0; from < peers.lanes[peer]; ++from) {
         came += load_relaxed(here.word(here.args.rank, sent_at<Plan>(peer, from)));
       }
-      const u64 expected = here.rows_expected()[peer];
+      const u64 expected = peers.expected(here, peer);
       if (came != expected) give_up(here, kBadCount, 0, peer, expected, came);
     }
   }

@@ -39,6 +39,19 @@ COMMDSL_FN constexpr u32 num_threads() { return COMMDSL_THREADS; }
 COMMDSL_FN u32 warp() { return threadIdx.x / 32; }
 COMMDSL_FN constexpr u32 num_warps() { return COMMDSL_THREADS / 32; }
 COMMDSL_FN u32 thread_of_warp() { return threadIdx.x % 32; }
+constexpr u32 kWarp = 32;
+COMMDSL_FN void warp_barrier() { __syncwarp(); }
+
+// How many threads of the warp have an equal value, and how many of those come before this one. All of them ask.
+struct Equals {
+  u32 before, count;
+};
+COMMDSL_FN Equals among_equals(u32 value) {
+  const u32 equal = __match_any_sync(0xffffffffu, value);
+  u32 below;
+  asm("mov.u32 %0, %%lanemask_lt;" : "=r"(below));
+  return {static_cast<u32>(__popc(equal & below)), static_cast<u32>(__popc(equal))};
+}
 
 COMMDSL_FN void block_barrier() {
   if constexpr (kSharesBlock) {
@@ -99,6 +112,7 @@ COMMDSL_FN u64 load_marked(const u64* word, u64& value) {
 constexpr i32 kDoneStride = 8;  // bytes from one lane's flag to the next: all are looked at together
 
 COMMDSL_FN void add_shared(u64* word, u64 value) { atomicAdd(word, value); }
+COMMDSL_FN void add_shared(u32* word, u32 value) { atomicAdd(word, value); }
 
 COMMDSL_FN u64 now_ns() {
   u64 time;

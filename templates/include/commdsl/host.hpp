@@ -42,6 +42,13 @@ COMMDSL_FN u32 num_threads() { return 1; }
 COMMDSL_FN u32 warp() { return 0; }
 COMMDSL_FN constexpr u32 num_warps() { return 1; }
 COMMDSL_FN u32 thread_of_warp() { return 0; }
+constexpr u32 kWarp = 1;
+COMMDSL_FN void warp_barrier() {}
+
+struct Equals {
+  u32 before, count;
+};
+COMMDSL_FN Equals among_equals(u32) { return {0, 1}; }
 COMMDSL_FN void block_barrier() {}
 COMMDSL_FN bool block_any(bool value) { return value; }
 
@@ -96,6 +103,7 @@ COMMDSL_FN u64 load_marked(const u64* word, u64& value) {
 constexpr i32 kDoneStride = kFlagStride;  // the sanitizer's keys take the rest of the line
 
 COMMDSL_FN void add_shared(u64* word, u64 value) { *word += value; }
+COMMDSL_FN void add_shared(u32* word, u32 value) { *word += value; }
 
 COMMDSL_FN u64 now_ns() {
   timespec time;

@@ -24,4 +24,24 @@ COMMDSL_FN void sum_run(char* dest, const char* source, u64 bytes, u64 stride, u
   }
 }
 
+// The runs of `count` keys, one behind the other, times their weights, in order; those whose key is not below `keys` are left out.
+template <class Element>
+COMMDSL_FN void weigh_run(char* dest, const char* source, u64 bytes, const float* weights, const i32* key, u32 count, u32 keys) {
+  using Storage = typename Element::Storage;
+  for (u64 at = 0; at < bytes; at += sizeof(Storage)) {
+    Storage element;
+    float total = 0;
+    bool is_first = true;
+    for (u32 i = 0; i < count; ++i) {
+      if (static_cast<u32>(key[i]) >= keys) continue;
+      memcpy(&element, source + i * bytes + at, sizeof(Storage));
+      const float value = multiply(Element::widen(element), weights[i]);
+      total = is_first ? value : add(total, value);
+      is_first = false;
+    }
+    element = Element::narrow(total);
+    memcpy(dest + at, &element, sizeof(Storage));
+  }
+}
+
 }  // namespace commdsl

@@ -6,8 +6,6 @@
 
 namespace commdsl {
 
-constexpr u32 kWarp = 32;
-
 // From byte `at`, a thread's own offset in, while `unroll` words a warp apart are left to it; returns where it stopped. So many
 // words are in flight before the first is stored: with one alone a thread would wait a whole latency for each.
 template <u32 unroll>
@@ -136,6 +134,52 @@ COMMDSL_FN void sum_run(char* dest, const char* source, u64 bytes, u64 stride, u
   } else {
     using Word = typename WordOf<sizeof(Storage)>::Type;
     sum_words<Element, Word, 1>(dest, source, thread_of_warp() * sizeof(Word), bytes, stride, count);
+  }
+}
+
+// From a thread's own offset on, a word at a time: the runs of `count` keys, one behind the other, times their weights, in order;
+// those whose key is not below `keys` are left out. Some are loaded before the first is added: with one alone a thread would wait
+// a whole latency for each.
+template <class Element, class Word>
+COMMDSL_FN void weigh_words(char* dest, const char* source, u64 bytes, const float* weights, const i32* key, u32 count, u32 keys) {
+  constexpr u32 kAhead = 4;
+  using Values = Lanes<Element, Word>;
+  for (u64 at = thread_of_warp() * sizeof(Word); at < bytes; at += kWarp * sizeof(Word)) {
+    Values total;
+#pragma unroll
+    for (u32 e = 0; e < Values::kCount; ++e) total.value[e] = 0;
+    bool is_first = true;
+    for (u32 from = 0; from < count; from += kAhead) {
+      Word word[kAhead];
+      bool is_kept[kAhead];
+#pragma unroll
+      for (u32 j = 0; j < kAhead; ++j) {
+        is_kept[j] = from + j < count && static_cast<u32>(key[from + j]) < keys;
+        if (is_kept[j]) load(word[j], source + (from + j) * bytes + at);
+      }
+#pragma unroll
+      for (u32 j = 0; j < kAhead; ++j) {
+        if (!is_kept[j]) continue;
+        Values next;
+        next.widen(word[j]);
+#pragma unroll
+        for (u32 e = 0; e < Values::kCount; ++e) {
+          const float value = multiply(next.value[e], weights[from + j]);
+          total.value[e] = is_first ? value : add(total.value[e], value);
+        }
+        is_first = false;
+      }
+    }
+    store(dest + at, total.narrow());
+  }
+}
+
+template <class Element>
+COMMDSL_FN void weigh_run(char* dest, const char* source, u64 bytes, const float* weights, const i32* key, u32 count, u32 keys) {
+  if (common_alignment(reinterpret_cast<u64>(dest) | reinterpret_cast<u64>(source) | bytes) == 16) {
+    weigh_words<Element, Vector16>(dest, source, bytes, weights, key, count, keys);
+  } else {
+    weigh_words<Element, typename WordOf<sizeof(typename Element::Storage)>::Type>(dest, source, bytes, weights, key, count, keys);
   }
 }
 

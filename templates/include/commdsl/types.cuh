@@ -63,6 +63,9 @@ constexpr u64 kBadTile = 2;      // ErrorRecord::code: a tile reaches out of a t
 constexpr u64 kBadCount = 3;     // a rank sent another number of rows than the table says
 constexpr u64 kBadFinish = 4;    // a run that is to be finished reaches out of a tensor
 constexpr u64 kBadTable = 5;     // a table is not what the host wrote
+constexpr u64 kBadKey = 6;       // a key that there is not
+constexpr u64 kNoRoom = 7;       // more rows go to a rank than it has room for
+constexpr u64 kBadOrigin = 8;    // a row that goes back to where there is no place
 
 // A run of rows of one tensor: `where` is the destination's rank, from bit 16 on the tensor, in bit 24 whether the rows are to
 // wait there until they are finished.

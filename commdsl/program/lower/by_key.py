@@ -1,0 +1,92 @@
+"""Turns a dispatch whose rows go by keys into two Plans: one that takes them there, and one that brings them back.
+
+Assumes legal numbers. Does not know a key: which row goes where is data on the device, and the host never reads it.
+
+There, all lanes count all keys of their rank, the first tells every peer the counts, and where results lie; from the
+counts of all ranks every lane finds the places of its rows. Back, every row goes to a place of its own, for its row and
+key, that waits on its source; when all have come each row is the weighted sum of its places. The two have nothing in
+common but what their caller hands from one to the other: memory and calls are each Plan's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from commdsl.ir.dispatches import Back, ByKey, Dispatch
+from commdsl.language.diagnostics import InternalError
+from commdsl.program.lower.routed import plan_of
+from commdsl.program.memory import Counters, Home, Rows, Words
+from commdsl.program.phases import (
+    Actor,
+    Count,
+    FinishByWeight,
+    Meet,
+    PushBack,
+    PushByKey,
+    Ranks,
+    Read,
+    Routed,
+    Tell,
+)
+from commdsl.program.plan import Plan
+
+SENT = Words("sent", ("rows",), a_lane=True)
+DONE, CALLS, COMPLETE = Counters("done", True), Counters("calls", False), Counters("complete", False)
+
+
+def lower_by_key(dispatch: Dispatch) -> Plan:
+    """The way there."""
+    route = route_of(dispatch)
+    names = [tensor.name for tensor in dispatch.tensors]
+    given = tuple(Rows(name, Home.GIVEN) for name in names)
+    results = tuple(Rows(name, Home.RESULT) for name in (*names, "origins"))
+    keys, counts = Rows(route.key, Home.GIVEN), Rows("counts", Home.RESULT)
+    told = ("lanes", "room", *(rows.name for rows in results), *(f"{route.key} {key}" for key in range(route.num_keys)))
+    count, push = Count(keys, positions_of(route)), PushByKey(given, keys, results, counts)
+    phases = (Read(Actor.LANES, CALLS), count, *_greeted(push, Words("addresses", told)))
+    return plan_of(dispatch, dispatch.name, phases, (*given, keys, *results, counts))
+
+
+def lower_back(dispatch: Dispatch, back: Back) -> Plan:
+    """The way back."""
+    route = route_of(dispatch)
+    (name,) = back.names
+    if back.weight is None:
+        raise InternalError(f"what comes back to the rows of `{dispatch.name}` has no weight")
+    given, waiting, result = (Rows(name, home) for home in (Home.GIVEN, Home.WAITING, Home.RESULT))
+    keys, weights, origins, counts = (Rows(one, Home.GIVEN) for one in (route.key, back.weight, "origins", "counts"))
+    push = PushBack(given, origins, counts, waiting)
+    phases = (
+        Read(Actor.LANES, CALLS),
+        *_greeted(push, Words("addresses", ("lanes",))),
+        Tell(Actor.FIRST, COMPLETE, Ranks.OWN),
+        Meet(Actor.LANES, COMPLETE, Ranks.OWN),
+        FinishByWeight(waiting, keys, weights, result, positions_of(route)),
+    )
+    return plan_of(dispatch, f"{dispatch.name}_back", phases, (given, origins, counts, keys, weights, result))
+
+
+def _greeted(push: PushByKey | PushBack, addresses: Words) -> Iterator[Routed]:
+    """Rows go when the peers are in this call, and have arrived when all lanes of all ranks are through."""
+    yield Tell(Actor.FIRST, addresses, Ranks.OTHERS)
+    yield Meet(Actor.LANES, addresses, Ranks.OTHERS)
+    yield push
+    yield Tell(Actor.LANES, SENT, Ranks.ALL)
+    yield Tell(Actor.LANES, DONE, Ranks.ALL)
+    yield Meet(Actor.FIRST, DONE, Ranks.ALL)
+    yield Read(Actor.FIRST, SENT)
+    yield Tell(Actor.FIRST, CALLS, Ranks.OWN)
+
+
+def route_of(dispatch: Dispatch) -> ByKey:
+    """The one route of a dispatch by keys."""
+    (route,) = dispatch.routes
+    if not isinstance(route, ByKey):
+        raise InternalError(f"`{dispatch.name}` goes by tables")
+    return route
+
+
+def positions_of(route: ByKey) -> tuple[int, ...]:
+    """By key, its place among all, sorted by rank and then by number."""
+    order = sorted(range(route.num_keys), key=lambda key: (route.rank_of[key], key))
+    return tuple(at for _, at in sorted((key, at) for at, key in enumerate(order)))

@@ -1,0 +1,325 @@
+// Rows on their way to the ranks of their keys, and back: each key of a row, an entry, is a row more on the rank that has the key.
+// Assumes keys on the device, as many as there are rows times keys a row. Decides where rows go by the law of the routing: places of
+// a rank are sorted by key, then source rank, then entry; so a source's rows with one key are a segment of their own, which begins
+// behind what all ranks have of lesser keys of that rank and what lesser ranks have of this key. Segments of sums of counts are
+// disjoint, and together without a gap. What comes before and after is printed from the Plan. Nothing here waits for another rank or
+// lane, or tells it. Every lane counts all keys of its rank for itself: that takes less time than lanes to tell each other.
+#pragma once
+
+#include "commdsl/calls.cuh"
+#include "commdsl/elements.cuh"
+#ifdef __CUDACC__
+#include "commdsl/runs.cuh"
+#else
+#include "commdsl/host_runs.hpp"
+#endif
+
+namespace commdsl {
+
+constexpr u32 kChunk = 512;             // entries whose places are found before their rows are moved
+constexpr u32 kNowhere = 0xffffffffu;  // the place of an entry that is dropped
+
+template <class Plan>
+constexpr u32 kKeysARank = static_cast<u32>(Plan::kKeys / Plan::kNumRanks);
+
+// Whether there is such a key; the one behind the last drops a row, and is none.
+template <class Plan>
+COMMDSL_FN bool is_kept(i32 key) {
+  return static_cast<u32>(key) < static_cast<u32>(Plan::kKeys);
+}
+
+// Where the stretch of a lane begins, of `count` that all lanes share.
+template <class Plan>
+COMMDSL_FN u64 begin_of(const Call<Plan>& here, u64 count, i32 lane) {
+  return count * static_cast<u64>(lane) / static_cast<u64>(here.args.active_lanes);
+}
+
+template <class Plan>
+COMMDSL_FN u64 num_entries(const Call<Plan>& here) {
+  return here.args.num_rows * here.args.keys_a_row;
+}
+
+template <class Plan>
+COMMDSL_FN i32 key_of(const Call<Plan>& here, u64 entry) {
+  return reinterpret_cast<const i32*>(here.args.keys)[entry];
+}
+
+// --- there ---------------------------------------------------------------------------------------------------------------
+
+// What a lane knows of keys and peers. Keys are numbered by their position: all of rank 0, then all of rank 1, and so on. Shared by
+// the threads of a lane.
+template <class Plan>
+struct Keyed {
+  u64 output[Plan::kNumRanks][Plan::kNumRows];  // addresses of results
+  u64 room[Plan::kNumRanks];
+  i32 lanes[Plan::kNumRanks];
+  u64 sent[Plan::kNumRanks];  // rows, by this lane
+  u32 own[Plan::kKeys];       // entries of this rank
+  u32 next[Plan::kKeys];      // entries of the lanes before; then the place of this lane's next row
+  u32 total[Plan::kKeys];     // entries of all ranks
+  u32 summed[Plan::kKeys];
+  u32 end[Plan::kKeys];       // where this rank's segment ends
+  u32 arrives[Plan::kKeys];   // of the rank's own keys: by key, then source rank
+  u32 place[kChunk], position[kChunk];
+
+  COMMDSL_FN u64 told(const Call<Plan>& here, i32 word) const {
+    const auto& args = here.args;
+    if (word == 0) return static_cast<u64>(args.active_lanes);
+    if (word == 1) return args.room;
+    if (word < 2 + Plan::kNumRows) return args.outputs[word - 2] - args.heap[args.rank];
+    return own[word - 2 - Plan::kNumRows];
+  }
+  COMMDSL_FN void learn(const Call<Plan>& here, i32 peer, i32 word, u64 value) {
+    if (word == 0) {
+      lanes[peer] = static_cast<i32>(value);
+    } else if (word == 1) {
+      room[peer] = value;
+    } else if (word < 2 + Plan::kNumRows) {
+      output[peer][word - 2] = here.args.heap[peer] + value;
+    } else {
+      count(here, peer, static_cast<u32>(word - 2 - Plan::kNumRows), static_cast<u32>(value));
+    }
+  }
+  COMMDSL_FN void count(const Call<Plan>& here, i32 peer, u32 at, u32 entries) {
+    const i32 rank = here.args.rank;
+    add_shared(&total[at], entries);
+    if (peer < rank) {
+      add_shared(&next[at], entries);
+      add_shared(&end[at], entries);
+    }
+    const u32 local = at - static_cast<u32>(rank) * kKeysARank<Plan>;
+    if (local < kKeysARank<Plan>) arrives[local * Plan::kNumRanks + peer] = entries;
+  }
+  COMMDSL_FN u64 expected(const Call<Plan>&, i32 peer) const {
+    u64 rows = 0;
+    for (u32 local = 0; local < kKeysARank<Plan>; ++local) rows += arrives[local * Plan::kNumRanks + peer];
+    return rows;
+  }
+};
+
+template <class Plan>
+COMMDSL_FN bool begin(const Call<Plan>&) {
+  return true;
+}
+
+// What the rank knows of itself, but for its counts.
+template <class Plan>
+COMMDSL_FN void prepare(const Call<Plan>& here, Keyed<Plan>& keyed) {
+  const i32 rank = here.args.rank;
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) keyed.sent[at] = 0;
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRows); at += num_threads()) {
+    keyed.output[rank][at] = here.args.outputs[at];
+  }
+  if (thread() == 0) {
+    keyed.room[rank] = here.args.room;
+    keyed.lanes[rank] = here.args.active_lanes;
+  }
+  block_barrier();
+}
+
+// The position of an entry's key; kNowhere if it is dropped.
+template <class Plan>
+COMMDSL_FN u32 position_of(const Call<Plan>& here, u64 entry) {
+  const i32 key = key_of(here, entry);
+  return is_kept<Plan>(key) ? Plan::position(static_cast<u32>(key)) : kNowhere;
+}
+
+// How many entries of the rank there are by key, and how many of them before the lane's own stretch.
+template <class Plan>
+COMMDSL_FN void count(const Call<Plan>& here, Keyed<Plan>& keyed) {
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kKeys); at += num_threads()) {
+    keyed.own[at] = keyed.next[at] = keyed.total[at] = 0;
+  }
+  block_barrier();
+  const u64 entries = num_entries(here), own = begin_of(here, entries, here.lane);
+  for (u64 from = u64{warp()} * kWarp; from < entries; from += u64{num_warps()} * kWarp) {
+    const u64 entry = from + thread_of_warp();
+    const u32 position = entry < entries ? position_of(here, entry) : kNowhere;
+    const u32 earlier = entry < own ? 1 : 0;
+    const Equals equals = among_equals(position == kNowhere ? kNowhere : 2 * position + earlier);
+    if (position != kNowhere && equals.before == 0) {
+      add_shared(&keyed.own[position], equals.count);
+      if (earlier) add_shared(&keyed.next[position], equals.count);
+    }
+    if (here.lane == 0 && entry < entries && position == kNowhere && key_of(here, entry) != Plan::kKeys) {
+      const u64 row = entry / here.args.keys_a_row, key = entry % here.args.keys_a_row;
+      give_up(here, kBadKey, static_cast<i32>(row), static_cast<i32>(key), Plan::kKeys, static_cast<u32>(key_of(here, entry)));
+    }
+  }
+  block_barrier();
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kKeys); at += num_threads()) {
+    keyed.end[at] = keyed.own[at];
+    keyed.count(here, here.args.rank, at, keyed.own[at]);
+  }
+  block_barrier();
+}
+
+// For each position the entries of all ranks up to it, among the keys of its rank.
+template <class Plan>
+COMMDSL_FN const u32* sums(Keyed<Plan>& keyed) {
+  u32 *from = keyed.total, *to = keyed.summed;
+  for (u32 step = 1; step < kKeysARank<Plan>; step *= 2) {
+    for (u32 at = thread(); at < static_cast<u32>(Plan::kKeys); at += num_threads()) {
+      to[at] = from[at] + (at % kKeysARank<Plan> >= step ? from[at - step] : 0);
+    }
+    block_barrier();
+    u32* const other = from;
+    from = to;
+    to = other;
+  }
+  return from;
+}
+
+// From counts to places. The first lane reports a rank that has no room for what comes, on all ranks alike, and writes down what
+// comes to its own.
+template <class Plan>
+COMMDSL_FN void place(const Call<Plan>& here, Keyed<Plan>& keyed) {
+  const u32* up_to = sums(keyed);
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kKeys); at += num_threads()) {
+    const u32 before = at % kKeysARank<Plan> == 0 ? 0 : up_to[at - 1];
+    keyed.next[at] += before;
+    keyed.end[at] += before;
+  }
+  if (here.lane == 0) {
+    i32* counts = reinterpret_cast<i32*>(here.args.counts);
+    for (u32 at = thread(); at < static_cast<u32>(Plan::kKeys); at += num_threads()) {
+      counts[at] = static_cast<i32>(keyed.arrives[at]);
+    }
+    for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
+      const u64 rows = up_to[(at + 1) * kKeysARank<Plan> - 1];
+      if (rows > keyed.room[at]) give_up(here, kNoRoom, 0, static_cast<i32>(at), keyed.room[at], rows);
+    }
+  }
+  block_barrier();
+}
+
+// The places of `count` entries from `first` on, by one warp: entries with one key stand in their order.
+template <class Plan>
+COMMDSL_FN void find_places(const Call<Plan>& here, Keyed<Plan>& keyed, u64 first, u32 count) {
+  for (u32 from = 0; from < count; from += kWarp) {
+    const u32 at = from + thread_of_warp();
+    const u32 position = at < count ? position_of(here, first + at) : kNowhere;
+    const Equals equals = among_equals(position);
+    const u32 place = position == kNowhere ? 0 : keyed.next[position] + equals.before;
+    warp_barrier();
+    if (position != kNowhere && equals.before + 1 == equals.count) keyed.next[position] = place + 1;
+    warp_barrier();
+    if (at < count) {
+      keyed.place[at] = place;
+      keyed.position[at] = position;
+    }
+  }
+}
+
+// The row of one entry, and where it comes from.
+template <class Plan>
+COMMDSL_FN void move(const Call<Plan>& here, Keyed<Plan>& keyed, u64 entry, u32 position, u32 place) {
+  const auto& args = here.args;
+  const i32 to = static_cast<i32>(position / kKeysARank<Plan>);
+  if (place >= keyed.room[to]) return;  // reported already
+  if constexpr (Plan::kChecks) {
+    if (place >= keyed.end[position]) {
+      give_up(here, kBadCount, 0, to, keyed.end[position], place);
+      return;
+    }
+    if (thread_of_warp() == 0) add_shared(&keyed.sent[to], u64{1});
+  }
+  constexpr i32 kTensors = Plan::kNumRows - 1;
+  const u64 row = entry / args.keys_a_row;
+  for (i32 tensor = 0; tensor < kTensors; ++tensor) {
+    const u64 width = args.row_bytes[tensor];
+    copy_run(reinterpret_cast<char*>(keyed.output[to][tensor] + place * width),
+             reinterpret_cast<const char*>(args.inputs[tensor] + row * width), width);
+  }
+  if (thread_of_warp() == 0) {
+    reinterpret_cast<u64*>(keyed.output[to][kTensors])[place] = static_cast<u64>(args.rank) << 32 | entry;
+  }
+}
+
+template <class Plan>
+COMMDSL_FN void push_by_key(const Call<Plan>& here, Keyed<Plan>& keyed) {
+  place(here, keyed);
+  const u64 entries = num_entries(here), last = begin_of(here, entries, here.lane + 1);
+  for (u64 first = begin_of(here, entries, here.lane); first < last; first += kChunk) {
+    const u32 count = static_cast<u32>(last - first < kChunk ? last - first : kChunk);
+    if (warp() == 0) find_places(here, keyed, first, count);
+    block_barrier();
+    for (u32 at = warp(); at < count; at += num_warps()) {
+      if (keyed.position[at] != kNowhere) move(here, keyed, first + at, keyed.position[at], keyed.place[at]);
+    }
+    block_barrier();
+  }
+}
+
+// --- back ----------------------------------------------------------------------------------------------------------------
+
+// What a lane knows on the way back. Shared by its threads.
+template <class Plan>
+struct Returning {
+  i32 lanes[Plan::kNumRanks];
+  u64 sent[Plan::kNumRanks];  // rows, by this lane
+  u64 total;                  // rows that the rank has received
+
+  COMMDSL_FN u64 told(const Call<Plan>& here, i32) const { return static_cast<u64>(here.args.active_lanes); }
+  COMMDSL_FN void learn(const Call<Plan>&, i32 peer, i32, u64 value) { lanes[peer] = static_cast<i32>(value); }
+  COMMDSL_FN u64 expected(const Call<Plan>& here, i32 peer) const {
+    u64 rows = 0;
+    for (u64 entry = 0; entry < num_entries(here); ++entry) {
+      const i32 key = key_of(here, entry);
+      if (is_kept<Plan>(key) && Plan::position(static_cast<u32>(key)) / kKeysARank<Plan> == static_cast<u32>(peer)) ++rows;
+    }
+    return rows;
+  }
+};
+
+template <class Plan>
+COMMDSL_FN void prepare(const Call<Plan>& here, Returning<Plan>& known) {
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) known.sent[at] = 0;
+  if (thread() == 0) {
+    known.total = 0;
+    known.lanes[here.args.rank] = here.args.active_lanes;
+  }
+  block_barrier();
+}
+
+// Each row that was received, or what became of it, to the place on its source that waits for it.
+template <class Plan>
+COMMDSL_FN void push_back(const Call<Plan>& here, Returning<Plan>& known) {
+  const auto& args = here.args;
+  const i32* counts = reinterpret_cast<const i32*>(args.counts);
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kKeys); at += num_threads()) {
+    add_shared(&known.total, static_cast<u64>(counts[at]));
+  }
+  block_barrier();
+  const u64 rows = known.total < args.given_rows ? known.total : args.given_rows, width = args.row_bytes;
+  const u64 last = begin_of(here, rows, here.lane + 1);
+  for (u64 at = begin_of(here, rows, here.lane) + warp(); at < last; at += num_warps()) {
+    const u64 origin = reinterpret_cast<const u64*>(args.origins)[at];
+    const u64 source = origin >> 32, entry = origin & 0xffffffffu;
+    if (source >= static_cast<u64>(Plan::kNumRanks) || entry >= args.waiting_rows) {
+      give_up(here, kBadOrigin, static_cast<i32>(at), static_cast<i32>(source), args.waiting_rows, entry);
+      continue;
+    }
+    if constexpr (Plan::kChecks) {
+      if (thread_of_warp() == 0) add_shared(&known.sent[source], u64{1});
+    }
+    copy_run(reinterpret_cast<char*>(args.heap[source] + args.waiting + entry * width),
+             reinterpret_cast<const char*>(args.given + at * width), width);
+  }
+}
+
+// Rows that came back, times their weights, added up in the order of their keys, rounded once.
+template <class Plan>
+COMMDSL_FN void finish_by_weight(const Call<Plan>& here) {
+  const auto& args = here.args;
+  const u64 width = args.row_bytes, keys = args.keys_a_row, step = static_cast<u64>(args.active_lanes) * num_warps();
+  const char* waiting = reinterpret_cast<const char*>(args.heap[args.rank] + args.waiting);
+  for (u64 row = static_cast<u64>(here.lane) * num_warps() + warp(); row < args.num_rows; row += step) {
+    weigh_run<typename Plan::Element>(reinterpret_cast<char*>(args.output + row * width), waiting + row * keys * width, width,
+                                      reinterpret_cast<const float*>(args.weights) + row * keys,
+                                      reinterpret_cast<const i32*>(args.keys) + row * keys, static_cast<u32>(keys),
+                                      static_cast<u32>(Plan::kKeys));
+  }
+}
+
+}  // namespace commdsl
