@@ -111,6 +111,7 @@ class FakeGpu:
         self.built: list[tuple[Transport, str]] = []
         self.transport = "peer"
         self.nodes: tuple[int, ...] = ()
+        self.nodes_of: dict[int, tuple[int, ...]] = {}  # by rank, in place of those of all
         self.context = CONTEXT
         self.launches: list[Launch] = []
         self.commands: list[Command] = []
@@ -195,7 +196,8 @@ class FakeGpu:
 
     def _communicator(self, name: str, member: Any, _: torch.device) -> device.DeviceCommunicator:
         """A tensor of the processor leads to the GPU; what waits there waits for two seconds."""
-        config = replace(from_environment(), transport=self.transport, nodes=self.nodes, timeout=2.0)
+        nodes = self.nodes_of.get(member.bootstrap.rank, self.nodes)
+        config = replace(from_environment(), transport=self.transport, nodes=nodes, timeout=2.0)
         return device.DeviceCommunicator(name, member.bootstrap, config, torch.device("cuda", 0))
 
     def _build(self, emitted: Emitted, defines: Any, config: Config, arch: str) -> Path:

@@ -90,6 +90,19 @@ def test_calls(gpu: FakeGpu, transport: str, nodes: tuple[int, ...]) -> None:
     assert len(gpu.initialised_modules) == (RANKS if used is Transport.NVSHMEM else 0)
 
 
+def test_ranks_that_do_not_agree_who_is_far(gpu: FakeGpu) -> None:
+    """One rank's peer is near to it and that rank far from its peer: both say so instead of waiting for each other."""
+    gpu.nodes_of = {0: (0, 0), 1: (0, 1)}
+
+    def body(rank: Rank) -> None:
+        with pytest.raises(
+            GroupError, match=r"ranks . and . of group `.*` reach each other by `.*` and `.*`: COMMDSL_"
+        ):
+            rank.call()
+
+    run(gpu, body)
+
+
 def test_nodes_of_another_number_of_ranks(gpu: FakeGpu) -> None:
     """COMMDSL_NODES that speaks of more ranks than the group has is refused when the group is set up."""
     gpu.nodes = (0, 0, 1)

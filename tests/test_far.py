@@ -81,6 +81,13 @@ def test_chunks_are_silent(name: str) -> None:
     chunks(path, [Options(nodes=FAR_PLANS[split], sanitize=True) for split in ("all far", "two nodes")])
 
 
+@pytest.mark.parametrize("name", SOME[:2])
+def test_chunks_of_processes(name: str) -> None:
+    """Ranks that are processes see marks on addresses of their own."""
+    (path,) = (path for path in shipped() if path.stem == name)
+    chunks(path, [Options(nodes=FAR_PLANS[split], mode="processes") for split in ("all far", "two nodes")])
+
+
 def far(num_ranks: int) -> Plan:
     return launched(num_ranks, transport=Transport.NVSHMEM)
 

@@ -59,6 +59,18 @@ class Communicator(ABC):
         timeout = self.config.timeout * patience
         return exchange(self.bootstrap, f"{self._generation}/{key}", value, timeout)
 
+    def members(self, key: str, *facts: str) -> list[list[str]]:
+        """What every rank says of itself. Collective: refuses ranks that do not agree on who is near and who is far."""
+        mine = [f"{self.transport.value} {self.nodes}", *facts]
+        everyone = [value.decode().split("\n") for value in self.exchange(key, "\n".join(mine).encode())]
+        for rank, (nodes, *_) in enumerate(everyone):
+            if nodes != mine[0]:
+                raise GroupError(
+                    f"ranks {rank} and {self.rank} of group `{self.name}` reach each other by `{nodes}` and "
+                    f"`{mine[0]}`: COMMDSL_TRANSPORT and COMMDSL_NODES are the same on all ranks"
+                )
+        return [theirs for _, *theirs in everyone]
+
     def workspace(self, plan: Plan, key: str, *, room: int = 0, explain: Explain | None = None) -> Workspace:
         """The workspace of a Plan under `key`, with `room` bytes behind what the Plan itself has; the first call for a
         key is collective. `explain` says what a report means that is no time-out.

@@ -53,9 +53,7 @@ class DeviceCommunicator(Communicator):
         self.order: StreamOrder = StreamOrder(torch, _capture_id)
 
     def _check_members(self, uuid: str) -> None:
-        members = [
-            value.decode().split("\n") for value in self.exchange("device", f"{socket.gethostname()}\n{uuid}".encode())
-        ]
+        members = self.members("device", socket.gethostname(), uuid)
         if len({host for host, _ in members}) > 1:
             raise GroupError(f"group `{self.name}` spans several machines; commdsl runs on the GPUs of one")
         if len({device for _, device in members}) < self.size:

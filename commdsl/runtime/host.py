@@ -35,7 +35,7 @@ class HostCommunicator(Communicator):
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="commdsl", initializer=self._name_worker)
         self._worker = 0
         self._last: Future[Any] | None = None
-        hosts = sorted(set(self.exchange("host", socket.gethostname().encode())))
+        hosts = {host for (host,) in self.members("host", socket.gethostname())}
         if len(hosts) > 1:
             raise GroupError(f"CPU ranks share memory, so they run on one machine; group `{name}` has {len(hosts)}")
 

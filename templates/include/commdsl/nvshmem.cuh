@@ -1,6 +1,7 @@
 // Ranks that are far, reached by puts, signals and reads of NVSHMEM's device library. See transport.cuh for what each is for.
 // Assumes symmetric memory laid out alike on all ranks: NVSHMEM names a peer's memory by the address of one's own. Ranks of the plan
-// are NVSHMEM's own numbers (PEs). Lanes are blocks: a tile is put by one.
+// are NVSHMEM's own numbers (PEs). Lanes are blocks: a tile is put by one. What is put may lie in the caller's memory: that serves
+// within a machine, which is all that groups span; a network card takes memory that NVSHMEM was told of.
 #pragma once
 
 extern "C" {
