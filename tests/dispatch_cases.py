@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dispatch_checks import Player, Rows
-from dispatch_plans import Case, Draw, cases, limits, varied
+from dispatch_plans import Case, cases, limits
 
 from commdsl import dispatch
 from commdsl.ir.routes import Mask, Sharing
+from commdsl.planner.chance import Draw, varied
 
 PUTS = ("rows", "packed")
 CHECKS = (Player.forward, Player.reverse, Player.one_tensor, Player.gradients)

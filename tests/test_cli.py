@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from commdsl import compiler
-from commdsl.build import host, host_run
+from commdsl.build import host, host_rows, host_run
 from commdsl.commands import new, output
 from commdsl.commands.arguments import UsageError, parse_bytes, parse_param, parse_ranks
 from commdsl.commands.cli import run_command
@@ -563,6 +563,111 @@ def test_run_fault_of_ours(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> 
     assert "a bug in commdsl" in capsys.readouterr().err
 
 
+PLANNED = """plan pair for 2 ranks { rank 0 { doc 5 -> [0 1] }   rank 1 { doc 3 -> 0 } }
+dispatch move for P ranks {
+  rows x[T]
+  route home[S, C] for x
+  place home by (source rank, shard)
+  back x by sum
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([QKV, "--ranks", "3", "--json"], {"dispatch": "qkv", "ranks": 3}),
+        ([QKV, "--ranks", "2", "--tune", "put=packed", "--processes"], {"dispatch": "qkv", "ranks": 2}),
+        ([QKV, "--plan", SPANNING, "--dtype", "bfloat16"], {"dispatch": "qkv", "plan": "spanning", "ranks": 4}),
+        ([SPANNING, "--bytes", "12"], {"plan": "spanning", "dispatch": "qkv", "ranks": 4}),
+        (["schedules/dispatch/copies.comm"], {"plan": "copies", "dispatch": "rows", "ranks": 4}),
+        (["schedules/dispatch/rows.comm", "--ranks", "1", "--dtype", "float16"], {"dispatch": "rows", "ranks": 1}),
+        ([SPANNING, "--on", "h200_1x8"], {"plan": "spanning", "topology": "h200_1x8"}),
+    ],
+)
+def test_run_rows(words: list[str], said: dict[str, object], capsys: Capture) -> None:
+    """A dispatch runs there and back, by random tables or a plan; a plan by the dispatch that moves its rows."""
+    assert run_command(["run", *words, *(() if "--json" in words else ("--json",))]) == 0
+    (done,) = json.loads(capsys.readouterr().out)["runs"]
+
+    assert said.items() <= done.items()
+    assert done["proved"]
+    assert done["kernel"]["ran"] is True
+    assert done["kernel"]["right"] is True
+    assert done["kernel"]["compared_bytes"] > 0
+    assert done["cost"]["least_seconds"] >= 0
+
+
+def test_run_rows_in_words(capsys: Capture) -> None:
+    """The report of a dispatch has what that of a schedule has: what was proved, what ran, what it costs."""
+    assert run_command(["run", SPANNING]) == 0
+    text = capsys.readouterr().out
+
+    assert "proved for 4 ranks on switch" in text
+    assert "✓ the routes of a dispatch plan lose nothing" in text
+    assert "rows of 64 B of float32, there and back by `spanning`, `qkv` with put rows" in text
+    assert "bytes equal to the simulation, bit for bit" in text
+    assert "B over switch, the most of any" in text
+
+
+def test_run_sanitized_rows(capsys: Capture) -> None:
+    """--sanitize watches rows, too."""
+    assert run_command(["run", QKV, "--ranks", "2", "--sanitize"]) == 0
+    assert "no race seen by ThreadSanitizer" in capsys.readouterr().out
+
+
+def test_run_a_plan_and_its_dispatch(tmp_path: Path, capsys: Capture) -> None:
+    """A dispatch runs by the plan of its own file, on its ranks; and a plan of it by the dispatch beside it."""
+    path = tmp_path / "pair.comm"
+    path.write_text(PLANNED)
+    assert run_command(["run", str(path), "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [(run["plan"], run["dispatch"], run["ranks"]) for run in runs] == [("pair", "move", 2)] * 2
+    assert run_command(["run", str(path), "--schedule", "move", "--ranks", "3", "--json"]) == 0
+    (alone,) = json.loads(capsys.readouterr().out)["runs"]
+    assert "plan" not in alone
+    assert len(alone["tables"]) > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([QKV, "--dtype", "int32"], "added up in one of float32"),
+        ([QKV, "--op", "max"], "--op max is for schedules"),
+        ([QKV, "--bytes", "6"], "an even number of whole elements of float32"),
+        ([QKV, "--bytes", "0"], "an even number"),
+        ([QKV, "--svg", "no.svg"], "--svg draws schedules"),
+        ([QKV, "--plan", "schedules/dispatch/copies.comm"], "the plan sends some to several"),
+        ([QKV, "--plan", SPANNING, "--ranks", "2"], "the plan is for 4 ranks, not for 2"),
+        ([QKV, "--plan", "nowhere.comm"], "no such file: nowhere.comm"),
+        ([RING, "--plan", SPANNING], "none is run"),
+        ([SPANNING, "--ranks", "2"], "leave --ranks out"),
+    ],
+)
+def test_run_rows_refused(words: list[str], said: str, capsys: Capture) -> None:
+    """What rows have not is refused by name."""
+    assert run_command(["run", *words]) == 2
+    out, err = capsys.readouterr()
+
+    assert out == ""
+    assert said in err
+
+
+def test_run_wrong_rows(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Rows that differ from the simulation's exit 3 and say where."""
+    real = host_rows.run_calls
+
+    def wrong(*args: object, **options: object) -> host_rows.Results:
+        found = real(*args, **options)
+        found[1][2][0][7, 3] ^= 1
+        return found
+
+    monkeypatch.setattr(host_rows, "run_calls", wrong)
+    assert run_command(["run", SPANNING]) == 3
+    said = "`v` on rank 0, back by `spanning`, differs from the simulation in 1 rows, first in row 7"
+    assert said in capsys.readouterr().out
+
+
 def test_run_without_compiler(tmp_path: Path) -> None:
     """With no C++ compiler in PATH the interpreter runs, and one line says so; doctor says what to install."""
     environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -588,6 +693,10 @@ def test_interpreter_alone(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> 
     assert run_command(["run", RING, "--ranks", "3", "--bytes", "1000"]) == 0
     assert "the interpreter alone, not the emitted kernel" in capsys.readouterr().out
     assert run_command(["run", RING, "--ranks", "3", "--sanitize"]) == 2
+    capsys.readouterr()
+    assert run_command(["run", QKV, "--ranks", "2"]) == 0
+    assert "the simulation alone, not the emitted kernel" in capsys.readouterr().out
+    assert run_command(["run", QKV, "--ranks", "2", "--sanitize"]) == 2
 
 
 def test_svg(tmp_path: Path) -> None:

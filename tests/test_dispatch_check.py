@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dispatch_plans import Case, Draw, cases, limits, random_plan
+from dispatch_plans import Case, cases, limits
 from host_dispatch import Damaged, chained, launched, program
 from test_dispatch_kernel import back, drawn, same, there
 
@@ -22,6 +22,7 @@ from commdsl.build.host_ranks import RowsError, Running
 from commdsl.build.host_rows import run_calls
 from commdsl.dispatch.route import Way
 from commdsl.ir.routes import Sharing
+from commdsl.planner.chance import Draw, random_plan
 from commdsl.program.tiles import HEAD_WORDS, table
 from commdsl.program.timeouts import CommTimeout
 

@@ -17,10 +17,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from dispatch_plans import Case, cases, varied  # noqa: E402 - after the check for torch
+from dispatch_plans import Case, cases  # noqa: E402 - after the check for torch
 
 from commdsl import dispatch  # noqa: E402 - after the check for torch
 from commdsl.dispatch import AttentionLayout, Metadata, MetadataError, QKVMetadata  # noqa: E402 - as above
+from commdsl.planner.chance import varied  # noqa: E402 - after the check for torch
 
 PARTS = ("fwd_q", "rev_q", "fwd_k", "rev_k", "attention")
 

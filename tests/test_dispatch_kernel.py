@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dispatch_plans import Draw, random_plan, varied
 from host_dispatch import chained, launched, program
 from numpy.typing import NDArray
 
@@ -20,6 +19,7 @@ from commdsl.checks import check_routed
 from commdsl.ir.plans import DispatchPlan, routing
 from commdsl.ir.routes import Mask, Sharing
 from commdsl.language.diagnostics import InternalError
+from commdsl.planner.chance import Draw, random_plan, varied
 from commdsl.program.phases import Actor
 from commdsl.program.plan import Phase, Plan
 from commdsl.program.tiles import COPY, FINISH_WORDS, SUM, ZERO, Flow, Table, table

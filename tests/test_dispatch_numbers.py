@@ -17,12 +17,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from dispatch_plans import Case, Draw, cases, random_plan, varied  # noqa: E402 - after the check for torch
+from dispatch_plans import Case, cases  # noqa: E402 - after the check for torch
 
 from commdsl import dispatch  # noqa: E402 - after the check for torch
 from commdsl.dispatch import Metadata, MetadataError  # noqa: E402 - after the check for torch
 from commdsl.ir.plans import DispatchPlan  # noqa: E402 - after the check for torch
 from commdsl.ir.routes import Mask, Sharing, needs  # noqa: E402 - after the check for torch
+from commdsl.planner.chance import Draw, random_plan, varied  # noqa: E402 - after the check for torch
 
 HIDDEN = 3
 

@@ -22,10 +22,11 @@ sys.path.insert(0, str(ROOT))
 import dispatch_cases  # noqa: E402 - after the check for torch
 import gloo_ranks  # noqa: E402 - after the check for torch
 from dispatch_checks import Player, Rows  # noqa: E402 - after the check for torch
-from dispatch_plans import cases, random_plan, routed, simulated, varied  # noqa: E402 - after the check for torch
+from dispatch_plans import cases, routed, simulated  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - after the check for torch
 from commdsl import dispatch  # noqa: E402 - after the check for torch
+from commdsl.planner.chance import random_plan, varied  # noqa: E402 - after the check for torch
 
 Move: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 EXAMPLE = ROOT / "commdsl" / "dispatch" / "README.md"

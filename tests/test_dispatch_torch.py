@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from dispatch_plans import Case, Draw, cases, limits, random_plan, varied  # noqa: E402 - after the check for torch
+from dispatch_plans import Case, cases, limits  # noqa: E402 - after the check for torch
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - after the check for torch
@@ -23,6 +23,7 @@ from commdsl import compiler, dispatch  # noqa: E402 - after the check for torch
 from commdsl.dispatch.pool import Pool, row_bytes  # noqa: E402 - after the check for torch
 from commdsl.dispatch.route import Way  # noqa: E402 - after the check for torch
 from commdsl.ir.routes import Mask, Sharing  # noqa: E402 - after the check for torch
+from commdsl.planner.chance import Draw, random_plan, varied  # noqa: E402 - after the check for torch
 from commdsl.program.tiles import most_words  # noqa: E402 - after the check for torch
 from commdsl.runtime.errors import GroupError, TensorError  # noqa: E402 - after the check for torch
 

@@ -9,6 +9,7 @@ Assumes `cli` has parsed the arguments. Does not know click; a command is a func
     summary       what came of them -> lines, JSON
     check, run, show, plan, compile, fmt, explain, tune, choice, doctor, new   a command each
     dumps, plan_view   what `show` shows
-    trial, report   what `run` runs and says
+    trial, trial_rows   what `run` runs: schedules, rows
+    tables, report   by which plan, and what is said of it
     products      what `compile` writes
 """

@@ -134,27 +134,30 @@ def compile(words: Words, out: Path | None, only_check: bool, as_json: bool, **c
 @app.command()
 @words
 @where
-@click.option("--bytes", "size", default="1MB", show_default=True, metavar="SIZE", help="The largest buffer of a rank.")
+@click.option("--bytes", "size", metavar="SIZE", help="The largest buffer of a rank (1MB unless said), or a row (64).")
 @click.option("--dtype", default="float32", show_default=True, help="float32, bfloat16, int32, ...")
-@click.option("--op", default="sum", show_default=True, help="sum, max, min, prod or avg.")
+@click.option("--op", help="sum (unless said), max, min, prod or avg; a dispatch adds up.")
 @click.option("--sanitize", is_flag=True, help="Under ThreadSanitizer.")
 @click.option("--processes", is_flag=True, help="One process per rank instead of threads.")
+@click.option(
+    "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Where the rows of a dispatch go."
+)
 @click.option(
     "--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw the machine, its busiest links and the steps."
 )
 @as_json
-def run(words: Words, svg: Path | None, as_json: bool, **chosen: Any) -> None:
-    """Prove a file, run its emitted kernel on host ranks beside the oracle, and print cost and timeline."""
+def run(words: Words, svg: Path | None, plan_file: Path | None, as_json: bool, **chosen: Any) -> None:
+    """Prove a file, run its emitted kernels on host ranks beside the oracle, and print cost and timeline."""
     from commdsl.commands.run import run
     from commdsl.commands.trial import Settings
 
     file, params = file_and_params(words)
     if chosen["sanitize"] and chosen["processes"]:
         raise UsageError("ThreadSanitizer sees one process only: --sanitize or --processes, not both")
-    size = arguments.parse_bytes(chosen["size"])
+    size = None if chosen["size"] is None else arguments.parse_bytes(chosen["size"])
     settings = Settings(size, chosen["dtype"], chosen["op"], chosen["sanitize"], chosen["processes"])
     wanted = target(chosen["ranks"], chosen["on"], params, chosen["tune"])
-    leave(run(file, wanted, chosen["schedule"], settings, svg=svg, as_json=as_json))
+    leave(run(file, wanted, chosen["schedule"], settings, plan=plan_file, svg=svg, as_json=as_json))
 
 
 @app.command()

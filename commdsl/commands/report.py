@@ -1,21 +1,27 @@
-"""Turns a proved schedule into what a person wants to know of it: the laws that hold, and what it costs.
+"""Turns what was proved into what a person wants to know of it: the laws that hold, and what it costs.
 
-Assumes a checked schedule. Does not run it.
+Assumes a checked declaration. Does not run it.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import assert_never
+
+import numpy as np
 
 from commdsl import checks
 from commdsl.checks.cycles import broken_cycles
 from commdsl.checks.roles import broken_roles
 from commdsl.commands.output import bytes_text, count, style
-from commdsl.compiler import CheckedSchedule
+from commdsl.commands.trial_rows import RowTrial
+from commdsl.compiler import Checked, CheckedDispatch, CheckedPlan, CheckedSchedule
 from commdsl.cost.report import PairLoad, Report
-from commdsl.ir.schedules import Schedule
+from commdsl.language.records import dataclass
+from commdsl.machine.topology import Topology
+from commdsl.planner.balance import LinkLoad, byte_links
 
 PLAN_LAWS = (
     "every hazard within and across calls is ordered, no rank waits for ever, no flag is idle",
@@ -23,24 +29,44 @@ PLAN_LAWS = (
 )
 
 
-def laws(schedule: Schedule) -> Iterator[str]:
+ROUTED_LAWS = (
+    "whatever the tables say, every hazard within and across calls is ordered, no rank waits for ever, no wait is idle",
+)
+
+
+def laws(checked: Checked) -> tuple[str, ...]:
     """What each check proved, in the words its module opens with; not of cycles and roles where there are none."""
-    seen: dict[str, None] = {}
-    for rule in (rule for group in checks.RULES for rule in group):
-        if (rule is broken_cycles and not schedule.cycles) or (rule is broken_roles and not schedule.roles):
-            continue
-        head = (sys.modules[rule.__module__].__doc__ or "").split("\n")[0]
-        seen[re.sub(r"^C\d{3}[^:]*: ", "", head).rstrip(".")] = None
-    yield from seen
-    yield from PLAN_LAWS
+    match checked:
+        case CheckedSchedule(schedule=schedule):
+            left_out = [*(() if schedule.cycles else [broken_cycles]), *(() if schedule.roles else [broken_roles])]
+            rules = [rule for group in checks.RULES for rule in group if rule not in left_out]
+            return (*_heads(rule.__module__ for rule in rules), *PLAN_LAWS)
+        case CheckedDispatch():
+            return ROUTED_LAWS
+        case CheckedPlan():
+            groups = (*checks.DISPATCH_PLAN_RULES, *checks.ROUTING_RULES)
+            return _heads(rule.__module__ for group in groups for rule in group)
+        case _:
+            assert_never(checked)
 
 
-def proof_lines(checked: CheckedSchedule) -> Iterator[str]:
+def _heads(modules: Iterable[str]) -> tuple[str, ...]:
+    """The first line of each rule's module, without its codes, once."""
+    heads = ((sys.modules[module].__doc__ or "").split("\n")[0] for module in modules)
+    return tuple(dict.fromkeys(re.sub(r"^C\d{3}[^:]*: ", "", head).rstrip(".") for head in heads))
+
+
+def proof_lines(checked: Checked) -> Iterator[str]:
     """A tick per law, under the number of ranks for which it was proved."""
-    schedule = checked.schedule
-    params = "".join(f", {name} = {value}" for name, value in schedule.params)
-    yield style(f"proved for {schedule.num_ranks} ranks on {schedule.topology.name}{params}", "strong")
-    for law in laws(schedule):
+    match checked:
+        case CheckedSchedule(schedule=of) | CheckedDispatch(dispatch=of):
+            params = "".join(f", {name} = {value}" for name, value in of.params)
+            yield style(f"proved for {of.num_ranks} ranks on {of.topology.name}{params}", "strong")
+        case CheckedPlan(plan=plan):
+            yield style(f"`{plan.name}` proved for {plan.num_ranks} ranks", "strong")
+        case _:
+            assert_never(checked)
+    for law in laws(checked):
         yield f"  {style('✓', 'good')} {law}"
 
 
@@ -93,4 +119,58 @@ def report_json(report: Report) -> dict[str, object]:
         "block_bytes": report.block_bytes,
         "ratio": report.ratio,
         "same_bits": report.same_bits,
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class RowCost:
+    """What the way there costs that sends the most bytes to other ranks; the way back carries the same rows."""
+
+    topology: Topology
+    table: str
+    bytes: int  # to other ranks
+    links: tuple[LinkLoad, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The least: that of the busiest port or pair."""
+        return max((link.seconds for link in self.links), default=0.0)
+
+
+def row_cost(topology: Topology, moved: RowTrial) -> RowCost:
+    """The ranks are the first of the topology's, which may have more."""
+    away = [sent * (1 - np.eye(len(sent), dtype=np.int64)) for sent in moved.sent]
+    most = max(range(len(away)), key=lambda index: int(away[index].sum()))
+    whole = np.zeros((topology.num_ranks, topology.num_ranks), np.int64)
+    whole[: len(away[most]), : len(away[most])] = away[most]
+    return RowCost(topology, moved.tables[most], int(whole.sum()), byte_links(topology, whole))
+
+
+def row_cost_lines(cost: RowCost) -> Iterator[str]:
+    """Bytes, the busiest port of each class of links, and the least time."""
+    machine = f"{cost.topology.name}, an idealised flat switch" if cost.topology.idealised else cost.topology.name
+    yield style(f"cost on {machine}", "strong")
+    yield f"  {'traffic':<10}{cost.bytes:,} B to other ranks, there by {cost.table}"
+    for link in cost.links:
+        verb = "sends" if link.port.sends else "receives"
+        over = f"over {link.name}" if link.name else "without a link"
+        yield f"  {'port':<10}rank {link.port.rank} {verb} {link.port.bytes:,} B {over}, the most of any"
+    least = f"{cost.seconds * 1e6:.3g} us" if cost.seconds < float("inf") else "none"
+    yield f"  {'least':<10}{least} for any way to send these rows: the busiest port or pair"
+
+
+def row_cost_json(cost: RowCost) -> dict[str, object]:
+    return {
+        "table": cost.table,
+        "bytes": cost.bytes,
+        "links": [
+            {
+                "link": link.name,
+                "bytes": link.bytes,
+                "busiest": {"rank": link.port.rank, "sends": link.port.sends, "bytes": link.port.bytes},
+                "seconds": link.seconds if np.isfinite(link.seconds) else None,
+            }
+            for link in cost.links
+        ],
+        "least_seconds": cost.seconds if np.isfinite(cost.seconds) else None,
     }

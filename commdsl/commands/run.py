@@ -1,6 +1,6 @@
-"""Turns a file into a proof, a run of its kernel on host ranks beside the oracle, a cost report and a timeline.
+"""Turns a file into proofs, runs of its kernels on host ranks beside the oracle, cost reports and timelines.
 
-Assumes nothing of the file. Does not need a GPU, torch or a C++ compiler; without the last the interpreter runs alone.
+Assumes nothing of the file. Does not need a GPU, torch or a C++ compiler; without the last the oracle runs alone.
 """
 
 from __future__ import annotations
@@ -8,121 +8,220 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias, assert_never
 
-from commdsl import compiler
 from commdsl.commands import output
-from commdsl.commands.arguments import Target
-from commdsl.commands.jobs import Outcome, has_errors, merge, prove_all, read_jobs, some
+from commdsl.commands.arguments import Target, UsageError
+from commdsl.commands.jobs import Job, Outcome, has_errors, merge, prove_all, read_jobs, some
 from commdsl.commands.output import Exit
-from commdsl.commands.report import cost_lines, laws, proof_lines, report_json
+from commdsl.commands.report import cost_lines, laws, proof_lines, report_json, row_cost, row_cost_json, row_cost_lines
 from commdsl.commands.show import fail
+from commdsl.commands.tables import Pairing, asked_for, pairing, with_ranks
 from commdsl.commands.trial import Settings, Trial, trial
+from commdsl.commands.trial_rows import RowTrial, trial_rows
+from commdsl.compiler import CheckedPlan, CompiledDispatch, CompiledSchedule
 from commdsl.cost.draw import draw
 from commdsl.cost.report import report
 from commdsl.cost.timeline import timeline
 from commdsl.language import diagnostics
 from commdsl.language.diagnostics import CommError
+from commdsl.language.records import dataclass
 from commdsl.language.syntax import ScheduleDecl
 
 NO_TERMINAL_WIDTH = 120
 
 
+@dataclass(frozen=True, eq=False)
+class RanSchedule:
+    """A schedule, and what came out."""
+
+    checked: CompiledSchedule
+    trial: Trial
+
+
+@dataclass(frozen=True, eq=False)
+class RanRows:
+    """A dispatch by a plan or by chance, and what came out; `job` says which of the two was asked for."""
+
+    job: Job
+    pairing: Pairing
+    moved: RowTrial
+
+    @property
+    def trial(self) -> Trial:
+        return self.moved.trial
+
+
+Ran: TypeAlias = RanSchedule | RanRows
+
+
 def run(
-    path: Path, target: Target, schedule: str | None, settings: Settings, *, svg: Path | None, as_json: bool
+    path: Path,
+    target: Target,
+    name: str | None,
+    settings: Settings,
+    *,
+    plan: Path | None = None,
+    svg: Path | None,
+    as_json: bool,
 ) -> Exit:
-    """Runs every schedule of a file, for every number of ranks asked for."""
+    """Runs every declaration of a file, for every number of ranks asked for."""
+    outcomes: list[Outcome] = []
+    done: list[Ran] = []
     try:
-        jobs = tuple(job for job in read_jobs((path,), target, schedule) if isinstance(job.decl, ScheduleDecl))
+        jobs = read_jobs((path,), target, name)
+        some(jobs, "run")
+        if svg is not None and not any(isinstance(job.decl, ScheduleDecl) for job in jobs):
+            raise UsageError("--svg draws schedules, and none is run; `commdsl show --svg` draws a plan")
+        asked = asked_for(plan, jobs)
+        jobs = tuple(with_ranks(job, target, asked) for job in jobs)
+        with output.progress("proving", 2 * len(jobs)) as advance:
+            for outcome in prove_all(jobs, target, emit=True):
+                outcomes.append(outcome)
+                advance(f"running {outcome.job.name} on {outcome.job.ranks} host ranks")
+                done += [ran(outcome, target, settings, asked)] if outcome.checked is not None else []
+                advance("proving")
     except CommError as error:
         return fail(error.diagnostics, as_json=as_json)
-    some(jobs, "run")
-    outcomes: list[Outcome] = []
-    trials: list[Trial] = []
-    with output.progress("proving", 2 * len(jobs)) as advance:
-        for outcome in prove_all(jobs, target, emit=True):
-            outcomes.append(outcome)
-            if not isinstance(outcome.checked, compiler.CompiledSchedule):
-                continue
-            advance(f"running {outcome.job.name} on {outcome.job.ranks} host ranks")
-            trials.append(trial(outcome.checked, settings))
-            advance("proving")
+    found = merge(outcomes)
     if any(outcome.checked is None for outcome in outcomes):
-        return fail(merge(outcomes), as_json=as_json)
-    pairs = zip((outcome.checked for outcome in outcomes), trials, strict=True)
-    done = [(checked, made) for checked, made in pairs if isinstance(checked, compiler.CheckedSchedule)]
+        return fail(found, as_json=as_json)
     if as_json:
-        found = [diagnostics.to_json(d) for d in merge(outcomes)]
-        output.say_json({"runs": [to_json(*pair, settings) for pair in done], "diagnostics": found})
+        listed = [diagnostics.to_json(d) for d in found]
+        output.say_json({"runs": [to_json(one, settings) for one in done], "diagnostics": listed})
     else:
-        for checked, made in done:
-            for line in lines(checked, made, settings):
+        for one in done:
+            for line in lines(one, settings):
                 output.say(line)
-        output.show_diagnostics(merge(outcomes))
+        output.show_diagnostics(found)
     if svg is not None:
-        write_svgs(svg, [checked for checked, _ in done])
-    if not all(made.is_right for made in trials):
+        write_svgs(svg, [one.checked for one in done if isinstance(one, RanSchedule)])
+    if not all(one.trial.is_right for one in done):
         return Exit.WRONG_RESULT
-    return Exit.DIAGNOSTICS if has_errors(merge(outcomes)) else Exit.FINE
+    return Exit.DIAGNOSTICS if has_errors(found) else Exit.FINE
 
 
-def lines(checked: compiler.CheckedSchedule, made: Trial, settings: Settings) -> Iterator[str]:
+def ran(outcome: Outcome, target: Target, settings: Settings, asked: CheckedPlan | None) -> Ran:
+    """Runs what was proved."""
+    match outcome.checked:
+        case CompiledSchedule():
+            return RanSchedule(outcome.checked, trial(outcome.checked, settings))
+        case CompiledDispatch() | CheckedPlan():
+            pair = pairing(outcome, outcome.checked, target, asked)
+            plan = None if pair.plan is None else pair.plan.plan
+            return RanRows(outcome.job, pair, trial_rows(pair.dispatch, plan, settings))
+        case _:
+            raise AssertionError(f"{outcome.job.name} was not compiled")
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def lines(one: Ran, settings: Settings) -> Iterator[str]:
     """The whole report of one run."""
-    schedule = checked.schedule
-    yield output.style(f"{schedule.name}", "accent") + f" · {schedule.span}"
-    yield ""
-    yield from proof_lines(checked)
-    yield ""
-    yield from trial_lines(schedule.num_ranks, made, settings, reduces=checked.plan.moves.has_reduction)
-    yield ""
-    yield from cost_lines(report(schedule, made.block_bytes) if made.block_bytes else checked.report)
-    yield ""
-    yield output.style("timeline", "strong")
-    columns = shutil.get_terminal_size((NO_TERMINAL_WIDTH, 24)).columns
-    for line in timeline(schedule, columns - 2).split("\n"):
-        yield f"  {line}".rstrip()
+    match one:
+        case RanSchedule(checked, made):
+            schedule = checked.schedule
+            yield output.style(f"{schedule.name}", "accent") + f" · {schedule.span}"
+            yield ""
+            yield from proof_lines(checked)
+            yield ""
+            op = f", {settings.operation}" if checked.plan.moves.has_reduction else ""
+            data = f"{output.bytes_text(settings.buffer_bytes)} of {settings.dtype}{op}"
+            yield from trial_lines(schedule.num_ranks, made, settings, data, "interpreter")
+            yield ""
+            yield from cost_lines(report(schedule, made.block_bytes) if made.block_bytes else checked.report)
+            yield ""
+            yield output.style("timeline", "strong")
+            columns = shutil.get_terminal_size((NO_TERMINAL_WIDTH, 24)).columns
+            for line in timeline(schedule, columns - 2).split("\n"):
+                yield f"  {line}".rstrip()
+        case RanRows(job, pair, moved):
+            dispatch = pair.dispatch.dispatch
+            yield output.style(f"{job.name}", "accent") + f" · {job.decl.span}"
+            yield ""
+            yield from proof_lines(pair.dispatch)
+            yield from () if pair.plan is None else proof_lines(pair.plan)
+            yield ""
+            yield from trial_lines(dispatch.num_ranks, moved.trial, settings, rows_text(one), "simulation")
+            yield ""
+            yield from row_cost_lines(row_cost(dispatch.topology, moved))
+        case _:
+            assert_never(one)
     yield ""
 
 
-def trial_lines(ranks: int, made: Trial, settings: Settings, *, reduces: bool) -> Iterator[str]:
+def rows_text(one: RanRows) -> str:
+    """`rows of 64 B of float32 by `qkv`, there and back by 8 random tables`."""
+    dispatch, moved = one.pairing.dispatch.dispatch, one.moved
+    by = moved.tables[0] if one.pairing.plan is not None else f"{len(moved.tables)} random tables"
+    ways = "there" if dispatch.back is None else "there and back"
+    rows = f"{output.count(moved.rows, 'row')} of {output.bytes_text(moved.row_bytes)} of {moved.dtype}"
+    return f"{rows}, {ways} by {by}, `{dispatch.name}` with put {dispatch.put.value}"
+
+
+def trial_lines(ranks: int, made: Trial, settings: Settings, data: str, oracle: str) -> Iterator[str]:
     """What ran and whether it was right."""
-    data = f"{output.bytes_text(settings.bytes)} of {settings.dtype}{', ' + settings.op if reduces else ''}"
-    how = "processes" if settings.processes else "threads"
-    title = f"ran on {ranks} host ranks ({how}), {data}"
-    yield output.style(title, "strong")
+    yield output.style(f"ran on {ranks} host ranks ({settings.mode}), {data}", "strong")
     good, bad = output.style("✓", "good"), output.style("✗", "bad")
     if made.fault:
         yield f"  {bad} {made.fault}"
     elif made.compiler is None:
-        yield f"  {good} the interpreter alone, not the emitted kernel: {made.remark}"
+        yield f"  {good} the {oracle} alone, not the emitted kernel: {made.remark}"
     else:
         sanitized = ", no race seen by ThreadSanitizer" if settings.sanitize else ""
-        compared = f"{made.compared_bytes:,} bytes equal to the oracle, bit for bit"
+        name = "oracle" if oracle == "interpreter" else oracle
+        compared = f"{made.compared_bytes:,} bytes equal to the {name}, bit for bit"
         yield f"  {good} the emitted kernel, built by {made.compiler}: {compared}{sanitized} ({made.seconds:.2f} s)"
 
 
-def to_json(checked: compiler.CheckedSchedule, made: Trial, settings: Settings) -> dict[str, object]:
-    schedule = checked.schedule
+def to_json(one: Ran, settings: Settings) -> dict[str, object]:
+    match one:
+        case RanSchedule(checked, made):
+            schedule = checked.schedule
+            return {
+                "schedule": schedule.name,
+                "ranks": schedule.num_ranks,
+                "topology": schedule.topology.name,
+                "proved": list(laws(checked)),
+                "kernel": kernel_json(made, settings, settings.buffer_bytes),
+                "cost": report_json(report(schedule, made.block_bytes) if made.block_bytes else checked.report),
+            }
+        case RanRows(job, pair, moved):
+            dispatch = pair.dispatch.dispatch
+            names = {job.kind: job.name, "dispatch": dispatch.name}
+            plans = {} if pair.plan is None else {"plan": pair.plan.plan.name}
+            proved = [*laws(pair.dispatch), *(() if pair.plan is None else laws(pair.plan))]
+            return {
+                **names,
+                **plans,
+                "ranks": dispatch.num_ranks,
+                "topology": dispatch.topology.name,
+                "proved": proved,
+                "kernel": kernel_json(moved.trial, settings, moved.row_bytes),
+                "tables": list(moved.tables),
+                "rows": moved.rows,
+                "cost": row_cost_json(row_cost(dispatch.topology, moved)),
+            }
+        case _:
+            assert_never(one)
+
+
+def kernel_json(made: Trial, settings: Settings, size: int) -> dict[str, object]:
     return {
-        "schedule": schedule.name,
-        "ranks": schedule.num_ranks,
-        "topology": schedule.topology.name,
-        "proved": list(laws(schedule)),
-        "kernel": {
-            "ran": made.compiler is not None,
-            "compiler": made.compiler,
-            "right": made.is_right,
-            "fault": made.fault,
-            "dtype": settings.dtype,
-            "op": settings.op,
-            "bytes": settings.bytes,
-            "compared_bytes": made.compared_bytes,
-            "seconds": round(made.seconds, 4),
-        },
-        "cost": report_json(report(schedule, made.block_bytes) if made.block_bytes else checked.report),
+        "ran": made.compiler is not None,
+        "compiler": made.compiler,
+        "right": made.is_right,
+        "fault": made.fault,
+        "dtype": settings.dtype,
+        "op": settings.operation,
+        "bytes": size,
+        "compared_bytes": made.compared_bytes,
+        "seconds": round(made.seconds, 4),
     }
 
 
-def write_svgs(target: Path, done: list[compiler.CheckedSchedule]) -> None:
+def write_svgs(target: Path, done: list[CompiledSchedule]) -> None:
     """One picture per run; with several, the name carries the schedule and its ranks."""
     for checked in done:
         label = f"{target.stem}-{checked.schedule.name}-{checked.schedule.num_ranks}{target.suffix or '.svg'}"

@@ -26,17 +26,31 @@ from commdsl.program.sizes import piece_range
 from commdsl.program.timeouts import CommTimeout
 
 SEED = 20
+BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to run: sizes, element type, operation, and how ranks are made."""
+    """How to run: sizes, element type, operation, and how ranks are made. None: not said."""
 
-    bytes: int
+    bytes: int | None
     dtype: str
-    op: str
+    op: str | None
     sanitize: bool
     processes: bool
+
+    @property
+    def mode(self) -> str:
+        return "processes" if self.processes else "threads"
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the largest buffer of a rank."""
+        return BUFFER_BYTES if self.bytes is None else self.bytes
+
+    @property
+    def operation(self) -> str:
+        return self.op or "sum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +83,12 @@ def find_dtype(name: str, op: str, *, reduces: bool) -> DType:
 
 def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     """Runs once. A wrong result or a time-out is in `fault`."""
-    dtype = find_dtype(settings.dtype, settings.op, reduces=compiled.plan.moves.has_reduction)
+    dtype = find_dtype(settings.dtype, settings.operation, reduces=compiled.plan.moves.has_reduction)
     blocks = max(buffer.blocks for buffer in compiled.schedule.buffers)
-    elements = settings.bytes // blocks // dtype.size
+    elements = settings.buffer_bytes // blocks // dtype.size
     inputs = make_inputs(compiled, dtype, elements)
     start = time.perf_counter()
-    expected = interpret.run(compiled.schedule, inputs, dtype, settings.op)
+    expected = interpret.run(compiled.schedule, inputs, dtype, settings.operation)
     block_bytes = elements * dtype.size
     try:
         found = host_run.run(
@@ -82,8 +96,8 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
             compiled.emitted,
             inputs,
             dtype,
-            settings.op,
-            mode="processes" if settings.processes else "threads",
+            settings.operation,
+            mode=settings.mode,
             sanitize=settings.sanitize,
         )
         name = " ".join(host.find_compiler(from_environment()).command)

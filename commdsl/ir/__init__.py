@@ -7,4 +7,5 @@ plans         a plan: shards of documents and the ranks that compute them
 routes        where rows go: the runs of rows from each rank to each
 resolve       Syntax -> any of these
 interpret     the oracle: what a schedule does to tensors, in numpy
+simulate      the oracle of a dispatch: what it does to rows, in numpy
 """

@@ -70,7 +70,9 @@ class Shards:
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """Which query shards attend to which key/value shards: m pairs, by key/value shard, then by query."""
+    """Which query shards attend to which key/value shards: m pairs, by key/value shard, then by the query's place in
+    the document.
+    """
 
     key: Longs  # (m,): a shard
     query: Longs  # (m,): a shard

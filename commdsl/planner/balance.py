@@ -134,6 +134,11 @@ def balance(plan: DispatchPlan, topology: Topology, widths: Widths) -> Balance:
     )
 
 
+def byte_links(topology: Topology, sizes: Longs) -> tuple[LinkLoad, ...]:
+    """What so many bytes load the links with: rank r receives those at [r, s] from rank s."""
+    return _links(topology, Widths(1, 0, 0), sizes, np.zeros_like(sizes))
+
+
 def _links(topology: Topology, widths: Widths, query_counts: Longs, key_counts: Longs) -> tuple[LinkLoad, ...]:
     dest, source = np.nonzero((query_counts + key_counts) * (1 - np.eye(topology.num_ranks, dtype=np.int64)))
     link = link_of(topology, source, dest)

@@ -40,11 +40,12 @@ import torch
 import torch.distributed as dist
 from dispatch_cases import PUTS, Seat, Storm, hold_up, played, seat, sender_for
 from dispatch_checks import Rows
-from dispatch_plans import Case, Draw, cases, limits, varied
+from dispatch_plans import Case, cases, limits
 from transports import TRANSPORT_HELP, TRANSPORTS, choose_transport
 
 from benchmarks.report import grid
 from commdsl.ir.routes import Mask, Sharing
+from commdsl.planner.chance import Draw, varied
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "commdsl" / "dispatch" / "README.md"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
