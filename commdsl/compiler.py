@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar, assert_never, overload
 
 from commdsl import checks
 from commdsl.checks.built import unbuilt_dispatch, unbuilt_schedule
+from commdsl.checks.tasks import tasks_without_kernel
 from commdsl.cost.report import Report, far_from_bound, report
 from commdsl.ir import resolve
 from commdsl.ir.dispatches import ByKey, Dispatch
@@ -234,7 +235,7 @@ def check_schedule(files: tuple[File, ...], decl: ScheduleDecl, given: Given) ->
     meant = resolve.resolve(files, decl, given.num_ranks, topology, given.params or {}, given.tune)
     found = _raise_errors((*checks.check_files(files), *checks.check_schedule(meant)))
     warnings = (*resolve.warnings(files, decl), *found)
-    _raise_errors(tuple(unbuilt_schedule(meant)))
+    _raise_errors((*unbuilt_schedule(meant), *tasks_without_kernel(meant, given.transport)))
     plan = lower(meant, given.transport)
     verify(plan)
     warnings += _raise_errors(checks.check_plan(meant, plan))

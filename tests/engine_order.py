@@ -41,7 +41,7 @@ class Order:
         self.commands = commands
         self.before: dict[int, int] = {}  # for each command that could run, by its place in the list
         self._without = without
-        self._ordinals = signal_ordinals(plan.moves)
+        self._ordinals = signal_ordinals(plan.moves.ops)
         self._raised: Raised = {}
         self._has_raised: set[int] = set()
         self._rounds = [0] * plan.num_ranks

@@ -83,7 +83,9 @@ def test_signal_ordinals_count_per_pair() -> None:
     plan = plans.build(*plans.ring_allgather(4, 1, True)[:3], rotation=1)
     ranks = np.repeat(np.repeat(np.arange(4), np.diff(plan.moves.ops.rank_begin)), np.diff(plan.moves.ops.signal_begin))
     counted: dict[tuple[int, int], int] = {}
-    for rank, peer, ordinal in zip(ranks, plan.moves.ops.signal_peer, emit.signal_ordinals(plan.moves), strict=True):
+    for rank, peer, ordinal in zip(
+        ranks, plan.moves.ops.signal_peer, emit.signal_ordinals(plan.moves.ops), strict=True
+    ):
         counted[rank, peer] = counted.get((rank, peer), 0) + 1
         assert ordinal == counted[rank, peer]
     assert all(plan.moves.signals_per_round[pair] == count for pair, count in counted.items())

@@ -411,4 +411,6 @@ def test_the_proof_shares_nothing_with_the_derivation() -> None:
             "commdsl.language.kinds",
             "commdsl.program.memory",
             "commdsl.program.moves",
+            "commdsl.program.actors",
+            "commdsl.program.tasks",
         }

@@ -62,7 +62,7 @@ def test_task() -> None:
     task, step = schedule.steps
 
     assert isinstance(step, Step)
-    assert task == Task("add", (0, 1), (2,), (4096,), "compute", (), task.span)
+    assert task == Task("add", (0, 1), (2,), (), "compute", (), task.span)
     assert schedule.role == "comm"
     assert (schedule.num_steps, schedule.num_yields) == (1, 0)
     assert schedule.words(task) == "compute add(a, b -> c)"
@@ -106,17 +106,16 @@ def test_shown() -> None:
         assert words in ir_text(schedule)
         assert words in timeline(schedule)
         assert words.replace(">", "&gt;") in draw(schedule, report(schedule))
-    assert "compute add(a, b -> c) tiles 4096 on compute" in ir_text(meant(ADD))
+    assert "compute add(a, b -> c) on compute" in ir_text(meant(ADD))
 
 
 def test_not_built_yet() -> None:
-    """What computes passes every law, and is refused where a kernel would be made of it."""
-    for text in (ADD, ATTEND):
-        files = (parse(Source("tasks.comm", text)),)
-        assert check_schedule(meant(text)) == ()
-        assert [diagnostic.code for diagnostic in unbuilt_schedule(meant(text))] == ["C590"]
-        with pytest.raises(CommError, match="C590"):
-            compiler.check(files, ranks=4)
+    """What the caller computes passes every law, and is refused where a kernel would be made of it."""
+    files = (parse(Source("tasks.comm", ATTEND)),)
+    assert check_schedule(meant(ATTEND)) == ()
+    assert [diagnostic.code for diagnostic in unbuilt_schedule(meant(ATTEND))] == ["C590"]
+    with pytest.raises(CommError, match="C590"):
+        compiler.check(files, ranks=4)
 
 
 # --- what holds -------------------------------------------------------------------------------------------------------
@@ -138,7 +137,7 @@ def test_right(ranks: int) -> None:
         ("reduce c[r] @ all -> y }", "reduce c[r] @ all -> y }\n  compute add(a, b -> c) on compute", ["C308", "C310"]),
         ("compute add(a, b -> c)", "compute add(c, b -> c)", ["C304"]),
         ("compute add(a, b -> c)", "compute add(a, b -> a)", ["C105"]),
-        ("compute add(a, b -> c) tiles 4096 on compute\n", "", ["C105"]),
+        ("compute add(a, b -> c) on compute\n", "", ["C105"]),
     ],
 )
 def test_wrong(old: str, new: str, expected: list[str]) -> None:
@@ -156,8 +155,8 @@ def test_wrong(old: str, new: str, expected: list[str]) -> None:
 
 def test_each_turn_makes_its_own() -> None:
     """What a task wrote in an earlier turn is not what it writes in a later one."""
-    loop = "for s in 0 ..< 2 {{ compute add(a, b -> c) tiles 4096 on compute {} }}\n"
-    before = "compute add(a, b -> c) tiles 4096 on compute\n"
+    loop = "for s in 0 ..< 2 {{ compute add(a, b -> c) on compute {} }}\n"
+    before = "compute add(a, b -> c) on compute\n"
     each = "each r { reduce c[r] @ all -> y }"
     first_only = ADD.replace(before, loop.format(f"if s == 0 {{ {each} }}")).replace(f"  {each}", "  ")
     last_only = ADD.replace(before, loop.format(f"if s == 1 {{ {each} }}")).replace(f"  {each}", "  ")

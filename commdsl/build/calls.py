@@ -30,6 +30,7 @@ from commdsl.program.phases import (
     described,
 )
 from commdsl.program.plan import Plan
+from commdsl.program.tasks import Tiles
 
 RANKS = {Ranks.OWN: "commdsl::Ranks::kOwn", Ranks.OTHERS: "commdsl::Ranks::kOthers", Ranks.ALL: "commdsl::Ranks::kAll"}
 
@@ -49,7 +50,7 @@ def calls(plan: Plan) -> Iterator[Call]:
         return
     yield Call("what threads of a lane share", f"COMMDSL_SHARED commdsl::{known(plan)}<Plan> peers;")
     for number, phase in enumerate(plan.comm.phases):
-        assert not isinstance(phase, Moves)
+        assert not isinstance(phase, Moves | Tiles)
         yield Call(f"{number}: {described(phase)}", _call(phase, number))
     if not plan.key_positions:
         yield Call("what only a kernel that checks does", "commdsl::end(here, peers);")
@@ -63,6 +64,15 @@ def known(plan: Plan) -> str:
         if isinstance(phase, PushBack):
             return "Returning"
     return "Peers"
+
+
+def tile_calls(plan: Plan) -> Iterator[Call]:
+    """What every block of the role that computes runs, if there is one."""
+    if plan.tiles is not None:
+        yield Call(
+            "tiles: the operations of the rank, round after round, for every lane that this block serves",
+            "commdsl::run_tiles<Plan>(args, block, blocks);",
+        )
 
 
 def _call(phase: Routed, number: int) -> str:

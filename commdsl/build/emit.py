@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from commdsl.build.calls import Call, calls
+from commdsl.build.calls import Call, calls, tile_calls
 from commdsl.ir.schedules import Ints
 from commdsl.machine.resources import data_dir
+from commdsl.program.actors import printed
 from commdsl.program.arguments import arguments
 from commdsl.program.memory import Transport, Words
 from commdsl.program.moves import CELL, STAGE_MARKS_BYTES, STAGES, Moves, OpKind, Ops, Origin, Protocol
@@ -27,7 +28,7 @@ from commdsl.program.plan import Plan, heap_layout
 if TYPE_CHECKING:
     import jinja2
 
-KIND_NAMES = {OpKind.COPY: "kCopy", OpKind.REDUCE: "kReduce"}
+KIND_NAMES = {OpKind.COPY: "kCopy", OpKind.REDUCE: "kReduce", OpKind.ADD: "kAdd", OpKind.MULTIPLY: "kMultiply"}
 
 CONSTANT_BYTES = 48 * 1024
 """Tables up to this size lie in the GPU's constant memory, which has 64 KB and a cache beside every SM."""
@@ -54,7 +55,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
-    rank: int
+    title: str
     groups: tuple[Group, ...]
 
 
@@ -94,6 +95,7 @@ class Kernel:
     has_keys: bool  # by which rows go, or come back
     positions: tuple[str, ...]  # lines of a table, by key; none where keys stand in their order
     phases: tuple[Call, ...]
+    tiles: tuple[Call, ...]  # what the blocks of a second role do; nothing: there is none
 
 
 def emit(plan: Plan) -> Emitted:
@@ -134,49 +136,68 @@ def headers_digest() -> str:
 
 def _kernel(plan: Plan) -> Kernel:
     moves = plan.moves if plan.is_static else None
-    constants = tuple(_constants(plan.moves) if plan.is_static else _routed_constants(plan))
+    constants = tuple(_constants(plan) if plan.is_static else _routed_constants(plan))
     fields = tuple(
         (field.type, field.name, "" if field.count is None else f"[{field.count}]") for field in arguments(plan).fields
     )
-    tables = None if moves is None else _tables(moves)
-    phases = tuple(calls(plan))
+    tables = None if moves is None else _tables(moves, printed(plan))
+    phases, tiles = tuple(calls(plan)), tuple(tile_calls(plan))
     keys = plan.key_positions
-    told = (plan.name, plan.params, plan.topology, plan.transport.value, constants, tables, fields, keys, phases)
+    told = (plan.name, plan.params, plan.topology, plan.transport.value, constants, tables, fields, keys, phases, tiles)
     return Kernel(
         entry=f"commdsl_{plan.name}",
         source=file_name(plan.span.source.name),
         plan_digest=hashlib.sha256(repr(told).encode()).hexdigest(),
         headers_digest=headers_digest(),
-        headers=("kernel.cuh",) if moves is not None else ("keys.cuh",) if keys else ("rows.cuh",),
+        headers=_headers(plan),
         constants=constants,
         arguments=fields,
         threads=plan.comm.threads,
         lanes_per_block=plan.comm.lanes_per_block,
         has_far=plan.transport is Transport.NVSHMEM,
-        form="COMMDSL_FLAGS" if moves is not None and moves.protocol is Protocol.ENGINE else "COMMDSL_KERNEL",
+        form=_form(plan),
         moves=tables,
         has_keys=bool(keys),
         positions=() if keys == tuple(range(len(keys))) else _lines(keys),
         phases=phases,
+        tiles=tiles,
     )
 
 
-def _tables(moves: Moves) -> Tables:
-    ops = moves.ops
+def _headers(plan: Plan) -> tuple[str, ...]:
+    if plan.is_static:
+        return ("kernel.cuh",) if plan.tiles is None else ("kernel.cuh", "tiles.cuh")
+    return ("keys.cuh",) if plan.key_positions else ("rows.cuh",)
+
+
+def _form(plan: Plan) -> str:
+    if plan.tiles is not None:
+        return "COMMDSL_ROLES"
+    is_engine = plan.is_static and plan.moves.protocol is Protocol.ENGINE
+    return "COMMDSL_FLAGS" if is_engine else "COMMDSL_KERNEL"
+
+
+def _tables(moves: Moves, ops: Ops) -> Tables:
+    """`ops`: of all who act, the tiles behind the moves."""
     places = _blocks(ops.source_space, ops.source_index, _source_cuts(ops))
     return Tables(
-        in_constant_memory=_table_bytes(moves) <= CONSTANT_BYTES,
+        in_constant_memory=_table_bytes(moves, ops) <= CONSTANT_BYTES,
         wire=WIRES[moves.protocol],
         has_reduction=moves.has_reduction,
         reduces_remotely=reduces_remotely(moves),
-        ranks=tuple(RankTable(rank, tuple(_groups(moves, rank))) for rank in range(moves.num_ranks)),
+        ranks=tuple(_rank_table(moves, ops, actor) for actor in range(len(ops.rank_begin) - 1)),
         rank_begin=_row(np.searchsorted(ops.leaders, ops.rank_begin).astype(np.int32)),
         signals_per_round=tuple(_row(line) for line in moves.signals_per_round),
         dests=_rows(ops.dest_space, ops.dest_rank, _blocks(ops.dest_space, ops.dest_index, ops.cut), ops.scale),
-        sources=_rows(ops.source_space, _senders(moves), places),
+        sources=_rows(ops.source_space, _senders(moves, ops), places),
         waits=_rows(ops.wait_peer, ops.wait_ordinal, ops.wait_rounds_back),
-        signals=_rows(ops.signal_peer, signal_ordinals(moves)),
+        signals=_rows(ops.signal_peer, signal_ordinals(ops)),
     )
+
+
+def _rank_table(moves: Moves, ops: Ops, actor: int) -> RankTable:
+    title = f"rank {actor}" if actor < moves.num_ranks else f"rank {actor - moves.num_ranks}, tiles"
+    return RankTable(title, tuple(_groups(moves, ops, actor)))
 
 
 WIRES = {
@@ -197,9 +218,8 @@ def _blocks(space: Ints, index: Ints, cut: Ints) -> Ints:
     return np.where(space == CELL, index, index // cut).astype(np.int32)
 
 
-def _senders(moves: Moves) -> Ints:
+def _senders(moves: Moves, ops: Ops) -> Ints:
     """For each source the rank it lies on; where data carries its flag, the one it comes from: a report names it."""
-    ops = moves.ops
     if not moves.protocol.carries_flags:
         return ops.source_rank
     writes, reads = np.flatnonzero(ops.dest_space == CELL), np.flatnonzero(ops.source_space == CELL)
@@ -211,19 +231,17 @@ def _senders(moves: Moves) -> Ints:
     return senders
 
 
-def _table_bytes(moves: Moves) -> int:
+def _table_bytes(moves: Moves, ops: Ops) -> int:
     """What the tables of all ranks take in the kernel."""
-    ops = moves.ops
     rows = 13 * len(ops.leaders) + 4 * ops.num_ops + 3 * len(ops.source_space) + 3 * len(ops.wait_peer)
-    return 4 * (rows + 2 * len(ops.signal_peer) + moves.num_ranks**2 + moves.num_ranks + 1)
+    return 4 * (rows + 2 * len(ops.signal_peer) + moves.signals_per_round.size + len(ops.rank_begin))
 
 
-def signal_ordinals(moves: Moves) -> Ints:
+def signal_ordinals(ops: Ops) -> Ints:
     """Which signal of its round each row of the signal table is, from its rank to its peer, counted from 1."""
-    ops = moves.ops
-    rank_of_op = np.repeat(np.arange(moves.num_ranks), np.diff(ops.rank_begin))
-    rank_of_signal = np.repeat(rank_of_op, np.diff(ops.signal_begin))
-    pair = rank_of_signal * moves.num_ranks + ops.signal_peer
+    programs = len(ops.rank_begin) - 1
+    program = np.repeat(np.arange(programs), np.diff(ops.rank_begin))
+    pair = np.repeat(program, np.diff(ops.signal_begin)) * (programs + 1) + ops.signal_peer
     order = np.argsort(pair, kind="stable")
     first = np.searchsorted(pair[order], pair[order])  # where the run of equal pairs begins
     ordinals = np.empty(len(pair), dtype=np.int32)
@@ -251,8 +269,8 @@ def _routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
         yield "u64", f"k{memory.name.capitalize()}At", at
 
 
-def _constants(moves: Moves) -> Iterator[tuple[str, str, int]]:
-    ops = moves.ops
+def _constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
+    moves, ops = plan.moves, printed(plan)
     yield "i32", "kNumRanks", moves.num_ranks
     yield "i32", "kNumTensors", len(moves.tensors)
     yield "u64", "kNumCells", moves.num_cells
@@ -260,6 +278,7 @@ def _constants(moves: Moves) -> Iterator[tuple[str, str, int]]:
     yield "u64", "kLanes", moves.lanes
     yield "u64", "kTileBytes", moves.tile_bytes
     yield "u64", "kSlotBytes", moves.slot_bytes
+    yield "u64", "kFlagsPerLane", moves.flags_per_lane
     yield "u64", "kFlagsBytes", moves.flags_bytes
     yield "u64", "kCellsOffset", moves.cells_offset
     if moves.protocol is Protocol.TMA:
@@ -268,6 +287,9 @@ def _constants(moves: Moves) -> Iterator[tuple[str, str, int]]:
         yield "u64", "kMarksBytes", STAGE_MARKS_BYTES
     yield "i32", "kMostSources", int(np.diff(ops.source_begin).max(initial=0))
     yield "i32", "kMostDests", int((np.arange(ops.num_ops) - ops.leader_of).max(initial=0)) + 1
+    if plan.tiles is not None:
+        yield "i32", "kMoveBlocks", plan.comm.sms
+        yield "i32", "kTileBlocks", plan.tiles.sms
 
 
 def reduces_remotely(moves: Moves) -> bool:
@@ -281,13 +303,12 @@ def reduces_remotely(moves: Moves) -> bool:
     return bool(remote_dest.any() or remote_source.any())
 
 
-def _groups(moves: Moves, rank: int) -> Iterator[Group]:
+def _groups(moves: Moves, ops: Ops, actor: int) -> Iterator[Group]:
     """One group per run of rows of the same statement and kind; a row is a group of operations."""
-    ops = moves.ops
     rows: list[str] = []
     title = ""
     ends = np.append(ops.leaders[1:], ops.num_ops)
-    first, last = np.searchsorted(ops.leaders, ops.rank_begin[rank : rank + 2])
+    first, last = np.searchsorted(ops.leaders, ops.rank_begin[actor : actor + 2])
     for leader, end in zip(ops.leaders[first:last].tolist(), ends[first:last].tolist(), strict=True):
         here = _origin(moves.origins[int(ops.origin[leader])], OpKind(int(ops.kind[leader])))
         if rows and here != title:

@@ -92,7 +92,8 @@ def run_calls(
     where = seats(plan, plan.symmetric_bytes)
     if options.first_round:
         _begin_at(plan, where, options.first_round)
-    laid = [_lay(plan, where, given, dtype, options) for given in inputs]
+    own = _own(plan, where, max(_block_bytes(plan, given, dtype) for given in inputs), options.shift)
+    laid = [_lay(plan, where, given, own, dtype, options) for given in inputs]
     calls = [_values(plan, call, op == "avg") for call in laid]
     data = run_ranks(kernel, where, calls, options, config)
     return [_collect(plan, call, data, dtype) for call in laid]
@@ -109,7 +110,23 @@ class _Laid:
     tensors: tuple[tuple[int, ...], ...]  # offsets by rank, tensor
 
 
-def _lay(plan: Plan, where: Seats, inputs: Inputs, dtype: ElementType, options: Options) -> _Laid:
+Own: TypeAlias = Mapping[tuple[int, str], int]
+"""Offsets by rank and tensor."""
+
+
+def _own(plan: Plan, where: Seats, block_bytes: int, shift: int) -> Own:
+    """What only the kernel uses lies in the same memory in all calls."""
+    return {
+        (rank, tensor.name): where.room.poisoned(
+            tensor_bytes(tensor, block_bytes), f"`{tensor.name}` of rank {rank}", align=16, shift=shift
+        )
+        for rank in range(plan.num_ranks)
+        for tensor in plan.moves.tensors
+        if tensor.access is Access.OWN
+    }
+
+
+def _lay(plan: Plan, where: Seats, inputs: Inputs, own: Own, dtype: ElementType, options: Options) -> _Laid:
     """What is read, and a pattern where results go. `in_place` gives a result the memory of its twin."""
     block_bytes = _block_bytes(plan, inputs, dtype)
     ranks: list[tuple[int, ...]] = []
@@ -122,6 +139,8 @@ def _lay(plan: Plan, where: Seats, inputs: Inputs, dtype: ElementType, options: 
                 given: Bytes = np.ascontiguousarray(inputs[tensor.name][rank]).view(np.uint8)
                 offsets.append(where.room.put(given, name, **place))
                 read[tensor.name] = offsets[-1]
+            elif tensor.access is Access.OWN:
+                offsets.append(own[rank, tensor.name])
             elif options.in_place and tensor.name in plan.moves.alias_safe and tensor.name in read:
                 offsets.append(read[tensor.name])
             else:
@@ -153,10 +172,10 @@ def _begin_at(plan: Plan, where: Seats, first: int) -> None:
     """Counters and flags as they stand after `first` rounds."""
     moves = plan.moves
     for rank, heap in enumerate(where.heaps):
-        flags = np.zeros((moves.lanes, plan.num_ranks, 8), np.uint64)
+        flags = np.zeros((moves.lanes, moves.flags_per_lane, 8), np.uint64)
         flags[:, :, 0] = np.array([first * int(count) % 2**64 for count in moves.signals_per_round[:, rank]], np.uint64)
         rounds = np.zeros((moves.lanes, 8), np.uint64)
-        rounds[:, :2] = first
+        rounds[:, [0, 1, 3]] = first  # done, entered, and tiles done
         for at, words in ((heap, flags), (heap + moves.flags_bytes, rounds)):
             where.room.contents.append((at, words.reshape(-1).view(np.uint8)))
 

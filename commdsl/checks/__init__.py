@@ -9,7 +9,7 @@ message. A new law is a function and a line here. Does not raise.
     bounds, inputs, overlap, undefined, size_classes   what a step may touch
     promises, conservation, determinism, useless   what is promised, kept, and in vain
     plans, routes   a plan of documents and where its rows go
-    built   what no kernel runs yet
+    built, tasks   what no kernel runs
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from commdsl.ir.plans import DispatchPlan, Routing
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, Severity
 from commdsl.language.syntax import File
+from commdsl.program.actors import actors
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.proof.computes import computes
@@ -65,6 +66,7 @@ RULES: tuple[tuple[Rule, ...], ...] = (
 ROUTED_RULES: tuple[tuple[RoutedRule, ...], ...] = ((order_of_regions,),)
 
 PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,), (computes,), (memory,))
+"""Of all who act on a rank together."""
 
 FILE_RULES: tuple[tuple[FileRule, ...], ...] = ((unused_roles,),)
 
@@ -93,7 +95,8 @@ def check_schedule(schedule: Schedule) -> tuple[Diagnostic, ...]:
 
 def check_plan(schedule: Schedule, plan: Plan) -> tuple[Diagnostic, ...]:
     """As `check_schedule`, for the laws on the Plan."""
-    return _run(PLAN_RULES, lambda rule: rule(schedule, plan.moves))
+    acting = actors(plan)
+    return _run(PLAN_RULES, lambda rule: rule(schedule, acting))
 
 
 def check_dispatch(dispatch: Dispatch) -> tuple[Diagnostic, ...]:

@@ -14,18 +14,14 @@ from commdsl.program.memory import Transport
 
 
 def unbuilt_schedule(schedule: Schedule) -> Iterator[Diagnostic]:
-    """One message, for the first task, or `yield` with a body."""
+    """One message, for the first `yield` with a body."""
     for step in schedule.steps:
         match step:
-            case Task(function):
-                label = f"`{function}` runs in the interpreter only"
-                yield Diagnostic("C590", "tasks are not built yet", Label(step.span, label))
-                return
             case Yield(name=str(function)):
                 label, help = f"`{function}` is called by the interpreter only", "`yield BUFFER` hands a buffer over"
                 yield Diagnostic("C590", "yields with a body are not built yet", Label(step.span, label), help=help)
                 return
-            case Step() | Yield():
+            case Step() | Yield() | Task():
                 pass
 
 

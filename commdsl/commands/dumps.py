@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from enum import Enum
+from itertools import pairwise
 from typing import assert_never
 
 import numpy as np
@@ -17,8 +18,10 @@ from commdsl.ir.dispatches import ByKey, ByTable, Dispatch, Sort
 from commdsl.ir.schedules import AnyStep, Buffer, Contract, Moves, Schedule, Step, Task, Yield
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
+from commdsl.program.actors import actors, name_of, num_ranks_of
 from commdsl.program.memory import words_for
 from commdsl.program.moves import CELL, OpKind, Reason
+from commdsl.program.moves import Moves as Operations
 from commdsl.program.phases import Push, Touch
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
@@ -193,38 +196,42 @@ def static_lines(plan: Plan) -> list[str]:
         lines.append(
             f"tensor {index} {tensor.name}: {tensor.access.value}, {shape}{', yields' if tensor.is_yield else ''}"
         )
-    for rank in range(plan.num_ranks):
-        first, last = int(plan.moves.ops.rank_begin[rank]), int(plan.moves.ops.rank_begin[rank + 1])
-        lines.append(f"rank {rank}")
-        lines += [f"  {index - first:>3} {op_text(plan, index)}" for index in range(first, last)]
+    if plan.tiles is not None:
+        lines.insert(2, f"tiles on {plan.tiles.sms} SMs  threads {plan.tiles.threads}")
+    acting = actors(plan)
+    begins = acting.ops.rank_begin.tolist()
+    for actor, (first, last) in enumerate(pairwise(begins)):
+        lines.append(name_of(acting, actor))
+        lines += [f"  {index - first:>3} {op_text(acting, index)}" for index in range(first, last)]
     return lines
 
 
-def op_text(plan: Plan, index: int) -> str:
+def op_text(moves: Operations, index: int) -> str:
     """`copy cell 3 @ 2 <- x[1]  after rank 1 #2 (read after write)  signals 2  # ring.comm:8 (s = 0)`."""
-    ops = plan.moves.ops
+    ops = moves.ops
     sources = ", ".join(
-        location(plan, int(ops.source_space[k]), int(ops.source_rank[k]), int(ops.source_index[k]))
+        location(moves, int(ops.source_space[k]), int(ops.source_rank[k]), int(ops.source_index[k]))
         for k in range(int(ops.source_begin[index]), int(ops.source_begin[index + 1]))
     )
-    dest = location(plan, int(ops.dest_space[index]), int(ops.dest_rank[index]), int(ops.dest_index[index]))
+    dest = location(moves, int(ops.dest_space[index]), int(ops.dest_rank[index]), int(ops.dest_index[index]))
     verb = OpKind(int(ops.kind[index])).name.lower()
     text = f"     and {dest}" if ops.joined[index] else f"{verb} {dest} <- {sources}"
     text += f"  piece {ops.piece[index]}/{ops.cut[index]}" + ("  average" if ops.scale[index] else "")
     for k in range(int(ops.wait_begin[index]), int(ops.wait_begin[index + 1])):
         back = f", {ops.wait_rounds_back[k]} rounds back" if ops.wait_rounds_back[k] else ""
         reason = Reason(int(ops.wait_reason[k])).name.lower().replace("_", " ")
-        text += f"  waits for rank {ops.wait_peer[k]} #{ops.wait_ordinal[k]}{back} ({reason})"
+        text += f"  waits for {name_of(moves, int(ops.wait_peer[k]))} #{ops.wait_ordinal[k]}{back} ({reason})"
     if ops.barrier[index]:
         text += "  barrier"
     peers = ops.signal_peer[int(ops.signal_begin[index]) : int(ops.signal_begin[index + 1])]
     if len(peers):
-        text += f"  signals {' '.join(map(str, peers))}"
-    return f"{text}  # {plan.moves.origins[int(ops.origin[index])]}"
+        own = index >= int(ops.rank_begin[num_ranks_of(moves)])
+        text += f"  signals {'its rank' if own else ' '.join(map(str, peers))}"
+    return f"{text}  # {moves.origins[int(ops.origin[index])]}"
 
 
-def location(plan: Plan, space: int, rank: int, index: int) -> str:
-    return f"cell {index} @ {rank}" if space == CELL else f"{plan.moves.tensors[space].name}[{index}] @ {rank}"
+def location(moves: Operations, space: int, rank: int, index: int) -> str:
+    return f"cell {index} @ {rank}" if space == CELL else f"{moves.tensors[space].name}[{index}] @ {rank}"
 
 
 def routed_lines(plan: Plan) -> Iterator[str]:

@@ -2,8 +2,10 @@
 
 memory        where data lies, and who may write it
 moves         the phase of static operations: per-rank tables, their operands and flags
+tasks         the phase of tiles: what a role computes beside the moves
 phases        what else a role does, proved by region: tell, meet, push, finish
 plan          memory, roles, and each role's phases in order
+actors        moves and tiles as one table, of all who act
 lower         IR -> Plan
 verify        what a legal Plan is; a fault in one is a bug of commdsl
 proof         the laws of Plans

@@ -21,11 +21,14 @@ class Transport(Enum):
 class Access(Enum):
     READ = "read"
     WRITE = "write"
+    OWN = "own"  # written and read by the rank itself in one call, gone afterwards: nobody outside sees it
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """User memory of a rank: `blocks` equal blocks, each cut into `cut` chunks. All yields are one WRITE tensor."""
+    """Memory of a rank, its caller's unless it is OWN: `blocks` equal blocks, each cut into `cut` chunks. All yields
+    are one WRITE tensor.
+    """
 
     name: str
     access: Access

@@ -35,7 +35,8 @@ of memory; on a GPU one thread of a lane moves what is aligned through the lane'
 stores n * signals_per_round[a, b] + k (k from 1). A wait by b on a with ordinal k and rounds_back d is over when the
 flag is at least (n - d) * signals_per_round[a, b] + k, compared as a signed difference of 64-bit numbers. Every
 operation: its waits, a block barrier if it has waits or `barrier`, its body, then if it has signals a block barrier and
-the signals, released at system scope.
+the signals, released at system scope. Where the rank has `tasks.Tiles` beside its moves, they are peer `num_ranks`: one
+more flag a lane, and one more row of signals_per_round, in which column b is what the tiles of rank b raise for it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ CELL = -1
 class OpKind(IntEnum):
     COPY = 0  # dest = source
     REDUCE = 1  # dest = sources combined in order, accumulated in float32 (integers: as they are), rounded once
+    ADD = 2  # of `Tiles`: the sum of the sources, whatever the reduction of the call, as REDUCE has it
+    MULTIPLY = 3  # of `Tiles`: their product
 
 
 class Protocol(Enum):
@@ -181,7 +184,7 @@ class Moves:
     tile_bytes: int  # of data, per lane and round
     protocol: Protocol
     ops: Ops
-    signals_per_round: NDArray[np.int32]  # (num_ranks, num_ranks): [a, b] signals from a to b
+    signals_per_round: NDArray[np.int32]  # (num_ranks, or one more, num_ranks): [a, b] signals from a to b
     origins: tuple[Origin, ...]
     alias_safe: tuple[str, ...]  # inout buffers whose read and written tensor may be the same memory
 
@@ -210,12 +213,18 @@ class Moves:
 
     @property
     def flags_bytes(self) -> int:
-        """Per lane: one 64-byte line per source rank."""
-        return self.lanes * self.num_ranks * 64
+        """Per lane: one 64-byte line per source rank, and one for the rank's own tiles."""
+        return self.lanes * self.flags_per_lane * 64
+
+    @property
+    def flags_per_lane(self) -> int:
+        return len(self.signals_per_round)
 
     @property
     def state_bytes(self) -> int:
-        """Per lane: one 64-byte line: rounds done, those entered (read by peers after a time-out), given up."""
+        """Per lane: one 64-byte line: rounds done, those entered (read by peers after a time-out), given up, and those
+        whose tiles are done.
+        """
         return self.lanes * 64
 
     @property

@@ -16,8 +16,9 @@ from commdsl.language.source import Span
 from commdsl.program.memory import Counters, Memory, Rows, Tensor, Transport, Words
 from commdsl.program.moves import Moves
 from commdsl.program.phases import Count, FinishByWeight, Meet, Push, Routed, touches
+from commdsl.program.tasks import Tiles
 
-Phase: TypeAlias = Moves | Routed
+Phase: TypeAlias = Moves | Tiles | Routed
 
 One = TypeVar("One")
 
@@ -39,6 +40,10 @@ class Role:
     @property
     def is_caller(self) -> bool:
         return self.lanes == 0
+
+    @property
+    def computes(self) -> bool:
+        return any(isinstance(phase, Tiles) for phase in self.phases)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +74,11 @@ class Plan:
         return _only(self.phases, Moves, self.name)
 
     @property
+    def tiles(self) -> Tiles | None:
+        """What is computed beside the moves, in a Plan with a role that does."""
+        return next((phase for phase in self.phases if isinstance(phase, Tiles)), None)
+
+    @property
     def push(self) -> Push:
         """The phase that sends rows, in a Plan that has one."""
         return _only(self.phases, Push, self.name)
@@ -87,9 +97,9 @@ class Plan:
     @property
     def comm(self) -> Role:
         """The role whose lanes move data."""
-        found = [role for role in self.roles if not role.is_caller]
+        found = [role for role in self.roles if not role.is_caller and not role.computes]
         if len(found) != 1:
-            raise InternalError(f"`{self.name}` has {len(found)} roles on SMs, expected one")
+            raise InternalError(f"`{self.name}` has {len(found)} roles that move data, expected one")
         return found[0]
 
     @property
@@ -141,7 +151,7 @@ def slot_bytes(words: Words, lanes: int) -> int:
 
 def memory_of(phase: Phase) -> tuple[Memory, ...]:
     match phase:
-        case Moves():
+        case Moves() | Tiles():
             return phase.tensors
         case _:
             return tuple(touch.memory for touch in touches(phase)) + _told(phase)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from commdsl.program.moves import Moves
 from commdsl.program.phases import described
 from commdsl.program.plan import Plan
+from commdsl.program.tasks import Tiles
 
 RECORD_BYTES = 64
 _FORMAT = "<Q4i4Q8x"
@@ -45,17 +46,20 @@ def unpack(data: bytes | memoryview) -> ErrorRecord | None:
 class CommTimeout(RuntimeError):  # noqa: N818 - a time-out is what it is called
     """A wait inside a kernel took longer than the time-out; picklable, so that ranks can pass it on."""
 
-    def __init__(self, record: ErrorRecord, origin: str, missing: tuple[int, ...], seconds: float) -> None:
-        super().__init__(record, origin, missing, seconds)
+    def __init__(
+        self, record: ErrorRecord, origin: str, missing: tuple[int, ...], seconds: float, awaited: str
+    ) -> None:
+        super().__init__(record, origin, missing, seconds, awaited)
         self.record = record
         self.origin = origin
         self.missing = missing
         self.seconds = seconds
+        self.awaited = awaited
 
     def __str__(self) -> str:
         record = self.record
         waited = (
-            f"rank {record.rank} waited {self.seconds:g} s for rank {record.peer} at {self.origin}, "
+            f"rank {record.rank} waited {self.seconds:g} s for {self.awaited} at {self.origin}, "
             f"lane {record.lane}, round {record.round}: expected {record.expected}, seen {record.seen}"
         )
         if not self.missing:
@@ -79,7 +83,9 @@ def timeout_of(plan: Plan, records: Iterable[ErrorRecord | None], seconds: float
     missing = tuple(sorted(absent - reporters))
     direct = [record for record in found if record.peer in missing]
     record = (direct or found)[0]
-    return CommTimeout(record, origin_of(plan, record), missing, seconds)
+    own = plan.tiles is not None and record.peer == plan.num_ranks
+    awaited = "its own tiles" if own else f"rank {record.peer}"
+    return CommTimeout(record, origin_of(plan, record), missing, seconds, awaited)
 
 
 def origin_of(plan: Plan, record: ErrorRecord) -> str:
@@ -88,7 +94,7 @@ def origin_of(plan: Plan, record: ErrorRecord) -> str:
         ops = plan.moves.ops
         return str(plan.moves.origins[int(ops.origin[ops.leaders[record.op]])])
     phase = plan.comm.phases[record.op]
-    assert not isinstance(phase, Moves)
+    assert not isinstance(phase, Moves | Tiles)
     return f"{plan.span}, {described(phase)}"
 
 

@@ -6,16 +6,20 @@ reaches, a cycle, a race): those are proved by `proof.synchronization`, which ma
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.dispatches import MOST_KEYS
+from commdsl.ir.functions import FUNCTIONS
 from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.memory import Access, Counters, Transport, Words
 from commdsl.program.moves import CELL, MOST_DESTS, MOST_THREADS, Moves, OpKind, Ops, Protocol, Reason
 from commdsl.program.phases import Actor, Count, FinishByWeight, Meet, Push, PushBack, PushByKey, Tell
 from commdsl.program.plan import Plan
+from commdsl.program.tasks import FUNCTION_OF, Tiles
 
 Mask = NDArray[np.bool_]
 
@@ -40,7 +44,14 @@ def verify(plan: Plan) -> None:
                     shape == (plan.num_ranks, role.lanes, role.sms, role.threads),
                     f"a role has {role.lanes} lanes of {role.threads} threads on {role.sms} SMs, its moves other ones",
                 )
-                verify_moves(phase)
+                verify_moves(phase, has_tiles=plan.tiles is not None)
+            if isinstance(phase, Tiles):
+                shape = phase.num_ranks, phase.sms, phase.sms, phase.threads
+                _law(
+                    shape == (plan.num_ranks, role.lanes, role.sms, role.threads),
+                    f"a role has {role.lanes} lanes of {role.threads} threads on {role.sms} SMs, its tiles other ones",
+                )
+                verify_tiles(phase, plan.moves)
     _told_once(plan)
     _by_keys(plan)
     if plan.transport is Transport.NVSHMEM:
@@ -107,13 +118,44 @@ def _counted(plan: Plan, push: PushByKey) -> None:
     _law(len(told[0].values) == words, f"{len(told[0].values)} words are told of keys, expected {words}")
 
 
-def verify_moves(moves: Moves) -> None:
+def verify_moves(moves: Moves, *, has_tiles: bool = False) -> None:
     """`verify` for one phase of static operations."""
     _scalars(moves)
     _shapes(moves)
-    _operations(moves)
+    _operations(moves, OpKind.COPY, OpKind.REDUCE)
     _operands(moves)
-    _flags(moves)
+    _flags(moves, has_tiles)
+    owned = any(tensor.access is Access.OWN for tensor in moves.tensors)
+    _law(owned == has_tiles, "there are tiles, or tensors of their own, without the other")
+
+
+def verify_tiles(tiles: Tiles, moves: Moves) -> None:
+    """`verify` for what is computed beside the moves."""
+    _law(tiles.tensors == moves.tensors, "tiles and moves have different tensors")
+    _law(tiles.origins == moves.origins, "tiles and moves come from different statements")
+    _law(tiles.sms >= 1, f"tiles have {tiles.sms} SMs, expected at least 1")
+    threads = moves.threads * moves.lanes_per_block
+    _law(tiles.threads == threads, f"a block of tiles has {tiles.threads} threads, one of the moves {threads}")
+    _law(moves.protocol is Protocol.BULK, f"tiles beside moves of protocol {moves.protocol.value}")
+    beside = replace(moves, ops=tiles.ops)
+    _shapes(beside)
+    _operations(beside, OpKind.ADD, OpKind.MULTIPLY)
+    ops = tiles.ops
+    operands = np.array([FUNCTIONS[FUNCTION_OF[OpKind(kind)]].num_reads for kind in ops.kind.tolist()], np.int64)
+    _each(np.diff(ops.source_begin) == operands, "operation", "it has the operands of its function")
+    _each((ops.joined == 0) & (ops.scale == 0), "operation", "it stands alone, and is not divided")
+    _operands(beside)
+    writes = np.array([tensor.access is Access.OWN for tensor in moves.tensors] + [False])
+    given = np.array([tensor.access is not Access.WRITE for tensor in moves.tensors] + [False])
+    _each(writes[ops.dest_space], "destination", "tiles write tensors of their own")
+    _each(given[ops.source_space], "source", "tiles read tensors that are given, or their own")
+    _law(not len(ops.wait_peer), "tiles wait")
+    _each(ops.signal_peer == moves.num_ranks, "signal", "tiles signal the moves of their rank")
+    raised = np.bincount(
+        np.repeat(np.repeat(np.arange(tiles.num_ranks), np.diff(ops.rank_begin)), np.diff(ops.signal_begin)),
+        minlength=tiles.num_ranks,
+    )
+    _each(moves.signals_per_round[-1] == raised, "signals_per_round, rank", "its last row equals the signals of tiles")
 
 
 def _law(holds: bool | np.bool_, message: str) -> None:
@@ -195,9 +237,9 @@ def _begins(field: str, begins: Ints, rows: int, size: int) -> None:
     _each(begins[1:] >= begins[:-1], f"ops.{field}, entry", "begins never decrease")
 
 
-def _operations(moves: Moves) -> None:
+def _operations(moves: Moves, first: OpKind, last: OpKind) -> None:
     ops = moves.ops
-    _within(ops.kind, len(OpKind), "operation", "kind is an OpKind,")
+    _within(ops.kind, last + 1, "operation", "kind is an OpKind", start=first)
     _within(ops.barrier, 2, "operation", "barrier is a truth value,")
     _within(ops.origin, len(moves.origins), "operation", "origin lies")
     _within(ops.cut, MOST_PIECES, "operation", "cut lies", start=1)
@@ -207,7 +249,7 @@ def _operations(moves: Moves) -> None:
     num_sources = np.diff(ops.source_begin)
     _each((num_sources >= 1) == (ops.joined == 0), "operation", "it has a source, or has joined one that does")
     _joined(moves)
-    _each((ops.kind == OpKind.REDUCE) | (num_sources <= 1), "operation", "only REDUCE has several sources")
+    _each((ops.kind != OpKind.COPY) | (num_sources <= 1), "operation", "only REDUCE has several sources")
     computes = (ops.kind != OpKind.COPY) | (ops.scale == 1)
     _law(moves.has_reduction or not computes.any(), "it only moves bytes, yet an operation computes")
 
@@ -260,13 +302,13 @@ def _location(
     _each(is_cell | ((cuts[space] == cut) & (index % cut == piece)), what, "a tensor's chunk has the size class moved")
 
 
-def _flags(moves: Moves) -> None:
+def _flags(moves: Moves, has_tiles: bool) -> None:
     ops, num_ranks = moves.ops, moves.num_ranks
     actor = np.repeat(np.arange(num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
     waiter = np.repeat(actor, np.diff(ops.wait_begin))
     raiser = np.repeat(actor, np.diff(ops.signal_begin))
     most = np.iinfo(np.int32).max
-    _within(ops.wait_peer, num_ranks, "wait", "its peer lies")
+    _within(ops.wait_peer, num_ranks + has_tiles, "wait", "its peer lies")
     _within(ops.signal_peer, num_ranks, "signal", "its peer lies")
     _each(ops.wait_peer != waiter, "wait", "a rank does not wait for itself")
     _each(ops.signal_peer != raiser, "signal", "a rank does not signal itself")
@@ -274,7 +316,10 @@ def _flags(moves: Moves) -> None:
     _within(ops.wait_rounds_back, most, "wait", "its rounds_back lies")
     _within(ops.wait_reason, len(Reason), "wait", "its reason is a Reason,")
     counts = moves.signals_per_round
-    _law(counts.shape == (num_ranks, num_ranks) and counts.dtype == np.int32, "signals_per_round is not P x P int32")
+    shape = num_ranks + has_tiles, num_ranks
+    _law(
+        counts.shape == shape and counts.dtype == np.int32, "signals_per_round is not P x P int32, and a row for tiles"
+    )
     pairs = raiser.astype(np.int64) * num_ranks + ops.signal_peer
     raised = np.bincount(pairs, minlength=num_ranks * num_ranks)
-    _each(counts.reshape(-1) == raised, "signals_per_round, pair", "it equals the signals in the tables")
+    _each(counts[:num_ranks].reshape(-1) == raised, "signals_per_round, pair", "it equals the signals in the tables")

@@ -26,7 +26,7 @@ _address = torch.Tensor.data_ptr
 class Call:
     """Calls of one op of one shape on one group; `in_place` is the input each output is, or None for new tensors."""
 
-    __slots__ = ("_communicator", "_make", "_name", "_owner", "_shapes", "_signature", "_slots", "_start")
+    __slots__ = ("_communicator", "_end", "_make", "_name", "_owner", "_shapes", "_signature", "_slots", "_start")
 
     def __init__(
         self,
@@ -40,7 +40,11 @@ class Call:
     ) -> None:
         signature = program.signature
         shapes = [] if in_place is not None else tensors.output_shapes(signature, inputs)
-        outputs = range(len(inputs), len(inputs) + len(shapes)) if in_place is None else in_place
+        self._end = len(inputs) + len(shapes)  # of the results; what follows is the kernel's alone
+        own = tensors.own_shapes(signature, inputs)
+        outputs = range(len(inputs), self._end) if in_place is None else in_place
+        outputs = (*outputs, *range(self._end, self._end + len(own)))
+        shapes = [*shapes, *own]
         self._name = name
         self._communicator = communicator
         self._signature = signature
@@ -72,4 +76,4 @@ class Call:
         if self._start is not None:
             addresses = tuple(map(_address, known))
             self._start(addresses if self._slots is None else [addresses[slot] for slot in self._slots])
-        return known[len(inputs) :]
+        return known[len(inputs) : self._end]

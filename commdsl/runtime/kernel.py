@@ -23,7 +23,9 @@ _NO_DELAY = bytes(8)
 
 def grid_of(plan: Plan, launch: Launch) -> tuple[int, int]:
     """Thread blocks of a launch, and threads of a block."""
-    return launch.blocks(plan.moves), launch.threads(plan.moves)
+    computing = 0 if plan.tiles is None else min(launch.active_lanes, plan.tiles.sms)
+    threads = launch.threads(plan.moves) if plan.tiles is None else plan.tiles.threads
+    return launch.blocks(plan.moves) + computing, threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class Residence:
 
 def residence_of(plan: Plan, entry: str) -> Residence:
     role, shared = plan.comm, plan.moves.shared_bytes if plan.is_static else 0
-    return Residence(plan.name, entry, role.sms, role.threads * role.lanes_per_block, shared, role.lanes)
+    blocks = sum(one.sms for one in plan.roles if not one.is_caller)  # of all roles: they are one launch
+    return Residence(plan.name, entry, blocks, role.threads * role.lanes_per_block, shared, role.lanes)
 
 
 class Prepared:

@@ -42,10 +42,13 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Inputs and outputs as the caller sees them; `tensors` says for each tensor of the Plan (is_input, position)."""
+    """Inputs and outputs as the caller sees them; `tensors` says for each tensor of the Plan (is_input, position): what
+    only the kernel uses stands behind the outputs.
+    """
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+    own: tuple[Port, ...]  # made for a call, and gone after it
     tensors: tuple[tuple[bool, int], ...]
     has_reduction: bool
     in_place: tuple[int, ...] | None  # for each output the input it may overwrite; None: there is no in-place variant
@@ -194,17 +197,20 @@ def sources_digest() -> str:
 def _signature(schedule: Schedule, plan: Plan) -> Signature:
     inputs: list[Port] = []
     outputs: list[Port] = []
+    own: list[Port] = []
     tensors: list[tuple[bool, int]] = []
+    num_outputs = sum(tensor.access is Access.WRITE for tensor in plan.moves.tensors)
     for tensor in plan.moves.tensors:
-        ports = inputs if tensor.access is Access.READ else outputs
+        ports = {Access.READ: inputs, Access.WRITE: outputs, Access.OWN: own}[tensor.access]
         stack = schedule.num_yields if tensor.is_yield else 0
-        tensors.append((tensor.access is Access.READ, len(ports)))
+        tensors.append((tensor.access is Access.READ, len(ports) + (num_outputs if ports is own else 0)))
         ports.append(Port(tensor.name, tensor.blocks // max(stack, 1), stack))
     names = [port.name for port in inputs]
     safe = all(port.name in plan.moves.alias_safe and port.name in names for port in outputs)
     return Signature(
         tuple(inputs),
         tuple(outputs),
+        tuple(own),
         tuple(tensors),
         plan.moves.has_reduction,
         tuple(names.index(port.name) for port in outputs) if outputs and safe else None,
@@ -214,7 +220,7 @@ def _signature(schedule: Schedule, plan: Plan) -> Signature:
 def _fills_outputs(plan: Plan) -> bool:
     """Whether every rank's operations write every chunk of every output."""
     for index, tensor in enumerate(plan.moves.tensors):
-        if tensor.access is Access.READ:
+        if tensor.access is not Access.WRITE:
             continue
         here = plan.moves.ops.dest_space == index
         written = np.unique(plan.moves.ops.dest_rank[here].astype(np.int64) * 2**32 + plan.moves.ops.dest_index[here])
@@ -226,7 +232,7 @@ def _fills_outputs(plan: Plan) -> bool:
 def _backward(schedule: Schedule, plan: Plan) -> Backward | None:
     """The way back through the usual collectives, None for everything else."""
     contract = schedule.contracts[0]
-    if len(schedule.contracts) != 1 or schedule.num_yields:
+    if len(schedule.contracts) != 1 or schedule.num_yields or plan.tiles is not None:
         return None
     root = () if contract.root is None else (("root", contract.root),)
     separate = contract.source_buffer != contract.dest_buffer

@@ -68,13 +68,22 @@ def _block_shape(name: str, port: Port, tensor: torch.Tensor) -> list[Any]:
 
 def output_shapes(signature: Signature, tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
     """Shapes may be symbolic: the blocks are multiplied in, and `torch._check` states what has to divide."""
+    return _shapes(signature, tensors, signature.outputs)
+
+
+def own_shapes(signature: Signature, tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Of what a call needs for itself."""
+    return _shapes(signature, tensors, signature.own)
+
+
+def _shapes(signature: Signature, tensors: Sequence[torch.Tensor], ports: Sequence[Port]) -> list[list[Any]]:
     port, tensor = signature.inputs[0], tensors[0]
     shape: list[Any] = list(tensor.shape)
     if port.blocks > 1:
         torch._check(tensor.dim() > 0)
         torch._check(tensor.shape[0] % port.blocks == 0)
         shape[0] = shape[0] // port.blocks
-    return [_stacked(port, shape) for port in signature.outputs]
+    return [_stacked(port, shape) for port in ports]
 
 
 def _stacked(port: Port, block: list[Any]) -> list[Any]:

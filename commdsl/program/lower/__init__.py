@@ -23,14 +23,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from commdsl.ir.schedules import Schedule, Step
+from commdsl.ir.schedules import Schedule, Step, Task
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.program.lower.ordering import order
-from commdsl.program.lower.placement import Placed, place
-from commdsl.program.lower.tables import tables
+from commdsl.program.lower.placement import Placed, num_actors, place
+from commdsl.program.lower.tables import apart, tables
 from commdsl.program.memory import Access, Tensor, Transport
-from commdsl.program.moves import MOST_THREADS, Moves, Protocol
+from commdsl.program.moves import MOST_THREADS, Moves, Ops, Protocol
 from commdsl.program.plan import Plan, Role
+from commdsl.program.tasks import Tiles
 
 # Measured on 4 H200s over ten schedules at 16 and 64 MB: fewer lanes leave links idle while a lane awaits a flag, more
 # threads a block or larger tiles gain nothing. The tuner's tables choose by size.
@@ -49,6 +50,7 @@ TILE_BYTES = {  # where data carries its flag, a word for each thread
     Protocol.TMA: 128 * 1024,
     Protocol.ENGINE: 32 * 1024 * 1024,  # a copy pays its start, and a round its flags
 }
+TASK_TILE = 32 * 1024  # what is computed leaves when its tile is done: small ones leave sooner
 LANES_PER_SM, SHARED_THREADS = 8, 128  # where SMs are given, and no lanes: as many as hide each other's waits
 SYMMETRIC_BYTES = 256 * 1024 * 1024  # what the cells may take when `tune` does not set the tile
 SMALLEST_TILE = 4 * 1024
@@ -62,8 +64,11 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
     """
     protocol = Protocol(schedule.tuning.protocol or "bulk") if transport is Transport.PEER else Protocol.BULK
     placed = place(schedule, transport, protocol)
-    ordered = order(placed, schedule.num_ranks, protocol)
-    ops, signals = tables(placed.rows, ordered.waits, schedule.num_ranks, barriers=not protocol.carries_flags)
+    ordered = order(placed, num_actors(schedule), protocol)
+    ops, signals = tables(placed.rows, ordered.waits, num_actors(schedule), barriers=not protocol.carries_flags)
+    computed = None
+    if num_actors(schedule) > schedule.num_ranks:
+        ops, computed, signals = apart(ops, signals, schedule.num_ranks)
     shape = _shape(schedule, protocol, placed.num_cells * ordered.rotation, transport)
     moves = Moves(
         name=schedule.name,
@@ -82,13 +87,16 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
         origins=placed.origins,
         alias_safe=tuple(_alias_safe(placed, schedule)),
     )
+    roles = [Role(schedule.role or "comm", shape.lanes, shape.sms, shape.threads, (moves,))]
+    if computed is not None:
+        roles.append(_tiles_role(schedule, moves, computed))
     return Plan(
         name=schedule.name,
         num_ranks=schedule.num_ranks,
         params=schedule.params,
         topology=schedule.topology.name,
         contract=schedule.contracts[0].name,
-        roles=(Role(schedule.role or "comm", shape.lanes, shape.sms, shape.threads, (moves,)),),
+        roles=tuple(roles),
         tile_bytes=shape.tile_bytes,
         span=schedule.span,
         transport=transport,
@@ -96,8 +104,20 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
 
 
 def _has_reduction(schedule: Schedule) -> bool:
+    """Whether the kernel has an element type."""
     steps = (step for step in schedule.steps if isinstance(step, Step))
-    return any(moves.kind is MoveKind.REDUCE for step in steps for moves in step.moves)
+    return bool(_tasks(schedule)) or any(moves.kind is MoveKind.REDUCE for step in steps for moves in step.moves)
+
+
+def _tasks(schedule: Schedule) -> list[Task]:
+    return [step for step in schedule.steps if isinstance(step, Task)]
+
+
+def _tiles_role(schedule: Schedule, moves: Moves, computed: Ops) -> Role:
+    """One lane a block, which has as many threads as a block of the moves: they are of one launch."""
+    sms, threads = _compute_sms(schedule), moves.threads * moves.lanes_per_block
+    tiles = Tiles(schedule.num_ranks, sms, threads, moves.tensors, computed, moves.origins)
+    return Role(_tasks(schedule)[0].role or "compute", sms, sms, threads, (tiles,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +131,13 @@ class _Shape:
 def _shape(schedule: Schedule, protocol: Protocol, cells: int, transport: Transport) -> _Shape:
     """What `tune` or a role sets stays; the rest, the tile first, shrinks to the cells' budget."""
     tuning, data, wire = schedule.tuning, *protocol.wire
-    sms = _role_sms(schedule) or tuning.sms
+    sms = _role_sms(schedule, schedule.role) or tuning.sms
+    if sms is None and _tasks(schedule):
+        sms = schedule.topology.num_sms - _compute_sms(schedule)
     if sms is None:
         lanes = tuning.lanes or min(LANES, schedule.topology.num_sms)
+    elif _tasks(schedule):
+        lanes = tuning.lanes or _even_lanes(sms, _compute_sms(schedule))
     else:
         lanes = tuning.lanes or sms * min(LANES_PER_SM, MOST_THREADS // (tuning.threads or SHARED_THREADS))
     if protocol is Protocol.ENGINE:
@@ -122,7 +146,7 @@ def _shape(schedule: Schedule, protocol: Protocol, cells: int, transport: Transp
     threads = tuning.threads or min(THREADS[protocol], MOST_THREADS // share // 32 * 32)
     if transport is Transport.NVSHMEM:
         lanes = min(lanes, sms or schedule.topology.num_sms)  # its puts take whole blocks
-    tile = tuning.tile_bytes or TILE_BYTES[protocol]
+    tile = tuning.tile_bytes or (TASK_TILE if _tasks(schedule) else TILE_BYTES[protocol])
 
     def size() -> int:
         return -(-tile // data) * wire * lanes * cells
@@ -134,13 +158,26 @@ def _shape(schedule: Schedule, protocol: Protocol, cells: int, transport: Transp
     return _Shape(lanes, min(lanes, sms or schedule.topology.num_sms), threads, tile)
 
 
-def _role_sms(schedule: Schedule) -> int | None:
-    """The SMs of the role a schedule is `on`."""
+def _role_sms(schedule: Schedule, role: str | None) -> int | None:
+    """The SMs of a role."""
     for roles in schedule.roles:
         for name, first, last in roles.roles:
-            if name == schedule.role:
+            if name == role:
                 return last - first
     return None
+
+
+def _compute_sms(schedule: Schedule) -> int:
+    """The SMs of the tasks' role; without roles what `tune` leaves, or three of four."""
+    found = _role_sms(schedule, _tasks(schedule)[0].role)
+    every = schedule.topology.num_sms
+    return found or max(every - (schedule.tuning.sms or every // 4), 1)
+
+
+def _even_lanes(sms: int, blocks: int) -> int:
+    """Lanes, the same number an SM, that give the blocks that compute as equal work as can be."""
+    choices = range(1, LANES_PER_SM + 1)
+    return sms * max(choices, key=lambda number: (number * sms / (-(-number * sms // blocks) * blocks), number))
 
 
 def _alias_safe(placed: Placed, schedule: Schedule) -> list[str]:
@@ -149,8 +186,9 @@ def _alias_safe(placed: Placed, schedule: Schedule) -> list[str]:
     rows, of_source = placed.rows, placed.rows.of_source
     phase = np.append(rows.phase, rows.phase.max(initial=-1) + 1)
     group = np.append(rows.group, -1)
-    for buffer in schedule.buffers:
-        if buffer.kind is not BufferKind.INOUT:
+    computed_from = {number for task in _tasks(schedule) for number in task.reads}  # side by side with what moves
+    for number, buffer in enumerate(schedule.buffers):
+        if buffer.kind is not BufferKind.INOUT or number in computed_from:
             continue
         read, write = (_tensor(placed.tensors, buffer.name, access) for access in (Access.READ, Access.WRITE))
         last_read = np.full((schedule.num_ranks, buffer.num_chunks), -1, np.int32)

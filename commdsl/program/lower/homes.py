@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.schedules import Ints, Schedule, Step, Yield
+from commdsl.ir.schedules import Ints, Schedule, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.program.lower.hazards import Index
@@ -27,7 +27,7 @@ class Homes:
 
     def __init__(self, schedule: Schedule) -> None:
         self.buffers = schedule.buffers
-        self.tensors, self.read, self.write = _tensors(schedule)
+        self.tensors, self.read, self.write, self.own = _tensors(schedule)
         shapes = [(schedule.num_ranks, buffer.num_chunks) for buffer in schedule.buffers]
         self.space = [np.full(shape, UNDEFINED, np.int32) for shape in shapes]
         self.index = [np.zeros(shape, np.int32) for shape in shapes]
@@ -66,6 +66,14 @@ class Homes:
             raise InternalError("more versions of chunks than 32 bits can number")
         return cell.astype(np.int32)
 
+    def compute(self, buffer: int, number: int) -> None:
+        """From this step on every chunk lies in the rank's own tensor, where a task wrote it."""
+        tensor = self.own[buffer]
+        assert tensor is not None
+        self.space[buffer][:] = tensor
+        self.index[buffer][:] = np.arange(self.buffers[buffer].num_chunks)
+        self.written_in[buffer][:] = number
+
     def chunks(self, buffer: int, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints]:
         """The chosen (rank, chunk) pairs, oldest version first, each rank starting from its own share of the chunks.
 
@@ -91,8 +99,13 @@ def _most_operands(schedule: Schedule) -> int:
     return max((some.source_rank.shape[1] for some in moves), default=0)
 
 
-def _tensors(schedule: Schedule) -> tuple[list[Tensor], list[int | None], list[int | None]]:
-    """The tensors in order of declaration, and for each buffer the one it is read from and the one it is written to."""
+Numbers = list[int | None]
+
+
+def _tensors(schedule: Schedule) -> tuple[list[Tensor], Numbers, Numbers, Numbers]:
+    """The tensors in order of declaration, then those that tasks write; and for each buffer the one it is read from,
+    the one it is written to, and the one that holds what a task writes.
+    """
     tensors: list[Tensor] = []
     read: list[int | None] = []
     write: list[int | None] = []
@@ -105,8 +118,13 @@ def _tensors(schedule: Schedule) -> tuple[list[Tensor], list[int | None], list[i
         write.append(len(tensors) if writes else None)
         if writes:
             tensors.append(Tensor(buffer.name, Access.WRITE, buffer.blocks, buffer.cut))
+    computed = {buffer for step in schedule.steps if isinstance(step, Task) for buffer in step.writes}
+    own: Numbers = [None] * len(schedule.buffers)
+    for number in sorted(computed):
+        buffer, own[number] = schedule.buffers[number], len(tensors)
+        tensors.append(Tensor(buffer.name, Access.OWN, buffer.blocks, buffer.cut))
     yielded = [step.buffer for step in schedule.steps if isinstance(step, Yield)]
     if yielded:
         buffer = schedule.buffers[yielded[0]]
         tensors.append(Tensor("yields", Access.WRITE, len(yielded) * buffer.blocks, buffer.cut, is_yield=True))
-    return tensors, read, write
+    return tensors, read, write, own

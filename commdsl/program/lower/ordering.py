@@ -30,13 +30,13 @@ class Ordered:
     waits: Edges
 
 
-def order(placed: Placed, num_ranks: int, protocol: Protocol) -> Ordered:
+def order(placed: Placed, num_actors: int, protocol: Protocol) -> Ordered:
     """The flags that a protocol needs."""
-    problem = pose(placed.rows, num_ranks, placed.num_cells)
+    problem = pose(placed.rows, num_actors, placed.num_cells, placed.tensors)
     cells = Cells(problem.num_keys)
     hazards = _hazards(problem, cells)
     rotation, needed = _credits(problem, cells, hazards) if protocol.carries_flags else _flags(problem, cells, hazards)
-    return Ordered(rotation, _for_all(needed, problem, num_ranks))
+    return Ordered(rotation, _for_all(needed, problem, num_actors))
 
 
 def _flags(problem: Problem, cells: Cells, hazards: list[Edges]) -> tuple[int, Edges]:
@@ -211,7 +211,7 @@ def _by_phase(edges: Edges, program: Program) -> list[Edges]:
 
 def _reuse(cells: Cells, problem: Problem, rounds_back: int) -> Edges:
     """Edges from the last users of every cell to its first writer, `rounds_back` rounds later."""
-    key = np.nonzero(cells.first_op >= 0)[0]
+    key = problem.lasting[cells.first_op[problem.lasting] >= 0]
     edges = joined(cells.last_users(key, cells.first_op[key], cells.first_rank[key]))
     edges.table[5] = rounds_back
     return _seen_by_rank_0(edges, problem)

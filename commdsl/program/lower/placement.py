@@ -26,10 +26,13 @@ from commdsl.program.lower.homes import UNDEFINED, Homes, ints
 from commdsl.program.lower.rows import Batch, Rows, assemble
 from commdsl.program.memory import Tensor, Transport
 from commdsl.program.moves import CELL, OpKind, Origin, Protocol
+from commdsl.program.tasks import KIND_OF
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
+    """`rows.rank` counts who acts: the moves of every rank, then, where there are tasks, the tiles of every rank."""
+
     rows: Rows
     tensors: tuple[Tensor, ...]
     num_cells: int
@@ -123,6 +126,23 @@ class _Placer:
             sources, valid = _beside(old, sources), None
         return Batch(rank, OpKind.REDUCE, size_class, (ints(CELL, rank.shape), rank, cell), sources, valid, origin)
 
+    def task(self, number: int, step: Task) -> None:
+        """Every chunk of what a task writes is made by the rank's tiles, in the order in which ranks turn to peers."""
+        (buffer,), ranks = step.writes, self.schedule.num_ranks
+        chunks = self.schedule.buffers[buffer].num_chunks
+        rank, chunk = (part.ravel() for part in np.indices((ranks, chunks), np.int32))
+        order = np.lexsort((chunk, (chunk.astype(np.int64) * ranks // chunks - rank - 1) % ranks, rank))
+        rank, chunk = rank[order], chunk[order]
+        self.homes.compute(buffer, number)
+        dest = self.homes.locate(buffer, rank, chunk)
+        parts = [self.homes.locate(read, rank, chunk) for read in step.reads]
+        space, place, index = (np.stack(columns, axis=1) for columns in zip(*parts, strict=True))
+        origin = self.origin(step.span, step.bindings, number)
+        size_class = self.homes.size_class(buffer, rank, chunk)
+        who = (rank + np.int32(ranks)).astype(np.int32)
+        batch = Batch(who, KIND_OF[step.function], size_class, dest, (space, place, index), None, origin)
+        self.phases.append([batch])
+
     def hand_over(self, number: int, step: Yield, count: int) -> None:
         """A yield copies the resident buffer to its place among the yields."""
         buffer = self.schedule.buffers[step.buffer]
@@ -169,6 +189,11 @@ class _Placer:
         return [Batch(rank, OpKind.COPY, size_class, dest, source, None, origin, scale)]
 
 
+def num_actors(schedule: Schedule) -> int:
+    """Who acts: the ranks' moves, then the ranks' tiles if there are any."""
+    return schedule.num_ranks * (1 + any(isinstance(step, Task) for step in schedule.steps))
+
+
 def _column(location: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
     space, rank, index = location
     return space[:, None], rank[:, None], index[:, None]
@@ -191,11 +216,11 @@ def place(schedule: Schedule, transport: Transport, protocol: Protocol) -> Place
                 placer.hand_over(number, step, yields)
                 yields += 1
             case Task():
-                raise InternalError(f"`{schedule.name}` has a task, yet passed the checks")
+                placer.task(number, step)
             case _:
                 assert_never(step)
     placer.copy_out()
-    rows = assemble(placer.phases, schedule.num_ranks)
+    rows = assemble(placer.phases, num_actors(schedule))
     if (rows.source_space == UNDEFINED).any():
         raise InternalError(f"`{schedule.name}` reads data that was never written, yet passed the checks")
     tensors = tuple(placer.homes.tensors)

@@ -14,6 +14,7 @@ from commdsl.ir.schedules import Ints
 from commdsl.program.lower.clocks import Clocks, FullClocks, RotatingClocks
 from commdsl.program.lower.hazards import Index
 from commdsl.program.lower.rows import Rows, begins, turns
+from commdsl.program.memory import Access, Tensor
 from commdsl.program.moves import CELL
 
 
@@ -39,7 +40,7 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Accesses:
-    """Reads or writes of cells in program order: the operation, the rank that does it, the cell as one number."""
+    """Reads or writes in program order: the operation, the rank that does it, the place as one number."""
 
     op: Ints
     rank: Ints
@@ -59,11 +60,14 @@ class Problem:
     num_keys: int
     clocks: Clocks
     turned: bool
+    lasting: Index  # keys of the places that the next rounds use again: the cells
 
 
-def pose(rows: Rows, num_ranks: int, num_cells: int) -> Problem:
-    """Rank 0's operations if they stand for all, else everybody's."""
-    return _quotient(rows, num_ranks, num_cells) or _whole(rows, num_ranks, num_cells)
+def pose(rows: Rows, num_actors: int, num_cells: int, tensors: tuple[Tensor, ...]) -> Problem:
+    """Rank 0's operations if they stand for all, else everybody's. Tiles have programs beside those of the ranks."""
+    if any(tensor.access is Access.OWN for tensor in tensors):
+        return _whole(rows, num_actors, num_cells, tensors)
+    return _quotient(rows, num_actors, num_cells) or _whole(rows, num_actors, num_cells, tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,29 +89,44 @@ def _groups(rows: Rows) -> _Groups:
     return _Groups(rank, phase, turns(rank, phase), number, length)
 
 
-def _whole(rows: Rows, num_ranks: int, num_cells: int) -> Problem:
+def _first_places(num_cells: int, tensors: tuple[Tensor, ...]) -> tuple[Ints, int]:
+    """By space, the first of a rank's places that are its own: cells, then what tiles write; -1 for the caller's. The
+    last entry is CELL's. And how many places a rank has.
+    """
+    first, size = np.full(len(tensors) + 1, -1, np.int32), num_cells
+    first[CELL] = 0
+    for space, tensor in enumerate(tensors):
+        if tensor.access is Access.OWN:
+            first[space], size = size, size + tensor.blocks * tensor.cut
+    return first, size
+
+
+def _whole(rows: Rows, num_ranks: int, num_cells: int, tensors: tuple[Tensor, ...]) -> Problem:
     groups, of_row = _groups(rows), rows.group
     order = np.lexsort((groups.number, groups.rank, groups.phase)).astype(np.int32)
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order))
     op = place[of_row]
+    first, width = _first_places(num_cells, tensors)
 
-    def accesses(of: Index, owner: Ints, cell: Ints) -> Accesses:
+    def accesses(of: Index, space: Ints, owner: Ints, index: Ints) -> Accesses:
         order = np.argsort(op[of], kind="stable")
-        key = (owner.astype(np.int64) * num_cells + cell)[order]
+        key = (owner.astype(np.int64) * width + first[space] + index)[order]
         return Accesses(op[of][order], rows.rank[of][order], key)
 
-    read, write = rows.source_space == CELL, rows.dest_space == CELL
+    read, write = first[rows.source_space] >= 0, first[rows.dest_space] >= 0
+    keys = np.arange(num_ranks * width)
     return Problem(
         program=Program(
             groups.rank[order], groups.phase[order], groups.number[order], groups.turn[order], groups.length
         ),
         group=order,
-        reads=accesses(rows.of_source[read], rows.source_rank[read], rows.source_index[read]),
-        writes=accesses(np.nonzero(write)[0], rows.dest_rank[write], rows.dest_index[write]),
-        num_keys=num_ranks * num_cells,
+        reads=accesses(rows.of_source[read], rows.source_space[read], rows.source_rank[read], rows.source_index[read]),
+        writes=accesses(np.nonzero(write)[0], rows.dest_space[write], rows.dest_rank[write], rows.dest_index[write]),
+        num_keys=len(keys),
         clocks=FullClocks(num_ranks),
         turned=False,
+        lasting=keys[keys % max(width, 1) < num_cells],
     )
 
 
@@ -140,6 +159,7 @@ def _quotient(rows: Rows, num_ranks: int, num_cells: int) -> Problem | None:
         num_keys=num_cells,
         clocks=RotatingClocks(num_ranks),
         turned=True,
+        lasting=np.arange(num_cells),
     )
 
 

@@ -5,6 +5,8 @@ Assumes rows sorted by rank, as a Plan has them. Does not add or drop anything.
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 
 from commdsl.ir.schedules import Ints
@@ -40,6 +42,35 @@ def tables(rows: Rows, waits: Edges, num_ranks: int, *, barriers: bool) -> tuple
         origin=rows.origin,
     )
     return ops, per_round
+
+
+_BEGINS = ("source_begin", "wait_begin", "signal_begin")
+_PER_OP = ("kind", "cut", "piece", "barrier", "joined", "scale", "dest_space", "dest_rank", "dest_index", "origin")
+
+
+def apart(ops: Ops, per_round: Ints, num_ranks: int) -> tuple[Ops, Ops, Ints]:
+    """The moves and the tiles of every rank, which call each other `num_ranks`; and what moves hear in a round, with a
+    row more for the tiles.
+    """
+    moves, tiles = _part(ops, 0, num_ranks), _part(ops, num_ranks, 2 * num_ranks)
+    waits, signals = moves.wait_peer, np.full_like(tiles.signal_peer, num_ranks)
+    moves = replace(moves, wait_peer=np.where(waits < num_ranks, waits, num_ranks).astype(np.int32))
+    own = np.diagonal(per_round[num_ranks:, :num_ranks])
+    return moves, replace(tiles, signal_peer=signals), np.vstack((per_round[:num_ranks, :num_ranks], own))
+
+
+def _part(ops: Ops, first: int, last: int) -> Ops:
+    """The programs first ..< last alone."""
+    lo, hi = int(ops.rank_begin[first]), int(ops.rank_begin[last])
+    columns: dict[str, Ints] = {"rank_begin": ops.rank_begin[first : last + 1] - np.int32(lo)}
+    columns |= {name: getattr(ops, name)[lo:hi] for name in _PER_OP}
+    for name in _BEGINS:
+        begin = getattr(ops, name)
+        columns[name] = begin[lo : hi + 1] - begin[lo]
+        kind = name.removesuffix("begin")
+        for column in (field.name for field in fields(ops) if field.name.startswith(kind) and field.name != name):
+            columns[column] = getattr(ops, column)[begin[lo] : begin[hi]]
+    return Ops(**columns)
 
 
 def _by_row(waits: Edges, rows: Rows) -> Edges:

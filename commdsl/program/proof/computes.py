@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints, Schedule
 from commdsl.language.diagnostics import Diagnostic
+from commdsl.program.actors import num_ranks_of
 from commdsl.program.memory import Access
 from commdsl.program.moves import Moves
 from commdsl.program.proof import messages, packets
 from commdsl.program.proof.clocks import run
 from commdsl.program.proof.flags import timeline
-from commdsl.program.proof.meaning import Results, meant, tensors_given
+from commdsl.program.proof.meaning import Results, meant, tensors_given, tensors_made
 from commdsl.program.proof.timeline import pattern
 from commdsl.program.proof.values import (
     CLASH,
@@ -35,11 +36,13 @@ from commdsl.program.proof.values import (
     Column,
     Mask,
     Values,
+    applied,
     averaged,
     combined,
     difference,
     given,
 )
+from commdsl.program.tasks import FUNCTION_OF
 
 Longs = NDArray[np.int64]
 
@@ -47,7 +50,7 @@ Longs = NDArray[np.int64]
 def computes(schedule: Schedule, moves: Moves) -> Iterator[Diagnostic]:
     """The first chunk that the caller gets back with other data than the schedule gives it."""
     wanted = meant(schedule)
-    unlike = {*moves.tensors} ^ {*tensors_given(schedule), *wanted}
+    unlike = {*moves.tensors} ^ {*tensors_given(schedule), *tensors_made(schedule), *wanted}
     if unlike:
         yield messages.other_tensors(schedule, moves, unlike)
         return
@@ -92,8 +95,8 @@ class _Places:
     def __init__(self, moves: Moves) -> None:
         sizes = [tensor.blocks * tensor.cut for tensor in moves.tensors] + [moves.num_cells]
         self.size = np.array(sizes, np.int64)  # of a rank; the last entry stands for space -1, a cell
-        self.base = np.cumsum(self.size * moves.num_ranks) - self.size * moves.num_ranks
-        self.count = int(self.size.sum()) * moves.num_ranks
+        self.base = np.cumsum(self.size * num_ranks_of(moves)) - self.size * num_ranks_of(moves)
+        self.count = int(self.size.sum()) * num_ranks_of(moves)
 
     def of(self, space: Ints, rank: Ints, index: Ints) -> Longs:
         places = self.size[space]
@@ -169,7 +172,8 @@ def follow(schedule: Schedule, moves: Moves, book: Book | None = None) -> Follow
     held = np.full(places.count, STALE)
     for tensor, buffer in tensors_given(schedule).items():
         held[places.whole(moves.tensors.index(tensor))] = given(schedule, buffer)
-    averages = moves.num_ranks > 1
+    averages = schedule.num_ranks > 1
+    functions = _functions(moves, order.leader)
     made: list[Values] = [np.zeros(0, np.uint64)]
     sources, dests = order.source_begin, order.dest_begin
     fewest, most = _extremes(order, sources)
@@ -182,6 +186,12 @@ def follow(schedule: Schedule, moves: Moves, book: Book | None = None) -> Follow
         values = combined(columns)
         if book is not None:
             book.note(values, tuple(columns))
+        for function, is_made in functions.items():
+            made_here = is_made[first:last]
+            if made_here.any():
+                values = np.where(made_here, applied(function, values), values)
+                if book is not None:
+                    book.note(values, tuple(columns), function=function)
         made.append(values)
         rows = slice(dests[first], dests[last])
         stored = values if dests[last] - dests[first] == last - first else np.repeat(values, num_dests[first:last])
@@ -191,6 +201,13 @@ def follow(schedule: Schedule, moves: Moves, book: Book | None = None) -> Follow
                 book.note(averaged(values), ((values, None),), divided=True)
         _store(held, order.dest[rows], stored)
     return Followed(order, _results(moves, order, places, held), np.concatenate(made))
+
+
+def _functions(moves: Moves, leader: Ints) -> dict[str, Mask]:
+    """Which groups are a function of tiles, by its name."""
+    kinds = moves.ops.kind[leader]
+    found = {name: kinds == kind for kind, name in FUNCTION_OF.items()}
+    return {name: rows for name, rows in found.items() if rows.any()}
 
 
 def _extremes(order: Program, begin: Longs) -> tuple[list[int], list[int]]:
@@ -224,7 +241,7 @@ def _results(moves: Moves, order: Program, places: _Places, held: Values) -> Res
     written[order.dest] = True
     held = np.where(written, held, UNWRITTEN)
     return {
-        tensor: held[places.whole(space)].reshape(moves.num_ranks, -1)
+        tensor: held[places.whole(space)].reshape(num_ranks_of(moves), -1)
         for space, tensor in enumerate(moves.tensors)
         if tensor.access is Access.WRITE
     }

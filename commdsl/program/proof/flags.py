@@ -1,4 +1,5 @@
-"""Turns the tables of Moves into a Timeline: an actor a rank, as its lanes are alike and need nothing of each other.
+"""Turns the tables of Moves into a Timeline: an actor a rank, as its lanes are alike and need nothing of each other;
+and one more a rank where the Moves are `actors.Actors`, for its tiles.
 
 Assumes Moves that `verify` passed. Does not judge: that every wait has a signal is for `synchronization` to say.
 """
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
+from commdsl.program.actors import num_ranks_of
 from commdsl.program.moves import Moves
 from commdsl.program.proof.timeline import Bits, Timeline
 
@@ -23,7 +25,7 @@ class Flags(Timeline):
 
 
 def ranks_of(moves: Moves) -> Ints:
-    """The rank of every operation."""
+    """The rank of every operation; of tiles, who they are among the actors."""
     return np.repeat(np.arange(moves.num_ranks, dtype=np.int32), np.diff(moves.ops.rank_begin))
 
 
@@ -56,7 +58,7 @@ def timeline(moves: Moves) -> Flags:
     total = np.concatenate(([0], np.cumsum(num_waits > 0, dtype=np.int32))).astype(np.int32)
     starts = total[ops.rank_begin]
     return Flags(
-        num_ranks=num_ranks,
+        num_ranks=num_ranks_of(moves),
         begin=ops.rank_begin,
         actor=actor,
         local=local,

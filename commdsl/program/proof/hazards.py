@@ -49,7 +49,7 @@ class Reads:
 
 def places_per_rank(moves: Moves) -> int:
     """Cells, then the chunks of the tensors that are written; at least 1."""
-    return max(moves.num_cells + sum(t.blocks * t.cut for t in moves.tensors if t.access is Access.WRITE), 1)
+    return max(moves.num_cells + sum(t.blocks * t.cut for t in moves.tensors if t.access is not Access.READ), 1)
 
 
 def place_name(moves: Moves, place: int) -> str:
@@ -59,7 +59,7 @@ def place_name(moves: Moves, place: int) -> str:
         return f"cell {index} of rank {rank}"
     index -= moves.num_cells
     for tensor in moves.tensors:
-        if tensor.access is Access.WRITE:
+        if tensor.access is not Access.READ:
             if index < tensor.blocks * tensor.cut:
                 return f"chunk {index} of `{tensor.name}` on rank {rank}"
             index -= tensor.blocks * tensor.cut
@@ -72,7 +72,7 @@ def _offsets(moves: Moves) -> Longs:
     offset[CELL] = 0
     size = moves.num_cells
     for number, tensor in enumerate(moves.tensors):
-        if tensor.access is Access.WRITE:
+        if tensor.access is not Access.READ:
             offset[number] = size
             size += tensor.blocks * tensor.cut
     return offset

@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Moves, Schedule, Step, Task, Yield
-from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import BufferKind
 from commdsl.program.memory import Access, Tensor
-from commdsl.program.proof.values import UNWRITTEN, Book, Column, Values, averaged, combined, given
+from commdsl.program.proof.values import UNWRITTEN, Book, Column, Values, applied, averaged, combined, given
 
 Results: TypeAlias = dict[Tensor, Values]
 """By tensor that is written: (num_ranks, chunks), UNWRITTEN where nothing was written."""
@@ -29,6 +28,13 @@ def tensors_given(schedule: Schedule) -> dict[Tensor, int]:
     """The user memory that is read, and of which buffer it is."""
     buffers = enumerate(schedule.buffers)
     return {Tensor(b.name, Access.READ, b.blocks, b.cut): number for number, b in buffers if b.kind in GIVEN}
+
+
+def tensors_made(schedule: Schedule) -> set[Tensor]:
+    """The memory that tasks write: a rank's own, for one call."""
+    written = {number for step in schedule.steps if isinstance(step, Task) for number in step.writes}
+    buffers = (schedule.buffers[number] for number in written)
+    return {Tensor(b.name, Access.OWN, b.blocks, b.cut) for b in buffers}
 
 
 def meant(schedule: Schedule, book: Book | None = None) -> Results:
@@ -48,7 +54,12 @@ def meant(schedule: Schedule, book: Book | None = None) -> Results:
             case Yield():
                 shown.append(held[step.buffer].reshape(ranks, -1).copy())
             case Task():
-                raise InternalError(f"`{schedule.name}` has a task, yet passed the checks")
+                columns: list[Column] = [(held[number], None) for number in step.reads]
+                values = applied(step.function, combined(columns))
+                if book is not None:
+                    book.note(values, tuple(columns), function=step.function)
+                for number in step.writes:
+                    held[number] = values.copy()
             case _:
                 assert_never(step)
     _divide(schedule, held, book)

@@ -15,6 +15,7 @@ import numpy as np
 
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, InternalError, Label
+from commdsl.program.actors import name_of
 from commdsl.program.memory import Tensor
 from commdsl.program.moves import Moves
 from commdsl.program.proof.clocks import Run, chain
@@ -36,7 +37,7 @@ def _where(moves: Moves, op: int) -> str:
     rank = _rank(moves, op)
     origin = moves.origins[moves.ops.origin[op]]
     bindings = ", ".join(f"{name} = {value}" for name, value in origin.bindings)
-    text = f"operation {op - int(moves.ops.rank_begin[rank])} of rank {rank}"
+    text = f"operation {op - int(moves.ops.rank_begin[rank])} of {name_of(moves, rank)}"
     return text + (f" ({bindings})" if bindings else "") + (f" [{origin.note}]" if origin.note else "")
 
 
@@ -69,7 +70,7 @@ def never_raised(moves: Moves, waits: Longs) -> Diagnostic:
     raised = int(moves.signals_per_round[peer, _rank(moves, op)])
     return Diagnostic(
         "C203",
-        f"rank {_rank(moves, op)} waits for a signal that rank {peer} never raises",
+        f"{name_of(moves, _rank(moves, op))} waits for a signal that {name_of(moves, peer)} never raises",
         _label(
             moves, op, f"{_where(moves, op)} waits for signal {ordinal}{_round_name(back)}; {raised} are raised a round"
         ),
@@ -95,7 +96,7 @@ def deadlock(moves: Moves, events: Timeline, order: Run) -> Diagnostic:
     return Diagnostic(
         "C201",
         f"{len(circle)} ranks wait for each other",
-        _label(moves, op, f"{_where(moves, op)} waits for signal {signal} of rank {peer}"),
+        _label(moves, op, f"{_where(moves, op)} waits for signal {signal} of {name_of(moves, peer)}"),
         tuple(_label(moves, op, f"{_where(moves, op)} waits too") for op, _ in circle[1:2]),
         notes=(f"the circle: {ranks} -> {_rank(moves, op)}", *notes[:8]),
         help=HELP,
@@ -111,17 +112,18 @@ def race(moves: Moves, events: Timeline, pairs: Hazards, found: int, more: int, 
     place, first_verb, second_verb = _conflict(moves, first, second)
     if known:
         last = _where(moves, int(moves.ops.rank_begin[a]) + (known - 1) % length)
-        knows = f"the last that rank {b} then knows done of rank {a} is {last} in round {(known - 1) // length}"
+        done = f"{last} in round {(known - 1) // length}"
+        knows = f"the last that {name_of(moves, b)} then knows done of {name_of(moves, a)} is {done}"
     else:
-        knows = f"rank {b} then knows nothing done of rank {a}"
+        knows = f"{name_of(moves, b)} then knows nothing done of {name_of(moves, a)}"
     return Diagnostic(
         "C205" if across else "C202",
         f"two ranks touch {place} in no order" + (", in two calls" if across else ""),
         _label(moves, second, f"{_where(moves, second)} {second_verb} it in {later}"),
         (_label(moves, first, f"{_where(moves, first)} {first_verb} it in round 0"),),
         notes=(
-            f"no chain of flags leads from operation {int(events.local[first])} of rank {a}"
-            f" to operation {int(events.local[second])} of rank {b}: {knows}",
+            f"no chain of flags leads from operation {int(events.local[first])} of {name_of(moves, a)}"
+            f" to operation {int(events.local[second])} of {name_of(moves, b)}: {knows}",
             *_more(more, "pairs are not ordered"),
         ),
         help=HELP,
@@ -208,7 +210,11 @@ def unheard(moves: Moves, place: int) -> Diagnostic:
     return Diagnostic(
         "C204",
         "a signal is raised that nobody waits for",
-        _label(moves, op, f"{_where(moves, op)} raises signal {ordinal} to rank {peer}, which has no wait for it"),
+        _label(
+            moves,
+            op,
+            f"{_where(moves, op)} raises signal {ordinal} to {name_of(moves, peer)}, which has no wait for it",
+        ),
         help=HELP,
     )
 
@@ -219,7 +225,9 @@ def idle_wait(moves: Moves, wait: int) -> Diagnostic:
     return Diagnostic(
         "C204",
         "a wait orders nothing that is not in order without it",
-        _label(moves, op, f"{_where(moves, op)} waits for signal {ordinal} of rank {peer}{_round_name(back)}"),
+        _label(
+            moves, op, f"{_where(moves, op)} waits for signal {ordinal} of {name_of(moves, peer)}{_round_name(back)}"
+        ),
         help=HELP,
     )
 

@@ -144,7 +144,8 @@ def _barriers(moves: Moves, events: Timeline) -> tuple[Ints, Ints]:
 def _clobbered(moves: Moves, events: Timeline) -> Diagnostic | None:
     pairs, buffer = clobbers(moves)
     before, _ = _barriers(moves, events)
-    late = np.flatnonzero(before[pairs.second] <= before[pairs.first])
+    apart = events.actor[pairs.second] != events.actor[pairs.first]  # no barrier is between the two
+    late = np.flatnonzero((before[pairs.second] <= before[pairs.first]) | apart)
     return messages.clobbered(moves, pairs, late, moves.alias_safe[buffer[late[0]]]) if len(late) else None
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +83,11 @@ def combined(columns: Iterable[Column]) -> Values:
     return made
 
 
+def applied(function: str, values: Values) -> Values:
+    """What a function makes of operands that were combined: another value for every function, and for every order."""
+    return _mix(values ^ np.uint64(crc32(function.encode()) + 1))
+
+
 def averaged(values: Values) -> Values:
     return _mix(values ^ _DIVIDED)
 
@@ -93,12 +99,14 @@ class Book:
     schedule: Schedule
     made: list[Values] = field(default_factory=list)
     operands: list[tuple[Column, ...]] = field(default_factory=list)
-    divided: list[bool] = field(default_factory=list)
+    how: list[str] = field(default_factory=list)  # what joins the operands in words, or a function's name
 
-    def note(self, made: Values, operands: tuple[Column, ...], *, divided: bool = False) -> None:
+    def note(
+        self, made: Values, operands: tuple[Column, ...], *, divided: bool = False, function: str | None = None
+    ) -> None:
         self.made.append(made)
         self.operands.append(operands)
-        self.divided.append(divided)
+        self.how.append("/" if divided else function or "+")
 
     def given(self) -> list[tuple[Buffer, Values]]:
         """Every chunk that any rank is given."""
@@ -126,21 +134,23 @@ class Book:
         return self._made(value, depth) if depth < MOST_NESTED else "..."
 
     def _made(self, value: np.uint64, depth: int) -> str:
-        parts, divided = self.parts(value)
+        parts, how = self.parts(value)
         if not parts:
             raise InternalError("a value of the Plan came about in no operation")
-        inner = (self._words(part, depth + 1) for part in parts)
+        inner = [self._words(part, depth + 1) for part in parts]
+        if how not in ("+", "/"):
+            return f"{how}({', '.join(inner)})"
         text = " + ".join(f"({part})" if " + " in part else part for part in inner)
-        return f"{text} / {self.schedule.num_ranks}" if divided else text
+        return f"{text} / {self.schedule.num_ranks}" if how == "/" else text
 
-    def parts(self, value: np.uint64) -> tuple[list[np.uint64], bool]:
-        """What a value was made of, nothing for what was given; and whether that was by dividing it."""
-        for made, operands, divided in zip(self.made, self.operands, self.divided, strict=True):
+    def parts(self, value: np.uint64) -> tuple[list[np.uint64], str]:
+        """What a value was made of, nothing for what was given; and how."""
+        for made, operands, how in zip(self.made, self.operands, self.how, strict=True):
             at = np.flatnonzero(made == value)
             parts = [column[at[0]] for column, valid in operands if len(at) and (valid is None or valid[at[0]])]
             if parts and parts != [value]:
-                return parts, divided
-        return [], False
+                return parts, how
+        return [], "+"
 
 
 def difference(means: Book, does: Book, wanted: np.uint64, got: np.uint64) -> tuple[np.uint64, np.uint64]:

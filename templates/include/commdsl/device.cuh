@@ -17,6 +17,19 @@
     if (lane < args.active_lanes) plan::run(args, lane);                                                        \
   }
 
+// Two roles in one launch: the first blocks move, the others compute.
+#define COMMDSL_ROLES(name, plan)                                                                                \
+  extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS * COMMDSL_LANES_PER_BLOCK, 1)                     \
+      name(const __grid_constant__ plan::Args args) {                                                            \
+    const commdsl::u32 moving = commdsl::blocks_of(args.active_lanes, plan::kMoveBlocks);                        \
+    if (blockIdx.x < moving) {                                                                                   \
+      const commdsl::i32 lane = static_cast<commdsl::i32>(blockIdx.x + commdsl::lane_of_block() * moving);       \
+      if (lane < args.active_lanes) plan::run(args, lane);                                                       \
+    } else {                                                                                                     \
+      plan::compute(args, static_cast<commdsl::i32>(blockIdx.x - moving), static_cast<commdsl::i32>(gridDim.x - moving)); \
+    }                                                                                                            \
+  }
+
 // The copy engine moves, so the kernel has the flags alone: one block.
 #define COMMDSL_FLAGS(name, plan)                                                                            \
   extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS, 1)                                           \
@@ -31,6 +44,7 @@ namespace commdsl {
 
 constexpr bool kSharesBlock = COMMDSL_LANES_PER_BLOCK > 1;
 COMMDSL_FN u32 lane_of_block() { return kSharesBlock ? threadIdx.x / COMMDSL_THREADS : 0; }
+COMMDSL_FN u32 blocks_of(i32 lanes, i32 most) { return static_cast<u32>(lanes < most ? lanes : most); }
 COMMDSL_FN i32 this_lane() { return static_cast<i32>(blockIdx.x + lane_of_block() * gridDim.x); }
 COMMDSL_FN u32 thread() { return kSharesBlock ? threadIdx.x % COMMDSL_THREADS : threadIdx.x; }
 COMMDSL_FN constexpr u32 num_threads() { return COMMDSL_THREADS; }
@@ -75,6 +89,11 @@ COMMDSL_FN bool block_any(bool value) {
   }
 }
 
+// All threads of a block that has no lanes.
+COMMDSL_FN u32 thread_of_block() { return threadIdx.x; }
+COMMDSL_FN constexpr u32 threads_of_block() { return COMMDSL_THREADS * COMMDSL_LANES_PER_BLOCK; }
+COMMDSL_FN void whole_block_barrier() { __syncthreads(); }
+
 COMMDSL_FN u64 load_acquire(const u64* flag) {
   u64 value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
@@ -83,6 +102,11 @@ COMMDSL_FN u64 load_acquire(const u64* flag) {
 
 COMMDSL_FN void store_release(u64* flag, u64 value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+// For who waits on the same GPU, which is sooner done.
+COMMDSL_FN void store_release_own(u64* flag, u64 value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
 
 COMMDSL_FN bool acquired(const u64*, u64) { return true; }

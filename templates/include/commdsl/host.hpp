@@ -19,7 +19,23 @@
   }                                                                                                            \
   extern "C" commdsl::i32 commdsl_launch(const plan::Args* args,        \
                                          commdsl::i32 count, commdsl::i32 calls, const commdsl::u64* delays) { \
-    return commdsl::launch(args, count, calls, delays, name);                                                  \
+    return commdsl::launch(args, count, calls, delays, name, 1);                                               \
+  }
+
+// A lane's thread, and one for its tiles, which is a block of the role that computes if there are so many.
+#define COMMDSL_ROLES(name, plan)                                                                              \
+  extern "C" void name(const plan::Args* args, commdsl::i32 thread) {                                          \
+    const commdsl::i32 lanes = args->active_lanes;                                                             \
+    const commdsl::i32 blocks = lanes < plan::kTileBlocks ? lanes : plan::kTileBlocks;                         \
+    if (thread < lanes) {                                                                                      \
+      plan::run(*args, thread);                                                                                \
+    } else if (thread < lanes + blocks) {                                                                      \
+      plan::compute(*args, thread - lanes, blocks);                                                            \
+    }                                                                                                          \
+  }                                                                                                            \
+  extern "C" commdsl::i32 commdsl_launch(const plan::Args* args,                                               \
+                                         commdsl::i32 count, commdsl::i32 calls, const commdsl::u64* delays) { \
+    return commdsl::launch(args, count, calls, delays, name, 2);                                               \
   }
 
 // There is no copy engine here, so the entry runs the tables; the flags alone stand beside it.
@@ -51,6 +67,9 @@ struct Equals {
 COMMDSL_FN Equals among_equals(u32) { return {0, 1}; }
 COMMDSL_FN void block_barrier() {}
 COMMDSL_FN bool block_any(bool value) { return value; }
+COMMDSL_FN u32 thread_of_block() { return 0; }
+COMMDSL_FN u32 threads_of_block() { return 1; }
+COMMDSL_FN void whole_block_barrier() {}
 
 #if defined(__SANITIZE_THREAD__)
 #define COMMDSL_SANITIZED
@@ -62,12 +81,15 @@ COMMDSL_FN bool block_any(bool value) { return value; }
 
 #ifdef COMMDSL_SANITIZED
 // A lane that polls late sees a flag that is past what it waits for, and with it acquires more than the Plan promises: races
-// would hide behind luck. So ThreadSanitizer is told what was waited for. The other words of the flag's line stand for the
-// signals, in turn; the flag itself orders nothing.
+// would hide behind luck. So ThreadSanitizer is told what was waited for. A word stands for each signal, another one for as many
+// as a peer may be ahead, which tiles are by a whole call; the flag itself orders nothing.
 extern "C" void __tsan_acquire(void* address);
 extern "C" void __tsan_release(void* address);
 
-COMMDSL_FN void* signal_key(const u64* flag, u64 value) { return const_cast<u64*>(flag) + 1 + value % 7; }
+COMMDSL_FN void* signal_key(const u64* flag, u64 value) {
+  static u64 words[1 << 16];
+  return &words[(reinterpret_cast<u64>(flag) / kFlagStride * 1021 + value) % (1 << 16)];
+}
 COMMDSL_FN u64 load_acquire(const u64* flag) { return __atomic_load_n(flag, __ATOMIC_RELAXED); }
 COMMDSL_FN bool acquired(const u64* flag, u64 expected) {
   __tsan_acquire(signal_key(flag, expected));
@@ -82,6 +104,7 @@ COMMDSL_FN u64 load_acquire(const u64* flag) { return __atomic_load_n(flag, __AT
 COMMDSL_FN bool acquired(const u64*, u64) { return true; }
 COMMDSL_FN void store_release(u64* flag, u64 value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
 #endif
+COMMDSL_FN void store_release_own(u64* flag, u64 value) { store_release(flag, value); }
 COMMDSL_FN u64 load_relaxed(const u64* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
 COMMDSL_FN void store_relaxed(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
 
@@ -100,7 +123,7 @@ COMMDSL_FN u64 load_marked(const u64* word, u64& value) {
   value = __atomic_load_n(word + 1, __ATOMIC_RELAXED);
   return mark;
 }
-constexpr i32 kDoneStride = kFlagStride;  // the sanitizer's keys take the rest of the line
+constexpr i32 kDoneStride = kFlagStride;  // a line each: the sanitizer's words are found by it
 
 COMMDSL_FN void add_shared(u64* word, u64 value) { *word += value; }
 COMMDSL_FN void add_shared(u32* word, u32 value) { *word += value; }
@@ -202,7 +225,7 @@ COMMDSL_FN void combine(const Operands<Plan>& operands) {
     for (i32 s = 0; s < operands.op().num_sources; ++s) {
       memcpy(element, operands.source(s) + at, bytes);
       if constexpr (Plan::kHasReduction) {
-        if (operands.op().kind == kCopy) continue;
+        if (operands.op().kind == kCopy) continue;  // a function of tiles combines as a reduction does
         for (u64 i = 0; i < length; ++i) {
           const typename Element::Accumulator value = Element::widen(element[i]);
           total[i] = s == 0 ? value : Plan::Operation::apply(total[i], value);
@@ -210,7 +233,7 @@ COMMDSL_FN void combine(const Operands<Plan>& operands) {
       }
     }
     if constexpr (Plan::kHasReduction) {
-      if (operands.op().kind == kReduce) {
+      if (operands.op().kind != kCopy) {
         for (u64 i = 0; i < length; ++i) element[i] = Element::narrow(total[i]);
       }
     }
@@ -256,21 +279,21 @@ struct RankThread {
   const Arguments* args;  // calls x stride
   const u64* delays;      // nanoseconds before each call
   Entry<Arguments> entry;
-  i32 calls, stride, result;
+  i32 roles, calls, stride, result;
   pthread_t handle;
 
   static void* start(void* self) {
     RankThread* rank = static_cast<RankThread*>(self);
     for (i32 call = 0; call < rank->calls && rank->result == 0; ++call) {
       if (rank->delays[call * rank->stride] > 0) sleep_ns(rank->delays[call * rank->stride]);
-      rank->result = run_call(rank->args + call * rank->stride, rank->entry);
+      rank->result = run_call(rank->args + call * rank->stride, rank->entry, rank->roles);
     }
     return nullptr;
   }
 
-  static i32 run_call(const Arguments* args, Entry<Arguments> entry) {
+  static i32 run_call(const Arguments* args, Entry<Arguments> entry, i32 roles) {
     if (load_relaxed(&reinterpret_cast<const ErrorRecord*>(args->error)->code) != 0) return 0;
-    const i32 lanes = args->active_lanes;
+    const i32 lanes = args->active_lanes * roles;
     if (lanes == 0) return 0;
     LaneThread<Arguments>* lane = static_cast<LaneThread<Arguments>*>(calloc(lanes, sizeof(LaneThread<Arguments>)));
     if (lane == nullptr) return -1;
@@ -293,14 +316,14 @@ struct RankThread {
 };
 
 // Runs `count` ranks of this process for `calls` calls, the last rank on the caller's own thread; args and delays are
-// calls x count. Returns 0, or what pthread said.
+// calls x count. Every lane takes a thread for each of the `roles`. Returns 0, or what pthread said.
 template <class Arguments>
-i32 launch(const Arguments* args, i32 count, i32 calls, const u64* delays, Entry<Arguments> entry) {
+i32 launch(const Arguments* args, i32 count, i32 calls, const u64* delays, Entry<Arguments> entry, i32 roles) {
   RankThread<Arguments>* rank = static_cast<RankThread<Arguments>*>(calloc(count, sizeof(RankThread<Arguments>)));
   if (rank == nullptr) return -1;
   i32 failure = 0;
   i32 started = 0;
-  for (i32 i = 0; i < count; ++i) rank[i] = {args + i, delays + i, entry, calls, count, 0, {}};
+  for (i32 i = 0; i < count; ++i) rank[i] = {args + i, delays + i, entry, roles, calls, count, 0, {}};
   for (; started < count - 1; ++started) {
     failure = pthread_create(&rank[started].handle, nullptr, RankThread<Arguments>::start, &rank[started]);
     if (failure != 0) break;

@@ -116,7 +116,7 @@ struct Operands {
 
 template <class Plan>
 COMMDSL_FN u64 flag_offset(i32 lane, i32 from) {
-  return (static_cast<u64>(lane) * Plan::kNumRanks + static_cast<u64>(from)) * kFlagStride;
+  return (static_cast<u64>(lane) * Plan::kFlagsPerLane + static_cast<u64>(from)) * kFlagStride;
 }
 
 template <class Plan>
@@ -275,6 +275,15 @@ COMMDSL_FN bool run_round(const Position<Plan>& here, Mover<Plan>& mover) {
   return !Plan::Wire::kCarriesFlags || !block_any(!alive);
 }
 
+// Where a lane stands in a round of the call, the `number`th of all calls: the same for what it moves and for its tiles.
+template <class Plan>
+COMMDSL_FN Position<Plan> position_of(const ArgsOf<Plan>& args, i32 lane, i32 round, u64 number) {
+  const u64 early = static_cast<u64>(lane % kStaggered) * args.stagger_bytes;
+  const u64 end = smaller(static_cast<u64>(round + 1) * Plan::kTileBytes - early, args.share_bytes);
+  const u64 offset = round == 0 ? 0 : smaller(static_cast<u64>(round) * Plan::kTileBytes - early, args.share_bytes);
+  return {args, lane, number, offset, end - offset, cells_offset<Plan>(lane, number)};
+}
+
 // A lane that gave up leaves the round counter as it was; the heap is then unfit for another call until it is zeroed.
 template <class Plan>
 COMMDSL_FN void run_lane(const ArgsOf<Plan>& args, i32 lane) {
@@ -283,12 +292,7 @@ COMMDSL_FN void run_lane(const ArgsOf<Plan>& args, i32 lane) {
   Mover<Plan> mover;
   mover.start();
   for (i32 round = 0; round < args.rounds; ++round) {
-    const u64 number = before + static_cast<u64>(round);
-    const u64 early = static_cast<u64>(lane % kStaggered) * args.stagger_bytes;
-    const u64 end = smaller(static_cast<u64>(round + 1) * Plan::kTileBytes - early, args.share_bytes);
-    const u64 offset = round == 0 ? 0 : smaller(static_cast<u64>(round) * Plan::kTileBytes - early, args.share_bytes);
-    const u64 tile = end - offset;
-    const Position<Plan> here{args, lane, number, offset, tile, cells_offset<Plan>(lane, number)};
+    const Position<Plan> here = position_of<Plan>(args, lane, round, before + static_cast<u64>(round));
     if (thread() + 1 == num_threads()) store_relaxed(&state[1], here.round + 1);  // by the warp that has least to do
     if (!run_round(here, mover)) return;
   }

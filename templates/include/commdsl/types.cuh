@@ -16,6 +16,8 @@ static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8, "the tab
 constexpr i32 kCell = -1;  // the space of a location in symmetric memory; 0 and up is a tensor of the rank itself
 constexpr i32 kCopy = 0;
 constexpr i32 kReduce = 1;
+constexpr i32 kAdd = 2;            // of tiles: functions of their sources
+constexpr i32 kMultiply = 3;
 constexpr i32 kFlagStride = 64;    // a flag has a cache line of its own, so that pollers do not disturb its neighbours
 constexpr i32 kStaggered = 4;      // lanes whose first rounds differ in length
 constexpr i32 kFlagAverage = 1;    // bit 0 of Args::flags: the reduction is an average

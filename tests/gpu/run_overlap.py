@@ -1,0 +1,233 @@
+"""Tiles that feed a reduce-scatter in one launch, on real GPUs, every result checked. One process per GPU:
+
+    torchrun --nproc-per-node 2 tests/gpu/run_overlap.py [--calls 200 --time-budget 80 --seed 1]
+
+Random sizes (0 to 64 MB a tensor, odd ones too) and dtypes, one task and two in a row, on two streams, with async_op,
+eagerly and in replayed graphs; each rank held up at random, on the GPU and on the host. Each rank computes by itself
+what every rank gives, adds it up in float64 and compares: sums of floats within a rounding a rank, whole numbers
+exactly. Exit code 1: a wrong result, an exception, or fewer calls than asked for within the time. The table comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ.setdefault("COMMDSL_TIMEOUT", "15")
+os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "2G")
+
+import torch
+import torch.distributed as dist
+
+import commdsl
+
+TWO = """roles overlap { compute sms 0 ..< 100   comm sms 100 ..< 132 }
+
+schedule two_tasks for P ranks where P >= 2 {
+  input a[P blocks]
+  input b[P blocks]
+  scratch c[P blocks]
+  scratch d[P blocks]
+  output y
+  ensure reduce_scatter(d -> y)
+
+  compute add(a, b -> c) on compute
+  compute multiply(c, b -> d) on compute
+  each r { reduce d[r] @ all -> y }
+  on comm
+}
+"""
+ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
+MOST = 21  # elements of a block, as a power of two
+CYCLES = 1_000_000  # held up for at most so many
+
+
+class WrongResultError(Exception):
+    """A result that is not right."""
+
+
+def given(
+    rank: int, call: int, blocks: int, block: int, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """The two tensors that a rank gives in a call: the same wherever they are computed."""
+    generator = torch.Generator(device).manual_seed(1_000_003 * call + rank)
+    shape = (2, blocks * block)
+    if dtype.is_floating_point:
+        return [*torch.randn(shape, generator=generator, device=device).to(dtype)]
+    return [*torch.randint(-99, 100, shape, generator=generator, device=device, dtype=dtype)]
+
+
+def computed(a: torch.Tensor, b: torch.Tensor, tasks: int) -> torch.Tensor:
+    """What the tasks make: in float32, rounded once each."""
+    wide = torch.float32 if a.dtype.is_floating_point else a.dtype
+    c = (a.to(wide) + b.to(wide)).to(a.dtype)
+    return c if tasks == 1 else (c.to(wide) * b.to(wide)).to(a.dtype)
+
+
+class Run:
+    def __init__(self, seed: int) -> None:
+        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(self.device)
+        dist.init_process_group("gloo")
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.dice = random.Random(seed)  # the same on all ranks
+        self.delays = random.Random(f"{seed} {self.rank}")
+        self.streams = [torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)]
+        self.made: Counter[str] = Counter()
+        folder = Path(tempfile.mkdtemp(prefix="commdsl-overlap-"))
+        (folder / "two_tasks.comm").write_text(TWO, encoding="utf-8")
+        self.ops = {
+            1: [commdsl.load("add_reduce_scatter"), commdsl.load("add_reduce_scatter", tune={"tile": 4096})],
+            2: [commdsl.load(folder / "two_tasks.comm")],
+        }
+
+    def given(self, call: int, block: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return given(self.rank, call, self.ranks, block, dtype, self.device)
+
+    def hold_up(self) -> None:
+        """Late on the GPU, on the host, or not at all."""
+        match self.delays.randrange(4):
+            case 0:
+                torch.cuda._sleep(self.delays.randrange(CYCLES))
+            case 1:
+                time.sleep(self.delays.random() * 0.004)
+            case _:
+                pass
+
+    def check(self, call: int, found: torch.Tensor, tasks: int, block: int) -> None:
+        mine = slice(self.rank * block, (self.rank + 1) * block)
+        made = [
+            computed(*(one[mine] for one in given(rank, call, self.ranks, block, found.dtype, self.device)), tasks)
+            for rank in range(self.ranks)
+        ]
+        exact = sum(one.double() for one in made)
+        if found.dtype.is_floating_point:
+            most = sum(one.double().abs() for one in made)
+            wrong = (found.double() - exact).abs() > ROUNDING[found.dtype] * most
+        else:
+            wrong = found.double() != exact
+        if found.shape != exact.shape or bool(wrong.any()):
+            raise WrongResultError(
+                f"call {call}, {tasks} tasks, {found.dtype}, blocks of {block}: {int(wrong.sum())} are wrong"
+            )
+
+    def call(self, number: int) -> None:
+        dice = self.dice
+        tasks, dtype, way = (
+            dice.choice((1, 1, 2)),
+            dice.choice(DTYPES),
+            dice.choice(("eager", "eager", "async", "graph")),
+        )
+        block = 0 if dice.random() < 0.03 else int(2 ** dice.uniform(0, MOST))
+        op, stream = dice.choice(self.ops[tasks]), self.streams[dice.randrange(2)]
+        a, b = self.given(number, block, dtype)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.hold_up()
+            if way == "graph" and block:
+                found = self.replayed(op, a, b, number, tasks, block)
+            elif way == "async":
+                found = op(a, b, async_op=True).wait()
+            else:
+                found = op(a, b)
+            self.check(number, found, tasks, block)
+        for tensor in (a, b, found):
+            tensor.record_stream(stream)
+        op.synchronize()
+        self.made[f"{tasks} {way}"] += 1
+        self.made[str(dtype).removeprefix("torch.")] += 1
+
+    def replayed(self, op: Any, a: torch.Tensor, b: torch.Tensor, number: int, tasks: int, block: int) -> torch.Tensor:
+        """Once as it is, then three times as a graph of two calls, in which other numbers are put each time."""
+        op(a, b)
+        op.synchronize()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            graph.capture_begin(capture_error_mode="thread_local")
+            op(a, b)
+            found = op(a, b)
+            graph.capture_end()
+        torch.cuda.synchronize(self.device)
+        for turn in (1, 2, 0):
+            for old, new in zip((a, b), self.given(number + 7777 * turn, block, a.dtype), strict=True):
+                old.copy_(new)
+            self.hold_up()
+            graph.replay()
+            self.check(number + 7777 * turn, found, tasks, block)
+        result = found.clone()
+        torch.cuda.synchronize(self.device)
+        graph.reset()
+        return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--time-budget", type=float, default=80.0, help="seconds")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        sys.exit("start it with torchrun: one process per GPU")
+    runs: list[Run] = []
+
+    def end(code: int, why: str) -> None:
+        if not runs or runs[0].rank == 0:
+            made = runs[0].made if runs else Counter[str]()
+            print("\n" + "\n".join(f"{name:<10}{count:>6}" for name, count in sorted(made.items())))
+            print(why, flush=True)
+        elif code:
+            time.sleep(3)  # torchrun ends all when one has failed: rank 0 prints first
+        sys.stdout.flush()
+        os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
+
+    watch(options.time_budget + 12, lambda: end(1, "hung"))
+    start, done = time.monotonic(), 0
+    try:
+        run = Run(options.seed)
+        runs.append(run)
+        for done in range(options.calls + 1):
+            late = [False]
+            if done % 10 == 0:  # rank 0's clock decides for all
+                late = [time.monotonic() - start > options.time_budget]
+                dist.broadcast_object_list(late)
+            if done == options.calls or late[0]:
+                break
+            run.call(done)
+    except BaseException:
+        traceback.print_exc()
+        end(1, f"FAILED in call {done}")
+    short = done < options.calls
+    where, seconds = f"{run.ranks} x {torch.cuda.get_device_name()}", time.monotonic() - start
+    why = f"{done} calls of {options.calls} on {where} in {seconds:.0f} s"
+    end(int(short), f"{why}{': fewer than asked for' if short else ', all right'}")
+
+
+def watch(seconds: float, give_up: Callable[[], None]) -> None:
+    """Ends a run that hangs, with the stacks of all threads."""
+
+    def stop() -> None:
+        faulthandler.dump_traceback()
+        give_up()
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(seconds + 8, exit=True)
+
+
+if __name__ == "__main__":
+    main()
