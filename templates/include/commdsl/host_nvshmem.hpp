@@ -10,6 +10,7 @@ struct PendingPut {
   PendingPut* before;
   char* dest;
   u64 bytes;
+  bool is_word;  // one that may be looked at meanwhile
 };
 
 inline thread_local PendingPut* pending_puts = nullptr;
@@ -20,15 +21,17 @@ COMMDSL_FN char* far_place(const Arguments& args, i32 peer, u64 at) {
   return reinterpret_cast<char*>((args.heap[peer] & ~kFar) + at);
 }
 
+COMMDSL_FN void deliver(char* dest, const void* source, u64 bytes, bool is_word) {
+  if (is_word) return store_relaxed(reinterpret_cast<u64*>(dest), *static_cast<const u64*>(source));
+  memcpy(dest, source, bytes);
+}
+
 // The source may be reused on return: where the put is kept its bytes are, too, behind the note of where they are to go.
-COMMDSL_FN void far_put(char* dest, const void* source, u64 bytes) {
-  if (__atomic_fetch_add(&num_puts, 1, __ATOMIC_RELAXED) % 2 == 0) {
-    memcpy(dest, source, bytes);
-    return;
-  }
+COMMDSL_FN void far_put(char* dest, const void* source, u64 bytes, bool is_word = false) {
+  if (__atomic_fetch_add(&num_puts, 1, __ATOMIC_RELAXED) % 2 == 0) return deliver(dest, source, bytes, is_word);
   PendingPut* put = static_cast<PendingPut*>(malloc(sizeof(PendingPut) + bytes));
   if (put == nullptr) abort();
-  *put = {pending_puts, dest, bytes};
+  *put = {pending_puts, dest, bytes, is_word};
   memcpy(put + 1, source, bytes);
   pending_puts = put;
 }
@@ -45,7 +48,7 @@ COMMDSL_FN void far_put_run(const Arguments& args, i32 peer, u64 at, const char*
 
 template <class Arguments>
 COMMDSL_FN void far_put_word(const Arguments& args, i32 peer, u64 at, u64 value) {
-  far_put(far_place(args, peer, at), &value, sizeof(value));
+  far_put(far_place(args, peer, at), &value, sizeof(value), true);
 }
 
 COMMDSL_FN void drop_put() {
@@ -57,7 +60,15 @@ COMMDSL_FN void drop_put() {
 // The last put first: nothing may rely on their order.
 template <class Arguments>
 COMMDSL_FN void far_quiet(const Arguments&) {
-  for (; pending_puts != nullptr; drop_put()) memcpy(pending_puts->dest, pending_puts + 1, pending_puts->bytes);
+  for (; pending_puts != nullptr; drop_put()) {
+    deliver(pending_puts->dest, pending_puts + 1, pending_puts->bytes, pending_puts->is_word);
+  }
+}
+
+// To every rank, which is more than is asked.
+template <class Arguments>
+COMMDSL_FN void far_fence(const Arguments& args) {
+  far_quiet(args);
 }
 
 template <class Arguments>
@@ -70,10 +81,10 @@ COMMDSL_FN void far_signal(const Arguments& args, i32 peer, u64 at, u64 value) {
   store_release(reinterpret_cast<u64*>(far_place(args, peer, at)), value);
 }
 
-// The value is there before the number is.
+// A number that `load_marked` looks at, which acquires what was there before it.
 template <class Arguments>
-COMMDSL_FN void far_send_marked(const Arguments& args, i32 peer, u64 at, u64 mark, u64 value) {
-  store_marked(reinterpret_cast<u64*>(far_place(args, peer, at)), mark, value);
+COMMDSL_FN void far_mark(const Arguments& args, i32 peer, u64 at, u64 mark) {
+  __atomic_store_n(reinterpret_cast<u64*>(far_place(args, peer, at)), mark, __ATOMIC_RELEASE);
 }
 
 template <class Arguments>

@@ -42,6 +42,11 @@ COMMDSL_FN void far_put_word(const Arguments& args, i32 peer, u64 at, u64 value)
 }
 
 template <class Arguments>
+COMMDSL_FN void far_fence(const Arguments&) {
+  commdsl_nvshmem_fence();
+}
+
+template <class Arguments>
 COMMDSL_FN void far_quiet(const Arguments&) {
   commdsl_nvshmem_quiet();
 }
@@ -53,11 +58,8 @@ COMMDSL_FN void far_signal(const Arguments& args, i32 peer, u64 at, u64 value) {
   commdsl_nvshmem_signal(symmetric_word(args, at), value, peer);
 }
 
-// One thread sends both to one rank, so a fence is enough.
 template <class Arguments>
-COMMDSL_FN void far_send_marked(const Arguments& args, i32 peer, u64 at, u64 mark, u64 value) {
-  commdsl_nvshmem_put_word(symmetric_word(args, at + sizeof(u64)), value, peer);
-  commdsl_nvshmem_fence();
+COMMDSL_FN void far_mark(const Arguments& args, i32 peer, u64 at, u64 mark) {
   far_signal(args, peer, at, mark);
 }
 

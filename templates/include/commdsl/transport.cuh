@@ -88,11 +88,16 @@ COMMDSL_FN void send_value(const Arguments& args, i32 peer, u64 at, u64 value) {
   if constexpr (kHasFar) far_put_word(args, peer, at, value);
 }
 
-// Sixteen bytes: near, stored as one; far, where nothing promises that, the value first and the number once it is there.
+// Sixteen bytes: near, stored as one; far, where nothing promises that, the value first and the number once it is there. One thread
+// sends both to one rank, so a fence is enough.
 template <class Arguments>
 COMMDSL_FN void send_marked(const Arguments& args, i32 peer, u64 at, u64 mark, u64 value) {
   if (is_near(args, peer)) return store_marked(reinterpret_cast<u64*>(args.heap[peer] + at), mark, value);
-  if constexpr (kHasFar) far_send_marked(args, peer, at, mark, value);
+  if constexpr (kHasFar) {
+    far_put_word(args, peer, at + sizeof(u64), value);
+    far_fence(args);
+    far_mark(args, peer, at, mark);
+  }
 }
 
 // A word of this rank that `from` sends: the number it has, and its value.
