@@ -56,6 +56,15 @@ def dispatches() -> tuple[tuple[Path, str], ...]:
     )
 
 
+def by_keys() -> tuple[tuple[Path, str], ...]:
+    """The shipped dispatches by keys."""
+    return tuple(
+        (path, name)
+        for path in sorted(SCHEDULES.glob("ep/*.comm"))
+        for name in re.findall(r"^dispatch (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+
+
 def admits(name: str, ranks: int) -> bool:
     """Whether a shipped schedule exists for this many ranks, stated apart from its own `where`."""
     if name.endswith("hamilton"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from collectives import dispatches, main_case, shipped
+from collectives import by_keys, dispatches, main_case, shipped
 from proved import HOST_PROTOCOLS
 
 from commdsl import compiler
@@ -69,3 +69,14 @@ def test_cubin_of_a_dispatch(
     assert cubin.startswith(b"\x7fELF")
     assert compiled.emitted.name.encode() in cubin
     assert (b"nvshmem" in cubin) == (transport is Transport.NVSHMEM)
+
+
+@pytest.mark.parametrize("checks", [(), ("COMMDSL_CHECK=1",)], ids=["", "checked"])
+@pytest.mark.parametrize(("path", "name"), by_keys(), ids=lambda part: getattr(part, "stem", part))
+def test_cubins_of_a_dispatch_by_keys(path: Path, name: str, checks: tuple[str, ...], config: Config) -> None:
+    """NVRTC takes both kernels for sm_90: the one that counts and pushes, and the one that sums by weight."""
+    compiled = compiler.compile(path, name, 8)
+    for emitted, sums in ((compiled.emitted, ()), (compiled.emitted_back, ("COMMDSL_DTYPE=bfloat16",))):
+        cubin = nvrtc.build(emitted, (*sums, *checks), config).read_bytes()
+        assert cubin.startswith(b"\x7fELF")
+        assert emitted.name.encode() in cubin

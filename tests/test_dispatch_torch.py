@@ -20,12 +20,12 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402 - afte
 
 import commdsl  # noqa: E402 - after the check for torch
 from commdsl import compiler, dispatch  # noqa: E402 - after the check for torch
-from commdsl.dispatch.pool import Pool, row_bytes  # noqa: E402 - after the check for torch
 from commdsl.dispatch.route import Way  # noqa: E402 - after the check for torch
 from commdsl.ir.routes import Mask, Sharing  # noqa: E402 - after the check for torch
 from commdsl.planner.chance import Draw, random_plan, varied  # noqa: E402 - after the check for torch
 from commdsl.program.tiles import most_words  # noqa: E402 - after the check for torch
 from commdsl.runtime.errors import GroupError, TensorError  # noqa: E402 - after the check for torch
+from commdsl.runtime.pool import Pool, row_bytes  # noqa: E402 - after the check for torch
 
 DispatchError = dispatch.DispatchError
 PUTS = ("rows", "packed")

@@ -10,7 +10,6 @@ Importing this imports nothing else; each name below loads what it needs when it
     simulate      what it means: the oracle of the kernels
     route         Metadata of all ranks -> the tables of one, on its device
     limits        the most that any call moves -> symmetric memory
-    pool          that memory -> results
     untraced      what `torch.compile` does not look into
     launcher      one rank's end of a dispatch
     dispatcher    the torch op, and the calls users make

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from commdsl.runtime.errors import DispatchError as DispatchError
 from commdsl.runtime.errors import OpError
+from commdsl.runtime.errors import RowError as RowError
 
 
 class MetadataError(OpError, ValueError):
@@ -34,15 +36,3 @@ class MetadataError(OpError, ValueError):
         place = ", ".join(f"{name} {number}" for name, number in names.items() if number is not None)
         numbers = "" if expected is None and got is None else f"expected {expected}, got {got}: "
         super().__init__(f"{field}{f' at {place}' if place else ''}: {numbers}{law}")
-
-
-class DispatchError(OpError, ValueError):
-    """A call that a Dispatcher cannot make: what it was made for does not hold it."""
-
-    code: ClassVar[str] = "C961"
-
-
-class RowError(OpError):
-    """The kernel met rows that its table must not name, or that did not come."""
-
-    code: ClassVar[str] = "C962"

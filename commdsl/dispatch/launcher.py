@@ -10,35 +10,32 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from commdsl.dispatch.errors import DispatchError, RowError
-from commdsl.dispatch.limits import Layout, Limits, names_of
-from commdsl.dispatch.pool import Pool, row_bytes
+from commdsl.dispatch.limits import Limits, names_of
 from commdsl.dispatch.route import Form, Pair, Route, Way
 from commdsl.ir.dispatches import BY_QUERY, BY_SOURCE, Dispatch
 from commdsl.program.timeouts import BAD_TILE, ErrorRecord, complaint
 from commdsl.runtime import groups
 from commdsl.runtime.communicator import Communicator
-from commdsl.runtime.errors import GroupError, TensorError
-from commdsl.runtime.kernel import Prepared, residence_of
-from commdsl.runtime.load import find
+from commdsl.runtime.errors import TensorError
+from commdsl.runtime.launches import Arguments, Launches, agree, default_device
+from commdsl.runtime.load import definition
+from commdsl.runtime.pool import Pool, row_bytes
 from commdsl.runtime.program import Definition, RoutedProgram, routed_program
 from commdsl.runtime.workspace import Start
 
-Value = TypeVar("Value", int, int | str)
-
 SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-LANE_BYTES = 160 << 10
-"""What a lane moves at least: with less, another lane only adds its own."""
-
-HOST_LANES = 2
-"""A lane is a thread there: more of them than cores only switch, but two race each other under test."""
-
-CHANGING = ("inputs", "outputs", "row_bytes", "input_rows", "output_rows")
-"""The arguments that come with each call, behind the table."""
+CHANGING: Arguments = {
+    "table": 0,
+    **dict.fromkeys(("inputs", "outputs", "row_bytes", "input_rows", "output_rows"), ()),
+    "rank": 0,
+    "active_lanes": 0,
+}
+"""The arguments that come with each call."""
 
 
 class Launcher:
@@ -71,31 +68,26 @@ class Launcher:
 
         Raises CommError for the file, GroupError where ranks differ, DispatchError (C961) for senseless limits.
         """
-        self.device = torch.device(device) if device is not None else _default_device()
+        self.device = torch.device(device) if device is not None else default_device()
         self._comm = groups.of(groups.name_of(group), self.device)
         self.limits = limits
         tuned = {**(tune or {}), **({} if put is None else {"put": put})}
-        self._program = _found(Definition(find(source), name, _pairs(params), on, _pairs(tuned)), self._comm)
+        self._program = _found(definition(source, name, params, on, tuned), self._comm)
         self.plan, back = self._program.plan, self._program.dispatch.back
         self._returning = back.names if back is not None else ()
         limits.judge(self.plan)
         self._macros = ("COMMDSL_CHECK=1",) if check else ()
         self._agree(results)
-        number = next(self._comm.numbers)
-        self._key = f"{number}/{self._program.emitted.digest}"
-        self.name = f"{self.plan.name}/{self._comm.name}/{number}/{id(self):x}"
-        self._open(limits.layout(self.plan, results), results)
+        self._layout = limits.layout(self.plan, results)
+        room = self._layout.size - self.plan.symmetric_bytes
+        self._launches = Launches(self._comm, self.plan, self._program.emitted, room, self.explain)
+        begin = self._launches.heap + self._layout.results
+        self._pool = Pool(self.plan.name, begin, self._layout.result_bytes, results)
+        self.name = f"{self.plan.name}/{self._comm.name}/{self._launches.number}/{id(self):x}"
         self._starts: dict[str, Start] = {}
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
         self._last = 0  # the address of the last call's table
         _KNOWN[self.name] = self
-
-    def _open(self, layout: Layout, results: int) -> None:
-        room = layout.size - self.plan.symmetric_bytes
-        self._workspace = self._comm.workspace(self.plan, self._key, room=room, explain=self.explain)
-        self._layout = layout
-        own = self._workspace.heap.addresses[self._comm.rank]
-        self._pool = Pool(self.plan.name, own + layout.results, layout.result_bytes, results)
 
     # --- a call ------------------------------------------------------------------------------------------------------
 
@@ -129,7 +121,7 @@ class Launcher:
                     self._start(self._dtype(given, one))
 
     def admit(self, route: Route, wanted: Form, waiting: Sequence[int]) -> None:
-        if not self._workspace.is_closed:
+        if not self._launches.is_closed:
             self.limits.admit(self.plan, route, wanted, waiting)
 
     def launch(
@@ -139,7 +131,7 @@ class Launcher:
         comm = self._comm
         comm.refuse_if_broken()
         comm.check()
-        if self._workspace.is_closed:
+        if self._launches.is_closed:
             raise DispatchError(f"`{self.plan.name}` was released")
         if not way.goes:
             self._judge_back(len(inputs))
@@ -166,7 +158,7 @@ class Launcher:
                 *rows,
                 *pad,
                 comm.rank,
-                self._lanes(moved),
+                self._launches.lanes(moved),
             )
         )
         return outputs
@@ -174,7 +166,7 @@ class Launcher:
     def release(self) -> None:
         """Collective: gives back the symmetric memory. Results that lie there must not be used any more."""
         _KNOWN.pop(self.name, None)
-        self._comm.release(self._key)
+        self._launches.release()
 
     def synchronize(self) -> None:
         """Waits for this rank's calls and raises what went wrong in them."""
@@ -223,16 +215,9 @@ class Launcher:
     def _start(self, dtype: str) -> Start:
         found = self._starts.get(dtype)
         if found is None:
-            self._comm.refuse_setup(self.plan.name)
             macros = (*((f"COMMDSL_DTYPE={dtype}",) if dtype else ()), *self._macros)
-            emitted, layout = self._program.emitted, self._layout
-            loaded = self._comm.load_kernel(emitted, macros, residence_of(self.plan, emitted.name))
-            waiting = {"waiting": layout.waiting, "waiting_rows": layout.waiting_rows}
-            values = (
-                dict.fromkeys(CHANGING, ()) | waiting | self._workspace.every_call | {"table": 0, "active_lanes": 0}
-            )
-            prepared = Prepared(self.plan, values, ("table", "active_lanes"), None)
-            found = self._starts[dtype] = self._comm.starter(self._workspace, loaded, prepared)
+            always = {"waiting": self._layout.waiting, "waiting_rows": self._layout.waiting_rows}
+            found = self._starts[dtype] = self._launches.start(macros, always, CHANGING)
         return found
 
     def _dtype(self, inputs: Sequence[torch.Tensor], way: Way) -> str:
@@ -248,20 +233,10 @@ class Launcher:
                 )
         return SUMMED[summed[0].dtype] if summed else ""
 
-    def _lanes(self, moved: int) -> int:
-        if self.device.type == "cpu":
-            return min(HOST_LANES, self.plan.comm.lanes)
-        return max(1, min(self.plan.comm.lanes, -(-moved // LANE_BYTES)))
-
     def _agree(self, results: int) -> None:
         kernel = (self.plan.name, self.plan.push.packed, self._program.emitted.digest[:16], self._macros)
         mine = repr((kernel, self.limits, results)).encode()
-        everyone = self._comm.exchange(f"dispatcher/{next(self._comm.numbers)}", mine)
-        for rank, theirs in enumerate(everyone):
-            if theirs != mine:
-                raise GroupError(
-                    f"rank {rank} makes another Dispatcher than this one: {theirs.decode()}, {mine.decode()}"
-                )
+        agree(self._comm, "Dispatcher", mine)
 
 
 _KNOWN: weakref.WeakValueDictionary[str, Launcher] = weakref.WeakValueDictionary()
@@ -273,14 +248,6 @@ def known(name: str) -> Launcher:
     if found is None:
         raise DispatchError(f"there is no Dispatcher `{name}` any more")
     return found
-
-
-def _default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _pairs(values: Mapping[str, Value] | None) -> tuple[tuple[str, Value], ...]:
-    return tuple(sorted((values or {}).items()))
 
 
 def _found(definition: Definition, comm: Communicator) -> RoutedProgram:

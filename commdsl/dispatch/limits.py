@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from commdsl.dispatch.errors import DispatchError
-from commdsl.dispatch.pool import aligned
 from commdsl.dispatch.route import Form, Route
 from commdsl.program.plan import Plan
+from commdsl.runtime.pool import aligned
 
 KINDS = ("rows", "queries", "keys")
 

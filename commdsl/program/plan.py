@@ -15,7 +15,7 @@ from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 from commdsl.program.memory import Counters, Memory, Rows, Tensor, Transport, Words
 from commdsl.program.moves import Moves
-from commdsl.program.phases import Count, FinishByWeight, Meet, Push, Routed, touches
+from commdsl.program.phases import Count, FinishByWeight, Meet, Push, PushByKey, Routed, touches
 from commdsl.program.tasks import Tiles
 
 Phase: TypeAlias = Moves | Tiles | Routed
@@ -82,6 +82,11 @@ class Plan:
     def push(self) -> Push:
         """The phase that sends rows, in a Plan that has one."""
         return _only(self.phases, Push, self.name)
+
+    @property
+    def push_by_key(self) -> PushByKey:
+        """The phase that sends rows to the ranks of their keys, in a Plan that has one."""
+        return _only(self.phases, PushByKey, self.name)
 
     @property
     def key_positions(self) -> tuple[int, ...]:

@@ -11,7 +11,9 @@ process that only checks schedules must not pay for torch.
     kernel, phases, engine   something built -> something that runs one call, by SMs or by the copy engine
     stream_order  calls on several streams -> one order
     workspace     where the calls of one Program run
+    pool          symmetric memory -> results, which give it back
     communicator  one rank's end of a group
+    launches      a Plan of rows -> launches of it, whatever says where rows go
     host, device  that end on a processor, on a GPU
     groups        the name of a group -> the end of it
     tensors       what a call's tensors must be

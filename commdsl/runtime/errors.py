@@ -64,3 +64,21 @@ class GradientError(OpError):
     """A gradient through a schedule that has none."""
 
     code = "C958"
+
+
+class DispatchError(OpError, ValueError):
+    """A call that a Dispatcher, or Experts, cannot make: what they were made for does not hold it."""
+
+    code = "C961"
+
+
+class RowError(OpError):
+    """A kernel met rows that its table must not name, or that did not come."""
+
+    code = "C962"
+
+
+class KeysError(OpError):
+    """A kernel met a key that there is not, or more rows for a rank than it has room for."""
+
+    code = "C963"

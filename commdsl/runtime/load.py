@@ -36,13 +36,24 @@ def load(
     `tune` stands in place of what the text tunes, key by key, under the same laws: `{"protocol": "packet", "lanes": 8,
     "threads": 512, "tile": 4096, "sms": 8}`, the tile in bytes. Two tunings are two ops.
     """
-    values, tuned = tuple(sorted((params or {}).items())), tuple(sorted((tune or {}).items()))
-    definition = Definition(find(path), schedule, values, on, tuned)
+    asked = definition(path, schedule, params, on, tune)
     chosen = ranks or _size(group) or DEFAULT_RANKS
-    known = program(definition, chosen, Transport.PEER, from_environment())
-    suffix = "".join(f"_{key}_{value}".replace("-", "m") for key, value in (*definition.params, *definition.tune))
+    known = program(asked, chosen, Transport.PEER, from_environment())
+    suffix = "".join(f"_{key}_{value}".replace("-", "m") for key, value in (*asked.params, *asked.tune))
     name = known.plan.name + suffix + (f"_on_{on}" if on else "")
-    return register(name, digest_of(definition), definition, chosen, _inverse)
+    return register(name, digest_of(asked), asked, chosen, _inverse)
+
+
+def definition(
+    path: Path | str,
+    name: str | None,
+    params: Mapping[str, int] | None,
+    on: str | None,
+    tune: Mapping[str, int | str] | None,
+) -> Definition:
+    """What is asked for, whatever the order in which parameters and tuning are given."""
+    values, tuned = tuple(sorted((params or {}).items())), tuple(sorted((tune or {}).items()))
+    return Definition(find(path), name, values, on, tuned)
 
 
 def _inverse(way: Backward, ranks: int) -> Op:

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from collectives import dispatches, main_case, shipped
+from collectives import by_keys, dispatches, main_case, shipped
 
 from commdsl import compiler
 from commdsl.build import nvrtc
@@ -79,6 +79,13 @@ def dispatch_cubins(ranks: int, config: Config) -> int:
             for checks in ((), ("COMMDSL_CHECK=1",)):
                 nvrtc.build(emitted, (*macros, *checks), config)
                 built += 1
+    for path, name in by_keys():
+        made = compiler.compile(path, name, ranks)
+        for checks in ((), ("COMMDSL_CHECK=1",)):
+            nvrtc.build(made.emitted, checks, config)
+            for macros in variants[1:]:
+                nvrtc.build(made.emitted_back, (*macros, *checks), config)
+            built += len(variants)
     return built
 
 

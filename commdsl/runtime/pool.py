@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from commdsl.dispatch.errors import DispatchError
+from commdsl.runtime.errors import DispatchError
 
 ALIGNMENT = 256
 
@@ -72,7 +72,7 @@ class Pool:
                 return place
         raise DispatchError(
             f"`{self._name}` has no memory left: the results of {len(places)} calls {'there' if goes else 'back'} are "
-            "held. Let some go, make the Dispatcher with more `results`, or with put='packed': its results are ordinary"
+            "held. Let some go, or make room for more `results`; those of a Dispatcher with put='packed' are ordinary"
         )
 
 

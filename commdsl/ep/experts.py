@@ -1,0 +1,239 @@
+"""Turns limits into Experts: one rank's end of a dispatch by keys, there and back, on tensors of torch.
+
+Assumes every rank makes the same Experts and the same calls, in the same order. Does not read a key: nothing here waits
+for the device. A call runs on the current stream, and a CUDA graph can capture it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from commdsl.ep.limits import Limits, tensors_of, whole
+from commdsl.ir.dispatches import ByKey
+from commdsl.program.memory import Transport
+from commdsl.program.timeouts import BAD_KEY, BAD_ORIGIN, NO_ROOM, ErrorRecord, complaint
+from commdsl.runtime import groups
+from commdsl.runtime.errors import DeviceError, DispatchError, GradientError, KeysError, RowError, TensorError
+from commdsl.runtime.launches import Arguments, Launches, agree, default_device
+from commdsl.runtime.load import definition
+from commdsl.runtime.pool import Pool, aligned, row_bytes
+from commdsl.runtime.program import routed_program
+from commdsl.runtime.workspace import Start
+
+SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """What a call there knows that its way back needs. Keys are the caller's tensor, and must not change meanwhile."""
+
+    keys: torch.Tensor  # (rows, keys of a row)
+    counts: torch.Tensor
+    origins: torch.Tensor  # where each received row comes from: source rank << 32 | row * keys of a row + which key
+
+
+class Experts:
+    """Moves rows to the ranks of their keys, and what became of them back, summed by weight.
+
+    Places of a rank are sorted by (key, source rank, row): the same on every run.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        group: Any = None,
+        device: torch.device | str | None = None,
+        *,
+        results: int = 2,
+        check: bool = False,
+        source: Path | str = "experts",
+        name: str | None = None,
+        on: str | None = None,
+        params: Mapping[str, int] | None = None,
+        tune: Mapping[str, int | str] | None = None,
+    ) -> None:
+        """Collective: symmetric memory for `limits` on every rank of `group`, with what `results` calls receive.
+
+        With `check` the kernels hold every row to the segment that the counts give it, and count what comes (C962).
+        `source` is a `.comm` file or a shipped one; its dispatch, or the one that is `name`d, runs, held to the
+        topology `on`, with `params` for its parameters (`E`, the number of keys) and `tune` in place of its own tuning.
+
+        Raises CommError for the file, GroupError where ranks differ, DispatchError (C961) for senseless limits.
+        """
+        self.device = torch.device(device) if device is not None else default_device()
+        self._comm = groups.of(groups.name_of(group), self.device)
+        if self._comm.transport is not Transport.PEER:
+            raise DeviceError("rows go by keys to peers that plain stores reach, and NVSHMEM is asked for")
+        made = routed_program(
+            definition(source, name, params, on, tune), self._comm.size, self._comm.transport, self._comm.config
+        )
+        (route, *others) = made.dispatch.routes
+        if others or not isinstance(route, ByKey):
+            raise DispatchError(f"`{made.plan.name}` goes by tables: make a `dispatch.Dispatcher` of it")
+        self.limits, self.plan = limits, made.plan
+        self.keys_a_rank = route.num_keys // self._comm.size
+        limits.judge(made.plan, None if made.back is None else made.back[0])
+        self._macros = ("COMMDSL_CHECK=1",) if check else ()
+        digests = made.emitted.digest[:16], None if made.back is None else made.back[1].digest[:16]
+        agree(self._comm, "Experts", repr((self.plan.name, digests, self._macros, limits, results)).encode())
+        self._begin = aligned(self.plan.symmetric_bytes)
+        room = self._begin - self.plan.symmetric_bytes + results * limits.result_bytes
+        self._there = Launches(self._comm, made.plan, made.emitted, room, self.explain)
+        self._pool = Pool(self.plan.name, self._there.heap + self._begin, (limits.result_bytes, 0), results)
+        self._starts: dict[str, Start] = {}  # back, by what is summed; there, by nothing
+        self._back: Launches | None = None
+        if made.back is not None:
+            back, text = made.back
+            self._waiting = aligned(back.symmetric_bytes)
+            room = self._waiting - back.symmetric_bytes + limits.places * limits.width_back
+            self._back = Launches(self._comm, back, text, room, self.explain)
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self, rows: torch.Tensor | tuple[torch.Tensor, ...], keys: torch.Tensor
+    ) -> tuple[Any, torch.Tensor, Handle]:
+        """Each row to the ranks of its keys, once for each key.
+
+        rows: (T, ...) or, where the dispatch has several tensors, a tuple of such, contiguous, any dtype, each with an
+        even number of bytes a row. keys: (T, K) int32 on the device, 0 ..< E; E itself drops. Returns what the rank
+        receives: tensors of Limits.received rows, of which the first counts.sum() are written; counts (E / P, P) int32,
+        by the rank's own keys and by source rank; and what `combine` needs. The memory of the rows is free again when
+        neither they nor the handle are held.
+
+        Raises TensorError (C951), DispatchError (C961). More rows than Limits.received, or a key that there is not, are
+        reported behind the call, on all ranks that see it: KeysError (C963).
+        """
+        several = isinstance(rows, tuple)
+        tensors = rows if isinstance(rows, tuple) else (rows,)
+        self._ready(self._there, *tensors)
+        whole("keys", keys, self.device, torch.int32, None)
+        self.limits.admit(tensors, keys)
+        count, size = self.limits.received, self._comm.size
+        start = self._start_there()
+        origins = keys.new_empty((0,), dtype=torch.int64)
+        *received, origins = self._pool.empty(
+            [count] * (len(tensors) + 1), [*tensors, origins], goes=True, keep=self._is_capturing()
+        )
+        counts = keys.new_empty((self.keys_a_rank, size))
+        moved = max(keys.numel(), count) * sum(map(row_bytes, tensors))
+        start(
+            (
+                keys.data_ptr(),
+                *keys.shape,
+                *(tensor.data_ptr() for tensor in tensors),
+                *map(row_bytes, tensors),
+                *(tensor.data_ptr() for tensor in received),
+                origins.data_ptr(),
+                count,
+                counts.data_ptr(),
+                self._comm.rank,
+                self._there.lanes(moved),
+            )
+        )
+        return tuple(received) if several else received[0], counts, Handle(keys, counts, origins)
+
+    def combine(self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor) -> torch.Tensor:
+        """What became of received rows back to where they come from: for each row of the call there, the sum over its
+        keys, in their order, of weight times row, in float32, rounded once. Dropped keys add nothing.
+
+        rows: (Limits.received, ...), of which those received count, float32, float16 or bfloat16, contiguous; weights:
+        (T, K) float32. Returns a new tensor (T, ...). Raises TensorError (C951), DispatchError (C961).
+        """
+        back = self._back
+        if back is None:
+            raise DispatchError(f"`{self.plan.name}` has no way back: write `back y by sum(weight[T, K])`")
+        self._ready(back, rows, weights)
+        if rows.dtype not in SUMMED:
+            raise TensorError(f"rows are summed in one of {', '.join(SUMMED.values())}, not in {rows.dtype}")
+        keys = handle.keys
+        self.limits.admit_back(rows, weights, keys)
+        start = self._start_back(back, SUMMED[rows.dtype])
+        found = rows.new_empty((len(keys), *rows.shape[1:]))
+        width = row_bytes(rows)
+        start(
+            (
+                rows.data_ptr(),
+                len(rows),
+                width,
+                handle.origins.data_ptr(),
+                handle.counts.data_ptr(),
+                weights.data_ptr(),
+                found.data_ptr(),
+                keys.data_ptr(),
+                *keys.shape,
+                self._comm.rank,
+                back.lanes(max(keys.numel(), len(rows)) * width),
+            )
+        )
+        return found
+
+    def prepare(self, dtype: torch.dtype | None = None) -> None:
+        """Builds what the first calls would: the kernel there and, for a `dtype`, the one back. Not collective. To be
+        called before a CUDA graph captures a call, unless the same call was made before.
+        """
+        self._start_there()
+        if dtype is not None and self._back is not None:
+            self._start_back(self._back, SUMMED[dtype])
+
+    def release(self) -> None:
+        """Collective: gives back the symmetric memory. Rows that were received must not be used any more."""
+        self._there.release()
+        if self._back is not None:
+            self._back.release()
+
+    def synchronize(self) -> None:
+        """Waits for this rank's calls and raises what went wrong in them."""
+        self._comm.finish()
+        self._comm.check()
+
+    def explain(self, record: ErrorRecord) -> Exception:
+        """What a kernel of this rank reported that is no time-out, in words."""
+        kind = KeysError if record.code in (BAD_KEY, NO_ROOM, BAD_ORIGIN) else RowError
+        return kind(complaint(record))
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _ready(self, launches: Launches, *tensors: torch.Tensor) -> None:
+        self._comm.refuse_if_broken()
+        self._comm.check()
+        if launches.is_closed:
+            raise DispatchError(f"`{self.plan.name}` was released")
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise GradientError(f"`{self.plan.name}` has no gradient: detach its tensors, or call it under no_grad")
+
+    def _start_there(self) -> Start:
+        found = self._starts.get("")
+        if found is None:
+            tensors = tensors_of(self.plan)
+            changing: Arguments = {
+                "keys": 0,
+                "num_rows": 0,
+                "keys_a_row": 0,
+                "inputs": (0,) * tensors,
+                "row_bytes": (0,) * tensors,
+                "outputs": (0,) * (tensors + 1),
+                "room": 0,
+                "counts": 0,
+                "rank": 0,
+                "active_lanes": 0,
+            }
+            found = self._starts[""] = self._there.start(self._macros, {}, changing)
+        return found
+
+    def _start_back(self, back: Launches, dtype: str) -> Start:
+        found = self._starts.get(dtype)
+        if found is None:
+            names = ("given", "given_rows", "row_bytes", "origins", "counts", "weights", "output", "keys", "num_rows")
+            changing: Arguments = dict.fromkeys((*names, "keys_a_row", "rank", "active_lanes"), 0)
+            always: Arguments = {"waiting": self._waiting, "waiting_rows": self.limits.places}
+            found = self._starts[dtype] = back.start((f"COMMDSL_DTYPE={dtype}", *self._macros), always, changing)
+        return found
+
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

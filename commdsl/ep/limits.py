@@ -1,0 +1,106 @@
+"""Turns the most that any call of Experts moves into bytes of symmetric memory, and judges whether a call stays within.
+
+Assumes the same limits on every rank. Does not hold memory, and knows no key: what the host can see of a call is its
+tensors' shapes; that more rows come than there is room for the kernel sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from commdsl.program.plan import Plan
+from commdsl.runtime.errors import DispatchError, TensorError
+from commdsl.runtime.pool import aligned, row_bytes
+
+ORIGIN_BYTES = 8
+"""Of the word that says where a row comes from."""
+
+MOST_KEYS_A_ROW = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most that any rank has in a call; what symmetric memory is made for. Equal on all ranks."""
+
+    rows: int  # of a rank's own tensors
+    keys: int  # of a row
+    received: int  # rows that a rank receives, each once for each of its keys there
+    widths: tuple[int, ...]  # bytes of a row, by tensor
+    width_back: int = 0  # bytes of a row that comes back
+
+    @property
+    def result_bytes(self) -> int:
+        """Of one call there: what is received of each tensor, and where it comes from."""
+        return sum(aligned(self.received * width) for width in (*self.widths, ORIGIN_BYTES))
+
+    @property
+    def places(self) -> int:
+        """Rows that may wait on a rank until they are summed."""
+        return self.rows * self.keys
+
+    def judge(self, plan: Plan, back: Plan | None) -> None:
+        """Raises DispatchError (C961) for limits that the kernels cannot have."""
+        for name, value, least in (("rows", self.rows, 0), ("received", self.received, 0), ("keys", self.keys, 1)):
+            if not least <= value < 2**31:
+                raise DispatchError(f"expected {least} <= {name} < 2 ** 31, got {value}")
+        if self.keys > MOST_KEYS_A_ROW:
+            raise DispatchError(f"a row has at most {MOST_KEYS_A_ROW} keys, got {self.keys}")
+        if self.places * plan.num_ranks >= 2**31:
+            raise DispatchError(f"{plan.num_ranks} ranks of {self.rows} rows with {self.keys} keys are 2 ** 31 or more")
+        if len(self.widths) != tensors_of(plan):
+            raise DispatchError(f"expected the widths of {tensors_of(plan)} tensors, got {self.widths}")
+        for width in (*self.widths, *((self.width_back,) if back is not None else ())):
+            if width < 2 or width % 2:
+                raise DispatchError(f"a row takes an even number of bytes, 2 or more, not {width}")
+
+    def admit(self, tensors: Sequence[torch.Tensor], keys: torch.Tensor) -> None:
+        """Raises TensorError (C951), or DispatchError (C961) for a call that there is no memory for."""
+        if len(tensors) != len(self.widths):
+            raise TensorError(f"expected {len(self.widths)} tensors of rows, got {len(tensors)}")
+        whole("keys", keys, keys.device, torch.int32, None)
+        if keys.dim() != 2 or keys.shape[1] < 1:
+            raise TensorError(f"keys are (rows, keys of a row), got {tuple(keys.shape)}")
+        rows, a_row = keys.shape
+        if rows > self.rows or a_row > self.keys:
+            raise DispatchError(
+                f"{rows} rows with {a_row} keys each, and the Limits are for {self.rows} with {self.keys}"
+            )
+        for tensor, width in zip(tensors, self.widths, strict=True):
+            whole("rows", tensor, keys.device, None, rows)
+            _fits(tensor, width)
+
+    def admit_back(self, rows: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> None:
+        """As `admit`, for rows on their way back."""
+        whole("rows", rows, keys.device, None, self.received)
+        _fits(rows, self.width_back)
+        whole("weights", weights, keys.device, torch.float32, len(keys))
+        if weights.shape != keys.shape:
+            raise TensorError(f"expected a weight for each key, {tuple(keys.shape)}, got {tuple(weights.shape)}")
+
+
+def tensors_of(plan: Plan) -> int:
+    """How many tensors of rows go there."""
+    return len(plan.push_by_key.given)
+
+
+def whole(what: str, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, rows: int | None) -> None:
+    """Raises TensorError (C951) unless the tensor is on the device, of the dtype, contiguous, and has so many rows."""
+    if tensor.device.type != device.type:
+        raise TensorError(f"{what} are on {tensor.device}, expected {device}")
+    if dtype is not None and tensor.dtype != dtype:
+        raise TensorError(f"{what} are {tensor.dtype}, expected {dtype}")
+    if tensor.dim() == 0 or (rows is not None and len(tensor) != rows):
+        raise TensorError(f"expected {rows} {what}, got a tensor of shape {tuple(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise TensorError(f"{what} are not contiguous: pass tensor.contiguous()")
+
+
+def _fits(tensor: torch.Tensor, width: int) -> None:
+    nbytes = row_bytes(tensor)
+    if nbytes < 2 or nbytes % 2:
+        raise DispatchError(f"a row takes an even number of bytes, 2 or more, not {nbytes}")
+    if nbytes > width:
+        raise DispatchError(f"a row takes {nbytes} bytes, and the Limits are for {width}")

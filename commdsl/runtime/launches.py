@@ -1,0 +1,82 @@
+"""Turns one rank's end of a group and a Plan of rows into launches of it: its symmetric memory, and kernels as they are
+asked for.
+
+Assumes every rank makes the same ones in the same order, and makes the same calls. Does not know where rows go, nor
+what lies behind what the Plan itself has in symmetric memory: whoever launches says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from commdsl.build.emit import Emitted
+from commdsl.program.plan import Plan
+from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.errors import GroupError
+from commdsl.runtime.kernel import Prepared, residence_of
+from commdsl.runtime.workspace import Explain, Start
+
+Arguments = Mapping[str, int | Sequence[int]]
+
+LANE_BYTES = 160 << 10
+"""What a lane moves at least: with less, another lane only adds its own."""
+
+HOST_LANES = 2
+"""A lane is a thread there: more of them than cores only switch, but two race each other under test."""
+
+
+class Launches:
+    """One rank's end of the calls of a Plan."""
+
+    def __init__(self, comm: Communicator, plan: Plan, emitted: Emitted, room: int, explain: Explain) -> None:
+        """Collective: symmetric memory with `room` bytes behind the Plan's. `explain` is a method, known weakly."""
+        self.plan = plan
+        self.number = next(comm.numbers)
+        self._comm, self._emitted = comm, emitted
+        self._key = f"{self.number}/{emitted.digest}"
+        self._workspace = comm.workspace(plan, self._key, room=room, explain=explain)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._workspace.is_closed
+
+    @property
+    def heap(self) -> int:
+        """The address of the rank's own symmetric memory."""
+        return self._workspace.heap.addresses[self._comm.rank]
+
+    def start(self, macros: tuple[str, ...], always: Arguments, changing: Arguments) -> Start:
+        """Loads the kernel that is built with these macros; not in a capture. `always`: arguments that no call changes;
+        `changing`: the others, in their order, each with what it has before the first.
+        """
+        self._comm.refuse_setup(self.plan.name)
+        loaded = self._comm.load_kernel(self._emitted, macros, residence_of(self.plan, self._emitted.name))
+        names = list(changing)
+        values = {**changing, **always, **self._workspace.every_call}
+        prepared = Prepared(self.plan, values, (names[0], names[-1]), None)
+        return self._comm.starter(self._workspace, loaded, prepared)
+
+    def lanes(self, moved: int) -> int:
+        """Of a call that moves so many bytes."""
+        most = self.plan.comm.lanes
+        if self._comm.order is None:
+            return min(HOST_LANES, most)
+        return max(1, min(most, -(-moved // LANE_BYTES)))
+
+    def release(self) -> None:
+        """Collective: gives back the symmetric memory."""
+        self._comm.release(self._key)
+
+
+def agree(comm: Communicator, what: str, mine: bytes) -> None:
+    """Collective. Raises GroupError unless all ranks are about to make the same."""
+    everyone = comm.exchange(f"{what}/{next(comm.numbers)}", mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs != mine:
+            raise GroupError(f"rank {rank} makes another {what} than this one: {theirs.decode()}, {mine.decode()}")
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,488 @@
+"""Dispatches by keys on real GPUs beside the simulation, bit for bit. One process per GPU:
+
+    torchrun --nproc-per-node 2 tests/gpu/run_keys.py [--calls 300 --replays 60 --seed 1 --only storm]
+
+exact     keys of every kind (any, no rows, all to one rank, all to one key, most dropped) x rows of 2 bytes to 14 KB x
+          float16, bfloat16, float32: there, and back by weight
+sizes     thousands of rows of a model's width, 1 to 8 keys each, 64 to 1,024 keys in all
+storm     calls of all kinds, GPU and host delays, no barrier in between, kernels that check
+graphs    both calls in a CUDA graph, whose keys, rows and weights are overwritten between replays
+faults    more rows than there is room for, and a key that there is not: reported, and the group is whole after a reset
+times     both calls in a graph, in microseconds; no part of the verdict
+
+Each rank computes by itself what it must hold, so nothing but the calls under test communicates. Results land in memory
+full of 0xFF. Exit code 1: a wrong result, an exception, or a part that did not end in time. `--device cpu` runs all but
+graphs and times on host ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("COMMDSL_TIMEOUT", "15")
+os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "6G")
+
+import torch
+import torch.distributed as dist
+
+import commdsl
+from benchmarks.report import grid
+from commdsl import ep
+
+KINDS = ("any", "no rows", "some ranks have none", "all to one rank", "all to one key", "most are dropped")
+WIDTHS = ((2, 2), (10, 6), (64, 16), (250, 38), (4096, 128), (14336, 448))
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+GRACE = 15.0
+
+
+# --- what must be there -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What all ranks have in a call: made from a seed, the same on every rank."""
+
+    keys: list[Any]
+    x: list[Any]
+    scale: list[Any]
+    weights: list[Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a call: numbers of x in a row, bytes of scale, the most rows of a rank and keys of a row, keys in all."""
+
+    dtype: torch.dtype
+    columns: int
+    scale: int
+    rows: int
+    keys: int
+    num_keys: int
+
+    def limits(self, ranks: int) -> ep.Limits:
+        width = self.columns * self.dtype.itemsize
+        return ep.Limits(self.rows, self.keys, ranks * self.rows * self.keys, (width, self.scale), width)
+
+
+def drawn(kind: str, shape: Shape, ranks: int, seed: int, device: torch.device, rows: list[int] | None = None) -> Case:
+    dice = torch.Generator().manual_seed(seed)
+
+    def below(most: int) -> int:
+        return int(torch.randint(0, most, (), generator=dice))
+
+    counts = rows or [0 if kind == "no rows" else below(shape.rows + 1) for _ in range(ranks)]
+    if kind == "some ranks have none":
+        counts[below(ranks)] = 0
+    a_row, share, made = shape.keys, shape.num_keys // ranks, []
+    for count in counts:
+        keys = torch.randint(0, shape.num_keys + 1, (count, a_row), generator=dice)
+        if kind == "all to one rank":
+            keys = (ranks - 1) * share + keys % share
+        elif kind == "all to one key":
+            keys = torch.full_like(keys, shape.num_keys // 2)
+        elif kind == "most are dropped":
+            keys = torch.where(torch.rand(keys.shape, generator=dice) < 0.9, shape.num_keys, keys)
+        made.append(keys.int())
+    x = [torch.randn(count, shape.columns, generator=dice).to(shape.dtype) for count in counts]
+    scale = [torch.randint(0, 256, (count, shape.scale), generator=dice, dtype=torch.uint8) for count in counts]
+    weights = [torch.randn(keys.shape, generator=dice) for keys in made]
+    return Case(*([one.to(device) for one in part] for part in (made, x, scale, weights)))
+
+
+def arriving(case: Case, rank: int, num_keys: int) -> tuple[Any, Any, Any]:
+    """Source rank and entry of each row that `rank` receives, sorted by (key, source rank, entry); and the counts."""
+    ranks, device = len(case.keys), case.keys[0].device
+    share = num_keys // ranks
+    key = torch.cat([keys.flatten() for keys in case.keys]).long()
+    sizes = [keys.numel() for keys in case.keys]
+    source = torch.cat([torch.full((size,), at, device=device) for at, size in enumerate(sizes)])
+    entry = torch.cat([torch.arange(size, device=device) for size in sizes])
+    mine = (key >= rank * share) & (key < (rank + 1) * share)
+    order = torch.argsort(key[mine], stable=True)  # of one key they stand by source, then by entry
+    found = (key[mine][order] - rank * share) * ranks + source[mine][order]
+    counts = torch.bincount(found, minlength=share * ranks).reshape(share, ranks)
+    return source[mine][order], entry[mine][order], counts
+
+
+def held(parts: Sequence[Any], source: Any, entry: Any, keys: int) -> Any:
+    """Rows of all ranks, as they are received."""
+    sizes = [len(part) for part in parts]
+    begins = torch.tensor([sum(sizes[:at]) for at in range(len(sizes))], device=source.device)
+    return torch.cat(list(parts))[begins[source] + entry // keys]
+
+
+def computed(rows: Any, source: Any, entry: Any) -> Any:
+    """What an expert makes of rows: exact, and other for every row and key."""
+    factor = (1 + (entry + source) % 3).to(torch.float32)[:, None]
+    return (rows.float() * factor).to(rows.dtype)
+
+
+def summed(case: Case, rank: int, num_keys: int) -> Any:
+    """What comes back to a rank: in the order of keys, in float32, rounded once."""
+    keys, x, weights = case.keys[rank], case.x[rank], case.weights[rank]
+    rows, a_row = keys.shape
+    total = torch.zeros(x.shape, device=x.device)
+    begun = torch.zeros(rows, 1, dtype=torch.bool, device=x.device)
+    entries = torch.arange(rows * a_row, device=x.device).reshape(rows, a_row)
+    for which in range(a_row):
+        made = computed(x, torch.full((rows,), rank, device=x.device), entries[:, which])
+        term = made.float() * weights[:, which, None]
+        kept = (keys[:, which, None] >= 0) & (keys[:, which, None] < num_keys)
+        total = torch.where(kept, torch.where(begun, total + term, term), total)
+        begun |= kept
+    return total.to(x.dtype)
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Part:
+    """A line of the table."""
+
+    name: str
+    what: str
+    calls: int = 0
+    wrong: int = 0  # on any rank
+    seconds: float = 0.0
+    problem: str = ""
+
+
+@dataclass
+class Run:
+    """What every part needs to know."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    control: Any  # gloo: what ranks tell each other between parts
+    options: argparse.Namespace
+    parts: list[Part] = field(default_factory=list)
+    place: str = ""  # what is under way
+
+    def attempt(self, part: Part, work: Callable[[], int]) -> None:
+        """Does a part on all ranks; `work` returns how many calls were wrong here."""
+        self.place, started, problem, wrong = f"{part.name} {part.what}", time.monotonic(), "", 0
+        try:
+            wrong = work()
+            self.wait()
+        except Exception:
+            problem = traceback.format_exc(limit=-5)
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, (wrong, problem), group=self.control)
+        part.wrong = max(count for count, _ in found)
+        part.problem = next((f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text), "")
+        part.seconds = time.monotonic() - started
+        self.parts.append(part)
+        if self.rank == 0:
+            bad = part.problem or (f"{part.wrong} WRONG" if part.wrong else "ok")
+            print(f"{part.name}: {part.what}: {bad}, {part.seconds:.1f} s", flush=True)
+        if part.problem:
+            raise SystemExit(1)  # ranks may stand at different calls: what follows would say nothing
+
+    def experts(self, shape: Shape, *, check: bool = False, **options: Any) -> Any:
+        limits = options.pop("limits", None) or shape.limits(self.ranks)
+        return ep.Experts(limits, device=self.device, check=check, params={"E": shape.num_keys}, **options)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def hold_up(self, dice: random.Random) -> None:
+        """Sometimes this rank is late, on the host or on the GPU."""
+        if dice.random() < 0.2:
+            time.sleep(dice.random() * 0.002)
+        if self.device.type == "cuda" and dice.random() < 0.2:
+            torch.cuda._sleep(int(dice.random() * 2_000_000))
+
+
+class Judge:
+    """Counts calls that are not as they must be, on the device: the host waits for none of them."""
+
+    def __init__(self, run: Run, shape: Shape) -> None:
+        self.run, self.shape = run, shape
+        self.wrong = torch.zeros((), dtype=torch.int64, device=run.device)
+
+    def call(self, experts: Any, case: Case) -> None:
+        """There and back."""
+        rank = self.run.rank
+        (x, scale), counts, handle = experts.dispatch((case.x[rank], case.scale[rank]), case.keys[rank])
+        source, entry, wanted = arriving(case, rank, self.shape.num_keys)
+        total, a_row = len(source), case.keys[rank].shape[1]
+        right = (counts == wanted).all()
+        right &= (x[:total] == held(case.x, source, entry, a_row)).all()
+        right &= (scale[:total] == held(case.scale, source, entry, a_row)).all()
+        made = torch.full_like(x, float("nan"))
+        made[:total] = computed(x[:total], source, entry)
+        home = experts.combine(made, handle, case.weights[rank])
+        right &= (home == summed(case, rank, self.shape.num_keys)).all()
+        self.wrong += ~right
+
+    @property
+    def count(self) -> int:
+        return int(self.wrong.item())
+
+
+def exact(run: Run) -> None:
+    for width, scale in WIDTHS if run.device.type == "cuda" else WIDTHS[:4]:
+        shapes = [
+            Shape(dtype, width // dtype.itemsize, scale, 200, 4, 8 * run.ranks)
+            for dtype in DTYPES
+            if width % dtype.itemsize == 0
+        ]
+        part = Part("exact", f"rows of {width} and {scale} B", len(shapes) * len(KINDS))
+
+        def work(shapes: list[Shape] = shapes) -> int:
+            wrong = 0
+            for at, shape in enumerate(shapes):
+                experts, judge = run.experts(shape), Judge(run, shape)
+                for number, kind in enumerate(KINDS):
+                    seed = 1000 * run.options.seed + 100 * at + number
+                    judge.call(experts, drawn(kind, shape, run.ranks, seed, run.device))
+                wrong += judge.count
+                experts.release()
+            return wrong
+
+        run.attempt(part, work)
+
+
+def sizes(run: Run) -> None:
+    big = run.device.type == "cuda"
+    for keys, num_keys in ((1, 64), (4, 256), (8, 1024)):
+        shape = Shape(torch.bfloat16, 2048 if big else 64, 32, 2048 if big else 100, keys, num_keys)
+
+        def work(shape: Shape = shape) -> int:
+            experts, judge = run.experts(shape), Judge(run, shape)
+            for number in range(3):
+                rows = [shape.rows - (at + number) % 3 for at in range(run.ranks)]
+                judge.call(experts, drawn("any", shape, run.ranks, number, run.device, rows))
+            wrong = judge.count
+            experts.release()
+            return wrong
+
+        run.attempt(Part("sizes", f"{shape.rows} rows, {keys} of {num_keys} keys", 3), work)
+
+
+def storm(run: Run) -> None:
+    shape = Shape(torch.bfloat16, 512, 16, 300, 4, 16 * run.ranks)
+
+    def work() -> int:
+        experts, judge = run.experts(shape, check=True), Judge(run, shape)
+        dice, delays = random.Random(run.options.seed), random.Random(f"{run.options.seed} {run.rank}")
+        pool = [drawn(KINDS[at % len(KINDS)], shape, run.ranks, 77 + at, run.device) for at in range(30)]
+        for number in range(run.options.calls):
+            run.place = f"storm, call {number} begun on rank {run.rank}"
+            run.hold_up(delays)
+            judge.call(experts, dice.choice(pool))
+        experts.synchronize()
+        wrong = judge.count
+        experts.release()
+        return wrong
+
+    run.attempt(Part("storm", "random delays, no barrier, checked", run.options.calls), work)
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def captured(run: Run, shape: Shape, rows: int) -> tuple[Any, Any, Case, tuple[Any, ...]]:
+    """Both calls in a graph: the Experts, the graph, what it reads, what it leaves."""
+    experts = run.experts(shape)
+    static = drawn("any", shape, run.ranks, 1, run.device, [rows] * run.ranks)
+    rank = run.rank
+
+    def there_and_back() -> tuple[Any, ...]:
+        (x, scale), counts, handle = experts.dispatch((static.x[rank], static.scale[rank]), static.keys[rank])
+        source, entry = handle.origins >> 32, handle.origins & 0xFFFFFFFF
+        return x, scale, counts, experts.combine(computed(x, source, entry), handle, static.weights[rank])
+
+    there_and_back()
+    run.wait()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        left = there_and_back()
+    return experts, graph, static, left
+
+
+def graphs(run: Run) -> None:
+    if run.device.type != "cuda":
+        return
+    shape, rows, rank = Shape(torch.bfloat16, 256, 16, 200, 4, 16 * run.ranks), 150, run.rank
+
+    def work() -> int:
+        experts, graph, static, (x, scale, counts, home) = captured(run, shape, rows)
+        wrong = torch.zeros((), dtype=torch.int64, device=run.device)
+        judge, delays = Judge(run, shape), random.Random(f"{run.options.seed} {rank}")
+        kinds = [kind for kind in KINDS if "rows" not in kind and "none" not in kind]
+        for replay in range(run.options.replays):
+            case = drawn(kinds[replay % len(kinds)], shape, run.ranks, 500 + replay, run.device, [rows] * run.ranks)
+            for part in ("keys", "x", "scale", "weights"):
+                getattr(static, part)[rank].copy_(getattr(case, part)[rank])
+            for left in (x, scale, counts, home):
+                left.view(torch.uint8).fill_(255)
+            run.hold_up(delays)
+            graph.replay()
+            source, entry, wanted = arriving(case, rank, shape.num_keys)
+            total = len(source)
+            right = (counts == wanted).all() & (home == summed(case, rank, shape.num_keys)).all()
+            right &= (x[:total] == held(case.x, source, entry, shape.keys)).all()
+            right &= (scale[:total] == held(case.scale, source, entry, shape.keys)).all()
+            wrong += ~right
+            if replay % 5 == 0:  # a call outside the graph, of the same Experts
+                judge.call(experts, case)
+        found = int(wrong.item()) + judge.count
+        graph.reset()
+        experts.release()
+        return found
+
+    run.attempt(Part("graphs", "keys change between replays", run.options.replays), work)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def faults(run: Run) -> None:
+    shape = Shape(torch.float32, 16, 8, 50, 2, 8 * run.ranks)
+
+    def reported(experts: Any, case: Case) -> str:
+        try:
+            experts.dispatch((case.x[run.rank], case.scale[run.rank]), case.keys[run.rank])
+            experts.synchronize()
+        except ep.KeysError as error:
+            return str(error)
+        return ""
+
+    def work() -> int:
+        rows = [shape.rows] * run.ranks
+        case = drawn("all to one key", shape, run.ranks, 5, run.device, rows)
+        tight = ep.Limits(shape.rows, shape.keys, shape.rows, (64, 8), 64)
+        said = reported(run.experts(shape, limits=tight), case)
+        wrong = int(f"has room for {shape.rows}" not in said)
+        commdsl.reset()
+        experts, judge = run.experts(shape), Judge(run, shape)
+        bad = drawn("any", shape, run.ranks, 6, run.device, rows)
+        if run.rank == run.ranks - 1:
+            bad.keys[run.rank][7, 1] = 10_000
+        said = reported(experts, bad)
+        wrong += int(("key 1 of row 7" in said) != (run.rank == run.ranks - 1))
+        commdsl.reset()
+        judge.call(experts, case)
+        wrong += judge.count
+        commdsl.reset()
+        return wrong
+
+    run.attempt(Part("faults", "no room, no such key, reset", 3), work)
+
+
+# --- times ------------------------------------------------------------------------------------------------------------
+
+
+def times(run: Run) -> None:
+    if run.device.type != "cuda":
+        return
+    for rows, columns in ((128, 2048), (4096, 2048)):
+        shape = Shape(torch.bfloat16, columns, 16, rows, 8, 32 * run.ranks)
+
+        part = Part("times", f"{rows} rows of {2 * columns} B, 8 keys", 30)
+
+        def work(part: Part = part, shape: Shape = shape, rows: int = rows) -> int:
+            experts, graph, _, _ = captured(run, shape, rows)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            found = []
+            for _ in range(30):
+                begin.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                found.append(1000 * begin.elapsed_time(end))
+            part.what += f": {sorted(found)[len(found) // 2]:.0f} us there, computed and back"
+            graph.reset()
+            experts.release()
+            return 0
+
+        run.attempt(part, work)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+PARTS = {"exact": exact, "sizes": sizes, "storm": storm, "graphs": graphs, "faults": faults, "times": times}
+
+
+def table(run: Run) -> str:
+    lines = []
+    for part in run.parts:
+        end = "failed" if part.problem else ""
+        lines.append([part.name, part.what, str(part.calls), str(part.wrong), f"{part.seconds:.1f}", end])
+    return grid(["part", "what", "calls", "wrong", "s", ""], lines)
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=300, help="of the storm")
+    parser.add_argument("--replays", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--time-budget", type=float, default=85.0, help="seconds, after which the run is ended")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = options_of(sys.argv[1:])
+    if "RANK" not in os.environ:
+        sys.exit("start it with torchrun: one process per GPU")
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    run = Run(dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo"), options)
+
+    def end(code: int, why: str) -> None:
+        if run.rank == 0:
+            print(f"\n{why}\n{table(run)}", flush=True)
+        elif code:
+            time.sleep(5)  # torchrun ends all when one has failed: rank 0 prints first
+        sys.stdout.flush()
+        os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
+
+    def give_up() -> None:
+        faulthandler.dump_traceback()
+        print(f"rank {run.rank}: {run.place}", file=sys.stderr, flush=True)
+        end(1, f"not over after {options.time_budget:.0f} s, in: {run.place}")
+
+    timer = threading.Timer(options.time_budget, give_up)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(options.time_budget + GRACE, exit=True)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "host ranks"
+    where = f"{run.ranks} x {name}, torch {torch.__version__}, seed {options.seed}"
+    try:
+        for part in options.only:
+            PARTS[part](run)
+    except SystemExit:
+        end(1, f"FAILED on {where}\n{run.parts[-1].problem}")
+    except BaseException:
+        traceback.print_exc()
+        end(1, f"FAILED on {where}, in {run.place}")
+    wrong = sum(part.wrong for part in run.parts)
+    end(int(wrong > 0), f"{sum(part.calls for part in run.parts)} calls, {wrong} wrong on {where}")
+
+
+if __name__ == "__main__":
+    main()

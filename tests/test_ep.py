@@ -1,0 +1,274 @@
+"""Experts on tensors of torch: ranks are threads of this process beside the simulation; refusals; the README."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+import commdsl  # noqa: E402 - after the check for torch
+from commdsl import ep  # noqa: E402 - after the check for torch
+from commdsl.ep import simulate  # noqa: E402 - after the check for torch
+from commdsl.runtime.errors import DispatchError, GradientError, GroupError, TensorError  # noqa: E402 - as above
+
+KEYS = 12
+LIMITS = ep.Limits(rows=40, keys=8, received=400, widths=(40, 6), width_back=40)
+
+
+def on_ranks(num_ranks: int, work: Callable[[int, str], Any]) -> list[Any]:
+    """What `work` returns on each of so many threads, or the exception that it ends with."""
+    names = commdsl.threads(num_ranks)
+    found: list[Any] = [None] * num_ranks
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(rank, names[rank])
+        except Exception as error:
+            found[rank] = error
+
+    workers = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert not any(worker.is_alive() for worker in workers)
+    return found
+
+
+def unwrapped(found: list[Any]) -> list[Any]:
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What all ranks have in a call, and what each must hold after it."""
+
+    keys: list[np.ndarray]
+    x: list[Any]
+    scale: list[Any]
+    weights: list[np.ndarray]
+    received: list[simulate.Received]
+
+    @staticmethod
+    def drawn(ranks: int, seed: int, dtype: Any) -> Case:
+        dice = np.random.default_rng(seed)
+        a_row = int(dice.integers(1, 5))
+        rows = [int(dice.integers(0, 33 // ranks)) for _ in range(ranks)]
+        high = KEYS + 1 if seed % 3 else 1  # all to one rank
+        keys = [dice.integers(0, high, (count, a_row)).astype(np.int32) for count in rows]
+        x = [torch.from_numpy(dice.standard_normal((count, 2, 5))).to(dtype) for count in rows]
+        scale = [torch.from_numpy(dice.integers(0, 256, (count, 6), dtype=np.uint8)) for count in rows]
+        weights = [dice.standard_normal(one.shape).astype(np.float32) for one in keys]
+        plain = [[one.float().numpy() for one in x], [one.numpy() for one in scale]]
+        share = KEYS // ranks
+        return Case(keys, x, scale, weights, simulate.dispatch(keys, plain, [key // share for key in range(KEYS)]))
+
+    def back(self, rows: list[Any], rank: int) -> Any:
+        """What comes back to a rank if `rows` are what every rank sends."""
+        plain = [one.float().numpy() for one in rows]
+        found = simulate.combine(plain, self.received, self.keys, self.weights, KEYS)[rank]
+        return torch.from_numpy(found).to(rows[0].dtype)
+
+
+def there_and_back(experts: Any, case: Case, rank: int) -> None:
+    mine = case.received[rank]
+    (x, scale), counts, handle = experts.dispatch((case.x[rank], case.scale[rank]), torch.from_numpy(case.keys[rank]))
+    total = len(mine.origins)
+    assert counts.tolist() == mine.counts.tolist()
+    assert torch.equal(x[:total].float(), torch.from_numpy(mine.rows[0]))
+    assert torch.equal(scale[:total], torch.from_numpy(mine.rows[1]))
+    changed = [torch.from_numpy(one.rows[0]).to(x.dtype) * 2 - 1 for one in case.received]
+    home = experts.combine(x * 2 - 1, handle, torch.from_numpy(case.weights[rank]))
+    assert torch.equal(home, case.back(changed, rank))
+
+
+# --- right ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_there_and_back(ranks: int, dtype: Any) -> None:
+    """Bit for bit, call after call without a join, all ranks' numbers of rows and keys changing."""
+    cases = [Case.drawn(ranks, seed, dtype) for seed in range(8)]
+
+    def work(rank: int, group: str) -> None:
+        experts = ep.Experts(LIMITS, group, "cpu", check=True, params={"E": KEYS})
+        for case in cases:
+            there_and_back(experts, case, rank)
+        experts.synchronize()
+        experts.release()
+
+    unwrapped(on_ranks(ranks, work))
+
+
+def test_one_tensor(tmp_path: Path) -> None:
+    """A dispatch of one tensor takes a tensor and gives one; without a way back it has none."""
+    path = tmp_path / "one.comm"
+    path.write_text("""dispatch one(E = 4) for P ranks {
+      rows x[T]   key expert[T, K] of E   route x by expert % P   place by (expert, source rank, row)
+    }""")
+
+    def work(rank: int, group: str) -> list[float]:
+        experts = ep.Experts(ep.Limits(4, 2, 8, (4,)), group, "cpu", source=path)
+        x = torch.tensor([[1.0], [2.0]]) + 10 * rank
+        rows, counts, handle = experts.dispatch(x, torch.tensor([[0, 1], [3, 4]], dtype=torch.int32))
+        with pytest.raises(DispatchError, match="no way back"):
+            experts.combine(rows, handle, torch.ones(2, 2))
+        return rows[: int(counts.sum())].flatten().tolist()
+
+    assert on_ranks(2, work) == [[1.0, 11.0], [1.0, 11.0, 2.0, 12.0]]
+
+
+def test_memory_of_results() -> None:
+    """Rows of so many calls may be held as `results` says; what nobody holds is used again."""
+
+    def work(rank: int, group: str) -> None:
+        experts, case = ep.Experts(LIMITS, group, "cpu", params={"E": KEYS}), Case.drawn(2, 1, torch.float32)
+        mine = (case.x[rank], case.scale[rank]), torch.from_numpy(case.keys[rank])
+        held = [experts.dispatch(*mine) for _ in range(2)]
+        with pytest.raises(DispatchError, match="no memory left"):
+            experts.dispatch(*mine)
+        address = held.pop()[0][0].data_ptr()
+        assert experts.dispatch(*mine)[0][0].data_ptr() == address
+
+    unwrapped(on_ranks(2, work))
+
+
+# --- reported ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_room() -> None:
+    """More rows than there is room for are an error on every rank."""
+    case = Case.drawn(2, 0, torch.float32)
+    total = sum(keys.size for keys in case.keys)
+    tight = replace(LIMITS, received=total - 1)
+
+    def work(rank: int, group: str) -> None:
+        experts = ep.Experts(tight, group, "cpu", params={"E": KEYS})
+        experts.dispatch((case.x[rank], case.scale[rank]), torch.from_numpy(case.keys[rank]))
+        experts.synchronize()
+
+    for error in on_ranks(2, work):
+        assert isinstance(error, ep.KeysError)
+        assert str(error) == f"error[C963]: {total} rows go to rank 0, which has room for {total - 1}"
+
+
+def test_no_such_key() -> None:
+    """A key that there is not is an error on the rank that has it; the group is whole again after a reset."""
+    case = Case.drawn(2, 1, torch.float32)
+
+    def work(rank: int, group: str) -> str:
+        experts = ep.Experts(LIMITS, group, "cpu", params={"E": KEYS})
+        keys = torch.from_numpy(case.keys[rank].copy())
+        if rank == 1:
+            keys[0, 0] = -7
+        try:
+            experts.dispatch((case.x[rank], case.scale[rank]), keys)
+            experts.synchronize()
+            said = ""
+        except ep.KeysError as error:
+            said = str(error)
+        commdsl.reset(group)
+        there_and_back(experts, case, rank)
+        return said
+
+    quiet, said = unwrapped(on_ranks(2, work))
+    assert quiet == ""
+    assert said == "error[C963]: key 0 of row 0 of rank 1 is -7, and keys are 0 ..< 12, or 12 for none"
+
+
+X, SCALE, LIST = torch.zeros(3, 10), torch.zeros(3, 6, dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.int32)
+
+WRONG = {
+    "one tensor": ((X, LIST), TensorError, "expected 2 tensors"),
+    "long keys": (((X, SCALE), LIST.long()), TensorError, "keys are torch.int64"),
+    "keys of one dimension": (((X, SCALE), LIST[:, 0].contiguous()), TensorError, "keys are \\(rows"),
+    "fewer keys than rows": (((X, SCALE), LIST[:2]), TensorError, "expected 2 rows"),
+    "columns of keys": (((X, SCALE), LIST.t().contiguous().t()), TensorError, "not contiguous"),
+    "rows too wide": (((X.double(), SCALE), LIST), DispatchError, "80 bytes"),
+    "an odd row": (((X, SCALE[:, :5].contiguous()), LIST), DispatchError, "even number"),
+    "too many rows": (((X, SCALE), torch.zeros(41, 2, dtype=torch.int32)), DispatchError, "41 rows"),
+    "too many keys": (((X, SCALE), torch.zeros(3, 9, dtype=torch.int32)), DispatchError, "9 keys each"),
+    "a gradient": (((X.clone().requires_grad_(), SCALE), LIST), GradientError, "no gradient"),
+}
+
+
+def test_refused() -> None:
+    """What a call cannot take is refused before anything is sent."""
+    (name,) = commdsl.threads(1)
+    experts = ep.Experts(LIMITS, name, "cpu", params={"E": KEYS})
+    for arguments, kind, message in WRONG.values():
+        with pytest.raises(kind, match=message):
+            experts.dispatch(*arguments)
+    rows, _, handle = experts.dispatch((X, SCALE), LIST)
+    for arguments, message in (
+        ((rows[0].double(), handle, LIST.float()), "not in torch.float64"),
+        ((rows[0][:5].contiguous(), handle, LIST.float()), "expected 400 rows"),
+        ((rows[0], handle, LIST.double()), "weights are torch.float64"),
+        ((rows[0], handle, torch.zeros(3, 1)), "a weight for each key"),
+    ):
+        with pytest.raises(TensorError, match=message):
+            experts.combine(*arguments)
+    experts.release()
+    with pytest.raises(DispatchError, match="was released"):
+        experts.dispatch((X, SCALE), LIST)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": -1}, "0 <= rows"),
+        ({"keys": 0}, "1 <= keys"),
+        ({"keys": 17}, "at most 16 keys"),
+        ({"rows": 2**28}, "2 \\*\\* 31 or more"),
+        ({"widths": (8,)}, "widths of 2 tensors"),
+        ({"widths": (8, 3)}, "even number"),
+        ({"width_back": 0}, "even number"),
+    ],
+)
+def test_senseless_limits(change: dict[str, Any], message: str) -> None:
+    """Limits that no kernel can have are refused when Experts are made."""
+    (name,) = commdsl.threads(1)
+    with pytest.raises(DispatchError, match=message):
+        ep.Experts(replace(LIMITS, **change), name, "cpu", params={"E": KEYS})
+
+
+def test_other_files() -> None:
+    """A dispatch by tables is no Experts', and all ranks have to make the same."""
+    (name,) = commdsl.threads(1)
+    with pytest.raises(DispatchError, match="goes by tables"):
+        ep.Experts(LIMITS, name, "cpu", source="qkv")
+
+    def work(rank: int, group: str) -> None:
+        ep.Experts(replace(LIMITS, rows=40 + rank), group, "cpu", params={"E": KEYS})
+
+    assert all(isinstance(error, GroupError) for error in on_ranks(2, work))
+
+
+def test_example(tmp_path: Path) -> None:
+    """The program of the README runs on two processes."""
+    text = (ROOT / "commdsl" / "ep" / "README.md").read_text(encoding="utf-8")
+    script = tmp_path / "program.py"
+    script.write_text(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 computed" in done.stdout
