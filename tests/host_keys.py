@@ -1,42 +1,17 @@
-"""Turns calls of a dispatch by keys, there and back, into what its kernels leave on every rank.
+"""Dispatches by keys to be run on host ranks, and their kernels.
 
-Assumes the arguments that `program.arguments` says each of the two Plans has. Does not know what must come out: that is
-`commdsl.ep.simulate`'s. Results are off their alignment, between guards, and hold a pattern before.
+Assumes legal numbers. Does not run anything: `commdsl.build.host_keys` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from commdsl import compiler
 from commdsl.build.emit import emit
-from commdsl.build.host_ranks import Kernel, Running, Seats, built, run_ranks, seats
+from commdsl.build.host_ranks import Kernel, built
 from commdsl.compiler import CheckedDispatch
-from commdsl.ep.simulate import Received
 from commdsl.program.plan import Plan
-
-LINE = 256
-RUNNING = Running(timeout=20.0)
-
-Array = NDArray[Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One call on all ranks: everything by rank."""
-
-    keys: Sequence[NDArray[np.int32]]
-    tensors: Sequence[Sequence[Array]]  # by tensor, then by rank
-    lanes: tuple[int, ...]
-    room: int  # rows that a rank may receive
-    slot: int | None = None  # calls of one slot have their results in one place; None: in a place of their own
-    is_chained: bool = False  # the keys are what the call before left of its second tensor
 
 
 def declared(
@@ -57,124 +32,3 @@ def declared(
 def kernel(plan: Plan, dtype: str = "", *, sanitize: bool = False, checks: bool = True) -> Kernel:
     macros = (*((f"COMMDSL_DTYPE={dtype}",) if dtype else ()), *(("COMMDSL_CHECK=1",) if checks else ()))
     return built(plan, emit(plan), macros, sanitize=sanitize)
-
-
-def there(made: Kernel, calls: Sequence[Call], running: Running = RUNNING) -> list[list[Received]]:
-    """By call and rank what came, with as many rows as the counts say."""
-    plan = made.plan
-    where, places = seats(plan, plan.symmetric_bytes), list[list[list[int]]]()
-    for call in calls:
-        before = [at for at, other in enumerate(calls[: len(places)]) if other.slot == call.slot is not None]
-        places.append(places[before[0]] if before else _results(where, call, plan))
-    values = []
-    for number, call in enumerate(calls):
-        own = [_there(where, call, rank, places[number][rank]) for rank in range(plan.num_ranks)]
-        left = [{"keys": results[1]} if call.is_chained else {} for results in places[number - 1]]
-        values.append([one | keys for one, keys in zip(own, left, strict=True)])
-    data = run_ranks(made, where, values, running)
-    return [
-        [_received(data, call, results[rank], plan) for rank in range(plan.num_ranks)]
-        for call, results in zip(calls, places, strict=True)
-    ]
-
-
-def _there(where: Seats, call: Call, rank: int, results: Sequence[int]) -> dict[str, int | Sequence[int]]:
-    given = [_put(where, tensor[rank], f"rows of rank {rank}", 2 * rank) for tensor in call.tensors]
-    return {
-        "keys": _put(where, call.keys[rank], f"keys of rank {rank}", 4),
-        "num_rows": call.keys[rank].shape[0],
-        "keys_a_row": call.keys[rank].shape[1],
-        "inputs": given,
-        "row_bytes": [_width(tensor) for tensor in call.tensors],
-        "outputs": results[:-1],
-        "room": call.room,
-        "counts": results[-1],
-        "active_lanes": call.lanes[rank],
-    }
-
-
-def _results(where: Seats, call: Call, plan: Plan) -> list[list[int]]:
-    """By rank: each tensor's, the origins, the counts."""
-    found = []
-    for rank in range(plan.num_ranks):
-        places = [
-            where.room.poisoned(call.room * _width(tensor), f"result {at} of rank {rank}", shift=2 * rank + 6)
-            for at, tensor in enumerate(call.tensors)
-        ]
-        places.append(where.room.poisoned(8 * call.room, f"origins of rank {rank}"))
-        places.append(where.room.poisoned(4 * len(plan.key_positions), f"counts of rank {rank}"))
-        found.append(places)
-    return found
-
-
-def _received(data: NDArray[np.uint8], call: Call, places: Sequence[int], plan: Plan) -> Received:
-    *rows, origins, counts = places
-    arrived = data[counts : counts + 4 * len(plan.key_positions)].copy().view(np.int32).reshape(-1, plan.num_ranks)
-    total = int(arrived.sum())
-    words = data[origins : origins + 8 * total].copy().view(np.uint64)
-    from_where = [(word >> 32, *divmod(word & 0xFFFFFFFF, call.keys[0].shape[1])) for word in words.tolist()]
-    found = tuple(_rows(data, at, total, tensor[0]) for tensor, at in zip(call.tensors, rows, strict=True))
-    return Received(found, arrived, np.array(from_where, np.int64).reshape(-1, 3))
-
-
-@dataclass(frozen=True, eq=False)
-class CallBack:
-    """The way back of a call: what became of the rows that came, by rank, and weights."""
-
-    call: Call
-    received: Sequence[Received]
-    rows: Sequence[Array]
-    weights: Sequence[Array]
-
-
-def back(made: Kernel, calls: Sequence[CallBack], running: Running = RUNNING) -> list[list[Array]]:
-    """By call and rank the weighted sums."""
-    plan = made.plan
-    begin = -(-plan.symmetric_bytes // LINE) * LINE
-    rooms = max(keys.size for one in calls for keys in one.call.keys)
-    where = seats(plan, begin + rooms * max(_width(one.rows) for one in calls))
-    values, places = [], []
-    for one in calls:
-        sums = [
-            where.room.poisoned(len(keys) * _width(one.rows), f"sums of rank {rank}", shift=one.rows[0].itemsize)
-            for rank, keys in enumerate(one.call.keys)
-        ]
-        places.append(sums)
-        fixed = {"waiting": begin, "waiting_rows": rooms}
-        values.append([{**fixed, "output": sums[rank], **_back(where, one, rank)} for rank in range(plan.num_ranks)])
-    data = run_ranks(made, where, values, running)
-    return [
-        [_rows(data, at, len(keys), one.rows[0]) for at, keys in zip(sums, one.call.keys, strict=True)]
-        for one, sums in zip(calls, places, strict=True)
-    ]
-
-
-def _back(where: Seats, one: CallBack, rank: int) -> dict[str, int]:
-    keys, held = one.call.keys[rank], one.received[rank]
-    origins = (held.origins[:, 0] << 32) | (held.origins[:, 1] * keys.shape[1] + held.origins[:, 2])
-    return {
-        "given": _put(where, one.rows[rank], f"rows of rank {rank}", 2 * rank),
-        "given_rows": one.call.room,
-        "row_bytes": _width(one.rows),
-        "origins": _put(where, origins, f"origins of rank {rank}", 0),
-        "counts": _put(where, held.counts, f"counts of rank {rank}", 4),
-        "weights": _put(where, one.weights[rank], f"weights of rank {rank}", 4),
-        "keys": _put(where, keys, f"keys of rank {rank}", 4),
-        "num_rows": keys.shape[0],
-        "keys_a_row": keys.shape[1],
-        "active_lanes": one.call.lanes[rank],
-    }
-
-
-def _put(where: Seats, array: Array, name: str, shift: int) -> int:
-    return where.room.put(np.ascontiguousarray(array).reshape(-1).view(np.uint8), name, shift=shift)
-
-
-def _rows(data: NDArray[np.uint8], at: int, count: int, like: Array) -> Array:
-    found: Array = data[at : at + count * _width([like])].copy().view(like.dtype)
-    return found.reshape(count, *like.shape[1:])
-
-
-def _width(tensor: Sequence[Array]) -> int:
-    """Bytes of a row."""
-    return int(np.prod(tensor[0].shape[1:])) * tensor[0].itemsize

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from commdsl import compiler
-from commdsl.build import host, host_rows, host_run
+from commdsl.build import host, host_keys, host_rows, host_run
 from commdsl.commands import new, output
 from commdsl.commands.arguments import UsageError, parse_bytes, parse_param, parse_ranks
 from commdsl.commands.cli import run_command
@@ -29,6 +29,7 @@ ROTATION = "schedules/attention/rotation_hamilton.comm"
 TWO_LEVEL = "schedules/collectives/allreduce_two_level.comm"
 QKV = "schedules/dispatch/qkv.comm"
 SPANNING = "schedules/dispatch/spanning.comm"
+EXPERTS = "schedules/ep/experts.comm"
 FAULTY = """schedule lost for P ranks {
   inout x[P]
   ensure allreduce(x)
@@ -580,6 +581,8 @@ dispatch move for P ranks {
         ([QKV, "--ranks", "2", "--tune", "put=packed", "--processes"], {"dispatch": "qkv", "ranks": 2}),
         ([QKV, "--plan", SPANNING, "--dtype", "bfloat16"], {"dispatch": "qkv", "plan": "spanning", "ranks": 4}),
         ([SPANNING, "--bytes", "12"], {"plan": "spanning", "dispatch": "qkv", "ranks": 4}),
+        ([EXPERTS, "--ranks", "3", "--dtype", "float16", "--bytes", "30"], {"dispatch": "experts", "ranks": 3}),
+        ([EXPERTS, "--ranks", "2", "--processes"], {"dispatch": "experts", "ranks": 2}),
         (["schedules/dispatch/copies.comm"], {"plan": "copies", "dispatch": "rows", "ranks": 4}),
         (["schedules/dispatch/rows.comm", "--ranks", "1", "--dtype", "float16"], {"dispatch": "rows", "ranks": 1}),
         ([SPANNING, "--on", "h200_1x8"], {"plan": "spanning", "topology": "h200_1x8"}),
@@ -639,6 +642,8 @@ def test_run_a_plan_and_its_dispatch(tmp_path: Path, capsys: Capture) -> None:
         ([QKV, "--svg", "no.svg"], "--svg draws schedules"),
         ([QKV, "--plan", "schedules/dispatch/copies.comm"], "the plan sends some to several"),
         ([QKV, "--plan", SPANNING, "--ranks", "2"], "the plan is for 4 ranks, not for 2"),
+        ([EXPERTS, "--plan", SPANNING], "it goes by keys, and a plan has none"),
+        ([EXPERTS, "--dtype", "bfloat16"], "added up here in float32 or float16, not in bfloat16"),
         ([QKV, "--plan", "nowhere.comm"], "no such file: nowhere.comm"),
         ([RING, "--plan", SPANNING], "none is run"),
         ([SPANNING, "--ranks", "2"], "leave --ranks out"),
@@ -666,6 +671,22 @@ def test_run_wrong_rows(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Non
     assert run_command(["run", SPANNING]) == 3
     said = "`v` on rank 0, back by `spanning`, differs from the simulation in 1 rows, first in row 7"
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_run_wrong_rows_by_keys(way: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """So do rows by keys, on either way."""
+    real = getattr(host_keys, way)
+
+    def wrong(*args: object, **options: object) -> object:
+        found = real(*args, **options)
+        rows = found[0][1].rows[0] if way == "there" else found[0][1]
+        rows[2, 3] += 1
+        return found
+
+    monkeypatch.setattr(host_keys, way, wrong)
+    assert run_command(["run", EXPERTS, "--ranks", "2"]) == 3
+    assert f"on rank 1, {way} by random keys, differ" in capsys.readouterr().out
 
 
 def test_run_without_compiler(tmp_path: Path) -> None:

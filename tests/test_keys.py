@@ -8,9 +8,10 @@ from dataclasses import replace
 import brute_force_dispatch as brute
 import numpy as np
 import pytest
-from host_keys import Array, Call, CallBack, back, declared, kernel, there
+from host_keys import declared, kernel
 
 from commdsl import compiler
+from commdsl.build.host_keys import Array, Call, CallBack, back, there
 from commdsl.build.host_ranks import DataRaceError, Kernel, RowsError, Running
 from commdsl.checks import check_routed
 from commdsl.ep import simulate

@@ -9,4 +9,5 @@ arena         the memory that the ranks of a host run share: guards, and a patte
 host_ranks    a Plan and the arguments of its calls -> what they leave there, on host ranks
 host_run      a Plan of chunks and tensors -> results
 host_rows     a dispatch's Plan, tables and rows -> results
+host_keys     the Plans of a dispatch by keys, keys and rows -> results
 """

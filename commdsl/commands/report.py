@@ -30,7 +30,7 @@ PLAN_LAWS = (
 
 
 ROUTED_LAWS = (
-    "whatever the tables say, every hazard within and across calls is ordered, no rank waits for ever, no wait is idle",
+    "whatever tables or keys say: every hazard within and across calls is ordered, no wait is in vain, none is idle",
 )
 
 

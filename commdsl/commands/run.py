@@ -23,6 +23,7 @@ from commdsl.compiler import CheckedPlan, CompiledDispatch, CompiledSchedule
 from commdsl.cost.draw import draw
 from commdsl.cost.report import report
 from commdsl.cost.timeline import timeline
+from commdsl.ir.dispatches import ByKey
 from commdsl.language import diagnostics
 from commdsl.language.diagnostics import CommError
 from commdsl.language.records import dataclass
@@ -154,10 +155,13 @@ def lines(one: Ran, settings: Settings) -> Iterator[str]:
 def rows_text(one: RanRows) -> str:
     """`rows of 64 B of float32 by `qkv`, there and back by 8 random tables`."""
     dispatch, moved = one.pairing.dispatch.dispatch, one.moved
-    by = moved.tables[0] if one.pairing.plan is not None else f"{len(moved.tables)} random tables"
+    by_key = any(isinstance(route, ByKey) for route in dispatch.routes)
+    chance = f"{len(moved.tables)} kinds of keys" if by_key else f"{len(moved.tables)} random tables"
+    by = moved.tables[0] if one.pairing.plan is not None else chance
+    put = "" if by_key else f" with put {dispatch.put.value}"
     ways = "there" if dispatch.back is None else "there and back"
     rows = f"{output.count(moved.rows, 'row')} of {output.bytes_text(moved.row_bytes)} of {moved.dtype}"
-    return f"{rows}, {ways} by {by}, `{dispatch.name}` with put {dispatch.put.value}"
+    return f"{rows}, {ways} by {by}, `{dispatch.name}`{put}"
 
 
 def trial_lines(ranks: int, made: Trial, settings: Settings, data: str, oracle: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ from commdsl.build.host_ranks import DataRaceError, RowsError
 from commdsl.build.host_rows import Call
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.trial import SEED, Settings, Trial, find_dtype, make_array
+from commdsl.commands.trial_keys import trial_keys
 from commdsl.compiler import CompiledDispatch
 from commdsl.ir import simulate
 from commdsl.ir.dispatches import BY_QUERY, ByKey, ByTable, Dispatch, Route
@@ -66,6 +67,11 @@ def trial_rows(compiled: CompiledDispatch, plan: DispatchPlan | None, settings: 
     dispatch = compiled.dispatch
     dtype = row_type(dispatch, settings)
     width = row_bytes(dtype, settings)
+    (first, *_) = dispatch.routes
+    if isinstance(first, ByKey) and plan is None:
+        keyed = trial_keys(compiled, first, dtype, width, settings)
+        sent = tuple(counts * width * len(dispatch.tensors) for counts in keyed.counts)
+        return RowTrial(keyed.trial, settings.dtype, width, keyed.kinds, keyed.rows, sent)
     traffics = drawn(dispatch) if plan is None else (given(dispatch, plan),)
     dice = np.random.default_rng(SEED)
     legs = [leg for traffic in traffics for leg in _legs(dispatch, traffic, dtype, width, dice)]
@@ -179,8 +185,6 @@ def given(dispatch: Dispatch, plan: DispatchPlan) -> Traffic:
 
 def drawn(dispatch: Dispatch) -> tuple[Traffic, ...]:
     """Random tables of every kind. Routes are independent, but for keys, which follow the queries."""
-    if any(isinstance(route, ByKey) for route in dispatch.routes):
-        raise UsageError(f"`{dispatch.name}` goes by keys, and this runs tables")
     keys = any(route.order == BY_QUERY for route in dispatch.routes)
     found: list[Traffic] = []
     for number, draw in enumerate(varied(dispatch.num_ranks, MOST_ROWS, DRAWS)):

@@ -1,0 +1,150 @@
+"""Turns a compiled dispatch by keys into the outcome of one run: its kernels on host ranks beside the simulation, there
+and back, with random keys of every kind.
+
+Assumes the dispatch was proved. Compares every byte of every result. Without a C++ compiler only the simulation runs,
+and the trial says so. Does not print.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.build import host, host_keys, host_rows
+from commdsl.build.host_keys import Array, Arrived, Call, CallBack
+from commdsl.build.host_ranks import DataRaceError, RowsError
+from commdsl.commands.arguments import UsageError
+from commdsl.commands.trial import SEED, Settings, Trial, make_array
+from commdsl.compiler import CompiledDispatch
+from commdsl.ep import simulate
+from commdsl.ep.simulate import Received
+from commdsl.ir.dispatches import ByKey
+from commdsl.language.records import dataclass
+from commdsl.machine.config import from_environment
+from commdsl.machine.dtypes import DType
+from commdsl.program.timeouts import CommTimeout
+
+MOST_ROWS = 60  # of a rank
+MOST_KEYS_A_ROW = 8
+HOST_LANES = 2
+SUMMED = ("float32", "float16")
+"""The element types in which `commdsl.ep.simulate` adds up."""
+
+KINDS: dict[str, Callable[[NDArray[np.int64], int], NDArray[np.int64]]] = {
+    "random keys": lambda keys, num_keys: keys,
+    "all rows to one key": lambda keys, num_keys: np.full_like(keys, num_keys - 1),
+    "one key twice in a row": lambda keys, num_keys: np.repeat(keys[:, :1], keys.shape[1], axis=1),
+    "most rows dropped": lambda keys, num_keys: np.where(keys % 8 == 0, keys, num_keys),
+    "no rows": lambda keys, num_keys: keys[:0],
+    "all rows dropped": lambda keys, num_keys: np.full_like(keys, num_keys),
+}
+"""What becomes of random keys."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeyTrial:
+    """A trial; by call what rank r receives from rank s, in rows at [r, s]; all rows moved."""
+
+    trial: Trial
+    kinds: tuple[str, ...]
+    counts: tuple[NDArray[np.int64], ...]
+    rows: int
+
+
+def trial_keys(compiled: CompiledDispatch, route: ByKey, dtype: DType, width: int, settings: Settings) -> KeyTrial:
+    """Runs there and back with one kind of keys after another. What is wrong is in `fault`."""
+    if compiled.back is not None and dtype.name not in SUMMED:
+        raise UsageError(f"what comes back from keys is added up here in {' or '.join(SUMMED)}, not in {dtype.name}")
+    dice = np.random.default_rng(SEED)
+    calls = [_call(compiled, route, kind, dtype, width, dice) for kind in KINDS]
+    expected = [simulate.dispatch(call.keys, call.tensors, route.rank_of) for call in calls]
+    backs = [_back(call, held, dtype, width, dice) for call, held in zip(calls, expected, strict=True)]
+    counts = tuple(np.stack([one.counts.sum(axis=0, dtype=np.int64) for one in held]) for held in expected)
+    ways = len(compiled.dispatch.tensors) + (compiled.back is not None)
+    made = _ran(compiled, route, calls, expected, backs, dtype, settings)
+    return KeyTrial(made, tuple(KINDS), counts, ways * sum(int(one.sum()) for one in counts))
+
+
+def _call(
+    compiled: CompiledDispatch, route: ByKey, kind: str, dtype: DType, width: int, dice: np.random.Generator
+) -> Call:
+    ranks, a_row = compiled.dispatch.num_ranks, int(dice.integers(1, MOST_KEYS_A_ROW + 1))
+    rows = dice.integers(0, MOST_ROWS, ranks).tolist()
+    drawn = [KINDS[kind](dice.integers(0, route.num_keys + 1, (count, a_row)), route.num_keys) for count in rows]
+    keys = [one.astype(np.int32) for one in drawn]
+    tensors = [[_rows(dice, dtype, len(one), width) for one in keys] for _ in compiled.dispatch.tensors]
+    lanes = (min(HOST_LANES, compiled.plan.comm.lanes),) * ranks
+    return Call(keys, tensors, lanes, max(sum(one.size for one in keys), 1))
+
+
+def _back(call: Call, held: Sequence[Received], dtype: DType, width: int, dice: np.random.Generator) -> CallBack:
+    """Other rows than came, so that what is added up are different numbers."""
+    rows = [_rows(dice, dtype, len(one.origins), width) for one in held]
+    weights = [dice.standard_normal(keys.shape).astype(np.float32) for keys in call.keys]
+    return CallBack(call, held, rows, weights)
+
+
+def _rows(dice: np.random.Generator, dtype: DType, count: int, width: int) -> Array:
+    return make_array(dice, dtype, count * width // dtype.size).reshape(count, width // dtype.size)
+
+
+def _ran(
+    compiled: CompiledDispatch,
+    route: ByKey,
+    calls: Sequence[Call],
+    expected: Sequence[Sequence[Received]],
+    backs: Sequence[CallBack],
+    dtype: DType,
+    settings: Settings,
+) -> Trial:
+    start = time.perf_counter()
+    compared, fault = 0, ""
+    try:
+        kernel = host_rows.checking(compiled.plan, mode=settings.mode, sanitize=settings.sanitize)
+        compared, fault = compare_there(host_keys.there(kernel, calls), expected)
+        if compiled.back is not None and not fault:
+            kernel = host_rows.checking(compiled.back, dtype.name, mode=settings.mode, sanitize=settings.sanitize)
+            more, fault = compare_back(host_keys.back(kernel, backs), backs, route.num_keys)
+            compared += more
+        name = " ".join(host.find_compiler(from_environment()).command)
+    except host.NoHostCompilerError as error:
+        if settings.sanitize:
+            raise UsageError(f"--sanitize needs a C++ compiler: {error}") from error
+        return Trial(0, None, str(error), 0, "", time.perf_counter() - start)
+    except (CommTimeout, RowsError, DataRaceError) as error:
+        return Trial(0, "", "", 0, str(error), time.perf_counter() - start)
+    return Trial(0, name, "", compared, fault, time.perf_counter() - start)
+
+
+def compare_there(found: Sequence[Sequence[Arrived]], expected: Sequence[Sequence[Received]]) -> tuple[int, str]:
+    """The bytes compared, and the first difference in words."""
+    compared = 0
+    for kind, got, wanted in zip(KINDS, found, expected, strict=True):
+        for rank, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+            parts: dict[str, tuple[Array, Array]] = {
+                "counts": (mine.counts, theirs.counts),
+                "origins": (mine.origins, theirs.origins),
+            }
+            for at, both in enumerate(zip(mine.rows, theirs.rows, strict=True)):
+                parts[f"tensor {at}"] = both
+            for name, (have, want) in parts.items():
+                compared += want.nbytes
+                if have.shape != want.shape or have.tobytes() != want.tobytes():
+                    return compared, f"{name} on rank {rank}, there by {kind}, differs from the simulation"
+    return compared, ""
+
+
+def compare_back(found: Sequence[Sequence[Array]], backs: Sequence[CallBack], num_keys: int) -> tuple[int, str]:
+    """As `compare_there`, for the sums."""
+    compared = 0
+    for kind, got, one in zip(KINDS, found, backs, strict=True):
+        received = [Received((), held.counts, held.origins) for held in one.received]
+        wanted = simulate.combine(one.rows, received, one.call.keys, one.weights, num_keys)
+        for rank, (have, want) in enumerate(zip(got, wanted, strict=True)):
+            compared += want.nbytes
+            if have.tobytes() != want.tobytes():
+                return compared, f"sums on rank {rank}, back by {kind}, differ from the simulation"
+    return compared, ""
