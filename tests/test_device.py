@@ -339,3 +339,28 @@ def test_two_ranks_on_one_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
 def replace_uuid(properties: object) -> object:
     properties.uuid = "one and the same"  # type: ignore[attr-defined] # a namespace
     return properties
+
+
+def test_blocks_that_compute(gpu: FakeGpu) -> None:
+    """A kernel of two roles is one launch of the blocks of both, with memory of its own that the caller never sees."""
+
+    def body(rank: Rank) -> None:
+        op = commdsl.load("add_reduce_scatter", ranks=RANKS)
+        a = torch.arange(60_000, dtype=torch.float32) * (rank.rank + 1)
+        for _ in range(3):
+            found = op(a, a, group=rank.name)
+            rank.comm.check()
+            assert torch.equal(found, a.chunk(RANKS)[rank.rank] / (rank.rank + 1) * 6)
+
+    run(gpu, body)
+
+
+def test_blocks_that_do_not_fit(gpu: FakeGpu) -> None:
+    """The blocks of both roles count: 132 are refused where there is room for fewer."""
+    gpu.blocks_per_sm = 0
+
+    def body(rank: Rank) -> None:
+        with pytest.raises(DeviceError, match="in 132 blocks"):
+            commdsl.load("add_reduce_scatter", ranks=RANKS)(rank.x, rank.x, group=rank.name)
+
+    run(gpu, body)

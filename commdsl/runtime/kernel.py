@@ -143,8 +143,7 @@ def _refuse_unless_resident(cupy: Any, function: int, residence: Residence, devi
     per_sm = occupancy(function, residence.threads, residence.shared_bytes)
     sms = int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
     if blocks > per_sm * sms:
-        threads = residence.threads * blocks // lanes
         raise DeviceError(
-            f"`{name}` runs {lanes} lanes of {threads} threads that wait for each other, in {blocks} blocks; "
+            f"`{name}` runs {lanes} lanes that wait for each other, in {blocks} blocks of {residence.threads} threads; "
             f"this GPU holds {per_sm * sms} at once ({sms} SMs x {per_sm}); say fewer in `tune {{ lanes ... }}`"
         )

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/gpu/run_overlap.py [--calls 200 --time-budget 80 --seed 1]
 
-Random sizes (0 to 64 MB a tensor, odd ones too) and dtypes, one task and two in a row, on two streams, with async_op,
+Random sizes (0 to 16 MB a tensor, odd ones too) and dtypes, one task and two in a row, on two streams, with async_op,
 eagerly and in replayed graphs; each rank held up at random, on the GPU and on the host. Each rank computes by itself
 what every rank gives, adds it up in float64 and compares: sums of floats within a rounding a rank, whole numbers
 exactly. Exit code 1: a wrong result, an exception, or fewer calls than asked for within the time. The table comes last.

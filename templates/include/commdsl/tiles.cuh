@@ -48,7 +48,8 @@ COMMDSL_FN void apply(const Operands<Plan>& operands) {
   const u64 bytes = operands.slice.bytes;
   u64 done = 0;
   if (common_alignment(bits) == 16) {
-    const u64 at = apply_words<Element, Function, Vector16, 4>(to, one, other, thread_of_block() * 16, bytes);
+    u64 at = apply_words<Element, Function, Vector16, 4>(to, one, other, thread_of_block() * 16, bytes);
+    at = apply_words<Element, Function, Vector16, 2>(to, one, other, at, bytes);  // a tile is soon too small for four
     apply_words<Element, Function, Vector16, 1>(to, one, other, at, bytes);
     done = bytes / 16 * 16;
   }
