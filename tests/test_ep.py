@@ -19,10 +19,18 @@ torch = pytest.importorskip("torch")
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
+
 import commdsl  # noqa: E402 - after the check for torch
 from commdsl import ep  # noqa: E402 - after the check for torch
 from commdsl.ep import simulate  # noqa: E402 - after the check for torch
-from commdsl.runtime.errors import DispatchError, GradientError, GroupError, TensorError  # noqa: E402 - as above
+from commdsl.runtime.errors import (  # noqa: E402 - after the check for torch
+    CaptureError,
+    DispatchError,
+    GradientError,
+    GroupError,
+    TensorError,
+)
 
 KEYS = 12
 LIMITS = ep.Limits(rows=40, keys=8, received=400, widths=(40, 6), width_back=40)
@@ -148,6 +156,28 @@ def test_memory_of_results() -> None:
         assert experts.dispatch(*mine)[0][0].data_ptr() == address
 
     unwrapped(on_ranks(2, work))
+
+
+def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime of GPUs launches both kernels, in a capture too once they are prepared."""
+    gpu = FakeGpu(2)
+    gpu.install(monkeypatch)
+    cases = [Case.drawn(2, seed, torch.float32) for seed in range(4)]
+
+    def work(rank: int, group: str) -> None:
+        gpu.here.rank = rank
+        experts = ep.Experts(LIMITS, group, "cpu", params={"E": KEYS}, tune={"sms": 3, "threads": 32})
+        with gpu.capturing(), pytest.raises(CaptureError):
+            experts.dispatch((cases[0].x[rank], cases[0].scale[rank]), torch.from_numpy(cases[0].keys[rank]))
+        experts.prepare(torch.float32)
+        for case in cases:
+            with gpu.capturing():
+                there_and_back(experts, case, rank)
+            there_and_back(experts, case, rank)
+        experts.release()
+
+    unwrapped(on_ranks(2, work))
+    assert len(gpu.launches) == 2 * 2 * 2 * len(cases)
 
 
 # --- reported ---------------------------------------------------------------------------------------------------------

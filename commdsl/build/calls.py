@@ -123,11 +123,3 @@ def _call(phase: Routed, number: int) -> str:
 
 def _guard(by: Actor) -> str:
     return "if (lane == 0) " if by is Actor.FIRST else ""
-
-
-def _who(meet: Meet) -> str:
-    """The lanes that wait; none waits for itself."""
-    if meet.by is Actor.FIRST:
-        return "lane == 0 && "
-    busy = "here.is_busy() && " if meet.is_spare else ""
-    return f"lane != 0 && {busy}" if meet.of is Ranks.OWN else busy

@@ -79,8 +79,8 @@ def dispatch_cubins(ranks: int, config: Config) -> int:
             for checks in ((), ("COMMDSL_CHECK=1",)):
                 nvrtc.build(emitted, (*macros, *checks), config)
                 built += 1
-    for path, name in by_keys():
-        made = compiler.compile(path, name, ranks)
+    for (path, name), keys in product(by_keys(), {8 * ranks, 16 * ranks, 32 * ranks, 64, 256, 1024}):
+        made = compiler.compile(path, name, ranks, params={"E": keys})
         for checks in ((), ("COMMDSL_CHECK=1",)):
             nvrtc.build(made.emitted, checks, config)
             for macros in variants[1:]:

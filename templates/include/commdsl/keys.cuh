@@ -17,7 +17,8 @@
 namespace commdsl {
 
 constexpr u32 kChunk = 512;             // entries whose places are found before their rows are moved
-constexpr u32 kNowhere = 0xffffffffu;  // the place of an entry that is dropped
+constexpr u32 kNowhere = 0xffffffffu;  // the position of an entry that is dropped
+constexpr u32 kKeysAhead = 8;          // loaded before the first is counted: with one alone a thread would wait a latency for each
 
 template <class Plan>
 constexpr u32 kKeysARank = static_cast<u32>(Plan::kKeys / Plan::kNumRanks);
@@ -117,11 +118,25 @@ COMMDSL_FN void prepare(const Call<Plan>& here, Keyed<Plan>& keyed) {
   block_barrier();
 }
 
-// The position of an entry's key; kNowhere if it is dropped.
+// kNowhere if a row of this key is dropped.
 template <class Plan>
-COMMDSL_FN u32 position_of(const Call<Plan>& here, u64 entry) {
-  const i32 key = key_of(here, entry);
+COMMDSL_FN u32 position_of(i32 key) {
   return is_kept<Plan>(key) ? Plan::position(static_cast<u32>(key)) : kNowhere;
+}
+
+// One key of each thread of a warp. `earlier`: it is a lane's before.
+template <class Plan>
+COMMDSL_FN void count_one(const Call<Plan>& here, Keyed<Plan>& keyed, u64 entry, i32 key, bool earlier) {
+  const u32 position = position_of<Plan>(key);
+  const Equals equals = among_equals(position == kNowhere ? kNowhere : 2 * position + (earlier ? 1 : 0));
+  if (position != kNowhere && equals.before == 0) {
+    add_shared(&keyed.own[position], equals.count);
+    if (earlier) add_shared(&keyed.next[position], equals.count);
+  }
+  if (position == kNowhere && key != Plan::kKeys && here.lane == 0) {
+    const u64 row = entry / here.args.keys_a_row, which = entry % here.args.keys_a_row;
+    give_up(here, kBadKey, static_cast<i32>(row), static_cast<i32>(which), Plan::kKeys, static_cast<u32>(key));
+  }
 }
 
 // How many entries of the rank there are by key, and how many of them before the lane's own stretch.
@@ -131,19 +146,18 @@ COMMDSL_FN void count(const Call<Plan>& here, Keyed<Plan>& keyed) {
     keyed.own[at] = keyed.next[at] = keyed.total[at] = 0;
   }
   block_barrier();
-  const u64 entries = num_entries(here), own = begin_of(here, entries, here.lane);
-  for (u64 from = u64{warp()} * kWarp; from < entries; from += u64{num_warps()} * kWarp) {
-    const u64 entry = from + thread_of_warp();
-    const u32 position = entry < entries ? position_of(here, entry) : kNowhere;
-    const u32 earlier = entry < own ? 1 : 0;
-    const Equals equals = among_equals(position == kNowhere ? kNowhere : 2 * position + earlier);
-    if (position != kNowhere && equals.before == 0) {
-      add_shared(&keyed.own[position], equals.count);
-      if (earlier) add_shared(&keyed.next[position], equals.count);
+  const u64 entries = num_entries(here), own = begin_of(here, entries, here.lane), step = u64{num_warps()} * kWarp;
+  for (u64 from = u64{warp()} * kWarp; from < entries; from += kKeysAhead * step) {
+    i32 key[kKeysAhead];
+#pragma unroll
+    for (u32 j = 0; j < kKeysAhead; ++j) {
+      const u64 entry = from + j * step + thread_of_warp();
+      key[j] = entry < entries ? key_of(here, entry) : Plan::kKeys;
     }
-    if (here.lane == 0 && entry < entries && position == kNowhere && key_of(here, entry) != Plan::kKeys) {
-      const u64 row = entry / here.args.keys_a_row, key = entry % here.args.keys_a_row;
-      give_up(here, kBadKey, static_cast<i32>(row), static_cast<i32>(key), Plan::kKeys, static_cast<u32>(key_of(here, entry)));
+#pragma unroll
+    for (u32 j = 0; j < kKeysAhead; ++j) {
+      const u64 entry = from + j * step + thread_of_warp();
+      count_one(here, keyed, entry, key[j], entry < own);
     }
   }
   block_barrier();
@@ -193,22 +207,22 @@ COMMDSL_FN void place(const Call<Plan>& here, Keyed<Plan>& keyed) {
   block_barrier();
 }
 
-// The places of `count` entries from `first` on, by one warp: entries with one key stand in their order.
+// The places of `count` entries from `first` on, found by one warp: entries with one key stand in their order.
 template <class Plan>
 COMMDSL_FN void find_places(const Call<Plan>& here, Keyed<Plan>& keyed, u64 first, u32 count) {
-  for (u32 from = 0; from < count; from += kWarp) {
+  for (u32 at = thread(); at < count; at += num_threads()) keyed.position[at] = position_of<Plan>(key_of(here, first + at));
+  block_barrier();
+  for (u32 from = 0; warp() == 0 && from < count; from += kWarp) {
     const u32 at = from + thread_of_warp();
-    const u32 position = at < count ? position_of(here, first + at) : kNowhere;
+    const u32 position = at < count ? keyed.position[at] : kNowhere;
     const Equals equals = among_equals(position);
     const u32 place = position == kNowhere ? 0 : keyed.next[position] + equals.before;
     warp_barrier();
     if (position != kNowhere && equals.before + 1 == equals.count) keyed.next[position] = place + 1;
     warp_barrier();
-    if (at < count) {
-      keyed.place[at] = place;
-      keyed.position[at] = position;
-    }
+    if (at < count) keyed.place[at] = place;
   }
+  block_barrier();
 }
 
 // The row of one entry, and where it comes from.
@@ -242,8 +256,7 @@ COMMDSL_FN void push_by_key(const Call<Plan>& here, Keyed<Plan>& keyed) {
   const u64 entries = num_entries(here), last = begin_of(here, entries, here.lane + 1);
   for (u64 first = begin_of(here, entries, here.lane); first < last; first += kChunk) {
     const u32 count = static_cast<u32>(last - first < kChunk ? last - first : kChunk);
-    if (warp() == 0) find_places(here, keyed, first, count);
-    block_barrier();
+    find_places(here, keyed, first, count);
     for (u32 at = warp(); at < count; at += num_warps()) {
       if (keyed.position[at] != kNowhere) move(here, keyed, first + at, keyed.position[at], keyed.place[at]);
     }
