@@ -29,9 +29,11 @@ from commdsl.machine.topology import Topology, switch
 from commdsl.program.lower import lower
 from commdsl.program.lower.by_key import lower_back, lower_by_key
 from commdsl.program.lower.routed import lower_dispatch
+from commdsl.program.lower.visits import lower_visits
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
 from commdsl.program.verify import verify
+from commdsl.program.visited import plan_of, segments
 
 if TYPE_CHECKING:
     from commdsl.build.emit import Emitted
@@ -64,10 +66,14 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class CheckedSchedule:
-    """A schedule that was proved for its rank count and topology, and the Plan that was proved with it."""
+    """A schedule that was proved for its rank count and topology, and the Plan that was proved with it.
+
+    `visits` is the Plan that stops at each yield, None without yields; where one has a body, there is no other.
+    """
 
     schedule: Schedule
     plan: Plan
+    visits: Plan | None
     report: Report
     warnings: tuple[Diagnostic, ...]
 
@@ -100,9 +106,10 @@ Checked: TypeAlias = CheckedSchedule | CheckedDispatch | CheckedPlan
 
 @dataclass(frozen=True, eq=False)
 class CompiledSchedule(CheckedSchedule):
-    """A proved schedule and the text of its kernel."""
+    """A proved schedule and the text of its kernel; for the Plan that stops at yields, those of its launches."""
 
     emitted: Emitted
+    launched: tuple[Emitted, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,11 +243,13 @@ def check_schedule(files: tuple[File, ...], decl: ScheduleDecl, given: Given) ->
     found = _raise_errors((*checks.check_files(files), *checks.check_schedule(meant)))
     warnings = (*resolve.warnings(files, decl), *found)
     _raise_errors((*unbuilt_schedule(meant), *tasks_without_kernel(meant, given.transport)))
-    plan = lower(meant, given.transport)
-    verify(plan)
-    warnings += _raise_errors(checks.check_plan(meant, plan))
+    visits = lower_visits(meant, given.transport) if meant.stops else None
+    plan = visits if visits is not None and meant.has_bodies else lower(meant, given.transport)
+    for one in dict.fromkeys(one for one in (plan, visits) if one is not None):
+        verify(one)
+        warnings += _raise_errors(checks.check_plan(meant, one))
     costs = report(meant)
-    return CheckedSchedule(meant, plan, costs, (*warnings, *far_from_bound(meant, costs)))
+    return CheckedSchedule(meant, plan, visits, costs, (*warnings, *far_from_bound(meant, costs)))
 
 
 def check_dispatch(files: tuple[File, ...], decl: DispatchDecl, given: Given) -> CheckedDispatch:
@@ -293,11 +302,13 @@ def printed(checked: CheckedDispatch) -> CompiledDispatch: ...
 def printed(checked: Checked) -> Compiled: ...
 def printed(checked: Checked) -> Compiled:
     """What was proved, and the text of its kernel, or kernels."""
-    from commdsl.build.emit import emit  # jinja2, which a check does not need
+    from commdsl.build.emit import emit, joined  # jinja2, which a check does not need
 
     match checked:
-        case CheckedSchedule(schedule, plan, costs, warnings):
-            return CompiledSchedule(schedule, plan, costs, warnings, emit(plan))
+        case CheckedSchedule(schedule, plan, visits, costs, warnings):
+            launched = () if visits is None else tuple(emit(plan_of(visits, moves)) for moves in segments(visits))
+            emitted = joined(plan.name, launched) if plan.is_visited else emit(plan)
+            return CompiledSchedule(schedule, plan, visits, costs, warnings, emitted, launched)
         case CheckedDispatch(dispatch, plan, back, warnings):
             text_back = None if back is None else emit(back)
             return CompiledDispatch(dispatch, plan, back, warnings, emit(plan), text_back)

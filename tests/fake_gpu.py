@@ -68,6 +68,7 @@ class Stream:
     def wait_stream(self, stream: Stream) -> None:
         event = Event()
         event.record(stream)
+        self.join_capture_of(event)
         self.wait_event(event)
 
 
@@ -326,7 +327,7 @@ class FakeGpu:
         return {
             "is_current_stream_capturing": lambda: self.current.capture is not None,
             "get_device_properties": properties,
-            "Stream": lambda *_: self.stream(),
+            "Stream": lambda *_, priority=0: self.stream(),
             "Event": Event,
             "stream": self.on,
             "current_stream": lambda *_: self.current,

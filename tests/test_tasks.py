@@ -110,12 +110,13 @@ def test_shown() -> None:
 
 
 def test_not_built_yet() -> None:
-    """What the caller computes passes every law, and is refused where a kernel would be made of it."""
+    """A yield with a body is built, and so is a task; both in one schedule are refused."""
     files = (parse(Source("tasks.comm", ATTEND)),)
-    assert check_schedule(meant(ATTEND)) == ()
-    assert [diagnostic.code for diagnostic in unbuilt_schedule(meant(ATTEND))] == ["C590"]
+    compiler.check(files, ranks=4)
+    both = ADD.replace("  each r { reduce", "  yield look(c -> c)\n  each r { reduce")
+    assert [diagnostic.code for diagnostic in unbuilt_schedule(meant(both))] == ["C590"]
     with pytest.raises(CommError, match="C590"):
-        compiler.check(files, ranks=4)
+        compiler.check((parse(Source("tasks.comm", both)),), ranks=4)
 
 
 # --- what holds -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import assert_never
 
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.memory import Counters, Words
-from commdsl.program.moves import Moves
 from commdsl.program.phases import (
     Actor,
     Count,
@@ -30,7 +29,6 @@ from commdsl.program.phases import (
     described,
 )
 from commdsl.program.plan import Plan
-from commdsl.program.tasks import Tiles
 
 RANKS = {Ranks.OWN: "commdsl::Ranks::kOwn", Ranks.OTHERS: "commdsl::Ranks::kOthers", Ranks.ALL: "commdsl::Ranks::kAll"}
 
@@ -50,7 +48,7 @@ def calls(plan: Plan) -> Iterator[Call]:
         return
     yield Call("what threads of a lane share", f"COMMDSL_SHARED commdsl::{known(plan)}<Plan> peers;")
     for number, phase in enumerate(plan.comm.phases):
-        assert not isinstance(phase, Moves | Tiles)
+        assert isinstance(phase, Routed)
         yield Call(f"{number}: {described(phase)}", _call(phase, number))
     if not plan.key_positions:
         yield Call("what only a kernel that checks does", "commdsl::end(here, peers);")

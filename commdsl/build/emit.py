@@ -104,6 +104,12 @@ def emit(plan: Plan) -> Emitted:
     return Emitted(f"commdsl_{plan.name}", text, hashlib.sha256(text.encode()).hexdigest(), plan.transport)
 
 
+def joined(name: str, texts: tuple[Emitted, ...]) -> Emitted:
+    """The texts of all launches, to be read as one; each is built by itself."""
+    text = "\n".join(one.text for one in texts)
+    return Emitted(f"commdsl_{name}", text, hashlib.sha256(text.encode()).hexdigest())
+
+
 def environment() -> jinja2.Environment:
     """The templates; a field that is missing raises instead of printing nothing."""
     import jinja2  # 20 ms that loading a compiled schedule does not need

@@ -15,6 +15,7 @@ message. A new law is a function and a line here. Does not raise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 from commdsl.checks.bounds import out_of_bounds
@@ -41,13 +42,16 @@ from commdsl.program.actors import actors
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.proof.computes import computes
-from commdsl.program.proof.memory import memory
+from commdsl.program.proof.memory import memory, memory_of_launches
 from commdsl.program.proof.regions import order_of_regions
 from commdsl.program.proof.synchronization import synchronization
+from commdsl.program.proof.visits import order_of_visits, visits_compute
+from commdsl.program.visited import segments
 
 Rule: TypeAlias = Callable[[Located], Iterator[Diagnostic]]
 FileRule: TypeAlias = Callable[[tuple[File, ...]], Iterator[Diagnostic]]
 PlanRule: TypeAlias = Callable[[Schedule, Moves], Iterator[Diagnostic]]
+VisitedRule: TypeAlias = Callable[[Schedule, Plan], Iterator[Diagnostic]]
 RoutedRule: TypeAlias = Callable[[Plan], Iterator[Diagnostic]]
 DispatchRule: TypeAlias = Callable[[Dispatch], Iterator[Diagnostic]]
 DispatchPlanRule: TypeAlias = Callable[[DispatchPlan], Iterator[Diagnostic]]
@@ -62,6 +66,13 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (broken_contracts,),
     (useless_statements,),
 )
+
+VISITED_RULES: tuple[tuple[VisitedRule, ...], ...] = (
+    (lambda _, plan: order_of_visits(plan),),
+    (visits_compute, memory_of_launches),
+)
+
+LAUNCH_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,), (memory,))
 
 ROUTED_RULES: tuple[tuple[RoutedRule, ...], ...] = ((order_of_regions,),)
 
@@ -95,8 +106,17 @@ def check_schedule(schedule: Schedule) -> tuple[Diagnostic, ...]:
 
 def check_plan(schedule: Schedule, plan: Plan) -> tuple[Diagnostic, ...]:
     """As `check_schedule`, for the laws on the Plan."""
-    acting = actors(plan)
-    return _run(PLAN_RULES, lambda rule: rule(schedule, acting))
+    if not plan.is_visited:
+        acting = actors(plan)
+        return _run(PLAN_RULES, lambda rule: rule(schedule, acting))
+    found: list[Diagnostic] = []
+    for moves in segments(plan):
+        found += _run(LAUNCH_RULES, partial(_judge, schedule, moves))
+    return tuple(found) or _run(VISITED_RULES, lambda rule: rule(schedule, plan))
+
+
+def _judge(schedule: Schedule, moves: Moves, rule: PlanRule) -> Iterator[Diagnostic]:
+    return rule(schedule, moves)
 
 
 def check_dispatch(dispatch: Dispatch) -> tuple[Diagnostic, ...]:

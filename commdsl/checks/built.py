@@ -14,12 +14,18 @@ from commdsl.program.memory import Transport
 
 
 def unbuilt_schedule(schedule: Schedule) -> Iterator[Diagnostic]:
-    """One message, for the first `yield` with a body."""
+    """One message, for the first `yield` with a body in a schedule that has tasks, too."""
+    if not any(isinstance(step, Task) for step in schedule.steps):
+        return
     for step in schedule.steps:
         match step:
             case Yield(name=str(function)):
-                label, help = f"`{function}` is called by the interpreter only", "`yield BUFFER` hands a buffer over"
-                yield Diagnostic("C590", "yields with a body are not built yet", Label(step.span, label), help=help)
+                label, help = (
+                    f"`{function}` is called between launches",
+                    "a task runs within one: leave one of them out",
+                )
+                what = "a yield with a body beside a task is not built yet"
+                yield Diagnostic("C590", what, Label(step.span, label), help=help)
                 return
             case Step() | Yield() | Task():
                 pass

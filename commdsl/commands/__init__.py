@@ -9,7 +9,7 @@ Assumes `cli` has parsed the arguments. Does not know click; a command is a func
     summary       what came of them -> lines, JSON
     check, run, show, plan, compile, fmt, explain, tune, choice, doctor, new   a command each
     dumps, plan_view   what `show` shows
-    trial, trial_rows, trial_keys   what `run` runs: schedules, rows by tables, rows by keys
+    trial, visited, trial_rows, trial_keys   what `run` runs: schedules, their visits, rows by tables, rows by keys
     tables, report   by which plan, and what is said of it
     products      what `compile` writes
 """

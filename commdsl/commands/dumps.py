@@ -19,6 +19,7 @@ from commdsl.ir.schedules import AnyStep, Buffer, Contract, Moves, Schedule, Ste
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
 from commdsl.program.actors import actors, name_of, num_ranks_of
+from commdsl.program.launches import described as between
 from commdsl.program.memory import words_for
 from commdsl.program.moves import CELL, OpKind, Reason
 from commdsl.program.moves import Moves as Operations
@@ -26,6 +27,7 @@ from commdsl.program.phases import Push, Touch
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
+from commdsl.program.visited import plan_of, segments, started
 
 
 def syntax_text(files: tuple[File, ...]) -> str:
@@ -178,7 +180,18 @@ def _runs(keys: list[int]) -> Iterator[str]:
 
 def plan_text(plan: Plan) -> str:
     """The launch constants, then what each rank does in the order in which it does it."""
+    if plan.is_visited:
+        return "\n".join(visited_lines(plan))
     return "\n".join(static_lines(plan) if plan.is_static else routed_lines(plan))
+
+
+def visited_lines(plan: Plan) -> Iterator[str]:
+    """What is started, in order, with what it waits for of the other stream; then each launch as a Plan of its own."""
+    yield f"plan {plan.name} for {plan.num_ranks} ranks on {plan.topology}, with visits"
+    yield f"symmetric {plan.symmetric_bytes} bytes per rank; copy 0 of a buffer is the caller's, others are of the call"
+    yield from (between(phase, number) for number, phase in started(plan))
+    for moves in segments(plan):
+        yield from static_lines(plan_of(plan, moves))
 
 
 def static_lines(plan: Plan) -> list[str]:

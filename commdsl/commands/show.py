@@ -105,7 +105,9 @@ def render(outcome: Outcome, stage: Stage) -> str:
             one = replace(both, back=None, emitted_back=None)
             other = replace(one, plan=back, emitted=text)
             return "\n".join(render(replace(outcome, checked=way), stage) for way in (one, other))
-        case CompiledSchedule(plan=plan) | CompiledDispatch(plan=plan), Stage.PLAN:
+        case CompiledSchedule(plan=plan, visits=visits), Stage.PLAN:
+            return "\n".join(dumps.plan_text(one) for one in dict.fromkeys((plan, visits)) if one is not None)
+        case CompiledDispatch(plan=plan), Stage.PLAN:
             return dumps.plan_text(plan)
         case CompiledSchedule(emitted=emitted) | CompiledDispatch(emitted=emitted), Stage.CUDA:
             return emitted.text

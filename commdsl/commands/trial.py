@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from commdsl.build import host, host_run
 from commdsl.commands.arguments import UsageError
+from commdsl.commands.visited import Visited
 from commdsl.compiler import CompiledSchedule
 from commdsl.ir import interpret
 from commdsl.ir.schedules import Contract, Schedule
+from commdsl.language.kinds import BufferKind
 from commdsl.machine import dtypes
 from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import Array, DType
-from commdsl.program.memory import Access
 from commdsl.program.sizes import piece_range
 from commdsl.program.timeouts import CommTimeout
 
@@ -83,23 +84,35 @@ def find_dtype(name: str, op: str, *, reduces: bool) -> DType:
 
 def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     """Runs once. A wrong result or a time-out is in `fault`."""
-    dtype = find_dtype(settings.dtype, settings.operation, reduces=compiled.plan.moves.has_reduction)
+    reduces = compiled.plan.has_reduction
+    dtype = find_dtype(settings.dtype, settings.operation, reduces=reduces)
+    averages = reduces and settings.operation == "avg"
+    if averages and compiled.plan.is_visited:
+        raise UsageError("with visits there is no `avg`: take the sum and divide it")
     blocks = max(buffer.blocks for buffer in compiled.schedule.buffers)
     elements = settings.buffer_bytes // blocks // dtype.size
     inputs = make_inputs(compiled, dtype, elements)
     start = time.perf_counter()
-    expected = interpret.run(compiled.schedule, inputs, dtype, settings.operation)
+    visited = Visited(compiled.schedule, elements)
+    expected = interpret.run(compiled.schedule, inputs, dtype, settings.operation, visited.bodies)
     block_bytes = elements * dtype.size
+    compared, fault = 0, ""
     try:
-        found = host_run.run(
-            compiled.plan,
-            compiled.emitted,
-            inputs,
-            dtype,
-            settings.operation,
-            mode=settings.mode,
-            sanitize=settings.sanitize,
-        )
+        if not compiled.plan.is_visited:
+            found = host_run.run(
+                compiled.plan,
+                compiled.emitted,
+                inputs,
+                dtype,
+                settings.operation,
+                mode=settings.mode,
+                sanitize=settings.sanitize,
+            )
+            compared, fault = compare(compiled.schedule, expected, found, block_bytes)
+        if compiled.visits is not None and not fault and not averages:
+            options = host_run.Options(mode=settings.mode, sanitize=settings.sanitize)
+            further, fault = visited.compare(compiled, expected, inputs, dtype, settings.operation, options)
+            compared += further
         name = " ".join(host.find_compiler(from_environment()).command)
     except host.NoHostCompilerError as error:
         if settings.sanitize:
@@ -108,7 +121,6 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     except (CommTimeout, host_run.DataRaceError) as error:
         return Trial(block_bytes, "", "", 0, str(error), time.perf_counter() - start)
     seconds = time.perf_counter() - start
-    compared, fault = compare(compiled.schedule, expected, found, block_bytes)
     return Trial(block_bytes, name, "", compared, fault, seconds)
 
 
@@ -116,10 +128,10 @@ def make_inputs(compiled: CompiledSchedule, dtype: DType, elements: int) -> dict
     """Random elements for every rank, the same on every machine."""
     random = np.random.default_rng(SEED)
     inputs: dict[str, list[Array]] = {}
-    for tensor in compiled.plan.moves.tensors:
-        if tensor.access is Access.READ:
-            shape = tensor.blocks * elements
-            inputs[tensor.name] = [make_array(random, dtype, shape) for _ in range(compiled.plan.num_ranks)]
+    for buffer in compiled.schedule.buffers:
+        if buffer.kind in (BufferKind.INPUT, BufferKind.INOUT):
+            shape = buffer.blocks * elements
+            inputs[buffer.name] = [make_array(random, dtype, shape) for _ in range(compiled.plan.num_ranks)]
     return inputs
 
 

@@ -197,6 +197,17 @@ class Schedule:
         """Those that hand a buffer over."""
         return sum(isinstance(step, Yield) and step.name is None for step in self.steps)
 
+    @property
+    def stops(self) -> bool:
+        """Whether it can be launched from yield to yield: tasks run within one launch."""
+        has_tasks = any(isinstance(step, Task) for step in self.steps)
+        return not has_tasks and any(isinstance(step, Yield) for step in self.steps)
+
+    @property
+    def has_bodies(self) -> bool:
+        """Whether what the caller computes is part of it, so that it has to stop there."""
+        return any(isinstance(step, Yield) and step.name is not None for step in self.steps)
+
     def words(self, step: Yield | Task) -> str:
         """`yield kv`, `yield attend(kv, acc -> acc)`, `compute add(a, b -> c)`."""
         reads, writes = (", ".join(self.buffers[at].name for at in buffers) for buffers in (step.reads, step.writes))

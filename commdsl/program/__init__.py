@@ -4,12 +4,14 @@ memory        where data lies, and who may write it
 moves         the phase of static operations: per-rank tables, their operands and flags
 tasks         the phase of tiles: what a role computes beside the moves
 phases        what else a role does, proved by region: tell, meet, push, finish
+launches      phases of a program with compute between its steps: launch, visit, return
 plan          memory, roles, and each role's phases in order
 actors        moves and tiles as one table, of all who act
 lower         IR -> Plan
 verify        what a legal Plan is; a fault in one is a bug of commdsl
 proof         the laws of Plans
 sizes         a Plan and the bytes of a block -> what a launch needs
+visited       a Plan with visits -> what is started in order, and the Plans of its launches
 timeouts      what kernels say of who is missing -> one exception
 arguments     a Plan -> the one struct that its kernel is given
 tiles         the routes of one call -> the table of a dispatch's kernel

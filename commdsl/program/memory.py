@@ -76,9 +76,28 @@ class Counters:
     is_shared: bool  # one for every lane of every rank; otherwise one, of the rank itself
 
 
-Memory: TypeAlias = Tensor | Rows | Words | Counters
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A whole buffer between two launches, in memory of the rank alone: copy 0 is the caller's own, others take turns.
+
+    No launch writes where the caller's function may still read, so what travels on is read in one copy and written in
+    another.
+    """
+
+    name: str
+    blocks: int
+    copy: int
+
+
+Memory: TypeAlias = Tensor | Rows | Words | Counters | Kept
 
 
 def words_for(memory: Memory) -> str:
     """A memory as a message names it."""
-    return f"`{memory.name}` ({memory.home.value})" if isinstance(memory, Rows) else f"`{memory.name}`"
+    match memory:
+        case Rows():
+            return f"`{memory.name}` ({memory.home.value})"
+        case Kept():
+            return f"`{memory.name}` ({'given' if memory.copy == 0 else f'copy {memory.copy}'})"
+        case _:
+            return f"`{memory.name}`"

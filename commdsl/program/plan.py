@@ -13,12 +13,14 @@ from typing import TypeAlias, TypeVar, assert_never
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
-from commdsl.program.memory import Counters, Memory, Rows, Tensor, Transport, Words
+from commdsl.program.launches import Launch, Return, Visit
+from commdsl.program.launches import touches as touches_between
+from commdsl.program.memory import Counters, Kept, Memory, Rows, Tensor, Transport, Words
 from commdsl.program.moves import Moves
 from commdsl.program.phases import Count, FinishByWeight, Meet, Push, PushByKey, Routed, touches
 from commdsl.program.tasks import Tiles
 
-Phase: TypeAlias = Moves | Tiles | Routed
+Phase: TypeAlias = Moves | Tiles | Routed | Launch | Visit | Return
 
 One = TypeVar("One")
 
@@ -79,6 +81,12 @@ class Plan:
         return next((phase for phase in self.phases if isinstance(phase, Tiles)), None)
 
     @property
+    def has_reduction(self) -> bool:
+        """Whether chunks are combined on the way, by any of its moves."""
+        moves = (phase.moves if isinstance(phase, Launch) else phase for phase in self.phases)
+        return any(isinstance(one, Moves) and one.has_reduction for one in moves)
+
+    @property
     def push(self) -> Push:
         """The phase that sends rows, in a Plan that has one."""
         return _only(self.phases, Push, self.name)
@@ -97,7 +105,12 @@ class Plan:
     @property
     def is_static(self) -> bool:
         """Whether it moves chunks by tables of its own, not rows by a routing that comes with a call."""
-        return any(isinstance(phase, Moves) for phase in self.phases)
+        return any(isinstance(phase, Moves | Launch | Visit | Return) for phase in self.phases)
+
+    @property
+    def is_visited(self) -> bool:
+        """Whether its caller computes between launches: then each of them is a Plan of its own (`visited`)."""
+        return any(isinstance(phase, Launch | Visit | Return) for phase in self.phases)
 
     @property
     def comm(self) -> Role:
@@ -130,6 +143,9 @@ LINE = 64
 
 def heap_layout(plan: Plan) -> HeapLayout:
     """Words and counters one after another, each writer's in lines of its own; `Moves` say what they have."""
+    if plan.is_visited:
+        moves = dict.fromkeys(phase.moves for phase in plan.phases if isinstance(phase, Launch))
+        return HeapLayout((), sum(one.symmetric_bytes for one in moves))
     if plan.is_static:
         return HeapLayout((), plan.moves.symmetric_bytes)
     offsets: list[tuple[Memory, int]] = []
@@ -142,7 +158,7 @@ def heap_layout(plan: Plan) -> HeapLayout:
             case Counters():
                 offsets.append((memory, at))
                 at += plan.num_ranks * plan.comm.lanes * LINE if memory.is_shared else LINE
-            case Rows() | Tensor():
+            case Rows() | Tensor() | Kept():
                 pass
             case _:
                 assert_never(memory)
@@ -158,6 +174,8 @@ def memory_of(phase: Phase) -> tuple[Memory, ...]:
     match phase:
         case Moves() | Tiles():
             return phase.tensors
+        case Launch() | Visit() | Return():
+            return tuple(touch.memory for touch in touches_between(phase))
         case _:
             return tuple(touch.memory for touch in touches(phase)) + _told(phase)
 

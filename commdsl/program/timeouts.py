@@ -10,10 +10,8 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from commdsl.program.moves import Moves
-from commdsl.program.phases import described
+from commdsl.program.phases import Routed, described
 from commdsl.program.plan import Plan
-from commdsl.program.tasks import Tiles
 
 RECORD_BYTES = 64
 _FORMAT = "<Q4i4Q8x"
@@ -94,7 +92,7 @@ def origin_of(plan: Plan, record: ErrorRecord) -> str:
         ops = plan.moves.ops
         return str(plan.moves.origins[int(ops.origin[ops.leaders[record.op]])])
     phase = plan.comm.phases[record.op]
-    assert not isinstance(phase, Moves | Tiles)
+    assert isinstance(phase, Routed)
     return f"{plan.span}, {described(phase)}"
 
 

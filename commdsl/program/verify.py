@@ -15,11 +15,13 @@ from commdsl.ir.dispatches import MOST_KEYS
 from commdsl.ir.functions import FUNCTIONS
 from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
+from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.memory import Access, Counters, Transport, Words
 from commdsl.program.moves import CELL, MOST_DESTS, MOST_THREADS, Moves, OpKind, Ops, Protocol, Reason
 from commdsl.program.phases import Actor, Count, FinishByWeight, Meet, Push, PushBack, PushByKey, Tell
 from commdsl.program.plan import Plan
 from commdsl.program.tasks import FUNCTION_OF, Tiles
+from commdsl.program.visited import launches, plan_of, segments, visits
 
 Mask = NDArray[np.bool_]
 
@@ -36,6 +38,9 @@ _PER_WAIT = ("wait_peer", "wait_ordinal", "wait_rounds_back", "wait_reason")
 
 def verify(plan: Plan) -> None:
     """Raises InternalError unless the Plan is one that `emit` can print and the proofs can read."""
+    if plan.is_visited:
+        _visited(plan)
+        return
     for role in plan.roles:
         for phase in role.phases:
             if isinstance(phase, Moves):
@@ -72,6 +77,31 @@ def _put_whole(plan: Plan) -> None:
                     _law(False, "rows go by keys to addresses, which far ranks do not have")
                 case _:
                     pass
+
+
+def _visited(plan: Plan) -> None:
+    """Launches by lanes, visits and one return by the caller; launches are on copies that are like their tensors."""
+    between = (*launches(plan), *visits(plan))
+    _law(len(between) == len(plan.phases), "between launches there are visits, and nothing else")
+    _law(len({phase.turn for phase in between}) == len(between), "two phases have one turn")
+    for role in plan.roles:
+        turns = [phase.turn for phase in role.phases if isinstance(phase, Launch | Visit | Return)]
+        _law(turns == sorted(turns), f"the phases of `{role.name}` are not in the order of their turns")
+        for phase in role.phases:
+            _law(isinstance(phase, Launch) != role.is_caller, f"`{role.name}` does what another role does")
+    _law([isinstance(phase, Return) for phase in visits(plan)][-1:] == [True], "the caller's last phase is no return")
+    _law(sum(isinstance(phase, Return) for phase in plan.phases) == 1, "a call returns once")
+    for phase in between:
+        others = len(visits(plan)) - 1 if isinstance(phase, Launch) else len(launches(plan))
+        _law(0 <= phase.after <= others, f"it comes after {phase.after} phases, of which there are {others}")
+        if not isinstance(phase, Return):
+            _law(all(kept.copy for kept in phase.writes), "what the caller gave is written")
+    for launch in launches(plan):
+        for access, kept in ((Access.READ, launch.reads), (Access.WRITE, launch.writes)):
+            wanted = [(one.name, one.blocks) for one in launch.moves.tensors if one.access is access]
+            _law(wanted == [(one.name, one.blocks) for one in kept], "a launch is on other buffers than its moves")
+    for moves in segments(plan):
+        verify(plan_of(plan, moves))
 
 
 def _told_once(plan: Plan) -> None:

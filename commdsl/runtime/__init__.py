@@ -18,6 +18,7 @@ process that only checks schedules must not pay for torch.
     groups        the name of a group -> the end of it
     tensors       what a call's tensors must be
     calls, work   a call of one shape, made once; one that is waited for
+    visits, streams   a call of several launches, with the caller's function between them; the streams it takes
     eager         whether a call may pass torch's dispatcher by
     autograd      a contract -> its backward
     op            a Program -> a torch op

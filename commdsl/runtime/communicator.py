@@ -22,6 +22,7 @@ from commdsl.runtime.heap import Heap
 from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.program import Program
 from commdsl.runtime.stream_order import StreamOrder
+from commdsl.runtime.streams import Streams
 from commdsl.runtime.workspace import Explain, Start, Workspace
 
 RESET_PATIENCE = 2.0
@@ -175,6 +176,10 @@ class Communicator(ABC):
     @abstractmethod
     def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> Start:
         """What starts calls of a Program on blocks of one size; the first for a Program is collective."""
+
+    @abstractmethod
+    def streams(self) -> Streams:
+        """Where the launches and visits of a call go, from now on."""
 
     @abstractmethod
     def finish(self) -> None:

@@ -31,6 +31,7 @@ from commdsl.runtime.heap import DeviceHeap, Heap
 from commdsl.runtime.kernel import DeviceKernel, Kernel, Prepared, Residence, residence_of
 from commdsl.runtime.program import Program
 from commdsl.runtime.stream_order import StreamOrder
+from commdsl.runtime.streams import TwoStreams
 from commdsl.runtime.workspace import Workspace
 
 
@@ -46,6 +47,8 @@ class DeviceCommunicator(Communicator):
         self._has_tma = properties.major >= 9
         self._modules: dict[str, DeviceKernel] = {}
         self.side_stream = torch.cuda.Stream(self.index)  # calls with async_op=True
+        # What travels while the caller computes: its few blocks are not to wait for those of the caller's kernels.
+        self._beside = torch.cuda.Stream(self.index, priority=-1)
         self._check_members(str(properties.uuid))
         self._nvshmem = _start_nvshmem(self, self.index)
         self._gpu = _Gpu(self.index)
@@ -112,6 +115,9 @@ class DeviceCommunicator(Communicator):
     def refuse_setup(self, what: str) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(f"`{what}` has no workspace yet: call it once on every rank before the capture")
+
+    def streams(self) -> TwoStreams:
+        return TwoStreams(self.index, self._beside)
 
     def finish(self) -> None:
         torch.cuda.synchronize(self.index)

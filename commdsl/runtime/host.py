@@ -22,6 +22,7 @@ from commdsl.runtime.errors import GroupError
 from commdsl.runtime.heap import Heap, SharedHeap, ThreadHeap
 from commdsl.runtime.kernel import HostKernel, Kernel, Prepared, Residence, residence_of
 from commdsl.runtime.program import Program
+from commdsl.runtime.streams import OneStream
 from commdsl.runtime.workspace import Workspace
 
 T = TypeVar("T")
@@ -75,6 +76,9 @@ class HostCommunicator(Communicator):
         """Keeps call order: a call waits for those submitted before it."""
         if self._last is not None and threading.get_ident() != self._worker:
             wait([self._last])
+
+    def streams(self) -> OneStream:
+        return OneStream()
 
     def finish(self) -> None:
         self.drain()

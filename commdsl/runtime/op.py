@@ -17,9 +17,10 @@ from commdsl.program.memory import Transport
 from commdsl.runtime import autograd, eager, groups, tensors
 from commdsl.runtime.calls import MAX_KEPT, Call
 from commdsl.runtime.device import DeviceCommunicator
-from commdsl.runtime.errors import ReductionError, TensorError
+from commdsl.runtime.errors import GradientError, OpError, ReductionError, TensorError
 from commdsl.runtime.host import HostCommunicator
 from commdsl.runtime.program import Backward, Definition, Program, program
+from commdsl.runtime.visits import Function, Visiting, by_name, split
 from commdsl.runtime.work import DeviceWork, HostWork, Result, Work
 
 Inverse: TypeAlias = "Callable[[Backward, int], Op]"
@@ -36,6 +37,7 @@ class Op:
         self.ranks = ranks  # assumed where a group is not known: tracing without one
         self._programs: dict[tuple[int, Transport], Program] = {}
         self._calls: dict[tuple[object, ...], Call] = {}
+        self._visiting: dict[tuple[object, ...], Visiting] = {}
         self._lock = threading.Lock()
         # Kept apart from the programs: `torch.compile` traces through a call as far as these.
         self.num_inputs = len(self.program(ranks).signature.inputs)
@@ -114,6 +116,43 @@ class Op:
 
         return HostWork(comm.submit(call))
 
+    def visit(self, *arguments: Any, group: Any = None, op: str = "sum", **functions: Function) -> Result:
+        """`op.visit(kv, fn)`: calls `fn(visit, kv)` at every yield, while what comes next travels on another stream.
+
+        `fn` is called at once, one visit after another, on the current stream, and starts its kernels there; no host
+        waits. It is given the number of the visit and what the yield names. At the first visit that may be the input
+        itself; later ones are memory of this call, that is written anew: keep a clone, not the tensor. Where the yield
+        has a body, `attend(kv, acc -> acc)`, `fn` gets `kv` and `acc` and returns the new `acc`, or changes it in place
+        and returns it; several functions are given by their names, `op.visit(kv, acc, attend=fn)`. Returns the
+        schedule's outputs, without yields. Works inside a capture of a CUDA graph, after a first call outside.
+
+        If `fn` raises, the other ranks still get all that is theirs and the group can be used; where what it was to
+        write travels on, the group is broken until every rank has called `commdsl.reset()`, and the exception says so.
+        """
+        inputs, known = split(self.name, arguments, functions)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+            raise GradientError(
+                f"`{self.name}` with visits has no gradient: call it under torch.no_grad(), or in the forward of a "
+                "torch.autograd.Function, with the way back as visits of its own"
+            )
+        name, behind = groups.resolve(group)
+        visits = self.traced(name).visits
+        if visits is None:
+            raise OpError(f"`{self.name}` has no `yield`: call it without a function")
+        if len(inputs) != len(visits.signature.inputs):
+            raise TensorError(f"`{self.name}` takes {len(visits.signature.inputs)} tensors, got {len(inputs)}")
+        tensors.check(self.name, visits.signature, inputs)
+        functions_of = by_name(self.name, visits.plan, known)
+        key: tuple[object, ...] = ("visits", name, op)
+        key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs)
+        found = self._visiting.get(key)
+        if found is None or behind is None or not found.serves(behind):
+            found = self._prepare_visits(inputs, name, op)
+            if len(self._visiting) >= MAX_KEPT:
+                self._visiting.clear()
+            self._visiting[key] = found
+        return found(inputs, functions_of)
+
     def synchronize(self, group: Any = None) -> None:
         """Waits for this rank's calls on the group and raises what went wrong in them."""
         for comm in groups.every(groups.name_of(group)):
@@ -123,7 +162,9 @@ class Op:
     def release(self, group: Any = None) -> None:
         """Collective: gives back the symmetric memory of this op on the group."""
         for comm in groups.every(groups.name_of(group)):
-            comm.release(self.program(comm.size, comm.transport).emitted.digest)
+            known = self.program(comm.size, comm.transport)
+            for one in (known, *(() if known.visits is None else known.visits.launched)):
+                comm.release(one.emitted.digest)
 
     # --- what torch calls ------------------------------------------------------------------------------------------
 
@@ -164,6 +205,8 @@ class Op:
         return call(inputs)
 
     def _prepare(self, inputs: tuple[torch.Tensor, ...], name: str, op: str, in_place: bool) -> Call:
+        if self.traced(name).plan.is_visited:
+            raise OpError(f"`{self.name}` moves what its caller computes on the way: call `visit`, with a function")
         comm = groups.of(name, inputs[0].device)
         comm.refuse_if_broken()
         comm.check()
@@ -177,6 +220,21 @@ class Op:
         block_bytes = inputs[0].nbytes // signature.inputs[0].blocks
         start = comm.prepare(known, block_bytes, tensors.element_name(inputs[0].dtype), op) if block_bytes else None
         return Call(self.name, comm, known, inputs, chosen, start, groups.owner_of(name))
+
+    def _prepare_visits(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> Visiting:
+        comm = groups.of(name, inputs[0].device)
+        comm.refuse_if_broken()
+        comm.check()
+        visits = self.program(comm.size, comm.transport).visits
+        assert visits is not None
+        tensors.check_reduction(self.name, visits.signature, inputs[0].dtype, op)
+        if op == "avg":
+            raise ReductionError(f"`{self.name}` with visits does not average: take the sum and divide it")
+        block_bytes = inputs[0].nbytes // visits.signature.inputs[0].blocks
+        element = tensors.element_name(inputs[0].dtype)
+        launched = visits.launched if block_bytes else ()
+        starts = {one.plan.moves: comm.prepare(one, block_bytes, element, op) for one in launched}
+        return Visiting(self.name, comm, visits, inputs, starts, groups.owner_of(name))
 
 
 class _Registry:

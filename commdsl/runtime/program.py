@@ -14,19 +14,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache as memoize
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from commdsl.build import cache
 from commdsl.build.emit import Emitted
 from commdsl.ir.dispatches import Dispatch
-from commdsl.ir.schedules import Contract, Schedule
+from commdsl.ir.schedules import Contract, Schedule, Yield
 from commdsl.language.diagnostics import InternalError
+from commdsl.language.kinds import BufferKind
 from commdsl.machine.config import Config
 from commdsl.machine.resources import data_dir
+from commdsl.program.launches import Return
 from commdsl.program.memory import Access, Transport
 from commdsl.program.plan import Plan
+from commdsl.program.visited import plan_of, segments
+
+if TYPE_CHECKING:
+    from commdsl.compiler import CompiledSchedule
 
 Kind = TypeVar("Kind")
 
@@ -73,6 +79,19 @@ class Program:
     signature: Signature
     fills_outputs: bool  # False: on some rank part of an output is never written
     backward: Backward | None
+    visits: Visits | None = None  # how it stops at its yields, where it has any
+
+
+@dataclass(frozen=True, eq=False)
+class Visits:
+    """The same schedule with a visit of the caller at each yield: a Program for everything that is launched.
+
+    The outputs of `signature` are the tensors that the caller gets back.
+    """
+
+    plan: Plan
+    signature: Signature
+    launched: tuple[Program, ...]  # as `segments`
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +158,39 @@ def _compile(definition: Definition, ranks: int, transport: Transport) -> Progra
     given = compiler.Given(ranks, definition.on, dict(definition.params), transport, dict(definition.tune))
     decl = compiler.choose_kind(files, definition.schedule, ScheduleDecl)
     made = compiler.printed(compiler.check_schedule(files, decl, given))
+    visits = _visits(made)
+    if made.plan.is_visited:
+        assert visits is not None
+        return Program(made.plan, made.emitted, visits.signature, True, None, visits)
     return Program(
         made.plan,
         made.emitted,
         _signature(made.schedule, made.plan),
         _fills_outputs(made.plan),
         _backward(made.schedule, made.plan),
+        visits,
     )
+
+
+def _visits(made: CompiledSchedule) -> Visits | None:
+    plan, schedule = made.visits, made.schedule
+    if plan is None:
+        return None
+    launched = [
+        Program(one, emitted, _signature(schedule, one), True, None)
+        for one, emitted in zip((plan_of(plan, moves) for moves in segments(plan)), made.launched, strict=True)
+    ]
+    back = {kept.name for phase in plan.phases if isinstance(phase, Return) for kept in phase.reads}
+    given = (BufferKind.INPUT, BufferKind.INOUT)
+    signature = Signature(
+        tuple(Port(buffer.name, buffer.blocks) for buffer in schedule.buffers if buffer.kind in given),
+        tuple(Port(buffer.name, buffer.blocks) for buffer in schedule.buffers if buffer.name in back),
+        (),
+        (),
+        any(one.plan.moves.has_reduction for one in launched),
+        None,
+    )
+    return Visits(plan, signature, tuple(launched))
 
 
 def _parts(definition: Definition, ranks: int, transport: Transport) -> list[str]:
@@ -232,7 +277,8 @@ def _fills_outputs(plan: Plan) -> bool:
 def _backward(schedule: Schedule, plan: Plan) -> Backward | None:
     """The way back through the usual collectives, None for everything else."""
     contract = schedule.contracts[0]
-    if len(schedule.contracts) != 1 or schedule.num_yields or plan.tiles is not None:
+    is_stopped = any(isinstance(step, Yield) for step in schedule.steps)
+    if len(schedule.contracts) != 1 or is_stopped or plan.tiles is not None:
         return None
     root = () if contract.root is None else (("root", contract.root),)
     separate = contract.source_buffer != contract.dest_buffer

@@ -15,6 +15,8 @@ Assumes the checks on the schedule have passed. Does not print text (`emit`) and
     tables        rows and flags -> the tables of the Plan
     routed        a dispatch -> its Plan: the phases of a call, in order
     by_key        a dispatch by keys -> its two Plans, there and back
+    segments      a schedule with yields -> the steps between them, as schedules of their own
+    visits        a schedule with yields -> a Plan of launches, with the caller's visits beside them
 """
 
 from __future__ import annotations
@@ -62,6 +64,30 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
     NVSHMEM moves whole tiles and flags, so its Plans are `bulk` whatever the schedule's tuning says, and no reduction
     stores to a peer. Which peers it is for is known at the launch: the bits are the same.
     """
+    moves, computed = _moves(schedule, transport, SYMMETRIC_BYTES)
+    roles = [Role(schedule.role or "comm", moves.lanes, moves.sms, moves.threads, (moves,))]
+    if computed is not None:
+        roles.append(_tiles_role(schedule, moves, computed))
+    return Plan(
+        name=schedule.name,
+        num_ranks=schedule.num_ranks,
+        params=schedule.params,
+        topology=schedule.topology.name,
+        contract=schedule.contracts[0].name,
+        roles=tuple(roles),
+        tile_bytes=moves.tile_bytes,
+        span=schedule.span,
+        transport=transport,
+    )
+
+
+def lower_moves(schedule: Schedule, transport: Transport, most_bytes: int = SYMMETRIC_BYTES) -> Moves:
+    """The operations of a schedule without tasks, in `most_bytes` of symmetric memory, but for a tile that is set."""
+    return _moves(schedule, transport, most_bytes)[0]
+
+
+def _moves(schedule: Schedule, transport: Transport, most_bytes: int) -> tuple[Moves, Ops | None]:
+    """The operations that move, and those of tasks."""
     protocol = Protocol(schedule.tuning.protocol or "bulk") if transport is Transport.PEER else Protocol.BULK
     placed = place(schedule, transport, protocol)
     ordered = order(placed, num_actors(schedule), protocol)
@@ -69,7 +95,7 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
     computed = None
     if num_actors(schedule) > schedule.num_ranks:
         ops, computed, signals = apart(ops, signals, schedule.num_ranks)
-    shape = _shape(schedule, protocol, placed.num_cells * ordered.rotation, transport)
+    shape = _shape(schedule, protocol, placed.num_cells * ordered.rotation, transport, most_bytes)
     moves = Moves(
         name=schedule.name,
         num_ranks=schedule.num_ranks,
@@ -87,20 +113,7 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
         origins=placed.origins,
         alias_safe=tuple(_alias_safe(placed, schedule)),
     )
-    roles = [Role(schedule.role or "comm", shape.lanes, shape.sms, shape.threads, (moves,))]
-    if computed is not None:
-        roles.append(_tiles_role(schedule, moves, computed))
-    return Plan(
-        name=schedule.name,
-        num_ranks=schedule.num_ranks,
-        params=schedule.params,
-        topology=schedule.topology.name,
-        contract=schedule.contracts[0].name,
-        roles=tuple(roles),
-        tile_bytes=shape.tile_bytes,
-        span=schedule.span,
-        transport=transport,
-    )
+    return moves, computed
 
 
 def _has_reduction(schedule: Schedule) -> bool:
@@ -128,7 +141,7 @@ class _Shape:
     tile_bytes: int
 
 
-def _shape(schedule: Schedule, protocol: Protocol, cells: int, transport: Transport) -> _Shape:
+def _shape(schedule: Schedule, protocol: Protocol, cells: int, transport: Transport, most_bytes: int) -> _Shape:
     """What `tune` or a role sets stays; the rest, the tile first, shrinks to the cells' budget."""
     tuning, data, wire = schedule.tuning, *protocol.wire
     sms = _role_sms(schedule, schedule.role) or tuning.sms
@@ -151,9 +164,9 @@ def _shape(schedule: Schedule, protocol: Protocol, cells: int, transport: Transp
     def size() -> int:
         return -(-tile // data) * wire * lanes * cells
 
-    while tuning.tile_bytes is None and tile > SMALLEST_TILE and size() > SYMMETRIC_BYTES:
+    while tuning.tile_bytes is None and tile > SMALLEST_TILE and size() > most_bytes:
         tile = max(tile // 32 * 16, SMALLEST_TILE)
-    while tuning.lanes is None and sms is None and lanes > 1 and size() > SYMMETRIC_BYTES:
+    while tuning.lanes is None and sms is None and lanes > 1 and size() > most_bytes:
         lanes //= 2
     return _Shape(lanes, min(lanes, sms or schedule.topology.num_sms), threads, tile)
 

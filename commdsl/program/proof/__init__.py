@@ -12,6 +12,7 @@ packets       flags that travel in the data -> the flags they stand for
 synchronization   the laws of Moves: every hazard is ordered, no rank waits for ever, no flag is idle
 events        phases that are proved by region -> the steps of a call, and their Timeline
 regions       the same three laws of these
+visits        launches and visits beside them: their order, and what each is handed
 memory        the symmetric memory is there, and used
 messages, region_messages   what was found -> diagnostics
 """

@@ -54,7 +54,7 @@ def computes(schedule: Schedule, moves: Moves) -> Iterator[Diagnostic]:
     if unlike:
         yield messages.other_tensors(schedule, moves, unlike)
         return
-    followed = follow(schedule, moves)
+    followed = follow(moves, _before(schedule))
     if any((followed.results[tensor] != values).any() for tensor, values in wanted.items()):
         yield _explained(schedule, moves)
 
@@ -166,13 +166,17 @@ def _gathered(begin: Ints, end: Ints) -> tuple[Ints, Longs]:
     return rows, np.concatenate(([0], ends)).astype(np.int64)
 
 
-def follow(schedule: Schedule, moves: Moves, book: Book | None = None) -> Followed:
-    """Runs a round of the Plan on values."""
+def _before(schedule: Schedule) -> Results:
+    return {tensor: given(schedule, buffer) for tensor, buffer in tensors_given(schedule).items()}
+
+
+def follow(moves: Moves, before: Results, book: Book | None = None) -> Followed:
+    """Runs a round of the Plan on values; `before`: what the tensors that are read hold."""
     order, places = program(moves), _Places(moves)
     held = np.full(places.count, STALE)
-    for tensor, buffer in tensors_given(schedule).items():
-        held[places.whole(moves.tensors.index(tensor))] = given(schedule, buffer)
-    averages = schedule.num_ranks > 1
+    for tensor, values in before.items():
+        held[places.whole(moves.tensors.index(tensor))] = values.reshape(-1)
+    averages = num_ranks_of(moves) > 1
     functions = _functions(moves, order.leader)
     made: list[Values] = [np.zeros(0, np.uint64)]
     sources, dests = order.source_begin, order.dest_begin
@@ -250,7 +254,7 @@ def _results(moves: Moves, order: Program, places: _Places, held: Values) -> Res
 def _explained(schedule: Schedule, moves: Moves) -> Diagnostic:
     """The whole once more, with a note of how every value comes about."""
     means, does = Book(schedule), Book(schedule)
-    wanted, followed = meant(schedule, means), follow(schedule, moves, does)
+    wanted, followed = meant(schedule, means), follow(moves, _before(schedule), does)
     wrong = {tensor: np.argwhere(followed.results[tensor] != values) for tensor, values in wanted.items()}
     tensor = next(tensor for tensor in moves.tensors if len(wrong.get(tensor, ())))
     rank, chunk = wrong[tensor][0].tolist()

@@ -27,11 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
-from commdsl.program.moves import Moves
 from commdsl.program.phases import Actor, Host, Meet, Ranks, Routed, Tell, Touch, is_same_region, name_of, touches
 from commdsl.program.plan import Plan
 from commdsl.program.proof.timeline import Bits, Timeline
-from commdsl.program.tasks import Tiles
 
 STREAM = -1
 """The role of a stream among the actors of a rank, beside those of lanes, their numbers."""
@@ -74,7 +72,7 @@ def steps(plan: Plan) -> tuple[Step, ...]:
     """A call, as every rank makes it: what its caller does before, the launch, what the caller does behind it."""
     caller = [phase for role in plan.roles if role.is_caller for phase in role.phases if isinstance(phase, Host)]
     before = [phase for phase in caller if not phase.is_after]
-    lanes = [phase for phase in plan.comm.phases if not isinstance(phase, Moves | Tiles)]
+    lanes = [phase for phase in plan.comm.phases if isinstance(phase, Routed)]
     own = Ranks.OWN
     return (
         *(_step(phase, lanes) for phase in before),

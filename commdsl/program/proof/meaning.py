@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from commdsl.ir.schedules import Moves, Schedule, Step, Task, Yield
 from commdsl.language.kinds import BufferKind
 from commdsl.program.memory import Access, Tensor
-from commdsl.program.proof.values import UNWRITTEN, Book, Column, Values, applied, averaged, combined, given
+from commdsl.program.proof.values import UNWRITTEN, Book, Column, Values, applied, averaged, combined, computed, given
 
 Results: TypeAlias = dict[Tensor, Values]
 """By tensor that is written: (num_ranks, chunks), UNWRITTEN where nothing was written."""
@@ -39,20 +39,36 @@ def tensors_made(schedule: Schedule) -> set[Tensor]:
 
 def meant(schedule: Schedule, book: Book | None = None) -> Results:
     """Runs the schedule on values."""
+    shown: list[Values] = []
+    held = start(schedule)
+    for _, step in states(schedule, held, book):
+        if step.name is None:
+            shown.append(held[step.buffer].reshape(schedule.num_ranks, -1).copy())
+    _divide(schedule, held, book)
+    return returned(schedule, held) | _stacked(schedule, shown)
+
+
+def start(schedule: Schedule) -> list[Values]:
+    """What each buffer holds before the first step."""
     ranks = schedule.num_ranks
-    held = [
+    return [
         given(schedule, number) if buffer.kind in GIVEN else np.full(ranks * buffer.num_chunks, UNWRITTEN)
         for number, buffer in enumerate(schedule.buffers)
     ]
-    shown: list[Values] = []
-    for step in schedule.steps:
+
+
+def states(schedule: Schedule, held: list[Values], book: Book | None = None) -> Iterator[tuple[int, Yield]]:
+    """Runs all steps on `held`, which changes; stops at each yield, before what the caller computes is there."""
+    for number, step in enumerate(schedule.steps):
         match step:
             case Step():
                 made = [_made(schedule, held, moves, book) for moves in step.moves if len(moves.actor)]
                 for buffer, places, values in made:
                     held[buffer][places] = values
             case Yield():
-                shown.append(held[step.buffer].reshape(ranks, -1).copy())
+                yield number, step
+                for buffer in step.writes:
+                    held[buffer] = computed(schedule, number, buffer)
             case Task():
                 columns: list[Column] = [(held[number], None) for number in step.reads]
                 values = applied(step.function, combined(columns))
@@ -62,13 +78,15 @@ def meant(schedule: Schedule, book: Book | None = None) -> Results:
                     held[number] = values.copy()
             case _:
                 assert_never(step)
-    _divide(schedule, held, book)
-    results = {
-        Tensor(buffer.name, Access.WRITE, buffer.blocks, buffer.cut): held[number].reshape(ranks, -1)
+
+
+def returned(schedule: Schedule, held: list[Values]) -> Results:
+    """What the caller gets back but yields."""
+    return {
+        Tensor(buffer.name, Access.WRITE, buffer.blocks, buffer.cut): held[number].reshape(schedule.num_ranks, -1)
         for number, buffer in enumerate(schedule.buffers)
         if buffer.kind in RETURNED
     }
-    return results | _stacked(schedule, shown)
 
 
 def _stacked(schedule: Schedule, shown: list[Values]) -> Results:

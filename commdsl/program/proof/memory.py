@@ -12,7 +12,9 @@ import numpy as np
 
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.program.launches import Launch
 from commdsl.program.moves import CELL, Moves
+from commdsl.program.plan import Plan
 
 HEAP_BYTES = 1 << 30
 """Symmetric memory a rank gives: the heap that NVSHMEM makes unless told otherwise, shared by all loaded ops."""
@@ -37,6 +39,19 @@ def memory(schedule: Schedule, moves: Moves) -> Iterator[Diagnostic]:
             f"`{moves.name}` needs {_size(moves.symmetric_bytes)} of symmetric memory on every rank",
             Label(schedule.span, f"a device gives {_size(HEAP_BYTES)}"),
             notes=(f"{cells} in {copies}, for {moves.lanes} lanes a tile of {_size(moves.tile_bytes)} each",),
+            help="a smaller `tile` or fewer `lanes` in `tune`",
+        )
+
+
+def memory_of_launches(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
+    """What all launches have together fits, too."""
+    if plan.symmetric_bytes > HEAP_BYTES:
+        count = len({phase.moves for phase in plan.phases if isinstance(phase, Launch)})
+        yield Diagnostic(
+            "C341",
+            f"the launches of `{plan.name}` need {_size(plan.symmetric_bytes)} of symmetric memory on every rank",
+            Label(schedule.span, f"a device gives {_size(HEAP_BYTES)}"),
+            notes=(f"between its yields are {count} segments of different tables, with memory of their own each",),
             help="a smaller `tile` or fewer `lanes` in `tune`",
         )
 

@@ -15,7 +15,9 @@ import numpy as np
 
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, InternalError, Label
+from commdsl.language.source import Span
 from commdsl.program.actors import name_of
+from commdsl.program.launches import Return, Visit
 from commdsl.program.memory import Tensor
 from commdsl.program.moves import Moves
 from commdsl.program.proof.clocks import Run, chain
@@ -307,5 +309,27 @@ def other_tensors(schedule: Schedule, moves: Moves, unlike: Collection[Tensor]) 
         "C210",
         f"the tensors of the Plan of `{moves.name}` are not those of the schedule",
         Label(schedule.span, f"{where} has `{first.name}` of {shape}"),
+        help=HELP_TABLES,
+    )
+
+
+def wrong_visit(schedule: Schedule, span: Span, name: str, at: tuple[int, int]) -> Diagnostic:
+    """C210, of what the caller is handed at a yield, or gets back from launches."""
+    rank, chunk = at
+    return Diagnostic(
+        "C210",
+        f"chunk {chunk} of `{name}` on rank {rank} is not what the schedule says",
+        Label(span, "when the caller's function has it"),
+        help=HELP_TABLES,
+    )
+
+
+def other_visit(schedule: Schedule, phase: Visit | Return) -> Diagnostic:
+    """C210, before any data."""
+    what = "returns other buffers, or too soon" if isinstance(phase, Return) else "hands over other buffers"
+    return Diagnostic(
+        "C210",
+        f"the visits of the Plan of `{schedule.name}` are not the yields of the schedule",
+        Label(phase.step.span if isinstance(phase, Visit) else schedule.span, f"the Plan {what}"),
         help=HELP_TABLES,
     )

@@ -66,6 +66,14 @@ def given(schedule: Schedule, buffer: int) -> Values:
     return _mix(np.arange(before + 1, before + size + 1, dtype=np.uint64) * _OPENING)
 
 
+def computed(schedule: Schedule, step: int, buffer: int) -> Values:
+    """What the caller computes at a step, into a buffer: nobody knows it, so every chunk is a value of its own."""
+    before = sum(earlier.num_chunks for earlier in schedule.buffers[:buffer]) * schedule.num_ranks
+    size = schedule.buffers[buffer].num_chunks * schedule.num_ranks
+    numbers = np.arange(before + 1, before + size + 1, dtype=np.uint64) + (np.uint64(step + 1) << np.uint64(40))
+    return _mix(numbers * _OPENING)
+
+
 def combined(columns: Iterable[Column]) -> Values:
     """The operands of every row combined in the order of the columns."""
     made, counts = np.zeros(0, np.uint64), None

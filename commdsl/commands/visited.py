@@ -1,0 +1,92 @@
+"""Turns a Plan with visits into a run on host ranks, launch by launch, beside what the oracle hands over.
+
+Assumes the schedule was proved. In place of the caller's function, which nobody here knows, what is read is moved on by
+some elements: that is another result on every rank and at every visit. Does not show that launches overlap: each is
+over before what comes after it is started, in the order of the Plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from commdsl.build import host_run
+from commdsl.compiler import CompiledSchedule
+from commdsl.ir import interpret
+from commdsl.ir.schedules import Schedule, Yield
+from commdsl.machine.dtypes import Array, DType
+from commdsl.program.launches import Launch, Return, Visit
+from commdsl.program.memory import Access, Kept
+from commdsl.program.visited import plan_of, segments, started
+
+
+class Visited:
+    """What the oracle handed over at yields with a body, as it ran them."""
+
+    def __init__(self, schedule: Schedule, elements: int) -> None:
+        self._schedule = schedule
+        self._sizes = [buffer.blocks * elements for buffer in schedule.buffers]
+        self._bodies = [step for step in schedule.steps if isinstance(step, Yield) and step.name is not None]
+        self._seen: list[tuple[int, list[Array]]] = []  # rank and buffers, in the order of steps, then ranks
+
+    @property
+    def bodies(self) -> Mapping[str, interpret.Body]:
+        return {step.name: self._body for step in self._bodies if step.name is not None}
+
+    def _body(self, rank: int, given: Sequence[Array]) -> Sequence[Array]:
+        step = self._bodies[len(self._seen) // self._schedule.num_ranks]
+        self._seen.append((rank, [array.copy() for array in given]))
+        return self._made(step, rank, given)
+
+    def _made(self, step: Yield, rank: int, given: Sequence[Array]) -> list[Array]:
+        return [
+            np.roll(np.resize(given[at % len(given)], self._sizes[buffer]), 1 + at + rank)
+            for at, buffer in enumerate(step.writes)
+        ]
+
+    def compare(
+        self,
+        compiled: CompiledSchedule,
+        expected: interpret.Result,
+        inputs: host_run.Inputs,
+        dtype: DType,
+        op: str,
+        options: host_run.Options,
+    ) -> tuple[int, str]:
+        """The bytes compared, and the first visit that is handed something else, in words."""
+        plan, ranks = compiled.visits, range(self._schedule.num_ranks)
+        assert plan is not None
+        texts = dict(zip(segments(plan), compiled.launched, strict=True))
+        held: dict[Kept, list[Array]] = {}
+        for buffer in self._schedule.buffers:
+            if buffer.name in inputs:
+                held[Kept(buffer.name, buffer.blocks, 0)] = list(inputs[buffer.name])
+        handed, seen, compared = iter(expected.yields), iter(self._seen), 0
+        for number, phase in started(plan):
+            match phase:
+                case Launch(moves=moves):
+                    names = [one.name for one in moves.tensors if one.access is Access.READ]
+                    given = {name: held[kept] for name, kept in zip(names, phase.reads, strict=True)}
+                    made = host_run.run_calls(plan_of(plan, moves), texts[moves], [given], dtype, op, options)[-1]
+                    held |= {kept: made.outputs[kept.name] for kept in phase.writes}
+                case Visit():
+                    if phase.name is None:
+                        wanted = [[array] for array in next(handed)]
+                    else:
+                        wanted = [next(seen)[1] for _ in ranks]
+                    for rank in ranks:
+                        for kept, array in zip(phase.reads, wanted[rank], strict=True):
+                            compared += array.nbytes
+                            if array.tobytes() != held[kept][rank].tobytes():
+                                return compared, f"visit {number} on rank {rank} is handed another `{kept.name}`"
+                    made_by = [self._made(phase.step, rank, wanted[rank]) for rank in ranks]
+                    held |= {kept: [one[at] for one in made_by] for at, kept in enumerate(phase.writes)}
+                case Return():
+                    for kept in phase.reads:
+                        for rank in ranks:
+                            array = expected.outputs[kept.name][rank]
+                            compared += array.nbytes
+                            if array.tobytes() != held[kept][rank].tobytes():
+                                return compared, f"`{kept.name}` on rank {rank} comes back otherwise"
+        return compared, ""

@@ -1,0 +1,88 @@
+"""Phases of a program with compute between its steps: launches of moves, the caller's visits, and the end of a call.
+
+Assumes the caller's stream, and one beside it for launches; each runs what it has in order. Does not order one beside
+the other: that is what `after` says, `lower` derives it and `proof` judges it.
+
+The steps between two yields are a *segment*. A launch runs all rounds of one before the caller computes on what it
+brought. Segments with the same tables are one `Moves`, launched again on other copies of the buffers, so neither a
+kernel nor the heap grows with the number of steps. A rank's buffers are touched by that rank alone (what peers put goes
+into cells), so an event from stream to stream is all that launches and visits need.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias, assert_never
+
+from commdsl.ir.schedules import Yield
+from commdsl.language.records import dataclass
+from commdsl.program.memory import Kept
+from commdsl.program.moves import Moves
+from commdsl.program.phases import Ranks, Touch
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """All rounds of moves, on whole buffers: those that its tensors are, the read ones and the written ones in order.
+
+    `turn` is where the schedule has it among launches and visits. `after`: so many phases of the caller are over by
+    then; 0: whatever the launch before waited for.
+    """
+
+    moves: Moves
+    reads: tuple[Kept, ...]
+    writes: tuple[Kept, ...]
+    turn: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What the caller computes at a yield. `after`: so many launches are over by then; 0: as for the visit before."""
+
+    name: str | None  # of its function; None: it is handed one buffer, and writes none
+    reads: tuple[Kept, ...]
+    writes: tuple[Kept, ...]
+    turn: int
+    after: int
+    step: Yield
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """The end of a call: the caller is given results, and may write to whatever the call had."""
+
+    reads: tuple[Kept, ...]
+    frees: tuple[Kept, ...]
+    turn: int
+    after: int  # as of a visit
+
+
+Between: TypeAlias = Launch | Visit | Return
+
+
+def touches(phase: Between) -> tuple[Touch, ...]:
+    """What a phase reads and writes."""
+    writes = phase.frees if isinstance(phase, Return) else phase.writes
+    read = tuple(Touch(kept, Ranks.OWN, False, phase.turn) for kept in phase.reads)
+    return read + tuple(Touch(kept, Ranks.OWN, True, phase.turn) for kept in writes)
+
+
+def described(phase: Between, number: int) -> str:
+    """`launch 1 of ring_segment1: kv 0 -> kv 1`, with what it comes after."""
+    match phase:
+        case Launch():
+            what = f"launch {number} of {phase.moves.name}: {_names(phase.reads)} -> {_names(phase.writes)}"
+            return what + (f"  after visit {phase.after - 1}" if phase.after else "")
+        case Visit():
+            words = "" if phase.name is None else f" {phase.name}"
+            what = f"visit {number}{words}: {_names(phase.reads)}"
+            what += f" -> {_names(phase.writes)}" if phase.writes else ""
+        case Return():
+            what = f"return: {_names(phase.reads)}"
+        case _:
+            assert_never(phase)
+    return what + (f"  after launch {phase.after - 1}" if phase.after else "")
+
+
+def _names(kept: tuple[Kept, ...]) -> str:
+    return ", ".join(f"{one.name} {one.copy}" for one in kept) or "nothing"

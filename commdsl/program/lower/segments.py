@@ -1,0 +1,144 @@
+"""Turns a schedule with yields into the steps between them, each segment as a schedule of its own.
+
+Assumes a schedule that passed the checks, without tasks. Does not lower anything.
+
+Buffers that nothing moves between are segments of their own: one that does not need what the caller computes need not
+wait for it. Whatever lives across a yield is at home in the rank's own memory there: an `input` of the segments that
+read it, an `output` of those that write it anew, `inout` where something of it stays. A `scratch` buffer of one segment
+alone stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from commdsl.ir.schedules import Buffer, Moves, Schedule, Step, Task, Yield
+from commdsl.language.diagnostics import InternalError
+from commdsl.language.kinds import BufferKind, MoveKind
+
+GIVEN = (BufferKind.INPUT, BufferKind.INOUT)
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Steps between two yields. `content`: equal for segments that have the same tables."""
+
+    schedule: Schedule
+    content: tuple[object, ...]
+
+    def names(self, *kinds: BufferKind) -> tuple[str, ...]:
+        return tuple(buffer.name for buffer in self.schedule.buffers if buffer.kind in kinds)
+
+
+Part: TypeAlias = Segment | Yield
+
+
+def parts(schedule: Schedule) -> Iterator[Part]:
+    """Yields, and the segments between them that move anything."""
+    runs = list(_runs(schedule))
+    homes = _users(runs)
+    filled = {number for number, buffer in enumerate(schedule.buffers) if buffer.kind in GIVEN}
+    for run in runs:
+        if isinstance(run, Yield):
+            filled |= {*run.writes}
+            yield run
+        else:
+            yield _segment(schedule, run, homes, filled)
+            filled |= _written(run)
+
+
+def _runs(schedule: Schedule) -> Iterator[tuple[Step, ...] | Yield]:
+    steps: list[Step] = []
+    fresh: set[int] = set()
+    for step in schedule.steps:
+        match step:
+            case Step():
+                steps.append(step)
+            case Yield():
+                yield from _apart(steps, fresh)
+                yield step
+                steps, fresh = [], {*step.writes}
+            case Task():
+                raise InternalError(f"`{schedule.name}` has a task, yet passed the checks")
+    yield from _apart(steps, fresh)
+
+
+def _apart(steps: list[Step], fresh: set[int]) -> Iterator[tuple[Step, ...]]:
+    """The steps by the buffers they touch, those first that touch nothing `fresh`."""
+    together: list[set[int]] = []
+    for moves in (one for step in steps for one in step.moves if len(one.actor)):
+        joined = {moves.source_buffer, moves.dest_buffer}.union(*(
+            one for one in together if one & {moves.source_buffer, moves.dest_buffer}
+        ))  # fmt: skip
+        together = [*(one for one in together if not one & joined), joined]
+    for buffers in sorted(together, key=lambda one: (bool(one & fresh), min(one))):
+        mine = (replace(step, moves=tuple(m for m in step.moves if m.dest_buffer in buffers)) for step in steps)
+        yield tuple(step for step in mine if any(len(moves.actor) for moves in step.moves))
+
+
+def _read(steps: Iterable[Step]) -> set[int]:
+    moves = [one for step in steps for one in step.moves if len(one.actor)]
+    return {one.source_buffer for one in moves} | {one.dest_buffer for one in moves if one.accumulate}
+
+
+def _written(steps: Iterable[Step]) -> set[int]:
+    return {one.dest_buffer for step in steps for one in step.moves if len(one.actor)}
+
+
+def _users(runs: list[tuple[Step, ...] | Yield]) -> dict[int, int]:
+    """How many segments and yields touch a buffer."""
+    touched = [{*r.reads, *r.writes} if isinstance(r, Yield) else _read(r) | _written(r) for r in runs]
+    return {buffer: sum(buffer in one for one in touched) for buffer in set().union(*touched)}
+
+
+def _segment(schedule: Schedule, steps: tuple[Step, ...], users: dict[int, int], filled: set[int]) -> Segment:
+    read, written = _read(steps), _written(steps)
+    number: dict[int, int] = {}
+    buffers: list[Buffer] = []
+    for index, buffer in enumerate(schedule.buffers):
+        if index not in read | written:
+            continue
+        number[index] = len(buffers)
+        if buffer.kind is BufferKind.SCRATCH and users[index] == 1:
+            kind = BufferKind.SCRATCH
+        elif index not in written:
+            kind = BufferKind.INPUT
+        elif index not in filled or (index not in read and _covers(schedule, steps, index)):
+            kind = BufferKind.OUTPUT
+        else:
+            kind = BufferKind.INOUT
+        buffers.append(replace(buffer, kind=kind))
+    renamed = tuple(replace(step, moves=tuple(_renamed(step.moves, number))) for step in steps)
+    made = replace(schedule, buffers=tuple(buffers), contracts=(), steps=renamed)
+    return Segment(made, _content(made))
+
+
+def _covers(schedule: Schedule, steps: tuple[Step, ...], buffer: int) -> bool:
+    """Whether every chunk of it is written on every rank."""
+    written = np.zeros((schedule.num_ranks, schedule.buffers[buffer].num_chunks), np.bool_)
+    for moves in (one for step in steps for one in step.moves if one.dest_buffer == buffer):
+        written[moves.dest_rank, moves.dest_chunk] = True
+    return bool(written.all())
+
+
+def _renamed(moves: tuple[Moves, ...], number: dict[int, int]) -> Iterator[Moves]:
+    for one in moves:
+        if len(one.actor):
+            yield replace(one, source_buffer=number[one.source_buffer], dest_buffer=number[one.dest_buffer])
+
+
+def _content(schedule: Schedule) -> tuple[object, ...]:
+    buffers = tuple((one.name, one.kind, one.dims, one.blocks, one.cut) for one in schedule.buffers)
+    steps = (step for step in schedule.steps if isinstance(step, Step))
+    return buffers, tuple(tuple(_row(moves) for moves in step.moves) for step in steps)
+
+
+def _row(moves: Moves) -> tuple[object, ...]:
+    arrays = (moves.actor, moves.source_rank, moves.source_chunk, moves.dest_rank, moves.dest_chunk)
+    valid = None if moves.source_valid is None else moves.source_valid.tobytes()
+    kind: tuple[MoveKind, bool, bool] = (moves.kind, moves.accumulate, moves.is_list)
+    return *kind, moves.source_buffer, moves.dest_buffer, valid, *(array.tobytes() for array in arrays)

@@ -1,0 +1,138 @@
+"""Turns a schedule with yields into a Plan of launches, with the caller's visits beside them.
+
+Assumes a schedule that passed the checks, without tasks. Does not prove the Plan (`proof.visits` does). The stacked
+form, one launch that hands all yields over at its end, is `lower`'s.
+
+Every write of a launch goes to the copy that is not read: so what visits stays until its visit is over, while the next
+one travels. What the caller's function reads and writes stays where it is; the caller's tensors are never written. A
+launch and a visit wait for the last phase of the other stream that touches the same copy, where one of them writes,
+unless the phase before them has waited for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from commdsl.ir.schedules import Schedule, Yield
+from commdsl.language.kinds import BufferKind
+from commdsl.program.launches import Launch, Return, Visit, touches
+from commdsl.program.lower import SYMMETRIC_BYTES, lower_moves
+from commdsl.program.lower.segments import GIVEN, Segment, parts
+from commdsl.program.memory import Kept, Transport
+from commdsl.program.moves import Moves
+from commdsl.program.plan import Plan, Role
+
+RETURNED = (BufferKind.OUTPUT, BufferKind.INOUT)
+
+
+def lower_visits(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
+    """The Plan that stops at each yield."""
+    found = tuple(parts(schedule))
+    contents = {part.content for part in found if isinstance(part, Segment)}
+    walk = _Walk(schedule, transport, SYMMETRIC_BYTES // max(len(contents), 1))
+    for part in found:
+        walk.visit(part) if isinstance(part, Yield) else walk.launch(part)
+    walk.end()
+    moves = tuple(walk.moves.values())
+    roles: tuple[Role, ...] = (Role("caller", 0, 0, 0, tuple(walk.caller)),)
+    if moves:
+        lanes, sms, threads = (max(getattr(one, of) for one in moves) for of in ("lanes", "sms", "threads"))
+        roles += (Role(schedule.role or "comm", lanes, sms, threads, tuple(walk.comm)),)
+    return Plan(
+        name=schedule.name,
+        num_ranks=schedule.num_ranks,
+        params=schedule.params,
+        topology=schedule.topology.name,
+        contract=schedule.contracts[0].name,
+        roles=roles,
+        tile_bytes=max((one.tile_bytes for one in moves), default=0),
+        span=schedule.span,
+        transport=transport,
+    )
+
+
+class _Walk:
+    """Goes through the parts once; holds where buffers are and who touched them last (private to this pass)."""
+
+    def __init__(self, schedule: Schedule, transport: Transport, most_bytes: int) -> None:
+        self.schedule = schedule
+        self.transport = transport
+        self.most_bytes = most_bytes  # of symmetric memory for each of the moves
+        self.moves: dict[tuple[object, ...], Moves] = {}
+        self.comm: list[Launch] = []
+        self.caller: list[Visit | Return] = []
+        self.at = {b.name: Kept(b.name, b.blocks, 0) for b in schedule.buffers if b.kind in GIVEN}
+        self.seen = dict.fromkeys(self.at.values())  # every copy there is, in order
+        # By whether a launch did: for each copy how many phases of that stream there were when it was last read, and
+        # last written; and how many phases of the other stream are known to be over.
+        self.read: tuple[dict[Kept, int], dict[Kept, int]] = ({}, {})
+        self.written: tuple[dict[Kept, int], dict[Kept, int]] = ({}, {})
+        self.known = [0, 0]
+
+    @property
+    def turn(self) -> int:
+        return len(self.comm) + len(self.caller)
+
+    def launch(self, segment: Segment) -> None:
+        name = f"{self.schedule.name}_segment{len(self.moves) + 1}"
+        if segment.content not in self.moves:
+            named = replace(segment.schedule, name=name)
+            self.moves[segment.content] = lower_moves(named, self.transport, self.most_bytes)
+        reads = tuple(self.at[one] for one in segment.names(BufferKind.INPUT, BufferKind.INOUT))
+        writes = tuple(self._other(one) for one in segment.names(BufferKind.OUTPUT, BufferKind.INOUT))
+        made = Launch(self.moves[segment.content], reads, writes, self.turn, 0)
+        self.comm.append(replace(made, after=self._after(made)))
+        self._note(made)
+
+    def visit(self, step: Yield) -> None:
+        names = [buffer.name for buffer in self.schedule.buffers]
+        reads = tuple(self.at[names[one]] for one in step.reads)
+        writes = tuple(self._own(names[one]) if one in step.reads else self._other(names[one]) for one in step.writes)
+        made = Visit(step.name, reads, writes, self.turn, 0, step)
+        self.caller.append(replace(made, after=self._after(made)))
+        self._note(made)
+
+    def end(self) -> None:
+        results = (b.name for b in self.schedule.buffers if b.kind in RETURNED)
+        reads = tuple(self.at[name] for name in results if name in self.at)
+        made = Return(reads, tuple(self.seen), self.turn, 0)
+        self.caller.append(replace(made, after=self._after(made)))
+
+    def _other(self, name: str) -> Kept:
+        """The copy for what is written anew: not the one that is there, which may still be read."""
+        here = self.at.get(name)
+        return self._copy(name, 2 if here is not None and here.copy == 1 else 1)
+
+    def _own(self, name: str) -> Kept:
+        """Where the caller's function writes what it has read: in place, but for what is the caller's own."""
+        here = self.at.get(name)
+        return self._copy(name, here.copy if here is not None and here.copy else 1)
+
+    def _copy(self, name: str, copy: int) -> Kept:
+        blocks = next(buffer.blocks for buffer in self.schedule.buffers if buffer.name == name)
+        made = Kept(name, blocks, copy)
+        self.seen[made] = None
+        return made
+
+    def _after(self, phase: Launch | Visit | Return) -> int:
+        """How many phases of the other stream it waits for; 0 where the phase before has."""
+        launches = isinstance(phase, Launch)
+        other = int(not launches)
+        needed = 0
+        for touch in touches(phase):
+            assert isinstance(touch.memory, Kept)
+            needed = max(needed, self.written[other].get(touch.memory, 0))
+            if touch.writes:
+                needed = max(needed, self.read[other].get(touch.memory, 0))
+        if needed <= self.known[launches]:
+            return 0
+        self.known[launches] = needed
+        return needed
+
+    def _note(self, phase: Launch | Visit) -> None:
+        launches = isinstance(phase, Launch)
+        number = len(self.comm) if launches else len(self.caller)
+        for touch in touches(phase):
+            assert isinstance(touch.memory, Kept)
+            (self.written if touch.writes else self.read)[launches][touch.memory] = number
+        self.at |= {kept.name: kept for kept in phase.writes}

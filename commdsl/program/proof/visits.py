@@ -1,0 +1,129 @@
+"""Turns a Plan with visits into what is wrong with it: an order of launches and visits, or data, that no one meant.
+
+Assumes a Plan that `verify` passed, and launches that are proved each by itself. Does not know how the Plan
+was made: it sees phases, copies and tables only.
+
+Order (C640 to C642): a rank has two threads, its caller's stream and the one beside it for launches. Buffers belong to
+the rank, so no hazard is between two ranks, and one rank stands for all. Before a call the caller may have written to
+all it gives, behind it to all it gave and got.
+
+Data (C210): what every copy holds on every rank is followed through the tables of the launches, in the order of their
+turns, beside the steps of the schedule. Every visit is handed what the schedule hands over there, and the caller gets
+back what the schedule leaves; what its function computes is a value of its own on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from commdsl.ir.schedules import Schedule
+from commdsl.language.diagnostics import Diagnostic
+from commdsl.program.launches import Between, Launch, Return, Visit, touches
+from commdsl.program.memory import Access, Kept
+from commdsl.program.phases import Actor, Ranks, Touch
+from commdsl.program.plan import Plan
+from commdsl.program.proof import messages
+from commdsl.program.proof.computes import follow
+from commdsl.program.proof.events import Step, Wait, events
+from commdsl.program.proof.meaning import returned, start, states
+from commdsl.program.proof.regions import prove
+from commdsl.program.proof.values import STALE, UNWRITTEN, Values, computed
+from commdsl.program.visited import launches, visits
+
+COMM = 1
+"""Lanes of a rank, for the proof: all of a launch are one thread."""
+
+
+def order_of_visits(plan: Plan) -> Iterator[Diagnostic]:
+    """The first access that comes in no order, or the first wait without need."""
+    yield from prove(events(steps(plan), 1, COMM), plan.span)
+
+
+def steps(plan: Plan) -> tuple[Step, ...]:
+    """A call of one rank: what its caller had written before, then all phases by their turns."""
+    phases: list[tuple[int, Between]] = [*enumerate(launches(plan)), *enumerate(visits(plan))]
+    phases.sort(key=lambda phase: phase[1].turn)
+    every = dict.fromkeys(touch.memory for _, phase in phases for touch in touches(phase))
+    before = tuple(Touch(memory, Ranks.OWN, True, -1) for memory in every)
+    return (Step("prepare", Actor.CALLER, before, tells=Ranks.OWN, given=True), *(_step(*phase) for phase in phases))
+
+
+def _step(number: int, phase: Between) -> Step:
+    by = Actor.LANES if isinstance(phase, Launch) else Actor.CALLER
+    wait = None
+    if isinstance(phase, Launch) and number == phase.after == 0:
+        wait = Wait("prepare", Actor.CALLER, Ranks.OWN)  # the stream beside the caller's begins where that is
+    elif phase.after:
+        what, who = ("visit", Actor.CALLER) if isinstance(phase, Launch) else ("launch", Actor.LANES)
+        wait = Wait(f"{what} {phase.after - 1}", who, Ranks.OWN)
+    name = f"{'launch' if isinstance(phase, Launch) else 'visit'} {number}"
+    return Step(name, by, touches(phase), wait, Ranks.OWN, given=number == phase.after == 0)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def visits_compute(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
+    """The first chunk that the caller is handed, or gets back, with other data than the schedule gives it."""
+    numbers = {buffer.name: number for number, buffer in enumerate(schedule.buffers)}
+    meant = start(schedule)
+    held: dict[Kept, Values] = {}
+    for buffer, values in zip(schedule.buffers, start(schedule), strict=True):
+        held[Kept(buffer.name, buffer.blocks, 0)] = values.reshape(schedule.num_ranks, -1)
+    schedule_states = states(schedule, meant)
+    for phase in sorted((*launches(plan), *visits(plan)), key=lambda phase: phase.turn):
+        match phase:
+            case Launch():
+                _launch(phase, held)
+            case Visit(step=handed):
+                number, step = next(schedule_states, (-1, None))
+                if step is None or step != handed or (phase.name, len(phase.reads)) != (step.name, len(step.reads)):
+                    yield messages.other_visit(schedule, phase)
+                    return
+                for kept, read in zip(phase.reads, step.reads, strict=True):
+                    wrong = _differs(held, kept, meant[read], numbers[kept.name] == read)
+                    if wrong is not None:
+                        yield messages.wrong_visit(schedule, step.span, kept.name, wrong)
+                        return
+                for kept, written in zip(phase.writes, step.writes, strict=True):
+                    held[kept] = computed(schedule, number, written).reshape(schedule.num_ranks, -1)
+            case Return():
+                yield from _returned(schedule, phase, held, meant, unvisited=next(schedule_states, None) is not None)
+
+
+def _launch(phase: Launch, held: dict[Kept, Values]) -> None:
+    moves = phase.moves
+    tensors = [tensor for tensor in moves.tensors if tensor.access is Access.READ]
+    nothing = {tensor: np.full((moves.num_ranks, tensor.blocks * tensor.cut), STALE) for tensor in moves.tensors}
+    before = {one: held.get(kept, nothing[one]) for one, kept in zip(tensors, phase.reads, strict=True)}
+    results = follow(moves, before).results
+    tensors = [tensor for tensor in moves.tensors if tensor.access is Access.WRITE]
+    for tensor, kept in zip(tensors, phase.writes, strict=True):
+        made = results[tensor]
+        held[kept] = np.where(made == UNWRITTEN, STALE, made)
+
+
+def _differs(held: dict[Kept, Values], kept: Kept, wanted: Values, is_named: bool) -> tuple[int, int] | None:
+    """Rank and chunk of the first that the schedule has written, and that is not there."""
+    found = held.get(kept)
+    if found is None or not is_named:
+        return 0, 0
+    wanted = wanted.reshape(found.shape)
+    wrong = np.argwhere((wanted != UNWRITTEN) & (wanted != found))
+    return None if not len(wrong) else (int(wrong[0, 0]), int(wrong[0, 1]))
+
+
+def _returned(
+    schedule: Schedule, phase: Return, held: dict[Kept, Values], meant: list[Values], *, unvisited: bool
+) -> Iterator[Diagnostic]:
+    wanted = {tensor.name: values for tensor, values in returned(schedule, meant).items()}
+    for kept in phase.reads:
+        wrong = _differs(held, kept, wanted.get(kept.name, meant[0]), kept.name in wanted)
+        if wrong is not None:
+            yield messages.wrong_visit(schedule, schedule.span, kept.name, wrong)
+            return
+    unreturned = [name for name, values in wanted.items() if (values != UNWRITTEN).any()]
+    if unvisited or {*unreturned} - {kept.name for kept in phase.reads}:
+        yield messages.other_visit(schedule, phase)

@@ -1,0 +1,73 @@
+"""Turns a call of several launches into two streams of a GPU: the caller's, and one beside it for what travels.
+
+Assumes the caller's device is current. Does not decide what waits for what: the Plan says it. On the processor a launch
+is over when it returns, so there one stream is enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+
+class Streams(Protocol):
+    """The streams of one call."""
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """In it, launches go on the stream beside the caller's."""
+        ...
+
+    def mark(self, what: Hashable, *, beside: bool) -> None:
+        """Remembers under a name what a stream has been given so far."""
+        ...
+
+    def wait(self, what: Hashable, *, beside: bool) -> None:
+        """The other stream goes on when what was marked is over."""
+        ...
+
+    def join(self) -> None:
+        """The caller's stream waits for all that went beside it."""
+        ...
+
+
+class OneStream:
+    """Of the processor: everything is over when it returns."""
+
+    def beside(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def mark(self, what: Hashable, *, beside: bool) -> None:
+        """Whoever comes later comes after it."""
+
+    def wait(self, what: Hashable, *, beside: bool) -> None:
+        """It is over."""
+
+    def join(self) -> None:
+        """Nothing is left to wait for."""
+
+
+class TwoStreams:
+    """Of a GPU. In a capture both belong to it; no event is seen by the host."""
+
+    def __init__(self, index: int, side: torch.cuda.Stream) -> None:
+        self._side = side
+        self._main = torch.cuda.current_stream(index)
+        self._events: dict[Hashable, Any] = {}
+        self._side.wait_stream(self._main)
+
+    def beside(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._side)
+
+    def mark(self, what: Hashable, *, beside: bool) -> None:
+        event = self._events[what] = torch.cuda.Event()
+        event.record(self._side if beside else self._main)
+
+    def wait(self, what: Hashable, *, beside: bool) -> None:
+        (self._side if beside else self._main).wait_event(self._events[what])
+
+    def join(self) -> None:
+        self._main.wait_stream(self._side)

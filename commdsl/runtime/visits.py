@@ -1,0 +1,199 @@
+"""Turns a Plan with visits into calls: launches on a stream beside the caller's, the caller's function between them.
+
+Assumes a Plan that is proved, and tensors that were checked. Does not order anything: what is started when, and what
+waits for what, stands in the Plan (`visited.started`). The host waits for nothing but what the caller's function does.
+
+Buffers that travel have two tensors of their own for a call, from the allocator of the caller's stream; the streams
+join before any of them is given back to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, assert_never
+
+import torch
+
+from commdsl.program.launches import Between, Launch, Return, Visit
+from commdsl.program.memory import Access, Kept
+from commdsl.program.moves import Moves
+from commdsl.program.plan import Plan
+from commdsl.program.visited import started
+from commdsl.runtime import tensors
+from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.errors import TensorError
+from commdsl.runtime.program import Port, Signature, Visits
+from commdsl.runtime.streams import Streams
+from commdsl.runtime.work import Result
+from commdsl.runtime.workspace import Start
+
+Function: TypeAlias = Callable[..., Any]
+"""What the caller computes: the number of the visit and tensors, to what it writes; nothing where it writes nothing."""
+
+
+class Visiting:
+    """Calls of one op with visits, of one shape on one group."""
+
+    def __init__(
+        self,
+        name: str,
+        communicator: Communicator,
+        visits: Visits,
+        inputs: Sequence[torch.Tensor],
+        starts: Mapping[Moves, Start],
+        owner: Callable[[], object],
+    ) -> None:
+        self._name = name
+        self._communicator = communicator
+        self._plan = visits.plan
+        self._inputs = [port.name for port in visits.signature.inputs]
+        self._order = started(visits.plan)
+        self._starts = starts  # none where there are no bytes to move
+        self._owner = owner
+        self._awaited = frozenset(_awaited(visits.plan))
+        own = dict.fromkeys(kept for phase in visits.plan.phases for kept in _kept(phase) if kept.copy)
+        self._shapes = dict(zip(own, _shapes(visits.signature, tuple(own), inputs), strict=True))
+
+    def serves(self, behind: object) -> bool:
+        """As `Call.serves`."""
+        open_ = bool(self._starts) and not any(start.workspace.is_closed for start in self._starts.values())
+        return open_ and behind is self._owner()
+
+    def __call__(self, inputs: Sequence[torch.Tensor], functions: Mapping[str | None, Function]) -> Result:
+        """Starts everything, calls the functions, and returns the results."""
+        self._communicator.refuse_if_broken()
+        self._communicator.check()
+        held = {kept: inputs[0].new_empty(shape) for kept, shape in self._shapes.items()}
+        for kept in (kept for phase in self._plan.phases for kept in _kept(phase) if not kept.copy):
+            held[kept] = inputs[self._inputs.index(kept.name)]
+        streams = self._communicator.streams()
+        failure: BaseException | None = None
+        results: tuple[torch.Tensor, ...] = ()
+        try:
+            for number, phase in self._order:
+                self._wait(streams, phase)
+                match phase:
+                    case Launch():
+                        self._launch(streams, phase, held)
+                    case Visit():
+                        if failure is None:
+                            failure = self._visit(number, phase, functions, held)
+                    case Return():
+                        results = tuple(held[kept] for kept in phase.reads)
+                    case _:
+                        assert_never(phase)
+                if (isinstance(phase, Launch), number) in self._awaited:
+                    streams.mark((isinstance(phase, Launch), number), beside=isinstance(phase, Launch))
+        finally:
+            streams.join()
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # as in Communicator.check: its traceback holds this frame, and with it tensors
+        return results[0] if len(results) == 1 else results
+
+    def _wait(self, streams: Streams, phase: Between) -> None:
+        if phase.after:
+            of_launch = not isinstance(phase, Launch)
+            streams.wait((of_launch, phase.after - 1), beside=not of_launch)
+
+    def _launch(self, streams: Streams, phase: Launch, held: Mapping[Kept, torch.Tensor]) -> None:
+        if self._starts:
+            read, written = iter(phase.reads), iter(phase.writes)
+            chosen = [next(read if one.access is Access.READ else written) for one in phase.moves.tensors]
+            with streams.beside():
+                self._starts[phase.moves]([held[kept].data_ptr() for kept in chosen])
+
+    def _visit(
+        self, number: int, phase: Visit, functions: Mapping[str | None, Function], held: Mapping[Kept, torch.Tensor]
+    ) -> BaseException | None:
+        """What the function raised. Where nothing that travels on depends on it, the others' call goes on all the same;
+        otherwise they would compute on what was never written, so the group is broken until all reset it.
+        """
+        try:
+            made = functions[phase.name](number, *(held[kept] for kept in phase.reads))
+            if phase.writes:
+                self._write(phase, made, held)
+        except BaseException as error:
+            if not self._plan_writes():
+                return error
+            error.add_note(
+                f"the other ranks wait for what visit {number} of `{self._name}` was to write: group "
+                f"`{self._communicator.name}` is broken until every rank has called commdsl.reset()"
+            )
+            self._communicator.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            raise
+        return None
+
+    def _plan_writes(self) -> bool:
+        return any(isinstance(phase, Visit) and phase.writes for phase in self._plan.phases)
+
+    def _write(self, phase: Visit, made: Any, held: Mapping[Kept, torch.Tensor]) -> None:
+        """What the function made, to where the buffer is; nothing to do where it worked in place."""
+        found = made if isinstance(made, tuple | list) else (made,)
+        words = f"`{phase.name}` of `{self._name}`"
+        if len(found) != len(phase.writes):
+            raise TensorError(f"{words} writes {len(phase.writes)} buffers, and returned {len(found)} tensors")
+        for kept, tensor in zip(phase.writes, found, strict=True):
+            place = held[kept]
+            if not isinstance(tensor, torch.Tensor):
+                raise TensorError(f"{words} returned {type(tensor).__name__} for `{kept.name}`, not a tensor")
+            if (tensor.shape, tensor.dtype, tensor.device) != (place.shape, place.dtype, place.device):
+                raise TensorError(
+                    f"{words} returned {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device} for `{kept.name}`, "
+                    f"which is {tuple(place.shape)} of {place.dtype} on {place.device}"
+                )
+            shares = tensor.untyped_storage().data_ptr() == place.untyped_storage().data_ptr()
+            if shares and tensor.data_ptr() == place.data_ptr() and tensor.is_contiguous():
+                continue
+            place.copy_(tensor.clone() if shares else tensor)
+
+
+def split(
+    name: str, arguments: tuple[Any, ...], named: Mapping[str, Function]
+) -> tuple[tuple[torch.Tensor, ...], dict[str | None, Function]]:
+    """The tensors of a call, and its functions: by name, or the one given last, under None."""
+    known: dict[str | None, Function] = dict(named.items())
+    given = arguments
+    if arguments and not isinstance(arguments[-1], torch.Tensor):
+        given, known[None] = arguments[:-1], arguments[-1]
+    if not given or not all(isinstance(tensor, torch.Tensor) for tensor in given):
+        raise TensorError(f"`{name}` is given tensors, then one function, or functions by name")
+    if not known or not all(callable(function) for function in known.values()):
+        raise TensorError(f"`{name}` calls a function at every yield, and was given none")
+    return given, known
+
+
+def by_name(name: str, plan: Plan, known: Mapping[str | None, Function]) -> dict[str | None, Function]:
+    """The function of every name that a yield has."""
+    wanted = {phase.name for phase in plan.phases if isinstance(phase, Visit)}
+    unknown = [f"`{one}`" for one in known if one is not None and one not in wanted]
+    if unknown:
+        raise TensorError(f"`{name}` has no yield that calls {' or '.join(unknown)}")
+    missing = [one for one in wanted if one not in known and None not in known]
+    if missing:
+        words = [f"`{one}`" if one else "a yield without a name" for one in missing]
+        raise TensorError(f"`{name}` was given no function for {' and '.join(sorted(words))}")
+    return {one: known[one] if one in known else known[None] for one in wanted}
+
+
+def _kept(phase: object) -> tuple[Kept, ...]:
+    match phase:
+        case Launch() | Visit():
+            return (*phase.reads, *phase.writes)
+        case Return():
+            return phase.reads
+        case _:
+            return ()
+
+
+def _awaited(plan: Plan) -> list[tuple[bool, int]]:
+    """Whether it is a launch, and its number: of all that the other stream waits for."""
+    found = (phase for phase in plan.phases if isinstance(phase, Launch | Visit | Return) and phase.after)
+    return [(not isinstance(phase, Launch), phase.after - 1) for phase in found]
+
+
+def _shapes(signature: Signature, own: tuple[Kept, ...], inputs: Sequence[torch.Tensor]) -> list[list[Any]]:
+    outputs = tuple(Port(kept.name, kept.blocks) for kept in own)
+    return tensors.output_shapes(Signature(signature.inputs, outputs, (), (), False, None), inputs)

@@ -1,0 +1,460 @@
+"""Compute between steps: a Plan that stops at each yield is proved, in order and data, and its calls hand all over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commdsl import compiler
+from commdsl.checks import check_plan
+from commdsl.ir.schedules import Schedule
+from commdsl.language.diagnostics import InternalError, render_full
+from commdsl.machine.resources import data_dir
+from commdsl.program.launches import Launch, Return, Visit, described
+from commdsl.program.memory import Kept
+from commdsl.program.plan import Plan
+from commdsl.program.verify import verify
+from commdsl.program.visited import launches, segments, started, visits
+
+FOLDER = data_dir("schedules") / "attention"
+CARRY = FOLDER / "rotation_carry.comm"
+
+BEHIND = """schedule behind for P ranks where P >= 2 {
+  inout kv
+  inout acc
+  scratch part
+  ensure rotation(kv)
+  yield grad(kv -> part)
+  for s in 1 ..< P {
+    each r {
+      put kv -> kv @ (r + 1) % P
+      reduce part -> acc
+    }
+    each r { put acc -> acc @ (r + 1) % P }
+    yield grad(kv -> part)
+  }
+  each r { reduce part -> acc }
+  each r { put acc -> acc @ (r + 1) % P }
+  yield finish(acc -> acc)
+}
+"""
+"""What is summed up travels one step behind: it is sent while the next visit computes."""
+
+
+def checked(name: str, ranks: int) -> tuple[Schedule, Plan]:
+    path: Any = FOLDER / f"{name}.comm" if name != "behind" else compiler.read_text(BEHIND, "behind.comm", Path())
+    found = compiler.check(path, ranks=ranks)
+    assert found.visits is not None
+    return found.schedule, found.visits
+
+
+NAMES = ("rotation_ring", "rotation_direct", "rotation_hamilton", "rotation_carry", "behind")
+
+
+def with_phases(plan: Plan, change: Callable[[Any], Any]) -> Plan:
+    """The Plan with other phases; those that become None are gone."""
+    roles = []
+    for role in plan.roles:
+        phases = tuple(new for new in map(change, role.phases) if new is not None)
+        roles.append(replace(role, phases=phases))
+    return replace(plan, roles=tuple(roles))
+
+
+def codes(schedule: Schedule, plan: Plan) -> list[str]:
+    """What is wrong with a Plan: the codes of the laws it breaks, or that it is not legal."""
+    try:
+        verify(plan)
+    except InternalError:
+        return ["not legal"]
+    return [diagnostic.code for diagnostic in check_plan(schedule, plan)]
+
+
+# --- the Plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_order_of_a_ring() -> None:
+    """One segment, launched again on copies in turn; a launch waits for the visit whose copy it writes, no other."""
+    _, plan = checked("rotation_ring", 5)
+    assert [described(phase, number) for number, phase in started(plan)] == [
+        "launch 0 of rotation_ring_segment1: kv 0 -> kv 1",
+        "launch 1 of rotation_ring_segment1: kv 1 -> kv 2",
+        "visit 0: kv 0",
+        "visit 1: kv 1  after launch 0",
+        "launch 2 of rotation_ring_segment1: kv 2 -> kv 1  after visit 1",
+        "visit 2: kv 2  after launch 1",
+        "launch 3 of rotation_ring_segment1: kv 1 -> kv 2  after visit 2",
+        "visit 3: kv 1  after launch 2",
+        "visit 4: kv 2  after launch 3",
+        "return: kv 2",
+    ]
+
+
+def test_what_is_computed_travels() -> None:
+    """Only what the visit writes waits for it: kv goes ahead."""
+    _, plan = checked("rotation_carry", 3)
+    assert [described(phase, number) for number, phase in started(plan)] == [
+        "launch 0 of rotation_carry_segment1: kv 0 -> kv 1",
+        "visit 0 attend: kv 0, acc 0 -> acc 1",
+        "launch 1 of rotation_carry_segment2: acc 1 -> acc 2  after visit 0",
+        "launch 2 of rotation_carry_segment1: kv 1 -> kv 2",
+        "visit 1 attend: kv 1, acc 2 -> acc 2  after launch 1",
+        "launch 3 of rotation_carry_segment2: acc 2 -> acc 1  after visit 1",
+        "visit 2 attend: kv 2, acc 1 -> acc 1  after launch 3",
+        "launch 4 of rotation_carry_segment2: acc 1 -> acc 2  after visit 2",
+        "return: kv 2, acc 2  after launch 4",
+    ]
+
+
+def test_a_gradient_one_step_behind() -> None:
+    """A visit waits for no sum that the visit before it made: both it and the next kv travel while it computes."""
+    _, plan = checked("behind", 4)
+    assert [visit.after for visit in visits(plan)][:3] == [0, 1, 3]
+    waits = [(phase.moves.name, phase.after) for phase in launches(plan)]
+    assert waits[:4] == [
+        ("behind_segment1", 0),
+        ("behind_segment2", 1),
+        ("behind_segment1", 0),
+        ("behind_segment2", 2),
+    ]
+
+
+@pytest.mark.parametrize("name", ["rotation_ring", "rotation_carry"])
+def test_memory_does_not_grow_with_steps(name: str) -> None:
+    """A ring's segments are one, for any number of ranks: what grows is a line of flags a lane and rank."""
+    few, many = (checked(name, ranks)[1] for ranks in (3, 16))
+    assert len(segments(few)) == len(segments(many))
+    flags = sum(moves.lanes * 64 * 13 for moves in segments(many))
+    assert many.symmetric_bytes - few.symmetric_bytes <= flags + 4096 * len(segments(many))
+
+
+@pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for name in NAMES for ranks in (2, 3, 5, 8)])
+def test_proved(name: str, ranks: int) -> None:
+    """Every shipped schedule with yields has a Plan that stops at them, and the Plan is proved."""
+    schedule, plan = checked(name, ranks)
+    assert not codes(schedule, plan)
+    assert len(visits(plan)) == 1 + sum(type(step).__name__ == "Yield" for step in schedule.steps)
+
+
+# --- mutants ----------------------------------------------------------------------------------------------------------
+
+
+def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Each edge gone, one earlier or one later; each phase gone; each copy another; neighbours in the other order."""
+    between = [phase for phase in plan.phases if isinstance(phase, Launch | Visit | Return)]
+    for phase in between:
+        words = type(phase).__name__ + f" {phase.turn}"
+
+        def put(new: Any, old: Any = phase) -> Plan:
+            return with_phases(plan, lambda one: new if one is old else one)
+
+        yield f"{words} is gone", put(None)
+        for after in {0, phase.after - 1, phase.after + 1} - {phase.after, -1}:
+            yield f"{words} after {after}", put(replace(phase, after=after))
+        for column in ("reads", "writes", "frees"):
+            for at, kept in enumerate(getattr(phase, column, ())):
+                for copy in {0, 1, 2} - {kept.copy}:
+                    other = Kept(kept.name, kept.blocks, copy)
+                    columns = (*getattr(phase, column)[:at], other, *getattr(phase, column)[at + 1 :])
+                    yield f"{words} {column} {other}", put(replace(phase, **{column: columns}))
+    ordered = sorted(between, key=lambda phase: phase.turn)
+    for one, other in pairwise(ordered):
+        turns = {one.turn: other.turn, other.turn: one.turn}
+        yield (
+            f"turns {one.turn} and {other.turn}",
+            with_phases(plan, lambda phase, turns=turns: replace(phase, turn=turns.get(phase.turn, phase.turn))),
+        )
+
+
+def is_equal_in_effect(plan: Plan, mutant: Plan) -> bool:
+    """Whether every phase still comes after whatever touches the same copies before it, by the streams and edges alone:
+    a second model, of which phases are over for sure when one begins.
+    """
+    before: dict[tuple[bool, int], set[tuple[bool, int]]] = {}
+    for number, phase in started(mutant):
+        mine = isinstance(phase, Launch)
+        over = set(before.get((mine, number - 1), ())) | ({(mine, number - 1)} if number else set())
+        if phase.after:
+            over |= before[not mine, phase.after - 1] | {(not mine, phase.after - 1)}
+        before[mine, number] = over
+    phases = {(isinstance(phase, Launch), number): phase for number, phase in started(mutant)}
+    for key, phase in phases.items():
+        for other, earlier in phases.items():
+            if earlier.turn < phase.turn and other not in before[key] and _meet(earlier, phase):
+                return False
+    return True
+
+
+def _meet(one: Any, other: Any) -> bool:
+    def written(phase: Any) -> set[Kept]:
+        return {*(phase.frees if isinstance(phase, Return) else phase.writes)}
+
+    return bool(written(one) & {*other.reads, *written(other)} or written(other) & {*one.reads})
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_mutants(name: str, ranks: int) -> None:
+    """Every change of an edge, a copy, a phase or the order is refused, or the Plan is as right as it was."""
+    schedule, plan = checked(name, ranks)
+    kept = 0
+    for words, mutant in mutants(plan):
+        if codes(schedule, mutant):
+            continue
+        kept += 1
+        assert is_equal_in_effect(plan, mutant), words
+        handed = [[one.name for one in phase.reads] for phase in visits(mutant)]
+        assert handed == [[one.name for one in phase.reads] for phase in visits(plan)], words
+    assert kept <= 3 * len(plan.phases)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_edge_is_needed(name: str) -> None:
+    """Without an edge between a launch and a visit the Plan is refused: two accesses of a copy come in no order."""
+    schedule, plan = checked(name, 5)
+    dropped = 0
+    for phase in plan.phases:
+        if phase.after:  # type: ignore[union-attr] # all of them have it
+            mutant = with_phases(plan, lambda one, old=phase: replace(one, after=0) if one is old else one)
+            assert codes(schedule, mutant) == ["C640"]
+            dropped += 1
+    assert dropped >= 4
+
+
+def test_an_edge_too_many_is_idle() -> None:
+    """A launch that waits for a visit it need not wait for is refused as any idle wait."""
+    schedule, plan = checked("rotation_ring", 5)
+    mutant = with_phases(plan, lambda one: replace(one, after=1) if one is launches(plan)[1] else one)
+    assert codes(schedule, mutant) == ["C642"]
+
+
+def test_a_circle_waits_for_ever() -> None:
+    """A launch and a visit that wait for each other are refused."""
+    schedule, plan = checked("rotation_ring", 5)
+    mutant = with_phases(plan, lambda one: replace(one, after=2) if one is launches(plan)[0] else one)
+    assert codes(schedule, mutant) == ["C641"]
+
+
+def test_message_names_the_copy() -> None:
+    """A race says which copy of which buffer, and which launch and visit."""
+    schedule, plan = checked("rotation_ring", 5)
+    mutant = with_phases(plan, lambda one: replace(one, after=0) if one is launches(plan)[2] else one)
+    (found,) = check_plan(schedule, mutant)
+    text = render_full(found)
+    assert "`kv` (copy 1)" in text
+    assert "`launch 2`" in text
+    assert "`visit 1`" in text
+
+
+# --- calls on host ranks ----------------------------------------------------------------------------------------------
+
+torch = pytest.importorskip("torch")
+
+import commdsl  # noqa: E402 - after the check for torch
+
+
+def on_ranks(ranks: int, body: Callable[[int, str], None]) -> None:
+    """`body` on every rank of a group of threads; raises the first failure."""
+    names, failures = commdsl.threads(ranks), []
+
+    def serve(rank: int) -> None:
+        try:
+            body(rank, names[rank])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    if failures:
+        raise failures[0]
+
+
+def of_rank(rank: int, size: int, dtype: Any) -> Any:
+    return (torch.arange(size) % 97 + 100 * rank).to(dtype)
+
+
+@pytest.mark.parametrize("tune", [None, {"protocol": "engine"}, {"lanes": 2, "tile": 1024}, {"protocol": "packet"}])
+@pytest.mark.parametrize("name", ["rotation_ring", "rotation_direct", "rotation_hamilton"])
+def test_every_rank_is_visited(name: str, tune: dict[str, Any] | None) -> None:
+    """Each visit is handed the whole block of another rank, call after call, in any size and dtype, and in no order
+    between ranks but what data needs."""
+    ranks = 3
+    op = commdsl.load(name, ranks=ranks, tune=tune)
+
+    def body(rank: int, group: str) -> None:
+        for size, dtype in ((1000, torch.float32), (0, torch.float32), (7, torch.int64), (1000, torch.float32)):
+            seen: list[Any] = []
+            numbers: list[int] = []
+            given = of_rank(rank, size, dtype)
+
+            def look(number: int, kv: Any, seen: list[Any] = seen, numbers: list[int] = numbers) -> None:
+                numbers.append(number)
+                seen.append(kv.clone())
+
+            op.visit(given, look, group=group)
+            assert numbers == list(range(ranks))
+            assert torch.equal(given, of_rank(rank, size, dtype))
+            wanted = torch.stack([of_rank(one, size, dtype) for one in range(ranks)])
+            assert torch.equal(torch.stack(seen).sort(0).values, wanted)
+            if name == "rotation_ring":
+                assert all(torch.equal(one, of_rank((rank - n) % ranks, size, dtype)) for n, one in enumerate(seen))
+
+    on_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("tune", [None, {"protocol": "engine"}])
+def test_what_a_function_writes_travels_on(tune: dict[str, Any] | None, in_place: bool) -> None:
+    """A gradient that is carried along comes home with what every rank has added, be it made anew or in place."""
+    ranks = 3
+    op = commdsl.load("rotation_carry", ranks=ranks, tune=tune)
+
+    def body(rank: int, group: str) -> None:
+        for call in range(3):
+            kv = of_rank(rank, 500 + call, torch.float64)
+
+            def attend(number: int, kv: Any, acc: Any) -> Any:
+                made = kv * (rank + 1) + number
+                return acc.add_(made) if in_place else acc + made
+
+            _, acc = op.visit(kv, torch.zeros_like(kv), attend=attend, group=group)
+            wanted = sum(kv * (one + 1) + (one - rank) % ranks for one in range(ranks))
+            assert torch.equal(acc, wanted)
+
+    on_ranks(ranks, body)
+
+
+def test_a_sum_one_step_behind(tmp_path: Path) -> None:
+    """Sums that follow their block a step later are the same sums."""
+    ranks, path = 3, tmp_path / "behind.comm"
+    path.write_text(BEHIND)
+    op = commdsl.load(path, ranks=ranks)
+
+    def body(rank: int, group: str) -> None:
+        kv = of_rank(rank, 300, torch.float32)
+        of = {"grad": lambda number, kv: kv * (rank + 1), "finish": lambda number, acc: acc * 2}
+        _, acc = op.visit(kv, torch.zeros_like(kv), group=group, **of)
+        assert torch.equal(acc, kv * 12)
+
+    on_ranks(ranks, body)
+
+
+def test_stacked_and_visited() -> None:
+    """The op without a function returns its yields stacked, as ever, beside calls with one."""
+    op = commdsl.load("rotation_ring", ranks=2)
+
+    def body(rank: int, group: str) -> None:
+        kv = of_rank(rank, 64, torch.float32)
+        seen: list[Any] = []
+        last = op.visit(kv, lambda number, kv: seen.append(kv.clone()), group=group)
+        final, stacked = op(kv, group=group)
+        assert torch.equal(stacked, torch.stack(seen))
+        assert torch.equal(final, last)
+        op.release(group)
+        op.visit(kv, lambda number, kv: None, group=group)
+
+    on_ranks(2, body)
+
+
+def test_a_function_that_raises() -> None:
+    """Where nothing depends on it, the others get theirs and the group goes on; the exception is the function's own."""
+    op = commdsl.load("rotation_ring", ranks=2)
+
+    def body(rank: int, group: str) -> None:
+        kv = of_rank(rank, 64, torch.float32)
+
+        def fails(number: int, kv: Any) -> None:
+            if rank == 0:
+                raise KeyError("mine")
+
+        if rank == 0:
+            with pytest.raises(KeyError, match="mine"):
+                op.visit(kv, fails, group=group)
+        else:
+            op.visit(kv, fails, group=group)
+        seen: list[Any] = []
+        op.visit(kv, lambda number, kv: seen.append(kv.clone()), group=group)
+        assert torch.equal(seen[1], of_rank(1 - rank, 64, torch.float32))
+
+    on_ranks(2, body)
+
+
+def test_a_function_that_raises_before_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its result was to travel on, the exception says that the group is broken, and a reset mends it."""
+    monkeypatch.setenv("COMMDSL_TIMEOUT", "1")
+    op = commdsl.load("rotation_carry", ranks=2)
+
+    def body(rank: int, group: str) -> None:
+        kv = of_rank(rank, 64, torch.float32)
+
+        def fails(number: int, kv: Any, acc: Any) -> Any:
+            if rank == 0:
+                raise KeyError("mine")
+            return acc + kv
+
+        if rank == 0:
+            with pytest.raises(KeyError) as caught:
+                op.visit(kv, kv, fails, group=group)
+            assert any("commdsl.reset()" in note for note in caught.value.__notes__)
+            with pytest.raises(RuntimeError, match="C957"):
+                op.visit(kv, kv, fails, group=group)
+        else:
+            with pytest.raises(commdsl.CommTimeout, match="rank 0 never entered"):
+                op.visit(kv, kv, fails, group=group)
+        commdsl.reset(group)
+        _, acc = op.visit(kv, torch.zeros_like(kv), lambda number, kv, acc: acc + kv, group=group)
+        assert torch.equal(acc, 2 * kv)
+
+    on_ranks(2, body)
+
+
+def test_refusals() -> None:
+    """What cannot be called says why, before anything is sent."""
+    ring, carry = commdsl.load("rotation_ring", ranks=1 + 1), commdsl.load("rotation_carry", ranks=2)
+    plain = commdsl.load("allreduce_ring", ranks=2)
+    (group, _) = commdsl.threads(2)
+    x = torch.ones(4)
+
+    def refused(words: str, call: Callable[[], object]) -> None:
+        with pytest.raises(RuntimeError, match=words):
+            call()
+
+    def nothing(*_: object) -> None:
+        pass
+
+    refused("has no `yield`", lambda: plain.visit(x, nothing, group=group))
+    refused("was given none", lambda: ring.visit(x, group=group))
+    refused("has no gradient", lambda: ring.visit(x.clone().requires_grad_(), nothing, group=group))
+    refused("takes 1 tensors, got 2", lambda: ring.visit(x, x, nothing, group=group))
+    refused("call `visit`", lambda: carry(x, x, group=group))
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda acc: None, "NoneType"),
+        (lambda acc: (acc, acc), "returned 2 tensors"),
+        (lambda acc: acc[:3], r"\(3,\)"),
+        (lambda acc: acc.double(), "float64"),
+    ],
+)
+def test_what_a_function_may_return(monkeypatch: pytest.MonkeyPatch, made: Callable[[Any], Any], words: str) -> None:
+    """A result of another shape, dtype or number is refused by name."""
+    monkeypatch.setenv("COMMDSL_TIMEOUT", "1")
+    op = commdsl.load("rotation_carry", ranks=2)
+
+    def body(rank: int, group: str) -> None:
+        x = torch.ones(4)
+        with pytest.raises(RuntimeError, match=words):
+            op.visit(x, x, lambda number, kv, acc: made(acc), group=group)
+
+    on_ranks(2, body)

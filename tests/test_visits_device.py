@@ -1,0 +1,183 @@
+"""Calls with visits over a fake GPU: what is started on which stream, and what it comes after, is as the Plan says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fake_gpu import FakeGpu, Launch, Stream  # noqa: E402 - after the check for torch
+
+import commdsl  # noqa: E402
+from commdsl.program import launches as phases  # noqa: E402
+from commdsl.program.visited import started  # noqa: E402
+from commdsl.runtime.errors import CaptureError  # noqa: E402
+
+RANKS = 3
+NAMES = ("rotation_ring", "rotation_direct", "rotation_carry")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    made = FakeGpu(RANKS)
+    made.install(monkeypatch)
+    return made
+
+
+def run(gpu: FakeGpu, body: Callable[[int, str], None]) -> None:
+    """`body` on every rank at once, each with a GPU; raises the first failure."""
+    names, failures = commdsl.threads(RANKS), []
+
+    def serve(rank: int) -> None:
+        gpu.here.rank = rank
+        try:
+            body(rank, names[rank])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    if failures:
+        raise failures[0]
+
+
+class Rank:
+    """Calls of one op on one rank, whose visits leave a mark on the stream they are on, as a kernel would."""
+
+    def __init__(self, gpu: FakeGpu, op: Any, rank: int, group: str) -> None:
+        self.gpu, self.op, self.rank, self.group = gpu, op, rank, group
+        self.kv = torch.full((96,), float(rank))
+        self.marks: list[Launch] = []
+        self.seen: list[float] = []
+
+    def look(self, number: int, kv: Any, *acc: Any) -> Any:
+        self.marks.append(self.gpu.note(self.gpu.current.cuda_stream))
+        self.seen += kv.tolist()
+        return [one + kv for one in acc]
+
+    def call(self) -> tuple[list[Launch], list[Launch]]:
+        """The kernels of the call's launches, and its visits."""
+        self.marks, self.seen, first = [], [], len(self.gpu.launches)
+        accs = [torch.zeros(96) for _ in self.op.program(RANKS).visits.signature.inputs[1:]]
+        self.op.visit(self.kv, *accs, self.look, group=self.group)
+        made = [one for one in self.gpu.launches[first:] if one.rank == self.rank and one not in self.marks]
+        return made, self.marks
+
+
+def follows(gpu: FakeGpu, later: Launch, earlier: Launch) -> bool:
+    return earlier.number in later.before
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_order_is_the_plans(gpu: FakeGpu, name: str, captured: bool) -> None:
+    """What touches one copy is in the Plan's order on every rank; what the Plan leaves free is in no order."""
+    op = commdsl.load(name, ranks=RANKS)
+    plan = op.program(RANKS).visits.plan
+
+    def body(rank: int, group: str) -> None:
+        here = Rank(gpu, op, rank, group)
+        here.call()
+        if captured:
+            with gpu.capturing(2 + rank):
+                kernels, marks = here.call()
+        else:
+            kernels, marks = here.call()
+        assert sorted(here.seen) == [float(one) for one in range(RANKS) for _ in range(96)]
+        given = {True: iter(kernels), False: iter(marks)}
+        order = [(one, next(given[isinstance(one, phases.Launch)])) for _, one in started(plan) if _is_kernel(one)]
+        free = 0
+        for phase, launch in order:
+            for earlier, before in order:
+                if earlier.turn < phase.turn and _meet(earlier, phase):
+                    assert follows(gpu, launch, before)
+                if isinstance(phase, phases.Launch) and isinstance(earlier, phases.Visit):
+                    free += earlier.turn < phase.turn and not follows(gpu, launch, before)
+        assert free >= (1 if name == "rotation_carry" else RANKS - 1)  # a launch beside the visit before it
+        assert {launch.stream for phase, launch in order if isinstance(phase, phases.Visit)} == {gpu.current}
+        assert gpu.current not in {launch.stream for phase, launch in order if isinstance(phase, phases.Launch)}
+        after = gpu.note(gpu.current.cuda_stream)
+        if not captured:
+            assert all(follows(gpu, after, launch) for _, launch in order)
+
+    run(gpu, body)
+
+
+def _is_kernel(phase: Any) -> bool:
+    return not isinstance(phase, phases.Return)
+
+
+def _meet(one: Any, other: Any) -> bool:
+    return bool({*one.writes} & {*other.reads, *other.writes} or {*other.writes} & {*one.reads})
+
+
+@pytest.mark.parametrize("name", ["rotation_ring", "rotation_carry"])
+def test_copy_engine(gpu: FakeGpu, name: str) -> None:
+    """With the copy engine, too, visits get what travels, eagerly and captured, on a stream of the caller's choice."""
+    op = commdsl.load(name, ranks=RANKS, tune={"protocol": "engine"})
+
+    def body(rank: int, group: str) -> None:
+        here = Rank(gpu, op, rank, group)
+        here.call()
+        assert sorted(here.seen) == [float(one) for one in range(RANKS) for _ in range(96)]
+        mine: Stream = gpu.stream()
+        with gpu.on(mine), gpu.capturing(2 + rank):
+            here.call()
+        here.call()
+        assert {mark.stream for mark in here.marks} == {gpu.current}
+
+    run(gpu, body)
+
+
+def test_capture_needs_a_first_call(gpu: FakeGpu) -> None:
+    """As for any call: neither memory nor a kernel is set up inside a capture."""
+    op = commdsl.load("rotation_ring", ranks=RANKS)
+
+    def body(rank: int, group: str) -> None:
+        here = Rank(gpu, op, rank, group)
+        commdsl.load("allreduce_ring", ranks=RANKS)(torch.ones(9), group=group)
+        with gpu.capturing(2 + rank), pytest.raises(CaptureError, match="no workspace yet"):
+            here.call()
+        here.call()
+
+    run(gpu, body)
+
+
+def test_raising_in_a_capture_joins_the_streams(gpu: FakeGpu) -> None:
+    """What the function raises comes through, and the stream beside the caller's is joined before."""
+    op = commdsl.load("rotation_ring", ranks=RANKS)
+
+    def body(rank: int, group: str) -> None:
+        here = Rank(gpu, op, rank, group)
+        here.call()
+
+        def fails(number: int, kv: Any) -> None:
+            raise ValueError(f"visit {number}")
+
+        with gpu.capturing(2 + rank), pytest.raises(ValueError, match="visit 0"):
+            op.visit(here.kv, fails, group=group)
+        here.call()
+
+    run(gpu, body)
+
+
+def test_two_tunings_are_two_ops(gpu: FakeGpu, tmp_path: Path) -> None:
+    """Launches of another number of SMs are launched with it."""
+    ops = [commdsl.load("rotation_ring", ranks=RANKS, tune={"sms": sms}) for sms in (8, 16)]
+    assert [op.program(RANKS).visits.launched[0].plan.comm.sms for op in ops] == [8, 16]
+
+    def body(rank: int, group: str) -> None:
+        for op in ops:
+            here = Rank(gpu, op, rank, group)
+            here.call()
+            assert sorted(here.seen) == [float(one) for one in range(RANKS) for _ in range(96)]
+
+    run(gpu, body)
