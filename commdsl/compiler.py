@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, assert_never, overload
 
 from commdsl import checks
-from commdsl.checks.built import unbuilt_dispatch, unbuilt_schedule
+from commdsl.checks.built import unbuilt_schedule
 from commdsl.checks.tasks import tasks_without_kernel
 from commdsl.cost.report import Report, far_from_bound, report
 from commdsl.ir import resolve
@@ -258,7 +258,6 @@ def check_dispatch(files: tuple[File, ...], decl: DispatchDecl, given: Given) ->
     meant = resolve.dispatch(files, decl, given.num_ranks, topology, given.params, given.tune)
     warnings = resolve.dispatch_warnings(decl, given.num_ranks, topology, given.params or {})
     found = _raise_errors((*checks.check_files(files), *checks.check_dispatch(meant)))
-    _raise_errors(tuple(unbuilt_dispatch(meant, given.transport)))
     plan, back = _lowered(meant, given.transport)
     for one in (plan, back):
         if one is not None:
@@ -270,7 +269,8 @@ def check_dispatch(files: tuple[File, ...], decl: DispatchDecl, given: Given) ->
 def _lowered(meant: Dispatch, transport: Transport) -> tuple[Plan, Plan | None]:
     if not any(isinstance(route, ByKey) for route in meant.routes):
         return lower_dispatch(meant, transport), None
-    return lower_by_key(meant), None if meant.back is None else lower_back(meant, meant.back)
+    back = None if meant.back is None else lower_back(meant, meant.back, transport)
+    return lower_by_key(meant, transport), back
 
 
 def check_plan(files: tuple[File, ...], decl: PlanDecl) -> CheckedPlan:

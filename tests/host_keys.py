@@ -11,11 +11,17 @@ from commdsl import compiler
 from commdsl.build.emit import emit
 from commdsl.build.host_ranks import Kernel, built
 from commdsl.compiler import CheckedDispatch
+from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
 
 
 def declared(
-    ranks: int, keys: int, lanes: int = 3, tensors: int = 2, rank: str = "expert / (E / P)"
+    ranks: int,
+    keys: int,
+    lanes: int = 3,
+    tensors: int = 2,
+    rank: str = "expert / (E / P)",
+    transport: Transport = Transport.PEER,
 ) -> CheckedDispatch:
     names = [f"x{number}" for number in range(tensors)]
     text = f"""dispatch experts(E = {keys}) for P ranks {{
@@ -26,7 +32,7 @@ def declared(
       back y by sum(weight[T, K])
       tune {{ sms {lanes}   threads 32 }}
     }}"""
-    return compiler.check(compiler.read_text(text, "by_hand.comm", Path()), ranks=ranks)
+    return compiler.check(compiler.read_text(text, "by_hand.comm", Path()), ranks=ranks, transport=transport)
 
 
 def kernel(plan: Plan, dtype: str = "", *, sanitize: bool = False, checks: bool = True) -> Kernel:

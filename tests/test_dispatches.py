@@ -18,7 +18,6 @@ from commdsl.language.format import format_file
 from commdsl.language.parser import parse
 from commdsl.language.source import Source
 from commdsl.language.syntax import DispatchDecl
-from commdsl.program.memory import Transport
 
 QKV = """dispatch qkv for P ranks {
   rows q[T]   rows k[T]   rows v[T]
@@ -166,13 +165,6 @@ def test_keys_have_two_plans() -> None:
     assert with_keys(both).back.name == "experts_back"
     assert with_keys(there).back is None
     assert with_keys(both).warnings == ()
-
-
-def test_keys_to_far_ranks_are_not_built_yet() -> None:
-    """Over NVSHMEM, where results have no address, a dispatch by keys is refused."""
-    files = (parse(Source("dispatch.comm", EXPERTS)),)
-    with pytest.raises(CommError, match="C590"):
-        compiler.check(files, transport=Transport.NVSHMEM)
 
 
 def test_overriding() -> None:

@@ -109,10 +109,11 @@ def there_and_back(experts: Any, case: Case, rank: int) -> None:
 # --- right ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "nodes"), [(1, ""), (2, ""), (3, ""), (3, "0,1,2"), (3, "0,1,1")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_there_and_back(ranks: int, dtype: Any) -> None:
+def test_there_and_back(ranks: int, nodes: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, call after call without a join, all ranks' numbers of rows and keys changing."""
+    monkeypatch.setenv("COMMDSL_NODES", nodes)
     cases = [Case.drawn(ranks, seed, dtype) for seed in range(8)]
 
     def work(rank: int, group: str) -> None:

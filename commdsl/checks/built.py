@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from commdsl.ir.dispatches import ByKey, Dispatch
 from commdsl.ir.schedules import Schedule, Step, Task, Yield
 from commdsl.language.diagnostics import Diagnostic, Label
-from commdsl.program.memory import Transport
 
 
 def unbuilt_schedule(schedule: Schedule) -> Iterator[Diagnostic]:
@@ -29,12 +27,3 @@ def unbuilt_schedule(schedule: Schedule) -> Iterator[Diagnostic]:
                 return
             case Step() | Yield() | Task():
                 pass
-
-
-def unbuilt_dispatch(dispatch: Dispatch, transport: Transport) -> Iterator[Diagnostic]:
-    """One message for a route by keys to ranks that have no address."""
-    for route in dispatch.routes:
-        if isinstance(route, ByKey) and transport is Transport.NVSHMEM:
-            label = Label(dispatch.span, f"rows go by `{route.key}` straight to results")
-            yield Diagnostic("C590", "rows that go by keys over NVSHMEM are not built yet", label,
-                             help="peers on one node are reached by their pointers")  # fmt: skip

@@ -15,10 +15,9 @@ import torch
 
 from commdsl.ep.limits import Limits, tensors_of, whole
 from commdsl.ir.dispatches import ByKey
-from commdsl.program.memory import Transport
 from commdsl.program.timeouts import BAD_KEY, BAD_ORIGIN, NO_ROOM, ErrorRecord, complaint
 from commdsl.runtime import groups
-from commdsl.runtime.errors import DeviceError, DispatchError, GradientError, KeysError, RowError, TensorError
+from commdsl.runtime.errors import DispatchError, GradientError, KeysError, RowError, TensorError
 from commdsl.runtime.launches import Arguments, Launches, agree, default_device
 from commdsl.runtime.load import definition
 from commdsl.runtime.pool import Pool, aligned, row_bytes
@@ -67,8 +66,6 @@ class Experts:
         """
         self.device = torch.device(device) if device is not None else default_device()
         self._comm = groups.of(groups.name_of(group), self.device)
-        if self._comm.transport is not Transport.PEER:
-            raise DeviceError("rows go by keys to peers that plain stores reach, and NVSHMEM is asked for")
         made = routed_program(
             definition(source, name, params, on, tune), self._comm.size, self._comm.transport, self._comm.config
         )

@@ -18,7 +18,7 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.memory import Access, Counters, Transport, Words
 from commdsl.program.moves import CELL, MOST_DESTS, MOST_THREADS, Moves, OpKind, Ops, Protocol, Reason
-from commdsl.program.phases import Actor, Count, FinishByWeight, Meet, Push, PushBack, PushByKey, Tell
+from commdsl.program.phases import Actor, Count, FinishByWeight, Meet, Push, PushByKey, Tell
 from commdsl.program.plan import Plan
 from commdsl.program.tasks import FUNCTION_OF, Tiles
 from commdsl.program.visited import launches, plan_of, segments, visits
@@ -64,7 +64,7 @@ def verify(plan: Plan) -> None:
 
 
 def _put_whole(plan: Plan) -> None:
-    """What goes to ranks that are far are tiles, each by a block of its own, and rows that wait in their heaps."""
+    """To ranks that are far go tiles, each by a block of its own, and rows in runs as long as can be."""
     for role in plan.roles:
         for phase in role.phases:
             match phase:
@@ -72,9 +72,7 @@ def _put_whole(plan: Plan) -> None:
                     _law(phase.protocol is Protocol.BULK, f"NVSHMEM moves no words of `{phase.protocol.value}`")
                     _law(phase.lanes_per_block == 1, f"a block has {phase.lanes_per_block} lanes, and puts as one")
                 case Push():
-                    _law(phase.packed, "rows go straight to results, which have no address on far ranks")
-                case PushByKey() | PushBack():
-                    _law(False, "rows go by keys to addresses, which far ranks do not have")
+                    _law(phase.packed, "rows of tables go to far ranks in as many runs as places, not packed")
                 case _:
                     pass
 

@@ -1,6 +1,7 @@
 """Dispatches by keys on real GPUs beside the simulation, bit for bit. One process per GPU:
 
     torchrun --nproc-per-node 2 tests/gpu/run_keys.py [--calls 300 --replays 60 --seed 1 --only storm]
+        [--transport nvshmem]
 
 exact     keys of every kind (any, no rows, all to one rank, all to one key, most dropped) x rows of 2 bytes to 14 KB x
           float16, bfloat16, float32: there, and back by weight
@@ -37,6 +38,7 @@ os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "6G")
 
 import torch
 import torch.distributed as dist
+from transports import TRANSPORT_HELP, TRANSPORTS, choose_transport
 
 import commdsl
 from benchmarks.report import grid
@@ -435,6 +437,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--replays", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--transport", choices=list(TRANSPORTS), default="peer", help=TRANSPORT_HELP)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--time-budget", type=float, default=85.0, help="seconds, after which the run is ended")
     return parser.parse_args(arguments)
@@ -442,6 +445,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main() -> None:
     options = options_of(sys.argv[1:])
+    choose_transport(options.transport, int(os.environ.get("WORLD_SIZE", "1")))
     if "RANK" not in os.environ:
         sys.exit("start it with torchrun: one process per GPU")
     device = torch.device("cpu")

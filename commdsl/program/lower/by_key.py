@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from commdsl.ir.dispatches import Back, ByKey, Dispatch
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.lower.routed import plan_of
-from commdsl.program.memory import Counters, Home, Rows, Words
+from commdsl.program.memory import Counters, Home, Rows, Transport, Words
 from commdsl.program.phases import (
     Actor,
     Count,
@@ -34,7 +34,7 @@ SENT = Words("sent", ("rows",), a_lane=True)
 DONE, CALLS, COMPLETE = Counters("done", True), Counters("calls", False), Counters("complete", False)
 
 
-def lower_by_key(dispatch: Dispatch) -> Plan:
+def lower_by_key(dispatch: Dispatch, transport: Transport = Transport.PEER) -> Plan:
     """The way there."""
     route = route_of(dispatch)
     names = [tensor.name for tensor in dispatch.tensors]
@@ -44,10 +44,10 @@ def lower_by_key(dispatch: Dispatch) -> Plan:
     told = ("lanes", "room", *(rows.name for rows in results), *(f"{route.key} {key}" for key in range(route.num_keys)))
     count, push = Count(keys, positions_of(route)), PushByKey(given, keys, results, counts)
     phases = (Read(Actor.LANES, CALLS), count, *_greeted(push, Words("addresses", told)))
-    return plan_of(dispatch, dispatch.name, phases, (*given, keys, *results, counts))
+    return plan_of(dispatch, dispatch.name, phases, (*given, keys, *results, counts), transport)
 
 
-def lower_back(dispatch: Dispatch, back: Back) -> Plan:
+def lower_back(dispatch: Dispatch, back: Back, transport: Transport = Transport.PEER) -> Plan:
     """The way back."""
     route = route_of(dispatch)
     (name,) = back.names
@@ -63,7 +63,9 @@ def lower_back(dispatch: Dispatch, back: Back) -> Plan:
         Meet(Actor.LANES, COMPLETE, Ranks.OWN),
         FinishByWeight(waiting, keys, weights, result, positions_of(route)),
     )
-    return plan_of(dispatch, f"{dispatch.name}_back", phases, (given, origins, counts, keys, weights, result))
+    return plan_of(
+        dispatch, f"{dispatch.name}_back", phases, (given, origins, counts, keys, weights, result), transport
+    )
 
 
 def _greeted(push: PushByKey | PushBack, addresses: Words) -> Iterator[Routed]:

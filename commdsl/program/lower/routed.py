@@ -29,8 +29,8 @@ TILE_BYTES = {
 def lower_dispatch(dispatch: Dispatch, transport: Transport = Transport.PEER) -> Plan:
     """Its launch: one block on each SM it may use, with the threads and tiles that it is tuned to.
 
-    Where a rank is far its results have no address: over NVSHMEM all rows wait, packed, whatever the tuning says, and
-    the rank that owns them finishes them. The phases are the same, in the same order.
+    To a rank that is far every run is a message: over NVSHMEM all rows wait, packed in long runs, whatever the tuning
+    says, and the rank that owns them finishes them. The phases are the same, in the same order.
     """
     names = [tensor.name for tensor in dispatch.tensors]
     given, results, waiting = (tuple(Rows(name, home) for name in names) for home in Home)
@@ -41,7 +41,7 @@ def lower_dispatch(dispatch: Dispatch, transport: Transport = Transport.PEER) ->
         waiting if packed else results + waiting,
         tuple(dispatch.routes[tensor.route].many for tensor in dispatch.tensors),
         packed,
-        "packed: the results of a far rank have no address here" if far and dispatch.put is not Put.PACKED else "",
+        "packed: to a far rank every run is a message" if far and dispatch.put is not Put.PACKED else "",
     )
     phases = tuple(synchronized((push, Finish(waiting, results))))
     # What the caller writes before: inputs, and outputs of which the table leaves rows out. After: the results are

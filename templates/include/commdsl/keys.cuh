@@ -225,7 +225,24 @@ COMMDSL_FN void find_places(const Call<Plan>& here, Keyed<Plan>& keyed, u64 firs
   block_barrier();
 }
 
-// The row of one entry, and where it comes from.
+// The row of one entry, and where it comes from, to a rank that is far.
+template <class Plan>
+COMMDSL_FN void put_entry(const Call<Plan>& here, const Keyed<Plan>& keyed, u64 entry, i32 to, u32 place) {
+  const auto& args = here.args;
+  constexpr i32 kTensors = Plan::kNumRows - 1;
+  const u64 row = entry / args.keys_a_row;
+  // What the peer told, the place of its results in its heap, is what is left of their address.
+  for (i32 tensor = 0; tensor < kTensors; ++tensor) {
+    const u64 width = args.row_bytes[tensor];
+    put_run(args, to, keyed.output[to][tensor] - args.heap[to] + place * width,
+            reinterpret_cast<const char*>(args.inputs[tensor] + row * width), width);
+  }
+  if (thread_of_warp() == 0) {
+    put_word(args, to, keyed.output[to][kTensors] - args.heap[to] + place * sizeof(u64), static_cast<u64>(args.rank) << 32 | entry);
+  }
+}
+
+// The same to any rank.
 template <class Plan>
 COMMDSL_FN void move(const Call<Plan>& here, Keyed<Plan>& keyed, u64 entry, u32 position, u32 place) {
   const auto& args = here.args;
@@ -237,6 +254,9 @@ COMMDSL_FN void move(const Call<Plan>& here, Keyed<Plan>& keyed, u64 entry, u32 
       return;
     }
     if (thread_of_warp() == 0) add_shared(&keyed.sent[to], u64{1});
+  }
+  if constexpr (kHasFar) {
+    if (!is_near(args, to)) return put_entry(here, keyed, entry, to, place);
   }
   constexpr i32 kTensors = Plan::kNumRows - 1;
   const u64 row = entry / args.keys_a_row;
@@ -316,8 +336,14 @@ COMMDSL_FN void push_back(const Call<Plan>& here, Returning<Plan>& known) {
     if constexpr (Plan::kChecks) {
       if (thread_of_warp() == 0) add_shared(&known.sent[source], u64{1});
     }
-    copy_run(reinterpret_cast<char*>(args.heap[source] + args.waiting + entry * width),
-             reinterpret_cast<const char*>(args.given + at * width), width);
+    const char* row = reinterpret_cast<const char*>(args.given + at * width);
+    if constexpr (kHasFar) {
+      if (!is_near(args, static_cast<i32>(source))) {
+        put_run(args, static_cast<i32>(source), args.waiting + entry * width, row, width);
+        continue;
+      }
+    }
+    copy_run(reinterpret_cast<char*>(args.heap[source] + args.waiting + entry * width), row, width);
   }
 }
 

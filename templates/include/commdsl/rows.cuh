@@ -47,7 +47,7 @@ COMMDSL_FN Tile tile_of(const Send& send) {
 // Whether a tile stays within its tensors; what does not is not moved, and the rank reports it.
 template <class Plan>
 COMMDSL_FN bool is_legal(const Call<Plan>& here, const Peers<Plan>& peers, const Tile& tile, u32 index) {
-  // Rows for a rank that is far wait there: where its results lie has no address here.
+  // Rows for a rank that is far wait there.
   const bool known = tile.to < Plan::kNumRanks && tile.tensor < Plan::kNumRows && (tile.waits || is_near(here.args, tile.to));
   const u64 source_end = u64{tile.source_row} + tile.rows, dest_end = u64{tile.dest_row} + tile.rows;
   const u64 source_room = known ? here.args.input_rows[tile.tensor] : 0;

@@ -6,7 +6,7 @@
 //   is_near       whether plain loads and stores reach a rank; a constant in a kernel without far ones
 //   reach         the address of a place of this rank, or of one that is near
 //   put_tile      all threads of a lane: bytes of this rank to the heap of a rank that is far
-//   put_run       the same by one warp
+//   put_run       the same by one warp; put_word: eight bytes, by one thread
 //   complete      all threads of a lane, before the barrier in front of what they tell: what they put is there
 //   raise_flag    one thread: a number that is waited for
 //   send_value    one thread: a word that is read once a flag raised behind `complete` was seen
@@ -64,6 +64,11 @@ COMMDSL_FN void put_run(const Arguments& args, i32 peer, u64 at, const char* sou
 }
 
 template <class Arguments>
+COMMDSL_FN void put_word(const Arguments& args, i32 peer, u64 at, u64 value) {
+  if constexpr (kHasFar) far_put_word(args, peer, at, value);
+}
+
+template <class Arguments>
 COMMDSL_FN void complete(const Arguments& args) {
   if constexpr (kHasFar) far_quiet(args);
 }
@@ -85,7 +90,7 @@ COMMDSL_FN void raise_flag(const Arguments& args, i32 peer, u64 at, u64 value) {
 template <class Arguments>
 COMMDSL_FN void send_value(const Arguments& args, i32 peer, u64 at, u64 value) {
   if (is_near(args, peer)) return store_relaxed(reinterpret_cast<u64*>(args.heap[peer] + at), value);
-  if constexpr (kHasFar) far_put_word(args, peer, at, value);
+  put_word(args, peer, at, value);
 }
 
 // Sixteen bytes: near, stored as one; far, where nothing promises that, the value first and the number once it is there. One thread
