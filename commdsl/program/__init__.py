@@ -8,7 +8,7 @@ launches      phases of a program with compute between its steps: launch, visit,
 plan          memory, roles, and each role's phases in order
 actors        moves and tiles as one table, of all who act
 lower         IR -> Plan
-verify        what a legal Plan is; a fault in one is a bug of commdsl
+verify, verify_calls, verify_keys   what a legal Plan is; a fault in one is a bug of commdsl
 proof         the laws of Plans
 sizes         a Plan and the bytes of a block -> what a launch needs
 visited       a Plan with visits -> what is started in order, and the Plans of its launches

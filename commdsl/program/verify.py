@@ -11,16 +11,17 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.dispatches import MOST_KEYS
 from commdsl.ir.functions import FUNCTIONS
 from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.launches import Launch, Return, Visit
-from commdsl.program.memory import Access, Counters, Transport, Words
+from commdsl.program.memory import Access, Transport
 from commdsl.program.moves import CELL, MOST_DESTS, MOST_THREADS, Moves, OpKind, Ops, Protocol, Reason
-from commdsl.program.phases import Actor, Count, FinishByWeight, Meet, Push, PushByKey, Tell
+from commdsl.program.phases import Push
 from commdsl.program.plan import Plan
 from commdsl.program.tasks import FUNCTION_OF, Tiles
+from commdsl.program.verify_calls import verify_calls
+from commdsl.program.verify_keys import verify_keys
 from commdsl.program.visited import launches, plan_of, segments, visits
 
 Mask = NDArray[np.bool_]
@@ -57,8 +58,9 @@ def verify(plan: Plan) -> None:
                     f"a role has {role.lanes} lanes of {role.threads} threads on {role.sms} SMs, its tiles other ones",
                 )
                 verify_tiles(phase, plan.moves)
-    _told_once(plan)
-    _by_keys(plan)
+    _law(any(not role.is_caller and not role.computes for role in plan.roles), "nobody moves data")
+    verify_keys(plan)
+    verify_calls(plan)
     if plan.transport is Transport.NVSHMEM:
         _put_whole(plan)
 
@@ -100,50 +102,6 @@ def _visited(plan: Plan) -> None:
             _law(wanted == [(one.name, one.blocks) for one in kept], "a launch is on other buffers than its moves")
     for moves in segments(plan):
         verify(plan_of(plan, moves))
-
-
-def _told_once(plan: Plan) -> None:
-    """What is met is told, by one phase before it; what is told or met is words or counters of the lanes."""
-    told: list[Words | Counters] = []
-    for role in plan.roles:
-        for phase in role.phases:
-            match phase:
-                case Tell():
-                    _law(phase.what not in told, f"`{phase.what.name}` is told twice")
-                    _law(phase.by is not Actor.CALLER, f"the caller tells `{phase.what.name}`, which lanes do")
-                    told.append(phase.what)
-                case Meet():
-                    _law(phase.what in told, f"`{phase.what.name}` is met, and nobody told it before")
-                    _law(phase.by is not Actor.CALLER, f"the caller meets `{phase.what.name}`, which lanes do")
-                    _law(phase.calls_back >= 0, f"`{phase.what.name}` of {-phase.calls_back} calls later is met")
-                case _:
-                    pass
-
-
-def _by_keys(plan: Plan) -> None:
-    """Keys have positions, each its own, equally many a rank; and what is told of them is a count of each."""
-    for phase in plan.phases:
-        if isinstance(phase, Count | FinishByWeight):
-            keys = len(phase.positions)
-            _law(0 < keys <= MOST_KEYS, f"there are {keys} keys, expected 1 to {MOST_KEYS}")
-            _law(keys % plan.num_ranks == 0, f"{keys} keys on {plan.num_ranks} ranks are not equally many")
-            _law(sorted(phase.positions) == list(range(keys)), "two keys have one position")
-        if isinstance(phase, PushByKey):
-            _counted(plan, phase)
-
-
-def _counted(plan: Plan, push: PushByKey) -> None:
-    """Keys are counted, their counts told, and those of the peers met, before rows go by them."""
-    before = plan.comm.phases[: plan.comm.phases.index(push)]
-    words = 2 + len(push.to) + len(plan.key_positions)
-    kinds = [
-        type(phase)
-        for phase in before
-        if isinstance(phase, Count) or (isinstance(phase, Tell | Meet) and phase.what.name == "addresses")
-    ]
-    _law(kinds == [Count, Tell, Meet], "rows go by keys that were not counted, told and met, in this order")
-    told = [phase.what for phase in before if isinstance(phase, Tell) and isinstance(phase.what, Words)]
-    _law(len(told[0].values) == words, f"{len(told[0].values)} words are told of keys, expected {words}")
 
 
 def verify_moves(moves: Moves, *, has_tiles: bool = False) -> None:

@@ -151,6 +151,8 @@ def reuse(moves: Moves, brought: Deliveries, with_flags: Moves) -> Iterator[Diag
     idle = np.flatnonzero(~serves | ~silent[at]) if len(pairs) else np.arange(len(credit))
     if len(idle):
         yield messages.idle_wait(moves, int(idle[0]))
+    elif not events.awaited.all():
+        yield messages.unheard(moves, int(np.argmin(events.awaited)))
 
 
 def _heard(moves: Moves) -> NDArray[np.bool_]:

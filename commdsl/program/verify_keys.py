@@ -1,0 +1,105 @@
+"""What legal phases of rows that go by keys are, and of rows that come back: what their bodies take for granted.
+
+Assumes nothing. Raises InternalError at the first law broken. Does not say what all routed phases have to be:
+`verify_calls` does.
+"""
+
+from __future__ import annotations
+
+from commdsl.ir.dispatches import MOST_KEYS
+from commdsl.language.diagnostics import InternalError
+from commdsl.program.memory import Home, Rows, Words
+from commdsl.program.phases import Count, FinishByWeight, Meet, PushBack, PushByKey, Routed, Tell
+from commdsl.program.plan import Plan
+
+
+def verify_keys(plan: Plan) -> None:
+    """Raises InternalError unless keys, rows and what is told of them fit each other."""
+    lanes = [phase for role in plan.roles if not role.is_caller for phase in role.phases]
+    routed = [phase for phase in lanes if isinstance(phase, Routed)]
+    phases = [phase for phase in routed if isinstance(phase, Count | PushByKey | PushBack | FinishByWeight)]
+    for phase in phases:
+        if isinstance(phase, Count | FinishByWeight):
+            _positions(plan, phase.positions)
+    match phases:
+        case []:
+            return
+        case [*_, PushByKey() as push] | [PushByKey() as push, *_]:
+            before = routed[: routed.index(push)]
+            counted = [
+                type(phase)
+                for phase in before
+                if isinstance(phase, Count) or (isinstance(phase, Tell | Meet) and phase.what.name == "addresses")
+            ]
+            _law(counted == [Count, Tell, Meet], "rows go by keys that were not counted, told and met, in this order")
+            (count,) = (phase for phase in phases if isinstance(phase, Count))
+            _law(len(phases) == 2, f"rows go by keys in {len(phases)} phases, expected two")
+            names = [rows.name for rows in push.to]
+            told = ("lanes", "room", *names, *(f"{push.keys.name} {key}" for key in range(len(count.positions))))
+            _told(routed, told)
+            _there(count, push)
+        case [PushBack() as push, FinishByWeight() as finish]:
+            _back(push, finish)
+            _told(routed, ("lanes",))
+        case _:
+            _law(False, "rows come back by one phase, and are summed by another behind it")
+
+
+def _law(holds: bool, message: str) -> None:
+    if not holds:
+        raise InternalError(f"the Plan is not legal: {message}")
+
+
+def _positions(plan: Plan, positions: tuple[int, ...]) -> None:
+    """Keys have positions, each its own, equally many a rank, and on a rank in their order."""
+    keys = len(positions)
+    _law(0 < keys <= MOST_KEYS, f"there are {keys} keys, expected 1 to {MOST_KEYS}")
+    _law(keys % plan.num_ranks == 0, f"{keys} keys on {plan.num_ranks} ranks are not equally many")
+    _law(sorted(positions) == list(range(keys)), "two keys have one position")
+    key_at = [key for _, key in sorted(zip(positions, range(keys), strict=True))]
+    share = keys // plan.num_ranks
+    ordered = all(key_at[at] < key_at[at + 1] for at in range(keys - 1) if (at + 1) % share)
+    _law(ordered, "the keys of a rank are not in their order")
+
+
+def _there(count: Count, push: PushByKey) -> None:
+    names = [rows.name for rows in push.given]
+    _law(count.keys == push.keys, f"`{count.keys.name}` is counted, and rows go by `{push.keys.name}`")
+    _given(push.keys, *push.given)
+    _law(push.counts.home is Home.RESULT, f"`{push.counts.name}` of what comes is a result")
+    made = [*push.to, push.counts]
+    _law(all(rows.home is Home.RESULT for rows in push.to), "rows that go by keys are there when they come")
+    origins = [rows.name for rows in push.to[len(names) :]]
+    _law([rows.name for rows in push.to[: len(names)]] == names, "each tensor's rows go to their result")
+    _law(len(origins) == 1, f"{len(origins)} results say where rows come from, expected one")
+    _distinct(push.keys, *push.given)
+    _distinct(*made)
+
+
+def _back(push: PushBack, finish: FinishByWeight) -> None:
+    _given(push.given, push.origins, push.counts, finish.keys, finish.weights)
+    _distinct(push.given, push.origins, push.counts, finish.keys, finish.weights)
+    _law(push.to.home is Home.WAITING, f"`{push.to.name}` waits until it is summed")
+    _law(finish.waiting == push.to, f"`{push.to.name}` comes back, and `{finish.waiting.name}` is summed")
+    _law(finish.to.home is Home.RESULT, f"`{finish.to.name}`, which is the sum, is a result")
+
+
+def _given(*rows: Rows) -> None:
+    for one in rows:
+        _law(one.home is Home.GIVEN, f"`{one.name}` ({one.home.value}) is the caller's to give")
+
+
+def _distinct(*rows: Rows) -> None:
+    _law(len({one.name for one in rows}) == len(rows), f"two of {', '.join(one.name for one in rows)} are one")
+
+
+def _told(phases: list[Routed], addresses: tuple[str, ...]) -> None:
+    """Words have the values that their bodies write and read."""
+    wanted = {"addresses": addresses, "sent": ("rows",)}
+    for phase in phases:
+        if isinstance(phase, Tell) and isinstance(phase.what, Words) and phase.what.name in wanted:
+            said = phase.what.values
+            _law(
+                said == wanted[phase.what.name],
+                f"{len(said)} words are told of keys, expected {len(wanted[phase.what.name])}: `{phase.what.name}`",
+            )

@@ -1,0 +1,276 @@
+"""No mutant of a Plan slips through: it is refused, or it is proved, and its kernel leaves what the right one does.
+
+`pytest tests/test_plan_mutants.py --sweep=all` judges every mutant. Of those that are proved each text is built and run
+once, one text in RUN_ONE_IN by its hash, as building takes longer than all the rest. A kind of Plan is a line of KINDS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from random import Random
+
+import flag_mutants
+import host_keys
+import numpy as np
+import phase_mutants
+import pytest
+import test_keys as keyed
+from collectives import SCHEDULES
+from host_dispatch import chained
+from proved import given
+from test_dispatch_kernel import WIDTHS, reused, same, storm
+
+from commdsl import compiler
+from commdsl.build import host_run
+from commdsl.build.emit import emit
+from commdsl.build.host_ranks import DataRaceError, RowsError, Running
+from commdsl.build.host_rows import Call, checking, run_calls
+from commdsl.checks import check_plan, check_routed
+from commdsl.ep import simulate
+from commdsl.ir.schedules import Schedule
+from commdsl.language.diagnostics import InternalError
+from commdsl.machine.dtypes import FLOAT32, INT32
+from commdsl.program.phases import PushByKey
+from commdsl.program.plan import Plan
+from commdsl.program.timeouts import CommTimeout
+from commdsl.program.verify import verify
+
+RUN_ONE_IN = 8
+SEEN_ONE_IN = 2
+Tally = Callable[[str, Counter[str]], None]
+
+
+@dataclass(frozen=True)
+class Right:
+    """A Plan that is right, the mutants of it, and what there is to compare."""
+
+    plan: Plan
+    schedule: Schedule | None
+    mutants: Iterator[tuple[str, Plan]]
+    without_waits: Iterator[tuple[str, Plan]]
+    is_right: Callable[[Plan], bool]  # whether its kernel leaves what it must
+    watch: Callable[[Plan, int], None]  # calls that share memory, under ThreadSanitizer
+
+    def verdict(self, plan: Plan) -> str:
+        """The code that refuses a Plan, or nothing."""
+        try:
+            verify(plan)
+        except InternalError:
+            return "illegal"
+        found = check_routed(plan) if self.schedule is None else check_plan(self.schedule, plan)
+        return next((one.code for one in found), "")
+
+
+# --- chunks -----------------------------------------------------------------------------------------------------------
+
+
+def _inputs(plan: Plan, elements: int, seed: int, dtype: type) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [(100 * random.normal(size=elements)).astype(dtype) for _ in range(plan.num_ranks)]
+
+
+def _chunks(schedule: Schedule, plan: Plan) -> list[bytes]:
+    """To the bit: an `avg` of numbers that are rounded, twice, apart and in place."""
+    buffer, op = given(schedule), "avg" if plan.moves.has_reduction else "sum"
+    calls = [{buffer.name: _inputs(plan, buffer.blocks * 240, seed, np.float32)} for seed in range(2)]
+    found = []
+    for in_place in sorted({False, bool(plan.moves.alias_safe)}):
+        options = host_run.Options(in_place=in_place, max_delay=0.001)
+        for ran in host_run.run_calls(plan, emit(plan), calls, FLOAT32, op, options):
+            found.append([array.tobytes() for arrays in (*ran.outputs.values(), ran.yields) for array in arrays])
+    return [one for call in found[-2:] for one in call] if found[:2] == found[-2:] else []
+
+
+def _watch_chunks(schedule: Schedule, plan: Plan, seed: int) -> None:
+    buffer = given(schedule)
+    calls = [{buffer.name: _inputs(plan, buffer.blocks * 3000, seed, np.int32)}] * 3
+    host_run.run_calls(plan, emit(plan), calls, INT32, "sum", host_run.Options(sanitize=True, timeout=5))
+
+
+def chunks(name: str, ranks: int, way: str) -> Right:
+    """A schedule of chunks, with so small tiles that a few hundred bytes take rounds."""
+    tune = {"protocol": way, "lanes": 2, "threads": 32, "tile": 256}
+    checked = compiler.check(SCHEDULES / f"{name}.comm", ranks=ranks, tune=tune)
+    schedule, plan = checked.schedule, checked.plan
+    return Right(
+        plan,
+        schedule,
+        flag_mutants.mutants(plan, Random(f"{name} {ranks} {way}"), times=3),
+        flag_mutants.without_waits(plan),
+        lambda mutant: _chunks(schedule, mutant) == _chunks(schedule, plan),
+        lambda mutant, seed: _watch_chunks(schedule, mutant, seed),
+    )
+
+
+# --- rows by table ----------------------------------------------------------------------------------------------------
+
+
+def _of(plan: Plan, calls: Iterable[Call]) -> list[Call]:
+    """Calls with as many tensors and lanes as the Plan has, and a put that it allows."""
+    tensors, most = len(plan.push.given), plan.comm.lanes
+    return [
+        replace(
+            call,
+            flows=call.flows[:tensors],
+            inputs=None if call.inputs is None else call.inputs[:tensors],
+            packed=plan.push.packed or call.packed,
+            lanes=tuple(min(lanes, most) for lanes in call.lanes),
+        )
+        for call in calls
+    ]
+
+
+def _rows(plan: Plan) -> bool:
+    calls = _of(plan, storm(plan.num_ranks, "float32", 3))
+    ran = run_calls(checking(plan, "float32"), calls, Running(max_delay=0.001))
+    return same(ran, chained(calls, "float32"))
+
+
+def _watch_rows(plan: Plan, seed: int) -> None:
+    calls = _of(plan, [replace(call, packed=True) for call in reused(plan.num_ranks, seed)])
+    run_calls(checking(plan, "float32", sanitize=True), calls, Running(timeout=0.5, max_delay=0.002, seed=seed))
+
+
+def rows(name: str, ranks: int, way: str) -> Right:
+    """A dispatch, which sends what its table says."""
+    tune = {"put": way, "sms": 3, "threads": 32, "tile": 256}
+    plan = compiler.check(SCHEDULES / "dispatch" / f"{name}.comm", name, ranks, tune=tune).plan
+    assert len(plan.push.given) in (1, len(WIDTHS))
+    mutants = phase_mutants.mutants(plan, Random(f"{name} {ranks} {way}"), pairs=200)
+    return Right(plan, None, mutants, phase_mutants.without_waits(plan), _rows, _watch_rows)
+
+
+# --- rows by key ------------------------------------------------------------------------------------------------------
+
+
+def _rank_of(plan: Plan) -> tuple[int, ...]:
+    """Which key is whose: what the Plan itself says, as other positions are another routing, and none the worse."""
+    share = len(plan.key_positions) // plan.num_ranks
+    return tuple(position // share for position in plan.key_positions)
+
+
+def _keys(plan: Plan) -> bool:
+    rank_of = _rank_of(plan)
+    calls = list(islice(keyed.storm(plan.num_ranks, len(rank_of), 3), len(keyed.KINDS)))
+    calls = [replace(call, lanes=tuple(min(one, plan.comm.lanes) for one in call.lanes)) for call in calls]
+    wanted = [simulate.dispatch(call.keys, call.tensors, rank_of) for call in calls]
+    if any(isinstance(phase, PushByKey) for phase in plan.phases):
+        found = keyed.there(host_keys.kernel(plan), calls)
+        return all(keyed.same(*pair) for pair in zip(found, wanted, strict=True))
+    dice = np.random.default_rng(4)
+    returns = [keyed.returning(call, received, dice) for call, received in zip(calls, wanted, strict=True)]
+    sums = keyed.back(host_keys.kernel(plan, "float32"), returns)
+    return all(
+        keyed.equal(one, other)
+        for call, ran in zip(returns, sums, strict=True)
+        for one, other in zip(ran, keyed.summed(call, len(rank_of)), strict=True)
+    )
+
+
+def _watch_keys(plan: Plan, seed: int) -> None:
+    is_back = not any(isinstance(phase, PushByKey) for phase in plan.phases)
+    made = host_keys.kernel(plan, "float32" if is_back else "", sanitize=True, checks=False)
+    keyed.forced(made, Running(timeout=0.5, max_delay=0.002, seed=seed))
+
+
+def keys(_name: str, ranks: int, way: str) -> Right:
+    """A dispatch by keys, there or back."""
+    declared = host_keys.declared(ranks, 2 * ranks)
+    plan = declared.plan if way == "there" else declared.back
+    mutants = phase_mutants.mutants(plan, Random(f"keys {ranks} {way}"), pairs=400)
+    return Right(plan, None, mutants, phase_mutants.without_waits(plan), _keys, _watch_keys)
+
+
+# --- kinds ------------------------------------------------------------------------------------------------------------
+
+
+STATIC = (
+    "collectives/allreduce_ring",
+    "collectives/allreduce_oneshot",
+    "collectives/alltoall_direct",
+    "collectives/allgather_ring",
+    "collectives/reduce_tree",
+    "attention/rotation_ring",
+)
+
+KINDS: tuple[
+    tuple[Callable[[str, int, str], Right], tuple[str, ...], tuple[str, ...], tuple[tuple[str, int], ...]], ...
+]
+KINDS = (
+    (chunks, STATIC, ("bulk", "packet", "line"), (("bulk", 2), ("bulk", 3), ("bulk", 4))),
+    (rows, ("qkv", "rows"), ("rows", "packed"), (("rows", 2), ("rows", 3), ("packed", 3))),
+    (keys, ("experts",), ("there", "back"), (("there", 2), ("back", 2))),
+)
+"""What makes a Plan, of which files, in which ways, each on 2 to 5 ranks; and in which ways and on how many ranks its
+waits are left out to be seen.
+"""
+
+CASES = [
+    (make, name, way, ranks)
+    for make, names, ways, _ in KINDS
+    for name in names
+    for way in ways
+    for ranks in (2, 3, 4, 5)
+]
+NAMES = [f"{make.__name__}-{name.split('/')[-1]}-{way}-{ranks}" for make, name, way, ranks in CASES]
+
+
+def is_chosen(key: bytes, one_in: int) -> bool:
+    """One of so many, the same everywhere."""
+    return int.from_bytes(hashlib.sha256(key).digest()[:4], "little") % one_in == 0
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("make", "name", "way", "ranks"), CASES, ids=NAMES)
+def test_mutants(make: Callable[[str, int, str], Right], name: str, way: str, ranks: int, tally: Tally) -> None:
+    """Every mutant is refused, or proved and right."""
+    right = make(name, ranks, way)
+    assert right.verdict(right.plan) == ""
+    counts: Counter[str] = Counter()
+    texts = {emit(right.plan).text: "the right one"}
+    for what, mutant in right.mutants:
+        code = right.verdict(mutant)
+        counts[code or "proved"] += 1
+        if code:
+            continue
+        text = emit(mutant).text
+        if text in texts:
+            counts["proved, and of a text that was there before"] += 1
+            continue
+        texts[text] = what
+        if is_chosen(text.encode(), RUN_ONE_IN):
+            counts["proved, run and right"] += 1
+            print(f"proved: {what}")
+            assert right.is_right(mutant), f"slipped through: {what}"
+    tally(f"mutants of Plans of {make.__name__}", counts)
+    assert counts["proved"] < counts.total() / 2
+
+
+WAITING = [(make, name, way, ranks) for make, names, _, watched in KINDS for name in names for way, ranks in watched]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("make", "name", "way", "ranks"),
+    WAITING,
+    ids=[f"{name.split('/')[-1]}-{way}-{ranks}" for _, name, way, ranks in WAITING],
+)
+def test_a_missing_wait_is_seen(
+    make: Callable[[str, int, str], Right], name: str, way: str, ranks: int, tally: Tally
+) -> None:
+    """A Plan without one of its waits is refused, and where it runs all the same every run races, or ends in vain."""
+    right = make(name, ranks, way)
+    count = 0
+    for what, mutant in right.without_waits:
+        assert right.verdict(mutant), what
+        if right.schedule is None or not count or is_chosen(f"{name} {ranks} {what}".encode(), SEEN_ONE_IN):
+            count += 1
+            print(what)
+            with pytest.raises((DataRaceError, CommTimeout, RowsError)):
+                right.watch(mutant, count)
+    tally("Plans without a wait", Counter(seen=count))
+    assert count
