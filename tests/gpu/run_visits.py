@@ -1,0 +1,313 @@
+"""Visits between launches on real GPUs, every visit checked. One process per GPU:
+
+    torchrun --nproc-per-node 2 tests/gpu/run_visits.py [--calls 40 --time-budget 70 --seed 1]
+
+Rings, direct and Hamilton rotations and a ring that carries what its visits write; by SMs (`bulk`), by few of them, by
+the copy engine; random sizes (0 B to 16 MB, odd ones too) and dtypes; eagerly, on a stream of one's own, and captured
+once and replayed with inputs that change. Each rank is held up at random, on the GPU inside and outside of visits and
+on the host. What each visit is handed is compared on the GPU with what the other ranks' seeds say, bit for bit; nothing
+but the calls under test communicates. On CPU tensors (`--cpu`, with `torchrun --nproc-per-node 3`) the eager part runs.
+The table comes last in any case. Exit code 1: something wrong, an exception, or fewer calls than asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ.setdefault("COMMDSL_TIMEOUT", "15")
+os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "6G")  # every op keeps its workspaces
+
+import torch
+import torch.distributed as dist
+
+import commdsl
+from benchmarks.report import grid
+
+DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.int64)
+SIZES = (0, 2, 1000, 65_537, 1 << 20, 4 << 20)  # elements
+TUNES: dict[str, dict[str, Any] | None] = {"bulk": None, "8 SMs": {"sms": 8}, "engine": {"protocol": "engine"}}
+NAMES = ("rotation_ring", "rotation_direct", "rotation_hamilton", "rotation_carry")
+REPLAYS = 3
+GRACE = 15.0
+CYCLES_PER_MICROSECOND = 1500
+
+
+@dataclass
+class Row:
+    """One op, and what came of its calls."""
+
+    calls: int = 0
+    visits: int = 0
+    captured: int = 0
+    wrong: int = 0
+    problem: str = ""
+
+
+@dataclass
+class Run:
+    """This rank's part, and the decisions that all ranks make alike."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    dice: random.Random  # the same on all ranks
+    delays: random.Random  # of this rank
+    deadline: float
+    control: Any
+    rows: dict[tuple[str, str], Row] = field(default_factory=dict)
+    wrong: Any = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def delay(self) -> None:
+        """On the GPU; now and then on the host as well."""
+        if self.on_gpu:
+            torch.cuda._sleep(CYCLES_PER_MICROSECOND * self.delays.choice((0, 0, 0, 5, 50, 400)))
+        if self.delays.random() < 0.05 and not (self.on_gpu and torch.cuda.is_current_stream_capturing()):
+            time.sleep(0.002 * self.delays.random())
+
+    def everyone(self, value: object) -> list[Any]:
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
+
+def block(run: Run, rank: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """What a rank brings: whole numbers that every rank can make, exact in every dtype when 64 of them are added up."""
+    index = torch.arange(numel, device=run.device, dtype=torch.int64)
+    return ((index * 7 + seed * 13 + rank * 5) % 16 - 8).to(dtype)
+
+
+def differs(run: Run, got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """1 where a bit differs; nothing waits for it."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return torch.ones((), dtype=torch.int64, device=run.device)
+    if not got.numel():
+        return torch.zeros((), dtype=torch.int64, device=run.device)
+    return (got.view(torch.uint8) != want.view(torch.uint8)).any().to(torch.int64)
+
+
+@dataclass
+class Subject:
+    """An op, and calls of it on one size: `kv` may change between calls, and with it what is wanted."""
+
+    run: Run
+    name: str
+    op: Any
+    row: Row
+    kv: torch.Tensor
+    others: list[torch.Tensor]  # every rank's, in its order; changed beside `kv`
+    seen: list[torch.Tensor] = field(default_factory=list)
+
+    def look(self, number: int, kv: torch.Tensor, *acc: torch.Tensor) -> Any:
+        self.run.delay()
+        self.row.visits += 1
+        if self.name in ("rotation_ring", "rotation_carry"):
+            self.run.wrong += differs(self.run, kv, self.others[(self.run.rank - number) % self.run.ranks])
+        else:
+            self.seen.append(kv.clone())
+        self.run.delay()
+        return [one + kv for one in acc]
+
+    def call(self) -> None:
+        self.seen = []
+        zero = [torch.zeros_like(self.kv)] if self.name == "rotation_carry" else []
+        made = self.op.visit(self.kv, *zero, self.look)
+        if zero:
+            self.run.wrong += differs(self.run, made[1], (self.kv * self.run.ranks).to(self.kv.dtype))
+        elif self.seen:
+            got = torch.stack(self.seen).sort(dim=0).values
+            self.run.wrong += differs(self.run, got, torch.stack(self.others).sort(dim=0).values)
+
+    def refill(self, seed: int) -> None:
+        """Other inputs in the same memory."""
+        for rank, one in enumerate(self.others):
+            one.copy_(block(self.run, rank, one.numel(), one.dtype, seed))
+        self.kv.copy_(self.others[self.run.rank])
+
+
+def subject(run: Run, name: str, op: Any, row: Row, seed: int) -> Subject:
+    numel, dtype = run.dice.choice(SIZES), run.dice.choice(DTYPES)
+    others = [block(run, rank, numel, dtype, seed) for rank in range(run.ranks)]
+    return Subject(run, name, op, row, others[run.rank].clone(), others)
+
+
+def one_call(run: Run, name: str, op: Any, row: Row, seed: int) -> None:
+    """Eagerly, on a stream of one's own, or captured and replayed."""
+    how = run.dice.choice(("eager", "stream", "graph")) if run.on_gpu else "eager"
+    made = subject(run, name, op, row, seed)
+    row.calls += 1
+    if how != "graph":
+        stream = torch.cuda.Stream() if how == "stream" else None
+        if stream is None:
+            made.call()
+        else:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                made.call()
+            torch.cuda.current_stream().wait_stream(stream)
+        run.synchronize()
+        return
+    made.call()  # sets up before the capture
+    run.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="thread_local")
+        made.call()
+        graph.capture_end()
+    run.synchronize()
+    for turn in range(REPLAYS):
+        made.refill(seed + 1 + turn)
+        run.delay()
+        graph.replay()
+        row.captured += 1
+    run.synchronize()
+    graph.reset()
+
+
+def calls(run: Run, name: str, tune: str, count: int) -> None:
+    """All calls of one op; what goes wrong on any rank ends it on all."""
+    row = run.rows.setdefault((name, tune), Row())
+    op = commdsl.load(name, tune=TUNES[tune], ranks=run.ranks)
+    for number in range(count):
+        if any(run.everyone(time.monotonic() > run.deadline)):
+            row.problem = row.problem or "no time left"
+            return
+        problem, before = "", int(run.wrong.item())
+        try:
+            one_call(run, name, op, row, seed=number * 31 + len(run.rows))
+            op.synchronize()
+        except Exception:
+            problem = traceback.format_exc(limit=-4)
+        row.wrong += int(run.wrong.item()) - before
+        found = [text for text in run.everyone(problem) if text]
+        if found:
+            row.problem = found[0].strip().splitlines()[-1]
+            if run.rank == 0:
+                print(found[0], flush=True)
+            commdsl.reset()
+            return
+    op.release()
+
+
+def raising(run: Run) -> str:
+    """A function that raises on one rank: the others get theirs, and the next call is right."""
+    op = commdsl.load("rotation_ring", ranks=run.ranks)
+    mine = torch.full((4096,), float(run.rank), device=run.device)
+    seen: list[torch.Tensor] = []
+
+    def fails(number: int, kv: torch.Tensor) -> None:
+        seen.append(kv.clone())
+        if run.rank == 0 and number == 0:
+            raise KeyError("mine")
+
+    try:
+        op.visit(mine, fails)
+        raised = False
+    except KeyError:
+        raised = True
+    run.synchronize()
+    whole = run.rank == 0 or [int(one[0]) for one in seen] == [(run.rank - n) % run.ranks for n in range(run.ranks)]
+    seen.clear()
+    op.visit(mine, lambda number, kv: seen.append(kv.clone()))
+    again = [int(one[0]) for one in seen] == [(run.rank - n) % run.ranks for n in range(run.ranks)]
+    return "" if raised == (run.rank == 0) and whole and again else f"raised {raised}, whole {whole}, again {again}"
+
+
+def table(run: Run) -> str:
+    lines = []
+    for (name, tune), row in run.rows.items():
+        numbers = (row.calls, row.captured, row.visits, row.wrong)
+        lines.append([name, tune, *map(str, numbers), row.problem or "ok"])
+    return grid(["schedule", "by", "calls", "replays", "visits", "wrong", ""], lines)
+
+
+def set_up(options: argparse.Namespace) -> Run:
+    device = torch.device("cpu")
+    if not options.cpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    run = Run(
+        rank=dist.get_rank(),
+        ranks=ranks,
+        device=device,
+        dice=random.Random(options.seed),
+        delays=random.Random(f"{options.seed} {dist.get_rank()}"),
+        deadline=options.deadline,
+        control=dist.new_group(backend="gloo"),
+    )
+    run.wrong = torch.zeros((), dtype=torch.int64, device=device)
+    return run
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=10, help="of each schedule in each way")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--time-budget", type=float, default=70.0, help="seconds")
+    parser.add_argument("--cpu", action="store_true")
+    options = parser.parse_args(arguments)
+    options.deadline = time.monotonic() + options.time_budget
+    return options
+
+
+def main() -> None:
+    options = options_of(sys.argv[1:])
+    runs: list[Run] = []
+
+    def end(code: int, why: str) -> None:
+        if runs and runs[0].rank == 0:
+            print(f"\n{why}\n{table(runs[0])}", flush=True)
+        elif code:
+            time.sleep(4)  # torchrun ends all when one has failed: rank 0 prints first
+        sys.stdout.flush()
+        os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
+
+    def give_up() -> None:
+        faulthandler.dump_traceback()
+        end(1, "hung")
+
+    timer = threading.Timer(options.time_budget + GRACE, give_up)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(options.time_budget + 2 * GRACE, exit=True)
+    try:
+        run = set_up(options)
+        runs.append(run)
+        names = [name for name in NAMES if name != "rotation_hamilton" or run.ranks not in (4, 6)]
+        for tune in TUNES:
+            for name in names:
+                calls(run, name, tune, options.calls)
+        problem = raising(run)
+        run.rows["a function that raises", ""] = Row(calls=1, problem=problem)
+    except Exception:
+        traceback.print_exc()
+        end(1, "an exception ended the run")
+    bad = [row for row in run.rows.values() if row.wrong or row.problem]
+    failed = any(run.everyone(bool(bad)))
+    where = torch.cuda.get_device_name() if run.on_gpu else "processors"
+    end(int(failed), f"{'WRONG' if failed else 'right'} on {run.ranks} x {where}, seed {options.seed}")
+
+
+if __name__ == "__main__":
+    main()
