@@ -50,8 +50,7 @@ def calls(plan: Plan) -> Iterator[Call]:
     for number, phase in enumerate(plan.comm.phases):
         assert isinstance(phase, Routed)
         yield Call(f"{number}: {described(phase)}", _call(phase, number))
-    if not plan.key_positions:
-        yield Call("what only a kernel that checks does", "commdsl::end(here, peers);")
+    yield Call("what is reported when all is done", "commdsl::end(here, peers);")
 
 
 def known(plan: Plan) -> str:

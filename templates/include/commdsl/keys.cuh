@@ -62,6 +62,8 @@ struct Keyed {
   u32 end[Plan::kKeys];       // where this rank's segment ends
   u32 arrives[Plan::kKeys];   // of the rank's own keys: by key, then source rank
   u32 place[kChunk], position[kChunk];
+  u64 comes[Plan::kNumRanks];  // rows, to every rank
+  u64 bad;                     // an entry whose key there is not, counted from 1
 
   COMMDSL_FN u64 told(const Call<Plan>& here, i32 word) const {
     const auto& args = here.args;
@@ -133,10 +135,7 @@ COMMDSL_FN void count_one(const Call<Plan>& here, Keyed<Plan>& keyed, u64 entry,
     add_shared(&keyed.own[position], equals.count);
     if (earlier) add_shared(&keyed.next[position], equals.count);
   }
-  if (position == kNowhere && key != Plan::kKeys && here.lane == 0) {
-    const u64 row = entry / here.args.keys_a_row, which = entry % here.args.keys_a_row;
-    give_up(here, kBadKey, static_cast<i32>(row), static_cast<i32>(which), Plan::kKeys, static_cast<u32>(key));
-  }
+  if (position == kNowhere && key != Plan::kKeys) keyed.bad = entry + 1;
 }
 
 // How many entries of the rank there are by key, and how many of them before the lane's own stretch.
@@ -145,6 +144,7 @@ COMMDSL_FN void count(const Call<Plan>& here, Keyed<Plan>& keyed) {
   for (u32 at = thread(); at < static_cast<u32>(Plan::kKeys); at += num_threads()) {
     keyed.own[at] = keyed.next[at] = keyed.total[at] = 0;
   }
+  if (thread() == 0) keyed.bad = 0;
   block_barrier();
   const u64 entries = num_entries(here), own = begin_of(here, entries, here.lane), step = u64{num_warps()} * kWarp;
   for (u64 from = u64{warp()} * kWarp; from < entries; from += kKeysAhead * step) {
@@ -184,8 +184,7 @@ COMMDSL_FN const u32* sums(Keyed<Plan>& keyed) {
   return from;
 }
 
-// From counts to places. The first lane reports a rank that has no room for what comes, on all ranks alike, and writes down what
-// comes to its own.
+// From counts to places. The first lane writes down what comes to its own rank.
 template <class Plan>
 COMMDSL_FN void place(const Call<Plan>& here, Keyed<Plan>& keyed) {
   const u32* up_to = sums(keyed);
@@ -194,14 +193,13 @@ COMMDSL_FN void place(const Call<Plan>& here, Keyed<Plan>& keyed) {
     keyed.next[at] += before;
     keyed.end[at] += before;
   }
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
+    keyed.comes[at] = up_to[(at + 1) * kKeysARank<Plan> - 1];
+  }
   if (here.lane == 0) {
     i32* counts = reinterpret_cast<i32*>(here.args.counts);
     for (u32 at = thread(); at < static_cast<u32>(Plan::kKeys); at += num_threads()) {
       counts[at] = static_cast<i32>(keyed.arrives[at]);
-    }
-    for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
-      const u64 rows = up_to[(at + 1) * kKeysARank<Plan> - 1];
-      if (rows > keyed.room[at]) give_up(here, kNoRoom, 0, static_cast<i32>(at), keyed.room[at], rows);
     }
   }
   block_barrier();
@@ -247,7 +245,7 @@ template <class Plan>
 COMMDSL_FN void move(const Call<Plan>& here, Keyed<Plan>& keyed, u64 entry, u32 position, u32 place) {
   const auto& args = here.args;
   const i32 to = static_cast<i32>(position / kKeysARank<Plan>);
-  if (place >= keyed.room[to]) return;  // reported already
+  if (place >= keyed.room[to]) return;  // reported when all is done
   if constexpr (Plan::kChecks) {
     if (place >= keyed.end[position]) {
       give_up(here, kBadCount, 0, to, keyed.end[position], place);
@@ -284,6 +282,20 @@ COMMDSL_FN void push_by_key(const Call<Plan>& here, Keyed<Plan>& keyed) {
   }
 }
 
+// When all is done: a key that there is not, and on all ranks alike a rank that has no room for what comes. A report ends the waits
+// of its rank, so before that a peer would wait in vain for a lane that another one's report has ended.
+template <class Plan>
+COMMDSL_FN void end(const Call<Plan>& here, Keyed<Plan>& keyed) {
+  if (here.lane != 0 || thread() != 0) return;
+  if (keyed.bad > 0) {
+    const u64 entry = keyed.bad - 1, row = entry / here.args.keys_a_row, which = entry % here.args.keys_a_row;
+    give_up(here, kBadKey, static_cast<i32>(row), static_cast<i32>(which), Plan::kKeys, static_cast<u32>(key_of(here, entry)));
+  }
+  for (i32 to = 0; to < Plan::kNumRanks; ++to) {
+    if (keyed.comes[to] > keyed.room[to]) give_up(here, kNoRoom, 0, to, keyed.room[to], keyed.comes[to]);
+  }
+}
+
 // --- back ----------------------------------------------------------------------------------------------------------------
 
 // What a lane knows on the way back. Shared by its threads.
@@ -292,6 +304,7 @@ struct Returning {
   i32 lanes[Plan::kNumRanks];
   u64 sent[Plan::kNumRanks];  // rows, by this lane
   u64 total;                  // rows that the rank has received
+  u64 bad;                    // one of them that came from nowhere, counted from 1
 
   COMMDSL_FN u64 told(const Call<Plan>& here, i32) const { return static_cast<u64>(here.args.active_lanes); }
   COMMDSL_FN void learn(const Call<Plan>&, i32 peer, i32, u64 value) { lanes[peer] = static_cast<i32>(value); }
@@ -309,7 +322,7 @@ template <class Plan>
 COMMDSL_FN void prepare(const Call<Plan>& here, Returning<Plan>& known) {
   for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) known.sent[at] = 0;
   if (thread() == 0) {
-    known.total = 0;
+    known.total = known.bad = 0;
     known.lanes[here.args.rank] = here.args.active_lanes;
   }
   block_barrier();
@@ -330,7 +343,7 @@ COMMDSL_FN void push_back(const Call<Plan>& here, Returning<Plan>& known) {
     const u64 origin = reinterpret_cast<const u64*>(args.origins)[at];
     const u64 source = origin >> 32, entry = origin & 0xffffffffu;
     if (source >= static_cast<u64>(Plan::kNumRanks) || entry >= args.waiting_rows) {
-      give_up(here, kBadOrigin, static_cast<i32>(at), static_cast<i32>(source), args.waiting_rows, entry);
+      known.bad = at + 1;
       continue;
     }
     if constexpr (Plan::kChecks) {
@@ -345,6 +358,14 @@ COMMDSL_FN void push_back(const Call<Plan>& here, Returning<Plan>& known) {
     }
     copy_run(reinterpret_cast<char*>(args.heap[source] + args.waiting + entry * width), row, width);
   }
+}
+
+// When all is done, as there: a row that came from nowhere.
+template <class Plan>
+COMMDSL_FN void end(const Call<Plan>& here, Returning<Plan>& known) {
+  if (thread() != 0 || known.bad == 0) return;
+  const u64 at = known.bad - 1, origin = reinterpret_cast<const u64*>(here.args.origins)[at];
+  give_up(here, kBadOrigin, static_cast<i32>(at), static_cast<i32>(origin >> 32), here.args.waiting_rows, origin & 0xffffffffu);
 }
 
 // Rows that came back, times their weights, added up in the order of their keys, rounded once.
