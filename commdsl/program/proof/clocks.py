@@ -228,16 +228,17 @@ def _actor_clocks(
     teller = np.full_like(known, NONE)
     active = np.arange(len(events.wait_op)) != dropped
     owner = events.actor[events.wait_op]
-    base = events.row[events.wait_op]
-    since = base - 1 if events.since is None else events.since
+    base, per_round = begin[owner] + events.row[events.wait_op], events.rows_per_round[owner]
     peer_row = events.row[events.begin[events.wait_peer] + events.wait_signal]
+    peer_base = begin[events.wait_peer]
     batches = list(_batches(events, order))
     for number in range(rounds):
         for opening, waits in batches:
-            by = owner[waits]
-            row = begin[by] + events.rows_of(base[waits], by, number)
+            row = base[waits] + number * per_round[waits]
             if opening:
-                before = begin[by] + events.rows_of(since[waits], by, number)
+                before = row - 1
+                if events.since is not None:
+                    before = begin[owner[waits]] + events.rows_of(events.since[waits], owner[waits], number)
                 known[row], otherwise[row], teller[row] = known[before], otherwise[before], teller[before]
             when = number - events.wait_rounds_back[waits]
             acts = active[waits] & (when >= 0)
@@ -245,7 +246,7 @@ def _actor_clocks(
                 continue
             waits, row, when = waits[acts], row[acts], when[acts]
             peer = events.wait_peer[waits]
-            told = known[begin[peer] + events.rows_of(peer_row[waits], peer, when)]
+            told = known[peer_base[waits] + events.rows_of(peer_row[waits], peer, when)]
             if events.tells_own is not None:
                 told[events.tells_own[peer]] = 0
             inside = np.flatnonzero((peer >= first) & (peer < first + width))

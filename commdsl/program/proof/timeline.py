@@ -58,7 +58,7 @@ class Timeline:
 
         A row of 0 or less is of a round before; before the first round nothing is known.
         """
-        found = rows + np.asarray(rounds, np.int64) * self.rows_per_round[actors]
+        found: NDArray[np.int64] = rows + rounds * self.rows_per_round[actors].astype(np.int64)
         return found if self.since is None else np.maximum(found, 0)
 
 
@@ -94,7 +94,8 @@ def _alike(events: Timeline, role: int) -> Pattern | None:
     """The Pattern of one role."""
     num_ranks, first = events.num_ranks, role * events.num_ranks
     begin = events.begin[first : first + num_ranks + 1]
-    waits = slice(*np.searchsorted(events.wait_op, begin[[0, -1]]).tolist())
+    every = (0, len(events.wait_op))
+    waits = slice(*(every if events.num_roles == 1 else np.searchsorted(events.wait_op, begin[[0, -1]]).tolist()))
     ops = events.wait_op[waits]
     lengths, counts = np.diff(begin), np.bincount(events.actor[ops] - np.int32(first), minlength=num_ranks)
     if (lengths != lengths[0]).any() or (counts != counts[0]).any():
