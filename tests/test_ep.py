@@ -185,14 +185,15 @@ def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- reported ---------------------------------------------------------------------------------------------------------
 
 
-def test_no_room() -> None:
+@pytest.mark.parametrize("check", [False, True])
+def test_no_room(check: bool) -> None:
     """More rows than there is room for are an error on every rank."""
     case = Case.drawn(2, 0, torch.float32)
     total = sum(keys.size for keys in case.keys)
     tight = replace(LIMITS, received=total - 1)
 
     def work(rank: int, group: str) -> None:
-        experts = ep.Experts(tight, group, "cpu", params={"E": KEYS})
+        experts = ep.Experts(tight, group, "cpu", check=check, params={"E": KEYS})
         experts.dispatch((case.x[rank], case.scale[rank]), torch.from_numpy(case.keys[rank]))
         experts.synchronize()
 

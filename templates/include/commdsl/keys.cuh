@@ -245,14 +245,14 @@ template <class Plan>
 COMMDSL_FN void move(const Call<Plan>& here, Keyed<Plan>& keyed, u64 entry, u32 position, u32 place) {
   const auto& args = here.args;
   const i32 to = static_cast<i32>(position / kKeysARank<Plan>);
-  if (place >= keyed.room[to]) return;  // reported when all is done
   if constexpr (Plan::kChecks) {
     if (place >= keyed.end[position]) {
       give_up(here, kBadCount, 0, to, keyed.end[position], place);
       return;
     }
-    if (thread_of_warp() == 0) add_shared(&keyed.sent[to], u64{1});
+    if (thread_of_warp() == 0) add_shared(&keyed.sent[to], u64{1});  // also where there is no room: that has a report of its own
   }
+  if (place >= keyed.room[to]) return;  // reported when all is done
   if constexpr (kHasFar) {
     if (!is_near(args, to)) return put_entry(here, keyed, entry, to, place);
   }
