@@ -14,7 +14,7 @@ from itertools import combinations, product
 import numpy as np
 from plans import changed
 
-from commdsl.program.memory import Access
+from commdsl.program.memory import Rights
 from commdsl.program.moves import CELL
 from commdsl.program.plan import Plan
 
@@ -134,7 +134,7 @@ def _undefined(plan: Plan, rounds: int, past: dict) -> set[str]:
                 writers.setdefault((location, number), []).append((number, op))
     for number, op in past:
         for location, writes in _touched(plan, op):
-            written = location[0] == CELL or plan.moves.tensors[location[0]].access is Access.WRITE
+            written = location[0] == CELL or plan.moves.tensors[location[0]].access is Rights.WRITE
             before = [event for event in writers.get((location, number), []) if event in past[number, op]]
             if written and not writes and not before:
                 return {"C207"}

@@ -15,7 +15,7 @@ from plans import changed
 
 from commdsl import compiler
 from commdsl.ir.schedules import Schedule
-from commdsl.program.memory import Access
+from commdsl.program.memory import Rights
 from commdsl.program.moves import CELL
 from commdsl.program.plan import Plan
 
@@ -102,10 +102,10 @@ def unwritten(plan: Plan) -> Plan:
 def late_read(plan: Plan) -> Plan:
     """Rank 0 returns in the second chunk what came in as the first, which it has overwritten by then."""
     access = [tensor.access for tensor in plan.moves.tensors]
-    copies_out = np.flatnonzero(plan.moves.ops.dest_space == access.index(Access.WRITE))
+    copies_out = np.flatnonzero(plan.moves.ops.dest_space == access.index(Rights.WRITE))
     second = plan.moves.ops.source_begin[copies_out[1]]
     space, index = plan.moves.ops.source_space.copy(), plan.moves.ops.source_index.copy()
-    space[second], index[second] = access.index(Access.READ), 0
+    space[second], index[second] = access.index(Rights.READ), 0
     return with_tables(plan, source_space=space, source_index=index)
 
 

@@ -14,7 +14,7 @@ from brute_force import without_wait
 from plan_mutants import CHANGES
 from plans import changed
 
-from commdsl.program.memory import Access
+from commdsl.program.memory import Rights
 from commdsl.program.moves import Moves, Ops, Protocol, Reason
 from commdsl.program.plan import Plan
 
@@ -181,7 +181,7 @@ def _tensor(random: Random, plan: Plan) -> Plan:
     tensors = list(plan.moves.tensors)
     at = random.randrange(len(tensors))
     one = tensors[at]
-    other = Access.WRITE if one.access is Access.READ else Access.READ
+    other = Rights.WRITE if one.access is Rights.READ else Rights.READ
     kinds = {
         "blocks": replace(one, blocks=one.blocks + random.choice((-1, 1))),
         "cut": replace(one, cut=one.cut + random.choice((-1, 1))),

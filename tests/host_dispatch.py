@@ -15,23 +15,23 @@ import numpy as np
 from commdsl import compiler
 from commdsl.build.arena import Bytes
 from commdsl.build.host_ranks import Kernel
-from commdsl.build.host_rows import Call, Results, checking
+from commdsl.build.host_rows import Results, RowsCall, checking
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
-from commdsl.program.tiles import Flow, Table
+from commdsl.program.tiles import RowTable, Shipment
 
 TENSORS = ("q", "k", "v")
 
 
 @dataclass(frozen=True, eq=False)
-class Damaged(Call):
+class Damaged(RowsCall):
     """A call in which one word of a rank's table is not what was made."""
 
     rank: int = 0
     word: int = 0
     bits: int = 0
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[RowTable]:
         found = super().tables()
         found[self.rank].words[self.word] ^= np.uint32(self.bits)
         return found
@@ -40,7 +40,7 @@ class Damaged(Call):
 # --- the oracle -------------------------------------------------------------------------------------------------------
 
 
-def expected(flow: Flow, inputs: Sequence[Bytes], dtype: str) -> list[Bytes]:
+def expected(flow: Shipment, inputs: Sequence[Bytes], dtype: str) -> list[Bytes]:
     """By rank what one tensor must hold: rows where their routes lead; copies summed in order, in float32, rounded
     once; zeros where nothing leads.
     """
@@ -65,13 +65,13 @@ def _rows(first: int, count: int) -> slice:
     return slice(int(first), int(first + count))
 
 
-def _sent(flow: Flow, inputs: Sequence[Bytes], at: int) -> Bytes:
+def _sent(flow: Shipment, inputs: Sequence[Bytes], at: int) -> Bytes:
     routes = flow.routes
     found: Bytes = inputs[routes.source[at]][_rows(routes.source_row[at], routes.length[at])]
     return found
 
 
-def chained(calls: Sequence[Call], dtype: str) -> Results:
+def chained(calls: Sequence[RowsCall], dtype: str) -> Results:
     """By call, tensor and rank what must be there."""
     found: Results = []
     for call in calls:

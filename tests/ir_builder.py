@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from commdsl.ir.schedules import AnyStep, Buffer, Contract, CycleSet, Moves, RoleSet, Schedule, Step, Tuning, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Contract, CycleSet, RoleSet, Schedule, Statement, Step, Tuning, Yield
 from commdsl.language.kinds import BufferKind, LinkScope, MoveKind
 from commdsl.language.source import Source, Span
 from commdsl.machine.topology import Link, Topology
@@ -58,17 +58,17 @@ def move(
     line: int = 5,
     is_list: bool = False,
     valid: np.ndarray | None = None,
-) -> Moves:
+) -> Statement:
     """`source` and `dest` are (buffer, ranks, chunks); with `is_list` the source arrays are (n, k)."""
     actor = np.asarray(actor, dtype=np.int32)
     wide = np.broadcast_arrays(np.asarray(source[1]), np.asarray(source[2]), actor[:, None] if is_list else actor)
     ranks, chunks = (np.asarray(part, dtype=np.int32).reshape(len(actor), -1) for part in wide[:2])
     accumulate = kind is MoveKind.REDUCE and not is_list
     places = ints(dest[1], actor), ints(dest[2], actor)
-    return Moves(kind, accumulate, is_list, actor, source[0], ranks, chunks, valid, dest[0], *places, span(line))
+    return Statement(kind, accumulate, is_list, actor, source[0], ranks, chunks, valid, dest[0], *places, span(line))
 
 
-def step(*moves: Moves, **bindings: int) -> Step:
+def step(*moves: Statement, **bindings: int) -> Step:
     return Step(moves, tuple(bindings.items()), moves[0].span)
 
 

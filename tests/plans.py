@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from commdsl.language.source import Source, Span
-from commdsl.program.memory import Access, Tensor
+from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import CELL, Moves, OpKind, Ops, Origin, Protocol
 from commdsl.program.plan import Plan, Role
 
@@ -136,7 +136,7 @@ def begins(counts: list[int]) -> np.ndarray:
 
 
 def gathered(num_ranks: int) -> tuple[Tensor, ...]:
-    return Tensor("x", Access.READ, 1, 1), Tensor("y", Access.WRITE, num_ranks, 1)
+    return Tensor("x", Rights.READ, 1, 1), Tensor("y", Rights.WRITE, num_ranks, 1)
 
 
 def ring_allgather(num_ranks: int, rotation: int, credits: bool) -> tuple[Programs, tuple[Tensor, ...], int]:
@@ -204,7 +204,7 @@ def chain_broadcast(num_ranks: int, rotation: int, credits: bool) -> tuple[Progr
         waits += ((after, "credit", rotation),) if credits else ()
         put = Op(OpKind.COPY, (CELL, after, 0), (source,), waits=waits)
         programs.append([put, replace(home, sources=(), waits=(), signals=(*signals, (after, "data")), joined=1)])
-    return programs, (Tensor("x", Access.READ, 1, 1), Tensor("y", Access.WRITE, 1, 1)), 1
+    return programs, (Tensor("x", Rights.READ, 1, 1), Tensor("y", Rights.WRITE, 1, 1)), 1
 
 
 def direct_alltoall(num_ranks: int, rotation: int, credits: bool) -> tuple[Programs, tuple[Tensor, ...], int]:
@@ -223,7 +223,7 @@ def direct_alltoall(num_ranks: int, rotation: int, credits: bool) -> tuple[Progr
             cell = (CELL, rank, distance - 1)
             program.append(Op(OpKind.COPY, (1, rank, peer), (cell,), waits=((peer, "data", 0),), signals=signals))
         programs.append(program)
-    tensors = Tensor("x", Access.READ, num_ranks, 1), Tensor("y", Access.WRITE, num_ranks, 1)
+    tensors = Tensor("x", Rights.READ, num_ranks, 1), Tensor("y", Rights.WRITE, num_ranks, 1)
     return programs, tensors, num_ranks - 1
 
 
@@ -243,7 +243,7 @@ def pull_allreduce(num_ranks: int, rotation: int, credits: bool) -> tuple[Progra
             signals=tuple((peer, "read") for peer in peers) if credits else (),
         )
         programs.append([stage, combine])
-    return programs, (Tensor("x", Access.READ, 1, 1), Tensor("y", Access.WRITE, 1, 1)), 1
+    return programs, (Tensor("x", Rights.READ, 1, 1), Tensor("y", Rights.WRITE, 1, 1)), 1
 
 
 def with_flags_in_data(programs: Programs) -> Programs:
@@ -344,7 +344,7 @@ def big_ring_allreduce(num_ranks: int, rotation: int) -> Plan:
         **signals,
         origin=np.zeros(kind.size, np.int32),
     )
-    tensors = Tensor("x", Access.READ, 1, num_ranks), Tensor("x", Access.WRITE, 1, num_ranks)
+    tensors = Tensor("x", Rights.READ, 1, num_ranks), Tensor("x", Rights.WRITE, 1, num_ranks)
     return plan_of(ops, num_ranks, tensors, 2 * hops, rotation, per_round)
 
 

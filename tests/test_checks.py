@@ -10,7 +10,7 @@ import pytest
 
 from commdsl.checks import check_schedule
 from commdsl.checks.roles import unused_roles
-from commdsl.ir.schedules import AnyStep, Buffer, CycleSet, Moves, RoleSet, Schedule, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, CycleSet, RoleSet, Schedule, Statement, Yield
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.language.kinds import BufferKind, LinkScope, MoveKind
 from commdsl.language.parser import parse
@@ -24,7 +24,7 @@ Y = build.buffer(BufferKind.OUTPUT, "y", cut=RANKS)
 T = build.buffer(BufferKind.SCRATCH, "t", cut=RANKS)
 
 
-def put(source: tuple[int, object, object], dest: tuple[int, object, object], line: int = 5) -> Moves:
+def put(source: tuple[int, object, object], dest: tuple[int, object, object], line: int = 5) -> Statement:
     return build.move(MoveKind.PUT, source, dest, ME, line)  # type: ignore[arg-type]
 
 
@@ -59,7 +59,7 @@ def test_legal_schedules_pass() -> None:
         (put((0, ME, ME), (1, ME + 1, ME)), "rank 4 does not exist"),
     ],
 )
-def test_bounds(moves: Moves, named: str) -> None:
+def test_bounds(moves: Statement, named: str) -> None:
     """An index past the end names the value, the rank and the loop variables, once for all iterations."""
     found = only(made(build.step(RIGHT), build.step(moves, s=2), build.step(moves, s=3)))
     assert found.code == "C301"

@@ -16,7 +16,7 @@ from commdsl.checks import check_schedule, contributions
 from commdsl.checks.contributions import forward, initial, recount
 from commdsl.checks.determinism import expressions
 from commdsl.checks.locations import Located, LocatedTask
-from commdsl.ir.schedules import AnyStep, Moves, Schedule, Step, Task, Yield
+from commdsl.ir.schedules import AnyStep, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.language.kinds import BufferKind, MoveKind
 
@@ -185,7 +185,7 @@ RANKS, CHUNKS = 3, 2
 
 
 @st.composite
-def moves(draw: st.DrawFn) -> Moves:
+def moves(draw: st.DrawFn) -> Statement:
     """Any put, reduce or list into distinct places."""
     places = draw(st.lists(st.integers(0, RANKS * CHUNKS - 1), min_size=1, max_size=4, unique=True))
     dest = np.array(places)
@@ -242,9 +242,9 @@ COMPUTES = (
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.one_of(moves(), st.sampled_from(COMPUTES)), max_size=6))
-def test_counts_are_those_of_a_simulation(drawn: list[Moves | Yield | Task]) -> None:
+def test_counts_are_those_of_a_simulation(drawn: list[Statement | Yield | Task]) -> None:
     """The forward pass, exact or by fingerprints, and the backward recount agree with multisets kept per place."""
-    steps = [build.step(one) if isinstance(one, Moves) else one for one in drawn]
+    steps = [build.step(one) if isinstance(one, Statement) else one for one in drawn]
     x = build.buffer(BufferKind.INOUT, "x", cut=CHUNKS)
     located = Located(build.schedule(RANKS, (x,), (), tuple(steps)))
     held, shown = simulate(steps)
@@ -279,7 +279,7 @@ def expression(step: Step, held: list[object], row: int) -> object:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(moves(), max_size=6))
-def test_equal_hashes_are_equal_expressions(drawn: list[Moves]) -> None:
+def test_equal_hashes_are_equal_expressions(drawn: list[Statement]) -> None:
     """Two places have the same hash exactly when the same expression made them."""
     assume(all(one.source_valid is None or one.source_valid.any(axis=1).all() for one in drawn))
     steps = [build.step(one) for one in drawn]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from commdsl.build.arena import Bytes
 from commdsl.build.emit import include_dir
 from commdsl.build.host_ranks import DataRaceError, Running
-from commdsl.build.host_rows import Call, Results, run_calls
+from commdsl.build.host_rows import Results, RowsCall, run_calls
 from commdsl.checks import check_routed
 from commdsl.ir.plans import DispatchPlan, routing
 from commdsl.ir.routes import Mask, Sharing
@@ -22,7 +22,7 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.planner.chance import Draw, random_plan, varied
 from commdsl.program.phases import Actor
 from commdsl.program.plan import Phase, Plan
-from commdsl.program.tiles import COPY, FINISH_WORDS, SUM, ZERO, Flow, Table, table
+from commdsl.program.tiles import COPY, FINISH_WORDS, SUM, ZERO, RowTable, Shipment, table
 from commdsl.program.timeouts import CommTimeout
 from commdsl.program.verify import verify
 
@@ -30,22 +30,22 @@ WIDTHS = (6, 8, 20)
 """Of queries, which are bytes; of keys and values, which are summed."""
 
 
-def there(plan: DispatchPlan, widths: Sequence[int] = WIDTHS) -> tuple[Flow, ...]:
+def there(plan: DispatchPlan, widths: Sequence[int] = WIDTHS) -> tuple[Shipment, ...]:
     found = routing(plan)
     keys = [] if found.keys is None else [found.keys] * (len(widths) - 1)
     routes = [found.queries, *keys]
-    return tuple(Flow(one, one.counts.sum(axis=1), width) for one, width in zip(routes, widths, strict=False))
+    return tuple(Shipment(one, one.counts.sum(axis=1), width) for one, width in zip(routes, widths, strict=False))
 
 
-def back(plan: DispatchPlan, widths: Sequence[int] = WIDTHS) -> tuple[Flow, ...]:
+def back(plan: DispatchPlan, widths: Sequence[int] = WIDTHS) -> tuple[Shipment, ...]:
     found = routing(plan)
     keys = [] if found.keys_back is None else [found.keys_back] * (len(widths) - 1)
-    flows = [Flow(found.queries_back, plan.shards.rows, widths[0])]
-    return tuple(flows + [Flow(one, plan.shards.rows, w, True) for one, w in zip(keys, widths[1:], strict=False)])
+    flows = [Shipment(found.queries_back, plan.shards.rows, widths[0])]
+    return tuple(flows + [Shipment(one, plan.shards.rows, w, True) for one, w in zip(keys, widths[1:], strict=False)])
 
 
 def drawn(
-    flows: Sequence[Flow], rows: Sequence[Sequence[int]], dtype: str, dice: np.random.Generator
+    flows: Sequence[Shipment], rows: Sequence[Sequence[int]], dtype: str, dice: np.random.Generator
 ) -> list[list[Bytes]]:
     """By tensor and rank: any bytes for queries; for the others numbers whose sums depend on the order."""
     found = []
@@ -58,7 +58,7 @@ def drawn(
     return found
 
 
-def storm(num_ranks: int, dtype: str, seed: int) -> Iterator[Call]:
+def storm(num_ranks: int, dtype: str, seed: int) -> Iterator[RowsCall]:
     """There and back with one changing plan after the other, by both puts, any lanes and tiles."""
     dice = np.random.default_rng(seed)
     for number, draw in enumerate(varied(num_ranks, 24, 8)):
@@ -67,13 +67,13 @@ def storm(num_ranks: int, dtype: str, seed: int) -> Iterator[Call]:
         for flows, rows in ((goes, [plan.shards.rows] * len(goes)), (returns, [flow.rows for flow in goes])):
             lanes = tuple(dice.integers(1, 4, num_ranks).tolist())
             inputs = drawn(flows, rows, dtype, dice)
-            yield Call(flows, inputs, bool(dice.random() < 0.5), lanes, int(dice.choice((16, 64, 300))))
+            yield RowsCall(flows, inputs, bool(dice.random() < 0.5), lanes, int(dice.choice((16, 64, 300))))
 
 
-def reused(num_ranks: int, seed: int, calls: int = 8) -> list[Call]:
+def reused(num_ranks: int, seed: int, calls: int = 8) -> list[RowsCall]:
     """Each call sends what the one before it left, and leaves its results where that one's inputs were."""
     dice = np.random.default_rng(seed)
-    found: list[Call] = []
+    found: list[RowsCall] = []
     for number in range(calls // 2):
         sharing = (Sharing.RANK, Sharing.QUERY)[number % 2]
         draw = Draw(num_ranks, 20, mask=Mask.CAUSAL, sharing=sharing, stays=0.0, empty=0.0, is_full=True)
@@ -81,7 +81,7 @@ def reused(num_ranks: int, seed: int, calls: int = 8) -> list[Call]:
         for flows in (there(plan), back(plan)):
             first = drawn(flows, [plan.shards.rows] * 3, "float32", dice) if not found else None
             lanes = tuple(dice.integers(1, 4, num_ranks).tolist())
-            found.append(Call(flows, first, bool((number + seed) % 2), lanes, 64, slot=len(found) % 2))
+            found.append(RowsCall(flows, first, bool((number + seed) % 2), lanes, 64, slot=len(found) % 2))
     return found
 
 
@@ -137,7 +137,7 @@ def test_storms_are_of_every_kind() -> None:
     assert any(len(set(call.lanes)) == 3 for call in calls)
 
 
-def finishes(made: Table) -> NDArray[np.uint32]:
+def finishes(made: RowTable) -> NDArray[np.uint32]:
     begin = int(made.words[2]) // 4
     return made.words[begin : begin + FINISH_WORDS * made.num_finishes].reshape(-1, FINISH_WORDS)
 
@@ -150,8 +150,8 @@ def test_one_tensor() -> None:
     calls = []
     for plan in plans:
         flows = there(plan)[:1]
-        calls.append(Call(flows, drawn(flows, [plan.shards.rows], "float32", dice), True, (3, 1, 2)))
-        calls.append(Call(back(plan)[:1], None, False, (1, 2, 3)))
+        calls.append(RowsCall(flows, drawn(flows, [plan.shards.rows], "float32", dice), True, (3, 1, 2)))
+        calls.append(RowsCall(back(plan)[:1], None, False, (1, 2, 3)))
     assert same(run_calls(made, calls), chained(calls, "float32"))
 
 

@@ -24,7 +24,7 @@ from commdsl import compiler
 from commdsl.build.emit import Emitted, emit
 from commdsl.build.host_keys import back, there
 from commdsl.build.host_ranks import DataRaceError, Kernel, RowsError, Running, built
-from commdsl.build.host_rows import Call, run_calls
+from commdsl.build.host_rows import RowsCall, run_calls
 from commdsl.build.host_run import Options
 from commdsl.build.host_run import run_calls as run_chunks
 from commdsl.ep import simulate
@@ -104,7 +104,7 @@ def splits(num_ranks: int) -> list[tuple[int, ...]]:
     return [tuple(range(num_ranks)), (*(0,) * (num_ranks - 1), 1), (0,) * num_ranks]
 
 
-def packed(calls: Sequence[Call]) -> list[Call]:
+def packed(calls: Sequence[RowsCall]) -> list[RowsCall]:
     return [replace(call, packed=True) for call in calls]
 
 
@@ -201,7 +201,7 @@ def test_hasty_rows_are_seen(what: str) -> None:
     assert not is_missed(made, calls, Running(nodes=(0, 0, 0)))
 
 
-def is_missed(made: Kernel, calls: Sequence[Call], running: Running) -> bool:
+def is_missed(made: Kernel, calls: Sequence[RowsCall], running: Running) -> bool:
     try:
         return not same(run_calls(made, calls, running), chained(calls, "float32"))
     except (RowsError, CommTimeout):

@@ -15,7 +15,7 @@ from strategies import Program, programs
 from commdsl import compiler
 from commdsl.compiler import Checked
 from commdsl.language.kinds import BufferKind
-from commdsl.program.memory import Access, Transport
+from commdsl.program.memory import Rights, Transport
 from commdsl.program.moves import CELL, MOST_DESTS, OpKind, Ops
 from commdsl.program.plan import Plan
 
@@ -158,4 +158,4 @@ def test_a_pass_returns_an_average_and_sends_a_sum() -> None:
     ops = plan("allreduce_ring", 4).moves.ops
     tensors = [tensor.access for tensor in plan("allreduce_ring", 4).moves.tensors]
 
-    assert np.array_equal(ops.scale == 1, ops.dest_space == tensors.index(Access.WRITE))
+    assert np.array_equal(ops.scale == 1, ops.dest_space == tensors.index(Rights.WRITE))

@@ -16,7 +16,7 @@ from commdsl.build import host, host_run
 from commdsl.build.emit import emit
 from commdsl.build.host_run import Options
 from commdsl.machine.config import from_environment
-from commdsl.program.memory import Access, Tensor
+from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import OpKind
 from commdsl.program.plan import Plan
 from commdsl.program.timeouts import CommTimeout
@@ -207,7 +207,7 @@ def test_scale_divides_only_for_avg(op: str) -> None:
     for rank, (_, combine) in enumerate(programs):
         programs[rank][1] = replace(combine, signals=())
         programs[rank].append(Op(OpKind.REDUCE, (2, rank, 0), (), signals=combine.signals, joined=1, scale=1))
-    tensors = (*tensors, Tensor("z", Access.WRITE, 1, 1))
+    tensors = (*tensors, Tensor("z", Rights.WRITE, 1, 1))
     plan = small(plans.build(programs, tensors, cells, rotation=1))
     arrays = [np.arange(100, dtype=np.float32) + rank for rank in range(3)]
     total = in_order(np.add, arrays)
@@ -220,7 +220,7 @@ def test_scale_divides_only_for_avg(op: str) -> None:
 def test_in_place() -> None:
     """An alias-safe inout buffer may be one memory; without leave it is two."""
     programs, _, cells = plans.pull_allreduce(3, 1, True)
-    tensors = Tensor("x", Access.READ, 1, 1), Tensor("x", Access.WRITE, 1, 1)
+    tensors = Tensor("x", Rights.READ, 1, 1), Tensor("x", Rights.WRITE, 1, 1)
     arrays = [np.arange(500, dtype=np.int32) * (rank + 1) for rank in range(3)]
     for alias_safe in ((), ("x",)):
         plan = small(plans.build(programs, tensors, cells, rotation=1, alias_safe=alias_safe))
@@ -259,7 +259,7 @@ def test_every_rank_moves_to_itself() -> None:
         ]
         for rank in range(2)
     ]
-    tensors = Tensor("x", Access.READ, 1, 1), Tensor("y", Access.WRITE, 1, 1)
+    tensors = Tensor("x", Rights.READ, 1, 1), Tensor("y", Rights.WRITE, 1, 1)
     plan = changed(small(plans.build(programs, tensors, 1, rotation=1)), has_reduction=False)
     given = random_bytes(2, 777, 3)
     assert all(map(np.array_equal, run(plan, [given], BYTES, "sum", Options())[0], given))

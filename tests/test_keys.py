@@ -11,7 +11,7 @@ import pytest
 from host_keys import declared, kernel
 
 from commdsl import compiler
-from commdsl.build.host_keys import Array, Call, CallBack, back, there
+from commdsl.build.host_keys import Array, CallBack, KeysCall, back, there
 from commdsl.build.host_ranks import DataRaceError, Kernel, RowsError, Running
 from commdsl.checks import check_routed
 from commdsl.ep import simulate
@@ -38,7 +38,7 @@ KINDS = (
 )
 
 
-def drawn(kind: str, ranks: int, num_keys: int, dice: np.random.Generator, dtype: str = "float32") -> Call:
+def drawn(kind: str, ranks: int, num_keys: int, dice: np.random.Generator, dtype: str = "float32") -> KeysCall:
     """Numbers of any bits as the first tensor, which is summed on its way back, and bytes as the second."""
     a_row = int(dice.integers(1, 9))
     rows = [0 if kind == "nobody has rows" else int(dice.integers(0, 40)) for _ in range(ranks)]
@@ -57,10 +57,10 @@ def drawn(kind: str, ranks: int, num_keys: int, dice: np.random.Generator, dtype
     x = [dice.standard_normal((count, 5)).astype(DTYPES[dtype]) for count in rows]
     scale = [dice.integers(0, 256, (count, 2, 8), dtype=np.uint8) for count in rows]
     lanes = tuple(dice.integers(1, 4, ranks).tolist())
-    return Call([one.astype(np.int32) for one in keys], (x, scale), lanes, max(sum(rows) * a_row, 1))
+    return KeysCall([one.astype(np.int32) for one in keys], (x, scale), lanes, max(sum(rows) * a_row, 1))
 
 
-def storm(ranks: int, num_keys: int, seed: int, dtype: str = "float32") -> Iterator[Call]:
+def storm(ranks: int, num_keys: int, seed: int, dtype: str = "float32") -> Iterator[KeysCall]:
     dice = np.random.default_rng(seed)
     for number in range(2 * len(KINDS)):
         yield drawn(KINDS[number % len(KINDS)], ranks, num_keys, dice, dtype)
@@ -80,7 +80,7 @@ def equal(one: Array, other: Array) -> bool:
     return one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
-def returning(call: Call, received: Sequence[Received], dice: np.random.Generator) -> CallBack:
+def returning(call: KeysCall, received: Sequence[Received], dice: np.random.Generator) -> CallBack:
     """Rows that have changed meanwhile, and weights."""
     rows = [dice.standard_normal(one.rows[0].shape).astype(one.rows[0].dtype) for one in received]
     return CallBack(call, received, rows, [dice.standard_normal(keys.shape).astype(np.float32) for keys in call.keys])
@@ -161,7 +161,7 @@ def test_silent(ranks: int) -> None:
         assert all(map(equal, found, summed(one, 2 * ranks)))
 
 
-def reused(ranks: int, seed: int, calls: int = 8) -> list[Call]:
+def reused(ranks: int, seed: int, calls: int = 8) -> list[KeysCall]:
     """Results in one place or another, by turns, from many rows of every rank."""
     dice = np.random.default_rng(seed)
     found = []
@@ -170,11 +170,11 @@ def reused(ranks: int, seed: int, calls: int = 8) -> list[Call]:
         x = [dice.standard_normal((12, 5)).astype(np.float32) for _ in range(ranks)]
         scale = [dice.integers(0, 256, (12, 2), dtype=np.uint8) for _ in range(ranks)]
         lanes = tuple(dice.integers(1, 4, ranks).tolist())
-        found.append(Call(keys, (x, scale), lanes, 24 * ranks, slot=number % 2))
+        found.append(KeysCall(keys, (x, scale), lanes, 24 * ranks, slot=number % 2))
     return found
 
 
-def chained(ranks: int, seed: int) -> list[Call]:
+def chained(ranks: int, seed: int) -> list[KeysCall]:
     """As `reused`, but the keys of a call are rows that the call before has brought."""
     found = []
     for number, call in enumerate(reused(ranks, seed)):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from commdsl import compiler
 from commdsl.compiler import Checked
 from commdsl.machine.resources import data_dir
-from commdsl.program.memory import Access, Transport
+from commdsl.program.memory import Rights, Transport
 from commdsl.program.moves import CELL, MOST_THREADS, OpKind, Ops, Reason
 from commdsl.program.plan import Plan
 
@@ -138,7 +138,7 @@ def test_every_tensor_is_used() -> None:
     lowered = plan("allgather_hamilton", 5)
     read, written = lowered.moves.ops.source_space, lowered.moves.ops.dest_space
 
-    assert [tensor.access for tensor in lowered.moves.tensors] == [Access.READ, Access.WRITE]
+    assert [tensor.access for tensor in lowered.moves.tensors] == [Rights.READ, Rights.WRITE]
     assert 0 in read
     assert 1 in written
 

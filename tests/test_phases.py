@@ -19,7 +19,7 @@ from test_properties import inputs_of
 from commdsl import checks, compiler
 from commdsl.ir import interpret
 from commdsl.machine import dtypes
-from commdsl.program.memory import Access, Tensor
+from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import OpKind, Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.proof.synchronization import prove
@@ -115,7 +115,7 @@ def test_any_schedule(program: Program, tile: int, in_place: bool) -> None:
     assume(not checked.plan.moves.has_reduction)
     plan = for_engine(checked.plan, tile)
     calls = [inputs_of(checked, seed) for seed in range(3)]
-    reads = [place for place, tensor in enumerate(plan.moves.tensors) if tensor.access is Access.READ]
+    reads = [place for place, tensor in enumerate(plan.moves.tensors) if tensor.access is Rights.READ]
     first = plan.moves.tensors[reads[0]]
     machine = Machine(plan, calls[0][first.name][0].nbytes // first.blocks, len(calls), in_place=in_place)
     for call, inputs in enumerate(calls):
@@ -126,7 +126,7 @@ def test_any_schedule(program: Program, tile: int, in_place: bool) -> None:
     for call, inputs in enumerate(calls):
         want = interpret.run(checked.schedule, inputs, dtypes.INT32, "sum")
         for place, tensor in enumerate(plan.moves.tensors):
-            if tensor.access is Access.WRITE and not tensor.is_yield:
+            if tensor.access is Rights.WRITE and not tensor.is_yield:
                 written = np.bincount(
                     plan.moves.ops.dest_rank[plan.moves.ops.dest_space == place], minlength=plan.num_ranks
                 )

@@ -28,7 +28,7 @@ from commdsl import compiler
 from commdsl.build import host_run
 from commdsl.build.emit import emit
 from commdsl.build.host_ranks import DataRaceError, RowsError, Running
-from commdsl.build.host_rows import Call, checking, run_calls
+from commdsl.build.host_rows import RowsCall, checking, run_calls
 from commdsl.checks import check_plan, check_routed
 from commdsl.ep import simulate
 from commdsl.ir.schedules import Schedule
@@ -109,7 +109,7 @@ def chunks(name: str, ranks: int, way: str) -> Right:
 # --- rows by table ----------------------------------------------------------------------------------------------------
 
 
-def _of(plan: Plan, calls: Iterable[Call]) -> list[Call]:
+def _of(plan: Plan, calls: Iterable[RowsCall]) -> list[RowsCall]:
     """Calls with as many tensors and lanes as the Plan has, and a put that it allows."""
     tensors, most = len(plan.push.given), plan.comm.lanes
     return [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from commdsl.ir import resolve
 from commdsl.ir.resolve.evaluate import Evaluator
 from commdsl.ir.resolve.faults import Faults
-from commdsl.ir.schedules import Moves, Schedule, Step, Yield
+from commdsl.ir.schedules import Schedule, Statement, Step, Yield
 from commdsl.language import parser
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import CommError
@@ -38,11 +38,11 @@ def _schedule(body: str, head: str = "schedule s for P ranks") -> str:
     return f"{head} {{\n{body}\n}}\n"
 
 
-def _moves(schedule: Schedule) -> list[Moves]:
+def _moves(schedule: Schedule) -> list[Statement]:
     return [moves for step in schedule.steps if isinstance(step, Step) for moves in step.moves]
 
 
-def _rows(moves: Moves) -> list[tuple[int, list[tuple[int, int]], tuple[int, int]]]:
+def _rows(moves: Statement) -> list[tuple[int, list[tuple[int, int]], tuple[int, int]]]:
     """(actor, [(source rank, source chunk)], (destination rank, destination chunk)) for each row."""
     valid = np.ones(moves.source_rank.shape, bool) if moves.source_valid is None else moves.source_valid
     return [

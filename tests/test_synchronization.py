@@ -20,7 +20,7 @@ from plans import FAMILIES, Op, Programs, big_ring_allreduce, build, changed, ga
 from commdsl import compiler
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine import resources
-from commdsl.program.memory import Access, Tensor
+from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import CELL, OpKind
 from commdsl.program.plan import Plan
 from commdsl.program.proof.synchronization import prove
@@ -90,7 +90,7 @@ def test_every_early_wait_is_a_race(family: str) -> None:
 
 def test_dropped_barriers() -> None:
     """What one rank's threads hand to each other needs a block barrier, also from one round to the next."""
-    tensors = Tensor("x", Access.READ, 1, 1), Tensor("y", Access.WRITE, 1, 1)
+    tensors = Tensor("x", Rights.READ, 1, 1), Tensor("y", Rights.WRITE, 1, 1)
     stage = Op(OpKind.COPY, (CELL, 0, 0), ((0, 0, 0),), barrier=1)
     fetch = Op(OpKind.COPY, (1, 0, 0), ((CELL, 0, 0),), barrier=1)
 
@@ -103,7 +103,7 @@ def test_dropped_barriers() -> None:
 
 def test_size_classes() -> None:
     """A cell is read as the piece that was written there."""
-    tensors = Tensor("x", Access.READ, 1, 3), Tensor("y", Access.WRITE, 1, 3)
+    tensors = Tensor("x", Rights.READ, 1, 3), Tensor("y", Rights.WRITE, 1, 3)
     stage = Op(OpKind.COPY, (CELL, 0, 0), ((0, 0, 1),), barrier=1, size_class=(3, 1))
     fetch = Op(OpKind.COPY, (1, 0, 1), ((CELL, 0, 0),), barrier=1, size_class=(3, 1))
 
@@ -115,7 +115,7 @@ def test_size_classes() -> None:
 
 def test_in_place() -> None:
     """A buffer may be one memory only if no chunk is read as it came in after it was written."""
-    tensors = Tensor("x", Access.READ, 1, 1), Tensor("x", Access.WRITE, 1, 1)
+    tensors = Tensor("x", Rights.READ, 1, 1), Tensor("x", Rights.WRITE, 1, 1)
     stage = Op(OpKind.COPY, (CELL, 0, 0), ((0, 0, 0),), barrier=1)
     fetch = Op(OpKind.COPY, (1, 0, 0), ((CELL, 0, 0),), barrier=1)
     late = Op(OpKind.COPY, (CELL, 0, 1), ((0, 0, 0),), barrier=1)

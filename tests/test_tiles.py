@@ -22,7 +22,7 @@ from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import BY_NAME, Array
 from commdsl.machine.resources import data_dir
 from commdsl.program.actors import actors
-from commdsl.program.memory import Access, Transport
+from commdsl.program.memory import Rights, Transport
 from commdsl.program.moves import OpKind
 from commdsl.program.plan import Plan
 from commdsl.program.proof.synchronization import prove
@@ -125,7 +125,7 @@ def test_proved(ranks: int, text: str | None) -> None:
     chunks = ranks if text is None else 2 * ranks
     assert len(waits_for_tiles(plan)) == chunks * ranks
     assert (plan.moves.signals_per_round[ranks] == chunks).all()
-    assert [tensor.name for tensor in plan.moves.tensors if tensor.access is Access.OWN] == ["c", "d"][: 1 + bool(text)]
+    assert [tensor.name for tensor in plan.moves.tensors if tensor.access is Rights.OWN] == ["c", "d"][: 1 + bool(text)]
 
 
 def test_tiles_that_leave_first_are_done_first() -> None:

@@ -11,7 +11,7 @@ import pytest
 from plans import CELL, FAMILIES, Op, build, changed
 
 from commdsl.language.diagnostics import InternalError
-from commdsl.program.memory import Access, Tensor
+from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import MOST_DESTS, OpKind, Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.proof.memory import memory
@@ -75,10 +75,10 @@ BROKEN = [
     (field(has_reduction=False), "only moves bytes"),
     (field(signals_per_round=np.zeros((3, 3))), "signals_per_round is not"),
     (field(alias_safe=("x",)), "alias_safe names `x`"),
-    (field(tensors=(Tensor("x", Access.READ, 1, 1), Tensor("y", Access.WRITE, 1, 0))), "`y` has no chunk"),
-    (field(tensors=(Tensor("x", Access.READ, 1, 1), Tensor("y", Access.WRITE, 1, 2))), "the size class moved"),
-    (field(tensors=(Tensor("x", Access.READ, 1, 1), Tensor("x", Access.READ, 1, 1))), "one name and one access"),
-    (field(tensors=(Tensor("x", Access.READ, 1, 1, is_yield=True),)), "yields `x` are not written"),
+    (field(tensors=(Tensor("x", Rights.READ, 1, 1), Tensor("y", Rights.WRITE, 1, 0))), "`y` has no chunk"),
+    (field(tensors=(Tensor("x", Rights.READ, 1, 1), Tensor("y", Rights.WRITE, 1, 2))), "the size class moved"),
+    (field(tensors=(Tensor("x", Rights.READ, 1, 1), Tensor("x", Rights.READ, 1, 1))), "one name and one access"),
+    (field(tensors=(Tensor("x", Rights.READ, 1, 1, is_yield=True),)), "yields `x` are not written"),
 ]
 
 
@@ -175,7 +175,7 @@ def test_tables_are_vectors_of_int32() -> None:
 
 def test_no_rank_does_anything() -> None:
     """A Plan without operations is legal."""
-    verify(build([[], []], (Tensor("x", Access.READ, 1, 1),), 0, 1))
+    verify(build([[], []], (Tensor("x", Rights.READ, 1, 1),), 0, 1))
 
 
 def test_memory() -> None:

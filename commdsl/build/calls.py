@@ -34,23 +34,23 @@ RANKS = {Ranks.OWN: "commdsl::Ranks::kOwn", Ranks.OTHERS: "commdsl::Ranks::kOthe
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Line:
     """A phase as the kernel runs it, under the comment that says which it is."""
 
     origin: str
     call: str
 
 
-def calls(plan: Plan) -> Iterator[Call]:
+def calls(plan: Plan) -> Iterator[Line]:
     """What every lane of the Plan's role runs."""
     if plan.is_static:
-        yield Call("moves: the operations of the rank, round after round", "commdsl::run_lane<Plan>(args, lane);")
+        yield Line("moves: the operations of the rank, round after round", "commdsl::run_lane<Plan>(args, lane);")
         return
-    yield Call("what threads of a lane share", f"COMMDSL_SHARED commdsl::{known(plan)}<Plan> peers;")
+    yield Line("what threads of a lane share", f"COMMDSL_SHARED commdsl::{known(plan)}<Plan> peers;")
     for number, phase in enumerate(plan.comm.phases):
         assert isinstance(phase, Routed)
-        yield Call(f"{number}: {described(phase)}", _call(phase, number))
-    yield Call("what is reported when all is done", "commdsl::end(here, peers);")
+        yield Line(f"{number}: {described(phase)}", _call(phase, number))
+    yield Line("what is reported when all is done", "commdsl::end(here, peers);")
 
 
 def known(plan: Plan) -> str:
@@ -63,10 +63,10 @@ def known(plan: Plan) -> str:
     return "Peers"
 
 
-def tile_calls(plan: Plan) -> Iterator[Call]:
+def tile_calls(plan: Plan) -> Iterator[Line]:
     """What every block of the role that computes runs, if there is one."""
     if plan.tiles is not None:
-        yield Call(
+        yield Line(
             "tiles: the operations of the rank, round after round, for every lane that this block serves",
             "commdsl::run_tiles<Plan>(args, block, blocks);",
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from commdsl.build.calls import Call, calls, tile_calls
+from commdsl.build.calls import Line, calls, tile_calls
 from commdsl.ir.schedules import Ints
 from commdsl.machine.resources import data_dir
 from commdsl.program.actors import printed
@@ -54,20 +54,20 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class RankTable:
+class RankRows:
     title: str
     groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class MovesText:
     """What the template prints of `Moves`; everything is text or a number."""
 
     in_constant_memory: bool
     wire: str
     has_reduction: bool
     reduces_remotely: bool
-    ranks: tuple[RankTable, ...]
+    ranks: tuple[RankRows, ...]
     rank_begin: str
     signals_per_round: tuple[str, ...]
     dests: tuple[str, ...]
@@ -91,11 +91,11 @@ class Kernel:
     lanes_per_block: int
     has_far: bool  # peers that only NVSHMEM reaches
     form: str  # of the entry: a kernel that runs the phases, or one for the flags between copies that others make
-    moves: Tables | None
+    moves: MovesText | None
     has_keys: bool  # by which rows go, or come back
     positions: tuple[str, ...]  # lines of a table, by key; none where keys stand in their order
-    phases: tuple[Call, ...]
-    tiles: tuple[Call, ...]  # what the blocks of a second role do; nothing: there is none
+    phases: tuple[Line, ...]
+    tiles: tuple[Line, ...]  # what the blocks of a second role do; nothing: there is none
 
 
 def emit(plan: Plan) -> Emitted:
@@ -183,10 +183,10 @@ def _form(plan: Plan) -> str:
     return "COMMDSL_FLAGS" if is_engine else "COMMDSL_KERNEL"
 
 
-def _tables(moves: Moves, ops: Ops) -> Tables:
+def _tables(moves: Moves, ops: Ops) -> MovesText:
     """`ops`: of all who act, the tiles behind the moves."""
     places = _blocks(ops.source_space, ops.source_index, _source_cuts(ops))
-    return Tables(
+    return MovesText(
         in_constant_memory=_table_bytes(moves, ops) <= CONSTANT_BYTES,
         wire=WIRES[moves.protocol],
         has_reduction=moves.has_reduction,
@@ -201,9 +201,9 @@ def _tables(moves: Moves, ops: Ops) -> Tables:
     )
 
 
-def _rank_table(moves: Moves, ops: Ops, actor: int) -> RankTable:
+def _rank_table(moves: Moves, ops: Ops, actor: int) -> RankRows:
     title = f"rank {actor}" if actor < moves.num_ranks else f"rank {actor - moves.num_ranks}, tiles"
-    return RankTable(title, tuple(_groups(moves, ops, actor)))
+    return RankRows(title, tuple(_groups(moves, ops, actor)))
 
 
 WIRES = {

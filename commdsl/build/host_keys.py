@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class KeysCall:
     """One call on all ranks: everything by rank."""
 
     keys: Sequence[NDArray[np.int32]]
@@ -51,7 +51,7 @@ class Held(Protocol):
     def origins(self) -> NDArray[np.int64]: ...
 
 
-def there(made: Kernel, calls: Sequence[Call], running: Running | None = None) -> list[list[Arrived]]:
+def there(made: Kernel, calls: Sequence[KeysCall], running: Running | None = None) -> list[list[Arrived]]:
     """By call and rank what came, with as many rows as the counts say."""
     plan = made.plan
     where, places = seats(plan, plan.symmetric_bytes), list[list[list[int]]]()
@@ -71,7 +71,7 @@ def there(made: Kernel, calls: Sequence[Call], running: Running | None = None) -
     ]
 
 
-def _there(where: Seats, call: Call, rank: int, results: Sequence[int]) -> dict[str, int | Sequence[int]]:
+def _there(where: Seats, call: KeysCall, rank: int, results: Sequence[int]) -> dict[str, int | Sequence[int]]:
     given = [_put(where, tensor[rank], f"rows of rank {rank}", 2 * rank) for tensor in call.tensors]
     return {
         "keys": _put(where, call.keys[rank], f"keys of rank {rank}", 4),
@@ -86,7 +86,7 @@ def _there(where: Seats, call: Call, rank: int, results: Sequence[int]) -> dict[
     }
 
 
-def _results(where: Seats, call: Call, plan: Plan) -> list[list[int]]:
+def _results(where: Seats, call: KeysCall, plan: Plan) -> list[list[int]]:
     """By rank: each tensor's, the origins, the counts."""
     found = []
     for rank in range(plan.num_ranks):
@@ -100,7 +100,7 @@ def _results(where: Seats, call: Call, plan: Plan) -> list[list[int]]:
     return found
 
 
-def _received(data: NDArray[np.uint8], call: Call, places: Sequence[int], plan: Plan) -> Arrived:
+def _received(data: NDArray[np.uint8], call: KeysCall, places: Sequence[int], plan: Plan) -> Arrived:
     *rows, origins, counts = places
     arrived = data[counts : counts + 4 * len(plan.key_positions)].copy().view(np.int32).reshape(-1, plan.num_ranks)
     total = int(arrived.sum())
@@ -114,7 +114,7 @@ def _received(data: NDArray[np.uint8], call: Call, places: Sequence[int], plan: 
 class CallBack:
     """The way back of a call: what became of the rows that came, by rank, and weights."""
 
-    call: Call
+    call: KeysCall
     received: Sequence[Held]
     rows: Sequence[Array]
     weights: Sequence[Array]

@@ -17,24 +17,24 @@ from commdsl.build.emit import emit
 from commdsl.build.host_ranks import Kernel, Running, Seats, Values, built, run_ranks, seats
 from commdsl.machine.config import Config
 from commdsl.program.plan import Plan
-from commdsl.program.tiles import Flow, Table, table
+from commdsl.program.tiles import RowTable, Shipment, table
 
 Results: TypeAlias = list[list[list[Bytes]]]
 """By call, tensor and rank: (rows, width)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class RowsCall:
     """One call on all ranks."""
 
-    flows: tuple[Flow, ...]
+    flows: tuple[Shipment, ...]
     inputs: Sequence[Sequence[Bytes]] | None  # by tensor, then rank: (rows, width); None: what the call before left
     packed: bool
     lanes: tuple[int, ...]  # by rank
     tile_bytes: int = 256
     slot: int | None = None  # results lie in that of the memories which calls share; None: in memory of their own
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[RowTable]:
         """What each rank's kernel reads."""
         return [
             table(self.flows, rank, packed=self.packed, tile_bytes=self.tile_bytes) for rank in range(len(self.lanes))
@@ -52,7 +52,7 @@ def checking(
 
 
 def run_calls(
-    kernel: Kernel, calls: Sequence[Call], running: Running | None = None, config: Config | None = None
+    kernel: Kernel, calls: Sequence[RowsCall], running: Running | None = None, config: Config | None = None
 ) -> Results:
     """What lies in the results' memory when all calls are over. Raises as `run_ranks` does."""
     if not calls:
@@ -106,7 +106,7 @@ def _given(where: Seats, tensor: int, given: Sequence[Bytes]) -> list[int]:
     return [where.room.put(rows, f"tensor {tensor} of rank {rank}", shift=2 * rank) for rank, rows in enumerate(given)]
 
 
-def _results(where: Seats, plan: Plan, calls: Sequence[Call]) -> list[list[list[int]]]:
+def _results(where: Seats, plan: Plan, calls: Sequence[RowsCall]) -> list[list[list[int]]]:
     """Offsets by call, tensor and rank, off their alignment; those of one slot are as large as the largest of them."""
     sizes: dict[tuple[int | None, int, int, int], int] = {}
     keys = []

@@ -17,7 +17,7 @@ from commdsl.build.arena import Bytes
 from commdsl.build.emit import Emitted, defines
 from commdsl.build.host_ranks import DataRaceError, Running, Seats, Values, built, run_ranks, seats
 from commdsl.machine.config import Config
-from commdsl.program.memory import Access
+from commdsl.program.memory import Rights
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import block_bytes_of, host_launch, tensor_bytes
 
@@ -122,7 +122,7 @@ def _own(plan: Plan, where: Seats, block_bytes: int, shift: int) -> Own:
         )
         for rank in range(plan.num_ranks)
         for tensor in plan.moves.tensors
-        if tensor.access is Access.OWN
+        if tensor.access is Rights.OWN
     }
 
 
@@ -135,11 +135,11 @@ def _lay(plan: Plan, where: Seats, inputs: Inputs, own: Own, dtype: ElementType,
         read: dict[str, int] = {}
         for tensor in plan.moves.tensors:
             name, place = f"`{tensor.name}` of rank {rank}", {"align": 16, "shift": options.shift}
-            if tensor.access is Access.READ:
+            if tensor.access is Rights.READ:
                 given: Bytes = np.ascontiguousarray(inputs[tensor.name][rank]).view(np.uint8)
                 offsets.append(where.room.put(given, name, **place))
                 read[tensor.name] = offsets[-1]
-            elif tensor.access is Access.OWN:
+            elif tensor.access is Rights.OWN:
                 offsets.append(own[rank, tensor.name])
             elif options.in_place and tensor.name in plan.moves.alias_safe and tensor.name in read:
                 offsets.append(read[tensor.name])
@@ -153,7 +153,7 @@ def _block_bytes(plan: Plan, inputs: Inputs, dtype: ElementType) -> int:
     """The one block size of all read tensors of all ranks in a call; ValueError where they differ."""
     found: dict[int, str] = {}
     for tensor in plan.moves.tensors:
-        if tensor.access is not Access.READ:
+        if tensor.access is not Rights.READ:
             continue
         arrays = inputs[tensor.name]
         if len(arrays) != plan.num_ranks:
@@ -190,7 +190,7 @@ def _collect(plan: Plan, laid: _Laid, data: Bytes, dtype: ElementType) -> HostRe
     outputs: dict[str, list[Array]] = {}
     yields: list[Array] = []
     for index, tensor in enumerate(plan.moves.tensors):
-        if tensor.access is not Access.WRITE:
+        if tensor.access is not Rights.WRITE:
             continue
         size = tensor_bytes(tensor, laid.block_bytes)
         found = [data[offsets[index] : offsets[index] + size] for offsets in laid.tensors]

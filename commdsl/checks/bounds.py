@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.locations import Located, bindings_text, statement_key
-from commdsl.ir.schedules import Buffer, Moves, Step
+from commdsl.ir.schedules import Buffer, Statement, Step
 from commdsl.language.diagnostics import Diagnostic, Label
 
 
@@ -32,7 +32,7 @@ def out_of_bounds(located: Located) -> Iterator[Diagnostic]:
                 yield _diagnostic(moves, step, fault)
 
 
-def _first_fault(moves: Moves, buffers: tuple[Buffer, ...], num_ranks: int) -> tuple[int, str, str] | None:
+def _first_fault(moves: Statement, buffers: tuple[Buffer, ...], num_ranks: int) -> tuple[int, str, str] | None:
     """The row, what is wrong, and what there is; None when all is in bounds."""
     source, dest = buffers[moves.source_buffer], buffers[moves.dest_buffer]
     sides = (
@@ -70,7 +70,7 @@ def _first_outside(index: NDArray[np.int32], limit: int, valid: NDArray[np.bool_
     return None if len(where) == 0 else (int(where[0, 0]), int(index[tuple(where[0])]))
 
 
-def _diagnostic(moves: Moves, step: Step, fault: tuple[int, str, str]) -> Diagnostic:
+def _diagnostic(moves: Statement, step: Step, fault: tuple[int, str, str]) -> Diagnostic:
     row, what, there_is = fault
     where = f"rank {int(moves.actor[row])}{bindings_text(step.bindings)}"
     return Diagnostic(

@@ -13,7 +13,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.schedules import AnyStep, Buffer, Contract, Moves, Schedule, Step, Task, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Contract, Schedule, Statement, Step, Task, Yield
 from commdsl.language.kinds import BufferKind
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
@@ -25,7 +25,7 @@ Locations = NDArray[np.int64]
 class LocatedMoves:
     """One statement of one step; a source that a list's condition leaves out is the location `nowhere`."""
 
-    moves: Moves
+    moves: Statement
     dest: Locations  # (n,)
     sources: Locations  # (n, k)
 
@@ -97,7 +97,7 @@ class Located:
         none = np.zeros((self.schedule.num_ranks, 0), np.int64)
         return np.concatenate([none, *map(self.whole, buffers)], axis=1)
 
-    def _locate_moves(self, moves: Moves) -> LocatedMoves:
+    def _locate_moves(self, moves: Statement) -> LocatedMoves:
         sources = self.locate(moves.source_buffer, moves.source_rank, moves.source_chunk)
         if moves.source_valid is not None:
             sources = np.where(moves.source_valid, sources, self.nowhere)

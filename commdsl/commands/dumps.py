@@ -15,7 +15,7 @@ from typing import assert_never
 import numpy as np
 
 from commdsl.ir.dispatches import ByKey, ByTable, Dispatch, Sort
-from commdsl.ir.schedules import AnyStep, Buffer, Contract, Moves, Schedule, Step, Task, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Contract, Schedule, Statement, Step, Task, Yield
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
 from commdsl.program.actors import actors, name_of, num_ranks_of
@@ -124,7 +124,7 @@ def step_lines(schedule: Schedule, number: int, step: AnyStep) -> list[str]:
     return lines
 
 
-def move_lines(schedule: Schedule, moves: Moves) -> Iterator[str]:
+def move_lines(schedule: Schedule, moves: Statement) -> Iterator[str]:
     source, dest = schedule.buffers[moves.source_buffer], schedule.buffers[moves.dest_buffer]
     for row in range(len(moves.actor)):
         valid = slice(None) if moves.source_valid is None else moves.source_valid[row]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.build import host, host_keys, host_rows
-from commdsl.build.host_keys import Array, Arrived, Call, CallBack
+from commdsl.build.host_keys import Array, Arrived, CallBack, KeysCall
 from commdsl.build.host_ranks import DataRaceError, RowsError
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.trial import SEED, Settings, Trial, make_array
@@ -70,17 +70,17 @@ def trial_keys(compiled: CompiledDispatch, route: ByKey, dtype: DType, width: in
 
 def _call(
     compiled: CompiledDispatch, route: ByKey, kind: str, dtype: DType, width: int, dice: np.random.Generator
-) -> Call:
+) -> KeysCall:
     ranks, a_row = compiled.dispatch.num_ranks, int(dice.integers(1, MOST_KEYS_A_ROW + 1))
     rows = dice.integers(0, MOST_ROWS, ranks).tolist()
     drawn = [KINDS[kind](dice.integers(0, route.num_keys + 1, (count, a_row)), route.num_keys) for count in rows]
     keys = [one.astype(np.int32) for one in drawn]
     tensors = [[_rows(dice, dtype, len(one), width) for one in keys] for _ in compiled.dispatch.tensors]
     lanes = (min(HOST_LANES, compiled.plan.comm.lanes),) * ranks
-    return Call(keys, tensors, lanes, max(sum(one.size for one in keys), 1))
+    return KeysCall(keys, tensors, lanes, max(sum(one.size for one in keys), 1))
 
 
-def _back(call: Call, held: Sequence[Received], dtype: DType, width: int, dice: np.random.Generator) -> CallBack:
+def _back(call: KeysCall, held: Sequence[Received], dtype: DType, width: int, dice: np.random.Generator) -> CallBack:
     """Other rows than came, so that what is added up are different numbers."""
     rows = [_rows(dice, dtype, len(one.origins), width) for one in held]
     weights = [dice.standard_normal(keys.shape).astype(np.float32) for keys in call.keys]
@@ -94,7 +94,7 @@ def _rows(dice: np.random.Generator, dtype: DType, count: int, width: int) -> Ar
 def _ran(
     compiled: CompiledDispatch,
     route: ByKey,
-    calls: Sequence[Call],
+    calls: Sequence[KeysCall],
     expected: Sequence[Sequence[Received]],
     backs: Sequence[CallBack],
     dtype: DType,

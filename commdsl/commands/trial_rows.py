@@ -15,7 +15,7 @@ import numpy as np
 
 from commdsl.build import host, host_rows
 from commdsl.build.host_ranks import DataRaceError, RowsError
-from commdsl.build.host_rows import Call
+from commdsl.build.host_rows import RowsCall
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.trial import SEED, Settings, Trial, find_dtype, make_array
 from commdsl.commands.trial_keys import trial_keys
@@ -28,7 +28,7 @@ from commdsl.ir.simulate import Bytes, Copy
 from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import DType
 from commdsl.planner.chance import random_plan, varied
-from commdsl.program.tiles import Flow
+from commdsl.program.tiles import Shipment
 from commdsl.program.timeouts import CommTimeout
 
 ROW_BYTES = 64
@@ -76,7 +76,7 @@ def trial_rows(compiled: CompiledDispatch, plan: DispatchPlan | None, settings: 
     dice = np.random.default_rng(SEED)
     legs = [leg for traffic in traffics for leg in _legs(dispatch, traffic, dtype, width, dice)]
     packed, lanes = compiled.plan.push.packed, (min(HOST_LANES, compiled.plan.comm.lanes),) * dispatch.num_ranks
-    calls = [Call(leg.flows, leg.inputs, packed, lanes, compiled.plan.tile_bytes) for leg in legs]
+    calls = [RowsCall(leg.flows, leg.inputs, packed, lanes, compiled.plan.tile_bytes) for leg in legs]
     made = RowTrial(
         Trial(0, None, "", 0, "", 0.0),
         settings.dtype,
@@ -93,7 +93,7 @@ def _none(dispatch: Dispatch) -> Longs:
 
 
 def _ran(
-    compiled: CompiledDispatch, legs: Sequence[Leg], calls: Sequence[Call], dtype: DType, settings: Settings
+    compiled: CompiledDispatch, legs: Sequence[Leg], calls: Sequence[RowsCall], dtype: DType, settings: Settings
 ) -> Trial:
     start = time.perf_counter()
     summed = dtype.name if any(flow.is_sum for leg in legs for flow in leg.flows) else ""
@@ -215,7 +215,7 @@ class Leg:
     table: str
     goes: bool
     names: tuple[str, ...]
-    flows: tuple[Flow, ...]
+    flows: tuple[Shipment, ...]
     inputs: list[list[Bytes]]  # by tensor, rank
     expected: list[list[Bytes]]
 
@@ -225,7 +225,7 @@ def _legs(dispatch: Dispatch, traffic: Traffic, dtype: DType, width: int, dice: 
     names = tuple(tensor.name for tensor in dispatch.tensors)
     ways = [_way(dispatch.routes[tensor.route], traffic.plans[tensor.route]) for tensor in dispatch.tensors]
     rows = traffic.plans[0].shards.rows
-    flows = tuple(Flow(way.goes, way.goes.counts.sum(axis=1), width) for way in ways)
+    flows = tuple(Shipment(way.goes, way.goes.counts.sum(axis=1), width) for way in ways)
     inputs = [_random(dice, dtype, rows, width) for _ in ways]
     expected = [simulate.there(way.copies, given) for way, given in zip(ways, inputs, strict=True)]
     yield Leg(traffic.name, True, names, flows, inputs, expected)
@@ -233,7 +233,9 @@ def _legs(dispatch: Dispatch, traffic: Traffic, dtype: DType, width: int, dice: 
         return
     returning = [name in dispatch.back.names for name in names]
     back = tuple(
-        Flow(way.returns, rows, width, is_sum=way.is_sum) if comes else Flow(_nothing(way.returns), 0 * rows, width)
+        Shipment(way.returns, rows, width, is_sum=way.is_sum)
+        if comes
+        else Shipment(_nothing(way.returns), 0 * rows, width)
         for way, comes in zip(ways, returning, strict=True)
     )
     given = [_random(dice, dtype, flow.rows, width) for flow in flows]

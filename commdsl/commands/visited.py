@@ -17,7 +17,7 @@ from commdsl.ir import interpret
 from commdsl.ir.schedules import Schedule, Yield
 from commdsl.machine.dtypes import Array, DType
 from commdsl.program.launches import Launch, Return, Visit
-from commdsl.program.memory import Access, Kept
+from commdsl.program.memory import Kept, Rights
 from commdsl.program.visited import plan_of, segments, started
 
 
@@ -66,7 +66,7 @@ class Visited:
         for number, phase in started(plan):
             match phase:
                 case Launch(moves=moves):
-                    names = [one.name for one in moves.tensors if one.access is Access.READ]
+                    names = [one.name for one in moves.tensors if one.access is Rights.READ]
                     given = {name: held[kept] for name, kept in zip(names, phase.reads, strict=True)}
                     made = host_run.run_calls(plan_of(plan, moves), texts[moves], [given], dtype, op, options)[-1]
                     held |= {kept: made.outputs[kept.name] for kept in phase.writes}

@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from commdsl.ir.schedules import AnyStep, Buffer, Moves, Schedule, Step
+from commdsl.ir.schedules import AnyStep, Buffer, Schedule, Statement, Step
 from commdsl.language.kinds import MoveKind
 
 MAX_RANKS = 16
@@ -96,7 +96,7 @@ def step_rows(schedule: Schedule, number: int, step: AnyStep) -> list[Row]:
     return rows or [Row(f"{number:>3} {bindings}".rstrip(), "nothing moves", ("",) * ranks)]
 
 
-def cell(schedule: Schedule, moves: Moves, rank: int) -> str:
+def cell(schedule: Schedule, moves: Statement, rank: int) -> str:
     """What one rank does in one statement, told where the data starts; a list of sources where it ends."""
     source, dest = schedule.buffers[moves.source_buffer], schedule.buffers[moves.dest_buffer]
     if moves.is_list or moves.source_rank.shape[1] > 1:
@@ -125,7 +125,7 @@ def shares(
     return chunk_names(buffer, chunks)
 
 
-def list_cell(schedule: Schedule, moves: Moves, rank: int) -> str:
+def list_cell(schedule: Schedule, moves: Statement, rank: int) -> str:
     """`y ← Σ x @ all`: the reduction of a list, on the rank where its result lands."""
     rows = np.flatnonzero(moves.dest_rank == rank)
     if not len(rows):

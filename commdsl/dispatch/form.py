@@ -32,7 +32,7 @@ MOST_ROWS = 2**32 - 1
 
 
 @dataclass(frozen=True, eq=False)
-class Tables:
+class Columns:
     """The numbers of one Metadata; `copies` is None for a table without, whose arrays have one copy all the same."""
 
     name: str
@@ -46,7 +46,7 @@ class Tables:
     sent_length: Longs | None  # (W, S forward): recv_seq_lens
 
 
-def tables(name: str, metadata: Metadata) -> Tables:
+def tables(name: str, metadata: Metadata) -> Columns:
     """The numbers of `metadata`, called `name` in messages, each within its own bounds."""
     world_size = metadata.world_size
     if world_size is None or metadata.num_seqs is None:
@@ -65,7 +65,7 @@ def tables(name: str, metadata: Metadata) -> Tables:
     _shape(num_seqs, (world_size,), f"{name}.num_seqs")
     _sums(name, counts, metadata.num_total_recv_tokens)
     slots = 1 if copies is None else copies
-    found = Tables(
+    found = Columns(
         name,
         copies,
         dest.reshape(*shape, slots),
@@ -80,7 +80,7 @@ def tables(name: str, metadata: Metadata) -> Tables:
     return found
 
 
-def _entries(tables: Tables) -> None:
+def _entries(tables: Columns) -> None:
     """Raises MetadataError for an entry that is wrong whatever the others are."""
     ranks, width, _ = tables.dest.shape
     copied = tables.copies is not None

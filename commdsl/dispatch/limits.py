@@ -18,7 +18,7 @@ KINDS = ("rows", "queries", "keys")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Shares:
     """What lies where in a rank's heap, in bytes: what peers tell each other, then rows that wait, then results."""
 
     waiting: tuple[int, ...]  # by tensor of the Plan: where its rows wait
@@ -65,7 +65,7 @@ class Limits:
             found.append(max(there, self.rows * copies) if plan.push.packed else summed)
         return found
 
-    def layout(self, plan: Plan, calls: int) -> Layout:
+    def layout(self, plan: Plan, calls: int) -> Shares:
         """The heap for these limits, with the results of so many calls there and back unless they are ordinary."""
         rows, offsets, at = self.waiting(plan), [], aligned(plan.symmetric_bytes)
         for count, width in zip(rows, self.widths, strict=True):
@@ -75,7 +75,7 @@ class Limits:
         there = sum(aligned(count * width) for count, width in zip(self.received, self.widths, strict=False))
         back = sum(aligned(self.rows * width) for width in self.widths)
         sizes = (0, 0) if plan.push.packed else (there, back)
-        return Layout((*offsets, *pad), (*rows, *pad), at, sizes, at + calls * sum(sizes))
+        return Shares((*offsets, *pad), (*rows, *pad), at, sizes, at + calls * sum(sizes))
 
     def judge(self, plan: Plan) -> None:
         """Raises DispatchError (C961) for limits that the kernel cannot have."""

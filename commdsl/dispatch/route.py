@@ -20,7 +20,7 @@ from commdsl.dispatch.errors import DispatchError
 from commdsl.dispatch.metadata import Metadata
 from commdsl.dispatch.validator import validate
 from commdsl.ir.routes import Longs, Routes, Shards, back
-from commdsl.program.tiles import Flow, Table, most_words, table
+from commdsl.program.tiles import RowTable, Shipment, most_words, table
 
 SPARE = 2
 """A table has room for so many times the words of the plan it began with, so that another plan's fit as well."""
@@ -103,18 +103,18 @@ class _Numbers:
         found = [0 if one is None else int(np.bincount(one.shard).max(initial=0)) for one in (self.queries, self.keys)]
         return found[0], found[1]
 
-    def flows(self, way: Way, widths: tuple[int, ...]) -> list[Flow]:
+    def flows(self, way: Way, widths: tuple[int, ...]) -> list[Shipment]:
         goes = way.goes
         queries = self.queries if goes else self.queries_back
         rows = _rows(queries) if goes else self.shards.rows
         has_copies = bool(self.queries.copy.any())
-        flows = [Flow(queries, rows, widths[0], is_sum=has_copies and not goes)]
+        flows = [Shipment(queries, rows, widths[0], is_sum=has_copies and not goes)]
         if way.has_keys:
             keys = self.keys if goes else self.keys_back
             if keys is None:
                 raise DispatchError("this Route has no keys and values: it was made of queries alone")
             rows = _rows(keys) if goes else self.shards.rows
-            flows += [Flow(keys, rows, width, is_sum=not goes) for width in widths[1:]]
+            flows += [Shipment(keys, rows, width, is_sum=not goes) for width in widths[1:]]
         return flows
 
 
@@ -162,7 +162,7 @@ class Route:
         self.ready: dict[tuple[str, str, tuple[int, ...]], Pair] = {}
         """By Dispatcher, Way and widths: what a call looks up."""
         self._tables: dict[Form, torch.Tensor] = {}
-        self._made: dict[Form, Table] = {}
+        self._made: dict[Form, RowTable] = {}
         self._hosts: dict[Form, weakref.WeakSet[Host]] = {}
 
     @property
@@ -240,7 +240,7 @@ class Route:
         flows = self._numbers.flows(wanted.way, wanted.widths)
         return most_words(flows, packed=wanted.packed, tile_bytes=wanted.tile_bytes)
 
-    def _admitted(self, wanted: Form, hosts: Sequence[Host]) -> Table:
+    def _admitted(self, wanted: Form, hosts: Sequence[Host]) -> RowTable:
         """The table, if every host admits it."""
         for host in hosts:
             host.admit(self, wanted, ())
@@ -249,11 +249,11 @@ class Route:
             host.admit(self, wanted, made.waiting_rows)
         return made
 
-    def _make(self, wanted: Form) -> Table:
+    def _make(self, wanted: Form) -> RowTable:
         flows = self._numbers.flows(wanted.way, wanted.widths)
         return table(flows, self.rank, packed=wanted.packed, tile_bytes=wanted.tile_bytes)
 
-    def _write(self, made: Table, to: torch.Tensor) -> None:
+    def _write(self, made: RowTable, to: torch.Tensor) -> None:
         words = torch.from_numpy(made.words.view(np.int32))
         if to.is_cuda:
             words = words.pin_memory()

@@ -13,7 +13,7 @@ from commdsl.checks import route_laws
 from commdsl.dispatch import attention_laws, layout
 from commdsl.dispatch.compute import refuse_routes
 from commdsl.dispatch.errors import MetadataError
-from commdsl.dispatch.form import Tables, refuse, tables
+from commdsl.dispatch.form import Columns, refuse, tables
 from commdsl.dispatch.metadata import AttentionLayout, Metadata
 from commdsl.ir.routes import Longs, Mask, Routes, Shards, back, running_sum
 
@@ -56,7 +56,7 @@ def validate(
         attention_laws.judge(attention, query_routes, key_routes, shards, mask)
 
 
-def _forward(tables: Tables) -> tuple[Routes, Shards]:
+def _forward(tables: Columns) -> tuple[Routes, Shards]:
     """The routes of a way there, proved to tile their destinations and to be as many rows as it says."""
     for field, given in (("seq_recv_mask", tables.sent), ("recv_seq_lens", tables.sent_length)):
         if given is not None:
@@ -70,7 +70,7 @@ def _forward(tables: Tables) -> tuple[Routes, Shards]:
     return routes, shards
 
 
-def _counts(tables: Tables, expected: Longs) -> None:
+def _counts(tables: Columns, expected: Longs) -> None:
     for i, j in np.argwhere(tables.counts != expected)[:1].tolist():
         raise MetadataError(
             "a rank receives what is sent to it",
@@ -82,7 +82,7 @@ def _counts(tables: Tables, expected: Longs) -> None:
         )
 
 
-def _reverse(tables: Tables, there: Tables, routes: Routes, shards: Shards) -> None:
+def _reverse(tables: Columns, there: Columns, routes: Routes, shards: Shards) -> None:
     """Raises MetadataError unless `tables` is the way back of `there`, whose routes are `routes`."""
     if tables.copies is not None:
         law = "what comes back has one destination"
@@ -110,7 +110,7 @@ def _reverse(tables: Tables, there: Tables, routes: Routes, shards: Shards) -> N
         refuse(wanted != got, got, field, wanted, f"it says what {there.name} says")
 
 
-def _rows_back(tables: Tables, real: NDArray[np.bool_], expected: Routes) -> None:
+def _rows_back(tables: Columns, real: NDArray[np.bool_], expected: Routes) -> None:
     """Raises MetadataError unless the `real` rows of `tables` are those of `expected`, in the order they lie."""
     rank, shard = np.nonzero(real)
     length, dest, row = (table[rank, shard] for table in (tables.length, tables.dest[..., 0], tables.row[..., 0]))
@@ -150,7 +150,7 @@ def _lying(rank: Longs, begin: Longs, length: Longs, dest: Longs, row: Longs) ->
     return order
 
 
-def _same_shards(queries: Tables, keys: Tables) -> None:
+def _same_shards(queries: Columns, keys: Columns) -> None:
     """Raises MetadataError unless keys and values are of the shards of the queries."""
     if queries.copies is not None:
         law = "a query shard whose keys follow it goes to one rank"

@@ -14,7 +14,7 @@ from typing import TypeAlias, assert_never
 import numpy as np
 
 from commdsl.ir.functions import FUNCTIONS
-from commdsl.ir.schedules import Buffer, Moves, Schedule, Step, Task, Yield
+from commdsl.ir.schedules import Buffer, Schedule, Statement, Step, Task, Yield
 from commdsl.language.kinds import BufferKind
 from commdsl.machine.dtypes import Array, DType
 
@@ -144,7 +144,7 @@ def run(
     return Result(outputs, yields)
 
 
-def _results(memory: _Memory, moves: Moves, dtype: DType, op: str) -> Iterator[tuple[int, int, int, Array]]:
+def _results(memory: _Memory, moves: Statement, dtype: DType, op: str) -> Iterator[tuple[int, int, int, Array]]:
     """What each row of a statement will write, computed from the state before the step."""
     for row, (rank, chunk) in enumerate(zip(moves.dest_rank.tolist(), moves.dest_chunk.tolist(), strict=True)):
         operands = [memory.read(moves.dest_buffer, rank, chunk)] if moves.accumulate else []

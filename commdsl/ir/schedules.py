@@ -52,7 +52,7 @@ class CycleSet:
 
 
 @dataclass(frozen=True)
-class Moves:
+class Statement:
     """One `put`/`get`/`copy`/`reduce` statement of one step, for all ranks and bindings: n rows, k sources a row.
 
     `actor[i]` is the rank on which row i was written (the first binder of `each`). Sources may be numpy broadcast
@@ -79,7 +79,7 @@ class Moves:
 class Step:
     """All moves act at once: every read before every write."""
 
-    moves: tuple[Moves, ...]
+    moves: tuple[Statement, ...]
     bindings: tuple[tuple[str, int], ...]  # the loop variables around it, for messages: (("s", 3),)
     span: Span = field(repr=False)
 

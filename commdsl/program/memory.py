@@ -18,7 +18,7 @@ class Transport(Enum):
     NVSHMEM = "nvshmem"  # the same for those that are near, NVSHMEM's puts and signals for those that are far
 
 
-class Access(Enum):
+class Rights(Enum):
     READ = "read"
     WRITE = "write"
     OWN = "own"  # written and read by the rank itself in one call, gone afterwards: nobody outside sees it
@@ -31,7 +31,7 @@ class Tensor:
     """
 
     name: str
-    access: Access
+    access: Rights
     blocks: int
     cut: int
     is_yield: bool = False

@@ -26,7 +26,7 @@ SUM_PARTS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Flow:
+class Shipment:
     """One tensor's way in one call. If it is summed, the routes lead to one whole tensor per copy."""
 
     routes: Routes
@@ -36,7 +36,7 @@ class Flow:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class RowTable:
     """What one rank's kernel reads, as 32-bit words, and what the host has to know beside it."""
 
     words: NDArray[np.uint32]
@@ -90,11 +90,11 @@ class _Placed:
     room: Longs  # (num_ranks,): rows that wait on each rank
 
 
-def table(flows: Sequence[Flow], rank: int, *, packed: bool, tile_bytes: int) -> Table:
+def table(flows: Sequence[Shipment], rank: int, *, packed: bool, tile_bytes: int) -> RowTable:
     """The table of one rank. `tile_bytes` is the most that a warp moves at once, a row at least."""
     sends, finishes, waiting, offset = [], [], [], 0
     expected = np.zeros(flows[0].routes.num_ranks, np.uint64)
-    last: tuple[Flow, _Placed] | None = None
+    last: tuple[Shipment, _Placed] | None = None
     for tensor, flow in enumerate(flows):
         # Keys and values go the same way.
         alike = last is not None and last[0].routes is flow.routes and last[0].is_sum == flow.is_sum
@@ -110,7 +110,7 @@ def table(flows: Sequence[Flow], rank: int, *, packed: bool, tile_bytes: int) ->
         offset += flow.routes.num
     runs = _ordered(_joined(sends), rank, len(flows), len(expected))
     done = _joined(finishes)
-    return Table(
+    return RowTable(
         _words(runs, done, expected),
         len(runs.rows),
         len(done.rows),
@@ -119,12 +119,12 @@ def table(flows: Sequence[Flow], rank: int, *, packed: bool, tile_bytes: int) ->
     )
 
 
-def _finish_rows(flow: Flow, tile_bytes: int) -> int:
+def _finish_rows(flow: Shipment, tile_bytes: int) -> int:
     """The most rows that a warp finishes at once."""
     return max(1, tile_bytes // (flow.width * (SUM_PARTS if flow.is_sum else 1)))
 
 
-def most_words(flows: Sequence[Flow], *, packed: bool, tile_bytes: int) -> int:
+def most_words(flows: Sequence[Shipment], *, packed: bool, tile_bytes: int) -> int:
     """No rank's table has more words; the same number on all ranks."""
     num_ranks = flows[0].routes.num_ranks
     sends, finishes = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
@@ -142,7 +142,7 @@ def most_words(flows: Sequence[Flow], *, packed: bool, tile_bytes: int) -> int:
 # --- where rows wait --------------------------------------------------------------------------------------------------
 
 
-def _placed(flow: Flow, packed: bool) -> _Placed:
+def _placed(flow: Shipment, packed: bool) -> _Placed:
     routes = flow.routes
     some = np.flatnonzero(routes.length > 0)
     source, dest, length = routes.source[some], routes.dest[some], routes.length[some]
@@ -214,7 +214,7 @@ def _ordered(runs: _Runs, rank: int, num_tensors: int, num_ranks: int) -> _Runs:
 # --- what is finished -------------------------------------------------------------------------------------------------
 
 
-def _finishes(flow: Flow, placed: _Placed, tensor: int, rank: int, tile_rows: int) -> _Finishes:
+def _finishes(flow: Shipment, placed: _Placed, tensor: int, rank: int, tile_rows: int) -> _Finishes:
     here = np.flatnonzero(placed.dest == rank)
     parts = [_zeros(flow, placed, tensor, rank, here, tile_rows)]
     waiting = here[placed.waits[here]]
@@ -248,7 +248,7 @@ def _sums(placed: _Placed, tensor: int, waiting: Longs, tile_rows: int) -> _Fini
     return _Finishes(kind, zero + tensor, source, row, size, stride, count)
 
 
-def _zeros(flow: Flow, placed: _Placed, tensor: int, rank: int, here: Longs, tile_rows: int) -> _Finishes:
+def _zeros(flow: Shipment, placed: _Placed, tensor: int, rank: int, here: Longs, tile_rows: int) -> _Finishes:
     """Rows of the output that no route leads to."""
     row, first = np.unique(placed.dest_row[here], return_index=True)
     end = row + placed.length[here][first]

@@ -15,7 +15,7 @@ from commdsl.ir.functions import FUNCTIONS
 from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.launches import Launch, Return, Visit
-from commdsl.program.memory import Access, Transport
+from commdsl.program.memory import Rights, Transport
 from commdsl.program.moves import CELL, MOST_DESTS, MOST_THREADS, Moves, OpKind, Ops, Protocol, Reason
 from commdsl.program.phases import Push
 from commdsl.program.plan import Plan
@@ -97,7 +97,7 @@ def _visited(plan: Plan) -> None:
         if not isinstance(phase, Return):
             _law(all(kept.copy for kept in phase.writes), "what the caller gave is written")
     for launch in launches(plan):
-        for access, kept in ((Access.READ, launch.reads), (Access.WRITE, launch.writes)):
+        for access, kept in ((Rights.READ, launch.reads), (Rights.WRITE, launch.writes)):
             wanted = [(one.name, one.blocks) for one in launch.moves.tensors if one.access is access]
             _law(wanted == [(one.name, one.blocks) for one in kept], "a launch is on other buffers than its moves")
     for moves in segments(plan):
@@ -111,7 +111,7 @@ def verify_moves(moves: Moves, *, has_tiles: bool = False) -> None:
     _operations(moves, OpKind.COPY, OpKind.REDUCE)
     _operands(moves)
     _flags(moves, has_tiles)
-    owned = any(tensor.access is Access.OWN for tensor in moves.tensors)
+    owned = any(tensor.access is Rights.OWN for tensor in moves.tensors)
     _law(owned == has_tiles, "there are tiles, or tensors of their own, without the other")
 
 
@@ -131,8 +131,8 @@ def verify_tiles(tiles: Tiles, moves: Moves) -> None:
     _each(np.diff(ops.source_begin) == operands, "operation", "it has the operands of its function")
     _each((ops.joined == 0) & (ops.scale == 0), "operation", "it stands alone, and is not divided")
     _operands(beside)
-    writes = np.array([tensor.access is Access.OWN for tensor in moves.tensors] + [False])
-    given = np.array([tensor.access is not Access.WRITE for tensor in moves.tensors] + [False])
+    writes = np.array([tensor.access is Rights.OWN for tensor in moves.tensors] + [False])
+    given = np.array([tensor.access is not Rights.WRITE for tensor in moves.tensors] + [False])
     _each(writes[ops.dest_space], "destination", "tiles write tensors of their own")
     _each(given[ops.source_space], "source", "tiles read tensors that are given, or their own")
     _law(not len(ops.wait_peer), "tiles wait")
@@ -190,13 +190,13 @@ def _scalars(moves: Moves) -> None:
         _law(not moves.has_reduction, "the copy engine moves bytes only, yet the Plan reduces")
     for tensor in moves.tensors:
         _law(tensor.blocks >= 1 and tensor.cut >= 1, f"tensor `{tensor.name}` has no chunk")
-        _law(not tensor.is_yield or tensor.access is Access.WRITE, f"yields `{tensor.name}` are not written")
+        _law(not tensor.is_yield or tensor.access is Rights.WRITE, f"yields `{tensor.name}` are not written")
     _law(sum(tensor.is_yield for tensor in moves.tensors) <= 1, "the yields are more than one tensor")
     names = [(tensor.name, tensor.access) for tensor in moves.tensors]
     _law(len(set(names)) == len(names), "two tensors have one name and one access")
     for name in moves.alias_safe:
         pair = {access for other, access in names if other == name}
-        _law(pair == {Access.READ, Access.WRITE}, f"alias_safe names `{name}`, which is not read and written")
+        _law(pair == {Rights.READ, Rights.WRITE}, f"alias_safe names `{name}`, which is not read and written")
 
 
 def _shapes(moves: Moves) -> None:
@@ -261,7 +261,7 @@ def _operands(moves: Moves) -> None:
     ops = moves.ops
     actor = np.repeat(np.arange(moves.num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
     _location(moves, "destination", ops.dest_space, ops.dest_rank, ops.dest_index, actor, ops.cut, ops.piece)
-    readonly = np.array([tensor.access is Access.READ for tensor in moves.tensors] + [False])
+    readonly = np.array([tensor.access is Rights.READ for tensor in moves.tensors] + [False])
     _each(~readonly[ops.dest_space], "destination", "a tensor that is only read is not written")
     num_sources = np.diff(ops.source_begin)
     if (num_sources == 1).all():

@@ -23,7 +23,7 @@ MAX_KEPT = 4096
 _address = torch.Tensor.data_ptr
 
 
-class Call:
+class Bound:
     """Calls of one op of one shape on one group; `in_place` is the input each output is, or None for new tensors."""
 
     __slots__ = ("_communicator", "_end", "_make", "_name", "_owner", "_shapes", "_signature", "_slots", "_start")

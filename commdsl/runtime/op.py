@@ -15,7 +15,7 @@ import torch
 from commdsl.machine.config import from_environment
 from commdsl.program.memory import Transport
 from commdsl.runtime import autograd, eager, groups, tensors
-from commdsl.runtime.calls import MAX_KEPT, Call
+from commdsl.runtime.calls import MAX_KEPT, Bound
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import GradientError, OpError, ReductionError, TensorError
 from commdsl.runtime.host import HostCommunicator
@@ -36,7 +36,7 @@ class Op:
         self.definition = definition
         self.ranks = ranks  # assumed where a group is not known: tracing without one
         self._programs: dict[tuple[int, Transport], Program] = {}
-        self._calls: dict[tuple[object, ...], Call] = {}
+        self._calls: dict[tuple[object, ...], Bound] = {}
         self._visiting: dict[tuple[object, ...], Visiting] = {}
         self._lock = threading.Lock()
         # Kept apart from the programs: `torch.compile` traces through a call as far as these.
@@ -204,7 +204,7 @@ class Op:
             self._calls[key] = call
         return call(inputs)
 
-    def _prepare(self, inputs: tuple[torch.Tensor, ...], name: str, op: str, in_place: bool) -> Call:
+    def _prepare(self, inputs: tuple[torch.Tensor, ...], name: str, op: str, in_place: bool) -> Bound:
         if self.traced(name).plan.is_visited:
             raise OpError(f"`{self.name}` moves what its caller computes on the way: call `visit`, with a function")
         comm = groups.of(name, inputs[0].device)
@@ -219,7 +219,7 @@ class Op:
         tensors.check_reduction(self.name, signature, inputs[0].dtype, op)
         block_bytes = inputs[0].nbytes // signature.inputs[0].blocks
         start = comm.prepare(known, block_bytes, tensors.element_name(inputs[0].dtype), op) if block_bytes else None
-        return Call(self.name, comm, known, inputs, chosen, start, groups.owner_of(name))
+        return Bound(self.name, comm, known, inputs, chosen, start, groups.owner_of(name))
 
     def _prepare_visits(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> Visiting:
         comm = groups.of(name, inputs[0].device)

@@ -27,7 +27,7 @@ from commdsl.language.kinds import BufferKind
 from commdsl.machine.config import Config
 from commdsl.machine.resources import data_dir
 from commdsl.program.launches import Return
-from commdsl.program.memory import Access, Transport
+from commdsl.program.memory import Rights, Transport
 from commdsl.program.plan import Plan
 from commdsl.program.visited import plan_of, segments
 
@@ -244,11 +244,11 @@ def _signature(schedule: Schedule, plan: Plan) -> Signature:
     outputs: list[Port] = []
     own: list[Port] = []
     tensors: list[tuple[bool, int]] = []
-    num_outputs = sum(tensor.access is Access.WRITE for tensor in plan.moves.tensors)
+    num_outputs = sum(tensor.access is Rights.WRITE for tensor in plan.moves.tensors)
     for tensor in plan.moves.tensors:
-        ports = {Access.READ: inputs, Access.WRITE: outputs, Access.OWN: own}[tensor.access]
+        ports = {Rights.READ: inputs, Rights.WRITE: outputs, Rights.OWN: own}[tensor.access]
         stack = schedule.num_yields if tensor.is_yield else 0
-        tensors.append((tensor.access is Access.READ, len(ports) + (num_outputs if ports is own else 0)))
+        tensors.append((tensor.access is Rights.READ, len(ports) + (num_outputs if ports is own else 0)))
         ports.append(Port(tensor.name, tensor.blocks // max(stack, 1), stack))
     names = [port.name for port in inputs]
     safe = all(port.name in plan.moves.alias_safe and port.name in names for port in outputs)
@@ -265,7 +265,7 @@ def _signature(schedule: Schedule, plan: Plan) -> Signature:
 def _fills_outputs(plan: Plan) -> bool:
     """Whether every rank's operations write every chunk of every output."""
     for index, tensor in enumerate(plan.moves.tensors):
-        if tensor.access is not Access.WRITE:
+        if tensor.access is not Rights.WRITE:
             continue
         here = plan.moves.ops.dest_space == index
         written = np.unique(plan.moves.ops.dest_rank[here].astype(np.int64) * 2**32 + plan.moves.ops.dest_index[here])

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, assert_never
 import torch
 
 from commdsl.program.launches import Between, Launch, Return, Visit
-from commdsl.program.memory import Access, Kept
+from commdsl.program.memory import Kept, Rights
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.visited import started
@@ -101,7 +101,7 @@ class Visiting:
     def _launch(self, streams: Streams, phase: Launch, held: Mapping[Kept, torch.Tensor]) -> None:
         if self._starts:
             read, written = iter(phase.reads), iter(phase.writes)
-            chosen = [next(read if one.access is Access.READ else written) for one in phase.moves.tensors]
+            chosen = [next(read if one.access is Rights.READ else written) for one in phase.moves.tensors]
             with streams.beside():
                 self._starts[phase.moves]([held[kept].data_ptr() for kept in chosen])
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir.resolve.evaluate import Cycle, Scope, Value, free_names
 from commdsl.ir.resolve.rows import Binding, Rows, spread
-from commdsl.ir.schedules import Ints, Moves, Step
+from commdsl.ir.schedules import Ints, Statement, Step
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import MoveKind
 
@@ -77,7 +77,7 @@ class StepBuilder:
         names = {binder.name.text for binder in each.binders}
         free = free_names(each.where).union(*(free_names(binder.domain) for binder in each.binders)) - names
         rows = Memo(free, lambda scope: binding.rows(each.binders, each.where, scope))
-        self._moves: list[Memo[Moves]] = []
+        self._moves: list[Memo[Statement]] = []
         self._prepare(each.body, _over(rows, tuple(names)))
 
     def step(self, scope: Scope, bindings: tuple[tuple[str, int], ...]) -> Step:
@@ -127,7 +127,7 @@ class StepBuilder:
 
     # --- moves --------------------------------------------------------------------------------------------------------
 
-    def _move(self, move: syn.Move, context: _Context) -> Memo[Moves]:
+    def _move(self, move: syn.Move, context: _Context) -> Memo[Statement]:
         source, binder, condition = move.source.ref, move.source.binder, move.source.condition
         inner = frozenset((binder.name.text,)) if binder else frozenset[str]()
         listed = free_names(condition).union(
@@ -135,12 +135,12 @@ class StepBuilder:
         )
         free = (listed - inner) | _ref_names(move.dest)
 
-        def compute(scope: Scope) -> Moves:
+        def compute(scope: Scope) -> Statement:
             return self._compute(move, context, scope, context.scope(scope, free))
 
         return Memo(context.depends(free), compute)
 
-    def _compute(self, move: syn.Move, context: _Context, outer: Scope, scope: Mapping[str, Value]) -> Moves:
+    def _compute(self, move: syn.Move, context: _Context, outer: Scope, scope: Mapping[str, Value]) -> Statement:
         binding = self._binding
         extents = binding.check_shapes(move.source.ref, move.dest, move.span)
         count = context.rows(outer).count
@@ -155,7 +155,7 @@ class StepBuilder:
             source_rank = self._place(move.source.ref, context, outer)[:, None]
             source_chunk = self._chunk(move.source.ref, context, outer)[:, None]
         names = list(binding.buffers)
-        return Moves(
+        return Statement(
             kind=move.kind,
             accumulate=move.kind is MoveKind.REDUCE and not is_list,
             is_list=is_list,

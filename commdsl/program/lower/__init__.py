@@ -30,7 +30,7 @@ from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.program.lower.ordering import order
 from commdsl.program.lower.placement import Placed, num_actors, place
 from commdsl.program.lower.tables import apart, tables
-from commdsl.program.memory import Access, Tensor, Transport
+from commdsl.program.memory import Rights, Tensor, Transport
 from commdsl.program.moves import MOST_THREADS, Moves, Ops, Protocol
 from commdsl.program.plan import Plan, Role
 from commdsl.program.tasks import Tiles
@@ -203,7 +203,7 @@ def _alias_safe(placed: Placed, schedule: Schedule) -> list[str]:
     for number, buffer in enumerate(schedule.buffers):
         if buffer.kind is not BufferKind.INOUT or number in computed_from:
             continue
-        read, write = (_tensor(placed.tensors, buffer.name, access) for access in (Access.READ, Access.WRITE))
+        read, write = (_tensor(placed.tensors, buffer.name, access) for access in (Rights.READ, Rights.WRITE))
         last_read = np.full((schedule.num_ranks, buffer.num_chunks), -1, np.int32)
         first_write = np.full((schedule.num_ranks, buffer.num_chunks), len(rows.rank), np.int32)
         reads = np.nonzero(rows.source_space == read)[0]
@@ -218,5 +218,5 @@ def _alias_safe(placed: Placed, schedule: Schedule) -> list[str]:
     return safe
 
 
-def _tensor(tensors: tuple[Tensor, ...], name: str, access: Access) -> int:
+def _tensor(tensors: tuple[Tensor, ...], name: str, access: Rights) -> int:
     return next(i for i, tensor in enumerate(tensors) if tensor.name == name and tensor.access is access)

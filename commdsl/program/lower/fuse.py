@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from commdsl.ir.schedules import Ints
 from commdsl.program.lower.hazards import Index
 from commdsl.program.lower.rows import Rows, begins, gather, nth, nth_of_equals, turns
-from commdsl.program.memory import Access, Tensor
+from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import CELL, MOST_DESTS, OpKind
 
 Mask = NDArray[np.bool_]
@@ -65,10 +65,10 @@ class _Earliest:
 
 def _earliest(rows: Rows, tensors: tuple[Tensor, ...]) -> _Earliest:
     last = np.full(len(rows.rank), NOBODY, np.int32)
-    given = {tensor.name: space for space, tensor in enumerate(tensors) if tensor.access is Access.READ}
+    given = {tensor.name: space for space, tensor in enumerate(tensors) if tensor.access is Rights.READ}
     for space, tensor in enumerate(tensors):
         twin = given.get(tensor.name)
-        if tensor.access is Access.READ or twin is None:
+        if tensor.access is Rights.READ or twin is None:
             continue
         chunks = tensor.blocks * tensor.cut
         table = np.full((int(rows.rank.max()) + 1) * chunks, NOBODY, np.int32)

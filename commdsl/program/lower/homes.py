@@ -13,7 +13,7 @@ from commdsl.ir.schedules import Ints, Schedule, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.program.lower.hazards import Index
-from commdsl.program.memory import Access, Tensor
+from commdsl.program.memory import Rights, Tensor
 
 UNDEFINED = -2
 
@@ -114,17 +114,17 @@ def _tensors(schedule: Schedule) -> tuple[list[Tensor], Numbers, Numbers, Number
         writes = buffer.kind in (BufferKind.OUTPUT, BufferKind.INOUT)
         read.append(len(tensors) if reads else None)
         if reads:
-            tensors.append(Tensor(buffer.name, Access.READ, buffer.blocks, buffer.cut))
+            tensors.append(Tensor(buffer.name, Rights.READ, buffer.blocks, buffer.cut))
         write.append(len(tensors) if writes else None)
         if writes:
-            tensors.append(Tensor(buffer.name, Access.WRITE, buffer.blocks, buffer.cut))
+            tensors.append(Tensor(buffer.name, Rights.WRITE, buffer.blocks, buffer.cut))
     computed = {buffer for step in schedule.steps if isinstance(step, Task) for buffer in step.writes}
     own: Numbers = [None] * len(schedule.buffers)
     for number in sorted(computed):
         buffer, own[number] = schedule.buffers[number], len(tensors)
-        tensors.append(Tensor(buffer.name, Access.OWN, buffer.blocks, buffer.cut))
+        tensors.append(Tensor(buffer.name, Rights.OWN, buffer.blocks, buffer.cut))
     yielded = [step.buffer for step in schedule.steps if isinstance(step, Yield)]
     if yielded:
         buffer = schedule.buffers[yielded[0]]
-        tensors.append(Tensor("yields", Access.WRITE, len(yielded) * buffer.blocks, buffer.cut, is_yield=True))
+        tensors.append(Tensor("yields", Rights.WRITE, len(yielded) * buffer.blocks, buffer.cut, is_yield=True))
     return tensors, read, write, own

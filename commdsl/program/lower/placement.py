@@ -16,7 +16,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.schedules import Ints, Moves, Schedule, Step, Task, Yield
+from commdsl.ir.schedules import Ints, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import MoveKind
 from commdsl.language.source import Span
@@ -56,7 +56,7 @@ class _Placer:
         """One step becomes a phase of transfers and a phase of what each rank does with what it has."""
         transfers: list[Batch] = []
         local: list[Batch] = []
-        updates: list[tuple[Moves, Ints, tuple[Ints, Ints]]] = []
+        updates: list[tuple[Statement, Ints, tuple[Ints, Ints]]] = []
         for moves in step.moves:
             if not len(moves.actor):
                 continue
@@ -83,7 +83,7 @@ class _Placer:
             self.homes.written_in[buffer][at] = number
         self.phases += [transfers, local]
 
-    def _size_class(self, moves: Moves) -> tuple[Ints, Ints]:
+    def _size_class(self, moves: Statement) -> tuple[Ints, Ints]:
         if not self.homes.is_scratch(moves.dest_buffer):
             return self.homes.size_class(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
         first = np.zeros(len(moves.actor), np.intp) if moves.source_valid is None else moves.source_valid.argmax(axis=1)
@@ -94,7 +94,7 @@ class _Placer:
 
     def _bring(
         self,
-        moves: Moves,
+        moves: Statement,
         sources: tuple[Ints, Ints, Ints],
         size_class: tuple[Ints, Ints],
         origin: int,
@@ -118,7 +118,7 @@ class _Placer:
         return space, place, index
 
     def _combine(
-        self, moves: Moves, sources: tuple[Ints, Ints, Ints], cell: Ints, size_class: tuple[Ints, Ints], origin: int
+        self, moves: Statement, sources: tuple[Ints, Ints, Ints], cell: Ints, size_class: tuple[Ints, Ints], origin: int
     ) -> Batch:
         valid, rank = moves.source_valid, moves.dest_rank
         if moves.accumulate:

@@ -14,7 +14,7 @@ from commdsl.ir.schedules import Ints
 from commdsl.program.lower.clocks import Clocks, FullClocks, RotatingClocks
 from commdsl.program.lower.hazards import Index
 from commdsl.program.lower.rows import Rows, begins, turns
-from commdsl.program.memory import Access, Tensor
+from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import CELL
 
 
@@ -39,7 +39,7 @@ class Program:
 
 
 @dataclass(frozen=True, eq=False)
-class Accesses:
+class Uses:
     """Reads or writes in program order: the operation, the rank that does it, the place as one number."""
 
     op: Ints
@@ -55,8 +55,8 @@ class Problem:
 
     program: Program
     group: Ints
-    reads: Accesses
-    writes: Accesses
+    reads: Uses
+    writes: Uses
     num_keys: int
     clocks: Clocks
     turned: bool
@@ -65,7 +65,7 @@ class Problem:
 
 def pose(rows: Rows, num_actors: int, num_cells: int, tensors: tuple[Tensor, ...]) -> Problem:
     """Rank 0's operations if they stand for all, else everybody's. Tiles have programs beside those of the ranks."""
-    if any(tensor.access is Access.OWN for tensor in tensors):
+    if any(tensor.access is Rights.OWN for tensor in tensors):
         return _whole(rows, num_actors, num_cells, tensors)
     return _quotient(rows, num_actors, num_cells) or _whole(rows, num_actors, num_cells, tensors)
 
@@ -96,7 +96,7 @@ def _first_places(num_cells: int, tensors: tuple[Tensor, ...]) -> tuple[Ints, in
     first, size = np.full(len(tensors) + 1, -1, np.int32), num_cells
     first[CELL] = 0
     for space, tensor in enumerate(tensors):
-        if tensor.access is Access.OWN:
+        if tensor.access is Rights.OWN:
             first[space], size = size, size + tensor.blocks * tensor.cut
     return first, size
 
@@ -109,10 +109,10 @@ def _whole(rows: Rows, num_ranks: int, num_cells: int, tensors: tuple[Tensor, ..
     op = place[of_row]
     first, width = _first_places(num_cells, tensors)
 
-    def accesses(of: Index, space: Ints, owner: Ints, index: Ints) -> Accesses:
+    def accesses(of: Index, space: Ints, owner: Ints, index: Ints) -> Uses:
         order = np.argsort(op[of], kind="stable")
         key = (owner.astype(np.int64) * width + first[space] + index)[order]
-        return Accesses(op[of][order], rows.rank[of][order], key)
+        return Uses(op[of][order], rows.rank[of][order], key)
 
     read, write = first[rows.source_space] >= 0, first[rows.dest_space] >= 0
     keys = np.arange(num_ranks * width)
@@ -154,8 +154,8 @@ def _quotient(rows: Rows, num_ranks: int, num_cells: int) -> Problem | None:
     return Problem(
         program=Program(groups.rank[own], groups.phase[own], groups.number[own], groups.turn[own], groups.length[:1]),
         group=np.arange(int(groups.length[0]), dtype=np.int32),
-        reads=Accesses(of_source[read[0]], read[1], read[2]),
-        writes=Accesses(group[write[0]], write[1], write[2]),
+        reads=Uses(of_source[read[0]], read[1], read[2]),
+        writes=Uses(group[write[0]], write[1], write[2]),
         num_keys=num_cells,
         clocks=RotatingClocks(num_ranks),
         turned=True,

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from commdsl.ir.schedules import Buffer, Moves, Schedule, Step, Task, Yield
+from commdsl.ir.schedules import Buffer, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import BufferKind, MoveKind
 
@@ -125,7 +125,7 @@ def _covers(schedule: Schedule, steps: tuple[Step, ...], buffer: int) -> bool:
     return bool(written.all())
 
 
-def _renamed(moves: tuple[Moves, ...], number: dict[int, int]) -> Iterator[Moves]:
+def _renamed(moves: tuple[Statement, ...], number: dict[int, int]) -> Iterator[Statement]:
     for one in moves:
         if len(one.actor):
             yield replace(one, source_buffer=number[one.source_buffer], dest_buffer=number[one.dest_buffer])
@@ -137,7 +137,7 @@ def _content(schedule: Schedule) -> tuple[object, ...]:
     return buffers, tuple(tuple(_row(moves) for moves in step.moves) for step in steps)
 
 
-def _row(moves: Moves) -> tuple[object, ...]:
+def _row(moves: Statement) -> tuple[object, ...]:
     arrays = (moves.actor, moves.source_rank, moves.source_chunk, moves.dest_rank, moves.dest_chunk)
     valid = None if moves.source_valid is None else moves.source_valid.tobytes()
     kind: tuple[MoveKind, bool, bool] = (moves.kind, moves.accumulate, moves.is_list)

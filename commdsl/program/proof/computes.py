@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from commdsl.ir.schedules import Ints, Schedule
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.program.actors import num_ranks_of
-from commdsl.program.memory import Access
+from commdsl.program.memory import Rights
 from commdsl.program.moves import Moves
 from commdsl.program.proof import messages, packets
 from commdsl.program.proof.clocks import run
@@ -247,7 +247,7 @@ def _results(moves: Moves, order: Program, places: _Places, held: Values) -> Res
     return {
         tensor: held[places.whole(space)].reshape(num_ranks_of(moves), -1)
         for space, tensor in enumerate(moves.tensors)
-        if tensor.access is Access.WRITE
+        if tensor.access is Rights.WRITE
     }
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
-from commdsl.program.memory import Access
+from commdsl.program.memory import Rights
 from commdsl.program.moves import CELL, Moves
 from commdsl.program.proof.clocks import Run
 from commdsl.program.proof.order import Hazards, Longs
@@ -49,7 +49,7 @@ class Reads:
 
 def places_per_rank(moves: Moves) -> int:
     """Cells, then the chunks of the tensors that are written; at least 1."""
-    return max(moves.num_cells + sum(t.blocks * t.cut for t in moves.tensors if t.access is not Access.READ), 1)
+    return max(moves.num_cells + sum(t.blocks * t.cut for t in moves.tensors if t.access is not Rights.READ), 1)
 
 
 def place_name(moves: Moves, place: int) -> str:
@@ -59,7 +59,7 @@ def place_name(moves: Moves, place: int) -> str:
         return f"cell {index} of rank {rank}"
     index -= moves.num_cells
     for tensor in moves.tensors:
-        if tensor.access is not Access.READ:
+        if tensor.access is not Rights.READ:
             if index < tensor.blocks * tensor.cut:
                 return f"chunk {index} of `{tensor.name}` on rank {rank}"
             index -= tensor.blocks * tensor.cut
@@ -72,7 +72,7 @@ def _offsets(moves: Moves) -> Longs:
     offset[CELL] = 0
     size = moves.num_cells
     for number, tensor in enumerate(moves.tensors):
-        if tensor.access is not Access.READ:
+        if tensor.access is not Rights.READ:
             offset[number] = size
             size += tensor.blocks * tensor.cut
     return offset
@@ -180,14 +180,14 @@ def clobbers(moves: Moves) -> tuple[Hazards, Ints]:
     first, second, which = [none], [none], [none]
     for number, name in enumerate(moves.alias_safe):
         tensors = {tensor.access: space for space, tensor in enumerate(moves.tensors) if tensor.name == name}
-        tensor = moves.tensors[tensors[Access.READ]]
+        tensor = moves.tensors[tensors[Rights.READ]]
         chunks = tensor.blocks * tensor.cut
-        writes = np.flatnonzero(ops.dest_space == tensors[Access.WRITE]).astype(np.int32)
+        writes = np.flatnonzero(ops.dest_space == tensors[Rights.WRITE]).astype(np.int32)
         opening = np.full(moves.num_ranks * chunks, -1, np.int32)
         # Backwards, so that what is left is the first.
         place = ops.dest_rank[writes].astype(np.int64) * chunks + ops.dest_index[writes]
         opening[place[::-1]] = ops.leader_of[writes][::-1]
-        reads = np.flatnonzero(ops.source_space == tensors[Access.READ])
+        reads = np.flatnonzero(ops.source_space == tensors[Rights.READ])
         writer = opening[ops.source_rank[reads].astype(np.int64) * chunks + ops.source_index[reads]]
         keep = (writer >= 0) & (writer != reader[reads])
         first.append(reader[reads[keep]])

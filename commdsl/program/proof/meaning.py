@@ -12,9 +12,9 @@ from typing import TypeAlias, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.schedules import Moves, Schedule, Step, Task, Yield
+from commdsl.ir.schedules import Schedule, Statement, Step, Task, Yield
 from commdsl.language.kinds import BufferKind
-from commdsl.program.memory import Access, Tensor
+from commdsl.program.memory import Rights, Tensor
 from commdsl.program.proof.values import UNWRITTEN, Book, Column, Values, applied, averaged, combined, computed, given
 
 Results: TypeAlias = dict[Tensor, Values]
@@ -27,14 +27,14 @@ RETURNED = (BufferKind.OUTPUT, BufferKind.INOUT)
 def tensors_given(schedule: Schedule) -> dict[Tensor, int]:
     """The user memory that is read, and of which buffer it is."""
     buffers = enumerate(schedule.buffers)
-    return {Tensor(b.name, Access.READ, b.blocks, b.cut): number for number, b in buffers if b.kind in GIVEN}
+    return {Tensor(b.name, Rights.READ, b.blocks, b.cut): number for number, b in buffers if b.kind in GIVEN}
 
 
 def tensors_made(schedule: Schedule) -> set[Tensor]:
     """The memory that tasks write: a rank's own, for one call."""
     written = {number for step in schedule.steps if isinstance(step, Task) for number in step.writes}
     buffers = (schedule.buffers[number] for number in written)
-    return {Tensor(b.name, Access.OWN, b.blocks, b.cut) for b in buffers}
+    return {Tensor(b.name, Rights.OWN, b.blocks, b.cut) for b in buffers}
 
 
 def meant(schedule: Schedule, book: Book | None = None) -> Results:
@@ -83,7 +83,7 @@ def states(schedule: Schedule, held: list[Values], book: Book | None = None) -> 
 def returned(schedule: Schedule, held: list[Values]) -> Results:
     """What the caller gets back but yields."""
     return {
-        Tensor(buffer.name, Access.WRITE, buffer.blocks, buffer.cut): held[number].reshape(schedule.num_ranks, -1)
+        Tensor(buffer.name, Rights.WRITE, buffer.blocks, buffer.cut): held[number].reshape(schedule.num_ranks, -1)
         for number, buffer in enumerate(schedule.buffers)
         if buffer.kind in RETURNED
     }
@@ -95,11 +95,11 @@ def _stacked(schedule: Schedule, shown: list[Values]) -> Results:
     if not buffers:
         return {}
     blocks = sum(buffer.blocks for buffer in buffers)
-    return {Tensor("yields", Access.WRITE, blocks, buffers[0].cut, is_yield=True): np.concatenate(shown, axis=1)}
+    return {Tensor("yields", Rights.WRITE, blocks, buffers[0].cut, is_yield=True): np.concatenate(shown, axis=1)}
 
 
 def _made(
-    schedule: Schedule, held: list[Values], moves: Moves, book: Book | None
+    schedule: Schedule, held: list[Values], moves: Statement, book: Book | None
 ) -> tuple[int, NDArray[np.int64], Values]:
     """What a statement writes, and where, from what there is before its step."""
     dest = _places(schedule, moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
@@ -112,7 +112,7 @@ def _made(
     return moves.dest_buffer, dest, made
 
 
-def _operands(schedule: Schedule, held: list[Values], moves: Moves, dest: NDArray[np.int64]) -> Iterator[Column]:
+def _operands(schedule: Schedule, held: list[Values], moves: Statement, dest: NDArray[np.int64]) -> Iterator[Column]:
     """One column at a time: a list over all ranks is as wide as there are ranks."""
     if moves.accumulate:
         yield held[moves.dest_buffer].take(dest), None

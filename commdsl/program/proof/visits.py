@@ -21,7 +21,7 @@ import numpy as np
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.program.launches import Between, Launch, Return, Visit, touches
-from commdsl.program.memory import Access, Kept
+from commdsl.program.memory import Kept, Rights
 from commdsl.program.phases import Actor, Ranks, Touch
 from commdsl.program.plan import Plan
 from commdsl.program.proof import messages
@@ -95,11 +95,11 @@ def visits_compute(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
 
 def _launch(phase: Launch, held: dict[Kept, Values]) -> None:
     moves = phase.moves
-    tensors = [tensor for tensor in moves.tensors if tensor.access is Access.READ]
+    tensors = [tensor for tensor in moves.tensors if tensor.access is Rights.READ]
     nothing = {tensor: np.full((moves.num_ranks, tensor.blocks * tensor.cut), STALE) for tensor in moves.tensors}
     before = {one: held.get(kept, nothing[one]) for one, kept in zip(tensors, phase.reads, strict=True)}
     results = follow(moves, before).results
-    tensors = [tensor for tensor in moves.tensors if tensor.access is Access.WRITE]
+    tensors = [tensor for tensor in moves.tensors if tensor.access is Rights.WRITE]
     for tensor, kept in zip(tensors, phase.writes, strict=True):
         made = results[tensor]
         held[kept] = np.where(made == UNWRITTEN, STALE, made)
