@@ -262,7 +262,7 @@ def check_dispatch(files: tuple[File, ...], decl: DispatchDecl, given: Given) ->
     for one in (plan, back):
         if one is not None:
             verify(one)
-            found += _raise_errors(checks.check_routed(one))
+            found += _raise_errors((*checks.check_routed(one), *checks.check_carried(meant, one)))
     return CheckedDispatch(meant, plan, back, (*warnings, *found))
 
 

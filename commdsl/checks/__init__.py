@@ -41,6 +41,7 @@ from commdsl.language.syntax import File
 from commdsl.program.actors import actors
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
+from commdsl.program.proof.carries import carries
 from commdsl.program.proof.computes import computes
 from commdsl.program.proof.memory import memory, memory_of_launches
 from commdsl.program.proof.regions import order_of_regions
@@ -53,6 +54,7 @@ FileRule: TypeAlias = Callable[[tuple[File, ...]], Iterator[Diagnostic]]
 PlanRule: TypeAlias = Callable[[Schedule, Moves], Iterator[Diagnostic]]
 VisitedRule: TypeAlias = Callable[[Schedule, Plan], Iterator[Diagnostic]]
 RoutedRule: TypeAlias = Callable[[Plan], Iterator[Diagnostic]]
+CarriedRule: TypeAlias = Callable[[Dispatch, Plan], Iterator[Diagnostic]]
 DispatchRule: TypeAlias = Callable[[Dispatch], Iterator[Diagnostic]]
 DispatchPlanRule: TypeAlias = Callable[[DispatchPlan], Iterator[Diagnostic]]
 RoutingRule: TypeAlias = Callable[[DispatchPlan, Routing], Iterator[Diagnostic]]
@@ -80,6 +82,8 @@ PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,), (computes,),
 """Of all who act on a rank together."""
 
 FILE_RULES: tuple[tuple[FileRule, ...], ...] = ((unused_roles,),)
+
+CARRIED_RULES: tuple[tuple[CarriedRule, ...], ...] = ((carries,),)
 
 DISPATCH_RULES: tuple[tuple[DispatchRule, ...], ...] = ((roles_of_dispatch,),)
 
@@ -127,6 +131,11 @@ def check_dispatch(dispatch: Dispatch) -> tuple[Diagnostic, ...]:
 def check_routed(plan: Plan) -> tuple[Diagnostic, ...]:
     """As `check_schedule`, for the laws on a Plan whose phases are proved by region."""
     return _run(ROUTED_RULES, lambda rule: rule(plan))
+
+
+def check_carried(dispatch: Dispatch, plan: Plan) -> tuple[Diagnostic, ...]:
+    """As `check_schedule`, for the laws on a Plan of rows that compare it with its dispatch."""
+    return _run(CARRIED_RULES, lambda rule: rule(dispatch, plan))
 
 
 def check_dispatch_plan(plan: DispatchPlan) -> tuple[Diagnostic, ...]:

@@ -3,6 +3,7 @@
 values        what a place holds, as one number
 meaning       a schedule -> the value of every chunk that comes back
 computes      the Plan computes what the schedule means
+carries       the Plan carries rows as the dispatch says
 timeline      actors, what each does in a round, who awaits what
 clocks        a Timeline -> the order its waits guarantee
 order         pairs that must be in order -> those that are not, and waits that are idle

@@ -1,0 +1,105 @@
+"""C210: a Plan of rows carries each tensor to where its dispatch says, in the memory that the caller is given.
+
+Assumes a Plan that `verify` passed and that is proved to keep its order. Follows which tensor's rows each memory comes
+to hold, phase by phase, and by which routing; shares nothing with `lower`. Does not know a table or a key: what these
+lead to is the routing's, whose laws are proved on the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from commdsl.ir.dispatches import ByKey, Dispatch, Put
+from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.program.memory import Home, Rows, Transport
+from commdsl.program.phases import Count, Finish, FinishByWeight, Push, PushBack, PushByKey
+from commdsl.program.plan import Plan
+
+Held: TypeAlias = tuple[str, ...]
+"""What came to a memory, in words: the tensor and what was done with its rows on the way."""
+
+
+def carries(dispatch: Dispatch, plan: Plan) -> Iterator[Diagnostic]:
+    """The first result that is not what the dispatch says."""
+    route = dispatch.routes[0]
+    ways = _by_keys(dispatch, plan, route) if isinstance(route, ByKey) else _by_tables(dispatch, plan)
+    for name, expected, got in ways:
+        if expected != got:
+            label = Label(dispatch.span, f"expected {_words(expected)}, got {_words(got)}")
+            yield Diagnostic("C210", f"the Plan does not carry `{name}` as the dispatch says", label)
+            return
+
+
+def _by_tables(dispatch: Dispatch, plan: Plan) -> Iterator[tuple[str, Held, Held]]:
+    """By tensor: straight to its place unless it is packed, and where rows wait what they are finished to."""
+    packed = dispatch.put is Put.PACKED or plan.transport is Transport.NVSHMEM
+    push, held = plan.push, _held(plan)
+    yield "the tensors", tuple(tensor.name for tensor in dispatch.tensors), tuple(rows.name for rows in push.given)
+    for tensor, copied in zip(dispatch.tensors, push.copied, strict=True):
+        name = tensor.name
+        ways: set[Held] = {(f"rows of {name}", "pushed", "finished")}
+        ways |= set() if packed else {(f"rows of {name}", "pushed")}
+        yield name, _sorted(ways), _sorted(held.get(Rows(name, Home.RESULT), set()))
+        many = dispatch.routes[tensor.route].many
+        yield name, (f"a row to {'many' if many else 'one'}",), (f"a row to {'many' if copied else 'one'}",)
+
+
+def _by_keys(dispatch: Dispatch, plan: Plan, route: ByKey) -> Iterator[tuple[str, Held, Held]]:
+    """There each tensor beside where its rows come from; back what was made of them, by weight."""
+    order = sorted(range(route.num_keys), key=lambda key: (route.rank_of[key], key))
+    places = tuple(str(order.index(key)) for key in range(route.num_keys))
+    held = _held(plan)
+    goes = False
+    for phase in plan.comm.phases:
+        match phase:
+            case Count() | FinishByWeight():
+                yield route.key, (route.key, *places), (phase.keys.name, *map(str, phase.positions))
+            case PushByKey():
+                goes = True
+                yield route.key, (route.key,), (phase.keys.name,)
+            case _:
+                pass
+    wanted: dict[str, Held] = {}
+    if goes:
+        wanted = {tensor.name: (f"rows of {tensor.name}", "pushed by key") for tensor in dispatch.tensors}
+    elif dispatch.back is not None:
+        (name,) = dispatch.back.names
+        wanted = {name: (f"rows of {name}", "pushed back", f"summed by {dispatch.back.weight}")}
+    for name, way in wanted.items():
+        yield name, _sorted({way}), _sorted(held.get(Rows(name, Home.RESULT), set()))
+
+
+def _held(plan: Plan) -> dict[Rows, set[Held]]:
+    """By memory what its rows are when all phases are over; several ways may lead to one."""
+    found: dict[Rows, set[Held]] = {}
+    for phase in plan.comm.phases:
+        match phase:
+            case Push():
+                for rows in phase.given:
+                    for to in phase.to:
+                        if to.name == rows.name:
+                            found.setdefault(to, set()).add((f"rows of {rows.name}", "pushed"))
+            case PushByKey():
+                for rows, to in zip(phase.given, phase.to, strict=False):
+                    found.setdefault(to, set()).add((f"rows of {rows.name}", "pushed by key"))
+            case PushBack():
+                found.setdefault(phase.to, set()).add((f"rows of {phase.given.name}", "pushed back"))
+            case Finish():
+                for waiting, to in zip(phase.waiting, phase.to, strict=False):
+                    found.setdefault(to, set()).update((*held, "finished") for held in found.get(waiting, set()))
+            case FinishByWeight():
+                done = f"summed by {phase.weights.name}"
+                held_back = found.get(phase.waiting, set())
+                found.setdefault(phase.to, set()).update((*held, done) for held in held_back)
+            case _:
+                pass
+    return found
+
+
+def _sorted(ways: set[Held]) -> Held:
+    return tuple(", ".join(way) for way in sorted(ways))
+
+
+def _words(held: Held) -> str:
+    return " and ".join(held) or "nothing"
