@@ -39,7 +39,7 @@ class Place:
 
 
 @dataclass
-class Room:
+class Ground:
     """Offsets are handed out first; then the memory is made and filled."""
 
     size: int = 0

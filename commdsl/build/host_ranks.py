@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from commdsl.build.arena import PAGE, Bytes, Room
+from commdsl.build.arena import PAGE, Bytes, Ground
 from commdsl.build.emit import Emitted
 from commdsl.build.host import build, build_runner, build_sanitized
 from commdsl.language.diagnostics import InternalError
@@ -100,14 +100,14 @@ def built(
 class Seats:
     """Where every rank has what all kernels need, in a room with space for what else a Plan takes."""
 
-    room: Room
+    room: Ground
     heaps: tuple[int, ...]
     errors: tuple[int, ...]
 
 
 def seats(plan: Plan, heap_bytes: int) -> Seats:
     """Symmetric memory of so many bytes for every rank, and its error record."""
-    room = Room()
+    room = Ground()
     ranks = range(plan.num_ranks)
     heaps = tuple(room.take(heap_bytes, f"the heap of rank {rank}", align=PAGE) for rank in ranks)
     return Seats(room, heaps, tuple(room.take(RECORD_BYTES, f"the error record of rank {rank}") for rank in ranks))
