@@ -218,7 +218,7 @@ struct Mover<Plan, Tma> {
   }
 
   COMMDSL_FN void run(const Operands<Plan>& operands) {
-    static_assert(kReachesPeers || Plan::kNumRanks == 0, "bulk copies go through pointers");
+    static_assert(!kHasFar || Plan::kNumRanks == 0, "bulk copies go through pointers");
     Targets<static_cast<u32>(Plan::kMostDests)> targets;
     const u64 bits = find(operands, targets);
     const Op& op = operands.op();
