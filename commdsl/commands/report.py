@@ -31,6 +31,7 @@ PLAN_LAWS = (
 
 ROUTED_LAWS = (
     "whatever tables or keys say: every hazard within and across calls is ordered, no wait is in vain, none is idle",
+    "every tensor of a dispatch lies where its caller looks for it, copied, counted and weighted as it says",
 )
 
 
