@@ -38,7 +38,7 @@ class Arguments:
 
     @cached_property
     def format(self) -> struct.Struct:
-        return struct.Struct("<" + "".join(f"{field.width}{_code(field)}" for field in self.fields))
+        return _packed(self.fields)
 
     @property
     def size(self) -> int:
@@ -55,11 +55,12 @@ class Arguments:
 
     def offset(self, name: str) -> int:
         """Where a field begins, in bytes."""
-        at = 0
-        for field in self.fields:
+        return _packed(self.fields[: self._place(name)]).size
+
+    def _place(self, name: str) -> int:
+        for place, field in enumerate(self.fields):
             if field.name == name:
-                return at
-            at += field.width * (4 if field.type == "i32" else 8)
+                return place
         raise InternalError(f"the kernel has no argument `{name}`")
 
     def pack(self, values: Mapping[str, int | Sequence[int]]) -> bytes:
@@ -73,13 +74,12 @@ class Arguments:
 
     def stretch(self, first: str, last: str) -> struct.Struct:
         """The fields from one to another, both included."""
-        names = [field.name for field in self.fields]
-        chosen = self.fields[names.index(first) : names.index(last) + 1]
-        return struct.Struct("<" + "".join(f"{field.width}{_code(field)}" for field in chosen))
+        return _packed(self.fields[self._place(first) : self._place(last) + 1])
 
 
-def _code(field: Field) -> str:
-    return "i" if field.type == "i32" else "Q"
+def _packed(fields: tuple[Field, ...]) -> struct.Struct:
+    """Members one after another, without gaps: words come first."""
+    return struct.Struct("<" + "".join(f"{field.width}{'i' if field.type == 'i32' else 'Q'}" for field in fields))
 
 
 FAR = 1 << 63

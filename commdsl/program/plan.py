@@ -133,9 +133,6 @@ class HeapLayout:
     offsets: tuple[tuple[Memory, int], ...]
     size: int
 
-    def __getitem__(self, name: str) -> int:
-        return next(at for memory, at in self.offsets if memory.name == name)
-
 
 LINE = 64
 """Bytes of a cache line: what one rank writes shares none with what another writes."""
