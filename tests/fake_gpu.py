@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from engine_order import Command
 from commdsl.build import host, nvrtc
 from commdsl.build.emit import Emitted
 from commdsl.machine.config import Config, from_environment
+from commdsl.program.arguments import FAR
 from commdsl.program.memory import Transport
 from commdsl.program.moves import BLOCK_SHARED_BYTES
 from commdsl.runtime import device, groups
@@ -124,7 +126,7 @@ class FakeGpu:
         self._handles = itertools.count(0x1000, 0x10)
         self._streams: dict[int, Stream] = {}
         self._events: dict[int, Event] = {}
-        self._argument_bytes: dict[str, int] = {}  # by library
+        self._arguments: dict[str, Struct] = {}  # by library
 
     def stream(self, *, external: bool = False) -> Stream:
         """A new stream, torch's own or another's."""
@@ -204,8 +206,7 @@ class FakeGpu:
     def _build(self, emitted: Emitted, defines: Any, config: Config, arch: str) -> Path:
         self.built.append((emitted.transport, arch))
         path = host.build(emitted, tuple(defines), config)
-        sizes = (re.search(rf"{name} = (\d+);", emitted.text) for name in ("kNumRanks", "kNumTensors"))
-        self._argument_bytes[str(path)] = 8 * sum(int(size[1]) for size in sizes if size) + 56
+        self._arguments[str(path)] = Struct(emitted.text)
         return path
 
     def _cupy(self) -> Any:
@@ -217,9 +218,9 @@ class FakeGpu:
             def get_function(name: str) -> Any:
                 library = ctypes.CDLL(path)
                 if name.endswith("_flags"):
-                    self._entries[number] = (library[name], self._argument_bytes[path])
+                    self._entries[number] = (library[name], self._arguments[path].size)
                 else:
-                    self._entries[number] = library.commdsl_launch
+                    self._entries[number] = partial(self._enter, library.commdsl_launch, self._arguments[path])
                 return kernel
 
             return SimpleNamespace(get_function=get_function, module=SimpleNamespace(ptr=7))
@@ -256,7 +257,21 @@ class FakeGpu:
         assert shared <= self._kernels[function].max_dynamic_shared_size_bytes <= self.shared_bytes
         self.launched_with.add(shared)
         self.note(stream)
-        self._entries[function](ctypes.c_void_p.from_address(parameters), 1, 1, bytes(8))
+        self._entries[function](ctypes.c_void_p.from_address(parameters))
+
+    def _enter(self, entry: Any, layout: Struct, arguments: ctypes.c_void_p) -> None:
+        """Runs a kernel, after what NVSHMEM does on a GPU: its symmetric address of ours is the peer's own."""
+        words = layout.read(arguments)
+        for word, peer in layout.of_peers:
+            if words[word] & FAR:
+                words[word] = FAR | self._at_peer(words[word] & ~FAR, words[layout.first("pe") + peer])
+        entry(bytes(words), 1, 1, bytes(8))
+
+    def _at_peer(self, address: int, pe: int) -> int:
+        for (number, rank), tensor in self._memory.items():
+            if rank == self.here.rank and 0 <= address - tensor.data_ptr() < tensor.nbytes:
+                return address - tensor.data_ptr() + self._memory[number, pe].data_ptr()
+        raise AssertionError("not an address of this rank's symmetric memory")
 
     def note(self, stream: int) -> Launch:
         """A launch on the stream of that handle, which is the current one."""
@@ -355,6 +370,32 @@ class FakeGpu:
 
     def _free(self, tensor: torch.Tensor) -> None:
         self.freed += 1
+
+
+class Struct:
+    """The arguments of a kernel, as its text has them."""
+
+    def __init__(self, text: str) -> None:
+        body = text[text.index("struct Args {") :]
+        fields = re.findall(r"(u64|i32) (\w+)(?:\[(\d+)\])?;", body[: body.index("};")])
+        self._places: dict[str, tuple[int, int]] = {}  # first word, and how many
+        self.size = 0
+        for kind, name, count in fields:
+            self._places[name] = (self.size // 8, int(count or 1))
+            self.size += int(count or 1) * (8 if kind == "u64" else 4)
+
+    def first(self, name: str) -> int:
+        return self._places[name][0]
+
+    @property
+    def of_peers(self) -> list[tuple[int, int]]:
+        """Words that may say where a far peer has something, and the peer."""
+        return [(self.first("heap") + peer, peer) for peer in range(self._places["heap"][1])]
+
+    def read(self, arguments: ctypes.c_void_p) -> ctypes.Array[ctypes.c_uint64]:
+        found = (ctypes.c_uint64 * (self.size // 8))()
+        ctypes.memmove(found, arguments, self.size)
+        return found
 
 
 class _Device:

@@ -131,6 +131,7 @@ def run_ranks(
     same: list[dict[str, int | Sequence[int]]] = [
         {
             "heap": heaps(where.heaps, nodes, rank),
+            "pe": range(plan.num_ranks),
             "timeout_ns": int(seconds * 1e9),
             "error": where.errors[rank],
             "rank": rank,

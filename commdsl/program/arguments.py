@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from commdsl.language.diagnostics import InternalError
+from commdsl.program.memory import Transport
 from commdsl.program.moves import Moves
 from commdsl.program.phases import Count, FinishByWeight, Push, PushBack, PushByKey
 from commdsl.program.plan import Plan
@@ -95,8 +96,10 @@ def heaps(addresses: Sequence[int], nodes: Sequence[int], rank: int) -> tuple[in
 
 def arguments(plan: Plan) -> Arguments:
     """What every launch of the Plan's lanes takes."""
+    far = [Field("pe", plan.num_ranks)] if plan.transport is Transport.NVSHMEM else []  # by rank its number in NVSHMEM
     words = [
         Field("heap", plan.num_ranks, is_address=True),
+        *far,
         Field("timeout_ns"),
         Field("error", is_address=True),
     ]

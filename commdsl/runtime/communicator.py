@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from commdsl.build.emit import Emitted
 from commdsl.machine.config import Config
@@ -23,7 +23,7 @@ from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.program import Program
 from commdsl.runtime.stream_order import StreamOrder
 from commdsl.runtime.streams import Streams
-from commdsl.runtime.workspace import Explain, Start, Workspace
+from commdsl.runtime.workspace import Explain, Reach, Start, Workspace
 
 RESET_PATIENCE = 2.0
 """A reset waits this many time-outs for the others: they may still be inside a call that has to run out first."""
@@ -40,6 +40,7 @@ class Communicator(ABC):
         self.bootstrap = bootstrap
         self.config = config
         self.nodes = _nodes(name, config, bootstrap.size)
+        self.pe: Sequence[int] = range(bootstrap.size)  # by rank its number in NVSHMEM
         self.transport = Transport.NVSHMEM if config.has_far else Transport.PEER
         self.lock = threading.RLock()
         self.workspaces: dict[str, Workspace] = {}
@@ -101,7 +102,8 @@ class Communicator(ABC):
             self.exchange(f"{where}/arrived", b"")
             self.exchange(f"{where}/agreed", b"")
             heap = self.make_heap(name, size, lambda what, value: self.exchange(f"{where}/{what}", value))
-            made = Workspace(plan, self.rank, self.nodes, heap, self.errors.take(), self.config.timeout, explain)
+            reach = Reach(self.rank, self.nodes, self.pe)
+            made = Workspace(plan, reach, heap, self.errors.take(), self.config.timeout, explain)
             self.exchange(f"{where}/ready", b"")
         except Exception as error:
             self.broken = error

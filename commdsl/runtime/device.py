@@ -67,7 +67,7 @@ class DeviceCommunicator(Communicator):
     def make_heap(self, name: str, size: int, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Heap:
         with torch.cuda.device(self.index):
             try:
-                return DeviceHeap(size, self.rank, self.size, self._nvshmem.core, self.finish)
+                return DeviceHeap(size, self.rank, self.nodes, self._nvshmem.core, self.finish)
             except Exception as error:
                 raise DeviceError(
                     f"no {size} bytes of symmetric memory for `{name}`: {error}; "

@@ -10,7 +10,7 @@ import mmap
 import os
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -100,12 +100,12 @@ def _pages(size: int) -> int:
 
 
 class DeviceHeap:
-    """NVSHMEM's symmetric memory; a peer's part is a pointer of ours where NVLink reaches it.
+    """NVSHMEM's symmetric memory; the part of a near peer is a pointer of ours, that of a far one is named by our own.
 
-    `nvshmem` is the module nvshmem.core, initialised with the group's ranks as its PEs.
+    `nvshmem` is the module nvshmem.core, initialised with the group's ranks as its PEs. `nodes`: by rank.
     """
 
-    def __init__(self, size: int, rank: int, num_ranks: int, nvshmem: Any, finish: Callable[[], None]) -> None:
+    def __init__(self, size: int, rank: int, nodes: Sequence[int], nvshmem: Any, finish: Callable[[], None]) -> None:
         # Not freed by the garbage collector: freeing is collective, and an exit need not be.
         self._tensor = nvshmem.bytetensor((_pages(size),), except_on_del=False)
         self._nvshmem = nvshmem
@@ -114,7 +114,8 @@ class DeviceHeap:
         own = int(self._tensor.data_ptr())
         buffer, _, _ = nvshmem.tensor_get_buffer(self._tensor)
         self.addresses = tuple(
-            own if peer == rank else int(nvshmem.get_peer_buffer(buffer, peer).handle) for peer in range(num_ranks)
+            own if peer == rank or node != nodes[rank] else int(nvshmem.get_peer_buffer(buffer, peer).handle)
+            for peer, node in enumerate(nodes)
         )
 
     def zero(self) -> None:

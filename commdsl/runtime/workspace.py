@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from commdsl.program.arguments import heaps
@@ -26,6 +27,15 @@ Geometry: TypeAlias = Callable[[Moves, int], Launch]
 
 Explain: TypeAlias = Callable[[ErrorRecord], Exception]
 """What a report of a kernel means that is no time-out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Who a rank is, and how it reaches the others of its group."""
+
+    rank: int
+    nodes: Sequence[int]  # by rank the node it is on
+    pe: Sequence[int]  # by rank its number in NVSHMEM
 
 
 class Start(Protocol):
@@ -47,8 +57,7 @@ class Workspace:
     def __init__(
         self,
         plan: Plan,
-        rank: int,
-        nodes: Sequence[int],
+        reach: Reach,
         heap: Heap,
         error: ErrorWord,
         timeout: float,
@@ -60,8 +69,7 @@ class Workspace:
         self.lock = threading.Lock()
         self.is_closed = False  # whoever kept something of this workspace has to ask for it anew
         self._launches: dict[int, Launch] = {}
-        self._rank = rank
-        self._nodes = nodes
+        self._reach = reach
         self._error = error
         self._timeout = timeout
         self._explain = None if explain is None else weakref.WeakMethod(explain)
@@ -70,10 +78,11 @@ class Workspace:
     def every_call(self) -> dict[str, int | Sequence[int]]:
         """The arguments that no call changes."""
         return {
-            "heap": heaps(self.heap.addresses, self._nodes, self._rank),
+            "heap": heaps(self.heap.addresses, self._reach.nodes, self._reach.rank),
+            "pe": self._reach.pe,
             "timeout_ns": int(self._timeout * 1e9),
             "error": self._error.address,
-            "rank": self._rank,
+            "rank": self._reach.rank,
         }
 
     def prepare(self, block_bytes: int, average: bool, geometry: Geometry) -> Prepared:

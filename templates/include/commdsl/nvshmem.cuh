@@ -1,7 +1,8 @@
 // Ranks that are far, reached by puts, signals and reads of NVSHMEM's device library. See transport.cuh for what each is for.
-// Assumes symmetric memory laid out alike on all ranks: NVSHMEM names a peer's memory by the address of one's own. Ranks of the plan
-// are NVSHMEM's own numbers (PEs). Lanes are blocks: a tile is put by one. What is put may lie in the caller's memory: that serves
-// within a machine, which is all that groups span; a network card takes memory that NVSHMEM was told of.
+// NVSHMEM names a peer's memory by the address of one's own at the same place of the symmetric heap. So beside `kFar` heap[peer] is
+// where the peer's memory would lie if it were this rank's, which need not be where this rank's own memory of this group is; and
+// pe[peer] is the peer's number in NVSHMEM, which joins more ranks than those of a group. Lanes are blocks: a tile is put by one. What
+// is put may lie in the caller's memory, which serves within a machine; a network card takes memory that NVSHMEM was told of.
 #pragma once
 
 extern "C" {
@@ -17,28 +18,33 @@ __device__ unsigned long commdsl_nvshmem_read(const unsigned long* word, int pee
 namespace commdsl {
 
 template <class Arguments>
-COMMDSL_FN char* symmetric(const Arguments& args, u64 at) {
-  return reinterpret_cast<char*>(args.heap[args.rank] + at);
+COMMDSL_FN char* far_place(const Arguments& args, i32 peer, u64 at) {
+  return reinterpret_cast<char*>((args.heap[peer] & ~kFar) + at);
 }
 
 template <class Arguments>
-COMMDSL_FN unsigned long* symmetric_word(const Arguments& args, u64 at) {
-  return reinterpret_cast<unsigned long*>(symmetric(args, at));
+COMMDSL_FN unsigned long* far_word(const Arguments& args, i32 peer, u64 at) {
+  return reinterpret_cast<unsigned long*>(far_place(args, peer, at));
+}
+
+template <class Arguments>
+COMMDSL_FN int pe_of(const Arguments& args, i32 peer) {
+  return static_cast<int>(args.pe[peer]);
 }
 
 template <class Arguments>
 COMMDSL_FN void far_put_tile(const Arguments& args, i32 peer, u64 at, const char* source, u64 bytes) {
-  commdsl_nvshmem_put_block(symmetric(args, at), source, bytes, peer);
+  commdsl_nvshmem_put_block(far_place(args, peer, at), source, bytes, pe_of(args, peer));
 }
 
 template <class Arguments>
 COMMDSL_FN void far_put_run(const Arguments& args, i32 peer, u64 at, const char* source, u64 bytes) {
-  commdsl_nvshmem_put_warp(symmetric(args, at), source, bytes, peer);
+  commdsl_nvshmem_put_warp(far_place(args, peer, at), source, bytes, pe_of(args, peer));
 }
 
 template <class Arguments>
 COMMDSL_FN void far_put_word(const Arguments& args, i32 peer, u64 at, u64 value) {
-  commdsl_nvshmem_put_word(symmetric_word(args, at), value, peer);
+  commdsl_nvshmem_put_word(far_word(args, peer, at), value, pe_of(args, peer));
 }
 
 template <class Arguments>
@@ -55,7 +61,7 @@ COMMDSL_FN void far_quiet(const Arguments&) {
 template <class Arguments>
 COMMDSL_FN void far_signal(const Arguments& args, i32 peer, u64 at, u64 value) {
   __threadfence_system();
-  commdsl_nvshmem_signal(symmetric_word(args, at), value, peer);
+  commdsl_nvshmem_signal(far_word(args, peer, at), value, pe_of(args, peer));
 }
 
 template <class Arguments>
@@ -72,7 +78,7 @@ COMMDSL_FN u64 far_see_marked(const Arguments&, const u64* word, u64& value) {
 
 template <class Arguments>
 COMMDSL_FN u64 far_peek(const Arguments& args, i32 peer, u64 at) {
-  return commdsl_nvshmem_read(symmetric_word(args, at), peer);
+  return commdsl_nvshmem_read(far_word(args, peer, at), pe_of(args, peer));
 }
 
 }  // namespace commdsl
