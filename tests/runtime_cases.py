@@ -10,6 +10,7 @@ import operator
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import reduce
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import commdsl
+from commdsl.runtime import groups
 from commdsl.runtime.errors import (
     BrokenGroupError,
     GradientError,
@@ -260,6 +262,18 @@ def impatient() -> Any:
     return group
 
 
+def patience() -> None:
+    """A wait for other ranks takes as long as the process group's own would, unless COMMDSL_TIMEOUT says."""
+    op, kept = commdsl.load("alltoall_direct"), os.environ.pop("COMMDSL_TIMEOUT")
+    group = dist.new_group(timeout=timedelta(seconds=77))
+    op(torch.zeros(4), group=group)
+    os.environ["COMMDSL_TIMEOUT"] = kept
+    other = dist.new_group(timeout=timedelta(seconds=77))
+    op(torch.zeros(4), group=other)
+    found = [groups.every(str(one.group_name))[0].timeout for one in (group, other)]
+    assert found == [77.0, float(kept)]
+
+
 def absent_rank() -> None:
     """Rank 1 stays away from one call; the others learn its name, and after a reset all go on."""
     rank, group = dist.get_rank(), impatient()
@@ -328,6 +342,7 @@ CASES = (
     refusals,
     fake_tensors,
     released,
+    patience,
     absent_rank,
     absent_at_setup,
 )

@@ -90,7 +90,7 @@ def test_config_reads_the_environment(tmp_path: Path) -> None:
     )
     assert (config.cache_dir, config.timeout, config.debug, config.cxx) == (tmp_path, 2.5, True, "clang++ -m64")
     plain = from_environment({})
-    assert (plain.cache_dir, plain.timeout, plain.debug) == (Path.home() / ".cache" / "commdsl", 30.0, False)
+    assert (plain.cache_dir, plain.timeout, plain.debug) == (Path.home() / ".cache" / "commdsl", None, False)
     for name, value in (("COMMDSL_TIMEOUT", "soon"), ("COMMDSL_TIMEOUT", "-1"), ("COMMDSL_DEBUG", "yes")):
         with pytest.raises(ValueError, match=name):
             from_environment({name: value})

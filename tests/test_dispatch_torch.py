@@ -24,7 +24,7 @@ from commdsl.dispatch.route import Way  # noqa: E402 - after the check for torch
 from commdsl.ir.routes import Mask, Sharing  # noqa: E402 - after the check for torch
 from commdsl.planner.chance import Draw, random_plan, varied  # noqa: E402 - after the check for torch
 from commdsl.program.tiles import most_words  # noqa: E402 - after the check for torch
-from commdsl.runtime.errors import GroupError, TensorError  # noqa: E402 - after the check for torch
+from commdsl.runtime.errors import AgreementError, TensorError  # noqa: E402 - after the check for torch
 from commdsl.runtime.pool import Pool, row_bytes  # noqa: E402 - after the check for torch
 
 DispatchError = dispatch.DispatchError
@@ -583,9 +583,9 @@ def test_makers(tmp_path: Path) -> None:
             rank.sender([case], source="balanced_16k")
         with pytest.raises(commdsl.CommError, match="C191"):
             rank.sender([case], source="qkv", name="qkv_other")
-        with pytest.raises(GroupError, match=r"rank [01] makes another Dispatcher"):
+        with pytest.raises(AgreementError, match=r"set up another `qkv`: put packed: (True|False) on rank"):
             rank.sender([case], PUTS[rank.number])
-        with pytest.raises(GroupError, match=r"rank [01] makes another Dispatcher"):
+        with pytest.raises(AgreementError, match=r"set up another `qkv`: results: [12] on rank"):
             rank.sender([case], results=1 + rank.number)
 
     on_ranks(2, work)

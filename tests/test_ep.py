@@ -26,10 +26,10 @@ import commdsl  # noqa: E402 - after the check for torch
 from commdsl import ep  # noqa: E402 - after the check for torch
 from commdsl.ep import simulate  # noqa: E402 - after the check for torch
 from commdsl.runtime.errors import (  # noqa: E402 - after the check for torch
+    AgreementError,
     CaptureError,
     DispatchError,
     GradientError,
-    GroupError,
     TensorError,
 )
 
@@ -293,7 +293,7 @@ def test_other_files() -> None:
     def work(rank: int, group: str) -> None:
         ep.Experts(replace(LIMITS, rows=40 + rank), group, "cpu", params={"E": KEYS})
 
-    assert all(isinstance(error, GroupError) for error in on_ranks(2, work))
+    assert all(isinstance(error, AgreementError) for error in on_ranks(2, work))
 
 
 def test_example(tmp_path: Path) -> None:

@@ -36,12 +36,14 @@ CONSTANT_BYTES = 48 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """A kernel's text. `name` is its entry; `digest` covers the text and, through its head, the headers. What NVSHMEM
-    does for it is linked."""
+    """A kernel's text. `name` is its entry; `digest` covers the text and, through its head, the headers. `identity`
+    says whether two ranks run the same: it covers them but for comments, which name the file. What NVSHMEM does for it
+    is linked."""
 
     name: str
     text: str
     digest: str
+    identity: str
     transport: Transport = Transport.PEER
 
 
@@ -101,13 +103,19 @@ class Kernel:
 def emit(plan: Plan) -> Emitted:
     """The text for every rank of a Plan, the same on any machine and hash seed."""
     text = environment().get_template("kernel.cu.j2").render(kernel=_kernel(plan))
-    return Emitted(f"commdsl_{plan.name}", text, hashlib.sha256(text.encode()).hexdigest(), plan.transport)
+    return _emitted(plan.name, text, plan.transport)
 
 
 def joined(name: str, texts: tuple[Emitted, ...]) -> Emitted:
     """The texts of all launches, to be read as one; each is built by itself."""
     text = "\n".join(one.text for one in texts)
-    return Emitted(f"commdsl_{name}", text, hashlib.sha256(text.encode()).hexdigest())
+    return _emitted(name, text, Transport.PEER)
+
+
+def _emitted(name: str, text: str, transport: Transport) -> Emitted:
+    code = headers_digest() + re.sub(r"//[^\n]*", "", text)
+    digest, identity = (hashlib.sha256(one.encode()).hexdigest() for one in (text, code))
+    return Emitted(f"commdsl_{name}", text, digest, identity, transport)
 
 
 def environment() -> jinja2.Environment:

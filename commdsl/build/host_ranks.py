@@ -22,7 +22,7 @@ from commdsl.build.arena import PAGE, Bytes, Ground
 from commdsl.build.emit import Emitted
 from commdsl.build.host import build, build_runner, build_sanitized
 from commdsl.language.diagnostics import InternalError
-from commdsl.machine.config import Config, from_environment
+from commdsl.machine.config import DEFAULT_TIMEOUT, Config, from_environment
 from commdsl.program.arguments import arguments, heaps
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
@@ -124,7 +124,8 @@ def run_ranks(
 
     Raises CommTimeout, RowsError, DataRaceError, and InternalError where a kernel wrote beside what it was given.
     """
-    plan, seconds = kernel.plan, running.timeout or (config or from_environment()).timeout
+    plan, known = kernel.plan, config or from_environment()
+    seconds = running.timeout or known.timeout or DEFAULT_TIMEOUT
     layout = arguments(plan)
     is_far = plan.transport is Transport.NVSHMEM
     nodes = running.nodes or (range(plan.num_ranks) if is_far else (0,) * plan.num_ranks)

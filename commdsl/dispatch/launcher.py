@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from commdsl.program.timeouts import BAD_TILE, ErrorRecord, complaint
 from commdsl.runtime import groups
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import TensorError
-from commdsl.runtime.launches import Arguments, Launches, agree, default_device
+from commdsl.runtime.launches import Arguments, Launches, default_device
 from commdsl.runtime.load import definition
 from commdsl.runtime.pool import Pool, row_bytes
 from commdsl.runtime.program import Definition, RoutedProgram, routed_program
@@ -66,7 +67,8 @@ class Launcher:
         dispatch, or the one that is `name`d, runs, held to the topology `on`, with `params` for its parameters and
         `tune` in place of its own tuning.
 
-        Raises CommError for the file, GroupError where ranks differ, DispatchError (C961) for senseless limits.
+        Raises CommError for the file, AgreementError (C964) where ranks differ, DispatchError (C961) for limits that
+        make no sense.
         """
         self.device = torch.device(device) if device is not None else default_device()
         self._comm = groups.of(groups.name_of(group), self.device)
@@ -77,10 +79,10 @@ class Launcher:
         self._returning = back.names if back is not None else ()
         limits.judge(self.plan)
         self._macros = ("COMMDSL_CHECK=1",) if check else ()
-        self._agree(results)
         self._layout = limits.layout(self.plan, results)
         room = self._layout.size - self.plan.symmetric_bytes
-        self._launches = Launches(self._comm, self.plan, self._program.emitted, room, self.explain)
+        terms = {**asdict(limits), "results": results, "put packed": self.plan.push.packed, "check": check}
+        self._launches = Launches(self._comm, self.plan, self._program.emitted, room, self.explain, terms)
         begin = self._launches.heap + self._layout.results
         self._pool = Pool(self.plan.name, begin, self._layout.result_bytes, results)
         self.name = f"{self.plan.name}/{self._comm.name}/{self._launches.number}/{id(self):x}"
@@ -232,11 +234,6 @@ class Launcher:
                     f"in {tensor.dtype}"
                 )
         return SUMMED[summed[0].dtype] if summed else ""
-
-    def _agree(self, results: int) -> None:
-        kernel = (self.plan.name, self.plan.push.packed, self._program.emitted.digest[:16], self._macros)
-        mine = repr((kernel, self.limits, results)).encode()
-        agree(self._comm, "Dispatcher", mine)
 
 
 _KNOWN: weakref.WeakValueDictionary[str, Launcher] = weakref.WeakValueDictionary()

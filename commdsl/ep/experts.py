@@ -7,7 +7,7 @@ for the device. A call runs on the current stream, and a CUDA graph can capture 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from commdsl.ir.dispatches import ByKey
 from commdsl.program.timeouts import BAD_KEY, BAD_ORIGIN, NO_ROOM, ErrorRecord, complaint
 from commdsl.runtime import groups
 from commdsl.runtime.errors import DispatchError, GradientError, KeysError, RowError, TensorError
-from commdsl.runtime.launches import Arguments, Launches, agree, default_device
+from commdsl.runtime.launches import Arguments, Launches, default_device
 from commdsl.runtime.load import definition
 from commdsl.runtime.pool import Pool, aligned, row_bytes
 from commdsl.runtime.program import routed_program
@@ -62,7 +62,8 @@ class Experts:
         `source` is a `.comm` file or a shipped one; its dispatch, or the one that is `name`d, runs, held to the
         topology `on`, with `params` for its parameters (`E`, the number of keys) and `tune` in place of its own tuning.
 
-        Raises CommError for the file, GroupError where ranks differ, DispatchError (C961) for senseless limits.
+        Raises CommError for the file, AgreementError (C964) where ranks differ, DispatchError (C961) for limits that
+        make no sense.
         """
         self.device = torch.device(device) if device is not None else default_device()
         self._comm = groups.of(groups.name_of(group), self.device)
@@ -76,11 +77,10 @@ class Experts:
         self.keys_a_rank = route.num_keys // self._comm.size
         limits.judge(made.plan, None if made.back is None else made.back[0])
         self._macros = ("COMMDSL_CHECK=1",) if check else ()
-        digests = made.emitted.digest[:16], None if made.back is None else made.back[1].digest[:16]
-        agree(self._comm, "Experts", repr((self.plan.name, digests, self._macros, limits, results)).encode())
+        terms = {**asdict(limits), "results": results, "check": check}
         self._begin = aligned(self.plan.symmetric_bytes)
         room = self._begin - self.plan.symmetric_bytes + results * limits.result_bytes
-        self._there = Launches(self._comm, made.plan, made.emitted, room, self.explain)
+        self._there = Launches(self._comm, made.plan, made.emitted, room, self.explain, terms)
         self._pool = Pool(self.plan.name, self._there.heap + self._begin, (limits.result_bytes, 0), results)
         self._starts: dict[str, Start] = {}  # back, by what is summed; there, by nothing
         self._back: Launches | None = None
@@ -88,7 +88,7 @@ class Experts:
             back, text = made.back
             self._waiting = aligned(back.symmetric_bytes)
             room = self._waiting - back.symmetric_bytes + limits.places * limits.width_back
-            self._back = Launches(self._comm, back, text, room, self.explain)
+            self._back = Launches(self._comm, back, text, room, self.explain, terms)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 

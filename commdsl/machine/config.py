@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT_TIMEOUT = 30.0
+"""Seconds that a wait may take where no process group says: of ranks that are threads, or that a tool runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Config:
     """What a machine or a user may set."""
 
     cache_dir: Path  # COMMDSL_CACHE_DIR
-    timeout: float  # COMMDSL_TIMEOUT: seconds a wait in a kernel may take
+    timeout: float | None  # COMMDSL_TIMEOUT: seconds that a wait for another rank may take; None: its group says
     debug: bool  # COMMDSL_DEBUG: debug information and no optimization in the host build, line numbers in the GPU build
     cxx: str  # CXX: the host compiler, empty when not set
     transport: str = "peer"  # COMMDSL_TRANSPORT: "peer", or "nvshmem": kernels that reach far ranks, too
@@ -69,9 +70,9 @@ def allows_colour(environment: Mapping[str, str] | None = None) -> bool:
     return "NO_COLOR" not in variables and variables.get("TERM") != "dumb"
 
 
-def _timeout(text: str) -> float:
+def _timeout(text: str) -> float | None:
     if not text:
-        return DEFAULT_TIMEOUT
+        return None
     try:
         seconds = float(text)
     except ValueError:

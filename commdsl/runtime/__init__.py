@@ -12,6 +12,7 @@ process that only checks schedules must not pay for torch.
     stream_order  calls on several streams -> one order
     workspace     where the calls of one Program run
     pool          symmetric memory -> results, which give it back
+    setups        what ranks are about to set up -> their agreement, or both sides
     communicator  one rank's end of a group
     launches      a Plan of rows -> launches of it, whatever says where rows go
     host, device  that end on a processor, on a GPU

@@ -34,8 +34,11 @@ class Bootstrap(Protocol):
         ...
 
 
-def exchange(bootstrap: Bootstrap, key: str, value: bytes, timeout: float) -> tuple[bytes, ...]:
-    """Every rank's value, in rank order; RendezvousError naming the ranks that had not come when time was up."""
+def exchange(bootstrap: Bootstrap, key: str, value: bytes, timeout: float, what: str) -> tuple[bytes, ...]:
+    """Every rank's value, in rank order; RendezvousError naming the ranks that had not come when time was up.
+
+    `what`: for what they come, in words.
+    """
     bootstrap.put(f"{key}/{bootstrap.rank}", value)
     found: dict[int, bytes] = {}
     deadline = time.monotonic() + timeout
@@ -52,7 +55,7 @@ def exchange(bootstrap: Bootstrap, key: str, value: bytes, timeout: float) -> tu
             names = ", ".join(map(str, absent))
             raise RendezvousError(
                 f"rank {bootstrap.rank} waited {timeout:g} s for {'rank' if len(absent) == 1 else 'ranks'} {names} "
-                f"to set up `{key}`; every rank of the group has to make the call"
+                f"to {what}; every rank of the group has to make the call"
             )
         time.sleep(POLL_SECONDS)
 
@@ -72,6 +75,40 @@ class StoreBootstrap:
     def get(self, key: str) -> bytes | None:
         name = f"{self.prefix}/{key}"
         return bytes(self.store.get(name)) if self.store.check([name]) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A bootstrap under a prefix of its own: what was said when the group was used before is not heard again.
+
+    A rank's life ends when all it set up was given back; the number of the next one is kept where the values are.
+    """
+
+    bootstrap: Bootstrap
+    kind: str
+    number: int
+
+    @property
+    def rank(self) -> int:
+        return self.bootstrap.rank
+
+    @property
+    def size(self) -> int:
+        return self.bootstrap.size
+
+    def put(self, key: str, value: bytes) -> None:
+        self.bootstrap.put(f"{self.kind}/{self.number}/{key}", value)
+
+    def get(self, key: str) -> bytes | None:
+        return self.bootstrap.get(f"{self.kind}/{self.number}/{key}")
+
+    def end(self) -> None:
+        self.bootstrap.put(f"{self.kind}/lives/{self.rank}", str(self.number + 1).encode())
+
+
+def life(bootstrap: Bootstrap, kind: str) -> Life:
+    """The present life of a rank's communicators of one kind."""
+    return Life(bootstrap, kind, int(bootstrap.get(f"{kind}/lives/{bootstrap.rank}") or 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from commdsl.build.emit import Emitted
-from commdsl.machine.config import Config
+from commdsl.machine.config import DEFAULT_TIMEOUT, Config
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
-from commdsl.runtime.bootstrap import Bootstrap, exchange
+from commdsl.runtime.bootstrap import Bootstrap, exchange, life
 from commdsl.runtime.error_page import ErrorPage
-from commdsl.runtime.errors import BrokenGroupError, GroupError
+from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError, RendezvousError
 from commdsl.runtime.heap import Heap
 from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.program import Program
+from commdsl.runtime.setups import Setup, disagreement, of_plan
 from commdsl.runtime.stream_order import StreamOrder
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.workspace import Explain, Reach, Start, Workspace
@@ -28,17 +29,22 @@ from commdsl.runtime.workspace import Explain, Reach, Start, Workspace
 RESET_PATIENCE = 2.0
 """A reset waits this many time-outs for the others: they may still be inside a call that has to run out first."""
 
+TEXT_SECONDS = 2.0
+"""So long ranks that do not agree wait for each other's texts."""
+
 
 class Communicator(ABC):
     """What `host.py` and `device.py` have in common."""
 
     order: StreamOrder | None = None  # None where calls end before they return
 
-    def __init__(self, name: str, bootstrap: Bootstrap, config: Config, errors: ErrorPage) -> None:
+    def __init__(self, name: str, bootstrap: Bootstrap, config: Config, errors: ErrorPage, kind: str) -> None:
+        """`kind`: cpu or cuda; the communicators of a group for different kinds do not hear each other."""
         self.name = name
         self.errors = errors
-        self.bootstrap = bootstrap
+        self.bootstrap = life(bootstrap, kind)
         self.config = config
+        self.timeout = config.timeout or DEFAULT_TIMEOUT
         self.nodes = _nodes(name, config, bootstrap.size)
         self.pe: Sequence[int] = range(bootstrap.size)  # by rank its number in NVSHMEM
         self.transport = Transport.NVSHMEM if config.has_far else Transport.PEER
@@ -46,8 +52,8 @@ class Communicator(ABC):
         self.workspaces: dict[str, Workspace] = {}
         self.broken: Exception | None = None
         self._generation = 0
-        self._made: dict[str, int] = {}
-        self.numbers = itertools.count()  # of what all ranks make in the same order
+        self._setups = 0  # of this generation: ranks meet at each
+        self.numbers = itertools.count()  # what this rank made, to tell it apart
 
     @property
     def rank(self) -> int:
@@ -57,14 +63,15 @@ class Communicator(ABC):
     def size(self) -> int:
         return self.bootstrap.size
 
-    def exchange(self, key: str, value: bytes, patience: float = 1.0) -> tuple[bytes, ...]:
-        timeout = self.config.timeout * patience
-        return exchange(self.bootstrap, f"{self._generation}/{key}", value, timeout)
+    def exchange(self, key: str, value: bytes, what: str, seconds: float | None = None) -> tuple[bytes, ...]:
+        """Every rank's value; `what` they come for, in words, if one does not."""
+        return exchange(self.bootstrap, f"{self._generation}/{key}", value, seconds or self.timeout, what)
 
     def members(self, key: str, *facts: str) -> list[list[str]]:
         """What every rank says of itself. Collective: refuses ranks that do not agree on who is near and who is far."""
         mine = [f"{self.transport.value} {self.nodes}", *facts]
-        everyone = [value.decode().split("\n") for value in self.exchange(key, "\n".join(mine).encode())]
+        told = self.exchange(key, "\n".join(mine).encode(), f"set up group `{self.name}`")
+        everyone = [value.decode().split("\n") for value in told]
         for rank, (nodes, *_) in enumerate(everyone):
             if nodes != mine[0]:
                 raise GroupError(
@@ -73,16 +80,45 @@ class Communicator(ABC):
                 )
         return [theirs for _, *theirs in everyone]
 
-    def workspace(self, plan: Plan, key: str, *, room: int = 0, explain: Explain | None = None) -> Workspace:
+    def workspace(
+        self,
+        plan: Plan,
+        emitted: Emitted,
+        key: str,
+        *,
+        room: int = 0,
+        explain: Explain | None = None,
+        terms: Mapping[str, object] | None = None,
+    ) -> Workspace:
         """The workspace of a Plan under `key`, with `room` bytes behind what the Plan itself has; the first call for a
-        key is collective. `explain` says what a report means that is no time-out.
+        key is collective. `explain` says what a report means that is no time-out; `terms`: what ranks have to agree on
+        beside the Plan and its size.
+
+        Raises AgreementError (C964) where ranks set up something else; then nothing was set up, and the group goes on.
         """
         self.refuse_if_broken()
         with self.lock:
             found = self.workspaces.get(key)
             if found is None:
-                found = self.workspaces[key] = self._rendezvous(plan, key, room, explain)
+                found = self.workspaces[key] = self._rendezvous(
+                    of_plan(plan, emitted, room, terms or {}), plan, room, explain
+                )
             return found
+
+    def agree(self, mine: Setup) -> str:
+        """Collective: the next set-up of the group, by its number. AgreementError, on all ranks alike, unless all are
+        about to set up the same.
+        """
+        number, self._setups = self._setups, self._setups + 1
+        what = f"set up {mine.what}"
+        everyone = self.exchange(f"setup/{number}/about", mine.pack(), what)
+        if any(one != everyone[0] for one in everyone):
+            try:
+                texts = self.exchange(f"setup/{number}/text", mine.pack_source(), what, TEXT_SECONDS)
+            except RendezvousError:
+                texts = ()
+            raise disagreement(self.name, self.rank, everyone, texts)
+        return f"setup/{number}"
 
     def refuse_if_broken(self) -> None:
         if self.broken is not None:
@@ -91,20 +127,21 @@ class Communicator(ABC):
                 f"commdsl.reset() first ({self.broken})"
             )
 
-    def _rendezvous(self, plan: Plan, key: str, room: int, explain: Explain | None) -> Workspace:
+    def _rendezvous(self, mine: Setup, plan: Plan, room: int, explain: Explain | None) -> Workspace:
         name, size = plan.name, plan.symmetric_bytes + room
         self.refuse_setup(name)
-        number = self._made.get(key, 0)
-        self._made[key] = number + 1
-        where = f"{name}/{key}/{number}"
+        what = f"set up `{name}`"
         try:
-            # Twice: a rank that comes late finds the others gone here, not inside a collective that cannot time out.
-            self.exchange(f"{where}/arrived", b"")
-            self.exchange(f"{where}/agreed", b"")
-            heap = self.make_heap(name, size, lambda what, value: self.exchange(f"{where}/{what}", value))
+            where = self.agree(mine)
+            # Once more: a rank that comes late finds the others gone here, not where nothing says so.
+            self.exchange(f"{where}/agreed", b"", what)
+            heap = self.make_heap(name, size, lambda part, value: self.exchange(f"{where}/{part}", value, what))
+            number = f"{self._generation}/{where}"
             reach = Reach(self.rank, self.nodes, self.pe)
-            made = Workspace(plan, reach, heap, self.errors.take(), self.config.timeout, explain)
-            self.exchange(f"{where}/ready", b"")
+            made = Workspace(plan, number, reach, heap, self.errors.take(), self.timeout, explain)
+            self.exchange(f"{where}/ready", b"", what)
+        except AgreementError:
+            raise  # on every rank, and before anything was made
         except Exception as error:
             self.broken = error
             raise
@@ -132,31 +169,35 @@ class Communicator(ABC):
         with self.lock:
             number = self._generation
             self._generation += 1
-            mine = ",".join(sorted(self.workspaces))
-            everyone = exchange(
-                self.bootstrap, f"reset/{number}/enter", mine.encode(), self.config.timeout * (1.0 + RESET_PATIENCE)
-            )
+            mine = ",".join(workspace.number for workspace in self.workspaces.values())
+
+            def meet(step: str, value: bytes) -> tuple[bytes, ...]:
+                seconds = self.timeout * (1.0 + RESET_PATIENCE)
+                return exchange(self.bootstrap, f"reset/{number}/{step}", value, seconds, f"reset group `{self.name}`")
+
+            everyone = meet("enter", mine.encode())
             self.finish()
             common = set.intersection(*(set(value.decode().split(",")) for value in everyone))
             # Nobody clears a heap while a kernel of another rank may still write to it.
-            exchange(self.bootstrap, f"reset/{number}/finished", b"", self.config.timeout * (1.0 + RESET_PATIENCE))
-            for key in self.workspaces.keys() - common:
-                self.workspaces.pop(key).close()
-            for workspace in self.workspaces.values():
-                workspace.reset()
-            self._made = dict.fromkeys(self.workspaces, 1)
+            meet("finished", b"")
+            for key, workspace in tuple(self.workspaces.items()):
+                if workspace.number in common:
+                    workspace.reset()
+                else:
+                    self.workspaces.pop(key).close()
+            self._setups = 0
             self.broken = None
-            exchange(self.bootstrap, f"reset/{number}/done", b"", self.config.timeout * (1.0 + RESET_PATIENCE))
+            meet("done", b"")
 
     def release(self, key: str | None = None) -> None:
         """Collective: frees the symmetric memory of one workspace, or of all."""
         with self.lock:
             self.finish()
-            for one in sorted(self.workspaces) if key is None else [key]:
+            for one in tuple(self.workspaces) if key is None else [key]:
                 found = self.workspaces.pop(one, None)
                 if found is not None:
                     found.close()
-                    self.exchange(f"release/{one}/{self._made[one]}", b"")
+                    self.exchange(f"release/{found.number}", b"", f"release `{found.plan.name}`")
                     found.heap.free()
 
     @abstractmethod

@@ -40,7 +40,7 @@ class DeviceCommunicator(Communicator):
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(f"group `{name}` has to be set up before a capture: call the op once outside it")
         pinned = torch.zeros(PAGE_BYTES, dtype=torch.uint8).pin_memory()
-        super().__init__(name, bootstrap, config, ErrorPage(pinned.numpy(), pinned))
+        super().__init__(name, bootstrap, config, ErrorPage(pinned.numpy(), pinned), "cuda")
         self.index = torch.cuda.current_device() if device.index is None else device.index
         properties = torch.cuda.get_device_properties(self.index)
         self._arch = f"sm_{properties.major}{properties.minor}"
@@ -75,7 +75,7 @@ class DeviceCommunicator(Communicator):
                 ) from error
 
     def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> DeviceStart:
-        workspace = self.workspace(program.plan, program.emitted.digest)
+        workspace = self.workspace(program.plan, program.emitted, program.emitted.identity)
         kernel = self._kernel(program, workspace, dtype, op)
         return self.starter(workspace, kernel, workspace.prepare(block_bytes, op == "avg", device_launch))
 
@@ -206,7 +206,7 @@ def _start_nvshmem(communicator: Communicator, device: int) -> Any:
         from cuda.core import Device
     except ImportError as error:
         raise DeviceError(f"GPUs need `pip install 'commdsl[cuda]'`: {error}") from error
-    members = communicator.exchange("process", f"{os.getpid()}".encode())
+    members = communicator.exchange("process", f"{os.getpid()}".encode(), "start NVSHMEM")
     if _World.members is not None:
         if _World.members != members:
             raise GroupError(
@@ -217,7 +217,7 @@ def _start_nvshmem(communicator: Communicator, device: int) -> Any:
     first = communicator.rank == 0
     uid = nvshmem.core.get_unique_id(empty=not first)
     size = int(np.asarray(uid._data).nbytes)
-    told = communicator.exchange("uid", ctypes.string_at(uid.ptr, size) if first else b"")[0]
+    told = communicator.exchange("uid", ctypes.string_at(uid.ptr, size) if first else b"", "start NVSHMEM")[0]
     ctypes.memmove(uid.ptr, told, size)
     nvshmem.core.init(
         device=Device(device), uid=uid, rank=communicator.rank, nranks=communicator.size, initializer_method="uid"

@@ -66,6 +66,12 @@ class GradientError(OpError):
     code = "C958"
 
 
+class AgreementError(OpError):
+    """Ranks of a group are not about to do the same."""
+
+    code = "C964"
+
+
 class DispatchError(OpError, ValueError):
     """A call that a Dispatcher, or Experts, cannot make: what they were made for does not hold it."""
 

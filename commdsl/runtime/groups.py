@@ -10,12 +10,13 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from commdsl.machine.config import from_environment
+from commdsl.machine.config import DEFAULT_TIMEOUT, from_environment
 from commdsl.runtime.bootstrap import Board, Bootstrap, StoreBootstrap, ThreadBootstrap
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.device import DeviceCommunicator
@@ -30,6 +31,7 @@ class _Member:
     bootstrap: Bootstrap
     board: Board | None
     owner: Callable[[], object | None]
+    timeout: Callable[[torch.device], float]  # seconds, where COMMDSL_TIMEOUT does not say
 
     def is_behind(self, found: object) -> bool:
         """Whether this is still what the name leads to, given what it leads to now."""
@@ -48,7 +50,7 @@ def threads(num_ranks: int) -> tuple[str, ...]:
     number = next(_NUMBERS)
     names = tuple(f"threads{number}:{rank}/{num_ranks}" for rank in range(num_ranks))
     for rank, name in enumerate(names):
-        _THREADS[name] = _Member(ThreadBootstrap(rank, num_ranks, board), board, lambda: board)
+        _THREADS[name] = _Member(ThreadBootstrap(rank, num_ranks, board), board, lambda: board, _short)
     return names
 
 
@@ -123,12 +125,16 @@ def every(name: str | None = None) -> tuple[Communicator, ...]:
 
 
 def forget() -> None:
+    """The end of all communicators; a group may be used again."""
     with _LOCK:
+        for _, made in _COMMUNICATORS.values():
+            made.bootstrap.end()
         _COMMUNICATORS.clear()
 
 
 def _make(name: str, member: _Member, device: torch.device) -> Communicator:
     config = from_environment()
+    config = config if config.timeout is not None else replace(config, timeout=member.timeout(device))
     if device.type == "cpu":
         return HostCommunicator(name, member.bootstrap, config, member.board)
     if member.board is not None:
@@ -145,8 +151,22 @@ def _member(name: str) -> _Member:
     rank, size = int(group.rank()), int(group.size())
     if rank < 0:
         raise GroupError(f"this process is no rank of group `{name}`")
-    store = _c10d()._get_process_group_store(group)
-    return _Member(StoreBootstrap(rank, size, store, "commdsl"), None, weakref.ref(group))
+    store, owner = _c10d()._get_process_group_store(group), weakref.ref(group)
+    return _Member(StoreBootstrap(rank, size, store, "commdsl"), None, owner, partial(_patience, owner))
+
+
+def _short(device: torch.device) -> float:
+    return DEFAULT_TIMEOUT
+
+
+def _patience(owner: Callable[[], Any], device: torch.device) -> float:
+    """Seconds that a process group itself waits, for such a device or for the first that it serves."""
+    for kind in dict.fromkeys((device.type, "cuda", "cpu")):
+        try:
+            return float(owner()._get_backend(torch.device(kind)).options._timeout.total_seconds())
+        except (AttributeError, RuntimeError):  # no backend for such devices, or one that does not say
+            continue
+    return float(_c10d().default_pg_timeout.total_seconds())
 
 
 def _process_group(name: str) -> Any | None:

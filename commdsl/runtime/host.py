@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 class HostCommunicator(Communicator):
     def __init__(self, name: str, bootstrap: Bootstrap, config: Config, board: Board | None) -> None:
-        super().__init__(name, bootstrap, config, ordinary_page())
+        super().__init__(name, bootstrap, config, ordinary_page(), "cpu")
         self._board = board
         # Calls with async_op=True run here, one after another.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="commdsl", initializer=self._name_worker)
@@ -49,7 +49,7 @@ class HostCommunicator(Communicator):
         return ThreadHeap(size, self.rank, tell, self._board)
 
     def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> HostStart:
-        workspace = self.workspace(program.plan, program.emitted.digest)
+        workspace = self.workspace(program.plan, program.emitted, program.emitted.identity)
         macros = defines(program.plan, dtype, op)
         kernel = workspace.kernels.get(macros)
         if kernel is None:

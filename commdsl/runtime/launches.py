@@ -14,7 +14,6 @@ import torch
 from commdsl.build.emit import Emitted
 from commdsl.program.plan import Plan
 from commdsl.runtime.communicator import Communicator
-from commdsl.runtime.errors import GroupError
 from commdsl.runtime.kernel import Prepared, residence_of
 from commdsl.runtime.workspace import Explain, Start
 
@@ -30,13 +29,17 @@ HOST_LANES = 2
 class Launches:
     """One rank's end of the calls of a Plan."""
 
-    def __init__(self, comm: Communicator, plan: Plan, emitted: Emitted, room: int, explain: Explain) -> None:
-        """Collective: symmetric memory with `room` bytes behind the Plan's. `explain` is a method, known weakly."""
+    def __init__(
+        self, comm: Communicator, plan: Plan, emitted: Emitted, room: int, explain: Explain, terms: Mapping[str, object]
+    ) -> None:
+        """Collective: symmetric memory with `room` bytes behind the Plan's. `explain` is a method, known weakly.
+        `terms` have to be the same on all ranks: AgreementError (C964) otherwise.
+        """
         self.plan = plan
         self.number = next(comm.numbers)
         self._comm, self._emitted = comm, emitted
-        self._key = f"{self.number}/{emitted.digest}"
-        self._workspace = comm.workspace(plan, self._key, room=room, explain=explain)
+        self._key = f"{self.number}/{emitted.identity}"
+        self._workspace = comm.workspace(plan, emitted, self._key, room=room, explain=explain, terms=terms)
 
     @property
     def is_closed(self) -> bool:
@@ -68,14 +71,6 @@ class Launches:
     def release(self) -> None:
         """Collective: gives back the symmetric memory."""
         self._comm.release(self._key)
-
-
-def agree(comm: Communicator, what: str, mine: bytes) -> None:
-    """Collective. Raises GroupError unless all ranks are about to make the same."""
-    everyone = comm.exchange(f"{what}/{next(comm.numbers)}", mine)
-    for rank, theirs in enumerate(everyone):
-        if theirs != mine:
-            raise GroupError(f"rank {rank} makes another {what} than this one: {theirs.decode()}, {mine.decode()}")
 
 
 def default_device() -> torch.device:

@@ -164,7 +164,7 @@ class Op:
         for comm in groups.every(groups.name_of(group)):
             known = self.program(comm.size, comm.transport)
             for one in (known, *(() if known.visits is None else known.visits.launched)):
-                comm.release(one.emitted.digest)
+                comm.release(one.emitted.identity)
 
     # --- what torch calls ------------------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ class Workspace:
     def __init__(
         self,
         plan: Plan,
+        number: str,
         reach: Reach,
         heap: Heap,
         error: ErrorWord,
@@ -64,6 +65,7 @@ class Workspace:
         explain: Explain | None,
     ) -> None:
         self.plan = plan
+        self.number = number  # of the set-up in which all ranks made it
         self.heap = heap
         self.kernels: dict[tuple[str, ...], Kernel] = {}
         self.lock = threading.Lock()

@@ -1,0 +1,109 @@
+"""What ranks are about to set up: they agree before anything is made, or both sides are shown on every rank at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import commdsl  # noqa: E402 - after the check for torch
+from commdsl.runtime.errors import AgreementError  # noqa: E402 - as above
+
+ROOT = Path(__file__).parents[1]
+RING = (ROOT / "schedules" / "collectives" / "allreduce_ring.comm").read_text(encoding="utf-8")
+
+
+def on_ranks(names: tuple[str, ...], work: Callable[[int], Any]) -> list[Any]:
+    """What `work` returns or raises on each rank, a thread each, of a group; well before a time-out."""
+
+    def run(rank: int) -> Any:
+        try:
+            return work(rank)
+        except Exception as error:
+            return error
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(len(names)) as pool:
+        found = list(pool.map(run, range(len(names))))
+    assert time.monotonic() - started < 15
+    return found
+
+
+def summed(op: Any, names: tuple[str, ...]) -> bool:
+    """Whether all ranks can call an op and get the sum."""
+    found = on_ranks(names, lambda rank: op(torch.arange(20.0) + rank, group=names[rank]))
+    return all(torch.equal(one, 3 * torch.arange(20.0) + 3) for one in found)
+
+
+def test_another_schedule() -> None:
+    """Ranks whose first calls are of different schedules learn at once what the others set up, and can go on."""
+    names = commdsl.threads(3)
+    ops = [commdsl.load(name, ranks=3) for name in ("allreduce_ring", "allreduce_ring", "allreduce_oneshot")]
+    found = on_ranks(names, lambda rank: ops[rank](torch.zeros(20), group=names[rank]))
+
+    assert all(isinstance(error, AgreementError) for error in found)
+    assert "rank 2 of group" in str(found[0])
+    assert "sets up `allreduce_oneshot` where rank 0 sets up `allreduce_ring`" in str(found[0])
+    assert "sets up `allreduce_ring` where rank 2 sets up `allreduce_oneshot`" in str(found[2])
+    assert summed(ops[0], names)
+
+
+def test_one_text_under_two_paths(tmp_path: Path) -> None:
+    """The same text is the same schedule, wherever it lies; comments and blank lines do not count."""
+    for rank, text in enumerate((RING, RING, f"# moved\n\n{RING}")):
+        (tmp_path / f"of_rank_{rank}.comm").write_text(text, encoding="utf-8")
+    ops = [commdsl.load(tmp_path / f"of_rank_{rank}.comm", ranks=3) for rank in range(3)]
+    names = commdsl.threads(3)
+    found = on_ranks(names, lambda rank: ops[rank](torch.arange(20.0) + rank, group=names[rank]))
+
+    assert all(torch.equal(one, 3 * torch.arange(20.0) + 3) for one in found)
+    assert summed(ops[0], names)  # and to a rank that has both texts they are one
+
+
+def test_two_texts(tmp_path: Path) -> None:
+    """Where texts differ, every rank sees where: the first line that does, with the name of the file, from both."""
+    changed = RING.replace("reduce x[(r - s) % P] -> x[(r - s) % P]", "reduce x[(r - s + 1) % P] -> x[(r - s + 1) % P]")
+    changed = changed.replace(
+        "put x[(r + 1 - s) % P] -> x[(r + 1 - s) % P]", "put x[(r + 2 - s) % P] -> x[(r + 2 - s) % P]"
+    )
+    for name, text in (("a", RING), ("b", changed)):
+        (tmp_path / f"{name}.comm").write_text(text, encoding="utf-8")
+    ops = [commdsl.load(tmp_path / f"{name}.comm", ranks=2) for name in ("a", "b")]
+    names = commdsl.threads(2)
+    found = on_ranks(names, lambda rank: ops[rank](torch.zeros(20), group=names[rank]))
+
+    line = 1 + next(number for number, line in enumerate(RING.splitlines()) if "reduce x" in line)
+    for error in found:
+        assert isinstance(error, AgreementError)
+        assert "ranks 1 and 0" in str(error) or "ranks 0 and 1" in str(error)
+        for name, text in (("a", RING), ("b", changed)):
+            assert f"{name}.comm:{line} on rank" in str(error)
+            assert text.splitlines()[line - 1].strip() in str(error)
+
+
+def test_another_tuning() -> None:
+    """A schedule that ranks tune or parametrise differently is not the same: what differs is said, not a digest."""
+    names = commdsl.threads(2)
+    tuned = [commdsl.load("allreduce_ring", ranks=2, tune={"lanes": lanes}) for lanes in (2, 3)]
+    found = on_ranks(names, lambda rank: tuned[rank](torch.zeros(20), group=names[rank]))
+    assert "lanes: 3 on rank 1, 2 on rank 0" in str(found[0])
+    rooted = [commdsl.load("broadcast_tree", ranks=2, params={"root": root}) for root in (0, 1)]
+    found = on_ranks(names, lambda rank: rooted[rank](torch.zeros(20), group=names[rank]))
+    assert "parameters: root=1 on rank 1, root=0 on rank 0" in str(found[0])
+    assert "kernel" not in str(found[0])
+
+
+def test_a_second_life() -> None:
+    """After `shutdown` a group can be used again: what was said before it is not heard."""
+    names = commdsl.threads(3)
+    one, other = (commdsl.load(name, ranks=3) for name in ("allreduce_ring", "allreduce_oneshot"))
+    assert summed(one, names)
+    on_ranks(names, lambda rank: [comm.release() for comm in commdsl.runtime.groups.every(names[rank])])
+    commdsl.runtime.groups.forget()
+    assert summed(other, names)
