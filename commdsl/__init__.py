@@ -9,7 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from commdsl import dispatch as dispatch
+    from commdsl import ep as ep
+    from commdsl.dispatch.errors import MetadataError as MetadataError
     from commdsl.language.diagnostics import CommError as CommError
+    from commdsl.machine.errors import ConfigError as ConfigError
+    from commdsl.machine.errors import Error as Error
+    from commdsl.machine.errors import MissingToolError as MissingToolError
+    from commdsl.planner.tuning.selection import TableError as TableError
     from commdsl.program.timeouts import CommTimeout as CommTimeout
     from commdsl.runtime.collectives import all_gather as all_gather
     from commdsl.runtime.collectives import all_reduce as all_reduce
@@ -19,15 +26,51 @@ if TYPE_CHECKING:
     from commdsl.runtime.collectives import choice as choice
     from commdsl.runtime.collectives import prepare as prepare
     from commdsl.runtime.collectives import reduce_scatter as reduce_scatter
+    from commdsl.runtime.errors import BrokenGroupError as BrokenGroupError
+    from commdsl.runtime.errors import CaptureError as CaptureError
+    from commdsl.runtime.errors import DeviceError as DeviceError
+    from commdsl.runtime.errors import DispatchError as DispatchError
+    from commdsl.runtime.errors import GradientError as GradientError
+    from commdsl.runtime.errors import GroupError as GroupError
+    from commdsl.runtime.errors import KeysError as KeysError
+    from commdsl.runtime.errors import OpError as OpError
+    from commdsl.runtime.errors import ReductionError as ReductionError
+    from commdsl.runtime.errors import RendezvousError as RendezvousError
+    from commdsl.runtime.errors import RowError as RowError
+    from commdsl.runtime.errors import TensorError as TensorError
     from commdsl.runtime.groups import threads as threads
     from commdsl.runtime.load import check as check
     from commdsl.runtime.load import load as load
     from commdsl.runtime.load import reset as reset
     from commdsl.runtime.load import shutdown as shutdown
+    from commdsl.runtime.op import Op as Op
+    from commdsl.runtime.work import Work as Work
+
+    __version__: str
 
 __all__ = [
+    "BrokenGroupError",
+    "CaptureError",
     "CommError",
     "CommTimeout",
+    "ConfigError",
+    "DeviceError",
+    "DispatchError",
+    "Error",
+    "GradientError",
+    "GroupError",
+    "KeysError",
+    "MetadataError",
+    "MissingToolError",
+    "Op",
+    "OpError",
+    "ReductionError",
+    "RendezvousError",
+    "RowError",
+    "TableError",
+    "TensorError",
+    "Work",
+    "__version__",
     "all_gather",
     "all_reduce",
     "all_reduce_",
@@ -35,6 +78,8 @@ __all__ = [
     "broadcast",
     "check",
     "choice",
+    "dispatch",
+    "ep",
     "load",
     "prepare",
     "reduce_scatter",
@@ -44,8 +89,27 @@ __all__ = [
 ]
 
 _HOME = {
+    "BrokenGroupError": "commdsl.runtime.errors",
+    "CaptureError": "commdsl.runtime.errors",
     "CommError": "commdsl.language.diagnostics",
     "CommTimeout": "commdsl.program.timeouts",
+    "ConfigError": "commdsl.machine.errors",
+    "DeviceError": "commdsl.runtime.errors",
+    "DispatchError": "commdsl.runtime.errors",
+    "Error": "commdsl.machine.errors",
+    "GradientError": "commdsl.runtime.errors",
+    "GroupError": "commdsl.runtime.errors",
+    "KeysError": "commdsl.runtime.errors",
+    "MetadataError": "commdsl.dispatch.errors",
+    "MissingToolError": "commdsl.machine.errors",
+    "Op": "commdsl.runtime.op",
+    "OpError": "commdsl.runtime.errors",
+    "ReductionError": "commdsl.runtime.errors",
+    "RendezvousError": "commdsl.runtime.errors",
+    "RowError": "commdsl.runtime.errors",
+    "TableError": "commdsl.planner.tuning.selection",
+    "TensorError": "commdsl.runtime.errors",
+    "Work": "commdsl.runtime.work",
     "all_gather": "commdsl.runtime.collectives",
     "all_reduce": "commdsl.runtime.collectives",
     "all_reduce_": "commdsl.runtime.collectives",
@@ -63,8 +127,27 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    found: object
+    if name in _HOME:
+        try:
+            found = getattr(import_module(_HOME[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            message = f"commdsl.{name} needs torch, which is not installed: pip install 'commdsl[torch]'"
+            raise ModuleNotFoundError(message, name="torch") from None
+    elif name in ("dispatch", "ep"):
+        found = import_module(f"commdsl.{name}")
+    elif name == "__version__":
+        from commdsl.machine.resources import version  # as above: who does not ask does not wait
+
+        found = version()
+    else:
         raise AttributeError(f"module `commdsl` has no attribute `{name}`")
     # Kept: the next use of the name costs a look into a dictionary.
-    found = globals()[name] = getattr(import_module(_HOME[name]), name)
+    globals()[name] = found
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

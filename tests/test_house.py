@@ -48,11 +48,11 @@ LATE = {
 }
 """Modules all of whose late imports have one reason."""
 
-CALLS = ("C95", "C96")
-"""Codes of exceptions of the torch ops: a call is at fault, no `.comm` text."""
+CALLS = ("C95", "C96", "C97")
+"""Codes of exceptions: a call or a machine is at fault, no `.comm` text."""
 
 STAGES = (
-    ("machine/config", "machine/resources"),
+    ("machine/errors", "machine/config", "machine/resources"),
     ("language",),
     ("machine",),
     ("ir",),

@@ -18,6 +18,7 @@ from commdsl.build import cache
 from commdsl.build.emit import Emitted, headers_digest, include_dir
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.config import Config
+from commdsl.machine.errors import ConfigError, MissingToolError
 from commdsl.machine.resources import data_dir
 
 FLAGS = (
@@ -42,7 +43,7 @@ SANITIZE = (
 )
 
 
-class NoHostCompilerError(RuntimeError):
+class NoHostCompilerError(MissingToolError):
     """No C++ compiler on this machine; the interpreter still runs schedules."""
 
     def __init__(self, message: str) -> None:
@@ -56,12 +57,15 @@ class HostCompiler:
 
 
 def find_compiler(config: Config) -> HostCompiler:
-    """$CXX when set, else g++, clang++, or the ziglang wheel. A $CXX that does not run is a mistake, not a hint."""
+    """$CXX when set, else g++, clang++, or the ziglang wheel; NoHostCompilerError where there is none.
+
+    A $CXX that does not run is a mistake, not a hint: ConfigError.
+    """
     if config.cxx:
-        command = tuple(shlex.split(config.cxx))
+        command = _words(config.cxx)
         version = _version(command)
         if version is None:
-            raise NoHostCompilerError(f"CXX is `{config.cxx}`, which does not run")
+            raise ConfigError(f"CXX is `{config.cxx}`, which does not run: name a C++ compiler, or unset it")
         return HostCompiler(command, version)
     candidates: list[tuple[str, ...]] = [(path,) for name in ("g++", "clang++") if (path := shutil.which(name))]
     if importlib.util.find_spec("ziglang") is not None:
@@ -71,6 +75,14 @@ def find_compiler(config: Config) -> HostCompiler:
         if version is not None:
             return HostCompiler(command, version)
     raise NoHostCompilerError("this machine has no C++ compiler")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """As a shell would read it."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"CXX is `{text}`, and a shell could not read it ({error}): name a C++ compiler") from error
 
 
 def _version(command: tuple[str, ...]) -> str | None:

@@ -17,6 +17,7 @@ from commdsl.build import cache as cache_
 from commdsl.build.emit import Emitted, headers_digest, include_dir
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.config import Config
+from commdsl.machine.errors import MissingToolError
 from commdsl.program.memory import Transport
 
 ARCH = "sm_90"
@@ -24,10 +25,6 @@ TOOLKIT = Path("/usr/local/cuda")
 _SUCCESS = 0
 _CUBIN = 1  # nvJitLinkInputType
 _LIBRARY = 6
-
-
-class MissingToolError(RuntimeError):
-    """A library of the CUDA toolkit is not installed; the message says which wheel has it."""
 
 
 @dataclass(frozen=True, slots=True)

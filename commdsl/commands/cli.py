@@ -17,6 +17,7 @@ from commdsl.commands import arguments
 from commdsl.commands.arguments import UsageError, split_words, target
 from commdsl.commands.output import Exit, show_diagnostics, tell
 from commdsl.language.diagnostics import CommError
+from commdsl.machine.errors import Error
 
 Words: TypeAlias = tuple[str, ...]
 Text: TypeAlias = str | None
@@ -268,7 +269,7 @@ def run_command(words: Sequence[str]) -> int:
     except CommError as error:
         show_diagnostics(error.diagnostics)
         return int(Exit.DIAGNOSTICS)
-    except (FileNotFoundError, IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+    except (Error, FileNotFoundError, IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
         tell(f"usage: {error}")
         return int(Exit.USAGE)
     except BrokenPipeError:

@@ -19,6 +19,7 @@ from commdsl.build import host, nvrtc
 from commdsl.commands import output
 from commdsl.commands.output import Exit
 from commdsl.machine.config import from_environment
+from commdsl.machine.errors import MissingToolError
 
 PROBE_SECONDS = 60
 RACE_PROBE = "#include <thread>\nint main() { std::thread t([] {}); t.join(); return 0; }\n"
@@ -115,7 +116,7 @@ def probe_cuda_build() -> Iterator[Finding]:
         purpose = "build kernels for the GPU (needs none)" if name == "NVRTC" else "link the NVSHMEM transport"
         try:
             yield Finding(name, True, look(), purpose, "")
-        except nvrtc.MissingToolError as error:
+        except MissingToolError as error:
             yield Finding(name, False, str(error).split(":")[0], purpose, install)
 
 

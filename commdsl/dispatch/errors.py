@@ -5,8 +5,6 @@ Assumes the caller knows rank, shard and replica. Does not judge; `validator` an
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from commdsl.runtime.errors import DispatchError as DispatchError
 from commdsl.runtime.errors import OpError
 from commdsl.runtime.errors import RowError as RowError
@@ -15,7 +13,7 @@ from commdsl.runtime.errors import RowError as RowError
 class MetadataError(OpError, ValueError):
     """Numbers that no dispatch can follow: the field, where in it, what should stand there and what does."""
 
-    code: ClassVar[str] = "C960"
+    code = "C960"
 
     def __init__(
         self,

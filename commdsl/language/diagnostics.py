@@ -11,6 +11,7 @@ from typing import TypedDict
 
 from commdsl.language.records import dataclass
 from commdsl.language.source import Source, Span
+from commdsl.machine.errors import Error
 
 
 class Severity(Enum):
@@ -39,7 +40,7 @@ class Diagnostic:
     severity: Severity = Severity.ERROR
 
 
-class CommError(Exception):
+class CommError(Error):
     """The user's `.comm` text, parameters or machine are at fault; picklable, so that ranks can pass it on."""
 
     def __init__(self, diagnostics: tuple[Diagnostic, ...]) -> None:

@@ -1,5 +1,6 @@
 """What there is to run on: topologies, cycles through their links, element types, this process's settings.
 
+errors        what users can mend, as exceptions with one base
 config        the environment -> Config
 resources     where the shipped folders lie
 topology      who can send to whom, how fast, through which ports

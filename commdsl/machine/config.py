@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from commdsl.machine.errors import ConfigError
+
 DEFAULT_TIMEOUT = 30.0
 """Seconds that a wait may take where no process group says: of ranks that are threads, or that a tool runs."""
 
@@ -52,7 +54,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
 
 def _transport(text: str) -> str:
     if text not in ("peer", "nvshmem"):
-        raise ValueError(f"COMMDSL_TRANSPORT is peer or nvshmem, not `{text}`")
+        raise ConfigError(f"COMMDSL_TRANSPORT is peer or nvshmem, not `{text}`")
     return text
 
 
@@ -60,7 +62,7 @@ def _nodes(text: str) -> tuple[int, ...]:
     """`0,0,1,1`: two ranks on each of two nodes."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"COMMDSL_NODES is a number for each rank, as in 0,0,1,1, not `{text}`")
+        raise ConfigError(f"COMMDSL_NODES is a number for each rank, as in 0,0,1,1, not `{text}`")
     return tuple(map(int, parts))
 
 
@@ -78,7 +80,7 @@ def _timeout(text: str) -> float | None:
     except ValueError:
         seconds = math.nan
     if not 0.0 < seconds < 1e9:
-        raise ValueError(f"COMMDSL_TIMEOUT is a positive number of seconds, not `{text}`")
+        raise ConfigError(f"COMMDSL_TIMEOUT is a positive number of seconds, not `{text}`")
     return seconds
 
 
@@ -87,4 +89,4 @@ def _switch(name: str, text: str) -> bool:
         return False
     if text == "1":
         return True
-    raise ValueError(f"{name} is 0 or 1, not `{text}`")
+    raise ConfigError(f"{name} is 0 or 1, not `{text}`")

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from commdsl.machine.errors import Error
 from commdsl.program.phases import Routed, described
 from commdsl.program.plan import Plan
 
@@ -41,7 +42,7 @@ def unpack(data: bytes | memoryview) -> ErrorRecord | None:
     return ErrorRecord(code, rank, lane, op, peer, expected, seen, round_, absent)
 
 
-class CommTimeout(RuntimeError):  # noqa: N818 - a time-out is what it is called
+class CommTimeout(Error, RuntimeError):  # noqa: N818 - a time-out is what it is called
     """A wait inside a kernel took longer than the time-out; picklable, so that ranks can pass it on."""
 
     def __init__(

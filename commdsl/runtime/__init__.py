@@ -24,6 +24,6 @@ process that only checks schedules must not pay for torch.
     autograd      a contract -> its backward
     op            a Program -> a torch op
     load          a path -> an op
-    menu, collectives, collective_ops   `all_reduce` and its kin: the op that a table chooses
+    menu, collectives, collective_ops, traced   `all_reduce` and its kin: the op that a table chooses
     ahead, measure   candidates -> builds, and their times, for `commdsl tune`
 """

@@ -7,6 +7,7 @@ collective as well. Does not serve eager calls without gradients; those have a s
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,8 @@ NAMESPACE = "commdsl_collectives"
 
 Tensor: TypeAlias = torch.Tensor
 
+_LOCK = threading.Lock()
+
 
 @dataclass(frozen=True)
 class Traced:
@@ -34,9 +37,14 @@ class Traced:
     back: Callable[..., Tensor]  # from gradient, group name and settings
 
 
-@cache
 def library() -> torch.library.Library:
     """The ops, defined when they are first needed."""
+    with _LOCK:  # ranks that are threads come here at once, and `cache` would let both in
+        return _library()
+
+
+@cache
+def _library() -> torch.library.Library:
     made = torch.library.Library(NAMESPACE, "FRAGMENT")
     for one in TRACED:
         _define(made, one)
@@ -122,21 +130,21 @@ def _linear(name: str, op: str) -> None:
 
 def _back_all_reduce(gradient: Tensor, group_name: str, op: str = "sum") -> Any:
     _linear("all_reduce", op)
-    return ops().all_reduce(gradient, group_name, op)
+    return torch.ops.commdsl_collectives.all_reduce(gradient, group_name, op)
 
 
 def _back_all_gather(gradient: Tensor, group_name: str) -> Any:
-    return ops().reduce_scatter(gradient, group_name, "sum")
+    return torch.ops.commdsl_collectives.reduce_scatter(gradient, group_name, "sum")
 
 
 def _back_reduce_scatter(gradient: Tensor, group_name: str, op: str = "sum") -> Any:
     _linear("reduce_scatter", op)
-    gathered = ops().all_gather(gradient, group_name)
+    gathered = torch.ops.commdsl_collectives.all_gather(gradient, group_name)
     return gathered / menu.size(group_name) if op == "avg" else gathered
 
 
 def _back_all_to_all(gradient: Tensor, group_name: str) -> Any:
-    return ops().all_to_all(gradient, group_name)
+    return torch.ops.commdsl_collectives.all_to_all(gradient, group_name)
 
 
 def _back_broadcast(gradient: Tensor, group_name: str, root: int = 0) -> Tensor:
@@ -152,7 +160,7 @@ def _back_broadcast(gradient: Tensor, group_name: str, root: int = 0) -> Tensor:
 def _refuse_gradient(x: Tensor, group_name: str, op: str = "sum") -> None:
     refuse_gradient(x)
     with torch._C._AutoDispatchBelowAutograd():
-        ops().all_reduce_(x, group_name, op)
+        torch.ops.commdsl_collectives.all_reduce_(x, group_name, op)
 
 
 def refuse_gradient(x: Tensor) -> None:
@@ -167,16 +175,3 @@ TRACED = (
     Traced("all_to_all", "", _all_to_all, _same, _back_all_to_all),
     Traced("broadcast", ", int root=0", _broadcast, _same, _back_broadcast),
 )
-
-
-# torch.compile does not look in, and finds the ops defined; torch does not type its decorator.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _defined() -> bool:
-    library()
-    return True
-
-
-def ops() -> Any:
-    """`torch.ops.commdsl_collectives`, with the ops in it."""
-    _defined()
-    return torch.ops.commdsl_collectives

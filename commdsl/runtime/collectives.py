@@ -26,7 +26,7 @@ def all_reduce(x: torch.Tensor, op: str = "sum", group: Any = None, async_op: bo
     gradient, for sum and avg, is the all-reduce of the gradients. Raises TensorError, ReductionError, GroupError.
     """
     if _is_traced(x) and not async_op:
-        return collective_ops.ops().all_reduce(x, groups.name_of(group), op)
+        return _ops().all_reduce(x, groups.name_of(group), op)
     return menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=async_op)
 
 
@@ -39,7 +39,7 @@ def all_reduce_(x: torch.Tensor, op: str = "sum", group: Any = None, async_op: b
         collective_ops.refuse_gradient(x)
         return _CopyBack(x, menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=True))
     if _is_traced(x):
-        collective_ops.ops().all_reduce_(x, groups.name_of(group), op)
+        _ops().all_reduce_(x, groups.name_of(group), op)
     else:
         menu.all_reduce_in_place(x, group, op)
     return x
@@ -51,7 +51,7 @@ def all_gather(x: torch.Tensor, group: Any = None, async_op: bool = False) -> An
     x: contiguous, of any dtype. With `async_op` a Work. The gradient is the reduce-scatter of the gradients.
     """
     if _is_traced(x) and not async_op:
-        return collective_ops.ops().all_gather(x, groups.name_of(group))
+        return _ops().all_gather(x, groups.name_of(group))
     return menu.run("all_gather", x, x.nbytes * menu.size(group), group, async_op=async_op)
 
 
@@ -62,7 +62,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", group: Any = None, async_op
     `async_op` a Work. The gradient, for sum and avg, is the all-gather of the gradients.
     """
     if _is_traced(x) and not async_op:
-        return collective_ops.ops().reduce_scatter(x, groups.name_of(group), op)
+        return _ops().reduce_scatter(x, groups.name_of(group), op)
     return menu.run("reduce_scatter", x, x.nbytes, group, op=op, async_op=async_op)
 
 
@@ -73,7 +73,7 @@ def all_to_all(x: torch.Tensor, group: Any = None, async_op: bool = False) -> An
     the all-to-all of the gradients.
     """
     if _is_traced(x) and not async_op:
-        return collective_ops.ops().all_to_all(x, groups.name_of(group))
+        return _ops().all_to_all(x, groups.name_of(group))
     return menu.run("all_to_all", x, x.nbytes, group, async_op=async_op)
 
 
@@ -84,7 +84,7 @@ def broadcast(x: torch.Tensor, root: int = 0, group: Any = None, async_op: bool 
     of its own. With `async_op` a Work. The gradient is the sum of the gradients at the root, and zero elsewhere.
     """
     if _is_traced(x) and not async_op:
-        return collective_ops.ops().broadcast(x, groups.name_of(group), root)
+        return _ops().broadcast(x, groups.name_of(group), root)
     return menu.run("broadcast", x, x.nbytes, group, root=root, async_op=async_op)
 
 
@@ -127,6 +127,17 @@ def prepare(
 def _is_traced(x: torch.Tensor) -> bool:
     """Whether torch looks on: a graph is being recorded, of calls or of gradients."""
     return torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled())
+
+
+def _ops() -> Any:
+    """`torch.ops.commdsl_collectives`, with the ops in it."""
+    if torch.compiler.is_dynamo_compiling():
+        from commdsl.runtime.traced import defined  # a second, where torch has traced nothing yet
+
+        defined()
+    else:
+        collective_ops.library()
+    return torch.ops.commdsl_collectives
 
 
 class _CopyBack:

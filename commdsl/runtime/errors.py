@@ -6,16 +6,13 @@ long inside a kernel is `timeouts.CommTimeout`.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from commdsl.machine.errors import CodedError
 
 
-class OpError(RuntimeError):
+class OpError(CodedError, RuntimeError):
     """A call cannot be made; nothing was sent."""
 
-    code: ClassVar[str] = "C950"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(f"error[{self.code}]: {message}")
+    code = "C950"
 
 
 class TensorError(OpError, ValueError):

@@ -6,6 +6,7 @@ kept. Does not check tensors; the op does.
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
 from functools import cache
 from typing import Any, TypeAlias
@@ -22,11 +23,14 @@ from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
 from commdsl.runtime.work import HostWork, Result, Work
 
+_LOGGER = logging.getLogger("commdsl")
+
 
 class Menu:
     """The rows for one collective on one kind of group, each candidate's op loaded when it is first chosen."""
 
-    def __init__(self, rows: Rows, ranks: int, params: dict[str, int]) -> None:
+    def __init__(self, collective: str, rows: Rows, ranks: int, params: dict[str, int]) -> None:
+        self._collective = collective
         self._rows = rows
         self._ranks = ranks
         self._params = params
@@ -37,7 +41,10 @@ class Menu:
         return self._ops[index] or self._load(index)
 
     def _load(self, index: int) -> Op:
-        found = self._ops[index] = load_candidate(self._rows.rows[index].candidate, self._ranks, self._params)
+        row = self._rows.rows[index]
+        most = "any size" if row.max_bytes is None else f"up to {selection.size_text(row.max_bytes)}"
+        _LOGGER.debug("%s of %s runs %s: %s", self._collective, most, row.candidate, self._rows.source)
+        found = self._ops[index] = load_candidate(row.candidate, self._ranks, self._params)
         return found
 
     def up_to(self, max_bytes: int | None) -> list[Op]:
@@ -91,7 +98,7 @@ def menu(collective: str, ranks: int, device: torch.device, root: int) -> Menu |
     plain = device.type == "cuda" and config.has_far
     tables = selection.known_tables(config.tables)
     rows = selection.rows_for(tables, collective, ranks, name_of_device(device), plain=plain)
-    return Menu(rows, ranks, {"root": root} if collective in ROOTED else {})
+    return Menu(collective, rows, ranks, {"root": root} if collective in ROOTED else {})
 
 
 def run(

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
+
+from commdsl.machine.errors import CodedError
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
@@ -27,13 +29,13 @@ Params: TypeAlias = tuple[tuple[str, int], ...]
 Tune: TypeAlias = tuple[tuple[str, int | str], ...]
 
 
-class TableError(ValueError):
+class TableError(CodedError, ValueError):
     """A table that cannot be read, with the place in it."""
 
-    code: ClassVar[str] = "C959"
+    code = "C959"
 
     def __init__(self, path: Path, where: str, message: str) -> None:
-        super().__init__(f"error[{self.code}]: {path}: {where + ': ' if where else ''}{message}")
+        super().__init__(f"{path}: {where + ': ' if where else ''}{message}")
 
 
 @dataclass(frozen=True, slots=True)
