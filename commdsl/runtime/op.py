@@ -247,12 +247,14 @@ class _Registry:
 
 
 _REGISTRY: list[_Registry] = []
+_LOCK = threading.Lock()
 
 
 def registry() -> _Registry:
-    if not _REGISTRY:
-        _REGISTRY.append(_Registry())
-    return _REGISTRY[0]
+    with _LOCK:  # ranks that are threads come here at once, and two tables would define one op twice
+        if not _REGISTRY:
+            _REGISTRY.append(_Registry())
+        return _REGISTRY[0]
 
 
 def register(name: str, digest: str, definition: Definition, ranks: int, inverse: Inverse) -> Op:
