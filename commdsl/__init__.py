@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from commdsl.runtime.collectives import choice as choice
     from commdsl.runtime.collectives import prepare as prepare
     from commdsl.runtime.collectives import reduce_scatter as reduce_scatter
+    from commdsl.runtime.errors import AgreementError as AgreementError
     from commdsl.runtime.errors import BrokenGroupError as BrokenGroupError
     from commdsl.runtime.errors import CaptureError as CaptureError
     from commdsl.runtime.errors import DeviceError as DeviceError
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AgreementError",
     "BrokenGroupError",
     "CaptureError",
     "CommError",
@@ -89,6 +91,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "AgreementError": "commdsl.runtime.errors",
     "BrokenGroupError": "commdsl.runtime.errors",
     "CaptureError": "commdsl.runtime.errors",
     "CommError": "commdsl.language.diagnostics",

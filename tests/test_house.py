@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import commdsl
 from commdsl.language import codes
 
 ROOT = Path(__file__).parent.parent
@@ -262,6 +263,26 @@ def test_codes_in_use() -> None:
     named = set(re.findall(r"[\"'](C\d{3})[\"']", text))
 
     assert named == set(codes.all_codes())
+
+
+def test_errors_are_public() -> None:
+    """Every error that a user can mend has the one base, and is a name of `commdsl` that leads to where it is."""
+    found = {"Error": "commdsl.machine.errors"}
+    while True:
+        more = {
+            node.name: name
+            for name, path in NAMES.items()
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.ClassDef) and any(getattr(base, "id", "") in found for base in node.bases)
+        }
+        if more.keys() <= found.keys():
+            break
+        found |= more
+
+    assert "TensorError" in found
+    for name in ("CodedError", "NoHostCompilerError"):  # the first is never raised, the second a MissingToolError
+        del found[name]
+    assert found.items() <= commdsl._HOME.items()
 
 
 def test_no_machine_paths() -> None:
