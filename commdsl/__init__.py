@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from commdsl.runtime.errors import DispatchError as DispatchError
     from commdsl.runtime.errors import GradientError as GradientError
     from commdsl.runtime.errors import GroupError as GroupError
+    from commdsl.runtime.errors import HeapError as HeapError
     from commdsl.runtime.errors import KeysError as KeysError
     from commdsl.runtime.errors import OpError as OpError
     from commdsl.runtime.errors import ReductionError as ReductionError
@@ -61,6 +62,7 @@ __all__ = [
     "Error",
     "GradientError",
     "GroupError",
+    "HeapError",
     "KeysError",
     "MetadataError",
     "MissingToolError",
@@ -102,6 +104,7 @@ _HOME = {
     "Error": "commdsl.machine.errors",
     "GradientError": "commdsl.runtime.errors",
     "GroupError": "commdsl.runtime.errors",
+    "HeapError": "commdsl.runtime.errors",
     "KeysError": "commdsl.runtime.errors",
     "MetadataError": "commdsl.dispatch.errors",
     "MissingToolError": "commdsl.machine.errors",

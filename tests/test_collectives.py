@@ -67,6 +67,6 @@ def test_choice_says_why() -> None:
     """A choice names its schedule, its tuning and the reason, and depends on nothing but what was said."""
     chosen = commdsl.choice("all_reduce", 2 << 20, 4, "NVIDIA Unheard-of")
 
-    assert (chosen.schedule, dict(chosen.tune)) == ("allreduce_twoshot", {"protocol": "bulk"})
+    assert (chosen.schedule, dict(chosen.tune)) == ("allreduce_twoshot", {"protocol": "bulk", "tile": 32768})
     assert str(chosen).endswith("no table for all_reduce on NVIDIA Unheard-of x4: the stated default up to 16 MB")
     assert chosen == commdsl.choice("all_reduce", 2 << 20, 4, "NVIDIA Unheard-of")

@@ -81,7 +81,9 @@ def test_default(path: Path, ranks: int, device: str, plain: bool) -> None:
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_default_is_for_any_number_of_ranks(collective: str, ranks: int) -> None:
     """Every schedule of the default is proved for every number of ranks."""
-    for row in selection.default_rows(collective, plain=True):
+    for row in selection.default_rows(collective, plain=True) + selection.default_rows(
+        collective, plain=False, host=True
+    ):
         (path,) = (data_dir("schedules") / "collectives").glob(f"{row.candidate.schedule}.comm")
         root = {"root": ranks - 1} if collective in selection.ROOTED else {}
         compiler.check(path, ranks=ranks, params=root, tune=dict(row.candidate.tune))

@@ -140,3 +140,15 @@ def block_bytes_of(tensor: Tensor, nbytes: int) -> int:
     if nbytes % tensor.blocks:
         raise ValueError(f"`{tensor.name}` is {tensor.blocks} equal blocks, which {nbytes} bytes cannot be")
     return nbytes // tensor.blocks
+
+
+def touched(moves: Moves, lanes: int) -> tuple[tuple[int, int], ...]:
+    """The stretches of symmetric memory, first byte and length, that calls of no more than so many lanes touch."""
+    lanes = min(lanes, moves.lanes)
+    cells = range(moves.rotation * moves.num_cells)
+    apart = moves.lanes * moves.slot_bytes
+    return (
+        (0, lanes * moves.flags_per_lane * 64),
+        (moves.flags_bytes, lanes * 64),
+        *((moves.cells_offset + cell * apart, lanes * moves.slot_bytes) for cell in cells),
+    )

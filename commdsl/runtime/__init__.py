@@ -6,6 +6,7 @@ process that only checks schedules must not pay for torch.
     errors        what goes wrong in a call, typed
     program       a file -> Plan, text and the shape of the op, from the cache
     bootstrap     how ranks exchange small values
+    descriptors   memory of a rank -> the other processes of its machine
     heap          symmetric memory
     error_page    where kernels say who is missing
     kernel, phases, engine   something built -> something that runs one call, by SMs or by the copy engine

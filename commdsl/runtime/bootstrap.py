@@ -116,7 +116,7 @@ class Board:
     """What the threads of one process tell each other, and the memory they share."""
 
     values: dict[str, bytes] = field(default_factory=dict)
-    kept: list[object] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict)  # until all ranks have taken it
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 

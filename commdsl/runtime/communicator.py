@@ -9,16 +9,16 @@ from __future__ import annotations
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from commdsl.build.emit import Emitted
 from commdsl.machine.config import DEFAULT_TIMEOUT, Config
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
-from commdsl.runtime.bootstrap import Bootstrap, exchange, life
+from commdsl.runtime.bootstrap import Bootstrap, Exchange, exchange, life
 from commdsl.runtime.error_page import ErrorPage
 from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError, RendezvousError
-from commdsl.runtime.heap import Heap
+from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.program import Program
 from commdsl.runtime.setups import Setup, disagreement, of_plan
@@ -128,14 +128,15 @@ class Communicator(ABC):
             )
 
     def _rendezvous(self, mine: Setup, plan: Plan, room: int, explain: Explain | None) -> Workspace:
-        name, size = plan.name, plan.symmetric_bytes + room
+        name = plan.name
         self.refuse_setup(name)
         what = f"set up `{name}`"
         try:
             where = self.agree(mine)
             # Once more: a rank that comes late finds the others gone here, not where nothing says so.
             self.exchange(f"{where}/agreed", b"", what)
-            heap = self.make_heap(name, size, lambda part, value: self.exchange(f"{where}/{part}", value, what))
+            extent = self.extent(plan, room)
+            heap = self.make_heap(extent, lambda part, value: self.exchange(f"{where}/{part}", value, what))
             number = f"{self._generation}/{where}"
             reach = Reach(self.rank, self.nodes, self.pe)
             made = Workspace(plan, number, reach, heap, self.errors.take(), self.timeout, explain)
@@ -204,8 +205,12 @@ class Communicator(ABC):
     def refuse_setup(self, what: str) -> None:
         """Raises where symmetric memory cannot be set up now."""
 
+    def extent(self, plan: Plan, room: int) -> Extent:
+        """What calls of a Plan touch of its symmetric memory, and of `room` bytes behind it: all, unless they say."""
+        return Extent.whole(plan.name, plan.symmetric_bytes + room)
+
     @abstractmethod
-    def make_heap(self, name: str, size: int, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Heap:
+    def make_heap(self, extent: Extent, tell: Exchange) -> Heap:
         """Symmetric memory; all ranks come here together."""
 
     @abstractmethod

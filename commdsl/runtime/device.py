@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ from commdsl.machine.config import Config
 from commdsl.program.memory import Transport
 from commdsl.program.moves import Protocol
 from commdsl.program.sizes import device_launch
-from commdsl.runtime.bootstrap import Bootstrap
+from commdsl.runtime.bootstrap import Bootstrap, Exchange
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.engine import EngineKernel
 from commdsl.runtime.error_page import PAGE_BYTES, ErrorPage
-from commdsl.runtime.errors import CaptureError, DeviceError, GroupError
-from commdsl.runtime.heap import DeviceHeap, Heap
+from commdsl.runtime.errors import CaptureError, DeviceError, GroupError, HeapError
+from commdsl.runtime.heap import DeviceHeap, Extent, Heap
 from commdsl.runtime.kernel import DeviceKernel, Kernel, Prepared, Residence, residence_of
 from commdsl.runtime.program import Program
 from commdsl.runtime.stream_order import StreamOrder
@@ -64,13 +64,13 @@ class DeviceCommunicator(Communicator):
                 f"two ranks of group `{self.name}` are on one GPU: call torch.cuda.set_device(local_rank) first"
             )
 
-    def make_heap(self, name: str, size: int, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Heap:
+    def make_heap(self, extent: Extent, tell: Exchange) -> Heap:
         with torch.cuda.device(self.index):
             try:
-                return DeviceHeap(size, self.rank, self.nodes, self._nvshmem.core, self.finish)
+                return DeviceHeap(extent, self.rank, self.nodes, self._nvshmem.core, self.finish)
             except Exception as error:
-                raise DeviceError(
-                    f"no {size} bytes of symmetric memory for `{name}`: {error}; "
+                raise HeapError(
+                    f"no {extent.size} bytes of symmetric memory for `{extent.name}`: {error}; "
                     "NVSHMEM_SYMMETRIC_SIZE is read when the first op runs"
                 ) from error
 

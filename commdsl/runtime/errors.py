@@ -85,3 +85,9 @@ class KeysError(OpError):
     """A kernel met a key that there is not, or more rows for a rank than it has room for."""
 
     code = "C963"
+
+
+class HeapError(OpError, MemoryError):
+    """Symmetric memory of a group cannot be had."""
+
+    code = "C969"

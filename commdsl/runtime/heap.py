@@ -8,13 +8,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import tempfile
-import uuid
+import resource
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from commdsl.runtime.bootstrap import Board, Exchange
+from commdsl.runtime.descriptors import pass_round
+from commdsl.runtime.errors import HeapError
 
 PAGE = 4096
 
@@ -25,74 +28,162 @@ class Heap(Protocol):
     @property
     def addresses(self) -> tuple[int, ...]: ...
 
+    @property
+    def reserved_bytes(self) -> int:
+        """What this rank's own part takes of the machine's memory, or of the GPU's."""
+        ...
+
     def zero(self) -> None:
         """Clears this rank's own part."""
         ...
 
     def free(self) -> None:
-        """Collective."""
+        """This rank lets go; a part is gone when all have."""
         ...
 
 
-class ThreadHeap:
-    """Ranks are threads: each allocates its own part, and the address is the same for all."""
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What is asked for: `used` are the stretches, first byte and length, that calls touch."""
 
-    def __init__(self, size: int, rank: int, exchange: Exchange, board: Board) -> None:
-        self._own = mmap.mmap(-1, _pages(size))
-        here = ctypes.addressof(ctypes.c_char.from_buffer(self._own))
-        # The board keeps every part alive as long as the group: a slow rank may read it after its owner has let go.
-        with board.lock:
-            board.kept.append(self._own)
-        self.addresses = tuple(
-            int.from_bytes(value, "little") for value in exchange("heap", here.to_bytes(8, "little"))
-        )
-        self._size = size
+    name: str  # of whose it is, for messages
+    size: int
+    used: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def whole(cls, name: str, size: int) -> Extent:
+        """All of it is touched."""
+        return cls(name, size, ((0, size),))
+
+    @property
+    def pages(self) -> tuple[tuple[int, int], ...]:
+        """The same in whole pages, each once."""
+        found: list[tuple[int, int]] = []
+        for first, length in sorted(self.used):
+            begin, end = first // PAGE * PAGE, _pages(first + length)
+            if found and begin <= sum(found[-1]):
+                before = found.pop()
+                begin, end = before[0], max(end, sum(before))
+            found.append((begin, end - begin))
+        return tuple(found)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(length for _, length in self.pages)
+
+
+class Part:
+    """Memory of one rank, mapped here until nobody holds this; a descriptor of it may be closed.
+
+    Not `mmap`'s, which keeps a descriptor of its own open for as long.
+    """
+
+    def __init__(self, size: int, descriptor: int = -1) -> None:
+        """Zeros of this process, without a descriptor."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        libc.mmap.restype = ctypes.c_void_p
+        libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        how = mmap.MAP_SHARED | (mmap.MAP_ANONYMOUS if descriptor < 0 else 0)
+        found = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, how, descriptor, 0)
+        if found is None or found == ctypes.c_size_t(-1).value:
+            raise HeapError(f"{size} bytes of memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
+        self.address = int(found)
+        # Not at exit: a thread may still run a call then.
+        weakref.finalize(self, libc.munmap, found, size).atexit = False
+
+
+class _MappedHeap:
+    """Parts that are mapped here, each for as long as one rank has it."""
+
+    def __init__(self, extent: Extent, rank: int, parts: Sequence[Part]) -> None:
+        self.addresses = tuple(part.address for part in parts)
+        self.reserved_bytes = extent.reserved_bytes
+        self._parts = tuple(parts)
+        self._extent = extent
         self._rank = rank
 
     def zero(self) -> None:
-        ctypes.memset(self.addresses[self._rank], 0, self._size)
-
-    def free(self) -> None:
-        """The group's end frees it."""
-
-
-class SharedHeap:
-    """Ranks are processes of one machine: a file in memory each, mapped by all, its name gone once all have it."""
-
-    def __init__(self, size: int, rank: int, exchange: Exchange) -> None:
-        self._size = size
-        self._rank = rank
-        path = _folder() / f"commdsl-{uuid.uuid4().hex}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.ftruncate(descriptor, _pages(size))
-            self._maps = [_mapped(Path(name.decode())) for name in exchange("names", str(path).encode())]
-            exchange("mapped", b"")
-        finally:
-            os.close(descriptor)
-            path.unlink()
-        self.addresses = tuple(ctypes.addressof(ctypes.c_char.from_buffer(part)) for part in self._maps)
-
-    def zero(self) -> None:
-        ctypes.memset(self.addresses[self._rank], 0, self._size)
+        for first, length in self._extent.pages:
+            ctypes.memset(self.addresses[self._rank] + first, 0, length)
 
     def free(self) -> None:
         self.addresses = ()
-        self._maps = []
+        self._parts = ()
 
 
-def _folder() -> Path:
-    """A folder in memory where the system has one."""
-    shared = Path("/dev/shm")
-    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+class ThreadHeap(_MappedHeap):
+    """Ranks are threads: each allocates its own part, and the address is the same for all."""
+
+    def __init__(self, extent: Extent, rank: int, exchange: Exchange, board: Board) -> None:
+        own = Part(_pages(extent.size))
+        name = str(own.address)
+        with board.lock:
+            board.kept[name] = own
+        names = [value.decode() for value in exchange("heap", name.encode())]
+        with board.lock:
+            parts = [board.kept[one] for one in names]
+        exchange("taken", b"")
+        with board.lock:
+            del board.kept[name]
+        super().__init__(extent, rank, parts)
 
 
-def _mapped(path: Path) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR)
+class SharedHeap(_MappedHeap):
+    """Ranks are processes of one machine: memory without a name, whose descriptor each passes to the others.
+
+    So nothing is left behind by ranks that are killed, and no folder has to be large enough.
+    """
+
+    def __init__(self, extent: Extent, rank: int, exchange: Exchange, timeout: float) -> None:
+        descriptor = os.memfd_create("commdsl")
+        try:
+            _reserve(descriptor, extent)
+            passed = pass_round(descriptor, rank, exchange, timeout)
+        finally:
+            os.close(descriptor)
+        try:
+            super().__init__(extent, rank, [Part(_pages(extent.size), one) for one in passed])
+        finally:
+            for one in passed:
+                os.close(one)
+
+
+def _reserve(descriptor: int, extent: Extent) -> None:
+    """Memory for what is used; HeapError where there is not enough, rather than a signal when it is touched."""
+    room = _room()
     try:
-        return mmap.mmap(descriptor, 0)
-    finally:
-        os.close(descriptor)
+        if extent.reserved_bytes > room:  # asked first: a full control group kills
+            raise OSError(0, "there is not enough memory")
+        os.ftruncate(descriptor, _pages(extent.size))
+        for first, length in extent.pages:
+            os.posix_fallocate(descriptor, first, length)
+    except OSError as error:
+        raise HeapError(
+            f"`{extent.name}` takes {extent.reserved_bytes} bytes of shared memory on every rank of this machine, and "
+            f"{room} can be had: {error.strerror}"
+        ) from error
+
+
+def _room() -> int:
+    """Bytes of memory that this process may still take, as the machine, its control group and its limits say."""
+    found = [_available()]
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY:
+        found.append(limit)
+    folder = Path("/sys/fs/cgroup")
+    try:
+        most, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:  # no control group of the second kind
+        return min(found)
+    return min(found) if most == "max" else min(*found, max(int(most) - int(used), 0))
+
+
+def _available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 1 << 62
 
 
 def _pages(size: int) -> int:
@@ -105,9 +196,12 @@ class DeviceHeap:
     `nvshmem` is the module nvshmem.core, initialised with the group's ranks as its PEs. `nodes`: by rank.
     """
 
-    def __init__(self, size: int, rank: int, nodes: Sequence[int], nvshmem: Any, finish: Callable[[], None]) -> None:
+    def __init__(
+        self, extent: Extent, rank: int, nodes: Sequence[int], nvshmem: Any, finish: Callable[[], None]
+    ) -> None:
+        self.reserved_bytes = _pages(extent.size)
         # Not freed by the garbage collector: freeing is collective, and an exit need not be.
-        self._tensor = nvshmem.bytetensor((_pages(size),), except_on_del=False)
+        self._tensor = nvshmem.bytetensor((self.reserved_bytes,), except_on_del=False)
         self._nvshmem = nvshmem
         self._finish = finish
         self.zero()

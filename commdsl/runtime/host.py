@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 from commdsl.build.emit import Emitted, defines
 from commdsl.build.host import build
 from commdsl.machine.config import Config
-from commdsl.program.sizes import host_launch
-from commdsl.runtime.bootstrap import Board, Bootstrap
+from commdsl.program.plan import Plan
+from commdsl.program.sizes import HOST_MAX_LANES, host_launch, touched
+from commdsl.runtime.bootstrap import Board, Bootstrap, Exchange
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.error_page import ordinary_page
 from commdsl.runtime.errors import GroupError
-from commdsl.runtime.heap import Heap, SharedHeap, ThreadHeap
+from commdsl.runtime.heap import Extent, Heap, SharedHeap, ThreadHeap
 from commdsl.runtime.kernel import HostKernel, Kernel, Prepared, Residence, residence_of
 from commdsl.runtime.program import Program
 from commdsl.runtime.streams import OneStream
@@ -43,10 +44,16 @@ class HostCommunicator(Communicator):
     def refuse_setup(self, what: str) -> None:
         """Memory of the processor can be had at any time."""
 
-    def make_heap(self, name: str, size: int, tell: Callable[[str, bytes], tuple[bytes, ...]]) -> Heap:
+    def extent(self, plan: Plan, room: int) -> Extent:
+        """Few lanes run here, whatever the Plan has room for."""
+        if not plan.is_static:
+            return super().extent(plan, room)
+        return Extent(plan.name, plan.symmetric_bytes, touched(plan.moves, HOST_MAX_LANES))
+
+    def make_heap(self, extent: Extent, tell: Exchange) -> Heap:
         if self._board is None:
-            return SharedHeap(size, self.rank, tell)
-        return ThreadHeap(size, self.rank, tell, self._board)
+            return SharedHeap(extent, self.rank, tell, self.timeout)
+        return ThreadHeap(extent, self.rank, tell, self._board)
 
     def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> HostStart:
         workspace = self.workspace(program.plan, program.emitted, program.emitted.identity)

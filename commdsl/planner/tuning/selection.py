@@ -134,7 +134,7 @@ def rows_for(tables: Sequence[Table], collective: str, ranks: int, device: str, 
         if (table.device, table.ranks) == (device, ranks) and rows is not None:
             return _rows(rows, _name(table.path))
     where = "over NVSHMEM" if plain and device != PLAIN_DEVICE else f"on {device} x{ranks}"
-    default = default_rows(collective, plain=plain or device == PLAIN_DEVICE)
+    default = default_rows(collective, plain=plain, host=device == PLAIN_DEVICE)
     return _rows(default, f"no table for {collective} {where}: the stated default")
 
 
@@ -168,12 +168,18 @@ def size_text(nbytes: int) -> str:
 
 SMALL, MIDDLE, LARGE = 32 << 10, 1 << 20, 16 << 20
 
+TILES = {SMALL: 4 << 10, MIDDLE: 32 << 10, LARGE: 32 << 10}
+"""Of `bulk` up to a size: what 128 lanes own of a chunk there is no more, or little. Each is symmetric memory."""
 
-def default_rows(collective: str, *, plain: bool) -> tuple[Row, ...]:
+HOST_TILE = 16 << 10
+"""On the processor, where larger ones are no faster: so eight ranks and all collectives fit 64 MB."""
+
+
+def default_rows(collective: str, *, plain: bool, host: bool = False) -> tuple[Row, ...]:
     """Where nothing was measured: least latency for small tensors, least traffic for large ones, for any rank count.
 
-    `plain`: with the one protocol that runs everywhere, for the processor (where a protocol changes no speed) and for
-    NVSHMEM's transport (which has its own way to signal).
+    `plain`: with the one protocol that runs everywhere, for NVSHMEM's transport (which has its own way to signal).
+    `host`: for the processor (where a protocol changes no speed), with little memory.
     """
     match collective:
         case "all_reduce":
@@ -196,10 +202,12 @@ def default_rows(collective: str, *, plain: bool) -> tuple[Row, ...]:
                 "all_to_all": "alltoall_direct",
             }[collective]
             steps = [(SMALL, direct, "packet"), (MIDDLE, direct, "line"), (None, direct, "bulk")]
-    return tuple(
-        Row(most, Candidate(schedule, (), (("protocol", "bulk" if plain else protocol),)))
-        for most, schedule, protocol in steps
-    )
+    found: list[Row] = []
+    for most, schedule, protocol in steps:
+        tune: Tune = (("protocol", "bulk" if plain or host else protocol),)
+        tile = HOST_TILE if host else None if most is None or tune[0][1] != "bulk" else TILES[most]
+        found.append(Row(most, Candidate(schedule, (), tune if tile is None else (*tune, ("tile", tile)))))
+    return tuple(found)
 
 
 # --- tables as files --------------------------------------------------------------------------------------------------

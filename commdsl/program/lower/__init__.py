@@ -54,7 +54,7 @@ TILE_BYTES = {  # where data carries its flag, a word for each thread
 }
 TASK_TILE = 32 * 1024  # what is computed leaves when its tile is done: small ones leave sooner
 LANES_PER_SM, SHARED_THREADS = 8, 128  # where SMs are given, and no lanes: as many as hide each other's waits
-SYMMETRIC_BYTES = 256 * 1024 * 1024  # what the cells may take when `tune` does not set the tile
+SYMMETRIC_BYTES = 128 * 1024 * 1024  # what the cells may take when `tune` does not set the tile
 SMALLEST_TILE = 4 * 1024
 
 

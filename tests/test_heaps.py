@@ -1,0 +1,252 @@
+"""Symmetric memory of host ranks: passed without a name, reserved as it is used, refused with both sizes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import commdsl  # noqa: E402 - after the check for torch
+from commdsl.machine.config import from_environment  # noqa: E402
+from commdsl.planner.tuning import selection  # noqa: E402
+from commdsl.program.memory import Transport  # noqa: E402
+from commdsl.program.sizes import HOST_MAX_LANES, touched  # noqa: E402
+from commdsl.runtime import groups  # noqa: E402
+from commdsl.runtime.bootstrap import Board, Exchange, ThreadBootstrap, exchange  # noqa: E402
+from commdsl.runtime.descriptors import pass_round  # noqa: E402
+from commdsl.runtime.errors import GroupError, RendezvousError  # noqa: E402
+from commdsl.runtime.heap import Extent, SharedHeap  # noqa: E402
+from commdsl.runtime.load import definition  # noqa: E402
+from commdsl.runtime.program import program  # noqa: E402
+
+DOCKER_BYTES = 64 << 20
+"""Shared memory of a container, unless told otherwise."""
+
+
+def ends(size: int, timeout: float = 5.0) -> list[Exchange]:
+    board = Board()
+    return [partial(_exchange, ThreadBootstrap(rank, size, board), timeout) for rank in range(size)]
+
+
+def _exchange(end: ThreadBootstrap, timeout: float, key: str, value: bytes) -> tuple[bytes, ...]:
+    return exchange(end, key, value, timeout, "test")
+
+
+def at_once(size: int, body: Callable[[int], Any]) -> list[Any]:
+    """What each rank got, or what it raised."""
+    found: list[Any] = [None] * size
+
+    def serve(rank: int) -> None:
+        try:
+            found[rank] = body(rank)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def memory_with(content: bytes) -> int:
+    made = os.memfd_create("test")
+    os.write(made, content)
+    return made
+
+
+# --- descriptors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 12])
+def test_descriptors_go_round(size: int) -> None:
+    """Every rank gets what every rank gave, in rank order, and nothing else stays open."""
+    own = [memory_with(f"of rank {rank}".encode()) for rank in range(size)]
+    before, tell = descriptors(), ends(size)
+
+    found = at_once(size, lambda rank: pass_round(own[rank], rank, tell[rank], 5.0))
+
+    assert descriptors() == before + size * size
+    for passed in found:
+        assert [os.pread(one, 99, 0).decode() for one in passed] == [f"of rank {rank}" for rank in range(size)]
+        assert not any(os.get_inheritable(one) for one in passed)
+    for one in (*own, *(one for passed in found for one in passed)):
+        os.close(one)
+
+
+@pytest.mark.parametrize(
+    ("listens", "kind", "message"),
+    [
+        (True, RendezvousError, "waited 0.3 s for the memory of ranks 2"),
+        (False, GroupError, "cannot pass memory to rank [012]: Connection refused"),
+    ],
+)
+def test_descriptors_that_do_not_come(listens: bool, kind: type[Exception], message: str) -> None:
+    """A rank that passes nothing, or is not to be reached, is named, and what came is given back."""
+    own = [memory_with(b"") for _ in range(3)]
+    before, tell = descriptors(), ends(3)
+
+    def body(rank: int) -> None:
+        if rank < 2:
+            pass_round(own[rank], rank, tell[rank], 0.3)
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+            door.bind(b"")  # a name that the system chooses
+            if listens:
+                door.listen()
+            tell[rank]("doors", door.getsockname())
+            time.sleep(1.0)
+
+    found = at_once(3, body)
+
+    assert [type(error) for error in found[:2]] == [kind, kind]
+    assert all(re.search(message, str(error)) for error in found[:2])
+    assert descriptors() == before
+    for one in own:
+        os.close(one)
+
+
+# --- what is reserved -------------------------------------------------------------------------------------------------
+
+
+def test_pages() -> None:
+    """Stretches are reserved in whole pages, those that touch as one."""
+    assert Extent("x", 1 << 20, ((0, 10), (64, 4032), (8192, 1), (20000, 4096))).pages == (
+        (0, 4096),
+        (8192, 4096),
+        (16384, 8192),
+    )
+    assert Extent.whole("x", 5000).pages == ((0, 8192),)
+
+
+def test_heaps_of_processes_are_one_memory() -> None:
+    """What a rank writes into a part all see, as long as one of them has it; nothing stays open."""
+    extent, before = Extent.whole("x", 5000), descriptors()
+    tell = ends(3)
+    heaps = at_once(3, lambda rank: SharedHeap(extent, rank, tell[rank], 5.0))
+
+    assert descriptors() == before
+    for rank, heap in enumerate(heaps):
+        ctypes.memset(heap.addresses[1] + 1000 * rank, rank + 1, 1000)
+    heaps[1].free()
+    for heap in (heaps[0], heaps[2]):
+        assert ctypes.string_at(heap.addresses[1], 3001) == b"\1" * 1000 + b"\2" * 1000 + b"\3" * 1000 + b"\0"
+        assert heap.reserved_bytes == 8192
+
+
+CALLS: dict[str, Callable[..., torch.Tensor]] = {
+    "all_reduce": commdsl.all_reduce,
+    "all_gather": commdsl.all_gather,
+    "reduce_scatter": commdsl.reduce_scatter,
+    "all_to_all": commdsl.all_to_all,
+    "broadcast": commdsl.broadcast,
+}
+
+
+def test_calls_touch_what_is_reserved() -> None:
+    """After all five collectives in many sizes, and tiles beside moves, the rest of each heap is as it was: zero."""
+    names = commdsl.threads(2)
+
+    def body(rank: int) -> int:
+        for call in CALLS.values():
+            for numel in (2, 1000, 300_000, 6_000_000):
+                call(torch.full((numel,), 3.0), group=names[rank])
+        commdsl.load("add_reduce_scatter", ranks=2)(torch.ones(60_000), torch.ones(60_000), group=names[rank])
+        checked = 0
+        for workspace in groups.of(names[rank], torch.device("cpu")).workspaces.values():
+            size = workspace.plan.symmetric_bytes
+            held = np.frombuffer(ctypes.string_at(workspace.heap.addresses[rank], size), np.uint8).copy()
+            assert held.any()
+            for first, length in Extent("", size, touched(workspace.plan.moves, HOST_MAX_LANES)).pages:
+                held[first : first + length] = 0
+            assert not held.any(), workspace.plan.name
+            checked += 1
+        return checked
+
+    assert at_once(2, body) == [10, 10]
+
+
+def test_eight_ranks_and_all_collectives_fit_a_container() -> None:
+    """Every schedule that the five collectives choose on the processor, for eight ranks together."""
+    rows = [(name, row) for name in CALLS for row in selection.rows_for((), name, 8, "cpu", plain=False).rows]
+    total: dict[str, int] = {}
+    for name, row in rows:
+        params = {"root": 0} if name in selection.ROOTED else {}
+        asked = definition(row.candidate.schedule, None, params, None, dict(row.candidate.tune))
+        found = program(asked, 8, Transport.PEER, from_environment())
+        extent = Extent("", found.plan.symmetric_bytes, touched(found.plan.moves, HOST_MAX_LANES))
+        total[found.emitted.digest] = 8 * extent.reserved_bytes
+    assert len(total) == 9
+    assert 24 << 20 < sum(total.values()) < 36 << 20
+    assert sum(total.values()) < DOCKER_BYTES
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def python(text: str, **more: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(text)], text=True, stdout=subprocess.PIPE, **more)
+
+
+def test_no_memory() -> None:
+    """Too little memory is an error that gives both sizes, whatever it is that sets the limit."""
+    process = python("""
+        import resource
+        from commdsl.runtime.heap import Extent, SharedHeap
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        for size in (1 << 19, 1 << 21, 1 << 50):
+            try:
+                SharedHeap(Extent.whole("ring", size), 0, lambda key, value: (value,), 1.0)
+                print("made")
+            except MemoryError as error:
+                print(error)
+    """)
+    said = process.communicate(timeout=60)[0].splitlines()
+    where = "bytes of shared memory on every rank of this machine, and 1048576 can be had: there is not enough memory"
+    assert said == ["made", *(f"error[C969]: `ring` takes {size} {where}" for size in (1 << 21, 1 << 50))]
+
+
+def test_ranks_that_are_killed_leave_nothing(tmp_path: Path) -> None:
+    """Memory of a rank that is killed while it sets up is gone: it has no name anywhere."""
+    folders = [Path("/dev/shm"), tmp_path]
+    before = [sorted(folder.iterdir()) for folder in folders]
+    process = python(
+        """
+        import time
+        from commdsl.runtime.heap import Extent, SharedHeap
+        def tell(key, value):
+            print(key, flush=True)
+            time.sleep(60)
+        SharedHeap(Extent.whole("ring", 64 << 20), 0, tell, 60.0)
+        """,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "doors\n"
+    maps = Path(f"/proc/{process.pid}/fd")
+    assert any("commdsl" in os.readlink(one) for one in maps.iterdir())
+    assert [sorted(folder.iterdir()) for folder in folders] == before
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=10)
+    assert [sorted(folder.iterdir()) for folder in folders] == before
