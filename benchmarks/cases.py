@@ -15,8 +15,9 @@ from pathlib import PurePath
 from typing import TypeAlias, assert_never
 
 SIZES = tuple(4**power for power in range(5, 16))  # 1 KB to 1 GB
-GRAPH_BELOW = 4 << 20
-"""Calls of fewer bytes are measured inside a CUDA graph."""
+CALLS = 24
+"""Calls in a CUDA graph, of every contender at every size: NCCL's time a call depends on their number. A multiple of 2,
+3, 4 and 8, so that every root has its turn."""
 
 TUNE_KEYS = ("protocol", "lanes", "threads", "tile", "sms")
 MOST_LANES_PER_SM, MOST_THREADS = 8, 1024  # C505: of an SM
@@ -49,12 +50,13 @@ class CandidateError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One collective at one size on a number of ranks; `itemsize` is that of the element."""
+    """One collective at one size on a number of ranks; `itemsize` is that of the element, `calls` those of a graph."""
 
     collective: Collective
     nbytes: int
     ranks: int
     itemsize: int = 2
+    calls: int = CALLS
 
     @property
     def numel(self) -> int:
@@ -90,19 +92,9 @@ class Case:
             case _:
                 assert_never(self.collective)
 
-    @property
-    def in_graph(self) -> bool:
-        return self.nbytes < GRAPH_BELOW
-
     def gigabytes_per_second(self, microseconds: float) -> float:
         """Bus bandwidth: bytes through every GPU's port, whatever the collective."""
         return self.sent_bytes / microseconds / 1000
-
-    def calls_per_batch(self) -> int:
-        """Enough to dwarf a launch; multiples of 2, 4 and 8 in graphs, so that every root has its turn."""
-        if self.in_graph:
-            return 48 if self.nbytes <= 64 << 10 else 24
-        return 10 if self.nbytes <= 16 << 20 else 5 if self.nbytes <= 64 << 20 else 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +136,13 @@ def size_name(nbytes: int) -> str:
 
 def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted({parse_size(part) for part in text.split(",") if part}))
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    counts = tuple(int(part) for part in text.split(",") if part.strip())
+    if not counts or min(counts) < 1:
+        raise ValueError(f"`{text}`: expected numbers from 1, with commas between them")
+    return counts
 
 
 def parse_collectives(text: str) -> tuple[Collective, ...]:

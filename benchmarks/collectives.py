@@ -1,12 +1,13 @@
 """The collectives beside NCCL, PyTorch symmetric memory and the link's limit, in one run on the same GPUs:
 
-    torchrun --nproc-per-node 4 benchmarks/collectives.py [--csv t.csv --plot t.png --markdown]
+    torchrun --nproc-per-node 4 benchmarks/collectives.py [--save NAME --plot t.png --markdown]
     torchrun --nproc-per-node 4 benchmarks/collectives.py --collectives all_reduce --sizes 64K,1M --no-peers \
         --candidates allreduce_oneshot:packet:4,8,16:512 allreduce_twoshot:bulk:128:256:65536,131072
     torchrun --nproc-per-node 4 benchmarks/collectives.py --sms 4,8,16,32,64
+    torchrun --nproc-per-node 4 benchmarks/collectives.py --collectives all_reduce --sizes 1K --calls 6,12,24,48,96
     torchrun --nproc-per-node 4 benchmarks/collectives.py --host
 
-bfloat16; below 4 MB inside CUDA graphs, from there launch by launch; sizes are bytes of the larger side on one rank.
+bfloat16, in CUDA graphs of as many calls for every contender and size; sizes are bytes of the larger side on one rank.
 Every result is checked before it is timed. Exit code 1: a wrong result, or a call of ours that failed. The tables come
 last, whatever happened.
 """
@@ -25,11 +26,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import record
 from benchmarks.cases import (
+    CALLS,
     SIZES,
     Collective,
     parse_candidates,
     parse_collectives,
+    parse_counts,
     parse_size,
     parse_sizes,
 )
@@ -43,8 +47,10 @@ from benchmarks.report import (
     matrix,
     overview,
     plot,
-    write_csv,
+    text_of,
 )
+
+HOST_COLUMNS = ("call", "median_us", "p10_us", "p90_us", "slowest_rank_us")
 
 GRACE = 45.0
 """Seconds after the time budget at which a run that hangs prints what it has and ends."""
@@ -68,18 +74,18 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     add("--chosen", action="store_true", help="with --candidates: measure the tables' choice, too")
     add("--no-peers", action="store_true", help="neither NCCL nor symmetric memory")
     add("--no-limit", action="store_true", help="without the link's limit")
-    add("--windows", action="store_true", help="NCCL on registered symmetric windows as one more peer")
-    add("--batches", type=int, default=30, help="timed batches a contender")
+    add("--calls", type=parse_counts, default=(CALLS,), help=f"of a graph; several: a row each; default: {CALLS}")
+    add("--batches", type=int, default=30, help="timed batches a contender, fewer of what takes many milliseconds")
     add("--time-budget", type=float, default=330.0, help="seconds; what does not fit is said")
     add(
         "--sms",
-        type=lambda text: tuple(int(part) for part in text.split(",")),
+        type=parse_counts,
         default=(),
         help="bandwidth of all_reduce and all_gather on so many SMs, such as 4,8,16,32,64",
     )
     add("--sms-size", type=parse_size, default=256 << 20)
     add("--host", action="store_true", help="CPU time of an eager call")
-    add("--csv", type=Path)
+    record.add_options(parser)
     add("--plot", type=Path, help="a .png or .svg")
     add("--markdown", action="store_true", help="print the table as for benchmarks/README.md")
     found = parser.parse_args(arguments)
@@ -87,6 +93,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
         found.candidates = parse_candidates(found.candidates)
     except ValueError as error:
         parser.error(str(error))
+    record.check_options(parser, found)
     if found.sms and found.collectives == tuple(Collective):
         found.collectives = (Collective.ALL_REDUCE, Collective.ALL_GATHER)
     return found
@@ -103,6 +110,8 @@ class Output:
         self.rows: list[Row] = []
         self.notes: list[str] = []
         self.title = "nothing was measured"
+        self.host: list[list[object]] = []
+        self.is_whole = False
         self._lock = threading.Lock()
         self._said = False
 
@@ -112,9 +121,6 @@ class Output:
                 return
             self._said = True
         rows = [row for row in self.rows if row.results]
-        if self.options.csv:
-            with self.options.csv.open("w", encoding="utf-8", newline="") as file:
-                write_csv(file, rows)
         if self.options.plot and rows:
             plot(self.options.plot, rows, self.title)
         print(f"\n{self.title}")
@@ -125,6 +131,11 @@ class Output:
         if rows:
             print(f"\n{(markdown if self.options.markdown else grid)(*overview(rows))}")
         print("\n".join(["", *faults(rows)]), flush=True)
+        if self.options.save and self.is_whole:
+            if self.host:
+                record.save_lines(self.options, HOST_COLUMNS, self.host)
+            else:
+                record.save(self.options, text_of(rows))
 
     @property
     def failed(self) -> bool:
@@ -171,13 +182,16 @@ def run(options: argparse.Namespace, output: Output) -> None:
     )
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     gpu = torch.cuda.get_device_name()
-    output.title = f"bfloat16, {bench.ranks} x {gpu}, torch {torch.__version__}, NCCL {nccl}"
+    calls = " or ".join(map(str, options.calls))
+    output.title = f"bfloat16, {bench.ranks} x {gpu}, torch {torch.__version__}, NCCL {nccl}, {calls} calls a graph"
     if options.host:
-        modes.host(bench, output.notes)
+        output.host, found = modes.host(bench)
+        output.notes += found
     elif options.sms:
         modes.sms(bench, options, output.rows, output.notes)
     else:
         modes.collectives(bench, options, output.rows)
+    output.is_whole = True
     if any(bench.everyone(output.failed)):
         raise SystemExit(1)
 

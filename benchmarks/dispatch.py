@@ -1,11 +1,11 @@
-"""Dispatches of queries, keys and values beside NCCL on sorted rows and a plain peer copy, on the same GPUs:
+"""Dispatches of queries, keys and values beside NCCL on sorted rows and the links' limit, on the same GPUs:
 
-    torchrun --nproc-per-node 4 benchmarks/dispatch.py [--csv t.csv --markdown]
+    torchrun --nproc-per-node 4 benchmarks/dispatch.py [--save NAME --markdown]
     torchrun --nproc-per-node 4 benchmarks/dispatch.py --rows 8K,64K --shards 128 --documents 4 --only "rows kv"
 
-bfloat16, hidden 4096 for queries and 1024 for keys and values; there (dispatch) and back (its reverse). Up to 8K rows a
-rank inside CUDA graphs, from there launch by launch. Every result is checked before it is timed. Exit code 1: a wrong
-result, or a call of ours that failed. The table comes last, whatever happened; `*` marks a figure that is missed.
+bfloat16, hidden 4096 for queries and 1024 for keys and values; there (dispatch) and back (its reverse). All in CUDA
+graphs of as many calls. Every result is checked before it is timed. Exit code 1: a wrong result, or a call of ours that
+failed. The table comes last, whatever happened; `*` marks a figure that is missed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import record
 from benchmarks.cases import parse_sizes
 from benchmarks.dispatch_plans import ROWS, SHARDS, Case
 from benchmarks.dispatch_report import (
     APART,
-    COPY,
-    LEAST_OF_COPY,
+    LEAST_OF_LIMIT,
     MOST_OF_NCCL,
     OURS,
     SMALL_US,
@@ -37,7 +37,7 @@ from benchmarks.dispatch_report import (
     Row,
     Way,
     overview,
-    write_csv,
+    text_of,
 )
 from benchmarks.report import NO_TIME, Kind, Result, grid, markdown, number
 
@@ -47,6 +47,7 @@ GRACE = 45.0
 PATIENCE = 5.0
 """Seconds that the other ranks leave rank 0 for its table: torchrun ends all when one has failed."""
 
+HOST_COLUMNS = ("call", "slowest_rank_us")
 HOST_ROWS, HOST_CALLS, HOST_ROUNDS = 64, 100, 30
 
 
@@ -60,9 +61,11 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     add("--no-peers", action="store_true", help="without NCCL")
     add("--batches", type=int, default=30, help="timed batches a contender")
     add("--time-budget", type=float, default=360.0, help="seconds; what does not fit is said")
-    add("--csv", type=Path)
+    record.add_options(parser)
     add("--markdown", action="store_true", help="print the table as for benchmarks/README.md")
-    return parser.parse_args(arguments)
+    found = parser.parse_args(arguments)
+    record.check_options(parser, found)
+    return found
 
 
 class Output:
@@ -73,6 +76,8 @@ class Output:
         self.rows: list[Row] = []
         self.notes: list[str] = []
         self.title = "nothing was measured"
+        self.host: list[list[object]] = []
+        self.is_whole = False
         self._lock = threading.Lock()
         self._said = False
 
@@ -81,9 +86,6 @@ class Output:
             if self._said:
                 return
             self._said = True
-        if self.options.csv:
-            with self.options.csv.open("w", encoding="utf-8", newline="") as file:
-                write_csv(file, self.rows)
         table = overview(self.rows, self.options.only, () if self.options.no_peers else (APART, TOGETHER))
         print(f"\n{self.title}\n{(markdown if self.options.markdown else grid)(*table)}")
         for row in self.rows:
@@ -93,12 +95,15 @@ class Output:
                         f"{row.way}, {row.case.rows} rows in shards of {row.case.shard}: {result.name}: {result.status}"
                     )
         print("\n".join([*self.notes, self.verdict()]), flush=True)
+        if self.options.save and self.is_whole:
+            record.save(self.options, text_of(self.rows))
+            record.save_lines(self.options, HOST_COLUMNS, self.host, "_host")
 
     def verdict(self) -> str:
         missed = sum(bool(row.misses()) for row in self.rows)
         return (
             f"{missed} of {len(self.rows)} rows miss a figure: at most {MOST_OF_NCCL} of NCCL's time, at least "
-            f"{LEAST_OF_COPY} of the copy's rate from 8K rows, 1K rows in under {SMALL_US:.0f} us"
+            f"{LEAST_OF_LIMIT} of the limit's rate from 8K rows, 1K rows in under {SMALL_US:.0f} us"
         )
 
     @property
@@ -133,10 +138,11 @@ def run(options: argparse.Namespace, output: Output) -> None:
     gpu = torch.cuda.get_device_name()
     output.title = f"bfloat16, {bench.ranks} x {gpu}, torch {torch.__version__}, NCCL {nccl}; microseconds"
     cases = [Case(rows, shard, bench.ranks, options.documents) for shard in options.shards for rows in options.rows]
-    arena = _arena(bench, cases)
+    limits = _limits(bench, cases)
     for case in cases:
-        _measured(bench, options, case, arena, output)
-    _host(bench, options, output.notes)
+        _measured(bench, options, case, limits, output)
+    _host(bench, options, output)
+    output.is_whole = True
     if any(bench.everyone(output.failed)):
         raise SystemExit(1)
 
@@ -161,16 +167,19 @@ def _release(senders: dict[str, Any]) -> None:
     torch.cuda.empty_cache()
 
 
-def _arena(bench: Any, cases: Sequence[Case]) -> Any:
+def _limits(bench: Any, cases: Sequence[Case]) -> Any:
+    from benchmarks.link import Link
     from benchmarks.peers import Arena
+    from benchmarks.rows import Limits
 
-    arena, problem = bench.attempt(lambda: Arena(bench, max(case.traffic.port_bytes for case in cases)))
-    if arena is None and bench.rank == 0:
-        print(f"without the peer copy: {problem}", flush=True)
-    return arena
+    most = max(case.sent_bytes for case in cases) + 16 * bench.ranks
+    found, problem = bench.attempt(lambda: Limits(bench, Link(bench, Arena(bench, most))))
+    if found is None and bench.rank == 0:
+        print(f"without the limit: {problem}", flush=True)
+    return found
 
 
-def _measured(bench: Any, options: argparse.Namespace, case: Case, arena: Any, output: Output) -> None:
+def _measured(bench: Any, options: argparse.Namespace, case: Case, limits: Any, output: Output) -> None:
     from benchmarks import dispatch_calls as calls
 
     is_late = bench.time_is_up()
@@ -182,8 +191,9 @@ def _measured(bench: Any, options: argparse.Namespace, case: Case, arena: Any, o
         if stage is None:
             row.results = [Result(name, Kind.OURS, None, problem or NO_TIME) for name in options.only]
             continue
-        entries = _entries(options, stage, senders, arena, way)
-        row.results += calls.timed(bench, case, entries)
+        row.results += calls.timed(bench, case, _entries(options, stage, senders, way))
+        if limits is not None:
+            row.results += limits.of(case)
         if bench.rank == 0:
             left = bench.deadline - time.monotonic()
             best = row.best(Kind.OURS)
@@ -193,7 +203,7 @@ def _measured(bench: Any, options: argparse.Namespace, case: Case, arena: Any, o
 
 
 def _entries(
-    options: argparse.Namespace, stage: Any, senders: dict[str, Any], arena: Any, way: Way
+    options: argparse.Namespace, stage: Any, senders: dict[str, Any], way: Way
 ) -> list[tuple[str, Kind, Callable[[], Any]]]:
     from benchmarks import dispatch_calls as calls
 
@@ -203,12 +213,10 @@ def _entries(
     if not options.no_peers:
         found.append((APART, Kind.PEER, lambda: calls.nccl_apart(stage, way)))
         found.append((TOGETHER, Kind.PEER, lambda: calls.nccl_together(stage, way)))
-    if arena is not None:
-        found.append((COPY, Kind.LIMIT, lambda: calls.copy(stage, arena)))
     return found
 
 
-def _host(bench: Any, options: argparse.Namespace, notes: list[str]) -> None:
+def _host(bench: Any, options: argparse.Namespace, output: Output) -> None:
     """How long the host is held by an eager call of few rows, the GPU not waited for."""
     from benchmarks import dispatch_calls as calls
 
@@ -226,8 +234,9 @@ def _host(bench: Any, options: argparse.Namespace, notes: list[str]) -> None:
                 contender.call(index)
             times[contender.name].append(1e6 * (time.perf_counter() - begin) / HOST_CALLS)
     slowest = {name: max(bench.everyone(median(found))) for name, found in times.items()}
+    output.host = [[name, f"{value:.4g}"] for name, value in slowest.items()]
     parts = ", ".join(f"{name} {number(value)}" for name, value in slowest.items())
-    notes.append(f"CPU microseconds of an eager call, {HOST_ROWS} rows, median on the slowest rank: {parts}")
+    output.notes.append(f"CPU microseconds of an eager call, {HOST_ROWS} rows, median on the slowest rank: {parts}")
 
 
 def end(output: Output, rank: int, code: int) -> None:
@@ -241,7 +250,7 @@ def end(output: Output, rank: int, code: int) -> None:
 
 def main() -> None:
     os.environ.setdefault("COMMDSL_TIMEOUT", "20")
-    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "24G")  # four dispatchers side by side
+    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "56G")  # four dispatchers side by side, with all calls' results
     options = options_of(sys.argv[1:])
     if "RANK" not in os.environ:
         sys.exit("start it with torchrun: one process per GPU")

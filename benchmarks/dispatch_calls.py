@@ -1,4 +1,4 @@
-"""Turns a case into the calls that are timed: our dispatches, NCCL's all-to-all on sorted rows, a plain peer copy.
+"""Turns a case into the calls that are timed: our dispatches, and NCCL's all-to-all on sorted rows.
 
 Assumes one process per GPU. Every contender is called in both ways and is given what it needs beforehand: ours its
 tables, NCCL its rows sorted by destination. Does not count the sorting, nor the unsorting that NCCL's result would
@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.dispatch_plans import KEY_BYTES, QUERY_BYTES, Case, Sorted, followed
-from benchmarks.dispatch_report import APART, COPY, TOGETHER, Way
-from benchmarks.measure import CHECKED_CALLS, Bench, Contender, Ready, measure, ready
-from benchmarks.peers import Arena
+from benchmarks.dispatch_report import APART, TOGETHER, Way
+from benchmarks.measure import CHECKED_CALLS, Bench, Contender, Ready, measure, ready, rounds_for
 from benchmarks.report import Kind, Result
 from benchmarks.values import bytes_of
 from commdsl import dispatch
@@ -113,8 +112,7 @@ def sender(bench: Bench, case: Case, name: str) -> Any:
         copies=int(found.keys.copy.max()) + 1,
         widths=(QUERY_BYTES, *FORMS[form]),
     )
-    results = 2 + (case.calls_per_batch() if case.in_graph else 0)
-    return dispatch.Dispatcher(most, group=bench.group, device=bench.device, put=put, results=results)
+    return dispatch.Dispatcher(most, group=bench.group, device=bench.device, put=put, results=2 + case.calls)
 
 
 def ours(stage: Stage, sender: Any, name: str, way: Way) -> Made:
@@ -216,27 +214,11 @@ def _ends(stage: Stage, tables: Sorted) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def copy(stage: Stage, arena: Arena) -> Made:
-    """As many bytes as the busiest port carries, to the next rank's symmetric memory, by torch's own copy."""
-    bench, nbytes = stage.bench, stage.case.traffic.port_bytes
-    target = arena.handle.get_buffer((bench.rank + 1) % bench.ranks, (nbytes,), torch.uint8)
-    source = torch.full((nbytes,), bench.rank + 1, dtype=torch.uint8, device=bench.device)
-
-    def call(_: int) -> torch.Tensor:
-        return target.copy_(source)
-
-    def is_wrong() -> torch.Tensor:
-        bench.barrier()  # what arrived here is the other rank's doing
-        return (arena.memory[:nbytes] != (bench.rank - 1) % bench.ranks + 1).any()
-
-    return Contender(COPY, Kind.LIMIT, call), is_wrong
-
-
 # --- timing -----------------------------------------------------------------------------------------------------------
 
 
 def timed(bench: Bench, case: Case, entries: Sequence[tuple[str, Kind, Callable[[], Made]]]) -> list[Result]:
-    """Each made, checked, captured where the case is, checked again, and timed in turns with all the others."""
+    """Each made, checked, captured, checked again, and timed in turns with all the others."""
     results: list[Result] = []
     batches: list[Ready] = []
     for name, kind, make in entries:
@@ -246,7 +228,7 @@ def timed(bench: Bench, case: Case, entries: Sequence[tuple[str, Kind, Callable[
         else:
             batches.append(batch)
             results.append(Result(name, kind, None, problem or "ok"))
-    timings = measure(bench, case, batches, bench.batches) if batches else []
+    timings = measure(bench, case, batches, rounds_for(case, bench.batches)) if batches else []
     by_name = {batch.contender.name: timing for batch, timing in zip(batches, timings, strict=True)}
     for batch in batches:
         batch.release()
@@ -272,9 +254,8 @@ def _set_up(bench: Bench, case: Case, make: Callable[[], Made]) -> tuple[Ready |
     batch, problem = bench.attempt(lambda: ready(contender, case))
     if batch is None:
         return None, problem
-    if batch.graph is not None and batch.last is not None and not verdict:
+    if batch.last is not None and not verdict:
         bytes_of(batch.last).fill_(255)
-        bench.barrier()  # the copy's last is a peer's memory
         batch.run()
         found, problem = bench.attempt(lambda: bool(is_wrong().item()))
         if problem:

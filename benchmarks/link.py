@@ -1,8 +1,8 @@
-"""Turns a number of bytes into the time the links need for them: a kernel that only pushes 16-byte vectors to peers.
+"""Turns a number of bytes into the time the links need for them: pushed to peers by threads, or by the copy engine.
 
-Assumes peer pointers into symmetric memory, and CuPy, whose NVRTC compiles the kernel. There is no flag, no reduction
-and no waiting for anyone: all ranks push at once, to the next rank or to all the others. Does not claim that nothing
-is faster than the best of these grids; it is what plain stores reach.
+Assumes peer pointers into symmetric memory, and CuPy, whose NVRTC compiles the kernel that pushes 16-byte vectors.
+There is no flag, no reduction and no waiting for anyone: all ranks push at once, to the next rank or to all the others;
+the copy engine's is one copy to the next rank. Does not claim that nothing is faster than the best of these.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ THREADS = 512
 GRIDS = (32, 64, 132, 264)
 SMALL_GRIDS = (4, 16, 64)
 SMALL = 256 << 10
+COPY_ENGINE = "copy engine"
 
 SOURCE = r"""
 constexpr int kUnroll = 8;
@@ -60,12 +61,21 @@ class Link:
             self._kernel = cupy.RawModule(code=SOURCE, options=("-std=c++17",)).get_function("push").kernel
         self._source = torch.ones(arena.memory.numel(), dtype=torch.uint8, device=bench.device)
 
-    def contenders(self, case: Case) -> list[Contender]:
-        """Every grid, pushing all of `sent_bytes` to the next rank, or an equal share of them to every other rank."""
-        grids = SMALL_GRIDS if case.sent_bytes <= SMALL else GRIDS
-        others = self._bench.ranks - 1
-        counts = {1, others}
-        return [self._push(case.sent_bytes, peers, grid) for peers in sorted(counts) for grid in grids]
+    def contenders(self, nbytes: int) -> list[Contender]:
+        """The copy engine to the next rank; every grid, pushing all to the next rank, or each other rank its share."""
+        grids = SMALL_GRIDS if nbytes <= SMALL else GRIDS
+        counts = {1, self._bench.ranks - 1}
+        return [self._copy(nbytes), *(self._push(nbytes, peers, grid) for peers in sorted(counts) for grid in grids)]
+
+    def _copy(self, nbytes: int) -> Contender:
+        rank, ranks = self._bench.rank, self._bench.ranks
+        target = self._arena.handle.get_buffer((rank + 1) % ranks, (nbytes,), torch.uint8)
+        source = self._source[:nbytes]
+
+        def call(_: int) -> None:
+            target.copy_(source)
+
+        return Contender(COPY_ENGINE, Kind.LIMIT, call)
 
     def _push(self, nbytes: int, peers: int, grid: int) -> Contender:
         rank, ranks = self._bench.rank, self._bench.ranks

@@ -21,15 +21,19 @@ from benchmarks.values import bytes_of, differs, fingerprint, given, poison, wan
 
 T = TypeVar("T")
 CHECKED_CALLS = 3
+LONG = 8 << 30
+"""Bytes that a GPU sends in a batch that takes tens of milliseconds: the skew of a barrier is a thousandth of that."""
+LEAST_ROUNDS = 5
 
 
 class Batched(Protocol):
-    """A case, as far as timing knows it."""
+    """A case, as far as timing knows it: the calls of a graph, and the bytes that a GPU sends in one of them."""
 
     @property
-    def in_graph(self) -> bool: ...
+    def calls(self) -> int: ...
 
-    def calls_per_batch(self) -> int: ...
+    @property
+    def sent_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -101,31 +105,24 @@ def root_of(index: int, ranks: int) -> int:
 
 @dataclass
 class Ready:
-    """A contender with its batch: a graph, or a loop."""
+    """A contender with its batch, a graph of calls."""
 
     contender: Contender
-    run: Callable[[], None]
-    graph: torch.cuda.CUDAGraph | None = None
-    last: torch.Tensor | None = None  # the result of a graph's last call
+    graph: torch.cuda.CUDAGraph
+    last: torch.Tensor | None = None  # the result of the last call
     times: list[float] = field(default_factory=list)
 
+    def run(self) -> None:
+        self.graph.replay()
+
     def release(self) -> None:
-        if self.graph is not None:
-            self.graph.reset()
+        self.graph.reset()
         self.last = None
         self.contender.release()
 
 
 def ready(contender: Contender, case: Batched) -> Ready:
-    """Captures or wraps a batch of calls; the contender has been called before."""
-    calls = case.calls_per_batch()
-    if not case.in_graph:
-
-        def run() -> None:
-            for index in range(calls):
-                contender.call(index)
-
-        return Ready(contender, run)
+    """Captures a batch of calls; the contender has been called before."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     last = None
@@ -133,11 +130,11 @@ def ready(contender: Contender, case: Batched) -> Ready:
     with torch.cuda.stream(torch.cuda.Stream()):
         # NCCL's watchdog thread may query events while we capture.
         graph.capture_begin(capture_error_mode="thread_local")
-        for index in range(calls):
+        for index in range(case.calls):
             last = contender.call(index)
         graph.capture_end()
     torch.cuda.synchronize()
-    return Ready(contender, graph.replay, graph, last)
+    return Ready(contender, graph, last)
 
 
 def check(bench: Bench, case: Case, contender: Contender, x: torch.Tensor) -> int:
@@ -164,7 +161,7 @@ def check(bench: Bench, case: Case, contender: Contender, x: torch.Tensor) -> in
 def check_graph(bench: Bench, case: Case, batch: Ready, x: torch.Tensor) -> int:
     """The last call of a replayed graph, on inputs that were not there when it was captured: 1 if it is wrong."""
     assert batch.last is not None
-    root = root_of(case.calls_per_batch() - 1, case.ranks)
+    root = root_of(case.calls - 1, case.ranks)
     want = wanted(case, bench.rank, CHECKED_CALLS, root, x.dtype, bench.device)
     x.copy_(given(case, bench.rank, CHECKED_CALLS, x.dtype, bench.device))
     bytes_of(batch.last).fill_(255)
@@ -198,17 +195,20 @@ def measure(bench: Bench, case: Batched, batches: Sequence[Ready], rounds: int) 
         for position in range(len(batches)):
             batch = batches[(position + turn) % len(batches)]
             bench.barrier()
-            batch.run()  # absorbs what skew the barrier left, and hides the launch of what follows
+            if case.calls * case.sent_bytes <= LONG:
+                batch.run()  # absorbs what skew the barrier left, and hides the launch of what follows
             start.record()
             batch.run()
             end.record()
             end.synchronize()
-            batch.times.append(1000 * start.elapsed_time(end) / case.calls_per_batch())
+            batch.times.append(1000 * start.elapsed_time(end) / case.calls)
     slowest = torch.tensor([batch.times for batch in batches], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=bench.control)
     return [Timing.of(times) for times in slowest.tolist()]
 
 
-def rounds_for(case: Case, batches: int) -> int:
-    """Fewer batches where one takes milliseconds and varies little."""
-    return max(3, batches // 2) if case.nbytes >= 256 << 20 else batches
+def rounds_for(case: Batched, batches: int) -> int:
+    """Fewer batches where one takes many milliseconds and varies little."""
+    nbytes = case.calls * case.sent_bytes
+    fewer = 6 if nbytes > 4 * LONG else 3 if nbytes > LONG else 2 if nbytes > LONG // 8 else 1
+    return max(LEAST_ROUNDS, batches // fewer)

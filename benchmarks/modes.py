@@ -52,9 +52,10 @@ class Peers:
         if self._options.no_peers:
             return []
         bench, arena = self._bench, self.arena
-        found = [Entry(NCCL, Kind.PEER, lambda x: peers.nccl(bench, case, x))]
-        if self._options.windows:
-            found.append(Entry(NCCL_WINDOW, Kind.PEER, lambda x: peers.nccl_window(bench, case, x)))
+        found = [
+            Entry(NCCL, Kind.PEER, lambda x: peers.nccl(bench, case, x)),
+            Entry(NCCL_WINDOW, Kind.PEER, lambda x: peers.nccl_window(bench, case, x)),
+        ]
         if case.collective is Collective.ALL_REDUCE:
             if arena is None:
                 return [*found, Entry(ONE_SHOT, Kind.PEER, lambda x: peers.nccl(bench, case, x), self.problem)]
@@ -66,7 +67,13 @@ class Peers:
 
 def collectives(bench: Bench, options: argparse.Namespace, rows: list[Row]) -> None:
     """Every collective at every size: our choice or the candidates, the peers, the limit."""
-    cases = [Case(name, nbytes, bench.ranks) for name in options.collectives for nbytes in options.sizes]
+    cases = [
+        Case(name, nbytes, bench.ranks, calls=calls)
+        for name in options.collectives
+        for nbytes in options.sizes
+        for calls in options.calls
+    ]
+    ahead = ours.build_ahead(bench, cases if options.chosen or not options.candidates else ())
     beside = Peers(bench, options, cases)
     if bench.rank == 0 and beside.problem:
         print(f"without symmetric memory of torch's or without the limit: {beside.problem}", flush=True)
@@ -77,6 +84,7 @@ def collectives(bench: Bench, options: argparse.Namespace, rows: list[Row]) -> N
         loaded = ours.load(bench, candidates)
         _sizes(bench, options, rows, beside, [case for case in cases if case.collective is collective], loaded)
         _release(bench, loaded)
+    ahead.close()
 
 
 def _sizes(
@@ -154,8 +162,11 @@ def _over_sms(row: Row, free: Candidate, bounded: Sequence[Candidate]) -> list[s
 # --- the CPU time of a call -------------------------------------------------------------------------------------------
 
 
-def host(bench: Bench, notes: list[str]) -> None:
-    """How long the host is held by a call of 1 KB, the GPU not waited for: ours beside torch.distributed's."""
+def host(bench: Bench) -> tuple[list[list[object]], list[str]]:
+    """How long the host is held by a call of 1 KB, the GPU not waited for: ours beside torch.distributed's.
+
+    Returns lines (call, median, p10, p90 of rank 0, median of the slowest rank), and the same to be read.
+    """
     x = torch.ones(HOST_NUMEL, dtype=DTYPE, device=bench.device)
     buffer = x.clone()
     calls: dict[str, Callable[[], object]] = {
@@ -176,10 +187,13 @@ def host(bench: Bench, notes: list[str]) -> None:
             times[name].append(1e6 * (time.perf_counter() - begin) / count)
     torch.cuda.synchronize()
     slowest = {name: max(bench.everyone(median(found))) for name, found in times.items()}
-    notes.append(
-        f"host microseconds of an eager call of {2 * HOST_NUMEL} bytes: median on the slowest rank, then rank 0"
-    )
-    notes += [f"{number(value, 2):>8}  {Timing.of(times[name])!s:>22}  {name}" for name, value in slowest.items()]
+    here = {name: Timing.of(found) for name, found in times.items()}
+    lines: list[list[object]] = [
+        [name, *(f"{value:.4g}" for value in (found.median, found.low, found.high, slowest[name]))]
+        for name, found in here.items()
+    ]
+    notes = [f"host microseconds of an eager call of {2 * HOST_NUMEL} bytes: median on the slowest rank, then rank 0"]
+    return lines, notes + [f"{number(slowest[name], 2):>8}  {found!s:>22}  {name}" for name, found in here.items()]
 
 
 def _graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -17,6 +17,8 @@ import commdsl
 from benchmarks.cases import TUNE_KEYS, Candidate, Case, Collective, Tune
 from benchmarks.measure import Bench, Contender, root_of
 from benchmarks.report import CHOSEN, Kind
+from commdsl.planner.tuning import selection
+from commdsl.runtime.ahead import Ahead
 
 
 def chosen(bench: Bench, case: Case, x: torch.Tensor) -> Contender:
@@ -42,6 +44,20 @@ def chosen(bench: Bench, case: Case, x: torch.Tensor) -> Contender:
 
     choice = commdsl.choice(case.collective.value, case.nbytes, case.ranks)
     return Contender(CHOSEN, Kind.OURS, call, finish=lambda: commdsl.check(group), detail=str(candidate_of(choice)))
+
+
+def build_ahead(bench: Bench, cases: Sequence[Case]) -> Ahead:
+    """Starts to build what the tables choose for these cases, in their order, on idle cores."""
+    wanted: dict[selection.Candidate, None] = {}
+    for case in cases:
+        chosen = commdsl.choice(case.collective.value, case.nbytes, case.ranks)
+        roots = range(case.ranks) if case.collective is Collective.BROADCAST else (None,)
+        for root in roots:
+            params = dict(chosen.params) if root is None else {**dict(chosen.params), "root": root}
+            wanted[selection.Candidate(chosen.schedule, tuple(sorted(params.items())), chosen.tune)] = None
+    found = Ahead(bench.rank, bench.ranks)
+    found.build(tuple(wanted), bench.device, "bfloat16")
+    return found
 
 
 def candidate_of(choice: Any) -> Candidate:

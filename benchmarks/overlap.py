@@ -1,6 +1,6 @@
 """What is won by computing beside a reduce-scatter instead of before it. One process per GPU:
 
-    torchrun --nproc-per-node 2 benchmarks/overlap.py [--sizes 64MB 256MB --time-budget 85]
+    torchrun --nproc-per-node 2 benchmarks/overlap.py [--sizes 64MB 256MB --time-budget 85 --save NAME]
 
 A row is a size of the tensors and a number of tasks: one adds two tensors, two multiply the sum by one of them as well,
 which takes about as long as the reduce-scatter of what they make. Its columns, all in CUDA graphs, medians of batches
@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 import commdsl
+from benchmarks import record
 from benchmarks.ahead import Job, build_ahead
 from benchmarks.cases import parse_size, size_name
 from benchmarks.report import grid
@@ -94,6 +95,19 @@ class Row:
     @property
     def even(self) -> float:
         return min(self.compute, self.move) / max(self.compute, self.move)
+
+
+COLUMNS = ("bytes", "tasks", "ranks", "calls", "part", "way", "median_us")
+
+
+def lines_of(rows: Sequence[Row], ranks: int) -> list[list[object]]:
+    """As they are saved: the parts alone, both in sequence, and every way to do both in one launch."""
+    found: list[list[object]] = []
+    for row in rows:
+        parts = [("tasks", "", row.compute), ("moves", "", row.move), ("sequence", "", row.sequence)]
+        parts += [("one launch", way, us) for way, us in row.fused]
+        found += [[row.nbytes, row.tasks, ranks, CALLS, part, way, f"{us:.4g}"] for part, way, us in parts]
+    return found
 
 
 @dataclass
@@ -294,7 +308,10 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shares", nargs="+", type=int, default=SHARES, help="SMs that move, of 132")
     parser.add_argument("--tiles", nargs="+", type=int, default=TILES, help="bytes")
     parser.add_argument("--time-budget", type=float, default=75.0, help="seconds after which no row is begun")
-    return parser.parse_args(arguments)
+    record.add_options(parser)
+    options = parser.parse_args(arguments)
+    record.check_options(parser, options)
+    return options
 
 
 def main() -> None:
@@ -321,6 +338,8 @@ def main() -> None:
     timer.start()
     try:
         Bench(options, output, start).run()
+        if options.save and rank == 0 and output.rows:
+            record.save_lines(options, COLUMNS, lines_of(output.rows, int(os.environ["WORLD_SIZE"])))
     except BaseException:
         traceback.print_exc()
         end(1)

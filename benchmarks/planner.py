@@ -18,7 +18,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import record
 from commdsl import compiler
 from commdsl.commands.plan import prove
 from commdsl.ir.plans import DispatchPlan
@@ -30,6 +31,9 @@ from commdsl.planner.documents import Goal, balanced
 from commdsl.planner.packing import Terms, at_home, pack
 
 T = TypeVar("T")
+SECONDS = ("seconds", "balance_s", "read_back_s")
+LOADS = ("above_mean_before", "above_mean_after", "gb_sent_before", "gb_sent_after")
+COLUMNS = ("lengths", "machine", "ranks", "documents", *SECONDS, *LOADS)
 Lengths = NDArray[np.int64]
 
 
@@ -92,7 +96,10 @@ def main() -> int:
     parser.add_argument("--tolerance", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--read-back", action="store_true")
+    record.add_options(parser)
     chosen = parser.parse_args()
+    record.check_options(parser, chosen)
+    saved: list[list[object]] = []
     print("| lengths | machine | seconds | attention above the mean | GB sent | queries away |")
     print("|---|---|---|---|---|---|")
     worst = 0.0
@@ -101,10 +108,25 @@ def main() -> int:
         for machine in machines(chosen.ranks):
             row = measure(lengths, machine, Goal(tolerance=chosen.tolerance), read_back=chosen.read_back)
             print(line(name, row), flush=True)
+            saved.append([name, row.after.topology.name, chosen.ranks, chosen.documents, *fields(row)])
             if machine.name != "rails":  # which cannot always be even: a document reaches few ranks
                 worst = max(worst, imbalance(row.after.attention))
+    if chosen.save:
+        record.save_lines(chosen, COLUMNS, saved)
     print(f"\nat worst {worst * 100:.2f} % above the mean where all ranks are linked")
     return int(worst > chosen.tolerance)
+
+
+def fields(row: Row) -> list[str]:
+    """What is saved of a row after its name."""
+    read_back = row.seconds.get("read back")
+    total = sum(row.seconds.values()) - (read_back or 0.0)
+    even = [f"{imbalance(loads.attention):.4g}" for loads in (row.before, row.after)]
+    sent = [
+        " + ".join(f"{link.bytes / 1e9:.0f} {link.name}" for link in loads.links) for loads in (row.before, row.after)
+    ]
+    back = "" if read_back is None else f"{read_back:.4g}"
+    return [f"{total:.4g}", f"{row.seconds['balance']:.4g}", back, *even, *sent]
 
 
 def line(name: str, row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Turns times into ratios, tables, CSV and a plot.
+"""Turns times into ratios, tables, CSV and a plot; and such a CSV into rows again.
 
 Assumes microseconds. Does not measure and does not import torch; matplotlib only where a plot is asked for. A ratio is
 our time over another's: less than 1 is faster.
@@ -7,11 +7,11 @@ our time over another's: less than 1 is faster.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TextIO
 
 from benchmarks.cases import Case, Collective, size_name
 
@@ -31,7 +31,7 @@ COLUMNS = (
     "collective",
     "bytes",
     "ranks",
-    "mode",
+    "calls",
     "contender",
     "kind",
     "median_us",
@@ -170,6 +170,7 @@ def overview(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
         "size",
         "us (p10-p90)",
         NCCL,
+        "windows",
         "one-shot",
         "two-shot",
         "/best peer",
@@ -188,7 +189,7 @@ def _line(row: Row) -> list[str]:
         or next((result for result in row.results if result.kind == Kind.OURS), None)
     )
     start = [row.case.collective.value, size_name(row.case.nbytes)]
-    peers = [number(row.time_of(name)) for name in (NCCL, ONE_SHOT, TWO_SHOT)]
+    peers = [_time(row.of(name)) for name in (NCCL, NCCL_WINDOW, ONE_SHOT, TWO_SHOT)]
     if ours is None or ours.timing is None:
         return [*start, "-", *peers, "-", "-", "-", "-", ours.status if ours else "nothing ran"]
     to_best = row.ratio_to_best_peer(ours)
@@ -204,6 +205,13 @@ def _line(row: Row) -> list[str]:
         number(row.fraction_of_limit(ours), 2),
         what,
     ]
+
+
+def _time(result: Result | None) -> str:
+    """A dash where it was not measured, a word where it could not be."""
+    if result is None:
+        return "-"
+    return number(result.timing.median) if result.timing else result.status.split(":")[0]
 
 
 def matrix(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -246,13 +254,28 @@ def faults(rows: Iterable[Row]) -> list[str]:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def write_csv(file: TextIO, rows: Iterable[Row]) -> None:
-    """One line a contender and row; an empty field was not measured."""
+def text_of(rows: Iterable[Row]) -> str:
+    """CSV: one line a contender and row; an empty field was not measured."""
+    file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in rows:
         for result in row.results:
             writer.writerow(_record(row, result))
+    return file.getvalue()
+
+
+def rows_of(lines: Iterable[Mapping[str, str]]) -> list[Row]:
+    """The rows that `text_of` wrote, in their order."""
+    found: dict[Case, Row] = {}
+    for line in lines:
+        ranks, calls = int(line["ranks"]), int(line["calls"])
+        case = Case(Collective(line["collective"]), int(line["bytes"]), ranks, calls=calls)
+        times = [line[name] for name in ("median_us", "p10_us", "p90_us")]
+        timing = Timing(*map(float, times)) if all(times) else None
+        result = Result(line["contender"], Kind(line["kind"]), timing, line["status"], line["detail"])
+        found.setdefault(case, Row(case)).results.append(result)
+    return list(found.values())
 
 
 def _record(row: Row, result: Result) -> list[object]:
@@ -267,13 +290,12 @@ def _record(row: Row, result: Result) -> list[object]:
         row.ratio_to_nccl(result),
         row.fraction_of_limit(result),
     )
-    mode = "graph" if case.in_graph else "eager"
     fields = ["" if value is None else f"{value:.4g}" for value in values]
     return [
         case.collective,
         case.nbytes,
         case.ranks,
-        mode,
+        case.calls,
         result.name,
         result.kind,
         *fields,
@@ -312,7 +334,7 @@ def _curves(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         best = {"commdsl": row.of(CHOSEN) or row.best(Kind.OURS), "link limit": row.best(Kind.LIMIT)}
-        best |= {name: row.of(name) for name in (NCCL, ONE_SHOT, TWO_SHOT)}
+        best |= {name: row.of(name) for name in (NCCL, NCCL_WINDOW, ONE_SHOT, TWO_SHOT)}
         for name, result in best.items():
             if result is not None and result.timing is not None:
                 found.setdefault(name, []).append((row.case.nbytes, result.timing.median))

@@ -13,7 +13,18 @@ import torch
 import commdsl
 from benchmarks.cases import Case, Collective
 from benchmarks.link import Link
-from benchmarks.measure import Bench, Contender, Ready, check, check_graph, float_bits, measure, ready, rounds_for
+from benchmarks.measure import (
+    Batched,
+    Bench,
+    Contender,
+    Ready,
+    check,
+    check_graph,
+    float_bits,
+    measure,
+    ready,
+    rounds_for,
+)
 from benchmarks.report import Kind, Result, Row, Timing
 
 MIN_LIMIT_ROUNDS = 5
@@ -37,12 +48,12 @@ class Limits:
 
     bench: Bench
     link: Link
-    known: dict[tuple[int, bool], list[Result]] = field(default_factory=dict)
+    known: dict[tuple[int, int], list[Result]] = field(default_factory=dict)
 
-    def of(self, case: Case) -> list[Result]:
-        key = (case.sent_bytes, case.in_graph)
+    def of(self, case: Batched) -> list[Result]:
+        key = (case.sent_bytes, case.calls)
         if key not in self.known:
-            contenders = self.link.contenders(case)
+            contenders = self.link.contenders(case.sent_bytes)
             for contender in contenders:
                 contender.call(0)  # loaded before it is captured
             batches = [ready(contender, case) for contender in contenders]
@@ -101,7 +112,7 @@ def set_up(bench: Bench, case: Case, entry: Entry, x: torch.Tensor) -> tuple[Rea
     batch, problem = bench.attempt(lambda: ready(contender, case))
     if batch is None:
         return None, _after(bench, problem)
-    if entry.kind is Kind.OURS and batch.graph is not None:
+    if entry.kind is Kind.OURS:
         bench.barrier()
         wrong, problem = bench.attempt(lambda: check_graph(bench, case, batch, x))
         if problem:

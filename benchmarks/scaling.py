@@ -1,6 +1,6 @@
 """How cost grows with the number of ranks: measured beside the cost model, and by that model on paper to 64 nodes.
 
-    python benchmarks/scaling.py x2.csv x3.csv x4.csv [--markdown] [--plot scaling.svg]
+    python benchmarks/scaling.py measured/x2.csv measured/x4.csv [--markdown] [--plot scaling.svg]
 
 Turns CSVs of benchmarks/collectives.py into the constants of the model, its errors, and times for one node of eight
 GPUs and for 2, 8 and 64 such nodes joined by rails. Assumes that the rows are of one kind of GPU. Does not measure:
@@ -41,6 +41,7 @@ from benchmarks.scaling_model import (
 )
 
 NODES = (1, 2, 8, 64)
+RAIL_US, RAIL_GB_PER_S = 4.0, 50.0
 SIZES = (64 << 10, 16 << 20, 1 << 30)
 
 Table: TypeAlias = tuple[list[str], list[list[str]]]
@@ -306,9 +307,9 @@ def plot(path: Path, found: Study) -> None:
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("csv", nargs="+", type=Path, help="written by benchmarks/collectives.py --csv, each for a number of ranks")
-    add("--rail-us", type=float, default=4.0, help="stated latency between nodes")
-    add("--rail-gb-per-s", type=float, default=50.0, help="stated bandwidth between nodes, of each GPU")
+    add("csv", nargs="+", type=Path, help="written by benchmarks/collectives.py --save, each for a number of ranks")
+    add("--rail-us", type=float, default=RAIL_US, help="stated latency between nodes")
+    add("--rail-gb-per-s", type=float, default=RAIL_GB_PER_S, help="stated bandwidth between nodes, of each GPU")
     add("--plot", type=Path, help="a .png or .svg")
     add("--markdown", action="store_true", help="tables as for benchmarks/README.md")
     found = parser.parse_args(arguments)

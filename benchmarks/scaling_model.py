@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.cases import Candidate, Case, Collective, parse_candidates
+from benchmarks.record import body
 from benchmarks.report import CHOSEN, COLUMNS, Kind
 from commdsl import compiler
 from commdsl.checks.locations import Located
@@ -107,11 +108,10 @@ def read(paths: Iterable[Path]) -> tuple[Sample, ...]:
     of its collective, size and number of ranks."""
     fastest: dict[tuple[Case, Family], Sample] = {}
     for path in paths:
-        with path.open(encoding="utf-8", newline="") as file:
-            lines = csv.DictReader(file)
-            if set(COLUMNS) - set(lines.fieldnames or ()):
-                raise RowsError(f"{path}: not written by benchmarks/collectives.py")
-            found = [_sample(path, line) for line in lines if _is_ours(line)]
+        lines = csv.DictReader(body(path.read_text(encoding="utf-8")))
+        if set(COLUMNS) - set(lines.fieldnames or ()):
+            raise RowsError(f"{path}: not written by benchmarks/collectives.py")
+        found = [_sample(path, line) for line in lines if _is_ours(line)]
         for sample in found:
             key = sample.case, sample.family
             if key not in fastest or (not sample.is_choice, sample.us) < (not fastest[key].is_choice, fastest[key].us):

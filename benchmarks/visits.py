@@ -1,6 +1,6 @@
 """How much of a rotation hides behind what its visits compute. One process per GPU:
 
-    torchrun --nproc-per-node 2 benchmarks/visits.py [--bytes 16MB --compute 1000 --time-budget 75]
+    torchrun --nproc-per-node 2 benchmarks/visits.py [--bytes 16MB --compute 1000 --time-budget 75 --save NAME]
 
 A row is a way to move (the copy engine, all SMs, 8 or 16 of them) and what each visit computes for about so many
 microseconds: a kernel that waits on one SM (`sleep`), or products of bfloat16 matrices on all of them (`gemm`), both
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 import commdsl
+from benchmarks import record
 from benchmarks.cases import parse_size
 from benchmarks.report import grid
 
@@ -46,6 +47,7 @@ CALLS, BATCHES = 4, 9
 TARGET = 0.05
 GRACE = 12.0
 GEMM = 4096
+COLUMNS = ("compute", "way", "bytes", "ranks", "calls", "alone_us", "transfers_us", "together_us", "problem")
 HEADER = ("compute", "by", "compute us", "transfers us", "together us", "larger us", "above", "")
 
 
@@ -224,12 +226,24 @@ def run(bench: Bench, microseconds: float) -> None:
                 bench.rows.append(attempt(bench, name, way, compute))
 
 
+def lines_of(bench: Bench) -> list[list[object]]:
+    """As they are saved."""
+    return [
+        [row.compute, row.way, 2 * bench.numel, bench.ranks, CALLS]
+        + [f"{value:.4g}" for value in (row.alone, row.transfers, row.together)]
+        + [row.problem]
+        for row in bench.rows
+    ]
+
+
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", default="16MB", help="that travel a hop")
     parser.add_argument("--compute", type=float, default=1000.0, help="microseconds a visit")
     parser.add_argument("--time-budget", type=float, default=75.0, help="seconds")
+    record.add_options(parser)
     options = parser.parse_args(arguments)
+    record.check_options(parser, options)
     options.deadline = time.monotonic() + options.time_budget - 15.0
     return options
 
@@ -263,6 +277,8 @@ def main() -> None:
         end(1, "an exception ended the run")
     wrong = [row for row in bench.rows if "wrong" in row.problem]
     hidden = any(not row.problem and row.above < TARGET for row in bench.rows if row.compute == "sleep")
+    if options.save and bench.rank == 0:
+        record.save_lines(options, COLUMNS, lines_of(bench))
     why = f"{options.bytes} a hop on {bench.ranks} x {torch.cuda.get_device_name()}, {options.compute:g} us a visit"
     end(int(bool(wrong) or not hidden), why)
 

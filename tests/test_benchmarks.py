@@ -18,6 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import report
 from benchmarks.cases import (
+    CALLS,
     MOST_LANES_PER_SM,
     SIZES,
     Candidate,
@@ -27,11 +28,12 @@ from benchmarks.cases import (
     on_sms,
     parse_candidates,
     parse_collectives,
+    parse_counts,
     parse_size,
     parse_sizes,
     size_name,
 )
-from benchmarks.report import CHOSEN, NCCL, ONE_SHOT, Kind, Result, Row, Timing
+from benchmarks.report import CHOSEN, NCCL, NCCL_WINDOW, ONE_SHOT, Kind, Result, Row, Timing
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,6 +48,7 @@ def row() -> Row:
         [
             Result("push to 3 x64", Kind.LIMIT, timing(8.0)),
             Result(NCCL, Kind.PEER, timing(20.0)),
+            Result(NCCL_WINDOW, Kind.PEER, None, "failed: rank 0: RuntimeError: no windows"),
             Result(ONE_SHOT, Kind.PEER, timing(16.0)),
             Result(CHOSEN, Kind.OURS, timing(10.0), detail="allreduce_twoshot:line:64"),
             Result("allreduce_ring:bulk:8", Kind.OURS, None, "refused: CommError: too many"),
@@ -127,6 +130,18 @@ def test_collectives_by_name() -> None:
         parse_collectives("reduce")
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_calls_of_a_graph(ranks: int) -> None:
+    """Every contender at every size has as many calls a graph, and every root of a broadcast is in it equally often."""
+    cases = [Case(collective, nbytes, ranks) for collective in Collective for nbytes in SIZES]
+
+    assert {case.calls for case in cases} == {CALLS}
+    assert CALLS % ranks == 0
+    assert parse_counts("6,12,24") == (6, 12, 24)
+    with pytest.raises(ValueError, match="numbers from 1"):
+        parse_counts("6,0")
+
+
 def test_timing() -> None:
     """The median and the 10th and 90th percentile, interpolated."""
     assert Timing.of([float(value) for value in range(11)][::-1]) == Timing(5.0, 1.0, 9.0)
@@ -149,23 +164,24 @@ def test_ratios() -> None:
 def test_tables() -> None:
     """The overview has a line a row, the matrix one a contender, and losses and the fastest are marked."""
     slow = row()
-    slow.results[3] = Result(CHOSEN, Kind.OURS, timing(17.0))
+    slow.results[4] = Result(CHOSEN, Kind.OURS, timing(17.0))
     header, lines = report.overview([row(), slow])
 
     assert [len(line) for line in lines] == [len(header)] * 2
-    assert lines[0][:4] == ["all_reduce", "1 MB", "10.0 (9.0-11.0)", "20.0"]
+    assert lines[0][:5] == ["all_reduce", "1 MB", "10.0 (9.0-11.0)", "20.0", "failed"]
     assert [line[header.index("/best peer")] for line in lines] == ["0.62", "*1.06"]
     assert len(report.grid(header, lines).splitlines()) == 4
     assert report.markdown(header, lines).splitlines()[1] == "|" + " --- |" * len(header)
 
     header, lines = report.matrix([row()])
-    assert [line[1] for line in lines] == ["8.0", "20.0", "+16.0", "*10.0", "refused"]
+    assert [line[1] for line in lines] == ["8.0", "20.0", "failed", "+16.0", "*10.0", "refused"]
 
 
 def test_faults() -> None:
     """What was refused is named once for all sizes; it fails the run only where it was commdsl's own choice."""
     assert report.faults([row(), row()]) == [
-        "all_reduce allreduce_ring:bulk:8 at 1 MB, 1 MB: refused: CommError: too many"
+        "all_reduce NCCL windows at 1 MB, 1 MB: failed: rank 0: RuntimeError: no windows",
+        "all_reduce allreduce_ring:bulk:8 at 1 MB, 1 MB: refused: CommError: too many",
     ]
     assert not Result("allreduce_ring", Kind.OURS, None, "refused: x").is_failure
     assert not Result(CHOSEN, Kind.OURS, None, report.NO_TIME).is_failure
@@ -174,16 +190,15 @@ def test_faults() -> None:
 
 
 def test_csv() -> None:
-    """One line a contender, every column filled or empty, numbers that read back."""
-    file = io.StringIO()
-    report.write_csv(file, [row()])
-    lines = list(csv.DictReader(io.StringIO(file.getvalue())))
+    """One line a contender, every column filled or empty; it reads back as the same rows."""
+    lines = list(csv.DictReader(io.StringIO(report.text_of([row()]))))
 
     assert len(lines) == len(row().results)
     assert tuple(lines[0]) == report.COLUMNS
-    assert [line["median_us"] for line in lines] == ["8", "20", "16", "10", ""]
-    assert lines[3]["ratio_to_nccl"] == "0.5"
-    assert lines[3]["mode"] == "graph"
+    assert [line["median_us"] for line in lines] == ["8", "20", "", "16", "10", ""]
+    assert lines[4]["ratio_to_nccl"] == "0.5"
+    assert {line["calls"] for line in lines} == {str(CALLS)}
+    assert report.rows_of(lines) == [row()]
 
 
 def test_plot(tmp_path: Path) -> None:
@@ -273,3 +288,62 @@ def test_mixed_calls() -> None:
     assert any(call.case.numel % 2 for call in found)
     assert any(call.is_in_place for call in found)
     assert any(call.is_async for call in found)
+
+
+def test_everything_that_is_quoted_is_run() -> None:
+    """all.py writes every file of GPUs that a README quotes, by a command line that its benchmark understands."""
+    from benchmarks import all as everything
+    from benchmarks import collectives, dispatch, tables
+
+    files = {run.file("h200") for run in everything.RUNS}
+    pages = [path.read_text(encoding="utf-8") for path in tables.readmes()]
+    quoted = {name for page in pages for _, _, names, _ in tables.BLOCK.findall(page) for name in names.split()}
+    parsers = {"collectives.py": collectives.options_of, "dispatch.py": dispatch.options_of}
+
+    assert {name.removesuffix("_host") for name in quoted if "h200" in name} == files
+    for run in everything.RUNS:
+        words = run.command("h200", "1a2b3c", 30.0)
+        assert words[words.index("--nproc-per-node") + 1] == str(run.ranks)
+        assert float(words[words.index("--time-budget") + 1]) <= 30.0
+        script = run.words[0]
+        if script in parsers:
+            found = parsers[script](words[words.index(f"benchmarks/{script}") + 1 :])
+            assert (found.save, found.commit) == (run.file("h200"), "1a2b3c")
+
+
+def test_all_runs_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 4 GPUs runs on 4 go alone, runs on 2 on a pair of their own; one that fails, or writes no file, is said."""
+    import threading
+
+    from benchmarks import all as everything
+
+    devices: list[str] = []
+    both = threading.Barrier(2, timeout=20)
+
+    def ended(command: list[str], lane: everything.Lane, seconds: float, log: object) -> str:
+        devices.append(lane.devices)
+        if lane.devices:
+            both.wait()  # two at a time, or this breaks
+        name = command[command.index("--save") + 1]
+        if not name.startswith("visits"):
+            (tmp_path / f"{name}.csv").write_text("")
+        return "exit code 3" if name.startswith("overlap") else "ok"
+
+    monkeypatch.setattr(everything, "_ended", ended)
+    monkeypatch.setattr(everything, "MEASURED", tmp_path)
+    options = everything.argparse.Namespace(seconds=1000.0, commit="1a2b3c", logs=tmp_path)
+    runs = [run for run in everything.RUNS if run.name in ("host", "visits", "overlap", "collectives", "dispatch")]
+    runs = [run for run in runs if run.ranks == 2 or run.name == "host"]
+    outcomes = {outcome.run.file("h200"): outcome.status for outcome in everything.measured(runs, 4, "h200", options)}
+
+    assert devices[0] == ""
+    assert sorted(devices[1:]) == ["0,1", "0,1", "2,3", "2,3"]
+    assert outcomes == {
+        "host_h200_x4": "ok",
+        "collectives_h200_x2": "ok",
+        "overlap_h200_x2": "exit code 3",
+        "visits_h200_x2": "ok, no file",
+        "dispatch_h200_x2": "ok",
+    }
+    late = everything.measured(runs, 4, "h200", everything.argparse.Namespace(**{**vars(options), "seconds": 5.0}))
+    assert {outcome.status for outcome in late} == {"no time left"}

@@ -89,8 +89,7 @@ def write(folder: Path, ranks: tuple[int, ...] = (2, 3, 4), noise: float = 0.0) 
                 ]
                 rows.append(Row(Case(collective, nbytes, count), [*others, ours]))
         paths.append(folder / f"x{count}.csv")
-        with paths[-1].open("w", encoding="utf-8") as file:
-            report.write_csv(file, rows)
+        paths[-1].write_text(report.text_of(rows), encoding="utf-8")
     return paths
 
 
@@ -139,8 +138,7 @@ def test_readings(tmp_path: Path) -> None:
     overlap; elsewhere both readings are the same."""
     case = Case(Collective.BROADCAST, 1 << 20, 4)
     one = Result("broadcast_scatter:bulk:8", Kind.OURS, Timing(5.0, 5.0, 5.0))
-    with (tmp_path / "b.csv").open("w", encoding="utf-8") as file:
-        report.write_csv(file, [Row(case, [one])])
+    (tmp_path / "b.csv").write_text(report.text_of([Row(case, [one])]), encoding="utf-8")
     (sample,) = read([tmp_path / "b.csv"])
 
     assert sample.is_choice
@@ -207,8 +205,7 @@ def test_refused(tmp_path: Path) -> None:
         "no row": Result(NCCL, Kind.PEER, timed),
     }
     for message, one in bad.items():
-        with (tmp_path / "b.csv").open("w", encoding="utf-8") as file:
-            report.write_csv(file, [Row(case, [one])])
+        (tmp_path / "b.csv").write_text(report.text_of([Row(case, [one])]), encoding="utf-8")
         with pytest.raises(RowsError, match="does not say which" if message == "says which" else message):
             read([tmp_path / "b.csv"])
     (tmp_path / "b.csv").write_text("a,b\n1,2\n")
