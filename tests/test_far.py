@@ -162,7 +162,7 @@ def test_rows_by_keys(ranks: int, sanitize: bool) -> None:
 # --- what is told before it is there ----------------------------------------------------------------------------------
 
 BEFORE = {
-    "complete": ("types.cuh", "host.hpp", "elements.cuh", "waiting.cuh", "transport.cuh"),
+    "complete": ("types.cuh", "host.hpp", "elements.cuh", "transport.cuh", "waiting.cuh"),
     "far_fence": ("types.cuh", "host.hpp", "host_nvshmem.hpp"),
 }
 """What waits, and the headers that say what it is."""

@@ -110,18 +110,20 @@ def test_host_lanes_are_capped() -> None:
 def test_arguments_are_one_struct() -> None:
     """Words of 8 bytes, then numbers of 4, each field where it is announced; short arrays end in zeros."""
     layout = arguments(plan(1))
-    words = {"heap": [10], "tensors": [20, 21], "timeout_ns": 5, "error": 6, "rank": 1}
+    words = {"heap": [10], "tensors": [20, 21], "timeout_ns": 5, "error": 6, "desk": [30], "notice": 7, "rank": 1}
     packed = layout.pack({**words, **sizes.Launch(1000, 3, 2, 336, 16).arguments(average=True)})
     ranks, tensors = plan(1).num_ranks, len(plan(1).moves.tensors)
 
     assert packed == struct.pack(
-        f"<{ranks}Q2Q{tensors}Q3Q4i",
+        f"<{ranks}Q2Q{ranks}QQ{tensors}Q3Q4i",
         *[10, *[0] * (ranks - 1)],
         *(5, 6),
+        *[30, *[0] * (ranks - 1)],
+        7,
         *(20, 21)[:tensors],
         *(1000, 336, 16),
         *(1, 3, 2, sizes.FLAG_AVERAGE),
     )
     assert len(packed) == layout.size
-    assert layout.offset("tensors") == 8 * (ranks + 2)
-    assert layout.address_words == (*range(ranks), ranks + 1, *range(ranks + 2, ranks + 2 + tensors))
+    assert layout.offset("tensors") == 8 * (2 * ranks + 3)
+    assert layout.address_words == (*range(ranks), *range(ranks + 1, 2 * ranks + 3 + tensors))

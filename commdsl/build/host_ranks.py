@@ -24,9 +24,10 @@ from commdsl.build.host import build, build_runner, build_sanitized
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.config import DEFAULT_TIMEOUT, Config, from_environment
 from commdsl.program.arguments import arguments, heaps
+from commdsl.program.desk import desk_bytes, notice_bytes
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
-from commdsl.program.timeouts import RECORD_BYTES, TIMED_OUT, ErrorRecord, complaint, timeout_of, unpack
+from commdsl.program.timeouts import RECORD_BYTES, STOPPED, TIMED_OUT, ErrorRecord, complaint, timeout_of, unpack
 
 GRACE = 60.0
 """Seconds beyond the time-out after which a process that does not end is stopped."""
@@ -103,14 +104,24 @@ class Seats:
     room: Ground
     heaps: tuple[int, ...]
     errors: tuple[int, ...]
+    desks: tuple[int, ...]
+    notices: tuple[int, ...]
 
 
 def seats(plan: Plan, heap_bytes: int) -> Seats:
-    """Symmetric memory of so many bytes for every rank, and its error record."""
+    """Symmetric memory of so many bytes for every rank, its error record, desk and notice."""
     room = Ground()
-    ranks = range(plan.num_ranks)
-    heaps = tuple(room.take(heap_bytes, f"the heap of rank {rank}", align=PAGE) for rank in ranks)
-    return Seats(room, heaps, tuple(room.take(RECORD_BYTES, f"the error record of rank {rank}") for rank in ranks))
+
+    def each(size: int, what: str, **place: int) -> tuple[int, ...]:
+        return tuple(room.take(size, f"the {what} of rank {rank}", **place) for rank in range(plan.num_ranks))
+
+    return Seats(
+        room,
+        each(heap_bytes, "heap", align=PAGE),
+        each(RECORD_BYTES, "error record"),
+        each(desk_bytes(plan.num_ranks), "desk", align=PAGE),
+        each(notice_bytes(plan.num_ranks), "notice"),
+    )
 
 
 def run_ranks(
@@ -135,6 +146,8 @@ def run_ranks(
             "pe": range(plan.num_ranks),
             "timeout_ns": int(seconds * 1e9),
             "error": where.errors[rank],
+            "desk": heaps(where.desks, nodes, rank),
+            "notice": where.notices[rank],
             "rank": rank,
         }
         for rank in range(plan.num_ranks)
@@ -162,7 +175,7 @@ def run_ranks(
 def _failure(plan: Plan, records: Sequence[ErrorRecord | None], seconds: float) -> Exception | None:
     """Rows that are wrong rather than ranks that waited for them in vain."""
     late = timeout_of(plan, records, seconds)
-    of_rows = [record for record in records if record is not None and record.code != TIMED_OUT]
+    of_rows = [record for record in records if record is not None and record.code not in (TIMED_OUT, STOPPED)]
     return RowsError(of_rows[0]) if of_rows else late
 
 

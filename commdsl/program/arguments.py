@@ -102,6 +102,8 @@ def arguments(plan: Plan) -> Arguments:
         *far,
         Field("timeout_ns"),
         Field("error", is_address=True),
+        Field("desk", plan.num_ranks, is_address=True),  # of every rank, as `heap`
+        Field("notice", is_address=True),
     ]
     numbers = [Field("rank", type="i32"), Field("active_lanes", type="i32")]
     for phase in plan.comm.phases:

@@ -68,6 +68,7 @@ class CommTimeout(Error, RuntimeError):  # noqa: N818 - a time-out is what it is
 
 
 TIMED_OUT, BAD_TILE, BAD_COUNT, BAD_FINISH, BAD_TABLE, BAD_KEY, NO_ROOM, BAD_ORIGIN = range(1, 9)
+STOPPED, INTERRUPTED, GONE = range(10, 13)
 """`ErrorRecord.code`, as in types.cuh."""
 
 

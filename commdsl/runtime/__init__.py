@@ -9,6 +9,7 @@ process that only checks schedules must not pay for torch.
     descriptors   memory of a rank -> the other processes of its machine
     heap          symmetric memory
     error_page    where kernels say who is missing
+    desk, failures   what kernels of a group share, by which all give up when one does; a report -> an exception
     kernel, phases, engine   something built -> something that runs one call, by SMs or by the copy engine
     stream_order  calls on several streams -> one order
     workspace     where the calls of one Program run

@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 
 from commdsl.build.emit import Emitted
 from commdsl.machine.config import DEFAULT_TIMEOUT, Config
+from commdsl.program.desk import desk_bytes
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, exchange, life
+from commdsl.runtime.desk import Desk, Notice
 from commdsl.runtime.error_page import ErrorPage
 from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError, RendezvousError
 from commdsl.runtime.heap import Extent, Heap
@@ -38,10 +40,15 @@ class Communicator(ABC):
 
     order: StreamOrder | None = None  # None where calls end before they return
 
-    def __init__(self, name: str, bootstrap: Bootstrap, config: Config, errors: ErrorPage, kind: str) -> None:
+    desk: Desk  # from `open_desk` on
+
+    def __init__(
+        self, name: str, bootstrap: Bootstrap, config: Config, errors: ErrorPage, notice: Notice, kind: str
+    ) -> None:
         """`kind`: cpu or cuda; the communicators of a group for different kinds do not hear each other."""
         self.name = name
         self.errors = errors
+        self.notice = notice
         self.bootstrap = life(bootstrap, kind)
         self.config = config
         self.timeout = config.timeout or DEFAULT_TIMEOUT
@@ -50,7 +57,7 @@ class Communicator(ABC):
         self.transport = Transport.NVSHMEM if config.has_far else Transport.PEER
         self.lock = threading.RLock()
         self.workspaces: dict[str, Workspace] = {}
-        self.broken: Exception | None = None
+        self.broken: BaseException | None = None
         self._generation = 0
         self._setups = 0  # of this generation: ranks meet at each
         self.numbers = itertools.count()  # what this rank made, to tell it apart
@@ -139,7 +146,7 @@ class Communicator(ABC):
             heap = self.make_heap(extent, lambda part, value: self.exchange(f"{where}/{part}", value, what))
             number = f"{self._generation}/{where}"
             reach = Reach(self.rank, self.nodes, self.pe)
-            made = Workspace(plan, number, reach, heap, self.errors.take(), self.timeout, explain)
+            made = Workspace(plan, number, reach, self.desk, heap, self.errors.take(), self.timeout, explain)
             self.exchange(f"{where}/ready", b"", what)
         except AgreementError:
             raise  # on every rank, and before anything was made
@@ -148,7 +155,7 @@ class Communicator(ABC):
             raise
         return made
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """After a time-out the heap holds half a call: nothing runs until all ranks have reset."""
         self.broken = error
 
@@ -186,6 +193,7 @@ class Communicator(ABC):
                     workspace.reset()
                 else:
                     self.workspaces.pop(key).close()
+            self.desk.reset()
             self._setups = 0
             self.broken = None
             meet("done", b"")
@@ -200,6 +208,18 @@ class Communicator(ABC):
                     found.close()
                     self.exchange(f"release/{found.number}", b"", f"release `{found.plan.name}`")
                     found.heap.free()
+
+    def close(self) -> None:
+        """Collective, the end: frees all its symmetric memory."""
+        self.release()
+        self.exchange("closed", b"", f"release group `{self.name}`")  # no kernel of another rank tells this one anything any more
+        self.desk.free()
+
+    def open_desk(self) -> None:
+        """Collective, once, when this end of the group can make heaps."""
+        extent, what = Extent.whole("desk", desk_bytes(self.size)), f"set up group `{self.name}`"
+        heap = self.make_heap(extent, lambda part, value: self.exchange(f"desk/{part}", value, what))
+        self.desk = Desk(heap, self.nodes, self.rank, self.notice)
 
     @abstractmethod
     def refuse_setup(self, what: str) -> None:

@@ -19,11 +19,13 @@ import torch
 from commdsl.build import nvrtc
 from commdsl.build.emit import Emitted, defines
 from commdsl.machine.config import Config
+from commdsl.program.desk import notice_bytes
 from commdsl.program.memory import Transport
 from commdsl.program.moves import Protocol
 from commdsl.program.sizes import device_launch
 from commdsl.runtime.bootstrap import Bootstrap, Exchange
 from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.desk import Notice
 from commdsl.runtime.engine import EngineKernel
 from commdsl.runtime.error_page import PAGE_BYTES, ErrorPage
 from commdsl.runtime.errors import CaptureError, DeviceError, GroupError, HeapError
@@ -40,7 +42,9 @@ class DeviceCommunicator(Communicator):
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(f"group `{name}` has to be set up before a capture: call the op once outside it")
         pinned = torch.zeros(PAGE_BYTES, dtype=torch.uint8).pin_memory()
-        super().__init__(name, bootstrap, config, ErrorPage(pinned.numpy(), pinned), "cuda")
+        noted = torch.zeros(notice_bytes(bootstrap.size), dtype=torch.uint8).pin_memory()
+        errors, notice = ErrorPage(pinned.numpy(), pinned), Notice(noted.numpy(), noted)
+        super().__init__(name, bootstrap, config, errors, notice, "cuda")
         self.index = torch.cuda.current_device() if device.index is None else device.index
         properties = torch.cuda.get_device_properties(self.index)
         self._arch = f"sm_{properties.major}{properties.minor}"
@@ -54,6 +58,7 @@ class DeviceCommunicator(Communicator):
         self._gpu = _Gpu(self.index)
         # One for all ops: two kernels at once that both wait for peers could fill the SMs of two ranks crosswise.
         self.order: StreamOrder = StreamOrder(torch, _capture_id)
+        self.open_desk()
 
     def _check_members(self, uuid: str) -> None:
         members = self.members("device", socket.gethostname(), uuid)

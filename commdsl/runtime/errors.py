@@ -75,6 +75,20 @@ class DispatchError(OpError, ValueError):
     code = "C961"
 
 
+class PeerError(OpError):
+    """A rank of the group gave up, or its process has ended: `rank` is which, `reason` why, in words."""
+
+    code = "C965"
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} {reason}")
+        self.rank = rank
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[PeerError], tuple[int, str]]:
+        return type(self), (self.rank, self.reason)
+
+
 class RowError(OpError):
     """A kernel met rows that its table must not name, or that did not come."""
 

@@ -18,6 +18,7 @@ from commdsl.program.plan import Plan
 from commdsl.program.sizes import HOST_MAX_LANES, host_launch, touched
 from commdsl.runtime.bootstrap import Board, Bootstrap, Exchange
 from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.desk import ordinary_notice
 from commdsl.runtime.error_page import ordinary_page
 from commdsl.runtime.errors import GroupError
 from commdsl.runtime.heap import Extent, Heap, SharedHeap, ThreadHeap
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 class HostCommunicator(Communicator):
     def __init__(self, name: str, bootstrap: Bootstrap, config: Config, board: Board | None) -> None:
-        super().__init__(name, bootstrap, config, ordinary_page(), "cpu")
+        super().__init__(name, bootstrap, config, ordinary_page(), ordinary_notice(bootstrap.size), "cpu")
         self._board = board
         # Calls with async_op=True run here, one after another.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="commdsl", initializer=self._name_worker)
@@ -40,6 +41,7 @@ class HostCommunicator(Communicator):
         hosts = {host for (host,) in self.members("host", socket.gethostname())}
         if len(hosts) > 1:
             raise GroupError(f"CPU ranks share memory, so they run on one machine; group `{name}` has {len(hosts)}")
+        self.open_desk()
 
     def refuse_setup(self, what: str) -> None:
         """Memory of the processor can be had at any time."""

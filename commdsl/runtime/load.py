@@ -96,6 +96,6 @@ def shutdown() -> None:
     """Collective, at the end: frees all symmetric memory and stops NVSHMEM. An exit without it is clean, too, but for a
     note of NVSHMEM's that memory was not freed."""
     for comm in groups.every():
-        comm.release()
+        comm.close()
     groups.forget()
     stop_nvshmem()

@@ -16,8 +16,10 @@ from commdsl.program.arguments import heaps
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Launch
-from commdsl.program.timeouts import TIMED_OUT, ErrorRecord, timeout_of, unpack
+from commdsl.program.timeouts import ErrorRecord, unpack
+from commdsl.runtime.desk import Desk
 from commdsl.runtime.error_page import ErrorWord
+from commdsl.runtime.failures import failure_of
 from commdsl.runtime.heap import Heap
 from commdsl.runtime.kernel import Kernel, Prepared
 
@@ -59,6 +61,7 @@ class Workspace:
         plan: Plan,
         number: str,
         reach: Reach,
+        desk: Desk,
         heap: Heap,
         error: ErrorWord,
         timeout: float,
@@ -72,6 +75,7 @@ class Workspace:
         self.is_closed = False  # whoever kept something of this workspace has to ask for it anew
         self._launches: dict[int, Launch] = {}
         self._reach = reach
+        self._desk = desk
         self._error = error
         self._timeout = timeout
         self._explain = None if explain is None else weakref.WeakMethod(explain)
@@ -85,6 +89,7 @@ class Workspace:
             "timeout_ns": int(self._timeout * 1e9),
             "error": self._error.address,
             "rank": self._reach.rank,
+            **self._desk.arguments,
         }
 
     def prepare(self, block_bytes: int, average: bool, geometry: Geometry) -> Prepared:
@@ -95,15 +100,15 @@ class Workspace:
         values = {**self.every_call, "tensors": (), **launch.arguments(average)}
         return Prepared(self.plan, values, ("tensors", "tensors"), launch)
 
-    def failure(self) -> Exception | None:
+    def failure(self) -> BaseException | None:
         """What a kernel of this rank reported, if one did."""
         if not self._error.is_set:
             return None
         record = unpack(self._error.data.tobytes())
-        if record is None or record.code == TIMED_OUT or self._explain is None:
-            return timeout_of(self.plan, [record], self._timeout)
-        explain = self._explain()
-        return None if explain is None else explain(record)
+        if record is None:
+            return None
+        explain = None if self._explain is None else self._explain()
+        return failure_of(self.plan, record, self._timeout, explain)
 
     def reset(self) -> None:
         """Back to the state before the first call; no rank's kernel may be running."""

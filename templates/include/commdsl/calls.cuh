@@ -10,8 +10,8 @@
 #else
 #include "commdsl/host.hpp"
 #endif
-#include "commdsl/waiting.cuh"
 #include "commdsl/transport.cuh"
+#include "commdsl/waiting.cuh"
 
 namespace commdsl {
 
@@ -99,7 +99,7 @@ COMMDSL_CALL void give_up(const Call<Plan>& here, u64 code, i32 phase, i32 peer,
   for (i32 rank = 0; rank < Plan::kNumRanks && rank < 64; ++rank) {
     if (!reached(load_relaxed(here.word(here.args.rank, addresses_at<Plan>(rank))), here.number)) missing |= u64{1} << rank;
   }
-  publish(here.args.error, {code, here.args.rank, here.lane, phase, peer, expected, seen, here.number, missing, 0});
+  publish(here.args, {code, here.args.rank, here.lane, phase, peer, expected, seen, here.number, missing, 0});
 }
 
 // Every lane reads the number of the call; the first advances it when every lane of the rank has.
@@ -138,8 +138,8 @@ COMMDSL_FN bool meet_addresses(const Call<Plan>& here, Known& known) {
     if (!is_among<of>(peer, here.args.rank)) continue;
     const u64* from = here.word(here.args.rank, addresses_at<Plan>(peer)) + 2 * word;
     u64 value = 0;
-    gave_up = !watch(here.args, [&] { return see_marked(here.args, peer, from, value); }, expected,
-                     [&](u64 seen) { give_up(here, kTimedOut, phase, peer, expected, seen); });
+    gave_up = !watch(here.args, peer, [&] { return see_marked(here.args, peer, from, value); }, expected,
+                     [&](u64 why, u64 seen) { give_up(here, why, phase, peer, expected, seen); });
     known.learn(here, peer, word, value);
   }
   return !block_any(gave_up);
@@ -168,8 +168,8 @@ COMMDSL_FN bool meet_done(const Call<Plan>& here, const Known& peers) {
     while (peer < Plan::kNumRanks && from >= peers.lanes[peer]) from -= peers.lanes[peer++];
     if (peer == Plan::kNumRanks) break;
     if (!is_among<of>(peer, here.args.rank)) continue;
-    gave_up = !poll(here.args, here.word(here.args.rank, done_at<Plan>(peer, from)), expected,
-                    [&](u64 seen) { give_up(here, kTimedOut, phase, peer, expected, seen); });
+    gave_up = !poll(here.args, peer, here.word(here.args.rank, done_at<Plan>(peer, from)), expected,
+                    [&](u64 why, u64 seen) { give_up(here, why, phase, peer, expected, seen); });
   }
   return !block_any(gave_up);
 }
@@ -192,8 +192,8 @@ COMMDSL_FN bool meet_complete(const Call<Plan>& here, const Known&) {
   bool gave_up = false;
   const u64 expected = here.number - calls_back;
   if (thread() == 0) {
-    gave_up = !poll(here.args, here.word(here.args.rank, Plan::kCompleteAt), expected,
-                    [&](u64 seen) { give_up(here, kTimedOut, phase, here.args.rank, expected, seen); });
+    gave_up = !poll(here.args, here.args.rank, here.word(here.args.rank, Plan::kCompleteAt), expected,
+                    [&](u64 why, u64 seen) { give_up(here, why, phase, here.args.rank, expected, seen); });
   }
   return !block_any(gave_up);
 }

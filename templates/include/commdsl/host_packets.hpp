@@ -26,16 +26,18 @@ COMMDSL_FN u64* flag_of(char* word) {
 template <class Plan>
 COMMDSL_FN bool arrived(const Operands<Plan>& operands, i32 source, u64* flag) {
   const u64 number = mark_of(operands.here.round);
-  u64 start = 0;
+  const Position<Plan>& here = operands.here;
+  u64 since = 0, why = 0;
   for (u32 polls = 1; load_acquire(flag) != number; ++polls) {
     relax(polls);
     if (polls % kPollsPerCheck != 0) continue;
-    if (start == 0) start = now_ns();
-    if (load_relaxed(&reinterpret_cast<const ErrorRecord*>(operands.here.args.error)->code) != 0) return false;
-    if (now_ns() - start < operands.here.args.timeout_ns) continue;
-    const Position<Plan>& here = operands.here;
+    if (since == 0) since = now_ns();
+    if (load_relaxed(&reinterpret_cast<const ErrorRecord*>(here.args.error)->code) != 0) return false;
     const i32 peer = operands.source_row(source).rank;
-    report<Plan>(here.args, here.lane, here.round, operands.index, peer, number, load_relaxed(flag));
+    const u64 before = why;
+    why = in_vain(here.args, peer, since);
+    if (why == 0 || before == 0) continue;
+    report<Plan>(here.args, why, here.lane, here.round, operands.index, peer, number, load_relaxed(flag));
     return false;
   }
   acquire_word(flag);

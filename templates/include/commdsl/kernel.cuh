@@ -10,8 +10,8 @@
 #include "commdsl/host.hpp"
 #endif
 #include "commdsl/elements.cuh"
-#include "commdsl/waiting.cuh"
 #include "commdsl/transport.cuh"
+#include "commdsl/waiting.cuh"
 
 namespace commdsl {
 
@@ -135,24 +135,24 @@ COMMDSL_FN u64 mark_of(u64 round) { return 2 * round + 1; }
 
 // The record of the first lane to give up; the ranks that have not entered the round are looked up for it.
 template <class Plan>
-COMMDSL_CALL void report(const ArgsOf<Plan>& args, i32 lane, u64 round, i32 op, i32 peer, u64 expected, u64 seen) {
+COMMDSL_CALL void report(const ArgsOf<Plan>& args, u64 why, i32 lane, u64 round, i32 op, i32 peer, u64 expected, u64 seen) {
   u64 missing = 0;
   for (i32 rank = 0; rank < Plan::kNumRanks && rank < 64; ++rank) {
     const u64 entered = peek(args, rank, state_offset<Plan>(lane) + sizeof(u64));
     if (!reached(entered, round + 1)) missing |= u64{1} << rank;
   }
-  publish(args.error, {kTimedOut, args.rank, lane, op, peer, expected, seen, round, missing, 0});
+  publish(args, {why, args.rank, lane, op, peer, expected, seen, round, missing, 0});
 }
 
-// True when the wait is over, false when the rank gives up: this lane timed out, or another one of the rank did.
+// True when the wait is over, false when the rank gives up: this lane waits in vain, or another one of the rank did.
 template <class Plan>
 COMMDSL_FN bool await(const Position<Plan>& here, i32 op, const Wait& wait) {
   const i32 rank = rank_of<Plan>(here.args);
   const u64 per_round = static_cast<u64>(Plan::signals_per_round(wait.peer, rank));
   const u64 expected = (here.round - static_cast<u64>(wait.rounds_back)) * per_round + static_cast<u64>(wait.ordinal);
   const u64* flag = reinterpret_cast<const u64*>(here.args.heap[rank] + flag_offset<Plan>(here.lane, wait.peer));
-  return poll(here.args, flag, expected, [&](u64 seen) {
-    report<Plan>(here.args, here.lane, here.round, op, wait.peer, expected, seen);
+  return poll(here.args, wait.peer, flag, expected, [&](u64 why, u64 seen) {
+    report<Plan>(here.args, why, here.lane, here.round, op, wait.peer, expected, seen);
   });
 }
 

@@ -126,14 +126,18 @@ struct Way<Line> {
   static COMMDSL_FN bool agree(bool gives_up) { return __any_sync(0xffffffffu, gives_up); }
 };
 
-// Looks at the clock and the error record once in a while; true when the thread is to give up.
+constexpr u64 kGivesUp = ~u64{0};
+
+// What a thread that has waited for a while does: it goes on (0), looks once more as it waits in vain (what it is given next time), or
+// gives up.
 template <class Plan>
-COMMDSL_CALL bool gives_up(const ArgsOf<Plan>& args, i32 lane, u64 round, i32 op, i32 peer, u64 since, u64 seen) {
+COMMDSL_CALL u64 reconsider(const ArgsOf<Plan>& args, i32 lane, u64 round, i32 op, i32 peer, u64 since, u64 seen, u64 before) {
   const ErrorRecord* record = reinterpret_cast<const ErrorRecord*>(args.error);
-  if (load_relaxed(&record->code) != 0) return true;
-  if (now_ns() - since < args.timeout_ns) return false;
-  report<Plan>(args, lane, round, op, peer, mark_of(round), seen);
-  return true;
+  if (load_relaxed(&record->code) != 0) return kGivesUp;
+  const u64 why = in_vain(args, peer, since);
+  if (why == 0 || before == 0) return why;
+  report<Plan>(args, why, lane, round, op, peer, mark_of(round), seen);
+  return kGivesUp;
 }
 
 template <class Plan, u32 count>
@@ -144,7 +148,7 @@ COMMDSL_FN bool settle(const Operands<Plan>& operands, i32 source, const char* c
 #pragma unroll
   for (u32 u = 0; u < count; ++u) {
     const u32 word = base + u * W::kStride;
-    u64 since = 0;
+    u64 since = 0, why = 0;
     for (u32 polls = 1; !W::arrived(raw[u], number, word < words); ++polls) {
       if (word < words) load_raw(raw[u], cell + W::in_cell(word));
       if (polls % kPollsPerCheck != 0) continue;
@@ -152,7 +156,8 @@ COMMDSL_FN bool settle(const Operands<Plan>& operands, i32 source, const char* c
       const u64 seen = W::seen(raw[u]);
       const Position<Plan>& here = operands.here;
       const i32 peer = operands.source_row(source).rank;
-      if (W::agree(gives_up<Plan>(here.args, here.lane, here.round, operands.index, peer, since, seen))) return false;
+      why = reconsider<Plan>(here.args, here.lane, here.round, operands.index, peer, since, seen, why);
+      if (W::agree(why == kGivesUp)) return false;
     }
   }
   return true;

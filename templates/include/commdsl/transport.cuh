@@ -1,7 +1,7 @@
 // How a rank reaches another: one that is near by plain loads and stores through a pointer to its heap, one that is far by NVSHMEM.
 // Which is which is known when a kernel is launched, peer by peer: `kFar` is set in heap[peer] of one that is far. A kernel whose
 // peers are all near (no COMMDSL_NVSHMEM) has no branch for it.
-// Assumes the vocabulary and waiting.cuh. Everything remote goes through here:
+// Assumes the vocabulary. Everything remote goes through here:
 //
 //   is_near       whether plain loads and stores reach a rank; a constant in a kernel without far ones
 //   reach         the address of a place of this rank, or of one that is near
@@ -9,6 +9,7 @@
 //   put_run       the same by one warp; put_word: eight bytes, by one thread
 //   complete      all threads of a lane, before the barrier in front of what they tell: what they put is there
 //   raise_flag    one thread: a number that is waited for
+//   post          one thread: a word that says all by itself
 //   send_value    one thread: a word that is read once a flag raised behind `complete` was seen
 //   send_marked   one thread: a number and a value, which is there when the number is; `see_marked` is how it is looked at
 //   peek          a word of any rank, as it is now
@@ -84,6 +85,13 @@ COMMDSL_FN void leave(const Arguments& args) {
 template <class Arguments>
 COMMDSL_FN void raise_flag(const Arguments& args, i32 peer, u64 at, u64 value) {
   if (is_near(args, peer)) return store_release(reinterpret_cast<u64*>(args.heap[peer] + at), value);
+  if constexpr (kHasFar) far_signal(args, peer, at, value);
+}
+
+// Nothing that was stored before has to be seen with it.
+template <class Arguments>
+COMMDSL_FN void post(const Arguments& args, i32 peer, u64 at, u64 value) {
+  if (is_near(args, peer)) return store_relaxed(reinterpret_cast<u64*>(args.heap[peer] + at), value);
   if constexpr (kHasFar) far_signal(args, peer, at, value);
 }
 

@@ -68,6 +68,9 @@ constexpr u64 kBadTable = 5;     // a table is not what the host wrote
 constexpr u64 kBadKey = 6;       // a key that there is not
 constexpr u64 kNoRoom = 7;       // more rows go to a rank than it has room for
 constexpr u64 kBadOrigin = 8;    // a row that goes back to where there is no place
+constexpr u64 kStopped = 10;     // a peer gave up and said so
+constexpr u64 kInterrupted = 11; // the host asked for an end of long waits
+constexpr u64 kGone = 12;        // the process of the peer has ended
 
 // A run of rows of one tensor: `where` is the destination's rank, from bit 16 on the tensor, in bit 24 whether the rows are to
 // wait there until they are finished.
@@ -95,5 +98,15 @@ struct ErrorRecord {
   u64 expected, seen, round, missing, claim;
 };
 static_assert(sizeof(ErrorRecord) == 64, "the runtime reads this record");
+
+// --- the desk: symmetric memory that all kernels of a group share, a piece on every rank ---------------------------------------
+
+constexpr u64 kDeskNumber = 0;    // calls that the rank has begun
+constexpr u64 kDeskStopped = 64;  // who gave up, as `stop_of` has it; 0: nobody
+
+// --- the notice: memory of the host, which it writes and kernels look at where they wait long -------------------------------------
+
+constexpr u64 kInterruptNs = 500000000;  // with the first word set, waits that last longer than this end
+// The words behind it have a bit for every rank whose process has ended.
 
 }  // namespace commdsl
