@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from commdsl.runtime.errors import HeapError as HeapError
     from commdsl.runtime.errors import KeysError as KeysError
     from commdsl.runtime.errors import OpError as OpError
+    from commdsl.runtime.errors import PeerError as PeerError
     from commdsl.runtime.errors import ReductionError as ReductionError
     from commdsl.runtime.errors import RendezvousError as RendezvousError
     from commdsl.runtime.errors import RowError as RowError
@@ -68,6 +69,7 @@ __all__ = [
     "MissingToolError",
     "Op",
     "OpError",
+    "PeerError",
     "ReductionError",
     "RendezvousError",
     "RowError",
@@ -110,6 +112,7 @@ _HOME = {
     "MissingToolError": "commdsl.machine.errors",
     "Op": "commdsl.runtime.op",
     "OpError": "commdsl.runtime.errors",
+    "PeerError": "commdsl.runtime.errors",
     "ReductionError": "commdsl.runtime.errors",
     "RendezvousError": "commdsl.runtime.errors",
     "RowError": "commdsl.runtime.errors",

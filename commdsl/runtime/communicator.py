@@ -212,7 +212,8 @@ class Communicator(ABC):
     def close(self) -> None:
         """Collective, the end: frees all its symmetric memory."""
         self.release()
-        self.exchange("closed", b"", f"release group `{self.name}`")  # no kernel of another rank tells this one anything any more
+        # From here on no kernel of another rank tells this one anything.
+        self.exchange("closed", b"", f"release group `{self.name}`")
         self.desk.free()
 
     def open_desk(self) -> None:

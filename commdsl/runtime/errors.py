@@ -85,9 +85,6 @@ class PeerError(OpError):
         self.rank = rank
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type[PeerError], tuple[int, str]]:
-        return type(self), (self.rank, self.reason)
-
 
 class RowError(OpError):
     """A kernel met rows that its table must not name, or that did not come."""

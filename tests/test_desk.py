@@ -1,0 +1,147 @@
+"""When one rank gives up, all do: what waits look at beside what they wait for, and what is made of it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import commdsl
+from commdsl.program.desk import Stop, notice_bytes, stop_of
+from commdsl.program.timeouts import BAD_KEY, GONE, TIMED_OUT
+from commdsl.runtime import groups
+from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.desk import ordinary_notice
+from commdsl.runtime.errors import BrokenGroupError, PeerError
+from commdsl.runtime.failures import stopped_by
+
+SOON = 2.0
+"""Seconds in which a wait ends that would otherwise take the time-out."""
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits that nobody ends take a minute."""
+    monkeypatch.setenv("COMMDSL_TIMEOUT", "60")
+
+
+class Ranks:
+    """Threads of this process as the ranks of a group that has called an op once."""
+
+    def __init__(self, ranks: int, schedule: str = "allreduce_ring") -> None:
+        self.names = commdsl.threads(ranks)
+        self.op = commdsl.load(schedule, ranks=ranks)
+        self.pool = ThreadPoolExecutor(ranks)
+        for made in [self.start(rank) for rank in range(ranks)]:
+            made.result(SOON * 10)
+
+    def start(self, rank: int, elements: int = 64) -> Future[Any]:
+        return self.pool.submit(self.op, torch.ones(elements), group=self.names[rank])
+
+    def of(self, rank: int) -> Communicator:
+        (found,) = groups.every(self.names[rank])
+        return found
+
+    def everywhere(self, call: Callable[[str], object]) -> None:
+        for done in [self.pool.submit(call, name) for name in self.names]:
+            done.result(SOON * 10)
+
+
+def ends(call: Future[Any], kind: type[BaseException]) -> Any:
+    """What a call raises, soon."""
+    began = time.monotonic()
+    with pytest.raises(kind) as caught:
+        call.result(SOON * 5)
+    assert time.monotonic() - began < SOON
+    return caught.value
+
+
+def test_a_rank_that_is_gone_is_waited_for_no_longer(patient: None) -> None:
+    """Who waits for it raises; so does who waits for that one, and names the one that is gone; then the group is broken
+    until it is reset, and right afterwards.
+    """
+    ranks = Ranks(3)
+    first, second = ranks.start(0), ranks.start(1)
+    threading.Timer(0.1, ranks.of(0).notice.mark_gone, (2,)).start()
+    errors = ends(first, PeerError), ends(second, PeerError)
+
+    assert [error.rank for error in errors] == [2, 2]
+    assert "is gone" in errors[0].reason
+    assert "rank 0 waited for it" in errors[1].reason
+    ends(ranks.start(0), BrokenGroupError)
+
+
+def test_what_was_told_before_the_end_is_heard(patient: None) -> None:
+    """A rank that did its part of a call and ended is not missed in it."""
+    ranks = Ranks(2, "broadcast_direct")
+    ranks.start(0).result(SOON * 5)
+    ranks.of(1).notice.mark_gone(0)
+
+    assert torch.equal(ranks.start(1).result(SOON * 5), torch.ones(64))
+    assert ends(ranks.start(1), PeerError).rank == 0
+
+
+def test_an_interrupt_ends_long_waits(patient: None) -> None:
+    """A wait of more than half a second ends in KeyboardInterrupt; cleared, waits are as long as ever; the peer of one
+    that was interrupted hears so; after a reset the group is right.
+    """
+    ranks = Ranks(3)
+    notice = ranks.of(1).notice
+    notice.interrupt()
+    notice.clear_interrupt()
+    waiting, beside = ranks.start(1), ranks.start(2)
+    time.sleep(0.7)
+    assert not waiting.done()
+    notice.interrupt()
+    ends(waiting, KeyboardInterrupt)
+    assert "rank 1 gave up: it was interrupted" in str(ends(beside, PeerError))
+    notice.clear_interrupt()
+
+    ranks.everywhere(commdsl.reset)
+    for call in [ranks.start(rank) for rank in range(3)]:
+        assert torch.equal(call.result(SOON * 5), torch.full((64,), 3.0))
+
+
+def test_a_time_out_is_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank is patient, the other is not: the patient one raises as soon as the other does."""
+    monkeypatch.setenv("COMMDSL_TIMEOUT", "60")
+    ranks = Ranks(3)
+    ranks.of(0).workspaces.copy().popitem()[1]._timeout = 0.2
+    ranks.op._calls.clear()
+    first, second = ranks.start(0), ranks.start(1)
+
+    assert ends(first, commdsl.CommTimeout).record.peer == 2
+    error = ends(second, PeerError)
+    assert (error.rank, error.reason) == (0, "gave up: its wait for rank 2 took too long")
+
+
+def test_a_word_says_who_and_why() -> None:
+    """The word on a desk is read back as it is written in waiting.cuh."""
+    word = (5 + 1) | 7 << 16 | GONE << 32 | 0x123456 << 40
+
+    assert stop_of(word) == Stop(5, 7, GONE, 0x123456)
+    assert (stopped_by(Stop(5, 7, GONE, 1)).rank, stopped_by(Stop(5, 7, TIMED_OUT, 1)).rank) == (7, 5)
+    assert stopped_by(Stop(5, 7, BAD_KEY, 1)).reason == "gave up: what it was to move was wrong"
+
+
+def test_every_rank_has_a_bit() -> None:
+    """Up to the last rank of a group, and for the place behind it that stands for a rank's own tiles."""
+    for ranks in (1, 63, 64, 65, 512):
+        notice = ordinary_notice(ranks)
+        notice.mark_gone(ranks - 1)
+
+        assert notice._words[1 + (ranks - 1) // 64] == 1 << (ranks - 1) % 64
+        assert notice_bytes(ranks) >= 8 * (1 + ranks // 64 + 1)
+
+
+def test_ranks_pass_it_on() -> None:
+    """The exception can be sent to another process."""
+    again = pickle.loads(pickle.dumps(PeerError(3, "is gone")))
+
+    assert (again.rank, again.reason, str(again)) == (3, "is gone", "error[C965]: rank 3 is gone")
