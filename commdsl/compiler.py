@@ -24,6 +24,7 @@ from commdsl.language.diagnostics import CommError, Diagnostic, Label, Severity
 from commdsl.language.records import dataclass
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import DispatchDecl, File, PlanDecl, ScheduleDecl, Use
+from commdsl.language.text import text_of
 from commdsl.machine import resources
 from commdsl.machine.topology import Topology, switch
 from commdsl.program.lower import lower
@@ -126,10 +127,11 @@ Compiled: TypeAlias = CompiledSchedule | CompiledDispatch | CheckedPlan
 def read(path: Path | str) -> tuple[File, ...]:
     """The syntax of a file and of those it uses, itself first, each once.
 
-    Raises CommError for a syntax fault or a used file that is not there, OSError if the file itself cannot be read.
+    Raises CommError for a syntax fault, what is not UTF-8 or a used file that is not there, OSError if the file itself
+    cannot be read.
     """
     main = Path(path)
-    return read_text(main.read_text(encoding="utf-8"), str(path), main.parent)
+    return read_text(text_of(main), str(path), main.parent)
 
 
 def read_text(text: str, name: str, folder: Path) -> tuple[File, ...]:
@@ -142,7 +144,7 @@ def read_text(text: str, name: str, folder: Path) -> tuple[File, ...]:
         path = _find_used(use, base)
         if path.resolve() not in seen:
             seen.add(path.resolve())
-            files.append(parsed.parse(Source(str(path), path.read_text(encoding="utf-8"))))
+            files.append(parsed.parse(Source(str(path), text_of(path, use.span))))
             pending += [(further, path.parent) for further in _uses(files[-1])]
     return tuple(files)
 
@@ -190,18 +192,36 @@ def _named(found: tuple[Named, ...], name: str | None, what: str, files: tuple[F
 
 
 def find_topology(files: tuple[File, ...], name: str | None, ranks: int) -> Topology:
-    """The topology of that name in the files or among the shipped ones; without a name one flat switch."""
+    """The topology of that name in the files or among the shipped ones; `box.comm`, or `box.comm:name` where it has
+    several, is one of a file of its own; without a name one flat switch.
+
+    Raises CommError where there is none, OSError if the file cannot be read.
+    """
     if name is None:
         return switch(ranks)
+    file, wanted = resources.split_place(name)
+    if file.endswith(resources.SUFFIX):
+        own = read(file)
+        found = resolve.topologies(own)
+        if wanted is None and len(found) == 1:
+            return next(iter(found.values()))
+        return _topology(found, wanted, own, sorted(found))
     found = resolve.topologies(files)
-    shipped = resources.data_dir("schedules") / "topologies" / f"{name}.comm"
+    shipped = resources.data_dir("schedules") / "topologies" / f"{name}{resources.SUFFIX}"
     if name not in found and shipped.is_file():
         found = resolve.topologies(read(shipped))
+    return _topology(found, name, files, sorted({*found, *(path.stem for path in shipped.parent.glob("*.comm"))}))
+
+
+def _topology(found: dict[str, Topology], name: str | None, files: tuple[File, ...], known: list[str]) -> Topology:
     if name in found:
         return found[name]
-    names = sorted({*found, *(path.stem for path in shipped.parent.glob("*.comm"))})
-    label = Label(Span(files[0].source, 0, 0), f"known here: {', '.join(names)}")
-    raise CommError((Diagnostic("C192", f"no topology named `{name}`", label, help=nearest(name, names)),))
+    label = Label(Span(files[0].source, 0, 0), f"known here: {', '.join(known) or 'none'}")
+    if name is None:
+        what = f"expected one topology in `{files[0].source.name}`, it has {len(known) or 'none'}"
+        help = f"say which: `{files[0].source.name}:{known[0]}`" if known else "declare one: `topology NAME { ... }`"
+        raise CommError((Diagnostic("C192", what, label, help=help),))
+    raise CommError((Diagnostic("C192", f"no topology named `{name}`", label, help=nearest(name, known)),))
 
 
 def check(

@@ -26,7 +26,7 @@ NAMES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("._
 WALLS = {
     "lark": {"language/parser/"},
     "jinja2": {"build/emit.py"},
-    "click": {"commands/cli.py"},
+    "click": {"commands/cli.py", "commands/options.py"},
     "rich": {"commands/"},
     "torch": {"runtime/", "dispatch/", "ep/"},
     "cupy": {"runtime/"},

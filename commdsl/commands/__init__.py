@@ -1,12 +1,14 @@
 """The commands of the command line, one module each, imported when called.
 
-Assumes `cli` has parsed the arguments. Does not know click; a command is a function that returns an exit code.
+Assumes `cli` has parsed the arguments. A command knows no click; it is a function that returns an exit code.
 
     cli           words -> one call of a command
+    options       what the commands have in common, in click's terms
     arguments, lengths   words -> numbers, files, documents
     output        results -> text, colour, JSON, exit codes
     jobs          files -> declarations to prove, and what came of each
     summary       what came of them -> lines, JSON
+    listing       the shipped files -> a list
     check, run, show, plan, compile, fmt, explain, tune, choice, doctor, new   a command each
     dumps, plan_view   what `show` shows
     trial, visited, trial_rows, trial_keys   what `run` runs: schedules, their visits, rows by tables, rows by keys

@@ -1,17 +1,23 @@
-"""Turns words of the command line into numbers: ranks, sizes, NAME=VALUE parameters, files.
+"""Turns words of the command line into numbers: ranks, sizes, NAME=VALUE parameters, files, shipped ones by name, too.
 
-Assumes nothing. Does not know schedules; a wrong word is a `UsageError` that says what is expected.
+Assumes nothing. Does not read schedules; a wrong word is a `UsageError` that says what is expected.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 
 from commdsl.language.records import dataclass
+from commdsl.machine import resources
 
 UNITS = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
+
+
+NEARLY = 0.8
+"""How alike a shipped name is, of 1, to be meant by a path."""
 
 
 class UsageError(Exception):
@@ -39,10 +45,10 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", part)
         if not match:
-            raise UsageError(f"--ranks expects a number, a list `2,4,8` or a range `2..16`, got `{text}`")
+            raise UsageError(f"--ranks expects a number, a list 2,4,8 or a range 2..16, got `{text}`")
         first, last = int(match[1]), int(match[2] or match[1])
         if first < 1 or last < first:
-            raise UsageError(f"--ranks `{text}`: a range goes up, from 1 or more")
+            raise UsageError(f"--ranks {text}: there is 1 rank at least, and a range goes up")
         ranks += range(first, last + 1)
     return tuple(dict.fromkeys(ranks))
 
@@ -80,15 +86,68 @@ def parse_tune(words: Iterable[str]) -> tuple[tuple[str, int | str], ...]:
     return tuple(found.items())
 
 
-def split_words(words: Iterable[str]) -> tuple[tuple[Path, ...], tuple[tuple[str, int], ...]]:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A file, and one of its declarations where the word names it: `FILE.comm:NAME`."""
+
+    path: Path
+    name: str | None = None
+
+
+def place_of(word: str) -> Place:
+    """A file, or a shipped one by its name. Raises UsageError with what comes near where there is neither."""
+    if Path(word).exists():
+        return Place(_text_file(Path(word)))
+    file, name = resources.split_place(word)
+    if name is not None and Path(file).exists():
+        return Place(_text_file(Path(file)), name)
+    shipped = resources.shipped_file(file) if Path(file).name == file else None
+    if shipped is not None:
+        return Place(shipped, name)
+    raise UsageError(_nothing_there(file))
+
+
+def _text_file(path: Path) -> Path:
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: name files in it, as in {path / '*.comm'}")
+    if path.suffix not in ("", resources.SUFFIX):
+        raise UsageError(f"{path} is no {resources.SUFFIX} file")
+    return path
+
+
+def _nothing_there(word: str) -> str:
+    """What to do about a word that is no file, in a line."""
+    path = Path(word)
+    if word.isdigit():
+        return f"expected a file or a shipped name, got the number {word}; ranks are given as --ranks {word}"
+    if path.name != word or path.suffix:
+        here = path.parent.glob(f"*{resources.SUFFIX}") if path.parent.is_dir() else ()
+        near = get_close_matches(path.name, [one.name for one in here], n=1)
+        known = [one.name for one in resources.shipped_files()]
+        shipped = get_close_matches(path.name, known, n=1, cutoff=NEARLY)
+        hint = f"did you mean {path.with_name(near[0])}?" if near else ""
+        hint = hint or (f"did you mean {Path(shipped[0]).stem}, which is shipped?" if shipped else "")
+        return f"no such file: {word}" + (f"; {hint}" if hint else "")
+    near = get_close_matches(word, [one.stem for one in resources.shipped_files()], n=1)
+    hint = f"did you mean {near[0]}?" if near else "`commdsl list` says what is shipped"
+    return f"no file, and nothing shipped, has the name {word}; {hint}"
+
+
+def split_words(words: Iterable[str]) -> tuple[tuple[Place, ...], tuple[tuple[str, int], ...]]:
     """Files and NAME=VALUE parameters, told apart by the `=`."""
     words = tuple(words)
-    files = tuple(Path(word) for word in words if "=" not in word)
-    for file in files:
-        if not file.exists():
-            raise UsageError(f"no such file: {file}")
-    return files, tuple(parse_param(word) for word in words if "=" in word)
+    is_param = {word: "=" in word and not Path(word).exists() for word in words}
+    files = tuple(place_of(word) for word in words if not is_param[word])
+    return files, tuple(parse_param(word) for word in words if is_param[word])
 
 
 def target(ranks: str | None, on: str | None, params: tuple[tuple[str, int], ...], tune: Iterable[str] = ()) -> Target:
-    return Target(parse_ranks(ranks) if ranks else None, on, params, parse_tune(tune))
+    return Target(None if ranks is None else parse_ranks(ranks), parse_on(on), params, parse_tune(tune))
+
+
+def parse_on(text: str | None) -> str | None:
+    """A topology's name, or that of a file that is there: `box.comm`, `box.comm:name`."""
+    file, _ = resources.split_place(text or "")
+    if file.endswith(resources.SUFFIX) and not Path(file).is_file():
+        raise UsageError(f"--on: {_nothing_there(file)}")
+    return text

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from commdsl.commands import output
-from commdsl.commands.arguments import Target
-from commdsl.commands.jobs import Outcome, has_errors, merge, prove_all, read_jobs
+from commdsl.commands.arguments import Target, UsageError
+from commdsl.commands.jobs import Outcome, has_errors, merge, prove_all, read, read_jobs
 from commdsl.commands.output import Exit
 from commdsl.commands.summary import summary, to_json
 from commdsl.language import diagnostics
@@ -21,6 +21,9 @@ def check(paths: tuple[Path, ...], target: Target, name: str | None, *, as_json:
     are read all the same.
     """
     try:
+        for path in paths:
+            if not read(path)[0].items:
+                raise UsageError(f"{path} declares nothing; `commdsl new allreduce` writes a file to start from")
         jobs = read_jobs(paths, target, name)
     except CommError as error:
         return report((), error.diagnostics, as_json=as_json, concise=concise)

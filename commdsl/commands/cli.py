@@ -5,278 +5,324 @@ Assumes the commands in `commands`, which are imported only when called. Does no
 
 from __future__ import annotations
 
+import platform
+import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import click
 
 from commdsl.commands import arguments
-from commdsl.commands.arguments import UsageError, split_words, target
-from commdsl.commands.output import Exit, show_diagnostics, tell
+from commdsl.commands.arguments import Place, UsageError, split_words, target
+from commdsl.commands.options import HOW, WHAT, App, Grouped, ReaderGoneError, as_json, only_check, option, where, words
+from commdsl.commands.options import path as path_type
+from commdsl.commands.output import Exit, close_stdout, show_diagnostics, tell
 from commdsl.language.diagnostics import CommError
+from commdsl.machine import resources
 from commdsl.machine.errors import Error
 
 Words: TypeAlias = tuple[str, ...]
 Text: TypeAlias = str | None
-Command = TypeVar("Command", bound=Callable[..., Any])
+Params: TypeAlias = tuple[tuple[str, int], ...]
+
+FILES = "FILE... [NAME=VALUE]..."
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-def together(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several options as one decorator, in the order of the help text."""
-
-    def decorate(command: Command) -> Command:
-        for decorator in reversed(decorators):
-            command = decorator(command)
-        return command
-
-    return decorate
+def say_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"commdsl {resources.version()}")
+        ctx.exit()
 
 
-words = click.argument("words", nargs=-1, required=True, metavar="FILE... [NAME=VALUE]...")
-as_json = click.option("--json", "as_json", is_flag=True, help="One JSON value on standard output.")
-only_check = click.option("--check", "only_check", is_flag=True, help="Write nothing; fail where a file would change.")
-where = together(
-    click.option("--ranks", metavar="N", help="A number, a list `2,4,8`, a range `2..16`; 8 unless --on says."),
-    click.option("--on", metavar="TOPOLOGY", help="A topology of the file, of one it uses, or a shipped one."),
-    click.option("--schedule", metavar="NAME", help="One schedule, dispatch or plan of the file; all unless said."),
-    click.option(
-        "--tune", multiple=True, metavar="KEY=VALUE", help="In place of what the file tunes: lanes=16, tile=4KB, ..."
-    ),
-)
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=App, context_settings=SETTINGS)
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=say_version, help="Say which.")
 def app() -> None:
-    """Prove, run and compile GPU communication schedules written in .comm files."""
+    """Prove, run and compile GPU communication schedules written in .comm files.
+
+    FILE is a .comm file or the name of a shipped one (commdsl list); FILE.comm:NAME is one of its declarations.
+    """
 
 
-@app.command()
-@words
-@where
-@click.option("--concise", is_flag=True, help="One line per diagnostic.")
+@app.command("list", cls=Grouped, example="list")
 @as_json
-def check(words: Words, ranks: Text, on: Text, schedule: Text, tune: Words, concise: bool, as_json: bool) -> None:
+def list_(as_json: bool) -> Exit:
+    """List what is shipped: schedules, dispatches, plans and topologies, for how many ranks, and what each does."""
+    from commdsl.commands.listing import list_shipped
+
+    return list_shipped(as_json=as_json)
+
+
+@app.command(cls=Grouped, example="check allreduce_ring rotation_ring --ranks 2..8")
+@words(FILES)
+@where
+@option("--concise", is_flag=True, help="One line per diagnostic.")
+@as_json
+def check(words: Words, concise: bool, as_json: bool, **chosen: Any) -> Exit:
     """Prove every schedule, plan and dispatch of the files, or show every fault in them."""
     from commdsl.commands.check import check
 
-    files, params = files_and_params(words)
-    leave(check(files, target(ranks, on, params, tune), schedule, as_json=as_json, concise=concise))
+    files, params, name = files_and_params(words, chosen["schedule"])
+    return check(files, aim(chosen, params), name, as_json=as_json, concise=concise)
 
 
-@app.command()
-@words
-@click.option(
+@app.command(cls=Grouped, example="show allreduce_ring --stage plan --ranks 4")
+@words("FILE [NAME=VALUE]...")
+@option(
     "--stage",
+    section=WHAT,
     type=click.Choice(["syntax", "ir", "plan", "cuda", "host"]),
     default="ir",
     show_default=True,
     help="Which.",
 )
 @where
-@click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw who sends what to whom, of plans.")
+@option("--svg", type=path_type, metavar="FILE", help="Draw who sends what to whom, of plans.")
 @as_json
-def show(words: Words, stage: str, svg: Path | None, as_json: bool, **chosen: Any) -> None:
+def show(words: Words, stage: str, svg: Path | None, as_json: bool, **chosen: Any) -> Exit:
     """Print one stage of a file; of dispatch plans who sends what to whom, and how even the loads are."""
     from commdsl.commands.show import Stage, show
 
-    file, params = file_and_params(words)
-    wanted = target(chosen["ranks"], chosen["on"], params, chosen["tune"])
-    leave(show(file, wanted, chosen["schedule"], Stage(stage), svg=svg, as_json=as_json))
+    file, params, name = file_and_params(words, chosen["schedule"])
+    return show(file, aim(chosen, params), name, Stage(stage), svg=svg, as_json=as_json)
 
 
-@app.command()
-@click.argument("words", nargs=-1, required=True, metavar="LENGTHS...")
-@click.option(
-    "--ranks", type=click.IntRange(1), metavar="N", help="How many; those of the machine or plan unless said."
+@app.command(cls=Grouped, example="plan 16384 8192 8192 4096 4096 --ranks 4")
+@words("LENGTHS...")
+@option(
+    "--ranks",
+    section=WHAT,
+    type=click.IntRange(1),
+    metavar="N",
+    help="How many; those of the machine or plan unless said.",
 )
-@click.option(
-    "--on", metavar="TOPOLOGY", help="A shipped topology, or a .comm file with one; a flat switch unless said."
+@option(
+    "--on",
+    section=WHAT,
+    metavar="TOPOLOGY",
+    help="A shipped topology, or a .comm file with one; a flat switch unless said.",
 )
-@click.option("--out", "-o", type=click.Path(path_type=Path), metavar="FILE", help="Where to; printed unless said.")
-@click.option("--name", metavar="NAME", help="Of the plan.")
-@click.option("--mask", type=click.Choice(["causal", "full"]), help="What queries attend to; causal unless said.")
-@click.option(
-    "--tolerance", default="2%", show_default=True, metavar="SHARE", help="A rank's attention above the mean."
+@option("--name", section=WHAT, metavar="NAME", help="Of the plan; balanced unless said.")
+@option("--mask", section=WHAT, type=click.Choice(["causal", "full"]), help="What queries see; causal unless said.")
+@option("--widths", section=WHAT, default="8192,2048,2048", show_default=True, metavar="Q,K,V", help="Bytes of a row.")
+@option("--tolerance", section=HOW, default="2%", show_default=True, metavar="SHARE", help="Attention above the mean.")
+@option(
+    "--shortest",
+    section=HOW,
+    default=128,
+    show_default=True,
+    type=click.IntRange(1),
+    metavar="TOKENS",
+    help="Of a shard.",
 )
-@click.option(
-    "--shortest", default=128, show_default=True, type=click.IntRange(1), metavar="TOKENS", help="Of a shard."
-)
-@click.option("--queries", type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
-@click.option("--keys", type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
-@click.option("--widths", default="8192,2048,2048", show_default=True, metavar="Q,K,V", help="Bytes of a row.")
-@click.option("--relay", is_flag=True, help="Ranks without a link may send to each other: the machine passes it on.")
-@click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw the plan.")
+@option("--queries", section=HOW, type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
+@option("--keys", section=HOW, type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
+@option("--relay", section=HOW, is_flag=True, help="Ranks without a link may send to each other, through others.")
+@option("--out", "-o", type=path_type, metavar="FILE", help="Where to; printed unless said.")
+@option("--svg", type=path_type, metavar="FILE", help="Draw the plan.")
 @as_json
-def plan(words: Words, out: Path | None, svg: Path | None, as_json: bool, **chosen: Any) -> None:
+def plan(words: Words, out: Path | None, svg: Path | None, as_json: bool, **chosen: Any) -> Exit:
     """Balance attention: from document LENGTHS (numbers; files as text, CSV, JSON; or a plan) to a dispatch plan."""
     from commdsl.commands.plan import parse, plan
 
-    leave(plan(words, parse(**chosen), out, svg, as_json=as_json))
+    return plan(words, parse(**chosen), out, svg, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=Grouped, example="compile allreduce_ring --ranks 4 --out kernels")
 @click.argument("words", nargs=-1, metavar="[FILE]... [NAME=VALUE]...")
-@click.option("--out", "-o", type=click.Path(path_type=Path), metavar="FOLDER", help="Where to; here unless said.")
-@only_check
 @where
+@option("--out", "-o", type=path_type, metavar="FOLDER", help="Where to; here unless said.")
+@only_check
 @as_json
-def compile(words: Words, out: Path | None, only_check: bool, as_json: bool, **chosen: Any) -> None:
+def compile(words: Words, out: Path | None, only_check: bool, as_json: bool, **chosen: Any) -> Exit:
     """Write NAME.cu and an importable NAME.py per declaration; with no file, the shipped ones into generated/."""
     from commdsl.commands.compile import compile
 
-    files, params = split_words(words)
-    wanted = target(chosen["ranks"], chosen["on"], params, chosen["tune"])
-    leave(compile(files, wanted, chosen["schedule"], out, check=only_check, as_json=as_json))
+    files, params, name = named(*split_words(words), chosen["schedule"])
+    return compile(files, aim(chosen, params), name, out, check=only_check, as_json=as_json)
 
 
-@app.command()
-@words
+@app.command(cls=Grouped, example="run rotation_ring --ranks 4 --bytes 64KB --dtype bfloat16")
+@words("FILE [NAME=VALUE]...")
 @where
-@click.option("--bytes", "size", metavar="SIZE", help="The largest buffer of a rank (1MB unless said), or a row (64).")
-@click.option("--dtype", default="float32", show_default=True, help="float32, bfloat16, int32, ...")
-@click.option("--op", help="sum (unless said), max, min, prod or avg; a dispatch adds up.")
-@click.option("--sanitize", is_flag=True, help="Under ThreadSanitizer.")
-@click.option("--processes", is_flag=True, help="One process per rank instead of threads.")
-@click.option(
-    "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Where the rows of a dispatch go."
-)
-@click.option(
-    "--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw the machine, its busiest links and the steps."
-)
+@option("--bytes", "size", section=HOW, metavar="SIZE", help="The largest buffer of a rank (1MB), or a row (64).")
+@option("--dtype", section=HOW, default="float32", show_default=True, help="float32, bfloat16, int32, ...")
+@option("--op", section=HOW, help="sum (unless said), max, min, prod or avg; a dispatch adds up.")
+@option("--plan", "plan_file", section=HOW, metavar="FILE", help="Where the rows of a dispatch go.")
+@option("--sanitize", section=HOW, is_flag=True, help="Under ThreadSanitizer.")
+@option("--processes", section=HOW, is_flag=True, help="One process per rank instead of threads.")
+@option("--svg", type=path_type, metavar="FILE", help="Draw the machine, its busiest links and the steps.")
 @as_json
-def run(words: Words, svg: Path | None, plan_file: Path | None, as_json: bool, **chosen: Any) -> None:
+def run(words: Words, svg: Path | None, plan_file: Text, as_json: bool, **chosen: Any) -> Exit:
     """Prove a file, run its emitted kernels on host ranks beside the oracle, and print cost and timeline."""
     from commdsl.commands.run import run
     from commdsl.commands.trial import Settings
 
-    file, params = file_and_params(words)
+    file, params, name = file_and_params(words, chosen["schedule"])
     if chosen["sanitize"] and chosen["processes"]:
         raise UsageError("ThreadSanitizer sees one process only: --sanitize or --processes, not both")
     size = None if chosen["size"] is None else arguments.parse_bytes(chosen["size"])
     settings = Settings(size, chosen["dtype"], chosen["op"], chosen["sanitize"], chosen["processes"])
-    wanted = target(chosen["ranks"], chosen["on"], params, chosen["tune"])
-    leave(run(file, wanted, chosen["schedule"], settings, plan=plan_file, svg=svg, as_json=as_json))
+    plan = None if plan_file is None else arguments.place_of(plan_file)
+    return run(file, aim(chosen, params), name, settings, plan=plan, svg=svg, as_json=as_json)
 
 
-@app.command()
-@click.argument("words", nargs=-1, required=True, metavar="FILE...")
+@app.command(cls=Grouped, example="fmt --check .")
+@words("FILE...")
 @only_check
 @as_json
-def fmt(words: Words, only_check: bool, as_json: bool) -> None:
-    """Format files, or those below folders, in the one canonical way; `-` is standard input."""
+def fmt(words: Words, only_check: bool, as_json: bool) -> Exit:
+    """Format files, or those below folders, in the one canonical way; - is standard input."""
     from commdsl.commands.fmt import fmt
 
     for word in words:
-        if word != "-" and not Path(word).exists():
-            raise UsageError(f"no such file: {word}")
-    leave(fmt(tuple(map(Path, words)), check=only_check, as_json=as_json))
+        if word != "-" and not Path(word).is_dir():
+            arguments.place_of(word)
+    return fmt(tuple(map(Path, words)), check=only_check, as_json=as_json)
 
 
-@app.command()
-@click.option("--collectives", default="all", show_default=True, metavar="A,B", help="all_reduce, all_gather, ...")
-@click.option("--sizes", default="1KB..1GB", show_default=True, metavar="FROM..TO", help="Bytes of the larger side.")
-@click.option("--factor", default=4, show_default=True, metavar="N", help="From one size to the next.")
-@click.option(
-    "--output", "-o", type=click.Path(path_type=Path), metavar="FILE", help="Named after the machine unless said."
-)
-@click.option("--time-budget", default=480.0, show_default=True, metavar="SECONDS", help="For all collectives.")
-@click.option(
-    "--memory", default="256MB", show_default=True, metavar="SIZE", help="Symmetric memory of an op, at most."
-)
-@click.option("--dtype", default="bfloat16", show_default=True, help="float32, bfloat16, int32, ...")
-def tune(collectives: str, sizes: str, factor: int, output: Path | None, **limits: Any) -> None:
+@app.command(cls=Grouped, example="tune --collectives all_reduce --sizes 1KB..4KB")
+@option("--collectives", section=WHAT, default="all", show_default=True, metavar="A,B", help="all_reduce, ...")
+@option("--sizes", section=WHAT, default="1KB..1GB", show_default=True, metavar="FROM..TO", help="Of the larger side.")
+@option("--factor", section=WHAT, default=4, show_default=True, metavar="N", help="From one size to the next.")
+@option("--dtype", section=WHAT, default="bfloat16", show_default=True, help="float32, bfloat16, int32, ...")
+@option("--time-budget", section=HOW, default=480.0, show_default=True, metavar="SECONDS", help="For all collectives.")
+@option("--memory", section=HOW, default="256MB", show_default=True, metavar="SIZE", help="Symmetric, of an op.")
+@option("--output", "-o", type=path_type, metavar="FILE", help="Named after the machine unless said.")
+def tune(collectives: str, sizes: str, factor: int, output: Path | None, **limits: Any) -> Exit:
     """Measure schedules and tunings on this machine, under torchrun, and write the table of the fastest."""
     from commdsl.commands.tune import parse, tune
 
     memory = arguments.parse_bytes(limits["memory"], "--memory")
-    wanted = parse(collectives, sizes, factor, output, limits["time_budget"], memory, limits["dtype"])
-    leave(tune(wanted))
+    return tune(parse(collectives, sizes, factor, output, limits["time_budget"], memory, limits["dtype"]))
 
 
-@app.command()
+@app.command(cls=Grouped, example="choice all_reduce 64KB --ranks 4")
 @click.argument("collective")
 @click.argument("size")
-@click.option("--ranks", type=int, required=True, metavar="N", help="The size of the group.")
-@click.option("--device", metavar="NAME", help="As torch names the GPU; this machine's unless said.")
+@option(
+    "--ranks", section=WHAT, type=click.IntRange(1), required=True, metavar="N", help="The size of the group; needed."
+)
+@option("--device", section=WHAT, metavar="NAME", help="As torch names the GPU; this machine's unless said.")
 @as_json
-def choice(collective: str, size: str, ranks: int, device: Text, as_json: bool) -> None:
+def choice(collective: str, size: str, ranks: int, device: Text, as_json: bool) -> Exit:
     """Say which schedule `commdsl.COLLECTIVE` runs for SIZE bytes on the larger side of a rank, and why."""
     from commdsl.commands.choice import choice
 
-    leave(choice(collective, arguments.parse_bytes(size, "SIZE"), ranks, device, as_json=as_json))
+    return choice(collective, arguments.parse_bytes(size, "SIZE"), ranks, device, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=Grouped, example="explain C302")
 @click.argument("code", required=False)
 @as_json
-def explain(code: Text, as_json: bool) -> None:
+def explain(code: Text, as_json: bool) -> Exit:
     """Print the law behind a diagnostic's CODE, with a wrong and a right example; without it, all codes."""
     from commdsl.commands.explain import explain
 
-    leave(explain(code, as_json=as_json))
+    return explain(code, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=Grouped, example="doctor")
 @as_json
-def doctor(as_json: bool) -> None:
+def doctor(as_json: bool) -> Exit:
     """Say what this machine can do, and what to install for the rest."""
     from commdsl.commands.doctor import doctor
 
-    leave(doctor(as_json=as_json))
+    return doctor(as_json=as_json)
 
 
-@app.command()
+@app.command(cls=Grouped, example="new allreduce my_first.comm")
 @click.argument("kind")
-@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.argument("file", required=False, type=path_type)
 @as_json
-def new(kind: str, file: Path | None, as_json: bool) -> None:
+def new(kind: str, file: Path | None, as_json: bool) -> Exit:
     """Write a commented .comm file to start from: of a collective (allreduce, rotation, ...), a plan or a dispatch."""
     from commdsl.commands.new import new
 
-    leave(new(kind, file, as_json=as_json))
+    return new(kind, file, as_json=as_json)
 
 
-def files_and_params(words: Words) -> tuple[tuple[Path, ...], tuple[tuple[str, int], ...]]:
-    files, params = split_words(words)
-    if not files:
-        raise UsageError("no file given")
-    return files, params
+def aim(chosen: dict[str, Any], params: Params) -> arguments.Target:
+    return target(chosen["ranks"], chosen["on"], params, chosen["tune"])
 
 
-def file_and_params(words: Words) -> tuple[Path, tuple[tuple[str, int], ...]]:
-    files, params = files_and_params(words)
+def named(places: tuple[Place, ...], params: Params, schedule: Text) -> tuple[tuple[Path, ...], Params, Text]:
+    """Files, parameters, and the one declaration that is asked for, by --schedule or as FILE.comm:NAME."""
+    names = {place.name for place in places if place.name is not None} | ({schedule} if schedule else set())
+    if len(names) > 1 or (names and schedule is None and len(places) > 1):
+        raise UsageError("one declaration of one file at a time, or all of several files")
+    return tuple(place.path for place in places), params, next(iter(names), None)
+
+
+def files_and_params(words: Words, schedule: Text) -> tuple[tuple[Path, ...], Params, Text]:
+    places, params = split_words(words)
+    if not places:
+        raise UsageError("no file given, nor the name of a shipped one (commdsl list)")
+    return named(places, params, schedule)
+
+
+def file_and_params(words: Words, schedule: Text) -> tuple[Path, Params, Text]:
+    files, params, name = files_and_params(words, schedule)
     if len(files) > 1:
         raise UsageError(f"one file at a time, got {', '.join(map(str, files))}")
-    return files[0], params
+    return files[0], params, name
 
 
-def leave(code: Exit) -> None:
-    sys.exit(int(code))
+# --- how it ends ------------------------------------------------------------------------------------------------------
 
 
 def run_command(words: Sequence[str]) -> int:
     """The exit code of a command line; nothing escapes."""
     try:
-        app(list(words), prog_name="commdsl")
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(Exit.USAGE)
-    except UsageError as error:
-        tell(f"usage: {error}")
+        code = app.main(list(words) or ["--help"], prog_name="commdsl", standalone_mode=False)
+        sys.stdout.flush()
+        return int(code or Exit.FINE) if words else int(Exit.USAGE)
+    except (UsageError, click.UsageError) as error:
+        tell(f"usage: {usage_text(error)}")
         return int(Exit.USAGE)
     except CommError as error:
         show_diagnostics(error.diagnostics)
         return int(Exit.DIAGNOSTICS)
-    except (Error, FileNotFoundError, IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+    except Error as error:
         tell(f"usage: {error}")
         return int(Exit.USAGE)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader has gone, and Python would complain about it at exit
+    except (KeyboardInterrupt, click.Abort):
+        tell("interrupted")
+        return int(Exit.INTERRUPTED)
+    except (ReaderGoneError, BrokenPipeError):
+        close_stdout()
         return int(Exit.FINE)
+    except OSError as error:
+        close_stdout()  # what is left of it may be what cannot be written
+        tell(f"usage: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}")
+        return int(Exit.USAGE)
+    except MemoryError:
+        tell("usage: this takes more memory than there is: ask for fewer ranks or bytes")
+        return int(Exit.USAGE)
     except Exception:
-        tell(traceback.format_exc())
-        tell("commdsl failed, and the file is not to blame: this is a bug in commdsl")
-        return int(Exit.INTERNAL)
-    return int(Exit.FINE)
+        return unexpected(words)
+
+
+def usage_text(error: UsageError | click.UsageError) -> str:
+    """In one line, with where to read on."""
+    if isinstance(error, UsageError):
+        return str(error)
+    message = " ".join(error.format_message().split()).rstrip(".")
+    if isinstance(error, click.NoSuchOption):
+        near = get_close_matches(error.option_name, error.possibilities or (), n=1)
+        message = f"no such option {error.option_name}" + (f", did you mean {near[0]}?" if near else "")
+    command = error.ctx.command_path if error.ctx else "commdsl"
+    return f"{message[:1].lower()}{message[1:]}; {command} --help says more"
+
+
+def unexpected(words: Sequence[str]) -> int:
+    """Says what to send."""
+    tell(traceback.format_exc())
+    tell("commdsl failed, and the file is not to blame: this is a bug in commdsl")
+    tell(f"please report it with the lines above, the files and this: commdsl {shlex.join(words)}")
+    tell(f"commdsl {resources.version()}, Python {platform.python_version()}, {platform.platform()}")
+    return int(Exit.INTERNAL)

@@ -106,8 +106,7 @@ def is_built(found: Outcome) -> bool:
 
 def shipped() -> tuple[tuple[str, Path], ...]:
     """The shipped files by the name they have in a checkout; topologies come along and declare nothing to compile."""
-    folder = resources.data_dir("schedules")
-    return tuple((f"schedules/{path.relative_to(folder).as_posix()}", path) for path in sorted(folder.rglob("*.comm")))
+    return tuple((str(resources.shipped_name(path)), path) for path in resources.shipped_files())
 
 
 def nearest(job: Job, target: Target) -> Outcome:

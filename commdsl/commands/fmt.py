@@ -14,6 +14,7 @@ from commdsl.language import diagnostics, parser
 from commdsl.language.diagnostics import CommError, Diagnostic
 from commdsl.language.format import format_file
 from commdsl.language.source import Source
+from commdsl.language.text import text_of
 
 
 def fmt(paths: tuple[Path, ...], *, check: bool, as_json: bool) -> Exit:
@@ -22,15 +23,15 @@ def fmt(paths: tuple[Path, ...], *, check: bool, as_json: bool) -> Exit:
     found: list[Diagnostic] = []
     for path in expand(paths):
         is_stream = str(path) == "-"
-        before = sys.stdin.read() if is_stream else path.read_text(encoding="utf-8")
         try:
+            before = sys.stdin.read() if is_stream else text_of(path)
             after = format_file(parser.parse(Source("standard input" if is_stream else str(path), before)))
         except CommError as error:
             found += error.diagnostics
             continue
         if is_stream and not check:
             sys.stdout.write(after)
-        elif after != before:
+        elif before != after if is_stream else path.read_bytes() != after.encode():  # ends of lines count, too
             changed.append(str(path))
             if not check:
                 path.write_text(after, encoding="utf-8")

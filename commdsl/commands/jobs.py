@@ -17,6 +17,8 @@ from commdsl.ir import resolve
 from commdsl.language.diagnostics import CommError, Diagnostic, Severity
 from commdsl.language.records import dataclass
 from commdsl.language.syntax import File, PlanDecl
+from commdsl.language.text import text_of
+from commdsl.machine import resources
 
 NOT_ADMITTED = "C501"
 """The code of a rank count that a declaration's `where` leaves out."""
@@ -57,7 +59,13 @@ class Outcome:
 
 def read_jobs(paths: Iterable[Path], target: Target, name: str | None = None) -> tuple[Job, ...]:
     """The jobs in the order of files, declarations, ranks. Raises CommError for a file that cannot be read."""
-    return tuple(job for path in paths for job in jobs_of(path, compiler.read(path), target, name))
+    return tuple(job for path in paths for job in jobs_of(path, read(path), target, name))
+
+
+def read(path: Path) -> tuple[File, ...]:
+    """As `compiler.read`; a shipped file that is given by its name is shown under that of a checkout."""
+    shown = resources.shipped_name(path)
+    return compiler.read(path) if shown is None else compiler.read_text(text_of(path), shown, path.parent)
 
 
 def jobs_of(path: Path, files: tuple[File, ...], target: Target, name: str | None = None) -> tuple[Job, ...]:

@@ -6,11 +6,12 @@ Assumes standard output is for results and standard error for diagnostics and pr
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ class Exit(IntEnum):
     USAGE = 2
     WRONG_RESULT = 3  # or a wait that timed out
     INTERNAL = 4
+    INTERRUPTED = 130
 
 
 def has_colour(stream: Any) -> bool:
@@ -47,6 +49,12 @@ def style(text: str, name: str) -> str:
 
 def say(text: str = "") -> None:
     print(text)
+
+
+def close_stdout() -> None:
+    """What is still to be written goes nowhere, and Python does not complain of it at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def tell(text: str) -> None:

@@ -14,10 +14,9 @@ import numpy as np
 
 from commdsl import checks, compiler
 from commdsl.commands import output, plan_view
-from commdsl.commands.arguments import UsageError
+from commdsl.commands.arguments import UsageError, parse_on
 from commdsl.commands.lengths import Documents, read
 from commdsl.commands.output import Exit
-from commdsl.ir import resolve
 from commdsl.ir.plans import DispatchPlan, routing
 from commdsl.ir.routes import Mask
 from commdsl.language.diagnostics import CommError, InternalError
@@ -149,13 +148,7 @@ def machine(files: tuple[File, ...], wanted: Wanted, ranks: int | None) -> Topol
     if wanted.on is None:
         assert ranks is not None
         return switch(ranks)
-    if wanted.on.endswith(".comm"):
-        declared = tuple(resolve.topologies(compiler.read(wanted.on)).values())
-        if len(declared) != 1:
-            raise UsageError(f"--on {wanted.on}: expected one topology in the file, it has {len(declared)}")
-        found = declared[0]
-    else:
-        found = compiler.find_topology(files, wanted.on, ranks or compiler.DEFAULT_RANKS)
+    found = compiler.find_topology(files, wanted.on, ranks or compiler.DEFAULT_RANKS)
     if wanted.ranks not in (None, found.num_ranks):
         raise UsageError(f"--ranks {wanted.ranks}: `{found.name}` has {found.num_ranks}")
     return found
@@ -217,7 +210,7 @@ def parse(
     if name is not None and not is_name(name):
         raise UsageError(f"--name `{name}`: expected a name as in a .comm file")
     goal = Goal(parse_tolerance(tolerance), shortest, parse_widths(widths), relay)
-    return Wanted(ranks, on, name, Mask(mask) if mask else None, queries, keys, goal)
+    return Wanted(ranks, parse_on(on), name, Mask(mask) if mask else None, queries, keys, goal)
 
 
 def is_name(text: str) -> bool:

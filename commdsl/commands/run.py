@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeAlias, assert_never
 
 from commdsl.commands import output
-from commdsl.commands.arguments import Target, UsageError
+from commdsl.commands.arguments import Place, Target, UsageError
 from commdsl.commands.jobs import Job, Outcome, has_errors, merge, prove_all, read_jobs, some
 from commdsl.commands.output import Exit
 from commdsl.commands.report import cost_lines, laws, proof_lines, report_json, row_cost, row_cost_json, row_cost_lines
@@ -62,7 +62,7 @@ def run(
     name: str | None,
     settings: Settings,
     *,
-    plan: Path | None = None,
+    plan: Place | None = None,
     svg: Path | None,
     as_json: bool,
 ) -> Exit:

@@ -10,11 +10,10 @@ from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
-from commdsl import compiler
 from commdsl.build.emit import Emitted
 from commdsl.commands import dumps, output
 from commdsl.commands.arguments import Target, UsageError
-from commdsl.commands.jobs import Job, Outcome, jobs_of, merge, prove_all, some
+from commdsl.commands.jobs import Job, Outcome, jobs_of, merge, prove_all, read, some
 from commdsl.commands.output import Exit
 from commdsl.compiler import CheckedDispatch, CheckedPlan, CheckedSchedule, CompiledDispatch, CompiledSchedule
 from commdsl.language import diagnostics
@@ -43,7 +42,7 @@ class Page:
 def show(path: Path, target: Target, name: str | None, stage: Stage, *, svg: Path | None = None, as_json: bool) -> Exit:
     """Prints one stage of every declaration of a file, for every number of ranks asked for."""
     try:
-        files = compiler.read(path)
+        files = read(path)
         if stage is Stage.SYNTAX:
             text = dumps.syntax_text(files)
             output.say_json({"file": str(path), "stage": stage.value, "text": text}) if as_json else output.say(text)

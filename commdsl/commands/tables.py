@@ -6,12 +6,11 @@ a plan runs by a dispatch of its own file, else by a shipped one. Does not run t
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TypeAlias
 
 from commdsl import compiler
-from commdsl.commands.arguments import Target, UsageError
-from commdsl.commands.jobs import Job, Outcome
+from commdsl.commands.arguments import Place, Target, UsageError
+from commdsl.commands.jobs import Job, Outcome, read
 from commdsl.commands.trial_rows import misfit
 from commdsl.compiler import CheckedPlan, CompiledDispatch, Given
 from commdsl.ir.plans import DispatchPlan
@@ -31,16 +30,14 @@ class Pairing:
     plan: CheckedPlan | None
 
 
-def asked_for(path: Path | None, jobs: tuple[Job, ...]) -> CheckedPlan | None:
+def asked_for(place: Place | None, jobs: tuple[Job, ...]) -> CheckedPlan | None:
     """The plan of --plan. Raises UsageError where no dispatch would run by it, CommError for a fault in it."""
-    if path is None:
+    if place is None:
         return None
     if not any(isinstance(job.decl, DispatchDecl) for job in jobs):
         raise UsageError("--plan says where the rows of a dispatch go, and none is run")
-    if not path.is_file():
-        raise UsageError(f"no such file: {path}")
-    files = compiler.read(path)
-    return compiler.check_plan(files, compiler.choose_kind(files, None, PlanDecl))
+    files = read(place.path)
+    return compiler.check_plan(files, compiler.choose_kind(files, place.name, PlanDecl))
 
 
 def with_ranks(job: Job, target: Target, asked: CheckedPlan | None) -> Job:

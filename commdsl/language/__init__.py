@@ -6,6 +6,7 @@ codes         every code a diagnostic may have; `explain` has a page for each
 diagnostics   what is wrong with a text, as data and as it is shown
 kinds         the words that a text, its IR and its Plan share
 syntax        what was written, a class per rule of the grammar
+text          a file -> its text
 parser        text -> Syntax
 collection    a pause of the garbage collector, for work that only builds
 parsed        the parser, which parses no text twice

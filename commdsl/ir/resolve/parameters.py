@@ -47,3 +47,15 @@ def parameters(
             continue
         found.append((name, scope[name]))
     return found
+
+
+def admits(decl: syn.ScheduleDecl, num_ranks: int, topology: Topology) -> bool:
+    """Whether the `where` of a schedule holds for so many ranks, its parameters as they are unless given."""
+    silent = Faults()
+    evaluator = Evaluator(silent)
+    known = known_counts(decl.ranks, num_ranks, topology)
+    try:
+        scope = {**known, **dict(parameters(decl, {}, known, evaluator, silent))}
+        return decl.where is None or bool(evaluator.number(decl.where, scope))
+    except Poisoned:
+        return False

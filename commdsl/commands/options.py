@@ -1,0 +1,120 @@
+"""Turns what the commands have in common into click's terms: options under headings, a hint for a word nearly right.
+
+Assumes click. Does not know what a command does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from commdsl.commands.arguments import UsageError
+from commdsl.machine import resources
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+WHAT, HOW, OUTPUT = "What", "How it runs", "Output"
+
+
+class ReaderGoneError(Exception):
+    """Nobody reads standard output any more."""
+
+
+class Option(click.Option):
+    """An option under a heading of the help text."""
+
+    def __init__(self, *names: Any, section: str = OUTPUT, **said: Any) -> None:
+        super().__init__(*names, **said)
+        self.section = section
+
+
+class Grouped(click.Command):
+    """A command whose options stand under their headings, and whose `example` is a command line that runs."""
+
+    def __init__(self, *said: Any, example: str, **more: Any) -> None:
+        super().__init__(*said, **more)
+        self.example = example
+        self.epilog = f"\b\nExample:\n  commdsl {example}"
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title in (WHAT, HOW, OUTPUT):
+            params = [param for param in self.get_params(ctx) if getattr(param, "section", OUTPUT) == title]
+            rows = [param.get_help_record(ctx) for param in params if isinstance(param, click.Option)]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl([row for row in rows if row is not None])
+
+
+class App(click.Group):
+    """All commands."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if self.get_command(ctx, args[0]) is None:
+            raise UsageError(f"there is no command {args[0]}; {hint(args[0], self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # click would exit with 1, as if something were wrong
+            raise ReaderGoneError from error
+
+
+def hint(word: str, commands: list[str]) -> str:
+    """What may have been meant in place of a command."""
+    near = get_close_matches(word, commands, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    file, _ = resources.split_place(word)
+    if Path(file).is_file() or resources.shipped_file(file):
+        return f"did you mean run {word}?"
+    return "commdsl --help lists them"
+
+
+def together(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, in the order of the help text."""
+
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+def option(*names: str, **said: Any) -> Callable[[Command], Command]:
+    return click.option(*names, cls=Option, **said)
+
+
+def words(what: str) -> Callable[[Command], Command]:
+    return click.argument("words", nargs=-1, required=True, metavar=what)
+
+
+path = click.Path(path_type=Path)
+as_json = option("--json", "as_json", is_flag=True, help="One JSON value on standard output.")
+only_check = option("--check", "only_check", is_flag=True, help="Write nothing; fail where a file would change.")
+where = together(
+    option(
+        "--ranks", section=WHAT, metavar="N", help="A number, a list 2,4,8, a range 2..16; 8, or as many as --on has."
+    ),
+    option(
+        "--on",
+        section=WHAT,
+        metavar="TOPOLOGY",
+        help="Of the file or one it uses, shipped, or MY_BOX.comm[:NAME].",
+    ),
+    option(
+        "--schedule", section=WHAT, metavar="NAME", help="One schedule, dispatch or plan of the file; all unless said."
+    ),
+    option(
+        "--tune",
+        section=WHAT,
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="In place of what the file tunes: lanes=16, tile=4KB, ...",
+    ),
+)

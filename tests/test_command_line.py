@@ -1,0 +1,265 @@
+"""The command line as a newcomer meets it: names in place of files, what is listed, and one line for every mistake.
+
+Assumes a checkout. Runs commands in this process, but for what only a process shows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from commdsl import compiler
+from commdsl.commands.cli import run_command
+from commdsl.language.syntax import TopologyDecl
+from commdsl.machine import resources
+
+ROOT = Path(__file__).parent.parent
+BOX = "topology {} {{ nodes 1   gpus {} per node   sms 4   link wire in node 10 GB/s per gpu 1 us }}\n"
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder far from the checkout, with two files of its own."""
+    monkeypatch.chdir(tmp_path)
+    ring = resources.shipped_file("allreduce_ring")
+    assert ring is not None
+    (tmp_path / "mine.comm").write_text(ring.read_text().replace("allreduce_ring", "mine"))
+    (tmp_path / "box.comm").write_text(BOX.format("small", 2))
+    (tmp_path / "boxes.comm").write_text(BOX.format("small", 2) + BOX.format("large", 6))
+    return tmp_path
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "allreduce_ring", "rotation_ring", "mine.comm"],
+        ["show", "allreduce_ring", "--stage", "plan", "--ranks", "3"],
+        ["run", "allreduce_ring", "--ranks", "2", "--bytes", "1000"],
+        ["compile", "allreduce_ring", "--out", "made"],
+        ["show", "balanced_16k"],
+        ["run", "qkv", "--plan", "spanning", "--json"],
+        ["check", "mine.comm:mine"],
+        ["check", "allreduce_ring.comm"],
+    ],
+)
+def test_shipped_names(words: list[str], capsys: Capture) -> None:
+    """A shipped file goes by its name wherever a file does, from any folder."""
+    assert run_command(words) == 0, capsys.readouterr().err
+
+
+def test_own_files_come_first(capsys: Capture) -> None:
+    """A file here is meant before a shipped one of its name."""
+    Path("allreduce_ring").write_text(Path("mine.comm").read_text())
+    assert run_command(["check", "allreduce_ring"]) == 0
+    assert "mine: proved" in capsys.readouterr().out
+
+
+def test_shipped_files_are_shown_by_a_short_name(capsys: Capture) -> None:
+    """What is said of a shipped file names it as a checkout does, wherever it is installed."""
+    assert run_command(["check", "rotation_hamilton", "--ranks", "4"]) == 1
+    assert " --> schedules/attention/rotation_hamilton.comm:" in capsys.readouterr().err
+
+
+def test_one_declaration_of_a_file(capsys: Capture) -> None:
+    """FILE.comm:NAME is one declaration, and no two are asked for at once."""
+    Path("both.comm").write_text(Path("mine.comm").read_text() + Path("mine.comm").read_text().replace("mine", "other"))
+    assert run_command(["check", "both.comm:other"]) == 0
+    assert capsys.readouterr().out.count("proved") == 1
+    assert run_command(["check", "both.comm:other", "--schedule", "mine"]) == 2
+    assert run_command(["check", "both.comm:other", "mine.comm"]) == 2
+    assert run_command(["check", "both.comm:nobody"]) == 1
+
+
+def test_on_a_topology_of_ones_own(capsys: Capture) -> None:
+    """--on takes a .comm file with one topology, or FILE.comm:NAME; its ranks are those of the proof."""
+    assert run_command(["check", "mine.comm", "--on", "box.comm"]) == 0
+    assert "proved for 2 ranks on small" in capsys.readouterr().out
+    assert run_command(["check", "allreduce_ring", "--on", "boxes.comm:large"]) == 0
+    assert "proved for 6 ranks on large" in capsys.readouterr().out
+    assert run_command(["run", "mine.comm", "--on", "box.comm", "--bytes", "1000"]) == 0
+    assert run_command(["plan", "100", "200", "--on", "boxes.comm:small"]) == 0
+    capsys.readouterr()
+    assert run_command(["check", "mine.comm", "--on", "boxes.comm"]) == 1
+    assert "expected one topology in `boxes.comm`, it has 2" in capsys.readouterr().err
+    assert run_command(["check", "mine.comm", "--on", "boxes.comm:huge"]) == 1
+    assert "no topology named `huge`" in capsys.readouterr().err
+    assert run_command(["check", "mine.comm", "--on", "mine.comm"]) == 1
+    assert "it has none" in capsys.readouterr().err
+
+
+def test_compiled_for_a_topology_of_ones_own(elsewhere: Path, capsys: Capture) -> None:
+    """What is compiled for it is proved for it again when it is loaded, from any folder, and when the file changes."""
+    assert run_command(["compile", "mine.comm", "--on", "box.comm", "--out", "made"]) == 0
+    assert "box.comm" in (elsewhere / "made" / "mine.py").read_text()
+
+
+# --- list and --version -----------------------------------------------------------------------------------------------
+
+
+def test_list(capsys: Capture) -> None:
+    """`list` has one line for each shipped file, with the sentence it opens with."""
+    assert run_command(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+
+    for path in resources.shipped_files():
+        (line,) = [line for line in lines if line.startswith(f"  {path.stem} ")]
+        opening = path.read_text().split("\n")[0].removeprefix("# ")
+        assert opening.split(". ")[0].rstrip(".")[:60] in line
+
+
+def test_list_json(capsys: Capture) -> None:
+    """With --json it says of each where it lies, its kind and its parameters; the name is what the file declares."""
+    assert run_command(["list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+
+    assert [Path(one["file"]).stem for one in found] == [one["name"] for one in found]
+    assert all((ROOT / one["file"]).is_file() for one in found)
+    by_name = {one["name"]: one for one in found}
+    assert by_name["broadcast_chain"]["parameters"] == ["root = 0", "K = 8"]
+    assert by_name["torus_4x4"]["kind"] == "topology"
+    assert by_name["h200_2x8"]["ranks"] == "2 x 8"
+    assert by_name["spanning"]["ranks"] == "4"
+    assert by_name["experts"]["ranks"] == "up to 32"
+
+
+def test_list_says_for_which_ranks(capsys: Capture) -> None:
+    """It agrees with the tables of the schedules' README."""
+    table = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", (ROOT / "schedules" / "README.md").read_text(), re.MULTILINE)
+    words = {"multiples of G": "whole nodes", "any but 4 and 6": "any but 4, 6"}
+    assert run_command(["list", "--json"]) == 0
+    schedules = [one for one in json.loads(capsys.readouterr().out) if one["group"] in ("collectives", "attention")]
+    said = {one["name"]: one["ranks"] for one in schedules}
+    stated = {name: words.get(ranks, ranks) for name, ranks in table if name in said}
+
+    assert len(stated) >= 24
+    assert {name: said[name] for name in stated} == stated
+
+
+def test_every_shipped_file_is_known_by_its_name() -> None:
+    """What a shipped file declares has the file's name: that is how it is found."""
+    for path in resources.shipped_files():
+        files = compiler.read(path)
+        declared = [decl.name.text for decl in (*compiler.declarations(files), *files[0].items)
+                    if isinstance(decl, TopologyDecl) or decl in compiler.declarations(files)]  # fmt: skip
+        assert declared[0] == path.stem
+        assert resources.shipped_file(path.stem) == path
+
+
+def test_version(capsys: Capture) -> None:
+    """--version is that of the project file."""
+    assert run_command(["--version"]) == 0
+    stated = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert stated is not None
+    assert capsys.readouterr().out == f"commdsl {stated[1]}\n"
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+MISTAKES = [
+    (["chek", "mine.comm"], "no command chek; did you mean check?"),
+    (["mine.comm"], "did you mean run mine.comm?"),
+    (["allreduce_ring"], "did you mean run allreduce_ring?"),
+    (["frobnicate"], "commdsl --help lists them"),
+    (["run", "mine.comm", "--rank", "4"], "no such option --rank, did you mean --ranks?"),
+    (["run", "--ranks"], "--ranks"),
+    (["run"], "missing argument"),
+    (["run", "allreduce_rin"], "did you mean allreduce_ring?"),
+    (["run", "mien.comm"], "no such file: mien.comm; did you mean mine.comm?"),
+    (["run", "allreduce_rings.comm"], "did you mean allreduce_ring, which is shipped?"),
+    (["run", "nothing/of/this.comm"], "no such file: nothing/of/this.comm"),
+    (["run", "qwertz"], "`commdsl list` says what is shipped"),
+    (["run", "mine.comm", "8"], "ranks are given as --ranks 8"),
+    (["run", ""], "is a folder"),
+    (["check", "."], "is a folder: name files in it"),
+    (["check", "notes.md"], "notes.md is no .comm file"),
+    (["check", "mine.comm", "--ranks", "0"], "there is 1 rank at least"),
+    (["check", "mine.comm", "--ranks", "x"], "expects a number"),
+    (["check", "mine.comm", "--ranks", ""], "expects a number"),
+    (["check", "mine.comm", "--ranks", "-3"], "expects a number"),
+    (["check", "mine.comm", "--ranks", "4.5"], "expects a number"),
+    (["check", "mine.comm", "--on", "no.comm"], "no such file: no.comm"),
+    (["check", "mine.comm", "--tune", "lanes"], "KEY=VALUE"),
+    (["check", "mine.comm", "K=x"], "a whole number"),
+    (["check", "empty.comm"], "declares nothing"),
+    (["run", "empty.comm"], "nothing to run"),
+    (["show", "mine.comm", "--stage", "ptx"], "is not one of"),
+    (["run", "mine.comm", "--svg", "no/such/folder.svg"], "no/such/folder.svg: No such file or directory"),
+    (["run", "mine.comm", "--svg", "."], "Is a directory"),
+    (["compile", "mine.comm", "--out", "notes.md"], "File exists"),
+    (["fmt", "notes.md"], "is no .comm file"),
+    (["fmt", "nowhere.comm"], "no such file"),
+    (["explain", "C203", "C204"], "unexpected extra argument"),
+    (["explain", "ring"], "no diagnostic has the code"),
+    (["new", "allreduce", "no/such/place.comm"], "No such file or directory"),
+    (["choice", "all_reduce", "64KB"], "missing option '--ranks'"),
+    (["choice", "all_reduce", "64KB", "--ranks", "0"], "--ranks"),
+    (["choice", "allreduce", "64KB", "--ranks", "4"], "expected one of all_reduce"),
+    (["plan", "--ranks", "4"], "missing argument"),
+    (["plan", "many", "--ranks", "4"], "neither a number nor a file"),
+    (["plan", "100", "--ranks", "4", "--on", "no.comm"], "no such file: no.comm"),
+    (["plan", "100", "--ranks", "4", "-o", "no/such/plan.comm"], "No such file or directory"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_mistakes(words: list[str], said: str, capsys: Capture) -> None:
+    """A wrong word is one line on standard error that says what to do, and exit code 2."""
+    Path("notes.md").write_text("# Notes\n")
+    Path("empty.comm").write_text("")
+    assert run_command(words) == 2
+    err = capsys.readouterr().err
+
+    assert err.startswith("usage: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_nothing_at_all(capsys: Capture) -> None:
+    """Without a command it shows the help, and that something was missing."""
+    assert run_command([]) == 2
+    assert "Commands:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["check", "run", "show", "compile", "fmt"])
+@pytest.mark.parametrize("text", [b"\xff\xfes\x00c\x00", b"\x7fELF\x02\x01\x01\x00\x90\x90", b"# caf\xe9\n"])
+def test_other_encodings(command: str, text: bytes, capsys: Capture) -> None:
+    """What is not UTF-8 is a diagnostic with its byte."""
+    Path("odd.comm").write_bytes(text)
+    assert run_command([command, "odd.comm"]) == 1
+    assert re.search(r"error\[C0(15|01)\]", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("text", ["\ufeff{}", "{}\r\n"])
+def test_texts_of_other_systems(text: str, capsys: Capture) -> None:
+    """A byte-order mark and other ends of lines are read over, and `fmt` takes them out."""
+    plain = Path("mine.comm").read_text()
+    Path("mine.comm").write_bytes(text.format(plain).replace("\n", "\r\n" if "\r" in text else "\n").encode())
+    assert run_command(["check", "mine.comm"]) == 0
+    assert run_command(["fmt", "--check", "mine.comm"]) == 1
+    assert run_command(["fmt", "mine.comm"]) == 0
+    assert run_command(["fmt", "--check", "mine.comm"]) == 0
+    assert Path("mine.comm").read_bytes() == plain.encode()
+
+
+def test_missing_permission(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """A file that may not be read is named, with the reason."""
+    real = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path.name == "mine.comm":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert run_command(["check", "mine.comm"]) == 2
+    assert capsys.readouterr().err == "usage: mine.comm: Permission denied\n"
