@@ -6,11 +6,14 @@ Assumes a checkout. Runs commands in this process, but for what only a process s
 from __future__ import annotations
 
 import json
+import os
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
+import commdsl
 from commdsl import compiler
 from commdsl.commands.cli import run_command
 from commdsl.language.syntax import TopologyDecl
@@ -97,8 +100,16 @@ def test_on_a_topology_of_ones_own(capsys: Capture) -> None:
 
 def test_compiled_for_a_topology_of_ones_own(elsewhere: Path, capsys: Capture) -> None:
     """What is compiled for it is proved for it again when it is loaded, from any folder, and when the file changes."""
+    box = elsewhere / "box.comm"
+    box.write_text(BOX.format("eight", 8))
     assert run_command(["compile", "mine.comm", "--on", "box.comm", "--out", "made"]) == 0
-    assert "box.comm" in (elsewhere / "made" / "mine.py").read_text()
+    made = runpy.run_path(str(elsewhere / "made" / "mine.py"))
+    (elsewhere / "other").mkdir()
+    os.chdir("other")
+    assert made["__getattr__"]("mine").name.startswith("mine_on_")
+    box.write_text(box.read_text().replace("in node 10 GB/s per gpu", "pairs (0, 1) 10 GB/s per pair"))
+    with pytest.raises(commdsl.CommError):
+        made["__getattr__"]("mine")
 
 
 # --- list and --version -----------------------------------------------------------------------------------------------

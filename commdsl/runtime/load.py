@@ -5,6 +5,7 @@ Assumes torch. Raises CommError with every fault of the file, as the compiler do
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def load(
     chosen = ranks or _size(group) or DEFAULT_RANKS
     known = program(asked, chosen, Transport.PEER, from_environment())
     suffix = "".join(f"_{key}_{value}".replace("-", "m") for key, value in (*asked.params, *asked.tune))
-    name = known.plan.name + suffix + (f"_on_{on}" if on else "")
+    name = known.plan.name + suffix + ("" if on is None else "_on_" + re.sub(r"\W", "_", Path(on).name))
     return register(name, digest_of(asked), asked, chosen, _inverse)
 
 

@@ -24,8 +24,9 @@ from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.schedules import Contract, Schedule, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import BufferKind
+from commdsl.language.text import text_of
 from commdsl.machine.config import Config
-from commdsl.machine.resources import data_dir
+from commdsl.machine.resources import data_dir, split_place
 from commdsl.program.launches import Return
 from commdsl.program.memory import Rights, Transport
 from commdsl.program.plan import Plan
@@ -200,6 +201,8 @@ def _parts(definition: Definition, ranks: int, transport: Transport) -> list[str
     parts = [sources_digest(), definition.schedule or "", str(ranks), transport.value, definition.on or ""]
     parts += [definition.path.name, *values, *_texts(definition.path, set())]
     if definition.on is not None:
+        file, _ = split_place(definition.on)
+        parts += _texts(Path(file), set()) if Path(file).is_file() else []
         parts += [
             path.read_text(encoding="utf-8") for path in sorted((data_dir("schedules") / "topologies").glob("*.comm"))
         ]
@@ -217,7 +220,7 @@ def _texts(path: Path, seen: set[Path]) -> Iterator[str]:
     if resolved in seen:
         return
     seen.add(resolved)
-    text = path.read_text(encoding="utf-8")
+    text = text_of(path)
     yield text
     for name in re.findall(r'\buse\s+"([^"\n]*)"', text):
         for base in (path.parent, data_dir("schedules")):
