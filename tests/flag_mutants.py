@@ -20,7 +20,7 @@ from commdsl.program.plan import Plan
 
 Mutation = Callable[[Random, Plan], Plan | None]
 
-PER_SOURCE = ("source_space", "source_rank", "source_index")
+PER_SOURCE = ("source_space", "source_rank", "source_index", "source_weight")
 PER_WAIT = ("wait_peer", "wait_ordinal", "wait_rounds_back", "wait_reason")
 BEGINS = {"source_begin": PER_SOURCE, "wait_begin": PER_WAIT, "signal_begin": ("signal_peer",)}
 FLAT = {"rank_begin", *BEGINS, *PER_SOURCE, *PER_WAIT, "signal_peer"}

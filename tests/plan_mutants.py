@@ -100,6 +100,13 @@ def _flag(column: str) -> Change:
     return change
 
 
+def _weight(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
+    """An operand counts for more; alone it counts for all, but not in lowest terms."""
+    table = plan.moves.ops.source_weight
+    at = random.randrange(len(table))
+    return {"source_weight": _changed(table, at, int(table[at]) + 1)} if plan.moves.has_reduction else None
+
+
 def _kind(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
     """The other kind for a whole group."""
     leader_of = plan.moves.ops.leader_of
@@ -114,7 +121,7 @@ def _sources(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
         return None
     op = random.choice(many)
     pair = random.sample(range(plan.moves.ops.source_begin[op], plan.moves.ops.source_begin[op + 1]), 2)
-    columns = ("source_space", "source_rank", "source_index")
+    columns = ("source_space", "source_rank", "source_index", "source_weight")
     return {name: _swapped(getattr(plan.moves.ops, name), *pair) for name in columns}
 
 
@@ -141,7 +148,7 @@ def _unjoined(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
     leader = int(ops.leader_of[op])
     taken = np.arange(ops.source_begin[leader], ops.source_begin[leader + 1])
     at = int(ops.source_begin[op])
-    columns = ("source_space", "source_rank", "source_index")
+    columns = ("source_space", "source_rank", "source_index", "source_weight")
     tables = {name: np.insert(getattr(ops, name), at, getattr(ops, name)[taken]) for name in columns}
     begin = ops.source_begin + len(taken) * (np.arange(ops.num_ops + 1) > op)
     return {**tables, "source_begin": begin.astype(np.int32), "joined": _changed(ops.joined, op, 0)}
@@ -155,7 +162,7 @@ CHANGES: dict[str, Change] = {
     "dest_space": _space("dest"),
     "dest_rank": _rank("dest"),
     "kind": _kind,
-    "scale": _flag("scale"),
+    "weight": _weight,
     "joined": _flag("joined"),
     "order of sources": _sources,
     "exchanged dests": _dests,

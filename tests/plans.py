@@ -30,7 +30,8 @@ class Op:
     barrier: int = 0
     size_class: tuple[int, int] = (1, 0)
     joined: int = 0
-    scale: int = 0
+    weights: tuple[int, ...] = ()  # of the sources; (): 1 each
+    whole: int = 1
 
 
 Programs = list[list[Op]]
@@ -66,8 +67,8 @@ def build(
         cut=column([op.size_class[0] for op in ops]),
         piece=column([op.size_class[1] for op in ops]),
         barrier=column([op.barrier for op in ops]),
+        whole=column([op.whole for op in ops]),
         joined=column([op.joined for op in ops]),
-        scale=column([op.scale for op in ops]),
         dest_space=column([op.dest[0] for op in ops]),
         dest_rank=column([op.dest[1] for op in ops]),
         dest_index=column([op.dest[2] for op in ops]),
@@ -75,6 +76,7 @@ def build(
         source_space=column([source[0] for source in sources]),
         source_rank=column([source[1] for source in sources]),
         source_index=column([source[2] for source in sources]),
+        source_weight=column([weight for op in ops for weight in op.weights or [1] * len(op.sources)]),
         wait_begin=begins([len(op.waits) for op in ops]),
         wait_peer=column([wait[0] for wait in waits]),
         wait_ordinal=column([wait[1] for wait in waits]),
@@ -314,8 +316,8 @@ def big_ring_allreduce(num_ranks: int, rotation: int) -> Plan:
     kind = row((OpKind.COPY, OpKind.REDUCE), np.full_like(step, OpKind.COPY), np.full_like(step, OpKind.COPY))
     combines = (kind == OpKind.REDUCE).reshape(-1)
     source_begin = begins(combines + 1)
-    sources = [np.empty(source_begin[-1], np.int32) for _ in range(3)]
-    for table, values in zip(sources, (space, rank + 0 * space, index), strict=True):
+    sources = [np.empty(source_begin[-1], np.int32) for _ in range(4)]
+    for table, values in zip(sources, (space, rank + 0 * space, index, np.ones_like(space)), strict=True):
         table[source_begin[:-1]] = values.reshape(-1)
     cell = source_begin[:-1][combines] + 1
     sources[0][source_begin[:-1][combines]] = 0
@@ -331,8 +333,8 @@ def big_ring_allreduce(num_ranks: int, rotation: int) -> Plan:
         piece=chunk.reshape(-1),
         # A put reads what the operation before it combined, without a wait between.
         barrier=row((1, 0), first, zero).reshape(-1),
+        whole=np.ones(kind.size, np.int32),
         joined=np.zeros(kind.size, np.int32),
-        scale=np.zeros(kind.size, np.int32),
         dest_space=dest_space.reshape(-1),
         dest_rank=dest_rank.reshape(-1),
         dest_index=dest_index.reshape(-1),
@@ -340,6 +342,7 @@ def big_ring_allreduce(num_ranks: int, rotation: int) -> Plan:
         source_space=sources[0],
         source_rank=sources[1],
         source_index=sources[2],
+        source_weight=sources[3],
         **waits,
         **signals,
         origin=np.zeros(kind.size, np.int32),

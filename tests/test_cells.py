@@ -40,13 +40,14 @@ def rows(*steps: tuple[int, int | None, int | None]) -> Rows:
         dest_space=space(writes, 1),
         dest_rank=zero,
         dest_index=cell(writes),
-        scale=zero,
+        whole=zero + 1,
         joined=zero,
         origin=zero,
         source_begin=np.arange(len(steps) + 1, dtype=np.int32),
         source_space=space(reads, 0),
         source_rank=zero,
         source_index=cell(reads),
+        source_weight=zero + 1,
     )
 
 

@@ -29,7 +29,7 @@ from commdsl.program.memory import Transport
 from commdsl.program.moves import CELL, OpKind, Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.proof.computes import computes
-from commdsl.program.proof.values import Values, averaged, combined
+from commdsl.program.proof.values import Values, applied, combined
 from commdsl.program.verify import verify
 
 ELEMENTS = 2 * 120
@@ -99,14 +99,11 @@ def test_shipped_schedules(path: Path) -> None:
 
 
 def test_one_rank() -> None:
-    """An average over one rank is what it was: whether the Plan divides it does not matter."""
+    """Over one rank there is nothing to combine."""
     files = compiler.read_text(TEXTS["allreduce"].replace("P >= 2", "P >= 1"), "one.comm", Path())
     checked = compiler.check(files, ranks=1)
-    ops = checked.plan.moves.ops
 
     assert list(computes(checked.schedule, checked.plan.moves)) == []
-    divided = changed(checked.plan, ops=replace(ops, scale=1 - ops.scale))
-    assert list(computes(checked.schedule, divided.moves)) == []
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -133,10 +130,9 @@ def test_order_and_nesting_are_part_of_a_value() -> None:
         total(nested(a, b), c),
         total(a, nested(b, c)),
         total(a, a),
-        int(averaged(a)[0]),
-        int(averaged(averaged(a))[0]),
-        total(averaged(a), b),
-        int(averaged(nested(a, b))[0]),
+        int(applied("add", a)[0]),
+        total(applied("add", a), b),
+        int(applied("add", nested(a, b))[0]),
     ]
     assert len({*different, 11, 22, 33}) == len(different) + 3
     assert total(a) == 11
@@ -158,13 +154,38 @@ def test_operands_that_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["allreduce", "oneshot"])
-def test_every_chunk_is_divided_once(name: str) -> None:
-    """With any one mark of an average added or taken away a Plan is refused."""
+def test_every_operand_counts_for_what_it_holds(name: str) -> None:
+    """With any one weight of an average changed a Plan is refused."""
     schedule, plan = right(TEXTS[name])
-    for op in range(plan.moves.ops.num_ops):
-        scale = plan.moves.ops.scale.copy()
-        scale[op] ^= 1
-        assert [found.code for found in check_plan(schedule, with_tables(plan, scale=scale))] == ["C210"]
+    ops = plan.moves.ops
+    reduces = np.repeat(ops.kind == OpKind.REDUCE, np.diff(ops.source_begin))
+    for source in np.flatnonzero(reduces).tolist():
+        weight = ops.source_weight.copy()
+        weight[source] += 1
+        assert [found.code for found in check_plan(schedule, with_tables(plan, source_weight=weight))] == ["C210"]
+
+
+def test_weights_that_are_not_in_lowest_terms() -> None:
+    """Twice the weights, of twice the whole, are the same average, but may round otherwise: they are refused."""
+    schedule, plan = right(TEXTS["oneshot"])
+    ops = plan.moves.ops
+    reduces = ops.kind == OpKind.REDUCE
+    twice = ops.source_weight + np.repeat(reduces, np.diff(ops.source_begin))
+    tables = {"source_weight": twice.astype(np.int32), "whole": np.where(reduces, 2 * ops.whole, 1).astype(np.int32)}
+    (found,) = check_plan(schedule, with_tables(plan, **tables))
+
+    x = [f"rank {rank}'s chunk 0 of `x`" for rank in range(3)]
+    assert found.notes[1] == f"got an average by other weights of ({', '.join(x)})"
+
+
+def test_a_ring_weighs_what_has_travelled() -> None:
+    """The sum that arrives is over the power of two that is not less than what it holds; the result is over 3."""
+    _, plan = right(TEXTS["allreduce"])
+    ops = plan.moves.ops
+    pairs = np.flatnonzero(np.diff(ops.source_begin) == 2)
+    weights = [{*ops.source_weight[first : first + 2].tolist()} for first in ops.source_begin[pairs]]
+    assert weights == [{1}, {1, 2}] * 3
+    assert ops.whole[pairs].tolist() == [2, 3] * 3
 
 
 def exchanged_sources(plan: Plan, op: int) -> Plan:
@@ -183,10 +204,10 @@ def test_order_of_a_reduction() -> None:
 
     assert found.headline == "chunk 0 of `y` on rank 0 is not what the schedule says"
     x = [f"rank {rank}'s chunk 0 of `x`" for rank in range(3)]
-    assert found.notes[:2] == (f"expected ({' + '.join(x)}) / 3", f"got ({x[1]} + {x[0]} + {x[2]}) / 3")
-    assert found.primary.text == "operation 2 of rank 0 [copy out, average] stores it"
+    assert found.notes[:2] == (f"expected {' + '.join(x)}", f"got {x[1]} + {x[0]} + {x[2]}")
+    assert found.primary.text == "operation 2 of rank 0 [copy out] stores it"
     assert [label.text for label in found.secondary] == [
-        f"wrong since operation 2 of rank 0 [copy out, average], which makes {x[1]} + {x[0]} + {x[2]}"
+        f"wrong since operation 2 of rank 0 [copy out], which makes {x[1]} + {x[0]} + {x[2]}"
     ]
 
 
@@ -217,13 +238,13 @@ def test_what_a_round_before_left() -> None:
 
 
 def test_two_values_stored_at_once() -> None:
-    """A group that stores one value to one place, divided and not divided, leaves neither."""
+    """Where all ranks store to one place at once, what each reads there is none of their values."""
     schedule, plan = right(TEXTS["half"])
     programs = []
     for rank in range(3):
-        copy = Op(OpKind.COPY, (1, rank, 0), ((0, rank, 0),), scale=1)
-        programs.append([copy, replace(copy, sources=(), joined=1, scale=0)])
-    (found,) = computes(schedule, build(programs, plan.moves.tensors, 0, 1).moves)
+        store = Op(OpKind.COPY, (CELL, 0, 0), ((0, rank, 0),))
+        programs.append([store, Op(OpKind.COPY, (1, rank, 0), ((CELL, 0, 0),))])
+    (found,) = computes(schedule, build(programs, plan.moves.tensors, 1, 1).moves)
 
     assert found.notes[:2] == ("expected rank 0's chunk 0 of `x`", "got one of two values that are stored at once")
 
@@ -307,7 +328,7 @@ def test_what_is_refused_is_wrong(name: str) -> None:
     wrong = [
         mutant
         for what, mutant in mutants(checked.plan, Random(1), times=6)
-        if what in ("source_index", "dest_index", "scale") and verdict(checked.schedule, mutant) == "C210"
+        if what in ("source_index", "dest_index", "weight") and verdict(checked.schedule, mutant) == "C210"
     ]
 
     assert len(wrong) >= 4

@@ -74,7 +74,7 @@ def test_digest_covers_what_runs() -> None:
     )
     digests = {emit.emit(other).digest for other in (plan, *others)}
     assert len(digests) == 5
-    assert emit.defines(plan, "bfloat16", "avg") == ("COMMDSL_DTYPE=bfloat16", "COMMDSL_OP=sum")
+    assert emit.defines(plan, "bfloat16", "avg") == ("COMMDSL_DTYPE=bfloat16", "COMMDSL_OP=avg")
     assert emit.defines(changed(plan, has_reduction=False), "bfloat16", "sum") == ()
 
 

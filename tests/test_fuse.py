@@ -15,7 +15,7 @@ from strategies import Program, programs
 from commdsl import compiler
 from commdsl.compiler import Checked
 from commdsl.language.kinds import BufferKind
-from commdsl.program.memory import Rights, Transport
+from commdsl.program.memory import Transport
 from commdsl.program.moves import CELL, MOST_DESTS, OpKind, Ops
 from commdsl.program.plan import Plan
 
@@ -151,11 +151,3 @@ def test_nothing_is_overwritten_before_it_is_read() -> None:
     )
     assert passes(overwrite.plan.moves.ops, 0) == [(COPY, ["tensor"])] * 2
     assert overwrite.plan.moves.num_cells == 0
-
-
-def test_a_pass_returns_an_average_and_sends_a_sum() -> None:
-    """What is divided is what is returned: the sums on their way are not."""
-    ops = plan("allreduce_ring", 4).moves.ops
-    tensors = [tensor.access for tensor in plan("allreduce_ring", 4).moves.tensors]
-
-    assert np.array_equal(ops.scale == 1, ops.dest_space == tensors.index(Rights.WRITE))

@@ -201,21 +201,17 @@ def test_many_sources_round_once() -> None:
         assert output[0] == np.float16(2048 + 5 * 0.75)
 
 
-@pytest.mark.parametrize("op", ["sum", "avg"])
-def test_scale_divides_only_for_avg(op: str) -> None:
-    """The same text sums or averages: a bit of the arguments decides, and only what is marked is divided."""
+@pytest.mark.parametrize(("op", "weights"), [("sum", (1, 2, 5)), ("avg", (1, 1, 1)), ("avg", (1, 2, 4))])
+def test_weights_count_only_for_avg(op: str, weights: tuple[int, ...]) -> None:
+    """The same text sums or averages: a macro decides. An average weighs its operands in order."""
     programs, tensors, cells = plans.pull_allreduce(3, 1, True)
-    for rank, (_, combine) in enumerate(programs):
-        programs[rank][1] = replace(combine, signals=())
-        programs[rank].append(Op(OpKind.REDUCE, (2, rank, 0), (), signals=combine.signals, joined=1, scale=1))
-    tensors = (*tensors, Tensor("z", Rights.WRITE, 1, 1))
+    programs = [[put, replace(combine, weights=weights, whole=6)] for put, combine in programs]
     plan = small(plans.build(programs, tensors, cells, rotation=1))
-    arrays = [np.arange(100, dtype=np.float32) + rank for rank in range(3)]
-    total = in_order(np.add, arrays)
-    mean = total / np.float32(3 if op == "avg" else 1)
+    arrays = [np.arange(1, 101, dtype=np.float32) + rank for rank in range(3)]
+    parts = [array * np.float32(weight) for array, weight in zip(arrays, weights, strict=True)]
+    want = in_order(np.add, arrays) if op == "sum" else in_order(np.add, parts) / np.float32(6)
     (found,) = host_run.run_calls(plan, emit(plan), [{"x": arrays}], element("float32"), op, Options())
-    for name, want in (("y", total), ("z", mean)):
-        assert all(output.tobytes() == want.tobytes() for output in found.outputs[name]), name
+    assert all(output.tobytes() == want.tobytes() for output in found.outputs["y"])
 
 
 def test_in_place() -> None:

@@ -58,6 +58,8 @@ BROKEN = [
     (table("dest_index", 1, -1), "destination 1 of 6: its index"),
     (table("source_rank", 0, 1), "source 0 of 12: a tensor belongs to the rank itself"),
     (table("source_index", 2, 1), "source 2 of 12: its index"),
+    (table("whole", 2, 0), "operation 2 of 6: its whole lies within 1 ..< 16777217"),
+    (table("source_weight", 2, 0), "source 2 of 12: its weight lies within 1 ..< 16777217"),
     (table("wait_peer", 0, 3), "wait 0 of 12: its peer"),
     (table("wait_peer", 0, 0), "wait 0 of 12: a rank does not wait for itself"),
     (table("wait_ordinal", 1, 0), "wait 1 of 12: its ordinal"),
@@ -100,7 +102,7 @@ def group() -> Plan:
 def alone(legal: Plan) -> Plan:
     """The first operation of rank 0 joined to nothing, its sources gone."""
     ops = legal.moves.ops
-    kept = {name: getattr(ops, name)[1:] for name in ("source_space", "source_rank", "source_index")}
+    kept = {name: getattr(ops, name)[1:] for name in ("source_space", "source_rank", "source_index", "source_weight")}
     begin = np.maximum(ops.source_begin - 1, 0)
     joined = ops.joined.copy()
     joined[0] = 1
@@ -117,8 +119,6 @@ BROKEN_GROUPS = [
     (table("barrier", 1, 1), "joined operation 0 of 2: the first of its group has the barrier"),
     (table("wait_begin", 2, 1), "joined operation 0 of 2: the first of its group waits"),
     (table("signal_begin", 1, 1), "operation before a joined one 0 of 2: the last of its group signals"),
-    (table("scale", 0, 2), "operation 0 of 6: scale is a truth value"),
-    (table("scale", 0, 1), "only moves bytes"),
 ]
 
 

@@ -202,8 +202,8 @@ def _tables(moves: Moves, ops: Ops) -> MovesText:
         ranks=tuple(_rank_table(moves, ops, actor) for actor in range(len(ops.rank_begin) - 1)),
         rank_begin=_row(np.searchsorted(ops.leaders, ops.rank_begin).astype(np.int32)),
         signals_per_round=tuple(_row(line) for line in moves.signals_per_round),
-        dests=_rows(ops.dest_space, ops.dest_rank, _blocks(ops.dest_space, ops.dest_index, ops.cut), ops.scale),
-        sources=_rows(ops.source_space, _senders(moves, ops), places),
+        dests=_rows(ops.dest_space, ops.dest_rank, _blocks(ops.dest_space, ops.dest_index, ops.cut)),
+        sources=_rows(ops.source_space, _senders(moves, ops), places, ops.source_weight),
         waits=_rows(ops.wait_peer, ops.wait_ordinal, ops.wait_rounds_back),
         signals=_rows(ops.signal_peer, signal_ordinals(ops)),
     )
@@ -247,7 +247,7 @@ def _senders(moves: Moves, ops: Ops) -> Ints:
 
 def _table_bytes(moves: Moves, ops: Ops) -> int:
     """What the tables of all ranks take in the kernel."""
-    rows = 13 * len(ops.leaders) + 4 * ops.num_ops + 3 * len(ops.source_space) + 3 * len(ops.wait_peer)
+    rows = 14 * len(ops.leaders) + 3 * ops.num_ops + 4 * len(ops.source_space) + 3 * len(ops.wait_peer)
     return 4 * (rows + 2 * len(ops.signal_peer) + moves.signals_per_round.size + len(ops.rank_begin))
 
 
@@ -338,7 +338,8 @@ def _op(ops: Ops, leader: int, end: int) -> str:
     runs = [(leader, end - leader)]
     tables = (ops.source_begin, ops.wait_begin, ops.signal_begin)
     runs += [(begin[leader], begin[end] - begin[leader]) for begin in tables]
-    columns = (ops.cut[leader], ops.piece[leader], ops.barrier[leader], *(number for run in runs for number in run))
+    single = (ops.cut[leader], ops.piece[leader], ops.barrier[leader], ops.whole[leader])
+    columns = (*single, *(number for run in runs for number in run))
     return f"{KIND_NAMES[OpKind(int(ops.kind[leader]))]}, {', '.join(map(str, columns))}"
 
 
@@ -376,11 +377,11 @@ SHORT_PROGRAM = 16
 def defines(plan: Plan, dtype: str, op: str, rank: int | None = None) -> tuple[str, ...]:
     """The macros a build of the text takes: element type and reduction, none for a kernel that only moves bytes.
 
-    `avg` is `sum` with a bit set at launch. With `rank` the build is for that rank alone if its program is short.
+    With `rank` the build is for that rank alone if its program is short.
     """
     macros: tuple[str, ...] = ()
     if plan.moves.has_reduction:
-        macros = (f"COMMDSL_DTYPE={dtype}", f"COMMDSL_OP={'sum' if op == 'avg' else op}")
+        macros = (f"COMMDSL_DTYPE={dtype}", f"COMMDSL_OP={op}")
     if rank is None or plan.moves.protocol is Protocol.ENGINE:
         return macros
     first, last = np.searchsorted(plan.moves.ops.leaders, plan.moves.ops.rank_begin[rank : rank + 2])

@@ -94,7 +94,7 @@ def run_calls(
         _begin_at(plan, where, options.first_round)
     own = _own(plan, where, max(_block_bytes(plan, given, dtype) for given in inputs), options.shift)
     laid = [_lay(plan, where, given, own, dtype, options) for given in inputs]
-    calls = [_values(plan, call, op == "avg") for call in laid]
+    calls = [_values(plan, call) for call in laid]
     data = run_ranks(kernel, where, calls, options, config)
     return [_collect(plan, call, data, dtype) for call in laid]
 
@@ -180,9 +180,9 @@ def _begin_at(plan: Plan, where: Seats, first: int) -> None:
             where.room.contents.append((at, words.reshape(-1).view(np.uint8)))
 
 
-def _values(plan: Plan, laid: _Laid, average: bool) -> list[Values]:
+def _values(plan: Plan, laid: _Laid) -> list[Values]:
     """What every rank's kernel is told of one call."""
-    launch = host_launch(plan.moves, laid.block_bytes).arguments(average)
+    launch = host_launch(plan.moves, laid.block_bytes).arguments()
     return [{"tensors": offsets, **launch} for offsets in laid.tensors]
 
 

@@ -229,7 +229,10 @@ def op_text(moves: Operations, index: int) -> str:
     dest = location(moves, int(ops.dest_space[index]), int(ops.dest_rank[index]), int(ops.dest_index[index]))
     verb = OpKind(int(ops.kind[index])).name.lower()
     text = f"     and {dest}" if ops.joined[index] else f"{verb} {dest} <- {sources}"
-    text += f"  piece {ops.piece[index]}/{ops.cut[index]}" + ("  average" if ops.scale[index] else "")
+    text += f"  piece {ops.piece[index]}/{ops.cut[index]}"
+    weights = ops.source_weight[int(ops.source_begin[index]) : int(ops.source_begin[index + 1])].tolist()
+    if ops.kind[index] == OpKind.REDUCE and len(weights) > 1:
+        text += f"  avg: by {' '.join(map(str, weights))} of {ops.whole[index]}"
     for k in range(int(ops.wait_begin[index]), int(ops.wait_begin[index + 1])):
         back = f", {ops.wait_rounds_back[k]} rounds back" if ops.wait_rounds_back[k] else ""
         reason = Reason(int(ops.wait_reason[k])).name.lower().replace("_", " ")

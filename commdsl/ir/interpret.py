@@ -2,12 +2,18 @@
 
 Assumes a schedule that passed the checks. Does not know lanes, cells, flags or rounds, and shares nothing with `lower`
 or `emit`: every step reads everything it reads, then writes everything it writes, one chunk after another.
+
+With `avg` a chunk holds what it does with `sum`, divided: by how many contributions it holds, where a contract sums so
+many, else by the least power of two that is not less. So a result is a mean, no partial sum is larger than what was
+given, and what is rounded on the way is rounded as in the sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from math import gcd
 from types import MappingProxyType
 from typing import TypeAlias, assert_never
 
@@ -19,6 +25,7 @@ from commdsl.language.kinds import BufferKind
 from commdsl.machine.dtypes import Array, DType
 
 UNIT = 16  # bytes: where chunks may be cut
+MOST_CONTRIBUTIONS = 1 << 24  # that a chunk is said to hold: float32 has every whole number up to it
 
 Body: TypeAlias = Callable[[int, Sequence[Array]], Sequence[Array]]
 """What the caller computes at a `yield` with a body: from its rank and whole buffers to whole buffers."""
@@ -44,6 +51,8 @@ class _Memory:
         self.dtype = dtype
         self.data: list[list[Array]] = []
         self.slots: dict[tuple[int, int, int], Array] = {}  # scratch: whatever was put there
+        self.summed = schedule.summed
+        self.contributions: dict[tuple[int, int, int], int] = {}  # of a chunk that was reduced; others hold one
         for buffer in self.buffers:
             if buffer.name in inputs and buffer.kind in (BufferKind.INPUT, BufferKind.INOUT):
                 given = inputs[buffer.name]
@@ -64,7 +73,12 @@ class _Memory:
             return self.slots[buffer, rank, chunk].copy()
         return self.data[buffer][rank][self._span(self.buffers[buffer], chunk)].copy()
 
-    def write(self, buffer: int, rank: int, chunk: int, values: Array) -> None:
+    def held(self, buffer: int, rank: int, chunk: int) -> int:
+        """How many contributions are combined in a chunk."""
+        return self.contributions.get((buffer, rank, chunk), 1)
+
+    def write(self, buffer: int, rank: int, chunk: int, values: Array, contributions: int = 1) -> None:
+        self.contributions[buffer, rank, chunk] = contributions
         if self.buffers[buffer].kind is BufferKind.SCRATCH:
             self.slots[buffer, rank, chunk] = values
         else:
@@ -120,8 +134,8 @@ def run(
         match step:
             case Step():
                 results = [result for moves in step.moves for result in _results(memory, moves, dtype, op)]
-                for buffer, rank, chunk, values in results:
-                    memory.write(buffer, rank, chunk, values)
+                for buffer, rank, chunk, values, contributions in results:
+                    memory.write(buffer, rank, chunk, values, contributions)
             case Yield(name=None):
                 yields.append([memory.whole(step.buffer, rank) for rank in range(schedule.num_ranks)])
             case Yield(name=name):
@@ -137,30 +151,30 @@ def run(
                     memory.fill(step.writes[0], rank, made)
             case _:
                 assert_never(step)
-    if op == "avg":
-        _average(schedule, memory, dtype)
     kept = (BufferKind.OUTPUT, BufferKind.INOUT)
     outputs = {b.name: memory.data[i] for i, b in enumerate(schedule.buffers) if b.kind in kept}
     return Result(outputs, yields)
 
 
-def _results(memory: _Memory, moves: Statement, dtype: DType, op: str) -> Iterator[tuple[int, int, int, Array]]:
+def _results(memory: _Memory, moves: Statement, dtype: DType, op: str) -> Iterator[tuple[int, int, int, Array, int]]:
     """What each row of a statement will write, computed from the state before the step."""
     for row, (rank, chunk) in enumerate(zip(moves.dest_rank.tolist(), moves.dest_chunk.tolist(), strict=True)):
-        operands = [memory.read(moves.dest_buffer, rank, chunk)] if moves.accumulate else []
+        places = [(moves.dest_buffer, rank, chunk)] if moves.accumulate else []
         for k, (source_rank, source_chunk) in enumerate(
             zip(moves.source_rank[row].tolist(), moves.source_chunk[row].tolist(), strict=True)
         ):
             if moves.source_valid is None or moves.source_valid[row, k]:
-                operands.append(memory.read(moves.source_buffer, source_rank, source_chunk))
-        yield moves.dest_buffer, rank, chunk, combine(operands, dtype, op)
+                places.append((moves.source_buffer, source_rank, source_chunk))
+        operands, held = [memory.read(*place) for place in places], [memory.held(*place) for place in places]
+        values = average(operands, held, memory.summed, dtype) if op == "avg" else combine(operands, dtype, op)
+        yield moves.dest_buffer, rank, chunk, values, min(sum(held), MOST_CONTRIBUTIONS)
 
 
 def combine(operands: list[Array], dtype: DType, op: str) -> Array:
     """The operands combined in order; floats in float32, rounded once at the end; integers wrap."""
     if len(operands) == 1:
         return operands[0]
-    function = {"sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[op]
+    function = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[op]
     with np.errstate(over="ignore", invalid="ignore"):
         if not dtype.is_float:
             total = operands[0]
@@ -173,11 +187,24 @@ def combine(operands: list[Array], dtype: DType, op: str) -> Array:
         return dtype.from_float32(total)
 
 
-def _average(schedule: Schedule, memory: _Memory, dtype: DType) -> None:
-    """Divides every chunk whose contract is a sum by the number of ranks."""
-    for contract in schedule.contracts:
-        if contract.is_sum:
-            for rank, chunk in zip(contract.dest_rank.tolist(), contract.dest_chunk.tolist(), strict=True):
-                total = dtype.to_float32(memory.read(contract.dest_buffer, rank, chunk))
-                mean = dtype.from_float32(total / np.float32(schedule.num_ranks))
-                memory.write(contract.dest_buffer, rank, chunk, mean)
+def average(operands: list[Array], held: Sequence[int], summed: frozenset[int], dtype: DType) -> Array:
+    """The sum of what the operands hold, over its own divisor: combined in order, in float32, rounded once at the end.
+
+    Scaled by a power of two meanwhile, which makes the sum no larger than the largest contribution.
+    """
+    if len(operands) == 1:
+        return operands[0]
+    *weights, whole = (divisor(count, summed) for count in (*held, sum(held)))
+    common = gcd(*weights, whole)
+    unit = 1 / (1 << (whole // common - 1).bit_length())
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        parts = [
+            dtype.to_float32(values) * np.float32(w // common * unit)
+            for values, w in zip(operands, weights, strict=True)
+        ]
+        return dtype.from_float32(reduce(np.add, parts) / np.float32(whole // common * unit))
+
+
+def divisor(count: int, summed: frozenset[int]) -> int:
+    """What the sum of so many contributions is divided by where it is kept."""
+    return count if count in summed else 1 << (count - 1).bit_length()

@@ -147,6 +147,15 @@ class Contract:
     span: Span = field(repr=False)
     source_valid: NDArray[np.bool_] | None = None  # (m, k), None: all
 
+    @property
+    def summed(self) -> frozenset[int]:
+        """Of how many chunks its values are sums."""
+        if not self.is_sum:
+            return frozenset()
+        if self.source_valid is None:
+            return frozenset({self.source_rank.shape[1]})
+        return frozenset(self.source_valid.sum(axis=1).tolist())
+
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
@@ -191,6 +200,11 @@ class Schedule:
     def num_steps(self) -> int:
         """Those that move."""
         return sum(isinstance(step, Step) for step in self.steps)
+
+    @property
+    def summed(self) -> frozenset[int]:
+        """Of how many chunks the contracts want sums: what an `avg` divides them by."""
+        return frozenset().union(*(contract.summed for contract in self.contracts))
 
     @property
     def num_yields(self) -> int:

@@ -39,7 +39,8 @@ class Arguments:
 
     @cached_property
     def format(self) -> struct.Struct:
-        return _packed(self.fields)
+        packed = _packed(self.fields)
+        return struct.Struct(f"{packed.format}{-packed.size % 8}x")  # as a struct with 64-bit words ends
 
     @property
     def size(self) -> int:
@@ -115,7 +116,7 @@ def arguments(plan: Plan) -> Arguments:
                     Field("share_bytes"),  # the most a lane owns of a chunk
                     Field("stagger_bytes"),  # by how much less each of four lanes moves first than the one before
                 ]
-                numbers += [Field("rounds", type="i32"), Field("flags", type="i32")]
+                numbers.append(Field("rounds", type="i32"))
             case Push():
                 rows = len(phase.given)
                 words += [

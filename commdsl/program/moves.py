@@ -24,6 +24,11 @@ operation.
 are one pass over the sources. Its sources are those of the first of its group, which alone waits, and the last of a
 group alone signals. All bodies of a group count as one.
 
+**Averages.** In an `avg` a chunk that holds n contributions is their sum divided by d(n): by n where a contract sums n,
+else by the least power of two that is not less. So a result is a mean, and what travels is the sum to the bit, scaled
+to be no larger than what was given. An operation multiplies each source by its `weight`, d of the source, and divides
+the sum by `whole`, d of the result; both in lowest terms.
+
 **Protocols.** In `bulk` a cell holds a tile, and flags order every hazard. In `packet` and `line` the data of every
 cell carries its flag (the round's number), so a read waits for the data itself; every cell is written at most once a
 round; flags are left for what no data tells: that a cell is free again. `tma` is `bulk` in every table and every byte
@@ -58,7 +63,7 @@ CELL = -1
 
 class OpKind(IntEnum):
     COPY = 0  # dest = source
-    REDUCE = 1  # dest = sources combined in order, accumulated in float32 (integers: as they are), rounded once
+    REDUCE = 1  # dest = sources combined in order (`avg`: weighed), in float32 (integers: as they are), rounded once
     ADD = 2  # of `Tiles`: the sum of the sources, whatever the reduction of the call, as REDUCE has it
     MULTIPLY = 3  # of `Tiles`: their product
 
@@ -85,6 +90,9 @@ class Protocol(Enum):
 
 MOST_DESTS = 8
 """Operations in a group: places one pass stores its value to."""
+
+MOST_CONTRIBUTIONS = 1 << 24
+"""Of a chunk, as an `avg` counts them: float32 has every whole number up to it, and no contract so many ranks."""
 
 MOST_THREADS = 1024
 """Threads of a block, whose lanes share them."""
@@ -120,8 +128,8 @@ class Ops:
     cut: Ints  # size class
     piece: Ints
     barrier: Ints  # 1: block barrier first, as it touches what an earlier op of this lane touched
+    whole: Ints  # what an `avg` divides by after it has combined
     joined: Ints  # 1: stores the value of the operation before it once more; it has no sources of its own
-    scale: Ints  # 1: what is stored is divided by num_ranks when the reduction is `avg`
     dest_space: Ints
     dest_rank: Ints
     dest_index: Ints  # tensor: flat chunk; cell: cell number
@@ -129,6 +137,7 @@ class Ops:
     source_space: Ints
     source_rank: Ints
     source_index: Ints
+    source_weight: Ints  # what an `avg` multiplies it by before it combines
     wait_begin: Ints  # into wait_*
     wait_peer: Ints
     wait_ordinal: Ints  # from 1

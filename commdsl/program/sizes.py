@@ -28,10 +28,6 @@ STAGGERED = 4
 """Lanes start out of step, so that some use the links while others use their own memory."""
 
 
-FLAG_AVERAGE = 1
-"""Bit 0 of the kernel's flags: what is marked `scale` is divided."""
-
-
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How one call runs, equal on all ranks. No lanes: nothing to move, nothing to launch."""
@@ -42,7 +38,7 @@ class Launch:
     share_bytes: int  # the most a lane owns of a chunk
     stagger_bytes: int = 0  # by how much less each of STAGGERED neighbours moves in its first round than the one before
 
-    def arguments(self, average: bool) -> dict[str, int]:
+    def arguments(self) -> dict[str, int]:
         """What a kernel is told of it."""
         return {
             "block_bytes": self.block_bytes,
@@ -50,7 +46,6 @@ class Launch:
             "stagger_bytes": self.stagger_bytes,
             "active_lanes": self.active_lanes,
             "rounds": self.rounds,
-            "flags": FLAG_AVERAGE if average else 0,
         }
 
     def blocks(self, moves: Moves) -> int:

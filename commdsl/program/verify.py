@@ -16,7 +16,17 @@ from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.memory import Rights, Transport
-from commdsl.program.moves import CELL, MOST_DESTS, MOST_THREADS, Moves, OpKind, Ops, Protocol, Reason
+from commdsl.program.moves import (
+    CELL,
+    MOST_CONTRIBUTIONS,
+    MOST_DESTS,
+    MOST_THREADS,
+    Moves,
+    OpKind,
+    Ops,
+    Protocol,
+    Reason,
+)
 from commdsl.program.phases import Push
 from commdsl.program.plan import Plan
 from commdsl.program.tasks import FUNCTION_OF, Tiles
@@ -32,8 +42,8 @@ MOST_PIECES = 1 << 16
 MOST_BARRIERS = 16
 """Named barriers of a block on the GPU; the first is the block's own."""
 
-_PER_OP = ("kind", "cut", "piece", "barrier", "joined", "scale", "dest_space", "dest_rank", "dest_index", "origin")
-_PER_SOURCE = ("source_space", "source_rank", "source_index")
+_PER_OP = ("kind", "cut", "piece", "barrier", "whole", "joined", "dest_space", "dest_rank", "dest_index", "origin")
+_PER_SOURCE = ("source_space", "source_rank", "source_index", "source_weight")
 _PER_WAIT = ("wait_peer", "wait_ordinal", "wait_rounds_back", "wait_reason")
 
 
@@ -129,7 +139,7 @@ def verify_tiles(tiles: Tiles, moves: Moves) -> None:
     ops = tiles.ops
     operands = np.array([FUNCTIONS[FUNCTION_OF[OpKind(kind)]].num_reads for kind in ops.kind.tolist()], np.int64)
     _each(np.diff(ops.source_begin) == operands, "operation", "it has the operands of its function")
-    _each((ops.joined == 0) & (ops.scale == 0), "operation", "it stands alone, and is not divided")
+    _each(ops.joined == 0, "operation", "it stands alone")
     _operands(beside)
     writes = np.array([tensor.access is Rights.OWN for tensor in moves.tensors] + [False])
     given = np.array([tensor.access is not Rights.WRITE for tensor in moves.tensors] + [False])
@@ -231,13 +241,17 @@ def _operations(moves: Moves, first: OpKind, last: OpKind) -> None:
     _within(ops.cut, MOST_PIECES, "operation", "cut lies", start=1)
     _each((ops.piece >= 0) & (ops.piece < ops.cut), "operation", "piece is less than cut")
     _within(ops.joined, 2, "operation", "joined is a truth value,")
-    _within(ops.scale, 2, "operation", "scale is a truth value,")
+    _within(ops.source_weight, MOST_CONTRIBUTIONS + 1, "source", "its weight lies", start=1)
     num_sources = np.diff(ops.source_begin)
     _each((num_sources >= 1) == (ops.joined == 0), "operation", "it has a source, or has joined one that does")
     _joined(moves)
     _each((ops.kind != OpKind.COPY) | (num_sources <= 1), "operation", "only REDUCE has several sources")
-    computes = (ops.kind != OpKind.COPY) | (ops.scale == 1)
-    _law(moves.has_reduction or not computes.any(), "it only moves bytes, yet an operation computes")
+    _within(ops.whole, MOST_CONTRIBUTIONS + 1, "operation", "its whole lies", start=1)
+    is_alone = np.repeat(num_sources == 1, num_sources)
+    _each((ops.source_weight == 1) | ~is_alone, "source", "alone it has the weight 1")
+    _each((ops.whole == 1) | (num_sources != 1), "operation", "the whole of one source is 1")
+    computes = (ops.kind != OpKind.COPY).any()
+    _law(moves.has_reduction or not computes, "it only moves bytes, yet an operation computes")
 
 
 def _joined(moves: Moves) -> None:
@@ -247,7 +261,7 @@ def _joined(moves: Moves) -> None:
     starts = np.zeros(ops.num_ops + 1, np.bool_)
     starts[ops.rank_begin] = True
     _each(~starts[row], "joined operation", "it follows an operation of its rank")
-    for field in ("kind", "cut", "piece"):
+    for field in ("kind", "cut", "piece", "whole"):
         table = getattr(ops, field)
         _each(table[row] == table[row - 1], "joined operation", f"its {field} is that of the operation it joined")
     _each(np.diff(ops.wait_begin)[row] == 0, "joined operation", "the first of its group waits")

@@ -82,7 +82,7 @@ class DeviceCommunicator(Communicator):
     def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> DeviceStart:
         workspace = self.workspace(program.plan, program.emitted, program.emitted.identity)
         kernel = self._kernel(program, workspace, dtype, op)
-        return self.starter(workspace, kernel, workspace.prepare(block_bytes, op == "avg", device_launch))
+        return self.starter(workspace, kernel, workspace.prepare(block_bytes, device_launch))
 
     def _kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
         macros = defines(program.plan, dtype, op, self.rank)

@@ -92,12 +92,12 @@ class Workspace:
             **self._desk.arguments,
         }
 
-    def prepare(self, block_bytes: int, average: bool, geometry: Geometry) -> Prepared:
+    def prepare(self, block_bytes: int, geometry: Geometry) -> Prepared:
         """Everything about calls on blocks of this size but the addresses of their tensors."""
         launch = self._launches.get(block_bytes)
         if launch is None:
             launch = self._launches[block_bytes] = geometry(self.plan.moves, block_bytes)
-        values = {**self.every_call, "tensors": (), **launch.arguments(average)}
+        values = {**self.every_call, "tensors": (), **launch.arguments()}
         return Prepared(self.plan, values, ("tensors", "tensors"), launch)
 
     def failure(self) -> BaseException | None:

@@ -171,13 +171,14 @@ def _rebuild(rows: Rows, leader: Ints, dead: Mask) -> Rows:
         dest_space=rows.dest_space[order],
         dest_rank=rows.dest_rank[order],
         dest_index=rows.dest_index[order],
-        scale=rows.scale[order],
+        whole=rows.whole[of],
         joined=(~heads).astype(np.int32),
         origin=rows.origin[order],
         source_begin=begins(count),
         source_space=rows.source_space[flat],
         source_rank=rows.source_rank[flat],
         source_index=rows.source_index[flat],
+        source_weight=rows.source_weight[flat],
     )
 
 

@@ -31,6 +31,7 @@ class Homes:
         shapes = [(schedule.num_ranks, buffer.num_chunks) for buffer in schedule.buffers]
         self.space = [np.full(shape, UNDEFINED, np.int32) for shape in shapes]
         self.index = [np.zeros(shape, np.int32) for shape in shapes]
+        self.contributions = [np.ones(shape, np.int64) for shape in shapes]  # how many are combined in the version
         self.writes = [np.zeros(shape, np.int32) for shape in shapes]
         self.written_in = [np.full(shape, -1, np.int32) for shape in shapes]  # the step that wrote the version
         self.cut = [np.full(shape, buffer.cut, np.int32) for shape, buffer in zip(shapes, self.buffers, strict=True)]
@@ -73,6 +74,7 @@ class Homes:
         self.space[buffer][:] = tensor
         self.index[buffer][:] = np.arange(self.buffers[buffer].num_chunks)
         self.written_in[buffer][:] = number
+        self.contributions[buffer][:] = 1
 
     def chunks(self, buffer: int, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints]:
         """The chosen (rank, chunk) pairs, oldest version first, each rank starting from its own share of the chunks.

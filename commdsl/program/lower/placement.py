@@ -11,7 +11,7 @@ that is put may bring its own flag. So a rank reads its own memory only, and of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,10 @@ from commdsl.program.lower.fuse import fuse
 from commdsl.program.lower.homes import UNDEFINED, Homes, ints
 from commdsl.program.lower.rows import Batch, Rows, assemble
 from commdsl.program.memory import Tensor, Transport
-from commdsl.program.moves import CELL, OpKind, Origin, Protocol
+from commdsl.program.moves import CELL, MOST_CONTRIBUTIONS, OpKind, Origin, Protocol
 from commdsl.program.tasks import KIND_OF
+
+Longs: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,7 @@ class _Placer:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.homes = Homes(schedule)
+        self.averaged = sorted(schedule.summed)
         self.phases: list[list[Batch]] = []
         self.origins: list[Origin] = []
 
@@ -56,7 +59,7 @@ class _Placer:
         """One step becomes a phase of transfers and a phase of what each rank does with what it has."""
         transfers: list[Batch] = []
         local: list[Batch] = []
-        updates: list[tuple[Statement, Ints, tuple[Ints, Ints]]] = []
+        updates: list[tuple[Statement, Ints, tuple[Ints, Ints], Longs]] = []
         for moves in step.moves:
             if not len(moves.actor):
                 continue
@@ -66,21 +69,24 @@ class _Placer:
             if moves.kind is MoveKind.REDUCE:
                 near = self._bring(moves, sources, size_class, origin, transfers)
                 dest = self.homes.next_version(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
-                local.append(self._combine(moves, near, dest, size_class, origin))
+                held, held_by_all = self._contributions(moves)
+                local.append(self._combine(moves, near, dest, size_class, origin, self._weights(held, held_by_all)))
             else:
                 dest = self.homes.next_version(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
-                owner = moves.source_rank[:, 0]
+                owner, chunk = moves.source_rank[:, 0], moves.source_chunk[:, 0]
+                held_by_all = self.homes.contributions[moves.source_buffer][owner, chunk]
                 place = (ints(CELL, owner.shape), moves.dest_rank, dest)
                 batch = Batch(owner, OpKind.COPY, size_class, place, sources, None, origin)
                 far = owner != moves.dest_rank
                 transfers += [] if not far.any() else [batch.take(far)]
                 local += [] if far.all() else [batch.take(~far)]
-            updates.append((moves, dest, size_class))
-        for moves, dest, (cut, piece) in updates:
+            updates.append((moves, dest, size_class, held_by_all))
+        for moves, dest, (cut, piece), contributions in updates:
             buffer, at = moves.dest_buffer, (moves.dest_rank, moves.dest_chunk)
             self.homes.space[buffer][at], self.homes.index[buffer][at] = CELL, dest
             self.homes.cut[buffer][at], self.homes.piece[buffer][at] = cut, piece
             self.homes.written_in[buffer][at] = number
+            self.homes.contributions[buffer][at] = contributions
         self.phases += [transfers, local]
 
     def _size_class(self, moves: Statement) -> tuple[Ints, Ints]:
@@ -117,14 +123,42 @@ class _Placer:
         space[far], place[far], index[far] = CELL, reader[far], cell
         return space, place, index
 
+    def _contributions(self, moves: Statement) -> tuple[Longs, Longs]:
+        """How many each operand of a reduction holds, 0 where there is none; and all together."""
+        held = self.homes.contributions[moves.source_buffer][moves.source_rank, moves.source_chunk]
+        if moves.source_valid is not None:
+            held = np.where(moves.source_valid, held, 0)
+        if moves.accumulate:
+            old = self.homes.contributions[moves.dest_buffer][moves.dest_rank, moves.dest_chunk]
+            held = np.concatenate([old[:, None], held], axis=1)
+        return held, np.minimum(held.sum(axis=1), MOST_CONTRIBUTIONS)
+
+    def _weights(self, held: Longs, held_by_all: Longs) -> tuple[Ints, Ints]:
+        """What an `avg` weighs the operands by, and the whole, in lowest terms (`moves`)."""
+        divisors = [self._divisors(column) for column in (*held.T, held_by_all)]
+        *weights, whole = divisors // np.gcd.reduce(divisors)
+        return np.stack(weights, axis=1).astype(np.int32), whole.astype(np.int32)
+
+    def _divisors(self, held: Longs) -> Longs:
+        """0 where nothing is held."""
+        powers = np.where(held > 0, 1 << np.ceil(np.log2(np.maximum(held, 1))).astype(np.int64), 0)
+        return np.where(np.isin(held, self.averaged), held, powers)
+
     def _combine(
-        self, moves: Statement, sources: tuple[Ints, Ints, Ints], cell: Ints, size_class: tuple[Ints, Ints], origin: int
+        self,
+        moves: Statement,
+        sources: tuple[Ints, Ints, Ints],
+        cell: Ints,
+        size_class: tuple[Ints, Ints],
+        origin: int,
+        weights: tuple[Ints, Ints],
     ) -> Batch:
         valid, rank = moves.source_valid, moves.dest_rank
         if moves.accumulate:
             old = self.homes.locate(moves.dest_buffer, rank, moves.dest_chunk)
             sources, valid = _beside(old, sources), None
-        return Batch(rank, OpKind.REDUCE, size_class, (ints(CELL, rank.shape), rank, cell), sources, valid, origin)
+        dest = (ints(CELL, rank.shape), rank, cell)
+        return Batch(rank, OpKind.REDUCE, size_class, dest, sources, valid, origin, *weights)
 
     def task(self, number: int, step: Task) -> None:
         """Every chunk of what a task writes is made by the rank's tiles, in the order in which ranks turn to peers."""
@@ -158,35 +192,20 @@ class _Placer:
         self.phases.append([Batch(rank, OpKind.COPY, size_class, dest, source, None, origin)])
 
     def copy_out(self) -> None:
-        """Every defined chunk goes to the tensor returned; an `avg` divides here."""
+        """Every defined chunk goes to the tensor returned."""
         batches = []
         for number, tensor in enumerate(self.homes.write):
             if tensor is None:
                 continue
-            defined = self.homes.space[number] != UNDEFINED
-            sums = self._sums(number)
-            batches += self._settle(number, tensor, defined & ~sums, 0, "copy out")
-            batches += self._settle(number, tensor, defined & sums, 1, "copy out, average")
+            rank, chunk = self.homes.chunks(number, self.homes.space[number] != UNDEFINED)
+            if not len(rank):
+                continue
+            origin = self.origin(self.schedule.buffers[number].span, (), len(self.schedule.steps), "copy out")
+            source = _column(self.homes.locate(number, rank, chunk))
+            dest = (ints(tensor, rank.shape), rank, chunk)
+            size_class = self.homes.size_class(number, rank, chunk)
+            batches.append(Batch(rank, OpKind.COPY, size_class, dest, source, None, origin))
         self.phases.append(batches)
-
-    def _sums(self, buffer: int) -> NDArray[np.bool_]:
-        """The chunks that an `avg` divides: those whose contract is a sum. An average over one rank is what it was."""
-        sums = np.zeros(self.homes.space[buffer].shape, np.bool_)
-        for contract in self.schedule.contracts:
-            if contract.is_sum and contract.dest_buffer == buffer and self.schedule.num_ranks > 1:
-                sums[contract.dest_rank, contract.dest_chunk] = True
-        return sums
-
-    def _settle(self, buffer: int, tensor: int, chosen: NDArray[np.bool_], scale: int, note: str) -> list[Batch]:
-        """The chosen chunks go to the tensor that is returned."""
-        rank, chunk = self.homes.chunks(buffer, chosen)
-        if not len(rank):
-            return []
-        origin = self.origin(self.schedule.buffers[buffer].span, (), len(self.schedule.steps), note)
-        source = _column(self.homes.locate(buffer, rank, chunk))
-        dest = (ints(tensor, rank.shape), rank, chunk)
-        size_class = self.homes.size_class(buffer, rank, chunk)
-        return [Batch(rank, OpKind.COPY, size_class, dest, source, None, origin, scale)]
 
 
 def num_actors(schedule: Schedule) -> int:

@@ -33,13 +33,14 @@ class Rows:
     dest_space: Ints
     dest_rank: Ints
     dest_index: Ints
-    scale: Ints
+    whole: Ints
     joined: Ints
     origin: Ints
     source_begin: Ints
     source_space: Ints
     source_rank: Ints
     source_index: Ints
+    source_weight: Ints
 
     @property
     def number(self) -> Ints:
@@ -73,7 +74,8 @@ class Batch:
     source: tuple[Ints, Ints, Ints]
     valid: NDArray[np.bool_] | None
     origin: int
-    scale: int = 0
+    weight: Ints | None = None  # (n, k) of a reduction; None: 1
+    whole: Ints | None = None
 
     def take(self, chosen: NDArray[np.bool_]) -> Batch:
         """Some of the rows."""
@@ -84,6 +86,8 @@ class Batch:
             dest=(self.dest[0][chosen], self.dest[1][chosen], self.dest[2][chosen]),
             source=(self.source[0][chosen], self.source[1][chosen], self.source[2][chosen]),
             valid=None if self.valid is None else self.valid[chosen],
+            weight=None if self.weight is None else self.weight[chosen],
+            whole=None if self.whole is None else self.whole[chosen],
         )
 
 
@@ -118,13 +122,14 @@ def assemble(phases: list[list[Batch]], num_ranks: int) -> Rows:
         dest_space=joined([batch.dest[0] for batch in batches]),
         dest_rank=joined([batch.dest[1] for batch in batches]),
         dest_index=joined([batch.dest[2] for batch in batches]),
-        scale=np.repeat(np.array([batch.scale for batch in batches], np.int32), lengths)[order],
+        whole=joined([np.ones(len(b.rank), np.int32) if b.whole is None else b.whole for b in batches]),
         joined=np.zeros(len(order), np.int32),
         origin=np.repeat(np.array([batch.origin for batch in batches], np.int32), lengths)[order],
         source_begin=begins(taken),
         source_space=sources(0),
         source_rank=sources(1),
         source_index=sources(2),
+        source_weight=sources(3),
     )
 
 
@@ -171,9 +176,11 @@ def nth_of_equals(values: NDArray[np.integer[Any]]) -> Ints:
 def _columns(batch: Batch) -> tuple[Ints, list[Ints]]:
     """Sources of a batch as counts a row and flat columns."""
     rows, width = batch.source[0].shape
+    weight = np.broadcast_to(np.int32(1), (rows, width)) if batch.weight is None else batch.weight
+    parts = (*batch.source, weight)
     if batch.valid is None:
-        return np.full(rows, width, np.int32), [np.ascontiguousarray(part).ravel() for part in batch.source]
-    return batch.valid.sum(axis=1).astype(np.int32), [part[batch.valid] for part in batch.source]
+        return np.full(rows, width, np.int32), [np.ascontiguousarray(part).ravel() for part in parts]
+    return batch.valid.sum(axis=1).astype(np.int32), [part[batch.valid] for part in parts]
 
 
 def _peer(batch: Batch) -> Ints:

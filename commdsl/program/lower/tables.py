@@ -27,8 +27,8 @@ def tables(rows: Rows, waits: Edges, num_ranks: int, *, barriers: bool) -> tuple
         cut=rows.cut,
         piece=rows.piece,
         barrier=((rows.turn == 0) & (rows.joined == 0) & barriers).astype(np.int32),
+        whole=rows.whole,
         joined=rows.joined,
-        scale=rows.scale,
         dest_space=rows.dest_space,
         dest_rank=rows.dest_rank,
         dest_index=rows.dest_index,
@@ -36,6 +36,7 @@ def tables(rows: Rows, waits: Edges, num_ranks: int, *, barriers: bool) -> tuple
         source_space=rows.source_space,
         source_rank=rows.source_rank,
         source_index=rows.source_index,
+        source_weight=rows.source_weight,
         **wait_columns,
         signal_begin=signal_begin,
         signal_peer=signal_peer,
@@ -45,7 +46,7 @@ def tables(rows: Rows, waits: Edges, num_ranks: int, *, barriers: bool) -> tuple
 
 
 _BEGINS = ("source_begin", "wait_begin", "signal_begin")
-_PER_OP = ("kind", "cut", "piece", "barrier", "joined", "scale", "dest_space", "dest_rank", "dest_index", "origin")
+_PER_OP = ("kind", "cut", "piece", "barrier", "whole", "joined", "dest_space", "dest_rank", "dest_index", "origin")
 
 
 def apart(ops: Ops, per_round: Ints, num_ranks: int) -> tuple[Ops, Ops, Ints]:

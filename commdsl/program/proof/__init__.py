@@ -2,6 +2,7 @@
 
 values        what a place holds, as one number
 meaning       a schedule -> the value of every chunk that comes back
+weights       what operands hold, and how they are weighed -> what is no average
 computes      the Plan computes what the schedule means
 carries       the Plan carries rows as the dispatch says
 timeline      actors, what each does in a round, who awaits what

@@ -6,14 +6,15 @@ was written in that round. So one round is followed, once, in one order that the
 
 A place is a chunk of a tensor or a cell; an `inout` buffer is two tensors here as everywhere: that they may be one
 memory is for C208 to judge. In the end every chunk that the caller gets back holds the value the schedule gives it, or
-both leave it unwritten (C210). A value knows in which order it was combined, and whether an `avg` has divided it: so
-who passes has the schedule's results to the bit, for every reduction.
+both leave it unwritten (C210). A value knows in which order it was combined, and what an `avg` weighs is held to the
+contributions that are there: so who passes has the schedule's results to the bit, for every reduction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,21 +31,22 @@ from commdsl.program.proof.meaning import Results, meant, tensors_given, tensors
 from commdsl.program.proof.timeline import pattern
 from commdsl.program.proof.values import (
     CLASH,
+    MISWEIGHED,
     STALE,
     UNWRITTEN,
     Book,
-    Column,
     Mask,
     Values,
     applied,
-    averaged,
     combined,
     difference,
     given,
 )
+from commdsl.program.proof.weights import Weights, weighed
 from commdsl.program.tasks import FUNCTION_OF
 
 Longs = NDArray[np.int64]
+Number = TypeVar("Number", bound=np.generic)
 
 
 def computes(schedule: Schedule, moves: Moves) -> Iterator[Diagnostic]:
@@ -54,7 +56,7 @@ def computes(schedule: Schedule, moves: Moves) -> Iterator[Diagnostic]:
     if unlike:
         yield messages.other_tensors(schedule, moves, unlike)
         return
-    followed = follow(moves, _before(schedule))
+    followed = follow(moves, _before(schedule), averaged=schedule.summed)
     if any((followed.results[tensor] != values).any() for tensor, values in wanted.items()):
         yield _explained(schedule, moves)
 
@@ -69,11 +71,12 @@ class Program:
     level_begin: Ints  # into the groups
     leader: Ints  # (num_groups,): the operation each begins with
     source: Longs
+    weight: Ints  # beside each source
+    whole: Ints  # (num_groups,)
     source_begin: Longs
     dest: Longs
     dest_begin: Longs
     dest_op: Ints  # the operation that stores it
-    scale: Mask  # beside each dest
 
     @property
     def num_levels(self) -> int:
@@ -125,11 +128,12 @@ def program(moves: Moves) -> Program:
         level_begin=level_begin,
         leader=leader,
         source=places.of(ops.source_space, ops.source_rank, ops.source_index)[reads],
+        weight=ops.source_weight[reads],
+        whole=ops.whole[leader],
         source_begin=source_begin,
         dest=places.of(ops.dest_space, ops.dest_rank, ops.dest_index)[dests],
         dest_begin=dest_begin,
         dest_op=dests,
-        scale=ops.scale[dests] == 1,
     )
 
 
@@ -170,28 +174,38 @@ def _before(schedule: Schedule) -> Results:
     return {tensor: given(schedule, buffer) for tensor, buffer in tensors_given(schedule).items()}
 
 
-def follow(moves: Moves, before: Results, book: Book | None = None) -> Followed:
-    """Runs a round of the Plan on values; `before`: what the tensors that are read hold."""
+def follow(moves: Moves, before: Results, book: Book | None = None, averaged: frozenset[int] = frozenset()) -> Followed:
+    """Runs a round of the Plan on values; `before`: what the tensors that are read hold. `averaged`: of how many chunks
+    contracts want sums.
+    """
     order, places = program(moves), _Places(moves)
     held = np.full(places.count, STALE)
     for tensor, values in before.items():
         held[places.whole(moves.tensors.index(tensor))] = values.reshape(-1)
-    averages = num_ranks_of(moves) > 1
+    contributions = np.ones(places.count, np.int64)
     functions = _functions(moves, order.leader)
     made: list[Values] = [np.zeros(0, np.uint64)]
     sources, dests = order.source_begin, order.dest_begin
     fewest, most = _extremes(order, sources)
-    scaled = np.add.reduceat(order.scale, dests[order.level_begin[:-1]]) if order.num_levels else sources[:0]
     groups, num_dests = order.level_begin.tolist(), np.diff(dests)
     for number in range(order.num_levels):
         first, last = groups[number : number + 2]
         rows = slice(sources[first], sources[last])
-        columns = _columns(held, order.source[rows], sources[first : last + 1], fewest[number], most[number])
+        extent = sources[first : last + 1], fewest[number], most[number]
+        columns = _columns(held.take(order.source[rows]), *extent)
         values = combined(columns)
         if book is not None:
             book.note(values, tuple(columns))
-        for function, is_made in functions.items():
-            made_here = is_made[first:last]
+        marks = {name: is_made[first:last] for name, is_made in functions.items()}
+        if moves.has_reduction:
+            taken = contributions.take(order.source[rows])
+            weights = Weights(_columns(order.weight[rows], *extent), order.whole[first:last], averaged)
+            totals, is_fair = weighed(_columns(taken, *extent), weights)
+            for is_function in marks.values():
+                totals, is_fair = np.where(is_function, 1, totals), is_fair | is_function
+            marks[MISWEIGHED] = ~is_fair
+            contributions[order.dest[dests[first] : dests[last]]] = np.repeat(totals, num_dests[first:last])
+        for function, made_here in marks.items():
             if made_here.any():
                 values = np.where(made_here, applied(function, values), values)
                 if book is not None:
@@ -199,10 +213,6 @@ def follow(moves: Moves, before: Results, book: Book | None = None) -> Followed:
         made.append(values)
         rows = slice(dests[first], dests[last])
         stored = values if dests[last] - dests[first] == last - first else np.repeat(values, num_dests[first:last])
-        if scaled[number] and averages:
-            stored = np.where(order.scale[rows], averaged(stored), stored)
-            if book is not None:
-                book.note(averaged(values), ((values, None),), divided=True)
         _store(held, order.dest[rows], stored)
     return Followed(order, _results(moves, order, places, held), np.concatenate(made))
 
@@ -222,9 +232,8 @@ def _extremes(order: Program, begin: Longs) -> tuple[list[int], list[int]]:
     return np.minimum.reduceat(counts, starts).tolist(), np.maximum.reduceat(counts, starts).tolist()
 
 
-def _columns(held: Values, source: Longs, begin: Longs, fewest: int, most: int) -> list[Column]:
-    """The operands of the groups of a level, as they are before it."""
-    taken = held.take(source)
+def _columns(taken: NDArray[Number], begin: Longs, fewest: int, most: int) -> list[tuple[NDArray[Number], Mask | None]]:
+    """What belongs to the operands of the groups of a level, one operand after another."""
     if fewest == most:
         return [(taken[operand::most], None) for operand in range(most)]
     first, counts = begin[:-1] - begin[0], np.diff(begin)
@@ -254,7 +263,7 @@ def _results(moves: Moves, order: Program, places: _Places, held: Values) -> Res
 def _explained(schedule: Schedule, moves: Moves) -> Diagnostic:
     """The whole once more, with a note of how every value comes about."""
     means, does = Book(schedule), Book(schedule)
-    wanted, followed = meant(schedule, means), follow(moves, _before(schedule), does)
+    wanted, followed = meant(schedule, means), follow(moves, _before(schedule), does, schedule.summed)
     wrong = {tensor: np.argwhere(followed.results[tensor] != values) for tensor, values in wanted.items()}
     tensor = next(tensor for tensor in moves.tensors if len(wrong.get(tensor, ())))
     rank, chunk = wrong[tensor][0].tolist()

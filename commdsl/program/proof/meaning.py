@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from commdsl.ir.schedules import Schedule, Statement, Step, Task, Yield
 from commdsl.language.kinds import BufferKind
 from commdsl.program.memory import Rights, Tensor
-from commdsl.program.proof.values import UNWRITTEN, Book, Column, Values, applied, averaged, combined, computed, given
+from commdsl.program.proof.values import UNWRITTEN, Book, Column, Values, applied, combined, computed, given
 
 Results: TypeAlias = dict[Tensor, Values]
 """By tensor that is written: (num_ranks, chunks), UNWRITTEN where nothing was written."""
@@ -44,7 +44,6 @@ def meant(schedule: Schedule, book: Book | None = None) -> Results:
     for _, step in states(schedule, held, book):
         if step.name is None:
             shown.append(held[step.buffer].reshape(schedule.num_ranks, -1).copy())
-    _divide(schedule, held, book)
     return returned(schedule, held) | _stacked(schedule, shown)
 
 
@@ -126,14 +125,3 @@ def _operands(schedule: Schedule, held: list[Values], moves: Statement, dest: ND
 
 def _places(schedule: Schedule, buffer: int, rank: NDArray[np.int32], chunk: NDArray[np.int32]) -> NDArray[np.int64]:
     return rank * np.int64(schedule.buffers[buffer].num_chunks) + chunk
-
-
-def _divide(schedule: Schedule, held: list[Values], book: Book | None) -> None:
-    """An `avg` divides what a contract calls a sum; over one rank it is what it was."""
-    for contract in schedule.contracts:
-        if contract.is_sum and schedule.num_ranks > 1:
-            places = _places(schedule, contract.dest_buffer, contract.dest_rank, contract.dest_chunk)
-            totals = held[contract.dest_buffer][places]
-            held[contract.dest_buffer][places] = averaged(totals)
-            if book is not None:
-                book.note(averaged(totals), ((totals, None),), divided=True)

@@ -3,8 +3,8 @@
 Assumes numbers of different values differ: 2^64 of them, mixed, make an accident less likely than a broken processor.
 Does not follow anything; `meaning` and `computes` do, each in its own way.
 
-A value is a chunk that a rank was given, several values combined, or one divided by the number of ranks. Order and
-nesting of what is combined are part of it, as they decide how results are rounded. What combines one value alone is it.
+A value is a chunk that a rank was given, or several values combined. Order and nesting of what is combined are part of
+it, as they decide how results are rounded. What combines one value alone is it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ _WORDS = {
 }
 
 _OPENING = np.uint64(0x9E3779B97F4A7C15)
-_DIVIDED = np.uint64(0xD6E8FEB86659FD93)
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
@@ -96,8 +95,8 @@ def applied(function: str, values: Values) -> Values:
     return _mix(values ^ np.uint64(crc32(function.encode()) + 1))
 
 
-def averaged(values: Values) -> Values:
-    return _mix(values ^ _DIVIDED)
+MISWEIGHED = "an average by other weights of "
+"""What a combination is, as `applied` and messages have it, whose operands are not weighed by what they hold."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,12 +108,10 @@ class Book:
     operands: list[tuple[Column, ...]] = field(default_factory=list)
     how: list[str] = field(default_factory=list)  # what joins the operands in words, or a function's name
 
-    def note(
-        self, made: Values, operands: tuple[Column, ...], *, divided: bool = False, function: str | None = None
-    ) -> None:
+    def note(self, made: Values, operands: tuple[Column, ...], *, function: str | None = None) -> None:
         self.made.append(made)
         self.operands.append(operands)
-        self.how.append("/" if divided else function or "+")
+        self.how.append(function or "+")
 
     def given(self) -> list[tuple[Buffer, Values]]:
         """Every chunk that any rank is given."""
@@ -146,10 +143,9 @@ class Book:
         if not parts:
             raise InternalError("a value of the Plan came about in no operation")
         inner = [self._words(part, depth + 1) for part in parts]
-        if how not in ("+", "/"):
+        if how != "+":
             return f"{how}({', '.join(inner)})"
-        text = " + ".join(f"({part})" if " + " in part else part for part in inner)
-        return f"{text} / {self.schedule.num_ranks}" if how == "/" else text
+        return " + ".join(f"({part})" if " + " in part else part for part in inner)
 
     def parts(self, value: np.uint64) -> tuple[list[np.uint64], str]:
         """What a value was made of, nothing for what was given; and how."""

@@ -1,4 +1,4 @@
-// Operations on the GPU whose flags travel apart from the data: a block copies, reduces and divides, to every destination at once.
+// Operations on the GPU whose flags travel apart from the data: a block copies and reduces, to every destination at once.
 // Assumes kernel.cuh up to Operands. Knows no operation but COPY and REDUCE, and decides nothing.
 #pragma once
 
@@ -6,11 +6,10 @@
 
 namespace commdsl {
 
-// Where an operation stores, one bit a destination for what is divided; null where there is nothing to do.
+// Where an operation stores; null where there is nothing to do.
 template <u32 most>
 struct Targets {
   char* to[most];
-  u32 divided;
 
   template <class Word>
   COMMDSL_FN void put(u64 at, const Word& word) const {
@@ -24,14 +23,12 @@ struct Targets {
 template <class Operands, u32 most>
 COMMDSL_FN u64 find(const Operands& operands, Targets<most>& targets) {
   u64 bits = 0;
-  targets.divided = 0;
 #pragma unroll
   for (u32 d = 0; d < most; ++d) {
     targets.to[d] = nullptr;
     if (static_cast<i32>(d) >= operands.op().num_dests) continue;
     targets.to[d] = operands.reachable(static_cast<i32>(d));
     bits |= reinterpret_cast<u64>(targets.to[d]);
-    if (operands.divides(static_cast<i32>(d))) targets.divided |= 1u << d;
   }
   return bits;
 }
@@ -72,38 +69,40 @@ COMMDSL_CALL void copy(const Targets<most> targets, const char* source, u64 byte
   }
 }
 
-template <class Element, class Word>
-COMMDSL_FN Word divided(const Word& word, i32 divisor) {
-  Lanes<Element, Word> lanes;
-  lanes.widen(word);
-#pragma unroll
-  for (u32 e = 0; e < Lanes<Element, Word>::kCount; ++e) {
-    lanes.value[e] = lanes.value[e] / static_cast<typename Element::Accumulator>(divisor);
-  }
-  return lanes.narrow();
-}
+// The shares of as many sources as the code knows; nothing, and no room, where nothing is weighed.
+template <class Plan, u32 count, bool averages>
+struct HeldShares {
+  COMMDSL_FN explicit HeldShares(const Operands<Plan>&) {}
+  COMMDSL_FN AsItIs share(u32) const { return {}; }
+  template <class T>
+  COMMDSL_FN T mean(T total) const { return total; }
+};
 
-// What is divided is the rounded sum, so that it is the same whether it was stored before or not.
-template <class Plan, class Word, u32 most>
-COMMDSL_FN void put(const Targets<most>& targets, u64 at, const Word& word) {
-  if (targets.divided == 0) return targets.put(at, word);
-  const Word quotient = divided<typename Plan::Element>(word, Plan::kNumRanks);
+template <class Plan, u32 count>
+struct HeldShares<Plan, count, true> {
+  Shares<Plan> shares;
+  typename Shares<Plan>::Share each[count];
+
+  COMMDSL_FN explicit HeldShares(const Operands<Plan>& operands) : shares(operands) {
 #pragma unroll
-  for (u32 d = 0; d < most; ++d) {
-    if (targets.to[d] != nullptr) store(targets.to[d] + at, targets.divided >> d & 1 ? quotient : word);
+    for (u32 s = 0; s < count; ++s) each[s] = shares.of(operands, static_cast<i32>(s));
   }
-}
+  COMMDSL_FN typename Shares<Plan>::Share share(u32 source) const { return each[source]; }
+  template <class T>
+  COMMDSL_FN T mean(T total) const { return shares.mean(total); }
+};
 
 // Sources whose number the code knows: their addresses and words stay in registers.
-template <u32 count>
-struct Held {
+template <class Plan, u32 count>
+struct Held : HeldShares<Plan, count, kAverages<typename Plan::Operation>> {
+  using HeldShares<Plan, count, kAverages<typename Plan::Operation>>::HeldShares;
   const char* from[count];
 };
 
 // From byte `at`, a thread's own offset in, while `unroll` words a stride apart are left to it; returns where it stopped. All
 // sources are loaded before the first is combined.
 template <class Plan, class Word, u32 unroll, u32 count, u32 most>
-COMMDSL_CALL u64 reduce_held(const Targets<most> targets, const Held<count> sources, u64 at, u64 bytes) {
+COMMDSL_CALL u64 reduce_held(const Targets<most> targets, const Held<Plan, count> sources, u64 at, u64 bytes) {
   const u64 step = num_threads() * sizeof(Word);
   for (; at + (unroll - 1) * step + sizeof(Word) <= bytes; at += unroll * step) {
     Word word[count][unroll];
@@ -116,10 +115,13 @@ COMMDSL_CALL u64 reduce_held(const Targets<most> targets, const Held<count> sour
 #pragma unroll
     for (u32 s = 0; s < count; ++s) {
 #pragma unroll
-      for (u32 j = 0; j < unroll; ++j) total[j].take(word[s][j], s == 0, typename Plan::Operation{});
+      for (u32 j = 0; j < unroll; ++j) total[j].take(word[s][j], s == 0, typename Plan::Operation{}, sources.share(s));
     }
 #pragma unroll
-    for (u32 j = 0; j < unroll; ++j) put<Plan>(targets, at + j * step, total[j].narrow());
+    for (u32 j = 0; j < unroll; ++j) {
+      total[j].settle(sources);
+      targets.put(at + j * step, total[j].narrow());
+    }
   }
   return at;
 }
@@ -127,14 +129,16 @@ COMMDSL_CALL u64 reduce_held(const Targets<most> targets, const Held<count> sour
 // More sources than registers hold: looked up and loaded one after the other.
 template <class Plan, class Word, u32 most>
 COMMDSL_CALL void reduce_many(const Targets<most> targets, const Operands<Plan> operands, u64 at, u64 bytes) {
+  const Shares<Plan> shares(operands);
   for (; at + sizeof(Word) <= bytes; at += num_threads() * sizeof(Word)) {
     Lanes<typename Plan::Element, Word> total;
     for (i32 s = 0; s < operands.op().num_sources; ++s) {
       Word word;
       load(word, operands.source(s) + at);
-      total.take(word, s == 0, typename Plan::Operation{});
+      total.take(word, s == 0, typename Plan::Operation{}, shares.of(operands, s));
     }
-    put<Plan>(targets, at, total.narrow());
+    total.settle(shares);
+    targets.put(at, total.narrow());
   }
 }
 
@@ -156,7 +160,7 @@ COMMDSL_FN void reduce(const Targets<most>& targets, const Operands<Plan>& opera
   using Word = typename WordOf<sizeof(Storage)>::Type;
   constexpr u32 unroll = count <= 2 ? 4 : count <= 4 ? 2 : 1;
   const u64 bytes = operands.slice.bytes;
-  Held<count> sources;
+  Held<Plan, count> sources(operands);
 #pragma unroll
   for (u32 s = 0; s < count; ++s) {
     sources.from[s] = operands.source(static_cast<i32>(s));
@@ -204,7 +208,7 @@ COMMDSL_FN bool drop(Targets<most>& targets, const char* source) {
 // destinations or-ed.
 template <class Plan, u32 most>
 COMMDSL_FN void combine(const Operands<Plan>& operands, Targets<most>& targets, u64 bits) {
-  if (operands.op().kind == kCopy && targets.divided == 0) {
+  if (operands.op().kind == kCopy) {
     const char* source = operands.source(0);
     if (drop(targets, source)) copy(targets, source, operands.slice.bytes, bits);
     return;

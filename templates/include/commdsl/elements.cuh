@@ -50,6 +50,14 @@ struct sum {
   static COMMDSL_FN T apply(T a, T b) { return add(a, b); }
 };
 
+// Of operands that `Shares` weighs.
+struct avg : sum {};
+
+template <class Operation>
+constexpr bool kAverages = false;
+template <>
+constexpr bool kAverages<avg> = true;
+
 struct prod {
   template <class T>
   static COMMDSL_FN T apply(T a, T b) { return multiply(a, b); }
@@ -70,6 +78,50 @@ struct max {
 struct min {
   template <class T>
   static COMMDSL_FN T apply(T a, T b) { return a < b || a != a ? a : b; }
+};
+
+// How the operands of an operation are weighed: not at all.
+struct AsItIs {
+  template <class T>
+  COMMDSL_FN T operator()(T value) const { return value; }
+};
+
+template <class Plan, bool averages>
+struct SharesOf {
+  using Share = AsItIs;
+  template <class Operands>
+  COMMDSL_FN explicit SharesOf(const Operands&) {}
+  template <class Operands>
+  COMMDSL_FN AsItIs of(const Operands&, i32) const { return {}; }
+  template <class T>
+  COMMDSL_FN T mean(T total) const { return total; }
+};
+
+// In an average, so that all are parts of one sum, which is scaled by a power of two that changes no bit and leaves no sum larger
+// than what is given; only where the whole is none is the result divided.
+template <class Plan>
+struct SharesOf<Plan, true> {
+  using Accumulator = typename Plan::Element::Accumulator;
+  struct Share {
+    Accumulator share;
+    COMMDSL_FN Accumulator operator()(Accumulator value) const { return value * share; }
+  };
+  Accumulator unit, whole;
+
+  template <class Operands>
+  COMMDSL_FN explicit SharesOf(const Operands& operands) : unit(1), whole(static_cast<Accumulator>(operands.op().whole)) {
+    for (; whole > 1; whole /= 2) unit /= 2;
+  }
+  template <class Operands>
+  COMMDSL_FN Share of(const Operands& operands, i32 source) const {
+    return {static_cast<Accumulator>(operands.source_row(source).weight) * unit};
+  }
+  COMMDSL_FN Accumulator mean(Accumulator total) const { return whole == 1 ? total : total / whole; }
+};
+
+template <class Plan>
+struct Shares : SharesOf<Plan, kAverages<typename Plan::Operation>> {
+  using SharesOf<Plan, kAverages<typename Plan::Operation>>::SharesOf;
 };
 
 }  // namespace commdsl

@@ -52,6 +52,8 @@ namespace commdsl {
 
 template <class Plan>
 struct Operands;
+template <class Plan>
+struct Shares;
 
 COMMDSL_FN u32 thread() { return 0; }
 COMMDSL_FN u32 num_threads() { return 1; }
@@ -198,26 +200,15 @@ COMMDSL_FN u32 floats_to_bfloats(float low, float high) {
   return float_to_bfloat(low) | static_cast<u32>(float_to_bfloat(high)) << 16;
 }
 
-template <class Element>
-COMMDSL_FN void divide(char* values, u64 bytes, i32 divisor) {
-  using Storage = typename Element::Storage;
-  for (u64 at = 0; at < bytes; at += sizeof(Storage)) {
-    Storage element;
-    memcpy(&element, values + at, sizeof(Storage));
-    element = Element::narrow(Element::widen(element) / static_cast<typename Element::Accumulator>(divisor));
-    memcpy(values + at, &element, sizeof(Storage));
-  }
-}
-
-// Blocks small enough for the accumulators to stay in the first cache; every source is read before a result is written, and
-// what is divided is the rounded sum. A source and a destination may be the same bytes of one inout tensor.
+// Blocks small enough for the accumulators to stay in the first cache; every source is read before a result is written. A
+// source and a destination may be the same bytes of one inout tensor.
 template <class Plan>
 COMMDSL_FN void combine(const Operands<Plan>& operands) {
   using Element = typename Plan::Element;
   using Storage = typename Element::Storage;
   constexpr u64 kBlock = 512;
   typename Element::Accumulator total[kBlock];
-  Storage element[kBlock], quotient[kBlock];
+  Storage element[kBlock];
   const u64 count = operands.slice.bytes / sizeof(Storage);
   for (u64 begin = 0; begin < count; begin += kBlock) {
     const u64 length = count - begin < kBlock ? count - begin : kBlock;
@@ -226,28 +217,22 @@ COMMDSL_FN void combine(const Operands<Plan>& operands) {
       memcpy(element, operands.source(s) + at, bytes);
       if constexpr (Plan::kHasReduction) {
         if (operands.op().kind == kCopy) continue;  // a function of tiles combines as a reduction does
+        const auto share = Shares<Plan>(operands).of(operands, s);
         for (u64 i = 0; i < length; ++i) {
-          const typename Element::Accumulator value = Element::widen(element[i]);
+          const typename Element::Accumulator value = share(Element::widen(element[i]));
           total[i] = s == 0 ? value : Plan::Operation::apply(total[i], value);
         }
       }
     }
     if constexpr (Plan::kHasReduction) {
       if (operands.op().kind != kCopy) {
-        for (u64 i = 0; i < length; ++i) element[i] = Element::narrow(total[i]);
+        const Shares<Plan> shares(operands);
+        for (u64 i = 0; i < length; ++i) element[i] = Element::narrow(shares.mean(total[i]));
       }
     }
     for (i32 d = 0; d < operands.op().num_dests; ++d) {
-      const Storage* result = element;
-      if constexpr (Plan::kHasReduction) {
-        if (operands.divides(d)) {
-          memcpy(quotient, element, bytes);
-          divide<Element>(reinterpret_cast<char*>(quotient), bytes, Plan::kNumRanks);
-          result = quotient;
-        }
-      }
       char* dest = operands.reachable(d);
-      if (dest != nullptr) memcpy(dest + at, result, bytes);
+      if (dest != nullptr) memcpy(dest + at, element, bytes);
     }
   }
 }

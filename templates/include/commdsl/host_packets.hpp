@@ -61,12 +61,14 @@ COMMDSL_FN bool gather(const Operands<Plan>& operands, u64 word, u64 bytes, char
     }
     if constexpr (Plan::kHasReduction) {
       if (operands.op().kind == kCopy) continue;
+      const Shares<Plan> shares(operands);
+      const auto share = shares.of(operands, s);
       Storage element[kCount] = {};
       memcpy(element, value, bytes);
       for (u64 i = 0; i < kCount; ++i) {
         const auto next = Plan::Element::widen(element[i]);
-        total[i] = s == 0 ? next : Plan::Operation::apply(total[i], next);
-        if (s + 1 == operands.op().num_sources) element[i] = Plan::Element::narrow(total[i]);
+        total[i] = s == 0 ? share(next) : Plan::Operation::apply(total[i], share(next));
+        if (s + 1 == operands.op().num_sources) element[i] = Plan::Element::narrow(shares.mean(total[i]));
       }
       memcpy(value, element, bytes);
     }
@@ -78,17 +80,12 @@ template <class Plan>
 COMMDSL_FN void scatter(const Operands<Plan>& operands, u64 word, u64 bytes, const char* value) {
   using Wire = typename Plan::Wire;
   for (i32 d = 0; d < operands.op().num_dests; ++d) {
-    char result[Wire::kData];
-    memcpy(result, value, bytes);
-    if constexpr (Plan::kHasReduction) {
-      if (operands.divides(d)) divide<typename Plan::Element>(result, bytes, Plan::kNumRanks);
-    }
     if (operands.dest_row(d).space != kCell) {
-      if (bytes > 0) memmove(operands.dest(d) + word * Wire::kData, result, bytes);
+      if (bytes > 0) memmove(operands.dest(d) + word * Wire::kData, value, bytes);
       continue;
     }
     char* to = operands.dest(d) + word * Wire::kBytes;
-    memcpy(to, result, bytes);
+    memcpy(to, value, bytes);
     release_word(flag_of<Wire>(to), mark_of(operands.here.round));
   }
 }

@@ -90,23 +90,20 @@ struct Operands {
   Slice slice;
 
   COMMDSL_FN const Op& op() const { return Plan::op(index); }
-  COMMDSL_FN const Location& source_row(i32 source) const { return Plan::source(op().first_source + source); }
-  COMMDSL_FN const Dest& dest_row(i32 dest) const { return Plan::dest(op().first_dest + dest); }
+  COMMDSL_FN const Source& source_row(i32 source) const { return Plan::source(op().first_source + source); }
+  COMMDSL_FN const Location& dest_row(i32 dest) const { return Plan::dest(op().first_dest + dest); }
   COMMDSL_FN Place source_place(i32 source) const {
-    const Location row = source_row(source);
+    const Source row = source_row(source);
     // Data that carries its flag is read where it arrives; its row names the rank that sends it.
     const i32 rank = Plan::Wire::kCarriesFlags ? rank_of<Plan>(here.args) : row.rank;
     return place_of(here, row.space, rank, row.index, slice);
   }
   COMMDSL_FN Place dest_place(i32 dest) const {
-    const Dest row = dest_row(dest);
+    const Location row = dest_row(dest);
     return place_of(here, row.space, row.rank, row.index, slice);
   }
   COMMDSL_FN const char* source(i32 at) const { return reach(here.args, source_place(at)); }
   COMMDSL_FN char* dest(i32 at) const { return reach(here.args, dest_place(at)); }
-  COMMDSL_FN bool divides(i32 at) const {
-    return Plan::kHasReduction && (here.args.flags & kFlagAverage) && dest_row(at).scale;
-  }
   // What plain stores cannot reach is null: the transport has put it there.
   COMMDSL_FN char* reachable(i32 at) const {
     const Place place = dest_place(at);

@@ -168,16 +168,28 @@ template <class Plan, u32 unroll, bool reduces>
 struct Values {
   using Word = typename Way<typename Plan::Wire>::Word;
   Word value[unroll];
-  COMMDSL_FN void take(u32 u, const Word& word, bool) { value[u] = word; }
+  COMMDSL_FN explicit Values(const Operands<Plan>&) {}
+  COMMDSL_FN AsItIs share(const Operands<Plan>&, i32) const { return {}; }
+  template <class Share>
+  COMMDSL_FN void take(u32 u, const Word& word, bool, Share) { value[u] = word; }
+  COMMDSL_FN void settle() {}
   COMMDSL_FN Word give(u32 u) const { return value[u]; }
 };
 
 template <class Plan, u32 unroll>
 struct Values<Plan, unroll, true> {
   using Word = typename Way<typename Plan::Wire>::Word;
+  Shares<Plan> shares;
   Lanes<typename Plan::Element, Word> total[unroll];
-  COMMDSL_FN void take(u32 u, const Word& word, bool is_first) {
-    total[u].take(word, is_first, typename Plan::Operation{});
+  COMMDSL_FN explicit Values(const Operands<Plan>& operands) : shares(operands) {}
+  COMMDSL_FN auto share(const Operands<Plan>& operands, i32 source) const { return shares.of(operands, source); }
+  template <class Share>
+  COMMDSL_FN void take(u32 u, const Word& word, bool is_first, Share share) {
+    total[u].take(word, is_first, typename Plan::Operation{}, share);
+  }
+  COMMDSL_FN void settle() {
+#pragma unroll
+    for (u32 u = 0; u < unroll; ++u) total[u].settle(shares);
   }
   COMMDSL_FN Word give(u32 u) const { return total[u].narrow(); }
 };
@@ -214,15 +226,11 @@ COMMDSL_FN void give(const Operands<Plan>& operands, u32 base, u32 words, const 
     if (d >= operands.op().num_dests) break;
     char* to = operands.dest(d);
     const bool in_cell = operands.dest_row(d).space == kCell;
-    const bool divides = operands.divides(d);
 #pragma unroll
     for (u32 u = 0; u < unroll; ++u) {
       const u32 word = base + u * W::kStride;
       if (word >= words) continue;
-      Word value = values.give(u);
-      if constexpr (Plan::kHasReduction) {
-        if (divides) value = divided<typename Plan::Element>(value, Plan::kNumRanks);
-      }
+      const Word value = values.give(u);
       if (in_cell) {
         store_raw(to + W::in_cell(word), W::wrap(value, mark_of(operands.here.round)));
       } else if (W::is_half()) {
@@ -242,7 +250,7 @@ COMMDSL_FN bool pass(const Operands<Plan>& operands, u32 words) {
   using Word = typename W::Word;
   const i32 count = reduces ? operands.op().num_sources : 1;
   for (u32 base = W::first(); W::goes_on(base, words); base += unroll * W::kStride) {
-    Values<Plan, unroll, reduces> values;
+    Values<Plan, unroll, reduces> values(operands);
     for (i32 first = 0; first < count; first += ahead) {
       Raw raw[ahead][unroll];
 #pragma unroll
@@ -263,10 +271,11 @@ COMMDSL_FN bool pass(const Operands<Plan>& operands, u32 words) {
           } else {
             memcpy(&word, &raw[s][u], sizeof(word));
           }
-          values.take(u, word, source == 0);
+          values.take(u, word, source == 0, values.share(operands, source));
         }
       }
     }
+    values.settle();
     give(operands, base, words, values);
   }
   return true;

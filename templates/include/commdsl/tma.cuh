@@ -93,28 +93,12 @@ struct Stages {
   COMMDSL_FN static void make_room() { await_reads<kCount - kAhead>(); }
 };
 
-// What one pass over the sources takes: `piece` bytes of each lie in a stage, one after another. The sum takes the place of the
-// first; the quotient does so where only it is stored, and lies behind the last source where both are.
-struct Cut {
-  u32 piece;
-  bool divides, both;
-};
-
-template <u32 most>
-COMMDSL_FN Cut cut_stage(const Targets<most>& targets, u32 bytes, u32 sources) {
-  bool sum = false;
-#pragma unroll
-  for (u32 d = 0; d < most; ++d) sum |= targets.to[d] != nullptr && !(targets.divided >> d & 1);
-  const bool divides = targets.divided != 0;
-  return {bytes / (sources + (divides && sum)) / 128 * 128, divides, divides && sum};
-}
-
 // One fill to all its destinations.
 template <u32 most>
-COMMDSL_FN void store_all(const Targets<most>& targets, u64 at, u32 sum, u32 quotient, u32 bytes) {
+COMMDSL_FN void store_all(const Targets<most>& targets, u64 at, u32 stage, u32 bytes) {
 #pragma unroll
   for (u32 d = 0; d < most; ++d) {
-    if (targets.to[d] != nullptr) bulk_store(targets.to[d] + at, targets.divided >> d & 1 ? quotient : sum, bytes);
+    if (targets.to[d] != nullptr) bulk_store(targets.to[d] + at, stage, bytes);
   }
   commit_group();
 }
@@ -135,7 +119,7 @@ COMMDSL_CALL void copy_bulk(const Targets<most> targets, const char* source, u32
   for (u32 at = 0, into = fill; at < bytes && at < ahead; at += S::kBytes, ++into) load(at, into);
   for (u32 at = 0; at < bytes; at += S::kBytes, ++fill) {
     stages.await_fill(fill);
-    store_all(targets, at, stages.stage(fill), stages.stage(fill), least(bytes - at, S::kBytes));
+    store_all(targets, at, stages.stage(fill), least(bytes - at, S::kBytes));
     if (bytes - at <= ahead) continue;
     S::make_room();
     load(at + ahead, fill + S::kAhead);
@@ -144,53 +128,56 @@ COMMDSL_CALL void copy_bulk(const Targets<most> targets, const char* source, u32
 
 // One word of every source of a stage, combined in order. The other warps' words hide the latency, as shared memory's is short.
 template <class Plan>
-COMMDSL_FN void combine_word(u32 at, u32 sources, const Cut& cut) {
+COMMDSL_FN void combine_word(const Operands<Plan>& operands, const Shares<Plan>& shares, u32 at, u32 sources, u32 piece) {
   constexpr u32 ahead = Plan::kMostSources < 4 ? Plan::kMostSources : 4;
   Lanes<typename Plan::Element, Vector16> total;
   for (u32 first = 0; first < sources; first += ahead) {
     Vector16 word[ahead];
 #pragma unroll
     for (u32 s = 0; s < ahead; ++s) {
-      if (first + s < sources) load_shared(word[s], at + (first + s) * cut.piece);
+      if (first + s < sources) load_shared(word[s], at + (first + s) * piece);
     }
 #pragma unroll
     for (u32 s = 0; s < ahead; ++s) {
-      if (first + s < sources) total.take(word[s], first + s == 0, typename Plan::Operation{});
+      if (first + s >= sources) break;
+      total.take(word[s], first + s == 0, typename Plan::Operation{}, shares.of(operands, static_cast<i32>(first + s)));
     }
   }
-  const Vector16 sum = total.narrow();
-  const Vector16 quotient = cut.divides ? divided<typename Plan::Element>(sum, Plan::kNumRanks) : sum;
-  store_shared(at, cut.both ? sum : quotient);
-  if (cut.both) store_shared(at + sources * cut.piece, quotient);
+  total.settle(shares);
+  store_shared(at, total.narrow());
 }
 
-// By all threads of the lane: they combine what one of them has brought in, and it sends what they have combined.
+// By all threads of the lane: they combine what one of them has brought in, and it sends what they have combined. `piece` bytes
+// of every source lie in a stage, one after another; the result takes the place of the first.
 template <class Plan, u32 most>
-COMMDSL_CALL void reduce_bulk(const Targets<most> targets, const Operands<Plan> operands, const Cut cut, u32 bytes, u32 fill) {
+COMMDSL_CALL void reduce_bulk(const Targets<most> targets, const Operands<Plan> operands, u32 piece, u32 bytes, u32 fill) {
   using S = Stages<Plan>;
   const S stages;
-  const u32 sources = static_cast<u32>(operands.op().num_sources), ahead = S::kAhead * cut.piece;
+  const u32 sources = static_cast<u32>(operands.op().num_sources), ahead = S::kAhead * piece;
+  const Shares<Plan> shares(operands);
   const char* from[Plan::kMostSources];
   const auto load = [&](u32 at, u32 into) {
-    const u32 length = least(bytes - at, cut.piece);
+    const u32 length = least(bytes - at, piece);
     expect(stages.mark(into), sources * length);
-    for (u32 s = 0; s < sources; ++s) bulk_load(stages.stage(into) + s * cut.piece, from[s] + at, length, stages.mark(into));
+    for (u32 s = 0; s < sources; ++s) bulk_load(stages.stage(into) + s * piece, from[s] + at, length, stages.mark(into));
   };
   if (thread() == 0) {
     for (u32 s = 0; s < sources; ++s) from[s] = operands.source(static_cast<i32>(s));
     fence_proxies_of_global();
     S::make_room();
-    for (u32 at = 0, into = fill; at < bytes && at < ahead; at += cut.piece, ++into) load(at, into);
+    for (u32 at = 0, into = fill; at < bytes && at < ahead; at += piece, ++into) load(at, into);
   }
   __syncwarp();
-  for (u32 at = 0; at < bytes; at += cut.piece, ++fill) {
-    const u32 length = least(bytes - at, cut.piece), stage = stages.stage(fill);
+  for (u32 at = 0; at < bytes; at += piece, ++fill) {
+    const u32 length = least(bytes - at, piece), stage = stages.stage(fill);
     stages.await_fill(fill);
-    for (u32 word = thread() * 16; word < length; word += num_threads() * 16) combine_word<Plan>(stage + word, sources, cut);
+    for (u32 word = thread() * 16; word < length; word += num_threads() * 16) {
+      combine_word(operands, shares, stage + word, sources, piece);
+    }
     fence_proxies_of_shared();
     block_barrier();
     if (thread() == 0) {
-      store_all(targets, at, stage, cut.both ? stage + sources * cut.piece : stage, length);
+      store_all(targets, at, stage, length);
       if (bytes - at > ahead) {
         S::make_room();
         load(at + ahead, fill + S::kAhead);
@@ -225,10 +212,10 @@ struct Mover<Plan, Tma> {
     u64 all = bits;
     for (i32 s = 0; s < op.num_sources; ++s) all |= reinterpret_cast<u64>(operands.source(s));
     const u32 whole = common_alignment(all) == 16 ? static_cast<u32>(operands.slice.bytes) / 16 * 16 : 0;
-    if (whole > 0 && op.kind == kCopy && targets.divided == 0) return copy_aligned(operands, targets, whole);
+    if (whole > 0 && op.kind == kCopy) return copy_aligned(operands, targets, whole);
     if constexpr (Plan::kHasReduction) {
-      const Cut cut = cut_stage(targets, Stages<Plan>::kBytes, static_cast<u32>(op.num_sources));
-      if (whole > 0 && cut.piece >= kLeastPiece) return reduce_aligned(operands, targets, cut, whole);
+      const u32 piece = Stages<Plan>::kBytes / static_cast<u32>(op.num_sources) / 128 * 128;
+      if (whole > 0 && op.kind != kCopy && piece >= kLeastPiece) return reduce_aligned(operands, targets, piece, whole);
     }
     combine(operands, targets, bits);
     fence_proxies();
@@ -252,11 +239,11 @@ struct Mover<Plan, Tma> {
   // A thread that came to a fill while the one before it in its stage was on the way would take that one's phase for its own;
   // so all meet here, unless the operation's own barrier has just been passed.
   template <u32 most>
-  COMMDSL_FN void reduce_aligned(const Operands<Plan>& operands, const Targets<most>& targets, const Cut& cut, u32 whole) {
+  COMMDSL_FN void reduce_aligned(const Operands<Plan>& operands, const Targets<most>& targets, u32 piece, u32 whole) {
     const Op& op = operands.op();
     if (op.num_waits == 0 && !op.barrier) block_barrier();
-    reduce_bulk<Plan>(targets, operands, cut, whole, fills);
-    fills += (whole + cut.piece - 1) / cut.piece;
+    reduce_bulk<Plan>(targets, operands, piece, whole, fills);
+    fills += (whole + piece - 1) / piece;
     if (whole == operands.slice.bytes) return;
     reduce_tail(targets, operands, whole);
     fence_proxies();

@@ -20,7 +20,6 @@ constexpr i32 kAdd = 2;            // of tiles: functions of their sources
 constexpr i32 kMultiply = 3;
 constexpr i32 kFlagStride = 64;    // a flag has a cache line of its own, so that pollers do not disturb its neighbours
 constexpr i32 kStaggered = 4;      // lanes whose first rounds differ in length
-constexpr i32 kFlagAverage = 1;    // bit 0 of Args::flags: the reduction is an average
 constexpr u64 kTimedOut = 1;       // ErrorRecord::code
 constexpr u64 kFar = u64{1} << 63; // in heap[peer]: plain loads and stores do not reach that rank
 
@@ -29,14 +28,14 @@ struct Location {
   i32 space, rank, index;
 };
 
-// `scale`: what is stored is divided by the number of ranks when the reduction is an average.
-struct Dest {
-  i32 space, rank, index, scale;
+// `weight`: what it is multiplied by when the reduction is an average.
+struct Source {
+  i32 space, rank, index, weight;
 };
 
-// Runs of the other tables are (first, count).
+// `whole`: what the weighed sum is divided by when the reduction is an average. Runs of the other tables are (first, count).
 struct Op {
-  i32 kind, cut, piece, barrier;
+  i32 kind, cut, piece, barrier, whole;
   i32 first_dest, num_dests, first_source, num_sources, first_wait, num_waits, first_signal, num_signals;
 };
 

@@ -43,12 +43,21 @@ struct Lanes {
     for (u32 e = 0; e < kCount; ++e) value[e] = Element::widen(element[e]);
   }
   // Combines one more operand.
-  template <class Operation>
-  COMMDSL_FN void take(const Word& word, bool is_first, Operation) {
+  template <class Operation, class Share = AsItIs>
+  COMMDSL_FN void take(const Word& word, bool is_first, Operation, Share share = {}) {
     Lanes next;
     next.widen(word);
 #pragma unroll
-    for (u32 e = 0; e < kCount; ++e) value[e] = is_first ? next.value[e] : Operation::apply(value[e], next.value[e]);
+    for (u32 e = 0; e < kCount; ++e) {
+      const auto part = share(next.value[e]);
+      value[e] = is_first ? part : Operation::apply(value[e], part);
+    }
+  }
+  // After the last operand.
+  template <class Shares>
+  COMMDSL_FN void settle(const Shares& shares) {
+#pragma unroll
+    for (u32 e = 0; e < kCount; ++e) value[e] = shares.mean(value[e]);
   }
   COMMDSL_FN Word narrow() const {
     Word word;

@@ -1,0 +1,117 @@
+"""What reductions make of numbers: beside float64, which shares no definition with the interpreter or the kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from collectives import SCHEDULES, main_case, shipped
+from numpy.typing import NDArray
+from proved import HOST_PROTOCOLS, proved
+
+from commdsl import compiler
+from commdsl.build import host_run
+from commdsl.build.emit import emit
+from commdsl.ir import interpret
+from commdsl.ir.schedules import Schedule
+from commdsl.machine.dtypes import BFLOAT16, FLOAT16, FLOAT32, Array, DType
+from commdsl.program.moves import Protocol
+
+REDUCING = [path for path in shipped() if path.parent.name == "collectives" and "reduce" in path.stem]
+AVERAGED = [FLOAT32, FLOAT16, BFLOAT16]
+GREATEST = {"float32": 3.4028234e38, "float16": 60000.0, "bfloat16": 3.3895314e38}
+DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}
+
+
+def results(schedule: Schedule, values: list[Array], dtype: DType, op: str) -> list[tuple[Array, NDArray[np.float64]]]:
+    """Of every chunk that a contract speaks of: what the schedule leaves there, and the exact mean of what it sums."""
+    (contract,) = schedule.contracts
+    given, made = schedule.buffers[contract.source_buffer], schedule.buffers[contract.dest_buffer]
+    size = len(values[0]) // given.num_chunks
+    left = interpret.run(schedule, {given.name: values}, dtype, op).outputs[made.name]
+    found = []
+    for rank, chunk, value in zip(contract.dest_rank, contract.dest_chunk, contract.value, strict=True):
+        places = zip(contract.source_rank[value], contract.source_chunk[value], strict=True)
+        parts = [values[r][c * size : (c + 1) * size] for r, c in places]
+        exact = np.mean([dtype.to_float32(part).astype(np.float64) for part in parts], axis=0)
+        found.append((left[rank][chunk * size : (chunk + 1) * size], exact))
+    return found
+
+
+def elements(schedule: Schedule) -> int:
+    """Of a chunk, in whole units of 16 bytes for every dtype, so that all chunks are equally long."""
+    return schedule.buffers[schedule.contracts[0].source_buffer].num_chunks * 16
+
+
+def schedules(path: Path, ranks: int) -> list[Schedule]:
+    case = main_case(path, ranks)
+    return [] if case is None else [proved(case).schedule]
+
+
+@pytest.mark.parametrize("dtype", AVERAGED, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("path", REDUCING, ids=lambda path: path.stem)
+def test_an_average_does_not_overflow(path: Path, dtype: DType) -> None:
+    """The mean of the greatest numbers is finite and nothing but rounded, however its parts travel."""
+    for schedule in (one for ranks in (2, 3, 4, 7, 8) for one in schedules(path, ranks)):
+        great = dtype.from_float32(np.full(elements(schedule), GREATEST[dtype.name], np.float32))
+        for left, exact in results(schedule, [great] * schedule.num_ranks, dtype, "avg"):
+            error = np.abs(dtype.to_float32(left).astype(np.float64) / exact - 1).max()
+            assert error <= schedule.num_ranks * 2.0 ** -DIGITS[dtype.name]
+            if schedule.num_ranks <= 4 and dtype is not FLOAT32:
+                assert left.tobytes() == great[: len(left)].tobytes()
+
+
+@pytest.mark.parametrize("dtype", AVERAGED, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("path", REDUCING, ids=lambda path: path.stem)
+def test_an_average_is_the_sum_divided(path: Path, dtype: DType) -> None:
+    """To the bit where the ranks are a power of two, as scaling rounds nothing; whole numbers have exact means."""
+    random = np.random.default_rng(7)
+    for schedule in (one for ranks in (2, 4, 8) for one in schedules(path, ranks)):
+        size, ranks = elements(schedule), schedule.num_ranks
+        values = [dtype.from_float32(random.standard_normal(size, np.float32)) for _ in range(ranks)]
+        sums = results(schedule, values, dtype, "sum")
+        for (mean, _), (total, _) in zip(results(schedule, values, dtype, "avg"), sums, strict=True):
+            assert mean.tobytes() == dtype.from_float32(dtype.to_float32(total) / np.float32(ranks)).tobytes()
+    for schedule in (one for ranks in (3, 5, 8) for one in schedules(path, ranks)):
+        whole = random.integers(-6, 7, (schedule.num_ranks, elements(schedule)))
+        values = [dtype.from_float32(row.astype(np.float32)) for row in whole]
+        for mean, exact in results(schedule, values, dtype, "avg"):
+            assert mean.tobytes() == dtype.from_float32(exact.astype(np.float32)).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("name", ["allreduce_oneshot", "allreduce_twoshot", "reducescatter_direct"])
+def test_one_pass_rounds_once(name: str, dtype: DType) -> None:
+    """What one pass combines is the exact mean rounded to one of its two neighbours, for any number of ranks."""
+    random = np.random.default_rng(3)
+    for ranks in range(2, 17):
+        schedule = compiler.check(SCHEDULES / "collectives" / f"{name}.comm", ranks=ranks).schedule
+        values = [
+            dtype.from_float32(random.standard_normal(elements(schedule), np.float32) * 2.0 ** random.integers(-9, 9))
+            for _ in range(ranks)
+        ]
+        for mean, exact in results(schedule, values, dtype, "avg"):
+            nearest = dtype.to_float32(dtype.from_float32(exact.astype(np.float32))).astype(np.float64)
+            place = np.spacing(np.abs(nearest).astype(np.float32)).astype(np.float64) * 2.0 ** (24 - DIGITS[dtype.name])
+            assert (np.abs(dtype.to_float32(mean) - exact) <= 0.51 * place).all()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("protocol", HOST_PROTOCOLS, ids=lambda protocol: protocol.value)
+@pytest.mark.parametrize("path", REDUCING, ids=lambda path: path.stem)
+def test_kernels_average(path: Path, protocol: Protocol) -> None:
+    """The emitted kernel has the interpreter's bits in every protocol, and 60000 is 60000 on 4 ranks."""
+    case = main_case(path, 4) or main_case(path, 5)
+    assert case is not None
+    checked = proved(case, protocol)
+    buffer = checked.schedule.buffers[checked.schedule.contracts[0].source_buffer]
+    random, emitted = np.random.default_rng(5), emit(checked.plan)
+    values = [FLOAT16.from_float32(random.standard_normal(buffer.blocks * 333, np.float32)) for _ in range(case.ranks)]
+    great = [np.full(buffer.blocks * 333, 60000, np.float16)] * case.ranks
+    calls = [{buffer.name: values}, {buffer.name: great}]
+    ran = host_run.run_calls(checked.plan, emitted, calls, FLOAT16, "avg")
+    for inputs, found in zip(calls, ran, strict=True):
+        wanted = interpret.run(checked.schedule, inputs, FLOAT16, "avg")
+        for name, arrays in wanted.outputs.items():
+            assert [one.tobytes() for one in arrays] == [one.tobytes() for one in found.outputs[name]]
