@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from commdsl import ep as ep
     from commdsl.dispatch.errors import MetadataError as MetadataError
     from commdsl.language.diagnostics import CommError as CommError
+    from commdsl.machine.errors import CacheError as CacheError
     from commdsl.machine.errors import ConfigError as ConfigError
     from commdsl.machine.errors import Error as Error
     from commdsl.machine.errors import MissingToolError as MissingToolError
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AgreementError",
     "BrokenGroupError",
+    "CacheError",
     "CaptureError",
     "CommError",
     "CommTimeout",
@@ -97,6 +99,7 @@ __all__ = [
 _HOME = {
     "AgreementError": "commdsl.runtime.errors",
     "BrokenGroupError": "commdsl.runtime.errors",
+    "CacheError": "commdsl.machine.errors",
     "CaptureError": "commdsl.runtime.errors",
     "CommError": "commdsl.language.diagnostics",
     "CommTimeout": "commdsl.program.timeouts",

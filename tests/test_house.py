@@ -53,7 +53,7 @@ CALLS = ("C95", "C96", "C97")
 """Codes of exceptions: a call or a machine is at fault, no `.comm` text."""
 
 STAGES = (
-    ("machine/errors", "machine/config", "machine/resources"),
+    ("machine/errors", "machine/config", "machine/resources", "machine/private", "machine/cache"),
     ("language",),
     ("machine",),
     ("ir",),

@@ -50,7 +50,7 @@ def test_cold_and_warm(tmp_path: Path) -> None:
 def test_options_are_part_of_the_key(tmp_path: Path) -> None:
     """Another architecture or a debug build is another file."""
     config = replace(from_environment(), cache_dir=tmp_path)
-    emitted = Emitted("kernel", 'extern "C" __global__ void kernel(int* p) { *p = 1; }', "")
+    emitted = Emitted("kernel", 'extern "C" __global__ void kernel(int* p) { *p = 1; }', "", "")
     found = {
         nvrtc.build(emitted, (), config),
         nvrtc.build(emitted, (), config, "sm_80"),

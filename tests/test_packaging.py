@@ -107,7 +107,7 @@ def test_core_is_small() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core = {requirement.split(">")[0] for requirement in project["dependencies"]}
 
-    assert core == {"click", "jinja2", "lark", "numpy", "rich"}
+    assert core == {"click", "jinja2", "lark", "numpy", "platformdirs", "rich"}
     assert {"torch", "cuda", "cxx", "test"} == project["optional-dependencies"].keys()
 
 

@@ -11,15 +11,23 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-from commdsl.build import cache
 from commdsl.build.emit import Emitted, headers_digest, include_dir
 from commdsl.language.diagnostics import InternalError
+from commdsl.machine import cache
 from commdsl.machine.config import Config
-from commdsl.machine.errors import ConfigError, MissingToolError
+from commdsl.machine.errors import CacheError, ConfigError, MissingToolError
 from commdsl.machine.resources import data_dir
+
+Sources: TypeAlias = tuple[tuple[str, str], ...]
+"""Texts by the names of files."""
+
+ROOM = 4 << 20
+"""Bytes; no library is larger."""
 
 FLAGS = (
     "-std=c++17",
@@ -117,22 +125,41 @@ def _macros(defines: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"-D{define}" for define in defines)
 
 
-def _compile(sources: tuple[tuple[str, str], ...], target: str, more: tuple[str, ...], config: Config) -> Path:
+def _compile(sources: Sources, target: str, more: tuple[str, ...], config: Config) -> Path:
     """One run of the compiler over named texts, or what an earlier one left in the cache."""
     compiler = find_compiler(config)
     flags = (*FLAGS, *(("-O0", "-g") if config.debug else ("-O2",)), *more)
     texts = tuple(part for source in sources for part in source)
     parts = (*texts, headers_digest(), *compiler.command, compiler.version, platform.machine(), target, *flags)
 
-    def fill(folder: Path) -> None:
+    return cache.entry(config.cache_dir, cache.key(parts), lambda: _made(compiler, flags, sources, target)) / target
+
+
+def _made(compiler: HostCompiler, flags: tuple[str, ...], sources: Sources, target: str) -> dict[str, bytes]:
+    """The texts, and what the compiler makes of them."""
+    with tempfile.TemporaryDirectory(prefix="commdsl-") as folder:
         for name, text in sources:
-            (folder / name).write_text(text, encoding="utf-8")
+            Path(folder, name).write_text(text, encoding="utf-8")
         names = [name for name, _ in sources]
         command = [*compiler.command, *flags, "-I", str(include_dir()), "-o", target, *names, "-ldl"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            kept = config.cache_dir / f"failed-{names[0]}"
-            kept.write_text(sources[0][1], encoding="utf-8")
-            raise InternalError(f"the host compiler refused {kept}\n{shlex.join(command)}\n{done.stderr}")
+            _refuse_unless_room(Path(folder))
+            raise InternalError(f"the host compiler refused {_copy(*sources[0])}\n{shlex.join(command)}\n{done.stderr}")
+        return {name: Path(folder, name).read_bytes() for name in (*names, target)}
 
-    return cache.entry(config.cache_dir, cache.key(parts), fill) / target
+
+def _refuse_unless_room(folder: Path) -> None:
+    """A compiler that has no room to write says so in its own words, if at all: the text is not to blame."""
+    try:
+        (folder / "probe").write_bytes(bytes(ROOM))
+    except OSError as error:
+        raise CacheError(f"the host compiler cannot write to {folder.parent} ({error.strerror}): set TMPDIR") from error
+
+
+def _copy(name: str, text: str) -> str:
+    """A copy of a text that stays, to look at."""
+    handle, path = tempfile.mkstemp(prefix="commdsl-refused-", suffix=f"-{name}")
+    with open(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    return path

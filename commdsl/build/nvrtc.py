@@ -10,18 +10,19 @@ import ctypes
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache as memoize
 from pathlib import Path
 
-from commdsl.build import cache as cache_
 from commdsl.build.emit import Emitted, headers_digest, include_dir
 from commdsl.language.diagnostics import InternalError
+from commdsl.machine import cache
 from commdsl.machine.config import Config
 from commdsl.machine.errors import MissingToolError
 from commdsl.program.memory import Transport
 
 ARCH = "sm_90"
 TOOLKIT = Path("/usr/local/cuda")
+SHIM = "nvshmem_shim.cubin"
 _SUCCESS = 0
 _CUBIN = 1  # nvJitLinkInputType
 _LIBRARY = 6
@@ -40,7 +41,7 @@ NVRTC = Library("libnvrtc.so", "nvidia-cuda-nvrtc", ("libnvrtc-builtins.so.*",))
 NVJITLINK = Library("libnvJitLink.so", "nvidia-nvjitlink")
 
 
-@cache
+@memoize
 def wheel_folders() -> tuple[Path, ...]:
     """The folders that NVIDIA's wheels share, newest CUDA first: `nvidia/cu13`, `nvidia/cuda_nvrtc`, ..."""
     spec = importlib.util.find_spec("nvidia")
@@ -60,7 +61,7 @@ def _library_path(library: Library) -> Path | None:
     return locate(f"lib/{library.stem}.*") or locate(f"lib64/{library.stem}.*")
 
 
-@cache
+@memoize
 def load(library: Library) -> ctypes.CDLL:
     path = _library_path(library)
     try:
@@ -73,7 +74,7 @@ def load(library: Library) -> ctypes.CDLL:
         raise MissingToolError(f"{library.stem} is not here: pip install {library.wheel} ({error})") from error
 
 
-@cache
+@memoize
 def version() -> str:
     """NVRTC's version, part of every cache key."""
     major, minor = ctypes.c_int(), ctypes.c_int()
@@ -81,7 +82,7 @@ def version() -> str:
     return f"{major.value}.{minor.value}"
 
 
-@cache
+@memoize
 def linker_version() -> str:
     major, minor = ctypes.c_uint(), ctypes.c_uint()
     load(NVJITLINK).nvJitLinkVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -173,17 +174,15 @@ def build(emitted: Emitted, defines: Sequence[str], config: Config, arch: str = 
         *(_link_identity() if links else ()),
     )
 
-    def fill(folder: Path) -> None:
-        source = folder / "kernel.cu"
-        source.write_text(emitted.text, encoding="utf-8")
+    def made() -> dict[str, bytes]:
         cubin = compile_cubin(emitted.name + ".cu", emitted.text, [*flags, f"-I{include_dir()}"])
         if links:
             archive = _need("lib/libnvshmem_device.a", "nvidia-nvshmem-cu13")
             units = [("kernel", cubin), ("nvshmem_shim", shim(config, arch).read_bytes())]
             cubin = link(arch, units, [archive])
-        (folder / "kernel.cubin").write_bytes(cubin)
+        return {"kernel.cu": emitted.text.encode(), "kernel.cubin": cubin}
 
-    return cache_.entry(config.cache_dir, cache_.key(parts), fill) / "kernel.cubin"
+    return cache.entry(config.cache_dir, cache.key(parts), made) / "kernel.cubin"
 
 
 def shim(config: Config, arch: str = ARCH) -> Path:
@@ -199,7 +198,7 @@ def shim(config: Config, arch: str = ARCH) -> Path:
         *flags,
     )
 
-    def fill(folder: Path) -> None:
+    def made() -> dict[str, bytes]:
         includes = (
             include_dir() / "nvshmem_repair",
             _need("include/nvshmem.h", "nvidia-nvshmem-cu13").parent,
@@ -207,10 +206,9 @@ def shim(config: Config, arch: str = ARCH) -> Path:
             _need("include/cccl", "nvidia-cuda-cccl"),
         )
         text = source.read_text(encoding="utf-8")
-        cubin = compile_cubin(source.name, text, [*flags, *(f"-I{include}" for include in includes)])
-        (folder / "nvshmem_shim.cubin").write_bytes(cubin)
+        return {SHIM: compile_cubin(source.name, text, [*flags, *(f"-I{include}" for include in includes)])}
 
-    return cache_.entry(config.cache_dir, cache_.key(parts), fill) / "nvshmem_shim.cubin"
+    return cache.entry(config.cache_dir, cache.key(parts), made) / SHIM
 
 
 def _flags(arch: str, config: Config) -> list[str]:

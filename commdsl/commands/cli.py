@@ -235,6 +235,16 @@ def doctor(as_json: bool) -> Exit:
     return doctor(as_json=as_json)
 
 
+@app.command(cls=Grouped, example="cache")
+@option("--clear", is_flag=True, help="Remove what is kept; it is made again when it is needed.")
+@as_json
+def cache(clear: bool, as_json: bool) -> Exit:
+    """Say where built kernels are kept, how many entries there are, and how many bytes."""
+    from commdsl.commands.cache import cache
+
+    return cache(clear=clear, as_json=as_json)
+
+
 @app.command(cls=Grouped, example="new allreduce my_first.comm")
 @click.argument("kind")
 @click.argument("file", required=False, type=path_type)

@@ -18,6 +18,7 @@ from pathlib import Path
 from commdsl.build import host, nvrtc
 from commdsl.commands import output
 from commdsl.commands.output import Exit
+from commdsl.machine import cache
 from commdsl.machine.config import from_environment
 from commdsl.machine.errors import MissingToolError
 
@@ -66,16 +67,9 @@ def probe_python() -> Iterator[Finding]:
 
 def probe_cache() -> Iterator[Finding]:
     folder = from_environment().cache_dir
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        yield Finding(
-            "cache folder", False, f"{folder}: {error.strerror}", "keep built kernels", "set COMMDSL_CACHE_DIR"
-        )
-        return
-    yield Finding("cache folder", True, str(folder), "keep built kernels", "")
+    wrong = cache.trouble(folder)
+    seen = f"{folder}: {wrong}" if wrong else str(folder)
+    yield Finding("cache folder", not wrong, seen, "keep built kernels", "set COMMDSL_CACHE_DIR" if wrong else "")
 
 
 def probe_compiler() -> Iterator[Finding]:

@@ -3,6 +3,8 @@
 errors        what users can mend, as exceptions with one base
 config        the environment -> Config
 resources     where the shipped folders lie
+private       paths -> folders and files that are this user's alone
+cache         what something depends on -> what was made of it, kept from run to run
 topology      who can send to whom, how fast, through which ports
 cycles        rings and Hamilton decompositions of its links
 dtypes        element types and their reductions

@@ -21,7 +21,7 @@ DEFAULT_TIMEOUT = 30.0
 class Config:
     """What a machine or a user may set."""
 
-    cache_dir: Path  # COMMDSL_CACHE_DIR
+    cache_dir: Path | None  # COMMDSL_CACHE_DIR, else the user's folder for caches; None: there is no home for one
     timeout: float | None  # COMMDSL_TIMEOUT: seconds that a wait for another rank may take; None: its group says
     debug: bool  # COMMDSL_DEBUG: debug information and no optimization in the host build, line numbers in the GPU build
     cxx: str  # CXX: the host compiler, empty when not set
@@ -40,9 +40,8 @@ class Config:
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
     """The Config of a process, or of the mapping given in its place."""
     variables = os.environ if environment is None else environment
-    cache = variables.get("COMMDSL_CACHE_DIR", "")
     return Config(
-        cache_dir=Path(cache).expanduser().resolve() if cache else Path.home() / ".cache" / "commdsl",
+        cache_dir=_cache_dir(variables.get("COMMDSL_CACHE_DIR", "")),
         timeout=_timeout(variables.get("COMMDSL_TIMEOUT", "")),
         debug=_switch("COMMDSL_DEBUG", variables.get("COMMDSL_DEBUG", "")),
         cxx=variables.get("CXX", "").strip(),
@@ -50,6 +49,22 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         nodes=_nodes(variables.get("COMMDSL_NODES", "")),
         tables=tuple(Path(path) for path in variables.get("COMMDSL_TABLES", "").split(os.pathsep) if path),
     )
+
+
+def _cache_dir(text: str) -> Path | None:
+    """Without links, so that what is looked at is what is used. Where nobody says otherwise, as the platform has it."""
+    if text:
+        named = os.path.expanduser(text)
+        if named.startswith("~"):
+            raise ConfigError(f"COMMDSL_CACHE_DIR is `{text}`, and there is no such home: name the whole path")
+        return Path(os.path.realpath(named))
+    import platformdirs  # 5 ms, and few names another place
+
+    try:
+        found = platformdirs.user_cache_dir("commdsl", appauthor=False)
+    except RuntimeError:  # or, of an older version, `~` stays in it
+        return None
+    return Path(os.path.realpath(found)) if os.path.isabs(found) else None
 
 
 def _transport(text: str) -> str:

@@ -33,6 +33,12 @@ def _again(kind: type[CodedError], said: tuple[Any, ...], more: dict[str, Any]) 
     return made
 
 
+class CacheError(CodedError, RuntimeError):
+    """The cache is not this user's alone, or there is no place at all to write to; the message says what to do."""
+
+    code = "C970"
+
+
 class ConfigError(CodedError, ValueError):
     """A variable of the environment says what it cannot say."""
 

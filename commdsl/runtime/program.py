@@ -1,30 +1,28 @@
 """Turns a `.comm` file, parameters and a number of ranks into a Program: the Plan, its text, and the shape of the op.
 
-Assumes the compiler's errors are the caller's to show. Does not touch torch. Keeps Programs as pickles in the user's
-own cache folder (`Config.cache_dir`), under a key over the texts, the parameters and commdsl's own sources: whoever may
-write there may run code as the user, as with any cache of compiled code. Nothing else is ever unpickled.
+Assumes the compiler's errors are the caller's to show. Does not touch torch. Keeps Programs in the user's own cache
+(`Config.cache_dir`), under a key over the texts, the parameters and commdsl's own sources.
 """
 
 from __future__ import annotations
 
 import hashlib
-import pickle
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache as memoize
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from commdsl.build import cache
 from commdsl.build.emit import Emitted
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.schedules import Contract, Schedule, Yield
-from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import BufferKind
 from commdsl.language.text import text_of
+from commdsl.machine import cache
 from commdsl.machine.config import Config
 from commdsl.machine.resources import data_dir, split_place
 from commdsl.program.launches import Return
@@ -34,8 +32,6 @@ from commdsl.program.visited import plan_of, segments
 
 if TYPE_CHECKING:
     from commdsl.compiler import CompiledSchedule
-
-Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,24 +115,17 @@ class RoutedProgram:
 def program(definition: Definition, ranks: int, transport: Transport, config: Config) -> Program:
     """From the cache where nothing it depends on has changed, else compiled. Raises CommError as the compiler does."""
     parts = ["program", *_parts(definition, ranks, transport)]
-    return _cached(Program, parts, lambda: _compile(definition, ranks, transport), config)
+    return cache.kept(config.cache_dir, cache.key(parts), Program, lambda: _compile(definition, ranks, transport))
 
 
 def routed_program(definition: Definition, ranks: int, transport: Transport, config: Config) -> RoutedProgram:
     """As `program`, for a dispatch."""
     parts = ["dispatch", *_parts(definition, ranks, transport)]
-    return _cached(RoutedProgram, parts, lambda: _compile_dispatch(definition, ranks, transport), config)
 
+    def made() -> RoutedProgram:
+        return _compile_dispatch(definition, ranks, transport)
 
-def _cached(kind: type[Kind], parts: list[str], make: Callable[[], Kind], config: Config) -> Kind:
-    def fill(fresh: Path) -> None:
-        (fresh / "program.pickle").write_bytes(pickle.dumps(make(), protocol=5))
-
-    entry = cache.entry(config.cache_dir, cache.key(parts), fill)
-    found = pickle.loads((entry / "program.pickle").read_bytes())
-    if not isinstance(found, kind):
-        raise InternalError(f"{entry} is not a {kind.__name__}")
-    return found
+    return cache.kept(config.cache_dir, cache.key(parts), RoutedProgram, made)
 
 
 def _compile_dispatch(definition: Definition, ranks: int, transport: Transport) -> RoutedProgram:
@@ -195,33 +184,50 @@ def _visits(made: CompiledSchedule) -> Visits | None:
 
 
 def _parts(definition: Definition, ranks: int, transport: Transport) -> list[str]:
-    """Everything a Program depends on, as texts."""
+    """What a kept Program depends on: what it is, what it shows of its files, and what its pickle is made of."""
+    shown = [str(path) for path, _ in _sources(definition)]
+    return [*_identity(definition, ranks, transport), *shown, f"{sys.version_info[:2]} {np.__version__}"]
+
+
+def _identity(definition: Definition, ranks: int, transport: Transport) -> list[str]:
+    """Everything that a Program is made of, as texts; wherever its files lie, and whatever they are called."""
     values = [f"{name}={value}" for name, value in sorted(definition.params)]
     values += [f"tune {key}={value!r}" for key, value in sorted(definition.tune)]
-    parts = [sources_digest(), definition.schedule or "", str(ranks), transport.value, definition.on or ""]
-    parts += [definition.path.name, *values, *_texts(definition.path, set())]
+    machine = _machine(definition)[1] if definition.on else ""
+    parts = [sources_digest(), definition.schedule or "", str(ranks), transport.value, machine]
+    return [*parts, *values, *(text for _, text in _sources(definition))]
+
+
+def _machine(definition: Definition) -> tuple[Path | None, str]:
+    """The file of the topology where it is named, and what is asked for in it."""
+    on = definition.on or ""
+    file, name = split_place(on)
+    return (Path(file), name or "") if Path(file).is_file() else (None, on)
+
+
+def _sources(definition: Definition) -> Iterator[tuple[Path, str]]:
+    """The files that may have a say, each with its text."""
+    yield from _texts(definition.path, set())
     if definition.on is not None:
-        file, _ = split_place(definition.on)
-        parts += _texts(Path(file), set()) if Path(file).is_file() else []
-        parts += [
-            path.read_text(encoding="utf-8") for path in sorted((data_dir("schedules") / "topologies").glob("*.comm"))
-        ]
-    return parts
+        file, _ = _machine(definition)
+        yield from () if file is None else _texts(file, set())
+        for path in sorted((data_dir("schedules") / "topologies").glob("*.comm")):
+            yield path, text_of(path)
 
 
 def digest_of(definition: Definition) -> str:
-    """Stands for a Definition for any number of ranks."""
-    return cache.key(_parts(definition, 0, Transport.PEER))
+    """Stands for a Definition for any number of ranks; the same text has the same under any path."""
+    return cache.key(_identity(definition, 0, Transport.PEER))
 
 
-def _texts(path: Path, seen: set[Path]) -> Iterator[str]:
-    """A file's text and, by name, those it may use. More than it does use is harmless: a key needs no parser."""
+def _texts(path: Path, seen: set[Path]) -> Iterator[tuple[Path, str]]:
+    """A file and its text and, by name, those it may use. More than it does use is harmless: a key needs no parser."""
     resolved = path.resolve()
     if resolved in seen:
         return
     seen.add(resolved)
     text = text_of(path)
-    yield text
+    yield path, text
     for name in re.findall(r'\buse\s+"([^"\n]*)"', text):
         for base in (path.parent, data_dir("schedules")):
             if (base / name).is_file():

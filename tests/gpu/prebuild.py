@@ -65,8 +65,6 @@ def main() -> None:
     if Transport.NVSHMEM in transports:
         nvrtc.shim(config)
         print(f"the NVSHMEM shim, {time.monotonic() - started:.0f} s", flush=True)
-    for stale in options.cache.rglob(".*.lock"):
-        stale.unlink()
 
 
 def dispatch_cubins(ranks: int, config: Config) -> int:

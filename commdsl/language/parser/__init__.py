@@ -11,14 +11,10 @@ imports lark.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
-import pickle
+import io
 import re
 import sys
-import tempfile
-from functools import cache
+from functools import cache as memoize
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,6 +27,7 @@ from commdsl.language.diagnostics import CommError
 from commdsl.language.parser import build_syntax, mistakes, syntax_fault
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import Comment, File
+from commdsl.machine.cache import kept, key
 from commdsl.machine.config import from_environment
 from commdsl.machine.resources import data_dir
 
@@ -153,25 +150,16 @@ def _word(terminal: TerminalDef) -> str:
 # --- the LALR tables --------------------------------------------------------------------------------------------------
 
 
-@cache
-def _parser(cache_dir: Path) -> Lark:
+@memoize
+def _parser(cache_dir: Path | None) -> Lark:
     """The parser; its tables take ten times longer to build than to load, so they are kept in the cache."""
     grammar = (data_dir("grammar") / "comm.lark").read_text(encoding="utf-8")
     versions = f"{lark_version} {sys.version_info[:2]}"
-    digest = hashlib.sha256(f"{versions}\n{grammar}".encode()).hexdigest()[:32]
-    path = cache_dir / "grammar" / f"{digest}.pickle"
-    damaged = (pickle.PickleError, EOFError, KeyError, TypeError, AttributeError, ValueError)
-    with contextlib.suppress(OSError, *damaged), path.open("rb") as file:
-        return Lark.load(file)
-    parser = Lark(grammar, parser="lalr", lexer="contextual", propagate_positions=True, maybe_placeholders=True)
-    with contextlib.suppress(OSError):  # a home that cannot be written costs time, not the run
-        _keep(parser, path)
-    return parser
+    tables = kept(cache_dir, key(["grammar", versions, grammar]), bytes, lambda: _tables(grammar))
+    return Lark.load(io.BytesIO(tables))
 
 
-def _keep(parser: Lark, path: Path) -> None:
-    """Write whole or not at all: other processes may be reading."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        parser.save(file)
-    os.replace(file.name, path)
+def _tables(grammar: str) -> bytes:
+    made = io.BytesIO()
+    Lark(grammar, parser="lalr", lexer="contextual", propagate_positions=True, maybe_placeholders=True).save(made)
+    return made.getvalue()
