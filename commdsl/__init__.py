@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from commdsl import ep as ep
     from commdsl.dispatch.errors import MetadataError as MetadataError
     from commdsl.language.diagnostics import CommError as CommError
+    from commdsl.machine.errors import ArgumentError as ArgumentError
     from commdsl.machine.errors import CacheError as CacheError
     from commdsl.machine.errors import ConfigError as ConfigError
     from commdsl.machine.errors import Error as Error
     from commdsl.machine.errors import MissingToolError as MissingToolError
+    from commdsl.machine.errors import NotFoundError as NotFoundError
     from commdsl.planner.tuning.selection import TableError as TableError
     from commdsl.program.timeouts import CommTimeout as CommTimeout
     from commdsl.runtime.collectives import all_gather as all_gather
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AgreementError",
+    "ArgumentError",
     "BrokenGroupError",
     "CacheError",
     "CaptureError",
@@ -69,6 +72,7 @@ __all__ = [
     "KeysError",
     "MetadataError",
     "MissingToolError",
+    "NotFoundError",
     "Op",
     "OpError",
     "PeerError",
@@ -98,6 +102,7 @@ __all__ = [
 
 _HOME = {
     "AgreementError": "commdsl.runtime.errors",
+    "ArgumentError": "commdsl.machine.errors",
     "BrokenGroupError": "commdsl.runtime.errors",
     "CacheError": "commdsl.machine.errors",
     "CaptureError": "commdsl.runtime.errors",
@@ -113,6 +118,7 @@ _HOME = {
     "KeysError": "commdsl.runtime.errors",
     "MetadataError": "commdsl.dispatch.errors",
     "MissingToolError": "commdsl.machine.errors",
+    "NotFoundError": "commdsl.machine.errors",
     "Op": "commdsl.runtime.op",
     "OpError": "commdsl.runtime.errors",
     "PeerError": "commdsl.runtime.errors",

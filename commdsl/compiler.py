@@ -49,6 +49,13 @@ Named = TypeVar("Named", bound=Declaration)
 
 KINDS = {ScheduleDecl: "schedule", DispatchDecl: "dispatch", PlanDecl: "plan"}
 
+LOADERS = {
+    ScheduleDecl: "`{}` is a schedule: `commdsl.load` loads it",
+    DispatchDecl: "`{}` is a dispatch: `commdsl.dispatch.Dispatcher`, or by keys `commdsl.ep.Experts`, loads it",
+    PlanDecl: "`{}` is a plan: `commdsl.dispatch.load_plan` loads it",
+}
+"""What to do with a declaration where another kind was expected."""
+
 
 @dataclass(frozen=True)
 class Given:
@@ -188,7 +195,8 @@ def _named(found: tuple[Named, ...], name: str | None, what: str, files: tuple[F
     whole = Span(files[0].source, 0, 0)
     have = ", ".join(f"`{decl.name.text}`" for decl in found) or "none"
     wanted = f"expected a {what} named `{name}`" if name else f"expected one {what}, or the name of one"
-    raise CommError((Diagnostic("C191", wanted, Label(whole, f"this file has {have}")),))
+    help = "" if found else "; ".join(LOADERS[type(decl)].format(decl.name.text) for decl in declarations(files))
+    raise CommError((Diagnostic("C191", wanted, Label(whole, f"this file has {have}"), help=help),))
 
 
 def find_topology(files: tuple[File, ...], name: str | None, ranks: int) -> Topology:

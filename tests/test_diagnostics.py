@@ -146,7 +146,7 @@ def test_json() -> None:
 
 
 def test_error_crosses_processes() -> None:
-    """A CommError survives pickling, and reads as one line per diagnostic."""
+    """A CommError survives pickling, and reads as one line per diagnostic, with what its place and its help say."""
     error = CommError((diagnostic(label("yield x", "here")), diagnostic(label("on comm"))))
     copy = pickle.loads(pickle.dumps(error))
 
@@ -154,7 +154,7 @@ def test_error_crosses_processes() -> None:
     assert copy.diagnostics == error.diagnostics
     assert str(copy) == str(error)
     assert str(error).split("\n") == [
-        "dir/ring.comm:3:2: error[C302]: two writes of one step overlap",
+        "dir/ring.comm:3:2: error[C302]: two writes of one step overlap: here",
         "dir/ring.comm:8:3: error[C302]: two writes of one step overlap",
     ]
 

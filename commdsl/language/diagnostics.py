@@ -48,7 +48,8 @@ class CommError(Error):
         self.diagnostics = diagnostics
 
     def __str__(self) -> str:
-        return "\n".join(render_concise(diagnostic) for diagnostic in self.diagnostics)
+        """A line for each, with what its place and its help say; `render_full` shows the text as well."""
+        return "\n".join(_in_one_line(diagnostic) for diagnostic in self.diagnostics)
 
 
 class InternalError(Exception):
@@ -82,6 +83,11 @@ def render_concise(diagnostic: Diagnostic) -> str:
     span = diagnostic.primary.span
     line, column = span.position
     return f"{span.source.name}:{line}:{column}: {diagnostic.severity.value}[{diagnostic.code}]: {diagnostic.headline}"
+
+
+def _in_one_line(diagnostic: Diagnostic) -> str:
+    rest = "; ".join(text.replace("\n", " ") for text in (diagnostic.primary.text, diagnostic.help) if text)
+    return render_concise(diagnostic) + (f": {rest}" if rest else "")
 
 
 def to_json(diagnostic: Diagnostic) -> DiagnosticJson:

@@ -49,3 +49,15 @@ class MissingToolError(CodedError, RuntimeError):
     """A compiler or linker is not on this machine, or does not work; the message says what to install."""
 
     code = "C972"
+
+
+class ArgumentError(CodedError, ValueError, TypeError):
+    """An argument that is not what a function takes: no number, no mapping, no name that there is."""
+
+    code = "C973"
+
+
+class NotFoundError(CodedError, FileNotFoundError):
+    """Neither a file nor something shipped of that name; the message has the nearest names."""
+
+    code = "C974"

@@ -19,6 +19,7 @@ process that only checks schedules must not pay for torch.
     launches      a Plan of rows -> launches of it, whatever says where rows go
     host, device  that end on a processor, on a GPU
     groups        the name of a group -> the end of it
+    given         what callers wrote -> what ops take
     tensors       what a call's tensors must be
     calls, work   a call of one shape, made once; one that is waited for
     visits, streams   a call of several launches, with the caller's function between them; the streams it takes

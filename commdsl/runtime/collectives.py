@@ -14,19 +14,20 @@ import torch
 from commdsl.machine.config import from_environment
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.selection import COLLECTIVES, Choice
-from commdsl.runtime import collective_ops, groups, menu
+from commdsl.runtime import collective_ops, given, groups, menu
 from commdsl.runtime.work import Work
 
 
 def all_reduce(x: torch.Tensor, op: str = "sum", group: Any = None, async_op: bool = False) -> Any:
     """Every rank's x combined by sum, avg, max, min or prod: a new tensor of x's shape, the same bits on every rank.
 
+    op: one of these names, or a torch.distributed.ReduceOp.
     x: contiguous, of any shape; float32, float16, bfloat16, int32 or int64 (integers have no avg). `group` is a process
     group or its name, the default group unless said. With `async_op` a Work whose `wait()` returns the tensor. The
     gradient, for sum and avg, is the all-reduce of the gradients. Raises TensorError, ReductionError, GroupError.
     """
-    if _is_traced(x) and not async_op:
-        return _ops().all_reduce(x, groups.name_of(group), op)
+    if _is_traced("all_reduce", x) and not async_op:
+        return _ops().all_reduce(x, groups.name_of(group), given.reduction(op))
     return menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=async_op)
 
 
@@ -35,11 +36,12 @@ def all_reduce_(x: torch.Tensor, op: str = "sum", group: Any = None, async_op: b
 
     Where the chosen schedule is not proved to work in place, the result is copied into x. Has no gradient.
     """
+    traced = _is_traced("all_reduce_", x)
     if async_op:
         collective_ops.refuse_gradient(x)
         return _CopyBack(x, menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=True))
-    if _is_traced(x):
-        _ops().all_reduce_(x, groups.name_of(group), op)
+    if traced:
+        _ops().all_reduce_(x, groups.name_of(group), given.reduction(op))
     else:
         menu.all_reduce_in_place(x, group, op)
     return x
@@ -50,7 +52,7 @@ def all_gather(x: torch.Tensor, group: Any = None, async_op: bool = False) -> An
 
     x: contiguous, of any dtype. With `async_op` a Work. The gradient is the reduce-scatter of the gradients.
     """
-    if _is_traced(x) and not async_op:
+    if _is_traced("all_gather", x) and not async_op:
         return _ops().all_gather(x, groups.name_of(group))
     return menu.run("all_gather", x, x.nbytes * menu.size(group), group, async_op=async_op)
 
@@ -61,8 +63,8 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", group: Any = None, async_op
     x: contiguous, its first dimension a multiple of the ranks; dtypes and operations as for `all_reduce`. With
     `async_op` a Work. The gradient, for sum and avg, is the all-gather of the gradients.
     """
-    if _is_traced(x) and not async_op:
-        return _ops().reduce_scatter(x, groups.name_of(group), op)
+    if _is_traced("reduce_scatter", x) and not async_op:
+        return _ops().reduce_scatter(x, groups.name_of(group), given.reduction(op))
     return menu.run("reduce_scatter", x, x.nbytes, group, op=op, async_op=async_op)
 
 
@@ -72,7 +74,7 @@ def all_to_all(x: torch.Tensor, group: Any = None, async_op: bool = False) -> An
     x: contiguous, of any dtype, its first dimension a multiple of the ranks. With `async_op` a Work. The gradient is
     the all-to-all of the gradients.
     """
-    if _is_traced(x) and not async_op:
+    if _is_traced("all_to_all", x) and not async_op:
         return _ops().all_to_all(x, groups.name_of(group))
     return menu.run("all_to_all", x, x.nbytes, group, async_op=async_op)
 
@@ -83,7 +85,7 @@ def broadcast(x: torch.Tensor, root: int = 0, group: Any = None, async_op: bool 
     x: contiguous, of any dtype; the other ranks' x says shape, dtype and device. Each root is a kernel and a workspace
     of its own. With `async_op` a Work. The gradient is the sum of the gradients at the root, and zero elsewhere.
     """
-    if _is_traced(x) and not async_op:
+    if _is_traced("broadcast", x) and not async_op:
         return _ops().broadcast(x, groups.name_of(group), root)
     return menu.run("broadcast", x, x.nbytes, group, root=root, async_op=async_op)
 
@@ -93,6 +95,8 @@ def choice(collective: str, nbytes: int, ranks: int, device_name: str | None = N
 
     It depends on nothing else: not on the rank, the group, the dtype or earlier calls.
     """
+    given.whole("nbytes", nbytes, 0)
+    given.whole("ranks", ranks, 1)
     config = from_environment()
     device = device_name or menu.name_of_device(menu.home())
     tables = selection.known_tables(config.tables)
@@ -113,19 +117,26 @@ def prepare(
 
     Every op among them keeps symmetric memory until `shutdown`, so name what will be called and no more.
     """
+    if isinstance(collectives, str):
+        collectives = (collectives,)
+    if max_bytes is not None:
+        given.whole("max_bytes", max_bytes, 0)
     ranks, where, found = menu.size(group), device or menu.home(), dict[str, None]()
     for collective in collectives:
         for chosen in menu.menu(collective, ranks, where, root).up_to(max_bytes):
             found[chosen.name] = None
             for dtype in dtypes:
+                given.element(dtype)
                 x = torch.zeros(ranks * 16, dtype=dtype, device=where)
                 for reduction in ops if chosen.has_reduction else ("sum",):
                     chosen(x, group=group, op=reduction)
     return tuple(found)
 
 
-def _is_traced(x: torch.Tensor) -> bool:
-    """Whether torch looks on: a graph is being recorded, of calls or of gradients."""
+def _is_traced(name: str, x: torch.Tensor) -> bool:
+    """Whether torch looks on: a graph is being recorded, of calls or of gradients. Refuses what is no dense tensor."""
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+        given.tensor(name, x)
     return torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled())
 
 

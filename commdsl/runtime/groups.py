@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from commdsl.machine.config import DEFAULT_TIMEOUT, from_environment
+from commdsl.machine.errors import ArgumentError
 from commdsl.runtime.bootstrap import Board, Bootstrap, StoreBootstrap, ThreadBootstrap
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.device import DeviceCommunicator
@@ -46,6 +47,8 @@ _NUMBERS = itertools.count()
 
 def threads(num_ranks: int) -> tuple[str, ...]:
     """A group whose ranks are threads of this process: the group name for each rank. CPU tensors only."""
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ArgumentError(f"`num_ranks` is a whole number from 1 on, not {num_ranks!r}")
     board = Board()
     number = next(_NUMBERS)
     names = tuple(f"threads{number}:{rank}/{num_ranks}" for rank in range(num_ranks))

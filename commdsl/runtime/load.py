@@ -5,17 +5,21 @@ Assumes torch. Raises CommError with every fault of the file, as the compiler do
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from commdsl.machine import resources
 from commdsl.machine.config import from_environment
-from commdsl.machine.resources import data_dir
+from commdsl.machine.errors import ArgumentError, NotFoundError
+from commdsl.machine.resources import SUFFIX
 from commdsl.program.memory import Transport
-from commdsl.runtime import groups
+from commdsl.runtime import given, groups
 from commdsl.runtime.device import stop_nvshmem
-from commdsl.runtime.errors import OpError
+from commdsl.runtime.errors import GroupError
 from commdsl.runtime.op import Op, register
 from commdsl.runtime.program import Backward, Definition, digest_of, program
 
@@ -38,7 +42,7 @@ def load(
     "threads": 512, "tile": 4096, "sms": 8}`, the tile in bytes. Two tunings are two ops.
     """
     asked = definition(path, schedule, params, on, tune)
-    chosen = ranks or _size(group) or DEFAULT_RANKS
+    chosen = _size(group) if ranks is None else given.whole("ranks", ranks, 1)
     known = program(asked, chosen, Transport.PEER, from_environment())
     suffix = "".join(f"_{key}_{value}".replace("-", "m") for key, value in (*asked.params, *asked.tune))
     name = known.plan.name + suffix + ("" if on is None else "_on_" + re.sub(r"\W", "_", Path(on).name))
@@ -53,8 +57,8 @@ def definition(
     tune: Mapping[str, int | str] | None,
 ) -> Definition:
     """What is asked for, whatever the order in which parameters and tuning are given."""
-    values, tuned = tuple(sorted((params or {}).items())), tuple(sorted((tune or {}).items()))
-    return Definition(find(path), name, values, on, tuned)
+    values, tuned = given.parameters(params), given.tuning(tune)
+    return Definition(find(path), given.text("schedule", name), values, given.text("on", on), tuned)
 
 
 def _inverse(way: Backward, ranks: int) -> Op:
@@ -63,22 +67,35 @@ def _inverse(way: Backward, ranks: int) -> Op:
 
 def find(path: Path | str) -> Path:
     """A file, or a shipped schedule by its name."""
-    given = Path(path)
-    if given.is_file():
-        return given
-    shipped = sorted(data_dir("schedules").rglob(f"{given.name.removesuffix('.comm')}.comm"))
-    if len(given.parts) == 1 and shipped:
-        return shipped[0]
-    raise FileNotFoundError(f"no file `{path}`, and no shipped schedule of that name")
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ArgumentError(f"expected the path of a .comm file, or the name of a shipped schedule, not {path!r}")
+    wanted = Path(path)
+    if wanted.is_file():
+        return wanted
+    shipped = resources.shipped_file(wanted.name) if len(wanted.parts) == 1 else None
+    if shipped is not None:
+        return shipped
+    beside = [str(file) for file in sorted(wanted.parent.glob(f"*{SUFFIX}"))]
+    names = [file.stem for file in resources.shipped_files()]
+    close = get_close_matches(wanted.name.removesuffix(SUFFIX), names, 3, 0.7) + get_close_matches(
+        str(wanted), beside, 2, 0.8
+    )
+    meant = f"; did you mean {', '.join(f'`{one}`' for one in close)}?" if close else ""
+    what = "a folder" if wanted.is_dir() else "no file"
+    raise NotFoundError(f"`{path}` is {what}, and there is no shipped schedule of that name{meant}")
 
 
-def _size(group: Any) -> int | None:
+def _size(group: Any) -> int:
     try:
-        return groups.size_of(groups.name_of(group))
-    except OpError:
+        name = groups.name_of(group)
+    except GroupError:
         if group is not None:
             raise
-        return None
+        return DEFAULT_RANKS
+    known = groups.size_of(name)
+    if known is None:
+        raise GroupError(f"no process group named `{name}` in this process")
+    return known
 
 
 def check(group: Any = None) -> None:

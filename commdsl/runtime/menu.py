@@ -13,12 +13,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from commdsl.machine import dtypes
 from commdsl.machine.config import from_environment
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.selection import ROOTED, Candidate, Rows
-from commdsl.runtime import groups
-from commdsl.runtime.errors import CaptureError, GroupError, ReductionError
+from commdsl.runtime import given, groups
+from commdsl.runtime.errors import CaptureError, GroupError
 from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
 from commdsl.runtime.work import HostWork, Result, Work
@@ -67,8 +66,7 @@ class Alone:
         return []
 
     def __call__(self, x: torch.Tensor, group: Any = None, op: str = "sum", async_op: bool = False) -> Result | Work:
-        if op not in dtypes.OPS:
-            raise ReductionError(f"no reduction `{op}`; there are {', '.join(dtypes.OPS)}")
+        given.reduction(op)
         if not async_op:
             return x.clone()
         done: Future[Result] = Future()
@@ -90,8 +88,8 @@ def load_candidate(candidate: Candidate, ranks: int, params: dict[str, int]) -> 
 @cache
 def menu(collective: str, ranks: int, device: torch.device, root: int) -> Menu | Alone:
     """Tables are read when the first is asked for; later changes of the environment are not seen."""
-    if not 0 <= root < ranks:
-        raise GroupError(f"`{collective}`: the root is a rank of the group, 0 to {ranks - 1}, not {root}")
+    if not isinstance(root, int) or not 0 <= root < ranks:
+        raise GroupError(f"`{collective}`: the root is a rank of the group, 0 to {ranks - 1}, not {root!r}")
     if ranks == 1:
         return Alone()
     config = from_environment()
@@ -137,7 +135,7 @@ def size(group: Any) -> int:
         # Every call comes here: one look where there is a group, and no question first whether there is one.
         found: Any = torch.distributed.distributed_c10d._world.default_pg if group is None else group
         return int(found.size())
-    except AttributeError:  # no torch.distributed, no default group, a name, or no group at all
+    except (AttributeError, TypeError):  # no torch.distributed, no default group, a name, or no group at all
         name = groups.name_of(group)
     known = groups.size_of(name)
     if known is None:

@@ -14,7 +14,7 @@ import torch
 
 from commdsl.machine.config import from_environment
 from commdsl.program.memory import Transport
-from commdsl.runtime import autograd, eager, groups, tensors
+from commdsl.runtime import autograd, eager, given, groups, tensors
 from commdsl.runtime.calls import MAX_KEPT, Bound
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import GradientError, OpError, ReductionError, TensorError
@@ -44,6 +44,12 @@ class Op:
         self.has_reduction = self.program(ranks).signature.has_reduction
         self.overwritten = self.program(ranks).signature.in_place or ()  # which inputs
         self.works_in_place = self.program(ranks).signature.in_place is not None
+
+    def __copy__(self) -> Op:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Op:
+        return self  # a module that holds one may be copied: there is one object of a name, and it holds no weights
 
     def __repr__(self) -> str:
         return f"<commdsl op {self.name}>"
@@ -90,12 +96,15 @@ class Op:
         return result
 
     def _dispatch(self, name: str, inputs: tuple[torch.Tensor, ...], group: Any, op: str) -> Any:
+        given.tensors(self.name, inputs, self.num_inputs)
+        op = given.reduction(op)
         if not self.has_reduction and op != "sum":
             raise ReductionError(f"`{self.name}` reduces nothing: op=`{op}` has no meaning")
         reduction = (op,) if self.has_reduction else ()
         return getattr(torch.ops.commdsl, name)(*inputs, groups.name_of(group), *reduction)
 
     def _start(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> Work:
+        self._check(inputs, name, given.reduction(op))
         comm = groups.of(name, inputs[0].device)
         if isinstance(comm, DeviceCommunicator):
             side, current = comm.side_stream, torch.cuda.current_stream(comm.index)
@@ -135,6 +144,7 @@ class Op:
                 f"`{self.name}` with visits has no gradient: call it under torch.no_grad(), or in the forward of a "
                 "torch.autograd.Function, with the way back as visits of its own"
             )
+        op = given.reduction(op)
         name, behind = groups.resolve(group)
         visits = self.traced(name).visits
         if visits is None:
@@ -193,10 +203,15 @@ class Op:
     def _run(self, inputs: tuple[torch.Tensor, ...], group: Any, op: str, in_place: bool) -> list[torch.Tensor]:
         name, behind = groups.resolve(group)
         first = inputs[0]
-        key: tuple[object, ...] = (name, op, in_place, first.dtype, first.device, first.shape)
-        if len(inputs) > 1:
-            key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs[1:])
-        call = self._calls.get(key)
+        try:
+            key: tuple[object, ...] = (name, op, in_place, first.dtype, first.device, first.shape)
+            if len(inputs) > 1:
+                key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs[1:])
+            call = self._calls.get(key)
+        except (RuntimeError, TypeError):  # a tensor without a shape, or no name of a reduction
+            given.tensors(self.name, inputs, self.num_inputs)
+            given.reduction(op)
+            raise
         if call is None or behind is None or not call.serves(behind):
             call = self._prepare(inputs, name, op, in_place)
             if len(self._calls) >= MAX_KEPT:
@@ -205,8 +220,8 @@ class Op:
         return call(inputs)
 
     def _prepare(self, inputs: tuple[torch.Tensor, ...], name: str, op: str, in_place: bool) -> Bound:
-        if self.traced(name).plan.is_visited:
-            raise OpError(f"`{self.name}` moves what its caller computes on the way: call `visit`, with a function")
+        op = given.reduction(op)
+        self._check(inputs, name, op)
         comm = groups.of(name, inputs[0].device)
         comm.refuse_if_broken()
         comm.check()
@@ -215,11 +230,19 @@ class Op:
         chosen = signature.in_place if in_place else None
         if in_place and chosen is None:
             raise TensorError(f"`{self.name}_` is not proved to work in place for this number of ranks")
-        tensors.check(self.name, signature, inputs)
-        tensors.check_reduction(self.name, signature, inputs[0].dtype, op)
         block_bytes = inputs[0].nbytes // signature.inputs[0].blocks
         start = comm.prepare(known, block_bytes, tensors.element_name(inputs[0].dtype), op) if block_bytes else None
         return Bound(self.name, comm, known, inputs, chosen, start, groups.owner_of(name))
+
+    def _check(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> None:
+        """Refuses what no rank can call, before this one waits for any."""
+        known = self.traced(name)
+        if known.plan.is_visited:
+            raise OpError(f"`{self.name}` moves what its caller computes on the way: call `visit`, with a function")
+        given.tensors(self.name, inputs, self.num_inputs)
+        if groups.size_of(name) is not None:
+            tensors.check(self.name, known.signature, inputs)
+            tensors.check_reduction(self.name, known.signature, inputs[0].dtype, op)
 
     def _prepare_visits(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> Visiting:
         comm = groups.of(name, inputs[0].device)

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from commdsl.machine.errors import CodedError
+from commdsl.machine.errors import ArgumentError, CodedError
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
@@ -128,7 +128,7 @@ def choose(tables: Sequence[Table], collective: str, nbytes: int, ranks: int, de
 def rows_for(tables: Sequence[Table], collective: str, ranks: int, device: str, *, plain: bool) -> Rows:
     """The rows of the first table for this device and number of ranks, else the stated default."""
     if collective not in COLLECTIVES:
-        raise ValueError(f"expected one of {', '.join(COLLECTIVES)}, got `{collective}`")
+        raise ArgumentError(f"expected one of {', '.join(COLLECTIVES)}, got `{collective}`")
     for table in () if plain else tables:
         rows = table.of(collective)
         if (table.device, table.ranks) == (device, ranks) and rows is not None:

@@ -1,0 +1,150 @@
+"""Turns what callers wrote into what an op takes, or into one line that says what to write instead.
+
+Assumes nothing of what is given. Does not look into a tensor that an op may take: `tensors` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from commdsl.machine import dtypes
+from commdsl.machine.errors import ArgumentError
+from commdsl.runtime.errors import ReductionError, TensorError
+
+TORCH_NAMES = MappingProxyType({"product": "prod", **{name: name for name in dtypes.OPS}})
+"""Reductions as torch.distributed calls them, and ours."""
+
+NEAR_NAMES = MappingProxyType(
+    {
+        "mean": "avg",
+        "average": "avg",
+        "add": "sum",
+        "mul": "prod",
+        "multiply": "prod",
+        "maximum": "max",
+        "minimum": "min",
+    }
+)
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def tensors(name: str, values: Sequence[Any], count: int) -> None:
+    """Refuses what are not `count` dense tensors."""
+    for value in values:
+        tensor(name, value)
+    if len(values) != count:
+        raise TensorError(f"`{name}` takes {_count(count)}, got {len(values)}")
+
+
+def tensor(name: str, value: Any) -> None:
+    """Refuses what is no dense tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TensorError(f"`{name}` takes a torch tensor, got `{_kind(value)}`: {_instead(value)}")
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+        raise TensorError(f"`{name}` takes a dense tensor, got one that is {kind}: pass x.to_dense() or its parts")
+
+
+def _count(number: int) -> str:
+    return f"{number} tensor" if number == 1 else f"{number} tensors"
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else str(type(value))[8:-2]
+
+
+def _instead(value: Any) -> str:
+    if type(value).__module__.split(".")[0] == "numpy":
+        return "pass torch.from_numpy(x)"
+    if isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value):
+        return "pass one tensor, torch.stack(x) or torch.cat(x); a result is returned, not written to a list"
+    if isinstance(value, int | float | complex | list | tuple):
+        return "pass torch.tensor(x)"
+    return "pass a tensor"
+
+
+# --- reductions -------------------------------------------------------------------------------------------------------
+
+
+def reduction(op: Any) -> str:
+    """`sum`, `avg`, `max`, `min` or `prod`, of that name in any case or of a torch.distributed.ReduceOp."""
+    if isinstance(op, str):
+        if op in dtypes.OPS:
+            return op
+        known = TORCH_NAMES.get(op.lower())
+        if known is None:
+            raise ReductionError(f"no reduction `{op}`; there are {', '.join(dtypes.OPS)}{_meant(op)}")
+        return known
+    if type(op).__name__ not in ("RedOpType", "ReduceOp"):
+        names = ", ".join(dtypes.OPS)
+        raise ReductionError(f"a reduction is one of {names}, or a torch.distributed.ReduceOp, not `{_kind(op)}`")
+    name = str(op if type(op).__name__ == "RedOpType" else op.op).rpartition(".")[2]
+    known = TORCH_NAMES.get(name.lower())
+    if known is not None:
+        return known
+    if name == "PREMUL_SUM":
+        raise ReductionError('no reduction `ReduceOp.PREMUL_SUM`: multiply the tensor, then reduce it by "sum"')
+    raise ReductionError(f"no reduction `ReduceOp.{name}` of bits; there are {', '.join(dtypes.OPS)}")
+
+
+def _meant(op: str) -> str:
+    close = NEAR_NAMES.get(op.lower()) or "".join(get_close_matches(op.lower(), TORCH_NAMES, 1))
+    return f"; did you mean `{TORCH_NAMES[close]}`?" if close else ""
+
+
+# --- what `load` is given ---------------------------------------------------------------------------------------------
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    """A whole number, also one of numpy's."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < least:
+        raise ArgumentError(f"`{name}` is a whole number from {least} on, not {value!r}")
+    return int(value.__index__())
+
+
+def parameters(values: Any) -> tuple[tuple[str, int], ...]:
+    """Names and whole numbers, by name."""
+    found = []
+    for name, value in _items("params", values, {"K": 1}):
+        if not hasattr(value, "__index__"):
+            raise ArgumentError(f"the parameter `{name}` is a whole number, not {value!r}")
+        found.append((name, int(value.__index__())))
+    return tuple(sorted(found))
+
+
+def tuning(values: Any) -> tuple[tuple[str, int | str], ...]:
+    """Keys, and whole numbers or names, by key."""
+    found: list[tuple[str, int | str]] = []
+    for name, value in _items("tune", values, {"lanes": 16, "protocol": "packet"}):
+        if not isinstance(value, str) and not hasattr(value, "__index__"):
+            raise ArgumentError(f"what is tuned by `{name}` is a whole number or a name, not {value!r}")
+        found.append((name, value if isinstance(value, str) else int(value.__index__())))
+    return tuple(sorted(found))
+
+
+def _items(what: str, values: Any, example: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    if values is None:
+        return []
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise ArgumentError(f"`{what}` is a mapping from names, as in {dict(example)}, not {values!r}")
+    return list(values.items())
+
+
+def element(value: Any) -> None:
+    """Refuses what is no dtype of torch."""
+    if not isinstance(value, torch.dtype):
+        raise ArgumentError(f"a dtype is one of torch's, as in torch.bfloat16, not {value!r}")
+
+
+def text(name: str, value: Any) -> str | None:
+    """A name, or None."""
+    if value is not None and not isinstance(value, str):
+        raise ArgumentError(f"`{name}` is a name, not {value!r}")
+    return value
