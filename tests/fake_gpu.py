@@ -383,6 +383,7 @@ class Struct:
         for kind, name, count in fields:
             self._places[name] = (self.size // 8, int(count or 1))
             self.size += int(count or 1) * (8 if kind == "u64" else 4)
+        self.size += -self.size % 8  # as a struct with 64-bit words ends
 
     def first(self, name: str) -> int:
         return self._places[name][0]

@@ -68,21 +68,22 @@ def test_one_text_under_two_paths(tmp_path: Path) -> None:
 
 def test_two_texts(tmp_path: Path) -> None:
     """Where texts differ, every rank sees where: the first line that does, with the name of the file, from both."""
-    changed = RING.replace("reduce x[(r - s) % P] -> x[(r - s) % P]", "reduce x[(r - s + 1) % P] -> x[(r - s + 1) % P]")
+    ring = f"# {tmp_path.name}\n{RING}"  # not what this process knows under another name
+    changed = ring.replace("reduce x[(r - s) % P] -> x[(r - s) % P]", "reduce x[(r - s + 1) % P] -> x[(r - s + 1) % P]")
     changed = changed.replace(
         "put x[(r + 1 - s) % P] -> x[(r + 1 - s) % P]", "put x[(r + 2 - s) % P] -> x[(r + 2 - s) % P]"
     )
-    for name, text in (("a", RING), ("b", changed)):
+    for name, text in (("a", ring), ("b", changed)):
         (tmp_path / f"{name}.comm").write_text(text, encoding="utf-8")
     ops = [commdsl.load(tmp_path / f"{name}.comm", ranks=2) for name in ("a", "b")]
     names = commdsl.threads(2)
     found = on_ranks(names, lambda rank: ops[rank](torch.zeros(20), group=names[rank]))
 
-    line = 1 + next(number for number, line in enumerate(RING.splitlines()) if "reduce x" in line)
+    line = 1 + next(number for number, line in enumerate(ring.splitlines()) if "reduce x" in line)
     for error in found:
         assert isinstance(error, AgreementError)
         assert "ranks 1 and 0" in str(error) or "ranks 0 and 1" in str(error)
-        for name, text in (("a", RING), ("b", changed)):
+        for name, text in (("a", ring), ("b", changed)):
             assert f"{name}.comm:{line} on rank" in str(error)
             assert text.splitlines()[line - 1].strip() in str(error)
 
@@ -104,6 +105,6 @@ def test_a_second_life() -> None:
     names = commdsl.threads(3)
     one, other = (commdsl.load(name, ranks=3) for name in ("allreduce_ring", "allreduce_oneshot"))
     assert summed(one, names)
-    on_ranks(names, lambda rank: [comm.release() for comm in commdsl.runtime.groups.every(names[rank])])
+    on_ranks(names, lambda rank: [comm.close() for comm in commdsl.runtime.groups.every(names[rank])])
     commdsl.runtime.groups.forget()
     assert summed(other, names)

@@ -7,6 +7,7 @@ process that only checks schedules must not pay for torch.
     program       a file -> Plan, text and the shape of the op, from the cache
     bootstrap     how ranks exchange small values
     descriptors   memory of a rank -> the other processes of its machine
+    watch         whose process has ended, and Ctrl-C -> who waits learns of it
     heap          symmetric memory
     error_page    where kernels say who is missing
     desk, failures   what kernels of a group share, by which all give up when one does; a report -> an exception

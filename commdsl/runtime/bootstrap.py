@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from commdsl.runtime.errors import RendezvousError
+from commdsl.runtime.errors import OpError, PeerError, RendezvousError
 
 POLL_SECONDS = 0.0005
+
+STORE_SECONDS = 1.0
+"""So long after a store has failed it may take until it is noticed that a process has ended."""
 
 
 class Bootstrap(Protocol):
@@ -34,30 +37,60 @@ class Bootstrap(Protocol):
         ...
 
 
-def exchange(bootstrap: Bootstrap, key: str, value: bytes, timeout: float, what: str) -> tuple[bytes, ...]:
+def exchange(
+    bootstrap: Bootstrap,
+    key: str,
+    value: bytes,
+    timeout: float,
+    what: str,
+    ended: Callable[[], Collection[int]] = tuple,
+) -> tuple[bytes, ...]:
     """Every rank's value, in rank order; RendezvousError naming the ranks that had not come when time was up.
 
-    `what`: for what they come, in words.
+    `what`: for what they come, in words. `ended`: the ranks from which no more will come than is there: PeerError, for
+    one of them that is waited for.
     """
-    bootstrap.put(f"{key}/{bootstrap.rank}", value)
     found: dict[int, bytes] = {}
     deadline = time.monotonic() + timeout
-    while True:
-        for rank in range(bootstrap.size):
-            if rank not in found:
-                got = bootstrap.get(f"{key}/{rank}")
+    try:
+        bootstrap.put(f"{key}/{bootstrap.rank}", value)
+        while True:
+            gone = ended()  # before the look: a rank's end is noticed after the last that it said
+            for rank in range(bootstrap.size):
+                got = None if rank in found else bootstrap.get(f"{key}/{rank}")
                 if got is not None:
                     found[rank] = got
-        if len(found) == bootstrap.size:
-            return tuple(found[rank] for rank in range(bootstrap.size))
-        if time.monotonic() > deadline:
+            if len(found) == bootstrap.size:
+                return tuple(found[rank] for rank in range(bootstrap.size))
             absent = [rank for rank in range(bootstrap.size) if rank not in found]
-            names = ", ".join(map(str, absent))
-            raise RendezvousError(
-                f"rank {bootstrap.rank} waited {timeout:g} s for {'rank' if len(absent) == 1 else 'ranks'} {names} "
-                f"to {what}; every rank of the group has to make the call"
-            )
+            _go_on(bootstrap.rank, absent, gone, timeout if time.monotonic() > deadline else None, what)
+            time.sleep(POLL_SECONDS)
+    except OpError:
+        raise
+    except RuntimeError as error:  # of the store, whose server may be the process that has ended
+        raise _unanswered(bootstrap.rank, error, what, ended) from error
+
+
+def _go_on(rank: int, absent: Sequence[int], gone: Collection[int], waited: float | None, what: str) -> None:
+    """Raises where there is no use in waiting longer. `waited`: so many seconds, where they are all there were."""
+    for peer in absent:
+        if peer in gone:
+            raise PeerError(peer, f"is gone: rank {rank} waited for it to {what}")
+    if waited is not None:
+        names = f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(map(str, absent))}"
+        raise RendezvousError(
+            f"rank {rank} waited {waited:g} s for {names} to {what}; every rank of the group has to make the call"
+        )
+
+
+def _unanswered(rank: int, error: RuntimeError, what: str, ended: Callable[[], Collection[int]]) -> OpError:
+    """What it means that the store does not answer: most often that the process which serves it has ended."""
+    deadline = time.monotonic() + STORE_SECONDS
+    while time.monotonic() < deadline:
+        for peer in ended():
+            return PeerError(peer, f"is gone, and the group's store does not answer: rank {rank} was to {what}")
         time.sleep(POLL_SECONDS)
+    return RendezvousError(f"rank {rank} was to {what}, and the group's store does not answer: {error}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from commdsl.build.emit import Emitted
 from commdsl.machine.config import DEFAULT_TIMEOUT, Config
@@ -19,13 +21,14 @@ from commdsl.program.plan import Plan
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, exchange, life
 from commdsl.runtime.desk import Desk, Notice
 from commdsl.runtime.error_page import ErrorPage
-from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError, RendezvousError
+from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError, PeerError, RendezvousError
 from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.program import Program
 from commdsl.runtime.setups import Setup, disagreement, of_plan
 from commdsl.runtime.stream_order import StreamOrder
 from commdsl.runtime.streams import Streams
+from commdsl.runtime.watch import own_process, watcher
 from commdsl.runtime.workspace import Explain, Reach, Start, Workspace
 
 RESET_PATIENCE = 2.0
@@ -58,6 +61,9 @@ class Communicator(ABC):
         self.lock = threading.RLock()
         self.workspaces: dict[str, Workspace] = {}
         self.broken: BaseException | None = None
+        self.processes: tuple[str, ...] = ()  # by rank, as the watcher knows them
+        self.gone: set[int] = set()
+        self._interrupted_until = 0.0
         self._generation = 0
         self._setups = 0  # of this generation: ranks meet at each
         self.numbers = itertools.count()  # what this rank made, to tell it apart
@@ -72,11 +78,36 @@ class Communicator(ABC):
 
     def exchange(self, key: str, value: bytes, what: str, seconds: float | None = None) -> tuple[bytes, ...]:
         """Every rank's value; `what` they come for, in words, if one does not."""
-        return exchange(self.bootstrap, f"{self._generation}/{key}", value, seconds or self.timeout, what)
+        key = f"{self._generation}/{key}"
+        return exchange(self.bootstrap, key, value, seconds or self.timeout, what, self._ended)
+
+    # --- what the watcher says ----------------------------------------------------------------------------------------
+
+    def mark_gone(self, rank: int) -> None:
+        """The process of that rank has ended: nobody waits for more than it said."""
+        self.gone.add(rank)
+        self.notice.mark_gone(rank)
+
+    def interrupt(self, seconds: float) -> None:
+        """Ctrl-C: for so many seconds, waits give up."""
+        self._interrupted_until = time.monotonic() + seconds
+        if seconds > 0:
+            self.notice.interrupt()
+        else:
+            self.notice.clear_interrupt()
+
+    def _ended(self) -> frozenset[int]:
+        """The ranks that are gone. Raises KeyboardInterrupt where Python does not: it does in the main thread."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main and time.monotonic() < self._interrupted_until:
+            raise KeyboardInterrupt
+        return frozenset(self.gone)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
 
     def members(self, key: str, *facts: str) -> list[list[str]]:
         """What every rank says of itself. Collective: refuses ranks that do not agree on who is near and who is far."""
-        mine = [f"{self.transport.value} {self.nodes}", *facts]
+        mine = [f"{self.transport.value} {self.nodes}", own_process(), *facts]
         told = self.exchange(key, "\n".join(mine).encode(), f"set up group `{self.name}`")
         everyone = [value.decode().split("\n") for value in told]
         for rank, (nodes, *_) in enumerate(everyone):
@@ -85,7 +116,10 @@ class Communicator(ABC):
                     f"ranks {rank} and {self.rank} of group `{self.name}` reach each other by `{nodes}` and "
                     f"`{mine[0]}`: COMMDSL_TRANSPORT and COMMDSL_NODES are the same on all ranks"
                 )
-        return [theirs for _, *theirs in everyone]
+        self.processes = tuple(process for _, process, *_ in everyone)
+        if len(set(self.processes)) > 1:
+            watcher().add(self)
+        return [theirs for _, _, *theirs in everyone]
 
     def workspace(
         self,
@@ -150,7 +184,7 @@ class Communicator(ABC):
             self.exchange(f"{where}/ready", b"", what)
         except AgreementError:
             raise  # on every rank, and before anything was made
-        except Exception as error:
+        except BaseException as error:
             self.broken = error
             raise
         return made
@@ -181,7 +215,8 @@ class Communicator(ABC):
 
             def meet(step: str, value: bytes) -> tuple[bytes, ...]:
                 seconds = self.timeout * (1.0 + RESET_PATIENCE)
-                return exchange(self.bootstrap, f"reset/{number}/{step}", value, seconds, f"reset group `{self.name}`")
+                what = f"reset group `{self.name}`"
+                return exchange(self.bootstrap, f"reset/{number}/{step}", value, seconds, what, self._ended)
 
             everyone = meet("enter", mine.encode())
             self.finish()
@@ -199,22 +234,33 @@ class Communicator(ABC):
             meet("done", b"")
 
     def release(self, key: str | None = None) -> None:
-        """Collective: frees the symmetric memory of one workspace, or of all."""
+        """Collective: frees the symmetric memory of one workspace, or of all. Where a rank is gone or has given up
+        nobody waits for the others: each lets go of what is its own.
+        """
         with self.lock:
             self.finish()
             for one in tuple(self.workspaces) if key is None else [key]:
                 found = self.workspaces.pop(one, None)
                 if found is not None:
                     found.close()
-                    self.exchange(f"release/{found.number}", b"", f"release `{found.plan.name}`")
+                    self._part(f"release/{found.number}", f"release `{found.plan.name}`")
                     found.heap.free()
 
     def close(self) -> None:
-        """Collective, the end: frees all its symmetric memory."""
+        """Collective, the end: frees all its symmetric memory. A later use of the group is a new one."""
         self.release()
         # From here on no kernel of another rank tells this one anything.
-        self.exchange("closed", b"", f"release group `{self.name}`")
+        self._part("closed", f"release group `{self.name}`")
         self.desk.free()
+        watcher().remove(self)
+        with suppress(RuntimeError):  # of a store whose server has ended
+            self.bootstrap.end()
+
+    def _part(self, key: str, what: str) -> None:
+        """The others may still use what this rank lets go of next; where one is gone or has given up, nobody does."""
+        if self.broken is None and not self.gone:
+            with suppress(PeerError):
+                self.exchange(key, b"", what)
 
     def open_desk(self) -> None:
         """Collective, once, when this end of the group can make heaps."""

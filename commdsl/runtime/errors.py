@@ -64,15 +64,9 @@ class GradientError(OpError):
 
 
 class AgreementError(OpError):
-    """Ranks of a group are not about to do the same."""
+    """Ranks of a group do not do the same: their calls, or what they set up, differ. Both sides are in the message."""
 
     code = "C964"
-
-
-class DispatchError(OpError, ValueError):
-    """A call that a Dispatcher, or Experts, cannot make: what they were made for does not hold it."""
-
-    code = "C961"
 
 
 class PeerError(OpError):
@@ -84,6 +78,12 @@ class PeerError(OpError):
         super().__init__(f"rank {rank} {reason}")
         self.rank = rank
         self.reason = reason
+
+
+class DispatchError(OpError, ValueError):
+    """A call that a Dispatcher, or Experts, cannot make: what they were made for does not hold it."""
+
+    code = "C961"
 
 
 class RowError(OpError):

@@ -128,10 +128,7 @@ def every(name: str | None = None) -> tuple[Communicator, ...]:
 
 
 def forget() -> None:
-    """The end of all communicators; a group may be used again."""
     with _LOCK:
-        for _, made in _COMMUNICATORS.values():
-            made.bootstrap.end()
         _COMMUNICATORS.clear()
 
 

@@ -112,8 +112,10 @@ def reset(group: Any = None) -> None:
 
 def shutdown() -> None:
     """Collective, at the end: frees all symmetric memory and stops NVSHMEM. An exit without it is clean, too, but for a
-    note of NVSHMEM's that memory was not freed."""
-    for comm in groups.every():
+    note of NVSHMEM's that memory was not freed. Where a rank is gone, or a group broken, it returns at once."""
+    known = groups.every()
+    for comm in known:
         comm.close()
     groups.forget()
-    stop_nvshmem()
+    if not any(comm.gone or comm.broken for comm in known):
+        stop_nvshmem()
