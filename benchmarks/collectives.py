@@ -73,6 +73,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--chosen", action="store_true", help="with --candidates: measure the tables' choice, too")
     add("--no-peers", action="store_true", help="neither NCCL nor symmetric memory")
+    add("--no-windows", action="store_true", help="without NCCL on registered windows")
     add("--no-limit", action="store_true", help="without the link's limit")
     add("--calls", type=parse_counts, default=(CALLS,), help=f"of a graph; several: a row each; default: {CALLS}")
     add("--batches", type=int, default=30, help="timed batches a contender, fewer of what takes many milliseconds")

@@ -52,10 +52,9 @@ class Peers:
         if self._options.no_peers:
             return []
         bench, arena = self._bench, self.arena
-        found = [
-            Entry(NCCL, Kind.PEER, lambda x: peers.nccl(bench, case, x)),
-            Entry(NCCL_WINDOW, Kind.PEER, lambda x: peers.nccl_window(bench, case, x)),
-        ]
+        found = [Entry(NCCL, Kind.PEER, lambda x: peers.nccl(bench, case, x))]
+        if not self._options.no_windows:
+            found.append(Entry(NCCL_WINDOW, Kind.PEER, lambda x: peers.nccl_window(bench, case, x)))
         if case.collective is Collective.ALL_REDUCE:
             if arena is None:
                 return [*found, Entry(ONE_SHOT, Kind.PEER, lambda x: peers.nccl(bench, case, x), self.problem)]

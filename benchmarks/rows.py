@@ -99,24 +99,32 @@ def set_up(bench: Bench, case: Case, entry: Entry, x: torch.Tensor) -> tuple[Rea
     contender, problem = bench.attempt(lambda: entry.make(x))
     if contender is None:
         return None, _after(bench, problem)
+    batch, said = _checked(bench, case, contender, x)
+    if batch is None:
+        bench.attempt(contender.release)
+        return None, _after(bench, said)
+    return batch, said
+
+
+def _checked(bench: Bench, case: Case, contender: Contender, x: torch.Tensor) -> tuple[Ready | None, str]:
     wrong, problem = bench.attempt(lambda: check(bench, case, contender, x))
     if problem:
-        return None, _after(bench, problem)
+        return None, problem
     verdict = _verdict(bench, wrong or 0, "in eager calls")
-    if entry.kind is Kind.OURS and case.collective is Collective.ALL_REDUCE:
+    if contender.kind is Kind.OURS and case.collective is Collective.ALL_REDUCE:
         bits, problem = bench.attempt(lambda: float_bits(bench, contender, x))
         if problem:
-            return None, _after(bench, problem)
+            return None, problem
         different = len({tuple(found or ()) for found in bench.everyone(bits)})
         verdict = verdict or (f"wrong: random floats give {different} different results" if different > 1 else "")
     batch, problem = bench.attempt(lambda: ready(contender, case))
     if batch is None:
-        return None, _after(bench, problem)
-    if entry.kind is Kind.OURS:
+        return None, problem
+    if contender.kind is Kind.OURS:
         bench.barrier()
         wrong, problem = bench.attempt(lambda: check_graph(bench, case, batch, x))
         if problem:
-            return None, _after(bench, problem)
+            return None, problem
         verdict = verdict or _verdict(bench, wrong or 0, "in a graph")
     return batch, verdict
 
