@@ -489,7 +489,7 @@ def test_doctor(capsys: Capture) -> None:
         "GPUs",
         "cache folder",
     } <= found.keys()
-    assert all(one["present"] or one["install"] for one in found.values())
+    assert all(one["state"] == "ok" or one["todo"] for one in found.values())
 
 
 # --- run --------------------------------------------------------------------------------------------------------------

@@ -144,7 +144,13 @@ def link(arch: str, cubins: Sequence[tuple[str, bytes]], libraries: Sequence[Pat
 
 def _symbol(linker: ctypes.CDLL, name: str) -> Callable[..., int]:
     """nvJitLink exports each function once per minor version of CUDA; all of them have the first one's."""
-    function: Callable[..., int] = getattr(linker, f"__nvJitLink{name}_13_0")
+    try:
+        function: Callable[..., int] = getattr(linker, f"__nvJitLink{name}_13_0")
+    except AttributeError as error:
+        raise MissingToolError(
+            f"nvJitLink {linker_version()} is too old for what NVRTC {version()} builds: "
+            "pip install 'nvidia-nvjitlink>=13'"
+        ) from error
     return function
 
 
@@ -177,7 +183,7 @@ def build(emitted: Emitted, defines: Sequence[str], config: Config, arch: str = 
     def made() -> dict[str, bytes]:
         cubin = compile_cubin(emitted.name + ".cu", emitted.text, [*flags, f"-I{include_dir()}"])
         if links:
-            archive = _need("lib/libnvshmem_device.a", "nvidia-nvshmem-cu13")
+            archive = device_library()
             units = [("kernel", cubin), ("nvshmem_shim", shim(config, arch).read_bytes())]
             cubin = link(arch, units, [archive])
         return {"kernel.cu": emitted.text.encode(), "kernel.cubin": cubin}
@@ -223,8 +229,13 @@ def _identity(library: Library) -> str:
 
 
 def _link_identity() -> tuple[str, str]:
-    archive = _need("lib/libnvshmem_device.a", "nvidia-nvshmem-cu13")
+    archive = device_library()
     return _identity(NVJITLINK), f"{archive.name} {archive.stat().st_size}"
+
+
+def device_library() -> Path:
+    """NVSHMEM's functions for kernels."""
+    return _need("lib/libnvshmem_device.a", "nvidia-nvshmem-cu13")
 
 
 def _need(pattern: str, wheel: str) -> Path:

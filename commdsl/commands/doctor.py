@@ -1,91 +1,189 @@
-"""Turns this machine into a list of what commdsl can do on it, and what to install for the rest.
+"""Turns this machine into a list of what commdsl can do on it, each thing tried, and what to do about the rest.
 
-Assumes nothing is installed but the core. Does not fail: what breaks while it is looked at is reported as missing.
+Assumes nothing is installed but the core. Does not fail: what breaks while it is tried is reported as broken, what is
+not there as missing. Leaves nothing behind, and asks torch nothing: its import alone takes seconds.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
-import importlib.util
+import mmap
+import os
 import platform
 import shutil
+import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from commdsl.build import host, nvrtc
 from commdsl.commands import output
 from commdsl.commands.output import Exit
-from commdsl.machine import cache
-from commdsl.machine.config import from_environment
-from commdsl.machine.errors import MissingToolError
+from commdsl.language.diagnostics import InternalError
+from commdsl.machine import cache, resources
+from commdsl.machine.config import Config, from_environment
+from commdsl.machine.errors import ConfigError, Error, MissingToolError
 
 PROBE_SECONDS = 60
+HOST_PROBE = 'extern "C" int probe() { return 7; }\n'
 RACE_PROBE = "#include <thread>\nint main() { std::thread t([] {}); t.join(); return 0; }\n"
+GPU_PROBE = 'extern "C" __global__ void probe(int* x) { *x = 7; }\n'
+CUDA = "pip install 'commdsl[cuda]'"
+UNSEEN = "PEER TO PEER is off, or the GPUs hang on different roots: see `nvidia-smi topo -p2p r`"
+
+
+class State(StrEnum):
+    OK = "ok"
+    MISSING = "missing"
+    BROKEN = "broken"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing, whether it is there, what was seen, what it is for, and how to get it."""
+    """One thing, how it is, what was seen, what it is for, and what to do where it is not ok."""
 
     name: str
-    present: bool
+    state: State
     seen: str
     purpose: str
-    install: str
+    todo: str = ""
 
 
 def doctor(*, as_json: bool) -> Exit:
-    """Prints every finding. Exit code 0 also where things are missing: a machine without a GPU is not at fault."""
+    """Prints every finding. What is missing is no fault, as GPUs may be; what is broken is exit code 1."""
     found: list[Finding] = []
+    config, settings = settings_of_process()
+    found += settings
     with output.progress("looking around", len(PROBES)) as advance:
-        for probe in PROBES:
-            found += probe()
+        for name, probe in PROBES:
+            found += guarded(name, probe, config)
             advance("looking around")
+    broken = any(finding.state is State.BROKEN for finding in found)
     if as_json:
         output.say_json([asdict(finding) for finding in found])
-        return Exit.FINE
+    else:
+        show(found)
+    return Exit.DIAGNOSTICS if broken else Exit.FINE
+
+
+def show(found: list[Finding]) -> None:
+    """A line each, then what to do."""
+    marks = {State.OK: output.style("✓", "good"), State.MISSING: output.style("·", "faint")}
+    marks[State.BROKEN] = output.style("✗", "bad")
     width = max(len(finding.name) for finding in found)
     for finding in found:
-        mark = output.style("✓", "good") if finding.present else output.style("·", "faint")
-        output.say(f"{mark} {finding.name:<{width}}  {finding.seen}")
-    missing = [finding for finding in found if not finding.present]
-    if missing:
-        output.say("\nTo get the rest:")
-        for finding in missing:
-            output.say(f"  {finding.purpose}: {finding.install}")
-    return Exit.FINE
+        state = "" if finding.state is State.OK else f"{finding.state}: "
+        output.say(f"{marks[finding.state]} {finding.name:<{width}}  {state}{finding.seen}")
+    for state, title in ((State.BROKEN, "To mend what is broken:"), (State.MISSING, "To get what is missing:")):
+        rows = [finding for finding in found if finding.state is state]
+        if rows:
+            output.say(f"\n{title}")
+        for finding in rows:
+            output.say(f"  {finding.name}, to {finding.purpose}: {finding.todo}")
 
 
-def probe_python() -> Iterator[Finding]:
-    version = importlib.metadata.version("commdsl") if installed("commdsl") else "a checkout"
-    seen = f"commdsl {version}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    yield Finding("commdsl", True, seen, "", "")
-
-
-def probe_cache() -> Iterator[Finding]:
-    folder = from_environment().cache_dir
-    wrong = cache.trouble(folder)
-    seen = f"{folder}: {wrong}" if wrong else str(folder)
-    yield Finding("cache folder", not wrong, seen, "keep built kernels", "set COMMDSL_CACHE_DIR" if wrong else "")
-
-
-def probe_compiler() -> Iterator[Finding]:
-    purpose = "run emitted kernels on host ranks"
-    install = "apt install g++, or pip install 'commdsl[cxx]' (ziglang)"
-    sanitizer = "run --sanitize (ThreadSanitizer)"
+def settings_of_process() -> tuple[Config, list[Finding]]:
+    """The settings, and those that are none: then the rest is tried without any."""
+    purpose = "set what README.md lists"
     try:
-        compiler = host.find_compiler(from_environment())
-    except host.NoHostCompilerError as error:
-        yield Finding("C++ compiler", False, str(error).split(";")[0], purpose, install)
-        yield Finding("ThreadSanitizer", False, "needs a C++ compiler", sanitizer, "apt install g++")
+        return from_environment(), [Finding("settings", State.OK, "every variable can be read", purpose)]
+    except ConfigError as error:
+        return from_environment({}), [
+            Finding("settings", State.BROKEN, str(error), purpose, "set it anew, or unset it")
+        ]
+
+
+def guarded(name: str, probe: Callable[[Config], Iterator[Finding]], config: Config) -> Iterator[Finding]:
+    """What a probe finds; what it did not expect, as a finding."""
+    try:
+        yield from probe(config)
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        yield Finding(name, State.BROKEN, said[:200], "be tried", "see what it says")
+
+
+def probe_python(config: Config) -> Iterator[Finding]:
+    seen = (
+        f"commdsl {resources.version()}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    )
+    yield Finding("commdsl", State.OK, seen, "be here")
+
+
+def probe_cache(config: Config) -> Iterator[Finding]:
+    purpose = "keep built kernels"
+    wrong = cache.trouble(config.cache_dir)
+    if wrong:
+        todo = "mend that, or set COMMDSL_CACHE_DIR to a folder of your own"
+        yield Finding("cache folder", State.BROKEN, f"{config.cache_dir}: {wrong}", purpose, todo)
         return
-    yield Finding("C++ compiler", True, f"{' '.join(compiler.command)}: {compiler.version}", purpose, "")
-    works = has_thread_sanitizer(compiler.command)
-    seen = "a program built with -fsanitize=thread runs" if works else "the compiler cannot build or run it"
-    yield Finding("ThreadSanitizer", works, seen, sanitizer, "apt install g++ (it brings libtsan)")
+    yield Finding("cache folder", State.OK, f"{config.cache_dir}, an entry was written and read", purpose)
+
+
+def probe_shared_memory(config: Config) -> Iterator[Finding]:
+    """As host ranks share it: memory without a name, reserved, passed on and written through both ends."""
+    purpose, name = "run host ranks as processes", "shared memory"
+    handle = os.memfd_create("commdsl-doctor")
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with here, there:
+        try:
+            os.posix_fallocate(handle, 0, mmap.PAGESIZE)
+            socket.send_fds(here, [b"x"], [handle])
+            _, (passed,), _, _ = socket.recv_fds(there, 1, 1)
+        except OSError as error:
+            yield Finding(name, State.BROKEN, str(error.strerror), purpose, "allow more memory (ulimit, cgroup)")
+            return
+        finally:
+            os.close(handle)
+    try:
+        with mmap.mmap(passed, mmap.PAGESIZE) as one, mmap.mmap(passed, mmap.PAGESIZE) as other:
+            one[0] = 7
+            same = other[0] == 7
+    finally:
+        os.close(passed)
+    seen = "written and read through two mappings of a memfd that was passed on"
+    yield Finding(name, State.OK if same else State.BROKEN, seen, purpose, "" if same else "use another kernel")
+
+
+def probe_compiler(config: Config) -> Iterator[Finding]:
+    name, purpose, sanitizer = "C++ compiler", "run emitted kernels on host ranks", "run --sanitize (ThreadSanitizer)"
+    try:
+        compiler = host.find_compiler(config)
+    except ConfigError as error:
+        yield Finding(name, State.BROKEN, str(error), purpose, "set CXX to a C++ compiler, or unset it")
+        yield Finding("ThreadSanitizer", State.MISSING, "needs a C++ compiler", sanitizer, "apt install g++")
+        return
+    except host.NoHostCompilerError:
+        install = "apt install g++, or pip install 'commdsl[cxx]' (ziglang)"
+        yield Finding(name, State.MISSING, "g++, clang++ and ziglang are not here", purpose, install)
+        yield Finding("ThreadSanitizer", State.MISSING, "needs a C++ compiler", sanitizer, "apt install g++")
+        return
+    seen, wrong = f"{' '.join(compiler.command)}: {compiler.version}", library_trouble(compiler.command)
+    if wrong:
+        yield Finding(name, State.BROKEN, f"{seen}: {wrong}", purpose, "install it whole (apt install g++), or set CXX")
+    else:
+        yield Finding(name, State.OK, f"{seen}; a library was built and loaded", purpose)
+    if has_thread_sanitizer(compiler.command):
+        yield Finding("ThreadSanitizer", State.OK, "a program built with -fsanitize=thread runs", sanitizer)
+    else:
+        todo = "apt install g++ (it brings libtsan)"
+        yield Finding("ThreadSanitizer", State.MISSING, "the compiler cannot build or run it", sanitizer, todo)
+
+
+def library_trouble(command: tuple[str, ...]) -> str:
+    """What is wrong where a library is built and loaded as kernels are, nothing where it works."""
+    with tempfile.TemporaryDirectory(prefix="commdsl-") as folder:
+        source, library = Path(folder) / "probe.cpp", Path(folder) / "probe.so"
+        source.write_text(HOST_PROBE)
+        if not runs([*command, *host.FLAGS, "-shared", "-o", str(library), str(source)]):
+            return "it cannot build a library"
+        try:
+            return "" if ctypes.CDLL(str(library)).probe() == 7 else "a library that it built is wrong"
+        except OSError as error:
+            return f"what it built cannot be loaded: {error}"
 
 
 def has_thread_sanitizer(command: tuple[str, ...]) -> bool:
@@ -104,50 +202,87 @@ def runs(command: list[str]) -> bool:
         return False
 
 
-def probe_cuda_build() -> Iterator[Finding]:
-    install = "pip install 'commdsl[cuda]'"
-    for name, look in (("NVRTC", nvrtc.version), ("nvJitLink", nvrtc.linker_version)):
-        purpose = "build kernels for the GPU (needs none)" if name == "NVRTC" else "link the NVSHMEM transport"
-        try:
-            yield Finding(name, True, look(), purpose, "")
-        except MissingToolError as error:
-            yield Finding(name, False, str(error).split(":")[0], purpose, install)
+def probe_cuda_build(config: Config) -> Iterator[Finding]:
+    """NVRTC makes a cubin, nvJitLink links it with NVSHMEM's library for devices."""
+    purpose, linking = "build kernels for the GPU (needs none)", "link kernels that reach other machines"
+    try:
+        cubin = nvrtc.compile_cubin("probe.cu", GPU_PROBE, [f"-arch={nvrtc.ARCH}", "-rdc=true"])
+    except MissingToolError as error:
+        yield Finding("NVRTC", State.MISSING, said(error), purpose, CUDA)
+        yield Finding("nvJitLink", State.MISSING, "needs NVRTC", linking, CUDA)
+        return
+    except InternalError as error:
+        yield Finding("NVRTC", State.BROKEN, f"{nvrtc.version()}: {said(error)}", purpose, CUDA)
+        return
+    yield Finding("NVRTC", State.OK, f"{nvrtc.version()}, a kernel for {nvrtc.ARCH} was built", purpose)
+    linker = ""
+    try:
+        library, linker = nvrtc.device_library(), nvrtc.linker_version()
+        nvrtc.link(nvrtc.ARCH, [("probe", cubin)], [library])
+    except MissingToolError as error:
+        yield Finding("nvJitLink", State.BROKEN if linker else State.MISSING, said(error), linking, CUDA)
+    except InternalError as error:
+        yield Finding("nvJitLink", State.BROKEN, said(error), linking, f"{CUDA}, which brings one that is new enough")
+    else:
+        seen = f"{linker}, a kernel was linked with libnvshmem_device"
+        yield Finding("nvJitLink", State.OK, seen, linking)
 
 
-def probe_packages() -> Iterator[Finding]:
+def said(error: Exception) -> str:
+    """The first line, without the code."""
+    return str(error).split("\n")[0].partition("]: ")[2] or str(error).split("\n")[0]
+
+
+def probe_packages(config: Config) -> Iterator[Finding]:
     rows = (
         ("torch", "torch", "call schedules as torch ops", "pip install 'commdsl[torch]'"),
-        ("CuPy", "cupy-cuda13x", "load kernels on the GPU", "pip install 'commdsl[cuda]'"),
-        ("nvshmem4py", "nvshmem4py-cu13", "symmetric memory between GPUs", "pip install 'commdsl[cuda]'"),
-        ("NVSHMEM", "nvidia-nvshmem-cu13", "symmetric memory between GPUs", "pip install 'commdsl[cuda]'"),
-        ("cuda-bindings", "cuda-bindings", "talk to the driver", "pip install 'commdsl[cuda]'"),
+        ("CuPy", "cupy-cuda13x", "load kernels on the GPU", CUDA),
+        ("nvshmem4py", "nvshmem4py-cu13", "reach GPUs of other machines", CUDA),
+        ("NVSHMEM", "nvidia-nvshmem-cu13", "reach GPUs of other machines", CUDA),
+        ("cuda-bindings", "cuda-bindings", "share memory between GPUs", CUDA),
     )
     for name, package, purpose, install in rows:
-        there = installed(package)
-        seen = importlib.metadata.version(package) if there else "not installed"
-        yield Finding(name, there, seen, purpose, install)
+        try:
+            yield Finding(name, State.OK, f"{importlib.metadata.version(package)} is installed", purpose)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, State.MISSING, "not installed", purpose, install)
 
 
-def installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def probe_gpus() -> Iterator[Finding]:
+def probe_gpus(config: Config) -> Iterator[Finding]:
     """GPUs by the driver's own tool: asking torch would cost its import, and create contexts."""
     purpose, install = "run schedules on GPUs", "a machine with NVIDIA GPUs and their driver"
     names = query_nvidia("--query-gpu=name,memory.total", "--format=csv,noheader")
     if not names:
-        yield Finding("GPUs", False, "none that nvidia-smi sees", purpose, install)
+        yield Finding("GPUs", State.MISSING, "none that nvidia-smi sees", purpose, install)
         return
     kinds = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-    yield Finding("GPUs", True, kinds, purpose, "")
+    yield Finding("GPUs", State.OK, kinds, purpose)
+    yield from shared_gpus()
     links = [line.strip() for line in query_nvidia("nvlink", "--status") if "GB/s" in line]
     seen = f"{len(links) // len(names)} links per GPU at {links[0].split(':')[-1].strip()}" if links else "none active"
-    yield Finding("NVLink", bool(links), seen, "reach peers at full speed", "GPUs joined by NVLink")
+    state, todo = (State.OK, "") if links else (State.MISSING, "GPUs joined by NVLink")
+    yield Finding("NVLink", state, seen, "reach peers at full speed", todo)
+
+
+def shared_gpus() -> Iterator[Finding]:
+    """Whether they reach each other's memory, and whether it can be passed to other processes."""
+    reach, share = "reach peers by plain loads and stores", "share memory between processes"
+    try:
+        from commdsl.runtime import gpus  # the driver's bindings, which are not everywhere
+    except ImportError:
+        yield Finding("shared GPU memory", State.MISSING, "needs cuda-bindings", share, CUDA)
+        return
+    try:
+        count, blind = gpus.blind_pairs()
+        wrong = ", ".join(f"{one} -> {other}" for one, other in blind)
+        seen = f"not {wrong}" if blind else "the one there is" if count == 1 else f"all {count} GPUs see each other"
+        yield Finding("peer access", State.BROKEN if blind else State.OK, seen, reach, UNSEEN if blind else "")
+        for device in range(count):
+            gpus.export(device)
+        yield Finding("shared GPU memory", State.OK, f"memory of {count} GPUs was made and passed on", share)
+    except Error as error:
+        todo = "a driver of CUDA 12 or later, and in a container the capability `compute`"
+        yield Finding("shared GPU memory", State.BROKEN, said(error), share, todo)
 
 
 def query_nvidia(*arguments: str) -> list[str]:
@@ -162,11 +297,12 @@ def query_nvidia(*arguments: str) -> list[str]:
     return done.stdout.strip().split("\n") if done.returncode == 0 and done.stdout.strip() else []
 
 
-PROBES: tuple[Callable[[], Iterator[Finding]], ...] = (
-    probe_python,
-    probe_cache,
-    probe_compiler,
-    probe_cuda_build,
-    probe_packages,
-    probe_gpus,
+PROBES: tuple[tuple[str, Callable[[Config], Iterator[Finding]]], ...] = (
+    ("commdsl", probe_python),
+    ("cache folder", probe_cache),
+    ("shared memory", probe_shared_memory),
+    ("C++ compiler", probe_compiler),
+    ("NVRTC", probe_cuda_build),
+    ("packages", probe_packages),
+    ("GPUs", probe_gpus),
 )

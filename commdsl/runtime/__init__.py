@@ -18,6 +18,7 @@ process that only checks schedules must not pay for torch.
     setups        what ranks are about to set up -> their agreement, or both sides
     communicator  one rank's end of a group
     launches      a Plan of rows -> launches of it, whatever says where rows go
+    gpus          what GPUs can do for each other, tried
     host, device  that end on a processor, on a GPU
     groups        the name of a group -> the end of it
     given         what callers wrote -> what ops take
