@@ -222,6 +222,17 @@ def test_environment() -> None:
     assert found <= ENVIRONMENT_READERS.keys()
 
 
+def test_settings_are_listed() -> None:
+    """README.md lists every variable of the environment that is read, and no other."""
+    text = (PACKAGE / "machine" / "config.py").read_text(encoding="utf-8")
+    read = set(re.findall(r'"(COMMDSL_[A-Z_]+|CXX|NO_COLOR|TERM)"', text))
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("### Settings")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]*`) \|", section, re.MULTILINE)
+
+    assert len(read) >= 8
+    assert {name for row in rows for name in re.findall(r"`([A-Z_]+)`", row)} == read
+
+
 def test_module_size() -> None:
     """No module is longer than 400 lines, unless listed with a reason; and the list has no dead entry."""
     long = {name_of(path) for path in MODULES if len(path.read_text(encoding="utf-8").splitlines()) > MAX_LINES}
