@@ -15,10 +15,11 @@ from commdsl.machine.config import from_environment
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.selection import COLLECTIVES, Choice
 from commdsl.runtime import collective_ops, given, groups, menu
+from commdsl.runtime.given import Reduction
 from commdsl.runtime.work import Work
 
 
-def all_reduce(x: torch.Tensor, op: str = "sum", group: Any = None, async_op: bool = False) -> Any:
+def all_reduce(x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_op: bool = False) -> Any:
     """Every rank's x combined by sum, avg, max, min or prod: a new tensor of x's shape, the same bits on every rank.
 
     op: one of these names, or a torch.distributed.ReduceOp.
@@ -31,7 +32,7 @@ def all_reduce(x: torch.Tensor, op: str = "sum", group: Any = None, async_op: bo
     return menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=async_op)
 
 
-def all_reduce_(x: torch.Tensor, op: str = "sum", group: Any = None, async_op: bool = False) -> Any:
+def all_reduce_(x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_op: bool = False) -> Any:
     """As `all_reduce`, the result in x, which is returned; with `async_op` a Work, and x is the result after `wait()`.
 
     Where the chosen schedule is not proved to work in place, the result is copied into x. Has no gradient.
@@ -57,7 +58,7 @@ def all_gather(x: torch.Tensor, group: Any = None, async_op: bool = False) -> An
     return menu.run("all_gather", x, x.nbytes * menu.size(group), group, async_op=async_op)
 
 
-def reduce_scatter(x: torch.Tensor, op: str = "sum", group: Any = None, async_op: bool = False) -> Any:
+def reduce_scatter(x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_op: bool = False) -> Any:
     """This rank's block of every rank's x combined: (P * n, ...) -> (n, ...).
 
     x: contiguous, its first dimension a multiple of the ranks; dtypes and operations as for `all_reduce`. With
@@ -107,7 +108,7 @@ def prepare(
     collectives: Sequence[str] = COLLECTIVES,
     max_bytes: int | None = None,
     dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
-    ops: Sequence[str] = ("sum",),
+    ops: Sequence[Reduction] = ("sum",),
     group: Any = None,
     device: torch.device | None = None,
     root: int = 0,

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from commdsl.machine import dtypes
 from commdsl.machine.errors import ArgumentError
 from commdsl.runtime.errors import ReductionError, TensorError
+
+Reduction: TypeAlias = "str | torch.distributed.ReduceOp | torch.distributed.ReduceOp.RedOpType"
+"""What a caller may write for one."""
 
 TORCH_NAMES = MappingProxyType({"product": "prod", **{name: name for name in dtypes.OPS}})
 """Reductions as torch.distributed calls them, and ours."""

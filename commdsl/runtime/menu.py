@@ -18,6 +18,7 @@ from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.selection import ROOTED, Candidate, Rows
 from commdsl.runtime import given, groups
 from commdsl.runtime.errors import CaptureError, GroupError
+from commdsl.runtime.given import Reduction
 from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
 from commdsl.runtime.work import HostWork, Result, Work
@@ -65,7 +66,9 @@ class Alone:
     def up_to(self, max_bytes: int | None) -> list[Alone]:
         return []
 
-    def __call__(self, x: torch.Tensor, group: Any = None, op: str = "sum", async_op: bool = False) -> Result | Work:
+    def __call__(
+        self, x: torch.Tensor, group: Any = None, op: Reduction = "sum", async_op: bool = False
+    ) -> Result | Work:
         given.reduction(op)
         if not async_op:
             return x.clone()
@@ -73,7 +76,7 @@ class Alone:
         done.set_result(x.clone())
         return HostWork(done)
 
-    def in_place(self, x: torch.Tensor, group: Any = None, op: str = "sum") -> None:
+    def in_place(self, x: torch.Tensor, group: Any = None, op: Reduction = "sum") -> None:
         self(x.new_empty(0), op=op)
 
 
@@ -100,7 +103,14 @@ def menu(collective: str, ranks: int, device: torch.device, root: int) -> Menu |
 
 
 def run(
-    collective: str, x: torch.Tensor, nbytes: int, group: Any, *, op: str = "sum", root: int = 0, async_op: bool = False
+    collective: str,
+    x: torch.Tensor,
+    nbytes: int,
+    group: Any,
+    *,
+    op: Reduction = "sum",
+    root: int = 0,
+    async_op: bool = False,
 ) -> Any:
     """One call; `nbytes` is the larger side."""
     chosen = menu(collective, size(group), x.device, root).op(nbytes)
@@ -110,7 +120,7 @@ def run(
         raise _unprepared(collective, nbytes, chosen, error) from error
 
 
-def all_reduce_in_place(x: torch.Tensor, group: Any, op: str = "sum") -> None:
+def all_reduce_in_place(x: torch.Tensor, group: Any, op: Reduction = "sum") -> None:
     """Within x where the schedule is proved to allow it, else by a copy of the result."""
     chosen = menu("all_reduce", size(group), x.device, 0).op(x.nbytes)
     try:

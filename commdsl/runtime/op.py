@@ -18,6 +18,7 @@ from commdsl.runtime import autograd, eager, given, groups, tensors
 from commdsl.runtime.calls import MAX_KEPT, Bound
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import GradientError, OpError, ReductionError, TensorError
+from commdsl.runtime.given import Reduction
 from commdsl.runtime.host import HostCommunicator
 from commdsl.runtime.program import Backward, Definition, Program, program
 from commdsl.runtime.visits import Function, Visiting, by_name, split
@@ -71,14 +72,14 @@ class Op:
         return self._inverse(way, self.traced(group_name).plan.num_ranks)
 
     def __call__(
-        self, *inputs: torch.Tensor, group: Any = None, op: str = "sum", async_op: bool = False
+        self, *inputs: torch.Tensor, group: Any = None, op: Reduction = "sum", async_op: bool = False
     ) -> Result | Work:
         """The outputs, new tensors; with `async_op` a Work whose `wait()` returns them."""
         if async_op:
             return self._start(inputs, groups.name_of(group), op)
         return self._result(inputs, group, op)
 
-    def in_place(self, *inputs: torch.Tensor, group: Any = None, op: str = "sum") -> None:
+    def in_place(self, *inputs: torch.Tensor, group: Any = None, op: Reduction = "sum") -> None:
         """Overwrites the `inout` tensors; only for schedules that are proved to allow it."""
         if not self.works_in_place:
             raise TensorError(f"`{self.name}` cannot work in place: a chunk would be overwritten before it is read")
@@ -88,14 +89,14 @@ class Op:
         else:
             self._dispatch(f"{self.name}_", inputs, group, op)
 
-    def _result(self, inputs: tuple[torch.Tensor, ...], group: Any, op: str) -> Result:
+    def _result(self, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction) -> Result:
         if len(inputs) == self.num_inputs and eager.skips_dispatcher(inputs):
             outputs = self._run(inputs, group, op, in_place=False)
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
         result: Result = self._dispatch(self.name, inputs, group, op)
         return result
 
-    def _dispatch(self, name: str, inputs: tuple[torch.Tensor, ...], group: Any, op: str) -> Any:
+    def _dispatch(self, name: str, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction) -> Any:
         given.tensors(self.name, inputs, self.num_inputs)
         op = given.reduction(op)
         if not self.has_reduction and op != "sum":
@@ -103,7 +104,7 @@ class Op:
         reduction = (op,) if self.has_reduction else ()
         return getattr(torch.ops.commdsl, name)(*inputs, groups.name_of(group), *reduction)
 
-    def _start(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> Work:
+    def _start(self, inputs: tuple[torch.Tensor, ...], name: str, op: Reduction) -> Work:
         self._check(inputs, name, given.reduction(op))
         comm = groups.of(name, inputs[0].device)
         if isinstance(comm, DeviceCommunicator):
@@ -125,7 +126,7 @@ class Op:
 
         return HostWork(comm.submit(call))
 
-    def visit(self, *arguments: Any, group: Any = None, op: str = "sum", **functions: Function) -> Result:
+    def visit(self, *arguments: Any, group: Any = None, op: Reduction = "sum", **functions: Function) -> Result:
         """`op.visit(kv, fn)`: calls `fn(visit, kv)` at every yield, while what comes next travels on another stream.
 
         `fn` is called at once, one visit after another, on the current stream, and starts its kernels there; no host
@@ -200,7 +201,7 @@ class Op:
         end = len(arguments) - (2 if has_reduction else 1)
         return arguments[:end], arguments[end], op
 
-    def _run(self, inputs: tuple[torch.Tensor, ...], group: Any, op: str, in_place: bool) -> list[torch.Tensor]:
+    def _run(self, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction, in_place: bool) -> list[torch.Tensor]:
         name, behind = groups.resolve(group)
         first = inputs[0]
         try:
@@ -219,7 +220,7 @@ class Op:
             self._calls[key] = call
         return call(inputs)
 
-    def _prepare(self, inputs: tuple[torch.Tensor, ...], name: str, op: str, in_place: bool) -> Bound:
+    def _prepare(self, inputs: tuple[torch.Tensor, ...], name: str, op: Reduction, in_place: bool) -> Bound:
         op = given.reduction(op)
         self._check(inputs, name, op)
         comm = groups.of(name, inputs[0].device)
