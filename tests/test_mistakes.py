@@ -18,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import commdsl  # noqa: E402 - after the check for torch
+from commdsl import dispatch  # noqa: E402 - as above
 from commdsl.build import host  # noqa: E402 - as above
 from commdsl.machine.config import from_environment  # noqa: E402 - as above
 from commdsl.runtime import menu  # noqa: E402 - as above
@@ -274,6 +275,30 @@ def test_arguments_of_the_others(group: str) -> None:
     ]
     for mistake, words in wrong:
         says(mistake, commdsl.ArgumentError, words)
+
+
+# --- dispatches -------------------------------------------------------------------------------------------------------
+
+
+def test_routes() -> None:
+    """What a Route and Limits are made of is named; a plan that is nearly one, too."""
+    metadata = dispatch.load_plan("balanced_16k")
+    numbers = metadata[:4]
+    route = dispatch.Route(*numbers, rank=0)
+    wrong: list[tuple[Mistake, str]] = [
+        (lambda: dispatch.Route(metadata, None, rank=0), "the four Metadata of a dispatch one by one"),
+        (lambda: dispatch.Route(torch.ones(3), *numbers[1:], rank=0), "got `Tensor`"),
+        (lambda: dispatch.Route(*numbers, rank="0"), "got '0'"),
+        (lambda: dispatch.Route(*numbers, rank=4), "expected a rank 0 ..< 4, got 4"),
+        (lambda: dispatch.Limits.of([], widths=(256,)), "one Route or more, as in [route], got []"),
+        (lambda: dispatch.Limits.of(route, widths=(256,)), "as in [route]"),
+        (lambda: dispatch.Limits.of([route], widths=256), "as in (256, 64, 64), got 256"),
+        (lambda: dispatch.Limits.of([route], widths=(2.5,)), "got (2.5,)"),
+    ]
+    for mistake, words in wrong:
+        says(mistake, commdsl.DispatchError, words)
+    says(lambda: dispatch.load_plan("balanced16k"), commdsl.NotFoundError, "did you mean `balanced_16k`")
+    says(lambda: dispatch.load_plan("allreduce_ring"), commdsl.CommError, "`commdsl.load` loads it")
 
 
 # --- the environment --------------------------------------------------------------------------------------------------

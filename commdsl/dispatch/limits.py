@@ -40,8 +40,12 @@ class Limits:
 
     @staticmethod
     def of(routes: Iterable[Route], widths: Sequence[int]) -> Limits:
-        """The least under which all of these run, one Route or more, with rows of these bytes."""
-        found = tuple(routes)
+        """The least under which all of these run, one Route or more, with rows of these bytes. DispatchError (C961)."""
+        found = tuple(routes) if isinstance(routes, Iterable) else ()
+        if not found or not all(isinstance(route, Route) for route in found):
+            raise DispatchError(f"expected one Route or more, as in [route], got {routes!r}")
+        if not isinstance(widths, Sequence) or not all(hasattr(width, "__index__") for width in widths):
+            raise DispatchError(f"expected the bytes of a row by tensor, as in (256, 64, 64), got {widths!r}")
         rows, queries, keys = (max(column) for column in zip(*(route.most for route in found), strict=True))
         copies = max(1, *(number for route in found for number in route.copies))
         return Limits(rows, queries, keys, copies, tuple(widths))

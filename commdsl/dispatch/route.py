@@ -150,8 +150,15 @@ class Route:
     ) -> None:
         """Proves the Metadata of all ranks (`validate`) and keeps what `rank` needs. fwd_k and rev_k None: rows only.
 
-        Raises MetadataError (C960) where the numbers are not those of one dispatch.
+        Raises MetadataError (C960) where the numbers are not those of one dispatch, DispatchError (C961) without any.
         """
+        for given in (fwd_q, rev_q, *(one for one in (fwd_k, rev_k) if one is not None)):
+            if not isinstance(given, Metadata):
+                raise DispatchError(
+                    f"expected the four Metadata of a dispatch one by one, got `{type(given).__name__}`"
+                )
+        if not hasattr(rank, "__index__"):
+            raise DispatchError(f"expected a rank, a whole number, got {rank!r}")
         validate(fwd_q, rev_q, fwd_k, rev_k)
         self.rank = rank
         self.device = torch.device(device)

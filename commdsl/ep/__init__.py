@@ -34,3 +34,7 @@ def __getattr__(name: str) -> object:
     # Kept: the next use of the name costs a look into a dictionary.
     found = globals()[name] = getattr(import_module(_HOME[name]), name)
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
