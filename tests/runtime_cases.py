@@ -30,8 +30,9 @@ from commdsl.runtime.errors import (
     TensorError,
 )
 
-REDUCED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
-MOVED = (*REDUCED, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bool, torch.float64)
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+REDUCED = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+MOVED = (*REDUCED, torch.float8_e4m3fn, torch.float8_e5m2)
 COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": operator.add,
     "max": torch.maximum,
@@ -60,7 +61,7 @@ def everyone(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[
 
 def combined(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
     if op == "avg":
-        return (reduce(operator.add, (tensor.float() for tensor in tensors)) / len(tensors)).to(tensors[0].dtype)
+        return (reduce(operator.add, (tensor.double() for tensor in tensors)) / len(tensors)).to(tensors[0].dtype)
     return reduce(COMBINE[op], tensors)
 
 
@@ -73,7 +74,14 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
 def every_dtype_and_size() -> None:
     op = commdsl.load("allreduce_ring")
     rank = dist.get_rank()
-    others = {torch.float32: ("max", "min", "prod", "avg"), torch.bfloat16: ("avg",), torch.int64: ("prod",)}
+    others: dict[torch.dtype, tuple[str, ...]] = {
+        torch.float64: ("avg",),
+        torch.float32: ("max", "min", "prod", "avg"),
+        torch.bfloat16: ("avg",),
+        torch.int64: ("prod",),
+        torch.uint8: ("max",),
+        torch.bool: ("min",),
+    }
     for dtype in REDUCED:
         for name in ("sum", *others.get(dtype, ())):
             for size in (0, 1, 7, 1003):

@@ -12,6 +12,7 @@ from commdsl import compiler
 from commdsl.build import nvrtc
 from commdsl.build.emit import defines
 from commdsl.machine.config import Config, from_environment
+from commdsl.machine.dtypes import BOOL, FLOAT64, INT8, INT16, DType
 from commdsl.program.memory import Transport
 from commdsl.program.moves import Protocol
 
@@ -44,6 +45,17 @@ def test_cubin_of_a_rank(name: str, protocol: Protocol, config: Config) -> None:
     macros = defines(compiled.plan, "bfloat16", "sum", rank=1)
     assert macros[-1] == "COMMDSL_RANK=1"
     assert "#define COMMDSL_LANES_PER_BLOCK 2\n" in compiled.emitted.text
+    assert nvrtc.build(compiled.emitted, macros, config).read_bytes().startswith(b"\x7fELF")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("protocol", [*HOST_PROTOCOLS, Protocol.TMA], ids=lambda protocol: protocol.value)
+@pytest.mark.parametrize("dtype", [FLOAT64, INT16, INT8, BOOL], ids=lambda dtype: dtype.name)
+def test_cubin_of_a_dtype(dtype: DType, protocol: Protocol, config: Config) -> None:
+    """NVRTC takes long and short element types in every protocol; an average where there is one."""
+    path = next(path for path in shipped() if path.stem == "allreduce_ring")
+    compiled = compiler.compile(path, ranks=3, tune={"protocol": protocol.value})
+    macros = defines(compiled.plan, dtype.name, dtype.ops[-1])
     assert nvrtc.build(compiled.emitted, macros, config).read_bytes().startswith(b"\x7fELF")
 
 

@@ -124,15 +124,17 @@ def in_order(function: Callable[[Array, Array], Array], arrays: list[Array]) -> 
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["float32", "int32", "int64"])
+@pytest.mark.parametrize("name", ["float64", "float32", "int64", "int32", "int16", "int8", "uint8", "bool"])
 @pytest.mark.parametrize("op", ["sum", "prod", "max", "min"])
 @pytest.mark.parametrize("size", [1, 3, 301])
 def test_reduce_in_rank_order(name: str, op: str, size: int) -> None:
-    """Sources combine in the order listed; integers wrap; float32 gives numpy's bits."""
+    """Sources combine in the order listed; integers wrap; truth values are joined by `or` and `and`; as in numpy."""
     rng = np.random.default_rng(size)
     dtype = element(name)
-    if name == "float32":
-        arrays = [rng.normal(size=size).astype(np.float32) for _ in range(4)]
+    if name.startswith("float"):
+        arrays = [rng.normal(size=size).astype(dtype.storage) for _ in range(4)]
+    elif name == "bool":
+        arrays = [rng.random(size) < 0.5 for _ in range(4)]
     else:
         info = np.iinfo(dtype.storage)
         arrays = [rng.integers(info.min, info.max, size, dtype=dtype.storage, endpoint=True) for _ in range(4)]

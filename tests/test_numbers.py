@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from collectives import SCHEDULES, main_case, shipped
 from numpy.typing import NDArray
 from proved import HOST_PROTOCOLS, proved
@@ -15,13 +17,13 @@ from commdsl.build import host_run
 from commdsl.build.emit import emit
 from commdsl.ir import interpret
 from commdsl.ir.schedules import Schedule
-from commdsl.machine.dtypes import BFLOAT16, FLOAT16, FLOAT32, Array, DType
+from commdsl.machine.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, REDUCED, Array, DType
 from commdsl.program.moves import Protocol
 
 REDUCING = [path for path in shipped() if path.parent.name == "collectives" and "reduce" in path.stem]
-AVERAGED = [FLOAT32, FLOAT16, BFLOAT16]
-GREATEST = {"float32": 3.4028234e38, "float16": 60000.0, "bfloat16": 3.3895314e38}
-DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}
+AVERAGED = [FLOAT64, FLOAT32, FLOAT16, BFLOAT16]
+GREATEST = {"float64": 1.7976931348623157e308, "float32": 3.4028234e38, "float16": 60000.0, "bfloat16": 3.3895314e38}
+DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 
 
 def results(schedule: Schedule, values: list[Array], dtype: DType, op: str) -> list[tuple[Array, NDArray[np.float64]]]:
@@ -34,9 +36,19 @@ def results(schedule: Schedule, values: list[Array], dtype: DType, op: str) -> l
     for rank, chunk, value in zip(contract.dest_rank, contract.dest_chunk, contract.value, strict=True):
         places = zip(contract.source_rank[value], contract.source_chunk[value], strict=True)
         parts = [values[r][c * size : (c + 1) * size] for r, c in places]
-        exact = np.mean([dtype.to_float32(part).astype(np.float64) for part in parts], axis=0)
+        with np.errstate(over="ignore"):
+            exact = np.mean([wide(dtype, part) for part in parts], axis=0)
         found.append((left[rank][chunk * size : (chunk + 1) * size], exact))
     return found
+
+
+def wide(dtype: DType, values: Array) -> NDArray[np.float64]:
+    return values if dtype is FLOAT64 else dtype.to_float32(values).astype(np.float64)
+
+
+def stored(dtype: DType, values: NDArray[np.float64]) -> Array:
+    """Rounded to the type, by way of float32 unless it is longer."""
+    return values if dtype is FLOAT64 else dtype.from_float32(values.astype(np.float32))
 
 
 def elements(schedule: Schedule) -> int:
@@ -54,11 +66,11 @@ def schedules(path: Path, ranks: int) -> list[Schedule]:
 def test_an_average_does_not_overflow(path: Path, dtype: DType) -> None:
     """The mean of the greatest numbers is finite and nothing but rounded, however its parts travel."""
     for schedule in (one for ranks in (2, 3, 4, 7, 8) for one in schedules(path, ranks)):
-        great = dtype.from_float32(np.full(elements(schedule), GREATEST[dtype.name], np.float32))
-        for left, exact in results(schedule, [great] * schedule.num_ranks, dtype, "avg"):
-            error = np.abs(dtype.to_float32(left).astype(np.float64) / exact - 1).max()
+        great = stored(dtype, np.full(elements(schedule), GREATEST[dtype.name]))
+        for left, _ in results(schedule, [great] * schedule.num_ranks, dtype, "avg"):
+            error = np.abs(wide(dtype, left) / wide(dtype, great[:1]) - 1).max()
             assert error <= schedule.num_ranks * 2.0 ** -DIGITS[dtype.name]
-            if schedule.num_ranks <= 4 and dtype is not FLOAT32:
+            if schedule.num_ranks <= 4 and dtype.size == 2:
                 assert left.tobytes() == great[: len(left)].tobytes()
 
 
@@ -69,15 +81,15 @@ def test_an_average_is_the_sum_divided(path: Path, dtype: DType) -> None:
     random = np.random.default_rng(7)
     for schedule in (one for ranks in (2, 4, 8) for one in schedules(path, ranks)):
         size, ranks = elements(schedule), schedule.num_ranks
-        values = [dtype.from_float32(random.standard_normal(size, np.float32)) for _ in range(ranks)]
+        values = [stored(dtype, random.standard_normal(size)) for _ in range(ranks)]
         sums = results(schedule, values, dtype, "sum")
         for (mean, _), (total, _) in zip(results(schedule, values, dtype, "avg"), sums, strict=True):
-            assert mean.tobytes() == dtype.from_float32(dtype.to_float32(total) / np.float32(ranks)).tobytes()
+            assert mean.tobytes() == stored(dtype, wide(dtype, total) / ranks).tobytes()
     for schedule in (one for ranks in (3, 5, 8) for one in schedules(path, ranks)):
         whole = random.integers(-6, 7, (schedule.num_ranks, elements(schedule)))
-        values = [dtype.from_float32(row.astype(np.float32)) for row in whole]
+        values = [stored(dtype, row.astype(np.float64)) for row in whole]
         for mean, exact in results(schedule, values, dtype, "avg"):
-            assert mean.tobytes() == dtype.from_float32(exact.astype(np.float32)).tobytes()
+            assert mean.tobytes() == stored(dtype, exact).tobytes()
 
 
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=lambda dtype: dtype.name)
@@ -115,3 +127,70 @@ def test_kernels_average(path: Path, protocol: Protocol) -> None:
         wanted = interpret.run(checked.schedule, inputs, FLOAT16, "avg")
         for name, arrays in wanted.outputs.items():
             assert [one.tobytes() for one in arrays] == [one.tobytes() for one in found.outputs[name]]
+
+
+KERNELS = [
+    (path, op)
+    for path, op in zip(REDUCING * 5, cycle(("sum", "max", "prod", "min", "avg", "sum", "avg")), strict=False)
+]
+"""Of every family, with one operation after another."""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("protocol", HOST_PROTOCOLS, ids=lambda protocol: protocol.value)
+@pytest.mark.parametrize("dtype", REDUCED, ids=lambda dtype: dtype.name)
+def test_kernels_of_every_dtype(dtype: DType, protocol: Protocol) -> None:
+    """Element by element, word by word, line by line: the interpreter's bits, at the ends of a tensor too."""
+    turn = REDUCED.index(dtype) * len(HOST_PROTOCOLS) + HOST_PROTOCOLS.index(protocol)
+    for path, op in (KERNELS[turn % len(KERNELS)], KERNELS[(turn + 17) % len(KERNELS)]):
+        case = main_case(path, 4) or main_case(path, 5)
+        assert case is not None
+        checked = proved(case, protocol)
+        buffer = checked.schedule.buffers[checked.schedule.contracts[0].source_buffer]
+        chosen = op if op in dtype.ops else "sum"
+        calls = [
+            {buffer.name: [numbers(dtype, buffer.blocks * size, rank) for rank in range(case.ranks)]}
+            for size in (1, 37, 700)
+        ]
+        ran = host_run.run_calls(checked.plan, emit(checked.plan), calls, dtype, chosen)
+        for inputs, found in zip(calls, ran, strict=True):
+            wanted = interpret.run(checked.schedule, inputs, dtype, chosen)
+            for name, arrays in wanted.outputs.items():
+                assert [one.tobytes() for one in arrays] == [one.tobytes() for one in found.outputs[name]]
+
+
+def numbers(dtype: DType, size: int, seed: int) -> Array:
+    """Any numbers that the type has, none that is no number."""
+    random = np.random.default_rng(seed)
+    if dtype.is_float:
+        return stored(dtype, random.standard_normal(size))
+    if dtype.name == "bool":
+        return random.random(size) < 0.5
+    info = np.iinfo(dtype.storage)
+    return random.integers(info.min, info.max, size, dtype.storage, endpoint=True)
+
+
+@pytest.mark.parametrize("dtype", [one for one in REDUCED if not one.is_float], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("op", ["sum", "prod", "max", "min"])
+def test_integers_are_as_in_torch(dtype: DType, op: str) -> None:
+    """They wrap, and truth values are joined by `or` and `and`."""
+    arrays = [numbers(dtype, 999, seed) for seed in range(4)]
+    wanted = torch.from_numpy(arrays[0])
+    for array in arrays[1:]:
+        other = torch.from_numpy(array)
+        match op:
+            case "sum":
+                wanted = wanted + other
+            case "prod":
+                wanted = wanted * other
+            case "max":
+                wanted = torch.maximum(wanted, other)
+            case _:
+                wanted = torch.minimum(wanted, other)
+    assert np.array_equal(interpret.combine(arrays, dtype, op), wanted.numpy())
+
+
+def test_float64_is_combined_in_itself() -> None:
+    """What float32 could not tell apart counts."""
+    parts = [np.array([1.0]), np.array([2.0**-40])]
+    assert interpret.combine(parts, FLOAT64, "sum")[0] == 1 + 2.0**-40

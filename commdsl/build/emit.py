@@ -370,6 +370,9 @@ def _rows(*columns: Ints) -> tuple[str, ...]:
     return tuple(", ".join(rows[first : first + 8]) for first in range(0, len(rows), 8))
 
 
+ELEMENTS = {"bool": "boolean"}
+"""Element types that elements.cuh cannot call as others do."""
+
 SHORT_PROGRAM = 16
 """Up to so many passes a round, a GPU's kernel is built for its rank, with every pass as code of its own."""
 
@@ -381,7 +384,7 @@ def defines(plan: Plan, dtype: str, op: str, rank: int | None = None) -> tuple[s
     """
     macros: tuple[str, ...] = ()
     if plan.moves.has_reduction:
-        macros = (f"COMMDSL_DTYPE={dtype}", f"COMMDSL_OP={op}")
+        macros = (f"COMMDSL_DTYPE={ELEMENTS.get(dtype, dtype)}", f"COMMDSL_OP={op}")
     if rank is None or plan.moves.protocol is Protocol.ENGINE:
         return macros
     first, last = np.searchsorted(plan.moves.ops.leaders, plan.moves.ops.rank_begin[rank : rank + 2])

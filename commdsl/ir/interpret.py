@@ -171,7 +171,7 @@ def _results(memory: _Memory, moves: Statement, dtype: DType, op: str) -> Iterat
 
 
 def combine(operands: list[Array], dtype: DType, op: str) -> Array:
-    """The operands combined in order; floats in float32, rounded once at the end; integers wrap."""
+    """The operands combined in order; floats in float32 (float64 in itself), rounded once at the end; integers wrap."""
     if len(operands) == 1:
         return operands[0]
     function = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[op]
@@ -181,14 +181,14 @@ def combine(operands: list[Array], dtype: DType, op: str) -> Array:
             for operand in operands[1:]:
                 total = function(total, operand)
             return total
-        total = dtype.to_float32(operands[0])
+        total = dtype.widen(operands[0])
         for operand in operands[1:]:
-            total = function(total, dtype.to_float32(operand))
-        return dtype.from_float32(total)
+            total = function(total, dtype.widen(operand))
+        return dtype.narrow(total)
 
 
 def average(operands: list[Array], held: Sequence[int], summed: frozenset[int], dtype: DType) -> Array:
-    """The sum of what the operands hold, over its own divisor: combined in order, in float32, rounded once at the end.
+    """The sum of what the operands hold, over its own divisor: combined in order, rounded once at the end.
 
     Scaled by a power of two meanwhile, which makes the sum no larger than the largest contribution.
     """
@@ -199,10 +199,10 @@ def average(operands: list[Array], held: Sequence[int], summed: frozenset[int], 
     unit = 1 / (1 << (whole // common - 1).bit_length())
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         parts = [
-            dtype.to_float32(values) * np.float32(w // common * unit)
+            dtype.widen(values) * dtype.accumulator(w // common * unit)
             for values, w in zip(operands, weights, strict=True)
         ]
-        return dtype.from_float32(reduce(np.add, parts) / np.float32(whole // common * unit))
+        return dtype.narrow(reduce(np.add, parts) / dtype.accumulator(whole // common * unit))
 
 
 def divisor(count: int, summed: frozenset[int]) -> int:

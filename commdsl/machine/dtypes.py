@@ -1,4 +1,4 @@
-"""The element types: how they are stored, how they widen to float32, which reductions they have.
+"""The element types: how they are stored, how they widen to what they are combined in, which reductions they have.
 
 Assumes numpy only, so bfloat16 and the 8-bit floats are kept as their bits. Does not know torch's names; `runtime`
 does.
@@ -18,6 +18,7 @@ Array: TypeAlias = NDArray[Any]
 
 OPS = ("sum", "max", "min", "prod", "avg")
 _INTEGER_OPS = ("sum", "max", "min", "prod")
+"""Integers wrap. Of truth values the sum and the maximum are `or`, the product and the minimum `and`, as in torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class DType:
     is_float: bool
     widen: Callable[[Array], Array] = field(repr=False)
     narrow: Callable[[Array], Array] = field(repr=False)
+    accumulator: type[np.floating[Any]] = np.float32  # of a floating type: what its elements widen to
 
     @property
     def size(self) -> int:
@@ -37,11 +39,11 @@ class DType:
         return self.storage.itemsize
 
     def to_float32(self, values: Array) -> Array:
-        return self.widen(values)
+        return self.widen(values).astype(np.float32, copy=False)
 
     def from_float32(self, values: Array) -> Array:
         """Rounded to nearest, ties to even; integers are truncated."""
-        return self.narrow(np.asarray(values, np.float32))
+        return self.narrow(np.asarray(values, np.float32).astype(self.accumulator, copy=False))
 
 
 def _bfloat16_widen(bits: Array) -> Array:
@@ -56,15 +58,16 @@ def _bfloat16_narrow(values: Array) -> Array:
 
 def _plain(name: str, ops: tuple[str, ...], *, is_float: bool) -> DType:
     storage = np.dtype(name)
+    accumulator = np.float64 if storage == np.float64 else np.float32
 
     def widen(values: Array) -> Array:
-        return values.astype(np.float32)
+        return values.astype(accumulator)
 
     def narrow(values: Array) -> Array:
         with np.errstate(over="ignore"):  # to infinity, as the hardware does
             return values.astype(storage)
 
-    return DType(name, storage, ops, is_float, widen, narrow)
+    return DType(name, storage, ops, is_float, widen, narrow, accumulator)
 
 
 def _float8(name: str, exponent_bits: int, bias: int, *, has_infinity: bool) -> DType:
@@ -103,6 +106,7 @@ def _float8_value(bits: int, exponent_bits: int, bias: int, has_infinity: bool) 
     return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
 
 
+FLOAT64 = _plain("float64", OPS, is_float=True)
 FLOAT32 = _plain("float32", OPS, is_float=True)
 FLOAT16 = _plain("float16", OPS, is_float=True)
 BFLOAT16 = DType("bfloat16", np.dtype(np.uint16), OPS, True, _bfloat16_widen, _bfloat16_narrow)
@@ -110,7 +114,12 @@ INT32 = _plain("int32", _INTEGER_OPS, is_float=False)
 INT64 = _plain("int64", _INTEGER_OPS, is_float=False)
 FLOAT8_E4M3FN = _float8("float8_e4m3fn", 4, 7, has_infinity=False)
 FLOAT8_E5M2 = _float8("float8_e5m2", 5, 15, has_infinity=True)
-UINT8 = _plain("uint8", (), is_float=False)
+INT16 = _plain("int16", _INTEGER_OPS, is_float=False)
+INT8 = _plain("int8", _INTEGER_OPS, is_float=False)
+UINT8 = _plain("uint8", _INTEGER_OPS, is_float=False)
+BOOL = _plain("bool", _INTEGER_OPS, is_float=False)
 
-ALL = (FLOAT32, FLOAT16, BFLOAT16, INT32, INT64, FLOAT8_E4M3FN, FLOAT8_E5M2, UINT8)
+ALL = (FLOAT64, FLOAT32, FLOAT16, BFLOAT16, INT64, INT32, INT16, INT8, UINT8, BOOL, FLOAT8_E4M3FN, FLOAT8_E5M2)
+REDUCED = tuple(dtype for dtype in ALL if dtype.ops)
+"""Those that have a reduction; the bytes of the others are only moved."""
 BY_NAME = MappingProxyType({dtype.name: dtype for dtype in ALL})

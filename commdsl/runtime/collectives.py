@@ -23,9 +23,11 @@ def all_reduce(x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_
     """Every rank's x combined by sum, avg, max, min or prod: a new tensor of x's shape, the same bits on every rank.
 
     op: one of these names, or a torch.distributed.ReduceOp.
-    x: contiguous, of any shape; float32, float16, bfloat16, int32 or int64 (integers have no avg). `group` is a process
-    group or its name, the default group unless said. With `async_op` a Work whose `wait()` returns the tensor. The
-    gradient, for sum and avg, is the all-reduce of the gradients. Raises TensorError, ReductionError, GroupError.
+    x: contiguous, of any shape; float64, float32, float16, bfloat16, int64, int32, int16, int8, uint8 or bool. Integers
+    wrap; of bool the sum and max are `or`, the prod and min `and`. Floating types alone have avg, which overflows no
+    partial sum; schedules/README.md says how both are rounded. `group` is a process group or its name, the default
+    group unless said. With `async_op` a Work whose `wait()` returns the tensor. The gradient, for sum and avg, is the
+    all-reduce of the gradients. Raises TensorError, ReductionError, GroupError.
     """
     if _is_traced("all_reduce", x) and not async_op:
         return _ops().all_reduce(x, groups.name_of(group), given.reduction(op))

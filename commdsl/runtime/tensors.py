@@ -47,7 +47,8 @@ def check_reduction(name: str, signature: Signature, dtype: torch.dtype, op: str
         return
     known = dtypes.BY_NAME.get(element_name(dtype))
     if known is None or not known.ops:
-        raise TensorError(f"`{name}` reduces float32, float16, bfloat16, int32 and int64, not {dtype}")
+        reduced = ", ".join(known.name for known in dtypes.REDUCED)
+        raise TensorError(f"`{name}` reduces {reduced}, not {dtype}")
     if op not in known.ops:
         raise ReductionError(f"`{name}`: {dtype} has no `{op}`; it has {', '.join(known.ops)}")
 

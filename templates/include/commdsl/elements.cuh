@@ -1,8 +1,16 @@
 // Element types and the operations that combine them; COMMDSL_DTYPE and COMMDSL_OP name one of each.
-// Assumes COMMDSL_FN and the four 16-bit conversions of the vocabulary. An accumulator is float for every floating type.
+// Assumes COMMDSL_FN and the four 16-bit conversions of the vocabulary. An accumulator is float for floating types but double, 32 bits
+// wide for short integers.
 #pragma once
 
 namespace commdsl {
+
+struct float64 {
+  using Storage = double;
+  using Accumulator = double;
+  static COMMDSL_FN double widen(double value) { return value; }
+  static COMMDSL_FN double narrow(double value) { return value; }
+};
 
 struct float32 {
   using Storage = float;
@@ -27,16 +35,38 @@ struct bfloat16 {
   static COMMDSL_FN u32 narrow_pair(float low, float high) { return floats_to_bfloats(low, high); }
 };
 
-template <class Integer>
+template <class Integer, class Wide>
 struct IntegerElement {
   using Storage = Integer;
-  using Accumulator = Integer;
-  static COMMDSL_FN Integer widen(Integer value) { return value; }
-  static COMMDSL_FN Integer narrow(Integer value) { return value; }
+  using Accumulator = Wide;
+  static COMMDSL_FN Wide widen(Integer value) { return value; }
+  static COMMDSL_FN Integer narrow(Wide value) { return static_cast<Integer>(value); }
 };
-struct int32 : IntegerElement<i32> {};
-struct int64 : IntegerElement<i64> {};
+struct int64 : IntegerElement<i64, i64> {};
+struct int32 : IntegerElement<i32, i32> {};
+struct int16 : IntegerElement<i16, i32> {};
+struct int8 : IntegerElement<i8, i32> {};
+struct uint8 : IntegerElement<u8, i32> {};
 
+// Truth values, whose bytes may be any: what is combined is 0 or 1.
+struct boolean {
+  using Storage = u8;
+  using Accumulator = bool;
+  static COMMDSL_FN bool widen(u8 value) { return value != 0; }
+  static COMMDSL_FN u8 narrow(bool value) { return value; }
+};
+
+template <class Element>
+constexpr bool kNarrowsPairs = false;
+template <>
+constexpr bool kNarrowsPairs<float16> = true;
+template <>
+constexpr bool kNarrowsPairs<bfloat16> = true;
+
+COMMDSL_FN bool add(bool a, bool b) { return a || b; }
+COMMDSL_FN bool multiply(bool a, bool b) { return a && b; }
+COMMDSL_FN double add(double a, double b) { return a + b; }
+COMMDSL_FN double multiply(double a, double b) { return a * b; }
 // Integers wrap: the sum and the product are taken without a sign, where overflow is defined.
 COMMDSL_FN float add(float a, float b) { return a + b; }
 COMMDSL_FN i32 add(i32 a, i32 b) { return static_cast<i32>(static_cast<u32>(a) + static_cast<u32>(b)); }

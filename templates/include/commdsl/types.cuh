@@ -6,6 +6,8 @@
 namespace commdsl {
 
 using u8 = unsigned char;
+using i8 = signed char;
+using i16 = short;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;

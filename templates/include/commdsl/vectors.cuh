@@ -61,7 +61,7 @@ struct Lanes {
   }
   COMMDSL_FN Word narrow() const {
     Word word;
-    if constexpr (sizeof(Storage) == 2 && kCount > 1) {
+    if constexpr (kNarrowsPairs<Element> && kCount > 1) {
       u32 pair[kCount / 2];
 #pragma unroll
       for (u32 e = 0; e < kCount; e += 2) pair[e / 2] = Element::narrow_pair(value[e], value[e + 1]);
