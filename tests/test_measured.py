@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import record, tables
+from benchmarks import record, rounding, tables
 from benchmarks.record import FACTS, MEASURED, ROOT, RecordError
 
 READMES = sorted(tables.readmes())
@@ -37,7 +37,7 @@ def facts(**changed: str) -> dict[str, str]:
 
 def figures(text: str) -> list[str]:
     """What looks measured outside of code and of the blocks that tables.py writes."""
-    for pattern in (tables.BLOCK, FENCE, SPAN, VERSION):
+    for pattern in (tables.BLOCK, rounding.BLOCK, FENCE, SPAN, VERSION):
         text = pattern.sub(" ", text)
     return [found[0] for found in FIGURE.finditer(text)]
 

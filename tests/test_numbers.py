@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import cycle
+from math import ceil, log2
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,9 @@ from commdsl.ir import interpret
 from commdsl.ir.schedules import Schedule
 from commdsl.machine.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, REDUCED, Array, DType
 from commdsl.program.moves import Protocol
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks import rounding
 
 REDUCING = [path for path in shipped() if path.parent.name == "collectives" and "reduce" in path.stem]
 AVERAGED = [FLOAT64, FLOAT32, FLOAT16, BFLOAT16]
@@ -194,3 +199,38 @@ def test_float64_is_combined_in_itself() -> None:
     """What float32 could not tell apart counts."""
     parts = [np.array([1.0]), np.array([2.0**-40])]
     assert interpret.combine(parts, FLOAT64, "sum")[0] == 1 + 2.0**-40
+
+
+# --- over many hops ---------------------------------------------------------------------------------------------------
+
+
+def roundings(name: str, ranks: int) -> int:
+    """How often a result is rounded on its way, as schedules/README.md says."""
+    match name.rpartition("_")[2]:
+        case "oneshot" | "twoshot" | "direct":
+            return 1
+        case "doubling" | "tree":
+            return ceil(log2(ranks))
+        case "level":
+            return 2 if ranks > 2 else 1
+        case _:
+            return ranks - 1
+
+
+@pytest.mark.parametrize("name", rounding.reducing())
+def test_errors_over_hops(name: str) -> None:
+    """Where nothing cancels the last rounding costs half a unit of the last place at most, and each before it one."""
+    for ranks in (2, 4, 8):
+        schedule = rounding.schedule(name, ranks)
+        if schedule is None:
+            continue
+        most = 1.02 * roundings(name, ranks) - 0.5
+        found = [rounding.error(schedule, op) for op in ("sum", "avg")]
+        assert found[0] == found[1]
+        assert found[0].largest <= most
+
+
+@pytest.mark.parametrize("name", ["allreduce_ring", "allreduce_twoshot", "reduce_tree"])
+def test_the_table_of_errors(name: str) -> None:
+    """What schedules/README.md says is what the interpreter does."""
+    assert f"\n{rounding.row(name)}\n" in (SCHEDULES / "README.md").read_text(encoding="utf-8")
