@@ -189,11 +189,11 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_nan_wins(op: str) -> None:
     """A NaN on any rank is the maximum and the minimum, as in torch."""
-    nan = np.float32("nan")
-    arrays = [np.array(row, dtype=np.float32) for row in ([nan, 1, 2], [1, nan, 3], [5, 5, -1])]
-    for output in run(allreduce(3), [arrays], element("float32"), op, Options())[0]:
-        assert np.isnan(output[:2]).all()
-        assert output[2] == (3 if op == "max" else -1)
+    for dtype in (np.float32, np.float64):
+        arrays = [np.array(row, dtype) for row in ([np.nan, 1, 2], [1, np.nan, 3], [5, 5, -1])]
+        for output in run(allreduce(3), [arrays], element(dtype.__name__), op, Options())[0]:
+            assert np.isnan(output[:2]).all()
+            assert output[2] == (3 if op == "max" else -1)
 
 
 def test_many_sources_round_once() -> None:

@@ -119,7 +119,7 @@ INT8 = _plain("int8", _INTEGER_OPS, is_float=False)
 UINT8 = _plain("uint8", _INTEGER_OPS, is_float=False)
 BOOL = _plain("bool", _INTEGER_OPS, is_float=False)
 
-ALL = (FLOAT64, FLOAT32, FLOAT16, BFLOAT16, INT64, INT32, INT16, INT8, UINT8, BOOL, FLOAT8_E4M3FN, FLOAT8_E5M2)
+ALL = (FLOAT32, FLOAT16, BFLOAT16, FLOAT64, INT32, INT64, INT16, INT8, UINT8, BOOL, FLOAT8_E4M3FN, FLOAT8_E5M2)
 REDUCED = tuple(dtype for dtype in ALL if dtype.ops)
 """Those that have a reduction; the bytes of the others are only moved."""
 BY_NAME = MappingProxyType({dtype.name: dtype for dtype in ALL})

@@ -54,8 +54,9 @@ def main() -> None:
                 if transport is Transport.NVSHMEM:
                     continue  # linked in milliseconds there, and each carries a third of a megabyte of NVSHMEM
                 for dtype in DTYPES if known.plan.moves.has_reduction else ("bytes",):
-                    nvrtc.build(known.emitted, defines(known.plan, dtype, "sum"), config)
-                    num_cubins += 1
+                    for op in ("sum", "avg") if "float" in dtype else ("sum",):
+                        nvrtc.build(known.emitted, defines(known.plan, dtype, op), config)
+                        num_cubins += 1
         if Transport.PEER in transports:
             num_cubins += dispatch_cubins(ranks, config)
         print(

@@ -35,6 +35,7 @@ from transports import TRANSPORT_HELP, TRANSPORTS, choose_transport
 import commdsl
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
+OTHERS = (torch.float64, torch.int16, torch.int8, torch.uint8, torch.bool)
 SIZES = (0, 8, 1000, 65544, 1 << 20, 16 << 20, 64 << 20)  # bytes of the op's largest tensor, about
 POOL = 8
 
@@ -261,15 +262,16 @@ def oracle(subject: Subject) -> Iterator[tuple[str, int]]:
 
     schedule = compiler.check(subject.case.path, ranks=subject.run.size, params=dict(subject.case.params)).schedule
     reduces = subject.op.has_reduction
-    for dtype in DTYPES[:2] if subject.run.quick else DTYPES:
+    for dtype in DTYPES[:2] if subject.run.quick else (*DTYPES, *OTHERS):
         kind = dtypes.BY_NAME[str(dtype).removeprefix("torch.")]
-        for elements in (1, 37, 4099):
+        for elements in (1, 37, 4099) if dtype in DTYPES else (37,):
             numel = elements * subject.op.program(subject.run.size).signature.inputs[0].blocks
             generator = torch.Generator().manual_seed(elements)
             x = [(torch.randn(numel, generator=generator) * 50).to(dtype) for _ in range(subject.run.size)]
             given = [numpy_of(value, kind.storage) for value in x]
             name = subject.op.program(subject.run.size).signature.inputs[0].name
             ops = [op for op in ("sum", "avg", "max") if op in kind.ops] if reduces else ["sum"]
+            ops = ops if dtype in DTYPES else ops[:2]
             for op in ops if elements == 37 else ops[:1]:
                 result = interpret.run(schedule, {name: given}, kind, op)
                 found = subject.op(x[subject.run.rank].cuda(), group=subject.group, op=op)
