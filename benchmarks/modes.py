@@ -57,7 +57,10 @@ class Peers:
             found.append(Entry(NCCL_WINDOW, Kind.PEER, lambda x: peers.nccl_window(bench, case, x)))
         if case.collective is Collective.ALL_REDUCE:
             if arena is None:
-                return [*found, Entry(ONE_SHOT, Kind.PEER, lambda x: peers.nccl(bench, case, x), self.problem)]
+                return [
+                    *found,
+                    Entry(ONE_SHOT, Kind.PEER, lambda x: peers.nccl(bench, case, x), f"failed: {self.problem}"),
+                ]
             if case.nbytes <= peers.ONE_SHOT_UP_TO:
                 found.append(Entry(ONE_SHOT, Kind.PEER, lambda x: peers.one_shot(bench, case, x, arena)))
             found.append(Entry(TWO_SHOT, Kind.PEER, lambda x: peers.two_shot(bench, case, x, arena)))
