@@ -313,7 +313,7 @@ def test_no_machine_paths() -> None:
 def test_top_level() -> None:
     """Nothing stands at the top but what the README names."""
     allowed = {"README.md", "pyproject.toml", "LICENSE", "CHANGELOG.md"}
-    folders = {"commdsl", "grammar", "templates", "schedules", "generated", "tests", "benchmarks"}
+    folders = {"commdsl", "grammar", "templates", "schedules", "generated", "tests", "benchmarks", "examples"}
     found = {path.relative_to(ROOT).parts[0] for path in tracked()}
 
     assert {name for name in found if not name.startswith(".")} <= allowed | folders
