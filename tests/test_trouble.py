@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -16,7 +17,6 @@ import trouble
 
 def killed(job: trouble.Job, seconds: float, folder: Path) -> list[trouble.Said]:
     """What the others say when rank 1 is killed so long after the job began: its name, soon, and they are done."""
-    memory = set(os.listdir("/dev/shm"))
     with trouble.running(job, folder) as ranks:
         time.sleep(seconds)
         process, _ = ranks[1]
@@ -29,7 +29,7 @@ def killed(job: trouble.Job, seconds: float, folder: Path) -> list[trouble.Said]
             assert said.at - at < 2
             assert said.shutdown_seconds < 0.5
             assert said.left == []
-        assert set(os.listdir("/dev/shm")) <= memory
+        assert not [name for name in os.listdir("/dev/shm") if "commdsl" in name]
     return found
 
 
@@ -38,3 +38,44 @@ def test_killed_in_setup(tmp_path: Path) -> None:
     for said in killed(trouble.waits_in_setup, 0.3, tmp_path):
         assert "rank 1 is gone" in said.text
         assert "to set up" in said.text
+
+
+@pytest.mark.parametrize("job", [trouble.waits_in_call, trouble.waits_for_work], ids=lambda job: job.__name__)
+def test_killed_before_a_call(job: trouble.Job, tmp_path: Path) -> None:
+    """Nor do ranks that wait in a kernel, in their own thread or in another."""
+    for said in killed(job, 0.3, tmp_path):
+        assert "rank 1 is gone" in said.text
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("moment", range(20))
+def test_killed_at_any_moment(moment: int, tmp_path: Path) -> None:
+    """In a call, between two, in a set-up, while a call runs on another thread: the others name it, and are done."""
+    killed(trouble.calls, random.Random(moment).uniform(0.0, 1.5), tmp_path)
+
+
+def test_a_rank_that_is_done(tmp_path: Path) -> None:
+    """A rank that made all its calls may go: no call of the others fails for it."""
+    with trouble.running(trouble.leaves, tmp_path) as ranks:
+        for rank in (0, 2):
+            said = trouble.heard(ranks[rank][1], 20)
+            assert (said.error, said.left) == ("", []), said.text
+
+
+@pytest.mark.parametrize("job", [trouble.waits_in_setup, trouble.waits_in_call, trouble.waits_for_work])
+def test_interrupted(job: trouble.Job, tmp_path: Path) -> None:
+    """Ctrl-C ends a rank's wait within a second, wherever it waits; the others learn who gave up."""
+    with trouble.running(job, tmp_path) as ranks:
+        time.sleep(0.7)
+        process, pipe = ranks[0]
+        assert process.pid is not None
+        at = time.monotonic()
+        os.kill(process.pid, signal.SIGINT)
+        first = trouble.heard(pipe, 5)
+        assert first.error == "KeyboardInterrupt", first.text
+        assert first.at - at < 1
+        assert first.shutdown_seconds < 1  # a kernel on another thread has half a second to end
+        other = trouble.heard(ranks[2][1], 5)
+        assert (other.error, other.peer) == ("PeerError", 0), other.text
+
+        assert (first.left, other.left) == ([], [])

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import commdsl
+import commdsl.runtime.load
 from commdsl.runtime.errors import PeerError
 
 RANKS = 3
@@ -49,7 +50,7 @@ Job = Callable[[int], None]
 def ranks_of(job: Job, folder: Path) -> Iterator[list[tuple[mp.process.BaseProcess, Connection]]]:
     """The processes of a job, each with the end where it says first that it begins, and at last what it has to say."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["trouble"])
+    context.set_forkserver_preload(["torch.distributed", "commdsl.runtime.load"])
     found = []
     for rank in range(RANKS):
         here, there = context.Pipe()
@@ -83,6 +84,7 @@ def _run(job: Job, rank: int, store: str, pipe: Connection) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     dist.barrier()
     before = _held()
+    commdsl.load("allreduce_ring")  # so that a job begins with what it is about
     commdsl.load("allreduce_oneshot")(torch.ones(100))  # from here on ranks know each other's processes
     pipe.send("begins")
     error: BaseException | None = None
@@ -98,7 +100,7 @@ def _run(job: Job, rank: int, store: str, pipe: Connection) -> None:
     spent = time.monotonic() - at
     left = [str(one) for one in itertools.filterfalse(before.__contains__, _soon(before))]
     pipe.send(Said(rank, name, peer, text, at, spent, left))
-    pipe.recv()  # until it is ended: gloo's own end waits for ranks that are gone
+    time.sleep(PATIENCE)  # until it is ended: gloo's own end waits for ranks that are gone
 
 
 def _held() -> set[str]:
@@ -124,3 +126,49 @@ def waits_in_setup(rank: int) -> None:
     if rank == 1:
         time.sleep(PATIENCE)
     commdsl.load("allreduce_ring", ranks=RANKS)(torch.ones(100))
+
+
+def calls(rank: int) -> None:
+    """Calls without end: of several sizes, some of them started and waited for later, and now and then a new set-up."""
+    known = [commdsl.load("allreduce_oneshot")]
+    names = itertools.cycle(("allreduce_ring", "allreduce_twoshot", "alltoall_direct"))
+    for number in itertools.count():
+        op = known[number % len(known)]
+        x = torch.ones(3 * (1 + number * 37 % 5000))
+        if number % 3:
+            op(x)
+        else:
+            first, second = op(x, async_op=True), op(2 * x, async_op=True)
+            second.wait()
+            first.wait()
+        if number % 20 == 19:
+            if len(known) < 4:
+                known.append(commdsl.load(next(names)))
+            else:
+                known.pop().release()
+
+
+def waits_in_call(rank: int) -> None:
+    """Rank 1 makes one call less than the others."""
+    op = commdsl.load("allreduce_oneshot")
+    if rank == 1:
+        time.sleep(PATIENCE)
+    op(torch.ones(100))
+
+
+def waits_for_work(rank: int) -> None:
+    """As `waits_in_call`, the call on a thread of its own."""
+    op = commdsl.load("allreduce_oneshot")
+    if rank == 1:
+        time.sleep(PATIENCE)
+    op(torch.ones(100), async_op=True).wait()
+
+
+def leaves(rank: int) -> None:
+    """Rank 1 makes all its calls and is gone, without a word; the others have still to read what it sent."""
+    op = commdsl.load("allreduce_oneshot")
+    for _ in range(50):
+        op(torch.ones(100))
+    if rank == 1:
+        os._exit(0)
+    time.sleep(0.5)

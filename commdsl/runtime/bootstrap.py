@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from commdsl.runtime.errors import OpError, PeerError, RendezvousError
 
@@ -19,6 +20,10 @@ POLL_SECONDS = 0.0005
 
 STORE_SECONDS = 1.0
 """So long after a store has failed it may take until it is noticed that a process has ended."""
+
+
+Ended: TypeAlias = Callable[[Sequence[int]], Mapping[int, str]]
+"""Of some ranks those that say no more than they have, and why, in words that follow their name."""
 
 
 class Bootstrap(Protocol):
@@ -43,52 +48,55 @@ def exchange(
     value: bytes,
     timeout: float,
     what: str,
-    ended: Callable[[], Collection[int]] = tuple,
+    ended: Ended = lambda absent: {},
 ) -> tuple[bytes, ...]:
     """Every rank's value, in rank order; RendezvousError naming the ranks that had not come when time was up.
 
-    `what`: for what they come, in words. `ended`: the ranks from which no more will come than is there: PeerError, for
-    one of them that is waited for.
+    `what`: for what they come, in words. `ended`: of ranks that are waited for those from which no more will come than
+    is there, and why: PeerError.
     """
     found: dict[int, bytes] = {}
+    absent: Sequence[int] = range(bootstrap.size)
     deadline = time.monotonic() + timeout
     try:
         bootstrap.put(f"{key}/{bootstrap.rank}", value)
         while True:
-            gone = ended()  # before the look: a rank's end is noticed after the last that it said
-            for rank in range(bootstrap.size):
-                got = None if rank in found else bootstrap.get(f"{key}/{rank}")
+            why = ended(absent)  # before the look: a rank's end is noticed after the last that it said
+            for rank in absent:
+                got = bootstrap.get(f"{key}/{rank}")
                 if got is not None:
                     found[rank] = got
             if len(found) == bootstrap.size:
                 return tuple(found[rank] for rank in range(bootstrap.size))
             absent = [rank for rank in range(bootstrap.size) if rank not in found]
-            _go_on(bootstrap.rank, absent, gone, timeout if time.monotonic() > deadline else None, what)
+            _go_on(bootstrap.rank, absent, why, timeout if time.monotonic() > deadline else None, what)
             time.sleep(POLL_SECONDS)
     except OpError:
         raise
     except RuntimeError as error:  # of the store, whose server may be the process that has ended
-        raise _unanswered(bootstrap.rank, error, what, ended) from error
+        raise _unanswered(bootstrap.rank, absent, error, what, ended) from error
 
 
-def _go_on(rank: int, absent: Sequence[int], gone: Collection[int], waited: float | None, what: str) -> None:
+def _go_on(rank: int, absent: Sequence[int], why: Mapping[int, str], waited: float | None, what: str) -> None:
     """Raises where there is no use in waiting longer. `waited`: so many seconds, where they are all there were."""
     for peer in absent:
-        if peer in gone:
-            raise PeerError(peer, f"is gone: rank {rank} waited for it to {what}")
+        if peer in why:
+            raise PeerError(peer, f"{why[peer]}; rank {rank} waited for it to {what}")
     if waited is not None:
         names = f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(map(str, absent))}"
         raise RendezvousError(
-            f"rank {rank} waited {waited:g} s for {names} to {what}; every rank of the group has to make the call"
+            f"rank {rank} waited {waited:g} s for {names} to {what}; every rank of the group has to make the call",
+            tuple(absent),
         )
 
 
-def _unanswered(rank: int, error: RuntimeError, what: str, ended: Callable[[], Collection[int]]) -> OpError:
+def _unanswered(rank: int, absent: Sequence[int], error: RuntimeError, what: str, ended: Ended) -> OpError:
     """What it means that the store does not answer: most often that the process which serves it has ended."""
     deadline = time.monotonic() + STORE_SECONDS
     while time.monotonic() < deadline:
-        for peer in ended():
-            return PeerError(peer, f"is gone, and the group's store does not answer: rank {rank} was to {what}")
+        with suppress(RuntimeError):
+            for peer, why in ended(absent).items():
+                return PeerError(peer, f"{why}, and the group's store does not answer; rank {rank} was to {what}")
         time.sleep(POLL_SECONDS)
     return RendezvousError(f"rank {rank} was to {what}, and the group's store does not answer: {error}")
 

@@ -7,6 +7,7 @@ memory and kernels come from (`host` and `device` do).
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -33,6 +34,9 @@ from commdsl.runtime.workspace import Explain, Reach, Start, Workspace
 
 RESET_PATIENCE = 2.0
 """A reset waits this many time-outs for the others: they may still be inside a call that has to run out first."""
+
+POLLS_A_LOOK = 32
+"""Whoever waits looks so seldom whether the other has given up: whether it has come is more likely."""
 
 TEXT_SECONDS = 2.0
 """So long ranks that do not agree wait for each other's texts."""
@@ -64,6 +68,7 @@ class Communicator(ABC):
         self.processes: tuple[str, ...] = ()  # by rank, as the watcher knows them
         self.gone: set[int] = set()
         self._interrupted_until = 0.0
+        self._polls = itertools.count().__next__
         self._generation = 0
         self._setups = 0  # of this generation: ranks meet at each
         self.numbers = itertools.count()  # what this rank made, to tell it apart
@@ -77,7 +82,7 @@ class Communicator(ABC):
         return self.bootstrap.size
 
     def exchange(self, key: str, value: bytes, what: str, seconds: float | None = None) -> tuple[bytes, ...]:
-        """Every rank's value; `what` they come for, in words, if one does not."""
+        """Every rank's value; `what` they come for, in words, if one does not. Raises RendezvousError, PeerError."""
         key = f"{self._generation}/{key}"
         return exchange(self.bootstrap, key, value, seconds or self.timeout, what, self._ended)
 
@@ -96,12 +101,29 @@ class Communicator(ABC):
         else:
             self.notice.clear_interrupt()
 
-    def _ended(self) -> frozenset[int]:
-        """The ranks that are gone. Raises KeyboardInterrupt where Python does not: it does in the main thread."""
+    def _ended(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Of these ranks those that are gone. Raises PeerError where any rank of the group has given up, and
+        KeyboardInterrupt where Python does not: it does in the main thread.
+        """
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main and time.monotonic() < self._interrupted_until:
             raise KeyboardInterrupt
-        return frozenset(self.gone)
+        if self._polls() % POLLS_A_LOOK == 0:
+            for rank in range(self.size):
+                if rank != self.rank and (why := self._heard(rank)):
+                    raise PeerError(rank, f"gave up: {why}")
+        return {rank: "is gone" for rank in ranks if rank in self.gone}
+
+    def _heard(self, rank: int) -> str:
+        """Why a rank gave up, if it has said so."""
+        got = self.bootstrap.get(f"said/{self._generation}/{rank}")
+        return "" if got is None else str(json.loads(got)[1])
+
+    def _say(self, call: str, error: BaseException) -> None:
+        """That this rank gives up, to whoever waits for it outside of a kernel; until the group is reset."""
+        with suppress(RuntimeError):  # of a store whose server has ended
+            said = json.dumps([call, str(error) or type(error).__name__]).encode()
+            self.bootstrap.put(f"said/{self._generation}/{self.rank}", said)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -185,13 +207,14 @@ class Communicator(ABC):
         except AgreementError:
             raise  # on every rank, and before anything was made
         except BaseException as error:
-            self.broken = error
+            self.fail(error, what)
             raise
         return made
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, what: str = "a call") -> None:
         """After a time-out the heap holds half a call: nothing runs until all ranks have reset."""
         self.broken = error
+        self._say(what, error)
 
     def check(self) -> None:
         """Raises what a kernel of this rank reported."""

@@ -46,9 +46,13 @@ class CaptureError(OpError):
 
 
 class RendezvousError(OpError):
-    """Ranks of the group did not meet to set something up."""
+    """Ranks of the group did not meet to set something up; `missing`: those that had not come when time was up."""
 
     code = "C956"
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class BrokenGroupError(OpError):

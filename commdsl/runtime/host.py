@@ -77,9 +77,19 @@ class HostCommunicator(Communicator):
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Starts a call behind those submitted before."""
-        future = self._executor.submit(call)
+        future = self._executor.submit(self._called, call)
         self._last = future
         return future
+
+    def _called(self, call: Callable[[], T]) -> T:
+        """A call that was submitted before the group broke ends as the one that broke it."""
+        if self.broken is not None:
+            raise self.broken
+        return call()
+
+    def close(self) -> None:
+        super().close()
+        self._executor.shutdown(wait=False)
 
     def drain(self) -> None:
         """Keeps call order: a call waits for those submitted before it."""
@@ -110,5 +120,7 @@ class HostStart:
         self._communicator.drain()
         with self.workspace.lock:
             self._prepared.point(*changing)
-            self._kernel.launch(self._prepared, 0)
-        self._communicator.check()
+            try:
+                self._kernel.launch(self._prepared, 0)
+            finally:  # Ctrl-C, too, comes when the kernel has given up
+                self._communicator.check()
