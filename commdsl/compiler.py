@@ -22,7 +22,7 @@ from commdsl.ir.schedules import Schedule
 from commdsl.language import parsed
 from commdsl.language.diagnostics import CommError, Diagnostic, Label, Severity
 from commdsl.language.records import dataclass
-from commdsl.language.source import Source, Span
+from commdsl.language.source import Source, Span, Texts
 from commdsl.language.syntax import DispatchDecl, File, PlanDecl, ScheduleDecl, Use
 from commdsl.language.text import text_of
 from commdsl.machine import resources
@@ -131,12 +131,14 @@ class CompiledDispatch(CheckedDispatch):
 Compiled: TypeAlias = CompiledSchedule | CompiledDispatch | CheckedPlan
 
 
-def read(path: Path | str) -> tuple[File, ...]:
-    """The syntax of a file and of those it uses, itself first, each once.
+def read(path: Path | str | Texts) -> tuple[File, ...]:
+    """The syntax of a file and of those it uses, itself first, each once; of texts in hand, of these.
 
     Raises CommError for a syntax fault, what is not UTF-8 or a used file that is not there, OSError if the file itself
     cannot be read.
     """
+    if isinstance(path, tuple):
+        return tuple(map(parsed.parse, path))
     main = Path(path)
     return read_text(text_of(main), str(path), main.parent)
 

@@ -4,10 +4,27 @@ The op is proved and built for the process group at hand when it is first called
 kernel for 8 ranks.
 """
 
-from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parent / "../schedules/overlap/add_reduce_scatter.comm"
+SOURCE = {  # the text that was proved, and what it uses
+    'add_reduce_scatter.comm': """\
+# Two tensors are added, and the sum is reduced over the ranks block by block, each as soon as it is there: what is computed
+# and what moves have SMs of their own.
+roles overlap { compute sms 0 ..< 100   comm sms 100 ..< 132 }
+
+schedule add_reduce_scatter for P ranks where P >= 2 {
+  input a[P blocks]
+  input b[P blocks]
+  scratch c[P blocks]                          # a + b, one block for each rank
+  output y
+  ensure reduce_scatter(c -> y)
+
+  compute add(a, b -> c) on compute
+  each r { reduce c[r] @ all -> y }            # rank r reads its block of every rank
+  on comm
+}
+""",
+}
 
 
 def __getattr__(name: str) -> Any:

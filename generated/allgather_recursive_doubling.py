@@ -4,10 +4,32 @@ The op is proved and built for the process group at hand when it is first called
 kernel for 8 ranks.
 """
 
-from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parent / "../schedules/collectives/allgather_recursive_doubling.comm"
+SOURCE = {  # the text that was proved, and what it uses
+    'allgather_recursive_doubling.comm': """\
+# Recursive doubling: partners swap all they have, the far ones first, while there is little to send.
+# log2(P) steps, (P - 1) n bytes per port, of which the nearest rank takes half: little crosses between nodes.
+schedule allgather_recursive_doubling for P ranks where P >= 2 and P & (P - 1) == 0 {
+  input x
+  output y[P blocks]
+  ensure allgather(x -> y)
+
+  each r {
+    copy x -> y[r]
+    put x -> y[r] @ (r ^ (P / 2))
+  }
+  # Before the step at distance d a rank has the blocks equal to it modulo 2 d.
+  for s in 1 ..< log2(P) {
+    let d = P >> (s + 1)
+    each r, i in 0 ..< 1 << s {
+      let j = r % (2 * d) + 2 * d * i
+      put y[j] -> y[j] @ (r ^ d)
+    }
+  }
+}
+""",
+}
 
 
 def __getattr__(name: str) -> Any:

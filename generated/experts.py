@@ -4,10 +4,20 @@ Experts are built for the process group at hand when they are made; experts.cu b
 kernel for 8 ranks, and experts_back.cu, where there is one, that of the way back.
 """
 
-from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parent / "../schedules/ep/experts.comm"
+SOURCE = {  # the text that was proved, and what it uses
+    'experts.comm': """\
+# Tokens to the ranks of their experts, and back: for each token the weighted sum of what its experts made of it.
+dispatch experts(E = 32 * P) for P ranks {
+  rows x[T]   rows scale[T]                    # T tokens on each rank, and their scales
+  key expert[T, K] of E                        # K experts of each token, numbers on the GPU; E itself: none
+  route x, scale by expert / (E / P)           # rank r has the experts r * E / P and on
+  place by (expert, source rank, row)
+  back y by sum(weight[T, K])                  # in the order of the K keys, in float32, rounded once
+}
+""",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,10 +4,22 @@ A Dispatcher is built for the process group at hand when it is made; qkv.cu besi
 8 ranks.
 """
 
-from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parent / "../schedules/dispatch/qkv.comm"
+SOURCE = {  # the text that was proved, and what it uses
+    'qkv.comm': """\
+# Queries to the rank that computes them, keys and values to every rank that needs them, and back. The tables come with each
+# call, from a plan or from `commdsl.dispatch`. `--tune put=packed` moves the same rows to the same places in another way.
+dispatch qkv for P ranks {
+  rows q[T]   rows k[T]   rows v[T]            # T rows on each rank; their widths are the caller's
+  route home[S] for q                          # shard s of q goes to rank home[s]
+  route reader[S, C] for k, v                  # shard s of k and v goes to the ranks reader[s, 0 ..< C]
+  place home by (source rank, shard)
+  place reader by (query, shard)               # each query finds its keys in one stretch
+  back q, k, v by sum                          # copies of a row are added up
+}
+""",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,10 +4,30 @@ The op is proved and built for the process group at hand when it is first called
 kernel for 8 ranks.
 """
 
-from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parent / "../schedules/collectives/reducescatter_hamilton.comm"
+SOURCE = {  # the text that was proved, and what it uses
+    'reducescatter_hamilton.comm': """\
+# Hamilton reduce-scatter: the sum of a block travels to its owner in P - 1 pieces, each on an arc-disjoint Hamiltonian cycle.
+# P - 1 hops, (P - 1) n bytes per port, spread evenly over all P - 1 links of a rank: for a full mesh.
+schedule reducescatter_hamilton for P ranks where P >= 2 and P != 4 and P != 6 {
+  cycles C = hamilton(P)
+  input x[P blocks, len(C)]
+  output y[len(C)]                             # also carries the sums passing through; the input stays as it is
+  ensure reduce_scatter(x -> y)
+
+  each r, c in C { put x[c.prev(r), c] -> y[c] @ c.next(r) }
+  for s in 1 ..< P - 1 {
+    each r, c in C {
+      let q = c.at((c.position(r) - 1 - s) % P)
+      reduce x[q, c] -> y[c]
+    }
+    each r, c in C { put y[c] -> y[c] @ c.next(r) }
+  }
+  each r { reduce x[r] -> y }
+}
+""",
+}
 
 
 def __getattr__(name: str) -> Any:

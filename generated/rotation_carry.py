@@ -4,10 +4,29 @@ The op is proved and built for the process group at hand when it is first called
 kernel for 8 ranks.
 """
 
-from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parent / "../schedules/attention/rotation_carry.comm"
+SOURCE = {  # the text that was proved, and what it uses
+    'rotation_carry.comm': """\
+# Ring rotation with a companion: what each rank adds to `acc` travels on with its keys and values, and comes home whole.
+# P hops, the last of acc alone, (2 P - 1) n bytes over every link of the ring: a gradient's way through ring attention.
+schedule rotation_carry for P ranks where P >= 2 {
+  inout kv
+  inout acc                                    # zero at first; in the end what every rank added while it visited
+  ensure rotation(kv)
+
+  yield attend(kv, acc -> acc)                 # the next kv travels meanwhile; acc goes when it is written
+  for s in 1 ..< P {
+    each r {
+      put kv -> kv @ (r + 1) % P
+      put acc -> acc @ (r + 1) % P
+    }
+    yield attend(kv, acc -> acc)
+  }
+  each r { put acc -> acc @ (r + 1) % P }
+}
+""",
+}
 
 
 def __getattr__(name: str) -> Any:

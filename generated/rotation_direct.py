@@ -4,10 +4,26 @@ The op is proved and built for the process group at hand when it is first called
 kernel for 8 ranks.
 """
 
-from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parent / "../schedules/attention/rotation_direct.comm"
+SOURCE = {  # the text that was proved, and what it uses
+    'rotation_direct.comm': """\
+# Direct rotation: keys and values stay with their owner, who puts P - 1 pieces to P - 1 ranks in every step, then moves on by one.
+# P - 1 hops, (P - 1) n bytes per port, spread evenly over all P - 1 links of a rank; for any P, and nothing is forwarded.
+schedule rotation_direct for P ranks where P >= 2 {
+  input kv[P - 1]
+  scratch cur[P - 1]                           # what visits now
+  ensure rotation(kv -> cur)
+
+  each r { copy kv -> cur }
+  yield cur                                    # the caller computes on the visiting kv while the next one travels
+  for s in 0 ..< P - 1 {
+    each r, p in 0 ..< P - 1 { put kv[p] -> cur[p] @ (r + 1 + (s + p) % (P - 1)) % P }
+    yield cur
+  }
+}
+""",
+}
 
 
 def __getattr__(name: str) -> Any:

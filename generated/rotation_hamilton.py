@@ -4,10 +4,25 @@ The op is proved and built for the process group at hand when it is first called
 kernel for 8 ranks.
 """
 
-from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parent / "../schedules/attention/rotation_hamilton.comm"
+SOURCE = {  # the text that was proved, and what it uses
+    'rotation_hamilton.comm': """\
+# Hamilton rotation: every rank's keys and values visit every rank, their pieces each on a cycle of their own.
+# P - 1 hops, (P - 1) n bytes per port, spread evenly over all P - 1 links of a rank: for a full mesh.
+schedule rotation_hamilton for P ranks where P >= 2 and P != 4 and P != 6 {
+  cycles C = hamilton(P)
+  inout kv[len(C)]
+  ensure rotation(kv)
+
+  yield kv                                     # the caller computes on the resident kv while the next hop travels
+  for s in 1 ..< P {
+    each r, c in C { put kv[c] -> kv[c] @ c.next(r) }
+    yield kv
+  }
+}
+""",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -298,12 +298,12 @@ def test_compile(tmp_path: Path, capsys: Capture) -> None:
     assert not list(tmp_path.iterdir())
     assert run_command(words) == 0
     assert run_command([*words, "--check"]) == 0
-    code = "import sys, allreduce_ring; print(allreduce_ring.SOURCE.is_file(), 'torch' in sys.modules)"
+    code = "import sys, allreduce_ring; print(list(allreduce_ring.SOURCE), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
 
     assert sorted(path.name for path in tmp_path.glob("*.*")) == ["allreduce_ring.cu", "allreduce_ring.py"]
     assert "@generated" in (tmp_path / "allreduce_ring.cu").read_text()
-    assert done.stdout.split() == ["True", "False"]
+    assert done.stdout.split() == ["['allreduce_ring.comm']", "False"]
 
 
 def test_compile_dispatches_and_plans(tmp_path: Path, capsys: Capture) -> None:
@@ -315,7 +315,7 @@ def test_compile_dispatches_and_plans(tmp_path: Path, capsys: Capture) -> None:
     assert run_command([*words, "--check"]) == 0
     code = (
         "import sys, spanning, qkv\n"
-        "print(spanning.SOURCE.is_file(), qkv.SOURCE.is_file(), 'torch' in sys.modules)\n"
+        "print(*spanning.SOURCE, *qkv.SOURCE, 'torch' in sys.modules)\n"
         "import commdsl\n"
         "from commdsl import dispatch\n"
         "from spanning import spanning\n"
@@ -336,7 +336,7 @@ def test_compile_dispatches_and_plans(tmp_path: Path, capsys: Capture) -> None:
         "spanning.py",
     ]
     assert "kNumRanks = 2;" in (tmp_path / "qkv.cu").read_text()
-    assert done.stdout.split() == ["True", "True", "False", "4", "8", "True", "False"], done.stderr
+    assert done.stdout.split() == ["spanning.comm", "qkv.comm", "False", "4", "8", "True", "False"], done.stderr
 
 
 def test_compiled_are_all(tmp_path: Path, capsys: Capture) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from commdsl.build.built import Built
 from commdsl.build.calls import Line, calls, tile_calls
 from commdsl.ir.schedules import Ints
 from commdsl.machine.resources import data_dir
@@ -45,6 +46,7 @@ class Emitted:
     digest: str
     identity: str
     transport: Transport = Transport.PEER
+    kernels: tuple[Built, ...] = ()  # built ahead of time, of this text or of others
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache as memoize
 from pathlib import Path
 
+from commdsl.build import built
 from commdsl.build.emit import Emitted, headers_digest, include_dir
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine import cache
@@ -165,8 +166,26 @@ def _linked(linker: ctypes.CDLL, handle: ctypes.c_void_p, status: int, what: str
     raise InternalError(f"nvJitLink {linker_version()} refused {what}: error {status}\n{text}")
 
 
+@memoize
+def architectures() -> tuple[str, ...]:
+    """What NVRTC builds for, `sm_75` and so on."""
+    nvrtc, count = load(NVRTC), ctypes.c_int()
+    _nvrtc(nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count)), "number of architectures")
+    found = (ctypes.c_int * count.value)()
+    _nvrtc(nvrtc.nvrtcGetSupportedArchs(found), "architectures")
+    return tuple(f"sm_{number}" for number in found)
+
+
+def key_ahead(emitted: Emitted, defines: Sequence[str], config: Config, arch: str) -> str:
+    """What a cubin that is built ahead of time goes by: all but the compiler, which need not be there when it runs."""
+    return cache.key(["ahead", emitted.text, headers_digest(), *_flags(arch, config), *defines])
+
+
 def build(emitted: Emitted, defines: Sequence[str], config: Config, arch: str = ARCH) -> Path:
-    """The cubin of one text, element type and reduction, from the cache or freshly built; NVSHMEM's part linked."""
+    """The cubin of one text, element type and reduction, NVSHMEM's part linked: built ahead of time, kept, or new."""
+    ahead = built.find(emitted.kernels, key_ahead(emitted, defines, config, arch)) if emitted.kernels else None
+    if ahead is not None:
+        return ahead
     links = emitted.transport is Transport.NVSHMEM
     flags = [*_flags(arch, config), *(f"-D{define}" for define in defines)]
     if links:
@@ -219,7 +238,14 @@ def shim(config: Config, arch: str = ARCH) -> Path:
 
 def _flags(arch: str, config: Config) -> list[str]:
     # No fused multiply-add: it rounds once where the host build and the oracle round twice.
-    return [f"-arch={arch}", "-std=c++17", "-fmad=false", *(["-lineinfo"] if config.debug else [])]
+    # A seed, or else names in the cubin have the process's number in them: the same input, the same bytes.
+    return [
+        f"-arch={arch}",
+        "-std=c++17",
+        "-fmad=false",
+        "-frandom-seed=commdsl",
+        *(["-lineinfo"] if config.debug else []),
+    ]
 
 
 def _identity(library: Library) -> str:

@@ -136,14 +136,22 @@ def plan(words: Words, out: Path | None, svg: Path | None, as_json: bool, **chos
 @click.argument("words", nargs=-1, metavar="[FILE]... [NAME=VALUE]...")
 @where
 @option("--out", "-o", type=path_type, metavar="FOLDER", help="Where to; here unless said.")
+@option("--arch", section=HOW, metavar="A,B", help="Build kernels ahead of time: sm_90, sm_100, ...; none unless said.")
+@option("--dtype", section=HOW, metavar="A,B", help="With --arch: float32,float16,bfloat16 unless said.")
+@option("--op", section=HOW, metavar="A,B", help="With --arch: sum,avg unless said.")
 @only_check
 @as_json
 def compile(words: Words, out: Path | None, only_check: bool, as_json: bool, **chosen: Any) -> Exit:
-    """Write NAME.cu and an importable NAME.py per declaration; with no file, the shipped ones into generated/."""
+    """Write NAME.cu and an importable NAME.py per declaration; with no file, the shipped ones into generated/.
+
+    NAME.py has the text in it, so both may be moved; with --arch they need no compiler where they run.
+    """
+    from commdsl.commands import cubins
     from commdsl.commands.compile import compile
 
     files, params, name = named(*split_words(words), chosen["schedule"])
-    return compile(files, aim(chosen, params), name, out, check=only_check, as_json=as_json)
+    variants = cubins.parse(chosen["arch"], chosen["dtype"], chosen["op"])
+    return compile(files, aim(chosen, params), name, out, variants, check=only_check, as_json=as_json)
 
 
 @app.command(cls=Grouped, example="run rotation_ring --ranks 4 --bytes 64KB --dtype bfloat16")

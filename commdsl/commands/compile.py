@@ -2,17 +2,19 @@
 Dispatchers of a dispatch, Metadata of a plan (which has no kernel).
 
 Assumes nothing of the files. With no file: the shipped ones into `generated/`, for 8 ranks or the nearest number that
-each admits. Does not build kernels: `--check` compares, and writes nothing.
+each admits. Does not build kernels, but for the architectures that are named: `--check` compares, and writes nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from commdsl import compiler
-from commdsl.commands import output, products
+from commdsl.commands import cubins, output, products
 from commdsl.commands.arguments import Target, UsageError
+from commdsl.commands.cubins import Cubin, Variants
 from commdsl.commands.jobs import Job, Outcome, jobs_of, merge, prove, prove_all, read_jobs, some
 from commdsl.commands.output import Exit
 from commdsl.commands.show import fail
@@ -25,9 +27,18 @@ MOST_RANKS = 16
 
 
 def compile(
-    paths: tuple[Path, ...], target: Target, name: str | None, out: Path | None, *, check: bool, as_json: bool
+    paths: tuple[Path, ...],
+    target: Target,
+    name: str | None,
+    out: Path | None,
+    variants: Variants,
+    *,
+    check: bool,
+    as_json: bool,
 ) -> Exit:
-    """Writes, or with `check` compares, the files of every declaration, or of the one that is named."""
+    """Writes, or with `check` compares, the files of every declaration, or of the one that is named; with `variants`
+    what is built of their kernels, too.
+    """
     try:
         outcomes = given(paths, target, name) if paths else shipped_all(target)
     except CommError as error:
@@ -36,7 +47,7 @@ def compile(
     if any(outcome.checked is None for outcome in outcomes):
         return fail(found, as_json=as_json)
     folder = out or (generated_folder() if not paths else Path())
-    made = [product for one in outcomes for product in products.of(one, source_of(one), folder, target)]
+    made = [file for one, built in built_ahead(outcomes, variants) for file in products.of(one, folder, target, built)]
     products.refuse_twins(made)
     stale = [product for product in made if not product.is_current]
     extra = sorted(set(folder.glob("*.cu")) | set(folder.glob("*.py"))) if not paths else []
@@ -44,7 +55,7 @@ def compile(
     if not check:
         folder.mkdir(parents=True, exist_ok=True)
         for product in stale:
-            product.path.write_text(product.text, encoding="utf-8")
+            product.path.write_bytes(product.content)
         for path in left_over:
             path.unlink()
     changed = [str(product.path) for product in stale] + [str(path) for path in left_over]
@@ -57,6 +68,18 @@ def compile(
         output.say(f"{output.count(len(made), 'file')} {'compared' if check else 'up to date'} in {folder}")
         output.show_diagnostics(found)
     return Exit.DIAGNOSTICS if check and changed else Exit.FINE
+
+
+def built_ahead(outcomes: tuple[Outcome, ...], variants: Variants) -> Iterator[tuple[Outcome, tuple[Cubin, ...]]]:
+    """Each outcome, and what is built of its kernels."""
+    with output.progress("building") as advance:
+        for outcome in outcomes:
+            assert outcome.checked is not None
+            found: list[Cubin] = []
+            for cubin in cubins.build(outcome.job.name, outcome.checked, variants):
+                found.append(cubin)
+                advance(f"building {outcome.job.name}")
+            yield outcome, tuple(found)
 
 
 def given(paths: tuple[Path, ...], target: Target, name: str | None) -> tuple[Outcome, ...]:
@@ -124,8 +147,3 @@ def generated_folder() -> Path:
     if not (folder.parent / "pyproject.toml").is_file():
         raise UsageError("generated/ belongs to a checkout of commdsl: name the files to compile")
     return folder
-
-
-def source_of(found: Outcome) -> Path:
-    """Where the file of an outcome lies; shipped ones go by the name they have in a checkout."""
-    return dict(shipped()).get(found.job.path.as_posix(), found.job.path).resolve()

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from commdsl.runtime import groups
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import TensorError
 from commdsl.runtime.launches import Arguments, Launches, default_device
-from commdsl.runtime.load import definition
+from commdsl.runtime.load import Kernels, Where, definition
 from commdsl.runtime.pool import Pool, row_bytes
 from commdsl.runtime.program import Definition, RoutedProgram, routed_program
 from commdsl.runtime.workspace import Start
@@ -51,11 +50,12 @@ class Launcher:
         *,
         results: int = 2,
         check: bool = False,
-        source: Path | str = "qkv",
+        source: Where = "qkv",
         name: str | None = None,
         on: str | None = None,
         params: Mapping[str, int] | None = None,
         tune: Mapping[str, int | str] | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         """Collective: symmetric memory for `limits` on every rank of `group`.
 
@@ -74,7 +74,7 @@ class Launcher:
         self._comm = groups.of(groups.name_of(group), self.device)
         self.limits = limits
         tuned = {**(tune or {}), **({} if put is None else {"put": put})}
-        self._program = _found(definition(source, name, params, on, tuned), self._comm)
+        self._program = _found(definition(source, name, params, on, tuned, kernels), self._comm)
         self.plan, back = self._program.plan, self._program.dispatch.back
         self._returning = back.names if back is not None else ()
         limits.judge(self.plan)

@@ -5,8 +5,6 @@ Assumes a plan that `checks` proved, or one drawn by `generate`. Does not prove 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from commdsl import compiler
@@ -16,10 +14,10 @@ from commdsl.dispatch.metadata import AttentionLayout, QKVMetadata
 from commdsl.ir.plans import DispatchPlan, Routing, routing
 from commdsl.ir.routes import Longs, Routes
 from commdsl.language.syntax import PlanDecl
-from commdsl.runtime.load import find
+from commdsl.runtime.load import Where, find
 
 
-def load_plan(path: Path | str, name: str | None = None) -> QKVMetadata:
+def load_plan(path: Where, name: str | None = None) -> QKVMetadata:
     """`from_plan` of a plan of a `.comm` file, or of a shipped one by its name ("balanced_16k"): the plan of that name,
     or the only one. Raises CommError with every fault, FileNotFoundError.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from commdsl.program.timeouts import BAD_KEY, BAD_ORIGIN, NO_ROOM, ErrorRecord, 
 from commdsl.runtime import groups
 from commdsl.runtime.errors import DispatchError, GradientError, KeysError, RowError, TensorError
 from commdsl.runtime.launches import Arguments, Launches, default_device
-from commdsl.runtime.load import definition
+from commdsl.runtime.load import Kernels, Where, definition
 from commdsl.runtime.pool import Pool, aligned, row_bytes
 from commdsl.runtime.program import routed_program
 from commdsl.runtime.workspace import Start
@@ -50,11 +49,12 @@ class Experts:
         *,
         results: int = 2,
         check: bool = False,
-        source: Path | str = "experts",
+        source: Where = "experts",
         name: str | None = None,
         on: str | None = None,
         params: Mapping[str, int] | None = None,
         tune: Mapping[str, int | str] | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         """Collective: symmetric memory for `limits` on every rank of `group`, with what `results` calls receive.
 
@@ -68,7 +68,10 @@ class Experts:
         self.device = torch.device(device) if device is not None else default_device()
         self._comm = groups.of(groups.name_of(group), self.device)
         made = routed_program(
-            definition(source, name, params, on, tune), self._comm.size, self._comm.transport, self._comm.config
+            definition(source, name, params, on, tune, kernels),
+            self._comm.size,
+            self._comm.transport,
+            self._comm.config,
         )
         (route, *others) = made.dispatch.routes
         if others or not isinstance(route, ByKey):

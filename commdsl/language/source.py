@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Source:
     def line(self, number: int) -> str:
         """The text of a 1-based line, without its newline."""
         return self.text.split("\n")[number - 1]
+
+
+Texts: TypeAlias = tuple[Source, ...]
+"""A `.comm` text in hand and, behind it, all that it uses: nothing of them is looked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from commdsl.language.source import Source, Texts
 from commdsl.machine import dtypes
 from commdsl.machine.errors import ArgumentError
 from commdsl.runtime.errors import ReductionError, TensorError
@@ -110,6 +111,13 @@ def whole(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < least:
         raise ArgumentError(f"`{name}` is a whole number from {least} on, not {value!r}")
     return int(value.__index__())
+
+
+def texts(files: Mapping[Any, Any]) -> Texts:
+    """Of files by their names, the first the file itself."""
+    if not files or not all(isinstance(one, str) for pair in files.items() for one in pair):
+        raise ArgumentError('texts in hand are a mapping from names to texts, {"mine.comm": "schedule mine ..."}')
+    return tuple(Source(name, text) for name, text in files.items())
 
 
 def parameters(values: Any) -> tuple[tuple[str, int], ...]:

@@ -10,9 +10,12 @@ import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from commdsl.build.built import Built
+from commdsl.language.source import Texts
 from commdsl.machine import resources
+from commdsl.machine.cache import key
 from commdsl.machine.config import from_environment
 from commdsl.machine.errors import ArgumentError, NotFoundError
 from commdsl.machine.resources import SUFFIX
@@ -25,48 +28,62 @@ from commdsl.runtime.program import Backward, Definition, digest_of, program
 
 DEFAULT_RANKS = 8
 
+Where: TypeAlias = Path | str | Mapping[str, str]
+"""A `.comm` file: its path, the name of a shipped one, or its text by its name and behind it what it uses."""
+
+Kernels: TypeAlias = Mapping[str, tuple[Path, str]]
+"""Cubins built ahead of time: by what each was built from, the file and its SHA-256."""
+
 
 def load(
-    path: Path | str,
+    path: Where,
     schedule: str | None = None,
     params: Mapping[str, int] | None = None,
     group: Any = None,
     ranks: int | None = None,
     on: str | None = None,
     tune: Mapping[str, int | str] | None = None,
+    kernels: Kernels | None = None,
 ) -> Op:
-    """The op of one schedule of a `.comm` file, or of a shipped one by its name ("allreduce_ring").
+    """The op of one schedule of a `.comm` file, or of a shipped one by its name ("allreduce_ring"), or of texts in
+    hand: `{"mine.comm": text}`, first the file's own, then all that it uses.
 
     It is proved now for `ranks`, or for the size of `group` or of the default group, and for others when they are met.
     `tune` stands in place of what the text tunes, key by key, under the same laws: `{"protocol": "packet", "lanes": 8,
     "threads": 512, "tile": 4096, "sms": 8}`, the tile in bytes. Two tunings are two ops.
+    `kernels` are cubins that `commdsl compile --arch` built ahead of time: by what each was built from, where it lies
+    and its SHA-256. What is not among them, or is not what it was, is built when it is needed.
     """
-    asked = definition(path, schedule, params, on, tune)
+    asked = definition(path, schedule, params, on, tune, kernels)
     chosen = _size(group) if ranks is None else given.whole("ranks", ranks, 1)
     known = program(asked, chosen, Transport.PEER, from_environment())
     suffix = "".join(f"_{key}_{value}".replace("-", "m") for key, value in (*asked.params, *asked.tune))
     name = known.plan.name + suffix + ("" if on is None else "_on_" + re.sub(r"\W", "_", Path(on).name))
-    return register(name, digest_of(asked), asked, chosen, _inverse)
+    return register(name, key([digest_of(asked), *(one.key for one in asked.kernels)]), asked, chosen, _inverse)
 
 
 def definition(
-    path: Path | str,
+    path: Where,
     name: str | None,
     params: Mapping[str, int] | None,
     on: str | None,
     tune: Mapping[str, int | str] | None,
+    kernels: Kernels | None = None,
 ) -> Definition:
     """What is asked for, whatever the order in which parameters and tuning are given."""
     values, tuned = given.parameters(params), given.tuning(tune)
-    return Definition(find(path), given.text("schedule", name), values, given.text("on", on), tuned)
+    built = tuple(Built(key, where, digest) for key, (where, digest) in (kernels or {}).items())
+    return Definition(find(path), given.text("schedule", name), values, given.text("on", on), tuned, built)
 
 
 def _inverse(way: Backward, ranks: int) -> Op:
     return load(way.schedule, params=dict(way.params), ranks=ranks)
 
 
-def find(path: Path | str) -> Path:
-    """A file, or a shipped schedule by its name."""
+def find(path: Where) -> Path | Texts:
+    """A file, or a shipped schedule by its name; texts in hand."""
+    if isinstance(path, Mapping):
+        return given.texts(path)
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ArgumentError(f"expected the path of a .comm file, or the name of a shipped schedule, not {path!r}")
     wanted = Path(path)

@@ -10,17 +10,19 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as memoize
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from commdsl.build.built import Built
 from commdsl.build.emit import Emitted
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.schedules import Contract, Schedule, Yield
 from commdsl.language.kinds import BufferKind
+from commdsl.language.source import Texts
 from commdsl.language.text import text_of
 from commdsl.machine import cache
 from commdsl.machine.config import Config
@@ -95,11 +97,12 @@ class Visits:
 class Definition:
     """What `load` was asked for: enough to compile it for any number of ranks."""
 
-    path: Path
+    path: Path | Texts
     schedule: str | None
     params: tuple[tuple[str, int], ...]
     on: str | None
     tune: tuple[tuple[str, int | str], ...] = ()  # in place of what the text tunes
+    kernels: tuple[Built, ...] = ()  # built ahead of time, for any number of ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +118,15 @@ class RoutedProgram:
 def program(definition: Definition, ranks: int, transport: Transport, config: Config) -> Program:
     """From the cache where nothing it depends on has changed, else compiled. Raises CommError as the compiler does."""
     parts = ["program", *_parts(definition, ranks, transport)]
-    return cache.kept(config.cache_dir, cache.key(parts), Program, lambda: _compile(definition, ranks, transport))
+    found = cache.kept(config.cache_dir, cache.key(parts), Program, lambda: _compile(definition, ranks, transport))
+    return _with_kernels(found, definition.kernels) if definition.kernels else found
+
+
+def _with_kernels(made: Program, kernels: tuple[Built, ...]) -> Program:
+    visits = made.visits
+    if visits is not None:
+        visits = replace(visits, launched=tuple(_with_kernels(one, kernels) for one in visits.launched))
+    return replace(made, emitted=replace(made.emitted, kernels=kernels), visits=visits)
 
 
 def routed_program(definition: Definition, ranks: int, transport: Transport, config: Config) -> RoutedProgram:
@@ -125,7 +136,11 @@ def routed_program(definition: Definition, ranks: int, transport: Transport, con
     def made() -> RoutedProgram:
         return _compile_dispatch(definition, ranks, transport)
 
-    return cache.kept(config.cache_dir, cache.key(parts), RoutedProgram, made)
+    found = cache.kept(config.cache_dir, cache.key(parts), RoutedProgram, made)
+    if not definition.kernels:
+        return found
+    back = found.back and (found.back[0], replace(found.back[1], kernels=definition.kernels))
+    return replace(found, emitted=replace(found.emitted, kernels=definition.kernels), back=back)
 
 
 def _compile_dispatch(definition: Definition, ranks: int, transport: Transport) -> RoutedProgram:
@@ -207,7 +222,10 @@ def _machine(definition: Definition) -> tuple[Path | None, str]:
 
 def _sources(definition: Definition) -> Iterator[tuple[Path, str]]:
     """The files that may have a say, each with its text."""
-    yield from _texts(definition.path, set())
+    if isinstance(definition.path, tuple):
+        yield from ((Path(one.name), one.text) for one in definition.path)
+    else:
+        yield from _texts(definition.path, set())
     if definition.on is not None:
         file, _ = _machine(definition)
         yield from () if file is None else _texts(file, set())
