@@ -7,9 +7,14 @@ the command line.
 from __future__ import annotations
 
 import copy
+import os
+import pickle
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,8 +23,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import commdsl  # noqa: E402 - after the check for torch
-from commdsl import dispatch  # noqa: E402 - as above
+from commdsl import dispatch, ep  # noqa: E402 - as above
 from commdsl.build import host  # noqa: E402 - as above
+from commdsl.machine import resources  # noqa: E402 - as above
 from commdsl.machine.config import from_environment  # noqa: E402 - as above
 from commdsl.runtime import menu  # noqa: E402 - as above
 
@@ -355,3 +361,64 @@ def test_copied() -> None:
     assert again.op is layer.op is copy.copy(layer.op)
     assert again.inner.weight is not layer.inner.weight
     assert list(layer.state_dict()) == ["inner.weight", "inner.bias"]
+
+
+def test_saved(tmp_path: Path) -> None:
+    """A saved module is loaded again: a shipped op by its name, in this process the same object."""
+    layer = Layer()
+    torch.save(layer, tmp_path / "layer.pt")
+    again = torch.load(tmp_path / "layer.pt", weights_only=False)
+
+    assert again.op is layer.op
+    assert torch.equal(again.inner.weight, layer.inner.weight)
+    shift = commdsl.load("permutation_shift", params={"K": 1}, ranks=3, tune={"lanes": 2})
+    assert pickle.loads(pickle.dumps(shift)) is shift
+
+
+BOX = """topology pair {
+  nodes 1   gpus 2 per node   sms 132
+  link wire in node     100 GB/s per pair   1 us
+}
+"""
+
+ELSEWHERE = """
+import pickle, sys, threading, torch, commdsl
+op = pickle.loads(sys.stdin.buffer.read())
+names, found = commdsl.threads(2), {}
+def rank(number):
+    found[number] = op(torch.full((4,), number + 1.0), group=names[number]).tolist()
+ranks = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+for one in ranks: one.start()
+for one in ranks: one.join()
+print(op.name, found[0], found[1])
+"""
+
+
+def test_saved_and_moved(tmp_path: Path) -> None:
+    """An op of one's own file travels with its text, with what that uses and its machine, to where no file of it is."""
+    shipped = resources.shipped_file("allreduce_oneshot")
+    assert shipped is not None
+    (tmp_path / "box.comm").write_text(BOX)
+    (tmp_path / "own").mkdir()
+    text = shipped.read_text().replace("_oneshot", "_mine")
+    (tmp_path / "own" / "mine.comm").write_text(f'use "../box.comm"\n{text}')
+    env = {**os.environ, "PYTHONPATH": str(Path(commdsl.__path__[0]).parent)}
+    op = commdsl.load(tmp_path / "own" / "mine.comm", ranks=2, on=str(tmp_path / "box.comm"))
+    data = pickle.dumps(op)
+    assert str(tmp_path).encode() not in data
+    hidden = tmp_path.rename(tmp_path.with_name("hidden"))
+    command = [sys.executable, "-c", ELSEWHERE]
+    done = subprocess.run(command, input=data, capture_output=True, check=False, env=env)
+    hidden.rename(tmp_path)
+    assert done.stdout.decode().endswith(" [3.0, 3.0, 3.0, 3.0] [3.0, 3.0, 3.0, 3.0]\n"), done.stderr.decode()
+
+
+def test_dispatchers_stay() -> None:
+    """What has memory on a group is neither copied nor saved, and says so."""
+    route = dispatch.Route(*dispatch.load_plan("balanced_16k")[:4], rank=0)
+    (alone,) = commdsl.threads(1)
+    sender = dispatch.Dispatcher(dispatch.Limits.of([route], widths=(256, 64, 64)), group=alone)
+    experts = ep.Experts(ep.Limits(8, 2, 8, (64, 4), 64), group=alone)
+    for one in (sender, experts):
+        says(lambda one=one: copy.deepcopy(one), commdsl.DispatchError, "not copied or saved")
+        says(lambda one=one: pickle.dumps(one), commdsl.DispatchError, "make")

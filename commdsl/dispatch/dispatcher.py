@@ -8,14 +8,14 @@ them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from commdsl.dispatch.launcher import Launcher, known
 from commdsl.dispatch.limits import Limits
 from commdsl.dispatch.route import Route, Way
-from commdsl.runtime.errors import TensorError
+from commdsl.runtime.errors import DispatchError, TensorError
 from commdsl.runtime.op import registry
 
 SCHEMA = (
@@ -34,6 +34,9 @@ class Dispatcher(Launcher):
     def __init__(self, limits: Limits, *arguments: Any, **options: Any) -> None:
         super().__init__(limits, *arguments, **options)
         register()
+
+    def __reduce__(self) -> NoReturn:
+        raise DispatchError("a Dispatcher has memory on a group, and is not copied or saved: make one where it is used")
 
     def dispatch_qkv(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, route: Route, *, padded: bool = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -94,6 +94,11 @@ class Experts:
             self._back = Launches(self._comm, back, text, room, self.explain, terms)
 
     # --- calls -------------------------------------------------------------------------------------------------------
+
+    def __reduce__(self) -> NoReturn:
+        raise DispatchError(
+            "Experts have memory on a group, and are not copied or saved: make them where they are used"
+        )
 
     def dispatch(
         self, rows: torch.Tensor | tuple[torch.Tensor, ...], keys: torch.Tensor

@@ -28,6 +28,7 @@ process that only checks schedules must not pay for torch.
     eager         whether a call may pass torch's dispatcher by
     autograd      a contract -> its backward
     op            a Program -> a torch op
+    pickled       an op -> what loads it elsewhere
     load          a path -> an op
     menu, collectives, collective_ops, traced   `all_reduce` and its kin: the op that a table chooses
     ahead, measure   candidates -> builds, and their times, for `commdsl tune`

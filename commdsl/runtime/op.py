@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from commdsl.machine.config import from_environment
 from commdsl.program.memory import Transport
-from commdsl.runtime import autograd, eager, given, groups, tensors
+from commdsl.runtime import autograd, eager, given, groups, pickled, tensors
 from commdsl.runtime.calls import MAX_KEPT, Bound
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import GradientError, OpError, ReductionError, TensorError
@@ -27,12 +28,16 @@ from commdsl.runtime.work import DeviceWork, HostWork, Result, Work
 Inverse: TypeAlias = "Callable[[Backward, int], Op]"
 """Loads the op of a way back for a number of ranks."""
 
+Load: TypeAlias = "Callable[..., Op]"
+"""`load`, with arguments by their names."""
+
 
 class Op:
     """A schedule that can be called. One object serves every group: it is compiled per number of ranks."""
 
-    def __init__(self, name: str, definition: Definition, ranks: int, inverse: Inverse) -> None:
+    def __init__(self, name: str, definition: Definition, ranks: int, inverse: Inverse, load: Load) -> None:
         self.name = name
+        self._load = load
         self._inverse = inverse
         self.definition = definition
         self.ranks = ranks  # assumed where a group is not known: tracing without one
@@ -45,6 +50,9 @@ class Op:
         self.has_reduction = self.program(ranks).signature.has_reduction
         self.overwritten = self.program(ranks).signature.in_place or ()  # which inputs
         self.works_in_place = self.program(ranks).signature.in_place is not None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(self._load, **pickled.arguments(self.definition, self.ranks)), ()
 
     def __copy__(self) -> Op:
         return self
@@ -281,14 +289,14 @@ def registry() -> _Registry:
         return _REGISTRY[0]
 
 
-def register(name: str, digest: str, definition: Definition, ranks: int, inverse: Inverse) -> Op:
+def register(name: str, digest: str, definition: Definition, ranks: int, inverse: Inverse, load: Load) -> Op:
     """The op of that name; another text under a name that is taken gets its digest appended."""
     table = registry()
     with table.lock:
         if name in table.ops and table.ops[name][0] != digest:
             name = f"{name}_{digest[:8]}"
         if name not in table.ops:
-            made = Op(name, definition, ranks, inverse)
+            made = Op(name, definition, ranks, inverse, load)
             _define(table.library, made)
             table.ops[name] = (digest, made)
         return table.ops[name][1]
