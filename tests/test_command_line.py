@@ -9,15 +9,21 @@ import json
 import os
 import re
 import runpy
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 import commdsl
 from commdsl import compiler
+from commdsl.commands import budget
+from commdsl.commands.arguments import Target
 from commdsl.commands.cli import run_command
-from commdsl.language.syntax import TopologyDecl
-from commdsl.machine import resources
+from commdsl.ir import resolve
+from commdsl.language.syntax import ScheduleDecl, TopologyDecl
+from commdsl.machine import memory, resources
+from commdsl.machine.topology import switch
 
 ROOT = Path(__file__).parent.parent
 BOX = "topology {} {{ nodes 1   gpus {} per node   sms 4   link wire in node 10 GB/s per gpu 1 us }}\n"
@@ -274,3 +280,72 @@ def test_missing_permission(monkeypatch: pytest.MonkeyPatch, capsys: Capture) ->
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     assert run_command(["check", "mine.comm"]) == 2
     assert capsys.readouterr().err == "usage: mine.comm: Permission denied\n"
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["allreduce_ring", "allreduce_hamilton", "rotation_direct", "broadcast_chain", "mine.comm"]
+)
+@pytest.mark.parametrize("ranks", [100_000, 1_000_000])
+def test_too_many_ranks(name: str, ranks: int, capsys: Capture) -> None:
+    """Ranks that no proof could be made for are refused at once, with how many may be; these are not."""
+    start = time.perf_counter()
+    assert run_command(["check", name, "--ranks", str(ranks)]) == 2
+    assert time.perf_counter() - start < 5
+    err = capsys.readouterr().err
+    assert f"--ranks {ranks}" in err
+    (fit,) = re.findall(r"--ranks (\d+) would fit", err)
+    path = resources.shipped_file(name) or Path(name)
+    files = compiler.read(path)
+    budget.refuse_many(files, compiler.declarations(files)[0], int(fit), Target(None, None, ()))
+
+
+@pytest.mark.parametrize("words", [["qkv"], ["experts"], ["rows", "--plan", "copies"]])
+def test_too_many_ranks_of_rows(words: list[str], capsys: Capture) -> None:
+    """So are those of a dispatch, in every command."""
+    for command in ("check", "show", "compile"):
+        assert run_command([command, words[0], "--ranks", "1000000"]) == 2
+        assert "--ranks 8192 would fit" in capsys.readouterr().err
+    assert run_command(["run", *words, "--ranks", "1000000"]) == 2
+
+
+def test_too_many_proofs(capsys: Capture) -> None:
+    """A sweep has an end, too."""
+    assert run_command(["check", "mine.comm", "--ranks", "1..1000000000000"]) == 2
+    assert "more than 1,000 numbers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["allreduce_ring", "allgather_hamilton", "rotation_ring", "broadcast_tree"])
+def test_moves_are_estimated(name: str) -> None:
+    """The estimate of a schedule's moves is near what they are."""
+    path = resources.shipped_file(name)
+    assert path is not None
+    files = compiler.read(path)
+    decl = compiler.choose_kind(files, None, ScheduleDecl)
+    estimated, _ = budget.estimate(files, decl, 61, Target(None, None, ()))
+    counted = budget.moves_of(resolve.resolve(files, decl, 61, switch(61), {}))
+    assert 0.8 < estimated / counted < 1.25
+
+
+@pytest.mark.parametrize("words", [["allreduce_ring"], ["rotation_ring"], ["qkv"], ["experts"], ["spanning"]])
+def test_too_many_bytes(words: list[str], capsys: Capture) -> None:
+    """A run that has no room is refused before it takes any, with what it takes, what there is, and what would fit."""
+    start = time.perf_counter()
+    assert run_command(["run", *words, "--bytes", "100GB"]) == 2
+    assert time.perf_counter() - start < 10
+    said = r"usage: --bytes 100 GB: \d ranks take about [\d.,e+]+ .B of memory here, and [\d.]+ .B can be had; "
+    assert re.fullmatch(said + r"--bytes \d+.?B? would fit\n", capsys.readouterr().err)
+
+
+def test_what_would_fit_fits(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """The size that is named runs in the memory that there is."""
+    monkeypatch.setattr(memory, "room", lambda: 50_000_000)
+    assert run_command(["run", "allreduce_ring", "--ranks", "2", "--bytes", "1GB"]) == 2
+    (fit,) = re.findall(r"--bytes (\w+) would fit", capsys.readouterr().err)
+    tracemalloc.start()
+    assert run_command(["run", "allreduce_ring", "--ranks", "2", "--bytes", fit]) == 0
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50_000_000

@@ -16,6 +16,9 @@ from commdsl.machine import resources
 UNITS = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
 
+MOST_NUMBERS = 1000
+"""Of ranks, in a sweep."""
+
 NEARLY = 0.8
 """How alike a shipped name is, of 1, to be meant by a path."""
 
@@ -49,6 +52,8 @@ def parse_ranks(text: str) -> tuple[int, ...]:
         first, last = int(match[1]), int(match[2] or match[1])
         if first < 1 or last < first:
             raise UsageError(f"--ranks {text}: there is 1 rank at least, and a range goes up")
+        if len(ranks) + last - first >= MOST_NUMBERS:
+            raise UsageError(f"--ranks {text}: more than {MOST_NUMBERS:,} numbers to prove, one after another")
         ranks += range(first, last + 1)
     return tuple(dict.fromkeys(ranks))
 

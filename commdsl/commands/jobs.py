@@ -12,6 +12,7 @@ from pathlib import Path
 
 from commdsl import compiler
 from commdsl.commands.arguments import Target, UsageError
+from commdsl.commands.budget import refuse_many
 from commdsl.compiler import Checked, Declaration, Given
 from commdsl.ir import resolve
 from commdsl.language.diagnostics import CommError, Diagnostic, Severity
@@ -74,12 +75,11 @@ def jobs_of(path: Path, files: tuple[File, ...], target: Target, name: str | Non
     first = {(type(decl), decl.name.text): decl for decl in reversed(compiler.declarations(files))}
     if name is not None:
         compiler.choose(files, name)
-    return tuple(
-        Job(path, files, decl, ranks)
-        for decl in reversed(first.values())
-        if name in (None, decl.name.text)
-        for ranks in rank_counts(files, decl, target)
-    )
+    wanted = [decl for decl in reversed(first.values()) if name in (None, decl.name.text)]
+    counts = {decl.name.text: rank_counts(files, decl, target) for decl in wanted}
+    for decl in wanted:
+        refuse_many(files, decl, max(counts[decl.name.text]), target)
+    return tuple(Job(path, files, decl, ranks) for decl in wanted for ranks in counts[decl.name.text])
 
 
 def rank_counts(files: tuple[File, ...], decl: Declaration, target: Target) -> tuple[int, ...]:

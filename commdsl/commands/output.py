@@ -146,7 +146,7 @@ def seconds(start: float) -> str:
 
 def bytes_text(size: float) -> str:
     """A size in the units of `--bytes`: 1048576 -> `1 MB`."""
-    for unit, scale in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
+    for unit, scale in (("TB", 1 << 40), ("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
     return f"{size:.0f} B"

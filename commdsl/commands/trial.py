@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from commdsl.build import host, host_run
 from commdsl.commands.arguments import UsageError
+from commdsl.commands.budget import refuse_large
 from commdsl.commands.visited import Visited
 from commdsl.compiler import CompiledSchedule
 from commdsl.ir import interpret
-from commdsl.ir.schedules import Contract, Schedule
+from commdsl.ir.schedules import Contract, Schedule, Yield
 from commdsl.language.kinds import BufferKind
 from commdsl.machine import dtypes
 from commdsl.machine.config import from_environment
@@ -28,6 +29,8 @@ from commdsl.program.timeouts import CommTimeout
 
 SEED = 20
 BUFFER_BYTES = 1 << 20
+COPIES = 7
+"""Of a tensor, that a run has at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
         raise UsageError("with visits there is no `avg`: take the sum and divide it")
     blocks = max(buffer.blocks for buffer in compiled.schedule.buffers)
     elements = settings.buffer_bytes // blocks // dtype.size
+    refuse_large(memory_of(compiled.schedule, elements * dtype.size), settings.buffer_bytes, compiled.plan.num_ranks)
     inputs = make_inputs(compiled, dtype, elements)
     start = time.perf_counter()
     visited = Visited(compiled.schedule, elements)
@@ -122,6 +126,15 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
         return Trial(block_bytes, "", "", 0, str(error), time.perf_counter() - start)
     seconds = time.perf_counter() - start
     return Trial(block_bytes, name, "", compared, fault, seconds)
+
+
+def memory_of(schedule: Schedule, block_bytes: int) -> int:
+    """The bytes that a run takes, about: every tensor of every rank and what it hands over, as the oracle and the
+    kernel have them and as they are compared.
+    """
+    handed = sum(schedule.buffers[step.buffer].blocks for step in schedule.steps if isinstance(step, Yield))
+    blocks = sum(buffer.blocks for buffer in schedule.buffers) + handed
+    return COPIES * blocks * block_bytes * schedule.num_ranks
 
 
 def make_inputs(compiled: CompiledSchedule, dtype: DType, elements: int) -> dict[str, list[Array]]:

@@ -17,7 +17,8 @@ from commdsl.build import host, host_keys, host_rows
 from commdsl.build.host_keys import Array, Arrived, CallBack, KeysCall
 from commdsl.build.host_ranks import DataRaceError, RowsError
 from commdsl.commands.arguments import UsageError
-from commdsl.commands.trial import SEED, Settings, Trial, make_array
+from commdsl.commands.budget import refuse_large
+from commdsl.commands.trial import COPIES, SEED, Settings, Trial, make_array
 from commdsl.compiler import CompiledDispatch
 from commdsl.ep import simulate
 from commdsl.ep.simulate import Received
@@ -58,6 +59,8 @@ def trial_keys(compiled: CompiledDispatch, route: ByKey, dtype: DType, width: in
     """Runs there and back with one kind of keys after another. What is wrong is in `fault`."""
     if compiled.back is not None and dtype.name not in SUMMED:
         raise UsageError(f"what comes back from keys is added up here in {' or '.join(SUMMED)}, not in {dtype.name}")
+    drawn = compiled.dispatch.num_ranks * MOST_ROWS * MOST_KEYS_A_ROW // 4 * len(KINDS)  # in the mean
+    refuse_large(4 * COPIES * drawn * width, width, compiled.dispatch.num_ranks)
     dice = np.random.default_rng(SEED)
     calls = [_call(compiled, route, kind, dtype, width, dice) for kind in KINDS]
     expected = [simulate.dispatch(call.keys, call.tensors, route.rank_of) for call in calls]

@@ -17,7 +17,8 @@ from commdsl.build import host, host_rows
 from commdsl.build.host_ranks import DataRaceError, RowsError
 from commdsl.build.host_rows import RowsCall
 from commdsl.commands.arguments import UsageError
-from commdsl.commands.trial import SEED, Settings, Trial, find_dtype, make_array
+from commdsl.commands.budget import refuse_large
+from commdsl.commands.trial import COPIES, SEED, Settings, Trial, find_dtype, make_array
 from commdsl.commands.trial_keys import trial_keys
 from commdsl.compiler import CompiledDispatch
 from commdsl.ir import simulate
@@ -74,7 +75,14 @@ def trial_rows(compiled: CompiledDispatch, plan: DispatchPlan | None, settings: 
         return RowTrial(keyed.trial, settings.dtype, width, keyed.kinds, keyed.rows, sent)
     traffics = drawn(dispatch) if plan is None else (given(dispatch, plan),)
     dice = np.random.default_rng(SEED)
-    legs = [leg for traffic in traffics for leg in _legs(dispatch, traffic, dtype, width, dice)]
+    ways = [ways_of(dispatch, traffic) for traffic in traffics]
+    moved = sum(int(way.goes.length.sum()) for some in ways for way in some)
+    refuse_large(COPIES * 2 * moved * width, width, dispatch.num_ranks)
+    legs = [
+        leg
+        for traffic, some in zip(traffics, ways, strict=True)
+        for leg in _legs(dispatch, traffic, some, dtype, width, dice)
+    ]
     packed, lanes = compiled.plan.push.packed, (min(HOST_LANES, compiled.plan.comm.lanes),) * dispatch.num_ranks
     calls = [RowsCall(leg.flows, leg.inputs, packed, lanes, compiled.plan.tile_bytes) for leg in legs]
     made = RowTrial(
@@ -220,10 +228,16 @@ class Leg:
     expected: list[list[Bytes]]
 
 
-def _legs(dispatch: Dispatch, traffic: Traffic, dtype: DType, width: int, dice: np.random.Generator) -> Iterator[Leg]:
+def ways_of(dispatch: Dispatch, traffic: Traffic) -> list[Way]:
+    """By tensor."""
+    return [_way(dispatch.routes[tensor.route], traffic.plans[tensor.route]) for tensor in dispatch.tensors]
+
+
+def _legs(
+    dispatch: Dispatch, traffic: Traffic, ways: list[Way], dtype: DType, width: int, dice: np.random.Generator
+) -> Iterator[Leg]:
     """The way there; then the way back, of other rows, so that what is added up are different numbers."""
     names = tuple(tensor.name for tensor in dispatch.tensors)
-    ways = [_way(dispatch.routes[tensor.route], traffic.plans[tensor.route]) for tensor in dispatch.tensors]
     rows = traffic.plans[0].shards.rows
     flows = tuple(Shipment(way.goes, way.goes.counts.sum(axis=1), width) for way in ways)
     inputs = [_random(dice, dtype, rows, width) for _ in ways]

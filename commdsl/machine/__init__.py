@@ -2,6 +2,7 @@
 
 errors        what users can mend, as exceptions with one base
 config        the environment -> Config
+memory        the machine -> the bytes that a process may still take
 resources     where the shipped folders lie
 private       paths -> folders and files that are this user's alone
 cache         what something depends on -> what was made of it, kept from run to run
