@@ -9,9 +9,14 @@ import json
 import os
 import re
 import runpy
+import shlex
+import signal
+import subprocess
+import sys
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +26,7 @@ from commdsl.commands import budget
 from commdsl.commands.arguments import Target
 from commdsl.commands.cli import run_command
 from commdsl.ir import resolve
+from commdsl.language.diagnostics import InternalError
 from commdsl.language.syntax import ScheduleDecl, TopologyDecl
 from commdsl.machine import memory, resources
 from commdsl.machine.topology import switch
@@ -349,3 +355,87 @@ def test_what_would_fit_fits(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 50_000_000
+
+
+# --- how a process ends -----------------------------------------------------------------------------------------------
+
+
+def started(words: str, **options: Any) -> subprocess.Popen[str]:
+    """`commdsl WORDS` in a shell, so that streams can be closed and joined."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = f"exec {shlex.quote(sys.executable)} -m commdsl {words}"
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(["bash", "-c", command], env=environment, **{**streams, **options})
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.05, 0.1, 1.5])
+def test_interrupted(seconds: float) -> None:
+    """Ctrl-C at any point ends it, without a traceback."""
+    code = (
+        "import signal, sys; sys.argv[1:] = ['check', 'allreduce_ring', '--ranks', '2..900']\n"
+        "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
+        "from commdsl.__main__ import main\n"
+        f"signal.setitimer(signal.ITIMER_REAL, {seconds})\n"
+        "main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+    assert time.perf_counter() - start < seconds + 5  # of which Python's own start is most
+    # Python itself ends by the signal where it was interrupted in `exec`: a shell has 130 for both.
+    assert done.returncode in (130, -signal.SIGINT)
+    assert done.stderr in ("", "\ninterrupted\n")
+
+
+def test_interrupted_processes() -> None:
+    """So do the processes of a run, which a terminal interrupts with it."""
+    process = started("run mine.comm --ranks 3 --bytes 100MB --processes", start_new_session=True)
+    time.sleep(2)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+
+    assert process.returncode in (0, 130)  # it may have been done
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("list --json | head -c 1 > first; exit ${PIPESTATUS[0]}", 0, ""),
+        ("--help | true; exit ${PIPESTATUS[0]}", 0, ""),
+        ("list > /dev/full", 2, "usage: No space left on device\n"),
+        ("check mine.comm >&-", 0, ""),
+        ("fmt - <&-", 0, ""),
+    ],
+)
+def test_streams(words: str, code: int, said: str) -> None:
+    """A reader that has gone is no fault, a full disk is one in a line, and what is closed goes nowhere."""
+    process = started(words)
+    _, err = process.communicate(timeout=60)
+
+    assert (process.returncode, err) == (code, said)
+
+
+def test_plain_terminals() -> None:
+    """Without UTF-8, width or colour the same is said."""
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "0", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "commdsl", "run", "mine.comm", "--ranks", "2", "--bytes", "100"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+
+    assert "\\u2713 every contribution arrives exactly once" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_a_bug_says_what_to_send(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Only what nobody expected is called a bug, with the command line and the versions to send."""
+
+    def broken(*said: object) -> None:
+        raise InternalError("a law of ours is broken")
+
+    monkeypatch.setattr(compiler, "check_declared", broken)
+    assert run_command(["check", "mine.comm", "--ranks", "2"]) == 4
+    err = capsys.readouterr().err
+    assert "this is a bug in commdsl" in err
+    assert "commdsl check mine.comm --ranks 2" in err
+    assert re.search(r"commdsl \d[\d.]*, Python 3", err)

@@ -30,7 +30,8 @@ def fmt(paths: tuple[Path, ...], *, check: bool, as_json: bool) -> Exit:
             found += error.diagnostics
             continue
         if is_stream and not check:
-            sys.stdout.write(after)
+            sys.stdout.flush()
+            sys.stdout.buffer.write(after.encode())
         elif before != after if is_stream else path.read_bytes() != after.encode():  # ends of lines count, too
             changed.append(str(path))
             if not check:

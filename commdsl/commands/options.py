@@ -5,7 +5,8 @@ Assumes click. Does not know what a command does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,11 +58,22 @@ class App(click.Group):
             raise UsageError(f"there is no command {args[0]}; {hint(args[0], self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
 
+    def make_context(self, *said: Any, **more: Any) -> click.Context:
+        with no_reader():
+            return super().make_context(*said, **more)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with no_reader():
             return super().invoke(ctx)
-        except BrokenPipeError as error:  # click would exit with 1, as if something were wrong
-            raise ReaderGoneError from error
+
+
+@contextmanager
+def no_reader() -> Iterator[None]:
+    """Of a closed pipe click would make exit code 1, as if something were wrong."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise ReaderGoneError from error
 
 
 def hint(word: str, commands: list[str]) -> str:
