@@ -12,15 +12,19 @@ from pathlib import Path
 
 import pytest
 
+import commdsl
 from commdsl import compiler
+from commdsl.commands.arguments import Place
+from commdsl.commands.candidates import families_of
 from commdsl.commands.cli import run_command
 from commdsl.ir.resolve import resolve
+from commdsl.machine import resources
 from commdsl.machine.resources import data_dir
 from commdsl.machine.topology import switch
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.search import SETTLED, Failure, Search, Times
-from commdsl.planner.tuning.search_space import GRIDS, LADDERS, first_candidates, in_range, neighbours
-from commdsl.planner.tuning.selection import COLLECTIVES, Candidate, Row
+from commdsl.planner.tuning.search_space import FAMILIES, GRIDS, LADDERS, first_candidates, in_range, neighbours
+from commdsl.planner.tuning.selection import COLLECTIVES, Candidate, Measured, Row
 
 SIZES = tuple(1 << power for power in range(10, 31, 2))
 PROTOCOLS = ("packet", "line", "bulk", "engine")
@@ -33,11 +37,13 @@ def cost(candidate: Candidate, nbytes: int) -> float:
     Lanes that a size cannot fill stay idle and cost nothing.
     """
     tune = dict(candidate.tune)
-    start, rate = {"packet": (3.0, 100e3), "line": (5.0, 250e3), "bulk": (9.0, 340e3)}[str(tune["protocol"])]
+    start, rate = {"packet": (3.0, 100e3), "line": (5.0, 250e3), "bulk": (9.0, 340e3), "engine": (30.0, 340e3)}[
+        str(tune.get("protocol", "bulk"))
+    ]
     hops, traffic = (
         (1, 3.0) if "oneshot" in candidate.schedule else (6, 1.5) if "ring" in candidate.schedule else (2, 1.5)
     )
-    lanes, tile = int(tune["lanes"]), int(tune["tile"])
+    lanes, tile = int(tune.get("lanes", 16)), int(tune.get("tile", 65536))
     filled, busy = min(1.0, lanes / 48), min(lanes, nbytes >> 12)
     return start * hops + 0.01 * busy + nbytes * traffic / (rate * filled) + 0.1 * abs(math.log2(tile / 65536))
 
@@ -70,7 +76,7 @@ def search(bench: FakeBench, sizes: tuple[int, ...] = SIZES) -> Search:
 
 def everything() -> set[Candidate]:
     """The whole of the space that single steps reach."""
-    reached = set(first_candidates("all_reduce", 4, PROTOCOLS))
+    reached = set(first_candidates(FAMILIES["all_reduce"], PROTOCOLS))
     edge = set(reached)
     while edge:
         edge = {one for candidate in edge for one in neighbours(candidate)} - reached
@@ -90,7 +96,7 @@ def test_the_search_finds_what_is_fast() -> None:
         best = min(
             cost(one, row.measured.nbytes)
             for one in space
-            if in_range("all_reduce", one, row.measured.nbytes, PROTOCOLS)
+            if in_range(FAMILIES["all_reduce"], one, row.measured.nbytes, PROTOCOLS)
         )
         assert row.measured.us <= 1.1 * best
         assert row.measured.second is not None
@@ -142,7 +148,7 @@ def test_time_runs_out() -> None:
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_the_space_is_legal(collective: str) -> None:
     """The language admits every first candidate and its neighbours, and some candidate serves every size."""
-    first = first_candidates(collective, 4, PROTOCOLS)
+    first = first_candidates(FAMILIES[collective], PROTOCOLS)
     reached = {one for candidate in first for one in (candidate, *neighbours(candidate))}
     schedules = {path.stem: path for path in (data_dir("schedules") / "collectives").glob("*.comm")}
     files = compiler.read(schedules["alltoall_direct"])
@@ -150,7 +156,7 @@ def test_the_space_is_legal(collective: str) -> None:
         resolve(files, compiler.choose(files, None), 4, switch(4), {}, dict(tune))
     for schedule, params in sorted({(one.schedule, one.params) for one in reached}):
         compiler.check(schedules[schedule], ranks=4, params=dict(params))
-    assert all(any(in_range(collective, one, size, PROTOCOLS) for one in first) for size in SIZES)
+    assert all(any(in_range(FAMILIES[collective], one, size, PROTOCOLS) for one in first) for size in SIZES)
 
 
 def test_the_grid_is_on_the_ladders() -> None:
@@ -202,11 +208,13 @@ def run_tune(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_run(tmp_path: Path) -> None:
-    """Under torchrun the command checks and times candidates and writes a table to choose from, or to add to."""
+    """Under torchrun the command checks and times candidates and writes a table to choose from, or to add to; one's own
+    schedules are among them, and their collective alone is measured."""
     pytest.importorskip("torch")
     path = tmp_path / "here.json"
-    done = run_tune("--collectives", "all_reduce", "--output", str(path))
+    done = run_tune(str(own_ring(tmp_path)), "--output", str(path))
     assert done.returncode == 0, done.stderr
+    assert "no GPU that torch can use" in done.stderr
     table = selection.read_table(path)
     rows = table.of("all_reduce")
 
@@ -238,7 +246,7 @@ def test_built_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from commdsl.runtime import ahead
 
     monkeypatch.setenv("COMMDSL_CACHE_DIR", str(tmp_path))
-    candidates = first_candidates("all_gather", 2, ("bulk",))[:3]
+    candidates = first_candidates(FAMILIES["all_gather"], ("bulk",))[:3]
     first, second = (ahead.Ahead(rank, 2, workers=1) for rank in range(2))
     for one in (first, second):
         one.build(candidates, torch.device("cpu"), "float32")
@@ -248,7 +256,8 @@ def test_built_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first.close()
     second.close()
 
-    assert len(list(tmp_path.glob("??/*/program.pickle"))) == 3
+    kept = [path.read_bytes() for path in tmp_path.glob("??/*/object.pickle")]
+    assert sum(b"commdsl.runtime.program" in one for one in kept) == 3
     assert len(list(tmp_path.glob("??/*/*.so"))) == 3
 
 
@@ -260,3 +269,86 @@ def test_row_is_kept_within_noise() -> None:
     rows: tuple[Row, ...] = made._rows()
 
     assert [row.candidate for row in rows] == [first, first]
+
+
+# --- one's own schedules ----------------------------------------------------------------------------------------------
+
+
+def own_ring(folder: Path) -> Path:
+    """A schedule that is not shipped: the ring under another name."""
+    shipped = resources.shipped_file("allreduce_ring")
+    assert shipped is not None
+    path = folder / "mine.comm"
+    path.write_text(shipped.read_text().replace("allreduce_ring", "my_ring"))
+    return path
+
+
+def test_own_schedules_are_candidates(tmp_path: Path) -> None:
+    """One's own schedule is measured in every protocol and as it is written, beside the shipped ones."""
+    ((collective, family),) = families_of((Place(own_ring(tmp_path)),), ())
+    assert (collective, family.schedule) == ("all_reduce", f"{tmp_path}/mine.comm:my_ring")
+
+    bench = FakeBench()
+    made = search(bench)
+    made.own = (family,)
+    made.run()
+    asked = {candidate for candidate, _ in bench.asked}
+    assert Candidate(family.schedule) in asked
+    assert {dict(one.tune).get("protocol") for one in asked if one.schedule == family.schedule} == {None, *PROTOCOLS}
+    assert {one.schedule for one in asked} > {"allreduce_ring", "allreduce_twoshot"}
+
+
+def test_own_schedules_in_a_table(tmp_path: Path) -> None:
+    """A table names them beside itself, so that both can be moved together."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    (here / "tables").mkdir(parents=True)
+    schedule = f"{own_ring(here)}:my_ring"
+    row = Row(None, Candidate(schedule, (("K", 2),)), Measured(1024, 5.0, 2, Candidate("allreduce_ring"), 6.0))
+    table = selection.Table("cpu", 2, (), (("all_reduce", (row,)),), here / "tables" / "table.json")
+    assert table.path is not None
+    table.path.write_text(selection.table_text(table))
+    assert str(tmp_path) not in table.path.read_text()
+    here.rename(there)
+    read = selection.read_table(there / "tables" / "table.json").of("all_reduce")
+    assert read is not None
+    assert read[0].candidate == Candidate(f"{there}/mine.comm:my_ring", (("K", 2),))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rotation_ring"], "does not ensure one of allreduce"),
+        (["spanning"], "declares no schedule"),
+        (["allreduce_ring", "--collectives", "broadcast"], "--collectives leaves allreduce_ring out"),
+        (["allreduce_rin"], "did you mean allreduce_ring?"),
+        (["--sizes", "1GB..1KB"], "--sizes goes up"),
+        (["--sizes", "x"], "--sizes expects a size"),
+        (["--factor", "1"], "a --factor of 2 or more"),
+        (["--factor", "x"], "is not a valid integer"),
+        (["--collectives", "allreduce"], "--collectives expects"),
+        (["--time-budget", "0"], "above 0"),
+        (["--dtype", "float"], "--dtype expects"),
+        (["--memory", "much"], "--memory expects a size"),
+    ],
+)
+def test_what_cannot_be_tuned(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong word is said before torch is loaded."""
+    assert run_command(["tune", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_it_needs_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without torch it says what to install."""
+    for name in [name for name in sys.modules if name.startswith("commdsl.runtime")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert run_command(["tune"]) == 2
+    assert capsys.readouterr().err.startswith("usage: tune needs torch: pip install")
+
+
+def test_one_of_several_is_loaded(tmp_path: Path) -> None:
+    """What a table names is what `commdsl.load` takes: FILE.comm:NAME."""
+    pytest.importorskip("torch")
+    mine = own_ring(tmp_path)
+    mine.write_text(mine.read_text() + mine.read_text().replace("my_ring", "other"))
+    assert commdsl.load(f"{mine}:other", ranks=2).name.startswith("other")

@@ -14,5 +14,6 @@ Assumes `cli` has parsed the arguments. A command knows no click; it is a functi
     dumps, plan_view   what `show` shows
     trial, visited, trial_rows, trial_keys   what `run` runs: schedules, their visits, rows by tables, rows by keys
     tables, report   by which plan, and what is said of it
+    candidates    one's own schedules -> what `tune` measures
     products, cubins   what `compile` writes, and what it builds ahead of time
 """

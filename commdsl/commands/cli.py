@@ -18,7 +18,19 @@ import click
 
 from commdsl.commands import arguments
 from commdsl.commands.arguments import Place, UsageError, split_words, target
-from commdsl.commands.options import HOW, WHAT, App, Grouped, ReaderGoneError, as_json, only_check, option, where, words
+from commdsl.commands.options import (
+    HOW,
+    TORCHRUN,
+    WHAT,
+    App,
+    Grouped,
+    ReaderGoneError,
+    as_json,
+    only_check,
+    option,
+    where,
+    words,
+)
 from commdsl.commands.options import path as path_type
 from commdsl.commands.output import Exit, close_stdout, show_diagnostics, tell
 from commdsl.language.diagnostics import CommError
@@ -193,7 +205,8 @@ def fmt(words: Words, only_check: bool, as_json: bool) -> Exit:
     return fmt(tuple(map(Path, words)), check=only_check, as_json=as_json)
 
 
-@app.command(cls=Grouped, example="tune --collectives all_reduce --sizes 1KB..4KB")
+@app.command(cls=Grouped, example="tune my_ring.comm --sizes 1KB..64MB", launcher=TORCHRUN)
+@click.argument("words", nargs=-1, metavar="[FILE]... [NAME=VALUE]...")
 @option("--collectives", section=WHAT, default="all", show_default=True, metavar="A,B", help="all_reduce, ...")
 @option("--sizes", section=WHAT, default="1KB..1GB", show_default=True, metavar="FROM..TO", help="Of the larger side.")
 @option("--factor", section=WHAT, default=4, show_default=True, metavar="N", help="From one size to the next.")
@@ -201,12 +214,17 @@ def fmt(words: Words, only_check: bool, as_json: bool) -> Exit:
 @option("--time-budget", section=HOW, default=480.0, show_default=True, metavar="SECONDS", help="For all collectives.")
 @option("--memory", section=HOW, default="256MB", show_default=True, metavar="SIZE", help="Symmetric, of an op.")
 @option("--output", "-o", type=path_type, metavar="FILE", help="Named after the machine unless said.")
-def tune(collectives: str, sizes: str, factor: int, output: Path | None, **limits: Any) -> Exit:
-    """Measure schedules and tunings on this machine, under torchrun, and write the table of the fastest."""
+def tune(words: Words, collectives: str, sizes: str, factor: int, output: Path | None, **limits: Any) -> Exit:
+    """Measure schedules and tunings on this machine, under torchrun, and write the table of the fastest; the FILES'
+    schedules beside the shipped ones.
+    """
+    from commdsl.commands.candidates import families_of
     from commdsl.commands.tune import parse, tune
 
+    own = families_of(*split_words(words))
+
     memory = arguments.parse_bytes(limits["memory"], "--memory")
-    return tune(parse(collectives, sizes, factor, output, limits["time_budget"], memory, limits["dtype"]))
+    return tune(parse(collectives, sizes, factor, output, limits["time_budget"], memory, limits["dtype"], own))
 
 
 @app.command(cls=Grouped, example="choice all_reduce 64KB --ranks 4")

@@ -18,6 +18,8 @@ from commdsl.machine import resources
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+TORCHRUN = "torchrun --nproc-per-node 2 -m commdsl"
+
 WHAT, HOW, OUTPUT = "What", "How it runs", "Output"
 
 
@@ -36,10 +38,10 @@ class Option(click.Option):
 class Grouped(click.Command):
     """A command whose options stand under their headings, and whose `example` is a command line that runs."""
 
-    def __init__(self, *said: Any, example: str, **more: Any) -> None:
+    def __init__(self, *said: Any, example: str, launcher: str = "commdsl", **more: Any) -> None:
         super().__init__(*said, **more)
         self.example = example
-        self.epilog = f"\b\nExample:\n  commdsl {example}"
+        self.epilog = f"\b\nExample:\n  {launcher} {example}"
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title in (WHAT, HOW, OUTPUT):

@@ -20,10 +20,12 @@ from rich.table import Table as Grid
 
 from commdsl.commands import output
 from commdsl.commands.arguments import UsageError, parse_bytes
+from commdsl.commands.candidates import Families
 from commdsl.commands.output import Exit
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.search import Search
+from commdsl.planner.tuning.search_space import Family
 from commdsl.planner.tuning.selection import Row, Table, TableError, size_text
 from commdsl.runtime.errors import GroupError
 
@@ -42,6 +44,10 @@ class Wanted:
     seconds: float
     most_symmetric: int
     dtype: str
+    own: Families = ()  # measured beside the shipped schedules
+
+    def own_of(self, collective: str) -> tuple[Family, ...]:
+        return tuple(family for name, family in self.own if name == collective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +62,19 @@ class Found:
 
 
 def parse(
-    collectives: str, sizes: str, factor: int, path: Path | None, seconds: float, most_symmetric: int, dtype: str
+    collectives: str,
+    sizes: str,
+    factor: int,
+    path: Path | None,
+    seconds: float,
+    most_symmetric: int,
+    dtype: str,
+    own: Families = (),
 ) -> Wanted:
-    """The words of the command line; UsageError says what is expected."""
-    names = selection.COLLECTIVES if collectives == "all" else tuple(collectives.split(","))
+    """The words of the command line; UsageError says what is expected. With schedules of one's own, their collectives
+    are measured unless others are named."""
+    every = tuple(name for name in selection.COLLECTIVES if not own or name in dict(own))
+    names = every if collectives == "all" else tuple(collectives.split(","))
     for name in names:
         if name not in selection.COLLECTIVES:
             raise UsageError(f"--collectives expects {', '.join(selection.COLLECTIVES)} or all, got `{name}`")
@@ -69,7 +84,10 @@ def parse(
         raise UsageError("--time-budget is a number of seconds above 0")
     if "sum" not in getattr(BY_NAME.get(dtype), "ops", ()):
         raise UsageError(f"--dtype expects an element type that has a sum, got `{dtype}`")
-    return Wanted(names, powers(smallest, largest, factor), path, seconds, most_symmetric, dtype)
+    idle = [family.schedule for name, family in own if name not in names]
+    if idle:
+        raise UsageError(f"--collectives leaves {', '.join(idle)} out: name its collective, or none")
+    return Wanted(names, powers(smallest, largest, factor), path, seconds, most_symmetric, dtype, own)
 
 
 def powers(first: int, last: int, factor: int) -> tuple[int, ...]:
@@ -84,13 +102,19 @@ def powers(first: int, last: int, factor: int) -> tuple[int, ...]:
 
 def tune(wanted: Wanted) -> Exit:
     """Measures, writes and prints. The table keeps what it has of other collectives, if it is of this machine."""
-    from commdsl.runtime import measure  # torch: seconds that a wrong option need not wait for
-
+    try:
+        from commdsl.runtime import measure  # torch: seconds that a wrong option need not wait for
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise UsageError("tune needs torch: pip install 'commdsl[cuda]', or 'commdsl[torch]' without GPUs") from error
     try:
         measure.start()
     except GroupError as error:
         raise UsageError(str(error)) from error
     device, ranks = measure.where()
+    if device == selection.PLAIN_DEVICE and measure.is_first():
+        output.tell("no GPU that torch can use: this measures the processor")
     path = wanted.path or Path(f"{name_of(device)}_x{ranks}.json")
     before = earlier(path, device, ranks)
     rows, found = dict(before.rows if before else ()), list[Found]()
@@ -137,7 +161,8 @@ def search_all(wanted: Wanted, device: str, ranks: int) -> Iterator[Found]:
         for index, collective in enumerate(wanted.collectives):
             clock_here = measure.Clock(clock.left() / (len(wanted.collectives) - index))
             bench = measure.Machine(collective, wanted.dtype, wanted.most_symmetric, clock_here, ahead)
-            search = Search(collective, ranks, wanted.sizes, protocols, bench, watcher(shown, collective))
+            search = Search(collective, ranks, wanted.sizes, protocols, bench, watcher(shown, collective),
+                            wanted.own_of(collective))  # fmt: skip
             rows = search.run()
             reasons = tuple(failure.reason for failure in search.failures.values())
             yield Found(collective, rows, len(search.times), reasons, search.skipped)

@@ -47,14 +47,14 @@ class Ahead:
         """Starts on this rank's share, in the order in which they are measured."""
         if self._workers < 1 or not candidates:
             return
-        from commdsl.runtime.load import find  # torch: the workers import this module and need none
+        from commdsl.runtime.load import definition  # torch: the workers import this module and need none
 
         if self._pool is None:
             self._pool = ProcessPoolExecutor(self._workers, multiprocessing.get_context("spawn"))
         arch = arch_of(device)
         for candidate in candidates[self._rank :: self._ranks]:
-            definition = Definition(find(candidate.schedule), None, candidate.params, None, candidate.tune)
-            job = _Job(definition, self._ranks, from_environment(), element, arch)
+            wanted = definition(candidate.schedule, None, dict(candidate.params), None, dict(candidate.tune))
+            job = _Job(wanted, self._ranks, from_environment(), element, arch)
             self.started.append(self._pool.submit(_build, job))
 
     def close(self) -> None:

@@ -45,8 +45,8 @@ def load(
     tune: Mapping[str, int | str] | None = None,
     kernels: Kernels | None = None,
 ) -> Op:
-    """The op of one schedule of a `.comm` file, or of a shipped one by its name ("allreduce_ring"), or of texts in
-    hand: `{"mine.comm": text}`, first the file's own, then all that it uses.
+    """The op of one schedule of a `.comm` file (`file.comm:name` is one of several), or of a shipped one by its name
+    ("allreduce_ring"), or of texts in hand: `{"mine.comm": text}`, first the file's own, then all that it uses.
 
     It is proved now for `ranks`, or for the size of `group` or of the default group, and for others when they are met.
     `tune` stands in place of what the text tunes, key by key, under the same laws: `{"protocol": "packet", "lanes": 8,
@@ -73,7 +73,8 @@ def definition(
     """What is asked for, whatever the order in which parameters and tuning are given."""
     values, tuned = given.parameters(params), given.tuning(tune)
     built = tuple(Built(key, where, digest) for key, (where, digest) in (kernels or {}).items())
-    return Definition(find(path), given.text("schedule", name), values, given.text("on", on), tuned, built)
+    file, named = resources.split_place(os.fspath(path)) if isinstance(path, str | os.PathLike) else (path, None)
+    return Definition(find(file), given.text("schedule", name or named), values, given.text("on", on), tuned, built)
 
 
 def _inverse(way: Backward, ranks: int) -> Op:

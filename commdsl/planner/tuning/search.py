@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise, zip_longest
 from typing import Protocol, TypeAlias
 
-from commdsl.planner.tuning.search_space import first_candidates, in_range, neighbours
+from commdsl.planner.tuning.search_space import Family, families_with, first_candidates, in_range, neighbours
 from commdsl.planner.tuning.selection import Candidate, Measured, Row
 
 MOST_COARSE = 7
@@ -69,6 +69,7 @@ class Search:
     protocols: tuple[str, ...]
     bench: Bench
     watch: Callable[[str, int, int], None]  # stage, done, of how many
+    own: tuple[Family, ...] = ()  # a user's schedules, measured beside the shipped ones
     times: dict[Candidate, Times] = field(default_factory=dict)
     failures: dict[Candidate, Failure] = field(default_factory=dict)
     skipped: int = 0  # for want of time
@@ -76,12 +77,16 @@ class Search:
     def run(self) -> tuple[Row, ...]:
         """The rows; empty where no candidate could be measured."""
         coarse = self._coarse_sizes()
-        first = first_candidates(self.collective, self.ranks, self.protocols)
+        first = first_candidates(self.families, self.protocols, self.own)
         self._measure("coarse", dict.fromkeys(first, coarse))
         for _ in range(ROUNDS):
             self._measure("refine", self._refinement(coarse))
         self._measure("settle", self._settlement(coarse))
         return self._rows()
+
+    @property
+    def families(self) -> tuple[Family, ...]:
+        return families_with(self.collective, self.own)
 
     def _coarse_sizes(self) -> tuple[int, ...]:
         step = -(-len(self.sizes) // MOST_COARSE)
@@ -111,7 +116,7 @@ class Search:
         return tuple(
             size
             for size in sorted(set(sizes))
-            if size not in known and in_range(self.collective, candidate, size, self.protocols)
+            if size not in known and in_range(self.families, candidate, size, self.protocols)
         )
 
     def _refinement(self, coarse: tuple[int, ...]) -> dict[Candidate, tuple[int, ...]]:

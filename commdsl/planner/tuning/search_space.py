@@ -84,10 +84,18 @@ SHARED = (2, 4)
 """How many lanes share an SM where a refinement tries `sms`."""
 
 
-def first_candidates(collective: str, ranks: int, protocols: tuple[str, ...]) -> tuple[Candidate, ...]:
-    """The coarse grid."""
-    found: list[Candidate] = []
-    for family in FAMILIES[collective]:
+def families_with(collective: str, own: tuple[Family, ...]) -> tuple[Family, ...]:
+    """The shipped ones and a user's, which stand in place of shipped ones of the same name."""
+    names = {family.schedule for family in own}
+    return (*(family for family in FAMILIES[collective] if family.schedule not in names), *own)
+
+
+def first_candidates(
+    families: tuple[Family, ...], protocols: tuple[str, ...], as_written: tuple[Family, ...] = ()
+) -> tuple[Candidate, ...]:
+    """The coarse grid, and of a user's schedules also what they say themselves."""
+    found = [Candidate(family.schedule, params) for family in as_written for params in family.params]
+    for family in families:
         for protocol in family.protocols:
             grid = GRIDS[protocol]
             for params, lanes, threads, tile in product(family.params, grid.lanes, grid.threads, grid.tiles):
@@ -96,16 +104,19 @@ def first_candidates(collective: str, ranks: int, protocols: tuple[str, ...]) ->
     return tuple(found)
 
 
-def in_range(collective: str, candidate: Candidate, nbytes: int, protocols: tuple[str, ...]) -> bool:
-    """Whether a candidate is worth measuring at a size. A protocol that is alone serves every size."""
-    protocol = str(dict(candidate.tune)["protocol"])
-    least, most = RANGES[protocol] if len(protocols) > 1 else (0, ANY)
-    family = next(family for family in FAMILIES[collective] if family.schedule == candidate.schedule)
+def in_range(families: tuple[Family, ...], candidate: Candidate, nbytes: int, protocols: tuple[str, ...]) -> bool:
+    """Whether a candidate is worth measuring at a size. A protocol that is alone serves every size, and so does a
+    schedule as it is written."""
+    protocol = dict(candidate.tune).get("protocol")
+    least, most = RANGES[str(protocol)] if protocol is not None and len(protocols) > 1 else (0, ANY)
+    family = next(family for family in families if family.schedule == candidate.schedule)
     return least <= nbytes <= min(most, family.most)
 
 
 def neighbours(candidate: Candidate) -> Iterator[Candidate]:
-    """All that differ in one setting by one rung, and that a block of threads can hold."""
+    """All that differ in one setting by one rung, and that a block of threads can hold; none of what is as written."""
+    if not candidate.tune:
+        return iter(())
     return (found for found in _one_rung_off(candidate) if _fits(dict(found.tune)))
 
 

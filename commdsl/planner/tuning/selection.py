@@ -7,6 +7,7 @@ ranks agree by construction. Does not load schedules and needs no torch. Where n
 from __future__ import annotations
 
 import json
+import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from commdsl.machine.errors import ArgumentError, CodedError
+from commdsl.machine.resources import SUFFIX, split_place
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
@@ -40,7 +42,10 @@ class TableError(CodedError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run a collective: a shipped schedule, its parameters, and what stands in place of its tuning."""
+    """One way to run a collective: a schedule, its parameters, and what stands in place of its tuning.
+
+    `schedule`: the name of a shipped one, or `FILE.comm:NAME`, which in the file of a table is beside that file.
+    """
 
     schedule: str
     params: Params = ()
@@ -320,25 +325,41 @@ def _candidate(fields: Mapping[str, _At]) -> Candidate:
         (name, at.text() if isinstance(at.value, str) else at.whole(1))
         for name, at in sorted(fields["tune"].items().items())
     ]
-    return Candidate(fields["schedule"].text(), params, tuple(tune))
+    return Candidate(_from_table(fields["schedule"].text(), fields["schedule"].path), params, tuple(tune))
+
+
+def _from_table(schedule: str, table: Path) -> str:
+    file, _ = split_place(schedule)
+    return os.path.normpath(table.parent / schedule) if file.endswith(SUFFIX) else schedule
+
+
+def _to_table(schedule: str, table: Path | None) -> str:
+    file, _ = split_place(schedule)
+    if table is None or not file.endswith(SUFFIX):
+        return schedule
+    return Path(os.path.relpath(schedule, table.parent)).as_posix()
 
 
 def table_text(table: Table) -> str:
     """The file of a table: the same table gives the same bytes."""
-    collectives = {name: [_row_json(row) for row in rows] for name, rows in table.rows}
+    collectives = {name: [_row_json(row, table.path) for row in rows] for name, rows in table.rows}
     head = {"format": FORMAT, "device": table.device, "ranks": table.ranks, "measured_with": dict(table.about)}
     return json.dumps({**head, "collectives": collectives}, indent=1, sort_keys=True) + "\n"
 
 
-def _row_json(row: Row) -> dict[str, object]:
+def _row_json(row: Row, table: Path | None) -> dict[str, object]:
     measured = row.measured
     assert measured is not None, "a default is no measurement"
-    made = {"max_bytes": row.max_bytes, **_candidate_json(row.candidate)}
+    made = {"max_bytes": row.max_bytes, **_candidate_json(row.candidate, table)}
     made |= {"bytes": measured.nbytes, "us": round(measured.us, 3), "candidates": measured.candidates}
     if measured.second is not None:
-        made["next"] = {**_candidate_json(measured.second), "us": round(measured.second_us, 3)}
+        made["next"] = {**_candidate_json(measured.second, table), "us": round(measured.second_us, 3)}
     return made
 
 
-def _candidate_json(candidate: Candidate) -> dict[str, object]:
-    return {"schedule": candidate.schedule, "params": dict(candidate.params), "tune": dict(candidate.tune)}
+def _candidate_json(candidate: Candidate, table: Path | None) -> dict[str, object]:
+    return {
+        "schedule": _to_table(candidate.schedule, table),
+        "params": dict(candidate.params),
+        "tune": dict(candidate.tune),
+    }
