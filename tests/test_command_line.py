@@ -18,13 +18,14 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import commdsl
 from commdsl import compiler
 from commdsl.commands import budget
 from commdsl.commands.arguments import Target
-from commdsl.commands.cli import run_command
+from commdsl.commands.cli import app, run_command
 from commdsl.ir import resolve
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.syntax import ScheduleDecl, TopologyDecl
@@ -155,7 +156,9 @@ def test_list_json(capsys: Capture) -> None:
 
 def test_list_says_for_which_ranks(capsys: Capture) -> None:
     """It agrees with the tables of the schedules' README."""
-    table = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", (ROOT / "schedules" / "README.md").read_text(), re.MULTILINE)
+    text = (ROOT / "schedules" / "README.md").read_text()
+    tables = re.findall(r"^\| schedule \| P \|.*?\n\n", text, re.MULTILINE | re.DOTALL)
+    table = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", "".join(tables), re.MULTILINE)
     words = {"multiples of G": "whole nodes", "any but 4 and 6": "any but 4, 6"}
     assert run_command(["list", "--json"]) == 0
     schedules = [one for one in json.loads(capsys.readouterr().out) if one["group"] in ("collectives", "attention")]
@@ -439,3 +442,42 @@ def test_a_bug_says_what_to_send(monkeypatch: pytest.MonkeyPatch, capsys: Captur
     assert "this is a bug in commdsl" in err
     assert "commdsl check mine.comm --ranks 2" in err
     assert re.search(r"commdsl \d[\d.]*, Python 3", err)
+
+
+# --- help -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(app.commands))
+def test_examples_run(name: str, capsys: Capture) -> None:
+    """The help of every command ends with a command line that runs as it stands."""
+    assert run_command([name, "--help"]) == 0
+    (example,) = re.findall(r"Example:\n +(.*)\n$", capsys.readouterr().out)
+    assert run_command(["new", "allreduce", "my_ring.comm"]) == 0
+    words = shlex.split(example.partition("commdsl ")[2])
+    assert words[0] == name
+    code = run_command(words)
+    if example.startswith("torchrun"):  # here it is run without
+        assert "one process a rank is needed" in capsys.readouterr().err
+    else:
+        assert code == 0 or words == ["doctor"], capsys.readouterr().err  # which finds what this machine has
+
+
+@pytest.mark.parametrize("name", sorted(app.commands))
+def test_every_option_says_what_it_does(name: str) -> None:
+    """Each option has a text; one with a default shows it."""
+    for param in app.commands[name].params:
+        if isinstance(param, click.Option):
+            assert param.help, param.name
+            has_default = not param.is_flag and not param.multiple and param.default is not None
+            assert not has_default or param.show_default or "UNSET" in repr(param.default).upper(), param.name
+
+
+def test_readme_names_every_command(capsys: Capture) -> None:
+    """The README's table has a row for every command, and no other; so has the help."""
+    text = (ROOT / "README.md").read_text()
+    table = re.findall(r"^\| `commdsl (\w+)", text, re.MULTILINE)
+    assert sorted(table) == sorted(app.commands)
+    assert run_command(["--help"]) == 0
+    shown = capsys.readouterr().out.partition("Commands:")[2]
+    assert re.findall(r"^  (\w+) ", shown, re.MULTILINE) == list(app.commands)
+    assert "..." not in shown.replace("rotation, ...", "")

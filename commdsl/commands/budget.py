@@ -1,7 +1,8 @@
 """Turns what is asked for into what it would take, before any of it is spent: moves to prove, bytes to run.
 
 Assumes that moves grow with the ranks as a power of them, seen at two small numbers; that a run's memory is a few times
-its tensors. Both are estimates: they refuse what is out of reach, and promise nothing of the rest.
+its tensors. Both are estimates: they refuse what is out of reach. Does not promise that the rest
+fits.
 """
 
 from __future__ import annotations

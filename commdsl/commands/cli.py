@@ -5,10 +5,7 @@ Assumes the commands in `commands`, which are imported only when called. Does no
 
 from __future__ import annotations
 
-import platform
-import shlex
 import sys
-import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -191,7 +188,7 @@ def run(words: Words, svg: Path | None, plan_file: Text, as_json: bool, **chosen
     return run(file, aim(chosen, params), name, settings, plan=plan, svg=svg, as_json=as_json)
 
 
-@app.command(cls=Grouped, example="fmt --check .")
+@app.command(cls=Grouped, example="fmt my_ring.comm")
 @words("FILE...")
 @only_check
 @as_json
@@ -357,6 +354,10 @@ def usage_text(error: UsageError | click.UsageError) -> str:
 
 def unexpected(words: Sequence[str]) -> int:
     """Says what to send."""
+    import platform
+    import shlex
+    import traceback
+
     tell(traceback.format_exc())
     tell("commdsl failed, and the file is not to blame: this is a bug in commdsl")
     tell(f"please report it with the lines above, the files and this: commdsl {shlex.join(words)}")

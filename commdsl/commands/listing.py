@@ -1,6 +1,6 @@
 """Turns the shipped files into a list: what each declares, in the words it opens with, and for which ranks.
 
-Assumes one declaration a file, under the file's name. Does not prove: `where` is held against the ranks up to 64.
+Assumes one declaration a file, under the file's name. Does not prove: `where` is held against the ranks up to 40.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from commdsl.machine.topology import Topology, switch
 
 Listed: TypeAlias = ScheduleDecl | DispatchDecl | PlanDecl | TopologyDecl
 
-TRIED = range(2, 65)
+TRIED = range(2, 41)
 GPUS = 4
 """Of the nodes on which a schedule is tried that may ask for whole ones."""
 
@@ -117,7 +117,7 @@ def resolves(files: tuple[File, ...], decl: DispatchDecl, ranks: int) -> bool:
 
 
 def admitted(decl: ScheduleDecl) -> str:
-    """`any`, `any but 4, 6`, `powers of 2`, `whole nodes`: by what `where` says of 2 ranks to 64, on a switch and on
+    """`any`, `any but 4, 6`, `powers of 2`, `whole nodes`: by what `where` says of 2 ranks to 40, on a switch and on
     nodes of four."""
     found = [ranks for ranks in TRIED if admits(decl, ranks, switch(ranks))]
     nodes = [ranks for ranks in TRIED if admits(decl, ranks, Topology("nodes", len(TRIED), GPUS, 1, ()))]

@@ -20,6 +20,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 TORCHRUN = "torchrun --nproc-per-node 2 -m commdsl"
 
+SENTENCE = 200
+"""Letters."""
+
 WHAT, HOW, OUTPUT = "What", "How it runs", "Output"
 
 
@@ -53,7 +56,14 @@ class Grouped(click.Command):
 
 
 class App(click.Group):
-    """All commands."""
+    """All commands, in the order in which they are met, each with its whole sentence."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(SENTENCE)) for name, one in self.commands.items()])
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
