@@ -217,21 +217,24 @@ MISTAKES = [
     (["check", "empty.comm"], "declares nothing"),
     (["run", "empty.comm"], "nothing to run"),
     (["show", "mine.comm", "--stage", "ptx"], "is not one of"),
-    (["run", "mine.comm", "--svg", "no/such/folder.svg"], "no/such/folder.svg: No such file or directory"),
-    (["run", "mine.comm", "--svg", "."], "Is a directory"),
+    (["run", "mine.comm", "--svg", "no/such/folder.svg"], "there is no folder no/such"),
+    (["run", "mine.comm", "--svg", "."], "is a folder, expected a file to write"),
     (["compile", "mine.comm", "--out", "notes.md"], "File exists"),
     (["fmt", "notes.md"], "is no .comm file"),
     (["fmt", "nowhere.comm"], "no such file"),
     (["explain", "C203", "C204"], "unexpected extra argument"),
     (["explain", "ring"], "no diagnostic has the code"),
-    (["new", "allreduce", "no/such/place.comm"], "No such file or directory"),
+    (["new", "allreduce", "no/such/place.comm"], "there is no folder no/such"),
     (["choice", "all_reduce", "64KB"], "missing option '--ranks'"),
     (["choice", "all_reduce", "64KB", "--ranks", "0"], "--ranks"),
     (["choice", "allreduce", "64KB", "--ranks", "4"], "expected one of all_reduce"),
     (["plan", "--ranks", "4"], "missing argument"),
+    (["plan", "99999999999999999999", "--ranks", "2"], "is no length"),
+    (["plan", "100", "--ranks", "100000"], "--ranks 8192 would fit"),
+    (["check", "loop.comm"], "is a link to nothing"),
     (["plan", "many", "--ranks", "4"], "neither a number nor a file"),
     (["plan", "100", "--ranks", "4", "--on", "no.comm"], "no such file: no.comm"),
-    (["plan", "100", "--ranks", "4", "-o", "no/such/plan.comm"], "No such file or directory"),
+    (["plan", "100", "--ranks", "4", "-o", "no/such/plan.comm"], "there is no folder no/such"),
 ]
 
 
@@ -242,6 +245,7 @@ def test_mistakes(words: list[str], said: str, capsys: Capture) -> None:
     """A wrong word is one line on standard error that says what to do, and exit code 2."""
     Path("notes.md").write_text("# Notes\n")
     Path("empty.comm").write_text("")
+    Path("loop.comm").symlink_to("loop.comm")
     assert run_command(words) == 2
     err = capsys.readouterr().err
 

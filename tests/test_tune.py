@@ -178,7 +178,9 @@ def test_the_grid_is_on_the_ladders() -> None:
         (["--sizes", "few"], "--sizes expects a size"),
         (["--factor", "1"], "by a --factor of 2"),
         (["--time-budget", "0"], "above 0"),
-        (["--dtype", "uint8"], "that has a sum"),
+        (["--dtype", "uint8"], "--dtype expects one of float32"),
+        (["--dtype", "float8_e5m2"], "--dtype expects one of float32"),
+        (["--output", "no/such/table.json"], "there is no folder no/such"),
     ],
 )
 def test_usage(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

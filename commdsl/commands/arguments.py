@@ -123,6 +123,8 @@ def _text_file(path: Path) -> Path:
 def _nothing_there(word: str) -> str:
     """What to do about a word that is no file, in a line."""
     path = Path(word)
+    if path.is_symlink():
+        return f"{word} is a link to nothing"
     if word.isdigit():
         return f"expected a file or a shipped name, got the number {word}; ranks are given as --ranks {word}"
     if path.name != word or path.suffix:
@@ -142,7 +144,7 @@ def split_words(words: Iterable[str]) -> tuple[tuple[Place, ...], tuple[tuple[st
     """Files and NAME=VALUE parameters, told apart by the `=`."""
     words = tuple(words)
     is_param = {word: "=" in word and not Path(word).exists() for word in words}
-    files = tuple(place_of(word) for word in words if not is_param[word])
+    files = tuple(dict.fromkeys(place_of(word) for word in words if not is_param[word]))
     return files, tuple(parse_param(word) for word in words if is_param[word])
 
 

@@ -25,10 +25,10 @@ from commdsl.commands.options import (
     as_json,
     only_check,
     option,
+    to_write,
     where,
     words,
 )
-from commdsl.commands.options import path as path_type
 from commdsl.commands.output import Exit, close_stdout, show_diagnostics, tell
 from commdsl.language.diagnostics import CommError
 from commdsl.machine import resources
@@ -90,7 +90,7 @@ def check(words: Words, concise: bool, as_json: bool, **chosen: Any) -> Exit:
     help="Which.",
 )
 @where
-@option("--svg", type=path_type, metavar="FILE", help="Draw who sends what to whom, of plans.")
+@option("--svg", type=to_write, metavar="FILE", help="Draw who sends what to whom, of plans.")
 @as_json
 def show(words: Words, stage: str, svg: Path | None, as_json: bool, **chosen: Any) -> Exit:
     """Print one stage of a file; of dispatch plans who sends what to whom, and how even the loads are."""
@@ -131,8 +131,8 @@ def show(words: Words, stage: str, svg: Path | None, as_json: bool, **chosen: An
 @option("--queries", section=HOW, type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
 @option("--keys", section=HOW, type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
 @option("--relay", section=HOW, is_flag=True, help="Ranks without a link may send to each other, through others.")
-@option("--out", "-o", type=path_type, metavar="FILE", help="Where to; printed unless said.")
-@option("--svg", type=path_type, metavar="FILE", help="Draw the plan.")
+@option("--out", "-o", type=to_write, metavar="FILE", help="Where to; printed unless said.")
+@option("--svg", type=to_write, metavar="FILE", help="Draw the plan.")
 @as_json
 def plan(words: Words, out: Path | None, svg: Path | None, as_json: bool, **chosen: Any) -> Exit:
     """Balance attention: from document LENGTHS (numbers; files as text, CSV, JSON; or a plan) to a dispatch plan."""
@@ -144,7 +144,7 @@ def plan(words: Words, out: Path | None, svg: Path | None, as_json: bool, **chos
 @app.command(cls=Grouped, example="compile allreduce_ring --ranks 4 --out kernels")
 @click.argument("words", nargs=-1, metavar="[FILE]... [NAME=VALUE]...")
 @where
-@option("--out", "-o", type=path_type, metavar="FOLDER", help="Where to; here unless said.")
+@option("--out", "-o", type=click.Path(path_type=Path), metavar="FOLDER", help="Where to; here unless said.")
 @option("--arch", section=HOW, metavar="A,B", help="Build kernels ahead of time: sm_90, sm_100, ...; none unless said.")
 @option("--dtype", section=HOW, metavar="A,B", help="With --arch: float32,float16,bfloat16 unless said.")
 @option("--op", section=HOW, metavar="A,B", help="With --arch: sum,avg unless said.")
@@ -172,7 +172,7 @@ def compile(words: Words, out: Path | None, only_check: bool, as_json: bool, **c
 @option("--plan", "plan_file", section=HOW, metavar="FILE", help="Where the rows of a dispatch go.")
 @option("--sanitize", section=HOW, is_flag=True, help="Under ThreadSanitizer.")
 @option("--processes", section=HOW, is_flag=True, help="One process per rank instead of threads.")
-@option("--svg", type=path_type, metavar="FILE", help="Draw the machine, its busiest links and the steps.")
+@option("--svg", type=to_write, metavar="FILE", help="Draw the machine, its busiest links and the steps.")
 @as_json
 def run(words: Words, svg: Path | None, plan_file: Text, as_json: bool, **chosen: Any) -> Exit:
     """Prove a file, run its emitted kernels on host ranks beside the oracle, and print cost and timeline."""
@@ -210,7 +210,7 @@ def fmt(words: Words, only_check: bool, as_json: bool) -> Exit:
 @option("--dtype", section=WHAT, default="bfloat16", show_default=True, help="float32, bfloat16, int32, ...")
 @option("--time-budget", section=HOW, default=480.0, show_default=True, metavar="SECONDS", help="For all collectives.")
 @option("--memory", section=HOW, default="256MB", show_default=True, metavar="SIZE", help="Symmetric, of an op.")
-@option("--output", "-o", type=path_type, metavar="FILE", help="Named after the machine unless said.")
+@option("--output", "-o", type=to_write, metavar="FILE", help="Named after the machine unless said.")
 def tune(words: Words, collectives: str, sizes: str, factor: int, output: Path | None, **limits: Any) -> Exit:
     """Measure schedules and tunings on this machine, under torchrun, and write the table of the fastest; the FILES'
     schedules beside the shipped ones.
@@ -270,7 +270,7 @@ def cache(clear: bool, as_json: bool) -> Exit:
 
 @app.command(cls=Grouped, example="new allreduce my_first.comm")
 @click.argument("kind")
-@click.argument("file", required=False, type=path_type)
+@click.argument("file", required=False, type=to_write)
 @as_json
 def new(kind: str, file: Path | None, as_json: bool) -> Exit:
     """Write a commented .comm file to start from: of a collective (allreduce, rotation, ...), a plan or a dispatch."""

@@ -43,7 +43,7 @@ def read(words: Iterable[str]) -> Documents:
 def _word(word: str) -> Documents:
     path = Path(word)
     if word.isdigit():
-        return Documents(np.array([int(word)], np.int64), None)
+        return Documents(_numbers([word], "LENGTHS"), None)
     if not path.exists():
         raise UsageError(f"`{word}` is neither a number nor a file: {EXPECTED}")
     text = path.read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ Assumes click. Does not know what a command does.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -118,7 +119,19 @@ def words(what: str) -> Callable[[Command], Command]:
     return click.argument("words", nargs=-1, required=True, metavar=what)
 
 
-path = click.Path(path_type=Path)
+class Target(click.Path):
+    """A file to write: in a folder that is there, so that no work is done for one that is not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder, expected a file to write")
+        return path
+
+
+to_write = Target(path_type=Path)
 as_json = option("--json", "as_json", is_flag=True, help="One JSON value on standard output.")
 only_check = option("--check", "only_check", is_flag=True, help="Write nothing; fail where a file would change.")
 where = together(

@@ -15,6 +15,7 @@ import numpy as np
 from commdsl import checks, compiler
 from commdsl.commands import output, plan_view
 from commdsl.commands.arguments import UsageError, parse_on
+from commdsl.commands.budget import MOST_RANKS
 from commdsl.commands.lengths import Documents, read
 from commdsl.commands.output import Exit
 from commdsl.ir.plans import DispatchPlan, routing
@@ -207,6 +208,8 @@ def parse(
     relay: bool,
 ) -> Wanted:
     """The options as they are written; UsageError says what is expected."""
+    if ranks is not None and ranks > MOST_RANKS:
+        raise UsageError(f"--ranks {ranks}: more than are planned at once; --ranks {MOST_RANKS} would fit")
     if name is not None and not is_name(name):
         raise UsageError(f"--name `{name}`: expected a name as in a .comm file")
     goal = Goal(parse_tolerance(tolerance), shortest, parse_widths(widths), relay)

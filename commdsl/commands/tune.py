@@ -30,6 +30,9 @@ from commdsl.planner.tuning.selection import Row, Table, TableError, size_text
 from commdsl.runtime.errors import GroupError
 
 PROTOCOLS = ("packet", "line", "bulk", "engine")
+MEASURED = tuple(name for name, one in BY_NAME.items() if "sum" in one.ops and name not in ("uint8", "bool"))
+"""Element types that hold what is measured with, whole numbers of both signs."""
+
 HOST_PROTOCOLS = ("bulk",)
 """On the processor a protocol changes no speed."""
 
@@ -82,8 +85,8 @@ def parse(
     smallest, largest = (parse_bytes(end, "--sizes") for end in (first, last if dots else first))
     if seconds <= 0:
         raise UsageError("--time-budget is a number of seconds above 0")
-    if "sum" not in getattr(BY_NAME.get(dtype), "ops", ()):
-        raise UsageError(f"--dtype expects an element type that has a sum, got `{dtype}`")
+    if dtype not in MEASURED:
+        raise UsageError(f"--dtype expects one of {', '.join(MEASURED)}, got `{dtype}`")
     idle = [family.schedule for name, family in own if name not in names]
     if idle:
         raise UsageError(f"--collectives leaves {', '.join(idle)} out: name its collective, or none")
