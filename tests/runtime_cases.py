@@ -6,6 +6,7 @@ Assumes torch.distributed is initialised: with nccl the tensors are on GPUs. Doe
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import time
@@ -149,6 +150,84 @@ def asynchronous() -> None:
     same(works[1].wait(), combined(second, "max"))
     same(works[0].wait(), combined(first, "sum"))
     assert works[0].is_completed()
+
+
+def work_of_torch() -> None:
+    """What an asynchronous call returns is one of torch's Works, with a future; in place, too."""
+    rank, tensors = dist.get_rank(), everyone((501,), torch.float32)
+    total = combined(tensors, "sum")
+    work = commdsl.all_reduce(tensors[rank], async_op=True)
+    assert isinstance(work, dist.Work)
+    (found,) = work.get_future().wait()
+    same(found, total)
+    same(work.wait(timedelta(seconds=30)), total)
+    same(work.result()[0], total)
+    assert (work.is_completed(), work.is_success(), work.exception()) == (True, True, None)
+    mine = tensors[rank].clone()
+    work = commdsl.all_reduce_(mine, async_op=True)
+    assert work.get_future().then(lambda done: done.value()[0] is mine).wait()
+    same(mine, total)
+    same(work.wait(), total)
+
+
+def data_parallel() -> None:
+    """DistributedDataParallel trains to the same weights with a communication hook on these calls as without."""
+    rank = dist.get_rank()
+
+    def trained(hook: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)).to(home())
+        parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+        if hook is not None:
+            parallel.register_comm_hook(None, hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(10):
+            optimizer.zero_grad()
+            parallel(given(rank, (16, 8), torch.float32, step)).square().mean().backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    def mean(gradient: torch.Tensor) -> Any:
+        work = commdsl.all_reduce(gradient, op="avg", async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    hook = lambda _, bucket: mean(bucket.buffer())  # noqa: E731 - torch reads annotations, and only as classes
+    for found, wanted in zip(trained(hook), trained(None), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def late_work() -> None:
+    """A wait may end before the call does, which goes on; an error waits for who asks, or is logged."""
+    rank, group = dist.get_rank(), impatient()
+    op, x = commdsl.load("alltoall_direct"), given(dist.get_rank(), (4,), torch.float32)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1)
+    work = op(x, group=group, async_op=True)
+    if rank != 1 and home() == "cpu":
+        assert (work.is_completed(), work.exception()) == (False, None)
+        with pytest.raises(TimeoutError, match=r"not over after 0\.1 s; it goes on"):
+            work.wait(0.1)
+    work.wait()
+    dist.barrier()
+    if rank != 1:
+        works = [op(x, group=group, async_op=True) for _ in range(2)]
+        with pytest.raises((commdsl.CommTimeout, commdsl.PeerError)) as caught:
+            works[0].wait()
+        if home() == "cpu":
+            with pytest.raises(type(caught.value)):
+                works[0].get_future().wait()
+            assert isinstance(works[0].exception(), type(caught.value))
+            assert not works[0].is_success()
+            heard: list[str] = []
+            logger, handler = logging.getLogger("commdsl"), logging.Handler()
+            handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]  # a listener
+            logger.addHandler(handler)
+            del works
+            logger.removeHandler(handler)
+            assert len(heard) == 1
+            assert "nobody waited for a call that failed" in heard[0]
+    commdsl.reset(group)
 
 
 def subgroup() -> None:
@@ -351,6 +430,9 @@ CASES = (
     fake_tensors,
     released,
     patience,
+    work_of_torch,
+    data_parallel,
+    late_work,
     absent_rank,
     absent_at_setup,
 )

@@ -16,7 +16,7 @@ from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.selection import COLLECTIVES, Choice
 from commdsl.runtime import collective_ops, given, groups, menu
 from commdsl.runtime.given import Reduction
-from commdsl.runtime.work import Work
+from commdsl.runtime.work import CopyBack
 
 
 def all_reduce(x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_op: bool = False) -> Any:
@@ -42,7 +42,7 @@ def all_reduce_(x: torch.Tensor, op: Reduction = "sum", group: Any = None, async
     traced = _is_traced("all_reduce_", x)
     if async_op:
         collective_ops.refuse_gradient(x)
-        return _CopyBack(x, menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=True))
+        return CopyBack(x, menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=True))
     if traced:
         _ops().all_reduce_(x, groups.name_of(group), given.reduction(op))
     else:
@@ -152,19 +152,3 @@ def _ops() -> Any:
     else:
         collective_ops.library()
     return torch.ops.commdsl_collectives
-
-
-class _CopyBack:
-    """The Work of an in-place call: the tensor has its result once it was waited for."""
-
-    def __init__(self, x: torch.Tensor, work: Work) -> None:
-        self._x = x
-        self._work = work
-
-    def wait(self) -> torch.Tensor:
-        result = self._work.wait()
-        assert isinstance(result, torch.Tensor)
-        return self._x.copy_(result)
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()

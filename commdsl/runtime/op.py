@@ -124,7 +124,7 @@ class Op:
                 event.record(side)
             for tensor in inputs:
                 tensor.record_stream(side)
-            return DeviceWork(result, event, comm)
+            return DeviceWork(result, event, side, comm)
         assert isinstance(comm, HostCommunicator)
         grad = torch.is_grad_enabled()
 

@@ -33,6 +33,8 @@ CASES = (
     cases.collectives,
     cases.in_place,
     cases.asynchronous,
+    cases.work_of_torch,
+    cases.data_parallel,
     cases.gradients,
     cases.opcheck,
     cases.compiled,
