@@ -389,7 +389,8 @@ def absent_at_setup() -> None:
     op = commdsl.load("allreduce_twoshot")
     x = everyone((10,), torch.float32)
     if rank != 2:
-        with pytest.raises(RendezvousError, match="rank 2"):
+        # The first whose time is up says so, and the others do not wait for theirs.
+        with pytest.raises((RendezvousError, commdsl.PeerError), match="rank 2"):
             op(x[rank], group=group)
     commdsl.reset(group)
     same(op(x[rank], group=group), combined(x, "sum"))
