@@ -64,11 +64,8 @@ class Commdsl:
 
     def average_gradients(self, model: DistributedDataParallel, group: Any) -> None:
         def average(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            gradients = bucket.buffer()
-            commdsl.all_reduce_(gradients, op="avg", group=group)
-            done = torch.futures.Future(devices=[gradients.device] if gradients.is_cuda else None)
-            done.set_result(gradients)
-            return done
+            work = commdsl.all_reduce(bucket.buffer(), op="avg", group=group, async_op=True)
+            return work.get_future().then(lambda done: done.value()[0])
 
         model.register_comm_hook(group, average)
 
