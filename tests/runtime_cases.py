@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import commdsl
 from commdsl.runtime import groups
 from commdsl.runtime.errors import (
+    AgreementError,
     BrokenGroupError,
     GradientError,
     GroupError,
@@ -361,6 +362,20 @@ def patience() -> None:
     assert found == [77.0, float(kept)]
 
 
+def compared() -> None:
+    """With COMMDSL_DEBUG=1 ranks compare their calls through the group's store, too."""
+    kept = dict(os.environ)
+    os.environ["COMMDSL_DEBUG"] = "1"
+    group, op = dist.new_group(), commdsl.load("alltoall_direct")
+    for _ in range(3):
+        op(torch.zeros(4, device=home()), group=group)
+    with pytest.raises(AgreementError, match=r"call 3 of .*float32\[8\].*runtime_cases\.py"):
+        op(torch.zeros(8 if dist.get_rank() == 2 else 4, device=home()), group=group)
+    op(torch.zeros(4, device=home()), group=group)
+    os.environ.clear()
+    os.environ.update(kept)
+
+
 def absent_rank() -> None:
     """Rank 1 stays away from one call; the others learn its name, and after a reset all go on."""
     rank, group = dist.get_rank(), impatient()
@@ -434,6 +449,7 @@ CASES = (
     work_of_torch,
     data_parallel,
     late_work,
+    compared,
     absent_rank,
     absent_at_setup,
 )

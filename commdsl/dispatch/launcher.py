@@ -133,6 +133,7 @@ class Launcher:
         comm = self._comm
         comm.refuse_if_broken()
         comm.check()
+        comm.compare(f"`{self.plan.name}` for {way.value}")
         if self._launches.is_closed:
             raise DispatchError(f"`{self.plan.name}` was released")
         if not way.goes:

@@ -207,6 +207,7 @@ class Experts:
     def _ready(self, launches: Launches, *tensors: torch.Tensor) -> None:
         self._comm.refuse_if_broken()
         self._comm.check()
+        self._comm.compare(f"`{launches.plan.name}`")
         if launches.is_closed:
             raise DispatchError(f"`{self.plan.name}` was released")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

@@ -23,7 +23,7 @@ class Config:
 
     cache_dir: Path | None  # COMMDSL_CACHE_DIR, else the user's folder for caches; None: there is no home for one
     timeout: float | None  # COMMDSL_TIMEOUT: seconds that a wait for another rank may take; None: its group says
-    debug: bool  # COMMDSL_DEBUG: debug information and no optimization in the host build, line numbers in the GPU build
+    debug: bool  # COMMDSL_DEBUG: ranks compare each call; debug information in builds, and none optimized on the host
     cxx: str  # CXX: the host compiler, empty when not set
     transport: str = "peer"  # COMMDSL_TRANSPORT: "peer", or "nvshmem": kernels that reach far ranks, too
     nodes: tuple[

@@ -16,6 +16,7 @@ process that only checks schedules must not pay for torch.
     workspace     where the calls of one Program run
     pool          symmetric memory -> results, which give it back
     setups        what ranks are about to set up -> their agreement, or both sides
+    compared      calls, before they are made -> the ranks' agreement, for debugging
     communicator  one rank's end of a group
     launches      a Plan of rows -> launches of it, whatever says where rows go
     gpus          what GPUs can do for each other, tried

@@ -41,6 +41,10 @@ class Bootstrap(Protocol):
         """The value, None while nobody has put it."""
         ...
 
+    def drop(self, key: str) -> None:
+        """Nobody reads that key any more."""
+        ...
+
 
 def exchange(
     bootstrap: Bootstrap,
@@ -117,6 +121,9 @@ class StoreBootstrap:
         name = f"{self.prefix}/{key}"
         return bytes(self.store.get(name)) if self.store.check([name]) else None
 
+    def drop(self, key: str) -> None:
+        self.store.delete_key(f"{self.prefix}/{key}")
+
 
 @dataclass(frozen=True, slots=True)
 class Life:
@@ -142,6 +149,9 @@ class Life:
 
     def get(self, key: str) -> bytes | None:
         return self.bootstrap.get(f"{self.kind}/{self.number}/{key}")
+
+    def drop(self, key: str) -> None:
+        self.bootstrap.drop(f"{self.kind}/{self.number}/{key}")
 
     def end(self) -> None:
         self.bootstrap.put(f"{self.kind}/lives/{self.rank}", str(self.number + 1).encode())
@@ -176,6 +186,10 @@ class ThreadBootstrap:
     def get(self, key: str) -> bytes | None:
         with self.board.lock:
             return self.board.values.get(key)
+
+    def drop(self, key: str) -> None:
+        with self.board.lock:
+            self.board.values.pop(key, None)
 
 
 Exchange = Callable[[str, bytes], tuple[bytes, ...]]

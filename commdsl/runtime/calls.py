@@ -61,6 +61,10 @@ class Bound:
         start = self._start
         return start is not None and not start.workspace.is_closed and behind is self._owner()
 
+    @property
+    def compares(self) -> bool:
+        return self._communicator.compares
+
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Starts it and returns the new tensors."""
         communicator = self._communicator

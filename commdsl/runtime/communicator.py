@@ -20,6 +20,7 @@ from commdsl.program.desk import desk_bytes
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, exchange, life
+from commdsl.runtime.compared import Compared, user_line
 from commdsl.runtime.desk import Desk, Notice
 from commdsl.runtime.error_page import ErrorPage
 from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError, PeerError, RendezvousError
@@ -69,6 +70,7 @@ class Communicator(ABC):
         self.gone: set[int] = set()
         self._interrupted_until = 0.0
         self._polls = itertools.count().__next__
+        self._compared = self._comparing()
         self._generation = 0
         self._setups = 0  # of this generation: ranks meet at each
         self.numbers = itertools.count()  # what this rank made, to tell it apart
@@ -85,6 +87,30 @@ class Communicator(ABC):
         """Every rank's value; `what` they come for, in words, if one does not. Raises RendezvousError, PeerError."""
         key = f"{self._generation}/{key}"
         return exchange(self.bootstrap, key, value, seconds or self.timeout, what, self._ended)
+
+    @property
+    def compares(self) -> bool:
+        """Whether ranks compare each call before they make it (COMMDSL_DEBUG)."""
+        return self._compared is not None
+
+    def compare(self, call: str, line: str = "") -> None:
+        """Collective where ranks compare: AgreementError unless all are about to make this call. `line`: the user's."""
+        if self._compared is None:
+            return
+        self.refuse_if_broken()
+        try:
+            self._compared.compare(call, line or user_line())
+        except AgreementError:
+            raise  # on every rank, and before anything was sent
+        except BaseException as error:
+            self.fail(error, call)
+            raise
+
+    def _comparing(self) -> Compared | None:
+        def drop(key: str) -> None:
+            self.bootstrap.drop(f"{self._generation}/{key}/{self.rank}")
+
+        return Compared(self.name, self.rank, self.exchange, drop) if self.config.debug else None
 
     # --- what the watcher says ----------------------------------------------------------------------------------------
 
@@ -253,6 +279,7 @@ class Communicator(ABC):
                     self.workspaces.pop(key).close()
             self.desk.reset()
             self._setups = 0
+            self._compared = self._comparing()
             self.broken = None
             meet("done", b"")
 

@@ -18,6 +18,7 @@ from commdsl.program.plan import Plan
 from commdsl.program.sizes import HOST_MAX_LANES, host_launch, touched
 from commdsl.runtime.bootstrap import Board, Bootstrap, Exchange
 from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.compared import user_line
 from commdsl.runtime.desk import ordinary_notice
 from commdsl.runtime.error_page import ordinary_page
 from commdsl.runtime.errors import GroupError
@@ -37,6 +38,7 @@ class HostCommunicator(Communicator):
         # Calls with async_op=True run here, one after another.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="commdsl", initializer=self._name_worker)
         self._worker = 0
+        self._line = ""  # the user's, of the call that the worker makes
         self._last: Future[Any] | None = None
         hosts = {host for (host,) in self.members("host", socket.gethostname())}
         if len(hosts) > 1:
@@ -77,15 +79,21 @@ class HostCommunicator(Communicator):
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Starts a call behind those submitted before."""
-        future = self._executor.submit(self._called, call)
+        future = self._executor.submit(self._called, call, user_line() if self.compares else "")
         self._last = future
         return future
 
-    def _called(self, call: Callable[[], T]) -> T:
+    def _called(self, call: Callable[[], T], line: str) -> T:
         """A call that was submitted before the group broke ends as the one that broke it."""
         if self.broken is not None:
             raise self.broken
+        self._line = line
         return call()
+
+    def compare(self, call: str, line: str = "") -> None:
+        if self.compares:
+            self.drain()
+            super().compare(call, line or (self._line if threading.get_ident() == self._worker else ""))
 
     def close(self) -> None:
         super().close()

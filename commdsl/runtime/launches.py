@@ -36,6 +36,7 @@ class Launches:
         `terms` have to be the same on all ranks: AgreementError (C964) otherwise.
         """
         self.plan = plan
+        comm.compare(f"the set-up of `{plan.name}`")
         self.number = next(comm.numbers)
         self._comm, self._emitted = comm, emitted
         self._key = f"{self.number}/{emitted.identity}"

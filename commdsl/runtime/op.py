@@ -164,6 +164,7 @@ class Op:
         functions_of = by_name(self.name, visits.plan, known)
         key: tuple[object, ...] = ("visits", name, op)
         key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs)
+        groups.of(name, inputs[0].device).compare(tensors.described(f"{self.name}.visit", inputs, op))
         found = self._visiting.get(key)
         if found is None or behind is None or not found.serves(behind):
             found = self._prepare_visits(inputs, name, op)
@@ -226,6 +227,8 @@ class Op:
             if len(self._calls) >= MAX_KEPT:
                 self._calls.clear()
             self._calls[key] = call
+        elif call.compares:
+            groups.of(name, first.device).compare(tensors.described(self.name, inputs, given.reduction(op)))
         return call(inputs)
 
     def _prepare(self, inputs: tuple[torch.Tensor, ...], name: str, op: Reduction, in_place: bool) -> Bound:
@@ -234,6 +237,7 @@ class Op:
         comm = groups.of(name, inputs[0].device)
         comm.refuse_if_broken()
         comm.check()
+        comm.compare(tensors.described(self.name, inputs, op))
         known = self.program(comm.size, comm.transport)
         signature = known.signature
         chosen = signature.in_place if in_place else None

@@ -93,3 +93,9 @@ def _stacked(port: Port, block: list[Any]) -> list[Any]:
     else:
         shape = [port.blocks]
     return [port.stack, *shape] if port.stack else shape
+
+
+def described(name: str, inputs: Sequence[torch.Tensor], op: str) -> str:
+    """A call in words, as ranks compare it."""
+    shapes = (f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in inputs)
+    return f"`{name}` of {', '.join(shapes)} by {op}"
