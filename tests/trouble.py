@@ -1,7 +1,7 @@
 """What a rank does while another one is in trouble, and what it says of it afterwards.
 
 Assumes Linux. Ranks are forked from a server that has imported what they need, so that many jobs of a few ranks are
-quick. Does not judge: the tests do.
+quick; on the processor, or on GPUs. Does not judge: test_trouble.py and gpu/run_trouble.py do.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,10 @@ from commdsl.runtime.errors import PeerError
 RANKS = 3
 PATIENCE = 60.0
 """Seconds until a time-out: far more than any of these jobs may take."""
+
+
+NAP = 3.0
+"""How long a rank oversleeps."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +48,41 @@ class Said:
     left: list[str] = field(default_factory=list)  # threads and descriptors that were not there before the job
 
 
-Job = Callable[[int], None]
-"""What a rank does, given its number, until something goes wrong."""
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place in a job."""
+
+    rank: int
+    device: str
+
+    def ones(self, count: int) -> torch.Tensor:
+        return torch.ones(count, device=self.device)
 
 
-def ranks_of(job: Job, folder: Path) -> Iterator[list[tuple[mp.process.BaseProcess, Connection]]]:
+Job = Callable[[Seat], None]
+"""What a rank does until something goes wrong."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where a job runs."""
+
+    ranks: int = RANKS
+    device: str = "cpu"
+    patience: float = PATIENCE
+
+
+Ranks: TypeAlias = list[tuple[mp.process.BaseProcess, Connection]]
+
+
+def ranks_of(job: Job, folder: Path, table: Table = Table()) -> Iterator[Ranks]:
     """The processes of a job, each with the end where it says first that it begins, and at last what it has to say."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "commdsl.runtime.load"])
     found = []
-    for rank in range(RANKS):
+    for rank in range(table.ranks):
         here, there = context.Pipe()
-        process = context.Process(target=_run, args=(job, rank, str(folder / "store"), there), daemon=True)
+        process = context.Process(target=_run, args=(job, rank, table, str(folder / "store"), there), daemon=True)
         process.start()
         there.close()
         found.append((process, here))
@@ -78,18 +106,23 @@ def heard(pipe: Connection, seconds: float) -> Said:
     return said
 
 
-def _run(job: Job, rank: int, store: str, pipe: Connection) -> None:
+def _run(job: Job, rank: int, table: Table, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    os.environ["COMMDSL_TIMEOUT"] = str(PATIENCE)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    os.environ["COMMDSL_TIMEOUT"] = str(table.patience)
+    found = dist.FileStore(store, table.ranks)
+    seat = Seat(rank, table.device)
+    if table.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        seat.ones(1)
+    dist.init_process_group("gloo", store=found, rank=rank, world_size=table.ranks)
     dist.barrier()
     before = _held()
     commdsl.load("allreduce_ring")  # so that a job begins with what it is about
-    commdsl.load("allreduce_oneshot")(torch.ones(100))  # from here on ranks know each other's processes
+    commdsl.load("allreduce_oneshot")(seat.ones(100))  # from here on ranks know each other's processes
     pipe.send("begins")
     error: BaseException | None = None
     try:
-        job(rank)
+        job(seat)
     except BaseException as caught:
         error = caught
     at = time.monotonic()
@@ -121,20 +154,38 @@ def _soon(before: set[str]) -> set[str]:
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
-def waits_in_setup(rank: int) -> None:
-    """Rank 1 never comes to the first call of another op."""
-    if rank == 1:
+def waits_in_setup(seat: Seat) -> None:
+    """Rank 1 never comes to the first call of an op."""
+    if seat.rank == 1:
         time.sleep(PATIENCE)
-    commdsl.load("allreduce_ring", ranks=RANKS)(torch.ones(100))
+    commdsl.load("allreduce_ring")(seat.ones(100))
 
 
-def calls(rank: int) -> None:
+def waits_in_call(seat: Seat) -> None:
+    """Rank 1 makes one call less than the others."""
+    op = commdsl.load("allreduce_oneshot")
+    if seat.rank == 1:
+        time.sleep(PATIENCE)
+    op(seat.ones(100))
+    op.synchronize()
+
+
+def waits_for_work(seat: Seat) -> None:
+    """As `waits_in_call`, the call on another thread, or stream."""
+    op = commdsl.load("allreduce_oneshot")
+    if seat.rank == 1:
+        time.sleep(PATIENCE)
+    op(seat.ones(100), async_op=True).wait()
+    op.synchronize()
+
+
+def calls(seat: Seat) -> None:
     """Calls without end: of several sizes, some of them started and waited for later, and now and then a new set-up."""
     known = [commdsl.load("allreduce_oneshot")]
     names = itertools.cycle(("allreduce_ring", "allreduce_twoshot", "alltoall_direct"))
     for number in itertools.count():
         op = known[number % len(known)]
-        x = torch.ones(3 * (1 + number * 37 % 5000))
+        x = seat.ones(12 * (1 + number * 37 % 5000))
         if number % 3:
             op(x)
         else:
@@ -148,27 +199,31 @@ def calls(rank: int) -> None:
                 known.pop().release()
 
 
-def waits_in_call(rank: int) -> None:
-    """Rank 1 makes one call less than the others."""
-    op = commdsl.load("allreduce_oneshot")
-    if rank == 1:
-        time.sleep(PATIENCE)
-    op(torch.ones(100))
-
-
-def waits_for_work(rank: int) -> None:
-    """As `waits_in_call`, the call on a thread of its own."""
-    op = commdsl.load("allreduce_oneshot")
-    if rank == 1:
-        time.sleep(PATIENCE)
-    op(torch.ones(100), async_op=True).wait()
-
-
-def leaves(rank: int) -> None:
+def leaves(seat: Seat) -> None:
     """Rank 1 makes all its calls and is gone, without a word; the others have still to read what it sent."""
     op = commdsl.load("allreduce_oneshot")
     for _ in range(50):
-        op(torch.ones(100))
-    if rank == 1:
+        op(seat.ones(100))
+    op.synchronize()
+    if seat.rank == 1:
         os._exit(0)
     time.sleep(0.5)
+
+
+def oversleeps(seat: Seat) -> None:
+    """Rank 1 comes when the others have given up: its call fails as theirs did. After a reset all go on."""
+    op = commdsl.load("allreduce_oneshot")
+    if seat.rank == 1:
+        time.sleep(NAP)
+    failed: Exception | None = None
+    try:
+        op(seat.ones(100))
+        op.synchronize()
+    except (PeerError, commdsl.CommTimeout) as error:
+        failed = error
+    commdsl.reset()
+    found = op(seat.ones(100))
+    op.synchronize()
+    assert found.unique().tolist() == [dist.get_world_size()]
+    if failed is not None:
+        raise failed
