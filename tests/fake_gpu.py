@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 from engine_order import Command
+from fake_driver import FakeDriver
 
 from commdsl.build import host, nvrtc
 from commdsl.build.emit import Emitted
@@ -33,9 +34,10 @@ from commdsl.machine.config import Config, from_environment
 from commdsl.program.arguments import FAR
 from commdsl.program.memory import Transport
 from commdsl.program.moves import BLOCK_SHARED_BYTES
-from commdsl.runtime import device, groups
+from commdsl.runtime import device, far, groups
 
 CONTEXT = 0xC0DE
+ARENA_BYTES = 128 << 20  # NVSHMEM_SYMMETRIC_SIZE
 SHARED_BYTES = 48 * 1024  # of a launch, where a function was not allowed more
 
 
@@ -110,9 +112,11 @@ class FakeGpu:
         self.major = major
         self.launched_with: set[int] = set()  # bytes of shared memory
         self.initialised_modules: list[int] = []
-        self.freed = 0
+        self.freed = 0  # arenas of NVSHMEM
         self.built: list[tuple[Transport, str]] = []
         self.transport = "peer"
+        self.share_gpus = False
+        self.driver = FakeDriver()
         self.nodes: tuple[int, ...] = ()
         self.nodes_of: dict[int, tuple[int, ...]] = {}  # by rank, in place of those of all
         self.context = CONTEXT
@@ -184,7 +188,7 @@ class FakeGpu:
             "nvshmem.bindings": bindings,
             "cuda": SimpleNamespace(),
             "cuda.core": SimpleNamespace(Device=lambda _: SimpleNamespace(set_current=lambda: None)),
-            "cuda.bindings": SimpleNamespace(runtime=self._runtime()),
+            "cuda.bindings": SimpleNamespace(runtime=self._runtime(), driver=self.driver),
         }
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
@@ -195,13 +199,16 @@ class FakeGpu:
         patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
         patch.setattr(groups, "_make", self._communicator)
         patch.setattr(nvrtc, "build", self._build)
-        patch.setattr(device._World, "members", None)
+        patch.setattr(far._Started, "arenas", {})
 
     def _communicator(self, name: str, member: Any, _: torch.device) -> device.DeviceCommunicator:
         """A tensor of the processor leads to the GPU; what waits there waits for two seconds."""
         nodes = self.nodes_of.get(member.bootstrap.rank, self.nodes)
-        config = replace(from_environment(), transport=self.transport, nodes=nodes, timeout=2.0)
-        return device.DeviceCommunicator(name, member.bootstrap, config, torch.device("cuda", 0))
+        config = replace(
+            from_environment(), transport=self.transport, nodes=nodes, timeout=2.0, arena_bytes=ARENA_BYTES
+        )
+        config = replace(config, share_gpus=self.share_gpus)
+        return device.DeviceCommunicator(name, member.bootstrap, config, torch.device("cuda", 0), member.world)
 
     def _build(self, emitted: Emitted, defines: Any, config: Config, arch: str) -> Path:
         self.built.append((emitted.transport, arch))

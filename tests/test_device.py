@@ -10,15 +10,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
+from fake_gpu import ARENA_BYTES, FakeGpu  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402
 from commdsl.program.memory import Transport  # noqa: E402
-from commdsl.runtime import calls, groups  # noqa: E402
+from commdsl.runtime import calls, far, groups  # noqa: E402
 from commdsl.runtime import op as runtime_op  # noqa: E402
 from commdsl.runtime.bootstrap import Board, ThreadBootstrap  # noqa: E402
 from commdsl.runtime.device import DeviceCommunicator  # noqa: E402
-from commdsl.runtime.errors import BrokenGroupError, CaptureError, DeviceError, GroupError  # noqa: E402
+from commdsl.runtime.errors import BrokenGroupError, CaptureError, DeviceError, GroupError, HeapError  # noqa: E402
 
 RANKS = 2
 
@@ -82,10 +82,13 @@ def test_calls(gpu: FakeGpu, transport: str, nodes: tuple[int, ...]) -> None:
     def body(rank: Rank) -> None:
         for _ in range(3):
             rank.call()
-        rank.comm.release()
+        rank.comm.close()
 
     run(gpu, body)
-    assert gpu.freed == RANKS
+    assert not gpu.driver.mapped
+    for arena in far._Started.arenas.values():
+        arena.take("all", ARENA_BYTES - ARENA_BYTES // far.KEPT)
+    assert len(far._Started.arenas) == (RANKS if used is Transport.NVSHMEM else 0)
     assert set(gpu.built) == {(used, "sm_90")}
     assert len(gpu.initialised_modules) == (RANKS if used is Transport.NVSHMEM else 0)
 
@@ -106,7 +109,7 @@ def test_ranks_that_do_not_agree_who_is_far(gpu: FakeGpu) -> None:
 def test_nodes_of_another_number_of_ranks(gpu: FakeGpu) -> None:
     """COMMDSL_NODES that speaks of more ranks than the group has is refused when the group is set up."""
     gpu.nodes = (0, 0, 1)
-    with pytest.raises(GroupError, match=r"says where 3 ranks are; group `.*` has 2"):
+    with pytest.raises(GroupError, match=r"says where 3 ranks are; there are 2 in all"):
         run(gpu, lambda rank: rank.call())
 
 
@@ -334,6 +337,74 @@ def test_two_ranks_on_one_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: replace_uuid(same(0)))
     with pytest.raises(GroupError, match="set_device"):
         run(gpu, lambda rank: rank.call())
+
+
+def test_ranks_that_share_a_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With COMMDSL_SHARE_GPUS they are let."""
+    same = torch.cuda.get_device_properties
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: replace_uuid(same(0)))
+    gpu.share_gpus = True
+    run(gpu, lambda rank: rank.call())
+
+
+@pytest.mark.parametrize("nodes", [(0, 1), (0, 0)])
+def test_places_of_their_own(gpu: FakeGpu, nodes: tuple[int, ...]) -> None:
+    """Far or near, a rank's part of a heap is where that rank has room, and each knows where the others' are."""
+    gpu.transport, gpu.nodes = "nvshmem", nodes
+
+    def body(rank: Rank) -> None:
+        first = rank.comm._arena().take("another's", 4096 * (1 + 5 * rank.rank))
+        rank.call()
+        other = commdsl.load("allgather_ring", ranks=RANKS)
+        assert torch.equal(other(rank.x, group=rank.name), torch.tensor([1.0, 2.0]).repeat_interleave(1000))
+        (heap, _) = (workspace.heap for workspace in rank.comm.workspaces.values())
+        (own, peer) = (heap.addresses[one] - rank.comm._arena().own for one in (rank.rank, 1 - rank.rank))
+        assert own - first == 4096 * (1 + 5 * rank.rank)
+        if len(set(nodes)) > 1:
+            assert peer - first == 4096 * (6 - 5 * rank.rank)
+
+    run(gpu, body)
+
+
+def test_memory_of_a_peer_that_let_go(gpu: FakeGpu) -> None:
+    """What a rank has of NVSHMEM's memory is used again when its peers have let go of that heap, too."""
+    gpu.transport = "nvshmem"
+    met = threading.Barrier(RANKS)
+
+    def body(rank: Rank) -> None:
+        rank.call()
+        (workspace,) = rank.comm.workspaces.values()
+        arena = rank.comm._arena()
+        place = workspace.heap.addresses[rank.rank] - arena.own
+        met.wait()
+        if rank.rank == 0:
+            rank.comm.release()
+            assert arena.take("next", 4096) > place
+        met.wait()
+        if rank.rank == 1:
+            rank.comm.release()
+        met.wait()
+        assert arena.take("next", 4096) == place
+
+    run(gpu, body)
+
+
+@pytest.mark.parametrize("transport", ["peer", "nvshmem"])
+def test_no_memory(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    """A rank that has no room says how much it wanted and had; its peer says so, too, instead of waiting for it."""
+    gpu.transport = transport
+    create, room = gpu.driver.cuMemCreate, far.Room.take
+    monkeypatch.setattr(gpu.driver, "cuMemCreate", lambda *given: create(*given) if gpu.here.rank else (2, 0))
+    monkeypatch.setattr(far.Room, "take", lambda self, size: room(self, size) if gpu.here.rank else None)
+    own = r"takes \d+ bytes .*of whose 5 bytes 3 are free" if transport == "peer" else "NVSHMEM_SYMMETRIC_SIZE sets"
+
+    def body(rank: Rank) -> None:
+        with pytest.raises(HeapError, match=own) as caught:
+            rank.call()
+        assert ("rank 0 of this group has no memory" in str(caught.value)) == (rank.rank == 1)
+
+    run(gpu, body)
+    assert not gpu.driver.mapped
 
 
 def replace_uuid(properties: object) -> object:

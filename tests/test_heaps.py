@@ -85,7 +85,7 @@ def test_descriptors_go_round(size: int) -> None:
     own = [memory_with(f"of rank {rank}".encode()) for rank in range(size)]
     before, tell = descriptors(), ends(size)
 
-    found = at_once(size, lambda rank: pass_round(own[rank], rank, tell[rank], 5.0))
+    found = at_once(size, lambda rank: pass_round(own[rank], rank, tell[rank]))
 
     assert descriptors() == before + size * size
     for passed in found:
@@ -98,25 +98,27 @@ def test_descriptors_go_round(size: int) -> None:
 @pytest.mark.parametrize(
     ("listens", "kind", "message"),
     [
-        (True, RendezvousError, "waited 0.3 s for the memory of ranks 2"),
-        (False, GroupError, "cannot pass memory to rank [012]: Connection refused"),
+        (True, RendezvousError, "waited 0.3 s for rank 2"),
+        (False, GroupError, "rank [01] cannot pass memory to rank 2: Connection refused"),
     ],
 )
 def test_descriptors_that_do_not_come(listens: bool, kind: type[Exception], message: str) -> None:
-    """A rank that passes nothing, or is not to be reached, is named, and what came is given back."""
+    """A rank that ends before it passes anything, or is not to be reached, is named, and what came is given back."""
     own = [memory_with(b"") for _ in range(3)]
-    before, tell = descriptors(), ends(3)
+    before, tell = descriptors(), ends(3, 0.3)
 
     def body(rank: int) -> None:
         if rank < 2:
-            pass_round(own[rank], rank, tell[rank], 0.3)
+            pass_round(own[rank], rank, tell[rank])
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
             door.bind(b"")  # a name that the system chooses
             if listens:
                 door.listen()
             tell[rank]("doors", door.getsockname())
-            time.sleep(1.0)
+            if not listens:
+                tell[rank]("handed", b"")
+            time.sleep(0.6)
 
     found = at_once(3, body)
 
@@ -144,7 +146,7 @@ def test_heaps_of_processes_are_one_memory() -> None:
     """What a rank writes into a part all see, as long as one of them has it; nothing stays open."""
     extent, before = Extent.whole("x", 5000), descriptors()
     tell = ends(3)
-    heaps = at_once(3, lambda rank: SharedHeap(extent, rank, tell[rank], 5.0))
+    heaps = at_once(3, lambda rank: SharedHeap(extent, rank, tell[rank]))
 
     assert descriptors() == before
     for rank, heap in enumerate(heaps):
@@ -217,7 +219,7 @@ def test_no_memory() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         for size in (1 << 19, 1 << 21, 1 << 50):
             try:
-                SharedHeap(Extent.whole("ring", size), 0, lambda key, value: (value,), 1.0)
+                SharedHeap(Extent.whole("ring", size), 0, lambda key, value: (value,))
                 print("made")
             except MemoryError as error:
                 print(error)
@@ -236,9 +238,11 @@ def test_ranks_that_are_killed_leave_nothing(tmp_path: Path) -> None:
         import time
         from commdsl.runtime.heap import Extent, SharedHeap
         def tell(key, value):
-            print(key, flush=True)
-            time.sleep(60)
-        SharedHeap(Extent.whole("ring", 64 << 20), 0, tell, 60.0)
+            if key == "doors":
+                print(key, flush=True)
+                time.sleep(60)
+            return (value,)
+        SharedHeap(Extent.whole("ring", 64 << 20), 0, tell)
         """,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )

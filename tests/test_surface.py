@@ -109,7 +109,7 @@ def test_logging(caplog: pytest.LogCaptureFixture) -> None:
 
     menu.cache_clear()
     with caplog.at_level(logging.DEBUG, "commdsl"):
-        menu("all_gather", 2, torch.device("cpu"), 0).op(4096)
+        menu("all_gather", 2, torch.device("cpu"), 0, False).op(4096)
 
     (said,) = (record for record in caplog.records if record.name.startswith("commdsl"))
     assert said.levelno == logging.DEBUG

@@ -16,6 +16,8 @@ from commdsl.machine.errors import ConfigError
 DEFAULT_TIMEOUT = 30.0
 """Seconds that a wait may take where no process group says: of ranks that are threads, or that a tool runs."""
 
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -26,14 +28,14 @@ class Config:
     debug: bool  # COMMDSL_DEBUG: ranks compare each call; debug information in builds, and none optimized on the host
     cxx: str  # CXX: the host compiler, empty when not set
     transport: str = "peer"  # COMMDSL_TRANSPORT: "peer", or "nvshmem": kernels that reach far ranks, too
-    nodes: tuple[
-        int, ...
-    ] = ()  # COMMDSL_NODES: by rank the node it counts as on; empty: one, or with "nvshmem" its own
+    nodes: tuple[int, ...] = ()  # COMMDSL_NODES: by rank of the world the node it counts as on; empty: the hosts say
+    share_gpus: bool = False  # COMMDSL_SHARE_GPUS: several ranks may have one GPU, whose kernels then take turns
+    arena_bytes: int = 1 << 30  # NVSHMEM_SYMMETRIC_SIZE: what a rank has for groups with far peers
     tables: tuple[Path, ...] = ()  # COMMDSL_TABLES: files of `commdsl tune`, looked at before the shipped tables
 
     @property
     def has_far(self) -> bool:
-        """Whether kernels have to reach ranks that plain loads and stores do not."""
+        """Whether kernels are told to reach ranks that plain loads and stores do not."""
         return self.transport == "nvshmem" or len(set(self.nodes)) > 1
 
 
@@ -47,6 +49,8 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         cxx=variables.get("CXX", "").strip(),
         transport=_transport(variables.get("COMMDSL_TRANSPORT", "") or "peer"),
         nodes=_nodes(variables.get("COMMDSL_NODES", "")),
+        share_gpus=_switch("COMMDSL_SHARE_GPUS", variables.get("COMMDSL_SHARE_GPUS", "")),
+        arena_bytes=_bytes("NVSHMEM_SYMMETRIC_SIZE", variables.get("NVSHMEM_SYMMETRIC_SIZE", "") or "1G"),
         tables=tuple(Path(path) for path in variables.get("COMMDSL_TABLES", "").split(os.pathsep) if path),
     )
 
@@ -97,6 +101,20 @@ def _timeout(text: str) -> float | None:
     if not 0.0 < seconds < 1e9:
         raise ConfigError(f"COMMDSL_TIMEOUT is a positive number of seconds, not `{text}`")
     return seconds
+
+
+def _bytes(name: str, text: str) -> int:
+    """As NVSHMEM reads it: `8G`, `512M`, `1.5g` or bytes."""
+    number, scale = text.strip(), 1
+    if number[-1:].upper() in UNITS:
+        number, scale = number[:-1], UNITS[number[-1:].upper()]
+    try:
+        found = float(number) * scale
+    except ValueError:
+        found = math.nan
+    if not 1.0 <= found < 2.0**63:
+        raise ConfigError(f"{name} is a size, as in 512M or 8G, not `{text}`")
+    return int(found)
 
 
 def _switch(name: str, text: str) -> bool:

@@ -1,14 +1,15 @@
 """Runs compiled schedules as torch ops, on the processor or on GPUs.
 
-Assumes torch; on GPUs also cupy and nvshmem4py. Does not compile (`compiler`, `build`). Nothing is imported here: a
-process that only checks schedules must not pay for torch.
+Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several machines. Does not compile (`compiler`,
+`build`). Nothing is imported here: a process that only checks schedules must not pay for torch.
 
     errors        what goes wrong in a call, typed
     program       a file -> Plan, text and the shape of the op, from the cache
     bootstrap     how ranks exchange small values
     descriptors   memory of a rank -> the other processes of its machine
     watch         whose process has ended, and Ctrl-C -> who waits learns of it
-    heap          symmetric memory
+    heap, device_heap   symmetric memory, of processors and of GPUs
+    far           NVSHMEM: started once, one allocation, stretches of it
     error_page    where kernels say who is missing
     desk, failures   what kernels of a group share, by which all give up when one does; a report -> an exception
     kernel, phases, engine   something built -> something that runs one call, by SMs or by the copy engine

@@ -192,5 +192,13 @@ class ThreadBootstrap:
             self.board.values.pop(key, None)
 
 
+@dataclass(frozen=True, slots=True)
+class World:
+    """All processes that a group's ranks are some of."""
+
+    bootstrap: Bootstrap
+    ranks: tuple[int, ...]  # by rank of the group its rank here
+
+
 Exchange = Callable[[str, bytes], tuple[bytes, ...]]
 """`exchange` of one communicator: its bootstrap and time-out are bound."""

@@ -126,7 +126,7 @@ def prepare(
         given.whole("max_bytes", max_bytes, 0)
     ranks, where, found = menu.size(group), device or menu.home(), dict[str, None]()
     for collective in collectives:
-        for chosen in menu.menu(collective, ranks, where, root).up_to(max_bytes):
+        for chosen in menu.of_group(collective, group, where, root).up_to(max_bytes):
             found[chosen.name] = None
             for dtype in dtypes:
                 given.element(dtype)

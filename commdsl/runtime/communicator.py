@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ from commdsl.machine.config import DEFAULT_TIMEOUT, Config
 from commdsl.program.desk import desk_bytes
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
-from commdsl.runtime.bootstrap import Bootstrap, Exchange, exchange, life
+from commdsl.runtime.bootstrap import Bootstrap, Exchange, World, exchange, life
 from commdsl.runtime.compared import Compared, user_line
 from commdsl.runtime.desk import Desk, Notice
 from commdsl.runtime.error_page import ErrorPage
@@ -51,7 +52,14 @@ class Communicator(ABC):
     desk: Desk  # from `open_desk` on
 
     def __init__(
-        self, name: str, bootstrap: Bootstrap, config: Config, errors: ErrorPage, notice: Notice, kind: str
+        self,
+        name: str,
+        bootstrap: Bootstrap,
+        config: Config,
+        errors: ErrorPage,
+        notice: Notice,
+        kind: str,
+        world: World,
     ) -> None:
         """`kind`: cpu or cuda; the communicators of a group for different kinds do not hear each other."""
         self.name = name
@@ -60,9 +68,9 @@ class Communicator(ABC):
         self.bootstrap = life(bootstrap, kind)
         self.config = config
         self.timeout = config.timeout or DEFAULT_TIMEOUT
-        self.nodes = _nodes(name, config, bootstrap.size)
-        self.pe: Sequence[int] = range(bootstrap.size)  # by rank its number in NVSHMEM
-        self.transport = Transport.NVSHMEM if config.has_far else Transport.PEER
+        self.world = world
+        self.nodes = _nodes(config, world)
+        self.transport = self._transport()
         self.lock = threading.RLock()
         self.workspaces: dict[str, Workspace] = {}
         self.broken: BaseException | None = None
@@ -154,8 +162,10 @@ class Communicator(ABC):
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def members(self, key: str, *facts: str) -> list[list[str]]:
-        """What every rank says of itself. Collective: refuses ranks that do not agree on who is near and who is far."""
-        mine = [f"{self.transport.value} {self.nodes}", own_process(), *facts]
+        """What every rank says of itself, its host first. Collective: refuses ranks that do not agree on who is near
+        and who is far. Where no setting says it, hosts are nodes.
+        """
+        mine = [f"{self.transport.value} {self.nodes}", own_process(), socket.gethostname(), *facts]
         told = self.exchange(key, "\n".join(mine).encode(), f"set up group `{self.name}`")
         everyone = [value.decode().split("\n") for value in told]
         for rank, (nodes, *_) in enumerate(everyone):
@@ -167,7 +177,15 @@ class Communicator(ABC):
         self.processes = tuple(process for _, process, *_ in everyone)
         if len(set(self.processes)) > 1:
             watcher().add(self)
+        if not self.config.nodes and self.transport is Transport.PEER:
+            hosts = [host for _, _, host, *_ in everyone]
+            self.nodes = tuple(map(hosts.index, hosts))
+            self.transport = self._transport()
         return [theirs for _, _, *theirs in everyone]
+
+    def _transport(self) -> Transport:
+        far = self.config.transport == "nvshmem" or len(set(self.nodes)) > 1
+        return Transport.NVSHMEM if far else Transport.PEER
 
     def workspace(
         self,
@@ -227,7 +245,7 @@ class Communicator(ABC):
             extent = self.extent(plan, room)
             heap = self.make_heap(extent, lambda part, value: self.exchange(f"{where}/{part}", value, what))
             number = f"{self._generation}/{where}"
-            reach = Reach(self.rank, self.nodes, self.pe)
+            reach = Reach(self.rank, self.nodes, self.world.ranks)
             made = Workspace(plan, number, reach, self.desk, heap, self.errors.take(), self.timeout, explain)
             self.exchange(f"{where}/ready", b"", what)
         except AgreementError:
@@ -276,7 +294,7 @@ class Communicator(ABC):
                 if workspace.number in common:
                     workspace.reset()
                 else:
-                    self.workspaces.pop(key).close()
+                    self._let_go(key)
             self.desk.reset()
             self._setups = 0
             self._compared = self._comparing()
@@ -284,33 +302,29 @@ class Communicator(ABC):
             meet("done", b"")
 
     def release(self, key: str | None = None) -> None:
-        """Collective: frees the symmetric memory of one workspace, or of all. Where a rank is gone or has given up
-        nobody waits for the others: each lets go of what is its own.
+        """Lets go of the symmetric memory of one workspace, or of all, once this rank's kernels are over. The others do
+        the same in their time: the next call is a set-up of all.
         """
         with self.lock:
             self.finish()
             for one in tuple(self.workspaces) if key is None else [key]:
-                found = self.workspaces.pop(one, None)
-                if found is not None:
-                    found.close()
-                    self._part(f"release/{found.number}", f"release `{found.plan.name}`")
-                    found.heap.free()
+                self._let_go(one)
+
+    def _let_go(self, key: str) -> None:
+        found = self.workspaces.pop(key, None)
+        if found is not None:
+            found.close()
+            found.heap.free()
 
     def close(self) -> None:
-        """Collective, the end: frees all its symmetric memory. A later use of the group is a new one."""
+        """The end: lets go of all its symmetric memory. A peer that has not may still tell this rank something: that
+        memory is there as long as one of them has it.
+        """
         self.release()
-        # From here on no kernel of another rank tells this one anything.
-        self._part("closed", f"release group `{self.name}`")
         self.desk.free()
         watcher().remove(self)
         with suppress(RuntimeError):  # of a store whose server has ended
             self.bootstrap.end()
-
-    def _part(self, key: str, what: str) -> None:
-        """The others may still use what this rank lets go of next; where one is gone or has given up, nobody does."""
-        if self.broken is None and not self.gone:
-            with suppress(PeerError):
-                self.exchange(key, b"", what)
 
     def open_desk(self) -> None:
         """Collective, once, when this end of the group can make heaps."""
@@ -351,10 +365,12 @@ class Communicator(ABC):
         """Waits for this rank's kernels."""
 
 
-def _nodes(name: str, config: Config, size: int) -> tuple[int, ...]:
-    """By rank the node it is on: what plain loads and stores reach. All on one, unless the Config says otherwise."""
+def _nodes(config: Config, world: World) -> tuple[int, ...]:
+    """By rank of the group the node it is on: what plain loads and stores reach. All on one, unless the Config says."""
     if not config.nodes:
-        return tuple(range(size)) if config.has_far else (0,) * size
-    if len(config.nodes) != size:
-        raise GroupError(f"COMMDSL_NODES says where {len(config.nodes)} ranks are; group `{name}` has {size}")
-    return config.nodes
+        return tuple(world.ranks) if config.transport == "nvshmem" else (0,) * len(world.ranks)
+    if len(config.nodes) != world.bootstrap.size:
+        raise GroupError(
+            f"COMMDSL_NODES says where {len(config.nodes)} ranks are; there are {world.bootstrap.size} in all"
+        )
+    return tuple(config.nodes[rank] for rank in world.ranks)

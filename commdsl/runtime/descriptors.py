@@ -9,23 +9,24 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from commdsl.runtime.bootstrap import Exchange
-from commdsl.runtime.errors import GroupError, RendezvousError
+from commdsl.runtime.errors import GroupError
+
+SECONDS = 5.0
+"""To take what is there already; more than that nobody needs."""
 
 _RANK = struct.Struct("<I")
 _FD = struct.Struct("i")
 _USER = struct.Struct("iII")  # of SO_PEERCRED: process, user, group
 
 
-def pass_round(descriptor: int, rank: int, exchange: Exchange, timeout: float) -> tuple[int, ...]:
+def pass_round(descriptor: int, rank: int, exchange: Exchange) -> tuple[int, ...]:
     """By rank a descriptor, in this process, of what that rank gave; closing them is the caller's.
 
-    Collective. Raises GroupError where a rank is not to be reached by a socket, and RendezvousError naming the ranks
-    whose descriptor had not come after `timeout` seconds.
+    Collective. Raises GroupError where a rank is not to be reached by a socket, on all ranks alike.
     """
     name = f"\0commdsl-{uuid.uuid4().hex}".encode()
     found = {rank: os.dup(descriptor)}
@@ -34,34 +35,36 @@ def pass_round(descriptor: int, rank: int, exchange: Exchange, timeout: float) -
             door.bind(name)
             door.listen(socket.SOMAXCONN)
             names = exchange("doors", name)
-            # Nobody waits for an answer here, so no order of ranks can be wrong.
-            for peer, theirs in enumerate(names):
-                if peer != rank:
-                    _hand(descriptor, rank, peer, theirs)
-            deadline = time.monotonic() + timeout
+            # What is waited for is what ranks say by `exchange`, which knows who is gone; what they gave is here then.
+            said = exchange("handed", _hand_round(descriptor, rank, names).encode())
+            for text in said:
+                if text:
+                    raise GroupError(text.decode())
+            door.settimeout(SECONDS)
             while len(found) < len(names):
-                door.settimeout(max(deadline - time.monotonic(), 0.001))
                 _take(door, found)
-    except TimeoutError:
-        _close(found)
-        absent = ", ".join(str(peer) for peer in range(len(names)) if peer not in found)
-        raise RendezvousError(f"rank {rank} waited {timeout:g} s for the memory of ranks {absent}") from None
     except BaseException:
-        _close(found)
+        for one in found.values():
+            os.close(one)
         raise
     return tuple(found[peer] for peer in range(len(names)))
 
 
-def _hand(descriptor: int, rank: int, peer: int, name: bytes) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as to:
-        try:
-            to.connect(name)
-            socket.send_fds(to, [_RANK.pack(rank)], [descriptor])
-        except ConnectionError as error:
-            raise GroupError(
-                f"rank {rank} cannot pass memory to rank {peer}: {error.strerror}. It has ended, or is in another "
-                "network namespace (a container of its own): ranks of one machine have to share it"
-            ) from error
+def _hand_round(descriptor: int, rank: int, names: Sequence[bytes]) -> str:
+    """To all others, none of whom has to be waiting. What went wrong, in words."""
+    for peer, name in enumerate(names):
+        if peer == rank:
+            continue
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as to:
+            try:
+                to.connect(name)
+                socket.send_fds(to, [_RANK.pack(rank)], [descriptor])
+            except ConnectionError as error:
+                return (
+                    f"rank {rank} cannot pass memory to rank {peer}: {error.strerror}. It has ended, or is in another "
+                    "network namespace (a container of its own): ranks of one machine have to share it"
+                )
+    return ""
 
 
 def _take(door: socket.socket, found: dict[int, int]) -> None:
@@ -75,8 +78,3 @@ def _take(door: socket.socket, found: dict[int, int]) -> None:
         said, passed, _, _ = connection.recvmsg(_RANK.size, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC)
         if len(said) == _RANK.size and len(passed) == 1:
             found[_RANK.unpack(said)[0]] = _FD.unpack(passed[0][2])[0]
-
-
-def _close(found: Mapping[int, int]) -> None:
-    for descriptor in found.values():
-        os.close(descriptor)

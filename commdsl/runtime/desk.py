@@ -63,5 +63,5 @@ class Desk:
         self._heap.zero()
 
     def free(self) -> None:
-        """Collective."""
+        """This rank lets go."""
         self._heap.free()

@@ -1,19 +1,14 @@
-"""Turns a group into a communicator for one GPU: NVSHMEM's memory, CuPy's modules, kernels on torch's current stream.
+"""Turns a group into a communicator for one GPU: memory that ranks share, CuPy's modules, kernels on torch's stream.
 
-Assumes one process per GPU and all GPUs in one machine. NVSHMEM is started once per process, for the first group that
-needs it; another group has to have the same ranks. Does not synchronize the host, but to set up, reset and free.
+Assumes one process per GPU, but where a setting lets them share one. Does not synchronize the host, but to set up,
+reset and free.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from commdsl.build import nvrtc
@@ -23,13 +18,15 @@ from commdsl.program.desk import notice_bytes
 from commdsl.program.memory import Transport
 from commdsl.program.moves import Protocol
 from commdsl.program.sizes import device_launch
-from commdsl.runtime.bootstrap import Bootstrap, Exchange
+from commdsl.runtime.bootstrap import Bootstrap, Exchange, World
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.desk import Notice
+from commdsl.runtime.device_heap import DeviceHeap, FarHeap
 from commdsl.runtime.engine import EngineKernel
 from commdsl.runtime.error_page import PAGE_BYTES, ErrorPage
-from commdsl.runtime.errors import CaptureError, DeviceError, GroupError, HeapError
-from commdsl.runtime.heap import DeviceHeap, Extent, Heap
+from commdsl.runtime.errors import CaptureError, DeviceError, GroupError
+from commdsl.runtime.far import Arena, arena_of
+from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import DeviceKernel, Kernel, Prepared, Residence, residence_of
 from commdsl.runtime.program import Program
 from commdsl.runtime.stream_order import StreamOrder
@@ -38,13 +35,13 @@ from commdsl.runtime.workspace import Workspace
 
 
 class DeviceCommunicator(Communicator):
-    def __init__(self, name: str, bootstrap: Bootstrap, config: Config, device: torch.device) -> None:
+    def __init__(self, name: str, bootstrap: Bootstrap, config: Config, device: torch.device, world: World) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(f"group `{name}` has to be set up before a capture: call the op once outside it")
         pinned = torch.zeros(PAGE_BYTES, dtype=torch.uint8).pin_memory()
         noted = torch.zeros(notice_bytes(bootstrap.size), dtype=torch.uint8).pin_memory()
         errors, notice = ErrorPage(pinned.numpy(), pinned), Notice(noted.numpy(), noted)
-        super().__init__(name, bootstrap, config, errors, notice, "cuda")
+        super().__init__(name, bootstrap, config, errors, notice, "cuda", world)
         self.index = torch.cuda.current_device() if device.index is None else device.index
         properties = torch.cuda.get_device_properties(self.index)
         self._arch = f"sm_{properties.major}{properties.minor}"
@@ -53,31 +50,29 @@ class DeviceCommunicator(Communicator):
         self.side_stream = torch.cuda.Stream(self.index)  # calls with async_op=True
         # What travels while the caller computes: its few blocks are not to wait for those of the caller's kernels.
         self._beside = torch.cuda.Stream(self.index, priority=-1)
-        self._check_members(str(properties.uuid))
-        self._nvshmem = _start_nvshmem(self, self.index)
         self._gpu = _Gpu(self.index)
+        self._check_members(str(properties.uuid))
         # One for all ops: two kernels at once that both wait for peers could fill the SMs of two ranks crosswise.
         self.order: StreamOrder = StreamOrder(torch, _capture_id)
         self.open_desk()
 
     def _check_members(self, uuid: str) -> None:
-        members = self.members("device", socket.gethostname(), uuid)
-        if len({host for host, _ in members}) > 1:
-            raise GroupError(f"group `{self.name}` spans several machines; commdsl runs on the GPUs of one")
-        if len({device for _, device in members}) < self.size:
+        members = self.members("device", uuid)
+        if len({device for _, device in members}) < self.size and not self.config.share_gpus:
             raise GroupError(
-                f"two ranks of group `{self.name}` are on one GPU: call torch.cuda.set_device(local_rank) first"
+                f"two ranks of group `{self.name}` are on one GPU: call torch.cuda.set_device(local_rank) first, or, "
+                "for a test, set COMMDSL_SHARE_GPUS=1, with which they take turns"
             )
 
     def make_heap(self, extent: Extent, tell: Exchange) -> Heap:
         with torch.cuda.device(self.index):
-            try:
-                return DeviceHeap(extent, self.rank, self.nodes, self._nvshmem.core, self.finish)
-            except Exception as error:
-                raise HeapError(
-                    f"no {extent.size} bytes of symmetric memory for `{extent.name}`: {error}; "
-                    "NVSHMEM_SYMMETRIC_SIZE is read when the first op runs"
-                ) from error
+            self._gpu.bind()
+            if self.transport is Transport.PEER:
+                return DeviceHeap(extent, self.rank, self.index, tell, self.finish)
+            return FarHeap(extent, self.rank, self.nodes, self.world.ranks, self._arena(), tell, self.finish)
+
+    def _arena(self) -> Arena:
+        return arena_of(self.world.bootstrap, self.index, self.config, self.timeout)
 
     def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> DeviceStart:
         workspace = self.workspace(program.plan, program.emitted, program.emitted.identity)
@@ -110,7 +105,7 @@ class DeviceCommunicator(Communicator):
         path = self._build(emitted, macros)
         made = self._modules.get(str(path))
         if made is None:
-            nvshmem = self._nvshmem if emitted.transport is Transport.NVSHMEM else None
+            nvshmem = self._arena().nvshmem if emitted.transport is Transport.NVSHMEM else None
             made = self._modules[str(path)] = DeviceKernel(path, residence, self.index, nvshmem)
         return made
 
@@ -132,7 +127,11 @@ class _Gpu:
     """What a launch asks of the driver and of torch, each with one call."""
 
     def __init__(self, index: int) -> None:
-        import cupy  # where there is a GPU
+        try:
+            import cuda.bindings  # noqa: F401 - missed here, before anything collective
+            import cupy  # where there is a GPU
+        except ImportError as error:
+            raise DeviceError(f"GPUs need `pip install 'commdsl[cuda]'`: {error}") from error
 
         self.index = index
         self.capturing = torch.cuda.is_current_stream_capturing
@@ -193,49 +192,3 @@ def _capture_id(stream: int) -> int | None:
     if error != runtime.cudaError_t.cudaSuccess:
         raise DeviceError(f"cudaStreamGetCaptureInfo: {error!r}")
     return int(number) if status == runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive else None
-
-
-class _World:
-    """NVSHMEM of this process: which processes it joins."""
-
-    members: tuple[bytes, ...] | None = None
-
-
-def _start_nvshmem(communicator: Communicator, device: int) -> Any:
-    """The package nvshmem, with the group's ranks as its PEs."""
-    try:
-        # Where there is a GPU; cupy is missed here, before anything collective, rather than at the first kernel.
-        import cupy  # noqa: F401 - see above
-        import nvshmem.bindings
-        import nvshmem.core
-        from cuda.core import Device
-    except ImportError as error:
-        raise DeviceError(f"GPUs need `pip install 'commdsl[cuda]'`: {error}") from error
-    members = communicator.exchange("process", f"{os.getpid()}".encode(), "start NVSHMEM")
-    if _World.members is not None:
-        if _World.members != members:
-            raise GroupError(
-                "NVSHMEM runs for another group of this process already; a second has to have the same ranks"
-            )
-        return nvshmem
-    Device(device).set_current()
-    first = communicator.rank == 0
-    uid = nvshmem.core.get_unique_id(empty=not first)
-    size = int(np.asarray(uid._data).nbytes)
-    told = communicator.exchange("uid", ctypes.string_at(uid.ptr, size) if first else b"", "start NVSHMEM")[0]
-    ctypes.memmove(uid.ptr, told, size)
-    nvshmem.core.init(
-        device=Device(device), uid=uid, rank=communicator.rank, nranks=communicator.size, initializer_method="uid"
-    )
-    _World.members = members
-    return nvshmem
-
-
-def stop_nvshmem() -> None:
-    """Collective, after every workspace was released."""
-    if _World.members is None:
-        return
-    import nvshmem.core  # where it was started
-
-    nvshmem.core.finalize()
-    _World.members = None

@@ -18,7 +18,8 @@ import torch
 
 from commdsl.machine.config import DEFAULT_TIMEOUT, from_environment
 from commdsl.machine.errors import ArgumentError
-from commdsl.runtime.bootstrap import Board, Bootstrap, StoreBootstrap, ThreadBootstrap
+from commdsl.program.memory import Transport
+from commdsl.runtime.bootstrap import Board, Bootstrap, StoreBootstrap, ThreadBootstrap, World
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import GroupError
@@ -30,6 +31,7 @@ class _Member:
     """Where a name leads: a rank's bootstrap, and what keeps a stale entry from being used."""
 
     bootstrap: Bootstrap
+    world: World
     board: Board | None
     owner: Callable[[], object | None]
     timeout: Callable[[torch.device], float]  # seconds, where COMMDSL_TIMEOUT does not say
@@ -53,7 +55,8 @@ def threads(num_ranks: int) -> tuple[str, ...]:
     number = next(_NUMBERS)
     names = tuple(f"threads{number}:{rank}/{num_ranks}" for rank in range(num_ranks))
     for rank, name in enumerate(names):
-        _THREADS[name] = _Member(ThreadBootstrap(rank, num_ranks, board), board, lambda: board, _short)
+        own = ThreadBootstrap(rank, num_ranks, board)
+        _THREADS[name] = _Member(own, World(own, tuple(range(num_ranks))), board, lambda: board, _short)
     return names
 
 
@@ -109,10 +112,22 @@ def owner_of(name: str) -> Callable[[], object]:
 
 def of(name: str, device: torch.device) -> Communicator:
     """The communicator of a group for one kind of device, made on first use."""
+    return _known(name, resolve(name)[1], device)
+
+
+def reaches_far(group: Any, device: torch.device) -> bool:
+    """Whether kernels of a group have to reach ranks that plain loads and stores of such a device do not; the first
+    time collective, as the group's first call is.
+    """
+    return device.type == "cuda" and _known(*resolve(group), device).transport is Transport.NVSHMEM
+
+
+def _known(name: str, behind: object, device: torch.device) -> Communicator:
+    """`behind`: what the name leads to."""
     key = (name, str(device))
     with _LOCK:
         found = _COMMUNICATORS.get(key)
-    if found is not None and found[0].is_behind(resolve(name)[1]):
+    if found is not None and found[0].is_behind(behind):
         return found[1]
     member = _member(name)
     made = _make(name, member, device)
@@ -136,10 +151,10 @@ def _make(name: str, member: _Member, device: torch.device) -> Communicator:
     config = from_environment()
     config = config if config.timeout is not None else replace(config, timeout=member.timeout(device))
     if device.type == "cpu":
-        return HostCommunicator(name, member.bootstrap, config, member.board)
+        return HostCommunicator(name, member.bootstrap, config, member.board, member.world)
     if member.board is not None:
         raise GroupError("a group of threads runs on the CPU; GPUs take one process each")
-    return DeviceCommunicator(name, member.bootstrap, config, device)
+    return DeviceCommunicator(name, member.bootstrap, config, device, member.world)
 
 
 def _member(name: str) -> _Member:
@@ -152,7 +167,16 @@ def _member(name: str) -> _Member:
     if rank < 0:
         raise GroupError(f"this process is no rank of group `{name}`")
     store, owner = _c10d()._get_process_group_store(group), weakref.ref(group)
-    return _Member(StoreBootstrap(rank, size, store, "commdsl"), None, owner, partial(_patience, owner))
+    own = StoreBootstrap(rank, size, store, "commdsl")
+    return _Member(own, _world(group), None, owner, partial(_patience, owner))
+
+
+def _world(group: Any) -> World:
+    """The default group, and the numbers there of a group's ranks."""
+    distributed = torch.distributed
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    everyone = StoreBootstrap(rank, size, _c10d()._get_default_store(), "commdsl/world")
+    return World(everyone, tuple(distributed.get_process_group_ranks(group)))
 
 
 def _short(device: torch.device) -> float:

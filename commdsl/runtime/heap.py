@@ -13,13 +13,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from commdsl.runtime.bootstrap import Board, Exchange
 from commdsl.runtime.descriptors import pass_round
 from commdsl.runtime.errors import HeapError
 
 PAGE = 4096
+
+Reserved = TypeVar("Reserved")
 
 
 class Heap(Protocol):
@@ -70,6 +72,19 @@ class Extent:
     @property
     def reserved_bytes(self) -> int:
         return sum(length for _, length in self.pages)
+
+
+def together(exchange: Exchange, reserve: Callable[[], Reserved]) -> Reserved:
+    """What a rank reserves, once all have: where one cannot, all raise HeapError, and none waits for it."""
+    try:
+        found = reserve()
+    except HeapError as error:
+        exchange("reserved", str(error).encode())
+        raise
+    for peer, said in enumerate(exchange("reserved", b"")):
+        if said:
+            raise HeapError(f"rank {peer} of this group has no memory for it, and said: {said.decode()}")
+    return found
 
 
 class Part:
@@ -135,11 +150,11 @@ class SharedHeap(_MappedHeap):
     So nothing is left behind by ranks that are killed, and no folder has to be large enough.
     """
 
-    def __init__(self, extent: Extent, rank: int, exchange: Exchange, timeout: float) -> None:
+    def __init__(self, extent: Extent, rank: int, exchange: Exchange) -> None:
         descriptor = os.memfd_create("commdsl")
         try:
-            _reserve(descriptor, extent)
-            passed = pass_round(descriptor, rank, exchange, timeout)
+            together(exchange, lambda: _reserve(descriptor, extent))
+            passed = pass_round(descriptor, rank, exchange)
         finally:
             os.close(descriptor)
         try:
@@ -188,34 +203,3 @@ def _available() -> int:
 
 def _pages(size: int) -> int:
     return -(-max(size, 1) // PAGE) * PAGE
-
-
-class DeviceHeap:
-    """NVSHMEM's symmetric memory; the part of a near peer is a pointer of ours, that of a far one is named by our own.
-
-    `nvshmem` is the module nvshmem.core, initialised with the group's ranks as its PEs. `nodes`: by rank.
-    """
-
-    def __init__(
-        self, extent: Extent, rank: int, nodes: Sequence[int], nvshmem: Any, finish: Callable[[], None]
-    ) -> None:
-        self.reserved_bytes = _pages(extent.size)
-        # Not freed by the garbage collector: freeing is collective, and an exit need not be.
-        self._tensor = nvshmem.bytetensor((self.reserved_bytes,), except_on_del=False)
-        self._nvshmem = nvshmem
-        self._finish = finish
-        self.zero()
-        own = int(self._tensor.data_ptr())
-        buffer, _, _ = nvshmem.tensor_get_buffer(self._tensor)
-        self.addresses = tuple(
-            own if peer == rank or node != nodes[rank] else int(nvshmem.get_peer_buffer(buffer, peer).handle)
-            for peer, node in enumerate(nodes)
-        )
-
-    def zero(self) -> None:
-        self._tensor.zero_()
-        self._finish()
-
-    def free(self) -> None:
-        self._finish()
-        self._nvshmem.free_tensor(self._tensor)

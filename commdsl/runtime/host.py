@@ -5,7 +5,6 @@ Assumes all ranks run on one machine. Does not need the ranks to be processes: t
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -16,7 +15,7 @@ from commdsl.build.host import build
 from commdsl.machine.config import Config
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import HOST_MAX_LANES, host_launch, touched
-from commdsl.runtime.bootstrap import Board, Bootstrap, Exchange
+from commdsl.runtime.bootstrap import Board, Bootstrap, Exchange, World
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.compared import user_line
 from commdsl.runtime.desk import ordinary_notice
@@ -32,15 +31,15 @@ T = TypeVar("T")
 
 
 class HostCommunicator(Communicator):
-    def __init__(self, name: str, bootstrap: Bootstrap, config: Config, board: Board | None) -> None:
-        super().__init__(name, bootstrap, config, ordinary_page(), ordinary_notice(bootstrap.size), "cpu")
+    def __init__(self, name: str, bootstrap: Bootstrap, config: Config, board: Board | None, world: World) -> None:
+        super().__init__(name, bootstrap, config, ordinary_page(), ordinary_notice(bootstrap.size), "cpu", world)
         self._board = board
         # Calls with async_op=True run here, one after another.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="commdsl", initializer=self._name_worker)
         self._worker = 0
         self._line = ""  # the user's, of the call that the worker makes
         self._last: Future[Any] | None = None
-        hosts = {host for (host,) in self.members("host", socket.gethostname())}
+        hosts = {host for (host,) in self.members("host")}
         if len(hosts) > 1:
             raise GroupError(f"CPU ranks share memory, so they run on one machine; group `{name}` has {len(hosts)}")
         self.open_desk()
@@ -56,7 +55,7 @@ class HostCommunicator(Communicator):
 
     def make_heap(self, extent: Extent, tell: Exchange) -> Heap:
         if self._board is None:
-            return SharedHeap(extent, self.rank, tell, self.timeout)
+            return SharedHeap(extent, self.rank, tell)
         return ThreadHeap(extent, self.rank, tell, self._board)
 
     def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> HostStart:

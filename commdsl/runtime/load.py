@@ -20,8 +20,7 @@ from commdsl.machine.config import from_environment
 from commdsl.machine.errors import ArgumentError, NotFoundError
 from commdsl.machine.resources import SUFFIX
 from commdsl.program.memory import Transport
-from commdsl.runtime import given, groups
-from commdsl.runtime.device import stop_nvshmem
+from commdsl.runtime import far, given, groups
 from commdsl.runtime.errors import GroupError
 from commdsl.runtime.op import Op, register
 from commdsl.runtime.program import Backward, Definition, digest_of, program
@@ -129,11 +128,12 @@ def reset(group: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """Collective, at the end: frees all symmetric memory and stops NVSHMEM. An exit without it is clean, too, but for a
-    note of NVSHMEM's that memory was not freed. Where a rank is gone, or a group broken, it returns at once."""
+    """At the end: gives back all symmetric memory. Collective only where NVSHMEM was started, which it stops. An exit
+    without it is clean, too, but for a note of NVSHMEM's that memory was not freed. Where a rank is gone, or a group
+    broken, it returns at once."""
     known = groups.every()
     for comm in known:
         comm.close()
     groups.forget()
     if not any(comm.gone or comm.broken for comm in known):
-        stop_nvshmem()
+        far.stop()

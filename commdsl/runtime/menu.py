@@ -89,17 +89,24 @@ def load_candidate(candidate: Candidate, ranks: int, params: dict[str, int]) -> 
 
 
 @cache
-def menu(collective: str, ranks: int, device: torch.device, root: int) -> Menu | Alone:
-    """Tables are read when the first is asked for; later changes of the environment are not seen."""
+def menu(collective: str, ranks: int, device: torch.device, root: int, plain: bool) -> Menu | Alone:
+    """Tables are read when the first is asked for; later changes of the environment are not seen. `plain`: some ranks
+    are far.
+    """
     if not isinstance(root, int) or not 0 <= root < ranks:
         raise GroupError(f"`{collective}`: the root is a rank of the group, 0 to {ranks - 1}, not {root!r}")
     if ranks == 1:
         return Alone()
     config = from_environment()
-    plain = device.type == "cuda" and config.has_far
     tables = selection.known_tables(config.tables)
     rows = selection.rows_for(tables, collective, ranks, name_of_device(device), plain=plain)
     return Menu(collective, rows, ranks, {"root": root} if collective in ROOTED else {})
+
+
+def of_group(collective: str, group: Any, device: torch.device, root: int = 0) -> Menu | Alone:
+    """The menu of one group."""
+    ranks = size(group)
+    return menu(collective, ranks, device, root, ranks > 1 and groups.reaches_far(group, device))
 
 
 def run(
@@ -113,7 +120,7 @@ def run(
     async_op: bool = False,
 ) -> Any:
     """One call; `nbytes` is the larger side."""
-    chosen = menu(collective, size(group), x.device, root).op(nbytes)
+    chosen = of_group(collective, group, x.device, root).op(nbytes)
     try:
         return chosen(x, group=group, op=op, async_op=async_op)
     except CaptureError as error:
@@ -122,7 +129,7 @@ def run(
 
 def all_reduce_in_place(x: torch.Tensor, group: Any, op: Reduction = "sum") -> None:
     """Within x where the schedule is proved to allow it, else by a copy of the result."""
-    chosen = menu("all_reduce", size(group), x.device, 0).op(x.nbytes)
+    chosen = of_group("all_reduce", group, x.device).op(x.nbytes)
     try:
         if chosen.works_in_place:
             chosen.in_place(x, group=group, op=op)

@@ -155,6 +155,7 @@ def _shape(schedule: Schedule, protocol: Protocol, cells: int, transport: Transp
         lanes = tuning.lanes or sms * min(LANES_PER_SM, MOST_THREADS // (tuning.threads or SHARED_THREADS))
     if protocol is Protocol.ENGINE:
         lanes = sms = 1
+        most_bytes *= 2  # a smaller tile is more copies, each of which pays its start
     share = -(-lanes // (sms or min(lanes, schedule.topology.num_sms)))
     threads = tuning.threads or min(THREADS[protocol], MOST_THREADS // share // 32 * 32)
     if transport is Transport.NVSHMEM:
