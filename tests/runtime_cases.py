@@ -362,6 +362,38 @@ def patience() -> None:
     assert found == [77.0, float(kept)]
 
 
+def timeouts() -> None:
+    """A call may be given less time than its group: in a kernel, in a set-up, and where torch looks on."""
+    rank, group = dist.get_rank(), dist.new_group()
+    op, x = commdsl.load("allreduce_ring"), everyone((100,), torch.float32)
+    for given_time in (7, 7.5, timedelta(seconds=7)):
+        same(op(x[rank], group=group, timeout=given_time), combined(x, "sum"))
+    mine = x[rank].clone().requires_grad_()
+    op(mine, group=group, timeout=7).sum().backward()
+    commdsl.all_reduce(mine, group=group, timeout=7).sum().backward()
+    same(commdsl.all_reduce_(x[rank].clone(), group=group, timeout=7, async_op=True).wait(), combined(x, "sum"))
+    for wrong in (0, -1, "soon", True):
+        with pytest.raises(commdsl.ArgumentError, match="positive number of seconds, or a timedelta"):
+            op(x[rank], group=group, timeout=wrong)
+    for name, error in (("allreduce_ring", commdsl.CommTimeout), ("allreduce_halving_doubling", RendezvousError)):
+        late = commdsl.load(name)
+
+        def call(late: Any = late) -> None:
+            late(x[rank], group=group, timeout=1.5)
+            late.synchronize(group)
+
+        dist.barrier()
+        if rank != 1:
+            started = time.monotonic()
+            with pytest.raises((error, commdsl.PeerError), match=r"rank 1|waited 1\.5 s|too long") as caught:
+                call()
+            assert time.monotonic() - started < 20
+            if isinstance(caught.value, commdsl.CommTimeout):
+                assert caught.value.seconds == pytest.approx(1.5)
+        commdsl.reset(group)
+        same(op(x[rank], group=group), combined(x, "sum"))
+
+
 def compared() -> None:
     """With COMMDSL_DEBUG=1 ranks compare their calls through the group's store, too."""
     kept = dict(os.environ)
@@ -449,6 +481,7 @@ CASES = (
     work_of_torch,
     data_parallel,
     late_work,
+    timeouts,
     compared,
     absent_rank,
     absent_at_setup,

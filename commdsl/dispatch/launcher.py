@@ -19,9 +19,10 @@ from commdsl.dispatch.limits import Limits, names_of
 from commdsl.dispatch.route import Form, Pair, Route, Way
 from commdsl.ir.dispatches import BY_QUERY, BY_SOURCE, Dispatch
 from commdsl.program.timeouts import BAD_TILE, ErrorRecord, complaint
-from commdsl.runtime import groups
+from commdsl.runtime import given, groups
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import TensorError
+from commdsl.runtime.given import Patience
 from commdsl.runtime.launches import Arguments, Launches, default_device
 from commdsl.runtime.load import Kernels, Where, definition
 from commdsl.runtime.pool import Pool, row_bytes
@@ -56,6 +57,7 @@ class Launcher:
         params: Mapping[str, int] | None = None,
         tune: Mapping[str, int | str] | None = None,
         kernels: Kernels | None = None,
+        timeout: Patience = None,
     ) -> None:
         """Collective: symmetric memory for `limits` on every rank of `group`.
 
@@ -66,6 +68,8 @@ class Launcher:
         hold every row to its bounds, and count what comes (C962). `source` is a `.comm` file or a shipped one; its
         dispatch, or the one that is `name`d, runs, held to the topology `on`, with `params` for its parameters and
         `tune` in place of its own tuning.
+
+        `timeout`: how long a wait for another rank may take, in seconds or as a timedelta; the group's unless said.
 
         Raises CommError for the file, AgreementError (C964) where ranks differ, DispatchError (C961) for limits that
         make no sense.
@@ -81,8 +85,9 @@ class Launcher:
         self._macros = ("COMMDSL_CHECK=1",) if check else ()
         self._layout = limits.layout(self.plan, results)
         room = self._layout.size - self.plan.symmetric_bytes
+        seconds = given.seconds(timeout)
         terms = {**asdict(limits), "results": results, "put packed": self.plan.push.packed, "check": check}
-        self._launches = Launches(self._comm, self.plan, self._program.emitted, room, self.explain, terms)
+        self._launches = Launches(self._comm, self.plan, self._program.emitted, room, self.explain, terms, seconds)
         begin = self._launches.heap + self._layout.results
         self._pool = Pool(self.plan.name, begin, self._layout.result_bytes, results)
         self.name = f"{self.plan.name}/{self._comm.name}/{self._launches.number}/{id(self):x}"

@@ -15,8 +15,9 @@ import torch
 from commdsl.ep.limits import Limits, tensors_of, whole
 from commdsl.ir.dispatches import ByKey
 from commdsl.program.timeouts import BAD_KEY, BAD_ORIGIN, NO_ROOM, ErrorRecord, complaint
-from commdsl.runtime import groups
+from commdsl.runtime import given, groups
 from commdsl.runtime.errors import DispatchError, GradientError, KeysError, RowError, TensorError
+from commdsl.runtime.given import Patience
 from commdsl.runtime.launches import Arguments, Launches, default_device
 from commdsl.runtime.load import Kernels, Where, definition
 from commdsl.runtime.pool import Pool, aligned, row_bytes
@@ -55,12 +56,15 @@ class Experts:
         params: Mapping[str, int] | None = None,
         tune: Mapping[str, int | str] | None = None,
         kernels: Kernels | None = None,
+        timeout: Patience = None,
     ) -> None:
         """Collective: symmetric memory for `limits` on every rank of `group`, with what `results` calls receive.
 
         With `check` the kernels hold every row to the segment that the counts give it, and count what comes (C962).
         `source` is a `.comm` file or a shipped one; its dispatch, or the one that is `name`d, runs, held to the
         topology `on`, with `params` for its parameters (`E`, the number of keys) and `tune` in place of its own tuning.
+
+        `timeout`: how long a wait for another rank may take, in seconds or as a timedelta; the group's unless said.
 
         Raises CommError for the file, AgreementError (C964) where ranks differ, DispatchError (C961) for limits that
         make no sense.
@@ -80,10 +84,11 @@ class Experts:
         self.keys_a_rank = route.num_keys // self._comm.size
         limits.judge(made.plan, None if made.back is None else made.back[0])
         self._macros = ("COMMDSL_CHECK=1",) if check else ()
+        seconds = given.seconds(timeout)
         terms = {**asdict(limits), "results": results, "check": check}
         self._begin = aligned(self.plan.symmetric_bytes)
         room = self._begin - self.plan.symmetric_bytes + results * limits.result_bytes
-        self._there = Launches(self._comm, made.plan, made.emitted, room, self.explain, terms)
+        self._there = Launches(self._comm, made.plan, made.emitted, room, self.explain, terms, seconds)
         self._pool = Pool(self.plan.name, self._there.heap + self._begin, (limits.result_bytes, 0), results)
         self._starts: dict[str, Start] = {}  # back, by what is summed; there, by nothing
         self._back: Launches | None = None
@@ -91,7 +96,7 @@ class Experts:
             back, text = made.back
             self._waiting = aligned(back.symmetric_bytes)
             room = self._waiting - back.symmetric_bytes + limits.places * limits.width_back
-            self._back = Launches(self._comm, back, text, room, self.explain, terms)
+            self._back = Launches(self._comm, back, text, room, self.explain, terms, seconds)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from commdsl.program.phases import Routed, described
 from commdsl.program.plan import Plan
 
 RECORD_BYTES = 64
-_FORMAT = "<Q4i4Q8x"
+_FORMAT = "<Q4i5Q"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,16 @@ class ErrorRecord:
     seen: int
     round: int
     missing: tuple[int, ...]  # ranks that had not entered the round; ranks from 64 on are not looked at
+    timeout_ns: int  # how long a wait of the call might take
 
 
 def unpack(data: bytes | memoryview) -> ErrorRecord | None:
     """The record in 64 bytes, None where none was written."""
-    code, rank, lane, op, peer, expected, seen, round_, missing = struct.unpack(_FORMAT, data)
+    code, rank, lane, op, peer, expected, seen, round_, missing, timeout_ns = struct.unpack(_FORMAT, data)
     if code == 0:
         return None
     absent = tuple(bit for bit in range(64) if missing >> bit & 1)
-    return ErrorRecord(code, rank, lane, op, peer, expected, seen, round_, absent)
+    return ErrorRecord(code, rank, lane, op, peer, expected, seen, round_, absent, timeout_ns)
 
 
 class CommTimeout(Error, RuntimeError):  # noqa: N818 - a time-out is what it is called

@@ -23,7 +23,7 @@ class Op(Protocol):
     name: str
     overwritten: tuple[int, ...]
 
-    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], str, str]: ...
+    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], str, str, float | None]: ...
 
     def traced(self, group_name: str) -> Program: ...
 
@@ -34,17 +34,19 @@ class Op(Protocol):
 
 def register(library: torch.library.Library, op: Op) -> None:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        known, ctx.group_name, ctx.reduction = op.split(inputs)
+        known, ctx.group_name, ctx.reduction, ctx.seconds = op.split(inputs)
         ctx.num_strings = len(inputs) - len(known)
 
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradient = _back(op, gradients, ctx.group_name, ctx.reduction)
+        gradient = _back(op, gradients, ctx.group_name, ctx.reduction, ctx.seconds)
         return (gradient, *(None for _ in range(ctx.num_strings)))
 
     torch.library.register_autograd(f"commdsl::{op.name}", backward, setup_context=setup_context, lib=library)
 
 
-def _back(op: Op, gradients: tuple[torch.Tensor, ...], group_name: str, reduction: str) -> torch.Tensor:
+def _back(
+    op: Op, gradients: tuple[torch.Tensor, ...], group_name: str, reduction: str, seconds: float | None
+) -> torch.Tensor:
     known = op.traced(group_name)
     way = known.backward
     if way is None:
@@ -55,7 +57,7 @@ def _back(op: Op, gradients: tuple[torch.Tensor, ...], group_name: str, reductio
     if known.signature.has_reduction and reduction not in ("sum", "avg"):
         raise GradientError(f"`{op.name}` has a gradient for sum and avg, not for {reduction}")
     (gradient,) = gradients
-    result = _call(op, way, gradient.contiguous(), group_name, reduction)
+    result = _call(op, way, gradient.contiguous(), group_name, reduction, seconds)
     if way.averages and reduction == "avg":
         result = result / known.plan.num_ranks
     if way.only_root is not None and groups.rank_of(group_name) not in (None, way.only_root):
@@ -64,10 +66,12 @@ def _back(op: Op, gradients: tuple[torch.Tensor, ...], group_name: str, reductio
     return result
 
 
-def _call(op: Op, way: Backward, gradient: torch.Tensor, group_name: str, reduction: str) -> torch.Tensor:
+def _call(
+    op: Op, way: Backward, gradient: torch.Tensor, group_name: str, reduction: str, seconds: float | None
+) -> torch.Tensor:
     inverse, passed = (op, reduction) if way.schedule == "" else (op.inverse(way, group_name), "sum")
     strings = (group_name, passed) if inverse.traced(group_name).signature.has_reduction else (group_name,)
-    result: torch.Tensor = getattr(torch.ops.commdsl, inverse.name)(gradient, *strings)
+    result: torch.Tensor = getattr(torch.ops.commdsl, inverse.name)(gradient, *strings, seconds)
     return result
 
 
@@ -75,7 +79,7 @@ def refuse_in_place(library: torch.library.Library, op: Op) -> None:
     """The in-place variant has no gradient; without this torch would compute one that ignores it."""
 
     def call(*arguments: Any) -> None:
-        known, _, _ = op.split(arguments)
+        known, *_ = op.split(arguments)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in known):
             raise GradientError(f"`{op.name}_` works in place and has no gradient: use `{op.name}` or torch.no_grad()")
         with torch._C._AutoDispatchBelowAutograd():

@@ -48,7 +48,8 @@ def _library() -> torch.library.Library:
     made = torch.library.Library(NAMESPACE, "FRAGMENT")
     for one in TRACED:
         _define(made, one)
-    made.define('all_reduce_(Tensor(a!) x, str group_name, str op="sum") -> ()', tags=(torch.Tag.pt2_compliant_tag,))
+    schema = 'all_reduce_(Tensor(a!) x, str group_name, str op="sum", float? timeout=None) -> ()'
+    made.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
         made.impl("all_reduce_", menu.all_reduce_in_place, key)
     torch.library.register_fake(f"{NAMESPACE}::all_reduce_", lambda *_: None, lib=made)
@@ -57,7 +58,7 @@ def _library() -> torch.library.Library:
 
 
 def _define(made: torch.library.Library, one: Traced) -> None:
-    schema = f"{one.name}(Tensor x, str group_name{one.settings}) -> Tensor"
+    schema = f"{one.name}(Tensor x, str group_name{one.settings}, float? timeout=None) -> Tensor"
     made.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
         made.impl(one.name, one.run, key)
@@ -83,24 +84,24 @@ def _run(collective: str, x: Tensor, nbytes: int, group_name: str, **settings: A
     return result
 
 
-def _all_reduce(x: Tensor, group_name: str, op: str = "sum") -> Tensor:
-    return _run("all_reduce", x, x.nbytes, group_name, op=op)
+def _all_reduce(x: Tensor, group_name: str, op: str = "sum", timeout: float | None = None) -> Tensor:
+    return _run("all_reduce", x, x.nbytes, group_name, op=op, timeout=timeout)
 
 
-def _all_gather(x: Tensor, group_name: str) -> Tensor:
-    return _run("all_gather", x, x.nbytes * menu.size(group_name), group_name)
+def _all_gather(x: Tensor, group_name: str, timeout: float | None = None) -> Tensor:
+    return _run("all_gather", x, x.nbytes * menu.size(group_name), group_name, timeout=timeout)
 
 
-def _reduce_scatter(x: Tensor, group_name: str, op: str = "sum") -> Tensor:
-    return _run("reduce_scatter", x, x.nbytes, group_name, op=op)
+def _reduce_scatter(x: Tensor, group_name: str, op: str = "sum", timeout: float | None = None) -> Tensor:
+    return _run("reduce_scatter", x, x.nbytes, group_name, op=op, timeout=timeout)
 
 
-def _all_to_all(x: Tensor, group_name: str) -> Tensor:
-    return _run("all_to_all", x, x.nbytes, group_name)
+def _all_to_all(x: Tensor, group_name: str, timeout: float | None = None) -> Tensor:
+    return _run("all_to_all", x, x.nbytes, group_name, timeout=timeout)
 
 
-def _broadcast(x: Tensor, group_name: str, root: int = 0) -> Tensor:
-    return _run("broadcast", x, x.nbytes, group_name, root=root)
+def _broadcast(x: Tensor, group_name: str, root: int = 0, timeout: float | None = None) -> Tensor:
+    return _run("broadcast", x, x.nbytes, group_name, root=root, timeout=timeout)
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -128,39 +129,39 @@ def _linear(name: str, op: str) -> None:
         raise GradientError(f"`{name}` has a gradient for sum and avg, not for {op}")
 
 
-def _back_all_reduce(gradient: Tensor, group_name: str, op: str = "sum") -> Any:
+def _back_all_reduce(gradient: Tensor, group_name: str, op: str = "sum", timeout: float | None = None) -> Any:
     _linear("all_reduce", op)
-    return torch.ops.commdsl_collectives.all_reduce(gradient, group_name, op)
+    return torch.ops.commdsl_collectives.all_reduce(gradient, group_name, op, timeout)
 
 
-def _back_all_gather(gradient: Tensor, group_name: str) -> Any:
-    return torch.ops.commdsl_collectives.reduce_scatter(gradient, group_name, "sum")
+def _back_all_gather(gradient: Tensor, group_name: str, timeout: float | None = None) -> Any:
+    return torch.ops.commdsl_collectives.reduce_scatter(gradient, group_name, "sum", timeout)
 
 
-def _back_reduce_scatter(gradient: Tensor, group_name: str, op: str = "sum") -> Any:
+def _back_reduce_scatter(gradient: Tensor, group_name: str, op: str = "sum", timeout: float | None = None) -> Any:
     _linear("reduce_scatter", op)
-    gathered = torch.ops.commdsl_collectives.all_gather(gradient, group_name)
+    gathered = torch.ops.commdsl_collectives.all_gather(gradient, group_name, timeout)
     return gathered / menu.size(group_name) if op == "avg" else gathered
 
 
-def _back_all_to_all(gradient: Tensor, group_name: str) -> Any:
-    return torch.ops.commdsl_collectives.all_to_all(gradient, group_name)
+def _back_all_to_all(gradient: Tensor, group_name: str, timeout: float | None = None) -> Any:
+    return torch.ops.commdsl_collectives.all_to_all(gradient, group_name, timeout)
 
 
-def _back_broadcast(gradient: Tensor, group_name: str, root: int = 0) -> Tensor:
+def _back_broadcast(gradient: Tensor, group_name: str, root: int = 0, timeout: float | None = None) -> Tensor:
     ranks = menu.size(group_name)
     if ranks == 1:
         return gradient
-    summed = load("reduce_tree", params={"root": root}, ranks=ranks)(gradient, group=group_name)
+    summed = load("reduce_tree", params={"root": root}, ranks=ranks)(gradient, group=group_name, timeout=timeout)
     assert isinstance(summed, Tensor)
     # The other ranks' inputs were not read; the schedule leaves partial results there.
     return summed if groups.rank_of(group_name) == root else torch.zeros_like(summed)
 
 
-def _refuse_gradient(x: Tensor, group_name: str, op: str = "sum") -> None:
+def _refuse_gradient(x: Tensor, group_name: str, op: str = "sum", timeout: float | None = None) -> None:
     refuse_gradient(x)
     with torch._C._AutoDispatchBelowAutograd():
-        torch.ops.commdsl_collectives.all_reduce_(x, group_name, op)
+        torch.ops.commdsl_collectives.all_reduce_(x, group_name, op, timeout)
 
 
 def refuse_gradient(x: Tensor) -> None:

@@ -15,11 +15,13 @@ from commdsl.machine.config import from_environment
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.selection import COLLECTIVES, Choice
 from commdsl.runtime import collective_ops, given, groups, menu
-from commdsl.runtime.given import Reduction
+from commdsl.runtime.given import Patience, Reduction
 from commdsl.runtime.work import CopyBack
 
 
-def all_reduce(x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_op: bool = False) -> Any:
+def all_reduce(
+    x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_op: bool = False, timeout: Patience = None
+) -> Any:
     """Every rank's x combined by sum, avg, max, min or prod: a new tensor of x's shape, the same bits on every rank.
 
     op: one of these names, or a torch.distributed.ReduceOp.
@@ -30,11 +32,13 @@ def all_reduce(x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_
     all-reduce of the gradients. Raises TensorError, ReductionError, GroupError.
     """
     if _is_traced("all_reduce", x) and not async_op:
-        return _ops().all_reduce(x, groups.name_of(group), given.reduction(op))
-    return menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=async_op)
+        return _ops().all_reduce(x, groups.name_of(group), given.reduction(op), timeout=given.seconds(timeout))
+    return menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=async_op, timeout=timeout)
 
 
-def all_reduce_(x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_op: bool = False) -> Any:
+def all_reduce_(
+    x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_op: bool = False, timeout: Patience = None
+) -> Any:
     """As `all_reduce`, the result in x, which is returned; with `async_op` a Work, and x is the result after `wait()`.
 
     Where the chosen schedule is not proved to work in place, the result is copied into x. Has no gradient.
@@ -42,55 +46,59 @@ def all_reduce_(x: torch.Tensor, op: Reduction = "sum", group: Any = None, async
     traced = _is_traced("all_reduce_", x)
     if async_op:
         collective_ops.refuse_gradient(x)
-        return CopyBack(x, menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=True))
+        return CopyBack(x, menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=True, timeout=timeout))
     if traced:
-        _ops().all_reduce_(x, groups.name_of(group), given.reduction(op))
+        _ops().all_reduce_(x, groups.name_of(group), given.reduction(op), given.seconds(timeout))
     else:
-        menu.all_reduce_in_place(x, group, op)
+        menu.all_reduce_in_place(x, group, op, timeout)
     return x
 
 
-def all_gather(x: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+def all_gather(x: torch.Tensor, group: Any = None, async_op: bool = False, timeout: Patience = None) -> Any:
     """Every rank's x, in rank order along dimension 0: (n, ...) -> (P * n, ...).
 
     x: contiguous, of any dtype. With `async_op` a Work. The gradient is the reduce-scatter of the gradients.
     """
     if _is_traced("all_gather", x) and not async_op:
-        return _ops().all_gather(x, groups.name_of(group))
-    return menu.run("all_gather", x, x.nbytes * menu.size(group), group, async_op=async_op)
+        return _ops().all_gather(x, groups.name_of(group), timeout=given.seconds(timeout))
+    return menu.run("all_gather", x, x.nbytes * menu.size(group), group, async_op=async_op, timeout=timeout)
 
 
-def reduce_scatter(x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_op: bool = False) -> Any:
+def reduce_scatter(
+    x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_op: bool = False, timeout: Patience = None
+) -> Any:
     """This rank's block of every rank's x combined: (P * n, ...) -> (n, ...).
 
     x: contiguous, its first dimension a multiple of the ranks; dtypes and operations as for `all_reduce`. With
     `async_op` a Work. The gradient, for sum and avg, is the all-gather of the gradients.
     """
     if _is_traced("reduce_scatter", x) and not async_op:
-        return _ops().reduce_scatter(x, groups.name_of(group), given.reduction(op))
-    return menu.run("reduce_scatter", x, x.nbytes, group, op=op, async_op=async_op)
+        return _ops().reduce_scatter(x, groups.name_of(group), given.reduction(op), timeout=given.seconds(timeout))
+    return menu.run("reduce_scatter", x, x.nbytes, group, op=op, async_op=async_op, timeout=timeout)
 
 
-def all_to_all(x: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+def all_to_all(x: torch.Tensor, group: Any = None, async_op: bool = False, timeout: Patience = None) -> Any:
     """Block q of rank p's x is block p of rank q's result: equal blocks along dimension 0, x's shape.
 
     x: contiguous, of any dtype, its first dimension a multiple of the ranks. With `async_op` a Work. The gradient is
     the all-to-all of the gradients.
     """
     if _is_traced("all_to_all", x) and not async_op:
-        return _ops().all_to_all(x, groups.name_of(group))
-    return menu.run("all_to_all", x, x.nbytes, group, async_op=async_op)
+        return _ops().all_to_all(x, groups.name_of(group), timeout=given.seconds(timeout))
+    return menu.run("all_to_all", x, x.nbytes, group, async_op=async_op, timeout=timeout)
 
 
-def broadcast(x: torch.Tensor, root: int = 0, group: Any = None, async_op: bool = False) -> Any:
+def broadcast(
+    x: torch.Tensor, root: int = 0, group: Any = None, async_op: bool = False, timeout: Patience = None
+) -> Any:
     """The x of rank `root` of the group, on every rank: a new tensor of x's shape.
 
     x: contiguous, of any dtype; the other ranks' x says shape, dtype and device. Each root is a kernel and a workspace
     of its own. With `async_op` a Work. The gradient is the sum of the gradients at the root, and zero elsewhere.
     """
     if _is_traced("broadcast", x) and not async_op:
-        return _ops().broadcast(x, groups.name_of(group), root)
-    return menu.run("broadcast", x, x.nbytes, group, root=root, async_op=async_op)
+        return _ops().broadcast(x, groups.name_of(group), root, timeout=given.seconds(timeout))
+    return menu.run("broadcast", x, x.nbytes, group, root=root, async_op=async_op, timeout=timeout)
 
 
 def choice(collective: str, nbytes: int, ranks: int, device_name: str | None = None) -> Choice:

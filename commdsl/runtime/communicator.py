@@ -67,7 +67,7 @@ class Communicator(ABC):
         self.notice = notice
         self.bootstrap = life(bootstrap, kind)
         self.config = config
-        self.timeout = config.timeout or DEFAULT_TIMEOUT
+        self.timeout = self._patience = config.timeout or DEFAULT_TIMEOUT
         self.world = world
         self.nodes = _nodes(config, world)
         self.transport = self._transport()
@@ -94,7 +94,7 @@ class Communicator(ABC):
     def exchange(self, key: str, value: bytes, what: str, seconds: float | None = None) -> tuple[bytes, ...]:
         """Every rank's value; `what` they come for, in words, if one does not. Raises RendezvousError, PeerError."""
         key = f"{self._generation}/{key}"
-        return exchange(self.bootstrap, key, value, seconds or self.timeout, what, self._ended)
+        return exchange(self.bootstrap, key, value, seconds or self._patience, what, self._ended)
 
     @property
     def compares(self) -> bool:
@@ -196,10 +196,11 @@ class Communicator(ABC):
         room: int = 0,
         explain: Explain | None = None,
         terms: Mapping[str, object] | None = None,
+        seconds: float | None = None,
     ) -> Workspace:
         """The workspace of a Plan under `key`, with `room` bytes behind what the Plan itself has; the first call for a
         key is collective. `explain` says what a report means that is no time-out; `terms`: what ranks have to agree on
-        beside the Plan and its size.
+        beside the Plan and its size; `seconds`: how long they may take, if not the group's time-out.
 
         Raises AgreementError (C964) where ranks set up something else; then nothing was set up, and the group goes on.
         """
@@ -207,9 +208,10 @@ class Communicator(ABC):
         with self.lock:
             found = self.workspaces.get(key)
             if found is None:
-                found = self.workspaces[key] = self._rendezvous(
-                    of_plan(plan, emitted, room, terms or {}), plan, room, explain
-                )
+                self._patience = seconds or self.timeout
+                mine = of_plan(plan, emitted, room, terms or {})
+                found = self.workspaces[key] = self._rendezvous(mine, plan, room, explain)
+                self._patience = self.timeout
             return found
 
     def agree(self, mine: Setup) -> str:
@@ -297,6 +299,7 @@ class Communicator(ABC):
                     self._let_go(key)
             self.desk.reset()
             self._setups = 0
+            self._patience = self.timeout
             self._compared = self._comparing()
             self.broken = None
             meet("done", b"")
@@ -353,8 +356,10 @@ class Communicator(ABC):
         """What starts calls of a kernel, one after another in call order."""
 
     @abstractmethod
-    def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> Start:
-        """What starts calls of a Program on blocks of one size; the first for a Program is collective."""
+    def prepare(self, program: Program, block_bytes: int, dtype: str, op: str, seconds: float | None) -> Start:
+        """What starts calls of a Program on blocks of one size, each wait of which may take so many seconds, or as many
+        as the group's; the first for a Program is collective.
+        """
 
     @abstractmethod
     def streams(self) -> Streams:

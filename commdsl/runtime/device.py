@@ -74,10 +74,12 @@ class DeviceCommunicator(Communicator):
     def _arena(self) -> Arena:
         return arena_of(self.world.bootstrap, self.index, self.config, self.timeout)
 
-    def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> DeviceStart:
-        workspace = self.workspace(program.plan, program.emitted, program.emitted.identity)
+    def prepare(
+        self, program: Program, block_bytes: int, dtype: str, op: str, seconds: float | None = None
+    ) -> DeviceStart:
+        workspace = self.workspace(program.plan, program.emitted, program.emitted.identity, seconds=seconds)
         kernel = self._kernel(program, workspace, dtype, op)
-        return self.starter(workspace, kernel, workspace.prepare(block_bytes, device_launch))
+        return self.starter(workspace, kernel, workspace.prepare(block_bytes, device_launch, seconds))
 
     def _kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
         macros = defines(program.plan, dtype, op, self.rank)

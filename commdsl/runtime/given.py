@@ -6,6 +6,7 @@ Assumes nothing of what is given. Does not look into a tensor that an op may tak
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -20,8 +21,13 @@ from commdsl.runtime.errors import ReductionError, TensorError
 Reduction: TypeAlias = "str | torch.distributed.ReduceOp | torch.distributed.ReduceOp.RedOpType"
 """What a caller may write for one."""
 
+Patience: TypeAlias = "timedelta | float | None"
+"""How long a wait for another rank may take: seconds or a timedelta; None: as long as the group's."""
+
 TORCH_NAMES = MappingProxyType({"product": "prod", **{name: name for name in dtypes.OPS}})
 """Reductions as torch.distributed calls them, and ours."""
+
+MOST_SECONDS = 1e9
 
 NEAR_NAMES = MappingProxyType(
     {
@@ -101,6 +107,14 @@ def reduction(op: Any) -> str:
 def _meant(op: str) -> str:
     close = NEAR_NAMES.get(op.lower()) or "".join(get_close_matches(op.lower(), TORCH_NAMES, 1))
     return f"; did you mean `{TORCH_NAMES[close]}`?" if close else ""
+
+
+def seconds(timeout: Any) -> float | None:
+    """A time-out in seconds, None where the group's is meant."""
+    found = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if found is None or (isinstance(found, int | float) and not isinstance(found, bool) and 0 < found < MOST_SECONDS):
+        return None if found is None else float(found)
+    raise ArgumentError(f"a timeout is a positive number of seconds, or a timedelta, not {timeout!r}")
 
 
 # --- what `load` is given ---------------------------------------------------------------------------------------------

@@ -58,14 +58,16 @@ class HostCommunicator(Communicator):
             return SharedHeap(extent, self.rank, tell)
         return ThreadHeap(extent, self.rank, tell, self._board)
 
-    def prepare(self, program: Program, block_bytes: int, dtype: str, op: str) -> HostStart:
-        workspace = self.workspace(program.plan, program.emitted, program.emitted.identity)
+    def prepare(
+        self, program: Program, block_bytes: int, dtype: str, op: str, seconds: float | None = None
+    ) -> HostStart:
+        workspace = self.workspace(program.plan, program.emitted, program.emitted.identity, seconds=seconds)
         macros = defines(program.plan, dtype, op)
         kernel = workspace.kernels.get(macros)
         if kernel is None:
             residence = residence_of(program.plan, program.emitted.name)
             kernel = workspace.kernels[macros] = self.load_kernel(program.emitted, macros, residence)
-        return self.starter(workspace, kernel, workspace.prepare(block_bytes, host_launch))
+        return self.starter(workspace, kernel, workspace.prepare(block_bytes, host_launch, seconds))
 
     def load_kernel(self, emitted: Emitted, macros: tuple[str, ...], residence: Residence) -> Kernel:
         return HostKernel(build(emitted, macros, self.config))

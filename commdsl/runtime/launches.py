@@ -15,7 +15,7 @@ from commdsl.build.emit import Emitted
 from commdsl.program.plan import Plan
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.kernel import Prepared, residence_of
-from commdsl.runtime.workspace import Explain, Start
+from commdsl.runtime.workspace import Explain, Start, timeout_argument
 
 Arguments = Mapping[str, int | Sequence[int]]
 
@@ -30,17 +30,27 @@ class Launches:
     """One rank's end of the calls of a Plan."""
 
     def __init__(
-        self, comm: Communicator, plan: Plan, emitted: Emitted, room: int, explain: Explain, terms: Mapping[str, object]
+        self,
+        comm: Communicator,
+        plan: Plan,
+        emitted: Emitted,
+        room: int,
+        explain: Explain,
+        terms: Mapping[str, object],
+        seconds: float | None,
     ) -> None:
         """Collective: symmetric memory with `room` bytes behind the Plan's. `explain` is a method, known weakly.
-        `terms` have to be the same on all ranks: AgreementError (C964) otherwise.
+        `terms` have to be the same on all ranks: AgreementError (C964) otherwise. `seconds`: how long a wait
+        may take, if not as long as the group's.
         """
         self.plan = plan
         comm.compare(f"the set-up of `{plan.name}`")
         self.number = next(comm.numbers)
-        self._comm, self._emitted = comm, emitted
+        self._comm, self._emitted, self._seconds = comm, emitted, seconds
         self._key = f"{self.number}/{emitted.identity}"
-        self._workspace = comm.workspace(plan, emitted, self._key, room=room, explain=explain, terms=terms)
+        self._workspace = comm.workspace(
+            plan, emitted, self._key, room=room, explain=explain, terms=terms, seconds=seconds
+        )
 
     @property
     def is_closed(self) -> bool:
@@ -58,7 +68,7 @@ class Launches:
         self._comm.refuse_setup(self.plan.name)
         loaded = self._comm.load_kernel(self._emitted, macros, residence_of(self.plan, self._emitted.name))
         names = list(changing)
-        values = {**changing, **always, **self._workspace.every_call}
+        values = {**changing, **always, **self._workspace.every_call, **timeout_argument(self._seconds)}
         prepared = Prepared(self.plan, values, (names[0], names[-1]), None)
         return self._comm.starter(self._workspace, loaded, prepared)
 

@@ -18,7 +18,7 @@ from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.selection import ROOTED, Candidate, Rows
 from commdsl.runtime import given, groups
 from commdsl.runtime.errors import CaptureError, GroupError
-from commdsl.runtime.given import Reduction
+from commdsl.runtime.given import Patience, Reduction
 from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
 from commdsl.runtime.work import HostWork, Result, Work
@@ -67,17 +67,23 @@ class Alone:
         return []
 
     def __call__(
-        self, x: torch.Tensor, group: Any = None, op: Reduction = "sum", async_op: bool = False
+        self,
+        x: torch.Tensor,
+        group: Any = None,
+        op: Reduction = "sum",
+        async_op: bool = False,
+        timeout: Patience = None,
     ) -> Result | Work:
         given.reduction(op)
+        given.seconds(timeout)
         if not async_op:
             return x.clone()
         done: Future[Result] = Future()
         done.set_result(x.clone())
         return HostWork(done)
 
-    def in_place(self, x: torch.Tensor, group: Any = None, op: Reduction = "sum") -> None:
-        self(x.new_empty(0), op=op)
+    def in_place(self, x: torch.Tensor, group: Any = None, op: Reduction = "sum", timeout: Patience = None) -> None:
+        self(x.new_empty(0), op=op, timeout=timeout)
 
 
 AnyOp: TypeAlias = Op | Alone
@@ -118,23 +124,24 @@ def run(
     op: Reduction = "sum",
     root: int = 0,
     async_op: bool = False,
+    timeout: Patience = None,
 ) -> Any:
     """One call; `nbytes` is the larger side."""
     chosen = of_group(collective, group, x.device, root).op(nbytes)
     try:
-        return chosen(x, group=group, op=op, async_op=async_op)
+        return chosen(x, group=group, op=op, async_op=async_op, timeout=timeout)
     except CaptureError as error:
         raise _unprepared(collective, nbytes, chosen, error) from error
 
 
-def all_reduce_in_place(x: torch.Tensor, group: Any, op: Reduction = "sum") -> None:
+def all_reduce_in_place(x: torch.Tensor, group: Any, op: Reduction = "sum", timeout: Patience = None) -> None:
     """Within x where the schedule is proved to allow it, else by a copy of the result."""
     chosen = of_group("all_reduce", group, x.device).op(x.nbytes)
     try:
         if chosen.works_in_place:
-            chosen.in_place(x, group=group, op=op)
+            chosen.in_place(x, group=group, op=op, timeout=timeout)
         else:
-            x.copy_(chosen(x, group=group, op=op))  # type: ignore[arg-type]  # without async_op it is a tensor
+            x.copy_(chosen(x, group=group, op=op, timeout=timeout))  # type: ignore[arg-type]  # without async_op it is a tensor
     except CaptureError as error:
         raise _unprepared("all_reduce", x.nbytes, chosen, error) from error
 

@@ -19,7 +19,7 @@ from commdsl.runtime import autograd, eager, given, groups, pickled, tensors
 from commdsl.runtime.calls import MAX_KEPT, Bound
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import GradientError, OpError, ReductionError, TensorError
-from commdsl.runtime.given import Reduction
+from commdsl.runtime.given import Patience, Reduction
 from commdsl.runtime.host import HostCommunicator
 from commdsl.runtime.program import Backward, Definition, Program, program
 from commdsl.runtime.visits import Function, Visiting, by_name, split
@@ -80,46 +80,61 @@ class Op:
         return self._inverse(way, self.traced(group_name).plan.num_ranks)
 
     def __call__(
-        self, *inputs: torch.Tensor, group: Any = None, op: Reduction = "sum", async_op: bool = False
+        self,
+        *inputs: torch.Tensor,
+        group: Any = None,
+        op: Reduction = "sum",
+        async_op: bool = False,
+        timeout: Patience = None,
     ) -> Result | Work:
-        """The outputs, new tensors; with `async_op` a Work whose `wait()` returns them."""
-        if async_op:
-            return self._start(inputs, groups.name_of(group), op)
-        return self._result(inputs, group, op)
+        """The outputs, new tensors; with `async_op` a Work whose `wait()` returns them.
 
-    def in_place(self, *inputs: torch.Tensor, group: Any = None, op: Reduction = "sum") -> None:
-        """Overwrites the `inout` tensors; only for schedules that are proved to allow it."""
+        `timeout`: how long a wait for another rank may take in this call, in seconds or as a timedelta; the group's
+        unless said. A graph that captures the call keeps the time-out it was captured with.
+        """
+        seconds = None if timeout is None else given.seconds(timeout)
+        if async_op:
+            return self._start(inputs, groups.name_of(group), op, seconds)
+        return self._result(inputs, group, op, seconds)
+
+    def in_place(
+        self, *inputs: torch.Tensor, group: Any = None, op: Reduction = "sum", timeout: Patience = None
+    ) -> None:
+        """Overwrites the `inout` tensors; only for schedules that are proved to allow it. `timeout` as for a call."""
+        seconds = None if timeout is None else given.seconds(timeout)
         if not self.works_in_place:
             raise TensorError(f"`{self.name}` cannot work in place: a chunk would be overwritten before it is read")
         if len(inputs) == self.num_inputs and eager.skips_dispatcher(inputs):
-            self._run(inputs, group, op, in_place=True)
+            self._run(inputs, group, op, True, seconds)
             autograd.count_write(self, inputs)
         else:
-            self._dispatch(f"{self.name}_", inputs, group, op)
+            self._dispatch(f"{self.name}_", inputs, group, op, seconds)
 
-    def _result(self, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction) -> Result:
+    def _result(self, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction, seconds: float | None) -> Result:
         if len(inputs) == self.num_inputs and eager.skips_dispatcher(inputs):
-            outputs = self._run(inputs, group, op, in_place=False)
+            outputs = self._run(inputs, group, op, False, seconds)
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
-        result: Result = self._dispatch(self.name, inputs, group, op)
+        result: Result = self._dispatch(self.name, inputs, group, op, seconds)
         return result
 
-    def _dispatch(self, name: str, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction) -> Any:
+    def _dispatch(
+        self, name: str, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction, seconds: float | None
+    ) -> Any:
         given.tensors(self.name, inputs, self.num_inputs)
         op = given.reduction(op)
         if not self.has_reduction and op != "sum":
             raise ReductionError(f"`{self.name}` reduces nothing: op=`{op}` has no meaning")
         reduction = (op,) if self.has_reduction else ()
-        return getattr(torch.ops.commdsl, name)(*inputs, groups.name_of(group), *reduction)
+        return getattr(torch.ops.commdsl, name)(*inputs, groups.name_of(group), *reduction, seconds)
 
-    def _start(self, inputs: tuple[torch.Tensor, ...], name: str, op: Reduction) -> Work:
+    def _start(self, inputs: tuple[torch.Tensor, ...], name: str, op: Reduction, seconds: float | None) -> Work:
         self._check(inputs, name, given.reduction(op))
         comm = groups.of(name, inputs[0].device)
         if isinstance(comm, DeviceCommunicator):
             side, current = comm.side_stream, torch.cuda.current_stream(comm.index)
             side.wait_stream(current)
             with torch.cuda.stream(side):
-                result = self._result(inputs, name, op)
+                result = self._result(inputs, name, op, seconds)
                 event = torch.cuda.Event()
                 event.record(side)
             for tensor in inputs:
@@ -130,11 +145,18 @@ class Op:
 
         def call() -> Result:
             with torch.set_grad_enabled(grad):
-                return self._result(inputs, name, op)
+                return self._result(inputs, name, op, seconds)
 
         return HostWork(comm.submit(call))
 
-    def visit(self, *arguments: Any, group: Any = None, op: Reduction = "sum", **functions: Function) -> Result:
+    def visit(
+        self,
+        *arguments: Any,
+        group: Any = None,
+        op: Reduction = "sum",
+        timeout: Patience = None,
+        **functions: Function,
+    ) -> Result:
         """`op.visit(kv, fn)`: calls `fn(visit, kv)` at every yield, while what comes next travels on another stream.
 
         `fn` is called at once, one visit after another, on the current stream, and starts its kernels there; no host
@@ -143,6 +165,7 @@ class Op:
         has a body, `attend(kv, acc -> acc)`, `fn` gets `kv` and `acc` and returns the new `acc`, or changes it in place
         and returns it; several functions are given by their names, `op.visit(kv, acc, attend=fn)`. Returns the
         schedule's outputs, without yields. Works inside a capture of a CUDA graph, after a first call outside.
+        `timeout` as for a call, in each launch.
 
         If `fn` raises, the other ranks still get all that is theirs and the group can be used; where what it was to
         write travels on, the group is broken until every rank has called `commdsl.reset()`, and the exception says so.
@@ -153,7 +176,7 @@ class Op:
                 f"`{self.name}` with visits has no gradient: call it under torch.no_grad(), or in the forward of a "
                 "torch.autograd.Function, with the way back as visits of its own"
             )
-        op = given.reduction(op)
+        op, seconds = given.reduction(op), given.seconds(timeout)
         name, behind = groups.resolve(group)
         visits = self.traced(name).visits
         if visits is None:
@@ -162,12 +185,12 @@ class Op:
             raise TensorError(f"`{self.name}` takes {len(visits.signature.inputs)} tensors, got {len(inputs)}")
         tensors.check(self.name, visits.signature, inputs)
         functions_of = by_name(self.name, visits.plan, known)
-        key: tuple[object, ...] = ("visits", name, op)
+        key: tuple[object, ...] = ("visits", name, op, seconds)
         key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs)
         groups.of(name, inputs[0].device).compare(tensors.described(f"{self.name}.visit", inputs, op))
         found = self._visiting.get(key)
         if found is None or behind is None or not found.serves(behind):
-            found = self._prepare_visits(inputs, name, op)
+            found = self._prepare_visits(inputs, name, op, seconds)
             if len(self._visiting) >= MAX_KEPT:
                 self._visiting.clear()
             self._visiting[key] = found
@@ -189,32 +212,34 @@ class Op:
     # --- what torch calls ------------------------------------------------------------------------------------------
 
     def functional(self, *arguments: Any) -> Result:
-        inputs, group_name, op = self.split(arguments)
-        outputs = self._run(inputs, group_name, op, in_place=False)
+        inputs, group_name, op, seconds = self.split(arguments)
+        outputs = self._run(inputs, group_name, op, False, seconds)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def mutating(self, *arguments: Any) -> None:
-        inputs, group_name, op = self.split(arguments)
-        self._run(inputs, group_name, op, in_place=True)
+        inputs, group_name, op, seconds = self.split(arguments)
+        self._run(inputs, group_name, op, True, seconds)
 
     def fake(self, *arguments: Any) -> Result:
-        inputs, group_name, _ = self.split(arguments)
+        inputs, group_name, *_ = self.split(arguments)
         shapes = tensors.output_shapes(self.traced(group_name).signature, inputs)
         outputs = tuple(inputs[0].new_empty(shape) for shape in shapes)
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], str, str]:
-        """Tensors, group name and reduction of a call by its schema."""
-        has_reduction = isinstance(arguments[-2], str)
-        op = arguments[-1] if has_reduction else "sum"
-        end = len(arguments) - (2 if has_reduction else 1)
-        return arguments[:end], arguments[end], op
+    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], str, str, float | None]:
+        """Tensors, group name, reduction and time-out of a call by its schema; torch leaves out what is the default."""
+        count = self.num_inputs
+        rest = list(arguments[count + 1 :])
+        op = rest.pop(0) if self.has_reduction and rest else "sum"
+        return arguments[:count], arguments[count], op, rest[0] if rest else None
 
-    def _run(self, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction, in_place: bool) -> list[torch.Tensor]:
+    def _run(
+        self, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction, in_place: bool, seconds: float | None
+    ) -> list[torch.Tensor]:
         name, behind = groups.resolve(group)
         first = inputs[0]
         try:
-            key: tuple[object, ...] = (name, op, in_place, first.dtype, first.device, first.shape)
+            key: tuple[object, ...] = (name, op, in_place, seconds, first.dtype, first.device, first.shape)
             if len(inputs) > 1:
                 key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs[1:])
             call = self._calls.get(key)
@@ -223,7 +248,7 @@ class Op:
             given.reduction(op)
             raise
         if call is None or behind is None or not call.serves(behind):
-            call = self._prepare(inputs, name, op, in_place)
+            call = self._prepare(inputs, name, op, in_place, seconds)
             if len(self._calls) >= MAX_KEPT:
                 self._calls.clear()
             self._calls[key] = call
@@ -231,7 +256,9 @@ class Op:
             groups.of(name, first.device).compare(tensors.described(self.name, inputs, given.reduction(op)))
         return call(inputs)
 
-    def _prepare(self, inputs: tuple[torch.Tensor, ...], name: str, op: Reduction, in_place: bool) -> Bound:
+    def _prepare(
+        self, inputs: tuple[torch.Tensor, ...], name: str, op: Reduction, in_place: bool, seconds: float | None
+    ) -> Bound:
         op = given.reduction(op)
         self._check(inputs, name, op)
         comm = groups.of(name, inputs[0].device)
@@ -244,7 +271,11 @@ class Op:
         if in_place and chosen is None:
             raise TensorError(f"`{self.name}_` is not proved to work in place for this number of ranks")
         block_bytes = inputs[0].nbytes // signature.inputs[0].blocks
-        start = comm.prepare(known, block_bytes, tensors.element_name(inputs[0].dtype), op) if block_bytes else None
+        start = (
+            comm.prepare(known, block_bytes, tensors.element_name(inputs[0].dtype), op, seconds)
+            if block_bytes
+            else None
+        )
         return Bound(self.name, comm, known, inputs, chosen, start, groups.owner_of(name))
 
     def _check(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> None:
@@ -257,7 +288,7 @@ class Op:
             tensors.check(self.name, known.signature, inputs)
             tensors.check_reduction(self.name, known.signature, inputs[0].dtype, op)
 
-    def _prepare_visits(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> Visiting:
+    def _prepare_visits(self, inputs: tuple[torch.Tensor, ...], name: str, op: str, seconds: float | None) -> Visiting:
         comm = groups.of(name, inputs[0].device)
         comm.refuse_if_broken()
         comm.check()
@@ -269,7 +300,7 @@ class Op:
         block_bytes = inputs[0].nbytes // visits.signature.inputs[0].blocks
         element = tensors.element_name(inputs[0].dtype)
         launched = visits.launched if block_bytes else ()
-        starts = {one.plan.moves: comm.prepare(one, block_bytes, element, op) for one in launched}
+        starts = {one.plan.moves: comm.prepare(one, block_bytes, element, op, seconds) for one in launched}
         return Visiting(self.name, comm, visits, inputs, starts, groups.owner_of(name))
 
 
@@ -312,7 +343,7 @@ def _define(library: torch.library.Library, op: Op) -> None:
     names = [f"{port.name}_" if port.name in reserved else port.name for port in signature.inputs]
     results = ", ".join("Tensor" for _ in signature.outputs)
     returns = results if len(signature.outputs) == 1 else f"({results})"
-    tail = "str group_name" + (', str op="sum"' if signature.has_reduction else "")
+    tail = "str group_name" + (', str op="sum"' if signature.has_reduction else "") + ", float? timeout=None"
     tags = (torch.Tag.pt2_compliant_tag,)
     parameters = ", ".join(f"Tensor {name}" for name in names)
     library.define(f"{op.name}({parameters}, {tail}) -> {returns}", tags=tags)

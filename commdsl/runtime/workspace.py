@@ -92,12 +92,14 @@ class Workspace:
             **self._desk.arguments,
         }
 
-    def prepare(self, block_bytes: int, geometry: Geometry) -> Prepared:
-        """Everything about calls on blocks of this size but the addresses of their tensors."""
+    def prepare(self, block_bytes: int, geometry: Geometry, seconds: float | None = None) -> Prepared:
+        """Everything about calls on blocks of this size but the addresses of their tensors. `seconds`: how
+        long a wait may take, if not as long as the group's.
+        """
         launch = self._launches.get(block_bytes)
         if launch is None:
             launch = self._launches[block_bytes] = geometry(self.plan.moves, block_bytes)
-        values = {**self.every_call, "tensors": (), **launch.arguments()}
+        values = {**self.every_call, "tensors": (), **launch.arguments(), **timeout_argument(seconds)}
         return Prepared(self.plan, values, ("tensors", "tensors"), launch)
 
     def failure(self) -> BaseException | None:
@@ -108,7 +110,7 @@ class Workspace:
         if record is None:
             return None
         explain = None if self._explain is None else self._explain()
-        return failure_of(self.plan, record, self._timeout, explain)
+        return failure_of(self.plan, record, record.timeout_ns / 1e9, explain)
 
     def reset(self) -> None:
         """Back to the state before the first call; no rank's kernel may be running."""
@@ -119,3 +121,8 @@ class Workspace:
         """The end of its calls; none of this rank's may be running. Does not free the heap: that takes all ranks."""
         self.is_closed = True
         self._error.give_back()
+
+
+def timeout_argument(seconds: float | None) -> dict[str, int]:
+    """What takes the place of the group's time-out among the arguments, if there is one."""
+    return {} if seconds is None else {"timeout_ns": int(seconds * 1e9)}

@@ -92,7 +92,7 @@ struct alignas(16) TableHead {
   u32 reserved[3];
 };
 
-// `claim` decides which lane writes the record, `code` is written last.
+// `claim` decides which lane writes the record, and says then how long its call might wait; `code` is written last.
 struct ErrorRecord {
   u64 code;
   i32 rank, lane, op, peer;

@@ -52,6 +52,7 @@ template <class Arguments>
 COMMDSL_CALL void publish(const Arguments& args, const ErrorRecord& found) {
   ErrorRecord* record = reinterpret_cast<ErrorRecord*>(args.error);
   if (!claim(&record->claim)) return;
+  store_relaxed(&record->claim, args.timeout_ns | 1);
   record->rank = found.rank;
   record->lane = found.lane;
   record->op = found.op;
