@@ -203,12 +203,11 @@ def end(output: Output, rank: int, code: int) -> None:
     elif code:
         time.sleep(PATIENCE)
     sys.stdout.flush()
-    os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
+    os._exit(code)  # an end that is collective must not wait for a rank that failed
 
 
 def main() -> None:
     os.environ.setdefault("COMMDSL_TIMEOUT", "20")
-    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "8G")  # room for the candidates of one collective side by side
     options = options_of(sys.argv[1:])
     if "RANK" not in os.environ:
         sys.exit("start it with torchrun: one process per GPU")

@@ -29,7 +29,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("COMMDSL_TIMEOUT", "15")
-os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "8G")  # every way to share the SMs has a workspace of its own
 
 import torch
 import torch.distributed as dist
@@ -326,7 +325,7 @@ def main() -> None:
         elif code:
             time.sleep(3)  # torchrun ends all when one has failed: rank 0 prints first
         sys.stdout.flush()
-        os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
+        os._exit(code)  # an end that is collective must not wait for a rank that failed
 
     def hung() -> None:
         faulthandler.dump_traceback()

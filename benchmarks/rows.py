@@ -29,7 +29,7 @@ from benchmarks.report import Kind, Result, Row, Timing
 
 MIN_LIMIT_ROUNDS = 5
 REFUSALS = ("CommError", "DeviceError", "FileNotFoundError")
-BREAKING = ("CommTimeout", "BrokenGroupError", "RendezvousError")
+BREAKING = ("CommTimeout", "BrokenGroupError", "RendezvousError", "PeerError", "AgreementError")
 
 
 @dataclass(frozen=True)

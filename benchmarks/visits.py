@@ -27,7 +27,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("COMMDSL_TIMEOUT", "15")
-os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "6G")
 
 import torch
 import torch.distributed as dist
@@ -258,7 +257,7 @@ def main() -> None:
         elif code:
             time.sleep(4)  # torchrun ends all when one has failed: rank 0 prints first
         sys.stdout.flush()
-        os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
+        os._exit(code)  # an end that is collective must not wait for a rank that failed
 
     def give_up() -> None:
         faulthandler.dump_traceback()
