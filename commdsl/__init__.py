@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from commdsl.runtime.groups import threads as threads
     from commdsl.runtime.load import check as check
     from commdsl.runtime.load import load as load
+    from commdsl.runtime.load import memory_summary as memory_summary
+    from commdsl.runtime.load import release as release
     from commdsl.runtime.load import reset as reset
     from commdsl.runtime.load import shutdown as shutdown
     from commdsl.runtime.op import Op as Op
@@ -93,8 +95,10 @@ __all__ = [
     "dispatch",
     "ep",
     "load",
+    "memory_summary",
     "prepare",
     "reduce_scatter",
+    "release",
     "reset",
     "shutdown",
     "threads",
@@ -138,6 +142,8 @@ _HOME = {
     "load": "commdsl.runtime.load",
     "prepare": "commdsl.runtime.collectives",
     "reduce_scatter": "commdsl.runtime.collectives",
+    "memory_summary": "commdsl.runtime.load",
+    "release": "commdsl.runtime.load",
     "reset": "commdsl.runtime.load",
     "shutdown": "commdsl.runtime.load",
     "threads": "commdsl.runtime.groups",

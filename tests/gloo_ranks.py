@@ -51,12 +51,12 @@ def started(cases: str, folder: Path) -> Iterator[list[Connection]]:
             process.kill()
 
 
-def holds(ranks: list[Connection], name: str) -> None:
+def holds(ranks: list[Connection], name: str, patience: float = 90.0) -> None:
     """What the case states holds on every rank."""
     for pipe in ranks:
         pipe.send(name)
     answers = []
     for rank, pipe in enumerate(ranks):
-        answers.append(pipe.recv() if pipe.poll(90) else f"rank {rank} did not answer")
+        answers.append(pipe.recv() if pipe.poll(patience) else f"rank {rank} did not answer")
     failed = [f"rank {rank}:\n{answer}" for rank, answer in enumerate(answers) if answer]
     assert not failed, f"{len(failed)} of {RANKS} ranks failed\n{failed[0]}"

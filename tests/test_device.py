@@ -212,7 +212,7 @@ def test_another_group_of_the_same_name(gpu: FakeGpu, monkeypatch: pytest.Monkey
         rank.call()
         assert rank.comm is not before
         assert [launch.rank for launch in gpu.launches].count(rank.rank) == 2
-        assert len(before.workspaces) == len(rank.comm.workspaces) == 1
+        assert (before.is_closed, before.workspaces, len(rank.comm.workspaces)) == (True, {}, 1)
         before.broken = GroupError("of a group that is gone")
         rank.call()
 

@@ -18,6 +18,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     pool          symmetric memory -> results, which give it back
     setups        what ranks are about to set up -> their agreement, or both sides
     compared      calls, before they are made -> the ranks' agreement, for debugging
+    memory_summary   what there is of symmetric memory, by group and op
     communicator  one rank's end of a group
     launches      a Plan of rows -> launches of it, whatever says where rows go
     gpus          what GPUs can do for each other, tried

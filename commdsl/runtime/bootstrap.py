@@ -14,7 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from commdsl.runtime.errors import OpError, PeerError, RendezvousError
+from commdsl.machine.config import Config
+from commdsl.runtime.errors import GroupError, OpError, PeerError, RendezvousError
 
 POLL_SECONDS = 0.0005
 
@@ -198,6 +199,18 @@ class World:
 
     bootstrap: Bootstrap
     ranks: tuple[int, ...]  # by rank of the group its rank here
+
+    def nodes(self, config: Config) -> tuple[int, ...]:
+        """By rank of the group the node that it is on: what plain loads and stores reach. All are on one, unless the
+        Config says otherwise.
+        """
+        if not config.nodes:
+            return self.ranks if config.transport == "nvshmem" else (0,) * len(self.ranks)
+        if len(config.nodes) != self.bootstrap.size:
+            raise GroupError(
+                f"COMMDSL_NODES says where {len(config.nodes)} ranks are; there are {self.bootstrap.size} in all"
+            )
+        return tuple(config.nodes[rank] for rank in self.ranks)
 
 
 Exchange = Callable[[str, bytes], tuple[bytes, ...]]

@@ -56,6 +56,11 @@ class Bound:
         self._start = start  # None: no bytes to move
         self._owner = owner  # what was behind the group's name when this was made
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its group was given back: it only holds memory."""
+        return self._communicator.is_closed
+
     def serves(self, behind: object) -> bool:
         """Whether it can make the next call, for the object now behind the group's name: its memory is still there."""
         start = self._start

@@ -27,6 +27,7 @@ from commdsl.runtime.error_page import ErrorPage
 from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError, PeerError, RendezvousError
 from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import Kernel, Prepared, Residence
+from commdsl.runtime.memory_summary import Held
 from commdsl.runtime.program import Program
 from commdsl.runtime.setups import Setup, disagreement, of_plan
 from commdsl.runtime.stream_order import StreamOrder
@@ -65,15 +66,18 @@ class Communicator(ABC):
         self.name = name
         self.errors = errors
         self.notice = notice
+        self.kind = kind
         self.bootstrap = life(bootstrap, kind)
         self.config = config
         self.timeout = self._patience = config.timeout or DEFAULT_TIMEOUT
         self.world = world
-        self.nodes = _nodes(config, world)
+        self.nodes = world.nodes(config)
         self.transport = self._transport()
         self.lock = threading.RLock()
         self.workspaces: dict[str, Workspace] = {}
         self.broken: BaseException | None = None
+        self._is_disowned = False
+        self.is_closed = False  # whoever kept something of it has to ask for it anew
         self.processes: tuple[str, ...] = ()  # by rank, as the watcher knows them
         self.gone: set[int] = set()
         self._interrupted_until = 0.0
@@ -229,7 +233,23 @@ class Communicator(ABC):
             raise disagreement(self.name, self.rank, everyone, texts)
         return f"setup/{number}"
 
+    def held(self) -> tuple[Held, ...]:
+        """What this rank gives of symmetric memory."""
+        known = [("desk", self.desk.reserved_bytes)]
+        known += [(one.plan.name, one.heap.reserved_bytes) for one in tuple(self.workspaces.values())]
+        return tuple(Held(self.name, self.kind, name, nbytes) for name, nbytes in known)
+
+    def disown(self) -> None:
+        """In a child that was forked."""
+        self._is_disowned = True
+        self.broken = GroupError("forked")  # looked at before every call
+
     def refuse_if_broken(self) -> None:
+        if self._is_disowned:
+            raise GroupError(
+                f"this process was forked from a rank of group `{self.name}` and is none itself: call commdsl in the "
+                "parent, or start processes by `spawn`"
+            )
         if self.broken is not None:
             raise BrokenGroupError(
                 f"group `{self.name}` cannot be used after `{type(self.broken).__name__}`: every rank has to call "
@@ -324,6 +344,7 @@ class Communicator(ABC):
         memory is there as long as one of them has it.
         """
         self.release()
+        self.is_closed = True
         self.desk.free()
         watcher().remove(self)
         with suppress(RuntimeError):  # of a store whose server has ended
@@ -368,14 +389,3 @@ class Communicator(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Waits for this rank's kernels."""
-
-
-def _nodes(config: Config, world: World) -> tuple[int, ...]:
-    """By rank of the group the node it is on: what plain loads and stores reach. All on one, unless the Config says."""
-    if not config.nodes:
-        return tuple(world.ranks) if config.transport == "nvshmem" else (0,) * len(world.ranks)
-    if len(config.nodes) != world.bootstrap.size:
-        raise GroupError(
-            f"COMMDSL_NODES says where {len(config.nodes)} ranks are; there are {world.bootstrap.size} in all"
-        )
-    return tuple(config.nodes[rank] for rank in world.ranks)

@@ -58,6 +58,10 @@ class Desk:
             "notice": notice.address,
         }
 
+    @property
+    def reserved_bytes(self) -> int:
+        return self._heap.reserved_bytes
+
     def reset(self) -> None:
         """Back to the state before the first call; no rank's kernel may be running."""
         self._heap.zero()

@@ -7,6 +7,8 @@ one piece of state this package keeps per process: an op knows its group by name
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -45,6 +47,8 @@ _LOCK = threading.Lock()
 _THREADS: dict[str, _Member] = {}
 _COMMUNICATORS: dict[tuple[str, str], tuple[_Member, Communicator]] = {}
 _NUMBERS = itertools.count()
+_FORKS: list[int] = []  # the process that asked to be told of forks
+_INHERITED: weakref.WeakSet[Any] = weakref.WeakSet()  # groups of the process that this one was forked from
 
 
 def threads(num_ranks: int) -> tuple[str, ...]:
@@ -61,14 +65,18 @@ def threads(num_ranks: int) -> tuple[str, ...]:
 
 
 def name_of(group: Any) -> str:
-    """The name of a torch process group, of a name, or of the default group."""
+    """The name of a torch process group, of a mesh of one dimension, of a name, or of the default group."""
     if isinstance(group, str):
         return group
     if group is not None:
+        if _is_mesh(group):
+            group = _group_of(group)
         name = getattr(group, "group_name", None)
         if isinstance(name, str):
             return name
-        raise GroupError(f"expected a process group or its name, got {type(group).__name__}")
+        if group == torch.distributed.GroupMember.NON_GROUP_MEMBER:
+            raise GroupError("this process is no rank of that group: only its ranks call")
+        raise GroupError(f"expected a process group, its name or a mesh of one dimension, got {type(group).__name__}")
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise GroupError("no group given and torch.distributed has none: call init_process_group or pass group=")
     return str(_c10d().group.WORLD.group_name)
@@ -102,7 +110,21 @@ def resolve(group: Any) -> tuple[str, object]:
         found = world.default_pg if group is None else group
         return world.pg_names[found], found
     except (AttributeError, KeyError, TypeError):  # no torch.distributed, no such group, no group at all
-        return name_of(group), None
+        return resolve(_group_of(group)) if _is_mesh(group) else (name_of(group), None)
+
+
+def _is_mesh(group: Any) -> bool:
+    """Without an import of what few programs use."""
+    module = sys.modules.get("torch.distributed.device_mesh")
+    return module is not None and isinstance(group, module.DeviceMesh)
+
+
+def _group_of(mesh: Any) -> Any:
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    names = mesh.mesh_dim_names
+    each = "get_group(0) and so on" if names is None else " or ".join(f"mesh[{name!r}]" for name in names)
+    raise GroupError(f"a mesh of {mesh.ndim} dimensions is no group: pass one of them, {each}")
 
 
 def owner_of(name: str) -> Callable[[], object]:
@@ -129,11 +151,43 @@ def _known(name: str, behind: object, device: torch.device) -> Communicator:
         found = _COMMUNICATORS.get(key)
     if found is not None and found[0].is_behind(behind):
         return found[1]
+    sweep()
     member = _member(name)
     made = _make(name, member, device)
     with _LOCK:
+        if not _FORKS:
+            _FORKS.append(os.getpid())
+            os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_after_fork)
         _COMMUNICATORS[key] = (member, made)
     return made
+
+
+def sweep() -> None:
+    """Gives back what belongs to process groups that were destroyed."""
+    with _LOCK:
+        gone = [key for key, (member, _) in _COMMUNICATORS.items() if not member.is_behind(resolve(key[0])[1])]
+        closing = [_COMMUNICATORS.pop(key)[1] for key in gone]
+    for comm in closing:
+        comm.close()
+
+
+def release(name: str) -> None:
+    """Gives back all that this rank has for a group."""
+    sweep()
+    with _LOCK:
+        closing = [_COMMUNICATORS.pop(key)[1] for key in tuple(_COMMUNICATORS) if key[0] == name]
+    for comm in closing:
+        comm.close()
+
+
+def _after_fork() -> None:
+    """What was set up here is the parent's: the child has its memory, but is none of the ranks."""
+    _LOCK.release()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for group in _c10d()._world.pg_names:
+            _INHERITED.add(group)
+    for _, comm in _COMMUNICATORS.values():
+        comm.disown()
 
 
 def every(name: str | None = None) -> tuple[Communicator, ...]:
@@ -163,6 +217,8 @@ def _member(name: str) -> _Member:
     group = _process_group(name)
     if group is None:
         raise GroupError(f"no process group named `{name}` in this process")
+    if group in _INHERITED:
+        raise GroupError(f"group `{name}` is of the process that this one was forked from: start processes by `spawn`")
     rank, size = int(group.rank()), int(group.size())
     if rank < 0:
         raise GroupError(f"this process is no rank of group `{name}`")

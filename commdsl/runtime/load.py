@@ -22,6 +22,7 @@ from commdsl.machine.resources import SUFFIX
 from commdsl.program.memory import Transport
 from commdsl.runtime import far, given, groups
 from commdsl.runtime.errors import GroupError
+from commdsl.runtime.memory_summary import MemorySummary
 from commdsl.runtime.op import Op, register
 from commdsl.runtime.program import Backward, Definition, digest_of, program
 
@@ -125,6 +126,20 @@ def reset(group: Any = None) -> None:
     """Collective, after a time-out: brings a group's ops back to the state before their first call."""
     for comm in groups.every(groups.name_of(group)):
         comm.reset()
+
+
+def release(group: Any = None) -> None:
+    """Gives back all that this rank has for a group: symmetric memory, threads, descriptors. Every rank does so in its
+    own time, and the next call on the group sets it up anew on all. What belongs to a process group that was destroyed
+    is given back without it, when the next group is set up. Raises GroupError.
+    """
+    groups.release(groups.name_of(group))
+
+
+def memory_summary() -> MemorySummary:
+    """The symmetric memory that this process has, by group and op."""
+    groups.sweep()
+    return MemorySummary(tuple(held for comm in groups.every() for held in comm.held()))
 
 
 def shutdown() -> None:

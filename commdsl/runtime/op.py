@@ -191,8 +191,7 @@ class Op:
         found = self._visiting.get(key)
         if found is None or behind is None or not found.serves(behind):
             found = self._prepare_visits(inputs, name, op, seconds)
-            if len(self._visiting) >= MAX_KEPT:
-                self._visiting.clear()
+            _thin_out(self._visiting)
             self._visiting[key] = found
         return found(inputs, functions_of)
 
@@ -249,8 +248,7 @@ class Op:
             raise
         if call is None or behind is None or not call.serves(behind):
             call = self._prepare(inputs, name, op, in_place, seconds)
-            if len(self._calls) >= MAX_KEPT:
-                self._calls.clear()
+            _thin_out(self._calls)
             self._calls[key] = call
         elif call.compares:
             groups.of(name, first.device).compare(tensors.described(self.name, inputs, given.reduction(op)))
@@ -302,6 +300,14 @@ class Op:
         launched = visits.launched if block_bytes else ()
         starts = {one.plan.moves: comm.prepare(one, block_bytes, element, op, seconds) for one in launched}
         return Visiting(self.name, comm, visits, inputs, starts, groups.owner_of(name))
+
+
+def _thin_out(kept: dict[tuple[object, ...], Any]) -> None:
+    """Lets go of calls on groups that were given back, and of all when there are too many."""
+    for key in [key for key, call in tuple(kept.items()) if call.is_over]:
+        kept.pop(key, None)
+    if len(kept) >= MAX_KEPT:
+        kept.clear()
 
 
 class _Registry:

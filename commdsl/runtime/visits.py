@@ -54,6 +54,11 @@ class Visiting:
         own = dict.fromkeys(kept for phase in visits.plan.phases for kept in _kept(phase) if kept.copy)
         self._shapes = dict(zip(own, _shapes(visits.signature, tuple(own), inputs), strict=True))
 
+    @property
+    def is_over(self) -> bool:
+        """As `Bound.is_over`."""
+        return self._communicator.is_closed
+
     def serves(self, behind: object) -> bool:
         """As `Call.serves`."""
         open_ = bool(self._starts) and not any(start.workspace.is_closed for start in self._starts.values())

@@ -1,6 +1,9 @@
 """Every shipped schedule on real GPUs against what it must give, bit for bit. One process per GPU:
 
     torchrun --nproc-per-node 4 tests/gpu/run_schedules.py --time-budget 400 [--quick] [--transport nvshmem mixed]
+    COMMDSL_SHARE_GPUS=1 torchrun --nproc-per-node 8 tests/gpu/run_schedules.py --quick --stages oracle --transport peer
+
+More ranks than GPUs share them, where COMMDSL_SHARE_GPUS allows it: right, and slow, as their kernels take turns.
 
 Stages: `oracle` (random floats of three sizes against the interpreter), `sizes` (five dtypes, 0 B to 64 MB, eager, in
 a CUDA graph, on two streams), `calls` (1,000 calls in each of the three ways, ranks delayed at random), and last a rank
@@ -449,7 +452,7 @@ def main() -> None:
     options = parser.parse_args()
     # The last resort against a hang: every rank says where it stands, and ends.
     faulthandler.dump_traceback_later(options.time_budget + 60, exit=True)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group("gloo")
     deadline = time.monotonic() + options.time_budget
     run = Run(dist.get_rank(), dist.get_world_size(), options.quick, deadline, dist.new_group())
