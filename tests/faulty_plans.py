@@ -116,6 +116,13 @@ def exchanged(plan: Plan) -> Plan:
     return with_tables(plan, dest_index=index)
 
 
+def eager(plan: Plan) -> Plan:
+    """Rank 0 meets the call of the rank behind it in the ring, which sends it nothing."""
+    heard = plan.agree.heard.copy()
+    heard[0, 1] = True
+    return replace(plan, agree=replace(plan.agree, heard=heard))
+
+
 FAULTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "C201": (TEXT, circle),
     "C202": (TEXT, lambda plan: without_wait(plan, 0)),
@@ -127,5 +134,6 @@ FAULTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "C208": (SWAP, late_read),
     "C209": (PACKETS, lambda plan: changed(plan, rotation=1)),
     "C210": (TEXT, exchanged),
+    "C211": (TEXT, eager),
     "C342": (TEXT, lambda plan: changed(plan, num_cells=plan.moves.num_cells + 1)),
 }

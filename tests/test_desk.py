@@ -14,12 +14,14 @@ import torch
 
 import commdsl
 from commdsl.program.desk import Stop, notice_bytes, stop_of
-from commdsl.program.timeouts import BAD_KEY, GONE, TIMED_OUT
+from commdsl.program.timeouts import BAD_KEY, GONE, STOPPED, TIMED_OUT, ErrorRecord
 from commdsl.runtime import groups
+from commdsl.runtime.bootstrap import Board, ThreadBootstrap
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.desk import ordinary_notice
 from commdsl.runtime.errors import BrokenGroupError, PeerError
 from commdsl.runtime.failures import stopped_by
+from commdsl.runtime.said import Said
 
 SOON = 2.0
 """Seconds in which a wait ends that would otherwise take the time-out."""
@@ -29,6 +31,13 @@ SOON = 2.0
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits that nobody ends take a minute."""
     monkeypatch.setenv("COMMDSL_TIMEOUT", "60")
+
+
+RECORD = ErrorRecord(STOPPED, 0, 0, 0, 5, 0, 0, 0, ())
+
+
+def nobody() -> Said:
+    return Said(ThreadBootstrap(0, 1, Board()))
 
 
 class Ranks:
@@ -126,8 +135,12 @@ def test_a_word_says_who_and_why() -> None:
     word = (5 + 1) | 7 << 16 | GONE << 32 | 0x123456 << 40
 
     assert stop_of(word) == Stop(5, 7, GONE, 0x123456)
-    assert (stopped_by(Stop(5, 7, GONE, 1)).rank, stopped_by(Stop(5, 7, TIMED_OUT, 1)).rank) == (7, 5)
-    assert stopped_by(Stop(5, 7, BAD_KEY, 1)).reason == "gave up: what it was to move was wrong"
+    gone, late, wrong = (stopped_by(Stop(5, 7, code, 1), RECORD, nobody()) for code in (GONE, TIMED_OUT, BAD_KEY))
+    assert [(error.rank, error.reason) for error in (gone, late, wrong) if isinstance(error, PeerError)] == [
+        (7, "is gone: rank 5 waited for it"),
+        (5, "gave up: its wait for rank 7 took too long"),
+        (5, "gave up: what it was to move was wrong"),
+    ]
 
 
 def test_every_rank_has_a_bit() -> None:

@@ -245,7 +245,7 @@ def test_an_all_gather(gpu: FakeGpu) -> None:
     for place in kernels:
         assert {command.number for command in commands[:place]} <= commands[place].before
         assert all(commands[place].number in command.before for command in commands[place + 1 :])
-    assert [commands[place].turn[4:] for place in kernels] == [(2, 0), (2, 1)]
+    assert [commands[place].turn[4:] for place in kernels] == [(2, 0, 1), (2, 1, 0)]
 
 
 def meet_any(one: Command, other: Command) -> bool:

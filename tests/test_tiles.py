@@ -145,13 +145,13 @@ def test_even_lanes() -> None:
 
 
 def test_all_blocks_are_resident() -> None:
-    """The blocks of both roles are one launch, and count together."""
+    """The blocks of both roles are one launch, and count together; the one that agrees is one more."""
     plan = checked(2).plan
 
     assert residence_of(plan, "entry").blocks == 132
-    assert grid_of(plan, device_launch(plan.moves, 1 << 26)) == (132, plan.tiles.threads if plan.tiles else 0)
+    assert grid_of(plan, device_launch(plan.moves, 1 << 26)) == (132 + 1, plan.tiles.threads if plan.tiles else 0)
     small = device_launch(plan.moves, 3 * 8192)
-    assert grid_of(plan, small)[0] == 2 * small.active_lanes == 6
+    assert grid_of(plan, small)[0] - 1 == 2 * small.active_lanes == 6
 
 
 def test_shown() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from commdsl.language.diagnostics import InternalError
+from commdsl.program.agree import Agree
 from commdsl.program.memory import Counters, Words
 from commdsl.program.phases import (
     Actor,
@@ -51,6 +52,14 @@ def calls(plan: Plan) -> Iterator[Line]:
         assert isinstance(phase, Routed)
         yield Line(f"{number}: {described(phase)}", _call(phase, number))
     yield Line("what is reported when all is done", "commdsl::end(here, peers);")
+
+
+def agree_calls(agree: Agree) -> tuple[Line, Line]:
+    """What the role that agrees tells, and what it meets."""
+    return (
+        Line(agree.told, f"commdsl::tell_call<Plan, {RANKS[agree.tells]}>(args);"),
+        Line(agree.met, f"commdsl::meet_calls<Plan, {agree.behind}>(args, number);"),
+    )
 
 
 def known(plan: Plan) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from commdsl.build.built import Built
-from commdsl.build.calls import Line, calls, tile_calls
+from commdsl.build.calls import Line, agree_calls, calls, tile_calls
 from commdsl.ir.schedules import Ints
 from commdsl.machine.resources import data_dir
 from commdsl.program.actors import printed
@@ -81,6 +81,16 @@ class MovesText:
 
 
 @dataclass(frozen=True, slots=True)
+class AgreeText:
+    """What the template prints of the role that agrees: what it tells and meets, and whom it hears, a bit a rank."""
+
+    tell: Line
+    meet: Line
+    width: int  # words of a rank
+    heard: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """What the template prints of a Plan."""
 
@@ -98,6 +108,8 @@ class Kernel:
     moves: MovesText | None
     has_keys: bool  # by which rows go, or come back
     positions: tuple[str, ...]  # lines of a table, by key; none where keys stand in their order
+    agree: AgreeText
+    has_table: bool  # of rows, which comes with a call
     phases: tuple[Line, ...]
     tiles: tuple[Line, ...]  # what the blocks of a second role do; nothing: there is none
 
@@ -159,7 +171,9 @@ def _kernel(plan: Plan) -> Kernel:
     tables = None if moves is None else _tables(moves, printed(plan))
     phases, tiles = tuple(calls(plan)), tuple(tile_calls(plan))
     keys = plan.key_positions
-    told = (plan.name, plan.params, plan.topology, plan.transport.value, constants, tables, fields, keys, phases, tiles)
+    agree = _agree(plan)
+    identity = (plan.name, plan.params, plan.topology, plan.transport.value)
+    told = (*identity, constants, tables, fields, keys, phases, tiles, agree)
     return Kernel(
         entry=f"commdsl_{plan.name}",
         source=file_name(plan.span.source.name),
@@ -175,9 +189,22 @@ def _kernel(plan: Plan) -> Kernel:
         moves=tables,
         has_keys=bool(keys),
         positions=() if keys == tuple(range(len(keys))) else _lines(keys),
+        agree=agree,
+        has_table=any(isinstance(phase, Push) for phase in plan.phases),
         phases=phases,
         tiles=tiles,
     )
+
+
+def _agree(plan: Plan) -> AgreeText:
+    ranks, one = plan.num_ranks, plan.agree
+    width = -(-ranks // 32)
+    bits = np.zeros((ranks, 32 * width), np.uint8)
+    bits[:, :ranks] = one.heard
+    words = np.packbits(bits, axis=1, bitorder="little").view("<u4")
+    tell, meet = agree_calls(one)
+    lines = tuple(", ".join(f"0x{word:x}u" for word in row) + "," for row in words.tolist())
+    return AgreeText(tell, meet, width, lines)
 
 
 def _headers(plan: Plan) -> tuple[str, ...]:

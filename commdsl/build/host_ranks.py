@@ -148,6 +148,7 @@ def run_ranks(
             "error": where.errors[rank],
             "desk": heaps(where.desks, nodes, rank),
             "notice": where.notices[rank],
+            "digest": 0,  # all ranks are given what one caller says
             "rank": rank,
         }
         for rank in range(plan.num_ranks)

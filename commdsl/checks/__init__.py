@@ -41,6 +41,7 @@ from commdsl.language.syntax import File
 from commdsl.program.actors import actors
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
+from commdsl.program.proof.agreement import agreement
 from commdsl.program.proof.carries import carries
 from commdsl.program.proof.computes import computes
 from commdsl.program.proof.memory import memory, memory_of_launches
@@ -76,7 +77,10 @@ VISITED_RULES: tuple[tuple[VisitedRule, ...], ...] = (
 
 LAUNCH_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,), (memory,))
 
-ROUTED_RULES: tuple[tuple[RoutedRule, ...], ...] = ((order_of_regions,),)
+ROUTED_RULES: tuple[tuple[RoutedRule, ...], ...] = ((order_of_regions,), (agreement,))
+
+AGREEING_RULES: tuple[tuple[RoutedRule, ...], ...] = ((agreement,),)
+"""Of the role beside those who act."""
 
 PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,), (computes,), (memory,))
 """Of all who act on a rank together."""
@@ -112,11 +116,18 @@ def check_plan(schedule: Schedule, plan: Plan) -> tuple[Diagnostic, ...]:
     """As `check_schedule`, for the laws on the Plan."""
     if not plan.is_visited:
         acting = actors(plan)
-        return _run(PLAN_RULES, lambda rule: rule(schedule, acting))
+        return _last(plan, _run(PLAN_RULES, lambda rule: rule(schedule, acting)))
     found: list[Diagnostic] = []
     for moves in segments(plan):
         found += _run(LAUNCH_RULES, partial(_judge, schedule, moves))
-    return tuple(found) or _run(VISITED_RULES, lambda rule: rule(schedule, plan))
+    return _last(plan, tuple(found) or _run(VISITED_RULES, lambda rule: rule(schedule, plan)))
+
+
+def _last(plan: Plan, found: tuple[Diagnostic, ...]) -> tuple[Diagnostic, ...]:
+    """The role that agrees is held to what those do who act, once that is right."""
+    if any(diagnostic.severity is Severity.ERROR for diagnostic in found):
+        return found
+    return found + _run(AGREEING_RULES, lambda rule: rule(plan))
 
 
 def _judge(schedule: Schedule, moves: Moves, rule: PlanRule) -> Iterator[Diagnostic]:

@@ -33,6 +33,7 @@ SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 CHANGING: Arguments = {
     "table": 0,
     **dict.fromkeys(("inputs", "outputs", "row_bytes", "input_rows", "output_rows"), ()),
+    "digest": 0,
     "rank": 0,
     "active_lanes": 0,
 }
@@ -92,6 +93,7 @@ class Launcher:
         self._pool = Pool(self.plan.name, begin, self._layout.result_bytes, results)
         self.name = f"{self.plan.name}/{self._comm.name}/{self._launches.number}/{id(self):x}"
         self._starts: dict[str, Start] = {}
+        self._digests: dict[str, int] = {}  # of calls, but for what their tables say
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
         self._last = 0  # the address of the last call's table
         _KNOWN[self.name] = self
@@ -143,7 +145,8 @@ class Launcher:
             raise DispatchError(f"`{self.plan.name}` was released")
         if not way.goes:
             self._judge_back(len(inputs))
-        start = self._start(self._dtype(inputs, way))
+        dtype = self._dtype(inputs, way)
+        start = self._start(dtype)
         outputs = self._new(inputs, rows, way.goes)
         if clear:
             for output in outputs:
@@ -165,6 +168,7 @@ class Launcher:
                 *pad,
                 *rows,
                 *pad,
+                self._digests[dtype],
                 comm.rank,
                 self._launches.lanes(moved),
             )
@@ -199,15 +203,19 @@ class Launcher:
             )
         if route.device.type != self.device.type:
             raise DispatchError(f"the Route's tables are on {route.device}, this Dispatcher is on {self.device}")
-        there, back = (
-            route.table(Form(one, widths, self.plan.push.packed, self.plan.tile_bytes), self)
-            for one in (way, way.reversed)
-        )
+        there, back = (route.table(self._form(one, widths), self) for one in (way, way.reversed))
         self._routes.add(route)
+        for one in (way, way.reversed):
+            digest = route.digest(self._form(one, widths))
+            words = f"{one.value} of {' and '.join(map(str, widths))} bytes a row, by plan {digest:08x}"
+            self._launches.know_plan(digest, words)
         # Each is the other's way back.
         route.ready[self.name, way.value, widths] = there, back
         route.ready[self.name, way.reversed.value, widths] = back, there
         return there, back
+
+    def _form(self, way: Way, widths: tuple[int, ...]) -> Form:
+        return Form(way, widths, self.plan.push.packed, self.plan.tile_bytes)
 
     def _judge_back(self, num_tensors: int) -> None:
         for name in names_of(self.plan)[:num_tensors]:
@@ -226,6 +234,7 @@ class Launcher:
             macros = (*((f"COMMDSL_DTYPE={dtype}",) if dtype else ()), *self._macros)
             always = {"waiting": self._layout.waiting, "waiting_rows": self._layout.waiting_rows}
             found = self._starts[dtype] = self._launches.start(macros, always, CHANGING)
+            self._digests[dtype] = self._launches.digest(f"of rows, summed in {dtype}" if dtype else "of rows")
         return found
 
     def _dtype(self, inputs: Sequence[torch.Tensor], way: Way) -> str:

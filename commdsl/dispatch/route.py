@@ -192,6 +192,10 @@ class Route:
         self._hosts.setdefault(wanted, weakref.WeakSet()).add(host)
         return found
 
+    def digest(self, wanted: Form) -> int:
+        """Of the routes of all ranks, as the table of that form has it."""
+        return self._made[wanted].digest
+
     def update_(self, other: Route) -> None:
         """Overwrites the tables with those of `other`, on the current stream: a graph that was captured with this Route
         follows the other plan from then on. Every rank updates to the same plan between the same calls.

@@ -6,7 +6,7 @@ for the device. A call runs on the current stream, and a CUDA graph can capture 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -92,6 +92,7 @@ class Experts:
         self._pool = Pool(self.plan.name, self._there.heap + self._begin, (limits.result_bytes, 0), results)
         self._starts: dict[str, Start] = {}  # back, by what is summed; there, by nothing
         self._back: Launches | None = None
+        self._digests: dict[tuple[object, ...], int] = {}
         if made.back is not None:
             back, text = made.back
             self._waiting = aligned(back.symmetric_bytes)
@@ -142,6 +143,7 @@ class Experts:
                 origins.data_ptr(),
                 count,
                 counts.data_ptr(),
+                self._digest(self._there, tensors, keys),
                 self._comm.rank,
                 self._there.lanes(moved),
             )
@@ -177,6 +179,7 @@ class Experts:
                 found.data_ptr(),
                 keys.data_ptr(),
                 *keys.shape,
+                self._digest(back, (rows,), keys),
                 self._comm.rank,
                 back.lanes(max(keys.numel(), len(rows)) * width),
             )
@@ -218,6 +221,15 @@ class Experts:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise GradientError(f"`{self.plan.name}` has no gradient: detach its tensors, or call it under no_grad")
 
+    def _digest(self, launches: Launches, tensors: Sequence[torch.Tensor], keys: torch.Tensor) -> int:
+        """Of a call: how many rows a rank has is its own."""
+        key = (launches.number, keys.shape[1], *((tensor.dtype, row_bytes(tensor)) for tensor in tensors))
+        found = self._digests.get(key)
+        if found is None:
+            rows = ", ".join(f"{row_bytes(tensor)} bytes of {tensor.dtype}" for tensor in tensors)
+            found = self._digests[key] = launches.digest(f"of rows of {rows}, {keys.shape[1]} keys a row")
+        return found
+
     def _start_there(self) -> Start:
         found = self._starts.get("")
         if found is None:
@@ -231,6 +243,7 @@ class Experts:
                 "outputs": (0,) * (tensors + 1),
                 "room": 0,
                 "counts": 0,
+                "digest": 0,
                 "rank": 0,
                 "active_lanes": 0,
             }
@@ -241,7 +254,7 @@ class Experts:
         found = self._starts.get(dtype)
         if found is None:
             names = ("given", "given_rows", "row_bytes", "origins", "counts", "weights", "output", "keys", "num_rows")
-            changing: Arguments = dict.fromkeys((*names, "keys_a_row", "rank", "active_lanes"), 0)
+            changing: Arguments = dict.fromkeys((*names, "keys_a_row", "digest", "rank", "active_lanes"), 0)
             always: Arguments = {"waiting": self._waiting, "waiting_rows": self.limits.places}
             found = self._starts[dtype] = back.start((f"COMMDSL_DTYPE={dtype}", *self._macros), always, changing)
         return found

@@ -13,6 +13,7 @@ proof         the laws of Plans
 sizes         a Plan and the bytes of a block -> what a launch needs
 visited       a Plan with visits -> what is started in order, and the Plans of its launches
 timeouts      what kernels say of who is missing -> one exception
+agree         the role that tells all ranks of every call, and holds them to it
 desk          what all kernels of a group share, beside a Plan's own memory
 arguments     a Plan -> the one struct that its kernel is given
 tiles         the routes of one call -> the table of a dispatch's kernel

@@ -153,6 +153,7 @@ def arguments(plan: Plan) -> Arguments:
                 words += [Field("weights", is_address=True), Field("output", is_address=True), *_KEYS]
             case _:
                 pass
+    words.append(Field("digest"))  # of all that is the same on every rank, in 32 bits
     return Arguments((*words, *numbers))
 
 

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 LINE = 64
 
+SLOTS = 8
+"""Words of a rank on a desk: its calls take them in turn."""
+
 
 def desk_bytes(num_ranks: int) -> int:
-    """Of one rank's desk: the calls that it has begun, and who gave up."""
-    return 2 * LINE
+    """Of one rank's desk: the calls that it has begun, who gave up, and what every rank tells of its calls."""
+    return 2 * LINE + 8 * SLOTS * num_ranks
 
 
 def notice_bytes(num_ranks: int) -> int:

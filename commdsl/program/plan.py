@@ -13,6 +13,7 @@ from typing import TypeAlias, TypeVar, assert_never
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
+from commdsl.program.agree import Agree
 from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.launches import touches as touches_between
 from commdsl.program.memory import Counters, Kept, Memory, Rows, Tensor, Transport, Words
@@ -59,6 +60,7 @@ class Plan:
     tile_bytes: int  # of data, that a lane moves at once
     span: Span = field(repr=False)
     transport: Transport = Transport.PEER
+    agree: Agree = field(kw_only=True)  # the role beside `roles`: it touches nothing that they do
 
     @property
     def phases(self) -> tuple[Phase, ...]:

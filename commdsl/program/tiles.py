@@ -9,6 +9,7 @@ places; otherwise they go straight there, and only what is summed waits.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
@@ -44,6 +45,7 @@ class RowTable:
     num_finishes: int
     waiting_rows: tuple[int, ...]  # by tensor: the most rows that wait on any rank
     send_route: Longs  # (num_sends,): the route each send is part of, counted through the flows' routes
+    digest: int  # of what all ranks send, in 32 bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,12 +112,14 @@ def table(flows: Sequence[Shipment], rank: int, *, packed: bool, tile_bytes: int
         offset += flow.routes.num
     runs = _ordered(_joined(sends), rank, len(flows), len(expected))
     done = _joined(finishes)
+    digest = _digest(flows, packed, tile_bytes)
     return RowTable(
-        _words(runs, done, expected),
+        _words(runs, done, expected, digest),
         len(runs.rows),
         len(done.rows),
         tuple(waiting),
         runs.route,
+        digest,
     )
 
 
@@ -272,7 +276,19 @@ def _picked(runs: Rows, order: Longs) -> Rows:
     return kind(*(getattr(runs, field.name)[order] for field in fields(kind)))
 
 
-def _words(runs: _Runs, done: _Finishes, expected: NDArray[np.uint64]) -> NDArray[np.uint32]:
+def _digest(flows: Sequence[Shipment], packed: bool, tile_bytes: int) -> int:
+    """Of the routes of all ranks, so that ranks that follow different plans are told apart."""
+    found = zlib.crc32(repr((packed, tile_bytes, [(flow.width, flow.is_sum) for flow in flows])).encode())
+    for flow in flows:
+        for column in (*(getattr(flow.routes, name) for name in _ROUTE), flow.rows):
+            found = zlib.crc32(np.ascontiguousarray(column, np.int64).data, found)
+    return found
+
+
+_ROUTE = ("source", "source_row", "dest", "dest_row", "length", "copy")
+
+
+def _words(runs: _Runs, done: _Finishes, expected: NDArray[np.uint64], digest: int) -> NDArray[np.uint32]:
     where = runs.dest | runs.tensor << 16 | runs.waits.astype(np.int64) << 24
     sends = np.stack((runs.source_row, runs.dest_row, runs.rows, where), axis=1).astype(np.uint32)
     zero = np.zeros_like(done.rows)
@@ -281,5 +297,6 @@ def _words(runs: _Runs, done: _Finishes, expected: NDArray[np.uint64]) -> NDArra
     at = 4 * (HEAD_WORDS + SEND_WORDS * len(sends))
     body = np.concatenate((sends.ravel(), finishes.ravel(), expected.view(np.uint32)))
     check = ~(len(sends) ^ len(finishes) ^ at)
-    head = np.array([len(sends), len(finishes), at, check, int(body.sum(dtype=np.uint64)), 0, 0, 0]) & 0xFFFFFFFF
+    total = int(body.sum(dtype=np.uint64))
+    head = np.array([len(sends), len(finishes), at, check, total, digest, 0, 0]) & 0xFFFFFFFF
     return np.concatenate((head.astype(np.uint32), body))

@@ -69,7 +69,7 @@ class CommTimeout(Error, RuntimeError):  # noqa: N818 - a time-out is what it is
 
 
 TIMED_OUT, BAD_TILE, BAD_COUNT, BAD_FINISH, BAD_TABLE, BAD_KEY, NO_ROOM, BAD_ORIGIN = range(1, 9)
-STOPPED, INTERRUPTED, GONE = range(10, 13)
+DISAGREES, STOPPED, INTERRUPTED, GONE = range(9, 13)
 """`ErrorRecord.code`, as in types.cuh."""
 
 
@@ -91,6 +91,8 @@ def timeout_of(plan: Plan, records: Iterable[ErrorRecord | None], seconds: float
 
 def origin_of(plan: Plan, record: ErrorRecord) -> str:
     """The statement, or the phase, that a rank waits in."""
+    if record.op < 0:
+        return f"{plan.span}, where ranks tell each other of the call"
     if plan.is_static:
         ops = plan.moves.ops
         return str(plan.moves.origins[int(ops.origin[ops.leaders[record.op]])])

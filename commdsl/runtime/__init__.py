@@ -11,6 +11,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     heap, device_heap   symmetric memory, of processors and of GPUs
     far           NVSHMEM: started once, one allocation, stretches of it
     error_page    where kernels say who is missing
+    said          calls -> digests that ranks compare, and words that they say when they raise
     desk, failures   what kernels of a group share, by which all give up when one does; a report -> an exception
     kernel, phases, engine   something built -> something that runs one call, by SMs or by the copy engine
     stream_order  calls on several streams -> one order

@@ -35,7 +35,7 @@ class Bound:
         program: Program,
         inputs: Sequence[torch.Tensor],
         in_place: tuple[int, ...] | None,
-        start: Start | None,
+        start: Start,
         owner: Callable[[], object],
     ) -> None:
         signature = program.signature
@@ -53,7 +53,7 @@ class Bound:
         slots = tuple(index if is_input else outputs[index] for is_input, index in signature.tensors)
         # Where each of the Plan's tensors is among inputs and outputs; None: that is their order.
         self._slots = None if slots == tuple(range(len(inputs) + len(shapes))) else slots
-        self._start = start  # None: no bytes to move
+        self._start = start
         self._owner = owner  # what was behind the group's name when this was made
 
     @property
@@ -63,8 +63,7 @@ class Bound:
 
     def serves(self, behind: object) -> bool:
         """Whether it can make the next call, for the object now behind the group's name: its memory is still there."""
-        start = self._start
-        return start is not None and not start.workspace.is_closed and behind is self._owner()
+        return not self._start.workspace.is_closed and behind is self._owner()
 
     @property
     def compares(self) -> bool:
@@ -82,7 +81,6 @@ class Bound:
         known = list(inputs)
         for shape in self._shapes:
             known.append(self._make(inputs[0], *shape))
-        if self._start is not None:
-            addresses = tuple(map(_address, known))
-            self._start(addresses if self._slots is None else [addresses[slot] for slot in self._slots])
+        addresses = tuple(map(_address, known))
+        self._start(addresses if self._slots is None else [addresses[slot] for slot in self._slots])
         return known[len(inputs) : self._end]

@@ -29,6 +29,7 @@ from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.memory_summary import Held
 from commdsl.runtime.program import Program
+from commdsl.runtime.said import Said
 from commdsl.runtime.setups import Setup, disagreement, of_plan
 from commdsl.runtime.stream_order import StreamOrder
 from commdsl.runtime.streams import Streams
@@ -354,7 +355,7 @@ class Communicator(ABC):
         """Collective, once, when this end of the group can make heaps."""
         extent, what = Extent.whole("desk", desk_bytes(self.size)), f"set up group `{self.name}`"
         heap = self.make_heap(extent, lambda part, value: self.exchange(f"desk/{part}", value, what))
-        self.desk = Desk(heap, self.nodes, self.rank, self.notice)
+        self.desk = Desk(heap, self.nodes, self.rank, self.notice, Said(self.bootstrap))
 
     @abstractmethod
     def refuse_setup(self, what: str) -> None:

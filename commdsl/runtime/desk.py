@@ -15,6 +15,7 @@ from commdsl.program.arguments import heaps
 from commdsl.program.desk import LINE, notice_bytes
 from commdsl.runtime.error_page import Bytes
 from commdsl.runtime.heap import Heap
+from commdsl.runtime.said import Said
 
 
 class Notice:
@@ -51,8 +52,9 @@ def ordinary_notice(num_ranks: int) -> Notice:
 class Desk:
     """The desks of a group as this rank sees them, and its own notice."""
 
-    def __init__(self, heap: Heap, nodes: Sequence[int], rank: int, notice: Notice) -> None:
+    def __init__(self, heap: Heap, nodes: Sequence[int], rank: int, notice: Notice, said: Said) -> None:
         self._heap = heap
+        self.said = said
         self.arguments: dict[str, int | Sequence[int]] = {
             "desk": heaps(heap.addresses, nodes, rank),
             "notice": notice.address,
@@ -65,6 +67,7 @@ class Desk:
     def reset(self) -> None:
         """Back to the state before the first call; no rank's kernel may be running."""
         self._heap.zero()
+        self.said.reset()
 
     def free(self) -> None:
         """This rank lets go."""

@@ -79,7 +79,8 @@ class DeviceCommunicator(Communicator):
     ) -> DeviceStart:
         workspace = self.workspace(program.plan, program.emitted, program.emitted.identity, seconds=seconds)
         kernel = self._kernel(program, workspace, dtype, op)
-        return self.starter(workspace, kernel, workspace.prepare(block_bytes, device_launch, seconds))
+        prepared = workspace.prepare(program.emitted, block_bytes, dtype, op, device_launch, seconds)
+        return self.starter(workspace, kernel, prepared)
 
     def _kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
         macros = defines(program.plan, dtype, op, self.rank)

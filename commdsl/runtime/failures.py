@@ -10,31 +10,73 @@ from collections.abc import Callable
 
 from commdsl.program.desk import Stop, stop_of
 from commdsl.program.plan import Plan
-from commdsl.program.timeouts import GONE, INTERRUPTED, STOPPED, TIMED_OUT, ErrorRecord, origin_of, timeout_of
-from commdsl.runtime.errors import PeerError
+from commdsl.program.timeouts import (
+    DISAGREES,
+    GONE,
+    INTERRUPTED,
+    STOPPED,
+    TIMED_OUT,
+    ErrorRecord,
+    origin_of,
+    timeout_of,
+)
+from commdsl.runtime.errors import AgreementError, PeerError
+from commdsl.runtime.said import Said
 
 WHY = {TIMED_OUT: "its wait for rank {} took too long", INTERRUPTED: "it was interrupted"}
 """Of a rank that gave up, where it is not that a rank is gone."""
 
+UNKNOWN = "something else"
+
 
 def failure_of(
-    plan: Plan, record: ErrorRecord, seconds: float, explain: Callable[[ErrorRecord], Exception] | None
+    plan: Plan, record: ErrorRecord, seconds: float, explain: Callable[[ErrorRecord], Exception] | None, said: Said
 ) -> BaseException | None:
     """What a report means, after a time-out of so many seconds; None where nobody is left to explain it."""
-    if record.code == TIMED_OUT:
-        return timeout_of(plan, [record], seconds)
+    if record.code == DISAGREES:
+        return _disagreement(record.rank, record.peer, record.rank, (record.expected, record.seen), said)
     if record.code == STOPPED:
-        return stopped_by(stop_of(record.seen))
-    if record.code == GONE:
-        return PeerError(record.peer, f"is gone: rank {record.rank} waited for it at {origin_of(plan, record)}")
-    if record.code == INTERRUPTED:
-        return KeyboardInterrupt(f"rank {record.rank} waited for rank {record.peer} at {origin_of(plan, record)}")
-    return None if explain is None else explain(record)
+        return stopped_by(stop_of(record.seen), record, said)
+    if record.code == TIMED_OUT:
+        found: BaseException | None = timeout_of(plan, [record], seconds)
+    elif record.code == GONE:
+        found = PeerError(record.peer, f"is gone: rank {record.rank} waited for it at {origin_of(plan, record)}")
+    elif record.code == INTERRUPTED:
+        found = KeyboardInterrupt(f"rank {record.rank} waited for rank {record.peer} at {origin_of(plan, record)}")
+    else:
+        found = None if explain is None else explain(record)
+    if found is not None:
+        said.say(f"`{plan.name}`", str(found))
+    return found
 
 
-def stopped_by(stop: Stop) -> PeerError:
+def stopped_by(stop: Stop, record: ErrorRecord, said: Said) -> Exception:
     """What a rank is told by a peer that gave up."""
+    if stop.code == DISAGREES:
+        return _disagreement(stop.rank, stop.peer, record.rank, (record.expected, None), said)
     if stop.code == GONE:
-        return PeerError(stop.peer, f"is gone: rank {stop.rank} waited for it")
-    why = WHY.get(stop.code, "what it was to move was wrong").format(stop.peer)
-    return PeerError(stop.rank, f"gave up: {why}")
+        found = PeerError(stop.peer, f"is gone: rank {stop.rank} waited for it")
+    else:
+        why = WHY.get(stop.code, "what it was to move was wrong").format(stop.peer)
+        found = PeerError(stop.rank, f"gave up: {why}")
+    said.say(said.words(record.expected) or UNKNOWN, str(found))
+    return found
+
+
+def _disagreement(one: int, other: int, rank: int, digests: tuple[int, int | None], said: Said) -> AgreementError:
+    """Of ranks `one` and `other`, as `rank` raises it. `digests`: of its own call, and of the other's if it knows."""
+    mine, theirs = digests
+    call = said.words(mine) or UNKNOWN
+    said.say(call, f"ranks {one} and {other} make different calls")
+    sides = []
+    for side in (other, one):
+        if side == rank:
+            sides.append(call)
+            continue
+        known = None if theirs is None else said.words(theirs)
+        line = None if known else said.ask(side)
+        sides.append(known or (line.call if line else UNKNOWN))
+    return AgreementError(
+        f"rank {other} calls {sides[0]} where rank {one} calls {sides[1]}: all ranks of a group make the same "
+        "calls, in the same order"
+    )

@@ -67,7 +67,8 @@ class HostCommunicator(Communicator):
         if kernel is None:
             residence = residence_of(program.plan, program.emitted.name)
             kernel = workspace.kernels[macros] = self.load_kernel(program.emitted, macros, residence)
-        return self.starter(workspace, kernel, workspace.prepare(block_bytes, host_launch, seconds))
+        prepared = workspace.prepare(program.emitted, block_bytes, dtype, op, host_launch, seconds)
+        return self.starter(workspace, kernel, prepared)
 
     def load_kernel(self, emitted: Emitted, macros: tuple[str, ...], residence: Residence) -> Kernel:
         return HostKernel(build(emitted, macros, self.config))

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from commdsl.program.agree import AGREEING_BLOCKS
 from commdsl.program.arguments import arguments
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Launch
@@ -25,7 +26,7 @@ def grid_of(plan: Plan, launch: Launch) -> tuple[int, int]:
     """Thread blocks of a launch, and threads of a block."""
     computing = 0 if plan.tiles is None else min(launch.active_lanes, plan.tiles.sms)
     threads = launch.threads(plan.moves) if plan.tiles is None else plan.tiles.threads
-    return launch.blocks(plan.moves) + computing, threads
+    return launch.blocks(plan.moves) + computing + AGREEING_BLOCKS, max(threads, plan.moves.threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ class Residence:
 
 def residence_of(plan: Plan, entry: str) -> Residence:
     role, shared = plan.comm, plan.moves.shared_bytes if plan.is_static else 0
-    blocks = sum(one.sms for one in plan.roles if not one.is_caller)  # of all roles: they are one launch
+    # Of all roles: they are one launch. The block that agrees may come when another has ended: no lane waits for it,
+    # and it is the last, so it takes no lane's place.
+    blocks = sum(one.sms for one in plan.roles if not one.is_caller)
     return Residence(plan.name, entry, blocks, role.threads * role.lanes_per_block, shared, role.lanes)
 
 
@@ -66,7 +69,7 @@ class Prepared:
         packed = layout.pack(values)
         self.launch = launch
         if launch is None:
-            self.blocks, self.threads, self.shared = plan.comm.sms, plan.comm.threads, 0
+            self.blocks, self.threads, self.shared = plan.comm.sms + AGREEING_BLOCKS, plan.comm.threads, 0
         else:
             self.blocks, self.threads = grid_of(plan, launch)
             self.shared = plan.moves.shared_bytes
@@ -81,7 +84,7 @@ class Prepared:
     def _point(self, pack: Callable[..., None], *changing: int) -> None:
         """As `point` does where each call says its lanes, a block each."""
         pack(*changing)
-        self.blocks = changing[-1]
+        self.blocks = changing[-1] + AGREEING_BLOCKS
 
 
 class Kernel(Protocol):

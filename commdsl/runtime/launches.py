@@ -72,6 +72,14 @@ class Launches:
         prepared = Prepared(self.plan, values, (names[0], names[-1]), None)
         return self._comm.starter(self._workspace, loaded, prepared)
 
+    def digest(self, words: str) -> int:
+        """Of a call of this Plan, in words that are the same on every rank that makes it."""
+        return self._workspace.said.digest(f"`{self.plan.name}` {words}", self._emitted.identity)
+
+    def know_plan(self, digest: int, words: str) -> None:
+        """The words of a table's digest."""
+        self._workspace.said.know_plan(digest, words)
+
     def lanes(self, moved: int) -> int:
         """Of a call that moves so many bytes."""
         most = self.plan.comm.lanes

@@ -269,11 +269,7 @@ class Op:
         if in_place and chosen is None:
             raise TensorError(f"`{self.name}_` is not proved to work in place for this number of ranks")
         block_bytes = inputs[0].nbytes // signature.inputs[0].blocks
-        start = (
-            comm.prepare(known, block_bytes, tensors.element_name(inputs[0].dtype), op, seconds)
-            if block_bytes
-            else None
-        )
+        start = comm.prepare(known, block_bytes, tensors.element_name(inputs[0].dtype), op, seconds)
         return Bound(self.name, comm, known, inputs, chosen, start, groups.owner_of(name))
 
     def _check(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> None:
@@ -297,8 +293,7 @@ class Op:
             raise ReductionError(f"`{self.name}` with visits does not average: take the sum and divide it")
         block_bytes = inputs[0].nbytes // visits.signature.inputs[0].blocks
         element = tensors.element_name(inputs[0].dtype)
-        launched = visits.launched if block_bytes else ()
-        starts = {one.plan.moves: comm.prepare(one, block_bytes, element, op, seconds) for one in launched}
+        starts = {one.plan.moves: comm.prepare(one, block_bytes, element, op, seconds) for one in visits.launched}
         return Visiting(self.name, comm, visits, inputs, starts, groups.owner_of(name))
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -49,10 +49,11 @@ class Flags:
     signals: tuple[int, int]
     waits: tuple[int, int]
     entered: int
-    advances: bool
+    advances: bool = False
+    begins: bool = False
 
     def pack(self) -> bytes:
-        return struct.pack("<6i", *self.signals, *self.waits, self.entered, self.advances)
+        return struct.pack("<7i", *self.signals, *self.waits, self.entered, self.advances, self.begins)
 
 
 Wave: TypeAlias = tuple[Copy, ...]
@@ -67,16 +68,20 @@ def phases(moves: Moves, rank: int, launch: Launch, same: Sequence[int]) -> tupl
     for first, last in bounds:
         if program.any_signal(*raised) or program.any_wait(first, last):
             last_flags = len(steps)
-            steps.append(Flags(raised, (first, last), program.round_of(last), False))
+            steps.append(Flags(raised, (first, last), program.round_of(last)))
         copies = (copy for position in range(first, last) for copy in program.copies(position))
         steps += _waves(copies)
         raised = (first, last)
     if program.any_signal(*raised) or not any(isinstance(step, Flags) for step in steps):
         last_flags = len(steps)
-        steps.append(Flags(raised, (0, 0), launch.rounds, False))
+        steps.append(Flags(raised, (0, 0), launch.rounds))
     final = steps[last_flags]
     assert isinstance(final, Flags)
-    steps[last_flags] = Flags(final.signals, final.waits, final.entered, True)
+    steps[last_flags] = replace(final, advances=True)
+    start = next(at for at, step in enumerate(steps) if isinstance(step, Flags))
+    first_flags = steps[start]
+    assert isinstance(first_flags, Flags)
+    steps[start] = replace(first_flags, begins=True)
     return tuple(steps)
 
 

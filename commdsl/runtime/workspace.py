@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from commdsl.build.emit import Emitted
 from commdsl.program.arguments import heaps
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
@@ -22,6 +23,7 @@ from commdsl.runtime.error_page import ErrorWord
 from commdsl.runtime.failures import failure_of
 from commdsl.runtime.heap import Heap
 from commdsl.runtime.kernel import Kernel, Prepared
+from commdsl.runtime.said import Said
 
 Geometry: TypeAlias = Callable[[Moves, int], Launch]
 """How a call on blocks of so many bytes runs."""
@@ -81,6 +83,10 @@ class Workspace:
         self._explain = None if explain is None else weakref.WeakMethod(explain)
 
     @property
+    def said(self) -> Said:
+        return self._desk.said
+
+    @property
     def every_call(self) -> dict[str, int | Sequence[int]]:
         """The arguments that no call changes."""
         return {
@@ -92,14 +98,27 @@ class Workspace:
             **self._desk.arguments,
         }
 
-    def prepare(self, block_bytes: int, geometry: Geometry, seconds: float | None = None) -> Prepared:
+    def prepare(
+        self,
+        emitted: Emitted,
+        block_bytes: int,
+        dtype: str,
+        op: str,
+        geometry: Geometry,
+        seconds: float | None = None,
+    ) -> Prepared:
         """Everything about calls on blocks of this size but the addresses of their tensors. `seconds`: how
         long a wait may take, if not as long as the group's.
         """
         launch = self._launches.get(block_bytes)
         if launch is None:
             launch = self._launches[block_bytes] = geometry(self.plan.moves, block_bytes)
-        values = {**self.every_call, "tensors": (), **launch.arguments(), **timeout_argument(seconds)}
+        blocks = max((tensor.blocks for tensor in self.plan.moves.tensors), default=1)
+        size = f"{block_bytes} bytes" if blocks == 1 else f"{blocks} blocks of {block_bytes} bytes"
+        words = f"`{self.plan.name}` on {size} of {dtype}" + (f", {op}" if self.plan.moves.has_reduction else "")
+        digest = self._desk.said.digest(words, emitted.identity)
+        own = {"tensors": (), "digest": digest, **launch.arguments(), **timeout_argument(seconds)}
+        values = {**self.every_call, **own}
         return Prepared(self.plan, values, ("tensors", "tensors"), launch)
 
     def failure(self) -> BaseException | None:
@@ -110,7 +129,7 @@ class Workspace:
         if record is None:
             return None
         explain = None if self._explain is None else self._explain()
-        return failure_of(self.plan, record, record.timeout_ns / 1e9, explain)
+        return failure_of(self.plan, record, record.timeout_ns / 1e9, explain, self._desk.said)
 
     def reset(self) -> None:
         """Back to the state before the first call; no rank's kernel may be running."""

@@ -27,6 +27,7 @@ import numpy as np
 
 from commdsl.ir.schedules import Schedule, Step, Task
 from commdsl.language.kinds import BufferKind, MoveKind
+from commdsl.program.agree import heard_by
 from commdsl.program.lower.ordering import order
 from commdsl.program.lower.placement import Placed, num_actors, place
 from commdsl.program.lower.tables import apart, tables
@@ -78,6 +79,7 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
         tile_bytes=moves.tile_bytes,
         span=schedule.span,
         transport=transport,
+        agree=heard_by(moves),
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commdsl.ir.dispatches import Dispatch, Put
+from commdsl.program.agree import all_heard
 from commdsl.program.memory import Counters, Home, Rows, Transport, Words
 from commdsl.program.phases import Actor, Finish, Host, Meet, Push, Ranks, Read, Routed, Tell
 from commdsl.program.plan import Plan, Role
@@ -72,6 +73,7 @@ def plan_of(
         tuned.tile_bytes or TILE_BYTES[transport],
         dispatch.span,
         transport,
+        agree=all_heard(dispatch.num_ranks),
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from commdsl.ir.schedules import Schedule, Yield
 from commdsl.language.kinds import BufferKind
+from commdsl.program.agree import none_heard
 from commdsl.program.launches import Launch, Return, Visit, touches
 from commdsl.program.lower import SYMMETRIC_BYTES, lower_moves
 from commdsl.program.lower.segments import GIVEN, Segment, parts
@@ -48,6 +49,7 @@ def lower_visits(schedule: Schedule, transport: Transport = Transport.PEER) -> P
         tile_bytes=max((one.tile_bytes for one in moves), default=0),
         span=schedule.span,
         transport=transport,
+        agree=none_heard(schedule.num_ranks),
     )
 
 

@@ -15,6 +15,7 @@ synchronization   the laws of Moves: every hazard is ordered, no rank waits for 
 events        phases that are proved by region -> the steps of a call, and their Timeline
 regions       the same three laws of these
 visits        launches and visits beside them: their order, and what each is handed
+agreement     what ranks tell each other of their calls
 memory        the symmetric memory is there, and used
 messages, region_messages   what was found -> diagnostics
 """

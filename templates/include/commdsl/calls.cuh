@@ -12,16 +12,9 @@
 #endif
 #include "commdsl/transport.cuh"
 #include "commdsl/waiting.cuh"
+#include "commdsl/agree.cuh"
 
 namespace commdsl {
-
-enum class Ranks { kOwn, kOthers, kAll };
-
-// Whether `peer` is one of them for `rank`.
-template <Ranks ranks>
-COMMDSL_FN bool is_among(i32 peer, i32 rank) {
-  return ranks == Ranks::kAll || (ranks == Ranks::kOwn) == (peer == rank);
-}
 
 // One call of one lane.
 template <class Plan>

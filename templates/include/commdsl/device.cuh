@@ -10,14 +10,19 @@
 #define COMMDSL_CALL __device__ __noinline__  // compiled once however often it is called: NVRTC's time is in unrolled loops
 #define COMMDSL_TABLE static __device__ const
 #define COMMDSL_CONSTANT static __constant__ const
+// The last block agrees, beside the lanes: those have the SMs first.
 #define COMMDSL_KERNEL(name, plan)                                                                            \
   extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS * COMMDSL_LANES_PER_BLOCK, 1)                  \
       name(const __grid_constant__ plan::Args args) {                  \
     const commdsl::i32 lane = commdsl::this_lane();                                                           \
-    if (lane < args.active_lanes) plan::run(args, lane);                                                        \
+    if (commdsl::is_last_block()) {                                                                           \
+      if (commdsl::is_first_warp()) plan::agree(args, plan::enter(args));                                     \
+    } else if (lane < args.active_lanes) {                                                                    \
+      plan::run(args, lane);                                                                                  \
+    }                                                                                                         \
   }
 
-// Two roles in one launch: the first blocks move, the others compute.
+// Roles in one launch: the first blocks move, the others compute, and the last agrees.
 #define COMMDSL_ROLES(name, plan)                                                                                \
   extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS * COMMDSL_LANES_PER_BLOCK, 1)                     \
       name(const __grid_constant__ plan::Args args) {                                                            \
@@ -25,8 +30,11 @@
     if (blockIdx.x < moving) {                                                                                   \
       const commdsl::i32 lane = static_cast<commdsl::i32>(blockIdx.x + commdsl::lane_of_block() * moving);       \
       if (lane < args.active_lanes) plan::run(args, lane);                                                       \
-    } else {                                                                                                     \
-      plan::compute(args, static_cast<commdsl::i32>(blockIdx.x - moving), static_cast<commdsl::i32>(gridDim.x - moving)); \
+    } else if (!commdsl::is_last_block()) {                                                                      \
+      const commdsl::u32 computing = gridDim.x - 1 - moving;                                                     \
+      plan::compute(args, static_cast<commdsl::i32>(blockIdx.x - moving), static_cast<commdsl::i32>(computing)); \
+    } else if (commdsl::is_first_warp()) {                                                                       \
+      plan::agree(args, plan::enter(args));                                                                      \
     }                                                                                                            \
   }
 
@@ -45,7 +53,9 @@ namespace commdsl {
 constexpr bool kSharesBlock = COMMDSL_LANES_PER_BLOCK > 1;
 COMMDSL_FN u32 lane_of_block() { return kSharesBlock ? threadIdx.x / COMMDSL_THREADS : 0; }
 COMMDSL_FN u32 blocks_of(i32 lanes, i32 most) { return static_cast<u32>(lanes < most ? lanes : most); }
-COMMDSL_FN i32 this_lane() { return static_cast<i32>(blockIdx.x + lane_of_block() * gridDim.x); }
+COMMDSL_FN i32 this_lane() { return static_cast<i32>(blockIdx.x + lane_of_block() * (gridDim.x - 1)); }
+COMMDSL_FN bool is_last_block() { return blockIdx.x + 1 == gridDim.x; }
+COMMDSL_FN bool is_first_warp() { return threadIdx.x < 32; }
 COMMDSL_FN u32 thread() { return kSharesBlock ? threadIdx.x % COMMDSL_THREADS : threadIdx.x; }
 COMMDSL_FN constexpr u32 num_threads() { return COMMDSL_THREADS; }
 

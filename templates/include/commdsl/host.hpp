@@ -19,7 +19,7 @@
   }                                                                                                            \
   extern "C" commdsl::i32 commdsl_launch(const plan::Args* args,        \
                                          commdsl::i32 count, commdsl::i32 calls, const commdsl::u64* delays) { \
-    return commdsl::launch(args, count, calls, delays, name, 1);                                               \
+    return commdsl::launch<plan>(args, count, calls, delays, name, 1);                                         \
   }
 
 // A lane's thread, and one for its tiles, which is a block of the role that computes if there are so many.
@@ -35,7 +35,7 @@
   }                                                                                                            \
   extern "C" commdsl::i32 commdsl_launch(const plan::Args* args,                                               \
                                          commdsl::i32 count, commdsl::i32 calls, const commdsl::u64* delays) { \
-    return commdsl::launch(args, count, calls, delays, name, 2);                                               \
+    return commdsl::launch<plan>(args, count, calls, delays, name, 2);                                         \
   }
 
 // There is no copy engine here, so the entry runs the tables; the flags alone stand beside it.
@@ -258,9 +258,11 @@ struct LaneThread {
   }
 };
 
-// All calls of one rank, one after another, as a stream would run them; the ranks are not joined in between.
-template <class Arguments>
+// All calls of one rank, one after another, as a stream would run them; the ranks are not joined in between. The rank's own thread tells
+// of a call before its lanes run and holds its peers to it behind them: what a lane waits for meanwhile it gives up by itself.
+template <class Plan>
 struct RankThread {
+  using Arguments = typename Plan::Args;
   const Arguments* args;  // calls x stride
   const u64* delays;      // nanoseconds before each call
   Entry<Arguments> entry;
@@ -278,7 +280,14 @@ struct RankThread {
 
   static i32 run_call(const Arguments* args, Entry<Arguments> entry, i32 roles) {
     if (load_relaxed(&reinterpret_cast<const ErrorRecord*>(args->error)->code) != 0) return 0;
-    const i32 lanes = args->active_lanes * roles;
+    const u64 number = Plan::enter(*args);
+    if (number == 0) return 0;
+    const i32 failure = run_lanes(args, entry, args->active_lanes * roles);
+    if (load_relaxed(&reinterpret_cast<const ErrorRecord*>(args->error)->code) == 0) Plan::agree(*args, number);
+    return failure;
+  }
+
+  static i32 run_lanes(const Arguments* args, Entry<Arguments> entry, i32 lanes) {
     if (lanes == 0) return 0;
     LaneThread<Arguments>* lane = static_cast<LaneThread<Arguments>*>(calloc(lanes, sizeof(LaneThread<Arguments>)));
     if (lane == nullptr) return -1;
@@ -302,18 +311,18 @@ struct RankThread {
 
 // Runs `count` ranks of this process for `calls` calls, the last rank on the caller's own thread; args and delays are
 // calls x count. Every lane takes a thread for each of the `roles`. Returns 0, or what pthread said.
-template <class Arguments>
+template <class Plan, class Arguments = typename Plan::Args>
 i32 launch(const Arguments* args, i32 count, i32 calls, const u64* delays, Entry<Arguments> entry, i32 roles) {
-  RankThread<Arguments>* rank = static_cast<RankThread<Arguments>*>(calloc(count, sizeof(RankThread<Arguments>)));
+  RankThread<Plan>* rank = static_cast<RankThread<Plan>*>(calloc(count, sizeof(RankThread<Plan>)));
   if (rank == nullptr) return -1;
   i32 failure = 0;
   i32 started = 0;
   for (i32 i = 0; i < count; ++i) rank[i] = {args + i, delays + i, entry, roles, calls, count, 0, {}};
   for (; started < count - 1; ++started) {
-    failure = pthread_create(&rank[started].handle, nullptr, RankThread<Arguments>::start, &rank[started]);
+    failure = pthread_create(&rank[started].handle, nullptr, RankThread<Plan>::start, &rank[started]);
     if (failure != 0) break;
   }
-  if (failure == 0 && count > 0) RankThread<Arguments>::start(&rank[count - 1]);
+  if (failure == 0 && count > 0) RankThread<Plan>::start(&rank[count - 1]);
   for (i32 i = 0; i < started; ++i) pthread_join(rank[i].handle, nullptr);
   for (i32 i = 0; i < count; ++i) {
     if (rank[i].result != 0) failure = rank[i].result;

@@ -12,6 +12,7 @@
 #include "commdsl/elements.cuh"
 #include "commdsl/transport.cuh"
 #include "commdsl/waiting.cuh"
+#include "commdsl/agree.cuh"
 
 namespace commdsl {
 
@@ -340,12 +341,17 @@ COMMDSL_FN Stretch stretch_of(const ArgsOf<Plan>& args, i32 position, i32 last) 
   return {round, begin + position - start, begin + next - start, next};
 }
 
-// Signals, then waits. A rank that gave up raises nothing more: the third word of its state says so until the heap is zeroed.
+// Signals, then waits; the first kernel of a call tells of it, the last holds the peers to it. A rank that gave up raises nothing more: the third word of its state says so until the heap is zeroed.
 template <class Plan>
 COMMDSL_FN void run_flags(const ArgsOf<Plan>& args, const Turn& turn) {
   u64* state = reinterpret_cast<u64*>(args.heap[rank_of<Plan>(args)] + state_offset<Plan>(0));
   const u64 before = load_relaxed(&state[0]);
   if (load_relaxed(&state[2]) != 0) return;
+  const bool agrees = thread() < kWarp;
+  if (turn.begins && block_any(agrees && Plan::enter(args) == 0)) {
+    if (thread() == 0) store_relaxed(&state[2], 1);
+    return;
+  }
   for (i32 at = turn.first_signal; at < turn.last_signal;) {
     const Stretch part = stretch_of<Plan>(args, at, turn.last_signal);
     signal_range(Position<Plan>{args, 0, before + static_cast<u64>(part.round), 0, 0, 0}, part.first, part.last);
@@ -361,7 +367,12 @@ COMMDSL_FN void run_flags(const ArgsOf<Plan>& args, const Turn& turn) {
     at = part.next;
   }
   block_barrier();  // every thread has read the state
-  if (turn.advances && thread() == 0) store_relaxed(&state[0], before + static_cast<u64>(args.rounds));
+  if (!turn.advances) return;
+  if (block_any(agrees && !Plan::agree(args, load_relaxed(own_desk(args, kDeskNumber))))) {
+    if (thread() == 0) store_relaxed(&state[2], 1);
+    return;
+  }
+  if (thread() == 0) store_relaxed(&state[0], before + static_cast<u64>(args.rounds));
 }
 
 }  // namespace commdsl

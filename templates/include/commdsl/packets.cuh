@@ -128,14 +128,16 @@ struct Way<Line> {
 
 constexpr u64 kGivesUp = ~u64{0};
 
-// What a thread that has waited for a while does: it goes on (0), looks once more as it waits in vain (what it is given next time), or
-// gives up.
+constexpr u64 kLooksAgain = u64{1} << 63;  // beside the time since when a thread waits
+
+// What a thread that has waited for a while does: it goes on, it looks once more as it waits in vain, or it gives up.
 template <class Plan>
-COMMDSL_CALL u64 reconsider(const ArgsOf<Plan>& args, i32 lane, u64 round, i32 op, i32 peer, u64 since, u64 seen, u64 before) {
+COMMDSL_CALL u64 reconsider(const ArgsOf<Plan>& args, i32 lane, u64 round, i32 op, i32 peer, u64 since, u64 seen) {
   const ErrorRecord* record = reinterpret_cast<const ErrorRecord*>(args.error);
   if (load_relaxed(&record->code) != 0) return kGivesUp;
-  const u64 why = in_vain(args, peer, since);
-  if (why == 0 || before == 0) return why;
+  const u64 why = in_vain(args, peer, since & ~kLooksAgain);
+  if (why == 0) return since & ~kLooksAgain;
+  if ((since & kLooksAgain) == 0) return since | kLooksAgain;
   report<Plan>(args, why, lane, round, op, peer, mark_of(round), seen);
   return kGivesUp;
 }
@@ -148,7 +150,7 @@ COMMDSL_FN bool settle(const Operands<Plan>& operands, i32 source, const char* c
 #pragma unroll
   for (u32 u = 0; u < count; ++u) {
     const u32 word = base + u * W::kStride;
-    u64 since = 0, why = 0;
+    u64 since = 0;
     for (u32 polls = 1; !W::arrived(raw[u], number, word < words); ++polls) {
       if (word < words) load_raw(raw[u], cell + W::in_cell(word));
       if (polls % kPollsPerCheck != 0) continue;
@@ -156,8 +158,8 @@ COMMDSL_FN bool settle(const Operands<Plan>& operands, i32 source, const char* c
       const u64 seen = W::seen(raw[u]);
       const Position<Plan>& here = operands.here;
       const i32 peer = operands.source_row(source).rank;
-      why = reconsider<Plan>(here.args, here.lane, here.round, operands.index, peer, since, seen, why);
-      if (W::agree(why == kGivesUp)) return false;
+      since = reconsider<Plan>(here.args, here.lane, here.round, operands.index, peer, since, seen);
+      if (W::agree(since == kGivesUp)) return false;
     }
   }
   return true;

@@ -55,6 +55,7 @@ struct Turn {
   i32 first_signal, last_signal, first_wait, last_wait;
   i32 entered;   // rounds of the call that the rank has begun
   i32 advances;  // 1: the last kernel of the call, which counts its rounds
+  i32 begins;    // 1: the first, which tells the peers of the call
 };
 
 // --- rows on their way to places that a table names -----------------------------------------------------------------------
@@ -69,6 +70,7 @@ constexpr u64 kBadTable = 5;     // a table is not what the host wrote
 constexpr u64 kBadKey = 6;       // a key that there is not
 constexpr u64 kNoRoom = 7;       // more rows go to a rank than it has room for
 constexpr u64 kBadOrigin = 8;    // a row that goes back to where there is no place
+constexpr u64 kDisagrees = 9;    // a peer makes another call
 constexpr u64 kStopped = 10;     // a peer gave up and said so
 constexpr u64 kInterrupted = 11; // the host asked for an end of long waits
 constexpr u64 kGone = 12;        // the process of the peer has ended
@@ -89,7 +91,8 @@ struct alignas(16) TableHead {
   u32 finishes_at;  // in bytes from the head
   u32 check;        // of the words before it: their exclusive or, inverted
   u32 sum;          // of the words behind the head
-  u32 reserved[3];
+  u32 digest;       // of what all ranks send: the same on every rank
+  u32 reserved[2];
 };
 
 // `claim` decides which lane writes the record, and says then how long its call might wait; `code` is written last.
@@ -98,12 +101,15 @@ struct ErrorRecord {
   i32 rank, lane, op, peer;
   u64 expected, seen, round, missing, claim;
 };
+constexpr i32 kNoLane = -1;  // ErrorRecord::lane, and its op: what agrees is no lane
 static_assert(sizeof(ErrorRecord) == 64, "the runtime reads this record");
 
 // --- the desk: symmetric memory that all kernels of a group share, a piece on every rank ---------------------------------------
 
 constexpr u64 kDeskNumber = 0;    // calls that the rank has begun
 constexpr u64 kDeskStopped = 64;  // who gave up, as `stop_of` has it; 0: nobody
+constexpr u64 kDeskTold = 128;    // by rank and slot the number of a call, in 32 bits, above a digest of it
+constexpr u64 kDeskSlots = 8;     // of a rank, which calls take in turn
 
 // --- the notice: memory of the host, which it writes and kernels look at where they wait long -------------------------------------
 

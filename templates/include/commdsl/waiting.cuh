@@ -41,15 +41,46 @@ COMMDSL_FN constexpr i32 ranks_of(const Arguments&) {
   return static_cast<i32>(sizeof(Arguments::desk) / sizeof(u64));
 }
 
+// The word on a desk in which a rank tells of a call.
+COMMDSL_FN u64 told_at(i32 rank, u64 number) {
+  return kDeskTold + (static_cast<u64>(rank) * kDeskSlots + number % kDeskSlots) * sizeof(u64);
+}
+
+COMMDSL_FN bool is_of(u64 told, u64 number) { return told >> 32 == (number & 0xffffffffu); }
+
 template <class Arguments>
 COMMDSL_FN const u64* own_desk(const Arguments& args, u64 at) {
   return reinterpret_cast<const u64*>(args.desk[args.rank] + at);
 }
 
+// What a peer tells of a call, and what the rank itself does.
+template <class Arguments>
+COMMDSL_FN u64 told(const Arguments& args, i32 rank, u64 number) {
+  return load_relaxed(own_desk(args, told_at(rank, number)));
+}
+
+// Whether what a peer tells of the rank's own call, if it does already, is another call.
+template <class Arguments>
+COMMDSL_FN bool disagrees(const Arguments& args, i32 peer, u64 number) {
+  if (number == 0 || peer >= ranks_of(args)) return false;
+  const u64 theirs = told(args, peer, number), mine = told(args, args.rank, number);
+  return is_of(theirs, number) && is_of(mine, number) && theirs != mine;
+}
+
 // The first lane of a rank that has something to say writes the record; the others keep silent. All peers are told, so that none
 // waits for what does not come any more; but not that a peer stopped, as that one has told all.
 template <class Arguments>
-COMMDSL_CALL void publish(const Arguments& args, const ErrorRecord& found) {
+COMMDSL_CALL void publish(const Arguments& args, ErrorRecord found) {
+  const u64 number = load_relaxed(own_desk(args, kDeskNumber));
+  if (found.code == kStopped) {
+    found.expected = told(args, args.rank, number) & 0xffffffffu;
+    found.seen = load_relaxed(own_desk(args, kDeskStopped));
+  }
+  if (found.code == kDisagrees) {
+    if (found.lane != kNoLane) found.round = number;
+    found.expected = told(args, args.rank, found.round) & 0xffffffffu;
+    found.seen = told(args, found.peer, found.round) & 0xffffffffu;
+  }
   ErrorRecord* record = reinterpret_cast<ErrorRecord*>(args.error);
   if (!claim(&record->claim)) return;
   store_relaxed(&record->claim, args.timeout_ns | 1);
@@ -58,12 +89,12 @@ COMMDSL_CALL void publish(const Arguments& args, const ErrorRecord& found) {
   record->op = found.op;
   record->peer = found.peer;
   record->expected = found.expected;
-  record->seen = found.code == kStopped ? load_relaxed(own_desk(args, kDeskStopped)) : found.seen;
+  record->seen = found.seen;
   record->round = found.round;
   record->missing = found.missing;
   store_release(&record->code, found.code);
   if (found.code == kStopped) return;
-  const u64 stop = stop_of(args.rank, found.peer, found.code, load_relaxed(own_desk(args, kDeskNumber)));
+  const u64 stop = stop_of(args.rank, found.peer, found.code, number);
   for (i32 peer = 0; peer < ranks_of(args); ++peer) {
     if (peer != args.rank) post(desks_of(args), peer, kDeskStopped, stop);
   }
@@ -76,6 +107,7 @@ COMMDSL_CALL u64 in_vain(const Arguments& args, i32 peer, u64 since) {
   const u64* notice = reinterpret_cast<const u64*>(args.notice);
   const u64 gone = load_relaxed(notice + 1 + peer / 64), interrupted = load_relaxed(notice);
   const u64 stop = load_relaxed(own_desk(args, kDeskStopped)), waited = now_ns() - since;
+  if (disagrees(args, peer, load_relaxed(own_desk(args, kDeskNumber)))) return kDisagrees;
   if ((gone >> peer % 64 & 1) != 0) return kGone;
   if (interrupted != 0 && waited > kInterruptNs) return kInterrupted;
   if (waited >= args.timeout_ns) return kTimedOut;

@@ -1,0 +1,84 @@
+"""Turns calls into digests that kernels compare, digests back into words, and tells peers these words when it raises.
+
+Assumes that ranks which make the same call describe it in the same words. Does not compare anything. What a rank says
+it says when it raises, through the bootstrap: nothing is said of a call that goes well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+
+from commdsl.runtime.bootstrap import Bootstrap
+
+PATIENCE = 2.0
+"""Seconds to wait for what a peer says: it raises, too, but not at the same moment."""
+
+POLL_SECONDS = 0.005
+MOST_KNOWN = 1 << 14
+"""Calls whose words are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a rank says when it raises: what it called, and why it raises."""
+
+    call: str
+    why: str
+
+
+class Said:
+    """One rank's end of what the ranks of a group say of their calls."""
+
+    def __init__(self, bootstrap: Bootstrap) -> None:
+        self._bootstrap = bootstrap
+        self._generation = 0
+        self._calls: dict[int, str] = {}
+        self._plans: dict[int, str] = {}
+
+    def digest(self, words: str, identity: str) -> int:
+        """Of a call in these words, of the kernel of this identity: 32 bits, the same on every rank that makes it."""
+        found = int.from_bytes(hashlib.blake2b(f"{words}\0{identity}".encode(), digest_size=4).digest(), "little")
+        _keep(self._calls, found, words)
+        return found
+
+    def know_plan(self, digest: int, words: str) -> None:
+        """The words of what a table of rows says: its digest is combined with that of the call."""
+        _keep(self._plans, digest, words)
+
+    def words(self, digest: int) -> str | None:
+        """What this rank knows a digest to stand for."""
+        if digest in self._calls:
+            return self._calls[digest]
+        for base, words in self._calls.items():
+            if digest ^ base in self._plans:
+                return f"{words}, {self._plans[digest ^ base]}"
+        return None
+
+    def say(self, call: str, why: str) -> None:
+        """To whoever asks, until the group is reset."""
+        key = f"said/{self._generation}/{self._bootstrap.rank}"
+        self._bootstrap.put(key, json.dumps([call, why]).encode())
+
+    def ask(self, rank: int, seconds: float = PATIENCE) -> Line | None:
+        """What a peer says; None if it has said nothing by then."""
+        deadline = time.monotonic() + seconds
+        while True:
+            got = self._bootstrap.get(f"said/{self._generation}/{rank}")
+            if got is not None:
+                return Line(*map(str, json.loads(got)))
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(POLL_SECONDS)
+
+    def reset(self) -> None:
+        """What was said before is not heard again."""
+        self._generation += 1
+
+
+def _keep(known: dict[int, str], digest: int, words: str) -> None:
+    if len(known) >= MOST_KNOWN:
+        known.pop(next(iter(known)))
+    known[digest] = words

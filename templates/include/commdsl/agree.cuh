@@ -1,0 +1,73 @@
+// What a rank tells all ranks of every call, and what it holds them to. Which ranks it hears in the same call is printed from the Plan.
+// Assumes waiting.cuh, and `Plan` with `hears` and `digest`. Runs beside the lanes: no lane waits for it, and it waits for no lane.
+//
+// A word a call: its number above a digest of all that has to be the same. Slots take turns, so a word is written again kDeskSlots
+// calls later. Whose word of this very call a rank meets is who it waits for in the call anyway; of all others it meets the word of
+// kBehind calls before, so that nobody is more than that ahead of who has not read.
+#pragma once
+
+namespace commdsl {
+
+enum class Ranks { kOwn, kOthers, kAll };
+
+// Whether `peer` is one of them for `rank`.
+template <Ranks ranks>
+COMMDSL_FN bool is_among(i32 peer, i32 rank) {
+  return ranks == Ranks::kAll || (ranks == Ranks::kOwn) == (peer == rank);
+}
+
+template <class Plan>
+COMMDSL_CALL void report_call(const typename Plan::Args& args, u64 why, i32 peer, u64 number) {
+  publish(args, {why, args.rank, kNoLane, kNoLane, peer, 0, 0, number, 0, 0});
+}
+
+// Whether a stop ends a call before it begins.
+COMMDSL_FN bool ends(u64 stop, u64 number) {
+  if (stop == 0 || !has_done_its_part(stop)) return stop != 0;
+  return ((number - (stop >> 40)) & 0xffffffu) - 1 < 0x7fffffu;  // it comes behind that one
+}
+
+// By the threads of one warp, as a call begins: its number, which is told with its digest; 0 where a peer gave up.
+template <class Plan, Ranks to>
+COMMDSL_FN u64 tell_call(const typename Plan::Args& args) {
+  const u64 stop = load_relaxed(own_desk(args, kDeskStopped));
+  const u64 number = load_relaxed(own_desk(args, kDeskNumber)) + 1;
+  const u64 word = number << 32 | Plan::digest(args);
+  for (i32 peer = static_cast<i32>(thread_of_warp()); peer < Plan::kNumRanks; peer += static_cast<i32>(kWarp)) {
+    if (is_among<to>(peer, args.rank)) post(desks_of(args), peer, told_at(args.rank, number), word);
+  }
+  warp_barrier();  // all have read the number
+  if (thread_of_warp() == 0) {
+    store_relaxed(reinterpret_cast<u64*>(args.desk[args.rank] + kDeskNumber), number);
+    if (ends(stop, number)) report_call<Plan>(args, kStopped, args.rank, number);
+  }
+  return ends(stop, number) ? 0 : number;
+}
+
+// False for a thread that gave up.
+template <class Plan>
+COMMDSL_FN bool meet_call(const typename Plan::Args& args, i32 peer, u64 number) {
+  u64 seen = 0;
+  const auto look = [&] {
+    seen = told(args, peer, number);
+    return number + static_cast<u64>(static_cast<i64>(static_cast<i32>(static_cast<u32>(seen >> 32) - static_cast<u32>(number))));
+  };
+  if (!watch(args, peer, look, number, [&](u64 why, u64) { report_call<Plan>(args, why, peer, number); })) return false;
+  if (!is_of(seen, number) || seen == told(args, args.rank, number)) return true;
+  report_call<Plan>(args, kDisagrees, peer, number);
+  return false;
+}
+
+// By the threads of one warp, behind `tell_call`. False where one gave up.
+template <class Plan, u64 behind>
+COMMDSL_FN bool meet_calls(const typename Plan::Args& args, u64 number) {
+  static_assert(behind + 2 <= kDeskSlots, "a word is written again when it was read");
+  bool alive = number != 0;
+  for (i32 peer = static_cast<i32>(thread_of_warp()); peer < Plan::kNumRanks && alive; peer += static_cast<i32>(kWarp)) {
+    const u64 back = Plan::hears(args.rank, peer) ? 0 : behind;
+    if (peer != args.rank && number > back) alive = meet_call<Plan>(args, peer, number - back);
+  }
+  return alive;
+}
+
+}  // namespace commdsl

@@ -1,0 +1,222 @@
+"""Ranks that do not make the same calls hear so: each raises an error with both sides, whatever differs."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import commdsl
+from commdsl import compiler
+from commdsl.build.emit import emit
+from commdsl.machine.resources import data_dir
+from commdsl.program.agree import BEHIND, heard_by
+from commdsl.runtime.errors import AgreementError, BrokenGroupError, PeerError
+
+SECONDS = 10.0
+"""The time-out: a disagreement is heard of long before."""
+
+SOON = 4.0
+Call = Callable[[str], object]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMDSL_TIMEOUT", str(SECONDS))
+
+
+class Group:
+    """Threads of this process as ranks, each doing what it is given, at once."""
+
+    def __init__(self, ranks: int) -> None:
+        self.names = commdsl.threads(ranks)
+        self.pool = ThreadPoolExecutor(ranks)
+
+    def run(self, *calls: Call) -> list[Any]:
+        """What each rank's call returns, or raises."""
+        futures = [self.pool.submit(call, name) for call, name in zip(calls, self.names, strict=True)]
+        return [future.exception(3 * SECONDS) or future.result() for future in futures]
+
+    def all(self, call: Call) -> list[Any]:
+        return self.run(*[call] * len(self.names))
+
+
+def of(schedule: Any, elements: int = 16, dtype: torch.dtype = torch.float32, **options: Any) -> Call:
+    return lambda name: schedule(torch.ones(elements, dtype=dtype), group=name, **options)
+
+
+def then(*calls: Call) -> Call:
+    def run(name: str) -> None:
+        for call in calls:
+            call(name)
+
+    return run
+
+
+RING, TWOSHOT = "allreduce_ring", "allreduce_twoshot"
+CASES: dict[str, tuple[Callable[[Any, Any], tuple[Call, Call]], tuple[str, str]]] = {
+    "size": (lambda ring, _: (of(ring, 16), of(ring, 8)), ("on 64 bytes of float32", "on 32 bytes of float32")),
+    "dtype": (lambda ring, _: (of(ring, 16), of(ring, 32, torch.bfloat16)), ("float32, sum", "bfloat16, sum")),
+    "reduction": (lambda ring, _: (of(ring, op="max"), of(ring, op="sum")), ("float32, max", "float32, sum")),
+    "schedule": (lambda ring, two: (of(ring), of(two)), (RING, TWOSHOT)),
+    "nothing": (lambda ring, _: (then(of(ring, 0), of(ring)), of(ring)), ("on 0 bytes", "on 64 bytes")),
+    "order": (
+        lambda ring, _: (then(of(ring), of(ring, 8)), then(of(ring, 8), of(ring))),
+        ("on 64 bytes", "on 32 bytes"),
+    ),
+    "one more": (lambda ring, _: (then(of(ring), of(ring, 8)), of(ring, 8)), ("on 64 bytes", "on 32 bytes")),
+}
+"""What rank 0 and rank 1 call, and what each is told of them."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_different_calls_are_named(case: str) -> None:
+    """Both ranks raise AgreementError soon, both messages name both sides; after a reset the group is right."""
+    group = Group(2)
+    ring, two = commdsl.load(RING, ranks=2), commdsl.load(TWOSHOT, ranks=2)
+    group.all(then(of(ring), of(two)))
+    make, words = CASES[case]
+    began = time.monotonic()
+    errors = group.run(*make(ring, two))
+
+    assert time.monotonic() - began < SOON
+    for error in errors:
+        assert isinstance(error, AgreementError), error
+        assert all(word in str(error) for word in words), error
+        assert "rank 0 calls" in str(error)
+        assert "rank 1 calls" in str(error) or "where rank 1" in str(error)
+    group.all(commdsl.reset)
+    assert all(torch.equal(found, torch.full((16,), 2.0)) for found in group.all(of(ring)))
+
+
+def test_same_calls_agree() -> None:
+    """Many calls of many sizes, dtypes and operations, on ranks that take their time, agree."""
+    group, dice = Group(3), random.Random(5)
+    ring = commdsl.load(RING, ranks=3)
+    calls = [of(ring, dice.choice((0, 5, 300)), op=dice.choice(("sum", "max"))) for _ in range(40)]
+
+    assert group.all(then(*calls)) == [None] * 3
+
+
+def test_a_rank_that_is_late_raises_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have given up when it comes: its call raises, and does not return a result of half a call."""
+    group, late = Group(2), threading.Event()
+    ring = commdsl.load(RING, ranks=2)
+    group.all(of(ring))
+    monkeypatch.setenv("COMMDSL_TIMEOUT", "0.3")
+    short = Group(2)
+    short.all(of(ring))
+
+    def sleeping(name: str) -> object:
+        assert late.wait(SECONDS)
+        return of(ring)(name)
+
+    def giving_up(name: str) -> object:
+        try:
+            return of(ring)(name)
+        finally:
+            late.set()
+
+    first, second = short.run(sleeping, giving_up)
+    assert isinstance(first, PeerError)
+    assert (first.rank, first.reason) == (1, "gave up: its wait for rank 0 took too long")
+    assert isinstance(second, commdsl.CommTimeout)
+
+
+def test_who_hears_nobody_is_told_some_calls_later() -> None:
+    """The root of a broadcast waits for nobody, so it learns a few calls later that the others call something else."""
+    group = Group(2)
+    sends = commdsl.load("broadcast_direct", ranks=2)
+    group.all(of(sends))
+    root, other = group.run(then(*[of(sends)] * (BEHIND + 3)), of(sends, 8))
+
+    assert isinstance(other, AgreementError)
+    assert isinstance(root, AgreementError | BrokenGroupError)
+
+
+def test_the_same_text_elsewhere_is_the_same_schedule(tmp_path: Any) -> None:
+    """Two ranks read one text under two names: their calls agree."""
+    text = (data_dir("schedules") / "collectives" / f"{RING}.comm").read_text()
+    for name in "ab":
+        (tmp_path / f"{name}.comm").write_text(text)
+    ops = [commdsl.load(tmp_path / f"{name}.comm", ranks=2) for name in "ab"]
+    found = Group(2).run(*map(of, ops))
+
+    assert all(torch.equal(one, torch.full((16,), 2.0)) for one in found)
+
+
+def test_whom_a_rank_hears_is_whom_it_waits_for() -> None:
+    """Ring: the one before; direct exchange: all; a broadcast's root: nobody. The kernel's text says so."""
+    folder = data_dir("schedules") / "collectives"
+    wanted = {
+        RING: lambda rank, peer: peer == (rank - 1) % 4,
+        "alltoall_direct": lambda rank, peer: peer != rank,
+        "broadcast_direct": lambda rank, peer: rank != 0 and peer == 0,
+    }
+    for name, is_heard in wanted.items():
+        plan = compiler.compile(folder / f"{name}.comm", ranks=4).plan
+        matrix = np.array([[is_heard(rank, peer) for peer in range(4)] for rank in range(4)])
+
+        assert (heard_by(plan.moves).heard == matrix).all(), name
+        bits = [sum(1 << peer for peer in range(4) if matrix[rank, peer]) for rank in range(4)]
+        assert all(f"0x{word:x}u" in emit(plan).text for word in bits)
+
+
+# --- at random --------------------------------------------------------------------------------------------------------
+
+
+def sequence(dice: random.Random, ops: Sequence[Any], length: int = 5) -> list[tuple[int, int, torch.dtype, str]]:
+    dtypes = (torch.float32, torch.bfloat16, torch.int32)
+    return [
+        (dice.randrange(len(ops)), dice.choice((0, 12, 24, 480)), dice.choice(dtypes), dice.choice(("sum", "max")))
+        for _ in range(length)
+    ]
+
+
+def disturbed(dice: random.Random, calls: list[tuple[int, int, torch.dtype, str]], ops: Sequence[Any]) -> list[Any]:
+    """The sequence with one thing changed: a size, a dtype, an operation, the order, a call more or less."""
+    found, at = list(calls), dice.randrange(len(calls) - 1)
+    op, size, dtype, name = found[at]
+    match dice.randrange(5):
+        case 0:
+            found[at] = (op, dice.choice([one for one in (0, 12, 24, 480) if one != size]), dtype, name)
+        case 1:
+            found[at] = (op, size, torch.int32 if dtype != torch.int32 else torch.float32, name)
+        case 2:
+            found[at] = (op, size, dtype, "max" if name == "sum" else "sum")
+        case 3:
+            found[at : at + 2] = found[at + 1], found[at]
+        case _:
+            found[at] = (dice.choice([one for one in range(len(ops)) if one != op]), size, dtype, name)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_disagreements(seed: int) -> None:
+    """Whatever one of 2 to 4 ranks does otherwise, each rank that is concerned raises a named error, and none hangs."""
+    dice = random.Random(seed)
+    group = Group(dice.choice((2, 3, 4)))
+    ranks = len(group.names)
+    ops = [commdsl.load(name, ranks=ranks) for name in (RING, TWOSHOT)]
+    group.all(then(*map(of, ops)))
+    calls = sequence(dice, ops)
+    other = disturbed(dice, calls, ops)
+    odd = dice.randrange(ranks)
+    began = time.monotonic()
+    runs = [other if rank == odd else calls for rank in range(ranks)]
+    made = [then(*(of(ops[op], size, dtype, op=name) for op, size, dtype, name in run)) for run in runs]
+    found = group.run(*made)
+
+    assert time.monotonic() - began < SECONDS
+    if other == calls:
+        assert found == [None] * ranks
+    else:
+        assert all(isinstance(one, AgreementError | PeerError | BrokenGroupError) for one in found), found
+        assert any(isinstance(one, AgreementError) for one in found)
