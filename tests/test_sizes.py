@@ -111,17 +111,19 @@ def test_arguments_are_one_struct() -> None:
     """Words of 8 bytes, then numbers of 4, each field where it is announced; short arrays end in zeros."""
     layout = arguments(plan(1))
     words = {"heap": [10], "tensors": [20, 21], "timeout_ns": 5, "error": 6, "desk": [30], "notice": 7, "rank": 1}
+    words |= {"digest": 8}
     packed = layout.pack({**words, **sizes.Launch(1000, 3, 2, 336, 16).arguments()})
     ranks, tensors = plan(1).num_ranks, len(plan(1).moves.tensors)
 
     assert packed == struct.pack(
-        f"<{ranks}Q2Q{ranks}QQ{tensors}Q3Q3i4x",
+        f"<{ranks}Q2Q{ranks}QQ{tensors}Q3QQ3i4x",
         *[10, *[0] * (ranks - 1)],
         *(5, 6),
         *[30, *[0] * (ranks - 1)],
         7,
         *(20, 21)[:tensors],
         *(1000, 336, 16),
+        8,
         *(1, 3, 2),
     )
     assert len(packed) == layout.size
