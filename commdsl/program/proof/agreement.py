@@ -16,8 +16,7 @@ from commdsl.program.agree import Mask
 from commdsl.program.desk import SLOTS
 from commdsl.program.phases import Meet, Ranks
 from commdsl.program.plan import Plan
-from commdsl.program.proof.flags import timeline
-from commdsl.program.proof.packets import deliveries
+from commdsl.program.proof.packets import deliveries, flagged, heard_in_a_round
 from commdsl.program.visited import plan_of, segments
 
 HELP = "this is a bug in commdsl: please report the file"
@@ -60,14 +59,9 @@ def _awaited(plan: Plan) -> Mask:
         found[:] = any(phase.of is not Ranks.OWN and not phase.calls_back for phase in meets)
         return found
     moves = actors(plan)
-    events, ranks = timeline(moves), num_ranks_of(moves)
-    waiter = events.actor[events.wait_op]
-    now = (events.wait_rounds_back == 0) & (waiter < ranks) & (events.wait_peer < ranks)
-    found[waiter[now], events.wait_peer[now]] = True
-    if moves.protocol.carries_flags:
-        brought = deliveries(moves)
-        found[brought.target, brought.source] = True
-    return found
+    ranks = num_ranks_of(moves)
+    awaited = flagged(moves, deliveries(moves)) if moves.protocol.carries_flags else moves
+    return heard_in_a_round(awaited)[:ranks, :ranks]
 
 
 def _broken(plan: Plan, law: str, how: str) -> Diagnostic:

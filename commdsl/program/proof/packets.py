@@ -123,7 +123,7 @@ def _begins(of: NDArray[np.integer], size: int) -> Ints:
 def reuse(moves: Moves, brought: Deliveries, with_flags: Moves) -> Iterator[Diagnostic]:
     """Cells written again before the reader's block has left the round, and credits that nothing needs."""
     ops, num_ranks = moves.ops, moves.num_ranks
-    heard = _heard(with_flags)
+    heard = heard_in_a_round(with_flags)
     pair = brought.source.astype(np.int64) * num_ranks + brought.target
     pairs, group = np.unique(pair, return_inverse=True)
     source, target = pairs // num_ranks, pairs % num_ranks
@@ -155,7 +155,7 @@ def reuse(moves: Moves, brought: Deliveries, with_flags: Moves) -> Iterator[Diag
         yield messages.unheard(moves, int(np.argmin(events.awaited)))
 
 
-def _heard(moves: Moves) -> NDArray[np.bool_]:
+def heard_in_a_round(moves: Moves) -> NDArray[np.bool_]:
     """[a, b]: in every round rank a hears of rank b's part in it before the round is over for a."""
     events = timeline(moves)
     shape = pattern(events)
