@@ -52,6 +52,13 @@ schedule allreduce_ring for P ranks where P >= 2 {
   }
 }
 """
+BROADCAST = """\
+schedule broadcast_direct(root = 0) for P ranks where P > 1 {
+  inout x
+  ensure broadcast(x, root)
+  each r, q where r == root and q != root { put x -> x @ q }
+}
+"""
 
 
 def right(text: str = TEXT) -> tuple[Schedule, Plan]:
@@ -117,7 +124,7 @@ def exchanged(plan: Plan) -> Plan:
 
 
 def eager(plan: Plan) -> Plan:
-    """Rank 0 meets the call of the rank behind it in the ring, which sends it nothing."""
+    """The root meets the call of a rank that sends it nothing."""
     heard = plan.agree.heard.copy()
     heard[0, 1] = True
     return replace(plan, agree=replace(plan.agree, heard=heard))
@@ -134,6 +141,6 @@ FAULTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "C208": (SWAP, late_read),
     "C209": (PACKETS, lambda plan: changed(plan, rotation=1)),
     "C210": (TEXT, exchanged),
-    "C211": (TEXT, eager),
+    "C211": (BROADCAST, eager),
     "C342": (TEXT, lambda plan: changed(plan, num_cells=plan.moves.num_cells + 1)),
 }

@@ -229,12 +229,6 @@ def disagree(seed: int) -> None:
         assert any(isinstance(one, AgreementError) for one in found), (seed, found)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_disagreements(seed: int) -> None:
-    """A few of the thousand, in every run."""
-    disagree(seed)
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("block", range(40))
 def test_a_thousand_random_disagreements(block: int) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
+import numpy as np
+
 from commdsl.language.diagnostics import InternalError
-from commdsl.program.agree import Agree
 from commdsl.program.memory import Counters, Words
 from commdsl.program.phases import (
     Actor,
@@ -54,12 +55,27 @@ def calls(plan: Plan) -> Iterator[Line]:
     yield Line("what is reported when all is done", "commdsl::end(here, peers);")
 
 
-def agree_calls(agree: Agree) -> tuple[Line, Line]:
-    """What the role that agrees tells, and what it meets."""
-    return (
-        Line(agree.told, f"commdsl::tell_call<Plan, {RANKS[agree.tells]}>(args);"),
-        Line(agree.met, f"commdsl::meet_calls<Plan, {agree.behind}>(args, number);"),
-    )
+@dataclass(frozen=True, slots=True)
+class AgreeText:
+    """What the template prints of the role that agrees: what it tells and meets, and whom it hears, a bit a rank."""
+
+    tell: Line
+    meet: Line
+    width: int  # words of a rank
+    heard: tuple[str, ...]
+
+
+def agree_text(plan: Plan) -> AgreeText:
+    """Of the role that agrees: whom a rank hears is a row of bits."""
+    ranks, one = plan.num_ranks, plan.agree
+    width = -(-ranks // 32)
+    bits = np.zeros((ranks, 32 * width), np.uint8)
+    bits[:, :ranks] = one.heard
+    words = np.packbits(bits, axis=1, bitorder="little").view("<u4")
+    tell = Line(one.told, f"commdsl::tell_call<Plan, {RANKS[one.tells]}>(args);")
+    meet = Line(one.met, f"commdsl::meet_calls<Plan, {one.behind}>(args, number);")
+    lines = tuple(", ".join(f"0x{word:x}u" for word in row) + "," for row in words.tolist())
+    return AgreeText(tell, meet, width, lines)
 
 
 def known(plan: Plan) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from commdsl.build.built import Built
-from commdsl.build.calls import Line, agree_calls, calls, tile_calls
+from commdsl.build.calls import AgreeText, Line, agree_text, calls, tile_calls
 from commdsl.ir.schedules import Ints
 from commdsl.machine.resources import data_dir
 from commdsl.program.actors import printed
@@ -78,16 +78,6 @@ class MovesText:
     sources: tuple[str, ...]
     waits: tuple[str, ...]
     signals: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AgreeText:
-    """What the template prints of the role that agrees: what it tells and meets, and whom it hears, a bit a rank."""
-
-    tell: Line
-    meet: Line
-    width: int  # words of a rank
-    heard: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +161,7 @@ def _kernel(plan: Plan) -> Kernel:
     tables = None if moves is None else _tables(moves, printed(plan))
     phases, tiles = tuple(calls(plan)), tuple(tile_calls(plan))
     keys = plan.key_positions
-    agree = _agree(plan)
+    agree = agree_text(plan)
     identity = (plan.name, plan.params, plan.topology, plan.transport.value)
     told = (*identity, constants, tables, fields, keys, phases, tiles, agree)
     return Kernel(
@@ -194,17 +184,6 @@ def _kernel(plan: Plan) -> Kernel:
         phases=phases,
         tiles=tiles,
     )
-
-
-def _agree(plan: Plan) -> AgreeText:
-    ranks, one = plan.num_ranks, plan.agree
-    width = -(-ranks // 32)
-    bits = np.zeros((ranks, 32 * width), np.uint8)
-    bits[:, :ranks] = one.heard
-    words = np.packbits(bits, axis=1, bitorder="little").view("<u4")
-    tell, meet = agree_calls(one)
-    lines = tuple(", ".join(f"0x{word:x}u" for word in row) + "," for row in words.tolist())
-    return AgreeText(tell, meet, width, lines)
 
 
 def _headers(plan: Plan) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """What a rank tells all others of every call, and what it holds them to: the role that agrees, beside those that move.
 
-Assumes a Plan's moves, or that every rank hears all. Touches the desk alone (`desk`), which no other role does, so it
-races nobody; that nobody waits for more than it would without is a law of its own (`proof.agreement`).
+Assumes a Plan's moves, or that every rank hears all. Does not touch what
+other roles do: the desk is its own (`desk`). That nobody waits for more than without it is a law (`proof.agreement`).
 
 One block of every rank, whatever the lanes do: it *tells* the number of the call and a digest of all that has to be
 the same, then *meets* what the others tell. Of the ranks that a rank hears in the call anyway it meets the word of this
