@@ -50,6 +50,7 @@
 
 namespace commdsl {
 
+constexpr u64 kMeetsBack = 1;  // calls: see agree.cuh
 constexpr bool kSharesBlock = COMMDSL_LANES_PER_BLOCK > 1;
 COMMDSL_FN u32 lane_of_block() { return kSharesBlock ? threadIdx.x / COMMDSL_THREADS : 0; }
 COMMDSL_FN u32 blocks_of(i32 lanes, i32 most) { return static_cast<u32>(lanes < most ? lanes : most); }

@@ -50,6 +50,8 @@
 
 namespace commdsl {
 
+constexpr u64 kMeetsBack = 0;  // calls: see agree.cuh
+
 template <class Plan>
 struct Operands;
 template <class Plan>
