@@ -33,7 +33,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMDSL_TIMEOUT", "60")
 
 
-RECORD = ErrorRecord(STOPPED, 0, 0, 0, 5, 0, 0, 0, ())
+RECORD = ErrorRecord(STOPPED, 0, 0, 0, 5, 0, 0, 0, (), 0)
 
 
 def nobody() -> Said:

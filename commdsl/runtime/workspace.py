@@ -117,8 +117,8 @@ class Workspace:
         size = f"{block_bytes} bytes" if blocks == 1 else f"{blocks} blocks of {block_bytes} bytes"
         words = f"`{self.plan.name}` on {size} of {dtype}" + (f", {op}" if self.plan.moves.has_reduction else "")
         digest = self._desk.said.digest(words, emitted.identity)
-        own = {"tensors": (), "digest": digest, **launch.arguments(), **timeout_argument(seconds)}
-        values = {**self.every_call, **own}
+        values = {**self.every_call, "tensors": (), "digest": digest, **launch.arguments()}
+        values |= timeout_argument(seconds)
         return Prepared(self.plan, values, ("tensors", "tensors"), launch)
 
     def failure(self) -> BaseException | None:
