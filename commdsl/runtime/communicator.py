@@ -7,7 +7,6 @@ memory and kernels come from (`host` and `device` do).
 from __future__ import annotations
 
 import itertools
-import json
 import socket
 import threading
 import time
@@ -69,6 +68,7 @@ class Communicator(ABC):
         self.notice = notice
         self.kind = kind
         self.bootstrap = life(bootstrap, kind)
+        self.said = Said(self.bootstrap)
         self.config = config
         self.timeout = self._patience = config.timeout or DEFAULT_TIMEOUT
         self.world = world
@@ -149,20 +149,9 @@ class Communicator(ABC):
             raise KeyboardInterrupt
         if self._polls() % POLLS_A_LOOK == 0:
             for rank in range(self.size):
-                if rank != self.rank and (why := self._heard(rank)):
-                    raise PeerError(rank, f"gave up: {why}")
+                if rank != self.rank and (line := self.said.heard(rank)):
+                    raise PeerError(rank, f"gave up: {line.why}")
         return {rank: "is gone" for rank in ranks if rank in self.gone}
-
-    def _heard(self, rank: int) -> str:
-        """Why a rank gave up, if it has said so."""
-        got = self.bootstrap.get(f"said/{self._generation}/{rank}")
-        return "" if got is None else str(json.loads(got)[1])
-
-    def _say(self, call: str, error: BaseException) -> None:
-        """That this rank gives up, to whoever waits for it outside of a kernel; until the group is reset."""
-        with suppress(RuntimeError):  # of a store whose server has ended
-            said = json.dumps([call, str(error) or type(error).__name__]).encode()
-            self.bootstrap.put(f"said/{self._generation}/{self.rank}", said)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -281,7 +270,7 @@ class Communicator(ABC):
     def fail(self, error: BaseException, what: str = "a call") -> None:
         """After a time-out the heap holds half a call: nothing runs until all ranks have reset."""
         self.broken = error
-        self._say(what, error)
+        self.said.say(what, str(error) or type(error).__name__)
 
     def check(self) -> None:
         """Raises what a kernel of this rank reported."""
@@ -301,6 +290,7 @@ class Communicator(ABC):
         with self.lock:
             number = self._generation
             self._generation += 1
+            self.said.reset()
             mine = ",".join(workspace.number for workspace in self.workspaces.values())
 
             def meet(step: str, value: bytes) -> tuple[bytes, ...]:
@@ -355,7 +345,7 @@ class Communicator(ABC):
         """Collective, once, when this end of the group can make heaps."""
         extent, what = Extent.whole("desk", desk_bytes(self.size)), f"set up group `{self.name}`"
         heap = self.make_heap(extent, lambda part, value: self.exchange(f"desk/{part}", value, what))
-        self.desk = Desk(heap, self.nodes, self.rank, self.notice, Said(self.bootstrap))
+        self.desk = Desk(heap, self.nodes, self.rank, self.notice, self.said)
 
     @abstractmethod
     def refuse_setup(self, what: str) -> None:

@@ -67,7 +67,6 @@ class Desk:
     def reset(self) -> None:
         """Back to the state before the first call; no rank's kernel may be running."""
         self._heap.zero()
-        self.said.reset()
 
     def free(self) -> None:
         """This rank lets go."""

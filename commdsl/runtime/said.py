@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from commdsl.runtime.bootstrap import Bootstrap
@@ -35,6 +36,7 @@ class Said:
     def __init__(self, bootstrap: Bootstrap) -> None:
         self._bootstrap = bootstrap
         self._generation = 0
+        self._has_spoken = False
         self._calls: dict[int, str] = {}
         self._plans: dict[int, str] = {}
 
@@ -58,17 +60,27 @@ class Said:
         return None
 
     def say(self, call: str, why: str) -> None:
-        """To whoever asks, until the group is reset."""
+        """To whoever asks, until the group is reset. The first that a rank says is why it raises; what follows from
+        that is not said.
+        """
+        if self._has_spoken:
+            return
+        self._has_spoken = True
         key = f"said/{self._generation}/{self._bootstrap.rank}"
-        self._bootstrap.put(key, json.dumps([call, why]).encode())
+        with suppress(RuntimeError):  # of a store whose server has ended
+            self._bootstrap.put(key, json.dumps([call, why]).encode())
+
+    def heard(self, rank: int) -> Line | None:
+        """What a peer has said."""
+        got = self._bootstrap.get(f"said/{self._generation}/{rank}")
+        return None if got is None else Line(*map(str, json.loads(got)))
 
     def ask(self, rank: int, seconds: float = PATIENCE) -> Line | None:
         """What a peer says; None if it has said nothing by then."""
         deadline = time.monotonic() + seconds
         while True:
-            got = self._bootstrap.get(f"said/{self._generation}/{rank}")
-            if got is not None:
-                return Line(*map(str, json.loads(got)))
+            if found := self.heard(rank):
+                return found
             if time.monotonic() > deadline:
                 return None
             time.sleep(POLL_SECONDS)
@@ -76,6 +88,7 @@ class Said:
     def reset(self) -> None:
         """What was said before is not heard again."""
         self._generation += 1
+        self._has_spoken = False
 
 
 def _keep(known: dict[int, str], digest: int, words: str) -> None:
