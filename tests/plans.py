@@ -325,6 +325,7 @@ def big_ring_allreduce(num_ranks: int, rotation: int) -> Plan:
     sources[0][cell] = CELL
     sources[1][cell] = np.repeat(rank.reshape(-1), hops)
     sources[2][cell] = np.tile(step, num_ranks)
+    sources[3][cell] = 1
     chunk = row((sent, got), spread, kept)
     waits, signals, per_round = _ring_flags(num_ranks, kind.shape[1])
     ops = Ops(

@@ -107,7 +107,7 @@ def test_meta_tensors(group: str) -> None:
 @pytest.mark.parametrize(
     ("op", "expected"),
     [(ReduceOp.SUM, 3), ("SUM", 3), (ReduceOp(ReduceOp.MAX), 2), (ReduceOp.PRODUCT, 2), ("product", 2), ("Min", 1)],
-    ids=str,
+    ids=("SUM of torch", "SUM", "MAX of torch, wrapped", "PRODUCT of torch", "product", "Min"),
 )
 def test_names_of_torch(op: Any, expected: int) -> None:
     """A reduction may be named as torch.distributed does, by calls of every kind."""

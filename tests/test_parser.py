@@ -243,7 +243,7 @@ def test_picklable() -> None:
     copy = pickle.loads(pickle.dumps(caught.value))
 
     assert copy.diagnostics == caught.value.diagnostics
-    assert str(copy) == "test.comm:1:25: error[C003]: missing `}`"
+    assert str(copy) == "test.comm:1:25: error[C003]: missing `}`: expected `}` here"
 
 
 SIGNS = re.findall(r"#[^\n]*\n|\w+|\.\.<|->|==|\n|[ ]+|[^\w\s]", EVERYTHING)
