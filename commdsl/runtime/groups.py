@@ -74,7 +74,7 @@ def name_of(group: Any) -> str:
         name = getattr(group, "group_name", None)
         if isinstance(name, str):
             return name
-        if group == torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        if isinstance(group, int) and group == torch.distributed.GroupMember.NON_GROUP_MEMBER:
             raise GroupError("this process is no rank of that group: only its ranks call")
         raise GroupError(f"expected a process group, its name or a mesh of one dimension, got {type(group).__name__}")
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
