@@ -125,8 +125,7 @@ def round_of_calls(number: int, axes: list[Axis]) -> list[str]:
     made = []
     for turn, (index, collective, nbytes) in enumerate(plan):
         axis = axes[index]
-        size = len(axis.ranks)
-        numel = max(nbytes // 4 // (size if collective == "all_gather" else 1) // size, 1) * size
+        numel = numel_of(collective, axis, nbytes)
         root = dice.randrange(2)
         x = given(axis, 1000 * number + turn, numel)
         result = called(collective, axis, x[axis.me].cuda(), root)
@@ -134,6 +133,21 @@ def round_of_calls(number: int, axes: list[Axis]) -> list[str]:
     torch.cuda.synchronize()
     commdsl.check()
     return [what for what, result, want in made if not torch.equal(result.cpu(), want)]
+
+
+def warm(world: Axis) -> None:
+    """All that the world, which stays, will ever hold."""
+    for collective in COLLECTIVES:
+        for nbytes in BYTES:
+            for root in range(2):
+                called(collective, world, torch.zeros(numel_of(collective, world, nbytes), device="cuda"), root)
+    torch.cuda.synchronize()
+
+
+def numel_of(collective: str, axis: Axis, nbytes: int) -> int:
+    """Of what a rank puts in; the larger side has about so many bytes."""
+    size = len(axis.ranks)
+    return max(nbytes // 4 // (size if collective == "all_gather" else 1) // size, 1) * size
 
 
 def level() -> Level:
@@ -168,6 +182,8 @@ def rounds(options: argparse.Namespace) -> list[str]:
     for number in range(options.rounds):
         started = time.monotonic()
         axes = axes_of(ranks)
+        if number == 0:
+            warm(axes[2])
         wrong = round_of_calls(number, axes)
         summary = commdsl.memory_summary()
         for axis in axes[:2]:
