@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -108,3 +109,19 @@ def test_a_second_life() -> None:
     on_ranks(names, lambda rank: [comm.close() for comm in commdsl.runtime.groups.every(names[rank])])
     commdsl.runtime.groups.forget()
     assert summed(other, names)
+
+
+def test_what_a_rank_did_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits in vain learns what the other did instead: one is in a call, the other sets up another."""
+    monkeypatch.setenv("COMMDSL_TIMEOUT", "1")
+    names = commdsl.threads(2)
+    known, new = (commdsl.load(name, ranks=2) for name in ("allreduce_ring", "allreduce_oneshot"))
+    on_ranks(names, lambda rank: known(torch.zeros(20), group=names[rank]))
+    found = on_ranks(names, lambda rank: (known, new)[rank](torch.zeros(20), group=names[rank]))
+    texts = ["".join(traceback.format_exception(error)) for error in found]
+
+    assert "waited 1 s for rank" in "".join(texts)
+    assert "rank 1 gave up" in texts[0]
+    assert "to set up `allreduce_oneshot`" in texts[0]
+    assert "rank 0 gave up" in texts[1]
+    assert "allreduce_ring.comm" in texts[1]

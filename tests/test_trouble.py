@@ -62,6 +62,17 @@ def test_a_rank_that_is_done(tmp_path: Path) -> None:
             assert (said.error, said.left) == ("", []), said.text
 
 
+def test_asleep(tmp_path: Path) -> None:
+    """A rank that comes after the time-out finds no call that succeeds: it raises, too, and after a reset all go on."""
+    table = trouble.Table(patience=trouble.NAP / 2)
+    with trouble.running(trouble.oversleeps, tmp_path, table) as ranks:
+        found = [trouble.heard(pipe, 20) for _, pipe in ranks]
+    errors = {said.rank: said.error for said in found}
+    assert "CommTimeout" in (errors[0], errors[2]), found[0].text
+    assert errors[1] == "PeerError", found[1].text
+    assert all("never entered the call" in said.text for said in found if said.error == "CommTimeout")
+
+
 @pytest.mark.parametrize("job", [trouble.waits_in_setup, trouble.waits_in_call, trouble.waits_for_work])
 def test_interrupted(job: trouble.Job, tmp_path: Path) -> None:
     """Ctrl-C ends a rank's wait within a second, wherever it waits; the others learn who gave up."""

@@ -17,6 +17,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     stream_order  calls on several streams -> one order
     workspace     where the calls of one Program run
     pool          symmetric memory -> results, which give it back
+    meeting       where ranks meet outside of kernels, unless one is gone or gives up
     setups        what ranks are about to set up -> their agreement, or both sides
     compared      calls, before they are made -> the ranks' agreement, for debugging
     memory_summary   what there is of symmetric memory, by group and op

@@ -9,9 +9,8 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 
 from commdsl.build.emit import Emitted
@@ -19,16 +18,17 @@ from commdsl.machine.config import DEFAULT_TIMEOUT, Config
 from commdsl.program.desk import desk_bytes
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
+from commdsl.program.timeouts import CommTimeout
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, World, exchange, life
 from commdsl.runtime.compared import Compared, user_line
 from commdsl.runtime.desk import Desk, Notice
 from commdsl.runtime.error_page import ErrorPage
-from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError, PeerError, RendezvousError
+from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError, RendezvousError
 from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import Kernel, Prepared, Residence
+from commdsl.runtime.meeting import Meeting
 from commdsl.runtime.memory_summary import Held
 from commdsl.runtime.program import Program
-from commdsl.runtime.said import Said
 from commdsl.runtime.setups import Setup, disagreement, of_plan
 from commdsl.runtime.stream_order import StreamOrder
 from commdsl.runtime.streams import Streams
@@ -38,14 +38,11 @@ from commdsl.runtime.workspace import Explain, Reach, Start, Workspace
 RESET_PATIENCE = 2.0
 """A reset waits this many time-outs for the others: they may still be inside a call that has to run out first."""
 
-POLLS_A_LOOK = 32
-"""Whoever waits looks so seldom whether the other has given up: whether it has come is more likely."""
-
 TEXT_SECONDS = 2.0
 """So long ranks that do not agree wait for each other's texts."""
 
 
-class Communicator(ABC):
+class Communicator(Meeting, ABC):
     """What `host.py` and `device.py` have in common."""
 
     order: StreamOrder | None = None  # None where calls end before they return
@@ -63,14 +60,11 @@ class Communicator(ABC):
         world: World,
     ) -> None:
         """`kind`: cpu or cuda; the communicators of a group for different kinds do not hear each other."""
+        super().__init__(life(bootstrap, kind), config.timeout or DEFAULT_TIMEOUT, notice)
         self.name = name
         self.errors = errors
-        self.notice = notice
         self.kind = kind
-        self.bootstrap = life(bootstrap, kind)
-        self.said = Said(self.bootstrap)
         self.config = config
-        self.timeout = self._patience = config.timeout or DEFAULT_TIMEOUT
         self.world = world
         self.nodes = world.nodes(config)
         self.transport = self._transport()
@@ -80,26 +74,9 @@ class Communicator(ABC):
         self._is_disowned = False
         self.is_closed = False  # whoever kept something of it has to ask for it anew
         self.processes: tuple[str, ...] = ()  # by rank, as the watcher knows them
-        self.gone: set[int] = set()
-        self._interrupted_until = 0.0
-        self._polls = itertools.count().__next__
         self._compared = self._comparing()
-        self._generation = 0
         self._setups = 0  # of this generation: ranks meet at each
         self.numbers = itertools.count()  # what this rank made, to tell it apart
-
-    @property
-    def rank(self) -> int:
-        return self.bootstrap.rank
-
-    @property
-    def size(self) -> int:
-        return self.bootstrap.size
-
-    def exchange(self, key: str, value: bytes, what: str, seconds: float | None = None) -> tuple[bytes, ...]:
-        """Every rank's value; `what` they come for, in words, if one does not. Raises RendezvousError, PeerError."""
-        key = f"{self._generation}/{key}"
-        return exchange(self.bootstrap, key, value, seconds or self._patience, what, self._ended)
 
     @property
     def compares(self) -> bool:
@@ -121,39 +98,9 @@ class Communicator(ABC):
 
     def _comparing(self) -> Compared | None:
         def drop(key: str) -> None:
-            self.bootstrap.drop(f"{self._generation}/{key}/{self.rank}")
+            self.bootstrap.drop(f"{self.generation}/{key}/{self.rank}")
 
         return Compared(self.name, self.rank, self.exchange, drop) if self.config.debug else None
-
-    # --- what the watcher says ----------------------------------------------------------------------------------------
-
-    def mark_gone(self, rank: int) -> None:
-        """The process of that rank has ended: nobody waits for more than it said."""
-        self.gone.add(rank)
-        self.notice.mark_gone(rank)
-
-    def interrupt(self, seconds: float) -> None:
-        """Ctrl-C: for so many seconds, waits give up."""
-        self._interrupted_until = time.monotonic() + seconds
-        if seconds > 0:
-            self.notice.interrupt()
-        else:
-            self.notice.clear_interrupt()
-
-    def _ended(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Of these ranks those that are gone. Raises PeerError where any rank of the group has given up, and
-        KeyboardInterrupt where Python does not: it does in the main thread.
-        """
-        is_main = threading.current_thread() is threading.main_thread()
-        if not is_main and time.monotonic() < self._interrupted_until:
-            raise KeyboardInterrupt
-        if self._polls() % POLLS_A_LOOK == 0:
-            for rank in range(self.size):
-                if rank != self.rank and (line := self.said.heard(rank)):
-                    raise PeerError(rank, f"gave up: {line.why}")
-        return {rank: "is gone" for rank in ranks if rank in self.gone}
-
-    # --- memory -------------------------------------------------------------------------------------------------------
 
     def members(self, key: str, *facts: str) -> list[list[str]]:
         """What every rank says of itself, its host first. Collective: refuses ranks that do not agree on who is near
@@ -202,10 +149,10 @@ class Communicator(ABC):
         with self.lock:
             found = self.workspaces.get(key)
             if found is None:
-                self._patience = seconds or self.timeout
+                self.patience = seconds or self.timeout
                 mine = of_plan(plan, emitted, room, terms or {})
                 found = self.workspaces[key] = self._rendezvous(mine, plan, room, explain)
-                self._patience = self.timeout
+                self.patience = self.timeout
             return found
 
     def agree(self, mine: Setup) -> str:
@@ -256,7 +203,7 @@ class Communicator(ABC):
             self.exchange(f"{where}/agreed", b"", what)
             extent = self.extent(plan, room)
             heap = self.make_heap(extent, lambda part, value: self.exchange(f"{where}/{part}", value, what))
-            number = f"{self._generation}/{where}"
+            number = f"{self.generation}/{where}"
             reach = Reach(self.rank, self.nodes, self.world.ranks)
             made = Workspace(plan, number, reach, self.desk, heap, self.errors.take(), self.timeout, explain)
             self.exchange(f"{where}/ready", b"", what)
@@ -269,8 +216,11 @@ class Communicator(ABC):
 
     def fail(self, error: BaseException, what: str = "a call") -> None:
         """After a time-out the heap holds half a call: nothing runs until all ranks have reset."""
-        self.broken = error
+        is_first, self.broken = self.broken is None, error
         self.said.say(what, str(error) or type(error).__name__)
+        if is_first and isinstance(error, CommTimeout | RendezvousError):
+            for rank, why in self.asked(error.missing).items():
+                error.add_note(f"rank {rank} gave up, too: {why}")
 
     def check(self) -> None:
         """Raises what a kernel of this rank reported."""
@@ -288,15 +238,15 @@ class Communicator(ABC):
     def reset(self) -> None:
         """Collective: back to the state before the first call. Memory that not all ranks have is given up."""
         with self.lock:
-            number = self._generation
-            self._generation += 1
+            number = self.generation
+            self.generation += 1
             self.said.reset()
             mine = ",".join(workspace.number for workspace in self.workspaces.values())
 
             def meet(step: str, value: bytes) -> tuple[bytes, ...]:
                 seconds = self.timeout * (1.0 + RESET_PATIENCE)
                 what = f"reset group `{self.name}`"
-                return exchange(self.bootstrap, f"reset/{number}/{step}", value, seconds, what, self._ended)
+                return exchange(self.bootstrap, f"reset/{number}/{step}", value, seconds, what, self.ended)
 
             everyone = meet("enter", mine.encode())
             self.finish()
@@ -310,7 +260,7 @@ class Communicator(ABC):
                     self._let_go(key)
             self.desk.reset()
             self._setups = 0
-            self._patience = self.timeout
+            self.patience = self.timeout
             self._compared = self._comparing()
             self.broken = None
             meet("done", b"")
