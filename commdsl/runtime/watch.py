@@ -3,7 +3,8 @@
 Assumes Linux's pidfds. Does not raise anything: who is watched for decides what becomes of its waits. Where a peer is
 on another machine or in another pid namespace nothing is known of its process, and its end is left to the time-out.
 
-One thread for the process, which sleeps until something happens. Ctrl-C reaches it by Python's wakeup descriptor, which
+One thread for the process, which sleeps until something happens, and looks a few times a second which peers are on
+their way out. Ctrl-C reaches it by Python's wakeup descriptor, which
 is written to also while the main thread waits in a kernel; only where the handler is Python's own and nobody else uses
 the descriptor, and it is given back at the end.
 """
@@ -25,6 +26,9 @@ from typing import Protocol
 
 INTERRUPT_SECONDS = 2.0
 """So long after Ctrl-C waits give up: more than a wait has to last for that."""
+
+LOOK_SECONDS = 0.25
+"""So often the thread looks whether a peer has lost its memory."""
 
 POKE = b"\0"
 """Wakes the thread to look anew; signals come as their numbers, from 1 on."""
@@ -78,6 +82,17 @@ def _opened(process: str) -> int | None:
     except (ProcessLookupError, FileNotFoundError):
         pass
     return None
+
+
+def _has_memory(process: str) -> bool:
+    """Whether a process still has memory of its own. One that was killed lets go of that first, and of what it has on a
+    GPU, which takes seconds, only then: its descriptor tells of its end when all is done.
+    """
+    pid = process.split()[2]
+    try:
+        return Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split(maxsplit=1)[0] != "0"
+    except (OSError, IndexError):
+        return False
 
 
 class Watcher:
@@ -159,8 +174,10 @@ class Watcher:
             poll = select.poll()
             for descriptor in (ear.fileno(), *peers):
                 poll.register(descriptor, select.POLLIN)
-            left = None if until is None else max(0.0, until - time.monotonic()) * 1000
-            found = [descriptor for descriptor, _ in poll.poll(left)]
+            left = LOOK_SECONDS if peers else None
+            if until is not None:
+                left = min(max(0.0, until - time.monotonic()), LOOK_SECONDS)
+            found = [descriptor for descriptor, _ in poll.poll(None if left is None else left * 1000)]
             if signal.SIGINT in self._heard(ear) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 until = time.monotonic() + INTERRUPT_SECONDS
                 self._interrupt(INTERRUPT_SECONDS)
@@ -200,7 +217,7 @@ class Watcher:
     def _end(self, found: Sequence[int]) -> None:
         """Notes which processes have ended, by their descriptors."""
         for process, descriptor in self._peers.items():
-            if descriptor in found and descriptor is not None:
+            if descriptor is not None and (descriptor in found or not _has_memory(process)):
                 self._peers[process] = None
                 os.close(descriptor)
 
