@@ -23,7 +23,7 @@ from commdsl.runtime.bootstrap import Bootstrap, Exchange, World, exchange, life
 from commdsl.runtime.compared import Compared, user_line
 from commdsl.runtime.desk import Desk, Notice
 from commdsl.runtime.error_page import ErrorPage
-from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError, RendezvousError
+from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError, PeerError, RendezvousError
 from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.meeting import Meeting
@@ -217,7 +217,8 @@ class Communicator(Meeting, ABC):
     def fail(self, error: BaseException, what: str = "a call") -> None:
         """After a time-out the heap holds half a call: nothing runs until all ranks have reset."""
         is_first, self.broken = self.broken is None, error
-        self.said.say(what, str(error) or type(error).__name__)
+        gone = error.gone if isinstance(error, PeerError) else None
+        self.said.say(what, str(error) or type(error).__name__, gone)
         if is_first and isinstance(error, CommTimeout | RendezvousError):
             for rank, why in self.asked(error.missing).items():
                 error.add_note(f"rank {rank} gave up, too: {why}")

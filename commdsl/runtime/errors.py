@@ -83,6 +83,11 @@ class PeerError(OpError):
         self.rank = rank
         self.reason = reason
 
+    @property
+    def gone(self) -> int | None:
+        """The rank, where its process has ended; None where it gave up."""
+        return self.rank if self.reason.startswith("is gone") else None
+
 
 class DispatchError(OpError, ValueError):
     """A call that a Dispatcher, or Experts, cannot make: what they were made for does not hold it."""

@@ -46,7 +46,7 @@ def failure_of(
     else:
         found = None if explain is None else explain(record)
     if found is not None:
-        said.say(f"`{plan.name}`", str(found))
+        said.say(f"`{plan.name}`", str(found), found.gone if isinstance(found, PeerError) else None)
     return found
 
 
@@ -59,7 +59,7 @@ def stopped_by(stop: Stop, record: ErrorRecord, said: Said) -> Exception:
     else:
         why = WHY.get(stop.code, "what it was to move was wrong").format(stop.peer)
         found = PeerError(stop.rank, f"gave up: {why}")
-    said.say(said.words(record.expected) or UNKNOWN, str(found))
+    said.say(said.words(record.expected) or UNKNOWN, str(found), found.gone)
     return found
 
 

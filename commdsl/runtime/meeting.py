@@ -15,7 +15,7 @@ from contextlib import suppress
 from commdsl.runtime.bootstrap import POLL_SECONDS, Life, exchange
 from commdsl.runtime.desk import Notice
 from commdsl.runtime.errors import PeerError
-from commdsl.runtime.said import Said
+from commdsl.runtime.said import Line, Said
 
 POLLS_A_LOOK = 32
 """Whoever waits looks so seldom whether another has given up: that the one it waits for has come is more likely."""
@@ -76,7 +76,7 @@ class Meeting:
         if self._polls() % POLLS_A_LOOK == 0:
             for rank in range(self.size):
                 if rank != self.rank and (line := self.said.heard(rank)):
-                    raise PeerError(rank, f"gave up: {line.why}")
+                    raise _told(rank, line)
         return {rank: "is gone" for rank in ranks if rank in self.gone}
 
     def asked(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -88,3 +88,10 @@ class Meeting:
                 time.sleep(POLL_SECONDS)
                 found = {rank: line.why for rank in asked if (line := self.said.heard(rank))}
         return found
+
+
+def _told(rank: int, line: Line) -> PeerError:
+    """What it means that a rank gave up: if for one that is gone, that one is to be named."""
+    if line.gone is not None:
+        return PeerError(line.gone, f"is gone: rank {rank} waited for it")
+    return PeerError(rank, f"gave up: {line.why}")

@@ -24,10 +24,11 @@ MOST_KNOWN = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a rank says when it raises: what it called, and why it raises."""
+    """What a rank says when it raises: what it called, why it raises, and which rank is gone, if that is why."""
 
     call: str
     why: str
+    gone: int | None
 
 
 class Said:
@@ -59,7 +60,7 @@ class Said:
                 return f"{words}, {self._plans[digest ^ base]}"
         return None
 
-    def say(self, call: str, why: str) -> None:
+    def say(self, call: str, why: str, gone: int | None = None) -> None:
         """To whoever asks, until the group is reset. The first that a rank says is why it raises; what follows from
         that is not said.
         """
@@ -68,12 +69,12 @@ class Said:
         self._has_spoken = True
         key = f"said/{self._generation}/{self._bootstrap.rank}"
         with suppress(RuntimeError):  # of a store whose server has ended
-            self._bootstrap.put(key, json.dumps([call, why]).encode())
+            self._bootstrap.put(key, json.dumps([call, why, gone]).encode())
 
     def heard(self, rank: int) -> Line | None:
         """What a peer has said."""
         got = self._bootstrap.get(f"said/{self._generation}/{rank}")
-        return None if got is None else Line(*map(str, json.loads(got)))
+        return None if got is None else Line(*json.loads(got))
 
     def ask(self, rank: int, seconds: float = PATIENCE) -> Line | None:
         """What a peer says; None if it has said nothing by then."""
