@@ -98,7 +98,7 @@ class Kernel:
     moves: MovesText | None
     has_keys: bool  # by which rows go, or come back
     positions: tuple[str, ...]  # lines of a table, by key; none where keys stand in their order
-    agree: AgreeText
+    agree: AgreeText | None  # None: the lanes tell of the call
     has_table: bool  # of rows, which comes with a call
     phases: tuple[Line, ...]
     tiles: tuple[Line, ...]  # what the blocks of a second role do; nothing: there is none
@@ -161,7 +161,7 @@ def _kernel(plan: Plan) -> Kernel:
     tables = None if moves is None else _tables(moves, printed(plan))
     phases, tiles = tuple(calls(plan)), tuple(tile_calls(plan))
     keys = plan.key_positions
-    agree = agree_text(plan)
+    agree = agree_text(plan) if plan.agreeing_blocks else None
     identity = (plan.name, plan.params, plan.topology, plan.transport.value)
     told = (*identity, constants, tables, fields, keys, phases, tiles, agree)
     return Kernel(
@@ -196,7 +196,9 @@ def _form(plan: Plan) -> str:
     if plan.tiles is not None:
         return "COMMDSL_ROLES"
     is_engine = plan.is_static and plan.moves.protocol is Protocol.ENGINE
-    return "COMMDSL_FLAGS" if is_engine else "COMMDSL_KERNEL"
+    if is_engine:
+        return "COMMDSL_FLAGS"
+    return "COMMDSL_KERNEL" if plan.agreeing_blocks else "COMMDSL_LANES"
 
 
 def _tables(moves: Moves, ops: Ops) -> MovesText:

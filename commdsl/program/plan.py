@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar, assert_never
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
-from commdsl.program.agree import Agree
+from commdsl.program.agree import AGREEING_BLOCKS, Agree
 from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.launches import touches as touches_between
 from commdsl.program.memory import Counters, Kept, Memory, Rows, Tensor, Transport, Words
@@ -113,6 +113,16 @@ class Plan:
     def is_visited(self) -> bool:
         """Whether its caller computes between launches: then each of them is a Plan of its own (`visited`)."""
         return any(isinstance(phase, Launch | Visit | Return) for phase in self.phases)
+
+    @property
+    def lanes_tell(self) -> bool:
+        """Whether what its lanes send tells of the call: the first word of every operation carries its digest."""
+        return self.is_static and not self.is_visited and self.tiles is None and self.moves.protocol.carries_flags
+
+    @property
+    def agreeing_blocks(self) -> int:
+        """Thread blocks beside those of the roles."""
+        return 0 if self.lanes_tell else AGREEING_BLOCKS
 
     @property
     def comm(self) -> Role:

@@ -30,7 +30,7 @@ STAGGERED = 4
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How one call runs, equal on all ranks. No lanes: nothing to move, nothing to launch."""
+    """How one call runs, equal on all ranks. No lanes: nothing to move."""
 
     block_bytes: int
     active_lanes: int
@@ -92,7 +92,9 @@ def launch(moves: Moves, block_bytes: int, *, min_slice_bytes: int, max_lanes: i
         raise ValueError(f"a block of {block_bytes} bytes is more than {UNIT} * (2^32 - 1)")
     largest = largest_chunk_bytes(moves, block_bytes)
     if largest == 0:
-        return Launch(block_bytes, 0, 0, 0)
+        # Data that carries flags carries the call, too: a word of it is sent where there is nothing else.
+        alone = int(moves.protocol.carries_flags)
+        return Launch(block_bytes, alone, alone, 0)
     lanes = moves.lanes if max_lanes is None else min(moves.lanes, max_lanes)
     active = min(lanes, max(1, -(-largest // min_slice_bytes)))
     share = lane_share(largest, active)

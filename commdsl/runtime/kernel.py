@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from commdsl.program.agree import AGREEING_BLOCKS
 from commdsl.program.arguments import arguments
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Launch
@@ -26,7 +25,7 @@ def grid_of(plan: Plan, launch: Launch) -> tuple[int, int]:
     """Thread blocks of a launch, and threads of a block."""
     computing = 0 if plan.tiles is None else min(launch.active_lanes, plan.tiles.sms)
     threads = launch.threads(plan.moves) if plan.tiles is None else plan.tiles.threads
-    return launch.blocks(plan.moves) + computing + AGREEING_BLOCKS, max(threads, plan.moves.threads)
+    return launch.blocks(plan.moves) + computing + plan.agreeing_blocks, max(threads, plan.moves.threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class Prepared:
         packed = layout.pack(values)
         self.launch = launch
         if launch is None:
-            self.blocks, self.threads, self.shared = plan.comm.sms + AGREEING_BLOCKS, plan.comm.threads, 0
+            self.blocks, self.threads, self.shared = plan.comm.sms + plan.agreeing_blocks, plan.comm.threads, 0
         else:
             self.blocks, self.threads = grid_of(plan, launch)
             self.shared = plan.moves.shared_bytes
@@ -79,12 +78,12 @@ class Prepared:
         # Takes what the next call changes, in the order of the arguments.
         words = layout.stretch(*changing)
         pack = partial(words.pack_into, self.arguments, layout.offset(changing[0]))
-        self.point: Callable[..., None] = pack if launch is not None else partial(self._point, pack)
+        self.point: Callable[..., None] = pack if launch is not None else partial(self._point, pack, plan.agreeing_blocks)
 
-    def _point(self, pack: Callable[..., None], *changing: int) -> None:
+    def _point(self, pack: Callable[..., None], beside: int, *changing: int) -> None:
         """As `point` does where each call says its lanes, a block each."""
         pack(*changing)
-        self.blocks = changing[-1] + AGREEING_BLOCKS
+        self.blocks = changing[-1] + beside
 
 
 class Kernel(Protocol):

@@ -30,21 +30,24 @@ COMMDSL_FN bool ends(u64 stop, u64 number) {
   return ((number - (stop >> 40)) & 0xffffffu) - 1 < 0x7fffffu;  // it comes behind that one
 }
 
-// By the threads of one warp, as a call begins: its number, which is told with its digest; 0 where a peer gave up.
+// By the threads of one warp, as a call begins: its number among those that tell, which is told with its digest; 0 where a peer gave up.
+// It is counted at once: that all lanes have ended is known when the next call begins.
 template <class Plan, Ranks to>
 COMMDSL_FN u64 tell_call(const typename Plan::Args& args) {
   const u64 stop = load_relaxed(own_desk(args, kDeskStopped));
-  const u64 number = load_relaxed(own_desk(args, kDeskNumber)) + 1;
-  const u64 word = number << 32 | Plan::digest(args);
+  const u64 call = load_relaxed(own_desk(args, kDeskNumber)) + 1;
+  const u64 number = load_relaxed(own_desk(args, kDeskTelling)) + 1;
+  const u64 word = number << 32 | args.call();
   for (i32 peer = static_cast<i32>(thread_of_warp()); peer < Plan::kNumRanks; peer += static_cast<i32>(kWarp)) {
     if (is_among<to>(peer, args.rank)) post(desks_of(args), peer, told_at(args.rank, number), word);
   }
-  warp_barrier();  // all have read the number
+  warp_barrier();  // all have read the numbers
   if (thread_of_warp() == 0) {
-    store_relaxed(reinterpret_cast<u64*>(args.desk[args.rank] + kDeskNumber), number);
-    if (ends(stop, number)) report_call<Plan>(args, kStopped, args.rank, number);
+    store_relaxed(reinterpret_cast<u64*>(args.desk[args.rank] + kDeskTelling), number);
+    store_marked(reinterpret_cast<u64*>(args.desk[args.rank] + kDeskNumber), call, args.call() | kBegun);
+    if (ends(stop, call)) report_call<Plan>(args, kStopped, args.rank, call);
   }
-  return ends(stop, number) ? 0 : number;
+  return ends(stop, call) ? 0 : number;
 }
 
 // False for a thread that gave up.
@@ -56,10 +59,41 @@ COMMDSL_FN bool meet_call(const typename Plan::Args& args, i32 peer, u64 number)
     return number + static_cast<u64>(static_cast<i64>(static_cast<i32>(static_cast<u32>(seen >> 32) - static_cast<u32>(number))));
   };
   if (!watch(args, peer, look, number, [&](u64 why, u64) { report_call<Plan>(args, why, peer, number); })) return false;
-  if (!is_of(seen, number) || seen == told(args, args.rank, number)) return true;
-  report_call<Plan>(args, kDisagrees, peer, number);
+  const u64 mine = told(args, args.rank, number);
+  if (!is_of(seen, number) || seen == mine) return true;
+  publish(args, {kDisagrees, args.rank, kNoLane, kNoLane, peer, mine & 0xffffffffu, seen & 0xffffffffu, number, 0, 0}, true);
   return false;
 }
+
+// --- calls whose data tells ---------------------------------------------------------------------------------------------------
+
+// Before such a call, on the processor: false where a peer gave up.
+template <class Plan>
+COMMDSL_FN bool may_begin(const typename Plan::Args& args) {
+  const u64 number = load_relaxed(own_desk(args, kDeskNumber)) + 1;
+  if (!ends(load_relaxed(own_desk(args, kDeskStopped)), number)) return true;
+  report_call<Plan>(args, kStopped, args.rank, number);
+  return false;
+}
+
+// One thread's part in such a call: the desk says the call from its begin, which waits for no load, and counts it at its end.
+template <class Plan>
+struct Turnstile {
+  u64 number, stop;
+
+  COMMDSL_FN void enter(const typename Plan::Args& args) {
+    const u64 call = args.call();
+    store_begun(reinterpret_cast<u64*>(args.desk[args.rank] + kDeskCall), call | kBegun | kUncounted);
+    number = load_relaxed(own_desk(args, kDeskNumber));
+    stop = load_relaxed(own_desk(args, kDeskStopped));
+  }
+  COMMDSL_FN void leave(const typename Plan::Args& args) const {
+    store_marked(reinterpret_cast<u64*>(args.desk[args.rank] + kDeskNumber), number + 1, args.call() | kBegun);
+    if (ends(stop, number + 1)) report_call<Plan>(args, kStopped, args.rank, number + 1);
+  }
+};
+
+// --- calls that a block of their own tells of ---------------------------------------------------------------------------------
 
 // By the threads of one warp, behind `tell_call`. False where one gave up.
 template <class Plan, u64 behind>

@@ -10,11 +10,19 @@
 #define COMMDSL_CALL __device__ __noinline__  // compiled once however often it is called: NVRTC's time is in unrolled loops
 #define COMMDSL_TABLE static __device__ const
 #define COMMDSL_CONSTANT static __constant__ const
+// The lanes alone: what they send tells of the call.
+#define COMMDSL_LANES(name, plan)                                                                             \
+  extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS * COMMDSL_LANES_PER_BLOCK, 1)                  \
+      name(const __grid_constant__ plan::Args args) {                                                         \
+    const commdsl::i32 lane = commdsl::this_lane(gridDim.x);                                                  \
+    if (lane < args.active_lanes) plan::run(args, lane);                                                      \
+  }
+
 // The last block agrees, beside the lanes: those have the SMs first.
 #define COMMDSL_KERNEL(name, plan)                                                                            \
   extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS * COMMDSL_LANES_PER_BLOCK, 1)                  \
       name(const __grid_constant__ plan::Args args) {                  \
-    const commdsl::i32 lane = commdsl::this_lane();                                                           \
+    const commdsl::i32 lane = commdsl::this_lane(gridDim.x - 1);                                              \
     if (commdsl::is_last_block()) {                                                                           \
       if (commdsl::is_first_warp()) plan::agree(args, plan::enter(args));                                     \
     } else if (lane < args.active_lanes) {                                                                    \
@@ -54,7 +62,7 @@ constexpr u64 kMeetsBack = 1;  // calls: see agree.cuh
 constexpr bool kSharesBlock = COMMDSL_LANES_PER_BLOCK > 1;
 COMMDSL_FN u32 lane_of_block() { return kSharesBlock ? threadIdx.x / COMMDSL_THREADS : 0; }
 COMMDSL_FN u32 blocks_of(i32 lanes, i32 most) { return static_cast<u32>(lanes < most ? lanes : most); }
-COMMDSL_FN i32 this_lane() { return static_cast<i32>(blockIdx.x + lane_of_block() * (gridDim.x - 1)); }
+COMMDSL_FN i32 this_lane(u32 blocks) { return static_cast<i32>(blockIdx.x + lane_of_block() * blocks); }
 COMMDSL_FN bool is_last_block() { return blockIdx.x + 1 == gridDim.x; }
 COMMDSL_FN bool is_first_warp() { return threadIdx.x < 32; }
 COMMDSL_FN u32 thread() { return kSharesBlock ? threadIdx.x % COMMDSL_THREADS : threadIdx.x; }
@@ -131,6 +139,9 @@ COMMDSL_FN u64 load_relaxed(const u64* word) {
 COMMDSL_FN void store_relaxed(u64* word, u64 value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
+
+// Behind what earlier calls stored: the end of a kernel orders it.
+COMMDSL_FN void store_begun(u64* word, u64 value) { store_relaxed(word, value); }
 
 // True for the one caller that finds the word zero; all callers are lanes of one GPU.
 COMMDSL_FN bool claim(u64* word) { return atomicCAS(word, 0ull, 1ull) == 0; }

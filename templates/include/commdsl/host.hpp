@@ -22,6 +22,8 @@
     return commdsl::launch<plan>(args, count, calls, delays, name, 1);                                         \
   }
 
+#define COMMDSL_LANES(name, plan) COMMDSL_KERNEL(name, plan)
+
 // A lane's thread, and one for its tiles, which is a block of the role that computes if there are so many.
 #define COMMDSL_ROLES(name, plan)                                                                              \
   extern "C" void name(const plan::Args* args, commdsl::i32 thread) {                                          \
@@ -52,6 +54,8 @@ namespace commdsl {
 
 constexpr u64 kMeetsBack = 0;  // calls: see agree.cuh
 
+template <class Plan>
+COMMDSL_FN bool may_begin(const typename Plan::Args& args);
 template <class Plan>
 struct Operands;
 template <class Plan>
@@ -111,6 +115,8 @@ COMMDSL_FN void store_release(u64* flag, u64 value) { __atomic_store_n(flag, val
 COMMDSL_FN void store_release_own(u64* flag, u64 value) { store_release(flag, value); }
 COMMDSL_FN u64 load_relaxed(const u64* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
 COMMDSL_FN void store_relaxed(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
+// Behind what earlier calls stored.
+COMMDSL_FN void store_begun(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
 COMMDSL_FN bool claim(u64* word) {
   u64 free = 0;
@@ -282,11 +288,15 @@ struct RankThread {
 
   static i32 run_call(const Arguments* args, Entry<Arguments> entry, i32 roles) {
     if (load_relaxed(&reinterpret_cast<const ErrorRecord*>(args->error)->code) != 0) return 0;
-    const u64 number = Plan::enter(*args);
-    if (number == 0) return 0;
-    const i32 failure = run_lanes(args, entry, args->active_lanes * roles);
-    if (load_relaxed(&reinterpret_cast<const ErrorRecord*>(args->error)->code) == 0) Plan::agree(*args, number);
-    return failure;
+    if constexpr (Plan::kLanesTell) {
+      return may_begin<Plan>(*args) ? run_lanes(args, entry, args->active_lanes * roles) : 0;
+    } else {
+      const u64 number = Plan::enter(*args);
+      if (number == 0) return 0;
+      const i32 failure = run_lanes(args, entry, args->active_lanes * roles);
+      if (load_relaxed(&reinterpret_cast<const ErrorRecord*>(args->error)->code) == 0) Plan::agree(*args, number);
+      return failure;
+    }
   }
 
   static i32 run_lanes(const Arguments* args, Entry<Arguments> entry, i32 lanes) {

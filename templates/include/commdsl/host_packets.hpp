@@ -23,21 +23,35 @@ COMMDSL_FN u64* flag_of(char* word) {
   return reinterpret_cast<u64*>(word + Wire::kData);
 }
 
+// What stands behind a word: the number of the round; with the digest, its lower half alone.
 template <class Plan>
-COMMDSL_FN bool arrived(const Operands<Plan>& operands, i32 source, u64* flag) {
-  const u64 number = mark_of(operands.here.round);
+COMMDSL_FN u64 flag_value(const Position<Plan>& here, u64 word) {
+  const u64 number = mark_of(here.round);
+  if (!carries_call(here, static_cast<u32>(word))) return number;
+  return (number & 0xffffffffu) | static_cast<u64>(here.args.call()) << 32;
+}
+
+template <class Plan>
+COMMDSL_FN bool arrived(const Operands<Plan>& operands, i32 source, u64 word, u64* flag) {
+  const u64 expected = flag_value(operands.here, word), number = mark_of(operands.here.round);
   const Position<Plan>& here = operands.here;
+  const bool is_first = carries_call(here, static_cast<u32>(word));
   u64 since = 0, why = 0;
-  for (u32 polls = 1; load_acquire(flag) != number; ++polls) {
+  for (u32 polls = 1; load_acquire(flag) != expected; ++polls) {
     relax(polls);
     if (polls % kPollsPerCheck != 0) continue;
     if (since == 0) since = now_ns();
     if (load_relaxed(&reinterpret_cast<const ErrorRecord*>(here.args.error)->code) != 0) return false;
     const i32 peer = operands.source_row(source).rank;
+    const u64 found = load_relaxed(flag);
+    if (is_first && found != expected && static_cast<u32>(found) == static_cast<u32>(number)) {
+      report_other<Plan>(here.args, here.lane, here.round, operands.index, peer, static_cast<u32>(found >> 32));
+      return false;
+    }
     const u64 before = why;
     why = in_vain(here.args, peer, since);
     if (why == 0 || before == 0) continue;
-    report<Plan>(here.args, why, here.lane, here.round, operands.index, peer, number, load_relaxed(flag));
+    report<Plan>(here.args, why, here.lane, here.round, operands.index, peer, number, is_first ? static_cast<u32>(found) : found);
     return false;
   }
   acquire_word(flag);
@@ -54,7 +68,7 @@ COMMDSL_FN bool gather(const Operands<Plan>& operands, u64 word, u64 bytes, char
   for (i32 s = 0; s < operands.op().num_sources; ++s) {
     if (operands.source_row(s).space == kCell) {
       char* from = const_cast<char*>(operands.source(s)) + word * Wire::kBytes;
-      if (!arrived(operands, s, flag_of<Wire>(from))) return false;
+      if (!arrived(operands, s, word, flag_of<Wire>(from))) return false;
       memcpy(value, from, bytes);
     } else {
       memcpy(value, operands.source(s) + word * Wire::kData, bytes);
@@ -86,14 +100,14 @@ COMMDSL_FN void scatter(const Operands<Plan>& operands, u64 word, u64 bytes, con
     }
     char* to = operands.dest(d) + word * Wire::kBytes;
     memcpy(to, value, bytes);
-    release_word(flag_of<Wire>(to), mark_of(operands.here.round));
+    release_word(flag_of<Wire>(to), flag_value(operands.here, word));
   }
 }
 
 template <class Plan>
 COMMDSL_FN bool exchange(const Operands<Plan>& operands) {
   constexpr u64 data = Plan::Wire::kData;
-  const u64 words = (operands.here.tile_bytes + data - 1) / data;
+  const u64 words = words_of(operands.here);
   for (u64 word = 0; word < words; ++word) {
     const u64 at = word * data;
     const u64 bytes = at < operands.slice.bytes ? smaller(operands.slice.bytes - at, data) : 0;

@@ -131,6 +131,28 @@ COMMDSL_FN u64 cells_offset(i32 lane, u64 round) {
 // What data of a round carries: never 0, which is what memory holds at first.
 COMMDSL_FN u64 mark_of(u64 round) { return 2 * round + 1; }
 
+// The first word of lane 0 carries the digest of the call beside the number, of which fewer bits are left. It is sent and awaited in
+// every operation of every round, also where there is no data: so what its place held before is zero, or exactly `kRotation`
+// rounds old, and few bits tell that apart.
+template <class Plan>
+COMMDSL_FN bool carries_call(const Position<Plan>& here, u32 word) {
+  static_assert(!Plan::kLanesTell || Plan::kRotation < (1 << 15), "16 bits tell the rounds of a place apart");
+  return Plan::kLanesTell && here.lane == 0 && word == 0;
+}
+
+template <class Plan>
+COMMDSL_FN u32 words_of(const Position<Plan>& here) {
+  constexpr u32 data = Plan::Wire::kData;
+  const u32 words = (static_cast<u32>(here.tile_bytes) + data - 1) / data;
+  return Plan::kLanesTell && words == 0 && here.lane == 0 ? 1 : words;
+}
+
+// Where a word has the number of the round, and the digest of another call.
+template <class Plan>
+COMMDSL_CALL void report_other(const ArgsOf<Plan>& args, i32 lane, u64 round, i32 op, i32 peer, u32 digest) {
+  publish(args, {kDisagrees, args.rank, lane, op, peer, args.call(), digest, round, 0, 0}, true);
+}
+
 // The record of the first lane to give up; the ranks that have not entered the round are looked up for it.
 template <class Plan>
 COMMDSL_CALL void report(const ArgsOf<Plan>& args, u64 why, i32 lane, u64 round, i32 op, i32 peer, u64 expected, u64 seen) {
@@ -287,16 +309,20 @@ template <class Plan>
 COMMDSL_FN void run_lane(const ArgsOf<Plan>& args, i32 lane) {
   u64* state = reinterpret_cast<u64*>(args.heap[rank_of<Plan>(args)] + state_offset<Plan>(lane));
   const u64 before = load_relaxed(&state[0]);
+  const bool is_last = thread() + 1 == num_threads();  // of the warp that has least to do
+  Turnstile<Plan> turnstile{0, 0};
+  if (Plan::kLanesTell && is_last && lane == 0) turnstile.enter(args);
   Mover<Plan> mover;
   mover.start();
   for (i32 round = 0; round < args.rounds; ++round) {
     const Position<Plan> here = position_of<Plan>(args, lane, round, before + static_cast<u64>(round));
-    if (thread() + 1 == num_threads()) store_relaxed(&state[1], here.round + 1);  // by the warp that has least to do
+    if (is_last) store_relaxed(&state[1], here.round + 1);
     if (!run_round(here, mover)) return;
   }
   mover.finish();
   block_barrier();  // every thread has read the counter
   if (thread() == 0) store_relaxed(&state[0], before + static_cast<u64>(args.rounds));
+  if (Plan::kLanesTell && is_last && lane == 0) turnstile.leave(args);
 }
 
 // --- flags alone: the copies between two of these kernels are the copy engine's ---------------------------------------------
@@ -368,7 +394,7 @@ COMMDSL_FN void run_flags(const ArgsOf<Plan>& args, const Turn& turn) {
   }
   block_barrier();  // every thread has read the state
   if (!turn.advances) return;
-  if (block_any(agrees && !Plan::agree(args, load_relaxed(own_desk(args, kDeskNumber))))) {
+  if (block_any(agrees && !Plan::agree(args, load_relaxed(own_desk(args, kDeskTelling))))) {
     if (thread() == 0) store_relaxed(&state[2], 1);
     return;
   }

@@ -81,16 +81,30 @@ struct Way<Packet> {
   static COMMDSL_FN u64 in_cell(u32 word) { return static_cast<u64>(word) * Packet::kBytes; }
   static COMMDSL_FN u64 in_tensor(u32 word) { return static_cast<u64>(word) * Packet::kData; }
   static COMMDSL_FN bool is_half() { return false; }
-  static COMMDSL_FN Raw wrap(u64 data, u64 number) {
-    const u64 flag = number << 32;
-    return {(data & 0xffffffffull) | flag, (data >> 32) | flag};
+  // What the two halves bring beside data. With the digest each has half of it above 16 bits of the number.
+  struct Flags {
+    u32 low, high;
+  };
+  static COMMDSL_FN Flags flags(u64 number, u32 digest, bool carries) {
+    const u32 flag = static_cast<u32>(number), few = flag & 0xffffu;
+    return carries ? Flags{few | digest << 16, few | (digest & 0xffff0000u)} : Flags{flag, flag};
+  }
+  static COMMDSL_FN Raw wrap(u64 data, const Flags& flags) {
+    return {(data & 0xffffffffull) | static_cast<u64>(flags.low) << 32, (data >> 32) | static_cast<u64>(flags.high) << 32};
   }
   static COMMDSL_FN u64 unwrap(const Raw& raw) { return (raw.low & 0xffffffffull) | (raw.high << 32); }
-  static COMMDSL_FN bool arrived(const Raw& raw, u64 number, bool wanted) {
-    const u32 flag = static_cast<u32>(number);
-    return !wanted || (static_cast<u32>(raw.low >> 32) == flag && static_cast<u32>(raw.high >> 32) == flag);
+  static COMMDSL_FN bool arrived(const Raw& raw, const Flags& flags, bool wanted) {
+    return !wanted || (static_cast<u32>(raw.low >> 32) == flags.low && static_cast<u32>(raw.high >> 32) == flags.high);
   }
-  static COMMDSL_FN u64 seen(const Raw& raw) { return raw.low >> 32; }
+  // The number alone, as far as the flags have it.
+  static COMMDSL_FN u64 seen(const Raw& raw, bool carries) { return carries ? raw.low >> 32 & 0xffffu : raw.low >> 32; }
+  // Of a word that has arrived but for its digest.
+  static COMMDSL_FN bool is_other(u64 seen, const Raw& raw, const Flags& flags) {
+    return seen == (flags.low & 0xffffu) && (raw.high >> 32 & 0xffffu) == seen && !arrived(raw, flags, true);
+  }
+  static COMMDSL_FN u32 digest(const Raw& raw) {
+    return static_cast<u32>(raw.low >> 48) | (static_cast<u32>(raw.high >> 32) & 0xffff0000u);
+  }
   static COMMDSL_FN bool agree(bool gives_up) { return gives_up; }
 };
 
@@ -108,10 +122,15 @@ struct Way<Line> {
     return pair + (is_half() ? 112 + second * 8 : second * 128 + vector * 16);
   }
   static COMMDSL_FN bool is_half() { return thread() % 8 == 7; }
-  static COMMDSL_FN Raw wrap(const Vector16& data, u64 number) {
+  // With the digest above 32 bits of the number.
+  using Flags = u64;
+  static COMMDSL_FN Flags flags(u64 number, u32 digest, bool carries) {
+    return carries ? (number & 0xffffffffull) | static_cast<u64>(digest) << 32 : number;
+  }
+  static COMMDSL_FN Raw wrap(const Vector16& data, Flags flags) {
     Raw raw;
     memcpy(&raw, &data, sizeof(raw));
-    if (is_half()) raw.high = number;
+    if (is_half()) raw.high = flags;
     return raw;
   }
   static COMMDSL_FN Vector16 unwrap(const Raw& raw) {
@@ -119,10 +138,17 @@ struct Way<Line> {
     memcpy(&data, &raw, sizeof(data));
     return data;
   }
-  static COMMDSL_FN bool arrived(const Raw& raw, u64 number, bool wanted) {
-    return !__any_sync(0xffffffffu, wanted && is_half() && raw.high != number);
+  static COMMDSL_FN bool arrived(const Raw& raw, Flags flags, bool wanted) {
+    return !__any_sync(0xffffffffu, wanted && is_half() && raw.high != flags);
   }
-  static COMMDSL_FN u64 seen(const Raw& raw) { return __shfl_sync(0xffffffffu, raw.high, 7, 8); }
+  static COMMDSL_FN u64 seen(const Raw& raw, bool carries) {
+    const u64 flags = __shfl_sync(0xffffffffu, raw.high, 7, 8);
+    return carries ? flags & 0xffffffffull : flags;
+  }
+  static COMMDSL_FN bool is_other(u64 seen, const Raw& raw, Flags flags) {
+    return is_half() && seen == (flags & 0xffffffffull) && raw.high != flags;
+  }
+  static COMMDSL_FN u32 digest(const Raw& raw) { return static_cast<u32>(raw.high >> 32); }
   static COMMDSL_FN bool agree(bool gives_up) { return __any_sync(0xffffffffu, gives_up); }
 };
 
@@ -130,11 +156,16 @@ constexpr u64 kGivesUp = ~u64{0};
 
 constexpr u64 kLooksAgain = u64{1} << 63;  // beside the time since when a thread waits
 
-// What a thread that has waited for a while does: it goes on, it looks once more as it waits in vain, or it gives up.
+// What a thread that has waited for a while does: it goes on, it looks once more as it waits in vain, or it gives up. `other`: what
+// came is of another call, with this digest beside `kBegun`; 0: not so.
 template <class Plan>
-COMMDSL_CALL u64 reconsider(const ArgsOf<Plan>& args, i32 lane, u64 round, i32 op, i32 peer, u64 since, u64 seen) {
+COMMDSL_CALL u64 reconsider(const ArgsOf<Plan>& args, i32 lane, u64 round, i32 op, i32 peer, u64 since, u64 seen, u64 other) {
   const ErrorRecord* record = reinterpret_cast<const ErrorRecord*>(args.error);
   if (load_relaxed(&record->code) != 0) return kGivesUp;
+  if (other != 0) {
+    report_other<Plan>(args, lane, round, op, peer, static_cast<u32>(other));
+    return kGivesUp;
+  }
   const u64 why = in_vain(args, peer, since & ~kLooksAgain);
   if (why == 0) return since & ~kLooksAgain;
   if ((since & kLooksAgain) == 0) return since | kLooksAgain;
@@ -150,15 +181,18 @@ COMMDSL_FN bool settle(const Operands<Plan>& operands, i32 source, const char* c
 #pragma unroll
   for (u32 u = 0; u < count; ++u) {
     const u32 word = base + u * W::kStride;
+    const bool carries = u == 0 && carries_call(operands.here, word);
+    const auto flags = W::flags(number, operands.here.args.call(), carries);
     u64 since = 0;
-    for (u32 polls = 1; !W::arrived(raw[u], number, word < words); ++polls) {
+    for (u32 polls = 1; !W::arrived(raw[u], flags, word < words); ++polls) {
       if (word < words) load_raw(raw[u], cell + W::in_cell(word));
       if (polls % kPollsPerCheck != 0) continue;
       if (since == 0) since = now_ns();
-      const u64 seen = W::seen(raw[u]);
+      const u64 seen = W::seen(raw[u], carries);
+      const u64 other = carries && W::is_other(seen, raw[u], flags) ? W::digest(raw[u]) | kBegun : 0;
       const Position<Plan>& here = operands.here;
       const i32 peer = operands.source_row(source).rank;
-      since = reconsider<Plan>(here.args, here.lane, here.round, operands.index, peer, since, seen);
+      since = reconsider<Plan>(here.args, here.lane, here.round, operands.index, peer, since, seen, other);
       if (W::agree(since == kGivesUp)) return false;
     }
   }
@@ -234,7 +268,8 @@ COMMDSL_FN void give(const Operands<Plan>& operands, u32 base, u32 words, const 
       if (word >= words) continue;
       const Word value = values.give(u);
       if (in_cell) {
-        store_raw(to + W::in_cell(word), W::wrap(value, mark_of(operands.here.round)));
+        const bool carries = u == 0 && carries_call(operands.here, word);
+        store_raw(to + W::in_cell(word), W::wrap(value, W::flags(mark_of(operands.here.round), operands.here.args.call(), carries)));
       } else if (W::is_half()) {
         u64 half;
         memcpy(&half, &value, sizeof(half));
@@ -289,7 +324,7 @@ template <class Plan>
 COMMDSL_FN bool exchange(const Operands<Plan>& operands) {
   using W = Way<typename Plan::Wire>;
   constexpr u32 data = Plan::Wire::kData;
-  const u32 words = (static_cast<u32>(operands.here.tile_bytes) + data - 1) / data;
+  const u32 words = words_of(operands.here);
   if constexpr (Plan::kHasReduction) {
     constexpr u32 ahead = Plan::kMostSources < 8 ? Plan::kMostSources : 8;
     if (operands.op().kind == kReduce) return pass<Plan, 1, ahead, true>(operands, words);

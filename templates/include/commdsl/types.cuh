@@ -106,10 +106,13 @@ static_assert(sizeof(ErrorRecord) == 64, "the runtime reads this record");
 
 // --- the desk: symmetric memory that all kernels of a group share, a piece on every rank ---------------------------------------
 
-constexpr u64 kDeskNumber = 0;    // calls that the rank has begun
+constexpr u64 kDeskNumber = 0;    // calls of the rank; the one that it is in is not counted yet where `kUncounted` says so
+constexpr u64 kDeskCall = 8;      // the digest of the call that the rank is in or was in last, beside `kBegun`; 0: none
+constexpr u64 kDeskTelling = 16;  // calls that a block of their own tells of
 constexpr u64 kDeskStopped = 64;  // who gave up, as `stop_of` has it; 0: nobody
 constexpr u64 kDeskTold = 128;    // by rank and slot the number of a call, in 32 bits, above a digest of it
-constexpr u64 kDeskSlots = 8;     // of a rank, which calls take in turn
+constexpr u64 kDeskSlots = 8;     // of a rank, which such calls take in turn
+constexpr u64 kBegun = u64{1} << 32, kUncounted = u64{1} << 33;
 
 // --- the notice: memory of the host, which it writes and kernels look at where they wait long -------------------------------------
 

@@ -59,27 +59,55 @@ COMMDSL_FN u64 told(const Arguments& args, i32 rank, u64 number) {
   return load_relaxed(own_desk(args, told_at(rank, number)));
 }
 
-// Whether what a peer tells of the rank's own call, if it does already, is another call.
+// The call that a rank is in or was in last; number 0: none. Not known where it changed while it was read.
+struct Made {
+  bool is_known;
+  u64 number;
+  u32 digest;
+};
+
 template <class Arguments>
-COMMDSL_FN bool disagrees(const Arguments& args, i32 peer, u64 number) {
-  if (number == 0 || peer >= ranks_of(args)) return false;
-  const u64 theirs = told(args, peer, number), mine = told(args, args.rank, number);
-  return is_of(theirs, number) && is_of(mine, number) && theirs != mine;
+COMMDSL_FN u64 look_at(const Arguments& args, i32 rank, u64 at) {
+  const Desks desks = desks_of(args);
+  if (!is_near(desks, rank)) return peek(desks, rank, at);
+  return load_acquire(reinterpret_cast<const u64*>(desks.heap[rank] + at));  // in order, one after another
+}
+
+template <class Arguments>
+COMMDSL_FN Made made_by(const Arguments& args, i32 rank) {
+  const u64 before = look_at(args, rank, kDeskNumber), call = look_at(args, rank, kDeskCall);
+  const bool is_known = look_at(args, rank, kDeskNumber) == before;
+  return {is_known, call == 0 ? 0 : before + ((call & kUncounted) != 0 ? 1 : 0), static_cast<u32>(call)};
+}
+
+// Whether a peer, whose part in the rank's call is not there, makes another call: of the same number another one, or a later one. A
+// lane may look before the rank's own desk says its call: then it is the next one. Where that cannot be seen, as the call before
+// was the same, a peer that is in such a call, too, and one ahead may just be in this one.
+template <class Arguments>
+COMMDSL_FN bool disagrees(const Arguments& args, i32 peer) {
+  if (peer >= ranks_of(args) || peer == args.rank) return false;
+  const Made own = made_by(args, args.rank), theirs = made_by(args, peer);
+  if (!own.is_known || !theirs.is_known || theirs.number == 0) return false;
+  const u32 digest = args.call();
+  const u64 number = own.number + (own.number == 0 || own.digest != digest ? 1 : 0);
+  if (theirs.number <= number) return theirs.number == number && theirs.digest != digest;
+  return theirs.digest != digest || theirs.number > number + 1;
 }
 
 // The first lane of a rank that has something to say writes the record; the others keep silent. All peers are told, so that none
-// waits for what does not come any more; but not that a peer stopped, as that one has told all.
+// waits for what does not come any more; but not that a peer stopped, as that one has told all. `has_both`: of a disagreement the
+// record has both digests; otherwise the desks have.
 template <class Arguments>
-COMMDSL_CALL void publish(const Arguments& args, ErrorRecord found) {
-  const u64 number = load_relaxed(own_desk(args, kDeskNumber));
+COMMDSL_CALL void publish(const Arguments& args, ErrorRecord found, bool has_both = false) {
+  const u64 number = made_by(args, args.rank).number;
   if (found.code == kStopped) {
-    found.expected = told(args, args.rank, number) & 0xffffffffu;
+    found.expected = args.call();
     found.seen = load_relaxed(own_desk(args, kDeskStopped));
   }
-  if (found.code == kDisagrees) {
-    if (found.lane != kNoLane) found.round = number;
-    found.expected = told(args, args.rank, found.round) & 0xffffffffu;
-    found.seen = told(args, found.peer, found.round) & 0xffffffffu;
+  if (found.code == kDisagrees && !has_both) {
+    found.round = number;
+    found.expected = args.call();
+    found.seen = made_by(args, found.peer).digest;
   }
   ErrorRecord* record = reinterpret_cast<ErrorRecord*>(args.error);
   if (!claim(&record->claim)) return;
@@ -107,11 +135,12 @@ COMMDSL_CALL u64 in_vain(const Arguments& args, i32 peer, u64 since) {
   const u64* notice = reinterpret_cast<const u64*>(args.notice);
   const u64 gone = load_relaxed(notice + 1 + peer / 64), interrupted = load_relaxed(notice);
   const u64 stop = load_relaxed(own_desk(args, kDeskStopped)), waited = now_ns() - since;
-  if (disagrees(args, peer, load_relaxed(own_desk(args, kDeskNumber)))) return kDisagrees;
+  const bool is_stopped = stop != 0 && !has_done_its_part(stop);
+  if (!is_stopped && disagrees(args, peer)) return kDisagrees;
   if ((gone >> peer % 64 & 1) != 0) return kGone;
   if (interrupted != 0 && waited > kInterruptNs) return kInterrupted;
   if (waited >= args.timeout_ns) return kTimedOut;
-  return stop != 0 && !has_done_its_part(stop) ? kStopped : 0;
+  return is_stopped ? kStopped : 0;
 }
 
 // True when `look` sees what is expected of `peer`, false when the rank gives up: another lane of it did, or the wait is in vain and
