@@ -19,6 +19,7 @@ from test_dispatch_torch import Rank, on_ranks
 import commdsl
 from commdsl import compiler
 from commdsl.build.emit import emit
+from commdsl.commands.dumps import static_lines
 from commdsl.machine.resources import data_dir
 from commdsl.planner.chance import Draw, random_plan
 from commdsl.program.agree import BEHIND, heard_by
@@ -26,7 +27,9 @@ from commdsl.program.desk import SLOTS
 from commdsl.program.phases import Ranks
 from commdsl.program.plan import Plan
 from commdsl.program.proof.agreement import agreement
+from commdsl.program.sizes import device_launch
 from commdsl.runtime.errors import AgreementError, BrokenGroupError, PeerError
+from commdsl.runtime.kernel import grid_of
 
 SECONDS = 10.0
 """The time-out: a disagreement is heard of long before."""
@@ -60,6 +63,10 @@ def of(schedule: Any, elements: int = 16, dtype: torch.dtype = torch.float32, **
     return lambda name: schedule(torch.ones(elements, dtype=dtype), group=name, **options)
 
 
+def tuned(name: str, ranks: int, protocol: str) -> Any:
+    return commdsl.load(name, ranks=ranks, tune={"protocol": protocol})
+
+
 def then(*calls: Call) -> Call:
     def run(name: str) -> None:
         for call in calls:
@@ -69,6 +76,7 @@ def then(*calls: Call) -> Call:
 
 
 RING, TWOSHOT = "allreduce_ring", "allreduce_twoshot"
+PROTOCOLS = ("bulk", "packet", "line")
 CASES: dict[str, tuple[Callable[[Any, Any], tuple[Call, Call]], tuple[str, str]]] = {
     "size": (lambda ring, _: (of(ring, 16), of(ring, 8)), ("on 64 bytes of float32", "on 32 bytes of float32")),
     "dtype": (lambda ring, _: (of(ring, 16), of(ring, 32, torch.bfloat16)), ("float32, sum", "bfloat16, sum")),
@@ -84,11 +92,12 @@ CASES: dict[str, tuple[Callable[[Any, Any], tuple[Call, Call]], tuple[str, str]]
 """What rank 0 and rank 1 call, and what each is told of them."""
 
 
+@pytest.mark.parametrize("protocols", [("bulk", "bulk"), ("packet", "line"), ("packet", "bulk")], ids="-".join)
 @pytest.mark.parametrize("case", CASES)
-def test_different_calls_are_named(case: str) -> None:
+def test_different_calls_are_named(case: str, protocols: tuple[str, str]) -> None:
     """Both ranks raise AgreementError soon, both messages name both sides; after a reset the group is right."""
     group = Group(2)
-    ring, two = commdsl.load(RING, ranks=2), commdsl.load(TWOSHOT, ranks=2)
+    ring, two = (tuned(name, 2, protocol) for name, protocol in zip((RING, TWOSHOT), protocols, strict=True))
     group.all(then(of(ring), of(two)))
     make, words = CASES[case]
     began = time.monotonic()
@@ -147,6 +156,19 @@ def test_who_hears_nobody_is_told_some_calls_later() -> None:
 
     assert isinstance(other, AgreementError)
     assert isinstance(root, AgreementError | BrokenGroupError)
+
+
+@pytest.mark.parametrize("protocol", ["packet", "line"])
+def test_data_that_carries_flags_carries_the_call(protocol: str) -> None:
+    """No block is launched for it, whatever the size, and a call with nothing to move is told as well: by one word."""
+    plan = compiler.compile(
+        data_dir("schedules") / "collectives" / f"{RING}.comm", ranks=3, tune={"protocol": protocol}
+    ).plan
+    none, some = device_launch(plan.moves, 0), device_launch(plan.moves, 1 << 16)
+
+    assert grid_of(plan, some)[0] == some.blocks(plan.moves)
+    assert (none.active_lanes, none.rounds, grid_of(plan, none)[0]) == (1, 1, 1)
+    assert "the first word of every operation carries the call" in "\n".join(static_lines(plan))
 
 
 def test_the_same_text_elsewhere_is_the_same_schedule(tmp_path: Any) -> None:
@@ -211,7 +233,7 @@ def disagree(seed: int) -> None:
     dice = random.Random(seed)
     group = Group(dice.choice((2, 3, 4)))
     ranks = len(group.names)
-    ops = [commdsl.load(name, ranks=ranks) for name in (RING, TWOSHOT)]
+    ops = [tuned(name, ranks, dice.choice(PROTOCOLS)) for name in (RING, TWOSHOT)]
     group.all(then(*map(of, ops)))
     calls = sequence(dice, ops)
     other = disturbed(dice, calls, ops)

@@ -73,6 +73,16 @@ def test_one_copy_of_the_cells_is_too_few(family: str) -> None:
     assert codes(made(family, 3, rotation=1)) in (["C205"], ["C209"])
 
 
+def test_rounds_that_look_alike() -> None:
+    """The first word of a cell has 16 bits for an odd number: a cell that rests for as many rounds is refused."""
+    plan = shipped_plan("allgather_ring", 3)
+
+    assert codes(changed(plan, rotation=(1 << 15) - 1)) == []
+    (found,) = prove(changed(plan, rotation=1 << 15).moves)
+    assert found.code == "C209"
+    assert "look alike" in found.headline
+
+
 @pytest.mark.parametrize("name", ["broadcast_chain", "reduce_tree", "gather_direct", "scatter_direct"])
 def test_every_credit_is_needed(name: str) -> None:
     """A Plan of the compiler without one of its credits is refused."""

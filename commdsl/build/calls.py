@@ -65,8 +65,10 @@ class AgreeText:
     heard: tuple[str, ...]
 
 
-def agree_text(plan: Plan) -> AgreeText:
-    """Of the role that agrees: whom a rank hears is a row of bits."""
+def agree_text(plan: Plan) -> AgreeText | None:
+    """Of the role that agrees, if there is one: whom a rank hears is a row of bits."""
+    if plan.lanes_tell:
+        return None
     ranks, one = plan.num_ranks, plan.agree
     width = -(-ranks // 32)
     bits = np.zeros((ranks, 32 * width), np.uint8)

@@ -161,7 +161,7 @@ def _kernel(plan: Plan) -> Kernel:
     tables = None if moves is None else _tables(moves, printed(plan))
     phases, tiles = tuple(calls(plan)), tuple(tile_calls(plan))
     keys = plan.key_positions
-    agree = agree_text(plan) if plan.agreeing_blocks else None
+    agree = agree_text(plan)
     identity = (plan.name, plan.params, plan.topology, plan.transport.value)
     told = (*identity, constants, tables, fields, keys, phases, tiles, agree)
     return Kernel(
@@ -196,9 +196,8 @@ def _form(plan: Plan) -> str:
     if plan.tiles is not None:
         return "COMMDSL_ROLES"
     is_engine = plan.is_static and plan.moves.protocol is Protocol.ENGINE
-    if is_engine:
-        return "COMMDSL_FLAGS"
-    return "COMMDSL_KERNEL" if plan.agreeing_blocks else "COMMDSL_LANES"
+    form = "COMMDSL_KERNEL" if plan.agreeing_blocks else "COMMDSL_LANES"
+    return "COMMDSL_FLAGS" if is_engine else form
 
 
 def _tables(moves: Moves, ops: Ops) -> MovesText:

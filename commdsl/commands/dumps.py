@@ -209,7 +209,7 @@ def static_lines(plan: Plan) -> list[str]:
         lines.append(
             f"tensor {index} {tensor.name}: {tensor.access.value}, {shape}{', yields' if tensor.is_yield else ''}"
         )
-    lines.append(f"agree: {plan.agree}")
+    lines.append(f"agree: {plan.agreeing}")
     if plan.tiles is not None:
         lines.insert(2, f"tiles on {plan.tiles.sms} SMs  threads {plan.tiles.threads}")
     acting = actors(plan)
@@ -261,7 +261,7 @@ def routed_lines(plan: Plan) -> Iterator[str]:
     else:
         put = "packed" if plan.push.packed else "rows"
         yield from (f"{lanes}  tile {plan.tile_bytes} bytes  put {put}", room, *_tensor_lines(plan.push))
-    yield f"agree: {plan.agree}"
+    yield f"agree: {plan.agreeing}"
     yield "a call, on every rank"
     yield from (f"  {line}" for line in phase_lines(plan))
 

@@ -120,6 +120,11 @@ class Plan:
         return self.is_static and not self.is_visited and self.tiles is None and self.moves.protocol.carries_flags
 
     @property
+    def agreeing(self) -> str:
+        """How it is found out that a rank makes another call."""
+        return "the first word of every operation carries the call" if self.lanes_tell else str(self.agree)
+
+    @property
     def agreeing_blocks(self) -> int:
         """Thread blocks beside those of the roles."""
         return 0 if self.lanes_tell else AGREEING_BLOCKS

@@ -78,7 +78,9 @@ class Prepared:
         # Takes what the next call changes, in the order of the arguments.
         words = layout.stretch(*changing)
         pack = partial(words.pack_into, self.arguments, layout.offset(changing[0]))
-        self.point: Callable[..., None] = pack if launch is not None else partial(self._point, pack, plan.agreeing_blocks)
+        self.point: Callable[..., None] = (
+            pack if launch is not None else partial(self._point, pack, plan.agreeing_blocks)
+        )
 
     def _point(self, pack: Callable[..., None], beside: int, *changing: int) -> None:
         """As `point` does where each call says its lanes, a block each."""

@@ -246,6 +246,17 @@ def written_twice(moves: Moves, first: int, second: int) -> Diagnostic:
     )
 
 
+def mistaken(moves: Moves, write: int, numbers: int) -> Diagnostic:
+    """C209, of the word that carries the call."""
+    return Diagnostic(
+        "C209",
+        f"a cell comes round again after {moves.rotation} rounds, whose first words look alike",
+        _label(moves, write, f"{_where(moves, write)} writes it"),
+        notes=(f"beside the digest of a call there is room for {numbers} numbers of rounds",),
+        help=HELP,
+    )
+
+
 def overwritten(moves: Moves, write: int, read: int, count: int) -> Diagnostic:
     """C209, across rounds."""
     writer, reader = _rank(moves, write), _rank(moves, read)

@@ -4,12 +4,14 @@ Assumes a Plan that `verify` passed. Shares nothing with the pass that placed th
 judge the flags it adds; `synchronization` does.
 
 A read of a cell waits until the cell's own data is there. That tells apart rounds, nothing else, so a cell is written
-at most once a round (C209). It orders the reader's thread after the writer's, word by word: thread i of a lane moves
-word i of every operation, so within a round each thread is a lane of its own, and the Plan with a flag for every such
-read has to pass the laws of flags. A cell comes round again `rotation` rounds later. Then other threads may be the only
-ones at work, as a short call moves fewer words: what holds between rounds has to hold for blocks. A block has left
-round n when any of its threads is seen in round n + 1. So who writes a peer's cells must have heard, within the last
-round before it does so, from that peer's part in it, or wait for a credit, which is raised by the whole block (C209).
+at most once a round (C209). The first word of lane 0 has the digest of the call in place of most bits of the number; it
+is sent in every round, so it is told apart from the one of `rotation` rounds before (C209). A flag orders the reader's
+thread after the writer's, word by word: thread i of a lane moves word i of every operation, so within a round each
+thread is a lane of its own, and the Plan with a flag for every such read has to pass the laws of flags. A cell comes
+round again `rotation` rounds later. Then other threads may be the only ones at work, as a short call moves fewer words:
+what holds between rounds has to hold for blocks. A block has left round n when any of its threads is seen in round n +
+1. So who writes a peer's cells must have heard, within the last round before it does so, from that peer's part in it,
+or wait for a credit, which is raised by the whole block (C209).
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ from commdsl.program.proof.flags import ranks_of, timeline
 from commdsl.program.proof.timeline import pattern
 
 Longs = NDArray[np.int64]
+
+NUMBERS = 1 << 15
+"""Rounds that differ in the 16 bits beside the digest of a call: numbers are odd."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +55,15 @@ def written_twice(moves: Moves) -> Iterator[Diagnostic]:
     again = np.flatnonzero(key[order][1:] == key[order][:-1])
     if len(again):
         yield messages.written_twice(moves, int(writes[order][again[0]]), int(writes[order][again[0] + 1]))
+
+
+def told_apart(moves: Moves) -> Iterator[Diagnostic]:
+    """A place's first word has few bits for the number. It is sent in every operation of every round, so what it
+    replaces is exactly `rotation` rounds old.
+    """
+    writes = np.flatnonzero(moves.ops.dest_space == CELL)
+    if moves.rotation % NUMBERS == 0 and len(writes):
+        yield messages.mistaken(moves, int(writes[0]), NUMBERS)
 
 
 def deliveries(moves: Moves) -> Deliveries:

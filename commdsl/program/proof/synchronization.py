@@ -40,7 +40,7 @@ def prove(moves: Moves) -> Iterator[Diagnostic]:
     if not moves.protocol.carries_flags:
         yield from _prove(moves)
         return
-    for law in (_waits_without_signal, packets.written_twice):
+    for law in (_waits_without_signal, packets.written_twice, packets.told_apart):
         broken = list(law(moves))
         yield from broken
         if broken:

@@ -77,19 +77,22 @@ COMMDSL_FN bool may_begin(const typename Plan::Args& args) {
 }
 
 // One thread's part in such a call: the desk says the call from its begin, which waits for no load, and counts it at its end.
+// What it reads for the end it fetches at the begin, into two words of the lane's: a register would be taken from all threads.
 template <class Plan>
 struct Turnstile {
-  u64 number, stop;
+  u64* words;
 
-  COMMDSL_FN void enter(const typename Plan::Args& args) {
+  COMMDSL_FN void enter(const typename Plan::Args& args) const {
     const u64 call = args.call();
     store_begun(reinterpret_cast<u64*>(args.desk[args.rank] + kDeskCall), call | kBegun | kUncounted);
-    number = load_relaxed(own_desk(args, kDeskNumber));
-    stop = load_relaxed(own_desk(args, kDeskStopped));
+    fetch(&words[0], own_desk(args, kDeskNumber));
+    fetch(&words[1], own_desk(args, kDeskStopped));
   }
   COMMDSL_FN void leave(const typename Plan::Args& args) const {
-    store_marked(reinterpret_cast<u64*>(args.desk[args.rank] + kDeskNumber), number + 1, args.call() | kBegun);
-    if (ends(stop, number + 1)) report_call<Plan>(args, kStopped, args.rank, number + 1);
+    fetched();
+    const u64 number = words[0] + 1;
+    store_marked(reinterpret_cast<u64*>(args.desk[args.rank] + kDeskNumber), number, args.call() | kBegun);
+    if (ends(words[1], number)) report_call<Plan>(args, kStopped, args.rank, number);
   }
 };
 

@@ -143,6 +143,13 @@ COMMDSL_FN void store_relaxed(u64* word, u64 value) {
 // Behind what earlier calls stored: the end of a kernel orders it.
 COMMDSL_FN void store_begun(u64* word, u64 value) { store_relaxed(word, value); }
 
+// A word as it is from now on, into shared memory: there for the thread behind `fetched`, which alone may wait for it.
+COMMDSL_FN void fetch(u64* to, const u64* word) {
+  const u32 at = static_cast<u32>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(at), "l"(word) : "memory");
+}
+COMMDSL_FN void fetched() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // True for the one caller that finds the word zero; all callers are lanes of one GPU.
 COMMDSL_FN bool claim(u64* word) { return atomicCAS(word, 0ull, 1ull) == 0; }
 

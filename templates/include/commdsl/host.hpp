@@ -118,6 +118,9 @@ COMMDSL_FN void store_relaxed(u64* word, u64 value) { __atomic_store_n(word, val
 // Behind what earlier calls stored.
 COMMDSL_FN void store_begun(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
+COMMDSL_FN void fetch(u64* to, const u64* word) { *to = load_relaxed(word); }
+COMMDSL_FN void fetched() {}
+
 COMMDSL_FN bool claim(u64* word) {
   u64 free = 0;
   return __atomic_compare_exchange_n(word, &free, u64{1}, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);

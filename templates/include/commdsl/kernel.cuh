@@ -310,7 +310,8 @@ COMMDSL_FN void run_lane(const ArgsOf<Plan>& args, i32 lane) {
   u64* state = reinterpret_cast<u64*>(args.heap[rank_of<Plan>(args)] + state_offset<Plan>(lane));
   const u64 before = load_relaxed(&state[0]);
   const bool is_last = thread() + 1 == num_threads();  // of the warp that has least to do
-  Turnstile<Plan> turnstile{0, 0};
+  COMMDSL_SHARED u64 words[2];
+  const Turnstile<Plan> turnstile{words};
   if (Plan::kLanesTell && is_last && lane == 0) turnstile.enter(args);
   Mover<Plan> mover;
   mover.start();

@@ -82,28 +82,25 @@ struct Way<Packet> {
   static COMMDSL_FN u64 in_tensor(u32 word) { return static_cast<u64>(word) * Packet::kData; }
   static COMMDSL_FN bool is_half() { return false; }
   // What the two halves bring beside data. With the digest each has half of it above 16 bits of the number.
-  struct Flags {
-    u32 low, high;
-  };
-  static COMMDSL_FN Flags flags(u64 number, u32 digest, bool carries) {
-    const u32 flag = static_cast<u32>(number), few = flag & 0xffffu;
-    return carries ? Flags{few | digest << 16, few | (digest & 0xffff0000u)} : Flags{flag, flag};
+  static COMMDSL_FN u64 flags(u64 number, u32 digest, bool carries) {
+    const u64 few = number & 0xffffu, all = number & 0xffffffffu;
+    return carries ? (few | few << 32) | static_cast<u64>(digest & 0xffffu) << 16 | static_cast<u64>(digest >> 16) << 48
+                   : all | all << 32;
   }
-  static COMMDSL_FN Raw wrap(u64 data, const Flags& flags) {
-    return {(data & 0xffffffffull) | static_cast<u64>(flags.low) << 32, (data >> 32) | static_cast<u64>(flags.high) << 32};
+  static COMMDSL_FN Raw wrap(u64 data, u64 flags) {
+    return {(data & 0xffffffffull) | flags << 32, (data >> 32) | (flags & 0xffffffff00000000ull)};
   }
   static COMMDSL_FN u64 unwrap(const Raw& raw) { return (raw.low & 0xffffffffull) | (raw.high << 32); }
-  static COMMDSL_FN bool arrived(const Raw& raw, const Flags& flags, bool wanted) {
-    return !wanted || (static_cast<u32>(raw.low >> 32) == flags.low && static_cast<u32>(raw.high >> 32) == flags.high);
+  static COMMDSL_FN u64 found(const Raw& raw) { return raw.low >> 32 | (raw.high & 0xffffffff00000000ull); }
+  static COMMDSL_FN bool arrived(const Raw& raw, u64 flags, bool wanted) { return !wanted || found(raw) == flags; }
+  // Of flags the number, as far as they have it, and the digest.
+  static COMMDSL_FN u64 number(u64 flags, bool carries) { return flags & (carries ? 0xffffu : 0xffffffffu); }
+  static COMMDSL_FN u32 digest(u64 flags) {
+    return static_cast<u32>(flags >> 16 & 0xffffu) | static_cast<u32>(flags >> 48) << 16;
   }
-  // The number alone, as far as the flags have it.
-  static COMMDSL_FN u64 seen(const Raw& raw, bool carries) { return carries ? raw.low >> 32 & 0xffffu : raw.low >> 32; }
-  // Of a word that has arrived but for its digest.
-  static COMMDSL_FN bool is_other(u64 seen, const Raw& raw, const Flags& flags) {
-    return seen == (flags.low & 0xffffu) && (raw.high >> 32 & 0xffffu) == seen && !arrived(raw, flags, true);
-  }
-  static COMMDSL_FN u32 digest(const Raw& raw) {
-    return static_cast<u32>(raw.low >> 48) | (static_cast<u32>(raw.high >> 32) & 0xffff0000u);
+  // Both halves have come, of another call.
+  static COMMDSL_FN bool is_other(u64 found, u64 flags) {
+    return found != flags && ((found ^ flags) & 0x0000ffff0000ffffull) == 0;
   }
   static COMMDSL_FN bool agree(bool gives_up) { return gives_up; }
 };
@@ -123,11 +120,10 @@ struct Way<Line> {
   }
   static COMMDSL_FN bool is_half() { return thread() % 8 == 7; }
   // With the digest above 32 bits of the number.
-  using Flags = u64;
-  static COMMDSL_FN Flags flags(u64 number, u32 digest, bool carries) {
+  static COMMDSL_FN u64 flags(u64 number, u32 digest, bool carries) {
     return carries ? (number & 0xffffffffull) | static_cast<u64>(digest) << 32 : number;
   }
-  static COMMDSL_FN Raw wrap(const Vector16& data, Flags flags) {
+  static COMMDSL_FN Raw wrap(const Vector16& data, u64 flags) {
     Raw raw;
     memcpy(&raw, &data, sizeof(raw));
     if (is_half()) raw.high = flags;
@@ -138,17 +134,15 @@ struct Way<Line> {
     memcpy(&data, &raw, sizeof(data));
     return data;
   }
-  static COMMDSL_FN bool arrived(const Raw& raw, Flags flags, bool wanted) {
+  static COMMDSL_FN u64 found(const Raw& raw) { return __shfl_sync(0xffffffffu, raw.high, 7, 8); }
+  static COMMDSL_FN bool arrived(const Raw& raw, u64 flags, bool wanted) {
     return !__any_sync(0xffffffffu, wanted && is_half() && raw.high != flags);
   }
-  static COMMDSL_FN u64 seen(const Raw& raw, bool carries) {
-    const u64 flags = __shfl_sync(0xffffffffu, raw.high, 7, 8);
-    return carries ? flags & 0xffffffffull : flags;
+  static COMMDSL_FN u64 number(u64 flags, bool carries) { return carries ? flags & 0xffffffffull : flags; }
+  static COMMDSL_FN u32 digest(u64 flags) { return static_cast<u32>(flags >> 32); }
+  static COMMDSL_FN bool is_other(u64 found, u64 flags) {
+    return found != flags && ((found ^ flags) & 0xffffffffull) == 0;
   }
-  static COMMDSL_FN bool is_other(u64 seen, const Raw& raw, Flags flags) {
-    return is_half() && seen == (flags & 0xffffffffull) && raw.high != flags;
-  }
-  static COMMDSL_FN u32 digest(const Raw& raw) { return static_cast<u32>(raw.high >> 32); }
   static COMMDSL_FN bool agree(bool gives_up) { return __any_sync(0xffffffffu, gives_up); }
 };
 
@@ -156,20 +150,21 @@ constexpr u64 kGivesUp = ~u64{0};
 
 constexpr u64 kLooksAgain = u64{1} << 63;  // beside the time since when a thread waits
 
-// What a thread that has waited for a while does: it goes on, it looks once more as it waits in vain, or it gives up. `other`: what
-// came is of another call, with this digest beside `kBegun`; 0: not so.
+// What a thread that has waited for a while does: it goes on, it looks once more as it waits in vain, or it gives up. `found`: the
+// flags that are there, where they are to carry the call or not.
 template <class Plan>
-COMMDSL_CALL u64 reconsider(const ArgsOf<Plan>& args, i32 lane, u64 round, i32 op, i32 peer, u64 since, u64 seen, u64 other) {
+COMMDSL_CALL u64 reconsider(const ArgsOf<Plan>& args, i32 lane, u64 round, i32 op, i32 peer, u64 since, u64 found, bool carries) {
+  using W = Way<typename Plan::Wire>;
   const ErrorRecord* record = reinterpret_cast<const ErrorRecord*>(args.error);
   if (load_relaxed(&record->code) != 0) return kGivesUp;
-  if (other != 0) {
-    report_other<Plan>(args, lane, round, op, peer, static_cast<u32>(other));
+  if (carries && W::is_other(found, W::flags(mark_of(round), args.call(), true))) {
+    report_other<Plan>(args, lane, round, op, peer, W::digest(found));
     return kGivesUp;
   }
   const u64 why = in_vain(args, peer, since & ~kLooksAgain);
   if (why == 0) return since & ~kLooksAgain;
   if ((since & kLooksAgain) == 0) return since | kLooksAgain;
-  report<Plan>(args, why, lane, round, op, peer, mark_of(round), seen);
+  report<Plan>(args, why, lane, round, op, peer, mark_of(round), W::number(found, carries));
   return kGivesUp;
 }
 
@@ -182,17 +177,16 @@ COMMDSL_FN bool settle(const Operands<Plan>& operands, i32 source, const char* c
   for (u32 u = 0; u < count; ++u) {
     const u32 word = base + u * W::kStride;
     const bool carries = u == 0 && carries_call(operands.here, word);
-    const auto flags = W::flags(number, operands.here.args.call(), carries);
+    const u64 flags = W::flags(number, operands.here.args.call(), carries);
     u64 since = 0;
     for (u32 polls = 1; !W::arrived(raw[u], flags, word < words); ++polls) {
       if (word < words) load_raw(raw[u], cell + W::in_cell(word));
       if (polls % kPollsPerCheck != 0) continue;
       if (since == 0) since = now_ns();
-      const u64 seen = W::seen(raw[u], carries);
-      const u64 other = carries && W::is_other(seen, raw[u], flags) ? W::digest(raw[u]) | kBegun : 0;
+      const u64 found = W::found(raw[u]);
       const Position<Plan>& here = operands.here;
       const i32 peer = operands.source_row(source).rank;
-      since = reconsider<Plan>(here.args, here.lane, here.round, operands.index, peer, since, seen, other);
+      since = reconsider<Plan>(here.args, here.lane, here.round, operands.index, peer, since, found, carries);
       if (W::agree(since == kGivesUp)) return false;
     }
   }
