@@ -3,9 +3,10 @@
 Assumes a Plan's moves, or that every rank hears all. Does not touch what
 other roles do: the desk is its own (`desk`). That nobody waits for more than without it is a law (`proof.agreement`).
 
-One block of every rank, whatever the lanes do: it *tells* the number of the call and a digest of all that has to be
-the same, then *meets* what the others tell. Of the ranks that a rank hears in the call anyway it meets the word of this
-very call; of all others that of `behind` calls before, so that a word is read before it is written again.
+One block of every rank, where data does not carry the call (`Plan.lanes_tell`): it *tells* the number of the call and a
+digest of all that has to be the same, then *meets* what the others tell. Of the ranks that a rank hears in the call
+anyway it meets the word of this very call; of all others that of `behind` calls before, so that a word is read before
+it is written again.
 """
 
 from __future__ import annotations

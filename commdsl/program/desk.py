@@ -18,7 +18,7 @@ SLOTS = 8
 
 
 def desk_bytes(num_ranks: int) -> int:
-    """Of one rank's desk: the calls that it has begun, who gave up, and what every rank tells of its calls."""
+    """Of one rank's desk: how many calls it made and which, who gave up, and what every rank tells of its calls."""
     return 2 * LINE + 8 * SLOTS * num_ranks
 
 

@@ -1,6 +1,6 @@
 """Calls that differ from rank to rank, on real GPUs: each a named error in time. One process per GPU:
 
-    torchrun --nproc-per-node 2 tests/gpu/run_agreement.py [--random 40 --seed 1]
+    torchrun --nproc-per-node 2 tests/gpu/run_agreement.py [--random 40 --seed 1 --protocols packet,line]
 
 Rank 0 calls with another size, dtype, operation, schedule or order than the others, makes one call more, calls with
 nothing, or comes when the others have given up; then calls at random with one of these. After each the group is reset
@@ -62,9 +62,13 @@ CASES: dict[str, Case] = {
 class Bench:
     """This rank's part."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, protocols: list[str]) -> None:
         self.rank, self.ranks, self.device = dist.get_rank(), dist.get_world_size(), device
-        self.ops = {name: commdsl.load(name, ranks=self.ranks) for name in (RING, TWOSHOT)}
+        tunes = ({"protocol": name} for name in protocols)
+        self.ops = {
+            name: commdsl.load(name, ranks=self.ranks, tune=tune)
+            for name, tune in zip((RING, TWOSHOT), tunes, strict=True)
+        }
         self.rows: list[tuple[str, str, str, str]] = []
         self.failed = False
 
@@ -140,13 +144,14 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--protocols", default="bulk,bulk", help="of the ring and of the two shots")
     given = parser.parse_args()
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu") if given.cpu else torch.device("cuda", local % max(torch.cuda.device_count(), 1))
     if not given.cpu:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo")
-    bench = Bench(device)
+    bench = Bench(device, given.protocols.split(","))
     for name in (RING, TWOSHOT):
         for dtype in (torch.float32, torch.bfloat16, torch.int32):
             for op in ("sum", "max"):  # loaded on all ranks before one of them calls it alone

@@ -1,12 +1,15 @@
 // What a rank tells all ranks of every call, and what it holds them to. Which ranks it hears in the same call is printed from the Plan.
-// Assumes waiting.cuh, and `Plan` with `hears` and `digest`. Runs beside the lanes: no lane waits for it, and it waits for no lane.
+// Assumes waiting.cuh, arguments that say the digest of a call (`call`), and `Plan` with `hears`. Waits for no lane, and no lane for it.
+//
+// Where data carries flags, it carries the call as well (`carries_call`): there is nothing to tell but what the desk says. In other
+// Plans a block tells beside the lanes.
 //
 // A word a call: its number above a digest of all that has to be the same. Slots take turns, so a word is written again kDeskSlots
 // calls later. Of ranks that a rank waits for in the call anyway it meets the word of this very call where that costs nothing
 // (kMeetsBack = 0: on the processor); on a GPU that of the call before, which has long come: a wait beside those of the lanes, however
-// short, adds to the time of small calls (6 to 10 % at 1 KB). Lanes that wait long look at the word of this call (`in_vain`), and the
-// host at those of the last call (`Desk.differing`). Of all other ranks it meets the word of `behind` calls before, so that nobody is
-// more than that ahead of who has not read.
+// short, adds to the time of small calls (6 to 10 % at 1 KB). Lanes that wait long look at the desk of whom they wait for
+// (`disagrees`). Of all other ranks it meets the word of `behind` calls before, so that nobody is more than that ahead of who has not
+// read.
 #pragma once
 
 namespace commdsl {
