@@ -240,6 +240,8 @@ class FakeGpu:
                 Event=lambda disable_timing: self._event(),
                 runtime=SimpleNamespace(
                     memcpyAsync=self._copy,
+                    memcpy=lambda dest, source, num_bytes, kind: ctypes.memmove(dest, source, num_bytes),
+                    memcpyDeviceToHost=2,
                     eventRecord=lambda event, stream: self._events[event].record(self._at(stream)),
                     streamWaitEvent=self._wait,
                 ),

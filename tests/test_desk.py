@@ -9,11 +9,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import commdsl
-from commdsl.program.desk import Stop, notice_bytes, stop_of
+from commdsl.program.desk import SLOTS, TELLING, TOLD, Stop, desk_bytes, differing, notice_bytes, stop_of
 from commdsl.program.timeouts import BAD_KEY, GONE, STOPPED, TIMED_OUT, ErrorRecord
 from commdsl.runtime import groups
 from commdsl.runtime.bootstrap import Board, ThreadBootstrap
@@ -23,8 +24,8 @@ from commdsl.runtime.errors import BrokenGroupError, PeerError
 from commdsl.runtime.failures import stopped_by
 from commdsl.runtime.said import Said
 
-SOON = 2.0
-"""Seconds in which a wait ends that would otherwise take the time-out."""
+SOON = 4.0
+"""Seconds in which a wait ends that would otherwise take the time-out, also where others are asked what they do."""
 
 
 @pytest.fixture
@@ -158,3 +159,16 @@ def test_ranks_pass_it_on() -> None:
     again = pickle.loads(pickle.dumps(PeerError(3, "is gone")))
 
     assert (again.rank, again.reason, str(again)) == (3, "is gone", "error[C965]: rank 3 is gone")
+
+
+def test_differing() -> None:
+    """The host sees who told of another call than the last, of those that have told of it."""
+    words = np.zeros(desk_bytes(3) // 8, np.uint64)
+    words[TELLING // 8] = 9
+    mine, theirs, old = 9 << 32 | 5, 9 << 32 | 6, 8 << 32 | 7
+    slot = [TOLD // 8 + rank * SLOTS + 9 % SLOTS for rank in range(3)]
+    words[slot] = mine, old, mine
+    assert differing(words.tobytes(), 0, 3) is None
+    words[slot[1]] = theirs
+    assert differing(words.tobytes(), 0, 3) == (1, 5, 6)
+    assert differing(words.tobytes(), 1, 3) == (0, 6, 5)

@@ -17,6 +17,10 @@ SLOTS = 8
 """Words of a rank on a desk: its calls take them in turn."""
 
 
+TELLING, TOLD = 16, 128
+"""Where a desk counts the calls that are told of, and where their words are (types.cuh)."""
+
+
 def desk_bytes(num_ranks: int) -> int:
     """Of one rank's desk: how many calls it made and which, who gave up, and what every rank tells of its calls."""
     return 2 * LINE + 8 * SLOTS * num_ranks
@@ -41,3 +45,16 @@ class Stop:
 def stop_of(word: int) -> Stop:
     """Who gave up, from the word on a desk."""
     return Stop((word & 0xFFFF) - 1, word >> 16 & 0xFFFF, word >> 32 & 0xFF, word >> 40)
+
+
+def differing(desk: bytes, rank: int, num_ranks: int) -> tuple[int, int, int] | None:
+    """From a copy of a rank's desk: the first peer that told of another call than the last that the rank told of
+    itself, and the digests of both, its own first.
+    """
+    words = memoryview(desk).cast("Q")
+    number = words[TELLING // 8]
+    told = [words[TOLD // 8 + one * SLOTS + number % SLOTS] for one in range(num_ranks)]
+    for peer, theirs in enumerate(told if number else ()):
+        if theirs >> 32 == number & 0xFFFFFFFF and theirs != told[rank]:
+            return peer, told[rank] & 0xFFFFFFFF, theirs & 0xFFFFFFFF
+    return None

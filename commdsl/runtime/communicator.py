@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from commdsl.build.emit import Emitted
 from commdsl.machine.config import DEFAULT_TIMEOUT, Config
-from commdsl.program.desk import desk_bytes
+from commdsl.program.desk import desk_bytes, differing
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
 from commdsl.program.timeouts import CommTimeout
@@ -24,6 +24,7 @@ from commdsl.runtime.compared import Compared, user_line
 from commdsl.runtime.desk import Desk, Notice
 from commdsl.runtime.error_page import ErrorPage
 from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError, PeerError, RendezvousError
+from commdsl.runtime.failures import different_calls
 from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.meeting import Meeting
@@ -236,6 +237,18 @@ class Communicator(Meeting, ABC):
                 finally:
                     del failure  # it is in its own traceback, and with it what the caller's frames hold: results
 
+    def settle(self) -> None:
+        """As `check`, once this rank's calls are over: raises also where a peer tells of another call than the last. A
+        kernel looks at that when the next begins.
+        """
+        self.check()
+        found = None if self.broken is not None else differing(self.read_desk(), self.rank, self.size)
+        if found is not None:
+            peer, *digests = found
+            failure = different_calls(self.rank, peer, self.rank, (digests[0], digests[1]), self.said)
+            self.fail(failure)
+            raise failure
+
     def reset(self) -> None:
         """Collective: back to the state before the first call. Memory that not all ranks have is given up."""
         with self.lock:
@@ -327,6 +340,10 @@ class Communicator(Meeting, ABC):
     @abstractmethod
     def streams(self) -> Streams:
         """Where the launches and visits of a call go, from now on."""
+
+    @abstractmethod
+    def read_desk(self) -> bytes:
+        """A copy of this rank's desk."""
 
     @abstractmethod
     def finish(self) -> None:

@@ -55,6 +55,7 @@ class Desk:
     def __init__(self, heap: Heap, nodes: Sequence[int], rank: int, notice: Notice, said: Said) -> None:
         self._heap = heap
         self.said = said
+        self.address = heap.addresses[rank]  # of this rank's own
         self.arguments: dict[str, int | Sequence[int]] = {
             "desk": heaps(heap.addresses, nodes, rank),
             "notice": notice.address,

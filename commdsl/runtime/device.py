@@ -6,6 +6,7 @@ reset and free.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from commdsl.build import nvrtc
 from commdsl.build.emit import Emitted, defines
 from commdsl.machine.config import Config
-from commdsl.program.desk import notice_bytes
+from commdsl.program.desk import desk_bytes, notice_bytes
 from commdsl.program.memory import Transport
 from commdsl.program.moves import Protocol
 from commdsl.program.sizes import device_launch
@@ -121,6 +122,14 @@ class DeviceCommunicator(Communicator):
 
     def streams(self) -> TwoStreams:
         return TwoStreams(self.index, self._beside)
+
+    def read_desk(self) -> bytes:
+        import cupy  # where there is a GPU
+
+        runtime, found = cupy.cuda.runtime, ctypes.create_string_buffer(desk_bytes(self.size))
+        with torch.cuda.device(self.index):
+            runtime.memcpy(ctypes.addressof(found), self.desk.address, len(found), runtime.memcpyDeviceToHost)
+        return found.raw
 
     def finish(self) -> None:
         torch.cuda.synchronize(self.index)

@@ -34,7 +34,7 @@ def failure_of(
 ) -> BaseException | None:
     """What a report means, after a time-out of so many seconds; None where nobody is left to explain it."""
     if record.code == DISAGREES:
-        return _disagreement(record.rank, record.peer, record.rank, (record.expected, record.seen), said)
+        return different_calls(record.rank, record.peer, record.rank, (record.expected, record.seen), said)
     if record.code == STOPPED:
         return stopped_by(stop_of(record.seen), record, said)
     if record.code == TIMED_OUT:
@@ -53,7 +53,7 @@ def failure_of(
 def stopped_by(stop: Stop, record: ErrorRecord, said: Said) -> Exception:
     """What a rank is told by a peer that gave up."""
     if stop.code == DISAGREES:
-        return _disagreement(stop.rank, stop.peer, record.rank, (record.expected, None), said)
+        return different_calls(stop.rank, stop.peer, record.rank, (record.expected, None), said)
     if stop.code == GONE:
         found = PeerError(stop.peer, f"is gone: rank {stop.rank} waited for it")
     else:
@@ -63,7 +63,7 @@ def stopped_by(stop: Stop, record: ErrorRecord, said: Said) -> Exception:
     return found
 
 
-def _disagreement(one: int, other: int, rank: int, digests: tuple[int, int | None], said: Said) -> AgreementError:
+def different_calls(one: int, other: int, rank: int, digests: tuple[int, int | None], said: Said) -> AgreementError:
     """Of ranks `one` and `other`, as `rank` raises it. `digests`: of its own call, and of the other's if it knows."""
     mine, theirs = digests
     call = said.words(mine) or UNKNOWN

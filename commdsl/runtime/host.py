@@ -5,6 +5,7 @@ Assumes all ranks run on one machine. Does not need the ranks to be processes: t
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from commdsl.build.emit import Emitted, defines
 from commdsl.build.host import build
 from commdsl.machine.config import Config
+from commdsl.program.desk import desk_bytes
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import HOST_MAX_LANES, host_launch, touched
 from commdsl.runtime.bootstrap import Board, Bootstrap, Exchange, World
@@ -108,6 +110,9 @@ class HostCommunicator(Communicator):
 
     def streams(self) -> OneStream:
         return OneStream()
+
+    def read_desk(self) -> bytes:
+        return ctypes.string_at(self.desk.address, desk_bytes(self.size))
 
     def finish(self) -> None:
         self.drain()

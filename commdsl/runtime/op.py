@@ -199,7 +199,7 @@ class Op:
         """Waits for this rank's calls on the group and raises what went wrong in them."""
         for comm in groups.every(groups.name_of(group)):
             comm.finish()
-            comm.check()
+            comm.settle()
 
     def release(self, group: Any = None) -> None:
         """Collective: gives back the symmetric memory of this op on the group."""

@@ -8,8 +8,8 @@
 // calls later. Of ranks that a rank waits for in the call anyway it meets the word of this very call where that costs nothing
 // (kMeetsBack = 0: on the processor); on a GPU that of the call before, which has long come: a wait beside those of the lanes, however
 // short, adds to the time of small calls (6 to 10 % at 1 KB). Lanes that wait long look at the desk of whom they wait for
-// (`disagrees`). Of all other ranks it meets the word of `behind` calls before, so that nobody is more than that ahead of who has not
-// read.
+// (`disagrees`), the host at the words of the last call (`settle`). Of all other ranks it meets the word of `behind` calls before, so
+// that nobody is more than that ahead of who has not read.
 #pragma once
 
 namespace commdsl {
