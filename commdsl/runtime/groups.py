@@ -45,7 +45,7 @@ class _Member:
 
 _LOCK = threading.Lock()
 _THREADS: dict[str, _Member] = {}
-_COMMUNICATORS: dict[tuple[str, str], tuple[_Member, Communicator]] = {}
+_COMMUNICATORS: dict[tuple[str, torch.device], tuple[_Member, Communicator]] = {}
 _NUMBERS = itertools.count()
 _FORKS: list[int] = []  # the process that asked to be told of forks
 _INHERITED: weakref.WeakSet[Any] = weakref.WeakSet()  # groups of the process that this one was forked from
@@ -146,9 +146,8 @@ def reaches_far(group: Any, device: torch.device) -> bool:
 
 def _known(name: str, behind: object, device: torch.device) -> Communicator:
     """`behind`: what the name leads to."""
-    key = (name, str(device))
-    with _LOCK:
-        found = _COMMUNICATORS.get(key)
+    key = (name, device)
+    found = _COMMUNICATORS.get(key)  # without the lock: every call comes here
     if found is not None and found[0].is_behind(behind):
         return found[1]
     sweep()

@@ -12,9 +12,9 @@ import resource
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, TypeVar
 
+from commdsl.machine import memory
 from commdsl.runtime.bootstrap import Board, Exchange
 from commdsl.runtime.descriptors import pass_round
 from commdsl.runtime.errors import HeapError
@@ -182,23 +182,8 @@ def _reserve(descriptor: int, extent: Extent) -> None:
 
 def _room() -> int:
     """Bytes of memory that this process may still take, as the machine, its control group and its limits say."""
-    found = [_available()]
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit != resource.RLIM_INFINITY:
-        found.append(limit)
-    folder = Path("/sys/fs/cgroup")
-    try:
-        most, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:  # no control group of the second kind
-        return min(found)
-    return min(found) if most == "max" else min(*found, max(int(most) - int(used), 0))
-
-
-def _available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 1 << 62
+    return memory.room() if limit == resource.RLIM_INFINITY else min(memory.room(), limit)
 
 
 def _pages(size: int) -> int:
