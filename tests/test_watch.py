@@ -119,6 +119,7 @@ def test_nothing_is_left(child: subprocess.Popen[bytes], how: str) -> None:
 
 SCRIPT = """
 import hashlib, os, signal, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests without
 from commdsl.runtime import watch
 watch.INTERRUPT_SECONDS = 0.3
 class Seat:

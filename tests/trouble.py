@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing as mp
 import os
+import signal
 import threading
 import time
 import traceback
@@ -110,6 +111,7 @@ def heard(pipe: Connection, seconds: float) -> Said:
 
 def _run(job: Job, rank: int, table: Table, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests without
     os.environ["COMMDSL_TIMEOUT"] = str(table.patience)
     found = dist.FileStore(store, table.ranks)
     seat = Seat(rank, table.device)
