@@ -101,6 +101,24 @@ def test_another_tuning() -> None:
     assert "kernel" not in str(found[0])
 
 
+def test_less_time_is_for_one_set_up() -> None:
+    """Where ranks that gave a set-up less time do not agree, what they meet for next has the group's time again."""
+    names, less = commdsl.threads(2), 0.5
+    known = commdsl.load("allreduce_ring", ranks=2).program(2)
+    comms = on_ranks(names, lambda rank: commdsl.runtime.groups.of(names[rank], torch.device("cpu")))
+    found = on_ranks(
+        names,
+        lambda rank: comms[rank].workspace(known.plan, known.emitted, "own", terms={"rows": rank}, seconds=less),
+    )
+    assert [type(error) for error in found] == [AgreementError] * 2
+
+    def late(rank: int) -> Any:
+        time.sleep(2 * less * rank)
+        return comms[rank].exchange("next", b"come", "meet")
+
+    assert on_ranks(names, late) == [(b"come", b"come")] * 2
+
+
 def test_a_second_life() -> None:
     """After `shutdown` a group can be used again: what was said before it is not heard."""
     names = commdsl.threads(3)

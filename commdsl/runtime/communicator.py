@@ -150,19 +150,17 @@ class Communicator(Meeting, ABC):
         with self.lock:
             found = self.workspaces.get(key)
             if found is None:
-                self.patience = seconds or self.timeout
                 mine = of_plan(plan, emitted, room, terms or {})
-                found = self.workspaces[key] = self._rendezvous(mine, plan, room, explain)
-                self.patience = self.timeout
+                found = self.workspaces[key] = self._rendezvous(mine, plan, room, explain, seconds)
             return found
 
-    def agree(self, mine: Setup) -> str:
+    def agree(self, mine: Setup, seconds: float | None) -> str:
         """Collective: the next set-up of the group, by its number. AgreementError, on all ranks alike, unless all are
-        about to set up the same.
+        about to set up the same. `seconds` as for `workspace`.
         """
         number, self._setups = self._setups, self._setups + 1
         what = f"set up {mine.what}"
-        everyone = self.exchange(f"setup/{number}/about", mine.pack(), what)
+        everyone = self.exchange(f"setup/{number}/about", mine.pack(), what, seconds)
         if any(one != everyone[0] for one in everyone):
             try:
                 texts = self.exchange(f"setup/{number}/text", mine.pack_source(), what, TEXT_SECONDS)
@@ -194,20 +192,24 @@ class Communicator(Meeting, ABC):
                 f"commdsl.reset() first ({self.broken})"
             )
 
-    def _rendezvous(self, mine: Setup, plan: Plan, room: int, explain: Explain | None) -> Workspace:
+    def _rendezvous(
+        self, mine: Setup, plan: Plan, room: int, explain: Explain | None, seconds: float | None
+    ) -> Workspace:
         name = plan.name
         self.refuse_setup(name)
         what = f"set up `{name}`"
         try:
-            where = self.agree(mine)
-            # Once more: a rank that comes late finds the others gone here, not where nothing says so.
-            self.exchange(f"{where}/agreed", b"", what)
-            extent = self.extent(plan, room)
-            heap = self.make_heap(extent, lambda part, value: self.exchange(f"{where}/{part}", value, what))
+            where = self.agree(mine, seconds)
+
+            def meet(part: str, value: bytes = b"") -> tuple[bytes, ...]:
+                return self.exchange(f"{where}/{part}", value, what, seconds)
+
+            meet("agreed")  # once more: a rank that comes late finds the others gone here, not where nothing says so
+            heap = self.make_heap(self.extent(plan, room), meet)
             number = f"{self.generation}/{where}"
             reach = Reach(self.rank, self.nodes, self.world.ranks)
             made = Workspace(plan, number, reach, self.desk, heap, self.errors.take(), self.timeout, explain)
-            self.exchange(f"{where}/ready", b"", what)
+            meet("ready")
         except AgreementError:
             raise  # on every rank, and before anything was made
         except BaseException as error:
@@ -274,7 +276,6 @@ class Communicator(Meeting, ABC):
                     self._let_go(key)
             self.desk.reset()
             self._setups = 0
-            self.patience = self.timeout
             self._compared = self._comparing()
             self.broken = None
             meet("done", b"")

@@ -31,7 +31,7 @@ class Meeting:
         """`timeout`: seconds that a wait may take. `notice`: where this rank's kernels look."""
         self.bootstrap = bootstrap
         self.said = Said(bootstrap)
-        self.timeout = self.patience = timeout
+        self.timeout = timeout
         self.notice = notice
         self.generation = 0
         self.gone: set[int] = set()
@@ -47,9 +47,11 @@ class Meeting:
         return self.bootstrap.size
 
     def exchange(self, key: str, value: bytes, what: str, seconds: float | None = None) -> tuple[bytes, ...]:
-        """Every rank's value; `what` they come for, in words, if one does not. Raises RendezvousError, PeerError."""
+        """Every rank's value; `what` they come for, in words, if one does not within `seconds`, or the group's
+        time-out. Raises RendezvousError, PeerError.
+        """
         key = f"{self.generation}/{key}"
-        return exchange(self.bootstrap, key, value, seconds or self.patience, what, self.ended)
+        return exchange(self.bootstrap, key, value, seconds or self.timeout, what, self.ended)
 
     # --- what the watcher says ----------------------------------------------------------------------------------------
 
