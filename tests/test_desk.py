@@ -21,7 +21,7 @@ from commdsl.runtime.bootstrap import Board, ThreadBootstrap
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.desk import ordinary_notice
 from commdsl.runtime.errors import BrokenGroupError, PeerError
-from commdsl.runtime.failures import stopped_by
+from commdsl.runtime.failures import different_calls, stopped_by
 from commdsl.runtime.said import Said
 
 SOON = 4.0
@@ -142,6 +142,19 @@ def test_a_word_says_who_and_why() -> None:
         (5, "gave up: its wait for rank 7 took too long"),
         (5, "gave up: what it was to move was wrong"),
     ]
+
+
+def test_a_store_that_has_ended_says_nothing() -> None:
+    """Ranks that make different calls raise so, also where the store in which they would say which has ended."""
+
+    class Ended(ThreadBootstrap):
+        def get(self, key: str) -> bytes | None:
+            raise RuntimeError("the server has ended")
+
+    said = Said(Ended(0, 2, Board()))
+    mine = said.digest("`allreduce_ring` on 4 bytes of float32, sum", "")
+    error = different_calls(0, 1, 0, (mine, None), said)
+    assert "rank 1 calls something else where rank 0 calls `allreduce_ring` on 4 bytes of float32, sum" in str(error)
 
 
 def test_every_rank_has_a_bit() -> None:

@@ -255,7 +255,6 @@ class Communicator(Meeting, ABC):
         """Collective: back to the state before the first call. Memory that not all ranks have is given up."""
         with self.lock:
             number = self.generation
-            self.generation += 1
             self.said.reset()
             mine = ",".join(workspace.number for workspace in self.workspaces.values())
 

@@ -74,7 +74,7 @@ def different_calls(one: int, other: int, rank: int, digests: tuple[int, int | N
             sides.append(call)
             continue
         known = None if theirs is None else said.words(theirs)
-        line = None if known else said.ask(side)
+        line = None if known else said.ask([side]).get(side)
         sides.append(known or (line.call if line else UNKNOWN))
     return AgreementError(
         f"rank {other} calls {sides[0]} where rank {one} calls {sides[1]}: all ranks of a group make the same "

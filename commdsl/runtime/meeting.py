@@ -10,18 +10,14 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
-from commdsl.runtime.bootstrap import POLL_SECONDS, Life, exchange
+from commdsl.runtime.bootstrap import Life, exchange
 from commdsl.runtime.desk import Notice
 from commdsl.runtime.errors import PeerError
 from commdsl.runtime.said import Line, Said
 
 POLLS_A_LOOK = 32
 """Whoever waits looks so seldom whether another has given up: that the one it waits for has come is more likely."""
-
-ANSWER_SECONDS = 2.0
-"""So long a rank whose time is up waits for what those that it waited for did instead: their time is up as late."""
 
 
 class Meeting:
@@ -33,7 +29,6 @@ class Meeting:
         self.said = Said(bootstrap)
         self.timeout = timeout
         self.notice = notice
-        self.generation = 0
         self.gone: set[int] = set()
         self._interrupted_until = 0.0
         self._polls = itertools.count().__next__
@@ -45,6 +40,10 @@ class Meeting:
     @property
     def size(self) -> int:
         return self.bootstrap.size
+
+    @property
+    def generation(self) -> int:
+        return self.said.generation
 
     def exchange(self, key: str, value: bytes, what: str, seconds: float | None = None) -> tuple[bytes, ...]:
         """Every rank's value; `what` they come for, in words, if one does not within `seconds`, or the group's
@@ -83,13 +82,8 @@ class Meeting:
 
     def asked(self, ranks: Sequence[int]) -> dict[int, str]:
         """Of these ranks, for which this one waited in vain, those that say soon that they gave up, and why."""
-        found: dict[int, str] = {}
-        asked, end = [rank for rank in ranks if rank not in self.gone], time.monotonic() + ANSWER_SECONDS
-        with suppress(RuntimeError):  # of a store whose server has ended
-            while len(found) < len(asked) and time.monotonic() < end:
-                time.sleep(POLL_SECONDS)
-                found = {rank: line.why for rank in asked if (line := self.said.heard(rank))}
-        return found
+        told = self.said.ask([rank for rank in ranks if rank not in self.gone])
+        return {rank: line.why for rank, line in told.items()}
 
 
 def _told(rank: int, line: Line) -> PeerError:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
 from commdsl.runtime.bootstrap import Bootstrap
 
-PATIENCE = 2.0
-"""Seconds to wait for what a peer says: it raises, too, but not at the same moment."""
+ANSWER_SECONDS = 2.0
+"""So long who raises waits for what peers say: they raise, too, but not at the same moment."""
 
 POLL_SECONDS = 0.005
 MOST_KNOWN = 1 << 14
@@ -32,11 +33,11 @@ class Line:
 
 
 class Said:
-    """One rank's end of what the ranks of a group say of their calls."""
+    """One rank's end of what the ranks of a group say of their calls. `generation`: how often the group was reset."""
 
     def __init__(self, bootstrap: Bootstrap) -> None:
         self._bootstrap = bootstrap
-        self._generation = 0
+        self.generation = 0
         self._has_spoken = False
         self._calls: dict[int, str] = {}
         self._plans: dict[int, str] = {}
@@ -67,28 +68,30 @@ class Said:
         if self._has_spoken:
             return
         self._has_spoken = True
-        key = f"said/{self._generation}/{self._bootstrap.rank}"
+        key = f"said/{self.generation}/{self._bootstrap.rank}"
         with suppress(RuntimeError):  # of a store whose server has ended
             self._bootstrap.put(key, json.dumps([call, why, gone]).encode())
 
     def heard(self, rank: int) -> Line | None:
         """What a peer has said."""
-        got = self._bootstrap.get(f"said/{self._generation}/{rank}")
+        got = self._bootstrap.get(f"said/{self.generation}/{rank}")
         return None if got is None else Line(*json.loads(got))
 
-    def ask(self, rank: int, seconds: float = PATIENCE) -> Line | None:
-        """What a peer says; None if it has said nothing by then."""
-        deadline = time.monotonic() + seconds
-        while True:
-            if found := self.heard(rank):
-                return found
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(POLL_SECONDS)
+    def ask(self, ranks: Collection[int]) -> dict[int, Line]:
+        """What these peers say; nothing of those that say nothing soon."""
+        found: dict[int, Line] = {}
+        deadline = time.monotonic() + ANSWER_SECONDS
+        with suppress(RuntimeError):  # of a store whose server has ended
+            while True:
+                found = {rank: line for rank in ranks if (line := self.heard(rank))}
+                if len(found) == len(ranks) or time.monotonic() > deadline:
+                    break
+                time.sleep(POLL_SECONDS)
+        return found
 
     def reset(self) -> None:
         """What was said before is not heard again."""
-        self._generation += 1
+        self.generation += 1
         self._has_spoken = False
 
 
