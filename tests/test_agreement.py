@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -156,6 +158,34 @@ def test_who_hears_nobody_is_told_some_calls_later() -> None:
 
     assert isinstance(other, AgreementError)
     assert isinstance(root, AgreementError | BrokenGroupError)
+
+
+def test_what_is_raised_is_let_go_of() -> None:
+    """An error of a call, or of the look after the last call, is nobody's once the group is reset: no cycle keeps it,
+    and with it what the caller's frames hold.
+    """
+    group, told = Group(2), threading.Event()
+    sends = commdsl.load("broadcast_direct", ranks=2)
+    group.all(of(sends))
+
+    def root(name: str) -> None:
+        of(sends)(name)
+        assert told.wait(SECONDS)
+        sends.synchronize(group=name)
+
+    def other(name: str) -> None:
+        try:
+            of(sends, 8)(name)
+        finally:
+            told.set()
+
+    gc.disable()
+    try:
+        errors = [(type(error), weakref.ref(error)) for error in group.run(root, other)]
+        group.all(commdsl.reset)
+        assert [(kind, kept()) for kind, kept in errors] == [(AgreementError, None)] * 2
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("protocol", ["packet", "line"])

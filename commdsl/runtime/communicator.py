@@ -231,13 +231,7 @@ class Communicator(Meeting, ABC):
         if self.errors.is_blank():
             return
         for workspace in tuple(self.workspaces.values()):
-            failure = workspace.failure()
-            if failure is not None:
-                self.fail(failure)
-                try:
-                    raise failure
-                finally:
-                    del failure  # it is in its own traceback, and with it what the caller's frames hold: results
+            self._raise(workspace.failure())
 
     def settle(self) -> None:
         """As `check`, once this rank's calls are over: raises also where a peer tells of another call than the last. A
@@ -247,9 +241,16 @@ class Communicator(Meeting, ABC):
         found = None if self.broken is not None else differing(self.read_desk(), self.rank, self.size)
         if found is not None:
             peer, *digests = found
-            failure = different_calls(self.rank, peer, self.rank, (digests[0], digests[1]), self.said)
+            self._raise(different_calls(self.rank, peer, self.rank, (digests[0], digests[1]), self.said))
+
+    def _raise(self, failure: BaseException | None) -> None:
+        """Breaks the group, where something failed. Callers keep no name for it, either."""
+        if failure is not None:
             self.fail(failure)
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # it is in its own traceback, and with it what the caller's frames hold: results
 
     def reset(self) -> None:
         """Collective: back to the state before the first call. Memory that not all ranks have is given up."""
