@@ -4,9 +4,8 @@ Assumes Linux's pidfds. Does not raise anything: who is watched for decides what
 on another machine or in another pid namespace nothing is known of its process, and its end is left to the time-out.
 
 One thread for the process, which sleeps until something happens, and looks a few times a second which peers are on
-their way out. Ctrl-C reaches it by Python's wakeup descriptor, which
-is written to also while the main thread waits in a kernel; only where the handler is Python's own and nobody else uses
-the descriptor, and it is given back at the end.
+their way out. Ctrl-C reaches it by Python's wakeup descriptor, which is written to also while the main thread waits in
+a kernel; only where the handler is Python's own and nobody else uses the descriptor, and it is given back at the end.
 """
 
 from __future__ import annotations
