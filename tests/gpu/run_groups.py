@@ -151,6 +151,7 @@ def numel_of(collective: str, axis: Axis, nbytes: int) -> int:
 
 
 def level() -> Level:
+    commdsl.memory_summary()  # what belongs to destroyed groups is given back, as with the next set-up
     torch.cuda.empty_cache()
     dist.barrier()  # nobody is in the middle of giving back
     free, _ = torch.cuda.mem_get_info()
