@@ -29,6 +29,7 @@ from commdsl.program.desk import SLOTS
 from commdsl.program.phases import Ranks
 from commdsl.program.plan import Plan
 from commdsl.program.proof.agreement import agreement
+from commdsl.program.proof.packets import deliveries, flagged, heard_in_a_round
 from commdsl.program.sizes import device_launch
 from commdsl.runtime.errors import AgreementError, BrokenGroupError, PeerError
 from commdsl.runtime.kernel import grid_of
@@ -227,6 +228,27 @@ def test_whom_a_rank_hears_is_whom_it_waits_for() -> None:
         assert (heard_by(plan.moves).heard == matrix).all(), name
         bits = [sum(1 << peer for peer in range(4) if matrix[rank, peer]) for rank in range(4)]
         assert all(f"0x{word:x}u" in emit(plan).text for word in bits)
+
+
+@pytest.mark.parametrize("protocol", ["bulk", "packet", "line"])
+def test_whom_a_rank_hears_is_all_that_the_proofs_find(protocol: str) -> None:
+    """Of every collective that ships, by what the clocks of its lanes say at the end of a round."""
+    for path in sorted((data_dir("schedules") / "collectives").glob("*.comm")):
+        plan = compiler.check(path, ranks=8, tune={"protocol": protocol}).plan
+        moves = plan.moves
+        found = heard_in_a_round(flagged(moves, deliveries(moves)) if moves.protocol.carries_flags else moves)
+
+        assert (plan.agree.heard == (found & ~np.eye(8, dtype=np.bool_))).all(), path.name
+
+
+def test_a_rank_hears_nobody_behind_what_never_comes() -> None:
+    """A round that does not end is for the proofs to refuse: whom a rank hears is what it heard before it stuck."""
+    moves = compiler.check(data_dir("schedules") / "collectives" / "broadcast_chain.comm", ranks=4).plan.moves
+    cut = moves.ops.signal_peer.copy()
+    cut[cut == 2] = 1  # rank 1 tells itself in place of rank 2
+    found = heard_by(replace(moves, ops=replace(moves.ops, signal_peer=cut))).heard
+
+    assert found.astype(int).tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
 
 
 # --- at random --------------------------------------------------------------------------------------------------------

@@ -11,15 +11,12 @@ it is written again.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.schedules import Ints
 from commdsl.language.records import dataclass
 from commdsl.program.desk import SLOTS
-from commdsl.program.moves import CELL, Moves
+from commdsl.program.moves import CELL, Moves, Ops
 from commdsl.program.phases import Ranks
 
 BEHIND = SLOTS - 2
@@ -28,6 +25,12 @@ BEHIND = SLOTS - 2
 AGREEING_BLOCKS = 1
 
 Mask = NDArray[np.bool_]
+
+Numbers = NDArray[np.intp]
+"""Of operations, of states, or of pairs of them."""
+
+NOBODY = -1
+"""Where no operation brings what one waits for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,66 +73,85 @@ def none_heard(num_ranks: int) -> Agree:
 
 def heard_by(moves: Moves) -> Agree:
     """Whom a rank hears in a round, also through others: by signals of it, and by data that carries its flag."""
-    ops, ranks = moves.ops, moves.num_ranks
-    told: dict[tuple[int, int, int], int] = {}  # by the signal's rank, peer and ordinal: whom that rank had heard
-    cells: dict[tuple[int, int], int] = {}
-    raised = [[0] * ranks for _ in range(ranks)]
-    known = [1 << rank for rank in range(ranks)]
-    place = ops.rank_begin[:-1].tolist()
-    awaited, read, tells, written = _awaited(moves), _read(moves), _signals(moves), _written(moves)
-    goes_on = True
-    while goes_on:
-        goes_on = False
-        for rank in range(ranks):
-            while place[rank] < ops.rank_begin[rank + 1]:
-                op = place[rank]
-                news = [told.get((peer, rank, ordinal)) for peer, ordinal in awaited[op]]
-                news += [cells.get((rank, index)) for index in read[op]]
-                if None in news:
-                    break
-                for mask in news:
-                    known[rank] |= mask or 0
-                for index in written[op]:
-                    cells[index] = known[rank]
-                for peer in tells[op]:
-                    raised[rank][peer] += 1
-                    told[rank, peer, raised[rank][peer]] = known[rank]
-                place[rank] += 1
-                goes_on = True
-    heard = np.array([[known[rank] >> peer & 1 for peer in range(ranks)] for rank in range(ranks)], np.bool_)
+    begin, source, target = _states(moves)  # a rank goes from state to state, all ranks at once as far as they come
+    rank = np.repeat(np.arange(moves.num_ranks), np.diff(begin))
+    first = np.searchsorted(target, np.arange(begin[-1] + 1))
+    now = begin[:-1].copy()
+    known = np.zeros((begin[-1], -(-moves.num_ranks // 8)), np.uint8)  # a bit for each rank that is heard
+    known[now] = np.packbits(np.eye(moves.num_ranks, dtype=np.bool_), axis=1)
+    everybody = np.bitwise_or.reduce(known[now])
+    while (known[now] != everybody).any():  # who hears all hears nobody new: a ring's second half tells nothing
+        ahead = now[now + 1 < begin[1:]] + 1
+        pair, part = _into(first, ahead)
+        ready = ahead[np.logical_and.reduceat(source[pair] <= now[rank[source[pair]]], part)]
+        if not len(ready):
+            break
+        pair, part = _into(first, ready)
+        known[ready] = known[ready - 1] | np.bitwise_or.reduceat(known[source[pair]], part)
+        now[rank[ready]] = ready
+    heard = np.unpackbits(known[now], axis=1, count=moves.num_ranks).astype(np.bool_)
     np.fill_diagonal(heard, val=False)
     return Agree(heard)
 
 
-def _by_op(begin: Ints, *columns: list[int]) -> list[list[tuple[int, ...]]]:
-    rows = list(zip(*columns, strict=True))
-    return [rows[first:last] for first, last in pairwise(begin.tolist())]
+def _into(first: Numbers, states: Numbers) -> tuple[Numbers, Numbers]:
+    """The pairs that lead to any of these states, those of one beside each other, and where those of each begin."""
+    count = first[states + 1] - first[states]
+    part = np.cumsum(count) - count
+    return np.repeat(first[states] - part, count) + np.arange(count.sum()), part
 
 
-def _awaited(moves: Moves) -> list[list[tuple[int, ...]]]:
-    """By operation the signals of the same round that it waits for: peer and ordinal; not those of its own tiles."""
+def _states(moves: Moves) -> tuple[Numbers, Numbers, Numbers]:
+    """A round as states of what a rank has heard: one before it waits for anybody, one more with each operation that
+    does. Where those of each rank begin, and pairs of them: the second, by which they are sorted, takes the first.
+    """
     ops = moves.ops
-    peers = np.where((ops.wait_rounds_back == 0) & (ops.wait_peer < moves.num_ranks), ops.wait_peer, -1)
-    found = _by_op(ops.wait_begin, peers.tolist(), ops.wait_ordinal.tolist())
-    return [[wait for wait in waits if wait[0] >= 0] for waits in found]
+    source, target = _brought(moves)
+    waits = np.zeros(ops.num_ops, np.bool_)
+    waits[target] = True
+    begin = np.searchsorted(np.flatnonzero(waits), ops.rank_begin) + np.arange(moves.num_ranks + 1)
+    state = np.cumsum(waits) + _rank(ops)  # of its rank, when an operation is done
+    # What nobody brings takes itself, so it never comes: whether a round ends is for the proofs to say.
+    return begin, np.where(source == NOBODY, state[target], state[source]), state[target]
 
 
-def _read(moves: Moves) -> list[list[int]]:
-    """By operation the cells of its rank that it awaits: none where data carries no flag."""
+def _brought(moves: Moves) -> tuple[Numbers, Numbers]:
+    """Pairs of operations, sorted by the second, which waits in its round for what the first brings."""
     ops = moves.ops
-    if not moves.protocol.carries_flags:
-        return [[] for _ in range(ops.num_ops)]
-    found = _by_op(ops.source_begin, ops.source_space.tolist(), ops.source_index.tolist())
-    return [[index for space, index in sources if space == CELL] for sources in found]
+    pairs = [_signalled(ops, moves.num_ranks)]
+    if moves.protocol.carries_flags:
+        pairs.append(_written(moves))
+    source, target = (np.concatenate(column) for column in zip(*pairs, strict=True))
+    order = np.argsort(target, kind="stable")
+    return source[order], target[order]
 
 
-def _signals(moves: Moves) -> list[list[int]]:
-    found = _by_op(moves.ops.signal_begin, moves.ops.signal_peer.tolist())
-    return [[peer for (peer,) in peers] for peers in found]
+def _signalled(ops: Ops, num_ranks: int) -> tuple[Numbers, Numbers]:
+    """Who raises the signals that are awaited in their round, and who waits; not those of a rank's own tiles."""
+    rank, number = _rank(ops), np.arange(ops.num_ops)
+    raises = np.repeat(number, np.diff(ops.signal_begin))
+    pair = rank[raises] * num_ranks + ops.signal_peer
+    order = np.argsort(pair, kind="stable")  # each pair's in program order, as they are counted
+    here = (ops.wait_rounds_back == 0) & (ops.wait_peer < num_ranks)
+    waits = np.repeat(number, np.diff(ops.wait_begin))[here]
+    wanted = ops.wait_peer[here] * num_ranks + rank[waits]
+    place = np.searchsorted(pair[order], wanted) + ops.wait_ordinal[here] - 1
+    is_raised = place < np.searchsorted(pair[order], wanted, side="right")
+    source = np.full(len(waits), NOBODY)
+    source[is_raised] = raises[order[place[is_raised]]]
+    return source, waits
 
 
-def _written(moves: Moves) -> list[list[tuple[int, int]]]:
-    """By operation the cell that it writes, of which rank."""
+def _written(moves: Moves) -> tuple[Numbers, Numbers]:
+    """Who writes the cells that are read, and who reads them, each of its own rank's."""
     ops = moves.ops
-    rows = zip(ops.dest_space.tolist(), ops.dest_rank.tolist(), ops.dest_index.tolist(), strict=True)
-    return [[(rank, index)] if space == CELL else [] for space, rank, index in rows]
+    writes, reads = np.flatnonzero(ops.dest_space == CELL), np.flatnonzero(ops.source_space == CELL)
+    writer = np.full((moves.num_ranks, moves.num_cells), NOBODY)
+    writer[ops.dest_rank[writes], ops.dest_index[writes]] = writes
+    reader = np.repeat(np.arange(ops.num_ops), np.diff(ops.source_begin))[reads]
+    return writer[_rank(ops)[reader], ops.source_index[reads]], reader
+
+
+def _rank(ops: Ops) -> Numbers:
+    """Of each operation."""
+    return np.repeat(np.arange(len(ops.rank_begin) - 1), np.diff(ops.rank_begin))
