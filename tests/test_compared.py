@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-import commdsl  # noqa: E402 - after the check for torch
+from thread_ranks import outcomes  # noqa: E402 - after the check for torch
+
+import commdsl  # noqa: E402 - as above
 from commdsl.runtime import groups  # noqa: E402 - as above
 from commdsl.runtime.errors import AgreementError  # noqa: E402 - as above
 
@@ -22,19 +23,6 @@ def names(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     monkeypatch.setenv("COMMDSL_DEBUG", "1")
     monkeypatch.setenv("COMMDSL_TIMEOUT", "5")
     return commdsl.threads(RANKS)
-
-
-def on_ranks(names: tuple[str, ...], work: Callable[[int], Any]) -> list[Any]:
-    """What `work` returns or raises on each rank, a thread each."""
-
-    def run(rank: int) -> Any:
-        try:
-            return work(rank)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(run, range(RANKS)))
 
 
 def line_of(function: Callable[..., Any], after: int) -> str:
@@ -55,7 +43,7 @@ def test_both_sides(names: tuple[str, ...], how: dict[str, bool]) -> None:
     """Ranks that call something else, or with something else, see both calls and their lines; then they can go on."""
 
     def call(work: Callable[[int], Any]) -> list[Any]:
-        return on_ranks(names, lambda rank: found.wait() if hasattr(found := work(rank), "wait") else found)
+        return outcomes(RANKS, lambda rank: found.wait() if hasattr(found := work(rank), "wait") else found)
 
     x = torch.arange(6.0)
     for turn in range(2):  # the first call of an op, with a set-up, and a later one
@@ -82,18 +70,18 @@ def test_both_sides(names: tuple[str, ...], how: dict[str, bool]) -> None:
 def test_nothing_is_kept(names: tuple[str, ...]) -> None:
     """However many calls are compared, what was said of old ones is forgotten."""
     x = torch.arange(6.0)
-    on_ranks(names, lambda rank: one(x, names[rank]))
+    outcomes(RANKS, lambda rank: one(x, names[rank]))
     (comm,) = groups.every(names[0])
     board = comm.bootstrap.bootstrap.board
     before = len(board.values)
-    on_ranks(names, lambda rank: [one(x, names[rank]) for _ in range(10)])
+    outcomes(RANKS, lambda rank: [one(x, names[rank]) for _ in range(10)])
     assert len(board.values) == before
 
 
 def test_one_call_more(names: tuple[str, ...]) -> None:
     """A call that the others do not make is named when time is up."""
     x = torch.arange(6.0)
-    found = on_ranks(names, lambda rank: [one(x, names[rank]) for _ in range(2 - rank)])
+    found = outcomes(RANKS, lambda rank: [one(x, names[rank]) for _ in range(2 - rank)])
     assert isinstance(found[0], commdsl.RendezvousError)
     assert found[0].missing == (1,)
     assert "to compare call 1, `allreduce_ring` of float32[6] by sum" in str(found[0])

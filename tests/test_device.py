@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fake_gpu import ARENA_BYTES, FakeGpu  # noqa: E402 - after the check for torch
+from thread_ranks import at_once, in_group  # noqa: E402
 
 import commdsl  # noqa: E402
 from commdsl.program.memory import Transport  # noqa: E402
@@ -48,22 +49,12 @@ class Rank:
 
 def run(gpu: FakeGpu, body: Callable[[Rank], None]) -> None:
     """`body` on every rank at once; raises the first failure."""
-    names, failures = commdsl.threads(RANKS), []
 
-    def serve(rank: int) -> None:
+    def on_gpu(rank: int, name: str) -> None:
         gpu.here.rank = rank
-        try:
-            body(Rank(gpu, rank, names[rank]))
-        except BaseException as error:
-            failures.append(error)
+        body(Rank(gpu, rank, name))
 
-    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if failures:
-        raise failures[0]
+    in_group(RANKS, on_gpu)
 
 
 @pytest.fixture
@@ -236,22 +227,13 @@ def test_threads_share_an_op(gpu: FakeGpu) -> None:
 
     def body(rank: Rank) -> None:
         rank.call()
-        failures = []
 
-        def repeat() -> None:
+        def repeat(_: int) -> None:
             gpu.here.rank = rank.rank
-            try:
-                for _ in range(40):
-                    rank.call()
-            except BaseException as error:
-                failures.append(error)
+            for _ in range(40):
+                rank.call()
 
-        threads = [threading.Thread(target=repeat) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not failures, failures[0]
+        at_once(3, repeat)
 
     run(gpu, body)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from dispatch_plans import Case, cases, limits
 from host_dispatch import Damaged, chained, launched, program
 from test_dispatch_kernel import back, drawn, same, there
+from thread_ranks import at_once
 
 import commdsl
 from commdsl import dispatch
@@ -73,22 +73,15 @@ class Ranks:
 
     def all(self, act: Callable[[int, str], Any]) -> tuple[list[Any], list[str]]:
         """What each returns, and what those say that raise: an exception itself would hold its call's results."""
-        found: list[Any] = [None] * len(self.names)
         raised: list[str] = []
 
-        def one(rank: int) -> None:
+        def one(rank: int) -> Any:
             try:
-                found[rank] = act(rank, self.names[rank])
+                return act(rank, self.names[rank])
             except Exception as error:
                 raised.append(f"{type(error).__name__}: {error}")
 
-        workers = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.names))]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(60)
-        assert not any(worker.is_alive() for worker in workers)
-        return found, raised
+        return at_once(len(self.names), one), raised
 
 
 WIDTHS = (6, 8, 8)

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -23,8 +22,8 @@ import dispatch_cases  # noqa: E402 - after the check for torch
 import gloo_ranks  # noqa: E402 - after the check for torch
 from dispatch_checks import Player, Rows  # noqa: E402 - after the check for torch
 from dispatch_plans import cases, routed, simulated  # noqa: E402 - after the check for torch
+from thread_ranks import in_group  # noqa: E402 - after the check for torch
 
-import commdsl  # noqa: E402 - after the check for torch
 from commdsl import dispatch  # noqa: E402 - after the check for torch
 from commdsl.planner.chance import random_plan, varied  # noqa: E402 - after the check for torch
 
@@ -154,25 +153,9 @@ def test_a_wrong_bit_counts() -> None:
 def test_threads_of_one_process(put: str, num_ranks: int, nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks may be threads, one alone among them, and some or all of them far from each other."""
     monkeypatch.setenv("COMMDSL_NODES", nodes)
-    names = commdsl.threads(num_ranks)
     found = cases(varied(num_ranks, 30, 4), seed=7)
     rows = [Rows(torch.bfloat16, (24, 6, 2)), Rows(torch.float16, (24, 6, 2), 3)]
-    problems: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            dispatch_cases.exact(put, found, rows, rank, names[rank], torch.device("cpu"))
-        except BaseException as error:
-            problems.append(error)
-
-    workers = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-
-    assert not problems, problems[0]
-    assert not any(worker.is_alive() for worker in workers)
+    in_group(num_ranks, lambda rank, group: dispatch_cases.exact(put, found, rows, rank, group, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from dispatch_plans import Case, cases, limits  # noqa: E402 - after the check for torch
+from thread_ranks import in_group  # noqa: E402 - after the check for torch
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - after the check for torch
@@ -54,26 +54,8 @@ class Rank:
 
 
 def on_ranks(num_ranks: int, work: Callable[[Rank], Any]) -> list[Any]:
-    """What `work` returns on each of so many threads; the first exception of any."""
-    names = commdsl.threads(num_ranks)
-    found: list[Any] = [None] * num_ranks
-    problems: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = work(Rank(rank, names[rank]))
-        except BaseException as error:
-            problems.append(error)
-
-    workers = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    if problems:
-        raise problems[0]
-    assert not any(worker.is_alive() for worker in workers)
-    return found
+    """What `work` returns on each rank of a new group; the first exception of any."""
+    return in_group(num_ranks, lambda rank, group: work(Rank(rank, group)))
 
 
 def one_case(num_ranks: int, seed: int = 0, **draw: Any) -> Case:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -20,6 +19,7 @@ from engine_order import Order  # noqa: E402
 from fake_gpu import Command, FakeGpu  # noqa: E402
 from proved import given, proved, result_name  # noqa: E402
 from test_schedules import defined_outputs, random_values, runs_as_it_means  # noqa: E402
+from thread_ranks import in_group  # noqa: E402
 
 import commdsl  # noqa: E402
 from commdsl import compiler  # noqa: E402
@@ -98,22 +98,12 @@ class Rank:
 
 def run(gpu: FakeGpu, case: Case, body: Callable[[Rank], None], tile: int = TILE) -> None:
     """`body` on every rank at once; raises the first failure."""
-    names, failures = commdsl.threads(RANKS), list[BaseException]()
 
-    def serve(rank: int) -> None:
+    def on_gpu(rank: int, name: str) -> None:
         gpu.here.rank = rank
-        try:
-            body(Rank(gpu, rank, names[rank], case, tile))
-        except BaseException as error:
-            failures.append(error)
+        body(Rank(gpu, rank, name, case, tile))
 
-    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if failures:
-        raise failures[0]
+    in_group(RANKS, on_gpu)
 
 
 def inputs_of(case: Case, block: int, seed: int) -> Arrays:

@@ -6,9 +6,7 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
+from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - after the check for torch
 from commdsl import ep  # noqa: E402 - after the check for torch
@@ -35,33 +34,6 @@ from commdsl.runtime.errors import (  # noqa: E402 - after the check for torch
 
 KEYS = 12
 LIMITS = ep.Limits(rows=40, keys=8, received=400, widths=(40, 6), width_back=40)
-
-
-def on_ranks(num_ranks: int, work: Callable[[int, str], Any]) -> list[Any]:
-    """What `work` returns on each of so many threads, or the exception that it ends with."""
-    names = commdsl.threads(num_ranks)
-    found: list[Any] = [None] * num_ranks
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = work(rank, names[rank])
-        except Exception as error:
-            found[rank] = error
-
-    workers = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    assert not any(worker.is_alive() for worker in workers)
-    return found
-
-
-def unwrapped(found: list[Any]) -> list[Any]:
-    for one in found:
-        if isinstance(one, Exception):
-            raise one
-    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +96,7 @@ def test_there_and_back(ranks: int, nodes: str, dtype: Any, monkeypatch: pytest.
         experts.synchronize()
         experts.release()
 
-    unwrapped(on_ranks(ranks, work))
+    in_group(ranks, work)
 
 
 def test_one_tensor(tmp_path: Path) -> None:
@@ -142,7 +114,7 @@ def test_one_tensor(tmp_path: Path) -> None:
             experts.combine(rows, handle, torch.ones(2, 2))
         return rows[: int(counts.sum())].flatten().tolist()
 
-    assert on_ranks(2, work) == [[1.0, 11.0], [1.0, 11.0, 2.0, 12.0]]
+    assert in_group(2, work) == [[1.0, 11.0], [1.0, 11.0, 2.0, 12.0]]
 
 
 def test_memory_of_results() -> None:
@@ -157,7 +129,7 @@ def test_memory_of_results() -> None:
         address = held.pop()[0][0].data_ptr()
         assert experts.dispatch(*mine)[0][0].data_ptr() == address
 
-    unwrapped(on_ranks(2, work))
+    in_group(2, work)
 
 
 def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +150,7 @@ def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
             there_and_back(experts, case, rank)
         experts.release()
 
-    unwrapped(on_ranks(2, work))
+    in_group(2, work)
     assert len(gpu.launches) == 2 * 2 * 2 * len(cases)
 
 
@@ -192,12 +164,14 @@ def test_no_room(check: bool) -> None:
     total = sum(keys.size for keys in case.keys)
     tight = replace(LIMITS, received=total - 1)
 
-    def work(rank: int, group: str) -> None:
-        experts = ep.Experts(tight, group, "cpu", check=check, params={"E": KEYS})
+    names = commdsl.threads(2)
+
+    def work(rank: int) -> None:
+        experts = ep.Experts(tight, names[rank], "cpu", check=check, params={"E": KEYS})
         experts.dispatch((case.x[rank], case.scale[rank]), torch.from_numpy(case.keys[rank]))
         experts.synchronize()
 
-    for error in on_ranks(2, work):
+    for error in outcomes(2, work):
         assert isinstance(error, ep.KeysError)
         assert str(error) == f"error[C963]: {total} rows go to rank 0, which has room for {total - 1}"
 
@@ -223,7 +197,7 @@ def test_no_such_key() -> None:
         there_and_back(experts, case, rank)
         return said
 
-    quiet, said = unwrapped(on_ranks(2, work))
+    quiet, said = in_group(2, work)
     assert quiet == ""
     assert said == "error[C963]: key 0 of row 0 of rank 1 is -7, and keys are 0 ..< 12, or 12 for none"
 
@@ -290,10 +264,12 @@ def test_other_files() -> None:
     with pytest.raises(DispatchError, match="goes by tables"):
         ep.Experts(LIMITS, name, "cpu", source="qkv")
 
-    def work(rank: int, group: str) -> None:
-        ep.Experts(replace(LIMITS, rows=40 + rank), group, "cpu", params={"E": KEYS})
+    names = commdsl.threads(2)
 
-    assert all(isinstance(error, AgreementError) for error in on_ranks(2, work))
+    def work(rank: int) -> None:
+        ep.Experts(replace(LIMITS, rows=40 + rank), names[rank], "cpu", params={"E": KEYS})
+
+    assert all(isinstance(error, AgreementError) for error in outcomes(2, work))
 
 
 def test_example(tmp_path: Path) -> None:

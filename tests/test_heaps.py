@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import commdsl  # noqa: E402 - after the check for torch
+from thread_ranks import outcomes  # noqa: E402 - after the check for torch
+
+import commdsl  # noqa: E402
 from commdsl.machine.config import from_environment  # noqa: E402
 from commdsl.planner.tuning import selection  # noqa: E402
 from commdsl.program.memory import Transport  # noqa: E402
@@ -48,24 +49,6 @@ def _exchange(end: ThreadBootstrap, timeout: float, key: str, value: bytes) -> t
     return exchange(end, key, value, timeout, "test")
 
 
-def at_once(size: int, body: Callable[[int], Any]) -> list[Any]:
-    """What each rank got, or what it raised."""
-    found: list[Any] = [None] * size
-
-    def serve(rank: int) -> None:
-        try:
-            found[rank] = body(rank)
-        except Exception as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
-
-
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -85,7 +68,7 @@ def test_descriptors_go_round(size: int) -> None:
     own = [memory_with(f"of rank {rank}".encode()) for rank in range(size)]
     before, tell = descriptors(), ends(size)
 
-    found = at_once(size, lambda rank: pass_round(own[rank], rank, tell[rank]))
+    found = outcomes(size, lambda rank: pass_round(own[rank], rank, tell[rank]))
 
     assert descriptors() == before + size * size
     for passed in found:
@@ -120,7 +103,7 @@ def test_descriptors_that_do_not_come(listens: bool, kind: type[Exception], mess
                 tell[rank]("handed", b"")
             time.sleep(0.6)
 
-    found = at_once(3, body)
+    found = outcomes(3, body)
 
     assert [type(error) for error in found[:2]] == [kind, kind]
     assert all(re.search(message, str(error)) for error in found[:2])
@@ -146,7 +129,7 @@ def test_heaps_of_processes_are_one_memory() -> None:
     """What a rank writes into a part all see, as long as one of them has it; nothing stays open."""
     extent, before = Extent.whole("x", 5000), descriptors()
     tell = ends(3)
-    heaps = at_once(3, lambda rank: SharedHeap(extent, rank, tell[rank]))
+    heaps = outcomes(3, lambda rank: SharedHeap(extent, rank, tell[rank]))
 
     assert descriptors() == before
     for rank, heap in enumerate(heaps):
@@ -186,7 +169,7 @@ def test_calls_touch_what_is_reserved() -> None:
             checked += 1
         return checked
 
-    assert at_once(2, body) == [10, 10]
+    assert outcomes(2, body) == [10, 10]
 
 
 def test_eight_ranks_and_all_collectives_fit_a_container() -> None:

@@ -12,7 +12,6 @@ import pickle
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,7 +21,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import commdsl  # noqa: E402 - after the check for torch
+from thread_ranks import in_group  # noqa: E402 - after the check for torch
+
+import commdsl  # noqa: E402 - as above
 from commdsl import dispatch, ep  # noqa: E402 - as above
 from commdsl.build import host  # noqa: E402 - as above
 from commdsl.machine import resources  # noqa: E402 - as above
@@ -111,24 +112,17 @@ def test_meta_tensors(group: str) -> None:
 )
 def test_names_of_torch(op: Any, expected: int) -> None:
     """A reduction may be named as torch.distributed does, by calls of every kind."""
-    names = commdsl.threads(2)
     loaded = commdsl.load("allreduce_oneshot", ranks=2)
-    found: list[list[Any]] = [[], []]
 
-    def run(rank: int) -> None:
+    def run(rank: int, group: str) -> list[list[float]]:
         x = torch.full((3,), rank + 1.0)
-        mine = found[rank]
-        mine += [commdsl.all_reduce(x, op, group=names[rank]), loaded(x, group=names[rank], op=op)]
-        mine.append(commdsl.all_reduce(x, op, group=names[rank], async_op=True).wait())
-        mine.append(commdsl.all_reduce(x.clone().requires_grad_(), op, group=names[rank]).detach())
-        mine.append(commdsl.all_reduce_(x, op, group=names[rank]))
+        mine = [commdsl.all_reduce(x, op, group=group), loaded(x, group=group, op=op)]
+        mine.append(commdsl.all_reduce(x, op, group=group, async_op=True).wait())
+        mine.append(commdsl.all_reduce(x.clone().requires_grad_(), op, group=group).detach())
+        mine.append(commdsl.all_reduce_(x, op, group=group))
+        return [one.tolist() for one in mine]
 
-    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(30)
-    assert [[one.tolist() for one in mine] for mine in found] == [[[float(expected)] * 3] * 5] * 2
+    assert in_group(2, run) == [[[float(expected)] * 3] * 5] * 2
 
 
 WRONG_REDUCTIONS = [

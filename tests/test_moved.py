@@ -12,7 +12,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from fake_gpu import FakeGpu
 from hypothesis import given
 from hypothesis import strategies as st
+from thread_ranks import in_group
 
 import commdsl
 from commdsl.build import nvrtc
@@ -179,19 +179,15 @@ def test_a_launch_takes_them(ahead: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return stand_in(emitted, macros, config, arch)
 
     monkeypatch.setattr(nvrtc, "build", noted)
-    op, names, found = loaded(ahead)["__getattr__"]("allreduce_oneshot"), commdsl.threads(2), {}
+    op = loaded(ahead)["__getattr__"]("allreduce_oneshot")
 
-    def call(rank: int) -> None:
+    def call(rank: int, group: str) -> list[float]:
         gpu.here.rank = rank
-        found[rank] = op(torch.full((8,), rank + 1.0), group=names[rank]).tolist()
-        op.synchronize(names[rank])
+        found: list[float] = op(torch.full((8,), rank + 1.0), group=group).tolist()
+        op.synchronize(group)
+        return found
 
-    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == {rank: [3.0] * 8 for rank in range(2)}
+    assert in_group(2, call) == [[3.0] * 8] * 2
     assert set(taken) == {ahead}
 
 

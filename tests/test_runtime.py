@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -16,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 import gloo_ranks  # noqa: E402 - after the check for torch
 import runtime_cases  # noqa: E402 - after the check for torch
+from thread_ranks import in_group  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402
 
@@ -36,18 +36,8 @@ def test_threads_of_one_process(nodes: str, monkeypatch: pytest.MonkeyPatch) -> 
     """Ranks may be threads: the same op, a group name for each; some or all of them far from each other."""
     monkeypatch.setenv("COMMDSL_NODES", nodes)
     op = commdsl.load("allreduce_ring", ranks=3)
-    names = commdsl.threads(3)
     inputs = [torch.arange(50.0) * (rank + 1) for rank in range(3)]
-    results: list[object] = [None] * 3
-
-    def run(rank: int) -> None:
-        results[rank] = op(inputs[rank], group=names[rank])
-
-    workers = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
+    results = in_group(3, lambda rank, group: op(inputs[rank], group=group))
     assert all(isinstance(result, torch.Tensor) and torch.equal(result, sum(inputs)) for result in results)
 
 

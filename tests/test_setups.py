@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import commdsl  # noqa: E402 - after the check for torch
+from thread_ranks import outcomes  # noqa: E402 - after the check for torch
+
+import commdsl  # noqa: E402 - as above
 from commdsl.runtime.errors import AgreementError  # noqa: E402 - as above
 
 ROOT = Path(__file__).parents[1]
@@ -21,19 +22,8 @@ RING = (ROOT / "schedules" / "collectives" / "allreduce_ring.comm").read_text(en
 
 
 def on_ranks(names: tuple[str, ...], work: Callable[[int], Any]) -> list[Any]:
-    """What `work` returns or raises on each rank, a thread each, of a group; well before a time-out."""
-
-    def run(rank: int) -> Any:
-        try:
-            return work(rank)
-        except Exception as error:
-            return error
-
-    started = time.monotonic()
-    with ThreadPoolExecutor(len(names)) as pool:
-        found = list(pool.map(run, range(len(names))))
-    assert time.monotonic() - started < 15
-    return found
+    """What `work` returns or raises on each rank of a group, well before a time-out."""
+    return outcomes(len(names), work, seconds=15)
 
 
 def summed(op: Any, names: tuple[str, ...]) -> bool:

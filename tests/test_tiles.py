@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from thread_ranks import in_group
 
 from commdsl import checks, compiler
 from commdsl.build import host_run, nvrtc
@@ -331,21 +332,15 @@ def test_op() -> None:
     import commdsl
 
     op = commdsl.load("add_reduce_scatter", ranks=2)
-    names, results = commdsl.threads(2), {}
     a = [torch.arange(64, dtype=torch.float32).reshape(4, 16) * (rank + 1) for rank in range(2)]
 
-    def call(rank: int) -> None:
-        for _ in range(3):
-            results[rank] = op(a[rank], a[rank] + 1, group=names[rank])
+    def call(rank: int, group: str) -> list[Any]:
+        return [op(a[rank], a[rank] + 1, group=group) for _ in range(3)]
 
-    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    results = in_group(2, call)
     total = sum(2 * one + 1 for one in a)
     for rank in range(2):
-        assert torch.equal(results[rank], total[2 * rank : 2 * rank + 2])
+        assert all(torch.equal(result, total[2 * rank : 2 * rank + 2]) for result in results[rank])
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -276,26 +275,9 @@ def test_launches_follow_each_other(name: str) -> None:
 
 torch = pytest.importorskip("torch")
 
-import commdsl  # noqa: E402 - after the check for torch
+from thread_ranks import in_group  # noqa: E402 - after the check for torch
 
-
-def on_ranks(ranks: int, body: Callable[[int, str], None]) -> None:
-    """`body` on every rank of a group of threads; raises the first failure."""
-    names, failures = commdsl.threads(ranks), []
-
-    def serve(rank: int) -> None:
-        try:
-            body(rank, names[rank])
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    if failures:
-        raise failures[0]
+import commdsl  # noqa: E402 - as above
 
 
 def of_rank(rank: int, size: int, dtype: Any) -> Any:
@@ -328,7 +310,7 @@ def test_every_rank_is_visited(name: str, tune: dict[str, Any] | None) -> None:
             if name == "rotation_ring":
                 assert all(torch.equal(one, of_rank((rank - n) % ranks, size, dtype)) for n, one in enumerate(seen))
 
-    on_ranks(ranks, body)
+    in_group(ranks, body)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -350,7 +332,7 @@ def test_what_a_function_writes_travels_on(tune: dict[str, Any] | None, in_place
             wanted = sum(kv * (one + 1) + (one - rank) % ranks for one in range(ranks))
             assert torch.equal(acc, wanted)
 
-    on_ranks(ranks, body)
+    in_group(ranks, body)
 
 
 def test_a_sum_one_step_behind(tmp_path: Path) -> None:
@@ -365,7 +347,7 @@ def test_a_sum_one_step_behind(tmp_path: Path) -> None:
         _, acc = op.visit(kv, torch.zeros_like(kv), group=group, **of)
         assert torch.equal(acc, kv * 12)
 
-    on_ranks(ranks, body)
+    in_group(ranks, body)
 
 
 def test_stacked_and_visited() -> None:
@@ -382,7 +364,7 @@ def test_stacked_and_visited() -> None:
         op.release(group)
         op.visit(kv, lambda number, kv: None, group=group)
 
-    on_ranks(2, body)
+    in_group(2, body)
 
 
 def test_a_function_that_raises() -> None:
@@ -405,7 +387,7 @@ def test_a_function_that_raises() -> None:
         op.visit(kv, lambda number, kv: seen.append(kv.clone()), group=group)
         assert torch.equal(seen[1], of_rank(1 - rank, 64, torch.float32))
 
-    on_ranks(2, body)
+    in_group(2, body)
 
 
 def test_a_function_that_raises_before_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +416,7 @@ def test_a_function_that_raises_before_it_wrote(monkeypatch: pytest.MonkeyPatch)
         _, acc = op.visit(kv, torch.zeros_like(kv), lambda number, kv, acc: acc + kv, group=group)
         assert torch.equal(acc, 2 * kv)
 
-    on_ranks(2, body)
+    in_group(2, body)
 
 
 def test_refusals() -> None:
@@ -477,4 +459,4 @@ def test_what_a_function_may_return(monkeypatch: pytest.MonkeyPatch, made: Calla
         with pytest.raises(RuntimeError, match=words):
             op.visit(x, x, lambda number, kv, acc: made(acc), group=group)
 
-    on_ranks(2, body)
+    in_group(2, body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fake_gpu import FakeGpu, Launch, Stream  # noqa: E402 - after the check for torch
+from thread_ranks import in_group  # noqa: E402
 
 import commdsl  # noqa: E402
 from commdsl.program import launches as phases  # noqa: E402
@@ -31,22 +31,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 def run(gpu: FakeGpu, body: Callable[[int, str], None]) -> None:
     """`body` on every rank at once, each with a GPU; raises the first failure."""
-    names, failures = commdsl.threads(RANKS), []
 
-    def serve(rank: int) -> None:
+    def on_gpu(rank: int, group: str) -> None:
         gpu.here.rank = rank
-        try:
-            body(rank, names[rank])
-        except BaseException as error:
-            failures.append(error)
+        body(rank, group)
 
-    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    if failures:
-        raise failures[0]
+    in_group(RANKS, on_gpu)
 
 
 class Rank:
