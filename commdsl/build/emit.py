@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
@@ -202,13 +203,13 @@ def _form(plan: Plan) -> str:
 
 def _tables(moves: Moves, ops: Ops) -> MovesText:
     """`ops`: of all who act, the tiles behind the moves."""
-    places = _blocks(ops.source_space, ops.source_index, _source_cuts(ops))
+    places = _blocks(ops.source_space, ops.source_index, np.repeat(ops.cut, np.diff(ops.source_begin)))
     return MovesText(
         in_constant_memory=_table_bytes(moves, ops) <= CONSTANT_BYTES,
         wire=WIRES[moves.protocol],
         has_reduction=moves.has_reduction,
         reduces_remotely=reduces_remotely(moves),
-        ranks=tuple(_rank_table(moves, ops, actor) for actor in range(len(ops.rank_begin) - 1)),
+        ranks=tuple(_rank_tables(moves, ops)),
         rank_begin=_row(np.searchsorted(ops.leaders, ops.rank_begin).astype(np.int32)),
         signals_per_round=tuple(_row(line) for line in moves.signals_per_round),
         dests=_rows(ops.dest_space, ops.dest_rank, _blocks(ops.dest_space, ops.dest_index, ops.cut)),
@@ -218,11 +219,6 @@ def _tables(moves: Moves, ops: Ops) -> MovesText:
     )
 
 
-def _rank_table(moves: Moves, ops: Ops, actor: int) -> RankRows:
-    title = f"rank {actor}" if actor < moves.num_ranks else f"rank {actor - moves.num_ranks}, tiles"
-    return RankRows(title, tuple(_groups(moves, ops, actor)))
-
-
 WIRES = {
     Protocol.BULK: "Bulk",
     Protocol.PACKET: "Packet",
@@ -230,10 +226,6 @@ WIRES = {
     Protocol.TMA: "Tma",
     Protocol.ENGINE: "Bulk",
 }
-
-
-def _source_cuts(ops: Ops) -> Ints:
-    return np.repeat(ops.cut, np.diff(ops.source_begin))
 
 
 def _blocks(space: Ints, index: Ints, cut: Ints) -> Ints:
@@ -326,30 +318,31 @@ def reduces_remotely(moves: Moves) -> bool:
     return bool(remote_dest.any() or remote_source.any())
 
 
-def _groups(moves: Moves, ops: Ops, actor: int) -> Iterator[Group]:
-    """One group per run of rows of the same statement and kind; a row is a group of operations."""
-    rows: list[str] = []
-    title = ""
-    ends = np.append(ops.leaders[1:], ops.num_ops)
-    first, last = np.searchsorted(ops.leaders, ops.rank_begin[actor : actor + 2])
-    for leader, end in zip(ops.leaders[first:last].tolist(), ends[first:last].tolist(), strict=True):
-        here = _origin(moves.origins[int(ops.origin[leader])], OpKind(int(ops.kind[leader])))
-        if rows and here != title:
-            yield Group(title, tuple(rows))
-            rows = []
-        title = here
-        rows.append(_op(ops, leader, end))
-    if rows:
-        yield Group(title, tuple(rows))
+def _rank_tables(moves: Moves, ops: Ops) -> Iterator[RankRows]:
+    """For each who acts one group per run of rows of the same statement and kind; a row is a group of operations."""
+    origins, rows = _origins(moves, ops, ops.leaders), _op_rows(ops, ops.leaders)
+    for actor, (first, last) in enumerate(pairwise(np.searchsorted(ops.leaders, ops.rank_begin).tolist())):
+        title = f"rank {actor}" if actor < moves.num_ranks else f"rank {actor - moves.num_ranks}, tiles"
+        runs = groupby(range(first, last), key=origins.__getitem__)
+        yield RankRows(title, tuple(Group(origin, tuple(rows[at] for at in run)) for origin, run in runs))
 
 
-def _op(ops: Ops, leader: int, end: int) -> str:
-    runs = [(leader, end - leader)]
-    tables = (ops.source_begin, ops.wait_begin, ops.signal_begin)
-    runs += [(begin[leader], begin[end] - begin[leader]) for begin in tables]
-    single = (ops.cut[leader], ops.piece[leader], ops.barrier[leader], ops.whole[leader])
-    columns = (*single, *(number for run in runs for number in run))
-    return f"{KIND_NAMES[OpKind(int(ops.kind[leader]))]}, {', '.join(map(str, columns))}"
+def _origins(moves: Moves, ops: Ops, which: Ints) -> list[str]:
+    """Of each of these operations; each text is made once, as many operations of all ranks share it."""
+    distinct, of = np.unique(ops.origin[which] * len(OpKind) + ops.kind[which], return_inverse=True)
+    texts = [_origin(moves.origins[one // len(OpKind)], OpKind(one % len(OpKind))) for one in distinct.tolist()]
+    return [texts[one] for one in of.tolist()]
+
+
+def _op_rows(ops: Ops, first: Ints) -> list[str]:
+    """For each group, by its first operation: what it does, and its rows of each table, where they begin, how many."""
+    last = np.append(first[1:], ops.num_ops)
+    runs = [first, last - first]
+    for begin in (ops.source_begin, ops.wait_begin, ops.signal_begin):
+        runs += [begin[first], begin[last] - begin[first]]
+    names = [KIND_NAMES[kind] for kind in OpKind]
+    numbers = _printed(ops.cut[first], ops.piece[first], ops.barrier[first], ops.whole[first], *runs)
+    return [f"{names[kind]}, {row}" for kind, row in zip(ops.kind[first].tolist(), numbers, strict=True)]
 
 
 def _origin(origin: Origin, kind: OpKind) -> str:
@@ -374,9 +367,14 @@ def _lines(numbers: tuple[int, ...]) -> tuple[str, ...]:
 
 def _rows(*columns: Ints) -> tuple[str, ...]:
     """Rows of a table, eight a line; at least one row, as C++ has no empty arrays."""
-    table = np.stack(columns, axis=1) if len(columns[0]) else np.zeros((1, len(columns)), dtype=np.int32)
-    rows = ["{" + ", ".join(map(str, row)) + "}" for row in table.tolist()]
+    rows = [f"{{{row}}}" for row in _printed(*columns if len(columns[0]) else np.zeros((len(columns), 1), np.int32))]
     return tuple(", ".join(rows[first : first + 8]) for first in range(0, len(rows), 8))
+
+
+def _printed(*columns: Ints) -> list[str]:
+    """The numbers of each row."""
+    form = ", ".join(["%d"] * len(columns))  # twice as fast as to join what is printed one by one
+    return [form % row for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 ELEMENTS = {"bool": "boolean"}
