@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -123,18 +124,31 @@ class Ready:
 
 def ready(contender: Contender, case: Batched) -> Ready:
     """Captures a batch of calls; the contender has been called before."""
+    index, last = count(), None
+
+    def call() -> None:
+        nonlocal last
+        last = contender.call(next(index))
+
+    graph = captured(call, case.calls, before=0)
+    return Ready(contender, graph, last)
+
+
+def captured(call: Callable[[], object], calls: int, before: int = 3) -> torch.cuda.CUDAGraph:
+    """A graph of so many calls, after some `before` the capture."""
+    for _ in range(before):
+        call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    last = None
     # Not torch.cuda.graph: it empties the allocator's cache first, which here would cost more than the measurement.
     with torch.cuda.stream(torch.cuda.Stream()):
         # NCCL's watchdog thread may query events while we capture.
         graph.capture_begin(capture_error_mode="thread_local")
-        for index in range(case.calls):
-            last = contender.call(index)
+        for _ in range(calls):
+            call()
         graph.capture_end()
     torch.cuda.synchronize()
-    return Ready(contender, graph, last)
+    return graph
 
 
 def check(bench: Bench, case: Case, contender: Contender, x: torch.Tensor) -> int:

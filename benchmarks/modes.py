@@ -19,7 +19,7 @@ import commdsl
 from benchmarks import ours, peers
 from benchmarks.cases import Candidate, Case, Collective, on_sms, size_name
 from benchmarks.link import Link, arena_bytes
-from benchmarks.measure import Bench
+from benchmarks.measure import Bench, captured
 from benchmarks.peers import Arena
 from benchmarks.report import CHOSEN, NCCL, NCCL_WINDOW, NO_TIME, ONE_SHOT, TWO_SHOT, Kind, Result, Row, Timing, number
 from benchmarks.rows import Entry, Limits, measured, status_of
@@ -176,7 +176,7 @@ def host(bench: Bench) -> tuple[list[list[object]], list[str]]:
         "torch.distributed.all_reduce": lambda: dist.all_reduce(buffer, group=bench.group),
     }
     for name in list(calls):
-        graph = _graph_of(calls[name])
+        graph = captured(calls[name], HOST_CALLS)
         calls[f"a graph of {HOST_CALLS} x {name}, replayed"] = graph.replay
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(HOST_ROUNDS):
@@ -196,16 +196,3 @@ def host(bench: Bench) -> tuple[list[list[object]], list[str]]:
     ]
     notes = [f"host microseconds of an eager call of {2 * HOST_NUMEL} bytes: median on the slowest rank, then rank 0"]
     return lines, notes + [f"{number(slowest[name], 2):>8}  {found!s:>22}  {name}" for name, found in here.items()]
-
-
-def _graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin(capture_error_mode="thread_local")
-        for _ in range(HOST_CALLS):
-            call()
-        graph.capture_end()
-    return graph

@@ -37,6 +37,7 @@ import commdsl
 from benchmarks import record
 from benchmarks.ahead import Job, build_ahead
 from benchmarks.cases import parse_size, size_name
+from benchmarks.measure import captured
 from benchmarks.report import grid
 
 SMS = 132
@@ -241,7 +242,7 @@ class Bench:
             "sequence": lambda: commdsl.reduce_scatter(computed(tasks, a, b)),
         }
         calls |= {name: partial(op, a, b) for name, op in right.items()}
-        graphs = {name: captured(call) for name, call in calls.items()}
+        graphs = {name: captured(call, CALLS) for name, call in calls.items()}
         found = self.timed(graphs)
         for graph in graphs.values():
             graph.reset()
@@ -284,21 +285,6 @@ class Bench:
 def computed(tasks: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     c = a + b
     return c if tasks == 1 else c.mul_(b)
-
-
-def captured(call: Callable[[], torch.Tensor]) -> torch.cuda.CUDAGraph:
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        # NCCL's watchdog thread may query events while we capture.
-        graph.capture_begin(capture_error_mode="thread_local")
-        for _ in range(CALLS):
-            call()
-        graph.capture_end()
-    torch.cuda.synchronize()
-    return graph
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:

@@ -34,6 +34,7 @@ import torch.distributed as dist
 import commdsl
 from benchmarks import record
 from benchmarks.cases import parse_size
+from benchmarks.measure import captured
 from benchmarks.report import grid
 
 WAYS: dict[str, dict[str, Any] | None] = {
@@ -90,19 +91,6 @@ class Bench:
 
     def time_is_up(self) -> bool:
         return bool(self.everyone(time.monotonic() > self.deadline)[0])
-
-
-def captured(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin(capture_error_mode="thread_local")
-        for _ in range(calls):
-            call()
-        graph.capture_end()
-    torch.cuda.synchronize()
-    return graph
 
 
 def timed(bench: Bench, call: Callable[[], object], calls: int = CALLS, batches: int = BATCHES) -> float:

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 import commdsl
+from benchmarks.measure import captured
 from benchmarks.report import grid
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.int64)
@@ -166,14 +167,7 @@ def one_call(run: Run, name: str, op: Any, row: Row, seed: int) -> None:
             torch.cuda.current_stream().wait_stream(stream)
         run.synchronize()
         return
-    made.call()  # sets up before the capture
-    run.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin(capture_error_mode="thread_local")
-        made.call()
-        graph.capture_end()
-    run.synchronize()
+    graph = captured(made.call, 1, before=1)  # which sets up
     for turn in range(REPLAYS):
         made.refill(seed + 1 + turn)
         run.delay()
