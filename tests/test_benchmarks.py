@@ -275,7 +275,7 @@ def test_mixed_calls() -> None:
 
     def calls(rank: int) -> list[run_mixed.Call]:
         run = run_mixed.Run(
-            rank, 4, None, None, None, options, random.Random(1), random.Random(rank), ops, [None, None], None
+            rank, 4, None, None, options, None, random.Random(1), random.Random(rank), ops, [None, None], None
         )
         return [run_mixed.draw(run, number, run_mixed.MAX_BYTES, in_graph=False) for number in range(1000)]
 

@@ -15,19 +15,12 @@ full of 0xFF. Exit code 1: a wrong result, an exception, or a part that did not 
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import os
 import random
 import re
 import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -36,14 +29,15 @@ os.environ.setdefault("COMMDSL_TIMEOUT", "20")
 os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "8G")
 
 import dispatch_cases
+import runner
 import torch
 import torch.distributed as dist
 from dispatch_cases import PUTS, Seat, Storm, hold_up, played, seat, sender_for
 from dispatch_checks import Rows
 from dispatch_plans import Case, cases, limits
-from transports import TRANSPORT_HELP, TRANSPORTS, choose_transport
+from runner import Part
+from runner import Parts as Run
 
-from benchmarks.report import grid
 from commdsl.ir.routes import Mask, Sharing
 from commdsl.planner.chance import Draw, varied
 
@@ -53,55 +47,6 @@ NARROW = ((2, 2, 2), (4, 8, 12), (6, 10, 2), (16, 48, 32), (250, 38, 1002), (102
 WIDE = ((4096, 1024, 1024), (8192, 2048, 2050), (8192, 1024, 1024), (32768, 32768, 32766))
 NARROW_ROWS, WIDE_ROWS = 3000, 300
 GRACE = 30.0
-
-
-@dataclass
-class Part:
-    """A line of the table."""
-
-    name: str
-    what: str
-    calls: int = 0
-    wrong: int = 0  # on any rank
-    seconds: float = 0.0
-    problem: str = ""
-
-
-@dataclass
-class Run:
-    """What every part needs to know."""
-
-    rank: int
-    ranks: int
-    device: torch.device
-    control: Any  # gloo: what ranks tell each other between parts
-    options: argparse.Namespace
-    parts: list[Part] = field(default_factory=list)
-    place: str = ""  # what is under way
-
-    def everyone(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, value, group=self.control)
-        return found
-
-    def attempt(self, part: Part, work: Callable[[], int]) -> None:
-        """Does a part on all ranks; `work` returns how many calls were wrong here."""
-        self.place, started, problem, wrong = f"{part.name} {part.what}", time.monotonic(), "", 0
-        try:
-            wrong = work()
-            torch.cuda.synchronize()
-        except Exception:
-            problem = traceback.format_exc(limit=-5)
-        found = self.everyone((wrong, problem))
-        part.wrong = max(count for count, _ in found)
-        part.problem = next((f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text), "")
-        part.seconds = time.monotonic() - started
-        self.parts.append(part)
-        if self.rank == 0:
-            bad = part.problem or (f"{part.wrong} WRONG" if part.wrong else "ok")
-            print(f"{part.name}: {part.what}: {bad}, {part.seconds:.1f} s", flush=True)
-        if part.problem:
-            raise SystemExit(1)  # ranks may stand at different calls: what follows would say nothing
 
 
 # --- exact ------------------------------------------------------------------------------------------------------------
@@ -253,65 +198,10 @@ def example(run: Run) -> None:
 PARTS = {"exact": exact, "storm": storm, "graphs": graphs, "host": host, "example": example}
 
 
-def table(run: Run) -> str:
-    lines = []
-    for part in run.parts:
-        end = "failed" if part.problem else ""
-        lines.append([part.name, part.what, str(part.calls), str(part.wrong), f"{part.seconds:.1f}", end])
-    return grid(["part", "what", "calls", "wrong", "s", ""], lines)
-
-
-def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=1000, help="of the storm")
-    parser.add_argument("--plans", type=int, default=50, help="of the storm")
-    parser.add_argument("--replays", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--time-budget", type=float, default=420.0, help="seconds, after which the run is ended")
-    parser.add_argument("--transport", choices=list(TRANSPORTS), default="peer", help=TRANSPORT_HELP)
-    return parser.parse_args(arguments)
-
-
 def main() -> None:
-    options = options_of(sys.argv[1:])
-    if "RANK" not in os.environ:
-        sys.exit("start it with torchrun: one process per GPU")
-    choose_transport(options.transport, int(os.environ["WORLD_SIZE"]))
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    run = Run(dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo"), options)
-
-    def end(code: int, why: str) -> None:
-        if run.rank == 0:
-            print(f"\n{table(run)}\n{why}", flush=True)
-        elif code:
-            time.sleep(5)  # torchrun ends all when one has failed: rank 0 prints first
-        sys.stdout.flush()
-        os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
-
-    def give_up() -> None:
-        faulthandler.dump_traceback()
-        print(f"rank {run.rank}: {run.place}", file=sys.stderr, flush=True)
-        end(1, f"not over after {options.time_budget:.0f} s, in: {run.place}")
-
-    timer = threading.Timer(options.time_budget, give_up)
-    timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(options.time_budget + GRACE, exit=True)
-    where = f"{run.ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, seed {options.seed}"
-    where += f", transport {options.transport}"
-    try:
-        for name in options.only:
-            PARTS[name](run)
-    except SystemExit:
-        end(1, f"FAILED on {where}\n{run.parts[-1].problem}")
-    except BaseException:
-        traceback.print_exc()
-        end(1, f"FAILED on {where}, in {run.place}")
-    wrong = sum(part.wrong for part in run.parts)
-    end(int(wrong > 0), f"{sum(part.calls for part in run.parts)} calls, {wrong} wrong on {where}")
+    parser = runner.part_parser_of(__doc__, 1000, 420.0, list(PARTS))
+    parser.add_argument("--plans", type=int, default=50, help="of the storm")
+    runner.end_of_parts(Run, parser.parse_args(), PARTS, GRACE, on_gpu=True)
 
 
 if __name__ == "__main__":

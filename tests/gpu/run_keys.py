@@ -18,16 +18,12 @@ graphs and times on host ranks.
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import os
 import random
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("COMMDSL_TIMEOUT", "15")
 os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "6G")
 
+import runner
 import torch
-import torch.distributed as dist
-from transports import TRANSPORT_HELP, TRANSPORTS, choose_transport
+from runner import Part
 
 import commdsl
-from benchmarks.report import grid
 from commdsl import ep
 
 KINDS = ("any", "no rows", "some ranks have none", "all to one rank", "all to one key", "most are dropped")
@@ -151,63 +146,16 @@ def summed(case: Case, rank: int, num_keys: int) -> Any:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Part:
-    """A line of the table."""
-
-    name: str
-    what: str
-    calls: int = 0
-    wrong: int = 0  # on any rank
-    seconds: float = 0.0
-    problem: str = ""
-
-
-@dataclass
-class Run:
-    """What every part needs to know."""
-
-    rank: int
-    ranks: int
-    device: torch.device
-    control: Any  # gloo: what ranks tell each other between parts
-    options: argparse.Namespace
-    parts: list[Part] = field(default_factory=list)
-    place: str = ""  # what is under way
-
-    def attempt(self, part: Part, work: Callable[[], int]) -> None:
-        """Does a part on all ranks; `work` returns how many calls were wrong here."""
-        self.place, started, problem, wrong = f"{part.name} {part.what}", time.monotonic(), "", 0
-        try:
-            wrong = work()
-            self.wait()
-        except Exception:
-            problem = traceback.format_exc(limit=-5)
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, (wrong, problem), group=self.control)
-        part.wrong = max(count for count, _ in found)
-        part.problem = next((f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text), "")
-        part.seconds = time.monotonic() - started
-        self.parts.append(part)
-        if self.rank == 0:
-            bad = part.problem or (f"{part.wrong} WRONG" if part.wrong else "ok")
-            print(f"{part.name}: {part.what}: {bad}, {part.seconds:.1f} s", flush=True)
-        if part.problem:
-            raise SystemExit(1)  # ranks may stand at different calls: what follows would say nothing
-
+class Run(runner.Parts):
     def experts(self, shape: Shape, *, check: bool = False, **options: Any) -> Any:
         limits = options.pop("limits", None) or shape.limits(self.ranks)
         return ep.Experts(limits, device=self.device, check=check, params={"E": shape.num_keys}, **options)
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def hold_up(self, dice: random.Random) -> None:
         """Sometimes this rank is late, on the host or on the GPU."""
         if dice.random() < 0.2:
             time.sleep(dice.random() * 0.002)
-        if self.device.type == "cuda" and dice.random() < 0.2:
+        if self.on_gpu and dice.random() < 0.2:
             torch.cuda._sleep(int(dice.random() * 2_000_000))
 
 
@@ -239,7 +187,7 @@ class Judge:
 
 
 def exact(run: Run) -> None:
-    for width, scale in WIDTHS if run.device.type == "cuda" else WIDTHS[:4]:
+    for width, scale in WIDTHS if run.on_gpu else WIDTHS[:4]:
         shapes = [
             Shape(dtype, width // dtype.itemsize, scale, 200, 4, 8 * run.ranks)
             for dtype in DTYPES
@@ -262,7 +210,7 @@ def exact(run: Run) -> None:
 
 
 def sizes(run: Run) -> None:
-    big = run.device.type == "cuda"
+    big = run.on_gpu
     for keys, num_keys in ((1, 64), (4, 256), (8, 1024)):
         shape = Shape(torch.bfloat16, 2048 if big else 64, 32, 2048 if big else 100, keys, num_keys)
 
@@ -320,7 +268,7 @@ def captured(run: Run, shape: Shape, rows: int) -> tuple[Any, Any, Case, tuple[A
 
 
 def graphs(run: Run) -> None:
-    if run.device.type != "cuda":
+    if not run.on_gpu:
         return
     shape, rows, rank = Shape(torch.bfloat16, 256, 16, 200, 4, 16 * run.ranks), 150, run.rank
 
@@ -393,7 +341,7 @@ def faults(run: Run) -> None:
 
 
 def times(run: Run) -> None:
-    if run.device.type != "cuda":
+    if not run.on_gpu:
         return
     for rows, columns in ((128, 2048), (4096, 2048)):
         shape = Shape(torch.bfloat16, columns, 16, rows, 8, 32 * run.ranks)
@@ -423,69 +371,11 @@ def times(run: Run) -> None:
 PARTS = {"exact": exact, "sizes": sizes, "storm": storm, "graphs": graphs, "faults": faults, "times": times}
 
 
-def table(run: Run) -> str:
-    lines = []
-    for part in run.parts:
-        end = "failed" if part.problem else ""
-        lines.append([part.name, part.what, str(part.calls), str(part.wrong), f"{part.seconds:.1f}", end])
-    return grid(["part", "what", "calls", "wrong", "s", ""], lines)
-
-
-def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=300, help="of the storm")
-    parser.add_argument("--replays", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--transport", choices=list(TRANSPORTS), default="peer", help=TRANSPORT_HELP)
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--time-budget", type=float, default=85.0, help="seconds, after which the run is ended")
-    return parser.parse_args(arguments)
-
-
 def main() -> None:
-    options = options_of(sys.argv[1:])
-    choose_transport(options.transport, int(os.environ.get("WORLD_SIZE", "1")))
-    if "RANK" not in os.environ:
-        sys.exit("start it with torchrun: one process per GPU")
-    device = torch.device("cpu")
-    if options.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    run = Run(dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo"), options)
-
-    def end(code: int, why: str) -> None:
-        if run.rank == 0:
-            print(f"\n{why}\n{table(run)}", flush=True)
-        elif code:
-            time.sleep(5)  # torchrun ends all when one has failed: rank 0 prints first
-        sys.stdout.flush()
-        os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
-
-    def give_up() -> None:
-        faulthandler.dump_traceback()
-        print(f"rank {run.rank}: {run.place}", file=sys.stderr, flush=True)
-        end(1, f"not over after {options.time_budget:.0f} s, in: {run.place}")
-
-    timer = threading.Timer(options.time_budget, give_up)
-    timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(options.time_budget + GRACE, exit=True)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "host ranks"
-    where = f"{run.ranks} x {name}, torch {torch.__version__}, seed {options.seed}"
-    try:
-        for part in options.only:
-            PARTS[part](run)
-    except SystemExit:
-        end(1, f"FAILED on {where}\n{run.parts[-1].problem}")
-    except BaseException:
-        traceback.print_exc()
-        end(1, f"FAILED on {where}, in {run.place}")
-    wrong = sum(part.wrong for part in run.parts)
-    end(int(wrong > 0), f"{sum(part.calls for part in run.parts)} calls, {wrong} wrong on {where}")
+    parser = runner.part_parser_of(__doc__, 300, 85.0, list(PARTS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    runner.end_of_parts(Run, options, PARTS, GRACE, on_gpu=options.device == "cuda")
 
 
 if __name__ == "__main__":

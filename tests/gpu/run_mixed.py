@@ -12,23 +12,22 @@ few hundred calls. Exit code 1: a wrong result, an exception, or fewer calls tha
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import math
 import os
 import random
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("COMMDSL_TIMEOUT", "20")
 os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "8G")  # many schedules keep their workspaces side by side
 
+import runner
 import torch
 import torch.distributed as dist
 
@@ -75,15 +74,10 @@ class Call:
 
 
 @dataclass
-class Run:
+class Run(runner.Run):
     """What every part needs to know."""
 
-    rank: int
-    ranks: int
-    device: torch.device
     group: Any
-    control: Any  # gloo: what ranks tell each other when the host looks
-    options: argparse.Namespace
     dice: random.Random  # the same on all ranks
     delays: random.Random  # this rank's own
     ops: dict[Collective, list[Any]]
@@ -91,11 +85,6 @@ class Run:
     wrong: torch.Tensor  # by call; each call adds to its own, so the two streams never meet
     made: list[tuple[Call, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-
-    def everyone(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, value, group=self.control)
-        return found
 
 
 # --- what is called ---------------------------------------------------------------------------------------------------
@@ -282,6 +271,8 @@ def described(run: Run, number: int) -> str:
 
 
 def table(run: Run) -> str:
+    if run.is_hung:
+        return f"{len(run.made)} calls were begun"  # what else there is to say lies on the GPU
     bad = {call.number for call, _ in run.made} & set(run.wrong.nonzero().flatten().tolist())
     lines = []
     for collective in Collective:
@@ -305,10 +296,7 @@ def table(run: Run) -> str:
 
 
 def set_up(options: argparse.Namespace) -> Run:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("gloo")
-    ranks, group = dist.get_world_size(), dist.group.WORLD
+    joined, group = runner.joined(options), dist.group.WORLD
     ops: dict[Collective, list[Any]] = {collective: [] for collective in Collective}
     for candidate in options.candidates:
         ops[candidate.collective].append(_loaded(candidate, group))
@@ -316,17 +304,13 @@ def set_up(options: argparse.Namespace) -> Run:
         if not options.only_candidates or not found:
             found.append(None)
     return Run(
-        rank=dist.get_rank(),
-        ranks=ranks,
-        device=device,
+        *joined,
         group=group,
-        control=dist.new_group(backend="gloo"),
-        options=options,
         dice=random.Random(options.seed),
-        delays=random.Random(f"{options.seed} {dist.get_rank()}"),
+        delays=random.Random(f"{options.seed} {joined[0]}"),
         ops=ops,
         streams=[torch.cuda.Stream(), torch.cuda.Stream()],
-        wrong=torch.zeros(options.calls + 8, dtype=torch.int64, device=device),
+        wrong=torch.zeros(options.calls + 8, dtype=torch.int64, device=joined[2]),
     )
 
 
@@ -336,10 +320,7 @@ def _loaded(candidate: Candidate, group: Any) -> Any:
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--time-budget", type=float, default=170.0, help="seconds")
+    parser = runner.parser_of(__doc__, 10_000, "of all", seconds=170.0)
     parser.add_argument("--unaligned", type=float, default=0.1, help="share of tensors off a 16-byte boundary")
     parser.add_argument("--ordered", action="store_true", help="no call overlaps one of the other stream")
     parser.add_argument("--candidates", nargs="+", default=[], help="as benchmarks/collectives.py takes them; root 0")
@@ -350,40 +331,19 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def work(run: Run) -> tuple[bool, str]:
+    run.place = "calls"
+    for _ in steps(run):
+        if not look(run):
+            break
+    short = len(run.made) < run.options.calls
+    why = f"{len(run.made)} calls on {run.where}{': fewer than asked for' if short else ''}"
+    return not (short or run.problems), "\n".join([why, *run.problems])
+
+
 def main() -> None:
     options = options_of(sys.argv[1:])
-    runs: list[Run] = []
-
-    def end(code: int, why: str) -> None:
-        if runs and runs[0].rank == 0:
-            run = runs[0]
-            print(f"\n{table(run) if 'hung' not in why else ''}")
-            print("\n".join([why, *run.problems]), flush=True)
-        elif code:
-            time.sleep(5)  # torchrun ends all when one has failed: rank 0 prints first
-        sys.stdout.flush()
-        os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
-
-    def give_up() -> None:
-        faulthandler.dump_traceback()
-        end(1, f"hung after {len(runs[0].made) if runs else 0} calls were begun")
-
-    timer = threading.Timer(options.time_budget + GRACE, give_up)
-    timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(options.time_budget + 2 * GRACE, exit=True)
-    try:
-        run = set_up(options)
-        runs.append(run)
-        for _ in steps(run):
-            if not look(run):
-                break
-    except Exception:
-        traceback.print_exc()
-        end(1, "an exception ended the run")
-    short = len(run.made) < options.calls
-    why = f"{len(run.made)} calls on {run.ranks} x {torch.cuda.get_device_name()}, seed {options.seed}"
-    end(int(short or bool(run.problems)), why + (": fewer than asked for" if short else ""))
+    runner.end_of(lambda: set_up(options), work, table, options.time_budget + GRACE, GRACE)
 
 
 if __name__ == "__main__":

@@ -7,30 +7,29 @@ the copy engine; random sizes (0 B to 16 MB, odd ones too) and dtypes; eagerly, 
 once and replayed with inputs that change. Each rank is held up at random, on the GPU inside and outside of visits and
 on the host. What each visit is handed is compared on the GPU with what the other ranks' seeds say, bit for bit; nothing
 but the calls under test communicates. On CPU tensors (`--cpu`, with `torchrun --nproc-per-node 3`) the eager part runs.
-The table comes last in any case. Exit code 1: something wrong, an exception, or fewer calls than asked for.
+The table and the verdict come last in any case. Exit code 1: something wrong, an exception, or fewer calls than asked
+for.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import random
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("COMMDSL_TIMEOUT", "15")
 os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "6G")  # every op keeps its workspaces
 
+import runner
 import torch
-import torch.distributed as dist
 
 import commdsl
 from benchmarks.measure import captured
@@ -57,26 +56,13 @@ class Row:
 
 
 @dataclass
-class Run:
+class Run(runner.Run):
     """This rank's part, and the decisions that all ranks make alike."""
 
-    rank: int
-    ranks: int
-    device: torch.device
     dice: random.Random  # the same on all ranks
     delays: random.Random  # of this rank
-    deadline: float
-    control: Any
+    wrong: torch.Tensor
     rows: dict[tuple[str, str], Row] = field(default_factory=dict)
-    wrong: Any = None
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    def synchronize(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
 
     def delay(self) -> None:
         """On the GPU; now and then on the host as well."""
@@ -84,11 +70,6 @@ class Run:
             torch.cuda._sleep(CYCLES_PER_MICROSECOND * self.delays.choice((0, 0, 0, 5, 50, 400)))
         if self.delays.random() < 0.05 and not (self.on_gpu and torch.cuda.is_current_stream_capturing()):
             time.sleep(0.002 * self.delays.random())
-
-    def everyone(self, value: object) -> list[Any]:
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, value, group=self.control)
-        return found
 
 
 def block(run: Run, rank: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -165,7 +146,7 @@ def one_call(run: Run, name: str, op: Any, row: Row, seed: int) -> None:
             with torch.cuda.stream(stream):
                 made.call()
             torch.cuda.current_stream().wait_stream(stream)
-        run.synchronize()
+        run.wait()
         return
     graph = captured(made.call, 1, before=1)  # which sets up
     for turn in range(REPLAYS):
@@ -173,16 +154,16 @@ def one_call(run: Run, name: str, op: Any, row: Row, seed: int) -> None:
         run.delay()
         graph.replay()
         row.captured += 1
-    run.synchronize()
+    run.wait()
     graph.reset()
 
 
 def calls(run: Run, name: str, tune: str, count: int) -> None:
     """All calls of one op; what goes wrong on any rank ends it on all."""
-    row = run.rows.setdefault((name, tune), Row())
+    run.place, row = f"{name}, {tune}", run.rows.setdefault((name, tune), Row())
     op = commdsl.load(name, tune=TUNES[tune], ranks=run.ranks)
     for number in range(count):
-        if any(run.everyone(time.monotonic() > run.deadline)):
+        if any(run.everyone(time.monotonic() > run.options.deadline)):
             row.problem = row.problem or "no time left"
             return
         problem, before = "", int(run.wrong.item())
@@ -218,7 +199,7 @@ def raising(run: Run) -> str:
         raised = False
     except KeyError:
         raised = True
-    run.synchronize()
+    run.wait()
     whole = run.rank == 0 or [int(one[0]) for one in seen] == [(run.rank - n) % run.ranks for n in range(run.ranks)]
     seen.clear()
     op.visit(mine, lambda number, kv: seen.append(kv.clone()))
@@ -235,72 +216,31 @@ def table(run: Run) -> str:
 
 
 def set_up(options: argparse.Namespace) -> Run:
-    device = torch.device("cpu")
-    if not options.cpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo")
-    ranks = dist.get_world_size()
-    run = Run(
-        rank=dist.get_rank(),
-        ranks=ranks,
-        device=device,
+    joined = runner.joined(options, on_gpu=not options.cpu)
+    return Run(
+        *joined,
         dice=random.Random(options.seed),
-        delays=random.Random(f"{options.seed} {dist.get_rank()}"),
-        deadline=options.deadline,
-        control=dist.new_group(backend="gloo"),
+        delays=random.Random(f"{options.seed} {joined[0]}"),
+        wrong=torch.zeros((), dtype=torch.int64, device=joined[2]),
     )
-    run.wrong = torch.zeros((), dtype=torch.int64, device=device)
-    return run
 
 
-def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=10, help="of each schedule in each way")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--time-budget", type=float, default=70.0, help="seconds")
-    parser.add_argument("--cpu", action="store_true")
-    options = parser.parse_args(arguments)
-    options.deadline = time.monotonic() + options.time_budget
-    return options
+def work(run: Run) -> tuple[bool, str]:
+    names = [name for name in NAMES if name != "rotation_hamilton" or run.ranks not in (4, 6)]
+    for tune in TUNES:
+        for name in names:
+            calls(run, name, tune, run.options.calls)
+    run.rows["a function that raises", ""] = Row(calls=1, problem=raising(run))
+    failed = any(run.everyone(any(row.wrong or row.problem for row in run.rows.values())))
+    return not failed, f"{'WRONG' if failed else 'right'} on {run.where}"
 
 
 def main() -> None:
-    options = options_of(sys.argv[1:])
-    runs: list[Run] = []
-
-    def end(code: int, why: str) -> None:
-        if runs and runs[0].rank == 0:
-            print(f"\n{why}\n{table(runs[0])}", flush=True)
-        elif code:
-            time.sleep(4)  # torchrun ends all when one has failed: rank 0 prints first
-        sys.stdout.flush()
-        os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
-
-    def give_up() -> None:
-        faulthandler.dump_traceback()
-        end(1, "hung")
-
-    timer = threading.Timer(options.time_budget + GRACE, give_up)
-    timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(options.time_budget + 2 * GRACE, exit=True)
-    try:
-        run = set_up(options)
-        runs.append(run)
-        names = [name for name in NAMES if name != "rotation_hamilton" or run.ranks not in (4, 6)]
-        for tune in TUNES:
-            for name in names:
-                calls(run, name, tune, options.calls)
-        problem = raising(run)
-        run.rows["a function that raises", ""] = Row(calls=1, problem=problem)
-    except Exception:
-        traceback.print_exc()
-        end(1, "an exception ended the run")
-    bad = [row for row in run.rows.values() if row.wrong or row.problem]
-    failed = any(run.everyone(bool(bad)))
-    where = torch.cuda.get_device_name() if run.on_gpu else "processors"
-    end(int(failed), f"{'WRONG' if failed else 'right'} on {run.ranks} x {where}, seed {options.seed}")
+    parser = runner.parser_of(__doc__, 10, "of each schedule in each way", seconds=70.0)
+    parser.add_argument("--cpu", action="store_true")
+    options = parser.parse_args()
+    options.deadline = time.monotonic() + options.time_budget
+    runner.end_of(lambda: set_up(options), work, table, options.time_budget + GRACE, GRACE)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,206 @@
+"""Turns what a runner does on this rank into its end: the table and the verdict last, an exit code, and no hang.
+
+Assumes torchrun, with this folder, tests/ and the checkout on the path. Does not know what is called, nor what is
+right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from transports import TRANSPORT_HELP, TRANSPORTS, choose_transport
+
+from benchmarks.report import grid
+
+
+@dataclass
+class Run:
+    """What all that a rank does needs to know."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    control: Any  # gloo: what ranks tell each other
+    options: argparse.Namespace
+    place: str = field(default="set-up", kw_only=True)  # what is under way
+    is_hung: bool = field(default=False, kw_only=True)  # the GPU is not asked any more
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def where(self) -> str:
+        device = torch.cuda.get_device_name() if self.on_gpu else "processors"
+        return f"{self.ranks} x {device}, torch {torch.__version__}, seed {self.options.seed}"
+
+    def everyone(self, value: object) -> list[Any]:
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
+    def wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+
+R = TypeVar("R", bound=Run)
+
+
+def parser_of(doc: str | None, calls: int, of: str, seconds: float) -> argparse.ArgumentParser:
+    """What every runner is told."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=calls, help=of)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--time-budget", type=float, default=seconds, help="seconds")
+    return parser
+
+
+def joined(
+    options: argparse.Namespace, *, on_gpu: bool = True, backend: str = "gloo"
+) -> tuple[int, int, torch.device, Any, argparse.Namespace]:
+    """What a Run begins with, once this rank has met the others."""
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, device_id=device if "nccl" in backend else None)
+    return dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo"), options
+
+
+def end_of(
+    make: Callable[[], R],
+    work: Callable[[R], tuple[bool, str]],
+    table: Callable[[R], str],
+    seconds: float,
+    grace: float,
+) -> NoReturn:
+    """Ends this process, after so many seconds at the latest. `work` says whether all was right, and in words what was
+    done; rank 0 prints them behind the table.
+    """
+    if "RANK" not in os.environ:
+        sys.exit("start it with torchrun: one process per GPU")
+    runs: list[R] = []
+
+    def end(code: int, why: str) -> NoReturn:
+        if runs and runs[0].rank == 0:
+            print(f"\n{table(runs[0])}\n{why}", flush=True)
+        elif code:
+            time.sleep(5)  # torchrun ends all when one has failed: rank 0 prints first
+        sys.stdout.flush()
+        os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
+
+    def give_up() -> None:
+        faulthandler.dump_traceback()
+        place = runs[0].place if runs else "set-up"
+        for run in runs:
+            run.is_hung = True
+            print(f"rank {run.rank}: {place}", file=sys.stderr, flush=True)
+        end(1, f"not over after {seconds:.0f} s, in: {place}")
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(seconds + grace, exit=True)
+    try:
+        runs.append(make())
+        is_right, why = work(runs[0])
+    except PartFailedError as error:
+        end(1, f"FAILED on {runs[0].where}\n{error}")
+    except BaseException:
+        traceback.print_exc()
+        end(1, f"an exception ended the run, in: {runs[0].place if runs else 'set-up'}")
+    end(int(not is_right), why)
+
+
+# --- runs of parts ----------------------------------------------------------------------------------------------------
+
+
+class PartFailedError(Exception):
+    """Ranks may stand at different calls: what follows would say nothing."""
+
+
+@dataclass
+class Part:
+    """A line of the table."""
+
+    name: str
+    what: str
+    calls: int = 0
+    wrong: int = 0  # on any rank
+    seconds: float = 0.0
+    problem: str = ""
+
+
+@dataclass
+class Parts(Run):
+    """A run of one part after another."""
+
+    parts: list[Part] = field(default_factory=list, kw_only=True)
+
+    def attempt(self, part: Part, work: Callable[[], int]) -> None:
+        """Does a part on all ranks; `work` returns how many calls were wrong here."""
+        self.place, started, problem, wrong = f"{part.name} {part.what}", time.monotonic(), "", 0
+        try:
+            wrong = work()
+            self.wait()
+        except Exception:
+            problem = traceback.format_exc(limit=-5)
+        found = self.everyone((wrong, problem))
+        part.wrong = max(count for count, _ in found)
+        part.problem = next((f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text), "")
+        part.seconds = time.monotonic() - started
+        self.parts.append(part)
+        if self.rank == 0:
+            bad = part.problem or (f"{part.wrong} WRONG" if part.wrong else "ok")
+            print(f"{part.name}: {part.what}: {bad}, {part.seconds:.1f} s", flush=True)
+        if part.problem:
+            raise PartFailedError(part.problem)
+
+
+P = TypeVar("P", bound=Parts)
+
+
+def part_parser_of(doc: str | None, calls: int, seconds: float, parts: Sequence[str]) -> argparse.ArgumentParser:
+    parser = parser_of(doc, calls, "of the storm", seconds)
+    parser.add_argument("--replays", type=int, default=60)
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--transport", choices=list(TRANSPORTS), default="peer", help=TRANSPORT_HELP)
+    return parser
+
+
+def end_of_parts(
+    kind: type[P], options: argparse.Namespace, parts: Mapping[str, Callable[[P], None]], grace: float, *, on_gpu: bool
+) -> NoReturn:
+    """Does the parts that the options name, on GPUs with NCCL beside gloo."""
+
+    def make() -> P:
+        choose_transport(options.transport, int(os.environ["WORLD_SIZE"]))
+        return kind(*joined(options, on_gpu=on_gpu, backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo"))
+
+    def work(run: P) -> tuple[bool, str]:
+        for name in options.only:
+            parts[name](run)
+        calls, wrong = sum(part.calls for part in run.parts), sum(part.wrong for part in run.parts)
+        return not wrong, f"{calls} calls, {wrong} wrong on {run.where}, transport {options.transport}"
+
+    end_of(make, work, _table, options.time_budget, grace)
+
+
+def _table(run: Parts) -> str:
+    lines = []
+    for part in run.parts:
+        end = "failed" if part.problem else ""
+        lines.append([part.name, part.what, str(part.calls), str(part.wrong), f"{part.seconds:.1f}", end])
+    return grid(["part", "what", "calls", "wrong", "s", ""], lines)

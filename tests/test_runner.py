@@ -1,0 +1,92 @@
+"""How a run on GPUs ends, whatever becomes of it: the verdict last, on rank 0 alone, and an exit code that says it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[1]
+
+PROGRAM = """
+import argparse, os, sys, time
+import runner, torch
+
+def run(rank, outcome):
+    def make():
+        if outcome == "no group":
+            raise OSError("nobody there")
+        return runner.Parts(rank, 2, torch.device("cpu"), None, argparse.Namespace(seed=1))
+
+    def work(one):
+        one.place = "part 3"
+        if outcome == "failed":
+            raise runner.PartFailedError("rank 1: late")
+        if outcome == "raised":
+            raise KeyError("mine")
+        if outcome == "hung":
+            time.sleep(60)
+        return outcome == "right", "8 calls"
+
+    runner.end_of(make, work, lambda one: "asked" if one.is_hung else "table", 1.0, 20.0)
+
+time.sleep = lambda seconds, sleep=time.sleep: sleep(seconds if seconds > 5 else 0)
+for outcome in ("right", "wrong", "failed", "raised", "no group", "hung"):
+    for rank in (0, 1):
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            run(rank, outcome)
+        print(f"{outcome}, rank {rank}: {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
+"""
+
+WANTED = """
+table
+8 calls
+right, rank 0: 0
+right, rank 1: 0
+
+table
+8 calls
+wrong, rank 0: 1
+wrong, rank 1: 1
+
+table
+FAILED on 2 x processors, torch VERSION, seed 1
+rank 1: late
+failed, rank 0: 1
+failed, rank 1: 1
+
+table
+an exception ended the run, in: part 3
+raised, rank 0: 1
+raised, rank 1: 1
+no group, rank 0: 1
+no group, rank 1: 1
+
+asked
+not over after 1 s, in: part 3
+hung, rank 0: 1
+hung, rank 1: 1
+"""
+
+
+def test_every_end_is_told() -> None:
+    """Right, wrong, failed, raised, without a group, hung: the last words of rank 0, and both ranks' exit codes."""
+    import torch
+
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "gpu")))
+    environment = {**os.environ, "PYTHONPATH": path, "RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert done.stdout == WANTED.replace("VERSION", torch.__version__)
+    assert done.stderr.count("KeyError: 'mine'") == 2
+    assert done.stderr.count("OSError: nobody there") == 2
+    assert "rank 1: part 3" in done.stderr
