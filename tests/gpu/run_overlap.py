@@ -5,31 +5,29 @@
 Random sizes (0 to 16 MB a tensor, odd ones too) and dtypes, one task and two in a row, on two streams, with async_op,
 eagerly and in replayed graphs; each rank held up at random, on the GPU and on the host. Each rank computes by itself
 what every rank gives, adds it up in float64 and compares: sums of floats within a rounding a rank, whole numbers
-exactly. Exit code 1: a wrong result, an exception, or fewer calls than asked for within the time. The table comes last.
+exactly. Exit code 1: a wrong result, an exception, or fewer calls than asked for within the time. The verdict comes
+last.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import random
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("COMMDSL_TIMEOUT", "15")
 os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "2G")
 
+import runner
 import torch
-import torch.distributed as dist
 
 import commdsl
 from benchmarks.ahead import Job, build_ahead
@@ -57,6 +55,7 @@ ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
 MOST = 21  # elements of a block, as a power of two
 CYCLES = 1_000_000  # held up for at most so many
+GRACE = 12.0
 
 
 class WrongResultError(Exception):
@@ -81,19 +80,16 @@ def computed(a: torch.Tensor, b: torch.Tensor, tasks: int) -> torch.Tensor:
     return c if tasks == 1 else (c.to(wide) * b.to(wide)).to(a.dtype)
 
 
-class Run:
-    def __init__(self, seed: int) -> None:
-        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(self.device)
-        dist.init_process_group("gloo")
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.dice = random.Random(seed)  # the same on all ranks
-        self.delays = random.Random(f"{seed} {self.rank}")
+class Run(runner.Run):
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(*runner.joined(options))
+        self.dice = random.Random(options.seed)  # the same on all ranks
+        self.delays = random.Random(f"{options.seed} {self.rank}")
         self.streams = [torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)]
         self.made: Counter[str] = Counter()
         folder = Path(tempfile.mkdtemp(prefix="commdsl-overlap-"))
         (folder / "two_tasks.comm").write_text(TWO, encoding="utf-8")
-        if self.device.type == "cuda":
+        if self.on_gpu:
             self.build_ahead(folder / "two_tasks.comm")
         self.ops = {
             1: [commdsl.load("add_reduce_scatter"), commdsl.load("add_reduce_scatter", tune={"tile": 4096})],
@@ -189,59 +185,26 @@ class Run:
         return result
 
 
+def table(run: Run) -> str:
+    return "\n".join(f"{name:<10}{count:>6}" for name, count in sorted(run.made.items()))
+
+
+def work(run: Run) -> tuple[bool, str]:
+    start, done, wanted = time.monotonic(), 0, run.options.calls
+    for done in range(wanted + 1):
+        late = done % 10 == 0 and run.everyone(time.monotonic() - start > run.options.time_budget)[0]
+        if done == wanted or late:  # rank 0's clock decides for all
+            break
+        run.place = f"call {done}"
+        run.call(done)
+    short = done < wanted
+    why = f"{done} calls of {wanted} on {run.where} in {time.monotonic() - start:.0f} s"
+    return not short, f"{why}{': fewer than asked for' if short else ', all right'}"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--time-budget", type=float, default=80.0, help="seconds")
-    options = parser.parse_args()
-    if "RANK" not in os.environ:
-        sys.exit("start it with torchrun: one process per GPU")
-    runs: list[Run] = []
-
-    def end(code: int, why: str) -> None:
-        if not runs or runs[0].rank == 0:
-            made = runs[0].made if runs else Counter[str]()
-            print("\n" + "\n".join(f"{name:<10}{count:>6}" for name, count in sorted(made.items())))
-            print(why, flush=True)
-        elif code:
-            time.sleep(3)  # torchrun ends all when one has failed: rank 0 prints first
-        sys.stdout.flush()
-        os._exit(code)  # NVSHMEM's own end is collective: it must not wait for a rank that failed
-
-    watch(options.time_budget + 12, lambda: end(1, "hung"))
-    start, done = time.monotonic(), 0
-    try:
-        run = Run(options.seed)
-        runs.append(run)
-        for done in range(options.calls + 1):
-            late = [False]
-            if done % 10 == 0:  # rank 0's clock decides for all
-                late = [time.monotonic() - start > options.time_budget]
-                dist.broadcast_object_list(late)
-            if done == options.calls or late[0]:
-                break
-            run.call(done)
-    except BaseException:
-        traceback.print_exc()
-        end(1, f"FAILED in call {done}")
-    short = done < options.calls
-    where, seconds = f"{run.ranks} x {torch.cuda.get_device_name()}", time.monotonic() - start
-    why = f"{done} calls of {options.calls} on {where} in {seconds:.0f} s"
-    end(int(short), f"{why}{': fewer than asked for' if short else ', all right'}")
-
-
-def watch(seconds: float, give_up: Callable[[], None]) -> None:
-    """Ends a run that hangs, with the stacks of all threads."""
-
-    def stop() -> None:
-        faulthandler.dump_traceback()
-        give_up()
-
-    timer = threading.Timer(seconds, stop)
-    timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(seconds + 8, exit=True)
+    options = runner.parser_of(__doc__, 200, "of all", seconds=80.0).parse_args()
+    runner.end_of(lambda: Run(options), work, table, options.time_budget + GRACE, GRACE)
 
 
 if __name__ == "__main__":
