@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from commdsl import attention as attention
     from commdsl import dispatch as dispatch
     from commdsl import ep as ep
     from commdsl.dispatch.errors import MetadataError as MetadataError
@@ -89,6 +90,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_",
     "all_to_all",
+    "attention",
     "broadcast",
     "check",
     "choice",
@@ -160,7 +162,7 @@ def __getattr__(name: str) -> object:
                 raise
             message = f"commdsl.{name} needs torch, which is not installed: pip install 'commdsl[torch]'"
             raise ModuleNotFoundError(message, name="torch") from None
-    elif name in ("dispatch", "ep"):
+    elif name in ("attention", "dispatch", "ep"):
         found = import_module(f"commdsl.{name}")
     elif name == "__version__":
         from commdsl.machine.resources import version  # as above: who does not ask does not wait
