@@ -3,6 +3,7 @@
 Importing this imports nothing else; each name below loads what it needs when it is first used.
 
     placement     document lengths -> which tokens a rank has
+    hamilton      a number of ranks -> cycles, and the tables of who sends what
     sequence      a whole sequence <-> the rows of a rank, and their positions
 """
 
@@ -12,6 +13,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from commdsl.attention.hamilton import calculate_in_mapping_circle as calculate_in_mapping_circle
+    from commdsl.attention.hamilton import calculate_inter_node_mapping as calculate_inter_node_mapping
+    from commdsl.attention.hamilton import (
+        calculate_intra_node_in_mapping_two_nodes as calculate_intra_node_in_mapping_two_nodes,
+    )
+    from commdsl.attention.hamilton import (
+        calculate_intra_node_out_mapping_two_nodes as calculate_intra_node_out_mapping_two_nodes,
+    )
+    from commdsl.attention.hamilton import calculate_out_mapping_circle as calculate_out_mapping_circle
+    from commdsl.attention.hamilton import calculate_source_rank_per_iter as calculate_source_rank_per_iter
+    from commdsl.attention.hamilton import gen_hamilton_circle as gen_hamilton_circle
+    from commdsl.attention.hamilton import gen_hamilton_circle_two_nodes as gen_hamilton_circle_two_nodes
+    from commdsl.attention.hamilton import gen_hamilton_path_local as gen_hamilton_path_local
     from commdsl.attention.placement import Placement as Placement
     from commdsl.attention.placement import Run as Run
     from commdsl.attention.placement import contiguous as contiguous
@@ -23,7 +37,16 @@ if TYPE_CHECKING:
 __all__ = [
     "Placement",
     "Run",
+    "calculate_in_mapping_circle",
+    "calculate_inter_node_mapping",
+    "calculate_intra_node_in_mapping_two_nodes",
+    "calculate_intra_node_out_mapping_two_nodes",
+    "calculate_out_mapping_circle",
+    "calculate_source_rank_per_iter",
     "contiguous",
+    "gen_hamilton_circle",
+    "gen_hamilton_circle_two_nodes",
+    "gen_hamilton_path_local",
     "positions",
     "shard_sequence",
     "unshard_sequence",
@@ -33,7 +56,16 @@ __all__ = [
 _HOME = {
     "Placement": "placement",
     "Run": "placement",
+    "calculate_in_mapping_circle": "hamilton",
+    "calculate_inter_node_mapping": "hamilton",
+    "calculate_intra_node_in_mapping_two_nodes": "hamilton",
+    "calculate_intra_node_out_mapping_two_nodes": "hamilton",
+    "calculate_out_mapping_circle": "hamilton",
+    "calculate_source_rank_per_iter": "hamilton",
     "contiguous": "placement",
+    "gen_hamilton_circle": "hamilton",
+    "gen_hamilton_circle_two_nodes": "hamilton",
+    "gen_hamilton_path_local": "hamilton",
     "positions": "sequence",
     "shard_sequence": "sequence",
     "unshard_sequence": "sequence",
