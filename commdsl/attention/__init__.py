@@ -4,6 +4,8 @@ Importing this imports nothing else; each name below loads what it needs when it
 
     placement     document lengths -> which tokens a rank has
     hamilton      a number of ranks -> cycles, and the tables of who sends what
+    masks         which tokens see which -> few calls of a kernel
+    merge         partial results -> the whole
     sequence      a whole sequence <-> the rows of a rank, and their positions
 """
 

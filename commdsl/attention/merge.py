@@ -1,0 +1,75 @@
+"""Turns partial results of attention, each over some of the keys, into what attention over all of them gives.
+
+Assumes rows of queries first, as kernels return them: outputs of (rows, heads, dim), and natural log-sum-exps of
+(heads, rows) in float32, or float64 where the outputs are. Does not know which keys a partial is over: that no key is
+counted twice is for the calls to say (`masks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+AT_ONCE = 8
+"""So many partials are kept, and merged in one pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Attention of some rows of queries over some keys: `out` (rows, heads, dim), `lse` (heads, rows)."""
+
+    rows: slice
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def merged(partials: Sequence[Partial], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs (rows, heads, dim) of that dtype, rounded once, and log-sum-exps (heads, rows).
+
+    Rows without a partial are zeros, and their log-sum-exp is -inf.
+    """
+    first = partials[0]
+    if len(partials) == 1 and first.out.shape[0] == rows and first.out.dtype == dtype:
+        return first.out, first.lse
+    return _merged(partials, rows, dtype)
+
+
+def _merged(partials: Sequence[Partial], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    first = partials[0]
+    heads, dim = first.out.shape[1:]
+    most = first.lse.new_full((heads, rows), -torch.inf)
+    for one in partials:
+        part = most[:, one.rows]
+        torch.maximum(part, one.lse, out=part)
+    most.masked_fill_(most == -torch.inf, 0.0)
+    total, out = torch.zeros_like(most), first.lse.new_zeros((rows, heads, dim))
+    for one in partials:
+        weight = torch.exp(one.lse - most[:, one.rows])
+        total[:, one.rows] += weight
+        out[one.rows].addcmul_(one.out.to(out.dtype), weight.T.unsqueeze(-1))
+    out /= torch.where(total == 0, 1.0, total).T.unsqueeze(-1)
+    return out.to(dtype), most + total.log()
+
+
+class Merging:
+    """Partials as they come, no more of them kept than are merged in one pass."""
+
+    def __init__(self, rows: int, dtype: torch.dtype) -> None:
+        self._rows = rows
+        self._dtype = dtype
+        self._partials: list[Partial] = []
+
+    def add(self, partial: Partial) -> None:
+        if len(self._partials) == AT_ONCE:
+            out, lse = merged(self._partials, self._rows, partial.lse.dtype)
+            self._partials = [Partial(slice(0, self._rows), out, lse)]
+        self._partials.append(partial)
+
+    def result(self, like: torch.Tensor, lse_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `merged`; where there is no partial at all, of the shape of these queries, (rows, heads, dim)."""
+        if self._partials:
+            return merged(self._partials, self._rows, self._dtype)
+        lse = like.new_full((like.shape[1], like.shape[0]), -torch.inf, dtype=lse_dtype)
+        return like.new_zeros(like.shape, dtype=self._dtype), lse
