@@ -20,7 +20,7 @@ from commdsl.language.records import dataclass
 Sums = NDArray[np.uint64]
 Totals = NDArray[np.int64]
 
-EXACT_CELLS = 1 << 20
+EXACT_CELLS = 1 << 16
 """Up to so many (location, initial chunk) pairs are counted exactly."""
 
 MANY = np.int64(1) << 31

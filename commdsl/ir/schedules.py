@@ -42,7 +42,7 @@ class Buffer:
 class CycleSet:
     """Directed Hamiltonian cycles over the ranks: int32 (num_cycles, num_ranks), each row in visiting order.
 
-    `closed` is False for `paths`: rows are paths over one node's GPUs, without an arc from last to first.
+    `closed` is False for `paths(m)`: rows are paths over one node's GPUs, without an arc from last to first.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Makes sets of cycles: the ring, Hamilton decompositions, and the paths through a node.
+"""Makes sets of cycles: the ring, Hamilton decompositions, the paths through a node, and cycles through several nodes.
 
 Turns a rank count into int32 arrays, one row a cycle, in visiting order; the same on any machine. Assumes every pair of
 ranks is joined. Does not prove them Hamiltonian and arc-disjoint; `checks` does, for these and for literal ones.
@@ -40,6 +40,41 @@ def paths(m: int) -> Ranks:
     if m < 2 or m % 2:
         raise NoDecompositionError(f"paths need an even number of GPUs, got {m}")
     return (_zigzag(m)[None, :] + np.arange(m, dtype=np.int32)[:, None]) % np.int32(m)
+
+
+def through_nodes(m: int, u: int) -> Ranks:
+    """m cycles through u nodes of m GPUs: each goes through all GPUs of a node by one of its `paths`, then on to the
+    next. Together they use every arc within the nodes and, of each GPU, one arc out to the next node and one in from
+    the one before.
+
+    Between nodes they go from a GPU to that of the same index, along a rail; only for an odd number of nodes and
+    m % 4 == 2, where that cannot be, they come home to another index.
+    """
+    if u < 2:
+        raise NoDecompositionError(f"cycles through nodes need two nodes, got {u}: in one, `hamilton` has cycles")
+    names = _namings(m, u)
+    inside = paths(m)
+    rows = np.empty((m, u, m), np.int32)
+    start: Ranks = np.arange(m, dtype=np.int32)  # where each cycle comes into a node
+    for node, name in enumerate(names):
+        which = np.argsort(name)[start]
+        rows[:, node] = name[inside[which]] + node * m
+        start = rows[:, node, -1] % np.int32(m)
+    return rows.reshape(m, u * m)
+
+
+def _namings(m: int, u: int) -> list[Ranks]:
+    """How each node names its GPUs for `paths`, which lead from a GPU to that with m / 2 added: so in a node all paths
+    swap the GPUs of pairs. Two nodes of the same pairs undo each other; of three, the pairs are those of the three
+    swaps that undo each other, as x ^ 1, x ^ 2 and x ^ 3 do.
+    """
+    own = np.arange(m, dtype=np.int32)
+    if u % 2 == 0 or m % 4:
+        return [own] * u
+    half = m // 2
+    neighbours = (own % half * 2 + own // half).astype(np.int32)  # pairs x, x ^ 1
+    both = np.where(own < half, own, half + ((own - half) ^ 1)).astype(np.int32)  # pairs x, (x ^ 1) + m / 2
+    return [own, neighbours, both, *[own] * (u - 3)]
 
 
 def hamilton(n: int) -> Ranks:

@@ -11,7 +11,7 @@ from commdsl.ir.resolve.evaluate import Evaluator, Scope
 from commdsl.ir.resolve.faults import Faults, Poisoned
 from commdsl.ir.schedules import CycleSet, Ints
 from commdsl.language import syntax as syn
-from commdsl.machine.cycles import NoDecompositionError, hamilton, paths, ring
+from commdsl.machine.cycles import NoDecompositionError, hamilton, paths, ring, through_nodes
 
 MOST_RANKS = 2**15
 DIRECT = (
@@ -35,24 +35,26 @@ def cycle_set(decl: syn.CyclesDecl, evaluator: Evaluator, scope: Scope, ranks: i
         case syn.CycleGenerator(generator, arguments):
             numbers = [evaluator.constant(argument, scope) for argument in arguments]
             try:
-                orders = _generated(generator.text, numbers[0] if numbers else ranks)
+                orders = _generated(generator.text, *(numbers or [ranks]))
             except NoDecompositionError as error:
                 help = DIRECT if generator.text == "hamilton" else ""
                 faults.fail(
                     "C404", f"`{generator.text}` has no cycles for this number", decl.value.span, str(error), help=help
                 )
-            return CycleSet(name, orders, closed=generator.text != "paths", span=decl.span)
+            is_open = generator.text == "paths" and len(numbers) == 1
+            return CycleSet(name, orders, closed=not is_open, span=decl.span)
 
 
-def _generated(generator: str, number: int) -> Ints:
-    if not 1 <= number <= MOST_RANKS:
-        raise NoDecompositionError(f"expected 1 to {MOST_RANKS} ranks, got {number}")
+def _generated(generator: str, number: int, nodes: int | None = None) -> Ints:
+    ranks = number * (1 if nodes is None else nodes)
+    if not 1 <= ranks <= MOST_RANKS:
+        raise NoDecompositionError(f"expected 1 to {MOST_RANKS} ranks, got {ranks}")
     match generator:
         case "ring":
             return ring(number)
         case "hamilton":
             return hamilton(number)
         case "paths":
-            return paths(number)
+            return paths(number) if nodes is None else through_nodes(number, nodes)
         case _:
             raise Poisoned

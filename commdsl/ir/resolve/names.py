@@ -24,7 +24,7 @@ COLLECTIVES = (
     "permutation", "rotation",
 )  # fmt: skip
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-GENERATORS = {"ring": (0, 1), "hamilton": (1, 1), "paths": (1, 1)}  # least and most arguments
+GENERATORS = {"ring": (0, 1), "hamilton": (1, 1), "paths": (1, 2)}  # least and most arguments
 
 
 @dataclass(frozen=True, slots=True)
