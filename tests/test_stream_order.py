@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from commdsl.runtime import device  # noqa: E402
+from commdsl.runtime.binding import Gpu  # noqa: E402
 from commdsl.runtime.errors import CaptureError  # noqa: E402
 from commdsl.runtime.stream_order import MARKED_CALLS, StreamOrder  # noqa: E402
 
@@ -31,7 +32,7 @@ class Calls:
         workspace: Any = SimpleNamespace()
         kernel: Any = SimpleNamespace(launch=lambda _, stream: self.gpu.note(stream))
         prepared: Any = SimpleNamespace(point=lambda *_: None)
-        self._start = device.DeviceStart(device._Gpu(0), self.order, workspace, kernel, prepared)
+        self._start = device.DeviceStart(Gpu(0), self.order, workspace, kernel, prepared)
 
     def _record(self, original: Any) -> Any:
         def record(event: Event, stream: Stream) -> None:

@@ -2,7 +2,8 @@
 
 Assumes rows of queries first, as kernels return them: outputs of (rows, heads, dim), and natural log-sum-exps of
 (heads, rows) in float32, or float64 where the outputs are. Does not know which keys a partial is over: that no key is
-counted twice is for the calls to say (`masks`).
+counted twice is for the calls to say (`masks`). On a GPU one kernel does it (`runtime.merging`), and it allocates only
+what it returns.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
+from commdsl.runtime import merging
+
 AT_ONCE = 8
 """So many partials are kept, and merged in one pass."""
+
+ON_GPU = (torch.bfloat16, torch.float16, torch.float32)
+"""What the kernel merges; the rest, as on the processor, by torch's operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,20 @@ def merged(partials: Sequence[Partial], rows: int, dtype: torch.dtype) -> tuple[
     first = partials[0]
     if len(partials) == 1 and first.out.shape[0] == rows and first.out.dtype == dtype:
         return first.out, first.lse
+    if first.out.is_cuda and all(one.out.dtype in ON_GPU for one in partials):
+        return by_kernel(partials, rows, dtype)
     return _merged(partials, rows, dtype)
+
+
+def by_kernel(partials: Sequence[Partial], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `merged`, by one launch on the current stream. A first partial that is float32 may come of others."""
+    first = partials[0]
+    parts = [merging.Part(one.rows.start, one.out[:, None], one.lse[None]) for one in partials]
+    running = parts.pop(0) if first.out.dtype == torch.float32 != partials[-1].out.dtype else None
+    out = first.out.new_empty((rows, *first.out.shape[1:]), dtype=dtype)
+    lse = first.lse.new_empty((first.lse.shape[0], rows))
+    merging.merge(parts, running, out[:, None], lse[None])
+    return out, lse
 
 
 def _merged(partials: Sequence[Partial], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from commdsl.program.desk import desk_bytes, notice_bytes
 from commdsl.program.memory import Transport
 from commdsl.program.moves import Protocol
 from commdsl.program.sizes import device_launch
+from commdsl.runtime.binding import Gpu
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, World
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.desk import Notice
@@ -51,7 +52,7 @@ class DeviceCommunicator(Communicator):
         self.side_stream = torch.cuda.Stream(self.index)  # calls with async_op=True
         # What travels while the caller computes: its few blocks are not to wait for those of the caller's kernels.
         self._beside = torch.cuda.Stream(self.index, priority=-1)
-        self._gpu = _Gpu(self.index)
+        self._gpu = Gpu(self.index)
         self._check_members(str(properties.uuid))
         # One for all ops: two kernels at once that both wait for peers could fill the SMs of two ranks crosswise.
         self.order: StreamOrder = StreamOrder(torch, _capture_id)
@@ -135,38 +136,12 @@ class DeviceCommunicator(Communicator):
         torch.cuda.synchronize(self.index)
 
 
-class _Gpu:
-    """What a launch asks of the driver and of torch, each with one call."""
-
-    def __init__(self, index: int) -> None:
-        try:
-            import cuda.bindings  # noqa: F401 - missed here, before anything collective
-            import cupy  # where there is a GPU
-        except ImportError as error:
-            raise DeviceError(f"GPUs need `pip install 'commdsl[cuda]'`: {error}") from error
-
-        self.index = index
-        self.capturing = torch.cuda.is_current_stream_capturing
-        self.current_context = cupy.cuda.driver.ctxGetCurrent
-        # Under torch.cuda.current_stream, which makes an object of the handle.
-        self.stream_handle = torch._C._cuda_getCurrentRawStream
-        self._set_context = cupy.cuda.driver.ctxSetCurrent
-        with torch.cuda.device(index):
-            torch.cuda.synchronize(index)  # the first call of a thread to the runtime binds the device's context
-            self.context = self.current_context()
-
-    def bind(self) -> None:
-        """Inside `torch.cuda.device(index)`: a thread new to CUDA has the device, but no context yet."""
-        if self.current_context() != self.context:
-            self._set_context(self.context)
-
-
 class DeviceStart:
     """Starts calls on torch's current stream of one GPU, whichever device and thread it is called from."""
 
     __slots__ = ("_gpu", "_kernel", "_order", "_prepared", "workspace")
 
-    def __init__(self, gpu: _Gpu, order: StreamOrder, workspace: Workspace, kernel: Kernel, prepared: Prepared) -> None:
+    def __init__(self, gpu: Gpu, order: StreamOrder, workspace: Workspace, kernel: Kernel, prepared: Prepared) -> None:
         self.workspace = workspace
         self._gpu = gpu
         self._order = order

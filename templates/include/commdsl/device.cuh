@@ -54,6 +54,14 @@
     commdsl::run_flags<plan>(args, turn);                                                                    \
   }
 
+// Items that know nothing of each other: a thread each.
+#define COMMDSL_ITEMS(name, plan)                                                                            \
+  extern "C" __global__ void __launch_bounds__(COMMDSL_THREADS)                                              \
+      name(const __grid_constant__ plan::Args args) {                                                        \
+    const commdsl::u32 item = blockIdx.x * COMMDSL_THREADS + threadIdx.x;                                    \
+    if (item < args.items) plan::run(args, item);                                                            \
+  }
+
 #define COMMDSL_SHARED __shared__
 
 namespace commdsl {

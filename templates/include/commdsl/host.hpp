@@ -48,6 +48,14 @@
     commdsl::run_flags<plan>(*args, *turn);                                                                  \
   }
 
+// Items that know nothing of each other, one after another.
+#define COMMDSL_ITEMS(name, plan)                                                                            \
+  extern "C" commdsl::i32 commdsl_launch(const plan::Args* args,                                             \
+                                         commdsl::i32, commdsl::i32, const commdsl::u64*) {                  \
+    for (commdsl::u32 item = 0; item < args->items; ++item) plan::run(*args, item);                          \
+    return 0;                                                                                                \
+  }
+
 #define COMMDSL_SHARED
 
 namespace commdsl {
@@ -171,6 +179,14 @@ COMMDSL_FN To bits_of(From value) {
   __builtin_memcpy(&result, &value, sizeof(To));  // a register move; a call under ThreadSanitizer otherwise
   return result;
 }
+
+struct alignas(16) Vector16 {
+  u32 x, y, z, w;
+};
+template <class Word>
+COMMDSL_FN void load(Word& word, const void* p) { memcpy(&word, p, sizeof(Word)); }
+template <class Word>
+COMMDSL_FN void store(void* p, const Word& word) { memcpy(p, &word, sizeof(Word)); }
 
 // Conversions round to nearest, ties to even, and yield the GPU's NaN (0x7fff), so both builds give the same bits.
 COMMDSL_FN float bfloat_to_float(u16 bits) { return bits_of<float>(static_cast<u32>(bits) << 16); }

@@ -29,6 +29,10 @@ template <>
 struct WordOf<8> {
   using Type = u64;
 };
+template <>
+struct WordOf<16> {
+  using Type = Vector16;
+};
 
 template <class Element, class Word>
 struct Lanes {

@@ -1,0 +1,36 @@
+"""Turns a GPU's number into what a launch asks of the driver and of torch, each with one call.
+
+Assumes torch with CUDA; refuses where CuPy or the driver's bindings are not there. Does not launch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from commdsl.runtime.errors import DeviceError
+
+
+class Gpu:
+    """One GPU, whichever device and context the thread has."""
+
+    def __init__(self, index: int) -> None:
+        try:
+            import cuda.bindings  # noqa: F401 - missed here, before anything collective
+            import cupy  # where there is a GPU
+        except ImportError as error:
+            raise DeviceError(f"GPUs need `pip install 'commdsl[cuda]'`: {error}") from error
+
+        self.index = index
+        self.capturing = torch.cuda.is_current_stream_capturing
+        self.current_context = cupy.cuda.driver.ctxGetCurrent
+        # Under torch.cuda.current_stream, which makes an object of the handle.
+        self.stream_handle = torch._C._cuda_getCurrentRawStream
+        self._set_context = cupy.cuda.driver.ctxSetCurrent
+        with torch.cuda.device(index):
+            torch.cuda.synchronize(index)  # the first call of a thread to the runtime binds the device's context
+            self.context = self.current_context()
+
+    def bind(self) -> None:
+        """Inside `torch.cuda.device(index)`: a thread new to CUDA has the device, but no context yet."""
+        if self.current_context() != self.context:
+            self._set_context(self.context)
