@@ -66,7 +66,7 @@ def test_set_up_blocks() -> None:
 
 @pytest.mark.parametrize("line", [line for block in blocks("sh")[2:] for line in block.splitlines()])
 def test_commands(line: str, tmp_path: Path) -> None:
-    """A command in the README works as written."""
+    """A command in the README works as written, and draws the picture that is shown."""
     shutil.copytree(ROOT / "schedules", tmp_path / "schedules")
     command = line.replace("commdsl", f"{sys.executable} -m commdsl", 1)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -75,6 +75,17 @@ def test_commands(line: str, tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stderr
+    for drawn in re.findall(r"--svg (\S+)", line):
+        for shown in re.findall(rf"^!\[.*\]\((.*/{re.escape(drawn)})\)$", README, re.MULTILINE):
+            assert (tmp_path / drawn).read_text() == (ROOT / shown).read_text(), f"draw {shown} anew: {line}"
+
+
+def test_pictures() -> None:
+    """Every picture of the README is drawn by a command in it."""
+    pictures = re.findall(r"^!\[.*\]\(.*?([^/]+)\)$", README, re.MULTILINE)
+
+    assert pictures
+    assert set(pictures) <= set(re.findall(r"--svg (\S+)$", "".join(blocks("sh")), re.MULTILINE))
 
 
 @pytest.mark.parametrize("text", blocks("python"))

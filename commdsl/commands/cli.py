@@ -172,7 +172,12 @@ def compile(words: Words, out: Path | None, only_check: bool, as_json: bool, **c
 @option("--plan", "plan_file", section=HOW, metavar="FILE", help="Where the rows of a dispatch go.")
 @option("--sanitize", section=HOW, is_flag=True, help="Under ThreadSanitizer.")
 @option("--processes", section=HOW, is_flag=True, help="One process per rank instead of threads.")
-@option("--svg", type=to_write, metavar="FILE", help="Draw the machine, its busiest links and the steps.")
+@option(
+    "--svg",
+    type=to_write,
+    metavar="FILE",
+    help="Draw the machine with its busiest links and the steps, or the cycles of a rotation.",
+)
 @as_json
 def run(words: Words, svg: Path | None, plan_file: Text, as_json: bool, **chosen: Any) -> Exit:
     """Prove a file, run its emitted kernels on host ranks beside the oracle, and print cost and timeline."""

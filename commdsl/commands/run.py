@@ -20,7 +20,7 @@ from commdsl.commands.tables import Pairing, asked_for, pairing, with_ranks
 from commdsl.commands.trial import Settings, Trial, trial
 from commdsl.commands.trial_rows import RowTrial, trial_rows
 from commdsl.compiler import CheckedPlan, CompiledDispatch, CompiledSchedule
-from commdsl.cost.draw import draw
+from commdsl.cost.draw_routes import picture
 from commdsl.cost.report import report
 from commdsl.cost.timeline import timeline
 from commdsl.ir.dispatches import ByKey
@@ -230,5 +230,5 @@ def write_svgs(target: Path, done: list[CompiledSchedule]) -> None:
     for checked in done:
         label = f"{target.stem}-{checked.schedule.name}-{checked.schedule.num_ranks}{target.suffix or '.svg'}"
         path = target if len(done) == 1 else target.with_name(label)
-        path.write_text(draw(checked.schedule, checked.report), encoding="utf-8")
+        path.write_text(picture(checked.schedule, checked.report), encoding="utf-8")
         output.tell(f"drew {path}")

@@ -1,0 +1,175 @@
+"""The routes of a rotation, and their picture: what is drawn is what the schedule moves, and it can be read."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import ir_builder as build
+import numpy as np
+import pytest
+
+from commdsl import compiler
+from commdsl.cost.draw_routes import COLOURS, MOST_ROUTES, picture, stroke, words
+from commdsl.cost.routes import NOBODY, Route, routes
+from commdsl.ir.schedules import Schedule, Step
+from commdsl.language.kinds import MoveKind
+from commdsl.machine import cycles
+
+ATTENTION = Path(__file__).parent.parent / "schedules" / "attention"
+
+PATHS = """
+schedule around_nodes for P ranks {
+  cycles C = paths(gpus)
+  inout kv[len(C)]
+  ensure rotation(kv)
+
+  yield kv
+  for s in 1 ..< P {
+    each r, c in C {
+      let home = r - r % gpus
+      if c.position(r % gpus) < gpus - 1 { put kv[c] -> kv[c] @ (home + c.next(r % gpus)) }
+      else { put kv[c] -> kv[c] @ (home + gpus + c) % P }
+    }
+    yield kv
+  }
+}
+topology boxes {
+  nodes 2
+  gpus 4 per node
+  sms 132
+  link nvlink in node   450 GB/s per gpu   0.7 us
+  link nic across nodes   50 GB/s per gpu   4 us
+}
+"""
+
+
+def rotation(name: str, ranks: int) -> Schedule:
+    return compiler.check(ATTENTION / f"{name}.comm", ranks=ranks).schedule
+
+
+def arcs(schedule: Schedule) -> set[tuple[int, int]]:
+    """Every ordered pair of ranks between which anything moves, straight from the moves."""
+    return {
+        (int(source), int(dest))
+        for step in schedule.steps
+        if isinstance(step, Step)
+        for moves in step.moves
+        for source, dest in zip(moves.source_rank[:, 0], moves.dest_rank, strict=True)
+        if source != dest
+    }
+
+
+def drawn(found: tuple[Route, ...]) -> list[tuple[int, int]]:
+    return [pair for route in found for chain in route.chains for pair in pairwise(chain)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8, 16])
+def test_hamilton(ranks: int) -> None:
+    """The routes of a Hamilton rotation are its cycles, each in the order in which it visits the ranks."""
+    found = routes(rotation("rotation_hamilton", ranks))
+    made = [np.roll(cycle, -int(np.flatnonzero(cycle == 0)[0])) for cycle in cycles.hamilton(ranks)]
+
+    assert [route.chains for route in found] == [((*cycle.tolist(), 0),) for cycle in made]
+    assert all(route.is_cycle for route in found)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("rotation_ring", 6), ("rotation_direct", 6), ("rotation_hamilton", 7)])
+def test_everything_that_moves_is_on_one_route(name: str, ranks: int) -> None:
+    """Routes together have every pair of ranks that the schedule uses, each once."""
+    schedule = rotation(name, ranks)
+    pairs = drawn(routes(schedule))
+
+    assert set(pairs) == arcs(schedule)
+    assert len(pairs) == len(set(pairs))
+
+
+def test_shifts() -> None:
+    """What a rank sends straight to each other is a route for each distance; 6 and 2 have a factor in common."""
+    found = routes(rotation("rotation_direct", 6))
+
+    assert [words(route) for route in found] == [f"r → (r + {distance}) % 6" for distance in range(1, 6)]
+    assert found[1].chains == ((0, 2, 4, 0), (1, 3, 5, 1))
+    assert [route.is_cycle for route in found] == [True, False, False, False, True]
+
+
+def test_a_broadcast_has_a_route_for_each_distance() -> None:
+    """Where one rank sends to several at once, or several to one, what goes equally far is a route."""
+    x, y = build.buffer(build.BufferKind.INPUT, "x"), build.buffer(build.BufferKind.OUTPUT, "y")
+    move = build.move(MoveKind.PUT, (0, [0, 0, 0], 0), (1, [1, 2, 3], 0), np.array([0, 0, 0]))
+    spread = build.schedule(4, (x, y), (build.allgather_contract(4),), (build.step(move),))
+
+    assert [route.after.tolist() for route in routes(spread)] == [[1, -1, -1, -1], [2, -1, -1, -1], [3, -1, -1, -1]]
+
+
+def test_parts_of_a_route_are_none() -> None:
+    """A step that moves less, along ways that another has taken, adds no route."""
+    x = build.buffer(build.BufferKind.INOUT, "x")
+    whole = build.move(MoveKind.PUT, (0, [0, 1, 2, 3], 0), (0, [1, 2, 3, 0], 0), np.arange(4))
+    part = build.move(MoveKind.PUT, (0, [1, 2], 0), (0, [2, 3], 0), np.array([1, 2]))
+    for steps in ([whole, part], [part, whole]):
+        made = build.schedule(4, (x,), (build.allgather_contract(4),), tuple(map(build.step, steps)))
+        assert [route.after.tolist() for route in routes(made)] == [[1, 2, 3, 0]]
+
+
+def test_words() -> None:
+    """Chains that close are in brackets, those that do not have arrows."""
+    open_ = Route(np.array([1, NOBODY, 3, 2], np.int32))
+
+    assert open_.chains == ((0, 1), (2, 3, 2))
+    assert words(open_) == "0 → 1 (2 3)"
+    assert not open_.is_cycle
+
+
+def text_of(svg: str) -> list[str]:
+    return [element.text.strip() for element in ElementTree.fromstring(svg).iter() if element.text]
+
+
+def test_paths_through_nodes(tmp_path: Path) -> None:
+    """What goes through a node and on to the next is one cycle, also where two statements say so; nodes are boxes."""
+    path = tmp_path / "paths.comm"
+    path.write_text(PATHS)
+    checked = compiler.check(path, on=str(path), ranks=8)
+    found = routes(checked.schedule)
+    shown = text_of(picture(checked.schedule, checked.report))
+
+    assert len(found) == 4
+    assert all(route.is_cycle for route in found)
+    assert {"node 0", "node 1", "cycle 3", "0 1 3 2 4 5 7 6"} <= set(shown)
+    assert any("4 Hamiltonian cycles, no link in two of them" in line for line in shown)
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_picture(ranks: int) -> None:
+    """The picture of a rotation has every cycle twice, on the machine and by itself, in a colour of its own."""
+    checked = compiler.check(ATTENTION / "rotation_hamilton.comm", ranks=ranks)
+    svg = picture(checked.schedule, checked.report)
+    bows = re.findall(r'<path [^>]*stroke="(#\w+)"', svg)
+
+    assert svg == picture(checked.schedule, checked.report)
+    assert len(bows) == 2 * ranks * (ranks - 1)
+    assert {f"cycle {cycle}" for cycle in range(ranks - 1)} <= set(text_of(svg))
+    assert len(set(bows)) == min(ranks - 1, len(COLOURS))
+
+
+def test_what_is_drawn_otherwise() -> None:
+    """A schedule that is no rotation, and one of more ranks than can be told apart, have the picture of their steps."""
+    exchange = ATTENTION.parent / "collectives" / "alltoall_direct.comm"
+    for path, ranks, word in ((exchange, 4, "rank 3"), (ATTENTION / "rotation_ring.comm", 34, "ranks 32–33")):
+        checked = compiler.check(path, ranks=ranks)
+        assert word in text_of(picture(checked.schedule, checked.report))
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG has it."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_strokes_can_be_told_apart() -> None:
+    """Every stroke stands out from the paper by 3 : 1 at least, and no two are drawn alike."""
+    assert all(1.05 / (luminance(colour) + 0.05) >= 3 for colour in COLOURS)
+    assert len({stroke(index) for index in range(MOST_ROUTES)}) == MOST_ROUTES
