@@ -6,6 +6,7 @@ Importing this imports nothing else; each name below loads what it needs when it
     hamilton      a number of ranks -> cycles, and the tables of who sends what
     masks         which tokens see which -> few calls of a kernel
     merge         partial results -> the whole
+    peers         a group -> the communicators of Hamilton Attention, for loops of one's own
     sequence      a whole sequence <-> the rows of a rank, and their positions
 """
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from commdsl.attention.hamilton import gen_hamilton_circle as gen_hamilton_circle
     from commdsl.attention.hamilton import gen_hamilton_circle_two_nodes as gen_hamilton_circle_two_nodes
     from commdsl.attention.hamilton import gen_hamilton_path_local as gen_hamilton_path_local
+    from commdsl.attention.peers import A2AComm as A2AComm
+    from commdsl.attention.peers import RingComm as RingComm
     from commdsl.attention.placement import Placement as Placement
     from commdsl.attention.placement import Run as Run
     from commdsl.attention.placement import contiguous as contiguous
@@ -37,7 +40,9 @@ if TYPE_CHECKING:
     from commdsl.attention.sequence import unshard_sequence as unshard_sequence
 
 __all__ = [
+    "A2AComm",
     "Placement",
+    "RingComm",
     "Run",
     "calculate_in_mapping_circle",
     "calculate_inter_node_mapping",
@@ -56,7 +61,9 @@ __all__ = [
 ]
 
 _HOME = {
+    "A2AComm": "peers",
     "Placement": "placement",
+    "RingComm": "peers",
     "Run": "placement",
     "calculate_in_mapping_circle": "hamilton",
     "calculate_inter_node_mapping": "hamilton",
