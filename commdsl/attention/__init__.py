@@ -5,6 +5,10 @@ Importing this imports nothing else; each name below loads what it needs when it
     placement     document lengths -> which tokens a rank has
     hamilton      a number of ranks -> cycles, and the tables of who sends what
     masks         which tokens see which -> few calls of a kernel
+    kernel        the form of an attention kernel: forward with log-sum-exp, and backward
+    kernels       what a call is of -> the kernel that runs it, by a stated rule
+    torch_kernels torch's own kernels, and the reference
+    flash_kernels those of the `flash_attn` packages
     merge         partial results -> the whole
     peers         a group -> the communicators of Hamilton Attention, for loops of one's own
     sequence      a whole sequence <-> the rows of a rank, and their positions

@@ -1,0 +1,173 @@
+"""Turns calls into the kernels of the `flash_attn` packages, where they are installed: generations 2, 3 and 4.
+
+Assumes shapes and calls that the kernel does not refuse. Does not choose one, nor import a package before its kernel is
+asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from commdsl.attention.kernel import Kernel, Ready, Shape, Tensors
+from commdsl.attention.masks import Call
+from commdsl.attention.torch_kernels import FLASH, bounds
+
+MODULES = {"flash2": "flash_attn.flash_attn_interface", "flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}
+
+
+def installed(name: str) -> bool:
+    """Whether the package that brings this kernel can be found."""
+    top, _, rest = MODULES[name].partition(".")
+    return find_spec(top) is not None and (not rest or find_spec(MODULES[name]) is not None)
+
+
+def _refuses(shape: Shape, call: Call) -> str:
+    return FLASH.refuses(shape, call)
+
+
+def _is_causal(ready: Ready) -> bool:
+    left, right = bounds(ready.call)
+    return left < 0 and right == 0
+
+
+def _batched(ready: Ready, *given: torch.Tensor) -> Tensors:
+    return given if ready.cuts is not None else tuple(one.unsqueeze(0) for one in given)
+
+
+def _single(ready: Ready, *made: torch.Tensor) -> Tensors:
+    return made if ready.cuts is not None else tuple(one.squeeze(0) for one in made)
+
+
+def _packed(ready: Ready) -> dict[str, Any]:
+    if ready.cuts is None:
+        return {}
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return dict(zip(names, (*ready.cuts, *ready.longest), strict=True))
+
+
+# --- generation 2 -----------------------------------------------------------------------------------------------------
+
+
+def _forward_2(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ready: Ready, scale: float) -> Tensors:
+    run = _named("flash2", "_flash_attn_forward" if ready.cuts is None else "_flash_attn_varlen_forward")
+    out, lse, *_ = run(*_batched(ready, q, k, v), **_packed(ready), **_options_2(ready, scale), return_softmax=False)
+    return _single(ready, out, lse)
+
+
+def _backward_2(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    ready: Ready,
+    scale: float,
+) -> Tensors:
+    run = _named("flash2", "_flash_attn_backward" if ready.cuts is None else "_flash_attn_varlen_backward")
+    made = _batched(ready, *(torch.empty_like(one) for one in (q, k, v)))
+    given = _batched(ready, dout, q, k, v, out, lse)
+    run(*given, *made, **_packed(ready), **_options_2(ready, scale), deterministic=True)
+    return _single(ready, *made)
+
+
+def _options_2(ready: Ready, scale: float) -> dict[str, Any]:
+    left, right = bounds(ready.call)
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": scale,
+        "causal": _is_causal(ready),
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }
+
+
+# --- generation 3 -----------------------------------------------------------------------------------------------------
+
+
+def _forward_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ready: Ready, scale: float) -> Tensors:
+    left, right = bounds(ready.call)
+    out, lse, *_ = _named("flash3", "_flash_attn_forward")(
+        *_batched(ready, q, k, v),
+        **_packed(ready),
+        softmax_scale=scale,
+        causal=_is_causal(ready),
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return _single(ready, out, lse)
+
+
+def _backward_3(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    ready: Ready,
+    scale: float,
+) -> Tensors:
+    left, right = bounds(ready.call)
+    dq, dk, dv = _batched(ready, *(torch.empty_like(one) for one in (q, k, v)))
+    _named("flash3", "_flash_attn_backward")(
+        *_batched(ready, dout, q, k, v, out, lse),
+        **_packed(ready),
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        softmax_scale=scale,
+        is_causal=_is_causal(ready),
+        window_size_left=left,
+        window_size_right=right,
+        deterministic=True,
+    )
+    return _single(ready, dq, dk, dv)
+
+
+# --- generation 4 -----------------------------------------------------------------------------------------------------
+
+
+def _forward_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ready: Ready, scale: float) -> Tensors:
+    run = _named("flash4", "_flash_attn_fwd")
+    out, lse, *_ = run(*_batched(ready, q, k, v), **_packed(ready), **_options_4(ready, scale), return_lse=True)
+    return _single(ready, out, lse)
+
+
+def _backward_4(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    ready: Ready,
+    scale: float,
+) -> Tensors:
+    run = _named("flash4", "_flash_attn_bwd")
+    given = _batched(ready, q, k, v, out, dout, lse)
+    return _single(ready, *run(*given, **_packed(ready), **_options_4(ready, scale), deterministic=True))
+
+
+def _options_4(ready: Ready, scale: float) -> dict[str, Any]:
+    call = ready.call
+    bounded = {} if _is_causal(ready) else {"window_size_left": call.left, "window_size_right": call.right}
+    return {"softmax_scale": scale, "causal": _is_causal(ready), **bounded}
+
+
+def _named(kernel: str, name: str) -> Callable[..., Any]:
+    module = MODULES[kernel] + (".interface" if kernel == "flash4" else "")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found
+
+
+FLASH2 = Kernel("flash2", _refuses, _forward_2, _backward_2)
+FLASH3 = Kernel("flash3", _refuses, _forward_3, _backward_3)
+FLASH4 = Kernel("flash4", _refuses, _forward_4, _backward_4)

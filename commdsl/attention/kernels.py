@@ -1,0 +1,122 @@
+"""Turns what a call of attention is of into the kernel that runs it: the rule by which one is chosen, and the menu.
+
+Assumes that a package that is installed works. Does not measure anything: the rule is the same on every rank.
+
+The rule, for `kernel="auto"`: the first of these that takes every call of every visit.
+
+    CPU                       float64: plain. Others: torch's flash for the CPU, which computes in float32, then plain
+    GPU, bfloat16, float16    forward: flash3 (Hopper) or flash4 (Blackwell) where installed; cuDNN from Hopper on;
+                              flash2 where installed; torch's flash. Backward: the same without cuDNN, which as torch
+                              calls it does not sum in a fixed order
+    GPU, others               memory efficient, then plain
+
+Packed documents and windows are what cuDNN does not take. A kernel that takes one sequence at a time is called for each
+(only where it is asked for by name, and on the CPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from commdsl.attention import flash_kernels, torch_kernels
+from commdsl.attention.kernel import Kernel, Shape
+from commdsl.attention.masks import Call
+from commdsl.machine.errors import ArgumentError
+
+MENU = (
+    torch_kernels.PLAIN,
+    torch_kernels.CPU,
+    torch_kernels.FLASH,
+    torch_kernels.CUDNN,
+    torch_kernels.EFFICIENT,
+    flash_kernels.FLASH2,
+    flash_kernels.FLASH3,
+    flash_kernels.FLASH4,
+)
+ON_CPU = ("plain", "cpu")
+HOPPER, BLACKWELL = 9, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the rule asks of where it runs."""
+
+    device: str  # its type
+    major: int  # of the compute capability; 0 on a CPU
+    installed: tuple[str, ...]  # kernels of packages
+
+
+def here(device: torch.device) -> Machine:
+    if device.type != "cuda":
+        return Machine(device.type, 0, ())
+    major, _ = torch.cuda.get_device_capability(device)
+    return Machine("cuda", major, tuple(name for name in flash_kernels.MODULES if flash_kernels.installed(name)))
+
+
+def chosen(name: str, machine: Machine, shape: Shape, calls: Sequence[Call], backward: bool) -> Kernel:
+    """The kernel of that name, or by the rule. Raises ArgumentError where it does not take a call, with the reason."""
+    if name != "auto":
+        return _named(name, machine, shape, calls)
+    reasons = []
+    for kernel in _order(machine, shape, backward):
+        reason = _reason(kernel, shape, calls)
+        if not reason:
+            return kernel
+        reasons.append(f"{kernel.name}: {reason}")
+    raise ArgumentError(f"no attention kernel for {shape.dtype} and heads of {shape.dim}: {'; '.join(reasons)}")
+
+
+def suited(kernel: Kernel, shape: Shape, calls: Iterable[Call]) -> tuple[Call, ...]:
+    """The calls as this kernel takes them: a packed one sequence by sequence where it must be."""
+    found: list[Call] = []
+    for call in calls:
+        found += [call] if not kernel.refuses(shape, call) else apart(call)
+    return tuple(found)
+
+
+def apart(call: Call) -> list[Call]:
+    """Each sequence of a packed call by itself."""
+    pairs = zip(pairwise(call.queries), pairwise(call.keys), strict=True)
+    return [Call(queries, keys, call.left, call.right) for queries, keys in pairs]
+
+
+def _named(name: str, machine: Machine, shape: Shape, calls: Sequence[Call]) -> Kernel:
+    found = {kernel.name: kernel for kernel in MENU}.get(name)
+    if found is None:
+        known = ", ".join(f'"{kernel.name}"' for kernel in MENU)
+        raise ArgumentError(f'`kernel` is "auto" or one of {known}, not {name!r}')
+    if (name in ON_CPU or machine.device == "cuda") is False or (name == "cpu" and machine.device != "cpu"):
+        raise ArgumentError(f"the kernel `{name}` does not run on {machine.device}")
+    if name in flash_kernels.MODULES and name not in machine.installed:
+        raise ArgumentError(f"the kernel `{name}` needs the package `{flash_kernels.MODULES[name]}`")
+    reason = next((found.refuses(shape, one) for call in calls for one in apart(call) if found.refuses(shape, one)), "")
+    if reason:
+        raise ArgumentError(f"the kernel `{name}` does not take this: {reason}")
+    return found
+
+
+def _order(machine: Machine, shape: Shape, backward: bool) -> list[Kernel]:
+    if machine.device != "cuda":
+        return [torch_kernels.PLAIN] if shape.dtype == torch.float64 else [torch_kernels.CPU, torch_kernels.PLAIN]
+    if shape.dtype not in torch_kernels.HALVES:
+        return [torch_kernels.EFFICIENT, torch_kernels.PLAIN]
+    found = []
+    if "flash3" in machine.installed and machine.major == HOPPER:
+        found.append(flash_kernels.FLASH3)
+    if "flash4" in machine.installed and machine.major == BLACKWELL:
+        found.append(flash_kernels.FLASH4)
+    if machine.major >= HOPPER and not backward:
+        found.append(torch_kernels.CUDNN)
+    if "flash2" in machine.installed:
+        found.append(flash_kernels.FLASH2)
+    return [*found, torch_kernels.FLASH, torch_kernels.PLAIN]
+
+
+def _reason(kernel: Kernel, shape: Shape, calls: Sequence[Call]) -> str:
+    """Why it does not take some call; the CPU's kernel takes them one sequence at a time."""
+    asked = (one for call in calls for one in (apart(call) if kernel.name == "cpu" else [call]))
+    return next((reason for one in asked if (reason := kernel.refuses(shape, one))), "")
