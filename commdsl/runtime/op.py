@@ -22,6 +22,7 @@ from commdsl.runtime.errors import GradientError, OpError, ReductionError, Tenso
 from commdsl.runtime.given import Patience, Reduction
 from commdsl.runtime.host import HostCommunicator
 from commdsl.runtime.program import Backward, Definition, Program, program
+from commdsl.runtime.timing import Timing
 from commdsl.runtime.visits import Function, Visiting, by_name, split
 from commdsl.runtime.work import DeviceWork, HostWork, Result, Work
 
@@ -155,6 +156,7 @@ class Op:
         group: Any = None,
         op: Reduction = "sum",
         timeout: Patience = None,
+        timing: Timing | None = None,
         **functions: Function,
     ) -> Result:
         """`op.visit(kv, fn)`: calls `fn(visit, kv)` at every yield, while what comes next travels on another stream.
@@ -165,7 +167,7 @@ class Op:
         has a body, `attend(kv, acc -> acc)`, `fn` gets `kv` and `acc` and returns the new `acc`, or changes it in place
         and returns it; several functions are given by their names, `op.visit(kv, acc, attend=fn)`. Returns the
         schedule's outputs, without yields. Works inside a capture of a CUDA graph, after a first call outside.
-        `timeout` as for a call, in each launch.
+        `timeout` as for a call, in each launch. `timing` takes the times of this call.
 
         If `fn` raises, the other ranks still get all that is theirs and the group can be used; where what it was to
         write travels on, the group is broken until every rank has called `commdsl.reset()`, and the exception says so.
@@ -193,7 +195,7 @@ class Op:
             found = self._prepare_visits(inputs, name, op, seconds)
             _thin_out(self._visiting)
             self._visiting[key] = found
-        return found(inputs, functions_of)
+        return found(inputs, functions_of, timing)
 
     def synchronize(self, group: Any = None) -> None:
         """Waits for this rank's calls on the group and raises what went wrong in them."""

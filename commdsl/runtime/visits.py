@@ -24,6 +24,7 @@ from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import TensorError
 from commdsl.runtime.program import Port, Signature, Visits
 from commdsl.runtime.streams import Streams
+from commdsl.runtime.timing import Timing
 from commdsl.runtime.work import Result
 from commdsl.runtime.workspace import Start
 
@@ -64,7 +65,9 @@ class Visiting:
         open_ = bool(self._starts) and not any(start.workspace.is_closed for start in self._starts.values())
         return open_ and behind is self._owner()
 
-    def __call__(self, inputs: Sequence[torch.Tensor], functions: Mapping[str | None, Function]) -> Result:
+    def __call__(
+        self, inputs: Sequence[torch.Tensor], functions: Mapping[str | None, Function], timing: Timing | None = None
+    ) -> Result:
         """Starts everything, calls the functions, and returns the results."""
         self._communicator.refuse_if_broken()
         self._communicator.check()
@@ -72,6 +75,9 @@ class Visiting:
         for kept in (kept for phase in self._plan.phases for kept in _kept(phase) if not kept.copy):
             held[kept] = inputs[self._inputs.index(kept.name)]
         streams = self._communicator.streams()
+        if timing is not None:
+            waits = [phase.after for phase in self._plan.phases if isinstance(phase, Visit)]
+            streams, functions = timing.over(streams, functions, waits)
         failure: BaseException | None = None
         results: tuple[torch.Tensor, ...] = ()
         try:

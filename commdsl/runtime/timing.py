@@ -1,0 +1,140 @@
+"""Turns one call with visits into its times: what travelled, what was computed, what the one waited for the other.
+
+Assumes a call that is not captured in a CUDA graph. On a GPU times are of events on the call's two streams, on the
+processor of its clock; there a launch is over when it returns, so that nothing is hidden. Does not synchronize anything
+until it is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from commdsl.runtime.streams import Streams
+
+Span: TypeAlias = tuple[Any, Any]
+"""Two marks of a clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One visit, in seconds: `communication` of what it computes on, how long it waited for that, `exposed`, and its
+    `computation`.
+    """
+
+    communication: float
+    exposed: float
+    computation: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallTimes:
+    """A call's visits, and the seconds that it took in all: those of `exposed`, `computation` and what came after."""
+
+    total: float
+    steps: tuple[StepTimes, ...]
+
+    @property
+    def communication(self) -> float:
+        return sum(step.communication for step in self.steps)
+
+    @property
+    def exposed(self) -> float:
+        return sum(step.exposed for step in self.steps)
+
+    @property
+    def computation(self) -> float:
+        return sum(step.computation for step in self.steps)
+
+
+class Timing:
+    """Of one call: `op.visit(..., timing=Timing(device))`, then `times()`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._launches: list[Span] = []
+        self._visits: list[Span] = []
+        self._waits: tuple[int, ...] = ()
+        self._begin = self._mark()
+
+    def over(
+        self, streams: Streams, functions: Mapping[str | None, Callable[..., Any]], waits: Sequence[int]
+    ) -> tuple[Streams, dict[str | None, Callable[..., Any]]]:
+        """The same, and both are timed. `waits`: of each visit how many launches are over by then, 0 where as many as
+        for the one before.
+        """
+        self._waits = tuple(waits)
+        return _Timed(streams, self), {name: self._around(function) for name, function in functions.items()}
+
+    @contextlib.contextmanager
+    def launch(self) -> Iterator[None]:
+        """Around what one launch puts on its stream."""
+        begin = self._mark()
+        yield
+        self._launches.append((begin, self._mark()))
+
+    def times(self) -> CallTimes:
+        """Of the call, which is over with this; waits for the GPU."""
+        end = self._mark()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        steps, over, free = list[StepTimes](), 0, self._begin
+        for span, wait in zip(self._visits, self._waits, strict=True):
+            brought = self._launches[over : max(over, wait)]
+            over = max(over, wait)
+            steps.append(
+                StepTimes(sum(map(self._seconds, brought)), self._seconds((free, span[0])), self._seconds(span))
+            )
+            free = span[1]
+        return CallTimes(self._seconds((self._begin, end)), tuple(steps))
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            begin = self._mark()
+            made = function(*arguments)
+            self._visits.append((begin, self._mark()))
+            return made
+
+        return timed
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _seconds(self, span: Span) -> float:
+        begin, end = span
+        return float(begin.elapsed_time(end) / 1e3 if self._device.type == "cuda" else end - begin)
+
+
+class _Timed:
+    """Streams whose launches are timed."""
+
+    def __init__(self, streams: Streams, timing: Timing) -> None:
+        self._streams = streams
+        self._timing = timing
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        with self._streams.beside(), self._timing.launch():
+            yield
+
+    def beside(self) -> AbstractContextManager[Any]:
+        return self._beside()
+
+    def mark(self, what: Hashable, *, beside: bool) -> None:
+        self._streams.mark(what, beside=beside)
+
+    def wait(self, what: Hashable, *, beside: bool) -> None:
+        self._streams.wait(what, beside=beside)
+
+    def join(self) -> None:
+        self._streams.join()
