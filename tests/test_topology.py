@@ -17,7 +17,7 @@ from commdsl.machine.topology import NO_LINK, Topology, link_of, pair_bandwidth,
 SHIPPED = sorted((resources.data_dir("schedules") / "topologies").glob("*.comm"))
 RANKS = {
     "a100_1x8": 8, "dgx1": 8, "h100_1x8": 8, "h100_2x8": 16, "h100_4x8": 32, "h200_1x8": 8, "h200_2x8": 16,
-    "h200_4x8": 32, "mi300x_1x8": 8, "ring_8": 8, "torus_4x4": 16,
+    "h200_2x8_spine": 16, "h200_4x8": 32, "h200_4x8_spine": 32, "mi300x_1x8": 8, "ring_8": 8, "torus_4x4": 16,
 }  # fmt: skip
 
 
@@ -141,3 +141,10 @@ def test_the_hybrid_cube_mesh_has_six_bricks_a_gpu() -> None:
     bricks = np.array([2, 1, 0])[_links(machine)]  # double, single, none
     assert (bricks.sum(axis=1) == 6).all()
     assert (np.count_nonzero(bricks, axis=1) == 4).all()
+
+
+@pytest.mark.parametrize("name", ["h200_1x8", "h200_2x8_spine", "h200_4x8_spine", "mi300x_1x8"])
+def test_machines_that_join_every_pair(name: str) -> None:
+    """Behind a switch, on a full mesh and under a spine no schedule lacks a link."""
+    links = _links(compiler.find_topology((), name, RANKS[name]))
+    assert ((links == NO_LINK) == np.eye(RANKS[name], dtype=bool)).all()
