@@ -5,10 +5,24 @@ Assumes nothing of the text: every statement gets a span of its own in a made-up
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import ArrayLike
 
-from commdsl.ir.schedules import AnyStep, Buffer, Contract, CycleSet, RoleSet, Schedule, Statement, Step, Tuning, Yield
+from commdsl.ir.schedules import (
+    AnyStep,
+    Buffer,
+    Contract,
+    CycleSet,
+    RoleSet,
+    Rotation,
+    Schedule,
+    Statement,
+    Step,
+    Tuning,
+    Yield,
+)
 from commdsl.language.kinds import BufferKind, LinkScope, MoveKind
 from commdsl.language.source import Source, Span
 from commdsl.machine.topology import Link, Topology
@@ -149,6 +163,11 @@ def ring_allreduce(ranks: int, topology: Topology | None = None) -> Schedule:
     return schedule(ranks, (x,), (allreduce_contract(ranks, ranks),), tuple(steps), topology)
 
 
+def rotation_contract(source: int, dest: int) -> Contract:
+    """Every rank's chunk of one buffer, handed over in it or in another."""
+    return replace(copies_contract("rotation", source, dest, []), rotation=Rotation((source,), (dest,), None))
+
+
 def ring_rotation(ranks: int, yields: int | None = None) -> Schedule:
     """kv travels the ring, shown before the first step and after each."""
     me = np.arange(ranks, dtype=np.int32)
@@ -156,6 +175,6 @@ def ring_rotation(ranks: int, yields: int | None = None) -> Schedule:
     for s in range(1, ranks):
         steps.append(step(move(MoveKind.PUT, (0, me, 0), (0, (me + 1) % ranks, 0), me, 5), s=s))
         steps.append(Yield((0,), (("s", s),), span(7)))
-    rotation = copies_contract("rotation", 0, 0, [])
+    rotation = rotation_contract(0, 0)
     kept = steps if yields is None else [*steps[: 2 * yields - 1]]
     return schedule(ranks, (buffer(BufferKind.INOUT, "kv"),), (rotation,), tuple(kept))

@@ -16,6 +16,7 @@ from commdsl.checks import check_schedule, contributions
 from commdsl.checks.contributions import forward, initial, recount
 from commdsl.checks.determinism import expressions
 from commdsl.checks.locations import Located, LocatedTask
+from commdsl.ir import held as ir_held
 from commdsl.ir.schedules import AnyStep, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.language.kinds import BufferKind, MoveKind
@@ -159,7 +160,7 @@ def test_a_rotation_shows_chunks_not_sums() -> None:
     kv, cur = build.buffer(BufferKind.INPUT, "kv"), build.buffer(BufferKind.OUTPUT, "cur")
     me = np.arange(2)
     both = build.move(MoveKind.REDUCE, (0, np.array([[0, 1], [0, 1]]), 0), (1, me, 0), me, is_list=True)
-    rotation = build.copies_contract("rotation", 0, 1, [])
+    rotation = build.rotation_contract(0, 1)
     schedule = build.schedule(2, (kv, cur), (rotation,), (build.step(both), Yield((1,), (), build.span(7))))
     assert "combination" in only(schedule).primary.text
 
@@ -203,18 +204,21 @@ def moves(draw: st.DrawFn) -> Statement:
     )
 
 
-def simulate(steps: list[AnyStep]) -> tuple[list[Counter[int]], list[Counter[int]]]:
-    """What every place holds at the end, and what its yields showed in all. What tasks make is numbered as it comes,
-    rank by rank, behind the places and one more.
+def simulate(steps: list[AnyStep]) -> tuple[list[Counter[int]], list[list[Counter[int] | None]]]:
+    """What every place holds at the end, and at every yield: None where nothing came since the yield before. What tasks
+    make is numbered as it comes, rank by rank, behind the places and one more.
     """
     held = [Counter({place: 1}) for place in range(RANKS * CHUNKS)]
-    shown: list[Counter[int]] = [Counter() for _ in held]
+    fresh = {*range(RANKS * CHUNKS)}
+    shown: list[list[Counter[int] | None]] = []
     num_makers, makers = sum(not isinstance(step, Step) and bool(step.writes) for step in steps), 0
     for step in steps:
         if not isinstance(step, Step):
             if isinstance(step, Yield):
-                shown = [before + now for before, now in zip(shown, held, strict=True)]
+                shown.append([one if place in fresh else None for place, one in enumerate(held)])
+                fresh = set()
             if step.writes:
+                fresh = {*range(RANKS * CHUNKS)}
                 first = [RANKS * CHUNKS + 1 + (rank * num_makers + makers) * CHUNKS for rank in range(RANKS)]
                 held = [Counter({first[rank] + chunk: 1}) for rank in range(RANKS) for chunk in range(CHUNKS)]
                 makers += 1
@@ -230,6 +234,7 @@ def simulate(steps: list[AnyStep]) -> tuple[list[Counter[int]], list[Counter[int
             written[place] = total
         for place, total in written.items():
             held[place] = total
+        fresh |= {*written}
     return held, shown
 
 
@@ -247,7 +252,7 @@ def test_counts_are_those_of_a_simulation(drawn: list[Statement | Yield | Task])
     steps = [build.step(one) if isinstance(one, Statement) else one for one in drawn]
     x = build.buffer(BufferKind.INOUT, "x", cut=CHUNKS)
     located = Located(build.schedule(RANKS, (x,), (), tuple(steps)))
-    held, shown = simulate(steps)
+    held, _ = simulate(steps)
     contents = initial(located)
     marks = contents.sums.copy()
     for _ in forward(located, contents):
@@ -257,8 +262,24 @@ def test_counts_are_those_of_a_simulation(drawn: list[Statement | Yield | Task])
         assert np.array_equal(contents.sums[place], expected.astype(np.uint64) @ marks)
         assert contents.totals[place] == expected.sum()
         assert np.array_equal(recount(located, place), expected)
-        over_yields = [shown[place][other] for other in range(located.size)]
-        assert np.array_equal(recount(located, place, at_yields={0: place}), over_yields)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.one_of(moves(), st.sampled_from(COMPUTES)), max_size=8))
+def test_what_is_handed_over_is_that_of_a_simulation(drawn: list[Statement | Yield | Task]) -> None:
+    """Of every chunk at every yield: where it was given, if it is fresh and one given chunk alone."""
+    assume(all(getattr(one, "source_valid", None) is None or one.source_valid.any(axis=1).all() for one in drawn))
+    steps = [build.step(one) if isinstance(one, Statement) else one for one in drawn]
+    x = build.buffer(BufferKind.INOUT, "x", cut=CHUNKS)
+    _, shown = simulate(steps)
+    found = ir_held.held(build.schedule(RANKS, (x,), (), tuple(steps)))
+    assert len(found) == len(shown)
+    for one, wanted in zip(found, shown, strict=True):
+        given = [place for places in wanted for place in ([*places] if places and places.total() == 1 else [-1])]
+        split = [[*divmod(place, CHUNKS)] if 0 <= place < RANKS * CHUNKS else [-1, -1] for place in given]
+        (origin,) = one.origin
+        assert origin.dtype == np.int32
+        assert origin.reshape(-1, 2).tolist() == split
 
 
 def expression(step: Step, held: list[object], row: int) -> object:

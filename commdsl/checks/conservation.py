@@ -1,8 +1,8 @@
-"""C306, C307, C308, C309: every contribution arrives exactly once, where `ensure` says.
+"""C306, C307, C308: every contribution arrives exactly once, where `ensure` says.
 
 Assumes indices in bounds, no overlapping writes, no undefined reads. One message per contract, for the first location
-that breaks it: the others mostly follow from the same mistake. Does not look at the order of a reduction; `cost`
-reports that.
+that breaks it: the others mostly follow from the same mistake. Does not look at the order of a reduction, which `cost`
+reports, nor at what yields hand over; `rotations` does.
 """
 
 from __future__ import annotations
@@ -17,35 +17,25 @@ from commdsl.checks.locations import (
     Located,
     LocatedMoves,
     LocatedStep,
-    LocatedTask,
     bindings_text,
     ranks_text,
 )
-from commdsl.ir.schedules import Contract, Yield
+from commdsl.ir.schedules import Contract
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.records import dataclass
-
-ROTATION = "rotation"
 
 
 def broken_contracts(located: Located) -> Iterator[Diagnostic]:
     """Runs the schedule once and compares what every contract names with what is there."""
+    promised = [contract for contract in located.schedule.contracts if contract.rotation is None]
+    if not promised:
+        return
     start = initial(located)
     contents = Contents(start.sums.copy(), start.totals.copy())
-    rotations = [_Rotation(located, contract, start) for contract in _rotations(located)]
-    for _, step, _ in forward(located, contents):
-        if isinstance(step, LocatedTask) and isinstance(step.step, Yield):
-            for rotation in rotations:
-                rotation.see(step.step, contents)
-    for contract in located.schedule.contracts:
-        if contract.name != ROTATION:
-            yield from _check_rows(located, contract, start, contents)
-    for rotation in rotations:
-        yield from rotation.judge()
-
-
-def _rotations(located: Located) -> Iterator[Contract]:
-    return (contract for contract in located.schedule.contracts if contract.name == ROTATION)
+    for _ in forward(located, contents):
+        pass
+    for contract in promised:
+        yield from _check_rows(located, contract, start, contents)
 
 
 def _check_rows(located: Located, contract: Contract, start: Contents, end: Contents) -> Iterator[Diagnostic]:
@@ -110,22 +100,22 @@ def _diagnose(located: Located, contract: Contract, difference: _Difference, num
 def _missing(located: Located, difference: _Difference) -> str:
     if not difference.counts.any():
         return "is never written"
-    return f"lacks {_listing(located, difference.missing)}"
+    return f"lacks {listing(located, difference.missing)}"
 
 
 def _repeated(located: Located, difference: _Difference) -> str:
     count = int(difference.counts[difference.repeated[0]])
     times = "twice" if count == 2 else f"{count} times"
-    return f"has {_listing(located, difference.repeated[:1])} {times}"
+    return f"has {listing(located, difference.repeated[:1])} {times}"
 
 
 def _foreign(located: Located, difference: _Difference) -> str:
     expected = difference.wanted.any() and not difference.counts[difference.wanted > 0].any()
     verb = "holds" if expected else "also holds"
-    return f"{verb} {_listing(located, difference.foreign)}"
+    return f"{verb} {listing(located, difference.foreign)}"
 
 
-def _listing(located: Located, initials: NDArray[np.int64]) -> str:
+def listing(located: Located, initials: NDArray[np.int64]) -> str:
     """`x[3]` of ranks 0 2 and `x[1]` of rank 0; at most two chunk names."""
     ranks, numbers = located.by_rank(initials)
     distinct = np.unique(numbers)
@@ -139,7 +129,7 @@ def contributors(located: Located, counts: NDArray[np.int64]) -> str:
     if not groups:
         return "nothing"
     return ", ".join(
-        _listing(located, initials) + ("" if times == 1 else f" {times} times") for times, initials in groups
+        listing(located, initials) + ("" if times == 1 else f" {times} times") for times, initials in groups
     )
 
 
@@ -171,63 +161,3 @@ def _first_doubling(located: Located, contribution: int, location: int) -> Label
 def _label(located: Located, step: LocatedStep, moves: LocatedMoves, row: int, what: str) -> Label:
     who = f"rank {int(moves.moves.actor[row])}{bindings_text(step.step.bindings)}"
     return Label(moves.moves.span, f"{what}: {located.name(int(moves.dest[row]))}, by {who}")
-
-
-class _Rotation:
-    """What the yields of a rotation have shown so far: every chunk index, every rank's chunk exactly once."""
-
-    def __init__(self, located: Located, contract: Contract, start: Contents) -> None:
-        self.located, self.contract = located, contract
-        self.shown = located.whole(contract.dest_buffer)
-        width = start.sums.shape[1]
-        self.seen = Contents(
-            np.zeros((self.shown.size, width), dtype=np.uint64), np.zeros(self.shown.size, dtype=np.int64)
-        )
-        self.single = np.ones(self.shown.size, dtype=np.bool_)
-        everyones = located.whole(contract.source_buffer).T  # (num_chunks, num_ranks)
-        self.wanted = combine(start, everyones)
-
-    def see(self, step: Yield, contents: Contents) -> None:
-        for buffer in step.reads:
-            if buffer in (self.contract.source_buffer, self.contract.dest_buffer):
-                now = contents.at(self.located.whole(buffer).ravel())
-                self.single &= now.totals == 1
-                self.seen = Contents(self.seen.sums + now.sums, self.seen.totals + now.totals)
-
-    def judge(self) -> Iterator[Diagnostic]:
-        num_ranks, num_chunks = self.shown.shape
-        wanted = self.wanted.at(np.tile(np.arange(num_chunks), num_ranks))
-        good = self.seen.equal(wanted) & self.single
-        bad = np.flatnonzero(~good)
-        if len(bad) == 0:
-            return
-        location = int(self.shown.ravel()[bad[0]])
-        given, shown = self.contract.source_buffer, self.contract.dest_buffer
-        places = {buffer: int(self.located.whole(buffer).ravel()[bad[0]]) for buffer in (given, shown)}
-        counts = recount(self.located, location, at_yields=places)
-        chunk = int(bad[0]) % num_chunks
-        wanted_here = np.zeros_like(counts)
-        wanted_here[self.located.whole(self.contract.source_buffer)[:, chunk]] = 1
-        yield self._diagnose(_Difference(location, wanted_here, counts))
-
-    def _diagnose(self, difference: _Difference) -> Diagnostic:
-        located = self.located
-        where = located.name(difference.location)
-        if len(difference.foreign):
-            what = f"shows {_listing(located, difference.foreign)}"
-        elif len(difference.repeated):
-            what = f"shows {_listing(located, difference.repeated[:1])} more than once"
-        elif len(difference.missing):
-            what = f"never shows {_listing(located, difference.missing)}"
-        else:
-            what = "shows a combination of several chunks"
-        return Diagnostic(
-            "C309",
-            "a rotation shows every rank's chunk exactly once",
-            Label(self.contract.span, f"over the yields {where} {what}"),
-            notes=(
-                f"expected {contributors(located, difference.wanted)}",
-                f"got {contributors(located, difference.counts)}",
-            ),
-            help="yield once before the first step and once after each of the others, P times in all",
-        )

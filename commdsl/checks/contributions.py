@@ -8,13 +8,12 @@ location exactly at any scale. What a task writes is a contribution of its own, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask, Locations
-from commdsl.ir.schedules import Yield
 from commdsl.language.records import dataclass
 
 Sums = NDArray[np.uint64]
@@ -100,23 +99,17 @@ def forward(located: Located, contents: Contents) -> Iterator[tuple[int, Located
         yield index, step, idle
 
 
-def recount(located: Located, location: int, at_yields: Mapping[int, int] | None = None) -> NDArray[np.int64]:
+def recount(located: Located, location: int) -> NDArray[np.int64]:
     """How often each initial location contributes to one location at the end.
-
-    Or, given a location for each of some buffers, to that of the buffer yielded, summed over the yields.
 
     Exact: the transpose of the schedule applied to the unit vector of that location.
     """
     weight = np.zeros(located.size, dtype=np.int64)
-    if at_yields is None:
-        weight[location] = 1
+    weight[location] = 1
     for step in reversed(located.steps):
         if isinstance(step, LocatedTask):
             weight[step.origins] = weight[step.writes]
             weight[step.writes] = 0
-            for buffer in step.step.reads if isinstance(step.step, Yield) else ():
-                if (seen := (at_yields or {}).get(buffer)) is not None:
-                    weight[seen] = min(int(weight[seen]) + 1, int(MANY))
             continue
         _transposed_step(step, weight)
     weight[~located.given()] = 0

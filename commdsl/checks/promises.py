@@ -33,7 +33,17 @@ def repeated_promises(located: Located) -> Iterator[Diagnostic]:
 
 def _same(first: Contract, second: Contract) -> bool:
     heads = [(one.name, one.source_buffer, one.dest_buffer, one.is_sum) for one in (first, second)]
-    return heads[0] == heads[1] and all(map(_equal, _rows(first), _rows(second)))
+    return (
+        heads[0] == heads[1] and _rotating(first) == _rotating(second) and all(map(_equal, _rows(first), _rows(second)))
+    )
+
+
+def _rotating(contract: Contract) -> tuple[object, ...] | None:
+    rotation = contract.rotation
+    if rotation is None:
+        return None
+    visits = None if rotation.visits is None else rotation.visits.tobytes()
+    return rotation.sources, rotation.dests, visits, rotation.back
 
 
 def _rows(contract: Contract) -> tuple[NDArray[np.generic] | None, ...]:

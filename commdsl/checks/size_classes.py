@@ -2,7 +2,7 @@
 
 Assumes indices in bounds and no undefined reads. Piece i of a block cut into C has the size class (C, i); classes
 differ in length for some tensor size. A scratch slot takes the class of what is written to it; a task takes and makes
-whole blocks, cut as the buffer is declared. Does not know bytes.
+whole blocks, cut as the buffer is declared; what a yield need not hand over it does not look at. Does not know bytes.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def unequal_sizes(located: Located) -> Iterator[Diagnostic]:
     scratch = initial_classes(located) == UNKNOWN
     for one in classes_of_steps(located):
         if isinstance(one, ClassedTask):
-            places = np.argwhere(one.found != one.wanted)
+            places = np.argwhere((one.found != one.wanted) & (one.found != UNKNOWN))
             if len(places) and statement_key(one.located.step.span) not in told:
                 told.add(statement_key(one.located.step.span))
                 yield _task(located, one, tuple(places[0].tolist()))

@@ -1,7 +1,8 @@
 """C304: no chunk is read that nothing has written.
 
 Assumes indices in bounds. `input` and `inout` chunks hold the caller's data at the start, on every rank; `output` and
-`scratch` start undefined. Does not ask whether the data is the right data; `conservation` does.
+`scratch` start undefined. Of a buffer that rotates a yield hands over what is new, so it may be there in part, and on
+some ranks only. Does not ask whether the data is the right data; `conservation` does.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ def undefined_reads(located: Located) -> Iterator[Diagnostic]:
     empty: set[tuple[str, int, int]] = set()
     for step in located.steps:
         if isinstance(step, LocatedTask):
-            for missing in step.reads[~defined[step.reads]].tolist():
-                buffer = located.split(missing)[1]
-                if buffer not in told:
+            visiting = located.schedule.visiting(step.step)
+            for buffer in step.step.reads:
+                places = located.whole(buffer)
+                missing = places[~defined[places]]
+                if len(missing) and buffer not in told and not (buffer in visiting and defined[places].any()):
                     told.add(buffer)
-                    yield _diagnostic(located, missing, step.step.span, _in_loop(step.step.bindings), _verb(step.step))
+                    who = _in_loop(step.step.bindings)
+                    yield _diagnostic(located, int(missing[0]), step.step.span, who, _verb(step.step))
             defined[step.writes] = True
             continue
         for moves in step.moves:

@@ -1,8 +1,8 @@
 """C310 and C311: no statement moves data that nobody uses, or data that is already there.
 
 Assumes indices in bounds, no overlapping writes, no undefined reads, every contract kept. Judges a statement of one
-step as a whole: a row of it may be useless (a rank that needs nothing, a copy to oneself), all rows may not. Does not
-judge cost.
+step as a whole: a row of it may be useless (a rank that needs nothing, a copy to oneself), all rows may not. Where a
+rotation has a condition, which says what is needed, no row to another rank may. Does not judge cost.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from commdsl.checks.locations import (
     bindings_text,
     statement_key,
 )
+from commdsl.ir.held import handed
 from commdsl.ir.schedules import Task
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import BufferKind
@@ -36,6 +37,10 @@ def useless_statements(located: Located) -> Iterator[Diagnostic]:
     """One message per statement, for the first step in which it does nothing; idle ones only if none is unused."""
     told: set[tuple[str, int, int]] = set()
     used = list(used_rows(located))
+    if any(rotation.visits is not None for rotation in located.schedule.rotations):
+        for row in _unused_rows(located, used):
+            told.add(statement_key(row.primary.span))
+            yield row
     for one in reversed(used):
         if isinstance(one, LocatedTask) and statement_key(one.step.span) not in told:
             told.add(statement_key(one.step.span))
@@ -67,13 +72,15 @@ def used_rows(located: Located) -> Iterator[Used]:
         if len(contract.dest_rank):
             live[located.contract_dests(contract)] = True
     live[_results(located)] = True
+    handed_over = _handed_over(located)
     for step in reversed(located.steps):
         if isinstance(step, LocatedTask):
             if isinstance(step.step, Task) and not live[step.writes].any():
                 yield step
                 continue
             live[step.writes] = False
-            live[step.reads] = True
+            for places in handed_over.get(id(step), (step.reads,)):
+                live[places] = True
             continue
         used = [live[moves.dest] for moves in step.moves]
         for moves in step.moves:
@@ -83,6 +90,21 @@ def used_rows(located: Located) -> Iterator[Used]:
             live[moves.sources if rows.all() else moves.sources[rows]] = True
         for moves, rows in zip(reversed(step.moves), reversed(used), strict=True):
             yield step, moves, rows
+
+
+def _handed_over(located: Located) -> dict[int, tuple[Locations, ...]]:
+    """By yield that hands over what is new in some of its buffers: that, and all of the others."""
+    if not located.schedule.rotations:
+        return {}
+    found: dict[int, tuple[Locations, ...]] = {}
+    for now in handed(located.schedule):
+        visiting = located.schedule.visiting(now.step)
+        pairs = zip(now.step.reads, now.fresh, strict=True)
+        wholes = [(located.whole(buffer), fresh if buffer in visiting else None) for buffer, fresh in pairs]
+        found[id(located.steps[now.index])] = tuple(
+            whole.ravel() if fresh is None else whole[fresh] for whole, fresh in wholes
+        )
+    return found
 
 
 def _results(located: Located) -> Locations:
@@ -106,6 +128,34 @@ def _unused_task(located: Located, task: LocatedTask) -> Diagnostic:
         Label(task.step.span, f"{where}{located.name(int(task.writes[0, 0]))} is overwritten or left unread"),
         notes=("on every rank: no later step reads it, and no caller gets it",),
         help="drop the task, or the loop iteration in which it does nothing",
+    )
+
+
+def _unused_rows(located: Located, used: list[Used]) -> Iterator[Diagnostic]:
+    """Where a contract says who is handed what, no rank is sent what it does not need: one message per statement, for
+    the first step with a row to another rank that is useless, but not with every row.
+    """
+    told: set[tuple[str, int, int]] = set()
+    for one in reversed(used):
+        if isinstance(one, LocatedTask) or not one[2].any() or statement_key(one[1].moves.span) in told:
+            continue
+        step, moves, rows = one
+        afar = (moves.moves.source_rank != moves.moves.dest_rank[:, None]).any(axis=1)
+        useless = np.flatnonzero(~rows & afar)
+        if len(useless):
+            told.add(statement_key(moves.moves.span))
+            yield _unused_row(located, step, moves, int(useless[0]))
+
+
+def _unused_row(located: Located, step: LocatedStep, moves: LocatedMoves, row: int) -> Diagnostic:
+    who = f"rank {int(moves.moves.actor[row])}{bindings_text(step.step.bindings)}"
+    sent, place = located.name(int(moves.sources[row, 0])), located.name(int(moves.dest[row]))
+    return Diagnostic(
+        "C310",
+        "a piece is sent to where it is not needed",
+        Label(moves.moves.span, f"{who}: {sent} goes to {place}, where it is neither handed over nor sent on"),
+        notes=("the condition of the rotation says what is needed where",),
+        help="leave the rank or the piece out, with `where` or `if`",
     )
 
 

@@ -15,7 +15,7 @@ from typing import assert_never
 import numpy as np
 
 from commdsl.ir.dispatches import ByKey, ByTable, Dispatch, Sort
-from commdsl.ir.schedules import AnyStep, Buffer, Contract, Schedule, Statement, Step, Task, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Contract, Rotation, Schedule, Statement, Step, Task, Yield
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
 from commdsl.program.actors import actors, name_of, num_ranks_of
@@ -96,12 +96,32 @@ def ir_text(schedule: Schedule) -> str:
 
 def contract_lines(schedule: Schedule, contract: Contract) -> list[str]:
     source, dest = schedule.buffers[contract.source_buffer], schedule.buffers[contract.dest_buffer]
+    if contract.rotation is not None:
+        return rotation_lines(schedule, contract.rotation)
     lines = [f"ensure {contract.name}({source.name} -> {dest.name})" + (" sum" if contract.is_sum else "")]
     for rank, chunk, value in zip(contract.dest_rank, contract.dest_chunk, contract.value, strict=True):
         valid = slice(None) if contract.source_valid is None else contract.source_valid[value]
         pairs = zip(contract.source_chunk[value][valid], contract.source_rank[value][valid], strict=True)
         terms = " + ".join(place(source, int(c), int(r)) for c, r in pairs)
         lines.append(f"  {place(dest, int(chunk), int(rank))} == {terms}")
+    return lines
+
+
+def rotation_lines(schedule: Schedule, rotation: Rotation) -> list[str]:
+    """Whose pieces each rank is handed, where a condition leaves some out."""
+    sources, dests, back = (
+        [schedule.buffers[at].name for at in one] for one in (rotation.sources, rotation.dests, rotation.back)
+    )
+    pairs = ", ".join(f"{source} -> {dest}" for source, dest in zip(sources, dests, strict=True))
+    lines = [f"ensure rotation({pairs})" + (f" back {', '.join(back)}" if back else "")]
+    if rotation.visits is None:
+        return lines
+    source = schedule.buffers[rotation.sources[0]]
+    for rank, owners in enumerate(rotation.visits):
+        for owner, chunks in enumerate(owners):
+            if chunks.any():
+                pieces = " ".join(place(source, int(chunk), owner) for chunk in chunks.nonzero()[0])
+                lines.append(f"  rank {rank} is handed {pieces}")
     return lines
 
 

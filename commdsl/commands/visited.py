@@ -14,10 +14,12 @@ import numpy as np
 from commdsl.build import host_run
 from commdsl.compiler import CompiledSchedule
 from commdsl.ir import interpret
+from commdsl.ir.held import Handed, handed
 from commdsl.ir.schedules import Schedule, Yield
 from commdsl.machine.dtypes import Array, DType
 from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.memory import Kept, Rights
+from commdsl.program.sizes import piece_range
 from commdsl.program.visited import plan_of, segments, started
 
 
@@ -45,6 +47,18 @@ class Visited:
             for at, buffer in enumerate(step.writes)
         ]
 
+    def _new(self, now: Handed, at: int, rank: int, array: Array) -> bytes:
+        """The bytes that a yield hands over of the buffer it reads in that place."""
+        if now.step.reads[at] not in self._schedule.visiting(now.step):
+            return array.tobytes()
+        buffer, data = self._schedule.buffers[now.step.reads[at]], array.tobytes()
+        block_bytes, parts = len(data) // buffer.blocks, list[bytes]()
+        for chunk in np.flatnonzero(now.fresh[at][rank]).tolist():
+            block, piece = divmod(chunk, buffer.cut)
+            first, last = piece_range(block_bytes, buffer.cut, piece)
+            parts.append(data[block * block_bytes + first : block * block_bytes + last])
+        return b"".join(parts)
+
     def compare(
         self,
         compiled: CompiledSchedule,
@@ -62,7 +76,8 @@ class Visited:
         for buffer in self._schedule.buffers:
             if buffer.name in inputs:
                 held[Kept(buffer.name, buffer.blocks, 0)] = list(inputs[buffer.name])
-        handed, seen, compared = iter(expected.yields), iter(self._seen), 0
+        yielded, seen, compared = iter(expected.yields), iter(self._seen), 0
+        everything = handed(self._schedule)
         for number, phase in started(plan):
             match phase:
                 case Launch(moves=moves):
@@ -72,13 +87,15 @@ class Visited:
                     held |= {kept: made.outputs[kept.name] for kept in phase.writes}
                 case Visit():
                     if phase.name is None:
-                        wanted = [[array] for array in next(handed)]
+                        wanted = [[array] for array in next(yielded)]
                     else:
                         wanted = [next(seen)[1] for _ in ranks]
+                    now = next(everything)
                     for rank in ranks:
-                        for kept, array in zip(phase.reads, wanted[rank], strict=True):
-                            compared += array.nbytes
-                            if array.tobytes() != held[kept][rank].tobytes():
+                        for at, kept in enumerate(phase.reads):
+                            new = self._new(now, at, rank, wanted[rank][at])
+                            compared += len(new)
+                            if new != self._new(now, at, rank, held[kept][rank]):
                                 return compared, f"visit {number} on rank {rank} is handed another `{kept.name}`"
                     made_by = [self._made(phase.step, rank, wanted[rank]) for rank in ranks]
                     held |= {kept: [one[at] for one in made_by] for at, kept in enumerate(phase.writes)}

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.contributions import mix
-from commdsl.ir.schedules import Contract, Schedule
+from commdsl.ir.schedules import Contract, Rotation, Schedule
 from commdsl.language.records import dataclass
 from commdsl.machine.topology import NO_LINK, Topology, link_of, pair_bandwidth
 
@@ -97,12 +97,8 @@ def limit(schedule: Schedule) -> Limit:
 
 def _demand(schedule: Schedule, contract: Contract) -> _Demand:
     buffer = schedule.buffers[contract.source_buffer]
-    if contract.name == "rotation":
-        everywhere = np.arange(schedule.num_ranks, dtype=np.int64)
-        rank = np.repeat(everywhere, buffer.num_chunks)
-        values = np.arange(len(rank))
-        wanted = np.repeat(values, schedule.num_ranks), np.tile(everywhere, len(values))
-        return _Demand(len(values), np.full(len(values), 1 / buffer.cut), values, rank, *wanted)
+    if contract.rotation is not None:
+        return _rotating(schedule, contract.rotation)
     chosen, kind = _distinct_values(contract, buffer.num_chunks)
     sources = contract.source_rank[chosen].astype(np.int64)
     valid = np.ones(sources.shape, np.bool_) if contract.source_valid is None else contract.source_valid[chosen]
@@ -116,6 +112,24 @@ def _demand(schedule: Schedule, contract: Contract) -> _Demand:
         np.full(len(chosen), 1 / buffer.cut),
         *_distinct(number[valid].astype(np.int64), sources[valid]),
         *_distinct(value[rows], contract.dest_rank[rows].astype(np.int64)),
+    )
+
+
+def _rotating(schedule: Schedule, rotation: Rotation) -> _Demand:
+    """Every piece of every buffer that rotates is a value, wanted by those it visits."""
+    buffer, ranks, together = schedule.buffers[rotation.sources[0]], schedule.num_ranks, len(rotation.sources)
+    pieces = np.arange(ranks * buffer.num_chunks, dtype=np.int64)
+    visits = np.ones((ranks, len(pieces)), np.bool_) if rotation.visits is None else rotation.visits.reshape(ranks, -1)
+    piece, visited = (np.tile(one, together) for one in np.nonzero(visits.T))
+    piece += np.repeat(np.arange(together) * len(pieces), len(piece) // together)
+    count = together * len(pieces)
+    return _Demand(
+        count,
+        np.full(count, 1 / buffer.cut),
+        np.arange(count),
+        np.tile(pieces // buffer.num_chunks, together),
+        piece,
+        visited,
     )
 
 

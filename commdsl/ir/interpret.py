@@ -85,11 +85,18 @@ class _Memory:
             self.data[buffer][rank][self._span(self.buffers[buffer], chunk)] = values
 
     def whole(self, buffer: int, rank: int) -> Array:
-        """A whole buffer; scratch slots one after another."""
+        """A whole buffer; scratch slots one after another, zeros as long as declared where nothing was put."""
         if self.buffers[buffer].kind is not BufferKind.SCRATCH:
             return self.data[buffer][rank].copy()
         chunks = range(self.buffers[buffer].num_chunks)
-        return np.concatenate([self.slots[buffer, rank, chunk] for chunk in chunks])
+        return np.concatenate([self._slot(buffer, rank, chunk) for chunk in chunks])
+
+    def _slot(self, buffer: int, rank: int, chunk: int) -> Array:
+        found = self.slots.get((buffer, rank, chunk))
+        if found is not None:
+            return found
+        span = self._span(self.buffers[buffer], chunk)
+        return np.zeros(span.stop - span.start, self.dtype.storage)
 
     def fill(self, buffer: int, rank: int, values: Array) -> None:
         """A whole buffer; scratch slots are cut as declared."""

@@ -124,14 +124,37 @@ AnyStep: TypeAlias = Step | Yield | Task
 
 
 @dataclass(frozen=True)
+class Rotation:
+    """Over the yields every chunk of `sources[0]` is handed over, in it or in `dests[0]`, on every rank exactly once;
+    at each yield chunk i of `sources[n]` or `dests[n]` is of the same rank and chunk for every n.
+
+    `visits[r, q, c]`: whether rank r is handed chunk c of rank q; None: every rank every chunk. `back`: none, or a
+    buffer for each of `sources` that at the end has, chunk by chunk, the sum of what yields wrote about it.
+    """
+
+    sources: tuple[int, ...]  # buffers
+    dests: tuple[int, ...]
+    visits: NDArray[np.bool_] | None  # (num_ranks, num_ranks, num_chunks)
+    back: tuple[int, ...] = ()
+
+    @property
+    def buffers(self) -> frozenset[int]:
+        """In which pieces are handed over."""
+        return frozenset((*self.sources, *self.dests))
+
+    def read(self, step: Yield, number: int) -> tuple[int, ...]:
+        """The buffers of `sources[number]` that a yield hands over, in its order."""
+        return tuple(one for one in step.reads if one in (self.sources[number], self.dests[number]))
+
+
+@dataclass(frozen=True)
 class Contract:
     """What must hold at the end. Row j: chunk `dest_chunk[j]` on `dest_rank[j]` equals value `value[j]`.
 
     Value v is the combination of initial chunks (source_rank[v, i], source_chunk[v, i]) of `source_buffer`, i in rank
     order: one (a copy) or several (a reduction). Of a scratch buffer, the chunks that its last Task or Yield wrote.
-    `name` is the collective ("allreduce", "general", "rotation", ...). For a rotation no rows are kept: over the
-    yields, each chunk index of `source_buffer`/`dest_buffer` must hold every rank's chunk exactly once on every rank.
-    Locations without a row are free at the end.
+    `name` is the collective ("allreduce", "general", "rotation", ...). A rotation has no rows: `rotation` says what
+    holds over the yields. Locations without a row are free at the end.
     """
 
     name: str
@@ -146,6 +169,7 @@ class Contract:
     root: int | None
     span: Span = field(repr=False)
     source_valid: NDArray[np.bool_] | None = None  # (m, k), None: all
+    rotation: Rotation | None = None
 
     @property
     def summed(self) -> frozenset[int]:
@@ -207,6 +231,18 @@ class Schedule:
         return frozenset().union(*(contract.summed for contract in self.contracts))
 
     @property
+    def rotations(self) -> tuple[Rotation, ...]:
+        return tuple(one.rotation for one in self.contracts if one.rotation is not None)
+
+    def visiting(self, step: Yield | Task) -> frozenset[int]:
+        """The buffers of which a yield hands over what is new alone: those that rotate, to a function that has a table
+        of it. Of others it hands over everything.
+        """
+        if isinstance(step, Task) or step.name is None:
+            return frozenset()
+        return frozenset(step.reads).intersection(frozenset[int]().union(*(one.buffers for one in self.rotations)))
+
+    @property
     def num_yields(self) -> int:
         """Those that hand a buffer over."""
         return sum(isinstance(step, Yield) and step.name is None for step in self.steps)
@@ -229,7 +265,7 @@ class Schedule:
             case Yield(name=None):
                 return f"yield {reads}"
             case Yield(name=name):
-                return f"yield {name}({reads} -> {writes})"
+                return f"yield {name}({reads} -> {writes})" if writes else f"yield {name}({reads})"
             case Task(function):
                 return f"compute {function}({reads} -> {writes})"
             case _:

@@ -165,6 +165,7 @@ def clause(node: syntax.Clause) -> str:
 Line: TypeAlias = (
     syntax.BufferDecl
     | syntax.NamedContract
+    | syntax.RotationContract
     | syntax.CyclesDecl
     | syntax.Let
     | syntax.Move
@@ -191,6 +192,8 @@ def line(node: Line) -> str:
             return f"{kind.value} {name.text}{f'[{extents}]' if dims else ''}"
         case syntax.NamedContract():
             return _named_contract(node)
+        case syntax.RotationContract():
+            return _rotation(node)
         case syntax.CyclesDecl(name, value):
             return f"cycles {name.text} = {_cycles(value)}"
         case syntax.Let(name, value):
@@ -218,7 +221,7 @@ def line(node: Line) -> str:
 
 def passing(node: syntax.Passing) -> str:
     reads, writes = (", ".join(name.text for name in names) for names in (node.reads, node.writes))
-    return f"{reads} -> {writes}"
+    return f"{reads} -> {writes}" if writes else reads
 
 
 def _machine_line(
@@ -263,6 +266,16 @@ def _named_contract(node: syntax.NamedContract) -> str:
     text = f"ensure {node.name.text}({inside})"
     if node.mapping is not None:
         text += f" {node.mapping[0].text} -> {expr(node.mapping[1])}"
+    return text
+
+
+def _rotation(node: syntax.RotationContract) -> str:
+    pairs = (one.source.text + (f" -> {one.dest.text}" if one.dest else "") for one in node.buffers)
+    text = f"ensure rotation({', '.join(pairs)})"
+    if node.back:
+        text += f" back {', '.join(name.text for name in node.back)}"
+    if node.condition is not None:
+        text += f" each {binders(node.condition.binders)}{where(node.condition.where)}"
     return text
 
 

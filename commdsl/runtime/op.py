@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from commdsl.ir.held import Held
 from commdsl.machine.config import from_environment
 from commdsl.program.memory import Transport
 from commdsl.runtime import autograd, eager, given, groups, pickled, tensors
@@ -197,6 +198,16 @@ class Op:
             self._visiting[key] = found
         return found(inputs, functions_of, timing)
 
+    def held(self, group: Any = None) -> tuple[Held, ...]:
+        """What each visit is handed on every rank of the group: for each buffer that its yield names, of every chunk
+        the rank and the chunk there that it was given in, int32 (ranks, chunks, 2); -1, -1 where a chunk is not new at
+        that visit, or was not given: a function made it, or it is a sum. Raises OpError where there is no `yield`.
+        """
+        visits = self.traced(groups.name_of(group)).visits
+        if visits is None:
+            raise OpError(f"`{self.name}` has no `yield`: it hands nothing over")
+        return visits.held
+
     def synchronize(self, group: Any = None) -> None:
         """Waits for this rank's calls on the group and raises what went wrong in them."""
         for comm in groups.every(groups.name_of(group)):
@@ -353,7 +364,8 @@ def _define(library: torch.library.Library, op: Op) -> None:
     for key in ("CPU", "CUDA"):
         library.impl(op.name, op.functional, key)
     torch.library.register_fake(f"commdsl::{op.name}", op.fake, lib=library)
-    autograd.register(library, op)
+    if signature.outputs:  # else what it does is what visits see
+        autograd.register(library, op)
     if signature.in_place is None:
         return
     written = [

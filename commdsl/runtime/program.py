@@ -20,6 +20,7 @@ import numpy as np
 from commdsl.build.built import Built
 from commdsl.build.emit import Emitted
 from commdsl.ir.dispatches import Dispatch
+from commdsl.ir.held import Held, held
 from commdsl.ir.schedules import Contract, Schedule, Yield
 from commdsl.language.kinds import BufferKind
 from commdsl.language.source import Texts
@@ -91,6 +92,7 @@ class Visits:
     plan: Plan
     signature: Signature
     launched: tuple[Program, ...]  # as `segments`
+    held: tuple[Held, ...]  # what each visit is handed
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,7 @@ def _visits(made: CompiledSchedule) -> Visits | None:
         any(one.plan.moves.has_reduction for one in launched),
         None,
     )
-    return Visits(plan, signature, tuple(launched))
+    return Visits(plan, signature, tuple(launched), held(schedule))
 
 
 def _parts(definition: Definition, ranks: int, transport: Transport) -> list[str]:

@@ -9,7 +9,7 @@ prove anything about the steps: indices out of range stay in the arrays for `che
     parameters    those given and the defaults -> numbers
     machines      `topology`, `roles`
     cycle_sets    `cycles`
-    contracts     `ensure`
+    contracts, rotations   `ensure`
     rows, steps   `each` -> arrays, a row for every combination of its binders
     tasks         `compute`, and `yield` with a body
     tuning        `tune`

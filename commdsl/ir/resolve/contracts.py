@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir.resolve.evaluate import Scope, Value
 from commdsl.ir.resolve.faults import Poisoned
+from commdsl.ir.resolve.rotations import rotation
 from commdsl.ir.resolve.rows import Binding, spread
 from commdsl.ir.resolve.steps import read_list
 from commdsl.ir.schedules import Buffer, Contract, Ints
@@ -60,6 +61,8 @@ def contracts(ensure: syn.Ensure, binding: Binding, scope: Scope) -> tuple[Contr
     match ensure.contract:
         case syn.NamedContract():
             return (_named(ensure.contract, binding, scope),)
+        case syn.RotationContract():
+            return (rotation(ensure.contract, binding, scope),)
         case syn.GeneralContract():
             return tuple(_clause(ensure.contract, clause, binding, scope) for clause in ensure.contract.clauses)
 
@@ -84,7 +87,7 @@ def _clause(contract: syn.GeneralContract, clause: syn.Clause, binding: Binding,
     scope = rows.scope(outer)
     shape = (rows.count,)
     extents = binding.check_shapes(clause.source.ref, clause.dest, clause.span)
-    _check_kinds(binding, clause.source.ref.buffer, clause.dest.buffer, "general")
+    _check_kinds(binding, clause.source.ref.buffer, clause.dest.buffer)
     actor = binding.column(syn.Name(contract.binders[0].name.text, span=clause.span), scope, shape)
     valid = None
     place = clause.source.ref.place
@@ -106,17 +109,16 @@ def _clause(contract: syn.GeneralContract, clause: syn.Clause, binding: Binding,
     return _contract("general", binding, source, dest, clause.is_sum, None, clause.span, arrays)
 
 
-def _check_kinds(binding: Binding, source: syn.Name, dest: syn.Name, name: str) -> None:
+def _check_kinds(binding: Binding, source: syn.Name, dest: syn.Name) -> None:
     for buffer, kinds, headline in (
         (source, READ, "the source of a contract is given by the caller, or computed"),
         (dest, WRITTEN, "the result of a contract goes to the caller"),
     ):
         kind = binding.buffers[buffer.text].kind
-        # A rotation may be seen through a scratch buffer: what counts is what the caller is handed.
-        if kind in kinds or (kind is BufferKind.SCRATCH and name == "rotation" and buffer is dest):
+        if kind in kinds:
             continue
         # Of a scratch buffer it is said what a task wrote there.
-        if kinds is READ and name != "rotation" and kind is BufferKind.SCRATCH and buffer.text in binding.made:
+        if kinds is READ and kind is BufferKind.SCRATCH and buffer.text in binding.made:
             continue
         wanted = " or ".join(f"`{wanted.value}`" for wanted in kinds)
         binding.faults.fail("C105", headline, buffer.span, f"`{buffer.text}` is `{kind.value}`, expected {wanted}")
@@ -128,7 +130,7 @@ def _check_kinds(binding: Binding, source: syn.Name, dest: syn.Name, name: str) 
 def _named(contract: syn.NamedContract, binding: Binding, scope: Scope) -> Contract:
     name = contract.name.text
     dest_name = contract.dest or contract.source
-    _check_kinds(binding, contract.source, dest_name, name)
+    _check_kinds(binding, contract.source, dest_name)
     sides = _sides(contract, binding)
     root = None if contract.root is None else _root(contract.root, binding, scope)
     target = _targets(contract, binding, scope) if contract.mapping else None
@@ -220,9 +222,6 @@ def _rows(name: str, sides: _Sides, root: int | None, target: Ints | None) -> _R
             return _copies(ranks[:, None], shifted if sides.in_place else part, at_root, shifted)
         case "permutation" if target is not None:
             return _copies(target[:, None], every, ranks[:, None], every)
-        case "rotation":
-            none = np.zeros(0, np.int32)
-            return _Rows(none, none, none, none[:, None], none[:, None])
         case _:
             raise Poisoned
 

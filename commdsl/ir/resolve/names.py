@@ -13,6 +13,7 @@ from typing import assert_never
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind, Symbol
 from commdsl.ir.resolve.faults import Faults, nearest
 from commdsl.ir.resolve.move_rules import check_move
+from commdsl.ir.resolve.rotations import rotating_names
 from commdsl.ir.resolve.tasks import check_role, check_task
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label, Severity
@@ -167,10 +168,33 @@ class ScheduleRules(ExpressionRules):
 
     # --- contracts ----------------------------------------------------------------------------------------------------
 
-    def _ensure(self, contract: syn.NamedContract | syn.GeneralContract) -> None:
-        if isinstance(contract, syn.NamedContract):
-            self._named_contract(contract)
+    def _ensure(self, contract: syn.AnyContract) -> None:
+        match contract:
+            case syn.NamedContract():
+                self._named_contract(contract)
+            case syn.RotationContract():
+                self._rotation(contract)
+            case syn.GeneralContract():
+                self._general_contract(contract)
+            case _:
+                assert_never(contract)
+
+    def _rotation(self, contract: syn.RotationContract) -> None:
+        for buffer in rotating_names(contract):
+            self.buffer(buffer)
+        condition = contract.condition
+        if condition is None:
             return
+        with self.block():
+            self._binders(condition.binders)
+            if condition.where is not None:
+                self.expect(condition.where, Kind.CONDITION)
+        if len(condition.binders) < 2 or condition.binders[1].domain is not None:
+            what = "a rotation's condition names a rank, and whose pieces it is handed"
+            help = "write `each r, q where q <= r`, and a name for each extent of the buffer behind them"
+            self.faults.report("C105", what, condition.span, "two names of ranks come first", help=help)
+
+    def _general_contract(self, contract: syn.GeneralContract) -> None:
         with self.block():
             self._binders(contract.binders)
             if contract.where is not None:

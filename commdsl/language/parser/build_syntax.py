@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from commdsl.language import kinds, syntax
 from commdsl.language.diagnostics import CommError, Diagnostic, Label
-from commdsl.language.parser import build_dispatches
+from commdsl.language.parser import build_contracts, build_dispatches
 from commdsl.language.source import Source, Span
 
 MAX_INT = 2**63 - 1
@@ -79,6 +79,11 @@ def _tuple(span: Span, parts: Children) -> Made:
     return tuple(parts)
 
 
+def _block(span: Span, parts: Children) -> Made:
+    """The statements; a part that is two of them, one after the other."""
+    return tuple(one for part in parts for one in (part if isinstance(part, tuple) else (part,)))
+
+
 def _only(span: Span, parts: Children) -> Made:
     return parts[0]
 
@@ -104,29 +109,6 @@ def _buffer_decl(span: Span, parts: Children) -> syntax.BufferDecl:
 def _dim(span: Span, parts: Children) -> syntax.Dim:
     size, blocks = parts
     return syntax.Dim(size, blocks is not None, span=span)
-
-
-def _ensure(span: Span, parts: Children) -> syntax.Ensure:
-    return syntax.Ensure(parts[0], span=span)
-
-
-def _named_contract(span: Span, parts: Children) -> syntax.NamedContract:
-    name, source, dest, root, mapping = parts
-    if isinstance(name, str):  # `reduce`, a keyword elsewhere
-        name = syntax.Name(name, span=Span(span.source, span.start, span.start + len(name)))
-    return syntax.NamedContract(name, source, dest, root, mapping, span=span)
-
-
-def _general_contract(span: Span, parts: Children) -> syntax.GeneralContract:
-    return syntax.GeneralContract(*parts, span=span)
-
-
-def _copy_clause(span: Span, parts: Children) -> syntax.Clause:
-    return syntax.Clause(parts[0], parts[1], False, span=span)
-
-
-def _sum_clause(span: Span, parts: Children) -> syntax.Clause:
-    return syntax.Clause(parts[0], parts[1], True, span=span)
 
 
 def _cycles_decl(span: Span, parts: Children) -> syntax.CyclesDecl:
@@ -201,7 +183,8 @@ def _compute(span: Span, parts: Children) -> syntax.Compute:
 
 
 def _passing(span: Span, parts: Children) -> syntax.Passing:
-    return syntax.Passing(*parts, span=span)
+    reads, writes = parts
+    return syntax.Passing(reads, writes or (), span=span)
 
 
 def _tiles(span: Span, parts: Children) -> Made:
@@ -315,17 +298,12 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "schedule_decl": _schedule_decl,
     "params": _tuple,
     "param": _param,
-    "block": _tuple,
+    "block": _block,
     "buffer_decl": _buffer_decl,
     "dims": _tuple,
     "dim": _dim,
-    "ensure": _ensure,
-    "named_contract": _named_contract,
     "mapping": _tuple,
-    "general_contract": _general_contract,
     "clauses": _tuple,
-    "copy_clause": _copy_clause,
-    "sum_clause": _sum_clause,
     "cycles_decl": _cycles_decl,
     "cycle_literal": _cycle_literal,
     "cycle": _tuple,
@@ -346,6 +324,7 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "visit": _visit,
     "compute": _compute,
     "passing": _passing,
+    "handed": _passing,
     "tiles": _tiles,
     "role_name": _role_name,
     "on": _on,
@@ -374,5 +353,6 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "method": _method,
     "index": _index,
     "arguments": _tuple,
+    **build_contracts.RULES,
     **build_dispatches.RULES,
 }

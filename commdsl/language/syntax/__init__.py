@@ -70,10 +70,12 @@ from commdsl.language.syntax.machines import (
 )
 from commdsl.language.syntax.schedules import (
     All,
+    AnyContract,
     Binder,
     BufferDecl,
     Clause,
     Compute,
+    Condition,
     CycleGenerator,
     CycleLiteral,
     CyclesDecl,
@@ -90,6 +92,8 @@ from commdsl.language.syntax.schedules import (
     Param,
     Passing,
     Ref,
+    Rotating,
+    RotationContract,
     ScheduleDecl,
     Source_,
     Stmt,
@@ -101,6 +105,7 @@ from commdsl.language.syntax.schedules import (
 
 __all__ = [
     "All",
+    "AnyContract",
     "BackDecl",
     "Binary",
     "Binder",
@@ -110,6 +115,7 @@ __all__ = [
     "Clause",
     "Comment",
     "Compute",
+    "Condition",
     "CopiesEntry",
     "CountEntry",
     "Cut",
@@ -162,6 +168,8 @@ __all__ = [
     "Repeat",
     "RoleDecl",
     "RolesDecl",
+    "Rotating",
+    "RotationContract",
     "RouteDecl",
     "RowsDecl",
     "ScheduleDecl",

@@ -97,8 +97,36 @@ class GeneralContract(Node):
 
 
 @dataclass(frozen=True, slots=True)
+class Rotating(Node):
+    """`kv`, `k -> kc`: what visits every rank, and the buffer it is handed over in beside its own."""
+
+    source: Name
+    dest: Name | None
+
+
+@dataclass(frozen=True, slots=True)
+class Condition(Node):
+    """`each r, q, h in 0 ..< 2 where h == 0 or q >= r`: a rank, whose pieces it is visited by, and which of them."""
+
+    binders: tuple[Binder, ...]
+    where: Expr | None
+
+
+@dataclass(frozen=True, slots=True)
+class RotationContract(Node):
+    """`ensure rotation(k -> kc, v -> vc) back dk, dv each r, q where q < r`."""
+
+    buffers: tuple[Rotating, ...]
+    back: tuple[Name, ...]
+    condition: Condition | None
+
+
+AnyContract: TypeAlias = NamedContract | GeneralContract | RotationContract
+
+
+@dataclass(frozen=True, slots=True)
 class Ensure(Node):
-    contract: NamedContract | GeneralContract
+    contract: AnyContract
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ Assumes a schedule that passed the checks, without tasks. Does not lower anythin
 
 Buffers that nothing moves between are segments of their own: one that does not need what the caller computes need not
 wait for it. Whatever lives across a yield is at home in the rank's own memory there: an `input` of the segments that
-read it, an `output` of those that write it anew, `inout` where something of it stays. A `scratch` buffer of one segment
-alone stays what it is.
+read it, an `output` of those that write it anew, `inout` where something of it stays that is read later. A `scratch`
+buffer of one segment alone stays what it is.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from commdsl.ir.held import Origins, first_chunks, handed, place
 from commdsl.ir.schedules import Buffer, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import BufferKind, MoveKind
 
 GIVEN = (BufferKind.INPUT, BufferKind.INOUT)
+RETURNED = (BufferKind.OUTPUT, BufferKind.INOUT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,13 +44,16 @@ def parts(schedule: Schedule) -> Iterator[Part]:
     """Yields, and the segments between them that move anything."""
     runs = list(_runs(schedule))
     homes = _users(runs)
+    kept = iter(_kept(schedule))
+    stays = next(kept)
     filled = {number for number, buffer in enumerate(schedule.buffers) if buffer.kind in GIVEN}
     for run in runs:
         if isinstance(run, Yield):
             filled |= {*run.writes}
+            stays = next(kept)
             yield run
         else:
-            yield _segment(schedule, run, homes, filled)
+            yield _segment(schedule, run, homes, filled, stays)
             filled |= _written(run)
 
 
@@ -65,6 +71,49 @@ def _runs(schedule: Schedule) -> Iterator[tuple[Step, ...] | Yield]:
             case Task():
                 raise InternalError(f"`{schedule.name}` has a task, yet passed the checks")
     yield from _apart(steps, fresh)
+
+
+def _kept(schedule: Schedule) -> list[frozenset[int]]:
+    """For the steps before each yield, and those behind the last: the buffers that have a chunk which none of these
+    steps writes, and which somebody reads later: a move, the end of the call, or a yield that hands it over.
+    """
+    first = first_chunks(schedule)
+    handed_over = [now.fresh for now in handed(schedule)]
+    live = np.zeros((schedule.num_ranks, int(first[-1])), np.bool_)
+    for number, declared in enumerate(schedule.buffers):
+        live[:, first[number] : first[number + 1]] = declared.kind in RETURNED
+    found: list[frozenset[int]] = []
+    needed, written = live.copy(), np.zeros_like(live)
+    for step in reversed(schedule.steps):
+        if isinstance(step, Step):
+            _before(step, first, live.reshape(-1), written.reshape(-1))
+            continue
+        found.append(_with_any(needed & ~written, first))
+        for buffer in step.writes:
+            live[:, first[buffer] : first[buffer + 1]] = False
+        fresh = handed_over.pop() if isinstance(step, Yield) else ()
+        visiting = schedule.visiting(step)
+        for buffer, new in zip(step.reads, fresh, strict=True):
+            live[:, first[buffer] : first[buffer + 1]] |= new if buffer in visiting else True
+        needed, written = live.copy(), np.zeros_like(live)
+    return [*reversed([*found, _with_any(needed & ~written, first)])]
+
+
+def _before(step: Step, first: Origins, live: NDArray[np.bool_], written: NDArray[np.bool_]) -> None:
+    """What is live before a step, from what is behind it; and what the step writes besides."""
+    moves = [one for one in step.moves if len(one.actor)]
+    for one in moves:
+        places = place(first, one.dest_buffer, one.dest_rank, one.dest_chunk)
+        written[places] = True
+        live[places] = one.accumulate
+    for one in moves:
+        live[place(first, one.source_buffer, one.source_rank, one.source_chunk)] = True
+
+
+def _with_any(places: NDArray[np.bool_], first: Origins) -> frozenset[int]:
+    """The buffers with any of these places, on any rank."""
+    found = (places[:, first[number] : first[number + 1]].any() for number in range(len(first) - 1))
+    return frozenset(number for number, any_ in enumerate(found) if any_)
 
 
 def _apart(steps: list[Step], fresh: set[int]) -> Iterator[tuple[Step, ...]]:
@@ -95,7 +144,9 @@ def _users(runs: list[tuple[Step, ...] | Yield]) -> dict[int, int]:
     return {buffer: sum(buffer in one for one in touched) for buffer in set().union(*touched)}
 
 
-def _segment(schedule: Schedule, steps: tuple[Step, ...], users: dict[int, int], filled: set[int]) -> Segment:
+def _segment(
+    schedule: Schedule, steps: tuple[Step, ...], users: dict[int, int], filled: set[int], stays: frozenset[int]
+) -> Segment:
     read, written = _read(steps), _written(steps)
     number: dict[int, int] = {}
     buffers: list[Buffer] = []
@@ -107,7 +158,7 @@ def _segment(schedule: Schedule, steps: tuple[Step, ...], users: dict[int, int],
             kind = BufferKind.SCRATCH
         elif index not in written:
             kind = BufferKind.INPUT
-        elif index not in filled or (index not in read and _covers(schedule, steps, index)):
+        elif index not in filled or (index not in read and index not in stays):
             kind = BufferKind.OUTPUT
         else:
             kind = BufferKind.INOUT
@@ -115,14 +166,6 @@ def _segment(schedule: Schedule, steps: tuple[Step, ...], users: dict[int, int],
     renamed = tuple(replace(step, moves=tuple(_renamed(step.moves, number))) for step in steps)
     made = replace(schedule, buffers=tuple(buffers), contracts=(), steps=renamed)
     return Segment(made, _content(made))
-
-
-def _covers(schedule: Schedule, steps: tuple[Step, ...], buffer: int) -> bool:
-    """Whether every chunk of it is written on every rank."""
-    written = np.zeros((schedule.num_ranks, schedule.buffers[buffer].num_chunks), np.bool_)
-    for moves in (one for step in steps for one in step.moves if one.dest_buffer == buffer):
-        written[moves.dest_rank, moves.dest_chunk] = True
-    return bool(written.all())
 
 
 def _renamed(moves: tuple[Statement, ...], number: dict[int, int]) -> Iterator[Statement]:

@@ -18,12 +18,10 @@ from commdsl.language.kinds import BufferKind
 from commdsl.program.agree import none_heard
 from commdsl.program.launches import Launch, Return, Visit, touches
 from commdsl.program.lower import SYMMETRIC_BYTES, lower_moves
-from commdsl.program.lower.segments import GIVEN, Segment, parts
+from commdsl.program.lower.segments import GIVEN, RETURNED, Segment, parts
 from commdsl.program.memory import Kept, Transport
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan, Role
-
-RETURNED = (BufferKind.OUTPUT, BufferKind.INOUT)
 
 
 def lower_visits(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:

@@ -8,8 +8,9 @@ the rank, so no hazard is between two ranks, and one rank stands for all. Before
 all it gives, behind it to all it gave and got.
 
 Data (C210): what every copy holds on every rank is followed through the tables of the launches, in the order of their
-turns, beside the steps of the schedule. Every visit is handed what the schedule hands over there, and the caller gets
-back what the schedule leaves; what its function computes is a value of its own on both sides.
+turns, beside the steps of the schedule. Every visit is handed what the schedule hands over there (of buffers that
+rotate what is new), and the caller gets back what the schedule leaves; what its function computes is a value of its own
+on both sides.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from commdsl.ir.held import handed
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.program.launches import Between, Launch, Return, Visit, touches
@@ -72,18 +74,22 @@ def visits_compute(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
     held: dict[Kept, Values] = {}
     for buffer, values in zip(schedule.buffers, start(schedule), strict=True):
         held[Kept(buffer.name, buffer.blocks, 0)] = values.reshape(schedule.num_ranks, -1)
-    schedule_states = states(schedule, meant)
+    schedule_states, everything = states(schedule, meant), handed(schedule)
     for phase in sorted((*launches(plan), *visits(plan)), key=lambda phase: phase.turn):
         match phase:
             case Launch():
                 _launch(phase, held)
-            case Visit(step=handed):
+            case Visit(step=stop):
                 number, step = next(schedule_states, (-1, None))
-                if step is None or step != handed or (phase.name, len(phase.reads)) != (step.name, len(step.reads)):
+                if step is None or step != stop or (phase.name, len(phase.reads)) != (step.name, len(step.reads)):
                     yield messages.other_visit(schedule, phase)
                     return
-                for kept, read in zip(phase.reads, step.reads, strict=True):
-                    wrong = _differs(held, kept, meant[read], numbers[kept.name] == read)
+                visiting = schedule.visiting(step)
+                for kept, read, fresh in zip(phase.reads, step.reads, next(everything).fresh, strict=True):
+                    wanted = meant[read]
+                    if read in visiting:  # what is not new is not handed over
+                        wanted = np.where(fresh.reshape(-1), wanted, UNWRITTEN)
+                    wrong = _differs(held, kept, wanted, numbers[kept.name] == read)
                     if wrong is not None:
                         yield messages.wrong_visit(schedule, step.span, kept.name, wrong)
                         return
