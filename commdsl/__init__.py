@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from commdsl.runtime.errors import GroupError as GroupError
     from commdsl.runtime.errors import HeapError as HeapError
     from commdsl.runtime.errors import KeysError as KeysError
+    from commdsl.runtime.errors import MaskError as MaskError
     from commdsl.runtime.errors import OpError as OpError
     from commdsl.runtime.errors import PeerError as PeerError
     from commdsl.runtime.errors import ReductionError as ReductionError
@@ -73,6 +74,7 @@ __all__ = [
     "GroupError",
     "HeapError",
     "KeysError",
+    "MaskError",
     "MetadataError",
     "MissingToolError",
     "NotFoundError",
@@ -122,6 +124,7 @@ _HOME = {
     "GroupError": "commdsl.runtime.errors",
     "HeapError": "commdsl.runtime.errors",
     "KeysError": "commdsl.runtime.errors",
+    "MaskError": "commdsl.runtime.errors",
     "MetadataError": "commdsl.dispatch.errors",
     "MissingToolError": "commdsl.machine.errors",
     "NotFoundError": "commdsl.machine.errors",

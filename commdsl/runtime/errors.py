@@ -107,6 +107,12 @@ class KeysError(OpError):
     code = "C963"
 
 
+class MaskError(OpError, ValueError):
+    """A schedule whose yields do not show a rank each key that its queries see, once."""
+
+    code = "C966"
+
+
 class HeapError(OpError, MemoryError):
     """Symmetric memory of a group cannot be had."""
 
