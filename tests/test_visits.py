@@ -161,7 +161,7 @@ def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
         for column in ("reads", "writes", "frees"):
             for at, kept in enumerate(getattr(phase, column, ())):
                 for copy in {0, 1, 2} - {kept.copy}:
-                    other = Kept(kept.name, kept.blocks, copy)
+                    other = replace(kept, copy=copy)
                     columns = (*getattr(phase, column)[:at], other, *getattr(phase, column)[at + 1 :])
                     yield f"{words} {column} {other}", put(replace(phase, **{column: columns}))
     ordered = sorted(between, key=lambda phase: phase.turn)

@@ -6,7 +6,7 @@ message. A new law is a function and a line here. Does not raise.
 
     locations, contributions, route_laws   what the laws are stated on: places, what each holds, rows
     cycles, topology, roles, engine   what the machine has
-    bounds, inputs, overlap, undefined, size_classes   what a step may touch
+    bounds, inputs, overlap, undefined, size_classes, classes   what a step may touch
     promises, conservation, rotations, determinism, useless   what is promised, kept, and in vain
     plans, routes   a plan of documents and where its rows go
     built, tasks   what no kernel runs
@@ -19,6 +19,7 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from commdsl.checks.bounds import out_of_bounds
+from commdsl.checks.classes import mixed_types, own_units, unknown_units
 from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
 from commdsl.checks.engine import combining_engine
@@ -66,7 +67,7 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (broken_cycles, broken_roles, repeated_promises),
     (out_of_bounds,),
     (overlapping_writes, writes_to_input, undefined_reads, missing_links, combining_engine),
-    (unequal_sizes,),
+    (unequal_sizes, mixed_types, own_units, unknown_units),
     (broken_contracts, broken_rotations),
     (useless_statements,),
 )

@@ -7,7 +7,7 @@ compiler only the oracle runs, and the trial says so. Does not print.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from commdsl.commands.budget import refuse_large
 from commdsl.commands.visited import Visited
 from commdsl.compiler import CompiledSchedule
 from commdsl.ir import interpret
+from commdsl.ir.classes import joining, types
 from commdsl.ir.schedules import Contract, Schedule, Yield
 from commdsl.language.kinds import BufferKind
 from commdsl.machine import dtypes
@@ -88,16 +89,20 @@ def find_dtype(name: str, op: str, *, reduces: bool) -> DType:
 def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     """Runs once. A wrong result or a time-out is in `fault`."""
     reduces = compiled.plan.has_reduction
-    dtype = find_dtype(settings.dtype, settings.operation, reduces=reduces)
+    dtype = find_dtype(settings.dtype, settings.operation, reduces=reduces and not compiled.plan.is_visited)
+    of = types(compiled.schedule, dtype)
+    for name in reduced(compiled.schedule) if compiled.plan.is_visited else ():
+        find_dtype(of[name].name, settings.operation, reduces=True)
     averages = reduces and settings.operation == "avg"
     if averages and compiled.plan.is_visited:
         raise UsageError("with visits there is no `avg`: take the sum and divide it")
-    blocks = max(buffer.blocks for buffer in compiled.schedule.buffers)
-    elements = settings.buffer_bytes // blocks // dtype.size
-    refuse_large(memory_of(compiled.schedule, elements * dtype.size), settings.buffer_bytes, compiled.plan.num_ranks)
-    inputs = make_inputs(compiled, dtype, elements)
+    most = max(buffer.blocks * of[buffer.name].size for buffer in compiled.schedule.buffers)
+    elements = settings.buffer_bytes // most
+    largest = max(one.size for one in of.values())
+    refuse_large(memory_of(compiled.schedule, elements * largest), settings.buffer_bytes, compiled.plan.num_ranks)
+    inputs = make_inputs(compiled, of, elements)
     start = time.perf_counter()
-    visited = Visited(compiled.schedule, elements)
+    visited = Visited(compiled.schedule, elements, dtype)
     expected = interpret.run(compiled.schedule, inputs, dtype, settings.operation, visited.bodies)
     block_bytes = elements * dtype.size
     compared, fault = 0, ""
@@ -115,7 +120,7 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
             compared, fault = compare(compiled.schedule, expected, found, block_bytes)
         if compiled.visits is not None and not fault and not averages:
             options = host_run.Options(mode=settings.mode, sanitize=settings.sanitize)
-            further, fault = visited.compare(compiled, expected, inputs, dtype, settings.operation, options)
+            further, fault = visited.compare(compiled, expected, inputs, settings.operation, options)
             compared += further
         name = " ".join(host.find_compiler(from_environment()).command)
     except host.NoHostCompilerError as error:
@@ -128,6 +133,12 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     return Trial(block_bytes, name, "", compared, fault, seconds)
 
 
+def reduced(schedule: Schedule) -> set[str]:
+    """The buffers into which moves combine."""
+    combining = (moves for moves in joining(schedule) if moves.accumulate or moves.is_list)
+    return {schedule.buffers[moves.dest_buffer].name for moves in combining}
+
+
 def memory_of(schedule: Schedule, block_bytes: int) -> int:
     """The bytes that a run takes, about: every tensor of every rank and what it hands over, as the oracle and the
     kernel have them and as they are compared.
@@ -137,14 +148,14 @@ def memory_of(schedule: Schedule, block_bytes: int) -> int:
     return COPIES * blocks * block_bytes * schedule.num_ranks
 
 
-def make_inputs(compiled: CompiledSchedule, dtype: DType, elements: int) -> dict[str, list[Array]]:
+def make_inputs(compiled: CompiledSchedule, of: Mapping[str, DType], elements: int) -> dict[str, list[Array]]:
     """Random elements for every rank, the same on every machine."""
     random = np.random.default_rng(SEED)
     inputs: dict[str, list[Array]] = {}
     for buffer in compiled.schedule.buffers:
         if buffer.kind in (BufferKind.INPUT, BufferKind.INOUT):
             shape = buffer.blocks * elements
-            inputs[buffer.name] = [make_array(random, dtype, shape) for _ in range(compiled.plan.num_ranks)]
+            inputs[buffer.name] = [make_array(random, of[buffer.name], shape) for _ in range(compiled.plan.num_ranks)]
     return inputs
 
 

@@ -14,21 +14,23 @@ import numpy as np
 from commdsl.build import host_run
 from commdsl.compiler import CompiledSchedule
 from commdsl.ir import interpret
+from commdsl.ir.classes import types
 from commdsl.ir.held import Handed, handed
 from commdsl.ir.schedules import Schedule, Yield
 from commdsl.machine.dtypes import Array, DType
-from commdsl.program.launches import Launch, Return, Visit
+from commdsl.program.launches import Launch, Return, Visit, touches
 from commdsl.program.memory import Kept, Rights
 from commdsl.program.sizes import piece_range
-from commdsl.program.visited import plan_of, segments, started
+from commdsl.program.visited import launches, plan_of, segments, started, visits
 
 
 class Visited:
     """What the oracle handed over at yields with a body, as it ran them."""
 
-    def __init__(self, schedule: Schedule, elements: int) -> None:
+    def __init__(self, schedule: Schedule, elements: int, dtype: DType) -> None:
         self._schedule = schedule
-        self._sizes = [buffer.blocks * elements for buffer in schedule.buffers]
+        self._elements = elements
+        self._types = tuple(types(schedule, dtype).values())
         self._bodies = [step for step in schedule.steps if isinstance(step, Yield) and step.name is not None]
         self._seen: list[tuple[int, list[Array]]] = []  # rank and buffers, in the order of steps, then ranks
 
@@ -42,10 +44,14 @@ class Visited:
         return self._made(step, rank, given)
 
     def _made(self, step: Yield, rank: int, given: Sequence[Array]) -> list[Array]:
-        return [
-            np.roll(np.resize(given[at % len(given)], self._sizes[buffer]), 1 + at + rank)
-            for at, buffer in enumerate(step.writes)
-        ]
+        made: list[Array] = []
+        for at, buffer in enumerate(step.writes):
+            read, written = (self._types[one] for one in (step.reads[at % len(given)], buffer))
+            values = given[at % len(given)]
+            values = values if read is written else written.from_float32(read.to_float32(values))
+            size = self._schedule.buffers[buffer].blocks * self._elements
+            made.append(np.roll(np.resize(values, size), 1 + at + rank))
+        return made
 
     def _new(self, now: Handed, at: int, rank: int, array: Array) -> bytes:
         """The bytes that a yield hands over of the buffer it reads in that place."""
@@ -64,7 +70,6 @@ class Visited:
         compiled: CompiledSchedule,
         expected: interpret.Result,
         inputs: host_run.Inputs,
-        dtype: DType,
         op: str,
         options: host_run.Options,
     ) -> tuple[int, str]:
@@ -72,10 +77,11 @@ class Visited:
         plan, ranks = compiled.visits, range(self._schedule.num_ranks)
         assert plan is not None
         texts = dict(zip(segments(plan), compiled.launched, strict=True))
+        of = {buffer.name: dtype for buffer, dtype in zip(self._schedule.buffers, self._types, strict=True)}
         held: dict[Kept, list[Array]] = {}
-        for buffer in self._schedule.buffers:
-            if buffer.name in inputs:
-                held[Kept(buffer.name, buffer.blocks, 0)] = list(inputs[buffer.name])
+        for kept in (touch.memory for phase in (*launches(plan), *visits(plan)) for touch in touches(phase)):
+            if isinstance(kept, Kept) and kept.copy == 0:
+                held[kept] = list(inputs[kept.name])
         yielded, seen, compared = iter(expected.yields), iter(self._seen), 0
         everything = handed(self._schedule)
         for number, phase in started(plan):
@@ -83,6 +89,7 @@ class Visited:
                 case Launch(moves=moves):
                     names = [one.name for one in moves.tensors if one.access is Rights.READ]
                     given = {name: held[kept] for name, kept in zip(names, phase.reads, strict=True)}
+                    dtype = of[names[0]]
                     made = host_run.run_calls(plan_of(plan, moves), texts[moves], [given], dtype, op, options)[-1]
                     held |= {kept: made.outputs[kept.name] for kept in phase.writes}
                 case Visit():

@@ -1,6 +1,7 @@
 """What a file means: schedules, dispatches and plans of documents, with ranks and steps resolved.
 
 schedules     a schedule: buffers, contracts, steps of moves as arrays
+classes       what its buffers are made of: length of a block, element type
 held          what each yield of a schedule hands over
 functions     what a task of a schedule may compute
 dispatches    a dispatch: tensors of rows and the routes they take

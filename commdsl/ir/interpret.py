@@ -19,10 +19,11 @@ from typing import TypeAlias, assert_never
 
 import numpy as np
 
+from commdsl.ir.classes import GIVEN, types, units
 from commdsl.ir.functions import FUNCTIONS
-from commdsl.ir.schedules import Buffer, Schedule, Statement, Step, Task, Yield
+from commdsl.ir.schedules import Schedule, Statement, Step, Task, Yield
 from commdsl.language.kinds import BufferKind
-from commdsl.machine.dtypes import Array, DType
+from commdsl.machine.dtypes import BY_NAME, Array, DType
 
 UNIT = 16  # bytes: where chunks may be cut
 MOST_CONTRIBUTIONS = 1 << 24  # that a chunk is said to hold: float32 has every whole number up to it
@@ -48,30 +49,30 @@ class _Memory:
     def __init__(self, schedule: Schedule, inputs: Mapping[str, Sequence[Array]], dtype: DType) -> None:
         self.buffers = schedule.buffers
         self.elements = _block_elements(schedule, inputs)
-        self.dtype = dtype
+        self.dtypes = tuple(types(schedule, dtype).values())
         self.data: list[list[Array]] = []
         self.slots: dict[tuple[int, int, int], Array] = {}  # scratch: whatever was put there
         self.summed = schedule.summed
         self.contributions: dict[tuple[int, int, int], int] = {}  # of a chunk that was reduced; others hold one
-        for buffer in self.buffers:
-            if buffer.name in inputs and buffer.kind in (BufferKind.INPUT, BufferKind.INOUT):
+        for buffer, elements, of in zip(self.buffers, self.elements, self.dtypes, strict=True):
+            if buffer.name in inputs and buffer.kind in GIVEN:
                 given = inputs[buffer.name]
-                self.data.append([np.array(given[rank], dtype.storage) for rank in range(schedule.num_ranks)])
+                self.data.append([np.array(given[rank], of.storage) for rank in range(schedule.num_ranks)])
             else:
-                size = 0 if buffer.kind is BufferKind.SCRATCH else buffer.blocks * self.elements
-                self.data.append([np.zeros(size, dtype.storage) for _ in range(schedule.num_ranks)])
+                size = 0 if buffer.kind is BufferKind.SCRATCH else buffer.blocks * elements
+                self.data.append([np.zeros(size, of.storage) for _ in range(schedule.num_ranks)])
 
-    def _span(self, buffer: Buffer, chunk: int) -> slice:
-        block, piece = divmod(chunk, buffer.cut)
-        size = self.dtype.size
-        units = -(-self.elements * size // UNIT)
-        first, last = (min(UNIT * (units * p // buffer.cut) // size, self.elements) for p in (piece, piece + 1))
-        return slice(block * self.elements + first, block * self.elements + last)
+    def _span(self, buffer: int, chunk: int) -> slice:
+        cut, elements, size = self.buffers[buffer].cut, self.elements[buffer], self.dtypes[buffer].size
+        block, piece = divmod(chunk, cut)
+        whole = -(-elements * size // UNIT)
+        first, last = (min(UNIT * (whole * p // cut) // size, elements) for p in (piece, piece + 1))
+        return slice(block * elements + first, block * elements + last)
 
     def read(self, buffer: int, rank: int, chunk: int) -> Array:
         if self.buffers[buffer].kind is BufferKind.SCRATCH:
             return self.slots[buffer, rank, chunk].copy()
-        return self.data[buffer][rank][self._span(self.buffers[buffer], chunk)].copy()
+        return self.data[buffer][rank][self._span(buffer, chunk)].copy()
 
     def held(self, buffer: int, rank: int, chunk: int) -> int:
         """How many contributions are combined in a chunk."""
@@ -82,7 +83,7 @@ class _Memory:
         if self.buffers[buffer].kind is BufferKind.SCRATCH:
             self.slots[buffer, rank, chunk] = values
         else:
-            self.data[buffer][rank][self._span(self.buffers[buffer], chunk)] = values
+            self.data[buffer][rank][self._span(buffer, chunk)] = values
 
     def whole(self, buffer: int, rank: int) -> Array:
         """A whole buffer; scratch slots one after another, zeros as long as declared where nothing was put."""
@@ -95,28 +96,30 @@ class _Memory:
         found = self.slots.get((buffer, rank, chunk))
         if found is not None:
             return found
-        span = self._span(self.buffers[buffer], chunk)
-        return np.zeros(span.stop - span.start, self.dtype.storage)
+        span = self._span(buffer, chunk)
+        return np.zeros(span.stop - span.start, self.dtypes[buffer].storage)
 
     def fill(self, buffer: int, rank: int, values: Array) -> None:
         """A whole buffer; scratch slots are cut as declared."""
-        if values.shape != (wanted := (self.buffers[buffer].blocks * self.elements,)):
-            raise ValueError(f"`{self.buffers[buffer].name}` is {wanted[0]} elements, got {values.shape}")
+        wanted = (self.buffers[buffer].blocks * self.elements[buffer],), self.dtypes[buffer].storage
+        if (values.shape, values.dtype) != wanted:
+            what = f"{wanted[0][0]} elements of {wanted[1]}"
+            raise ValueError(f"`{self.buffers[buffer].name}` is {what}, got {values.shape} of {values.dtype}")
         for chunk in range(self.buffers[buffer].num_chunks):
-            self.write(buffer, rank, chunk, values[self._span(self.buffers[buffer], chunk)].copy())
+            self.write(buffer, rank, chunk, values[self._span(buffer, chunk)].copy())
 
 
-def _block_elements(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> int:
-    """The number of elements of a block, the same for every buffer and rank."""
-    sizes = {
-        len(array) / buffer.blocks
-        for buffer in schedule.buffers
-        if buffer.kind in (BufferKind.INPUT, BufferKind.INOUT)
-        for array in inputs[buffer.name]
-    }
-    if len(sizes) != 1 or not (size := sizes.pop()).is_integer():
+def _block_elements(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> tuple[int, ...]:
+    """The number of elements of a block of each buffer, the same on every rank; 0 where nothing says it."""
+    known = units(schedule)
+    sizes: dict[str, set[float]] = {}
+    for buffer in schedule.buffers:
+        unit = known[buffer.name]
+        if buffer.kind in GIVEN and unit is not None:
+            sizes.setdefault(unit.size, set()).update(len(array) / buffer.blocks for array in inputs[buffer.name])
+    if not all(len(found) == 1 and min(found).is_integer() for found in sizes.values()):
         raise ValueError("inputs must be whole blocks of one size on every rank")
-    return int(size)
+    return tuple(0 if unit is None else int(min(sizes[unit.size])) for unit in known.values())
 
 
 def run(
@@ -127,20 +130,20 @@ def run(
     bodies: Mapping[str, Body] = MappingProxyType({}),
 ) -> Result:
     """Runs all ranks; `inputs[name][rank]` for every input and inout buffer, blocks * n elements in storage dtype;
-    `bodies` by name for every `yield` that has one.
+    `bodies` by name for every `yield` that has one. `dtype`: of buffers of which the schedule declares none.
 
-    `op` is sum, max, min, prod or avg. Raises ValueError for inputs of unequal blocks or an `op` the dtype has not.
+    `op` is sum, max, min, prod or avg. Raises ValueError for inputs of unequal blocks or an `op` a dtype has not.
     """
-    moves = (moves for step in schedule.steps if isinstance(step, Step) for moves in step.moves)
-    reduces = any(one.accumulate or one.is_list for one in moves)
-    if reduces and op not in dtype.ops:
-        raise ValueError(f"{dtype.name} has no `{op}`")
     memory = _Memory(schedule, inputs, dtype)
+    moves = (moves for step in schedule.steps if isinstance(step, Step) for moves in step.moves)
+    for of in {memory.dtypes[one.dest_buffer].name for one in moves if one.accumulate or one.is_list}:
+        if op not in BY_NAME[of].ops:
+            raise ValueError(f"{of} has no `{op}`")
     yields = []
     for step in schedule.steps:
         match step:
             case Step():
-                results = [result for moves in step.moves for result in _results(memory, moves, dtype, op)]
+                results = [result for moves in step.moves for result in _results(memory, moves, op)]
                 for buffer, rank, chunk, values, contributions in results:
                     memory.write(buffer, rank, chunk, values, contributions)
             case Yield(name=None):
@@ -154,7 +157,8 @@ def run(
             case Task():
                 operation = FUNCTIONS[step.function].operation
                 for rank in range(schedule.num_ranks):
-                    made = combine([memory.whole(buffer, rank) for buffer in step.reads], dtype, operation)
+                    given = [memory.whole(buffer, rank) for buffer in step.reads]
+                    made = combine(given, memory.dtypes[step.writes[0]], operation)
                     memory.fill(step.writes[0], rank, made)
             case _:
                 assert_never(step)
@@ -163,8 +167,9 @@ def run(
     return Result(outputs, yields)
 
 
-def _results(memory: _Memory, moves: Statement, dtype: DType, op: str) -> Iterator[tuple[int, int, int, Array, int]]:
+def _results(memory: _Memory, moves: Statement, op: str) -> Iterator[tuple[int, int, int, Array, int]]:
     """What each row of a statement will write, computed from the state before the step."""
+    dtype = memory.dtypes[moves.dest_buffer]
     for row, (rank, chunk) in enumerate(zip(moves.dest_rank.tolist(), moves.dest_chunk.tolist(), strict=True)):
         places = [(moves.dest_buffer, rank, chunk)] if moves.accumulate else []
         for k, (source_rank, source_chunk) in enumerate(

@@ -3,9 +3,9 @@
 Assumes nothing of the text but spans for messages. Does not know lanes, slots, flags or bytes; the Plan does.
 
 A buffer is `blocks` blocks of the same (symbolic) number of elements, each block cut into `cut` chunks; chunk indices
-are flat: block * cut + piece. All buffers of a schedule share the block size, so piece i of a block cut into C is
-equally long everywhere: the pair (C, i) is the chunk's *size class*. A scratch buffer has slots instead; a slot takes
-the size class of what is written there.
+are flat: block * cut + piece. All buffers that moves join share the block size, so piece i of a block cut into C is
+equally long in all of them: the pair (C, i) is the chunk's *size class*. A scratch buffer has slots instead; a slot
+takes the size class of what is written there. How long the blocks of a buffer are, and of which type, says `units`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Buffer:
     blocks: int  # product of the `blocks` extents, 1 if none
     cut: int  # product of the others, 1 if none
     span: Span = field(compare=False, repr=False)
+    element: str | None = None  # its element type, where it is declared
+    like: str | None = None  # the buffer whose blocks are as long, where it is declared
 
     @property
     def num_chunks(self) -> int:

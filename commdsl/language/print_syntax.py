@@ -187,9 +187,10 @@ Line: TypeAlias = (
 def line(node: Line) -> str:
     """The text of a node that has no block."""
     match node:
-        case syntax.BufferDecl(kind, name, dims):
+        case syntax.BufferDecl(kind, name, dims, element, like):
             extents = ", ".join(expr(dim.size) + (" blocks" if dim.blocks else "") for dim in dims)
-            return f"{kind.value} {name.text}{f'[{extents}]' if dims else ''}"
+            unit = (f" {element.text}" if element else "") + (f" like {like.text}" if like else "")
+            return f"{kind.value} {name.text}{f'[{extents}]' if dims else ''}{unit}"
         case syntax.NamedContract():
             return _named_contract(node)
         case syntax.RotationContract():

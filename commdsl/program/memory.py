@@ -8,6 +8,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TypeAlias
 
+from commdsl.ir.classes import Unit
 from commdsl.language.records import dataclass
 
 
@@ -87,6 +88,7 @@ class Kept:
     name: str
     blocks: int
     copy: int
+    unit: Unit  # of its blocks
 
 
 Memory: TypeAlias = Tensor | Rows | Words | Counters | Kept

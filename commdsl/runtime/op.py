@@ -24,7 +24,7 @@ from commdsl.runtime.given import Patience, Reduction
 from commdsl.runtime.host import HostCommunicator
 from commdsl.runtime.program import Backward, Definition, Program, program
 from commdsl.runtime.timing import Timing
-from commdsl.runtime.visits import Function, Visiting, by_name, split
+from commdsl.runtime.visits import Function, Visiting, by_name, check_reductions, prepared, split, travelling
 from commdsl.runtime.work import DeviceWork, HostWork, Result, Work
 
 Inverse: TypeAlias = "Callable[[Backward, int], Op]"
@@ -187,10 +187,13 @@ class Op:
         if len(inputs) != len(visits.signature.inputs):
             raise TensorError(f"`{self.name}` takes {len(visits.signature.inputs)} tensors, got {len(inputs)}")
         tensors.check(self.name, visits.signature, inputs)
+        check_reductions(self.name, visits, inputs, op)
         functions_of = by_name(self.name, visits.plan, known)
         key: tuple[object, ...] = ("visits", name, op, seconds)
         key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs)
-        groups.of(name, inputs[0].device).compare(tensors.described(f"{self.name}.visit", inputs, op))
+        comm = groups.of(name, inputs[0].device)
+        if comm.compares:
+            comm.compare(tensors.described(f"{self.name}.visit", travelling(visits, inputs), op))
         found = self._visiting.get(key)
         if found is None or behind is None or not found.serves(behind):
             found = self._prepare_visits(inputs, name, op, seconds)
@@ -234,8 +237,11 @@ class Op:
 
     def fake(self, *arguments: Any) -> Result:
         inputs, group_name, *_ = self.split(arguments)
-        shapes = tensors.output_shapes(self.traced(group_name).signature, inputs)
-        outputs = tuple(inputs[0].new_empty(shape) for shape in shapes)
+        signature = self.traced(group_name).signature
+        made = zip(signature.outputs, tensors.output_shapes(signature, inputs), strict=True)
+        outputs = tuple(
+            inputs[0].new_empty(shape, dtype=tensors.dtype_of(signature, port, inputs)) for port, shape in made
+        )
         return outputs[0] if len(outputs) == 1 else outputs
 
     def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], str, str, float | None]:
@@ -301,12 +307,7 @@ class Op:
         comm.check()
         visits = self.program(comm.size, comm.transport).visits
         assert visits is not None
-        tensors.check_reduction(self.name, visits.signature, inputs[0].dtype, op)
-        if op == "avg":
-            raise ReductionError(f"`{self.name}` with visits does not average: take the sum and divide it")
-        block_bytes = inputs[0].nbytes // visits.signature.inputs[0].blocks
-        element = tensors.element_name(inputs[0].dtype)
-        starts = {one.plan.moves: comm.prepare(one, block_bytes, element, op, seconds) for one in visits.launched}
+        starts = prepared(comm, visits, inputs, op, seconds)
         return Visiting(self.name, comm, visits, inputs, starts, groups.owner_of(name))
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from commdsl.build.built import Built
 from commdsl.build.emit import Emitted
+from commdsl.ir.classes import Unit, units
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.held import Held, held
 from commdsl.ir.schedules import Contract, Schedule, Yield
@@ -39,11 +40,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A tensor of the op. `stack` is the number of yields in a leading dimension of its own, 0 for other tensors."""
+    """A tensor of the op. `stack` is the number of yields in a leading dimension of its own, 0 for other tensors.
+    `unit`: what its blocks are; None: as those of the first input.
+    """
 
     name: str
     blocks: int
     stack: int = 0
+    unit: Unit | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +191,13 @@ def _visits(made: CompiledSchedule) -> Visits | None:
         Program(one, emitted, _signature(schedule, one), True, None)
         for one, emitted in zip((plan_of(plan, moves) for moves in segments(plan)), made.launched, strict=True)
     ]
+    known = units(schedule)
     back = {kept.name for phase in plan.phases if isinstance(phase, Return) for kept in phase.reads}
     given = (BufferKind.INPUT, BufferKind.INOUT)
+    ports = [(buffer, Port(buffer.name, buffer.blocks, 0, known[buffer.name])) for buffer in schedule.buffers]
     signature = Signature(
-        tuple(Port(buffer.name, buffer.blocks) for buffer in schedule.buffers if buffer.kind in given),
-        tuple(Port(buffer.name, buffer.blocks) for buffer in schedule.buffers if buffer.name in back),
+        tuple(port for buffer, port in ports if buffer.kind in given),
+        tuple(port for buffer, port in ports if buffer.name in back),
         (),
         (),
         any(one.plan.moves.has_reduction for one in launched),

@@ -21,23 +21,63 @@ def element_name(dtype: torch.dtype) -> str:
 
 
 def check(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuses tensors that differ in device or dtype, are not contiguous, or are not equal blocks."""
+    """Refuses tensors that differ in device, are not contiguous, or are not of the dtypes or blocks they should be."""
     first = tensors[0]
     for port, tensor in zip(signature.inputs, tensors, strict=True):
         if tensor.device != first.device:
             raise TensorError(
                 f"`{name}`: `{port.name}` is on {tensor.device}, `{signature.inputs[0].name}` on {first.device}"
             )
-        if tensor.dtype != first.dtype:
-            raise TensorError(f"`{name}`: `{port.name}` is {tensor.dtype}, `{signature.inputs[0].name}` {first.dtype}")
+        if tensor.dtype != (wanted := dtype_of(signature, port, tensors)):
+            element = None if port.unit is None else port.unit.element
+            said = f"`{signature.inputs[_typed(signature, port)].name}`" if element is None else "it is declared"
+            raise TensorError(f"`{name}`: `{port.name}` is {tensor.dtype}, {said} {wanted}")
         if tensor.layout != torch.strided or not tensor.is_contiguous():
             raise TensorError(f"`{name}`: `{port.name}` is not contiguous: pass {port.name}.contiguous()")
     if first.device.type not in ("cpu", "cuda"):
         raise TensorError(f"`{name}` runs on cpu and cuda tensors, not on {first.device.type}")
-    shapes = {tuple(_block_shape(name, port, tensor)) for port, tensor in zip(signature.inputs, tensors, strict=True)}
-    if len(shapes) > 1:
-        found = " and ".join(map(str, sorted(shapes)))
+    _check_blocks(name, signature, tensors)
+
+
+def _check_blocks(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> None:
+    ports = signature.inputs
+    shapes = [tuple(_block_shape(name, port, tensor)) for port, tensor in zip(ports, tensors, strict=True)]
+    if len({_sized(signature, port) for port in ports}) == 1 and len({*shapes}) > 1:
+        found = " and ".join(map(str, sorted({*shapes})))
         raise TensorError(f"`{name}`: all blocks of a schedule are equally long, got {found}")
+    for port, shape in zip(ports, shapes, strict=True):
+        like = _sized(signature, port)
+        if shape != shapes[like]:
+            what = f"a block of `{port.name}` is {shape}, one of `{ports[like].name}` {shapes[like]}"
+            raise TensorError(f"`{name}`: {what}, and they are equally long")
+
+
+def dtype_of(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """What a tensor of the op is of, given the inputs."""
+    if port.unit is None or port.unit.element is None:
+        return tensors[_typed(signature, port)].dtype
+    found: torch.dtype = getattr(torch, port.unit.element)
+    return found
+
+
+def block_elements(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) -> int:
+    """How many elements a block of it has."""
+    like = _sized(signature, port)
+    return tensors[like].numel() // signature.inputs[like].blocks
+
+
+def _typed(signature: Signature, port: Port) -> int:
+    """The input whose dtype it has, unless one is declared."""
+    return 0 if port.unit is None else _input(signature, port.unit.typed)
+
+
+def _sized(signature: Signature, port: Port) -> int:
+    """The input whose blocks are as long."""
+    return 0 if port.unit is None else _input(signature, port.unit.size)
+
+
+def _input(signature: Signature, name: str) -> int:
+    return next(number for number, port in enumerate(signature.inputs) if port.name == name)
 
 
 def check_reduction(name: str, signature: Signature, dtype: torch.dtype, op: str) -> None:
@@ -67,22 +107,27 @@ def _block_shape(name: str, port: Port, tensor: torch.Tensor) -> list[Any]:
 
 def output_shapes(signature: Signature, tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
     """Shapes may be symbolic: the blocks are multiplied in, and `torch._check` states what has to divide."""
-    return _shapes(signature, tensors, signature.outputs)
+    return shapes(signature, tensors, signature.outputs)
 
 
 def own_shapes(signature: Signature, tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
     """Of what a call needs for itself."""
-    return _shapes(signature, tensors, signature.own)
+    return shapes(signature, tensors, signature.own)
 
 
-def _shapes(signature: Signature, tensors: Sequence[torch.Tensor], ports: Sequence[Port]) -> list[list[Any]]:
-    port, tensor = signature.inputs[0], tensors[0]
+def shapes(signature: Signature, tensors: Sequence[torch.Tensor], ports: Sequence[Port]) -> list[list[Any]]:
+    return [_stacked(port, _block(signature, _sized(signature, port), tensors)) for port in ports]
+
+
+def _block(signature: Signature, number: int, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The shape of a block of an input."""
+    port, tensor = signature.inputs[number], tensors[number]
     shape: list[Any] = list(tensor.shape)
     if port.blocks > 1:
         torch._check(tensor.dim() > 0)
         torch._check(tensor.shape[0] % port.blocks == 0)
         shape[0] = shape[0] // port.blocks
-    return [_stacked(port, shape) for port in ports]
+    return shape
 
 
 def _stacked(port: Port, block: list[Any]) -> list[Any]:

@@ -18,11 +18,11 @@ from commdsl.program.launches import Between, Launch, Return, Visit
 from commdsl.program.memory import Kept, Rights
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
-from commdsl.program.visited import started
+from commdsl.program.visited import launches, started
 from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
-from commdsl.runtime.errors import TensorError
-from commdsl.runtime.program import Port, Signature, Visits
+from commdsl.runtime.errors import ReductionError, TensorError
+from commdsl.runtime.program import Port, Visits
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.timing import Timing
 from commdsl.runtime.work import Result
@@ -53,7 +53,10 @@ class Visiting:
         self._owner = owner
         self._awaited = frozenset(_awaited(visits.plan))
         own = dict.fromkeys(kept for phase in visits.plan.phases for kept in _kept(phase) if kept.copy)
-        self._shapes = dict(zip(own, _shapes(visits.signature, tuple(own), inputs), strict=True))
+        ports = tuple(map(_port, own))
+        shapes = tensors.shapes(visits.signature, inputs, ports)
+        types = (tensors.dtype_of(visits.signature, port, inputs) for port in ports)
+        self._own = tuple(zip(own, shapes, types, strict=True))
 
     @property
     def is_over(self) -> bool:
@@ -71,7 +74,7 @@ class Visiting:
         """Starts everything, calls the functions, and returns the results."""
         self._communicator.refuse_if_broken()
         self._communicator.check()
-        held = {kept: inputs[0].new_empty(shape) for kept, shape in self._shapes.items()}
+        held = {kept: inputs[0].new_empty(shape, dtype=dtype) for kept, shape, dtype in self._own}
         for kept in (kept for phase in self._plan.phases for kept in _kept(phase) if not kept.copy):
             held[kept] = inputs[self._inputs.index(kept.name)]
         streams = self._communicator.streams()
@@ -161,6 +164,39 @@ class Visiting:
             place.copy_(tensor.clone() if shares else tensor)
 
 
+def check_reductions(name: str, visits: Visits, inputs: Sequence[torch.Tensor], op: str) -> None:
+    """Refuses what no launch can reduce, or has not to."""
+    if op == "avg" and visits.signature.has_reduction:
+        raise ReductionError(f"`{name}` with visits does not average: take the sum and divide it")
+    if op != "sum" and not visits.signature.has_reduction:
+        tensors.check_reduction(name, visits.signature, inputs[0].dtype, op)
+    for launch in launches(visits.plan) if visits.signature.has_reduction else ():
+        if launch.moves.has_reduction:
+            dtype = tensors.dtype_of(visits.signature, _moved(launch), inputs)
+            tensors.check_reduction(name, visits.signature, dtype, op)
+
+
+def travelling(visits: Visits, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The inputs that are moved, and so have to be alike on all ranks; of the others each rank has its own."""
+    moved = {kept.name for launch in launches(visits.plan) for kept in (*launch.reads, *launch.writes)}
+    return [one for port, one in zip(visits.signature.inputs, inputs, strict=True) if port.name in moved]
+
+
+def prepared(
+    communicator: Communicator, visits: Visits, inputs: Sequence[torch.Tensor], op: str, seconds: float | None
+) -> dict[Moves, Start]:
+    """What starts each launch, on blocks and of the dtype that its buffers have. Collective the first time."""
+    signature = visits.signature
+    ports = {launch.moves: _moved(launch) for launch in launches(visits.plan)}
+    starts: dict[Moves, Start] = {}
+    for one in visits.launched:
+        port = ports[one.plan.moves]
+        dtype = tensors.dtype_of(signature, port, inputs)
+        block_bytes = tensors.block_elements(signature, port, inputs) * dtype.itemsize
+        starts[one.plan.moves] = communicator.prepare(one, block_bytes, tensors.element_name(dtype), op, seconds)
+    return starts
+
+
 def split(
     name: str, arguments: tuple[Any, ...], named: Mapping[str, Function]
 ) -> tuple[tuple[torch.Tensor, ...], dict[str | None, Function]]:
@@ -205,6 +241,10 @@ def _awaited(plan: Plan) -> list[tuple[bool, int]]:
     return [(not isinstance(phase, Launch), phase.after - 1) for phase in found]
 
 
-def _shapes(signature: Signature, own: tuple[Kept, ...], inputs: Sequence[torch.Tensor]) -> list[list[Any]]:
-    outputs = tuple(Port(kept.name, kept.blocks) for kept in own)
-    return tensors.output_shapes(Signature(signature.inputs, outputs, (), (), False, None), inputs)
+def _moved(launch: Launch) -> Port:
+    """One of its buffers: they are all made of the same."""
+    return _port((*launch.reads, *launch.writes)[0])
+
+
+def _port(kept: Kept) -> Port:
+    return Port(kept.name, kept.blocks, 0, kept.unit)

@@ -305,9 +305,9 @@ class _Resolver:
             blocks, cut = (blocks * extent, cut) if dim.blocks else (blocks, cut * extent)
         if blocks * cut >= 2**31:
             self.faults.fail("C509", "a buffer has fewer than 2 ** 31 chunks", decl.span, f"this has {blocks * cut}")
-        self.buffers.setdefault(
-            decl.name.text, Buffer(decl.name.text, decl.kind, tuple(extents), blocks, cut, decl.span)
-        )
+        element, like = (None if name is None else name.text for name in (decl.element, decl.like))
+        made = Buffer(decl.name.text, decl.kind, tuple(extents), blocks, cut, decl.span, element, like)
+        self.buffers.setdefault(decl.name.text, made)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from commdsl.ir.resolve.tasks import check_role, check_task
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label, Severity
 from commdsl.language.source import Span
+from commdsl.machine.dtypes import BY_NAME
 
 BUILTINS = ("nodes", "gpus")
 COLLECTIVES = (
@@ -117,6 +118,7 @@ class ScheduleRules(ExpressionRules):
             case syn.BufferDecl(_, name, dims):
                 for dim in dims:
                     self.expect(dim.size, Kind.NUMBER)
+                self._unit(statement)
                 self.declare(name, Kind.BUFFER, len(dims))
             case syn.CyclesDecl(name, value):
                 self._cycles(value)
@@ -131,6 +133,20 @@ class ScheduleRules(ExpressionRules):
                 check_role(self, role, self.role_names)
             case _:
                 assert_never(statement)
+
+    def _unit(self, decl: syn.BufferDecl) -> None:
+        element, like = decl.element, decl.like
+        if element is not None and element.text not in BY_NAME:
+            what = f"no element type is called `{element.text}`"
+            help = nearest(element.text, BY_NAME) or f"there are {', '.join(BY_NAME)}"
+            self.faults.report("C123", what, element.span, "not known", help=help)
+        if like is None:
+            return
+        if like.text == decl.name.text and like.text not in self.scope:
+            help = "name a buffer that is declared before it, and whose blocks are as long"
+            self.faults.report("C101", f"`{like.text}` is not known yet", like.span, "this is itself", help=help)
+        else:
+            self.buffer(like)
 
     def _each(self, each: syn.Each, place: _Place) -> None:
         if place.acting is not None:

@@ -119,6 +119,7 @@ _WORDS = {
     "SIZE": syntax_fault.A_SIZE,
     "TIME": syntax_fault.A_TIME,
     "STRING": syntax_fault.A_STRING,
+    "ELEMENT": syntax_fault.A_TYPE,
     "_EQUAL": "=",
     "_DOT": ".",
     "MINUS": "-",

@@ -69,6 +69,7 @@ def _check_size(span: Span, text: str) -> None:
 _TOKENS: Mapping[str, Callable[[Span, str], Made]] = {
     "NAME": lambda span, text: syntax.Name(text, span=span),
     "INT": _int,
+    "ELEMENT": lambda span, text: syntax.Name(text, span=span),
 }
 
 
@@ -102,8 +103,8 @@ def _param(span: Span, parts: Children) -> syntax.Param:
 
 
 def _buffer_decl(span: Span, parts: Children) -> syntax.BufferDecl:
-    kind, name, dims = parts
-    return syntax.BufferDecl(kinds.BufferKind(kind), name, dims or (), span=span)
+    kind, name, dims, element, like = parts
+    return syntax.BufferDecl(kinds.BufferKind(kind), name, dims or (), element, like, span=span)
 
 
 def _dim(span: Span, parts: Children) -> syntax.Dim:

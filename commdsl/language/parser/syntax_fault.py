@@ -18,9 +18,10 @@ A_RATE = "a rate such as `GB/s`"
 A_SIZE = "a size such as `KB`"
 A_TIME = "a time such as `us`"
 A_STRING = "a path in double quotes"
+A_TYPE = "an element type such as `float32`"
 END = "the end of the file"
 
-PLAIN = (A_NAME, A_NUMBER, A_RATE, A_SIZE, A_TIME, A_STRING, END)
+PLAIN = (A_NAME, A_NUMBER, A_RATE, A_SIZE, A_TIME, A_STRING, A_TYPE, END)
 COMPARISONS = frozenset(("==", "!=", "<", "<=", ">", ">="))
 SIGNS = frozenset(("|", "^", "&", "<<", ">>", "+", "-", "*", "/", "%", "**", ".", "(", "["))
 OPERATORS = frozenset(("or", "and", "not")) | COMPARISONS | SIGNS

@@ -62,9 +62,13 @@ class Dim(Node):
 
 @dataclass(frozen=True, slots=True)
 class BufferDecl(Node):
+    """`inout x[2 blocks]`, `inout acc float32`, `output o[P blocks] like q`."""
+
     kind: BufferKind
     name: Name
     dims: tuple[Dim, ...]
+    element: Name | None = None  # an element type; None: not said
+    like: Name | None = None  # the buffer whose blocks are as long
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from commdsl.ir.schedules import Schedule, Yield
+from commdsl.ir.classes import units
+from commdsl.ir.schedules import Buffer, Schedule, Yield
+from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import BufferKind
 from commdsl.program.agree import none_heard
 from commdsl.program.launches import Launch, Return, Visit, touches
@@ -61,7 +63,8 @@ class _Walk:
         self.moves: dict[tuple[object, ...], Moves] = {}
         self.comm: list[Launch] = []
         self.caller: list[Visit | Return] = []
-        self.at = {b.name: Kept(b.name, b.blocks, 0) for b in schedule.buffers if b.kind in GIVEN}
+        self.units = units(schedule)
+        self.at = {b.name: self._kept(b, 0) for b in schedule.buffers if b.kind in GIVEN}
         self.seen = dict.fromkeys(self.at.values())  # every copy there is, in order
         # By whether a launch did: for each copy how many phases of that stream there were when it was last read, and
         # last written; and how many phases of the other stream are known to be over.
@@ -109,10 +112,15 @@ class _Walk:
         return self._copy(name, here.copy if here is not None and here.copy else 1)
 
     def _copy(self, name: str, copy: int) -> Kept:
-        blocks = next(buffer.blocks for buffer in self.schedule.buffers if buffer.name == name)
-        made = Kept(name, blocks, copy)
+        made = self._kept(next(buffer for buffer in self.schedule.buffers if buffer.name == name), copy)
         self.seen[made] = None
         return made
+
+    def _kept(self, buffer: Buffer, copy: int) -> Kept:
+        unit = self.units[buffer.name]
+        if unit is None:
+            raise InternalError(f"nothing says how long a block of `{buffer.name}` is, yet it passed the checks")
+        return Kept(buffer.name, buffer.blocks, copy, unit)
 
     def _after(self, phase: Launch | Visit | Return) -> int:
         """How many phases of the other stream it waits for; 0 where the phase before has."""

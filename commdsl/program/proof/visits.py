@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from commdsl.ir.classes import units
 from commdsl.ir.held import handed
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic
@@ -72,8 +73,11 @@ def visits_compute(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
     numbers = {buffer.name: number for number, buffer in enumerate(schedule.buffers)}
     meant = start(schedule)
     held: dict[Kept, Values] = {}
+    known = units(schedule)
     for buffer, values in zip(schedule.buffers, start(schedule), strict=True):
-        held[Kept(buffer.name, buffer.blocks, 0)] = values.reshape(schedule.num_ranks, -1)
+        unit = known[buffer.name]
+        if unit is not None:
+            held[Kept(buffer.name, buffer.blocks, 0, unit)] = values.reshape(schedule.num_ranks, -1)
     schedule_states, everything = states(schedule, meant), handed(schedule)
     for phase in sorted((*launches(plan), *visits(plan)), key=lambda phase: phase.turn):
         match phase:
