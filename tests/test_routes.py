@@ -1,7 +1,8 @@
-"""The routes of a rotation, and their picture: what is drawn is what the schedule moves, and it can be read."""
+"""The routes of a rotation, their picture and the table of its visits: all is what the schedule moves, and readable."""
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 from commdsl import compiler
+from commdsl.commands.cli import run_command
 from commdsl.cost.draw_routes import COLOURS, MOST_ROUTES, picture, stroke, words
 from commdsl.cost.routes import NOBODY, Route, routes
+from commdsl.cost.visitors import visitors
 from commdsl.ir.schedules import Schedule, Step
 from commdsl.language.kinds import MoveKind
 from commdsl.machine import cycles
@@ -173,3 +176,87 @@ def test_strokes_can_be_told_apart() -> None:
     """Every stroke stands out from the paper by 3 : 1 at least, and no two are drawn alike."""
     assert all(1.05 / (luminance(colour) + 0.05) >= 3 for colour in COLOURS)
     assert len({stroke(index) for index in range(MOST_ROUTES)}) == MOST_ROUTES
+
+
+# --- the table of visits ----------------------------------------------------------------------------------------------
+
+
+def table(schedule: Schedule, width: int = 1000) -> list[list[str]]:
+    """The cells of each row but the head, apart by two spaces or more."""
+    lines = visitors(schedule, width).split("\n")
+    return [re.split(r"  +", line.strip())[2:] for line in lines[1:]]
+
+
+def test_visits_of_a_ring() -> None:
+    """After s hops rank r has what is rank r - s's."""
+    expected = [[str((rank - hop) % 5) for rank in range(5)] for hop in range(5)]
+
+    assert table(rotation("rotation_ring", 5)) == expected
+
+
+@pytest.mark.parametrize("ranks", [5, 8])
+def test_visits_of_cycles(ranks: int) -> None:
+    """Each piece came along its own cycle: s hops before rank r on it is whose it is."""
+    orders = cycles.hamilton(ranks).tolist()
+    expected = [
+        [
+            " ".join(str(order[(order.index(rank) - hop) % ranks]) for order in orders) if hop else str(rank)
+            for rank in range(ranks)
+        ]
+        for hop in range(ranks)
+    ]
+
+    assert table(rotation("rotation_hamilton", ranks)) == expected
+
+
+HALVES = """
+schedule later_half for P ranks where P >= 2 {
+  inout k[2 blocks, 3 blocks]
+  inout v[2 blocks, 3 blocks]
+  ensure rotation(k, v) each r, q, h in 0 ..< 2 where h == 0 or q >= r
+
+  yield attend(k, v)
+  for s in 1 ..< P {
+    each r, h in 0 ..< 2 where h == 0 or (r + s - 1) % P >= (r - 1) % P {
+      put k[h] -> k[h] @ (r - 1) % P
+      put v[h] -> v[h] @ (r - 1) % P
+    }
+    yield attend(k, v)
+  }
+}
+"""
+
+
+def test_visits_of_halves(tmp_path: Path) -> None:
+    """Keys and values that come together are one row; a block that brings nothing is a dot, apart from the others."""
+    path = tmp_path / "halves.comm"
+    path.write_text(HALVES)
+    schedule = compiler.check(path, ranks=3).schedule
+
+    assert visitors(schedule).split("\n")[1].split()[:3] == ["0", "k,", "v"]
+    assert table(schedule) == [["0", "1", "2"], ["1", "2", "0 | ·"], ["2", "0 | ·", "1 | ·"]]
+
+
+@pytest.mark.parametrize(("ranks", "width"), [(4, 60), (8, 80), (24, 80), (34, 120)])
+def test_the_table_fits(ranks: int, width: int) -> None:
+    """It is no wider than asked, has the first and the last visit, and says how many rows and ranks it leaves out."""
+    lines = visitors(rotation("rotation_ring", ranks), width).split("\n")
+    shown = lines[0].count("rank")
+
+    assert max(map(len, lines)) <= width
+    assert any(line.startswith(f"{ranks - 1:>3} s={ranks - 1}") for line in lines)
+    assert (shown == ranks) != any(f"and {ranks - shown} more rank" in line for line in lines)
+    assert (ranks > 20) == any(line.strip() == f"… {ranks - 20} more rows" for line in lines)
+
+
+def test_run_shows_the_visits(capsys: pytest.CaptureFixture[str]) -> None:
+    """`commdsl run` prints the table, and has it in its JSON; a schedule without yields has none."""
+    assert run_command(["run", "rotation_ring", "--ranks", "3", "--bytes", "1000"]) == 0
+    assert "visits: whose chunks each rank is handed" in capsys.readouterr().out
+    assert run_command(["run", "rotation_ring", "--ranks", "3", "--bytes", "1000", "--json"]) == 0
+    (ran,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [visit["handed"]["kv"] for visit in ran["visits"]] == [
+        [[[(rank - hop) % 3, 0]] for rank in range(3)] for hop in range(3)
+    ]
+    assert run_command(["run", "allgather_ring", "--ranks", "3", "--bytes", "1000"]) == 0
+    assert "visits" not in capsys.readouterr().out

@@ -23,7 +23,9 @@ from commdsl.compiler import CheckedPlan, CompiledDispatch, CompiledSchedule
 from commdsl.cost.draw_routes import picture
 from commdsl.cost.report import report
 from commdsl.cost.timeline import timeline
+from commdsl.cost.visitors import visitors
 from commdsl.ir.dispatches import ByKey
+from commdsl.ir.held import Held, held
 from commdsl.language import diagnostics
 from commdsl.language.diagnostics import CommError
 from commdsl.language.records import dataclass
@@ -135,8 +137,11 @@ def lines(one: Ran, settings: Settings) -> Iterator[str]:
             yield ""
             yield output.style("timeline", "strong")
             columns = shutil.get_terminal_size((NO_TERMINAL_WIDTH, 24)).columns
-            for line in timeline(schedule, columns - 2).split("\n"):
-                yield f"  {line}".rstrip()
+            yield from indented(timeline(schedule, columns - 2))
+            if seen := visitors(schedule, columns - 2):
+                yield ""
+                yield output.style("visits", "strong") + ": whose chunks each rank is handed"
+                yield from indented(seen)
         case RanRows(job, pair, moved):
             dispatch = pair.dispatch.dispatch
             yield output.style(f"{job.name}", "accent") + f" · {job.decl.span}"
@@ -150,6 +155,10 @@ def lines(one: Ran, settings: Settings) -> Iterator[str]:
         case _:
             assert_never(one)
     yield ""
+
+
+def indented(text: str) -> Iterator[str]:
+    return (f"  {line}".rstrip() for line in text.split("\n"))
 
 
 def rows_text(one: RanRows) -> str:
@@ -190,6 +199,7 @@ def to_json(one: Ran, settings: Settings) -> dict[str, object]:
                 "proved": list(laws(checked)),
                 "kernel": kernel_json(made, settings, settings.buffer_bytes),
                 "cost": report_json(report(schedule, made.block_bytes) if made.block_bytes else checked.report),
+                "visits": [visit_json(one) for one in held(schedule)],
             }
         case RanRows(job, pair, moved):
             dispatch = pair.dispatch.dispatch
@@ -209,6 +219,12 @@ def to_json(one: Ran, settings: Settings) -> dict[str, object]:
             }
         case _:
             assert_never(one)
+
+
+def visit_json(one: Held) -> dict[str, object]:
+    """By buffer and rank the [rank, chunk] that each chunk handed over came from; [-1, -1]: nothing that was given."""
+    origin = {name: origin.tolist() for name, origin in zip(one.reads, one.origin, strict=True)}
+    return {"function": one.name, "handed": origin}
 
 
 def kernel_json(made: Trial, settings: Settings, size: int) -> dict[str, object]:
