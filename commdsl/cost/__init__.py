@@ -3,6 +3,7 @@
 bounds        a contract -> the least time that any schedule needs for it
 report        a schedule -> steps, bytes over links, time
 timeline      a schedule -> a table, a row per step
+visits        a schedule with yields -> how long it takes beside what its visits compute
 visitors      a schedule with yields -> a table, a row per visit
 routes        a schedule -> who hands on to whom: its cycles, its shifts
 draw, draw_plan, draw_routes   a picture of a schedule, of a plan, of the cycles of a rotation

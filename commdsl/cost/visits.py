@@ -1,0 +1,225 @@
+"""Turns a schedule with yields into how long it takes beside what its visits compute.
+
+Assumes a schedule without tasks whose indices are checked, or of which nobody asks more than an estimate. Two clocks
+run: launches go one after the other on one, visits on the other, and each waits for what it reads and for whoever
+still reads the copy that it overwrites, as a Plan of launches has it. A step takes the longest latency of a link that
+it uses, and the time of the busiest link, port or rank. Does not measure anything, and does not know tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.ir.schedules import Schedule, Statement, Step, Yield
+from commdsl.language.kinds import BufferKind
+from commdsl.language.records import dataclass
+from commdsl.machine.topology import NO_LINK, Topology, link_of, pair_bandwidth
+from commdsl.program.lower.segments import Segment, parts
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Carrier:
+    """What moves the bytes: a rank sends, and apart receives, at most `rate` bytes a second, whatever its links give.
+    Seconds that a step takes more than its bytes, and that each further copy of a rank adds.
+    """
+
+    rate: float = np.inf
+    latency: float = 0.0
+    per_copy: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One step between ranks: seconds on its links, the most bytes that a rank sends or receives, and in how many
+    copies, to one rank of one buffer each.
+    """
+
+    latency: float
+    seconds: float
+    most_bytes: float
+    copies: int
+
+    def time(self, carrier: Carrier) -> float:
+        more = carrier.latency + (self.copies - 1) * carrier.per_copy
+        return self.latency + more + max(self.seconds, self.most_bytes / carrier.rate)
+
+
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """The steps of one segment, and the buffers that live on around it."""
+
+    loads: tuple[Load, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Visited:
+    """The buffers that a visit reads and writes."""
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds: of all, of the launches alone, of the visits alone."""
+
+    seconds: float
+    launches: float
+    visits: float
+
+    @property
+    def exposed(self) -> float:
+        """What does not hide behind visits."""
+        return self.seconds - self.visits
+
+
+class UnlinkedError(ValueError):
+    """The topology has no link for a transfer."""
+
+
+def phases(schedule: Schedule, chunk_bytes: Mapping[str, float]) -> tuple[Launched | Visited, ...]:
+    """Launches and visits in the order of the schedule. `chunk_bytes`: of a chunk of each buffer that is given; what
+    moves into another is as long. Raises UnlinkedError.
+    """
+    names = [buffer.name for buffer in schedule.buffers]
+    sizes = known_sizes(schedule, chunk_bytes)
+    made: dict[tuple[object, ...], tuple[Load, ...]] = {}
+    found: list[Launched | Visited] = []
+    for part in parts(schedule):
+        if isinstance(part, Yield):
+            found.append(Visited(tuple(names[b] for b in part.reads), tuple(names[b] for b in part.writes)))
+            continue
+        if part.content not in made:
+            made[part.content] = tuple(_loads(part, sizes))
+        reads = part.names(BufferKind.INPUT, BufferKind.INOUT)
+        found.append(Launched(made[part.content], reads, part.names(BufferKind.OUTPUT, BufferKind.INOUT)))
+    return tuple(found)
+
+
+def known_sizes(schedule: Schedule, chunk_bytes: Mapping[str, float]) -> dict[str, float]:
+    """Bytes of a chunk of every buffer that anything moves through."""
+    sizes = {buffer.name: chunk_bytes[buffer.name] for buffer in schedule.buffers if buffer.name in chunk_bytes}
+    names = [buffer.name for buffer in schedule.buffers]
+    pairs = {
+        (names[moves.source_buffer], names[moves.dest_buffer])
+        for step in schedule.steps
+        if isinstance(step, Step)
+        for moves in step.moves
+    }
+    grows = True
+    while grows:
+        before = len(sizes)
+        for one, other in sorted(pairs):
+            if one in sizes or other in sizes:
+                sizes[one] = sizes[other] = sizes[one] if one in sizes else sizes[other]
+        grows = len(sizes) > before
+    return sizes
+
+
+def _loads(segment: Segment, sizes: Mapping[str, float]) -> Iterator[Load]:
+    topology, ranks = segment.schedule.topology, segment.schedule.num_ranks
+    for step in segment.schedule.steps:
+        if isinstance(step, Step):
+            rows = [_crossing(moves, ranks) for moves in step.moves]
+            names = [segment.schedule.buffers[moves.source_buffer].name for moves in step.moves]
+            if any(len(pair) for pair in rows):
+                yield _load(topology, ranks, rows, [sizes[name] for name in names])
+
+
+def _crossing(moves: Statement, ranks: int) -> NDArray[np.int64]:
+    """source * ranks + destination of every transfer between two ranks."""
+    dest = np.broadcast_to(moves.dest_rank[:, None], moves.source_rank.shape)
+    crosses = moves.source_rank != dest
+    if moves.source_valid is not None:
+        crosses = crosses & moves.source_valid
+    pairs: NDArray[np.int64] = moves.source_rank[crosses].astype(np.int64) * ranks + dest[crosses]
+    return pairs
+
+
+def _load(topology: Topology, ranks: int, rows: Sequence[NDArray[np.int64]], sizes: Sequence[float]) -> Load:
+    amounts: Floats = np.zeros(ranks * ranks)
+    copies = np.zeros(ranks, np.int64)
+    for pairs, size in zip(rows, sizes, strict=True):
+        amounts += size * np.bincount(pairs, minlength=ranks * ranks)
+        copies += np.bincount(np.unique(pairs) // ranks, minlength=ranks)
+    pair = np.flatnonzero(amounts)
+    source, dest = pair // ranks, pair % ranks
+    link = link_of(topology, source, dest)
+    if (link == NO_LINK).any():
+        at = int(np.flatnonzero(link == NO_LINK)[0])
+        raise UnlinkedError(f"no link from rank {source[at]} to rank {dest[at]} on `{topology.name}`")
+    moved = amounts[pair]
+    seconds = float((moved / pair_bandwidth(topology, source, dest, link)).max())
+    for index in np.unique(link).tolist():
+        there = link == index
+        busiest = max(np.bincount(rank[there], moved[there]).max() for rank in (source, dest))
+        seconds = max(seconds, float(busiest) / topology.links[index].port_bandwidth)
+    most = max(float(np.bincount(rank, moved).max()) for rank in (source, dest))
+    latency = max(topology.links[index].latency for index in np.unique(link).tolist())
+    return Load(latency, seconds, most, int(copies.max()))
+
+
+# --- two clocks -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """Of a buffer: which copy is current, when each was written, and when the last who reads it is done."""
+
+    current: int = 0
+    written: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    read: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def other(self) -> int:
+        return 2 if self.current == 1 else 1
+
+    def free(self, copy: int) -> float:
+        return max(self.written[copy], self.read[copy])
+
+    def after_read(self, end: float) -> _Copies:
+        read = tuple(max(at, end) if copy == self.current else at for copy, at in enumerate(self.read))
+        return _Copies(self.current, self.written, (read[0], read[1], read[2]))
+
+    def after_write(self, copy: int, end: float) -> _Copies:
+        written = tuple(end if at == copy else before for at, before in enumerate(self.written))
+        return _Copies(copy, (written[0], written[1], written[2]), self.read)
+
+
+def beside(found: Sequence[Launched | Visited], seconds: Sequence[float], carrier: Carrier) -> Timed:
+    """How long all takes if visit v computes for `seconds[v]`."""
+    buffers: dict[str, _Copies] = {}
+    launching = visiting = 0.0  # the clocks
+    launches, computed = 0.0, iter(seconds)
+    for phase in found:
+        is_launch = isinstance(phase, Launched)
+        used = {name: buffers.get(name, _Copies()) for name in (*phase.reads, *phase.writes)}
+        target = {name: _target(is_launch, name in phase.reads, used[name]) for name in phase.writes}
+        ready = max((used[name].written[used[name].current] for name in phase.reads), default=0.0)
+        free = max((used[name].free(copy) for name, copy in target.items()), default=0.0)
+        start = max(launching if is_launch else visiting, ready, free)
+        if isinstance(phase, Launched):
+            lasts = sum(load.time(carrier) for load in phase.loads)
+            launches += lasts
+            end = launching = start + lasts
+        else:
+            end = visiting = start + next(computed)
+        for name in phase.reads:
+            buffers[name] = buffers.get(name, _Copies()).after_read(end)
+        for name, copy in target.items():
+            buffers[name] = buffers.get(name, _Copies()).after_write(copy, end)
+    return Timed(max(launching, visiting), launches, sum(seconds))
+
+
+def _target(is_launch: bool, is_read: bool, copies: _Copies) -> int:
+    """The copy that is written: a launch's is not the one that it, or a visit, reads; a visit writes in place."""
+    if is_launch or not is_read:
+        return copies.other
+    return copies.current or 1
