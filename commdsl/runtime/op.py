@@ -166,7 +166,10 @@ class Op:
         waits. It is given the number of the visit and what the yield names. At the first visit that may be the input
         itself; later ones are memory of this call, that is written anew: keep a clone, not the tensor. Where the yield
         has a body, `attend(kv, acc -> acc)`, `fn` gets `kv` and `acc` and returns the new `acc`, or changes it in place
-        and returns it; several functions are given by their names, `op.visit(kv, acc, attend=fn)`. Returns the
+        and returns it; with a keyword of its own, `def fn(visit, kv, acc, *, out)`, it is given the place of what it
+        writes, a tensor or a tuple of them, and may write there and return nothing: so nothing is copied. Several
+        functions are given by their names, `op.visit(kv, acc, attend=fn)`. Tensors have `blocks` equal blocks along
+        their first dimension, or first dimensions that count them: (2, K, ...) for `k[2 blocks, K blocks]`. Returns the
         schedule's outputs, without yields. Works inside a capture of a CUDA graph, after a first call outside.
         `timeout` as for a call, in each launch. `timing` takes the times of this call.
 

@@ -7,6 +7,8 @@ Assumes a Signature. Works on real tensors and on fake ones with symbolic sizes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -98,11 +100,23 @@ def _block_shape(name: str, port: Port, tensor: torch.Tensor) -> list[Any]:
         return list(tensor.shape)
     if tensor.dim() == 0:
         raise TensorError(f"`{name}`: `{port.name}` is {port.blocks} blocks along its first dimension, got a scalar")
+    if many := _counting(port, tensor):
+        return list(tensor.shape[many:])
     if tensor.shape[0] % port.blocks:
         raise TensorError(
             f"`{name}`: `{port.name}` is {port.blocks} equal blocks along its first dimension of {tensor.shape[0]}"
         )
     return [tensor.shape[0] // port.blocks, *tensor.shape[1:]]
+
+
+def _counting(port: Port, tensor: torch.Tensor) -> int:
+    """How many of its first dimensions count the blocks, as those of `k[2 blocks, K blocks]` of shape (2, K, ...) do;
+    0 where the first holds whole blocks.
+    """
+    if port.unit is None or port.blocks == 1 or tensor.shape[0] % port.blocks == 0:
+        return 0
+    counts = accumulate(tensor.shape, mul)
+    return next((number for number, count in enumerate(counts, 1) if count == port.blocks), 0)
 
 
 def output_shapes(signature: Signature, tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
@@ -116,13 +130,23 @@ def own_shapes(signature: Signature, tensors: Sequence[torch.Tensor]) -> list[li
 
 
 def shapes(signature: Signature, tensors: Sequence[torch.Tensor], ports: Sequence[Port]) -> list[list[Any]]:
-    return [_stacked(port, _block(signature, _sized(signature, port), tensors)) for port in ports]
+    return [_shape(signature, port, tensors) for port in ports]
+
+
+def _shape(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """As the input whose blocks are as long, where there are as many."""
+    number = _sized(signature, port)
+    if port.unit is not None and port.blocks == signature.inputs[number].blocks:
+        return list(tensors[number].shape)
+    return _stacked(port, _block(signature, number, tensors))
 
 
 def _block(signature: Signature, number: int, tensors: Sequence[torch.Tensor]) -> list[Any]:
     """The shape of a block of an input."""
     port, tensor = signature.inputs[number], tensors[number]
     shape: list[Any] = list(tensor.shape)
+    if many := _counting(port, tensor):
+        return shape[many:]
     if port.blocks > 1:
         torch._check(tensor.dim() > 0)
         torch._check(tensor.shape[0] % port.blocks == 0)

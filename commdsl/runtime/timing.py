@@ -95,9 +95,9 @@ class Timing:
         return CallTimes(self._seconds((self._begin, end)), tuple(steps))
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             begin = self._mark()
-            made = function(*arguments)
+            made = function(*arguments, **named)
             self._visits.append((begin, self._mark()))
             return made
 

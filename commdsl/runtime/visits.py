@@ -9,7 +9,9 @@ join before any of them is given back to it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, TypeAlias, assert_never
 
 import torch
@@ -29,7 +31,9 @@ from commdsl.runtime.work import Result
 from commdsl.runtime.workspace import Start
 
 Function: TypeAlias = Callable[..., Any]
-"""What the caller computes: the number of the visit and tensors, to what it writes; nothing where it writes nothing."""
+"""What the caller computes: the number of the visit and tensors, to what it writes; nothing where it writes nothing.
+With a keyword `out`, as in `def attend(visit, k, v, *, out)`, it is given where that belongs.
+"""
 
 
 class Visiting:
@@ -52,6 +56,8 @@ class Visiting:
         self._starts = starts  # none where there are no bytes to move
         self._owner = owner
         self._awaited = frozenset(_awaited(visits.plan))
+        phases = [phase for phase in visits.plan.phases if isinstance(phase, Visit)]
+        self._writing = frozenset(phase.name for phase in phases if phase.writes)
         own = dict.fromkeys(kept for phase in visits.plan.phases for kept in _kept(phase) if kept.copy)
         ports = tuple(map(_port, own))
         shapes = tensors.shapes(visits.signature, inputs, ports)
@@ -78,6 +84,7 @@ class Visiting:
         for kept in (kept for phase in self._plan.phases for kept in _kept(phase) if not kept.copy):
             held[kept] = inputs[self._inputs.index(kept.name)]
         streams = self._communicator.streams()
+        placed = frozenset(name for name, function in functions.items() if name in self._writing and _has_out(function))
         if timing is not None:
             waits = [phase.after for phase in self._plan.phases if isinstance(phase, Visit)]
             streams, functions = timing.over(streams, functions, waits)
@@ -91,7 +98,8 @@ class Visiting:
                         self._launch(streams, phase, held)
                     case Visit():
                         if failure is None:
-                            failure = self._visit(number, phase, functions, held)
+                            out = phase.name in placed and bool(phase.writes)
+                            failure = self._visit(number, phase, functions, held, out=out)
                     case Return():
                         results = tuple(held[kept] for kept in phase.reads)
                     case _:
@@ -120,17 +128,28 @@ class Visiting:
                 self._starts[phase.moves]([held[kept].data_ptr() for kept in chosen])
 
     def _visit(
-        self, number: int, phase: Visit, functions: Mapping[str | None, Function], held: Mapping[Kept, torch.Tensor]
+        self,
+        number: int,
+        phase: Visit,
+        functions: Mapping[str | None, Function],
+        held: Mapping[Kept, torch.Tensor],
+        *,
+        out: bool,
     ) -> BaseException | None:
         """What the function raised. Where nothing that travels on depends on it, the others' call goes on all the same;
         otherwise they would compute on what was never written, so the group is broken until all reset it.
         """
         try:
-            made = functions[phase.name](number, *(held[kept] for kept in phase.reads))
-            if phase.writes:
+            reads = (held[kept] for kept in phase.reads)
+            if out:
+                places = tuple(held[kept] for kept in phase.writes)
+                made = functions[phase.name](number, *reads, out=places[0] if len(places) == 1 else places)
+            else:
+                made = functions[phase.name](number, *reads)
+            if phase.writes and not (out and made is None):
                 self._write(phase, made, held)
         except BaseException as error:
-            if not self._plan_writes():
+            if not self._writing:
                 return error
             error.add_note(
                 f"the other ranks wait for what visit {number} of `{self._name}` was to write: group "
@@ -140,17 +159,16 @@ class Visiting:
             raise
         return None
 
-    def _plan_writes(self) -> bool:
-        return any(isinstance(phase, Visit) and phase.writes for phase in self._plan.phases)
-
     def _write(self, phase: Visit, made: Any, held: Mapping[Kept, torch.Tensor]) -> None:
         """What the function made, to where the buffer is; nothing to do where it worked in place."""
         found = made if isinstance(made, tuple | list) else (made,)
         words = f"`{phase.name}` of `{self._name}`"
         if len(found) != len(phase.writes):
             raise TensorError(f"{words} writes {len(phase.writes)} buffers, and returned {len(found)} tensors")
-        for kept, tensor in zip(phase.writes, found, strict=True):
-            place = held[kept]
+        places = [held[kept] for kept in phase.writes]
+        written = {place.untyped_storage().data_ptr() for place in places}
+        moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for kept, place, tensor in zip(phase.writes, places, found, strict=True):
             if not isinstance(tensor, torch.Tensor):
                 raise TensorError(f"{words} returned {type(tensor).__name__} for `{kept.name}`, not a tensor")
             if (tensor.shape, tensor.dtype, tensor.device) != (place.shape, place.dtype, place.device):
@@ -158,10 +176,12 @@ class Visiting:
                     f"{words} returned {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device} for `{kept.name}`, "
                     f"which is {tuple(place.shape)} of {place.dtype} on {place.device}"
                 )
-            shares = tensor.untyped_storage().data_ptr() == place.untyped_storage().data_ptr()
-            if shares and tensor.data_ptr() == place.data_ptr() and tensor.is_contiguous():
+            storage = tensor.untyped_storage().data_ptr()
+            if storage in written and tensor.data_ptr() == place.data_ptr() and tensor.is_contiguous():
                 continue
-            place.copy_(tensor.clone() if shares else tensor)
+            moved.append((place, tensor.clone() if storage in written else tensor))
+        for place, tensor in moved:
+            place.copy_(tensor)
 
 
 def check_reductions(name: str, visits: Visits, inputs: Sequence[torch.Tensor], op: str) -> None:
@@ -244,6 +264,18 @@ def _awaited(plan: Plan) -> list[tuple[bool, int]]:
 def _moved(launch: Launch) -> Port:
     """One of its buffers: they are all made of the same."""
     return _port((*launch.reads, *launch.writes)[0])
+
+
+def _has_out(function: Function) -> bool:
+    """Whether it wants to know where what it writes belongs."""
+    if isinstance(function, FunctionType) and not hasattr(function, "__wrapped__"):  # the usual one: a microsecond
+        code = function.__code__
+        return "out" in code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    try:
+        found = inspect.signature(function).parameters.get("out")
+    except (TypeError, ValueError):  # of a builtin that does not say
+        return False
+    return found is not None and found.kind is found.KEYWORD_ONLY
 
 
 def _port(kept: Kept) -> Port:

@@ -4,7 +4,8 @@ Assumes a schedule that passed the checks, without tasks. Does not prove the Pla
 form, one launch that hands all yields over at its end, is `lower`'s.
 
 Every write of a launch goes to the copy that is not read: so what visits stays until its visit is over, while the next
-one travels. What the caller's function reads and writes stays where it is; the caller's tensors are never written. A
+one travels. What the caller's function reads and writes stays where it is, and so does what it writes anew until a
+launch reads that; the caller's tensors are never written. A
 launch and a visit wait for the last phase of the other stream that touches the same copy, where one of them writes,
 unless the phase before them has waited for it.
 """
@@ -71,6 +72,7 @@ class _Walk:
         self.read: tuple[dict[Kept, int], dict[Kept, int]] = ({}, {})
         self.written: tuple[dict[Kept, int], dict[Kept, int]] = ({}, {})
         self.known = [0, 0]
+        self.unread: set[Kept] = set()  # what a visit wrote, and no launch has read
 
     @property
     def turn(self) -> int:
@@ -90,7 +92,7 @@ class _Walk:
     def visit(self, step: Yield) -> None:
         names = [buffer.name for buffer in self.schedule.buffers]
         reads = tuple(self.at[names[one]] for one in step.reads)
-        writes = tuple(self._own(names[one]) if one in step.reads else self._other(names[one]) for one in step.writes)
+        writes = tuple(self._own(names[one]) if one in step.reads else self._anew(names[one]) for one in step.writes)
         made = Visit(step.name, reads, writes, self.turn, 0, step)
         self.caller.append(replace(made, after=self._after(made)))
         self._note(made)
@@ -105,6 +107,11 @@ class _Walk:
         """The copy for what is written anew: not the one that is there, which may still be read."""
         here = self.at.get(name)
         return self._copy(name, 2 if here is not None and here.copy == 1 else 1)
+
+    def _anew(self, name: str) -> Kept:
+        """Where the caller's function writes what it did not read: as before, until a launch has read that."""
+        here = self.at.get(name)
+        return here if here is not None and here in self.unread else self._other(name)
 
     def _own(self, name: str) -> Kept:
         """Where the caller's function writes what it has read: in place, but for what is the caller's own."""
@@ -143,4 +150,5 @@ class _Walk:
         for touch in touches(phase):
             assert isinstance(touch.memory, Kept)
             (self.written if touch.writes else self.read)[launches][touch.memory] = number
+        self.unread = self.unread.difference(phase.reads, phase.writes) if launches else self.unread | {*phase.writes}
         self.at |= {kept.name: kept for kept in phase.writes}
