@@ -62,7 +62,7 @@ class Simulated:
 
     def visit(self, *given: torch.Tensor, group: Any = None, attend: Any = None) -> Any:
         rank = groups.rank_of(groups.name_of(group))
-        chunks = [one.flatten(0, 1) for one in given]
+        chunks = [one.view(self._chunks, -1, *one.shape[1:]) for one in given]
         self._board[rank] = chunks
         self._barrier.wait()
         sums = [torch.zeros_like(one, dtype=torch.float32) for one in chunks[:2]]
@@ -72,9 +72,9 @@ class Simulated:
             for at, part in enumerate(made or ()):
                 for chunk, (owner, place) in enumerate(origin):
                     if owner >= 0 and self._carries:
-                        self._board[owner][2 + at][place] = part.flatten(0, 1)[chunk]
+                        self._board[owner][2 + at][place] = part.view(chunks[0].shape)[chunk]
                     elif owner >= 0:
-                        self._board[rank, number, at, owner, place] = part.flatten(0, 1)[chunk].clone()
+                        self._board[rank, number, at, owner, place] = part.view(chunks[0].shape)[chunk].clone()
             self._barrier.wait()
         found = chunks[2:] if self._carries else sums
         for key, part in sorted(((k, p) for k, p in self._board.items() if isinstance(k, tuple)), key=lambda x: x[0]):

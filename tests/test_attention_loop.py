@@ -14,7 +14,7 @@ from thread_ranks import in_group
 
 from commdsl.attention import loop
 from commdsl.attention.masks import Mask
-from commdsl.attention.pieces import Layout, judge
+from commdsl.attention.pieces import judge, layout_of
 from commdsl.attention.placement import Placement, contiguous, zigzag
 from commdsl.runtime.errors import MaskError, TensorError
 
@@ -136,9 +136,8 @@ def test_what_is_not_shown_is_not_read() -> None:
 
 
 def law(table: list[Shown], placement: Placement, mask: Mask) -> str:
-    chunks = table[0].origin[0].shape[1]
     try:
-        judge("simulated", table, Layout(placement, chunks // 2), mask)
+        judge("simulated", table, layout_of("simulated", table, placement, False), mask)
     except MaskError as error:
         return str(error)
     return ""

@@ -143,14 +143,13 @@ def _wide(q: torch.Tensor) -> torch.dtype:
 
 
 def _travelling(x: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """(2, pieces, rows of a piece, ...): the tensor itself where no row is empty, else a copy with empty rows."""
+    """The tensor itself where no row is empty, else a copy with empty rows."""
     layout = plan.visits.layout
-    shape = (2, layout.pieces, layout.piece_rows, *x.shape[1:])
-    if len(x) == layout.rows:
-        return x.view(shape)
-    padded = x.new_empty((layout.rows, *x.shape[1:]))
+    if len(x) == layout.all_rows:
+        return x
+    padded = x.new_empty((layout.all_rows, *x.shape[1:]))
     padded[plan.visits.home] = x
-    return padded.view(shape)
+    return padded
 
 
 def _flat(one: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -255,7 +254,7 @@ def _check(name: str, tensors: Sequence[torch.Tensor], rows: int) -> None:
 
 @lru_cache(KEPT)
 def _visits(op: _Same, name: str, rank: int, placement: _Same, mask: Mask) -> Visits:
-    return visits(op.value.name, op.value.held(name), placement.value, mask, rank)
+    return visits(op.value.name, op.value.held(name), placement.value, mask, rank, False)
 
 
 @lru_cache(KEPT)
@@ -276,7 +275,7 @@ def _made(
     queries = np.zeros(placement.value.rows(rank), np.bool_)
     works = []
     for made in found.calls:
-        keys = np.zeros(found.layout.rows, np.bool_)
+        keys = np.zeros(found.layout.all_rows, np.bool_)
         of_visit = []
         for call in kernels.suited(chosen, shape, made):
             one = ready(call, device)

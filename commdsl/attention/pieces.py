@@ -1,15 +1,17 @@
 """Turns what the yields of a schedule hand over, and a placement, into the calls of each visit on a rank; judges the
 law that ties yields to the mask.
 
-Assumes buffers of keys and values with blocks [2] or [2, K]: the halves of a rank's rows, each in K pieces of equally
-many rows. A half that is shorter leaves rows empty, the front half its first ones and the back half its last, so that
-the rows of a rank lie together. Does not know tensors.
+Assumes one of two forms. *Halves*: keys and values with blocks [2] or [2, K], the halves of a rank's rows, each in K
+pieces of equally many rows; queries stay at home. *Heads*: queries, keys and values with blocks [U], the heads of the
+ranks of a group, all rows of a rank each. A half that is shorter than the longest leaves rows empty, the front half its
+first ones and the back half its last, so that the rows of a rank lie together. Does not know tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -25,7 +27,7 @@ AT_ONCE = 1 << 22
 
 
 class Held(Protocol):
-    """What one yield hands over, as `ir.held` has it: keys and values first."""
+    """What one yield hands over, as `ir.held` has it: keys and values first, of heads behind queries."""
 
     @property
     def origin(self) -> tuple[NDArray[np.int32], ...]: ...
@@ -33,90 +35,115 @@ class Held(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a rank's rows lie in a buffer that travels."""
+    """How the rows of ranks lie in buffers that travel: in chunks of `rows` rows."""
 
     placement: Placement
-    pieces: int  # of a half
+    chunks: int
+    rows: int
+    by_heads: bool
 
     @property
-    def piece_rows(self) -> int:
-        return -(-self.placement.half_rows // self.pieces)
+    def all_rows(self) -> int:
+        """Of a buffer."""
+        return self.chunks * self.rows
 
     @property
-    def rows(self) -> int:
-        return 2 * self.pieces * self.piece_rows
+    def keys(self) -> int:
+        """Which of the tensors that a yield hands over is the keys."""
+        return 1 if self.by_heads else 0
 
     def first(self, rank: int) -> int:
-        """The first row that is not empty; the rank's rows follow, front half and back half."""
-        return self.pieces * self.piece_rows - sum(run.length for run in self.placement.runs[rank][0])
+        """The first row of a rank that is not empty, in its own buffer, or of heads in each block."""
+        half = self.rows // 2 if self.by_heads else self.all_rows // 2
+        return half - sum(run.length for run in self.placement.runs[rank][0])
 
     def own(self, rank: int) -> Iterator[Rows]:
-        """The runs of a rank, by their rows in such a buffer."""
+        """The runs of a rank, by their rows there."""
         offset = self.first(rank)
         for run in (run for half in self.placement.runs[rank] for run in half):
             yield Rows(offset, run.document, run.begin, run.length)
             offset += run.length
 
-    def chunks(self, rank: int) -> list[list[Rows]]:
-        """The runs of each piece, the front half's first, by their rows in the piece."""
-        found: list[list[Rows]] = [[] for _ in range(2 * self.pieces)]
+    def pieces(self, rank: int) -> list[list[Rows]]:
+        """The runs of each chunk, by their rows in it."""
+        if self.by_heads:
+            return [list(self.own(rank))] * self.chunks
+        found: list[list[Rows]] = [[] for _ in range(self.chunks)]
         for one in self.own(rank):
             end = one.offset + one.length
-            for chunk in range(one.offset // self.piece_rows, -(-end // self.piece_rows)):
-                base = chunk * self.piece_rows
-                first, last = max(one.offset, base), min(end, base + self.piece_rows)
-                part = one.part(one.begin + first - one.offset, one.begin + last - one.offset)
-                found[chunk].append(Rows(first - base, part.document, part.begin, part.length))
+            for chunk in range(one.offset // self.rows, -(-end // self.rows)):
+                base = chunk * self.rows
+                part = one.part(
+                    one.begin + max(base - one.offset, 0), one.begin + min(end, base + self.rows) - one.offset
+                )
+                found[chunk].append(replace(part, offset=part.offset - base))
         return found
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Visits:
-    """All visits of one rank: the calls of each, of local queries and rows of the visiting buffer; and the rows of the
-    visitors that no call of the visit has. `home`: the rank's own rows in such a buffer.
+    """All visits of one rank: the calls of each, of rows of queries and rows of the visiting buffer; and the rows of
+    the visitors that no call of the visit has.
     """
 
     layout: Layout
-    home: slice
+    home: slice  # the rank's own rows in such a buffer, or of heads in each block
+    query_rows: int
     calls: tuple[tuple[Call, ...], ...]
     unseen: tuple[tuple[slice, ...], ...]
 
 
-def layout_of(name: str, held: Sequence[Held], placement: Placement) -> Layout:
-    """Raises MaskError where the schedule's buffers are not halves of rows in pieces."""
-    blocks = {origin.shape[1] for one in held for origin in one.origin[:2]}
-    if not held or len(blocks) != 1 or max(blocks) % 2 or any(len(one.origin) < 2 for one in held):
+def layout_of(name: str, held: Sequence[Held], placement: Placement, by_heads: bool) -> Layout:
+    """Raises MaskError where the schedule's buffers have neither form, or it is of other ranks."""
+    tensors = 3 if by_heads else 2
+    blocks = {origin.shape[1] for one in held for origin in one.origin[:tensors]}
+    few = any(len(one.origin) < tensors for one in held)
+    if not held or few or len(blocks) != 1 or (max(blocks) % 2 and not by_heads):
         raise MaskError(f"`{name}` does not hand over keys and values as [2 blocks] or [2 blocks, K blocks]")
     if held[0].origin[0].shape[0] != placement.ranks:
         raise MaskError(f"`{name}` is of {held[0].origin[0].shape[0]} ranks, the placement of {placement.ranks}")
-    return Layout(placement, max(blocks) // 2)
+    chunks = max(blocks)
+    rows = 2 * placement.half_rows if by_heads else -(-placement.half_rows // (chunks // 2))
+    return Layout(placement, chunks, rows, by_heads)
 
 
-def visits(name: str, held: Sequence[Held], placement: Placement, mask: Mask, rank: int) -> Visits:
+def visits(name: str, held: Sequence[Held], placement: Placement, mask: Mask, rank: int, by_heads: bool) -> Visits:
     """The visits of one rank, once the law is seen to hold for all ranks: raises MaskError."""
-    layout = layout_of(name, held, placement)
+    layout = layout_of(name, held, placement, by_heads)
     judge(name, held, layout, mask)
-    first = layout.first(rank)
-    queries = [replace(one, offset=one.offset - first) for one in layout.own(rank)]
-    chunks = [layout.chunks(other) for other in range(placement.ranks)]
+    queries = _queries(layout, held, rank)
+    pieces: dict[int, list[list[Rows]]] = {}
     made = []
     unseen = []
     for one in held:
-        keys = list(_handed(layout, chunks, one.origin[0][rank]))
-        made.append(calls(mask, queries, keys))
-        unseen.append(tuple(_unseen(layout, one.origin[0][rank], made[-1])))
-    return Visits(layout, slice(first, first + placement.rows(rank)), tuple(made), tuple(unseen))
+        origin = one.origin[layout.keys][rank]
+        made.append(calls(mask, queries, _handed(layout, pieces, origin)))
+        unseen.append(tuple(_unseen(layout, origin, made[-1])))
+    first, rows = layout.first(rank), placement.rows(rank)
+    return Visits(layout, slice(first, first + rows), layout.all_rows if by_heads else rows, tuple(made), tuple(unseen))
 
 
-def _handed(layout: Layout, chunks: list[list[list[Rows]]], origin: NDArray[np.int32]) -> Iterator[Rows]:
+def _queries(layout: Layout, held: Sequence[Held], rank: int) -> list[Rows]:
+    """The runs of a rank's queries: its own, counted from the first; of heads those of the group, as they arrived."""
+    if layout.by_heads:
+        return list(_handed(layout, {}, held[0].origin[0][rank]))
+    first = layout.first(rank)
+    return [replace(one, offset=one.offset - first) for one in layout.own(rank)]
+
+
+def _handed(layout: Layout, pieces: dict[int, list[list[Rows]]], origin: NDArray[np.int32]) -> Iterator[Rows]:
+    """The runs of what is in a buffer. `pieces`: of ranks that were asked for before."""
     for number, (rank, chunk) in enumerate(origin.tolist()):
-        for one in chunks[rank][chunk] if rank >= 0 else ():
-            yield Rows(number * layout.piece_rows + one.offset, one.document, one.begin, one.length)
+        if rank >= 0:
+            if rank not in pieces:
+                pieces[rank] = layout.pieces(rank)
+            for one in pieces[rank][chunk]:
+                yield replace(one, offset=number * layout.rows + one.offset)
 
 
 def _unseen(layout: Layout, origin: NDArray[np.int32], made: Sequence[Call]) -> list[slice]:
     """Stretches of rows that visit and that no query sees; empty rows among them."""
-    blank = np.repeat(origin[:, 0] >= 0, layout.piece_rows)
+    blank = np.repeat(origin[:, 0] >= 0, layout.rows)
     for call in made:
         blank[call.keys[0] : call.keys[-1]] = False
     return stretches(blank)
@@ -135,57 +162,77 @@ def judge(name: str, held: Sequence[Held], layout: Layout, mask: Mask) -> None:
     """Each pair of tokens that the mask admits meets in one visit: raises MaskError by the first piece that is not
     handed over once where one of its rows is seen.
     """
-    ranks, chunks = layout.placement.ranks, 2 * layout.pieces
+    ranks, chunks = layout.placement.ranks, layout.chunks
     times = np.zeros((ranks, ranks * chunks), np.int32)
     for one in held:
-        origin = one.origin[0]
-        if not np.array_equal(origin, one.origin[1]):
+        origin = one.origin[layout.keys]
+        if not np.array_equal(origin, one.origin[layout.keys + 1]):
             raise MaskError(f"`{name}` hands over keys of one piece and values of another")
         rank, chunk = np.nonzero(origin[..., 0] >= 0)
         places = origin[rank, chunk]
         np.add.at(times, (rank, places[:, 0] * chunks + places[:, 1]), 1)
-    seen = _seen(layout, mask)
+    seen = _seen(layout, held, mask)
+    if layout.by_heads:
+        _judge_heads(name, held[0].origin[0], layout)
+        seen &= np.arange(ranks * chunks) % chunks == held[0].origin[0][:, :1, 1]
     wrong = np.argwhere(seen & (times != 1))
     if len(wrong):
         rank, place = wrong[0].tolist()
-        owner, chunk = divmod(place, chunks)
-        half, piece = divmod(chunk, layout.pieces)
-        which = f"piece {piece} of the {HALVES[half]} half" if layout.pieces > 1 else f"the {HALVES[half]} half"
         count = int(times[rank, place])
         found = "never" if count == 0 else f"{count} times"
         raise MaskError(
             f"`{name}` does not fit this mask on the placement `{layout.placement.name}`: on rank {rank} queries see "
-            f"keys in {which} of rank {owner}, which visits it {found}, not once"
+            f"keys in {_which(layout, place)}, which visits it {found}, not once"
         )
 
 
-def _seen(layout: Layout, mask: Mask) -> NDArray[np.bool_]:
-    """(ranks, ranks * chunks): whether any query of a rank sees any row of a piece."""
-    ranks, chunks = layout.placement.ranks, 2 * layout.pieces
+def _which(layout: Layout, place: int) -> str:
+    owner, chunk = divmod(place, layout.chunks)
+    if layout.by_heads:
+        return f"block {chunk} of the heads of rank {owner}"
+    half, piece = divmod(chunk, layout.chunks // 2)
+    words = f"the {HALVES[half]} half of rank {owner}"
+    return f"piece {piece} of {words}" if layout.chunks > 2 else words
+
+
+def _judge_heads(name: str, origin: NDArray[np.int32], layout: Layout) -> None:
+    """Each block of queries goes to one rank, and a rank has those of one block of heads."""
+    one_block = bool((origin[..., 1] == origin[:, :1, 1]).all())
+    places = np.sort(origin[..., 0].astype(np.int64) * layout.chunks + origin[..., 1], axis=None)
+    if not one_block or not np.array_equal(places, np.arange(len(places))):
+        raise MaskError(f"`{name}` does not hand over the queries of each rank's heads once, those of one rank's heads")
+
+
+def _seen(layout: Layout, held: Sequence[Held], mask: Mask) -> NDArray[np.bool_]:
+    """(ranks, ranks * chunks): whether any query of a rank sees any row of a chunk."""
+    ranks, chunks = layout.placement.ranks, layout.chunks
     found = np.zeros((ranks, ranks * chunks), np.bool_)
-    queries = _table((rank, one) for rank in range(ranks) for one in layout.own(rank))
-    keys = _table(
+    queries = _by_document((rank, one) for rank in range(ranks) for one in _queries(layout, held, rank))
+    keys = _by_document(
         (rank * chunks + chunk, one)
         for rank in range(ranks)
-        for chunk, rows in enumerate(layout.chunks(rank))
+        for chunk, rows in enumerate(layout.pieces(rank))
         for one in rows
     )
-    for document in np.unique(queries[:, 1]).tolist():
-        mine, theirs = queries[queries[:, 1] == document], keys[keys[:, 1] == document]
+    for document, mine in queries.items():
+        theirs = keys[document]
         step = max(1, AT_ONCE // len(mine))
         for first in range(0, len(theirs), step):
             part = theirs[first : first + step]
             meet = np.ones((len(mine), len(part)), np.bool_)
             if mask.left is not None:
-                meet &= part[:, 3] - 1 - mine[:, 2, None] >= -mask.left
+                meet &= part[:, 2] - 1 - mine[:, 1, None] >= -mask.left
             if mask.right is not None:
-                meet &= part[:, 2] - (mine[:, 3, None] - 1) <= mask.right
+                meet &= part[:, 1] - (mine[:, 2, None] - 1) <= mask.right
             row, column = np.nonzero(meet)
             found[mine[row, 0], part[column, 0]] = True
     return found
 
 
-def _table(rows: Iterator[tuple[int, Rows]]) -> NDArray[np.int64]:
-    """Where it is, document, begin and end of each run."""
-    found = [(where, one.document, one.begin, one.end) for where, one in rows]
-    return np.array(found, np.int64).reshape(-1, 4)
+def _by_document(rows: Iterator[tuple[int, Rows]]) -> dict[int, NDArray[np.int64]]:
+    """Of each document where its runs are, their begins and ends."""
+    table = np.array([(one.document, where, one.begin, one.end) for where, one in rows], np.int64).reshape(-1, 4)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    names, counts = np.unique(table[:, 0], return_counts=True)
+    ends = list(accumulate(counts.tolist()))
+    return {name: table[end - count : end, 1:] for name, count, end in zip(names.tolist(), counts, ends, strict=True)}
