@@ -60,11 +60,13 @@ ONE_SIZE = ("--collectives", "all_reduce", "--sizes", "1K")
 RUNS = (
     Run("collectives", 4, ("collectives.py",), 100),
     Run("dispatch", 4, ("dispatch.py",), 70),
+    Run("attention", 4, ("attention.py",), 150),
     Run("sms", 4, ("collectives.py", "--sms", "16,32,64", "--no-peers", "--no-limit"), 25),
     Run("host", 4, ("collectives.py", "--host"), 10),
     Run("lengths", 4, ("collectives.py", *ONE_SIZE, "--calls", "6,12,24,48,96"), 10),
     Run("dispatch_documents", 4, ("dispatch.py", "--rows", "8K,32K", "--shards", "128", "--documents", "8"), 15),
     Run("collectives", 2, ("collectives.py",), 70),
+    Run("attention", 2, ("attention.py",), 120),
     Run("overlap", 2, ("overlap.py",), 60),
     Run("visits", 2, ("visits.py",), 60),
     Run("dispatch", 2, ("dispatch.py",), 50),

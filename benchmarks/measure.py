@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol, TypeVar
@@ -144,8 +145,13 @@ def captured(call: Callable[[], object], calls: int, before: int = 3) -> torch.c
     with torch.cuda.stream(torch.cuda.Stream()):
         # NCCL's watchdog thread may query events while we capture.
         graph.capture_begin(capture_error_mode="thread_local")
-        for _ in range(calls):
-            call()
+        try:
+            for _ in range(calls):
+                call()
+        except BaseException:
+            with suppress(RuntimeError):  # it says once more that the capture is none
+                graph.capture_end()
+            raise
         graph.capture_end()
     torch.cuda.synchronize()
     return graph

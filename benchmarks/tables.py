@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import record, report
+from benchmarks import attention_report, record, report
 from benchmarks.cases import TUNE_KEYS, parse_candidates, size_name
 from benchmarks.dispatch_report import LEAST_OF_LIMIT as LEAST_RATE
 from benchmarks.dispatch_report import LIMIT_FROM_ROWS, MOST_OF_NCCL, SMALL_ROWS, SMALL_US, rows_name
@@ -152,6 +152,11 @@ def visits(found: Record) -> str:
     return markdown(header, lines)
 
 
+def attention(found: Record) -> str:
+    """The fastest of commdsl's beside the floor and the peers."""
+    return markdown(*attention_report.short(attention_report.results_of(found.lines)))
+
+
 def planner(found: Record) -> str:
     lines = []
     for line in found.lines:
@@ -173,6 +178,7 @@ KINDS: dict[str, Callable[[Record], str]] = {
     "dispatch_host": dispatch_host,
     "overlap": overlap,
     "visits": visits,
+    "attention": attention,
     "planner": planner,
 }
 

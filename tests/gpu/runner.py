@@ -73,7 +73,7 @@ def joined(
     """What a Run begins with, once this rank has met the others."""
     device = torch.device("cpu")
     if on_gpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())  # ranks may share one
         torch.cuda.set_device(device)
     dist.init_process_group(backend, device_id=device if "nccl" in backend else None)
     return dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo"), options
@@ -181,13 +181,19 @@ def part_parser_of(doc: str | None, calls: int, seconds: float, parts: Sequence[
 
 
 def end_of_parts(
-    kind: type[P], options: argparse.Namespace, parts: Mapping[str, Callable[[P], None]], grace: float, *, on_gpu: bool
+    kind: type[P],
+    options: argparse.Namespace,
+    parts: Mapping[str, Callable[[P], None]],
+    grace: float,
+    *,
+    on_gpu: bool,
+    with_nccl: bool = True,
 ) -> NoReturn:
-    """Does the parts that the options name, on GPUs with NCCL beside gloo."""
+    """Does the parts that the options name, on GPUs with NCCL beside gloo, which ranks that share a GPU cannot have."""
 
     def make() -> P:
         choose_transport(options.transport, int(os.environ["WORLD_SIZE"]))
-        return kind(*joined(options, on_gpu=on_gpu, backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo"))
+        return kind(*joined(options, on_gpu=on_gpu, backend="cpu:gloo,cuda:nccl" if on_gpu and with_nccl else "gloo"))
 
     def work(run: P) -> tuple[bool, str]:
         for name in options.only:
