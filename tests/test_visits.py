@@ -103,12 +103,12 @@ def test_what_is_computed_travels() -> None:
     assert [described(phase, number) for number, phase in started(plan)] == [
         "launch 0 of rotation_carry_segment1: kv 0 -> kv 1",
         "visit 0 attend: kv 0, acc 0 -> acc 1",
-        "launch 1 of rotation_carry_segment2: acc 1 -> acc 2  after visit 0",
+        "launch 1 of rotation_carry_segment1: acc 1 -> acc 2  after visit 0",
         "launch 2 of rotation_carry_segment1: kv 1 -> kv 2",
         "visit 1 attend: kv 1, acc 2 -> acc 2  after launch 1",
-        "launch 3 of rotation_carry_segment2: acc 2 -> acc 1  after visit 1",
+        "launch 3 of rotation_carry_segment1: acc 2 -> acc 1  after visit 1",
         "visit 2 attend: kv 2, acc 1 -> acc 1  after launch 3",
-        "launch 4 of rotation_carry_segment2: acc 1 -> acc 2  after visit 2",
+        "launch 4 of rotation_carry_segment1: acc 1 -> acc 2  after visit 2",
         "return: kv 2, acc 2  after launch 4",
     ]
 
@@ -348,6 +348,41 @@ def test_a_sum_one_step_behind(tmp_path: Path) -> None:
         assert torch.equal(acc, kv * 12)
 
     in_group(ranks, body)
+
+
+def test_buffers_that_move_alike_share_a_kernel(tmp_path: Path) -> None:
+    """Keys and values of one ring, of other lengths and types, are launches of one kernel, each on its own."""
+    path = tmp_path / "pair.comm"
+    path.write_text("""schedule pair for P ranks where P >= 2 {
+  inout k
+  inout v
+  ensure rotation(k, v)
+  yield attend(k, v)
+  for s in 1 ..< P {
+    each r {
+      put k -> k @ (r + 1) % P
+      put v -> v @ (r + 1) % P
+    }
+    yield attend(k, v)
+  }
+}
+""")
+    plan = compiler.check(path, ranks=3).visits
+    assert plan is not None
+    assert len(segments(plan)) == 1
+    assert len(launches(plan)) == 4
+    op = commdsl.load(path, ranks=3)
+
+    def body(rank: int, group: str) -> None:
+        seen: list[Any] = []
+        given = of_rank(rank, 3000, torch.float32), of_rank(rank, 70, torch.bfloat16)
+        op.visit(*given, lambda number, k, v: seen.append((k.clone(), v.clone())), group=group)
+        for distance, (k, v) in enumerate(seen):
+            owner = (rank - distance) % 3
+            assert torch.equal(k, of_rank(owner, 3000, torch.float32))
+            assert torch.equal(v, of_rank(owner, 70, torch.bfloat16))
+
+    in_group(3, body)
 
 
 def test_stacked_and_visited() -> None:

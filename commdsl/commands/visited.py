@@ -89,9 +89,10 @@ class Visited:
                 case Launch(moves=moves):
                     names = [one.name for one in moves.tensors if one.access is Rights.READ]
                     given = {name: held[kept] for name, kept in zip(names, phase.reads, strict=True)}
-                    dtype = of[names[0]]
+                    dtype = of[phase.reads[0].name]
                     made = host_run.run_calls(plan_of(plan, moves), texts[moves], [given], dtype, op, options)[-1]
-                    held |= {kept: made.outputs[kept.name] for kept in phase.writes}
+                    names = [one.name for one in moves.tensors if one.access is Rights.WRITE]
+                    held |= {kept: made.outputs[name] for name, kept in zip(names, phase.writes, strict=True)}
                 case Visit():
                     if phase.name is None:
                         wanted = [[array] for array in next(yielded)]

@@ -108,8 +108,8 @@ def _visited(plan: Plan) -> None:
             _law(all(kept.copy for kept in phase.writes), "what the caller gave is written")
     for launch in launches(plan):
         for access, kept in ((Rights.READ, launch.reads), (Rights.WRITE, launch.writes)):
-            wanted = [(one.name, one.blocks) for one in launch.moves.tensors if one.access is access]
-            _law(wanted == [(one.name, one.blocks) for one in kept], "a launch is on other buffers than its moves")
+            wanted = [one.blocks for one in launch.moves.tensors if one.access is access]
+            _law(wanted == [one.blocks for one in kept], "a launch is on other buffers than its moves")
         made_of = {kept.unit for kept in (*launch.reads, *launch.writes)}
         _law(len(made_of) == 1, "a launch is on buffers of different types or lengths")
     copies = {touch.memory for phase in between for touch in touches(phase)}

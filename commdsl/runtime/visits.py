@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, assert_never
 
 import torch
 
+from commdsl.ir.classes import Unit
 from commdsl.program.launches import Between, Launch, Return, Visit
 from commdsl.program.memory import Kept, Rights
 from commdsl.program.moves import Moves
@@ -36,6 +37,10 @@ With a keyword `out`, as in `def attend(visit, k, v, *, out)`, it is given where
 """
 
 
+Made: TypeAlias = tuple[Moves, Unit]
+"""What a launch is besides the copies that it is on: tables, and what the blocks are made of."""
+
+
 class Visiting:
     """Calls of one op with visits, of one shape on one group."""
 
@@ -45,7 +50,7 @@ class Visiting:
         communicator: Communicator,
         visits: Visits,
         inputs: Sequence[torch.Tensor],
-        starts: Mapping[Moves, Start],
+        starts: Mapping[Made, Start],
         owner: Callable[[], object],
     ) -> None:
         self._name = name
@@ -125,7 +130,7 @@ class Visiting:
             read, written = iter(phase.reads), iter(phase.writes)
             chosen = [next(read if one.access is Rights.READ else written) for one in phase.moves.tensors]
             with streams.beside():
-                self._starts[phase.moves]([held[kept].data_ptr() for kept in chosen])
+                self._starts[_made(phase)]([held[kept].data_ptr() for kept in chosen])
 
     def _visit(
         self,
@@ -204,16 +209,16 @@ def travelling(visits: Visits, inputs: Sequence[torch.Tensor]) -> list[torch.Ten
 
 def prepared(
     communicator: Communicator, visits: Visits, inputs: Sequence[torch.Tensor], op: str, seconds: float | None
-) -> dict[Moves, Start]:
+) -> dict[Made, Start]:
     """What starts each launch, on blocks and of the dtype that its buffers have. Collective the first time."""
     signature = visits.signature
-    ports = {launch.moves: _moved(launch) for launch in launches(visits.plan)}
-    starts: dict[Moves, Start] = {}
-    for one in visits.launched:
-        port = ports[one.plan.moves]
+    programs = {one.plan.moves: one for one in visits.launched}
+    starts: dict[Made, Start] = {}
+    for made, port in {_made(launch): _moved(launch) for launch in launches(visits.plan)}.items():
         dtype = tensors.dtype_of(signature, port, inputs)
         block_bytes = tensors.block_elements(signature, port, inputs) * dtype.itemsize
-        starts[one.plan.moves] = communicator.prepare(one, block_bytes, tensors.element_name(dtype), op, seconds)
+        element = tensors.element_name(dtype)
+        starts[made] = communicator.prepare(programs[made[0]], block_bytes, element, op, seconds)
     return starts
 
 
@@ -259,6 +264,10 @@ def _awaited(plan: Plan) -> list[tuple[bool, int]]:
     """Whether it is a launch, and its number: of all that the other stream waits for."""
     found = (phase for phase in plan.phases if isinstance(phase, Launch | Visit | Return) and phase.after)
     return [(not isinstance(phase, Launch), phase.after - 1) for phase in found]
+
+
+def _made(launch: Launch) -> Made:
+    return launch.moves, (*launch.reads, *launch.writes)[0].unit
 
 
 def _moved(launch: Launch) -> Port:

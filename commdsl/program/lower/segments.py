@@ -28,7 +28,7 @@ RETURNED = (BufferKind.OUTPUT, BufferKind.INOUT)
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Steps between two yields. `content`: equal for segments that have the same tables."""
+    """Steps between two yields. `content`: equal for segments that have the same tables, on whatever buffers."""
 
     schedule: Schedule
     content: tuple[object, ...]
@@ -175,7 +175,7 @@ def _renamed(moves: tuple[Statement, ...], number: dict[int, int]) -> Iterator[S
 
 
 def _content(schedule: Schedule) -> tuple[object, ...]:
-    buffers = tuple((one.name, one.kind, one.dims, one.blocks, one.cut) for one in schedule.buffers)
+    buffers = tuple((one.kind, one.dims, one.blocks, one.cut) for one in schedule.buffers)
     steps = (step for step in schedule.steps if isinstance(step, Step))
     return buffers, tuple(tuple(_row(moves) for moves in step.moves) for step in steps)
 
