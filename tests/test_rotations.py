@@ -1,7 +1,11 @@
-"""Rotations: what yields hand over is fresh, together, where the condition wants it; and the table of it is true."""
+"""Rotations: what yields hand over is fresh, together, where the condition wants it, the table of it is true, and what
+is written about it comes back."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -10,6 +14,8 @@ import pytest
 
 from commdsl import compiler
 from commdsl.checks import check_schedule
+from commdsl.checks.locations import Located
+from commdsl.checks.returns import broken_returns
 from commdsl.ir.held import Held, held
 from commdsl.ir.resolve.parameters import admits
 from commdsl.ir.schedules import Schedule, Step, Yield
@@ -208,6 +214,141 @@ def test_two_rotations_are_two_promises() -> None:
     assert check_schedule(checked(twice, 3).schedule) == ()
 
 
+# --- what comes back --------------------------------------------------------------------------------------------------
+
+RING_BACK = """schedule ring_back for P ranks where P >= 2 {
+  input k[2]
+  output dk[2] like k
+  scratch kc[2]
+  scratch tk[2] like k
+  ensure rotation(k -> kc) back dk
+  yield own(k -> dk)
+  each r { put k -> kc @ (r + 1) % P }
+  yield first(kc -> tk)
+  for s in 2 ..< P {
+    each r {
+      put kc -> kc @ (r + 1) % P
+      put tk -> tk @ (r + 1) % P
+    }
+    yield more(kc, tk -> tk)
+  }
+  each r { reduce tk -> dk @ (r + 1) % P }
+}
+"""
+"""Gradients start where a block is first visited, travel with it, and come home with the last hop."""
+
+DIRECT_BACK = """schedule direct_back(causal = 1) for P ranks where P >= 2 {
+  input k[2 blocks]
+  input v[2 blocks]
+  inout dk[2 blocks] float32
+  inout dv[2 blocks] float32
+  scratch kc[2 blocks]
+  scratch vc[2 blocks]
+  scratch pk[2 blocks] float32
+  scratch pv[2 blocks] float32
+  ensure rotation(k -> kc, v -> vc) back dk, dv each r, q, h in 0 ..< 2 where causal == 0 or h == 0 or q >= r
+  yield own(k, v, dk, dv -> dk, dv)
+  for s in 1 ..< P {
+    each r, h in 0 ..< 2 {
+      let q = (r + s) % P
+      if causal == 0 or h == 0 or r >= q {
+        put k[h] -> kc[h] @ q
+        put v[h] -> vc[h] @ q
+      }
+    }
+    yield first(kc, vc -> pk, pv)
+    each r, h in 0 ..< 2 {
+      let q = (r + s) % P
+      if causal == 0 or h == 0 or r >= q {
+        reduce pk[h] @ q -> dk[h]
+        reduce pv[h] @ q -> dv[h]
+      }
+    }
+  }
+}
+"""
+"""What a rank wrote about a piece goes straight to its owner, who adds it up step by step."""
+
+
+def comes_back(schedule: Schedule) -> bool:
+    """Whether every piece's contributions are summed at its owner, each once: as multisets, one chunk after another.
+
+    The i-th of what yields write is about the i-th that they are handed, of schedules whose yields read k, v or kc, vc
+    first, and write what is about them in that order.
+    """
+    names = {buffer.name: number for number, buffer in enumerate(schedule.buffers)}
+    held: dict[Place, Counter[tuple[int, int, int]]] = defaultdict(Counter)
+    due: dict[Place, Counter[tuple[int, int, int]]] = defaultdict(Counter)
+    shown = iter(plain(schedule))
+    for number, step in enumerate(schedule.steps):
+        if isinstance(step, Step):
+            made = {}
+            for one in step.moves:
+                for row in range(len(one.actor)):
+                    place = one.dest_buffer, int(one.dest_rank[row]), int(one.dest_chunk[row])
+                    made[place] = Counter(held[place]) if one.accumulate else Counter()
+                    pairs = zip(one.source_rank[row].tolist(), one.source_chunk[row].tolist(), strict=True)
+                    for rank, chunk in pairs:
+                        made[place] += held[one.source_buffer, rank, chunk]
+            held |= made
+            continue
+        handed = next(shown)
+        for at, buffer in enumerate(step.writes):
+            pieces = handed[schedule.buffers[step.reads[at]].name]
+            for rank in range(schedule.num_ranks):
+                for chunk, (owner, there) in enumerate(pieces[rank]):
+                    place, mark = (buffer, rank, chunk), Counter([(number, buffer, rank * 100 + chunk)])
+                    if buffer not in step.reads:
+                        held[place] = mark
+                    elif owner >= 0:
+                        held[place] = held[place] + mark
+                    if owner >= 0:
+                        due[names[("dk", "dv")[at]], owner, there] += mark
+    counts = schedule.buffers[names["dk"]].num_chunks
+    places = [
+        (names[b], r, c) for b in {"dk", "dv"} & {*names} for r in range(schedule.num_ranks) for c in range(counts)
+    ]
+    return all(held[place] == due[place] for place in places)
+
+
+@pytest.mark.parametrize("text", [RING_BACK, DIRECT_BACK], ids=["ring", "direct"])
+def test_what_comes_back(text: str) -> None:
+    """Every row of what brings gradients home is needed once, at its place: a change of it is refused by its own law
+    where a count of contributions says so, and nowhere else.
+    """
+    refused = 0
+    for ranks, params in ((2, {"causal": 0} if "causal" in text else {}), (3, {})):
+        schedule = checked(text, ranks, **params).schedule
+        assert comes_back(schedule)
+        for mutant in mutants(schedule):
+            codes = [one.code for one in broken_returns(Located(mutant))]
+            assert codes == ([] if comes_back(mutant) else ["C314"])
+            refused += len(codes)
+    assert refused > 20
+
+
+def mutants(schedule: Schedule) -> Iterator[Schedule]:
+    """One row of what moves gradients left out, sent elsewhere, taken from elsewhere, or of another chunk."""
+    gradients = {number for number, buffer in enumerate(schedule.buffers) if buffer.name[0] in "dtp"}
+    for index, step in enumerate(schedule.steps):
+        for at, one in enumerate(step.moves if isinstance(step, Step) else ()):
+            for row in range(len(one.actor) if one.dest_buffer in gradients else 0):
+                others = np.arange(len(one.actor)) != row
+                columns = ("actor", "source_rank", "source_chunk", "dest_rank", "dest_chunk")
+                yield _with(schedule, index, at, **{name: getattr(one, name)[others] for name in columns})
+                for name, size in (("dest_rank", schedule.num_ranks), ("dest_chunk", 2), ("source_chunk", 2)):
+                    changed = np.array(getattr(one, name))
+                    changed[row] = (changed[row] + 1) % size
+                    yield _with(schedule, index, at, **{name: changed})
+
+
+def _with(schedule: Schedule, index: int, at: int, **columns: Any) -> Schedule:
+    step = schedule.steps[index]
+    assert isinstance(step, Step)
+    moves = (*step.moves[:at], replace(step.moves[at], **columns), *step.moves[at + 1 :])
+    return replace(schedule, steps=(*schedule.steps[:index], replace(step, moves=moves), *schedule.steps[index + 1 :]))
+
+
 # --- calls on host ranks ----------------------------------------------------------------------------------------------
 
 torch = pytest.importorskip("torch")
@@ -247,3 +388,46 @@ def test_a_table_needs_yields() -> None:
     op, (group, _) = commdsl.load("allreduce_ring", ranks=2), commdsl.threads(2)
     with pytest.raises(RuntimeError, match="has no `yield`"):
         op.held(group)
+
+
+@pytest.mark.parametrize("text", [RING_BACK, DIRECT_BACK], ids=["ring", "direct"])
+def test_gradients_come_home(text: str, tmp_path: Path) -> None:
+    """What ranks write about each other's pieces is at home in the end, summed; twice the same bits."""
+    ranks, path = 3 if text is RING_BACK else 2, tmp_path / "back.comm"
+    path.write_text(text)
+    op = commdsl.load(path, ranks=ranks)
+
+    def about(rank: int, pieces: Any) -> Any:
+        return pieces.float() * (rank + 1) + 0.25
+
+    def body(rank: int, group: str) -> None:
+        k = (torch.arange(2 * 300) + 1000 * rank).float()
+        table = op.held(group)
+
+        def fresh(number: int, like: Any) -> Any:
+            new = torch.tensor([owner >= 0 for owner, _ in table[number].origin[0][rank].tolist()])
+            return new[:, None].expand(2, 300).reshape(like.shape)
+
+        def first(number: int, *pieces: Any) -> Any:
+            nothing = torch.full_like(pieces[0], torch.nan, dtype=torch.float32)
+            return [torch.where(fresh(number, one), about(rank, one), nothing) for one in pieces]
+
+        def more(number: int, *pieces: Any) -> Any:
+            half = len(pieces) // 2
+            return [sums + about(rank, one) for one, sums in zip(pieces[:half], pieces[half:], strict=True)]
+
+        given = (k,) if text is RING_BACK else (k, -k, torch.zeros(600), torch.zeros(600))
+        own = first if text is RING_BACK else more
+        functions = {"own": own, "first": first} | ({"more": more} if text is RING_BACK else {})
+        results = [op.visit(*given, group=group, **functions) for _ in range(2)]
+        results = [(one,) if text is RING_BACK else one for one in results]
+        for one, again in zip(*results, strict=True):
+            assert torch.equal(one, again)
+        for sign, result in zip((1, -1), results[0], strict=False):
+            halves = [
+                sum(about(by, sign * part) for by in range(ranks) if text is RING_BACK or h == 0 or rank >= by)
+                for h, part in enumerate(k.view(2, -1))
+            ]
+            assert torch.equal(result.view(2, -1), torch.stack(halves))
+
+    in_group(ranks, body)

@@ -7,7 +7,7 @@ message. A new law is a function and a line here. Does not raise.
     locations, contributions, route_laws   what the laws are stated on: places, what each holds, rows
     cycles, topology, roles, engine   what the machine has
     bounds, inputs, overlap, undefined, size_classes, classes   what a step may touch
-    promises, conservation, rotations, determinism, useless   what is promised, kept, and in vain
+    promises, conservation, rotations, returns, determinism, useless   what is promised, kept, and in vain
     plans, routes   a plan of documents and where its rows go
     built, tasks   what no kernel runs
 """
@@ -28,6 +28,7 @@ from commdsl.checks.locations import Located
 from commdsl.checks.overlap import overlapping_writes
 from commdsl.checks.plans import over_capacity, too_large, too_many_copies
 from commdsl.checks.promises import repeated_promises
+from commdsl.checks.returns import broken_returns
 from commdsl.checks.roles import broken_roles, roles_of_dispatch, unused_roles
 from commdsl.checks.rotations import broken_rotations
 from commdsl.checks.routes import lost_rows, not_identity, overlapping_rows, wrong_keys
@@ -69,6 +70,7 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (overlapping_writes, writes_to_input, undefined_reads, missing_links, combining_engine),
     (unequal_sizes, mixed_types, own_units, unknown_units),
     (broken_contracts, broken_rotations),
+    (broken_returns,),
     (useless_statements,),
 )
 

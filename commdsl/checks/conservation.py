@@ -50,11 +50,11 @@ def _check_rows(located: Located, contract: Contract, start: Contents, end: Cont
     wanted = np.zeros_like(counts)
     wanted[sources[contract.value[row]]] = 1
     wanted[located.nowhere] = 0
-    yield _diagnose(located, contract, _Difference(location, wanted, counts), len(bad), len(dests))
+    yield _diagnose(located, contract, Difference(location, wanted, counts), len(bad), len(dests))
 
 
 @dataclass(frozen=True, eq=False)
-class _Difference:
+class Difference:
     """One location that broke its contract: how often each initial location should contribute, and does."""
 
     location: int
@@ -74,42 +74,47 @@ class _Difference:
         return np.flatnonzero((self.wanted > 0) & (self.counts > self.wanted))
 
 
-def _diagnose(located: Located, contract: Contract, difference: _Difference, num_bad: int, num_rows: int) -> Diagnostic:
+def _diagnose(located: Located, contract: Contract, difference: Difference, num_bad: int, num_rows: int) -> Diagnostic:
     where = located.name(difference.location)
-    last = _last_write(located, difference.location)
+    last = last_write(located, difference.location)
     notes: tuple[str, ...] = (
         f"expected {contributors(located, difference.wanted)}",
         f"got {contributors(located, difference.counts)}",
     )
     if num_bad > 1:
         notes += (f"{num_bad} of the {num_rows} chunks that `ensure` names are wrong",)
+    what = in_words(located, difference)
     if len(difference.foreign):
-        code, what = "C308", _foreign(located, difference)
-        headline = f"a wrong contribution breaks `{contract.name}`"
+        code, headline = "C308", f"a wrong contribution breaks `{contract.name}`"
     elif len(difference.repeated):
-        code, what = "C307", _repeated(located, difference)
-        headline = f"a contribution counted twice breaks `{contract.name}`"
+        code, headline = "C307", f"a contribution counted twice breaks `{contract.name}`"
         last = _first_doubling(located, int(difference.repeated[0]), difference.location) or last
     else:
-        code, what = "C306", _missing(located, difference)
-        headline = f"a missing contribution breaks `{contract.name}`"
+        code, headline = "C306", f"a missing contribution breaks `{contract.name}`"
     secondary = () if last is None else (last,)
     return Diagnostic(code, headline, Label(contract.span, f"{where} {what}"), secondary, notes)
 
 
-def _missing(located: Located, difference: _Difference) -> str:
+def in_words(located: Located, difference: Difference) -> str:
+    """The worst of it: what does not belong there, what is there too often, or what is not."""
+    if len(difference.foreign):
+        return _foreign(located, difference)
+    return _repeated(located, difference) if len(difference.repeated) else _missing(located, difference)
+
+
+def _missing(located: Located, difference: Difference) -> str:
     if not difference.counts.any():
         return "is never written"
     return f"lacks {listing(located, difference.missing)}"
 
 
-def _repeated(located: Located, difference: _Difference) -> str:
+def _repeated(located: Located, difference: Difference) -> str:
     count = int(difference.counts[difference.repeated[0]])
     times = "twice" if count == 2 else f"{count} times"
     return f"has {listing(located, difference.repeated[:1])} {times}"
 
 
-def _foreign(located: Located, difference: _Difference) -> str:
+def _foreign(located: Located, difference: Difference) -> str:
     expected = difference.wanted.any() and not difference.counts[difference.wanted > 0].any()
     verb = "holds" if expected else "also holds"
     return f"{verb} {listing(located, difference.foreign)}"
@@ -133,7 +138,8 @@ def contributors(located: Located, counts: NDArray[np.int64]) -> str:
     )
 
 
-def _last_write(located: Located, location: int) -> Label | None:
+def last_write(located: Located, location: int) -> Label | None:
+    """The statement or the function that wrote a location last."""
     for step in reversed(located.steps):
         if isinstance(step, LocatedStep):
             for moves in step.moves:

@@ -111,13 +111,14 @@ def recount(located: Located, location: int) -> NDArray[np.int64]:
             weight[step.origins] = weight[step.writes]
             weight[step.writes] = 0
             continue
-        _transposed_step(step, weight)
+        transposed(step, weight)
     weight[~located.given()] = 0
     weight[located.nowhere] = 0
     return weight
 
 
-def _transposed_step(step: LocatedStep, weight: NDArray[np.int64]) -> None:
+def transposed(step: LocatedStep, weight: NDArray[np.int64]) -> None:
+    """From how often each location contributes behind a step to how often before it, in place."""
     taken = [weight[moves.dest] for moves in step.moves]
     if not any(part.any() for part in taken):
         return

@@ -1,4 +1,4 @@
-"""C309 and C313: the yields hand over what a rotation promises, each piece once, and what belongs together together.
+"""C309 and C313: the yields hand over what a rotation promises: each piece once, and beside it what rotates with it.
 
 Assumes indices in bounds, no overlapping writes, no undefined reads. Counts for every rank how often each piece of each
 rank was fresh at a yield, in the buffer itself or in the one it visits in. One message per contract, for the first rank

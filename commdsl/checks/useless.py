@@ -72,6 +72,8 @@ def used_rows(located: Located) -> Iterator[Used]:
         if len(contract.dest_rank):
             live[located.contract_dests(contract)] = True
     live[_results(located)] = True
+    for buffer in (buffer for rotation in located.schedule.rotations for buffer in rotation.back):
+        live[located.whole(buffer)] = True
     handed_over = _handed_over(located)
     for step in reversed(located.steps):
         if isinstance(step, LocatedTask):
