@@ -3,6 +3,7 @@
 Importing this imports nothing else; each name below loads what it needs when it is first used.
 
     placement     document lengths -> which tokens a rank has
+    document, asked   Hamilton Attention by its names and signatures -> calls of the loop
     hamilton      a number of ranks -> cycles, and the tables of who sends what
     masks         which tokens see which -> few calls of a kernel
     pieces        what yields hand over -> the calls of each visit, and the law that ties visits to the mask
@@ -22,19 +23,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from commdsl.attention.hamilton import calculate_in_mapping_circle as calculate_in_mapping_circle
-    from commdsl.attention.hamilton import calculate_inter_node_mapping as calculate_inter_node_mapping
-    from commdsl.attention.hamilton import (
-        calculate_intra_node_in_mapping_two_nodes as calculate_intra_node_in_mapping_two_nodes,
+    from commdsl.attention.document import (
+        _update_out_and_lse,
+        hamilton_attention_forward_causal_flash_attn,
+        hamilton_attention_forward_causal_flash_attn_profile,
+        hamilton_attention_forward_full_flash_attn,
+        hamilton_attention_forward_full_flash_attn_profile,
+        hamilton_attention_forward_full_flash_attn_two_nodes,
+        hamilton_attention_forward_full_flash_attn_two_nodes_profile,
+        ring_attention_forward_flash_attn,
+        ring_attention_forward_flash_attn_profile,
+        zigzag_ring_attention_forward_flash_attn,
+        zigzag_ring_attention_forward_flash_attn_profile,
     )
     from commdsl.attention.hamilton import (
-        calculate_intra_node_out_mapping_two_nodes as calculate_intra_node_out_mapping_two_nodes,
+        calculate_in_mapping_circle,
+        calculate_inter_node_mapping,
+        calculate_intra_node_in_mapping_two_nodes,
+        calculate_intra_node_out_mapping_two_nodes,
+        calculate_out_mapping_circle,
+        calculate_source_rank_per_iter,
+        gen_hamilton_circle,
+        gen_hamilton_circle_two_nodes,
+        gen_hamilton_path_local,
     )
-    from commdsl.attention.hamilton import calculate_out_mapping_circle as calculate_out_mapping_circle
-    from commdsl.attention.hamilton import calculate_source_rank_per_iter as calculate_source_rank_per_iter
-    from commdsl.attention.hamilton import gen_hamilton_circle as gen_hamilton_circle
-    from commdsl.attention.hamilton import gen_hamilton_circle_two_nodes as gen_hamilton_circle_two_nodes
-    from commdsl.attention.hamilton import gen_hamilton_path_local as gen_hamilton_path_local
     from commdsl.attention.peers import A2AComm as A2AComm
     from commdsl.attention.peers import RingComm as RingComm
     from commdsl.attention.placement import Placement as Placement
@@ -50,6 +62,7 @@ __all__ = [
     "Placement",
     "RingComm",
     "Run",
+    "_update_out_and_lse",
     "calculate_in_mapping_circle",
     "calculate_inter_node_mapping",
     "calculate_intra_node_in_mapping_two_nodes",
@@ -60,10 +73,20 @@ __all__ = [
     "gen_hamilton_circle",
     "gen_hamilton_circle_two_nodes",
     "gen_hamilton_path_local",
+    "hamilton_attention_forward_causal_flash_attn",
+    "hamilton_attention_forward_causal_flash_attn_profile",
+    "hamilton_attention_forward_full_flash_attn",
+    "hamilton_attention_forward_full_flash_attn_profile",
+    "hamilton_attention_forward_full_flash_attn_two_nodes",
+    "hamilton_attention_forward_full_flash_attn_two_nodes_profile",
     "positions",
+    "ring_attention_forward_flash_attn",
+    "ring_attention_forward_flash_attn_profile",
     "shard_sequence",
     "unshard_sequence",
     "zigzag",
+    "zigzag_ring_attention_forward_flash_attn",
+    "zigzag_ring_attention_forward_flash_attn_profile",
 ]
 
 _HOME = {
@@ -71,6 +94,7 @@ _HOME = {
     "Placement": "placement",
     "RingComm": "peers",
     "Run": "placement",
+    "_update_out_and_lse": "document",
     "calculate_in_mapping_circle": "hamilton",
     "calculate_inter_node_mapping": "hamilton",
     "calculate_intra_node_in_mapping_two_nodes": "hamilton",
@@ -81,10 +105,20 @@ _HOME = {
     "gen_hamilton_circle": "hamilton",
     "gen_hamilton_circle_two_nodes": "hamilton",
     "gen_hamilton_path_local": "hamilton",
+    "hamilton_attention_forward_causal_flash_attn": "document",
+    "hamilton_attention_forward_causal_flash_attn_profile": "document",
+    "hamilton_attention_forward_full_flash_attn": "document",
+    "hamilton_attention_forward_full_flash_attn_profile": "document",
+    "hamilton_attention_forward_full_flash_attn_two_nodes": "document",
+    "hamilton_attention_forward_full_flash_attn_two_nodes_profile": "document",
     "positions": "sequence",
+    "ring_attention_forward_flash_attn": "document",
+    "ring_attention_forward_flash_attn_profile": "document",
     "shard_sequence": "sequence",
     "unshard_sequence": "sequence",
     "zigzag": "placement",
+    "zigzag_ring_attention_forward_flash_attn": "document",
+    "zigzag_ring_attention_forward_flash_attn_profile": "document",
 }
 
 

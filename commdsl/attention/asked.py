@@ -1,0 +1,214 @@
+"""Turns what the functions of Hamilton Attention are given into what the attention loop takes, or one line why not.
+
+Assumes that all ranks are given the same cycles and mappings. Does not trust them: a schedule is made of the cycles and
+proved, and mappings are held to what follows from the cycles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from commdsl.attention import hamilton, loop
+from commdsl.attention.hamilton import Looping
+from commdsl.attention.masks import Mask
+from commdsl.attention.peers import Place
+from commdsl.attention.placement import placed
+from commdsl.machine.errors import ArgumentError
+from commdsl.runtime import given
+from commdsl.runtime.errors import GradientError, TensorError
+from commdsl.runtime.load import load
+from commdsl.runtime.op import Op
+from commdsl.runtime.timing import Timing
+
+Tensor: TypeAlias = torch.Tensor
+Cycles: TypeAlias = tuple[tuple[int, ...], ...]
+
+LAYOUTS = ("BSND", "BNSD")
+DOCUMENT_NODE = 8
+"""Ranks of a node where no mapping says."""
+
+TEXT = """schedule attention_cycles for P ranks where P == {ranks} {{
+  cycles C = {cycles}
+  inout k[2 blocks, len(C) blocks]
+  inout v[2 blocks, len(C) blocks]
+  ensure rotation(k, v)
+
+  yield attend(k, v)
+  for s in 1 ..< P {{
+    each r, c in C, h in 0 ..< 2 {{
+      put k[h, c] -> k[h, c] @ c.next(r)
+      put v[h, c] -> v[h, c] @ c.next(r)
+    }}
+    yield attend(k, v)
+  }}
+}}
+"""
+
+
+# --- what moves -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def ring_op(ranks: int) -> Op:
+    return cycles_op((tuple(range(ranks)),))
+
+
+@lru_cache(maxsize=64)
+def cycles_op(cycles: Cycles) -> Op:
+    """A schedule of these cycles, proved: the shipped one where they are its own."""
+    ranks = len(cycles[0])
+    written = " ".join(f"({' '.join(map(str, cycle))})" for cycle in cycles)
+    return load({"attention_cycles.comm": TEXT.format(ranks=ranks, cycles=written)}, ranks=ranks)
+
+
+# --- cycles and mappings ----------------------------------------------------------------------------------------------
+
+
+def circles(
+    place: Place,
+    world_size: int,
+    looping: Looping | None,
+    out_mapping: Any,
+    in_mapping: Any,
+    source_rank_per_iter: Any = None,
+) -> Cycles:
+    """The cycles, once the tables are seen to follow from them."""
+    if world_size != place.world_size:
+        raise ArgumentError(f"`world_size` is {world_size!r}, the group has {place.world_size} ranks")
+    cycles = _cycles(place, hamilton.gen_hamilton_circle(world_size) if looping is None else looping)
+    out, into, source = _tables(cycles)
+    _same("out_mapping", out_mapping, out)
+    _same("in_mapping", in_mapping, into)
+    _same("source_rank_per_iter", source_rank_per_iter, source)
+    return cycles
+
+
+def nodes(place: Place, inter_in_mapping: Any, inter_out_mapping: Any, out_mapping: Any, in_mapping: Any) -> Cycles:
+    """The cycles that the outgoing mappings describe, once all four are seen to follow from them."""
+    gpus = DOCUMENT_NODE if out_mapping is None else len(out_mapping)
+    if inter_out_mapping is None:
+        known = hamilton.gen_hamilton_circle_two_nodes(place.world_size, gpus)
+        inter_out_mapping = hamilton.calculate_inter_node_mapping(known)[1]
+    if out_mapping is None:
+        out_mapping = hamilton.calculate_intra_node_out_mapping_two_nodes(hamilton.gen_hamilton_path_local(gpus))
+    cycles = _cycles(place, hamilton.circles_of_nodes(out_mapping, inter_out_mapping))
+    incoming, outgoing = hamilton.calculate_inter_node_mapping(cycles)
+    _same("inter_in_mapping", inter_in_mapping, incoming)
+    _same("inter_out_mapping", inter_out_mapping, outgoing)
+    out, _, _ = _tables(cycles)
+    for first in range(0, place.world_size, gpus):
+        inside = [row[first : first + gpus] for row in out[first : first + gpus]]
+        _same("out_mapping", out_mapping, inside)
+        _same("in_mapping", in_mapping, [list(column) for column in zip(*inside, strict=True)])
+    return cycles
+
+
+@lru_cache(maxsize=64)
+def _tables(cycles: Cycles) -> tuple[list[list[int]], list[list[int]], list[list[list[bool]]]]:
+    return (
+        hamilton.calculate_out_mapping_circle(cycles),
+        hamilton.calculate_in_mapping_circle(cycles),
+        hamilton.calculate_source_rank_per_iter(cycles),
+    )
+
+
+def _cycles(place: Place, looping: Looping) -> Cycles:
+    try:
+        cycles = tuple(tuple(rank.__index__() for rank in cycle) for cycle in looping)
+    except (AttributeError, TypeError):
+        raise ArgumentError(f"`looping` is a list of cycles, each a list of ranks, not {looping!r:.60}") from None
+    _tables(cycles)  # which says where they are none
+    if len(cycles[0]) != place.world_size:
+        raise ArgumentError(f"the cycles are of {len(cycles[0])} ranks, the group has {place.world_size}")
+    return cycles
+
+
+def _same(name: str, said: Any, derived: Any) -> None:
+    """Refuses a table that is given and differs from what follows from the cycles."""
+    if said is None or said == derived:
+        return
+    try:
+        found, wanted = np.array(said), np.array(derived)
+    except ValueError:  # rows that are not equally long
+        raise ArgumentError(f"`{name}` does not have the shape of the table of these cycles") from None
+    if found.shape != wanted.shape:
+        raise ArgumentError(f"`{name}` is of shape {found.shape}, by the cycles it is {wanted.shape}")
+    wrong = np.argwhere(found != wanted)
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        raise ArgumentError(f"`{name}`{list(at)} is {found[at]}, by the cycles it is {wanted[at]}")
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def mask(causal: bool, window_size: tuple[int, int]) -> Mask:
+    """Of a window as flash attention counts it: keys before and after the query's own, -1 for all."""
+    if len(window_size) != 2 or not all(hasattr(one, "__index__") and one >= -1 for one in window_size):
+        raise ArgumentError(f"`window_size` is two whole numbers, -1 for no bound, not {window_size!r}")
+    left, right = (None if one == -1 else int(one) for one in window_size)
+    return Mask(left, 0 if causal else right)
+
+
+def refuse(dropout_p: float, alibi_slopes: Any = None) -> None:
+    """What attention over several ranks does not do, rather than leave it out."""
+    if dropout_p != 0:
+        raise ArgumentError(f"there is no dropout in attention over several ranks: `dropout_p` is 0, not {dropout_p!r}")
+    if alibi_slopes is not None:
+        raise ArgumentError("there are no slopes in attention over several ranks: `alibi_slopes` is None")
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def rows_first(name: str, x: Tensor, layout: str) -> Tensor:
+    """(S, B, H, D), a view."""
+    given.tensor(name, x)
+    if layout not in LAYOUTS:
+        raise ArgumentError(f"`layout` is BSND or BNSD, not {layout!r}")
+    if x.ndim != 4:
+        raise TensorError(f"`{name}` is {layout}, of 4 dimensions, not {tuple(x.shape)}")
+    return x.permute(1, 0, 2, 3) if layout == "BSND" else x.permute(2, 0, 1, 3)
+
+
+def joined(name: str, pieces: Sequence[Tensor], count: int, layout: str, is_causal: bool) -> Tensor:
+    """The rows of a list of pieces, (S, B, H, D); where each has rows of both halves, first all of the front half."""
+    if isinstance(pieces, Tensor) or len(pieces) != count:
+        found = "one tensor" if isinstance(pieces, Tensor) else f"{len(pieces)}"
+        raise TensorError(f"`{name}` is a list of a piece for each of {count} cycles, not {found}")
+    rows = [rows_first(name, piece, layout) for piece in pieces]
+    if len({(one.shape[1:], one.dtype, one.device) for one in rows}) != 1:
+        raise TensorError(f"`{name}`: pieces differ in their rows alone")
+    if is_causal:
+        odd = next((len(one) for one in rows if len(one) % 2), None)
+        if odd is not None:
+            raise TensorError(f"`{name}`: a piece is rows of the front half and as many of the back half, not {odd}")
+        rows = [one[: len(one) // 2] for one in rows] + [one[len(one) // 2 :] for one in rows]
+    return torch.cat(rows)
+
+
+def forward(
+    place: Place,
+    op: Op,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    placement: str,
+    of_mask: Mask,
+    scale: float | None,
+    layout: str,
+    timing: Timing | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of q, k and v, rows first, as the functions return them."""
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+        raise GradientError("this forward has no gradient: call commdsl.attention.attention, or under torch.no_grad()")
+    q, k, v = (one.contiguous() for one in tensors)
+    if not len(q) == len(k) == len(v):
+        raise TensorError(f"q has {len(q)} rows, k {len(k)} and v {len(v)}: of a rank they are the same")
+    chosen = placed(placement, place.world_size, (place.world_size * len(q),))
+    out, lse = loop.forward(op, q, k, v, placement=chosen, mask=of_mask, scale=scale, group=place.name, timing=timing)
+    out = out.permute(1, 0, 2, 3) if layout == "BSND" else out.permute(1, 2, 0, 3)
+    return out.contiguous(), lse
