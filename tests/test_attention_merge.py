@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from commdsl.attention.merge import AT_ONCE, Merging, Partial, merged
+from commdsl.attention.merge import AT_ONCE, Merging, Partial, Summing, merged
 
 ROWS, HEADS, DIM = 12, 3, 8
 
@@ -70,3 +70,19 @@ def test_wide_partials_stay_wide() -> None:
     share = torch.softmax(lse, 0).transpose(1, 2).unsqueeze(-1)
     torch.testing.assert_close(got, (share * out).sum(0), rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(got_lse, torch.logsumexp(lse, 0), rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [0, 1, AT_ONCE, 3 * AT_ONCE])
+def test_summed(count: int, dtype: torch.dtype) -> None:
+    """Any number of gradients, over rows of their own, in the order they come in: one float32 sum, rounded once."""
+    random = np.random.default_rng(count)
+    summing = Summing(ROWS, dtype)
+    total = torch.zeros(ROWS, HEADS, DIM, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    for _ in range(count):
+        rows = slice(*sorted(random.choice(ROWS, 2, replace=False).tolist()))
+        part = torch.from_numpy(random.standard_normal((rows.stop - rows.start, HEADS, DIM))).to(dtype)
+        summing.add(rows, part)
+        total[rows] += part
+
+    assert torch.equal(summing.result(torch.ones(ROWS, HEADS, DIM)), total.to(dtype))

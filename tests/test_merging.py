@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
 
-from commdsl.attention.merge import Partial, by_kernel  # noqa: E402
+from commdsl.attention.merge import Partial, by_kernel, summed, summed_by_kernel  # noqa: E402
 from commdsl.attention.merge import merged as merged_by_torch  # noqa: E402
 from commdsl.build import host, nvrtc  # noqa: E402
 from commdsl.build.merge import DTYPES, MOST, THREADS, emitted  # noqa: E402
@@ -35,8 +35,16 @@ def merged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """By the kernel's text, built for the processor."""
     shape = next(iter(parts), running).out.shape  # type: ignore[union-attr]
+    out, lse = run(parts, running, dtype, torch.full((*shape[1:3], ROWS), float("nan")), into)
+    assert lse is not None
+    return out, lse
+
+
+def run(
+    parts: Sequence[Part], running: Part | None, dtype: torch.dtype, lse: torch.Tensor | None, into: Any = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    shape = next(iter(parts), running).out.shape  # type: ignore[union-attr]
     out = torch.full((ROWS, *shape[1:]), float("nan"), dtype=dtype) if into is None else into
-    lse = torch.full((*shape[1:3], ROWS), float("nan"))
     made = merging.described(parts, running, out, lse)
     path = host.build(emitted(), made.defines(), from_environment())
     assert ctypes.CDLL(str(path)).commdsl_launch(made.packed(), 1, 1, bytes(8)) == 0
@@ -94,6 +102,23 @@ def test_order_of_sums() -> None:
 
     assert np.array_equal(out.numpy(), total)
     assert not np.array_equal(merged(parts[:0:-1], parts[0])[0].numpy(), total)
+
+
+def test_sums() -> None:
+    """Without logarithms the parts are summed as they are, in the same order, the same bits as plain steps; rows that
+    no part has are zeros.
+    """
+    running = random_part(9, 2, ROWS, torch.float32)
+    parts = [random_part(seed, first, last) for seed, (first, last) in enumerate([(2, 30), (5, 20), (2, 35)])]
+    parts = [replace(one, out=one.out * 10.0**power) for power, one in enumerate(parts)]
+    total = np.zeros((ROWS, BATCH, HEADS, DIM), np.float32)
+    for one in (running, *parts):
+        total[one.first : one.first + len(one.out)] += one.out.float().numpy()
+
+    out = run([replace(one, lse=None) for one in parts], replace(running, lse=None), torch.float32, None)[0]
+
+    assert np.array_equal(out.numpy(), total)
+    assert (out[:2] == 0).all()
 
 
 def test_one_part_is_the_result() -> None:
@@ -212,6 +237,7 @@ def test_refused() -> None:
         "got 2 of": ([part, random_part(1, dtype=torch.float16)], None),
         "running part is float32": ([part], part),
         "from row 5": ([replace(part, first=5)], None),
+        "None from row 0": ([replace(part, lse=None)], None),
         "elements side by side": ([replace(part, out=part.out.mT.contiguous().mT)], None),
         "lse is float32": ([replace(part, lse=part.lse.double())], None),
         "got 1 of float64": ([random_part(1, dtype=torch.float64)], None),
@@ -227,8 +253,10 @@ def test_refused() -> None:
 @pytest.mark.parametrize(("dtype", "result"), [*itertools.product(DTYPES, DTYPES)])
 def test_cubin(dtype: str, result: str) -> None:
     """NVRTC takes every pair of dtypes, in words of 16 bytes and element by element."""
-    for elements in (1, 4 if dtype == "float32" else 8):
-        macros = (f"COMMDSL_DTYPE={dtype}", f"COMMDSL_RESULT={result}", f"COMMDSL_ELEMENTS={elements}")
+    wide = 4 if dtype == "float32" else 8
+    for elements, weighs in ((1, 1), (wide, 1), (wide, 0)):
+        said = {"DTYPE": dtype, "RESULT": result, "ELEMENTS": elements, "WEIGHS": weighs}
+        macros = tuple(f"COMMDSL_{name}={value}" for name, value in said.items())
         cubin = nvrtc.build(emitted(), macros, from_environment()).read_bytes()
         assert cubin.startswith(b"\x7fELF")
         assert b"commdsl_merge" in cubin
@@ -250,6 +278,8 @@ def test_of_partials(monkeypatch: pytest.MonkeyPatch) -> None:
         wanted, logs = merged_by_torch(given, ROWS, torch.bfloat16)
         assert (out.float() - wanted.float()).abs().max() <= 2.0**-6
         assert torch.allclose(lse, logs, atol=1e-5)
+        sums = [(one.rows, one.out) for one in given]
+        assert torch.equal(summed_by_kernel(sums, ROWS, torch.bfloat16), summed(sums, ROWS, torch.bfloat16))
     merging._launcher.cache_clear()
 
 

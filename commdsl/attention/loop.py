@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from commdsl.attention import kernels
 from commdsl.attention.kernel import Kernel, Ready, Shape, ready
 from commdsl.attention.masks import Mask
-from commdsl.attention.merge import Merging, Partial
-from commdsl.attention.pieces import Visits, stretches, visits
+from commdsl.attention.merge import Merging, Partial, Summing, wide
+from commdsl.attention.pieces import Visits, visits
 from commdsl.attention.placement import Placement
 from commdsl.runtime import groups
 from commdsl.runtime.errors import GroupError, TensorError
@@ -79,7 +79,7 @@ def forward(
             merging.add(Partial(one.queries, *plan.kernel.forward(*parts, one, scale)))
 
     op.visit(_travelling(k, plan), _travelling(v, plan), group=group, attend=attend, **options)
-    out, lse = merging.result(queries, _wide(q))
+    out, lse = merging.result(queries, wide(q.dtype))
     return out.view(q.shape), lse.contiguous().view(*q.shape[1:3], len(q))
 
 
@@ -110,9 +110,7 @@ def backward(
     queries, outs, slopes = q.flatten(1, 2), out.flatten(1, 2), dout.contiguous().flatten(1, 2)
     sums = lse.flatten(0, 1)
     parts = {(rows.start, rows.stop): sums[:, rows].contiguous() for rows in plan.query_rows}
-    dq = torch.empty_like(queries, dtype=_wide(q))
-    for rows in plan.untouched:
-        dq[rows] = 0
+    gradients = Summing(len(q), q.dtype)
 
     def attend(number: int, keys: torch.Tensor, values: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         back = given or tuple(torch.empty_like(one, dtype=torch.float32) for one in (keys, values))
@@ -126,7 +124,7 @@ def backward(
             own = ready.queries
             tensors = (slopes[own], queries[own], keys[ready.keys], values[ready.keys], outs[own])
             made = plan.kernel.backward(*tensors, parts[own.start, own.stop], ready, scale)
-            _put(dq, made[0], work.into_queries)
+            gradients.add(own, made[0])
             for place, part in zip(sums_of_keys, made[1:], strict=True):
                 _put(place, part, (Into(ready.keys, slice(None), False),) if given else work.into_keys)
         return back
@@ -135,11 +133,7 @@ def backward(
     if op.num_inputs == 4:
         inputs += [torch.zeros_like(one, dtype=torch.float32) for one in inputs]
     *_, dk, dv = op.visit(*inputs, group=group, attend=attend, **options)
-    return dq.to(q.dtype).view(q.shape), _home(dk, k, plan), _home(dv, v, plan)
-
-
-def _wide(q: torch.Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+    return gradients.result(queries).view(q.shape), _home(dk, k, plan), _home(dv, v, plan)
 
 
 def _travelling(x: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -187,7 +181,6 @@ class Work:
     """A call, and where its gradients go."""
 
     ready: Ready
-    into_queries: tuple[Into, ...]  # of the sum over all visits
     into_keys: tuple[Into, ...]  # of the visit's own
 
 
@@ -198,7 +191,6 @@ class Plan:
     visits: Visits
     kernel: Kernel
     works: tuple[tuple[Work, ...], ...]
-    untouched: tuple[slice, ...]  # queries that see no key
     query_rows: tuple[slice, ...]  # each that a call has
 
 
@@ -272,21 +264,19 @@ def _made(
     found = _visits(op, name, rank, placement, mask)
     asked = [call for made in found.calls for call in made]
     chosen = kernels.chosen(kernel, kernels.here(device), shape, asked, is_backward)
-    queries = np.zeros(placement.value.rows(rank), np.bool_)
     works = []
     for made in found.calls:
         keys = np.zeros(found.layout.all_rows, np.bool_)
         of_visit = []
         for call in kernels.suited(chosen, shape, made):
             one = ready(call, device)
-            of_visit.append(Work(one, _into(queries, one.queries), _into(keys, one.keys)))
+            of_visit.append(Work(one, _into(keys, one.keys)))
         works.append(tuple(of_visit))
     distinct = {(work.ready.queries.start, work.ready.queries.stop) for made in works for work in made}
     return Plan(
         found,
         chosen,
         tuple(works),
-        tuple(stretches(~queries)),
         tuple(slice(*pair) for pair in sorted(distinct)),
     )
 

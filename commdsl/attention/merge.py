@@ -1,4 +1,5 @@
-"""Turns partial results of attention, each over some of the keys, into what attention over all of them gives.
+"""Turns partial results of attention, each over some of the keys, into what attention over all of them gives, and
+partial gradients of queries into the whole.
 
 Assumes rows of queries first, as kernels return them: outputs of (rows, heads, dim), and natural log-sum-exps of
 (heads, rows) in float32, or float64 where the outputs are. Does not know which keys a partial is over: that no key is
@@ -92,3 +93,51 @@ class Merging:
             return merged(self._partials, self._rows, self._dtype)
         lse = like.new_full((like.shape[1], like.shape[0]), -torch.inf, dtype=lse_dtype)
         return like.new_zeros(like.shape, dtype=self._dtype), lse
+
+
+class Summing:
+    """Gradients of rows of queries, (rows, heads, dim) each, as they come: summed in that order, in float32, or float64
+    where they are, and rounded once.
+    """
+
+    def __init__(self, rows: int, dtype: torch.dtype) -> None:
+        self._rows = rows
+        self._dtype = dtype
+        self._parts: list[tuple[slice, torch.Tensor]] = []
+
+    def add(self, rows: slice, part: torch.Tensor) -> None:
+        if len(self._parts) == AT_ONCE:
+            self._parts = [(slice(0, self._rows), summed(self._parts, self._rows, wide(part.dtype)))]
+        self._parts.append((rows, part))
+
+    def result(self, like: torch.Tensor) -> torch.Tensor:
+        """Rows of which nothing came are zeros; where nothing came at all, of the shape of `like`."""
+        if self._parts:
+            return summed(self._parts, self._rows, self._dtype)
+        return like.new_zeros(like.shape, dtype=self._dtype)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of it are taken in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def summed(parts: Sequence[tuple[slice, torch.Tensor]], rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """Parts of (rows, heads, dim) to the whole, (rows, heads, dim), each sum from zero in the order given."""
+    first = parts[0][1]
+    if first.is_cuda and all(part.dtype in ON_GPU for _, part in parts):
+        return summed_by_kernel(parts, rows, dtype)
+    total = first.new_zeros((rows, *first.shape[1:]), dtype=wide(first.dtype))
+    for place, part in parts:
+        total[place] += part
+    return total.to(dtype)
+
+
+def summed_by_kernel(parts: Sequence[tuple[slice, torch.Tensor]], rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """As `summed`, by one launch on the current stream. A first part that is float32 may come of others."""
+    first = parts[0][1]
+    given = [merging.Part(place.start, part[:, None]) for place, part in parts]
+    running = given.pop(0) if first.dtype == torch.float32 != parts[-1][1].dtype else None
+    out = first.new_empty((rows, *first.shape[1:]), dtype=dtype)
+    merging.merge(given, running, out[:, None], None)
+    return out

@@ -1,5 +1,5 @@
-"""Turns what is to be merged (results of attention over parts of the keys) into the text, the macros and the argument
-of the kernel that merges it.
+"""Turns what is to be merged (attention over parts of the keys, or gradients of such parts) into the text, the macros
+and the argument of the kernel that merges it.
 
 Assumes addresses that the kernel may touch, and steps that count elements. Does not launch (`runtime.merging` does),
 and does not say in which order is summed: `merge.cuh` does.
@@ -64,6 +64,7 @@ class Merge:
     head_dim: int
     dtype: str
     result: str
+    weighs: bool = True  # by the logarithms; else what is summed are gradients, and there are none
 
     @property
     def elements(self) -> int:
@@ -88,7 +89,8 @@ class Merge:
         return (self.whole.last - self.whole.first) * self.batch * self.heads * self.threads
 
     def defines(self) -> tuple[str, ...]:
-        return (f"COMMDSL_DTYPE={self.dtype}", f"COMMDSL_RESULT={self.result}", f"COMMDSL_ELEMENTS={self.elements}")
+        said = {"DTYPE": self.dtype, "RESULT": self.result, "ELEMENTS": self.elements, "WEIGHS": int(self.weighs)}
+        return tuple(f"COMMDSL_{name}={value}" for name, value in said.items())
 
     def packed(self) -> bytes:
         """The kernel's one argument."""

@@ -30,23 +30,24 @@ class Part:
 
     first: int
     out: torch.Tensor
-    lse: torch.Tensor
+    lse: torch.Tensor | None = None  # of gradients there is none
 
 
-def merge(parts: Sequence[Part], running: Part | None, out: torch.Tensor, lse: torch.Tensor) -> None:
+def merge(parts: Sequence[Part], running: Part | None, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Writes the whole to `out` (rows, batch, heads, head_dim) and `lse` (batch, heads, rows; float32): zeros and -inf
     in rows that no part has.
 
     Up to 8 parts of one dtype: bfloat16, float16 or float32; `running` is float32 and comes first in every sum. `out`
-    may be `running.out`; nothing else that is written may be what is read. TensorError: what the kernel does not take.
-    CaptureError: the first of its kind, in a capture.
+    may be `running.out`; nothing else that is written may be what is read. Without any `lse` the parts are summed as
+    they are, in the same order. TensorError: what the kernel does not take. CaptureError: the first of its kind, in a
+    capture.
     """
     made = described(parts, running, out, lse)
     if made.items:
         _launcher(out.get_device(), made.defines())(made)
 
 
-def described(parts: Sequence[Part], running: Part | None, out: torch.Tensor, lse: torch.Tensor) -> Merge:
+def described(parts: Sequence[Part], running: Part | None, out: torch.Tensor, lse: torch.Tensor | None) -> Merge:
     """The launch of `merge`, which refuses here what it does not take."""
     dtypes = {part.out.dtype for part in parts} or {torch.float32}
     names = [element_name(dtype) for dtype in (*dtypes, out.dtype)]
@@ -58,7 +59,7 @@ def described(parts: Sequence[Part], running: Part | None, out: torch.Tensor, ls
     rows, batch, heads, head_dim = out.shape
     given = [Part(0, out, lse), *parts, *([] if running is None else [running])]
     for one in given:
-        _refuse_unless_part(one, rows, (batch, heads, head_dim))
+        _refuse_unless_part(one, rows, (batch, heads, head_dim), lse is not None)
     made = Merge(
         tuple(_rows(part) for part in parts),
         NOTHING if running is None else _rows(running),
@@ -68,33 +69,36 @@ def described(parts: Sequence[Part], running: Part | None, out: torch.Tensor, ls
         head_dim,
         names[0],
         names[-1],
+        lse is not None,
     )
     if made.items >= 1 << 31:
         raise TensorError(f"a result of {tuple(out.shape)} is more than one launch merges: merge it in pieces of rows")
     return made
 
 
-def _refuse_unless_part(part: Part, rows: int, whole: tuple[int, int, int]) -> None:
+def _refuse_unless_part(part: Part, rows: int, whole: tuple[int, int, int], weighs: bool) -> None:
     count, *rest = part.out.shape
-    shapes = tuple(rest) == whole and tuple(part.lse.shape) == (*whole[:2], count)
+    lse = None if part.lse is None else tuple(part.lse.shape)
+    shapes = tuple(rest) == whole and lse == ((*whole[:2], count) if weighs else None)
     if not shapes or not 0 <= part.first <= part.first + count <= rows:
         raise TensorError(
-            f"a part is rows of the whole, {rows} x {whole}, with lse (batch, heads, rows); "
-            f"got {tuple(part.out.shape)} and {tuple(part.lse.shape)} from row {part.first} on"
+            f"a part is rows of the whole, {rows} x {whole}, with lse (batch, heads, rows) where any has it; "
+            f"got {tuple(part.out.shape)} and {lse} from row {part.first} on"
         )
-    if part.lse.dtype != torch.float32 or part.out.stride(-1) != 1:
+    if part.out.stride(-1) != 1 or (part.lse is not None and part.lse.dtype != torch.float32):
         raise TensorError(
-            f"a part's lse is float32, and its output has elements side by side; got {part.lse.dtype} and "
-            f"strides {part.out.stride()}"
+            f"a part's lse is float32, and its output has elements side by side; "
+            f"got {part.lse.dtype if part.lse is not None else None} and strides {part.out.stride()}"
         )
 
 
 def _rows(part: Part) -> Rows:
     row, batch, head, _ = _steps(part.out)
-    lse_batch, lse_head, lse_row = _steps(part.lse)
-    addresses = part.out.data_ptr(), part.lse.data_ptr()
+    address, (lse_batch, lse_head, lse_row) = 0, (0, 0, 0)
+    if part.lse is not None:
+        address, (lse_batch, lse_head, lse_row) = part.lse.data_ptr(), _steps(part.lse)
     last = part.first + part.out.shape[0]
-    return Rows(*addresses, part.first, last, row, batch, head, lse_row, lse_batch, lse_head)
+    return Rows(part.out.data_ptr(), address, part.first, last, row, batch, head, lse_row, lse_batch, lse_head)
 
 
 def _steps(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -4,6 +4,7 @@
 // every GPU and on the processor, in float32 throughout:
 //   top = the largest lse;   w = exp(lse - top);   total = the sum of w;   w = w * (1 / total);   out = the sum of w * output,
 //   each sum from zero, the running part first, then the parts as given; rounded once;   lse = top + log(total)
+// Gradients are summed in the same order, each as it is.
 #pragma once
 
 #include "commdsl/types.cuh"
@@ -150,6 +151,7 @@ struct MergeWeights {
   float weight[kParts], top, total;
 
   COMMDSL_FN bool adds(u32 p) const { return !(weight[p] < 0.0f); }
+  COMMDSL_FN float share(u32 p) const { return weight[p]; }
 
   COMMDSL_FN MergeWeights(const MergeArgs& args, const MergedPlace& place) : top(of_bits(kMinusInfinity)), total(0.0f) {
     float lse[kParts];
@@ -178,6 +180,25 @@ struct MergeWeights {
   COMMDSL_FN float lse() const { return total == 0.0f ? of_bits(kMinusInfinity) : top + logarithm(total); }
 };
 
+// Of gradients: all that have the row, as they are.
+struct MergeAlike {
+  const MergeArgs& args;
+  const MergedPlace& place;
+
+  COMMDSL_FN MergeAlike(const MergeArgs& args, const MergedPlace& place) : args(args), place(place) {}
+  COMMDSL_FN bool adds(u32 p) const { return args.part[p].covers(place.row); }
+  COMMDSL_FN float share(u32) const { return 1.0f; }
+};
+
+template <bool weighs>
+struct MergeShares {
+  using Type = MergeWeights;
+};
+template <>
+struct MergeShares<false> {
+  using Type = MergeAlike;
+};
+
 // What one thread makes of a row of a head.
 template <class Plan>
 COMMDSL_FN void merge(const MergeArgs& args, u32 item) {
@@ -190,7 +211,7 @@ COMMDSL_FN void merge(const MergeArgs& args, u32 item) {
   place.batch = item / args.threads / args.heads % args.batch;
   place.row = item / args.threads / args.heads / args.batch;
 
-  const MergeWeights weights(args, place);
+  const typename MergeShares<Plan::kWeighs>::Type shares(args, place);
   for (u32 turn = 0; turn < args.turns; ++turn) {
     const u64 at = (turn * args.threads + thread) * count;
     Stretch<float32, count> running;
@@ -202,16 +223,18 @@ COMMDSL_FN void merge(const MergeArgs& args, u32 item) {
       if (args.part[p].covers(place.row)) part[p - 1].read(place.out<size>(args.part[p]) + size * at);
     }
     float sum[count] = {};
-    if (weights.adds(0)) running.add_to(sum, weights.weight[0]);
+    if (shares.adds(0)) running.add_to(sum, shares.share(0));
 #pragma unroll
     for (u32 p = 1; p < kParts; ++p) {
-      if (weights.adds(p)) part[p - 1].add_to(sum, weights.weight[p]);
+      if (shares.adds(p)) part[p - 1].add_to(sum, shares.share(p));
     }
     Stretch<Result, count> made;
     made.take(sum);
     made.write(place.out<made_size>(args.whole) + made_size * at);
   }
-  if (thread == 0) store(place.lse(args.whole), bits_in(weights.lse()));
+  if constexpr (Plan::kWeighs) {
+    if (thread == 0) store(place.lse(args.whole), bits_in(shares.lse()));
+  }
 }
 
 }  // namespace commdsl
