@@ -96,10 +96,11 @@ def phases(schedule: Schedule, chunk_bytes: Mapping[str, float]) -> tuple[Launch
         if isinstance(part, Yield):
             found.append(Visited(tuple(names[b] for b in part.reads), tuple(names[b] for b in part.writes)))
             continue
-        if part.content not in made:
-            made[part.content] = tuple(_loads(part, sizes))
+        key = (part.content, tuple(sizes[buffer.name] for buffer in part.schedule.buffers))
+        if key not in made:
+            made[key] = tuple(_loads(part, sizes))
         reads = part.names(BufferKind.INPUT, BufferKind.INOUT)
-        found.append(Launched(made[part.content], reads, part.names(BufferKind.OUTPUT, BufferKind.INOUT)))
+        found.append(Launched(made[key], reads, part.names(BufferKind.OUTPUT, BufferKind.INOUT)))
     return tuple(found)
 
 
@@ -149,7 +150,7 @@ def _load(topology: Topology, ranks: int, rows: Sequence[NDArray[np.int64]], siz
     for pairs, size in zip(rows, sizes, strict=True):
         amounts += size * np.bincount(pairs, minlength=ranks * ranks)
         copies += np.bincount(np.unique(pairs) // ranks, minlength=ranks)
-    pair = np.flatnonzero(amounts)
+    pair = np.unique(np.concatenate(rows))
     source, dest = pair // ranks, pair % ranks
     link = link_of(topology, source, dest)
     if (link == NO_LINK).any():
