@@ -18,7 +18,7 @@ from thread_ranks import in_group  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - as above
 from commdsl import attention  # noqa: E402 - as above
-from commdsl.attention import asked  # noqa: E402 - as above
+from commdsl.attention import circling  # noqa: E402 - as above
 from commdsl.attention.peers import Place  # noqa: E402 - as above
 
 Tensor = torch.Tensor
@@ -168,7 +168,7 @@ def test_other_cycles(cycles: int, causal: bool) -> None:
     placement, cut = ("zigzag", causal_chunks) if causal else ("contiguous", chunks)
     kind = "causal" if causal else "full"
     function = getattr(attention, f"hamilton_attention_forward_{kind}_flash_attn")
-    op = asked.cycles_op(tuple(map(tuple, looping)))
+    op = circling.cycles_op(tuple(map(tuple, looping)))
     came = op.program(ranks).visits.held[1].origin[0]
     hops = {(int(came[r, h * cycles + c, 0]), r, c) for r in range(ranks) for h in range(2) for c in range(cycles)}
     assert hops == {
@@ -470,7 +470,7 @@ def test_mappings_of_nodes_that_do_not_fit(change: dict[str, Any], words: str) -
         "in_mapping": attention.calculate_intra_node_in_mapping_two_nodes(path),
     }
     place = Place(commdsl.threads(4)[0])
-    arcs = [set(zip(cycle, [*cycle[1:], cycle[0]], strict=True)) for cycle in asked.nodes(place, **known)]
+    arcs = [set(zip(cycle, [*cycle[1:], cycle[0]], strict=True)) for cycle in circling.nodes(place, **known)]
     assert arcs == [set(zip(cycle, [*cycle[1:], cycle[0]], strict=True)) for cycle in looping]
     with pytest.raises(commdsl.ArgumentError, match=words):
-        asked.nodes(place, **{**known, **change})
+        circling.nodes(place, **{**known, **change})

@@ -3,7 +3,7 @@
 Importing this imports nothing else; each name below loads what it needs when it is first used.
 
     placement     document lengths -> which tokens a rank has
-    document, asked   Hamilton Attention by its names and signatures -> calls of the loop
+    document, circling Hamilton Attention by its names and signatures -> calls of the loop
     hamilton      a number of ranks -> cycles, and the tables of who sends what
     masks         which tokens see which -> few calls of a kernel
     pieces        what yields hand over -> the calls of each visit, and the law that ties visits to the mask
