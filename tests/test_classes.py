@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 
 from commdsl import compiler
+from commdsl.checks import check_plan
+from commdsl.commands import cubins
+from commdsl.commands.dumps import ir_text, plan_text
+from commdsl.commands.report import cost_lines
 from commdsl.commands.trial import Settings, trial
 from commdsl.ir.classes import Unit, units
 from commdsl.ir.interpret import run
@@ -18,6 +22,7 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.resources import data_dir
 from commdsl.program.launches import Launch
+from commdsl.program.memory import Kept
 from commdsl.program.verify import verify
 
 CARRY = """schedule carry for P ranks where P >= 2 {
@@ -127,6 +132,61 @@ def test_a_launch_is_of_one_class(text: str) -> None:
         )
         with pytest.raises(InternalError, match="types or lengths"):
             verify(replace(plan, roles=roles))
+
+
+def test_a_type_by_mistake() -> None:
+    """What only functions touch is in no launch; of another type in the Plan than in the text it is refused all the
+    same."""
+    made = compiled(HEADS, 3)
+    plan = made.visits
+    assert plan is not None
+
+    def wrong(kept: Kept) -> Kept:
+        return replace(kept, unit=Unit("q", None, "q")) if kept.name == "lse" else kept
+
+    def changed(phase: Any) -> Any:
+        names = [name for name in ("reads", "writes", "frees") if hasattr(phase, name)]
+        return replace(phase, **{name: tuple(map(wrong, getattr(phase, name))) for name in names})
+
+    roles = tuple(replace(role, phases=tuple(map(changed, role.phases))) for role in plan.roles)
+    mutant = replace(plan, roles=roles)
+    verify(mutant)
+    (found,) = check_plan(made.schedule, mutant)
+    assert (found.code, "`lse` is of another type" in found.headline) == ("C210", True)
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def test_shown() -> None:
+    """Dumps say what a buffer is made of; costs count the traffic of each class by itself."""
+    made = compiled(HEADS, 3)
+    assert made.visits is not None
+    assert "output lse: 3 blocks cut into 1, of float32, like q" in ir_text(made.schedule)
+    lines = plan_text(made.visits).splitlines()
+    assert "lse: blocks as long as those of q, float32" in lines
+    assert "kvh: blocks as long as those of kv, of the type of kv" in lines
+    assert [(one.buffers, one.element, one.blocks) for one in made.report.classes] == [
+        (("q", "qh"), None, 6.0),
+        (("kv", "kvh"), None, 6.0),
+        (("o", "oh"), None, 6.0),
+    ]
+    assert sum(one.blocks for one in made.report.classes) == made.report.blocks
+    (line,) = [line for line in cost_lines(compiled(CARRY, 3).report) if "counted as equally long" in line]
+    assert "6 n of `kv`, 9 n of `acc` (float32)" in line
+    one = compiler.check(data_dir("schedules") / "attention" / "rotation_ring.comm", ranks=3).report
+    assert not any("counted as" in line for line in cost_lines(one))
+
+
+def test_kernels_ahead_of_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is reduced in a type that is declared is built for it, whatever types are asked for."""
+    (tmp_path / "cubin").write_bytes(b"")
+    monkeypatch.setattr(cubins.nvrtc, "build", lambda *_: tmp_path / "cubin")
+    monkeypatch.setattr(cubins.nvrtc, "key_ahead", lambda *_: "key")
+    made = cubins.build("behind", compiled(BEHIND, 2), cubins.Variants(("sm_90",), ("bfloat16", "int32"), ("sum",)))
+    found = sorted(one.file for one in made)
+    assert any("float32" in name for name in found)
+    assert not any("bfloat16" in name or "int32" in name for name in found)
 
 
 # --- the oracle, and `commdsl run` ------------------------------------------------------------------------------------

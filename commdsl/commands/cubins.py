@@ -19,7 +19,7 @@ from commdsl.machine import dtypes
 from commdsl.machine.config import from_environment
 from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
-from commdsl.program.visited import plan_of, segments
+from commdsl.program.visited import launches, plan_of, segments
 
 SUMMED = ("float32", "float16", "bfloat16")
 """What a dispatch adds up."""
@@ -86,7 +86,11 @@ def _kernels(checked: Checked, variants: Variants) -> list[tuple[int, Emitted, t
     """Texts, numbered, and what each is built with."""
     match checked:
         case CompiledSchedule():
-            found = [(text, macros) for plan, text in _launched(checked) for macros in _macros(plan, variants)]
+            found = [
+                (text, macros)
+                for plan, text, element in _launched(checked)
+                for macros in _macros(plan, variants if element is None else replace(variants, dtypes=(element,)))
+            ]
         case CompiledDispatch(emitted=emitted, emitted_back=back):
             summed = [(f"COMMDSL_DTYPE={dtype}",) for dtype in variants.dtypes if dtype in SUMMED]
             there = [()] if back is not None else [(), *summed]
@@ -98,14 +102,17 @@ def _kernels(checked: Checked, variants: Variants) -> list[tuple[int, Emitted, t
     return [(texts.index(text), text, macros) for text, macros in found]
 
 
-def _launched(checked: CompiledSchedule) -> list[tuple[Plan, Emitted]]:
-    """What a call may launch: all at once, and, where it stops at yields, each stretch between them."""
+def _launched(checked: CompiledSchedule) -> list[tuple[Plan, Emitted, str | None]]:
+    """What a call may launch: all at once, and, where it stops at yields, each stretch between them; and the element
+    type that is declared for it.
+    """
     visits = checked.visits
-    whole = [] if checked.plan.is_visited else [(checked.plan, checked.emitted)]
+    whole = [] if checked.plan.is_visited else [(checked.plan, checked.emitted, None)]
     if visits is None:
-        return whole
-    parts = [plan_of(visits, moves) for moves in segments(visits)]
-    return [*whole, *zip(parts, checked.launched, strict=True)]
+        return list(whole)
+    elements = {launch.moves: (*launch.reads, *launch.writes)[0].unit.element for launch in launches(visits)}
+    parts = zip(segments(visits), checked.launched, strict=True)
+    return [*whole, *((plan_of(visits, moves), text, elements[moves]) for moves, text in parts)]
 
 
 def _macros(plan: Plan, variants: Variants) -> list[tuple[str, ...]]:

@@ -20,14 +20,15 @@ from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
 from commdsl.program.actors import actors, name_of, num_ranks_of
 from commdsl.program.launches import described as between
-from commdsl.program.memory import words_for
+from commdsl.program.launches import touches
+from commdsl.program.memory import Kept, words_for
 from commdsl.program.moves import CELL, OpKind, Reason
 from commdsl.program.moves import Moves as Operations
 from commdsl.program.phases import Push, Touch
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
-from commdsl.program.visited import plan_of, segments, started
+from commdsl.program.visited import launches, plan_of, segments, started, visits
 
 
 def syntax_text(files: tuple[File, ...]) -> str:
@@ -80,7 +81,9 @@ def ir_text(schedule: Schedule) -> str:
         caps = f"{link.port_bandwidth / 1e9:g} GB/s per gpu, {link.pair_bandwidth / 1e9:g} GB/s per pair"
         lines.append(f"  link {link.name} {link.scope.value}: {caps}, {link.latency * 1e6:g} us")
     for buffer in schedule.buffers:
-        lines.append(f"{buffer.kind.value} {buffer.name}: {buffer.blocks} blocks cut into {buffer.cut}")
+        own = (f", {word} {name}" for word, name in (("of", buffer.element), ("like", buffer.like)) if name)
+        shape = f"{buffer.blocks} blocks cut into {buffer.cut}"
+        lines.append(f"{buffer.kind.value} {buffer.name}: {shape}{''.join(own)}")
     for cycles in schedule.cycles:
         for index, order in enumerate(cycles.orders):
             lines.append(f"cycle {cycles.name}[{index}]: {' '.join(map(str, order))}")
@@ -209,9 +212,18 @@ def visited_lines(plan: Plan) -> Iterator[str]:
     """What is started, in order, with what it waits for of the other stream; then each launch as a Plan of its own."""
     yield f"plan {plan.name} for {plan.num_ranks} ranks on {plan.topology}, with visits"
     yield f"symmetric {plan.symmetric_bytes} bytes per rank; copy 0 of a buffer is the caller's, others are of the call"
+    yield from unit_lines(plan)
     yield from (between(phase, number) for number, phase in started(plan))
     for moves in segments(plan):
         yield from static_lines(plan_of(plan, moves))
+
+
+def unit_lines(plan: Plan) -> Iterator[str]:
+    """What buffers are made of, where that is not the same for all."""
+    touched = (touch.memory for phase in (*launches(plan), *visits(plan)) for touch in touches(phase))
+    units = {kept.name: kept.unit for kept in touched if isinstance(kept, Kept)}
+    for name, unit in units.items() if len({*units.values()}) > 1 else ():
+        yield f"{name}: blocks as long as those of {unit.size}, {unit.element or f'of the type of {unit.typed}'}"
 
 
 def static_lines(plan: Plan) -> list[str]:

@@ -18,7 +18,7 @@ from commdsl.checks.roles import broken_roles
 from commdsl.commands.output import bytes_text, count, style
 from commdsl.commands.trial_rows import RowTrial
 from commdsl.compiler import Checked, CheckedDispatch, CheckedPlan, CheckedSchedule
-from commdsl.cost.report import PairLoad, Report
+from commdsl.cost.report import ClassLoad, PairLoad, Report
 from commdsl.language.records import dataclass
 from commdsl.machine.topology import Topology
 from commdsl.planner.balance import LinkLoad, byte_links
@@ -79,6 +79,8 @@ def cost_lines(report: Report) -> Iterator[str]:
     copies = f", {count(report.num_copies, 'copy').replace('copys', 'copies')} within" if report.num_copies else ""
     yield f"  {'steps':<10}{report.num_steps}, {moves}{copies}"
     yield f"  {'traffic':<10}{report.blocks:.4g} n in all, n the bytes of a block"
+    if len(report.classes) > 1:
+        yield f"  {'':<10}{', '.join(map(class_text, report.classes))}: blocks that may differ, counted as equally long"
     if report.busiest_port and report.busiest_pair:
         port = report.busiest_port
         verb = "sends" if port.sends else "receives"
@@ -92,6 +94,12 @@ def cost_lines(report: Report) -> Iterator[str]:
     yield f"  {'ratio':<10}{report.ratio:.2f} at n = {size}, {ends}"
     bits = "the same bits on every rank" if report.same_bits else "ranks may differ in the last bit"
     yield f"  {'result':<10}{bits}"
+
+
+def class_text(load: ClassLoad) -> str:
+    """`2 n of `acc` (float32)`."""
+    element = "" if load.element is None else f" ({load.element})"
+    return f"{load.blocks:.4g} n of `{load.buffers[0]}`{element}"
 
 
 def pair_text(pair: PairLoad) -> str:
@@ -112,6 +120,9 @@ def report_json(report: Report) -> dict[str, object]:
         "copies": report.num_copies,
         "yields": report.num_yields,
         "blocks": report.blocks,
+        "classes": [
+            {"buffers": list(one.buffers), "element": one.element, "blocks": one.blocks} for one in report.classes
+        ],
         "latency_seconds": report.latency,
         "seconds_per_byte": report.seconds_per_byte,
         "least_latency_seconds": report.limit.latency,

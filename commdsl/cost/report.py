@@ -19,6 +19,7 @@ from commdsl.checks.locations import Located, LocatedStep
 from commdsl.checks.size_classes import ClassedMoves, classes_of_moves
 from commdsl.checks.topology import link_table
 from commdsl.cost.bounds import Limit, limit
+from commdsl.ir.classes import classes, units
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, Label, Severity
 from commdsl.language.records import dataclass
@@ -45,6 +46,15 @@ class PairLoad:
 
     source: int
     dest: int
+    blocks: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClassLoad:
+    """What crosses links of buffers that moves join, in blocks of theirs: others need not be as long."""
+
+    buffers: tuple[str, ...]
+    element: str | None  # the type that is declared for them
     blocks: float
 
 
@@ -81,6 +91,7 @@ class Report:
     num_copies: int  # within a rank
     num_yields: int
     blocks: float  # moved between ranks in all
+    classes: tuple[ClassLoad, ...]  # what `blocks` is the sum of: one, unless blocks may differ in length
     busiest_port: PortLoad | None
     busiest_pair: PairLoad | None
     steps: tuple[StepCost, ...] = field(repr=False)
@@ -158,6 +169,7 @@ def report(schedule: Schedule, block_bytes: int = DEFAULT_BLOCK_BYTES) -> Report
         num_copies=sum(load.num_copies for load in loads),
         num_yields=schedule.num_yields,
         blocks=float(pair_blocks.sum()),
+        classes=tuple(_by_class(schedule, loads)),
         busiest_port=_busiest_port(schedule, *whole)[0] if len(pair_key) else None,
         busiest_pair=_busiest_pair(schedule, *whole)[0] if len(pair_key) else None,
         steps=steps,
@@ -178,6 +190,7 @@ class _Load:
     pair: NDArray[np.int64]
     blocks: NDArray[np.float64]
     num_copies: int
+    moved: tuple[tuple[int, float], ...]  # of each statement its source, and the blocks that cross links
 
 
 def _loads(located: Located) -> list[_Load]:
@@ -193,6 +206,7 @@ def _load(located: Located, index: int, statements: list[ClassedMoves]) -> _Load
     pairs: list[NDArray[np.int64]] = []
     blocks: list[NDArray[np.float64]] = []
     num_copies = 0
+    moved: list[tuple[int, float]] = []
     for one in statements:
         sources, dest = one.located.sources, one.located.dest[:, None]
         source_rank, dest_rank = sources // per_rank, dest // per_rank
@@ -202,7 +216,20 @@ def _load(located: Located, index: int, statements: list[ClassedMoves]) -> _Load
         pairs.append((source_rank * num_ranks + dest_rank)[crosses])
         size = 1.0 / (one.moved >> 32)
         blocks.append(np.broadcast_to(size[:, None], sources.shape)[crosses])
-    return _Load(index, statements[0].step, np.concatenate(pairs), np.concatenate(blocks), num_copies)
+        moved.append((one.located.moves.source_buffer, float(blocks[-1].sum())))
+    return _Load(index, statements[0].step, np.concatenate(pairs), np.concatenate(blocks), num_copies, tuple(moved))
+
+
+def _by_class(schedule: Schedule, loads: list[_Load]) -> Iterator[ClassLoad]:
+    """Of each class that crosses links, in the order of their first buffers."""
+    group, known = classes(schedule), units(schedule)
+    totals: dict[int, float] = {}
+    for buffer, blocks in (one for load in loads for one in load.moved):
+        totals[group[buffer]] = totals.get(group[buffer], 0.0) + blocks
+    for number in sorted(number for number, blocks in totals.items() if blocks):
+        names = tuple(buffer.name for at, buffer in enumerate(schedule.buffers) if group[at] == number)
+        unit = known[names[0]]
+        yield ClassLoad(names, None if unit is None else unit.element, totals[number])
 
 
 def _sum_by_key(keys: NDArray[np.int64], amounts: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -335,6 +335,12 @@ def wrong_visit(schedule: Schedule, span: Span, name: str, at: tuple[int, int]) 
     )
 
 
+def other_unit(schedule: Schedule, name: str) -> Diagnostic:
+    """C210, of what a copy of a buffer is made of."""
+    what = f"`{name}` is of another type or length in the Plan"
+    return Diagnostic("C210", what, Label(schedule.span, "than the schedule says"), help=HELP_TABLES)
+
+
 def other_visit(schedule: Schedule, phase: Visit | Return) -> Diagnostic:
     """C210, before any data."""
     what = "returns other buffers, or too soon" if isinstance(phase, Return) else "hands over other buffers"

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from commdsl.ir.classes import units
+from commdsl.ir.classes import Unit, units
 from commdsl.ir.held import handed
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic
@@ -78,6 +78,10 @@ def visits_compute(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
         unit = known[buffer.name]
         if unit is not None:
             held[Kept(buffer.name, buffer.blocks, 0, unit)] = values.reshape(schedule.num_ranks, -1)
+    wrong_unit = _other_unit(plan, known)
+    if wrong_unit is not None:
+        yield messages.other_unit(schedule, wrong_unit)
+        return
     schedule_states, everything = states(schedule, meant), handed(schedule)
     for phase in sorted((*launches(plan), *visits(plan)), key=lambda phase: phase.turn):
         match phase:
@@ -101,6 +105,12 @@ def visits_compute(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
                     held[kept] = computed(schedule, number, written).reshape(schedule.num_ranks, -1)
             case Return():
                 yield from _returned(schedule, phase, held, meant, unvisited=next(schedule_states, None) is not None)
+
+
+def _other_unit(plan: Plan, known: dict[str, Unit | None]) -> str | None:
+    """The first buffer that the Plan has in another type or length than the schedule."""
+    touched = (touch.memory for phase in (*launches(plan), *visits(plan)) for touch in touches(phase))
+    return next((kept.name for kept in touched if isinstance(kept, Kept) and known.get(kept.name) != kept.unit), None)
 
 
 def _launch(phase: Launch, held: dict[Kept, Values]) -> None:
