@@ -17,7 +17,7 @@ from commdsl.commands.arguments import UsageError
 from commdsl.compiler import Checked, CompiledDispatch, CompiledSchedule
 from commdsl.machine import dtypes
 from commdsl.machine.config import from_environment
-from commdsl.program.moves import Protocol
+from commdsl.program.moves import Moves, Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.visited import launches, plan_of, segments
 
@@ -88,8 +88,8 @@ def _kernels(checked: Checked, variants: Variants) -> list[tuple[int, Emitted, t
         case CompiledSchedule():
             found = [
                 (text, macros)
-                for plan, text, element in _launched(checked)
-                for macros in _macros(plan, variants if element is None else replace(variants, dtypes=(element,)))
+                for plan, text, types in _launched(checked, variants)
+                for macros in _macros(plan, replace(variants, dtypes=types))
             ]
         case CompiledDispatch(emitted=emitted, emitted_back=back):
             summed = [(f"COMMDSL_DTYPE={dtype}",) for dtype in variants.dtypes if dtype in SUMMED]
@@ -102,17 +102,20 @@ def _kernels(checked: Checked, variants: Variants) -> list[tuple[int, Emitted, t
     return [(texts.index(text), text, macros) for text, macros in found]
 
 
-def _launched(checked: CompiledSchedule) -> list[tuple[Plan, Emitted, str | None]]:
-    """What a call may launch: all at once, and, where it stops at yields, each stretch between them; and the element
-    type that is declared for it.
+def _launched(checked: CompiledSchedule, variants: Variants) -> list[tuple[Plan, Emitted, tuple[str, ...]]]:
+    """What a call may launch: all at once, and, where it stops at yields, each stretch between them; and in which
+    element types, those declared for what is moved or else those that are asked for.
     """
     visits = checked.visits
-    whole = [] if checked.plan.is_visited else [(checked.plan, checked.emitted, None)]
+    whole = [] if checked.plan.is_visited else [(checked.plan, checked.emitted, variants.dtypes)]
     if visits is None:
         return list(whole)
-    elements = {launch.moves: (*launch.reads, *launch.writes)[0].unit.element for launch in launches(visits)}
+    types: dict[Moves, dict[str, None]] = {}
+    for launch in launches(visits):
+        element = (*launch.reads, *launch.writes)[0].unit.element
+        types.setdefault(launch.moves, {}).update(dict.fromkeys(variants.dtypes if element is None else (element,)))
     parts = zip(segments(visits), checked.launched, strict=True)
-    return [*whole, *((plan_of(visits, moves), text, elements[moves]) for moves, text in parts)]
+    return [*whole, *((plan_of(visits, moves), text, tuple(types[moves])) for moves, text in parts)]
 
 
 def _macros(plan: Plan, variants: Variants) -> list[tuple[str, ...]]:
