@@ -81,16 +81,16 @@ class Still:
 
     def __init__(self, op: Any) -> None:
         self.name = f"{op.name}, still"
+        self.input_names = op.input_names
         self.held = op.held
-        self._visits = len(op.held())
+        self._writes = [len(one.writes) for one in op.held()]
 
-    @property
-    def num_inputs(self) -> int:
-        return 2
-
-    def visit(self, *given: torch.Tensor, group: Any = None, attend: Callable[..., Any]) -> Tensors:
-        k, v = given[:2]
-        sums = given[2:]
-        for number in range(self._visits):
-            sums = attend(number, k, v, *sums) or ()
+    def visit(self, k: torch.Tensor, v: torch.Tensor, *, group: Any = None, attend: Callable[..., Any]) -> Tensors:
+        sums: Tensors = ()
+        for number, count in enumerate(self._writes):
+            if count:
+                sums = tuple(torch.empty_like(one, dtype=torch.float32) for one in (k, v))
+                attend(number, k, v, out=sums)
+            else:
+                attend(number, k, v)
         return (k, v, *sums)

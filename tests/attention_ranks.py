@@ -6,6 +6,7 @@ Assumes tables in which no chunk visits a rank twice. What a visit must not read
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from commdsl.runtime import groups
 @dataclass(frozen=True, eq=False)
 class Shown:
     origin: tuple[np.ndarray, ...]
+    reads: tuple[str, ...] = ("k", "v")
 
 
 def shown(origin: np.ndarray) -> Shown:
@@ -54,8 +56,8 @@ class Simulated:
         self._board: dict[Any, Any] = {}
 
     @property
-    def num_inputs(self) -> int:
-        return 4 if self._carries else 2
+    def input_names(self) -> tuple[str, ...]:
+        return ("k", "v", "dk", "dv") if self._carries else ("k", "v")
 
     def held(self, group: Any = None) -> list[Shown]:
         return list(self._table)
@@ -68,8 +70,14 @@ class Simulated:
         sums = [torch.zeros_like(one, dtype=torch.float32) for one in chunks[:2]]
         for number, one in enumerate(self._table):
             origin = [tuple(pair) for pair in one.origin[0][rank].tolist()]
-            made = attend(number, *(self._gathered(origin, at).view(given[at].shape) for at in range(len(given))))
-            for at, part in enumerate(made or ()):
+            handed = [self._gathered(origin, at).view(given[at].shape) for at in range(len(given))]
+            made = handed[2:] or [torch.full_like(one, torch.nan, dtype=torch.float32) for one in handed]
+            if "out" in inspect.signature(attend).parameters:
+                attend(number, *handed, out=tuple(made))
+            else:
+                attend(number, *handed)
+                continue
+            for at, part in enumerate(made):
                 for chunk, (owner, place) in enumerate(origin):
                     if owner >= 0 and self._carries:
                         self._board[owner][2 + at][place] = part.view(chunks[0].shape)[chunk]

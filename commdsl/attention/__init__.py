@@ -8,6 +8,8 @@ Importing this imports nothing else; each name below loads what it needs when it
     masks         which tokens see which -> few calls of a kernel
     pieces        what yields hand over -> the calls of each visit, and the law that ties visits to the mask
     loop          a schedule with yields -> attention of all ranks' tokens, and the way back
+    planned       an op, a placement, a mask and a kernel -> all that is done at the visits of a rank, but for the data
+    travel        a rank's rows <-> tensors that travel
     kernel        the form of an attention kernel: forward with log-sum-exp, and backward
     kernels       what a call is of -> the kernel that runs it, by a stated rule
     torch_kernels torch's own kernels, and the reference

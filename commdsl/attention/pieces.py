@@ -30,7 +30,18 @@ class Held(Protocol):
     """What one yield hands over, as `ir.held` has it: keys and values first, of heads behind queries."""
 
     @property
+    def reads(self) -> tuple[str, ...]: ...
+
+    @property
     def origin(self) -> tuple[NDArray[np.int32], ...]: ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Shown:
+    """A Held with origins of one's own."""
+
+    reads: tuple[str, ...]
+    origin: tuple[NDArray[np.int32], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +158,22 @@ def _unseen(layout: Layout, origin: NDArray[np.int32], made: Sequence[Call]) -> 
     for call in made:
         blank[call.keys[0] : call.keys[-1]] = False
     return stretches(blank)
+
+
+def as_kept(held: Sequence[Held], kept: Sequence[str]) -> list[Held]:
+    """The table of a way back that is given what visits of the way forth had, in buffers of these names: chunk c of
+    rank r is there what rank c of its group gave for the heads of rank r.
+    """
+    found: list[Held] = []
+    for one in held:
+        origins = []
+        for name, origin in zip(one.reads, one.origin, strict=True):
+            blocks = origin.shape[1]
+            rank, chunk = origin[..., 0], origin[..., 1]
+            moved = np.stack((rank // blocks * blocks + chunk, rank % blocks), axis=-1)
+            origins.append(np.where(origin < 0, origin, moved) if name in kept else origin)
+        found.append(Shown(one.reads, tuple(origins)))
+    return found
 
 
 def stretches(marked: NDArray[np.bool_]) -> list[slice]:

@@ -36,6 +36,7 @@ class Held:
     name: str | None  # of the caller's function
     reads: tuple[str, ...]
     origin: tuple[Ints, ...]
+    writes: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,7 @@ def held(schedule: Schedule) -> tuple[Held, ...]:
             one.step.name,
             tuple(names[buffer] for buffer in one.step.reads),
             tuple(_split(np.where(*pair, NOTHING), first) for pair in zip(one.fresh, one.origins, strict=True)),
+            tuple(names[buffer] for buffer in one.step.writes),
         )
         for one in handed(schedule)
     )

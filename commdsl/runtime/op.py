@@ -48,6 +48,9 @@ class Op:
         self._visiting: dict[tuple[object, ...], Visiting] = {}
         self._lock = threading.Lock()
         # Kept apart from the programs: `torch.compile` traces through a call as far as these.
+        visits = self.program(ranks).visits
+        signature = self.program(ranks).signature if visits is None else visits.signature
+        self.input_names = tuple(port.name for port in signature.inputs)
         self.num_inputs = len(self.program(ranks).signature.inputs)
         self.has_reduction = self.program(ranks).signature.has_reduction
         self.overwritten = self.program(ranks).signature.in_place or ()  # which inputs
