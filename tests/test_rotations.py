@@ -16,6 +16,7 @@ from commdsl import compiler
 from commdsl.checks import check_schedule
 from commdsl.checks.locations import Located
 from commdsl.checks.returns import broken_returns
+from commdsl.commands.cli import run_command
 from commdsl.ir.held import Held, held
 from commdsl.ir.resolve.parameters import admits
 from commdsl.ir.schedules import Schedule, Step, Yield
@@ -347,6 +348,38 @@ def _with(schedule: Schedule, index: int, at: int, **columns: Any) -> Schedule:
     assert isinstance(step, Step)
     moves = (*step.moves[:at], replace(step.moves[at], **columns), *step.moves[at + 1 :])
     return replace(schedule, steps=(*schedule.steps[:index], replace(step, moves=moves), *schedule.steps[index + 1 :]))
+
+
+# --- what it costs, and the command line ------------------------------------------------------------------------------
+
+
+def test_the_least_time_knows_conditions_and_ways_back() -> None:
+    """A ring that brings gradients home meets the bound for large tensors; a mask lowers it to what is sent."""
+    for ranks in (2, 3, 5):
+        assert checked(RING_BACK, ranks).report.bandwidth_ratio == pytest.approx(1.0)
+        full, causal = (checked(DIRECT, ranks, causal=causal).report.limit for causal in (0, 1))
+        assert causal.seconds_per_byte == full.seconds_per_byte  # rank 0 is handed everything
+    whole, window = (checked(DIRECT, 5, W=width).report.limit.seconds_per_byte for width in (5, 2))
+    assert window == pytest.approx(whole / 2)  # two neighbours of four others
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`run` compares what is handed over with the oracle, on buffers that hold it in part; `show` says who is handed
+    what.
+    """
+    path = tmp_path / "back.comm"
+    path.write_text(DIRECT_BACK)
+    assert run_command(["run", str(path), "--ranks", "2", "--bytes", "64KB"]) == 0
+    assert "equal to the oracle" in capsys.readouterr().out
+    assert run_command(["show", "--stage", "ir", str(path), "--ranks", "2"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    first = shown.index("ensure rotation(k -> kc, v -> vc) back dk, dv")
+    assert shown[first + 1 : first + 5] == [
+        "  rank 0 is handed k[0] @ 0 k[1] @ 0",
+        "  rank 0 is handed k[0] @ 1 k[1] @ 1",
+        "  rank 1 is handed k[0] @ 0",
+        "  rank 1 is handed k[0] @ 1 k[1] @ 1",
+    ]
 
 
 # --- calls on host ranks ----------------------------------------------------------------------------------------------

@@ -116,21 +116,20 @@ def _demand(schedule: Schedule, contract: Contract) -> _Demand:
 
 
 def _rotating(schedule: Schedule, rotation: Rotation) -> _Demand:
-    """Every piece of every buffer that rotates is a value, wanted by those it visits."""
-    buffer, ranks, together = schedule.buffers[rotation.sources[0]], schedule.num_ranks, len(rotation.sources)
+    """Every piece of every buffer that rotates is a value, wanted by those it visits; what they write about a piece of
+    one that comes back is a sum of theirs, wanted by its owner.
+    """
+    buffer, ranks = schedule.buffers[rotation.sources[0]], schedule.num_ranks
     pieces = np.arange(ranks * buffer.num_chunks, dtype=np.int64)
     visits = np.ones((ranks, len(pieces)), np.bool_) if rotation.visits is None else rotation.visits.reshape(ranks, -1)
-    piece, visited = (np.tile(one, together) for one in np.nonzero(visits.T))
-    piece += np.repeat(np.arange(together) * len(pieces), len(piece) // together)
-    count = together * len(pieces)
-    return _Demand(
-        count,
-        np.full(count, 1 / buffer.cut),
-        np.arange(count),
-        np.tile(pieces // buffer.num_chunks, together),
-        piece,
-        visited,
-    )
+    theirs, owners = np.nonzero(visits.T), (pieces, pieces // buffer.num_chunks)
+    ways = [(owners, theirs) for _ in rotation.sources] + [(theirs, owners) for _ in rotation.back]
+    ends = []
+    for side in (0, 1):
+        values = [number * len(pieces) + way[side][0] for number, way in enumerate(ways)]
+        ends += [np.concatenate(values), np.concatenate([way[side][1] for way in ways])]
+    count = len(ways) * len(pieces)
+    return _Demand(count, np.full(count, 1 / buffer.cut), *ends)
 
 
 def _unshared(ids: Longs, valid: NDArray[np.bool_]) -> NDArray[np.bool_]:
