@@ -1,7 +1,8 @@
 """Turns what a benchmark found into a file under measured/, and back: a CSV that starts with how it came to be.
 
 Its first lines are facts, `# commit: 1a2b3c4` and so on: commit, date, command line, machine and versions. A file
-without one of them is not written and not read. Does not measure and imports torch only to ask what it is.
+without one of them is not written and not read, nor is one that says that a fact was not recorded. Does not measure and
+imports torch only to ask what it is.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "benchmarks" / "measured"
 NONE = "none"
+UNKNOWN = "not recorded"
 
 FACTS = {
     "commit": "the sources, `with changes` where the working tree differed",
@@ -94,7 +96,7 @@ def read(path: Path) -> Record:
     """A file as it was written. Raises RecordError where it lacks a fact."""
     text = path.read_text(encoding="utf-8")
     facts = {found[1]: found[2] for found in re.finditer(r"^# (\w+): (.*)$", text, re.MULTILINE)}
-    lacking = [name for name in FACTS if not facts.get(name)]
+    lacking = [name for name in FACTS if not facts.get(name) or UNKNOWN in facts[name]]
     if lacking:
         raise RecordError(f"{path.name} does not say its {', '.join(lacking)}")
     lines = tuple(csv.DictReader(body(text)))
@@ -105,7 +107,7 @@ def read(path: Path) -> Record:
 
 def write(folder: Path, name: str, facts: Mapping[str, str], text: str) -> Path:
     """Facts and CSV in one file; an older one of that name is replaced at once."""
-    if set(facts) != set(FACTS) or not all(facts.values()):
+    if set(facts) != set(FACTS) or not all(fact and UNKNOWN not in fact for fact in facts.values()):
         raise RecordError(f"{name}: expected the facts {', '.join(FACTS)}")
     if not re.fullmatch(r"\w+", name):
         raise RecordError(f"`{name}` is no name of a file: letters, digits and _ only")

@@ -109,13 +109,15 @@ def test_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lacking", sorted(FACTS))
 def test_a_fact_that_is_missing(lacking: str, tmp_path: Path) -> None:
     """A file without one of the facts is neither written nor read."""
-    with pytest.raises(RecordError, match="expected the facts"):
-        record.write(tmp_path, "one", facts(**{lacking: ""}), "a\n1\n")
+    for fact in ("", "not recorded; the fan was on"):
+        with pytest.raises(RecordError, match="expected the facts"):
+            record.write(tmp_path, "one", facts(**{lacking: fact}), "a\n1\n")
     path = record.write(tmp_path, "one", facts(), "a\n1\n")
-    path.write_text(re.sub(f"^# {lacking}: .*\n", "", path.read_text(), flags=re.MULTILINE))
-
-    with pytest.raises(RecordError, match=f"does not say its {lacking}"):
-        record.read(path)
+    whole = path.read_text()
+    for line in ("", f"# {lacking}: not recorded\n"):
+        path.write_text(re.sub(f"^# {lacking}: .*\n", line, whole, flags=re.MULTILINE))
+        with pytest.raises(RecordError, match=f"does not say its {lacking}"):
+            record.read(path)
 
 
 def test_facts_here(monkeypatch: pytest.MonkeyPatch) -> None:
