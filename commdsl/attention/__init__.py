@@ -16,6 +16,13 @@ Importing this imports nothing else; each name below loads what it needs when it
     flash_kernels those of the `flash_attn` packages
     merge         partial results -> the whole
     peers         a group -> the communicators of Hamilton Attention, for loops of one's own
+    arguments     what a call says -> strings and numbers, or a refusal that says what to write
+    ways          the name of a schedule -> the ops of its two ways
+    run           a call -> what runs it, made once
+    torch_ops     the operators that torch knows, with their gradients
+    traced        what defines them where torch.compile traces
+    interface     the call that users make
+    drop_in       `scaled_dot_product_attention` within a `with`
     sequence      a whole sequence <-> the rows of a rank, and their positions
 """
 
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
         zigzag_ring_attention_forward_flash_attn,
         zigzag_ring_attention_forward_flash_attn_profile,
     )
+    from commdsl.attention.drop_in import sequence_parallel as sequence_parallel
     from commdsl.attention.hamilton import (
         calculate_in_mapping_circle,
         calculate_inter_node_mapping,
@@ -49,6 +57,7 @@ if TYPE_CHECKING:
         gen_hamilton_circle_two_nodes,
         gen_hamilton_path_local,
     )
+    from commdsl.attention.interface import attention as attention
     from commdsl.attention.peers import A2AComm as A2AComm
     from commdsl.attention.peers import RingComm as RingComm
     from commdsl.attention.placement import Placement as Placement
@@ -65,6 +74,7 @@ __all__ = [
     "RingComm",
     "Run",
     "_update_out_and_lse",
+    "attention",
     "calculate_in_mapping_circle",
     "calculate_inter_node_mapping",
     "calculate_intra_node_in_mapping_two_nodes",
@@ -84,6 +94,7 @@ __all__ = [
     "positions",
     "ring_attention_forward_flash_attn",
     "ring_attention_forward_flash_attn_profile",
+    "sequence_parallel",
     "shard_sequence",
     "unshard_sequence",
     "zigzag",
@@ -97,6 +108,7 @@ _HOME = {
     "RingComm": "peers",
     "Run": "placement",
     "_update_out_and_lse": "document",
+    "attention": "interface",
     "calculate_in_mapping_circle": "hamilton",
     "calculate_inter_node_mapping": "hamilton",
     "calculate_intra_node_in_mapping_two_nodes": "hamilton",
@@ -116,6 +128,7 @@ _HOME = {
     "positions": "sequence",
     "ring_attention_forward_flash_attn": "document",
     "ring_attention_forward_flash_attn_profile": "document",
+    "sequence_parallel": "drop_in",
     "shard_sequence": "sequence",
     "unshard_sequence": "sequence",
     "zigzag": "placement",

@@ -333,9 +333,17 @@ class Communicator(Meeting, ABC):
         """What starts calls of a kernel, one after another in call order."""
 
     @abstractmethod
-    def prepare(self, program: Program, block_bytes: int, dtype: str, op: str, seconds: float | None) -> Start:
+    def prepare(
+        self,
+        program: Program,
+        block_bytes: int,
+        dtype: str,
+        op: str,
+        seconds: float | None = None,
+        about: str = "",
+    ) -> Start:
         """What starts calls of a Program on blocks of one size, each wait of which may take so many seconds, or as many
-        as the group's; the first for a Program is collective.
+        as the group's; the first for a Program is collective. `about`: what else ranks have to agree on, in words.
         """
 
     @abstractmethod

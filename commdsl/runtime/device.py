@@ -77,11 +77,17 @@ class DeviceCommunicator(Communicator):
         return arena_of(self.world.bootstrap, self.index, self.config, self.timeout)
 
     def prepare(
-        self, program: Program, block_bytes: int, dtype: str, op: str, seconds: float | None = None
+        self,
+        program: Program,
+        block_bytes: int,
+        dtype: str,
+        op: str,
+        seconds: float | None = None,
+        about: str = "",
     ) -> DeviceStart:
         workspace = self.workspace(program.plan, program.emitted, program.emitted.identity, seconds=seconds)
         kernel = self._kernel(program, workspace, dtype, op)
-        prepared = workspace.prepare(program.emitted, block_bytes, dtype, op, device_launch, seconds)
+        prepared = workspace.prepare(program.emitted, block_bytes, dtype, op, device_launch, seconds, about)
         return self.starter(workspace, kernel, prepared)
 
     def _kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:

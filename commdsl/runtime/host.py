@@ -61,7 +61,13 @@ class HostCommunicator(Communicator):
         return ThreadHeap(extent, self.rank, tell, self._board)
 
     def prepare(
-        self, program: Program, block_bytes: int, dtype: str, op: str, seconds: float | None = None
+        self,
+        program: Program,
+        block_bytes: int,
+        dtype: str,
+        op: str,
+        seconds: float | None = None,
+        about: str = "",
     ) -> HostStart:
         workspace = self.workspace(program.plan, program.emitted, program.emitted.identity, seconds=seconds)
         macros = defines(program.plan, dtype, op)
@@ -69,7 +75,7 @@ class HostCommunicator(Communicator):
         if kernel is None:
             residence = residence_of(program.plan, program.emitted.name)
             kernel = workspace.kernels[macros] = self.load_kernel(program.emitted, macros, residence)
-        prepared = workspace.prepare(program.emitted, block_bytes, dtype, op, host_launch, seconds)
+        prepared = workspace.prepare(program.emitted, block_bytes, dtype, op, host_launch, seconds, about)
         return self.starter(workspace, kernel, prepared)
 
     def load_kernel(self, emitted: Emitted, macros: tuple[str, ...], residence: Residence) -> Kernel:

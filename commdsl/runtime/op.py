@@ -26,6 +26,7 @@ from commdsl.runtime.program import Backward, Definition, Program, program
 from commdsl.runtime.timing import Timing
 from commdsl.runtime.visits import Function, Visiting, by_name, check_reductions, prepared, split, travelling
 from commdsl.runtime.work import DeviceWork, HostWork, Result, Work
+from commdsl.runtime.workspace import listed
 
 Inverse: TypeAlias = "Callable[[Backward, int], Op]"
 """Loads the op of a way back for a number of ranks."""
@@ -161,6 +162,7 @@ class Op:
         op: Reduction = "sum",
         timeout: Patience = None,
         timing: Timing | None = None,
+        about: str = "",
         **functions: Function,
     ) -> Result:
         """`op.visit(kv, fn)`: calls `fn(visit, kv)` at every yield, while what comes next travels on another stream.
@@ -174,7 +176,8 @@ class Op:
         functions are given by their names, `op.visit(kv, acc, attend=fn)`. Tensors have `blocks` equal blocks along
         their first dimension, or first dimensions that count them: (2, K, ...) for `k[2 blocks, K blocks]`. Returns the
         schedule's outputs, without yields. Works inside a capture of a CUDA graph, after a first call outside.
-        `timeout` as for a call, in each launch. `timing` takes the times of this call.
+        `timeout` as for a call, in each launch. `timing` takes the times of this call. `about`: of what the caller
+        computes, in words that are the same on all ranks; where they differ, ranks are told both (AgreementError).
 
         If `fn` raises, the other ranks still get all that is theirs and the group can be used; where what it was to
         write travels on, the group is broken until every rank has called `commdsl.reset()`, and the exception says so.
@@ -195,14 +198,14 @@ class Op:
         tensors.check(self.name, visits.signature, inputs)
         check_reductions(self.name, visits, inputs, op)
         functions_of = by_name(self.name, visits.plan, known)
-        key: tuple[object, ...] = ("visits", name, op, seconds)
+        key: tuple[object, ...] = ("visits", name, op, seconds, about)
         key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs)
         comm = groups.of(name, inputs[0].device)
         if comm.compares:
-            comm.compare(tensors.described(f"{self.name}.visit", travelling(visits, inputs), op))
+            comm.compare(tensors.described(f"{self.name}.visit", travelling(visits, inputs), op) + listed(about))
         found = self._visiting.get(key)
         if found is None or behind is None or not found.serves(behind):
-            found = self._prepare_visits(inputs, name, op, seconds)
+            found = self._prepare_visits(inputs, name, op, seconds, about)
             _thin_out(self._visiting)
             self._visiting[key] = found
         return found(inputs, functions_of, timing)
@@ -307,13 +310,15 @@ class Op:
             tensors.check(self.name, known.signature, inputs)
             tensors.check_reduction(self.name, known.signature, inputs[0].dtype, op)
 
-    def _prepare_visits(self, inputs: tuple[torch.Tensor, ...], name: str, op: str, seconds: float | None) -> Visiting:
+    def _prepare_visits(
+        self, inputs: tuple[torch.Tensor, ...], name: str, op: str, seconds: float | None, about: str
+    ) -> Visiting:
         comm = groups.of(name, inputs[0].device)
         comm.refuse_if_broken()
         comm.check()
         visits = self.program(comm.size, comm.transport).visits
         assert visits is not None
-        starts = prepared(comm, visits, inputs, op, seconds)
+        starts = prepared(comm, visits, inputs, op, seconds, about)
         return Visiting(self.name, comm, visits, inputs, starts, groups.owner_of(name))
 
 

@@ -208,7 +208,12 @@ def travelling(visits: Visits, inputs: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 def prepared(
-    communicator: Communicator, visits: Visits, inputs: Sequence[torch.Tensor], op: str, seconds: float | None
+    communicator: Communicator,
+    visits: Visits,
+    inputs: Sequence[torch.Tensor],
+    op: str,
+    seconds: float | None,
+    about: str = "",
 ) -> dict[Made, Start]:
     """What starts each launch, on blocks and of the dtype that its buffers have. Collective the first time."""
     signature = visits.signature
@@ -218,7 +223,7 @@ def prepared(
         dtype = tensors.dtype_of(signature, port, inputs)
         block_bytes = tensors.block_elements(signature, port, inputs) * dtype.itemsize
         element = tensors.element_name(dtype)
-        starts[made] = communicator.prepare(programs[made[0]], block_bytes, element, op, seconds)
+        starts[made] = communicator.prepare(programs[made[0]], block_bytes, element, op, seconds, about)
     return starts
 
 

@@ -106,9 +106,10 @@ class Workspace:
         op: str,
         geometry: Geometry,
         seconds: float | None = None,
+        about: str = "",
     ) -> Prepared:
         """Everything about calls on blocks of this size but the addresses of their tensors. `seconds`: how
-        long a wait may take, if not as long as the group's.
+        long a wait may take, if not as long as the group's. `about`: words that join those of the call.
         """
         launch = self._launches.get(block_bytes)
         if launch is None:
@@ -116,7 +117,7 @@ class Workspace:
         blocks = max((tensor.blocks for tensor in self.plan.moves.tensors), default=1)
         size = f"{block_bytes} bytes" if blocks == 1 else f"{blocks} blocks of {block_bytes} bytes"
         words = f"`{self.plan.name}` on {size} of {dtype}" + (f", {op}" if self.plan.moves.has_reduction else "")
-        digest = self._desk.said.digest(words, emitted.identity)
+        digest = self._desk.said.digest(words + listed(about), emitted.identity)
         values = {**self.every_call, "tensors": (), "digest": digest, **launch.arguments()}
         values |= timeout_argument(seconds)
         return Prepared(self.plan, values, ("tensors", "tensors"), launch)
@@ -140,6 +141,11 @@ class Workspace:
         """The end of its calls; none of this rank's may be running. Does not free the heap: that takes all ranks."""
         self.is_closed = True
         self._error.give_back()
+
+
+def listed(about: str) -> str:
+    """Words that join those of a call."""
+    return about and f", {about}"
 
 
 def timeout_argument(seconds: float | None) -> dict[str, int]:

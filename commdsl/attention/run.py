@@ -1,0 +1,122 @@
+"""Turns a call of attention into what runs it: ops of both ways, placement and mask; made once for each kind of call.
+
+Assumes arguments that `arguments` wrote, and that all ranks call alike: what they say goes into the digest that travels
+with every transfer, so ranks that differ are told both sides (C964). Does not know autograd; `torch_ops` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+
+from commdsl.attention import loop, ways
+from commdsl.attention import placement as placements
+from commdsl.attention.arguments import Asked, check, laid_out, read_placement, read_tuning, rows_first
+from commdsl.attention.masks import Mask
+from commdsl.attention.planned import Rotation
+from commdsl.attention.sequence import document_lengths
+from commdsl.runtime import groups
+from commdsl.runtime.errors import GroupError, TensorError
+
+Tensor: TypeAlias = torch.Tensor
+
+KEPT = 256
+"""So many kinds of call are remembered: each has a placement, which many documents make long."""
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Bound:
+    """All of a call but its tensors."""
+
+    there: Rotation
+    back: Callable[[], Rotation]
+    settings: dict[str, Any]  # of the loop
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, *said: Any) -> tuple[Tensor, Tensor]:
+    """The output in the layout of q, and the log-sum-exp (batch, heads, rows)."""
+    asked = Asked(*said)
+    check(q, k, v, asked.layout)
+    bound = _bound(asked, q, k, cu_seqlens)
+    q, k, v = (rows_first(one, asked.layout).contiguous() for one in (q, k, v))
+    out, lse = loop.forward(bound.there, q, k, v, **bound.settings)
+    return laid_out(out, asked.layout), lse
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, *said: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, in their layout."""
+    asked = Asked(*said)
+    bound = _bound(asked, q, k, cu_seqlens)
+    dout, q, k, v, out = (rows_first(one, asked.layout).contiguous() for one in (dout, q, k, v, out))
+    dq, dk, dv = loop.backward(bound.back(), dout, q, k, v, out, lse.contiguous(), **bound.settings)
+    return laid_out(dq, asked.layout), laid_out(dk, asked.layout), laid_out(dv, asked.layout)
+
+
+def _bound(asked: Asked, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Bound:
+    ranks, rank = groups.size_of(asked.group), groups.rank_of(asked.group)
+    if ranks is None or rank is None or rank < 0:
+        raise GroupError(f"this process is no rank of a process group named `{asked.group}`")
+    rows, batch, heads, dim = rows_first(q, asked.layout).shape
+    length = asked.length if asked.length is not None or cu_seqlens is not None else rows * ranks
+    lengths = document_lengths(length, cu_seqlens)
+    shape = (batch, heads, rows_first(k, asked.layout).shape[2], dim)
+    made = _made(asked, lengths, ranks, rank, shape, q.dtype, q.device)
+    own = made.settings["placement"].rows(rank)
+    if rows != own:
+        raise TensorError(
+            f"`attention`: by the placement `{made.settings['placement'].name}` rank {rank} of {ranks} has {own} of "
+            f"{sum(lengths)} tokens, and q, {tuple(q.shape)}, has {rows} rows (layout {asked.layout}): `length` is the "
+            "number of tokens of all ranks, which have equally many unless it or `cu_seqlens` says"
+        )
+    return made
+
+
+@lru_cache(maxsize=KEPT)
+def _made(
+    asked: Asked,
+    lengths: tuple[int, ...],
+    ranks: int,
+    rank: int,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Bound:
+    placement = placements.placed(read_placement(asked.placement), ranks, lengths)
+    mask = Mask(asked.left, asked.right)
+    there, back = ways.pair(_schedule(asked), read_tuning(asked.tune), ranks)
+    settings: dict[str, Any] = {"placement": placement, "mask": mask, "scale": asked.scale, "group": asked.group}
+    about = _words(asked, lengths, shape)
+    return Bound(there, back, {**settings, "kernel": asked.kernel, "about": about})
+
+
+def _words(asked: Asked, lengths: tuple[int, ...], shape: tuple[int, int, int, int]) -> str:
+    """What the schedule does not know and all ranks have to agree on; many documents by a digest."""
+    tokens = f"{sum(lengths)} tokens"
+    if len(lengths) != 1:
+        tokens += f" in {len(lengths)} documents {_digest(repr(lengths))}"
+    seen = "all" if asked.left is asked.right is None else f"{_side(asked.left)} before and {_side(asked.right)} after"
+    where = asked.placement if not asked.placement.startswith("[") else f"of digest {_digest(asked.placement)}"
+    batch, heads, key_heads, dim = shape
+    sizes = f"batch {batch}, {heads}:{key_heads} heads of {dim}, scale {asked.scale or 'default'}"
+    return f"attention over {tokens}, placement {where}, each seeing {seen}, {sizes}"
+
+
+def _side(distance: int | None) -> str:
+    return "all" if distance is None else str(distance)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def _schedule(asked: Asked) -> str:
+    return "direct" if asked.schedule == AUTO else asked.schedule

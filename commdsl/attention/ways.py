@@ -1,0 +1,137 @@
+"""Turns the name of a schedule into the ops of its two ways, there and back, on a group.
+
+Assumes that the way back of `x` is the schedule `x_backward`: in the same file, or beside it, or shipped. Does not
+choose a schedule. Nothing is loaded before it is needed: who wants no gradient compiles no way back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from commdsl import compiler
+from commdsl.attention.merge import wide
+from commdsl.attention.planned import Rotation
+from commdsl.ir.held import Held
+from commdsl.language.syntax import ScheduleDecl
+from commdsl.machine import resources
+from commdsl.machine.errors import ArgumentError, NotFoundError
+from commdsl.machine.resources import SUFFIX
+from commdsl.runtime.errors import GradientError
+from commdsl.runtime.load import find, load
+
+PREFIX = "attention_"
+BACK = "_backward"
+_PARAM = re.compile(r"\s+(\w+)=(-?\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A schedule as a call names it: a shipped one, or a file and maybe a name in it; and parameters that it said."""
+
+    place: str
+    params: tuple[tuple[str, int], ...]
+
+    @property
+    def is_shipped(self) -> bool:
+        return not resources.split_place(self.place)[0].endswith(SUFFIX)
+
+
+def read(text: str) -> Way:
+    """`ring`, `attention_ring`, `hamilton K=3` or `mine.comm:name`, as written by hand or by a choice."""
+    place, params = text.strip(), list[tuple[str, int]]()
+    while (found := _PARAM.search(place)) is not None:
+        place = place[: found.start()]
+        params.append((found[1], int(found[2])))
+    return Way(shipped(place) or place, tuple(sorted(params)))
+
+
+def shipped(name: str) -> str | None:
+    """The whole name of a shipped schedule, also without the `attention_` that all of them begin with."""
+    return next((one for one in (PREFIX + name, name) if resources.shipped_file(one) is not None), None)
+
+
+def parameters(place: str) -> frozenset[str]:
+    """What parameters a schedule has."""
+    file, name = resources.split_place(place)
+    decl = compiler.choose_kind(compiler.read(find(file)), name, ScheduleDecl)
+    return frozenset(param.name.text for param in decl.params)
+
+
+def ops(way: Way, tune: Mapping[str, int | str], ranks: int) -> tuple[Rotation, Callable[[], Rotation]]:
+    """The op of the way there, and what loads the way back. Raises NotFoundError, CommError."""
+    there = load(way.place, params=dict(way.params), ranks=ranks, tune=tune)
+
+    def back() -> Rotation:
+        place = _back(way, there.program(ranks).plan.name)
+        known = parameters(place)
+        params = {name: value for name, value in way.params if name in known}
+        return load(place, params=params, ranks=ranks, tune=tune)
+
+    return there, lru_cache(maxsize=1)(back)
+
+
+def _back(way: Way, name: str) -> str:
+    """Where the way back stands."""
+    if way.is_shipped:
+        if resources.shipped_file(way.place + BACK) is None:
+            raise GradientError(f"there is no shipped schedule `{way.place + BACK}`: call it under torch.no_grad()")
+        return way.place + BACK
+    file = Path(resources.split_place(way.place)[0])
+    beside = file.with_name(file.name.removesuffix(SUFFIX) + BACK + SUFFIX)
+    for one in (file, beside):
+        if one.is_file() and name + BACK in names(one):
+            return f"{one}:{name + BACK}"
+    raise GradientError(
+        f"`{name}` has no way back: write the schedule `{name + BACK}` in {file} or in {beside}, or call it under "
+        "torch.no_grad()"
+    )
+
+
+def names(file: Path) -> list[str]:
+    """The schedules of a file."""
+    return [decl.name.text for decl in compiler.declared(compiler.read(file), ScheduleDecl)]
+
+
+class Alone:
+    """What stands for an op on a group of one rank: its own keys and values visit it, and nothing travels."""
+
+    name = "attention_alone"
+    input_names: tuple[str, ...] = ("k", "v")
+
+    def held(self, group: Any = None) -> tuple[Held, ...]:
+        origin = np.array([[[0, 0], [0, 1]]], np.int32)
+        return (Held("attend", ("k", "v"), (origin, origin), ()),)
+
+    def visit(self, *arguments: Any, group: Any = None, **named: Any) -> Any:
+        if "out" not in signature(named["attend"]).parameters:
+            return named["attend"](0, *arguments)
+        made = tuple(torch.empty_like(one, dtype=wide(one.dtype)) for one in arguments)
+        named["attend"](0, *arguments, out=made)
+        return made
+
+
+ALONE = Alone()
+
+
+def pair(text: str, tune: Mapping[str, int | str], ranks: int) -> tuple[Rotation, Callable[[], Rotation]]:
+    """The ops of both ways, of a schedule by its name; on one rank nothing is loaded."""
+    if ranks == 1:
+        return ALONE, lambda: ALONE
+    try:
+        return ops(read(text), tune, ranks)
+    except NotFoundError as error:
+        known = ", ".join(sorted(path.stem.removeprefix(PREFIX) for path in _shipped()))
+        raise ArgumentError(f'`schedule` is "auto", {known}, or the path of a file: {error}') from error
+
+
+def _shipped() -> list[Path]:
+    return [path for path in resources.shipped_files() if path.stem.startswith(PREFIX) and not path.stem.endswith(BACK)]
