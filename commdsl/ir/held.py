@@ -53,15 +53,17 @@ def held(schedule: Schedule) -> tuple[Held, ...]:
     """One for each yield, in order."""
     first = first_chunks(schedule)
     names = [buffer.name for buffer in schedule.buffers]
-    return tuple(
-        Held(
-            one.step.name,
-            tuple(names[buffer] for buffer in one.step.reads),
-            tuple(_split(np.where(*pair, NOTHING), first) for pair in zip(one.fresh, one.origins, strict=True)),
-            tuple(names[buffer] for buffer in one.step.writes),
-        )
-        for one in handed(schedule)
-    )
+    found = []
+    for one in handed(schedule):
+        tables: list[Ints] = []
+        for fresh, origins in zip(one.fresh, one.origins, strict=True):
+            table = _split(np.where(fresh, origins, NOTHING), first)
+            tables.append(
+                next((same for same in tables if np.array_equal(same, table)), table)
+            )  # what rotates together
+        reads, writes = (tuple(names[buffer] for buffer in buffers) for buffers in (one.step.reads, one.step.writes))
+        found.append(Held(one.step.name, reads, tuple(tables), writes))
+    return tuple(found)
 
 
 def _split(origins: Origins, first: Origins) -> Ints:
