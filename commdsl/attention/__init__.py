@@ -5,6 +5,8 @@ Importing this imports nothing else; each name below loads what it needs when it
     placement     document lengths -> which tokens a rank has
     document, circling Hamilton Attention by its names and signatures -> calls of the loop
     hamilton      a number of ranks -> cycles, and the tables of who sends what
+    machines      a device and nodes, or a topology -> links, carriers, speed
+    auto          a machine and the sizes of a call -> the schedule to run, and why
     masks         which tokens see which -> few calls of a kernel
     pieces        what yields hand over -> the calls of each visit, and the law that ties visits to the mask
     loop          a schedule with yields -> attention of all ranks' tokens, and the way back
@@ -32,6 +34,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from commdsl.attention.auto import Choice as Choice
+    from commdsl.attention.auto import choice as choice
     from commdsl.attention.document import (
         _update_out_and_lse,
         hamilton_attention_forward_causal_flash_attn,
@@ -70,6 +74,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "A2AComm",
+    "Choice",
     "Placement",
     "RingComm",
     "Run",
@@ -81,6 +86,7 @@ __all__ = [
     "calculate_intra_node_out_mapping_two_nodes",
     "calculate_out_mapping_circle",
     "calculate_source_rank_per_iter",
+    "choice",
     "contiguous",
     "gen_hamilton_circle",
     "gen_hamilton_circle_two_nodes",
@@ -104,6 +110,7 @@ __all__ = [
 
 _HOME = {
     "A2AComm": "peers",
+    "Choice": "auto",
     "Placement": "placement",
     "RingComm": "peers",
     "Run": "placement",
@@ -115,6 +122,7 @@ _HOME = {
     "calculate_intra_node_out_mapping_two_nodes": "hamilton",
     "calculate_out_mapping_circle": "hamilton",
     "calculate_source_rank_per_iter": "hamilton",
+    "choice": "auto",
     "contiguous": "placement",
     "gen_hamilton_circle": "hamilton",
     "gen_hamilton_circle_two_nodes": "hamilton",

@@ -1,15 +1,19 @@
-"""Turns a collective and a size into what `commdsl.all_reduce` and its friends would run, and why.
+"""Turns a collective and a size into what `commdsl.all_reduce` and its friends would run, and why; attention, too.
 
 Assumes the tables that this process sees; every rank of a program sees them alike. Does not load or run it.
 """
 
 from __future__ import annotations
 
+import re
+
+from commdsl.attention import auto
 from commdsl.commands import output
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.doctor import query_nvidia
 from commdsl.commands.output import Exit
 from commdsl.machine.config import from_environment
+from commdsl.machine.errors import ArgumentError
 from commdsl.planner.tuning import selection
 
 
@@ -31,6 +35,79 @@ def choice(collective: str, nbytes: int, ranks: int, device: str | None, *, as_j
     output.say(str(selection.Candidate(found.schedule, found.params, found.tune)))
     output.say(found.reason)
     return Exit.FINE
+
+
+def attention(
+    size: str,
+    ranks: int,
+    device: str | None,
+    *,
+    heads: str | None,
+    head_dim: int | None,
+    causal: bool,
+    window: str | None,
+    placement: str | None,
+    backward: bool,
+    on: str | None,
+    as_json: bool,
+) -> Exit:
+    """Prints what `schedule="auto"` runs on one line, the reason on the next, then what else was looked at."""
+    if device is not None and on is not None:
+        raise UsageError("--device or --on, not both")
+    query, key = counts(heads or "32:8")
+    try:
+        found = auto.choice(
+            tokens(size),
+            query,
+            head_dim or 128,
+            ranks=ranks,
+            kv_heads=key,
+            causal=causal,
+            window=None if window is None else sides(window),
+            placement=placement or "zigzag",
+            backward=backward,
+            device=device or this_device(),
+            on=on,
+        )
+    except ArgumentError as error:
+        raise UsageError(str(error)) from error
+    looked = [{"schedule": one.schedule, "params": dict(one.params), "seconds": one.seconds} for one in found.estimates]
+    if as_json:
+        tune = {"tune": dict(found.tune), "tune_backward": dict(found.tune_backward)}
+        said = {"schedule": found.schedule, "params": dict(found.params), **tune, "reason": found.reason}
+        output.say_json({"tokens": tokens(size), "ranks": ranks, **said, "estimates": looked})
+        return Exit.FINE
+    output.say(str(selection.Candidate(found.schedule, found.params, found.tune)))
+    output.say(found.reason)
+    for one in found.estimates[1:]:
+        output.say(f"  {auto.ms(one.seconds):>9}  {one}")
+    return Exit.FINE
+
+
+def tokens(size: str) -> int:
+    """`8192` or `8K`, which is as many."""
+    match = re.fullmatch(r"(\d+)([KM]?)", size.strip().upper())
+    if match is None:
+        raise UsageError(f"expected a number of tokens such as 8192 or 8K, got `{size}`")
+    return int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2]]
+
+
+def counts(heads: str) -> tuple[int, int]:
+    """`32:8`, or `32` of each."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", heads)
+    query, key = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
+    if key == 0 or query % key:
+        raise UsageError(f"--heads is a number, or a multiple of another and that as in 32:8, not `{heads}`")
+    return query, key
+
+
+def sides(window: str) -> tuple[int | None, int | None]:
+    """`4095,0`; `*` is any number."""
+    found = re.fullmatch(r"(\d+|\*),(\d+|\*)", window)
+    if found is None:
+        raise UsageError(f"--window is two numbers of tokens, before and after, as in 4095,0 or 4095,*, not `{window}`")
+    left, right = (None if side == "*" else int(side) for side in found.groups())
+    return left, right
 
 
 def this_device() -> str:

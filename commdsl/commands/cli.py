@@ -23,6 +23,7 @@ from commdsl.commands.options import (
     Grouped,
     ReaderGoneError,
     as_json,
+    of_attention,
     only_check,
     option,
     to_write,
@@ -236,11 +237,18 @@ def tune(words: Words, collectives: str, sizes: str, factor: int, output: Path |
     "--ranks", section=WHAT, type=click.IntRange(1), required=True, metavar="N", help="The size of the group; needed."
 )
 @option("--device", section=WHAT, metavar="NAME", help="As torch names the GPU; this machine's unless said.")
+@of_attention
 @as_json
-def choice(collective: str, size: str, ranks: int, device: Text, as_json: bool) -> Exit:
-    """Say which schedule `commdsl.COLLECTIVE` runs for SIZE bytes on the larger side of a rank, and why."""
-    from commdsl.commands.choice import choice
+def choice(collective: str, size: str, ranks: int, device: Text, as_json: bool, **sizes: Any) -> Exit:
+    """Say which schedule `commdsl.COLLECTIVE` runs for SIZE bytes on the larger side of a rank, and why; or for
+    `attention`, of SIZE tokens over all ranks.
+    """
+    from commdsl.commands.choice import attention, choice
 
+    if collective == "attention":
+        return attention(size, ranks, device, as_json=as_json, **sizes)
+    if given := [name for name, value in sizes.items() if value]:
+        raise UsageError(f"--{given[0].replace('_', '-')} is for `attention`, not for {collective}")
     return choice(collective, arguments.parse_bytes(size, "SIZE"), ranks, device, as_json=as_json)
 
 

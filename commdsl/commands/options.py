@@ -155,3 +155,14 @@ where = together(
         help="In place of what the file tunes: lanes=16, tile=4KB, ...",
     ),
 )
+of_attention = together(
+    option("--heads", section=WHAT, metavar="Q[:KV]", help="Of attention: query heads, and those of keys; 32:8."),
+    option(
+        "--head-dim", section=WHAT, type=click.IntRange(1), metavar="N", help="Elements of a head; 128 unless said."
+    ),
+    option("--causal", section=WHAT, is_flag=True, help="A query sees its own token and those before it."),
+    option("--window", section=WHAT, metavar="L,R", help="How many tokens before and after; * for any number."),
+    option("--placement", section=WHAT, metavar="NAME", help="zigzag or contiguous; zigzag unless said."),
+    option("--backward", section=WHAT, is_flag=True, help="Count the gradients, too."),
+    option("--on", section=WHAT, metavar="TOPOLOGY", help="Instead of a device: shipped, or MY_BOX.comm[:NAME]."),
+)

@@ -1,0 +1,262 @@
+"""What `schedule="auto"` chooses, machine by machine, and what it counts: against brute force and theory."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commdsl.attention import auto, machines
+from commdsl.attention.auto import Choice, Sizes, admitted, choice
+from commdsl.attention.masks import Mask
+from commdsl.attention.placement import Placement, placed
+from commdsl.commands.cli import run_command
+from commdsl.machine.errors import ArgumentError
+
+H200 = "NVIDIA H200"
+LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+MHA: dict[str, Any] = {"heads": 32, "head_dim": 128}
+
+
+def seconds(found: Choice) -> dict[str, float]:
+    """By schedule the fastest of its parameters."""
+    fastest: dict[str, float] = {}
+    for one in found.estimates:
+        fastest[one.schedule] = min(one.seconds, fastest.get(one.schedule, np.inf))
+    return fastest
+
+
+# --- machine by machine -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [2048, 8192, 65536])
+def test_one_node_behind_a_switch(ranks: int, tokens: int) -> None:
+    """Each owner puts what is needed, and no more, by the copy engine: nothing is forwarded, no SM is taken."""
+    found = choice(ranks * tokens, ranks=ranks, causal=True, device=H200, **LLAMA)
+
+    assert (found.schedule, found.params) == ("attention_direct", (("K", 1), ("causal", 1)))
+    assert found.tune == (("protocol", "engine"),)
+
+
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_a_full_mesh(tokens: int) -> None:
+    """Where every pair has its own link, rows are cut into a piece for each of them: seven times a ring's rate."""
+    found = choice(8 * tokens, ranks=8, on="mi300x_1x8", **MHA)
+    bound = choice(8 * 512, ranks=8, on="mi300x_1x8", heads=31, head_dim=128)
+
+    assert (found.schedule, found.params) in (("attention_direct", (("K", 7),)), ("attention_hamilton", ()))
+    assert seconds(bound)["attention_hamilton"] < 0.3 * seconds(bound)["attention_ring"]
+
+
+@pytest.mark.parametrize("tokens", [4096, 16384])
+@pytest.mark.parametrize(("nodes", "on"), [(2, "h200_2x8"), (4, "h200_4x8"), (2, None), (4, None)])
+def test_several_nodes(nodes: int, on: str | None, tokens: int) -> None:
+    """Between nodes all adapters share the work, each with as few bytes as can be; no copy engine reaches so far. Where
+    heads can be divided in a node, a ring of groups between nodes has as few.
+    """
+    where: dict[str, Any] = {"on": on} if on else {"device": H200, "nodes": [n for n in range(nodes) for _ in range(8)]}
+    found = choice(8 * nodes * tokens, ranks=8 * nodes, causal=True, heads=31, head_dim=128, **where)
+    divided = choice(8 * nodes * tokens, ranks=8 * nodes, causal=True, **where, **MHA)
+
+    assert found.schedule in ("attention_double_ring", "attention_paths")
+    assert ("m", 8) in found.params
+    assert found.tune[0][0] == "sms"
+    assert divided.schedule == found.schedule or divided.params == (("U", 8),)
+
+
+def test_the_order_that_theory_predicts() -> None:
+    """Bytes alone, 2 nodes of 8 under a spine: double ring, paths, all pairs, ring; no heads to divide by 16 here."""
+    found = seconds(choice(16 * 1024, ranks=16, on="h200_2x8_spine", heads=31, head_dim=128, batch=4))
+    order = ("attention_double_ring", "attention_paths", "attention_hamilton", "attention_ring")
+    times = [found[name] for name in order]
+
+    assert times[0] == pytest.approx(times[1], rel=0.1)
+    assert times[1] < 0.4 * times[2] < times[2] < 0.7 * times[3]
+
+
+def test_a_ring_of_links() -> None:
+    """Where neighbours alone are joined, only a ring has its links."""
+    found = choice(65536, ranks=8, on="ring_8", **LLAMA)
+
+    assert [one.schedule for one in found.estimates] == ["attention_ring"]
+
+
+@pytest.mark.parametrize(
+    ("window", "halves"), [((0, 0), (0, 0)), ((2048, 0), (1, 0)), ((4095, 0), (2, 0)), ((1, 5000), (1, 3))]
+)
+def test_a_window(window: tuple[int, int], halves: tuple[int, int]) -> None:
+    """Rows in order: as many halves before and after as a window of tokens reaches into, and nothing else is sent."""
+    found = choice(8 * 4096, ranks=8, on="h200_1x8", window=window, placement="contiguous", **LLAMA)
+
+    assert found.schedule == "attention_window"
+    assert found.params == (("B", halves[0]), ("A", halves[1]))
+
+
+def test_short_sequences_by_heads() -> None:
+    """Where latency is all, two exchanges of heads are sooner than P - 1 hops; if heads can be divided."""
+    short = {"length": 8 * 128, "ranks": 8, "causal": True, "device": H200, "head_dim": 128}
+
+    assert choice(heads=32, kv_heads=8, **short).schedule == "attention_ulysses"
+    assert choice(heads=32, kv_heads=4, **short).schedule == "attention_ulysses_ring"
+    assert choice(heads=31, **short).schedule == "attention_direct"
+
+
+def test_gradients() -> None:
+    """The way back is counted by its own schedule; one that combines on its way takes SMs, as no copy engine adds."""
+    found = choice(8 * 8192, ranks=8, causal=True, device=H200, backward=True, **LLAMA)
+    forward = choice(8 * 8192, ranks=8, causal=True, device=H200, **LLAMA)
+
+    assert found.schedule == "attention_direct"
+    assert (found.tune, found.tune_backward[0][0]) == ((("protocol", "engine"),), "sms")
+    assert found.estimates[0].times[0] == forward.estimates[0].times[0]
+    assert 2.4 < found.estimates[0].times[1].visits / forward.estimates[0].times[0].visits < 2.6
+    assert forward.tune_backward == ()
+
+
+def test_uneven_nodes() -> None:
+    """Ranks of a node that are not neighbours, or not as many on each, are taken for ranks far from each other."""
+    for nodes in ([0, 1, 0, 1], [0, 0, 0, 1]):
+        topology = machines.of_device(H200, tuple(nodes)).topology
+        assert (topology.num_nodes, topology.gpus_per_node) == (4, 1)
+        assert choice(4 * 8192, ranks=4, device=H200, nodes=nodes, **LLAMA).tune[0][0] == "sms"
+    topology = machines.of_device(H200, (5, 5, 2, 2)).topology
+    assert (topology.num_nodes, topology.gpus_per_node) == (2, 2)
+
+
+def test_processor() -> None:
+    """Host ranks have one way to travel, and nothing of it is tuned."""
+    found = choice(4 * 1024, ranks=4, causal=True, heads=8, head_dim=16)
+
+    assert found.tune == ()
+    assert "the processor" in found.reason
+
+
+def test_why() -> None:
+    """The reason has the time by the model, what is hidden, the next, and the machine it was for."""
+    found = choice(4 * 8192, ranks=4, causal=True, device=H200, **LLAMA)
+
+    for words in (
+        "ms by the model",
+        "by the copy engine",
+        "all hidden",
+        "next attention_",
+        "one node of 4",
+        "450 GB/s",
+    ):
+        assert words in found.reason
+    assert str(found).startswith("attention_direct K=1 causal=1 protocol=engine: ")
+
+
+def test_all_ranks_choose_alike() -> None:
+    """Another process, with another seed for hashes, gives the same text."""
+    code = "from commdsl.attention.auto import choice; import sys; "
+    code += "print(choice(16384, 32, 128, ranks=8, causal=True, device='NVIDIA H200'), 'torch' in sys.modules)"
+    here = f"{choice(16384, 32, 128, ranks=8, causal=True, device=H200)} False"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == here
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"ranks": 1}, "2 to 8 ranks of `h200_1x8`, not 1"),
+    ({"ranks": 9}, "2 to 8 ranks of `h200_1x8`, not 9"),
+    ({"placement": "striped"}, "`placement` is one of"),
+    ({"on": None, "nodes": [0, 0]}, "`nodes` says where 2 ranks are; there are 8"),
+    ({"on": "dgx1", "heads": 31, "kv_heads": 31}, "no shipped schedule has all its links on `dgx1`"),
+])  # fmt: skip
+def test_refusals(change: dict[str, Any], words: str) -> None:
+    """What cannot be chosen for is an error that says why."""
+    with pytest.raises(ArgumentError, match=words):
+        choice(**{"length": 65536, "ranks": 8, "on": "h200_1x8", **LLAMA, **change})
+
+
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_few_tokens(length: int) -> None:
+    """Hardly any tokens, and none, have a choice, too."""
+    assert choice(length, ranks=8, device=H200, causal=True, **LLAMA).schedule.startswith("attention_")
+
+
+# --- what is counted --------------------------------------------------------------------------------------------------
+
+
+def sees(mask: Mask, query: int, key: int) -> bool:
+    return (mask.left is None or query - key <= mask.left) and (mask.right is None or key - query <= mask.right)
+
+
+def brute_force(placement: Placement, mask: Mask) -> np.ndarray:
+    tokens = [
+        [[(run.document, run.begin + at) for run in half for at in range(run.length)] for half in halves]
+        for halves in placement.runs
+    ]
+    found = np.zeros((placement.ranks, placement.ranks, 2))
+    for visitor, mine in enumerate(tokens):
+        for owner, theirs in enumerate(tokens):
+            for half, keys in enumerate(theirs):
+                found[visitor, owner, half] = sum(
+                    document == other and sees(mask, query, key)
+                    for document, query in (*mine[0], *mine[1])
+                    for other, key in keys
+                )
+    return found
+
+
+def test_pairs_are_those_of_the_mask() -> None:
+    """Random documents, ranks, placements and masks: the pairs of every rank and half are counted exactly."""
+    dice = random.Random(11)
+    for _ in range(40):
+        lengths = tuple(dice.randrange(0, 24) for _ in range(dice.randrange(1, 4)))
+        mask = Mask(dice.choice((None, 0, 3, 9)), dice.choice((None, 0, 0, 4)))
+        found = placed(dice.choice(("zigzag", "contiguous")), dice.randrange(1, 5), lengths)
+        assert (admitted(found, mask) == brute_force(found, mask)).all(), (lengths, mask, found.name)
+
+
+@pytest.mark.parametrize("schedule", ["attention_direct", "attention_ring", "attention_hamilton", "attention_ulysses"])
+def test_visits_have_all_pairs(schedule: str) -> None:
+    """Zigzag rows under a causal mask: every visit has the same work, and all together have the rank's."""
+    ranks, tokens = 8, 8 * 64
+    machine = machines.of_device(H200, (0,) * ranks)
+    sizes = Sizes((tokens,), 8, 8, 64, mask=Mask(right=0))
+    candidate = next(one for one in auto.candidates(machine, ranks, sizes) if one.schedule == schedule)
+    flops = np.array(auto.modelled(candidate, machine, ranks, sizes).flops)
+    whole = 4 * 8 * 64 * tokens * (tokens + 1) / 2 / ranks
+
+    assert flops.sum() == pytest.approx(whole, rel=0.01)
+    assert flops == pytest.approx(np.full(len(flops), whole / len(flops)), rel=0.02)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`commdsl choice attention` says the same, with all that was looked at."""
+    words = ["choice", "attention", "64K", "--ranks", "8", "--on", "mi300x_1x8", "--heads", "32", "--causal"]
+    expected = choice(65536, ranks=8, on="mi300x_1x8", causal=True, **MHA)
+    assert run_command(words) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert f"{lines[0]}: {lines[1]}" == str(expected)
+    assert any(line.endswith("attention_ring causal=1") for line in lines[2:])
+    assert run_command([*words, "--json", "--backward"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["tokens"], told["estimates"][0]["schedule"]) == (65536, told["schedule"])
+    assert told["tune_backward"]
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["all_reduce", "1KB", "--causal"], "--causal is for `attention`, not for all_reduce"),
+    (["all_reduce", "1KB", "--head-dim", "64"], "--head-dim is for `attention`"),
+    (["attention", "1KB"], "expected a number of tokens such as 8192 or 8K, got `1KB`"),
+    (["attention", "8K", "--heads", "32:5"], "--heads is a number, or a multiple of another"),
+    (["attention", "8K", "--window", "5"], "--window is two numbers of tokens"),
+    (["attention", "8K", "--on", "h200_1x8", "--device", H200], "--device or --on, not both"),
+    (["attention", "8K", "--on", "h200_1x8", "--placement", "odd"], "`placement` is one of"),
+])  # fmt: skip
+def test_command_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an option cannot mean is one line of help."""
+    assert run_command(["choice", *words, "--ranks", "4"]) == 2
+    assert said in capsys.readouterr().err
