@@ -20,6 +20,7 @@ from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.resources import data_dir
 from commdsl.program.launches import Launch, Return, Visit, described
 from commdsl.program.memory import Kept
+from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.verify import verify
 from commdsl.program.visited import launches, plan_of, segments, started, visits
@@ -124,6 +125,17 @@ def test_a_gradient_one_step_behind() -> None:
         ("behind_segment1", 0),
         ("behind_segment2", 2),
     ]
+
+
+@pytest.mark.parametrize("name", ["direct", "ring", "double_ring", "window"])
+def test_the_copy_engine_has_what_only_moves(name: str) -> None:
+    """Where a schedule of visits asks for the engine, launches that combine take few SMs; all others are its own."""
+    tune = {"protocol": "engine"}
+    plan = compiler.check(FOLDER / f"attention_{name}_backward.comm", ranks=4, tune=tune).visits
+    assert plan is not None
+    found = {(moves.has_reduction, moves.protocol, moves.sms) for moves in segments(plan)}
+
+    assert found == {(False, Protocol.ENGINE, 1), (True, Protocol.BULK, 16)}
 
 
 @pytest.mark.parametrize("name", ["rotation_ring", "rotation_carry"])

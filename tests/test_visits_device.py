@@ -127,6 +127,22 @@ def test_copy_engine(gpu: FakeGpu, name: str) -> None:
     run(gpu, body)
 
 
+def test_copy_engine_beside_sums(gpu: FakeGpu) -> None:
+    """Copies by the engine and sums by SMs are launches of one call: each owner has what all found about its own."""
+    op = commdsl.load("attention_direct_backward", ranks=RANKS, tune={"protocol": "engine"})
+
+    def body(rank: int, group: str) -> None:
+        k, v = (torch.arange(96.0).add(100 * rank + more) for more in (0, 7))
+        for _ in range(2):
+            dk, dv = op.visit(
+                k, v, attend=lambda number, *handed: tuple(one.clone() for one in handed[:2]), group=group
+            )
+            assert torch.equal(dk, RANKS * k)
+            assert torch.equal(dv, RANKS * v)
+
+    run(gpu, body)
+
+
 def test_capture_needs_a_first_call(gpu: FakeGpu) -> None:
     """As for any call: neither memory nor a kernel is set up inside a capture."""
     op = commdsl.load("rotation_ring", ranks=RANKS)

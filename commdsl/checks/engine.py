@@ -1,6 +1,7 @@
 """C510: what the copy engine carries out does not combine.
 
-Assumes nothing. Does not judge other settings of `tune`: `resolve.tuning` does, where they are written.
+Where a yield calls a function, what moves is several launches: those that combine take SMs, and the engine the rest, if
+there is any. Assumes nothing. Does not judge other settings of `tune`: `resolve.tuning` does, where they are written.
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commdsl.checks.locations import Located, statement_key
+from commdsl.ir.classes import classes, joining
+from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import MoveKind
 
 
 def combining_engine(located: Located) -> Iterator[Diagnostic]:
     """One message per statement."""
-    if located.schedule.tuning.protocol != "engine":
+    schedule = located.schedule
+    if schedule.tuning.protocol != "engine" or (schedule.has_bodies and _has_launches_that_only_move(schedule)):
         return
     told: set[tuple[str, int, int]] = set()
     for _, _, moves in located.statements():
@@ -25,5 +29,14 @@ def combining_engine(located: Located) -> Iterator[Diagnostic]:
                 "C510",
                 "the copy engine moves, it does not combine",
                 Label(moves.moves.span, "this combines"),
-                help=f"tune another protocol for `{located.schedule.name}`, as `bulk`",
+                help=f"tune another protocol for `{schedule.name}`, as `bulk`",
             )
+
+
+def _has_launches_that_only_move(schedule: Schedule) -> bool:
+    """Buffers that no move joins are launched apart."""
+    class_of = classes(schedule)
+    moved = {class_of[moves.dest_buffer]: False for moves in joining(schedule)}
+    for moves in joining(schedule):
+        moved[class_of[moves.dest_buffer]] |= moves.kind is MoveKind.REDUCE
+    return not all(moved.values())

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from commdsl.ir.classes import units
-from commdsl.ir.schedules import Buffer, Schedule, Yield
+from commdsl.ir.classes import joining, units
+from commdsl.ir.schedules import Buffer, Schedule, Tuning, Yield
 from commdsl.language.diagnostics import InternalError
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.program.agree import none_heard
 from commdsl.program.launches import Launch, Return, Visit, touches
 from commdsl.program.lower import SYMMETRIC_BYTES, lower_moves
@@ -25,6 +25,9 @@ from commdsl.program.lower.segments import GIVEN, RETURNED, Segment, parts
 from commdsl.program.memory import Kept, Transport
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan, Role
+
+COMBINING = Tuning(protocol="bulk", sms=16)
+"""Of a launch that combines where the copy engine is asked for: few SMs, for a computation has the others."""
 
 
 def lower_visits(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
@@ -81,7 +84,7 @@ class _Walk:
     def launch(self, segment: Segment) -> None:
         name = f"{self.schedule.name}_segment{len(self.moves) + 1}"
         if segment.content not in self.moves:
-            named = replace(segment.schedule, name=name)
+            named = replace(segment.schedule, name=name, tuning=_tuning(segment.schedule))
             self.moves[segment.content] = lower_moves(named, self.transport, self.most_bytes)
         reads = tuple(self.at[one] for one in segment.names(BufferKind.INPUT, BufferKind.INOUT))
         writes = tuple(self._other(one) for one in segment.names(BufferKind.OUTPUT, BufferKind.INOUT))
@@ -152,3 +155,9 @@ class _Walk:
             (self.written if touch.writes else self.read)[launches][touch.memory] = number
         self.unread = self.unread.difference(phase.reads, phase.writes) if launches else self.unread | {*phase.writes}
         self.at |= {kept.name: kept for kept in phase.writes}
+
+
+def _tuning(schedule: Schedule) -> Tuning:
+    """As the schedule says, but for what the copy engine cannot do."""
+    combines = any(moves.kind is MoveKind.REDUCE for moves in joining(schedule))
+    return COMBINING if schedule.tuning.protocol == "engine" and combines else schedule.tuning
