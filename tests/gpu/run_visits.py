@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/gpu/run_visits.py [--calls 40 --time-budget 70 --seed 1]
 
-Rings, direct and Hamilton rotations and a ring that carries what its visits write; by SMs (`bulk`), by few of them, by
+Rings, direct and Hamilton rotations and a ring that carries what its visits write, also in float32 beside keys of any
+type, of another length and written in place; by SMs (`bulk`), by few of them, by
 the copy engine; random sizes (0 B to 16 MB, odd ones too) and dtypes; eagerly, on a stream of one's own, and captured
 once and replayed with inputs that change. Each rank is held up at random, on the GPU inside and outside of visits and
 on the host. What each visit is handed is compared on the GPU with what the other ranks' seeds say, bit for bit; nothing
@@ -34,11 +35,12 @@ import torch
 import commdsl
 from benchmarks.measure import captured
 from benchmarks.report import grid
+from commdsl.machine.resources import data_dir
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.int64)
 SIZES = (0, 2, 1000, 65_537, 1 << 20, 4 << 20)  # elements
 TUNES: dict[str, dict[str, Any] | None] = {"bulk": None, "8 SMs": {"sms": 8}, "engine": {"protocol": "engine"}}
-NAMES = ("rotation_ring", "rotation_direct", "rotation_hamilton", "rotation_carry")
+NAMES = ("rotation_ring", "rotation_direct", "rotation_hamilton", "rotation_carry", "carry_float32")
 REPLAYS = 3
 GRACE = 15.0
 CYCLES_PER_MICROSECOND = 1500
@@ -102,7 +104,7 @@ class Subject:
     def look(self, number: int, kv: torch.Tensor, *acc: torch.Tensor) -> Any:
         self.run.delay()
         self.row.visits += 1
-        if self.name in ("rotation_ring", "rotation_carry"):
+        if self.name not in ("rotation_direct", "rotation_hamilton"):
             self.run.wrong += differs(self.run, kv, self.others[(self.run.rank - number) % self.run.ranks])
         else:
             self.seen.append(kv.clone())
@@ -111,6 +113,9 @@ class Subject:
 
     def call(self) -> None:
         self.seen = []
+        if self.name == "carry_float32":
+            self.call_in_float32()
+            return
         zero = [torch.zeros_like(self.kv)] if self.name == "rotation_carry" else []
         made = self.op.visit(self.kv, *zero, self.look)
         if zero:
@@ -118,6 +123,19 @@ class Subject:
         elif self.seen:
             got = torch.stack(self.seen).sort(dim=0).values
             self.run.wrong += differs(self.run, got, torch.stack(self.others).sort(dim=0).values)
+
+    def call_in_float32(self) -> None:
+        """What is summed is of a type and a length of its own, and written where it belongs."""
+        few = (self.kv.numel() + 1) // 2
+
+        def attend(number: int, kv: torch.Tensor, acc: torch.Tensor, *, out: torch.Tensor) -> None:
+            self.look(number, kv)
+            torch.add(acc, kv[:few].float(), out=out)
+
+        zero = torch.zeros(few, device=self.kv.device)
+        _, made = self.op.visit(self.kv, zero, attend=attend)
+        self.run.wrong += differs(self.run, made, self.kv[:few].float() * self.run.ranks)
+        self.run.wrong += differs(self.run, zero, torch.zeros_like(zero))
 
     def refill(self, seed: int) -> None:
         """Other inputs in the same memory."""
@@ -158,10 +176,18 @@ def one_call(run: Run, name: str, op: Any, row: Row, seed: int) -> None:
     graph.reset()
 
 
+def source(name: str) -> str | dict[str, str]:
+    """A shipped schedule, or its text with sums in float32."""
+    if name != "carry_float32":
+        return name
+    text = (data_dir("schedules") / "attention" / "rotation_carry.comm").read_text(encoding="utf-8")
+    return {"carry.comm": text.replace("rotation_carry", name).replace("inout acc ", "inout acc float32 ")}
+
+
 def calls(run: Run, name: str, tune: str, count: int) -> None:
     """All calls of one op; what goes wrong on any rank ends it on all."""
     run.place, row = f"{name}, {tune}", run.rows.setdefault((name, tune), Row())
-    op = commdsl.load(name, tune=TUNES[tune], ranks=run.ranks)
+    op = commdsl.load(source(name), tune=TUNES[tune], ranks=run.ranks)
     for number in range(count):
         if any(run.everyone(time.monotonic() > run.options.deadline)):
             row.problem = row.problem or "no time left"
