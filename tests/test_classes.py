@@ -353,3 +353,31 @@ def test_ranks_that_disagree(long: int, element: Any) -> None:
         op.visit(kv, kv, attend=attend, group=group)
 
     in_group(2, body)
+
+
+def test_a_view_is_refused_in_every_call() -> None:
+    """Also where a call of these shapes and types went before."""
+    op = loaded(CARRY, 2)
+
+    def body(rank: int, group: str) -> None:
+        kv, acc = torch.ones(8, 4), torch.zeros(3)
+        for _ in range(2):
+            op.visit(kv, acc, lambda number, kv, acc: acc, group=group)
+            with pytest.raises(TensorError, match="`kv` is not contiguous"):
+                op.visit(torch.ones(4, 8).T, acc, lambda number, kv, acc: acc, group=group)
+
+    in_group(2, body)
+
+
+def test_compared_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With COMMDSL_DEBUG=1 ranks compare what travels, and not what each has for itself."""
+    monkeypatch.setenv("COMMDSL_DEBUG", "1")
+    stays = re.sub(r".*put acc -> acc.*\n", "", CARRY)
+    op = loaded(stays, 2)
+
+    def body(rank: int, group: str) -> None:
+        op.visit(torch.ones(16), torch.zeros(8 + rank), lambda number, kv, acc: acc, group=group)
+        with pytest.raises(AgreementError, match=r"float32\[16\].*float32\[17\]|float32\[17\].*float32\[16\]"):
+            op.visit(torch.ones(16 + rank), torch.zeros(8), lambda number, kv, acc: acc, group=group)
+
+    in_group(2, body)

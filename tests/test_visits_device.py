@@ -14,6 +14,7 @@ from fake_gpu import FakeGpu, Launch, Stream  # noqa: E402 - after the check for
 from thread_ranks import in_group  # noqa: E402
 
 import commdsl  # noqa: E402
+from commdsl.machine.resources import data_dir  # noqa: E402
 from commdsl.program import launches as phases  # noqa: E402
 from commdsl.program.visited import started  # noqa: E402
 from commdsl.runtime.errors import CaptureError  # noqa: E402
@@ -185,5 +186,29 @@ def test_two_tunings_are_two_ops(gpu: FakeGpu, tmp_path: Path) -> None:
             here = Rank(gpu, op, rank, group)
             here.call()
             assert sorted(here.seen) == [float(one) for one in range(RANKS) for _ in range(96)]
+
+    run(gpu, body)
+
+
+@pytest.mark.parametrize("tune", [{"lanes": 2}, {"protocol": "packet"}, {"protocol": "engine"}])
+def test_types_of_their_own(gpu: FakeGpu, tune: dict[str, Any]) -> None:
+    """Sums travel in float32 and in a length of their own beside keys in bfloat16, written where they belong, eagerly
+    and captured."""
+    text = (data_dir("schedules") / "attention" / "rotation_carry.comm").read_text(encoding="utf-8")
+    op = commdsl.load({"carry.comm": text.replace("inout acc ", "inout acc float32 ")}, ranks=RANKS, tune=tune)
+
+    def body(rank: int, group: str) -> None:
+        kv = torch.full((96,), rank + 1.0, dtype=torch.bfloat16)
+
+        def attend(number: int, kv: Any, acc: Any, *, out: Any) -> None:
+            torch.add(acc, kv.float().sum() * 1001.0, out=out)
+
+        def call() -> Any:
+            return op.visit(kv, torch.zeros(700), attend=attend, group=group)[1]
+
+        assert torch.equal(call(), torch.full((700,), RANKS * 96 * (rank + 1) * 1001.0))
+        with gpu.capturing(2 + rank):
+            call()
+        assert torch.equal(call(), torch.full((700,), RANKS * 96 * (rank + 1) * 1001.0))
 
     run(gpu, body)

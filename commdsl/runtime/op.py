@@ -195,16 +195,19 @@ class Op:
             raise OpError(f"`{self.name}` has no `yield`: call it without a function")
         if len(inputs) != len(visits.signature.inputs):
             raise TensorError(f"`{self.name}` takes {len(visits.signature.inputs)} tensors, got {len(inputs)}")
-        tensors.check(self.name, visits.signature, inputs)
-        check_reductions(self.name, visits, inputs, op)
-        functions_of = by_name(self.name, visits.plan, known)
         key: tuple[object, ...] = ("visits", name, op, seconds, about)
         key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs)
+        found = self._visiting.get(key)
+        if found is not None and (behind is None or not found.serves(behind)):
+            found = None
+        if found is None or not all(tensor.is_contiguous() for tensor in inputs):
+            tensors.check(self.name, visits.signature, inputs)
+            check_reductions(self.name, visits, inputs, op)
+        functions_of = by_name(self.name, visits.plan, known)
         comm = groups.of(name, inputs[0].device)
         if comm.compares:
             comm.compare(tensors.described(f"{self.name}.visit", travelling(visits, inputs), op) + listed(about))
-        found = self._visiting.get(key)
-        if found is None or behind is None or not found.serves(behind):
+        if found is None:
             found = self._prepare_visits(inputs, name, op, seconds, about)
             _thin_out(self._visiting)
             self._visiting[key] = found
