@@ -16,6 +16,7 @@ from commdsl import compiler
 from commdsl.checks import check_schedule
 from commdsl.checks.locations import Located
 from commdsl.checks.returns import broken_returns
+from commdsl.checks.rotations import broken_rotations
 from commdsl.commands.cli import run_command
 from commdsl.ir import resolve
 from commdsl.ir.held import Held, held
@@ -155,6 +156,37 @@ def test_what_conditions_hand_over(ranks: int, params: dict[str, int]) -> None:
         assert sorted(shown) == wanted
     for one in held(schedule):
         assert np.array_equal(*one.origin)
+
+
+def rotates(schedule: Schedule, causal: int) -> bool:
+    """Whether k and v visit together, every admitted piece once and no other: counted one chunk after another."""
+    ranks, chunks = schedule.num_ranks, schedule.buffers[0].num_chunks
+    shown: Counter[tuple[int, tuple[int, int]]] = Counter()
+    for handed in plain(schedule):
+        keys, values = handed.values()
+        if keys != values:
+            return False
+        shown += Counter((rank, piece) for rank, row in enumerate(keys) for piece in row if piece[0] >= 0)
+    wanted = Counter(
+        (rank, (owner, chunk))
+        for rank in range(ranks)
+        for owner in range(ranks)
+        for chunk in range(chunks)
+        if not causal or chunk < chunks // 2 or owner >= rank
+    )
+    return shown == wanted
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+def test_every_row_of_a_rotation_is_needed(causal: int) -> None:
+    """A piece left out, sent elsewhere or taken from elsewhere is refused where a count of visits says so."""
+    schedule, refused = checked(DIRECT, 3, causal=causal).schedule, 0
+    for mutant in mutants(schedule, "k", 4):
+        codes = [one.code for one in broken_rotations(Located(mutant))]
+        assert (not codes) == rotates(mutant, causal)
+        assert {*codes} <= {"C309", "C313"}
+        refused += len(codes)
+    assert refused > 20
 
 
 @pytest.mark.parametrize(("params", "share"), [({}, 1.0), ({"causal": 1}, 0.75)])
@@ -321,23 +353,25 @@ def test_what_comes_back(text: str) -> None:
     for ranks, params in ((2, {"causal": 0} if "causal" in text else {}), (3, {})):
         schedule = checked(text, ranks, **params).schedule
         assert comes_back(schedule)
-        for mutant in mutants(schedule):
+        for mutant in mutants(schedule, "dtp", 2):
             codes = [one.code for one in broken_returns(Located(mutant))]
             assert codes == ([] if comes_back(mutant) else ["C314"])
             refused += len(codes)
     assert refused > 20
 
 
-def mutants(schedule: Schedule) -> Iterator[Schedule]:
-    """One row of what moves gradients left out, sent elsewhere, taken from elsewhere, or of another chunk."""
-    gradients = {number for number, buffer in enumerate(schedule.buffers) if buffer.name[0] in "dtp"}
+def mutants(schedule: Schedule, letters: str, chunks: int) -> Iterator[Schedule]:
+    """One row of what moves to buffers of these letters left out, sent elsewhere, taken from elsewhere, or of another
+    chunk.
+    """
+    changing = {number for number, buffer in enumerate(schedule.buffers) if buffer.name[0] in letters}
     for index, step in enumerate(schedule.steps):
         for at, one in enumerate(step.moves if isinstance(step, Step) else ()):
-            for row in range(len(one.actor) if one.dest_buffer in gradients else 0):
+            for row in range(len(one.actor) if one.dest_buffer in changing else 0):
                 others = np.arange(len(one.actor)) != row
                 columns = ("actor", "source_rank", "source_chunk", "dest_rank", "dest_chunk")
                 yield _with(schedule, index, at, **{name: getattr(one, name)[others] for name in columns})
-                for name, size in (("dest_rank", schedule.num_ranks), ("dest_chunk", 2), ("source_chunk", 2)):
+                for name, size in (("dest_rank", schedule.num_ranks), ("dest_chunk", chunks), ("source_chunk", chunks)):
                     changed = np.array(getattr(one, name))
                     changed[row] = (changed[row] + 1) % size
                     yield _with(schedule, index, at, **{name: changed})

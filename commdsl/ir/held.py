@@ -58,9 +58,8 @@ def held(schedule: Schedule) -> tuple[Held, ...]:
         tables: list[Ints] = []
         for fresh, origins in zip(one.fresh, one.origins, strict=True):
             table = _split(np.where(fresh, origins, NOTHING), first)
-            tables.append(
-                next((same for same in tables if np.array_equal(same, table)), table)
-            )  # what rotates together
+            # What rotates together has one table.
+            tables.append(next((same for same in tables if np.array_equal(same, table)), table))
         reads, writes = (tuple(names[buffer] for buffer in buffers) for buffers in (one.step.reads, one.step.writes))
         found.append(Held(one.step.name, reads, tuple(tables), writes))
     return tuple(found)
