@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for torch
+from thread_ranks import at_once, in_group, outcomes  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - as above
 from commdsl import attention  # noqa: E402 - as above
@@ -190,6 +190,35 @@ def test_positions() -> None:
         assert attention.positions(29, group, device="meta").device.type == "meta"
 
     in_group(3, run)
+
+
+@pytest.mark.filterwarnings("error:Dynamo detected")
+def test_compiled() -> None:
+    """A compiled program takes all of it as one graph, with gradients, for any length."""
+    torch._dynamo.reset()
+    names = commdsl.threads(2)
+
+    def there_and_back(x: Any, group: str) -> Any:
+        mine = attention.shard_sequence(x, 1, group, "zigzag")
+        at = attention.positions(x.shape[1], group, "zigzag")
+        return attention.unshard_sequence(mine * (at + 1)[:, None], 1, group, "zigzag", length=x.shape[1])
+
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="eager")
+
+    def run(rank: int) -> list[Any]:  # torch traces in one thread at a time: the peer does not
+        found = []
+        for length in (9, 14):
+            x = torch.ones(2, length, 3, requires_grad=True)
+            y = (compiled, there_and_back)[rank](x, names[rank])
+            y.sum().backward()
+            mine = attention.shard_sequence(torch.arange(length) + 1.0, 0, names[rank])
+            assert x.grad.sum() == 2 * 2 * 3 * mine.sum()
+            found.append(y.detach())
+        return found
+
+    for one, other in zip(*at_once(2, run), strict=True):
+        assert torch.equal(one, other)
+        assert one[0, :, 0].tolist() == [*range(1, one.shape[1] + 1)]
 
 
 def test_one_rank_has_all() -> None:

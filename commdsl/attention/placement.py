@@ -93,10 +93,15 @@ def placed(placement: str | Placement, ranks: int, lengths: Sequence[int]) -> Pl
     if isinstance(placement, Placement):
         _check(placement, ranks, tuple(lengths))
         return placement
-    if placement not in PLACEMENTS:
-        known = ", ".join(f'"{name}"' for name in PLACEMENTS)
-        raise ArgumentError(f"`placement` is one of {known} or a Placement, not {placement!r}")
-    return _named(placement, ranks, tuple(lengths))
+    return _kept(placement, ranks, tuple(lengths))
+
+
+def named(name: str, ranks: int, lengths: Sequence[int]) -> Placement:
+    """As `placed`, made anew."""
+    if name not in PLACEMENTS:
+        known = ", ".join(f'"{one}"' for one in PLACEMENTS)
+        raise ArgumentError(f"`placement` is one of {known} or a Placement, not {name!r}")
+    return zigzag(ranks, lengths) if name == "zigzag" else contiguous(ranks, lengths)
 
 
 def slices(placement: Placement, lengths: Sequence[int], rank: int) -> list[tuple[int, int]]:
@@ -113,8 +118,8 @@ def slices(placement: Placement, lengths: Sequence[int], rank: int) -> list[tupl
 
 
 @lru_cache(maxsize=64)
-def _named(name: str, ranks: int, lengths: tuple[int, ...]) -> Placement:
-    return zigzag(ranks, lengths) if name == "zigzag" else contiguous(ranks, lengths)
+def _kept(name: str, ranks: int, lengths: tuple[int, ...]) -> Placement:
+    return named(name, ranks, lengths)
 
 
 def _between(starts: Sequence[int], begin: int, end: int) -> tuple[Run, ...]:

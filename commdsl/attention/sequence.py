@@ -1,13 +1,15 @@
 """Turns a whole sequence into the rows of a rank, the rows of all ranks into the sequence, and says their positions.
 
 Assumes that all ranks have the same placement and documents. Does not say which tokens a rank has: `placement` does.
-Only slices and copies of torch and one all-gather: nothing here waits for a GPU, unless `cu_seqlens` lies on one.
+Only slices and copies of torch and one all-gather: nothing here waits for a GPU, unless `cu_seqlens` lies on one, and
+`torch.compile` takes it whole, each length anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import index
 from typing import Any, TypeAlias
 
 import torch
@@ -35,7 +37,7 @@ def shard_sequence(
     dim = _dimension("shard_sequence", x, dim)
     rank, ranks = _place(group)
     lengths = document_lengths(x.shape[dim], cu_seqlens)
-    own = placements.slices(placements.placed(placement, ranks, lengths), lengths, rank)
+    own = placements.slices(_placed(placement, ranks, lengths), lengths, rank)
     return _taken(x, dim, own)
 
 
@@ -58,7 +60,7 @@ def unshard_sequence(
     if length is None and cu_seqlens is None:
         length = x.shape[dim] * ranks
     lengths = document_lengths(length, cu_seqlens)
-    chosen = placements.placed(placement, ranks, lengths)
+    chosen = _placed(placement, ranks, lengths)
     if x.shape[dim] != chosen.rows(rank):
         raise TensorError(
             f"`unshard_sequence`: rank {rank} has {chosen.rows(rank)} of {sum(lengths)} tokens by the placement "
@@ -93,15 +95,17 @@ def positions(
     Raises ArgumentError, GroupError.
     """
     rank, ranks = _place(group)
-    halves = placements.placed(placement, ranks, document_lengths(length, cu_seqlens)).runs[rank]
+    halves = _placed(placement, ranks, document_lengths(length, cu_seqlens)).runs[rank]
     found = [torch.arange(run.begin, run.begin + run.length, device=device) for half in halves for run in half]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)
 
 
 def document_lengths(length: int | None, cu_seqlens: Ends) -> tuple[int, ...]:
     """The tokens of each document; of a sequence that is not packed, its own. Raises ArgumentError."""
-    if length is not None:
-        given.whole("length", length, 0)
+    if isinstance(length, int) and torch.compiler.is_dynamo_compiling():
+        length = index(length)  # a number from here on: each length is a graph of its own
+    elif length is not None:
+        length = given.whole("length", length, 0)
     if cu_seqlens is None:
         if length is None:
             raise ArgumentError("either `length` or `cu_seqlens` says how many tokens there are")
@@ -126,6 +130,12 @@ def _place(group: Any) -> tuple[int, int]:
     return rank, menu.size(group)
 
 
+def _placed(placement: str | Placement, ranks: int, lengths: Sequence[int]) -> Placement:
+    if torch.compiler.is_dynamo_compiling() and isinstance(placement, str):
+        return placements.named(placement, ranks, lengths)  # torch traces through a cache, and says so
+    return placements.placed(placement, ranks, lengths)
+
+
 def _dimension(name: str, x: torch.Tensor, dim: int) -> int:
     given.tensor(name, x)
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
@@ -135,18 +145,20 @@ def _dimension(name: str, x: torch.Tensor, dim: int) -> int:
 
 def _taken(x: torch.Tensor, dim: int, chosen: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Stretches of a dimension, one after the other; by one `split`, whose gradient is made in one pass."""
-    order = sorted(range(len(chosen)), key=lambda index: chosen[index])
-    sizes, pieces, at = list[int](), dict[int, int](), 0
-    for index in order:
-        begin, size = chosen[index]
+    order = sorted(range(len(chosen)), key=lambda number: chosen[number])
+    sizes: list[int] = []
+    pieces: dict[int, int] = {}
+    at = 0
+    for number in order:
+        begin, size = chosen[number]
         if begin > at:
             sizes.append(begin - at)
-        pieces[index] = len(sizes)
+        pieces[number] = len(sizes)
         sizes.append(size)
         at = begin + size
     sizes.append(x.shape[dim] - at)
     cut = x.split(sizes, dim)
-    return torch.cat([cut[pieces[index]] for index in range(len(chosen))] or [cut[0].narrow(dim, 0, 0)], dim)
+    return torch.cat([cut[pieces[number]] for number in range(len(chosen))] or [cut[0].narrow(dim, 0, 0)], dim)
 
 
 def _short(values: object) -> str:
