@@ -7,20 +7,26 @@ Assumes ranks that are threads. Does not time anything: that steps are timed is 
 from __future__ import annotations
 
 import inspect
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from thread_ranks import in_group  # noqa: E402 - after the check for torch
+from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - as above
 from commdsl import attention  # noqa: E402 - as above
 from commdsl.attention import circling  # noqa: E402 - as above
 from commdsl.attention.peers import Place  # noqa: E402 - as above
 
+ROOT = Path(__file__).parent.parent
 Tensor = torch.Tensor
 BOUND = 1e-5
 
@@ -157,6 +163,19 @@ def test_nodes(ranks: int, m: int) -> None:
     in_group(ranks, run)
 
 
+def test_one_rank() -> None:
+    """A ring of one is attention over its own tokens, and is timed."""
+    q, k, v = whole(9)
+
+    def run(rank: int, group: str) -> None:
+        *found, times = attention.ring_attention_forward_flash_attn_profile(group, q, k, v, None, causal=True)
+        near(found, by_definition(q, k, v, *CAUSAL))
+        assert [step.communication for step in times.steps] == [0]
+        assert times.total >= times.computation > 0
+
+    in_group(1, run)
+
+
 @pytest.mark.parametrize("cycles", [1, 4])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_other_cycles(cycles: int, causal: bool) -> None:
@@ -243,6 +262,22 @@ def test_configurations(configuration: str) -> None:
         near([found], [attention.shard_sequence(wanted, 1, group, placement)])
 
     in_group(ranks, run)
+
+
+# --- the README -------------------------------------------------------------------------------------------------------
+
+
+def test_readme(tmp_path: Path) -> None:
+    """The programs of the README, one after the other, run on three processes."""
+    text = (ROOT / "commdsl" / "attention" / "README.md").read_text(encoding="utf-8")
+    script = tmp_path / "program.py"
+    script.write_text("".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 2: ") == 3
 
 
 # --- times ------------------------------------------------------------------------------------------------------------
@@ -387,11 +422,13 @@ IN_NODES = attention.hamilton_attention_forward_full_flash_attn_two_nodes
 REFUSED: list[tuple[Callable[[str], Any], type[Exception], str]] = [
     (lambda g: RINGED(g, X, X, X, None, 0.1), commdsl.ArgumentError, "no dropout"),
     (lambda g: FULLY(g, X, PIECES, PIECES, None, 0.1, 3), commdsl.ArgumentError, "no dropout"),
-    (lambda g: ZIGZAGGED(g, X, X, X, None, alibi_slopes=X), commdsl.ArgumentError, "no slopes"),
+    (lambda g: ZIGZAGGED(g, X, X, X, None, alibi_slopes=X), commdsl.ArgumentError, "no mask or bias"),
     (lambda g: RINGED(g, X, X, X, None, window_size=(-2, 0)), commdsl.ArgumentError, "-1 for no bound"),
+    (lambda g: RINGED(g, X, X, X, None, window_size=7), commdsl.ArgumentError, "two whole numbers"),
+    (lambda g: RINGED(g, X, X, X, "large"), commdsl.ArgumentError, "`scale` is a number"),
     (lambda g: RINGED(g, X, X, X, None, window_size=(0.5, 0)), commdsl.ArgumentError, "whole numbers"),
     (lambda g: RINGED(g, X[0], X, X, None), commdsl.TensorError, "4 dimensions"),
-    (lambda g: RINGED(g, X, X[:, :3], X, None), commdsl.TensorError, "q has 4 rows, k 3"),
+    (lambda g: RINGED(g, X, X[:, :3], X[:, :3], None), commdsl.TensorError, "has 4 rows, and k, .*, 3"),
     (lambda g: RINGED(g, X, X, X[..., :4], None), commdsl.TensorError, "v"),
     (lambda g: RINGED(g, X, X, X.double(), None), commdsl.TensorError, "float64"),
     (lambda g: RINGED(g, None, X, X, None), commdsl.TensorError, "takes a torch tensor"),
@@ -401,7 +438,7 @@ REFUSED: list[tuple[Callable[[str], Any], type[Exception], str]] = [
     (lambda g: FULLY(g, X, X, X, None, 0, 3), commdsl.TensorError, "a list of a piece for each of 2 cycles"),
     (lambda g: FULLY(g, X, [X], [X], None, 0, 3), commdsl.TensorError, "not 1"),
     (lambda g: FULLY(g, X, PIECES, [X, X.int()], None, 0, 3), commdsl.TensorError, "differ in their rows alone"),
-    (lambda g: FULLY(g, X, PIECES, PIECES, None, 0, 3, layout="SBHD"), commdsl.ArgumentError, "BSND or BNSD"),
+    (lambda g: FULLY(g, X, PIECES, PIECES, None, 0, 3, layout="SBHD"), commdsl.ArgumentError, "BSND, BNSD"),
     (lambda g: FULLY(g, X, PIECES, PIECES, None, 0, 3, [[0, 1]]), commdsl.ArgumentError, "of 2 ranks"),
     (lambda g: FULLY(g, X, PIECES, PIECES, None, 0, 3, ["ab"]), commdsl.ArgumentError, "`looping` is a list of cycles"),
     (lambda g: FULLY(g, X, PIECES, PIECES, None, 0, 3, 7), commdsl.ArgumentError, "`looping` is a list of cycles"),
@@ -445,6 +482,15 @@ def test_refused(call: Callable[[str], Any], kind: type[Exception], words: str) 
     with pytest.raises(kind, match=words) as caught:
         call(commdsl.threads(3)[1])
     assert "\n" not in str(caught.value)
+
+
+def test_ranks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the schedule does not know is agreed on: ranks that differ in the scale are told both."""
+    monkeypatch.setenv("COMMDSL_TIMEOUT", "20")
+    names = commdsl.threads(2)
+    found = outcomes(2, lambda rank: RINGED(names[rank], X, X, X, 1.0 + rank))
+    assert {type(one) for one in found} <= {commdsl.AgreementError, commdsl.PeerError}
+    assert any("scale 1.0" in str(one) and "scale 2.0" in str(one) for one in found)
 
 
 @pytest.mark.parametrize(

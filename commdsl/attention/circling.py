@@ -14,21 +14,23 @@ import numpy as np
 import torch
 
 from commdsl.attention import hamilton, loop
+from commdsl.attention.arguments import Asked, laid_out, rows_first, scaled
 from commdsl.attention.hamilton import Looping
 from commdsl.attention.masks import Mask
 from commdsl.attention.peers import Place
 from commdsl.attention.placement import placed
+from commdsl.attention.planned import Rotation
+from commdsl.attention.run import words
+from commdsl.attention.ways import ALONE
 from commdsl.machine.errors import ArgumentError
 from commdsl.runtime import given
 from commdsl.runtime.errors import GradientError, TensorError
 from commdsl.runtime.load import load
-from commdsl.runtime.op import Op
 from commdsl.runtime.timing import Timing
 
 Tensor: TypeAlias = torch.Tensor
 Cycles: TypeAlias = tuple[tuple[int, ...], ...]
 
-LAYOUTS = ("BSND", "BNSD")
 DOCUMENT_NODE = 8
 """Ranks of a node where no mapping says."""
 
@@ -53,15 +55,19 @@ TEXT = """schedule attention_cycles for P ranks where P == {ranks} {{
 # --- what moves -------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=64)
-def ring_op(ranks: int) -> Op:
-    return cycles_op((tuple(range(ranks)),))
+def ring_op(ranks: int, placement: str, mask: Mask) -> Rotation:
+    """The shipped ring; where every rank sees a part of what passes by, only that part passes."""
+    if ranks == 1:
+        return ALONE
+    return load("attention_ring", params={"causal": int(placement == "zigzag" and mask.right == 0)}, ranks=ranks)
 
 
 @lru_cache(maxsize=64)
-def cycles_op(cycles: Cycles) -> Op:
+def cycles_op(cycles: Cycles) -> Rotation:
     """A schedule of these cycles, proved: the shipped one where they are its own."""
-    ranks = len(cycles[0])
+    ranks, count = len(cycles[0]), len(cycles)
+    if ranks not in (4, 6) and [list(cycle) for cycle in cycles] == hamilton.gen_hamilton_circle(ranks)[:count]:
+        return load("attention_hamilton", params={"K": count} if count < ranks - 1 else {}, ranks=ranks)
     written = " ".join(f"({' '.join(map(str, cycle))})" for cycle in cycles)
     return load({"attention_cycles.comm": TEXT.format(ranks=ranks, cycles=written)}, ranks=ranks)
 
@@ -149,39 +155,33 @@ def _same(name: str, said: Any, derived: Any) -> None:
 
 def mask(causal: bool, window_size: tuple[int, int]) -> Mask:
     """Of a window as flash attention counts it: keys before and after the query's own, -1 for all."""
-    if len(window_size) != 2 or not all(hasattr(one, "__index__") and one >= -1 for one in window_size):
+    if (
+        not isinstance(window_size, tuple | list)
+        or len(window_size) != 2
+        or not all(hasattr(one, "__index__") and one >= -1 for one in window_size)
+    ):
         raise ArgumentError(f"`window_size` is two whole numbers, -1 for no bound, not {window_size!r}")
     left, right = (None if one == -1 else int(one) for one in window_size)
     return Mask(left, 0 if causal else right)
 
 
-def refuse(dropout_p: float, alibi_slopes: Any = None) -> None:
-    """What attention over several ranks does not do, rather than leave it out."""
-    if dropout_p != 0:
-        raise ArgumentError(f"there is no dropout in attention over several ranks: `dropout_p` is 0, not {dropout_p!r}")
-    if alibi_slopes is not None:
-        raise ArgumentError("there are no slopes in attention over several ranks: `alibi_slopes` is None")
-
-
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def rows_first(name: str, x: Tensor, layout: str) -> Tensor:
-    """(S, B, H, D), a view."""
+def viewed(name: str, x: Tensor, layout: str) -> Tensor:
+    """The rows first, (S, B, H, D)."""
     given.tensor(name, x)
-    if layout not in LAYOUTS:
-        raise ArgumentError(f"`layout` is BSND or BNSD, not {layout!r}")
     if x.ndim != 4:
-        raise TensorError(f"`{name}` is {layout}, of 4 dimensions, not {tuple(x.shape)}")
-    return x.permute(1, 0, 2, 3) if layout == "BSND" else x.permute(2, 0, 1, 3)
+        raise TensorError(f"`{name}` has 4 dimensions, {layout}, not {tuple(x.shape)}")
+    return rows_first(x, layout)
 
 
 def joined(name: str, pieces: Sequence[Tensor], count: int, layout: str, is_causal: bool) -> Tensor:
     """The rows of a list of pieces, (S, B, H, D); where each has rows of both halves, first all of the front half."""
-    if isinstance(pieces, Tensor) or len(pieces) != count:
-        found = "one tensor" if isinstance(pieces, Tensor) else f"{len(pieces)}"
+    if isinstance(pieces, Tensor) or not isinstance(pieces, Sequence) or len(pieces) != count:
+        found = f"{len(pieces)}" if isinstance(pieces, list | tuple) else f"`{type(pieces).__name__}`"
         raise TensorError(f"`{name}` is a list of a piece for each of {count} cycles, not {found}")
-    rows = [rows_first(name, piece, layout) for piece in pieces]
+    rows = [viewed(name, piece, layout) for piece in pieces]
     if len({(one.shape[1:], one.dtype, one.device) for one in rows}) != 1:
         raise TensorError(f"`{name}`: pieces differ in their rows alone")
     if is_causal:
@@ -194,7 +194,7 @@ def joined(name: str, pieces: Sequence[Tensor], count: int, layout: str, is_caus
 
 def forward(
     place: Place,
-    op: Op,
+    op: Rotation,
     tensors: tuple[Tensor, Tensor, Tensor],
     placement: str,
     of_mask: Mask,
@@ -206,9 +206,18 @@ def forward(
     if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
         raise GradientError("this forward has no gradient: call commdsl.attention.attention, or under torch.no_grad()")
     q, k, v = (one.contiguous() for one in tensors)
-    if not len(q) == len(k) == len(v):
-        raise TensorError(f"q has {len(q)} rows, k {len(k)} and v {len(v)}: of a rank they are the same")
-    chosen = placed(placement, place.world_size, (place.world_size * len(q),))
-    out, lse = loop.forward(op, q, k, v, placement=chosen, mask=of_mask, scale=scale, group=place.name, timing=timing)
-    out = out.permute(1, 0, 2, 3) if layout == "BSND" else out.permute(1, 2, 0, 3)
-    return out.contiguous(), lse
+    lengths = (place.world_size * len(q),)
+    asked = Asked(place.name, "", "", placement, None, of_mask.left, of_mask.right, scaled(scale), layout, "auto")
+    out, lse = loop.forward(
+        op,
+        q,
+        k,
+        v,
+        placement=placed(placement, place.world_size, lengths),
+        mask=of_mask,
+        scale=asked.scale,
+        group=place.name,
+        timing=timing,
+        about=words(asked, lengths, (*q.shape[1:3], k.shape[2], q.shape[3])),
+    )
+    return laid_out(out, layout).contiguous(), lse

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from commdsl.attention import circling
+from commdsl.attention import arguments, circling
 from commdsl.attention.hamilton import Looping
 from commdsl.attention.peers import Place
 from commdsl.runtime import given
@@ -62,7 +62,7 @@ def ring_attention_forward_flash_attn(
     Returns the output, (B, S, H, D) of q's dtype, and the natural log-sum-exp, (B, H, S) in float32. No gradient; a
     call under autograd is what `commdsl.attention.attention` is for. Raises TensorError, ArgumentError, GroupError.
     """
-    circling.refuse(dropout_p)
+    arguments.refuse({"dropout_p": dropout_p})
     return _ring(process_group, (q, k, v), "contiguous", causal, window_size, softmax_scale, None)
 
 
@@ -83,7 +83,7 @@ def zigzag_ring_attention_forward_flash_attn(
 
     Also without one. `deterministic`: it always is. Slopes are refused.
     """
-    circling.refuse(dropout_p, alibi_slopes)
+    arguments.refuse({"dropout_p": dropout_p, "alibi_slopes": alibi_slopes})
     return _ring(process_group, (q, k, v), "zigzag", causal, window_size, softmax_scale, None)
 
 
@@ -98,7 +98,7 @@ def ring_attention_forward_flash_attn_profile(
     window_size: tuple[int, int] = NO_WINDOW,
 ) -> Profiled:
     """`ring_attention_forward_flash_attn`, and the times of this call on this rank."""
-    circling.refuse(dropout_p)
+    arguments.refuse({"dropout_p": dropout_p})
     timing = _timing(q)
     out, lse = _ring(process_group, (q, k, v), "contiguous", causal, window_size, softmax_scale, timing)
     return out, lse, timing.times()
@@ -117,7 +117,7 @@ def zigzag_ring_attention_forward_flash_attn_profile(
     deterministic: bool = False,
 ) -> Profiled:
     """`zigzag_ring_attention_forward_flash_attn`, and the times of this call on this rank."""
-    circling.refuse(dropout_p, alibi_slopes)
+    arguments.refuse({"dropout_p": dropout_p, "alibi_slopes": alibi_slopes})
     timing = _timing(q)
     out, lse = _ring(process_group, (q, k, v), "zigzag", causal, window_size, softmax_scale, timing)
     return out, lse, timing.times()
@@ -148,7 +148,7 @@ def hamilton_attention_forward_full_flash_attn(
     the group's. Returns the output as q, and the natural log-sum-exp, (B, H, S) in float32. As for rings no gradient.
     Raises TensorError, ArgumentError, GroupError.
     """
-    circling.refuse(dropout_p)
+    arguments.refuse({"dropout_p": dropout_p})
     place = Place(process_group)
     cycles = circling.circles(place, world_size, looping, out_mapping, in_mapping)
     return _hamilton(place, q, k, v, cycles, False, softmax_scale0, layout, None)
@@ -174,7 +174,7 @@ def hamilton_attention_forward_causal_flash_attn(
     front half, and then as many of the back half. `source_rank_per_iter` follows from the cycles, and is refused where
     it differs.
     """
-    circling.refuse(dropout_p)
+    arguments.refuse({"dropout_p": dropout_p})
     place = Place(process_group)
     cycles = circling.circles(place, world_size, looping, out_mapping, in_mapping, source_rank_per_iter)
     return _hamilton(place, q, k, v, cycles, True, softmax_scale0, layout, None)
@@ -200,7 +200,7 @@ def hamilton_attention_forward_full_flash_attn_two_nodes(
     `inter_out_mapping` where it leaves it; unless given they are those of `gen_hamilton_circle_two_nodes` for m = 8.
     The incoming ones follow from them and are refused where they differ.
     """
-    circling.refuse(dropout_p)
+    arguments.refuse({"dropout_p": dropout_p})
     place = Place(process_group)
     cycles = circling.nodes(place, inter_in_mapping, inter_out_mapping, out_mapping, in_mapping)
     return _hamilton(place, q, k, v, cycles, False, softmax_scale0, layout, None)
@@ -220,7 +220,7 @@ def hamilton_attention_forward_full_flash_attn_profile(
     layout: str = "BSND",
 ) -> Profiled:
     """`hamilton_attention_forward_full_flash_attn`, and the times of this call on this rank."""
-    circling.refuse(dropout_p)
+    arguments.refuse({"dropout_p": dropout_p})
     place = Place(process_group)
     cycles = circling.circles(place, world_size, looping, out_mapping, in_mapping)
     timing = _timing(q)
@@ -243,7 +243,7 @@ def hamilton_attention_forward_causal_flash_attn_profile(
     layout: str = "BSND",
 ) -> Profiled:
     """`hamilton_attention_forward_causal_flash_attn`, and the times of this call on this rank."""
-    circling.refuse(dropout_p)
+    arguments.refuse({"dropout_p": dropout_p})
     place = Place(process_group)
     cycles = circling.circles(place, world_size, looping, out_mapping, in_mapping, source_rank_per_iter)
     timing = _timing(q)
@@ -265,7 +265,7 @@ def hamilton_attention_forward_full_flash_attn_two_nodes_profile(
     layout: str = "BSND",
 ) -> Profiled:
     """`hamilton_attention_forward_full_flash_attn_two_nodes`, and the times of this call on this rank."""
-    circling.refuse(dropout_p)
+    arguments.refuse({"dropout_p": dropout_p})
     place = Place(process_group)
     cycles = circling.nodes(place, inter_in_mapping, inter_out_mapping, out_mapping, in_mapping)
     timing = _timing(q)
@@ -286,10 +286,10 @@ def _ring(
     timing: Timing | None,
 ) -> Result:
     place, mask = Place(process_group), circling.mask(causal, window_size)
-    q, k, v = (circling.rows_first(name, one, "BSND") for name, one in zip("qkv", tensors, strict=True))
-    return circling.forward(
-        place, circling.ring_op(place.world_size), (q, k, v), placement, mask, scale, "BSND", timing
-    )
+    arguments.check(*tensors, "BSND")
+    q, k, v = (arguments.rows_first(one, "BSND") for one in tensors)
+    op = circling.ring_op(place.world_size, placement, mask)
+    return circling.forward(place, op, (q, k, v), placement, mask, scale, "BSND", timing)
 
 
 def _hamilton(
@@ -303,11 +303,13 @@ def _hamilton(
     layout: str,
     timing: Timing | None,
 ) -> Result:
-    rows = circling.rows_first("q", q, layout)
+    arguments.one_of("layout", layout, tuple(arguments.LAYOUTS))
     keys, values = (circling.joined(name, one, len(cycles), layout, is_causal) for name, one in (("k", k), ("v", v)))
+    queries = circling.viewed("q", q, layout)
+    arguments.check(queries, keys, values, "SBND")
     op, placement = circling.cycles_op(cycles), "zigzag" if is_causal else "contiguous"
     mask = circling.mask(is_causal, NO_WINDOW)
-    return circling.forward(place, op, (rows, keys, values), placement, mask, scale, layout, timing)
+    return circling.forward(place, op, (queries, keys, values), placement, mask, scale, layout, timing)
 
 
 def _timing(q: Tensor) -> Timing:

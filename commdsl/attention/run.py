@@ -94,11 +94,11 @@ def _made(
     mask = Mask(asked.left, asked.right)
     there, back = ways.pair(_schedule(asked), read_tuning(asked.tune), ranks)
     settings: dict[str, Any] = {"placement": placement, "mask": mask, "scale": asked.scale, "group": asked.group}
-    about = _words(asked, lengths, shape)
+    about = words(asked, lengths, shape)
     return Bound(there, back, {**settings, "kernel": asked.kernel, "about": about})
 
 
-def _words(asked: Asked, lengths: tuple[int, ...], shape: tuple[int, int, int, int]) -> str:
+def words(asked: Asked, lengths: tuple[int, ...], shape: tuple[int, int, int, int]) -> str:
     """What the schedule does not know and all ranks have to agree on; many documents by a digest."""
     tokens = f"{sum(lengths)} tokens"
     if len(lengths) != 1:
