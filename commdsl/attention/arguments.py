@@ -69,6 +69,8 @@ SCHEMA = (
 
 NUM_ASKED = 10
 
+AUTO = "auto"
+
 
 def refuse(others: Mapping[str, Any]) -> None:
     """Arguments that other libraries have: refused unless they say nothing."""

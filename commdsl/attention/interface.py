@@ -15,6 +15,7 @@ from commdsl.attention import arguments, torch_ops
 from commdsl.attention.arguments import Window
 from commdsl.attention.placement import Placement
 from commdsl.attention.sequence import Ends
+from commdsl.machine.errors import ArgumentError
 from commdsl.runtime import given, groups
 
 
@@ -66,7 +67,7 @@ def attention(
         if not isinstance(one, torch.Tensor):
             given.tensor("attention", one)
     left, right = arguments.distances(causal, window)
-    out, lse = _ops().sequence_attention(
+    out, lse, _ = _ops().sequence_attention(
         q,
         k,
         v,
@@ -82,7 +83,13 @@ def attention(
         arguments.one_of("layout", layout, tuple(arguments.LAYOUTS)),
         _text("kernel", kernel),
     )
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    if lse.dim() == 1:
+        raise ArgumentError(
+            f"`return_lse` is not for `{schedule}`: it exchanges heads for rows, and each rank has it of its heads"
+        )
+    return out, lse
 
 
 def _text(name: str, value: Any) -> str:

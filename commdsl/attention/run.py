@@ -7,7 +7,7 @@ with every transfer, so ranks that differ are told both sides (C964). Does not k
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ import torch
 
 from commdsl.attention import loop, ways
 from commdsl.attention import placement as placements
-from commdsl.attention.arguments import Asked, check, laid_out, read_placement, read_tuning, rows_first
+from commdsl.attention.arguments import AUTO, Asked, check, laid_out, read_placement, read_tuning, rows_first
 from commdsl.attention.masks import Mask
 from commdsl.attention.planned import Rotation
 from commdsl.attention.sequence import document_lengths
@@ -28,8 +28,6 @@ Tensor: TypeAlias = torch.Tensor
 KEPT = 256
 """So many kinds of call are remembered: each has a placement, which many documents make long."""
 
-AUTO = "auto"
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Bound:
@@ -40,24 +38,36 @@ class Bound:
     settings: dict[str, Any]  # of the loop
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, *said: Any) -> tuple[Tensor, Tensor]:
-    """The output in the layout of q, and the log-sum-exp (batch, heads, rows)."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, *said: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The output in the layout of q, the log-sum-exp (batch, heads, rows), and what else the way back is given. Where
+    heads are exchanged for rows, that has the log-sum-exp of other rows, and there is none of the own: (0).
+    """
     asked = Asked(*said)
     check(q, k, v, asked.layout)
     bound = _bound(asked, q, k, cu_seqlens)
     q, k, v = (rows_first(one, asked.layout).contiguous() for one in (q, k, v))
-    out, lse = loop.forward(bound.there, q, k, v, **bound.settings)
-    return laid_out(out, asked.layout), lse
+    out, lse, kept = loop.attended(bound.there, q, k, v, **bound.settings)
+    return laid_out(out, asked.layout), lse.new_empty(0) if kept else lse, list(kept)
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, *said: Any
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kept: Sequence[Tensor],
+    cu_seqlens: Tensor | None,
+    *said: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, in their layout."""
     asked = Asked(*said)
     bound = _bound(asked, q, k, cu_seqlens)
     dout, q, k, v, out = (rows_first(one, asked.layout).contiguous() for one in (dout, q, k, v, out))
-    dq, dk, dv = loop.backward(bound.back(), dout, q, k, v, out, lse.contiguous(), **bound.settings)
+    dq, dk, dv = loop.backward(bound.back(), dout, q, k, v, out, lse.contiguous(), kept, **bound.settings)
     return laid_out(dq, asked.layout), laid_out(dk, asked.layout), laid_out(dv, asked.layout)
 
 
@@ -92,7 +102,7 @@ def _made(
 ) -> Bound:
     placement = placements.placed(read_placement(asked.placement), ranks, lengths)
     mask = Mask(asked.left, asked.right)
-    there, back = ways.pair(_schedule(asked), read_tuning(asked.tune), ranks)
+    there, back = ways.pair(_schedule(asked), read_tuning(asked.tune), mask, placement)
     settings: dict[str, Any] = {"placement": placement, "mask": mask, "scale": asked.scale, "group": asked.group}
     about = words(asked, lengths, shape)
     return Bound(there, back, {**settings, "kernel": asked.kernel, "about": about})

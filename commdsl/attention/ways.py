@@ -18,10 +18,12 @@ import numpy as np
 import torch
 
 from commdsl import compiler
+from commdsl.attention.masks import Mask
 from commdsl.attention.merge import wide
+from commdsl.attention.placement import Placement
 from commdsl.attention.planned import Rotation
 from commdsl.ir.held import Held
-from commdsl.language.syntax import ScheduleDecl
+from commdsl.language.syntax import BufferDecl, ScheduleDecl
 from commdsl.machine import resources
 from commdsl.machine.errors import ArgumentError, NotFoundError
 from commdsl.machine.resources import SUFFIX
@@ -32,6 +34,7 @@ from commdsl.runtime.timing import Timing
 
 PREFIX = "attention_"
 BACK = "_backward"
+ZIGZAG = "zigzag"
 _PARAM = re.compile(r"\s+(\w+)=(-?\d+)$")
 
 
@@ -56,16 +59,38 @@ def read(text: str) -> Way:
     return Way(shipped(place) or place, tuple(sorted(params)))
 
 
+def fitted(way: Way, mask: Mask, placement: Placement) -> Way:
+    """With the parameters that it did not say and that follow from the mask: of shipped schedules, what is sent."""
+    if not way.is_shipped:
+        return way
+    half = max(sum(placement.rows(rank) for rank in range(placement.ranks)) // (2 * placement.ranks), 1)
+    most = 2 * placement.ranks
+    before, after = (most if side is None else min(-(-side // half), most) for side in (mask.left, mask.right))
+    follow = {"causal": int(mask.right == 0 and placement.name == ZIGZAG), "B": before, "A": after}
+    known = {param.name.text for param in declared(way.place).params}
+    said = {**{name: value for name, value in follow.items() if name in known}, **dict(way.params)}
+    return Way(way.place, tuple(sorted(said.items())))
+
+
 def shipped(name: str) -> str | None:
     """The whole name of a shipped schedule, also without the `attention_` that all of them begin with."""
     return next((one for one in (PREFIX + name, name) if resources.shipped_file(one) is not None), None)
 
 
-def parameters(place: str) -> frozenset[str]:
-    """What parameters a schedule has."""
+@lru_cache(maxsize=64)
+def declared(place: str) -> ScheduleDecl:
+    """A schedule as it is written. Raises NotFoundError, CommError."""
     file, name = resources.split_place(place)
-    decl = compiler.choose_kind(compiler.read(find(file)), name, ScheduleDecl)
-    return frozenset(param.name.text for param in decl.params)
+    return compiler.choose_kind(compiler.read(find(file)), name, ScheduleDecl)
+
+
+def blocks_of_heads(text: str, ranks: int) -> int:
+    """How many ranks share the heads, where a schedule takes queries to exchange heads for rows; 0 of all others."""
+    way = read(text)
+    if ranks == 1 or not any(isinstance(one, BufferDecl) and one.name.text == "q" for one in declared(way.place).body):
+        return 0
+    op = load(way.place, params=dict(way.params), ranks=ranks)
+    return next(port.blocks for port in op.program(ranks).signature.inputs if port.name == "q")
 
 
 def ops(way: Way, tune: Mapping[str, int | str], ranks: int) -> tuple[Rotation, Callable[[], Rotation]]:
@@ -74,7 +99,7 @@ def ops(way: Way, tune: Mapping[str, int | str], ranks: int) -> tuple[Rotation, 
 
     def back() -> Rotation:
         place = _back(way, there.program(ranks).plan.name)
-        known = parameters(place)
+        known = {param.name.text for param in declared(place).params}
         params = {name: value for name, value in way.params if name in known}
         return load(place, params=params, ranks=ranks, tune=tune)
 
@@ -127,12 +152,14 @@ class Alone:
 ALONE = Alone()
 
 
-def pair(text: str, tune: Mapping[str, int | str], ranks: int) -> tuple[Rotation, Callable[[], Rotation]]:
+def pair(
+    text: str, tune: Mapping[str, int | str], mask: Mask, placement: Placement
+) -> tuple[Rotation, Callable[[], Rotation]]:
     """The ops of both ways, of a schedule by its name; on one rank nothing is loaded."""
-    if ranks == 1:
+    if placement.ranks == 1:
         return ALONE, lambda: ALONE
     try:
-        return ops(read(text), tune, ranks)
+        return ops(fitted(read(text), mask, placement), tune, placement.ranks)
     except NotFoundError as error:
         known = ", ".join(sorted(path.stem.removeprefix(PREFIX) for path in _shipped()))
         raise ArgumentError(f'`schedule` is "auto", {known}, or the path of a file: {error}') from error
