@@ -13,7 +13,7 @@ SOURCE = {  # the text that was proved, and what it uses
 # With causal = 1 later ranks are sent front halves alone, as zigzag placement wants it: 3/4 of the bytes.
 schedule attention_direct(K = 1, causal = 0) for P ranks where P >= 2 and K >= 1 and K < P {
   input k[2 blocks, K blocks]                  # the front half of a rank's rows and the back half, in K pieces each
-  input v[2 blocks, K blocks]
+  input v[2 blocks, K blocks] like k
   scratch kc[2 blocks, K blocks]               # what visits now
   scratch vc[2 blocks, K blocks]
   ensure rotation(k -> kc, v -> vc) each r, q, h in 0 ..< 2 where causal == 0 or h == 0 or q >= r

@@ -12,7 +12,7 @@ SOURCE = {  # the text that was proved, and what it uses
 # Each way P - 1 hops; P - 1 sums in the order of the steps, beside the owner's own part: the same bits in every run.
 schedule attention_direct_backward(K = 1, causal = 0) for P ranks where P >= 2 and K >= 1 and K < P {
   input k[2 blocks, K blocks]
-  input v[2 blocks, K blocks]
+  input v[2 blocks, K blocks] like k
   output dk[2 blocks, K blocks] float32 like k
   output dv[2 blocks, K blocks] float32 like v
   scratch kc[2 blocks, K blocks]               # what visits now

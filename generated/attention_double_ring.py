@@ -13,7 +13,7 @@ SOURCE = {  # the text that was proved, and what it uses
 # With causal = 1 what later ranks do not attend to stays away, as zigzag placement wants it: 3/4 of the bytes.
 schedule attention_double_ring(m = min(gpus, P / 2), causal = 0) for P ranks where m >= 2 and P % m == 0 and P > m {
   inout k[2 blocks, m - 1 blocks]              # the front half of a rank's rows and the back half, in m - 1 pieces each
-  inout v[2 blocks, m - 1 blocks]
+  inout v[2 blocks, m - 1 blocks] like k
   scratch kc[2 blocks, m - 1 blocks]           # what visits from within the node
   scratch vc[2 blocks, m - 1 blocks]
   scratch kn[2 blocks, m - 1 blocks]           # what comes from the next node, piece by piece

@@ -14,7 +14,7 @@ SOURCE = {  # the text that was proved, and what it uses
 # owner's own node waits; summed in the order of the steps, so the same bits in every run.
 schedule attention_double_ring_backward(m = min(gpus, P / 2)) for P ranks where m >= 2 and P % m == 0 and P > m {
   inout k[2 blocks, m - 1 blocks]
-  inout v[2 blocks, m - 1 blocks]
+  inout v[2 blocks, m - 1 blocks] like k
   output dk[2 blocks, m - 1 blocks] float32 like k
   output dv[2 blocks, m - 1 blocks] float32 like v
   scratch kc[2 blocks, m - 1 blocks]           # what visits from within the node

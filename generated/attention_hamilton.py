@@ -13,7 +13,7 @@ SOURCE = {  # the text that was proved, and what it uses
 schedule attention_hamilton(K = P - 1) for P ranks where P >= 2 and P != 4 and P != 6 and K >= 1 and K < P {
   cycles C = hamilton(P)
   inout k[2 blocks, K blocks]                  # the front half of a rank's rows and the back half, in K pieces each
-  inout v[2 blocks, K blocks]
+  inout v[2 blocks, K blocks] like k
   ensure rotation(k, v)
 
   yield attend(k, v)                           # the caller attends to what is here while the next hop travels

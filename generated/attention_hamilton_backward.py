@@ -14,7 +14,7 @@ SOURCE = {  # the text that was proved, and what it uses
 schedule attention_hamilton_backward(K = P - 1) for P ranks where P >= 2 and P != 4 and P != 6 and K >= 1 and K < P {
   cycles C = hamilton(P)
   inout k[2 blocks, K blocks]
-  inout v[2 blocks, K blocks]
+  inout v[2 blocks, K blocks] like k
   output dk[2 blocks, K blocks] float32 like k
   output dv[2 blocks, K blocks] float32 like v
   scratch ak[2 blocks, K blocks]               # the sum of what earlier ranks found about what visits now

@@ -13,7 +13,7 @@ SOURCE = {  # the text that was proved, and what it uses
 schedule attention_paths(m = min(gpus, P / 2)) for P ranks where m >= 2 and m % 2 == 0 and P % m == 0 and P > m {
   cycles C = paths(m, P / m)
   inout k[2 blocks, m blocks]                  # the front half of a rank's rows and the back half, in m pieces each
-  inout v[2 blocks, m blocks]
+  inout v[2 blocks, m blocks] like k
   ensure rotation(k, v)
 
   yield attend(k, v)                           # the caller attends to what is here while the next hop travels

@@ -14,7 +14,7 @@ SOURCE = {  # the text that was proved, and what it uses
 schedule attention_paths_backward(m = min(gpus, P / 2)) for P ranks where m >= 2 and m % 2 == 0 and P % m == 0 and P > m {
   cycles C = paths(m, P / m)
   inout k[2 blocks, m blocks]
-  inout v[2 blocks, m blocks]
+  inout v[2 blocks, m blocks] like k
   output dk[2 blocks, m blocks] float32 like k
   output dv[2 blocks, m blocks] float32 like v
   scratch ak[2 blocks, m blocks]               # the sum of what earlier ranks found about what visits now

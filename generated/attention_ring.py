@@ -13,7 +13,7 @@ SOURCE = {  # the text that was proved, and what it uses
 # With causal = 1 a back half goes no further than rank 0: 3/4 of the bytes in all, and as many over the link from rank 1 to rank 0.
 schedule attention_ring(causal = 0) for P ranks where P >= 2 {
   inout k[2 blocks]                            # the front half of a rank's rows, and the back half
-  inout v[2 blocks]
+  inout v[2 blocks] like k
   ensure rotation(k, v) each r, q, h in 0 ..< 2 where causal == 0 or h == 0 or q >= r
 
   yield attend(k, v)                           # the caller attends to what is here while the next hop travels

@@ -13,7 +13,7 @@ SOURCE = {  # the text that was proved, and what it uses
 # the ring, so the same bits in every run.
 schedule attention_ring_backward for P ranks where P >= 2 {
   inout k[2 blocks]
-  inout v[2 blocks]
+  inout v[2 blocks] like k
   output dk[2 blocks] float32 like k
   output dv[2 blocks] float32 like v
   scratch ak[2 blocks]                         # the sum of what earlier ranks found about what visits now

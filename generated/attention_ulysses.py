@@ -13,7 +13,7 @@ SOURCE = {  # the text that was proved, and what it uses
 schedule attention_ulysses for P ranks where P >= 2 {
   input q[P blocks]                            # block d: of this rank's rows the heads of rank d
   input k[P blocks]
-  input v[P blocks]
+  input v[P blocks] like k
   output o[P blocks] like q
   scratch qh[P blocks]                         # block p: of this rank's heads the rows of rank p
   scratch kh[P blocks]

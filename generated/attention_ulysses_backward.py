@@ -14,7 +14,7 @@ schedule attention_ulysses_backward for P ranks where P >= 2 {
   input g[P blocks]                            # the gradient of the result; block d: the heads of rank d
   input qh[P blocks]                           # as the forward visit had them; block p: the rows of rank p
   input kh[P blocks]
-  input vh[P blocks]
+  input vh[P blocks] like kh
   output dq[P blocks] like g
   output dk[P blocks] like kh
   output dv[P blocks] like vh

@@ -14,7 +14,7 @@ SOURCE = {  # the text that was proved, and what it uses
 schedule attention_ulysses_ring(U = min(gpus, P / 2)) for P ranks where U >= 2 and P % U == 0 and P > U {
   input q[U blocks]                            # block d: of this rank's rows the heads of rank d of the group
   input k[U blocks]
-  input v[U blocks]
+  input v[U blocks] like k
   output o[U blocks] like q
   scratch qh[U blocks]                         # block p: of this rank's heads the rows of rank p of the group
   scratch kh[U blocks]                         # ... of a group

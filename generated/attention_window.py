@@ -13,7 +13,7 @@ SOURCE = {  # the text that was proved, and what it uses
 # (B + A) / 2 n bytes per port, whatever P is.
 schedule attention_window(B = 2, A = 0) for P ranks where P >= 2 and B >= 0 and A >= 0 {
   input k[2 blocks]                            # the first half of a rank's rows, and the second
-  input v[2 blocks]
+  input v[2 blocks] like k
   scratch kc[2 blocks]                         # what visits now
   scratch vc[2 blocks]
   ensure rotation(k -> kc, v -> vc) each r, q, h in 0 ..< 2 where 2 * r - (2 * q + h) <= B and 2 * q + h - (2 * r + 1) <= A

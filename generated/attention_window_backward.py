@@ -12,7 +12,7 @@ SOURCE = {  # the text that was proved, and what it uses
 # Each way (B + 1) / 2 + (A + 1) / 2 hops; summed in the order of the steps, so the same bits in every run.
 schedule attention_window_backward(B = 2, A = 0) for P ranks where P >= 2 and B >= 0 and A >= 0 {
   input k[2 blocks]
-  input v[2 blocks]
+  input v[2 blocks] like k
   output dk[2 blocks] float32 like k
   output dv[2 blocks] float32 like v
   scratch kc[2 blocks]

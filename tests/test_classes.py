@@ -329,7 +329,7 @@ def test_refused() -> None:
     refused("takes 2 tensors, got 1", carry, x)
     refused("`acc` is torch.float64, it is declared torch.float32", behind, x, x.double())
     refused(r"equally long, got \(3,\) and \(4,\)", same, x, torch.ones(3))
-    refused("reduces float32, .*, not torch.float8_e5m2", same, x, x.to(torch.float8_e5m2))
+    refused("reduces float32, .*, not torch.float8_e5m2", same, *2 * [x.to(torch.float8_e5m2)])
 
 
 @pytest.mark.parametrize(("long", "element"), [(9, torch.float32), (8, torch.float64)])

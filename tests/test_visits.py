@@ -397,6 +397,28 @@ def test_buffers_that_move_alike_share_a_kernel(tmp_path: Path) -> None:
     in_group(3, body)
 
 
+def test_what_is_made_of_the_same_travels_together() -> None:
+    """Keys, and values declared to be like them, are one launch; what a function has made goes in another, behind it.
+    Values of another length or type are refused before anything is sent.
+    """
+    plan = compiler.check(FOLDER / "attention_ring_backward.comm", ranks=4).visits
+    assert plan is not None
+    assert [described(phase, number) for number, phase in enumerate(launches(plan))] == [
+        "launch 0 of attention_ring_backward_segment1: k 0, v 0 -> k 1, v 1",
+        "launch 1 of attention_ring_backward_segment1: k 1, v 1 -> k 2, v 2",
+        "launch 2 of attention_ring_backward_segment1: ak 1, av 1 -> ak 2, av 2  after visit 1",
+        "launch 3 of attention_ring_backward_segment1: k 2, v 2 -> k 1, v 1",
+        "launch 4 of attention_ring_backward_segment2: ak 2, av 2, pk 1, pv 1 -> ak 1, av 1  after visit 2",
+        "launch 5 of attention_ring_backward_segment3: dk 1, dv 1, ak 1, av 1, pk 2, pv 2 -> dk 2, dv 2, ak 2, av 2  "
+        "after visit 3",
+    ]
+    op = commdsl.load("attention_ring", ranks=2)
+    (group, _) = commdsl.threads(2)
+    for other in (torch.ones(8, dtype=torch.float64), torch.ones(10)):
+        with pytest.raises(commdsl.Error, match=r"`v` is torch.float64, `k` torch.float32|equally long, got"):
+            op.visit(torch.ones(8), other, lambda number, k, v: None, group=group)
+
+
 def test_stacked_and_visited() -> None:
     """The op without a function returns its yields stacked, as ever, beside calls with one."""
     op = commdsl.load("rotation_ring", ranks=2)

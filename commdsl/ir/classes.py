@@ -100,10 +100,10 @@ def _typed(buffers: tuple[Buffer, ...], moved: tuple[int, ...], of: int, seen: f
     """The type of a class: the one declared, or else that of what is given, or else that of the class it is like."""
     members = [number for number, group in enumerate(moved) if group == of]
     element = next((buffers[number].element for number in members if buffers[number].element), None)
-    given = next((buffers[number].name for number in members if buffers[number].kind in GIVEN), None)
-    if element is not None or given is not None:
-        return Unit("", element, given or "")
-    for number in members:
+    given = next((number for number in members if buffers[number].kind in GIVEN), None)
+    if element is not None or (given is not None and buffers[given].like is None):
+        return Unit("", element, "" if given is None else buffers[given].name)
+    for number in members if given is None else [given]:
         like = next((at for at, buffer in enumerate(buffers) if buffer.name == buffers[number].like), None)
         if like is not None and moved[like] not in {*seen, of}:
             return _typed(buffers, moved, moved[like], seen | {of})

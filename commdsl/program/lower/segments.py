@@ -3,9 +3,10 @@
 Assumes a schedule that passed the checks, without tasks. Does not lower anything.
 
 Buffers that nothing moves between are segments of their own: one that does not need what the caller computes need not
-wait for it. Whatever lives across a yield is at home in the rank's own memory there: an `input` of the segments that
-read it, an `output` of those that write it anew, `inout` where something of it stays that is read later. A `scratch`
-buffer of one segment alone stays what it is.
+wait for it. Where neither does, or both do, and their blocks are of one length and type, they are one. Whatever lives
+across a yield is at home in the rank's own memory there: an `input` of the segments that read it, an `output` of those
+that write it anew, `inout` where something of it stays that is read later. A `scratch` buffer of one segment alone
+stays what it is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.classes import Unit, units
 from commdsl.ir.held import Origins, first_chunks, handed, place
 from commdsl.ir.schedules import Buffer, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
@@ -42,7 +44,7 @@ Part: TypeAlias = Segment | Yield
 
 def parts(schedule: Schedule) -> Iterator[Part]:
     """Yields, and the segments between them that move anything."""
-    runs = list(_runs(schedule))
+    runs = list(_runs(schedule, tuple(units(schedule).values())))
     homes = _users(runs)
     kept = iter(_kept(schedule))
     stays = next(kept)
@@ -57,7 +59,7 @@ def parts(schedule: Schedule) -> Iterator[Part]:
             filled |= _written(run)
 
 
-def _runs(schedule: Schedule) -> Iterator[tuple[Step, ...] | Yield]:
+def _runs(schedule: Schedule, made_of: tuple[Unit | None, ...]) -> Iterator[tuple[Step, ...] | Yield]:
     steps: list[Step] = []
     fresh: set[int] = set()
     for step in schedule.steps:
@@ -65,12 +67,12 @@ def _runs(schedule: Schedule) -> Iterator[tuple[Step, ...] | Yield]:
             case Step():
                 steps.append(step)
             case Yield():
-                yield from _apart(steps, fresh)
+                yield from _apart(steps, fresh, made_of)
                 yield step
                 steps, fresh = [], {*step.writes}
             case Task():
                 raise InternalError(f"`{schedule.name}` has a task, yet passed the checks")
-    yield from _apart(steps, fresh)
+    yield from _apart(steps, fresh, made_of)
 
 
 def _kept(schedule: Schedule) -> list[frozenset[int]]:
@@ -116,15 +118,20 @@ def _with_any(places: NDArray[np.bool_], first: Origins) -> frozenset[int]:
     return frozenset(number for number, any_ in enumerate(found) if any_)
 
 
-def _apart(steps: list[Step], fresh: set[int]) -> Iterator[tuple[Step, ...]]:
-    """The steps by the buffers they touch, those first that touch nothing `fresh`."""
+def _apart(steps: list[Step], fresh: set[int], made_of: tuple[Unit | None, ...]) -> Iterator[tuple[Step, ...]]:
+    """The steps by the buffers they touch, those first that touch nothing `fresh`; buffers made of the same together,
+    as a launch can have both.
+    """
     together: list[set[int]] = []
     for moves in (one for step in steps for one in step.moves if len(one.actor)):
         joined = {moves.source_buffer, moves.dest_buffer}.union(*(
             one for one in together if one & {moves.source_buffer, moves.dest_buffer}
         ))  # fmt: skip
         together = [*(one for one in together if not one & joined), joined]
-    for buffers in sorted(together, key=lambda one: (bool(one & fresh), min(one))):
+    alike: dict[tuple[bool, Unit | None], set[int]] = {}
+    for one in sorted(together, key=min):
+        alike.setdefault((bool(one & fresh), made_of[min(one)]), set()).update(one)
+    for buffers in sorted(alike.values(), key=lambda one: (bool(one & fresh), min(one))):
         mine = (replace(step, moves=tuple(m for m in step.moves if m.dest_buffer in buffers)) for step in steps)
         yield tuple(step for step in mine if any(len(moves.actor) for moves in step.moves))
 
