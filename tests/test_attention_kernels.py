@@ -20,6 +20,8 @@ CAUSAL = Call((0, 16), (0, 16), None, 0)
 BAND = Call((0, 12), (0, 20), 5, 3)
 LATE = Call((2, 12), (3, 9), None, 4)
 PACKED = Call((1, 4, 9), (2, 8, 13), None, None)
+GAPS = Call((1, 4, 6, 6, 9), (2, 8, 8, 10, 13), None, 0)
+"""Two queries beside no keys, then two keys beside no queries."""
 CPU = torch.device("cpu")
 
 
@@ -37,7 +39,8 @@ def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale:
         scores = (q[:, head] @ k[:, head // serves].T) * scale
         scores = scores.masked_fill(~seen, -torch.inf)[call.queries[0] : call.queries[-1]]
         lse.append(torch.logsumexp(scores, 1))
-        out.append(torch.softmax(scores, 1) @ v[:, head // serves])
+        share = torch.exp(scores - lse[-1].masked_fill(lse[-1] == -torch.inf, 0)[:, None])
+        out.append(share @ v[:, head // serves])
     return [torch.stack(out, 1), torch.stack(lse)]
 
 
@@ -49,7 +52,9 @@ def given(call: Call, heads: int, of_keys: int, dim: int, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
-@pytest.mark.parametrize("call", [FULL, CAUSAL, BAND, LATE, PACKED], ids=["full", "causal", "band", "late", "packed"])
+@pytest.mark.parametrize(
+    "call", [FULL, CAUSAL, BAND, LATE, PACKED, GAPS], ids=["full", "causal", "band", "late", "packed", "gaps"]
+)
 @pytest.mark.parametrize(
     ("kernel", "dtype", "bound"),
     [

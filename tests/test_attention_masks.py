@@ -142,6 +142,18 @@ def test_packed_documents_are_packed_calls(mask: Mask) -> None:
         assert all(len(call.queries) > 4 for call in found)
 
 
+def test_short_documents_leave_gaps() -> None:
+    """Of documents with fewer tokens than parts a rank has some: those between which few rows lie are one call all the
+    same, and queries of documents that no visitor has are sequences without keys.
+    """
+    lengths = np.random.default_rng(0).integers(1, 50, 300).tolist()
+    placement = zigzag(8, lengths)
+    for other in range(8):
+        found = check(CAUSAL, rows_of(placement, 3), rows_of(placement, other))
+        assert len(found) <= 8
+    assert any(call.has_gaps for call in found)
+
+
 def test_pieces_of_other_ranks() -> None:
     """Of pieces whose origins are mixed, what lies together is one call: here rank 0, then 2 and 3, twice."""
     placement = zigzag(4, [96])

@@ -15,7 +15,7 @@ import torch
 
 from commdsl.attention.kernel import Kernel, Ready, Shape, Tensors
 from commdsl.attention.masks import Call
-from commdsl.attention.torch_kernels import FLASH, bounds
+from commdsl.attention.torch_kernels import FLASH, bounds, known
 
 MODULES = {"flash2": "flash_attn.flash_attn_interface", "flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}
 
@@ -56,7 +56,7 @@ def _packed(ready: Ready) -> dict[str, Any]:
 def _forward_2(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ready: Ready, scale: float) -> Tensors:
     run = _named("flash2", "_flash_attn_forward" if ready.cuts is None else "_flash_attn_varlen_forward")
     out, lse, *_ = run(*_batched(ready, q, k, v), **_packed(ready), **_options_2(ready, scale), return_softmax=False)
-    return _single(ready, out, lse)
+    return _single(ready, out, known(ready, lse))
 
 
 def _backward_2(
@@ -102,7 +102,7 @@ def _forward_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ready: Ready, 
         window_size_left=left,
         window_size_right=right,
     )
-    return _single(ready, out, lse)
+    return _single(ready, out, known(ready, lse))
 
 
 def _backward_3(
@@ -138,7 +138,7 @@ def _backward_3(
 def _forward_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ready: Ready, scale: float) -> Tensors:
     run = _named("flash4", "_flash_attn_fwd")
     out, lse, *_ = run(*_batched(ready, q, k, v), **_packed(ready), **_options_4(ready, scale), return_lse=True)
-    return _single(ready, out, lse)
+    return _single(ready, out, known(ready, lse))
 
 
 def _backward_4(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -79,9 +78,8 @@ def suited(kernel: Kernel, shape: Shape, calls: Iterable[Call]) -> tuple[Call, .
 
 
 def apart(call: Call) -> list[Call]:
-    """Each sequence of a packed call by itself."""
-    pairs = zip(pairwise(call.queries), pairwise(call.keys), strict=True)
-    return [Call(queries, keys, call.left, call.right) for queries, keys in pairs]
+    """Each sequence of a packed call by itself, unless it is empty."""
+    return [Call((first, end), (key, key_end), call.left, call.right) for first, end, key, key_end, *_ in call.admits()]
 
 
 def _named(name: str, machine: Machine, shape: Shape, calls: Sequence[Call]) -> Kernel:

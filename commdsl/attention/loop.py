@@ -210,7 +210,7 @@ class _Way:
         sums = list(places)
         if any(not into.is_first for work in works for into in work.into_keys):  # else nothing is rounded twice
             sums = [one if one.dtype in WIDE else torch.empty_like(one, dtype=torch.float32) for one in places]
-        for rows in () if is_more else plan.visits.unseen[number]:
+        for rows in () if is_more else plan.unseen[number]:
             for one in sums:
                 one[rows] = 0
         for work in works:

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
+MAX_GAP = 256
+"""So many rows may lie between sequences of a call: they cost time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mask:
@@ -45,6 +48,7 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class Call:
     """Sequences of queries, each beside a sequence of keys: the rows between one cut and the next, of both tensors.
+    Either may be empty; queries beside no keys are zeros, with a log-sum-exp of -inf.
 
     Of a sequence of m queries and n keys, query i sees the keys j with -left <= j - i - (n - m) <= right: the last
     query's own key is the last one, as flash attention counts windows. None: no bound.
@@ -62,7 +66,8 @@ class Call:
     @property
     def is_causal(self) -> bool:
         """Whether it is a lower triangle, of as many keys as queries: what every kernel calls causal."""
-        square = all(m == n for m, n in zip(_lengths(self.queries), _lengths(self.keys), strict=True))
+        pairs = zip(_lengths(self.queries), _lengths(self.keys), strict=True)
+        square = all(m == n for m, n in pairs if m and n)
         return self.left is None and self.right == 0 and square
 
     @property
@@ -70,9 +75,18 @@ class Call:
         """Whether it has several sequences."""
         return len(self.queries) > 2
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether it has queries beside no keys."""
+        return 0 in _lengths(self.keys)
+
     def admits(self) -> Iterator[tuple[int, int, int, int, int | None, int | None]]:
-        """Each sequence: its queries, its keys, and bounds of j - i, the distance of rows counted from its first."""
+        """Each sequence that is not empty: its queries, its keys, and the least and the most that j - i may be, of rows
+        counted from its first ones.
+        """
         for (first, end), (key, key_end) in zip(pairwise(self.queries), pairwise(self.keys), strict=True):
+            if first == end or key == key_end:
+                continue
             shift = (key_end - key) - (end - first)
             low = None if self.left is None else shift - self.left
             high = None if self.right is None else shift + self.right
@@ -234,25 +248,44 @@ def _span(rows: Sequence[Rows], first: int, count: int) -> tuple[int, int]:
 
 
 def _packed(found: list[Call]) -> list[Call]:
-    """Calls of like bounds as one, where the queries of one begin where those of another end, and so do its keys."""
+    """Calls of like bounds as one, where the queries of one begin where those of another end, and so do its keys, or
+    close behind: what lies between is a sequence without keys, and one without queries.
+    """
     by_bounds: dict[tuple[int | None, int | None, bool], list[Call]] = {}
     for call in found:
         by_bounds.setdefault((call.left, call.right, call.is_causal), []).append(call)
     made: list[Call] = []
-    for calls_alike in by_bounds.values():
-        ends: dict[tuple[int, int], int] = {}  # of calls made, by where they end
-        for call in sorted(calls_alike, key=lambda call: (call.queries, call.keys)):
-            number = ends.pop((call.queries[0], call.keys[0]), None)
-            if number is None:
-                made.append(call)
-                number = len(made) - 1
+    for alike in by_bounds.values():
+        chains: list[list[Call]] = []
+        for call in sorted(alike, key=lambda call: (call.queries, call.keys)):
+            behind = [(_gap(chain[-1], call), number) for number, chain in enumerate(chains)]
+            gap, number = min(((gap, number) for gap, number in behind if gap is not None), default=(None, 0))
+            if gap is None:
+                chains.append([call])
             else:
-                before = made[number]
-                made[number] = replace(
-                    before, queries=before.queries + call.queries[1:], keys=before.keys + call.keys[1:]
-                )
-            ends[call.queries[-1], call.keys[-1]] = number
+                chains[number].append(call)
+        made += [_chained(chain) for chain in chains]
     return made
+
+
+def _gap(before: Call, call: Call) -> int | None:
+    """The rows between two calls; None where they do not follow each other closely."""
+    queries, keys = call.queries[0] - before.queries[-1], call.keys[0] - before.keys[-1]
+    return queries + keys if 0 <= queries <= MAX_GAP and 0 <= keys <= MAX_GAP else None
+
+
+def _chained(chain: Sequence[Call]) -> Call:
+    queries, keys = list(chain[0].queries), list(chain[0].keys)
+    for call in chain[1:]:
+        if call.queries[0] > queries[-1]:
+            queries.append(call.queries[0])
+            keys.append(keys[-1])
+        if call.keys[0] > keys[-1]:
+            queries.append(queries[-1])
+            keys.append(call.keys[0])
+        queries += call.queries[1:]
+        keys += call.keys[1:]
+    return replace(chain[0], queries=tuple(queries), keys=tuple(keys))
 
 
 def _lengths(cuts: tuple[int, ...]) -> list[int]:

@@ -93,15 +93,15 @@ class Layout:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Visits:
-    """All visits of one rank: the calls of each, of rows of queries and rows of the visiting buffer; and the rows of
-    the visitors that no call of the visit has.
+    """All visits of one rank: the calls of each, of rows of queries and rows of the visiting buffer; and of each the
+    rows of that buffer that visit, empty ones among them.
     """
 
     layout: Layout
     home: slice  # the rank's own rows in such a buffer, or of heads in each block
     query_rows: int
     calls: tuple[tuple[Call, ...], ...]
-    unseen: tuple[tuple[slice, ...], ...]
+    fresh: tuple[tuple[slice, ...], ...]
 
 
 def layout_of(name: str, held: Sequence[Held], placement: Placement, by_heads: bool) -> Layout:
@@ -125,13 +125,13 @@ def visits(name: str, held: Sequence[Held], placement: Placement, mask: Mask, ra
     queries = _queries(layout, held, rank)
     pieces: dict[int, list[list[Rows]]] = {}
     made = []
-    unseen = []
+    fresh = []
     for one in held:
         origin = one.origin[layout.keys][rank]
         made.append(calls(mask, queries, _handed(layout, pieces, origin)))
-        unseen.append(tuple(_unseen(layout, origin, made[-1])))
+        fresh.append(tuple(stretches(np.repeat(origin[:, 0] >= 0, layout.rows))))
     first, rows = layout.first(rank), placement.rows(rank)
-    return Visits(layout, slice(first, first + rows), layout.all_rows if by_heads else rows, tuple(made), tuple(unseen))
+    return Visits(layout, slice(first, first + rows), layout.all_rows if by_heads else rows, tuple(made), tuple(fresh))
 
 
 def _queries(layout: Layout, held: Sequence[Held], rank: int) -> list[Rows]:
@@ -150,14 +150,6 @@ def _handed(layout: Layout, pieces: dict[int, list[list[Rows]]], origin: NDArray
                 pieces[rank] = layout.pieces(rank)
             for one in pieces[rank][chunk]:
                 yield replace(one, offset=number * layout.rows + one.offset)
-
-
-def _unseen(layout: Layout, origin: NDArray[np.int32], made: Sequence[Call]) -> list[slice]:
-    """Stretches of rows that visit and that no query sees; empty rows among them."""
-    blank = np.repeat(origin[:, 0] >= 0, layout.rows)
-    for call in made:
-        blank[call.keys[0] : call.keys[-1]] = False
-    return stretches(blank)
 
 
 def as_kept(held: Sequence[Held], kept: Sequence[str]) -> list[Held]:

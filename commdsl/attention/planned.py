@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from commdsl.attention import kernels
 from commdsl.attention.kernel import Kernel, Ready, Shape, ready
 from commdsl.attention.masks import Mask
-from commdsl.attention.pieces import Visits, as_kept, visits
+from commdsl.attention.pieces import Visits, as_kept, stretches, visits
 from commdsl.attention.placement import Placement
 from commdsl.runtime import groups
 from commdsl.runtime.errors import GroupError, TensorError
@@ -66,6 +66,7 @@ class Plan:
     visits: Visits
     kernel: Kernel
     works: tuple[tuple[Work, ...], ...]
+    unseen: tuple[tuple[slice, ...], ...]  # rows that visit, and that no call of the visit has
     query_rows: tuple[slice, ...]  # each that a call has
 
 
@@ -149,17 +150,21 @@ def _made(
     found = _visits(op, name, rank, placement, mask)
     asked = [call for made in found.calls for call in made]
     chosen = kernels.chosen(kernel, kernels.here(device), shape, asked, backward)
-    works = []
-    for made in found.calls:
+    works, unseen = [], []
+    for made, fresh in zip(found.calls, found.fresh, strict=True):
         keys = np.zeros(found.layout.all_rows, np.bool_)
         of_visit = []
         for call in kernels.suited(chosen, shape, made):
             one = ready(call, device)
             of_visit.append(Work(one, _into(keys, one.keys)))
         works.append(tuple(of_visit))
+        blank = np.zeros_like(keys)
+        for rows in fresh:
+            blank[rows] = ~keys[rows]
+        unseen.append(tuple(stretches(blank)))
     distinct = {(work.ready.queries.start, work.ready.queries.stop) for made in works for work in made}
-    rows = tuple(slice(*pair) for pair in sorted(distinct))
-    return Plan(found, chosen, tuple(works), rows)
+    query_rows = tuple(slice(*pair) for pair in sorted(distinct))
+    return Plan(found, chosen, tuple(works), tuple(unseen), query_rows)
 
 
 def _into(touched: NDArray[np.bool_], rows: slice) -> tuple[Into, ...]:

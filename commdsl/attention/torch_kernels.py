@@ -27,7 +27,7 @@ def _plain_refuses(shape: Shape, call: Call) -> str:
 
 def _plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ready: Ready, scale: float) -> Tensors:
     q, k, v = (_wide(one) for one in (q, k, v))
-    out, lse = torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]))
+    out, lse = torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), -torch.inf)
     for queries, keys, hidden in _sequences(ready, q.device):
         scores = _scores(q[queries], k[keys], hidden, scale)
         part = torch.logsumexp(scores, -1, keepdim=True)
@@ -47,7 +47,7 @@ def _plain_backward(
     scale: float,
 ) -> Tensors:
     dout, q, k, v, out = (_wide(one) for one in (dout, q, k, v, out))
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     delta = (dout * out).sum(-1).T
     for queries, keys, hidden in _sequences(ready, q.device):
         grouped = _grouped(q[queries], k), _grouped(dout[queries], k)
@@ -65,7 +65,7 @@ def _wide(one: torch.Tensor) -> torch.Tensor:
 
 
 def _sequences(ready: Ready, device: torch.device) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """The rows of each sequence, and which keys a query does not see."""
+    """The rows of each sequence that is not empty, and which keys a query does not see."""
     call = ready.call
     for first, end, key, key_end, low, high in call.admits():
         hidden: torch.Tensor | None = None
@@ -190,7 +190,12 @@ def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ready: Rea
     if ready.cuts is None:
         q, k, v = (one.unsqueeze(0) for one in (q, k, v))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *arguments, False, **named)
-    return (out, lse) if ready.cuts is not None else (out.squeeze(0), lse.squeeze(0))
+    return (out, known(ready, lse)) if ready.cuts is not None else (out.squeeze(0), lse.squeeze(0))
+
+
+def known(ready: Ready, lse: torch.Tensor) -> torch.Tensor:
+    """Of queries beside no keys flash attention says inf, not -inf."""
+    return lse.masked_fill_(lse == torch.inf, -torch.inf) if ready.call.has_gaps else lse
 
 
 def _flash_backward(
