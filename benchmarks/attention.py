@@ -3,12 +3,13 @@
     torchrun --nproc-per-node 4 benchmarks/attention.py [--tokens 2K,8K --heads 32:8 --time-budget 150 --save NAME]
 
 Causal, one sequence, zigzag, bfloat16, heads of 128. A row is heads of queries and keys, tokens a GPU, and a pass:
-forward, or forward and backward. Its contenders: `commdsl.attention` by every schedule and way to move that is asked
-for (the copy engine, so many SMs); the same calls of the same kernel with nothing to wait for (`alone`); the bytes of
-keys and values as plain copies to the next GPU (`link`); a zigzag ring over NCCL's sends and receives with the same
-kernel and merge; torch's `context_parallel`, all-gather and all-to-all, on cuDNN and on flash. All but `link` and
-`alone` are checked, eagerly and as they are timed, on inputs that differ by rank, place and call, against attention of
-the gathered sequence on one GPU.
+forward, or forward and backward. Its contenders: commdsl's loop by every schedule and way to move that is asked for
+(the copy engine, which leaves sums of gradients to 16 SMs, or so many SMs for all); the calls of the kernel and
+nothing else (`alone`); the loop with nothing that moves (`still`, up to 8K tokens); the bytes of keys
+and values, and of their gradients, as plain copies to the next GPU (`link`); a zigzag ring over NCCL's sends and
+receives with the same kernel and merge; torch's `context_parallel`, all-gather and all-to-all, on cuDNN and on flash.
+What computes attention is checked, eagerly and as it is timed, on inputs that differ by rank, place and call, against
+attention of the gathered sequence on one GPU.
 
 Times are medians of the slowest rank, contenders taking turns; calls are in CUDA graphs where they can be captured, and
 `e` marks what cannot (then the host's part is in it). From 32K tokens on only the two fastest of commdsl and of
@@ -30,6 +31,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,22 +202,28 @@ class Bench:
         if self.on_gpu:
             yield self.link(case, inputs)
         names = self.options.kernels if backward else self.options.kernels[:1]
-        still = [Still(self.options.ways[0].op(self.ranks, backward=way_back)) for way_back in (False, backward)]
-        for name in names:
-            yield self.ours("alone", Kind.ALONE, inputs, still, name, backward)
+        rings = {name: ZigzagRing(inputs, self.kernel(name, False), self.kernel(name, backward)) for name in names}
+        for name, ring in rings.items():
+            yield Contender("alone", Kind.ALONE, name, ring.kernels_alone(backward), is_checked=False)
+        if case.tokens < FEWER_FROM:
+            first = self.options.ways[0]
+            yield self.ours(
+                "loop", Kind.STILL, inputs, lambda back: Still(first.op(self.ranks, back), back), names[0], backward
+            )
         ways = [(name, way) for way in self.options.ways for name in names[:1]]
         ways += [(name, way) for name in names[1:] for way in self.options.ways[:1]]
         for name, way in ways:
             if self.goes_on(case, Kind.OURS, str(way), name):
-                ops = [way.op(self.ranks, backward=way_back) for way_back in (False, backward)]
-                yield self.ours(str(way), Kind.OURS, inputs, ops, name, backward)
-        ring = ZigzagRing(inputs, self.kernel(names[0], False), self.kernel(names[0], backward))
+                yield self.ours(str(way), Kind.OURS, inputs, partial(way.op, self.ranks), name, backward)
+        ring = rings[names[0]]
         yield Contender("zigzag", Kind.RING, names[0], ring.both if backward else lambda: ring.forward()[:1])
         if self.on_gpu:
             yield from self.context_parallels(case, inputs, backward)
 
-    def ours(self, name: str, kind: Kind, inputs: Inputs, ops: Sequence[Any], kernel: str, backward: bool) -> Contender:
-        made = Ours(inputs, ops[0], ops[1], kernel)
+    def ours(
+        self, name: str, kind: Kind, inputs: Inputs, op: Callable[[bool], Any], kernel: str, backward: bool
+    ) -> Contender:
+        made = Ours(inputs, op, kernel)
         call = made.both if backward else made.forward
         return Contender(name, kind, kernel, call, rows=Ours.rows, is_checked=kind is Kind.OURS)
 
@@ -402,7 +410,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--heads", type=lambda text: [heads_of(part) for part in text.split(",")], default=HEADS)
     parser.add_argument("--dim", type=int, default=DIM)
     parser.add_argument("--passes", type=lambda text: [Pass[part.upper()] for part in text.split(",")], default=[*Pass])
-    parser.add_argument("--schedules", type=lambda text: text.split(","), default=["direct@causal=1", "ring"])
+    parser.add_argument("--schedules", type=lambda text: text.split(","), default=["direct@causal=1", "ring@causal=1"])
     parser.add_argument("--moves", type=lambda text: text.split(","), default=["engine", "8"], help="engine, or SMs")
     parser.add_argument(
         "--kernels",

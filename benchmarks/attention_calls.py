@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ from commdsl.attention import loop, placement
 from commdsl.attention.masks import Mask
 
 CAUSAL = Mask(right=0)
-REDUCED_BY = "16"
-"""SMs, where gradients are summed on arrival: the copy engine does not reduce."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +34,29 @@ class Way:
         moved = f"{self.moves} SMs" if self.moves.isdecimal() else self.moves
         return f"{self.schedule}, {moved}" if moved else self.schedule
 
-    def op(self, ranks: int, *, backward: bool) -> Any:
+    def asked(self, backward: bool) -> tuple[str, dict[str, int], dict[str, Any]]:
+        """The shipped schedule of the way forward or back, its parameters, and its tuning."""
         name, *told = self.schedule.split("@")
         params = {key: int(value) for key, _, value in (one.partition("=") for one in told)}
-        stem = f"attention_{name}" + ("_backward" if backward else "")
-        moves = self.moves
-        if backward and moves == "engine" and name in ("direct", "double_ring", "window"):
-            moves = REDUCED_BY
-        tune: dict[str, Any] = {"sms": int(moves)} if moves.isdecimal() else {"protocol": moves} if moves else {}
-        return commdsl.load(stem, params=params, ranks=ranks, tune=tune)
+        if backward and name in ("ring", "double_ring"):
+            params.pop("causal", None)  # their ways back send all
+        tune: dict[str, Any] = {"protocol": self.moves} if self.moves else {}
+        if self.moves.isdecimal():
+            tune = {"sms": int(self.moves)}
+        return f"attention_{name}" + ("_backward" if backward else ""), params, tune
+
+    def op(self, ranks: int, backward: bool) -> Any:
+        name, params, tune = self.asked(backward)
+        return commdsl.load(name, params=params, ranks=ranks, tune=tune)
 
 
 class Ours:
     """Forward, and forward and backward, as autograd calls them."""
 
-    def __init__(self, inputs: Inputs, there: Any, back: Any, kernel: str) -> None:
-        """`there` is the op of the way forward, `back` that of the way back."""
+    def __init__(self, inputs: Inputs, op: Callable[[bool], Any], kernel: str) -> None:
+        """`op` loads that of the way forward or back when it is first called."""
         self._inputs = inputs
-        self._there, self._back = there, back
+        self._op = cache(op)
         self._where = {
             "placement": placement.zigzag(inputs.ranks, [inputs.ranks * inputs.tokens]),
             "mask": CAUSAL,
@@ -63,12 +67,12 @@ class Ours:
 
     def forward(self) -> Tensors:
         q, k, v, _ = self._given
-        return loop.forward(self._there, q, k, v, **self._where)[:1]
+        return loop.forward(self._op(False), q, k, v, **self._where)[:1]
 
     def both(self) -> Tensors:
         q, k, v, dout = self._given
-        out, lse = loop.forward(self._there, q, k, v, **self._where)
-        return out, *loop.backward(self._back, dout, q, k, v, out, lse, **self._where)
+        out, lse, kept = loop.attended(self._op(False), q, k, v, **self._where)
+        return out, *loop.backward(self._op(True), dout, q, k, v, out, lse, kept, **self._where)
 
     @staticmethod
     def rows(made: Tensors) -> Tensors:
@@ -77,20 +81,23 @@ class Ours:
 
 
 class Still:
-    """Stands for an op: the same visits, each of what is here already."""
+    """Stands for an op whose keys and values visit: the same visits, each of what is here already."""
 
-    def __init__(self, op: Any) -> None:
+    input_names = ("k", "v")
+
+    def __init__(self, op: Any, backward: bool) -> None:
         self.name = f"{op.name}, still"
-        self.input_names = op.input_names
         self.held = op.held
-        self._writes = [len(one.writes) for one in op.held()]
+        self._backward = backward
 
     def visit(self, k: torch.Tensor, v: torch.Tensor, *, group: Any = None, attend: Callable[..., Any]) -> Tensors:
         sums: Tensors = ()
-        for number, count in enumerate(self._writes):
-            if count:
-                sums = tuple(torch.empty_like(one, dtype=torch.float32) for one in (k, v))
+        for number in range(len(self.held(group))):
+            if not self._backward:
+                attend(number, k, v)
+            elif not sums:
+                sums = torch.empty_like(k, dtype=torch.float32), torch.empty_like(v, dtype=torch.float32)
                 attend(number, k, v, out=sums)
             else:
-                attend(number, k, v)
-        return (k, v, *sums)
+                attend(number, k, v, *sums, out=sums)
+        return sums

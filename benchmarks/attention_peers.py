@@ -9,7 +9,7 @@ not measure.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -156,6 +156,32 @@ class ZigzagRing:
         assert carried is not None
         dk, dv = carried.wait()
         return out, dq.to(given.q.dtype), dk.to(given.k.dtype), dv.to(given.v.dtype)
+
+    def kernels_alone(self, backward: bool) -> Callable[[], Tensors]:
+        """What calls the kernel as a pass does, with what is here, and does nothing else."""
+        given = self._inputs
+        calls = [(given.q[queries], given.k[keys], given.v[keys], call) for queries, keys, call in self._steps]
+        if not backward:
+
+            def forward() -> Tensors:
+                return [self._there.forward(*call, given.scale) for call in calls][-1]
+
+            return forward
+        whole = (0, given.tokens)
+        out, lse = self._back.forward(
+            given.q, given.k, given.v, ready(Call(whole, whole, None, 0), given.q.device), given.scale
+        )
+        rows = [(given.dout[queries], out[queries], lse[:, queries].contiguous()) for queries, _, _ in self._steps]
+
+        def both() -> Tensors:
+            for call in calls:
+                self._there.forward(*call, given.scale)
+            made: Tensors = ()
+            for (q, k, v, call), (dout, part, sums) in zip(calls, rows, strict=True):
+                made = self._back.backward(dout, q, k, v, part, sums, call, given.scale)
+            return made
+
+        return both
 
     def started(self, tensors: Tensors) -> tuple[list[Any], Tensors]:
         """On their way to the next rank, and those of the rank before on theirs."""

@@ -34,6 +34,7 @@ COLUMNS = (
 class Kind(StrEnum):
     LINK = "link"
     ALONE = "alone"
+    STILL = "still"  # the loop with all it does, but nothing moves
     OURS = "ours"
     RING = "ring"  # zigzag over NCCL
     TORCH = "context_parallel"

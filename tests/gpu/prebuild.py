@@ -17,13 +17,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import run_attention
 from collectives import by_keys, dispatches, main_case, shipped
 
 from commdsl import compiler
 from commdsl.build import nvrtc
 from commdsl.build.emit import defines
+from commdsl.build.merge import emitted
 from commdsl.machine.config import Config, from_environment
 from commdsl.program.memory import Transport
+from commdsl.runtime.load import definition
 from commdsl.runtime.program import Definition, program
 
 DTYPES = ("float32", "float16", "bfloat16", "int32", "int64")
@@ -58,7 +61,7 @@ def main() -> None:
                         nvrtc.build(known.emitted, defines(known.plan, dtype, op), config)
                         num_cubins += 1
         if Transport.PEER in transports:
-            num_cubins += dispatch_cubins(ranks, config)
+            num_cubins += dispatch_cubins(ranks, config) + attention_cubins(ranks, config)
         print(
             f"{ranks} ranks: {num_programs} programs, {num_cubins} cubins, {time.monotonic() - started:.0f} s",
             flush=True,
@@ -66,6 +69,21 @@ def main() -> None:
     if Transport.NVSHMEM in transports:
         nvrtc.shim(config)
         print(f"the NVSHMEM shim, {time.monotonic() - started:.0f} s", flush=True)
+
+
+def attention_cubins(ranks: int, config: Config) -> int:
+    """Of each launch of what tests/gpu/run_attention.py calls, for each rank; and of what merges: how many."""
+    built = set()
+    for way, backward in product(run_attention.every_way(ranks), (False, True)):
+        name, params, tune = way.asked(backward)
+        known = program(definition(name, None, params, None, tune), ranks, Transport.PEER, config)
+        for launched, rank in product(known.visits.launched if known.visits else (), range(ranks)):
+            macros = defines(launched.plan, "float32", "sum", rank)  # gradients are
+            built.add(nvrtc.build(launched.emitted, macros, config))
+    for dtype, result, weighs in product(DTYPES[:3], DTYPES[:3], (0, 1)):
+        said = {"DTYPE": dtype, "RESULT": result, "ELEMENTS": 4 if dtype == "float32" else 8, "WEIGHS": weighs}
+        built.add(nvrtc.build(emitted(), tuple(f"COMMDSL_{key}={value}" for key, value in said.items()), config))
+    return len(built)
 
 
 def dispatch_cubins(ranks: int, config: Config) -> int:

@@ -47,7 +47,7 @@ EXACT = {torch.float64: 1e-11, torch.float32: 1e-5}
 GRADIENTS = 1e-5
 """Those of keys and values are summed in float32."""
 
-CAUSAL_ALONE = ("direct@causal=1",)
+CAUSAL_ALONE = ("direct@causal=1", "ring@causal=1")
 MOST_OF_ONE_GPU = 1.1
 REPLAYS = 3
 CYCLES = 1_000_000  # of a GPU, at most, that a rank is held up
@@ -78,7 +78,7 @@ class Run(runner.Parts):
         """Loaded once."""
         found = self.ops.get((way, backward))
         if found is None:
-            found = self.ops[way, backward] = way.op(self.ranks, backward=backward)
+            found = self.ops[way, backward] = way.op(self.ranks, backward)
         return found
 
 
@@ -160,10 +160,10 @@ class Subject:
     def both(self, kernel: str = "auto") -> Tensors:
         """The output and the gradients."""
         q, k, v, dout = self.mine
-        out, lse = self.forward(kernel)
-        op = self.run.op(self.case.way, backward=True)
+        there, back = (self.run.op(self.case.way, backward=way) for way in (False, True))
         told: Any = {"placement": self.where, "mask": MASKS[self.case.mask], "kernel": kernel}
-        return out, *loop.backward(op, dout, q, k, v, out, lse, **told)
+        out, lse, kept = loop.attended(there, q, k, v, **told)
+        return out, *loop.backward(back, dout, q, k, v, out, lse, kept, **told)
 
     def squares(self, made: Tensors, wanted: Tensors) -> list[float]:
         """Of the distance from what is wanted, for each tensor."""
@@ -184,9 +184,8 @@ def rows_of(case: Case, where: placement.Placement, rank: int) -> torch.Tensor:
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
 
-def schedules(run: Run) -> list[str]:
-    """Those that admit so many ranks."""
-    ranks = run.ranks
+def schedules(ranks: int) -> list[str]:
+    """Those that admit so many ranks, whatever the mask and the heads."""
     found = ["direct", "ring"]
     if ranks == 2 or ranks > 6 or ranks % 2:  # there are no such cycles of 4 and of 6 ranks
         found += ["hamilton@K=1", f"hamilton@K={ranks - 1}"] if ranks > 2 else ["hamilton@K=1"]
@@ -195,13 +194,12 @@ def schedules(run: Run) -> list[str]:
     return found
 
 
-def cases(run: Run) -> list[Case]:
+def cases(ranks: int) -> list[Case]:
     """Each schedule under each mask, lengths and heads in turn; then what only some masks are for."""
-    ranks = run.ranks
     lengths = [(24 * ranks,), (31 * ranks + 5,), (70, 3, 19 * ranks + 1, 1, 44)]
     heads = itertools.cycle([((4, 4), 1), ((4, 2), 2), ((4, 1), 1)])
     found = []
-    for schedule in [*schedules(run), *CAUSAL_ALONE]:
+    for schedule in [*schedules(ranks), *CAUSAL_ALONE]:
         masks = ["causal"] if schedule in CAUSAL_ALONE else list(MASKS)
         for mask, length in itertools.product(masks, lengths):
             found.append(Case(Way(schedule), mask, length, *next(heads)))
@@ -210,6 +208,8 @@ def cases(run: Run) -> list[Case]:
         shortest = min(sum(run.length for run in half) for half in halves)
         reach = (MASKS["window"].left or 0) - 1
         found.append(Case(Way(f"window@B={reach // shortest + 1}"), "window", length, *next(heads)))
+    for mask, served in itertools.product(MASKS, (1, 2)):
+        found.append(Case(Way("ulysses"), mask, lengths[served], (served * ranks, ranks)))
     return found
 
 
@@ -227,7 +227,7 @@ def attempt(run: Run, name: str, case: Case, calls: int, work: Callable[[runner.
 
 
 def exact(run: Run) -> None:
-    for number, case in enumerate(cases(run)):
+    for number, case in enumerate(cases(run.ranks)):
 
         def work(part: runner.Part, number: int = number, case: Case = case) -> int:
             wrong = 0
@@ -243,8 +243,8 @@ def exact(run: Run) -> None:
 
 
 def bits(run: Run) -> None:
-    for schedule, moves in itertools.product([*schedules(run), *CAUSAL_ALONE], ways(run)):
-        case = Case(Way(schedule, moves), "causal", (31 * run.ranks + 5,))
+    for schedule in [*schedules(run.ranks), *CAUSAL_ALONE]:
+        case = Case(Way(schedule), "causal", (31 * run.ranks + 5,))
 
         def work(part: runner.Part, case: Case = case) -> int:
             wrong = 0
@@ -288,12 +288,12 @@ def of_one(kernel: str, given: Tensors) -> Tensors:
     scale = q.shape[2] ** -0.5
     out, lse = there.forward(q, k, v, call, scale)
     made = back.backward(dout, q, k, v, out, lse.contiguous(), call, scale)
-    return tuple(one[:, None] for one in (out, *(one.to(q.dtype) for one in made)))
+    return tuple(one.to(q.dtype)[:, None] for one in (out, *made))
 
 
 def graph(run: Run) -> None:
-    for schedule, moves in itertools.product([*schedules(run), *CAUSAL_ALONE], ways(run)):
-        case = Case(Way(schedule, moves), "causal", (32 * run.ranks,))
+    for way in captured_ways():
+        case = Case(way, "causal", (32 * run.ranks,))
 
         def work(part: runner.Part, case: Case = case) -> int:
             subject, wrong = Subject.of(run, case, whole(run, case, torch.bfloat16, 20, WIDE)), 0
@@ -316,8 +316,13 @@ def graph(run: Run) -> None:
         attempt(run, "graph", case, 2 * REPLAYS, work)
 
 
-def ways(run: Run) -> tuple[str, ...]:
-    return ("engine", "8") if run.on_gpu else ("",)
+def captured_ways() -> list[Way]:
+    return [Way(schedule, moves) for schedule in CAUSAL_ALONE for moves in ("engine", "8")]
+
+
+def every_way(ranks: int) -> list[Way]:
+    """All that a run on GPUs loads, forward and backward."""
+    return list(dict.fromkeys([*(case.way for case in cases(ranks)), *captured_ways()]))
 
 
 PARTS: dict[str, Callable[[Run], None]] = {"exact": exact, "bits": bits, "bfloat16": bfloat16, "graph": graph}
