@@ -16,6 +16,8 @@ from commdsl.language.kinds import LinkScope
 from commdsl.language.syntax import ScheduleDecl
 from commdsl.machine.topology import Link, Topology
 
+PLAIN = (Carrier(), Carrier())
+
 ATTENTION = Path(__file__).parent.parent / "schedules" / "attention"
 
 
@@ -38,7 +40,7 @@ def seconds(name: str, topology: Topology, each: list[float], carrier: Carrier |
     """Of a shipped rotation of 84 bytes a rank, cut as it likes, with visits that take so long."""
     schedule = meant(ATTENTION / f"{name}.comm", topology, topology.num_ranks)
     found = phases(schedule, {"kv": 84 / schedule.buffers[0].num_chunks})
-    return beside(found, each, carrier or Carrier()).seconds
+    return beside(found, each, (carrier or Carrier(),) * 2).seconds
 
 
 @pytest.mark.parametrize(("visit", "total"), [(0, 3 * 84), (10, 3 * 84 + 10), (84, 4 * 84), (100, 400)])
@@ -80,7 +82,7 @@ def test_latency_and_nodes() -> None:
     topology = Topology("boxes", 2, 2, 132, (near, Link("nic", LinkScope.ACROSS_NODES, 50e9, np.inf, 4e-6)))
     found = phases(meant(ATTENTION / "rotation_ring.comm", topology, 4), {"kv": 100e9})
 
-    assert beside(found, [0] * 4, Carrier()).seconds == pytest.approx(3 * (2 + 4e-6))
+    assert beside(found, [0] * 4, PLAIN).seconds == pytest.approx(3 * (2 + 4e-6))
     assert far.port_bandwidth == 50e9
 
 
@@ -96,8 +98,8 @@ def test_what_is_written_travels() -> None:
         (("acc",), 100),
     ]
     assert [(one.reads, one.writes) for one in visited] == 2 * [(("kv", "acc"), ("acc",))]
-    assert beside(found, [50, 50], Carrier()).seconds == pytest.approx(50 + 100 + 50 + 100)
-    assert beside(found, [5, 5], Carrier()).seconds == pytest.approx(10 + 100 + 5 + 100)
+    assert beside(found, [50, 50], PLAIN).seconds == pytest.approx(50 + 100 + 50 + 100)
+    assert beside(found, [5, 5], PLAIN).seconds == pytest.approx(10 + 100 + 5 + 100)
 
 
 def test_sizes_follow_moves() -> None:
@@ -105,3 +107,15 @@ def test_sizes_follow_moves() -> None:
     found = phases(meant(ATTENTION / "rotation_direct.comm", port(3), 3), {"kv": 42.0})
 
     assert [phase.loads[0].most_bytes for phase in found if isinstance(phase, Launched) and phase.loads] == [84, 84]
+
+
+def test_what_combines_is_carried_apart() -> None:
+    """Gradients that are added on their way have a carrier of their own: the copy engine does not add."""
+    schedule = meant(ATTENTION / "attention_direct_backward.comm", port(3), 3)
+    found = phases(schedule, dict.fromkeys(("k", "v", "dk", "dv"), 42.0 / 2))
+    launched = [phase for phase in found if isinstance(phase, Launched)]
+    sums = [one for one in launched if one.combines]
+
+    assert {name for one in sums for name in one.writes} == {"dk", "dv"}
+    assert {name for one in launched if not one.combines for name in one.writes} == {"kc", "vc"}
+    assert sum(one.time((Carrier(), Carrier(latency=5.0))) for one in launched) == pytest.approx(8 * 42 + len(sums) * 5)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import ceil
 from typing import TypeAlias
 
 import numpy as np
@@ -57,6 +56,7 @@ class Sizes:
     mask: Mask = field(default_factory=Mask)
     placement: str | Placement = "zigzag"
     backward: bool = False  # whether gradients are computed, too
+    by_heads: bool = True  # whether heads may be exchanged for rows
 
     @property
     def row(self) -> float:
@@ -185,12 +185,11 @@ class Candidate:
 def candidates(machine: Machine, ranks: int, sizes: Sizes) -> Iterator[Candidate]:
     """The shipped schedules that compute this mask of rows in this placement; of two that are as fast, the first."""
     per_node = machine.topology.gpus_per_node
-    is_zigzag = sizes.placement == "zigzag" or getattr(sizes.placement, "name", "") == "zigzag"
-    is_in_order = sizes.placement == "contiguous" or getattr(sizes.placement, "name", "") == "contiguous"
+    here, zigzag, in_order = (placed(one, ranks, sizes.lengths) for one in (sizes.placement, "zigzag", "contiguous"))
     # Back halves of zigzag rows are for ranks before their owner alone, if nothing after a token is seen.
-    causal: Params = (("causal", 1),) if sizes.mask.right == 0 and is_zigzag else ()
-    if is_in_order and sizes.mask != Mask():
-        before, after = reach(sizes, ranks)
+    causal: Params = (("causal", 1),) if sizes.mask.right == 0 and here.runs == zigzag.runs else ()
+    if here.runs == in_order.runs and sizes.mask != Mask():
+        before, after = reach(here, sizes.mask)
         yield Candidate("attention_window", (("B", before), ("A", after)))
     for pieces in dict.fromkeys((ranks - 1, 1) if machine.is_mesh else (1, ranks - 1)):
         yield Candidate("attention_direct", (("K", pieces), *causal))
@@ -201,18 +200,18 @@ def candidates(machine: Machine, ranks: int, sizes: Sizes) -> Iterator[Candidate
         yield Candidate("attention_double_ring", (("m", per_node), *causal))
         if per_node % 2 == 0:
             yield Candidate("attention_paths", (("m", per_node),))
-    if sizes.heads % ranks == 0 and sizes.kv_heads % ranks == 0:
-        yield Candidate("attention_ulysses")
-    for group in (group for group in range(2, ranks) if ranks % group == 0):
-        if sizes.heads % group == 0 and sizes.kv_heads % group == 0:
-            yield Candidate("attention_ulysses_ring", (("U", group),))
+    groups = (group for group in range(2, ranks + 1) if sizes.by_heads and ranks % group == 0)
+    for group in (group for group in groups if sizes.heads % group == 0 and sizes.kv_heads % group == 0):
+        alone = group == ranks
+        yield Candidate("attention_ulysses") if alone else Candidate("attention_ulysses_ring", (("U", group),))
 
 
-def reach(sizes: Sizes, ranks: int) -> tuple[int, int]:
-    """How many halves before its own, and after, a half of rows in order attends to."""
-    least = max(sum(sizes.lengths) // (2 * ranks), 1)
-    left, right = (2 * ranks if side is None else ceil(side / least) for side in (sizes.mask.left, sizes.mask.right))
-    return min(left, 2 * ranks), min(right, 2 * ranks)
+def reach(placement: Placement, mask: Mask) -> tuple[int, int]:
+    """How many halves before a rank's front half, and after its back half, its queries see anything of."""
+    visitor, owner, half = np.nonzero(admitted(placement, mask))
+    seen = 2 * owner + half
+    before, after = 2 * visitor - seen, seen - (2 * visitor + 1)
+    return int(before.max(initial=0)), int(after.max(initial=0))
 
 
 # --- how long one takes -----------------------------------------------------------------------------------------------
@@ -244,22 +243,27 @@ class Model:
     phases: tuple[Launched | Visited, ...]
     flops: tuple[float, ...]
     around: float
-    combines: bool  # whether a transfer adds, which the copy engine does not
+
+    @property
+    def launches(self) -> tuple[Launched, ...]:
+        return tuple(phase for phase in self.phases if isinstance(phase, Launched))
 
     def fastest(self, machine: Machine) -> tuple[Timed, Way]:
-        ways = [way for way in machine.ways if way.is_far or not (machine.has_far or self.combines)]
+        only_combines = all(launch.combines for launch in self.launches)
+        ways = [way for way in machine.ways if way.is_far or not (machine.has_far or only_combines)]
         return min(((self.timed(machine, way), way) for way in ways), key=lambda one: one[0].seconds)
 
     def timed(self, machine: Machine, way: Way) -> Timed:
-        """Visits take longer for the SMs that they have not, as long as transfers go on."""
-        carrier = machine.carrier(way)
-        launches = beside(self.phases, [0.0] * len(self.flops), carrier).launches
+        """Visits take longer for the SMs that they have not, as long as transfers take them."""
+        ways = (way, way.combining or way)
+        carriers = machine.carrier(ways[0]), machine.carrier(ways[1])
         alone = VISIT_SECONDS * len(self.flops) + sum(self.flops) / machine.kind.flops
-        slower = 1 + (machine.slowed(way) - 1) * min(1.0, launches / alone)
-        time = beside(
-            self.phases, [VISIT_SECONDS + flops / machine.kind.flops * slower for flops in self.flops], carrier
-        )
-        around = self.around / machine.kind.memory
+        slower = 1.0
+        for launch in self.launches:
+            slower += (machine.slowed(ways[launch.combines]) - 1) * launch.time(carriers) / alone
+        slower = min(slower, max(map(machine.slowed, ways)))
+        each = [VISIT_SECONDS + flops / machine.kind.flops * slower for flops in self.flops]
+        time, around = beside(self.phases, each, carriers), self.around / machine.kind.memory
         return Timed(time.seconds + around, time.launches, time.visits + around)
 
 
@@ -276,9 +280,8 @@ def modelled(candidate: Candidate, machine: Machine, ranks: int, sizes: Sizes) -
     placement = placed(sizes.placement, ranks, sizes.lengths)
     scale = BACKWARD_FLOPS if candidate.schedule.endswith("_backward") else 1.0
     flops = visit_flops(schedule, admitted(placement, sizes.mask)) * (scale * sizes.pair_flops)
-    combines = any(moves.accumulate or moves.is_list for step in schedule.steps for moves in getattr(step, "moves", ()))
     found = phases(schedule, chunk_bytes(schedule, placement, sizes))
-    return Model(found, tuple(flops.tolist()), around(schedule, placement, sizes), combines)
+    return Model(found, tuple(flops.tolist()), around(schedule, placement, sizes))
 
 
 def around(schedule: Schedule, placement: Placement, sizes: Sizes) -> float:
@@ -322,6 +325,7 @@ def visit_flops(schedule: Schedule, pairs: Floats) -> Floats:
     return most
 
 
+@lru_cache(maxsize=16)
 def admitted(placement: Placement, mask: Mask) -> Floats:
     """(ranks, ranks, 2): the pairs of a rank's queries and the keys in the front or back half of a rank's rows."""
     by_document: dict[int, list[tuple[int, int, int]]] = {}

@@ -65,13 +65,16 @@ class Way:
     share: float
     latency: float
     per_copy: float
-    is_far: bool  # whether it reaches other nodes, and combines
+    is_far: bool  # whether it reaches other nodes
+    combining: Way | None = None  # what carries that which it cannot: sums
 
+
+SIXTEEN = Way("16 SMs", (("sms", 16),), 16, 0.64, 3e-6, 0.0, True)
 
 WAYS = (
-    Way("the copy engine", (("protocol", "engine"),), 0, 0.86, 8e-6, 6e-6, False),
+    Way("the copy engine", (("protocol", "engine"),), 0, 0.86, 8e-6, 6e-6, False, SIXTEEN),
     Way("8 SMs", (("sms", 8),), 8, 0.42, 3e-6, 0.0, True),
-    Way("16 SMs", (("sms", 16),), 16, 0.64, 3e-6, 0.0, True),
+    SIXTEEN,
     Way("32 SMs", (("sms", 32),), 32, 0.70, 3e-6, 0.0, True),
 )
 """Shares as measured on H200s, of 450 GB/s: 387 by the copy engine, 22 to 24 for a block that stores, 320 at most."""

@@ -9,12 +9,13 @@ it uses, and the time of the busiest link, port or rank. Does not measure anythi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Schedule, Statement, Step, Yield
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.language.records import dataclass
 from commdsl.machine.topology import NO_LINK, Topology, link_of, pair_bandwidth
 from commdsl.program.lower.segments import Segment, parts
@@ -31,6 +32,10 @@ class Carrier:
     rate: float = np.inf
     latency: float = 0.0
     per_copy: float = 0.0
+
+
+Carriers: TypeAlias = tuple[Carrier, Carrier]
+"""Of launches that only move, and of those that combine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,10 @@ class Launched:
     loads: tuple[Load, ...]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    combines: bool  # whether it adds, and does not only move
+
+    def time(self, carriers: Carriers) -> float:
+        return sum(load.time(carriers[self.combines]) for load in self.loads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +109,13 @@ def phases(schedule: Schedule, chunk_bytes: Mapping[str, float]) -> tuple[Launch
         if key not in made:
             made[key] = tuple(_loads(part, sizes))
         reads = part.names(BufferKind.INPUT, BufferKind.INOUT)
-        found.append(Launched(made[key], reads, part.names(BufferKind.OUTPUT, BufferKind.INOUT)))
+        writes = part.names(BufferKind.OUTPUT, BufferKind.INOUT)
+        found.append(Launched(made[key], reads, writes, any(moves.kind is MoveKind.REDUCE for moves in _moves(part))))
     return tuple(found)
+
+
+def _moves(segment: Segment) -> Iterator[Statement]:
+    return (moves for step in segment.schedule.steps if isinstance(step, Step) for moves in step.moves)
 
 
 def known_sizes(schedule: Schedule, chunk_bytes: Mapping[str, float]) -> dict[str, float]:
@@ -194,7 +208,7 @@ class _Copies:
         return _Copies(copy, (written[0], written[1], written[2]), self.read)
 
 
-def beside(found: Sequence[Launched | Visited], seconds: Sequence[float], carrier: Carrier) -> Timed:
+def beside(found: Sequence[Launched | Visited], seconds: Sequence[float], carriers: Carriers) -> Timed:
     """How long all takes if visit v computes for `seconds[v]`."""
     buffers: dict[str, _Copies] = {}
     launching = visiting = 0.0  # the clocks
@@ -207,7 +221,7 @@ def beside(found: Sequence[Launched | Visited], seconds: Sequence[float], carrie
         free = max((used[name].free(copy) for name, copy in target.items()), default=0.0)
         start = max(launching if is_launch else visiting, ready, free)
         if isinstance(phase, Launched):
-            lasts = sum(load.time(carrier) for load in phase.loads)
+            lasts = phase.time(carriers)
             launches += lasts
             end = launching = start + lasts
         else:
