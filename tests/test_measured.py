@@ -22,7 +22,7 @@ FILES = sorted(MEASURED.glob("*.csv"))
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`[^`\n]+`")
-VERSION = re.compile(r"\b(?:Python|torch|CUDA|NCCL|CuPy) \d+\.\d+(?:\.\d+)?")
+VERSION = re.compile(r"\b(?:Python|torch|CUDA|NCCL|CuPy|arXiv) \d+\.\d+(?:\.\d+)?")
 FIGURE = re.compile(r"\d[\d.,]*\s?(?:us|µs|ms|[KMGT]B/s|TFLOP/s|%)(?!\w)|\b\d+\.\d+\b|\d×|\bx\d")
 
 BY_OTHERS = {
