@@ -214,7 +214,16 @@ def test_ulysses_runs(ranks: int) -> None:
     in_group(ranks, body)
 
 
-@pytest.mark.parametrize("case", [case_of("ring", 2, causal=1), case_of("direct", 2, K=1, causal=1)], ids=str)
+RACING = [
+    case_of("ring", 2, causal=1), case_of("direct", 2, K=1, causal=1), case_of("hamilton", 3, K=2),
+    case_of("paths", 4, m=2),
+    case_of("double_ring", 4, m=2, causal=1), case_of("window", 3, B=2, A=1), case_of("ulysses", 2),
+    case_of("ulysses_ring", 4, U=2),
+]  # fmt: skip
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", RACING, ids=str)
 def test_no_race(case: Case) -> None:
     """ThreadSanitizer is silent on every launch of a schedule and of its way back, ranks starting late."""
     for path in (case.path, case.back):
