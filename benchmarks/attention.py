@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 4 benchmarks/attention.py [--tokens 2K,8K --heads 32:8 --time-budget 150 --save NAME]
 
 Causal, one sequence, zigzag, bfloat16, heads of 128. A row is heads of queries and keys, tokens a GPU, and a pass:
-forward, or forward and backward. Its contenders: commdsl's loop by every schedule and way to move that is asked for
-(the copy engine, which leaves sums of gradients to 16 SMs, or so many SMs for all); the calls of the kernel and
-nothing else (`alone`); the loop with nothing that moves (`still`, up to 8K tokens); the bytes of keys
-and values, and of their gradients, as plain copies to the next GPU (`link`); a zigzag ring over NCCL's sends and
-receives with the same kernel and merge; torch's `context_parallel`, all-gather and all-to-all, on cuDNN and on flash.
+forward, or forward and backward. Its contenders: `commdsl.attention.attention` as it chooses; its loop by every
+schedule and way to move that is asked for (the copy engine, which leaves sums of gradients to 16 SMs, or so many SMs
+for all); the calls of the kernel and nothing else (`alone`); the loop with nothing that moves (`still`, up to 8K
+tokens); the bytes of keys and values, and of their gradients, as plain copies to the next GPU (`link`); a zigzag ring
+over NCCL's sends and receives with the same kernel and merge; torch's `context_parallel`, all-gather and all-to-all, on
+cuDNN and on flash.
 What computes attention is checked, eagerly and as it is timed, on inputs that differ by rank, place and call, against
 attention of the gathered sequence on one GPU.
 
@@ -43,7 +44,7 @@ import torch.distributed as dist
 
 import commdsl
 from benchmarks import record
-from benchmarks.attention_calls import Ours, Still, Way
+from benchmarks.attention_calls import Ours, Public, Still, Way
 from benchmarks.attention_peers import METHODS, ContextParallel, Inputs, Tensors, ZigzagRing, of_one_gpu
 from benchmarks.attention_report import COLUMNS, Case, Kind, Pass, Result, best, long, short
 from benchmarks.cases import parse_size
@@ -61,10 +62,14 @@ FEWER_FROM = 32 << 10
 WRONG = 2e-2
 """Relative: roundings of bfloat16 come to some thousandths."""
 
+PUBLIC = "attention()"
 GRACE = 15.0
 SEEDS = (1, 2)  # of the inputs of an eager call, and of those that a graph is replayed with
 LONG_MS = 20.0  # a batch that takes so long does not care for the skew of a barrier
 FEW_ROUNDS = 3
+SETTING_UP, RUNS = 4.0, 5
+"""What a row takes: seconds, and batches of each contender."""
+
 TURN_SECONDS = 1.5  # that a row's contenders are measured for
 
 
@@ -85,7 +90,7 @@ class Contender:
     is_checked: bool = True
 
     def result(self, case: Case, **told: Any) -> Result:
-        return Result(case, self.name, self.kind, self.kernel, max(1, min(8, (16 << 10) // case.tokens)), **told)
+        return Result(case, self.name, self.kind, self.kernel, calls_of(case), **told)
 
 
 @dataclass
@@ -210,6 +215,9 @@ class Bench:
             yield self.ours(
                 "loop", Kind.STILL, inputs, lambda back: Still(first.op(self.ranks, back), back), names[0], backward
             )
+        if self.goes_on(case, Kind.OURS, PUBLIC, names[0]):
+            public = Public(inputs, names[0])
+            yield Contender(PUBLIC, Kind.OURS, names[0], public.both if backward else public.forward, Public.rows)
         ways = [(name, way) for way in self.options.ways for name in names[:1]]
         ways += [(name, way) for name in names[1:] for way in self.options.ways[:1]]
         for name, way in ways:
@@ -282,7 +290,7 @@ class Bench:
             error = self.error(case, contender, made, head, wanted[0])
             del made
             batch = Ready(contender, contender.result(case, how="eager", error=error))
-            if self.on_gpu and label not in self.eager:
+            if self.on_gpu and label not in self.eager and contender.kind not in self.options.eager:
                 problem = self.as_graph(case, batch, inputs, head, wanted[1])
         error = batch.result.error
         if not contender.is_checked:
@@ -376,23 +384,34 @@ def _us(result: Result) -> float:
 def run(bench: Bench) -> None:
     """Rows from the shortest on; one that would take longer than there is time is not begun."""
     options = bench.options
-    took: dict[tuple[tuple[int, int], Pass], tuple[int, float]] = {}
     for tokens in options.tokens:
         for direction in options.passes:
             for heads in options.heads:
                 case = Case(heads, tokens, bench.ranks, direction)
-                before, seconds = took.get((heads, direction), (tokens, 0.0))
-                if bench.time_is_up(seconds * tokens / before):
+                if bench.time_is_up(expected(bench.results, case)):
                     bench.results.append(Result(case, "all", Kind.OURS, status="no time left"))
                     continue
                 began = time.monotonic()
                 bench.row(case)
                 gc.collect()
-                took[heads, direction] = tokens, time.monotonic() - began
                 if bench.rank == 0:
                     mine = best([one for one in bench.results if one.case == case], Kind.OURS)
                     said = "nothing right" if mine is None else f"{mine.us / 1000:.3f} ms by {mine.name}"
                     print(f"{case.name}: {said}, {time.monotonic() - began:.1f} s", flush=True)
+
+
+def expected(results: Sequence[Result], case: Case) -> float:
+    """Seconds that a row takes, by what its contenders took at the size before; the first row of all is let begin."""
+    known = [one for one in results if (one.case.heads, one.case.direction) == (case.heads, case.direction)]
+    before = max((one.case.tokens for one in known), default=0)
+    calls = calls_of(case)
+    work = sum(one.us * (case.tokens / before) ** 2 for one in known if one.case.tokens == before and one.is_good)
+    return SETTING_UP + RUNS * calls * work / 1e6 if work else 0.0
+
+
+def calls_of(case: Case) -> int:
+    """Of a batch."""
+    return max(1, min(8, (16 << 10) // case.tokens))
 
 
 def tables(bench: Bench) -> str:
@@ -416,6 +435,12 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
         "--kernels",
         type=lambda text: text.split(","),
         help="of commdsl and the ring; the second has a way alone and goes on only backward; cudnn,auto",
+    )
+    parser.add_argument(
+        "--eager",
+        type=lambda text: [Kind(part) for part in text.split(",")],
+        default=[],
+        help=f"contenders that are not captured: some of {', '.join((Kind.RING, Kind.TORCH))}",
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--time-budget", type=float, default=150.0, help="seconds")

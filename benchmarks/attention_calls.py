@@ -1,5 +1,5 @@
-"""Turns one rank's queries, keys and values into calls of `commdsl.attention`'s loop: by a schedule and a way to move,
-or with nothing moved and nothing waited for.
+"""Turns one rank's queries, keys and values into calls of `commdsl.attention`: as users make them; of its loop by a
+schedule and a way to move; and of the loop with nothing moved and nothing waited for.
 
 Assumes causal attention of one sequence, placed zigzag. Does not measure.
 """
@@ -15,7 +15,7 @@ import torch
 
 import commdsl
 from benchmarks.attention_peers import Inputs, Tensors
-from commdsl.attention import loop, placement
+from commdsl.attention import attention, loop, placement
 from commdsl.attention.masks import Mask
 
 CAUSAL = Mask(right=0)
@@ -78,6 +78,32 @@ class Ours:
     def rows(made: Tensors) -> Tensors:
         """As (tokens, heads, dim)."""
         return tuple(one[:, 0] for one in made)
+
+
+class Public:
+    """`commdsl.attention.attention`, which chooses by itself, and torch's autograd."""
+
+    def __init__(self, inputs: Inputs, kernel: str) -> None:
+        self._given = [one[None].detach().requires_grad_() for one in inputs.tensors[:3]]  # BSND, of one batch
+        self._dout = inputs.dout[None]
+        self._kernel = kernel
+
+    def forward(self) -> Tensors:
+        with torch.no_grad():
+            return (self._attend(),)
+
+    def both(self) -> Tensors:
+        out = self._attend()
+        return out.detach(), *torch.autograd.grad(out, self._given, self._dout)
+
+    def _attend(self) -> torch.Tensor:
+        out: torch.Tensor = attention(*self._given, causal=True, kernel=self._kernel)
+        return out
+
+    @staticmethod
+    def rows(made: Tensors) -> Tensors:
+        """As (tokens, heads, dim)."""
+        return tuple(one[0] for one in made)
 
 
 class Still:

@@ -1,6 +1,6 @@
 """Attention over a sequence that lies on many ranks, against float64 on each of them. One process per rank:
 
-    torchrun --nproc-per-node 4 tests/gpu/run_attention.py [--time-budget 90 --seed 1]
+    torchrun --nproc-per-node 4 tests/gpu/run_attention.py [--time-budget 120 --seed 1]
     COMMDSL_SHARE_GPUS=1 torchrun --nproc-per-node 8 tests/gpu/run_attention.py     # 8 ranks on 4 GPUs
     torchrun --nproc-per-node 3 tests/gpu/run_attention.py --device cpu
 
@@ -10,6 +10,7 @@ several heads a key, two sequences a batch. A part of the run is
   bits      two runs of forward and backward have the same bits
   bfloat16  by the kernels of the machine: the error is at most 1.1 times that of the same attention on one GPU
   graph     forward captured in a CUDA graph and replayed with other inputs; forward and backward too
+  interface `commdsl.attention.attention` as it chooses, with torch's autograd: eager, compiled, and captured
 Nothing but the calls under test communicates: every rank makes all ranks' tensors from seeds. The table and the verdict
 come last. Exit code 1: something wrong, an exception, or no time for all of it.
 """
@@ -34,7 +35,7 @@ import torch
 
 from benchmarks.attention_calls import Way
 from benchmarks.measure import captured
-from commdsl.attention import kernels, loop, placement
+from commdsl.attention import attention, kernels, loop, placement
 from commdsl.attention.kernel import ready
 from commdsl.attention.masks import Call, Mask
 
@@ -287,6 +288,7 @@ def of_one(kernel: str, given: Tensors) -> Tensors:
     there, back = (kernels.chosen(kernel, kernels.here(q.device), shape, [call.call], way) for way in (False, True))
     scale = q.shape[2] ** -0.5
     out, lse = there.forward(q, k, v, call, scale)
+    out = out.to(q.dtype)
     made = back.backward(dout, q, k, v, out, lse.contiguous(), call, scale)
     return tuple(one.to(q.dtype)[:, None] for one in (out, *made))
 
@@ -316,6 +318,42 @@ def graph(run: Run) -> None:
         attempt(run, "graph", case, 2 * REPLAYS, work)
 
 
+def interface(run: Run) -> None:
+    """`attention` as it chooses, with torch's autograd: eagerly, compiled, and on GPUs captured with its way back."""
+    case = Case(Way("auto"), "causal", (32 * run.ranks,))
+    for how in ("eager", "compiled", *(["captured"] if run.on_gpu else [])):
+
+        def work(part: runner.Part, how: str = how) -> int:
+            given = whole(run, case, torch.bfloat16, 30, WIDE)
+            subject = Subject.of(run, case, given)
+            q, k, v = (one.transpose(0, 1).requires_grad_() for one in subject.mine[:3])  # BSND
+            attend = torch.compile(public, fullgraph=True) if how == "compiled" else public
+
+            def call() -> Tensors:
+                out = attend(q, k, v)
+                return out.detach(), *torch.autograd.grad(out, (q, k, v), subject.mine[3].transpose(0, 1))
+
+            last: list[torch.Tensor] = []
+            replay: Callable[[], object] = lambda: last.__setitem__(slice(None), call())  # noqa: E731 - or a graph's
+            made = captured(replay, 1, before=1) if how == "captured" else None
+            if made is not None:
+                given = whole(run, case, torch.bfloat16, 31, WIDE)
+                with torch.no_grad():
+                    subject.refill(given)
+                replay = made.replay
+            replay()
+            part.what = f"attention(), {how}"
+            found = subject.errors(tuple(one.transpose(0, 1) for one in last), of_float64(case, given))
+            return int(not max(found) < 2e-2)
+
+        attempt(run, "interface", case, 1, work)
+
+
+def public(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = attention(q, k, v, causal=True)
+    return out
+
+
 def captured_ways() -> list[Way]:
     return [Way(schedule, moves) for schedule in CAUSAL_ALONE for moves in ("engine", "8")]
 
@@ -325,11 +363,17 @@ def every_way(ranks: int) -> list[Way]:
     return list(dict.fromkeys([*(case.way for case in cases(ranks)), *captured_ways()]))
 
 
-PARTS: dict[str, Callable[[Run], None]] = {"exact": exact, "bits": bits, "bfloat16": bfloat16, "graph": graph}
+PARTS: dict[str, Callable[[Run], None]] = {
+    "exact": exact,
+    "bits": bits,
+    "bfloat16": bfloat16,
+    "graph": graph,
+    "interface": interface,
+}
 
 
 def main() -> None:
-    parser = runner.part_parser_of(__doc__, 1, 90.0, list(PARTS))
+    parser = runner.part_parser_of(__doc__, 1, 120.0, list(PARTS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
