@@ -98,6 +98,13 @@ def test_shifts() -> None:
     assert [route.is_cycle for route in found] == [True, False, False, False, True]
 
 
+def test_an_exchange_has_a_route_for_each_distance() -> None:
+    """Where every rank sends each chunk to another rank, and hears the same chunk of all, routes are shifts."""
+    exchange = compiler.check(ATTENTION / "attention_ulysses.comm", ranks=5).schedule
+
+    assert [words(route) for route in routes(exchange)] == [f"r → (r + {distance}) % 5" for distance in range(1, 5)]
+
+
 def test_a_broadcast_has_a_route_for_each_distance() -> None:
     """Where one rank sends to several at once, or several to one, what goes equally far is a route."""
     x, y = build.buffer(build.BufferKind.INPUT, "x"), build.buffer(build.BufferKind.OUTPUT, "y")

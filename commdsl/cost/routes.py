@@ -66,19 +66,30 @@ def routes(schedule: Schedule) -> tuple[Route, ...]:
 
 
 def _of_step(num_ranks: int, step: Step) -> Iterator[Route]:
-    """Those of one step, chunk index by chunk index; what two statements move of one is joined where it can be."""
-    made: dict[tuple[int, int], list[Ints]] = {}
+    """Those of one step, chunk index by chunk index; what two statements move of one is joined where it can be. Where a
+    chunk index goes to several ranks, or from several to one, what goes equally far is one.
+    """
+    made: dict[tuple[int, bool, int], list[Ints]] = {}
     for moves in step.moves:
         for chunk, source, dest in _by_chunk(moves):
-            parts = made.setdefault((moves.source_buffer, chunk), [])
-            for after in _functions(num_ranks, source, dest):
-                joined = next((at for at, part in enumerate(parts) if _apart(part, after)), None)
-                if joined is None:
-                    parts.append(after)
-                else:
-                    parts[joined] = np.maximum(parts[joined], after)
+            unique = len(set(source.tolist())) == len(source) == len(set(dest.tolist()))
+            distance = (dest - source) % num_ranks
+            for part in (np.full(len(source), True),) if unique else (distance == one for one in np.unique(distance)):
+                after = np.full(num_ranks, NOBODY, np.int32)
+                after[source[part]] = dest[part]
+                number = chunk if unique else int(distance[part][0])
+                _join(made.setdefault((moves.source_buffer, unique, number), []), after)
     for _, parts in sorted(made.items()):
         yield from map(Route, parts)
+
+
+def _join(parts: list[Ints], after: Ints) -> None:
+    """Adds to the first part with which no end of a rank is shared."""
+    for at, part in enumerate(parts):
+        if _apart(part, after):
+            parts[at] = np.maximum(part, after)
+            return
+    parts.append(after)
 
 
 def _by_chunk(moves: Statement) -> Iterator[tuple[int, Ints, Ints]]:
@@ -92,16 +103,6 @@ def _by_chunk(moves: Statement) -> Iterator[tuple[int, Ints, Ints]]:
     cuts = np.flatnonzero(np.diff(chunk[order])) + 1
     for part in np.split(order, cuts) if len(order) else ():
         yield int(chunk[part[0]]), source[part], dest[part]
-
-
-def _functions(num_ranks: int, source: Ints, dest: Ints) -> Iterator[Ints]:
-    """One where every rank sends to one and hears one; otherwise one for each distance that is sent over."""
-    unique = len(set(source.tolist())) == len(source) == len(set(dest.tolist()))
-    distance = np.zeros_like(source) if unique else (dest - source) % num_ranks
-    for part in (distance == one for one in sorted(set(distance.tolist()))):
-        after = np.full(num_ranks, NOBODY, np.int32)
-        after[source[part]] = dest[part]
-        yield after
 
 
 def _apart(one: Ints, other: Ints) -> bool:
