@@ -19,10 +19,14 @@ from torch.nn import functional  # noqa: E402 - as above
 from whole_attention import admitted, whole_attention  # noqa: E402 - as above
 
 import commdsl  # noqa: E402 - as above
-from commdsl.attention import attention, sequence_parallel, shard_sequence  # noqa: E402 - as above
+from commdsl.attention import attention, sequence_parallel, shard_sequence, ways  # noqa: E402 - as above
 from commdsl.attention.placement import Placement, Run  # noqa: E402 - as above
+from commdsl.machine.config import from_environment  # noqa: E402 - as above
 from commdsl.machine.errors import ArgumentError  # noqa: E402 - as above
+from commdsl.program.memory import Transport  # noqa: E402 - as above
 from commdsl.runtime.errors import AgreementError, GradientError, GroupError, TensorError  # noqa: E402 - as above
+from commdsl.runtime.load import definition  # noqa: E402 - as above
+from commdsl.runtime.program import program  # noqa: E402 - as above
 
 BOUND = 1e-5
 
@@ -430,3 +434,61 @@ def test_drop_in_under_autocast() -> None:
     q = torch.randn(1, 2, 8, 16)
     with torch.autocast("cpu", torch.bfloat16), sequence_parallel(group):
         assert functional.scaled_dot_product_attention(q, q, q).dtype == torch.bfloat16
+
+
+# --- symmetric memory -------------------------------------------------------------------------------------------------
+
+GRAIN = 2 << 20
+"""GPUs are given memory in multiples of so many bytes."""
+
+KV_BYTES = 2 * (64 << 10) * 32 * 128 * 2
+"""Keys and values of 64K tokens, 32 heads of 128, in bfloat16."""
+
+PARAMETERS: dict[str, dict[str, int]] = {
+    "direct": {"causal": 1},
+    "ring": {"causal": 1},
+    "hamilton": {},
+    "paths": {"m": 4},
+    "double_ring": {"m": 4, "causal": 1},
+    "window": {},
+    "ulysses": {},
+}
+
+
+def launched_bytes(name: str, ranks: int, params: dict[str, int], tune: dict[str, int | str]) -> dict[str, int]:
+    """Symmetric memory of both ways, by kernel, whatever the length of the sequence: the Plans say it."""
+    found = {}
+    for place in (f"attention_{name}", f"attention_{name}_backward"):
+        known = {param.name.text for param in ways.declared(place).params}
+        said = {key: value for key, value in params.items() if key in known}
+        asked = definition(place, None, said, None, tune)
+        visits = program(asked, ranks, Transport.PEER, from_environment()).visits
+        assert visits is not None
+        found.update({one.plan.name: one.plan.symmetric_bytes for one in visits.launched})
+    return found
+
+
+@pytest.mark.parametrize("tune", [{}, {"protocol": "engine"}], ids=["SMs", "copy engine"])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_symmetric_memory(name: str, tune: dict[str, int | str]) -> None:
+    """Forward and backward on 8 GPUs take less symmetric memory than two buffers of the keys and values of 64K tokens
+    for each GPU (2 GiB): less than 600 MB, and no more of it for a longer sequence.
+    """
+    total = sum(-(-nbytes // GRAIN) * GRAIN for nbytes in launched_bytes(name, 8, PARAMETERS[name], tune).values())
+    assert 16 << 20 < total < 600 << 20 < 2 * KV_BYTES
+
+
+def test_memory_is_what_the_plans_say() -> None:
+    """What a group has after both passes, as `memory_summary` counts it, are these Plans and its desk; on processors,
+    where fewer lanes run, less of each.
+    """
+    predicted = launched_bytes("direct", 2, {"causal": 1}, {})
+
+    def rank_does(rank: int, group: str) -> dict[str, int]:
+        q = x().requires_grad_()
+        attention(q, q, q, group, "direct", causal=True).sum().backward()
+        return {one.op: one.nbytes for one in commdsl.memory_summary().held if one.group == group}
+
+    for held in in_group(2, rank_does):
+        assert set(held) == {"desk", *predicted}
+        assert all(0 < held[name] <= most for name, most in predicted.items())
