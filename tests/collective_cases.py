@@ -14,6 +14,7 @@ from runtime_cases import combined, everyone, given, home, same, world
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import commdsl
+from commdsl.attention import attention
 from commdsl.runtime.errors import GradientError, GroupError, ReductionError, TensorError
 
 SIZES = (0, 1, 7, 1003, 40_000)
@@ -185,6 +186,19 @@ def fake_tensors() -> None:
         assert commdsl.all_gather(torch.empty(())).shape == (size,)
 
 
+def attention_compiled() -> None:
+    """Attention under torch.compile, of the default group: its schedule is chosen when it runs."""
+    rows = [everyone((1, 8, 2, 16), torch.float32, seed)[dist.get_rank()].requires_grad_() for seed in range(3)]
+
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q * 2, k, v, causal=True) + 1
+
+    got, wanted = torch.compile(model, fullgraph=True, backend="aot_eager")(*rows), model(*rows)
+    torch.testing.assert_close(got, wanted)
+    for one, other in zip(*(torch.autograd.grad(made.sum(), rows) for made in (got, wanted)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def prepared() -> None:
     """What a table may choose up to a size is set up by one call, and its names are said."""
     names = commdsl.prepare(["all_reduce", "broadcast"], 100 << 10, dtypes=[torch.float32], ops=["max"], root=1)
@@ -202,5 +216,6 @@ CASES = (
     opcheck,
     compiled,
     fake_tensors,
+    attention_compiled,
     prepared,
 )

@@ -108,11 +108,12 @@ def test_a_window(window: tuple[int, int], halves: tuple[int, int]) -> None:
 
 def test_short_sequences_by_heads() -> None:
     """Where latency is all, two exchanges of heads are sooner than P - 1 hops; if heads can be divided."""
-    short = {"length": 8 * 128, "ranks": 8, "causal": True, "device": H200, "head_dim": 128}
+    short = {"length": 8 * 128, "ranks": 8, "causal": True, "device": H200, "head_dim": 128, "by_heads": True}
 
     assert choice(heads=32, kv_heads=8, **short).schedule == "attention_ulysses"
     assert choice(heads=32, kv_heads=4, **short).schedule == "attention_ulysses_ring"
     assert choice(heads=31, **short).schedule == "attention_direct"
+    assert choice(heads=32, kv_heads=8, **{**short, "by_heads": False}).schedule == "attention_direct"
 
 
 def test_gradients() -> None:
@@ -258,6 +259,21 @@ def test_visits_have_all_pairs(schedule: str) -> None:
 
     assert flops.sum() == pytest.approx(whole, rel=0.01)
     assert flops == pytest.approx(np.full(len(flops), whole / len(flops)), rel=0.02)
+
+
+def test_lengths_that_differ_are_few() -> None:
+    """Packed documents that differ in every step ask for few choices: of about as many tokens and pairs."""
+    dice = random.Random(7)
+    found = set()
+    for _ in range(300):
+        lengths = [dice.randrange(200, 4000) for _ in range(dice.randrange(20, 30))]
+        made = auto.coarse(lengths)
+        found.add(made)
+        assert 0.8 < sum(made) / sum(lengths) < 1.25
+        assert 2 / 3 < sum(one * one for one in made) / sum(one * one for one in lengths) < 3 / 2
+    assert len(found) < 20
+    assert auto.coarse([65536]) == (65536,)
+    assert auto.coarse([0, 0]) == (0,)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

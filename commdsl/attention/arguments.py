@@ -69,7 +69,8 @@ SCHEMA = (
 
 NUM_ASKED = 10
 
-AUTO = "auto"
+AUTO, AUTO_BACK = "auto", "auto with gradients"
+"""A schedule that is chosen when it runs: for the way there alone, or for both ways."""
 
 
 def refuse(others: Mapping[str, Any]) -> None:

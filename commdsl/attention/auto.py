@@ -118,6 +118,7 @@ def choice(
     window: tuple[int | None, int | None] | None = None,
     placement: str | Placement = "zigzag",
     backward: bool = False,
+    by_heads: bool = False,
     device: str = "cpu",
     nodes: Sequence[int] | None = None,
     on: str | None = None,
@@ -126,17 +127,37 @@ def choice(
 
     `length`: tokens of the sequence over all `ranks`, or of each document of a packed one. `itemsize`: bytes of an
     element. `window`: how many tokens a query sees before and after its own, None for any number. `backward`: count the
-    gradients, too. `device`: as torch names the GPU, or "cpu"; `nodes`: by rank the number of its node, all on one
+    gradients, too. `by_heads`: look also at schedules that exchange heads for rows, which run by their names alone, as
+    torch.compile has to know what they keep for the way back. Lengths count as `coarse` says, unless a Placement is
+    given. `device`: as torch names the GPU, or "cpu"; `nodes`: by rank the number of its node, all on one
     unless said. `on`: a topology, shipped or in a file, in place of both. Raises ArgumentError, CommError.
     """
     lengths = (length,) if isinstance(length, int) else tuple(length)
+    lengths = coarse(lengths) if isinstance(placement, str) else lengths
     left, right = window if window is not None else (None, None)
     mask = Mask(left, 0 if causal else right)
-    sizes = Sizes(lengths, heads, kv_heads or heads, head_dim, batch, itemsize, mask, placement, backward)
+    sizes = Sizes(lengths, heads, kv_heads or heads, head_dim, batch, itemsize, mask, placement, backward, by_heads)
     if nodes is not None and len(nodes) != ranks:
         raise ArgumentError(f"`nodes` says where {len(nodes)} ranks are; there are {ranks}")
     machine = on_topology(on) if on is not None else of_device(device, tuple(nodes or (0,) * ranks))
     return choose(machine, ranks, sizes)
+
+
+def coarse(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Equally long documents with about as many tokens, and about as many pairs of tokens, to within a half: where
+    lengths differ in every step, a choice that was made before is found again.
+    """
+    total, pairs = sum(lengths), sum(length * length for length in lengths)
+    if not total:
+        return (0,)
+    count = _rounded(total * total / pairs)
+    return (_rounded(total / count),) * count
+
+
+def _rounded(value: float) -> int:
+    """To three bits: within an eighth."""
+    unit = 1 << max(int(value).bit_length() - 3, 0)
+    return max(round(value / unit), 1) * unit
 
 
 @lru_cache(maxsize=256)

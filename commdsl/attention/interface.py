@@ -73,7 +73,7 @@ def attention(
         v,
         arguments.ends(cu_seqlens),
         groups.name_of(group),
-        _text("schedule", schedule),
+        _schedule(schedule, q, k, v),
         arguments.tuning_text(tune),
         arguments.placement_text(placement),
         length if length is None else given.whole("length", length, 0),
@@ -90,6 +90,13 @@ def attention(
             f"`return_lse` is not for `{schedule}`: it exchanges heads for rows, and each rank has it of its heads"
         )
     return out, lse
+
+
+def _schedule(schedule: str, *tensors: torch.Tensor) -> str:
+    found = _text("schedule", schedule)
+    if found != arguments.AUTO or not torch.is_grad_enabled():
+        return found
+    return arguments.AUTO_BACK if any(one.requires_grad for one in tensors) else found
 
 
 def _text(name: str, value: Any) -> str:

@@ -14,13 +14,16 @@ from typing import Any, TypeAlias
 
 import torch
 
-from commdsl.attention import loop, ways
+from commdsl.attention import auto, loop, ways
 from commdsl.attention import placement as placements
-from commdsl.attention.arguments import AUTO, Asked, check, laid_out, read_placement, read_tuning, rows_first
+from commdsl.attention.arguments import AUTO, AUTO_BACK, Asked, check, laid_out, read_placement, read_tuning, rows_first
+from commdsl.attention.auto import Sizes
+from commdsl.attention.machines import of_device
 from commdsl.attention.masks import Mask
 from commdsl.attention.planned import Rotation
 from commdsl.attention.sequence import document_lengths
-from commdsl.runtime import groups
+from commdsl.attention.ways import Way
+from commdsl.runtime import groups, menu
 from commdsl.runtime.errors import GroupError, TensorError
 
 Tensor: TypeAlias = torch.Tensor
@@ -102,7 +105,7 @@ def _made(
 ) -> Bound:
     placement = placements.placed(read_placement(asked.placement), ranks, lengths)
     mask = Mask(asked.left, asked.right)
-    there, back = ways.pair(_schedule(asked), read_tuning(asked.tune), mask, placement)
+    there, back = ways.pair(_schedule(asked, lengths, ranks, shape, dtype, device), mask, placement)
     settings: dict[str, Any] = {"placement": placement, "mask": mask, "scale": asked.scale, "group": asked.group}
     about = words(asked, lengths, shape)
     return Bound(there, back, {**settings, "kernel": asked.kernel, "about": about})
@@ -128,5 +131,34 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
-def _schedule(asked: Asked) -> str:
-    return "direct" if asked.schedule == AUTO else asked.schedule
+def _schedule(
+    asked: Asked,
+    lengths: tuple[int, ...],
+    ranks: int,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Way:
+    """The one that was asked for, or is chosen, with how it is tuned; what the call tunes stands in place of that."""
+    tuned = read_tuning(asked.tune)
+    if ranks == 1 or asked.schedule not in (AUTO, AUTO_BACK):
+        return ways.read(asked.schedule, tuned, tuned)
+    batch, heads, kv_heads, dim = shape
+    machine = of_device(menu.name_of_device(device), groups.of(asked.group, device).nodes)
+    placement = read_placement(asked.placement)
+    sizes = Sizes(
+        auto.coarse(lengths) if isinstance(placement, str) else lengths,
+        heads,
+        kv_heads,
+        dim,
+        batch,
+        dtype.itemsize,
+        Mask(asked.left, asked.right),
+        placement,
+        asked.schedule == AUTO_BACK,
+        by_heads=False,
+    )
+    found = auto.choose(machine, ranks, sizes)
+    # How far a window reaches follows from the lengths themselves (`ways.fitted`).
+    params = tuple((name, value) for name, value in found.params if name not in ways.REACH)
+    return Way(found.schedule, params, tuned or dict(found.tune), tuned or dict(found.tune_backward))

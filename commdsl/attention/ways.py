@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,41 +36,50 @@ from commdsl.runtime.timing import Timing
 PREFIX = "attention_"
 BACK = "_backward"
 ZIGZAG = "zigzag"
+REACH = ("B", "A")
+"""Parameters of windows: how many halves before its own, and after, a half of rows attends to."""
+NO_TUNING: Mapping[str, int | str] = MappingProxyType({})
 _PARAM = re.compile(r"\s+(\w+)=(-?\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A schedule as a call names it: a shipped one, or a file and maybe a name in it; and parameters that it said."""
+    """A schedule as a call names it: a shipped one, or a file and maybe a name in it; parameters that it said, and what
+    stands in place of the tuning of the way there and of the way back.
+    """
 
     place: str
     params: tuple[tuple[str, int], ...]
+    tune: Mapping[str, int | str]
+    tune_back: Mapping[str, int | str]
 
     @property
     def is_shipped(self) -> bool:
         return not resources.split_place(self.place)[0].endswith(SUFFIX)
 
 
-def read(text: str) -> Way:
+def read(text: str, tune: Mapping[str, int | str] = NO_TUNING, tune_back: Mapping[str, int | str] = NO_TUNING) -> Way:
     """`ring`, `attention_ring`, `hamilton K=3` or `mine.comm:name`, as written by hand or by a choice."""
     place, params = text.strip(), list[tuple[str, int]]()
     while (found := _PARAM.search(place)) is not None:
         place = place[: found.start()]
         params.append((found[1], int(found[2])))
-    return Way(shipped(place) or place, tuple(sorted(params)))
+    return Way(shipped(place) or place, tuple(sorted(params)), tune, tune_back)
 
 
 def fitted(way: Way, mask: Mask, placement: Placement) -> Way:
     """With the parameters that it did not say and that follow from the mask: of shipped schedules, what is sent."""
     if not way.is_shipped:
         return way
+    # At most so far, whatever documents there are: each reach is a kernel, with symmetric memory of its own.
     half = max(sum(placement.rows(rank) for rank in range(placement.ranks)) // (2 * placement.ranks), 1)
     most = 2 * placement.ranks
     before, after = (most if side is None else min(-(-side // half), most) for side in (mask.left, mask.right))
-    follow = {"causal": int(mask.right == 0 and placement.name == ZIGZAG), "B": before, "A": after}
+    causal = int(mask.right == 0 and placement.name == ZIGZAG)
+    follow = {"causal": causal, **dict(zip(REACH, (before, after), strict=True))}
     known = {param.name.text for param in declared(way.place).params}
     said = {**{name: value for name, value in follow.items() if name in known}, **dict(way.params)}
-    return Way(way.place, tuple(sorted(said.items())))
+    return replace(way, params=tuple(sorted(said.items())))
 
 
 def shipped(name: str) -> str | None:
@@ -93,15 +103,15 @@ def blocks_of_heads(text: str, ranks: int) -> int:
     return next(port.blocks for port in op.program(ranks).signature.inputs if port.name == "q")
 
 
-def ops(way: Way, tune: Mapping[str, int | str], ranks: int) -> tuple[Rotation, Callable[[], Rotation]]:
+def ops(way: Way, ranks: int) -> tuple[Rotation, Callable[[], Rotation]]:
     """The op of the way there, and what loads the way back. Raises NotFoundError, CommError."""
-    there = load(way.place, params=dict(way.params), ranks=ranks, tune=tune)
+    there = load(way.place, params=dict(way.params), ranks=ranks, tune=way.tune)
 
     def back() -> Rotation:
         place = _back(way, there.program(ranks).plan.name)
         known = {param.name.text for param in declared(place).params}
         params = {name: value for name, value in way.params if name in known}
-        return load(place, params=params, ranks=ranks, tune=tune)
+        return load(place, params=params, ranks=ranks, tune=way.tune_back)
 
     return there, lru_cache(maxsize=1)(back)
 
@@ -152,14 +162,12 @@ class Alone:
 ALONE = Alone()
 
 
-def pair(
-    text: str, tune: Mapping[str, int | str], mask: Mask, placement: Placement
-) -> tuple[Rotation, Callable[[], Rotation]]:
-    """The ops of both ways, of a schedule by its name; on one rank nothing is loaded."""
+def pair(way: Way, mask: Mask, placement: Placement) -> tuple[Rotation, Callable[[], Rotation]]:
+    """The ops of both ways; on one rank nothing is loaded."""
     if placement.ranks == 1:
         return ALONE, lambda: ALONE
     try:
-        return ops(fitted(read(text), mask, placement), tune, placement.ranks)
+        return ops(fitted(way, mask, placement), placement.ranks)
     except NotFoundError as error:
         known = ", ".join(sorted(path.stem.removeprefix(PREFIX) for path in _shipped()))
         raise ArgumentError(f'`schedule` is "auto", {known}, or the path of a file: {error}') from error
