@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from commdsl.attention import flash_kernels, torch_kernels
+from commdsl.attention import cudnn_kernels, torch_kernels
 from commdsl.attention.kernel import Kernel, Shape, ready
-from commdsl.attention.kernels import BLACKWELL, HOPPER, MENU, Machine, apart, chosen, here, suited
+from commdsl.attention.kernels import BLACKWELL, HOPPER, MENU, PACKAGES, Machine, apart, chosen, here, suited
 from commdsl.attention.masks import Call
 from commdsl.machine.errors import ArgumentError
 
@@ -118,6 +120,8 @@ H200 = Machine("cuda", HOPPER, ())
         (here(CPU), torch.float32, [BAND, PACKED], "cpu", "cpu"),
         (here(CPU), torch.bfloat16, [FULL], "cpu", "cpu"),
         (H200, torch.bfloat16, [FULL, CAUSAL], "cudnn", "flash"),
+        (Machine("cuda", HOPPER, ("cudnn_exact",)), torch.bfloat16, [FULL, CAUSAL], "cudnn", "cudnn_exact"),
+        (Machine("cuda", HOPPER, ("cudnn_exact",)), torch.bfloat16, [BAND], "flash", "flash"),
         (H200, torch.bfloat16, [FULL, PACKED], "flash", "flash"),
         (H200, torch.float16, [BAND], "flash", "flash"),
         (H200, torch.float32, [FULL, CAUSAL], "efficient", "efficient"),
@@ -137,7 +141,7 @@ def test_rule(machine: Machine, dtype: torch.dtype, calls: list[Call], forward: 
 
 def test_backward_by_rule_is_exact() -> None:
     """Whatever the rule chooses for a backward sums in a fixed order."""
-    for machine in (here(CPU), H200, Machine("cuda", BLACKWELL, tuple(flash_kernels.MODULES))):
+    for machine in (here(CPU), H200, Machine("cuda", BLACKWELL, tuple(PACKAGES))):
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             assert chosen("auto", machine, Shape(dtype, 64), [FULL], True).is_exact
 
@@ -203,4 +207,96 @@ def test_determinism_is_asked_for_and_given_back() -> None:
 def test_menu() -> None:
     """Names are what users write, each once."""
     names = [kernel.name for kernel in MENU]
-    assert sorted(names) == sorted({*names, *flash_kernels.MODULES})
+    assert sorted(names) == sorted({*names, *PACKAGES})
+
+
+class FakeGraph:
+    """Stands for a graph of the package `cudnn`: takes what it has words for, and computes plainly."""
+
+    built: ClassVar[list[tuple[int, int, int, bool]]] = []
+
+    def __init__(self, **types: Any) -> None:
+        assert sorted(types) == ["compute_data_type", "handle", "intermediate_data_type", "io_data_type"]
+
+    def tensor(self, *, name: str, dim: list[int], stride: list[int], data_type: str) -> FakePort:
+        assert data_type == ("float" if name == "stats" else "bfloat16")
+        return FakePort(dim, stride)
+
+    def sdpa_backward(self, *, name: str, attn_scale: float, use_causal_mask: bool, **ports: Any) -> list[FakePort]:
+        assert ports.pop("use_deterministic_algorithm") is True
+        self.scale, self.is_causal = attn_scale, use_causal_mask
+        self.given = [ports[one] for one in ("dO", "q", "k", "v", "o", "stats")]
+        self.made = [FakePort(), FakePort(), FakePort()]
+        q, k = self.given[1].dim, self.given[2].dim
+        self.built.append((q[1], q[2], k[2], use_causal_mask))
+        return self.made
+
+    def get_workspace_size(self) -> int:
+        return 0
+
+    def execute(self, pack: dict[FakePort, torch.Tensor], workspace: torch.Tensor, handle: str) -> None:
+        assert all((list(one.shape), list(one.stride())) == (port.dim, port.stride) for port, one in pack.items())
+        dout, q, k, v, out, lse = (pack[port] for port in self.given)
+        rows = [one.squeeze(0).transpose(0, 1) for one in (dout, q, k, v, out)]
+        call = Call((0, q.shape[2]), (0, k.shape[2]), None, 0 if self.is_causal else None)
+        found = torch_kernels.PLAIN.backward(*rows, lse.squeeze(0).squeeze(-1), ready(call, CPU), self.scale)
+        for port, one in zip(self.made, found, strict=True):
+            pack[port].copy_(one.transpose(0, 1).unsqueeze(0))
+
+    def __getattr__(self, name: str) -> Any:
+        assert name in ("validate", "build_operation_graph", "create_execution_plans", "check_support", "build_plans")
+        return lambda *_: None
+
+
+class FakePort:
+    def __init__(self, dim: Any = None, stride: Any = None) -> None:
+        self.dim, self.stride = dim, stride
+
+    def set_output(self, is_output: bool) -> FakePort:
+        return self
+
+    def set_dim(self, dim: list[int]) -> FakePort:
+        self.dim = dim
+        return self
+
+    def set_stride(self, stride: list[int]) -> FakePort:
+        self.stride = stride
+        return self
+
+    def set_data_type(self, data_type: str) -> FakePort:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("most", "graphs"),
+    [
+        (1 << 29, {(8, 300, 300, True)}),
+        (2 * 4 * 320 * 320, {(4, 300, 300, True)}),
+        (2 * 4 * 128 * 320, {(8, 128, 128, True), (8, 128, 128, False), (8, 44, 44, True), (8, 44, 256, False)}),
+    ],
+    ids=["at once", "by heads", "by queries"],
+)
+def test_fixed_order_by_parts(monkeypatch: pytest.MonkeyPatch, most: int, graphs: set[tuple[int, ...]]) -> None:
+    """The package is asked for a fixed order, of whole calls or of parts whose workspace is not too large: the same."""
+    fake = types.SimpleNamespace(
+        pygraph=FakeGraph,
+        data_type=types.SimpleNamespace(BFLOAT16="bfloat16", HALF="half", FLOAT="float"),
+        heur_mode=types.SimpleNamespace(A=0, FALLBACK=1),
+        set_stream=lambda *, handle, stream: None,
+    )
+    monkeypatch.setitem(sys.modules, "cudnn", fake)
+    monkeypatch.setattr(cudnn_kernels, "_stream", lambda device: 0)
+    monkeypatch.setattr(cudnn_kernels, "_handle", lambda where: "handle")
+    monkeypatch.setattr(cudnn_kernels, "MOST", most)
+    FakeGraph.built.clear()
+    cudnn_kernels._graph.cache_clear()
+    call = ready(Call((0, 300), (0, 300), None, 0), CPU)
+    q, k, v = given(call.call, 8, 2, 8, torch.bfloat16)
+    out, lse = torch_kernels.CPU.forward(q, k, v, call, 0.3)
+    dout = torch.randn(300, 8, 8).bfloat16()
+    wanted = torch_kernels.PLAIN.backward(dout, q, k, v, out, lse, call, 0.3)
+    for found, one in zip(cudnn_kernels.EXACT.backward(dout, q, k, v, out, lse, call, 0.3), wanted, strict=True):
+        torch.testing.assert_close(found.float(), one, rtol=2**-7, atol=0.02)
+    assert {*FakeGraph.built} == graphs
+    assert all(2 * heads * -(-m // 64) * 64 * -(-n // 64) * 64 <= most for heads, m, n, _ in FakeGraph.built)
+    cudnn_kernels._graph.cache_clear()

@@ -15,6 +15,7 @@ Importing this imports nothing else; each name below loads what it needs when it
     kernel        the form of an attention kernel: forward with log-sum-exp, and backward
     kernels       what a call is of -> the kernel that runs it, by a stated rule
     torch_kernels torch's own kernels, and the reference
+    cudnn_kernels cuDNN's, asked for gradients that are summed in a fixed order
     flash_kernels those of the `flash_attn` packages
     merge         partial results -> the whole
     peers         a group -> the communicators of Hamilton Attention, for loops of one's own

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,12 +17,6 @@ from commdsl.attention.masks import Call
 from commdsl.attention.torch_kernels import FLASH, bounds, known
 
 MODULES = {"flash2": "flash_attn.flash_attn_interface", "flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}
-
-
-def installed(name: str) -> bool:
-    """Whether the package that brings this kernel can be found."""
-    top, _, rest = MODULES[name].partition(".")
-    return find_spec(top) is not None and (not rest or find_spec(MODULES[name]) is not None)
 
 
 def _refuses(shape: Shape, call: Call) -> str:

@@ -6,8 +6,8 @@ The rule, for `kernel="auto"`: the first of these that takes every call of every
 
     CPU                       float64: plain. Others: torch's flash for the CPU, which computes in float32, then plain
     GPU, bfloat16, float16    forward: flash3 (Hopper) or flash4 (Blackwell) where installed; cuDNN from Hopper on;
-                              flash2 where installed; torch's flash. Backward: the same without cuDNN, which as torch
-                              calls it does not sum in a fixed order
+                              flash2 where installed; torch's flash. Backward: the same, but cuDNN only where the
+                              package `cudnn` is installed, which asks it to sum in a fixed order, as torch cannot
     GPU, others               memory efficient, then plain
 
 Packed documents and windows are what cuDNN does not take. A kernel that takes one sequence at a time is called for each
@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
-from commdsl.attention import flash_kernels, torch_kernels
+from commdsl.attention import cudnn_kernels, flash_kernels, torch_kernels
 from commdsl.attention.kernel import Kernel, Shape
 from commdsl.attention.masks import Call
 from commdsl.machine.errors import ArgumentError
@@ -31,11 +32,15 @@ MENU = (
     torch_kernels.CPU,
     torch_kernels.FLASH,
     torch_kernels.CUDNN,
+    cudnn_kernels.EXACT,
     torch_kernels.EFFICIENT,
     flash_kernels.FLASH2,
     flash_kernels.FLASH3,
     flash_kernels.FLASH4,
 )
+PACKAGES = {**flash_kernels.MODULES, cudnn_kernels.EXACT.name: cudnn_kernels.MODULE}
+"""The module of each kernel that a package brings."""
+
 ON_CPU = ("plain", "cpu")
 HOPPER, BLACKWELL = 9, 10
 
@@ -53,7 +58,13 @@ def here(device: torch.device) -> Machine:
     if device.type != "cuda":
         return Machine(device.type, 0, ())
     major, _ = torch.cuda.get_device_capability(device)
-    return Machine("cuda", major, tuple(name for name in flash_kernels.MODULES if flash_kernels.installed(name)))
+    return Machine("cuda", major, tuple(name for name, module in PACKAGES.items() if _installed(module)))
+
+
+def _installed(module: str) -> bool:
+    """Whether it can be found, of a package its part too."""
+    top, _, rest = module.partition(".")
+    return find_spec(top) is not None and (not rest or find_spec(module) is not None)
 
 
 def chosen(name: str, machine: Machine, shape: Shape, calls: Sequence[Call], backward: bool) -> Kernel:
@@ -89,8 +100,8 @@ def _named(name: str, machine: Machine, shape: Shape, calls: Sequence[Call]) -> 
         raise ArgumentError(f'`kernel` is "auto" or one of {known}, not {name!r}')
     if (name in ON_CPU or machine.device == "cuda") is False or (name == "cpu" and machine.device != "cpu"):
         raise ArgumentError(f"the kernel `{name}` does not run on {machine.device}")
-    if name in flash_kernels.MODULES and name not in machine.installed:
-        raise ArgumentError(f"the kernel `{name}` needs the package `{flash_kernels.MODULES[name]}`")
+    if name in PACKAGES and name not in machine.installed:
+        raise ArgumentError(f"the kernel `{name}` needs the package `{PACKAGES[name]}`")
     reason = next((found.refuses(shape, one) for call in calls for one in apart(call) if found.refuses(shape, one)), "")
     if reason:
         raise ArgumentError(f"the kernel `{name}` does not take this: {reason}")
@@ -109,6 +120,8 @@ def _order(machine: Machine, shape: Shape, backward: bool) -> list[Kernel]:
         found.append(flash_kernels.FLASH4)
     if machine.major >= HOPPER and not backward:
         found.append(torch_kernels.CUDNN)
+    if machine.major >= HOPPER and backward and cudnn_kernels.EXACT.name in machine.installed:
+        found.append(cudnn_kernels.EXACT)
     if "flash2" in machine.installed:
         found.append(flash_kernels.FLASH2)
     return [*found, torch_kernels.FLASH, torch_kernels.PLAIN]
