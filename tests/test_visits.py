@@ -419,6 +419,27 @@ def test_what_is_made_of_the_same_travels_together() -> None:
             op.visit(torch.ones(8), other, lambda number, k, v: None, group=group)
 
 
+def test_what_comes_piece_by_piece_stays_where_it_is() -> None:
+    """Keys of the next node arrive a piece a launch: each writes its own, none copies what has come before. What a
+    visit reads is never written so: it would have to wait for it.
+    """
+    plan = compiler.check(FOLDER / "attention_double_ring.comm", ranks=12, params={"m": 4}).visits
+    assert plan is not None
+    words = [described(phase, number).split(": ")[1] for number, phase in enumerate(launches(plan))]
+    assert words[:4] == [
+        "k 0, v 0 -> kc 1, vc 1, kn 1, vn 1",
+        "k 0, v 0 -> kc 2, vc 2, kn 1, vn 1",
+        "k 0, v 0 -> kc 1, vc 1, kn 1, vn 1  after visit 1",
+        "kn 1, vn 1 -> k 1, v 1",
+    ]
+    for launch in launches(plan):
+        assert not {*launch.reads} & {*launch.writes}
+        assert {kept.name for kept in launch.reads} <= {"k", "v"} or {kept.name for kept in launch.reads} == {
+            "kn",
+            "vn",
+        }
+
+
 def test_stacked_and_visited() -> None:
     """The op without a function returns its yields stacked, as ever, beside calls with one."""
     op = commdsl.load("rotation_ring", ranks=2)

@@ -20,6 +20,7 @@ from commdsl.ir.schedules import Schedule, Yield
 from commdsl.machine.dtypes import Array, DType
 from commdsl.program.launches import Launch, Return, Visit, touches
 from commdsl.program.memory import Kept, Rights
+from commdsl.program.moves import Moves
 from commdsl.program.sizes import piece_range
 from commdsl.program.visited import launches, plan_of, segments, started, visits
 
@@ -91,8 +92,10 @@ class Visited:
                     given = {name: held[kept] for name, kept in zip(names, phase.reads, strict=True)}
                     dtype = of[phase.reads[0].name]
                     made = host_run.run_calls(plan_of(plan, moves), texts[moves], [given], dtype, op, options)[-1]
-                    names = [one.name for one in moves.tensors if one.access is Rights.WRITE]
-                    held |= {kept: made.outputs[name] for name, kept in zip(names, phase.writes, strict=True)}
+                    outputs = (at for at, one in enumerate(moves.tensors) if one.access is Rights.WRITE)
+                    for at, kept in zip(outputs, phase.writes, strict=True):
+                        left = made.outputs[moves.tensors[at].name]
+                        held[kept] = _over(held.get(kept, left), left, moves, at)
                 case Visit():
                     if phase.name is None:
                         wanted = [[array] for array in next(yielded)]
@@ -115,3 +118,18 @@ class Visited:
                             if array.tobytes() != held[kept][rank].tobytes():
                                 return compared, f"`{kept.name}` on rank {rank} comes back otherwise"
         return compared, ""
+
+
+def _over(before: Sequence[Array], left: Sequence[Array], moves: Moves, number: int) -> list[Array]:
+    """What is in a tensor on every rank: what a launch left there in the chunks that it writes, and what was there."""
+    tensor, ops = moves.tensors[number], moves.ops
+    found = []
+    for rank, (old, new) in enumerate(zip(before, left, strict=True)):
+        data, made = bytearray(old.tobytes()), new.tobytes()
+        block_bytes = len(made) // tensor.blocks
+        for chunk in np.unique(ops.dest_index[(ops.dest_space == number) & (ops.dest_rank == rank)]).tolist():
+            block, piece = divmod(chunk, tensor.cut)
+            first, last = (block * block_bytes + at for at in piece_range(block_bytes, tensor.cut, piece))
+            data[first:last] = made[first:last]
+        found.append(np.frombuffer(bytes(data), new.dtype))
+    return found

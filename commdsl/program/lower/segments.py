@@ -30,10 +30,13 @@ RETURNED = (BufferKind.OUTPUT, BufferKind.INOUT)
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Steps between two yields. `content`: equal for segments that have the same tables, on whatever buffers."""
+    """Steps between two yields. `content`: equal for segments that have the same tables, on whatever buffers.
+    `in_place`: outputs that are written where they are, as something of them stays, and no visit reads them.
+    """
 
     schedule: Schedule
     content: tuple[object, ...]
+    in_place: frozenset[str] = frozenset()
 
     def names(self, *kinds: BufferKind) -> tuple[str, ...]:
         return tuple(buffer.name for buffer in self.schedule.buffers if buffer.kind in kinds)
@@ -49,14 +52,17 @@ def parts(schedule: Schedule) -> Iterator[Part]:
     kept = iter(_kept(schedule))
     stays = next(kept)
     filled = {number for number, buffer in enumerate(schedule.buffers) if buffer.kind in GIVEN}
+    handed_over = {buffer for step in schedule.steps if isinstance(step, Yield) for buffer in step.reads}
+    ours: set[int] = set()
     for run in runs:
         if isinstance(run, Yield):
             filled |= {*run.writes}
             stays = next(kept)
             yield run
         else:
-            yield _segment(schedule, run, homes, filled, stays)
+            yield _segment(schedule, run, homes, filled, (stays, stays & ours - handed_over))
             filled |= _written(run)
+            ours |= _written(run)
 
 
 def _runs(schedule: Schedule, made_of: tuple[Unit | None, ...]) -> Iterator[tuple[Step, ...] | Yield]:
@@ -152,9 +158,15 @@ def _users(runs: list[tuple[Step, ...] | Yield]) -> dict[int, int]:
 
 
 def _segment(
-    schedule: Schedule, steps: tuple[Step, ...], users: dict[int, int], filled: set[int], stays: frozenset[int]
+    schedule: Schedule,
+    steps: tuple[Step, ...],
+    users: dict[int, int],
+    filled: set[int],
+    stays: tuple[frozenset[int], frozenset[int]],
 ) -> Segment:
+    """`stays`: the buffers of which something stays, and those of them that may be written where they are."""
     read, written = _read(steps), _written(steps)
+    in_place = stays[1] & written - read
     number: dict[int, int] = {}
     buffers: list[Buffer] = []
     for index, buffer in enumerate(schedule.buffers):
@@ -165,14 +177,14 @@ def _segment(
             kind = BufferKind.SCRATCH
         elif index not in written:
             kind = BufferKind.INPUT
-        elif index not in filled or (index not in read and index not in stays):
+        elif index in in_place or index not in filled or (index not in read and index not in stays[0]):
             kind = BufferKind.OUTPUT
         else:
             kind = BufferKind.INOUT
         buffers.append(replace(buffer, kind=kind))
     renamed = tuple(replace(step, moves=tuple(_renamed(step.moves, number))) for step in steps)
     made = replace(schedule, buffers=tuple(buffers), contracts=(), steps=renamed)
-    return Segment(made, _content(made))
+    return Segment(made, _content(made), frozenset(schedule.buffers[index].name for index in in_place))
 
 
 def _renamed(moves: tuple[Statement, ...], number: dict[int, int]) -> Iterator[Statement]:

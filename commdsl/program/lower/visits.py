@@ -4,10 +4,10 @@ Assumes a schedule that passed the checks, without tasks. Does not prove the Pla
 form, one launch that hands all yields over at its end, is `lower`'s.
 
 Every write of a launch goes to the copy that is not read: so what visits stays until its visit is over, while the next
-one travels. What the caller's function reads and writes stays where it is, and so does what it writes anew until a
-launch reads that; the caller's tensors are never written. A
-launch and a visit wait for the last phase of the other stream that touches the same copy, where one of them writes,
-unless the phase before them has waited for it.
+one travels. Only what comes piece by piece, and visits nobody before all of it is there, is written where it is. What
+the caller's function reads and writes stays where it is, and so does what it writes anew until a launch reads that; the
+caller's tensors are never written. A launch and a visit wait for the last phase of the other stream that touches the
+same copy, where one of them writes, unless the phase before them has waited for it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class _Walk:
             named = replace(segment.schedule, name=name, tuning=_tuning(segment.schedule))
             self.moves[segment.content] = lower_moves(named, self.transport, self.most_bytes)
         reads = tuple(self.at[one] for one in segment.names(BufferKind.INPUT, BufferKind.INOUT))
-        writes = tuple(self._other(one) for one in segment.names(BufferKind.OUTPUT, BufferKind.INOUT))
+        written = segment.names(BufferKind.OUTPUT, BufferKind.INOUT)
+        writes = tuple(self.at[one] if one in segment.in_place else self._other(one) for one in written)
         made = Launch(self.moves[segment.content], reads, writes, self.turn, 0)
         self.comm.append(replace(made, after=self._after(made)))
         self._note(made)

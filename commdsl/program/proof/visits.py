@@ -122,7 +122,7 @@ def _launch(phase: Launch, held: dict[Kept, Values]) -> None:
     tensors = [tensor for tensor in moves.tensors if tensor.access is Rights.WRITE]
     for tensor, kept in zip(tensors, phase.writes, strict=True):
         made = results[tensor]
-        held[kept] = np.where(made == UNWRITTEN, STALE, made)
+        held[kept] = np.where(made == UNWRITTEN, held.get(kept, STALE), made)
 
 
 def _differs(held: dict[Kept, Values], kept: Kept, wanted: Values, is_named: bool) -> tuple[int, int] | None:
