@@ -129,7 +129,7 @@ def test_words() -> None:
     open_ = Route(np.array([1, NOBODY, 3, 2], np.int32))
 
     assert open_.chains == ((0, 1), (2, 3, 2))
-    assert words(open_) == "0 → 1 (2 3)"
+    assert words(open_) == "0 → 1, (2 3)"
     assert not open_.is_cycle
 
 

@@ -120,7 +120,7 @@ def draw_routes(schedule: Schedule, report: Report, found: Sequence[Route]) -> s
     each = small_columns(len(found), MOST_BESIDE if beside else MOST_SMALL // columns)
     cell = (WIDTH - MARGIN + GAP - area[0]) / each
     small = min(cell - GAP, large / 2)
-    pitch = small * rows / columns + CAPTION + (18 if beside else 0)
+    pitch = small * rows / columns + CAPTION + (33 if beside else 0)
     below = 0 if beside or len(found) == 1 else ceil(len(found) / each) * pitch
     canvas = Canvas(WIDTH, HEAD + tall + MARGIN + (GAP + below if below else 0))
     head(canvas, schedule, report, found)
@@ -133,7 +133,8 @@ def draw_routes(schedule: Schedule, report: Report, found: Sequence[Route]) -> s
         under = Point(corner.x, corner.y + small * rows / columns + 17)
         draw_name(canvas, found, index, under)
         if beside:
-            canvas.text(Point(under.x, under.y + 17), words(found[index]), size=11.5, fill=FAINT)
+            for line, text in enumerate(folded(words(found[index]), int(small / 6.7), 2)):
+                canvas.text(Point(under.x, under.y + 17 + 15 * line), text, size=11.5, fill=FAINT)
     return canvas.render()
 
 
@@ -237,12 +238,13 @@ def draw_name(canvas: Canvas, found: Sequence[Route], index: int, at: Point) -> 
 
 
 def words(route: Route) -> str:
-    """`0 1 7 2 6 3 5 4` for a cycle through all ranks, `(0 2) 1 → 3` for what is none; of a shift how far it is."""
+    """`0 1 7 2 6 3 5 4` for a cycle through all ranks; `(0 2) (1 3)` or `0 → 2, 1 → 3` for none; of a shift how far."""
     if is_shift(route):
         return f"r → (r + {int(route.after[0])}) % {len(route.after)}"
     if route.is_cycle:
         return " ".join(map(str, route.chains[0][:-1]))
-    return " ".join(chain_words(chain) for chain in route.chains)
+    closed = all(chain[0] == chain[-1] for chain in route.chains)
+    return (" " if closed else ", ").join(chain_words(chain) for chain in route.chains)
 
 
 def chain_words(chain: tuple[int, ...]) -> str:
