@@ -68,6 +68,19 @@ def test_compiled(ring: str) -> None:
     in_group(2, rank_does)
 
 
+def test_compiled_numbers() -> None:
+    """Lists, lengths and windows that change from call to call are taken without a break."""
+    (group,) = commdsl.threads(1)
+
+    def model(q: torch.Tensor, ends: list[int], window: int) -> torch.Tensor:
+        return attention(q, q, q, group, causal=True, window=window, cu_seqlens=ends, length=ends[-1])
+
+    traced = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for ends, window in (([0, 5, 12], 4), ([0, 9, 16], 4), ([0, 2, 11], 4), ([0, 2, 11], 3)):
+        q = torch.randn(1, ends[-1], 2, 16)
+        torch.testing.assert_close(traced(q, ends, window), model(q, ends, window))
+
+
 @pytest.mark.parametrize("ends", [None, [0, 12, 31]], ids=["one", "packed"])
 def test_compiled_exchange_of_heads(ends: list[int] | None) -> None:
     """What a way back is given beside the output is known to torch.compile, too, with the rows that documents say."""

@@ -92,13 +92,20 @@ def distances(causal: Any, window: Any) -> tuple[int | None, int | None]:
     if isinstance(window, tuple | list):
         if len(window) != 2:
             raise ArgumentError(f"`window` is a number of tokens, or how many before and after, not {window!r}")
-        left, right = (None if one is None or one == -1 else given.whole("window", one, 0) for one in window)
+        left, right = (None if one is None or one == -1 else whole("window", one, 0) for one in window)
         return left, 0 if causal else right
     if not causal:
         raise ArgumentError(
             f"a `window` of {window!r} tokens ends with the query's own: say causal=True, or (left, right)"
         )
-    return given.whole("window", window, 1) - 1, 0
+    return whole("window", window, 1) - 1, 0
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    """As `given.whole`, which torch.compile does not look into where a number is one that changes."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return value
+    return given.whole(name, value, least)
 
 
 def scaled(scale: Any) -> float | None:
@@ -114,9 +121,9 @@ def ends(cu_seqlens: Any) -> torch.Tensor | None:
     """Where documents begin and the last ends, as a tensor."""
     if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor):
         return cu_seqlens
-    if not isinstance(cu_seqlens, Sequence) or not all(hasattr(end, "__index__") for end in cu_seqlens):
+    if not isinstance(cu_seqlens, Sequence) or isinstance(cu_seqlens, str):
         raise ArgumentError(f"`cu_seqlens` is a list or a vector of whole numbers, not `{type(cu_seqlens).__name__}`")
-    return torch.tensor([int(end) for end in cu_seqlens], dtype=torch.int64, device="cpu")
+    return torch.tensor([whole("cu_seqlens", end, 0) for end in cu_seqlens], dtype=torch.int64, device="cpu")
 
 
 def one_of(name: str, value: Any, known: Sequence[str]) -> str:

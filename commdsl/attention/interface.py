@@ -76,7 +76,7 @@ def attention(
         _schedule(schedule, q, k, v),
         arguments.tuning_text(tune),
         arguments.placement_text(placement),
-        length if length is None else given.whole("length", length, 0),
+        length if length is None else arguments.whole("length", length, 0),
         left,
         right,
         arguments.scaled(scale),
