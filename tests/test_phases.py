@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +19,16 @@ from test_properties import inputs_of
 from commdsl import checks, compiler
 from commdsl.ir import interpret
 from commdsl.machine import dtypes
+from commdsl.machine.resources import data_dir
 from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import OpKind, Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.sizes import device_launch, tensor_bytes
+from commdsl.program.visited import plan_of, segments
 from commdsl.runtime.phases import Copy, Flags, phases
+
+ATTENTION = data_dir("schedules") / "attention"
 
 REGION = 1 << 40
 """Bytes between the addresses of two stretches of memory."""
@@ -178,6 +182,53 @@ def test_by_hand(name: str, plan: Plan) -> None:
     orderly(machine)
     for wait in range(len(legal.moves.ops.wait_peer)):
         assert any(Order(legal, machine.commands, {wait}).races()), wait
+
+
+def hops(name: str, ranks: int) -> list[Plan]:
+    """What a shipped schedule of attention launches on the copy engine, in tiles of 4 KB."""
+    tune: dict[str, int | str] = {"protocol": "engine", "tile": 4096}
+    found = compiler.check(ATTENTION / f"{name}.comm", ranks=ranks, tune=tune).visits
+    assert found is not None
+    every = (plan_of(found, moves) for moves in segments(found))
+    return [plan for plan in every if plan.moves.protocol is Protocol.ENGINE and plan.moves.num_cells]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    "name", ["attention_direct", "attention_ring_backward", "attention_window", "attention_ulysses"]
+)
+def test_one_hop(name: str, ranks: int) -> None:
+    """Of a hop all pieces go at once, beside those of the round before on their way to the tensors: a kernel for the
+    flags before each round, and two at the end, however many pieces. Nothing races, nobody is stuck; what a rank awaits
+    of a peer counts.
+    """
+    for plan in hops(name, ranks):
+        launch = device_launch(plan.moves, 3 * 4096 + 7)
+        for rank in range(ranks):
+            steps = phases(plan.moves, rank, launch, range(len(plan.moves.tensors)))
+            kernels = [step for step in steps if isinstance(step, Flags)]
+            puts = plan.moves.ops.dest_rank[plan.moves.ops.rank_begin[rank] : plan.moves.ops.rank_begin[rank + 1]]
+            assert len(kernels) <= launch.rounds + 2
+            assert max(map(far(rank), steps)) >= np.count_nonzero(puts != rank)
+        machine = Machine(plan, 3 * 4096 + 7, calls=2)
+        orderly(machine)
+        for alike in awaited(plan):
+            assert any(Order(plan, machine.commands, alike).races()), alike
+
+
+def awaited(plan: Plan) -> list[set[int]]:
+    """The waits of a rank for the same peer's signals of as many rounds back: a phase waits for the last of them."""
+    ops, found = plan.moves.ops, dict[tuple[int, int, int], set[int]]()
+    for row in range(ops.num_ops):
+        rank = int(np.searchsorted(ops.rank_begin, row, side="right"))
+        for wait in range(ops.wait_begin[row], ops.wait_begin[row + 1]):
+            found.setdefault((rank, int(ops.wait_peer[wait]), int(ops.wait_rounds_back[wait])), set()).add(wait)
+    return [*found.values()]
+
+
+def far(rank: int) -> Callable[[Flags | tuple[Copy, ...]], int]:
+    """Of a step the number of copies to other ranks."""
+    return lambda step: 0 if isinstance(step, Flags) else sum(copy.peer != rank for copy in step)
 
 
 def test_waves() -> None:

@@ -8,17 +8,22 @@ The proof is about ranks that do one operation after another: wait, copy, signal
 and begin the next, so that what came in is copied out while more is on its way. Copies of a phase that touch the same
 bytes keep their order, in *waves*; those of one wave may run at once.
 
-Against the program a wait comes earlier and a signal later, so whatever a flag ordered it still orders. Nor does a rank
-wait for itself: a wait passes signals of later rounds than the one it waits for alone. For suppose that ranks wait in a
-circle, each for a signal that the next one will raise after its own wait. If that signal comes after that wait in the
-program, the wait is for the same round or an earlier one; if the wait was moved past it, for an earlier one. Around the
-circle rounds never grow, so no wait was moved, and the program itself has the circle; which the proof excludes.
+Against the program a wait comes earlier and a signal later, so whatever a flag ordered it still orders. Nor do ranks
+wait for each other: a wait passes signals of later rounds than the one it waits for, and of that round those that
+nobody needs in the wait's own round yet. For suppose that ranks wait in a circle, each for a signal that the next one
+will raise after its own wait. Take for each wait the round that it waits for, then its own, and compare them with those
+of the wait before it in the circle, whose signal it holds up. If it comes before that signal in the program, neither
+round is later than the signal's, and so than those of the wait before. If it was moved past the signal, it waits for
+an earlier round than the signal's; or for that one, itself in an earlier round than anybody who needs the signal. So
+around the circle the pair never grows, no wait was moved, and the program itself has the circle; which the proof
+excludes.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -27,6 +32,9 @@ import numpy as np
 
 from commdsl.program.moves import CELL, Moves
 from commdsl.program.sizes import Launch, piece_range
+
+NEVER = 1 << 30
+"""In how many rounds a signal is needed that nobody waits for."""
 
 STEP_UNIT = 4096
 """Bytes to which the parts of a chunk that rounds move are rounded up, where the tile is no smaller."""
@@ -95,8 +103,13 @@ class _Program:
         self.launch = launch
         self.same = same
         self.begin = [*ops.leaders[first:last].tolist(), int(ops.rank_begin[rank + 1])]  # of each group, in rows
-        self.backs = [ops.wait_rounds_back[ops.wait_begin[row] : ops.wait_begin[row + 1]] for row in self.begin[:-1]]
-        self.signals = [bool(ops.signal_begin[end - 1] < ops.signal_begin[end]) for end in self.begin[1:]]
+        waits = ((ops.wait_begin[row], ops.wait_begin[row + 1]) for row in self.begin[:-1])
+        self.backs = [np.unique(ops.wait_rounds_back[first:end]).tolist() for first, end in waits]
+        raised = ((ops.signal_begin[end - 1], ops.signal_begin[end]) for end in self.begin[1:])
+        needs, before = _needs(moves, rank), ops.signal_begin[ops.rank_begin[rank]]
+        # By group how many rounds later the first of its signals is needed; None: it has none.
+        self.needs = [min(needs[first - before : end - before], default=None) for first, end in raised]
+        self.sends_on = _sends_on(moves)
         even = -(-launch.share_bytes // max(launch.rounds, 1))
         self.step = min(moves.tile_bytes, -(-even // STEP_UNIT) * STEP_UNIT)
 
@@ -109,26 +122,26 @@ class _Program:
         return -(-position // max(self.length, 1))
 
     def any_wait(self, first: int, last: int) -> bool:
-        return any(len(self.backs[position % self.length]) for position in range(first, last))
+        return any(self.backs[position % self.length] for position in range(first, last))
 
     def any_signal(self, first: int, last: int) -> bool:
-        return any(self.signals[position % self.length] for position in range(first, last))
+        return any(self.needs[position % self.length] is not None for position in range(first, last))
 
     def bounds(self) -> list[tuple[int, int]]:
         """The positions of each phase.
 
-        A wait that may pass the signals before it does so if they end an earlier round. Those of its own round go out
-        first: who forwards what they announce can begin.
+        A wait passes the signals before it where it may; but where ranks send on what they got, signals of the wait's
+        own round go out first: who forwards what they announce can begin.
         """
-        cuts, held_back = [0], list[int]()  # the rounds of the signals of the phase
+        cuts, held_back = [0], dict[int, int]()  # by round of the phase's signals, in how many rounds one is needed
         for position in range(self.length * self.launch.rounds):
             round, group = divmod(position, self.length)
-            backs = self.backs[group]
-            if held_back and len(backs) and (round - int(backs.min()) >= held_back[0] or round == held_back[-1]):
+            backs, need = self.backs[group], self.needs[group]
+            if backs and ((self.sends_on and round in held_back) or not _passes(round, backs, held_back)):
                 cuts.append(position)
-                held_back = []
-            if self.signals[group]:
-                held_back.append(round)
+                held_back = {}
+            if need is not None:
+                held_back[round] = min(need, held_back.get(round, need))
         cuts.append(self.length * self.launch.rounds)
         return list(pairwise(cuts))
 
@@ -158,6 +171,35 @@ class _Program:
     def _chunk(self, tensor: int, block: int, first: int) -> tuple[int, int]:
         """`first`: the byte of its block at which this round takes a chunk up."""
         return self.moves.num_ranks + self.same[tensor], block * self.launch.block_bytes + first
+
+
+def _passes(round: int, backs: Sequence[int], held_back: Mapping[int, int]) -> bool:
+    """Whether waits for signals of so many rounds back may pass these signals."""
+    waits = [(round - back, back) for back in backs]
+    return all(
+        of < raised or (of == raised and back < need) for raised, need in held_back.items() for of, back in waits
+    )
+
+
+def _needs(moves: Moves, rank: int) -> list[int]:
+    """For each signal of a rank how many rounds later somebody first waits for it, or for one that follows it."""
+    ops, found, counts = moves.ops, list[int](), Counter[int]()
+    first, end = ops.signal_begin[ops.rank_begin[rank : rank + 2]].tolist()
+    for peer in ops.signal_peer[first:end].tolist():
+        counts[peer] += 1
+        begin, stop = ops.wait_begin[ops.rank_begin[peer : peer + 2]].tolist()
+        mine = begin + np.flatnonzero(ops.wait_peer[begin:stop] == rank)
+        later = ops.wait_ordinal[mine] < counts[peer]  # such a wait is for it in the round after
+        found.append(int((ops.wait_rounds_back[mine] + later).min(initial=NEVER)))
+    return found
+
+
+def _sends_on(moves: Moves) -> bool:
+    """Whether any rank puts somewhere else what was put to it."""
+    ops = moves.ops
+    by = np.searchsorted(ops.rank_begin, np.arange(ops.num_ops), side="right") - 1
+    source = ops.source_space[ops.source_begin[ops.leader_of]]
+    return bool(((source == CELL) & (ops.dest_rank != by)).any())
 
 
 def _waves(copies: Iterator[Copy]) -> list[Wave]:
