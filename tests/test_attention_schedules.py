@@ -336,6 +336,9 @@ def test_along_the_rails(name: str, machine: str) -> None:
     assert (found.pair_source[crosses] % 8 == found.pair_dest[crosses] % 8).all()
     files = compiler.read(FOLDER / f"attention_{name}.comm")
     assert compiler.check(files, ranks=ranks, on=machine, params={"m": 8}).visits is not None
+    for other in ("direct", "hamilton", "ring"):
+        with pytest.raises(CommError, match=r"C40[15]"):
+            compiler.check(FOLDER / f"attention_{other}.comm", ranks=ranks, on=machine)
 
 
 @pytest.mark.parametrize("case", [
