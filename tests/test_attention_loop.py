@@ -64,6 +64,7 @@ PLACEMENTS = {
     "even": zigzag(4, [64]),
     "uneven": zigzag(4, [61]),
     "short": zigzag(4, [5]),
+    "one token": contiguous(4, [1]),
     "packed": zigzag(4, [40, 0, 17, 3, 33]),
     "contiguous": contiguous(4, [45, 30]),
 }

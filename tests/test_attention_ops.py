@@ -114,6 +114,7 @@ FEW = (
     Case("attention_paths", 4, (("m", 2),)),
     Case("attention_window", 3, (("B", 3), ("A", 2))),
     Case("attention_ulysses", 2),
+    Case("attention_ulysses_ring", 4, (("U", 2),)),
 )
 """Of each kind one; each compiles some kernels for the host, and the rest of them is for `--sweep=all`."""
 

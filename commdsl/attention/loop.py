@@ -231,7 +231,7 @@ WIDE = (torch.float32, torch.float64)
 
 def _by_batch(lse: torch.Tensor, batch: int) -> torch.Tensor:
     """(heads of all the batch, rows) as (batch, heads, rows)."""
-    return lse.contiguous().view(batch, -1, lse.shape[1])
+    return lse.contiguous().view(batch, lse.shape[0] // batch, lse.shape[1])
 
 
 def _put(place: torch.Tensor, part: torch.Tensor, into: Sequence[Into]) -> None:
