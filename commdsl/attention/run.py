@@ -38,6 +38,7 @@ class Bound:
 
     there: Rotation
     back: Callable[[], Rotation]
+    rows: int  # of this rank
     settings: dict[str, Any]  # of the loop
 
 
@@ -83,12 +84,12 @@ def _bound(asked: Asked, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Bou
     lengths = document_lengths(length, cu_seqlens)
     shape = (batch, heads, rows_first(k, asked.layout).shape[2], dim)
     made = _made(asked, lengths, ranks, rank, shape, q.dtype, q.device)
-    own = made.settings["placement"].rows(rank)
-    if rows != own:
+    if rows != made.rows:
+        where = made.settings["placement"].name
         raise TensorError(
-            f"`attention`: by the placement `{made.settings['placement'].name}` rank {rank} of {ranks} has {own} of "
-            f"{sum(lengths)} tokens, and q, {tuple(q.shape)}, has {rows} rows (layout {asked.layout}): `length` is the "
-            "number of tokens of all ranks, which have equally many unless it or `cu_seqlens` says"
+            f"`attention`: by the placement `{where}` rank {rank} of {ranks} has {made.rows} of {sum(lengths)} tokens, "
+            f"and q, {tuple(q.shape)}, has {rows} rows (layout {asked.layout}): `length` is the number of tokens of "
+            "all ranks, which have equally many unless it or `cu_seqlens` says"
         )
     return made
 
@@ -108,7 +109,7 @@ def _made(
     there, back = ways.pair(_schedule(asked, lengths, ranks, shape, dtype, device), mask, placement)
     settings: dict[str, Any] = {"placement": placement, "mask": mask, "scale": asked.scale, "group": asked.group}
     about = words(asked, lengths, shape)
-    return Bound(there, back, {**settings, "kernel": asked.kernel, "about": about})
+    return Bound(there, back, placement.rows(rank), {**settings, "kernel": asked.kernel, "about": about})
 
 
 def words(asked: Asked, lengths: tuple[int, ...], shape: tuple[int, int, int, int]) -> str:

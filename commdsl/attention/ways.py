@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -138,10 +137,12 @@ def names(file: Path) -> list[str]:
     return [decl.name.text for decl in compiler.declared(compiler.read(file), ScheduleDecl)]
 
 
+@dataclass(eq=False)
 class Alone:
     """What stands for an op on a group of one rank: its own keys and values visit it, and nothing travels."""
 
-    name = "attention_alone"
+    is_back: bool = False
+    name: str = "attention_alone"
     input_names: tuple[str, ...] = ("k", "v")
 
     def held(self, group: Any = None) -> tuple[Held, ...]:
@@ -149,7 +150,7 @@ class Alone:
         return (Held("attend", ("k", "v"), (origin, origin), ()),)
 
     def visit(self, *arguments: Any, group: Any = None, timing: Timing | None = None, **named: Any) -> Any:
-        if "out" not in signature(named["attend"]).parameters:
+        if not self.is_back:
             attend = named["attend"]
             if timing is not None:
                 attend = timing.over(OneStream(), {None: attend}, [0])[1][None]
@@ -159,13 +160,13 @@ class Alone:
         return made
 
 
-ALONE = Alone()
+ALONE, ALONE_BACK = Alone(), Alone(is_back=True)
 
 
 def pair(way: Way, mask: Mask, placement: Placement) -> tuple[Rotation, Callable[[], Rotation]]:
     """The ops of both ways; on one rank nothing is loaded."""
     if placement.ranks == 1:
-        return ALONE, lambda: ALONE
+        return ALONE, lambda: ALONE_BACK
     try:
         return ops(fitted(way, mask, placement), placement.ranks)
     except NotFoundError as error:
