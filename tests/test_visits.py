@@ -440,6 +440,35 @@ def test_what_comes_piece_by_piece_stays_where_it_is() -> None:
         }
 
 
+def test_a_visit_waits_for_what_it_is_handed(tmp_path: Path) -> None:
+    """What other yields wait for is a launch of its own, though it is made of the same and moves alike."""
+    path = tmp_path / "two.comm"
+    path.write_text("""schedule two for P ranks where P >= 2 {
+  input k
+  input v like k
+  scratch kc
+  scratch vc
+  ensure rotation(k -> kc)
+  ensure rotation(v -> vc)
+  yield first(k)
+  yield second(v)
+  each r {
+    put k -> kc @ (r + 1) % P
+    put v -> vc @ (r + 1) % P
+  }
+  yield first(kc)
+  yield second(vc)
+}
+""")
+    plan = compiler.check(path, ranks=2).visits
+    assert plan is not None
+    assert [described(phase, number) for number, phase in enumerate(launches(plan))] == [
+        "launch 0 of two_segment1: k 0 -> kc 1",
+        "launch 1 of two_segment1: v 0 -> vc 1",
+    ]
+    assert [phase.after for phase in visits(plan)] == [0, 0, 1, 2, 0]
+
+
 def test_stacked_and_visited() -> None:
     """The op without a function returns its yields stacked, as ever, beside calls with one."""
     op = commdsl.load("rotation_ring", ranks=2)

@@ -3,15 +3,15 @@
 Assumes a schedule that passed the checks, without tasks. Does not lower anything.
 
 Buffers that nothing moves between are segments of their own: one that does not need what the caller computes need not
-wait for it. Where neither does, or both do, and their blocks are of one length and type, they are one. Whatever lives
-across a yield is at home in the rank's own memory there: an `input` of the segments that read it, an `output` of those
-that write it anew, `inout` where something of it stays that is read later. A `scratch` buffer of one segment alone
-stays what it is.
+wait for it. Where neither does, or both do, the same yield waits for them, and their blocks are of one length and type,
+they are one. Whatever lives across a yield is at home in the rank's own memory there: an `input` of the segments that
+read it, an `output` of those that write it anew, `inout` where something of it stays that is read later. A `scratch`
+buffer of one segment alone stays what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir.classes import Unit, units
 from commdsl.ir.held import Origins, first_chunks, handed, place
-from commdsl.ir.schedules import Buffer, Schedule, Statement, Step, Task, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import BufferKind, MoveKind
 
@@ -68,17 +68,17 @@ def parts(schedule: Schedule) -> Iterator[Part]:
 def _runs(schedule: Schedule, made_of: tuple[Unit | None, ...]) -> Iterator[tuple[Step, ...] | Yield]:
     steps: list[Step] = []
     fresh: set[int] = set()
-    for step in schedule.steps:
+    for number, step in enumerate(schedule.steps):
         match step:
             case Step():
                 steps.append(step)
             case Yield():
-                yield from _apart(steps, fresh, made_of)
+                yield from _apart(steps, fresh, made_of, schedule.steps[number:])
                 yield step
                 steps, fresh = [], {*step.writes}
             case Task():
                 raise InternalError(f"`{schedule.name}` has a task, yet passed the checks")
-    yield from _apart(steps, fresh, made_of)
+    yield from _apart(steps, fresh, made_of, ())
 
 
 def _kept(schedule: Schedule) -> list[frozenset[int]]:
@@ -124,9 +124,11 @@ def _with_any(places: NDArray[np.bool_], first: Origins) -> frozenset[int]:
     return frozenset(number for number, any_ in enumerate(found) if any_)
 
 
-def _apart(steps: list[Step], fresh: set[int], made_of: tuple[Unit | None, ...]) -> Iterator[tuple[Step, ...]]:
-    """The steps by the buffers they touch, those first that touch nothing `fresh`; buffers made of the same together,
-    as a launch can have both.
+def _apart(
+    steps: list[Step], fresh: set[int], made_of: tuple[Unit | None, ...], behind: Sequence[AnyStep]
+) -> Iterator[tuple[Step, ...]]:
+    """The steps by the buffers they touch, those first that touch nothing `fresh`; together what the same of the yields
+    `behind` them waits for, and is made of the same, as a launch can have both.
     """
     together: list[set[int]] = []
     for moves in (one for step in steps for one in step.moves if len(one.actor)):
@@ -134,12 +136,20 @@ def _apart(steps: list[Step], fresh: set[int], made_of: tuple[Unit | None, ...])
             one for one in together if one & {moves.source_buffer, moves.dest_buffer}
         ))  # fmt: skip
         together = [*(one for one in together if not one & joined), joined]
-    alike: dict[tuple[bool, Unit | None], set[int]] = {}
+    alike: dict[tuple[object, ...], set[int]] = {}
     for one in sorted(together, key=min):
-        alike.setdefault((bool(one & fresh), made_of[min(one)]), set()).update(one)
+        alike.setdefault((bool(one & fresh), made_of[min(one)], _awaiting(one, behind)), set()).update(one)
     for buffers in sorted(alike.values(), key=lambda one: (bool(one & fresh), min(one))):
         mine = (replace(step, moves=tuple(m for m in step.moves if m.dest_buffer in buffers)) for step in steps)
         yield tuple(step for step in mine if any(len(moves.actor) for moves in step.moves))
+
+
+def _awaiting(buffers: set[int], behind: Sequence[AnyStep]) -> int | None:
+    """The first of these steps that hands one of the buffers to the caller."""
+    for number, step in enumerate(behind):
+        if isinstance(step, Yield) and buffers & {*step.reads, *step.writes}:
+            return number
+    return None
 
 
 def _read(steps: Iterable[Step]) -> set[int]:
