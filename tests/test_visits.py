@@ -228,6 +228,19 @@ def test_mutants(name: str, ranks: int) -> None:
     assert kept <= 3 * len(plan.phases)
 
 
+@pytest.mark.parametrize(("name", "ranks", "params"), [
+    ("attention_ring_backward", 3, {}), ("attention_double_ring", 6, {"m": 3}),
+])  # fmt: skip
+def test_mutants_of_attention(name: str, ranks: int, params: dict[str, int]) -> None:
+    """The same of sums that travel behind what they are about, and of what is written piece by piece where it is."""
+    found = compiler.check(FOLDER / f"{name}.comm", ranks=ranks, params=params)
+    assert found.visits is not None
+    refused = [words for words, mutant in mutants(found.visits) if codes(found.schedule, mutant)]
+    assert len(refused) >= 100
+    for words, mutant in mutants(found.visits):
+        assert words in refused or is_equal_in_effect(found.visits, mutant), words
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_edge_is_needed(name: str) -> None:
     """Without an edge between a launch and a visit the Plan is refused: two accesses of a copy come in no order."""
