@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from thread_ranks import in_group
 
+import commdsl
 from commdsl import compiler
 from commdsl.attention import auto, machines
 from commdsl.attention.auto import Choice, Sizes, admitted, choice
@@ -108,12 +111,15 @@ def test_a_window(window: tuple[int, int], halves: tuple[int, int]) -> None:
 
 def test_short_sequences_by_heads() -> None:
     """Where latency is all, two exchanges of heads are sooner than P - 1 hops; if heads can be divided."""
-    short = {"length": 8 * 128, "ranks": 8, "causal": True, "device": H200, "head_dim": 128, "by_heads": True}
+    short = {"length": 8 * 128, "ranks": 8, "causal": True, "device": H200, "head_dim": 128}
 
     assert choice(heads=32, kv_heads=8, **short).schedule == "attention_ulysses"
     assert choice(heads=32, kv_heads=4, **short).schedule == "attention_ulysses_ring"
     assert choice(heads=31, **short).schedule == "attention_direct"
     assert choice(heads=32, kv_heads=8, **{**short, "by_heads": False}).schedule == "attention_direct"
+    longer = choice(4 * 2048, ranks=4, causal=True, device=H200, backward=True, **MHA)
+    assert longer.schedule in ("attention_direct", "attention_ring")  # as heads would not be faster by a quarter
+    assert 0.75 < seconds(longer)["attention_ulysses"] / seconds(longer)[longer.schedule] < 1
 
 
 def test_gradients() -> None:
@@ -191,6 +197,37 @@ def test_refusals(change: dict[str, Any], words: str) -> None:
 def test_few_tokens(length: int) -> None:
     """Hardly any tokens, and none, have a choice, too."""
     assert choice(length, ranks=8, device=H200, causal=True, **LLAMA).schedule.startswith("attention_")
+
+
+def test_calls_run_what_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    """`attention` loads the chosen schedule, and says so in the log: short calls exchange heads where these are enough,
+    unless the log-sum-exp is asked for; a call that wants gradients counts them.
+    """
+    torch = pytest.importorskip("torch")
+    attention = commdsl.attention.attention
+
+    def rank_does(rank: int, group: str) -> None:
+        for heads in (4, 3):
+            q, k, v = torch.randn(3, 1, 6, heads, 64)
+            plain, _ = attention(q, k, v, group=group, causal=True, return_lse=True)
+            without = attention(q, k, v, group=group, causal=True)
+            with_gradient = attention(q.requires_grad_(), k, v, group=group, causal=True)
+            assert torch.allclose(without, plain, atol=1e-5)
+            assert torch.allclose(with_gradient, plain, atol=1e-5)
+            with_gradient.sum().backward()
+
+    with caplog.at_level(logging.DEBUG, "commdsl"):
+        in_group(4, rank_does)
+    said = {record.getMessage() for record in caplog.records if "runs attention_" in record.getMessage()}
+    sizes = {"ranks": 4, "causal": True, "itemsize": 4}
+    expected = {
+        choice(24, heads, 64, backward=backward, by_heads=by_heads, **sizes)
+        for heads in (4, 3)
+        for backward, by_heads in ((False, False), (False, True), (True, True))
+    }
+
+    assert said == {f"attention over 24 tokens on 4 ranks runs {found}" for found in expected}
+    assert {found.schedule for found in expected} == {"attention_ulysses", "attention_direct"}
 
 
 # --- what is counted --------------------------------------------------------------------------------------------------

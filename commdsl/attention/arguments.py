@@ -69,8 +69,21 @@ SCHEMA = (
 
 NUM_ASKED = 10
 
-AUTO, AUTO_BACK = "auto", "auto with gradients"
-"""A schedule that is chosen when it runs: for the way there alone, or for both ways."""
+AUTO = "auto"
+
+AUTOS = MappingProxyType(
+    {
+        AUTO: (False, False),
+        "auto with gradients": (True, False),
+        "auto by heads": (False, True),
+        "auto by heads with gradients": (True, True),
+    }
+)
+"""Schedules that are chosen when they run: whether for both ways, and whether heads may be exchanged for rows."""
+
+
+def auto_text(gradients: bool, by_heads: bool) -> str:
+    return next(text for text, said in AUTOS.items() if said == (gradients, by_heads))
 
 
 def refuse(others: Mapping[str, Any]) -> None:

@@ -42,6 +42,9 @@ BACKWARD_FLOPS = 2.5
 NEAR_TIE = 0.02
 """A schedule that comes later in `candidates` has to be faster by more than this share."""
 
+FOR_HEADS = 0.25
+"""One that exchanges heads for rows by more than this, as what it copies and keeps for the way back is not counted."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -84,6 +87,11 @@ class Estimate:
     def seconds(self) -> float:
         return sum(time.seconds for time in self.times)
 
+    @property
+    def by_heads(self) -> bool:
+        """Whether heads are exchanged for rows."""
+        return "_ulysses" in self.schedule
+
     def __str__(self) -> str:
         return " ".join((self.schedule, *(f"{key}={value}" for key, value in self.params)))
 
@@ -118,7 +126,7 @@ def choice(
     window: tuple[int | None, int | None] | None = None,
     placement: str | Placement = "zigzag",
     backward: bool = False,
-    by_heads: bool = False,
+    by_heads: bool = True,
     device: str = "cpu",
     nodes: Sequence[int] | None = None,
     on: str | None = None,
@@ -127,10 +135,11 @@ def choice(
 
     `length`: tokens of the sequence over all `ranks`, or of each document of a packed one. `itemsize`: bytes of an
     element. `window`: how many tokens a query sees before and after its own, None for any number. `backward`: count the
-    gradients, too. `by_heads`: look also at schedules that exchange heads for rows, which run by their names alone, as
-    torch.compile has to know what they keep for the way back. Lengths count as `coarse` says, unless a Placement is
-    given. `device`: as torch names the GPU, or "cpu"; `nodes`: by rank the number of its node, all on one
-    unless said. `on`: a topology, shipped or in a file, in place of both. Raises ArgumentError, CommError.
+    gradients, too. `by_heads`: look also at schedules that exchange heads for rows, which a call does but under
+    torch.compile, which has to know what they keep for the way back, and where it returns the log-sum-exp. Lengths
+    count as `coarse` says, unless a Placement is given. `device`: as torch names the GPU, or "cpu"; `nodes`: by rank
+    the number of its node, all on one unless said. `on`: a topology, shipped or in a file, in place of both. Raises
+    ArgumentError, CommError.
     """
     lengths = (length,) if isinstance(length, int) else tuple(length)
     lengths = coarse(lengths) if isinstance(placement, str) else lengths
@@ -170,7 +179,8 @@ def choose(machine: Machine, ranks: int, sizes: Sizes) -> Choice:
         raise ArgumentError(f"no shipped schedule has all its links on `{machine.topology.name}`: write one")
     first = found[0]
     for estimate in found[1:]:
-        if estimate.seconds < first.seconds * (1 - NEAR_TIE):
+        share = FOR_HEADS if estimate.by_heads and not first.by_heads else NEAR_TIE
+        if estimate.seconds < first.seconds * (1 - share):
             first = estimate
     others = tuple(sorted((one for one in found if one is not first), key=lambda one: one.seconds))
     tune, tune_backward = (*(way.tune for way in first.ways), ())[:2]

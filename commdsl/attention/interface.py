@@ -6,7 +6,7 @@ Assumes that every rank of the group makes the same call, on its rows by the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def attention(
         v,
         arguments.ends(cu_seqlens),
         groups.name_of(group),
-        _schedule(schedule, q, k, v),
+        _schedule(schedule, (q, k, v), by_heads=not return_lse),
         arguments.tuning_text(tune),
         arguments.placement_text(placement),
         length if length is None else arguments.whole("length", length, 0),
@@ -92,16 +92,18 @@ def attention(
     return out, lse
 
 
-def _schedule(schedule: str, *tensors: torch.Tensor) -> str:
+def _schedule(schedule: str, tensors: Sequence[torch.Tensor], *, by_heads: bool) -> str:
+    """What is traced has to know now what a call keeps for its way back: without an exchange of heads, nothing."""
     found = _text("schedule", schedule)
-    if found != arguments.AUTO or not torch.is_grad_enabled():
+    if found != arguments.AUTO:
         return found
-    return arguments.AUTO_BACK if any(one.requires_grad for one in tensors) else found
+    gradients = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    return arguments.auto_text(gradients, by_heads and not torch.compiler.is_compiling())
 
 
 def _text(name: str, value: Any) -> str:
     found = given.text(name, value)
-    return "auto" if found is None else found
+    return arguments.AUTO if found is None else found
 
 
 def _ops() -> Any:

@@ -7,6 +7,7 @@ with every transfer, so ranks that differ are told both sides (C964). Does not k
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +17,7 @@ import torch
 
 from commdsl.attention import auto, loop, ways
 from commdsl.attention import placement as placements
-from commdsl.attention.arguments import AUTO, AUTO_BACK, Asked, check, laid_out, read_placement, read_tuning, rows_first
+from commdsl.attention.arguments import AUTOS, Asked, check, laid_out, read_placement, read_tuning, rows_first
 from commdsl.attention.auto import Sizes
 from commdsl.attention.machines import of_device
 from commdsl.attention.masks import Mask
@@ -27,6 +28,8 @@ from commdsl.runtime import groups, menu
 from commdsl.runtime.errors import GroupError, TensorError
 
 Tensor: TypeAlias = torch.Tensor
+
+_LOGGER = logging.getLogger("commdsl")
 
 KEPT = 256
 """So many kinds of call are remembered: each has a placement, which many documents make long."""
@@ -142,7 +145,7 @@ def _schedule(
 ) -> Way:
     """The one that was asked for, or is chosen, with how it is tuned; what the call tunes stands in place of that."""
     tuned = read_tuning(asked.tune)
-    if ranks == 1 or asked.schedule not in (AUTO, AUTO_BACK):
+    if ranks == 1 or asked.schedule not in AUTOS:
         return ways.read(asked.schedule, tuned, tuned)
     batch, heads, kv_heads, dim = shape
     machine = of_device(menu.name_of_device(device), groups.of(asked.group, device).nodes)
@@ -156,10 +159,10 @@ def _schedule(
         dtype.itemsize,
         Mask(asked.left, asked.right),
         placement,
-        asked.schedule == AUTO_BACK,
-        by_heads=False,
+        *AUTOS[asked.schedule],
     )
     found = auto.choose(machine, ranks, sizes)
+    _LOGGER.debug("attention over %d tokens on %d ranks runs %s", sum(lengths), ranks, found)
     # How far a window reaches follows from the lengths themselves (`ways.fitted`).
     params = tuple((name, value) for name, value in found.params if name not in ways.REACH)
     return Way(found.schedule, params, tuned or dict(found.tune), tuned or dict(found.tune_backward))

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.attention import run, ways
-from commdsl.attention.arguments import AUTO, AUTO_BACK, NUM_ASKED, SCHEMA, Asked, check, laid_out, rows_first
+from commdsl.attention.arguments import AUTOS, NUM_ASKED, SCHEMA, Asked, check, laid_out, rows_first
 from commdsl.attention.merge import wide
 from commdsl.attention.placement import PLACEMENTS
 from commdsl.runtime import groups
@@ -62,7 +62,7 @@ def _fake(
     check(q, k, v, asked.layout)
     rows, batch, heads, _ = rows_first(q, asked.layout).shape
     ranks = groups.size_of(asked.group) or 1
-    blocks = 0 if asked.schedule in (AUTO, AUTO_BACK) else ways.blocks_of_heads(asked.schedule, ranks)
+    blocks = 0 if asked.schedule in AUTOS else ways.blocks_of_heads(asked.schedule, ranks)
     if blocks:
         kept = _kept(q, k, (blocks, ranks), asked, is_packed=cu_seqlens is not None)
         return _like(q, asked.layout), _sums(q, (0,)), kept
