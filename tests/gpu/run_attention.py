@@ -209,8 +209,9 @@ def cases(ranks: int) -> list[Case]:
         shortest = min(sum(run.length for run in half) for half in halves)
         reach = (MASKS["window"].left or 0) - 1
         found.append(Case(Way(f"window@B={reach // shortest + 1}"), "window", length, *next(heads)))
-    for mask, served in itertools.product(MASKS, (1, 2)):
-        found.append(Case(Way("ulysses"), mask, lengths[served], (served * ranks, ranks)))
+    by_heads = [("ulysses", ranks), *([("ulysses_ring@U=2", 2)] if ranks > 2 and ranks % 2 == 0 else [])]
+    for (schedule, share), mask, served in itertools.product(by_heads, MASKS, (1, 2)):
+        found.append(Case(Way(schedule), mask, lengths[served], (served * share, share)))
     return found
 
 
