@@ -59,6 +59,7 @@ CASES = {
     "full": Case({}, batch=2, dim=128),
     "causal": Case({"causal": True}, (None, 0), layout="BNSD"),
     "uneven": Case({"causal": True, "scale": 0.3}, (None, 0), length=61, heads=(4, 2), batch=2),
+    "few": Case({"causal": True}, (None, 0), length=2, batch=2),
     "window": Case({"causal": True, "window": 9}, (8, 0), length=59, heads=(4, 1), placement="contiguous"),
     "in zigzag": Case({"causal": True, "window": 20}, (19, 0), length=57),
     "both sides": Case({"window": (3, 11)}, (3, 11), length=50, layout="SBND", batch=3),
@@ -144,7 +145,7 @@ def hold(ranks: int, cases: dict[str, Case], runs: int = 2, **settings: Any) -> 
 
 
 ANY = ("direct", "ring", "hamilton", "window", "ulysses")
-ON_NODES = ("paths m=2", "double_ring m=2")
+ON_NODES = ("paths m=2", "double_ring m=2", "ulysses_ring U=2")
 MANY = 8
 """From so many ranks on one case is run, once: a rank is a thread, and there are more of them than cores."""
 
@@ -161,7 +162,7 @@ def test_schedules(schedule: str, ranks: int) -> None:
     cases = {name: case for name, case in CASES.items() if ranks < MANY or name == "uneven"}
     if schedule == "window":
         cases = {name: replace(CASES[name], placement="contiguous") for name in ("window", "both sides")}
-    if schedule == "ulysses":
+    if schedule.startswith("ulysses"):
         cases = {name: replace(case, heads=(2 * ranks, ranks), dim=16) for name, case in cases.items()}
     pieces = f" K={ranks - 1}" if schedule == "direct" and ranks > 3 else ""
     hold(ranks, cases, 2 if ranks < MANY else 1, schedule=schedule + pieces)

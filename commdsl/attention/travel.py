@@ -38,8 +38,9 @@ def heads_travelling(x: torch.Tensor, plan: Plan) -> torch.Tensor:
     rows, batch, heads, dim = x.shape
     if heads % layout.chunks:
         raise TensorError(f"{heads} heads are not a multiple of the {layout.chunks} ranks that share them")
-    blocks = x.new_empty((layout.chunks, layout.rows, batch, heads // layout.chunks, dim))
-    blocks[:, plan.visits.home] = x.view(rows, batch, layout.chunks, -1, dim).permute(2, 0, 1, 3, 4)
+    each = heads // layout.chunks
+    blocks = x.new_empty((layout.chunks, layout.rows, batch, each, dim))
+    blocks[:, plan.visits.home] = x.view(rows, batch, layout.chunks, each, dim).permute(2, 0, 1, 3, 4)
     return blocks
 
 
