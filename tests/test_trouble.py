@@ -37,7 +37,8 @@ def test_killed_in_setup(tmp_path: Path) -> None:
     """Ranks that wait in a set-up for one that is killed do not wait for the time-out."""
     for said in killed(trouble.waits_in_setup, 0.3, tmp_path):
         assert "rank 1 is gone" in said.text
-        assert "to set up" in said.text
+        told = said.text.rstrip().endswith("waited for it")  # another rank saw it first, and said so
+        assert told or "to set up" in said.text
 
 
 @pytest.mark.parametrize("job", [trouble.waits_in_call, trouble.waits_for_work], ids=lambda job: job.__name__)
