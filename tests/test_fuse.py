@@ -131,6 +131,23 @@ def test_every_pass_of_any_schedule(program: Program) -> None:
         assert set(checked.plan.moves.alias_safe) == inout
 
 
+def test_who_combines_in_place_waits_for_other_readers() -> None:
+    """What a rank adds to its own chunk goes over it once another operation of the same step has read it."""
+    checked = from_text(
+        """  inout x
+  output y
+  ensure each r where r == 1 { y == sum(x @ q for q in 0 ..< P)   x == sum(x @ q for q in 0 ..< P) }
+  each r {
+    if r == 1 { reduce x @ all -> y }
+    if r == 0 { reduce x -> x @ 1 }
+  }
+""",
+        2,
+    )
+
+    assert checked.plan.moves.alias_safe == ("x",)
+
+
 def test_nothing_is_overwritten_before_it_is_read() -> None:
     """A result that replaces what another operation of the step still reads waits in a cell; without such a one not."""
     trade = from_text(

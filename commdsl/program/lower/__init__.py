@@ -207,16 +207,17 @@ def _alias_safe(placed: Placed, schedule: Schedule) -> list[str]:
         if buffer.kind is not BufferKind.INOUT or number in computed_from:
             continue
         read, write = (_tensor(placed.tensors, buffer.name, access) for access in (Rights.READ, Rights.WRITE))
-        last_read = np.full((schedule.num_ranks, buffer.num_chunks), -1, np.int32)
-        first_write = np.full((schedule.num_ranks, buffer.num_chunks), len(rows.rank), np.int32)
-        reads = np.nonzero(rows.source_space == read)[0]
-        last_read[rows.source_rank[reads], rows.source_index[reads]] = of_source[reads]  # the last assignment stays
+        place = (schedule.num_ranks, buffer.num_chunks)
+        last_read, first_write = np.full(place, -1, np.int32), np.full(place, len(rows.rank), np.int32)
         writes = np.nonzero(rows.dest_space == write)[0][::-1]
         first_write[rows.dest_rank[writes], rows.dest_index[writes]] = writes
         # The same group may read and write an element: the thread that reads it is the one that writes it.
+        reads = np.nonzero(rows.source_space == read)[0]
+        over = first_write[rows.source_rank[reads], rows.source_index[reads]]
+        reads = reads[group[of_source[reads]] != group[over]]
+        last_read[rows.source_rank[reads], rows.source_index[reads]] = of_source[reads]  # the last assignment stays
         # Different groups must lie in different phases, as only between phases there is a block barrier.
-        same = group[last_read] == group[first_write]
-        if (same | (last_read < 0) | (phase[last_read] < phase[first_write])).all():
+        if ((last_read < 0) | (phase[last_read] < phase[first_write])).all():
             safe.append(buffer.name)
     return safe
 

@@ -57,32 +57,39 @@ def _makers(rows: Rows, num_ranks: int) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class _Earliest:
-    """For each row the last other one that reads what its destination may overwrite, NOBODY if there is none."""
+    """For each row the last other one that reads what its destination may overwrite, NOBODY if there is none; and the
+    phase of the last but this one.
+    """
 
     row: Ints
     phase: Ints
+    phase_before: Ints
 
 
 def _earliest(rows: Rows, tensors: tuple[Tensor, ...]) -> _Earliest:
-    last = np.full(len(rows.rank), NOBODY, np.int32)
+    last, before = (np.full(len(rows.rank), NOBODY, np.int32) for _ in range(2))
     given = {tensor.name: space for space, tensor in enumerate(tensors) if tensor.access is Rights.READ}
     for space, tensor in enumerate(tensors):
         twin = given.get(tensor.name)
         if tensor.access is Rights.READ or twin is None:
             continue
         chunks = tensor.blocks * tensor.cut
-        table = np.full((int(rows.rank.max()) + 1) * chunks, NOBODY, np.int32)
         reads = np.flatnonzero(rows.source_space == twin)
         reads = reads[rows.dest_space[rows.of_source[reads]] != space]  # what stays where it is overwrites itself
-        table[rows.source_rank[reads] * chunks + rows.source_index[reads]] = rows.of_source[reads]  # the last one stays
         writes = np.flatnonzero(rows.dest_space == space)
-        last[writes] = table[rows.dest_rank[writes] * chunks + rows.dest_index[writes]]
-    return _Earliest(last, np.where(last >= 0, rows.phase[last], NOBODY))
+        for found in (last, before):
+            table = np.full((int(rows.rank.max()) + 1) * chunks, NOBODY, np.int32)
+            place, reader = rows.source_rank[reads] * chunks + rows.source_index[reads], rows.of_source[reads]
+            table[place] = reader  # the last one stays
+            found[writes] = table[rows.dest_rank[writes] * chunks + rows.dest_index[writes]]
+            reads = reads[table[place] != reader]
+    return _Earliest(last, *(np.where(found >= 0, rows.phase[found], NOBODY) for found in (last, before)))
 
 
 def _may_join(rows: Rows, earliest: _Earliest, row: Index, leader: Index) -> Mask:
     """Whether each row's tensor may be written as early as in the phase of `leader`."""
-    may: Mask = (earliest.phase[row] < rows.phase[leader]) | (earliest.row[row] == leader)
+    phase = np.where(earliest.row[row] == leader, earliest.phase_before[row], earliest.phase[row])
+    may: Mask = phase < rows.phase[leader]
     return may
 
 
