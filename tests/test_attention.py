@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Case:
     batch: int = 1
     layout: str = "BSND"
     ends: Sequence[int] | None = None
-    placement: str = "zigzag"
+    placement: str | Placement = "zigzag"
     dtype: torch.dtype = torch.float32
 
 
@@ -201,6 +202,17 @@ def test_auto_of_a_window() -> None:
     """Rows in order: what is outside of a window is not sent, and what is inside is seen to its edge."""
     window = Case({"causal": True, "window": 20}, (19, 0), length=97, placement="contiguous")
     hold(3, {"window": window})
+
+
+def test_a_window_over_short_halves() -> None:
+    """A window reaches past halves that are shorter than others, and past empty ones."""
+    cut = [0, 20, 40, 42, 44, 50, 57]
+    runs = [(Run(0, begin, end - begin),) for begin, end in pairwise(cut)]
+    odd = Placement("odd", tuple((runs[half], runs[half + 1]) for half in (0, 2, 4)))
+    case = Case({"causal": True, "window": 8}, (7, 0), length=57, placement=odd)
+    few = Case({"causal": True, "window": 2}, (1, 0), length=3, placement="contiguous")
+    hold(3, {"uneven": case}, schedule="window")
+    hold(4, {"few": few}, schedule="window")
 
 
 def test_one_rank() -> None:

@@ -7,7 +7,7 @@ cut equally is cut to within one token. Does not move anything (`sequence` does)
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -45,7 +45,15 @@ class Placement:
     @property
     def half_rows(self) -> int:
         """The rows of the longest half of any rank."""
-        return max(sum(run.length for run in half) for halves in self.runs for half in halves)
+        return max(self._half_rows())
+
+    @property
+    def least_half_rows(self) -> int:
+        """The rows of the shortest half of any rank."""
+        return min(self._half_rows())
+
+    def _half_rows(self) -> Iterator[int]:
+        return (sum(run.length for run in half) for halves in self.runs for half in halves)
 
 
 def zigzag(ranks: int, lengths: Sequence[int]) -> Placement:

@@ -71,9 +71,10 @@ def fitted(way: Way, mask: Mask, placement: Placement) -> Way:
     if not way.is_shipped:
         return way
     # At most so far, whatever documents there are: each reach is a kernel, with symmetric memory of its own.
-    half = max(sum(placement.rows(rank) for rank in range(placement.ranks)) // (2 * placement.ranks), 1)
-    most = 2 * placement.ranks
-    before, after = (most if side is None else min(-(-side // half), most) for side in (mask.left, mask.right))
+    most, shortest = 2 * placement.ranks, placement.least_half_rows
+    before, after = (
+        most if side is None or not shortest else min(-(-side // shortest), most) for side in (mask.left, mask.right)
+    )
     causal = int(mask.right == 0 and placement.name == ZIGZAG)
     follow = {"causal": causal, **dict(zip(REACH, (before, after), strict=True))}
     known = {param.name.text for param in declared(way.place).params}
