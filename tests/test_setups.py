@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from thread_ranks import outcomes  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - as above
+from commdsl.runtime import groups  # noqa: E402 - as above
 from commdsl.runtime.errors import AgreementError  # noqa: E402 - as above
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +96,7 @@ def test_less_time_is_for_one_set_up() -> None:
     """Where ranks that gave a set-up less time do not agree, what they meet for next has the group's time again."""
     names, less = commdsl.threads(2), 0.5
     known = commdsl.load("allreduce_ring", ranks=2).program(2)
-    comms = on_ranks(names, lambda rank: commdsl.runtime.groups.of(names[rank], torch.device("cpu")))
+    comms = on_ranks(names, lambda rank: groups.of(names[rank], torch.device("cpu")))
     found = on_ranks(
         names,
         lambda rank: comms[rank].workspace(known.plan, known.emitted, "own", terms={"rows": rank}, seconds=less),
@@ -114,8 +115,8 @@ def test_a_second_life() -> None:
     names = commdsl.threads(3)
     one, other = (commdsl.load(name, ranks=3) for name in ("allreduce_ring", "allreduce_oneshot"))
     assert summed(one, names)
-    on_ranks(names, lambda rank: [comm.close() for comm in commdsl.runtime.groups.every(names[rank])])
-    commdsl.runtime.groups.forget()
+    on_ranks(names, lambda rank: [comm.close() for comm in groups.every(names[rank])])
+    groups.forget()
     assert summed(other, names)
 
 
