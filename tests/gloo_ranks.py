@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 import multiprocessing as mp
 import os
+import time
 import traceback
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 RANKS = 4
@@ -24,7 +26,9 @@ def serve(cases: str, rank: int, folder: Path, pipe: Connection) -> None:
     os.environ["COMMDSL_TIMEOUT"] = str(TIMEOUT)
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(f"{folder}/store", RANKS)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    # A rank whose case has failed is waited for no longer than a call is.
+    patience = timedelta(seconds=TIMEOUT)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=patience)
     module = importlib.import_module(cases)
     while (name := pipe.recv()) is not None:
         try:
@@ -52,11 +56,20 @@ def started(cases: str, folder: Path) -> Iterator[list[Connection]]:
 
 
 def holds(ranks: list[Connection], name: str, patience: float = 90.0) -> None:
-    """What the case states holds on every rank."""
+    """What the case states holds on every rank.
+
+    A rank that fails first is shown first: those that wait for it fail later, and say less.
+    """
     for pipe in ranks:
         pipe.send(name)
-    answers = []
-    for rank, pipe in enumerate(ranks):
-        answers.append(pipe.recv() if pipe.poll(patience) else f"rank {rank} did not answer")
-    failed = [f"rank {rank}:\n{answer}" for rank, answer in enumerate(answers) if answer]
-    assert not failed, f"{len(failed)} of {RANKS} ranks failed\n{failed[0]}"
+    failed: list[str] = []
+    end, waited = time.monotonic() + patience, list(ranks)
+    while waited and (told := wait(waited, max(0.0, end - time.monotonic()))):
+        for pipe in told:
+            waited.remove(pipe)
+            if answer := pipe.recv():
+                failed.append(f"rank {ranks.index(pipe)}:\n{answer}")
+    silent = [str(ranks.index(pipe)) for pipe in waited]
+    if silent:
+        failed.append(f"no answer in {patience:.0f} s: rank {', '.join(silent)}")
+    assert not failed, f"{len(failed)} of {RANKS} ranks failed\n" + "\n".join(failed[:2])

@@ -38,7 +38,7 @@ def test_groups_that_come_and_go(ranks: list[Connection], request: pytest.Fixtur
     run of all sweeps.
     """
     whole = request.config.getoption("--sweep") == "all"
-    holds(ranks, "two_hundred_groups" if whole else "thirty_groups", 400.0)
+    holds(ranks, "two_hundred_groups" if whole else "thirty_groups", 280.0)
 
 
 @pytest.mark.parametrize("transport", Transport, ids=lambda transport: transport.value)

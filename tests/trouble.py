@@ -6,6 +6,7 @@ quick; on the processor, or on GPUs. Does not judge: test_trouble.py and gpu/run
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing as mp
 import os
@@ -145,9 +146,11 @@ def _run(job: Job, rank: int, table: Table, store: str, pipe: Connection) -> Non
 
 def _held() -> set[str]:
     """Threads and descriptors of this process, by name."""
-    folder = Path("/proc/self/fd")
-    names = {f"descriptor {one.name} of {os.readlink(one)}" for one in folder.iterdir() if one.exists()}
-    return names | {f"thread {thread.name}" for thread in threading.enumerate()}
+    names = {f"thread {thread.name}" for thread in threading.enumerate()}
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own, or one that another thread closes meanwhile
+            names.add(f"descriptor {one.name} of {os.readlink(one)}")
+    return names
 
 
 def _soon(before: set[str]) -> set[str]:
