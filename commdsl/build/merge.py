@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache as memoize
+from functools import cached_property
 from math import gcd
+from typing import NamedTuple
 
 from commdsl.build.emit import Emitted
 from commdsl.machine.dtypes import BY_NAME
@@ -31,8 +33,7 @@ _PART, _WHOLE = struct.Struct("<2Q2I6Q"), struct.Struct("<4IQ")
 _MOST_TURNS = 4  # the weights of a row are found once for so many vectors
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Rows `first` to `last` of the whole: where their outputs and their float32 logarithms lie, and the steps, in
     elements, from one row, batch and head to the next.
     """
@@ -52,7 +53,7 @@ class Rows:
 NOTHING = Rows(*[0] * 10)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Merge:
     """One launch. `running` is float32, the other parts are of one dtype. What is empty has no launch."""
 
@@ -66,7 +67,7 @@ class Merge:
     result: str
     weighs: bool = True  # by the logarithms; else what is summed are gradients, and there are none
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """What a thread makes: 16 bytes of a part where all lie so, else one element."""
         most = 16 // BY_NAME[self.dtype].size
@@ -97,7 +98,7 @@ class Merge:
         empty = [NOTHING] * (MOST - len(self.parts))
         rows = (self.running, *self.parts, *empty, self.whole)
         sizes = _WHOLE.pack(self.batch, self.heads, self.threads, self.turns, self.items)
-        return b"".join(_PART.pack(*astuple(one)) for one in rows) + sizes
+        return b"".join(_PART.pack(*one) for one in rows) + sizes
 
 
 def _lies(rows: Rows, dtype: str, head_dim: int, elements: int) -> bool:
