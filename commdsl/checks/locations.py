@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import AnyStep, Buffer, Contract, Schedule, Statement, Step, Task, Yield
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import GIVEN, BufferKind
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 
@@ -120,10 +120,7 @@ class Located:
         """Which locations hold the caller's data at the start. `nowhere` does too, so that nobody misses it, and what
         tasks make.
         """
-        given = (
-            np.full(buffer.num_chunks, buffer.kind in (BufferKind.INPUT, BufferKind.INOUT))
-            for buffer in self.schedule.buffers
-        )
+        given = (np.full(buffer.num_chunks, buffer.kind in GIVEN) for buffer in self.schedule.buffers)
         made = np.ones(self.size - self.nowhere - 1, np.bool_)
         return np.append(self.over_locations(given, nowhere=1).astype(np.bool_), made)
 

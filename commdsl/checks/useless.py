@@ -27,7 +27,7 @@ from commdsl.checks.locations import (
 from commdsl.ir.held import handed
 from commdsl.ir.schedules import Task
 from commdsl.language.diagnostics import Diagnostic, Label
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import RETURNED
 from commdsl.language.source import Span
 
 Used: TypeAlias = tuple[LocatedStep, LocatedMoves, NDArray[np.bool_]] | LocatedTask
@@ -111,12 +111,11 @@ def _handed_over(located: Located) -> dict[int, tuple[Locations, ...]]:
 
 def _results(located: Located) -> Locations:
     """What tasks write for the caller: no contract can say what it is, so none need name it."""
-    kinds = (BufferKind.OUTPUT, BufferKind.INOUT)
     made = {
         buffer
         for task in located.tasks()
         for buffer in task.step.writes
-        if located.schedule.buffers[buffer].kind in kinds
+        if located.schedule.buffers[buffer].kind in RETURNED
     }
     return np.concatenate([np.zeros(0, np.int64), *(located.whole(buffer).ravel() for buffer in sorted(made))])
 

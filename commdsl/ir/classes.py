@@ -14,11 +14,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from commdsl.ir.schedules import Buffer, Schedule, Statement, Step
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import GIVEN
 from commdsl.language.records import dataclass
 from commdsl.machine.dtypes import BY_NAME, DType
-
-GIVEN = (BufferKind.INPUT, BufferKind.INOUT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints, Schedule, Statement, Step, Yield
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import GIVEN
 from commdsl.language.records import dataclass
 
 Origins: TypeAlias = NDArray[np.int64]
@@ -85,7 +85,7 @@ def handed(schedule: Schedule) -> Iterator[Handed]:
     shape = (schedule.num_ranks, int(first[-1]))
     fresh = np.zeros(shape, np.bool_)
     for number, declared in enumerate(schedule.buffers):
-        if declared.kind in (BufferKind.INPUT, BufferKind.INOUT):
+        if declared.kind in GIVEN:
             fresh[:, first[number] : first[number + 1]] = True
     origins = np.where(fresh, np.arange(fresh.size).reshape(shape), NOTHING)
     for index, step in enumerate(schedule.steps):

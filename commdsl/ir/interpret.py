@@ -19,10 +19,10 @@ from typing import TypeAlias, assert_never
 
 import numpy as np
 
-from commdsl.ir.classes import GIVEN, types, units
+from commdsl.ir.classes import types, units
 from commdsl.ir.functions import FUNCTIONS
 from commdsl.ir.schedules import Schedule, Statement, Step, Task, Yield
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import GIVEN, RETURNED, BufferKind
 from commdsl.machine.dtypes import BY_NAME, Array, DType
 
 UNIT = 16  # bytes: where chunks may be cut
@@ -162,8 +162,7 @@ def run(
                     memory.fill(step.writes[0], rank, made)
             case _:
                 assert_never(step)
-    kept = (BufferKind.OUTPUT, BufferKind.INOUT)
-    outputs = {b.name: memory.data[i] for i, b in enumerate(schedule.buffers) if b.kind in kept}
+    outputs = {b.name: memory.data[i] for i, b in enumerate(schedule.buffers) if b.kind in RETURNED}
     return Result(outputs, yields)
 
 

@@ -22,6 +22,13 @@ class BufferKind(Enum):
     SCRATCH = "scratch"
 
 
+GIVEN = (BufferKind.INPUT, BufferKind.INOUT)
+"""By the caller, when a call begins."""
+
+RETURNED = (BufferKind.OUTPUT, BufferKind.INOUT)
+"""To the caller, when it is over."""
+
+
 class LinkScope(Enum):
     IN_NODE = "in node"
     ACROSS_SAME_GPU = "across nodes same gpu"

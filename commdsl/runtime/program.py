@@ -23,7 +23,7 @@ from commdsl.ir.classes import Unit, units
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.held import Held, held
 from commdsl.ir.schedules import Contract, Schedule, Yield
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import GIVEN
 from commdsl.language.source import Texts
 from commdsl.language.text import text_of
 from commdsl.machine import cache
@@ -193,10 +193,9 @@ def _visits(made: CompiledSchedule) -> Visits | None:
     ]
     known = units(schedule)
     back = {kept.name for phase in plan.phases if isinstance(phase, Return) for kept in phase.reads}
-    given = (BufferKind.INPUT, BufferKind.INOUT)
     ports = [(buffer, Port(buffer.name, buffer.blocks, 0, known[buffer.name])) for buffer in schedule.buffers]
     signature = Signature(
-        tuple(port for buffer, port in ports if buffer.kind in given),
+        tuple(port for buffer, port in ports if buffer.kind in GIVEN),
         tuple(port for buffer, port in ports if buffer.name in back),
         (),
         (),

@@ -17,12 +17,9 @@ from commdsl.ir.resolve.rows import Binding, spread
 from commdsl.ir.resolve.steps import read_list
 from commdsl.ir.schedules import Buffer, Contract, Ints
 from commdsl.language import syntax as syn
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import GIVEN, RETURNED, BufferKind
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
-
-READ = (BufferKind.INPUT, BufferKind.INOUT)
-WRITTEN = (BufferKind.OUTPUT, BufferKind.INOUT)
 
 SPLIT_SOURCE = ("reduce_scatter", "alltoall", "scatter")
 """Collectives whose source holds one part for each rank."""
@@ -111,14 +108,14 @@ def _clause(contract: syn.GeneralContract, clause: syn.Clause, binding: Binding,
 
 def _check_kinds(binding: Binding, source: syn.Name, dest: syn.Name) -> None:
     for buffer, kinds, headline in (
-        (source, READ, "the source of a contract is given by the caller, or computed"),
-        (dest, WRITTEN, "the result of a contract goes to the caller"),
+        (source, GIVEN, "the source of a contract is given by the caller, or computed"),
+        (dest, RETURNED, "the result of a contract goes to the caller"),
     ):
         kind = binding.buffers[buffer.text].kind
         if kind in kinds:
             continue
         # Of a scratch buffer it is said what a task wrote there.
-        if kinds is READ and kind is BufferKind.SCRATCH and buffer.text in binding.made:
+        if kinds is GIVEN and kind is BufferKind.SCRATCH and buffer.text in binding.made:
             continue
         wanted = " or ".join(f"`{wanted.value}`" for wanted in kinds)
         binding.faults.fail("C105", headline, buffer.span, f"`{buffer.text}` is `{kind.value}`, expected {wanted}")

@@ -15,11 +15,9 @@ from commdsl.ir.resolve.evaluate import Cycle, Scope
 from commdsl.ir.resolve.rows import Binding
 from commdsl.ir.schedules import Buffer, Contract, Rotation
 from commdsl.language import syntax as syn
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import GIVEN, RETURNED, BufferKind
 
-GIVEN = (BufferKind.INPUT, BufferKind.INOUT)
-RETURNED = (BufferKind.OUTPUT, BufferKind.INOUT)
-HANDED = (BufferKind.SCRATCH, BufferKind.OUTPUT, BufferKind.INOUT)
+HANDED = (BufferKind.SCRATCH, *RETURNED)
 """What counts is what the caller is handed, so pieces may visit in a scratch buffer."""
 
 

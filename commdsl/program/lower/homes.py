@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints, Schedule, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
-from commdsl.language.kinds import BufferKind, MoveKind
+from commdsl.language.kinds import GIVEN, RETURNED, BufferKind, MoveKind
 from commdsl.program.lower.hazards import Index
 from commdsl.program.memory import Rights, Tensor
 
@@ -112,8 +112,8 @@ def _tensors(schedule: Schedule) -> tuple[list[Tensor], Numbers, Numbers, Number
     read: list[int | None] = []
     write: list[int | None] = []
     for buffer in schedule.buffers:
-        reads = buffer.kind in (BufferKind.INPUT, BufferKind.INOUT)
-        writes = buffer.kind in (BufferKind.OUTPUT, BufferKind.INOUT)
+        reads = buffer.kind in GIVEN
+        writes = buffer.kind in RETURNED
         read.append(len(tensors) if reads else None)
         if reads:
             tensors.append(Tensor(buffer.name, Rights.READ, buffer.blocks, buffer.cut))

@@ -22,10 +22,7 @@ from commdsl.ir.classes import Unit, units
 from commdsl.ir.held import Origins, first_chunks, handed, place
 from commdsl.ir.schedules import AnyStep, Buffer, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
-from commdsl.language.kinds import BufferKind, MoveKind
-
-GIVEN = (BufferKind.INPUT, BufferKind.INOUT)
-RETURNED = (BufferKind.OUTPUT, BufferKind.INOUT)
+from commdsl.language.kinds import GIVEN, RETURNED, BufferKind, MoveKind
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,11 +17,11 @@ from dataclasses import replace
 from commdsl.ir.classes import joining, units
 from commdsl.ir.schedules import Buffer, Schedule, Tuning, Yield
 from commdsl.language.diagnostics import InternalError
-from commdsl.language.kinds import BufferKind, MoveKind
+from commdsl.language.kinds import GIVEN, RETURNED, MoveKind
 from commdsl.program.agree import none_heard
 from commdsl.program.launches import Launch, Return, Visit, touches
 from commdsl.program.lower import SYMMETRIC_BYTES, lower_moves
-from commdsl.program.lower.segments import GIVEN, RETURNED, Segment, parts
+from commdsl.program.lower.segments import Segment, parts
 from commdsl.program.memory import Kept, Transport
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan, Role
@@ -86,8 +86,8 @@ class _Walk:
         if segment.content not in self.moves:
             named = replace(segment.schedule, name=name, tuning=_tuning(segment.schedule))
             self.moves[segment.content] = lower_moves(named, self.transport, self.most_bytes)
-        reads = tuple(self.at[one] for one in segment.names(BufferKind.INPUT, BufferKind.INOUT))
-        written = segment.names(BufferKind.OUTPUT, BufferKind.INOUT)
+        reads = tuple(self.at[one] for one in segment.names(*GIVEN))
+        written = segment.names(*RETURNED)
         writes = tuple(self.at[one] if one in segment.in_place else self._other(one) for one in written)
         made = Launch(self.moves[segment.content], reads, writes, self.turn, 0)
         self.comm.append(replace(made, after=self._after(made)))

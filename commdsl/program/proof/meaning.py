@@ -13,15 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Schedule, Statement, Step, Task, Yield
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import GIVEN, RETURNED
 from commdsl.program.memory import Rights, Tensor
 from commdsl.program.proof.values import UNWRITTEN, Book, Column, Values, applied, combined, computed, given
 
 Results: TypeAlias = dict[Tensor, Values]
 """By tensor that is written: (num_ranks, chunks), UNWRITTEN where nothing was written."""
-
-GIVEN = (BufferKind.INPUT, BufferKind.INOUT)
-RETURNED = (BufferKind.OUTPUT, BufferKind.INOUT)
 
 
 def tensors_given(schedule: Schedule) -> dict[Tensor, int]:

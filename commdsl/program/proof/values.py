@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Buffer, Schedule
 from commdsl.language.diagnostics import InternalError
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import GIVEN
 
 Values: TypeAlias = NDArray[np.uint64]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -115,9 +115,8 @@ class Book:
 
     def given(self) -> list[tuple[Buffer, Values]]:
         """Every chunk that any rank is given."""
-        kinds = (BufferKind.INPUT, BufferKind.INOUT)
         held = enumerate(self.schedule.buffers)
-        return [(buffer, given(self.schedule, number)) for number, buffer in held if buffer.kind in kinds]
+        return [(buffer, given(self.schedule, number)) for number, buffer in held if buffer.kind in GIVEN]
 
     def all_values(self) -> Values:
         """Every value there was."""
