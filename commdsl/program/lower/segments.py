@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.classes import Unit, units
+from commdsl.ir.classes import Joined, Unit, units
 from commdsl.ir.held import Origins, first_chunks, handed, place
 from commdsl.ir.schedules import AnyStep, Buffer, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
@@ -127,14 +127,14 @@ def _apart(
     """The steps by the buffers they touch, those first that touch nothing `fresh`; together what the same of the yields
     `behind` them waits for, and is made of the same, as a launch can have both.
     """
-    together: list[set[int]] = []
+    joined = Joined(len(made_of))
     for moves in (one for step in steps for one in step.moves if len(one.actor)):
-        joined = {moves.source_buffer, moves.dest_buffer}.union(*(
-            one for one in together if one & {moves.source_buffer, moves.dest_buffer}
-        ))  # fmt: skip
-        together = [*(one for one in together if not one & joined), joined]
+        joined.join(moves.source_buffer, moves.dest_buffer)
+    together: dict[int, set[int]] = {}
+    for buffer in sorted(_read(steps) | _written(steps)):
+        together.setdefault(joined.first(buffer), set()).add(buffer)
     alike: dict[tuple[object, ...], set[int]] = {}
-    for one in sorted(together, key=min):
+    for one in together.values():
         alike.setdefault((bool(one & fresh), made_of[min(one)], _awaiting(one, behind)), set()).update(one)
     for buffers in sorted(alike.values(), key=lambda one: (bool(one & fresh), min(one))):
         mine = (replace(step, moves=tuple(m for m in step.moves if m.dest_buffer in buffers)) for step in steps)
