@@ -413,7 +413,6 @@ def test_signatures(name: str) -> None:
 
 X = torch.zeros(1, 4, 2, 8)
 PIECES = list(X.split(2, 1))
-CIRCLE = attention.gen_hamilton_circle(3)
 RINGED = attention.ring_attention_forward_flash_attn
 ZIGZAGGED = attention.zigzag_ring_attention_forward_flash_attn
 FULLY = attention.hamilton_attention_forward_full_flash_attn

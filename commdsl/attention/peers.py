@@ -15,7 +15,7 @@ import torch
 
 from commdsl.runtime import given, groups, menu
 from commdsl.runtime.collectives import all_to_all
-from commdsl.runtime.errors import GroupError, TensorError
+from commdsl.runtime.errors import TensorError
 from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
 
@@ -26,10 +26,7 @@ class Place:
     def __init__(self, process_group: Any) -> None:
         self.name = groups.name_of(process_group)
         self.world_size = menu.size(process_group)
-        rank = groups.rank_of(self.name)
-        if rank is None or rank < 0:
-            raise GroupError(f"this process is no rank of a process group named `{self.name}`")
-        self.rank = rank
+        self.rank = groups.own_rank(self.name)
 
 
 class Beside:

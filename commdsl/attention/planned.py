@@ -22,7 +22,7 @@ from commdsl.attention.masks import Mask
 from commdsl.attention.pieces import Visits, as_kept, stretches, visits
 from commdsl.attention.placement import Placement
 from commdsl.runtime import groups
-from commdsl.runtime.errors import GroupError, TensorError
+from commdsl.runtime.errors import TensorError
 
 KEPT_HEADS = ("qh", "kh", "vh")
 """What the way back of schedules that exchange heads for rows may be given: what visits of the way forth had."""
@@ -87,9 +87,7 @@ def plan_of(
 ) -> Plan:
     """Raises TensorError, GroupError, MaskError, ArgumentError."""
     name = groups.name_of(group)
-    rank = groups.rank_of(name)
-    if rank is None or rank < 0:
-        raise GroupError(f"this process is no rank of a process group named `{name}`")
+    rank = groups.own_rank(name)
     q = tensors[0]
     _check(op.name, tensors, placement.rows(rank) if rank < placement.ranks else -1)
     shape = Shape(q.dtype, q.shape[3])

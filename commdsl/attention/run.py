@@ -25,7 +25,7 @@ from commdsl.attention.planned import Rotation
 from commdsl.attention.sequence import document_lengths
 from commdsl.attention.ways import Way
 from commdsl.runtime import groups, menu
-from commdsl.runtime.errors import GroupError, TensorError
+from commdsl.runtime.errors import TensorError
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -79,9 +79,7 @@ def backward(
 
 
 def _bound(asked: Asked, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Bound:
-    ranks, rank = groups.size_of(asked.group), groups.rank_of(asked.group)
-    if ranks is None or rank is None or rank < 0:
-        raise GroupError(f"this process is no rank of a process group named `{asked.group}`")
+    rank, ranks = groups.own_rank(asked.group), menu.size(asked.group)
     rows, batch, heads, dim = rows_first(q, asked.layout).shape
     length = asked.length if asked.length is not None or cu_seqlens is not None else rows * ranks
     lengths = document_lengths(length, cu_seqlens)

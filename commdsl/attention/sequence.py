@@ -19,7 +19,7 @@ from commdsl.attention.placement import Placement
 from commdsl.machine.errors import ArgumentError
 from commdsl.runtime import given, groups, menu
 from commdsl.runtime.collectives import all_gather
-from commdsl.runtime.errors import GroupError, TensorError
+from commdsl.runtime.errors import TensorError
 
 Ends: TypeAlias = "Sequence[int] | torch.Tensor | None"
 """Where documents begin in a packed sequence, and where the last ends: [0, 5, 12] are two, of 5 and 7 tokens."""
@@ -123,11 +123,7 @@ def document_lengths(length: int | None, cu_seqlens: Ends) -> tuple[int, ...]:
 
 def _place(group: Any) -> tuple[int, int]:
     """This process's rank in a group, and its size."""
-    name = groups.name_of(group)
-    rank = groups.rank_of(name)
-    if rank is None or rank < 0:
-        raise GroupError(f"this process is no rank of a process group named `{name}`")
-    return rank, menu.size(group)
+    return groups.own_rank(groups.name_of(group)), menu.size(group)
 
 
 def _placed(placement: str | Placement, ranks: int, lengths: Sequence[int]) -> Placement:

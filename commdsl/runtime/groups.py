@@ -97,6 +97,14 @@ def rank_of(name: str) -> int | None:
     return None if found is None else int(found.rank())
 
 
+def own_rank(name: str) -> int:
+    """This process's rank in a group. Raises GroupError where it has none."""
+    rank = rank_of(name)
+    if rank is None or rank < 0:
+        raise GroupError(f"this process is no rank of a process group named `{name}`")
+    return rank
+
+
 def resolve(group: Any) -> tuple[str, object]:
     """The name of a group, and the object behind the name at this moment, None where there is none.
 
