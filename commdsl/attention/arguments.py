@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from commdsl.attention.placement import Placement, Run
+from commdsl.attention.placement import Placement, Run, Same
 from commdsl.machine.errors import ArgumentError
 from commdsl.runtime import given
 from commdsl.runtime.errors import TensorError
@@ -169,13 +169,13 @@ def placement_text(placement: Any) -> str:
         return placement
     if not isinstance(placement, Placement):
         raise ArgumentError(f'`placement` is "zigzag", "contiguous" or a Placement, not {placement!r}')
-    return _written(placement)
+    return _written(Same(placement))
 
 
 @lru_cache(maxsize=64)
-def _written(placement: Placement) -> str:
-    runs = [[[[run.document, run.begin, run.length] for run in half] for half in halves] for halves in placement.runs]
-    return json.dumps([placement.name, runs], separators=(",", ":"))
+def _written(one: Same[Placement]) -> str:
+    runs = [[[[run.document, run.begin, run.length] for run in half] for half in halves] for halves in one.value.runs]
+    return json.dumps([one.value.name, runs], separators=(",", ":"))
 
 
 @lru_cache(maxsize=64)

@@ -11,8 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Generic, TypeVar
 
 from commdsl.machine.errors import ArgumentError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,19 @@ class Placement:
 
     def _half_rows(self) -> Iterator[int]:
         return (sum(run.length for run in half) for halves in self.runs for half in halves)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Same(Generic[T]):
+    """An object as a key that is equal to itself alone: a placement of many documents is long to hash and compare."""
+
+    value: T
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
 
 
 def zigzag(ranks: int, lengths: Sequence[int]) -> Placement:
@@ -99,7 +115,7 @@ def placed(placement: str | Placement, ranks: int, lengths: Sequence[int]) -> Pl
     Raises ArgumentError.
     """
     if isinstance(placement, Placement):
-        _check(placement, ranks, tuple(lengths))
+        _check(Same(placement), ranks, tuple(lengths))
         return placement
     return _kept(placement, ranks, tuple(lengths))
 
@@ -143,7 +159,8 @@ def _between(starts: Sequence[int], begin: int, end: int) -> tuple[Run, ...]:
 
 
 @lru_cache(maxsize=64)
-def _check(placement: Placement, ranks: int, lengths: tuple[int, ...]) -> None:
+def _check(given: Same[Placement], ranks: int, lengths: tuple[int, ...]) -> None:
+    placement = given.value
     if placement.ranks != ranks:
         raise ArgumentError(
             f"the placement `{placement.name}` is one of {placement.ranks} ranks, the group has {ranks}"

@@ -20,7 +20,7 @@ from commdsl.attention import kernels
 from commdsl.attention.kernel import Kernel, Ready, Shape, ready
 from commdsl.attention.masks import Mask
 from commdsl.attention.pieces import Visits, as_kept, stretches, visits
-from commdsl.attention.placement import Placement
+from commdsl.attention.placement import Placement, Same
 from commdsl.runtime import groups
 from commdsl.runtime.errors import TensorError
 
@@ -89,24 +89,10 @@ def plan_of(
     name = groups.name_of(group)
     rank = groups.own_rank(name)
     q = tensors[0]
-    _check(op.name, tensors, placement.rows(rank) if rank < placement.ranks else -1)
+    where = Same(placement)
+    _check(op.name, tensors, _rows(where, rank))
     shape = Shape(q.dtype, q.shape[3])
-    return _made(_Same(op), name, rank, _Same(placement), mask, kernel, q.device, shape, backward)
-
-
-class _Same:
-    """An object as a key that is equal to itself alone: a placement of many documents is long to compare."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+    return _made(Same(op), name, rank, where, mask, kernel, q.device, shape, backward)
 
 
 def _check(name: str, tensors: Sequence[torch.Tensor], rows: int) -> None:
@@ -126,7 +112,13 @@ def _check(name: str, tensors: Sequence[torch.Tensor], rows: int) -> None:
 
 
 @lru_cache(KEPT)
-def _visits(op: _Same, name: str, rank: int, placement: _Same, mask: Mask) -> Visits:
+def _rows(placement: Same[Placement], rank: int) -> int:
+    """Of a rank by the placement; no number of rows where it has none such."""
+    return placement.value.rows(rank) if rank < placement.value.ranks else -1
+
+
+@lru_cache(KEPT)
+def _visits(op: Same[Rotation], name: str, rank: int, placement: Same[Placement], mask: Mask) -> Visits:
     heads, held = by_heads(op.value), op.value.held(name)
     if heads:
         held = as_kept(held, [name for name in KEPT_HEADS if name in op.value.input_names])
@@ -135,10 +127,10 @@ def _visits(op: _Same, name: str, rank: int, placement: _Same, mask: Mask) -> Vi
 
 @lru_cache(KEPT)
 def _made(
-    op: _Same,
+    op: Same[Rotation],
     name: str,
     rank: int,
-    placement: _Same,
+    placement: Same[Placement],
     mask: Mask,
     kernel: str,
     device: torch.device,
