@@ -75,8 +75,9 @@ def there_and_back(experts: Any, case: Case, rank: int) -> None:
     assert torch.equal(x[:total].float(), torch.from_numpy(mine.rows[0]))
     assert torch.equal(scale[:total], torch.from_numpy(mine.rows[1]))
     changed = [torch.from_numpy(one.rows[0]).to(x.dtype) * 2 - 1 for one in case.received]
-    home = experts.combine(x * 2 - 1, handle, torch.from_numpy(case.weights[rank]))
-    assert torch.equal(home, case.back(changed, rank))
+    for rows in (x * 2 - 1, x[:total] * 2 - 1):  # what lies behind what came does not count
+        home = experts.combine(rows, handle, torch.from_numpy(case.weights[rank]))
+        assert torch.equal(home, case.back(changed, rank))
 
 
 # --- right ------------------------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         experts.release()
 
     in_group(2, work)
-    assert len(gpu.launches) == 2 * 2 * 2 * len(cases)
+    assert len(gpu.launches) == 2 * 2 * 3 * len(cases)
 
 
 # --- reported ---------------------------------------------------------------------------------------------------------
@@ -202,6 +203,27 @@ def test_no_such_key() -> None:
     assert said == "error[C963]: key 0 of row 0 of rank 1 is -7, and keys are 0 ..< 12, or 12 for none"
 
 
+def test_too_few_go_back() -> None:
+    """Who gives back fewer rows than came to it is told so."""
+    case = Case.drawn(2, 1, torch.float32)
+
+    def work(rank: int, group: str) -> str:
+        experts = ep.Experts(LIMITS, group, "cpu", params={"E": KEYS})
+        (x, _), counts, handle = experts.dispatch((case.x[rank], case.scale[rank]), torch.from_numpy(case.keys[rank]))
+        short = x[: int(counts.sum()) - (rank == 1)]
+        try:
+            experts.combine(short, handle, torch.from_numpy(case.weights[rank]))
+            experts.synchronize()
+        except ep.KeysError as error:
+            return str(error)
+        return ""
+
+    total = len(case.received[1].origins)
+    assert in_group(2, work)[1] == (
+        f"error[C963]: {total} rows came to rank 1, and {total - 1} of them are given to go back"
+    )
+
+
 X, SCALE, LIST = torch.zeros(3, 10), torch.zeros(3, 6, dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.int32)
 
 WRONG = {
@@ -228,7 +250,7 @@ def test_refused() -> None:
     rows, _, handle = experts.dispatch((X, SCALE), LIST)
     for arguments, message in (
         ((rows[0].double(), handle, LIST.float()), "not in torch.float64"),
-        ((rows[0][:5].contiguous(), handle, LIST.float()), "expected 400 rows"),
+        ((torch.zeros(401, 10), handle, LIST.float()), "expected up to 400 rows"),
         ((rows[0], handle, LIST.double()), "weights are torch.float64"),
         ((rows[0], handle, torch.zeros(3, 1)), "a weight for each key"),
     ):

@@ -154,8 +154,9 @@ class Experts:
         """What became of received rows back to where they come from: for each row of the call there, the sum over its
         keys, in their order, of weight times row, in float32, rounded once. Dropped keys add nothing.
 
-        rows: (Limits.received, ...), of which those received count, float32, float16 or bfloat16, contiguous; weights:
-        (T, K) float32. Returns a new tensor (T, ...). Raises TensorError (C951), DispatchError (C961).
+        rows: those received, and any behind them up to Limits.received, which do not count; float32, float16 or
+        bfloat16, contiguous; weights: (T, K) float32. Returns a new tensor (T, ...). Raises TensorError (C951),
+        DispatchError (C961). Fewer rows than were received are reported behind the call: KeysError (C963).
         """
         back = self._back
         if back is None:

@@ -73,8 +73,10 @@ class Limits:
             _fits(tensor, width)
 
     def admit_back(self, rows: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> None:
-        """As `admit`, for rows on their way back."""
-        whole("rows", rows, keys.device, None, self.received)
+        """As `admit`, for rows on their way back: all that were received, and behind them any that were not."""
+        whole("rows", rows, keys.device, None, None)
+        if len(rows) > self.received:
+            raise TensorError(f"expected up to {self.received} rows, got {len(rows)}")
         _fits(rows, self.width_back)
         whole("weights", weights, keys.device, torch.float32, len(keys))
         if weights.shape != keys.shape:

@@ -121,6 +121,8 @@ def complaint(record: ErrorRecord, place: str = "") -> str:
             f"key {record.peer} of row {record.op} of rank {record.rank} is {seen}, and keys are 0 ..< "
             f"{record.expected}, or {record.expected} for none"
         )
+    if record.code == NO_ROOM and record.op:
+        return f"{record.seen} rows came to rank {record.peer}, and {record.expected} of them are given to go back"
     if record.code == NO_ROOM:
         return f"{record.seen} rows go to rank {record.peer}, which has room for {record.expected}"
     if record.code == BAD_ORIGIN:

@@ -360,10 +360,14 @@ COMMDSL_FN void push_back(const Call<Plan>& here, Returning<Plan>& known) {
   }
 }
 
-// When all is done, as there: a row that came from nowhere.
+// When all is done, as there: fewer rows than came, or a row that came from nowhere.
 template <class Plan>
 COMMDSL_FN void end(const Call<Plan>& here, Returning<Plan>& known) {
-  if (thread() != 0 || known.bad == 0) return;
+  if (thread() != 0) return;
+  if (here.lane == 0 && known.total > here.args.given_rows) {
+    give_up(here, kNoRoom, 1, here.args.rank, here.args.given_rows, known.total);
+  }
+  if (known.bad == 0) return;
   const u64 at = known.bad - 1, origin = reinterpret_cast<const u64*>(here.args.origins)[at];
   give_up(here, kBadOrigin, static_cast<i32>(at), static_cast<i32>(origin >> 32), here.args.waiting_rows, origin & 0xffffffffu);
 }
