@@ -54,7 +54,7 @@ def test_meaning() -> None:
         ByTable("reader", True, (Sort.QUERY, Sort.SHARD)),
     )
     assert dispatch.tuning == Tuning(threads=512, tile_bytes=16384, sms=4, put="packed")
-    assert dispatch.back == Back(("q", "k", "v"), None, dispatch.span)
+    assert dispatch.back == Back(("q", "k", "v"), None, False, dispatch.span)
 
 
 def test_left_out() -> None:
@@ -114,6 +114,7 @@ def test_machine() -> None:
         ("back q, k, v", "back q, y", ["C635"]),
         ("by sum", "by max", ["C636"]),
         ("by sum", "by sum(weight[T, K])", ["C636"]),
+        ("by sum", "by sum   once per rank", ["C650"]),
         ("place home by (source rank, shard)", "place home by (shard, source rank)", ["C639"]),
         ("place home by (source rank, shard)", "place home by (source rank)", ["C639"]),
         ("(query, shard)", "(quer, shard)", ["C101"]),
@@ -148,7 +149,7 @@ def test_keys() -> None:
     assert dispatch.params == (("E", 8),)
     assert dispatch.tensors == (RowTensor("x", 0), RowTensor("scale", 0))
     assert dispatch.routes == (ByKey("expert", (0, 0, 1, 1, 2, 2, 3, 3), BY_KEY),)
-    assert dispatch.back == Back(("y",), "weight", dispatch.span)
+    assert dispatch.back == Back(("y",), "weight", False, dispatch.span)
     (route,) = with_keys(EXPERTS.replace("expert / (E / P)", "(expert + 1) % P"), ranks=2, E=4).dispatch.routes
     assert isinstance(route, ByKey)
     assert route.rank_of == (1, 0, 1, 0)

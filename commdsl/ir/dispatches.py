@@ -83,10 +83,14 @@ Route: TypeAlias = ByTable | ByKey
 class Back:
     """The way back: what comes from the places of a row is added up in float32, in the order of its copies or keys, and
     rounded once. By a table it is tensors of the dispatch that return, by keys one of another name.
+
+    `once` per rank: what a row has on one rank is added up there, in the order of its keys, and rounded; the row's own
+    rank adds these, in the order of the ranks. A weight then is applied where the sum is made, so it has to be there.
     """
 
     names: tuple[str, ...]
     weight: str | None  # by keys: a float32 factor for each row and each of its keys
+    once: bool
     span: Span = field(compare=False, repr=False)
 
 

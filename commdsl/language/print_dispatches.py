@@ -26,6 +26,8 @@ Line: TypeAlias = (
 )
 Block: TypeAlias = syntax.PlanDecl | syntax.DispatchDecl | syntax.RankBlock | syntax.Repeat | syntax.PlanFor
 
+ONCE = "once per rank"
+
 
 def line(node: Line) -> str:
     """The text of a node that has no block."""
@@ -48,13 +50,13 @@ def line(node: Line) -> str:
             extents = shards.text if copies is None else f"{shards.text}, {copies.text}"
             return f"route {name.text}[{extents}] for {names(tensors)}"
         case syntax.KeyRoute(tensors, rank, once):
-            return f"route {names(tensors)} by {expr(rank)}{GAP + 'once per rank' if once else ''}"
+            return f"route {names(tensors)} by {expr(rank)}{GAP + ONCE if once else ''}"
         case syntax.PlaceDecl(route, order):
             name_of = "" if route is None else f"{route.text} "
             return f"place {name_of}by ({', '.join(map(_sort_key, order))})"
-        case syntax.BackDecl(returning, reduction, weight):
+        case syntax.BackDecl(returning, reduction, weight, once):
             factor = "" if weight is None else f"({weight.name.text}[{weight.rows.text}, {weight.per_row.text}])"
-            return f"back {names(returning)} by {reduction.text}{factor}"
+            return f"back {names(returning)} by {reduction.text}{factor}{GAP + ONCE if once else ''}"
         case _:
             assert_never(node)
 

@@ -244,8 +244,29 @@ class RouteRules:
             self.faults.report("C636", "a weight belongs to a key of a row", back.weight.span, "there is no key",
                                help="what goes by a table comes back `by sum`")  # fmt: skip
         self._returning(back)
+        if back.once:
+            self._once(back)
         weight = None if back.weight is None else back.weight.name.text
-        return Back(tuple(name.text for name in back.names), weight, back.span)
+        return Back(tuple(name.text for name in back.names), weight, back.once, back.span)
+
+    def _once(self, back: syn.BackDecl) -> None:
+        """C650: what a rank adds up is there, and so is by what."""
+        law = "what comes back once per rank is added up where its keys are"
+        if not self.by_key:
+            self.faults.report("C650", law, back.span, "what goes by a table has none",
+                               help="leave `once per rank` out")  # fmt: skip
+            return
+        route, weight = self.by_key[0], back.weight
+        names = [name.text for name in route.tensors]
+        if not route.once:
+            self.faults.report("C650", law, back.span, "no rank knows there which of its places have one row",
+                               secondary=(Label(route.span, "each key's row travels by itself"),),
+                               help="write `once per rank` behind the route, too")  # fmt: skip
+        if weight is not None and weight.name.text not in names:
+            value = f"{weight.name.text}[{weight.rows.text}, {weight.per_row.text}]"
+            help = f"declare `value {value}` and write `route {', '.join([*names, weight.name.text])} by ...`"
+            self.faults.report("C650", law, weight.span, f"`{weight.name.text}` is not there",
+                               secondary=(Label(route.span, "what travels"),), help=help)  # fmt: skip
 
     def _returning(self, back: syn.BackDecl) -> None:
         """C635: by a table what went comes back, by keys something else."""

@@ -146,7 +146,7 @@ class _Rules:
                     used += [] if item.copies is None else [("copies", item.copies)]
                 case syn.KeyDecl():
                     used += [("rows", item.rows), ("keys of a row", item.per_row)]
-                case syn.BackDecl(_, _, syn.Weight(_, count, per_row)):
+                case syn.BackDecl(weight=syn.Weight(_, count, per_row)):
                     used += [("rows", count), ("keys of a row", per_row)]
                 case _:
                     pass

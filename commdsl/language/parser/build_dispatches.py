@@ -104,7 +104,8 @@ def _key_name(span: Span, parts: Children) -> syntax.SortKey:
 
 
 def _back_decl(span: Span, parts: Children) -> syntax.BackDecl:
-    return syntax.BackDecl(*parts, span=span)
+    names, reduction, weight, once = parts
+    return syntax.BackDecl(names, reduction, weight, once is not None, span=span)
 
 
 def _weight(span: Span, parts: Children) -> syntax.Weight:
