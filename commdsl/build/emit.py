@@ -239,8 +239,7 @@ def _senders(moves: Moves, ops: Ops) -> Ints:
         return ops.source_rank
     writes, reads = np.flatnonzero(ops.dest_space == CELL), np.flatnonzero(ops.source_space == CELL)
     writer = np.zeros((moves.num_ranks, max(moves.num_cells, 1)), np.int32)
-    actor = np.repeat(np.arange(moves.num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
-    writer[ops.dest_rank[writes], ops.dest_index[writes]] = actor[writes]
+    writer[ops.dest_rank[writes], ops.dest_index[writes]] = ops.actor[writes]
     senders = ops.source_rank.copy()
     senders[reads] = writer[ops.source_rank[reads], ops.source_index[reads]]
     return senders
@@ -255,8 +254,7 @@ def _table_bytes(moves: Moves, ops: Ops) -> int:
 def signal_ordinals(ops: Ops) -> Ints:
     """Which signal of its round each row of the signal table is, from its rank to its peer, counted from 1."""
     programs = len(ops.rank_begin) - 1
-    program = np.repeat(np.arange(programs), np.diff(ops.rank_begin))
-    pair = np.repeat(program, np.diff(ops.signal_begin)) * (programs + 1) + ops.signal_peer
+    pair = np.repeat(ops.actor.astype(np.int64), np.diff(ops.signal_begin)) * (programs + 1) + ops.signal_peer
     order = np.argsort(pair, kind="stable")
     first = np.searchsorted(pair[order], pair[order])  # where the run of equal pairs begins
     ordinals = np.empty(len(pair), dtype=np.int32)
@@ -310,11 +308,11 @@ def _constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
 def reduces_remotely(moves: Moves) -> bool:
     """Whether a reduction reads or writes a cell of another rank, which takes a transport of plain loads and stores."""
     ops = moves.ops
-    rank_of_op = np.repeat(np.arange(moves.num_ranks), np.diff(ops.rank_begin))
+    rank = ops.actor
     reduces = ops.kind != OpKind.COPY
-    remote_dest = (ops.dest_space == CELL) & (ops.dest_rank != rank_of_op) & reduces
+    remote_dest = (ops.dest_space == CELL) & (ops.dest_rank != rank) & reduces
     op_of_source = np.repeat(np.arange(ops.num_ops), np.diff(ops.source_begin))
-    remote_source = (ops.source_space == CELL) & (ops.source_rank != rank_of_op[op_of_source]) & reduces[op_of_source]
+    remote_source = (ops.source_space == CELL) & (ops.source_rank != rank[op_of_source]) & reduces[op_of_source]
     return bool(remote_dest.any() or remote_source.any())
 
 

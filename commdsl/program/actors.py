@@ -69,8 +69,8 @@ def actors(plan: Plan) -> Moves:
         return moves
     ops = printed(plan)
     own = np.int32(ranks) + np.arange(ranks, dtype=np.int32)
-    waiter = np.repeat(np.repeat(np.arange(2 * ranks), np.diff(ops.rank_begin)), np.diff(ops.wait_begin)) % ranks
-    raiser = np.repeat(np.repeat(np.arange(2 * ranks), np.diff(ops.rank_begin)), np.diff(ops.signal_begin)) % ranks
+    waiter = np.repeat(ops.actor, np.diff(ops.wait_begin)) % ranks
+    raiser = np.repeat(ops.actor, np.diff(ops.signal_begin)) % ranks
     per_round = np.zeros((2 * ranks, 2 * ranks), np.int32)
     per_round[:ranks, :ranks] = moves.signals_per_round[:ranks]
     per_round[own, own - ranks] = moves.signals_per_round[ranks]

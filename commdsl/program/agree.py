@@ -110,7 +110,7 @@ def _states(moves: Moves) -> tuple[Numbers, Numbers, Numbers]:
     waits = np.zeros(ops.num_ops, np.bool_)
     waits[target] = True
     begin = np.searchsorted(np.flatnonzero(waits), ops.rank_begin) + np.arange(moves.num_ranks + 1)
-    state = np.cumsum(waits) + _rank(ops)  # of its rank, when an operation is done
+    state = np.cumsum(waits, dtype=np.intp) + ops.actor  # of its rank, when an operation is done
     # What nobody brings takes itself, so it never comes: whether a round ends is for the proofs to say.
     return begin, np.where(source == NOBODY, state[target], state[source]), state[target]
 
@@ -128,7 +128,7 @@ def _brought(moves: Moves) -> tuple[Numbers, Numbers]:
 
 def _signalled(ops: Ops, num_ranks: int) -> tuple[Numbers, Numbers]:
     """Who raises the signals that are awaited in their round, and who waits; not those of a rank's own tiles."""
-    rank, number = _rank(ops), np.arange(ops.num_ops)
+    rank, number = ops.actor.astype(np.intp), np.arange(ops.num_ops)
     raises = np.repeat(number, np.diff(ops.signal_begin))
     pair = rank[raises] * num_ranks + ops.signal_peer
     order = np.argsort(pair, kind="stable")  # each pair's in program order, as they are counted
@@ -149,9 +149,4 @@ def _written(moves: Moves) -> tuple[Numbers, Numbers]:
     writer = np.full((moves.num_ranks, moves.num_cells), NOBODY)
     writer[ops.dest_rank[writes], ops.dest_index[writes]] = writes
     reader = np.repeat(np.arange(ops.num_ops), np.diff(ops.source_begin))[reads]
-    return writer[_rank(ops)[reader], ops.source_index[reads]], reader
-
-
-def _rank(ops: Ops) -> Numbers:
-    """Of each operation."""
-    return np.repeat(np.arange(len(ops.rank_begin) - 1), np.diff(ops.rank_begin))
+    return writer[ops.actor[reader], ops.source_index[reads]], reader

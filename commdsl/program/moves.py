@@ -152,6 +152,11 @@ class Ops:
         return len(self.kind)
 
     @property
+    def actor(self) -> Ints:
+        """Of every operation the rank whose it is; behind the ranks come their tiles, where there are any."""
+        return np.repeat(np.arange(len(self.rank_begin) - 1, dtype=np.int32), np.diff(self.rank_begin))
+
+    @property
     def leaders(self) -> Ints:
         """The first operation of every group: what a lane executes as one."""
         return np.flatnonzero(self.joined == 0).astype(np.int32)

@@ -152,10 +152,7 @@ def verify_tiles(tiles: Tiles, moves: Moves) -> None:
     _each(given[ops.source_space], "source", "tiles read tensors that are given, or their own")
     _law(not len(ops.wait_peer), "tiles wait")
     _each(ops.signal_peer == moves.num_ranks, "signal", "tiles signal the moves of their rank")
-    raised = np.bincount(
-        np.repeat(np.repeat(np.arange(tiles.num_ranks), np.diff(ops.rank_begin)), np.diff(ops.signal_begin)),
-        minlength=tiles.num_ranks,
-    )
+    raised = np.bincount(np.repeat(ops.actor, np.diff(ops.signal_begin)), minlength=tiles.num_ranks)
     _each(moves.signals_per_round[-1] == raised, "signals_per_round, rank", "its last row equals the signals of tiles")
 
 
@@ -278,7 +275,7 @@ def _joined(moves: Moves) -> None:
 
 def _operands(moves: Moves) -> None:
     ops = moves.ops
-    actor = np.repeat(np.arange(moves.num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
+    actor = ops.actor
     _location(moves, "destination", ops.dest_space, ops.dest_rank, ops.dest_index, actor, ops.cut, ops.piece)
     readonly = np.array([tensor.access is Rights.READ for tensor in moves.tensors] + [False])
     _each(~readonly[ops.dest_space], "destination", "a tensor that is only read is not written")
@@ -309,9 +306,8 @@ def _location(
 
 def _flags(moves: Moves, has_tiles: bool) -> None:
     ops, num_ranks = moves.ops, moves.num_ranks
-    actor = np.repeat(np.arange(num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
-    waiter = np.repeat(actor, np.diff(ops.wait_begin))
-    raiser = np.repeat(actor, np.diff(ops.signal_begin))
+    waiter = np.repeat(ops.actor, np.diff(ops.wait_begin))
+    raiser = np.repeat(ops.actor, np.diff(ops.signal_begin))
     most = np.iinfo(np.int32).max
     _within(ops.wait_peer, num_ranks + has_tiles, "wait", "its peer lies")
     _within(ops.signal_peer, num_ranks, "signal", "its peer lies")

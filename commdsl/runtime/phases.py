@@ -197,9 +197,8 @@ def _needs(moves: Moves, rank: int) -> list[int]:
 def _sends_on(moves: Moves) -> bool:
     """Whether any rank puts somewhere else what was put to it."""
     ops = moves.ops
-    by = np.searchsorted(ops.rank_begin, np.arange(ops.num_ops), side="right") - 1
     source = ops.source_space[ops.source_begin[ops.leader_of]]
-    return bool(((source == CELL) & (ops.dest_rank != by)).any())
+    return bool(((source == CELL) & (ops.dest_rank != ops.actor)).any())
 
 
 def _waves(copies: Iterator[Copy]) -> list[Wave]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.schedules import Ints
 from commdsl.program.actors import num_ranks_of
 from commdsl.program.moves import Moves
 from commdsl.program.proof.timeline import Bits, Timeline
@@ -24,15 +23,10 @@ class Flags(Timeline):
     awaited: Bits  # (num_signals,): some wait is for it
 
 
-def ranks_of(moves: Moves) -> Ints:
-    """The rank of every operation; of tiles, who they are among the actors."""
-    return np.repeat(np.arange(moves.num_ranks, dtype=np.int32), np.diff(moves.ops.rank_begin))
-
-
 def signal_owners(moves: Moves) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The signals sorted by (raiser, peer), then program order; and where each pair begins."""
     ops, num_ranks = moves.ops, moves.num_ranks
-    raiser = np.repeat(ranks_of(moves), np.diff(ops.signal_begin))
+    raiser = np.repeat(ops.actor, np.diff(ops.signal_begin))
     pair = raiser.astype(np.int64) * num_ranks + ops.signal_peer
     begin = np.concatenate(([0], np.cumsum(np.bincount(pair, minlength=num_ranks * num_ranks))))
     if (pair[1:] >= pair[:-1]).all():  # as in a ring, where every rank has one peer to signal
@@ -46,7 +40,7 @@ def signal_owners(moves: Moves) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 def timeline(moves: Moves) -> Flags:
     ops, num_ranks = moves.ops, moves.num_ranks
-    actor = ranks_of(moves)
+    actor = ops.actor
     local = np.arange(ops.num_ops, dtype=np.int32) - ops.rank_begin[actor]
     signals, begin = signal_owners(moves)
     signal_op = np.repeat(np.arange(ops.num_ops, dtype=np.int32), np.diff(ops.signal_begin))

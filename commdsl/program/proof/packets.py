@@ -27,7 +27,7 @@ from commdsl.language.diagnostics import Diagnostic
 from commdsl.program.moves import CELL, Moves, Reason
 from commdsl.program.proof import messages
 from commdsl.program.proof.clocks import NONE, clocks, run
-from commdsl.program.proof.flags import ranks_of, timeline
+from commdsl.program.proof.flags import timeline
 from commdsl.program.proof.timeline import pattern
 
 Longs = NDArray[np.int64]
@@ -79,7 +79,7 @@ def deliveries(moves: Moves) -> Deliveries:
     at = np.searchsorted(key, wanted)
     known = np.flatnonzero((at < len(key)) & (key[np.minimum(at, len(key) - 1)] == wanted)) if len(key) else at[:0]
     writer, reading = writes[order][at[known]].astype(np.int32), reader[reads[known]]
-    actor = ranks_of(moves)
+    actor = ops.actor
     far = np.flatnonzero(actor[writer] != actor[reading])
     writer, reading = writer[far], reading[far]
     return Deliveries(writer, reading, actor[writer], actor[reading])

@@ -24,7 +24,7 @@ from commdsl.language.diagnostics import Diagnostic
 from commdsl.program.moves import Moves
 from commdsl.program.proof import messages, packets
 from commdsl.program.proof.clocks import Run, run
-from commdsl.program.proof.flags import Flags, ranks_of, timeline
+from commdsl.program.proof.flags import Flags, timeline
 from commdsl.program.proof.hazards import Reads, accesses, clobbers, hazards
 from commdsl.program.proof.order import Hazards, Verdict, idle_wait, judge
 from commdsl.program.proof.timeline import Bits, Pattern, Timeline, pattern
@@ -53,7 +53,7 @@ def prove(moves: Moves) -> Iterator[Diagnostic]:
 
 def _waits_without_signal(moves: Moves) -> Iterator[Diagnostic]:
     counts = moves.signals_per_round
-    waiter = np.repeat(ranks_of(moves), np.diff(moves.ops.wait_begin))
+    waiter = np.repeat(moves.ops.actor, np.diff(moves.ops.wait_begin))
     never = np.flatnonzero(moves.ops.wait_ordinal > counts[moves.ops.wait_peer, waiter])
     if len(never):
         yield messages.never_raised(moves, never)
