@@ -6,7 +6,6 @@ Assumes a module of cases that processes can import. Does not know what the case
 from __future__ import annotations
 
 import importlib
-import multiprocessing as mp
 import os
 import time
 import traceback
@@ -14,6 +13,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+
+import forked
 
 RANKS = 4
 TIMEOUT = 60.0
@@ -41,11 +42,8 @@ def serve(cases: str, rank: int, folder: Path, pipe: Connection) -> None:
 
 def started(cases: str, folder: Path) -> Iterator[list[Connection]]:
     """The ranks' ends, for a fixture: they are told to end when it is over."""
-    context = mp.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(RANKS)]
-    processes = [context.Process(target=serve, args=(cases, rank, folder, pipes[rank][1])) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
+    pipes = [forked.context().Pipe() for _ in range(RANKS)]
+    processes = [forked.process(serve, cases, rank, folder, pipes[rank][1]) for rank in range(RANKS)]
     yield [here for here, _ in pipes]
     for here, _ in pipes:
         here.send(None)

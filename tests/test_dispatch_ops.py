@@ -22,6 +22,7 @@ import dispatch_cases  # noqa: E402 - after the check for torch
 import gloo_ranks  # noqa: E402 - after the check for torch
 from dispatch_checks import Player, Rows  # noqa: E402 - after the check for torch
 from dispatch_plans import cases, routed, simulated  # noqa: E402 - after the check for torch
+from forked import launched  # noqa: E402 - as above
 from thread_ranks import in_group  # noqa: E402 - after the check for torch
 
 from commdsl import dispatch  # noqa: E402 - after the check for torch
@@ -160,13 +161,11 @@ def test_threads_of_one_process(put: str, num_ranks: int, nodes: str, monkeypatc
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_example(num_ranks: int, tmp_path: Path) -> None:
-    """The document's program runs under torchrun: attention elsewhere equals attention at home, and so do gradients."""
+    """The document's program runs: attention elsewhere equals attention at home, and so do gradients."""
     programs = re.findall(r"^```python\n(.*?)^```$", EXAMPLE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     script = tmp_path / "program.py"
     script.write_text(programs[0])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(script)], env=environment, capture_output=True, text=True, timeout=240)
+    done = launched(num_ranks, str(script))
 
     assert done.returncode == 0, done.stderr
 

@@ -7,10 +7,7 @@ Assumes ranks that are threads. Does not time anything: that steps are timed is 
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for torch
+from forked import launched  # noqa: E402 - after the check for torch
+from thread_ranks import in_group, outcomes  # noqa: E402 - as above
 
 import commdsl  # noqa: E402 - as above
 from commdsl import attention  # noqa: E402 - as above
@@ -272,9 +270,7 @@ def test_readme(tmp_path: Path) -> None:
     text = (ROOT / "commdsl" / "attention" / "README.md").read_text(encoding="utf-8")
     script = tmp_path / "program.py"
     script.write_text("".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = launched(3, str(script))
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 2: ") == 3

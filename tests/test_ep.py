@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -19,6 +17,7 @@ torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
+from forked import launched  # noqa: E402 - after the check for torch
 from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - after the check for torch
@@ -299,9 +298,7 @@ def test_example(tmp_path: Path) -> None:
     text = (ROOT / "commdsl" / "ep" / "README.md").read_text(encoding="utf-8")
     script = tmp_path / "program.py"
     script.write_text(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = launched(2, str(script))
 
     assert done.returncode == 0, done.stderr
     assert "rank 1 computed" in done.stdout

@@ -5,14 +5,14 @@ Assumes a C++ compiler. On GPUs `torchrun --nproc-per-node 4 examples/long_conte
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from forked import launched  # noqa: E402 - after the check for torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -22,10 +22,7 @@ import long_context_llama as example  # noqa: E402 - after the check for torch
 def test_losses_beside_one_rank() -> None:
     """Of 150 tokens, which four ranks cannot share equally, the losses of some steps are one rank's, to 1e-5."""
     script = str(ROOT / "examples" / "long_context_llama.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command = [*launch, script, "--tokens", "150", "--steps", "4", "--layers", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = launched(4, script, "--tokens", "150", "--steps", "4", "--layers", "1")
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "in 4 steps" in done.stdout

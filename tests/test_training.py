@@ -5,14 +5,14 @@ Assumes a C++ compiler. GPUs have `gpu/run_training.py`.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from forked import launched  # noqa: E402 - after the check for torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -24,10 +24,7 @@ STEPS = 100
 def test_losses_beside_gloo() -> None:
     """On a mesh of 2 x 2, where each sum is of two numbers, the losses of 100 steps and the weights are gloo's bits."""
     script = str(ROOT / "examples" / "tensor_parallel_ddp.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command = [*launch, script, "--mesh", "2x2", "--steps", str(STEPS), "--layers", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = launched(4, script, "--mesh", "2x2", "--steps", str(STEPS), "--layers", "1")
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{STEPS} of {STEPS} losses the same bit for bit" in done.stdout

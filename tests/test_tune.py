@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from forked import Done, launched
 
 import commdsl
 from commdsl import compiler
@@ -202,11 +201,8 @@ def test_choice_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["choice", "reduce", "64KB", "--ranks", "4"]) == 2
 
 
-def run_tune(*words: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*launcher, "-m", "commdsl", "tune", "--sizes", "1KB..8KB", "--factor", "8", "--time-budget", "4", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+def run_tune(*words: str) -> Done:
+    return launched(2, "commdsl", "tune", "--sizes", "1KB..8KB", "--factor", "8", "--time-budget", "4", *words)
 
 
 def test_run(tmp_path: Path) -> None:
