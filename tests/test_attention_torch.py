@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ torch = pytest.importorskip("torch")
 from attention_texts import RING  # noqa: E402 - after the check for torch
 from thread_ranks import in_group  # noqa: E402 - as above
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402 - as above
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402 - as above
 from torch.nn import functional  # noqa: E402 - as above
 
 import commdsl  # noqa: E402 - as above
-from commdsl.attention import attention, sequence_parallel, shard_sequence  # noqa: E402 - as above
+from commdsl.attention import attention, choice, sequence_parallel, shard_sequence  # noqa: E402 - as above
 
 
 @pytest.fixture
@@ -126,6 +128,26 @@ def test_compiled_drop_in(ring: str) -> None:
             torch.testing.assert_close(traced(*tensors), local)
 
     in_group(2, rank_does)
+
+
+def test_traced_with_fake_tensors() -> None:
+    """What is traced with fake tensors runs, there and back, where a call as it is would exchange heads for rows."""
+    lock = threading.Lock()  # make_fx is for one thread at a time
+
+    def rank_does(rank: int, group: str) -> None:
+        def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            out = attention(q, k, v, group, causal=True)
+            return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+        mine = [one.clone().requires_grad_() for one in torch.randn(3, 1, 6, 4, 64)]
+        with lock:
+            traced = make_fx(model, tracing_mode="fake")(*mine)
+        for got, wanted in zip(traced(*mine), model(*mine), strict=True):
+            torch.testing.assert_close(got, wanted)
+
+    in_group(4, rank_does)
+    asked = choice(24, 4, 64, ranks=4, itemsize=4, causal=True, backward=True)
+    assert asked.schedule == "attention_ulysses"
 
 
 @pytest.mark.parametrize("layout", ["BSND", "BNSD", "SBND"])

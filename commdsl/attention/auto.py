@@ -136,10 +136,10 @@ def choice(
     `length`: tokens of the sequence over all `ranks`, or of each document of a packed one. `itemsize`: bytes of an
     element. `window`: how many tokens a query sees before and after its own, None for any number. `backward`: count the
     gradients, too. `by_heads`: look also at schedules that exchange heads for rows, which a call does but under
-    torch.compile, which has to know what they keep for the way back, and where it returns the log-sum-exp. Lengths
-    count as `coarse` says, unless a Placement is given. `device`: as torch names the GPU, or "cpu"; `nodes`: by rank
-    the number of its node, all on one unless said. `on`: a topology, shipped or in a file, in place of both. Raises
-    ArgumentError, CommError.
+    torch.compile and with fake tensors, where what they keep for the way back has to be known, and where it returns the
+    log-sum-exp. Lengths count as `coarse` says, unless a Placement is given. `device`: as torch names the GPU, or
+    "cpu"; `nodes`: by rank the number of its node, all on one unless said. `on`: a topology, shipped or in a file, in
+    place of both. Raises ArgumentError, CommError.
     """
     lengths = (length,) if isinstance(length, int) else tuple(length)
     lengths = coarse(lengths) if isinstance(placement, str) else lengths

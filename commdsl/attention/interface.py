@@ -98,7 +98,17 @@ def _schedule(schedule: str, tensors: Sequence[torch.Tensor], *, by_heads: bool)
     if found != arguments.AUTO:
         return found
     gradients = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
-    return arguments.auto_text(gradients, by_heads and not torch.compiler.is_compiling())
+    return arguments.auto_text(gradients, by_heads and not _is_traced(tensors))
+
+
+def _is_traced(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether torch.compile looks at this call, or it is of fake tensors."""
+    if torch.compiler.is_compiling():
+        return True
+    plain = all(type(one) in (torch.Tensor, torch.nn.Parameter) for one in tensors)
+    if plain and not torch._C._len_torch_dispatch_stack():
+        return False
+    return torch._guards.detect_fake_mode(tensors) is not None
 
 
 def _text(name: str, value: Any) -> str:
