@@ -17,7 +17,15 @@ from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402 - as above
 from torch.nn import functional  # noqa: E402 - as above
 
 import commdsl  # noqa: E402 - as above
-from commdsl.attention import attention, choice, sequence_parallel, shard_sequence  # noqa: E402 - as above
+from commdsl.attention import (  # noqa: E402 - as above
+    Placement,
+    Run,
+    attention,
+    choice,
+    sequence_parallel,
+    shard_sequence,
+    unshard_sequence,
+)
 
 
 @pytest.fixture
@@ -81,6 +89,23 @@ def test_compiled_numbers() -> None:
     for ends, window in (([0, 5, 12], 4), ([0, 9, 16], 4), ([0, 2, 11], 4), ([0, 2, 11], 3)):
         q = torch.randn(1, ends[-1], 2, 16)
         torch.testing.assert_close(traced(q, ends, window), model(q, ends, window))
+
+
+def test_compiled_placements() -> None:
+    """A Placement of one's own that changes from call to call is taken without a break, in attention and around it."""
+    (group,) = commdsl.threads(1)
+
+    def model(x: torch.Tensor, mine: Placement) -> torch.Tensor:
+        q = shard_sequence(x, 1, group, mine)
+        out = attention(q, q, q, group, causal=True, placement=mine)
+        return unshard_sequence(out, 1, group, mine)
+
+    traced = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for length, cut in ((8, 3), (12, 3), (12, 5)):
+        x = torch.randn(1, length, 2, 16)
+        mine = Placement("odd]one", (((Run(0, cut, length - cut),), (Run(0, 0, cut),)),))
+        torch.testing.assert_close(traced(x, mine), model(x, mine))
+        torch.testing.assert_close(traced(x, mine), attention(x, x, x, group, causal=True))
 
 
 @pytest.mark.parametrize("ends", [None, [0, 12, 31]], ids=["one", "packed"])

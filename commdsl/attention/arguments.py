@@ -6,11 +6,11 @@ look at memory, and takes tensors with symbolic sizes.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -174,8 +174,16 @@ def placement_text(placement: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _written(one: Same[Placement]) -> str:
-    runs = [[[[run.document, run.begin, run.length] for run in half] for half in halves] for halves in one.value.runs]
-    return json.dumps([one.value.name, runs], separators=(",", ":"))
+    """`[0,0,4 1,0,2|0,12,4/...]name`: by rank and half the document, begin and length of each run; without a module
+    that torch.compile does not look into.
+    """
+    ranks = ["|".join(" ".join(map(_run_text, half)) for half in halves) for halves in one.value.runs]
+    return f"[{'/'.join(ranks)}]{one.value.name}"
+
+
+def _run_text(run: Run) -> str:
+    # Numbers from here on where torch.compile takes those of an object for ones that change.
+    return f"{index(run.document)},{index(run.begin)},{index(run.length)}"
 
 
 @lru_cache(maxsize=64)
@@ -183,9 +191,14 @@ def read_placement(text: str) -> str | Placement:
     """What `placement_text` wrote."""
     if not text.startswith("["):
         return text
-    name, ranks = json.loads(text)
-    runs = [[tuple(Run(*run) for run in half) for half in halves] for halves in ranks]
-    return Placement(name, tuple((front, back) for front, back in runs))
+    ranks, _, name = text[1:].partition("]")
+    halves = [[tuple(map(_read_run, half.split())) for half in rank.split("|")] for rank in ranks.split("/")]
+    return Placement(name, tuple((front, back) for front, back in halves))
+
+
+def _read_run(text: str) -> Run:
+    document, begin, length = map(int, text.split(","))
+    return Run(document, begin, length)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

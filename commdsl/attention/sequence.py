@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.attention import placement as placements
+from commdsl.attention.arguments import placement_text, read_placement
 from commdsl.attention.placement import Placement
 from commdsl.machine.errors import ArgumentError
 from commdsl.runtime import given, groups, menu
@@ -127,8 +128,10 @@ def _place(group: Any) -> tuple[int, int]:
 
 
 def _placed(placement: str | Placement, ranks: int, lengths: Sequence[int]) -> Placement:
-    if torch.compiler.is_dynamo_compiling() and isinstance(placement, str):
-        return placements.named(placement, ranks, lengths)  # torch traces through a cache, and says so
+    if torch.compiler.is_dynamo_compiling():
+        if isinstance(placement, str):
+            return placements.named(placement, ranks, lengths)  # torch traces through a cache, and says so
+        placement = read_placement(placement_text(placement))  # of numbers that do not change
     return placements.placed(placement, ranks, lengths)
 
 
