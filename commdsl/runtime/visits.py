@@ -56,14 +56,17 @@ class Visiting:
         self._name = name
         self._communicator = communicator
         self._plan = visits.plan
-        self._inputs = [port.name for port in visits.signature.inputs]
         self._order = started(visits.plan)
         self._starts = starts  # none where there are no bytes to move
         self._owner = owner
         self._awaited = frozenset(_awaited(visits.plan))
         phases = [phase for phase in visits.plan.phases if isinstance(phase, Visit)]
         self._writing = frozenset(phase.name for phase in phases if phase.writes)
-        own = dict.fromkeys(kept for phase in visits.plan.phases for kept in _kept(phase) if kept.copy)
+        names = [port.name for port in visits.signature.inputs]
+        kept = dict.fromkeys(kept for phase in visits.plan.phases for kept in _kept(phase))
+        self._given = tuple((one, names.index(one.name)) for one in kept if not one.copy)
+        self._operands = tuple(map(_operands, launches(visits.plan)))
+        own = [one for one in kept if one.copy]
         ports = tuple(map(_port, own))
         shapes = tensors.shapes(visits.signature, inputs, ports)
         types = (tensors.dtype_of(visits.signature, port, inputs) for port in ports)
@@ -86,8 +89,8 @@ class Visiting:
         self._communicator.refuse_if_broken()
         self._communicator.check()
         held = {kept: inputs[0].new_empty(shape, dtype=dtype) for kept, shape, dtype in self._own}
-        for kept in (kept for phase in self._plan.phases for kept in _kept(phase) if not kept.copy):
-            held[kept] = inputs[self._inputs.index(kept.name)]
+        for kept, number in self._given:
+            held[kept] = inputs[number]
         streams = self._communicator.streams()
         placed = frozenset(name for name, function in functions.items() if name in self._writing and _has_out(function))
         if timing is not None:
@@ -100,7 +103,7 @@ class Visiting:
                 self._wait(streams, phase)
                 match phase:
                     case Launch():
-                        self._launch(streams, phase, held)
+                        self._launch(streams, number, phase, held)
                     case Visit():
                         if failure is None:
                             out = phase.name in placed and bool(phase.writes)
@@ -125,12 +128,10 @@ class Visiting:
             of_launch = not isinstance(phase, Launch)
             streams.wait((of_launch, phase.after - 1), beside=not of_launch)
 
-    def _launch(self, streams: Streams, phase: Launch, held: Mapping[Kept, torch.Tensor]) -> None:
+    def _launch(self, streams: Streams, number: int, phase: Launch, held: Mapping[Kept, torch.Tensor]) -> None:
         if self._starts:
-            read, written = iter(phase.reads), iter(phase.writes)
-            chosen = [next(read if one.access is Rights.READ else written) for one in phase.moves.tensors]
             with streams.beside():
-                self._starts[_made(phase)]([held[kept].data_ptr() for kept in chosen])
+                self._starts[_made(phase)]([held[kept].data_ptr() for kept in self._operands[number]])
 
     def _visit(
         self,
@@ -273,6 +274,12 @@ def _awaited(plan: Plan) -> list[tuple[bool, int]]:
 
 def _made(launch: Launch) -> Made:
     return launch.moves, (*launch.reads, *launch.writes)[0].unit
+
+
+def _operands(launch: Launch) -> tuple[Kept, ...]:
+    """What each tensor of its moves is."""
+    read, written = iter(launch.reads), iter(launch.writes)
+    return tuple(next(read if one.access is Rights.READ else written) for one in launch.moves.tensors)
 
 
 def _moved(launch: Launch) -> Port:
