@@ -4,7 +4,9 @@ Importing this imports nothing else; each name below loads what it needs when it
 
     simulate   what it means, on arrays of all ranks: the oracle of the kernels
     limits     the most that any call moves -> symmetric memory
-    experts    one rank's end: the calls users make
+    experts    one rank's end: the calls that launch
+    exchange   the same with a value for each row, and both ways of values: what gradients need
+    functional operators with gradients, for autograd and torch.compile
 """
 
 from __future__ import annotations
@@ -13,18 +15,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from commdsl.ep.exchange import Exchange as Exchange
     from commdsl.ep.experts import Experts as Experts
     from commdsl.ep.experts import Handle as Handle
+    from commdsl.ep.functional import Dispatched as Dispatched
+    from commdsl.ep.functional import combine as combine
+    from commdsl.ep.functional import dispatch as dispatch
     from commdsl.ep.limits import Limits as Limits
     from commdsl.runtime.errors import KeysError as KeysError
 
-__all__ = ["Experts", "Handle", "KeysError", "Limits"]
+__all__ = ["Dispatched", "Exchange", "Experts", "Handle", "KeysError", "Limits", "combine", "dispatch"]
 
 _HOME = {
+    "Dispatched": "commdsl.ep.functional",
+    "Exchange": "commdsl.ep.exchange",
     "Experts": "commdsl.ep.experts",
     "Handle": "commdsl.ep.experts",
     "KeysError": "commdsl.runtime.errors",
     "Limits": "commdsl.ep.limits",
+    "combine": "commdsl.ep.functional",
+    "dispatch": "commdsl.ep.functional",
 }
 
 

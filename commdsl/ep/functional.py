@@ -1,0 +1,247 @@
+"""Turns the ways of an Exchange into operators of torch, `torch.ops.commdsl.ep_*`: what autograd and torch.compile see.
+
+Assumes calls that every rank makes alike, also those of a backward pass. Shapes follow from those of the tensors and
+from limits, never from where tokens go. Does not move anything; `exchange` does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+
+from commdsl.ep.exchange import Exchange, Received, known
+from commdsl.ep.experts import SUMMED, Handle
+from commdsl.runtime.errors import GradientError
+from commdsl.runtime.op import registry
+
+Tensor: TypeAlias = torch.Tensor
+
+THERE = "ep_dispatch(Tensor[] rows, Tensor keys, Tensor? values, str exchange) -> Tensor[]"
+AGAIN = "ep_dispatch_again(Tensor[] rows, Tensor keys, Tensor[] handle, Tensor? values, str exchange) -> Tensor[]"
+BACK = "ep_combine(Tensor rows, Tensor keys, Tensor[] handle, Tensor? weights, str exchange) -> Tensor"
+VALUES = "ep_combine_values(Tensor values, Tensor keys, Tensor[] handle, str exchange) -> Tensor"
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatched:
+    """What a rank holds after `dispatch`: tensors of `limits.received` rows, of which the first offsets[-1] count.
+    Those behind them are not written, and what is computed of them does not count either.
+    """
+
+    rows: Tensor | tuple[Tensor, ...]  # as they were given
+    weights: Tensor | None  # (received,) float32: of each row, where weights were given
+    counts: Tensor  # (E / P, P) int32: rows by this rank's experts, in their order, and by source rank
+    offsets: Tensor  # (E / P,) int32: where the rows of each expert end: the `offs` of a grouped matmul
+    handle: Handle
+
+
+def dispatch(
+    exchange: Exchange, x: Tensor | tuple[Tensor, ...], expert: Tensor, weight: Tensor | None = None
+) -> Dispatched:
+    """Tokens to the ranks of their experts, a row for each choice, sorted by (expert, source rank, token).
+
+    x: (T, ...), contiguous, any dtype, T up to `limits.rows`; or a tuple of such, of which the first has a gradient.
+    expert: (T, K) int32, 0 ..< E; E drops. weight: (T, K) float32, which arrive beside their rows. The gradient of x is
+    `combine` of that of the rows, and the gradient of weight that of the weights, each back at its choice. Raises
+    TensorError (C951), DispatchError (C961), GradientError (C958).
+    """
+    tensors = x if isinstance(x, tuple) else (x,)
+    library()
+    for number, tensor in enumerate(tensors):
+        if tensor.requires_grad and torch.is_grad_enabled() and (number or tensor.dtype not in SUMMED):
+            raise GradientError(
+                f"tokens of {tensor.dtype} have no gradient, nor has more than the first tensor: detach them"
+            )
+    made = torch.ops.commdsl.ep_dispatch(list(tensors), expert, weight, exchange.name)
+    rows, (values, offsets, counts, origins) = made[: len(tensors)], made[len(tensors) :]
+    return Dispatched(
+        tuple(rows) if isinstance(x, tuple) else rows[0],
+        None if weight is None else values,
+        counts,
+        offsets,
+        Handle(expert, counts, origins),
+    )
+
+
+def combine(exchange: Exchange, rows: Tensor, handle: Handle, weight: Tensor | None = None) -> Tensor:
+    """What experts made of received rows back to their tokens: (T, ...), for each token the sum over its choices, in
+    their order, of (weight times) its row, in float32, rounded once; zero for a token of none.
+
+    rows: as many as were received, and any behind them up to `limits.received`; float32, float16 or bfloat16.
+    weight: (T, K) float32, unless the experts weighed. The gradient of rows is `dispatch` of that of the result, times
+    the weight; that of weight the product of that and the row. Raises as `dispatch`.
+    """
+    library()
+    made: Tensor = torch.ops.commdsl.ep_combine(rows, handle.keys, _tensors(handle), weight, exchange.name)
+    return made
+
+
+# --- the operators ----------------------------------------------------------------------------------------------------
+
+_LOCK = threading.Lock()
+
+
+def library() -> None:
+    """The operators, defined when they are first needed."""
+    if hasattr(torch.ops.commdsl, "ep_combine_values"):
+        return
+    with _LOCK:  # ranks that are threads come here at once
+        _define()
+
+
+@cache
+def _define() -> None:
+    made = registry().library
+    for schema, run, fake in (
+        (THERE, _there, _fake_there),
+        (AGAIN, _again, _fake_again),
+        (BACK, _back, _fake_back),
+        (VALUES, _values, _fake_values),
+    ):
+        _operator(made, schema, run, fake)
+    torch.library.register_autograd("commdsl::ep_dispatch", _there_back, setup_context=_keep_there, lib=made)
+    torch.library.register_autograd("commdsl::ep_combine", _back_back, setup_context=_keep_back, lib=made)
+    for name in ("ep_dispatch_again", "ep_combine_values"):
+        torch.library.register_autograd(f"commdsl::{name}", _refuse, setup_context=_nothing, lib=made)
+
+
+def _operator(made: torch.library.Library, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    made.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.partition("(")[0]
+    for key in ("CPU", "CUDA"):
+        made.impl(name, run, key)
+    torch.library.register_fake(f"commdsl::{name}", fake, lib=made)
+
+
+def _tensors(handle: Handle) -> list[Tensor]:
+    """Of a handle, but for its keys, which are the caller's."""
+    return [handle.counts, handle.origins]
+
+
+def _handle(keys: Tensor, tensors: Sequence[Tensor]) -> Handle:
+    return Handle(keys, *tensors)
+
+
+def _plain(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(tensor.detach() for tensor in tensors)
+
+
+def _there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str) -> list[Tensor]:
+    found = known(exchange).dispatch(_plain(rows), keys, None if values is None else values.detach())
+    return [*found.rows, _or_empty(found, keys), found.offsets, *_tensors(found.handle)]
+
+
+def _again(
+    rows: Sequence[Tensor], keys: Tensor, handle: Sequence[Tensor], values: Tensor | None, exchange: str
+) -> list[Tensor]:
+    given = None if values is None else values.detach()
+    found = known(exchange).dispatch_again(_plain(rows), _handle(keys, handle), given)
+    return [*found.rows, _or_empty(found, keys)]
+
+
+def _or_empty(found: Received, like: Tensor) -> Tensor:
+    return like.new_empty((0,), dtype=torch.float32) if found.values is None else found.values
+
+
+def _back(rows: Tensor, keys: Tensor, handle: Sequence[Tensor], weights: Tensor | None, exchange: str) -> Tensor:
+    given = None if weights is None else weights.detach()
+    return known(exchange).combine(rows.detach(), _handle(keys, handle), given)
+
+
+def _values(values: Tensor, keys: Tensor, handle: Sequence[Tensor], exchange: str) -> Tensor:
+    return known(exchange).combine_values(values.detach(), _handle(keys, handle))
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def _fake_there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str) -> list[Tensor]:
+    found = known(exchange)
+    return [
+        *_fake_again(rows, keys, (), values, exchange),
+        keys.new_empty((found.keys_a_rank,)),
+        keys.new_empty((found.keys_a_rank, found.ranks)),
+        keys.new_empty((found.limits.received,), dtype=torch.int64),
+    ]
+
+
+def _fake_again(
+    rows: Sequence[Tensor], keys: Tensor, handle: Sequence[Tensor], values: Tensor | None, exchange: str
+) -> list[Tensor]:
+    received = known(exchange).limits.received
+    beside = keys.new_empty((0 if values is None else received,), dtype=torch.float32)
+    return [*(row.new_empty((received, *row.shape[1:])) for row in rows), beside]
+
+
+def _fake_back(rows: Tensor, keys: Tensor, handle: Sequence[Tensor], weights: Tensor | None, exchange: str) -> Tensor:
+    return rows.new_empty((keys.shape[0], *rows.shape[1:]))
+
+
+def _fake_values(values: Tensor, keys: Tensor, handle: Sequence[Tensor], exchange: str) -> Tensor:
+    return values.new_empty(keys.shape)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def _keep_there(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    rows, keys, values, ctx.exchange = inputs
+    ctx.num_rows, ctx.has_values = len(rows), values is not None
+    ctx.like = (output[0].shape, output[0].dtype, rows[0].requires_grad)
+    ctx.save_for_backward(keys, *output[len(rows) + 2 :])
+    ctx.mark_non_differentiable(*output[1 : len(rows)], *output[len(rows) + (values is not None) :])
+
+
+def _there_back(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Every rank makes these calls, whatever it has a gradient of."""
+    keys, *handle = ctx.saved_tensors
+    first, values = gradients[0], gradients[ctx.num_rows]
+    shape, dtype, needs_rows = ctx.like
+    of_rows, of_values = None, None
+    if needs_rows:
+        given = keys.new_zeros(shape, dtype=dtype) if first is None else first.contiguous()
+        of_rows = torch.ops.commdsl.ep_combine(given, keys, handle, None, ctx.exchange)
+    if ctx.has_values and ctx.needs_input_grad[2]:
+        given = keys.new_zeros(shape[:1], dtype=torch.float32) if values is None else values.contiguous()
+        of_values = torch.ops.commdsl.ep_combine_values(given, keys, handle, ctx.exchange)
+    return [of_rows, *(None for _ in range(1, ctx.num_rows))], None, of_values, None
+
+
+def _keep_back(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, keys, handle, weights, ctx.exchange = inputs
+    ctx.num_handle, ctx.has_weights = len(handle), weights is not None
+    more = (weights, rows) if weights is not None else ()
+    ctx.length = rows.shape[0]
+    ctx.save_for_backward(keys, *handle, *more)
+
+
+def _back_back(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    keys, *rest = ctx.saved_tensors
+    handle, more = rest[: ctx.num_handle], rest[ctx.num_handle :]
+    weights = more[0] if ctx.has_weights else None
+    came, beside = torch.ops.commdsl.ep_dispatch_again([gradient.contiguous()], keys, handle, weights, ctx.exchange)
+    came, along = came[: ctx.length], (slice(None), *(None for _ in gradient.shape[1:]))
+    # What lies behind the rows that came is not written, and may be no number.
+    counts = (torch.arange(ctx.length, device=came.device) < handle[0].sum())[along]
+    if weights is None:
+        return torch.where(counts, came, 0), None, [None] * ctx.num_handle, None, None
+    wide = torch.where(counts, came.float(), 0)
+    of_rows = (wide * torch.where(counts, beside[: ctx.length][along], 0)).to(came.dtype)
+    of_weights = None
+    if ctx.needs_input_grad[3]:
+        dots = (wide * torch.where(counts, more[1].float(), 0)).flatten(1).sum(1)
+        of_weights = torch.ops.commdsl.ep_combine_values(dots, keys, handle, ctx.exchange)
+    return of_rows, None, [None] * ctx.num_handle, of_weights, None
+
+
+def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    return None
+
+
+def _refuse(ctx: Any, *gradients: Any) -> None:
+    raise GradientError("dispatch and combine have no gradient of their gradient: do without create_graph=True")

@@ -1,0 +1,230 @@
+"""Dispatch and combine as operators: gradients beside a model in float64 that has all tokens and experts on one rank;
+opcheck; torch.compile.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from thread_ranks import in_group  # noqa: E402 - after the check for torch
+
+import commdsl  # noqa: E402 - after the check for torch
+from commdsl import ep  # noqa: E402 - after the check for torch
+from commdsl.runtime.errors import DispatchError, GradientError, TensorError  # noqa: E402 - after the check for torch
+
+WIDTH = 6
+KINDS = ("any", "some have none", "all to one expert", "most are dropped", "nobody has tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """What all ranks have in a call, and what experts are, in float64."""
+
+    x: list[Any]
+    expert: list[Any]
+    weight: list[Any]
+    matrices: Any  # of every expert: what it makes of a row is tanh(row @ matrix)
+    wanted: list[Any]  # the gradient of what comes back
+
+    @staticmethod
+    def drawn(kind: str, ranks: int, keys: int, experts: int, seed: int) -> Tokens:
+        dice = torch.Generator().manual_seed(seed)
+        counts = [0 if kind == "nobody has tokens" else 3 + 2 * rank for rank in range(ranks)]
+        if kind == "some have none":
+            counts[seed % ranks] = 0
+
+        def normal(*shape: int) -> Any:
+            return torch.randn(*shape, generator=dice, dtype=torch.float64)
+
+        expert = [torch.randint(0, experts + 1, (count, keys), generator=dice) for count in counts]
+        if kind == "all to one expert":
+            expert = [torch.full_like(one, experts - 1) for one in expert]
+        if kind == "most are dropped":
+            expert = [torch.where(torch.rand(one.shape, generator=dice) < 0.8, experts, one) for one in expert]
+        return Tokens(
+            [normal(count, WIDTH) for count in counts],
+            [one.int() for one in expert],
+            [normal(count, keys) for count in counts],
+            normal(experts, WIDTH, WIDTH),
+            [normal(count, WIDTH) for count in counts],
+        )
+
+    def alone(self) -> tuple[Any, ...]:
+        """One rank with everything: results, and the gradients of tokens, weights and matrices, by rank or expert."""
+        x, weight = ([one.clone().requires_grad_() for one in part] for part in (self.x, self.weight))
+        matrices = self.matrices.clone().requires_grad_()
+        found = []
+        for tokens, experts, weights in zip(x, self.expert, weight, strict=True):
+            y = torch.zeros_like(tokens)
+            for k in range(experts.shape[1]):
+                kept = experts[:, k] < len(matrices)
+                chosen = matrices[experts[:, k].clamp(max=len(matrices) - 1).long()]
+                made = torch.tanh(torch.einsum("tw,twv->tv", tokens, chosen))
+                y = y + torch.where(kept[:, None], weights[:, [k]] * made, 0)
+            found.append(y)
+        sum((y * one).sum() for y, one in zip(found, self.wanted, strict=True)).backward()
+        return [y.detach() for y in found], [one.grad for one in x], [one.grad for one in weight], matrices.grad
+
+
+def computed(rows: Any, offsets: Any, matrices: Any) -> Any:
+    """What a rank's experts make of the rows that came, each of its own."""
+    ends = offsets.tolist()
+    made = [torch.tanh(rows[begin:end] @ one) for begin, end, one in zip([0, *ends], ends, matrices, strict=False)]
+    return torch.cat(made)
+
+
+def limits(ranks: int, keys: int, received: int | None = None, dtype: Any = torch.float32) -> Any:
+    rows = 3 + 2 * ranks
+    width = WIDTH * dtype.itemsize
+    return ep.Limits(rows, keys, ranks * rows * keys if received is None else received, (width,), width)
+
+
+def near(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["weighed by experts", "weighed at home"])
+@pytest.mark.parametrize(("ranks", "keys", "experts"), [(1, 3, 5), (2, 1, 6), (3, 4, 9), (2, 16, 2)])
+def test_gradients(ranks: int, keys: int, experts: int, where: str) -> None:
+    """Results and the gradients of tokens, of routing weights and of experts are those of one rank."""
+    cases = [Tokens.drawn(kind, ranks, keys, experts, seed) for seed, kind in enumerate(KINDS)]
+    wanted = [case.alone() for case in cases]
+
+    def work(rank: int, group: str) -> None:
+        exchange = ep.Exchange(limits(ranks, keys), experts, group, "cpu", check=True)
+        share = experts // ranks
+        for case, (results, of_x, of_weight, of_matrices) in zip(cases, wanted, strict=True):
+            x, weight = (part[rank].float().requires_grad_() for part in (case.x, case.weight))
+            matrices = case.matrices[rank * share : (rank + 1) * share].float().requires_grad_()
+            if where == "weighed at home":
+                there = ep.dispatch(exchange, x, case.expert[rank])
+                made = computed(there.rows, there.offsets, matrices)
+                home = ep.combine(exchange, made, there.handle, weight)
+            else:
+                there = ep.dispatch(exchange, x, case.expert[rank], weight)
+                made = computed(there.rows, there.offsets, matrices)
+                home = ep.combine(exchange, made * there.weights[: len(made), None], there.handle)
+            near(home.detach(), results[rank])
+            home.backward(case.wanted[rank].float())
+            near(x.grad, of_x[rank])
+            near(weight.grad, of_weight[rank])
+            near(matrices.grad, of_matrices[rank * share : (rank + 1) * share])
+        exchange.release()
+
+    in_group(ranks, work)
+
+
+def test_tensors_beside() -> None:
+    """Bytes travel beside tokens that have a gradient; they have none, nor have tokens that are bytes."""
+
+    def work(rank: int, group: str) -> None:
+        exchange = ep.Exchange(ep.Limits(4, 2, 16, (24, 4), 24), 4, group, "cpu")
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        scale = torch.arange(16, dtype=torch.uint8).reshape(4, 4) + 100 * rank
+        expert = torch.tensor([[0, 3], [1, 2], [3, 0], [4, 4]], dtype=torch.int32)
+        there = ep.dispatch(exchange, (x, scale), expert)
+        assert there.rows[1][: int(there.offsets[-1])].tolist() == [
+            scale[row].add(100 * (source - rank)).tolist()
+            for key in (2 * rank, 2 * rank + 1)
+            for source in range(2)
+            for row in range(4)
+            if key in expert[row]
+        ]
+        ep.combine(exchange, there.rows[0] * 3, there.handle).sum().backward()
+        assert x.grad.tolist() == [[6.0] * WIDTH] * 3 + [[0.0] * WIDTH]
+        with pytest.raises(GradientError, match="no gradient"):
+            ep.dispatch(exchange, (scale.half().requires_grad_(), x), expert)
+
+    in_group(2, work)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_numbers(dtype: Any) -> None:
+    """In 16 bits the result is rounded once, and so is each gradient."""
+
+    def work(rank: int, group: str) -> None:
+        exchange = ep.Exchange(limits(2, 4, dtype=dtype), 4, group, "cpu")
+        torch.manual_seed(rank)
+        x, weight = torch.randn(5, WIDTH).to(dtype).requires_grad_(), torch.rand(5, 4).requires_grad_()
+        expert = torch.stack([torch.randperm(4) for _ in range(5)]).int()
+        there = ep.dispatch(exchange, x, expert)
+        home = ep.combine(exchange, there.rows, there.handle, weight)
+        home.backward(torch.ones_like(home))
+        one = x.detach().float()
+        torch.testing.assert_close(home.float(), (one * weight.sum(1, keepdim=True)), rtol=0.01, atol=0.01)
+        torch.testing.assert_close(x.grad.float(), weight.sum(1, keepdim=True).expand(5, WIDTH), rtol=0.02, atol=0.01)
+        torch.testing.assert_close(weight.grad, one.sum(1, keepdim=True).expand(5, 4), rtol=1e-5, atol=1e-5)
+
+    in_group(2, work)
+
+
+def test_refused() -> None:
+    """Of combine there is no gradient of a gradient; what an Exchange cannot take is refused by name."""
+    (name,) = commdsl.threads(1)
+    exchange = ep.Exchange(limits(1, 2), 3, name, "cpu")
+    x, expert = torch.randn(2, WIDTH, requires_grad=True), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    there = ep.dispatch(exchange, x, expert)
+    home = ep.combine(exchange, there.rows, there.handle)
+    (first,) = torch.autograd.grad(home.square().sum(), there.rows, create_graph=True)
+    with pytest.raises(GradientError, match="gradient of their gradient"):
+        first[:3].sum().backward()
+    for arguments, kind in (
+        ((x, expert.long()), TensorError),
+        ((x.t(), expert), TensorError),
+        ((torch.randn(9, WIDTH), torch.zeros(9, 2, dtype=torch.int32)), DispatchError),
+        ((x, expert, torch.rand(2, 2).double()), TensorError),
+        ((x, expert, torch.rand(2, 1)), TensorError),
+    ):
+        with pytest.raises(kind):
+            ep.dispatch(exchange, *arguments)
+    exchange.release()
+    with pytest.raises(DispatchError):
+        ep.dispatch(exchange, x, expert)
+
+
+def test_opcheck() -> None:
+    """Schemas, shapes and gradients as torch wants them; every place is written, so that results can be compared."""
+    (name,) = commdsl.threads(1)
+    exchange = ep.Exchange(limits(1, 2, received=6), 4, name, "cpu", results=12)
+    x, weight = torch.randn(3, WIDTH, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+    expert = torch.tensor([[0, 1], [3, 2], [1, 1]], dtype=torch.int32)
+    there = ep.dispatch(exchange, x.detach(), expert)
+    handle, rows = [there.handle.counts, there.handle.origins], torch.randn(6, WIDTH)
+    ops, check = torch.ops.commdsl, torch.library.opcheck
+    check(ops.ep_dispatch.default, ([x], expert, weight, exchange.name))
+    check(ops.ep_dispatch.default, ([x], expert, None, exchange.name))
+    check(ops.ep_combine.default, (rows.clone().requires_grad_(), expert, handle, None, exchange.name))
+    check(ops.ep_combine.default, (rows.clone().requires_grad_(), expert, handle, weight, exchange.name))
+    check(ops.ep_dispatch_again.default, ([x.detach()], expert, handle, weight.detach(), exchange.name))
+    check(ops.ep_combine_values.default, (torch.rand(6), expert, handle, exchange.name))
+
+
+def test_compiled() -> None:
+    """One graph, there and back, whose gradients are those of eager calls."""
+    (name,) = commdsl.threads(1)
+    exchange = ep.Exchange(limits(1, 2, received=6), 4, name, "cpu", results=8)
+
+    def there_and_back(x: Any, expert: Any, weight: Any) -> Any:
+        there = ep.dispatch(exchange, x, expert, weight)
+        made = torch.tanh(there.rows) * there.weights[:, None]
+        return ep.combine(exchange, made, there.handle) + ep.combine(exchange, there.rows, there.handle, weight)
+
+    expert = torch.tensor([[0, 1], [3, 2], [1, 1]], dtype=torch.int32)
+    found = []
+    for call in (there_and_back, torch.compile(there_and_back, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(1)
+        x, weight = torch.randn(3, WIDTH, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+        y = call(x, expert, weight)
+        y.square().sum().backward()
+        found.append((y, x.grad, weight.grad))
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager)
