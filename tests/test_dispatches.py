@@ -11,7 +11,8 @@ import pytest
 
 from commdsl import compiler
 from commdsl.compiler import CheckedDispatch
-from commdsl.ir.dispatches import BY_KEY, BY_SOURCE, Back, ByKey, ByTable, Put, RowTensor, Sort
+from commdsl.ir import resolve
+from commdsl.ir.dispatches import BY_KEY, BY_SOURCE, Back, ByKey, ByTable, Dispatch, Often, Put, RowTensor, Sort
 from commdsl.ir.schedules import Tuning
 from commdsl.language.diagnostics import CommError
 from commdsl.language.format import format_file
@@ -156,6 +157,68 @@ def test_keys() -> None:
     (route,) = with_keys(ranks=3).dispatch.routes
     assert isinstance(route, ByKey)
     assert route.num_keys == 96
+
+
+ONCE = """dispatch experts(E = 32 * P, A = 1) for P ranks {
+  rows x[T]   rows scale[T]
+  key expert[T, K] of E
+  value weight[T, K]
+  route x, scale, weight by expert / (E / P)   once per rank
+  place by (expert, source rank, row)   aligned A
+  back y by sum(weight[T, K])   once per rank
+}
+"""
+
+
+def meant(text: str, ranks: int = 4, **params: int) -> Dispatch:
+    """Before anything is made of it."""
+    files = (parse(Source("dispatch.comm", text)),)
+    decl = compiler.choose_kind(files, None, DispatchDecl)
+    return resolve.dispatch(files, decl, ranks, compiler.find_topology(files, None, ranks), params, {})
+
+
+def test_once_per_rank() -> None:
+    """How often a row travels, what comes beside it, where a key's rows begin, and where they are added up."""
+    dispatch = meant(ONCE, E=8, A=16)
+
+    assert dispatch.tensors == (RowTensor("x", 0), RowTensor("scale", 0))
+    assert dispatch.routes == (ByKey("expert", (0, 0, 1, 1, 2, 2, 3, 3), BY_KEY, Often.ONCE, 16, "weight"),)
+    assert dispatch.back == Back(("y",), "weight", True, dispatch.span)
+    (route,) = meant(ONCE.replace("P)   once per rank", "P)   once per rank by index")).routes
+    assert isinstance(route, ByKey)
+    assert (route.often, route.aligned) == (Often.INDEX, 1)
+    plain = meant(ONCE.replace("   once per rank", "").replace("scale, weight", "scale"))
+    (route,) = plain.routes
+    assert isinstance(route, ByKey)
+    assert (route.often, route.value) == (Often.EACH, None)  # the weight is one of the way back
+    assert plain.back == Back(("y",), "weight", False, plain.span)
+    assert meant(ONCE.replace("(weight[T, K])", "")).back == Back(("y",), None, True, plain.span)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "codes"),
+    [
+        ("scale, weight by", "scale by", ["C650"]),
+        ("P)   once per rank", "P)", ["C650"]),
+        ("value weight[T, K]", "", ["C101"]),
+        ("value weight[T, K]", "value weight[T, M]", ["C634"]),
+        ("value weight[T, K]", "value scale[T, K]", ["C101", "C102"]),
+        ("value weight[T, K]", "value weight[T, K]   value w[T, K]", ["C631"]),
+        ("value weight[T, K]", "value w[T, K]", ["C101", "C630"]),
+        ("aligned A", "aligned 1025", ["C509"]),
+        ("aligned A", "aligned K", ["C101"]),
+        ("aligned A", "aligned", ["C002"]),
+        ("once per rank\n  place", "once per rank by\n  place", ["C002"]),
+        ("row)   aligned A", "row)   aligned A   aligned 2", ["C002"]),
+        ("rows x[T]   rows scale[T]", "rows scale[T]   rows index[T]", ["C101", "C102", "C630"]),
+    ],
+)
+def test_once_per_rank_refused(old: str, new: str, codes: list[str]) -> None:
+    """Each mistake about the words of keys is found."""
+    assert old in ONCE
+    with pytest.raises(CommError) as caught:
+        meant(ONCE.replace(old, new))
+    assert sorted(diagnostic.code for diagnostic in caught.value.diagnostics) == sorted(codes)
 
 
 def test_keys_have_two_plans() -> None:

@@ -48,7 +48,7 @@ class Held(Protocol):
     def counts(self) -> NDArray[np.int32]: ...
 
     @property
-    def origins(self) -> NDArray[np.int64]: ...
+    def origins(self) -> NDArray[np.uint64]: ...
 
 
 def there(made: Kernel, calls: Sequence[KeysCall], running: Running | None = None) -> list[list[Arrived]]:
@@ -144,12 +144,11 @@ def back(made: Kernel, calls: Sequence[CallBack], running: Running | None = None
 
 def _back(where: Seats, one: CallBack, rank: int) -> dict[str, int]:
     keys, held = one.call.keys[rank], one.received[rank]
-    origins = (held.origins[:, 0] << 32) | (held.origins[:, 1] * keys.shape[1] + held.origins[:, 2])
     return {
         "given": _put(where, one.rows[rank], f"rows of rank {rank}", 2 * rank),
         "given_rows": one.call.room,
         "row_bytes": _width(one.rows),
-        "origins": _put(where, origins, f"origins of rank {rank}", 0),
+        "origins": _put(where, held.origins, f"origins of rank {rank}", 0),
         "counts": _put(where, held.counts, f"counts of rank {rank}", 4),
         "weights": _put(where, one.weights[rank], f"weights of rank {rank}", 4),
         "keys": _put(where, keys, f"keys of rank {rank}", 4),

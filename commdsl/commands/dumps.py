@@ -176,9 +176,12 @@ def dispatch_lines(dispatch: Dispatch) -> Iterator[str]:
                 goes = "to several ranks, a copy each" if many else "to one rank"
                 placed = ", ".join(sort.value for sort in order)
                 yield f"route {name} of {tensors}: a shard goes {goes}; placed by ({placed})"
-            case ByKey(key, rank_of, order):
+            case ByKey(key, rank_of, order, often, aligned, value):
                 placed = ", ".join(key if sort is Sort.KEY else sort.value for sort in order)
-                yield f"route of {tensors}: a row goes to the rank of each of its keys; placed by ({placed})"
+                to = "" if aligned == 1 else f", each {key}'s rows from a multiple of {aligned} on"
+                goes = f"a row goes to the rank of each of its keys, {often.value}"
+                yield f"route of {tensors}: {goes}; placed by ({placed}){to}"
+                yield from () if value is None else (f"{value}: a float32 beside each row that arrives",)
                 for rank in range(dispatch.num_ranks):
                     keys = [number for number, of in enumerate(rank_of) if of == rank]
                     yield f"rank {rank} has {key} {', '.join(_runs(keys))}"
@@ -190,7 +193,8 @@ def dispatch_lines(dispatch: Dispatch) -> Iterator[str]:
         yield "no way back"
     else:
         by = "" if dispatch.back.weight is None else f" times {dispatch.back.weight}"
-        yield f"back {', '.join(dispatch.back.names)}: copies added up{by}"
+        where = ", those of one rank there" if dispatch.back.once else ""
+        yield f"back {', '.join(dispatch.back.names)}: copies added up{by}{where}"
     yield f"role {dispatch.role}" if dispatch.role else "no role"
 
 

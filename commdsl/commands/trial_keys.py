@@ -110,7 +110,7 @@ def _ran(
         compared, fault = compare_there(host_keys.there(kernel, calls), expected)
         if compiled.back is not None and not fault:
             kernel = host_rows.checking(compiled.back, dtype.name, mode=settings.mode, sanitize=settings.sanitize)
-            more, fault = compare_back(host_keys.back(kernel, backs), backs, route.num_keys)
+            more, fault = compare_back(host_keys.back(kernel, backs), backs, expected, route.num_keys)
             compared += more
         name = " ".join(host.find_compiler(from_environment()).command)
     except host.NoHostCompilerError as error:
@@ -129,7 +129,7 @@ def compare_there(found: Sequence[Sequence[Arrived]], expected: Sequence[Sequenc
         for rank, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
             parts: dict[str, tuple[Array, Array]] = {
                 "counts": (mine.counts, theirs.counts),
-                "origins": (mine.origins, theirs.origins),
+                "origins": (mine.origins, theirs.entries[:, 1:]),
             }
             for at, both in enumerate(zip(mine.rows, theirs.rows, strict=True)):
                 parts[f"tensor {at}"] = both
@@ -140,11 +140,12 @@ def compare_there(found: Sequence[Sequence[Arrived]], expected: Sequence[Sequenc
     return compared, ""
 
 
-def compare_back(found: Sequence[Sequence[Array]], backs: Sequence[CallBack], num_keys: int) -> tuple[int, str]:
+def compare_back(
+    found: Sequence[Sequence[Array]], backs: Sequence[CallBack], expected: Sequence[Sequence[Received]], num_keys: int
+) -> tuple[int, str]:
     """As `compare_there`, for the sums."""
     compared = 0
-    for kind, got, one in zip(KINDS, found, backs, strict=True):
-        received = [Received((), held.counts, held.origins) for held in one.received]
+    for kind, got, one, received in zip(KINDS, found, backs, expected, strict=True):
         wanted = simulate.combine(one.rows, received, one.call.keys, one.weights, num_keys)
         for rank, (have, want) in enumerate(zip(got, wanted, strict=True)):
             compared += want.nbytes

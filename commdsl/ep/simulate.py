@@ -2,7 +2,8 @@
 
 Assumes legal keys, and numpy alone. Does not know a Plan: it is written from the words of the contract, for clarity,
 and shares nothing with what it judges. Places of a rank are sorted by (key, source rank, row); a row that has a key
-twice is there twice, in the order of its keys.
+twice is there twice, in the order of its keys. The first entry of a row on a rank is that of its least key number
+there, by which row and rank know each other where it travels once.
 """
 
 from __future__ import annotations
@@ -17,36 +18,96 @@ from numpy.typing import NDArray
 Keys: TypeAlias = NDArray[np.int32]
 Array: TypeAlias = NDArray[Any]
 
+PADDING = 2**64 - 1
+"""The origin of a place that has no row."""
+
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """What one rank holds after the way there."""
+    """What one rank holds after the way there: R places, those between two keys' rows included."""
 
-    rows: tuple[Array, ...]  # by tensor
+    rows: tuple[Array, ...]  # by tensor, (R, ...)
     counts: NDArray[np.int32]  # rows by the rank's own keys, in their order, and by source rank
-    origins: NDArray[np.int64]  # of each row: source rank, row, and which of the row's keys
+    offsets: NDArray[np.int32]  # by own key: where its rows end, with what is behind them up to the next key's
+    origins: NDArray[np.uint64]  # (R,): entry, source rank << 32, slot << 48, is the first << 63; or PADDING
+    mates: NDArray[np.int32]  # (R, K): of firsts the places of the row's keys here, -1 for others
+    index: NDArray[np.int32]  # (R,): the place of the row's first key here; -1 where there is no row
+    values: NDArray[np.float32] | None  # (R,): beside each row; 0 where there is none
+    places: NDArray[np.int32]  # (T, K): where the rank's own rows are, each on the rank of its key; -1 if dropped
+
+    @property
+    def entries(self) -> NDArray[np.int64]:
+        """Of each place that has a row: the place, source rank, row, and which of the row's keys."""
+        a_row = self.mates.shape[1]
+        words = [(at, word) for at, word in enumerate(self.origins.tolist()) if word != PADDING]
+        found = [(at, word >> 32 & 0xFFFF, *divmod(word & 0xFFFFFFFF, a_row)) for at, word in words]
+        return np.array(found, np.int64).reshape(-1, 4)
 
 
-def dispatch(keys: Sequence[Keys], tensors: Sequence[Sequence[Array]], rank_of: Sequence[int]) -> list[Received]:
-    """`keys`: by rank (T, K), numbers below len(rank_of), or that for none. `tensors`: by tensor, rank (T, ...)."""
+def dispatch(
+    keys: Sequence[Keys],
+    tensors: Sequence[Sequence[Array]],
+    rank_of: Sequence[int],
+    values: Sequence[NDArray[np.float32]] | None = None,
+    aligned: int = 1,
+) -> list[Received]:
+    """`keys`: by rank (T, K), numbers below len(rank_of), or that for none. `tensors`: by tensor, rank (T, ...).
+    `values`: by rank (T, K). The rows of each key begin at a multiple of `aligned`.
+    """
     ranks = len(keys)
+    places = [np.full(own.shape, -1, np.int32) for own in keys]
+    laid = [_laid(keys, [key for key in range(len(rank_of)) if rank_of[key] == rank], aligned) for rank in range(ranks)]
+    for entries, _, _ in laid:
+        for place, entry in enumerate(entries):
+            if entry is not None:
+                source, row, which = entry
+                places[source][row, which] = place
     found = []
-    for rank in range(ranks):
-        own = [key for key in range(len(rank_of)) if rank_of[key] == rank]
-        counts = np.zeros((len(own), ranks), np.int32)
-        origins = [np.zeros((0, 3), np.int64)]
-        for local, key in enumerate(own):
-            for source in range(ranks):
-                where = np.argwhere(keys[source] == key)  # by row, then by which of its keys
-                counts[local, source] = len(where)
-                origins.append(np.insert(where, 0, source, axis=1))
-        all_origins = np.concatenate(origins)
-        rows = tuple(
-            np.stack([tensor[source][row] for source, row, _ in all_origins]) if len(all_origins) else tensor[rank][:0]
-            for tensor in tensors
-        )
-        found.append(Received(rows, counts, all_origins))
+    for rank, (entries, counts, offsets) in enumerate(laid):
+        size, a_row = len(entries), keys[0].shape[1]
+        rows = tuple(np.zeros((size, *one[rank].shape[1:]), one[rank].dtype) for one in tensors)
+        beside = None if values is None else np.zeros(size, np.float32)
+        origins, index = np.full(size, PADDING, np.uint64), np.full(size, -1, np.int32)
+        mates = np.full((size, a_row), -1, np.int32)
+        for place, entry in enumerate(entries):
+            if entry is None:
+                continue
+            source, row, which = entry
+            ranks_of_row = [rank_of[key] if 0 <= key < len(rank_of) else None for key in keys[source][row].tolist()]
+            here = [number for number, of in enumerate(ranks_of_row) if of == rank]
+            slot = len({of for of in ranks_of_row if of is not None and of < rank})
+            is_first = which == here[0]
+            origins[place] = row * a_row + which | source << 32 | slot << 48 | is_first << 63
+            index[place] = places[source][row, here[0]]
+            if is_first:
+                mates[place, here] = places[source][row, here]
+            for mine, theirs in zip(rows, tensors, strict=True):
+                mine[place] = theirs[source][row]
+            if beside is not None and values is not None:
+                beside[place] = values[source][row, which]
+        found.append(Received(rows, counts, offsets, origins, mates, index, beside, places[rank]))
     return found
+
+
+Entry: TypeAlias = tuple[int, int, int]
+"""Source rank, row, and which of its keys."""
+
+
+def _laid(
+    keys: Sequence[Keys], own: Sequence[int], aligned: int
+) -> tuple[list[Entry | None], NDArray[np.int32], NDArray[np.int32]]:
+    """What lies at each place of a rank, with its counts and offsets."""
+    entries: list[Entry | None] = []
+    counts, offsets = np.zeros((len(own), len(keys)), np.int32), np.zeros(len(own), np.int32)
+    for local, key in enumerate(own):
+        for source, theirs in enumerate(keys):
+            where = np.argwhere(theirs == key).tolist()  # by row, then by which of its keys
+            counts[local, source] = len(where)
+            entries += [(source, row, which) for row, which in where]
+        while len(entries) % aligned:
+            entries.append(None)
+        offsets[local] = len(entries)
+    return entries, counts, offsets
 
 
 def combine(
@@ -58,7 +119,7 @@ def combine(
     like = rows[0]
     came: list[dict[tuple[int, int], Array]] = [{} for _ in keys]
     for rank, held in enumerate(received):
-        for at, (source, row, which) in enumerate(held.origins):
+        for at, source, row, which in held.entries.tolist():
             came[source][row, which] = rows[rank][at]
     found = []
     for source, own in enumerate(keys):

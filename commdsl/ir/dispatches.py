@@ -34,12 +34,27 @@ BY_KEY = (Sort.KEY, Sort.SOURCE_RANK, Sort.ROW)
 MOST_KEYS = 1024
 """Of all ranks: a kernel has some numbers of each in the memory of every SM."""
 
+MOST_ALIGNED = 1024
+"""Rows."""
+
 
 class Put(Enum):
     """How rows travel."""
 
     ROWS = "rows"  # each straight to its final place
     PACKED = "packed"  # one message a peer, unpacked on arrival
+
+
+class Often(Enum):
+    """How often a row travels to one rank that has several of its keys."""
+
+    EACH = "once for each"  # to a place of each
+    ONCE = "once per rank"  # to the place of its first key there; the others are filled there
+    INDEX = "once per rank by index"  # the others are not: for each place an index says which one has its row
+
+    @property
+    def is_once(self) -> bool:
+        return self is not Often.EACH
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +76,17 @@ class ByTable:
 
 @dataclass(frozen=True, slots=True)
 class ByKey:
-    """Keys on the GPU, int32: a row goes to the rank of each of its keys; key `num_keys` sends it nowhere."""
+    """Keys on the GPU, int32: a row goes to the rank of each of its keys; key `num_keys` sends it nowhere.
+
+    The rows of each key begin at a multiple of `aligned`; those in between are zero.
+    """
 
     key: str
     rank_of: tuple[int, ...]  # by key; every rank has equally many
     order: tuple[Sort, ...]  # BY_KEY
+    often: Often = Often.EACH
+    aligned: int = 1
+    value: str | None = None  # a float32 for each row and each of its keys, which arrives beside the row
 
     @property
     def num_keys(self) -> int:

@@ -290,8 +290,8 @@ def _line(node: print_syntax.Line | print_dispatches.Line) -> str:
     match node:
         case (
             syntax.MaskEntry() | syntax.SendEntry() | syntax.CopiesEntry() | syntax.CapacityEntry() | syntax.Doc()
-            | syntax.RowsDecl() | syntax.KeyDecl() | syntax.TableRoute() | syntax.KeyRoute() | syntax.PlaceDecl()
-            | syntax.BackDecl()
+            | syntax.RowsDecl() | syntax.KeyDecl() | syntax.ValueDecl() | syntax.TableRoute() | syntax.KeyRoute()
+            | syntax.PlaceDecl() | syntax.BackDecl()
         ):  # fmt: skip
             return print_dispatches.line(node)
         case _:

@@ -19,6 +19,7 @@ Line: TypeAlias = (
     | syntax.Doc
     | syntax.RowsDecl
     | syntax.KeyDecl
+    | syntax.ValueDecl
     | syntax.TableRoute
     | syntax.KeyRoute
     | syntax.PlaceDecl
@@ -50,15 +51,24 @@ def line(node: Line) -> str:
             extents = shards.text if copies is None else f"{shards.text}, {copies.text}"
             return f"route {name.text}[{extents}] for {names(tensors)}"
         case syntax.KeyRoute(tensors, rank, once):
-            return f"route {names(tensors)} by {expr(rank)}{GAP + ONCE if once else ''}"
-        case syntax.PlaceDecl(route, order):
+            return f"route {names(tensors)} by {expr(rank)}{_once(once)}"
+        case syntax.ValueDecl(name, rows, per_row):
+            return f"value {name.text}[{rows.text}, {per_row.text}]"
+        case syntax.PlaceDecl(route, order, aligned):
             name_of = "" if route is None else f"{route.text} "
-            return f"place {name_of}by ({', '.join(map(_sort_key, order))})"
+            to = "" if aligned is None else f"{GAP}aligned {expr(aligned)}"
+            return f"place {name_of}by ({', '.join(map(_sort_key, order))}){to}"
         case syntax.BackDecl(returning, reduction, weight, once):
             factor = "" if weight is None else f"({weight.name.text}[{weight.rows.text}, {weight.per_row.text}])"
             return f"back {names(returning)} by {reduction.text}{factor}{GAP + ONCE if once else ''}"
         case _:
             assert_never(node)
+
+
+def _once(node: syntax.Once | None) -> str:
+    if node is None:
+        return ""
+    return GAP + ONCE + (" by index" if node.by_index else "")
 
 
 def head(node: Block) -> str:

@@ -10,7 +10,19 @@ from typing import TypeAlias, assert_never
 
 import numpy as np
 
-from commdsl.ir.dispatches import BY_KEY, BY_QUERY, BY_SOURCE, MOST_KEYS, Back, ByKey, ByTable, Route, Sort
+from commdsl.ir.dispatches import (
+    BY_KEY,
+    BY_QUERY,
+    BY_SOURCE,
+    MOST_ALIGNED,
+    MOST_KEYS,
+    Back,
+    ByKey,
+    ByTable,
+    Often,
+    Route,
+    Sort,
+)
 from commdsl.ir.resolve.evaluate import Evaluator, Value
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, Poisoned, nearest
@@ -37,7 +49,9 @@ class RouteRules:
         self.names, self.evaluator, self.scope = names, evaluator, scope
         self.written = [item for item in decl.body if isinstance(item, syn.TableRoute | syn.KeyRoute)]
         self.keys = [item for item in decl.body if isinstance(item, syn.KeyDecl)]
+        self.values = [item for item in decl.body if isinstance(item, syn.ValueDecl)]
         self.places = [item for item in decl.body if isinstance(item, syn.PlaceDecl)]
+        self.backs = [item for item in decl.body if isinstance(item, syn.BackDecl)]
         self.tables = [route for route in self.written if isinstance(route, syn.TableRoute)]
         self.by_key = [route for route in self.written if isinstance(route, syn.KeyRoute)]
 
@@ -46,7 +60,7 @@ class RouteRules:
         self._tables_once()
         for key in self.keys:
             self.names.declare(key.name, Kind.NUMBER)
-        is_one = self._one_kind()
+        is_one, value = self._one_kind(), self._value()
         orders = self._orders()
         found: list[Route] = []
         for route in self.written:
@@ -61,8 +75,10 @@ class RouteRules:
                     found += [] if order is None else [ByTable(name.text, copies is not None, order)]
                 case syn.KeyRoute():
                     rank_of = self._rank_of(route)
-                    if rank_of is not None and is_one and order is not None:
-                        found.append(ByKey(self.keys[0].name.text, rank_of, order))
+                    aligned = self._aligned()
+                    if rank_of is not None and is_one and order is not None and aligned is not None:
+                        name_of_key = self.keys[0].name.text
+                        found.append(ByKey(name_of_key, rank_of, order, _often(route), aligned, value))
                 case _:
                     assert_never(route)
         if len(found) == len(self.written):
@@ -103,9 +119,6 @@ class RouteRules:
 
     def _rank_of(self, route: syn.KeyRoute) -> tuple[int, ...] | None:
         """The rank of each key; None after a fault."""
-        if route.once:
-            self.faults.report("C590", "`once per rank` is not built yet", route.span,
-                               "a row goes to a rank once for each of its keys there", help="leave it out")  # fmt: skip
         if not self.keys:
             return None
         key = self.keys[0]
@@ -153,6 +166,46 @@ class RouteRules:
             return False
         return True
 
+    def _value(self) -> str | None:
+        """The value that travels. C631, C643, C630: there is one, it belongs to keys, and it goes or weighs."""
+        for item in self.values[1:]:
+            self.faults.report("C631", "a dispatch has at most one value", item.span, "a second one",
+                               secondary=(Label(self.values[0].span, "first here"),))  # fmt: skip
+        for item in self.values[:1]:
+            name = item.name.text
+            weighs = any(back.weight is not None and back.weight.name.text == name for back in self.backs)
+            if not self.by_key:
+                self._of_keys(item.span, "a value is one for each key of a row")
+            elif any(name == tensor.text for route in self.by_key for tensor in route.tensors):
+                return name
+            elif not weighs:
+                self.faults.report("C630", f"`{name}` has no route", item.span, "goes nowhere",
+                                   help=f"write for example `route x, {name} by ...`")  # fmt: skip
+        return None
+
+    def _of_keys(self, span: Span, law: str) -> None:
+        """C643."""
+        self.faults.report("C643", law, span, "there is no route by keys",
+                           help="leave it out: this dispatch goes by tables")  # fmt: skip
+
+    def _aligned(self) -> int | None:
+        """Of the place by keys; None after a fault."""
+        for place in self.places:
+            if place.aligned is not None:
+                before = len(self.faults.found)
+                self.names.expect(place.aligned, Kind.NUMBER)
+                if len(self.faults.found) > before:
+                    return None
+                try:
+                    found = self.evaluator.constant(place.aligned, self.scope)
+                    if not 1 <= found <= MOST_ALIGNED:
+                        law = f"rows are aligned to 1 to {MOST_ALIGNED}"
+                        self.faults.fail("C509", law, place.aligned.span, f"this is {found}")
+                except Poisoned:
+                    return None
+                return found
+        return 1
+
     # --- places -------------------------------------------------------------------------------------------------------
 
     def _orders(self) -> dict[str, Order]:
@@ -161,6 +214,8 @@ class RouteRules:
         orders: dict[str, Order] = {}
         unsure = False
         for place in self.places:
+            if place.aligned is not None and not self.by_key:
+                self._of_keys(place.aligned.span, "the rows of each key are aligned")
             if place.route is None and len(names) != 1 and "" not in names:  # a route by keys has no name
                 first = next((name for name in names if name), "ROUTE")
                 self.faults.report("C632", "the place of which route?", place.span, f"there are {len(names)}",
@@ -230,13 +285,12 @@ class RouteRules:
     # --- the way back -------------------------------------------------------------------------------------------------
 
     def back(self) -> Back | None:
-        found = [item for item in self.decl.body if isinstance(item, syn.BackDecl)]
-        for item in found[1:]:
+        for item in self.backs[1:]:
             self.faults.report("C605", "the way back is said twice", item.span, "a second time here",
-                               secondary=(Label(found[0].span, "first here"),))  # fmt: skip
-        if not found:
+                               secondary=(Label(self.backs[0].span, "first here"),))  # fmt: skip
+        if not self.backs:
             return None
-        back = found[0]
+        back = self.backs[0]
         if back.reduction.text != "sum":
             label, help = f"`{back.reduction.text}` is not known", "what comes back from several places is added up"
             self.faults.report("C636", "copies are combined by `sum`", back.reduction.span, label, help=help)
@@ -284,6 +338,12 @@ class RouteRules:
             seen.add(name.text)
         if self.by_key and len(back.names) > 1:
             self.faults.report("C635", "one tensor comes back from the keys", back.names[1].span, "a second one")
+
+
+def _often(route: syn.KeyRoute) -> Often:
+    if route.once is None:
+        return Often.EACH
+    return Often.INDEX if route.once.by_index else Often.ONCE
 
 
 def _name(route: syn.RouteDecl) -> str:

@@ -24,6 +24,9 @@ from commdsl.machine.topology import Topology
 
 MOST_TENSORS = 3
 
+BESIDE = ("origins", "mates", "index", "counts", "offsets", "places")
+"""What the way there by keys leaves of itself."""
+
 
 @dataclass(frozen=True)
 class Given:
@@ -48,7 +51,7 @@ def build_dispatch(decl: syn.DispatchDecl, given: Given, faults: Faults) -> Disp
     params = rules.parameters()
     rows = [item for item in decl.body if isinstance(item, syn.RowsDecl)]
     routes = RouteRules(decl, ranks, rules.names, rules.evaluator, rules.scope, faults)
-    tensors = rules.tensors(rows, routes.written)
+    tensors = rules.tensors(rows, routes)
     found, back = routes.routes(), routes.back()
     rules.counts(rows)
     role = rules.role()
@@ -89,8 +92,14 @@ class _Rules:
 
     # --- tensors and counts -------------------------------------------------------------------------------------------
 
-    def tensors(self, rows: Sequence[syn.RowsDecl], routes: Sequence[syn.RouteDecl]) -> tuple[RowTensor, ...]:
-        names_once([row.name for row in rows], "tensor", self.faults)
+    def tensors(self, rows: Sequence[syn.RowsDecl], rules: RouteRules) -> tuple[RowTensor, ...]:
+        going = [*(row.name for row in rows), *(value.name for value in rules.values)]
+        names_once(going, "tensor", self.faults)
+        for taken in going if rules.by_key else ():
+            if taken.text in BESIDE:
+                what = f"`{taken.text}` is what arrives beside rows that go by keys"
+                self.faults.report("C102", what, taken.span, "a second of that name",
+                                   help="name this one otherwise")  # fmt: skip
         if not 1 <= len(rows) <= MOST_TENSORS:
             at = rows[MOST_TENSORS].span if rows else self.decl.name.span
             label = f"this has {len(rows)}" if rows else "no `rows`"
@@ -98,12 +107,13 @@ class _Rules:
                                help="what more there is goes with a dispatch of its own" if rows else
                                "write for example `rows x[T]`")  # fmt: skip
         names = [tensor.name.text for tensor in rows]
+        known = [*names, *(value.name.text for value in rules.values)]
         route_of: dict[str, tuple[int, Span]] = {}
-        for number, route in enumerate(routes):
+        for number, route in enumerate(rules.written):
             for tensor in route.tensors:
-                if tensor.text not in names:
+                if tensor.text not in known:
                     self.faults.report("C101", f"`{tensor.text}` is not known", tensor.span, "no such tensor",
-                                       help=nearest(tensor.text, names))  # fmt: skip
+                                       help=nearest(tensor.text, known))  # fmt: skip
                 elif tensor.text in route_of:
                     first = (Label(route_of[tensor.text][1], "first here"),)
                     self.faults.report("C630", f"`{tensor.text}` has two routes", tensor.span, "a second one here",
@@ -144,7 +154,7 @@ class _Rules:
                 case syn.TableRoute():
                     used.append(("shards", item.shards))
                     used += [] if item.copies is None else [("copies", item.copies)]
-                case syn.KeyDecl():
+                case syn.KeyDecl() | syn.ValueDecl():
                     used += [("rows", item.rows), ("keys of a row", item.per_row)]
                 case syn.BackDecl(weight=syn.Weight(_, count, per_row)):
                     used += [("rows", count), ("keys of a row", per_row)]

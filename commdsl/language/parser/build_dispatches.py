@@ -87,12 +87,19 @@ def _table_route(span: Span, parts: Children) -> syntax.TableRoute:
 
 
 def _key_route(span: Span, parts: Children) -> syntax.KeyRoute:
-    tensors, rank, once = parts
-    return syntax.KeyRoute(tensors, rank, once is not None, span=span)
+    return syntax.KeyRoute(*parts, span=span)
+
+
+def _value_decl(span: Span, parts: Children) -> syntax.ValueDecl:
+    return syntax.ValueDecl(*parts, span=span)
+
+
+def _once(span: Span, parts: Children) -> syntax.Once:
+    return syntax.Once(parts[1] is not None, span=span)  # the first is the word `rank`
 
 
 def _place_decl(span: Span, parts: Children) -> syntax.PlaceDecl:
-    return syntax.PlaceDecl(parts[0], parts[1], span=span)
+    return syntax.PlaceDecl(*parts, span=span)
 
 
 def _sort_key(word: str) -> Callable[[Span, Children], syntax.SortKey]:
@@ -138,7 +145,10 @@ RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "key_decl": _key_decl,
     "table_route": _table_route,
     "key_route": _key_route,
-    "once": lambda span, parts: True,
+    "value_decl": _value_decl,
+    "once": _once,
+    "by_index": lambda span, parts: True,
+    "once_back": lambda span, parts: True,
     "names": _block,
     "place_decl": _place_decl,
     "order": _block,

@@ -30,6 +30,7 @@ from commdsl.language.syntax.dispatches import (
     KeyRoute,
     MaskEntry,
     Nowhere,
+    Once,
     PlaceDecl,
     PlanDecl,
     PlanFor,
@@ -43,6 +44,7 @@ from commdsl.language.syntax.dispatches import (
     SendEntry,
     SortKey,
     TableRoute,
+    ValueDecl,
     Weight,
 )
 from commdsl.language.syntax.expressions import (
@@ -153,6 +155,7 @@ __all__ = [
     "Node",
     "Nowhere",
     "On",
+    "Once",
     "Param",
     "Passing",
     "PlaceDecl",
@@ -184,6 +187,7 @@ __all__ = [
     "TuneEntry",
     "Unary",
     "Use",
+    "ValueDecl",
     "Visit",
     "Weight",
     "Yield",

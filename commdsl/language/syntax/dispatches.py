@@ -155,12 +155,28 @@ class TableRoute(Node):
 
 
 @dataclass(frozen=True, slots=True)
-class KeyRoute(Node):
-    """`route x by expert / (E / P)`: a row goes to the rank that each of its keys gives."""
+class ValueDecl(Node):
+    """`value weight[T, K]`: for each of T rows a number beside each of its K keys."""
 
-    tensors: tuple[Name, ...]
+    name: Name
+    rows: Name
+    per_row: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Once(Node):
+    """`once per rank`: a row with several keys of one rank travels there once; `by index`: and stays one row there."""
+
+    by_index: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRoute(Node):
+    """`route x, weight by expert / (E / P) once per rank`: a row goes to the rank that each of its keys gives."""
+
+    tensors: tuple[Name, ...]  # and values
     rank: Expr
-    once: bool  # `once per rank`: a row with several keys of one rank travels there once
+    once: Once | None  # None: for each of its keys there
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +188,14 @@ class SortKey(Node):
 
 @dataclass(frozen=True, slots=True)
 class PlaceDecl(Node):
-    """`place home by (source rank, shard)`: the order of the rows that arrive, the first key the slowest to change."""
+    """`place home by (source rank, shard)`: the order of the rows that arrive, the first key the slowest to change.
+
+    `aligned A`: the rows of each key begin at a multiple of A.
+    """
 
     route: Name | None  # None: the only one
     order: tuple[SortKey, ...]
+    aligned: Expr | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +209,7 @@ class Weight(Node):
 
 @dataclass(frozen=True, slots=True)
 class BackDecl(Node):
-    """`back q, k by sum`, `back y by sum(weight[T, K])`: the way back, copies of a row combined."""
+    """`back q, k by sum`, `back y by sum(weight[T, K]) once per rank`: the way back, copies of a row combined."""
 
     names: tuple[Name, ...]
     reduction: Name
@@ -198,7 +218,7 @@ class BackDecl(Node):
 
 
 RouteDecl: TypeAlias = TableRoute | KeyRoute
-DispatchStmt: TypeAlias = RowsDecl | KeyDecl | RouteDecl | PlaceDecl | BackDecl | Tune | On
+DispatchStmt: TypeAlias = RowsDecl | KeyDecl | ValueDecl | RouteDecl | PlaceDecl | BackDecl | Tune | On
 
 
 @dataclass(frozen=True, slots=True)

@@ -341,7 +341,7 @@ COMMDSL_FN void push_back(const Call<Plan>& here, Returning<Plan>& known) {
   const u64 last = begin_of(here, rows, here.lane + 1);
   for (u64 at = begin_of(here, rows, here.lane) + warp(); at < last; at += num_warps()) {
     const u64 origin = reinterpret_cast<const u64*>(args.origins)[at];
-    const u64 source = origin >> 32, entry = origin & 0xffffffffu;
+    const u64 source = origin >> 32 & 0xffff, entry = origin & 0xffffffffu;
     if (source >= static_cast<u64>(Plan::kNumRanks) || entry >= args.waiting_rows) {
       known.bad = at + 1;
       continue;
@@ -369,7 +369,7 @@ COMMDSL_FN void end(const Call<Plan>& here, Returning<Plan>& known) {
   }
   if (known.bad == 0) return;
   const u64 at = known.bad - 1, origin = reinterpret_cast<const u64*>(here.args.origins)[at];
-  give_up(here, kBadOrigin, static_cast<i32>(at), static_cast<i32>(origin >> 32), here.args.waiting_rows, origin & 0xffffffffu);
+  give_up(here, kBadOrigin, static_cast<i32>(at), static_cast<i32>(origin >> 32 & 0xffff), here.args.waiting_rows, origin & 0xffffffffu);
 }
 
 // Rows that came back, times their weights, added up in the order of their keys, rounded once.
