@@ -12,7 +12,7 @@ from host_dispatch import chained, launched, program
 from numpy.typing import NDArray
 
 from commdsl.build.arena import Bytes
-from commdsl.build.emit import include_dir
+from commdsl.build.headers import include_dir
 from commdsl.build.host_ranks import DataRaceError, Running
 from commdsl.build.host_rows import Results, RowsCall, run_calls
 from commdsl.checks import check_routed

@@ -159,13 +159,27 @@ def test_threads_of_one_process(put: str, num_ranks: int, nodes: str, monkeypatc
     in_group(num_ranks, lambda rank, group: dispatch_cases.exact(put, found, rows, rank, group, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_example(num_ranks: int, tmp_path: Path) -> None:
-    """The document's program runs: attention elsewhere equals attention at home, and so do gradients."""
+@pytest.fixture
+def example(tmp_path: Path) -> str:
+    """The document's program: attention elsewhere equals attention at home, and so do gradients."""
     programs = re.findall(r"^```python\n(.*?)^```$", EXAMPLE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     script = tmp_path / "program.py"
     script.write_text(programs[0])
-    done = launched(num_ranks, str(script))
+    return str(script)
+
+
+def test_example(example: str) -> None:
+    """It runs on four processes."""
+    done = launched(4, example)
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_example_under_torchrun(example: str) -> None:
+    """It runs as torchrun itself starts it; what other tests launch has the same environment."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", example]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
     assert done.returncode == 0, done.stderr
 

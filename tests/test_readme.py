@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import launched
 
 from commdsl import compiler
 
@@ -90,14 +91,12 @@ def test_pictures() -> None:
 
 @pytest.mark.parametrize("text", blocks("python"))
 def test_python(text: str, tmp_path: Path) -> None:
-    """A program in the README runs under torchrun, on two ranks unless it says on how many."""
+    """A program in the README runs, on two ranks unless it says on how many."""
     script = tmp_path / "program.py"
     script.write_text(text)
     said = re.search(r"--nproc-per-node (\d+)", text)
     ranks = said[1] if said else "2"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = launched(int(ranks), str(script))
 
     assert done.returncode == 0, done.stderr
 

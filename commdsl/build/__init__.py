@@ -1,6 +1,7 @@
 """What becomes text, and text that becomes something to run.
 
 emit          Plan -> the text of its kernel
+headers       the headers that kernels include -> the folder, and one digest
 built         kernels that were built ahead of time -> the file to load
 calls         the phases of a role -> the calls that its lanes make, in order
 nvrtc         text -> cubin, without a GPU

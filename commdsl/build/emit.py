@@ -10,14 +10,16 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby, pairwise
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from commdsl.build.built import Built
 from commdsl.build.calls import AgreeText, Line, agree_text, calls, tile_calls
+from commdsl.build.headers import headers_digest
 from commdsl.ir.schedules import Ints
 from commdsl.machine.resources import data_dir
 from commdsl.program.actors import printed
@@ -123,8 +125,11 @@ def _emitted(name: str, text: str, transport: Transport) -> Emitted:
     return Emitted(f"commdsl_{name}", text, digest, identity, transport)
 
 
+@cache
 def environment() -> jinja2.Environment:
-    """The templates; a field that is missing raises instead of printing nothing."""
+    """The templates; a field that is missing raises instead of printing nothing. They are parsed once, which takes ten
+    times as long as to print one, and again when their files are newer.
+    """
     import jinja2  # 20 ms that loading a compiled schedule does not need
 
     return jinja2.Environment(
@@ -135,22 +140,6 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-
-
-def include_dir() -> Path:
-    """The folder that both compilers search for `commdsl/...`."""
-    return data_dir("templates") / "include"
-
-
-def headers_digest() -> str:
-    """One SHA-256 over the names and contents of all headers."""
-    digest = hashlib.sha256()
-    root = include_dir()
-    for path in sorted(path for path in root.rglob("*") if path.is_file()):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()
 
 
 def _kernel(plan: Plan) -> Kernel:

@@ -6,6 +6,7 @@ Assumes POSIX: pthreads and `dlopen`. Does not run what it built (`host_run` doe
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import shlex
 import shutil
@@ -13,10 +14,12 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
-from commdsl.build.emit import Emitted, headers_digest, include_dir
+from commdsl.build.emit import Emitted
+from commdsl.build.headers import headers_digest, include_dir
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine import cache
 from commdsl.machine.config import Config
@@ -94,6 +97,17 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _version(command: tuple[str, ...]) -> str | None:
+    """The first line of what it says of itself; None where it does not run."""
+    path = shutil.which(command[0])
+    if path is None:
+        return None
+    written = os.stat(path)
+    return _asked(command, path, (written.st_ino, written.st_mtime_ns, written.st_size))
+
+
+@lru_cache(maxsize=16)
+def _asked(command: tuple[str, ...], path: str, file: tuple[int, int, int]) -> str | None:
+    """Asked once for as long as the file is the same: every set-up looks for the compiler, on every rank."""
     try:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):

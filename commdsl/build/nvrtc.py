@@ -14,7 +14,8 @@ from functools import cache as memoize
 from pathlib import Path
 
 from commdsl.build import built
-from commdsl.build.emit import Emitted, headers_digest, include_dir
+from commdsl.build.emit import Emitted
+from commdsl.build.headers import headers_digest, include_dir
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine import cache
 from commdsl.machine.config import Config
