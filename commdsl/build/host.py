@@ -44,9 +44,12 @@ FLAGS = (
     "-Werror=return-type",
 )
 
+OPTIMIZED = "-O1"
+"""Builds in three quarters of the time of -O2, and runs as fast: kernels copy and sum, and wait for memory."""
+
 SANITIZE = (
     "-fsanitize=thread",
-    "-g",  # without it a report names only addresses
+    "-g1",  # functions and lines: without it a report names only addresses
     "-fno-omit-frame-pointer",
     # ThreadSanitizer intercepts these calls; g++ would put copies of bounded length in line, out of its sight.
     "-fno-builtin-memcpy",
@@ -142,7 +145,7 @@ def _macros(defines: tuple[str, ...]) -> tuple[str, ...]:
 def _compile(sources: Sources, target: str, more: tuple[str, ...], config: Config) -> Path:
     """One run of the compiler over named texts, or what an earlier one left in the cache."""
     compiler = find_compiler(config)
-    flags = (*FLAGS, *(("-O0", "-g") if config.debug else ("-O2",)), *more)
+    flags = (*FLAGS, *(("-O0", "-g") if config.debug else (OPTIMIZED,)), *more)
     texts = tuple(part for source in sources for part in source)
     parts = (*texts, headers_digest(), *compiler.command, compiler.version, platform.machine(), target, *flags)
 
