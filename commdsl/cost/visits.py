@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.classes import classes, joining
 from commdsl.ir.schedules import Schedule, Statement, Step, Yield
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.language.records import dataclass
@@ -110,32 +111,17 @@ def phases(schedule: Schedule, chunk_bytes: Mapping[str, float]) -> tuple[Launch
             made[key] = tuple(_loads(part, sizes))
         reads = part.names(BufferKind.INPUT, BufferKind.INOUT)
         writes = part.names(BufferKind.OUTPUT, BufferKind.INOUT)
-        found.append(Launched(made[key], reads, writes, any(moves.kind is MoveKind.REDUCE for moves in _moves(part))))
+        combines = any(moves.kind is MoveKind.REDUCE for moves in joining(part.schedule))
+        found.append(Launched(made[key], reads, writes, combines))
     return tuple(found)
 
 
-def _moves(segment: Segment) -> Iterator[Statement]:
-    return (moves for step in segment.schedule.steps if isinstance(step, Step) for moves in step.moves)
-
-
 def known_sizes(schedule: Schedule, chunk_bytes: Mapping[str, float]) -> dict[str, float]:
-    """Bytes of a chunk of every buffer that anything moves through."""
-    sizes = {buffer.name: chunk_bytes[buffer.name] for buffer in schedule.buffers if buffer.name in chunk_bytes}
-    names = [buffer.name for buffer in schedule.buffers]
-    pairs = {
-        (names[moves.source_buffer], names[moves.dest_buffer])
-        for step in schedule.steps
-        if isinstance(step, Step)
-        for moves in step.moves
-    }
-    grows = True
-    while grows:
-        before = len(sizes)
-        for one, other in sorted(pairs):
-            if one in sizes or other in sizes:
-                sizes[one] = sizes[other] = sizes[one] if one in sizes else sizes[other]
-        grows = len(sizes) > before
-    return sizes
+    """Bytes of a chunk of every buffer, where those of one in its class are known."""
+    grouped = tuple(zip(schedule.buffers, classes(schedule), strict=True))
+    blocks = {group: chunk_bytes[buffer.name] * buffer.cut for buffer, group in grouped if buffer.name in chunk_bytes}
+    found = {buffer.name: blocks[group] / buffer.cut for buffer, group in grouped if group in blocks}
+    return found | {name: size for name, size in chunk_bytes.items() if name in found}
 
 
 def _loads(segment: Segment, sizes: Mapping[str, float]) -> Iterator[Load]:
