@@ -220,8 +220,8 @@ def candidates(machine: Machine, ranks: int, sizes: Sizes) -> Iterator[Candidate
     # Back halves of zigzag rows are for ranks before their owner alone, if nothing after a token is seen.
     causal: Params = (("causal", 1),) if sizes.mask.right == 0 and here.runs == zigzag.runs else ()
     if here.runs == in_order.runs and sizes.mask != Mask():
-        before, after = reach(here, sizes.mask)
-        yield Candidate("attention_window", (("B", before), ("A", after)))
+        reach = (("B", here.reach(sizes.mask.left)), ("A", here.reach(sizes.mask.right)))
+        yield Candidate("attention_window", reach)
     for pieces in dict.fromkeys((ranks - 1, 1) if machine.is_mesh else (1, ranks - 1)):
         yield Candidate("attention_direct", (("K", pieces), *causal))
     yield Candidate("attention_ring", causal)
@@ -235,14 +235,6 @@ def candidates(machine: Machine, ranks: int, sizes: Sizes) -> Iterator[Candidate
     for group in (group for group in groups if sizes.heads % group == 0 and sizes.kv_heads % group == 0):
         alone = group == ranks
         yield Candidate("attention_ulysses") if alone else Candidate("attention_ulysses_ring", (("U", group),))
-
-
-def reach(placement: Placement, mask: Mask) -> tuple[int, int]:
-    """How many halves before a rank's front half, and after its back half, its queries see anything of."""
-    visitor, owner, half = np.nonzero(admitted(placement, mask))
-    seen = 2 * owner + half
-    before, after = 2 * visitor - seen, seen - (2 * visitor + 1)
-    return int(before.max(initial=0)), int(after.max(initial=0))
 
 
 # --- how long one takes -----------------------------------------------------------------------------------------------

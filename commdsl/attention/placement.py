@@ -50,10 +50,13 @@ class Placement:
         """The rows of the longest half of any rank."""
         return max(self._half_rows())
 
-    @property
-    def least_half_rows(self) -> int:
-        """The rows of the shortest half of any rank."""
-        return min(self._half_rows())
+    def reach(self, distance: int | None) -> int:
+        """In how many halves before a half of rows, or after it, tokens may be that are so far from one of its own;
+        None: however far. Counted by the shortest half, whatever documents there are: each reach is a kernel, with
+        symmetric memory of its own.
+        """
+        most, shortest = 2 * self.ranks, min(self._half_rows())
+        return most if distance is None or not shortest else min(-(-distance // shortest), most)
 
     def _half_rows(self) -> Iterator[int]:
         return (sum(run.length for run in half) for halves in self.runs for half in halves)

@@ -70,13 +70,9 @@ def fitted(way: Way, mask: Mask, placement: Placement) -> Way:
     """With the parameters that it did not say and that follow from the mask: of shipped schedules, what is sent."""
     if not way.is_shipped:
         return way
-    # At most so far, whatever documents there are: each reach is a kernel, with symmetric memory of its own.
-    most, shortest = 2 * placement.ranks, placement.least_half_rows
-    before, after = (
-        most if side is None or not shortest else min(-(-side // shortest), most) for side in (mask.left, mask.right)
-    )
     causal = int(mask.right == 0 and placement.name == ZIGZAG)
-    follow = {"causal": causal, **dict(zip(REACH, (before, after), strict=True))}
+    reach = map(placement.reach, (mask.left, mask.right))
+    follow = {"causal": causal, **dict(zip(REACH, reach, strict=True))}
     known = {param.name.text for param in declared(way.place).params}
     said = {**{name: value for name, value in follow.items() if name in known}, **dict(way.params)}
     return replace(way, params=tuple(sorted(said.items())))
