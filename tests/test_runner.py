@@ -90,3 +90,13 @@ def test_every_end_is_told() -> None:
     assert done.stderr.count("KeyError: 'mine'") == 2
     assert done.stderr.count("OSError: nobody there") == 2
     assert "rank 1: part 3" in done.stderr
+
+
+def test_no_time_is_no_success() -> None:
+    """A run that had no time for all of its parts says so last, and its exit code is that of a failure."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    words = ["--device", "cpu", "--only", "placement", "--time-budget", "15"]
+    program = [sys.executable, ROOT / "tests" / "gpu" / "run_document.py", *words]
+    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, **alone}, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.rstrip().endswith("transport peer; no time left for 1 of 1 parts")

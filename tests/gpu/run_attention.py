@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,11 +220,7 @@ def cases(ranks: int) -> list[Case]:
 def attempt(run: Run, name: str, case: Case, calls: int, work: Callable[[runner.Part], int]) -> None:
     """A part of the run, unless there is no time for it."""
     part = runner.Part(name, str(case), calls)
-    if any(run.everyone(time.monotonic() > run.options.deadline)):
-        part.problem = "no time left"
-        run.parts.append(part)
-        return
-    run.attempt(part, lambda: work(part))
+    run.attempt_in_time(part, lambda: work(part))
 
 
 def exact(run: Run) -> None:
@@ -378,7 +373,6 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
-    options.deadline = time.monotonic() + options.time_budget - GRACE
     if not on_gpu:
         torch.set_num_threads(1)
         options.only = [name for name in options.only if name != "graph"]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,14 +49,6 @@ class Run(runner.Parts):
     def delay(self) -> None:
         if self.on_gpu:
             torch.cuda._sleep(int(MOST_CYCLES * torch.rand(()).item()))
-
-    def attempt_in_time(self, name: str, what: str, calls: int, work: Callable[[], int]) -> None:
-        part = runner.Part(name, what, calls)
-        if any(self.everyone(time.monotonic() > self.options.deadline)):
-            part.problem = "no time left"
-            self.parts.append(part)
-            return
-        self.attempt(part, work)
 
 
 # --- forwards ---------------------------------------------------------------------------------------------------------
@@ -142,7 +133,7 @@ def forwards(run: Run) -> None:
             wrong += not 0 < times.computation <= times.total or min(step.exposed for step in times.steps) < 0
             return wrong
 
-        run.attempt_in_time("forwards", name, 3, work)
+        run.attempt_in_time(runner.Part("forwards", name, 3), work)
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------
@@ -182,8 +173,8 @@ def peers(run: Run) -> None:
             wrong += not all(map(torch.equal, received, wanted))
         return wrong
 
-    run.attempt_in_time("peers", "RingComm", STEPS, ring)
-    run.attempt_in_time("peers", "A2AComm", STEPS, all_to_all)
+    run.attempt_in_time(runner.Part("peers", "RingComm", STEPS), ring)
+    run.attempt_in_time(runner.Part("peers", "A2AComm", STEPS), all_to_all)
 
 
 # --- placement --------------------------------------------------------------------------------------------------------
@@ -211,7 +202,7 @@ def placement(run: Run) -> None:
             wrong += not torch.equal(at, known)
         return wrong
 
-    run.attempt_in_time("placement", "there and back", 2 * len(lengths), work)
+    run.attempt_in_time(runner.Part("placement", "there and back", 2 * len(lengths)), work)
 
 
 PARTS: dict[str, Callable[[Run], None]] = {"forwards": forwards, "peers": peers, "placement": placement}
@@ -222,7 +213,6 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
-    options.deadline = time.monotonic() + options.time_budget - GRACE
     if not on_gpu:
         torch.set_num_threads(1)
     runner.end_of_parts(Run, options, PARTS, GRACE, on_gpu=on_gpu, with_nccl=False)

@@ -127,6 +127,9 @@ def end_of(
 # --- runs of parts ----------------------------------------------------------------------------------------------------
 
 
+LATE = "no time left"
+
+
 class PartFailedError(Exception):
     """Ranks may stand at different calls: what follows would say nothing."""
 
@@ -168,6 +171,14 @@ class Parts(Run):
         if part.problem:
             raise PartFailedError(part.problem)
 
+    def attempt_in_time(self, part: Part, work: Callable[[], int]) -> None:
+        """As `attempt`, unless time is up on some rank, which the verdict says."""
+        if any(self.everyone(time.monotonic() > self.options.deadline)):
+            part.problem = LATE
+            self.parts.append(part)
+            return
+        self.attempt(part, work)
+
 
 P = TypeVar("P", bound=Parts)
 
@@ -199,14 +210,17 @@ def end_of_parts(
         for name in options.only:
             parts[name](run)
         calls, wrong = sum(part.calls for part in run.parts), sum(part.wrong for part in run.parts)
-        return not wrong, f"{calls} calls, {wrong} wrong on {run.where}, transport {options.transport}"
+        late = sum(part.problem == LATE for part in run.parts)
+        said = f"{calls} calls, {wrong} wrong on {run.where}, transport {options.transport}"
+        return not wrong and not late, said + (f"; {LATE} for {late} of {len(run.parts)} parts" if late else "")
 
+    options.deadline = time.monotonic() + options.time_budget - grace
     end_of(make, work, _table, options.time_budget, grace)
 
 
 def _table(run: Parts) -> str:
     lines = []
     for part in run.parts:
-        end = "failed" if part.problem else ""
+        end = LATE if part.problem == LATE else "failed" if part.problem else ""
         lines.append([part.name, part.what, str(part.calls), str(part.wrong), f"{part.seconds:.1f}", end])
     return grid(["part", "what", "calls", "wrong", "s", ""], lines)
