@@ -7,6 +7,8 @@ Importing this imports nothing else; each name below loads what it needs when it
     experts    one rank's end: the calls that launch
     exchange   the same with a value for each row, and both ways of values: what gradients need
     functional operators with gradients, for autograd and torch.compile
+    layer      EPAll2AllLayer, on these
+    config, context, layout  what it is made of: its numbers, its memory, its descriptors
 """
 
 from __future__ import annotations
@@ -15,19 +17,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from commdsl.ep.config import EPConfig as EPConfig
+    from commdsl.ep.context import DispatchCombineContext as DispatchCombineContext
     from commdsl.ep.exchange import Exchange as Exchange
     from commdsl.ep.experts import Experts as Experts
     from commdsl.ep.experts import Handle as Handle
     from commdsl.ep.functional import Dispatched as Dispatched
     from commdsl.ep.functional import combine as combine
     from commdsl.ep.functional import dispatch as dispatch
+    from commdsl.ep.layer import EPAll2AllLayer as EPAll2AllLayer
+    from commdsl.ep.layout import EPAllToAllLayoutDesc as EPAllToAllLayoutDesc
     from commdsl.ep.limits import Limits as Limits
     from commdsl.runtime.errors import KeysError as KeysError
 
-__all__ = ["Dispatched", "Exchange", "Experts", "Handle", "KeysError", "Limits", "combine", "dispatch"]
+__all__ = [
+    "DispatchCombineContext",
+    "Dispatched",
+    "EPAll2AllLayer",
+    "EPAllToAllLayoutDesc",
+    "EPConfig",
+    "Exchange",
+    "Experts",
+    "Handle",
+    "KeysError",
+    "Limits",
+    "combine",
+    "dispatch",
+]
 
 _HOME = {
+    "DispatchCombineContext": "commdsl.ep.context",
     "Dispatched": "commdsl.ep.functional",
+    "EPAll2AllLayer": "commdsl.ep.layer",
+    "EPAllToAllLayoutDesc": "commdsl.ep.layout",
+    "EPConfig": "commdsl.ep.config",
     "Exchange": "commdsl.ep.exchange",
     "Experts": "commdsl.ep.experts",
     "Handle": "commdsl.ep.experts",

@@ -53,7 +53,13 @@ class Exchange:
         kernels: Kernels | None = None,
         timeout: Patience = None,
     ) -> None:
-        """Collective, as for Experts. `limits` are those of the caller's own tensors; `keys`: of all ranks together."""
+        """Collective, as for Experts. `limits` are those of the caller's own tensors; `keys`: of all ranks together.
+
+        Symmetric memory has room for what `results` calls receive, 2 or more. While that of all but one is held, what
+        comes is copied out of it: so any number may be held, but in a CUDA graph.
+        """
+        if results < 2:
+            raise DispatchError(f"`results` is 2 or more, not {results}: what is held, and what comes")
         self.limits = limits
         inner = Limits(
             limits.rows,
@@ -92,6 +98,9 @@ class Exchange:
             if values.shape != keys.shape:
                 raise TensorError(f"expected a value for each key, {tuple(keys.shape)}, got {tuple(values.shape)}")
         (*found, beside), counts, handle = self.experts.dispatch((*rows, sent), keys)
+        if not (self.experts.has_room or self.experts.is_capturing):
+            found, beside = [one.clone() for one in found], beside.clone()
+            handle = replace(handle, origins=handle.origins.clone())
         offsets = counts.sum(1).cumsum(0, dtype=torch.int32)
         came = None if values is None else beside.gather(1, self._which(handle)[:, None])[:, 0]
         return Received(tuple(found), counts, offsets, came, handle)
@@ -127,10 +136,23 @@ class Exchange:
         self.experts.prepare(dtype)
         self.experts.prepare(torch.float32)
 
+    def is_prepared(self, dtype: torch.dtype) -> bool:
+        """Whether the kernels of calls whose rows are summed in `dtype` are there."""
+        return self.experts.is_prepared(dtype) and self.experts.is_prepared(torch.float32)
+
     def release(self) -> None:
         """Collective: gives back the symmetric memory. Rows that were received must not be used any more."""
-        _KNOWN.pop(self.name, None)
         self.experts.release()
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured on the current stream."""
+        return self.experts.is_capturing
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that was received is held in symmetric memory any more."""
+        return self.experts.is_idle
 
     def synchronize(self) -> None:
         """Waits for this rank's calls and raises what went wrong in them."""

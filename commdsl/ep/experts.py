@@ -129,7 +129,7 @@ class Experts:
         start = self._start_there()
         origins = keys.new_empty((0,), dtype=torch.int64)
         *received, origins = self._pool.empty(
-            [count] * (len(tensors) + 1), [*tensors, origins], goes=True, keep=self._is_capturing()
+            [count] * (len(tensors) + 1), [*tensors, origins], goes=True, keep=self.is_capturing
         )
         counts = keys.new_empty((self.keys_a_rank, size))
         moved = max(keys.numel(), count) * sum(map(row_bytes, tensors))
@@ -195,6 +195,10 @@ class Experts:
         if dtype is not None and self._back is not None:
             self._start_back(self._back, SUMMED[dtype])
 
+    def is_prepared(self, dtype: torch.dtype | None = None) -> bool:
+        """Whether what `prepare` builds is there."""
+        return {"", *(() if dtype is None or self._back is None else (SUMMED[dtype],))} <= self._starts.keys()
+
     def release(self) -> None:
         """Collective: gives back the symmetric memory. Rows that were received must not be used any more."""
         self._there.release()
@@ -210,6 +214,21 @@ class Experts:
         """What a kernel of this rank reported that is no time-out, in words."""
         kind = KeysError if record.code in (BAD_KEY, NO_ROOM, BAD_ORIGIN) else RowError
         return kind(complaint(record))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is memory for what one more call there receives."""
+        return self._pool.has_room(goes=True)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that was received is held any more, here or in a graph."""
+        return self._pool.is_idle
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured on the current stream."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -259,6 +278,3 @@ class Experts:
             always: Arguments = {"waiting": self._waiting, "waiting_rows": self.limits.places}
             found = self._starts[dtype] = back.start((f"COMMDSL_DTYPE={dtype}", *self._macros), always, changing)
         return found
-
-    def _is_capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

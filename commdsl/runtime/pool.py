@@ -65,6 +65,15 @@ class Pool:
         place.is_kept = keep
         return found
 
+    def has_room(self, *, goes: bool) -> bool:
+        """Whether one more call there, or back, has a place."""
+        return any(place.is_free for place in self._places[not goes])
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody holds a result, and no graph writes one."""
+        return all(place.is_free for places in self._places for place in places)
+
     def _free(self, goes: bool) -> Place:
         places = self._places[not goes]
         for place in places:

@@ -1,0 +1,96 @@
+"""Turns an EPConfig into a DispatchCombineContext: the symmetric memory of an expert-parallel layer, which may grow.
+
+Assumes every rank makes the same ones and grows them alike. Does not move anything: its Exchange does. Memory that is
+outgrown stays as long as a rank still holds rows there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from commdsl.ep.config import EPConfig
+from commdsl.ep.exchange import Exchange
+from commdsl.runtime import groups
+from commdsl.runtime.errors import DispatchError
+from commdsl.runtime.given import Patience
+from commdsl.runtime.load import Kernels
+
+
+class DispatchCombineContext:
+    """What a rank has for the calls of a layer. `exchange` is what makes them."""
+
+    def __init__(self, ep_config: EPConfig, received: int, group: str, made: Mapping[str, Any]) -> None:
+        """`create` makes one. `made`: with what else Exchanges are made."""
+        self.ep_config, self.group = ep_config, group
+        self._made = dict(made)
+        self._outgrown: list[Exchange] = []
+        self.exchange = self._new(received)
+
+    @classmethod
+    def create(
+        cls,
+        ep_config: EPConfig,
+        capacity: float = 2,
+        *,
+        group: Any = None,
+        device: torch.device | str | None = None,
+        results: int = 2,
+        check: bool = False,
+        tune: Mapping[str, int | str] | None = None,
+        kernels: Kernels | None = None,
+        timeout: Patience = None,
+    ) -> DispatchCombineContext:
+        """Collective: symmetric memory on every rank of `group`, with room for max_tokens * topk * `capacity` rows to
+        come to a rank in a call, but for no more than ever come. The rest as for `Exchange`. Raises DispatchError
+        (C961) where the config is not this rank's, AgreementError (C964) where ranks differ.
+        """
+        name = groups.name_of(group)
+        for what, said, found in (
+            ("world_size", ep_config.world_size, groups.size_of(name)),
+            ("rank", ep_config.rank, groups.rank_of(name)),
+        ):
+            if said != found:
+                raise DispatchError(f"`{what}` is {said}, and of the group it is {found}")
+        if not capacity > 0:
+            raise DispatchError(f"`capacity` is a number above 0, not {capacity!r}")
+        rows = min(max(int(ep_config.max_tokens * ep_config.topk * capacity), 1), ep_config.most_received)
+        made = {"device": device, "results": results, "check": check, "tune": tune, "kernels": kernels}
+        return cls(ep_config, rows, name, {**made, "timeout": timeout})
+
+    @property
+    def capacity(self) -> int:
+        """Rows that may come to a rank in a call."""
+        return self.exchange.limits.received
+
+    def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> None:
+        """Collective: room for at least so many rows to come to a rank. What came before stays where it is."""
+        if dispatch_recv_tokens > self.capacity:
+            self._outgrown.append(self.exchange)
+            self.exchange = self._new(dispatch_recv_tokens)
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether memory was outgrown, and this rank holds nothing there any more."""
+        return bool(self._outgrown) and all(one.is_idle for one in self._outgrown)
+
+    def release_outgrown(self) -> None:
+        """Collective: gives back what was outgrown. To be called when all ranks have it idle."""
+        for one in self._outgrown:
+            one.release()
+        self._outgrown.clear()
+
+    def prepare(self) -> None:
+        """Builds all kernels that calls of the config's dtypes launch. Not collective."""
+        self.exchange.prepare(self.ep_config.dtype_back)
+
+    def finalize(self) -> None:
+        """Collective: gives back all symmetric memory. Rows that were received must not be used any more."""
+        self.release_outgrown()
+        self.exchange.release()
+
+    def _new(self, received: int) -> Exchange:
+        config = self.ep_config
+        return Exchange(config.limits(received), config.num_experts, self.group, **self._made)

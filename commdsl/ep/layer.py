@@ -1,0 +1,276 @@
+"""Turns the calls of EPAll2AllLayer, by its names and signatures, into dispatches and combines of an Exchange.
+
+Assumes one process, or thread, a rank. Does not move anything itself. Where the document of the layer or its first
+implementation is wrong, this does what is right; the README of this folder has the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, TypeAlias
+
+import torch
+
+from commdsl.ep import functional
+from commdsl.ep.config import EPConfig
+from commdsl.ep.context import DispatchCombineContext
+from commdsl.ep.exchange import ENTRY
+from commdsl.ep.functional import Dispatched
+from commdsl.ep.layout import NONE, EPAllToAllLayoutDesc, Known, padded
+from commdsl.ep.limits import whole
+from commdsl.runtime import groups
+from commdsl.runtime.collectives import all_gather, all_reduce
+from commdsl.runtime.errors import CaptureError, DispatchError, GroupError, TensorError
+from commdsl.runtime.given import Patience
+from commdsl.runtime.load import Kernels
+
+Tensor: TypeAlias = torch.Tensor
+
+GROWTH, UNIT = 2, 1024
+"""Memory that is too small grows to so many times what came, in whole units of rows."""
+
+
+class EPAll2AllLayer(torch.nn.Module):
+    """Expert parallelism: tokens to the ranks of their experts, a row for each choice, and back as their sums.
+
+    Rows of a rank are sorted by expert, then by the rank they come from, then by token: the same on every run. Both
+    calls have gradients, of tokens and of routing weights.
+    """
+
+    def __init__(
+        self,
+        ep_group: Any,
+        max_tokens: int,
+        hidden: int,
+        topk: int,
+        rank: int,
+        num_tot_experts: int,
+        local_world_size: int,
+        world_size: int,
+        dtype: torch.dtype = torch.bfloat16,
+        weight_dtype: torch.dtype = torch.float32,
+        num_sm: int = 20,
+        enable_local_combine: bool = False,
+        use_aot: bool = False,
+        *,
+        capacity: float = 2,
+        exact: bool = True,
+        device: torch.device | str | None = None,
+        results: int = 2,
+        check: bool = False,
+        tune: Mapping[str, int | str] | None = None,
+        kernels: Kernels | None = None,
+        timeout: Patience = None,
+    ) -> None:
+        """Collective: symmetric memory on every rank of `ep_group`, a process group, its name, or None for the default.
+
+        max_tokens: of a rank in a call, topk: experts of each, 1 to 32, num_tot_experts: of all ranks, a multiple of
+        them. `num_sm`: thread blocks that a call launches, each an SM of its own. `enable_local_combine`: on their way
+        back the rows of a token are first added up on the rank of their experts, so that one a rank travels; the sum is
+        rounded there, too. `use_aot`: all kernels are there when this returns, from `kernels` that `commdsl compile
+        --arch` built, from the cache, or built now; a call builds none, and may be captured at once.
+
+        Beside the document: symmetric memory holds max_tokens * topk * `capacity` rows that come. With `exact` a call
+        reads on the host how many come, once, grows the memory if it is too small, and returns tensors of so many rows.
+        Without it nothing is read: a call returns tensors of all the rows that there is room for, a CUDA graph can
+        capture it, and more rows than that are reported behind it (KeysError, C963). The rest as for `Exchange`.
+
+        Raises DispatchError (C961) and TensorError (C951) for what no layer can have, AgreementError (C964) where ranks
+        differ, DeviceError (C954) for more SMs than there are.
+        """
+        super().__init__()
+        self.ep_config = EPConfig(
+            max_tokens, hidden, topk, num_tot_experts, rank, world_size, local_world_size, dtype, weight_dtype
+        )
+        if isinstance(num_sm, bool) or not isinstance(num_sm, int) or num_sm < 1:
+            raise DispatchError(f"`num_sm` is a whole number from 1 on, not {num_sm!r}")
+        if enable_local_combine:
+            raise DispatchError("`enable_local_combine` needs a way back `once per rank`, which has no kernel yet")
+        self.ep_group, self.num_sm, self.exact = ep_group, num_sm, exact
+        self.enable_local_combine, self.use_aot = enable_local_combine, use_aot
+        self.a2a_ctx = DispatchCombineContext.create(
+            self.ep_config,
+            capacity,
+            group=ep_group,
+            device=device,
+            results=results,
+            check=check,
+            tune={"sms": num_sm, **(tune or {})},
+            kernels=kernels,
+            timeout=timeout,
+        )
+        self._group = self.a2a_ctx.group
+        self._node = None if self.ep_config.is_intra_node else _group_of_node(self._group, self.ep_config)
+        if use_aot:
+            self.a2a_ctx.prepare()
+            # What ranks tell each other is a collective of its own, and so is what it sets up.
+            self._tell(torch.empty(0, topk, dtype=torch.int32, device=self.a2a_ctx.exchange.device))
+
+    def dispatch(
+        self,
+        input: Tensor,
+        exp_indices: Tensor,
+        weight: Tensor | None = None,
+        full_scatter_indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, EPAllToAllLayoutDesc]:
+        """Collective: each token to the ranks of its experts, a row for each choice.
+
+        input: (T, hidden) of the layer's dtype, T up to max_tokens, 0 too; exp_indices: (T, topk) int32, the number of
+        experts drops a choice; weight: (T, topk) of the weight dtype. full_scatter_indices: int32, for each choice the
+        number of its row where the rows of all ranks stand one behind the other, of this rank's tokens, (T, topk), or
+        of the tokens of all ranks, (sum, topk): a rank's rows then stand in the order of these numbers.
+
+        Returns the rows that came, (recv_tokens, hidden), their weights, (recv_tokens,), or None, and what `combine`
+        needs. The rows lie in symmetric memory, free again when neither they nor the descriptor are held.
+
+        Raises TensorError (C951), DispatchError (C961), in a capture CaptureError (C955) where sizes are exact. An
+        expert that there is not is reported behind the call: KeysError (C963).
+        """
+        context, config = self.a2a_ctx, self.ep_config
+        self._judge(input, exp_indices, weight, full_scatter_indices)
+        told = self._tell(exp_indices)
+        read = None
+        if self.exact and context.capacity < config.most_received:
+            read = self._read(told)  # before anything is sent, and not again
+        exchange = context.exchange
+        there = functional.dispatch(exchange, input, exp_indices, None if weight is None else weight.float())
+        places, order = exchange.places(there.handle), None
+        if full_scatter_indices is not None:
+            places, order = self._scattered(full_scatter_indices, told, there, exp_indices)
+        if self.exact:
+            read = read or self._read(told)
+        received = None if read is None else sum(row[config.rank] for row in read)
+        rows, weights = (_ordered(one, order, received) for one in (there.rows, there.weights))
+        nodes = None if config.is_intra_node else (self._of_nodes(exp_indices), self._of_nodes(places))
+        known = Known(config, exchange, there.handle, there.offsets, places, _inverse(order), received, nodes)
+        tokens = told[:, config.world_size].contiguous()
+        return rows, None if weights is None else weights.to(config.weight_dtype), EPAllToAllLayoutDesc(known, tokens)
+
+    def combine(self, input: Tensor, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Tensor:
+        """Collective: what experts made of the rows of a dispatch, back to their tokens: (T, hidden), for each token
+        the sum of its rows, in the order of its choices, in float32, rounded once; zero where all were dropped.
+
+        input: as many rows as the dispatch returned, (recv_tokens, hidden), float32, float16 or bfloat16; weighed
+        already, if they are to be: the sum does not weigh. Raises TensorError (C951), DispatchError (C961).
+        """
+        known = ep_a2a_layout_desc.known
+        length = known.exchange.limits.received if known.received is None else known.received
+        whole("rows", input, known.exchange.device, None, length)
+        rows = input if known.positions is None else input[known.positions[:length]]
+        return functional.combine(known.exchange, rows, known.handle)
+
+    def finalize(self) -> None:
+        """Collective: gives back all symmetric memory. Rows that were received must not be used any more."""
+        self.a2a_ctx.finalize()
+
+    def ep_barrier_all(self, stream: torch.cuda.Stream | None, intra_node_only: bool = False) -> None:
+        """Collective: what follows on `stream` runs when all ranks, or all of this node, have come to this call on
+        theirs. The host does not wait. On the processor `stream` is None, and the call returns when all have come.
+        """
+        group: Any = self._group
+        if intra_node_only and not self.ep_config.is_intra_node:
+            if self._node is None:
+                raise GroupError("ranks that are threads have no group of their node: a barrier is of all of them")
+            group = self._node
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            all_reduce(torch.ones(1, dtype=torch.int32, device=self.a2a_ctx.exchange.device), group=group)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _judge(self, x: Tensor, experts: Tensor, weight: Tensor | None, scatter: Tensor | None) -> None:
+        """What the Exchange does not know of: the layer's own numbers."""
+        config, device = self.ep_config, self.a2a_ctx.exchange.device
+        if self.exact and self.a2a_ctx.exchange.is_capturing:
+            raise CaptureError("a capture reads nothing on the host: make the layer with exact=False")
+        whole("tokens", x, device, config.token_dtype, len(experts))
+        whole("experts", experts, device, torch.int32, None)
+        if x.shape[1:] != (config.hidden,):
+            raise TensorError(f"expected tokens of {config.hidden} numbers, got {tuple(x.shape)}")
+        if experts.shape[1:] != (config.topk,):
+            raise TensorError(f"expected {config.topk} experts of each token, got {tuple(experts.shape)}")
+        if len(experts) > config.max_tokens:
+            raise DispatchError(f"{len(experts)} tokens, and the layer is for up to {config.max_tokens} of a rank")
+        if weight is not None:
+            whole("weights", weight, device, config.weight_dtype, len(experts))
+        if scatter is not None:
+            whole("scatter indices", scatter, device, torch.int32, None)
+            if scatter.shape[1:] != (config.topk,) or len(scatter) < len(experts):
+                raise TensorError(
+                    f"expected scatter indices of this rank's tokens, {tuple(experts.shape)}, or of all ranks' tokens, "
+                    f"got {tuple(scatter.shape)}"
+                )
+
+    def _tell(self, experts: Tensor) -> Tensor:
+        """(ranks, ranks + 2) int32, by rank: its rows for each rank, its tokens, whether it holds nothing outgrown."""
+        config, count = self.ep_config, self.ep_config.world_size
+        rank = torch.where(
+            (experts >= 0) & (experts < config.num_experts), experts // config.num_experts_per_rank, count
+        )
+        row = experts.new_zeros(count + 2)
+        row.scatter_add_(0, rank.flatten().long(), experts.new_ones(()).expand(rank.numel()))
+        row[count], row[count + 1] = len(experts), int(self.a2a_ctx.has_idle)
+        found: Tensor = all_gather(row, group=self._group)
+        return found.view(count, count + 2)
+
+    def _read(self, told: Tensor) -> list[list[int]]:
+        """The host read. Memory grows where it is too small for a rank, and what nobody uses is given back."""
+        read: list[list[int]] = told.tolist()
+        count = self.ep_config.world_size
+        if all(row[count + 1] for row in read):
+            self.a2a_ctx.release_outgrown()
+        most = max(sum(row[rank] for row in read) for rank in range(count))
+        if most > self.a2a_ctx.capacity:
+            grown = -(-most // UNIT) * UNIT * GROWTH
+            self.a2a_ctx.reallocate_dispatch_output_buf(min(grown, self.ep_config.most_received))
+            if self.use_aot:
+                self.a2a_ctx.prepare()
+        return read
+
+    def _scattered(self, given: Tensor, told: Tensor, there: Dispatched, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Of this rank's choices the rows that they become, by `given`, and of each row of this rank its place."""
+        config, count, length = self.ep_config, self.ep_config.world_size, len(experts)
+        own = given
+        if len(given) != length:
+            begin = told[: config.rank, count].sum()
+            own = given[(begin + torch.arange(length, device=given.device)).clamp(max=len(given) - 1)]
+        before = told[:, :count].sum(0).cumsum(0) - told[:, :count].sum(0)  # rows of lesser ranks
+        kept = (experts >= 0) & (experts < config.num_experts)
+        rank = torch.where(kept, experts // config.num_experts_per_rank, 0)
+        places = torch.where(kept, own - before[rank], NONE).int()
+        everyone = all_gather(padded(own, config), group=self._group).view(count, -1)
+        origins, place = there.handle.origins, torch.arange(len(there.handle.origins), device=given.device)
+        comes = place < there.offsets[-1]
+        source, entry = (torch.where(comes, one, 0) for one in (origins >> 32, origins & ENTRY))
+        return places, torch.argsort(torch.where(comes, everyone[source, entry], 2**31 + place), stable=True)
+
+    def _of_nodes(self, rows: Tensor) -> Tensor:
+        """(nodes, max_tokens, topk): what the rank of each node that has this rank's number there has, padded."""
+        config = self.ep_config
+        everyone = all_gather(padded(rows, config), group=self._group).view(-1, config.max_tokens, config.topk)
+        found: Tensor = everyone[config.rank % config.local_world_size :: config.local_world_size].contiguous()
+        return found
+
+
+def _ordered(rows: Any, order: Tensor | None, received: int | None) -> Any:
+    """The rows that came, or all; in this order of places, if there is one."""
+    if rows is None or order is None:
+        return rows if rows is None or received is None else rows[:received]
+    return rows[order if received is None else order[:received]]
+
+
+def _inverse(order: Tensor | None) -> Tensor | None:
+    if order is None:
+        return None
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def _group_of_node(name: str, config: EPConfig) -> Any:
+    """The ranks of this rank's node, as a group; None where ranks are threads. Collective."""
+    _, group = groups.resolve(name)
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        return None
+    ranks = torch.distributed.get_process_group_ranks(group)
+    begin = config.node * config.local_world_size
+    mine = ranks[begin : begin + config.local_world_size]
+    return torch.distributed.new_group(mine, backend="gloo", use_local_synchronization=True)

@@ -1,0 +1,446 @@
+"""EPAll2AllLayer by its names and signatures: what it returns on host ranks, beside plain loops over all ranks; every
+attribute of its descriptors; growth; refusals; the usage examples of its document.
+
+Assumes ranks that are threads, but for barriers of a node.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
+from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for torch
+
+import commdsl  # noqa: E402 - after the check for torch
+from commdsl import ep  # noqa: E402 - after the check for torch
+from commdsl.runtime.errors import (  # noqa: E402 - after the check for torch
+    AgreementError,
+    CaptureError,
+    DispatchError,
+    GroupError,
+    TensorError,
+)
+
+HIDDEN = 8
+TOKENS, CHOSEN = torch.zeros(3, HIDDEN), torch.zeros(3, 2, dtype=torch.int32)
+KINDS = ("any", "some have none", "all to one expert", "most are dropped", "nobody has tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What all ranks have in a call. Experts and weights differ from choice to choice."""
+
+    ranks: int
+    experts: int
+    x: list[Any]
+    chosen: list[Any]
+    weight: list[Any]
+
+    @staticmethod
+    def drawn(kind: str, ranks: int, experts: int, topk: int, most: int, dtype: Any, seed: int = 0) -> Case:
+        dice = torch.Generator().manual_seed(seed)
+        counts = [int(torch.randint(0, most + 1, (), generator=dice)) for _ in range(ranks)]
+        if kind == "some have none":
+            counts[seed % ranks] = 0
+        if kind == "nobody has tokens":
+            counts = [0] * ranks
+        chosen = [torch.randint(0, experts + 1, (count, topk), generator=dice) for count in counts]
+        if kind == "all to one expert":
+            chosen = [torch.full_like(one, experts - 1) for one in chosen]
+        if kind == "most are dropped":
+            chosen = [torch.where(torch.rand(one.shape, generator=dice) < 0.8, experts, one) for one in chosen]
+        x = [torch.randn(count, HIDDEN, generator=dice).to(dtype) for count in counts]
+        weight = [torch.randn(count, topk, generator=dice) for count in counts]
+        return Case(ranks, experts, x, [one.int() for one in chosen], weight)
+
+    def comes(self, rank: int) -> list[tuple[int, int, int]]:
+        """Source, token and choice of each row that a rank receives."""
+        share = self.experts // self.ranks
+        return [
+            (source, token, k)
+            for expert in range(rank * share, (rank + 1) * share)
+            for source in range(self.ranks)
+            for token, k in (self.chosen[source] == expert).nonzero().tolist()
+        ]
+
+    def places(self, source: int) -> Any:
+        """Of each choice of a rank the row that it becomes."""
+        found = torch.full_like(self.chosen[source], -1)
+        for rank in range(self.ranks):
+            for row, (come, token, k) in enumerate(self.comes(rank)):
+                if come == source:
+                    found[token, k] = row
+        return found
+
+    def scatter_indices(self) -> Any:
+        """As callers make them: the choices of all ranks one behind the other, sorted by expert."""
+        flat = torch.cat([one.flatten() for one in self.chosen])
+        found = torch.empty_like(flat)
+        found[torch.argsort(flat, stable=True)] = torch.arange(len(flat), dtype=torch.int32)
+        return found.view(-1, self.chosen[0].shape[1])
+
+    def summed(self, source: int, made: Callable[[Any, int], Any]) -> Any:
+        """What comes back if expert e makes made(row, e) of a row: added up in float32 by rising choice."""
+        x, chosen = self.x[source], self.chosen[source]
+        found = torch.zeros(x.shape)
+        for token, experts in enumerate(chosen.tolist()):
+            terms = [made(x[token], one).float() for one in experts if one < self.experts]
+            for term in terms:
+                found[token] += term
+        return found.to(x.dtype)
+
+
+def times(row: Any, expert: int) -> Any:
+    """What an expert makes of a row: exact, and other for every expert."""
+    return (row.float() * (expert % 4 + 1)).to(row.dtype)
+
+
+def layer_of(case: Case, rank: int, group: str, **options: Any) -> Any:
+    dtype, topk = case.x[0].dtype, case.chosen[0].shape[1]
+    given = {"max_tokens": 12, "local_world_size": case.ranks, "num_sm": 3, "device": "cpu", "dtype": dtype, **options}
+    return ep.EPAll2AllLayer(
+        group,
+        hidden=HIDDEN,
+        topk=topk,
+        rank=rank,
+        num_tot_experts=case.experts,
+        world_size=case.ranks,
+        **given,
+    )
+
+
+def there_and_back(layer: Any, case: Case, rank: int, *, weighs: bool = True, scatter: Any = None) -> Any:
+    """One call, held to what must come of it."""
+    rows, weights, desc = layer.dispatch(
+        case.x[rank], case.chosen[rank], case.weight[rank] if weighs else None, full_scatter_indices=scatter
+    )
+    comes = case.comes(rank)
+    total, share = len(comes), case.experts // case.ranks
+    assert len(rows) == (total if layer.exact else layer.a2a_ctx.capacity)
+    assert all(torch.equal(row, case.x[source][token]) for row, (source, token, _) in zip(rows, comes, strict=False))
+    if weighs:
+        assert weights.shape == (len(rows),)
+        assert weights[:total].tolist() == [float(case.weight[source][token, k]) for source, token, k in comes]
+    else:
+        assert weights is None
+    experts = [int(case.chosen[source][token, k]) for source, token, k in comes]
+    made = rows.clone()
+    for row, expert in enumerate(experts):
+        made[row] = times(rows[row], expert)
+    assert set(experts) <= set(range(rank * share, (rank + 1) * share))
+    assert torch.equal(layer.combine(made, desc), case.summed(rank, times))
+    return desc
+
+
+# --- right ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "whole"])
+@pytest.mark.parametrize(
+    ("ranks", "experts", "topk", "dtype"),
+    [
+        (1, 3, 1, torch.float16),
+        (2, 6, 5, torch.bfloat16),
+        (3, 9, 4, torch.float32),
+        (4, 12, 2, torch.bfloat16),
+    ],
+)
+def test_there_and_back(ranks: int, experts: int, topk: int, dtype: Any, exact: bool) -> None:
+    """Rows in their order, weights, and sums over experts of which each makes something else, call after call."""
+    cases = [
+        Case.drawn(kind, ranks, experts, topk, 12, dtype, seed) for seed, kind in enumerate((*KINDS, *KINDS[::-1]))
+    ]
+
+    def work(rank: int, group: str) -> None:
+        layer = layer_of(cases[0], rank, group, exact=exact, capacity=ranks, check=True)
+        for number, case in enumerate(cases):
+            there_and_back(layer, case, rank, weighs=number % 3 > 0)
+        layer.finalize()
+
+    in_group(ranks, work)
+
+
+def test_growth() -> None:
+    """Memory that is too small grows, on all ranks; what was received before stays, and is given back once let go."""
+    few = Case.drawn("some have none", 2, 4, 3, 2, torch.float32, 1)
+    many = Case.drawn("all to one expert", 2, 4, 3, 12, torch.float32, 3)
+
+    def work(rank: int, group: str) -> None:
+        layer = layer_of(few, rank, group, capacity=0.25)
+        assert layer.a2a_ctx.capacity == 9
+        rows, weights, desc = layer.dispatch(few.x[rank], few.chosen[rank], few.weight[rank])
+        kept = rows.clone()
+        assert there_and_back(layer, many, rank).known.received == len(many.comes(rank))
+        assert layer.a2a_ctx.capacity == 2 * 12 * 3
+        assert torch.equal(rows, kept)
+        assert weights.shape == (len(rows),)
+        home = layer.combine(rows, desc)  # of a call before
+        assert torch.equal(home, few.summed(rank, lambda row, _: row))
+        del rows, weights, desc
+        there_and_back(layer, few, rank)
+        held = len(commdsl.memory_summary().held)
+        there_and_back(layer, few, rank)
+        assert len(commdsl.memory_summary().held) <= held
+        assert not layer.a2a_ctx.has_idle
+        layer.finalize()
+
+    in_group(2, work)
+
+
+def test_any_number_may_be_held() -> None:
+    """Rows of more calls than there is memory for are copied out of it; each is what it was."""
+    cases = [Case.drawn("any", 2, 4, 2, 8, torch.float32, seed) for seed in range(5)]
+
+    def work(rank: int, group: str) -> None:
+        layer = layer_of(cases[0], rank, group, results=2)
+        held = [layer.dispatch(case.x[rank], case.chosen[rank], case.weight[rank]) for case in cases]
+        for case, (rows, _, desc) in zip(cases, held, strict=True):
+            assert [row.tolist() for row in rows] == [case.x[s][t].tolist() for s, t, _ in case.comes(rank)]
+            assert torch.equal(layer.combine(rows, desc), case.summed(rank, lambda row, _: row))
+
+    in_group(2, work)
+
+
+@pytest.mark.parametrize("whose", ["of all ranks", "of this rank"])
+def test_scatter_indices(whose: str) -> None:
+    """The numbers that callers make give the order that there is without them; others give theirs."""
+    case = Case.drawn("any", 3, 6, 3, 10, torch.float32, 5)
+    numbers = case.scatter_indices()
+    counts = [len(one) for one in case.chosen]
+
+    def work(rank: int, group: str) -> None:
+        layer = layer_of(case, rank, group)
+        own = numbers.split(counts)[rank].contiguous()
+        desc = there_and_back(layer, case, rank, scatter=numbers if whose == "of all ranks" else own)
+        kept = case.chosen[rank] < case.experts
+        assert torch.equal(desc.token_dst_scatter_idx[0, : counts[rank]], case.places(rank))
+        total = [len(case.comes(one)) for one in range(3)]
+        ends = torch.tensor([sum(total[: one + 1]) for one in range(3)])
+        rank_of = torch.searchsorted(ends, numbers, right=True).clamp(max=2)
+        turned = torch.where(
+            numbers < ends[-1], ends[rank_of] - 1 - (numbers - (ends - torch.tensor(total))[rank_of]), -1
+        )
+        given = turned.int() if whose == "of all ranks" else turned.int().split(counts)[rank].contiguous()
+        rows, weights, desc = layer.dispatch(case.x[rank], case.chosen[rank], case.weight[rank], given)
+        comes = case.comes(rank)[::-1]  # each rank's rows, the last first
+        assert [row.tolist() for row in rows] == [case.x[s][t].tolist() for s, t, _ in comes]
+        assert weights.tolist() == [float(case.weight[s][t, k]) for s, t, k in comes]
+        experts = [int(case.chosen[s][t, k]) for s, t, k in comes]
+        made = torch.stack([times(row, one) for row, one in zip(rows, experts, strict=True)])
+        assert torch.equal(layer.combine(made, desc), case.summed(rank, times))
+        mine = torch.where(kept, torch.tensor(total)[case.chosen[rank].clamp(max=5) // 2] - 1 - case.places(rank), -1)
+        assert torch.equal(desc.token_dst_scatter_idx[0, : counts[rank]].long(), mine)
+        first = desc.skipped_token_mapping_indices
+        assert [comes[row][:2] for row in first.tolist()] == [one[:2] for one in comes]
+        layer.finalize()
+
+    in_group(3, work)
+
+
+def test_gradients() -> None:
+    """Of tokens and of weights, through the layer's own calls."""
+    case = Case.drawn("any", 2, 4, 3, 10, torch.float32, 2)
+
+    def work(rank: int, group: str) -> None:
+        layer = layer_of(case, rank, group)
+        x, weight = case.x[rank].clone().requires_grad_(), case.weight[rank].clone().requires_grad_()
+        rows, weights, desc = layer.dispatch(x, case.chosen[rank], weight)
+        layer.combine(rows * weights[:, None], desc).sum().backward()
+        kept = case.chosen[rank] < case.experts
+        wanted = (case.weight[rank] * kept).sum(1, keepdim=True).expand_as(x)
+        torch.testing.assert_close(x.grad, wanted)
+        torch.testing.assert_close(weight.grad, torch.where(kept, case.x[rank].sum(1, keepdim=True), 0))
+
+    in_group(2, work)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.bfloat16])
+def test_weights_in_16_bits(weight_dtype: Any) -> None:
+    """Weights come as they were sent, in their dtype."""
+    case = Case.drawn("any", 2, 4, 3, 10, torch.bfloat16, 6)
+    case = replace(case, weight=[one.to(weight_dtype) for one in case.weight])
+
+    def work(rank: int, group: str) -> None:
+        layer = layer_of(case, rank, group, weight_dtype=weight_dtype)
+        assert layer.dispatch(case.x[rank], case.chosen[rank], case.weight[rank])[1].dtype == weight_dtype
+        there_and_back(layer, case, rank)
+
+    in_group(2, work)
+
+
+# --- descriptors ------------------------------------------------------------------------------------------------------
+
+
+def test_descriptor_of_one_node() -> None:
+    """Every attribute, in the shape that the document has."""
+    case = Case.drawn("any", 2, 6, 4, 10, torch.float32, 4)
+
+    def work(rank: int, group: str) -> None:
+        layer = layer_of(case, rank, group)
+        _, _, desc = layer.dispatch(case.x[rank], case.chosen[rank])
+        tokens, comes = len(case.x[rank]), case.comes(rank)
+        assert desc.num_dispatch_token_cur_rank == tokens
+        assert desc.num_input_tokens_per_rank.tolist() == [len(one) for one in case.x]
+        assert desc.num_input_tokens_per_rank.dtype == torch.int32
+        assert desc.send_reqs_recv_tensor is None
+        assert desc.topk_indices_tensor.shape == (12, 4)
+        assert torch.equal(desc.topk_indices_tensor[:tokens], case.chosen[rank])
+        assert (desc.topk_indices_tensor[tokens:] == -1).all()
+        assert desc.token_dst_scatter_idx.shape == (1, 12, 4)
+        assert torch.equal(desc.token_dst_scatter_idx[0, :tokens], case.places(rank))
+        assert (desc.token_dst_scatter_idx[0, tokens:] == -1).all()
+        by_choice = {one: row for row, one in enumerate(comes)}
+        rows_of = {(s, t): [by_choice.get((s, t, k), -1) for k in range(4)] for s, t, _ in comes}
+        firsts = [next(row for row in rows_of[s, t] if row >= 0) for s, t, _ in comes]
+        assert desc.skipped_token_mapping_indices.tolist() == firsts
+        assert desc.skipped_token_topk_mapping_indices.tolist() == [
+            rows_of[s, t] if firsts[row] == row else [-1] * 4 for row, (s, t, _) in enumerate(comes)
+        ]
+
+    in_group(2, work)
+
+
+def test_descriptor_of_two_nodes() -> None:
+    """With two ranks a node: choices and places of the same rank of both nodes, and runs of tokens that come here."""
+    case = Case.drawn("any", 4, 4, 2, 12, torch.float32, 8)
+
+    def work(rank: int, group: str) -> None:
+        layer = layer_of(case, rank, group, local_world_size=2)
+        desc = there_and_back(layer, case, rank)
+        assert desc.skipped_token_mapping_indices is None
+        assert desc.skipped_token_topk_mapping_indices is None
+        assert [tuple(one.shape) for one in (desc.topk_indices_tensor, desc.token_dst_scatter_idx)] == [(2, 12, 2)] * 2
+        for node, source in enumerate((rank % 2, 2 + rank % 2)):
+            chosen = case.chosen[source]
+            assert torch.equal(desc.topk_indices_tensor[node, : len(chosen)], chosen)
+            assert torch.equal(desc.token_dst_scatter_idx[node, : len(chosen)], case.places(source))
+            here = [any(one // 2 == rank // 2 for one in row if one < 4) for row in chosen.tolist()]
+            edges = [at for at in range(len(here) + 1) if (at > 0 and here[at - 1]) != (at < len(here) and here[at])]
+            begins, ends = desc.send_reqs_recv_tensor[node].tolist()
+            assert (begins[: len(edges) // 2], ends[: len(edges) // 2]) == (edges[::2], edges[1::2])
+            assert {*begins[len(edges) // 2 :], *ends[len(edges) // 2 :]} == {-1}
+        with pytest.raises(GroupError, match="threads"):
+            layer.ep_barrier_all(None, intra_node_only=True)
+        layer.ep_barrier_all(None)
+
+    in_group(4, work)
+
+
+def test_config() -> None:
+    """What a config derives from its numbers."""
+    config = ep.EPConfig(256, 7168, 8, 256, 9, 32, 8, torch.bfloat16, torch.float32, torch.int32)
+
+    assert (config.num_experts_per_rank, config.is_intra_node, config.num_nodes, config.node) == (8, False, 4, 1)
+    assert replace(config, world_size=8, rank=7).is_intra_node
+    assert config.most_received == 32 * 256 * 8
+    assert config.limits(100) == ep.Limits(256, 8, 100, (14336,), 14336)
+    eighth = replace(config, token_dtype=torch.float8_e4m3fn)
+    assert eighth.limits(100) == ep.Limits(256, 8, 100, (7168,), 14336)
+
+
+# --- a device ---------------------------------------------------------------------------------------------------------
+
+
+def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With use_aot the first call of all may be captured, where nothing is read; it launches so many thread blocks."""
+    gpu = FakeGpu(2)
+    gpu.install(monkeypatch)
+    case = Case.drawn("any", 2, 4, 2, 8, torch.float32, 1)
+
+    def work(rank: int, group: str) -> None:
+        gpu.here.rank = rank
+        layer = layer_of(case, rank, group, exact=False, use_aot=True, num_sm=5, results=4)
+        assert layer.a2a_ctx.exchange.experts.plan.comm.lanes == 5
+        with gpu.capturing():
+            there_and_back(layer, case, rank)
+        there_and_back(layer, case, rank)
+
+    in_group(2, work)
+
+
+def test_nothing_is_read_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact sizes are refused there, before anything is sent."""
+    (name,) = commdsl.threads(1)
+    case = Case(1, 4, [TOKENS], [CHOSEN], [CHOSEN.float()])
+    layer = layer_of(case, 0, name)
+    monkeypatch.setattr(ep.Exchange, "is_capturing", True)
+    with pytest.raises(CaptureError, match="exact=False"):
+        layer.dispatch(TOKENS, CHOSEN)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+WRONG = {
+    "dtype": ((TOKENS.half(), CHOSEN), TensorError, "expected torch.float32"),
+    "hidden": ((torch.zeros(3, HIDDEN + 1), CHOSEN), TensorError, "8 numbers"),
+    "long experts": ((TOKENS, CHOSEN.long()), TensorError, "expected torch.int32"),
+    "top-k": ((TOKENS, CHOSEN[:, :1].contiguous()), TensorError, "expected 2 experts"),
+    "rows": ((TOKENS, CHOSEN[:2]), TensorError, "expected 2 tokens"),
+    "too many": ((torch.zeros(13, HIDDEN), torch.zeros(13, 2, dtype=torch.int32)), DispatchError, "up to 12"),
+    "weights": ((TOKENS, CHOSEN, torch.zeros(3, 2).double()), TensorError, "expected torch.float32"),
+    "scatter indices": ((TOKENS, CHOSEN, None, CHOSEN[:2]), TensorError, "scatter indices"),
+}
+
+
+def test_refused() -> None:
+    """What a call cannot take is refused before anything is sent."""
+    (name,) = commdsl.threads(1)
+    case = Case(1, 4, [TOKENS], [CHOSEN], [CHOSEN.float()])
+    layer = layer_of(case, 0, name)
+    for arguments, kind, message in WRONG.values():
+        with pytest.raises(kind, match=message):
+            layer.dispatch(*arguments)
+    rows, _, desc = layer.dispatch(TOKENS, CHOSEN)
+    with pytest.raises(TensorError, match="expected 6 rows"):
+        layer.combine(rows[:5], desc)
+    with pytest.raises(TensorError, match="summed in one of"):
+        layer.combine(rows.double(), desc)
+    layer.finalize()
+    with pytest.raises(DispatchError, match="was released"):
+        layer.dispatch(TOKENS, CHOSEN)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"rank": 1}, DispatchError, "`rank` is 1"),
+        ({"world_size": 4}, DispatchError, "`world_size` is 4"),
+        ({"num_tot_experts": 5}, DispatchError, "no multiple of 2"),
+        ({"local_world_size": 3}, DispatchError, "no multiple of 3"),
+        ({"max_tokens": 0}, DispatchError, "`max_tokens`"),
+        ({"topk": 33}, DispatchError, "at most"),
+        ({"hidden": True}, DispatchError, "`hidden`"),
+        ({"num_sm": 0}, DispatchError, "`num_sm`"),
+        ({"capacity": 0}, DispatchError, "`capacity`"),
+        ({"results": 1}, DispatchError, "2 or more"),
+        ({"weight_dtype": torch.float64}, TensorError, "routing weights"),
+    ],
+)
+def test_senseless_layers(change: dict[str, Any], kind: Any, message: str) -> None:
+    """Numbers that no layer can have, or that are not the group's, are refused when it is made."""
+    names = commdsl.threads(2)
+    given = {"max_tokens": 4, "hidden": 8, "topk": 2, "rank": 0, "num_tot_experts": 4, "local_world_size": 2}
+    with pytest.raises(kind, match=message):
+        ep.EPAll2AllLayer(names[0], **{**given, "world_size": 2, "device": "cpu", **change})
+
+
+def test_layers_that_differ() -> None:
+    """All ranks have to make the same layer."""
+    names = commdsl.threads(2)
+    case = Case.drawn("any", 2, 4, 2, 8, torch.float32)
+
+    def work(rank: int) -> None:
+        layer_of(case, rank, names[rank], max_tokens=12 + rank)
+
+    assert all(isinstance(error, AgreementError) for error in outcomes(2, work))
