@@ -7,13 +7,15 @@ rank waits for and another tells stands in a phase: in the tables of `Moves`, or
 
 from __future__ import annotations
 
-from dataclasses import field
+from collections.abc import Mapping
+from dataclasses import field, replace
+from functools import cached_property
 from typing import TypeAlias, TypeVar, assert_never
 
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
-from commdsl.program.agree import AGREEING_BLOCKS, Agree
+from commdsl.program.agree import AGREEING_BLOCKS, Agree, heard_by
 from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.launches import touches as touches_between
 from commdsl.program.memory import Counters, Kept, Memory, Rows, Tensor, Transport, Words
@@ -113,6 +115,16 @@ class Plan:
     def is_visited(self) -> bool:
         """Whether its caller computes between launches: then each of them is a Plan of its own (`visited`)."""
         return any(isinstance(phase, Launch | Visit | Return) for phase in self.phases)
+
+    @cached_property
+    def launched(self) -> Mapping[Moves, Plan]:
+        """What is launched between visits, each once, as a Plan of its own; kept, as who hears whom takes a while."""
+        every = dict.fromkeys(phase.moves for phase in self.phases if isinstance(phase, Launch))
+        return {moves: self._of(moves) for moves in every}
+
+    def _of(self, moves: Moves) -> Plan:
+        role = Role(self.comm.name, moves.lanes, moves.sms, moves.threads, (moves,))
+        return replace(self, name=moves.name, roles=(role,), tile_bytes=moves.tile_bytes, agree=heard_by(moves))
 
     @property
     def lanes_tell(self) -> bool:

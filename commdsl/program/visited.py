@@ -6,13 +6,10 @@ those of a Plan with nothing but its moves, so whatever builds and runs such a P
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from commdsl.language.diagnostics import InternalError
-from commdsl.program.agree import heard_by
 from commdsl.program.launches import Between, Launch, Return, Visit
 from commdsl.program.moves import Moves
-from commdsl.program.plan import Plan, Role
+from commdsl.program.plan import Plan
 
 
 def launches(plan: Plan) -> tuple[Launch, ...]:
@@ -51,5 +48,4 @@ def segments(plan: Plan) -> tuple[Moves, ...]:
 
 def plan_of(plan: Plan, moves: Moves) -> Plan:
     """A launch as a Plan of its own."""
-    role = Role(plan.comm.name, moves.lanes, moves.sms, moves.threads, (moves,))
-    return replace(plan, name=moves.name, roles=(role,), tile_bytes=moves.tile_bytes, agree=heard_by(moves))
+    return plan.launched[moves]
