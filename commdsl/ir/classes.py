@@ -42,11 +42,9 @@ class Joined:
             buffer = self._first[buffer]
         return buffer
 
-    def join(self, one: int, other: int) -> bool:
-        """Whether they were apart."""
+    def join(self, one: int, other: int) -> None:
         least, most = sorted((self.first(one), self.first(other)))
         self._first[most] = least
-        return least != most
 
     def groups(self) -> tuple[int, ...]:
         """Of each buffer the least of its group."""

@@ -144,10 +144,6 @@ class Rotation:
         """In which pieces are handed over."""
         return frozenset((*self.sources, *self.dests))
 
-    def read(self, step: Yield, number: int) -> tuple[int, ...]:
-        """The buffers of `sources[number]` that a yield hands over, in its order."""
-        return tuple(one for one in step.reads if one in (self.sources[number], self.dests[number]))
-
 
 @dataclass(frozen=True)
 class Contract:
