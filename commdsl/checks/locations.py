@@ -157,7 +157,7 @@ class Located:
         name = self.chunk_name(int(located.writes[0, place - int(self.first_made[index])]))
         step = located.step
         maker = step.function if isinstance(step, Task) else step.name
-        return f"{name} by `{maker}`{bindings_text(step.bindings).replace(',', ' at', 1)}"
+        return f"{name} by `{maker}`{at_bindings(step.bindings)}"
 
     def statements(self) -> Iterator[tuple[int, LocatedStep, LocatedMoves]]:
         """Every statement of every step in order, with the index of the step."""
@@ -195,6 +195,11 @@ def chunk_name(buffer: Buffer, chunk: int) -> str:
 def bindings_text(bindings: tuple[tuple[str, int], ...]) -> str:
     """`, s = 3, k = 0`, to follow a rank; empty outside loops."""
     return "".join(f", {name} = {value}" for name, value in bindings)
+
+
+def at_bindings(bindings: tuple[tuple[str, int], ...]) -> str:
+    """` at s = 3, k = 0`, to follow what happens there; empty outside loops."""
+    return bindings_text(bindings).replace(",", " at", 1)
 
 
 def statement_key(span: Span) -> tuple[str, int, int]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from commdsl.checks.conservation import Difference, contributors, in_words, last_write
 from commdsl.checks.contributions import MANY, Contents, combine, mix, transposed
-from commdsl.checks.locations import Located, LocatedStep, LocatedTask, Locations, bindings_text
+from commdsl.checks.locations import Located, LocatedStep, LocatedTask, Locations, at_bindings
 from commdsl.checks.rotations import visiting
 from commdsl.ir.classes import classes
 from commdsl.ir.held import Handed, handed
@@ -80,7 +80,7 @@ class _Returns:
             source, back = (self.buffers[one[number]].name for one in (self.rotation.sources, self.rotation.back))
             sizes = seen.fresh.shape[1], size or "none"
             what = f"is handed {sizes[0]} chunks of `{source}`, and writes {sizes[1]} that `{back}` gets"
-            return self._diagnostic(now.step.span, what + bindings_text(now.step.bindings).replace(",", " at", 1))
+            return self._diagnostic(now.step.span, what + at_bindings(now.step.bindings))
         new, pieces = np.zeros((len(seen.fresh), size), np.bool_), np.zeros((len(seen.fresh), size), np.int64)
         if size == seen.fresh.shape[1]:
             new, pieces = seen.fresh & (seen.pieces >= 0), seen.pieces

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.conservation import contributors, listing
-from commdsl.checks.locations import Located, Locations, bindings_text
+from commdsl.checks.locations import Located, Locations, at_bindings
 from commdsl.ir.held import Handed, handed
 from commdsl.ir.schedules import Contract, Rotation
 from commdsl.language.diagnostics import Diagnostic, Label
@@ -99,7 +99,7 @@ class _Counted:
         return Diagnostic(
             "C313",
             "what rotates together is handed over together",
-            Label(now.step.span, what + bindings_text(now.step.bindings).replace(",", " at", 1)),
+            Label(now.step.span, what + at_bindings(now.step.bindings)),
             (Label(self.contract.span, f"`{names[0]}` and `{names[1]}` rotate together"),),
             help="send both alike, in the same steps",
         )
