@@ -13,6 +13,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.held import first_chunks, place
 from commdsl.ir.schedules import AnyStep, Buffer, Contract, Schedule, Statement, Step, Task, Yield
 from commdsl.language.kinds import GIVEN, BufferKind
 from commdsl.language.records import dataclass
@@ -59,7 +60,7 @@ class Located:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         counts = [buffer.num_chunks for buffer in schedule.buffers]
-        self.first_chunk: Locations = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+        self.first_chunk = first_chunks(schedule)
         self.chunks_per_rank = int(self.first_chunk[-1])
         writes = [() if isinstance(step, Step) else step.writes for step in schedule.steps]
         made = [sum(counts[buffer] for buffer in buffers) for buffers in writes]
@@ -104,7 +105,7 @@ class Located:
         return LocatedMoves(moves, self.locate(moves.dest_buffer, moves.dest_rank, moves.dest_chunk), sources)
 
     def locate(self, buffer: int, rank: NDArray[np.integer], chunk: NDArray[np.integer]) -> Locations:
-        return rank.astype(np.int64) * self.chunks_per_rank + (int(self.first_chunk[buffer]) + chunk)
+        return place(self.first_chunk, buffer, rank, chunk)
 
     def whole(self, buffer: int) -> Locations:
         """Every location of a buffer, (num_ranks, num_chunks)."""

@@ -127,7 +127,7 @@ def _origins(moves: Statement, first: Origins, origins: Origins) -> Origins:
     return np.where(valid.sum(axis=1) == 1, origins[chosen], NOTHING)
 
 
-def place(first: Origins, buffer: int, rank: Ints, chunk: Ints) -> Origins:
+def place(first: Origins, buffer: int, rank: NDArray[np.integer], chunk: NDArray[np.integer]) -> Origins:
     """As in Origins."""
     places: Origins = rank.astype(np.int64) * first[-1] + (first[buffer] + chunk)
     return places
