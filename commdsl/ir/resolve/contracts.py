@@ -107,18 +107,10 @@ def _clause(contract: syn.GeneralContract, clause: syn.Clause, binding: Binding,
 
 
 def _check_kinds(binding: Binding, source: syn.Name, dest: syn.Name) -> None:
-    for buffer, kinds, headline in (
-        (source, GIVEN, "the source of a contract is given by the caller, or computed"),
-        (dest, RETURNED, "the result of a contract goes to the caller"),
-    ):
-        kind = binding.buffers[buffer.text].kind
-        if kind in kinds:
-            continue
-        # Of a scratch buffer it is said what a task wrote there.
-        if kinds is GIVEN and kind is BufferKind.SCRATCH and buffer.text in binding.made:
-            continue
-        wanted = " or ".join(f"`{wanted.value}`" for wanted in kinds)
-        binding.faults.fail("C105", headline, buffer.span, f"`{buffer.text}` is `{kind.value}`, expected {wanted}")
+    # Of a scratch buffer it is said what a task wrote there.
+    if binding.buffers[source.text].kind is not BufferKind.SCRATCH or source.text not in binding.made:
+        binding.check_kind(source, GIVEN, "the source of a contract is given by the caller, or computed")
+    binding.check_kind(dest, RETURNED, "the result of a contract goes to the caller")
 
 
 # --- the collectives --------------------------------------------------------------------------------------------------

@@ -57,10 +57,7 @@ def _check_kinds(contract: syn.RotationContract, binding: Binding) -> None:
         *((one.dest, HANDED, "what visits is not what the caller gives") for one in contract.buffers if one.dest),
         *((name, RETURNED, "the result of a contract goes to the caller") for name in contract.back),
     ):
-        kind = binding.buffers[name.text].kind
-        if kind not in kinds:
-            wanted = " or ".join(f"`{wanted.value}`" for wanted in kinds)
-            binding.faults.fail("C105", headline, name.span, f"`{name.text}` is `{kind.value}`, expected {wanted}")
+        binding.check_kind(name, kinds, headline)
     seen = set[str]()
     for name in rotating_names(contract):
         if name.text in seen:

@@ -17,6 +17,7 @@ from commdsl.ir.resolve.evaluate import Cycle, Cycles, Evaluator, Number, Scope,
 from commdsl.ir.resolve.faults import Faults, Poisoned
 from commdsl.ir.schedules import Buffer, Ints
 from commdsl.language import syntax as syn
+from commdsl.language.kinds import BufferKind
 from commdsl.language.source import Span
 
 MOST_ROWS = 2**28
@@ -75,6 +76,13 @@ class Binding:
     def condition(self, expr: syn.Expr, rows: Rows, outer: Scope) -> NDArray[np.bool_]:
         holds = np.asarray(self.evaluator.number(expr, rows.scope(outer)), bool)
         return np.broadcast_to(holds, (rows.count,))
+
+    def check_kind(self, name: syn.Name, kinds: tuple[BufferKind, ...], headline: str) -> None:
+        """C105 where a contract names a buffer of another kind than it may."""
+        kind = self.buffers[name.text].kind
+        if kind not in kinds:
+            wanted = " or ".join(f"`{wanted.value}`" for wanted in kinds)
+            self.faults.fail("C105", headline, name.span, f"`{name.text}` is `{kind.value}`, expected {wanted}")
 
     def column(self, expr: syn.Expr, scope: Scope, shape: tuple[int, ...]) -> Ints:
         return self.narrow(self.evaluator.number(expr, scope), shape, expr.span)
