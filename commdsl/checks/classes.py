@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commdsl.checks.locations import Located
-from commdsl.ir.classes import Joined, joining, units
+from commdsl.ir.classes import Joined, Unit, joining, units
 from commdsl.ir.schedules import Buffer, Schedule, Yield
 from commdsl.language.diagnostics import Diagnostic, Label
 
@@ -63,7 +63,7 @@ def unknown_units(located: Located) -> Iterator[Diagnostic]:
         if known[buffer.name] is None:
             what = f"nothing says how long the blocks of `{buffer.name}` are"
             label = "no move joins it to what the caller gives, which may differ in length"
-            help = f"name one that is as long: `{buffer.name} like {_first_given(schedule)}`"
+            help = f"name one that is as long: `{buffer.name} like {_first_given(known)}`"
             yield Diagnostic("C322", what, Label(buffer.span, label), help=help)
 
 
@@ -72,6 +72,6 @@ def _handed(schedule: Schedule) -> list[int]:
     return sorted({buffer for step in yields for buffer in (*step.reads, *step.writes)})
 
 
-def _first_given(schedule: Schedule) -> str:
-    sizes = (unit.size for unit in units(schedule).values() if unit is not None)
+def _first_given(known: dict[str, Unit | None]) -> str:
+    sizes = (unit.size for unit in known.values() if unit is not None)
     return next(sizes, "x")

@@ -11,7 +11,6 @@ Where the caller computes nothing that travels, everything is as the first tenso
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from commdsl.ir.schedules import Buffer, Schedule, Statement, Step
 from commdsl.language.kinds import GIVEN
@@ -81,8 +80,8 @@ def units(schedule: Schedule) -> dict[str, Unit | None]:
     found: dict[str, Unit | None] = {}
     for number, buffer in enumerate(buffers):
         size = given.get(lengths[number], only)
-        unit = _typed(buffers, moved, moved[number], frozenset()) or Unit("", None, size or "")
-        found[buffer.name] = None if size is None else replace(unit, size=size)
+        element, typed = _typed(buffers, moved, moved[number], frozenset()) or (None, size or "")
+        found[buffer.name] = None if size is None else Unit(size, element, typed)
     return found
 
 
@@ -92,13 +91,17 @@ def types(schedule: Schedule, otherwise: DType) -> dict[str, DType]:
     return {name: otherwise if element is None else BY_NAME[element] for name, element in elements.items()}
 
 
-def _typed(buffers: tuple[Buffer, ...], moved: tuple[int, ...], of: int, seen: frozenset[int]) -> Unit | None:
-    """The type of a class: the one declared, or else that of what is given, or else that of the class it is like."""
+def _typed(
+    buffers: tuple[Buffer, ...], moved: tuple[int, ...], of: int, seen: frozenset[int]
+) -> tuple[str | None, str] | None:
+    """The type of a class, and who has it, as in Unit: the one declared, or else that of what is given, or else that of
+    the class it is like.
+    """
     members = [number for number, group in enumerate(moved) if group == of]
     element = next((buffers[number].element for number in members if buffers[number].element), None)
     given = next((number for number in members if buffers[number].kind in GIVEN), None)
     if element is not None or (given is not None and buffers[given].like is None):
-        return Unit("", element, "" if given is None else buffers[given].name)
+        return element, "" if given is None else buffers[given].name
     for number in members if given is None else [given]:
         like = next((at for at, buffer in enumerate(buffers) if buffer.name == buffers[number].like), None)
         if like is not None and moved[like] not in {*seen, of}:
