@@ -16,14 +16,13 @@ LINE = 64
 SLOTS = 8
 """Words of a rank on a desk: its calls take them in turn."""
 
-
 TELLING, TOLD = 16, 128
 """Where a desk counts the calls that are told of, and where their words are (types.cuh)."""
 
 
 def desk_bytes(num_ranks: int) -> int:
     """Of one rank's desk: how many calls it made and which, who gave up, and what every rank tells of its calls."""
-    return 2 * LINE + 8 * SLOTS * num_ranks
+    return TOLD + 8 * SLOTS * num_ranks
 
 
 def notice_bytes(num_ranks: int) -> int:
