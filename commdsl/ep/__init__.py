@@ -8,6 +8,7 @@ Importing this imports nothing else; each name below loads what it needs when it
     exchange   the same with a value for each row, and both ways of values: what gradients need
     functional operators with gradients, for autograd and torch.compile
     layer      EPAll2AllLayer, on these
+    engines    the forms of vLLM's and SGLang's dispatchers
     config, context, layout  what it is made of: its numbers, its memory, its descriptors
 """
 

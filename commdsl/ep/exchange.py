@@ -145,6 +145,11 @@ class Exchange:
         self.experts.release()
 
     @property
+    def rank(self) -> int:
+        """This rank of the group."""
+        return self.experts.rank
+
+    @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on the current stream."""
         return self.experts.is_capturing

@@ -216,6 +216,11 @@ class Experts:
         return kind(complaint(record))
 
     @property
+    def rank(self) -> int:
+        """This rank of the group."""
+        return self._comm.rank
+
+    @property
     def has_room(self) -> bool:
         """Whether there is memory for what one more call there receives."""
         return self._pool.has_room(goes=True)
