@@ -20,15 +20,14 @@ from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
 from commdsl.program.actors import actors, name_of, num_ranks_of
 from commdsl.program.launches import described as between
-from commdsl.program.launches import touches
-from commdsl.program.memory import Kept, words_for
+from commdsl.program.memory import words_for
 from commdsl.program.moves import CELL, OpKind, Reason
 from commdsl.program.moves import Moves as Operations
 from commdsl.program.phases import Push, Touch
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
-from commdsl.program.visited import launches, plan_of, segments, started, visits
+from commdsl.program.visited import kept_by, plan_of, segments, started
 
 
 def syntax_text(files: tuple[File, ...]) -> str:
@@ -224,8 +223,7 @@ def visited_lines(plan: Plan) -> Iterator[str]:
 
 def unit_lines(plan: Plan) -> Iterator[str]:
     """What buffers are made of, where that is not the same for all."""
-    touched = (touch.memory for phase in (*launches(plan), *visits(plan)) for touch in touches(phase))
-    units = {kept.name: kept.unit for kept in touched if isinstance(kept, Kept)}
+    units = {kept.name: kept.unit for kept in kept_by(plan)}
     for name, unit in units.items() if len({*units.values()}) > 1 else ():
         yield f"{name}: blocks as long as those of {unit.size}, {unit.element or f'of the type of {unit.typed}'}"
 

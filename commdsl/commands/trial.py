@@ -25,7 +25,7 @@ from commdsl.language.kinds import BufferKind
 from commdsl.machine import dtypes
 from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import Array, DType
-from commdsl.program.sizes import piece_range
+from commdsl.program.sizes import chunk_range
 from commdsl.program.timeouts import CommTimeout
 
 SEED = 20
@@ -194,9 +194,7 @@ def locations(schedule: Schedule, block_bytes: int) -> Iterator[tuple[str, int, 
 def contract_locations(schedule: Schedule, contract: Contract, block_bytes: int) -> Iterator[tuple[str, int, int, int]]:
     buffer = schedule.buffers[contract.dest_buffer]
     for rank, chunk in zip(contract.dest_rank.tolist(), contract.dest_chunk.tolist(), strict=True):
-        block, piece = divmod(chunk, buffer.cut)
-        first, last = piece_range(block_bytes, buffer.cut, piece)
-        yield buffer.name, rank, block * block_bytes + first, block * block_bytes + last
+        yield buffer.name, rank, *chunk_range(block_bytes, buffer.cut, chunk)
 
 
 def as_bytes(array: Array) -> NDArray[np.uint8]:

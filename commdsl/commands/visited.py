@@ -18,11 +18,11 @@ from commdsl.ir.classes import types
 from commdsl.ir.held import Handed, handed
 from commdsl.ir.schedules import Schedule, Yield
 from commdsl.machine.dtypes import Array, DType
-from commdsl.program.launches import Launch, Return, Visit, touches
+from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.memory import Kept, Rights
 from commdsl.program.moves import Moves
-from commdsl.program.sizes import piece_range
-from commdsl.program.visited import launches, plan_of, segments, started, visits
+from commdsl.program.sizes import chunk_range
+from commdsl.program.visited import kept_by, plan_of, segments, started
 
 
 class Visited:
@@ -61,9 +61,7 @@ class Visited:
         buffer, data = self._schedule.buffers[now.step.reads[at]], array.tobytes()
         block_bytes, parts = len(data) // buffer.blocks, list[bytes]()
         for chunk in np.flatnonzero(now.fresh[at][rank]).tolist():
-            block, piece = divmod(chunk, buffer.cut)
-            first, last = piece_range(block_bytes, buffer.cut, piece)
-            parts.append(data[block * block_bytes + first : block * block_bytes + last])
+            parts.append(data[slice(*chunk_range(block_bytes, buffer.cut, chunk))])
         return b"".join(parts)
 
     def compare(
@@ -80,8 +78,8 @@ class Visited:
         texts = dict(zip(segments(plan), compiled.launched, strict=True))
         of = {buffer.name: dtype for buffer, dtype in zip(self._schedule.buffers, self._types, strict=True)}
         held: dict[Kept, list[Array]] = {}
-        for kept in (touch.memory for phase in (*launches(plan), *visits(plan)) for touch in touches(phase)):
-            if isinstance(kept, Kept) and kept.copy == 0:
+        for kept in kept_by(plan):
+            if kept.copy == 0:
                 held[kept] = list(inputs[kept.name])
         yielded, seen, compared = iter(expected.yields), iter(self._seen), 0
         everything = handed(self._schedule)
@@ -128,8 +126,7 @@ def _over(before: Sequence[Array], left: Sequence[Array], moves: Moves, number: 
         data, made = bytearray(old.tobytes()), new.tobytes()
         block_bytes = len(made) // tensor.blocks
         for chunk in np.unique(ops.dest_index[(ops.dest_space == number) & (ops.dest_rank == rank)]).tolist():
-            block, piece = divmod(chunk, tensor.cut)
-            first, last = (block * block_bytes + at for at in piece_range(block_bytes, tensor.cut, piece))
-            data[first:last] = made[first:last]
+            where = slice(*chunk_range(block_bytes, tensor.cut, chunk))
+            data[where] = made[where]
         found.append(np.frombuffer(bytes(data), new.dtype))
     return found

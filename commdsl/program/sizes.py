@@ -64,6 +64,13 @@ def piece_range(block_bytes: int, cut: int, piece: int) -> tuple[int, int]:
     return first, min(UNIT * (units * (piece + 1) // cut), block_bytes)
 
 
+def chunk_range(block_bytes: int, cut: int, chunk: int) -> tuple[int, int]:
+    """Bytes [first, last) of a chunk of a tensor whose blocks are cut into `cut`."""
+    block, piece = divmod(chunk, cut)
+    first, last = piece_range(block_bytes, cut, piece)
+    return block * block_bytes + first, block * block_bytes + last
+
+
 def slice_range(chunk_bytes: int, share_bytes: int, lane: int) -> tuple[int, int]:
     """Bytes [first, last) of a chunk that a lane owns."""
     return min(lane * share_bytes, chunk_bytes), min((lane + 1) * share_bytes, chunk_bytes)

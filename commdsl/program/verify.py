@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from commdsl.ir.functions import FUNCTIONS
 from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
-from commdsl.program.launches import Launch, Return, Visit, touches
-from commdsl.program.memory import Kept, Rights, Transport
+from commdsl.program.launches import Launch, Return, Visit
+from commdsl.program.memory import Rights, Transport
 from commdsl.program.moves import (
     CELL,
     MOST_CONTRIBUTIONS,
@@ -32,7 +32,7 @@ from commdsl.program.plan import Plan
 from commdsl.program.tasks import FUNCTION_OF, Tiles
 from commdsl.program.verify_calls import verify_calls
 from commdsl.program.verify_keys import verify_keys
-from commdsl.program.visited import launches, plan_of, segments, visits
+from commdsl.program.visited import kept_by, launches, plan_of, segments, visits
 
 Mask = NDArray[np.bool_]
 
@@ -112,8 +112,7 @@ def _visited(plan: Plan) -> None:
             _law(wanted == [one.blocks for one in kept], "a launch is on other buffers than its moves")
         made_of = {kept.unit for kept in (*launch.reads, *launch.writes)}
         _law(len(made_of) == 1, "a launch is on buffers of different types or lengths")
-    copies = {touch.memory for phase in between for touch in touches(phase)}
-    found = {(kept.name, kept.unit) for kept in copies if isinstance(kept, Kept)}
+    found = {(kept.name, kept.unit) for kept in kept_by(plan)}
     _law(len(found) == len({name for name, _ in found}), "copies of a buffer are of different types or lengths")
     for moves in segments(plan):
         verify(plan_of(plan, moves))

@@ -6,8 +6,11 @@ those of a Plan with nothing but its moves, so whatever builds and runs such a P
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from commdsl.language.diagnostics import InternalError
-from commdsl.program.launches import Between, Launch, Return, Visit
+from commdsl.program.launches import Between, Launch, Return, Visit, touches
+from commdsl.program.memory import Kept
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 
@@ -19,6 +22,12 @@ def launches(plan: Plan) -> tuple[Launch, ...]:
 def visits(plan: Plan) -> tuple[Visit | Return, ...]:
     """The caller's phases."""
     return tuple(phase for phase in plan.phases if isinstance(phase, Visit | Return))
+
+
+def kept_by(plan: Plan) -> Iterator[Kept]:
+    """The copies of buffers that launches and then visits read and write, each as often as they do."""
+    for phase in (*launches(plan), *visits(plan)):
+        yield from (touch.memory for touch in touches(phase) if isinstance(touch.memory, Kept))
 
 
 def started(plan: Plan) -> tuple[tuple[int, Between], ...]:

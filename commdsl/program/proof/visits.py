@@ -33,7 +33,7 @@ from commdsl.program.proof.events import Step, Wait, events
 from commdsl.program.proof.meaning import returned, start, states
 from commdsl.program.proof.regions import prove
 from commdsl.program.proof.values import STALE, UNWRITTEN, Values, computed
-from commdsl.program.visited import launches, visits
+from commdsl.program.visited import kept_by, launches, visits
 
 COMM = 1
 """Lanes of a rank, for the proof: all of a launch are one thread."""
@@ -109,8 +109,7 @@ def visits_compute(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
 
 def _other_unit(plan: Plan, known: dict[str, Unit | None]) -> str | None:
     """The first buffer that the Plan has in another type or length than the schedule."""
-    touched = (touch.memory for phase in (*launches(plan), *visits(plan)) for touch in touches(phase))
-    return next((kept.name for kept in touched if isinstance(kept, Kept) and known.get(kept.name) != kept.unit), None)
+    return next((kept.name for kept in kept_by(plan) if known.get(kept.name) != kept.unit), None)
 
 
 def _launch(phase: Launch, held: dict[Kept, Values]) -> None:
