@@ -12,28 +12,10 @@ from typing import Any
 
 import torch
 
-from commdsl.attention.kernel import Kernel, Ready, Shape, Tensors
-from commdsl.attention.masks import Call
-from commdsl.attention.torch_kernels import FLASH, bounds, known
+from commdsl.attention.kernel import Kernel, Ready, Tensors
+from commdsl.attention.torch_kernels import FLASH, batched, bounds, is_told_causal, known, single
 
 MODULES = {"flash2": "flash_attn.flash_attn_interface", "flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}
-
-
-def _refuses(shape: Shape, call: Call) -> str:
-    return FLASH.refuses(shape, call)
-
-
-def _is_causal(ready: Ready) -> bool:
-    left, right = bounds(ready.call)
-    return left < 0 and right == 0
-
-
-def _batched(ready: Ready, *given: torch.Tensor) -> Tensors:
-    return given if ready.cuts is not None else tuple(one.unsqueeze(0) for one in given)
-
-
-def _single(ready: Ready, *made: torch.Tensor) -> Tensors:
-    return made if ready.cuts is not None else tuple(one.squeeze(0) for one in made)
 
 
 def _packed(ready: Ready) -> dict[str, Any]:
@@ -48,8 +30,8 @@ def _packed(ready: Ready) -> dict[str, Any]:
 
 def _forward_2(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ready: Ready, scale: float) -> Tensors:
     run = _named("flash2", "_flash_attn_forward" if ready.cuts is None else "_flash_attn_varlen_forward")
-    out, lse, *_ = run(*_batched(ready, q, k, v), **_packed(ready), **_options_2(ready, scale), return_softmax=False)
-    return _single(ready, out, known(ready, lse))
+    out, lse, *_ = run(*batched(ready, q, k, v), **_packed(ready), **_options_2(ready, scale), return_softmax=False)
+    return single(ready, out, known(ready, lse))
 
 
 def _backward_2(
@@ -63,10 +45,10 @@ def _backward_2(
     scale: float,
 ) -> Tensors:
     run = _named("flash2", "_flash_attn_backward" if ready.cuts is None else "_flash_attn_varlen_backward")
-    made = _batched(ready, *(torch.empty_like(one) for one in (q, k, v)))
-    given = _batched(ready, dout, q, k, v, out, lse)
+    made = batched(ready, *(torch.empty_like(one) for one in (q, k, v)))
+    given = batched(ready, dout, q, k, v, out, lse)
     run(*given, *made, **_packed(ready), **_options_2(ready, scale), deterministic=True)
-    return _single(ready, *made)
+    return single(ready, *made)
 
 
 def _options_2(ready: Ready, scale: float) -> dict[str, Any]:
@@ -74,7 +56,7 @@ def _options_2(ready: Ready, scale: float) -> dict[str, Any]:
     return {
         "dropout_p": 0.0,
         "softmax_scale": scale,
-        "causal": _is_causal(ready),
+        "causal": is_told_causal(ready.call),
         "window_size_left": left,
         "window_size_right": right,
         "softcap": 0.0,
@@ -88,14 +70,14 @@ def _options_2(ready: Ready, scale: float) -> dict[str, Any]:
 def _forward_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ready: Ready, scale: float) -> Tensors:
     left, right = bounds(ready.call)
     out, lse, *_ = _named("flash3", "_flash_attn_forward")(
-        *_batched(ready, q, k, v),
+        *batched(ready, q, k, v),
         **_packed(ready),
         softmax_scale=scale,
-        causal=_is_causal(ready),
+        causal=is_told_causal(ready.call),
         window_size_left=left,
         window_size_right=right,
     )
-    return _single(ready, out, known(ready, lse))
+    return single(ready, out, known(ready, lse))
 
 
 def _backward_3(
@@ -109,20 +91,20 @@ def _backward_3(
     scale: float,
 ) -> Tensors:
     left, right = bounds(ready.call)
-    dq, dk, dv = _batched(ready, *(torch.empty_like(one) for one in (q, k, v)))
+    dq, dk, dv = batched(ready, *(torch.empty_like(one) for one in (q, k, v)))
     _named("flash3", "_flash_attn_backward")(
-        *_batched(ready, dout, q, k, v, out, lse),
+        *batched(ready, dout, q, k, v, out, lse),
         **_packed(ready),
         dq=dq,
         dk=dk,
         dv=dv,
         softmax_scale=scale,
-        is_causal=_is_causal(ready),
+        is_causal=is_told_causal(ready.call),
         window_size_left=left,
         window_size_right=right,
         deterministic=True,
     )
-    return _single(ready, dq, dk, dv)
+    return single(ready, dq, dk, dv)
 
 
 # --- generation 4 -----------------------------------------------------------------------------------------------------
@@ -130,8 +112,8 @@ def _backward_3(
 
 def _forward_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ready: Ready, scale: float) -> Tensors:
     run = _named("flash4", "_flash_attn_fwd")
-    out, lse, *_ = run(*_batched(ready, q, k, v), **_packed(ready), **_options_4(ready, scale), return_lse=True)
-    return _single(ready, out, known(ready, lse))
+    out, lse, *_ = run(*batched(ready, q, k, v), **_packed(ready), **_options_4(ready, scale), return_lse=True)
+    return single(ready, out, known(ready, lse))
 
 
 def _backward_4(
@@ -145,14 +127,14 @@ def _backward_4(
     scale: float,
 ) -> Tensors:
     run = _named("flash4", "_flash_attn_bwd")
-    given = _batched(ready, q, k, v, out, dout, lse)
-    return _single(ready, *run(*given, **_packed(ready), **_options_4(ready, scale), deterministic=True))
+    given = batched(ready, q, k, v, out, dout, lse)
+    return single(ready, *run(*given, **_packed(ready), **_options_4(ready, scale), deterministic=True))
 
 
 def _options_4(ready: Ready, scale: float) -> dict[str, Any]:
     call = ready.call
-    bounded = {} if _is_causal(ready) else {"window_size_left": call.left, "window_size_right": call.right}
-    return {"softmax_scale": scale, "causal": _is_causal(ready), **bounded}
+    bounded = {} if is_told_causal(ready.call) else {"window_size_left": call.left, "window_size_right": call.right}
+    return {"softmax_scale": scale, "causal": is_told_causal(ready.call), **bounded}
 
 
 def _named(kernel: str, name: str) -> Callable[..., Any]:
@@ -161,6 +143,6 @@ def _named(kernel: str, name: str) -> Callable[..., Any]:
     return found
 
 
-FLASH2 = Kernel("flash2", _refuses, _forward_2, _backward_2)
-FLASH3 = Kernel("flash3", _refuses, _forward_3, _backward_3)
-FLASH4 = Kernel("flash4", _refuses, _forward_4, _backward_4)
+FLASH2 = Kernel("flash2", FLASH.refuses, _forward_2, _backward_2)
+FLASH3 = Kernel("flash3", FLASH.refuses, _forward_3, _backward_3)
+FLASH4 = Kernel("flash4", FLASH.refuses, _forward_4, _backward_4)

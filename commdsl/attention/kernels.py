@@ -98,7 +98,7 @@ def _named(name: str, machine: Machine, shape: Shape, calls: Sequence[Call]) -> 
     if found is None:
         known = ", ".join(f'"{kernel.name}"' for kernel in MENU)
         raise ArgumentError(f'`kernel` is "auto" or one of {known}, not {name!r}')
-    if (name in ON_CPU or machine.device == "cuda") is False or (name == "cpu" and machine.device != "cpu"):
+    if not (name in ON_CPU or machine.device == "cuda") or (name == "cpu" and machine.device != "cpu"):
         raise ArgumentError(f"the kernel `{name}` does not run on {machine.device}")
     if name in PACKAGES and name not in machine.installed:
         raise ArgumentError(f"the kernel `{name}` needs the package `{PACKAGES[name]}`")

@@ -175,10 +175,24 @@ def bounds(call: Call) -> tuple[int, int]:
     return -1 if call.left is None else call.left, -1 if call.right is None else call.right
 
 
+def is_told_causal(call: Call) -> bool:
+    """Whether that is all that flash attention is told of the bounds."""
+    return call.left is None and call.right == 0
+
+
+def batched(ready: Ready, *given: torch.Tensor) -> Tensors:
+    """As flash attention takes them: a batch of one, unless they are packed."""
+    return given if ready.cuts is not None else tuple(one.unsqueeze(0) for one in given)
+
+
+def single(ready: Ready, *made: torch.Tensor) -> Tensors:
+    return made if ready.cuts is not None else tuple(one.squeeze(0) for one in made)
+
+
 def _flash_arguments(ready: Ready, scale: float) -> tuple[list[Any], dict[str, Any]]:
     left, right = bounds(ready.call)
     cuts = (None, None) if ready.cuts is None else ready.cuts
-    return [*cuts, *ready.longest, 0.0, left < 0 and right == 0], {
+    return [*cuts, *ready.longest, 0.0, is_told_causal(ready.call)], {
         "scale": scale,
         "window_size_left": left,
         "window_size_right": right,
@@ -187,10 +201,9 @@ def _flash_arguments(ready: Ready, scale: float) -> tuple[list[Any], dict[str, A
 
 def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ready: Ready, scale: float) -> Tensors:
     arguments, named = _flash_arguments(ready, scale)
-    if ready.cuts is None:
-        q, k, v = (one.unsqueeze(0) for one in (q, k, v))
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *arguments, False, **named)
-    return (out, known(ready, lse)) if ready.cuts is not None else (out.squeeze(0), lse.squeeze(0))
+    given = batched(ready, q, k, v)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(*given, *arguments, False, **named)
+    return single(ready, out, known(ready, lse))
 
 
 def known(ready: Ready, lse: torch.Tensor) -> torch.Tensor:
@@ -209,14 +222,11 @@ def _flash_backward(
     scale: float,
 ) -> Tensors:
     arguments, named = _flash_arguments(ready, scale)
-    given: Tensors = (dout, q, k, v, out, lse)
-    if ready.cuts is None:
-        given = tuple(one.unsqueeze(0) for one in given)
+    given = batched(ready, dout, q, k, v, out, lse)
     nothing = q.new_empty(0, dtype=torch.int64)  # the state of a generator that nothing is drawn from
     with deterministic():
         made = torch.ops.aten._flash_attention_backward(*given, *arguments, nothing, nothing, **named)
-    dq, dk, dv = made if ready.cuts is not None else (one.squeeze(0) for one in made)
-    return dq, dk, dv
+    return single(ready, *made)
 
 
 @contextmanager
