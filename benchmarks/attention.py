@@ -23,11 +23,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import gc
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +46,7 @@ from benchmarks.attention_calls import Ours, Public, Still, Way
 from benchmarks.attention_peers import METHODS, ContextParallel, Inputs, Tensors, ZigzagRing, of_one_gpu
 from benchmarks.attention_report import COLUMNS, Case, Kind, Pass, Result, best, long, short
 from benchmarks.cases import parse_size
+from benchmarks.ending import end_of
 from benchmarks.measure import captured
 from benchmarks.report import Timing, grid
 from commdsl.attention import kernels
@@ -455,38 +454,23 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main() -> None:
     options = options_of(sys.argv[1:])
-    if "RANK" not in os.environ:
-        sys.exit("start it with torchrun: one process per GPU")
     benches: list[Bench] = []
 
-    def end(code: int, why: str) -> None:
-        if benches and benches[0].rank == 0:
-            print(f"\n{tables(benches[0])}\n{why}", flush=True)
-        elif code:
-            time.sleep(4)  # torchrun ends all when one has failed: rank 0 prints first
-        sys.stdout.flush()
-        os._exit(code)  # an end that is collective must not wait for a rank that failed
-
-    def give_up() -> None:
-        faulthandler.dump_traceback()
-        end(1, "hung")
-
-    timer = threading.Timer(options.time_budget + GRACE, give_up)
-    timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(options.time_budget + 2 * GRACE, exit=True)
-    try:
+    def work() -> tuple[int, str]:
         bench = Bench(options)
         benches.append(bench)
         run(bench)
         if options.save and bench.rank == 0:
             record.save_lines(options, COLUMNS, [one.line() for one in bench.results])
-    except Exception:
-        traceback.print_exc()
-        end(1, "an exception ended the run")
-    bad = [one for one in bench.results if one.kind is Kind.OURS and one.status.startswith(("wrong", "failed"))]
-    right = best(bench.results, Kind.OURS)
-    end(int(bool(bad) or right is None), "WRONG" if bad else "right" if right else "nothing was measured")
+        bad = [one for one in bench.results if one.kind is Kind.OURS and one.status.startswith(("wrong", "failed"))]
+        right = best(bench.results, Kind.OURS)
+        return int(bool(bad) or right is None), "WRONG" if bad else "right" if right else "nothing was measured"
+
+    def tell(why: str) -> None:
+        for bench in benches:
+            print(f"\n{tables(bench)}\n{why}", flush=True)
+
+    end_of(work, tell, options.time_budget, GRACE)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,9 @@ last, whatever happened.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +34,7 @@ from benchmarks.cases import (
     parse_size,
     parse_sizes,
 )
+from benchmarks.ending import end_of
 from benchmarks.report import (
     Kind,
     Row,
@@ -54,9 +52,6 @@ HOST_COLUMNS = ("call", "median_us", "p10_us", "p90_us", "slowest_rank_us")
 
 GRACE = 45.0
 """Seconds after the time budget at which a run that hangs prints what it has and ends."""
-
-PATIENCE = 5.0
-"""Seconds that the other ranks leave rank 0 for its tables: torchrun ends all when one has failed."""
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
@@ -104,7 +99,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class Output:
-    """What rank 0 has to say at the end, once, even where the run hangs."""
+    """What rank 0 has to say at the end, even where the run hangs."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -113,14 +108,8 @@ class Output:
         self.title = "nothing was measured"
         self.host: list[list[object]] = []
         self.is_whole = False
-        self._lock = threading.Lock()
-        self._said = False
 
     def say(self) -> None:
-        with self._lock:
-            if self._said:
-                return
-            self._said = True
         rows = [row for row in self.rows if row.results]
         if self.options.plot and rows:
             plot(self.options.plot, rows, self.title)
@@ -145,24 +134,11 @@ class Output:
         return any(result.is_wrong or (result.kind is Kind.OURS and result.is_failure) for result in results)
 
 
-def arm(output: Output, seconds: float, rank: int) -> None:
-    """The last resort against a hang: rank 0 prints what there is, every rank says where it stands, and ends."""
-
-    def give_up() -> None:
-        output.notes.append("the run hung and was ended")
-        faulthandler.dump_traceback()
-        end(output, rank, 1)
-
-    timer = threading.Timer(seconds + GRACE, give_up)
-    timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(seconds + 2 * GRACE, exit=True)
-
-
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def run(options: argparse.Namespace, output: Output) -> None:
+def run(options: argparse.Namespace, output: Output) -> int:
+    """The exit code."""
     import torch
     import torch.distributed as dist
 
@@ -193,35 +169,19 @@ def run(options: argparse.Namespace, output: Output) -> None:
     else:
         modes.collectives(bench, options, output.rows)
     output.is_whole = True
-    if any(bench.everyone(output.failed)):
-        raise SystemExit(1)
-
-
-def end(output: Output, rank: int, code: int) -> None:
-    if rank == 0:
-        output.say()
-    elif code:
-        time.sleep(PATIENCE)
-    sys.stdout.flush()
-    os._exit(code)  # an end that is collective must not wait for a rank that failed
+    return int(any(bench.everyone(output.failed)))
 
 
 def main() -> None:
     os.environ.setdefault("COMMDSL_TIMEOUT", "20")
     options = options_of(sys.argv[1:])
-    if "RANK" not in os.environ:
-        sys.exit("start it with torchrun: one process per GPU")
     output = Output(options)
-    rank, code = int(os.environ["RANK"]), 0
-    arm(output, options.time_budget, rank)
-    try:
-        run(options, output)
-    except SystemExit:
-        code = 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    end(output, rank, code)
+
+    def tell(why: str) -> None:
+        output.notes += [why] if why else []
+        output.say()
+
+    end_of(lambda: (run(options, output), ""), tell, options.time_budget, GRACE)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,9 @@ failed. The table comes last, whatever happened; `*` marks a figure that is miss
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -39,13 +36,11 @@ from benchmarks.dispatch_report import (
     overview,
     text_of,
 )
+from benchmarks.ending import end_of
 from benchmarks.report import NO_TIME, Kind, Result, grid, markdown, number
 
 GRACE = 45.0
 """Seconds after the time budget at which a run that hangs prints what it has and ends."""
-
-PATIENCE = 5.0
-"""Seconds that the other ranks leave rank 0 for its table: torchrun ends all when one has failed."""
 
 HOST_COLUMNS = ("call", "slowest_rank_us")
 HOST_ROWS, HOST_CALLS, HOST_ROUNDS = 64, 100, 30
@@ -69,7 +64,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class Output:
-    """What rank 0 has to say at the end, once, even where the run hangs."""
+    """What rank 0 has to say at the end, even where the run hangs."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -78,14 +73,8 @@ class Output:
         self.title = "nothing was measured"
         self.host: list[list[object]] = []
         self.is_whole = False
-        self._lock = threading.Lock()
-        self._said = False
 
     def say(self) -> None:
-        with self._lock:
-            if self._said:
-                return
-            self._said = True
         table = overview(self.rows, self.options.only, () if self.options.no_peers else (APART, TOGETHER))
         print(f"\n{self.title}\n{(markdown if self.options.markdown else grid)(*table)}")
         for row in self.rows:
@@ -117,7 +106,8 @@ class Output:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def run(options: argparse.Namespace, output: Output) -> None:
+def run(options: argparse.Namespace, output: Output) -> int:
+    """The exit code."""
     import torch
     import torch.distributed as dist
 
@@ -145,8 +135,7 @@ def run(options: argparse.Namespace, output: Output) -> None:
     if options.documents == 1:  # what the host does is the same for longer documents
         _host(bench, options, output)
     output.is_whole = True
-    if any(bench.everyone(output.failed)):
-        raise SystemExit(1)
+    return int(any(bench.everyone(output.failed)))
 
 
 def _senders(bench: Any, options: argparse.Namespace, case: Case) -> dict[str, Any]:
@@ -241,40 +230,16 @@ def _host(bench: Any, options: argparse.Namespace, output: Output) -> None:
     output.notes.append(f"CPU microseconds of an eager call, {HOST_ROWS} rows, median on the slowest rank: {parts}")
 
 
-def end(output: Output, rank: int, code: int) -> None:
-    if rank == 0:
-        output.say()
-    elif code:
-        time.sleep(PATIENCE)
-    sys.stdout.flush()
-    os._exit(code)  # an end that is collective must not wait for a rank that failed
-
-
 def main() -> None:
     os.environ.setdefault("COMMDSL_TIMEOUT", "20")
     options = options_of(sys.argv[1:])
-    if "RANK" not in os.environ:
-        sys.exit("start it with torchrun: one process per GPU")
     output = Output(options)
-    rank, code = int(os.environ["RANK"]), 0
 
-    def give_up() -> None:
-        output.notes.append("the run hung and was ended")
-        faulthandler.dump_traceback()
-        end(output, rank, 1)
+    def tell(why: str) -> None:
+        output.notes += [why] if why else []
+        output.say()
 
-    timer = threading.Timer(options.time_budget + GRACE, give_up)
-    timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(options.time_budget + 2 * GRACE, exit=True)
-    try:
-        run(options, output)
-    except SystemExit:
-        code = 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    end(output, rank, code)
+    end_of(lambda: (run(options, output), ""), tell, options.time_budget, GRACE)
 
 
 if __name__ == "__main__":

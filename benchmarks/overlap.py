@@ -13,13 +13,10 @@ results are checked before anything is timed. The table comes last, also when ti
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +34,7 @@ import commdsl
 from benchmarks import record
 from benchmarks.ahead import Job, build_ahead
 from benchmarks.cases import parse_size, size_name
+from benchmarks.ending import end_of
 from benchmarks.measure import captured
 from benchmarks.report import grid
 
@@ -154,6 +152,9 @@ def table(output: Output) -> str:
         for row in output.rows
     ]
     return "\n".join([*ways, *output.notes, "", output.title, grid(heads, lines)])
+
+
+GRACE = 20.0
 
 
 class Bench:
@@ -300,35 +301,20 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    options, start = options_of(sys.argv[1:]), time.monotonic()
-    if "RANK" not in os.environ:
-        sys.exit("start it with torchrun: one process per GPU")
-    output, rank = Output(), int(os.environ["RANK"])
+    options, start, output = options_of(sys.argv[1:]), time.monotonic(), Output()
 
-    def end(code: int) -> None:
-        if rank == 0:
-            output.say()
-        elif code:
-            time.sleep(3)  # torchrun ends all when one has failed: rank 0 prints first
-        sys.stdout.flush()
-        os._exit(code)  # an end that is collective must not wait for a rank that failed
+    def work() -> tuple[int, str]:
+        bench = Bench(options, output, start)
+        bench.run()
+        if options.save and bench.rank == 0 and output.rows:
+            record.save_lines(options, COLUMNS, lines_of(output.rows, bench.ranks))
+        return int(not output.rows or any("WRONG" in note for note in output.notes)), ""
 
-    def hung() -> None:
-        faulthandler.dump_traceback()
-        output.notes.append("hung")
-        end(1)
+    def tell(why: str) -> None:
+        output.notes += [why] if why else []
+        output.say()
 
-    timer = threading.Timer(options.time_budget + 20, hung)
-    timer.daemon = True
-    timer.start()
-    try:
-        Bench(options, output, start).run()
-        if options.save and rank == 0 and output.rows:
-            record.save_lines(options, COLUMNS, lines_of(output.rows, int(os.environ["WORLD_SIZE"])))
-    except BaseException:
-        traceback.print_exc()
-        end(1)
-    end(int(not output.rows or any("WRONG" in note for note in output.notes)))
+    end_of(work, tell, options.time_budget, GRACE)
 
 
 if __name__ == "__main__":

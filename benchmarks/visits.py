@@ -13,10 +13,8 @@ wrong, or no way within 5 % for `sleep`.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -34,6 +32,7 @@ import torch.distributed as dist
 import commdsl
 from benchmarks import record
 from benchmarks.cases import parse_size
+from benchmarks.ending import end_of
 from benchmarks.measure import captured
 from benchmarks.report import grid
 
@@ -239,35 +238,22 @@ def main() -> None:
     options = options_of(sys.argv[1:])
     benches: list[Bench] = []
 
-    def end(code: int, why: str) -> None:
-        if benches and benches[0].rank == 0:
-            print(f"\n{why}\n{grid(HEADER, [row.cells() for row in benches[0].rows])}", flush=True)
-        elif code:
-            time.sleep(4)  # torchrun ends all when one has failed: rank 0 prints first
-        sys.stdout.flush()
-        os._exit(code)  # an end that is collective must not wait for a rank that failed
-
-    def give_up() -> None:
-        faulthandler.dump_traceback()
-        end(1, "hung")
-
-    timer = threading.Timer(options.time_budget + GRACE, give_up)
-    timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(options.time_budget + 2 * GRACE, exit=True)
-    try:
+    def work() -> tuple[int, str]:
         bench = set_up(options)
         benches.append(bench)
         run(bench, options.compute)
-    except Exception:
-        traceback.print_exc()
-        end(1, "an exception ended the run")
-    wrong = [row for row in bench.rows if "wrong" in row.problem]
-    hidden = any(not row.problem and row.above < TARGET for row in bench.rows if row.compute == "sleep")
-    if options.save and bench.rank == 0:
-        record.save_lines(options, COLUMNS, lines_of(bench))
-    why = f"{options.bytes} a hop on {bench.ranks} x {torch.cuda.get_device_name()}, {options.compute:g} us a visit"
-    end(int(bool(wrong) or not hidden), why)
+        wrong = [row for row in bench.rows if "wrong" in row.problem]
+        hidden = any(not row.problem and row.above < TARGET for row in bench.rows if row.compute == "sleep")
+        if options.save and bench.rank == 0:
+            record.save_lines(options, COLUMNS, lines_of(bench))
+        where = f"{options.bytes} a hop on {bench.ranks} x {torch.cuda.get_device_name()}"
+        return int(bool(wrong) or not hidden), f"{where}, {options.compute:g} us a visit"
+
+    def tell(why: str) -> None:
+        for bench in benches:
+            print(f"\n{why}\n{grid(HEADER, [row.cells() for row in bench.rows])}", flush=True)
+
+    end_of(work, tell, options.time_budget, GRACE)
 
 
 if __name__ == "__main__":

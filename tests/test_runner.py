@@ -100,3 +100,57 @@ def test_no_time_is_no_success() -> None:
     done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, **alone}, check=False)
     assert done.returncode == 1, done.stderr
     assert done.stdout.rstrip().endswith("transport peer; no time left for 1 of 1 parts")
+
+
+MEASURING = """
+import os, sys, time
+from benchmarks.ending import end_of
+
+def run(rank, outcome):
+    os.environ["RANK"] = str(rank)
+
+    def work():
+        if outcome == "raised":
+            raise KeyError("mine")
+        if outcome == "hung":
+            time.sleep(60)
+        return int(outcome == "wrong"), outcome
+
+    end_of(work, lambda why: print(f"table: {why}"), 0.5, 0.5)
+
+time.sleep = lambda seconds, sleep=time.sleep: sleep(seconds if seconds > 5 else 0)
+for outcome in ("right", "wrong", "raised", "hung"):
+    for rank in (0, 1):
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            run(rank, outcome)
+        print(f"{outcome}, rank {rank}: {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
+"""
+
+MEASURED = """
+table: right
+right, rank 0: 0
+right, rank 1: 0
+table: wrong
+wrong, rank 0: 1
+wrong, rank 1: 1
+table: an exception ended the run
+raised, rank 0: 1
+raised, rank 1: 1
+table: the run hung and was ended
+hung, rank 0: 1
+hung, rank 1: 1
+"""
+
+
+def test_every_end_of_a_benchmark_is_told() -> None:
+    """As of runs: the last words of rank 0, once, and both ranks' exit codes."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURING],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.stdout.strip() == MEASURED.strip(), done.stderr
