@@ -286,8 +286,6 @@ def _turn(rows: Rows) -> int:
     return 0 if rows.home is Home.WAITING else 1
 
 
-def is_same_region(one: Memory, other: Memory) -> bool:
-    """Whether two memories may be the same bytes: the caller's may, as the result of one call is given to another."""
-    if isinstance(one, Rows) and isinstance(other, Rows):
-        return (one.home is Home.WAITING) == (other.home is Home.WAITING)
-    return one == other
+def region(memory: Memory) -> Memory | bool:
+    """Equal of memories that may be the same bytes: the caller's may, as one call's result is given to another."""
+    return memory.home is Home.WAITING if isinstance(memory, Rows) else memory

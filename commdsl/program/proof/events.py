@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
-from commdsl.program.phases import Actor, Host, Meet, Ranks, Routed, Tell, Touch, is_same_region, name_of, touches
+from commdsl.program.phases import Actor, Host, Meet, Ranks, Routed, Tell, Touch, name_of, region, touches
 from commdsl.program.plan import Plan
 from commdsl.program.proof.timeline import Bits, Timeline
 
@@ -102,7 +102,7 @@ def _regions(phase: Routed) -> tuple[Touch, ...]:
     """What a phase touches; memories that may be the same bytes are one region."""
     found: list[Touch] = []
     for touch in touches(phase):
-        if not any(is_same_region(touch.memory, other.memory) and touch.where == other.where for other in found):
+        if not any(region(touch.memory) == region(other.memory) and touch.where == other.where for other in found):
             found.append(touch)
     return tuple(found)
 

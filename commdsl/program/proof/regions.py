@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.language.source import Span
 from commdsl.program.memory import Rows
-from commdsl.program.phases import Ranks, Touch, is_same_region
+from commdsl.program.phases import Ranks, Touch, region
 from commdsl.program.plan import Plan
 from commdsl.program.proof import region_messages as messages
 from commdsl.program.proof.clocks import Run, run
@@ -86,10 +85,14 @@ class Meetings:
 def hazards(found: Events, num_seconds: int) -> Meetings:
     """Every pair of accesses whose second is by one of the first ranks; if all are alike, rank 0 stands for them."""
     all_accesses = [(at, touch) for at, step in enumerate(found.steps) for touch in step.touches]
+    by_region: dict[object, list[tuple[int, Touch]]] = {}
+    for access in all_accesses:
+        by_region.setdefault(region(access[1].memory), []).append(access)
     met = [
         (i, j, one, other)
-        for (i, one), (j, other) in product(all_accesses, repeat=2)
-        if (one.writes or other.writes) and is_same_region(one.memory, other.memory)
+        for i, one in all_accesses
+        for j, other in by_region[region(one.memory)]
+        if one.writes or other.writes
     ]
     step = np.array([pair[:2] for pair in met], np.int64).reshape(-1, 2)
     near, far = np.array([_meets(one, other) for _, _, one, other in met], np.bool_).reshape(-1, 2).T
