@@ -94,15 +94,20 @@ def _join(parts: list[Ints], after: Ints) -> None:
 
 def _by_chunk(moves: Statement) -> Iterator[tuple[int, Ints, Ints]]:
     """What crosses between ranks, for each chunk index of the source: from which ranks to which."""
-    dest = np.broadcast_to(moves.dest_rank[:, None], moves.source_rank.shape)
-    crosses = moves.source_rank != dest
-    if moves.source_valid is not None:
-        crosses &= moves.source_valid
-    source, dest, chunk = moves.source_rank[crosses], dest[crosses], moves.source_chunk[crosses]
+    source, dest, chunk = crossing(moves)
     order = np.argsort(chunk, kind="stable")
     cuts = np.flatnonzero(np.diff(chunk[order])) + 1
     for part in np.split(order, cuts) if len(order) else ():
         yield int(chunk[part[0]]), source[part], dest[part]
+
+
+def crossing(moves: Statement) -> tuple[Ints, Ints, Ints]:
+    """Of every transfer between two ranks its source, its destination, and the chunk index of the source."""
+    dest = np.broadcast_to(moves.dest_rank[:, None], moves.source_rank.shape)
+    crosses = moves.source_rank != dest
+    if moves.source_valid is not None:
+        crosses &= moves.source_valid
+    return moves.source_rank[crosses], dest[crosses], moves.source_chunk[crosses]
 
 
 def _apart(one: Ints, other: Ints) -> bool:

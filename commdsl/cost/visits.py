@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.cost.routes import crossing
 from commdsl.ir.classes import classes, joining
 from commdsl.ir.schedules import Schedule, Statement, Step, Yield
 from commdsl.language.kinds import BufferKind, MoveKind
@@ -128,19 +129,16 @@ def _loads(segment: Segment, sizes: Mapping[str, float]) -> Iterator[Load]:
     topology, ranks = segment.schedule.topology, segment.schedule.num_ranks
     for step in segment.schedule.steps:
         if isinstance(step, Step):
-            rows = [_crossing(moves, ranks) for moves in step.moves]
+            rows = [_pairs(moves, ranks) for moves in step.moves]
             names = [segment.schedule.buffers[moves.source_buffer].name for moves in step.moves]
             if any(len(pair) for pair in rows):
                 yield _load(topology, ranks, rows, [sizes[name] for name in names])
 
 
-def _crossing(moves: Statement, ranks: int) -> NDArray[np.int64]:
+def _pairs(moves: Statement, ranks: int) -> NDArray[np.int64]:
     """source * ranks + destination of every transfer between two ranks."""
-    dest = np.broadcast_to(moves.dest_rank[:, None], moves.source_rank.shape)
-    crosses = moves.source_rank != dest
-    if moves.source_valid is not None:
-        crosses = crosses & moves.source_valid
-    pairs: NDArray[np.int64] = moves.source_rank[crosses].astype(np.int64) * ranks + dest[crosses]
+    source, dest, _ = crossing(moves)
+    pairs: NDArray[np.int64] = source.astype(np.int64) * ranks + dest
     return pairs
 
 
