@@ -59,17 +59,23 @@ class Beside:
             torch.cuda.current_stream(device).wait_stream(side)
 
 
-class RingComm:
+class Comm(Place):
+    """What travels beside the caller's calls, until `wait`."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self._beside = Beside()
+
+    def wait(self) -> None:
+        """What was received may be used from here on; no host waits for a GPU."""
+        self._beside.wait()
+
+
+class RingComm(Comm):
     """Sends to the next rank of a group and receives from the one before, `rank + 1` and `rank - 1` modulo its size.
 
     `process_group`: a process group, a name, a mesh of one dimension, or None for the default group.
     """
-
-    def __init__(self, process_group: Any) -> None:
-        place = Place(process_group)
-        self.rank, self.world_size = place.rank, place.world_size
-        self._name = place.name
-        self._beside = Beside()
 
     def send_recv(self, to_send: torch.Tensor, recv_tensor: torch.Tensor | None = None) -> torch.Tensor:
         """Begins to send a contiguous tensor; returns `recv_tensor`, or a new one, which after `wait` has what the rank
@@ -92,26 +98,16 @@ class RingComm:
         _check(v, v_buffer)  # before this rank sends anything
         return self.send_recv(k, k_buffer), self.send_recv(v, v_buffer)
 
-    def wait(self) -> None:
-        """What was received may be used from here on; no host waits for a GPU."""
-        self._beside.wait()
-
     def _shifted(self, x: torch.Tensor) -> torch.Tensor:
         if self.world_size == 1:
             return x.clone()
-        found = _shift(self.world_size)(x, group=self._name)
+        found = _shift(self.world_size)(x, group=self.name)
         assert isinstance(found, torch.Tensor)
         return found
 
 
-class A2AComm:
+class A2AComm(Comm):
     """Sends a tensor to every rank of a group and receives one from each. `process_group` as of `RingComm`."""
-
-    def __init__(self, process_group: Any) -> None:
-        place = Place(process_group)
-        self.rank, self.world_size = place.rank, place.world_size
-        self._name = place.name
-        self._beside = Beside()
 
     def all_to_all(self, send_tensors: Sequence[torch.Tensor], recv_tensors: Sequence[torch.Tensor]) -> None:
         """Begins to send `send_tensors[p]` to rank p; after `wait`, `recv_tensors[p]` has what rank p sent here.
@@ -134,16 +130,12 @@ class A2AComm:
             raise TensorError("`all_to_all` takes contiguous tensors: pass x.contiguous()")
         self._beside(tensors, lambda: self._exchange(send_tensors, recv_tensors))
 
-    def wait(self) -> None:
-        """What was received may be used from here on; no host waits for a GPU."""
-        self._beside.wait()
-
     def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> torch.Tensor:
         most = max(tensor.numel() for tensor in (*sent, *received))
         blocks = sent[0].new_zeros(self.world_size, most)
         for block, tensor in zip(blocks, sent, strict=True):
             block[: tensor.numel()] = tensor.flatten()
-        found: torch.Tensor = all_to_all(blocks, self._name)
+        found: torch.Tensor = all_to_all(blocks, self.name)
         for block, tensor in zip(found, received, strict=True):
             tensor.copy_(block[: tensor.numel()].view(tensor.shape))
         return found
