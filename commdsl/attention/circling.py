@@ -86,7 +86,7 @@ def circles(
     """The cycles, once the tables are seen to follow from them."""
     if world_size != place.world_size:
         raise ArgumentError(f"`world_size` is {world_size!r}, the group has {place.world_size} ranks")
-    cycles = _cycles(place, hamilton.gen_hamilton_circle(world_size) if looping is None else looping)
+    cycles = _shipped(world_size) if looping is None else _cycles(world_size, looping)
     out, into, source = _tables(cycles)
     _same("out_mapping", out_mapping, out)
     _same("in_mapping", in_mapping, into)
@@ -96,18 +96,29 @@ def circles(
 
 def nodes(place: Place, inter_in_mapping: Any, inter_out_mapping: Any, out_mapping: Any, in_mapping: Any) -> Cycles:
     """The cycles that the outgoing mappings describe, once all four are seen to follow from them."""
+    given = (inter_in_mapping, inter_out_mapping, out_mapping, in_mapping)
+    try:
+        rows = tuple(None if one is None else tuple(map(tuple, one)) for one in given)
+        hash(rows)
+    except TypeError:  # no tables: what is made of them says so
+        return _nodes.__wrapped__(place.world_size, *given)
+    return _nodes(place.world_size, *rows)
+
+
+@lru_cache(maxsize=64)
+def _nodes(ranks: int, inter_in_mapping: Any, inter_out_mapping: Any, out_mapping: Any, in_mapping: Any) -> Cycles:
     gpus = DOCUMENT_NODE if out_mapping is None else len(out_mapping)
     if inter_out_mapping is None:
-        known = hamilton.gen_hamilton_circle_two_nodes(place.world_size, gpus)
+        known = hamilton.gen_hamilton_circle_two_nodes(ranks, gpus)
         inter_out_mapping = hamilton.calculate_inter_node_mapping(known)[1]
     if out_mapping is None:
         out_mapping = hamilton.calculate_intra_node_out_mapping_two_nodes(hamilton.gen_hamilton_path_local(gpus))
-    cycles = _cycles(place, hamilton.circles_of_nodes(out_mapping, inter_out_mapping))
+    cycles = _cycles(ranks, hamilton.circles_of_nodes(out_mapping, inter_out_mapping))
     incoming, outgoing = hamilton.calculate_inter_node_mapping(cycles)
     _same("inter_in_mapping", inter_in_mapping, incoming)
     _same("inter_out_mapping", inter_out_mapping, outgoing)
     out, _, _ = _tables(cycles)
-    for first in range(0, place.world_size, gpus):
+    for first in range(0, ranks, gpus):
         inside = [row[first : first + gpus] for row in out[first : first + gpus]]
         _same("out_mapping", out_mapping, inside)
         _same("in_mapping", in_mapping, [list(column) for column in zip(*inside, strict=True)])
@@ -123,14 +134,19 @@ def _tables(cycles: Cycles) -> tuple[list[list[int]], list[list[int]], list[list
     )
 
 
-def _cycles(place: Place, looping: Looping) -> Cycles:
+@lru_cache(maxsize=64)
+def _shipped(ranks: int) -> Cycles:
+    return _cycles(ranks, hamilton.gen_hamilton_circle(ranks))
+
+
+def _cycles(ranks: int, looping: Looping) -> Cycles:
     try:
         cycles = tuple(tuple(rank.__index__() for rank in cycle) for cycle in looping)
     except (AttributeError, TypeError):
         raise ArgumentError(f"`looping` is a list of cycles, each a list of ranks, not {looping!r:.60}") from None
     _tables(cycles)  # which says where they are none
-    if len(cycles[0]) != place.world_size:
-        raise ArgumentError(f"the cycles are of {len(cycles[0])} ranks, the group has {place.world_size}")
+    if len(cycles[0]) != ranks:
+        raise ArgumentError(f"the cycles are of {len(cycles[0])} ranks, the group has {ranks}")
     return cycles
 
 
