@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import index
 from types import MappingProxyType
@@ -67,7 +67,7 @@ SCHEMA = (
 )
 """`Asked`, as torch writes it."""
 
-NUM_ASKED = 10
+NUM_ASKED = len(fields(Asked))
 
 AUTO = "auto"
 

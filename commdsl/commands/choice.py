@@ -54,10 +54,10 @@ def attention(
     """Prints what `schedule="auto"` runs on one line, the reason on the next, then what else was looked at."""
     if device is not None and on is not None:
         raise UsageError("--device or --on, not both")
-    query, key = counts(heads or "32:8")
+    (query, key), length = counts(heads or "32:8"), tokens(size)
     try:
         found = auto.choice(
-            tokens(size),
+            length,
             query,
             head_dim or 128,
             ranks=ranks,
@@ -75,7 +75,7 @@ def attention(
     if as_json:
         tune = {"tune": dict(found.tune), "tune_backward": dict(found.tune_backward)}
         said = {"schedule": found.schedule, "params": dict(found.params), **tune, "reason": found.reason}
-        output.say_json({"tokens": tokens(size), "ranks": ranks, **said, "estimates": looked})
+        output.say_json({"tokens": length, "ranks": ranks, **said, "estimates": looked})
         return Exit.FINE
     output.say(str(selection.Candidate(found.schedule, found.params, found.tune)))
     output.say(found.reason)
