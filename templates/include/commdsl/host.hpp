@@ -162,10 +162,10 @@ COMMDSL_FN void sleep_ns(u64 duration) {
   nanosleep(&time, nullptr);
 }
 
-// There may be far more lanes than cores: give the core away at once, and after a while stop asking for it.
+// There may be far more lanes than cores: give the core away at once, and stop asking for it after as long as a sleep takes.
 constexpr u32 kPollsPerCheck = 64;
 COMMDSL_FN void relax(u32 polls) {
-  if (polls < 2048) {
+  if (polls < 128) {
     sched_yield();
   } else {
     sleep_ns(50000);
