@@ -1,0 +1,325 @@
+"""Tokens to the ranks of their experts and back, beside all_to_all_single on sorted rows, DeepEP where it is installed,
+and the links' limit, on the same GPUs:
+
+    torchrun --nproc-per-node 4 benchmarks/experts.py [--save NAME --markdown]
+    torchrun --nproc-per-node 2 benchmarks/experts.py --tokens 128 --forms fp8 --only commdsl
+
+4096 and 128 tokens a rank, hidden 7168, each to 8 of 32 experts a rank; there in bfloat16 and in float8 with a scale
+for each 128, back in bfloat16, weighed. From tokens to rows sorted by expert, and the reverse. Ours counts tokens and
+exchanges the counts in every call; all_to_all_single is given what it needs to know. All in CUDA graphs of as many
+calls but DeepEP's full call, which reads on the host. Every result is checked before it is timed. Exit code 1: a wrong
+result, or a call of ours that failed. The table comes last, whatever happened; `*` marks a figure that is missed.
+
+`--dry-run` does all but time, on processors, without what needs a GPU:
+
+    torchrun --nproc-per-node 2 benchmarks/experts.py --dry-run --tokens 16 --hidden 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import record
+from benchmarks.cases import parse_sizes
+from benchmarks.experts_report import (
+    DEEPEP,
+    EXPERTS_A_RANK,
+    HIDDEN,
+    LEAST_OF_LIMIT,
+    MOST_OF_DEEPEP,
+    NCCL,
+    PEERS,
+    TOKENS,
+    TOPK,
+    Case,
+    Form,
+    Row,
+    Way,
+    overview,
+    text_of,
+)
+from benchmarks.report import NO_TIME, Kind, Result, grid, markdown
+
+OURS = ("commdsl", "16 SMs")
+GRACE = 45.0
+"""Seconds after the time budget at which a run that hangs prints what it has and ends."""
+
+PATIENCE = 5.0
+"""Seconds that the other ranks leave rank 0 for its table: torchrun ends all when one has failed."""
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--tokens", type=parse_sizes, default=TOKENS, help="of a rank, such as 4K,128")
+    add("--hidden", type=int, default=HIDDEN)
+    add("--topk", type=int, default=TOPK)
+    add("--experts", type=int, default=EXPERTS_A_RANK, help="of a rank")
+    add("--forms", nargs="+", type=Form, choices=list(Form), default=list(Form), help="of tokens on their way there")
+    add("--only", nargs="+", choices=OURS, default=OURS, help="of ours")
+    add("--no-peers", action="store_true", help="without all_to_all_single and DeepEP")
+    add("--batches", type=int, default=30, help="timed batches a contender")
+    add("--time-budget", type=float, default=300.0, help="seconds; what does not fit is said")
+    add("--dry-run", action="store_true", help="on processors: checks, and times nothing")
+    record.add_options(parser)
+    add("--markdown", action="store_true", help="print the table as for benchmarks/README.md")
+    found = parser.parse_args(arguments)
+    record.check_options(parser, found)
+    return found
+
+
+class Output:
+    """What rank 0 has to say at the end, once, even where the run hangs."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+        self.title = "nothing was measured"
+        self.is_whole = False
+        self._lock = threading.Lock()
+        self._said = False
+
+    def say(self) -> None:
+        with self._lock:
+            if self._said:
+                return
+            self._said = True
+        table = overview(self.rows, self.options.only)
+        print(f"\n{self.title}\n{(markdown if self.options.markdown else grid)(*table)}")
+        for row in self.rows:
+            for result in row.results:
+                if result.status != "ok":
+                    print(f"{row.case.way}, {row.case.tokens} tokens, {row.case.form}: {result.name}: {result.status}")
+        print("\n".join([*self.notes, self.verdict()]), flush=True)
+        if self.options.save and self.is_whole and not self.options.dry_run:
+            record.save(self.options, text_of(self.rows))
+
+    def verdict(self) -> str:
+        if self.options.dry_run:
+            checked = sum(result.status == "ok" for row in self.rows for result in row.results)
+            return f"a dry run: {checked} contenders right, nothing timed"
+        missed = sum(bool(row.misses()) for row in self.rows)
+        return (
+            f"{missed} of {len(self.rows)} rows miss a figure: at least {LEAST_OF_LIMIT} of the limit's rate, at most "
+            f"{MOST_OF_DEEPEP} of DeepEP's full call, faster than all the others, 128 tokens in their microseconds"
+        )
+
+    @property
+    def failed(self) -> bool:
+        """A wrong result of anyone's, or no result of ours."""
+        results = [result for row in self.rows for result in row.results if result.status != NO_TIME]
+        is_dry = self.options.dry_run
+        return any(
+            result.is_wrong or (result.kind is Kind.OURS and (result.timing is None and not is_dry))
+            for result in results
+        ) or any(is_dry and result.kind is Kind.OURS and result.status != "ok" for result in results)
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace, output: Output) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.measure import Bench
+
+    if options.dry_run:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    else:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    bench = Bench(
+        rank=dist.get_rank(),
+        ranks=dist.get_world_size(),
+        device=device,
+        group=dist.group.WORLD,
+        control=dist.new_group(backend="gloo"),
+        deadline=time.monotonic() + options.time_budget,
+        batches=options.batches,
+    )
+    what = "processors" if options.dry_run else torch.cuda.get_device_name()
+    output.title = f"{bench.ranks} x {what}, torch {torch.__version__}; microseconds"
+    limits = None if options.dry_run else _limits(bench, cases_of(options, bench.ranks))
+    for case in cases_of(options, bench.ranks):
+        _measured(bench, options, case, limits, output)
+    output.is_whole = True
+    if any(bench.everyone(output.failed)):
+        raise SystemExit(1)
+
+
+def cases_of(options: argparse.Namespace, ranks: int) -> list[Case]:
+    """There in every form, and back once."""
+    return [
+        Case(tokens, ranks, form, options.hidden, options.topk, options.experts, way)
+        for tokens in options.tokens
+        for way, forms in ((Way.THERE, options.forms), (Way.BACK, [Form.BF16]))
+        for form in forms
+    ]
+
+
+def _limits(bench: Any, cases: Sequence[Case]) -> Any:
+    from benchmarks.link import Link
+    from benchmarks.peers import Arena
+    from benchmarks.rows import Limits
+
+    most = max(case.sent_bytes for case in cases) + 16 * bench.ranks
+    found, problem = bench.attempt(lambda: Limits(bench, Link(bench, Arena(bench, most))))
+    if found is None and bench.rank == 0:
+        print(f"without the limit: {problem}", flush=True)
+    return found
+
+
+def _measured(bench: Any, options: argparse.Namespace, case: Case, limits: Any, output: Output) -> None:
+    from benchmarks import experts_calls as calls
+
+    row = Row(case)
+    output.rows.append(row)
+    if bench.time_is_up():
+        row.results = [Result(name, Kind.OURS, None, NO_TIME) for name in options.only]
+        return
+    stage = calls.Stage(bench, case)
+    entries: list[tuple[str, Kind, Callable[[], Any]]] = [
+        (name, Kind.OURS, lambda name=name: calls.ours(stage, name)) for name in options.only
+    ]
+    if not options.no_peers:
+        wanted = (NCCL,) if options.dry_run else PEERS
+        entries += [(name, Kind.PEER, lambda name=name: calls.peer(stage, name)) for name in wanted]
+    row.results += _timed(bench, case, entries)
+    if limits is not None:
+        row.results += limits.of(case)
+    if bench.rank == 0:
+        best = row.best(Kind.OURS)
+        what = f"{best.name} {best.timing}" if best else "nothing of ours timed"
+        left = bench.deadline - time.monotonic()
+        print(f"{case.way}, {case.tokens} tokens, {case.form}: {what} ({left:.0f} s left)", flush=True)
+
+
+@dataclass
+class Eager:
+    """A contender whose calls are made one by one: what a graph cannot capture."""
+
+    contender: Any
+    calls: int
+    times: list[float] = field(default_factory=list)
+    last: Any = None
+
+    def run(self) -> None:
+        for index in range(self.calls):
+            self.contender.call(index)
+
+    def release(self) -> None:
+        self.contender.release()
+
+
+def _timed(bench: Any, case: Case, entries: Sequence[tuple[str, Kind, Callable[[], Any]]]) -> list[Result]:
+    """Each made, checked, captured, checked again, and timed in turns with all the others."""
+    from benchmarks.measure import measure, rounds_for
+
+    results: list[Result] = []
+    batches: list[Any] = []
+    for name, kind, make in entries:
+        batch, problem = _set_up(bench, case, name, make)
+        if batch is not None:
+            batches.append(batch)
+        status = problem if batch is None or problem.startswith("wrong") else "ok"
+        results.append(Result(name, kind, None, status))
+    is_timed = bench.device.type == "cuda"
+    timings = measure(bench, case, batches, rounds_for(case, bench.batches)) if batches and is_timed else []
+    by_name = {batch.contender.name: timing for batch, timing in zip(batches, timings, strict=False)}
+    for batch in batches:
+        batch.release()
+    return [replace(result, timing=by_name.get(result.name)) for result in results]
+
+
+def _set_up(bench: Any, case: Case, name: str, make: Callable[[], Any]) -> tuple[Any, str]:
+    """A contender ready to be timed, with what is wrong about its results; None with why it cannot run."""
+    from benchmarks.measure import CHECKED_CALLS, ready
+    from benchmarks.values import bytes_of
+
+    made, problem = bench.attempt(make)
+    if made is None:
+        return None, f"failed: {' '.join(problem.split())}"
+    contender, is_wrong = made
+
+    def called(times: int) -> bool:
+        for index in range(times):
+            contender.call(index)
+        return bool(is_wrong().item())
+
+    found, problem = bench.attempt(lambda: called(CHECKED_CALLS))
+    if problem:
+        return None, f"failed: {' '.join(problem.split())}"
+    verdict = _verdict(bench, found, "eagerly")
+    if name == DEEPEP or bench.device.type == "cpu":
+        return Eager(contender, case.calls), verdict
+    batch, problem = bench.attempt(lambda: ready(contender, case))
+    if batch is None:
+        return None, f"failed: {' '.join(problem.split())}"
+    if batch.last is not None and not verdict:
+        bytes_of(batch.last).fill_(255)
+        batch.run()
+        found, problem = bench.attempt(lambda: bool(is_wrong().item()))
+        verdict = _verdict(bench, found, "in a graph")
+    return batch, verdict
+
+
+def _verdict(bench: Any, found: bool | None, where: str) -> str:
+    bad = [str(rank) for rank, one in enumerate(bench.everyone(found)) if one]
+    return f"wrong {where} on ranks {', '.join(bad)}" if bad else ""
+
+
+def end(output: Output, rank: int, code: int) -> None:
+    if rank == 0:
+        output.say()
+    elif code:
+        time.sleep(PATIENCE)
+    sys.stdout.flush()
+    os._exit(code)  # an end that is collective must not wait for a rank that failed
+
+
+def main() -> None:
+    os.environ.setdefault("COMMDSL_TIMEOUT", "20")
+    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "16G")
+    options = options_of(sys.argv[1:])
+    if "RANK" not in os.environ:
+        sys.exit("start it with torchrun: one process per GPU")
+    output = Output(options)
+    rank, code = int(os.environ["RANK"]), 0
+
+    def give_up() -> None:
+        output.notes.append("the run hung and was ended")
+        faulthandler.dump_traceback()
+        end(output, rank, 1)
+
+    timer = threading.Timer(options.time_budget + GRACE, give_up)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(options.time_budget + 2 * GRACE, exit=True)
+    try:
+        run(options, output)
+    except SystemExit:
+        code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    end(output, rank, code)
+
+
+if __name__ == "__main__":
+    main()
