@@ -28,7 +28,7 @@ from commdsl.language.text import text_of
 from commdsl.machine import resources
 from commdsl.machine.topology import Topology, switch
 from commdsl.program.lower import lower
-from commdsl.program.lower.by_key import lower_back, lower_by_key
+from commdsl.program.lower.by_key import lower_back, lower_by_key, lower_values
 from commdsl.program.lower.routed import lower_dispatch
 from commdsl.program.lower.visits import lower_visits
 from commdsl.program.memory import Transport
@@ -90,12 +90,14 @@ class CheckedSchedule:
 class CheckedDispatch:
     """A dispatch that was held to every law that needs no table and no keys, and the Plan that was proved with it.
 
-    `back`: by keys, the Plan of the way back; by tables there is none, as the same Plan runs both ways.
+    `back`: by keys, the Plan of the way back; by tables there is none, as the same Plan runs both ways. `values`: where
+    there is a way back from keys, the Plan that brings a number for each of them.
     """
 
     dispatch: Dispatch
     plan: Plan
     back: Plan | None
+    values: Plan | None
     warnings: tuple[Diagnostic, ...]
 
 
@@ -126,6 +128,13 @@ class CompiledDispatch(CheckedDispatch):
 
     emitted: Emitted
     emitted_back: Emitted | None
+    emitted_values: Emitted | None
+
+    @property
+    def ways(self) -> tuple[tuple[Plan, Emitted], ...]:
+        """Each launch with its text: there, and where it goes by keys, back, and back for numbers."""
+        texts = (self.plan, self.emitted), (self.back, self.emitted_back), (self.values, self.emitted_values)
+        return tuple((plan, text) for plan, text in texts if plan is not None and text is not None)
 
 
 Compiled: TypeAlias = CompiledSchedule | CompiledDispatch | CheckedPlan
@@ -288,19 +297,22 @@ def check_dispatch(files: tuple[File, ...], decl: DispatchDecl, given: Given) ->
     meant = resolve.dispatch(files, decl, given.num_ranks, topology, given.params, given.tune)
     warnings = resolve.dispatch_warnings(decl, given.num_ranks, topology, given.params or {})
     found = _raise_errors((*checks.check_files(files), *checks.check_dispatch(meant)))
-    plan, back = _lowered(meant, given.transport)
-    for one in (plan, back):
+    ways = _lowered(meant, given.transport)
+    for one in ways:
         if one is not None:
             verify(one)
             found += _raise_errors((*checks.check_routed(one), *checks.check_carried(meant, one)))
-    return CheckedDispatch(meant, plan, back, (*warnings, *found))
+    return CheckedDispatch(meant, *ways, (*warnings, *found))
 
 
-def _lowered(meant: Dispatch, transport: Transport) -> tuple[Plan, Plan | None]:
+def _lowered(meant: Dispatch, transport: Transport) -> tuple[Plan, Plan | None, Plan | None]:
+    """The ways there, back, and back for numbers."""
     if not any(isinstance(route, ByKey) for route in meant.routes):
-        return lower_dispatch(meant, transport), None
-    back = None if meant.back is None else lower_back(meant, meant.back, transport)
-    return lower_by_key(meant, transport), back
+        return lower_dispatch(meant, transport), None, None
+    there = lower_by_key(meant, transport)
+    if meant.back is None:
+        return there, None, None
+    return there, lower_back(meant, meant.back, transport), lower_values(meant, transport)
 
 
 def check_plan(files: tuple[File, ...], decl: PlanDecl) -> CheckedPlan:
@@ -339,9 +351,9 @@ def printed(checked: Checked) -> Compiled:
             launched = () if visits is None else tuple(emit(plan_of(visits, moves)) for moves in segments(visits))
             emitted = joined(plan.name, launched) if plan.is_visited else emit(plan)
             return CompiledSchedule(schedule, plan, visits, costs, warnings, emitted, launched)
-        case CheckedDispatch(dispatch, plan, back, warnings):
-            text_back = None if back is None else emit(back)
-            return CompiledDispatch(dispatch, plan, back, warnings, emit(plan), text_back)
+        case CheckedDispatch(dispatch, plan, back, values, warnings):
+            texts = [None if one is None else emit(one) for one in (back, values)]
+            return CompiledDispatch(dispatch, plan, back, values, warnings, emit(plan), *texts)
         case CheckedPlan():
             return checked
         case _:

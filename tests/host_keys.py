@@ -5,12 +5,14 @@ Assumes legal numbers. Does not run anything: `commdsl.build.host_keys` does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from commdsl import compiler
 from commdsl.build.emit import emit
 from commdsl.build.host_ranks import Kernel, built
 from commdsl.compiler import CheckedDispatch
+from commdsl.program.lower.by_key import lower_back
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
 
@@ -33,6 +35,17 @@ def declared(
       tune {{ sms {lanes}   threads 32 }}
     }}"""
     return compiler.check(compiler.read_text(text, "by_hand.comm", Path()), ranks=ranks, transport=transport)
+
+
+FORMS = ("keys", "keys weighed", "ranks", "ranks weighed")
+"""What comes back: a row of each key, or a sum of each rank."""
+
+
+def back_of(of: CheckedDispatch, form: str, transport: Transport = Transport.PEER) -> Plan:
+    """The way back of a dispatch in one of the forms."""
+    weight = "weight" if "weighed" in form else None
+    assert of.dispatch.back is not None
+    return lower_back(of.dispatch, replace(of.dispatch.back, weight=weight, once="ranks" in form), transport)
 
 
 def kernel(plan: Plan, dtype: str = "", *, sanitize: bool = False, checks: bool = True) -> Kernel:

@@ -15,7 +15,7 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.language.syntax import DispatchDecl
 from commdsl.machine.resources import data_dir
 from commdsl.program.memory import Transport
-from commdsl.program.phases import Count, Finish, FinishByWeight, Push, PushBack, PushByKey
+from commdsl.program.phases import Count, Finish, FinishBack, Push, PushBack, PushByKey
 from commdsl.program.plan import Phase, Plan
 
 FOLDERS = [data_dir("schedules") / name for name in ("dispatch", "ep")]
@@ -58,11 +58,11 @@ def changes(phase: Phase) -> Iterator[Phase | None]:
             yield replace(phase, waiting=waiting[1:])
             if len(to) > 1:
                 yield replace(phase, to=to[::-1])
-        case Count(positions=positions) | FinishByWeight(positions=positions):
+        case Count(positions=positions) | FinishBack(positions=positions):
             yield replace(phase, positions=positions[::-1])
             yield replace(phase, positions=(positions[0],) * len(positions))
             yield replace(phase, keys=replace(phase.keys, name="other"))
-            if isinstance(phase, FinishByWeight):
+            if isinstance(phase, FinishBack):
                 yield None
                 yield replace(phase, weights=phase.keys)
                 yield replace(phase, waiting=phase.to)

@@ -62,7 +62,7 @@ class Case:
     def back(self, rows: list[Any], rank: int) -> Any:
         """What comes back to a rank if `rows` are what every rank sends."""
         plain = [one.float().numpy() for one in rows]
-        found = simulate.combine(plain, self.received, self.keys, self.weights, KEYS)[rank]
+        found = simulate.combine(plain, self.received, self.keys, self.weights)[rank]
         return torch.from_numpy(found).to(rows[0].dtype)
 
 

@@ -156,7 +156,7 @@ def test_rows_by_keys(ranks: int, sanitize: bool) -> None:
         assert all(map(same_received, there(out, calls, running), wanted))
         ways = [returning(call, one, dice) for call, one in zip(calls, wanted, strict=True)]
         for found, one in zip(back(home, ways, running), ways, strict=True):
-            assert all(map(equal, found, summed(one, 4 * ranks)))
+            assert all(map(equal, found, summed(one)))
 
 
 # --- what is told before it is there ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from commdsl.ep.simulate import Received
 from commdsl.ir.dispatches import ByKey
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.resources import data_dir
-from commdsl.program.phases import Actor, Count, FinishByWeight
+from commdsl.program.phases import Actor, Count, FinishBack
 from commdsl.program.plan import Phase, Plan
 from commdsl.program.proof.events import steps
 from commdsl.program.timeouts import BAD_KEY, BAD_ORIGIN, NO_ROOM, CommTimeout
@@ -86,8 +86,8 @@ def returning(call: KeysCall, received: Sequence[Received], dice: np.random.Gene
     return CallBack(call, received, rows, [dice.standard_normal(keys.shape).astype(np.float32) for keys in call.keys])
 
 
-def summed(one: CallBack, num_keys: int) -> list[Array]:
-    return simulate.combine(one.rows, one.received, one.call.keys, one.weights, num_keys)
+def summed(one: CallBack) -> list[Array]:
+    return simulate.combine(one.rows, one.received, one.call.keys, one.weights)
 
 
 def rank_of(dispatch: compiler.CheckedDispatch) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ def test_simulation() -> None:
     assert there.rows[0].tolist() == [[1.0]]
     assert there.counts.tolist() == [[0, 0], [1, 0]]
     weights = [np.array([[0.5, 2.0], [1.0, 1.0]], np.float32), np.array([[1.0, 10.0]], np.float32)]
-    first, second = simulate.combine([here.rows[0], there.rows[0]], (here, there), keys, weights, 4)
+    first, second = simulate.combine([here.rows[0], there.rows[0]], (here, there), keys, weights)
     assert first.tolist() == [[2.5], [0.0]]
     assert second.tolist() == [[44.0]]
 
@@ -153,7 +153,7 @@ def test_against_simulation(ranks: int, dtype: str) -> None:
         assert all(map(same, there(out, calls, running), wanted))
         ways = [returning(call, one, dice) for call, one in zip(calls, wanted, strict=True)]
         for found, one in zip(back(home, ways, running), ways, strict=True):
-            assert all(map(equal, found, summed(one, 4 * ranks)))
+            assert all(map(equal, found, summed(one)))
 
 
 @pytest.mark.parametrize(("ranks", "keys", "rank"), [(3, 6, "(expert + 1) % P"), (2, 1024, "expert % P")])
@@ -168,7 +168,7 @@ def test_any_order_of_keys(ranks: int, keys: int, rank: str) -> None:
     assert all(map(same, there(kernel(of.plan), calls), wanted))
     ways = [returning(call, one, dice) for call, one in zip(calls, wanted, strict=True)]
     for found, one in zip(back(kernel(of.back, "float32"), ways), ways, strict=True):
-        assert all(map(equal, found, summed(one, keys)))
+        assert all(map(equal, found, summed(one)))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -182,7 +182,7 @@ def test_silent(ranks: int) -> None:
 
     assert same(there(kernel(of.plan, sanitize=True), calls, running)[-1], wanted[-1])
     for found, one in zip(back(kernel(of.back, "float32", sanitize=True), ways, running), ways, strict=True):
-        assert all(map(equal, found, summed(one, 2 * ranks)))
+        assert all(map(equal, found, summed(one)))
 
 
 def reused(ranks: int, seed: int, calls: int = 8) -> list[KeysCall]:
@@ -377,6 +377,6 @@ def test_no_mistake() -> None:
 )
 def test_not_legal(plan: Plan, law: str) -> None:
     """What a Plan by keys has to be is refused where it is not."""
-    assert any(isinstance(phase, Count | FinishByWeight) for phase in (COUNT, FINISH))
+    assert any(isinstance(phase, Count | FinishBack) for phase in (COUNT, FINISH))
     with pytest.raises(InternalError, match=law):
         verify(plan)

@@ -167,7 +167,7 @@ def _keys(plan: Plan) -> bool:
     return all(
         keyed.equal(one, other)
         for call, ran in zip(returns, sums, strict=True)
-        for one, other in zip(ran, keyed.summed(call, len(rank_of)), strict=True)
+        for one, other in zip(ran, keyed.summed(call), strict=True)
     )
 
 

@@ -17,8 +17,9 @@ from commdsl.program.memory import Counters, Words
 from commdsl.program.phases import (
     Actor,
     Count,
+    Each,
     Finish,
-    FinishByWeight,
+    FinishBack,
     Host,
     Meet,
     Push,
@@ -33,6 +34,7 @@ from commdsl.program.phases import (
 from commdsl.program.plan import Plan
 
 RANKS = {Ranks.OWN: "commdsl::Ranks::kOwn", Ranks.OTHERS: "commdsl::Ranks::kOthers", Ranks.ALL: "commdsl::Ranks::kAll"}
+BACK = {Each.ENTRY: "rows", Each.RANK: "sums", Each.WORD: "words"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +136,9 @@ def _call(phase: Routed, number: int) -> str:
         case PushByKey():
             return "commdsl::push_by_key(here, peers);"
         case PushBack():
-            return "commdsl::push_back(here, peers);"
-        case FinishByWeight():
-            return "commdsl::finish_by_weight(here);"
+            return f"commdsl::push_{BACK[phase.each]}(here, peers);"
+        case FinishBack():
+            return f"commdsl::finish_{BACK[phase.each]}(here, peers);"
         case Finish():
             return "if (here.is_busy()) commdsl::finish(here);" if phase.is_spare else "commdsl::finish(here);"
         case Host():

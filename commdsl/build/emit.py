@@ -26,7 +26,7 @@ from commdsl.program.actors import printed
 from commdsl.program.arguments import arguments
 from commdsl.program.memory import Transport, Words
 from commdsl.program.moves import CELL, STAGE_MARKS_BYTES, STAGES, Moves, OpKind, Ops, Origin, Protocol
-from commdsl.program.phases import Push, PushByKey
+from commdsl.program.phases import Each, FinishBack, Push, PushBack, PushByKey
 from commdsl.program.plan import Plan, heap_layout
 
 if TYPE_CHECKING:
@@ -261,6 +261,11 @@ def _routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
                 yield "i32", "kNumRows", len(phase.given)
             case PushByKey():
                 yield "i32", "kNumRows", len(phase.to)
+            case PushBack():
+                yield "bool", "kAddsHere", int(phase.each is Each.RANK)
+                yield "bool", "kWeighsHere", int(phase.weights is not None)
+            case FinishBack():
+                yield "bool", "kWeighs", int(phase.weights is not None)
             case _:
                 pass
     yield "u64", "kLanes", plan.comm.lanes

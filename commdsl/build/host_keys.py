@@ -14,9 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.build.host_ranks import Kernel, Running, Seats, Values, run_ranks, seats
+from commdsl.program.arguments import is_staged
+from commdsl.program.phases import Each
 from commdsl.program.plan import Plan
 
 LINE = 256
+WORD = 8
 Array = NDArray[Any]
 
 
@@ -45,10 +48,16 @@ class Held(Protocol):
     """What the way back needs of what a rank holds, whoever says it."""
 
     @property
-    def counts(self) -> NDArray[np.int32]: ...
+    def offsets(self) -> NDArray[np.int32]: ...
 
     @property
     def origins(self) -> NDArray[np.uint64]: ...
+
+    @property
+    def mates(self) -> NDArray[np.int32]: ...
+
+    @property
+    def values(self) -> NDArray[np.float32] | None: ...
 
 
 def there(made: Kernel, calls: Sequence[KeysCall], running: Running | None = None) -> list[list[Arrived]]:
@@ -112,45 +121,69 @@ def _received(data: NDArray[np.uint8], call: KeysCall, places: Sequence[int], pl
 
 @dataclass(frozen=True, eq=False)
 class CallBack:
-    """The way back of a call: what became of the rows that came, by rank, and weights."""
+    """The way back of a call: what became of the rows that came, or words of them, by rank, and weights if they are
+    applied where what comes back is added up.
+    """
 
     call: KeysCall
     received: Sequence[Held]
     rows: Sequence[Array]
-    weights: Sequence[Array]
+    weights: Sequence[Array] | None = None
 
 
 def back(made: Kernel, calls: Sequence[CallBack], running: Running | None = None) -> list[list[Array]]:
-    """By call and rank the weighted sums."""
-    plan = made.plan
+    """By call and rank the sums, or the words."""
+    plan, each = made.plan, made.plan.push_back.each
     begin = -(-plan.symmetric_bytes // LINE) * LINE
-    rooms = max(keys.size for one in calls for keys in one.call.keys)
-    where = seats(plan, begin + rooms * max(_width(one.rows) for one in calls))
+    rooms = max(_places(plan, keys) for one in calls for keys in one.call.keys)
+    width = WORD if each is Each.WORD else max(_width(one.rows) for one in calls)
+    staging = begin + rooms * width
+    where = seats(plan, staging + plan.comm.lanes * width)
+    fixed = {"waiting": begin, "waiting_rows": rooms, "staging": staging}
+    fixed = {name: value for name, value in fixed.items() if name != "staging" or is_staged(plan)}
     values, places = [], []
     for one in calls:
+        shapes = [_shape(plan, one, keys) for keys in one.call.keys]
+        likes = [np.empty(shape, one.rows[0].dtype) for shape in shapes]
         sums = [
-            where.room.poisoned(len(keys) * _width(one.rows), f"sums of rank {rank}", shift=one.rows[0].itemsize)
-            for rank, keys in enumerate(one.call.keys)
+            where.room.poisoned(like.nbytes, f"sums of rank {rank}", shift=like.itemsize)
+            for rank, like in enumerate(likes)
         ]
-        places.append(sums)
-        fixed = {"waiting": begin, "waiting_rows": rooms}
-        values.append([{**fixed, "output": sums[rank], **_back(where, one, rank)} for rank in range(plan.num_ranks)])
+        places.append((sums, likes))
+        values.append([{**fixed, "output": sums[rank], **_back(where, one, rank, plan)} for rank in range(len(sums))])
     data = run_ranks(made, where, values, running or Running())
     return [
-        [_rows(data, at, len(keys), one.rows[0]) for at, keys in zip(sums, one.call.keys, strict=True)]
-        for one, sums in zip(calls, places, strict=True)
+        [_rows(data, at, len(like), like) for at, like in zip(sums, likes, strict=True)] for sums, likes in places
     ]
 
 
-def _back(where: Seats, one: CallBack, rank: int) -> dict[str, int]:
-    keys, held = one.call.keys[rank], one.received[rank]
+def _places(plan: Plan, keys: Array) -> int:
+    """What may wait on a rank for its rows."""
+    rows, a_row = map(int, keys.shape)
+    return rows * (min(a_row, plan.num_ranks) if plan.push_back.each is Each.RANK else a_row)
+
+
+def _shape(plan: Plan, one: CallBack, keys: Array) -> tuple[int, ...]:
+    """Of what comes back to a rank."""
+    return keys.shape if plan.push_back.each is Each.WORD else (len(keys), *one.rows[0].shape[1:])
+
+
+def _back(where: Seats, one: CallBack, rank: int, plan: Plan) -> dict[str, int]:
+    keys, held, push = one.call.keys[rank], one.received[rank], plan.push_back
+    more: dict[str, Array] = {}
+    if push.mates is not None:
+        more["mates"] = held.mates
+    if push.weights is not None and held.values is not None:
+        more["weights"] = held.values
+    if one.weights is not None:
+        more["weights"] = one.weights[rank]
     return {
         "given": _put(where, one.rows[rank], f"rows of rank {rank}", 2 * rank),
         "given_rows": one.call.room,
         "row_bytes": _width(one.rows),
         "origins": _put(where, held.origins, f"origins of rank {rank}", 0),
-        "counts": _put(where, held.counts, f"counts of rank {rank}", 4),
-        "weights": _put(where, one.weights[rank], f"weights of rank {rank}", 4),
+        "offsets": _put(where, held.offsets, f"offsets of rank {rank}", 4),
+        **{name: _put(where, array, f"{name} of rank {rank}", 4) for name, array in more.items()},
         "keys": _put(where, keys, f"keys of rank {rank}", 4),
         "num_rows": keys.shape[0],
         "keys_a_row": keys.shape[1],

@@ -192,8 +192,8 @@ def dispatch_lines(dispatch: Dispatch) -> Iterator[str]:
         yield "no way back"
     else:
         by = "" if dispatch.back.weight is None else f" times {dispatch.back.weight}"
-        where = ", those of one rank there" if dispatch.back.once else ""
-        yield f"back {', '.join(dispatch.back.names)}: copies added up{by}{where}"
+        once = ", those of a rank there, one row a rank crosses" if dispatch.back.once else ""
+        yield f"back {', '.join(dispatch.back.names)}: copies added up{by}{once}"
     yield f"role {dispatch.role}" if dispatch.role else "no role"
 
 

@@ -14,7 +14,6 @@ from pathlib import Path, PurePath
 from typing import assert_never
 
 from commdsl import compiler
-from commdsl.build.emit import Emitted
 from commdsl.commands.arguments import Target, UsageError
 from commdsl.commands.cubins import Cubin
 from commdsl.commands.jobs import Outcome
@@ -119,9 +118,9 @@ def of(outcome: Outcome, folder: Path, target: Target, cubins: tuple[Cubin, ...]
     ) + words.body.format(arguments=words.arguments)
     made = {f"{cubin.file}": cubin.content for cubin in cubins} | {f"{name}.py": module.encode()}
     match checked:
-        case CompiledDispatch(emitted=emitted, emitted_back=Emitted() as back):
-            made |= {f"{name}.cu": emitted.text.encode(), f"{name}_back.cu": back.text.encode()}
-        case CompiledSchedule(emitted=emitted) | CompiledDispatch(emitted=emitted):
+        case CompiledDispatch():
+            made |= {f"{plan.name}.cu": text.text.encode() for plan, text in checked.ways}
+        case CompiledSchedule(emitted=emitted):
             made[f"{name}.cu"] = emitted.text.encode()
         case _:
             pass

@@ -10,7 +10,6 @@ from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
-from commdsl.build.emit import Emitted
 from commdsl.commands import dumps, output
 from commdsl.commands.arguments import Target, UsageError
 from commdsl.commands.jobs import Job, Outcome, jobs_of, merge, prove_all, read, some
@@ -99,11 +98,11 @@ def render(outcome: Outcome, stage: Stage) -> str:
             return dumps.ir_text(schedule)
         case CheckedDispatch(dispatch=dispatch), Stage.IR:
             return "\n".join(dumps.dispatch_lines(dispatch))
-        case CompiledDispatch(back=Plan() as back, emitted_back=Emitted() as text) as both, _:
-            # By keys there are two: the way there, and the way back.
-            one = replace(both, back=None, emitted_back=None)
-            other = replace(one, plan=back, emitted=text)
-            return "\n".join(render(replace(outcome, checked=way), stage) for way in (one, other))
+        case CompiledDispatch(back=Plan()) as made, _:
+            # By keys there are several: the way there, the way back, and that of numbers.
+            one = replace(made, back=None, values=None, emitted_back=None, emitted_values=None)
+            ways = (replace(one, plan=plan, emitted=text) for plan, text in made.ways)
+            return "\n".join(render(replace(outcome, checked=way), stage) for way in ways)
         case CompiledSchedule(plan=plan, visits=visits), Stage.PLAN:
             return "\n".join(dumps.plan_text(one) for one in dict.fromkeys((plan, visits)) if one is not None)
         case CompiledDispatch(plan=plan), Stage.PLAN:

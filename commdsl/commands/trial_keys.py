@@ -22,7 +22,7 @@ from commdsl.commands.trial import COPIES, SEED, Settings, Trial, make_array
 from commdsl.compiler import CompiledDispatch
 from commdsl.ep import simulate
 from commdsl.ep.simulate import Received
-from commdsl.ir.dispatches import ByKey
+from commdsl.ir.dispatches import Back, ByKey
 from commdsl.language.records import dataclass
 from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import DType
@@ -64,7 +64,9 @@ def trial_keys(compiled: CompiledDispatch, route: ByKey, dtype: DType, width: in
     dice = np.random.default_rng(SEED)
     calls = [_call(compiled, route, kind, dtype, width, dice) for kind in KINDS]
     expected = [simulate.dispatch(call.keys, call.tensors, route.rank_of) for call in calls]
-    backs = [_back(call, held, dtype, width, dice) for call, held in zip(calls, expected, strict=True)]
+    back = compiled.dispatch.back
+    weighs = back is not None and back.weight is not None and not back.once
+    backs = [_back(call, held, dtype, width, weighs, dice) for call, held in zip(calls, expected, strict=True)]
     counts = tuple(np.stack([one.counts.sum(axis=0, dtype=np.int64) for one in held]) for held in expected)
     ways = len(compiled.dispatch.tensors) + (compiled.back is not None)
     made = _ran(compiled, route, calls, expected, backs, dtype, settings)
@@ -83,11 +85,13 @@ def _call(
     return KeysCall(keys, tensors, lanes, max(sum(one.size for one in keys), 1))
 
 
-def _back(call: KeysCall, held: Sequence[Received], dtype: DType, width: int, dice: np.random.Generator) -> CallBack:
+def _back(
+    call: KeysCall, held: Sequence[Received], dtype: DType, width: int, weighs: bool, dice: np.random.Generator
+) -> CallBack:
     """Other rows than came, so that what is added up are different numbers."""
     rows = [_rows(dice, dtype, len(one.origins), width) for one in held]
     weights = [dice.standard_normal(keys.shape).astype(np.float32) for keys in call.keys]
-    return CallBack(call, held, rows, weights)
+    return CallBack(call, held, rows, weights if weighs else None)
 
 
 def _rows(dice: np.random.Generator, dtype: DType, count: int, width: int) -> Array:
@@ -110,7 +114,7 @@ def _ran(
         compared, fault = compare_there(host_keys.there(kernel, calls), expected)
         if compiled.back is not None and not fault:
             kernel = host_rows.checking(compiled.back, dtype.name, mode=settings.mode, sanitize=settings.sanitize)
-            more, fault = compare_back(host_keys.back(kernel, backs), backs, expected, route.num_keys)
+            more, fault = compare_back(host_keys.back(kernel, backs), backs, expected, compiled.dispatch.back)
             compared += more
         name = " ".join(host.find_compiler(from_environment()).command)
     except host.NoHostCompilerError as error:
@@ -141,12 +145,16 @@ def compare_there(found: Sequence[Sequence[Arrived]], expected: Sequence[Sequenc
 
 
 def compare_back(
-    found: Sequence[Sequence[Array]], backs: Sequence[CallBack], expected: Sequence[Sequence[Received]], num_keys: int
+    found: Sequence[Sequence[Array]], backs: Sequence[CallBack], expected: Sequence[Sequence[Received]], way: Back | None
 ) -> tuple[int, str]:
     """As `compare_there`, for the sums."""
     compared = 0
     for kind, got, one, received in zip(KINDS, found, backs, expected, strict=True):
-        wanted = simulate.combine(one.rows, received, one.call.keys, one.weights, num_keys)
+        weights, once = one.weights, way is not None and way.once
+        if once and way is not None and way.weight is not None:
+            beside = [held.values for held in received if held.values is not None]
+            weights = simulate.combine_values(beside, received, one.call.keys)
+        wanted = simulate.combine(one.rows, received, one.call.keys, weights, once=once)
         for rank, (have, want) in enumerate(zip(got, wanted, strict=True)):
             compared += want.nbytes
             if have.tobytes() != want.tobytes():

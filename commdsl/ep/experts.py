@@ -14,7 +14,7 @@ import torch
 
 from commdsl.ep.limits import Limits, tensors_of, whole
 from commdsl.ir.dispatches import ByKey
-from commdsl.program.timeouts import BAD_KEY, BAD_ORIGIN, NO_ROOM, ErrorRecord, complaint
+from commdsl.program.timeouts import BAD_KEY, BAD_MATE, BAD_ORIGIN, NO_ROOM, ErrorRecord, complaint
 from commdsl.runtime import given, groups
 from commdsl.runtime.errors import DispatchError, GradientError, KeysError, RowError, TensorError
 from commdsl.runtime.given import Patience
@@ -212,7 +212,7 @@ class Experts:
 
     def explain(self, record: ErrorRecord) -> Exception:
         """What a kernel of this rank reported that is no time-out, in words."""
-        kind = KeysError if record.code in (BAD_KEY, NO_ROOM, BAD_ORIGIN) else RowError
+        kind = KeysError if record.code in (BAD_KEY, NO_ROOM, BAD_ORIGIN, BAD_MATE) else RowError
         return kind(complaint(record))
 
     @property

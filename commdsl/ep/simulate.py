@@ -8,7 +8,7 @@ there, by which row and rank know each other where it travels once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 Keys: TypeAlias = NDArray[np.int32]
 Array: TypeAlias = NDArray[Any]
+Rounded: TypeAlias = Callable[[Array], Array]  # of float32 to float32
 
 PADDING = 2**64 - 1
 """The origin of a place that has no row."""
@@ -111,23 +112,56 @@ def _laid(
 
 
 def combine(
-    rows: Sequence[Array], received: Sequence[Received], keys: Sequence[Keys], weights: Sequence[Array], num_keys: int
+    rows: Sequence[Array],
+    received: Sequence[Received],
+    keys: Sequence[Keys],
+    weights: Sequence[Array] | None,
+    *,
+    once: bool = False,
+    rounded: Rounded | None = None,
 ) -> list[Array]:
-    """By rank (T, ...): for each row the sum over its keys, in order, of weight times what came back for it, in
-    float32, rounded once; zero for a row of no key. `rows`: by rank what became of the rows it received.
+    """By rank (T, ...): for each row the sum of what came back for it, times its weights if there are, in float32,
+    rounded once; zero for a row of no key. `rows`: by rank what became of the rows it received; weights by rank (T, K).
+
+    Over its keys in their order; with `once` over the ranks that have some of them in theirs, of which each adds up its
+    own, in the order of the keys, and rounds. `rounded`: to numbers of an element type that numpy does not have.
     """
     like = rows[0]
-    came: list[dict[tuple[int, int], Array]] = [{} for _ in keys]
+    narrow = rounded or (lambda row: row.astype(like.dtype).astype(np.float32))
+    came: list[dict[tuple[int, int], tuple[int, Array]]] = [{} for _ in keys]
     for rank, held in enumerate(received):
         for at, source, row, which in held.entries.tolist():
-            came[source][row, which] = rows[rank][at]
+            came[source][row, which] = rank, rows[rank][at].astype(np.float32)
     found = []
     for source, own in enumerate(keys):
         result = np.zeros((len(own), *like.shape[1:]), np.float32)
         for row in range(len(own)):
-            kept = [which for which in range(own.shape[1]) if 0 <= own[row, which] < num_keys]
-            for number, which in enumerate(kept):
-                term = came[source][row, which].astype(np.float32) * np.float32(weights[source][row, which])
-                result[row] = term if number == 0 else result[row] + term
+            terms = [(which, *came[source][row, which]) for which in range(own.shape[1]) if (row, which) in came[source]]
+            if weights is not None:
+                terms = [(which, rank, term * np.float32(weights[source][row, which])) for which, rank, term in terms]
+            if once:
+                ranks = sorted({rank for _, rank, _ in terms})
+                parts = [narrow(_added([term for _, of, term in terms if of == rank])) for rank in ranks]
+            else:
+                parts = [term for _, _, term in terms]
+            if parts:
+                result[row] = _added(parts)
         found.append(result.astype(like.dtype))
+    return found
+
+
+def _added(terms: Sequence[Array]) -> Array:
+    """In float32, one after another."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def combine_values(values: Sequence[Array], received: Sequence[Received], keys: Sequence[Keys]) -> list[Array]:
+    """By rank (T, K): the number of each key's place, zero for a key that is none. `values`: by rank (R,)."""
+    found = [np.zeros(own.shape, np.float32) for own in keys]
+    for rank, held in enumerate(received):
+        for at, source, row, which in held.entries.tolist():
+            found[source][row, which] = values[rank][at]
     return found

@@ -13,7 +13,7 @@ from functools import cached_property
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.memory import Transport
 from commdsl.program.moves import Moves
-from commdsl.program.phases import Count, FinishByWeight, Push, PushBack, PushByKey
+from commdsl.program.phases import Count, Each, FinishBack, Push, PushBack, PushByKey
 from commdsl.program.plan import Plan
 
 
@@ -147,14 +147,24 @@ def arguments(plan: Plan) -> Arguments:
                     Field("given_rows"),  # room there, of which the first have been received
                     Field("row_bytes"),
                     Field("origins", is_address=True),
-                    Field("counts", is_address=True),
+                    Field("offsets", is_address=True),
                 ]
-            case FinishByWeight():
-                words += [Field("weights", is_address=True), Field("output", is_address=True), *_KEYS]
+                words += [] if phase.mates is None else [Field("mates", is_address=True)]
+                # Offset in the own heap of a row for each warp, where what goes far is added up.
+                words += [Field("staging")] if is_staged(plan) else []
+                words += [] if phase.weights is None else [Field("weights", is_address=True)]
+            case FinishBack():
+                words += [] if phase.weights is None else [Field("weights", is_address=True)]
+                words += [Field("output", is_address=True), *_KEYS]
             case _:
                 pass
     words.append(Field("digest"))  # of all that is the same on every rank, in 32 bits
     return Arguments((*words, *numbers))
+
+
+def is_staged(plan: Plan) -> bool:
+    """Whether a warp adds up rows in the own heap before they go."""
+    return plan.transport is Transport.NVSHMEM and plan.push_back.each is Each.RANK
 
 
 _KEYS = (Field("keys", is_address=True), Field("num_rows"), Field("keys_a_row"))

@@ -140,14 +140,29 @@ class PushByKey:
         return Actor.LANES
 
 
+class Each(Enum):
+    """What crosses on the way back from keys, and for how much of a row a place waits on its source."""
+
+    ENTRY = "each key"  # the row of one key
+    RANK = "each rank"  # the sum of those of a rank
+    WORD = "each word"  # a float32 of one key
+
+
 @dataclass(frozen=True, slots=True)
 class PushBack:
-    """Rows, as many as `counts` add up to, each to the place on its source that waits for this key of this row."""
+    """What rows became, up to the last of `offsets`, to the places on their sources that wait for it.
+
+    Of each rank: where the first of a row's places stands, all of them are added up in the order of the row's keys, in
+    float32, times their `weights` if there are, and rounded; `mates` says for each key of a row which place it has.
+    """
 
     given: Rows
     origins: Rows
-    counts: Rows
+    offsets: Rows
     to: Rows
+    each: Each = Each.ENTRY
+    mates: Rows | None = None
+    weights: Rows | None = None
 
     @property
     def by(self) -> Actor:
@@ -155,21 +170,25 @@ class PushBack:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishByWeight:
-    """For each row what waits in the places of its keys, times their weights, summed. `positions`: as for `Count`."""
+class FinishBack:
+    """For each row what waits for it: rows of its keys, in their order, times their weights if there are, or sums of
+    ranks, in theirs, added up in float32 and rounded once; words as they came. What waits for nothing is zero.
+    `positions`: as for `Count`.
+    """
 
     waiting: Rows
     keys: Rows
-    weights: Rows
     to: Rows
     positions: tuple[int, ...]
+    each: Each = Each.ENTRY
+    weights: Rows | None = None
 
     @property
     def by(self) -> Actor:
         return Actor.LANES
 
 
-Routed: TypeAlias = Host | Tell | Meet | Read | Push | Finish | Count | PushByKey | PushBack | FinishByWeight
+Routed: TypeAlias = Host | Tell | Meet | Read | Push | Finish | Count | PushByKey | PushBack | FinishBack
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,18 +232,21 @@ def touches(phase: Routed) -> tuple[Touch, ...]:
             writes = tuple(Touch(rows, Ranks.ALL, True, _turn(rows)) for rows in phase.to)
             return (*_reads(*phase.given, phase.keys), *writes, Touch(phase.counts, Ranks.OWN, True, 1))
         case PushBack():
-            return (
-                *_reads(phase.given, phase.origins, phase.counts),
-                Touch(phase.to, Ranks.ALL, True, _turn(phase.to)),
-            )
-        case FinishByWeight():
-            return (*_reads(phase.waiting, phase.keys, phase.weights), Touch(phase.to, Ranks.OWN, True, 1))
+            read = _reads(phase.given, phase.origins, phase.offsets, *_if(phase.mates), *_if(phase.weights))
+            return (*read, Touch(phase.to, Ranks.ALL, True, _turn(phase.to)))
+        case FinishBack():
+            read = _reads(phase.waiting, phase.keys, *_if(phase.weights))
+            return (*read, Touch(phase.to, Ranks.OWN, True, 1))
         case _:
             assert_never(phase)
 
 
 def _reads(*rows: Rows) -> tuple[Touch, ...]:
     return tuple(Touch(one, Ranks.OWN, False, 1) for one in rows)
+
+
+def _if(rows: Rows | None) -> tuple[Rows, ...]:
+    return () if rows is None else (rows,)
 
 
 def name_of(phase: Routed) -> str:
@@ -242,7 +264,7 @@ def name_of(phase: Routed) -> str:
             return "count"
         case Push() | PushByKey() | PushBack():
             return "push"
-        case Finish() | FinishByWeight():
+        case Finish() | FinishBack():
             return "finish"
         case _:
             assert_never(phase)
@@ -267,13 +289,18 @@ def described(phase: Routed) -> str:
         case PushByKey():
             return f"{name} {', '.join(rows.name for rows in phase.given)} by {phase.keys.name}{by}"
         case PushBack():
-            return f"{name} {phase.given.name} back{by}"
-        case FinishByWeight():
-            return f"{name} {phase.to.name} by {phase.weights.name}{by}"
+            sums = ", the sums of this rank's" if phase.each is Each.RANK else ""
+            return f"{name} {phase.given.name} back{sums}{_times(phase.weights)}{by}"
+        case FinishBack():
+            return f"{name} {phase.to.name} of {phase.each.value}{_times(phase.weights)}{by}"
         case Host() | Read():
             return f"{name}{by}"
         case _:
             assert_never(phase)
+
+
+def _times(weights: Rows | None) -> str:
+    return "" if weights is None else f" times {weights.name}"
 
 
 def _is_own(what: Words | Counters) -> bool:

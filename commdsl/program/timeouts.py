@@ -68,8 +68,8 @@ class CommTimeout(Error, RuntimeError):  # noqa: N818 - a time-out is what it is
         return f"{waited}; {'rank' if len(self.missing) == 1 else 'ranks'} {ranks} never entered the call"
 
 
-TIMED_OUT, BAD_TILE, BAD_COUNT, BAD_FINISH, BAD_TABLE, BAD_KEY, NO_ROOM, BAD_ORIGIN = range(1, 9)
-DISAGREES, STOPPED, INTERRUPTED, GONE = range(9, 13)
+TIMED_OUT, BAD_TILE, BAD_COUNT, BAD_FINISH, BAD_TABLE, BAD_KEY, NO_ROOM, BAD_ORIGIN, BAD_MATE = range(1, 10)
+DISAGREES, STOPPED, INTERRUPTED, GONE = range(10, 14)
 """`ErrorRecord.code`, as in types.cuh."""
 
 
@@ -129,6 +129,11 @@ def complaint(record: ErrorRecord, place: str = "") -> str:
         return (
             f"row {record.op} of rank {record.rank} came from row place {record.seen} of rank {record.peer}, and there "
             f"are {record.expected} places"
+        )
+    if record.code == BAD_MATE:
+        return (
+            f"row {record.op} of rank {record.rank} is to be added up with one that is not among the {record.expected} "
+            "that came"
         )
     part = "its words" if record.op else "its head"
     return (

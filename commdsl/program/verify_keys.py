@@ -9,7 +9,7 @@ from __future__ import annotations
 from commdsl.ir.dispatches import MOST_KEYS
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.memory import Home, Rows, Words
-from commdsl.program.phases import Count, FinishByWeight, Meet, PushBack, PushByKey, Routed, Tell
+from commdsl.program.phases import Count, Each, FinishBack, Meet, PushBack, PushByKey, Routed, Tell
 from commdsl.program.plan import Plan
 
 
@@ -17,9 +17,9 @@ def verify_keys(plan: Plan) -> None:
     """Raises InternalError unless keys, rows and what is told of them fit each other."""
     lanes = [phase for role in plan.roles if not role.is_caller for phase in role.phases]
     routed = [phase for phase in lanes if isinstance(phase, Routed)]
-    phases = [phase for phase in routed if isinstance(phase, Count | PushByKey | PushBack | FinishByWeight)]
+    phases = [phase for phase in routed if isinstance(phase, Count | PushByKey | PushBack | FinishBack)]
     for phase in phases:
-        if isinstance(phase, Count | FinishByWeight):
+        if isinstance(phase, Count | FinishBack):
             _positions(plan, phase.positions)
     match phases:
         case []:
@@ -38,7 +38,7 @@ def verify_keys(plan: Plan) -> None:
             told = ("lanes", "room", *names, *(f"{push.keys.name} {key}" for key in range(len(count.positions))))
             _told(routed, told)
             _there(count, push)
-        case [PushBack() as push, FinishByWeight() as finish]:
+        case [PushBack() as push, FinishBack() as finish]:
             _back(push, finish)
             _told(routed, ("lanes",))
         case _:
@@ -76,9 +76,15 @@ def _there(count: Count, push: PushByKey) -> None:
     _distinct(*made)
 
 
-def _back(push: PushBack, finish: FinishByWeight) -> None:
-    _given(push.given, push.origins, push.counts, finish.keys, finish.weights)
-    _distinct(push.given, push.origins, push.counts, finish.keys, finish.weights)
+def _back(push: PushBack, finish: FinishBack) -> None:
+    optional = [rows for rows in (push.mates, push.weights, finish.weights) if rows is not None]
+    _given(push.given, push.origins, push.offsets, finish.keys, *optional)
+    _distinct(push.given, push.origins, push.offsets, finish.keys, *optional)
+    _law(push.each is finish.each, f"what comes back is of {push.each.value}, and finished of {finish.each.value}")
+    sums = push.each is Each.RANK
+    _law((push.mates is not None) == sums, "a rank adds up the places of a row, and knows which they are")
+    _law(push.weights is None or sums, "what is not added up where it is is not weighed there")
+    _law(finish.weights is None or push.each is Each.ENTRY, "only rows of keys are weighed where they come back")
     _law(push.to.home is Home.WAITING, f"`{push.to.name}` waits until it is summed")
     _law(finish.waiting == push.to, f"`{push.to.name}` comes back, and `{finish.waiting.name}` is summed")
     _law(finish.to.home is Home.RESULT, f"`{finish.to.name}`, which is the sum, is a result")

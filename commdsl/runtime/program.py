@@ -119,6 +119,7 @@ class RoutedProgram:
     plan: Plan
     emitted: Emitted
     back: tuple[Plan, Emitted] | None  # of rows that go by keys, the way back
+    values: tuple[Plan, Emitted] | None  # and that of a number for each key
 
 
 def program(definition: Definition, ranks: int, transport: Transport, config: Config) -> Program:
@@ -145,8 +146,10 @@ def routed_program(definition: Definition, ranks: int, transport: Transport, con
     found = cache.kept(config.cache_dir, cache.key(parts), RoutedProgram, made)
     if not definition.kernels:
         return found
-    back = found.back and (found.back[0], replace(found.back[1], kernels=definition.kernels))
-    return replace(found, emitted=replace(found.emitted, kernels=definition.kernels), back=back)
+    back, values = (
+        way and (way[0], replace(way[1], kernels=definition.kernels)) for way in (found.back, found.values)
+    )
+    return replace(found, emitted=replace(found.emitted, kernels=definition.kernels), back=back, values=values)
 
 
 def _compile_dispatch(definition: Definition, ranks: int, transport: Transport) -> RoutedProgram:
@@ -157,8 +160,8 @@ def _compile_dispatch(definition: Definition, ranks: int, transport: Transport) 
     given = compiler.Given(ranks, definition.on, dict(definition.params), transport, dict(definition.tune))
     decl = compiler.choose_kind(files, definition.schedule, DispatchDecl)
     made = compiler.printed(compiler.check_dispatch(files, decl, given))
-    back = None if made.back is None or made.emitted_back is None else (made.back, made.emitted_back)
-    return RoutedProgram(made.dispatch, made.plan, made.emitted, back)
+    _, back, values = (*made.ways, None, None)[:3]
+    return RoutedProgram(made.dispatch, made.plan, made.emitted, back, values)
 
 
 def _compile(definition: Definition, ranks: int, transport: Transport) -> Program:

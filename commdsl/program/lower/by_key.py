@@ -1,11 +1,13 @@
-"""Turns a dispatch whose rows go by keys into two Plans: one that takes them there, and one that brings them back.
+"""Turns a dispatch whose rows go by keys into Plans: one that takes them there, one that brings back what became of
+them, and one that brings back a number for each key of a row.
 
 Assumes legal numbers. Does not know a key: which row goes where is data on the device, and the host never reads it.
 
 There, all lanes count all keys of their rank, the first tells every peer the counts, and where results lie; from the
 counts of all ranks every lane finds the places of its rows. Back, every row goes to a place of its own, for its row and
-key, that waits on its source; when all have come each row is the weighted sum of its places. The two have nothing in
-common but what their caller hands from one to the other: memory and calls are each Plan's own.
+key, that waits on its source, or the sum of those of a rank to the place for its row and rank; when all have come each
+row is the sum of its places. They have nothing in common but what their caller hands from one to the other: memory and
+calls are each Plan's own.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from commdsl.program.memory import Counters, Home, Rows, Transport, Words
 from commdsl.program.phases import (
     Actor,
     Count,
-    FinishByWeight,
+    Each,
+    FinishBack,
     Meet,
     PushBack,
     PushByKey,
@@ -48,24 +51,44 @@ def lower_by_key(dispatch: Dispatch, transport: Transport = Transport.PEER) -> P
 
 
 def lower_back(dispatch: Dispatch, back: Back, transport: Transport = Transport.PEER) -> Plan:
-    """The way back."""
-    route = route_of(dispatch)
+    """The way back. What is weighed where it is added up is weighed by the values that came there, one a place."""
     (name,) = back.names
-    if back.weight is None:
-        raise InternalError(f"what comes back to the rows of `{dispatch.name}` has no weight")
+    weight = None if back.weight is None else Rows(back.weight, Home.GIVEN)
+    if back.once:
+        return _back(dispatch, "back", name, transport, Each.RANK, mates=Rows("mates", Home.GIVEN), there=weight)
+    return _back(dispatch, "back", name, transport, Each.ENTRY, here=weight)
+
+
+def lower_values(dispatch: Dispatch, transport: Transport = Transport.PEER) -> Plan:
+    """The way back of numbers, one for each place, to the keys of the rows that they are of."""
+    return _back(dispatch, "values", "values", transport, Each.WORD)
+
+
+def _back(
+    dispatch: Dispatch,
+    way: str,
+    name: str,
+    transport: Transport,
+    each: Each,
+    mates: Rows | None = None,
+    there: Rows | None = None,
+    here: Rows | None = None,
+) -> Plan:
+    """One way back. Weights are applied `there`, where a sum is made, or `here`, where rows of keys came back to."""
+    route = route_of(dispatch)
     given, waiting, result = (Rows(name, home) for home in (Home.GIVEN, Home.WAITING, Home.RESULT))
-    keys, weights, origins, counts = (Rows(one, Home.GIVEN) for one in (route.key, back.weight, "origins", "counts"))
-    push = PushBack(given, origins, counts, waiting)
+    keys, origins, offsets = (Rows(one, Home.GIVEN) for one in (route.key, "origins", "offsets"))
+    push = PushBack(given, origins, offsets, waiting, each, mates, there)
     phases = (
         Read(Actor.LANES, CALLS),
         *_greeted(push, Words("addresses", ("lanes",))),
         Tell(Actor.FIRST, COMPLETE, Ranks.OWN),
         Meet(Actor.LANES, COMPLETE, Ranks.OWN),
-        FinishByWeight(waiting, keys, weights, result, positions_of(route)),
+        FinishBack(waiting, keys, result, positions_of(route), each, here),
     )
-    return plan_of(
-        dispatch, f"{dispatch.name}_back", phases, (given, origins, counts, keys, weights, result), transport
-    )
+    more = tuple(rows for rows in (mates, there, here) if rows is not None)
+    rows = (given, origins, offsets, keys, *more, result)
+    return plan_of(dispatch, f"{dispatch.name}_{way}", phases, rows, transport)
 
 
 def _greeted(push: PushByKey | PushBack, addresses: Words) -> Iterator[Routed]:

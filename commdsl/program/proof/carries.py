@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from commdsl.ir.dispatches import ByKey, Dispatch, Put
+from commdsl.ir.dispatches import Back, ByKey, Dispatch, Put
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.program.memory import Home, Rows, Transport
-from commdsl.program.phases import Count, Finish, FinishByWeight, Push, PushBack, PushByKey
+from commdsl.program.phases import Count, Finish, FinishBack, Push, PushBack, PushByKey
 from commdsl.program.plan import Plan
 
 Held: TypeAlias = tuple[str, ...]
@@ -46,14 +46,14 @@ def _by_tables(dispatch: Dispatch, plan: Plan) -> Iterator[tuple[str, Held, Held
 
 
 def _by_keys(dispatch: Dispatch, plan: Plan, route: ByKey) -> Iterator[tuple[str, Held, Held]]:
-    """There each tensor beside where its rows come from; back what was made of them, by weight."""
+    """There each tensor beside where its rows come from; back what was made of them, added up as the dispatch says."""
     order = sorted(range(route.num_keys), key=lambda key: (route.rank_of[key], key))
     places = tuple(str(order.index(key)) for key in range(route.num_keys))
     held = _held(plan)
     goes = False
     for phase in plan.comm.phases:
         match phase:
-            case Count() | FinishByWeight():
+            case Count() | FinishBack():
                 yield route.key, (route.key, *places), (phase.keys.name, *map(str, phase.positions))
             case PushByKey():
                 goes = True
@@ -63,11 +63,25 @@ def _by_keys(dispatch: Dispatch, plan: Plan, route: ByKey) -> Iterator[tuple[str
     wanted: dict[str, Held] = {}
     if goes:
         wanted = {tensor.name: (f"rows of {tensor.name}", "pushed by key") for tensor in dispatch.tensors}
+    elif plan.name == f"{dispatch.name}_values":
+        wanted = {"values": ("rows of values", *HOME, "each word")}
     elif dispatch.back is not None:
-        (name,) = dispatch.back.names
-        wanted = {name: (f"rows of {name}", "pushed back", f"summed by {dispatch.back.weight}")}
+        wanted = dict(_back(dispatch.back))
     for name, way in wanted.items():
         yield name, _sorted({way}), _sorted(held.get(Rows(name, Home.RESULT), set()))
+
+
+HOME = ("up to offsets", "by origins")
+
+
+def _back(back: Back) -> Iterator[tuple[str, Held]]:
+    """What comes home: sums of ranks, weighed where they are made, or rows of keys, weighed at home."""
+    (name,) = back.names
+    times = () if back.weight is None else (f"times {back.weight}",)
+    if back.once:
+        yield name, (f"rows of {name}", "added up by mates", *times, *HOME, "each rank")
+    else:
+        yield name, (f"rows of {name}", *HOME, "each key", *times)
 
 
 def _held(plan: Plan) -> dict[Rows, set[Held]]:
@@ -84,17 +98,23 @@ def _held(plan: Plan) -> dict[Rows, set[Held]]:
                 for rows, to in zip(phase.given, phase.to, strict=False):
                     found.setdefault(to, set()).add((f"rows of {rows.name}", "pushed by key"))
             case PushBack():
-                found.setdefault(phase.to, set()).add((f"rows of {phase.given.name}", "pushed back"))
+                sums = [] if phase.mates is None else [f"added up by {phase.mates.name}"]
+                place = f"up to {phase.offsets.name}", f"by {phase.origins.name}", phase.each.value
+                way = (f"rows of {phase.given.name}", *sums, *_times(phase.weights), *place)
+                found.setdefault(phase.to, set()).add(way)
             case Finish():
                 for waiting, to in zip(phase.waiting, phase.to, strict=False):
                     found.setdefault(to, set()).update((*held, "finished") for held in found.get(waiting, set()))
-            case FinishByWeight():
-                done = f"summed by {phase.weights.name}"
-                held_back = found.get(phase.waiting, set())
-                found.setdefault(phase.to, set()).update((*held, done) for held in held_back)
+            case FinishBack():
+                for way in found.get(phase.waiting, set()):
+                    found.setdefault(phase.to, set()).add((*way, *_times(phase.weights)))
             case _:
                 pass
     return found
+
+
+def _times(weights: Rows | None) -> Held:
+    return () if weights is None else (f"times {weights.name}",)
 
 
 def _sorted(ways: set[Held]) -> Held:

@@ -51,6 +51,8 @@ COMMDSL_FN void far_put_word(const Arguments& args, i32 peer, u64 at, u64 value)
   far_put(far_place(args, peer, at), &value, sizeof(value), true);
 }
 
+COMMDSL_FN void far_stored() {}
+
 COMMDSL_FN void drop_put() {
   PendingPut* put = pending_puts;
   pending_puts = put->before;

@@ -24,20 +24,20 @@ COMMDSL_FN void sum_run(char* dest, const char* source, u64 bytes, u64 stride, u
   }
 }
 
-// The runs of `count` keys, one behind the other, times their weights, in order; those whose key is not below `keys` are left out.
-template <class Element>
-COMMDSL_FN void weigh_run(char* dest, const char* source, u64 bytes, const float* weights, const i32* key, u32 count, u32 keys) {
+// The sum of `count` runs, each `bytes` long and so many times as far behind `source` as its part says, each times its weight where it
+// `weighs`: in their order, in float32, rounded once; zero of none.
+template <class Element, bool weighs, class Parts>
+COMMDSL_FN void add_run(char* dest, const char* source, u64 bytes, const Parts& parts, u32 count) {
   using Storage = typename Element::Storage;
+  if (count == 0) return zero_run(dest, bytes);
+  if (!weighs && count == 1) return copy_run(dest, source + parts.at[0] * bytes, bytes);
   for (u64 at = 0; at < bytes; at += sizeof(Storage)) {
     Storage element;
     float total = 0;
-    bool is_first = true;
     for (u32 i = 0; i < count; ++i) {
-      if (static_cast<u32>(key[i]) >= keys) continue;
-      memcpy(&element, source + i * bytes + at, sizeof(Storage));
-      const float value = multiply(Element::widen(element), weights[i]);
-      total = is_first ? value : add(total, value);
-      is_first = false;
+      memcpy(&element, source + parts.at[i] * bytes + at, sizeof(Storage));
+      const float value = weighs ? multiply(Element::widen(element), parts.weight[i]) : Element::widen(element);
+      total = i == 0 ? value : add(total, value);
     }
     element = Element::narrow(total);
     memcpy(dest + at, &element, sizeof(Storage));

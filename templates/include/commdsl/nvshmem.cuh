@@ -47,6 +47,9 @@ COMMDSL_FN void far_put_word(const Arguments& args, i32 peer, u64 at, u64 value)
   commdsl_nvshmem_put_word(far_word(args, peer, at), value, pe_of(args, peer));
 }
 
+// A network card may read what is put.
+COMMDSL_FN void far_stored() { __threadfence_system(); }
+
 template <class Arguments>
 COMMDSL_FN void far_fence(const Arguments&) {
   commdsl_nvshmem_fence();

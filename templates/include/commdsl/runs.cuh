@@ -137,49 +137,73 @@ COMMDSL_FN void sum_run(char* dest, const char* source, u64 bytes, u64 stride, u
   }
 }
 
-// From a thread's own offset on, a word at a time: the runs of `count` keys, one behind the other, times their weights, in order;
-// those whose key is not below `keys` are left out. Some are loaded before the first is added: with one alone a thread would wait
-// a whole latency for each.
-template <class Element, class Word>
-COMMDSL_FN void weigh_words(char* dest, const char* source, u64 bytes, const float* weights, const i32* key, u32 count, u32 keys) {
-  constexpr u32 kAhead = 4;
+// From byte `at`, a thread's own offset in, while `unroll` words a warp apart are left to it; returns where it stopped. Of so many
+// words of so many runs all are loaded before the first is added.
+template <class Element, class Word, bool weighs, u32 ahead, u32 unroll, class Parts>
+COMMDSL_FN u64 add_words(char* dest, const char* source, u64 at, u64 bytes, const Parts& parts, u32 count) {
+  constexpr u64 kStep = kWarp * sizeof(Word);
   using Values = Lanes<Element, Word>;
-  for (u64 at = thread_of_warp() * sizeof(Word); at < bytes; at += kWarp * sizeof(Word)) {
-    Values total;
+  for (; at + (unroll - 1) * kStep + sizeof(Word) <= bytes; at += unroll * kStep) {
+    Values total[unroll];
+    for (u32 from = 0; from < count; from += ahead) {
+      Word word[ahead][unroll];
 #pragma unroll
-    for (u32 e = 0; e < Values::kCount; ++e) total.value[e] = 0;
-    bool is_first = true;
-    for (u32 from = 0; from < count; from += kAhead) {
-      Word word[kAhead];
-      bool is_kept[kAhead];
+      for (u32 i = 0; i < ahead; ++i) {
+        if (from + i >= count) continue;
+        const char* run = source + parts.at[from + i] * bytes + at;
 #pragma unroll
-      for (u32 j = 0; j < kAhead; ++j) {
-        is_kept[j] = from + j < count && static_cast<u32>(key[from + j]) < keys;
-        if (is_kept[j]) load(word[j], source + (from + j) * bytes + at);
+        for (u32 j = 0; j < unroll; ++j) load(word[i][j], run + j * kStep);
       }
 #pragma unroll
-      for (u32 j = 0; j < kAhead; ++j) {
-        if (!is_kept[j]) continue;
-        Values next;
-        next.widen(word[j]);
+      for (u32 i = 0; i < ahead; ++i) {
+        if (from + i >= count) continue;
+        const float weight = weighs ? parts.weight[from + i] : 1.0f;
 #pragma unroll
-        for (u32 e = 0; e < Values::kCount; ++e) {
-          const float value = multiply(next.value[e], weights[from + j]);
-          total.value[e] = is_first ? value : add(total.value[e], value);
+        for (u32 j = 0; j < unroll; ++j) {
+          Values next;
+          next.widen(word[i][j]);
+#pragma unroll
+          for (u32 e = 0; e < Values::kCount; ++e) {
+            const float value = weighs ? multiply(next.value[e], weight) : next.value[e];
+            total[j].value[e] = from + i == 0 ? value : add(total[j].value[e], value);
+          }
         }
-        is_first = false;
       }
     }
-    store(dest + at, total.narrow());
+#pragma unroll
+    for (u32 j = 0; j < unroll; ++j) store(dest + at + j * kStep, total[j].narrow());
   }
+  return at;
 }
 
-template <class Element>
-COMMDSL_FN void weigh_run(char* dest, const char* source, u64 bytes, const float* weights, const i32* key, u32 count, u32 keys) {
-  if (common_alignment(reinterpret_cast<u64>(dest) | reinterpret_cast<u64>(source) | bytes) == 16) {
-    weigh_words<Element, Vector16>(dest, source, bytes, weights, key, count, keys);
+// As many words in flight whether there are few runs or many. Out of line, so that a loop over rows stays short.
+template <class Element, bool weighs, class Parts>
+COMMDSL_CALL void add_vectors(char* dest, const char* source, u64 bytes, const Parts& parts, u32 count) {
+  u64 at = thread_of_warp() * 16;
+  if (count == 1) {
+    at = add_words<Element, Vector16, weighs, 1, 8>(dest, source, at, bytes, parts, count);
+  } else if (count == 2) {
+    at = add_words<Element, Vector16, weighs, 2, 4>(dest, source, at, bytes, parts, count);
   } else {
-    weigh_words<Element, typename WordOf<sizeof(typename Element::Storage)>::Type>(dest, source, bytes, weights, key, count, keys);
+    at = add_words<Element, Vector16, weighs, 4, 2>(dest, source, at, bytes, parts, count);
+  }
+  add_words<Element, Vector16, weighs, 4, 1>(dest, source, at, bytes, parts, count);
+}
+
+// The sum of `count` runs, each `bytes` long and so many times as far behind `source` as its part says, each times its weight where it
+// `weighs`: in their order, in float32, rounded once; zero of none.
+template <class Element, bool weighs, class Parts>
+COMMDSL_FN void add_run(char* dest, const char* source, u64 bytes, const Parts& parts, u32 count) {
+  if (count == 0) return zero_run(dest, bytes);
+  if (!weighs && count == 1) return copy_run(dest, source + parts.at[0] * bytes, bytes);
+  const u32 alignment = common_alignment(reinterpret_cast<u64>(dest) | reinterpret_cast<u64>(source) | bytes);
+  if (alignment == 16) return add_vectors<Element, weighs>(dest, source, bytes, parts, count);
+  using Storage = typename Element::Storage;
+  if (sizeof(Storage) < 4 && alignment >= 4) {
+    add_words<Element, u32, weighs, 4, 1>(dest, source, thread_of_warp() * 4, bytes, parts, count);
+  } else {
+    using Word = typename WordOf<sizeof(Storage)>::Type;
+    add_words<Element, Word, weighs, 4, 1>(dest, source, thread_of_warp() * sizeof(Word), bytes, parts, count);
   }
 }
 

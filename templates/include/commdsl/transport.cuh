@@ -7,6 +7,7 @@
 //   reach         the address of a place of this rank, or of one that is near
 //   put_tile      all threads of a lane: bytes of this rank to the heap of a rank that is far
 //   put_run       the same by one warp; put_word: eight bytes, by one thread
+//   stored        all threads of a warp: what they stored in memory of this rank may be put by it
 //   complete      all threads of a lane, before the barrier in front of what they tell: what they put is there
 //   raise_flag    one thread: a number that is waited for
 //   post          one thread: a word that says all by itself
@@ -67,6 +68,13 @@ COMMDSL_FN void put_run(const Arguments& args, i32 peer, u64 at, const char* sou
 template <class Arguments>
 COMMDSL_FN void put_word(const Arguments& args, i32 peer, u64 at, u64 value) {
   if constexpr (kHasFar) far_put_word(args, peer, at, value);
+}
+
+COMMDSL_FN void stored() {
+#ifdef COMMDSL_NVSHMEM
+  far_stored();
+#endif
+  warp_barrier();
 }
 
 template <class Arguments>

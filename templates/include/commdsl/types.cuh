@@ -70,10 +70,11 @@ constexpr u64 kBadTable = 5;     // a table is not what the host wrote
 constexpr u64 kBadKey = 6;       // a key that there is not
 constexpr u64 kNoRoom = 7;       // more rows go to a rank than it has room for
 constexpr u64 kBadOrigin = 8;    // a row that goes back to where there is no place
-constexpr u64 kDisagrees = 9;    // a peer makes another call
-constexpr u64 kStopped = 10;     // a peer gave up and said so
-constexpr u64 kInterrupted = 11; // the host asked for an end of long waits
-constexpr u64 kGone = 12;        // the process of the peer has ended
+constexpr u64 kBadMate = 9;      // a row is to be added up with one that there is not
+constexpr u64 kDisagrees = 10;   // a peer makes another call
+constexpr u64 kStopped = 11;     // a peer gave up and said so
+constexpr u64 kInterrupted = 12; // the host asked for an end of long waits
+constexpr u64 kGone = 13;        // the process of the peer has ended
 
 // A run of rows of one tensor: `where` is the destination's rank, from bit 16 on the tensor, in bit 24 whether the rows are to
 // wait there until they are finished.

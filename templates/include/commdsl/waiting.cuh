@@ -16,7 +16,7 @@ COMMDSL_FN u64 stop_of(i32 rank, i32 peer, u64 code, u64 number) {
 // A report of rows comes when the rank has done its part of the call: it is the next one that it does not make.
 COMMDSL_FN bool has_done_its_part(u64 stop) {
   const u64 code = stop >> 32 & 0xffu;
-  return code >= kBadTile && code <= kBadOrigin;
+  return code >= kBadTile && code <= kBadMate;
 }
 
 // The desks of a group where a transport expects the heaps of a Plan.
