@@ -32,7 +32,7 @@ def checked(path: Path, put: str = "rows", transport: Transport = Transport.PEER
 
 
 def plans(held: CheckedDispatch) -> list[Plan]:
-    return [plan for plan in (held.plan, held.back) if plan is not None]
+    return [plan for plan in (held.plan, held.back, held.values) if plan is not None]
 
 
 @pytest.mark.parametrize("transport", Transport)
@@ -65,6 +65,7 @@ def changes(phase: Phase) -> Iterator[Phase | None]:
             if isinstance(phase, FinishBack):
                 yield None
                 yield replace(phase, weights=phase.keys)
+                yield replace(phase, weights=None if phase.weights is not None else phase.keys)
                 yield replace(phase, waiting=phase.to)
         case PushByKey(to=to):
             yield replace(phase, to=to[::-1])
@@ -72,6 +73,10 @@ def changes(phase: Phase) -> Iterator[Phase | None]:
             yield None
         case PushBack():
             yield replace(phase, given=phase.origins)
+            yield replace(phase, origins=phase.offsets)
+            yield replace(phase, offsets=phase.origins)
+            yield replace(phase, mates=phase.origins if phase.mates is None else None)
+            yield replace(phase, weights=phase.origins if phase.weights is None else None)
             yield None
         case _:
             pass

@@ -86,9 +86,10 @@ def test_cubin_of_a_dispatch(
 @pytest.mark.parametrize("checks", [(), ("COMMDSL_CHECK=1",)], ids=["", "checked"])
 @pytest.mark.parametrize(("path", "name"), by_keys(), ids=lambda part: getattr(part, "stem", part))
 def test_cubins_of_a_dispatch_by_keys(path: Path, name: str, checks: tuple[str, ...], config: Config) -> None:
-    """NVRTC takes both kernels for sm_90: the one that counts and pushes, and the one that sums by weight."""
+    """NVRTC takes all kernels for sm_90: the one that counts and pushes, and those that bring back rows and values."""
     compiled = compiler.compile(path, name, 8)
-    for emitted, sums in ((compiled.emitted, ()), (compiled.emitted_back, ("COMMDSL_DTYPE=bfloat16",))):
-        cubin = nvrtc.build(emitted, (*sums, *checks), config).read_bytes()
+    sums = {compiled.back: ("COMMDSL_DTYPE=bfloat16",)}
+    for plan, emitted in compiled.ways:
+        cubin = nvrtc.build(emitted, (*sums.get(plan, ()), *checks), config).read_bytes()
         assert cubin.startswith(b"\x7fELF")
         assert emitted.name.encode() in cubin

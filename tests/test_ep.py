@@ -18,11 +18,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
 from forked import launched  # noqa: E402 - after the check for torch
+from host_keys import back_of, declared  # noqa: E402 - after the check for torch
 from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - after the check for torch
 from commdsl import ep  # noqa: E402 - after the check for torch
 from commdsl.ep import simulate  # noqa: E402 - after the check for torch
+from commdsl.program.memory import Transport  # noqa: E402 - after the check for torch
 from commdsl.runtime.errors import (  # noqa: E402 - after the check for torch
     AgreementError,
     CaptureError,
@@ -77,6 +79,9 @@ def there_and_back(experts: Any, case: Case, rank: int) -> None:
     for rows in (x * 2 - 1, x[:total] * 2 - 1):  # what lies behind what came does not count
         home = experts.combine(rows, handle, torch.from_numpy(case.weights[rank]))
         assert torch.equal(home, case.back(changed, rank))
+    numbers = [one.rows[0][:, 0, 0].astype(np.float32) for one in case.received]
+    values = experts.combine_values(x[:, 0, 0].float().contiguous(), handle)
+    assert torch.equal(values, torch.from_numpy(simulate.combine_values(numbers, case.received, case.keys)[rank]))
 
 
 # --- right ------------------------------------------------------------------------------------------------------------
@@ -117,6 +122,41 @@ def test_one_tensor(tmp_path: Path) -> None:
     assert in_group(2, work) == [[1.0, 11.0], [1.0, 11.0, 2.0, 12.0]]
 
 
+def test_without_weights(tmp_path: Path) -> None:
+    """What comes back by a plain sum takes no weights."""
+    path = tmp_path / "plain.comm"
+    path.write_text("""dispatch plain(E = 4) for P ranks {
+      rows x[T]   key expert[T, K] of E   route x by expert % P   place by (expert, source rank, row)   back y by sum
+    }""")
+
+    def work(rank: int, group: str) -> list[float]:
+        experts = ep.Experts(ep.Limits(4, 2, 8, (4,), 4), group, "cpu", source=path)
+        x = torch.tensor([[1.0], [2.0], [4.0]]) + 10 * rank
+        keys = torch.tensor([[0, 1], [3, 4], [4, 4]], dtype=torch.int32)
+        rows, _, handle = experts.dispatch(x, keys)
+        with pytest.raises(TensorError, match="takes no weights"):
+            experts.combine(rows, handle, torch.ones(3, 2))
+        for wrong in (torch.zeros(9), torch.zeros(2, 2), torch.zeros(3, dtype=torch.float64)):
+            with pytest.raises(TensorError, match="values"):
+                experts.combine_values(wrong, handle)
+        return experts.combine(rows + 100 * rank, handle).flatten().tolist()
+
+    assert in_group(2, work) == [[1 + 101.0, 102.0, 0.0], [11 + 111.0, 112.0, 0.0]]
+
+
+@pytest.mark.parametrize(("once", "ranks", "keys"), [(False, 4, 8), (True, 4, 8), (True, 4, 2), (True, 8, 32)])
+def test_memory_that_waits(once: bool, ranks: int, keys: int) -> None:
+    """As the README has it: a row for each key of a row, or for each rank that has any; eight bytes for a number."""
+    limits, of = ep.Limits(100, keys, 1000, (64,), 48), declared(ranks, 8 * ranks)
+    back = back_of(of, "ranks" if once else "keys")
+
+    assert limits.waiting_bytes(back) == 100 * (min(ranks, keys) if once else keys) * 48
+    assert limits.waiting_bytes(of.values) == 100 * keys * 8
+    assert limits.staging_bytes(back) == 0
+    far = back_of(of, "ranks" if once else "keys", Transport.NVSHMEM)
+    assert limits.staging_bytes(far) == (3 * 1 * 48 if once else 0)  # three lanes of 32 threads
+
+
 def test_memory_of_results() -> None:
     """Rows of so many calls may be held as `results` says; what nobody holds is used again."""
 
@@ -151,7 +191,7 @@ def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         experts.release()
 
     in_group(2, work)
-    assert len(gpu.launches) == 2 * 2 * 3 * len(cases)
+    assert len(gpu.launches) == 2 * 2 * 4 * len(cases)
 
 
 # --- reported ---------------------------------------------------------------------------------------------------------
@@ -249,6 +289,7 @@ def test_refused() -> None:
     rows, _, handle = experts.dispatch((X, SCALE), LIST)
     for arguments, message in (
         ((rows[0].double(), handle, LIST.float()), "not in torch.float64"),
+        ((rows[0], handle), "multiplies rows with weights"),
         ((torch.zeros(401, 10), handle, LIST.float()), "expected up to 400 rows"),
         ((rows[0], handle, LIST.double()), "weights are torch.float64"),
         ((rows[0], handle, torch.zeros(3, 1)), "a weight for each key"),
@@ -265,7 +306,7 @@ def test_refused() -> None:
     [
         ({"rows": -1}, "0 <= rows"),
         ({"keys": 0}, "1 <= keys"),
-        ({"keys": 17}, "at most 16 keys"),
+        ({"keys": 33}, "at most 32 keys"),
         ({"rows": 2**28}, "2 \\*\\* 31 or more"),
         ({"widths": (8,)}, "widths of 2 tensors"),
         ({"widths": (8, 3)}, "even number"),

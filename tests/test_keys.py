@@ -19,7 +19,7 @@ from commdsl.ep.simulate import Received
 from commdsl.ir.dispatches import ByKey
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.resources import data_dir
-from commdsl.program.phases import Actor, Count, FinishBack
+from commdsl.program.phases import Actor, Count, Each, FinishBack
 from commdsl.program.plan import Phase, Plan
 from commdsl.program.proof.events import steps
 from commdsl.program.timeouts import BAD_KEY, BAD_ORIGIN, NO_ROOM, CommTimeout
@@ -80,14 +80,30 @@ def equal(one: Array, other: Array) -> bool:
     return one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
-def returning(call: KeysCall, received: Sequence[Received], dice: np.random.Generator) -> CallBack:
-    """Rows that have changed meanwhile, and weights."""
-    rows = [dice.standard_normal(one.rows[0].shape).astype(one.rows[0].dtype) for one in received]
-    return CallBack(call, received, rows, [dice.standard_normal(keys.shape).astype(np.float32) for keys in call.keys])
+def returning(
+    call: KeysCall, received: Sequence[Received], dice: np.random.Generator, plan: Plan | None = None
+) -> CallBack:
+    """Rows that have changed meanwhile, or a number of each, and weights where a Plan applies them to rows of keys."""
+    words = plan is not None and plan.push_back.each is Each.WORD
+    shapes = [one.rows[0].shape[: 1 if words else None] for one in received]
+    rows = [dice.standard_normal(shape).astype(call.tensors[0][0].dtype) for shape in shapes]
+    weights = [dice.standard_normal(keys.shape).astype(np.float32) for keys in call.keys]
+    return CallBack(call, received, rows, weights if plan is None or weighs_here(plan) else None)
 
 
-def summed(one: CallBack) -> list[Array]:
-    return simulate.combine(one.rows, one.received, one.call.keys, one.weights)
+def weighs_here(plan: Plan) -> bool:
+    return any(isinstance(phase, FinishBack) and phase.weights is not None for phase in plan.phases)
+
+
+def summed(one: CallBack, plan: Plan | None = None) -> list[Array]:
+    """What a Plan brings back."""
+    if plan is None or plan.push_back.each is Each.ENTRY:
+        return simulate.combine(one.rows, one.received, one.call.keys, one.weights)
+    if plan.push_back.each is Each.WORD:
+        return simulate.combine_values(one.rows, one.received, one.call.keys)
+    beside = [held.values for held in one.received]
+    weights = simulate.combine_values(beside, one.received, one.call.keys) if plan.push_back.weights else None
+    return simulate.combine(one.rows, one.received, one.call.keys, weights, once=True)
 
 
 def rank_of(dispatch: compiler.CheckedDispatch) -> tuple[int, ...]:
@@ -336,13 +352,20 @@ def test_a_mistake_is_refused_and_seen(what: str) -> None:
 
 
 def forced(made: Kernel, running: Running) -> None:
-    """Calls of the one or the other Plan that meet the results of those before."""
+    """Calls of a Plan that meet the results of those before."""
     if made.plan.name == THERE.name:
         there(made, chained(2, 1), running)
     else:
         calls, dice = reused(2, 1), np.random.default_rng(2)
-        wanted = [simulate.dispatch(call.keys, call.tensors, (0, 0, 1, 1)) for call in calls]
-        back(made, [returning(*pair, dice) for pair in zip(calls, wanted, strict=True)], running)
+        wanted = [simulate.dispatch(call.keys, call.tensors, (0, 0, 1, 1), numbers(call)) for call in calls]
+        ways = [returning(*pair, dice, made.plan) for pair in zip(calls, wanted, strict=True)]
+        back(made, ways, running)
+
+
+def numbers(call: KeysCall) -> list[Array]:
+    """One for each key."""
+    dice = np.random.default_rng(6)
+    return [dice.standard_normal(keys.shape).astype(np.float32) for keys in call.keys]
 
 
 def is_refused(plan: Plan) -> bool:

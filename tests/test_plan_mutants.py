@@ -157,17 +157,17 @@ def _keys(plan: Plan) -> bool:
     rank_of = _rank_of(plan)
     calls = list(islice(keyed.storm(plan.num_ranks, len(rank_of), 3), len(keyed.KINDS)))
     calls = [replace(call, lanes=tuple(min(one, plan.comm.lanes) for one in call.lanes)) for call in calls]
-    wanted = [simulate.dispatch(call.keys, call.tensors, rank_of) for call in calls]
+    wanted = [simulate.dispatch(call.keys, call.tensors, rank_of, keyed.numbers(call)) for call in calls]
     if any(isinstance(phase, PushByKey) for phase in plan.phases):
         found = keyed.there(host_keys.kernel(plan), calls)
         return all(keyed.same(*pair) for pair in zip(found, wanted, strict=True))
     dice = np.random.default_rng(4)
-    returns = [keyed.returning(call, received, dice) for call, received in zip(calls, wanted, strict=True)]
+    returns = [keyed.returning(call, received, dice, plan) for call, received in zip(calls, wanted, strict=True)]
     sums = keyed.back(host_keys.kernel(plan, "float32"), returns)
     return all(
         keyed.equal(one, other)
         for call, ran in zip(returns, sums, strict=True)
-        for one, other in zip(ran, keyed.summed(call), strict=True)
+        for one, other in zip(ran, keyed.summed(call, plan), strict=True)
     )
 
 
@@ -178,10 +178,11 @@ def _watch_keys(plan: Plan, seed: int) -> None:
 
 
 def keys(_name: str, ranks: int, way: str) -> Right:
-    """A dispatch by keys, there or back."""
+    """A dispatch by keys, there or back in one of the forms."""
     declared = host_keys.declared(ranks, 2 * ranks)
-    plan = declared.plan if way == "there" else declared.back
-    mutants = phase_mutants.mutants(plan, Random(f"keys {ranks} {way}"), pairs=400)
+    plans = {"there": declared.plan, "values": declared.values}
+    plan = plans.get(way) or host_keys.back_of(declared, way)
+    mutants = phase_mutants.mutants(plan, Random(f"keys {ranks} {way}"), pairs=400 if way == "there" else 200)
     return Right(plan, None, mutants, phase_mutants.without_waits(plan), _keys, _watch_keys)
 
 
@@ -197,13 +198,15 @@ STATIC = (
     "attention/rotation_ring",
 )
 
+KEY_WAYS = ("there", "keys weighed", "ranks weighed", "values")
+
 KINDS: tuple[
     tuple[Callable[[str, int, str], Right], tuple[str, ...], tuple[str, ...], tuple[tuple[str, int], ...]], ...
 ]
 KINDS = (
     (chunks, STATIC, ("bulk", "packet", "line"), (("bulk", 2), ("bulk", 3), ("bulk", 4))),
     (rows, ("qkv", "rows"), ("rows", "packed"), (("rows", 2), ("rows", 3), ("packed", 3))),
-    (keys, ("experts",), ("there", "back"), (("there", 2), ("back", 2))),
+    (keys, ("experts",), KEY_WAYS, tuple((way, 2) for way in KEY_WAYS)),
 )
 """What makes a Plan, of which files, in which ways, each on 2 to 5 ranks; and in which ways and on how many ranks its
 waits are left out to be seen.

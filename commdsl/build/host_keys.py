@@ -152,9 +152,7 @@ def back(made: Kernel, calls: Sequence[CallBack], running: Running | None = None
         places.append((sums, likes))
         values.append([{**fixed, "output": sums[rank], **_back(where, one, rank, plan)} for rank in range(len(sums))])
     data = run_ranks(made, where, values, running or Running())
-    return [
-        [_rows(data, at, len(like), like) for at, like in zip(sums, likes, strict=True)] for sums, likes in places
-    ]
+    return [[_rows(data, at, len(like), like) for at, like in zip(sums, likes, strict=True)] for sums, likes in places]
 
 
 def _places(plan: Plan, keys: Array) -> int:

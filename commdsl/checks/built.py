@@ -32,15 +32,13 @@ def unbuilt_schedule(schedule: Schedule) -> Iterator[Diagnostic]:
 
 def unbuilt_dispatch(dispatch: Dispatch) -> Iterator[Diagnostic]:
     """One message, for the first word that no phase carries out."""
-    (route, *_), back = dispatch.routes, dispatch.back
+    route = dispatch.routes[0]
     if not isinstance(route, ByKey):
         return
     words: list[str] = []
     words += [f"`{route.often.value}`"] if route.often is not Often.EACH else []
     words += [f"`aligned {route.aligned}`"] if route.aligned != 1 else []
     words += [f"`value {route.value}` of a route"] if route.value is not None else []
-    words += ["a way back `once per rank`"] if back is not None and back.once else []
-    words += ["a way back without a weight"] if back is not None and back.weight is None else []
     if words:
-        label = Label(dispatch.span, "its kernels know rows for each key, side by side")
+        label = Label(dispatch.span, "the kernel there knows rows for each key, side by side")
         yield Diagnostic("C590", f"{words[0]} is not built yet", label, help="leave it out")

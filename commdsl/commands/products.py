@@ -182,8 +182,8 @@ def _words(checked: Checked, chosen: str) -> Words:
             return Words(
                 "Experts",
                 f"Experts are built for the process group at hand when they are made; {dispatch.name}.cu beside this "
-                f"file is their\nkernel for {dispatch.num_ranks} ranks, and {dispatch.name}_back.cu, where there is "
-                "one, that of the way back.",
+                f"file is their\nkernel for {dispatch.num_ranks} ranks, and {dispatch.name}_back.cu and "
+                f"{dispatch.name}_values.cu, where there is\na way back, those of rows and of a number for each key.",
                 "What makes Experts of it",
                 "it is",
                 EXPERTS,

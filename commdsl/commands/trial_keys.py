@@ -145,7 +145,10 @@ def compare_there(found: Sequence[Sequence[Arrived]], expected: Sequence[Sequenc
 
 
 def compare_back(
-    found: Sequence[Sequence[Array]], backs: Sequence[CallBack], expected: Sequence[Sequence[Received]], way: Back | None
+    found: Sequence[Sequence[Array]],
+    backs: Sequence[CallBack],
+    expected: Sequence[Sequence[Received]],
+    way: Back | None,
 ) -> tuple[int, str]:
     """As `compare_there`, for the sums."""
     compared = 0

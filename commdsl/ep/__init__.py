@@ -4,6 +4,7 @@ Importing this imports nothing else; each name below loads what it needs when it
 
     simulate   what it means, on arrays of all ranks: the oracle of the kernels
     limits     the most that any call moves -> symmetric memory
+    way_back   one way back: its memory, its kernels, what a call passes to them
     experts    one rank's end: the calls that launch
     exchange   the same with a value for each row, and both ways of values: what gradients need
     functional operators with gradients, for autograd and torch.compile

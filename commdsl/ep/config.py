@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from commdsl.ep.experts import SUMMED
 from commdsl.ep.limits import MOST_KEYS_A_ROW, Limits
+from commdsl.ep.way_back import SUMMED
 from commdsl.runtime.errors import DispatchError, TensorError
 
 WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)

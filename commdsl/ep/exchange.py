@@ -121,9 +121,7 @@ class Exchange:
 
     def combine_values(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
         """A float32 for each received row, (n,), to its entry on its source: (rows, keys of a row), zero if dropped."""
-        rows = values.new_zeros((len(values), handle.keys.shape[1]))
-        rows.scatter_(1, self._which(handle)[: len(values), None], values[:, None])
-        return self.combine(rows, handle)
+        return self.experts.combine_values(values, handle)
 
     def places(self, handle: Handle) -> torch.Tensor:
         """(rows, keys of a row) int32: the place of each entry on its rank, -1 if it is dropped. Collective."""

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from commdsl.ep.limits import Limits, tensors_of, whole
+from commdsl.ep.way_back import SUMMED, WayBack
 from commdsl.ir.dispatches import ByKey
 from commdsl.program.timeouts import BAD_KEY, BAD_MATE, BAD_ORIGIN, NO_ROOM, ErrorRecord, complaint
 from commdsl.runtime import given, groups
@@ -24,8 +25,6 @@ from commdsl.runtime.pool import Pool, aligned, row_bytes
 from commdsl.runtime.program import routed_program
 from commdsl.runtime.workspace import Start
 
-SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-
 
 @dataclass(frozen=True, eq=False)
 class Handle:
@@ -34,6 +33,13 @@ class Handle:
     keys: torch.Tensor  # (rows, keys of a row)
     counts: torch.Tensor
     origins: torch.Tensor  # where each received row comes from: source rank << 32 | row * keys of a row + which key
+    mates: torch.Tensor | None = None  # where rows travel once per rank: at the place of a first key those of all keys
+    values: torch.Tensor | None = None  # beside each row, where they travel
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """Where the rows of each key end."""
+        return self.counts.sum(1).cumsum(0, dtype=torch.int32)
 
 
 class Experts:
@@ -90,14 +96,11 @@ class Experts:
         room = self._begin - self.plan.symmetric_bytes + results * limits.result_bytes
         self._there = Launches(self._comm, made.plan, made.emitted, room, self.explain, terms, seconds)
         self._pool = Pool(self.plan.name, self._there.heap + self._begin, (limits.result_bytes, 0), results)
-        self._starts: dict[str, Start] = {}  # back, by what is summed; there, by nothing
-        self._back: Launches | None = None
+        self._starts: dict[str, Start] = {}  # there, by nothing
         self._digests: dict[tuple[object, ...], int] = {}
-        if made.back is not None:
-            back, text = made.back
-            self._waiting = aligned(back.symmetric_bytes)
-            room = self._waiting - back.symmetric_bytes + limits.places * limits.width_back
-            self._back = Launches(self._comm, back, text, room, self.explain, terms, seconds)
+        more = (limits, self._macros, self.explain, terms, seconds)
+        self._back = None if made.back is None else WayBack(self._comm, made.back, *more)
+        self._values = None if made.values is None else WayBack(self._comm, made.values, *more)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -150,42 +153,53 @@ class Experts:
         )
         return tuple(received) if several else received[0], counts, Handle(keys, counts, origins)
 
-    def combine(self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None) -> torch.Tensor:
         """What became of received rows back to where they come from: for each row of the call there, the sum over its
-        keys, in their order, of weight times row, in float32, rounded once. Dropped keys add nothing.
+        keys, in their order, of weight times row, in float32, rounded once. Dropped keys add nothing, and a row of no
+        key is zero. `once per rank`: over the ranks, in their order, of the sums of their keys, each rounded.
 
         rows: those received, and any behind them up to Limits.received, which do not count; float32, float16 or
-        bfloat16, contiguous; weights: (T, K) float32. Returns a new tensor (T, ...). Raises TensorError (C951),
-        DispatchError (C961). Fewer rows than were received are reported behind the call: KeysError (C963).
+        bfloat16, contiguous. weights, float32, where the dispatch has some: (T, K), or where ranks add up what is there
+        one for each received row, those that came beside the rows unless given. Returns a new tensor (T, ...). Raises
+        TensorError (C951), DispatchError (C961). Fewer rows than were received are reported behind the call:
+        KeysError (C963).
         """
         back = self._back
         if back is None:
             raise DispatchError(f"`{self.plan.name}` has no way back: write `back y by sum(weight[T, K])`")
-        self._ready(back, rows, weights)
+        weighs = back.weighs_here or back.push.weights is not None
+        if back.push.weights is not None and weights is None:
+            weights = handle.values
+        if weighs != (weights is not None):
+            raise TensorError(f"`{back.plan.name}` {'multiplies rows with' if weighs else 'takes no'} weights")
+        beside = () if weights is None else (weights,)
+        self._ready(back.launches, rows, *beside)
         if rows.dtype not in SUMMED:
             raise TensorError(f"rows are summed in one of {', '.join(SUMMED.values())}, not in {rows.dtype}")
         keys = handle.keys
-        self.limits.admit_back(rows, weights, keys)
-        start = self._start_back(back, SUMMED[rows.dtype])
+        self.limits.admit_back(rows, keys)
+        if weights is not None and back.weighs_here:
+            self.limits.admit_weights(weights, keys)
+        elif weights is not None:
+            self.limits.admit_values(weights, keys, len(rows))
         found = rows.new_empty((len(keys), *rows.shape[1:]))
-        width = row_bytes(rows)
-        start(
-            (
-                rows.data_ptr(),
-                len(rows),
-                width,
-                handle.origins.data_ptr(),
-                handle.counts.data_ptr(),
-                weights.data_ptr(),
-                found.data_ptr(),
-                keys.data_ptr(),
-                *keys.shape,
-                self._digest(back, (rows,), keys),
-                self._comm.rank,
-                back.lanes(max(keys.numel(), len(rows)) * width),
-            )
-        )
-        return found
+        known = (handle.origins, handle.offsets, *self._mates(back, handle), *beside)
+        return back(rows, keys, known, found, self._digest(back.launches, (rows,), keys))
+
+    def combine_values(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """A number for each received row back to its key: (T, K) float32, zero for a key that is dropped.
+
+        values: (n,) float32, contiguous, of the rows received and any behind them up to Limits.received. Raises as
+        `combine`.
+        """
+        way, keys = self._values, handle.keys
+        if way is None:
+            raise DispatchError(f"`{self.plan.name}` has no way back: write `back y by sum(weight[T, K])`")
+        self._ready(way.launches, values)
+        self.limits.admit_values(values, keys)
+        found = values.new_empty(keys.shape)
+        known = (handle.origins, handle.offsets)
+        return way(values, keys, known, found, self._digest(way.launches, (values,), keys))
 
     def prepare(self, dtype: torch.dtype | None = None) -> None:
         """Builds what the first calls would: the kernel there and, for a `dtype`, the one back. Not collective. To be
@@ -193,17 +207,21 @@ class Experts:
         """
         self._start_there()
         if dtype is not None and self._back is not None:
-            self._start_back(self._back, SUMMED[dtype])
+            self._back.start(dtype)
+        if self._values is not None:
+            self._values.start(torch.float32)
 
     def is_prepared(self, dtype: torch.dtype | None = None) -> bool:
         """Whether what `prepare` builds is there."""
-        return {"", *(() if dtype is None or self._back is None else (SUMMED[dtype],))} <= self._starts.keys()
+        has_back = dtype is None or self._back is None or self._back.is_built(dtype)
+        return "" in self._starts and has_back and (self._values is None or self._values.is_built(torch.float32))
 
     def release(self) -> None:
         """Collective: gives back the symmetric memory. Rows that were received must not be used any more."""
         self._there.release()
-        if self._back is not None:
-            self._back.release()
+        for way in (self._back, self._values):
+            if way is not None:
+                way.launches.release()
 
     def synchronize(self) -> None:
         """Waits for this rank's calls and raises what went wrong in them."""
@@ -275,11 +293,9 @@ class Experts:
             found = self._starts[""] = self._there.start(self._macros, {}, changing)
         return found
 
-    def _start_back(self, back: Launches, dtype: str) -> Start:
-        found = self._starts.get(dtype)
-        if found is None:
-            names = ("given", "given_rows", "row_bytes", "origins", "counts", "weights", "output", "keys", "num_rows")
-            changing: Arguments = dict.fromkeys((*names, "keys_a_row", "digest", "rank", "active_lanes"), 0)
-            always: Arguments = {"waiting": self._waiting, "waiting_rows": self.limits.places}
-            found = self._starts[dtype] = back.start((f"COMMDSL_DTYPE={dtype}", *self._macros), always, changing)
-        return found
+    def _mates(self, back: WayBack, handle: Handle) -> tuple[torch.Tensor, ...]:
+        if back.push.mates is None:
+            return ()
+        if handle.mates is None:
+            raise DispatchError(f"`{self.plan.name}` adds up rows of a call there that did not say which are one's")
+        return (handle.mates,)

@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.ep.exchange import Exchange, Received, known
-from commdsl.ep.experts import SUMMED, Handle
+from commdsl.ep.experts import Handle
+from commdsl.ep.way_back import SUMMED
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.op import registry
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from commdsl.program.arguments import is_staged
+from commdsl.program.phases import Each
 from commdsl.program.plan import Plan
 from commdsl.runtime.errors import DispatchError, TensorError
 from commdsl.runtime.pool import aligned, row_bytes
@@ -18,7 +20,13 @@ from commdsl.runtime.pool import aligned, row_bytes
 ORIGIN_BYTES = 8
 """Of the word that says where a row comes from."""
 
-MOST_KEYS_A_ROW = 16
+WORD_BYTES = 8
+"""Of a number on its way back: it lies beside nothing, as it is stored as one."""
+
+WARP = 32
+"""Threads of a warp."""
+
+MOST_KEYS_A_ROW = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +44,17 @@ class Limits:
         """Of one call there: what is received of each tensor, and where it comes from."""
         return sum(aligned(self.received * width) for width in (*self.widths, ORIGIN_BYTES))
 
-    @property
-    def places(self) -> int:
-        """Rows that may wait on a rank until they are summed."""
-        return self.rows * self.keys
+    def places(self, back: Plan) -> int:
+        """Rows that may wait on a rank until they are added up: one for each key, or for each rank that has any."""
+        return self.rows * (min(back.num_ranks, self.keys) if back.push_back.each is Each.RANK else self.keys)
+
+    def waiting_bytes(self, back: Plan) -> int:
+        """Of what waits on a rank, on a way back of rows or of words."""
+        return self.places(back) * (WORD_BYTES if back.push_back.each is Each.WORD else self.width_back)
+
+    def staging_bytes(self, back: Plan) -> int:
+        """Behind it: a row for each warp, where what goes to ranks that are far is added up."""
+        return back.comm.lanes * (back.comm.threads // WARP) * self.width_back if is_staged(back) else 0
 
     def judge(self, plan: Plan, back: Plan | None) -> None:
         """Raises DispatchError (C961) for limits that the kernels cannot have."""
@@ -48,7 +63,7 @@ class Limits:
                 raise DispatchError(f"expected {least} <= {name} < 2 ** 31, got {value}")
         if self.keys > MOST_KEYS_A_ROW:
             raise DispatchError(f"a row has at most {MOST_KEYS_A_ROW} keys, got {self.keys}")
-        if self.places * plan.num_ranks >= 2**31:
+        if self.rows * self.keys * plan.num_ranks >= 2**31:
             raise DispatchError(f"{plan.num_ranks} ranks of {self.rows} rows with {self.keys} keys are 2 ** 31 or more")
         if len(self.widths) != tensors_of(plan):
             raise DispatchError(f"expected the widths of {tensors_of(plan)} tensors, got {self.widths}")
@@ -72,12 +87,22 @@ class Limits:
             whole("rows", tensor, keys.device, None, rows)
             _fits(tensor, width)
 
-    def admit_back(self, rows: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> None:
+    def admit_back(self, rows: torch.Tensor, keys: torch.Tensor) -> None:
         """As `admit`, for rows on their way back: all that were received, and behind them any that were not."""
         whole("rows", rows, keys.device, None, None)
         if len(rows) > self.received:
             raise TensorError(f"expected up to {self.received} rows, got {len(rows)}")
         _fits(rows, self.width_back)
+
+    def admit_values(self, values: torch.Tensor, keys: torch.Tensor, rows: int = 0) -> None:
+        """As `admit_back`, for a number of each received row, no fewer than `rows`."""
+        whole("values", values, keys.device, torch.float32, None)
+        if values.dim() != 1 or not rows <= len(values) <= self.received:
+            raise TensorError(f"expected {rows} to {self.received} values, got {tuple(values.shape)}")
+
+    @staticmethod
+    def admit_weights(weights: torch.Tensor, keys: torch.Tensor) -> None:
+        """Raises TensorError (C951) unless there is a float32 for each key."""
         whole("weights", weights, keys.device, torch.float32, len(keys))
         if weights.shape != keys.shape:
             raise TensorError(f"expected a weight for each key, {tuple(keys.shape)}, got {tuple(weights.shape)}")

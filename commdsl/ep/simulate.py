@@ -136,7 +136,9 @@ def combine(
     for source, own in enumerate(keys):
         result = np.zeros((len(own), *like.shape[1:]), np.float32)
         for row in range(len(own)):
-            terms = [(which, *came[source][row, which]) for which in range(own.shape[1]) if (row, which) in came[source]]
+            terms = [
+                (which, *came[source][row, which]) for which in range(own.shape[1]) if (row, which) in came[source]
+            ]
             if weights is not None:
                 terms = [(which, rank, term * np.float32(weights[source][row, which])) for which, rank, term in terms]
             if once:

@@ -143,6 +143,8 @@ def arguments(plan: Plan) -> Arguments:
                 words += [
                     Field("waiting"),  # offset in every heap of where rows wait
                     Field("waiting_rows"),  # room there
+                    # Offset in the own heap of a row for each warp, where what goes far is added up.
+                    *([Field("staging")] if is_staged(plan) else []),
                     Field("given", is_address=True),
                     Field("given_rows"),  # room there, of which the first have been received
                     Field("row_bytes"),
@@ -150,8 +152,6 @@ def arguments(plan: Plan) -> Arguments:
                     Field("offsets", is_address=True),
                 ]
                 words += [] if phase.mates is None else [Field("mates", is_address=True)]
-                # Offset in the own heap of a row for each warp, where what goes far is added up.
-                words += [Field("staging")] if is_staged(plan) else []
                 words += [] if phase.weights is None else [Field("weights", is_address=True)]
             case FinishBack():
                 words += [] if phase.weights is None else [Field("weights", is_address=True)]

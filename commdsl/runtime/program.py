@@ -146,9 +146,7 @@ def routed_program(definition: Definition, ranks: int, transport: Transport, con
     found = cache.kept(config.cache_dir, cache.key(parts), RoutedProgram, made)
     if not definition.kernels:
         return found
-    back, values = (
-        way and (way[0], replace(way[1], kernels=definition.kernels)) for way in (found.back, found.values)
-    )
+    back, values = (way and (way[0], replace(way[1], kernels=definition.kernels)) for way in (found.back, found.values))
     return replace(found, emitted=replace(found.emitted, kernels=definition.kernels), back=back, values=values)
 
 

@@ -100,9 +100,10 @@ def dispatch_cubins(ranks: int, config: Config) -> int:
         made = compiler.compile(path, name, ranks, params={"E": keys})
         for checks in ((), ("COMMDSL_CHECK=1",)):
             nvrtc.build(made.emitted, checks, config)
+            nvrtc.build(made.emitted_values, checks, config)
             for macros in variants[1:]:
                 nvrtc.build(made.emitted_back, (*macros, *checks), config)
-            built += len(variants)
+            built += len(variants) + 1
     return built
 
 

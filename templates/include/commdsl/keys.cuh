@@ -502,8 +502,13 @@ COMMDSL_FN void push_words(const Call<Plan>& here, Returning<Plan>& known) {
     const u64 place = place_of(here, origin);
     if (!is_there(here, known, at, origin, place)) continue;
     count_sent(known, origin.source);
-    const u32 value = reinterpret_cast<const u32*>(args.given)[at];
-    send_value(args, static_cast<i32>(origin.source), args.waiting + place * sizeof(u64), value);
+    const i32 source = static_cast<i32>(origin.source);
+    const u64 value = reinterpret_cast<const u32*>(args.given)[at], to = args.waiting + place * sizeof(u64);
+    if (is_near(args, source)) {
+      *here.word(source, to) = value;
+    } else {
+      put_word(args, source, to, value);
+    }
   }
 }
 
@@ -587,7 +592,7 @@ COMMDSL_FN void finish_words(const Call<Plan>& here, const Returning<Plan>&) {
   const auto& args = here.args;
   const u64 entries = num_entries(here), step = static_cast<u64>(args.active_lanes) * num_threads();
   for (u64 at = static_cast<u64>(here.lane) * num_threads() + thread(); at < entries; at += step) {
-    const u64 word = is_kept<Plan>(key_of(here, at)) ? load_relaxed(here.word(args.rank, args.waiting + at * sizeof(u64))) : 0;
+    const u64 word = is_kept<Plan>(key_of(here, at)) ? *here.word(args.rank, args.waiting + at * sizeof(u64)) : 0;
     reinterpret_cast<u32*>(args.output)[at] = static_cast<u32>(word);
   }
 }

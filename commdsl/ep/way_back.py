@@ -1,0 +1,95 @@
+"""Turns a Plan of a way back from keys into calls: its symmetric memory, its kernels, and what a call passes to them.
+
+Assumes tensors that were judged (`limits`), and a handle of the same routing. Does not know what comes back, nor where
+from: `experts` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from commdsl.build.emit import Emitted
+from commdsl.ep.limits import Limits
+from commdsl.program.arguments import is_staged
+from commdsl.program.phases import Each, FinishBack
+from commdsl.program.plan import Plan
+from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.launches import Arguments, Launches
+from commdsl.runtime.pool import aligned, row_bytes
+from commdsl.runtime.workspace import Explain, Start
+
+SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+class WayBack:
+    """One rank's end of a way back."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        way: tuple[Plan, Emitted],
+        limits: Limits,
+        macros: tuple[str, ...],
+        explain: Explain,
+        terms: Mapping[str, object],
+        seconds: float | None,
+    ) -> None:
+        """Collective, as for Launches: symmetric memory for what waits on a rank until it is added up."""
+        self.plan, text = way
+        self.push = self.plan.push_back
+        (finish,) = (phase for phase in self.plan.phases if isinstance(phase, FinishBack))
+        self.weighs_here = finish.weights is not None
+        waiting = aligned(self.plan.symmetric_bytes)
+        staging = aligned(waiting + limits.waiting_bytes(self.plan))
+        room = staging + limits.staging_bytes(self.plan) - self.plan.symmetric_bytes
+        self.launches = Launches(comm, self.plan, text, room, explain, terms, seconds)
+        self._rank, self._macros = comm.rank, macros
+        self._always: Arguments = {"waiting": waiting, "waiting_rows": limits.places(self.plan)}
+        if is_staged(self.plan):
+            self._always = {**self._always, "staging": staging}
+        self._starts: dict[torch.dtype, Start] = {}
+
+    def is_built(self, dtype: torch.dtype) -> bool:
+        """Whether the kernel for an element type is there."""
+        return self._kind(dtype) in self._starts
+
+    def _kind(self, dtype: torch.dtype) -> torch.dtype:
+        """What the kernel for an element type adds up; one that adds nothing is the same for all."""
+        return torch.float32 if self.push.each is Each.WORD else dtype
+
+    def start(self, dtype: torch.dtype) -> Start:
+        """The kernel for an element type."""
+        kind = self._kind(dtype)
+        found = self._starts.get(kind)
+        if found is None:
+            summed = () if self.push.each is Each.WORD else (f"COMMDSL_DTYPE={SUMMED[kind]}",)
+            names = ["given", "given_rows", "row_bytes", "origins", "offsets"]
+            names += [] if self.push.mates is None else ["mates"]
+            names += ["weights"] if self.push.weights is not None or self.weighs_here else []
+            names += ["output", "keys", "num_rows", "keys_a_row", "digest", "rank", "active_lanes"]
+            made = self.launches.start((*summed, *self._macros), self._always, dict.fromkeys(names, 0))
+            found = self._starts[kind] = made
+        return found
+
+    def __call__(
+        self, rows: torch.Tensor, keys: torch.Tensor, known: tuple[torch.Tensor, ...], found: torch.Tensor, digest: int
+    ) -> torch.Tensor:
+        """`known`: origins, offsets, and mates and weights where the Plan has them. What comes back is in `found`."""
+        width = row_bytes(rows)
+        self.start(rows.dtype)(
+            (
+                rows.data_ptr(),
+                len(rows),
+                width,
+                *(tensor.data_ptr() for tensor in known),
+                found.data_ptr(),
+                keys.data_ptr(),
+                *keys.shape,
+                digest,
+                self._rank,
+                self.launches.lanes(max(keys.numel(), len(rows)) * width),
+            )
+        )
+        return found
