@@ -83,6 +83,16 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture
+def turns(request: pytest.FixtureRequest) -> Callable[[int], int]:
+    """`turns(10_000)`: how many of so many random cases of one test run; all of them with --sweep=all."""
+
+    def of(count: int) -> int:
+        return count if request.config.getoption("--sweep") == "all" else -(-count // sweeps.ONE_IN)
+
+    return of
+
+
+@pytest.fixture
 def tally(record_property: Callable[[str, object], None]) -> Callable[[str, Mapping[str, int]], None]:
     """`tally("mutants", {"refused": 3})`: what tests counted is added up at the end, over all workers."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -101,15 +102,18 @@ def is_same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def test_ten_thousand_corruptions() -> None:
-    """Of 10,000 corruptions each is refused with its field and rank, or moves no row; no other exception is raised."""
+def test_ten_thousand_corruptions(turns: Callable[[int], int]) -> None:
+    """Of 10,000 corruptions, or the first of them where not all sweeps run, each is refused with its field and rank, or
+    moves no row; no other exception is raised.
+    """
+    count = turns(10_000)
     dice = random.Random(4)
     homeless = []
     drawn = [case for case in cases(varied(4, 24, 64), seed=3000) if max(case.rows) > 2]
     known = [effect(case.metadata, case) for case in drawn]
     counted: Counter[str] = Counter()
     named: Counter[str] = Counter()
-    for at in range(10_000):
+    for at in range(count):
         case = drawn[at % len(drawn)]
         made = case.metadata
         if at % 3 == 0:
@@ -126,10 +130,10 @@ def test_ten_thousand_corruptions() -> None:
             assert is_same(found, known[at % len(drawn)]), change
             counted["harmless"] += 1
 
-    assert counted.total() == 10_000
+    assert counted.total() == count
     assert homeless == []
-    # Harmless are some 46: lengths of last shards that go nowhere, padding counted as shards, empty spans.
-    assert counted["refused"] > 9_900
+    # Harmless are some 46 of all: lengths of last shards that go nowhere, padding counted as shards, empty spans.
+    assert counted["refused"] > 0.99 * count
     # Most are named where they are, the rest where what they contradict is: a length moves the offsets that follow.
     assert named["exactly"] > 0.8 * counted["refused"]
 

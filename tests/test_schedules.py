@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from collectives import MAX_RANKS, Case, admits, cases, main_case, make_inputs, mismatch, shipped
+from gallery import costs
 from numpy.typing import NDArray
 from plans import changed
 from proved import given, proved, result_name
@@ -15,6 +16,7 @@ from commdsl import compiler
 from commdsl.build import host_run
 from commdsl.build.emit import Emitted, emit
 from commdsl.compiler import Checked
+from commdsl.cost.report import Report
 from commdsl.ir import interpret
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import CommError, Severity
@@ -43,12 +45,26 @@ def wrong(case: Case, schedule: Schedule, block: int) -> str:
     return mismatch(case.collective, inputs, outputs, result.yields, block, dict(case.params))
 
 
+def costs_are_known(case: Case, report: Report) -> None:
+    """Steps and the loads of the busiest port and pair are what the formulas of the gallery say."""
+    steps, port, pair = costs(case)
+    assert len(report.steps) == steps, case
+    assert report.busiest_port is not None, case
+    assert report.busiest_pair is not None, case
+    assert report.busiest_port.blocks == pytest.approx(port), case
+    assert report.busiest_pair.blocks == pytest.approx(pair), case
+
+
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
 def test_meaning(path: Path) -> None:
-    """For every admitted rank count the schedule is proved and the oracle gives the collective; others are refused."""
+    """For every admitted rank count the schedule is proved, the oracle gives the collective, and it costs what the
+    gallery says; others are refused.
+    """
     for ranks in range(1, MAX_RANKS + 1):
         for case in cases(path, ranks):
             checked = proved(case)
+            if ranks > 1:
+                costs_are_known(case, checked.report)
             assert not [d for d in checked.warnings if d.severity is Severity.ERROR], case
             for block in (0, 1, 2 * checked.schedule.buffers[0].cut + 1):
                 assert not wrong(case, checked.schedule, block), case
