@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -63,6 +64,10 @@ def _num_gpus() -> int:
     except ImportError:
         return 0
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay: a collection of garbage, of which some tests ask for many, looks at the rest
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ Assumes Linux. What a process is given is its own: environment, arguments, strea
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing as mp
 import os
 import runpy
@@ -43,6 +44,7 @@ def process(target: Callable[..., None], *args: Any) -> BaseProcess:
 def _run(environment: Mapping[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    gc.freeze()  # what the server imported stays: a collection of garbage need not look at it again
     target(*args)
 
 
