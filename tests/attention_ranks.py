@@ -62,7 +62,10 @@ class Simulated:
     def held(self, group: Any = None) -> list[Shown]:
         return list(self._table)
 
-    def visit(self, *given: torch.Tensor, group: Any = None, attend: Any = None) -> Any:
+    def lands(self, group: Any = None) -> bool:
+        return False
+
+    def visit(self, *given: torch.Tensor, group: Any = None, attend: Any = None, last: int | None = None) -> Any:
         rank = groups.rank_of(groups.name_of(group))
         chunks = [one.view(self._chunks, -1, *one.shape[1:]) for one in given]
         self._board[rank] = chunks

@@ -1,6 +1,7 @@
 """A second opinion on a small Plan: every pair of accesses, reachability by sets, more rounds than the proof looks at.
 
-Turns a Plan into the codes of all laws it breaks (C203, C201, C202, C205, C206, C207). Assumes a few dozen operations.
+Turns a Plan into the codes of all laws it breaks (C203, C201, C202, C205, C206, C207, C212). Assumes a few dozen
+operations.
 An event is a group of operations in a round, named by its first; it reads and writes as one.
 Written for clarity, and shares nothing with the proof it judges.
 """
@@ -46,7 +47,8 @@ def broken_laws(plan: Plan, extra_rounds: int = 2) -> set[str]:
     past = _pasts(edges)
     if past is None:
         return {"C201"}
-    return _conflicts(plan, rank_of, rounds, past) | _undefined(plan, rounds, past)
+    found = _conflicts(plan, rank_of, rounds, past) | _undefined(plan, rounds, past)
+    return found | _outside(plan, rank_of, past)
 
 
 def _leaders(plan: Plan) -> list[int]:
@@ -138,6 +140,23 @@ def _undefined(plan: Plan, rounds: int, past: dict) -> set[str]:
             before = [event for event in writers.get((location, number), []) if event in past[number, op]]
             if written and not writes and not before:
                 return {"C207"}
+    return set()
+
+
+def _outside(plan: Plan, rank_of: list[int], past: dict) -> set[str]:
+    """A write to another rank's tensor that no access of the owner comes before, or behind, in the same round."""
+    users: dict[tuple, list[tuple[int, int]]] = {}
+    for number, op in past:
+        for location, _ in _touched(plan, op):
+            if location[0] != CELL and rank_of[op] == location[1]:
+                users.setdefault((location, number), []).append((number, op))
+    for event in past:
+        for location, writes in _touched(plan, event[1]):
+            if location[0] == CELL or rank_of[event[1]] == location[1] or not writes:
+                continue
+            owner = users.get((location, event[0]), [])
+            if not (any(one in past[event] for one in owner) and any(event in past[one] for one in owner)):
+                return {"C212"}
     return set()
 
 

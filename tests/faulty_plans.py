@@ -11,13 +11,16 @@ from pathlib import Path
 
 import numpy as np
 from brute_force import without_wait
+from flag_mutants import taken
 from plans import changed
 
 from commdsl import compiler
 from commdsl.ir.schedules import Schedule
+from commdsl.program.launches import Launch
 from commdsl.program.memory import Rights
 from commdsl.program.moves import CELL
 from commdsl.program.plan import Plan
+from commdsl.program.visited import plan_of, segments
 
 TEXT = """\
 schedule allgather_ring for P ranks where P >= 2 {
@@ -57,6 +60,20 @@ schedule broadcast_direct(root = 0) for P ranks where P > 1 {
   inout x
   ensure broadcast(x, root)
   each r, q where r == root and q != root { put x -> x @ q }
+}
+"""
+
+
+LANDS = """\
+schedule rotation_ring for P ranks where P >= 2 {
+  inout kv
+  ensure rotation(kv)
+  tune { landing place }
+  yield attend(kv)
+  for s in 1 ..< P {
+    each r { put kv -> kv @ (r + 1) % P }
+    yield attend(kv)
+  }
 }
 """
 
@@ -123,6 +140,23 @@ def exchanged(plan: Plan) -> Plan:
     return with_tables(plan, dest_index=index)
 
 
+def with_moves(plan: Plan, change: Callable[[Plan], Plan]) -> Plan:
+    """A Plan that stops at yields, the moves of whose first segment are changed."""
+    (first, *_) = segments(plan)
+    other = change(plan_of(plan, first)).moves
+    roles = []
+    for role in plan.roles:
+        phases = (replace(p, moves=other) if isinstance(p, Launch) and p.moves is first else p for p in role.phases)
+        roles.append(replace(role, phases=tuple(phases)))
+    return replace(plan, roles=tuple(roles))
+
+
+def untaken(plan: Plan) -> Plan:
+    """Rank 0 does not take what is put to it: its launch may be over before."""
+    last = int(plan.moves.ops.rank_begin[1]) - 1
+    return taken(plan, [op for op in range(plan.moves.ops.num_ops) if op != last])
+
+
 def eager(plan: Plan) -> Plan:
     """The root meets the call of a rank that sends it nothing."""
     heard = plan.agree.heard.copy()
@@ -142,5 +176,6 @@ FAULTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "C209": (PACKETS, lambda plan: changed(plan, rotation=1)),
     "C210": (TEXT, exchanged),
     "C211": (BROADCAST, eager),
+    "C212": (LANDS, lambda plan: with_moves(plan, untaken)),
     "C342": (TEXT, lambda plan: changed(plan, num_cells=plan.moves.num_cells + 1)),
 }

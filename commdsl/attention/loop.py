@@ -84,7 +84,7 @@ def attended(
         def attend(number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
             work(number, own, flat(keys), flat(values))
 
-        op.visit(travelling(k, plan), travelling(v, plan), group=group, attend=attend, **options)
+        op.visit(travelling(k, plan), travelling(v, plan), group=group, attend=attend, last=0, **options)
         out, lse = merging.result(own, wide(q.dtype))
         return out.view(q.shape), _by_batch(lse, q.shape[1]), ()
 
@@ -96,7 +96,9 @@ def attended(
         if out is not None:
             found, lse = merging.result(flat(queries), wide(q.dtype))
             flat(out).copy_(found)
-            kept.extend((queries, keys, values, out, lse.contiguous()))
+            given = (queries, keys, values)
+            kept.extend(one.clone() for one in given) if op.lands(group) else kept.extend(given)
+            kept.extend((out, lse.contiguous()))
 
     given = (heads_travelling(one, plan) for one in (q, k, v))
     gone = op.visit(*given, group=group, attend=attend_heads, **options)
@@ -146,7 +148,7 @@ def backward(
     inputs = [travelling(k, plan), travelling(v, plan)]
     if len(op.input_names) == 4:
         inputs += [torch.zeros_like(one, dtype=torch.float32) for one in inputs]
-    *_, dk, dv = op.visit(*inputs, group=group, attend=attend, **options)
+    dk, dv = op.visit(*inputs, group=group, attend=attend, last=2, **options)
     return own.gradient().view(q.shape), home(dk, k, plan), home(dv, v, plan)
 
 

@@ -142,6 +142,9 @@ class Alone:
     name: str = "attention_alone"
     input_names: tuple[str, ...] = ("k", "v")
 
+    def lands(self, group: Any = None) -> bool:
+        return False
+
     def held(self, group: Any = None) -> tuple[Held, ...]:
         origin = np.array([[[0, 0], [0, 1]]], np.int32)
         return (Held("attend", ("k", "v"), (origin, origin), ()),)

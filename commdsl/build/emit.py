@@ -32,7 +32,7 @@ from commdsl.program.plan import Plan, heap_layout
 if TYPE_CHECKING:
     import jinja2
 
-KIND_NAMES = {OpKind.COPY: "kCopy", OpKind.REDUCE: "kReduce", OpKind.ADD: "kAdd", OpKind.MULTIPLY: "kMultiply"}
+KIND_NAMES = {kind: f"k{kind.name.capitalize()}" for kind in OpKind}
 
 CONSTANT_BYTES = 48 * 1024
 """Tables up to this size lie in the GPU's constant memory, which has 64 KB and a cache beside every SM."""
@@ -280,6 +280,7 @@ def _constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
     moves, ops = plan.moves, printed(plan)
     yield "i32", "kNumRanks", moves.num_ranks
     yield "i32", "kNumTensors", len(moves.tensors)
+    yield "bool", "kLands", int(moves.lands)
     yield "u64", "kNumCells", moves.num_cells
     yield "u64", "kRotation", moves.rotation
     yield "u64", "kLanes", moves.lanes

@@ -54,6 +54,7 @@ class Options(Running):
     sanitize: bool = False
     shift: int = 0  # bytes by which all tensors are off a 16-byte line
     in_place: bool = False  # alias-safe inout buffers: read and written tensor are the same memory
+    reuse: bool = False  # what lands does so in the same memory in all calls: only the last one's results stay
     first_round: int = 0  # what the round counters hold before the first call
 
 
@@ -93,7 +94,8 @@ def run_calls(
     if options.first_round:
         _begin_at(plan, where, options.first_round)
     own = _own(plan, where, max(_block_bytes(plan, given, dtype) for given in inputs), options.shift)
-    laid = [_lay(plan, where, given, own, dtype, options) for given in inputs]
+    places = _landing(plan, where, [_block_bytes(plan, given, dtype) for given in inputs], options)
+    laid = [_lay(plan, where, given, own, at, dtype, options) for given, at in zip(inputs, places, strict=True)]
     calls = [_values(plan, call) for call in laid]
     data = run_ranks(kernel, where, calls, options, config)
     return [_collect(plan, call, data, dtype) for call in laid]
@@ -108,6 +110,7 @@ class _Laid:
 
     block_bytes: int
     tensors: tuple[tuple[int, ...], ...]  # offsets by rank, tensor
+    landing: tuple[int, ...]  # offsets by rank; none where nothing lands
 
 
 Own: TypeAlias = Mapping[tuple[int, str], int]
@@ -126,7 +129,40 @@ def _own(plan: Plan, where: Seats, block_bytes: int, shift: int) -> Own:
     }
 
 
-def _lay(plan: Plan, where: Seats, inputs: Inputs, own: Own, dtype: ElementType, options: Options) -> _Laid:
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """Where what lands begins on each rank, and by tensor of a call how far behind that it is."""
+
+    base: tuple[int, ...]
+    at: Mapping[str, int]
+
+
+def _landing(plan: Plan, where: Seats, sizes: Sequence[int], options: Options) -> list[_Landing]:
+    """By call; `sizes`: bytes of a block."""
+    found: list[dict[str, int]] = []
+    most = 0
+    for block_bytes in sizes:
+        end = 0 if options.reuse else most
+        at: dict[str, int] = {}
+        for tensor in (one for one in plan.moves.tensors if one.lands):
+            at[tensor.name] = end + options.shift
+            end += -(-(tensor_bytes(tensor, block_bytes) + options.shift) // 16) * 16
+        most = max(most, end)
+        found.append(at)
+    ranks = range(plan.num_ranks) if plan.moves.lands else ()
+    base = tuple(where.room.poisoned(most, f"what lands on rank {rank}", align=16) for rank in ranks)
+    return [_Landing(base, at) for at in found]
+
+
+def _lay(
+    plan: Plan,
+    where: Seats,
+    inputs: Inputs,
+    own: Own,
+    landing: _Landing,
+    dtype: ElementType,
+    options: Options,
+) -> _Laid:
     """What is read, and a pattern where results go. `in_place` gives a result the memory of its twin."""
     block_bytes = _block_bytes(plan, inputs, dtype)
     ranks: list[tuple[int, ...]] = []
@@ -141,12 +177,14 @@ def _lay(plan: Plan, where: Seats, inputs: Inputs, own: Own, dtype: ElementType,
                 read[tensor.name] = offsets[-1]
             elif tensor.access is Rights.OWN:
                 offsets.append(own[rank, tensor.name])
+            elif tensor.lands:
+                offsets.append(landing.base[rank] + landing.at[tensor.name])
             elif options.in_place and tensor.name in plan.moves.alias_safe and tensor.name in read:
                 offsets.append(read[tensor.name])
             else:
                 offsets.append(where.room.poisoned(tensor_bytes(tensor, block_bytes), name, **place))
         ranks.append(tuple(offsets))
-    return _Laid(block_bytes, tuple(ranks))
+    return _Laid(block_bytes, tuple(ranks), landing.base)
 
 
 def _block_bytes(plan: Plan, inputs: Inputs, dtype: ElementType) -> int:
@@ -183,7 +221,7 @@ def _begin_at(plan: Plan, where: Seats, first: int) -> None:
 def _values(plan: Plan, laid: _Laid) -> list[Values]:
     """What every rank's kernel is told of one call."""
     launch = host_launch(plan.moves, laid.block_bytes).arguments()
-    return [{"tensors": offsets, **launch} for offsets in laid.tensors]
+    return [{"landing": laid.landing, "tensors": offsets, **launch} for offsets in laid.tensors]
 
 
 def _collect(plan: Plan, laid: _Laid, data: Bytes, dtype: ElementType) -> HostResult:

@@ -5,7 +5,7 @@ runs only when the earlier ones found no error, because it relies on what they p
 message. A new law is a function and a line here. Does not raise.
 
     locations, contributions, route_laws   what the laws are stated on: places, what each holds, rows
-    cycles, topology, roles, engine   what the machine has
+    cycles, topology, roles, engine, landing   what the machine has
     bounds, inputs, overlap, undefined, size_classes, classes   what a step may touch
     promises, conservation, rotations, returns, determinism, useless   what is promised, kept, and in vain
     plans, routes   a plan of documents and where its rows go
@@ -25,6 +25,7 @@ from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
 from commdsl.checks.engine import combining_engine
 from commdsl.checks.inputs import writes_to_input
+from commdsl.checks.landing import idle_landing
 from commdsl.checks.locations import Located
 from commdsl.checks.overlap import overlapping_writes
 from commdsl.checks.plans import over_capacity, too_large, too_many_copies
@@ -68,7 +69,7 @@ AnyRule = TypeVar("AnyRule")
 RULES: tuple[tuple[Rule, ...], ...] = (
     (broken_cycles, broken_roles, repeated_promises),
     (out_of_bounds,),
-    (overlapping_writes, writes_to_input, undefined_reads, missing_links, combining_engine),
+    (overlapping_writes, writes_to_input, undefined_reads, missing_links, combining_engine, idle_landing),
     (unequal_sizes, mixed_types, own_units, unknown_units),
     (broken_contracts, broken_rotations),
     (broken_returns,),

@@ -242,6 +242,7 @@ def static_lines(plan: Plan) -> list[str]:
         shape = f"{tensor.blocks} blocks cut into {tensor.cut}"
         lines.append(
             f"tensor {index} {tensor.name}: {tensor.access.value}, {shape}{', yields' if tensor.is_yield else ''}"
+            f"{', lands' if tensor.lands else ''}"
         )
     lines.append(f"agree: {plan.agreeing}")
     if plan.tiles is not None:
@@ -264,6 +265,8 @@ def op_text(moves: Operations, index: int) -> str:
     dest = location(moves, int(ops.dest_space[index]), int(ops.dest_rank[index]), int(ops.dest_index[index]))
     verb = OpKind(int(ops.kind[index])).name.lower()
     text = f"     and {dest}" if ops.joined[index] else f"{verb} {dest} <- {sources}"
+    if ops.kind[index] == OpKind.HOLD:
+        text = f"{verb} {dest}"
     text += f"  piece {ops.piece[index]}/{ops.cut[index]}"
     weights = ops.source_weight[int(ops.source_begin[index]) : int(ops.source_begin[index + 1])].tolist()
     if ops.kind[index] == OpKind.REDUCE and len(weights) > 1:

@@ -189,6 +189,7 @@ class Tuning:
     protocol: str | None = None  # bulk, packet, line, tma or engine
     sms: int | None = None  # thread blocks that are launched; None: one a lane
     put: str | None = None  # rows or packed: of a dispatch
+    landing: str | None = None  # cells or place: of what visits
 
 
 @dataclass(frozen=True, slots=True)

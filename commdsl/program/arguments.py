@@ -110,6 +110,8 @@ def arguments(plan: Plan) -> Arguments:
     for phase in plan.comm.phases:
         match phase:
             case Moves():
+                if phase.lands:  # by rank where its tensors that land begin: there at one distance on all ranks
+                    words.append(Field("landing", plan.num_ranks, is_address=True))
                 words += [
                     Field("tensors", max(len(phase.tensors), 1), is_address=True),
                     Field("block_bytes"),

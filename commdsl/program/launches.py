@@ -6,7 +6,8 @@ the other: that is what `after` says, `lower` derives it and `proof` judges it.
 The steps between two yields are a *segment*. A launch runs all rounds of one before the caller computes on what it
 brought. Segments with the same tables are one `Moves`, launched again on other copies of the buffers, or on other
 buffers, so neither a kernel nor the heap grows with the number of steps. A rank's buffers are touched by that rank
-alone (what peers put goes into cells), so an event from stream to stream is all that launches and visits need.
+alone, and by peers within one of its launches (what they put goes into cells, or lands between two operations of the
+owner, which C212 proves): so an event from stream to stream is all that launches and visits need.
 """
 
 from __future__ import annotations

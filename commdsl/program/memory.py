@@ -28,7 +28,7 @@ class Rights(Enum):
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """Memory of a rank, its caller's unless it is OWN: `blocks` equal blocks, each cut into `cut` chunks. All yields
-    are one WRITE tensor.
+    are one WRITE tensor. One that `lands` is written, and lies in the heap, so peers put chunks there themselves.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Tensor:
     blocks: int
     cut: int
     is_yield: bool = False
+    lands: bool = False
 
 
 class Home(Enum):
@@ -79,7 +80,8 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A whole buffer between two launches, in memory of the rank alone: copy 0 is the caller's own, others take turns.
+    """A whole buffer between two launches: copy 0 is the caller's own, others take turns. In memory of the rank alone,
+    but where it is written by a tensor that lands: then in symmetric memory, and of the rank but for that launch.
 
     No launch writes where the caller's function may still read, so what travels on is read in one copy and written in
     another.

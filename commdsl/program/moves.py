@@ -12,7 +12,9 @@ on through all calls by a counter in device memory.
 **Where data lies.** A *tensor* is user memory of the rank itself (an `inout` buffer is two tensors: the one read, the
 one written; they may be the same memory). A *cell* is symmetric memory of one tile per lane, reachable from every rank;
 round n uses copy n % rotation of all cells. Cell c of rank r, lane l: heap[r] + cells_offset + (((n % rotation) *
-num_cells + c) * lanes + l) * slot_bytes.
+num_cells + c) * lanes + l) * slot_bytes. A tensor that *lands* is of the rank, too, but in symmetric memory, on each
+rank as far behind landing[rank]: peers copy chunks there, in each round between two operations of the owner that HOLD
+the chunk, and do nothing: the first opens it, the second takes what came.
 
 **Size classes.** Every operation moves one chunk: piece `piece` of a block cut into `cut`. With u = ceil(block_bytes /
 16), the piece is the bytes [16 * (u * piece // cut), min(16 * (u * (piece + 1) // cut), block_bytes)) of its block.
@@ -66,6 +68,7 @@ class OpKind(IntEnum):
     REDUCE = 1  # dest = sources combined in order (`avg`: weighed), in float32 (integers: as they are), rounded once
     ADD = 2  # of `Tiles`: the sum of the sources, whatever the reduction of the call, as REDUCE has it
     MULTIPLY = 3  # of `Tiles`: their product
+    HOLD = 4  # nothing: a chunk of the rank's own that lands is in its hands, as it was found or, as a source, as put
 
 
 class Protocol(Enum):
@@ -205,6 +208,11 @@ class Moves:
     @property
     def lanes_per_block(self) -> int:
         return -(-self.lanes // self.sms)
+
+    @property
+    def lands(self) -> bool:
+        """Whether peers put to any of its tensors."""
+        return any(tensor.lands for tensor in self.tensors)
 
     @property
     def slot_bytes(self) -> int:

@@ -110,6 +110,8 @@ def _visited(plan: Plan) -> None:
         for access, kept in ((Rights.READ, launch.reads), (Rights.WRITE, launch.writes)):
             wanted = [one.blocks for one in launch.moves.tensors if one.access is access]
             _law(wanted == [one.blocks for one in kept], "a launch is on other buffers than its moves")
+        law = len({*launch.writes} | {*launch.reads}) == len(launch.writes) + len({*launch.reads})
+        _law(law, "a launch writes a copy that it reads, or writes it twice")
         made_of = {kept.unit for kept in (*launch.reads, *launch.writes)}
         _law(len(made_of) == 1, "a launch is on buffers of different types or lengths")
     found = {(kept.name, kept.unit) for kept in kept_by(plan)}
@@ -122,7 +124,8 @@ def verify_moves(moves: Moves, *, has_tiles: bool = False) -> None:
     """`verify` for one phase of static operations."""
     _scalars(moves)
     _shapes(moves)
-    _operations(moves, OpKind.COPY, OpKind.REDUCE)
+    _operations(moves, OpKind.COPY, OpKind.REDUCE, OpKind.HOLD)
+    _held(moves)
     _operands(moves)
     _flags(moves, has_tiles)
     owned = any(tensor.access is Rights.OWN for tensor in moves.tensors)
@@ -201,6 +204,8 @@ def _scalars(moves: Moves) -> None:
         _law(not moves.has_reduction, "the copy engine moves bytes only, yet the Plan reduces")
     for tensor in moves.tensors:
         _law(tensor.blocks >= 1 and tensor.cut >= 1, f"tensor `{tensor.name}` has no chunk")
+        _law(not tensor.lands or tensor.access is Rights.WRITE, f"`{tensor.name}` lands, and is not written")
+        _law(not tensor.lands or not moves.protocol.carries_flags, f"`{tensor.name}` lands, and no flag tells of it")
         _law(not tensor.is_yield or tensor.access is Rights.WRITE, f"yields `{tensor.name}` are not written")
     _law(sum(tensor.is_yield for tensor in moves.tensors) <= 1, "the yields are more than one tensor")
     names = [(tensor.name, tensor.access) for tensor in moves.tensors]
@@ -234,9 +239,9 @@ def _begins(field: str, begins: Ints, rows: int, size: int) -> None:
     _each(begins[1:] >= begins[:-1], f"ops.{field}, entry", "begins never decrease")
 
 
-def _operations(moves: Moves, first: OpKind, last: OpKind) -> None:
+def _operations(moves: Moves, *kinds: OpKind) -> None:
     ops = moves.ops
-    _within(ops.kind, last + 1, "operation", "kind is an OpKind", start=first)
+    _each(np.isin(ops.kind, kinds), "operation", "kind is an OpKind that is done there")
     _within(ops.barrier, 2, "operation", "barrier is a truth value,")
     _within(ops.origin, len(moves.origins), "operation", "origin lies")
     _within(ops.cut, MOST_PIECES, "operation", "cut lies", start=1)
@@ -244,15 +249,30 @@ def _operations(moves: Moves, first: OpKind, last: OpKind) -> None:
     _within(ops.joined, 2, "operation", "joined is a truth value,")
     _within(ops.source_weight, MOST_CONTRIBUTIONS + 1, "source", "its weight lies", start=1)
     num_sources = np.diff(ops.source_begin)
-    _each((num_sources >= 1) == (ops.joined == 0), "operation", "it has a source, or has joined one that does")
+    has_source = (num_sources >= 1) | (ops.kind == OpKind.HOLD)
+    _each(has_source == (ops.joined == 0), "operation", "it has a source, or has joined one that does")
     _joined(moves)
-    _each((ops.kind != OpKind.COPY) | (num_sources <= 1), "operation", "only REDUCE has several sources")
+    several = np.isin(ops.kind, (OpKind.COPY, OpKind.HOLD))
+    _each(~several | (num_sources <= 1), "operation", "only REDUCE has several sources")
     _within(ops.whole, MOST_CONTRIBUTIONS + 1, "operation", "its whole lies", start=1)
     is_alone = np.repeat(num_sources == 1, num_sources)
     _each((ops.source_weight == 1) | ~is_alone, "source", "alone it has the weight 1")
     _each((ops.whole == 1) | (num_sources != 1), "operation", "the whole of one source is 1")
-    computes = (ops.kind != OpKind.COPY).any()
+    computes = (~np.isin(ops.kind, (OpKind.COPY, OpKind.HOLD))).any()
     _law(moves.has_reduction or not computes, "it only moves bytes, yet an operation computes")
+
+
+def _held(moves: Moves) -> None:
+    """A rank holds a chunk of its own that lands: as it was found, or as it is."""
+    ops = moves.ops
+    actor = np.repeat(np.arange(moves.num_ranks, dtype=np.int32), np.diff(ops.rank_begin))
+    lands = np.array([tensor.lands for tensor in moves.tensors] + [False])
+    held = ops.kind == OpKind.HOLD
+    _each(~held | (lands[ops.dest_space] & (ops.dest_rank == actor)), "operation", "what a rank holds lands there")
+    at = np.flatnonzero(held & (np.diff(ops.source_begin) == 1))
+    source = ops.source_begin[at]
+    same = (ops.source_space[source] == ops.dest_space[at]) & (ops.source_index[source] == ops.dest_index[at])
+    _each(same, "operation that holds", "its source is what it holds")
 
 
 def _joined(moves: Moves) -> None:
@@ -289,7 +309,9 @@ def _operands(moves: Moves) -> None:
 def _location(
     moves: Moves, what: str, space: Ints, rank: Ints, index: Ints, actor: Ints, cut: Ints, piece: Ints
 ) -> None:
-    """An operand lies in a tensor of the rank itself, cut as the operation is, or in a cell of any rank."""
+    """An operand lies in a tensor of the rank itself, cut as the operation is, or in a cell of any rank; what is put to
+    a tensor that lands, in that of any rank.
+    """
     _within(space, len(moves.tensors), what, "its space lies", start=CELL)
     _within(rank, moves.num_ranks, what, "its rank lies")
     # The last entry stands for space -1, a cell.
@@ -297,7 +319,8 @@ def _location(
     cuts = np.array([tensor.cut for tensor in moves.tensors] + [0], np.int32)
     _each((index >= 0) & (index < sizes[space]), what, "its index lies within its tensor, or within the cells")
     is_cell = space == CELL
-    _each(is_cell | (rank == actor), what, "a tensor belongs to the rank itself")
+    lands = np.array([tensor.lands and what == "destination" for tensor in moves.tensors] + [False])
+    _each(is_cell | (rank == actor) | lands[space], what, "a tensor belongs to the rank itself")
     if what == "source" and moves.protocol.carries_flags:
         _each(rank == actor, what, "data with its flag is read by the rank that has it")
     _each(is_cell | ((cuts[space] == cut) & (index % cut == piece)), what, "a tensor's chunk has the size class moved")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.launches import Between, Launch, Return, Visit, touches
-from commdsl.program.memory import Kept
+from commdsl.program.memory import Kept, Rights
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 
@@ -53,6 +53,15 @@ def started(plan: Plan) -> tuple[tuple[int, Between], ...]:
 def segments(plan: Plan) -> tuple[Moves, ...]:
     """What is launched, each once."""
     return tuple(dict.fromkeys(launch.moves for launch in launches(plan)))
+
+
+def landing(plan: Plan) -> tuple[Kept, ...]:
+    """The copies of buffers that peers put to: they lie in symmetric memory, in this order."""
+    found: dict[Kept, None] = {}
+    for launch in launches(plan):
+        written = (tensor for tensor in launch.moves.tensors if tensor.access is Rights.WRITE)
+        found |= {kept: None for tensor, kept in zip(written, launch.writes, strict=True) if tensor.lands}
+    return tuple(found)
 
 
 def plan_of(plan: Plan, moves: Moves) -> Plan:

@@ -10,8 +10,9 @@ import itertools
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import TypeVar
 
 from commdsl.build.emit import Emitted
 from commdsl.machine.config import DEFAULT_TIMEOUT, Config
@@ -27,6 +28,7 @@ from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError,
 from commdsl.runtime.failures import different_calls
 from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import Kernel, Prepared, Residence
+from commdsl.runtime.landing import Region, Regions
 from commdsl.runtime.meeting import Meeting
 from commdsl.runtime.memory_summary import Held
 from commdsl.runtime.program import Program
@@ -35,6 +37,8 @@ from commdsl.runtime.stream_order import StreamOrder
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.watch import own_process, watcher
 from commdsl.runtime.workspace import Explain, Reach, Start, Workspace
+
+Made = TypeVar("Made")
 
 RESET_PATIENCE = 2.0
 """A reset waits this many time-outs for the others: they may still be inside a call that has to run out first."""
@@ -71,6 +75,7 @@ class Communicator(Meeting, ABC):
         self.transport = self._transport()
         self.lock = threading.RLock()
         self.workspaces: dict[str, Workspace] = {}
+        self.regions = Regions()
         self.broken: BaseException | None = None
         self._is_disowned = False
         self.is_closed = False  # whoever kept something of it has to ask for it anew
@@ -173,6 +178,7 @@ class Communicator(Meeting, ABC):
         """What this rank gives of symmetric memory."""
         known = [("desk", self.desk.reserved_bytes)]
         known += [(one.plan.name, one.heap.reserved_bytes) for one in tuple(self.workspaces.values())]
+        known += [("landing", nbytes) for nbytes in self.regions.reserved_bytes]
         return tuple(Held(self.name, self.kind, name, nbytes) for name, nbytes in known)
 
     def disown(self) -> None:
@@ -195,7 +201,16 @@ class Communicator(Meeting, ABC):
     def _rendezvous(
         self, mine: Setup, plan: Plan, room: int, explain: Explain | None, seconds: float | None
     ) -> Workspace:
-        name = plan.name
+        def make(heap: Heap, number: str) -> Workspace:
+            reach = Reach(self.rank, self.nodes, self.world.ranks)
+            return Workspace(plan, number, reach, self.desk, heap, self.errors.take(), self.timeout, explain)
+
+        return self._set_up(plan.name, mine, self.extent(plan, room), make, seconds)
+
+    def _set_up(
+        self, name: str, mine: Setup, extent: Extent, make: Callable[[Heap, str], Made], seconds: float | None
+    ) -> Made:
+        """What is made of symmetric memory and the number of the set-up, once all ranks have agreed on it."""
         self.refuse_setup(name)
         what = f"set up `{name}`"
         try:
@@ -205,10 +220,7 @@ class Communicator(Meeting, ABC):
                 return self.exchange(f"{where}/{part}", value, what, seconds)
 
             meet("agreed")  # once more: a rank that comes late finds the others gone here, not where nothing says so
-            heap = self.make_heap(self.extent(plan, room), meet)
-            number = f"{self.generation}/{where}"
-            reach = Reach(self.rank, self.nodes, self.world.ranks)
-            made = Workspace(plan, number, reach, self.desk, heap, self.errors.take(), self.timeout, explain)
+            made = make(self.make_heap(extent, meet), f"{self.generation}/{where}")
             meet("ready")
         except AgreementError:
             raise  # on every rank, and before anything was made
@@ -216,6 +228,20 @@ class Communicator(Meeting, ABC):
             self.fail(error, what)
             raise
         return made
+
+    def region(self, name: str, nbytes: int, seconds: float | None) -> Region:
+        """Symmetric memory for a call of that op, which it has to itself; collective where there is not enough. Raises
+        as `workspace`.
+        """
+        self.refuse_if_broken()
+        with self.lock:
+
+            def make() -> Region:
+                mine = Setup(f"`{name}`", (("where it lands", f"{nbytes} bytes"),))
+                extent = Extent.whole(name, nbytes)
+                return self._set_up(name, mine, extent, lambda *of: Region(of[0], self.rank, of[1], nbytes), seconds)
+
+            return self.regions.find(name, nbytes) or self.regions.grow(make, self.finish)
 
     def fail(self, error: BaseException, what: str = "a call") -> None:
         """After a time-out the heap holds half a call: nothing runs until all ranks have reset."""
@@ -257,7 +283,7 @@ class Communicator(Meeting, ABC):
         with self.lock:
             number = self.generation
             self.said.reset()
-            mine = ",".join(workspace.number for workspace in self.workspaces.values())
+            mine = ",".join((*(workspace.number for workspace in self.workspaces.values()), *self.regions.numbers))
 
             def meet(step: str, value: bytes) -> tuple[bytes, ...]:
                 seconds = self.timeout * (1.0 + RESET_PATIENCE)
@@ -274,6 +300,7 @@ class Communicator(Meeting, ABC):
                     workspace.reset()
                 else:
                     self._let_go(key)
+            self.regions.keep(common)
             self.desk.reset()
             self._setups = 0
             self._compared = self._comparing()
@@ -288,6 +315,14 @@ class Communicator(Meeting, ABC):
             self.finish()
             for one in tuple(self.workspaces) if key is None else [key]:
                 self._let_go(one)
+            if key is None:
+                self.regions.release(None)
+
+    def release_region(self, name: str) -> None:
+        """An op has no more calls: what they landed in goes when those of no other do. As `release` otherwise."""
+        with self.lock:
+            self.finish()
+            self.regions.release(name)
 
     def _let_go(self, key: str) -> None:
         found = self.workspaces.pop(key, None)

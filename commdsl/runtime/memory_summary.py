@@ -14,7 +14,7 @@ class Held:
 
     group: str
     device: str  # cpu or cuda
-    op: str  # `desk`: what ranks of a group tell each other in every call
+    op: str  # `desk`: what ranks of a group tell each other in every call; `landing`: where what visits is put
     nbytes: int  # that this rank gives, as it is reserved
 
 

@@ -16,6 +16,7 @@ import torch
 from commdsl.ir.held import Held
 from commdsl.machine.config import from_environment
 from commdsl.program.memory import Transport
+from commdsl.program.visited import landing
 from commdsl.runtime import autograd, eager, given, groups, pickled, tensors
 from commdsl.runtime.calls import MAX_KEPT, Bound
 from commdsl.runtime.device import DeviceCommunicator
@@ -49,13 +50,12 @@ class Op:
         self._visiting: dict[tuple[object, ...], Visiting] = {}
         self._lock = threading.Lock()
         # Kept apart from the programs: `torch.compile` traces through a call as far as these.
-        visits = self.program(ranks).visits
-        signature = self.program(ranks).signature if visits is None else visits.signature
-        self.input_names = tuple(port.name for port in signature.inputs)
-        self.num_inputs = len(self.program(ranks).signature.inputs)
-        self.has_reduction = self.program(ranks).signature.has_reduction
-        self.overwritten = self.program(ranks).signature.in_place or ()  # which inputs
-        self.works_in_place = self.program(ranks).signature.in_place is not None
+        visits, plain = self.program(ranks).visits, self.program(ranks).signature
+        self.input_names = tuple(port.name for port in (plain if visits is None else visits.signature).inputs)
+        self.num_inputs = len(plain.inputs)
+        self.has_reduction = plain.has_reduction
+        self.overwritten = plain.in_place or ()  # which inputs
+        self.works_in_place = plain.in_place is not None
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(self._load, **pickled.arguments(self.definition, self.ranks)), ()
@@ -163,6 +163,7 @@ class Op:
         timeout: Patience = None,
         timing: Timing | None = None,
         about: str = "",
+        last: int | None = None,
         **functions: Function,
     ) -> Result:
         """`op.visit(kv, fn)`: calls `fn(visit, kv)` at every yield, while what comes next travels on another stream.
@@ -175,9 +176,10 @@ class Op:
         writes, a tensor or a tuple of them, and may write there and return nothing: so nothing is copied. Several
         functions are given by their names, `op.visit(kv, acc, attend=fn)`. Tensors have `blocks` equal blocks along
         their first dimension, or first dimensions that count them: (2, K, ...) for `k[2 blocks, K blocks]`. Returns the
-        schedule's outputs, without yields. Works inside a capture of a CUDA graph, after a first call outside.
-        `timeout` as for a call, in each launch. `timing` takes the times of this call. `about`: of what the caller
-        computes, in words that are the same on all ranks; where they differ, ranks are told both (AgreementError).
+        schedule's outputs, without yields; the `last` so many, if it is said, as one in symmetric memory is copied.
+        Works inside a capture of a CUDA graph, after a first call outside. `timeout` as for a call, in each launch.
+        `timing` takes the times of this call. `about`: of what the caller computes, in words that are the same on all
+        ranks; where they differ, ranks are told both (AgreementError).
 
         If `fn` raises, the other ranks still get all that is theirs and the group can be used; where what it was to
         write travels on, the group is broken until every rank has called `commdsl.reset()`, and the exception says so.
@@ -211,7 +213,7 @@ class Op:
             found = self._prepare_visits(inputs, name, op, seconds, about)
             _thin_out(self._visiting)
             self._visiting[key] = found
-        return found(inputs, functions_of, timing)
+        return found(inputs, functions_of, timing, last)
 
     def held(self, group: Any = None) -> tuple[Held, ...]:
         """What each visit is handed on every rank of the group: for each buffer that its yield names, of every chunk
@@ -222,6 +224,10 @@ class Op:
         if visits is None:
             raise OpError(f"`{self.name}` has no `yield`: it hands nothing over")
         return visits.held
+
+    def lands(self, group: Any = None) -> bool:
+        """Whether what a visit is handed may lie in symmetric memory, which the next call has: to keep it, copy it."""
+        return any(landing(one.plan) for one in (self.traced(groups.name_of(group)).visits,) if one is not None)
 
     def synchronize(self, group: Any = None) -> None:
         """Waits for this rank's calls on the group and raises what went wrong in them."""
@@ -235,6 +241,7 @@ class Op:
             known = self.program(comm.size, comm.transport)
             for one in (known, *(() if known.visits is None else known.visits.launched)):
                 comm.release(one.emitted.identity)
+            comm.release_region(self.name)
 
     # --- what torch calls ------------------------------------------------------------------------------------------
 
@@ -321,8 +328,8 @@ class Op:
         comm.check()
         visits = self.program(comm.size, comm.transport).visits
         assert visits is not None
-        starts = prepared(comm, visits, inputs, op, seconds, about)
-        return Visiting(self.name, comm, visits, inputs, starts, groups.owner_of(name))
+        owner, starts = groups.owner_of(name), prepared(comm, visits, inputs, op, seconds, about)
+        return Visiting(self.name, comm, visits, inputs, starts, seconds, owner)
 
 
 def _thin_out(kept: dict[tuple[object, ...], Any]) -> None:
@@ -374,8 +381,7 @@ def _define(library: torch.library.Library, op: Op) -> None:
     returns = results if len(signature.outputs) == 1 else f"({results})"
     tail = "str group_name" + (', str op="sum"' if signature.has_reduction else "") + ", float? timeout=None"
     tags = (torch.Tag.pt2_compliant_tag,)
-    parameters = ", ".join(f"Tensor {name}" for name in names)
-    library.define(f"{op.name}({parameters}, {tail}) -> {returns}", tags=tags)
+    library.define(f"{op.name}({', '.join(f'Tensor {name}' for name in names)}, {tail}) -> {returns}", tags=tags)
     for key in ("CPU", "CUDA"):
         library.impl(op.name, op.functional, key)
     torch.library.register_fake(f"commdsl::{op.name}", op.fake, lib=library)

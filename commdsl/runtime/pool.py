@@ -12,6 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from commdsl.runtime.errors import DispatchError
+from commdsl.runtime.tensors import contiguous_strides
 
 ALIGNMENT = 256
 
@@ -101,7 +102,4 @@ def row_bytes(tensor: torch.Tensor) -> int:
 def _contiguous(rows: int, like: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides. Those of `like` may be any where it has no row, or one."""
     shape = (rows, *like.shape[1:])
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * extent)
-    return shape, tuple(reversed(strides))
+    return shape, contiguous_strides(shape)

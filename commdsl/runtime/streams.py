@@ -33,6 +33,14 @@ class Streams(Protocol):
         """The caller's stream waits for all that went beside it."""
         ...
 
+    def end(self) -> Any:
+        """Marks what the caller's stream has been given, for a call on another one; None where nothing has to wait."""
+        ...
+
+    def follow(self, end: Any) -> bool:
+        """Both streams go on behind that mark. Whether they are being captured: then its order is that of replays."""
+        ...
+
 
 class OneStream:
     """Of the processor: everything is over when it returns."""
@@ -48,6 +56,13 @@ class OneStream:
 
     def join(self) -> None:
         """Nothing is left to wait for."""
+
+    def end(self) -> None:
+        """It is over."""
+
+    def follow(self, end: Any) -> bool:
+        """Nothing is captured."""
+        return False
 
 
 class TwoStreams:
@@ -71,3 +86,18 @@ class TwoStreams:
 
     def join(self) -> None:
         self._main.wait_stream(self._side)
+
+    def end(self) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event()
+        event.record(self._main)
+        return self._main.cuda_stream, event
+
+    def follow(self, end: Any) -> bool:
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        if end is not None and end[0] != self._main.cuda_stream:
+            self._main.wait_event(end[1])
+            self._side.wait_event(end[1])
+        return False

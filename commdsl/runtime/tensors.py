@@ -168,3 +168,11 @@ def described(name: str, inputs: Sequence[torch.Tensor], op: str) -> str:
     """A call in words, as ranks compare it."""
     shapes = (f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in inputs)
     return f"`{name}` of {', '.join(shapes)} by {op}"
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor whose last dimension is innermost, without gaps."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * extent)
+    return tuple(reversed(strides)) if len(shape) else ()

@@ -138,3 +138,9 @@ class _Timed:
 
     def join(self) -> None:
         self._streams.join()
+
+    def end(self) -> Any:
+        return self._streams.end()
+
+    def follow(self, end: Any) -> bool:
+        return self._streams.follow(end)

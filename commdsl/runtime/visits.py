@@ -4,7 +4,7 @@ Assumes a Plan that is proved, and tensors that were checked. Does not order any
 waits for what, stands in the Plan (`visited.started`). The host waits for nothing but what the caller's function does.
 
 Buffers that travel have two tensors of their own for a call, from the allocator of the caller's stream; the streams
-join before any of them is given back to it.
+join before any of them is given back to it. Those that peers put to lie in symmetric memory, which calls take in turn.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from commdsl.program.launches import Between, Launch, Return, Visit
 from commdsl.program.memory import Kept, Rights
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
-from commdsl.program.visited import launches, started
+from commdsl.program.visited import landing, launches, started
 from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import ReductionError, TensorError
+from commdsl.runtime.landing import Landed, Region
 from commdsl.runtime.program import Port, Visits
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.timing import Timing
@@ -51,6 +52,7 @@ class Visiting:
         visits: Visits,
         inputs: Sequence[torch.Tensor],
         starts: Mapping[Made, Start],
+        seconds: float | None,
         owner: Callable[[], object],
     ) -> None:
         self._name = name
@@ -70,7 +72,10 @@ class Visiting:
         ports = tuple(map(_port, own))
         shapes = tensors.shapes(visits.signature, inputs, ports)
         types = (tensors.dtype_of(visits.signature, port, inputs) for port in ports)
-        self._own = tuple(zip(own, shapes, types, strict=True))
+        kinds = dict(zip(own, zip(shapes, types, strict=True), strict=True))
+        self._landed = Landed({kept: kinds.pop(kept) for kept in landing(visits.plan)})
+        self._own = tuple((kept, *kind) for kept, kind in kinds.items())
+        self._seconds = seconds
 
     @property
     def is_over(self) -> bool:
@@ -83,39 +88,31 @@ class Visiting:
         return open_ and behind is self._owner()
 
     def __call__(
-        self, inputs: Sequence[torch.Tensor], functions: Mapping[str | None, Function], timing: Timing | None = None
+        self,
+        inputs: Sequence[torch.Tensor],
+        functions: Mapping[str | None, Function],
+        timing: Timing | None = None,
+        last: int | None = None,
     ) -> Result:
-        """Starts everything, calls the functions, and returns the results."""
+        """Starts everything, calls the functions, and returns the results, or the last so many of them."""
         self._communicator.refuse_if_broken()
         self._communicator.check()
+        region = self._region()
         held = {kept: inputs[0].new_empty(shape, dtype=dtype) for kept, shape, dtype in self._own}
+        held |= self._landed.tensors(region, inputs[0])
         for kept, number in self._given:
             held[kept] = inputs[number]
         streams = self._communicator.streams()
-        placed = frozenset(name for name, function in functions.items() if name in self._writing and _has_out(function))
         if timing is not None:
             waits = [phase.after for phase in self._plan.phases if isinstance(phase, Visit)]
             streams, functions = timing.over(streams, functions, waits)
-        failure: BaseException | None = None
-        results: tuple[torch.Tensor, ...] = ()
+        if region is not None:
+            region.enter(streams)
         try:
-            for number, phase in self._order:
-                self._wait(streams, phase)
-                match phase:
-                    case Launch():
-                        self._launch(streams, number, phase, held)
-                    case Visit():
-                        if failure is None:
-                            out = phase.name in placed and bool(phase.writes)
-                            failure = self._visit(number, phase, functions, held, out=out)
-                    case Return():
-                        results = tuple(held[kept] for kept in phase.reads)
-                    case _:
-                        assert_never(phase)
-                if (isinstance(phase, Launch), number) in self._awaited:
-                    streams.mark((isinstance(phase, Launch), number), beside=isinstance(phase, Launch))
+            failure, results = self._run(streams, functions, held, () if region is None else region.addresses, last)
         finally:
-            streams.join()
+            if region is not None:
+                region.leave(streams)
         if failure is not None:
             try:
                 raise failure
@@ -123,15 +120,58 @@ class Visiting:
                 del failure  # as in Communicator.check: its traceback holds this frame, and with it tensors
         return results[0] if len(results) == 1 else results
 
+    def _region(self) -> Region | None:
+        """Where what lands is in this call; None where nothing does."""
+        if not self._landed.nbytes:
+            return None
+        return self._communicator.region(self._name, self._landed.nbytes, self._seconds)
+
+    def _run(
+        self,
+        streams: Streams,
+        functions: Mapping[str | None, Function],
+        held: Mapping[Kept, torch.Tensor],
+        landing: Sequence[int],
+        last: int | None,
+    ) -> tuple[BaseException | None, tuple[torch.Tensor, ...]]:
+        """What a function raised, if one did, and the results."""
+        placed = frozenset(name for name, function in functions.items() if name in self._writing and _has_out(function))
+        failure: BaseException | None = None
+        results: list[torch.Tensor] = []
+        try:
+            for number, phase in self._order:
+                self._wait(streams, phase)
+                match phase:
+                    case Launch():
+                        self._launch(streams, number, phase, held, landing)
+                    case Visit():
+                        if failure is None:
+                            out = phase.name in placed and bool(phase.writes)
+                            failure = self._visit(number, phase, functions, held, out=out)
+                    case Return():
+                        for kept in phase.reads if last is None else phase.reads[len(phase.reads) - last :]:
+                            # What lands is of this call alone: the next one has it where this one had.
+                            results.append(held[kept].clone() if kept in self._landed else held[kept])
+                    case _:
+                        assert_never(phase)
+                if (isinstance(phase, Launch), number) in self._awaited:
+                    streams.mark((isinstance(phase, Launch), number), beside=isinstance(phase, Launch))
+        finally:
+            streams.join()
+        return failure, tuple(results)
+
     def _wait(self, streams: Streams, phase: Between) -> None:
         if phase.after:
             of_launch = not isinstance(phase, Launch)
             streams.wait((of_launch, phase.after - 1), beside=not of_launch)
 
-    def _launch(self, streams: Streams, number: int, phase: Launch, held: Mapping[Kept, torch.Tensor]) -> None:
+    def _launch(
+        self, streams: Streams, number: int, phase: Launch, held: Mapping[Kept, torch.Tensor], landing: Sequence[int]
+    ) -> None:
         if self._starts:
+            first = (landing or (0,) * phase.moves.num_ranks) if phase.moves.lands else ()
             with streams.beside():
-                self._starts[_made(phase)]([held[kept].data_ptr() for kept in self._operands[number]])
+                self._starts[_made(phase)]([*first, *(held[kept].data_ptr() for kept in self._operands[number])])
 
     def _visit(
         self,

@@ -120,7 +120,10 @@ class Workspace:
         digest = self._desk.said.digest(words + listed(about), emitted.identity)
         values = {**self.every_call, "tensors": (), "digest": digest, **launch.arguments()}
         values |= timeout_argument(seconds)
-        return Prepared(self.plan, values, ("tensors", "tensors"), launch)
+        changing = ("tensors", "tensors")
+        if self.plan.moves.lands:
+            values, changing = {**values, "landing": ()}, ("landing", "tensors")
+        return Prepared(self.plan, values, changing, launch)
 
     def failure(self) -> BaseException | None:
         """What a kernel of this rank reported, if one did."""

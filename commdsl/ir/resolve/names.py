@@ -15,6 +15,7 @@ from commdsl.ir.resolve.faults import Faults, nearest
 from commdsl.ir.resolve.move_rules import check_move
 from commdsl.ir.resolve.rotations import rotating_names
 from commdsl.ir.resolve.tasks import check_role, check_task
+from commdsl.ir.resolve.tuning import WORDS
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label, Severity
 from commdsl.language.source import Span
@@ -127,7 +128,7 @@ class ScheduleRules(ExpressionRules):
                 self._ensure(contract)
             case syn.Tune(entries):
                 for entry in entries:
-                    if not isinstance(entry.value, syn.Quantity) and entry.key.text != "protocol":
+                    if not isinstance(entry.value, syn.Quantity) and entry.key.text not in WORDS:
                         self.expect(entry.value, Kind.NUMBER)
             case syn.On(role):
                 check_role(self, role, self.role_names)

@@ -16,7 +16,7 @@ from commdsl.language.records import dataclass
 from commdsl.language.source import Source, Span
 from commdsl.machine.topology import Topology
 
-KEYS = ("lanes", "threads", "tile", "protocol", "sms")
+KEYS = ("lanes", "threads", "tile", "protocol", "sms", "landing")
 """What `tune` says of a schedule."""
 
 OF_DISPATCH = ("threads", "sms", "tile", "put")
@@ -25,7 +25,11 @@ OF_DISPATCH = ("threads", "sms", "tile", "put")
 OF_KEYS = ("threads", "sms")
 """What it says of a dispatch by keys: each row goes straight to its place, by one warp."""
 
-WORDS = {"protocol": ("bulk", "packet", "line", "tma", "engine"), "put": ("rows", "packed")}
+WORDS = {
+    "protocol": ("bulk", "packet", "line", "tma", "engine"),
+    "put": ("rows", "packed"),
+    "landing": ("cells", "place"),
+}
 """The values of the entries that have no number."""
 
 WITHIN_NODE = ("line", "engine")
@@ -125,8 +129,15 @@ class _Reader:
             self._check_sharing(numbers, spans)
         if "threads" in numbers:
             self._check_block(numbers, spans)
-        tile, protocol, put = numbers.get("tile"), words.get("protocol"), words.get("put")
-        return Tuning(numbers.get("lanes"), numbers.get("threads"), tile, protocol, numbers.get("sms"), put)
+        return Tuning(
+            lanes=numbers.get("lanes"),
+            threads=numbers.get("threads"),
+            tile_bytes=numbers.get("tile"),
+            protocol=words.get("protocol"),
+            sms=numbers.get("sms"),
+            put=words.get("put"),
+            landing=words.get("landing"),
+        )
 
     def _check_key(self, entry: syn.TuneEntry, seen: set[str]) -> None:
         key = entry.key.text

@@ -53,6 +53,7 @@ TILE_BYTES = {  # where data carries its flag, a word for each thread
     Protocol.TMA: 128 * 1024,
     Protocol.ENGINE: 32 * 1024 * 1024,  # a copy pays its start, and a round its flags
 }
+WHOLE_TILE = 1024 * 1024 * 1024  # where nothing is in cells: a share in one round; TMA counts its bytes in 32 bits
 TASK_TILE = 32 * 1024  # what is computed leaves when its tile is done: small ones leave sooner
 LANES_PER_SM, SHARED_THREADS = 8, 128  # where SMs are given, and no lanes: as many as hide each other's waits
 SYMMETRIC_BYTES = 128 * 1024 * 1024  # what the cells may take when `tune` does not set the tile
@@ -83,15 +84,22 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
     )
 
 
-def lower_moves(schedule: Schedule, transport: Transport, most_bytes: int = SYMMETRIC_BYTES) -> Moves:
-    """The operations of a schedule without tasks, in `most_bytes` of symmetric memory, but for a tile that is set."""
-    return _moves(schedule, transport, most_bytes)[0]
+def lower_moves(
+    schedule: Schedule, transport: Transport, most_bytes: int = SYMMETRIC_BYTES, landing: frozenset[str] = frozenset()
+) -> Moves:
+    """The operations of a schedule without tasks, in `most_bytes` of symmetric memory, but for a tile that is set.
+
+    `landing`: buffers that peers may put to themselves; what flags travel in takes cells all the same.
+    """
+    return _moves(schedule, transport, most_bytes, landing)[0]
 
 
-def _moves(schedule: Schedule, transport: Transport, most_bytes: int) -> tuple[Moves, Ops | None]:
+def _moves(
+    schedule: Schedule, transport: Transport, most_bytes: int, landing: frozenset[str] = frozenset()
+) -> tuple[Moves, Ops | None]:
     """The operations that move, and those of tasks."""
     protocol = Protocol(schedule.tuning.protocol or "bulk") if transport is Transport.PEER else Protocol.BULK
-    placed = place(schedule, transport, protocol)
+    placed = place(schedule, transport, protocol, frozenset() if protocol.carries_flags else landing)
     ordered = order(placed, num_actors(schedule), protocol)
     ops, signals = tables(placed.rows, ordered.waits, num_actors(schedule), barriers=not protocol.carries_flags)
     computed = None
@@ -163,6 +171,8 @@ def _shape(schedule: Schedule, protocol: Protocol, cells: int, transport: Transp
     if transport is Transport.NVSHMEM:
         lanes = min(lanes, sms or schedule.topology.num_sms)  # its puts take whole blocks
     tile = tuning.tile_bytes or (TASK_TILE if _tasks(schedule) else TILE_BYTES[protocol])
+    if not cells and tuning.tile_bytes is None:
+        tile = WHOLE_TILE
 
     def size() -> int:
         return -(-tile // data) * wire * lanes * cells
@@ -207,6 +217,8 @@ def _alias_safe(placed: Placed, schedule: Schedule) -> list[str]:
         if buffer.kind is not BufferKind.INOUT or number in computed_from:
             continue
         read, write = (_tensor(placed.tensors, buffer.name, access) for access in (Rights.READ, Rights.WRITE))
+        if placed.tensors[write].lands:
+            continue
         place = (schedule.num_ranks, buffer.num_chunks)
         last_read, first_write = np.full(place, -1, np.int32), np.full(place, len(rows.rank), np.int32)
         writes = np.nonzero(rows.dest_space == write)[0][::-1]

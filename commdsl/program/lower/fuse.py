@@ -71,7 +71,7 @@ def _earliest(rows: Rows, tensors: tuple[Tensor, ...]) -> _Earliest:
     given = {tensor.name: space for space, tensor in enumerate(tensors) if tensor.access is Rights.READ}
     for space, tensor in enumerate(tensors):
         twin = given.get(tensor.name)
-        if tensor.access is Rights.READ or twin is None:
+        if tensor.access is Rights.READ or twin is None or tensor.lands:
             continue
         chunks = tensor.blocks * tensor.cut
         reads = np.flatnonzero(rows.source_space == twin)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.schedules import Ints, Schedule, Step, Task, Yield
+from commdsl.ir.schedules import Ints, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import GIVEN, RETURNED, BufferKind, MoveKind
 from commdsl.program.lower.hazards import Index
 from commdsl.program.memory import Rights, Tensor
+from commdsl.program.moves import CELL
 
 UNDEFINED = -2
 
@@ -25,9 +26,11 @@ def ints(values: object, shape: tuple[int, ...]) -> Ints:
 class Homes:
     """Where the current version of every chunk lies, per rank; grows step by step."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, landing: frozenset[str] = frozenset()) -> None:
+        """`landing`: buffers that peers may put to, where a chunk is written once."""
         self.buffers = schedule.buffers
-        self.tensors, self.read, self.write, self.own = _tensors(schedule)
+        self.lands = _landing(schedule, landing)
+        self.tensors, self.read, self.write, self.own = _tensors(schedule, self.lands)
         shapes = [(schedule.num_ranks, buffer.num_chunks) for buffer in schedule.buffers]
         self.space = [np.full(shape, UNDEFINED, np.int32) for shape in shapes]
         self.index = [np.zeros(shape, np.int32) for shape in shapes]
@@ -50,8 +53,16 @@ class Homes:
     def is_scratch(self, buffer: int) -> bool:
         return self.buffers[buffer].kind is BufferKind.SCRATCH
 
-    def next_version(self, buffer: int, rank: Ints, chunk: Ints) -> Ints:
+    def place_for(self, moves: Statement) -> tuple[Ints, Ints]:
+        """Space and index for what a statement moves: a tensor where it lands, else a cell for this version."""
+        lands = self.lands[moves.dest_buffer][moves.dest_rank, moves.dest_chunk]
+        tensor = self.write[moves.dest_buffer]
+        space = np.where(lands, CELL if tensor is None else tensor, CELL).astype(np.int32)
+        return space, np.where(lands, moves.dest_chunk, self.version(moves)).astype(np.int32)
+
+    def version(self, moves: Statement) -> Ints:
         """A cell for the next version of each chunk, one that nothing else is ever written to."""
+        buffer, rank, chunk = moves.dest_buffer, moves.dest_rank, moves.dest_chunk
         turn = self.writes[buffer][rank, chunk]
         self.writes[buffer][rank, chunk] += 1
         return self._cell(self.first_chunk[buffer] + chunk, turn)
@@ -94,6 +105,22 @@ class Homes:
         return self.cut[buffer][rank, chunk], self.piece[buffer][rank, chunk]
 
 
+def _landing(schedule: Schedule, names: frozenset[str]) -> list[NDArray[np.bool_]]:
+    """For each buffer which chunks of which ranks peers put where they belong: a version is alone, and theirs."""
+    found = []
+    for number, buffer in enumerate(schedule.buffers):
+        writes = np.zeros((schedule.num_ranks, buffer.num_chunks), np.int32)
+        far = np.zeros_like(writes, np.bool_)
+        steps = (step for step in schedule.steps if isinstance(step, Step)) if buffer.name in names else ()
+        for moves in (one for step in steps for one in step.moves if one.dest_buffer == number and len(one.actor)):
+            place = moves.dest_rank, moves.dest_chunk
+            writes[place] += 1
+            far[place] = (moves.kind is not MoveKind.REDUCE) & (moves.source_rank[:, 0] != moves.dest_rank)
+        is_result = buffer.kind in RETURNED
+        found.append(far & (writes == 1) & is_result)
+    return found
+
+
 def _most_operands(schedule: Schedule) -> int:
     """The longest list that is combined."""
     steps = (step for step in schedule.steps if isinstance(step, Step))
@@ -104,14 +131,14 @@ def _most_operands(schedule: Schedule) -> int:
 Numbers = list[int | None]
 
 
-def _tensors(schedule: Schedule) -> tuple[list[Tensor], Numbers, Numbers, Numbers]:
+def _tensors(schedule: Schedule, lands: list[NDArray[np.bool_]]) -> tuple[list[Tensor], Numbers, Numbers, Numbers]:
     """The tensors in order of declaration, then those that tasks write; and for each buffer the one it is read from,
     the one it is written to, and the one that holds what a task writes.
     """
     tensors: list[Tensor] = []
     read: list[int | None] = []
     write: list[int | None] = []
-    for buffer in schedule.buffers:
+    for buffer, here in zip(schedule.buffers, lands, strict=True):
         reads = buffer.kind in GIVEN
         writes = buffer.kind in RETURNED
         read.append(len(tensors) if reads else None)
@@ -119,7 +146,7 @@ def _tensors(schedule: Schedule) -> tuple[list[Tensor], Numbers, Numbers, Number
             tensors.append(Tensor(buffer.name, Rights.READ, buffer.blocks, buffer.cut))
         write.append(len(tensors) if writes else None)
         if writes:
-            tensors.append(Tensor(buffer.name, Rights.WRITE, buffer.blocks, buffer.cut))
+            tensors.append(Tensor(buffer.name, Rights.WRITE, buffer.blocks, buffer.cut, lands=bool(here.any())))
     computed = {buffer for step in schedule.steps if isinstance(step, Task) for buffer in step.writes}
     own: Numbers = [None] * len(schedule.buffers)
     for number in sorted(computed):

@@ -110,7 +110,7 @@ def _hazards(problem: Problem, cells: Cells) -> list[Edges]:
             here = slice(bounds[phase], bounds[phase + 1])
             if here.start < here.stop:
                 op = accesses.op[here]
-                parts += take(accesses.key[here], op, accesses.rank[here], program.number[op])
+                parts += take(accesses.key[here], op, accesses.rank[here], program.until[op])
         found.append(_seen_by_rank_0(joined(parts), problem))
     return found
 

@@ -6,6 +6,10 @@ anything across ranks; `ordering` derives the flags. Does not save copies; `fuse
 Every write makes a new version of a chunk, in a cell of its own. Data only ever travels by the rank that has it: what a
 rank would `get`, or combine from elsewhere, its owner puts there, as links carry stores faster than loads, and as data
 that is put may bring its own flag. So a rank reads its own memory only, and of a peer's writes cells alone.
+
+But for buffers that land: what is put there once, and stays, is put where it belongs. Its owner *opens* the chunk
+before anything else, and *takes* it behind the put: two operations that do nothing, a write and a read of it to whoever
+orders or proves. So the put waits for the owner, and the owner's launch is not over before what came is there.
 """
 
 from __future__ import annotations
@@ -44,11 +48,12 @@ class Placed:
 class _Placer:
     """Walks the steps once; holds the homes and the phases made so far (private to this pass)."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, landing: frozenset[str]) -> None:
         self.schedule = schedule
-        self.homes = Homes(schedule)
+        self.homes = Homes(schedule, landing)
         self.averaged = sorted(schedule.summed)
         self.phases: list[list[Batch]] = []
+        self.opens: list[Batch] = []  # chunks that peers put where they belong; before anything else
         self.origins: list[Origin] = []
 
     def origin(self, span: Span, bindings: tuple[tuple[str, int], ...], step: int, note: str = "") -> int:
@@ -59,7 +64,7 @@ class _Placer:
         """One step becomes a phase of transfers and a phase of what each rank does with what it has."""
         transfers: list[Batch] = []
         local: list[Batch] = []
-        updates: list[tuple[Statement, Ints, tuple[Ints, Ints], Longs]] = []
+        updates: list[tuple[Statement, tuple[Ints, Ints], tuple[Ints, Ints], Longs]] = []
         for moves in step.moves:
             if not len(moves.actor):
                 continue
@@ -68,26 +73,38 @@ class _Placer:
             sources = self.homes.locate(moves.source_buffer, moves.source_rank, moves.source_chunk)
             if moves.kind is MoveKind.REDUCE:
                 near = self._bring(moves, sources, size_class, origin, transfers)
-                dest = self.homes.next_version(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
+                space, dest = ints(CELL, moves.dest_rank.shape), self.homes.version(moves)
                 held, held_by_all = self._contributions(moves)
                 local.append(self._combine(moves, near, dest, size_class, origin, self._weights(held, held_by_all)))
             else:
-                dest = self.homes.next_version(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
+                space, dest = self.homes.place_for(moves)
                 owner, chunk = moves.source_rank[:, 0], moves.source_chunk[:, 0]
                 held_by_all = self.homes.contributions[moves.source_buffer][owner, chunk]
-                place = (ints(CELL, owner.shape), moves.dest_rank, dest)
+                place = (space, moves.dest_rank, dest)
                 batch = Batch(owner, OpKind.COPY, size_class, place, sources, None, origin)
                 far = owner != moves.dest_rank
                 transfers += [] if not far.any() else [batch.take(far)]
                 local += [] if far.all() else [batch.take(~far)]
-            updates.append((moves, dest, size_class, held_by_all))
-        for moves, dest, (cut, piece), contributions in updates:
+                landed = space != CELL
+                if landed.any():
+                    self.opens.append(self._hold(batch.take(landed), step, number, "opens"))
+                    local.append(self._hold(batch.take(landed), step, number, "takes"))
+            updates.append((moves, (space, dest), size_class, held_by_all))
+        for moves, (space, dest), (cut, piece), contributions in updates:
             buffer, at = moves.dest_buffer, (moves.dest_rank, moves.dest_chunk)
-            self.homes.space[buffer][at], self.homes.index[buffer][at] = CELL, dest
+            self.homes.space[buffer][at], self.homes.index[buffer][at] = space, dest
             self.homes.cut[buffer][at], self.homes.piece[buffer][at] = cut, piece
             self.homes.written_in[buffer][at] = number
             self.homes.contributions[buffer][at] = contributions
         self.phases += [transfers, local]
+
+    def _hold(self, put: Batch, step: Step, number: int, note: str) -> Batch:
+        """What the owner does to chunks that are put where they belong: it opens them before, and takes them behind."""
+        space, rank, chunk = put.dest
+        valid = np.full((len(rank), 1), note == "takes")
+        statement = self.origins[put.origin]
+        origin = self.origin(statement.span, step.bindings, number, note)
+        return Batch(rank, OpKind.HOLD, put.size_class, put.dest, _column((space, rank, chunk)), valid, origin)
 
     def _size_class(self, moves: Statement) -> tuple[Ints, Ints]:
         if not self.homes.is_scratch(moves.dest_buffer):
@@ -197,7 +214,8 @@ class _Placer:
         for number, tensor in enumerate(self.homes.write):
             if tensor is None:
                 continue
-            rank, chunk = self.homes.chunks(number, self.homes.space[number] != UNDEFINED)
+            home = self.homes.space[number]
+            rank, chunk = self.homes.chunks(number, (home != UNDEFINED) & (home != tensor))
             if not len(rank):
                 continue
             origin = self.origin(self.schedule.buffers[number].span, (), len(self.schedule.steps), "copy out")
@@ -223,9 +241,9 @@ def _beside(first: tuple[Ints, Ints, Ints], rest: tuple[Ints, Ints, Ints]) -> tu
     return space, rank, index
 
 
-def place(schedule: Schedule, transport: Transport, protocol: Protocol) -> Placed:
+def place(schedule: Schedule, transport: Transport, protocol: Protocol, landing: frozenset[str]) -> Placed:
     """Phases of operations for all ranks; see the head of the module for where versions live."""
-    placer = _Placer(schedule)
+    placer = _Placer(schedule, landing)
     yields = 0
     for number, step in enumerate(schedule.steps):
         match step:
@@ -239,7 +257,7 @@ def place(schedule: Schedule, transport: Transport, protocol: Protocol) -> Place
             case _:
                 assert_never(step)
     placer.copy_out()
-    rows = assemble(placer.phases, num_actors(schedule))
+    rows = assemble([placer.opens, *placer.phases], num_actors(schedule))
     if (rows.source_space == UNDEFINED).any():
         raise InternalError(f"`{schedule.name}` reads data that was never written, yet passed the checks")
     tensors = tuple(placer.homes.tensors)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
 from commdsl.program.lower.clocks import Clocks, FullClocks, RotatingClocks
 from commdsl.program.lower.hazards import Index
 from commdsl.program.lower.rows import Rows, begins, turns
 from commdsl.program.memory import Rights, Tensor
-from commdsl.program.moves import CELL
+from commdsl.program.moves import CELL, OpKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +31,7 @@ class Program:
     number: Ints  # within its rank's program
     turn: Ints  # within its rank and phase
     length: Ints  # operations per rank
+    until: Ints  # the number of the operation that is awaited in its stead
 
     @property
     def first(self) -> Ints:
@@ -67,7 +69,7 @@ def pose(rows: Rows, num_actors: int, num_cells: int, tensors: tuple[Tensor, ...
     """Rank 0's operations if they stand for all, else everybody's. Tiles have programs beside those of the ranks."""
     if any(tensor.access is Rights.OWN for tensor in tensors):
         return _whole(rows, num_actors, num_cells, tensors)
-    return _quotient(rows, num_actors, num_cells) or _whole(rows, num_actors, num_cells, tensors)
+    return _quotient(rows, num_actors, num_cells, tensors) or _whole(rows, num_actors, num_cells, tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,30 +81,62 @@ class _Groups:
     turn: Ints
     number: Ints
     length: Ints  # groups per rank
+    until: Ints
 
 
-def _groups(rows: Rows) -> _Groups:
+def _groups(rows: Rows, tensors: tuple[Tensor, ...]) -> _Groups:
     leaders = rows.leaders
     rank, phase = rows.rank[leaders], rows.phase[leaders]
     length = np.bincount(rank, minlength=len(rows.begin) - 1).astype(np.int32)
     number = np.arange(len(leaders), dtype=np.int32) - begins(length)[rank]
-    return _Groups(rank, phase, turns(rank, phase), number, length)
+    until = _until(rows, phase, number, tensors) if any(tensor.lands for tensor in tensors) else number
+    return _Groups(rank, phase, turns(rank, phase), number, length, until)
+
+
+def _until(rows: Rows, phase: Ints, number: Ints, tensors: tuple[Tensor, ...]) -> Ints:
+    """What lands is awaited all at once: the last chunk that a rank opens, the last that it puts in a phase.
+
+    A launch ends when all is there, and one flag is cheaper than many.
+    """
+    lands = np.array([tensor.lands for tensor in tensors] + [False])[rows.dest_space]
+    holds = rows.kind == OpKind.HOLD
+    waited = lands & (~holds | (np.diff(rows.source_begin) == 0))
+    leaders = rows.leaders
+    some = np.flatnonzero(np.logical_and.reduceat(waited, leaders))
+    rank, width = rows.rank[leaders][some].astype(np.int64), int(phase.max(initial=0)) + 1
+    _, of = np.unique((rank * width + phase[some]) * 2 + holds[leaders][some], return_inverse=True)
+    last = np.zeros(len(some), np.int32)
+    np.maximum.at(last, of, number[some])
+    until = number.copy()
+    until[some] = last[of]
+    return until
+
+
+def _program(groups: _Groups, of: Index, length: Ints) -> Program:
+    return Program(
+        rank=groups.rank[of],
+        phase=groups.phase[of],
+        number=groups.number[of],
+        turn=groups.turn[of],
+        length=length,
+        until=groups.until[of],
+    )
 
 
 def _first_places(num_cells: int, tensors: tuple[Tensor, ...]) -> tuple[Ints, int]:
-    """By space, the first of a rank's places that are its own: cells, then what tiles write; -1 for the caller's. The
-    last entry is CELL's. And how many places a rank has.
+    """By space, the first of a rank's places: cells, then what tiles write and what peers put to; -1 for what only the
+    rank's lanes touch. The last entry is CELL's. And how many places a rank has.
     """
     first, size = np.full(len(tensors) + 1, -1, np.int32), num_cells
     first[CELL] = 0
     for space, tensor in enumerate(tensors):
-        if tensor.access is Rights.OWN:
+        if tensor.access is Rights.OWN or tensor.lands:
             first[space], size = size, size + tensor.blocks * tensor.cut
     return first, size
 
 
 def _whole(rows: Rows, num_ranks: int, num_cells: int, tensors: tuple[Tensor, ...]) -> Problem:
-    groups, of_row = _groups(rows), rows.group
+    groups, of_row = _groups(rows, tensors), rows.group
     order = np.lexsort((groups.number, groups.rank, groups.phase)).astype(np.int32)
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order))
@@ -117,9 +151,7 @@ def _whole(rows: Rows, num_ranks: int, num_cells: int, tensors: tuple[Tensor, ..
     read, write = first[rows.source_space] >= 0, first[rows.dest_space] >= 0
     keys = np.arange(num_ranks * width)
     return Problem(
-        program=Program(
-            groups.rank[order], groups.phase[order], groups.number[order], groups.turn[order], groups.length
-        ),
+        program=_program(groups, order, groups.length),
         group=order,
         reads=accesses(rows.of_source[read], rows.source_space[read], rows.source_rank[read], rows.source_index[read]),
         writes=accesses(np.nonzero(write)[0], rows.dest_space[write], rows.dest_rank[write], rows.dest_index[write]),
@@ -130,11 +162,12 @@ def _whole(rows: Rows, num_ranks: int, num_cells: int, tensors: tuple[Tensor, ..
     )
 
 
-def _quotient(rows: Rows, num_ranks: int, num_cells: int) -> Problem | None:
-    """Turned by -o, rank 0's access to a cell of rank o is an access by rank -o to a cell of rank 0: the one that rank
-    -o touches at this place of its program. So the cells of rank 0 alone see every kind of access.
+def _quotient(rows: Rows, num_ranks: int, num_cells: int, tensors: tuple[Tensor, ...]) -> Problem | None:
+    """Turned by -o, rank 0's access to a place of rank o is an access by rank -o to a place of rank 0: the one that
+    rank -o touches at this place of its program. So the places of rank 0 alone see every kind of access.
     """
-    length, groups = np.diff(rows.begin), _groups(rows)
+    first, size = _first_places(num_cells, tensors)
+    length, groups = np.diff(rows.begin), _groups(rows, tensors)
     if not _same(length) or not _same(groups.length):
         return None
     width = np.diff(rows.source_begin).reshape(num_ranks, -1)
@@ -143,40 +176,39 @@ def _quotient(rows: Rows, num_ranks: int, num_cells: int) -> Problem | None:
         return None
     group = rows.group[: int(length[0])]
     of_source = np.repeat(group, width[0])
-    following = np.full(
-        num_cells, -1, np.int32
-    )  # the cell that the next rank touches instead: one for reads and writes
-    write = _turned(rows.dest_space, rows.dest_rank, rows.dest_index, num_ranks, following)
-    read = _turned(rows.source_space, rows.source_rank, rows.source_index, num_ranks, following)
+    following = np.full(size, -1, np.int32)  # the place that the next rank touches instead: one for reads and writes
+    write = _turned(first[rows.dest_space], rows.dest_rank, rows.dest_index, num_ranks, following)
+    read = _turned(first[rows.source_space], rows.source_rank, rows.source_index, num_ranks, following)
     if write is None or read is None:
         return None
-    own = slice(0, int(groups.length[0]))
     return Problem(
-        program=Program(groups.rank[own], groups.phase[own], groups.number[own], groups.turn[own], groups.length[:1]),
+        program=_program(groups, np.arange(int(groups.length[0])), groups.length[:1]),
         group=np.arange(int(groups.length[0]), dtype=np.int32),
         reads=Uses(of_source[read[0]], read[1], read[2]),
         writes=Uses(group[write[0]], write[1], write[2]),
-        num_keys=num_cells,
+        num_keys=size,
         clocks=RotatingClocks(num_ranks),
         turned=True,
         lasting=np.arange(num_cells),
     )
 
 
-def _same(table: Ints) -> bool:
+def _same(table: Ints | NDArray[np.bool_]) -> bool:
     return bool((table == table[0]).all())
 
 
-def _turned(space: Ints, owner: Ints, index: Ints, num_ranks: int, following: Ints) -> tuple[Ints, Ints, Ints] | None:
-    """Rank 0's accesses as (place, turned rank, cell of rank 0), or None where ranks differ; fills `following`."""
-    space, owner, index = (part.reshape(num_ranks, -1) for part in (space, owner, index))
+def _turned(first: Ints, owner: Ints, index: Ints, num_ranks: int, following: Ints) -> tuple[Ints, Ints, Ints] | None:
+    """Rank 0's accesses as (row, turned rank, place of rank 0), or None where ranks differ; fills `following`. `first`:
+    of the space of each, -1 where an access is of no interest.
+    """
+    first, owner, index = (part.reshape(num_ranks, -1) for part in (first, owner, index))
     distance = (owner - np.arange(num_ranks, dtype=np.int32)[:, None]) % num_ranks
-    if not _same(space == CELL):
+    if not _same(first >= 0):
         return None
-    place = np.nonzero(space[0] == CELL)[0].astype(np.int32)
+    place = np.nonzero(first[0] >= 0)[0].astype(np.int32)
     if not _same(distance[:, place]):
         return None
-    cells = index[:, place]
+    cells = (first + index)[:, place]
     instead = np.roll(cells, -1, axis=0)
     known = following[cells]
     following[cells] = np.where(known >= 0, known, instead)

@@ -8,6 +8,8 @@ one travels. Only what comes piece by piece, and visits nobody before all of it 
 the caller's function reads and writes stays where it is, and so does what it writes anew until a launch reads that; the
 caller's tensors are never written. A launch and a visit wait for the last phase of the other stream that touches the
 same copy, where one of them writes, unless the phase before them has waited for it.
+
+Where `landing` is tuned to `place` peers put straight into the copies of what visits, within the owner's launch.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from commdsl.ir.classes import joining, units
+from commdsl.ir.landing import landing
 from commdsl.ir.schedules import Buffer, Schedule, Tuning, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import GIVEN, RETURNED, MoveKind
@@ -68,6 +71,7 @@ class _Walk:
         self.comm: list[Launch] = []
         self.caller: list[Visit | Return] = []
         self.units = units(schedule)
+        self.landing = landing(schedule) if schedule.tuning.landing == "place" else frozenset()
         self.at = {b.name: self._kept(b, 0) for b in schedule.buffers if b.kind in GIVEN}
         self.seen = dict.fromkeys(self.at.values())  # every copy there is, in order
         # By whether a launch did: for each copy how many phases of that stream there were when it was last read, and
@@ -83,13 +87,14 @@ class _Walk:
 
     def launch(self, segment: Segment) -> None:
         name = f"{self.schedule.name}_segment{len(self.moves) + 1}"
-        if segment.content not in self.moves:
+        content = (segment.content, tuple(one.name in self.landing for one in segment.schedule.buffers))
+        if content not in self.moves:
             named = replace(segment.schedule, name=name, tuning=_tuning(segment.schedule))
-            self.moves[segment.content] = lower_moves(named, self.transport, self.most_bytes)
+            self.moves[content] = lower_moves(named, self.transport, self.most_bytes, self.landing)
         reads = tuple(self.at[one] for one in segment.names(*GIVEN))
         written = segment.names(*RETURNED)
         writes = tuple(self.at[one] if one in segment.in_place else self._other(one) for one in written)
-        made = Launch(self.moves[segment.content], reads, writes, self.turn, 0)
+        made = Launch(self.moves[content], reads, writes, self.turn, 0)
         self.comm.append(replace(made, after=self._after(made)))
         self._note(made)
 

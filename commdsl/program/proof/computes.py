@@ -23,7 +23,7 @@ from commdsl.ir.schedules import Ints, Schedule
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.program.actors import num_ranks_of
 from commdsl.program.memory import Rights
-from commdsl.program.moves import Moves
+from commdsl.program.moves import Moves, OpKind
 from commdsl.program.proof import messages, packets
 from commdsl.program.proof.clocks import run
 from commdsl.program.proof.flags import timeline
@@ -120,10 +120,13 @@ def program(moves: Moves) -> Program:
     """
     ops, places = moves.ops, _Places(moves)
     leaders = ops.leaders
+    behind = np.append(leaders[1:], ops.num_ops).astype(np.int32)
+    acting = ops.kind[leaders] != OpKind.HOLD  # which changes nothing
+    leaders, behind = leaders[acting], behind[acting]
     sequence, level_begin = _levels(moves, leaders)
     leader = leaders[sequence]
     reads, source_begin = _gathered(ops.source_begin[leader], ops.source_begin[leader + 1])
-    dests, dest_begin = _gathered(leader, np.append(leaders, ops.num_ops)[sequence + 1])
+    dests, dest_begin = _gathered(leader, behind[sequence])
     return Program(
         level_begin=level_begin,
         leader=leader,

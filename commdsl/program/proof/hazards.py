@@ -1,8 +1,8 @@
 """Turns a Plan's operands into hazards: pairs of accesses to one place that must happen in one order.
 
-Assumes a Plan that `verify` passed and a run that was not stuck. Does not judge whether a pair is ordered
-(`order` does), nor look at tensors that are only read: nobody writes them. An `inout` buffer is two
-tensors; what follows if these are one memory is found by `clobbers`.
+Assumes a Plan that `verify` passed and a run that was not stuck. A chunk of a tensor is a place as a cell is, whoever
+writes it. Does not judge whether a pair is ordered (`order` does), nor look at tensors that are only read: nobody
+writes them. An `inout` buffer is two tensors; what follows if these are one memory is found by `clobbers`.
 
 Sorted by place and then by the run, the accesses of a place are a sequence. Its hazards are each access with the last
 write before it, and each read with the next write after it; across rounds, what follows the last write of a round with

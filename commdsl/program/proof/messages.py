@@ -22,7 +22,7 @@ from commdsl.program.memory import Tensor
 from commdsl.program.moves import Moves
 from commdsl.program.proof.clocks import Run, chain
 from commdsl.program.proof.flags import signal_owners
-from commdsl.program.proof.hazards import Reads, place_name, touched
+from commdsl.program.proof.hazards import Accesses, Reads, place_name, places_per_rank, touched
 from commdsl.program.proof.order import Hazards, Longs
 from commdsl.program.proof.timeline import Timeline
 
@@ -198,6 +198,21 @@ def other_size(moves: Moves, reads: Reads, found: Longs) -> Diagnostic:
                 moves, writer, f"{_where(moves, writer)} wrote piece {int(ops.piece[writer])} of {int(ops.cut[writer])}"
             ),
         ),
+        help=HELP,
+    )
+
+
+def outside(moves: Moves, found: Accesses, at: int) -> Diagnostic:
+    """C212."""
+    op, place = int(found.op[at]), int(found.place[at])
+    is_first = at == 0 or int(found.place[at - 1]) != place
+    owner = name_of(moves, place // places_per_rank(moves))
+    what = "before" if is_first else "after"
+    return Diagnostic(
+        "C212",
+        f"{place_name(moves, place)} is written when {owner} may be outside",
+        _label(moves, op, f"{_where(moves, op)} writes it {what} all that {owner} does to it in the round"),
+        notes=(f"so nothing says that the launch of {owner} {'has begun' if is_first else 'is not over'} by then",),
         help=HELP,
     )
 

@@ -6,8 +6,9 @@ judge what the data is (that is proved on the schedule), nor the templates that 
 The laws, in order; a later one is judged only if the earlier ones hold, so that one mistake gives one message:
 every wait has a signal (C203), no ranks wait for each other in a circle (C201), accesses of one place by two ranks are
 ordered by flags (C202 in a round, C205 across rounds and calls), by one rank's threads by block barriers (C206), a
-tensor that may be read and written in place is (C208), what is read was written in that round (C207), every flag is
-needed (C204). Where data carries its flags `packets` says which flags that is, and has laws of its own (C209).
+tensor that may be read and written in place is (C208), what is read was written in that round (C207), what a peer
+writes to a tensor lies within its owner's part of the round (C212), every flag is needed (C204). Where data carries its
+flags `packets` says which flags that is, and has laws of its own (C209).
 
 What is in order is for `clocks` to find and for `order` to judge; here are the laws.
 """
@@ -21,11 +22,12 @@ import numpy as np
 
 from commdsl.ir.schedules import Ints, Schedule
 from commdsl.language.diagnostics import Diagnostic
+from commdsl.program.actors import num_ranks_of
 from commdsl.program.moves import Moves
 from commdsl.program.proof import messages, packets
 from commdsl.program.proof.clocks import Run, run
 from commdsl.program.proof.flags import Flags, timeline
-from commdsl.program.proof.hazards import Reads, accesses, clobbers, hazards
+from commdsl.program.proof.hazards import Accesses, Reads, accesses, clobbers, hazards, places_per_rank
 from commdsl.program.proof.order import Hazards, Verdict, idle_wait, judge
 from commdsl.program.proof.timeline import Bits, Pattern, Timeline, pattern
 
@@ -76,7 +78,7 @@ def _prove(moves: Moves, *, judge_idle: bool = True) -> Iterator[Diagnostic]:
     if len(verdict.unordered):
         yield _worst_race(moves, events, findings.far, verdict)
         return
-    laws = (findings.bare, _clobbered(moves, events), findings.undefined)
+    laws = (findings.bare, _clobbered(moves, events), findings.undefined, findings.outside)
     broken = next((law for law in laws if law is not None), None)
     if broken is None and judge_idle:
         broken = _idle(moves, events, order, shape, findings.far, verdict.needed)
@@ -91,18 +93,20 @@ class Findings:
     far: Hazards
     bare: Diagnostic | None  # a hazard within a rank without a barrier
     undefined: Diagnostic | None
+    outside: Diagnostic | None  # a peer's write to a tensor that its owner has not opened, or does not take
 
 
 def _read_data(moves: Moves, events: Timeline, order: Run) -> Findings:
     barriers = _barriers(moves, events)
     far: list[Hazards] = []
-    bare = undefined = None
+    bare = undefined = outside = None
     for found in accesses(moves, events, order):
         pairs, reads = hazards(found, moves)
         is_far = events.actor[pairs.first] != events.actor[pairs.second]
         far.append(pairs.take(is_far))
         bare = bare or _bare(moves, events, pairs.take(~is_far), *barriers)
         undefined = undefined or _undefined(moves, reads)
+        outside = outside or _outside(moves, events, found)
     none = np.zeros(0, np.int32)
     return Findings(
         Hazards(
@@ -112,6 +116,7 @@ def _read_data(moves: Moves, events: Timeline, order: Run) -> Findings:
         ),
         bare,
         undefined,
+        outside,
     )
 
 
@@ -157,6 +162,18 @@ def _undefined(moves: Moves, reads: Reads) -> Diagnostic | None:
         return messages.undefined(moves, reads, missing)
     other = (ops.cut[reads.op] != ops.cut[reads.writer]) | (ops.piece[reads.op] != ops.piece[reads.writer])
     return messages.other_size(moves, reads, np.flatnonzero(other)) if other.any() else None
+
+
+def _outside(moves: Moves, events: Timeline, found: Accesses) -> Diagnostic | None:
+    """A tensor's chunk which, in a round, not its owner touches first or last. Accesses of a place are in order (C202):
+    so all that others do to it lies between two operations of the owner, and within its launch.
+    """
+    owner, index = np.divmod(found.place, places_per_rank(moves))
+    apart = found.place[1:] != found.place[:-1]
+    is_end = np.concatenate(([True], apart)) | np.concatenate((apart, [True])) if len(owner) else np.zeros(0, np.bool_)
+    far = events.actor[found.op] % num_ranks_of(moves) != owner
+    late = np.flatnonzero(is_end & far & (index >= moves.num_cells))
+    return messages.outside(moves, found, int(late[0])) if len(late) else None
 
 
 def _idle(

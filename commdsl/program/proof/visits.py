@@ -4,7 +4,8 @@ Assumes a Plan that `verify` passed, and launches that are proved each by itself
 was made: it sees phases, copies and tables only.
 
 Order (C640 to C642): a rank has two threads, its caller's stream and the one beside it for launches. Buffers belong to
-the rank, so no hazard is between two ranks, and one rank stands for all. Before a call the caller may have written to
+the rank; what peers put there lies within the launch of the rank that has it so (C212, of each launch). So no hazard is
+between two ranks, and one rank stands for all. Before a call the caller may have written to
 all it gives, behind it to all it gave and got.
 
 Data (C210): what every copy holds on every rank is followed through the tables of the launches, in the order of their

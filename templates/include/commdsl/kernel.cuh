@@ -80,7 +80,13 @@ COMMDSL_FN Slice slice_of(const Position<Plan>& here, i32 cut, i32 piece) {
 template <class Plan>
 COMMDSL_FN Place place_of(const Position<Plan>& here, i32 space, i32 rank, i32 index, const Slice& slice) {
   if (space == kCell) return {true, rank, here.cells + static_cast<u64>(index) * (Plan::kLanes * Plan::kSlotBytes)};
-  return {false, rank, here.args.tensors[space] + static_cast<u64>(index) * here.args.block_bytes + slice.first};
+  const u64 at = here.args.tensors[space] + static_cast<u64>(index) * here.args.block_bytes + slice.first;
+  if constexpr (Plan::kLands) {
+    // A peer's tensor lies as far behind landing[rank] as one's own; a place is counted from heap[rank], modulo 2^64.
+    const i32 own = rank_of<Plan>(here.args);
+    if (rank != own) return {true, rank, at - here.args.landing[own] + here.args.landing[rank] - (here.args.heap[rank] & ~kFar)};
+  }
+  return {false, rank, at};
 }
 
 // Where one operation reads and writes in this round.
@@ -216,6 +222,16 @@ COMMDSL_FN void transfer(const Operands<Plan>& operands) {
   }
 }
 
+// A chunk that a rank opens or takes stays as it is: peers put it there, and who reads it comes behind. Under ThreadSanitizer the
+// rank touches all of it, so a put that comes too early or too late is seen.
+template <class Plan>
+COMMDSL_FN void hold(const Operands<Plan>& operands) {
+#ifdef COMMDSL_SANITIZED
+  if (operands.op().num_sources == 0) return scribble(operands.dest(0), operands.slice.bytes);
+  look_at(operands.dest(0), operands.slice.bytes);
+#endif
+}
+
 // False when the thread gives up waiting for data.
 template <class Plan>
 COMMDSL_FN bool run_body(const Position<Plan>& here, Mover<Plan>& mover, i32 index, const Op& op) {
@@ -226,6 +242,12 @@ COMMDSL_FN bool run_body(const Position<Plan>& here, Mover<Plan>& mover, i32 ind
     return exchange(operands);
   } else {
     if (slice.bytes == 0) return true;
+    if constexpr (Plan::kLands) {
+      if (op.kind == kHold) {
+        hold(operands);
+        return true;
+      }
+    }
     static_assert(!kHasFar || !Plan::kReducesRemotely, "a reduction stores where plain stores reach");
     if constexpr (kHasFar) {
       if (op.kind == kCopy) transfer(operands);

@@ -20,6 +20,7 @@ constexpr i32 kCopy = 0;
 constexpr i32 kReduce = 1;
 constexpr i32 kAdd = 2;            // of tiles: functions of their sources
 constexpr i32 kMultiply = 3;
+constexpr i32 kHold = 4;           // nothing: a chunk of the rank's own, between what peers put there
 constexpr i32 kFlagStride = 64;    // a flag has a cache line of its own, so that pollers do not disturb its neighbours
 constexpr i32 kStaggered = 4;      // lanes whose first rounds differ in length
 constexpr u64 kTimedOut = 1;       // ErrorRecord::code

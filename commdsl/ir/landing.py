@@ -1,0 +1,30 @@
+"""Turns a schedule with yields into the buffers that peers may put straight into: nothing else holds what travels.
+
+Assumes a resolved schedule. Does not say which chunks of them are put there in which launch; `lower` does.
+
+They are what visits, and is gone after the call, or is handed on: a result lies in memory that its caller keeps. What
+is combined on its way is combined from memory of its own, so no buffer of sums is one of them.
+"""
+
+from __future__ import annotations
+
+from commdsl.ir.classes import joining
+from commdsl.ir.schedules import Schedule, Yield
+from commdsl.language.kinds import BufferKind, MoveKind
+
+
+def landing(schedule: Schedule) -> frozenset[str]:
+    """Their names, whether or not the schedule is tuned so; none where it cannot stop at yields."""
+    if not schedule.stops:
+        return frozenset()
+    stops = (step for step in schedule.steps if isinstance(step, Yield))
+    handed_over = {number for step in stops for number in (*step.reads, *step.writes)}
+    moves = list(joining(schedule))
+    put = {one.dest_buffer for one in moves if (one.source_rank[:, 0] != one.dest_rank).any()}
+    combined = {one.dest_buffer for one in moves if one.kind is MoveKind.REDUCE}
+    copied = {one.source_buffer for one in moves}
+    return frozenset(
+        schedule.buffers[number].name
+        for number in put & (handed_over | copied) - combined
+        if schedule.buffers[number].kind in (BufferKind.SCRATCH, BufferKind.INOUT)
+    )
