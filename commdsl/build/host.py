@@ -130,8 +130,9 @@ def build_runner(config: Config) -> Path:
 
 def build_sanitized(emitted: Emitted, defines: tuple[str, ...], config: Config) -> Path:
     """Kernel and runner as one program under ThreadSanitizer, whose runtime does not bear being loaded later."""
-    sources = (("kernel.cpp", emitted.text), ("runner.cpp", _runner()))
-    return _compile(sources, "sanitized", ("-DCOMMDSL_LINKED", *SANITIZE, *_macros(defines)), config)
+    flags = ("-DCOMMDSL_LINKED", *SANITIZE)
+    runner = _compile((("runner.cpp", _runner()),), "runner.o", ("-c", *flags), config)
+    return _compile((("kernel.cpp", emitted.text),), "sanitized", (*flags, *_macros(defines), str(runner)), config)
 
 
 def _runner() -> str:
