@@ -1,14 +1,15 @@
 """EPAll2AllLayer by its names and signatures: what it returns on host ranks, beside plain loops over all ranks; every
 attribute of its descriptors; growth; refusals; the usage examples of its document.
 
-Assumes ranks that are threads, but for barriers of a node.
+Assumes ranks that are threads, but for the cases of processes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ torch = pytest.importorskip("torch")
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+import ep_cases  # noqa: E402 - after the check for torch
+import gloo_ranks  # noqa: E402 - after the check for torch
 from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
 from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for torch
 
@@ -278,6 +281,22 @@ def test_weights_in_16_bits(weight_dtype: Any) -> None:
     in_group(2, work)
 
 
+def test_float8() -> None:
+    """Tokens travel in float8, and what becomes of them comes back in bfloat16."""
+    case = Case.drawn("any", 2, 4, 3, 10, torch.float8_e4m3fn, 3)
+
+    def work(rank: int, group: str) -> None:
+        layer = layer_of(case, rank, group)
+        rows, _, desc = layer.dispatch(case.x[rank], case.chosen[rank])
+        sent = [case.x[source][token].view(torch.uint8).tolist() for source, token, _ in case.comes(rank)]
+        assert rows.view(torch.uint8).tolist() == sent
+        kept = (case.chosen[rank] < case.experts).sum(1, keepdim=True)
+        home = layer.combine(rows.bfloat16(), desc)
+        assert torch.equal(home, (case.x[rank].float() * kept).bfloat16())
+
+    in_group(2, work)
+
+
 # --- descriptors ------------------------------------------------------------------------------------------------------
 
 
@@ -376,6 +395,20 @@ def test_nothing_is_read_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ep.Exchange, "is_capturing", True)
     with pytest.raises(CaptureError, match="exact=False"):
         layer.dispatch(TOKENS, CHOSEN)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Connection]]:
+    yield from gloo_ranks.started("ep_cases", tmp_path_factory.mktemp("gloo"))
+
+
+@pytest.mark.parametrize("name", [case.__name__ for case in ep_cases.CASES])
+def test_processes(ranks: list[Connection], name: str) -> None:
+    """What the case states holds on every rank."""
+    gloo_ranks.holds(ranks, name)
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ opcheck; torch.compile.
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,3 +229,22 @@ def test_compiled() -> None:
         found.append((y, x.grad, weight.grad))
     for eager, compiled in zip(*found, strict=True):
         torch.testing.assert_close(compiled, eager)
+
+
+def test_readme() -> None:
+    """The lines of the README that have gradients run, and give what they say."""
+    page = (ROOT / "commdsl" / "ep" / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+
+    def work(rank: int, group: str) -> None:
+        torch.manual_seed(rank)
+        names: dict[str, Any] = {"torch": torch, "ep": ep, "ranks": 2, "group": group}
+        names["x"], scores = torch.randn(64, 128, requires_grad=True), torch.randn(64, 8)
+        names["weights"], names["chosen"] = scores.softmax(1).requires_grad_().topk(2)
+        names["matrices"] = torch.eye(128).expand(4, 128, 128).contiguous().requires_grad_()
+        exec(lines, names)
+        torch.testing.assert_close(names["y"], names["x"] * names["weights"].sum(1, keepdim=True))
+        torch.testing.assert_close(names["x"].grad, names["weights"].sum(1, keepdim=True).expand(64, 128))
+        assert names["matrices"].grad.abs().sum() > 0
+
+    in_group(2, work)
