@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from collectives import main_case, shipped
 from host_dispatch import chained, launched, program
-from host_keys import declared, kernel
+from host_keys import back_of, declared, kernel
 from plans import changed
 from proved import given
 from test_dispatch_kernel import MISTAKES, reused, same, storm, with_phases
-from test_keys import equal, rank_of, returning, summed
+from test_keys import equal, numbers, rank_of, returning, summed
 from test_keys import same as same_received
 from test_keys import storm as keyed
 from test_schedules import SMALL_TILE, random_values, same_bits
@@ -157,6 +157,23 @@ def test_rows_by_keys(ranks: int, sanitize: bool) -> None:
         ways = [returning(call, one, dice) for call, one in zip(calls, wanted, strict=True)]
         for found, one in zip(back(home, ways, running), ways, strict=True):
             assert all(map(equal, found, summed(one)))
+
+
+@pytest.mark.parametrize(
+    ("form", "ranks", "sanitize"), [("ranks weighed", 4, False), ("ranks", 3, True), ("values", 3, True)]
+)
+def test_sums_and_values(form: str, ranks: int, sanitize: bool) -> None:
+    """What goes far is added up in the own heap first, and a number for each key goes as a word."""
+    of = declared(ranks, 2 * ranks, transport=Transport.NVSHMEM)
+    plan = of.values if form == "values" else back_of(of, form, Transport.NVSHMEM)
+    made = kernel(plan, "float32", sanitize=sanitize)
+    for seed, nodes in enumerate(splits(ranks)):
+        calls, dice = list(keyed(ranks, 2 * ranks, 60 + seed)), np.random.default_rng(seed)
+        running = Running(timeout=20.0, max_delay=0.0005, seed=seed, nodes=nodes)
+        came = [simulate.dispatch(call.keys, call.tensors, rank_of(of), numbers(call)) for call in calls]
+        ways = [returning(call, one, dice, plan) for call, one in zip(calls, came, strict=True)]
+        for found, one in zip(back(made, ways, running), ways, strict=True):
+            assert all(map(equal, found, summed(one, plan)))
 
 
 # --- what is told before it is there ----------------------------------------------------------------------------------

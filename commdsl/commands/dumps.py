@@ -23,7 +23,7 @@ from commdsl.program.launches import described as between
 from commdsl.program.memory import words_for
 from commdsl.program.moves import CELL, OpKind, Reason
 from commdsl.program.moves import Moves as Operations
-from commdsl.program.phases import Push, Touch
+from commdsl.program.phases import Each, FinishBack, Push, PushBack, Touch
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
@@ -295,6 +295,7 @@ def routed_lines(plan: Plan) -> Iterator[str]:
     room = f"symmetric {plan.symmetric_bytes} bytes per rank, and what Limits say"
     if plan.key_positions:
         yield from (lanes, room, f"keys {len(plan.key_positions)}, on the device")
+        yield from (_way_back(phase) for phase in plan.comm.phases if isinstance(phase, PushBack | FinishBack))
     else:
         put = "packed" if plan.push.packed else "rows"
         yield from (f"{lanes}  tile {plan.tile_bytes} bytes  put {put}", room, *_tensor_lines(plan.push))
@@ -308,6 +309,23 @@ def _tensor_lines(push: Push) -> Iterator[str]:
         there = "unpacked from a message per peer" if push.packed else "straight to its place"
         back = "copies wait until they are summed" if copied else "so is its way back"
         yield f"tensor {index} {rows.name}: {there}; {back}"
+
+
+def _way_back(phase: PushBack | FinishBack) -> str:
+    """What is made of rows, where they are, and of what has come back."""
+    times = "" if phase.weights is None else f" times {phase.weights.name}"
+    match phase:
+        case PushBack(each=Each.RANK):
+            return f"{phase.given.name}, where it is: a row's places of this rank, by key{times}, in float32, rounded"
+        case PushBack():
+            return f"{phase.given.name}, where it is: as it is"
+        case FinishBack(each=Each.WORD):
+            return f"{phase.to.name}, come back: as it came"
+        case FinishBack():
+            order = "by rank" if phase.each is Each.RANK else "by key"
+            return f"{phase.to.name}, come back: {order}{times}, in float32, rounded"
+        case _:
+            assert_never(phase)
 
 
 def phase_lines(plan: Plan) -> Iterator[str]:

@@ -262,12 +262,19 @@ def name_of(phase: Routed) -> str:
             return f"read {phase.what.name}"
         case Count():
             return "count"
-        case Push() | PushByKey() | PushBack():
+        case Push() | PushByKey():
             return "push"
-        case Finish() | FinishBack():
+        case PushBack():
+            return f"push{_BACK[phase.each]}"
+        case Finish():
             return "finish"
+        case FinishBack():
+            return f"finish{_BACK[phase.each]}"
         case _:
             assert_never(phase)
+
+
+_BACK = {Each.ENTRY: "", Each.RANK: " sums", Each.WORD: " words"}
 
 
 def described(phase: Routed) -> str:
