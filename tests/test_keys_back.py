@@ -12,13 +12,16 @@ from itertools import product
 import numpy as np
 import pytest
 from host_keys import FORMS, back_of, declared, kernel
-from test_keys import KINDS, drawn, equal
+from test_keys import KINDS, drawn, equal, instead, without
 
 from commdsl.build.host_keys import Array, CallBack, KeysCall, back
 from commdsl.build.host_ranks import RowsError, Running
 from commdsl.checks import check_carried, check_routed
 from commdsl.ep import simulate
 from commdsl.ep.simulate import PADDING, Received
+from commdsl.language.diagnostics import InternalError
+from commdsl.program.phases import Each, FinishBack, PushBack
+from commdsl.program.plan import Plan
 from commdsl.program.timeouts import BAD_MATE, BAD_ORIGIN
 from commdsl.program.verify import verify
 
@@ -317,3 +320,27 @@ def test_proved(form: str, ranks: int) -> None:
     way = replace(of.dispatch.back, once="ranks" in form, weight="weight" if "weighed" in form else None)
     assert check_routed(plan) == ()
     assert check_carried(replace(of.dispatch, back=way), plan) == ()
+
+
+BACK = back_of(declared(2, 4), "ranks weighed")
+(PUSH,) = (phase for phase in BACK.comm.phases if isinstance(phase, PushBack))
+(FINISH,) = (phase for phase in BACK.comm.phases if isinstance(phase, FinishBack))
+
+
+@pytest.mark.parametrize(
+    ("plan", "law"),
+    [
+        (instead(BACK, PUSH, each=Each.ENTRY), "is of each key, and finished of each rank"),
+        (instead(BACK, FINISH, each=Each.WORD), "is of each rank, and finished of each word"),
+        (instead(BACK, PUSH, mates=None), "knows which they are"),
+        (instead(BACK, PUSH, mates=PUSH.offsets), "are one"),
+        (instead(BACK, PUSH, mates=FINISH.to), "is the caller's to give"),
+        (instead(BACK, FINISH, weights=PUSH.weights), "are one"),
+        (instead(BACK, FINISH, weights=replace(FINISH.keys, name="other")), "are weighed where they come back"),
+        (without(BACK, FINISH), "summed by another behind it"),
+    ],
+)
+def test_not_legal(plan: Plan, law: str) -> None:
+    """What is added up where it is knows what is one row's, and is finished as what it is."""
+    with pytest.raises(InternalError, match=law):
+        verify(plan)

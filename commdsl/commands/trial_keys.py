@@ -22,10 +22,12 @@ from commdsl.commands.trial import COPIES, SEED, Settings, Trial, make_array
 from commdsl.compiler import CompiledDispatch
 from commdsl.ep import simulate
 from commdsl.ep.simulate import Received
-from commdsl.ir.dispatches import Back, ByKey
+from commdsl.ir.dispatches import ByKey
 from commdsl.language.records import dataclass
 from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import DType
+from commdsl.program.phases import Each
+from commdsl.program.plan import Plan
 from commdsl.program.timeouts import CommTimeout
 
 MOST_ROWS = 60  # of a rank
@@ -94,6 +96,12 @@ def _back(
     return CallBack(call, held, rows, weights if weighs else None)
 
 
+def _numbers(way: CallBack) -> CallBack:
+    """One for each place, of the same call."""
+    dice = np.random.default_rng(SEED)
+    return CallBack(way.call, way.received, [dice.standard_normal(len(one)).astype(np.float32) for one in way.rows])
+
+
 def _rows(dice: np.random.Generator, dtype: DType, count: int, width: int) -> Array:
     return make_array(dice, dtype, count * width // dtype.size).reshape(count, width // dtype.size)
 
@@ -112,10 +120,12 @@ def _ran(
     try:
         kernel = host_rows.checking(compiled.plan, mode=settings.mode, sanitize=settings.sanitize)
         compared, fault = compare_there(host_keys.there(kernel, calls), expected)
-        if compiled.back is not None and not fault:
-            kernel = host_rows.checking(compiled.back, dtype.name, mode=settings.mode, sanitize=settings.sanitize)
-            more, fault = compare_back(host_keys.back(kernel, backs), backs, expected, compiled.dispatch.back)
-            compared += more
+        numbers = [_numbers(one) for one in backs]
+        for plan, ways, of in ((compiled.back, backs, dtype.name), (compiled.values, numbers, "")):
+            if plan is not None and not fault:
+                kernel = host_rows.checking(plan, of, mode=settings.mode, sanitize=settings.sanitize)
+                more, fault = compare_back(host_keys.back(kernel, ways), ways, expected, plan)
+                compared += more
         name = " ".join(host.find_compiler(from_environment()).command)
     except host.NoHostCompilerError as error:
         if settings.sanitize:
@@ -148,18 +158,26 @@ def compare_back(
     found: Sequence[Sequence[Array]],
     backs: Sequence[CallBack],
     expected: Sequence[Sequence[Received]],
-    way: Back | None,
+    plan: Plan,
 ) -> tuple[int, str]:
-    """As `compare_there`, for the sums."""
+    """As `compare_there`, for what a Plan brings back."""
     compared = 0
+    what = "numbers" if plan.push_back.each is Each.WORD else "sums"
     for kind, got, one, received in zip(KINDS, found, backs, expected, strict=True):
-        weights, once = one.weights, way is not None and way.once
-        if once and way is not None and way.weight is not None:
-            beside = [held.values for held in received if held.values is not None]
-            weights = simulate.combine_values(beside, received, one.call.keys)
-        wanted = simulate.combine(one.rows, received, one.call.keys, weights, once=once)
-        for rank, (have, want) in enumerate(zip(got, wanted, strict=True)):
+        for rank, (have, want) in enumerate(zip(got, _wanted(one, received, plan), strict=True)):
             compared += want.nbytes
             if have.tobytes() != want.tobytes():
-                return compared, f"sums on rank {rank}, back by {kind}, differ from the simulation"
+                return compared, f"{what} on rank {rank}, back by {kind}, differ from the simulation"
     return compared, ""
+
+
+def _wanted(one: CallBack, received: Sequence[Received], plan: Plan) -> list[Array]:
+    """What the simulation brings back; weights that a rank applies came there, one for each place."""
+    push, keys = plan.push_back, one.call.keys
+    if push.each is Each.WORD:
+        return simulate.combine_values(one.rows, received, keys)
+    weights = one.weights
+    if push.weights is not None:
+        beside = [held.values for held in received if held.values is not None]
+        weights = simulate.combine_values(beside, received, keys)
+    return simulate.combine(one.rows, received, keys, weights, once=push.each is Each.RANK)
