@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-KNOWN = ["torch.distributed", "torch._dynamo", "commdsl.runtime.load"]
+KNOWN = ["torch.distributed", "torch._dynamo", "numpy.ma", "commdsl.runtime.load"]
 """What the server imports, none of which starts a thread: `torch._dynamo` is what optimizers and traces begin with."""
 
 ROOT = Path(__file__).parent.parent

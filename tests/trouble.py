@@ -82,7 +82,7 @@ Ranks: TypeAlias = list[tuple[mp.process.BaseProcess, Connection]]
 def ranks_of(job: Job, folder: Path, table: Table = Table()) -> Iterator[Ranks]:
     """The processes of a job, each with the end where it says first that it begins, and at last what it has to say."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "commdsl.runtime.load"])
+    context.set_forkserver_preload(["torch.distributed", "numpy.ma", "commdsl.runtime.load"])
     found = []
     for rank in range(table.ranks):
         here, there = context.Pipe()

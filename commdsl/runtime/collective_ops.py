@@ -18,6 +18,7 @@ import torch
 from commdsl.runtime import groups, menu
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.load import load
+from commdsl.runtime.tensors import must
 
 NAMESPACE = "commdsl_collectives"
 
@@ -116,8 +117,8 @@ def _gathered(shape: list[Any], ranks: int) -> list[Any]:
 
 
 def _scattered(shape: list[Any], ranks: int) -> list[Any]:
-    torch._check(len(shape) > 0)
-    torch._check(shape[0] % ranks == 0)
+    must(len(shape) > 0)
+    must(shape[0] % ranks == 0)
     return [shape[0] // ranks, *shape[1:]]
 
 

@@ -148,10 +148,18 @@ def _block(signature: Signature, number: int, tensors: Sequence[torch.Tensor]) -
     if many := _counting(port, tensor):
         return shape[many:]
     if port.blocks > 1:
-        torch._check(tensor.dim() > 0)
-        torch._check(tensor.shape[0] % port.blocks == 0)
+        must(tensor.dim() > 0)
+        must(tensor.shape[0] % port.blocks == 0)
         shape[0] = shape[0] // port.blocks
     return shape
+
+
+def must(holds: Any) -> None:
+    """States what has to hold of sizes. torch is told where they are symbolic, or where it does not: it imports sympy
+    before it looks, which would cost the first call of every process 0.4 s.
+    """
+    if holds is not True:
+        torch._check(holds)
 
 
 def _stacked(port: Port, block: list[Any]) -> list[Any]:
