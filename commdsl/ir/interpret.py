@@ -50,6 +50,7 @@ class _Memory:
         self.buffers = schedule.buffers
         self.elements = _block_elements(schedule, inputs)
         self.dtypes = tuple(types(schedule, dtype).values())
+        self.spans = [[self._cut(at, chunk) for chunk in range(one.num_chunks)] for at, one in enumerate(self.buffers)]
         self.data: list[list[Array]] = []
         self.slots: dict[tuple[int, int, int], Array] = {}  # scratch: whatever was put there
         self.summed = schedule.summed
@@ -62,7 +63,8 @@ class _Memory:
                 size = 0 if buffer.kind is BufferKind.SCRATCH else buffer.blocks * elements
                 self.data.append([np.zeros(size, of.storage) for _ in range(schedule.num_ranks)])
 
-    def _span(self, buffer: int, chunk: int) -> slice:
+    def _cut(self, buffer: int, chunk: int) -> slice:
+        """Where a chunk lies in its buffer."""
         cut, elements, size = self.buffers[buffer].cut, self.elements[buffer], self.dtypes[buffer].size
         block, piece = divmod(chunk, cut)
         whole = -(-elements * size // UNIT)
@@ -72,7 +74,7 @@ class _Memory:
     def read(self, buffer: int, rank: int, chunk: int) -> Array:
         if self.buffers[buffer].kind is BufferKind.SCRATCH:
             return self.slots[buffer, rank, chunk].copy()
-        return self.data[buffer][rank][self._span(buffer, chunk)].copy()
+        return self.data[buffer][rank][self.spans[buffer][chunk]].copy()
 
     def held(self, buffer: int, rank: int, chunk: int) -> int:
         """How many contributions are combined in a chunk."""
@@ -83,7 +85,7 @@ class _Memory:
         if self.buffers[buffer].kind is BufferKind.SCRATCH:
             self.slots[buffer, rank, chunk] = values
         else:
-            self.data[buffer][rank][self._span(buffer, chunk)] = values
+            self.data[buffer][rank][self.spans[buffer][chunk]] = values
 
     def whole(self, buffer: int, rank: int) -> Array:
         """A whole buffer; scratch slots one after another, zeros as long as declared where nothing was put."""
@@ -96,7 +98,7 @@ class _Memory:
         found = self.slots.get((buffer, rank, chunk))
         if found is not None:
             return found
-        span = self._span(buffer, chunk)
+        span = self.spans[buffer][chunk]
         return np.zeros(span.stop - span.start, self.dtypes[buffer].storage)
 
     def fill(self, buffer: int, rank: int, values: Array) -> None:
@@ -106,7 +108,7 @@ class _Memory:
             what = f"{wanted[0][0]} elements of {wanted[1]}"
             raise ValueError(f"`{self.buffers[buffer].name}` is {what}, got {values.shape} of {values.dtype}")
         for chunk in range(self.buffers[buffer].num_chunks):
-            self.write(buffer, rank, chunk, values[self._span(buffer, chunk)].copy())
+            self.write(buffer, rank, chunk, values[self.spans[buffer][chunk]].copy())
 
 
 def _block_elements(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> tuple[int, ...]:
