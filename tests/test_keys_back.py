@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+import brute_force_dispatch as brute
 import numpy as np
 import pytest
 from host_keys import FORMS, back_of, declared, kernel
@@ -22,6 +23,7 @@ from commdsl.ep.simulate import PADDING, Received
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.phases import Each, FinishBack, PushBack
 from commdsl.program.plan import Plan
+from commdsl.program.proof.events import steps
 from commdsl.program.timeouts import BAD_MATE, BAD_ORIGIN
 from commdsl.program.verify import verify
 
@@ -312,7 +314,9 @@ def test_bad_origin_of_a_value() -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ranks", [1, 2, 8, 16])
 def test_proved(form: str, ranks: int) -> None:
-    """Every form is legal, keeps its order and carries what the dispatch says, on any number of ranks."""
+    """Every form is legal, keeps its order and carries what the dispatch says, on any number of ranks; a second model
+    of what threads do agrees.
+    """
     of = declared(ranks, 2 * ranks)
     plan = back_of(of, form)
     verify(plan)
@@ -320,6 +324,9 @@ def test_proved(form: str, ranks: int) -> None:
     way = replace(of.dispatch.back, once="ranks" in form, weight="weight" if "weighed" in form else None)
     assert check_routed(plan) == ()
     assert check_carried(replace(of.dispatch, back=way), plan) == ()
+    if ranks == 2:
+        settings = brute.settings(ranks, 3, 6, seed=ranks)
+        assert not any(brute.is_broken(steps(plan), setting) for setting in settings)
 
 
 BACK = back_of(declared(2, 4), "ranks weighed")

@@ -461,8 +461,10 @@ COMMDSL_FN void push_sums(const Call<Plan>& here, Returning<Plan>& known) {
   const u64 rows = num_places(here, known), width = args.row_bytes, last = begin_of(here, rows, here.lane + 1);
   const char* given = reinterpret_cast<const char*>(args.given);
   Parts& parts = known.parts[warp()];
-  for (u64 at = begin_of(here, rows, here.lane) + warp(); at < last; at += num_warps()) {
-    const u64 word = origin_at(here, at);
+  u64 at = begin_of(here, rows, here.lane) + warp(), next = at < last ? origin_at(here, at) : kPadding;
+  for (; at < last; at += num_warps()) {
+    const u64 word = next;
+    next = at + num_warps() < last ? origin_at(here, at + num_warps()) : kPadding;  // loaded while this row is added up
     if (word == kPadding || (word & kFirst) == 0) continue;
     const Origin origin(word);
     const u64 place = place_of(here, origin);
@@ -556,7 +558,8 @@ COMMDSL_FN u32 num_ranks_of(const Call<Plan>& here, u64 row) {
   u32 count = 0;
   if constexpr (kWarp >= kMostKeys) {
     const u32 rank = rank_of(here, row, thread_of_warp());
-    const bool is_first = rank != kNowhere && among_equals(rank).before == 0;
+    const Equals same = among_equals(rank);  // every thread asks, also one without a rank
+    const bool is_first = rank != kNowhere && same.before == 0;
     const Equals equals = among_equals(is_first ? 1 : 0);
     count = is_first ? equals.count : kWarp - equals.count;
   } else {
