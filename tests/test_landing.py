@@ -15,6 +15,7 @@ import pytest
 from brute_force import broken_laws, without_wait
 from faulty_plans import LANDS
 from test_attention_schedules import visited
+from test_phases import Machine, orderly
 from test_visits import with_phases
 
 from commdsl import compiler
@@ -30,8 +31,10 @@ from commdsl.program.memory import Rights, Transport
 from commdsl.program.moves import Moves, OpKind, Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.proof.synchronization import prove
+from commdsl.program.sizes import device_launch
 from commdsl.program.verify import verify
 from commdsl.program.visited import landing, launches, plan_of, segments
+from commdsl.runtime.phases import phases
 
 FOLDER = data_dir("schedules") / "attention"
 PLACE = {"landing": "place"}
@@ -153,6 +156,25 @@ def test_refused_where_nothing_would_land(text: str, words: str) -> None:
     (found,) = caught.value.diagnostics
     assert found.code in ("C505", "C506")
     assert words in found.headline + found.primary.text
+
+
+def test_a_hop_of_the_copy_engine_is_a_copy_a_buffer_and_peer() -> None:
+    """Halves that lie together go together: two copies to each peer, between two kernels for flags."""
+    for name, peers in (("attention_ring", 1), ("attention_direct", 1), ("attention_double_ring", 2)):
+        (plan, *_) = plans(compiled(name, 4, {}, protocol="engine"))
+        for rank in range(4):
+            first, copies, last = phases(
+                plan.moves, rank, device_launch(plan.moves, 1 << 20), range(len(plan.moves.tensors))
+            )
+            assert (first.begins, last.advances) == (True, True)
+            assert Counter(Counter(copy.peer for copy in copies).values()) == {2: peers}
+            assert all(copy.num_bytes == 2 << 20 for copy in copies)
+
+
+def test_copies_are_in_order() -> None:
+    """What ranks start for the copy engine, call after call, gets stuck nowhere, and no two copies race."""
+    (plan,) = plans(compiled("attention_ring", 3, {}, protocol="engine"))
+    assert sum(command.copy is not None for command in orderly(Machine(plan, 4096, calls=2)).commands) == 2 * 3 * 2
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------

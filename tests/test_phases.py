@@ -91,8 +91,11 @@ class Machine:
 
     def _address(self, call: int, rank: int, base: int, offset: int) -> int:
         """Nothing reaches beyond its memory."""
-        ranks = self.plan.num_ranks
-        region = base if base < ranks else self.region(call, rank, base - ranks)
+        ranks, tensors = self.plan.num_ranks, self.plan.moves.tensors
+        region = base if base < ranks else self.region(call, rank, base - ranks) if base < ranks + len(tensors) else -1
+        if region < 0:
+            number, there = divmod(base - ranks - len(tensors), ranks)
+            region = self.region(call, there, [at for at, one in enumerate(tensors) if one.lands][number])
         assert offset < len(self.memory[region])
         return region * REGION + offset
 
@@ -249,7 +252,8 @@ def is_wave_with(step: Flags | tuple[Copy, ...], *, dest: bool) -> bool:
 def test_nothing_to_do() -> None:
     """A rank whose call moves nothing at all counts its rounds, so that all ranks agree on them."""
     plan = for_engine(plans.build(*plans.direct_alltoall(3, 2, True), rotation=2))
-    empty = changed(plan, ops=replace(plan.moves.ops, rank_begin=np.zeros(4, np.int32)))
+    begin = np.array([0, 0, 0, plan.moves.ops.num_ops], np.int32)
+    empty = changed(plan, ops=replace(plan.moves.ops, rank_begin=begin))
     (flags,) = phases(empty.moves, 0, device_launch(plan.moves, 64), (0, 1))
 
     assert isinstance(flags, Flags)

@@ -68,10 +68,11 @@ def follows(gpu: FakeGpu, later: Launch, earlier: Launch) -> bool:
 
 
 @pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("landing", ["cells", "place"])
 @pytest.mark.parametrize("name", NAMES)
-def test_order_is_the_plans(gpu: FakeGpu, name: str, captured: bool) -> None:
+def test_order_is_the_plans(gpu: FakeGpu, name: str, landing: str, captured: bool) -> None:
     """What touches one copy is in the Plan's order on every rank; what the Plan leaves free is in no order."""
-    op = commdsl.load(name, ranks=RANKS)
+    op = commdsl.load(name, ranks=RANKS, tune={"landing": landing})
     plan = op.program(RANKS).visits.plan
 
     def body(rank: int, group: str) -> None:
@@ -110,10 +111,11 @@ def _meet(one: Any, other: Any) -> bool:
     return bool({*one.writes} & {*other.reads, *other.writes} or {*other.writes} & {*one.reads})
 
 
+@pytest.mark.parametrize("landing", ["cells", "place"])
 @pytest.mark.parametrize("name", ["rotation_ring", "rotation_carry"])
-def test_copy_engine(gpu: FakeGpu, name: str) -> None:
+def test_copy_engine(gpu: FakeGpu, name: str, landing: str) -> None:
     """With the copy engine, too, visits get what travels, eagerly and captured, on a stream of the caller's choice."""
-    op = commdsl.load(name, ranks=RANKS, tune={"protocol": "engine"})
+    op = commdsl.load(name, ranks=RANKS, tune={"protocol": "engine", "landing": landing})
 
     def body(rank: int, group: str) -> None:
         here = Rank(gpu, op, rank, group)
@@ -128,9 +130,10 @@ def test_copy_engine(gpu: FakeGpu, name: str) -> None:
     run(gpu, body)
 
 
-def test_copy_engine_beside_sums(gpu: FakeGpu) -> None:
+@pytest.mark.parametrize("landing", ["cells", "place"])
+def test_copy_engine_beside_sums(gpu: FakeGpu, landing: str) -> None:
     """Copies by the engine and sums by SMs are launches of one call: each owner has what all found about its own."""
-    op = commdsl.load("attention_direct_backward", ranks=RANKS, tune={"protocol": "engine"})
+    op = commdsl.load("attention_direct_backward", ranks=RANKS, tune={"protocol": "engine", "landing": landing})
 
     def body(rank: int, group: str) -> None:
         k, v = (torch.arange(96.0).add(100 * rank + more) for more in (0, 7))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, assert_never
@@ -69,6 +69,8 @@ class EngineKernel:
         self._runtime = cupy.cuda.runtime
         self._heaps, self._tensors = struct.Struct(f"<{moves.num_ranks}Q"), struct.Struct(f"<{len(moves.tensors)}Q")
         self._heaps_at, self._tensors_at = (arguments(plan).offset(name) for name in ("heap", "tensors"))
+        self._landing_at = arguments(plan).offset("landing") if moves.lands else 0
+        self._lands = [space for space, tensor in enumerate(moves.tensors) if tensor.lands]
         self._scripts: dict[tuple[int, tuple[int, ...]], _Script] = {}
         self._pointers = (ctypes.c_void_p * 2)()  # the kernel's arguments: Args and Turn
         with cupy.cuda.Device(device):
@@ -82,9 +84,10 @@ class EngineKernel:
 
     def launch(self, prepared: Prepared, stream: int) -> None:
         packed = prepared.arguments
-        bases = (*self._heaps.unpack_from(packed, self._heaps_at), *self._tensors.unpack_from(packed, self._tensors_at))
+        tensors = self._tensors.unpack_from(packed, self._tensors_at)
+        bases = (*self._heaps.unpack_from(packed, self._heaps_at), *tensors, *self._landing(packed, tensors))
         self._pointers[0] = ctypes.addressof(prepared.arguments)
-        for step in self._script(prepared, bases[self._moves.num_ranks :]):
+        for step in self._script(prepared, tensors):
             match step:
                 case _Turn():
                     self._pointers[1] = step.address
@@ -94,6 +97,12 @@ class EngineKernel:
                     self._copy(step, bases, stream)
                 case _:
                     assert_never(step)
+
+    def _landing(self, packed: ctypes.Array[ctypes.c_char], tensors: Sequence[int]) -> Iterator[int]:
+        """By tensor that lands, by rank, where it is: as far behind where all of that rank begin as on this one."""
+        if self._lands:
+            begin = self._heaps.unpack_from(packed, self._landing_at)
+            yield from (tensors[space] - begin[self._rank] + there for space in self._lands for there in begin)
 
     def _copy(self, fork: _Fork, bases: Sequence[int], stream: int) -> None:
         runtime = self._runtime

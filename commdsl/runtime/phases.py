@@ -1,7 +1,7 @@
 """Turns a Plan and the size of a call into what one rank starts for it where the copy engine makes the copies.
 
 Assumes a Plan of the protocol `engine`, its flags proved. Does not start anything (`engine` does) and knows no address:
-a place is a base, which is a rank's heap or behind these a tensor of the rank, and an offset.
+a place is a base, which is a rank's heap, a tensor of the rank, or where one that lands is on any rank, and an offset.
 
 The proof is about ranks that do one operation after another: wait, copy, signal. Here a rank's program falls into
 *phases*, runs of operations of which first all wait, then all copy, then all signal. Rounds run on: a phase may end one
@@ -30,7 +30,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from commdsl.program.moves import CELL, Moves
+from commdsl.program.moves import CELL, Moves, OpKind
 from commdsl.program.sizes import Launch, piece_range
 
 NEVER = 1 << 30
@@ -42,7 +42,9 @@ STEP_UNIT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Bytes to copy, to memory of rank `peer`; bases are counted ranks first, then tensors."""
+    """Bytes to copy, to memory of rank `peer`. Bases are counted ranks first, then tensors, then for each tensor that
+    lands where it is on every rank.
+    """
 
     peer: int
     dest: tuple[int, int]  # base, offset
@@ -78,7 +80,7 @@ def phases(moves: Moves, rank: int, launch: Launch, same: Sequence[int]) -> tupl
             last_flags = len(steps)
             steps.append(Flags(raised, (first, last), program.round_of(last)))
         copies = (copy for position in range(first, last) for copy in program.copies(position))
-        steps += _waves(copies)
+        steps += (_joined(wave, program.first_landing) for wave in _waves(copies))
         raised = (first, last)
     if program.any_signal(*raised) or not any(isinstance(step, Flags) for step in steps):
         last_flags = len(steps)
@@ -110,6 +112,8 @@ class _Program:
         # By group how many rounds later the first of its signals is needed; None: it has none.
         self.needs = [min(needs[first - before : end - before], default=None) for first, end in raised]
         self.sends_on = _sends_on(moves)
+        self.landing = [space for space, tensor in enumerate(moves.tensors) if tensor.lands]
+        self.first_landing = moves.num_ranks + len(moves.tensors)
         even = -(-launch.share_bytes // max(launch.rounds, 1))
         self.step = min(moves.tile_bytes, -(-even // STEP_UNIT) * STEP_UNIT)
 
@@ -149,6 +153,8 @@ class _Program:
         """Those of one group in one round; none where nothing is left to move, or it is there already."""
         ops, (round, group) = self.moves.ops, divmod(position, self.length)
         leader = self.begin[group]
+        if ops.kind[leader] == OpKind.HOLD:
+            return
         cut = int(ops.cut[leader])
         first, last = piece_range(self.launch.block_bytes, cut, int(ops.piece[leader]))
         first = min(first + round * self.step, last)
@@ -157,20 +163,23 @@ class _Program:
             return
         at = int(ops.source_begin[leader])
         space, owner, index = int(ops.source_space[at]), int(ops.source_rank[at]), int(ops.source_index[at])
-        source = self._cell(owner, index, round) if space == CELL else self._chunk(space, index // cut, first)
+        source = self._place(space, owner, index, cut, (round, first))
         for row in range(leader, self.begin[group + 1]):
             space, peer, index = int(ops.dest_space[row]), int(ops.dest_rank[row]), int(ops.dest_index[row])
-            dest = self._cell(peer, index, round) if space == CELL else self._chunk(space, index // cut, first)
+            dest = self._place(space, peer, index, cut, (round, first))
             if dest != source:
                 yield Copy(peer, dest, source, num_bytes)
 
-    def _cell(self, rank: int, index: int, round: int) -> tuple[int, int]:
-        slot = round % self.moves.rotation * self.moves.num_cells + index
-        return rank, self.moves.cells_offset + slot * self.moves.slot_bytes
-
-    def _chunk(self, tensor: int, block: int, first: int) -> tuple[int, int]:
-        """`first`: the byte of its block at which this round takes a chunk up."""
-        return self.moves.num_ranks + self.same[tensor], block * self.launch.block_bytes + first
+    def _place(self, space: int, rank: int, index: int, cut: int, at: tuple[int, int]) -> tuple[int, int]:
+        """`at`: the round, and the byte of its block at which it takes a chunk up."""
+        round, first = at
+        if space == CELL:
+            slot = round % self.moves.rotation * self.moves.num_cells + index
+            return rank, self.moves.cells_offset + slot * self.moves.slot_bytes
+        base = self.moves.num_ranks + self.same[space]
+        if space in self.landing:
+            base = self.first_landing + self.landing.index(space) * self.moves.num_ranks + rank
+        return base, index // cut * self.launch.block_bytes + first
 
 
 def _passes(round: int, backs: Sequence[int], held_back: Mapping[int, int]) -> bool:
@@ -197,17 +206,36 @@ def _needs(moves: Moves, rank: int) -> list[int]:
 def _sends_on(moves: Moves) -> bool:
     """Whether any rank puts somewhere else what was put to it."""
     ops = moves.ops
-    source = ops.source_space[ops.source_begin[ops.leader_of]]
-    return bool(((source == CELL) & (ops.dest_rank != ops.actor)).any())
+    came = np.array([tensor.lands for tensor in moves.tensors] + [True])  # the last entry stands for a cell
+    far = np.flatnonzero((ops.kind != OpKind.HOLD) & (ops.dest_rank != ops.actor))
+    return bool(came[ops.source_space[ops.source_begin[ops.leader_of[far]]]].any())
 
 
-def _waves(copies: Iterator[Copy]) -> list[Wave]:
+def _waves(copies: Iterator[Copy]) -> list[list[Copy]]:
     waves: list[list[Copy]] = []
     for copy in copies:
         if not waves or any(_meet(copy, other) for other in waves[-1]):
             waves.append([])
         waves[-1].append(copy)
-    return [tuple(wave) for wave in waves]
+    return waves
+
+
+def _joined(wave: list[Copy], first_landing: int) -> Wave:
+    """What lands beside what lies beside it at its source, too, is one copy with it."""
+    found: list[Copy] = []
+    for copy in wave:
+        before = next((at for at, one in enumerate(found) if _goes_on(one, copy)), None)
+        if before is None or copy.dest[0] < first_landing:
+            found.append(copy)
+        else:
+            found[before] = replace(found[before], num_bytes=found[before].num_bytes + copy.num_bytes)
+    return tuple(found)
+
+
+def _goes_on(one: Copy, other: Copy) -> bool:
+    """Whether the second begins where the first ends, at both ends."""
+    pairs = (one.dest, other.dest), (one.source, other.source)
+    return all(a[0] == b[0] and a[1] + one.num_bytes == b[1] for a, b in pairs)
 
 
 def _meet(one: Copy, other: Copy) -> bool:
