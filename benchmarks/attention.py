@@ -5,10 +5,10 @@
 Causal, one sequence, zigzag, bfloat16, heads of 128. A row is heads of queries and keys, tokens a GPU, and a pass:
 forward, or forward and backward. Its contenders: `commdsl.attention.attention` as it chooses; its loop by every
 schedule and way to move that is asked for (the copy engine, which leaves sums of gradients to 16 SMs, or so many SMs
-for all); the calls of the kernel and nothing else (`alone`); the loop with nothing that moves (`still`, up to 8K
-tokens); the bytes of keys and values, and of their gradients, as plain copies to the next GPU (`link`); a zigzag ring
-over NCCL's sends and receives with the same kernel and merge; torch's `context_parallel`, all-gather and all-to-all, on
-cuDNN and on flash.
+for all; through cells, or put in place: `--landing cells,place`); the calls of the kernel and nothing else (`alone`);
+the loop with nothing that moves (`still`, up to 8K tokens); the bytes of keys and values, and of their gradients, as
+plain copies to the next GPU (`link`); a zigzag ring over NCCL's sends and receives with the same kernel and merge;
+torch's `context_parallel`, all-gather and all-to-all, on cuDNN and on flash.
 What computes attention is checked, eagerly and as it is timed, on inputs that differ by rank, place and call, against
 attention of the gathered sequence on one GPU.
 
@@ -31,6 +31,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -430,6 +431,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--passes", type=lambda text: [Pass[part.upper()] for part in text.split(",")], default=[*Pass])
     parser.add_argument("--schedules", type=lambda text: text.split(","), default=["direct@causal=1", "ring@causal=1"])
     parser.add_argument("--moves", type=lambda text: text.split(","), default=["engine", "8"], help="engine, or SMs")
+    parser.add_argument("--landing", type=lambda text: text.split(","), default=["cells"], help="cells, place, or both")
     parser.add_argument(
         "--kernels",
         type=lambda text: text.split(","),
@@ -447,7 +449,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     record.check_options(parser, options)
     options.kernels = options.kernels or (["cudnn", "auto"] if options.device == "cuda" else ["auto"])
-    options.ways = [Way(schedule, move) for schedule in options.schedules for move in options.moves]
+    options.ways = [Way(*way) for way in product(options.schedules, options.moves, options.landing)]
     options.deadline = time.monotonic() + options.time_budget - 15.0
     return options
 

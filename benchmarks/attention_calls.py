@@ -23,16 +23,18 @@ CAUSAL = Mask(right=0)
 
 @dataclass(frozen=True)
 class Way:
-    """A schedule of schedules/attention, `direct@causal=1` or `hamilton@K=3`, and what moves: `engine`, or so many SMs;
-    nothing: what the schedule says.
+    """A schedule of schedules/attention, `direct@causal=1` or `hamilton@K=3`, what moves: `engine`, or so many SMs;
+    nothing: what the schedule says; and where what visits lands, `cells` or `place`.
     """
 
     schedule: str
     moves: str = ""
+    landing: str = "cells"
 
     def __str__(self) -> str:
         moved = f"{self.moves} SMs" if self.moves.isdecimal() else self.moves
-        return f"{self.schedule}, {moved}" if moved else self.schedule
+        landing = "in place" if self.landing == "place" else ""
+        return ", ".join(part for part in (self.schedule, moved, landing) if part)
 
     def asked(self, backward: bool) -> tuple[str, dict[str, int], dict[str, Any]]:
         """The shipped schedule of the way forward or back, its parameters, and its tuning."""
@@ -43,6 +45,8 @@ class Way:
         tune: dict[str, Any] = {"protocol": self.moves} if self.moves else {}
         if self.moves.isdecimal():
             tune = {"sms": int(self.moves)}
+        if self.landing != "cells":
+            tune["landing"] = self.landing
         return f"attention_{name}" + ("_backward" if backward else ""), params, tune
 
     def op(self, ranks: int, backward: bool) -> Any:
@@ -116,7 +120,10 @@ class Still:
         self.held = op.held
         self._backward = backward
 
-    def visit(self, k: torch.Tensor, v: torch.Tensor, *, group: Any = None, attend: Callable[..., Any]) -> Tensors:
+    def lands(self, group: Any = None) -> bool:
+        return False
+
+    def visit(self, k: torch.Tensor, v: torch.Tensor, *, attend: Callable[..., Any], group: Any, last: int) -> Tensors:
         sums: Tensors = ()
         for number in range(len(self.held(group))):
             if not self._backward:

@@ -25,6 +25,7 @@ from commdsl.attention.placement import Placement, Run  # noqa: E402 - as above
 from commdsl.machine.config import from_environment  # noqa: E402 - as above
 from commdsl.machine.errors import ArgumentError  # noqa: E402 - as above
 from commdsl.program.memory import Transport  # noqa: E402 - as above
+from commdsl.program.visited import landing  # noqa: E402 - as above
 from commdsl.runtime.errors import AgreementError, GradientError, GroupError, TensorError  # noqa: E402 - as above
 from commdsl.runtime.load import definition  # noqa: E402 - as above
 from commdsl.runtime.program import program  # noqa: E402 - as above
@@ -511,6 +512,26 @@ def test_symmetric_memory(name: str, tune: dict[str, int | str]) -> None:
     """
     total = sum(-(-nbytes // GRAIN) * GRAIN for nbytes in launched_bytes(name, 8, PARAMETERS[name], tune).values())
     assert 16 << 20 < total < 600 << 20 < 2 * KV_BYTES
+
+
+@pytest.mark.parametrize("tune", [{}, {"protocol": "engine"}], ids=["SMs", "copy engine"])
+@pytest.mark.parametrize(("name", "buffers"), [
+    ("direct", 2), ("ring", 2), ("hamilton", 2), ("paths", 2), ("double_ring", 3), ("window", 1),
+])  # fmt: skip
+def test_symmetric_memory_where_keys_and_values_land(name: str, buffers: int, tune: dict[str, int | str]) -> None:
+    """Two buffers of the keys and values of a rank on 8 GPUs, forward and backward each, which take turns on them; and
+    less than 150 MB besides, whatever the length of the sequence.
+    """
+    for place in (f"attention_{name}", f"attention_{name}_backward"):
+        known = {param.name.text for param in ways.declared(place).params}
+        said = {key: value for key, value in PARAMETERS[name].items() if key in known}
+        asked = definition(place, None, said, None, {**tune, "landing": "place"})
+        visits = program(asked, 8, Transport.PEER, from_environment()).visits
+        assert visits is not None
+        blocks = {port.name: port.blocks for port in visits.signature.inputs}
+        landed = landing(visits.plan)
+        assert sum(kept.blocks / blocks["k"] for kept in landed) == 2 * buffers  # of keys, and of values
+        assert sum(one.plan.symmetric_bytes for one in visits.launched) < 150 << 20
 
 
 def test_memory_is_what_the_plans_say() -> None:

@@ -19,11 +19,12 @@ from test_phases import Machine, orderly
 from test_visits import with_phases
 
 from commdsl import compiler
-from commdsl.build import host_run
-from commdsl.build.emit import emit
+from commdsl.build import host_run, nvrtc
+from commdsl.build.emit import defines, emit
 from commdsl.checks import check_plan
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import CommError, InternalError
+from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.resources import data_dir
 from commdsl.program.launches import Launch
@@ -285,6 +286,16 @@ def test_over_nvshmem(nodes: tuple[int, ...]) -> None:
     found = compiler.compile(path, ranks=3, params=params, transport=Transport.NVSHMEM, tune=PLACE)
     assert isinstance(found, compiler.CompiledSchedule)
     assert visited(found, host_run.Options(nodes=nodes), elements=700) == ""
+
+
+@pytest.mark.parametrize("protocol", ["bulk", "tma", "engine"])
+def test_cubin(protocol: str) -> None:
+    """NVRTC takes the text, for a rank of its own too."""
+    found = compiled("attention_direct", 3, {"K": 2}, protocol=protocol)
+    (plan, *_) = plans(found)
+    for rank in (None, 1):
+        made = nvrtc.build(found.launched[0], defines(plan, "bytes", "sum", rank), from_environment())
+        assert made.stat().st_size > 1000
 
 
 RACING = [

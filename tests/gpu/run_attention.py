@@ -47,6 +47,7 @@ EXACT = {torch.float64: 1e-11, torch.float32: 1e-5}
 GRADIENTS = 1e-5
 """Those of keys and values are summed in float32."""
 
+LANDING = ("cells", "place")
 CAUSAL_ALONE = ("direct@causal=1", "ring@causal=1")
 MOST_OF_ONE_GPU = 1.1
 REPLAYS = 3
@@ -198,11 +199,12 @@ def cases(ranks: int) -> list[Case]:
     """Each schedule under each mask, lengths and heads in turn; then what only some masks are for."""
     lengths = [(24 * ranks,), (31 * ranks + 5,), (70, 3, 19 * ranks + 1, 1, 44)]
     heads = itertools.cycle([((4, 4), 1), ((4, 2), 2), ((4, 1), 1)])
+    landing = itertools.cycle(LANDING)
     found = []
     for schedule in [*schedules(ranks), *CAUSAL_ALONE]:
         masks = ["causal"] if schedule in CAUSAL_ALONE else list(MASKS)
         for mask, length in itertools.product(masks, lengths):
-            found.append(Case(Way(schedule), mask, length, *next(heads)))
+            found.append(Case(Way(schedule, "", next(landing)), mask, length, *next(heads)))
     for length in lengths:
         halves = [half for halves in placement.contiguous(ranks, length).runs for half in halves]
         shortest = min(sum(run.length for run in half) for half in halves)
@@ -351,7 +353,7 @@ def public(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def captured_ways() -> list[Way]:
-    return [Way(schedule, moves) for schedule in CAUSAL_ALONE for moves in ("engine", "8")]
+    return [Way(*way) for way in itertools.product(CAUSAL_ALONE, ("engine", "8"), LANDING)]
 
 
 def every_way(ranks: int) -> list[Way]:

@@ -1,10 +1,10 @@
 """Visits between launches on real GPUs, every visit checked. One process per GPU:
 
-    torchrun --nproc-per-node 2 tests/gpu/run_visits.py [--calls 40 --time-budget 70 --seed 1]
+    torchrun --nproc-per-node 2 tests/gpu/run_visits.py [--calls 40 --time-budget 70 --seed 1 --ways "bulk in place"]
 
 Rings, direct and Hamilton rotations and a ring that carries what its visits write, also in float32 beside keys of any
-type, of another length and written in place; by SMs (`bulk`), by few of them, by
-the copy engine; random sizes (0 B to 16 MB, odd ones too) and dtypes; eagerly, on a stream of one's own, and captured
+type, of another length and written in place; by SMs (`bulk`), by few of them, by the copy engine, through cells and put
+in place; random sizes (0 B to 16 MB, odd ones too) and dtypes; eagerly, on a stream of one's own, and captured
 once and replayed with inputs that change. Each rank is held up at random, on the GPU inside and outside of visits and
 on the host. What each visit is handed is compared on the GPU with what the other ranks' seeds say, bit for bit; nothing
 but the calls under test communicates. On CPU tensors (`--cpu`, with `torchrun --nproc-per-node 3`) the eager part runs.
@@ -39,7 +39,14 @@ from commdsl.machine.resources import data_dir
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.int64)
 SIZES = (0, 2, 1000, 65_537, 1 << 20, 4 << 20)  # elements
-TUNES: dict[str, dict[str, Any] | None] = {"bulk": None, "8 SMs": {"sms": 8}, "engine": {"protocol": "engine"}}
+TUNES: dict[str, dict[str, Any] | None] = {
+    "bulk": None,
+    "8 SMs": {"sms": 8},
+    "engine": {"protocol": "engine"},
+    "bulk in place": {"landing": "place"},
+    "tma in place": {"protocol": "tma", "sms": 8, "landing": "place"},
+    "engine in place": {"protocol": "engine", "landing": "place"},
+}
 NAMES = ("rotation_ring", "rotation_direct", "rotation_hamilton", "rotation_carry", "carry_float32")
 REPLAYS = 3
 GRACE = 15.0
@@ -253,7 +260,7 @@ def set_up(options: argparse.Namespace) -> Run:
 
 def work(run: Run) -> tuple[bool, str]:
     names = [name for name in NAMES if name != "rotation_hamilton" or run.ranks not in (4, 6)]
-    for tune in TUNES:
+    for tune in run.options.ways:
         for name in names:
             calls(run, name, tune, run.options.calls)
     run.rows["a function that raises", ""] = Row(calls=1, problem=raising(run))
@@ -264,6 +271,7 @@ def work(run: Run) -> tuple[bool, str]:
 def main() -> None:
     parser = runner.parser_of(__doc__, 10, "of each schedule in each way", seconds=70.0)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=[*TUNES], help=", ".join(TUNES))
     options = parser.parse_args()
     options.deadline = time.monotonic() + options.time_budget
     runner.end_of(lambda: set_up(options), work, table, options.time_budget + GRACE, GRACE)
