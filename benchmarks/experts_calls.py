@@ -29,7 +29,13 @@ Tensor = torch.Tensor
 Made = tuple[Contender, Callable[[], Tensor]]
 """A contender, and whether its last result is wrong, on the device."""
 
-OURS: dict[str, dict[str, Any]] = {"commdsl": {}, "16 SMs": {"tune": {"sms": 16}}}
+OURS: dict[str, dict[str, Any]] = {
+    "commdsl": {},
+    "16 SMs": {"tune": {"sms": 16}},
+    "once": {"source": "experts_once"},
+    "once, 16 SMs": {"source": "experts_once", "tune": {"sms": 16}},
+    "index": {"source": "experts_index"},
+}
 """By name, what an Experts is made with."""
 
 NEAR = 2.0**-7
@@ -146,24 +152,31 @@ def ours(stage: Stage, name: str) -> Made:
         params={"E": case.experts},
         **OURS[name],
     )
+    values = None if experts.plan.push_by_key.value is None else stage.weights
     kept: list[Any] = []
     if way_back:
-        kept[:] = experts.dispatch(given, stage.keys)
+        kept[:] = [experts.dispatch(given, stage.keys, values)]
         experts.prepare(torch.bfloat16)
 
     def call(_: int) -> Tensor:
         if way_back:
-            kept[3:] = [experts.combine(stage.made, kept[2], stage.weights)]
-            return kept[3]
-        kept[:] = experts.dispatch(given, stage.keys)
-        return kept[0][0]
+            kept[1:] = [experts.combine(stage.made, kept[0].handle, stage.weights if values is None else None)]
+            return kept[1]
+        kept[:] = [experts.dispatch(given, stage.keys, values)]
+        return kept[0].rows[0]
 
     def release() -> None:
         kept.clear()
         experts.release()
 
     def is_wrong() -> Tensor:
-        return stage.wrong_back(kept[3]) if way_back else stage.wrong_there(kept[0][: len(case.widths)])
+        if way_back:
+            return stage.wrong_back(kept[1])
+        rows = kept[0].rows[: len(case.widths)]
+        if kept[0].index is not None:  # as experts would gather them
+            places = kept[0].index[: kept[0].offsets[-1]].long()
+            rows = tuple(one.view(torch.uint8)[places].view(one.dtype) for one in rows)
+        return stage.wrong_there(rows)
 
     return Contender(name, Kind.OURS, call, release=release), is_wrong
 

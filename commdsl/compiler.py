@@ -28,7 +28,7 @@ from commdsl.language.text import text_of
 from commdsl.machine import resources
 from commdsl.machine.topology import Topology, switch
 from commdsl.program.lower import lower
-from commdsl.program.lower.by_key import lower_back, lower_by_key, lower_values
+from commdsl.program.lower.by_key import lower_again, lower_back, lower_by_key, lower_values
 from commdsl.program.lower.routed import lower_dispatch
 from commdsl.program.lower.visits import lower_visits
 from commdsl.program.memory import Transport
@@ -91,13 +91,15 @@ class CheckedDispatch:
     """A dispatch that was held to every law that needs no table and no keys, and the Plan that was proved with it.
 
     `back`: by keys, the Plan of the way back; by tables there is none, as the same Plan runs both ways. `values`: where
-    there is a way back from keys, the Plan that brings a number for each of them.
+    there is a way back from keys, the Plan that brings a number for each of them. `again`: by keys, the Plan of the way
+    there to places that are known.
     """
 
     dispatch: Dispatch
     plan: Plan
     back: Plan | None
     values: Plan | None
+    again: Plan | None
     warnings: tuple[Diagnostic, ...]
 
 
@@ -129,12 +131,15 @@ class CompiledDispatch(CheckedDispatch):
     emitted: Emitted
     emitted_back: Emitted | None
     emitted_values: Emitted | None
+    emitted_again: Emitted | None
 
     @property
     def ways(self) -> tuple[tuple[Plan, Emitted], ...]:
-        """Each launch with its text: there, and where it goes by keys, back, and back for numbers."""
-        texts = (self.plan, self.emitted), (self.back, self.emitted_back), (self.values, self.emitted_values)
-        return tuple((plan, text) for plan, text in texts if plan is not None and text is not None)
+        """Each launch with its text: there, and where it goes by keys, back, back for numbers, and there again."""
+        plans = self.plan, self.back, self.values, self.again
+        texts = self.emitted, self.emitted_back, self.emitted_values, self.emitted_again
+        both = zip(plans, texts, strict=True)
+        return tuple((plan, text) for plan, text in both if plan is not None and text is not None)
 
 
 Compiled: TypeAlias = CompiledSchedule | CompiledDispatch | CheckedPlan
@@ -305,14 +310,14 @@ def check_dispatch(files: tuple[File, ...], decl: DispatchDecl, given: Given) ->
     return CheckedDispatch(meant, *ways, (*warnings, *found))
 
 
-def _lowered(meant: Dispatch, transport: Transport) -> tuple[Plan, Plan | None, Plan | None]:
-    """The ways there, back, and back for numbers."""
+def _lowered(meant: Dispatch, transport: Transport) -> tuple[Plan, Plan | None, Plan | None, Plan | None]:
+    """The ways there, back, back for numbers, and there again."""
     if not any(isinstance(route, ByKey) for route in meant.routes):
-        return lower_dispatch(meant, transport), None, None
-    there = lower_by_key(meant, transport)
+        return lower_dispatch(meant, transport), None, None, None
+    there, again = lower_by_key(meant, transport), lower_again(meant, transport)
     if meant.back is None:
-        return there, None, None
-    return there, lower_back(meant, meant.back, transport), lower_values(meant, transport)
+        return there, None, None, again
+    return there, lower_back(meant, meant.back, transport), lower_values(meant, transport), again
 
 
 def check_plan(files: tuple[File, ...], decl: PlanDecl) -> CheckedPlan:
@@ -351,9 +356,9 @@ def printed(checked: Checked) -> Compiled:
             launched = () if visits is None else tuple(emit(plan_of(visits, moves)) for moves in segments(visits))
             emitted = joined(plan.name, launched) if plan.is_visited else emit(plan)
             return CompiledSchedule(schedule, plan, visits, costs, warnings, emitted, launched)
-        case CheckedDispatch(dispatch, plan, back, values, warnings):
-            texts = [None if one is None else emit(one) for one in (back, values)]
-            return CompiledDispatch(dispatch, plan, back, values, warnings, emit(plan), *texts)
+        case CheckedDispatch(dispatch, plan, back, values, again, warnings):
+            texts = [None if one is None else emit(one) for one in (back, values, again)]
+            return CompiledDispatch(dispatch, plan, back, values, again, warnings, emit(plan), *texts)
         case CheckedPlan():
             return checked
         case _:

@@ -2,7 +2,8 @@
 
 Experts are built for the process group at hand when they are made; experts.cu beside this file is their
 kernel for 8 ranks, and experts_back.cu and experts_values.cu, where there is
-a way back, those of rows and of a number for each key.
+a way back, those of rows and of a number for each key; experts_again.cu takes other rows to
+the same places.
 """
 
 from typing import Any

@@ -51,3 +51,28 @@ def back_of(of: CheckedDispatch, form: str, transport: Transport = Transport.PEE
 def kernel(plan: Plan, dtype: str = "", *, sanitize: bool = False, checks: bool = True) -> Kernel:
     macros = (*((f"COMMDSL_DTYPE={dtype}",) if dtype else ()), *(("COMMDSL_CHECK=1",) if checks else ()))
     return built(plan, emit(plan), macros, sanitize=sanitize)
+
+
+def going(
+    ranks: int,
+    keys: int,
+    often: str = "once per rank",
+    aligned: int = 1,
+    *,
+    value: bool = True,
+    tensors: int = 2,
+    rank: str = "expert / (E / P)",
+    lanes: int = 3,
+    transport: Transport = Transport.PEER,
+) -> CheckedDispatch:
+    """One way there, in words of the language."""
+    names = [f"x{number}" for number in range(tensors)]
+    text = f"""dispatch experts(E = {keys}) for P ranks {{
+      {"   ".join(f"rows {name}[T]" for name in names)}
+      key expert[T, K] of E
+      {"value gate[T, K]" if value else ""}
+      route {", ".join([*names, *(["gate"] if value else [])])} by {rank} {often}
+      place by (expert, source rank, row) aligned {aligned}
+      tune {{ sms {lanes}   threads 32 }}
+    }}"""
+    return compiler.check(compiler.read_text(text, "by_hand.comm", Path()), ranks=ranks, transport=transport)

@@ -11,11 +11,12 @@ import pytest
 from commdsl import compiler
 from commdsl.checks import check_carried
 from commdsl.compiler import CheckedDispatch
+from commdsl.ir.dispatches import Often
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.syntax import DispatchDecl
 from commdsl.machine.resources import data_dir
 from commdsl.program.memory import Transport
-from commdsl.program.phases import Count, Finish, FinishBack, Push, PushBack, PushByKey
+from commdsl.program.phases import Count, FillByKey, Finish, FinishBack, Push, PushAgain, PushBack, PushByKey
 from commdsl.program.plan import Phase, Plan
 
 FOLDERS = [data_dir("schedules") / name for name in ("dispatch", "ep")]
@@ -32,7 +33,7 @@ def checked(path: Path, put: str = "rows", transport: Transport = Transport.PEER
 
 
 def plans(held: CheckedDispatch) -> list[Plan]:
-    return [plan for plan in (held.plan, held.back, held.values) if plan is not None]
+    return [plan for plan in (held.plan, held.back, held.values, held.again) if plan is not None]
 
 
 @pytest.mark.parametrize("transport", Transport)
@@ -58,10 +59,15 @@ def changes(phase: Phase) -> Iterator[Phase | None]:
             yield replace(phase, waiting=waiting[1:])
             if len(to) > 1:
                 yield replace(phase, to=to[::-1])
-        case Count(positions=positions) | FinishBack(positions=positions):
+        case Count(positions=positions) | PushAgain(positions=positions) | FinishBack(positions=positions):
             yield replace(phase, positions=positions[::-1])
             yield replace(phase, positions=(positions[0],) * len(positions))
             yield replace(phase, keys=replace(phase.keys, name="other"))
+            if isinstance(phase, PushAgain):
+                left = (phase.places, phase.origins, phase.offsets, phase.counts)
+                for at, name in enumerate(("places", "origins", "offsets", "counts")):
+                    yield replace(phase, **{name: left[at - 1]})
+                yield from goes_otherwise(phase)
             if isinstance(phase, FinishBack):
                 yield None
                 yield replace(phase, weights=phase.keys)
@@ -70,7 +76,15 @@ def changes(phase: Phase) -> Iterator[Phase | None]:
         case PushByKey(to=to):
             yield replace(phase, to=to[::-1])
             yield replace(phase, keys=to[0])
+            if phase.value is not None:
+                yield replace(phase, value=None)
+                yield replace(phase, value=phase.keys)
+            yield from goes_otherwise(phase)
+        case FillByKey(to=to):
             yield None
+            yield replace(phase, to=to[1:])
+            yield replace(phase, mates=phase.origins)
+            yield replace(phase, origins=phase.mates)
         case PushBack():
             yield replace(phase, given=phase.origins)
             yield replace(phase, origins=phase.offsets)
@@ -80,6 +94,13 @@ def changes(phase: Phase) -> Iterator[Phase | None]:
             yield None
         case _:
             pass
+
+
+def goes_otherwise(phase: PushByKey | PushAgain) -> Iterator[Phase | None]:
+    """More often or less, or to other places; or not at all."""
+    yield from (replace(phase, often=often) for often in Often if often is not phase.often)
+    yield replace(phase, aligned=phase.aligned + 1)
+    yield None
 
 
 @pytest.mark.parametrize("put", ["rows", "packed"])

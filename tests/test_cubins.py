@@ -83,13 +83,27 @@ def test_cubin_of_a_dispatch(
     assert (b"nvshmem" in cubin) == (transport is Transport.NVSHMEM)
 
 
-@pytest.mark.parametrize("checks", [(), ("COMMDSL_CHECK=1",)], ids=["", "checked"])
-@pytest.mark.parametrize(("path", "name"), by_keys(), ids=lambda part: getattr(part, "stem", part))
-def test_cubins_of_a_dispatch_by_keys(path: Path, name: str, checks: tuple[str, ...], config: Config) -> None:
-    """NVRTC takes all kernels for sm_90: the one that counts and pushes, and those that bring back rows and values."""
-    compiled = compiler.compile(path, name, 8)
+BY_KEYS = [
+    ("experts", Transport.PEER, (), ("", "_back", "_values", "_again")),
+    ("experts_once", Transport.NVSHMEM, ("COMMDSL_CHECK=1",), ("", "_back", "_values", "_again")),
+    ("experts_index", Transport.PEER, (), ("", "_again")),  # home as `experts_once`
+]
+
+
+@pytest.mark.parametrize(("name", "transport", "checks", "ways"), BY_KEYS, ids=[case[0] for case in BY_KEYS])
+def test_cubins_of_a_dispatch_by_keys(
+    name: str, transport: Transport, checks: tuple[str, ...], ways: tuple[str, ...], config: Config
+) -> None:
+    """NVRTC takes all kernels for sm_90: the one that counts and pushes, the one that is told places, and those that
+    bring back rows and values.
+    """
+    assert {name for _, name in by_keys()} == {case[0] for case in BY_KEYS}
+    (path,) = (path for path, one in by_keys() if one == name)
+    compiled = compiler.compile(path, name, 8, transport=transport)
     sums = {compiled.back: ("COMMDSL_DTYPE=bfloat16",)}
     for plan, emitted in compiled.ways:
+        if plan.name.removeprefix(name) not in ways:
+            continue
         cubin = nvrtc.build(emitted, (*sums.get(plan, ()), *checks), config).read_bytes()
         assert cubin.startswith(b"\x7fELF")
         assert emitted.name.encode() in cubin

@@ -70,9 +70,13 @@ class Case:
 
 def there_and_back(experts: Any, case: Case, rank: int) -> None:
     mine = case.received[rank]
-    (x, scale), counts, handle = experts.dispatch((case.x[rank], case.scale[rank]), torch.from_numpy(case.keys[rank]))
+    there = experts.dispatch((case.x[rank], case.scale[rank]), torch.from_numpy(case.keys[rank]))
+    (x, scale), handle = there.rows, there.handle
     total = len(mine.origins)
-    assert counts.tolist() == mine.counts.tolist()
+    assert there.counts.tolist() == mine.counts.tolist()
+    assert there.offsets.tolist() == mine.offsets.tolist()
+    assert handle.places.tolist() == mine.places.tolist()
+    assert (there.values, there.index) == (None, None)
     assert torch.equal(x[:total].float(), torch.from_numpy(mine.rows[0]))
     assert torch.equal(scale[:total], torch.from_numpy(mine.rows[1]))
     changed = [torch.from_numpy(one.rows[0]).to(x.dtype) * 2 - 1 for one in case.received]
@@ -114,10 +118,10 @@ def test_one_tensor(tmp_path: Path) -> None:
     def work(rank: int, group: str) -> list[float]:
         experts = ep.Experts(ep.Limits(4, 2, 8, (4,)), group, "cpu", source=path)
         x = torch.tensor([[1.0], [2.0]]) + 10 * rank
-        rows, counts, handle = experts.dispatch(x, torch.tensor([[0, 1], [3, 4]], dtype=torch.int32))
+        there = experts.dispatch(x, torch.tensor([[0, 1], [3, 4]], dtype=torch.int32))
         with pytest.raises(DispatchError, match="no way back"):
-            experts.combine(rows, handle, torch.ones(2, 2))
-        return rows[: int(counts.sum())].flatten().tolist()
+            experts.combine(there.rows, there.handle, torch.ones(2, 2))
+        return there.rows[: int(there.counts.sum())].flatten().tolist()
 
     assert in_group(2, work) == [[1.0, 11.0], [1.0, 11.0, 2.0, 12.0]]
 
@@ -133,7 +137,8 @@ def test_without_weights(tmp_path: Path) -> None:
         experts = ep.Experts(ep.Limits(4, 2, 8, (4,), 4), group, "cpu", source=path)
         x = torch.tensor([[1.0], [2.0], [4.0]]) + 10 * rank
         keys = torch.tensor([[0, 1], [3, 4], [4, 4]], dtype=torch.int32)
-        rows, _, handle = experts.dispatch(x, keys)
+        there = experts.dispatch(x, keys)
+        rows, handle = there.rows, there.handle
         with pytest.raises(TensorError, match="takes no weights"):
             experts.combine(rows, handle, torch.ones(3, 2))
         for wrong in (torch.zeros(9), torch.zeros(2, 2), torch.zeros(3, dtype=torch.float64)):
@@ -166,8 +171,8 @@ def test_memory_of_results() -> None:
         held = [experts.dispatch(*mine) for _ in range(2)]
         with pytest.raises(DispatchError, match="no memory left"):
             experts.dispatch(*mine)
-        address = held.pop()[0][0].data_ptr()
-        assert experts.dispatch(*mine)[0][0].data_ptr() == address
+        address = held.pop().rows[0].data_ptr()
+        assert experts.dispatch(*mine).rows[0].data_ptr() == address
 
     in_group(2, work)
 
@@ -248,10 +253,10 @@ def test_too_few_go_back() -> None:
 
     def work(rank: int, group: str) -> str:
         experts = ep.Experts(LIMITS, group, "cpu", params={"E": KEYS})
-        (x, _), counts, handle = experts.dispatch((case.x[rank], case.scale[rank]), torch.from_numpy(case.keys[rank]))
-        short = x[: int(counts.sum()) - (rank == 1)]
+        there = experts.dispatch((case.x[rank], case.scale[rank]), torch.from_numpy(case.keys[rank]))
+        short = there.rows[0][: int(there.counts.sum()) - (rank == 1)]
         try:
-            experts.combine(short, handle, torch.from_numpy(case.weights[rank]))
+            experts.combine(short, there.handle, torch.from_numpy(case.weights[rank]))
             experts.synchronize()
         except ep.KeysError as error:
             return str(error)
@@ -275,6 +280,7 @@ WRONG = {
     "an odd row": (((X, SCALE[:, :5].contiguous()), LIST), DispatchError, "even number"),
     "too many rows": (((X, SCALE), torch.zeros(41, 2, dtype=torch.int32)), DispatchError, "41 rows"),
     "too many keys": (((X, SCALE), torch.zeros(3, 9, dtype=torch.int32)), DispatchError, "9 keys each"),
+    "values that nobody routes": (((X, SCALE), LIST, LIST.float()), TensorError, "takes no values"),
     "a gradient": (((X.clone().requires_grad_(), SCALE), LIST), GradientError, "no gradient"),
 }
 
@@ -286,7 +292,8 @@ def test_refused() -> None:
     for arguments, kind, message in WRONG.values():
         with pytest.raises(kind, match=message):
             experts.dispatch(*arguments)
-    rows, _, handle = experts.dispatch((X, SCALE), LIST)
+    there = experts.dispatch((X, SCALE), LIST)
+    rows, handle = there.rows, there.handle
     for arguments, message in (
         ((rows[0].double(), handle, LIST.float()), "not in torch.float64"),
         ((rows[0], handle), "multiplies rows with weights"),

@@ -199,7 +199,8 @@ def test_opcheck() -> None:
     x, weight = torch.randn(3, WIDTH, requires_grad=True), torch.rand(3, 2, requires_grad=True)
     expert = torch.tensor([[0, 1], [3, 2], [1, 1]], dtype=torch.int32)
     there = ep.dispatch(exchange, x.detach(), expert)
-    handle, rows = [there.handle.counts, there.handle.origins], torch.randn(6, WIDTH)
+    left = there.handle
+    handle, rows = [left.counts, left.origins, left.offsets, left.places], torch.randn(6, WIDTH)
     ops, check = torch.ops.commdsl, torch.library.opcheck
     check(ops.ep_dispatch.default, ([x], expert, weight, exchange.name))
     check(ops.ep_dispatch.default, ([x], expert, None, exchange.name))

@@ -58,7 +58,7 @@ STAGES = (
     ("machine",),
     ("ir",),
     ("checks", "program", "cost", "planner"),
-    ("build/emit", "build/headers", "build/calls", "build/built"),
+    ("build/emit", "build/constants", "build/headers", "build/calls", "build/built"),
     ("compiler",),
     ("build",),
     ("runtime", "dispatch", "ep", "attention"),

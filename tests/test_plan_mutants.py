@@ -157,7 +157,10 @@ def _keys(plan: Plan) -> bool:
     rank_of = _rank_of(plan)
     calls = list(islice(keyed.storm(plan.num_ranks, len(rank_of), 3), len(keyed.KINDS)))
     calls = [replace(call, lanes=tuple(min(one, plan.comm.lanes) for one in call.lanes)) for call in calls]
-    wanted = [simulate.dispatch(call.keys, call.tensors, rank_of, keyed.numbers(call)) for call in calls]
+    there = next((phase for phase in plan.phases if isinstance(phase, PushByKey)), None)
+    aligned = 1 if there is None else there.aligned
+    calls = [replace(call, room=call.room + len(rank_of) // plan.num_ranks * (aligned - 1)) for call in calls]
+    wanted = [simulate.dispatch(call.keys, call.tensors, rank_of, keyed.numbers(call), aligned) for call in calls]
     if any(isinstance(phase, PushByKey) for phase in plan.phases):
         found = keyed.there(host_keys.kernel(plan), calls)
         return all(keyed.same(*pair) for pair in zip(found, wanted, strict=True))
@@ -181,6 +184,8 @@ def keys(_name: str, ranks: int, way: str) -> Right:
     """A dispatch by keys, there or back in one of the forms."""
     declared = host_keys.declared(ranks, 2 * ranks)
     plans = {"there": declared.plan, "values": declared.values}
+    if way == "there once":
+        plans[way] = host_keys.going(ranks, 2 * ranks, aligned=2, value=False).plan
     plan = plans.get(way) or host_keys.back_of(declared, way)
     mutants = phase_mutants.mutants(plan, Random(f"keys {ranks} {way}"), pairs=400 if way == "there" else 200)
     return Right(plan, None, mutants, phase_mutants.without_waits(plan), _keys, _watch_keys)
@@ -198,7 +203,7 @@ STATIC = (
     "attention/rotation_ring",
 )
 
-KEY_WAYS = ("there", "keys weighed", "ranks weighed", "values")
+KEY_WAYS = ("there", "there once", "keys weighed", "ranks weighed", "values")
 
 KINDS: tuple[
     tuple[Callable[[str, int, str], Right], tuple[str, ...], tuple[str, ...], tuple[tuple[str, int], ...]], ...

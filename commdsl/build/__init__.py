@@ -1,5 +1,6 @@
 """What becomes text, and text that becomes something to run.
 
+constants     a Plan of rows -> the numbers that its kernel is built with
 emit          Plan -> the text of its kernel
 headers       the headers that kernels include -> the folder, and one digest
 built         kernels that were built ahead of time -> the file to load

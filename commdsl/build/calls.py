@@ -18,11 +18,13 @@ from commdsl.program.phases import (
     Actor,
     Count,
     Each,
+    FillByKey,
     Finish,
     FinishBack,
     Host,
     Meet,
     Push,
+    PushAgain,
     PushBack,
     PushByKey,
     Ranks,
@@ -87,6 +89,8 @@ def known(plan: Plan) -> str:
     for phase in plan.phases:
         if isinstance(phase, PushByKey):
             return "Keyed"
+        if isinstance(phase, PushAgain):
+            return "Again"
         if isinstance(phase, PushBack):
             return "Returning"
     return "Peers"
@@ -135,6 +139,10 @@ def _call(phase: Routed, number: int) -> str:
             return "commdsl::count(here, peers);"
         case PushByKey():
             return "commdsl::push_by_key(here, peers);"
+        case PushAgain():
+            return "commdsl::push_again(here, peers);"
+        case FillByKey():
+            return "commdsl::fill(here, peers);"
         case PushBack():
             return f"commdsl::push_{BACK[phase.each]}(here, peers);"
         case FinishBack():

@@ -19,15 +19,16 @@ import numpy as np
 
 from commdsl.build.built import Built
 from commdsl.build.calls import AgreeText, Line, agree_text, calls, tile_calls
+from commdsl.build.constants import routed_constants
 from commdsl.build.headers import headers_digest
 from commdsl.ir.schedules import Ints
 from commdsl.machine.resources import data_dir
 from commdsl.program.actors import printed
 from commdsl.program.arguments import arguments
-from commdsl.program.memory import Transport, Words
+from commdsl.program.memory import Transport
 from commdsl.program.moves import CELL, STAGE_MARKS_BYTES, STAGES, Moves, OpKind, Ops, Origin, Protocol
-from commdsl.program.phases import Each, FinishBack, Push, PushBack, PushByKey
-from commdsl.program.plan import Plan, heap_layout
+from commdsl.program.phases import Push, PushAgain
+from commdsl.program.plan import Plan
 
 if TYPE_CHECKING:
     import jinja2
@@ -144,7 +145,7 @@ def environment() -> jinja2.Environment:
 
 def _kernel(plan: Plan) -> Kernel:
     moves = plan.moves if plan.is_static else None
-    constants = tuple(_constants(plan) if plan.is_static else _routed_constants(plan))
+    constants = tuple(_constants(plan) if plan.is_static else routed_constants(plan))
     fields = tuple(
         (field.type, field.name, "" if field.count is None else f"[{field.count}]") for field in arguments(plan).fields
     )
@@ -179,6 +180,8 @@ def _kernel(plan: Plan) -> Kernel:
 def _headers(plan: Plan) -> tuple[str, ...]:
     if plan.is_static:
         return ("kernel.cuh",) if plan.tiles is None else ("kernel.cuh", "tiles.cuh")
+    if any(isinstance(phase, PushAgain) for phase in plan.phases):
+        return ("again.cuh",)
     return ("keys.cuh",) if plan.key_positions else ("rows.cuh",)
 
 
@@ -249,31 +252,6 @@ def signal_ordinals(ops: Ops) -> Ints:
     ordinals = np.empty(len(pair), dtype=np.int32)
     ordinals[order] = np.arange(len(pair)) - first + 1
     return ordinals
-
-
-def _routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
-    layout = heap_layout(plan)
-    yield "i32", "kNumRanks", plan.num_ranks
-    yield "i32", "kKeys", len(plan.key_positions)
-    for phase in plan.comm.phases:
-        match phase:
-            case Push():
-                yield "i32", "kNumRows", len(phase.given)
-            case PushByKey():
-                yield "i32", "kNumRows", len(phase.to)
-            case PushBack():
-                yield "bool", "kAddsHere", int(phase.each is Each.RANK)
-                yield "bool", "kWeighsHere", int(phase.weights is not None)
-            case FinishBack():
-                yield "bool", "kWeighs", int(phase.weights is not None)
-            case _:
-                pass
-    yield "u64", "kLanes", plan.comm.lanes
-    for memory, _ in layout.offsets:
-        if memory.name == "addresses" and isinstance(memory, Words):
-            yield "i32", "kAddressWords", len(memory.values)
-    for memory, at in layout.offsets:
-        yield "u64", f"k{memory.name.capitalize()}At", at
 
 
 def _constants(plan: Plan) -> Iterator[tuple[str, str, int]]:

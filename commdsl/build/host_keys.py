@@ -33,15 +33,21 @@ class KeysCall:
     room: int  # rows that a rank may receive
     slot: int | None = None  # calls of one slot have their results in one place; None: in a place of their own
     is_chained: bool = False  # the keys are what the call before left of its second tensor
+    values: Sequence[NDArray[np.float32]] | None = None  # of each key of a row, where the dispatch has some
 
 
 @dataclass(frozen=True, eq=False)
 class Arrived:
     """What one rank holds after the way there."""
 
-    rows: tuple[Array, ...]  # by tensor, as many as the counts say
+    rows: tuple[Array, ...]  # by tensor, as many as there are places
     counts: NDArray[np.int32]  # rows by the rank's own keys, in their order, and by source rank
-    origins: NDArray[np.int64]  # of each row: source rank, row, and which of the row's keys
+    offsets: NDArray[np.int32]  # where the rows of each own key end, with what is behind them
+    origins: NDArray[np.uint64]  # of each place
+    mates: NDArray[np.int32] | None  # of each place the places of its row's keys
+    index: NDArray[np.int32] | None  # of each place the one that has its row
+    values: NDArray[np.float32] | None  # of each place
+    places: NDArray[np.int32]  # of each key of the rank's own rows
 
 
 class Held(Protocol):
@@ -61,7 +67,7 @@ class Held(Protocol):
 
 
 def there(made: Kernel, calls: Sequence[KeysCall], running: Running | None = None) -> list[list[Arrived]]:
-    """By call and rank what came, with as many rows as the counts say."""
+    """By call and rank what came, with as many rows as the offsets say."""
     plan = made.plan
     where, places = seats(plan, plan.symmetric_bytes), list[list[list[int]]]()
     for call in calls:
@@ -75,7 +81,7 @@ def there(made: Kernel, calls: Sequence[KeysCall], running: Running | None = Non
         values.append(own)
     data = run_ranks(made, where, values, running or Running())
     return [
-        [_received(data, call, results[rank], plan) for rank in range(plan.num_ranks)]
+        [_received(data, call, rank, results[rank], plan) for rank in range(plan.num_ranks)]
         for call, results in zip(calls, places, strict=True)
     ]
 
@@ -88,35 +94,62 @@ def _there(where: Seats, call: KeysCall, rank: int, results: Sequence[int]) -> d
         "keys_a_row": call.keys[rank].shape[1],
         "inputs": given,
         "row_bytes": [_width(tensor) for tensor in call.tensors],
-        "outputs": results[:-1],
+        **({} if call.values is None else {"values": _put(where, call.values[rank], f"values of rank {rank}", 4)}),
+        "outputs": results[: -len(OWN)],
         "room": call.room,
-        "counts": results[-1],
+        **dict(zip(OWN, results[-len(OWN) :], strict=True)),
         "active_lanes": call.lanes[rank],
     }
 
 
+OWN = ("counts", "offsets", "places")
+"""What a rank learns for itself, behind what its peers write."""
+
+
 def _results(where: Seats, call: KeysCall, plan: Plan) -> list[list[int]]:
-    """By rank: each tensor's, the origins, the counts."""
+    """By rank: each tensor's, what arrives beside them, what it learns."""
     found = []
     for rank in range(plan.num_ranks):
         places = [
             where.room.poisoned(call.room * _width(tensor), f"result {at} of rank {rank}", shift=2 * rank + 6)
             for at, tensor in enumerate(call.tensors)
         ]
-        places.append(where.room.poisoned(8 * call.room, f"origins of rank {rank}"))
-        places.append(where.room.poisoned(4 * len(plan.key_positions), f"counts of rank {rank}"))
+        for rows in plan.push_by_key.to[len(call.tensors) :]:
+            width = {"origins": 8, "mates": 4 * call.keys[0].shape[1]}.get(rows.name, 4)
+            places.append(where.room.poisoned(call.room * width, f"{rows.name} of rank {rank}"))
+        numbers = len(plan.key_positions), len(plan.key_positions) // plan.num_ranks, call.keys[rank].size
+        for name, size in zip(OWN, numbers, strict=True):
+            places.append(where.room.poisoned(4 * size, f"{name} of rank {rank}"))
         found.append(places)
     return found
 
 
-def _received(data: NDArray[np.uint8], call: KeysCall, places: Sequence[int], plan: Plan) -> Arrived:
-    *rows, origins, counts = places
-    arrived = data[counts : counts + 4 * len(plan.key_positions)].copy().view(np.int32).reshape(-1, plan.num_ranks)
-    total = int(arrived.sum())
-    words = data[origins : origins + 8 * total].copy().view(np.uint64)
-    from_where = [(word >> 32, *divmod(word & 0xFFFFFFFF, call.keys[0].shape[1])) for word in words.tolist()]
-    found = tuple(_rows(data, at, total, tensor[0]) for tensor, at in zip(call.tensors, rows, strict=True))
-    return Arrived(found, arrived, np.array(from_where, np.int64).reshape(-1, 3))
+def _received(data: NDArray[np.uint8], call: KeysCall, rank: int, places: Sequence[int], plan: Plan) -> Arrived:
+    push, tensors = plan.push_by_key, len(call.tensors)
+    counts, offsets, own = places[-len(OWN) :]
+    share, a_row = len(plan.key_positions) // plan.num_ranks, call.keys[0].shape[1]
+    ends = _numbers(data, offsets, np.int32, share)
+    total = int(ends[-1])
+    beside: dict[str, Array] = {}
+    for rows, at in zip(push.to[tensors:], places[tensors : -len(OWN)], strict=True):
+        shape = (total, a_row) if rows.name == "mates" else (total,)
+        beside[rows.name] = _numbers(data, at, np.uint64 if rows.name == "origins" else np.int32, *shape)
+    return Arrived(
+        tuple(_rows(data, at, total, tensor[0]) for tensor, at in zip(call.tensors, places, strict=False)),
+        _numbers(data, counts, np.int32, share, plan.num_ranks),
+        ends,
+        beside["origins"],
+        beside.get("mates"),
+        beside.get("index"),
+        None if push.value is None else beside[push.value.name].view(np.float32),
+        _numbers(data, own, np.int32, *call.keys[rank].shape),
+    )
+
+
+def _numbers(data: NDArray[np.uint8], at: int, kind: type[np.generic], *shape: int) -> Array:
+    size = int(np.prod(shape)) * np.dtype(kind).itemsize
+    found: Array = data[at : at + size].copy().view(kind).reshape(shape)
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,6 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from commdsl.checks.bounds import out_of_bounds
-from commdsl.checks.built import unbuilt_dispatch
 from commdsl.checks.classes import mixed_types, own_units, unknown_units
 from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
@@ -95,7 +94,7 @@ FILE_RULES: tuple[tuple[FileRule, ...], ...] = ((unused_roles,),)
 
 CARRIED_RULES: tuple[tuple[CarriedRule, ...], ...] = ((carries,),)
 
-DISPATCH_RULES: tuple[tuple[DispatchRule, ...], ...] = ((roles_of_dispatch,), (unbuilt_dispatch,))
+DISPATCH_RULES: tuple[tuple[DispatchRule, ...], ...] = ((roles_of_dispatch,),)
 
 DISPATCH_PLAN_RULES: tuple[tuple[DispatchPlanRule, ...], ...] = ((too_large,),)
 

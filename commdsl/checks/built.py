@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from commdsl.ir.dispatches import ByKey, Dispatch, Often
 from commdsl.ir.schedules import Schedule, Step, Task, Yield
 from commdsl.language.diagnostics import Diagnostic, Label
 
@@ -28,17 +27,3 @@ def unbuilt_schedule(schedule: Schedule) -> Iterator[Diagnostic]:
                 return
             case Step() | Yield() | Task():
                 pass
-
-
-def unbuilt_dispatch(dispatch: Dispatch) -> Iterator[Diagnostic]:
-    """One message, for the first word that no phase carries out."""
-    route = dispatch.routes[0]
-    if not isinstance(route, ByKey):
-        return
-    words: list[str] = []
-    words += [f"`{route.often.value}`"] if route.often is not Often.EACH else []
-    words += [f"`aligned {route.aligned}`"] if route.aligned != 1 else []
-    words += [f"`value {route.value}` of a route"] if route.value is not None else []
-    if words:
-        label = Label(dispatch.span, "the kernel there knows rows for each key, side by side")
-        yield Diagnostic("C590", f"{words[0]} is not built yet", label, help="leave it out")

@@ -91,12 +91,12 @@ def _kernels(checked: Checked, variants: Variants) -> list[tuple[int, Emitted, t
                 for plan, text, types in _launched(checked, variants)
                 for macros in _macros(plan, replace(variants, dtypes=types))
             ]
-        case CompiledDispatch(emitted=emitted, emitted_back=back, emitted_values=values):
+        case CompiledDispatch(emitted=emitted, emitted_back=back, emitted_values=values, emitted_again=again):
             summed = [(f"COMMDSL_DTYPE={dtype}",) for dtype in variants.dtypes if dtype in SUMMED]
-            there = [()] if back is not None else [(), *summed]
+            there = [()] if again is not None else [(), *summed]
             found = [(emitted, macros) for macros in there]
             found += [] if back is None else [(back, macros) for macros in summed]
-            found += [] if values is None else [(values, ())]
+            found += [(text, ()) for text in (values, again) if text is not None]
         case _:
             found = []  # a plan is data
     texts = list(dict.fromkeys(text for text, _ in found))

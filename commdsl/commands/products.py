@@ -183,7 +183,8 @@ def _words(checked: Checked, chosen: str) -> Words:
                 "Experts",
                 f"Experts are built for the process group at hand when they are made; {dispatch.name}.cu beside this "
                 f"file is their\nkernel for {dispatch.num_ranks} ranks, and {dispatch.name}_back.cu and "
-                f"{dispatch.name}_values.cu, where there is\na way back, those of rows and of a number for each key.",
+                f"{dispatch.name}_values.cu, where there is\na way back, those of rows and of a number for each key; "
+                f"{dispatch.name}_again.cu takes other rows to\nthe same places.",
                 "What makes Experts of it",
                 "it is",
                 EXPERTS,

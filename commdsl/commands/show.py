@@ -98,9 +98,10 @@ def render(outcome: Outcome, stage: Stage) -> str:
             return dumps.ir_text(schedule)
         case CheckedDispatch(dispatch=dispatch), Stage.IR:
             return "\n".join(dumps.dispatch_lines(dispatch))
-        case CompiledDispatch(back=Plan()) as made, _:
-            # By keys there are several: the way there, the way back, and that of numbers.
-            one = replace(made, back=None, values=None, emitted_back=None, emitted_values=None)
+        case CompiledDispatch(again=Plan()) as made, _:
+            # By keys there are several: the way there, once more without counts, the way back, and that of numbers.
+            one = replace(made, back=None, values=None, again=None)
+            one = replace(one, emitted_back=None, emitted_values=None, emitted_again=None)
             ways = (replace(one, plan=plan, emitted=text) for plan, text in made.ways)
             return "\n".join(render(replace(outcome, checked=way), stage) for way in ways)
         case CompiledSchedule(plan=plan, visits=visits), Stage.PLAN:

@@ -143,7 +143,9 @@ def compare_there(found: Sequence[Sequence[Arrived]], expected: Sequence[Sequenc
         for rank, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
             parts: dict[str, tuple[Array, Array]] = {
                 "counts": (mine.counts, theirs.counts),
-                "origins": (mine.origins, theirs.entries[:, 1:]),
+                "offsets": (mine.offsets, theirs.offsets),
+                "origins": (mine.origins, theirs.origins),
+                "places": (mine.places, theirs.places),
             }
             for at, both in enumerate(zip(mine.rows, theirs.rows, strict=True)):
                 parts[f"tensor {at}"] = both

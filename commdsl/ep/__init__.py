@@ -4,6 +4,7 @@ Importing this imports nothing else; each name below loads what it needs when it
 
     simulate   what it means, on arrays of all ranks: the oracle of the kernels
     limits     the most that any call moves -> symmetric memory
+    way_there  the ways there: their memory, their kernels, what a call passes to them
     way_back   one way back: its memory, its kernels, what a call passes to them
     experts    one rank's end: the calls that launch
     exchange   the same with a value for each row, and both ways of values: what gradients need
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from commdsl.ep.exchange import Exchange as Exchange
     from commdsl.ep.experts import Experts as Experts
     from commdsl.ep.experts import Handle as Handle
+    from commdsl.ep.experts import Received as Received
     from commdsl.ep.functional import Dispatched as Dispatched
     from commdsl.ep.functional import combine as combine
     from commdsl.ep.functional import dispatch as dispatch
@@ -43,6 +45,7 @@ __all__ = [
     "Handle",
     "KeysError",
     "Limits",
+    "Received",
     "combine",
     "dispatch",
 ]
@@ -58,6 +61,7 @@ _HOME = {
     "Handle": "commdsl.ep.experts",
     "KeysError": "commdsl.runtime.errors",
     "Limits": "commdsl.ep.limits",
+    "Received": "commdsl.ep.experts",
     "combine": "commdsl.ep.functional",
     "dispatch": "commdsl.ep.functional",
 }

@@ -22,6 +22,9 @@ from commdsl.runtime.load import Kernels
 ENTRY = 0xFFFFFFFF
 """The bits of an origin that say which entry of its source a row is of: row * keys of a row + which key."""
 
+RANK = 0xFFFF
+"""Of the bits from the 32nd on, those that say which rank that source is."""
+
 FLOAT = 4
 """Bytes of a weight."""
 
@@ -97,13 +100,13 @@ class Exchange:
             whole("values", values, self.device, torch.float32, len(keys))
             if values.shape != keys.shape:
                 raise TensorError(f"expected a value for each key, {tuple(keys.shape)}, got {tuple(values.shape)}")
-        (*found, beside), counts, handle = self.experts.dispatch((*rows, sent), keys)
+        there = self.experts.dispatch((*rows, sent), keys)
+        (*found, beside), handle = there.rows, there.handle
         if not (self.experts.has_room or self.experts.is_capturing):
             found, beside = [one.clone() for one in found], beside.clone()
             handle = replace(handle, origins=handle.origins.clone())
-        offsets = counts.sum(1).cumsum(0, dtype=torch.int32)
         came = None if values is None else beside.gather(1, self._which(handle)[:, None])[:, 0]
-        return Received(tuple(found), counts, offsets, came, handle)
+        return Received(tuple(found), there.counts, there.offsets, came, handle)
 
     def dispatch_again(
         self, rows: tuple[torch.Tensor, ...], handle: Handle, values: torch.Tensor | None = None
@@ -122,12 +125,6 @@ class Exchange:
     def combine_values(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
         """A float32 for each received row, (n,), to its entry on its source: (rows, keys of a row), zero if dropped."""
         return self.experts.combine_values(values, handle)
-
-    def places(self, handle: Handle) -> torch.Tensor:
-        """(rows, keys of a row) int32: the place of each entry on its rank, -1 if it is dropped. Collective."""
-        numbers = torch.arange(self.limits.received, device=self.device)
-        high, low = (self.combine_values(part.float(), handle).int() for part in (numbers >> 20, numbers & 0xFFFFF))
-        return torch.where(handle.keys < self.num_keys, (high << 20) + low, -1)
 
     def prepare(self, dtype: torch.dtype | None = None) -> None:
         """As for Experts."""

@@ -12,34 +12,49 @@ from typing import Any, NoReturn
 
 import torch
 
-from commdsl.ep.limits import Limits, tensors_of, whole
+from commdsl.ep.limits import Limits, whole
 from commdsl.ep.way_back import SUMMED, WayBack
+from commdsl.ep.way_there import Known, WayAgain, WayThere
 from commdsl.ir.dispatches import ByKey
 from commdsl.program.timeouts import BAD_KEY, BAD_MATE, BAD_ORIGIN, NO_ROOM, ErrorRecord, complaint
 from commdsl.runtime import given, groups
 from commdsl.runtime.errors import DispatchError, GradientError, KeysError, RowError, TensorError
 from commdsl.runtime.given import Patience
-from commdsl.runtime.launches import Arguments, Launches, default_device
+from commdsl.runtime.launches import Launches, default_device
 from commdsl.runtime.load import Kernels, Where, definition
-from commdsl.runtime.pool import Pool, aligned, row_bytes
+from commdsl.runtime.pool import row_bytes
 from commdsl.runtime.program import routed_program
-from commdsl.runtime.workspace import Start
 
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """What a call there knows that its way back needs. Keys are the caller's tensor, and must not change meanwhile."""
+    """What a call there knows that its way back, and other rows of the same routing, need. Keys are the caller's
+    tensor, and must not change meanwhile. Places of a rank are those of its Received rows.
+    """
 
-    keys: torch.Tensor  # (rows, keys of a row)
+    keys: torch.Tensor  # (T, K)
     counts: torch.Tensor
-    origins: torch.Tensor  # where each received row comes from: source rank << 32 | row * keys of a row + which key
-    mates: torch.Tensor | None = None  # where rows travel once per rank: at the place of a first key those of all keys
+    origins: torch.Tensor  # (R,) int64, of each place: entry t * K + k in bits 0-31, source rank in 32-47, in 48-54 how
+    # many ranks with keys of the row are lower than this one; the sign: it is the row's first here. -1: it has no row
+    offsets: torch.Tensor
+    places: torch.Tensor  # (T, K) int32: where each row of this rank is on the rank of its key, -1 if dropped
+    mates: torch.Tensor | None = None  # (R, K) int32: at the place of a row's first key here those of all its keys
     values: torch.Tensor | None = None  # beside each row, where they travel
 
-    @property
-    def offsets(self) -> torch.Tensor:
-        """Where the rows of each key end."""
-        return self.counts.sum(1).cumsum(0, dtype=torch.int32)
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """What a rank holds after a call there: R = Limits.received places, of which the first offsets[-1] count.
+
+    Behind the rows of each key come rows of zeros up to a multiple of what the dispatch says (`aligned`).
+    """
+
+    rows: Any  # a tensor, or a tuple of them as was sent; by index only the places that `index` names have their row
+    counts: torch.Tensor  # (E / P, P) int32: rows by the rank's own keys, in their order, and by source rank
+    offsets: torch.Tensor  # (E / P,) int32: where the rows of each key end, with what is behind them
+    values: torch.Tensor | None  # (R,) float32, where the dispatch has a value beside each row
+    index: torch.Tensor | None  # (R,) int32, where it goes by index: the place that has the row, -1 for none
+    handle: Handle
 
 
 class Experts:
@@ -92,11 +107,9 @@ class Experts:
         self._macros = ("COMMDSL_CHECK=1",) if check else ()
         seconds = given.seconds(timeout)
         terms = {**asdict(limits), "results": results, "check": check}
-        self._begin = aligned(self.plan.symmetric_bytes)
-        room = self._begin - self.plan.symmetric_bytes + results * limits.result_bytes
-        self._there = Launches(self._comm, made.plan, made.emitted, room, self.explain, terms, seconds)
-        self._pool = Pool(self.plan.name, self._there.heap + self._begin, (limits.result_bytes, 0), results)
-        self._starts: dict[str, Start] = {}  # there, by nothing
+        known = Known(self._comm, limits, results, self._macros, self.explain, terms, seconds)
+        self._there = WayThere(known, (made.plan, made.emitted))
+        self._again = WayAgain(known, made.again) if made.again is not None and limits.width_again else None
         self._digests: dict[tuple[object, ...], int] = {}
         more = (limits, self._macros, self.explain, terms, seconds)
         self._back = None if made.back is None else WayBack(self._comm, made.back, *more)
@@ -110,48 +123,51 @@ class Experts:
         )
 
     def dispatch(
-        self, rows: torch.Tensor | tuple[torch.Tensor, ...], keys: torch.Tensor
-    ) -> tuple[Any, torch.Tensor, Handle]:
-        """Each row to the ranks of its keys, once for each key.
+        self,
+        rows: torch.Tensor | tuple[torch.Tensor, ...],
+        keys: torch.Tensor,
+        values: torch.Tensor | None = None,
+    ) -> Received:
+        """Each row to the ranks of its keys, as often as the dispatch says.
 
         rows: (T, ...) or, where the dispatch has several tensors, a tuple of such, contiguous, any dtype, each with an
-        even number of bytes a row. keys: (T, K) int32 on the device, 0 ..< E; E itself drops. Returns what the rank
-        receives: tensors of Limits.received rows, of which the first counts.sum() are written; counts (E / P, P) int32,
-        by the rank's own keys and by source rank; and what `combine` needs. The memory of the rows is free again when
-        neither they nor the handle are held.
+        even number of bytes a row. keys: (T, K) int32 on the device, 0 ..< E; E itself drops. values: (T, K) float32,
+        where the dispatch routes a value. The memory of what is received is free again when nothing of it is held, the
+        handle neither.
 
-        Raises TensorError (C951), DispatchError (C961). More rows than Limits.received, or a key that there is not, are
-        reported behind the call, on all ranks that see it: KeysError (C963).
+        Raises TensorError (C951), DispatchError (C961). More places than Limits.received, or a key that there is not,
+        are reported behind the call, on all ranks that see it: KeysError (C963).
         """
         several = isinstance(rows, tuple)
         tensors = rows if isinstance(rows, tuple) else (rows,)
-        self._ready(self._there, *tensors)
+        there, beside = self._there, () if values is None else (values,)
+        self._ready(there.launches, *tensors, *beside)
         whole("keys", keys, self.device, torch.int32, None)
         self.limits.admit(tensors, keys)
-        count, size = self.limits.received, self._comm.size
-        start = self._start_there()
-        origins = keys.new_empty((0,), dtype=torch.int64)
-        *received, origins = self._pool.empty(
-            [count] * (len(tensors) + 1), [*tensors, origins], goes=True, keep=self.is_capturing
-        )
-        counts = keys.new_empty((self.keys_a_rank, size))
-        moved = max(keys.numel(), count) * sum(map(row_bytes, tensors))
-        start(
-            (
-                keys.data_ptr(),
-                *keys.shape,
-                *(tensor.data_ptr() for tensor in tensors),
-                *map(row_bytes, tensors),
-                *(tensor.data_ptr() for tensor in received),
-                origins.data_ptr(),
-                count,
-                counts.data_ptr(),
-                self._digest(self._there, tensors, keys),
-                self._comm.rank,
-                self._there.lanes(moved),
-            )
-        )
-        return tuple(received) if several else received[0], counts, Handle(keys, counts, origins)
+        if (there.push.value is None) != (values is None):
+            what = "takes no values" if there.push.value is None else "routes a value of each key: pass them"
+            raise TensorError(f"`{self.plan.name}` {what}")
+        if values is not None:
+            self.limits.admit_weights(values, keys)
+        came = there(tensors, keys, values, self._digest(there.launches, tensors, keys), self.is_capturing)
+        mates, index = came.beside.get("mates"), came.beside.get("index")
+        brought = None if there.push.value is None else came.beside[there.push.value.name]
+        handle = Handle(keys, came.counts, came.beside["origins"], came.offsets, came.places, mates, brought)
+        found = came.rows if several else came.rows[0]
+        return Received(found, came.counts, came.offsets, brought, index, handle)
+
+    def dispatch_again(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """Other rows, (T, ...), to the places of those of the call that left the handle; by no count, and with nothing
+        beside them. Returns what the rank receives, as `dispatch` does. Collective; raises as `dispatch`.
+        """
+        again = self._again
+        self.limits.admit_again(rows, handle.keys)
+        if again is None:
+            raise DispatchError(f"`{self.plan.name}` has no way there again")
+        self._ready(again.launches, rows)
+        mates = () if handle.mates is None else (handle.mates,)
+        left = (handle.counts, handle.offsets, handle.places, handle.origins, *mates)
+        return again(rows, handle.keys, left, self._digest(again.launches, (rows,), handle.keys), self.is_capturing)
 
     def combine(self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None) -> torch.Tensor:
         """What became of received rows back to where they come from: for each row of the call there, the sum over its
@@ -205,7 +221,9 @@ class Experts:
         """Builds what the first calls would: the kernel there and, for a `dtype`, the one back. Not collective. To be
         called before a CUDA graph captures a call, unless the same call was made before.
         """
-        self._start_there()
+        self._there.start()
+        if self._again is not None:
+            self._again.start()
         if dtype is not None and self._back is not None:
             self._back.start(dtype)
         if self._values is not None:
@@ -214,12 +232,12 @@ class Experts:
     def is_prepared(self, dtype: torch.dtype | None = None) -> bool:
         """Whether what `prepare` builds is there."""
         has_back = dtype is None or self._back is None or self._back.is_built(dtype)
-        return "" in self._starts and has_back and (self._values is None or self._values.is_built(torch.float32))
+        has_there = self._there.is_built and (self._again is None or self._again.is_built)
+        return has_there and has_back and (self._values is None or self._values.is_built(torch.float32))
 
     def release(self) -> None:
         """Collective: gives back the symmetric memory. Rows that were received must not be used any more."""
-        self._there.release()
-        for way in (self._back, self._values):
+        for way in (self._there, self._again, self._back, self._values):
             if way is not None:
                 way.launches.release()
 
@@ -241,12 +259,12 @@ class Experts:
     @property
     def has_room(self) -> bool:
         """Whether there is memory for what one more call there receives."""
-        return self._pool.has_room(goes=True)
+        return self._there.pool.has_room(goes=True)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing that was received is held any more, here or in a graph."""
-        return self._pool.is_idle
+        return self._there.pool.is_idle
 
     @property
     def is_capturing(self) -> bool:
@@ -271,26 +289,6 @@ class Experts:
         if found is None:
             rows = ", ".join(f"{row_bytes(tensor)} bytes of {tensor.dtype}" for tensor in tensors)
             found = self._digests[key] = launches.digest(f"of rows of {rows}, {keys.shape[1]} keys a row")
-        return found
-
-    def _start_there(self) -> Start:
-        found = self._starts.get("")
-        if found is None:
-            tensors = tensors_of(self.plan)
-            changing: Arguments = {
-                "keys": 0,
-                "num_rows": 0,
-                "keys_a_row": 0,
-                "inputs": (0,) * tensors,
-                "row_bytes": (0,) * tensors,
-                "outputs": (0,) * (tensors + 1),
-                "room": 0,
-                "counts": 0,
-                "digest": 0,
-                "rank": 0,
-                "active_lanes": 0,
-            }
-            found = self._starts[""] = self._there.start(self._macros, {}, changing)
         return found
 
     def _mates(self, back: WayBack, handle: Handle) -> tuple[torch.Tensor, ...]:

@@ -59,13 +59,14 @@ def dispatch(
                 f"tokens of {tensor.dtype} have no gradient, nor has more than the first tensor: detach them"
             )
     made = torch.ops.commdsl.ep_dispatch(list(tensors), expert, weight, exchange.name)
-    rows, (values, offsets, counts, origins) = made[: len(tensors)], made[len(tensors) :]
+    rows, (values, *left) = made[: len(tensors)], made[len(tensors) :]
+    handle = _handle(expert, left)
     return Dispatched(
         tuple(rows) if isinstance(x, tuple) else rows[0],
         None if weight is None else values,
-        counts,
-        offsets,
-        Handle(expert, counts, origins),
+        handle.counts,
+        handle.offsets,
+        handle,
     )
 
 
@@ -121,7 +122,7 @@ def _operator(made: torch.library.Library, schema: str, run: Callable[..., Any],
 
 def _tensors(handle: Handle) -> list[Tensor]:
     """Of a handle, but for its keys, which are the caller's."""
-    return [handle.counts, handle.origins]
+    return [handle.counts, handle.origins, handle.offsets, handle.places]
 
 
 def _handle(keys: Tensor, tensors: Sequence[Tensor]) -> Handle:
@@ -134,7 +135,7 @@ def _plain(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str) -> list[Tensor]:
     found = known(exchange).dispatch(_plain(rows), keys, None if values is None else values.detach())
-    return [*found.rows, _or_empty(found, keys), found.offsets, *_tensors(found.handle)]
+    return [*found.rows, _or_empty(found, keys), *_tensors(found.handle)]
 
 
 def _again(
@@ -165,9 +166,10 @@ def _fake_there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exc
     found = known(exchange)
     return [
         *_fake_again(rows, keys, (), values, exchange),
-        keys.new_empty((found.keys_a_rank,)),
         keys.new_empty((found.keys_a_rank, found.ranks)),
         keys.new_empty((found.limits.received,), dtype=torch.int64),
+        keys.new_empty((found.keys_a_rank,)),
+        keys.new_empty(keys.shape),
     ]
 
 
@@ -194,7 +196,7 @@ def _keep_there(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None
     rows, keys, values, ctx.exchange = inputs
     ctx.num_rows, ctx.has_values = len(rows), values is not None
     ctx.like = (output[0].shape, output[0].dtype, rows[0].requires_grad)
-    ctx.save_for_backward(keys, *output[len(rows) + 2 :])
+    ctx.save_for_backward(keys, *output[len(rows) + 1 :])
     ctx.mark_non_differentiable(*output[1 : len(rows)], *output[len(rows) + (values is not None) :])
 
 

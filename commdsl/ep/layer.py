@@ -15,7 +15,7 @@ import torch
 from commdsl.ep import functional
 from commdsl.ep.config import EPConfig
 from commdsl.ep.context import DispatchCombineContext
-from commdsl.ep.exchange import ENTRY
+from commdsl.ep.exchange import ENTRY, RANK
 from commdsl.ep.functional import Dispatched
 from commdsl.ep.layout import NONE, EPAllToAllLayoutDesc, Known, padded
 from commdsl.ep.limits import whole
@@ -135,7 +135,7 @@ class EPAll2AllLayer(torch.nn.Module):
             read = self._read(told)  # before anything is sent, and not again
         exchange = context.exchange
         there = functional.dispatch(exchange, input, exp_indices, None if weight is None else weight.float())
-        places, order = exchange.places(there.handle), None
+        places, order = there.handle.places, None
         if full_scatter_indices is not None:
             places, order = self._scattered(full_scatter_indices, told, there, exp_indices)
         if self.exact:
@@ -241,7 +241,7 @@ class EPAll2AllLayer(torch.nn.Module):
         everyone = all_gather(padded(own, config), group=self._group).view(count, -1)
         origins, place = there.handle.origins, torch.arange(len(there.handle.origins), device=given.device)
         comes = place < there.offsets[-1]
-        source, entry = (torch.where(comes, one, 0) for one in (origins >> 32, origins & ENTRY))
+        source, entry = (torch.where(comes, one, 0) for one in (origins >> 32 & RANK, origins & ENTRY))
         return places, torch.argsort(torch.where(comes, everyone[source, entry], 2**31 + place), stable=True)
 
     def _of_nodes(self, rows: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from commdsl.ep.config import EPConfig
-from commdsl.ep.exchange import ENTRY, Exchange
+from commdsl.ep.exchange import ENTRY, RANK, Exchange
 from commdsl.ep.experts import Handle
 
 Tensor = torch.Tensor
@@ -111,7 +111,7 @@ class EPAllToAllLayoutDesc:
         entry, topk = origins & ENTRY, known.config.topk
         place = torch.arange(len(origins), device=origins.device)
         counts = place < known.offsets[-1]
-        token = torch.where(counts, (origins >> 32) * known.config.max_tokens + entry // topk, -1 - place)
+        token = torch.where(counts, (origins >> 32 & RANK) * known.config.max_tokens + entry // topk, -1 - place)
         which = entry % topk
         order = torch.argsort(token * topk + which)
         starts = torch.ones_like(counts)

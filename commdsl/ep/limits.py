@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from commdsl.program.arguments import is_staged
-from commdsl.program.phases import Each
+from commdsl.program.phases import Each, PushByKey
 from commdsl.program.plan import Plan
 from commdsl.runtime.errors import DispatchError, TensorError
 from commdsl.runtime.pool import aligned, row_bytes
 
-ORIGIN_BYTES = 8
-"""Of the word that says where a row comes from."""
+ORIGIN_BYTES, NUMBER_BYTES = 8, 4
+"""Of the word that says where a row comes from, and of any other number beside it."""
 
 WORD_BYTES = 8
 """Of a number on its way back: it lies beside nothing, as it is stored as one."""
@@ -38,11 +38,13 @@ class Limits:
     received: int  # rows that a rank receives, each once for each of its keys there
     widths: tuple[int, ...]  # bytes of a row, by tensor
     width_back: int = 0  # bytes of a row that comes back
+    width_again: int = 0  # bytes of a row that goes to places of a call before
 
-    @property
-    def result_bytes(self) -> int:
-        """Of one call there: what is received of each tensor, and where it comes from."""
-        return sum(aligned(self.received * width) for width in (*self.widths, ORIGIN_BYTES))
+    def result_bytes(self, push: PushByKey) -> int:
+        """Of one call there: what is received of each tensor, where it comes from, and what else is beside it."""
+        sizes = {"origins": ORIGIN_BYTES, "mates": NUMBER_BYTES * self.keys}
+        beside = (sizes.get(rows.name, NUMBER_BYTES) for rows in push.to[len(push.given) :])
+        return sum(aligned(self.received * width) for width in (*self.widths, *beside))
 
     def places(self, back: Plan) -> int:
         """Rows that may wait on a rank until they are added up: one for each key, or for each rank that has any."""
@@ -67,7 +69,8 @@ class Limits:
             raise DispatchError(f"{plan.num_ranks} ranks of {self.rows} rows with {self.keys} keys are 2 ** 31 or more")
         if len(self.widths) != tensors_of(plan):
             raise DispatchError(f"expected the widths of {tensors_of(plan)} tensors, got {self.widths}")
-        for width in (*self.widths, *((self.width_back,) if back is not None else ())):
+        more = (self.width_again,) if self.width_again else ()
+        for width in (*self.widths, *more, *((self.width_back,) if back is not None else ())):
             if width < 2 or width % 2:
                 raise DispatchError(f"a row takes an even number of bytes, 2 or more, not {width}")
 
@@ -86,6 +89,13 @@ class Limits:
         for tensor, width in zip(tensors, self.widths, strict=True):
             whole("rows", tensor, keys.device, None, rows)
             _fits(tensor, width)
+
+    def admit_again(self, rows: torch.Tensor, keys: torch.Tensor) -> None:
+        """As `admit`, for rows of one tensor whose places are known."""
+        whole("rows", rows, keys.device, None, len(keys))
+        if self.width_again == 0:
+            raise DispatchError("no row goes again: say in Limits how wide one may be, `width_again`")
+        _fits(rows, self.width_again)
 
     def admit_back(self, rows: torch.Tensor, keys: torch.Tensor) -> None:
         """As `admit`, for rows on their way back: all that were received, and behind them any that were not."""

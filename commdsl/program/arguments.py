@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from commdsl.language.diagnostics import InternalError
-from commdsl.program.memory import Transport
+from commdsl.program.memory import Home, Transport
 from commdsl.program.moves import Moves
-from commdsl.program.phases import Count, Each, FinishBack, Push, PushBack, PushByKey
+from commdsl.program.phases import Count, Each, FillByKey, FinishBack, Push, PushAgain, PushBack, PushByKey
 from commdsl.program.plan import Plan
 
 
@@ -136,11 +136,23 @@ def arguments(plan: Plan) -> Arguments:
             case PushByKey():
                 words += [
                     Field("inputs", len(phase.given), is_address=True),
+                    *([] if phase.value is None else [Field("values", is_address=True)]),
                     Field("row_bytes", len(phase.given)),
                     Field("outputs", len(phase.to), is_address=True),
                     Field("room"),  # rows of each output
-                    Field("counts", is_address=True),
+                    *(Field(name, is_address=True) for name in ("counts", "offsets", "places")),
                 ]
+            case PushAgain():
+                words += [
+                    Field("inputs", 1, is_address=True),
+                    Field("row_bytes", 1),
+                    Field("outputs", 1, is_address=True),
+                    Field("room"),  # rows of the output
+                    *(Field(name, is_address=True) for name in ("counts", "offsets", "places", "origins")),
+                    *_KEYS,
+                ]
+            case FillByKey():
+                words += [Field("mates", is_address=True)] if phase.mates.home is Home.GIVEN else []
             case PushBack():
                 words += [
                     Field("waiting"),  # offset in every heap of where rows wait

@@ -13,6 +13,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TypeAlias, assert_never
 
+from commdsl.ir.dispatches import Often
 from commdsl.language.records import dataclass
 from commdsl.program.memory import Counters, Home, Memory, Rows, Words
 
@@ -123,17 +124,73 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class PushByKey:
-    """Each row once for each of its keys, to the rank of the key, and with it, last of `to`, where it comes from.
+    """Each row to the places of its keys, on the ranks that have these, as `often` as that says.
 
     On a rank places are sorted by key, source rank and row: where a source's rows with one key begin is the sum of what
-    all have of lesser keys and lesser sources of this one, so segments are disjoint whatever the keys are. `counts` is
-    what comes to the rank, by key and source.
+    all have of lesser keys, each rounded up to a multiple of `aligned`, and lesser sources of this one, so segments are
+    disjoint whatever the keys are. Places between two keys' rows are the rank's own, which clears them.
+
+    Behind what is `given`, `to` has what arrives beside it (`beside`), of all places. The rank itself learns the
+    `counts` of what comes to it, by key and source, the `offsets` where each key's end, and the `places` of its own.
     """
 
     given: tuple[Rows, ...]
     keys: Rows
+    value: Rows | None  # a number for each key of each row
     to: tuple[Rows, ...]
     counts: Rows
+    offsets: Rows
+    places: Rows
+    often: Often
+    aligned: int
+
+    @property
+    def by(self) -> Actor:
+        return Actor.LANES
+
+    def at(self, name: str) -> int:
+        """Which of `to` it is, -1 for none."""
+        return next((at for at, rows in enumerate(self.to) if at >= len(self.given) and rows.name == name), -1)
+
+
+def beside(value: str | None, often: Often) -> tuple[str, ...]:
+    """What arrives beside rows that go by keys: where they come from, their value, the places that one row has, and
+    which of these has it.
+    """
+    names = ("origins", *(() if value is None else (value,)))
+    names += ("mates",) if often.is_once else ()
+    return (*names, "index") if often is Often.INDEX else names
+
+
+@dataclass(frozen=True, slots=True)
+class PushAgain:
+    """Rows to the places that rows had in a call before, whose `places`, `origins`, `offsets` and `counts` are given.
+    The rank clears those of its own that have none. `positions`: as for `Count`.
+    """
+
+    given: Rows
+    keys: Rows
+    places: Rows
+    origins: Rows
+    offsets: Rows
+    counts: Rows
+    to: Rows
+    positions: tuple[int, ...]
+    often: Often
+    aligned: int
+
+    @property
+    def by(self) -> Actor:
+        return Actor.LANES
+
+
+@dataclass(frozen=True, slots=True)
+class FillByKey:
+    """Rows that came once, from the place of their first key on the rank to those of its others, as `mates` say."""
+
+    to: tuple[Rows, ...]
+    origins: Rows
+    mates: Rows
 
     @property
     def by(self) -> Actor:
@@ -188,7 +245,9 @@ class FinishBack:
         return Actor.LANES
 
 
-Routed: TypeAlias = Host | Tell | Meet | Read | Push | Finish | Count | PushByKey | PushBack | FinishBack
+Routed: TypeAlias = (
+    Host | Tell | Meet | Read | Push | Finish | Count | PushByKey | PushAgain | FillByKey | PushBack | FinishBack
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +272,7 @@ def touches(phase: Routed) -> tuple[Touch, ...]:
     """What a phase reads and writes."""
     match phase:
         case Host():
-            return tuple(Touch(rows, Ranks.OWN, not phase.is_after, 2 * phase.is_after) for rows in phase.rows)
+            return tuple(Touch(rows, Ranks.OWN, not phase.is_after, 3 * phase.is_after) for rows in phase.rows)
         case Tell():
             return (Touch(phase.what, phase.to, True, 1 if _is_own(phase.what) else 0),)
         case Meet():
@@ -229,8 +288,17 @@ def touches(phase: Routed) -> tuple[Touch, ...]:
         case Count():
             return _reads(phase.keys)
         case PushByKey():
+            reads = _reads(*phase.given, phase.keys, *(() if phase.value is None else (phase.value,)))
             writes = tuple(Touch(rows, Ranks.ALL, True, _turn(rows)) for rows in phase.to)
-            return (*_reads(*phase.given, phase.keys), *writes, Touch(phase.counts, Ranks.OWN, True, 1))
+            own = tuple(Touch(rows, Ranks.OWN, True, 1) for rows in (phase.counts, phase.offsets, phase.places))
+            return (*reads, *writes, *own)
+        case PushAgain():
+            reads = _reads(phase.given, phase.keys, phase.places, phase.origins, phase.offsets, phase.counts)
+            return (*reads, Touch(phase.to, Ranks.ALL, True, _turn(phase.to)))
+        case FillByKey():
+            # From rows that have come to places that nobody else writes: behind the push, before the caller.
+            reads = tuple(Touch(rows, Ranks.OWN, False, 2) for rows in (*phase.to, phase.origins, phase.mates))
+            return (*reads, *(Touch(rows, Ranks.OWN, True, 2) for rows in phase.to))
         case PushBack():
             read = _reads(phase.given, phase.origins, phase.offsets, *_if(phase.mates), *_if(phase.weights))
             return (*read, Touch(phase.to, Ranks.ALL, True, _turn(phase.to)))
@@ -262,10 +330,12 @@ def name_of(phase: Routed) -> str:
             return f"read {phase.what.name}"
         case Count():
             return "count"
-        case Push() | PushByKey():
+        case Push() | PushByKey() | PushAgain():
             return "push"
         case PushBack():
             return f"push{_BACK[phase.each]}"
+        case FillByKey():
+            return "fill"
         case Finish():
             return "finish"
         case FinishBack():
@@ -294,7 +364,12 @@ def described(phase: Routed) -> str:
         case Count():
             return f"{name} {phase.keys.name}{by}"
         case PushByKey():
-            return f"{name} {', '.join(rows.name for rows in phase.given)} by {phase.keys.name}{by}"
+            rows = ", ".join(one.name for one in (*phase.given, *(() if phase.value is None else (phase.value,))))
+            return f"{name} {rows} by {phase.keys.name}, {phase.often.value}{by}"
+        case PushAgain():
+            return f"{name} {phase.given.name} again, {phase.often.value}{by}"
+        case FillByKey():
+            return f"{name} {', '.join(rows.name for rows in phase.to)}{by}"
         case PushBack():
             sums = ", the sums of this rank's" if phase.each is Each.RANK else ""
             return f"{name} {phase.given.name} back{sums}{_times(phase.weights)}{by}"

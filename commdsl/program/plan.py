@@ -20,7 +20,7 @@ from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.launches import touches as touches_between
 from commdsl.program.memory import Counters, Kept, Memory, Rows, Tensor, Transport, Words
 from commdsl.program.moves import Moves
-from commdsl.program.phases import Count, FinishBack, Meet, Push, PushBack, PushByKey, Routed, touches
+from commdsl.program.phases import Count, FinishBack, Meet, Push, PushAgain, PushBack, PushByKey, Routed, touches
 from commdsl.program.tasks import Tiles
 
 Phase: TypeAlias = Moves | Tiles | Routed | Launch | Visit | Return
@@ -106,9 +106,14 @@ class Plan:
         return _only(self.phases, PushBack, self.name)
 
     @property
+    def push_again(self) -> PushAgain:
+        """The phase that sends rows to places that are known, in a Plan that has one."""
+        return _only(self.phases, PushAgain, self.name)
+
+    @property
     def key_positions(self) -> tuple[int, ...]:
         """In a Plan of rows that go by keys, or come back, where each key stands among all; in others none."""
-        found = {phase.positions for phase in self.phases if isinstance(phase, Count | FinishBack)}
+        found = {phase.positions for phase in self.phases if isinstance(phase, Count | PushAgain | FinishBack)}
         return next(iter(found), ())
 
     @property

@@ -15,6 +15,7 @@ from commdsl.program.phases import (
     Host,
     Meet,
     Push,
+    PushAgain,
     PushBack,
     PushByKey,
     Ranks,
@@ -133,7 +134,7 @@ def _caller(plan: Plan, phases: list[Routed]) -> None:
 
 def _moved(phases: list[Routed]) -> None:
     """Rows are pushed once; what waits is finished behind; what the caller uses is made."""
-    pushes = [place for place, phase in enumerate(phases) if isinstance(phase, Push | PushByKey | PushBack)]
+    pushes = [place for place, phase in enumerate(phases) if isinstance(phase, Push | PushByKey | PushAgain | PushBack)]
     _law(len(pushes) == 1, f"rows are pushed {len(pushes)} times")
     for place, phase in enumerate(phases):
         if isinstance(phase, Tell) and isinstance(phase.what, Words) and phase.what.a_lane:

@@ -6,10 +6,22 @@ Assumes nothing. Raises InternalError at the first law broken. Does not say what
 
 from __future__ import annotations
 
-from commdsl.ir.dispatches import MOST_KEYS
+from commdsl.ir.dispatches import MOST_ALIGNED, MOST_KEYS, Often
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.memory import Home, Rows, Words
-from commdsl.program.phases import Count, Each, FinishBack, Meet, PushBack, PushByKey, Routed, Tell
+from commdsl.program.phases import (
+    Count,
+    Each,
+    FillByKey,
+    FinishBack,
+    Meet,
+    PushAgain,
+    PushBack,
+    PushByKey,
+    Routed,
+    Tell,
+    beside,
+)
 from commdsl.program.plan import Plan
 
 
@@ -17,14 +29,15 @@ def verify_keys(plan: Plan) -> None:
     """Raises InternalError unless keys, rows and what is told of them fit each other."""
     lanes = [phase for role in plan.roles if not role.is_caller for phase in role.phases]
     routed = [phase for phase in lanes if isinstance(phase, Routed)]
-    phases = [phase for phase in routed if isinstance(phase, Count | PushByKey | PushBack | FinishBack)]
+    kinds = Count | PushByKey | PushAgain | FillByKey | PushBack | FinishBack
+    phases = [phase for phase in routed if isinstance(phase, kinds)]
     for phase in phases:
-        if isinstance(phase, Count | FinishBack):
+        if isinstance(phase, Count | PushAgain | FinishBack):
             _positions(plan, phase.positions)
     match phases:
         case []:
             return
-        case [*_, PushByKey() as push] | [PushByKey() as push, *_]:
+        case [PushByKey() as push, *_] | [_, PushByKey() as push, *_]:
             before = routed[: routed.index(push)]
             counted = [
                 type(phase)
@@ -33,11 +46,19 @@ def verify_keys(plan: Plan) -> None:
             ]
             _law(counted == [Count, Tell, Meet], "rows go by keys that were not counted, told and met, in this order")
             (count,) = (phase for phase in phases if isinstance(phase, Count))
-            _law(len(phases) == 2, f"rows go by keys in {len(phases)} phases, expected two")
+            fills = [phase for phase in phases if isinstance(phase, FillByKey)]
+            _law(len(phases) == 2 + len(fills), f"rows go by keys in {len(phases)} phases")
             names = [rows.name for rows in push.to]
             told = ("lanes", "room", *names, *(f"{push.keys.name} {key}" for key in range(len(count.positions))))
             _told(routed, told)
             _there(count, push)
+            at = {rows.name: rows for rows in push.to[len(push.given) :]}
+            _filled(push, fills, push.to[: len(push.given)], at["origins"], at.get("mates"))
+        case [PushAgain() as push, *fills] if all(isinstance(phase, FillByKey) for phase in fills):
+            _again(push)
+            _told(routed, ("lanes", "room", push.to.name))
+            found = [phase for phase in fills if isinstance(phase, FillByKey)]
+            _filled(push, found, (push.to,), push.origins, Rows("mates", Home.GIVEN))
         case [PushBack() as push, FinishBack() as finish]:
             _back(push, finish)
             _told(routed, ("lanes",))
@@ -65,15 +86,37 @@ def _positions(plan: Plan, positions: tuple[int, ...]) -> None:
 def _there(count: Count, push: PushByKey) -> None:
     names = [rows.name for rows in push.given]
     _law(count.keys == push.keys, f"`{count.keys.name}` is counted, and rows go by `{push.keys.name}`")
-    _given(push.keys, *push.given)
-    _law(push.counts.home is Home.RESULT, f"`{push.counts.name}` of what comes is a result")
-    made = [*push.to, push.counts]
-    _law(all(rows.home is Home.RESULT for rows in push.to), "rows that go by keys are there when they come")
-    origins = [rows.name for rows in push.to[len(names) :]]
+    given = (push.keys, *push.given, *(() if push.value is None else (push.value,)))
+    _given(*given)
+    made = (*push.to, push.counts, push.offsets, push.places)
+    _law(all(rows.home is Home.RESULT for rows in made), "rows that go by keys are there when they come")
     _law([rows.name for rows in push.to[: len(names)]] == names, "each tensor's rows go to their result")
-    _law(len(origins) == 1, f"{len(origins)} results say where rows come from, expected one")
-    _distinct(push.keys, *push.given)
+    arrives = beside(None if push.value is None else push.value.name, push.often)
+    found = tuple(rows.name for rows in push.to[len(names) :])
+    _law(found == arrives, f"{', '.join(found) or 'nothing'} arrives beside rows, expected {', '.join(arrives)}")
+    _law(1 <= push.aligned <= MOST_ALIGNED, f"rows are aligned to {push.aligned}")
+    _distinct(*given)
     _distinct(*made)
+
+
+def _again(push: PushAgain) -> None:
+    given = (push.given, push.keys, push.places, push.origins, push.offsets, push.counts)
+    _given(*given)
+    _distinct(*given)
+    _law(push.to.home is Home.RESULT, "rows that go again are there when they come")
+    _law(push.to.name == push.given.name, f"`{push.given.name}` goes again, to `{push.to.name}`")
+    _law(1 <= push.aligned <= MOST_ALIGNED, f"rows are aligned to {push.aligned}")
+
+
+def _filled(
+    push: PushByKey | PushAgain, fills: list[FillByKey], to: tuple[Rows, ...], origins: Rows, mates: Rows | None
+) -> None:
+    """What came once is filled once, all of it, by what is known of this call's rows."""
+    wanted = int(push.often is Often.ONCE)
+    _law(len(fills) == wanted, f"rows that go {push.often.value} are filled by {len(fills)} phases, expected {wanted}")
+    for fill in fills:
+        _law(fill.to == to, "what came once is what is filled")
+        _law(fill.origins == origins and fill.mates == mates, "rows are filled by their own origins and mates")
 
 
 def _back(push: PushBack, finish: FinishBack) -> None:

@@ -120,6 +120,7 @@ class RoutedProgram:
     emitted: Emitted
     back: tuple[Plan, Emitted] | None  # of rows that go by keys, the way back
     values: tuple[Plan, Emitted] | None  # and that of a number for each key
+    again: tuple[Plan, Emitted] | None  # of rows that go by keys, the way there to places that are known
 
 
 def program(definition: Definition, ranks: int, transport: Transport, config: Config) -> Program:
@@ -146,8 +147,11 @@ def routed_program(definition: Definition, ranks: int, transport: Transport, con
     found = cache.kept(config.cache_dir, cache.key(parts), RoutedProgram, made)
     if not definition.kernels:
         return found
-    back, values = (way and (way[0], replace(way[1], kernels=definition.kernels)) for way in (found.back, found.values))
-    return replace(found, emitted=replace(found.emitted, kernels=definition.kernels), back=back, values=values)
+    back, values, again = (
+        way and (way[0], replace(way[1], kernels=definition.kernels)) for way in (found.back, found.values, found.again)
+    )
+    emitted = replace(found.emitted, kernels=definition.kernels)
+    return replace(found, emitted=emitted, back=back, values=values, again=again)
 
 
 def _compile_dispatch(definition: Definition, ranks: int, transport: Transport) -> RoutedProgram:
@@ -158,8 +162,9 @@ def _compile_dispatch(definition: Definition, ranks: int, transport: Transport) 
     given = compiler.Given(ranks, definition.on, dict(definition.params), transport, dict(definition.tune))
     decl = compiler.choose_kind(files, definition.schedule, DispatchDecl)
     made = compiler.printed(compiler.check_dispatch(files, decl, given))
-    _, back, values = (*made.ways, None, None)[:3]
-    return RoutedProgram(made.dispatch, made.plan, made.emitted, back, values)
+    by_plan = dict(made.ways)
+    back, values, again = (None if one is None else (one, by_plan[one]) for one in (made.back, made.values, made.again))
+    return RoutedProgram(made.dispatch, made.plan, made.emitted, back, values, again)
 
 
 def _compile(definition: Definition, ranks: int, transport: Transport) -> Program:

@@ -169,7 +169,8 @@ class Judge:
     def call(self, experts: Any, case: Case) -> None:
         """There and back."""
         rank = self.run.rank
-        (x, scale), counts, handle = experts.dispatch((case.x[rank], case.scale[rank]), case.keys[rank])
+        there = experts.dispatch((case.x[rank], case.scale[rank]), case.keys[rank])
+        (x, scale), counts, handle = there.rows, there.counts, there.handle
         source, entry, wanted = arriving(case, rank, self.shape.num_keys)
         total, a_row = len(source), case.keys[rank].shape[1]
         right = (counts == wanted).all()
@@ -255,8 +256,9 @@ def captured(run: Run, shape: Shape, rows: int) -> tuple[Any, Any, Case, tuple[A
     rank = run.rank
 
     def there_and_back() -> tuple[Any, ...]:
-        (x, scale), counts, handle = experts.dispatch((static.x[rank], static.scale[rank]), static.keys[rank])
-        source, entry = handle.origins >> 32, handle.origins & 0xFFFFFFFF
+        there = experts.dispatch((static.x[rank], static.scale[rank]), static.keys[rank])
+        (x, scale), counts, handle = there.rows, there.counts, there.handle
+        source, entry = handle.origins >> 32 & 0xFFFF, handle.origins & 0xFFFFFFFF
         return x, scale, counts, experts.combine(computed(x, source, entry), handle, static.weights[rank])
 
     there_and_back()

@@ -4,17 +4,18 @@ them, and one that brings back a number for each key of a row.
 Assumes legal numbers. Does not know a key: which row goes where is data on the device, and the host never reads it.
 
 There, all lanes count all keys of their rank, the first tells every peer the counts, and where results lie; from the
-counts of all ranks every lane finds the places of its rows. Back, every row goes to a place of its own, for its row and
-key, that waits on its source, or the sum of those of a rank to the place for its row and rank; when all have come each
-row is the sum of its places. They have nothing in common but what their caller hands from one to the other: memory and
-calls are each Plan's own.
+counts of all ranks every lane finds the places of its rows. Rows that go once per rank are copied there, when all have
+come, to the places that they have besides. Others go again to the same places without counts (`lower_again`). Back,
+every row goes to a place of its own, for its row and key, that waits on its source, or the sum of those of a rank to
+the place for its row and rank; when all have come each row is the sum of its places. They have nothing in common but
+what their caller hands from one to the other: memory and calls are each Plan's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from commdsl.ir.dispatches import Back, ByKey, Dispatch
+from commdsl.ir.dispatches import Back, ByKey, Dispatch, Often
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.lower.routed import plan_of
 from commdsl.program.memory import Counters, Home, Rows, Transport, Words
@@ -22,14 +23,17 @@ from commdsl.program.phases import (
     Actor,
     Count,
     Each,
+    FillByKey,
     FinishBack,
     Meet,
+    PushAgain,
     PushBack,
     PushByKey,
     Ranks,
     Read,
     Routed,
     Tell,
+    beside,
 )
 from commdsl.program.plan import Plan
 
@@ -42,12 +46,40 @@ def lower_by_key(dispatch: Dispatch, transport: Transport = Transport.PEER) -> P
     route = route_of(dispatch)
     names = [tensor.name for tensor in dispatch.tensors]
     given = tuple(Rows(name, Home.GIVEN) for name in names)
-    results = tuple(Rows(name, Home.RESULT) for name in (*names, "origins"))
-    keys, counts = Rows(route.key, Home.GIVEN), Rows("counts", Home.RESULT)
+    results = tuple(Rows(name, Home.RESULT) for name in (*names, *beside(route.value, route.often)))
+    keys, value = Rows(route.key, Home.GIVEN), None if route.value is None else Rows(route.value, Home.GIVEN)
+    counts, offsets, places = (Rows(name, Home.RESULT) for name in ("counts", "offsets", "places"))
     told = ("lanes", "room", *(rows.name for rows in results), *(f"{route.key} {key}" for key in range(route.num_keys)))
-    count, push = Count(keys, positions_of(route)), PushByKey(given, keys, results, counts)
-    phases = (Read(Actor.LANES, CALLS), count, *_greeted(push, Words("addresses", told)))
-    return plan_of(dispatch, dispatch.name, phases, (*given, keys, *results, counts), transport)
+    push = PushByKey(given, keys, value, results, counts, offsets, places, route.often, route.aligned)
+    phases: tuple[Routed, ...] = (
+        Read(Actor.LANES, CALLS),
+        Count(keys, positions_of(route)),
+        *_greeted(push, Words("addresses", told)),
+    )
+    if route.often is Often.ONCE:
+        at = {rows.name: rows for rows in results[len(names) :]}
+        phases += tuple(_filled(FillByKey(results[: len(names)], at["origins"], at["mates"])))
+    rows = (*given, keys, *(() if value is None else (value,)), *results, counts, offsets, places)
+    return plan_of(dispatch, dispatch.name, phases, rows, transport)
+
+
+def lower_again(dispatch: Dispatch, transport: Transport = Transport.PEER) -> Plan:
+    """The way there of one tensor more, by what a call of the other has left."""
+    route = route_of(dispatch)
+    given, result = Rows("rows", Home.GIVEN), Rows("rows", Home.RESULT)
+    names = (route.key, "places", "origins", "offsets", "counts")
+    left = tuple(Rows(name, Home.GIVEN) for name in names)
+    keys, places, origins, offsets, counts = left
+    told = positions_of(route), route.often, route.aligned
+    push = PushAgain(given, keys, places, origins, offsets, counts, result, *told)
+    phases: tuple[Routed, ...] = (
+        Read(Actor.LANES, CALLS),
+        *_greeted(push, Words("addresses", ("lanes", "room", "rows"))),
+    )
+    if route.often is Often.ONCE:
+        left += (Rows("mates", Home.GIVEN),)
+        phases += tuple(_filled(FillByKey((result,), origins, left[-1])))
+    return plan_of(dispatch, f"{dispatch.name}_again", phases, (given, *left, result), transport)
 
 
 def lower_back(dispatch: Dispatch, back: Back, transport: Transport = Transport.PEER) -> Plan:
@@ -91,7 +123,14 @@ def _back(
     return plan_of(dispatch, f"{dispatch.name}_{way}", phases, rows, transport)
 
 
-def _greeted(push: PushByKey | PushBack, addresses: Words) -> Iterator[Routed]:
+def _filled(fill: FillByKey) -> Iterator[Routed]:
+    """Rows that have come are copied when all lanes know that all have."""
+    yield Tell(Actor.FIRST, COMPLETE, Ranks.OWN)
+    yield Meet(Actor.LANES, COMPLETE, Ranks.OWN)
+    yield fill
+
+
+def _greeted(push: PushByKey | PushAgain | PushBack, addresses: Words) -> Iterator[Routed]:
     """Rows go when the peers are in this call, and have arrived when all lanes of all ranks are through."""
     yield Tell(Actor.FIRST, addresses, Ranks.OTHERS)
     yield Meet(Actor.LANES, addresses, Ranks.OTHERS)

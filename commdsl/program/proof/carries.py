@@ -10,10 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from commdsl.ir.dispatches import Back, ByKey, Dispatch, Put
+from commdsl.ir.dispatches import Back, ByKey, Dispatch, Often, Put
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.program.memory import Home, Rows, Transport
-from commdsl.program.phases import Count, Finish, FinishBack, Push, PushBack, PushByKey
+from commdsl.program.phases import (
+    Count,
+    FillByKey,
+    Finish,
+    FinishBack,
+    Push,
+    PushAgain,
+    PushBack,
+    PushByKey,
+)
 from commdsl.program.plan import Plan
 
 Held: TypeAlias = tuple[str, ...]
@@ -50,38 +59,49 @@ def _by_keys(dispatch: Dispatch, plan: Plan, route: ByKey) -> Iterator[tuple[str
     order = sorted(range(route.num_keys), key=lambda key: (route.rank_of[key], key))
     places = tuple(str(order.index(key)) for key in range(route.num_keys))
     held = _held(plan)
-    goes = False
     for phase in plan.comm.phases:
         match phase:
-            case Count() | FinishBack():
+            case Count() | PushAgain() | FinishBack():
                 yield route.key, (route.key, *places), (phase.keys.name, *map(str, phase.positions))
             case PushByKey():
-                goes = True
                 yield route.key, (route.key,), (phase.keys.name,)
             case _:
                 pass
-    wanted: dict[str, Held] = {}
-    if goes:
-        wanted = {tensor.name: (f"rows of {tensor.name}", "pushed by key") for tensor in dispatch.tensors}
+    for name, ways in _brought(dispatch, plan, route):
+        yield name, _sorted(ways), _sorted(held.get(Rows(name, Home.RESULT), set()))
+
+
+def _brought(dispatch: Dispatch, plan: Plan, route: ByKey) -> Iterator[tuple[str, set[Held]]]:
+    """By result what its rows are to be: there, there again, back as numbers or as what was made of rows."""
+    if plan.name == dispatch.name:
+        yield from ((tensor.name, _arrives(tensor.name, "by key", route)) for tensor in dispatch.tensors)
+        if route.value is not None:
+            yield route.value, {(f"values of {route.value}", "beside the rows")}
+    elif plan.name == f"{dispatch.name}_again":
+        yield "rows", _arrives("rows", "again by places, origins, offsets, counts", route)
     elif plan.name == f"{dispatch.name}_values":
-        wanted = {"values": ("rows of values", *HOME, "each word")}
+        yield "values", {("rows of values", *HOME, "each word")}
     elif dispatch.back is not None:
-        wanted = dict(_back(dispatch.back))
-    for name, way in wanted.items():
-        yield name, _sorted({way}), _sorted(held.get(Rows(name, Home.RESULT), set()))
+        yield from _back(dispatch.back)
+
+
+def _arrives(name: str, how: str, route: ByKey) -> set[Held]:
+    """A tensor's rows, to places of each key; those that travel once to the first, and from there to the others."""
+    came = (f"rows of {name}", f"pushed {how}, {route.often.value}, aligned {route.aligned}")
+    return {came, (*came, "filled by mates at origins")} if route.often is Often.ONCE else {came}
 
 
 HOME = ("up to offsets", "by origins")
 
 
-def _back(back: Back) -> Iterator[tuple[str, Held]]:
+def _back(back: Back) -> Iterator[tuple[str, set[Held]]]:
     """What comes home: sums of ranks, weighed where they are made, or rows of keys, weighed at home."""
     (name,) = back.names
     times = () if back.weight is None else (f"times {back.weight}",)
     if back.once:
-        yield name, (f"rows of {name}", "added up by mates", *times, *HOME, "each rank")
+        yield name, {(f"rows of {name}", "added up by mates", *times, *HOME, "each rank")}
     else:
-        yield name, (f"rows of {name}", *HOME, "each key", *times)
+        yield name, {(f"rows of {name}", *HOME, "each key", *times)}
 
 
 def _held(plan: Plan) -> dict[Rows, set[Held]]:
@@ -94,9 +114,20 @@ def _held(plan: Plan) -> dict[Rows, set[Held]]:
                     for to in phase.to:
                         if to.name == rows.name:
                             found.setdefault(to, set()).add((f"rows of {rows.name}", "pushed"))
-            case PushByKey():
+            case PushByKey(often=often, aligned=aligned):
                 for rows, to in zip(phase.given, phase.to, strict=False):
-                    found.setdefault(to, set()).add((f"rows of {rows.name}", "pushed by key"))
+                    came = (f"rows of {rows.name}", f"pushed by key, {often.value}, aligned {aligned}")
+                    found.setdefault(to, set()).add(came)
+                if phase.value is not None and (at := phase.at(phase.value.name)) >= 0:
+                    found.setdefault(phase.to[at], set()).add((f"values of {phase.value.name}", "beside the rows"))
+            case PushAgain(given=rows, to=to, often=often, aligned=aligned):
+                left = (phase.places, phase.origins, phase.offsets, phase.counts)
+                how = f"pushed again by {', '.join(one.name for one in left)}, {often.value}, aligned {aligned}"
+                found.setdefault(to, set()).add((f"rows of {rows.name}", how))
+            case FillByKey():
+                for to in phase.to:
+                    done = f"filled by {phase.mates.name} at {phase.origins.name}"
+                    found.setdefault(to, set()).update([(*held, done) for held in found.get(to, set())])
             case PushBack():
                 sums = [] if phase.mates is None else [f"added up by {phase.mates.name}"]
                 place = f"up to {phase.offsets.name}", f"by {phase.origins.name}", phase.each.value

@@ -53,6 +53,11 @@ COMMDSL_FN void far_put_word(const Arguments& args, i32 peer, u64 at, u64 value)
 
 COMMDSL_FN void far_stored() {}
 
+template <class Arguments>
+COMMDSL_FN void far_put_half(const Arguments& args, i32 peer, u64 at, u32 value) {
+  far_put(far_place(args, peer, at), &value, sizeof(value));
+}
+
 COMMDSL_FN void drop_put() {
   PendingPut* put = pending_puts;
   pending_puts = put->before;

@@ -5,6 +5,12 @@
 namespace commdsl {
 
 COMMDSL_FN void copy_run(char* dest, const char* source, u64 bytes) { memcpy(dest, source, bytes); }
+// To all of `count` places but those that are 0.
+COMMDSL_FN void spread_run(const u64* to, u32 count, const char* source, u64 bytes) {
+  for (u32 i = 0; i < count; ++i) {
+    if (to[i] != 0) memcpy(reinterpret_cast<char*>(to[i]), source, bytes);
+  }
+}
 COMMDSL_FN void zero_run(char* dest, u64 bytes) { memset(dest, 0, bytes); }
 
 // `count` runs, `stride` bytes apart, added in order in the accumulator's type, rounded once.

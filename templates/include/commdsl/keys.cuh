@@ -13,37 +13,11 @@
 #else
 #include "commdsl/host_runs.hpp"
 #endif
+#include "commdsl/entries.cuh"
 
 namespace commdsl {
 
-constexpr u32 kChunk = 512;             // entries whose places are found before their rows are moved
-constexpr u32 kNowhere = 0xffffffffu;  // the position of an entry that is dropped
-constexpr u32 kKeysAhead = 8;          // loaded before the first is counted: with one alone a thread would wait a latency for each
-
-template <class Plan>
-constexpr u32 kKeysARank = static_cast<u32>(Plan::kKeys / Plan::kNumRanks);
-
-// Whether there is such a key; the one behind the last drops a row, and is none.
-template <class Plan>
-COMMDSL_FN bool is_kept(i32 key) {
-  return static_cast<u32>(key) < static_cast<u32>(Plan::kKeys);
-}
-
-// Where the stretch of a lane begins, of `count` that all lanes share.
-template <class Plan>
-COMMDSL_FN u64 begin_of(const Call<Plan>& here, u64 count, i32 lane) {
-  return count * static_cast<u64>(lane) / static_cast<u64>(here.args.active_lanes);
-}
-
-template <class Plan>
-COMMDSL_FN u64 num_entries(const Call<Plan>& here) {
-  return here.args.num_rows * here.args.keys_a_row;
-}
-
-template <class Plan>
-COMMDSL_FN i32 key_of(const Call<Plan>& here, u64 entry) {
-  return reinterpret_cast<const i32*>(here.args.keys)[entry];
-}
+constexpr u32 kKeysAhead = 8;  // loaded before the first is counted: with one alone a thread would wait a latency for each
 
 // --- there ---------------------------------------------------------------------------------------------------------------
 
@@ -61,9 +35,18 @@ struct Keyed {
   u32 summed[Plan::kKeys];
   u32 end[Plan::kKeys];       // where this rank's segment ends
   u32 arrives[Plan::kKeys];   // of the rank's own keys: by key, then source rank
-  u32 place[kChunk], position[kChunk];
-  u64 comes[Plan::kNumRanks];  // rows, to every rank
+  u32 filled[kKeysARank<Plan>], ends[kKeysARank<Plan>];  // where what comes to the rank's own keys ends, and where they do
+  Entries entries;
+  u64 comes[Plan::kNumRanks];  // places, of every rank
+  u64 num_places;              // of this rank
   u64 bad;                     // an entry whose key there is not, counted from 1
+
+  COMMDSL_FN const u64* origins(const Call<Plan>& here) const {
+    return reinterpret_cast<const u64*>(here.args.outputs[Plan::kTensors]);
+  }
+  COMMDSL_FN const i32* mates(const Call<Plan>& here) const {
+    return reinterpret_cast<const i32*>(here.args.outputs[Plan::kMatesAt]);
+  }
 
   COMMDSL_FN u64 told(const Call<Plan>& here, i32 word) const {
     const auto& args = here.args;
@@ -120,12 +103,6 @@ COMMDSL_FN void prepare(const Call<Plan>& here, Keyed<Plan>& keyed) {
   block_barrier();
 }
 
-// kNowhere if a row of this key is dropped.
-template <class Plan>
-COMMDSL_FN u32 position_of(i32 key) {
-  return is_kept<Plan>(key) ? Plan::position(static_cast<u32>(key)) : kNowhere;
-}
-
 // One key of each thread of a warp. `earlier`: it is a lane's before.
 template <class Plan>
 COMMDSL_FN void count_one(const Call<Plan>& here, Keyed<Plan>& keyed, u64 entry, i32 key, bool earlier) {
@@ -146,7 +123,8 @@ COMMDSL_FN void count(const Call<Plan>& here, Keyed<Plan>& keyed) {
   }
   if (thread() == 0) keyed.bad = 0;
   block_barrier();
-  const u64 entries = num_entries(here), own = begin_of(here, entries, here.lane), step = u64{num_warps()} * kWarp;
+  const u64 entries = num_entries(here), step = u64{num_warps()} * kWarp;
+  const u64 own = begin_of(here, here.args.num_rows, here.lane) * here.args.keys_a_row;
   for (u64 from = u64{warp()} * kWarp; from < entries; from += kKeysAhead * step) {
     i32 key[kKeysAhead];
 #pragma unroll
@@ -184,9 +162,14 @@ COMMDSL_FN const u32* sums(Keyed<Plan>& keyed) {
   return from;
 }
 
-// From counts to places. The first lane writes down what comes to its own rank.
+// From counts to places: each key's begin at a multiple of kAligned. The first lane writes down what comes to its own rank.
 template <class Plan>
 COMMDSL_FN void place(const Call<Plan>& here, Keyed<Plan>& keyed) {
+  constexpr u32 kAligned = static_cast<u32>(Plan::kAligned);
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kKeys); at += num_threads()) {
+    keyed.total[at] = (keyed.total[at] + kAligned - 1) / kAligned * kAligned;
+  }
+  block_barrier();
   const u32* up_to = sums(keyed);
   for (u32 at = thread(); at < static_cast<u32>(Plan::kKeys); at += num_threads()) {
     const u32 before = at % kKeysARank<Plan> == 0 ? 0 : up_to[at - 1];
@@ -196,6 +179,15 @@ COMMDSL_FN void place(const Call<Plan>& here, Keyed<Plan>& keyed) {
   for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
     keyed.comes[at] = up_to[(at + 1) * kKeysARank<Plan> - 1];
   }
+  const u32 own = static_cast<u32>(here.args.rank) * kKeysARank<Plan>;
+  for (u32 local = thread(); local < kKeysARank<Plan>; local += num_threads()) {
+    u32 rows = local == 0 ? 0 : up_to[own + local - 1];
+    for (u32 peer = 0; peer < static_cast<u32>(Plan::kNumRanks); ++peer) rows += keyed.arrives[local * Plan::kNumRanks + peer];
+    keyed.filled[local] = rows;
+    keyed.ends[local] = up_to[own + local];
+    if (here.lane == 0) reinterpret_cast<i32*>(here.args.offsets)[local] = static_cast<i32>(up_to[own + local]);
+  }
+  if (thread() == 0) keyed.num_places = up_to[own + kKeysARank<Plan> - 1];
   if (here.lane == 0) {
     i32* counts = reinterpret_cast<i32*>(here.args.counts);
     for (u32 at = thread(); at < static_cast<u32>(Plan::kKeys); at += num_threads()) {
@@ -208,78 +200,120 @@ COMMDSL_FN void place(const Call<Plan>& here, Keyed<Plan>& keyed) {
 // The places of `count` entries from `first` on, found by one warp: entries with one key stand in their order.
 template <class Plan>
 COMMDSL_FN void find_places(const Call<Plan>& here, Keyed<Plan>& keyed, u64 first, u32 count) {
-  for (u32 at = thread(); at < count; at += num_threads()) keyed.position[at] = position_of<Plan>(key_of(here, first + at));
+  Entries& entries = keyed.entries;
+  for (u32 at = thread(); at < count; at += num_threads()) entries.position[at] = position_of<Plan>(key_of(here, first + at));
   block_barrier();
   for (u32 from = 0; warp() == 0 && from < count; from += kWarp) {
     const u32 at = from + thread_of_warp();
-    const u32 position = at < count ? keyed.position[at] : kNowhere;
+    const u32 position = at < count ? entries.position[at] : kNowhere;
     const Equals equals = among_equals(position);
     const u32 place = position == kNowhere ? 0 : keyed.next[position] + equals.before;
     warp_barrier();
     if (position != kNowhere && equals.before + 1 == equals.count) keyed.next[position] = place + 1;
     warp_barrier();
-    if (at < count) keyed.place[at] = place;
+    if (at < count) entries.place[at] = place;
   }
+  block_barrier();
+  for (u32 at = thread(); at < count; at += num_threads()) {
+    const u32 position = entries.position[at];
+    reinterpret_cast<i32*>(here.args.places)[first + at] = position == kNowhere ? -1 : static_cast<i32>(entries.place[at]);
+    if constexpr (Plan::kChecks) {
+      if (position == kNowhere) continue;
+      const u32 to = rank_at<Plan>(position);
+      add_shared(&keyed.sent[to], u64{1});  // also where there is no room: that has a report of its own
+      if (entries.place[at] < keyed.end[position]) continue;
+      give_up(here, kBadCount, 0, static_cast<i32>(to), keyed.end[position], entries.place[at]);
+      entries.position[at] = kNowhere;
+    }
+  }
+  if constexpr (Plan::kChecks) block_barrier();
+  find_slots<Plan>(entries, count, static_cast<u32>(here.args.keys_a_row));
   block_barrier();
 }
 
-// The row of one entry, and where it comes from, to a rank that is far.
-template <class Plan>
-COMMDSL_FN void put_entry(const Call<Plan>& here, const Keyed<Plan>& keyed, u64 entry, i32 to, u32 place) {
+// A number beside the rows of a rank, of which the results of this name have one or more for each place.
+template <class Plan, class Word>
+COMMDSL_FN void leave(const Call<Plan>& here, const Keyed<Plan>& keyed, u32 to, i32 result, u64 index, Word value) {
   const auto& args = here.args;
-  constexpr i32 kTensors = Plan::kNumRows - 1;
-  const u64 row = entry / args.keys_a_row;
-  // What the peer told, the place of its results in its heap, is what is left of their address.
-  for (i32 tensor = 0; tensor < kTensors; ++tensor) {
-    const u64 width = args.row_bytes[tensor];
-    put_run(args, to, keyed.output[to][tensor] - args.heap[to] + place * width,
-            reinterpret_cast<const char*>(args.inputs[tensor] + row * width), width);
+  const i32 rank = static_cast<i32>(to);
+  if constexpr (kHasFar) {
+    if (!is_near(args, rank)) {
+      const u64 at = keyed.output[to][result] - args.heap[rank] + index * sizeof(Word);
+      if constexpr (sizeof(Word) == sizeof(u64)) {
+        put_word(args, rank, at, value);
+      } else {
+        put_half(args, rank, at, static_cast<u32>(value));
+      }
+      return;
+    }
   }
-  if (thread_of_warp() == 0) {
-    put_word(args, to, keyed.output[to][kTensors] - args.heap[to] + place * sizeof(u64), static_cast<u64>(args.rank) << 32 | entry);
+  reinterpret_cast<Word*>(keyed.output[to][result])[index] = value;
+}
+
+// Beside the rows of an entry where it comes from, its value, and which place has its row.
+template <class Plan>
+COMMDSL_FN void leave_entry(const Call<Plan>& here, const Keyed<Plan>& keyed, u64 entry, u32 at) {
+  const Entries& entries = keyed.entries;
+  const u32 to = rank_at<Plan>(entries.position[at]), place = entries.place[at];
+  const u64 from = static_cast<u64>(here.args.rank) << 32 | static_cast<u64>(entries.slot[at]) << 48;
+  leave(here, keyed, to, Plan::kTensors, place, (entries.first[at] ? kFirst : 0) | from | entry);
+  if constexpr (Plan::kValueAt >= 0) {
+    leave(here, keyed, to, Plan::kValueAt, place, reinterpret_cast<const u32*>(here.args.values)[entry]);
+  }
+  if constexpr (Plan::kIndexAt >= 0) {
+    u32 first = at - at % static_cast<u32>(here.args.keys_a_row);
+    while (!entries.first[first] || rank_at<Plan>(entries.position[first]) != to) ++first;
+    leave(here, keyed, to, Plan::kIndexAt, place, static_cast<i32>(entries.place[first]));
   }
 }
 
-// The same to any rank.
+// What arrives beside the rows of the entries from `first` on, those of one row, by a warp.
 template <class Plan>
-COMMDSL_FN void move(const Call<Plan>& here, Keyed<Plan>& keyed, u64 entry, u32 position, u32 place) {
-  const auto& args = here.args;
-  const i32 to = static_cast<i32>(position / kKeysARank<Plan>);
-  if constexpr (Plan::kChecks) {
-    if (place >= keyed.end[position]) {
-      give_up(here, kBadCount, 0, to, keyed.end[position], place);
-      return;
+COMMDSL_FN void leave_beside(const Call<Plan>& here, const Keyed<Plan>& keyed, u64 entry, u32 first) {
+  const Entries& entries = keyed.entries;
+  const u32 keys = static_cast<u32>(here.args.keys_a_row);
+  for (u32 k = thread_of_warp(); k < keys; k += kWarp) {
+    const u32 to = rank_at<Plan>(entries.position[first + k]);
+    if (to != kNowhere && entries.place[first + k] < keyed.room[to]) leave_entry(here, keyed, entry + k, first + k);
+  }
+  if constexpr (Plan::kMatesAt >= 0) {
+    for (u32 pair = thread_of_warp(); pair < keys * keys; pair += kWarp) {
+      const u32 at = first + pair / keys, k = pair % keys, to = rank_at<Plan>(entries.position[at]);
+      if (!entries.first[at] || entries.place[at] >= keyed.room[to]) continue;
+      const bool is_mate = rank_at<Plan>(entries.position[first + k]) == to;
+      const i32 mate = is_mate ? static_cast<i32>(entries.place[first + k]) : -1;
+      leave(here, keyed, to, Plan::kMatesAt, static_cast<u64>(entries.place[at]) * keys + k, mate);
     }
-    if (thread_of_warp() == 0) add_shared(&keyed.sent[to], u64{1});  // also where there is no room: that has a report of its own
   }
-  if (place >= keyed.room[to]) return;  // reported when all is done
-  if constexpr (kHasFar) {
-    if (!is_near(args, to)) return put_entry(here, keyed, entry, to, place);
-  }
-  constexpr i32 kTensors = Plan::kNumRows - 1;
-  const u64 row = entry / args.keys_a_row;
-  for (i32 tensor = 0; tensor < kTensors; ++tensor) {
-    const u64 width = args.row_bytes[tensor];
-    copy_run(reinterpret_cast<char*>(keyed.output[to][tensor] + place * width),
-             reinterpret_cast<const char*>(args.inputs[tensor] + row * width), width);
-  }
-  if (thread_of_warp() == 0) {
-    reinterpret_cast<u64*>(keyed.output[to][kTensors])[place] = static_cast<u64>(args.rank) << 32 | entry;
+}
+
+// The rank's own places between what has come to a key and where the next begins.
+template <class Plan>
+COMMDSL_FN void pad(const Call<Plan>& here, const Keyed<Plan>& keyed) {
+  if constexpr (Plan::kAligned > 1) {
+    const u64 workers = num_workers(here), own = worker(here);
+    const u32 rank = static_cast<u32>(here.args.rank);
+    u64 before = 0;
+    for (u32 local = 0; local < kKeysARank<Plan>; ++local) {
+      const u64 from = keyed.filled[local], end = keyed.ends[local] < here.args.room ? keyed.ends[local] : here.args.room;
+      for (u64 place = from + (own + workers - before % workers) % workers; place < end; place += workers) {
+        clear_row(here, keyed, place);
+        if (thread_of_warp() != 0) continue;
+        leave(here, keyed, rank, Plan::kTensors, place, kPadding);
+        if constexpr (Plan::kValueAt >= 0) leave(here, keyed, rank, Plan::kValueAt, place, u32{0});
+        if constexpr (Plan::kIndexAt >= 0) leave(here, keyed, rank, Plan::kIndexAt, place, i32{-1});
+      }
+      before += keyed.ends[local] - from;
+    }
   }
 }
 
 template <class Plan>
 COMMDSL_FN void push_by_key(const Call<Plan>& here, Keyed<Plan>& keyed) {
   place(here, keyed);
-  const u64 entries = num_entries(here), last = begin_of(here, entries, here.lane + 1);
-  for (u64 first = begin_of(here, entries, here.lane); first < last; first += kChunk) {
-    const u32 count = static_cast<u32>(last - first < kChunk ? last - first : kChunk);
-    find_places(here, keyed, first, count);
-    for (u32 at = warp(); at < count; at += num_warps()) {
-      if (keyed.position[at] != kNowhere) move(here, keyed, first + at, keyed.position[at], keyed.place[at]);
-    }
-    block_barrier();
-  }
+  pad(here, keyed);
+  push_rows(here, keyed, [&](u64 first, u32 count) { find_places(here, keyed, first, count); },
+            [&](u64 entry, u32 first) { leave_beside(here, keyed, entry, first); });
 }
 
 // When all is done: a key that there is not, and on all ranks alike a rank that has no room for what comes. A report ends the waits
@@ -299,8 +333,6 @@ COMMDSL_FN void end(const Call<Plan>& here, Keyed<Plan>& keyed) {
 // --- back ----------------------------------------------------------------------------------------------------------------
 
 constexpr u32 kMostKeys = 32;         // of a row
-constexpr u64 kPadding = ~u64{0};     // the origin of a place without a row
-constexpr u64 kFirst = u64{1} << 63;  // of the origin of a row's first place on a rank
 
 // Where a row that was received comes from: the entry, its rank, and how many lesser ranks have keys of the row.
 struct Origin {

@@ -9,6 +9,7 @@ extern "C" {
 __device__ void commdsl_nvshmem_put_block(void* dest, const void* source, unsigned long bytes, int peer);
 __device__ void commdsl_nvshmem_put_warp(void* dest, const void* source, unsigned long bytes, int peer);
 __device__ void commdsl_nvshmem_put_word(unsigned long* word, unsigned long value, int peer);
+__device__ void commdsl_nvshmem_put_half(unsigned int* half, unsigned int value, int peer);
 __device__ void commdsl_nvshmem_fence();
 __device__ void commdsl_nvshmem_quiet();
 __device__ void commdsl_nvshmem_signal(unsigned long* flag, unsigned long value, int peer);
@@ -49,6 +50,11 @@ COMMDSL_FN void far_put_word(const Arguments& args, i32 peer, u64 at, u64 value)
 
 // A network card may read what is put.
 COMMDSL_FN void far_stored() { __threadfence_system(); }
+
+template <class Arguments>
+COMMDSL_FN void far_put_half(const Arguments& args, i32 peer, u64 at, u32 value) {
+  commdsl_nvshmem_put_half(reinterpret_cast<u32*>(far_place(args, peer, at)), value, pe_of(args, peer));
+}
 
 template <class Arguments>
 COMMDSL_FN void far_fence(const Arguments&) {

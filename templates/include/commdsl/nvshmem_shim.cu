@@ -29,6 +29,10 @@ extern "C" __device__ void commdsl_nvshmem_put_word(unsigned long* word, unsigne
   nvshmem_uint64_p(word, value, peer);
 }
 
+extern "C" __device__ void commdsl_nvshmem_put_half(unsigned int* half, unsigned int value, int peer) {
+  nvshmem_uint32_p(half, value, peer);
+}
+
 // What this thread sent to a peer before arrives there before what it sends to that peer afterwards.
 extern "C" __device__ void commdsl_nvshmem_fence() { nvshmem_fence(); }
 

@@ -97,6 +97,45 @@ COMMDSL_FN void copy_run(char* dest, const char* source, u64 bytes) {
   if (head + whole < bytes) copy_halves(dest + head + whole, source + head + whole, bytes - head - whole);
 }
 
+// As `copy_words`, to `count` places, of which those that are 0 are none.
+template <u32 unroll>
+COMMDSL_FN u64 spread_words(const u64* to, u32 count, const char* source, u64 at, u64 bytes) {
+  constexpr u64 kStep = kWarp * 16;
+  for (; at + (unroll - 1) * kStep < bytes; at += unroll * kStep) {
+    Vector16 value[unroll];
+#pragma unroll
+    for (u32 j = 0; j < unroll; ++j) load(value[j], source + at + j * kStep);
+    for (u32 i = 0; i < count; ++i) {
+      if (to[i] == 0) continue;
+      char* dest = reinterpret_cast<char*>(to[i]) + at;
+#pragma unroll
+      for (u32 j = 0; j < unroll; ++j) store(dest + j * kStep, value[j]);
+    }
+  }
+  return at;
+}
+
+// A run to all of `count` places but those that are 0: read once where all of them are multiples of 16. Out of line: what it takes
+// is memory, and it is long.
+COMMDSL_CALL void spread_run(const u64* to, u32 count, const char* source, u64 bytes) {
+  u64 bits = 0;
+  for (u32 i = 0; i < count; ++i) bits |= to[i];
+  if (bits == 0) return;
+  if (common_alignment(bits | reinterpret_cast<u64>(source) | bytes) == 16) {
+    u64 at = thread_of_warp() * 16;
+    if (bytes > kWarp * 16) {
+      at = spread_words<8>(to, count, source, at, bytes);
+      at = spread_words<4>(to, count, source, at, bytes);
+      at = spread_words<2>(to, count, source, at, bytes);
+    }
+    spread_words<1>(to, count, source, at, bytes);
+    return;
+  }
+  for (u32 i = 0; i < count; ++i) {
+    if (to[i] != 0) copy_run(reinterpret_cast<char*>(to[i]), source, bytes);
+  }
+}
+
 COMMDSL_FN void zero_run(char* dest, u64 bytes) {
   const u64 head = head_of(dest, bytes);
   const u64 whole = (bytes - head) & ~u64{15};

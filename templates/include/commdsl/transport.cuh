@@ -6,7 +6,7 @@
 //   is_near       whether plain loads and stores reach a rank; a constant in a kernel without far ones
 //   reach         the address of a place of this rank, or of one that is near
 //   put_tile      all threads of a lane: bytes of this rank to the heap of a rank that is far
-//   put_run       the same by one warp; put_word: eight bytes, by one thread
+//   put_run       the same by one warp; put_word: eight bytes, by one thread; put_half: four
 //   stored        all threads of a warp: what they stored in memory of this rank may be put by it
 //   complete      all threads of a lane, before the barrier in front of what they tell: what they put is there
 //   raise_flag    one thread: a number that is waited for
@@ -75,6 +75,11 @@ COMMDSL_FN void stored() {
   far_stored();
 #endif
   warp_barrier();
+}
+
+template <class Arguments>
+COMMDSL_FN void put_half(const Arguments& args, i32 peer, u64 at, u32 value) {
+  if constexpr (kHasFar) far_put_half(args, peer, at, value);
 }
 
 template <class Arguments>

@@ -1,0 +1,50 @@
+"""Turns a Plan of rows into the numbers that its kernel is built with: sizes, forms of its phases, where memory lies.
+
+Assumes a proved Plan. Does not know what the bodies make of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from commdsl.ir.dispatches import Often
+from commdsl.program.memory import Words
+from commdsl.program.phases import Each, FinishBack, Push, PushAgain, PushBack, PushByKey
+from commdsl.program.plan import Plan, heap_layout
+
+
+def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
+    """Type, name and value of each."""
+    layout = heap_layout(plan)
+    yield "i32", "kNumRanks", plan.num_ranks
+    yield "i32", "kKeys", len(plan.key_positions)
+    for phase in plan.comm.phases:
+        match phase:
+            case Push():
+                yield "i32", "kNumRows", len(phase.given)
+            case PushByKey():
+                yield "i32", "kNumRows", len(phase.to)
+                yield "i32", "kTensors", len(phase.given)
+                yield "i32", "kValueAt", -1 if phase.value is None else phase.at(phase.value.name)
+                yield "i32", "kMatesAt", phase.at("mates")
+                yield "i32", "kIndexAt", phase.at("index")
+                yield "i32", "kOften", list(Often).index(phase.often)
+                yield "u64", "kAligned", phase.aligned
+            case PushAgain():
+                yield "i32", "kNumRows", 1
+                yield "i32", "kTensors", 1
+                yield "i32", "kOften", list(Often).index(phase.often)
+                yield "u64", "kAligned", phase.aligned
+            case PushBack():
+                yield "bool", "kAddsHere", int(phase.each is Each.RANK)
+                yield "bool", "kWeighsHere", int(phase.weights is not None)
+            case FinishBack():
+                yield "bool", "kWeighs", int(phase.weights is not None)
+            case _:
+                pass
+    yield "u64", "kLanes", plan.comm.lanes
+    for memory, _ in layout.offsets:
+        if memory.name == "addresses" and isinstance(memory, Words):
+            yield "i32", "kAddressWords", len(memory.values)
+    for memory, at in layout.offsets:
+        yield "u64", f"k{memory.name.capitalize()}At", at

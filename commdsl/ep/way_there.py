@@ -1,0 +1,181 @@
+"""Turns the Plans of a way there by keys into calls: symmetric memory for what arrives, kernels, what a call passes to
+them.
+
+Assumes tensors that were judged (`limits`), and that ranks make the same calls. Does not know what rows are for, nor
+what a call leaves to the next: `experts` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from commdsl.build.emit import Emitted
+from commdsl.ep.limits import Limits
+from commdsl.program.phases import FillByKey
+from commdsl.program.plan import Plan
+from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.launches import Arguments, Launches
+from commdsl.runtime.pool import Pool, aligned, row_bytes
+from commdsl.runtime.workspace import Explain, Start
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Came:
+    """What a call there left on a rank: its own memory, but for the rows and what is beside them, in symmetric one."""
+
+    rows: Tensors
+    beside: Mapping[str, torch.Tensor]  # origins, and what else the Plan has
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    places: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What is the same for all Plans of a dispatch on a rank."""
+
+    comm: Communicator
+    limits: Limits
+    results: int
+    macros: tuple[str, ...]
+    explain: Explain
+    terms: Mapping[str, object]
+    seconds: float | None
+
+    def set_up(self, way: tuple[Plan, Emitted], nbytes: int) -> tuple[Launches, Pool]:
+        """Collective: symmetric memory for `results` calls that leave so many bytes each."""
+        plan, text = way
+        begin = aligned(plan.symmetric_bytes)
+        room = begin - plan.symmetric_bytes + self.results * nbytes
+        launches = Launches(self.comm, plan, text, room, self.explain, self.terms, self.seconds)
+        return launches, Pool(plan.name, launches.heap + begin, (nbytes, 0), self.results)
+
+
+class WayThere:
+    """One rank's end of the way there."""
+
+    def __init__(self, known: Known, way: tuple[Plan, Emitted]) -> None:
+        """Collective."""
+        self.push, self._known = way[0].push_by_key, known
+        self.launches, self.pool = known.set_up(way, known.limits.result_bytes(self.push))
+        self._built: Start | None = None
+
+    @property
+    def is_built(self) -> bool:
+        return self._built is not None
+
+    def start(self) -> Start:
+        """The kernel, built once."""
+        if self._built is None:
+            tensors = len(self.push.given)
+            changing: Arguments = {
+                **dict.fromkeys(("keys", "num_rows", "keys_a_row"), 0),
+                "inputs": (0,) * tensors,
+                **({} if self.push.value is None else {"values": 0}),
+                "row_bytes": (0,) * tensors,
+                "outputs": (0,) * len(self.push.to),
+                **dict.fromkeys(("room", "counts", "offsets", "places", "digest", "rank", "active_lanes"), 0),
+            }
+            self._built = self.launches.start(self._known.macros, {}, changing)
+        return self._built
+
+    def __call__(
+        self, tensors: Tensors, keys: torch.Tensor, values: torch.Tensor | None, digest: int, keep: bool
+    ) -> Came:
+        """`values` where the Plan has some. With `keep` what arrives is never given back: a graph writes it anew."""
+        start, known, room = self.start(), self._known, self._known.limits.received
+        arriving = (*tensors, *(self._like(rows.name, keys) for rows in self.push.to[len(tensors) :]))
+        received = self.pool.empty([room] * len(arriving), arriving, goes=True, keep=keep)
+        share = len(self.launches.plan.key_positions) // known.comm.size
+        counts = keys.new_empty((share, known.comm.size))
+        offsets, places = keys.new_empty((share,)), torch.empty_like(keys)
+        widths = [*map(row_bytes, tensors)]
+        start(
+            (
+                keys.data_ptr(),
+                *keys.shape,
+                *_addresses(tensors if values is None else (*tensors, values)),
+                *widths,
+                *_addresses(received),
+                room,
+                *_addresses((counts, offsets, places)),
+                digest,
+                known.comm.rank,
+                self.launches.lanes(max(keys.numel(), room) * sum(widths)),
+            )
+        )
+        names = [rows.name for rows in self.push.to[len(tensors) :]]
+        beside = dict(zip(names, received[len(tensors) :], strict=True))
+        return Came(tuple(received[: len(tensors)]), beside, counts, offsets, places)
+
+    def _like(self, name: str, keys: torch.Tensor) -> torch.Tensor:
+        """One with the shape and type of a row of what arrives under this name."""
+        match name:
+            case "mates":
+                return keys
+            case "origins":
+                return keys.new_empty((0,), dtype=torch.int64)
+            case "index":
+                return keys.new_empty((0,))
+            case _:
+                return keys.new_empty((0,), dtype=torch.float32)
+
+
+class WayAgain:
+    """One rank's end of the way there of rows that others went before."""
+
+    def __init__(self, known: Known, way: tuple[Plan, Emitted]) -> None:
+        """Collective."""
+        self._known, self._has_mates = known, any(isinstance(one, FillByKey) for one in way[0].comm.phases)
+        self.launches, self.pool = known.set_up(way, aligned(known.limits.received * known.limits.width_again))
+        self._built: Start | None = None
+
+    @property
+    def is_built(self) -> bool:
+        return self._built is not None
+
+    def start(self) -> Start:
+        """The kernel, built once."""
+        if self._built is None:
+            names = ("counts", "offsets", "places", "origins", "keys", "num_rows", "keys_a_row")
+            changing: Arguments = {
+                "inputs": (0,),
+                "row_bytes": (0,),
+                "outputs": (0,),
+                **dict.fromkeys(("room", *names, *(("mates",) if self._has_mates else ())), 0),
+                **dict.fromkeys(("digest", "rank", "active_lanes"), 0),
+            }
+            self._built = self.launches.start(self._known.macros, {}, changing)
+        return self._built
+
+    def __call__(self, rows: torch.Tensor, keys: torch.Tensor, left: Tensors, digest: int, keep: bool) -> torch.Tensor:
+        """`left`: counts, offsets, places, origins, and mates, of which the Plan may need none."""
+        known, width = self._known, row_bytes(rows)
+        room = known.limits.received
+        (found,) = self.pool.empty([room], (rows,), goes=True, keep=keep)
+        counts, offsets, places, origins, *mates = left
+        self.start()(
+            (
+                rows.data_ptr(),
+                width,
+                found.data_ptr(),
+                room,
+                *_addresses((counts, offsets, places, origins)),
+                keys.data_ptr(),
+                *keys.shape,
+                *(_addresses(mates) if self._has_mates else ()),
+                digest,
+                known.comm.rank,
+                self.launches.lanes(max(keys.numel(), room) * width),
+            )
+        )
+        return found
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)
