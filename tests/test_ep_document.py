@@ -74,6 +74,17 @@ ep_layer = EPAll2AllLayer(
 """
 
 
+LOCAL_COMBINE = """
+# For intra-node scenarios with tokens routed to multiple same-rank experts
+ep_layer = EPAll2AllLayer(
+    ...,
+    world_size=8,             # Single node
+    local_world_size=8,
+    enable_local_combine=True, # Pre-aggregate locally
+)
+"""
+
+
 class Here:
     """torch, on whatever there is: a GPU is this processor."""
 
@@ -121,3 +132,26 @@ def test_with_aot_compilation() -> None:
         assert names["ep_layer"].a2a_ctx.exchange.is_prepared(torch.bfloat16)
 
     in_group(2, work)
+
+
+def test_with_local_combine() -> None:
+    """On 8 ranks of one node: what comes back is added up where the experts are, each of which makes something else."""
+
+    def work(rank: int, group: str) -> None:
+        def made(*left_out: Any, **options: Any) -> ep.EPAll2AllLayer:
+            assert left_out == (...,)
+            given = {"max_tokens": 4, "hidden": 8, "topk": 3, "rank": rank, "num_tot_experts": 16}
+            return ep.EPAll2AllLayer(group, **given, dtype=torch.float32, device="cpu", **options)
+
+        names: dict[str, Any] = {"EPAll2AllLayer": made}
+        exec(LOCAL_COMBINE, names)
+        layer = names["ep_layer"]
+        assert layer.a2a_ctx.exchange.local_combine
+        x, chosen = torch.full((2, 8), 1.0 + rank), torch.tensor([[0, 1, 15], [7, 6, 7]], dtype=torch.int32)
+        rows, _, desc = layer.dispatch(x, chosen)
+        ends = desc.known.offsets.tolist()
+        for own in range(2):
+            rows[ends[own - 1] if own else 0 : ends[own]] *= 2 * rank + own + 1  # expert e multiplies by e + 1
+        assert layer.combine(rows, desc).tolist() == [[factor * (1.0 + rank)] * 8 for factor in (19.0, 23.0)]
+
+    in_group(8, work)

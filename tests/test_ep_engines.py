@@ -48,24 +48,23 @@ def quantized(x: Any) -> tuple[Any, Any]:
     return x.to(torch.int8), torch.full((len(x), 2), 0.5).half()
 
 
-def exchange_of(group: str, *, quantize: bool = False) -> Any:
+def exchange_of(group: str, *, quantize: bool = False, local: bool = False) -> Any:
     widths = (HIDDEN, 4) if quantize else (4 * HIDDEN,)
     limits = ep.Limits(MOST, TOPK, RANKS * MOST * TOPK, widths, 4 * HIDDEN)
-    return ep.Exchange(limits, EXPERTS, group, "cpu", results=3)
+    return ep.Exchange(limits, EXPERTS, group, "cpu", local_combine=local, gradients=False, results=3)
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("exact", "local"), [(True, False), (False, True)])
 @pytest.mark.parametrize("quantize", [None, quantized], ids=["", "quantized"])
-def test_standard_format(exact: bool, quantize: Any) -> None:
+def test_standard_format(exact: bool, local: bool, quantize: Any) -> None:
     """(R, H) rows, scales beside them, ids among all experts and weights (R, 1), counts: what a top-1 kernel takes."""
 
     def work(rank: int, group: str) -> None:
-        way = engines.PrepareAndFinalize(
-            exchange_of(group, quantize=quantize is not None), exact=exact, quantize=quantize
-        )
+        exchange = exchange_of(group, quantize=quantize is not None, local=local)
+        way = engines.PrepareAndFinalize(exchange, exact=exact, quantize=quantize)
         assert way.activation_format is engines.Format.STANDARD
         assert (way.topk_indices_dtype(), way.max_num_tokens_per_rank()) == (torch.int32, None)
         assert (way.num_dispatchers(), way.output_is_reduced(), way.supports_async()) == (RANKS, True, False)
@@ -123,14 +122,14 @@ def test_weighed_by_the_engine() -> None:
     in_group(RANKS, work)
 
 
+@pytest.mark.parametrize("local", [False, True], ids=["", "local"])
 @pytest.mark.parametrize("quantize", [None, quantized], ids=["", "quantized"])
-def test_batched_format(quantize: Any) -> None:
+def test_batched_format(quantize: Any, local: bool) -> None:
     """(E_l, M, H) with how many count of each; ids and weights stay the caller's, which weighs at home."""
 
     def work(rank: int, group: str) -> None:
-        way = engines.PrepareAndFinalize(
-            exchange_of(group, quantize=quantize is not None), batched=True, quantize=quantize
-        )
+        exchange = exchange_of(group, quantize=quantize is not None, local=local)
+        way = engines.PrepareAndFinalize(exchange, batched=True, quantize=quantize)
         assert way.activation_format is engines.Format.BATCHED_EXPERTS
         assert way.max_num_tokens_per_rank() == MOST
         x, experts, weights = drawn(rank)
@@ -206,7 +205,8 @@ def test_low_latency_mode() -> None:
     """(E_l, M, H), masked_m and expected_m; weights at home; in two halves, with other work between them."""
 
     def work(rank: int, group: str) -> None:
-        way = engines.Dispatcher(exchange_of(group, quantize=True), low_latency=True, quantize=quantized)
+        exchange = exchange_of(group, quantize=True, local=True)
+        way = engines.Dispatcher(exchange, low_latency=True, quantize=quantized)
         x, experts, weights = drawn(rank)
         assert way.dispatch_a(x, SimpleNamespace(topk_weights=weights, topk_ids=experts)) is None
         found = way.dispatch_b()

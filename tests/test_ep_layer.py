@@ -92,20 +92,27 @@ class Case:
         found[torch.argsort(flat, stable=True)] = torch.arange(len(flat), dtype=torch.int32)
         return found.view(-1, self.chosen[0].shape[1])
 
-    def summed(self, source: int, made: Callable[[Any, int], Any]) -> Any:
-        """What comes back if expert e makes made(row, e) of a row: added up in float32 by rising choice."""
+    def summed(self, source: int, made: Callable[[Any, int], Any], *, local: bool = False) -> Any:
+        """What comes back if expert e makes made(row, e) of a row: added up in float32 by rising choice; or so on each
+        rank, rounded, and by rising rank.
+        """
         x, chosen = self.x[source], self.chosen[source]
         found = torch.zeros(x.shape)
         for token, experts in enumerate(chosen.tolist()):
+            share = self.experts // self.ranks
             terms = [made(x[token], one).float() for one in experts if one < self.experts]
+            if local:
+                mine = [[one for one in experts if one // share == rank] for rank in range(self.ranks)]
+                parts = [[made(x[token], one).float() for one in ones] for ones in mine if ones]
+                terms = [sum(part[1:], part[0]).to(x.dtype).float() for part in parts]
             for term in terms:
                 found[token] += term
         return found.to(x.dtype)
 
 
 def times(row: Any, expert: int) -> Any:
-    """What an expert makes of a row: exact, and other for every expert."""
-    return (row.float() * (expert % 4 + 1)).to(row.dtype)
+    """What an expert makes of a row: other for every expert."""
+    return (row.float() * (0.3 * (expert % 4) + 1)).to(row.dtype)
 
 
 def layer_of(case: Case, rank: int, group: str, **options: Any) -> Any:
@@ -141,13 +148,14 @@ def there_and_back(layer: Any, case: Case, rank: int, *, weighs: bool = True, sc
     for row, expert in enumerate(experts):
         made[row] = times(rows[row], expert)
     assert set(experts) <= set(range(rank * share, (rank + 1) * share))
-    assert torch.equal(layer.combine(made, desc), case.summed(rank, times))
+    assert torch.equal(layer.combine(made, desc), case.summed(rank, times, local=layer.enable_local_combine))
     return desc
 
 
 # --- right ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("local", [False, True], ids=["", "local"])
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "whole"])
 @pytest.mark.parametrize(
     ("ranks", "experts", "topk", "dtype"),
@@ -158,14 +166,16 @@ def there_and_back(layer: Any, case: Case, rank: int, *, weighs: bool = True, sc
         (4, 12, 2, torch.bfloat16),
     ],
 )
-def test_there_and_back(ranks: int, experts: int, topk: int, dtype: Any, exact: bool) -> None:
-    """Rows in their order, weights, and sums over experts of which each makes something else, call after call."""
+def test_there_and_back(ranks: int, experts: int, topk: int, dtype: Any, exact: bool, local: bool) -> None:
+    """Rows in their order, weights, and sums over experts of which each makes something else, call after call; with
+    local combine too, where a token has several experts on a rank.
+    """
     cases = [
         Case.drawn(kind, ranks, experts, topk, 12, dtype, seed) for seed, kind in enumerate((*KINDS, *KINDS[::-1]))
     ]
 
     def work(rank: int, group: str) -> None:
-        layer = layer_of(cases[0], rank, group, exact=exact, capacity=ranks, check=True)
+        layer = layer_of(cases[0], rank, group, exact=exact, capacity=ranks, check=True, enable_local_combine=local)
         for number, case in enumerate(cases):
             there_and_back(layer, case, rank, weighs=number % 3 > 0)
         layer.finalize()
@@ -185,6 +195,8 @@ def test_growth() -> None:
         kept = rows.clone()
         assert there_and_back(layer, many, rank).known.received == len(many.comes(rank))
         assert layer.a2a_ctx.capacity == 2 * 12 * 3
+        buffers = layer.a2a_ctx.reallocate_dispatch_output_buf(5)  # there is room for more
+        assert [tuple(one.shape) for one in buffers] == [(72, HIDDEN), (72,)]
         assert torch.equal(rows, kept)
         assert weights.shape == (len(rows),)
         home = layer.combine(rows, desc)  # of a call before
@@ -196,6 +208,26 @@ def test_growth() -> None:
         assert len(commdsl.memory_summary().held) <= held
         assert not layer.a2a_ctx.has_idle
         layer.finalize()
+
+    in_group(2, work)
+
+
+def test_buffers() -> None:
+    """Where rows and weights come to lie is known before they do, and follows a growth."""
+    case = Case.drawn("any", 2, 4, 3, 8, torch.float32, 3)
+
+    def work(rank: int, group: str) -> None:
+        layer = layer_of(case, rank, group, capacity=0.25)
+        context = layer.a2a_ctx
+        for room in (9, 50):
+            rows, weights = context.reallocate_dispatch_output_buf(room)
+            assert (rows.shape, weights.shape, weights.dtype) == ((room, HIDDEN), (room,), torch.float32)
+            assert context.dispatch_output_buf.data_ptr() == rows.data_ptr()
+            assert context.weight_recv_buf.data_ptr() == weights.data_ptr()
+        found, came, _ = layer.dispatch(case.x[rank], case.chosen[rank], case.weight[rank])
+        assert found.data_ptr() == rows.data_ptr()
+        assert torch.equal(rows[: len(found)], found)
+        assert torch.equal(weights[: len(found)], came)
 
     in_group(2, work)
 

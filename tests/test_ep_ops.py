@@ -93,26 +93,31 @@ def near(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("where", ["weighed by experts", "weighed at home"])
+@pytest.mark.parametrize("where", ["weighed by experts", "weighed at home", "added up by experts", "aligned"])
 @pytest.mark.parametrize(("ranks", "keys", "experts"), [(1, 3, 5), (2, 1, 6), (3, 4, 9), (2, 16, 2)])
 def test_gradients(ranks: int, keys: int, experts: int, where: str) -> None:
-    """Results and the gradients of tokens, of routing weights and of experts are those of one rank."""
+    """Results and the gradients of tokens, of routing weights and of experts are those of one rank, also where the rows
+    of an expert begin at a multiple of a number.
+    """
     cases = [Tokens.drawn(kind, ranks, keys, experts, seed) for seed, kind in enumerate(KINDS)]
     wanted = [case.alone() for case in cases]
 
     def work(rank: int, group: str) -> None:
-        exchange = ep.Exchange(limits(ranks, keys), experts, group, "cpu", check=True)
+        local, align = where == "added up by experts", 5 if where == "aligned" else 1
+        room = ranks * limits(ranks, keys).rows * keys + experts * align
+        most = limits(ranks, keys, room)
+        exchange = ep.Exchange(most, experts, group, "cpu", local_combine=local, align=align, check=True)
         share = experts // ranks
         for case, (results, of_x, of_weight, of_matrices) in zip(cases, wanted, strict=True):
             x, weight = (part[rank].float().requires_grad_() for part in (case.x, case.weight))
             matrices = case.matrices[rank * share : (rank + 1) * share].float().requires_grad_()
+            there = ep.dispatch(exchange, x, case.expert[rank], None if where == "weighed at home" else weight)
+            made = computed(there.rows, there.offsets, matrices)
             if where == "weighed at home":
-                there = ep.dispatch(exchange, x, case.expert[rank])
-                made = computed(there.rows, there.offsets, matrices)
                 home = ep.combine(exchange, made, there.handle, weight)
+            elif local:
+                home = ep.combine(exchange, made, there.handle, there.weights[: len(made)])
             else:
-                there = ep.dispatch(exchange, x, case.expert[rank], weight)
-                made = computed(there.rows, there.offsets, matrices)
                 home = ep.combine(exchange, made * there.weights[: len(made), None], there.handle)
             near(home.detach(), results[rank])
             home.backward(case.wanted[rank].float())
@@ -178,6 +183,11 @@ def test_refused() -> None:
     (first,) = torch.autograd.grad(home.square().sum(), there.rows, create_graph=True)
     with pytest.raises(GradientError, match="gradient of their gradient"):
         first[:3].sum().backward()
+    plain = ep.Exchange(limits(1, 2), 3, name, "cpu", gradients=False)
+    there = ep.dispatch(plain, x, expert)
+    there.rows[:3].sum().backward()
+    with pytest.raises(GradientError, match="gradients=False"):
+        ep.combine(plain, there.rows, there.handle)
     for arguments, kind in (
         ((x, expert.long()), TensorError),
         ((x.t(), expert), TensorError),
@@ -192,22 +202,26 @@ def test_refused() -> None:
         ep.dispatch(exchange, x, expert)
 
 
-def test_opcheck() -> None:
+@pytest.mark.parametrize("local", [False, True], ids=["", "local_combine"])
+def test_opcheck(local: bool) -> None:
     """Schemas, shapes and gradients as torch wants them; every place is written, so that results can be compared."""
     (name,) = commdsl.threads(1)
-    exchange = ep.Exchange(limits(1, 2, received=6), 4, name, "cpu", results=12)
-    x, weight = torch.randn(3, WIDTH, requires_grad=True), torch.rand(3, 2, requires_grad=True)
-    expert = torch.tensor([[0, 1], [3, 2], [1, 1]], dtype=torch.int32)
-    there = ep.dispatch(exchange, x.detach(), expert)
-    left = there.handle
-    handle, rows = [left.counts, left.origins, left.offsets, left.places], torch.randn(6, WIDTH)
+    exchange = ep.Exchange(limits(1, 1, received=3), 4, name, "cpu", results=12, local_combine=local)
+    x, weight = torch.randn(3, WIDTH, requires_grad=True), torch.rand(3, 1, requires_grad=True)
+    expert = torch.tensor([[0], [3], [1]], dtype=torch.int32)
+    left = ep.dispatch(exchange, x.detach(), expert, weight.detach()).handle
+    handle, rows = (
+        [left.counts, left.origins, left.offsets, left.places, left.mates, left.values],
+        torch.randn(3, WIDTH),
+    )
+    beside = torch.rand(3, requires_grad=True) if local else weight
     ops, check = torch.ops.commdsl, torch.library.opcheck
     check(ops.ep_dispatch.default, ([x], expert, weight, exchange.name))
     check(ops.ep_dispatch.default, ([x], expert, None, exchange.name))
     check(ops.ep_combine.default, (rows.clone().requires_grad_(), expert, handle, None, exchange.name))
-    check(ops.ep_combine.default, (rows.clone().requires_grad_(), expert, handle, weight, exchange.name))
-    check(ops.ep_dispatch_again.default, ([x.detach()], expert, handle, weight.detach(), exchange.name))
-    check(ops.ep_combine_values.default, (torch.rand(6), expert, handle, exchange.name))
+    check(ops.ep_combine.default, (rows.clone().requires_grad_(), expert, handle, beside, exchange.name))
+    check(ops.ep_dispatch_again.default, (x.detach(), expert, handle, exchange.name))
+    check(ops.ep_combine_values.default, (torch.rand(3), expert, handle, exchange.name))
 
 
 def test_compiled() -> None:

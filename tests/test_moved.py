@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from thread_ranks import in_group
 
 import commdsl
+from commdsl import ep
 from commdsl.build import nvrtc
 from commdsl.build.built import Built
 from commdsl.build.emit import defines
@@ -248,6 +249,52 @@ def test_kernels_of_all_kinds(name: str, tmp_path: Path) -> None:
 
     assert {nvrtc.build(*one, config, "sm_90").parent for one in wanted} == {tmp_path}
     assert len(module["KERNELS"]) == len(list(tmp_path.glob("*.cubin")))
+
+
+def test_a_layer_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EPAll2AllLayer with use_aot: all kernels of its calls are those that were built ahead, when it is made."""
+    name = "tokens_summed"
+    words = ["compile", "tokens", "--schedule", name, "--ranks", "2", "--arch", "sm_90", "--dtype", "float32"]
+    assert run_command([*words, "--tune", "sms=3", "E=4", "--out", str(tmp_path)]) == 0
+    module = runpy.run_path(str(tmp_path / f"{name}.py"))
+    gpu = FakeGpu(2)
+    build = nvrtc.build
+    gpu.install(monkeypatch)
+    stand_in, taken = nvrtc.build, []
+
+    def noted(emitted: Any, macros: Any, config: Any, arch: str) -> Path:
+        if emitted.name.startswith("commdsl_tokens"):
+            taken.append(build(emitted, macros, config, arch).parent)
+        return stand_in(emitted, macros, config, arch)
+
+    monkeypatch.setattr(nvrtc, "build", noted)
+
+    def call(rank: int, group: str) -> None:
+        gpu.here.rank = rank
+        layer = ep.EPAll2AllLayer(
+            group,
+            max_tokens=4,
+            hidden=8,
+            topk=2,
+            rank=rank,
+            num_tot_experts=4,
+            local_world_size=2,
+            world_size=2,
+            dtype=torch.float32,
+            num_sm=3,
+            enable_local_combine=True,
+            use_aot=True,
+            device="cpu",
+            kernels=module["KERNELS"],
+        )
+        before = len(taken)
+        rows, _, desc = layer.dispatch(torch.ones(2, 8), torch.tensor([[0, 3], [1, 2]], dtype=torch.int32))
+        assert layer.combine(rows, desc).tolist() == [[2.0] * 8] * 2
+        assert len(taken) == before
+
+    in_group(2, call)
+    assert len(taken) >= 4
+    assert set(taken) == {tmp_path}
 
 
 WRONG = [

@@ -37,6 +37,8 @@ class DispatchCombineContext:
         *,
         group: Any = None,
         device: torch.device | str | None = None,
+        local_combine: bool = False,
+        gradients: bool = True,
         results: int = 2,
         check: bool = False,
         tune: Mapping[str, int | str] | None = None,
@@ -57,19 +59,38 @@ class DispatchCombineContext:
         if not capacity > 0:
             raise DispatchError(f"`capacity` is a number above 0, not {capacity!r}")
         rows = min(max(int(ep_config.max_tokens * ep_config.topk * capacity), 1), ep_config.most_received)
-        made = {"device": device, "results": results, "check": check, "tune": tune, "kernels": kernels}
-        return cls(ep_config, rows, name, {**made, "timeout": timeout})
+        made: dict[str, Any] = {
+            "device": device,
+            "local_combine": local_combine,
+            "gradients": gradients,
+            "results": results,
+        }
+        made |= {"check": check, "tune": tune, "kernels": kernels, "timeout": timeout}
+        return cls(ep_config, rows, name, made)
 
     @property
     def capacity(self) -> int:
         """Rows that may come to a rank in a call."""
         return self.exchange.limits.received
 
-    def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> None:
-        """Collective: room for at least so many rows to come to a rank. What came before stays where it is."""
+    @property
+    def dispatch_output_buf(self) -> torch.Tensor:
+        """(capacity, hidden): where the rows of the next call come to lie, in symmetric memory."""
+        return self._coming[0]
+
+    @property
+    def weight_recv_buf(self) -> torch.Tensor:
+        """(capacity,) float32: where their weights come to lie."""
+        return self._coming[1]
+
+    def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Collective: room for at least so many rows to come to a rank. What came before stays where it is. Returns
+        `dispatch_output_buf` and `weight_recv_buf`: new ones, where there was less room.
+        """
         if dispatch_recv_tokens > self.capacity:
             self._outgrown.append(self.exchange)
             self.exchange = self._new(dispatch_recv_tokens)
+        return self._coming
 
     @property
     def has_idle(self) -> bool:
@@ -90,6 +111,13 @@ class DispatchCombineContext:
         """Collective: gives back all symmetric memory. Rows that were received must not be used any more."""
         self.release_outgrown()
         self.exchange.release()
+
+    @property
+    def _coming(self) -> tuple[torch.Tensor, torch.Tensor]:
+        config = self.ep_config
+        row = torch.empty(0, config.hidden, dtype=config.token_dtype, device=self.exchange.device)
+        (rows,), weights = self.exchange.coming(row)
+        return rows, weights
 
     def _new(self, received: int) -> Exchange:
         config = self.ep_config

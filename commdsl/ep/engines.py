@@ -53,11 +53,11 @@ class Ways:
         self.most = exchange.ranks * exchange.limits.rows  # tokens that an expert may have
         self.first = exchange.rank * exchange.keys_a_rank  # this rank's first expert
 
-    def there(self, x: Tensor, experts: Tensor, weights: Tensor | None) -> Dispatched:
-        """Tokens to their experts. Who has no expert, -1, is dropped."""
+    def there(self, x: Tensor, experts: Tensor, weights: Tensor) -> Dispatched:
+        """Tokens to their experts, with their weights. Who has no expert, -1, is dropped."""
         given = x if self.quantize is None else self.quantize(x)
         chosen = torch.where(experts < 0, self.exchange.num_keys, experts).to(torch.int32)
-        return functional.dispatch(self.exchange, given, chosen, weights)
+        return functional.dispatch(self.exchange, given, chosen, weights.float().contiguous())
 
     def parts(self, found: Dispatched) -> tuple[Tensor, Tensor | None]:
         """Rows, and their scales where they have any."""
@@ -86,6 +86,10 @@ class Ways:
         return made[own, (place - begins[own]).clamp(max=self.most - 1)]
 
     def back(self, rows: Tensor, found: Dispatched, weights: Tensor | None) -> Tensor:
+        """`weights`: of the tokens; None: rows are weighed."""
+        if weights is not None and self.exchange.local_combine:
+            assert found.weights is not None
+            weights = found.weights[: len(rows)]  # those that came beside them
         return functional.combine(self.exchange, rows, found.handle, weights)
 
 
@@ -166,7 +170,7 @@ class PrepareAndFinalize:
             if topk_ids.shape[1] != 1:
                 raise DispatchError("weights on the input are for one expert a token: its row would be several")
             a1 = a1 * topk_weights.to(a1.dtype)
-        self._found = found = ways.there(a1, topk_ids, None if self._batched else topk_weights.float())
+        self._found = found = ways.there(a1, topk_ids, topk_weights)
         rows, scales = ways.parts(found)
         tokens = ways.tokens(found)
         if self._batched:
@@ -215,7 +219,9 @@ class PrepareAndFinalize:
             )
         else:
             made = made.view(-1, made.shape[-1])
-            if not apply_router_weight_on_input:
+            if self._ways.exchange.local_combine:
+                weights = None if apply_router_weight_on_input else topk_weights
+            elif not apply_router_weight_on_input:
                 made = (made.float() * topk_weights).to(made.dtype)
         output.copy_(self._ways.back(made.contiguous(), found, weights))
 
@@ -287,8 +293,8 @@ class Dispatcher:
         return self.dispatch_b()
 
     def dispatch_a(self, hidden_states: Tensor, topk_output: TopK) -> None:
-        weights = None if self._low_latency else topk_output.topk_weights.float().contiguous()
-        self._found, self._topk = self._ways.there(hidden_states, topk_output.topk_ids, weights), topk_output
+        found = self._ways.there(hidden_states, topk_output.topk_ids, topk_output.topk_weights)
+        self._found, self._topk = found, topk_output
 
     def dispatch_b(self) -> NormalOutput | LowLatencyOutput:
         """Raises DispatchError (C961) where no `dispatch_a` went before."""

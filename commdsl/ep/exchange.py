@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
-from commdsl.ep.experts import Experts, Handle
-from commdsl.ep.limits import Limits, whole
-from commdsl.runtime.errors import DispatchError, TensorError
+from commdsl.ep.experts import Experts, Handle, Received
+from commdsl.ep.limits import Limits
+from commdsl.runtime.errors import DispatchError
 from commdsl.runtime.given import Patience
 from commdsl.runtime.load import Kernels
 
@@ -25,23 +25,15 @@ ENTRY = 0xFFFFFFFF
 RANK = 0xFFFF
 """Of the bits from the 32nd on, those that say which rank that source is."""
 
+PADDING = -1
+"""The origin of a place that has no row."""
+
 FLOAT = 4
 """Bytes of a weight."""
 
 
-@dataclass(frozen=True, eq=False)
-class Received:
-    """What a rank holds after a call there. Tensors of Limits.received rows, of which the first offsets[-1] count."""
-
-    rows: tuple[torch.Tensor, ...]  # by tensor
-    counts: torch.Tensor  # (E / P, P) int32: rows by the rank's own keys, in their order, and by source rank
-    offsets: torch.Tensor  # (E / P,) int32: where the rows of each key end
-    values: torch.Tensor | None  # (received,) float32: the value of each row's entry, where values were given
-    handle: Handle
-
-
 class Exchange:
-    """Moves rows to the ranks of their keys with a value for each, and what became of them back."""
+    """Moves rows to the ranks of their keys with a value for each, once to a rank, and what became of them back."""
 
     def __init__(
         self,
@@ -50,35 +42,37 @@ class Exchange:
         group: Any = None,
         device: torch.device | str | None = None,
         *,
+        local_combine: bool = False,
+        gradients: bool = True,
+        align: int = 1,
         results: int = 2,
         check: bool = False,
         tune: Mapping[str, int | str] | None = None,
         kernels: Kernels | None = None,
         timeout: Patience = None,
     ) -> None:
-        """Collective, as for Experts. `limits` are those of the caller's own tensors; `keys`: of all ranks together.
+        """Collective, as for Experts. `keys`: of all ranks together; `align`: the rows of each begin at a multiple of
+        it. With `local_combine` what comes back is added up on the rank of the keys first, and one row a rank travels.
+        Without `gradients` there is no memory for rows that go to the same places again, which the gradient of
+        `combine` needs.
 
         Symmetric memory has room for what `results` calls receive, 2 or more. While that of all but one is held, what
         comes is copied out of it: so any number may be held, but in a CUDA graph.
         """
         if results < 2:
             raise DispatchError(f"`results` is 2 or more, not {results}: what is held, and what comes")
-        self.limits = limits
-        inner = Limits(
-            limits.rows,
-            limits.keys,
-            limits.received,
-            (*limits.widths, FLOAT * limits.keys),
-            max(limits.width_back, FLOAT * limits.keys),
-        )
+        again = max(limits.width_back, limits.width_again, FLOAT * limits.keys) if gradients else 0
+        self.limits, self.local_combine, self.align = replace(limits, width_again=again), local_combine, align
+        name = "tokens_summed" if local_combine else "tokens"
         self.experts = Experts(
-            inner,
+            self.limits,
             group,
             device,
             results=results,
             check=check,
-            source={"tokens.comm": text(len(limits.widths))},
-            params={"E": keys},
+            source="tokens" if len(limits.widths) == 1 else {"tokens.comm": text(name, len(limits.widths))},
+            name=name,
+            params={"E": keys, "A": align},
             tune=tune,
             kernels=kernels,
             timeout=timeout,
@@ -94,46 +88,47 @@ class Exchange:
     def dispatch(
         self, rows: tuple[torch.Tensor, ...], keys: torch.Tensor, values: torch.Tensor | None = None
     ) -> Received:
-        """Each row to the ranks of its keys, once for each key, with the value of that key."""
-        sent = keys.new_zeros((len(keys), 1)) if values is None else values
-        if values is not None:
-            whole("values", values, self.device, torch.float32, len(keys))
-            if values.shape != keys.shape:
-                raise TensorError(f"expected a value for each key, {tuple(keys.shape)}, got {tuple(values.shape)}")
-        there = self.experts.dispatch((*rows, sent), keys)
-        (*found, beside), handle = there.rows, there.handle
+        """Each row to the ranks of its keys, with the value of each key, zero where none is given; values of places
+        that have no row are zero.
+        """
+        sent = torch.zeros(keys.shape, device=self.device) if values is None else values
+        found = self.experts.dispatch(rows, keys, sent)
         if not (self.experts.has_room or self.experts.is_capturing):
-            found, beside = [one.clone() for one in found], beside.clone()
-            handle = replace(handle, origins=handle.origins.clone())
-        came = None if values is None else beside.gather(1, self._which(handle)[:, None])[:, 0]
-        return Received(tuple(found), there.counts, there.offsets, came, handle)
+            found = _copied(found)
+        if self.align > 1 and found.values is not None:
+            found = replace(found, values=torch.where(found.handle.origins == PADDING, 0.0, found.values))
+        return found
 
-    def dispatch_again(
-        self, rows: tuple[torch.Tensor, ...], handle: Handle, values: torch.Tensor | None = None
-    ) -> Received:
-        """Other rows of the same routing, of one tensor or several, to the same places."""
-        nothing = handle.keys.new_zeros((len(handle.keys), 1), dtype=torch.float16)
-        more = (nothing,) * (len(self.limits.widths) - len(rows))
-        found = self.dispatch((*rows, *more), handle.keys, values)
-        return replace(found, rows=found.rows[: len(rows)])
+    def dispatch_again(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """Other rows of the same routing, to the same places."""
+        found = self.experts.dispatch_again(rows, handle)
+        return found if self.experts.has_room_again or self.experts.is_capturing else found.clone()
 
     def combine(self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """For each row of the call there the sum over its keys, in their order, of (weight times) what became of it."""
-        ones = torch.ones(handle.keys.shape, device=rows.device) if weights is None else weights
-        return self.experts.combine(rows, handle, ones)
+        """For each row of the call there the sum over its keys of (weight times) what became of it. weights: (rows of
+        the call there, keys), or with `local_combine` one for each of the rows that go back.
+        """
+        if weights is None:
+            weights = torch.ones(len(rows) if self.local_combine else handle.keys.shape, device=rows.device)
+        return self.experts.combine(rows, handle, weights)
 
     def combine_values(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
         """A float32 for each received row, (n,), to its entry on its source: (rows, keys of a row), zero if dropped."""
         return self.experts.combine_values(values, handle)
 
+    def coming(self, *like: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Where the rows of the next call, like these, and their values come to lie, whoever holds on to them."""
+        rows, values = self.experts.coming(*like)
+        assert values is not None
+        return rows, values
+
     def prepare(self, dtype: torch.dtype | None = None) -> None:
         """As for Experts."""
         self.experts.prepare(dtype)
-        self.experts.prepare(torch.float32)
 
     def is_prepared(self, dtype: torch.dtype) -> bool:
         """Whether the kernels of calls whose rows are summed in `dtype` are there."""
-        return self.experts.is_prepared(dtype) and self.experts.is_prepared(torch.float32)
+        return self.experts.is_prepared(dtype)
 
     def release(self) -> None:
         """Collective: gives back the symmetric memory. Rows that were received must not be used any more."""
@@ -158,9 +153,14 @@ class Exchange:
         """Waits for this rank's calls and raises what went wrong in them."""
         self.experts.synchronize()
 
-    def _which(self, handle: Handle) -> torch.Tensor:
-        """Of which of its source's keys each place is."""
-        return (handle.origins & ENTRY) % handle.keys.shape[1]
+
+def _copied(found: Received) -> Received:
+    """In memory of its own."""
+    handle = found.handle
+    values = None if handle.values is None else handle.values.clone()
+    mates = None if handle.mates is None else handle.mates.clone()
+    handle = replace(handle, origins=handle.origins.clone(), mates=mates, values=values)
+    return replace(found, rows=tuple(one.clone() for one in found.rows), values=values, handle=handle)
 
 
 _KNOWN: weakref.WeakValueDictionary[str, Exchange] = weakref.WeakValueDictionary()
@@ -174,15 +174,16 @@ def known(name: str) -> Exchange:
     return found
 
 
-def text(tensors: int) -> str:
-    """The dispatch of so many tensors of rows, with a row of values beside them."""
+def text(name: str, tensors: int) -> str:
+    """What `tokens.comm` says of one tensor of rows, of several."""
     names = [f"x{number}" for number in range(tensors)]
-    rows = "   ".join(f"rows {name}[T]" for name in (*names, "value"))
-    return f"""dispatch tokens(E = P) for P ranks {{
-  {rows}
+    once = "   once per rank" if name == "tokens_summed" else ""
+    return f"""dispatch {name}(E = 32 * P, A = 1) for P ranks {{
+  {"   ".join(f"rows {name}[T]" for name in names)}
   key expert[T, K] of E
-  route {", ".join((*names, "value"))} by expert / (E / P)
-  place by (expert, source rank, row)
-  back y by sum(weight[T, K])
+  value weight[T, K]
+  route {", ".join(names)}, weight by expert / (E / P)   once per rank
+  place by (expert, source rank, row)   aligned A
+  back y by sum(weight[T, K]){once}
 }}
 """

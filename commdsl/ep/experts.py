@@ -262,9 +262,23 @@ class Experts:
         return self._there.pool.has_room(goes=True)
 
     @property
+    def has_room_again(self) -> bool:
+        """The same of rows that go to the places of a call before."""
+        return self._again is not None and self._again.pool.has_room(goes=True)
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing that was received is held any more, here or in a graph."""
-        return self._there.pool.is_idle
+        return self._there.pool.is_idle and (self._again is None or self._again.pool.is_idle)
+
+    def coming(self, *like: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Where the next call's rows, like these, come to lie, and the values beside them. To hold them holds nothing
+        back: the call writes there.
+        """
+        there = self._there
+        found = there.coming(like)
+        values = None if there.push.value is None else found[there.push.value.name]
+        return tuple(found[str(number)] for number in range(len(like))), values
 
     @property
     def is_capturing(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from commdsl.ep.exchange import Exchange, Received, known
+from commdsl.ep.exchange import ENTRY, PADDING, Exchange, known
 from commdsl.ep.experts import Handle
 from commdsl.ep.way_back import SUMMED
 from commdsl.runtime.errors import GradientError
@@ -23,21 +23,25 @@ from commdsl.runtime.op import registry
 Tensor: TypeAlias = torch.Tensor
 
 THERE = "ep_dispatch(Tensor[] rows, Tensor keys, Tensor? values, str exchange) -> Tensor[]"
-AGAIN = "ep_dispatch_again(Tensor[] rows, Tensor keys, Tensor[] handle, Tensor? values, str exchange) -> Tensor[]"
+AGAIN = "ep_dispatch_again(Tensor rows, Tensor keys, Tensor[] handle, str exchange) -> Tensor"
 BACK = "ep_combine(Tensor rows, Tensor keys, Tensor[] handle, Tensor? weights, str exchange) -> Tensor"
 VALUES = "ep_combine_values(Tensor values, Tensor keys, Tensor[] handle, str exchange) -> Tensor"
+
+COUNTS, ORIGINS, OFFSETS, PLACES, MATES, BESIDE = range(6)
+"""Where what a handle has stands in a list of its tensors; its keys are the caller's, and none of it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
     """What a rank holds after `dispatch`: tensors of `limits.received` rows, of which the first offsets[-1] count.
-    Those behind them are not written, and what is computed of them does not count either.
+    Those behind them are not written, and what is computed of them does not count either. Where an Exchange aligns,
+    rows of zeros, and weights of zero, stand behind those of an expert.
     """
 
     rows: Tensor | tuple[Tensor, ...]  # as they were given
     weights: Tensor | None  # (received,) float32: of each row, where weights were given
     counts: Tensor  # (E / P, P) int32: rows by this rank's experts, in their order, and by source rank
-    offsets: Tensor  # (E / P,) int32: where the rows of each expert end: the `offs` of a grouped matmul
+    offsets: Tensor  # (E / P,) int32: where the rows of each expert end, with zeros: the `offs` of a grouped matmul
     handle: Handle
 
 
@@ -59,26 +63,25 @@ def dispatch(
                 f"tokens of {tensor.dtype} have no gradient, nor has more than the first tensor: detach them"
             )
     made = torch.ops.commdsl.ep_dispatch(list(tensors), expert, weight, exchange.name)
-    rows, (values, *left) = made[: len(tensors)], made[len(tensors) :]
-    handle = _handle(expert, left)
-    return Dispatched(
-        tuple(rows) if isinstance(x, tuple) else rows[0],
-        None if weight is None else values,
-        handle.counts,
-        handle.offsets,
-        handle,
-    )
+    rows, handle = tuple(made[: len(tensors)]), _handle(expert, made[len(tensors) :])
+    found = rows if isinstance(x, tuple) else rows[0]
+    return Dispatched(found, None if weight is None else handle.values, handle.counts, handle.offsets, handle)
 
 
 def combine(exchange: Exchange, rows: Tensor, handle: Handle, weight: Tensor | None = None) -> Tensor:
-    """What experts made of received rows back to their tokens: (T, ...), for each token the sum over its choices, in
-    their order, of (weight times) its row, in float32, rounded once; zero for a token of none.
+    """What experts made of received rows back to their tokens: (T, ...), for each token the sum over its choices of
+    (weight times) its row; zero for a token of none. In the order of the choices, in float32, rounded once; of an
+    Exchange with `local_combine` so on each rank of experts, and the sums of ranks likewise, in their order.
 
     rows: as many as were received, and any behind them up to `limits.received`; float32, float16 or bfloat16.
-    weight: (T, K) float32, unless the experts weighed. The gradient of rows is `dispatch` of that of the result, times
-    the weight; that of weight the product of that and the row. Raises as `dispatch`.
+    weight: float32, unless the experts weighed: (T, K), or with `local_combine` one for each of `rows`, such as those
+    that came beside them. The gradient of rows is `dispatch` of that of the result, times the weight; that of weight
+    the product of that and the row. Raises as `dispatch`.
     """
     library()
+    needs = rows.requires_grad or (weight is not None and weight.requires_grad)
+    if needs and torch.is_grad_enabled() and not exchange.limits.width_again:
+        raise GradientError("there is no memory for the gradient of `combine`: the Exchange has gradients=False")
     made: Tensor = torch.ops.commdsl.ep_combine(rows, handle.keys, _tensors(handle), weight, exchange.name)
     return made
 
@@ -121,8 +124,9 @@ def _operator(made: torch.library.Library, schema: str, run: Callable[..., Any],
 
 
 def _tensors(handle: Handle) -> list[Tensor]:
-    """Of a handle, but for its keys, which are the caller's."""
-    return [handle.counts, handle.origins, handle.offsets, handle.places]
+    empty = handle.counts.new_empty(0)
+    beside = [empty if one is None else one for one in (handle.mates, handle.values)]
+    return [handle.counts, handle.origins, handle.offsets, handle.places, *beside]
 
 
 def _handle(keys: Tensor, tensors: Sequence[Tensor]) -> Handle:
@@ -135,19 +139,11 @@ def _plain(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str) -> list[Tensor]:
     found = known(exchange).dispatch(_plain(rows), keys, None if values is None else values.detach())
-    return [*found.rows, _or_empty(found, keys), *_tensors(found.handle)]
+    return [*found.rows, *_tensors(found.handle)]
 
 
-def _again(
-    rows: Sequence[Tensor], keys: Tensor, handle: Sequence[Tensor], values: Tensor | None, exchange: str
-) -> list[Tensor]:
-    given = None if values is None else values.detach()
-    found = known(exchange).dispatch_again(_plain(rows), _handle(keys, handle), given)
-    return [*found.rows, _or_empty(found, keys)]
-
-
-def _or_empty(found: Received, like: Tensor) -> Tensor:
-    return like.new_empty((0,), dtype=torch.float32) if found.values is None else found.values
+def _again(rows: Tensor, keys: Tensor, handle: Sequence[Tensor], exchange: str) -> Tensor:
+    return known(exchange).dispatch_again(rows.detach(), _handle(keys, handle))
 
 
 def _back(rows: Tensor, keys: Tensor, handle: Sequence[Tensor], weights: Tensor | None, exchange: str) -> Tensor:
@@ -164,21 +160,20 @@ def _values(values: Tensor, keys: Tensor, handle: Sequence[Tensor], exchange: st
 
 def _fake_there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str) -> list[Tensor]:
     found = known(exchange)
+    received = found.limits.received
     return [
-        *_fake_again(rows, keys, (), values, exchange),
+        *(_fake_again(row, keys, (), exchange) for row in rows),
         keys.new_empty((found.keys_a_rank, found.ranks)),
-        keys.new_empty((found.limits.received,), dtype=torch.int64),
+        keys.new_empty((received,), dtype=torch.int64),
         keys.new_empty((found.keys_a_rank,)),
         keys.new_empty(keys.shape),
+        keys.new_empty((received, keys.shape[1])),
+        keys.new_empty((received,), dtype=torch.float32),
     ]
 
 
-def _fake_again(
-    rows: Sequence[Tensor], keys: Tensor, handle: Sequence[Tensor], values: Tensor | None, exchange: str
-) -> list[Tensor]:
-    received = known(exchange).limits.received
-    beside = keys.new_empty((0 if values is None else received,), dtype=torch.float32)
-    return [*(row.new_empty((received, *row.shape[1:])) for row in rows), beside]
+def _fake_again(rows: Tensor, keys: Tensor, handle: Sequence[Tensor], exchange: str) -> Tensor:
+    return rows.new_empty((known(exchange).limits.received, *rows.shape[1:]))
 
 
 def _fake_back(rows: Tensor, keys: Tensor, handle: Sequence[Tensor], weights: Tensor | None, exchange: str) -> Tensor:
@@ -196,14 +191,14 @@ def _keep_there(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None
     rows, keys, values, ctx.exchange = inputs
     ctx.num_rows, ctx.has_values = len(rows), values is not None
     ctx.like = (output[0].shape, output[0].dtype, rows[0].requires_grad)
-    ctx.save_for_backward(keys, *output[len(rows) + 1 :])
-    ctx.mark_non_differentiable(*output[1 : len(rows)], *output[len(rows) + (values is not None) :])
+    ctx.save_for_backward(keys, *output[len(rows) :])
+    ctx.mark_non_differentiable(*output[1 : -1 if ctx.has_values else None])
 
 
 def _there_back(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Every rank makes these calls, whatever it has a gradient of."""
     keys, *handle = ctx.saved_tensors
-    first, values = gradients[0], gradients[ctx.num_rows]
+    first, values = gradients[0], gradients[-1]
     shape, dtype, needs_rows = ctx.like
     of_rows, of_values = None, None
     if needs_rows:
@@ -217,29 +212,40 @@ def _there_back(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]
 
 def _keep_back(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, keys, handle, weights, ctx.exchange = inputs
-    ctx.num_handle, ctx.has_weights = len(handle), weights is not None
-    more = (weights, rows) if weights is not None else ()
-    ctx.length = rows.shape[0]
+    ctx.num_handle, ctx.length = len(handle), rows.shape[0]
+    more = () if weights is None else (weights, rows)
     ctx.save_for_backward(keys, *handle, *more)
 
 
 def _back_back(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     keys, *rest = ctx.saved_tensors
     handle, more = rest[: ctx.num_handle], rest[ctx.num_handle :]
-    weights = more[0] if ctx.has_weights else None
-    came, beside = torch.ops.commdsl.ep_dispatch_again([gradient.contiguous()], keys, handle, weights, ctx.exchange)
-    came, along = came[: ctx.length], (slice(None), *(None for _ in gradient.shape[1:]))
-    # What lies behind the rows that came is not written, and may be no number.
-    counts = (torch.arange(ctx.length, device=came.device) < handle[0].sum())[along]
-    if weights is None:
-        return torch.where(counts, came, 0), None, [None] * ctx.num_handle, None, None
-    wide = torch.where(counts, came.float(), 0)
-    of_rows = (wide * torch.where(counts, beside[: ctx.length][along], 0)).to(came.dtype)
+    came = torch.ops.commdsl.ep_dispatch_again(gradient.contiguous(), keys, handle, ctx.exchange)[: ctx.length]
+    along = (slice(None), *(None for _ in gradient.shape[1:]))
+    # What lies behind the rows that came is not written, and may be no number, nor is what lies between.
+    place = torch.arange(ctx.length, device=came.device)
+    counts = (place < handle[OFFSETS][-1]) & (handle[ORIGINS][: ctx.length] != PADDING)
+    nothing = [None] * ctx.num_handle
+    if not more:
+        return torch.where(counts[along], came, 0), None, nothing, None, None
+    weights, rows = more
+    is_home = weights.dim() == 2
+    beside = _beside(weights, keys, handle, ctx.exchange)[: ctx.length] if is_home else weights
+    wide = torch.where(counts[along], came.float(), 0)
+    of_rows = (wide * torch.where(counts, beside, 0)[along]).to(came.dtype)
     of_weights = None
     if ctx.needs_input_grad[3]:
-        dots = (wide * torch.where(counts, more[1].float(), 0)).flatten(1).sum(1)
-        of_weights = torch.ops.commdsl.ep_combine_values(dots, keys, handle, ctx.exchange)
-    return of_rows, None, [None] * ctx.num_handle, of_weights, None
+        of_weights = (wide * torch.where(counts[along], rows.float(), 0)).flatten(1).sum(1)
+        if is_home:
+            of_weights = torch.ops.commdsl.ep_combine_values(of_weights, keys, handle, ctx.exchange)
+    return of_rows, None, nothing, of_weights, None
+
+
+def _beside(weights: Tensor, keys: Tensor, handle: Sequence[Tensor], exchange: str) -> Tensor:
+    """Weights, (T, K), where the rows are: each has all of its token, and takes its own."""
+    came: Tensor = torch.ops.commdsl.ep_dispatch_again(weights.contiguous(), keys, handle, exchange)
+    which = (handle[ORIGINS] & ENTRY) % keys.shape[1]
+    return came.gather(1, which[:, None])[:, 0]
 
 
 def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -57,6 +57,7 @@ class EPAll2AllLayer(torch.nn.Module):
         capacity: float = 2,
         exact: bool = True,
         device: torch.device | str | None = None,
+        gradients: bool = True,
         results: int = 2,
         check: bool = False,
         tune: Mapping[str, int | str] | None = None,
@@ -85,8 +86,6 @@ class EPAll2AllLayer(torch.nn.Module):
         )
         if isinstance(num_sm, bool) or not isinstance(num_sm, int) or num_sm < 1:
             raise DispatchError(f"`num_sm` is a whole number from 1 on, not {num_sm!r}")
-        if enable_local_combine:
-            raise DispatchError("`enable_local_combine` needs a way back `once per rank`, which has no kernel yet")
         self.ep_group, self.num_sm, self.exact = ep_group, num_sm, exact
         self.enable_local_combine, self.use_aot = enable_local_combine, use_aot
         self.a2a_ctx = DispatchCombineContext.create(
@@ -94,6 +93,8 @@ class EPAll2AllLayer(torch.nn.Module):
             capacity,
             group=ep_group,
             device=device,
+            local_combine=enable_local_combine,
+            gradients=gradients,
             results=results,
             check=check,
             tune={"sms": num_sm, **(tune or {})},

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from commdsl.ep.config import EPConfig
-from commdsl.ep.exchange import ENTRY, RANK, Exchange
+from commdsl.ep.exchange import PADDING, Exchange
 from commdsl.ep.experts import Handle
 
 Tensor = torch.Tensor
@@ -89,43 +89,36 @@ class EPAllToAllLayoutDesc:
         """(recv_tokens,) int32: for each row the first row here of the same token, itself where it is that. None where
         there are several nodes.
         """
-        return None if not self.known.config.is_intra_node else self._firsts()[0].int()
+        return self._mates()[0] if self.known.config.is_intra_node else None
 
     @cached_property
     def skipped_token_topk_mapping_indices(self) -> Tensor | None:
         """(recv_tokens, topk) int32: at the first row of a token the rows here of all its choices, -1 where a choice is
         elsewhere or dropped; at its other rows -1. None where there are several nodes.
         """
-        if not self.known.config.is_intra_node:
-            return None
-        first, which, counts = self._firsts()
-        found = first.new_full((len(first) + 1, self.known.config.topk), NONE)
-        rows = torch.arange(len(first), device=first.device)
-        found[torch.where(counts, first, len(first)), which] = rows  # what does not count lands behind the end
-        return found[:-1].int()
+        return self._mates()[1] if self.known.config.is_intra_node else None
 
-    def _firsts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each row the first of the same token, which of its token's choices it is, and whether it counts."""
-        known = self.known
-        origins = known.handle.origins
-        entry, topk = origins & ENTRY, known.config.topk
-        place = torch.arange(len(origins), device=origins.device)
-        counts = place < known.offsets[-1]
-        token = torch.where(counts, (origins >> 32 & RANK) * known.config.max_tokens + entry // topk, -1 - place)
-        which = entry % topk
-        order = torch.argsort(token * topk + which)
-        starts = torch.ones_like(counts)
-        starts[1:] = token[order][1:] != token[order][:-1]
-        head = torch.cummax(torch.where(starts, place, 0), 0).values
-        first = torch.empty_like(place)
-        first[order] = order[head]
-        if known.positions is not None:  # rows are called as the caller has them
-            first, which, counts = (
-                torch.empty_like(one).scatter_(0, known.positions, one)
-                for one in (known.positions[first], which, counts)
+    def _mates(self) -> tuple[Tensor, Tensor]:
+        """Of each row that counts the first of the same token, and at that row those of all its choices, -1 for none;
+        as the caller has them.
+        """
+        known, handle = self.known, self.known.handle
+        assert handle.mates is not None
+        origins, place = handle.origins, torch.arange(len(handle.origins), device=handle.origins.device)
+        # The sign of an origin says that it is the first of its token here.
+        is_first = (place < known.offsets[-1]) & (origins < 0) & (origins != PADDING)
+        mates = torch.where(is_first[:, None], handle.mates, NONE).long()
+        ends = torch.where(mates >= 0, mates, len(place))  # what is none lands behind the end
+        first = torch.cat([place, place[:1]]).scatter(0, ends.flatten(), place.repeat_interleave(mates.shape[1]))[:-1]
+        if known.positions is not None:
+            to = known.positions
+            mates = torch.where(mates >= 0, to[mates], NONE)
+            first, mates = (
+                torch.empty_like(first).scatter(0, to, to[first]),
+                torch.empty_like(mates).index_copy(0, to, mates),
             )
-        length = len(first) if known.received is None else known.received
-        return first[:length], which[:length], counts[:length]
+        length = len(place) if known.received is None else known.received
+        return first[:length].int(), mates[:length].int()
 
 
 def padded(rows: Tensor, config: EPConfig) -> Tensor:

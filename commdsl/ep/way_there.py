@@ -113,6 +113,14 @@ class WayThere:
         beside = dict(zip(names, received[len(tensors) :], strict=True))
         return Came(tuple(received[: len(tensors)]), beside, counts, offsets, places)
 
+    def coming(self, like: Tensors) -> dict[str, torch.Tensor]:
+        """Where the rows of the next call come to lie, by number, and what arrives beside them, by name."""
+        keys = torch.empty((0, self._known.limits.keys), dtype=torch.int32, device=like[0].device)
+        names = [rows.name for rows in self.push.to[len(like) :]]
+        arriving = (*like, *(self._like(name, keys) for name in names))
+        found = self.pool.look([self._known.limits.received] * len(arriving), arriving, goes=True)
+        return dict(zip((*map(str, range(len(like))), *names), found, strict=True))
+
     def _like(self, name: str, keys: torch.Tensor) -> torch.Tensor:
         """One with the shape and type of a row of what arrives under this name."""
         match name:

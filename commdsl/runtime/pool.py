@@ -52,18 +52,26 @@ class Pool:
 
         Raises DispatchError (C961) when there is no room.
         """
-        place, most = self._free(goes), self._sizes[not goes]
+        place = self._free(goes)
+        found = self._at(place, rows, like, goes=goes)
+        place.results = [StorageWeakRef(one.untyped_storage()) for one in found]
+        place.is_kept = keep
+        return found
+
+    def look(self, rows: Sequence[int], like: Sequence[torch.Tensor], *, goes: bool) -> list[torch.Tensor]:
+        """What `empty` will return next, without taking it."""
+        return self._at(self._free(goes), rows, like, goes=goes)
+
+    def _at(self, place: Place, rows: Sequence[int], like: Sequence[torch.Tensor], *, goes: bool) -> list[torch.Tensor]:
+        most = self._sizes[not goes]
         found, at = [], 0
-        place.results = []
         for count, tensor in zip(rows, like, strict=True):
             nbytes = count * row_bytes(tensor)
             if at + nbytes > most:
                 raise DispatchError(f"the results of a call of `{self._name}` have {most} bytes, and these need more")
             storage = torch._C._construct_storage_from_data_pointer(place.address + at, tensor.device, nbytes)
-            place.results.append(StorageWeakRef(storage))
             found.append(tensor.new_empty(0).set_(storage, 0, *_contiguous(count, tensor)))
             at += aligned(nbytes)
-        place.is_kept = keep
         return found
 
     def has_room(self, *, goes: bool) -> bool:
