@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 tests/gpu/run_experts.py [--calls 300 --replays 60 --seed 1 --only storm]
         [--transport nvshmem]
 
-shapes     bfloat16, float16 and float32, hidden 8 to 7168, top-k 1 to 16, experts that are no power of two
+shapes     bfloat16, float16 and float32, hidden 8 to 7168, top-k 1 to 32, experts that are no power of two; each
+           also with local combine
 storm      calls of all kinds (any, no tokens, some ranks have none, all to one rank, all to one expert, most are
            dropped), GPU and host delays, no barrier in between, kernels that check; what earlier calls gave is held
 growth     memory that is too small, while rows of before are held; it is given back when they are not
@@ -130,20 +131,23 @@ def shapes(run: Run) -> None:
     for dtype, hidden, topk, share in (
         (torch.bfloat16, 7168 if run.on_gpu else 72, 8, 32),
         (torch.float16, 8, 1, 3),
-        (torch.float32, 1000, 16, 7),
+        (torch.float32, 1000, 32, 7),
         (torch.bfloat16, 4096 if run.on_gpu else 40, 6, 12),
     ):
         shape = Shape(dtype, hidden, 2, most, topk, share * run.ranks)
 
         def work(shape: Shape = shape) -> int:
-            layer, judge = run.layer(shape, capacity=run.ranks), Judge(run, shape)
-            for number, kind in enumerate(KINDS):
-                judge.call(layer, drawn(kind, shape, run.ranks, 10 * run.options.seed + number, run.device))
-            wrong = judge.count
-            layer.finalize()
+            wrong = 0
+            for local in (False, True):
+                layer = run.layer(shape, capacity=run.ranks, enable_local_combine=local)
+                judge = Judge(run, shape)
+                for number, kind in enumerate(KINDS):
+                    judge.call(layer, drawn(kind, shape, run.ranks, 10 * run.options.seed + number, run.device))
+                wrong += judge.count
+                layer.finalize()
             return wrong
 
-        run.attempt(Part("shapes", f"{dtype} x {hidden}, {topk} of {shape.num_keys}", len(KINDS)), work)
+        run.attempt(Part("shapes", f"{dtype} x {hidden}, {topk} of {shape.num_keys}", 2 * len(KINDS)), work)
 
 
 def storm(run: Run) -> None:
@@ -230,7 +234,8 @@ def graphs(run: Run) -> None:
     rank = run.rank
 
     def work() -> int:
-        layer, judge = run.layer(shape, exact=False, capacity=run.ranks, use_aot=True, results=4), Judge(run, shape)
+        given = {"exact": False, "capacity": run.ranks, "use_aot": True, "results": 4, "enable_local_combine": True}
+        layer, judge = run.layer(shape, **given), Judge(run, shape)
         static = drawn("any", shape, run.ranks, 1, run.device, [count] * run.ranks)
         factors = torch.empty(layer.a2a_ctx.capacity, 1, device=run.device)
         graph = torch.cuda.CUDAGraph()
@@ -281,32 +286,38 @@ def gradients(run: Run) -> None:
 
     def work() -> int:
         limits = ep.Limits(shape.rows, shape.keys, run.ranks * shape.rows * shape.keys, (4 * width,), 4 * width)
-        exchange = ep.Exchange(limits, shape.num_keys, device=run.device, results=3)
+        exchanges = [
+            ep.Exchange(limits, shape.num_keys, device=run.device, local_combine=local) for local in (False, True)
+        ]
         share, wrong = shape.num_keys // run.ranks, 0
-        for seed, kind in enumerate((*KINDS, *KINDS)):
+        for seed, kind in enumerate((*KINDS, *KINDS, *KINDS)):
             case = drawn(kind, shape, run.ranks, 40 + seed, run.device)
             dice = torch.Generator().manual_seed(seed)
             matrices = torch.randn(shape.num_keys, width, width, generator=dice).to(run.device) / width**0.5
             wanted = [torch.randn(one.shape, generator=dice).to(run.device) for one in case.x]
             mine = matrices[rank * share : (rank + 1) * share].clone().requires_grad_()
             x, weight = (part[rank].clone().requires_grad_() for part in (case.x, case.weights))
-            at_home = seed % 2 == 0
+            at_home, exchange = seed % 3 == 0, exchanges[seed % 3 == 2]
             there = ep.dispatch(exchange, x, case.keys[rank], None if at_home else weight)
             ends = there.offsets.tolist()
             made = torch.cat(
                 [torch.tanh(there.rows[a:b] @ one) for a, b, one in zip([0, *ends], ends, mine, strict=False)]
             )
-            made = made if at_home else made * there.weights[: len(made), None]
-            home = ep.combine(exchange, made, there.handle, weight if at_home else None)
+            if exchange.local_combine:
+                home = ep.combine(exchange, made, there.handle, there.weights[: len(made)])
+            else:
+                made = made if at_home else made * there.weights[: len(made), None]
+                home = ep.combine(exchange, made, there.handle, weight if at_home else None)
             home.backward(wanted[rank])
             of_x, of_weight, of_matrices = alone(case, matrices, wanted)
             pairs = ((x, of_x), (weight, of_weight), (mine, of_matrices[rank * share : (rank + 1) * share]))
             for one, other in pairs:
                 wrong += int(not torch.allclose(one.grad.double(), other, rtol=1e-3, atol=1e-3))
-        exchange.release()
+        for exchange in exchanges:
+            exchange.release()
         return wrong
 
-    run.attempt(Part("gradients", "of tokens, weights and experts", 2 * len(KINDS)), work)
+    run.attempt(Part("gradients", "of tokens, weights and experts", 3 * len(KINDS)), work)
 
 
 def barriers(run: Run) -> None:
