@@ -22,6 +22,7 @@ from commdsl import compiler
 from commdsl.build import host_run, nvrtc
 from commdsl.build.emit import defines, emit
 from commdsl.checks import check_plan
+from commdsl.commands.dumps import plan_text
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import CommError, InternalError
 from commdsl.machine.config import from_environment
@@ -127,6 +128,15 @@ def test_proved(name: str, ranks: int, params: dict[str, int]) -> None:
         for launch in launches(found.visits):  # type: ignore[arg-type] # as above
             assert not {*launch.reads} & {*launch.writes}
             assert launch.moves.protocol is not Protocol.ENGINE or not launch.moves.has_reduction
+
+
+def test_what_is_printed() -> None:
+    """A Plan says what lies in symmetric memory, which tensors land, and which operations the compiler added."""
+    text = plan_text(compiled("attention_ring", 2, {}).visits)  # type: ignore[arg-type] # it has visits
+    assert "in symmetric memory besides: k 1, v 1" in text
+    assert "tensor 1 k: write, 2 blocks cut into 1, lands" in text
+    assert "hold k[0] @ 0  piece 0/1  barrier" in text
+    assert (text.count("[opens]"), text.count("[takes]")) == (8, 8)
 
 
 def test_the_word_changes_nothing_else() -> None:
@@ -346,6 +356,8 @@ from thread_ranks import in_group  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - as above
 from commdsl import attention  # noqa: E402 - as above
+from commdsl.attention import machines, run  # noqa: E402 - as above
+from commdsl.attention.arguments import Asked  # noqa: E402 - as above
 
 
 def bits(schedule: str, tune: dict[str, Any], ranks: int, causal: bool) -> list[Any]:
@@ -379,6 +391,22 @@ def test_the_same_bits(schedule: str, ranks: int, causal: bool, tune: dict[str, 
     for one, other in zip(cells, place, strict=True):
         for wanted, found in zip(one, other, strict=True):
             assert torch.equal(wanted, found)
+
+
+@pytest.mark.parametrize(("tune", "wanted"), [
+    ("", {"protocol": "engine"}), ("landing=place", {"protocol": "engine", "landing": "place"}), ("sms=8", {"sms": 8}),
+])  # fmt: skip
+def test_where_it_lands_goes_with_what_carries_it(
+    monkeypatch: pytest.MonkeyPatch, tune: str, wanted: dict[str, Any]
+) -> None:
+    """A call that says where visitors land has them carried as is chosen; one that says how has it as it says."""
+
+    def body(rank: int, group: str) -> Any:
+        asked = Asked(group, "auto", tune, "zigzag", 65536, None, 0, None, "BSND", "auto")
+        return run._schedule(asked, (65536,), 4, (1, 32, 8, 128), torch.bfloat16, torch.device("cpu")).tune
+
+    monkeypatch.setattr(run, "of_device", lambda *_: machines.of_device("NVIDIA H200", (0,) * 4))
+    assert in_group(4, body) == [wanted] * 4
 
 
 def landed(group: str) -> list[int]:

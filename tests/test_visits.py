@@ -228,12 +228,13 @@ def test_mutants(name: str, ranks: int) -> None:
     assert kept <= 3 * len(plan.phases)
 
 
-@pytest.mark.parametrize(("name", "ranks", "params"), [
-    ("attention_ring_backward", 3, {}), ("attention_double_ring", 6, {"m": 3}),
+@pytest.mark.parametrize(("name", "ranks", "params", "landing"), [
+    ("attention_ring_backward", 3, {}, "cells"), ("attention_double_ring", 6, {"m": 3}, "cells"),
+    ("attention_double_ring", 6, {"m": 3}, "place"),
 ])  # fmt: skip
-def test_mutants_of_attention(name: str, ranks: int, params: dict[str, int]) -> None:
+def test_mutants_of_attention(name: str, ranks: int, params: dict[str, int], landing: str) -> None:
     """The same of sums that travel behind what they are about, and of what is written piece by piece where it is."""
-    found = compiler.check(FOLDER / f"{name}.comm", ranks=ranks, params=params)
+    found = compiler.check(FOLDER / f"{name}.comm", ranks=ranks, params=params, tune={"landing": landing})
     assert found.visits is not None
     refused = [words for words, mutant in mutants(found.visits) if codes(found.schedule, mutant)]
     assert len(refused) >= 100

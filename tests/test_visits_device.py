@@ -161,6 +161,33 @@ def test_capture_needs_a_first_call(gpu: FakeGpu) -> None:
     run(gpu, body)
 
 
+def test_a_graph_keeps_where_it_lands(gpu: FakeGpu) -> None:
+    """A larger call cannot make room inside a capture; outside it does, and what a graph puts to stays where it is."""
+    op = commdsl.load("rotation_ring", ranks=RANKS, tune={"landing": "place"})
+
+    def landed(group: str) -> list[int]:
+        return [one.nbytes for one in commdsl.memory_summary().held if (one.group, one.op) == (group, "landing")]
+
+    def body(rank: int, group: str) -> None:
+        here = Rank(gpu, op, rank, group)
+        here.call()
+        op.visit(torch.zeros(100), lambda number, kv: None, group=group)
+        assert len(landed(group)) == 1
+        with gpu.capturing(2 + rank), pytest.raises(CaptureError, match="no workspace yet"):
+            op.visit(torch.zeros(1 << 20), lambda number, kv: None, group=group)
+        with gpu.capturing(2 + rank):
+            here.call()
+        op.visit(torch.zeros(1 << 20), lambda number, kv: None, group=group)
+        assert len(landed(group)) == 2
+        op.visit(torch.zeros(1 << 21), lambda number, kv: None, group=group)
+        assert len(landed(group)) == 2
+        here.call()
+        op.release(group)
+        assert landed(group) == []
+
+    run(gpu, body)
+
+
 def test_raising_in_a_capture_joins_the_streams(gpu: FakeGpu) -> None:
     """What the function raises comes through, and the stream beside the caller's is joined before."""
     op = commdsl.load("rotation_ring", ranks=RANKS)

@@ -141,7 +141,9 @@ def _schedule(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Way:
-    """The one that was asked for, or is chosen, with how it is tuned; what the call tunes stands in place of that."""
+    """The one that was asked for, or is chosen, with how it is tuned; what the call tunes stands in place of that, but
+    for where visitors land, which goes with whatever carries them.
+    """
     tuned = read_tuning(asked.tune)
     if ranks == 1 or asked.schedule not in AUTOS:
         return ways.read(asked.schedule, tuned, tuned)
@@ -163,4 +165,5 @@ def _schedule(
     _LOGGER.debug("attention over %d tokens on %d ranks runs %s", sum(lengths), ranks, found)
     # How far a window reaches follows from the lengths themselves (`ways.fitted`).
     params = tuple((name, value) for name, value in found.params if name not in ways.REACH)
-    return Way(found.schedule, params, tuned or dict(found.tune), tuned or dict(found.tune_backward))
+    chosen = (dict(found.tune) | tuned, dict(found.tune_backward) | tuned)
+    return Way(found.schedule, params, *(chosen if {*tuned} <= {"landing"} else (tuned, tuned)))

@@ -27,7 +27,7 @@ from commdsl.program.phases import Each, FinishBack, Push, PushBack, Touch
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
-from commdsl.program.visited import kept_by, plan_of, segments, started
+from commdsl.program.visited import kept_by, landing, plan_of, segments, started
 
 
 def syntax_text(files: tuple[File, ...]) -> str:
@@ -215,6 +215,8 @@ def visited_lines(plan: Plan) -> Iterator[str]:
     """What is started, in order, with what it waits for of the other stream; then each launch as a Plan of its own."""
     yield f"plan {plan.name} for {plan.num_ranks} ranks on {plan.topology}, with visits"
     yield f"symmetric {plan.symmetric_bytes} bytes per rank; copy 0 of a buffer is the caller's, others are of the call"
+    lands = ", ".join(f"{kept.name} {kept.copy}" for kept in landing(plan))
+    yield from (f"in symmetric memory besides: {lands}",) if lands else ()
     yield from unit_lines(plan)
     yield from (between(phase, number) for number, phase in started(plan))
     for moves in segments(plan):

@@ -230,8 +230,8 @@ class Communicator(Meeting, ABC):
         return made
 
     def region(self, name: str, nbytes: int, seconds: float | None) -> Region:
-        """Symmetric memory for a call of that op, which it has to itself; collective where there is not enough. Raises
-        as `workspace`.
+        """Symmetric memory for a call of that op, which it takes; collective where there is not enough. Raises as
+        `workspace`.
         """
         self.refuse_if_broken()
         with self.lock:
@@ -241,7 +241,12 @@ class Communicator(Meeting, ABC):
                 extent = Extent.whole(name, nbytes)
                 return self._set_up(name, mine, extent, lambda *of: Region(of[0], self.rank, of[1], nbytes), seconds)
 
-            return self.regions.find(name, nbytes) or self.regions.grow(make, self.finish)
+            found = self.regions.find(name, nbytes)
+            if found is None:
+                self.refuse_setup(name)
+                found = self.regions.grow(make, self.finish)
+            found.is_taken = True
+            return found
 
     def fail(self, error: BaseException, what: str = "a call") -> None:
         """After a time-out the heap holds half a call: nothing runs until all ranks have reset."""

@@ -37,6 +37,7 @@ class Region:
         self.is_taken = False
         self.last: Any = None  # the end of the call that had it last, as `Streams` marks it
         self._rank = rank
+        self._streams: Streams | None = None  # of the call that has it
 
     @property
     def addresses(self) -> Sequence[int]:
@@ -49,14 +50,17 @@ class Region:
         return self.heap.addresses[self._rank]
 
     def enter(self, streams: Streams) -> None:
-        """A call begins: behind the one before."""
-        self.is_taken = True
+        """The call that took it begins: behind the one before."""
+        self._streams = streams
         self.is_kept |= streams.follow(self.last)
 
-    def leave(self, streams: Streams) -> None:
-        """It ends."""
-        self.last = streams.end()
-        self.is_taken = False
+    def leave(self) -> None:
+        """It ends, or has not begun."""
+        streams, self._streams = self._streams, None
+        try:
+            self.last = self.last if streams is None else streams.end()
+        finally:
+            self.is_taken = False
 
 
 class Landed:

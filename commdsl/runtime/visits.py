@@ -9,8 +9,9 @@ join before any of them is given back to it. Those that peers put to lie in symm
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeAlias, assert_never
 
@@ -97,22 +98,18 @@ class Visiting:
         """Starts everything, calls the functions, and returns the results, or the last so many of them."""
         self._communicator.refuse_if_broken()
         self._communicator.check()
-        region = self._region()
-        held = {kept: inputs[0].new_empty(shape, dtype=dtype) for kept, shape, dtype in self._own}
-        held |= self._landed.tensors(region, inputs[0])
-        for kept, number in self._given:
-            held[kept] = inputs[number]
-        streams = self._communicator.streams()
-        if timing is not None:
-            waits = [phase.after for phase in self._plan.phases if isinstance(phase, Visit)]
-            streams, functions = timing.over(streams, functions, waits)
-        if region is not None:
-            region.enter(streams)
-        try:
-            failure, results = self._run(streams, functions, held, () if region is None else region.addresses, last)
-        finally:
+        with self._region() as region:
+            streams = self._communicator.streams()
+            if timing is not None:
+                waits = [phase.after for phase in self._plan.phases if isinstance(phase, Visit)]
+                streams, functions = timing.over(streams, functions, waits)
             if region is not None:
-                region.leave(streams)
+                region.enter(streams)
+            held = {kept: inputs[0].new_empty(shape, dtype=dtype) for kept, shape, dtype in self._own}
+            held |= self._landed.tensors(region, inputs[0])
+            for kept, number in self._given:
+                held[kept] = inputs[number]
+            failure, results = self._run(streams, functions, held, () if region is None else region.addresses, last)
         if failure is not None:
             try:
                 raise failure
@@ -120,11 +117,17 @@ class Visiting:
                 del failure  # as in Communicator.check: its traceback holds this frame, and with it tensors
         return results[0] if len(results) == 1 else results
 
-    def _region(self) -> Region | None:
+    @contextlib.contextmanager
+    def _region(self) -> Iterator[Region | None]:
         """Where what lands is in this call; None where nothing does."""
         if not self._landed.nbytes:
-            return None
-        return self._communicator.region(self._name, self._landed.nbytes, self._seconds)
+            yield None
+            return
+        region = self._communicator.region(self._name, self._landed.nbytes, self._seconds)
+        try:
+            yield region
+        finally:
+            region.leave()
 
     def _run(
         self,
