@@ -1,0 +1,156 @@
+"""Turns the text of a way back from keys into a library whose warps have 32 threads, as on the GPU, on the processor.
+
+What differs from the host build: threads of warps and blocks are threads with barriers, runs of bytes are moved by the
+GPU's headers, and words of them only where they are aligned. So what only a GPU runs, who asks whom in a warp and which
+words of a row a thread has, is run here. Assumes a Plan of what comes back. Nothing waits for another rank: one body of
+a phase is run, rank after rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from commdsl.build import host
+from commdsl.build.calls import BACK
+from commdsl.build.emit import emit
+from commdsl.build.headers import include_dir
+from commdsl.machine.config import from_environment
+from commdsl.program.plan import Plan
+
+THREADS = 64  # two warps
+
+NARROW = (
+    "COMMDSL_FN u32 thread() { return 0; }\n",
+    "COMMDSL_FN u32 num_threads() { return 1; }\n",
+    "COMMDSL_FN u32 warp() { return 0; }\n",
+    "COMMDSL_FN constexpr u32 num_warps() { return 1; }\n",
+    "COMMDSL_FN u32 thread_of_warp() { return 0; }\n",
+    "constexpr u32 kWarp = 1;\n",
+    "COMMDSL_FN void warp_barrier() {}\n",
+    "struct Equals {\n  u32 before, count;\n};\n",
+    "COMMDSL_FN Equals among_equals(u32) { return {0, 1}; }\n",
+    "COMMDSL_FN void block_barrier() {}\n",
+)
+"""What the host's vocabulary says of a warp."""
+
+WIDE = """
+inline thread_local u32 own_thread = 0;
+COMMDSL_FN u32 thread() { return own_thread; }
+COMMDSL_FN constexpr u32 num_threads() { return COMMDSL_THREADS; }
+COMMDSL_FN u32 warp() { return own_thread / 32; }
+COMMDSL_FN constexpr u32 num_warps() { return COMMDSL_THREADS / 32; }
+COMMDSL_FN u32 thread_of_warp() { return own_thread % 32; }
+constexpr u32 kWarp = 32;
+struct WideWarp {
+  pthread_barrier_t barrier;
+  u32 value[32];
+};
+inline WideWarp wide_warps[COMMDSL_THREADS / 32];
+inline pthread_barrier_t wide_block;
+COMMDSL_FN void warp_barrier() { pthread_barrier_wait(&wide_warps[warp()].barrier); }
+struct Equals {
+  u32 before, count;
+};
+COMMDSL_FN Equals among_equals(u32 value) {
+  WideWarp& own = wide_warps[warp()];
+  own.value[thread_of_warp()] = value;
+  warp_barrier();
+  Equals found{0, 0};
+  for (u32 other = 0; other < 32; ++other) {
+    if (own.value[other] != value) continue;
+    ++found.count;
+    if (other < thread_of_warp()) ++found.before;
+  }
+  warp_barrier();
+  return found;
+}
+COMMDSL_FN void block_barrier() { pthread_barrier_wait(&wide_block); }
+COMMDSL_FN u32 __funnelshift_r(u32 low, u32 high, u32 bits) {
+  return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> (bits & 31));
+}
+COMMDSL_FN bool block_any(bool value)"""
+
+ENTRY = """
+#undef COMMDSL_KERNEL
+#define COMMDSL_KERNEL(name, plan)                                                                         \\
+  static commdsl::Returning<plan> wide_known;                                                              \\
+  struct WideThread {                                                                                      \\
+    const plan::Args* args;                                                                                \\
+    int phase;                                                                                             \\
+    unsigned number;                                                                                       \\
+  };                                                                                                       \\
+  static void* wide_thread(void* given) {                                                                  \\
+    const WideThread& own = *static_cast<WideThread*>(given);                                              \\
+    commdsl::own_thread = own.number;                                                                      \\
+    for (commdsl::i32 lane = 0; lane < own.args->active_lanes; ++lane) {                                   \\
+      const commdsl::Call<plan> here{*own.args, lane, 1, nullptr};                                         \\
+      if (own.phase == 0) commdsl::prepare(here, wide_known), commdsl::push_WAY(here, wide_known);         \\
+      if (own.phase == 1) commdsl::finish_WAY(here, wide_known);                                           \\
+      commdsl::block_barrier();                                                                            \\
+    }                                                                                                      \\
+    return nullptr;                                                                                        \\
+  }                                                                                                        \\
+  extern "C" int wide_run(const plan::Args* args, int phase) {                                             \\
+    for (auto& one : commdsl::wide_warps) pthread_barrier_init(&one.barrier, nullptr, 32);                 \\
+    pthread_barrier_init(&commdsl::wide_block, nullptr, COMMDSL_THREADS);                                  \\
+    pthread_t threads[COMMDSL_THREADS];                                                                    \\
+    WideThread jobs[COMMDSL_THREADS];                                                                      \\
+    for (unsigned at = 0; at < COMMDSL_THREADS; ++at) {                                                    \\
+      jobs[at] = {args, phase, at};                                                                        \\
+      pthread_create(&threads[at], nullptr, wide_thread, &jobs[at]);                                       \\
+    }                                                                                                      \\
+    for (auto& one : threads) pthread_join(one, nullptr);                                                  \\
+    return wide_known.bad == 0 && wide_known.apart == 0;                                                   \\
+  }
+"""
+
+
+def headers(folder: Path, way: str) -> Path:
+    """A folder in which the GPU's vocabulary is the host's with wide warps."""
+    root = folder / way
+    shutil.copytree(include_dir(), root)
+    text = (root / "commdsl" / "host.hpp").read_text("utf-8")
+    for line in NARROW:
+        assert line in text, line
+        text = text.replace(line, "")
+    assert text.count("COMMDSL_FN bool block_any(bool value)") == 1
+    text = text.replace("COMMDSL_FN bool block_any(bool value)", WIDE)
+    for word in ("&word, p, sizeof(Word)", "p, &word, sizeof(Word)"):  # the GPU faults where a word is not aligned
+        at = f"{{ memcpy({word}); }}"
+        assert at in text, at
+        text = text.replace(at, f"{{ if (reinterpret_cast<u64>(p) % sizeof(Word) != 0) abort(); memcpy({word}); }}")
+    text, count = re.subn(
+        r"COMMDSL_FN void add_shared\((u\d+)\* word, u\d+ value\) \{[^}]*\}",
+        r"COMMDSL_FN void add_shared(\1* word, \1 value) { __atomic_fetch_add(word, value, __ATOMIC_RELAXED); }",
+        text,
+    )
+    assert count == 2
+    (root / "commdsl" / "device.cuh").write_text(text + ENTRY.replace("WAY", way), "utf-8")
+    return root
+
+
+def built(plan: Plan, dtype: str, folder: Path) -> Callable[[bytes, int], bool]:
+    """The two bodies of a way back, 0 and 1, of a rank whose arguments are given; whether none was refused."""
+    way = BACK[plan.push_back.each]
+    text = re.sub(r"(#define COMMDSL_THREADS) \d+", rf"\1 {THREADS}", emit(plan).text)
+    name = hashlib.sha256(f"{text} {dtype}".encode()).hexdigest()[:16]
+    source, made = folder / f"{name}.cpp", folder / f"{name}.so"
+    source.write_text(text, "utf-8")
+    root = folder / way if (folder / way).exists() else headers(folder, way)
+    macros = ["-D__CUDACC__", *([f"-DCOMMDSL_DTYPE={dtype}"] if dtype else [])]
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-pthread", *macros, f"-I{root}"]
+    compiler = host.find_compiler(from_environment()).command
+    subprocess.run([*compiler, *flags, str(source), "-o", str(made)], check=True)
+    library = ctypes.CDLL(str(made))
+
+    def run(arguments: bytes, phase: int) -> bool:
+        held = ctypes.create_string_buffer(arguments, len(arguments))
+        return bool(library.wide_run(held, phase))
+
+    return run
