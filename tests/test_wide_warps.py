@@ -79,10 +79,9 @@ def ran(plan: Plan, body: Body, case: Case, way: CallBack, law: list[Array], shi
     [
         ("ranks weighed", "bfloat16", 8 * 32 * 9 + 8, 0),  # of whole words, more than a warp takes at once
         ("ranks weighed", "bfloat16", 1027, 0),  # of an odd number of halves
-        ("ranks", "float16", 6, 0),
         ("ranks", "float32", 5, 4),
         ("keys weighed", "bfloat16", 72, 2),
-        ("keys", "float32", 4 * 32 * 5, 0),
+        ("keys", "float16", 8 * 32 * 5, 0),
         ("values", "float32", 1, 0),
     ],
 )
