@@ -232,6 +232,44 @@ def test_buffers() -> None:
     in_group(2, work)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("local", [False, True], ids=["", "local"])
+def test_memory(local: bool, gradients: bool) -> None:
+    """Symmetric memory of a rank is what the README says, and all of it comes back."""
+    ranks, tokens, topk, width, room, results = 2, 100, 6, 2 * 1024, 1200, 3
+
+    def work(rank: int, group: str) -> tuple[int, int]:
+        def held() -> int:
+            return sum(one.nbytes for one in commdsl.memory_summary().held if one.group == group)
+
+        empty = held()
+        layer = ep.EPAll2AllLayer(
+            group,
+            max_tokens=tokens,
+            hidden=1024,
+            topk=topk,
+            rank=rank,
+            num_tot_experts=8,
+            local_world_size=ranks,
+            world_size=ranks,
+            enable_local_combine=local,
+            device="cpu",
+            gradients=gradients,
+            results=results,
+        )
+        assert layer.a2a_ctx.capacity == room
+        whole = held() - empty
+        layer.finalize()
+        return whole, held() - empty
+
+    there = results * room * (width + 4 * topk + 12)
+    again = results * room * width if gradients else 0
+    back = tokens * min(ranks if local else topk, topk) * width + 8 * tokens * topk
+    for whole, left in in_group(ranks, work):
+        assert there + again + back <= whole < there + again + back + (64 << 10)
+        assert left <= 4096  # where ranks tell each other of calls: the group's own
+
+
 def test_any_number_may_be_held() -> None:
     """Rows of more calls than there is memory for are copied out of it; each is what it was."""
     cases = [Case.drawn("any", 2, 4, 2, 8, torch.float32, seed) for seed in range(5)]
@@ -474,6 +512,8 @@ def test_refused() -> None:
     layer.finalize()
     with pytest.raises(DispatchError, match="was released"):
         layer.dispatch(TOKENS, CHOSEN)
+    with pytest.raises(commdsl.CommError, match="132 SMs"):
+        layer_of(case, 0, name, num_sm=133)
 
 
 @pytest.mark.parametrize(

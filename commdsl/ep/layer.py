@@ -78,7 +78,7 @@ class EPAll2AllLayer(torch.nn.Module):
         capture it, and more rows than that are reported behind it (KeysError, C963). The rest as for `Exchange`.
 
         Raises DispatchError (C961) and TensorError (C951) for what no layer can have, AgreementError (C964) where ranks
-        differ, DeviceError (C954) for more SMs than there are.
+        differ, CommError (C505) for more SMs than there are.
         """
         super().__init__()
         self.ep_config = EPConfig(
