@@ -10,7 +10,7 @@ import pytest
 from host_keys import going, kernel
 from test_keys import KINDS, drawn, equal, instead, is_refused, moved, rank_of, without
 
-from commdsl.build.host_keys import Arrived, KeysCall, there
+from commdsl.build.host_keys import Array, Arrived, CallAgain, KeysCall, again, there
 from commdsl.build.host_ranks import DataRaceError, RowsError, Running
 from commdsl.checks import check_carried, check_routed
 from commdsl.compiler import CheckedDispatch
@@ -170,6 +170,53 @@ def test_silent(often: str) -> None:
         assert not differs(mine, theirs, often)
 
 
+# --- again ------------------------------------------------------------------------------------------------------------
+
+
+def agains(of: CheckedDispatch, calls: Sequence[KeysCall], aligned: int, columns: int = 7) -> list[CallAgain]:
+    """Other rows of the same routings, of random bytes in pairs."""
+    dice = np.random.default_rng(9)
+    return [
+        CallAgain(
+            call,
+            wanted(of, call, aligned),
+            [dice.integers(0, 2**16, (len(keys), columns), dtype=np.uint16) for keys in call.keys],
+        )
+        for call in calls
+    ]
+
+
+def check_again(found: Sequence[Sequence[Array]], of: CheckedDispatch, ways: Sequence[CallAgain], aligned: int) -> None:
+    for ran, one in zip(found, ways, strict=True):
+        other = replace(one.call, tensors=(one.rows,))
+        for mine, theirs in zip(ran, wanted(of, other, aligned), strict=True):
+            own = np.ones(len(theirs.index), np.bool_)
+            if of.plan.push_by_key.often is Often.INDEX:
+                own = (theirs.index == np.arange(len(own))) | (theirs.index < 0)
+            assert equal(mine[own], theirs.rows[0][own])
+
+
+@pytest.mark.parametrize("often", FORMS, ids=lambda often: often[-8:] or "each")
+def test_again(often: str) -> None:
+    """Other rows go to the same places, bit for bit, with rows of zeros in between; far ranks as well."""
+    for transport in Transport:
+        of = going(3, 9, often, 4, transport=transport)
+        assert check_routed(of.again) == check_carried(of.dispatch, of.again) == ()
+        calls = [call_of(kind, 3, 9, 5, at, 4) for at, kind in enumerate(KINDS)]
+        ways = agains(of, calls, 4)
+        running = Running(timeout=20.0, max_delay=0.0003, nodes=(0, 1, 1) if transport is Transport.NVSHMEM else ())
+        check_again(again(kernel(of.again), ways, running), of, ways, 4)
+
+
+@pytest.mark.parametrize("often", FORMS, ids=lambda often: often[-8:] or "each")
+def test_again_is_silent(often: str) -> None:
+    """ThreadSanitizer sees no race, though what comes of many calls lies in one place."""
+    of, calls = going(3, 6, often, 4), reused(3, 5)
+    ways = agains(of, calls, 4)
+    found = again(kernel(of.again, sanitize=True), ways, Running(timeout=20.0, max_delay=0.003))
+    check_again(found[-1:], of, ways[-1:], 4)
+
+
 # --- reported ---------------------------------------------------------------------------------------------------------
 
 
@@ -251,5 +298,45 @@ def test_a_mistake_is_refused_and_seen(what: str) -> None:
 )
 def test_not_legal(plan: Plan, law: str) -> None:
     """What a Plan that goes once per rank has to be is refused where it is not."""
+    with pytest.raises(InternalError, match=law):
+        verify(plan)
+
+
+AGAIN = going(2, 4, aligned=2).again
+(_, A_ADDRESSES, A_ENTERED, A_PUSH, _, A_DONE, A_ALL_DONE, _, _, A_COMPLETE, A_LEARNED, A_FILL) = AGAIN.comm.phases
+
+MISTAKES_AGAIN = {
+    "entering the call before will do": instead(AGAIN, A_ENTERED, calls_back=1),
+    "rows go before the peer has entered": moved(AGAIN, A_PUSH, before=A_ENTERED),
+    "a lane tells before it pushes": moved(AGAIN, A_DONE, before=A_PUSH),
+    "the others do not await the first lane": without(AGAIN, A_LEARNED),
+    "rows are copied before they have come": moved(AGAIN, A_FILL, before=A_ALL_DONE),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES_AGAIN)
+def test_a_mistake_of_again_is_refused_and_seen(what: str) -> None:
+    """As above, for rows whose places are known."""
+    plan, of = MISTAKES_AGAIN[what], going(2, 4, aligned=2)
+    assert is_refused(plan)
+    ways = agains(of, reused(2, 1), 2, columns=300)
+    with pytest.raises(DataRaceError):
+        again(kernel(plan, sanitize=True, checks=False), ways, Running(timeout=2.0, max_delay=0.002))
+
+
+@pytest.mark.parametrize(
+    ("plan", "law"),
+    [
+        (without(AGAIN, A_FILL), "filled by 0 phases, expected 1"),
+        (instead(AGAIN, A_PUSH, often=Often.EACH), "filled by 1 phases, expected 0"),
+        (instead(AGAIN, A_PUSH, aligned=1025), "aligned to 1025"),
+        (instead(AGAIN, A_PUSH, positions=(0, 1, 2, 2)), "two keys have one position"),
+        (instead(AGAIN, A_PUSH, places=A_PUSH.offsets), "are one"),
+        (instead(AGAIN, A_PUSH, to=A_PUSH.given), "there when they come"),
+        (instead(AGAIN, A_FILL, mates=A_PUSH.origins), "their own origins and mates"),
+    ],
+)
+def test_again_is_not_legal(plan: Plan, law: str) -> None:
+    """What a Plan of rows that go again has to be is refused where it is not."""
     with pytest.raises(InternalError, match=law):
         verify(plan)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from commdsl.build.host_ranks import Kernel, Running, Seats, Values, run_ranks, seats
 from commdsl.program.arguments import is_staged
-from commdsl.program.phases import Each
+from commdsl.program.phases import Each, FillByKey
 from commdsl.program.plan import Plan
 
 LINE = 256
@@ -150,6 +150,64 @@ def _numbers(data: NDArray[np.uint8], at: int, kind: type[np.generic], *shape: i
     size = int(np.prod(shape)) * np.dtype(kind).itemsize
     found: Array = data[at : at + size].copy().view(kind).reshape(shape)
     return found
+
+
+class Left(Held, Protocol):
+    """What a call there left, as the way there again needs it."""
+
+    @property
+    def counts(self) -> NDArray[np.int32]: ...
+
+    @property
+    def places(self) -> NDArray[np.int32]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class CallAgain:
+    """The way there of other rows of a call: what that left, by rank, and the rows."""
+
+    call: KeysCall
+    left: Sequence[Left]
+    rows: Sequence[Array]
+
+
+def again(made: Kernel, calls: Sequence[CallAgain], running: Running | None = None) -> list[list[Array]]:
+    """By call and rank what came, with as many rows as the offsets say. Calls of one slot have one place for it."""
+    ranks = range(made.plan.num_ranks)
+    where, held = seats(made.plan, made.plan.symmetric_bytes), dict[int, list[int]]()
+    places = []
+    for number, one in enumerate(calls):
+        slot, size = -1 - number if one.call.slot is None else one.call.slot, one.call.room * _width(one.rows)
+        if slot not in held:
+            held[slot] = [where.room.poisoned(size, f"result of rank {rank}", shift=2 * rank + 6) for rank in ranks]
+        places.append(held[slot])
+    values = [
+        [_again(where, one, rank, at[rank], made.plan) for rank in ranks] for one, at in zip(calls, places, strict=True)
+    ]
+    data = run_ranks(made, where, values, running or Running())
+    return [
+        [_rows(data, at[rank], int(one.left[rank].offsets[-1]), one.rows[0]) for rank in ranks]
+        for one, at in zip(calls, places, strict=True)
+    ]
+
+
+def _again(where: Seats, one: CallAgain, rank: int, result: int, plan: Plan) -> dict[str, int | Sequence[int]]:
+    left, keys = one.left[rank], one.call.keys[rank]
+    known: dict[str, Array] = {"counts": left.counts, "offsets": left.offsets, "places": left.places}
+    if any(isinstance(phase, FillByKey) for phase in plan.comm.phases):
+        known["mates"] = left.mates
+    return {
+        "inputs": [_put(where, one.rows[rank], f"rows of rank {rank}", 2 * rank)],
+        "row_bytes": [_width(one.rows)],
+        "outputs": [result],
+        "room": one.call.room,
+        "origins": _put(where, left.origins, f"origins of rank {rank}", 0),
+        **{name: _put(where, array, f"{name} of rank {rank}", 4) for name, array in known.items()},
+        "keys": _put(where, keys, f"keys of rank {rank}", 4),
+        "num_rows": keys.shape[0],
+        "keys_a_row": keys.shape[1],
+        "active_lanes": one.call.lanes[rank],
+    }
 
 
 @dataclass(frozen=True, eq=False)

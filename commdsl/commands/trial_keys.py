@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.build import host, host_keys, host_rows
-from commdsl.build.host_keys import Array, Arrived, CallBack, KeysCall
+from commdsl.build.host_keys import Array, Arrived, CallAgain, CallBack, KeysCall
 from commdsl.build.host_ranks import DataRaceError, RowsError
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.budget import refuse_large
@@ -22,7 +22,7 @@ from commdsl.commands.trial import COPIES, SEED, Settings, Trial, make_array
 from commdsl.compiler import CompiledDispatch
 from commdsl.ep import simulate
 from commdsl.ep.simulate import Received
-from commdsl.ir.dispatches import ByKey
+from commdsl.ir.dispatches import ByKey, Often
 from commdsl.language.records import dataclass
 from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import DType
@@ -65,7 +65,7 @@ def trial_keys(compiled: CompiledDispatch, route: ByKey, dtype: DType, width: in
     refuse_large(4 * COPIES * drawn * width, width, compiled.dispatch.num_ranks)
     dice = np.random.default_rng(SEED)
     calls = [_call(compiled, route, kind, dtype, width, dice) for kind in KINDS]
-    expected = [simulate.dispatch(call.keys, call.tensors, route.rank_of) for call in calls]
+    expected = [simulate.dispatch(call.keys, call.tensors, route.rank_of, call.values, route.aligned) for call in calls]
     back = compiled.dispatch.back
     weighs = back is not None and back.weight is not None and not back.once
     backs = [_back(call, held, dtype, width, weighs, dice) for call, held in zip(calls, expected, strict=True)]
@@ -83,8 +83,12 @@ def _call(
     drawn = [KINDS[kind](dice.integers(0, route.num_keys + 1, (count, a_row)), route.num_keys) for count in rows]
     keys = [one.astype(np.int32) for one in drawn]
     tensors = [[_rows(dice, dtype, len(one), width) for one in keys] for _ in compiled.dispatch.tensors]
+    values = None
+    if route.value is not None:
+        values = [dice.standard_normal(one.shape).astype(np.float32) for one in keys]
     lanes = (min(HOST_LANES, compiled.plan.comm.lanes),) * ranks
-    return KeysCall(keys, tensors, lanes, max(sum(one.size for one in keys), 1))
+    room = sum(one.size for one in keys) + route.num_keys // ranks * (route.aligned - 1)
+    return KeysCall(keys, tensors, lanes, max(room, 1), values=values)
 
 
 def _back(
@@ -119,7 +123,11 @@ def _ran(
     compared, fault = 0, ""
     try:
         kernel = host_rows.checking(compiled.plan, mode=settings.mode, sanitize=settings.sanitize)
-        compared, fault = compare_there(host_keys.there(kernel, calls), expected)
+        compared, fault = compare_there(host_keys.there(kernel, calls), expected, route.often)
+        if compiled.again is not None and not fault:
+            kernel = host_rows.checking(compiled.again, mode=settings.mode, sanitize=settings.sanitize)
+            more, fault = compare_again(host_keys.again(kernel, _agains(calls, expected)), expected, route.often)
+            compared += more
         numbers = [_numbers(one) for one in backs]
         for plan, ways, of in ((compiled.back, backs, dtype.name), (compiled.values, numbers, "")):
             if plan is not None and not fault:
@@ -136,7 +144,36 @@ def _ran(
     return Trial(0, name, "", compared, fault, time.perf_counter() - start)
 
 
-def compare_there(found: Sequence[Sequence[Arrived]], expected: Sequence[Sequence[Received]]) -> tuple[int, str]:
+def _agains(calls: Sequence[KeysCall], expected: Sequence[Sequence[Received]]) -> list[CallAgain]:
+    """The last tensor once more."""
+    return [CallAgain(call, held, call.tensors[-1]) for call, held in zip(calls, expected, strict=True)]
+
+
+def with_rows(held: Received, often: Often) -> NDArray[np.bool_]:
+    """The places whose rows are theirs: by index a row is at one of its places, and at the others is nobody's."""
+    if often is not Often.INDEX:
+        return np.ones(len(held.index), np.bool_)
+    own: NDArray[np.bool_] = (held.index == np.arange(len(held.index))) | (held.index < 0)
+    return own
+
+
+def compare_again(
+    found: Sequence[Sequence[Array]], expected: Sequence[Sequence[Received]], often: Often
+) -> tuple[int, str]:
+    """As `compare_there`, for rows that went again."""
+    compared = 0
+    for kind, got, wanted in zip(KINDS, found, expected, strict=True):
+        for rank, (have, held) in enumerate(zip(got, wanted, strict=True)):
+            places, want = with_rows(held, often), held.rows[-1]
+            compared += want.nbytes
+            if have.shape != want.shape or have[places].tobytes() != want[places].tobytes():
+                return compared, f"rows on rank {rank}, there again by {kind}, differ from the simulation"
+    return compared, ""
+
+
+def compare_there(
+    found: Sequence[Sequence[Arrived]], expected: Sequence[Sequence[Received]], often: Often
+) -> tuple[int, str]:
     """The bytes compared, and the first difference in words."""
     compared = 0
     for kind, got, wanted in zip(KINDS, found, expected, strict=True):
@@ -147,8 +184,16 @@ def compare_there(found: Sequence[Sequence[Arrived]], expected: Sequence[Sequenc
                 "origins": (mine.origins, theirs.origins),
                 "places": (mine.places, theirs.places),
             }
-            for at, both in enumerate(zip(mine.rows, theirs.rows, strict=True)):
-                parts[f"tensor {at}"] = both
+            own = with_rows(theirs, often)
+            for at, (one, other) in enumerate(zip(mine.rows, theirs.rows, strict=True)):
+                parts[f"tensor {at}"] = one[own], other[own]
+            if mine.values is not None and theirs.values is not None:
+                parts["values"] = mine.values, theirs.values
+            if mine.mates is not None:
+                firsts = theirs.mates >= 0
+                parts["mates"] = np.where(firsts, mine.mates, -1), theirs.mates
+            if mine.index is not None:
+                parts["index"] = mine.index, theirs.index
             for name, (have, want) in parts.items():
                 compared += want.nbytes
                 if have.shape != want.shape or have.tobytes() != want.tobytes():

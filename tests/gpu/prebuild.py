@@ -101,9 +101,10 @@ def dispatch_cubins(ranks: int, config: Config) -> int:
         for checks in ((), ("COMMDSL_CHECK=1",)):
             nvrtc.build(made.emitted, checks, config)
             nvrtc.build(made.emitted_values, checks, config)
+            nvrtc.build(made.emitted_again, checks, config)
             for macros in variants[1:]:
                 nvrtc.build(made.emitted_back, (*macros, *checks), config)
-            built += len(variants) + 1
+            built += len(variants) + 2
     return built
 
 
