@@ -250,22 +250,26 @@ def set_up() -> torch.device:
     return device
 
 
-def main() -> None:
-    size, device = options_of(sys.argv[1:]), set_up()
+def compared(size: Size, device: torch.device) -> Comparison | None:
+    """What all ranks have trained beside what one has; on rank 0, which does it once more, and again."""
     ranks, width = dist.get_world_size(), WIDTH * size.dtype.itemsize
     received = ranks * size.tokens * size.topk  # all tokens, all their choices: the most that may come
     limits = ep.Limits(size.tokens, size.topk, received, (width,), width)
     together = train(size, ranks, device, ep.Exchange(limits, ranks * size.experts, device=device))
-    code = 0
-    if dist.get_rank() == 0:
-        found = train(size, ranks, device, None)
-        nudged = train(size, ranks, device, None, more=torch.finfo(torch.float32).eps)
-        comparison = Comparison(together, found, nudged, LEAST[size.dtype])
-        print(comparison.text())
-        code = int(bool(comparison.fault))
+    if dist.get_rank() != 0:
+        return None
+    found = train(size, ranks, device, None)
+    nudged = train(size, ranks, device, None, more=torch.finfo(torch.float32).eps)
+    return Comparison(together, found, nudged, LEAST[size.dtype])
+
+
+def main() -> None:
+    found = compared(options_of(sys.argv[1:]), set_up())
+    if found is not None:
+        print(found.text())
     commdsl.shutdown()
     dist.destroy_process_group()
-    sys.exit(code)
+    sys.exit(int(found is not None and bool(found.fault)))
 
 
 if __name__ == "__main__":

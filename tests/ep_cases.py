@@ -5,12 +5,17 @@ Assumes torch.distributed is initialised, with gloo.
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from commdsl import ep
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import mixture_of_experts as example
 
 LATE = 0.2
 
@@ -52,4 +57,15 @@ def of_a_group() -> None:
     layer.finalize()
 
 
-CASES = (barriers, of_a_group)
+def mixture() -> None:
+    """A mixture of 12 experts on 4 ranks, of as many tokens as each happens to have, trains as one rank with all of
+    them does.
+    """
+    found = example.compared(example.Size(tokens=30, steps=4), torch.device("cpu"))
+    if dist.get_rank() == 0:
+        assert found is not None
+        assert found.fault == ""
+        assert (len(found.spread), found.bound) == (4, 1e-5)
+
+
+CASES = (barriers, of_a_group, mixture)

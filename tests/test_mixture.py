@@ -1,12 +1,11 @@
-"""A small mixture of experts, trained on four host ranks that share the experts, beside one rank that has them all.
+"""The example of a small mixture of experts, but for its training, which is a case of `ep_cases`: four host ranks that
+share the experts, beside one that has them all.
 
-Assumes a C++ compiler. On GPUs `torchrun --nproc-per-node 4 examples/mixture_of_experts.py` is run by hand.
+On GPUs `torchrun --nproc-per-node 4 examples/mixture_of_experts.py` is run by hand.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,21 +16,6 @@ torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 import mixture_of_experts as example  # noqa: E402 - after the check for torch
-
-
-def test_losses_beside_one_rank() -> None:
-    """Of as many tokens as each rank happens to have, and 12 experts, the losses of some steps are one rank's."""
-    script = str(ROOT / "examples" / "mixture_of_experts.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*launch, script, "--tokens", "30", "--steps", "4"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "in 4 steps" in done.stdout
-    assert "1.0e-05 allowed" in done.stdout
-    assert "as it must be" in done.stdout
-
 
 LEARNED = [4.0, 2.0, 1.0]
 NEAR = [4.0, 2.0, 1.0 + 1e-6]
