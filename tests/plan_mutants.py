@@ -77,10 +77,11 @@ def _space(side: str) -> Change:
 
 
 def _rank(side: str) -> Change:
-    """A cell of another rank."""
+    """A cell of another rank, or what lands there."""
 
     def change(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
-        cells = np.flatnonzero(getattr(plan.moves.ops, f"{side}_space") == CELL).tolist()
+        reachable = np.array([tensor.lands and side == "dest" for tensor in plan.moves.tensors] + [True])
+        cells = np.flatnonzero(reachable[getattr(plan.moves.ops, f"{side}_space")]).tolist()
         if not cells:
             return None
         at, ranks = random.choice(cells), getattr(plan.moves.ops, f"{side}_rank")

@@ -362,14 +362,17 @@ from commdsl.attention.arguments import Asked  # noqa: E402 - as above
 
 def bits(schedule: str, tune: dict[str, Any], ranks: int, causal: bool) -> list[Any]:
     """By rank output and gradients, of three calls of growing and shrinking size."""
+    said: dict[str, Any] = {"schedule": schedule, "tune": tune, "causal": causal}
+    if schedule == "window":
+        said |= {"window": 24, "causal": True, "placement": "contiguous"}
 
     def body(rank: int, group: str) -> list[Any]:
         made = []
         for length in (40, 168, 40):
             random = torch.Generator().manual_seed(100 * rank + length)
             q, k, v = (torch.randn(1, length, 4, 8, generator=random).requires_grad_() for _ in range(3))
-            out = attention.attention(q, k, v, group=group, schedule=schedule, causal=causal, tune=tune)
-            again = attention.attention(q, k, v, group=group, schedule=schedule, causal=causal, tune=tune)
+            out = attention.attention(q, k, v, group=group, **said)
+            again = attention.attention(q, k, v, group=group, **said)
             (out.square().sum() + again.sum()).backward()
             made += [out.detach(), again.detach(), q.grad, k.grad, v.grad]
         return made
@@ -383,7 +386,7 @@ def bits(schedule: str, tune: dict[str, Any], ranks: int, causal: bool) -> list[
 @pytest.mark.parametrize(
     ("schedule", "ranks"),
     [("ring", 3), ("direct K=2", 3), ("hamilton", 5), ("paths m=2", 4), ("double_ring m=2", 4), ("ulysses", 4),
-     ("ulysses_ring U=2", 4)],
+     ("ulysses_ring U=2", 4), ("window", 3)],
 )  # fmt: skip
 def test_the_same_bits(schedule: str, ranks: int, causal: bool, tune: dict[str, Any]) -> None:
     """Attention and its gradients, two calls open at once, are the same to the bit wherever data lands."""

@@ -50,7 +50,7 @@ def load(
 
     It is proved now for `ranks`, or for the size of `group` or of the default group, and for others when they are met.
     `tune` stands in place of what the text tunes, key by key, under the same laws: `{"protocol": "packet", "lanes": 8,
-    "threads": 512, "tile": 4096, "sms": 8}`, the tile in bytes. Two tunings are two ops.
+    "threads": 512, "tile": 4096, "sms": 8, "landing": "cells"}`, the tile in bytes. Two tunings are two ops.
     `kernels` are cubins that `commdsl compile --arch` built ahead of time: by what each was built from, where it lies
     and its SHA-256. What is not among them, or is not what it was, is built when it is needed.
     """
