@@ -36,7 +36,7 @@ def put(array: Array, shift: int = 0) -> Array:
     return found
 
 
-def ran(plan: Plan, body: Body, case: Case, way: CallBack, law: list[Array], shift: int) -> list[bytes]:
+def ran(plan: Plan, body: Body, case: Case, way: CallBack, law: list[Array], shift: int, lanes: int) -> list[bytes]:
     """What every rank has in the end; its tensors begin `shift` bytes behind an aligned place."""
     push = plan.push_back
     keys = case.call.keys
@@ -67,7 +67,7 @@ def ran(plan: Plan, body: Body, case: Case, way: CallBack, law: list[Array], shi
             "num_rows": len(keys[rank]),
             "keys_a_row": keys[rank].shape[1],
             "rank": rank,
-            "active_lanes": 2,
+            "active_lanes": lanes,
         }
         packed.append(arguments(plan).pack({**numbers, **{name: one.ctypes.data for name, one in mine.items()}}))
     assert all(body(one, phase) for phase in (0, 1) for one in packed)
@@ -75,18 +75,19 @@ def ran(plan: Plan, body: Body, case: Case, way: CallBack, law: list[Array], shi
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype", "columns", "shift"),
+    ("form", "dtype", "columns", "shift", "lanes"),
     [
-        ("ranks weighed", "bfloat16", 8 * 32 * 9 + 8, 0),  # of whole words, more than a warp takes at once
-        ("ranks weighed", "bfloat16", 1027, 0),  # of an odd number of halves
-        ("ranks", "float32", 5, 4),
-        ("keys weighed", "bfloat16", 72, 2),
-        ("keys", "float16", 8 * 32 * 5, 0),
-        ("values", "float32", 1, 0),
+        ("ranks weighed", "bfloat16", 8 * 32 * 9 + 8, 0, 2),  # of whole words, more than a warp takes at once
+        ("ranks weighed", "bfloat16", 1027, 0, 2),  # of an odd number of halves
+        ("ranks", "float32", 5, 4, 2),
+        ("ranks weighed", "float16", 8 * 32 * 2 + 4, 0, 24),  # as many warps as to cut rows into pieces
+        ("keys weighed", "bfloat16", 72, 2, 2),
+        ("keys", "float16", 8 * 32 * 5, 0, 40),
+        ("values", "float32", 1, 0, 2),
     ],
 )
 def test_against_simulation(
-    form: str, dtype: str, columns: int, shift: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, dtype: str, columns: int, shift: int, lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, for keys of every kind, up to 8 and 32 of a row."""
     monkeypatch.setattr("test_keys_back.COLUMNS", columns)
@@ -99,5 +100,5 @@ def test_against_simulation(
             law = came_back(way, case)
         else:
             (way,), law = calls_of(form, [case], element), wanted(form, case, element)
-        found = ran(plan, body, case, way, law, shift)
+        found = ran(plan, body, case, way, law, shift, lanes)
         assert found == [one.tobytes() for one in law]

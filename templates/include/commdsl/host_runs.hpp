@@ -30,18 +30,18 @@ COMMDSL_FN void sum_run(char* dest, const char* source, u64 bytes, u64 stride, u
   }
 }
 
-// The sum of `count` runs, each `bytes` long and so many times as far behind `source` as its part says, each times its weight where it
-// `weighs`: in their order, in float32, rounded once; zero of none.
+// The sum of `count` runs of `bytes`, each so many strides behind `source` as its part says, each times its weight where it `weighs`: in
+// their order, in float32, rounded once; zero of none.
 template <class Element, bool weighs, class Parts>
-COMMDSL_FN void add_run(char* dest, const char* source, u64 bytes, const Parts& parts, u32 count) {
+COMMDSL_FN void add_run(char* dest, const char* source, u64 bytes, u64 stride, const Parts& parts, u32 count) {
   using Storage = typename Element::Storage;
   if (count == 0) return zero_run(dest, bytes);
-  if (!weighs && count == 1) return copy_run(dest, source + parts.at[0] * bytes, bytes);
+  if (!weighs && count == 1) return copy_run(dest, source + parts.at[0] * stride, bytes);
   for (u64 at = 0; at < bytes; at += sizeof(Storage)) {
     Storage element;
     float total = 0;
     for (u32 i = 0; i < count; ++i) {
-      memcpy(&element, source + parts.at[i] * bytes + at, sizeof(Storage));
+      memcpy(&element, source + parts.at[i] * stride + at, sizeof(Storage));
       const float value = weighs ? multiply(Element::widen(element), parts.weight[i]) : Element::widen(element);
       total = i == 0 ? value : add(total, value);
     }

@@ -332,7 +332,6 @@ COMMDSL_FN void end(const Call<Plan>& here, Keyed<Plan>& keyed) {
 
 // --- back ----------------------------------------------------------------------------------------------------------------
 
-constexpr u32 kMostKeys = 32;         // of a row
 
 // Where a row that was received comes from: the entry, its rank, and how many lesser ranks have keys of the row.
 struct Origin {
@@ -342,8 +341,8 @@ struct Origin {
 
 // What is added up: runs of one width behind one address, in order, and what each is multiplied with. Of a warp.
 struct Parts {
-  u32 at[kMostKeys];
-  float weight[kMostKeys];
+  u32 at[kMostKeysARow];
+  float weight[kMostKeysARow];
 
   // Each thread of the warp has one, or none; of those that have they follow each other. How many there are now.
   COMMDSL_FN u32 append(u32 count, bool has, u32 run, float times) {
@@ -464,6 +463,13 @@ COMMDSL_FN void push_rows(const Call<Plan>& here, Returning<Plan>& known) {
   }
 }
 
+// Into how many pieces rows are cut, of a warp each, where there are fewer rows than warps.
+template <class Plan>
+COMMDSL_FN u64 pieces_of(const Call<Plan>& here, u64 rows) {
+  const u64 workers = num_workers(here);
+  return rows * 2 > workers ? 1 : rows * 16 > workers ? workers / rows : 16;
+}
+
 // The places on this rank of the row whose first is `at`, in the order of its keys; 0 if one of them there is not.
 template <class Plan>
 COMMDSL_FN u32 find_mates(const Call<Plan>& here, u64 at, u64 rows, Parts& parts) {
@@ -490,13 +496,14 @@ template <class Plan>
 COMMDSL_FN void push_sums(const Call<Plan>& here, Returning<Plan>& known) {
   const auto& args = here.args;
   using Element = typename Plan::Element;
-  const u64 rows = num_places(here, known), width = args.row_bytes, last = begin_of(here, rows, here.lane + 1);
+  const u64 rows = num_places(here, known), width = args.row_bytes, pieces = pieces_of(here, rows);
+  const u64 last = begin_of(here, rows * pieces, here.lane + 1);
   const char* given = reinterpret_cast<const char*>(args.given);
   Parts& parts = known.parts[warp()];
-  u64 at = begin_of(here, rows, here.lane) + warp(), next = at < last ? origin_at(here, at) : kPadding;
-  for (; at < last; at += num_warps()) {
-    const u64 word = next;
-    next = at + num_warps() < last ? origin_at(here, at + num_warps()) : kPadding;  // loaded while this row is added up
+  u64 item = begin_of(here, rows * pieces, here.lane) + warp(), next = item < last ? origin_at(here, item / pieces) : kPadding;
+  for (; item < last; item += num_warps()) {
+    const u64 at = item / pieces, after = item + num_warps(), word = next;
+    next = after < last ? origin_at(here, after / pieces) : kPadding;  // loaded while this one is added up
     if (word == kPadding || (word & kFirst) == 0) continue;
     const Origin origin(word);
     const u64 place = place_of(here, origin);
@@ -506,12 +513,13 @@ COMMDSL_FN void push_sums(const Call<Plan>& here, Returning<Plan>& known) {
       known.apart = at + 1;
       continue;
     }
-    if (thread_of_warp() == 0) count_sent(known, origin.source);
+    const Part part = part_of(width, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
+    if (item % pieces == 0 && thread_of_warp() == 0) count_sent(known, origin.source);
     if constexpr (kHasFar) {
       if (!is_near(args, static_cast<i32>(origin.source))) {
-        const u64 own = static_cast<u64>(here.lane) * num_warps() + warp();
-        char* staged = reinterpret_cast<char*>(args.heap[args.rank] + args.staging + own * width);
-        add_run<Element, Plan::kWeighsHere>(staged, given, width, parts, count);
+        if (item % pieces > 0) continue;
+        char* staged = reinterpret_cast<char*>(args.heap[args.rank] + args.staging + worker(here) * width);
+        add_run<Element, Plan::kWeighsHere>(staged, given, width, width, parts, count);
         stored();
         put_run(args, static_cast<i32>(origin.source), args.waiting + place * width, staged, width);
         warp_barrier();
@@ -519,7 +527,7 @@ COMMDSL_FN void push_sums(const Call<Plan>& here, Returning<Plan>& known) {
       }
     }
     char* to = reinterpret_cast<char*>(args.heap[origin.source] + args.waiting + place * width);
-    add_run<Element, Plan::kWeighsHere>(to, given, width, parts, count);
+    add_run<Element, Plan::kWeighsHere>(to + part.begin, given + part.begin, part.bytes, width, parts, count);
     warp_barrier();  // the next row's parts are written over these
   }
 }
@@ -565,10 +573,11 @@ COMMDSL_FN void end(const Call<Plan>& here, Returning<Plan>& known) {
 template <class Plan>
 COMMDSL_FN void finish_rows(const Call<Plan>& here, Returning<Plan>& known) {
   const auto& args = here.args;
-  const u64 width = args.row_bytes, keys = args.keys_a_row, step = static_cast<u64>(args.active_lanes) * num_warps();
+  const u64 width = args.row_bytes, keys = args.keys_a_row, pieces = pieces_of(here, args.num_rows);
   const char* waiting = reinterpret_cast<const char*>(args.heap[args.rank] + args.waiting);
   Parts& parts = known.parts[warp()];
-  for (u64 row = static_cast<u64>(here.lane) * num_warps() + warp(); row < args.num_rows; row += step) {
+  for (u64 item = worker(here); item < args.num_rows * pieces; item += num_workers(here)) {
+    const u64 row = item / pieces;
     u32 count = 0;
     for (u64 from = 0; from < keys; from += kWarp) {
       const u64 which = from + thread_of_warp();
@@ -578,8 +587,9 @@ COMMDSL_FN void finish_rows(const Call<Plan>& here, Returning<Plan>& known) {
       count = parts.append(count, has, static_cast<u32>(row * keys + which), times);
     }
     warp_barrier();
-    char* to = reinterpret_cast<char*>(args.output + row * width);
-    add_run<typename Plan::Element, Plan::kWeighs>(to, waiting, width, parts, count);
+    const Part part = part_of(width, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
+    char* to = reinterpret_cast<char*>(args.output + row * width + part.begin);
+    add_run<typename Plan::Element, Plan::kWeighs>(to, waiting + part.begin, part.bytes, width, parts, count);
     warp_barrier();
   }
 }
@@ -588,7 +598,7 @@ COMMDSL_FN void finish_rows(const Call<Plan>& here, Returning<Plan>& known) {
 template <class Plan>
 COMMDSL_FN u32 num_ranks_of(const Call<Plan>& here, u64 row) {
   u32 count = 0;
-  if constexpr (kWarp >= kMostKeys) {
+  if constexpr (kWarp >= kMostKeysARow) {
     const u32 rank = rank_of(here, row, thread_of_warp());
     const Equals same = among_equals(rank);  // every thread asks, also one without a rank
     const bool is_first = rank != kNowhere && same.before == 0;
@@ -609,14 +619,17 @@ COMMDSL_FN u32 num_ranks_of(const Call<Plan>& here, u64 row) {
 template <class Plan>
 COMMDSL_FN void finish_sums(const Call<Plan>& here, Returning<Plan>& known) {
   const auto& args = here.args;
-  const u64 width = args.row_bytes, slots = slots_a_row(here), step = static_cast<u64>(args.active_lanes) * num_warps();
+  const u64 width = args.row_bytes, slots = slots_a_row(here), pieces = pieces_of(here, args.num_rows);
   const char* waiting = reinterpret_cast<const char*>(args.heap[args.rank] + args.waiting);
   Parts& parts = known.parts[warp()];
-  for (u64 row = static_cast<u64>(here.lane) * num_warps() + warp(); row < args.num_rows; row += step) {
+  for (u64 item = worker(here); item < args.num_rows * pieces; item += num_workers(here)) {
+    const u64 row = item / pieces;
     const u32 count = num_ranks_of(here, row);
     for (u32 slot = thread_of_warp(); slot < count; slot += kWarp) parts.at[slot] = static_cast<u32>(row * slots + slot);
     warp_barrier();
-    add_run<typename Plan::Element, false>(reinterpret_cast<char*>(args.output + row * width), waiting, width, parts, count);
+    const Part part = part_of(width, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
+    char* to = reinterpret_cast<char*>(args.output + row * width + part.begin);
+    add_run<typename Plan::Element, false>(to, waiting + part.begin, part.bytes, width, parts, count);
     warp_barrier();
   }
 }

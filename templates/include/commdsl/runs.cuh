@@ -179,7 +179,7 @@ COMMDSL_FN void sum_run(char* dest, const char* source, u64 bytes, u64 stride, u
 // From byte `at`, a thread's own offset in, while `unroll` words a warp apart are left to it; returns where it stopped. Of so many
 // words of so many runs all are loaded before the first is added. `whole`: there are so many runs, and no more.
 template <class Element, class Word, bool weighs, u32 ahead, u32 unroll, bool whole, class Parts>
-COMMDSL_FN u64 add_words(char* dest, const char* source, u64 at, u64 bytes, const Parts& parts, u32 some) {
+COMMDSL_FN u64 add_words(char* dest, const char* source, u64 at, u64 bytes, u64 stride, const Parts& parts, u32 some) {
   constexpr u64 kStep = kWarp * sizeof(Word);
   using Values = Lanes<Element, Word>;
   const u32 count = whole ? ahead : some;
@@ -190,7 +190,7 @@ COMMDSL_FN u64 add_words(char* dest, const char* source, u64 at, u64 bytes, cons
 #pragma unroll
       for (u32 i = 0; i < ahead; ++i) {
         if (from + i >= count) continue;
-        const char* run = source + parts.at[from + i] * bytes + at;
+        const char* run = source + parts.at[from + i] * stride + at;
 #pragma unroll
         for (u32 j = 0; j < unroll; ++j) load(word[i][j], run + j * kStep);
       }
@@ -219,27 +219,27 @@ COMMDSL_FN u64 add_words(char* dest, const char* source, u64 at, u64 bytes, cons
 // Four words in flight whether there are few runs or many: of more there would not be registers for sums of 16-bit elements. Out of
 // line, so that a loop over rows stays short.
 template <class Element, bool weighs, class Parts>
-COMMDSL_CALL void add_vectors(char* dest, const char* source, u64 bytes, const Parts& parts, u32 count) {
+COMMDSL_CALL void add_vectors(char* dest, const char* source, u64 bytes, u64 stride, const Parts& parts, u32 count) {
   u64 at = thread_of_warp() * 16;
-  if (count == 1) at = add_words<Element, Vector16, weighs, 1, 4, true>(dest, source, at, bytes, parts, count);
-  if (count == 2) at = add_words<Element, Vector16, weighs, 2, 2, true>(dest, source, at, bytes, parts, count);
-  add_words<Element, Vector16, weighs, 4, 1, false>(dest, source, at, bytes, parts, count);
+  if (count == 1) at = add_words<Element, Vector16, weighs, 1, 4, true>(dest, source, at, bytes, stride, parts, count);
+  if (count == 2) at = add_words<Element, Vector16, weighs, 2, 2, true>(dest, source, at, bytes, stride, parts, count);
+  add_words<Element, Vector16, weighs, 4, 1, false>(dest, source, at, bytes, stride, parts, count);
 }
 
-// The sum of `count` runs, each `bytes` long and so many times as far behind `source` as its part says, each times its weight where it
-// `weighs`: in their order, in float32, rounded once; zero of none.
+// The sum of `count` runs of `bytes`, each so many strides behind `source` as its part says, each times its weight where it `weighs`: in
+// their order, in float32, rounded once; zero of none.
 template <class Element, bool weighs, class Parts>
-COMMDSL_FN void add_run(char* dest, const char* source, u64 bytes, const Parts& parts, u32 count) {
+COMMDSL_FN void add_run(char* dest, const char* source, u64 bytes, u64 stride, const Parts& parts, u32 count) {
   if (count == 0) return zero_run(dest, bytes);
-  if (!weighs && count == 1) return copy_run(dest, source + parts.at[0] * bytes, bytes);
-  const u32 alignment = common_alignment(reinterpret_cast<u64>(dest) | reinterpret_cast<u64>(source) | bytes);
-  if (alignment == 16) return add_vectors<Element, weighs>(dest, source, bytes, parts, count);
+  if (!weighs && count == 1) return copy_run(dest, source + parts.at[0] * stride, bytes);
+  const u32 alignment = common_alignment(reinterpret_cast<u64>(dest) | reinterpret_cast<u64>(source) | bytes | stride);
+  if (alignment == 16) return add_vectors<Element, weighs>(dest, source, bytes, stride, parts, count);
   using Storage = typename Element::Storage;
   if (sizeof(Storage) < 4 && alignment >= 4) {
-    add_words<Element, u32, weighs, 4, 1, false>(dest, source, thread_of_warp() * 4, bytes, parts, count);
+    add_words<Element, u32, weighs, 4, 1, false>(dest, source, thread_of_warp() * 4, bytes, stride, parts, count);
   } else {
     using Word = typename WordOf<sizeof(Storage)>::Type;
-    add_words<Element, Word, weighs, 4, 1, false>(dest, source, thread_of_warp() * sizeof(Word), bytes, parts, count);
+    add_words<Element, Word, weighs, 4, 1, false>(dest, source, thread_of_warp() * sizeof(Word), bytes, stride, parts, count);
   }
 }
 
