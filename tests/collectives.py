@@ -68,6 +68,10 @@ def by_keys() -> tuple[tuple[Path, str], ...]:
     )
 
 
+KEY_FORMS = ((8, 32, 1), (8, 3, 128), (32, 32, 16), (1, 1, 16))
+"""Keys of a row, keys of a rank, alignment: in what sizes forms of a dispatch by keys run on GPUs."""
+
+
 def admits(name: str, ranks: int) -> bool:
     """Whether a shipped schedule exists for this many ranks, stated apart from its own `where`."""
     if name.endswith("hamilton"):

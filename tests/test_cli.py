@@ -285,6 +285,24 @@ def test_show_dispatch(stage: str, words: list[str], capsys: Capture) -> None:
         ]
 
 
+def test_show_keys(capsys: Capture) -> None:
+    """A dispatch by keys says how often a row travels and what with it, of the file and of all that is launched."""
+    words = {
+        "ir": [
+            "each of its keys, once per rank",
+            "each expert's rows from a multiple of 8",
+            "weight: a float32 beside",
+        ],
+        "plan": ["plan experts_once_again", "from which the others are filled", "beside it origins, weight, mates"],
+        "cuda": ["commdsl_experts_once_values", "kAligned = 8;", "commdsl::fill(here, peers);"],
+    }
+    for stage, said in words.items():
+        once = ["show", "schedules/ep/experts_once.comm", "--stage", stage, "--ranks", "2", "E=4", "A=8"]
+        assert run_command(once) == 0
+        text = capsys.readouterr().out
+        assert all(one in text for one in said)
+
+
 def test_show_fault(faulty: str, capsys: Capture) -> None:
     """A stage that cannot be reached shows the fault instead."""
     assert run_command(["show", faulty, "--stage", "plan"]) == 1
@@ -583,6 +601,8 @@ dispatch move for P ranks {
         ([SPANNING, "--bytes", "12"], {"plan": "spanning", "dispatch": "qkv", "ranks": 4}),
         ([EXPERTS, "--ranks", "3", "--dtype", "float16", "--bytes", "30"], {"dispatch": "experts", "ranks": 3}),
         ([EXPERTS, "--ranks", "2", "--processes"], {"dispatch": "experts", "ranks": 2}),
+        (["schedules/ep/experts_once.comm", "--ranks", "3", "E=9", "A=4"], {"dispatch": "experts_once", "ranks": 3}),
+        (["schedules/ep/experts_index.comm", "--ranks", "2", "E=6"], {"dispatch": "experts_index", "ranks": 2}),
         (["schedules/dispatch/copies.comm"], {"plan": "copies", "dispatch": "rows", "ranks": 4}),
         (["schedules/dispatch/rows.comm", "--ranks", "1", "--dtype", "float16"], {"dispatch": "rows", "ranks": 1}),
         ([SPANNING, "--on", "h200_1x8"], {"plan": "spanning", "topology": "h200_1x8"}),

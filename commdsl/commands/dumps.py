@@ -14,7 +14,7 @@ from typing import assert_never
 
 import numpy as np
 
-from commdsl.ir.dispatches import ByKey, ByTable, Dispatch, Sort
+from commdsl.ir.dispatches import ByKey, ByTable, Dispatch, Often, Sort
 from commdsl.ir.schedules import AnyStep, Buffer, Contract, Rotation, Schedule, Statement, Step, Task, Yield
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
@@ -23,7 +23,7 @@ from commdsl.program.launches import described as between
 from commdsl.program.memory import words_for
 from commdsl.program.moves import CELL, OpKind, Reason
 from commdsl.program.moves import Moves as Operations
-from commdsl.program.phases import Each, FinishBack, Push, PushBack, Touch
+from commdsl.program.phases import Each, FinishBack, Push, PushAgain, PushBack, PushByKey, Touch
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
@@ -297,6 +297,7 @@ def routed_lines(plan: Plan) -> Iterator[str]:
     room = f"symmetric {plan.symmetric_bytes} bytes per rank, and what Limits say"
     if plan.key_positions:
         yield from (lanes, room, f"keys {len(plan.key_positions)}, on the device")
+        yield from (_way_there(phase) for phase in plan.comm.phases if isinstance(phase, PushByKey | PushAgain))
         yield from (_way_back(phase) for phase in plan.comm.phases if isinstance(phase, PushBack | FinishBack))
     else:
         put = "packed" if plan.push.packed else "rows"
@@ -311,6 +312,22 @@ def _tensor_lines(push: Push) -> Iterator[str]:
         there = "unpacked from a message per peer" if push.packed else "straight to its place"
         back = "copies wait until they are summed" if copied else "so is its way back"
         yield f"tensor {index} {rows.name}: {there}; {back}"
+
+
+def _way_there(phase: PushByKey | PushAgain) -> str:
+    """How often a row travels, to where, and what arrives with it."""
+    if isinstance(phase, PushAgain):
+        names, beside = [phase.given.name], "nothing"
+    else:
+        names = [rows.name for rows in phase.given]
+        beside = ", ".join(rows.name for rows in phase.to[len(names) :])
+    to = {
+        Often.EACH: "to the places of its keys",
+        Often.ONCE: "to the place of its first key there, from which the others are filled",
+        Often.INDEX: "to the place of its first key there",
+    }
+    apart = "" if phase.aligned == 1 else f", each key's from a multiple of {phase.aligned} on"
+    return f"{', '.join(names)}: {phase.often.value}, {to[phase.often]}{apart}; beside it {beside}"
 
 
 def _way_back(phase: PushBack | FinishBack) -> str:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import run_attention
-from collectives import by_keys, dispatches, main_case, shipped
+from collectives import KEY_FORMS, by_keys, dispatches, main_case, shipped
 
 from commdsl import compiler
 from commdsl.build import nvrtc
@@ -96,8 +96,12 @@ def dispatch_cubins(ranks: int, config: Config) -> int:
             for checks in ((), ("COMMDSL_CHECK=1",)):
                 nvrtc.build(emitted, (*macros, *checks), config)
                 built += 1
-    for (path, name), keys in product(by_keys(), {8 * ranks, 16 * ranks, 32 * ranks, 64, 256, 1024}):
-        made = compiler.compile(path, name, ranks, params={"E": keys})
+    plain = [{"E": keys} for keys in sorted({8 * ranks, 16 * ranks, 32 * ranks, 64, 256, 1024})]
+    others = [{"E": a_rank * ranks, "A": aligned} for _, a_rank, aligned in KEY_FORMS]
+    for path, name, params in (
+        (*one, params) for one in by_keys() for params in (plain if one[1] == "experts" else others)
+    ):
+        made = compiler.compile(path, name, ranks, params=params)
         for checks in ((), ("COMMDSL_CHECK=1",)):
             nvrtc.build(made.emitted, checks, config)
             nvrtc.build(made.emitted_values, checks, config)

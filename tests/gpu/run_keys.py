@@ -5,6 +5,7 @@
 
 exact     keys of every kind (any, no rows, all to one rank, all to one key, most dropped) x rows of 2 bytes to 14 KB x
           float16, bfloat16, float32: there, and back by weight
+forms     rows that go once per rank, filled there or by index, aligned, with values; there again; back once per rank
 sizes     thousands of rows of a model's width, 1 to 8 keys each, 64 to 1,024 keys in all
 storm     calls of all kinds, GPU and host delays, no barrier in between, kernels that check
 graphs    both calls in a CUDA graph, whose keys, rows and weights are overwritten between replays
@@ -24,6 +25,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "6G")
 
 import runner
 import torch
+from collectives import KEY_FORMS
 from runner import Part
 
 import commdsl
@@ -143,13 +146,62 @@ def summed(case: Case, rank: int, num_keys: int) -> Any:
     return total.to(x.dtype)
 
 
+def summed_once(case: Case, rank: int, num_keys: int) -> Any:
+    """As `summed`, but first over the keys of each rank, rounded there; then over the ranks."""
+    keys, x, weights, ranks = case.keys[rank], case.x[rank], case.weights[rank], len(case.keys)
+    share, (rows, a_row) = num_keys // ranks, keys.shape
+    total, begun = torch.zeros(x.shape, device=x.device), torch.zeros(rows, 1, dtype=torch.bool, device=x.device)
+    entries = torch.arange(rows * a_row, device=x.device).reshape(rows, a_row)
+    for at in range(ranks):
+        part, there = torch.zeros_like(total), torch.zeros_like(begun)
+        for which in range(a_row):
+            made = computed(x, torch.full((rows,), rank, device=x.device), entries[:, which])
+            term, here = made.float() * weights[:, which, None], keys[:, which, None] // share == at
+            here &= keys[:, which, None] < num_keys
+            part = torch.where(here, torch.where(there, part + term, term), part)
+            there |= here
+        part = part.to(x.dtype).float()
+        total = torch.where(there, torch.where(begun, total + part, part), total)
+        begun |= there
+    return total.to(x.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """Where rows that arrive lie, if those of each key begin at a multiple of something."""
+
+    source: Any
+    entry: Any
+    counts: Any
+    place: Any  # of each row
+    first: Any  # of each row the place of its first key here
+    offsets: Any
+
+    @staticmethod
+    def of(case: Case, rank: int, num_keys: int, aligned: int) -> Placed:
+        source, entry, counts = arriving(case, rank, num_keys)
+        lengths = counts.sum(1)
+        offsets = ((lengths + aligned - 1) // aligned * aligned).cumsum(0)
+        number, key = torch.arange(len(source), device=source.device), torch.arange(len(lengths), device=source.device)
+        key = torch.repeat_interleave(key, lengths)
+        before = torch.cat((offsets.new_zeros(1), offsets[:-1]))
+        place = before[key] + number - (lengths.cumsum(0) - lengths)[key]
+        rows = source * 2**32 + entry // case.keys[rank].shape[1]
+        group = torch.unique(rows, return_inverse=True)[1]
+        least = torch.full_like(group, 2**62).scatter_reduce(0, group, entry, "amin")
+        is_first = least[group] == entry
+        first = torch.zeros_like(group).scatter(0, group[is_first], place[is_first])[group]
+        return Placed(source, entry, counts, place, first, offsets)
+
+
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
 class Run(runner.Parts):
     def experts(self, shape: Shape, *, check: bool = False, **options: Any) -> Any:
         limits = options.pop("limits", None) or shape.limits(self.ranks)
-        return ep.Experts(limits, device=self.device, check=check, params={"E": shape.num_keys}, **options)
+        params = options.pop("params", {"E": shape.num_keys})
+        return ep.Experts(limits, device=self.device, check=check, params=params, **options)
 
     def hold_up(self, dice: random.Random) -> None:
         """Sometimes this rank is late, on the host or on the GPU."""
@@ -208,6 +260,53 @@ def exact(run: Run) -> None:
             return wrong
 
         run.attempt(part, work)
+
+
+def judged(run: Run, experts: Any, case: Case, shape: Shape, aligned: int) -> Any:
+    """Whether a call that goes once per rank, there, there again and back, is as it must be."""
+    rank, a_row = run.rank, shape.keys
+    there = experts.dispatch((case.x[rank], case.scale[rank]), case.keys[rank], case.weights[rank])
+    at, handle = Placed.of(case, rank, shape.num_keys, aligned), there.handle
+    total = int(at.offsets[-1])
+    rows = at.place if there.index is None else at.first
+    padding = torch.ones(total, dtype=torch.bool, device=run.device).index_fill(0, at.place, False)
+    x = held(case.x, at.source, at.entry, a_row)
+    right = (there.counts == at.counts).all() & (there.offsets == at.offsets).all()
+    right &= (there.rows[0][rows] == x).all() & (there.rows[0][:total][padding] == 0).all()
+    right &= (there.rows[1][rows] == held(case.scale, at.source, at.entry, a_row)).all()
+    numbers = [weights.flatten() for weights in case.weights]
+    right &= (there.values[at.place] == held(numbers, at.source, at.entry + 0, 1)).all()
+    origins = handle.origins[at.place]
+    right &= (origins & 0xFFFFFFFF == at.entry).all() & (origins >> 32 & 0xFFFF == at.source).all()
+    right &= ((origins < 0) == (at.place == at.first)).all() & (handle.origins[:total][padding] == -1).all()
+    if there.index is not None:
+        right &= (there.index[at.place] == at.first).all() & (there.index[:total][padding] == -1).all()
+    again = experts.dispatch_again(-case.x[rank], handle)
+    right &= (again[rows] == -x).all() & (again[:total][padding] == 0).all()
+    made = torch.full_like(there.rows[0], float("nan"))
+    made[at.place] = computed(x, at.source, at.entry)
+    return right & (experts.combine(made, handle) == summed_once(case, rank, shape.num_keys)).all()
+
+
+def forms(run: Run) -> None:
+    big = run.on_gpu
+    for source, (keys, a_rank, aligned) in product(("experts_once", "experts_index"), KEY_FORMS):
+        shape = Shape(torch.bfloat16, 3584 if big else 40, 112, 300 if big else 40, keys, a_rank * run.ranks)
+        received = run.ranks * shape.rows * keys + a_rank * (aligned - 1)
+        width = 2 * shape.columns
+        limits = ep.Limits(shape.rows, keys, received, (width, shape.scale), width, width)
+
+        def work(source: str = source, shape: Shape = shape, aligned: int = aligned, limits: Any = limits) -> int:
+            options = {"limits": limits, "source": source, "params": {"E": shape.num_keys, "A": aligned}}
+            experts, wrong = run.experts(shape, check=True, **options), 0
+            for number, kind in enumerate(KINDS):
+                case = drawn(kind, shape, run.ranks, 31 * run.options.seed + number, run.device)
+                wrong += int(not judged(run, experts, case, shape, aligned))
+            experts.synchronize()
+            experts.release()
+            return wrong
+
+        run.attempt(Part("forms", f"{source}, {keys} of {a_rank} keys a rank, aligned {aligned}", len(KINDS)), work)
 
 
 def sizes(run: Run) -> None:
@@ -370,7 +469,15 @@ def times(run: Run) -> None:
 
 # --- the end ----------------------------------------------------------------------------------------------------------
 
-PARTS = {"exact": exact, "sizes": sizes, "storm": storm, "graphs": graphs, "faults": faults, "times": times}
+PARTS = {
+    "exact": exact,
+    "forms": forms,
+    "sizes": sizes,
+    "storm": storm,
+    "graphs": graphs,
+    "faults": faults,
+    "times": times,
+}
 
 
 def main() -> None:
