@@ -216,10 +216,10 @@ COMMDSL_FN u64 add_words(char* dest, const char* source, u64 at, u64 bytes, u64 
   return at;
 }
 
-// Four words in flight whether there are few runs or many: of more there would not be registers for sums of 16-bit elements. Out of
-// line, so that a loop over rows stays short.
+// Four words in flight whether there are few runs or many: of more there would not be registers for sums of 16-bit elements. Not out of
+// line: where code is linked a function by itself takes registers that its kernel does not have.
 template <class Element, bool weighs, class Parts>
-COMMDSL_CALL void add_vectors(char* dest, const char* source, u64 bytes, u64 stride, const Parts& parts, u32 count) {
+COMMDSL_FN void add_vectors(char* dest, const char* source, u64 bytes, u64 stride, const Parts& parts, u32 count) {
   u64 at = thread_of_warp() * 16;
   if (count == 1) at = add_words<Element, Vector16, weighs, 1, 4, true>(dest, source, at, bytes, stride, parts, count);
   if (count == 2) at = add_words<Element, Vector16, weighs, 2, 2, true>(dest, source, at, bytes, stride, parts, count);
