@@ -404,7 +404,8 @@ class Struct:
     @property
     def of_peers(self) -> list[tuple[int, int]]:
         """Words that may say where a far peer has something, and the peer."""
-        return [(self.first(name) + peer, peer) for name in ("heap", "desk") for peer in range(self._places[name][1])]
+        names = [name for name in ("heap", "desk", "landing") if name in self._places]
+        return [(self.first(name) + peer, peer) for name in names for peer in range(self._places[name][1])]
 
     def read(self, arguments: ctypes.c_void_p) -> ctypes.Array[ctypes.c_uint64]:
         found = (ctypes.c_uint64 * (self.size // 8))()

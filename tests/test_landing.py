@@ -471,6 +471,25 @@ def test_a_call_within_a_visit_has_its_own() -> None:
     in_group(2, body)
 
 
+@pytest.mark.parametrize("nodes", ["0,0,1", "0,1,2"])
+def test_calls_over_nvshmem(monkeypatch: pytest.MonkeyPatch, nodes: str) -> None:
+    """Calls of ranks of which some are far, or all: what visits is theirs."""
+    monkeypatch.setenv("COMMDSL_NODES", nodes)
+    op = commdsl.load("rotation_ring", ranks=3, tune=PLACE)
+
+    def body(rank: int, group: str) -> None:
+        for size in (300, 70_000):
+            seen: list[Any] = []
+
+            def look(number: int, kv: Any, seen: list[Any] = seen) -> None:
+                seen.append(kv.clone())
+
+            op.visit(torch.full((size,), float(rank)), look, group=group)
+            assert torch.equal(torch.stack(seen), torch.tensor([[(rank - n) % 3.0] for n in range(3)]).expand(3, size))
+
+    in_group(3, body)
+
+
 def test_results_are_the_callers() -> None:
     """What comes back is kept, whatever later calls put where it was; what is not wanted is not copied."""
     op = commdsl.load("rotation_ring", ranks=2, tune=PLACE)

@@ -188,6 +188,22 @@ def test_a_graph_keeps_where_it_lands(gpu: FakeGpu) -> None:
     run(gpu, body)
 
 
+@pytest.mark.parametrize("nodes", [(0, 0, 1), (0, 1, 2)])
+@pytest.mark.parametrize("landing", ["cells", "place"])
+def test_ranks_that_are_far(gpu: FakeGpu, landing: str, nodes: tuple[int, ...]) -> None:
+    """What visits comes from GPUs of other nodes, too: NVSHMEM puts it where it belongs."""
+    gpu.nodes = nodes
+    op = commdsl.load("rotation_ring", ranks=RANKS, tune={"landing": landing})
+
+    def body(rank: int, group: str) -> None:
+        here = Rank(gpu, op, rank, group)
+        for _ in range(2):
+            here.call()
+            assert here.seen == [float((rank - n) % RANKS) for n in range(RANKS) for _ in range(96)]
+
+    run(gpu, body)
+
+
 def test_raising_in_a_capture_joins_the_streams(gpu: FakeGpu) -> None:
     """What the function raises comes through, and the stream beside the caller's is joined before."""
     op = commdsl.load("rotation_ring", ranks=RANKS)

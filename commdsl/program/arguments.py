@@ -110,7 +110,7 @@ def arguments(plan: Plan) -> Arguments:
     for phase in plan.comm.phases:
         match phase:
             case Moves():
-                if phase.lands:  # by rank where its tensors that land begin: there at one distance on all ranks
+                if phase.lands:  # of every rank, as `heap`: from there its tensors that land are as far on all
                     words.append(Field("landing", plan.num_ranks, is_address=True))
                 words += [
                     Field("tensors", max(len(phase.tensors), 1), is_address=True),

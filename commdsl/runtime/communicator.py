@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from commdsl.build.emit import Emitted
@@ -176,9 +177,8 @@ class Communicator(Meeting, ABC):
 
     def held(self) -> tuple[Held, ...]:
         """What this rank gives of symmetric memory."""
-        known = [("desk", self.desk.reserved_bytes)]
-        known += [(one.plan.name, one.heap.reserved_bytes) for one in tuple(self.workspaces.values())]
-        known += [("landing", nbytes) for nbytes in self.regions.reserved_bytes]
+        known = [(one.plan.name, one.heap.reserved_bytes) for one in tuple(self.workspaces.values())]
+        known = [("desk", self.desk.reserved_bytes), *known, *(("landing", size) for size in self.regions.sizes)]
         return tuple(Held(self.name, self.kind, name, nbytes) for name, nbytes in known)
 
     def disown(self) -> None:
@@ -202,10 +202,12 @@ class Communicator(Meeting, ABC):
         self, mine: Setup, plan: Plan, room: int, explain: Explain | None, seconds: float | None
     ) -> Workspace:
         def make(heap: Heap, number: str) -> Workspace:
-            reach = Reach(self.rank, self.nodes, self.world.ranks)
-            return Workspace(plan, number, reach, self.desk, heap, self.errors.take(), self.timeout, explain)
+            return Workspace(plan, number, self._reach(), self.desk, heap, self.errors.take(), self.timeout, explain)
 
         return self._set_up(plan.name, mine, self.extent(plan, room), make, seconds)
+
+    def _reach(self) -> Reach:
+        return Reach(self.rank, self.nodes, self.world.ranks)
 
     def _set_up(
         self, name: str, mine: Setup, extent: Extent, make: Callable[[Heap, str], Made], seconds: float | None
@@ -230,21 +232,17 @@ class Communicator(Meeting, ABC):
         return made
 
     def region(self, name: str, nbytes: int, seconds: float | None) -> Region:
-        """Symmetric memory for a call of that op, which it takes; collective where there is not enough. Raises as
+        """Symmetric memory for a call of that op, which takes it; collective where there is not enough. Raises as
         `workspace`.
         """
         self.refuse_if_broken()
         with self.lock:
-
-            def make() -> Region:
-                mine = Setup(f"`{name}`", (("where it lands", f"{nbytes} bytes"),))
-                extent = Extent.whole(name, nbytes)
-                return self._set_up(name, mine, extent, lambda *of: Region(of[0], self.rank, of[1], nbytes), seconds)
-
             found = self.regions.find(name, nbytes)
             if found is None:
                 self.refuse_setup(name)
-                found = self.regions.grow(make, self.finish)
+                mine, extent = Setup(f"`{name}`", (("where it lands", f"{nbytes} bytes"),)), Extent.whole(name, nbytes)
+                make = partial(Region, self._reach(), nbytes)
+                found = self.regions.grow(lambda: self._set_up(name, mine, extent, make, seconds), self.finish)
             found.is_taken = True
             return found
 

@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
+from commdsl.program.arguments import heaps
 from commdsl.program.memory import Kept
 from commdsl.runtime.heap import Heap
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.tensors import contiguous_strides
+from commdsl.runtime.workspace import Reach
 
 ALIGNMENT = 256
 """Bytes between whose multiples a tensor begins, as torch's own do."""
@@ -29,25 +31,16 @@ ALIGNMENT = 256
 class Region:
     """Memory on every rank."""
 
-    def __init__(self, heap: Heap, rank: int, number: str, nbytes: int) -> None:
+    def __init__(self, reach: Reach, nbytes: int, heap: Heap, number: str) -> None:
         self.heap = heap
+        self.bases = heaps(heap.addresses, reach.nodes, reach.rank)  # by rank, as a kernel is told of them
+        self.address = heap.addresses[reach.rank]  # of the rank's own
         self.number = number  # of the set-up in which all ranks made it
         self.nbytes = nbytes
         self.is_kept = False  # for a graph that was captured: it comes back to these addresses at every replay
         self.is_taken = False
         self.last: Any = None  # the end of the call that had it last, as `Streams` marks it
-        self._rank = rank
         self._streams: Streams | None = None  # of the call that has it
-
-    @property
-    def addresses(self) -> Sequence[int]:
-        """By rank, as this one sees it."""
-        return self.heap.addresses
-
-    @property
-    def address(self) -> int:
-        """Of the rank's own."""
-        return self.heap.addresses[self._rank]
 
     def enter(self, streams: Streams) -> None:
         """The call that took it begins: behind the one before."""
@@ -110,7 +103,8 @@ class Regions:
         return [region.number for region in self._all]
 
     @property
-    def reserved_bytes(self) -> list[int]:
+    def sizes(self) -> list[int]:
+        """As they are reserved."""
         return [region.heap.reserved_bytes for region in self._all]
 
     def find(self, user: str, nbytes: int) -> Region | None:

@@ -109,7 +109,7 @@ class Visiting:
             held |= self._landed.tensors(region, inputs[0])
             for kept, number in self._given:
                 held[kept] = inputs[number]
-            failure, results = self._run(streams, functions, held, () if region is None else region.addresses, last)
+            failure, results = self._run(streams, functions, held, () if region is None else region.bases, last)
         if failure is not None:
             try:
                 raise failure

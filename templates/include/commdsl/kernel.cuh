@@ -83,8 +83,9 @@ COMMDSL_FN Place place_of(const Position<Plan>& here, i32 space, i32 rank, i32 i
   const u64 at = here.args.tensors[space] + static_cast<u64>(index) * here.args.block_bytes + slice.first;
   if constexpr (Plan::kLands) {
     // A peer's tensor lies as far behind landing[rank] as one's own; a place is counted from heap[rank], modulo 2^64.
+    const u64* begin = here.args.landing;
     const i32 own = rank_of<Plan>(here.args);
-    if (rank != own) return {true, rank, at - here.args.landing[own] + here.args.landing[rank] - (here.args.heap[rank] & ~kFar)};
+    if (rank != own) return {true, rank, at - begin[own] + (begin[rank] & ~kFar) - (here.args.heap[rank] & ~kFar)};
   }
   return {false, rank, at};
 }
