@@ -19,6 +19,7 @@ import numpy as np
 import phase_mutants
 import pytest
 import test_keys as keyed
+import test_keys_there as went
 from collectives import SCHEDULES
 from host_dispatch import chained
 from proved import given
@@ -27,6 +28,7 @@ from test_dispatch_kernel import WIDTHS, reused, same, storm
 from commdsl import compiler
 from commdsl.build import host_run
 from commdsl.build.emit import emit
+from commdsl.build.host_keys import CallAgain, again
 from commdsl.build.host_ranks import DataRaceError, RowsError, Running
 from commdsl.build.host_rows import RowsCall, checking, run_calls
 from commdsl.checks import check_plan, check_routed
@@ -34,7 +36,7 @@ from commdsl.ep import simulate
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.dtypes import FLOAT32, INT32
-from commdsl.program.phases import PushByKey
+from commdsl.program.phases import PushAgain, PushByKey
 from commdsl.program.plan import Plan
 from commdsl.program.timeouts import CommTimeout
 from commdsl.program.verify import verify
@@ -157,13 +159,17 @@ def _keys(plan: Plan) -> bool:
     rank_of = _rank_of(plan)
     calls = list(islice(keyed.storm(plan.num_ranks, len(rank_of), 3), len(keyed.KINDS)))
     calls = [replace(call, lanes=tuple(min(one, plan.comm.lanes) for one in call.lanes)) for call in calls]
-    there = next((phase for phase in plan.phases if isinstance(phase, PushByKey)), None)
+    there = next((phase for phase in plan.phases if isinstance(phase, PushByKey | PushAgain)), None)
     aligned = 1 if there is None else there.aligned
     calls = [replace(call, room=call.room + len(rank_of) // plan.num_ranks * (aligned - 1)) for call in calls]
     wanted = [simulate.dispatch(call.keys, call.tensors, rank_of, keyed.numbers(call), aligned) for call in calls]
-    if any(isinstance(phase, PushByKey) for phase in plan.phases):
+    if isinstance(there, PushByKey):
         found = keyed.there(host_keys.kernel(plan), calls)
         return all(keyed.same(*pair) for pair in zip(found, wanted, strict=True))
+    if there is not None:
+        more = [CallAgain(call, left, call.tensors[1]) for call, left in zip(calls, wanted, strict=True)]
+        pairs = zip(again(host_keys.kernel(plan), more), wanted, strict=True)
+        return all(keyed.equal(one, left.rows[1]) for rows, held in pairs for one, left in zip(rows, held, strict=True))
     dice = np.random.default_rng(4)
     returns = [keyed.returning(call, received, dice, plan) for call, received in zip(calls, wanted, strict=True)]
     sums = keyed.back(host_keys.kernel(plan, "float32"), returns)
@@ -175,6 +181,15 @@ def _keys(plan: Plan) -> bool:
 
 
 def _watch_keys(plan: Plan, seed: int) -> None:
+    if any(isinstance(phase, PushAgain) for phase in plan.phases):
+        of = host_keys.going(plan.num_ranks, 2 * plan.num_ranks, aligned=2)
+        ways = went.agains(of, went.reused(plan.num_ranks, seed), 2, columns=300)
+        again(
+            host_keys.kernel(plan, sanitize=True, checks=False),
+            ways,
+            Running(timeout=0.5, max_delay=0.002, seed=seed),
+        )
+        return
     is_back = not any(isinstance(phase, PushByKey) for phase in plan.phases)
     made = host_keys.kernel(plan, "float32" if is_back else "", sanitize=True, checks=False)
     keyed.forced(made, Running(timeout=0.5, max_delay=0.002, seed=seed))
@@ -184,8 +199,9 @@ def keys(_name: str, ranks: int, way: str) -> Right:
     """A dispatch by keys, there or back in one of the forms."""
     declared = host_keys.declared(ranks, 2 * ranks)
     plans = {"there": declared.plan, "values": declared.values}
-    if way == "there once":
-        plans[way] = host_keys.going(ranks, 2 * ranks, aligned=2, value=False).plan
+    if "once" in way:
+        going = host_keys.going(ranks, 2 * ranks, aligned=2, value=False)
+        plans[way] = going.plan if way == "there once" else going.again
     plan = plans.get(way) or host_keys.back_of(declared, way)
     mutants = phase_mutants.mutants(plan, Random(f"keys {ranks} {way}"), pairs=400 if way == "there" else 200)
     return Right(plan, None, mutants, phase_mutants.without_waits(plan), _keys, _watch_keys)
@@ -203,7 +219,7 @@ STATIC = (
     "attention/rotation_ring",
 )
 
-KEY_WAYS = ("there", "there once", "keys weighed", "ranks weighed", "values")
+KEY_WAYS = ("there", "there once", "again once", "keys weighed", "ranks weighed", "values")
 
 KINDS: tuple[
     tuple[Callable[[str, int, str], Right], tuple[str, ...], tuple[str, ...], tuple[tuple[str, int], ...]], ...
