@@ -117,10 +117,11 @@ class EPAll2AllLayer(torch.nn.Module):
     ) -> tuple[Tensor, Tensor | None, EPAllToAllLayoutDesc]:
         """Collective: each token to the ranks of its experts, a row for each choice.
 
-        input: (T, hidden) of the layer's dtype, T up to max_tokens, 0 too; exp_indices: (T, topk) int32, the number of
-        experts drops a choice; weight: (T, topk) of the weight dtype. full_scatter_indices: int32, for each choice the
-        number of its row where the rows of all ranks stand one behind the other, of this rank's tokens, (T, topk), or
-        of the tokens of all ranks, (sum, topk): a rank's rows then stand in the order of these numbers.
+        input: (T, hidden) of the layer's dtype, T up to max_tokens, 0 too. exp_indices: (T, topk) int32, the number of
+        experts drops a choice; not to be changed before `combine`. weight: (T, topk) of the weight dtype.
+        full_scatter_indices: int32, for each choice the number of its row where the rows of all ranks stand one behind
+        the other, of this rank's tokens, (T, topk), or of the tokens of all ranks, (sum, topk): a rank's rows then
+        stand in the order of these numbers.
 
         Returns the rows that came, (recv_tokens, hidden), their weights, (recv_tokens,), or None, and what `combine`
         needs. The rows lie in symmetric memory, free again when neither they nor the descriptor are held.
