@@ -524,7 +524,7 @@ def test_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
         return op.visit(kv, torch.zeros_like(kv), attend=lambda number, kv, acc: acc + kv, group=group)[1]
 
     in_group(2, lambda rank, group: sum_of(torch.ones(64), group))  # it is built
-    monkeypatch.setenv("COMMDSL_TIMEOUT", "1")
+    monkeypatch.setenv("COMMDSL_TIMEOUT", "3")
 
     def fails(number: int, kv: Any, acc: Any) -> Any:
         raise KeyError("mine")

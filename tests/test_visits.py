@@ -525,7 +525,7 @@ def test_a_function_that_raises() -> None:
 
 def test_a_function_that_raises_before_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where its result was to travel on, the exception says that the group is broken, and a reset mends it."""
-    monkeypatch.setenv("COMMDSL_TIMEOUT", "1")
+    monkeypatch.setenv("COMMDSL_TIMEOUT", "3")
     op = commdsl.load("rotation_carry", ranks=2)
 
     def body(rank: int, group: str) -> None:
@@ -584,7 +584,7 @@ def test_refusals() -> None:
 )
 def test_what_a_function_may_return(monkeypatch: pytest.MonkeyPatch, made: Callable[[Any], Any], words: str) -> None:
     """A result of another shape, dtype or number is refused by name."""
-    monkeypatch.setenv("COMMDSL_TIMEOUT", "1")
+    monkeypatch.setenv("COMMDSL_TIMEOUT", "3")
     op = commdsl.load("rotation_carry", ranks=2)
 
     def body(rank: int, group: str) -> None:
