@@ -24,7 +24,8 @@ def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
                 yield "i32", "kNumRows", len(phase.given)
             case PushByKey():
                 yield "i32", "kNumRows", len(phase.to)
-                yield "i32", "kTensors", len(phase.given)
+                yield "i32", "kTensors", len(phase.rows)
+                yield from _given(phase.stretches)
                 yield "i32", "kValueAt", -1 if phase.value is None else phase.at(phase.value.name)
                 yield "i32", "kMatesAt", phase.at("mates")
                 yield "i32", "kIndexAt", phase.at("index")
@@ -33,6 +34,7 @@ def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
             case PushAgain():
                 yield "i32", "kNumRows", 1
                 yield "i32", "kTensors", 1
+                yield from _given((0,))
                 yield "i32", "kOften", list(Often).index(phase.often)
                 yield "u64", "kAligned", phase.aligned
             case PushBack():
@@ -48,3 +50,10 @@ def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
             yield "i32", "kAddressWords", len(memory.values)
     for memory, at in layout.offsets:
         yield "u64", f"k{memory.name.capitalize()}At", at
+
+
+def _given(stretches: tuple[int, ...]) -> Iterator[tuple[str, str, int]]:
+    """How many tensors rows are of, and in what stretches they travel in float8: of as many as a dispatch may have."""
+    yield "i32", "kGiven", len(stretches)
+    for tensor, stretch in enumerate((*stretches, 0, 0, 0)[:3]):
+        yield "i32", f"kStretch{tensor}", stretch

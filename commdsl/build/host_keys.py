@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.build.host_ranks import Kernel, Running, Seats, Values, run_ranks, seats
-from commdsl.program.arguments import is_staged
+from commdsl.program.arguments import is_cast_far, is_staged
 from commdsl.program.phases import Each, FillByKey
 from commdsl.program.plan import Plan
 
@@ -28,7 +28,7 @@ class KeysCall:
     """One call on all ranks: everything by rank."""
 
     keys: Sequence[NDArray[np.int32]]
-    tensors: Sequence[Sequence[Array]]  # by tensor, then by rank
+    tensors: Sequence[Sequence[Array]]  # by tensor, then by rank; of those in float8 as they are given
     lanes: tuple[int, ...]
     room: int  # rows that a rank may receive
     slot: int | None = None  # calls of one slot have their results in one place; None: in a place of their own
@@ -40,7 +40,7 @@ class KeysCall:
 class Arrived:
     """What one rank holds after the way there."""
 
-    rows: tuple[Array, ...]  # by tensor, as many as there are places
+    rows: tuple[Array, ...]  # by tensor, as many as there are places; behind all the scales of those in float8
     counts: NDArray[np.int32]  # rows by the rank's own keys, in their order, and by source rank
     offsets: NDArray[np.int32]  # where the rows of each own key end, with what is behind them
     origins: NDArray[np.uint64]  # of each place
@@ -69,13 +69,14 @@ class Held(Protocol):
 def there(made: Kernel, calls: Sequence[KeysCall], running: Running | None = None) -> list[list[Arrived]]:
     """By call and rank what came, with as many rows as the offsets say."""
     plan = made.plan
-    where, places = seats(plan, plan.symmetric_bytes), list[list[list[int]]]()
+    staged = max((_staged_bytes(call, plan) for call in calls), default=0) * plan.comm.lanes
+    where, places = seats(plan, _line(plan.symmetric_bytes) + staged), list[list[list[int]]]()
     for call in calls:
         before = [at for at, other in enumerate(calls[: len(places)]) if other.slot == call.slot is not None]
         places.append(places[before[0]] if before else _results(where, call, plan))
     values: list[list[Values]] = []
     for number, call in enumerate(calls):
-        own: list[Values] = [_there(where, call, rank, places[number][rank]) for rank in range(plan.num_ranks)]
+        own: list[Values] = [_there(where, call, rank, places[number][rank], plan) for rank in range(plan.num_ranks)]
         if call.is_chained:
             own = [{**one, "keys": results[1]} for one, results in zip(own, places[number - 1], strict=True)]
         values.append(own)
@@ -86,20 +87,58 @@ def there(made: Kernel, calls: Sequence[KeysCall], running: Running | None = Non
     ]
 
 
-def _there(where: Seats, call: KeysCall, rank: int, results: Sequence[int]) -> dict[str, int | Sequence[int]]:
+def _there(where: Seats, call: KeysCall, rank: int, results: Sequence[int], plan: Plan) -> dict[str, int | Sequence[int]]:
     given = [_put(where, tensor[rank], f"rows of rank {rank}", 2 * rank) for tensor in call.tensors]
     return {
         "keys": _put(where, call.keys[rank], f"keys of rank {rank}", 4),
         "num_rows": call.keys[rank].shape[0],
         "keys_a_row": call.keys[rank].shape[1],
         "inputs": given,
-        "row_bytes": [_width(tensor) for tensor in call.tensors],
+        "row_bytes": [_width([one]) for one in arriving(call, rank, plan)],
+        **_cast(where, call, plan),
         **({} if call.values is None else {"values": _put(where, call.values[rank], f"values of rank {rank}", 4)}),
         "outputs": results[: -len(OWN)],
         "room": call.room,
         **dict(zip(OWN, results[-len(OWN) :], strict=True)),
         "active_lanes": call.lanes[rank],
     }
+
+
+ELEMENTS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.uint16): 2}
+"""Of tensors that travel in float8, as kernels are told; those of bfloat16 are given by their bits."""
+
+
+def _cast(where: Seats, call: KeysCall, plan: Plan) -> dict[str, int | Sequence[int]]:
+    """What a kernel is told of tensors that travel in float8."""
+    if not any(plan.push_by_key.stretches):
+        return {}
+    stretches = zip(call.tensors, plan.push_by_key.stretches, strict=True)
+    found: dict[str, int | Sequence[int]] = {"elements": [ELEMENTS[of[0].dtype] if by else 0 for of, by in stretches]}
+    if is_cast_far(plan):
+        found |= {"staging": _line(plan.symmetric_bytes), "staged_bytes": _staged_bytes(call, plan)}
+    return found
+
+
+def _staged_bytes(call: KeysCall, plan: Plan) -> int:
+    """Of a row of any tensor in float8, with its scales."""
+    if not is_cast_far(plan):
+        return 0
+    return _line(max(_width([one]) for one in arriving(call, 0, plan)) * 2 + 16)
+
+
+def _line(size: int) -> int:
+    return -(-size // LINE) * LINE
+
+
+def arriving(call: KeysCall, rank: int, plan: Plan) -> list[Array]:
+    """Tensors like those that come from a rank: rows in float8 by their bits, and their scales behind all rows."""
+    rows, scales = list[Array](), list[Array]()
+    for tensor, stretch in zip(call.tensors, plan.push_by_key.stretches, strict=True):
+        one = tensor[rank]
+        rows.append(np.empty(one.shape, np.uint8) if stretch else one)
+        if stretch:
+            scales.append(np.empty((len(one), -(-int(np.prod(one.shape[1:])) // stretch)), np.float32))
+    return rows + scales
 
 
 OWN = ("counts", "offsets", "places")
@@ -111,10 +150,12 @@ def _results(where: Seats, call: KeysCall, plan: Plan) -> list[list[int]]:
     found = []
     for rank in range(plan.num_ranks):
         places = [
-            where.room.poisoned(call.room * _width(tensor), f"result {at} of rank {rank}", shift=2 * rank + 6)
-            for at, tensor in enumerate(call.tensors)
+            where.room.poisoned(call.room * _width([one]), f"result {at} of rank {rank}", shift=2 * rank + 6)
+            if at < len(call.tensors)
+            else where.room.poisoned(call.room * _width([one]), f"scales {at} of rank {rank}")
+            for at, one in enumerate(arriving(call, rank, plan))
         ]
-        for rows in plan.push_by_key.to[len(call.tensors) :]:
+        for rows in plan.push_by_key.to[len(plan.push_by_key.rows) :]:
             width = {"origins": 8, "mates": 4 * call.keys[0].shape[1]}.get(rows.name, 4)
             places.append(where.room.poisoned(call.room * width, f"{rows.name} of rank {rank}"))
         numbers = len(plan.key_positions), len(plan.key_positions) // plan.num_ranks, call.keys[rank].size
@@ -125,7 +166,7 @@ def _results(where: Seats, call: KeysCall, plan: Plan) -> list[list[int]]:
 
 
 def _received(data: NDArray[np.uint8], call: KeysCall, rank: int, places: Sequence[int], plan: Plan) -> Arrived:
-    push, tensors = plan.push_by_key, len(call.tensors)
+    push, tensors = plan.push_by_key, len(plan.push_by_key.rows)
     counts, offsets, own = places[-len(OWN) :]
     share, a_row = len(plan.key_positions) // plan.num_ranks, call.keys[0].shape[1]
     ends = _numbers(data, offsets, np.int32, share)
@@ -135,7 +176,7 @@ def _received(data: NDArray[np.uint8], call: KeysCall, rank: int, places: Sequen
         shape = (total, a_row) if rows.name == "mates" else (total,)
         beside[rows.name] = _numbers(data, at, np.uint64 if rows.name == "origins" else np.int32, *shape)
     return Arrived(
-        tuple(_rows(data, at, total, tensor[0]) for tensor, at in zip(call.tensors, places, strict=False)),
+        tuple(_rows(data, at, total, one) for one, at in zip(arriving(call, 0, plan), places, strict=False)),
         _numbers(data, counts, np.int32, share, plan.num_ranks),
         ends,
         beside["origins"],

@@ -169,7 +169,7 @@ def dispatch_lines(dispatch: Dispatch) -> Iterator[str]:
     yield f"dispatch {dispatch.name}{params} for {dispatch.num_ranks} ranks"
     yield f"topology {topology.name}: {topology.num_nodes} × {topology.gpus_per_node} GPUs of {topology.num_sms} SMs"
     for route in dispatch.routes:
-        tensors = ", ".join(tensor.name for tensor in dispatch.tensors if dispatch.routes[tensor.route] is route)
+        tensors = ", ".join(_sent(tensor) for tensor in dispatch.tensors if dispatch.routes[tensor.route] is route)
         match route:
             case ByTable(name, many, order):
                 goes = "to several ranks, a copy each" if many else "to one rank"
@@ -195,6 +195,10 @@ def dispatch_lines(dispatch: Dispatch) -> Iterator[str]:
         once = ", those of a rank there, one row a rank crosses" if dispatch.back.once else ""
         yield f"back {', '.join(dispatch.back.names)}: copies added up{by}{once}"
     yield f"role {dispatch.role}" if dispatch.role else "no role"
+
+
+def _sent(tensor: RowTensor) -> str:
+    return tensor.name if tensor.stretch == 0 else f"{tensor.name} as float8 by {tensor.stretch}"
 
 
 def _runs(keys: list[int]) -> Iterator[str]:
@@ -319,8 +323,9 @@ def _way_there(phase: PushByKey | PushAgain) -> str:
     if isinstance(phase, PushAgain):
         names, beside = [phase.given.name], "nothing"
     else:
-        names = [rows.name for rows in phase.given]
-        beside = ", ".join(rows.name for rows in phase.to[len(names) :])
+        cast = [f" as float8 by {stretch}" if stretch else "" for stretch in phase.stretches]
+        names = [rows.name + how for rows, how in zip(phase.given, cast, strict=True)]
+        beside = ", ".join(rows.name for rows in phase.to[len(phase.given) :])
     to = {
         Often.EACH: "to the places of its keys",
         Often.ONCE: "to the place of its first key there, from which the others are filled",

@@ -90,6 +90,41 @@ def dispatch(
     return found
 
 
+def quantised(rows: Array, stretch: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Rows (T, H) of float32, or of what is exact in it, as float8_e4m3fn by their bits; scales (T, ceil(H / stretch)).
+
+    The scale of a stretch is the largest magnitude of its finite values / 448 in float32, no less than the smallest
+    normal float32, and 1 where that largest is zero. Each value is divided by it, in float32, and is rounded to the
+    nearest of float8, the even one of two as near, 448 at most. What is not finite becomes a NaN, 0x7f.
+    """
+    wide = rows.astype(np.float32)
+    finite = np.isfinite(wide)
+    count, columns = wide.shape
+    scales = np.ones((count, -(-columns // stretch)), np.float32)
+    codes = np.empty(wide.shape, np.uint8)
+    # Finite magnitudes by their bits: 2 ** -9 times an eighth's number below 2 ** -6, and (8 + digit) / 8 above.
+    known = [
+        digit * 2.0**-9 if power == 0 else (8 + digit) / 8 * 2.0 ** (power - 7)
+        for power in range(16)
+        for digit in range(8)
+    ]
+    table = np.array(known[:127])  # the last is the NaN
+    for at in range(scales.shape[1]):
+        part = slice(at * stretch, min((at + 1) * stretch, columns))
+        largest = np.where(finite[:, part], np.abs(wide[:, part]), np.float32(0)).max(axis=1, initial=0)
+        scale = np.maximum(largest / np.float32(448), np.finfo(np.float32).tiny)
+        scales[:, at] = np.where(largest == 0, np.float32(1), scale)
+        with np.errstate(invalid="ignore", over="ignore"):
+            quotient = wide[:, part] / scales[:, at : at + 1]
+        away = np.abs(np.where(finite[:, part], np.abs(quotient), 0)[..., None].astype(np.float64) - table)
+        near = away.argmin(axis=-1)  # the lesser of two as near, whose bits may be odd
+        tied = np.minimum(near + 1, len(table) - 1)
+        is_tied = np.take_along_axis(away, near[..., None], -1) == np.take_along_axis(away, tied[..., None], -1)
+        near = np.where(is_tied[..., 0] & (near % 2 == 1), tied, near)
+        codes[:, part] = np.where(finite[:, part], near | np.signbit(quotient) << 7, 0x7F)
+    return codes, scales
+
+
 Entry: TypeAlias = tuple[int, int, int]
 """Source rank, row, and which of its keys."""
 

@@ -37,6 +37,9 @@ MOST_KEYS = 1024
 MOST_ALIGNED = 1024
 """Rows."""
 
+STRETCHES = (16, 32, 64, 128, 256, 512)
+"""Elements that may have one scale: some threads of a warp have 16 each, a power of two of them."""
+
 
 class Put(Enum):
     """How rows travel."""
@@ -63,6 +66,7 @@ class RowTensor:
 
     name: str
     route: int  # which of the dispatch's routes it takes
+    stretch: int = 0  # elements of a row that travel in float8 with one scale; 0: rows go as they are
 
 
 @dataclass(frozen=True, slots=True)

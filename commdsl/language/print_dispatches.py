@@ -43,8 +43,9 @@ def line(node: Line) -> str:
             return f"capacity {plain(most)} {of}"
         case syntax.Doc():
             return _doc(node)
-        case syntax.RowsDecl(name, count):
-            return f"rows {name.text}[{count.text}]"
+        case syntax.RowsDecl(name, count, cast):
+            to = "" if cast is None else f" as {cast.element.text} by {expr(cast.stretch)}"
+            return f"rows {name.text}[{count.text}]{to}"
         case syntax.KeyDecl(name, rows, per_row, of):
             return f"key {name.text}[{rows.text}, {per_row.text}] of {of.text}"
         case syntax.TableRoute(name, shards, copies, tensors):

@@ -137,7 +137,9 @@ def arguments(plan: Plan) -> Arguments:
                 words += [
                     Field("inputs", len(phase.given), is_address=True),
                     *([] if phase.value is None else [Field("values", is_address=True)]),
-                    Field("row_bytes", len(phase.given)),
+                    Field("row_bytes", len(phase.rows)),  # as they travel, with those of scales
+                    *(_CAST if any(phase.stretches) else ()),
+                    *(_STAGED if is_cast_far(plan) else ()),
                     Field("outputs", len(phase.to), is_address=True),
                     Field("room"),  # rows of each output
                     *(Field(name, is_address=True) for name in ("counts", "offsets", "places")),
@@ -181,4 +183,11 @@ def is_staged(plan: Plan) -> bool:
     return plan.transport is Transport.NVSHMEM and plan.push_back.each is Each.RANK
 
 
+def is_cast_far(plan: Plan) -> bool:
+    """Whether a warp has rows in float8 in the own heap before they go."""
+    return plan.transport is Transport.NVSHMEM and any(plan.push_by_key.stretches)
+
+
+_CAST = (Field("elements", 3),)  # of tensors that are cast: 0 float32, 1 float16, 2 bfloat16
+_STAGED = (Field("staging"), Field("staged_bytes"))  # offset in the own heap of so many bytes for each warp
 _KEYS = (Field("keys", is_address=True), Field("num_rows"), Field("keys_a_row"))

@@ -10,6 +10,7 @@ Words and counters that tell are what others wait for: nothing else orders two r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import TypeAlias, assert_never
 
@@ -130,8 +131,8 @@ class PushByKey:
     all have of lesser keys, each rounded up to a multiple of `aligned`, and lesser sources of this one, so segments are
     disjoint whatever the keys are. Places between two keys' rows are the rank's own, which clears them.
 
-    Behind what is `given`, `to` has what arrives beside it (`beside`), of all places. The rank itself learns the
-    `counts` of what comes to it, by key and source, the `offsets` where each key's end, and the `places` of its own.
+    Behind what is `given`, `to` has the scales of those that travel in float8, in `stretches` of so many elements, which
+    is 0 for others; then what arrives beside rows (`beside`), of all places. The rank itself learns the `counts` of what comes to it, by key and source, the `offsets` where each key's end, and the `places` of its own.
     """
 
     given: tuple[Rows, ...]
@@ -143,14 +144,25 @@ class PushByKey:
     places: Rows
     often: Often
     aligned: int
+    stretches: tuple[int, ...]  # by what is given
 
     @property
     def by(self) -> Actor:
         return Actor.LANES
 
+    @property
+    def rows(self) -> tuple[Rows, ...]:
+        """What arrives of the tensors, scales included."""
+        return self.to[: len(self.given) + sum(stretch > 0 for stretch in self.stretches)]
+
     def at(self, name: str) -> int:
         """Which of `to` it is, -1 for none."""
-        return next((at for at, rows in enumerate(self.to) if at >= len(self.given) and rows.name == name), -1)
+        return next((at for at, rows in enumerate(self.to) if at >= len(self.rows) and rows.name == name), -1)
+
+
+def scales(names: Sequence[str], stretches: Sequence[int]) -> tuple[str, ...]:
+    """What arrives besides of tensors of these names that travel in float8."""
+    return tuple(f"scales of {name}" for name, stretch in zip(names, stretches, strict=True) if stretch)
 
 
 def beside(value: str | None, often: Often) -> tuple[str, ...]:

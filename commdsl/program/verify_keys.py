@@ -6,7 +6,7 @@ Assumes nothing. Raises InternalError at the first law broken. Does not say what
 
 from __future__ import annotations
 
-from commdsl.ir.dispatches import MOST_ALIGNED, MOST_KEYS, Often
+from commdsl.ir.dispatches import MOST_ALIGNED, MOST_KEYS, STRETCHES, Often
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.memory import Home, Rows, Words
 from commdsl.program.phases import (
@@ -21,6 +21,7 @@ from commdsl.program.phases import (
     Routed,
     Tell,
     beside,
+    scales,
 )
 from commdsl.program.plan import Plan
 
@@ -52,8 +53,8 @@ def verify_keys(plan: Plan) -> None:
             told = ("lanes", "room", *names, *(f"{push.keys.name} {key}" for key in range(len(count.positions))))
             _told(routed, told)
             _there(count, push)
-            at = {rows.name: rows for rows in push.to[len(push.given) :]}
-            _filled(push, fills, push.to[: len(push.given)], at["origins"], at.get("mates"))
+            at = {rows.name: rows for rows in push.to[len(push.rows) :]}
+            _filled(push, fills, push.rows, at["origins"], at.get("mates"))
         case [PushAgain() as push, *fills] if all(isinstance(phase, FillByKey) for phase in fills):
             _again(push)
             _told(routed, ("lanes", "room", push.to.name))
@@ -90,9 +91,12 @@ def _there(count: Count, push: PushByKey) -> None:
     _given(*given)
     made = (*push.to, push.counts, push.offsets, push.places)
     _law(all(rows.home is Home.RESULT for rows in made), "rows that go by keys are there when they come")
-    _law([rows.name for rows in push.to[: len(names)]] == names, "each tensor's rows go to their result")
+    _law(len(push.stretches) == len(names), "each tensor's rows say in what stretches they travel")
+    _law(all(stretch in (0, *STRETCHES) for stretch in push.stretches), "a warp shares out what has one scale")
+    wanted = [*names, *scales(names, push.stretches)]
+    _law([rows.name for rows in push.rows] == wanted, "each tensor's rows go to their result, and so do scales")
     arrives = beside(None if push.value is None else push.value.name, push.often)
-    found = tuple(rows.name for rows in push.to[len(names) :])
+    found = tuple(rows.name for rows in push.to[len(wanted) :])
     _law(found == arrives, f"{', '.join(found) or 'nothing'} arrives beside rows, expected {', '.join(arrives)}")
     _law(1 <= push.aligned <= MOST_ALIGNED, f"rows are aligned to {push.aligned}")
     _distinct(*given)

@@ -16,6 +16,7 @@ from commdsl.ir.dispatches import (
     BY_SOURCE,
     MOST_ALIGNED,
     MOST_KEYS,
+    STRETCHES,
     Back,
     ByKey,
     ByTable,
@@ -187,6 +188,28 @@ class RouteRules:
         """C643."""
         self.faults.report("C643", law, span, "there is no route by keys",
                            help="leave it out: this dispatch goes by tables")  # fmt: skip
+
+    def stretch(self, cast: syn.Cast) -> int:
+        """Elements that travel in float8 with one scale, 0 after a fault. C123, C643, C509: it is float8, of rows that
+        go by keys, and a warp can share a stretch out.
+        """
+        before = len(self.faults.found)
+        if cast.element.text != "float8":
+            self.faults.report("C123", f"rows do not travel as `{cast.element.text}`", cast.element.span, "not known",
+                               help="write `as float8`: float8_e4m3fn, and a float32 scale for each stretch")  # fmt: skip
+        if not self.by_key:
+            self._of_keys(cast.span, "rows travel in float8 where they go by keys")
+        self.names.expect(cast.stretch, Kind.NUMBER)
+        if len(self.faults.found) > before:
+            return 0
+        try:
+            found = self.evaluator.constant(cast.stretch, self.scope)
+            if found not in STRETCHES:
+                law = f"one scale is for {', '.join(map(str, STRETCHES[:-1]))} or {STRETCHES[-1]} elements"
+                self.faults.fail("C509", law, cast.stretch.span, f"this is {found}")
+        except Poisoned:
+            return 0
+        return found
 
     def _aligned(self) -> int | None:
         """Of the place by keys; None after a fault."""

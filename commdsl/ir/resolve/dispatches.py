@@ -124,7 +124,8 @@ class _Rules:
                 name = declared.name.text
                 self.faults.report("C630", f"`{name}` has no route", declared.span, "goes nowhere",
                                    help=f"write for example `route home[S] for {name}`")  # fmt: skip
-        return tuple(RowTensor(name, route_of[name][0]) for name in names if name in route_of)
+        stretches = {row.name.text: rules.stretch(row.cast) for row in rows if row.cast is not None}
+        return tuple(RowTensor(name, route_of[name][0], stretches.get(name, 0)) for name in names if name in route_of)
 
     def counts(self, rows: Sequence[syn.RowsDecl]) -> None:
         """A name counts one thing, and one thing has one name: rows, shards, copies, keys of a row."""

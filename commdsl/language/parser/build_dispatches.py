@@ -75,7 +75,11 @@ def _dispatch_decl(span: Span, parts: Children) -> syntax.DispatchDecl:
 
 
 def _rows_decl(span: Span, parts: Children) -> syntax.RowsDecl:
-    return syntax.RowsDecl(parts[1], parts[2], span=span)  # the first is the word `rows`
+    return syntax.RowsDecl(*parts[1:], span=span)  # the first is the word `rows`
+
+
+def _cast(span: Span, parts: Children) -> syntax.Cast:
+    return syntax.Cast(*parts, span=span)
 
 
 def _key_decl(span: Span, parts: Children) -> syntax.KeyDecl:
@@ -142,6 +146,7 @@ RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "repeat": _repeat,
     "dispatch_decl": _dispatch_decl,
     "rows_decl": _rows_decl,
+    "cast": _cast,
     "key_decl": _key_decl,
     "table_route": _table_route,
     "key_route": _key_route,

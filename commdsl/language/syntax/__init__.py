@@ -18,6 +18,7 @@ from commdsl.language.source import Source
 from commdsl.language.syntax.dispatches import (
     BackDecl,
     CapacityEntry,
+    Cast,
     CopiesEntry,
     Cut,
     Destination,
@@ -114,6 +115,7 @@ __all__ = [
     "BufferDecl",
     "Call",
     "CapacityEntry",
+    "Cast",
     "Clause",
     "Comment",
     "Compute",

@@ -132,6 +132,15 @@ class RowsDecl(Node):
 
     name: Name
     count: Name
+    cast: Cast | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cast(Node):
+    """`as float8 by 128` of rows: they travel in another element type, each stretch of a row with a scale of its own."""
+
+    element: Name
+    stretch: Expr
 
 
 @dataclass(frozen=True, slots=True)

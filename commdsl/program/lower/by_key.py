@@ -34,6 +34,7 @@ from commdsl.program.phases import (
     Routed,
     Tell,
     beside,
+    scales,
 )
 from commdsl.program.plan import Plan
 
@@ -46,19 +47,21 @@ def lower_by_key(dispatch: Dispatch, transport: Transport = Transport.PEER) -> P
     route = route_of(dispatch)
     names = [tensor.name for tensor in dispatch.tensors]
     given = tuple(Rows(name, Home.GIVEN) for name in names)
-    results = tuple(Rows(name, Home.RESULT) for name in (*names, *beside(route.value, route.often)))
+    stretches = tuple(tensor.stretch for tensor in dispatch.tensors)
+    arriving = (*names, *scales(names, stretches), *beside(route.value, route.often))
+    results = tuple(Rows(name, Home.RESULT) for name in arriving)
     keys, value = Rows(route.key, Home.GIVEN), None if route.value is None else Rows(route.value, Home.GIVEN)
     counts, offsets, places = (Rows(name, Home.RESULT) for name in ("counts", "offsets", "places"))
     told = ("lanes", "room", *(rows.name for rows in results), *(f"{route.key} {key}" for key in range(route.num_keys)))
-    push = PushByKey(given, keys, value, results, counts, offsets, places, route.often, route.aligned)
+    push = PushByKey(given, keys, value, results, counts, offsets, places, route.often, route.aligned, stretches)
     phases: tuple[Routed, ...] = (
         Read(Actor.LANES, CALLS),
         Count(keys, positions_of(route)),
         *_greeted(push, Words("addresses", told)),
     )
     if route.often is Often.ONCE:
-        at = {rows.name: rows for rows in results[len(names) :]}
-        phases += tuple(_filled(FillByKey(results[: len(names)], at["origins"], at["mates"])))
+        at = {rows.name: rows for rows in results[len(push.rows) :]}
+        phases += tuple(_filled(FillByKey(push.rows, at["origins"], at["mates"])))
     rows = (*given, keys, *(() if value is None else (value,)), *results, counts, offsets, places)
     return plan_of(dispatch, dispatch.name, phases, rows, transport)
 

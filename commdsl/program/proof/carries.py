@@ -74,7 +74,11 @@ def _by_keys(dispatch: Dispatch, plan: Plan, route: ByKey) -> Iterator[tuple[str
 def _brought(dispatch: Dispatch, plan: Plan, route: ByKey) -> Iterator[tuple[str, set[Held]]]:
     """By result what its rows are to be: there, there again, back as numbers or as what was made of rows."""
     if plan.name == dispatch.name:
-        yield from ((tensor.name, _arrives(tensor.name, "by key", route)) for tensor in dispatch.tensors)
+        for tensor in dispatch.tensors:
+            cast = _cast(tensor.stretch)
+            yield tensor.name, _arrives(tensor.name, f"by key{cast}", route)
+            if tensor.stretch:
+                yield f"scales of {tensor.name}", _arrives(f"scales of {tensor.name}", f"by key{cast}", route)
         if route.value is not None:
             yield route.value, {(f"values of {route.value}", "beside the rows")}
     elif plan.name == f"{dispatch.name}_again":
@@ -89,6 +93,10 @@ def _arrives(name: str, how: str, route: ByKey) -> set[Held]:
     """A tensor's rows, to places of each key; those that travel once to the first, and from there to the others."""
     came = (f"rows of {name}", f"pushed {how}, {route.often.value}, aligned {route.aligned}")
     return {came, (*came, "filled by mates at origins")} if route.often is Often.ONCE else {came}
+
+
+def _cast(stretch: int) -> str:
+    return f" as float8 by {stretch}" if stretch else ""
 
 
 HOME = ("up to offsets", "by origins")
@@ -115,9 +123,11 @@ def _held(plan: Plan) -> dict[Rows, set[Held]]:
                         if to.name == rows.name:
                             found.setdefault(to, set()).add((f"rows of {rows.name}", "pushed"))
             case PushByKey(often=often, aligned=aligned):
-                for rows, to in zip(phase.given, phase.to, strict=False):
-                    came = (f"rows of {rows.name}", f"pushed by key, {often.value}, aligned {aligned}")
-                    found.setdefault(to, set()).add(came)
+                cast = {rows.name: _cast(stretch) for rows, stretch in zip(phase.given, phase.stretches, strict=True)}
+                names = [*cast, *(f"scales of {name}" for name, how in cast.items() if how)]
+                for name, to in zip(names, phase.to, strict=False):
+                    how = f"pushed by key{cast[name.removeprefix('scales of ')]}"
+                    found.setdefault(to, set()).add((f"rows of {name}", f"{how}, {often.value}, aligned {aligned}"))
                 if phase.value is not None and (at := phase.at(phase.value.name)) >= 0:
                     found.setdefault(phase.to[at], set()).add((f"values of {phase.value.name}", "beside the rows"))
             case PushAgain(given=rows, to=to, often=often, aligned=aligned):

@@ -94,6 +94,15 @@ COMMDSL_FN Equals among_equals(u32 value) {
   return {static_cast<u32>(__popc(equal & below)), static_cast<u32>(__popc(equal))};
 }
 
+// The largest among `threads` neighbours, a power of two of them. All threads of the warp ask.
+COMMDSL_FN u32 largest_among(u32 value, u32 threads) {
+  for (u32 apart = threads / 2; apart > 0; apart /= 2) {
+    const u32 other = __shfl_xor_sync(0xffffffffu, value, apart);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
 COMMDSL_FN void block_barrier() {
   if constexpr (kSharesBlock) {
     asm volatile("bar.sync %0, %1;" ::"r"(lane_of_block() + 1), "n"(COMMDSL_THREADS) : "memory");
@@ -196,6 +205,9 @@ COMMDSL_FN u16 float_to_half(float value) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
 }
+
+COMMDSL_FN u32 bits_of_float(float value) { return __float_as_uint(value); }
+COMMDSL_FN float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 
 COMMDSL_FN float bfloat_to_float(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
 

@@ -112,13 +112,92 @@ COMMDSL_FN bool goes(const Call<Plan>& here, const Known& known, u32 at) {
   return Plan::kOften == kOnce && rank == static_cast<u32>(here.args.rank);
 }
 
+// Into how long stretches of float8 the rows of a tensor are cut on their way; 0: they go as they are.
+template <class Plan>
+constexpr u32 stretch_of(i32 tensor) {
+  return static_cast<u32>(tensor == 0 ? Plan::kStretch0 : tensor == 1 ? Plan::kStretch1 : Plan::kStretch2);
+}
+
+// Which result has a tensor's scales: they follow the rows of all.
+template <class Plan>
+constexpr i32 scales_of(i32 tensor) {
+  i32 at = Plan::kGiven;
+  for (i32 before = 0; before < tensor; ++before) at += stretch_of<Plan>(before) > 0 ? 1 : 0;
+  return at;
+}
+
+// The columns from `first` to `last` of a row, whose elements are known only here: 0 is float32, 1 float16, 2 bfloat16.
+template <u32 stretch, class Scales>
+COMMDSL_FN void quantise(u64 element, const u64* to, u32 count, const Scales& scales, const char* row, u64 first, u64 last) {
+  if (element == 0) return quantise_run<float32, stretch>(to, count, scales, row, first, last);
+  if (element == 1) return quantise_run<float16, stretch>(to, count, scales, row, first, last);
+  quantise_run<bfloat16, stretch>(to, count, scales, row, first, last);
+}
+
+// As `push_row`, of one tensor that goes in float8.
+template <i32 tensor, class Plan, class Known>
+COMMDSL_FN void push_float8(const Call<Plan>& here, Known& known, u64 row, u32 first, u32 piece, u32 pieces) {
+  constexpr u32 stretch = stretch_of<Plan>(tensor);
+  constexpr i32 beside = scales_of<Plan>(tensor);
+  const auto& args = here.args;
+  const Entries& entries = known.entries;
+  const u32 keys = static_cast<u32>(args.keys_a_row);
+  const u64 width = args.row_bytes[tensor], scales_width = args.row_bytes[beside], element = args.elements[tensor];
+  const char* source = reinterpret_cast<const char*>(args.inputs[tensor] + row * width * (element == 0 ? 4 : 2));
+  const u64 stretches = (width + stretch - 1) / stretch, share = (stretches + pieces - 1) / pieces * stretch;
+  const u64 begin = share * piece < width ? share * piece : width, last = width - begin < share ? width : begin + share;
+  u64* to = known.entries.to[warp()];
+  for (u32 k = thread_of_warp(); k < keys; k += kWarp) {
+    const u32 rank = rank_at<Plan>(entries.position[first + k]);
+    const bool is_here = goes(here, known, first + k) && is_near(args, static_cast<i32>(rank));
+    to[k] = is_here ? known.output[rank][tensor] + entries.place[first + k] * width : 0;
+  }
+  warp_barrier();
+  const auto scales = [&](u32 k) {
+    const u32 rank = rank_at<Plan>(entries.position[first + k]);
+    return reinterpret_cast<char*>(known.output[rank][beside] + entries.place[first + k] * scales_width);
+  };
+  quantise<stretch>(element, to, keys, scales, source, begin, last);
+  warp_barrier();
+  if constexpr (kHasFar) {
+    char* staged = reinterpret_cast<char*>(args.heap[args.rank] + args.staging + worker(here) * args.staged_bytes);
+    char* staged_scales = staged + (width + 15) / 16 * 16;
+    bool is_staged = false;
+    for (u32 at = first; piece == 0 && at < first + keys; ++at) {
+      const i32 rank = static_cast<i32>(rank_at<Plan>(entries.position[at]));
+      if (!goes(here, known, at) || is_near(args, rank)) continue;
+      if (!is_staged) {
+        const u64 own = reinterpret_cast<u64>(staged);
+        quantise<stretch>(element, &own, 1, [&](u32) { return staged_scales; }, source, 0, width);
+        stored();
+        is_staged = true;
+      }
+      const u64 heap = args.heap[rank], place = entries.place[at];
+      put_run(args, rank, known.output[rank][tensor] - heap + place * width, staged, width);
+      put_run(args, rank, known.output[rank][beside] - heap + place * scales_width, staged_scales, scales_width);
+    }
+    warp_barrier();  // the next row is written over this one
+  }
+}
+
+// Those of a row's tensors that go in float8.
+template <i32 tensor, class Plan, class Known>
+COMMDSL_FN void push_in_float8(const Call<Plan>& here, Known& known, u64 row, u32 first, u32 piece, u32 pieces) {
+  if constexpr (tensor < Plan::kGiven) {
+    if constexpr (stretch_of<Plan>(tensor) > 0) push_float8<tensor>(here, known, row, first, piece, pieces);
+    push_in_float8<tensor + 1>(here, known, row, first, piece, pieces);
+  }
+}
+
 // A piece of a row, all tensors of it; `first` is the row's first entry in the chunk.
 template <class Plan, class Known>
 COMMDSL_FN void push_row(const Call<Plan>& here, Known& known, u64 row, u32 first, u32 piece, u32 pieces) {
   const auto& args = here.args;
   const u32 keys = static_cast<u32>(args.keys_a_row);
   u64* to = known.entries.to[warp()];
-  for (i32 tensor = 0; tensor < Plan::kTensors; ++tensor) {
+  push_in_float8<0>(here, known, row, first, piece, pieces);
+  for (i32 tensor = 0; tensor < Plan::kGiven; ++tensor) {
+    if (stretch_of<Plan>(tensor) > 0) continue;
     const u64 width = args.row_bytes[tensor];
     const char* source = reinterpret_cast<const char*>(args.inputs[tensor] + row * width);
     const Part part = part_of(width, piece, pieces);

@@ -81,6 +81,7 @@ struct Equals {
   u32 before, count;
 };
 COMMDSL_FN Equals among_equals(u32) { return {0, 1}; }
+COMMDSL_FN u32 largest_among(u32 value, u32) { return value; }
 COMMDSL_FN void block_barrier() {}
 COMMDSL_FN bool block_any(bool value) { return value; }
 COMMDSL_FN u32 thread_of_block() { return 0; }
@@ -195,6 +196,9 @@ template <class Word>
 COMMDSL_FN void store(void* p, const Word& word) { memcpy(p, &word, sizeof(Word)); }
 
 // Conversions round to nearest, ties to even, and yield the GPU's NaN (0x7fff), so both builds give the same bits.
+COMMDSL_FN u32 bits_of_float(float value) { return bits_of<u32>(value); }
+COMMDSL_FN float float_of_bits(u32 bits) { return bits_of<float>(bits); }
+
 COMMDSL_FN float bfloat_to_float(u16 bits) { return bits_of<float>(static_cast<u32>(bits) << 16); }
 
 COMMDSL_FN u16 float_to_bfloat(float value) {

@@ -13,6 +13,7 @@
 #else
 #include "commdsl/host_runs.hpp"
 #endif
+#include "commdsl/float8.cuh"
 #include "commdsl/entries.cuh"
 
 namespace commdsl {

@@ -1,0 +1,145 @@
+// Rows on their way into float8 (e4m3fn), each stretch of a row with a scale of its own, the largest of its finite values / 448 in
+// float32, so that the largest becomes the largest that float8 has. A warp reads a row once and keeps it in registers until it is stored.
+// Assumes the vocabulary and elements.cuh. A value is divided by its scale in float32, and that is rounded to the nearest, of two as
+// near to the even one; no value becomes larger than 448. An infinity and a NaN become a NaN and count for no scale.
+#pragma once
+
+#include "commdsl/elements.cuh"
+
+namespace commdsl {
+
+constexpr u32 kInfinity = 0x7f800000;      // of float32, as the numbers below
+constexpr u32 kSmallestNormal = 0x800000;  // no scale is less: a smaller one would have lost digits, and its quotients were too large
+constexpr u32 kOne = 0x3f800000;
+constexpr float kLargestFloat8 = 448.0f;
+constexpr u32 kNanFloat8 = 0x7f;
+
+// By what a stretch is divided, whose largest finite magnitude has these bits.
+COMMDSL_FN float scale_of(u32 largest) {
+  if (largest == 0) return float_of_bits(kOne);
+  const float scale = float_of_bits(largest) / kLargestFloat8;
+  return bits_of_float(scale) < kSmallestNormal ? float_of_bits(kSmallestNormal) : scale;
+}
+
+// The bits of the float8 that is nearest, without an instruction for it.
+COMMDSL_FN u32 nearest_float8(float value) {
+  const u32 bits = bits_of_float(value), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+  if (magnitude > kInfinity) return kNanFloat8;
+  if (magnitude >= 0x43e00000) return sign | 0x7e;  // 448
+  if (magnitude < 0x3c800000) {                     // 2 ** -6: below it float8 is a multiple of 2 ** -9, which is the last digit of 2 ** 14
+    return sign | (bits_of_float(float_of_bits(magnitude) + 16384.0f) - bits_of_float(16384.0f));
+  }
+  return sign | ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+}
+
+// Two that follow each other in memory.
+COMMDSL_FN u32 two_float8(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  u16 both;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(second), "f"(first));
+  return both;
+#else
+  return nearest_float8(first) | nearest_float8(second) << 8;
+#endif
+}
+
+// How the threads of a warp share out a stretch: 16 values each, which are one store, or all where a warp is one thread.
+template <u32 stretch>
+constexpr u32 kThreadsAStretch = stretch / 16 < kWarp ? stretch / 16 : kWarp;
+
+// Values from `begin` on of a row of `columns`; zeros behind it.
+template <class Element, u32 each>
+COMMDSL_FN void load_values(float (&value)[each], const char* row, u64 begin, u64 columns) {
+  using Storage = typename Element::Storage;
+  constexpr u32 kInWord = 16 / sizeof(Storage);
+  const char* source = row + begin * sizeof(Storage);
+  if (begin + each <= columns && (reinterpret_cast<u64>(source) & 15) == 0) {
+#pragma unroll
+    for (u32 at = 0; at < each; at += kInWord) {
+      Vector16 word;
+      load(word, source + at * sizeof(Storage));
+      const u32 half[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+      for (u32 i = 0; i < kInWord; ++i) {
+        if constexpr (sizeof(Storage) == 4) {
+          value[at + i] = float_of_bits(half[i]);
+        } else {
+          value[at + i] = Element::widen(static_cast<Storage>(half[i / 2] >> (i % 2 * 16)));
+        }
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (u32 at = 0; at < each; ++at) {
+    value[at] = 0;
+    if (begin + at >= columns) continue;
+    if constexpr (sizeof(Storage) == 4) {
+      u32 word;
+      load(word, source + at * sizeof(Storage));
+      value[at] = float_of_bits(word);
+    } else {
+      u16 word;
+      load(word, source + at * sizeof(Storage));
+      value[at] = Element::widen(word);
+    }
+  }
+}
+
+// 16 bytes to a row of `columns`, as far as it goes; an even number of them, at an even address.
+COMMDSL_FN void store_values(char* row, u64 begin, u64 columns, const Vector16& value) {
+  char* dest = row + begin;
+  if (begin + 16 <= columns && (reinterpret_cast<u64>(dest) & 15) == 0) return store(dest, value);
+  const u32 word[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+  for (u32 at = 0; at < 16; at += 2) {
+    if (begin + at < columns) store(dest + at, static_cast<u16>(word[at / 4] >> (at % 4 * 8)));
+  }
+}
+
+// The columns from `first` to `last` of a row of float32, float16 or bfloat16 in float8, to each of `count` places in `to` but those
+// that are 0; and their scales, to where `scales` says for each place. `first` is where a stretch begins, and `last` one or the end.
+template <class Element, u32 stretch, class Scales>
+COMMDSL_FN void quantise_run(const u64* to, u32 count, const Scales& scales, const char* row, u64 first, u64 last) {
+  constexpr u32 kThreads = kThreadsAStretch<stretch>, kEach = stretch / kThreads;
+  for (u64 from = first; from < last; from += kWarp / kThreads * stretch) {
+    const u64 begin = from + thread_of_warp() * kEach;
+    float value[kEach];
+    load_values<Element>(value, row, begin, last);
+    u32 largest = 0;
+#pragma unroll
+    for (u32 at = 0; at < kEach; ++at) {
+      const u32 magnitude = bits_of_float(value[at]) & 0x7fffffff;
+      if (magnitude < kInfinity && magnitude > largest) largest = magnitude;
+    }
+    const float scale = scale_of(largest_among(largest, kThreads));
+    u32 word[kEach / 4];
+#pragma unroll
+    for (u32 at = 0; at < kEach; at += 4) {
+      u32 two[2];
+#pragma unroll
+      for (u32 i = 0; i < 4; i += 2) {
+        float part[2];
+#pragma unroll
+        for (u32 j = 0; j < 2; ++j) {
+          const float one = value[at + i + j];
+          part[j] = (bits_of_float(one) & 0x7fffffff) < kInfinity ? one / scale : float_of_bits(0x7fffffff);
+        }
+        two[i / 2] = two_float8(part[0], part[1]);
+      }
+      word[at / 4] = two[0] | two[1] << 16;
+    }
+    if (begin >= last) continue;
+    for (u32 i = 0; i < count; ++i) {
+      if (to[i] == 0) continue;
+#pragma unroll
+      for (u32 at = 0; at < kEach; at += 16) {
+        const Vector16 stored{word[at / 4], word[at / 4 + 1], word[at / 4 + 2], word[at / 4 + 3]};
+        if (begin + at < last) store_values(reinterpret_cast<char*>(to[i]), begin + at, last, stored);
+      }
+      if (begin % stretch == 0) store(scales(i) + begin / stretch * sizeof(u32), bits_of_float(scale));
+    }
+  }
+}
+
+}  // namespace commdsl
