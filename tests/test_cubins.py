@@ -87,6 +87,7 @@ BY_KEYS = [
     ("experts", Transport.PEER, (), ("", "_back", "_values", "_again")),
     ("experts_once", Transport.NVSHMEM, ("COMMDSL_CHECK=1",), ("", "_back", "_values", "_again")),
     ("experts_index", Transport.PEER, (), ("", "_again")),  # home as `experts_once`
+    ("experts_float8", Transport.PEER, (), ("",)),  # home as `experts_once`
     ("tokens", Transport.PEER, (), ("",)),  # one tensor; home as `experts`
     ("tokens_summed", Transport.NVSHMEM, (), ("",)),  # home as `experts_once`
     ("tokens", Transport.NVSHMEM, (), ("_back",)),  # there as `experts_once`, home as `experts`

@@ -35,6 +35,7 @@ NARROW = (
     "COMMDSL_FN void warp_barrier() {}\n",
     "struct Equals {\n  u32 before, count;\n};\n",
     "COMMDSL_FN Equals among_equals(u32) { return {0, 1}; }\n",
+    "COMMDSL_FN u32 largest_among(u32 value, u32) { return value; }\n",
     "COMMDSL_FN void block_barrier() {}\n",
 )
 """What the host's vocabulary says of a warp."""
@@ -69,6 +70,17 @@ COMMDSL_FN Equals among_equals(u32 value) {
   }
   warp_barrier();
   return found;
+}
+COMMDSL_FN u32 largest_among(u32 value, u32 threads) {
+  WideWarp& own = wide_warps[warp()];
+  own.value[thread_of_warp()] = value;
+  warp_barrier();
+  u32 largest = 0;
+  for (u32 i = 0, first = thread_of_warp() / threads * threads; i < threads; ++i) {
+    if (own.value[first + i] > largest) largest = own.value[first + i];
+  }
+  warp_barrier();
+  return largest;
 }
 COMMDSL_FN void block_barrier() { pthread_barrier_wait(&wide_block); }
 COMMDSL_FN u32 __funnelshift_r(u32 low, u32 high, u32 bits) {
@@ -111,6 +123,38 @@ ENTRY = """
 """
 
 
+FLOAT8 = """
+#undef COMMDSL_KERNEL
+#define COMMDSL_KERNEL(name, plan)                                                                         \\
+  struct WideRow {                                                                                         \\
+    unsigned long long to[2], scales[2], element, columns;                                                 \\
+    const char* source;                                                                                    \\
+  };                                                                                                       \\
+  struct WideThread {                                                                                      \\
+    const WideRow* row;                                                                                    \\
+    unsigned number;                                                                                       \\
+  };                                                                                                       \\
+  static void* wide_thread(void* given) {                                                                  \\
+    const WideRow& row = *static_cast<WideThread*>(given)->row;                                            \\
+    commdsl::own_thread = static_cast<WideThread*>(given)->number;                                         \\
+    const commdsl::u64 to[2] = {row.to[0], row.to[1]};                                                     \\
+    const auto scales = [&](commdsl::u32 i) { return reinterpret_cast<char*>(row.scales[i]); };            \\
+    commdsl::quantise<commdsl::stretch_of<plan>(0)>(row.element, to, 2, scales, row.source, 0, row.columns); \\
+    return nullptr;                                                                                        \\
+  }                                                                                                        \\
+  extern "C" void wide_row(const WideRow* row) {                                                           \\
+    pthread_barrier_init(&commdsl::wide_warps[0].barrier, nullptr, 32);                                    \\
+    pthread_t threads[32];                                                                                 \\
+    WideThread jobs[32];                                                                                   \\
+    for (unsigned at = 0; at < 32; ++at) {                                                                 \\
+      jobs[at] = {row, at};                                                                                \\
+      pthread_create(&threads[at], nullptr, wide_thread, &jobs[at]);                                       \\
+    }                                                                                                      \\
+    for (auto& one : threads) pthread_join(one, nullptr);                                                  \\
+  }
+"""
+
+
 def headers(folder: Path, way: str) -> Path:
     """A folder in which the GPU's vocabulary is the host's with wide warps."""
     root = folder / way
@@ -131,13 +175,30 @@ def headers(folder: Path, way: str) -> Path:
         text,
     )
     assert count == 2
-    (root / "commdsl" / "device.cuh").write_text(text + ENTRY.replace("WAY", way), "utf-8")
+    (root / "commdsl" / "device.cuh").write_text(
+        text + (FLOAT8 if way == "float8" else ENTRY.replace("WAY", way)), "utf-8"
+    )
     return root
 
 
 def built(plan: Plan, dtype: str, folder: Path) -> Callable[[bytes, int], bool]:
     """The two bodies of a way back, 0 and 1, of a rank whose arguments are given; whether none was refused."""
-    way = BACK[plan.push_back.each]
+    library = linked(plan, dtype, folder, BACK[plan.push_back.each])
+
+    def run(arguments: bytes, phase: int) -> bool:
+        held = ctypes.create_string_buffer(arguments, len(arguments))
+        return bool(library.wide_run(held, phase))
+
+    return run
+
+
+def quantising(plan: Plan, folder: Path) -> Callable[[bytes], None]:
+    """What a warp does with one row of the Plan's first tensor: to two places or one, each with scales elsewhere."""
+    library = linked(plan, "", folder, "float8")
+    return lambda row: library.wide_row(ctypes.create_string_buffer(row, len(row)))
+
+
+def linked(plan: Plan, dtype: str, folder: Path, way: str) -> ctypes.CDLL:
     text = re.sub(r"(#define COMMDSL_THREADS) \d+", rf"\1 {THREADS}", emit(plan).text)
     name = hashlib.sha256(f"{text} {dtype}".encode()).hexdigest()[:16]
     source, made = folder / f"{name}.cpp", folder / f"{name}.so"
@@ -147,10 +208,4 @@ def built(plan: Plan, dtype: str, folder: Path) -> Callable[[bytes, int], bool]:
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-pthread", *macros, f"-I{root}"]
     compiler = host.find_compiler(from_environment()).command
     subprocess.run([*compiler, *flags, str(source), "-o", str(made)], check=True)
-    library = ctypes.CDLL(str(made))
-
-    def run(arguments: bytes, phase: int) -> bool:
-        held = ctypes.create_string_buffer(arguments, len(arguments))
-        return bool(library.wide_run(held, phase))
-
-    return run
+    return ctypes.CDLL(str(made))

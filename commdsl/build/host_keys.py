@@ -87,7 +87,9 @@ def there(made: Kernel, calls: Sequence[KeysCall], running: Running | None = Non
     ]
 
 
-def _there(where: Seats, call: KeysCall, rank: int, results: Sequence[int], plan: Plan) -> dict[str, int | Sequence[int]]:
+def _there(
+    where: Seats, call: KeysCall, rank: int, results: Sequence[int], plan: Plan
+) -> dict[str, int | Sequence[int]]:
     given = [_put(where, tensor[rank], f"rows of rank {rank}", 2 * rank) for tensor in call.tensors]
     return {
         "keys": _put(where, call.keys[rank], f"keys of rank {rank}", 4),

@@ -14,7 +14,7 @@ from typing import assert_never
 
 import numpy as np
 
-from commdsl.ir.dispatches import ByKey, ByTable, Dispatch, Often, Sort
+from commdsl.ir.dispatches import ByKey, ByTable, Dispatch, Often, RowTensor, Sort
 from commdsl.ir.schedules import AnyStep, Buffer, Contract, Rotation, Schedule, Statement, Step, Task, Yield
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node

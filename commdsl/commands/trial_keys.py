@@ -34,7 +34,7 @@ MOST_ROWS = 60  # of a rank
 MOST_KEYS_A_ROW = 8
 HOST_LANES = 2
 SUMMED = ("float32", "float16")
-"""The element types in which `commdsl.ep.simulate` adds up."""
+"""The element types in which `commdsl.ep.simulate` adds up, and from which it goes into float8."""
 
 KINDS: dict[str, Callable[[NDArray[np.int64], int], NDArray[np.int64]]] = {
     "random keys": lambda keys, num_keys: keys,
@@ -65,13 +65,22 @@ def trial_keys(compiled: CompiledDispatch, route: ByKey, dtype: DType, width: in
     refuse_large(4 * COPIES * drawn * width, width, compiled.dispatch.num_ranks)
     dice = np.random.default_rng(SEED)
     calls = [_call(compiled, route, kind, dtype, width, dice) for kind in KINDS]
-    expected = [simulate.dispatch(call.keys, call.tensors, route.rank_of, call.values, route.aligned) for call in calls]
+    stretches = [tensor.stretch for tensor in compiled.dispatch.tensors]
+    if any(stretches) and dtype.name not in SUMMED:
+        raise UsageError(f"rows go into float8 here from float32 or float16, not from {dtype.name}")
+    travelling = [_travelling(call, stretches) for call in calls]
+    expected = [
+        simulate.dispatch(call.keys, tensors, route.rank_of, call.values, route.aligned)
+        for call, tensors in zip(calls, travelling, strict=True)
+    ]
     back = compiled.dispatch.back
     weighs = back is not None and back.weight is not None and not back.once
     backs = [_back(call, held, dtype, width, weighs, dice) for call, held in zip(calls, expected, strict=True)]
     counts = tuple(np.stack([one.counts.sum(axis=0, dtype=np.int64) for one in held]) for held in expected)
     ways = len(compiled.dispatch.tensors) + (compiled.back is not None)
-    made = _ran(compiled, route, calls, expected, backs, dtype, settings)
+    # The last tensor once more, as it travelled.
+    agains = [CallAgain(call, held, of[-1]) for call, held, of in zip(calls, expected, travelling, strict=True)]
+    made = _ran(compiled, route, calls, expected, backs, agains, dtype, settings)
     return KeyTrial(made, tuple(KINDS), counts, ways * sum(int(one.sum()) for one in counts))
 
 
@@ -89,6 +98,27 @@ def _call(
     lanes = (min(HOST_LANES, compiled.plan.comm.lanes),) * ranks
     room = sum(one.size for one in keys) + route.num_keys // ranks * (route.aligned - 1)
     return KeysCall(keys, tensors, lanes, max(room, 1), values=values)
+
+
+def crossing(stretch: int, width: int, dtype: DType) -> int:
+    """Bytes that cross of a row of `width` bytes; of one in float8 with its scales, of `stretch` elements each."""
+    if not stretch:
+        return width
+    columns = width // dtype.size
+    return columns + 4 * -(-columns // stretch)
+
+
+def _travelling(call: KeysCall, stretches: Sequence[int]) -> list[list[Array]]:
+    """What crosses of each tensor, and behind all the scales of those in float8."""
+    rows, scales = list[list[Array]](), list[list[Array]]()
+    for tensor, stretch in zip(call.tensors, stretches, strict=True):
+        if stretch:
+            pairs = [simulate.quantised(one, stretch) for one in tensor]
+            rows.append([codes for codes, _ in pairs])
+            scales.append([scale for _, scale in pairs])
+        else:
+            rows.append([*tensor])
+    return rows + scales
 
 
 def _back(
@@ -116,6 +146,7 @@ def _ran(
     calls: Sequence[KeysCall],
     expected: Sequence[Sequence[Received]],
     backs: Sequence[CallBack],
+    agains: Sequence[CallAgain],
     dtype: DType,
     settings: Settings,
 ) -> Trial:
@@ -126,7 +157,7 @@ def _ran(
         compared, fault = compare_there(host_keys.there(kernel, calls), expected, route.often)
         if compiled.again is not None and not fault:
             kernel = host_rows.checking(compiled.again, mode=settings.mode, sanitize=settings.sanitize)
-            more, fault = compare_again(host_keys.again(kernel, _agains(calls, expected)), expected, route.often)
+            more, fault = compare_again(host_keys.again(kernel, agains), expected, route.often)
             compared += more
         numbers = [_numbers(one) for one in backs]
         for plan, ways, of in ((compiled.back, backs, dtype.name), (compiled.values, numbers, "")):
@@ -142,11 +173,6 @@ def _ran(
     except (CommTimeout, RowsError, DataRaceError) as error:
         return Trial(0, "", "", 0, str(error), time.perf_counter() - start)
     return Trial(0, name, "", compared, fault, time.perf_counter() - start)
-
-
-def _agains(calls: Sequence[KeysCall], expected: Sequence[Sequence[Received]]) -> list[CallAgain]:
-    """The last tensor once more."""
-    return [CallAgain(call, held, call.tensors[-1]) for call, held in zip(calls, expected, strict=True)]
 
 
 def with_rows(held: Received, often: Often) -> NDArray[np.bool_]:

@@ -19,7 +19,7 @@ from commdsl.build.host_rows import RowsCall
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.budget import refuse_large
 from commdsl.commands.trial import COPIES, SEED, Settings, Trial, find_dtype, make_array
-from commdsl.commands.trial_keys import trial_keys
+from commdsl.commands.trial_keys import crossing, trial_keys
 from commdsl.compiler import CompiledDispatch
 from commdsl.ir import simulate
 from commdsl.ir.dispatches import BY_QUERY, ByKey, ByTable, Dispatch, Route
@@ -71,7 +71,8 @@ def trial_rows(compiled: CompiledDispatch, plan: DispatchPlan | None, settings: 
     (first, *_) = dispatch.routes
     if isinstance(first, ByKey) and plan is None:
         keyed = trial_keys(compiled, first, dtype, width, settings)
-        sent = tuple(counts * width * len(dispatch.tensors) for counts in keyed.counts)
+        crosses = sum(crossing(tensor.stretch, width, dtype) for tensor in dispatch.tensors)
+        sent = tuple(counts * crosses for counts in keyed.counts)
         return RowTrial(keyed.trial, settings.dtype, width, keyed.kinds, keyed.rows, sent)
     traffics = drawn(dispatch) if plan is None else (given(dispatch, plan),)
     dice = np.random.default_rng(SEED)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from commdsl.ep.experts import Experts as Experts
     from commdsl.ep.experts import Handle as Handle
     from commdsl.ep.experts import Received as Received
+    from commdsl.ep.float8 import Quantised as Quantised
     from commdsl.ep.functional import Dispatched as Dispatched
     from commdsl.ep.functional import combine as combine
     from commdsl.ep.functional import dispatch as dispatch
@@ -45,6 +46,7 @@ __all__ = [
     "Handle",
     "KeysError",
     "Limits",
+    "Quantised",
     "Received",
     "combine",
     "dispatch",
@@ -61,6 +63,7 @@ _HOME = {
     "Handle": "commdsl.ep.experts",
     "KeysError": "commdsl.runtime.errors",
     "Limits": "commdsl.ep.limits",
+    "Quantised": "commdsl.ep.float8",
     "Received": "commdsl.ep.experts",
     "combine": "commdsl.ep.functional",
     "dispatch": "commdsl.ep.functional",

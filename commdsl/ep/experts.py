@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from commdsl.ep.float8 import paired
 from commdsl.ep.limits import Limits, whole
 from commdsl.ep.way_back import SUMMED, WayBack
 from commdsl.ep.way_there import Known, WayAgain, WayThere
@@ -49,7 +50,8 @@ class Received:
     Behind the rows of each key come rows of zeros up to a multiple of what the dispatch says (`aligned`).
     """
 
-    rows: Any  # a tensor, or a tuple of them as was sent; by index only the places that `index` names have their row
+    rows: Any  # a tensor, or a tuple of them as was sent; by index only the places that `index` names have their row.
+    # For one that travels in float8: Quantised, rows in float8 and their scales
     counts: torch.Tensor  # (E / P, P) int32: rows by the rank's own keys, in their order, and by source rank
     offsets: torch.Tensor  # (E / P,) int32: where the rows of each key end, with what is behind them
     values: torch.Tensor | None  # (R,) float32, where the dispatch has a value beside each row
@@ -131,9 +133,10 @@ class Experts:
         """Each row to the ranks of its keys, as often as the dispatch says.
 
         rows: (T, ...) or, where the dispatch has several tensors, a tuple of such, contiguous, any dtype, each with an
-        even number of bytes a row. keys: (T, K) int32 on the device, 0 ..< E; E itself drops. values: (T, K) float32,
-        where the dispatch routes a value. The memory of what is received is free again when nothing of it is held, the
-        handle neither.
+        even number of bytes a row; what the dispatch sends `as float8` is float32, float16 or bfloat16, an even number
+        of elements a row, and arrives as Quantised rows and scales. keys: (T, K) int32 on the device, 0 ..< E; E itself
+        drops. values: (T, K) float32, where the dispatch routes a value. The memory of what is received is free again
+        when nothing of it is held, the handle neither.
 
         Raises TensorError (C951), DispatchError (C961). More places than Limits.received, or a key that there is not,
         are reported behind the call, on all ranks that see it: KeysError (C963).
@@ -143,7 +146,7 @@ class Experts:
         there, beside = self._there, () if values is None else (values,)
         self._ready(there.launches, *tensors, *beside)
         whole("keys", keys, self.device, torch.int32, None)
-        self.limits.admit(tensors, keys)
+        self.limits.admit(tensors, keys, there.push.stretches)
         if (there.push.value is None) != (values is None):
             what = "takes no values" if there.push.value is None else "routes a value of each key: pass them"
             raise TensorError(f"`{self.plan.name}` {what}")
@@ -153,8 +156,8 @@ class Experts:
         mates, index = came.beside.get("mates"), came.beside.get("index")
         brought = None if there.push.value is None else came.beside[there.push.value.name]
         handle = Handle(keys, came.counts, came.beside["origins"], came.offsets, came.places, mates, brought)
-        found = came.rows if several else came.rows[0]
-        return Received(found, came.counts, came.offsets, brought, index, handle)
+        found = paired(came.rows, there.push.stretches)
+        return Received(found if several else found[0], came.counts, came.offsets, brought, index, handle)
 
     def dispatch_again(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
         """Other rows, (T, ...), to the places of those of the call that left the handle; by no count, and with nothing

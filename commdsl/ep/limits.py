@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from commdsl.program.arguments import is_staged
+from commdsl.ep.float8 import SCALE_BYTES, judge, staged_bytes, stretches_of, travels_in
+from commdsl.program.arguments import is_cast_far, is_staged
 from commdsl.program.phases import Each, PushByKey
 from commdsl.program.plan import Plan
 from commdsl.runtime.errors import DispatchError, TensorError
@@ -36,15 +37,24 @@ class Limits:
     rows: int  # of a rank's own tensors
     keys: int  # of a row
     received: int  # rows that a rank receives, each once for each of its keys there
-    widths: tuple[int, ...]  # bytes of a row, by tensor
+    widths: tuple[int, ...]  # bytes of a row as it travels, by tensor: in float8 one for each element, scales apart
     width_back: int = 0  # bytes of a row that comes back
     width_again: int = 0  # bytes of a row that goes to places of a call before
 
     def result_bytes(self, push: PushByKey) -> int:
-        """Of one call there: what is received of each tensor, where it comes from, and what else is beside it."""
+        """Of one call there: what is received of each tensor, its scales, where it comes from, what else is beside."""
         sizes = {"origins": ORIGIN_BYTES, "mates": NUMBER_BYTES * self.keys}
-        beside = (sizes.get(rows.name, NUMBER_BYTES) for rows in push.to[len(push.given) :])
-        return sum(aligned(self.received * width) for width in (*self.widths, *beside))
+        beside = (sizes.get(rows.name, NUMBER_BYTES) for rows in push.to[len(push.rows) :])
+        cast = [(width, by) for width, by in zip(self.widths, push.stretches, strict=True) if by]
+        scales = (SCALE_BYTES * stretches_of(width, by) for width, by in cast)
+        return sum(aligned(self.received * width) for width in (*self.widths, *scales, *beside))
+
+    def cast_bytes(self, there: Plan) -> int:
+        """Behind it: rows in float8 of each warp, before they go to ranks that are far."""
+        if not is_cast_far(there):
+            return 0
+        staged = staged_bytes(self.widths, there.push_by_key.stretches)
+        return there.comm.lanes * (there.comm.threads // WARP) * staged
 
     def places(self, back: Plan) -> int:
         """Rows that may wait on a rank until they are added up: one for each key, or for each rank that has any."""
@@ -74,8 +84,10 @@ class Limits:
             if width < 2 or width % 2:
                 raise DispatchError(f"a row takes an even number of bytes, 2 or more, not {width}")
 
-    def admit(self, tensors: Sequence[torch.Tensor], keys: torch.Tensor) -> None:
-        """Raises TensorError (C951), or DispatchError (C961) for a call that there is no memory for."""
+    def admit(self, tensors: Sequence[torch.Tensor], keys: torch.Tensor, stretches: Sequence[int]) -> None:
+        """`stretches`: by tensor, of those that travel in float8. Raises TensorError (C951), or DispatchError (C961)
+        for a call that there is no memory for.
+        """
         if len(tensors) != len(self.widths):
             raise TensorError(f"expected {len(self.widths)} tensors of rows, got {len(tensors)}")
         whole("keys", keys, keys.device, torch.int32, None)
@@ -86,23 +98,25 @@ class Limits:
             raise DispatchError(
                 f"{rows} rows with {a_row} keys each, and the Limits are for {self.rows} with {self.keys}"
             )
-        for tensor, width in zip(tensors, self.widths, strict=True):
+        for tensor, width, stretch in zip(tensors, self.widths, stretches, strict=True):
             whole("rows", tensor, keys.device, None, rows)
-            _fits(tensor, width)
+            if stretch:
+                judge(tensor)
+            _fits(travels_in(tensor, stretch), width)
 
     def admit_again(self, rows: torch.Tensor, keys: torch.Tensor) -> None:
         """As `admit`, for rows of one tensor whose places are known."""
         whole("rows", rows, keys.device, None, len(keys))
         if self.width_again == 0:
             raise DispatchError("no row goes again: say in Limits how wide one may be, `width_again`")
-        _fits(rows, self.width_again)
+        _fits(row_bytes(rows), self.width_again)
 
     def admit_back(self, rows: torch.Tensor, keys: torch.Tensor) -> None:
         """As `admit`, for rows on their way back: all that were received, and behind them any that were not."""
         whole("rows", rows, keys.device, None, None)
         if len(rows) > self.received:
             raise TensorError(f"expected up to {self.received} rows, got {len(rows)}")
-        _fits(rows, self.width_back)
+        _fits(row_bytes(rows), self.width_back)
 
     def admit_values(self, values: torch.Tensor, keys: torch.Tensor, rows: int = 0) -> None:
         """As `admit_back`, for a number of each received row, no fewer than `rows`."""
@@ -135,8 +149,7 @@ def whole(what: str, tensor: torch.Tensor, device: torch.device, dtype: torch.dt
         raise TensorError(f"{what} are not contiguous: pass tensor.contiguous()")
 
 
-def _fits(tensor: torch.Tensor, width: int) -> None:
-    nbytes = row_bytes(tensor)
+def _fits(nbytes: int, width: int) -> None:
     if nbytes < 2 or nbytes % 2:
         raise DispatchError(f"a row takes an even number of bytes, 2 or more, not {nbytes}")
     if nbytes > width:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from commdsl.build.emit import Emitted
+from commdsl.ep import float8
+from commdsl.ep.float8 import staged_bytes
 from commdsl.ep.limits import Limits
 from commdsl.program.phases import FillByKey
 from commdsl.program.plan import Plan
@@ -28,7 +30,7 @@ Tensors = tuple[torch.Tensor, ...]
 class Came:
     """What a call there left on a rank: its own memory, but for the rows and what is beside them, in symmetric one."""
 
-    rows: Tensors
+    rows: Tensors  # and behind all of them the scales of those in float8
     beside: Mapping[str, torch.Tensor]  # origins, and what else the Plan has
     counts: torch.Tensor
     offsets: torch.Tensor
@@ -47,10 +49,10 @@ class Known:
     terms: Mapping[str, object]
     seconds: float | None
 
-    def set_up(self, way: tuple[Plan, Emitted], nbytes: int) -> tuple[Launches, Pool]:
-        """Collective: symmetric memory for `results` calls that leave so many bytes each."""
+    def set_up(self, way: tuple[Plan, Emitted], nbytes: int, staging: int = 0) -> tuple[Launches, Pool]:
+        """Collective: symmetric memory for `results` calls that leave so many bytes each, and for staging before it."""
         plan, text = way
-        begin = aligned(plan.symmetric_bytes)
+        begin = aligned(plan.symmetric_bytes) + staging
         room = begin - plan.symmetric_bytes + self.results * nbytes
         launches = Launches(self.comm, plan, text, room, self.explain, self.terms, self.seconds)
         return launches, Pool(plan.name, launches.heap + begin, (nbytes, 0), self.results)
@@ -61,8 +63,12 @@ class WayThere:
 
     def __init__(self, known: Known, way: tuple[Plan, Emitted]) -> None:
         """Collective."""
-        self.push, self._known = way[0].push_by_key, known
-        self.launches, self.pool = known.set_up(way, known.limits.result_bytes(self.push))
+        self.push, self._known, limits = way[0].push_by_key, known, known.limits
+        staging = limits.cast_bytes(way[0])
+        self.launches, self.pool = known.set_up(way, limits.result_bytes(self.push), aligned(staging) if staging else 0)
+        self._staging: tuple[int, ...] = ()
+        if staging:
+            self._staging = aligned(way[0].symmetric_bytes), staged_bytes(limits.widths, self.push.stretches)
         self._built: Start | None = None
 
     @property
@@ -77,7 +83,9 @@ class WayThere:
                 **dict.fromkeys(("keys", "num_rows", "keys_a_row"), 0),
                 "inputs": (0,) * tensors,
                 **({} if self.push.value is None else {"values": 0}),
-                "row_bytes": (0,) * tensors,
+                "row_bytes": (0,) * len(self.push.rows),
+                **({"elements": (0,) * 3} if any(self.push.stretches) else {}),
+                **dict(zip(("staging", "staged_bytes"), self._staging, strict=False)),
                 "outputs": (0,) * len(self.push.to),
                 **dict.fromkeys(("room", "counts", "offsets", "places", "digest", "rank", "active_lanes"), 0),
             }
@@ -89,18 +97,22 @@ class WayThere:
     ) -> Came:
         """`values` where the Plan has some. With `keep` what arrives is never given back: a graph writes it anew."""
         start, known, room = self.start(), self._known, self._known.limits.received
-        arriving = (*tensors, *(self._like(rows.name, keys) for rows in self.push.to[len(tensors) :]))
+        like, many = self._arriving(tensors), len(self.push.rows)
+        arriving = (*like, *(self._like(rows.name, keys) for rows in self.push.to[many:]))
         received = self.pool.empty([room] * len(arriving), arriving, goes=True, keep=keep)
         share = len(self.launches.plan.key_positions) // known.comm.size
         counts = keys.new_empty((share, known.comm.size))
         offsets, places = keys.new_empty((share,)), torch.empty_like(keys)
-        widths = [*map(row_bytes, tensors)]
+        widths = [*map(row_bytes, like)]
+        cast = self._elements(tensors)
         start(
             (
                 keys.data_ptr(),
                 *keys.shape,
                 *_addresses(tensors if values is None else (*tensors, values)),
                 *widths,
+                *cast,
+                *self._staging,
                 *_addresses(received),
                 room,
                 *_addresses((counts, offsets, places)),
@@ -109,17 +121,29 @@ class WayThere:
                 self.launches.lanes(max(keys.numel(), room) * sum(widths)),
             )
         )
-        names = [rows.name for rows in self.push.to[len(tensors) :]]
-        beside = dict(zip(names, received[len(tensors) :], strict=True))
-        return Came(tuple(received[: len(tensors)]), beside, counts, offsets, places)
+        names = [rows.name for rows in self.push.to[many:]]
+        beside = dict(zip(names, received[many:], strict=True))
+        return Came(tuple(received[:many]), beside, counts, offsets, places)
 
     def coming(self, like: Tensors) -> dict[str, torch.Tensor]:
         """Where the rows of the next call come to lie, by number, and what arrives beside them, by name."""
         keys = torch.empty((0, self._known.limits.keys), dtype=torch.int32, device=like[0].device)
-        names = [rows.name for rows in self.push.to[len(like) :]]
+        names, like = [rows.name for rows in self.push.to[len(self.push.rows) :]], self._arriving(like)
         arriving = (*like, *(self._like(name, keys) for name in names))
         found = self.pool.look([self._known.limits.received] * len(arriving), arriving, goes=True)
         return dict(zip((*map(str, range(len(like))), *names), found, strict=True))
+
+    def _arriving(self, tensors: Tensors) -> Tensors:
+        """Those like the rows that arrive, scales behind all of them."""
+        return float8.arriving(tensors, self.push.stretches) if any(self.push.stretches) else tensors
+
+    def _elements(self, tensors: Tensors) -> list[int]:
+        """What the kernel is told of tensors that travel in float8."""
+        stretches = self.push.stretches
+        if not any(stretches):
+            return []
+        found = [float8.ELEMENTS[of.dtype] if by else 0 for of, by in zip(tensors, stretches, strict=True)]
+        return [*found, 0, 0][:3]
 
     def _like(self, name: str, keys: torch.Tensor) -> torch.Tensor:
         """One with the shape and type of a row of what arrives under this name."""

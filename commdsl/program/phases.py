@@ -10,7 +10,6 @@ Words and counters that tell are what others wait for: nothing else orders two r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from typing import TypeAlias, assert_never
 
@@ -131,8 +130,9 @@ class PushByKey:
     all have of lesser keys, each rounded up to a multiple of `aligned`, and lesser sources of this one, so segments are
     disjoint whatever the keys are. Places between two keys' rows are the rank's own, which clears them.
 
-    Behind what is `given`, `to` has the scales of those that travel in float8, in `stretches` of so many elements, which
-    is 0 for others; then what arrives beside rows (`beside`), of all places. The rank itself learns the `counts` of what comes to it, by key and source, the `offsets` where each key's end, and the `places` of its own.
+    Behind what is `given`, `to` has the scales of what travels in float8, by `stretches` of so many elements, 0 for the
+    others; then what arrives beside rows (`beside`), of all places. The rank itself learns the `counts` of what comes
+    to it, by key and source, the `offsets` where each key's end, and the `places` of its own.
     """
 
     given: tuple[Rows, ...]
@@ -158,20 +158,6 @@ class PushByKey:
     def at(self, name: str) -> int:
         """Which of `to` it is, -1 for none."""
         return next((at for at, rows in enumerate(self.to) if at >= len(self.rows) and rows.name == name), -1)
-
-
-def scales(names: Sequence[str], stretches: Sequence[int]) -> tuple[str, ...]:
-    """What arrives besides of tensors of these names that travel in float8."""
-    return tuple(f"scales of {name}" for name, stretch in zip(names, stretches, strict=True) if stretch)
-
-
-def beside(value: str | None, often: Often) -> tuple[str, ...]:
-    """What arrives beside rows that go by keys: where they come from, their value, the places that one row has, and
-    which of these has it.
-    """
-    names = ("origins", *(() if value is None else (value,)))
-    names += ("mates",) if often.is_once else ()
-    return (*names, "index") if often is Often.INDEX else names
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from commdsl.ir.dispatches import MOST_ALIGNED, MOST_KEYS, STRETCHES, Often
 from commdsl.language.diagnostics import InternalError
+from commdsl.program.arriving import beside, scales
 from commdsl.program.memory import Home, Rows, Words
 from commdsl.program.phases import (
     Count,
@@ -20,8 +21,6 @@ from commdsl.program.phases import (
     PushByKey,
     Routed,
     Tell,
-    beside,
-    scales,
 )
 from commdsl.program.plan import Plan
 

@@ -196,7 +196,7 @@ class RouteRules:
         before = len(self.faults.found)
         if cast.element.text != "float8":
             self.faults.report("C123", f"rows do not travel as `{cast.element.text}`", cast.element.span, "not known",
-                               help="write `as float8`: float8_e4m3fn, and a float32 scale for each stretch")  # fmt: skip
+                               help="write `as float8`: float8_e4m3fn, a float32 scale a stretch")  # fmt: skip
         if not self.by_key:
             self._of_keys(cast.span, "rows travel in float8 where they go by keys")
         self.names.expect(cast.stretch, Kind.NUMBER)

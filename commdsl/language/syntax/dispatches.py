@@ -137,7 +137,7 @@ class RowsDecl(Node):
 
 @dataclass(frozen=True, slots=True)
 class Cast(Node):
-    """`as float8 by 128` of rows: they travel in another element type, each stretch of a row with a scale of its own."""
+    """`as float8 by 128`: rows travel in another element type, each stretch of a row with a scale of its own."""
 
     element: Name
     stretch: Expr

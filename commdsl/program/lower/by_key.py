@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from commdsl.ir.dispatches import Back, ByKey, Dispatch, Often
 from commdsl.language.diagnostics import InternalError
+from commdsl.program.arriving import beside, scales
 from commdsl.program.lower.routed import plan_of
 from commdsl.program.memory import Counters, Home, Rows, Transport, Words
 from commdsl.program.phases import (
@@ -33,8 +34,6 @@ from commdsl.program.phases import (
     Read,
     Routed,
     Tell,
-    beside,
-    scales,
 )
 from commdsl.program.plan import Plan
 

@@ -114,13 +114,13 @@ COMMDSL_FN bool goes(const Call<Plan>& here, const Known& known, u32 at) {
 
 // Into how long stretches of float8 the rows of a tensor are cut on their way; 0: they go as they are.
 template <class Plan>
-constexpr u32 stretch_of(i32 tensor) {
+COMMDSL_FN constexpr u32 stretch_of(i32 tensor) {
   return static_cast<u32>(tensor == 0 ? Plan::kStretch0 : tensor == 1 ? Plan::kStretch1 : Plan::kStretch2);
 }
 
 // Which result has a tensor's scales: they follow the rows of all.
 template <class Plan>
-constexpr i32 scales_of(i32 tensor) {
+COMMDSL_FN constexpr i32 scales_of(i32 tensor) {
   i32 at = Plan::kGiven;
   for (i32 before = 0; before < tensor; ++before) at += stretch_of<Plan>(before) > 0 ? 1 : 0;
   return at;
