@@ -79,6 +79,8 @@ def changes(phase: Phase) -> Iterator[Phase | None]:
             if phase.value is not None:
                 yield replace(phase, value=None)
                 yield replace(phase, value=phase.keys)
+            yield replace(phase, stretches=tuple(32 if stretch == 0 else 0 for stretch in phase.stretches))
+            yield replace(phase, stretches=tuple(2 * stretch or 16 for stretch in phase.stretches))
             yield from goes_otherwise(phase)
         case FillByKey(to=to):
             yield None

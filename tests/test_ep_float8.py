@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,6 +17,7 @@ from commdsl import ep  # noqa: E402 - after the check for torch
 from commdsl.ep import simulate  # noqa: E402 - after the check for torch
 from commdsl.runtime.errors import DispatchError, TensorError  # noqa: E402 - after the check for torch
 
+ROOT = Path(__file__).parent.parent
 KEYS, ROWS, COLUMNS, STRETCH, ALIGNED = 12, 20, 200, 64, 8
 LIMITS = ep.Limits(rows=ROWS, keys=3, received=300, widths=(COLUMNS,), width_back=4 * COLUMNS)
 PARAMS = {"E": KEYS, "A": ALIGNED, "B": STRETCH}
@@ -68,6 +73,23 @@ def test_refused() -> None:
         experts.release()
 
     in_group(1, work)
+
+
+def test_readme() -> None:
+    """The lines of the README run, and give what they say."""
+    section = (ROOT / "commdsl" / "ep" / "README.md").read_text("utf-8").partition("\n## In float8\n")[2]
+    lines = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[0]
+
+    def work(rank: int, group: str) -> None:
+        names: dict[str, Any] = {"torch": torch, "ep": ep, "ranks": 2, "group": group}
+        names["x"], scores = torch.randn(64, 512).bfloat16(), torch.randn(64, 8)
+        names["weights"], names["chosen"] = scores.softmax(1).topk(2)
+        exec(lines, names)
+        assert (names["rows"].shape, names["scales"].shape) == ((256, 512), (256, 4))
+        names["experts"].synchronize()
+        names["experts"].release()
+
+    in_group(2, work)
 
 
 def test_memory() -> None:

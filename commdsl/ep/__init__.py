@@ -3,6 +3,7 @@
 Importing this imports nothing else; each name below loads what it needs when it is first used.
 
     simulate   what it means, on arrays of all ranks: the oracle of the kernels
+    float8     what arrives of tensors that travel in float8
     limits     the most that any call moves -> symmetric memory
     way_there  the ways there: their memory, their kernels, what a call passes to them
     way_back   one way back: its memory, its kernels, what a call passes to them

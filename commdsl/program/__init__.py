@@ -3,6 +3,7 @@
 memory        where data lies, and who may write it
 moves         the phase of static operations: per-rank tables, their operands and flags
 tasks         the phase of tiles: what a role computes beside the moves
+arriving      the names of what arrives besides the tensors of a dispatch by keys
 phases        what else a role does, proved by region: tell, meet, push, finish
 launches      phases of a program with compute between its steps: launch, visit, return
 plan          memory, roles, and each role's phases in order
