@@ -13,6 +13,7 @@ from typing import assert_never
 import numpy as np
 
 from commdsl.language.diagnostics import InternalError
+from commdsl.program.halves import cut_of
 from commdsl.program.memory import Counters, Words
 from commdsl.program.phases import (
     Actor,
@@ -45,17 +46,26 @@ class Line:
 
     origin: str
     call: str
+    depth: int = 0
 
 
 def calls(plan: Plan) -> Iterator[Line]:
-    """What every lane of the Plan's role runs."""
+    """What every lane of the Plan's role runs, in one launch or as one of two."""
     if plan.is_static:
         yield Line("moves: the operations of the rank, round after round", "commdsl::run_lane<Plan>(args, lane);")
         return
     yield Line("what threads of a lane share", f"COMMDSL_SHARED commdsl::{known(plan)}<Plan> peers;")
-    for number, phase in enumerate(plan.comm.phases):
-        assert isinstance(phase, Routed)
-        yield Line(f"{number}: {described(phase)}", _call(phase, number))
+    routed = tuple(phase for phase in plan.comm.phases if isinstance(phase, Routed))
+    cut = cut_of(routed)
+    for number, phase in enumerate(routed):
+        if cut is not None and number == 1:
+            yield Line("in one launch, and in the first of two", "if (args.half != commdsl::kReceives) {")
+        if number == cut:
+            keeps = "if (args.half == commdsl::kSends) return commdsl::tell_kept(here, peers);"
+            yield Line("the first of two ends here", keeps, 1)
+            recalls = "} else {\n    commdsl::read_kept(here, peers);\n  }"
+            yield Line("the second goes on with what the first knew", recalls)
+        yield Line(f"{number}: {described(phase)}", _call(phase, number), int(cut is not None and 0 < number < cut))
     yield Line("what is reported when all is done", "commdsl::end(here, peers);")
 
 

@@ -18,6 +18,7 @@ def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
     layout = heap_layout(plan)
     yield "i32", "kNumRanks", plan.num_ranks
     yield "i32", "kKeys", len(plan.key_positions)
+    yield "bool", "kIsCut", int(plan.halves is not None)
     for phase in plan.comm.phases:
         match phase:
             case Push():
@@ -48,6 +49,8 @@ def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
     for memory, _ in layout.offsets:
         if memory.name == "addresses" and isinstance(memory, Words):
             yield "i32", "kAddressWords", len(memory.values)
+        if memory.name == "kept" and isinstance(memory, Words):
+            yield "i32", "kKeptWords", len(memory.values)
     for memory, at in layout.offsets:
         yield "u64", f"k{memory.name.capitalize()}At", at
 

@@ -105,6 +105,7 @@ class Kernel:
     agree: AgreeText | None  # None: the lanes tell of the call
     has_table: bool  # of rows, which comes with a call
     phases: tuple[Line, ...]
+    is_cut: bool  # a call may be two launches
     tiles: tuple[Line, ...]  # what the blocks of a second role do; nothing: there is none
 
 
@@ -173,6 +174,7 @@ def _kernel(plan: Plan) -> Kernel:
         agree=agree,
         has_table=any(isinstance(phase, Push) for phase in plan.phases),
         phases=phases,
+        is_cut=plan.halves is not None,
         tiles=tiles,
     )
 

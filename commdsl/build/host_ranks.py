@@ -44,7 +44,15 @@ class Running:
     absent: frozenset[int] = frozenset()  # ranks that never make the call
     max_delay: float = 0.0  # seconds: every rank starts every call after a random part of it
     seed: int = 0
+    halved: frozenset[int] = frozenset()  # ranks whose calls are two launches each
     nodes: tuple[int, ...] = ()  # by rank the node it counts as on; empty: over NVSHMEM each its own, else all one
+
+
+TWO: tuple[Values, Values] = {"half": 1}, {"half": 2}
+"""What tells the launches of a call apart that is two."""
+
+ONE: tuple[Values, Values] = {}, {"half": 2, "active_lanes": 0}
+"""A call that is one launch, where those of others are two: a second one of nobody."""
 
 
 class DataRaceError(RuntimeError):
@@ -150,11 +158,17 @@ def run_ranks(
             "notice": where.notices[rank],
             "digest": 0,  # all ranks are given what one caller says
             "rank": rank,
+            "half": 0,
         }
         for rank in range(plan.num_ranks)
     ]
-    packed = [[layout.pack({**one, **of}) for one, of in zip(same, call, strict=True)] for call in calls]
-    random = np.random.default_rng(running.seed).random((len(calls), plan.num_ranks))
+    turns = [TWO if rank in running.halved else ONE for rank in range(plan.num_ranks)]
+    packed = [
+        [layout.pack({**one, **of, **turn[at]}) for one, of, turn in zip(same, call, turns, strict=True)]
+        for call in calls
+        for at in range(2 if running.halved else 1)
+    ]
+    random = np.random.default_rng(running.seed).random((len(packed), plan.num_ranks))
     delays = (random * running.max_delay * 1e9).astype(np.uint64)
     job = _Job(kernel, packed, delays, seconds)
     ranks = [rank for rank in range(plan.num_ranks) if rank not in running.absent]

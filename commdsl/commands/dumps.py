@@ -24,6 +24,7 @@ from commdsl.program.memory import words_for
 from commdsl.program.moves import CELL, OpKind, Reason
 from commdsl.program.moves import Moves as Operations
 from commdsl.program.phases import Each, FinishBack, Push, PushAgain, PushBack, PushByKey, Touch
+from commdsl.program.phases import name_of as name_of_phase
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
@@ -309,6 +310,7 @@ def routed_lines(plan: Plan) -> Iterator[str]:
     yield f"agree: {plan.agreeing}"
     yield "a call, on every rank"
     yield from (f"  {line}" for line in phase_lines(plan))
+    yield from (f"  {line}" for line in _launch_lines(plan))
 
 
 def _tensor_lines(push: Push) -> Iterator[str]:
@@ -356,6 +358,12 @@ def phase_lines(plan: Plan) -> Iterator[str]:
     """`push: every lane; reads q of its rank; writes q of all ranks`."""
     for step in steps(plan):
         yield "; ".join([f"{step.name}: {step.by.value}", *_clauses(step)])
+
+
+def _launch_lines(plan: Plan) -> Iterator[str]:
+    """What each launch does of a call that is two."""
+    for name, half in zip(("send", "receive"), plan.halves or (), strict=False):
+        yield f"as a launch of its own, {name}: {', '.join(map(name_of_phase, half))}"
 
 
 def _clauses(step: Act) -> Iterator[str]:

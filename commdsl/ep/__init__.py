@@ -7,6 +7,7 @@ Importing this imports nothing else; each name below loads what it needs when it
     limits     the most that any call moves -> symmetric memory
     way_there  the ways there: their memory, their kernels, what a call passes to them
     way_back   one way back: its memory, its kernels, what a call passes to them
+    pending    a call of two launches, between them
     experts    one rank's end: the calls that launch
     exchange   the same with a value for each row, and both ways of values: what gradients need
     functional operators with gradients, for autograd and torch.compile
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from commdsl.ep.layer import EPAll2AllLayer as EPAll2AllLayer
     from commdsl.ep.layout import EPAllToAllLayoutDesc as EPAllToAllLayoutDesc
     from commdsl.ep.limits import Limits as Limits
+    from commdsl.ep.pending import Pending as Pending
     from commdsl.runtime.errors import KeysError as KeysError
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "Handle",
     "KeysError",
     "Limits",
+    "Pending",
     "Quantised",
     "Received",
     "combine",
@@ -64,6 +67,7 @@ _HOME = {
     "Handle": "commdsl.ep.experts",
     "KeysError": "commdsl.runtime.errors",
     "Limits": "commdsl.ep.limits",
+    "Pending": "commdsl.ep.pending",
     "Quantised": "commdsl.ep.float8",
     "Received": "commdsl.ep.experts",
     "combine": "commdsl.ep.functional",

@@ -14,6 +14,7 @@ import torch
 
 from commdsl.ep.float8 import paired
 from commdsl.ep.limits import Limits, whole
+from commdsl.ep.pending import WHOLE, Pending, Run
 from commdsl.ep.way_back import SUMMED, WayBack
 from commdsl.ep.way_there import Known, WayAgain, WayThere
 from commdsl.ir.dispatches import ByKey
@@ -141,6 +142,29 @@ class Experts:
         Raises TensorError (C951), DispatchError (C961). More places than Limits.received, or a key that there is not,
         are reported behind the call, on all ranks that see it: KeysError (C963).
         """
+        run, received = self._dispatch(rows, keys, values)
+        run(WHOLE)
+        return received
+
+    def dispatch_send(
+        self,
+        rows: torch.Tensor | tuple[torch.Tensor, ...],
+        keys: torch.Tensor,
+        values: torch.Tensor | None = None,
+    ) -> Pending[Received]:
+        """The first of two launches of `dispatch`: rows are on their way when it ends. What it returns makes the other,
+        `receive`, which waits for what peers send and returns what `dispatch` does. Between them the stream is free for
+        other work; nothing that was passed may change, and no other `dispatch` of these Experts begins. Other ranks may
+        make the same call by `dispatch`.
+        """
+        run, received = self._dispatch(rows, keys, values)
+        given = (*(rows if isinstance(rows, tuple) else (rows,)), keys, *(() if values is None else (values,)))
+        return Pending(self._there.launches, run, received, given, self._go_on)
+
+    def _dispatch(
+        self, rows: torch.Tensor | tuple[torch.Tensor, ...], keys: torch.Tensor, values: torch.Tensor | None
+    ) -> tuple[Run, Received]:
+        """What starts it, and what it leaves."""
         several = isinstance(rows, tuple)
         tensors = rows if isinstance(rows, tuple) else (rows,)
         there, beside = self._there, () if values is None else (values,)
@@ -152,12 +176,12 @@ class Experts:
             raise TensorError(f"`{self.plan.name}` {what}")
         if values is not None:
             self.limits.admit_weights(values, keys)
-        came = there(tensors, keys, values, self._digest(there.launches, tensors, keys), self.is_capturing)
+        run, came = there(tensors, keys, values, self._digest(there.launches, tensors, keys), self.is_capturing)
         mates, index = came.beside.get("mates"), came.beside.get("index")
         brought = None if there.push.value is None else came.beside[there.push.value.name]
         handle = Handle(keys, came.counts, came.beside["origins"], came.offsets, came.places, mates, brought)
         found = paired(came.rows, there.push.stretches)
-        return Received(found if several else found[0], came.counts, came.offsets, brought, index, handle)
+        return run, Received(found if several else found[0], came.counts, came.offsets, brought, index, handle)
 
     def dispatch_again(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
         """Other rows, (T, ...), to the places of those of the call that left the handle; by no count, and with nothing
@@ -170,7 +194,10 @@ class Experts:
         self._ready(again.launches, rows)
         mates = () if handle.mates is None else (handle.mates,)
         left = (handle.counts, handle.offsets, handle.places, handle.origins, *mates)
-        return again(rows, handle.keys, left, self._digest(again.launches, (rows,), handle.keys), self.is_capturing)
+        digest = self._digest(again.launches, (rows,), handle.keys)
+        run, found = again(rows, handle.keys, left, digest, self.is_capturing)
+        run(WHOLE)
+        return found
 
     def combine(self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None) -> torch.Tensor:
         """What became of received rows back to where they come from: for each row of the call there, the sum over its
@@ -183,6 +210,22 @@ class Experts:
         TensorError (C951), DispatchError (C961). Fewer rows than were received are reported behind the call:
         KeysError (C963).
         """
+        run, found, _ = self._combine(rows, handle, weights)
+        run(WHOLE)
+        return found
+
+    def combine_send(
+        self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None
+    ) -> Pending[torch.Tensor]:
+        """The first of two launches of `combine`, as `dispatch_send` is of `dispatch`."""
+        run, found, given = self._combine(rows, handle, weights)
+        assert self._back is not None
+        return Pending(self._back.launches, run, found, given, self._go_on)
+
+    def _combine(
+        self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None
+    ) -> tuple[Run, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """What starts it, what it leaves, and what is not to change until it is over."""
         back = self._back
         if back is None:
             raise DispatchError(f"`{self.plan.name}` has no way back: write `back y by sum(weight[T, K])`")
@@ -203,7 +246,7 @@ class Experts:
             self.limits.admit_values(weights, keys, len(rows))
         found = rows.new_empty((len(keys), *rows.shape[1:]))
         known = (handle.origins, handle.offsets, *self._mates(back, handle), *beside)
-        return back(rows, keys, known, found, self._digest(back.launches, (rows,), keys))
+        return back(rows, keys, known, found, self._digest(back.launches, (rows,), keys)), found, (rows, keys, *known)
 
     def combine_values(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
         """A number for each received row back to its key: (T, K) float32, zero for a key that is dropped.
@@ -218,7 +261,8 @@ class Experts:
         self.limits.admit_values(values, keys)
         found = values.new_empty(keys.shape)
         known = (handle.origins, handle.offsets)
-        return way(values, keys, known, found, self._digest(way.launches, (values,), keys))
+        way(values, keys, known, found, self._digest(way.launches, (values,), keys))(WHOLE)
+        return found
 
     def prepare(self, dtype: torch.dtype | None = None) -> None:
         """Builds what the first calls would: the kernel there and, for a `dtype`, the one back. Not collective. To be
@@ -290,9 +334,16 @@ class Experts:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _ready(self, launches: Launches, *tensors: torch.Tensor) -> None:
+    def _go_on(self) -> bool:
+        """Raises where no call can go on; whether a graph is being captured."""
         self._comm.refuse_if_broken()
         self._comm.check()
+        return self.is_capturing
+
+    def _ready(self, launches: Launches, *tensors: torch.Tensor) -> None:
+        self._go_on()
+        if launches.is_halfway:
+            raise DispatchError(f"a call of `{launches.plan.name}` is between its halves: `receive` it before the next")
         self._comm.compare(f"`{launches.plan.name}`")
         if launches.is_closed:
             raise DispatchError(f"`{self.plan.name}` was released")

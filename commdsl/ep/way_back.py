@@ -12,6 +12,7 @@ import torch
 
 from commdsl.build.emit import Emitted
 from commdsl.ep.limits import Limits
+from commdsl.ep.pending import Run
 from commdsl.program.arguments import is_staged
 from commdsl.program.phases import Each, FinishBack
 from commdsl.program.plan import Plan
@@ -68,28 +69,28 @@ class WayBack:
             names = ["given", "given_rows", "row_bytes", "origins", "offsets"]
             names += [] if self.push.mates is None else ["mates"]
             names += ["weights"] if self.push.weights is not None or self.weighs_here else []
-            names += ["output", "keys", "num_rows", "keys_a_row", "digest", "rank", "active_lanes"]
+            names += ["output", "keys", "num_rows", "keys_a_row", "digest", "rank", "half", "active_lanes"]
             made = self.launches.start((*summed, *self._macros), self._always, dict.fromkeys(names, 0))
             found = self._starts[kind] = made
         return found
 
     def __call__(
         self, rows: torch.Tensor, keys: torch.Tensor, known: tuple[torch.Tensor, ...], found: torch.Tensor, digest: int
-    ) -> torch.Tensor:
-        """`known`: origins, offsets, and mates and weights where the Plan has them. What comes back is in `found`."""
+    ) -> Run:
+        """What starts it. `known`: origins, offsets, and mates and weights where the Plan has them. What comes back is
+        in `found`.
+        """
         width = row_bytes(rows)
-        self.start(rows.dtype)(
-            (
-                rows.data_ptr(),
-                len(rows),
-                width,
-                *(tensor.data_ptr() for tensor in known),
-                found.data_ptr(),
-                keys.data_ptr(),
-                *keys.shape,
-                digest,
-                self._rank,
-                self.launches.lanes(max(keys.numel(), len(rows)) * width),
-            )
+        words = (
+            rows.data_ptr(),
+            len(rows),
+            width,
+            *(tensor.data_ptr() for tensor in known),
+            found.data_ptr(),
+            keys.data_ptr(),
+            *keys.shape,
+            digest,
+            self._rank,
         )
-        return found
+        start, lanes = self.start(rows.dtype), self.launches.lanes(max(keys.numel(), len(rows)) * width)
+        return lambda half: start((*words, half, lanes))

@@ -16,6 +16,7 @@ from commdsl.build.emit import Emitted
 from commdsl.ep import float8
 from commdsl.ep.float8 import staged_bytes
 from commdsl.ep.limits import Limits
+from commdsl.ep.pending import Run
 from commdsl.program.phases import FillByKey
 from commdsl.program.plan import Plan
 from commdsl.runtime.communicator import Communicator
@@ -87,15 +88,17 @@ class WayThere:
                 **({"elements": (0,) * 3} if any(self.push.stretches) else {}),
                 **dict(zip(("staging", "staged_bytes"), self._staging, strict=False)),
                 "outputs": (0,) * len(self.push.to),
-                **dict.fromkeys(("room", "counts", "offsets", "places", "digest", "rank", "active_lanes"), 0),
+                **dict.fromkeys(("room", "counts", "offsets", "places", "digest", "rank", "half", "active_lanes"), 0),
             }
             self._built = self.launches.start(self._known.macros, {}, changing)
         return self._built
 
     def __call__(
         self, tensors: Tensors, keys: torch.Tensor, values: torch.Tensor | None, digest: int, keep: bool
-    ) -> Came:
-        """`values` where the Plan has some. With `keep` what arrives is never given back: a graph writes it anew."""
+    ) -> tuple[Run, Came]:
+        """What starts it, and what it leaves. `values` where the Plan has some. With `keep` what arrives is never given
+        back: a graph writes it anew.
+        """
         start, known, room = self.start(), self._known, self._known.limits.received
         like, many = self._arriving(tensors), len(self.push.rows)
         arriving = (*like, *(self._like(rows.name, keys) for rows in self.push.to[many:]))
@@ -103,27 +106,25 @@ class WayThere:
         share = len(self.launches.plan.key_positions) // known.comm.size
         counts = keys.new_empty((share, known.comm.size))
         offsets, places = keys.new_empty((share,)), torch.empty_like(keys)
-        widths = [*map(row_bytes, like)]
-        cast = self._elements(tensors)
-        start(
-            (
-                keys.data_ptr(),
-                *keys.shape,
-                *_addresses(tensors if values is None else (*tensors, values)),
-                *widths,
-                *cast,
-                *self._staging,
-                *_addresses(received),
-                room,
-                *_addresses((counts, offsets, places)),
-                digest,
-                known.comm.rank,
-                self.launches.lanes(max(keys.numel(), room) * sum(widths)),
-            )
+        widths, cast = [*map(row_bytes, like)], self._elements(tensors)
+        words = (
+            keys.data_ptr(),
+            *keys.shape,
+            *_addresses(tensors if values is None else (*tensors, values)),
+            *widths,
+            *cast,
+            *self._staging,
+            *_addresses(received),
+            room,
+            *_addresses((counts, offsets, places)),
+            digest,
+            known.comm.rank,
         )
+        lanes = self.launches.lanes(max(keys.numel(), room) * sum(widths))
         names = [rows.name for rows in self.push.to[many:]]
         beside = dict(zip(names, received[many:], strict=True))
-        return Came(tuple(received[:many]), beside, counts, offsets, places)
+        came = Came(tuple(received[:many]), beside, counts, offsets, places)
+        return (lambda half: start((*words, half, lanes))), came
 
     def coming(self, like: Tensors) -> dict[str, torch.Tensor]:
         """Where the rows of the next call come to lie, by number, and what arrives beside them, by name."""
@@ -180,33 +181,33 @@ class WayAgain:
                 "row_bytes": (0,),
                 "outputs": (0,),
                 **dict.fromkeys(("room", *names, *(("mates",) if self._has_mates else ())), 0),
-                **dict.fromkeys(("digest", "rank", "active_lanes"), 0),
+                **dict.fromkeys(("digest", "rank", "half", "active_lanes"), 0),
             }
             self._built = self.launches.start(self._known.macros, {}, changing)
         return self._built
 
-    def __call__(self, rows: torch.Tensor, keys: torch.Tensor, left: Tensors, digest: int, keep: bool) -> torch.Tensor:
+    def __call__(
+        self, rows: torch.Tensor, keys: torch.Tensor, left: Tensors, digest: int, keep: bool
+    ) -> tuple[Run, torch.Tensor]:
         """`left`: counts, offsets, places, origins, and mates, of which the Plan may need none."""
         known, width = self._known, row_bytes(rows)
         room = known.limits.received
         (found,) = self.pool.empty([room], (rows,), goes=True, keep=keep)
         counts, offsets, places, origins, *mates = left
-        self.start()(
-            (
-                rows.data_ptr(),
-                width,
-                found.data_ptr(),
-                room,
-                *_addresses((counts, offsets, places, origins)),
-                keys.data_ptr(),
-                *keys.shape,
-                *(_addresses(mates) if self._has_mates else ()),
-                digest,
-                known.comm.rank,
-                self.launches.lanes(max(keys.numel(), room) * width),
-            )
+        words = (
+            rows.data_ptr(),
+            width,
+            found.data_ptr(),
+            room,
+            *_addresses((counts, offsets, places, origins)),
+            keys.data_ptr(),
+            *keys.shape,
+            *(_addresses(mates) if self._has_mates else ()),
+            digest,
+            known.comm.rank,
         )
-        return found
+        start, lanes = self.start(), self.launches.lanes(max(keys.numel(), room) * width)
+        return (lambda half: start((*words, half, lanes))), found
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ moves         the phase of static operations: per-rank tables, their operands an
 tasks         the phase of tiles: what a role computes beside the moves
 arriving      the names of what arrives besides the tensors of a dispatch by keys
 phases        what else a role does, proved by region: tell, meet, push, finish
+halves        the phases of a call -> those of two launches, one that sends and one that waits for what comes
 launches      phases of a program with compute between its steps: launch, visit, return
 plan          memory, roles, and each role's phases in order
 actors        moves and tiles as one table, of all who act

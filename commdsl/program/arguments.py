@@ -174,6 +174,8 @@ def arguments(plan: Plan) -> Arguments:
                 words += [Field("output", is_address=True), *_KEYS]
             case _:
                 pass
+    if plan.halves is not None:
+        numbers.insert(1, Field("half", type="i32"))  # 0: the call is one launch; 1, 2: the first, the second of two
     words.append(Field("digest"))  # of all that is the same on every rank, in 32 bits
     return Arguments((*words, *numbers))
 

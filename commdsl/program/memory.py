@@ -62,12 +62,13 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class Words:
     """Small values, 16 bytes each: the number of the call and a value, stored and seen as one. A slot for every rank
-    that writes, or for every lane of it.
+    that writes, or for every lane of it. What is a rank's own no other writes.
     """
 
     name: str
     values: tuple[str, ...]
     a_lane: bool = False
+    is_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)

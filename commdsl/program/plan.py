@@ -16,6 +16,7 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 from commdsl.program.agree import AGREEING_BLOCKS, Agree, heard_by
+from commdsl.program.halves import Halves, halves_of, kept_by
 from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.launches import touches as touches_between
 from commdsl.program.memory import Counters, Kept, Memory, Rows, Tensor, Transport, Words
@@ -111,6 +112,13 @@ class Plan:
         return _only(self.phases, PushAgain, self.name)
 
     @property
+    def halves(self) -> Halves | None:
+        """The phases of its two launches, where a call may be made of two: those of rows that go by keys, and back."""
+        if self.is_static:
+            return None
+        return halves_of(tuple(phase for phase in self.comm.phases if isinstance(phase, Routed)), self.num_ranks)
+
+    @property
     def key_positions(self) -> tuple[int, ...]:
         """In a Plan of rows that go by keys, or come back, where each key stands among all; in others none."""
         found = {phase.positions for phase in self.phases if isinstance(phase, Count | PushAgain | FinishBack)}
@@ -186,11 +194,11 @@ def heap_layout(plan: Plan) -> HeapLayout:
         return HeapLayout((), plan.moves.symmetric_bytes)
     offsets: list[tuple[Memory, int]] = []
     at = 0
-    for memory in plan.memory:
+    for memory in (*plan.memory, *_of_halves(plan)):
         match memory:
             case Words():
                 offsets.append((memory, at))
-                at += plan.num_ranks * slot_bytes(memory, plan.comm.lanes)
+                at += (1 if memory.is_own else plan.num_ranks) * slot_bytes(memory, plan.comm.lanes)
             case Counters():
                 offsets.append((memory, at))
                 at += plan.num_ranks * plan.comm.lanes * LINE if memory.is_shared else LINE
@@ -199,6 +207,12 @@ def heap_layout(plan: Plan) -> HeapLayout:
             case _:
                 assert_never(memory)
     return HeapLayout(tuple(offsets), at)
+
+
+def _of_halves(plan: Plan) -> tuple[Words, ...]:
+    """What the first of two launches leaves to the second."""
+    kept = kept_by(tuple(phase for phase in plan.comm.phases if isinstance(phase, Routed)), plan.num_ranks)
+    return () if kept is None else (kept,)
 
 
 def slot_bytes(words: Words, lanes: int) -> int:

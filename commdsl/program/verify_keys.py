@@ -34,6 +34,7 @@ def verify_keys(plan: Plan) -> None:
     for phase in phases:
         if isinstance(phase, Count | PushAgain | FinishBack):
             _positions(plan, phase.positions)
+    _law(not phases or plan.halves is not None, "nothing behind the push of rows waits for them to come")
     match phases:
         case []:
             return

@@ -47,6 +47,7 @@ class Launches:
         comm.compare(f"the set-up of `{plan.name}`")
         self.number = next(comm.numbers)
         self._comm, self._emitted, self._seconds = comm, emitted, seconds
+        self._halfway: int | None = None  # the generation of the group in which a call made the first of two launches
         self._key = f"{self.number}/{emitted.identity}"
         self._workspace = comm.workspace(
             plan, emitted, self._key, room=room, explain=explain, terms=terms, seconds=seconds
@@ -55,6 +56,19 @@ class Launches:
     @property
     def is_closed(self) -> bool:
         return self._workspace.is_closed
+
+    @property
+    def is_halfway(self) -> bool:
+        """Whether a call has made the first of its two launches alone. A reset of the group ends it."""
+        return self._halfway == self._comm.generation
+
+    def open_halves(self) -> None:
+        """A call has made its first launch."""
+        self._halfway = self._comm.generation
+
+    def close_halves(self) -> None:
+        """It has made its second."""
+        self._halfway = None
 
     @property
     def heap(self) -> int:

@@ -23,7 +23,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -217,11 +217,21 @@ class Judge:
     def __init__(self, run: Run, shape: Shape) -> None:
         self.run, self.shape = run, shape
         self.wrong = torch.zeros((), dtype=torch.int64, device=run.device)
+        self.dice = random.Random(f"{run.options.seed} {run.rank} halves")
+
+    def made(self, whole: Callable[..., Any], half: Callable[..., Any], *given: Any) -> Any:
+        """A call in one launch, or in two with a pause between, whatever it is on other ranks."""
+        if self.dice.random() < 0.5:
+            return whole(*given)
+        pending = half(*given)
+        self.run.hold_up(self.dice)
+        return pending.receive()
 
     def call(self, experts: Any, case: Case) -> None:
         """There and back."""
         rank = self.run.rank
-        there = experts.dispatch((case.x[rank], case.scale[rank]), case.keys[rank])
+        given = (case.x[rank], case.scale[rank]), case.keys[rank]
+        there = self.made(experts.dispatch, experts.dispatch_send, *given)
         (x, scale), counts, handle = there.rows, there.counts, there.handle
         source, entry, wanted = arriving(case, rank, self.shape.num_keys)
         total, a_row = len(source), case.keys[rank].shape[1]
@@ -230,7 +240,7 @@ class Judge:
         right &= (scale[:total] == held(case.scale, source, entry, a_row)).all()
         made = torch.full_like(x, float("nan"))
         made[:total] = computed(x[:total], source, entry)
-        home = experts.combine(made, handle, case.weights[rank])
+        home = self.made(experts.combine, experts.combine_send, made, handle, case.weights[rank])
         right &= (home == summed(case, rank, self.shape.num_keys)).all()
         self.wrong += ~right
 
@@ -349,16 +359,19 @@ def storm(run: Run) -> None:
 
 
 def captured(run: Run, shape: Shape, rows: int) -> tuple[Any, Any, Case, tuple[Any, ...]]:
-    """Both calls in a graph: the Experts, the graph, what it reads, what it leaves."""
+    """Both calls in a graph, some of two launches: the Experts, the graph, what it reads, what it leaves."""
     experts = run.experts(shape)
     static = drawn("any", shape, run.ranks, 1, run.device, [rows] * run.ranks)
     rank = run.rank
 
     def there_and_back() -> tuple[Any, ...]:
-        there = experts.dispatch((static.x[rank], static.scale[rank]), static.keys[rank])
+        there = experts.dispatch_send((static.x[rank], static.scale[rank]), static.keys[rank]).receive()
         (x, scale), counts, handle = there.rows, there.counts, there.handle
         source, entry = handle.origins >> 32 & 0xFFFF, handle.origins & 0xFFFFFFFF
-        return x, scale, counts, experts.combine(computed(x, source, entry), handle, static.weights[rank])
+        made, weights = computed(x, source, entry), static.weights[rank]
+        if rank % 2:
+            return x, scale, counts, experts.combine(made, handle, weights)
+        return x, scale, counts, experts.combine_send(made, handle, weights).receive()
 
     there_and_back()
     run.wait()

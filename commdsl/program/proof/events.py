@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
+from commdsl.program.halves import Halves
 from commdsl.program.phases import Actor, Host, Meet, Ranks, Routed, Tell, Touch, name_of, region, touches
 from commdsl.program.plan import Plan
 from commdsl.program.proof.timeline import Bits, Timeline
@@ -68,18 +69,36 @@ class Step:
     spare: bool = False
 
 
-def steps(plan: Plan) -> tuple[Step, ...]:
-    """A call, as every rank makes it: what its caller does before, the launch, what the caller does behind it."""
+def steps(plan: Plan, halves: Halves | None = None) -> tuple[Step, ...]:
+    """A call, as every rank makes it: what its caller does before, the launch, what the caller does behind it. With
+    `halves` there are two launches, and between them the caller's stream, where it does not touch the call's memory.
+    """
     caller = [phase for role in plan.roles if role.is_caller for phase in role.phases if isinstance(phase, Host)]
     before = [phase for phase in caller if not phase.is_after]
     lanes = [phase for phase in plan.comm.phases if isinstance(phase, Routed)]
     own = Ranks.OWN
+    between = () if halves is None else (*(_step(phase, lanes) for phase in halves[0]), *_between())
     return (
         *(_step(phase, lanes) for phase in before),
         Step("begin", Actor.LANES, wait=Wait(before[-1].name, Actor.CALLER, own), given=True),
-        *(_step(phase, lanes) for phase in lanes),
+        *between,
+        *(_step(phase, lanes) for phase in (lanes if halves is None else halves[1])),
         Step("end", Actor.LANES, tells=own, given=True),
         *(_step(phase, lanes) for phase in caller if phase.is_after),
+    )
+
+
+BETWEEN = "between"
+"""What the caller's stream does between two launches of a call."""
+
+
+def _between() -> tuple[Step, ...]:
+    """The end of the first launch, other work of the caller, the begin of the second."""
+    own = Ranks.OWN
+    return (
+        Step("end of send", Actor.LANES, tells=own, given=True),
+        Step(BETWEEN, Actor.CALLER, wait=Wait("end of send", Actor.LANES, own), tells=own, given=True),
+        Step("begin of receive", Actor.LANES, wait=Wait(BETWEEN, Actor.CALLER, own), given=True),
     )
 
 

@@ -34,12 +34,21 @@ NEXT = 1
 
 
 def order_of_regions(plan: Plan) -> Iterator[Diagnostic]:
-    """The first broken law of the phases of a Plan, on its ranks."""
-    yield from prove(events(steps(plan), min(plan.num_ranks, MOST)), plan.span)
+    """The first broken law of the phases of a Plan, on its ranks: as one launch, then as two where it may be two.
+
+    Where some ranks make one launch and others two, nothing is new: two are the same phases in the same order, told and
+    awaited alike. What orders one launch orders those, and they only wait for more, of their own rank.
+    """
+    found = next(prove(events(steps(plan), min(plan.num_ranks, MOST)), plan.span), None)
+    if found is None and plan.halves is not None:
+        two = events(steps(plan, plan.halves), min(plan.num_ranks, MOST))
+        found = next(prove(two, plan.span, and_idle=False), None)  # the stream orders more, and one launch has the wait
+    if found is not None:
+        yield found
 
 
-def prove(found: Events, span: Span) -> Iterator[Diagnostic]:
-    """The first broken law: C641, C640, C642."""
+def prove(found: Events, span: Span, *, and_idle: bool = True) -> Iterator[Diagnostic]:
+    """The first broken law: C641, C640, C642 (unless told)."""
     timeline = found.timeline
     if not found.told.all():
         yield messages.silent(found, span)
@@ -54,7 +63,7 @@ def prove(found: Events, span: Span) -> Iterator[Diagnostic]:
     if len(verdict.unordered) or pairs.backwards.any():
         yield messages.race(found, _worst_race(found, order, shape), span)
         return
-    idle = _idle(found, order, shape, pairs.of_two, verdict.needed)
+    idle = _idle(found, order, shape, pairs.of_two, verdict.needed) if and_idle else None
     if idle is not None:
         yield messages.idle(found, idle, span)
 

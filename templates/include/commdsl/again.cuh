@@ -35,13 +35,11 @@ struct Again {
       output[peer][word - 2] = here.args.heap[peer] + value;
     }
   }
-  COMMDSL_FN u64 expected(const Call<Plan>& here, i32 peer) const {
-    u64 rows = 0;
-    for (u32 local = 0; local < kKeysARank<Plan>; ++local) {
-      rows += static_cast<u64>(reinterpret_cast<const i32*>(here.args.counts)[local * Plan::kNumRanks + peer]);
-    }
-    return rows;
-  }
+  COMMDSL_FN u64 expected(const Call<Plan>& here, i32 peer) const { return counted(here, peer); }
+
+  // What is kept for the second of two launches: the lanes of every rank.
+  COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const { return static_cast<u64>(lanes[word]); }
+  COMMDSL_FN void recall(const Call<Plan>&, i32 word, u64 value) { lanes[word] = static_cast<i32>(value); }
 };
 
 template <class Plan>

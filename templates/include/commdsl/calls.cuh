@@ -95,9 +95,25 @@ COMMDSL_CALL void give_up(const Call<Plan>& here, u64 code, i32 phase, i32 peer,
   publish(here.args, {code, here.args.rank, here.lane, phase, peer, expected, seen, here.number, missing, 0});
 }
 
-// Every lane reads the number of the call; the first advances it when every lane of the rank has.
+// Which launch of a call it is (`half`): the one, or one of two.
+constexpr i32 kSends = 1;
+constexpr i32 kReceives = 2;
+
+// What a lane keeps from the first of two launches for itself in the second.
+template <class Plan>
+COMMDSL_FN u64* kept_word(const typename Plan::Args& args, i32 lane, i32 word) {
+  const u64 slot = (static_cast<u64>(lane) * Plan::kKeptWords + word) * 16;
+  return reinterpret_cast<u64*>(args.heap[args.rank] + Plan::kKeptAt + slot);
+}
+
+// Every lane reads the number of the call; the first advances it when every lane of the rank has. In the second of two launches it
+// may have been advanced before a lane begins: there it is what the lane kept.
 template <class Plan>
 COMMDSL_FN Call<Plan> read_calls(const typename Plan::Args& args, i32 lane) {
+  if constexpr (Plan::kIsCut) {
+    u64 first;
+    if (args.half == kReceives) return {args, lane, load_marked(kept_word<Plan>(args, lane, 0), first), nullptr};
+  }
   const u64* calls = reinterpret_cast<const u64*>(args.heap[args.rank] + Plan::kCallsAt);
   const TableHead* table = nullptr;
   if constexpr (Plan::kKeys == 0) table = reinterpret_cast<const TableHead*>(args.table);
@@ -107,6 +123,29 @@ COMMDSL_FN Call<Plan> read_calls(const typename Plan::Args& args, i32 lane) {
 template <class Plan>
 COMMDSL_FN void tell_calls(const Call<Plan>& here) {
   if (thread() == 0) store_relaxed(here.word(here.args.rank, Plan::kCallsAt), here.number);
+}
+
+// --- kept: what a lane knows of a call that is two launches ----------------------------------------------------------------------
+
+template <class Plan, class Known>
+COMMDSL_FN void tell_kept(const Call<Plan>& here, const Known& known) {
+  block_barrier();  // what one thread learned another keeps
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kKeptWords); at += num_threads()) {
+    const i32 word = static_cast<i32>(at);
+    store_marked(kept_word<Plan>(here.args, here.lane, word), here.number, known.kept(here, word));
+  }
+}
+
+template <class Plan, class Known>
+COMMDSL_FN void read_kept(const Call<Plan>& here, Known& known) {
+  prepare(here, known);
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kKeptWords); at += num_threads()) {
+    const i32 word = static_cast<i32>(at);
+    u64 value;
+    load_marked(kept_word<Plan>(here.args, here.lane, word), value);
+    known.recall(here, word, value);
+  }
+  block_barrier();
 }
 
 // --- addresses: how many lanes a rank has in this call, and what else its peers have to know before rows go to it ----------------

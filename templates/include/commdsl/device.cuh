@@ -24,7 +24,7 @@
       name(const __grid_constant__ plan::Args args) {                  \
     const commdsl::i32 lane = commdsl::this_lane(gridDim.x - 1);                                              \
     if (commdsl::is_last_block()) {                                                                           \
-      if (commdsl::is_first_warp()) plan::agree(args, plan::enter(args));                                     \
+      if (commdsl::is_first_warp() && plan::tells(args)) plan::agree(args, plan::enter(args));                \
     } else if (lane < args.active_lanes) {                                                                    \
       plan::run(args, lane);                                                                                  \
     }                                                                                                         \

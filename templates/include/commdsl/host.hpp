@@ -319,6 +319,8 @@ struct RankThread {
     if (load_relaxed(&reinterpret_cast<const ErrorRecord*>(args->error)->code) != 0) return 0;
     if constexpr (Plan::kLanesTell) {
       return may_begin<Plan>(*args) ? run_lanes(args, entry, args->active_lanes * roles) : 0;
+    } else if (!Plan::tells(*args)) {
+      return run_lanes(args, entry, args->active_lanes * roles);
     } else {
       const u64 number = Plan::enter(*args);
       if (number == 0) return 0;

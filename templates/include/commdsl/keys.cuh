@@ -22,6 +22,16 @@ constexpr u32 kKeysAhead = 8;  // loaded before the first is counted: with one a
 
 // --- there ---------------------------------------------------------------------------------------------------------------
 
+// The rows that come from a rank, by the counts that the caller has of them.
+template <class Plan>
+COMMDSL_FN u64 counted(const Call<Plan>& here, i32 peer) {
+  u64 rows = 0;
+  for (u32 local = 0; local < kKeysARank<Plan>; ++local) {
+    rows += static_cast<u64>(reinterpret_cast<const i32*>(here.args.counts)[local * Plan::kNumRanks + peer]);
+  }
+  return rows;
+}
+
 // What a lane knows of keys and peers. Keys are numbered by their position: all of rank 0, then all of rank 1, and so on. Shared by
 // the threads of a lane.
 template <class Plan>
@@ -77,10 +87,25 @@ struct Keyed {
     const u32 local = at - static_cast<u32>(rank) * kKeysARank<Plan>;
     if (local < kKeysARank<Plan>) arrives[local * Plan::kNumRanks + peer] = entries;
   }
-  COMMDSL_FN u64 expected(const Call<Plan>&, i32 peer) const {
-    u64 rows = 0;
-    for (u32 local = 0; local < kKeysARank<Plan>; ++local) rows += arrives[local * Plan::kNumRanks + peer];
-    return rows;
+  COMMDSL_FN u64 expected(const Call<Plan>& here, i32 peer) const { return counted(here, peer); }
+
+  // What is kept for the second of two launches: the lanes of every rank, its room, what comes to it, and a bad entry.
+  COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const {
+    const i32 rank = word % Plan::kNumRanks, what = word / Plan::kNumRanks;
+    return what == 0 ? static_cast<u64>(lanes[rank]) : what == 1 ? room[rank] : what == 2 ? comes[rank] : bad;
+  }
+  COMMDSL_FN void recall(const Call<Plan>& here, i32 word, u64 value) {
+    const i32 rank = word % Plan::kNumRanks, what = word / Plan::kNumRanks;
+    if (what == 0) {
+      lanes[rank] = static_cast<i32>(value);
+    } else if (what == 1) {
+      room[rank] = value;
+    } else if (what == 2) {
+      comes[rank] = value;
+      if (rank == here.args.rank) num_places = value;
+    } else {
+      bad = value;
+    }
   }
 };
 
@@ -376,6 +401,20 @@ struct Returning {
       found += Plan::kAddsHere ? there > 0 : there;
     }
     return found;
+  }
+
+  // What is kept for the second of two launches: the lanes of every rank, and places that are wrong.
+  COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const {
+    return word < Plan::kNumRanks ? static_cast<u64>(lanes[word]) : word == Plan::kNumRanks ? bad : apart;
+  }
+  COMMDSL_FN void recall(const Call<Plan>&, i32 word, u64 value) {
+    if (word < Plan::kNumRanks) {
+      lanes[word] = static_cast<i32>(value);
+    } else if (word == Plan::kNumRanks) {
+      bad = value;
+    } else {
+      apart = value;
+    }
   }
 };
 
