@@ -15,12 +15,14 @@ from test_keys_back import ELEMENTS, calls_of, cases
 from test_keys_back import wanted as sums_of
 from test_keys_there import FORMS, agains, call_of, check_again, differs, reused, wanted
 
+from commdsl import compiler
 from commdsl.build.emit import emit
 from commdsl.build.host_keys import again, back, there
 from commdsl.build.host_ranks import Running
 from commdsl.commands.dumps import plan_text
 from commdsl.compiler import CheckedDispatch
 from commdsl.language.diagnostics import Diagnostic, InternalError
+from commdsl.machine.resources import data_dir
 from commdsl.program.halves import Halves, cut_of
 from commdsl.program.memory import Home, Rows
 from commdsl.program.phases import Actor, Meet, PushByKey, Ranks, Read, Tell, Touch, name_of
@@ -82,6 +84,16 @@ def test_no_cut() -> None:
     assert cut_of(left) is None
     with pytest.raises(InternalError, match="nothing behind the push"):
         verify(replace(plan, roles=(caller, replace(comm, phases=left))))
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(4, 64), (8, 128)])
+def test_memory(ranks: int, most: int) -> None:
+    """What all kernels of tokens tell each other, and keep between launches, is as little as the README says, in KB."""
+    path = data_dir("schedules") / "ep" / "tokens.comm"
+    tokens = compiler.check(path, name="tokens", ranks=ranks, params={"E": 32 * ranks}, tune={"sms": 20})
+    sizes = [one.symmetric_bytes for one in (tokens.plan, tokens.again, tokens.back, tokens.values) if one is not None]
+    assert len(sizes) == 4
+    assert sum(sizes) < most << 10
 
 
 # --- proved -----------------------------------------------------------------------------------------------------------
