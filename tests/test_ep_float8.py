@@ -26,7 +26,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @pytest.mark.parametrize("nodes", ["", "0,1,1"])
 def test_rows_and_scales(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank receives is the contract's, padding is zero, and what is made of it comes back."""
+    """What a rank receives is the contract's, padding is zero, and what is made of it comes back; one
+    rank makes two launches of a call.
+    """
     monkeypatch.setenv("COMMDSL_NODES", nodes)
     dice = np.random.default_rng(1)
     keys = [dice.integers(0, KEYS + 1, (ROWS - rank, 3)).astype(np.int32) for rank in range(3)]
@@ -40,7 +42,8 @@ def test_rows_and_scales(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
             pairs = [simulate.quantised(one.float().numpy(), STRETCH) for one in x]
             tensors = [[codes for codes, _ in pairs], [scales for _, scales in pairs]]
             law = simulate.dispatch(keys, tensors, [key // 4 for key in range(KEYS)], weights, ALIGNED)[rank]
-            found = experts.dispatch(x[rank], torch.from_numpy(keys[rank]), torch.from_numpy(weights[rank]))
+            given = x[rank], torch.from_numpy(keys[rank]), torch.from_numpy(weights[rank])
+            found = experts.dispatch_send(*given).receive() if rank == 1 else experts.dispatch(*given)
             assert isinstance(found.rows, ep.Quantised)
             rows, scales = found.rows
             total = len(law.origins)
