@@ -101,11 +101,15 @@ COMMDSL_FN void store_values(char* row, u64 begin, u64 columns, const Vector16& 
 // that are 0; and their scales, to where `scales` says for each place. `first` is where a stretch begins, and `last` one or the end.
 template <class Element, u32 stretch, class Scales>
 COMMDSL_FN void quantise_run(const u64* to, u32 count, const Scales& scales, const char* row, u64 first, u64 last) {
-  constexpr u32 kThreads = kThreadsAStretch<stretch>, kEach = stretch / kThreads;
-  for (u64 from = first; from < last; from += kWarp / kThreads * stretch) {
+  constexpr u32 kThreads = kThreadsAStretch<stretch>, kEach = stretch / kThreads, kStep = kWarp / kThreads * stretch;
+  float ahead[kEach];  // loaded while what is before it is stored
+  load_values<Element>(ahead, row, first + thread_of_warp() * kEach, last);
+  for (u64 from = first; from < last; from += kStep) {
     const u64 begin = from + thread_of_warp() * kEach;
     float value[kEach];
-    load_values<Element>(value, row, begin, last);
+#pragma unroll
+    for (u32 at = 0; at < kEach; ++at) value[at] = ahead[at];
+    if (from + kStep < last) load_values<Element>(ahead, row, begin + kStep, last);
     u32 largest = 0;
 #pragma unroll
     for (u32 at = 0; at < kEach; ++at) {
