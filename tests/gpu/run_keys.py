@@ -12,9 +12,10 @@ graphs    both calls in a CUDA graph, whose keys, rows and weights are overwritt
 faults    more rows than there is room for, and a key that there is not: reported, and the group is whole after a reset
 times     both calls in a graph, in microseconds; no part of the verdict
 
-Each rank computes by itself what it must hold, so nothing but the calls under test communicates. Results land in memory
-full of 0xFF. Exit code 1: a wrong result, an exception, or a part that did not end in time. `--device cpu` runs all but
-graphs and times on host ranks.
+Calls of exact, sizes and storm are one launch, or two with a pause between, as each rank draws; in graphs those there
+are two, and on even ranks those back. Each rank computes by itself what it must hold, so nothing but the calls under
+test communicates. Results land in memory full of 0xFF. Exit code 1: a wrong result, an exception, or a part that did
+not end in time. `--device cpu` runs all but graphs and times on host ranks.
 """
 
 from __future__ import annotations
