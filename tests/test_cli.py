@@ -301,6 +301,17 @@ def test_show_keys(capsys: Capture) -> None:
         assert run_command(once) == 0
         text = capsys.readouterr().out
         assert all(one in text for one in said)
+    for stage in ("ir", "plan"):
+        assert run_command(["show", "schedules/ep/experts_float8.comm", "--stage", stage, "--ranks", "2", "B=64"]) == 0
+        assert "x as float8 by 64" in capsys.readouterr().out
+
+
+def test_run_in_float8(capsys: Capture) -> None:
+    """What goes into float8 is compared with the simulation; other element types than it knows are refused."""
+    run = ["run", "schedules/ep/experts_float8.comm", "--ranks", "2", "E=4"]
+    assert run_command(run) == 0
+    assert "equal to the simulation" in capsys.readouterr().out
+    assert run_command([*run, "--dtype", "int32"]) == 2
 
 
 def test_show_fault(faulty: str, capsys: Capture) -> None:

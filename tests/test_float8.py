@@ -187,11 +187,20 @@ def test_warps_of_32_threads(stretch: int, tmp_path: Path) -> None:
             places = [at_line(columns + 16, at) for at in (shift, 0)]
             beside = [at_line(scales.nbytes + 16, 4) for _ in places]
             pointers = [one.ctypes.data for one in (*places, *beside)]
-            row_of(struct.pack("<7Q", *pointers, ELEMENTS.index(element), columns, source.ctypes.data))
-            for place, scale in zip(places, beside, strict=True):
-                assert place[:columns].tobytes() == codes.tobytes(), (columns, element)
-                assert scale[: scales.nbytes].tobytes() == scales.tobytes()
-                assert set(place[columns:]) | set(scale[scales.nbytes :]) == {0xEE}  # nothing behind them
+            for pieces in (1, 3, 40):  # a row is cut where there are fewer rows than warps
+                number = ELEMENTS.index(element)
+                for one in (*places, *beside):
+                    one[:] = 0xEE
+                row_of(struct.pack("<8Q", *pointers, number, columns, pieces, source.ctypes.data))
+                check_row(places, beside, codes, scales)
+
+
+def check_row(places: Sequence[Array], beside: Sequence[Array], codes: Array, scales: Array) -> None:
+    """One row in two places, with its scales, and nothing behind them."""
+    for place, scale in zip(places, beside, strict=True):
+        assert place[: codes.size].tobytes() == codes.tobytes()
+        assert scale[: scales.nbytes].tobytes() == scales.tobytes()
+        assert set(place[codes.size :]) | set(scale[scales.nbytes :]) == {0xEE}
 
 
 def at_line(size: int, shift: int) -> NDArray[np.uint8]:

@@ -60,7 +60,7 @@ def ran(plan: Plan, body: Body, case: Case, way: CallBack, law: list[Array], shi
         numbers = {
             "heap": [one.ctypes.data for one in waiting],
             "desk": [0] * RANKS,
-            **dict.fromkeys(("timeout_ns", "error", "notice", "waiting", "digest"), 0),
+            **dict.fromkeys(("timeout_ns", "error", "notice", "waiting", "digest", "half"), 0),
             "waiting_rows": places,
             "given_rows": len(held.origins),
             "row_bytes": width,

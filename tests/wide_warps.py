@@ -127,7 +127,7 @@ FLOAT8 = """
 #undef COMMDSL_KERNEL
 #define COMMDSL_KERNEL(name, plan)                                                                         \\
   struct WideRow {                                                                                         \\
-    unsigned long long to[2], scales[2], element, columns;                                                 \\
+    unsigned long long to[2], scales[2], element, columns, pieces;                                         \\
     const char* source;                                                                                    \\
   };                                                                                                       \\
   struct WideThread {                                                                                      \\
@@ -139,7 +139,11 @@ FLOAT8 = """
     commdsl::own_thread = static_cast<WideThread*>(given)->number;                                         \\
     const commdsl::u64 to[2] = {row.to[0], row.to[1]};                                                     \\
     const auto scales = [&](commdsl::u32 i) { return reinterpret_cast<char*>(row.scales[i]); };            \\
-    commdsl::quantise<commdsl::stretch_of<plan>(0)>(row.element, to, 2, scales, row.source, 0, row.columns); \\
+    constexpr commdsl::u32 stretch = commdsl::stretch_of<plan>(0);                                         \\
+    for (unsigned piece = 0; piece < row.pieces; ++piece) {                                                \\
+      const auto part = commdsl::part_of_stretches(row.columns, stretch, piece, row.pieces);               \\
+      commdsl::quantise<stretch>(row.element, to, 2, scales, row.source, part.begin, part.begin + part.bytes); \\
+    }                                                                                                      \\
     return nullptr;                                                                                        \\
   }                                                                                                        \\
   extern "C" void wide_row(const WideRow* row) {                                                           \\
@@ -193,7 +197,7 @@ def built(plan: Plan, dtype: str, folder: Path) -> Callable[[bytes, int], bool]:
 
 
 def quantising(plan: Plan, folder: Path) -> Callable[[bytes], None]:
-    """What a warp does with one row of the Plan's first tensor: to two places or one, each with scales elsewhere."""
+    """What a warp does with one row of the Plan's first tensor: to two places, with scales elsewhere, in pieces."""
     library = linked(plan, "", folder, "float8")
     return lambda row: library.wide_row(ctypes.create_string_buffer(row, len(row)))
 

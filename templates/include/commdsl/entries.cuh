@@ -82,6 +82,13 @@ COMMDSL_FN Part part_of(u64 width, u32 piece, u32 pieces) {
   return {begin, width - begin < step ? width - begin : step};
 }
 
+// The same of a row that goes in float8, in columns: whole stretches, so that each scale is found by one warp.
+COMMDSL_FN Part part_of_stretches(u64 columns, u32 stretch, u32 piece, u32 pieces) {
+  const u64 stretches = (columns + stretch - 1) / stretch, share = (stretches + pieces - 1) / pieces * stretch;
+  const u64 begin = share * piece < columns ? share * piece : columns;
+  return {begin, columns - begin < share ? columns - begin : share};
+}
+
 template <class Plan>
 COMMDSL_FN void find_slots(Entries& entries, u32 count, u32 keys) {
   for (u32 at = thread(); at < count; at += num_threads()) {
@@ -144,8 +151,7 @@ COMMDSL_FN void push_float8(const Call<Plan>& here, Known& known, u64 row, u32 f
   const u32 keys = static_cast<u32>(args.keys_a_row);
   const u64 width = args.row_bytes[tensor], scales_width = args.row_bytes[beside], element = args.elements[tensor];
   const char* source = reinterpret_cast<const char*>(args.inputs[tensor] + row * width * (element == 0 ? 4 : 2));
-  const u64 stretches = (width + stretch - 1) / stretch, share = (stretches + pieces - 1) / pieces * stretch;
-  const u64 begin = share * piece < width ? share * piece : width, last = width - begin < share ? width : begin + share;
+  const Part part = part_of_stretches(width, stretch, piece, pieces);
   u64* to = known.entries.to[warp()];
   for (u32 k = thread_of_warp(); k < keys; k += kWarp) {
     const u32 rank = rank_at<Plan>(entries.position[first + k]);
@@ -157,7 +163,7 @@ COMMDSL_FN void push_float8(const Call<Plan>& here, Known& known, u64 row, u32 f
     const u32 rank = rank_at<Plan>(entries.position[first + k]);
     return reinterpret_cast<char*>(known.output[rank][beside] + entries.place[first + k] * scales_width);
   };
-  quantise<stretch>(element, to, keys, scales, source, begin, last);
+  quantise<stretch>(element, to, keys, scales, source, part.begin, part.begin + part.bytes);
   warp_barrier();
   if constexpr (kHasFar) {
     char* staged = reinterpret_cast<char*>(args.heap[args.rank] + args.staging + worker(here) * args.staged_bytes);
