@@ -166,6 +166,19 @@ def test_against_the_contract(
     judge(of, calls, often, sanitize=False)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("stretch", STRETCHES)
+@pytest.mark.parametrize("often", FORMS, ids=lambda often: often[-8:] or "each")
+def test_many(ranks: int, stretch: int, often: str) -> None:
+    """As above, of rows shorter and longer than a stretch, of one rank and of many."""
+    aligned, transport = (1, 16)[ranks % 4 > 0], (Transport.PEER, Transport.NVSHMEM)[stretch in (32, 256)]
+    of = declared(ranks, 3 * ranks, stretch, often, aligned, transport)
+    columns = (2, stretch - 2, stretch, 3 * stretch + 2)
+    calls = [call_of(at, ranks, 3 * ranks, one, ELEMENTS[at % 3], aligned) for at, one in enumerate(columns)]
+    judge(of, calls, often, sanitize=False)
+
+
 def test_without_a_race() -> None:
     """ThreadSanitizer sees none, where rows are filled from rows that came and padding is cleared."""
     often = FORMS[1]
