@@ -27,7 +27,7 @@ from commdsl.program.actors import printed
 from commdsl.program.arguments import arguments
 from commdsl.program.memory import Transport
 from commdsl.program.moves import CELL, STAGE_MARKS_BYTES, STAGES, Moves, OpKind, Ops, Origin, Protocol
-from commdsl.program.phases import Push, PushAgain
+from commdsl.program.phases import Push, PushAgain, PushBack
 from commdsl.program.plan import Plan
 
 if TYPE_CHECKING:
@@ -184,6 +184,8 @@ def _headers(plan: Plan) -> tuple[str, ...]:
         return ("kernel.cuh",) if plan.tiles is None else ("kernel.cuh", "tiles.cuh")
     if any(isinstance(phase, PushAgain) for phase in plan.phases):
         return ("again.cuh",)
+    if any(isinstance(phase, PushBack) for phase in plan.phases):
+        return ("back.cuh",)
     return ("keys.cuh",) if plan.key_positions else ("rows.cuh",)
 
 

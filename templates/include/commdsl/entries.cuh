@@ -3,6 +3,15 @@
 // Assumes the vocabulary and runs; at most 32 keys a row. Does not know how places are found: keys.cuh counts, again.cuh is told.
 #pragma once
 
+#include "commdsl/calls.cuh"
+#include "commdsl/elements.cuh"
+#ifdef __CUDACC__
+#include "commdsl/runs.cuh"
+#else
+#include "commdsl/host_runs.hpp"
+#endif
+#include "commdsl/float8.cuh"
+
 namespace commdsl {
 
 constexpr u32 kChunk = 512;            // entries whose places are found before their rows are moved
@@ -17,6 +26,11 @@ constexpr i32 kOnce = 1;
 
 template <class Plan>
 constexpr u32 kKeysARank = static_cast<u32>(Plan::kKeys / Plan::kNumRanks);
+
+template <class Plan>
+COMMDSL_FN bool begin(const Call<Plan>&) {
+  return true;
+}
 
 // Whether there is such a key; the one behind the last drops a row, and is none.
 template <class Plan>

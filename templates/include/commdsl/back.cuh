@@ -1,0 +1,337 @@
+// Rows that went to the ranks of their keys on their way back: one for each key, or what a rank adds up of a row, and the sum at home;
+// or a number for each key.
+// Assumes keys, origins and mates as the call there left them, and trusts none of them where it leads out of the room. What comes
+// before and after is printed from the Plan. Nothing here waits for another rank or lane, or tells it.
+#pragma once
+
+#include "commdsl/entries.cuh"
+
+namespace commdsl {
+
+// Where a row that was received comes from: the entry, its rank, and how many lesser ranks have keys of the row.
+struct Origin {
+  u64 source, entry, slot;
+  COMMDSL_FN explicit Origin(u64 word) : source(word >> 32 & 0xffff), entry(word & 0xffffffffu), slot(word >> 48 & 0x7fff) {}
+};
+
+// What is added up: runs of one width behind one address, in order, and what each is multiplied with. Of a warp.
+struct Parts {
+  u32 at[kMostKeysARow];
+  float weight[kMostKeysARow];
+
+  // Each thread of the warp has one, or none; of those that have they follow each other. How many there are now.
+  COMMDSL_FN u32 append(u32 count, bool has, u32 run, float times) {
+    const Equals equals = among_equals(has ? 1 : 0);
+    if (has) {
+      at[count + equals.before] = run;
+      weight[count + equals.before] = times;
+    }
+    return count + (has ? equals.count : kWarp - equals.count);
+  }
+};
+
+// What a lane knows on the way back. Shared by its threads.
+template <class Plan>
+struct Returning {
+  i32 lanes[Plan::kNumRanks];
+  u64 sent[Plan::kNumRanks];  // rows, sums or words, by this lane
+  u64 total;                  // places that the rank's keys have, with those that are empty
+  u64 bad;                    // a place that came from nowhere, counted from 1
+  u64 apart;                  // one whose row has a place that there is not, counted from 1
+  Parts parts[num_warps()];
+
+  COMMDSL_FN u64 told(const Call<Plan>& here, i32) const { return static_cast<u64>(here.args.active_lanes); }
+  COMMDSL_FN void learn(const Call<Plan>&, i32 peer, i32, u64 value) { lanes[peer] = static_cast<i32>(value); }
+  COMMDSL_FN u64 expected(const Call<Plan>& here, i32 peer) const {
+    u64 found = 0;
+    for (u64 row = 0; row < here.args.num_rows; ++row) {
+      u64 there = 0;
+      for (u32 which = 0; which < here.args.keys_a_row; ++which) there += rank_of(here, row, which) == static_cast<u32>(peer);
+      found += Plan::kAddsHere ? there > 0 : there;
+    }
+    return found;
+  }
+
+  // What is kept for the second of two launches: the lanes of every rank, and places that are wrong.
+  COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const {
+    return word < Plan::kNumRanks ? static_cast<u64>(lanes[word]) : word == Plan::kNumRanks ? bad : apart;
+  }
+  COMMDSL_FN void recall(const Call<Plan>&, i32 word, u64 value) {
+    if (word < Plan::kNumRanks) {
+      lanes[word] = static_cast<i32>(value);
+    } else if (word == Plan::kNumRanks) {
+      bad = value;
+    } else {
+      apart = value;
+    }
+  }
+};
+
+// The rank of a key of a row; kNowhere if there is none.
+template <class Plan>
+COMMDSL_FN u32 rank_of(const Call<Plan>& here, u64 row, u64 which) {
+  const u64 keys = here.args.keys_a_row;
+  const u32 position = which < keys ? position_of<Plan>(key_of(here, row * keys + which)) : kNowhere;
+  return position == kNowhere ? kNowhere : position / kKeysARank<Plan>;
+}
+
+template <class Plan>
+COMMDSL_FN void prepare(const Call<Plan>& here, Returning<Plan>& known) {
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) known.sent[at] = 0;
+  if (thread() == 0) {
+    const i32 last = reinterpret_cast<const i32*>(here.args.offsets)[kKeysARank<Plan> - 1];
+    known.total = last > 0 ? static_cast<u64>(last) : 0;
+    known.bad = known.apart = 0;
+    known.lanes[here.args.rank] = here.args.active_lanes;
+  }
+  block_barrier();
+}
+
+template <class Plan>
+COMMDSL_FN u64 num_places(const Call<Plan>& here, const Returning<Plan>& known) {
+  return known.total < here.args.given_rows ? known.total : here.args.given_rows;
+}
+
+template <class Plan>
+COMMDSL_FN u64 origin_at(const Call<Plan>& here, u64 at) {
+  return reinterpret_cast<const u64*>(here.args.origins)[at];
+}
+
+// How many ranks may have a row, and so how many places wait for it, where ranks add up.
+template <class Plan>
+COMMDSL_FN u64 slots_a_row(const Call<Plan>& here) {
+  const u64 ranks = static_cast<u64>(Plan::kNumRanks);
+  return here.args.keys_a_row < ranks ? here.args.keys_a_row : ranks;
+}
+
+// The place on its source that waits for what comes from `origin`; past all of them where the slot there is not.
+template <class Plan>
+COMMDSL_FN u64 place_of(const Call<Plan>& here, const Origin& origin) {
+  if constexpr (Plan::kAddsHere) {
+    const u64 slots = slots_a_row(here);
+    const u64 place = origin.entry / here.args.keys_a_row * slots + origin.slot;
+    return origin.slot < slots ? place : here.args.waiting_rows + origin.slot;
+  } else {
+    return origin.entry;
+  }
+}
+
+// Whether there is such a place; if not, it is reported when all is done.
+template <class Plan>
+COMMDSL_FN bool is_there(const Call<Plan>& here, Returning<Plan>& known, u64 at, const Origin& origin, u64 place) {
+  if (origin.source < static_cast<u64>(Plan::kNumRanks) && place < here.args.waiting_rows) return true;
+  known.bad = at + 1;
+  return false;
+}
+
+template <class Plan>
+COMMDSL_FN void count_sent(Returning<Plan>& known, u64 source) {
+  if constexpr (Plan::kChecks) add_shared(&known.sent[source], u64{1});
+}
+
+// Each row that was received, or what became of it, to the place on its source that waits for it.
+template <class Plan>
+COMMDSL_FN void push_rows(const Call<Plan>& here, Returning<Plan>& known) {
+  const auto& args = here.args;
+  const u64 rows = num_places(here, known), width = args.row_bytes, last = begin_of(here, rows, here.lane + 1);
+  for (u64 at = begin_of(here, rows, here.lane) + warp(); at < last; at += num_warps()) {
+    const u64 word = origin_at(here, at);
+    if (word == kPadding) continue;
+    const Origin origin(word);
+    const u64 place = place_of(here, origin);
+    if (!is_there(here, known, at, origin, place)) continue;
+    if (thread_of_warp() == 0) count_sent(known, origin.source);
+    const char* row = reinterpret_cast<const char*>(args.given + at * width);
+    if constexpr (kHasFar) {
+      if (!is_near(args, static_cast<i32>(origin.source))) {
+        put_run(args, static_cast<i32>(origin.source), args.waiting + place * width, row, width);
+        continue;
+      }
+    }
+    copy_run(reinterpret_cast<char*>(args.heap[origin.source] + args.waiting + place * width), row, width);
+  }
+}
+
+// Into how many pieces rows are cut, of a warp each, where there are fewer rows than warps.
+template <class Plan>
+COMMDSL_FN u64 pieces_of(const Call<Plan>& here, u64 rows) {
+  const u64 workers = num_workers(here);
+  return rows * 2 > workers ? 1 : rows * 16 > workers ? workers / rows : 16;
+}
+
+// The places on this rank of the row whose first is `at`, in the order of its keys; 0 if one of them there is not.
+template <class Plan>
+COMMDSL_FN u32 find_mates(const Call<Plan>& here, u64 at, u64 rows, Parts& parts) {
+  const auto& args = here.args;
+  u32 count = 0, wrong = 0;
+  for (u64 from = 0; from < args.keys_a_row; from += kWarp) {
+    const u64 which = from + thread_of_warp();
+    const i32 mate = which < args.keys_a_row ? reinterpret_cast<const i32*>(args.mates)[at * args.keys_a_row + which] : -1;
+    const bool has = mate != -1, is_held = has && static_cast<u32>(mate) < rows;
+    float times = 1;
+    if constexpr (Plan::kWeighsHere) times = is_held ? reinterpret_cast<const float*>(args.weights)[mate] : 0;
+    const u32 before = count;
+    count = parts.append(count, is_held, static_cast<u32>(mate), times);
+    const Equals equals = among_equals(has ? 1 : 0);
+    wrong += (has ? equals.count : kWarp - equals.count) - (count - before);
+  }
+  warp_barrier();
+  return wrong > 0 ? 0 : count;
+}
+
+// For each row that was received, however often, the sum of what became of it to the place on its source that waits for this rank's.
+// To a rank that is far it goes by way of a row of the rank's own heap: a put takes what lies in memory.
+template <class Plan>
+COMMDSL_FN void push_sums(const Call<Plan>& here, Returning<Plan>& known) {
+  const auto& args = here.args;
+  using Element = typename Plan::Element;
+  const u64 rows = num_places(here, known), width = args.row_bytes, pieces = pieces_of(here, rows);
+  const u64 last = begin_of(here, rows * pieces, here.lane + 1);
+  const char* given = reinterpret_cast<const char*>(args.given);
+  Parts& parts = known.parts[warp()];
+  u64 item = begin_of(here, rows * pieces, here.lane) + warp(), next = item < last ? origin_at(here, item / pieces) : kPadding;
+  for (; item < last; item += num_warps()) {
+    const u64 at = item / pieces, after = item + num_warps(), word = next;
+    next = after < last ? origin_at(here, after / pieces) : kPadding;  // loaded while this one is added up
+    if (word == kPadding || (word & kFirst) == 0) continue;
+    const Origin origin(word);
+    const u64 place = place_of(here, origin);
+    if (!is_there(here, known, at, origin, place)) continue;
+    const u32 count = find_mates(here, at, rows, parts);
+    if (count == 0) {
+      known.apart = at + 1;
+      continue;
+    }
+    const Part part = part_of(width, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
+    if (item % pieces == 0 && thread_of_warp() == 0) count_sent(known, origin.source);
+    if constexpr (kHasFar) {
+      if (!is_near(args, static_cast<i32>(origin.source))) {
+        if (item % pieces > 0) continue;
+        char* staged = reinterpret_cast<char*>(args.heap[args.rank] + args.staging + worker(here) * width);
+        add_run<Element, Plan::kWeighsHere>(staged, given, width, width, parts, count);
+        stored();
+        put_run(args, static_cast<i32>(origin.source), args.waiting + place * width, staged, width);
+        warp_barrier();
+        continue;
+      }
+    }
+    char* to = reinterpret_cast<char*>(args.heap[origin.source] + args.waiting + place * width);
+    add_run<Element, Plan::kWeighsHere>(to + part.begin, given + part.begin, part.bytes, width, parts, count);
+    warp_barrier();  // the next row's parts are written over these
+  }
+}
+
+// A word of every place, by a thread each, to where it is waited for.
+template <class Plan>
+COMMDSL_FN void push_words(const Call<Plan>& here, Returning<Plan>& known) {
+  const auto& args = here.args;
+  const u64 rows = num_places(here, known), last = begin_of(here, rows, here.lane + 1);
+  for (u64 at = begin_of(here, rows, here.lane) + thread(); at < last; at += num_threads()) {
+    const u64 word = origin_at(here, at);
+    if (word == kPadding) continue;
+    const Origin origin(word);
+    const u64 place = place_of(here, origin);
+    if (!is_there(here, known, at, origin, place)) continue;
+    count_sent(known, origin.source);
+    const i32 source = static_cast<i32>(origin.source);
+    const u64 value = reinterpret_cast<const u32*>(args.given)[at], to = args.waiting + place * sizeof(u64);
+    if (is_near(args, source)) {
+      *here.word(source, to) = value;
+    } else {
+      put_word(args, source, to, value);
+    }
+  }
+}
+
+// When all is done, as there: fewer rows than came, a row that came from nowhere, or one that has a place that there is not.
+template <class Plan>
+COMMDSL_FN void end(const Call<Plan>& here, Returning<Plan>& known) {
+  if (thread() != 0) return;
+  if (here.lane == 0 && known.total > here.args.given_rows) {
+    give_up(here, kNoRoom, 1, here.args.rank, here.args.given_rows, known.total);
+  }
+  if (known.bad > 0) {
+    const u64 at = known.bad - 1;
+    const Origin origin(origin_at(here, at));
+    give_up(here, kBadOrigin, static_cast<i32>(at), static_cast<i32>(origin.source), here.args.waiting_rows, place_of(here, origin));
+  }
+  if (known.apart > 0) give_up(here, kBadMate, static_cast<i32>(known.apart - 1), here.args.rank, num_places(here, known), 0);
+}
+
+// For each row what came back from its keys, times the weights if there are, added up in their order, rounded once.
+template <class Plan>
+COMMDSL_FN void finish_rows(const Call<Plan>& here, Returning<Plan>& known) {
+  const auto& args = here.args;
+  const u64 width = args.row_bytes, keys = args.keys_a_row, pieces = pieces_of(here, args.num_rows);
+  const char* waiting = reinterpret_cast<const char*>(args.heap[args.rank] + args.waiting);
+  Parts& parts = known.parts[warp()];
+  for (u64 item = worker(here); item < args.num_rows * pieces; item += num_workers(here)) {
+    const u64 row = item / pieces;
+    u32 count = 0;
+    for (u64 from = 0; from < keys; from += kWarp) {
+      const u64 which = from + thread_of_warp();
+      const bool has = rank_of(here, row, which) != kNowhere;
+      float times = 1;
+      if constexpr (Plan::kWeighs) times = has ? reinterpret_cast<const float*>(args.weights)[row * keys + which] : 0;
+      count = parts.append(count, has, static_cast<u32>(row * keys + which), times);
+    }
+    warp_barrier();
+    const Part part = part_of(width, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
+    char* to = reinterpret_cast<char*>(args.output + row * width + part.begin);
+    add_run<typename Plan::Element, Plan::kWeighs>(to, waiting + part.begin, part.bytes, width, parts, count);
+    warp_barrier();
+  }
+}
+
+// How many ranks have keys of a row. All threads of a warp ask.
+template <class Plan>
+COMMDSL_FN u32 num_ranks_of(const Call<Plan>& here, u64 row) {
+  u32 count = 0;
+  if constexpr (kWarp >= kMostKeysARow) {
+    const u32 rank = rank_of(here, row, thread_of_warp());
+    const Equals same = among_equals(rank);  // every thread asks, also one without a rank
+    const bool is_first = rank != kNowhere && same.before == 0;
+    const Equals equals = among_equals(is_first ? 1 : 0);
+    count = is_first ? equals.count : kWarp - equals.count;
+  } else {
+    for (u64 which = 0; which < here.args.keys_a_row; ++which) {
+      const u32 rank = rank_of(here, row, which);
+      bool is_first = rank != kNowhere;
+      for (u64 before = 0; before < which; ++before) is_first = is_first && rank_of(here, row, before) != rank;
+      count += is_first;
+    }
+  }
+  return count;
+}
+
+// For each row the sums that came back from ranks, added up in their order, rounded once.
+template <class Plan>
+COMMDSL_FN void finish_sums(const Call<Plan>& here, Returning<Plan>& known) {
+  const auto& args = here.args;
+  const u64 width = args.row_bytes, slots = slots_a_row(here), pieces = pieces_of(here, args.num_rows);
+  const char* waiting = reinterpret_cast<const char*>(args.heap[args.rank] + args.waiting);
+  Parts& parts = known.parts[warp()];
+  for (u64 item = worker(here); item < args.num_rows * pieces; item += num_workers(here)) {
+    const u64 row = item / pieces;
+    const u32 count = num_ranks_of(here, row);
+    for (u32 slot = thread_of_warp(); slot < count; slot += kWarp) parts.at[slot] = static_cast<u32>(row * slots + slot);
+    warp_barrier();
+    const Part part = part_of(width, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
+    char* to = reinterpret_cast<char*>(args.output + row * width + part.begin);
+    add_run<typename Plan::Element, false>(to, waiting + part.begin, part.bytes, width, parts, count);
+    warp_barrier();
+  }
+}
+
+// For each key of each row the word that came back, by a thread each; zero for a key that there is not.
+template <class Plan>
+COMMDSL_FN void finish_words(const Call<Plan>& here, const Returning<Plan>&) {
+  const auto& args = here.args;
+  const u64 entries = num_entries(here), step = static_cast<u64>(args.active_lanes) * num_threads();
+  for (u64 at = static_cast<u64>(here.lane) * num_threads() + thread(); at < entries; at += step) {
+    const u64 word = is_kept<Plan>(key_of(here, at)) ? *here.word(args.rank, args.waiting + at * sizeof(u64)) : 0;
+    reinterpret_cast<u32*>(args.output)[at] = static_cast<u32>(word);
+  }
+}
+
+}  // namespace commdsl
