@@ -8,7 +8,6 @@ asks no group. Does not compute; `run` does.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -21,6 +20,7 @@ from commdsl.attention.placement import PLACEMENTS
 from commdsl.runtime import groups
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.op import registry
+from commdsl.runtime.operators import define
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -40,19 +40,11 @@ def _define() -> None:
     made = registry().library
     tail = f"Tensor? cu_seqlens, {SCHEMA}"
     given, results = "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor, Tensor[])"
-    _operator(made, f"{FORWARD}({given}, {tail}) -> {results}", run.forward, _fake)
+    define(made, f"{FORWARD}({given}, {tail}) -> {results}", run.forward, _fake)
     given, results = f"Tensor dout, {given}, Tensor out, Tensor lse, Tensor[] kept", "(Tensor, Tensor, Tensor)"
-    _operator(made, f"{BACKWARD}({given}, {tail}) -> {results}", run.backward, _fake_back)
+    define(made, f"{BACKWARD}({given}, {tail}) -> {results}", run.backward, _fake_back)
     torch.library.register_autograd(f"commdsl::{FORWARD}", _backward, setup_context=_setup, lib=made)
     torch.library.register_autograd(f"commdsl::{BACKWARD}", _refuse, setup_context=_nothing, lib=made)
-
-
-def _operator(made: torch.library.Library, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    made.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    name = schema.partition("(")[0]
-    for key in ("CPU", "CUDA"):
-        made.impl(name, run, key)
-    torch.library.register_fake(f"commdsl::{name}", fake, lib=made)
 
 
 def _fake(

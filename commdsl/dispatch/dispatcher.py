@@ -17,6 +17,7 @@ from commdsl.dispatch.limits import Limits
 from commdsl.dispatch.route import Route, Way
 from commdsl.runtime.errors import DispatchError, TensorError
 from commdsl.runtime.op import registry
+from commdsl.runtime.operators import define
 
 SCHEMA = (
     "move_rows(Tensor[] inputs, Tensor there, Tensor back, SymInt[] rows, str way, bool clear, bool clear_back, "
@@ -115,10 +116,7 @@ def register() -> None:
     with table.lock:
         if hasattr(torch.ops.commdsl, "move_rows"):
             return
-        table.library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-        for kind in ("CPU", "CUDA"):
-            table.library.impl("move_rows", _run, kind)
-        torch.library.register_fake("commdsl::move_rows", _shapes, lib=table.library)
+        define(table.library, SCHEMA, _run, _shapes)
         torch.library.register_autograd("commdsl::move_rows", _backward, setup_context=_setup, lib=table.library)
 
 

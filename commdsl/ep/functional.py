@@ -7,7 +7,7 @@ from limits, never from where tokens go. Does not move anything; `exchange` does
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ from commdsl.ep.experts import Handle
 from commdsl.ep.way_back import SUMMED
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.op import registry
+from commdsl.runtime.operators import define
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -108,19 +109,11 @@ def _define() -> None:
         (BACK, _back, _fake_back),
         (VALUES, _values, _fake_values),
     ):
-        _operator(made, schema, run, fake)
+        define(made, schema, run, fake)
     torch.library.register_autograd("commdsl::ep_dispatch", _there_back, setup_context=_keep_there, lib=made)
     torch.library.register_autograd("commdsl::ep_combine", _back_back, setup_context=_keep_back, lib=made)
     for name in ("ep_dispatch_again", "ep_combine_values"):
         torch.library.register_autograd(f"commdsl::{name}", _refuse, setup_context=_nothing, lib=made)
-
-
-def _operator(made: torch.library.Library, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    made.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    name = schema.partition("(")[0]
-    for key in ("CPU", "CUDA"):
-        made.impl(name, run, key)
-    torch.library.register_fake(f"commdsl::{name}", fake, lib=made)
 
 
 def _tensors(handle: Handle) -> list[Tensor]:

@@ -35,6 +35,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     timing        such a call -> how long each visit took, and what travelled meanwhile
     eager         whether a call may pass torch's dispatcher by
     autograd      a contract -> its backward
+    operators     what runs, and what shapes it gives -> an operator of torch
     op            a Program -> a torch op
     pickled       an op -> what loads it elsewhere
     load          a path -> an op

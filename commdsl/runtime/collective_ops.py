@@ -18,6 +18,7 @@ import torch
 from commdsl.runtime import groups, menu
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.load import load
+from commdsl.runtime.operators import define
 from commdsl.runtime.tensors import must
 
 NAMESPACE = "commdsl_collectives"
@@ -50,19 +51,13 @@ def _library() -> torch.library.Library:
     for one in TRACED:
         _define(made, one)
     schema = 'all_reduce_(Tensor(a!) x, str group_name, str op="sum", float? timeout=None) -> ()'
-    made.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key in ("CPU", "CUDA"):
-        made.impl("all_reduce_", menu.all_reduce_in_place, key)
-    torch.library.register_fake(f"{NAMESPACE}::all_reduce_", lambda *_: None, lib=made)
+    define(made, schema, menu.all_reduce_in_place, lambda *_: None)
     made.impl("all_reduce_", _refuse_gradient, "Autograd")
     return made
 
 
 def _define(made: torch.library.Library, one: Traced) -> None:
     schema = f"{one.name}(Tensor x, str group_name{one.settings}, float? timeout=None) -> Tensor"
-    made.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key in ("CPU", "CUDA"):
-        made.impl(one.name, one.run, key)
 
     def fake(x: Tensor, group_name: str, *_: Any) -> Tensor:
         return x.new_empty(one.shape(list(x.shape), menu.size(group_name)))
@@ -73,7 +68,7 @@ def _define(made: torch.library.Library, one: Traced) -> None:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return (one.back(gradient.contiguous(), *ctx.arguments), *(None for _ in ctx.arguments))
 
-    torch.library.register_fake(f"{NAMESPACE}::{one.name}", fake, lib=made)
+    define(made, schema, one.run, fake)
     torch.library.register_autograd(f"{NAMESPACE}::{one.name}", backward, setup_context=setup_context, lib=made)
 
 
