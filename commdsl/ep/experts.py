@@ -107,16 +107,14 @@ class Experts:
         self.limits, self.plan = limits, made.plan
         self.keys_a_rank = route.num_keys // self._comm.size
         limits.judge(made.plan, None if made.back is None else made.back[0])
-        self._macros = ("COMMDSL_CHECK=1",) if check else ()
-        seconds = given.seconds(timeout)
+        macros = ("COMMDSL_CHECK=1",) if check else ()
         terms = {**asdict(limits), "results": results, "check": check}
-        known = Known(self._comm, limits, results, self._macros, self.explain, terms, seconds)
+        known = Known(self._comm, limits, results, macros, self.explain, terms, given.seconds(timeout))
         self._there = WayThere(known, (made.plan, made.emitted))
         self._again = WayAgain(known, made.again) if made.again is not None and limits.width_again else None
         self._digests: dict[tuple[object, ...], int] = {}
-        more = (limits, self._macros, self.explain, terms, seconds)
-        self._back = None if made.back is None else WayBack(self._comm, made.back, *more)
-        self._values = None if made.values is None else WayBack(self._comm, made.values, *more)
+        self._back = None if made.back is None else WayBack(known, made.back)
+        self._values = None if made.values is None else WayBack(known, made.values)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 

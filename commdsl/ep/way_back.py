@@ -6,20 +6,17 @@ from: `experts` does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from commdsl.build.emit import Emitted
-from commdsl.ep.limits import Limits
 from commdsl.ep.pending import Run
+from commdsl.ep.way_there import Known, addresses
 from commdsl.program.arguments import is_staged
 from commdsl.program.phases import Each, FinishBack
 from commdsl.program.plan import Plan
-from commdsl.runtime.communicator import Communicator
-from commdsl.runtime.launches import Arguments, Launches
+from commdsl.runtime.launches import Arguments
 from commdsl.runtime.pool import aligned, row_bytes
-from commdsl.runtime.workspace import Explain, Start
+from commdsl.runtime.workspace import Start
 
 SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -27,26 +24,17 @@ SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 class WayBack:
     """One rank's end of a way back."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        way: tuple[Plan, Emitted],
-        limits: Limits,
-        macros: tuple[str, ...],
-        explain: Explain,
-        terms: Mapping[str, object],
-        seconds: float | None,
-    ) -> None:
+    def __init__(self, known: Known, way: tuple[Plan, Emitted]) -> None:
         """Collective, as for Launches: symmetric memory for what waits on a rank until it is added up."""
-        self.plan, text = way
+        self.plan, limits = way[0], known.limits
         self.push = self.plan.push_back
         (finish,) = (phase for phase in self.plan.phases if isinstance(phase, FinishBack))
         self.weighs_here = finish.weights is not None
         waiting = aligned(self.plan.symmetric_bytes)
         staging = aligned(waiting + limits.waiting_bytes(self.plan))
         room = staging + limits.staging_bytes(self.plan) - self.plan.symmetric_bytes
-        self.launches = Launches(comm, self.plan, text, room, explain, terms, seconds)
-        self._rank, self._macros = comm.rank, macros
+        self.launches = known.launches(way, room)
+        self._rank, self._macros = known.comm.rank, known.macros
         self._always: Arguments = {"waiting": waiting, "waiting_rows": limits.places(self.plan)}
         if is_staged(self.plan):
             self._always = {**self._always, "staging": staging}
@@ -85,7 +73,7 @@ class WayBack:
             rows.data_ptr(),
             len(rows),
             width,
-            *(tensor.data_ptr() for tensor in known),
+            *addresses(known),
             found.data_ptr(),
             keys.data_ptr(),
             *keys.shape,

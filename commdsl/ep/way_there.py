@@ -50,12 +50,15 @@ class Known:
     terms: Mapping[str, object]
     seconds: float | None
 
+    def launches(self, way: tuple[Plan, Emitted], room: int) -> Launches:
+        """Collective: symmetric memory for a Plan, and so many bytes behind its own."""
+        return Launches(self.comm, *way, room, self.explain, self.terms, self.seconds)
+
     def set_up(self, way: tuple[Plan, Emitted], nbytes: int, staging: int = 0) -> tuple[Launches, Pool]:
         """Collective: symmetric memory for `results` calls that leave so many bytes each, and for staging before it."""
-        plan, text = way
+        plan = way[0]
         begin = aligned(plan.symmetric_bytes) + staging
-        room = begin - plan.symmetric_bytes + self.results * nbytes
-        launches = Launches(self.comm, plan, text, room, self.explain, self.terms, self.seconds)
+        launches = self.launches(way, begin - plan.symmetric_bytes + self.results * nbytes)
         return launches, Pool(plan.name, launches.heap + begin, (nbytes, 0), self.results)
 
 
@@ -110,13 +113,13 @@ class WayThere:
         words = (
             keys.data_ptr(),
             *keys.shape,
-            *_addresses(tensors if values is None else (*tensors, values)),
+            *addresses(tensors if values is None else (*tensors, values)),
             *widths,
             *cast,
             *self._staging,
-            *_addresses(received),
+            *addresses(received),
             room,
-            *_addresses((counts, offsets, places)),
+            *addresses((counts, offsets, places)),
             digest,
             known.comm.rank,
         )
@@ -199,10 +202,10 @@ class WayAgain:
             width,
             found.data_ptr(),
             room,
-            *_addresses((counts, offsets, places, origins)),
+            *addresses((counts, offsets, places, origins)),
             keys.data_ptr(),
             *keys.shape,
-            *(_addresses(mates) if self._has_mates else ()),
+            *(addresses(mates) if self._has_mates else ()),
             digest,
             known.comm.rank,
         )
@@ -210,5 +213,5 @@ class WayAgain:
         return (lambda half: start((*words, half, lanes))), found
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+def addresses(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in tensors)
