@@ -18,12 +18,9 @@ result, or a call of ours that failed. The table comes last, whatever happened; 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record
 from benchmarks.cases import parse_sizes
+from benchmarks.ending import end_of
 from benchmarks.experts_report import (
     DEEPEP,
     EXPERTS_A_RANK,
@@ -56,9 +54,6 @@ OURS = ("commdsl", "16 SMs", "once", "once, 16 SMs", "index")
 GRACE = 45.0
 """Seconds after the time budget at which a run that hangs prints what it has and ends."""
 
-PATIENCE = 5.0
-"""Seconds that the other ranks leave rank 0 for its table: torchrun ends all when one has failed."""
-
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,7 +76,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class Output:
-    """What rank 0 has to say at the end, once, even where the run hangs."""
+    """What rank 0 has to say at the end, even where the run hangs."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -89,14 +84,8 @@ class Output:
         self.notes: list[str] = []
         self.title = "nothing was measured"
         self.is_whole = False
-        self._lock = threading.Lock()
-        self._said = False
 
     def say(self) -> None:
-        with self._lock:
-            if self._said:
-                return
-            self._said = True
         table = overview(self.rows, self.options.only)
         print(f"\n{self.title}\n{(markdown if self.options.markdown else grid)(*table)}")
         for row in self.rows:
@@ -131,7 +120,8 @@ class Output:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def run(options: argparse.Namespace, output: Output) -> None:
+def run(options: argparse.Namespace, output: Output) -> int:
+    """The exit code."""
     import torch
     import torch.distributed as dist
 
@@ -159,8 +149,7 @@ def run(options: argparse.Namespace, output: Output) -> None:
     for case in cases_of(options, bench.ranks):
         _measured(bench, options, case, limits, output)
     output.is_whole = True
-    if any(bench.everyone(output.failed)):
-        raise SystemExit(1)
+    return int(any(bench.everyone(output.failed)))
 
 
 def cases_of(options: argparse.Namespace, ranks: int) -> list[Case]:
@@ -284,41 +273,17 @@ def _verdict(bench: Any, found: bool | None, where: str) -> str:
     return f"wrong {where} on ranks {', '.join(bad)}" if bad else ""
 
 
-def end(output: Output, rank: int, code: int) -> None:
-    if rank == 0:
-        output.say()
-    elif code:
-        time.sleep(PATIENCE)
-    sys.stdout.flush()
-    os._exit(code)  # an end that is collective must not wait for a rank that failed
-
-
 def main() -> None:
     os.environ.setdefault("COMMDSL_TIMEOUT", "20")
     os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "16G")
     options = options_of(sys.argv[1:])
-    if "RANK" not in os.environ:
-        sys.exit("start it with torchrun: one process per GPU")
     output = Output(options)
-    rank, code = int(os.environ["RANK"]), 0
 
-    def give_up() -> None:
-        output.notes.append("the run hung and was ended")
-        faulthandler.dump_traceback()
-        end(output, rank, 1)
+    def tell(why: str) -> None:
+        output.notes += [why] if why else []
+        output.say()
 
-    timer = threading.Timer(options.time_budget + GRACE, give_up)
-    timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(options.time_budget + 2 * GRACE, exit=True)
-    try:
-        run(options, output)
-    except SystemExit:
-        code = 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    end(output, rank, code)
+    end_of(lambda: (run(options, output), ""), tell, options.time_budget, GRACE)
 
 
 if __name__ == "__main__":

@@ -339,9 +339,14 @@ def sizes(run: Run) -> None:
 
 def storm(run: Run) -> None:
     shape = Shape(torch.bfloat16, 512, 16, 300, 4, 16 * run.ranks)
+    stormed(run, shape, lambda: (run.experts(shape, check=True), Judge(run, shape)))
+
+
+def stormed(run: Run, shape: Shape, made: Callable[[], tuple[Any, Judge]]) -> None:
+    """Calls of Experts and their judge, in any order, with delays."""
 
     def work() -> int:
-        experts, judge = run.experts(shape, check=True), Judge(run, shape)
+        experts, judge = made()
         dice, delays = random.Random(run.options.seed), random.Random(f"{run.options.seed} {run.rank}")
         pool = [drawn(KINDS[at % len(KINDS)], shape, run.ranks, 77 + at, run.device) for at in range(30)]
         for number in range(run.options.calls):

@@ -13,7 +13,6 @@ time. `--device cpu` runs all but times on host ranks.
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -121,21 +120,7 @@ def exact(run: run_keys.Run) -> None:
 
 def storm(run: run_keys.Run) -> None:
     shape = Shape(torch.bfloat16, 512, 2, 300, 4, 16 * run.ranks)
-
-    def work() -> int:
-        experts, judge = made_of(run, shape, 8, 128, check=True), Judge(run, shape, 8, 128)
-        dice, delays = random.Random(run.options.seed), random.Random(f"{run.options.seed} {run.rank}")
-        pool = [drawn(KINDS[at % len(KINDS)], shape, run.ranks, 77 + at, run.device) for at in range(30)]
-        for number in range(run.options.calls):
-            run.place = f"storm, call {number} begun on rank {run.rank}"
-            run.hold_up(delays)
-            judge.call(experts, dice.choice(pool))
-        experts.synchronize()
-        wrong = judge.count
-        experts.release()
-        return wrong
-
-    run.attempt(Part("storm", "random delays, no barrier, checked", run.options.calls), work)
+    run_keys.stormed(run, shape, lambda: (made_of(run, shape, 8, 128, check=True), Judge(run, shape, 8, 128)))
 
 
 def times(run: run_keys.Run) -> None:
