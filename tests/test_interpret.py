@@ -69,7 +69,7 @@ def test_all_reads_come_before_all_writes() -> None:
 def test_a_reduce_combines_with_what_is_there() -> None:
     """`reduce a -> b` keeps b's old content as the first operand; a list does not."""
     body = (
-        "input x\ninout z\noutput y\nensure each r where r < 0 {{ y == x }}\n"
+        "input x\ninout z\noutput y\nensure each r where r == 0 {{ y == x }}\n"
         "each r {{ copy z -> y }}\neach r {{ reduce {} }}"
     )
     inputs = {"x": _inputs(2, 3), "z": [array + 1000 for array in _inputs(2, 3)]}
@@ -83,7 +83,7 @@ def test_a_reduce_combines_with_what_is_there() -> None:
 def test_lists_leave_out_what_their_condition_does() -> None:
     """Only the sources that the condition keeps are combined."""
     body = (
-        "input x\noutput y\nensure each r where r < 0 { y == x }\n"
+        "input x\noutput y\nensure each r where r == 0 { y == x }\n"
         "each r { reduce x @ q for q in 0 ..< P if q != r -> y }"
     )
     inputs = _inputs(3, 4)

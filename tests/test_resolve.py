@@ -59,8 +59,8 @@ def _rows(moves: Statement) -> list[tuple[int, list[tuple[int, int]], tuple[int,
     ]
 
 
-FREE = "ensure each r where r < 0 { y == x }\n"  # a contract without rows, for tests of steps alone
-BLOCK = "ensure each r where r < 0 { y[0] == x }\n"
+FREE = "ensure each r where r == 0 { y == x }\n"  # any contract, for tests of steps alone
+BLOCK = "ensure each r where r == 0 { y[0] == x }\n"
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_reduce_of_one_source_accumulates() -> None:
 def test_reduce_of_a_list(source: str, expected) -> None:
     """A list has its sources in order; the length and the condition may differ from rank to rank."""
     text = _schedule(
-        "input x[P]\noutput y\noutput w[P]\nensure each r where r < 0 { w == x }\n"
+        "input x[P]\noutput y\noutput w[P]\nensure each r where r == 0 { w == x }\n"
         f"each r where r > 0 {{ reduce {source} -> y }}"
     )
     (moves,) = _moves(_resolve(text))
@@ -294,6 +294,26 @@ def test_the_general_form_says_the_same(buffers: str, named: str, general: str) 
     second = _resolve(_schedule(f"{buffers}\nensure {general}"), 3)
     assert _promises(first) == _promises(second)
     assert first.contracts[0].is_sum == second.contracts[0].is_sum
+
+
+@pytest.mark.parametrize(
+    ("text", "mend"),
+    [
+        ("each r { y == sum(x @ q for q in 0 ..< r) }", "where r > 0"),
+        ("each r { y == sum(x @ q for q in r + 2 ..< P) }", "where r < 2"),
+        ("each me { y == sum(x @ q for q in 0 ..< P if me != 1) }", "where me != 1"),
+    ],
+)
+def test_an_empty_sum_is_mended_as_its_message_says(text: str, mend: str) -> None:
+    """The condition that the help names leaves out the ranks that sum nothing, and no other."""
+    with pytest.raises(CommError) as caught:
+        _resolve(_schedule(f"input x\noutput y\nensure {text}"), 4)
+    (found,) = caught.value.diagnostics
+    assert found.code == "C315"
+    assert found.help.endswith(f"out: `{mend}`")
+    mended = _resolve(_schedule(f"input x\noutput y\nensure {text.replace(' {', f' {mend} {{')}"), 4)
+    assert len(_promises(mended)) == {"where r < 2": 2}.get(mend, 3)
+    assert all(_promises(mended).values())
 
 
 def test_a_rotation_has_no_rows() -> None:

@@ -28,7 +28,7 @@ from commdsl.checks.landing import idle_landing
 from commdsl.checks.locations import Located
 from commdsl.checks.overlap import overlapping_writes
 from commdsl.checks.plans import over_capacity, too_large, too_many_copies
-from commdsl.checks.promises import repeated_promises
+from commdsl.checks.promises import idle_promises, repeated_promises
 from commdsl.checks.returns import broken_returns
 from commdsl.checks.roles import broken_roles, roles_of_dispatch, unused_roles
 from commdsl.checks.rotations import broken_rotations
@@ -72,7 +72,7 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (unequal_sizes, mixed_types, own_units, unknown_units),
     (broken_contracts, broken_rotations),
     (broken_returns,),
-    (useless_statements,),
+    (useless_statements, idle_promises),
 )
 
 VISITED_RULES: tuple[tuple[VisitedRule, ...], ...] = (

@@ -13,14 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.contributions import Contents, combine, forward, initial, recount
-from commdsl.checks.locations import (
-    Located,
-    LocatedMoves,
-    LocatedStep,
-    bindings_text,
-    ranks_text,
-)
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep
 from commdsl.ir.schedules import Contract
+from commdsl.ir.words import bindings_text, ranks_text
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.records import dataclass
 

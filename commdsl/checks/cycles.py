@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.checks.locations import Located, ranks_text
+from commdsl.checks.locations import Located
 from commdsl.ir.schedules import CycleSet, Schedule
+from commdsl.ir.words import ranks_text
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.machine.topology import NO_LINK, link_of
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from commdsl.checks.locations import Located, bindings_text, statement_key
+from commdsl.checks.locations import Located, statement_key
 from commdsl.ir.schedules import Buffer
+from commdsl.ir.words import bindings_text
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import BufferKind
 from commdsl.language.source import Span

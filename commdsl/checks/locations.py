@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir.held import first_chunks, place
 from commdsl.ir.schedules import AnyStep, Buffer, Contract, Schedule, Statement, Step, Task, Yield
+from commdsl.ir.words import at_bindings
 from commdsl.language.kinds import GIVEN, BufferKind
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
@@ -193,24 +194,6 @@ def chunk_name(buffer: Buffer, chunk: int) -> str:
     return f"`{buffer.name}[{indices}]`"
 
 
-def bindings_text(bindings: tuple[tuple[str, int], ...]) -> str:
-    """`, s = 3, k = 0`, to follow a rank; empty outside loops."""
-    return "".join(f", {name} = {value}" for name, value in bindings)
-
-
-def at_bindings(bindings: tuple[tuple[str, int], ...]) -> str:
-    """` at s = 3, k = 0`, to follow what happens there; empty outside loops."""
-    return bindings_text(bindings).replace(",", " at", 1)
-
-
 def statement_key(span: Span) -> tuple[str, int, int]:
     """What makes two spans the same statement, so that a fault in a loop is told once."""
     return span.source.name, span.start, span.end
-
-
-def ranks_text(ranks: Iterable[int], limit: int = 8) -> str:
-    """`rank 3`, `ranks 0 1 2`, `ranks 0 1 2 3 4 5 6 7 and 8 more`."""
-    listed = [int(rank) for rank in ranks]
-    shown = " ".join(str(rank) for rank in listed[:limit])
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return f"{'rank' if len(listed) == 1 else 'ranks'} {shown}{more}"

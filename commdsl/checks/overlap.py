@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, Locations, bindings_text, statement_key
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, Locations, statement_key
+from commdsl.ir.words import bindings_text
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import MoveKind
 

@@ -1,4 +1,4 @@
-"""C312: no `ensure` says what another has said.
+"""C312 and C315: no `ensure` says what another has said, nor all together what holds anyway.
 
 Assumes resolved contracts. Does not ask whether they are kept; `conservation` does.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.locations import Located
-from commdsl.ir.schedules import Contract
+from commdsl.ir.schedules import Contract, Step
 from commdsl.language.diagnostics import Diagnostic, Label
 
 
@@ -29,6 +29,19 @@ def repeated_promises(located: Located) -> Iterator[Diagnostic]:
                 (Label(first.span, "said here"),),
                 help="drop one of them",
             )
+
+
+def idle_promises(located: Located) -> Iterator[Diagnostic]:
+    """Contracts that are kept, of several ranks none of which does anything."""
+    schedule = located.schedule
+    acts = any(not isinstance(step, Step) or step.moves for step in schedule.steps)
+    if schedule.num_ranks > 1 and not acts:
+        yield Diagnostic(
+            "C315",
+            "a contract that says nothing",
+            Label(schedule.contracts[0].span, "holds before anything moves"),
+            help="say what the ranks are to have at the end that they have not yet",
+        )
 
 
 def _same(first: Contract, second: Contract) -> bool:

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from commdsl.checks.conservation import Difference, contributors, in_words, last_write
 from commdsl.checks.contributions import MANY, Contents, combine, mix, transposed
-from commdsl.checks.locations import Located, LocatedStep, LocatedTask, Locations, at_bindings
+from commdsl.checks.locations import Located, LocatedStep, LocatedTask, Locations
 from commdsl.checks.rotations import visiting
 from commdsl.ir.classes import classes
 from commdsl.ir.held import Handed, handed
 from commdsl.ir.schedules import Contract, Rotation, Task
+from commdsl.ir.words import at_bindings
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.conservation import contributors, listing
-from commdsl.checks.locations import Located, Locations, at_bindings
+from commdsl.checks.locations import Located, Locations
 from commdsl.ir.held import Handed, handed
 from commdsl.ir.schedules import Contract, Rotation
+from commdsl.ir.words import at_bindings
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.records import dataclass
 

@@ -12,15 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.checks.locations import (
-    Located,
-    LocatedMoves,
-    LocatedStep,
-    LocatedTask,
-    bindings_text,
-    statement_key,
-)
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask, statement_key
 from commdsl.ir.schedules import Buffer, Task
+from commdsl.ir.words import bindings_text
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import BufferKind
 from commdsl.language.records import dataclass

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, bindings_text, statement_key
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, statement_key
+from commdsl.ir.words import bindings_text
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.machine.topology import NO_LINK, Topology, link_of
 

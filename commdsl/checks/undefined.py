@@ -12,16 +12,9 @@ from typing import assert_never
 
 import numpy as np
 
-from commdsl.checks.locations import (
-    Located,
-    LocatedMoves,
-    LocatedStep,
-    LocatedTask,
-    Locations,
-    bindings_text,
-    statement_key,
-)
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask, Locations, statement_key
 from commdsl.ir.schedules import Task, Yield
+from commdsl.ir.words import bindings_text
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.language.source import Span

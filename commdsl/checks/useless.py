@@ -15,17 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.contributions import forward, initial
-from commdsl.checks.locations import (
-    Located,
-    LocatedMoves,
-    LocatedStep,
-    LocatedTask,
-    Locations,
-    bindings_text,
-    statement_key,
-)
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask, Locations, statement_key
 from commdsl.ir.held import handed
 from commdsl.ir.schedules import Task
+from commdsl.ir.words import bindings_text
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import RETURNED
 from commdsl.language.source import Span

@@ -8,6 +8,8 @@ functions     what a task of a schedule may compute
 dispatches    a dispatch: tensors of rows and the routes they take
 plans         a plan: shards of documents and the ranks that compute them
 routes        where rows go: the runs of rows from each rank to each
+bounds        the first rank or chunk that is not there
+words         ranks and the values of loops, for messages
 resolve       Syntax -> any of these
 interpret     the oracle: what a schedule does to tensors, in numpy
 simulate      the oracle of a dispatch: what it does to rows, in numpy

@@ -39,6 +39,11 @@ class Buffer:
     def num_chunks(self) -> int:
         return self.blocks * self.cut
 
+    @property
+    def declared(self) -> str:
+        """`x[2, 3]`, as the text might write it."""
+        return self.name + (f"[{', '.join(map(str, self.dims))}]" if self.dims else "")
+
 
 @dataclass(frozen=True, slots=True)
 class CycleSet:

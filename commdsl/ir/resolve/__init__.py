@@ -1,7 +1,7 @@
 """Turns Syntax into IR, for one number of ranks, one topology and values of the parameters.
 
 Assumes parsed files, the schedule's own first, then those it uses. Raises CommError with every fault found. Does not
-prove anything about the steps: indices out of range stay in the arrays for `checks` to name.
+prove anything about the steps: their indices out of range stay in the arrays for `checks` to name.
 
     faults        the list that mistakes go to, one diagnostic a mistake
     expressions, names, move_rules, plan_rules   mistakes that need no numbers
@@ -9,7 +9,7 @@ prove anything about the steps: indices out of range stay in the arrays for `che
     parameters    those given and the defaults -> numbers
     machines      `topology`, `roles`
     cycle_sets    `cycles`
-    contracts, rotations   `ensure`
+    contracts, clauses, rotations   `ensure`
     rows, steps   `each` -> arrays, a row for every combination of its binders
     tasks         `compute`, and `yield` with a body
     tuning        `tune`

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.resolve.clauses import NamedRows, check_rows, check_side, check_sums
 from commdsl.ir.resolve.evaluate import Scope, Value
 from commdsl.ir.resolve.faults import Poisoned
 from commdsl.ir.resolve.rotations import rotation
@@ -86,24 +87,37 @@ def _clause(contract: syn.GeneralContract, clause: syn.Clause, binding: Binding,
     extents = binding.check_shapes(clause.source.ref, clause.dest, clause.span)
     _check_kinds(binding, clause.source.ref.buffer, clause.dest.buffer)
     actor = binding.column(syn.Name(contract.binders[0].name.text, span=clause.span), scope, shape)
-    valid = None
-    place = clause.source.ref.place
-    if clause.source.binder is not None or isinstance(place, syn.All):
-        source_rank, source_chunk, valid = read_list(binding, clause.source, scope, rows.count, actor)
-    else:
-        rank = actor if place is None else binding.column(place, scope, shape)
-        source_rank, source_chunk = rank[:, None], binding.chunk(clause.source.ref, scope, shape)[:, None]
-    dest_chunk = spread(binding.chunk(clause.dest, scope, shape), extents, chunks=True)
+    named = NamedRows(contract, rows, actor)
+    check_rows(named, binding)
+    dest_chunk = binding.chunk(clause.dest, scope, shape)
+    check_side(named, clause.dest, actor, dest_chunk, None, binding)
+    source_rank, source_chunk, valid = _sources(clause.source, named, scope, binding)
+    check_side(named, clause.source.ref, source_rank, source_chunk, valid, binding)
+    dest_chunk = spread(dest_chunk, extents, chunks=True)
     arrays = _Rows(
         dest_rank=spread(actor, extents, chunks=False),
         dest_chunk=dest_chunk,
         value=np.arange(len(dest_chunk), dtype=np.int32),
         source_rank=spread(source_rank, extents, chunks=False),
         source_chunk=spread(source_chunk, extents, chunks=True),
-        source_valid=None if valid is None else np.repeat(valid, len(dest_chunk) // max(rows.count, 1), axis=0),
+        source_valid=None if valid is None else np.repeat(valid, len(dest_chunk) // rows.count, axis=0),
     )
     source, dest = clause.source.ref.buffer.text, clause.dest.buffer.text
     return _contract("general", binding, source, dest, clause.is_sum, None, clause.span, arrays)
+
+
+def _sources(
+    source: syn.Source_, named: NamedRows, scope: Scope, binding: Binding
+) -> tuple[Ints, Ints, NDArray[np.bool_] | None]:
+    """Rank and first chunk, (count, k), and which are meant (None: all); at least one in each row."""
+    shape, place = (named.rows.count,), source.ref.place
+    if source.binder is None and not isinstance(place, syn.All):
+        rank = named.actor if place is None else binding.column(place, scope, shape)
+        return rank[:, None], binding.chunk(source.ref, scope, shape)[:, None], None
+    rank, chunk, valid = read_list(binding, source, scope, named.rows.count, named.actor)
+    is_there = np.full(shape, chunk.shape[1] > 0) if valid is None else np.asarray(valid.any(axis=1))
+    check_sums(named, source, is_there, binding)
+    return rank, chunk, valid
 
 
 def _check_kinds(binding: Binding, source: syn.Name, dest: syn.Name) -> None:

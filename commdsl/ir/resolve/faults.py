@@ -36,8 +36,11 @@ class Faults:
         secondary: tuple[Label, ...] = (),
         severity: Severity = Severity.ERROR,
     ) -> None:
-        diagnostic = Diagnostic(code, headline, Label(span, label), secondary, notes, help, severity)
-        self._found.setdefault((code, span.source.name, span.start, span.end), diagnostic)
+        self.add(Diagnostic(code, headline, Label(span, label), secondary, notes, help, severity))
+
+    def add(self, diagnostic: Diagnostic) -> None:
+        span = diagnostic.primary.span
+        self._found.setdefault((diagnostic.code, span.source.name, span.start, span.end), diagnostic)
 
     def fail(
         self, code: str, headline: str, span: Span, label: str = "", *, help: str = "", notes: tuple[str, ...] = ()

@@ -39,6 +39,11 @@ class Rows:
             return self
         return Rows(int(keep.sum()), {name: _pick(value, keep) for name, value in self.columns.items()})
 
+    def value(self, name: str, row: int) -> int:
+        """Of a binder in one row; of a cycle its number."""
+        column = self.columns[name]
+        return int(np.asarray(column.index if isinstance(column, Cycle) else column)[row])
+
 
 def _pick(value: Value, rows: NDArray[Any]) -> Value:
     match value:
