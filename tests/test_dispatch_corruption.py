@@ -168,7 +168,12 @@ def test_forms() -> None:
     assert "fwd_q.num_recv_tokens: expected (4, 5)" in refused(made, "fwd_q", num_recv_tokens=torch.zeros(4, 4).long())
     assert "fwd_q.num_seqs: expected (4,)" in refused(made, "fwd_q", num_seqs=there.num_seqs[:2])
     assert "whole numbers" in refused(made, "fwd_q", seq_len=there.seq_len.float())
-    assert "fwd_q.seq_len: expected cpu, got meta" in refused(made, "fwd_q", seq_len=there.seq_len.to("meta"))
+    assert "fwd_q.seq_len: expected a dense tensor, got meta" in refused(
+        made, "fwd_q", seq_len=there.seq_len.to("meta")
+    )
+    assert "torch.sparse_coo" in refused(made, "fwd_q", seq_len=there.seq_len.to_sparse())
+    assert "fwd_q.seq_len: expected torch.Tensor, got list" in refused(made, "fwd_q", seq_len=there.seq_len.tolist())
+    assert "got ndarray" in refused(made, "fwd_q", seq_len=there.seq_len.numpy())
     assert "normalised numbers have their dtype" in refused(made, "fwd_q", normalized=True)
     assert "only a way back has it" in refused(made, "fwd_q", recv_seq_lens=there.seq_len)
     assert "fwd_q.num_total_recv_tokens: expected 4 numbers" in refused(made, "fwd_q", num_total_recv_tokens=64)

@@ -228,10 +228,10 @@ def test_lengths(num_seqs: int, total: int) -> None:
 
 
 def test_lengths_of_nothing() -> None:
-    """No rows are no rows; rows need a sequence to be in; nothing is negative."""
+    """No rows are no rows; rows need a sequence to be in; nothing is negative, nor more than int32 holds."""
     assert dispatch.gen_seq_lens(2, 3, 0).tolist() == [[0, 0, 0], [0, 0, 0]]
     assert dispatch.gen_seq_lens(2, 0, 0).shape == (2, 0)
-    for sizes in ((2, 0, 5), (0, 1, 5), (2, 3, -1)):
+    for sizes in ((2, 0, 5), (0, 1, 5), (2, 3, -1), (1, 2, 2**31)):
         with pytest.raises(MetadataError, match="C960"):
             dispatch.gen_seq_lens(*sizes)
 
@@ -239,8 +239,8 @@ def test_lengths_of_nothing() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((2, 64, 3, 4), "max_cp_degree: expected at most world_size, 2, got 4"),
-        ((4, 64, 3, 3), "max_cp_degree: expected a power of two, got 3"),
+        ((2, 17, 2, 6), "total_seq_len: expected divisible by max_cp_degree, 6, got 17"),
+        ((4, 63, 3, 3), "max_cp_degree: expected a power of two, got 3"),
         ((4, 66, 3, 4), "total_seq_len: expected divisible by max_cp_degree, 4, got 66"),
         ((4, 64, 0, 4), "num_seqs: expected 1 or more, got 0"),
         ((0, 64, 1, 1), "world_size: expected 1 or more, got 0"),

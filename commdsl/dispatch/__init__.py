@@ -13,6 +13,7 @@ Importing this imports nothing else; each name below loads what it needs when it
     untraced      what `torch.compile` does not look into
     launcher      one rank's end of a dispatch
     dispatcher    the torch op, and the calls users make
+    document      the documents' kernel and tests, by their names
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from commdsl.dispatch.compute import compute_metadata_kv as compute_metadata_kv
     from commdsl.dispatch.compute import exclusive_cumsum as exclusive_cumsum
     from commdsl.dispatch.dispatcher import Dispatcher as Dispatcher
+    from commdsl.dispatch.document import dispatch_kernel as dispatch_kernel
+    from commdsl.dispatch.document import test_qkv_dispatch as test_qkv_dispatch
+    from commdsl.dispatch.document import test_query_dispatch as test_query_dispatch
     from commdsl.dispatch.errors import DispatchError as DispatchError
     from commdsl.dispatch.errors import RowError as RowError
     from commdsl.dispatch.generate import create_qkv_dispatch as create_qkv_dispatch
@@ -56,12 +60,15 @@ __all__ = [
     "compute_metadata",
     "compute_metadata_kv",
     "create_qkv_dispatch",
+    "dispatch_kernel",
     "exclusive_cumsum",
     "from_plan",
     "gen_seq_lens",
     "load_plan",
     "orchestrate_simulate",
     "simulate_reduce",
+    "test_qkv_dispatch",
+    "test_query_dispatch",
     "validate",
 ]
 
@@ -79,12 +86,15 @@ _HOME = {
     "compute_metadata": "compute",
     "compute_metadata_kv": "compute",
     "create_qkv_dispatch": "generate",
+    "dispatch_kernel": "document",
     "exclusive_cumsum": "compute",
     "from_plan": "planned",
     "gen_seq_lens": "generate",
     "load_plan": "planned",
     "orchestrate_simulate": "simulate",
     "simulate_reduce": "simulate",
+    "test_qkv_dispatch": "document",
+    "test_query_dispatch": "document",
     "validate": "validator",
 }
 

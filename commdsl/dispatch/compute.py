@@ -48,6 +48,8 @@ def compute_metadata(
 
     The way back of copies goes to (C, rows) of the source rank, one whole tensor after another. With
     `return_intermediate` also: rows to each rank (W, S, C, W), 0 or 1 for the same (W, S, C, W), shards received (W,).
+    All tensors are on the device of `seq_len`.
+
     Raises MetadataError for shapes that do not fit, negative lengths and ranks that do not exist.
     """
     length, dest = layout.longs(seq_len, "seq_len"), layout.longs(global_dispatch, "global_dispatch")
@@ -56,22 +58,24 @@ def compute_metadata(
     flat = dest.reshape(shards.num, 1 if copies is None else copies)
     routes = query_routes(shards, flat)
     there = layout.forward(shards, routes, _real((length > 0) | (flat >= 0).any(1).reshape(length.shape)), copies)
-    returning = layout.reverse(back(routes, shards), there)
+    there, returning = (one.to(seq_len.device) for one in (there, layout.reverse(back(routes, shards), there)))
     if not return_intermediate:
         return there, returning
     ranks = shards.num_ranks
     seq_to_dst = np.zeros((*length.shape, flat.shape[1], ranks), np.int64)
     seq_to_dst.reshape(-1, flat.shape[1], ranks)[routes.shard, routes.copy, routes.dest] = 1
-    tokens = torch.from_numpy(seq_to_dst * length[:, :, None, None])
+    tokens = seq_to_dst * length[:, :, None, None]
     assert returning.num_seqs is not None
-    return there, returning, (tokens, torch.from_numpy(seq_to_dst), returning.num_seqs.clone())
+    rows, shards_sent = (torch.from_numpy(table).to(seq_len.device) for table in (tokens, seq_to_dst))
+    return there, returning, (rows, shards_sent, returning.num_seqs.clone())
 
 
 def compute_attn_layout_seqlens(
     seq_shard_len: torch.Tensor, seq_shard_cumsum: torch.Tensor, dispatch: torch.Tensor
 ) -> AttentionLayout:
     """What the query shards that each rank receives attend to; all (W, S). `seq_shard_len` are rows of a shard,
-    `seq_shard_cumsum` rows of its document up to and with it, `dispatch` ranks, -1 for none.
+    `seq_shard_cumsum` rows of its document up to and with it, `dispatch` ranks, -1 for none. On the device of
+    `seq_shard_len`.
 
     Raises MetadataError for shapes that do not fit, negative lengths and ranks that do not exist.
     """
@@ -84,7 +88,8 @@ def compute_attn_layout_seqlens(
     sent = np.flatnonzero(flat >= 0)
     to = flat[sent]
     slot = running_sum(to, np.ones_like(to))
-    return layout.attention(len(dest), to, slot, query.reshape(-1)[sent], key.reshape(-1)[sent], None)
+    made = layout.attention(len(dest), to, slot, query.reshape(-1)[sent], key.reshape(-1)[sent], None)
+    return made.to(seq_shard_len.device)
 
 
 def compute_metadata_kv(
@@ -104,8 +109,9 @@ def compute_metadata_kv(
     Tables of W ranks, S = `max_num_local_seqs` shards, C copies: `kv_to_q_mapping` (W, S, C, 2) rank and number of the
     query that a copy serves, -1 for none; `kv_to_q_rank` (W, S, C) which of the query's key/value shards it is;
     `kv_context_size` (W, S) rows of the document before the shard; `q_to_num_kv_seq` and `q_to_num_kv_token` (W, S) key
-    shards and rows that a query needs; `seq_len` (W, S); `num_seqs` (W,) shards of each rank; `q_dispatch` (W, S) and,
-    the same as zeros and ones, `q_seq_to_dst` (W, S, W). On a destination the queries' keys lie one after another.
+    shards and rows that a query needs; `seq_len` (W, S); `num_seqs` (W,) shards of each rank, no fewer than are used;
+    `q_dispatch` (W, S) and, the same as zeros and ones, `q_seq_to_dst` (W, S, W). On a destination the queries' keys
+    lie one after another. All tensors are on the device of `seq_len`.
 
     Raises MetadataError where the tables disagree, so that keys of a query would leave a gap or overlap.
     """
@@ -124,8 +130,8 @@ def compute_metadata_kv(
     _one_hot(layout.longs(q_seq_to_dst, "q_seq_to_dst"), dest)
     shards = layout.padded(length)
     routes = _key_routes(shards, mapping, position, context, shards_asked, rows_asked, dest)
-    there = layout.forward(shards, routes, _counted(num_seqs, length, routes, shards), copies)
-    return there, layout.reverse(back(routes, shards), there)
+    there = layout.forward(shards, routes, _counted(num_seqs, length, dest, routes), copies)
+    return there.to(seq_len.device), layout.reverse(back(routes, shards), there).to(seq_len.device)
 
 
 def _key_routes(
@@ -241,11 +247,13 @@ def _one_hot(table: Longs, dest: Longs) -> None:
         )
 
 
-def _counted(num_seqs: torch.Tensor, length: Longs, routes: Routes, shards: Shards) -> Longs:
-    """`num_seqs`, where no shard lies beyond it."""
+def _counted(num_seqs: torch.Tensor, length: Longs, dest: Longs, routes: Routes) -> Longs:
+    """(W,): shards up to and with the last of a rank that has rows, as `compute_metadata` counts them, or keys that are
+    sent; MetadataError where `num_seqs` leaves out one of them.
+    """
     given = layout.longs(num_seqs, "num_seqs")
     _shape(given, (len(length),), "num_seqs")
-    used = shards.length > 0
+    used = ((length > 0) | (dest >= 0)).reshape(-1)
     used[routes.shard] = True
     least = _real(used.reshape(length.shape))
     for i in np.flatnonzero((given < least) | (given > length.shape[1]))[:1].tolist():
@@ -256,7 +264,7 @@ def _counted(num_seqs: torch.Tensor, length: Longs, routes: Routes, shards: Shar
             expected=f"{least[i]} to {length.shape[1]}",
             got=int(given[i]),
         )
-    return given.copy()
+    return least
 
 
 def _real(used: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Longs:

@@ -10,8 +10,11 @@ from commdsl.runtime.errors import OpError
 from commdsl.runtime.errors import RowError as RowError
 
 
-class MetadataError(OpError, ValueError):
-    """Numbers that no dispatch can follow: the field, where in it, what should stand there and what does."""
+class MetadataError(OpError, ValueError, AssertionError):
+    """Numbers that no dispatch can follow: the field, where in it, what should stand there and what does.
+
+    An AssertionError, too: upstream asserts what is refused here, and its callers catch that.
+    """
 
     code = "C960"
 

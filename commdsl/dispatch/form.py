@@ -1,10 +1,12 @@
 """Turns one `Metadata` into arrays of the form that every Metadata has, or into the error that says where it has not.
 
-Assumes tensors on the host. Does not ask whether the numbers agree with each other beyond one entry; `validator` does.
+Assumes nothing of where the tensors are: those on a GPU are read from there. Does not ask whether the numbers agree
+with each other beyond one entry; `validator` does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,11 +122,10 @@ def refuse(wrong: NDArray[np.bool_], got: Longs, field: str, expected: object, l
 
 
 def _kind(table: torch.Tensor | None, field: str, dtype: torch.dtype | None) -> None:
-    """Raises MetadataError unless a table is on the host and, where it must have a dtype, has it."""
+    """Raises MetadataError unless a table has numbers and, where it must have a dtype, has it."""
     if table is None:
         return
-    if table.device.type != "cpu":
-        raise MetadataError("tables are judged on the host", field=field, expected="cpu", got=table.device)
+    layout.judge(table, field)
     if dtype is not None and table.dtype is not dtype:
         raise MetadataError("normalised numbers have their dtype", field=field, expected=dtype, got=table.dtype)
 
@@ -134,7 +135,7 @@ def _shape(table: Longs, expected: tuple[int, ...], field: str) -> None:
         raise MetadataError("the tables are of one shape", field=field, expected=expected, got=table.shape)
 
 
-def _sums(name: str, counts: Longs, total: int | tuple[int, ...] | None) -> None:
+def _sums(name: str, counts: Longs, total: int | Sequence[int] | None) -> None:
     """Raises MetadataError unless the last column, and the host's copy of it, are the sums of the others."""
     field, column = f"{name}.num_recv_tokens", len(counts)
     for i, j in np.argwhere(counts < 0)[:1].tolist():
@@ -145,7 +146,7 @@ def _sums(name: str, counts: Longs, total: int | tuple[int, ...] | None) -> None
         law = f"the last column, {column}, is the sum of the others"
         raise MetadataError(law, field=field, rank=i, expected=int(sums[i]), got=int(counts[i, column]))
     field = f"{name}.num_total_recv_tokens"
-    if not isinstance(total, tuple) or len(total) != column:
+    if not isinstance(total, (tuple, list)) or len(total) != column:
         raise MetadataError("it has a number for each rank", field=field, expected=f"{column} numbers", got=total)
     for i in np.flatnonzero(sums != np.asarray(total, np.int64))[:1].tolist():
         law = "it is the last column of num_recv_tokens"

@@ -15,16 +15,22 @@ from commdsl.ir.plans import DispatchPlan
 from commdsl.ir.routes import Longs, Mask, Shards, Sharing, running_sum
 from commdsl.language.source import Source, Span
 
+MOST_ROWS = 2**31 - 1
+"""Of all sequences of a rank together."""
+
 
 def gen_seq_lens(world_size: int, num_seqs: int, total_len: int) -> torch.Tensor:
     """(world_size, num_seqs) int32: random lengths, `total_len` rows in each row of the table.
 
     Each is at least 1 where total_len >= num_seqs. Draws as upstream does, and where its lengths are positive these are
-    the same. Raises MetadataError for negative numbers, and for rows with no sequence to hold them.
+    the same. Raises MetadataError for negative numbers, for rows with no sequence to hold them, and for more rows than
+    int32 holds.
     """
     _at_least(world_size, 1, "world_size")
     _at_least(num_seqs, 1 if total_len else 0, "num_seqs")
     _at_least(total_len, 0, "total_len")
+    if total_len > MOST_ROWS:
+        raise MetadataError("lengths are int32", field="total_len", expected=f"at most {MOST_ROWS}", got=total_len)
     if not num_seqs:
         return torch.zeros(world_size, 0, dtype=torch.int32)
     weight = torch.rand(world_size, num_seqs) + 0.25 / num_seqs
@@ -44,24 +50,22 @@ def gen_seq_lens(world_size: int, num_seqs: int, total_len: int) -> torch.Tensor
 
 def create_qkv_dispatch(world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int) -> QKVMetadata:
     """A random causal dispatch: on each of W ranks `num_seqs` documents of `total_seq_len` rows in all, each in 1, 2,
-    4, ... or `max_cp_degree` equal shards that go to different ranks. Keys and values travel once per query.
+    4, ... or `max_cp_degree` equal shards that go to different ranks, as long as there are any. Keys and values travel
+    once per query.
 
     Returns fwd_q, rev_q (W, S) and fwd_k, rev_k (W, S, max_cp_degree) and the attention layout. Raises MetadataError
-    unless max_cp_degree is a power of two, at most world_size, and divides total_seq_len.
+    unless max_cp_degree divides total_seq_len, and is a power of two.
     """
     _at_least(world_size, 1, "world_size")
     _at_least(num_seqs, 1, "num_seqs")
     _at_least(max_cp_degree, 1, "max_cp_degree")
-    if max_cp_degree > world_size:
-        law = "the shards of a document go to different ranks"
-        raise MetadataError(law, field="max_cp_degree", expected=f"at most world_size, {world_size}", got=max_cp_degree)
-    if max_cp_degree & (max_cp_degree - 1):
-        law = "documents are cut in half, and in half again"
-        raise MetadataError(law, field="max_cp_degree", expected="a power of two", got=max_cp_degree)
     if total_seq_len % max_cp_degree:
         law = "the rows of a rank are cut into that many equal shards"
         expected = f"divisible by max_cp_degree, {max_cp_degree}"
         raise MetadataError(law, field="total_seq_len", expected=expected, got=total_seq_len)
+    if max_cp_degree & (max_cp_degree - 1):
+        law = "documents are cut in half, and in half again"
+        raise MetadataError(law, field="max_cp_degree", expected="a power of two", got=max_cp_degree)
     lengths = gen_seq_lens(world_size, num_seqs, total_seq_len // max_cp_degree).to(torch.int64) * max_cp_degree
     degree = 2 ** torch.randint(0, max_cp_degree.bit_length(), (world_size, num_seqs))
     ranks = torch.rand(world_size, num_seqs, world_size).argsort(dim=2)
@@ -70,7 +74,9 @@ def create_qkv_dispatch(world_size: int, total_seq_len: int, num_seqs: int, max_
 
 
 def _plan(lengths: Longs, degree: Longs, ranks: Longs, copies: int) -> DispatchPlan:
-    """Documents of `lengths` (n,), n / W a rank, each in `degree` (n,) shards for the first of its `ranks` (n, W)."""
+    """Documents of `lengths` (n,), n / W a rank, each in `degree` (n,) shards for one of its `ranks` (n, W) after the
+    other, and from the first again.
+    """
     world_size = ranks.shape[1]
     document = np.repeat(np.arange(len(lengths)), degree)
     position = running_sum(document, np.ones_like(document))
@@ -83,7 +89,7 @@ def _plan(lengths: Longs, degree: Longs, ranks: Longs, copies: int) -> DispatchP
         document=document,
         position=position,
         context=position * length,
-        dest=ranks[document, position][:, None],
+        dest=ranks[document, position % world_size][:, None],
         mask=Mask.CAUSAL,
         sharing=Sharing.QUERY,
         copies=copies,

@@ -18,11 +18,22 @@ INTEGERS = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.uint32, tor
 
 
 def longs(numbers: torch.Tensor, field: str) -> Longs:
-    """A tensor of whole numbers as an int64 array. Raises MetadataError for a tensor of anything else."""
-    if numbers.dtype not in INTEGERS:
-        raise MetadataError("this is a table of whole numbers", field=field, expected="int64", got=numbers.dtype)
+    """A tensor of whole numbers as an int64 array. Raises MetadataError for anything else."""
+    judge(numbers, field)
     found: Longs = numbers.detach().cpu().to(torch.int64).numpy()
     return found
+
+
+def judge(numbers: torch.Tensor, field: str) -> None:
+    """Raises MetadataError unless these are whole numbers in a tensor that has them, on whatever device."""
+    if not isinstance(numbers, torch.Tensor):
+        law = "a table is a tensor: write torch.tensor(...), or torch.from_numpy(...)"
+        raise MetadataError(law, field=field, expected="torch.Tensor", got=type(numbers).__name__)
+    if numbers.is_meta or numbers.layout is not torch.strided:
+        got = "meta" if numbers.is_meta else numbers.layout
+        raise MetadataError("a table has all its numbers", field=field, expected="a dense tensor", got=got)
+    if numbers.dtype not in INTEGERS:
+        raise MetadataError("this is a table of whole numbers", field=field, expected="int64", got=numbers.dtype)
 
 
 def padded(lengths: Longs) -> Shards:

@@ -6,7 +6,7 @@ they agree (`validator`). Offsets and lengths are in rows (tokens), never in byt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class Metadata:
     num_seqs: torch.Tensor | None = None  # (W,), int64 | int32: shards of a rank; the rest is padding
     world_size: int | None = None  # W; None in a slice
     normalized: bool = False
-    num_total_recv_tokens: int | tuple[int, ...] | None = None  # the last column on the host; one number in a slice
+    num_total_recv_tokens: int | Sequence[int] | None = None  # the last column on the host; one number in a slice
 
     def get_slice(self, rank: int) -> Metadata:
         """What `rank` needs, without padding: dst_rank, dst_offset and seq_len have its num_seqs rows, num_recv_tokens
@@ -44,7 +44,7 @@ class Metadata:
             raise MetadataError("this is the slice of one rank already", field="world_size")
         if not 0 <= rank < self.world_size:
             raise MetadataError("there is no such rank", field="rank", expected=f"0 ..< {self.world_size}", got=rank)
-        if not isinstance(self.num_total_recv_tokens, tuple):
+        if not isinstance(self.num_total_recv_tokens, (tuple, list)):
             raise MetadataError("Metadata of all ranks has a total for each", field="num_total_recv_tokens", rank=rank)
         num = int(self.num_seqs[rank])
         return Metadata(
@@ -90,7 +90,7 @@ class Metadata:
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayout:
-    """Which rows of what a rank received attend to each other. Unpacks as the five tensors of upstream's tuple:
+    """Which rows of what a rank received attend to each other. A sequence of the five tensors of upstream's tuple:
     cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, num_local_seqs_recv. int64; R is the most query shards
     that a rank receives, in the order in which they lie there; padding repeats the last sum.
 
@@ -105,10 +105,18 @@ class AttentionLayout:
     num_local_seqs_recv: torch.Tensor  # (W,): query shards received
     kv_begin: torch.Tensor  # (W, R): the first row of the keys each shard sees, 0 in padding
 
+    @property
+    def _five(self) -> tuple[torch.Tensor, ...]:
+        return self.cu_seqlens_q, self.cu_seqlens_kv, self.max_seqlen_q, self.max_seqlen_kv, self.num_local_seqs_recv
+
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(
-            (self.cu_seqlens_q, self.cu_seqlens_kv, self.max_seqlen_q, self.max_seqlen_kv, self.num_local_seqs_recv)
-        )
+        return iter(self._five)
+
+    def __len__(self) -> int:
+        return len(self._five)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._five[index]
 
     def get_slice(self, rank: int) -> AttentionLayout:
         """What `rank` needs: no W, and R is the number of shards that it receives."""

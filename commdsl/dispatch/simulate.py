@@ -29,22 +29,25 @@ class _Copy:
     offset: int
 
 
+@torch.no_grad()
 def orchestrate_simulate(tensor: torch.Tensor, output_tensor: torch.Tensor, metadata: Metadata) -> torch.Tensor:
     """Writes the rows of `tensor` (W, T, ...) where `metadata` sends them in `output_tensor` (W, T', ...), rank by
-    rank, shard by shard, copy by copy: the last one wins. Rows that nothing is sent to stay. Returns `output_tensor`.
+    rank, shard by shard, copy by copy: the last one wins. Rows that nothing is sent to stay. Returns `output_tensor`,
+    which may be one that requires gradients: there are none through a simulation.
 
-    Raises MetadataError for a shard that ends after T, or whose destination ends after T'.
+    Raises MetadataError for a shard that is sent and ends after T, or whose destination ends after T'.
     """
     _tensors(tensor, output_tensor)
     for copy in _copies(metadata):
-        _inside(copy.begin, copy, tensor, "seq_len")
         if copy.dest >= 0:
+            _inside(copy.begin, copy, tensor, "seq_len")
             _inside(copy.offset, copy, output_tensor, "dst_offset")
             rows = tensor[copy.rank, copy.begin : copy.begin + copy.length]
             output_tensor[copy.dest, copy.offset : copy.offset + copy.length] = rows
     return output_tensor
 
 
+@torch.no_grad()
 def simulate_reduce(tensor: torch.Tensor, output_tensor: torch.Tensor, metadata: Metadata) -> torch.Tensor:
     """What the way back makes of copies: each row of `output_tensor` (W, T, ...) that belongs to a shard becomes the
     sum of its copies in `tensor` (W, T', ...), which lie where `metadata`, the way there, sent them.
@@ -75,8 +78,9 @@ def simulate_reduce(tensor: torch.Tensor, output_tensor: torch.Tensor, metadata:
 
 def _copies(metadata: Metadata) -> Iterator[_Copy]:
     """Every copy by rank, shard and replica; every shard has one at least, to nowhere if it stays."""
-    if metadata.world_size is None:
-        raise MetadataError("a simulation needs the Metadata of all ranks", field="world_size", got=None, expected="W")
+    if metadata.seq_len.dim() != 2:
+        law = "a simulation needs the Metadata of all ranks"
+        raise MetadataError(law, field="seq_len", expected="(W, S)", got=tuple(metadata.seq_len.shape))
     lengths = layout.longs(metadata.seq_len, "seq_len").tolist()
     shape = (*metadata.seq_len.shape, metadata.dst_rank.shape[2] if metadata.dst_rank.dim() == 3 else 1)
     dests = layout.longs(metadata.dst_rank, "dst_rank").reshape(shape).tolist()

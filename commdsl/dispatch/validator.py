@@ -1,6 +1,6 @@
 """Turns `Metadata` of all ranks into nothing, or into a `MetadataError` that names the first place where it is wrong.
 
-Assumes tensors on the host. Does not know topology, bandwidth or the sizes of buffers, and reads no rows. What may
+Assumes Metadata of all ranks. Does not know topology, bandwidth or the sizes of buffers, and reads no rows. What may
 differ without changing a row is allowed: padding may be wider, and shards without rows come back in any order.
 """
 
@@ -15,7 +15,7 @@ from commdsl.dispatch.compute import refuse_routes
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.form import Columns, refuse, tables
 from commdsl.dispatch.metadata import AttentionLayout, Metadata
-from commdsl.ir.routes import Longs, Mask, Routes, Shards, back, running_sum
+from commdsl.ir.routes import NOWHERE, Longs, Mask, Routes, Shards, back, running_sum
 
 
 def validate(
@@ -36,8 +36,8 @@ def validate(
     order everywhere, and no key travels unseen. With a `mask`, too, each query sees its document up to its own end
     (CAUSAL), or all that any other query of it sees (FULL).
 
-    int64 or normalised tensors on the host. Raises MetadataError (C960, a ValueError), which names the field, rank,
-    shard and replica, what was expected there and what stands there. Writes nothing.
+    int64 or normalised tensors; those on a GPU are copied to the host. Raises MetadataError (C960, a ValueError), which
+    names the field, rank, shard and replica, what was expected there and what stands there. Writes nothing.
     """
     queries = tables("fwd_q", fwd_q)
     query_routes, shards = _forward(queries)
@@ -162,4 +162,14 @@ def _same_shards(queries: Columns, keys: Columns) -> None:
         raise MetadataError(law, field="fwd_k.seq_len", expected=queries.length.shape, got=keys.length.shape)
     law = "keys are shards of the same rows as queries"
     refuse(keys.length != queries.length, keys.length, "fwd_k.seq_len", queries.length, law)
-    refuse(keys.num_seqs != queries.num_seqs, keys.num_seqs, "fwd_k.num_seqs", queries.num_seqs, law)
+    # A last shard without rows may be sent as a query and not as a key, or the other way round: it counts where it is.
+    extra = _is_last_unsent(keys, queries) | _is_last_unsent(queries, keys)
+    refuse(extra, keys.num_seqs, "fwd_k.num_seqs", queries.num_seqs, law)
+
+
+def _is_last_unsent(one: Columns, other: Columns) -> NDArray[np.bool_]:
+    """(W,): whether a Metadata counts more shards of a rank than the other, and the last of them goes nowhere."""
+    more = np.flatnonzero(one.num_seqs > other.num_seqs)
+    found = np.zeros(len(one.num_seqs), np.bool_)
+    found[more] = (one.dest[more, one.num_seqs[more] - 1] == NOWHERE).all(axis=1)
+    return found
