@@ -102,6 +102,32 @@ def test_no_time_is_no_success() -> None:
     assert done.stdout.rstrip().endswith("transport peer; no time left for 1 of 1 parts")
 
 
+def test_what_differs_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each thing that is compared the first place that is not as it must be, with bits and what stands beside it."""
+    import argparse
+
+    import torch
+
+    monkeypatch.syspath_prepend(ROOT / "tests" / "gpu")
+    from runner import Parts
+
+    run = Parts(0, 1, torch.device("cpu"), None, argparse.Namespace(seed=1))
+    wanted = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float16)
+    found = wanted.clone()
+    assert run.same("rows", found, wanted)
+    assert run.first_difference() == ""
+    found[1] = 5
+    assert not run.same("rows", found, wanted, scale=2 * wanted)
+    assert run.same("sums", found, wanted, near=torch.tensor(2.0))
+    assert not run.same("sums", found, wanted, near=torch.tensor(1.5))
+    assert not run.same("sums", found / 0, wanted, near=torch.tensor(1.5))  # a later one is not told
+    assert not run.same("padding", torch.tensor([0, 7]), 0)
+    assert run.first_difference() == (
+        "rows [1, 0]: is 5 (0x4500), must be 3 (0x4200), scale 6 (0x4600); "
+        "sums [1, 0]: is 5 (0x4500), must be 3 (0x4200); padding [1]: is 7, must be 0"
+    )
+
+
 MEASURING = """
 import os, sys, time
 from benchmarks.ending import end_of

@@ -41,7 +41,9 @@ from commdsl import ep
 
 GRACE = 15.0
 NEAR = {torch.float32: 2.0**-20, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
-"""How far a sum may lie from the exact one, as a share of the sum of its terms' sizes."""
+"""How far a sum may lie from the exact one, as a share of the sum of its terms' sizes; and where these are so small
+that the dtype's numbers stand evenly, by half their distance for each rounding of a term, of a rank's sum and of all.
+"""
 
 
 class Run(runner.Parts):
@@ -90,16 +92,19 @@ class Judge:
         keys = torch.cat([one.flatten() for one in case.keys])
         begins = torch.tensor([sum(one.numel() for one in case.keys[:at]) for at in range(self.run.ranks)])
         flat = begins.to(source.device)[source] + entry
-        right = (rows[: len(source)] == held(case.x, source, entry, self.shape.keys)).all()
+        right = self.run.same("rows", rows[: len(source)], held(case.x, source, entry, self.shape.keys))
         if weights is not None:
             sent = torch.cat([one.flatten() for one in case.weights])
-            right &= (weights[: len(source)] == sent[flat]).all()
+            right &= self.run.same("weights", weights[: len(source)], sent[flat])
         self.wrong += ~right
         return keys[flat].long()
 
     def back(self, case: Case, found: Any, *, weighs: bool) -> None:
         total, sizes = summed(case, self.run.rank, self.shape.num_keys, weighs=weighs)
-        self.wrong += ~((found.double() - total).abs() <= NEAR[self.shape.dtype] * sizes).all()
+        numbers = torch.finfo(self.shape.dtype)
+        evenly = (self.shape.keys + 1) * numbers.smallest_normal * numbers.eps
+        near = NEAR[self.shape.dtype] * sizes + evenly
+        self.wrong += ~self.run.same("sums", found, total, near, terms=sizes)
 
     def call(self, layer: Any, case: Case, *, weighs: bool = True, scatter: Any = None) -> tuple[Any, ...]:
         """There and back; returns what the call there gave."""
@@ -216,10 +221,11 @@ def scatter(run: Run) -> None:
             kept = int((flat < shape.num_keys).sum())
             rows, _, desc = layer.dispatch(case.x[run.rank], case.keys[run.rank], None, kept - 1 - numbers)
             usual, _, _ = layer.dispatch(case.x[run.rank], case.keys[run.rank])
-            judge.wrong += ~(rows == usual.flip(0)).all()
+            judge.wrong += ~run.same("rows the other way round", rows, usual.flip(0))
             back = layer.combine(rows, desc)
             ones = torch.where(case.keys[run.rank] < shape.num_keys, 1.0, 0.0).sum(1, keepdim=True)
-            judge.wrong += ~((back - case.x[run.rank] * ones).abs() <= 1e-4 * back.abs() + 1e-6).all()
+            near = 1e-4 * back.abs() + 1e-6
+            judge.wrong += ~run.same("sums the other way round", back, case.x[run.rank] * ones, near)
         wrong = judge.count
         layer.finalize()
         return wrong
@@ -311,8 +317,9 @@ def gradients(run: Run) -> None:
             home.backward(wanted[rank])
             of_x, of_weight, of_matrices = alone(case, matrices, wanted)
             pairs = ((x, of_x), (weight, of_weight), (mine, of_matrices[rank * share : (rank + 1) * share]))
-            for one, other in pairs:
-                wrong += int(not torch.allclose(one.grad.double(), other, rtol=1e-3, atol=1e-3))
+            for what, (one, other) in zip(("tokens", "weights", "experts"), pairs, strict=True):
+                near = 1e-3 + 1e-3 * other.abs()
+                wrong += int(not run.same(f"gradient of {what}", one.grad, other, near))
         for exchange in exchanges:
             exchange.release()
         return wrong

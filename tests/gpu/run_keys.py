@@ -236,13 +236,14 @@ class Judge:
         (x, scale), counts, handle = there.rows, there.counts, there.handle
         source, entry, wanted = arriving(case, rank, self.shape.num_keys)
         total, a_row = len(source), case.keys[rank].shape[1]
-        right = (counts == wanted).all()
-        right &= (x[:total] == held(case.x, source, entry, a_row)).all()
-        right &= (scale[:total] == held(case.scale, source, entry, a_row)).all()
+        same = self.run.same
+        right = same("counts", counts, wanted)
+        right &= same("rows", x[:total], held(case.x, source, entry, a_row))
+        right &= same("scale", scale[:total], held(case.scale, source, entry, a_row))
         made = torch.full_like(x, float("nan"))
         made[:total] = computed(x[:total], source, entry)
         home = self.made(experts.combine, experts.combine_send, made, handle, case.weights[rank])
-        right &= (home == summed(case, rank, self.shape.num_keys)).all()
+        right &= same("sums", home, summed(case, rank, self.shape.num_keys))
         self.wrong += ~right
 
     @property
@@ -282,21 +283,24 @@ def judged(run: Run, experts: Any, case: Case, shape: Shape, aligned: int) -> An
     rows = at.place if there.index is None else at.first
     padding = torch.ones(total, dtype=torch.bool, device=run.device).index_fill(0, at.place, False)
     x = held(case.x, at.source, at.entry, a_row)
-    right = (there.counts == at.counts).all() & (there.offsets == at.offsets).all()
-    right &= (there.rows[0][rows] == x).all() & (there.rows[0][:total][padding] == 0).all()
-    right &= (there.rows[1][rows] == held(case.scale, at.source, at.entry, a_row)).all()
+    same = run.same
+    right = same("counts", there.counts, at.counts) & same("offsets", there.offsets, at.offsets.int())
+    right &= same("rows", there.rows[0][rows], x) & same("padding", there.rows[0][:total][padding], 0)
+    right &= same("scale", there.rows[1][rows], held(case.scale, at.source, at.entry, a_row))
     numbers = [weights.flatten() for weights in case.weights]
-    right &= (there.values[at.place] == held(numbers, at.source, at.entry + 0, 1)).all()
+    right &= same("values", there.values[at.place], held(numbers, at.source, at.entry, 1))
     origins = handle.origins[at.place]
-    right &= (origins & 0xFFFFFFFF == at.entry).all() & (origins >> 32 & 0xFFFF == at.source).all()
-    right &= ((origins < 0) == (at.place == at.first)).all() & (handle.origins[:total][padding] == -1).all()
+    right &= same("entries", origins & 0xFFFFFFFF, at.entry) & same("sources", origins >> 32 & 0xFFFF, at.source)
+    right &= same("which are first", origins < 0, at.place == at.first)
+    right &= same("origins of padding", handle.origins[:total][padding], -1)
     if there.index is not None:
-        right &= (there.index[at.place] == at.first).all() & (there.index[:total][padding] == -1).all()
+        right &= same("index", there.index[at.place], at.first)
+        right &= same("index of padding", there.index[:total][padding], -1)
     again = experts.dispatch_again(-case.x[rank], handle)
-    right &= (again[rows] == -x).all() & (again[:total][padding] == 0).all()
+    right &= same("rows again", again[rows], -x) & same("padding again", again[:total][padding], 0)
     made = torch.full_like(there.rows[0], float("nan"))
     made[at.place] = computed(x, at.source, at.entry)
-    return right & (experts.combine(made, handle) == summed_once(case, rank, shape.num_keys)).all()
+    return right & same("sums", experts.combine(made, handle), summed_once(case, rank, shape.num_keys))
 
 
 def forms(run: Run) -> None:
@@ -407,9 +411,9 @@ def graphs(run: Run) -> None:
             graph.replay()
             source, entry, wanted = arriving(case, rank, shape.num_keys)
             total = len(source)
-            right = (counts == wanted).all() & (home == summed(case, rank, shape.num_keys)).all()
-            right &= (x[:total] == held(case.x, source, entry, shape.keys)).all()
-            right &= (scale[:total] == held(case.scale, source, entry, shape.keys)).all()
+            right = run.same("counts", counts, wanted) & run.same("sums", home, summed(case, rank, shape.num_keys))
+            right &= run.same("rows", x[:total], held(case.x, source, entry, shape.keys))
+            right &= run.same("scale", scale[:total], held(case.scale, source, entry, shape.keys))
             wrong += ~right
             if replay % 5 == 0:  # a call outside the graph, of the same Experts
                 judge.call(experts, case)

@@ -42,7 +42,8 @@ def quantised(rows: Any, stretch: int) -> tuple[Any, Any]:
     finite = padded.isfinite()
     kept = torch.where(finite, padded, 0)
     largest = kept.abs().amax(2)
-    scales = torch.where(largest == 0, 1, (largest / LARGEST).clamp(min=LEAST))
+    # By a tensor: torch multiplies with the reciprocal of a number on GPUs, which rounds twice.
+    scales = torch.where(largest == 0, 1, (largest / torch.full_like(largest, LARGEST)).clamp(min=LEAST))
     cast = (kept / scales[..., None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
     codes = torch.where(finite, cast, NAN).flatten(1)[:, :columns]
     return codes.contiguous(), scales
@@ -78,16 +79,20 @@ class Judge(run_keys.Judge):
         rank, shape = self.run.rank, self.shape
         source, entry, counts = arriving(case, rank, shape.num_keys)
         ends = (counts.sum(1) + self.aligned - 1).div(self.aligned, rounding_mode="floor").cumsum(0) * self.aligned
-        right = (there.counts == counts).all() & (there.offsets == ends).all()
+        same, kind = self.run.same, str(shape.dtype).removeprefix("torch.")
+        right = same("counts", there.counts, counts) & same("offsets", there.offsets, ends.int())
         total, a_row = int(ends[-1]), case.keys[rank].shape[1]
         at = there.handle.origins[:total] != run_keys_once.NONE
-        parts = [quantised(one, self.stretch) for one in case.x]
-        rows, scales = there.rows
-        found = rows.view(torch.uint8), scales
-        for have, law in zip(found, zip(*parts, strict=True), strict=True):
-            right &= (have[:total][at] == held(law, source, entry, a_row)).all() & (have[:total][~at] == 0).all()
-        weights = [weight.flatten()[:, None] for weight in case.weights]
-        return right & (there.values[:total][at] == held(weights, source, entry, 1)[:, 0]).all()
+        rows, scales = there.rows[0].view(torch.uint8)[:total], there.rows[1][:total]
+        law = zip(*(quantised(one, self.stretch) for one in case.x), strict=True)
+        codes_due, scales_due = (held(part, source, entry, a_row) for part in law)
+        values = held(case.x, source, entry, a_row)
+        by = scales_due.repeat_interleave(self.stretch, 1)[:, : shape.columns]
+        right &= same(f"scales of {kind}", scales[at], scales_due)
+        right &= same(f"float8 of {kind}", rows[at], codes_due, value=values, scale=by)
+        right &= same("padding of float8", rows[~at], 0) & same("padding of scales", scales[~at], 0)
+        weights = [weight.flatten() for weight in case.weights]
+        return right & same("values", there.values[:total][at], held(weights, source, entry, 1))
 
 
 def made_of(run: run_keys.Run, shape: Shape, aligned: int, stretch: int, **options: Any) -> Any:

@@ -76,23 +76,25 @@ class Judge(run_keys.Judge):
         rank, shape, aligned = self.run.rank, self.shape, self.aligned
         source, entry, counts = arriving(case, rank, shape.num_keys)
         ends = (counts.sum(1) + aligned - 1).div(aligned, rounding_mode="floor").cumsum(0) * aligned
-        right = (there.counts == counts).all() & (there.offsets == ends).all()
+        same = self.run.same
+        right = same("counts", there.counts, counts) & same("offsets", there.offsets, ends.int())
         origins = there.handle.origins[: int(ends[-1])]
         at = origins != NONE
         a_row = case.keys[rank].shape[1]
-        right &= ((origins[at] >> 32) & 0xFFFF == source).all() & (origins[at] & 0xFFFFFFFF == entry).all()
+        right &= same("sources", (origins[at] >> 32) & 0xFFFF, source)
+        right &= same("entries", origins[at] & 0xFFFFFFFF, entry)
         place = (
             torch.arange(len(origins), device=origins.device) if there.index is None else there.index[: len(origins)]
         )
-        for rows, parts in zip(there.rows, (case.x, case.scale), strict=True):
-            right &= (rows[place[at].long()] == held(parts, source, entry, a_row)).all()
-            right &= (rows[: len(origins)][~at] == 0).all()
-        weights = [weight.flatten()[:, None] for weight in case.weights]
-        right &= (there.values[: len(origins)][at] == held(weights, source, entry, 1)[:, 0]).all()
+        for name, rows, parts in zip(("rows", "scale"), there.rows, (case.x, case.scale), strict=True):
+            right &= same(name, rows[place[at].long()], held(parts, source, entry, a_row))
+            right &= same(f"padding of {name}", rows[: len(origins)][~at], 0)
+        weights = [weight.flatten() for weight in case.weights]
+        right &= same("values", there.values[: len(origins)][at], held(weights, source, entry, 1))
         home, values = came
-        right &= (home == added(case, rank, shape, self.run.ranks)).all()
+        right &= same("sums", home, added(case, rank, shape, self.run.ranks))
         kept = case.keys[rank] < shape.num_keys
-        return right & (values == torch.where(kept, case.weights[rank], 0)).all()
+        return right & same("values back", values, torch.where(kept, case.weights[rank], 0))
 
 
 def back(experts: Any, there: Any) -> tuple[Any, Any]:

@@ -144,6 +144,31 @@ class Part:
     wrong: int = 0  # on any rank
     seconds: float = 0.0
     problem: str = ""
+    differs: str = ""  # what was wrong first, on a rank
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """Of two tensors whether they differ, and what stands where they do first: on the device, no host has waited."""
+
+    what: str
+    shape: torch.Size
+    differs: Any
+    at: Any
+    first: dict[str, Any]
+
+    def __str__(self) -> str:
+        at = tuple(int(one) for one in torch.unravel_index(self.at, self.shape))
+        return f"{self.what} {list(at)}: " + ", ".join(f"{name} {_shown(one)}" for name, one in self.first.items())
+
+
+def _shown(number: Any) -> str:
+    """With the bits of what is no integer."""
+    if not number.is_floating_point():
+        return str(number.item())
+    size = number.element_size()
+    bits = number.view((torch.uint8, torch.int16, torch.int32, torch.int64)[size.bit_length() - 1])
+    return f"{number.item():.9g} (0x{bits.item() & (1 << 8 * size) - 1:0{2 * size}x})"
 
 
 @dataclass
@@ -151,22 +176,51 @@ class Parts(Run):
     """A run of one part after another."""
 
     parts: list[Part] = field(default_factory=list, kw_only=True)
+    compared: list[Compared] = field(default_factory=list, kw_only=True)  # in the part under way
+
+    def same(self, what: str, found: Any, wanted: Any, near: Any = None, **beside: Any) -> Any:
+        """Whether a tensor is as wanted, to the bit or as `near`, and no NaN: a bool on the device, which the host does
+        not wait for. Where it is not, the part's line says what differs first, and what of `beside`, of the same
+        shape, stands there.
+        """
+        wanted = wanted if isinstance(wanted, torch.Tensor) else torch.full_like(found, wanted)
+        assert found.shape == wanted.shape, f"{what}: {tuple(found.shape)}, and {tuple(wanted.shape)} is wanted"
+        if not found.numel():
+            return torch.ones((), dtype=torch.bool, device=found.device)
+        differs = found != wanted if near is None else ~((found.double() - wanted.double()).abs() <= near)
+        at = differs.flatten().byte().argmax()
+        first = {"is": found, "must be": wanted, **beside}
+        first = {name: one.flatten().take(at) for name, one in first.items()}
+        self.compared.append(Compared(what, found.shape, differs.any(), at, first))
+        return ~self.compared[-1].differs
+
+    def first_difference(self) -> str:
+        """What was compared since the part began and differs: of each kind the first. Waits for the device."""
+        found: dict[str, Compared] = {}
+        for one in self.compared:
+            if one.what not in found and one.differs.item():
+                found[one.what] = one
+        return "; ".join(map(str, found.values()))
 
     def attempt(self, part: Part, work: Callable[[], int]) -> None:
         """Does a part on all ranks; `work` returns how many calls were wrong here."""
         self.place, started, problem, wrong = f"{part.name} {part.what}", time.monotonic(), "", 0
+        differs = ""
+        self.compared.clear()
         try:
             wrong = work()
             self.wait()
+            differs = self.first_difference() if wrong else ""
         except Exception:
             problem = traceback.format_exc(limit=-5)
-        found = self.everyone((wrong, problem))
-        part.wrong = max(count for count, _ in found)
-        part.problem = next((f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text), "")
+        found = self.everyone((wrong, problem, differs))
+        part.wrong = max(count for count, _, _ in found)
+        part.problem = next((f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(found) if text), "")
+        part.differs = next((f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(found) if text), "")
         part.seconds = time.monotonic() - started
         self.parts.append(part)
         if self.rank == 0:
-            bad = part.problem or (f"{part.wrong} WRONG" if part.wrong else "ok")
+            bad = part.problem or (f"{part.wrong} WRONG, {part.differs}" if part.wrong else "ok")
             print(f"{part.name}: {part.what}: {bad}, {part.seconds:.1f} s", flush=True)
         if part.problem:
             raise PartFailedError(part.problem)
