@@ -16,12 +16,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from captured import launches_only  # noqa: E402 - after the check for torch
+from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
 from thread_ranks import in_group  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - after the check for torch
 from commdsl import ep  # noqa: E402 - after the check for torch
 from commdsl.ep import engines  # noqa: E402 - after the check for torch
-from commdsl.runtime.errors import DispatchError  # noqa: E402 - after the check for torch
+from commdsl.runtime.errors import CaptureError, DispatchError  # noqa: E402 - after the check for torch
 
 RANKS, EXPERTS, TOPK, HIDDEN, MOST = 2, 6, 3, 8, 10
 SHARE = EXPERTS // RANKS
@@ -223,5 +225,42 @@ def test_low_latency_mode() -> None:
         for call in (way.dispatch_b, way.combine_b, lambda: way.combine(None)):
             with pytest.raises(DispatchError, match="before it"):
                 call()
+
+    in_group(RANKS, work)
+
+
+def test_what_reads_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact sizes, and normal mode, which take them from the device, are refused before anything is sent."""
+    (group,) = commdsl.threads(1)
+    exchange = exchange_of(group)
+    monkeypatch.setattr(ep.Exchange, "is_capturing", True)
+    x, experts, weights = drawn(0)
+    with pytest.raises(CaptureError, match="exact=False"):
+        engines.PrepareAndFinalize(exchange, exact=True).prepare(x, weights, experts, EXPERTS, None, False, None)
+    with pytest.raises(CaptureError, match="low_latency=True"):
+        engines.Dispatcher(exchange).dispatch_a(x, SimpleNamespace(topk_weights=weights, topk_ids=experts))
+
+
+def test_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of experts, in both engines' forms, are made and taken back by launches alone."""
+    gpu = FakeGpu(2)
+    gpu.install(monkeypatch)
+
+    def work(rank: int, group: str) -> None:
+        gpu.here.rank = rank
+        exchange = exchange_of(group)
+        exchange.prepare(torch.float32)
+        x, experts, weights = drawn(rank)
+        one, other = engines.PrepareAndFinalize(exchange, batched=True), engines.Dispatcher(exchange, low_latency=True)
+        first = SHARE * rank + 1 + torch.arange(SHARE)[:, None, None]
+        output = torch.empty(COUNTS[rank], HIDDEN)
+        with gpu.capturing(), launches_only():
+            batches, *_ = one.prepare(x, weights, experts, EXPERTS, None, False, None)
+            one.finalize(output, batches * first, weights, experts, False)
+            found = other.dispatch(x, SimpleNamespace(topk_weights=weights, topk_ids=experts))
+            made = SimpleNamespace(hidden_states=found.hidden_states * first, topk_ids=experts, topk_weights=weights)
+            home = other.combine(made)
+        torch.testing.assert_close(output, wanted(rank))
+        torch.testing.assert_close(home, wanted(rank))
 
     in_group(RANKS, work)

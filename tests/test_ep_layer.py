@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import ep_cases  # noqa: E402 - after the check for torch
 import gloo_ranks  # noqa: E402 - after the check for torch
+from captured import launches_only  # noqa: E402 - after the check for torch
 from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
 from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for torch
 
@@ -442,18 +443,47 @@ def test_config() -> None:
 # --- a device ---------------------------------------------------------------------------------------------------------
 
 
-def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With use_aot the first call of all may be captured, where nothing is read; it launches so many thread blocks."""
+DESCRIBED = (
+    "topk_indices_tensor",
+    "token_dst_scatter_idx",
+    "send_reqs_recv_tensor",
+    "skipped_token_mapping_indices",
+    "skipped_token_topk_mapping_indices",
+)
+
+
+@pytest.mark.parametrize(("a_node", "local"), [(2, True), (1, False)])
+@pytest.mark.parametrize("scattered", [False, True], ids=["", "scattered"])
+def test_on_a_device(a_node: int, local: bool, scattered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With use_aot the first call of all may be captured, where nothing is read, nor copied from the host: tokens there
+    and back, and all that the descriptor says; it launches so many thread blocks.
+    """
     gpu = FakeGpu(2)
     gpu.install(monkeypatch)
     case = Case.drawn("any", 2, 4, 2, 8, torch.float32, 1)
+    flat = torch.cat([one.flatten() for one in case.chosen])
+    numbers = torch.empty_like(flat)
+    numbers[torch.argsort(flat, stable=True)] = torch.arange(len(flat), dtype=torch.int32)
+
+    def called(layer: Any, rank: int) -> tuple[Any, ...]:
+        given = numbers.view(-1, 2) if scattered else None
+        rows, weights, desc = layer.dispatch(case.x[rank], case.chosen[rank], case.weight[rank], given)
+        told = [getattr(desc, name) for name in DESCRIBED]
+        return rows, weights, layer.combine(rows * weights[:, None], desc), *told[:3]
 
     def work(rank: int, group: str) -> None:
         gpu.here.rank = rank
-        layer = layer_of(case, rank, group, exact=False, use_aot=True, num_sm=5, results=4)
+        made = {"local_world_size": a_node, "enable_local_combine": local}
+        layer = layer_of(case, rank, group, exact=False, use_aot=True, num_sm=5, results=4, **made)
         assert layer.a2a_ctx.exchange.experts.plan.comm.lanes == 5
-        with gpu.capturing():
-            there_and_back(layer, case, rank)
+        with gpu.capturing(), launches_only():
+            rows, weights, *captured = called(layer, rank)
+        again_rows, again_weights, *again = called(layer, rank)
+        total = len(case.comes(rank))
+        assert torch.equal(rows[:total], again_rows[:total])
+        assert torch.equal(weights[:total], again_weights[:total])
+        for one, other in zip(captured, again, strict=True):
+            assert other is None if one is None else torch.equal(one, other)
         there_and_back(layer, case, rank)
 
     in_group(2, work)

@@ -159,9 +159,12 @@ class PrepareAndFinalize:
         defer_input_quant: bool = False,
     ) -> tuple[Tensor, Tensor | None, Any, Tensor | None, Tensor | None]:
         """a1: (T, H); topk_weights, topk_ids: (T, K). Returns what experts take: rows, scales or None, how many rows
-        each expert has, and in the standard format expert ids and weights. Raises DispatchError (C961).
+        each expert has, and in the standard format expert ids and weights. Raises DispatchError (C961), in a capture
+        CaptureError (C955) where sizes are exact.
         """
         ways = self._ways
+        if self._exact:
+            ways.exchange.refuse_capture("make it with exact=False")
         if num_experts != ways.exchange.num_keys:
             raise DispatchError(f"the Exchange is of {ways.exchange.num_keys} experts, and the call of {num_experts}")
         if defer_input_quant and ways.quantize is not None:
@@ -293,6 +296,9 @@ class Dispatcher:
         return self.dispatch_b()
 
     def dispatch_a(self, hidden_states: Tensor, topk_output: TopK) -> None:
+        """Raises CaptureError (C955) for normal mode in a capture."""
+        if not self._low_latency:
+            self._ways.exchange.refuse_capture("make it with low_latency=True")
         found = self._ways.there(hidden_states, topk_output.topk_ids, topk_output.topk_weights)
         self._found, self._topk = found, topk_output
 

@@ -15,7 +15,7 @@ import torch
 
 from commdsl.ep.experts import Experts, Handle, Received
 from commdsl.ep.limits import Limits
-from commdsl.runtime.errors import DispatchError
+from commdsl.runtime.errors import CaptureError, DispatchError
 from commdsl.runtime.given import Patience
 from commdsl.runtime.load import Kernels
 
@@ -143,6 +143,11 @@ class Exchange:
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on the current stream."""
         return self.experts.is_capturing
+
+    def refuse_capture(self, mend: str) -> None:
+        """Of what reads on the host how many rows came: raises CaptureError (C955) in a capture."""
+        if self.is_capturing:
+            raise CaptureError(f"a capture reads nothing on the host: {mend}")
 
     @property
     def is_idle(self) -> bool:

@@ -21,7 +21,7 @@ from commdsl.ep.layout import NONE, EPAllToAllLayoutDesc, Known, padded
 from commdsl.ep.limits import whole
 from commdsl.runtime import groups
 from commdsl.runtime.collectives import all_gather, all_reduce
-from commdsl.runtime.errors import CaptureError, DispatchError, GroupError, TensorError
+from commdsl.runtime.errors import DispatchError, GroupError, TensorError
 from commdsl.runtime.given import Patience
 from commdsl.runtime.load import Kernels
 
@@ -183,8 +183,8 @@ class EPAll2AllLayer(torch.nn.Module):
     def _judge(self, x: Tensor, experts: Tensor, weight: Tensor | None, scatter: Tensor | None) -> None:
         """What the Exchange does not know of: the layer's own numbers."""
         config, device = self.ep_config, self.a2a_ctx.exchange.device
-        if self.exact and self.a2a_ctx.exchange.is_capturing:
-            raise CaptureError("a capture reads nothing on the host: make the layer with exact=False")
+        if self.exact:
+            self.a2a_ctx.exchange.refuse_capture("make the layer with exact=False")
         whole("tokens", x, device, config.token_dtype, len(experts))
         whole("experts", experts, device, torch.int32, None)
         if x.shape[1:] != (config.hidden,):
@@ -211,7 +211,9 @@ class EPAll2AllLayer(torch.nn.Module):
         )
         row = experts.new_zeros(count + 2)
         row.scatter_add_(0, rank.flatten().long(), experts.new_ones(()).expand(rank.numel()))
-        row[count], row[count + 1] = len(experts), int(self.a2a_ctx.has_idle)
+        # Filled: what is assigned to one place is copied from the host, which no graph captures.
+        row[count].fill_(len(experts))
+        row[count + 1].fill_(self.a2a_ctx.has_idle)
         found: Tensor = all_gather(row, group=self._group)
         return found.view(count, count + 2)
 
