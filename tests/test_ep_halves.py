@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -113,6 +115,75 @@ def test_refused() -> None:
     experts.release()
     with pytest.raises(DispatchError, match="is gone"):
         lost.receive()
+
+
+def test_lost() -> None:
+    """What an exception kept from being received the next call of its kind finishes, and says so; that call and those
+    of the other ranks are as they must be, though what was passed has changed since.
+    """
+    cases = [Case.drawn(3, seed, torch.float32) for seed in range(3)]
+
+    def work(rank: int, group: str) -> None:
+        experts = ep.Experts(LIMITS, group, "cpu", params={"E": KEYS}, timeout=5)
+        there_and_back(experts, cases[0], rank, two=True)
+
+        def fails() -> None:
+            rows, keys = given(cases[1], rank)
+            pending = experts.dispatch_send(rows, keys)
+            keys.zero_()
+            raise OSError(pending)
+
+        if rank == 1:
+            with pytest.raises(OSError):
+                fails()
+            gc.collect()  # the exception held it
+        else:
+            held = experts.dispatch(*given(cases[1], rank))
+            mine = cases[1].received[rank]
+            assert torch.equal(held.rows[0][: len(mine.origins)], torch.from_numpy(mine.rows[0]))
+            del held
+        there = experts.dispatch(*given(cases[2], rank))
+        weights = torch.from_numpy(cases[2].weights[rank])
+        begun = experts.combine_send if rank == 2 else experts.combine  # nobody takes what it returns
+        begun(there.rows[0], there.handle, weights)
+        home = experts.combine(there.rows[0] * 2 - 1, there.handle, weights)
+        changed = [torch.from_numpy(one.rows[0]) * 2 - 1 for one in cases[2].received]
+        assert torch.equal(home, cases[2].back(changed, rank))
+        del there
+        there_and_back(experts, cases[0], rank, two=True)
+        experts.synchronize()
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        in_group(3, work)
+    words = [str(one.message) for one in said if one.category is RuntimeWarning]
+    assert [one.partition(" was lost between its halves, ")[0] for one in words] == [
+        "a call of `experts`",
+        "a call of `experts_back`",
+    ]
+
+
+def test_lost_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No graph finishes a call that was lost before, and what a graph has half of is not made whole outside of it."""
+    gpu = FakeGpu(1)
+    gpu.install(monkeypatch)
+    monkeypatch.setattr(ep.Experts, "is_capturing", property(lambda _: gpu.current.capture is not None))
+    gpu.here.rank = 0
+    (name,) = commdsl.threads(1)
+    case = Case.drawn(1, 1, torch.float32)
+    experts = ep.Experts(LIMITS, name, "cpu", params={"E": KEYS})
+    experts.prepare(torch.float32)
+    experts.dispatch_send(*given(case, 0))
+    with gpu.capturing(), pytest.raises(DispatchError, match="the next outside of a capture finishes it"):
+        experts.dispatch(*given(case, 0))
+    with pytest.warns(RuntimeWarning, match="lost"):
+        there_and_back(experts, case, 0, two=True)
+    with gpu.capturing():
+        experts.dispatch_send(*given(case, 0))
+    with pytest.raises(DispatchError, match=r"`commdsl.reset\(\)` on all ranks, then capture both"):
+        experts.dispatch(*given(case, 0))
+    commdsl.reset(name)
+    there_and_back(experts, case, 0, two=True)
 
 
 def test_changed_between() -> None:

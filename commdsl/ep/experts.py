@@ -14,7 +14,7 @@ import torch
 
 from commdsl.ep.float8 import paired
 from commdsl.ep.limits import Limits, whole
-from commdsl.ep.pending import WHOLE, Pending, Run
+from commdsl.ep.pending import WHOLE, Pending, Run, finish_lost
 from commdsl.ep.way_back import SUMMED, WayBack
 from commdsl.ep.way_there import Known, WayAgain, WayThere
 from commdsl.ir.dispatches import ByKey
@@ -339,9 +339,9 @@ class Experts:
         return self.is_capturing
 
     def _ready(self, launches: Launches, *tensors: torch.Tensor) -> None:
-        self._go_on()
-        if launches.is_halfway:
-            raise DispatchError(f"a call of `{launches.plan.name}` is between its halves: `receive` it before the next")
+        is_captured = self._go_on()
+        if not launches.is_closed:
+            finish_lost(launches, is_captured)
         self._comm.compare(f"`{launches.plan.name}`")
         if launches.is_closed:
             raise DispatchError(f"`{self.plan.name}` was released")

@@ -6,8 +6,11 @@ one rank makes two launches another may make one: they are the same call.
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable
-from typing import Generic, NoReturn, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 import torch
 
@@ -23,20 +26,31 @@ WHOLE, SEND, RECEIVE = range(3)
 Found = TypeVar("Found")
 
 
+@dataclass(frozen=True, eq=False)
+class Half:
+    """A call that waits for its second launch, whoever makes it."""
+
+    run: Run
+    pending: weakref.ref[Pending[Any]]  # who is to make it
+    held: object  # tensors that it reads and writes
+    is_captured: bool
+
+
 class Pending(Generic[Found]):
     """A call whose first launch was made: what it sends is on its way. Nothing that was passed to it may change until
-    the second is made, and no other call of the same kind begins before.
+    the second is made, and no other call of the same kind begins before; but where nobody holds this any more, the next
+    one of its kind finishes it, with a RuntimeWarning: to other ranks it was a call like any.
     """
 
     def __init__(
         self, launches: Launches, run: Run, found: Found, given: tuple[torch.Tensor, ...], ready: Callable[[], bool]
     ) -> None:
         """Makes the first launch. `ready`: raises where the group is broken, and says whether a graph is captured."""
-        self._is_captured = ready()
+        self._half = Half(run, weakref.ref(self), (found, given), ready())
         run(SEND)
-        launches.open_halves()
+        launches.open_halves(self._half)
         self._name, self._launches, self._ready = launches.plan.name, launches, ready
-        self._run, self._found, self._given = run, found, given
+        self._found, self._given = found, given
         self._versions = [*map(_version, given)]
         self._is_received = False
 
@@ -52,16 +66,44 @@ class Pending(Generic[Found]):
         is_captured = self._ready()
         if self._is_received:
             raise DispatchError(f"this call of `{self._name}` was received before")
-        if self._launches.is_closed or not self._launches.is_halfway:
+        if self._launches.is_closed or self._launches.halfway is not self._half:
             raise DispatchError(f"this call of `{self._name}` is gone: its memory was released, or the group reset")
-        if is_captured != self._is_captured:
+        if is_captured != self._half.is_captured:
             raise DispatchError(f"both halves of a call of `{self._name}` are captured in one graph, or neither")
-        self._run(RECEIVE)
+        self._half.run(RECEIVE)
         self._launches.close_halves()
         self._is_received = True
         if self._versions != [*map(_version, self._given)]:
             raise TensorError(f"a tensor of a call of `{self._name}` was changed between its halves")
         return self._found
+
+
+def finish_lost(launches: Launches, is_captured: bool) -> None:
+    """Before a call: the second launch of the one before it, if that was begun and nobody can receive it any more, as
+    after an exception between its halves. Raises DispatchError (C961) where somebody can, or a graph has a half.
+    """
+    half, name = launches.halfway, launches.plan.name
+    if half is None:
+        return
+    assert isinstance(half, Half)
+    if half.pending() is not None:
+        raise DispatchError(f"a call of `{name}` is between its halves: `receive` it before the next")
+    if half.is_captured:
+        raise DispatchError(
+            f"half a call of `{name}` was captured, and nobody holds the other: `commdsl.reset()` on all ranks, then "
+            "capture both"
+        )
+    if is_captured:
+        raise DispatchError(
+            f"a call of `{name}` was lost between its halves: the next outside of a capture finishes it"
+        )
+    warnings.warn(
+        f"a call of `{name}` was lost between its halves, and is finished now: `receive` what a send half returns",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+    half.run(RECEIVE)
+    launches.close_halves()
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -47,7 +47,7 @@ class Launches:
         comm.compare(f"the set-up of `{plan.name}`")
         self.number = next(comm.numbers)
         self._comm, self._emitted, self._seconds = comm, emitted, seconds
-        self._halfway: int | None = None  # the generation of the group in which a call made the first of two launches
+        self._halfway: tuple[int, object] | None = None  # the generation of the group in which it was opened, and what
         self._key = f"{self.number}/{emitted.identity}"
         self._workspace = comm.workspace(
             plan, emitted, self._key, room=room, explain=explain, terms=terms, seconds=seconds
@@ -58,13 +58,15 @@ class Launches:
         return self._workspace.is_closed
 
     @property
-    def is_halfway(self) -> bool:
-        """Whether a call has made the first of its two launches alone. A reset of the group ends it."""
-        return self._halfway == self._comm.generation
+    def halfway(self) -> object | None:
+        """What a call that has made the first of its two launches alone has left here. A reset of the group ends it."""
+        if self._halfway is not None and self._halfway[0] != self._comm.generation:
+            self._halfway = None
+        return None if self._halfway is None else self._halfway[1]
 
-    def open_halves(self) -> None:
+    def open_halves(self, left: object) -> None:
         """A call has made its first launch."""
-        self._halfway = self._comm.generation
+        self._halfway = self._comm.generation, left
 
     def close_halves(self) -> None:
         """It has made its second."""
