@@ -6,9 +6,10 @@ and the links' limit, on the same GPUs:
 
 4096 and 128 tokens a rank, hidden 7168, each to 8 of 32 experts a rank; there in bfloat16 and in float8 with a scale
 for each 128, back in bfloat16, weighed. From tokens to rows sorted by expert, and the reverse. Ours counts tokens and
-exchanges the counts in every call; all_to_all_single is given what it needs to know. All in CUDA graphs of as many
-calls but DeepEP's full call, which reads on the host. Every result is checked before it is timed. Exit code 1: a wrong
-result, or a call of ours that failed. The table comes last, whatever happened; `*` marks a figure that is missed.
+exchanges the counts in every call, of few tokens also in two launches; all_to_all_single is given what it needs to
+know. All in CUDA graphs of as many calls but DeepEP's full call, which reads on the host. Every result is checked
+before it is timed. Exit code 1: a wrong result, or a call of ours that failed. The table comes last, whatever happened;
+`*` marks a figure that is missed.
 
 `--dry-run` does all but time, on processors, without what needs a GPU:
 
@@ -34,6 +35,8 @@ from benchmarks.ending import end_of
 from benchmarks.experts_report import (
     DEEPEP,
     EXPERTS_A_RANK,
+    FEW_TOKENS,
+    HALVES,
     HIDDEN,
     LEAST_OF_LIMIT,
     MOST_OF_DEEPEP,
@@ -50,7 +53,7 @@ from benchmarks.experts_report import (
 )
 from benchmarks.report import NO_TIME, Kind, Result, grid, markdown
 
-OURS = ("commdsl", "16 SMs", "once", "once, 16 SMs", "index")
+OURS = ("commdsl", "16 SMs", "once", "once, 16 SMs", "index", HALVES)
 GRACE = 45.0
 """Seconds after the time budget at which a run that hangs prints what it has and ends."""
 
@@ -179,12 +182,13 @@ def _measured(bench: Any, options: argparse.Namespace, case: Case, limits: Any, 
 
     row = Row(case)
     output.rows.append(row)
+    ours = [name for name in options.only if name != HALVES or case.tokens <= FEW_TOKENS]
     if bench.time_is_up():
-        row.results = [Result(name, Kind.OURS, None, NO_TIME) for name in options.only]
+        row.results = [Result(name, Kind.OURS, None, NO_TIME) for name in ours]
         return
     stage = calls.Stage(bench, case)
     entries: list[tuple[str, Kind, Callable[[], Any]]] = [
-        (name, Kind.OURS, lambda name=name: calls.ours(stage, name)) for name in options.only
+        (name, Kind.OURS, lambda name=name: calls.ours(stage, name)) for name in ours
     ]
     if not options.no_peers:
         wanted = (NCCL,) if options.dry_run else PEERS

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.experts_report import DEEPEP, DEEPEP_LOW, NCCL, Case, Form, Way
+from benchmarks.experts_report import DEEPEP, DEEPEP_LOW, HALVES, NCCL, Case, Form, Way
 from benchmarks.measure import Bench, Contender
 from benchmarks.report import Kind
 from commdsl import ep
@@ -35,6 +35,7 @@ OURS: dict[str, dict[str, Any]] = {
     "once": {"source": "experts_once"},
     "once, 16 SMs": {"source": "experts_once", "tune": {"sms": 16}},
     "index": {"source": "experts_index"},
+    HALVES: {"source": "experts_index"},
 }
 """By name, what an Experts is made with."""
 
@@ -153,16 +154,20 @@ def ours(stage: Stage, name: str) -> Made:
         **OURS[name],
     )
     values = None if experts.plan.push_by_key.value is None else stage.weights
+    weights = stage.weights if values is None else None
     kept: list[Any] = []
     if way_back:
         kept[:] = [experts.dispatch(given, stage.keys, values)]
         experts.prepare(torch.bfloat16)
 
+    def launched(whole: Callable[..., Any], send: Callable[..., Any], *given: Any) -> Any:
+        return send(*given).receive() if name == HALVES else whole(*given)
+
     def call(_: int) -> Tensor:
         if way_back:
-            kept[1:] = [experts.combine(stage.made, kept[0].handle, stage.weights if values is None else None)]
+            kept[1:] = [launched(experts.combine, experts.combine_send, stage.made, kept[0].handle, weights)]
             return kept[1]
-        kept[:] = [experts.dispatch(given, stage.keys, values)]
+        kept[:] = [launched(experts.dispatch, experts.dispatch_send, given, stage.keys, values)]
         return kept[0].rows[0]
 
     def release() -> None:

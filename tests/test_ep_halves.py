@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from captured import launches_only  # noqa: E402 - after the check for torch
 from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
 from test_ep import KEYS, LIMITS, Case  # noqa: E402 - after the check for torch
 from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for torch
@@ -244,9 +245,11 @@ def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["experts_once", "experts_index", "tokens", "tokens_summed"])
 def test_every_form(name: str) -> None:
-    """Shipped files that send once per rank, with values beside, leave by two launches what they leave by one."""
+    """Shipped files that send once per rank, with values beside, leave by two launches what they leave by one: there,
+    there again, back, and a number of each place back. A send half launches, and nothing else.
+    """
     source, tensors = name.partition("_summed")[0], 1 if name.startswith("tokens") else 2
-    limits = ep.Limits(rows=20, keys=4, received=200, widths=(40,) * tensors, width_back=40)
+    limits = ep.Limits(rows=20, keys=4, received=200, widths=(40,) * tensors, width_back=40, width_again=40)
     dice = torch.Generator().manual_seed(3)
     rows = [(torch.randn(7 + rank, 10, generator=dice),) * tensors for rank in range(2)]
     keys = [torch.randint(0, KEYS + 1, (7 + rank, 3), generator=dice).int() for rank in range(2)]
@@ -268,6 +271,13 @@ def test_every_form(name: str) -> None:
             made = (held.rows[0] if held.index is None else held.rows[0][held.index.clamp(min=0, max=199)]).contiguous()
             home.append((made, held.handle, weights))
         assert torch.equal(experts.combine(*home[0]), experts.combine_send(*home[1]).receive())
+        other, numbers = -rows[rank][0], torch.rand(total)
+        whole = experts.dispatch_again(other, one.handle)[:total], experts.combine_values(numbers, one.handle)
+        with launches_only():
+            sent = experts.dispatch_again_send(other, two.handle), experts.combine_values_send(numbers, two.handle)
+            again, came = (pending.receive() for pending in sent)
+        assert torch.equal(again[:total][has], whole[0][has])
+        assert torch.equal(came, whole[1])
         experts.synchronize()
 
     in_group(2, work)

@@ -118,6 +118,7 @@ def test_dry_run() -> None:
         "commdsl",
         "once",
         "index",
+        "index, halves",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -125,4 +126,4 @@ def test_dry_run() -> None:
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "a dry run: 12 contenders right, nothing timed" in done.stdout
+    assert "a dry run: 15 contenders right, nothing timed" in done.stdout

@@ -14,7 +14,7 @@ import torch
 
 from commdsl.ep.float8 import paired
 from commdsl.ep.limits import Limits, whole
-from commdsl.ep.pending import WHOLE, Pending, Run, finish_lost
+from commdsl.ep.pending import Call, Pending, finish_lost
 from commdsl.ep.way_back import SUMMED, WayBack
 from commdsl.ep.way_there import Known, WayAgain, WayThere
 from commdsl.ir.dispatches import ByKey
@@ -140,9 +140,7 @@ class Experts:
         Raises TensorError (C951), DispatchError (C961). More places than Limits.received, or a key that there is not,
         are reported behind the call, on all ranks that see it: KeysError (C963).
         """
-        run, received = self._dispatch(rows, keys, values)
-        run(WHOLE)
-        return received
+        return self._dispatch(rows, keys, values).whole()
 
     def dispatch_send(
         self,
@@ -155,14 +153,11 @@ class Experts:
         other work; nothing that was passed may change, and no other `dispatch` of these Experts begins. Other ranks may
         make the same call by `dispatch`.
         """
-        run, received = self._dispatch(rows, keys, values)
-        given = (*(rows if isinstance(rows, tuple) else (rows,)), keys, *(() if values is None else (values,)))
-        return Pending(self._there.launches, run, received, given, self._go_on)
+        return Pending(self._dispatch(rows, keys, values), self._go_on)
 
     def _dispatch(
         self, rows: torch.Tensor | tuple[torch.Tensor, ...], keys: torch.Tensor, values: torch.Tensor | None
-    ) -> tuple[Run, Received]:
-        """What starts it, and what it leaves."""
+    ) -> Call[Received]:
         several = isinstance(rows, tuple)
         tensors = rows if isinstance(rows, tuple) else (rows,)
         there, beside = self._there, () if values is None else (values,)
@@ -179,12 +174,20 @@ class Experts:
         brought = None if there.push.value is None else came.beside[there.push.value.name]
         handle = Handle(keys, came.counts, came.beside["origins"], came.offsets, came.places, mates, brought)
         found = paired(came.rows, there.push.stretches)
-        return run, Received(found if several else found[0], came.counts, came.offsets, brought, index, handle)
+        received = Received(found if several else found[0], came.counts, came.offsets, brought, index, handle)
+        return Call(there.launches, run, received, (*tensors, keys, *beside))
 
     def dispatch_again(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
         """Other rows, (T, ...), to the places of those of the call that left the handle; by no count, and with nothing
         beside them. Returns what the rank receives, as `dispatch` does. Collective; raises as `dispatch`.
         """
+        return self._dispatch_again(rows, handle).whole()
+
+    def dispatch_again_send(self, rows: torch.Tensor, handle: Handle) -> Pending[torch.Tensor]:
+        """The first of two launches of `dispatch_again`, as `dispatch_send` is of `dispatch`."""
+        return Pending(self._dispatch_again(rows, handle), self._go_on)
+
+    def _dispatch_again(self, rows: torch.Tensor, handle: Handle) -> Call[torch.Tensor]:
         again = self._again
         self.limits.admit_again(rows, handle.keys)
         if again is None:
@@ -194,8 +197,7 @@ class Experts:
         left = (handle.counts, handle.offsets, handle.places, handle.origins, *mates)
         digest = self._digest(again.launches, (rows,), handle.keys)
         run, found = again(rows, handle.keys, left, digest, self.is_capturing)
-        run(WHOLE)
-        return found
+        return Call(again.launches, run, found, (rows, handle.keys, *left))
 
     def combine(self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None) -> torch.Tensor:
         """What became of received rows back to where they come from: for each row of the call there, the sum over its
@@ -208,22 +210,15 @@ class Experts:
         TensorError (C951), DispatchError (C961). Fewer rows than were received are reported behind the call:
         KeysError (C963).
         """
-        run, found, _ = self._combine(rows, handle, weights)
-        run(WHOLE)
-        return found
+        return self._combine(rows, handle, weights).whole()
 
     def combine_send(
         self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None
     ) -> Pending[torch.Tensor]:
         """The first of two launches of `combine`, as `dispatch_send` is of `dispatch`."""
-        run, found, given = self._combine(rows, handle, weights)
-        assert self._back is not None
-        return Pending(self._back.launches, run, found, given, self._go_on)
+        return Pending(self._combine(rows, handle, weights), self._go_on)
 
-    def _combine(
-        self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None
-    ) -> tuple[Run, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """What starts it, what it leaves, and what is not to change until it is over."""
+    def _combine(self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None) -> Call[torch.Tensor]:
         back = self._back
         if back is None:
             raise DispatchError(f"`{self.plan.name}` has no way back: write `back y by sum(weight[T, K])`")
@@ -244,7 +239,8 @@ class Experts:
             self.limits.admit_values(weights, keys, len(rows))
         found = rows.new_empty((len(keys), *rows.shape[1:]))
         known = (handle.origins, handle.offsets, *self._mates(back, handle), *beside)
-        return back(rows, keys, known, found, self._digest(back.launches, (rows,), keys)), found, (rows, keys, *known)
+        run = back(rows, keys, known, found, self._digest(back.launches, (rows,), keys))
+        return Call(back.launches, run, found, (rows, keys, *known))
 
     def combine_values(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
         """A number for each received row back to its key: (T, K) float32, zero for a key that is dropped.
@@ -252,6 +248,13 @@ class Experts:
         values: (n,) float32, contiguous, of the rows received and any behind them up to Limits.received. Raises as
         `combine`.
         """
+        return self._combine_values(values, handle).whole()
+
+    def combine_values_send(self, values: torch.Tensor, handle: Handle) -> Pending[torch.Tensor]:
+        """The first of two launches of `combine_values`, as `dispatch_send` is of `dispatch`."""
+        return Pending(self._combine_values(values, handle), self._go_on)
+
+    def _combine_values(self, values: torch.Tensor, handle: Handle) -> Call[torch.Tensor]:
         way, keys = self._values, handle.keys
         if way is None:
             raise DispatchError(f"`{self.plan.name}` has no way back: write `back y by sum(weight[T, K])`")
@@ -259,8 +262,8 @@ class Experts:
         self.limits.admit_values(values, keys)
         found = values.new_empty(keys.shape)
         known = (handle.origins, handle.offsets)
-        way(values, keys, known, found, self._digest(way.launches, (values,), keys))(WHOLE)
-        return found
+        run = way(values, keys, known, found, self._digest(way.launches, (values,), keys))
+        return Call(way.launches, run, found, (values, keys, *known))
 
     def prepare(self, dtype: torch.dtype | None = None) -> None:
         """Builds what the first calls would: the kernel there and, for a `dtype`, the one back. Not collective. To be

@@ -27,12 +27,26 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, eq=False)
+class Call(Generic[Found]):
+    """A call that was judged, and nothing of it launched yet."""
+
+    launches: Launches
+    run: Run
+    found: Found
+    given: tuple[torch.Tensor, ...]  # what is not to change until it is over
+
+    def whole(self) -> Found:
+        """In one launch."""
+        self.run(WHOLE)
+        return self.found
+
+
+@dataclass(frozen=True, eq=False)
 class Half:
     """A call that waits for its second launch, whoever makes it."""
 
-    run: Run
+    call: Call[Any]
     pending: weakref.ref[Pending[Any]]  # who is to make it
-    held: object  # tensors that it reads and writes
     is_captured: bool
 
 
@@ -42,16 +56,14 @@ class Pending(Generic[Found]):
     one of its kind finishes it, with a RuntimeWarning: to other ranks it was a call like any.
     """
 
-    def __init__(
-        self, launches: Launches, run: Run, found: Found, given: tuple[torch.Tensor, ...], ready: Callable[[], bool]
-    ) -> None:
+    def __init__(self, call: Call[Found], ready: Callable[[], bool]) -> None:
         """Makes the first launch. `ready`: raises where the group is broken, and says whether a graph is captured."""
-        self._half = Half(run, weakref.ref(self), (found, given), ready())
-        run(SEND)
-        launches.open_halves(self._half)
-        self._name, self._launches, self._ready = launches.plan.name, launches, ready
-        self._found, self._given = found, given
-        self._versions = [*map(_version, given)]
+        self._call, self._ready = call, ready
+        self._name, self._launches = call.launches.plan.name, call.launches
+        self._half = Half(call, weakref.ref(self), ready())
+        call.run(SEND)
+        call.launches.open_halves(self._half)
+        self._versions = [*map(_version, call.given)]
         self._is_received = False
 
     def __reduce__(self) -> NoReturn:
@@ -70,12 +82,12 @@ class Pending(Generic[Found]):
             raise DispatchError(f"this call of `{self._name}` is gone: its memory was released, or the group reset")
         if is_captured != self._half.is_captured:
             raise DispatchError(f"both halves of a call of `{self._name}` are captured in one graph, or neither")
-        self._half.run(RECEIVE)
+        self._call.run(RECEIVE)
         self._launches.close_halves()
         self._is_received = True
-        if self._versions != [*map(_version, self._given)]:
+        if self._versions != [*map(_version, self._call.given)]:
             raise TensorError(f"a tensor of a call of `{self._name}` was changed between its halves")
-        return self._found
+        return self._call.found
 
 
 def finish_lost(launches: Launches, is_captured: bool) -> None:
@@ -102,7 +114,7 @@ def finish_lost(launches: Launches, is_captured: bool) -> None:
         RuntimeWarning,
         stacklevel=5,
     )
-    half.run(RECEIVE)
+    half.call.run(RECEIVE)
     launches.close_halves()
 
 
