@@ -322,10 +322,15 @@ def _lowered(meant: Dispatch, transport: Transport) -> tuple[Plan, Plan | None, 
 
 def check_plan(files: tuple[File, ...], decl: PlanDecl) -> CheckedPlan:
     """A plan of documents, and that its routes send every row there and back."""
-    meant = resolve.dispatch_plan(files, decl)
-    warnings = (*resolve.plan_warnings(decl), *_raise_errors(checks.check_dispatch_plan(meant)))
-    routes = routing(meant)
-    return CheckedPlan(meant, routes, (*warnings, *_raise_errors(checks.check_routing(meant, routes))))
+    proved = prove_plan(resolve.dispatch_plan(files, decl))
+    return CheckedPlan(proved.plan, proved.routing, (*resolve.plan_warnings(decl), *proved.warnings))
+
+
+def prove_plan(plan: DispatchPlan) -> CheckedPlan:
+    """As `check_plan`, for a plan that no text declares. Raises CommError."""
+    warnings = _raise_errors(checks.check_dispatch_plan(plan))
+    routes = routing(plan)
+    return CheckedPlan(plan, routes, (*warnings, *_raise_errors(checks.check_routing(plan, routes))))
 
 
 def compile(

@@ -231,19 +231,22 @@ def test_results_are_the_callers(put: str) -> None:
 
 
 def test_results_come_back() -> None:
-    """Symmetric memory holds so many calls' results there and back, whatever their sizes; who lets go makes room."""
+    """Results lie in symmetric memory while it has places, else in ordinary memory; who lets go makes room. Any number
+    may be held.
+    """
     found = [one_case(2, seed, stays=0.0) for seed in range(8)]
 
     def work(rank: Rank) -> None:
         sender, routes = rank.sender(found, "rows", results=3), [rank.route(case) for case in found]
+        heap = range(sender._launches.heap, sender._launches.heap + sender._layout.size)
         alive: list[Any] = []
         for call in range(60):
             route = routes[call * 5 % 8]
-            if len(alive) == 3:
-                with pytest.raises(DispatchError, match="3 calls there are held"):
-                    sender.dispatch(torch.ones(route.rows, 8), route)
-                del alive[call % 3]
+            held = sum(one.untyped_storage().data_ptr() in heap for one in alive)
             alive.append(sender.dispatch(torch.full((route.rows, 8), float(call)), route))
+            assert (alive[-1].untyped_storage().data_ptr() in heap) == (held < 2)
+            if len(alive) == 5:
+                del alive[call % 5]
             assert all(one.unique().numel() == min(len(one), 1) for one in alive)
 
     on_ranks(2, work)

@@ -5,6 +5,7 @@ Importing this imports nothing else; each name below loads what it needs when it
     errors        what is wrong with the numbers of a dispatch
     metadata, form   which rows go where, for all ranks or one; its arrays in the one form
     layout        routes <-> Metadata
+    spans         query shards and the keys that they see -> what attention walks
     planned, compute, generate   a plan, shards with destinations, or chance -> Metadata
     validator, attention_laws   whether it may be used
     simulate      what it means: the oracle of the kernels
@@ -12,7 +13,9 @@ Importing this imports nothing else; each name below loads what it needs when it
     limits        the most that any call moves -> symmetric memory
     untraced      what `torch.compile` does not look into
     launcher      one rank's end of a dispatch
+    attended      the attention of received rows, by the kernels of `commdsl.attention`
     dispatcher    the torch op, and the calls users make
+    planning      document lengths -> a balanced, proved Route
     document      the documents' kernel and tests, by their names
 """
 
@@ -41,9 +44,12 @@ if TYPE_CHECKING:
     from commdsl.dispatch.metadata import QKVMetadata as QKVMetadata
     from commdsl.dispatch.planned import from_plan as from_plan
     from commdsl.dispatch.planned import load_plan as load_plan
+    from commdsl.dispatch.planning import plan as plan
     from commdsl.dispatch.route import Route as Route
     from commdsl.dispatch.simulate import orchestrate_simulate as orchestrate_simulate
     from commdsl.dispatch.simulate import simulate_reduce as simulate_reduce
+    from commdsl.dispatch.spans import Span as Span
+    from commdsl.dispatch.spans import Varlen as Varlen
     from commdsl.dispatch.validator import validate as validate
 
 __all__ = [
@@ -56,6 +62,8 @@ __all__ = [
     "QKVMetadata",
     "Route",
     "RowError",
+    "Span",
+    "Varlen",
     "compute_attn_layout_seqlens",
     "compute_metadata",
     "compute_metadata_kv",
@@ -66,6 +74,7 @@ __all__ = [
     "gen_seq_lens",
     "load_plan",
     "orchestrate_simulate",
+    "plan",
     "simulate_reduce",
     "test_qkv_dispatch",
     "test_query_dispatch",
@@ -82,6 +91,8 @@ _HOME = {
     "QKVMetadata": "metadata",
     "Route": "route",
     "RowError": "errors",
+    "Span": "spans",
+    "Varlen": "spans",
     "compute_attn_layout_seqlens": "compute",
     "compute_metadata": "compute",
     "compute_metadata_kv": "compute",
@@ -92,6 +103,7 @@ _HOME = {
     "gen_seq_lens": "generate",
     "load_plan": "planned",
     "orchestrate_simulate": "simulate",
+    "plan": "planning",
     "simulate_reduce": "simulate",
     "test_qkv_dispatch": "document",
     "test_query_dispatch": "document",

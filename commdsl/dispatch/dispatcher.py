@@ -8,13 +8,17 @@ them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 
+from commdsl.dispatch.attended import check
+from commdsl.dispatch.attended import register as register_attention
 from commdsl.dispatch.launcher import Launcher, known
 from commdsl.dispatch.limits import Limits
+from commdsl.dispatch.metadata import Metadata
 from commdsl.dispatch.route import Route, Way
+from commdsl.runtime import groups
 from commdsl.runtime.errors import DispatchError, TensorError
 from commdsl.runtime.op import registry
 from commdsl.runtime.operators import define
@@ -35,6 +39,50 @@ class Dispatcher(Launcher):
     def __init__(self, limits: Limits, *arguments: Any, **options: Any) -> None:
         super().__init__(limits, *arguments, **options)
         register()
+
+    @classmethod
+    def for_tokens(
+        cls,
+        tokens: int,
+        heads: int,
+        key_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+        group: Any = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Collective: for any Route of `dispatch.plan` whose ranks have at most `tokens` tokens each, with q of
+        (tokens, heads, head_dim), k and v of (tokens, key_heads, head_dim). `options`: as of a Dispatcher.
+        """
+        widths = tuple(number * head_dim * dtype.itemsize for number in (heads, key_heads, key_heads))
+        ranks = groups.size_of(groups.name_of(group)) or 1
+        return cls(Limits.for_tokens(tokens, ranks, widths), group, device, **options)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        route: Route,
+        *,
+        scale: float | None = None,
+        kernel: str = "auto",
+    ) -> torch.Tensor:
+        """Attention of this rank's documents, computed where `route` sends their queries: (route.rows, heads, dim).
+
+        q (route.rows, heads, dim), k and v (route.rows, key heads, dim), contiguous, of one dtype; each head of keys
+        serves as many heads of q. scale: 1 / sqrt(dim) unless said. kernel: "auto", by the rule of
+        `commdsl.attention.kernels`, or a name of its menu. Has gradients, through any number of calls; under activation
+        checkpointing the rows travel again. Raises TensorError (C951), DispatchError (C961), ArgumentError (C973).
+        """
+        spans = _route(route).attention
+        check(q, k, v)
+        register_attention()
+        q_here, k_here, v_here = self.dispatch_qkv(q, k, v, route)
+        scaled = q.shape[2] ** -0.5 if scale is None else float(scale)
+        out, _ = torch.ops.commdsl.attend_spans(q_here, k_here, v_here, spans.name, scaled, kernel)
+        return self.collect(out, route)
 
     def __reduce__(self) -> NoReturn:
         raise DispatchError("a Dispatcher has memory on a group, and is not copied or saved: make one where it is used")
@@ -97,6 +145,16 @@ class Dispatcher(Launcher):
         counts = [rows[min(index, 1)] for index in range(len(tensors))]
         made = torch.ops.commdsl.move_rows(list(tensors), there, back, counts, way.value, False, padded, self.name)
         return tuple(made)
+
+
+def _route(route: Route) -> Route:
+    """Raises DispatchError (C961) for what is no Route."""
+    if not isinstance(route, Route):
+        made = (
+            "Route(fwd_q, rev_q, ..., rank=rank) makes one of it" if isinstance(route, Metadata) else "`plan` makes one"
+        )
+        raise DispatchError(f"expected a Route, got `{type(route).__name__}`: {made}")
+    return route
 
 
 def _check(tensor: torch.Tensor, rows: int, most: int | None, device: torch.device) -> None:

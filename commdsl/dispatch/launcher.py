@@ -62,8 +62,9 @@ class Launcher:
     ) -> None:
         """Collective: symmetric memory for `limits` on every rank of `group`.
 
-        `put` "rows" sends each row straight to its final place; results lie in symmetric memory, which holds those of
-        `results` calls there and as many back, and raises C961 when more are alive. "packed" sends one message to each
+        `put` "rows" sends each row straight to its final place in symmetric memory, which has places for `results`
+        calls there and as many back. In the last of them land results that are copied to ordinary memory, as those are
+        that come while all others are held. "packed" sends one message to each
         peer, which unpacks it; results are ordinary tensors. Without it, what the file tunes; where a peer is far
         (COMMDSL_NODES) it is always "packed". With `check` the kernels
         hold every row to its bounds, and count what comes (C962). `source` is a `.comm` file or a shipped one; its
@@ -78,6 +79,8 @@ class Launcher:
         self.device = torch.device(device) if device is not None else default_device()
         self._comm = groups.of(groups.name_of(group), self.device)
         self.limits = limits
+        if results < 1:
+            raise DispatchError(f"expected 1 or more `results`, got {results}: they land in the last place")
         tuned = {**(tune or {}), **({} if put is None else {"put": put})}
         self._program = _found(definition(source, name, params, on, tuned, kernels), self._comm)
         self.plan, back = self._program.plan, self._program.dispatch.back
@@ -90,7 +93,9 @@ class Launcher:
         terms = {**asdict(limits), "results": results, "put packed": self.plan.push.packed, "check": check}
         self._launches = Launches(self._comm, self.plan, self._program.emitted, room, self.explain, terms, seconds)
         begin = self._launches.heap + self._layout.results
-        self._pool = Pool(self.plan.name, begin, self._layout.result_bytes, results)
+        sizes = self._layout.result_bytes
+        self._pool = Pool(self.plan.name, begin, sizes, results - 1)
+        self._landing = Pool(self.plan.name, begin + (results - 1) * sum(sizes), sizes, 1)
         self.name = f"{self.plan.name}/{self._comm.name}/{self._launches.number}/{id(self):x}"
         self._starts: dict[str, Start] = {}
         self._digests: dict[str, int] = {}  # of calls, but for what their tables say
@@ -147,7 +152,7 @@ class Launcher:
             self._judge_back(len(inputs))
         dtype = self._dtype(inputs, way)
         start = self._start(dtype)
-        outputs = self._new(inputs, rows, way.goes)
+        outputs, lands = self._new(inputs, rows, way.goes)
         if clear:
             for output in outputs:
                 output.zero_()
@@ -173,7 +178,7 @@ class Launcher:
                 self._launches.lanes(moved),
             )
         )
-        return outputs
+        return [output.clone() for output in outputs] if lands else outputs
 
     def release(self) -> None:
         """Collective: gives back the symmetric memory. Results that lie there must not be used any more."""
@@ -222,11 +227,15 @@ class Launcher:
             if name not in self._returning:
                 raise DispatchError(f"`{self.plan.name}` has no way back for `{name}`: write `back {name} by sum`")
 
-    def _new(self, like: Sequence[torch.Tensor], rows: Sequence[int], goes: bool) -> list[torch.Tensor]:
+    def _new(self, like: Sequence[torch.Tensor], rows: Sequence[int], goes: bool) -> tuple[list[torch.Tensor], bool]:
+        """Tensors for the results of a call, and whether these only land there: the next call's may, too."""
         if self.plan.push.packed:
-            return [tensor.new_empty((count, *tensor.shape[1:])) for tensor, count in zip(like, rows, strict=True)]
+            made = [tensor.new_empty((count, *tensor.shape[1:])) for tensor, count in zip(like, rows, strict=True)]
+            return made, False
+        if not self._pool.has_room(goes=goes):
+            return self._landing.look(rows, like, goes=goes), True
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return self._pool.empty(rows, like, goes=goes, keep=capturing)
+        return self._pool.empty(rows, like, goes=goes, keep=capturing), False
 
     def _start(self, dtype: str) -> Start:
         found = self._starts.get(dtype)

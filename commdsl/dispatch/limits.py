@@ -16,6 +16,11 @@ from commdsl.runtime.pool import aligned
 
 KINDS = ("rows", "queries", "keys")
 
+QUERY_ROOM, KEY_ROOM = 2, 4
+"""A balanced plan (`dispatch.plan`) brings a rank at most so many times the rows of the fullest one: what a long
+document has too much of goes to several ranks, and each needs the document's keys.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Shares:
@@ -49,6 +54,11 @@ class Limits:
         rows, queries, keys = (max(column) for column in zip(*(route.most for route in found), strict=True))
         copies = max(1, *(number for route in found for number in route.copies))
         return Limits(rows, queries, keys, copies, tuple(widths))
+
+    @staticmethod
+    def for_tokens(tokens: int, ranks: int, widths: tuple[int, ...]) -> Limits:
+        """For every plan that `dispatch.plan` makes of ranks with at most so many tokens each."""
+        return Limits(tokens, min(QUERY_ROOM, ranks) * tokens, min(KEY_ROOM, ranks) * tokens, ranks, widths)
 
     @property
     def counts(self) -> tuple[int, int, int]:

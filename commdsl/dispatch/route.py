@@ -17,9 +17,11 @@ import torch
 
 from commdsl.dispatch import form, layout
 from commdsl.dispatch.errors import DispatchError
-from commdsl.dispatch.metadata import Metadata
+from commdsl.dispatch.metadata import AttentionLayout, Metadata
+from commdsl.dispatch.spans import Seen, Spans, seen_by, seen_in
 from commdsl.dispatch.validator import validate
-from commdsl.ir.routes import Longs, Routes, Shards, back
+from commdsl.ir.plans import DispatchPlan, Routing
+from commdsl.ir.routes import Longs, Mask, Routes, Shards, back
 from commdsl.program.tiles import RowTable, Shipment, most_words, table
 
 SPARE = 2
@@ -91,6 +93,7 @@ class _Numbers:
     queries_back: Routes
     keys: Routes | None
     keys_back: Routes | None
+    seen: Seen | None  # where it is known what queries attend to
 
     @property
     def sizes(self) -> tuple[Longs, Longs, Longs]:
@@ -138,17 +141,29 @@ class Route:
     copies: tuple[int, int]
     """The most copies of a shard of any rank: of queries, of keys."""
 
+    @classmethod
+    def of_plan(cls, plan: DispatchPlan, routing: Routing, *, rank: int, device: torch.device) -> Route:
+        """Of a plan and its routes, which were proved (`compiler.prove_plan`)."""
+        made = cls.__new__(cls)
+        ways = routing.queries, routing.queries_back, routing.keys, routing.keys_back
+        made._begin(_Numbers(plan.shards, *ways, seen_by(plan, routing)), rank, device)
+        return made
+
     def __init__(
         self,
         fwd_q: Metadata,
         rev_q: Metadata,
         fwd_k: Metadata | None = None,
         rev_k: Metadata | None = None,
+        attention: AttentionLayout | None = None,
         *,
         rank: int,
         device: torch.device | str = "cpu",
+        causal: bool = True,
     ) -> None:
         """Proves the Metadata of all ranks (`validate`) and keeps what `rank` needs. fwd_k and rev_k None: rows only.
+        With the layout of the attention, under a causal mask or none, `attention` says what queries see:
+        `Route(*load_plan("balanced_16k"), rank=rank)`.
 
         Raises MetadataError (C960) where the numbers are not those of one dispatch, DispatchError (C961) without any.
         """
@@ -159,12 +174,17 @@ class Route:
                 )
         if not hasattr(rank, "__index__"):
             raise DispatchError(f"expected a rank, a whole number, got {rank!r}")
-        validate(fwd_q, rev_q, fwd_k, rev_k)
-        self.rank = rank
-        self.device = torch.device(device)
-        numbers = _numbers(fwd_q, fwd_k)
+        mask = None if attention is None else Mask.CAUSAL if causal else Mask.FULL
+        validate(fwd_q, rev_q, fwd_k, rev_k, attention, mask=mask)
+        seen = None if attention is None else seen_in(attention, causal=causal)
+        numbers = _numbers(fwd_q, fwd_k, seen)
         if not 0 <= rank < numbers.shards.num_ranks:
             raise DispatchError(f"expected a rank 0 ..< {numbers.shards.num_ranks}, got {rank}")
+        self._begin(numbers, rank, torch.device(device))
+
+    def _begin(self, numbers: _Numbers, rank: int, device: torch.device) -> None:
+        self.rank = rank
+        self.device = device
         self._count(numbers)
         self.ready: dict[tuple[str, str, tuple[int, ...]], Pair] = {}
         """By Dispatcher, Way and widths: what a call looks up."""
@@ -179,6 +199,16 @@ class Route:
     @property
     def has_keys(self) -> bool:
         return self._numbers.keys is not None
+
+    @property
+    def attention(self) -> Spans:
+        """What the queries that this rank receives attend to. Raises DispatchError (C961) where that was not said."""
+        if self._spans is None:
+            raise DispatchError(
+                "this Route does not say what its queries attend to: make it of the attention layout as well, or by "
+                "`dispatch.plan`"
+            )
+        return self._spans
 
     def table(self, wanted: Form, host: Host) -> torch.Tensor:
         """int32, 1-D, on the device: what the kernel of this rank reads, once `host` has admitted the Route to it."""
@@ -242,6 +272,7 @@ class Route:
 
     def _count(self, numbers: _Numbers) -> None:
         self._numbers = numbers
+        self._spans = None if numbers.seen is None else numbers.seen.on(self.rank, self.device)
         columns = [column.tolist() for column in numbers.sizes]
         self.most = max(columns[0]), max(columns[1]), max(columns[2])
         self.copies = numbers.copies
@@ -271,13 +302,13 @@ class Route:
         to[: len(words)].copy_(words, non_blocking=True)
 
 
-def _numbers(fwd_q: Metadata, fwd_k: Metadata | None) -> _Numbers:
+def _numbers(fwd_q: Metadata, fwd_k: Metadata | None, seen: Seen | None) -> _Numbers:
     """The routes that proved Metadata names."""
     queries, shards = _named("fwd_q", fwd_q)
     if fwd_k is None:
-        return _Numbers(shards, queries, back(queries, shards), None, None)
+        return _Numbers(shards, queries, back(queries, shards), None, None, seen)
     keys, _ = _named("fwd_k", fwd_k)
-    return _Numbers(shards, queries, back(queries, shards), keys, back(keys, shards))
+    return _Numbers(shards, queries, back(queries, shards), keys, back(keys, shards), seen)
 
 
 def _named(name: str, metadata: Metadata) -> tuple[Routes, Shards]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from commdsl.ir.plans import DispatchPlan
-from commdsl.ir.routes import Longs, totals
+from commdsl.ir.routes import Longs, Sharing, totals
 from commdsl.machine.topology import Topology
 from commdsl.planner.balance import Widths
 from commdsl.planner.flows import Doubles, Flow, Ways, flows, ways
@@ -48,9 +48,12 @@ class Goal:
 def balanced(home: Packing, topology: Topology, goal: Goal, terms: Terms, watch: Callable[[str], None]) -> DispatchPlan:
     """A plan by which no rank does more than the mean times (1 + tolerance), as far as links and capacities allow.
 
-    `watch` is told before each round of flows. Raises ValueError if the topology has another number of ranks,
-    CapacityError if a rank would receive more rows than `terms` allow.
+    `watch` is told before each round of flows. Raises ValueError if the topology has another number of ranks, or if
+    `terms` have a capacity for keys that are not sent once per rank, as which they are counted here; CapacityError if a
+    rank would receive more rows than `terms` allow.
     """
+    if terms.sharing is not Sharing.RANK and terms.key_capacity is not None:
+        raise ValueError("a capacity for keys is for those that are sent once per rank")
     if topology.num_ranks != home.num_ranks:
         raise ValueError(f"documents lie on {home.num_ranks} ranks, `{topology.name}` has {topology.num_ranks}")
     found = ways(topology)

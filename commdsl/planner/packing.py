@@ -199,10 +199,11 @@ class Terms:
     mask: Mask = Mask.CAUSAL
     query_capacity: int | None = None  # rows
     key_capacity: int | None = None  # rows
+    sharing: Sharing = Sharing.RANK
 
 
 def to_plan(home: Packing, cuts: Cuts, terms: Terms) -> DispatchPlan:
-    """The plan of a packing and its cuts, keys sent once per rank; neighbours that go to one rank become one shard."""
+    """The plan of a packing and its cuts; neighbours that go to one rank become one shard."""
     order = np.lexsort((cuts.high, cuts.low, cuts.part))
     part, low, high, dest = cuts.part[order], cuts.low[order], cuts.high[order], cuts.dest[order]
     opens = np.append(True, (part[1:] != part[:-1]) | (dest[1:] != dest[:-1])) if len(part) else np.zeros(0, bool)
@@ -218,7 +219,7 @@ def to_plan(home: Packing, cuts: Cuts, terms: Terms) -> DispatchPlan:
         context=low,
         dest=dest[:, None],
         mask=terms.mask,
-        sharing=Sharing.RANK,
+        sharing=terms.sharing,
         copies=None,
         query_capacity=terms.query_capacity,
         key_capacity=terms.key_capacity,

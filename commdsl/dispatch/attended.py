@@ -1,0 +1,119 @@
+"""Turns the rows that a rank received into its part of the attention, by an operator of torch, `commdsl.attend_spans`:
+the kernels of `commdsl.attention` over spans of queries and keys.
+
+Assumes rows first. Does not move rows; `Dispatcher.attend` does, before and after.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from commdsl.attention.kernel import Shape
+from commdsl.attention.merge import Merging, Partial, Summing, wide
+from commdsl.dispatch.spans import known
+from commdsl.runtime.errors import GradientError, TensorError
+from commdsl.runtime.op import registry
+from commdsl.runtime.operators import define
+
+TAIL = "str spans, float scale, str kernel"
+FORWARD = f"attend_spans(Tensor q, Tensor k, Tensor v, {TAIL}) -> (Tensor, Tensor)"
+BACKWARD = (
+    "attend_spans_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{TAIL}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises TensorError (C951) for shapes and dtypes that no attention has."""
+    for name, one in (("q", q), ("k", k), ("v", v)):
+        if one.dim() != 3 or one.dtype != q.dtype:
+            got = f"{tuple(one.shape)} of {one.dtype}"
+            raise TensorError(f"expected {name} as (rows, heads, dim) of {q.dtype}, got {got}")
+    heads, shared = q.shape[1], k.shape[1]
+    if k.shape != v.shape or k.shape[2] != q.shape[2] or not shared or heads % shared:
+        raise TensorError(
+            f"expected k and v of one shape, of heads as long as q's, whose number divides q's, got "
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+
+
+def register() -> None:
+    """Tells torch of the operators, once in a process."""
+    table = registry()
+    with table.lock:
+        if hasattr(torch.ops.commdsl, "attend_spans"):
+            return
+        define(table.library, BACKWARD, _backward, _fake_backward)
+        define(table.library, FORWARD, _forward, _fake_forward)
+        name = "commdsl::attend_spans"
+        torch.library.register_autograd(name, _gradients, setup_context=_setup, lib=table.library)
+        torch.library.register_autograd(f"{name}_backward", _refuse, setup_context=_nothing, lib=table.library)
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: str, scale: float, kernel: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output in the shape and dtype of q, and the natural log-sum-exp (heads, rows)."""
+    work = known(spans).work(kernel, Shape(q.dtype, q.shape[2]), backward=False)
+    merging = Merging(len(q), q.dtype)
+    for call in work.calls:
+        made = work.kernel.forward(q[call.queries], k[call.keys], v[call.keys], call, scale)
+        merging.add(Partial(call.queries, *made))
+    out, lse = merging.result(q, wide(q.dtype))
+    return out.contiguous(), lse.contiguous()
+
+
+def _backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spans: str,
+    scale: float,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v; what several calls find about a row is summed in their order, in float32."""
+    work = known(spans).work(kernel, Shape(q.dtype, q.shape[2]), backward=True)
+    dout = dout.contiguous()
+    dq, dk, dv = (Summing(len(one), one.dtype) for one in (q, k, v))
+    for call in work.calls:
+        mine, keys = call.queries, call.keys
+        tensors = dout[mine], q[mine], k[keys], v[keys], out[mine], lse[:, mine].contiguous()
+        for sums, rows, part in zip(
+            (dq, dk, dv), (mine, keys, keys), work.kernel.backward(*tensors, call, scale), strict=True
+        ):
+            sums.add(rows, part)
+    return dq.result(q).contiguous(), dk.result(k).contiguous(), dv.result(v).contiguous()
+
+
+def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=wide(q.dtype))
+
+
+def _fake_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, *ctx.rest = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    made = torch.ops.commdsl.attend_spans_backward(dout, *ctx.saved_tensors, *ctx.rest)
+    return (*made, None, None, None)
+
+
+def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    return None
+
+
+def _refuse(ctx: Any, *gradients: torch.Tensor) -> None:
+    raise GradientError("`attend` has no gradient of its gradient: do without create_graph=True")

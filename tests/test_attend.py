@@ -1,0 +1,241 @@
+"""`dispatch.plan` and `Dispatcher.attend`: attention of documents where a balanced plan computes it, on host ranks,
+beside all of it on one in float64; what a Route says to attend to; what is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from thread_ranks import in_group  # noqa: E402 - after the check for torch
+from torch.nn.functional import scaled_dot_product_attention  # noqa: E402 - after the check for torch
+from torch.utils.checkpoint import checkpoint  # noqa: E402 - after the check for torch
+
+from commdsl import dispatch  # noqa: E402 - after the check for torch
+from commdsl.dispatch import DispatchError  # noqa: E402 - after the check for torch
+from commdsl.machine.errors import ArgumentError  # noqa: E402 - after the check for torch
+from commdsl.runtime.errors import TensorError  # noqa: E402 - after the check for torch
+
+HEADS, KEY_HEADS, DIM = 4, 2, 8
+LENGTHS = [[700, 20], [90, 1], [60, 130, 0]]
+"""The first rank has a long document; what it has too much of goes to both others."""
+
+Documents = Sequence[Sequence[int]]
+
+
+def sender_of(group: str, tokens: int, dtype: Any = torch.float32, **options: Any) -> Any:
+    return dispatch.Dispatcher.for_tokens(tokens, HEADS, KEY_HEADS, DIM, dtype, group=group, device="cpu", **options)
+
+
+def routed(group: str, lengths: Documents = LENGTHS, **terms: Any) -> Any:
+    return dispatch.plan(lengths, group=group, device="cpu", **terms)
+
+
+def drawn(rows: int, seed: int, dtype: Any = torch.float32) -> list[Any]:
+    """q, k and v of a rank."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((rows, HEADS, DIM), (rows, KEY_HEADS, DIM), (rows, KEY_HEADS, DIM))
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def whole(lengths: Sequence[int], q: Any, k: Any, v: Any, causal: bool = True) -> Any:
+    """Each document by itself, all on one rank."""
+    found = []
+    for document in zip(*(one.split(list(lengths)) for one in (q, k, v)), strict=True):
+        heads = [one.transpose(0, 1)[None] for one in document]
+        found.append(scaled_dot_product_attention(*heads, is_causal=causal, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+def differ(found: Sequence[Any], wanted: Sequence[Any]) -> float:
+    """The largest difference, as a part of the largest value."""
+    pairs = [(one.detach().double(), other.detach()) for one, other in zip(found, wanted, strict=True) if one.numel()]
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+
+
+# --- one call ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terms", [{}, {"causal": False}, {"sharing": "query"}, {"causal": False, "sharing": "query"}])
+@pytest.mark.parametrize("put", ["rows", "packed"])
+def test_attend(terms: dict[str, Any], put: str) -> None:
+    """Results and gradients are those of each document by itself, in float32 to 1e-5."""
+    causal = terms.get("causal", True)
+
+    def work(rank: int, group: str) -> float:
+        route = routed(group, **terms)
+        sender = sender_of(group, 720, put=put) if terms.get("sharing") != "query" else _roomy(group, put)
+        tensors = drawn(route.rows, rank)
+        wide = [one.detach().double().requires_grad_() for one in tensors]
+        out, want = sender.attend(*tensors, route), whole(LENGTHS[rank], *wide, causal=causal)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+        gradients = torch.autograd.grad(out, tensors, weight), torch.autograd.grad(want, wide, weight.double())
+        return max(differ([out], [want]), differ(*gradients))
+
+    assert max(in_group(3, work)) < 1e-5
+
+
+def _roomy(group: str, put: str) -> Any:
+    """For keys that come once for each shard of queries."""
+    widths = (4 * HEADS * DIM, 4 * KEY_HEADS * DIM, 4 * KEY_HEADS * DIM)
+    return dispatch.Dispatcher(dispatch.Limits(720, 1440, 4000, 8, widths), group=group, device="cpu", put=put)
+
+
+class Layer(torch.nn.Module):
+    """Attention between two projections, beside a way around it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        width, out = HEADS * DIM, (HEADS + 2 * KEY_HEADS) * DIM
+        self.into = torch.nn.Parameter(torch.randn(width, out, generator=generator) / width**0.5)
+        self.back = torch.nn.Parameter(torch.randn(width, width, generator=generator) / width**0.5 / 8)
+
+    def forward(self, x: Any, attend: Any) -> Any:
+        heads = (x @ self.into).view(len(x), -1, DIM)
+        q, k, v = (one.contiguous() for one in heads.split((HEADS, KEY_HEADS, KEY_HEADS), 1))
+        return x + attend(q, k, v).flatten(1) @ self.back
+
+
+def trained(layers: Sequence[Layer], x: Any, attend: Any, *, again: bool) -> list[Any]:
+    """What all layers make of x, and the gradients of x and of each parameter."""
+    x = x.detach().requires_grad_()
+    out = x
+    for layer in layers:
+        out = checkpoint(layer, out, attend, use_reentrant=False) if again else layer(out, attend)
+    parameters = [one for layer in layers for one in layer.parameters()]
+    return [out.detach(), *torch.autograd.grad(out.square().mean(), [x, *parameters])]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_32_layers(again: bool) -> None:
+    """A default Dispatcher runs 32 layers forward and backward, also where activations are computed again: as in
+    float64 on one rank, to 1e-5.
+    """
+    lengths = [[300], [50, 14]]
+
+    def work(rank: int, group: str) -> float:
+        route, sender = routed(group, lengths), sender_of(group, 300)
+        layers = [Layer(seed) for seed in range(32)]
+        x = torch.randn(route.rows, HEADS * DIM, generator=torch.Generator().manual_seed(rank))
+        found = trained(layers, x, lambda q, k, v: sender.attend(q, k, v, route), again=again)
+        wide = [Layer(seed).double() for seed in range(32)]
+        wanted = trained(wide, x.double(), lambda q, k, v: whole(lengths[rank], q, k, v), again=False)
+        return differ(found, wanted)
+
+    assert max(in_group(2, work)) < 1e-5
+
+
+# --- what a Route says ------------------------------------------------------------------------------------------------
+
+
+def test_spans() -> None:
+    """Spans of all ranks are all tokens, each with all of its document up to itself; shared keys came once."""
+
+    def work(rank: int, group: str) -> tuple[int, int, int]:
+        route = routed(group)
+        spans = route.attention.spans()
+        assert [span.queries.start for span in spans] == [0, *(span.queries.stop for span in spans[:-1])]
+        assert max(span.keys.stop for span in spans) == route.keys
+        pairs = 0
+        for queries, keys in spans:
+            rows, seen = queries.stop - queries.start, keys.stop - keys.start
+            pairs += rows * seen - rows * (rows - 1) // 2
+        return route.queries, route.rows, pairs
+
+    found = in_group(3, work)
+    tokens = [length for mine in LENGTHS for length in mine]
+
+    assert sum(queries for queries, _, _ in found) == sum(tokens)
+    assert [rows for _, rows, _ in found] == [sum(mine) for mine in LENGTHS]
+    assert sum(pairs for _, _, pairs in found) == sum(length * (length + 1) // 2 for length in tokens)
+    assert max(pairs for _, _, pairs in found) < 1.25 * sum(pairs for _, _, pairs in found) / 3
+
+
+def test_varlen() -> None:
+    """Cuts are as flash attention takes them, where each shard has keys of its own; where keys are shared there are
+    none, rather than such as walk on to another's.
+    """
+    torch.manual_seed(3)
+    made = dispatch.create_qkv_dispatch(2, 64, 3, 4)
+    for rank in range(2):
+        route = dispatch.Route(*made, rank=rank)
+        rows, keys, longest, most = route.attention.varlen()
+        spans = route.attention.spans()
+
+        assert (rows.dtype, keys.dtype) == (torch.int32, torch.int32)
+        assert rows.tolist() == [0, *(span.queries.stop for span in spans)]
+        assert keys.tolist() == [0, *(span.keys.stop for span in spans)]
+        assert int(keys[-1]) == route.keys
+        assert (longest, most) == (int(rows.diff().max()), int(keys.diff().max()))
+
+
+def test_varlen_of_shared_keys() -> None:
+    """Two shards of a document on a rank share its keys: cuts are refused, spans say it."""
+    made = dispatch.load_plan("balanced_16k")
+    for rank in range(made.fwd_q.world_size):
+        route = dispatch.Route(*made, rank=rank)
+        seen = sum(keys.stop - keys.start for _, keys in route.attention.spans())
+        if seen > route.keys:
+            with pytest.raises(DispatchError, match="keys are shared"):
+                route.attention.varlen()
+            break
+    else:
+        raise AssertionError("the shipped plan shares no keys")
+
+
+def test_a_plan_is_kept() -> None:
+    """The same lengths are the same Route, whatever sequences they come in."""
+
+    def work(rank: int, group: str) -> None:
+        assert routed(group) is routed(group, tuple(map(tuple, LENGTHS)))
+        assert routed(group) is not routed(group, causal=False)
+
+    in_group(3, work)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_no_plan() -> None:
+    """Lengths of other ranks, of none, and words that no plan knows."""
+
+    def work(rank: int, group: str) -> None:
+        for given, terms, message in (
+            ([[3]], {}, "documents of 2 ranks"),
+            ([3, 4], {}, "a list of whole numbers for each rank"),
+            ([[3], [0.5]], {}, "a list of whole numbers for each rank"),
+            ([[3], [4]], {"sharing": "never"}, '`sharing` is "rank" or "query"'),
+        ):
+            with pytest.raises(ArgumentError, match=message):
+                routed(group, given, **terms)
+        with pytest.raises(ValueError, match="has -1 tokens"):
+            routed(group, [[3], [-1]])
+
+    in_group(2, work)
+
+
+def test_no_attention() -> None:
+    """A Route without a layout of attention, tensors of other shapes, a Metadata in place of a Route."""
+
+    def work(rank: int, group: str) -> None:
+        sender, route = sender_of(group, 64), routed(group, [[64]])
+        q, k, v = drawn(64, 0)
+        made = dispatch.create_qkv_dispatch(1, 64, 1, 1)
+        with pytest.raises(DispatchError, match="does not say what its queries attend to"):
+            sender.attend(q, k, v, dispatch.Route(*made[:4], rank=0))
+        with pytest.raises(DispatchError, match=r"expected a Route, got `Metadata`: Route\(fwd_q"):
+            sender.attend(q, k, v, made.fwd_q)
+        for wrong in ((q[0], k, v), (q, k.double(), v), (q, k[:, :1], v), (q[:, :3], k, v)):
+            with pytest.raises(TensorError, match="expected"):
+                sender.attend(*wrong, route)
+        with pytest.raises(ArgumentError, match='"auto" or one of'):
+            sender.attend(q, k, v, route, kernel="none")
+        with pytest.raises(DispatchError, match="65 rows, and the Limits are for 64"):
+            sender.attend(*drawn(65, 0), routed(group, [[65]]))
+
+    in_group(1, work)
