@@ -88,6 +88,22 @@ class Prepared:
         self.blocks = changing[-1] + beside
 
 
+class Launchable(Protocol):
+    """What the driver is told of a launch. `pointers`: the address of the addresses of its arguments."""
+
+    @property
+    def blocks(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def shared(self) -> int: ...
+
+    @property
+    def pointers(self) -> int: ...
+
+
 class Kernel(Protocol):
     def launch(self, prepared: Prepared, stream: int) -> None:
         """Starts one call; on the processor it is over on return."""
@@ -126,7 +142,7 @@ class DeviceKernel:
         self._launch = cupy.cuda.driver.launchKernel  # the driver's call and no more; the GIL is free meanwhile
         _refuse_unless_resident(cupy, self._function, residence, device)
 
-    def launch(self, prepared: Prepared, stream: int) -> None:
+    def launch(self, prepared: Launchable, stream: int) -> None:
         self._launch(
             self._function, prepared.blocks, 1, 1, prepared.threads, 1, 1, prepared.shared, stream, prepared.pointers, 0
         )

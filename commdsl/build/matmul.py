@@ -1,0 +1,168 @@
+"""Turns a product of matrices into the text of its kernel, the table of who makes what, and the packed argument.
+
+Assumes Hopper's tensor cores. Does not launch (`runtime.matmul` does), and does not choose: a `Tiling` says how.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache as memoize
+from typing import NamedTuple
+
+import numpy as np
+
+from commdsl.build.emit import Emitted, environment
+
+ARCH = "sm_90a"
+"""The architecture with its own instructions: no other runs what is built for it."""
+
+THREADS = 384
+ROWS, DEPTH = 128, 64
+"""Of the tile of a block: rows, and the depth of one stage."""
+
+_LINE, _PANELS, _MARKS = 128, 4 * 64 * 128, 256  # bytes, as matmul.cuh lays them out
+_SHARED = 227 * 1024
+_PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i4")])
+_ARGUMENTS = struct.Struct("<6Q2I")
+_LEAST = 4  # stages of a part: what it costs to add two parts up takes as long
+_BAND = 16  # rows of blocks' tiles whose columns are made together: what they read stays in the L2 cache
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is cut. `columns` of a tile are 128 or 256; `cluster` blocks, 1 or 2, share what they read of B;
+    a tile that is left over when all blocks have had as many is cut into up to `parts`.
+    """
+
+    columns: int = 256
+    cluster: int = 2
+    parts: int = 1
+
+    @property
+    def stages(self) -> int:
+        return (_SHARED - 1024 - _PANELS - _MARKS) // ((ROWS + self.columns) * _LINE)
+
+    @property
+    def shared_bytes(self) -> int:
+        return 1024 + self.stages * (ROWS + self.columns) * _LINE + _PANELS + _MARKS
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """C [rows, columns] = A x B in `dtype`, C in `result`. A lies as [rows, depth] where it is `a_deep`, else as
+    [depth, rows]; B as [columns, depth] where it is `b_deep`. On the float32 sum: bias, then an activation, then the
+    residual. Gated, B has twice the columns, and silu(first half) * second half is what comes of them.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    dtype: str = "bfloat16"
+    result: str = "bfloat16"
+    a_deep: bool = True
+    b_deep: bool = True
+    bias: bool = False
+    gelu: bool = False
+    gated: bool = False
+    residual: bool = False
+
+    def defines(self) -> tuple[str, ...]:
+        return f"COMMDSL_DTYPE={self.dtype}", f"COMMDSL_RESULT={self.result}"
+
+    def tiles(self, tiling: Tiling) -> tuple[int, int, int]:
+        """Rows of tiles, in clusters, columns of them, and the depth in stages."""
+        wide = tiling.columns // 2 if self.gated else tiling.columns
+        return -(-self.rows // (ROWS * tiling.cluster)), -(-self.columns // wide), -(-self.depth // DEPTH)
+
+
+def emitted(product: Product, tiling: Tiling) -> Emitted:
+    """The kernel's text, as a Plan's is: the same for any size and element type."""
+    return _emitted(
+        tiling.columns,
+        tiling.stages,
+        tiling.cluster,
+        product.a_deep,
+        product.b_deep,
+        product.bias,
+        product.gelu,
+        product.gated,
+        product.residual,
+    )
+
+
+_FIELDS = ("columns", "stages", "cluster", "a_deep", "b_deep", "bias", "gelu", "gated", "residual")
+
+
+@memoize
+def _emitted(*values: int) -> Emitted:
+    entry = "commdsl_matmul"
+    shape = dict(zip(_FIELDS, values, strict=True))
+    text = environment().get_template("matmul.cu.j2").render(threads=THREADS, entry=entry, shape=shape)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Emitted(entry, text, digest, digest)
+
+
+class Table(NamedTuple):
+    """Who makes what: pieces, worker by worker, where each worker's begin, and how many sums wait in memory."""
+
+    pieces: np.ndarray
+    begin: np.ndarray
+    slots: int
+
+
+def table(product: Product, tiling: Tiling, workers: int) -> Table:
+    """Every worker, a cluster of blocks, makes as many whole tiles as any other; those that are left over are cut
+    along their depth into equal parts, which come first in every worker's list. Whoever has a first part adds up what
+    the others leave: they have it first, so nobody waits long, and no two wait for each other.
+    """
+    high, wide, depth = product.tiles(tiling)
+    tiles = [(row, column) for rows in _bands(high, _BAND // tiling.cluster) for column in range(wide) for row in rows]
+    left = len(tiles) % workers if tiling.parts > 1 else 0
+    lists: list[list[tuple[int, ...]]] = [[] for _ in range(workers)]
+    slots = _cut(tiles[len(tiles) - left :], depth, tiling.parts, lists)
+    for at, (row, column) in enumerate(tiles[: len(tiles) - left]):
+        lists[at % workers].append((row, column, 0, depth, 0, 0))
+    flat = [piece for pieces in lists for piece in pieces]
+    found = np.zeros(len(flat), _PIECE)
+    for at, (row, column, first, last, slot, parts) in enumerate(flat):
+        found[at] = ((row, column), (first, last), slot, parts)
+    begin = np.cumsum([0, *(len(pieces) for pieces in lists)], dtype=np.int32)
+    return Table(found, begin, slots)
+
+
+def _bands(high: int, band: int) -> list[range]:
+    return [range(first, min(first + band, high)) for first in range(0, high, band)]
+
+
+def _cut(tiles: Sequence[tuple[int, int]], depth: int, most: int, lists: list[list[tuple[int, ...]]]) -> int:
+    """Deals the stages of these tiles out, as evenly as they go, to up to `most` workers a tile."""
+    if not tiles:
+        return 0
+    stages = len(tiles) * depth
+    dealt = max(len(tiles), min(len(lists), most * len(tiles), stages // _LEAST))
+    bounds = [share * stages // dealt for share in range(dealt + 1)]
+    slots = 0
+    for at, (row, column) in enumerate(tiles):
+        cuts = [bound - at * depth for bound in bounds if at * depth < bound < (at + 1) * depth]
+        edges = [0, *cuts, depth]
+        first = next(i for i in range(dealt) if bounds[i] <= at * depth < bounds[i + 1])
+        lists[first].append((row, column, 0, edges[1], slots, len(cuts)))
+        for part in range(len(cuts)):
+            piece = (row, column, edges[part + 1], edges[part + 2], slots + part, -1)
+            lists[first + 1 + part].append(piece)
+        slots += len(cuts)
+    return slots
+
+
+def slot_bytes(tiling: Tiling) -> int:
+    """What one slot holds: the float32 sums of the tiles of a cluster."""
+    return 4 * ROWS * tiling.columns * tiling.cluster
+
+
+def packed(maps: Sequence[bytes], addresses: Sequence[int], product: Product) -> bytes:
+    """The kernel's one argument: the maps of A, B and C, the addresses of pieces, begin, bias, residual, partials and
+    flags, and the size of C."""
+    return b"".join(maps) + _ARGUMENTS.pack(*addresses, product.rows, product.columns)

@@ -1,0 +1,339 @@
+// C = A x B on Hopper's tensor cores, with what is done to a sum before it is rounded: bias, activation, residual.
+// Assumes sm_90a, COMMDSL_THREADS 384, and a Plan with `multiply` (wgmma.cu.j2). Decides nothing: which block makes which tiles, in
+// which order, and which tiles several blocks share, is in the table of pieces.
+//
+// A block has three warpgroups. One thread of the first loads (TMA): a stage holds 128 rows of A and kColumns of B, 64 deep. The
+// others multiply 64 rows each, and store. The n-th fill takes stage n % kStages and ends phase n / kStages of its mark `full`; the
+// multipliers of all blocks that it went to end the same phase of its mark `empty`. In a cluster of two blocks, which lie one below
+// the other, each loads half of what both need of B and sends it to both.
+//
+// A piece is a run of the depth of one tile. Of a tile that is cut, the blocks with the later parts leave their sums in memory and
+// raise a flag; the block with the first adds them up in the order of the depth: the same bits whoever comes when.
+#pragma once
+
+#include "commdsl/types.cuh"
+#include "commdsl/device.cuh"
+#include "commdsl/elements.cuh"
+#include "commdsl/vectors.cuh"
+#include "commdsl/async.cuh"
+#include "commdsl/tensor.cuh"
+
+namespace commdsl {
+
+constexpr u32 kWarpgroup = 128, kMultipliers = 2, kTileRows = 64 * kMultipliers, kTileDepth = 64;
+constexpr u32 kLine = 128;                 // bytes that lie side by side in shared memory, swizzled
+constexpr u32 kPanelBytes = 64 * kLine;    // 64 lines
+
+// `slot`: where sums lie that one block leaves for another. `parts` 0: a whole tile; more: the first part, to which so many are
+// added; less: a later part.
+struct alignas(16) Piece {
+  u16 row, column, first, last;
+  i32 slot, parts;
+};
+
+struct alignas(64) MatmulArgs {
+  TensorMap a, b, c;
+  u64 pieces, begin;     // a table of pieces, and where each worker's begin
+  u64 bias, residual;
+  u64 partials, flags;
+  u32 rows, columns;     // of C
+};
+
+template <class Plan>
+struct MatmulShape : Plan {
+  static constexpr u32 kHalf = Plan::kColumns / 2;  // the columns of B that one load, or one block of a cluster, brings
+  static constexpr u32 kOutColumns = Plan::kGated ? kHalf : Plan::kColumns;
+  static constexpr u32 kSums = Plan::kColumns / 2;  // of a thread
+  static constexpr u32 kABytes = kTileRows * kLine, kStageBytes = kABytes + Plan::kColumns * kLine;
+  static constexpr u32 kOutElements = kLine / sizeof(typename Plan::Result::Storage);  // of a line
+};
+
+// The block's shared memory: stages, two panels of C for each multiplier, marks.
+template <class Shape>
+struct MatmulShared {
+  u32 base;
+
+  COMMDSL_FN MatmulShared() : base((static_cast<u32>(__cvta_generic_to_shared(shared_bytes)) + 1023) / 1024 * 1024) {}
+  COMMDSL_FN u32 stage(u32 fill) const { return base + fill % Shape::kStages * Shape::kStageBytes; }
+  COMMDSL_FN u32 panel(u32 multiplier, u32 store) const {
+    return base + Shape::kStages * Shape::kStageBytes + (2 * multiplier + store % 2) * kPanelBytes;
+  }
+  COMMDSL_FN u32 full(u32 fill) const { return panel(kMultipliers, 0) + fill % Shape::kStages * 8; }
+  COMMDSL_FN u32 empty(u32 fill) const { return full(fill) + Shape::kStages * 8; }
+  COMMDSL_FN static u32 parity(u32 fill) { return fill / Shape::kStages % 2; }
+
+  COMMDSL_FN void start() const {
+    for (u32 i = 0; i < Shape::kStages; ++i) {
+      start_mark(full(i), 1);
+      start_mark(empty(i), kMultipliers * Shape::kCluster);
+    }
+    marks_started();
+  }
+};
+
+template <class Shape>
+struct Worker {
+  const MatmulArgs& args;
+  MatmulShared<Shape> shared;
+  u32 fill = 0;
+
+  COMMDSL_FN explicit Worker(const MatmulArgs& args) : args(args) {}
+  COMMDSL_FN i32 begin() const { return reinterpret_cast<const i32*>(args.begin)[blockIdx.x / Shape::kCluster]; }
+  COMMDSL_FN i32 end() const { return reinterpret_cast<const i32*>(args.begin)[blockIdx.x / Shape::kCluster + 1]; }
+  COMMDSL_FN Piece piece(i32 at) const { return reinterpret_cast<const Piece*>(args.pieces)[at]; }
+  COMMDSL_FN static u32 row(const Piece& piece) { return (piece.row * Shape::kCluster + block_of_cluster()) * kTileRows; }
+  COMMDSL_FN static u32 column(const Piece& piece) { return piece.column * Shape::kOutColumns; }
+};
+
+// --- loading ---------------------------------------------------------------------------------------------------------------
+
+template <class Shape>
+struct Loader : Worker<Shape> {
+  using Worker<Shape>::Worker;
+
+  COMMDSL_FN void run() {
+    for (i32 at = this->begin(); at < this->end(); ++at) {
+      const Piece piece = this->piece(at);
+      for (u32 step = piece.first; step < piece.last; ++step) load(piece, step * kTileDepth);
+    }
+  }
+
+ private:
+  COMMDSL_FN void load(const Piece& piece, u32 depth) {
+    const u32 fill = this->fill++, stage = this->shared.stage(fill), mark = this->shared.full(fill);
+    await_phase(this->shared.empty(fill), this->shared.parity(fill) ^ 1);
+    expect(mark, Shape::kStageBytes);
+    load_panels<Shape::kADeep, kTileRows, 1>(stage, this->args.a, this->row(piece), depth, mark);
+    if constexpr (Shape::kCluster == 1) {
+      load_half(piece, 0, stage, depth, mark);
+      load_half(piece, 1, stage, depth, mark);
+    } else {
+      load_half(piece, block_of_cluster(), stage, depth, mark);
+    }
+  }
+
+  // Gated, the second half has the columns that are multiplied with what the activation makes of the first.
+  COMMDSL_FN void load_half(const Piece& piece, u32 half, u32 stage, u32 depth, u32 mark) {
+    const u32 column = this->column(piece) + half * (Shape::kGated ? this->args.columns : Shape::kHalf);
+    const u32 to = stage + Shape::kABytes + half * Shape::kHalf * kLine;
+    load_panels<Shape::kBDeep, Shape::kHalf, Shape::kCluster>(to, this->args.b, column, depth, mark);
+  }
+
+  // A line has 64 elements of one row, `deep`, or of 64 rows at one depth, and then a panel has 64 depths of them.
+  template <bool deep, u32 rows, u32 cluster>
+  COMMDSL_FN static void load_panels(u32 to, const TensorMap& map, u32 row, u32 depth, u32 mark) {
+    if constexpr (deep) {
+      tensor_load<cluster>(to, map, depth, row, mark);
+    } else {
+#pragma unroll
+      for (u32 at = 0; at < rows; at += 64) tensor_load<cluster>(to + at * kLine, map, row + at, depth, mark);
+    }
+  }
+};
+
+// --- multiplying -----------------------------------------------------------------------------------------------------------
+
+// Operands as wgmma finds them: 8 lines of 128 bytes are a unit; the next 8 lie 1024 bytes on. Where a line is not deep, the next 64
+// rows lie a panel on.
+template <bool deep>
+COMMDSL_FN u64 operand(u32 at) {
+  constexpr u64 swizzled = u64{1} << 62, next_lines = u64{1024 / 16} << 32, next_panel = u64{deep ? 1 : kPanelBytes / 16} << 16;
+  return swizzled | next_lines | next_panel | (at & 0x3ffff) / 16;
+}
+template <bool deep>
+constexpr u64 kNextSixteen = deep ? 2 : 2 * 1024 / 16;  // from one operand 16 deep to the next
+
+template <class Shape>
+struct Multiplier : Worker<Shape> {
+  using Result = typename Shape::Result;
+  const u32 number = threadIdx.x / kWarpgroup - 1, thread = threadIdx.x % kWarpgroup;
+  u32 stores = 0;
+  float sum[Shape::kSums];
+
+  using Worker<Shape>::Worker;
+
+  COMMDSL_FN void run() {
+    for (i32 at = this->begin(); at < this->end(); ++at) {
+      const Piece piece = this->piece(at);
+      multiply(piece.last - piece.first);
+      if (piece.parts < 0) {
+        leave(piece.slot);
+      } else {
+        for (i32 part = 0; part < piece.parts; ++part) add(piece.slot + part);
+        store(this->row(piece) + number * 64, this->column(piece));
+      }
+    }
+    if (thread == 0) await_reads<0>();  // the stores read this block's shared memory
+  }
+
+ private:
+  COMMDSL_FN void meet() const { asm volatile("bar.sync %0, %1;" ::"r"(number + 1), "n"(kWarpgroup) : "memory"); }
+
+  // The products of one stage run while those of the next are begun.
+  COMMDSL_FN void multiply(u32 steps) {
+    settle();
+    for (u32 step = 0; step < steps; ++step) {
+      await_phase(this->shared.full(this->fill), this->shared.parity(this->fill));
+      const u32 stage = this->shared.stage(this->fill);
+      u64 a = operand<Shape::kADeep>(stage + number * kPanelBytes), b = operand<Shape::kBDeep>(stage + Shape::kABytes);
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (u32 part = 0; part < kTileDepth / 16; ++part) {
+        Shape::multiply(typename Shape::Element{}, sum, a, b, step + part > 0);
+        a += kNextSixteen<Shape::kADeep>, b += kNextSixteen<Shape::kBDeep>;
+      }
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      ++this->fill;
+      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      if (step > 0) release(this->fill - 2);
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    release(this->fill - 1);
+    settle();
+  }
+
+  // The compiler is not to move the sums while products are on their way.
+  COMMDSL_FN void settle() {
+#pragma unroll
+    for (u32 i = 0; i < Shape::kSums; ++i) asm volatile("" : "+f"(sum[i])::"memory");
+  }
+
+  COMMDSL_FN void release(u32 fill) const {
+    if (thread < Shape::kCluster) arrive<Shape::kCluster>(this->shared.empty(fill), thread);
+  }
+
+  // --- sums of several blocks
+
+  COMMDSL_FN u32 left(i32 slot) const {
+    return (static_cast<u32>(slot) * Shape::kCluster + block_of_cluster()) * kMultipliers + number;
+  }
+  COMMDSL_FN char* partial(i32 slot) const {
+    return reinterpret_cast<char*>(this->args.partials) + (u64{left(slot)} * Shape::kSums / 4 * kWarpgroup + thread) * 16;
+  }
+  COMMDSL_FN u64* flag(i32 slot) const { return reinterpret_cast<u64*>(this->args.flags) + left(slot); }
+
+  COMMDSL_FN void leave(i32 slot) {
+    char* to = partial(slot);
+#pragma unroll
+    for (u32 i = 0; i < Shape::kSums; i += 4) {
+      Vector16 word;
+      memcpy(&word, sum + i, sizeof word);
+      commdsl::store(to + i / 4 * kWarpgroup * 16, word);
+    }
+    meet();
+    if (thread == 0) store_release_own(flag(slot), 1);
+  }
+
+  COMMDSL_FN void add(i32 slot) {
+    if (thread == 0) {
+      while (load_acquire(flag(slot)) == 0) {
+      }
+      store_relaxed(flag(slot), 0);  // for the next call
+    }
+    meet();
+    const char* from = partial(slot);
+#pragma unroll
+    for (u32 i = 0; i < Shape::kSums; i += 4) {
+      Vector16 word;
+      commdsl::load(word, from + i / 4 * kWarpgroup * 16);
+      float more[4];
+      memcpy(more, &word, sizeof word);
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) sum[i + e] += more[e];
+    }
+  }
+
+  // --- what becomes of a sum. Of every 8 columns a thread has two, in two rows 8 apart.
+
+  COMMDSL_FN u32 own_row(u32 i) const { return thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8; }
+  COMMDSL_FN u32 own_column(u32 i) const { return i / 4 * 8 + thread % 4 * 2; }
+
+  COMMDSL_FN void store(u32 row, u32 column) {
+    constexpr u32 sums = Shape::kOutElements / 2;  // of a thread, in a panel
+#pragma unroll
+    for (u32 first = 0; first < Shape::kOutColumns / 2; first += sums, ++stores) {
+      const u32 panel = this->shared.panel(number, stores);
+      if (thread == 0) await_reads<1>();
+      meet();
+      float value[sums];
+#pragma unroll
+      for (u32 i = 0; i < sums; i += 2) finish(first + i, row, column, value + i);
+      put(panel, value);
+      fence_proxies_of_shared();
+      meet();
+      if (thread == 0) {
+        tensor_store(this->args.c, column + first * 2, row, panel);
+        commit_group();
+      }
+    }
+  }
+
+  COMMDSL_FN void finish(u32 i, u32 row, u32 column, float* value) {
+    const u32 r = row + own_row(i), c = column + own_column(i);
+    value[0] = sum[i], value[1] = sum[i + 1];
+    const bool inside = c < this->args.columns;
+    if constexpr (Shape::kBias) {
+      if (inside) add_pair(value, this->args.bias, c);
+    }
+    if constexpr (Shape::kGated) {
+      float up[2] = {sum[i + Shape::kSums / 2], sum[i + Shape::kSums / 2 + 1]};
+      if constexpr (Shape::kBias) {
+        if (inside) add_pair(up, this->args.bias, this->args.columns + c);
+      }
+      for (u32 e = 0; e < 2; ++e) value[e] = value[e] / (1.0f + expf(-value[e])) * up[e];
+    }
+    if constexpr (Shape::kGelu) {
+      for (u32 e = 0; e < 2; ++e) value[e] = 0.5f * value[e] * (1.0f + erff(value[e] * 0.70710678f));
+    }
+    if constexpr (Shape::kResidual) {
+      if (inside && r < this->args.rows) add_pair(value, this->args.residual, u64{r} * this->args.columns + c);
+    }
+  }
+
+  COMMDSL_FN static void add_pair(float* value, u64 tensor, u64 at) {
+    u32 word;
+    load(word, reinterpret_cast<const char*>(tensor) + 2 * at);
+    value[0] += Shape::Element::widen(static_cast<u16>(word));
+    value[1] += Shape::Element::widen(static_cast<u16>(word >> 16));
+  }
+
+  // Into 64 swizzled lines: 16 bytes at place p of line l lie at place p ^ l % 8.
+  template <u32 sums>
+  COMMDSL_FN void put(u32 panel, const float (&value)[sums]) const {
+    if constexpr (sizeof(typename Result::Storage) == 2) {
+      const u32 line = thread / 32 * 16 + thread % 16, place = thread % 32 / 16;
+#pragma unroll
+      for (u32 i = 0; i < sums; i += 8) {
+        u32 word[4];
+#pragma unroll
+        for (u32 w = 0; w < 4; ++w) word[w] = Result::narrow_pair(value[i + 2 * w], value[i + 2 * w + 1]);
+        store_matrices(panel + line * kLine + ((place + i / 4) ^ line % 8) * 16, word);
+      }
+    } else {
+#pragma unroll
+      for (u32 i = 0; i < sums; i += 2) {
+        const u32 line = own_row(i), at = own_column(i) * 4;
+        store_shared(panel + line * kLine + ((at / 16) ^ line % 8) * 16 + at % 16, value[i], value[i + 1]);
+      }
+    }
+  }
+};
+
+// --- a block ---------------------------------------------------------------------------------------------------------------
+
+template <class Plan>
+COMMDSL_FN void matmul(const MatmulArgs& args) {
+  using Shape = MatmulShape<Plan>;
+  if (threadIdx.x == 0) MatmulShared<Shape>().start();
+  cluster_barrier<Shape::kCluster>();
+  if (threadIdx.x < kWarpgroup) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x == 0) Loader<Shape>(args).run();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    Multiplier<Shape>(args).run();
+  }
+  if (Shape::kCluster > 1) cluster_barrier<Shape::kCluster>();  // what one block sends to another finds it there
+}
+
+}  // namespace commdsl

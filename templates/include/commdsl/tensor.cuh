@@ -1,0 +1,82 @@
+// Boxes of tensors between memory and shared memory, as the driver's maps describe them; what blocks of a cluster do for each other.
+// Assumes async.cuh and sm_90. What lies outside of a tensor is read as zero, and not written.
+#pragma once
+
+namespace commdsl {
+
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+COMMDSL_FN u32 block_of_cluster() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of the blocks of a cluster, however their warps have parted.
+template <u32 cluster>
+COMMDSL_FN void cluster_barrier() {
+  if constexpr (cluster == 1) {
+    __syncthreads();
+  } else {
+    asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
+  }
+}
+
+COMMDSL_FN void start_mark(u32 mark, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mark), "r"(arrivals) : "memory");
+}
+
+COMMDSL_FN void marks_started() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  fence_proxies();
+}
+
+// At the mark in the same place of another block of the cluster.
+template <u32 cluster>
+COMMDSL_FN void arrive(u32 mark, u32 block) {
+  if constexpr (cluster == 1) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(mark) : "memory");
+  } else {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(
+            mark),
+        "r"(block)
+        : "memory");
+  }
+}
+
+// To `to` in every block of the cluster, each of whose marks is told.
+template <u32 cluster>
+COMMDSL_FN void tensor_load(u32 to, const TensorMap& map, u32 inner, u32 outer, u32 mark) {
+  if constexpr (cluster == 1) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+                 "l"(&map), "r"(inner), "r"(outer), "r"(mark)
+                 : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::
+            "r"(to),
+        "l"(&map), "r"(inner), "r"(outer), "r"(mark), "h"(static_cast<u16>((1 << cluster) - 1))
+        : "memory");
+  }
+}
+
+COMMDSL_FN void tensor_store(const TensorMap& map, u32 inner, u32 outer, u32 from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(inner), "r"(outer), "r"(from)
+               : "memory");
+}
+
+// Four matrices of 8 x 8 elements of 16 bits, of which a thread has a word each; thread t gives the address of line t % 8 of matrix t / 8.
+COMMDSL_FN void store_matrices(u32 at, const u32 (&word)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(word[0]), "r"(word[1]), "r"(word[2]),
+               "r"(word[3])
+               : "memory");
+}
+
+COMMDSL_FN void store_shared(u32 at, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(first), "f"(second) : "memory");
+}
+
+}  // namespace commdsl
