@@ -26,6 +26,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     gpus          what GPUs can do for each other, tried
     binding       a GPU's number -> what a launch asks of the driver and of torch
     merging       results of attention over parts of the keys -> one, by one kernel
+    matmul        a product of matrices -> a launch of our kernel
     host, device  that end on a processor, on a GPU
     groups        the name of a group -> the end of it
     given         what callers wrote -> what ops take
