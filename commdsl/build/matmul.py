@@ -26,7 +26,7 @@ ROWS, DEPTH = 128, 64
 _LINE, _PANELS, _MARKS = 128, 4 * 64 * 128, 256  # bytes, as matmul.cuh lays them out
 _SHARED = 227 * 1024
 _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i4")])
-_ARGUMENTS = struct.Struct("<6Q2I")
+_ARGUMENTS = struct.Struct("<7Q2I")
 _LEAST = 4  # stages of a part: what it costs to add two parts up takes as long
 _BAND = 16  # rows of blocks' tiles whose columns are made together: what they read stays in the L2 cache
 
@@ -162,7 +162,7 @@ def slot_bytes(tiling: Tiling) -> int:
     return 4 * ROWS * tiling.columns * tiling.cluster
 
 
-def packed(maps: Sequence[bytes], addresses: Sequence[int], product: Product) -> bytes:
+def packed(maps: Sequence[bytes], addresses: Sequence[int], timeout_ns: int, product: Product) -> bytes:
     """The kernel's one argument: the maps of A, B and C, the addresses of pieces, begin, bias, residual, partials and
-    flags, and the size of C."""
-    return b"".join(maps) + _ARGUMENTS.pack(*addresses, product.rows, product.columns)
+    flags, how long a block waits for another one's sum, and the size of C."""
+    return b"".join(maps) + _ARGUMENTS.pack(*addresses, timeout_ns, product.rows, product.columns)

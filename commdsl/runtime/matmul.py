@@ -14,7 +14,7 @@ import torch
 
 from commdsl.build import nvrtc
 from commdsl.build.matmul import ARCH, DEPTH, ROWS, THREADS, Product, Tiling, emitted, packed, slot_bytes, table
-from commdsl.machine.config import from_environment
+from commdsl.machine.config import DEFAULT_TIMEOUT, from_environment
 from commdsl.runtime.errors import DeviceError, TensorError
 from commdsl.runtime.kernel import DeviceKernel, Residence
 from commdsl.runtime.tensors import element_name
@@ -48,7 +48,9 @@ class Matmul:
         self._begin = torch.from_numpy(dealt.begin).to(where)
         self._partials = torch.empty(dealt.slots * slot_bytes(tiling), dtype=torch.uint8, device=where)
         self._flags = torch.zeros(dealt.slots * tiling.cluster * 2, dtype=torch.int64, device=where)
-        path = nvrtc.build(text, product.defines(), from_environment(), ARCH)
+        config = from_environment()
+        self._timeout_ns = int(1e9 * (config.timeout or DEFAULT_TIMEOUT))
+        path = nvrtc.build(text, product.defines(), config, ARCH)
         held = Residence("matmul", text.name, self._blocks, THREADS, tiling.shared_bytes, self._blocks)
         self._kernel = DeviceKernel(path, held, device, None)
 
@@ -71,7 +73,7 @@ class Matmul:
         addresses = [one.data_ptr() for one in own]
         addresses += [0 if one is None else one.data_ptr() for one in (bias, residual)]
         addresses += [self._partials.data_ptr(), self._flags.data_ptr()]
-        argument = packed(maps, addresses, self.product)
+        argument = packed(maps, addresses, self._timeout_ns, self.product)
         held = ctypes.create_string_buffer(argument, len(argument))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(held))
         kept = (held, pointers, a, b, c, bias, residual)

@@ -36,6 +36,7 @@ struct alignas(64) MatmulArgs {
   u64 pieces, begin;     // a table of pieces, and where each worker's begin
   u64 bias, residual;
   u64 partials, flags;
+  u64 timeout_ns;
   u32 rows, columns;     // of C
 };
 
@@ -224,10 +225,17 @@ struct Multiplier : Worker<Shape> {
     if (thread == 0) store_release_own(flag(slot), 1);
   }
 
+  // All blocks run at once, so what does not come is a fault of ours: the launch fails, rather than hang or go on without a part.
+  COMMDSL_FN void await_left(const u64* flag) const {
+    const u64 since = now_ns();
+    while (load_acquire(flag) == 0) {
+      if (now_ns() - since > this->args.timeout_ns) asm volatile("trap;");
+    }
+  }
+
   COMMDSL_FN void add(i32 slot) {
     if (thread == 0) {
-      while (load_acquire(flag(slot)) == 0) {
-      }
+      await_left(flag(slot));
       store_relaxed(flag(slot), 0);  // for the next call
     }
     meet();
