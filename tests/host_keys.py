@@ -64,15 +64,28 @@ def going(
     rank: str = "expert / (E / P)",
     lanes: int = 3,
     transport: Transport = Transport.PEER,
+    node: int = 0,
+    cast: str = "",
 ) -> CheckedDispatch:
-    """One way there, in words of the language."""
+    """One way there, in words of the language; on nodes of so many ranks, or on one. `cast`: of the first tensor."""
     names = [f"x{number}" for number in range(tensors)]
-    text = f"""dispatch experts(E = {keys}) for P ranks {{
-      {"   ".join(f"rows {name}[T]" for name in names)}
+    text = f"""{nodes_of(ranks, node) if node else ""}dispatch experts(E = {keys}) for P ranks {{
+      rows x0[T] {cast}   {"   ".join(f"rows {name}[T]" for name in names[1:])}
       key expert[T, K] of E
       {"value gate[T, K]" if value else ""}
       route {", ".join([*names, *(["gate"] if value else [])])} by {rank} {often}
       place by (expert, source rank, row) aligned {aligned}
       tune {{ sms {lanes}   threads 32 }}
     }}"""
-    return compiler.check(compiler.read_text(text, "by_hand.comm", Path()), ranks=ranks, transport=transport)
+    files, on = compiler.read_text(text, "by_hand.comm", Path()), "nodes" if node else None
+    return compiler.check(files, ranks=ranks, on=on, transport=transport)
+
+
+def nodes_of(ranks: int, node: int) -> str:
+    """A topology of nodes of so many ranks."""
+    return f"""topology nodes {{
+      nodes {ranks // node}   gpus {node} per node   sms 132
+      link nvlink in node   450 GB/s per gpu   0.7 us
+      link rail   across nodes same gpu   50 GB/s per gpu   4 us
+    }}
+    """

@@ -209,6 +209,8 @@ def test_once_per_rank() -> None:
         ("aligned A", "aligned K", ["C101"]),
         ("aligned A", "aligned", ["C002"]),
         ("once per rank\n  place", "once per rank by\n  place", ["C002"]),
+        ("once per rank\n  place", "once per nodes\n  place", ["C005"]),
+        ("once per rank\n  place", "once per node\n  place", ["C650"]),
         ("row)   aligned A", "row)   aligned A   aligned 2", ["C002"]),
         ("rows x[T]   rows scale[T]", "rows scale[T]   rows index[T]", ["C101", "C102", "C630"]),
     ],
@@ -219,6 +221,18 @@ def test_once_per_rank_refused(old: str, new: str, codes: list[str]) -> None:
     with pytest.raises(CommError) as caught:
         meant(ONCE.replace(old, new))
     assert sorted(diagnostic.code for diagnostic in caught.value.diagnostics) == sorted(codes)
+
+
+@pytest.mark.parametrize(("ranks", "node"), [(4, 0), (8, 0), (16, 8)])
+def test_once_per_node(ranks: int, node: int) -> None:
+    """Nodes are the topology's; on one of them nothing crosses."""
+    text = ONCE.replace("P)   once per rank", "P)   once per node").replace(")   once per rank", ")")
+    files = (parse(Source("dispatch.comm", text)),)
+    decl, machine = compiler.choose_kind(files, None, DispatchDecl), compiler.find_topology(files, "h200_2x8", ranks)
+    (route,) = resolve.dispatch(files, decl, ranks, machine, {}, {}).routes
+
+    assert isinstance(route, ByKey)
+    assert (route.often, route.node) == (Often.ONCE, node)
 
 
 def test_keys_have_two_plans() -> None:

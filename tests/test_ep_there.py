@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from host_keys import going  # noqa: E402 - after the check for torch
+from host_keys import going, nodes_of  # noqa: E402 - after the check for torch
 from test_keys_there import FORMS, call_of  # noqa: E402 - after the check for torch
 from thread_ranks import in_group  # noqa: E402 - after the check for torch
 
@@ -25,9 +25,9 @@ KEYS, ALIGNED = 12, 4
 LIMITS = ep.Limits(rows=40, keys=8, received=1000, widths=(10, 16), width_again=24)
 
 
-def written(folder: Path, often: str, value: bool = True) -> Path:
+def written(folder: Path, often: str, value: bool = True, topology: str = "") -> Path:
     path = folder / "going.comm"
-    path.write_text(f"""dispatch going(E = {KEYS}, A = {ALIGNED}) for P ranks {{
+    path.write_text(f"""{topology}dispatch going(E = {KEYS}, A = {ALIGNED}) for P ranks {{
       rows x[T]   rows scale[T]
       key expert[T, K] of E
       {"value gate[T, K]" if value else ""}
@@ -46,13 +46,13 @@ class Case:
     received: list[simulate.Received]
 
     @staticmethod
-    def drawn(kind: str, ranks: int, seed: int) -> Case:
+    def drawn(kind: str, ranks: int, seed: int, node: int | None = None) -> Case:
         call = call_of(kind, ranks, KEYS, 1 + seed % 6, seed, ALIGNED)
         dice = np.random.default_rng(seed)
         more = [dice.standard_normal((len(keys), 3)).astype(np.float64) for keys in call.keys]
         rank_of = [key * ranks // KEYS for key in range(KEYS)]
         tensors = (*call.tensors, more)
-        return Case(call, more, simulate.dispatch(call.keys, tensors, rank_of, call.values, ALIGNED))
+        return Case(call, more, simulate.dispatch(call.keys, tensors, rank_of, call.values, ALIGNED, node))
 
 
 def judge(experts: ep.Experts, case: Case, rank: int, often: str) -> None:
@@ -95,6 +95,36 @@ def test_there_and_again(ranks: int, nodes: str, often: str, tmp_path: Path, mon
         experts.release()
 
     in_group(ranks, work)
+
+
+@pytest.mark.parametrize("nodes", ["", "0,0,1,1"], ids=["near", "far"])
+@pytest.mark.parametrize("often", FORMS[1:], ids=["filled", "by index"])
+def test_once_per_node(often: str, nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, on two nodes of the topology that the Experts are held to."""
+    monkeypatch.setenv("COMMDSL_NODES", nodes)
+    kinds = ("random", "some have none", "all to one key", "twice")
+    cases = [Case.drawn(kind, 4, seed, 2) for seed, kind in enumerate(kinds)]
+    source = written(tmp_path, often.replace("rank", "node"), topology=nodes_of(4, 2))
+
+    def work(rank: int, group: str) -> None:
+        experts = ep.Experts(LIMITS, group, "cpu", check=True, source=source, on="nodes")
+        assert experts.plan.push_by_key.node == 2
+        for case in cases:
+            judge(experts, case, rank, often)
+        experts.synchronize()
+        experts.release()
+
+    in_group(4, work)
+
+
+def test_memory_of_what_crosses() -> None:
+    """As the README has it: for each other node the rows of a rank, and 4 bytes for each key, place and value."""
+    of = going(6, KEYS, "once per node", node=2)
+    widths = 10, 16, *(4 * 8,) * 3
+    push, again = of.plan.push_by_key, of.again.push_again
+    assert LIMITS.crossing_bytes(of.plan, push) == sum(-(-2 * 40 * width // 256) * 256 for width in widths)
+    assert LIMITS.crossing_bytes(of.again, again) == sum(-(-2 * 40 * width // 256) * 256 for width in (24, 32, 32))
+    assert LIMITS.crossing_bytes(going(6, KEYS).plan, going(6, KEYS).plan.push_by_key) == 0
 
 
 @pytest.mark.parametrize("often", FORMS, ids=lambda often: often[-8:] or "each")

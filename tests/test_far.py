@@ -35,10 +35,10 @@ from commdsl.machine.resources import data_dir
 from commdsl.program.arguments import FAR, heaps
 from commdsl.program.memory import Transport
 from commdsl.program.moves import Protocol
-from commdsl.program.phases import described
 from commdsl.program.plan import Plan
 from commdsl.program.timeouts import BAD_TILE, CommTimeout
 from commdsl.program.verify import verify
+from commdsl.program.wording import described
 
 FAR_PLANS = {
     "all far": (0, 1, 2, 3),

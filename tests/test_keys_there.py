@@ -49,7 +49,8 @@ def call_of(
 
 
 def wanted(of: CheckedDispatch, call: KeysCall, aligned: int) -> list[Received]:
-    return simulate.dispatch(call.keys, call.tensors, rank_of(of), call.values, aligned)
+    node = of.plan.push_by_key.node or None
+    return simulate.dispatch(call.keys, call.tensors, rank_of(of), call.values, aligned, node)
 
 
 def differs(mine: Arrived, theirs: Received, often: str) -> str:

@@ -20,9 +20,10 @@ from commdsl.language.diagnostics import Diagnostic, render_full
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import DispatchDecl
 from commdsl.machine.resources import data_dir
-from commdsl.program.phases import Actor, Ranks, described
+from commdsl.program.phases import Actor, Ranks
 from commdsl.program.proof.events import Events, Step, Wait, events, is_among, steps
 from commdsl.program.proof.regions import prove
+from commdsl.program.wording import described
 
 CLOCKS, REGIONS = (import_module(f"commdsl.program.proof.{name}") for name in ("clocks", "regions"))
 

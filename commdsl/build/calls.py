@@ -22,6 +22,7 @@ from commdsl.program.phases import (
     FillByKey,
     Finish,
     FinishBack,
+    Forward,
     Host,
     Meet,
     Push,
@@ -32,9 +33,9 @@ from commdsl.program.phases import (
     Read,
     Routed,
     Tell,
-    described,
 )
 from commdsl.program.plan import Plan
+from commdsl.program.wording import described
 
 RANKS = {Ranks.OWN: "commdsl::Ranks::kOwn", Ranks.OTHERS: "commdsl::Ranks::kOthers", Ranks.ALL: "commdsl::Ranks::kAll"}
 BACK = {Each.ENTRY: "rows", Each.RANK: "sums", Each.WORD: "words"}
@@ -151,6 +152,8 @@ def _call(phase: Routed, number: int) -> str:
             return "commdsl::push_by_key(here, peers);"
         case PushAgain():
             return "commdsl::push_again(here, peers);"
+        case Forward():
+            return "commdsl::forward(here, peers);"
         case FillByKey():
             return "commdsl::fill(here, peers);"
         case PushBack():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commdsl.ir.dispatches import Often
+from commdsl.program.crossing import crossing_widths
 from commdsl.program.memory import Words
 from commdsl.program.phases import Each, FinishBack, Push, PushAgain, PushBack, PushByKey
 from commdsl.program.plan import Plan, heap_layout
@@ -32,12 +33,14 @@ def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
                 yield "i32", "kIndexAt", phase.at("index")
                 yield "i32", "kOften", list(Often).index(phase.often)
                 yield "u64", "kAligned", phase.aligned
+                yield from _nodes(plan, phase)
             case PushAgain():
                 yield "i32", "kNumRows", 1
                 yield "i32", "kTensors", 1
                 yield from _given((0,))
                 yield "i32", "kOften", list(Often).index(phase.often)
                 yield "u64", "kAligned", phase.aligned
+                yield from _nodes(plan, phase)
             case PushBack():
                 yield "bool", "kAddsHere", int(phase.each is Each.RANK)
                 yield "bool", "kWeighsHere", int(phase.weights is not None)
@@ -51,8 +54,17 @@ def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
             yield "i32", "kAddressWords", len(memory.values)
         if memory.name == "kept" and isinstance(memory, Words):
             yield "i32", "kKeptWords", len(memory.values)
+        if memory.name == "sent" and isinstance(memory, Words):
+            yield "i32", "kSentWords", len(memory.values)
     for memory, at in layout.offsets:
         yield "u64", f"k{memory.name.capitalize()}At", at
+
+
+def _nodes(plan: Plan, phase: PushByKey | PushAgain) -> Iterator[tuple[str, str, int]]:
+    """Ranks of a node, and in how many memories what crosses lies; where rows go straight there is one node."""
+    yield "i32", "kNode", phase.node or plan.num_ranks
+    if phase.crossing is not None:
+        yield "i32", "kCrossing", len(crossing_widths(phase))
 
 
 def _given(stretches: tuple[int, ...]) -> Iterator[tuple[str, str, int]]:

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from commdsl.build.host_ranks import Kernel, Running, Seats, Values, run_ranks, seats
 from commdsl.program.arguments import is_cast_far, is_staged
-from commdsl.program.phases import Each, FillByKey
-from commdsl.program.plan import Plan
+from commdsl.program.crossing import crossing_at, crossing_bytes, crossing_widths
+from commdsl.program.memory import Words
+from commdsl.program.phases import Each, FillByKey, PushAgain, PushByKey
+from commdsl.program.plan import Plan, heap_layout, slot_bytes
 
 LINE = 256
 WORD = 8
@@ -69,22 +71,71 @@ class Held(Protocol):
 def there(made: Kernel, calls: Sequence[KeysCall], running: Running | None = None) -> list[list[Arrived]]:
     """By call and rank what came, with as many rows as the offsets say."""
     plan = made.plan
+    _, places, data = _run_there(made, calls, running)
+    return [
+        [_received(data, call, rank, results[rank], plan) for rank in range(plan.num_ranks)]
+        for call, results in zip(calls, places, strict=True)
+    ]
+
+
+def bytes_across(made: Kernel, call: KeysCall, running: Running | None = None) -> NDArray[np.int64]:
+    """(ranks, ranks): the bytes of rows that cross to each rank from each other one, once per node, as the lanes of a
+    kernel that checks have counted them where they send.
+    """
+    plan = made.plan
+    where, _, data = _run_there(made, [call], running)
+    ((words, at),) = [of for of in heap_layout(plan).offsets if isinstance(of[0], Words) and of[0].name == "sent"]
+    assert isinstance(words, Words)
+    found = np.zeros((plan.num_ranks, plan.num_ranks), np.int64)
+    for rank, source in np.ndindex(*found.shape):
+        first = where.heaps[rank] + at + source * slot_bytes(words, plan.comm.lanes)
+        sent = _numbers(data, first, np.uint64, call.lanes[source], len(words.values), 2)
+        found[rank, source] = sent[:, words.values.index("bytes across"), 0].sum()
+    return found
+
+
+def _run_there(
+    made: Kernel, calls: Sequence[KeysCall], running: Running | None
+) -> tuple[Seats, list[list[list[int]]], NDArray[np.uint8]]:
+    """Where ranks have what they need, where by call and rank results are, and the memory when all is over."""
+    plan = made.plan
     staged = max((_staged_bytes(call, plan) for call in calls), default=0) * plan.comm.lanes
-    where, places = seats(plan, _line(plan.symmetric_bytes) + staged), list[list[list[int]]]()
+    begin = _line(plan.symmetric_bytes) + _line(staged)
+    crossing, size = _crossing(plan, [(_widths(call, plan), call.keys) for call in calls], begin)
+    where, places = seats(plan, begin + size), list[list[list[int]]]()
     for call in calls:
         before = [at for at, other in enumerate(calls[: len(places)]) if other.slot == call.slot is not None]
         places.append(places[before[0]] if before else _results(where, call, plan))
     values: list[list[Values]] = []
     for number, call in enumerate(calls):
-        own: list[Values] = [_there(where, call, rank, places[number][rank], plan) for rank in range(plan.num_ranks)]
+        own: list[Values] = [
+            {**_there(where, call, rank, places[number][rank], plan), **crossing} for rank in range(plan.num_ranks)
+        ]
         if call.is_chained:
             own = [{**one, "keys": results[1]} for one, results in zip(own, places[number - 1], strict=True)]
         values.append(own)
-    data = run_ranks(made, where, values, running or Running())
-    return [
-        [_received(data, call, rank, results[rank], plan) for rank in range(plan.num_ranks)]
-        for call, results in zip(calls, places, strict=True)
-    ]
+    return where, places, run_ranks(made, where, values, running or Running())
+
+
+def _crossing(
+    plan: Plan, calls: Sequence[tuple[Sequence[int], Sequence[Array]]], begin: int
+) -> tuple[dict[str, int | Sequence[int]], int]:
+    """Where rows lie that cross once per node, and what memory all that takes from `begin` on. `calls`: of each how
+    wide rows are as they travel, and keys by rank.
+    """
+    push = next(phase for phase in plan.comm.phases if isinstance(phase, PushByKey | PushAgain))
+    if push.crossing is None:
+        return {}, 0
+    most = max(len(one) for _, keys in calls for one in keys)
+    every = [crossing_widths(push, widths, keys[0].shape[1]) for widths, keys in calls]
+    widths, nodes = [max(of) for of in zip(*every, strict=True)], plan.num_ranks // push.node
+    at = crossing_at(widths, most, nodes, begin)
+    return {"crossing": at, "crossing_rows": most}, crossing_bytes(widths, most, nodes)
+
+
+def _widths(call: KeysCall, plan: Plan) -> list[int]:
+    """Bytes of a row of each tensor as it travels, and of its scales."""
+    return [_width([one]) for one in arriving(call, 0, plan)]
 
 
 def _there(
@@ -217,7 +268,9 @@ class CallAgain:
 def again(made: Kernel, calls: Sequence[CallAgain], running: Running | None = None) -> list[list[Array]]:
     """By call and rank what came, with as many rows as the offsets say. Calls of one slot have one place for it."""
     ranks = range(made.plan.num_ranks)
-    where, held = seats(made.plan, made.plan.symmetric_bytes), dict[int, list[int]]()
+    begin, held = _line(made.plan.symmetric_bytes), dict[int, list[int]]()
+    crossing, size = _crossing(made.plan, [([_width(one.rows)], one.call.keys) for one in calls], begin)
+    where = seats(made.plan, begin + size)
     places = []
     for number, one in enumerate(calls):
         slot, size = -1 - number if one.call.slot is None else one.call.slot, one.call.room * _width(one.rows)
@@ -225,7 +278,8 @@ def again(made: Kernel, calls: Sequence[CallAgain], running: Running | None = No
             held[slot] = [where.room.poisoned(size, f"result of rank {rank}", shift=2 * rank + 6) for rank in ranks]
         places.append(held[slot])
     values = [
-        [_again(where, one, rank, at[rank], made.plan) for rank in ranks] for one, at in zip(calls, places, strict=True)
+        [{**_again(where, one, rank, at[rank], made.plan), **crossing} for rank in ranks]
+        for one, at in zip(calls, places, strict=True)
     ]
     data = run_ranks(made, where, values, running or Running())
     return [

@@ -24,11 +24,11 @@ from commdsl.program.memory import words_for
 from commdsl.program.moves import CELL, OpKind, Reason
 from commdsl.program.moves import Moves as Operations
 from commdsl.program.phases import Each, FinishBack, Push, PushAgain, PushBack, PushByKey, Touch
-from commdsl.program.phases import name_of as name_of_phase
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
 from commdsl.program.visited import kept_by, landing, plan_of, segments, started
+from commdsl.program.wording import name_of as name_of_phase
 
 
 def syntax_text(files: tuple[File, ...]) -> str:
@@ -333,8 +333,9 @@ def _way_there(phase: PushByKey | PushAgain) -> str:
         Often.ONCE: "to the place of its first key there, from which the others are filled",
         Often.INDEX: "to the place of its first key there",
     }
+    across = f"; to a node of {phase.node} once, and from there to its ranks" if phase.node else ""
     apart = "" if phase.aligned == 1 else f", each key's from a multiple of {phase.aligned} on"
-    return f"{', '.join(names)}: {phase.often.value}, {to[phase.often]}{apart}; beside it {beside}"
+    return f"{', '.join(names)}: {phase.often.value}, {to[phase.often]}{across}{apart}; beside it {beside}"
 
 
 def _way_back(phase: PushBack | FinishBack) -> str:

@@ -70,7 +70,7 @@ def trial_keys(compiled: CompiledDispatch, route: ByKey, dtype: DType, width: in
         raise UsageError(f"rows go into float8 here from float32 or float16, not from {dtype.name}")
     travelling = [_travelling(call, stretches) for call in calls]
     expected = [
-        simulate.dispatch(call.keys, tensors, route.rank_of, call.values, route.aligned)
+        simulate.dispatch(call.keys, tensors, route.rank_of, call.values, route.aligned, route.node or None)
         for call, tensors in zip(calls, travelling, strict=True)
     ]
     back = compiled.dispatch.back

@@ -37,7 +37,8 @@ class Handle:
     keys: torch.Tensor  # (T, K)
     counts: torch.Tensor
     origins: torch.Tensor  # (R,) int64, of each place: entry t * K + k in bits 0-31, source rank in 32-47, in 48-54 how
-    # many ranks with keys of the row are lower than this one; the sign: it is the row's first here. -1: it has no row
+    # many ranks with keys of the row are lower than this one, of its node where rows go once per node; the sign: it is
+    # the row's first here. -1: it has no row
     offsets: torch.Tensor
     places: torch.Tensor  # (T, K) int32: where each row of this rank is on the rank of its key, -1 if dropped
     mates: torch.Tensor | None = None  # (R, K) int32: at the place of a row's first key here those of all its keys

@@ -13,7 +13,8 @@ import torch
 
 from commdsl.ep.float8 import SCALE_BYTES, judge, staged_bytes, stretches_of, travels_in
 from commdsl.program.arguments import is_cast_far, is_staged
-from commdsl.program.phases import Each, PushByKey
+from commdsl.program.crossing import crossing_bytes, crossing_widths
+from commdsl.program.phases import Each, PushAgain, PushByKey
 from commdsl.program.plan import Plan
 from commdsl.runtime.errors import DispatchError, TensorError
 from commdsl.runtime.pool import aligned, row_bytes
@@ -45,9 +46,7 @@ class Limits:
         """Of one call there: what is received of each tensor, its scales, where it comes from, what else is beside."""
         sizes = {"origins": ORIGIN_BYTES, "mates": NUMBER_BYTES * self.keys}
         beside = (sizes.get(rows.name, NUMBER_BYTES) for rows in push.to[len(push.rows) :])
-        cast = [(width, by) for width, by in zip(self.widths, push.stretches, strict=True) if by]
-        scales = (SCALE_BYTES * stretches_of(width, by) for width, by in cast)
-        return sum(aligned(self.received * width) for width in (*self.widths, *scales, *beside))
+        return sum(aligned(self.received * width) for width in (*self.widths, *self._scales(push), *beside))
 
     def cast_bytes(self, there: Plan) -> int:
         """Behind it: rows in float8 of each warp, before they go to ranks that are far."""
@@ -55,6 +54,24 @@ class Limits:
             return 0
         staged = staged_bytes(self.widths, there.push_by_key.stretches)
         return there.comm.lanes * (there.comm.threads // WARP) * staged
+
+    def crossing(self, push: PushByKey | PushAgain) -> tuple[int, ...]:
+        """Bytes of a row in each of the memories where rows wait that cross once per node; nothing where none do."""
+        if push.crossing is None:
+            return ()
+        if isinstance(push, PushAgain):
+            return crossing_widths(push, (self.width_again,), self.keys)
+        return crossing_widths(push, (*self.widths, *self._scales(push)), self.keys)
+
+    def crossing_bytes(self, plan: Plan, push: PushByKey | PushAgain) -> int:
+        """Of all that: a place for each of `rows` rows of a rank of every other node."""
+        nodes = plan.num_ranks // push.node if push.node else 1
+        return crossing_bytes(self.crossing(push), self.rows, nodes)
+
+    def _scales(self, push: PushByKey) -> tuple[int, ...]:
+        """Bytes of a row of each tensor of scales."""
+        cast = ((width, by) for width, by in zip(self.widths, push.stretches, strict=True) if by)
+        return tuple(SCALE_BYTES * stretches_of(width, by) for width, by in cast)
 
     def places(self, back: Plan) -> int:
         """Rows that may wait on a rank until they are added up: one for each key, or for each rank that has any."""

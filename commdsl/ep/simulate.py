@@ -51,11 +51,14 @@ def dispatch(
     rank_of: Sequence[int],
     values: Sequence[NDArray[np.float32]] | None = None,
     aligned: int = 1,
+    node: int | None = None,
 ) -> list[Received]:
     """`keys`: by rank (T, K), numbers below len(rank_of), or that for none. `tensors`: by tensor, rank (T, ...).
-    `values`: by rank (T, K). The rows of each key begin at a multiple of `aligned`.
+    `values`: by rank (T, K). The rows of each key begin at a multiple of `aligned`. Slots are counted in nodes of
+    `node` ranks, all of them unless said.
     """
     ranks = len(keys)
+    begins = [rank - rank % (node or ranks) for rank in range(ranks)]  # of each rank's node
     places = [np.full(own.shape, -1, np.int32) for own in keys]
     laid = [_laid(keys, [key for key in range(len(rank_of)) if rank_of[key] == rank], aligned) for rank in range(ranks)]
     for entries, _, _ in laid:
@@ -76,7 +79,7 @@ def dispatch(
             source, row, which = entry
             ranks_of_row = [rank_of[key] if 0 <= key < len(rank_of) else None for key in keys[source][row].tolist()]
             here = [number for number, of in enumerate(ranks_of_row) if of == rank]
-            slot = len({of for of in ranks_of_row if of is not None and of < rank})
+            slot = len({of for of in ranks_of_row if of is not None and begins[rank] <= of < rank})
             is_first = which == here[0]
             origins[place] = row * a_row + which | source << 32 | slot << 48 | is_first << 63
             index[place] = places[source][row, here[0]]

@@ -17,7 +17,8 @@ from commdsl.ep import float8
 from commdsl.ep.float8 import staged_bytes
 from commdsl.ep.limits import Limits
 from commdsl.ep.pending import Run
-from commdsl.program.phases import FillByKey
+from commdsl.program.crossing import crossing_at, crossing_widths
+from commdsl.program.phases import FillByKey, PushAgain, PushByKey
 from commdsl.program.plan import Plan
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.launches import Arguments, Launches
@@ -54,12 +55,24 @@ class Known:
         """Collective: symmetric memory for a Plan, and so many bytes behind its own."""
         return Launches(self.comm, *way, room, self.explain, self.terms, self.seconds)
 
-    def set_up(self, way: tuple[Plan, Emitted], nbytes: int, staging: int = 0) -> tuple[Launches, Pool]:
-        """Collective: symmetric memory for `results` calls that leave so many bytes each, and for staging before it."""
+    def set_up(self, way: tuple[Plan, Emitted], nbytes: int, before: int) -> tuple[Launches, Pool]:
+        """Collective: symmetric memory for `results` calls that leave so many bytes each, and for what lies before."""
         plan = way[0]
-        begin = aligned(plan.symmetric_bytes) + staging
+        begin = aligned(plan.symmetric_bytes) + before
         launches = self.launches(way, begin - plan.symmetric_bytes + self.results * nbytes)
         return launches, Pool(plan.name, launches.heap + begin, (nbytes, 0), self.results)
+
+    def crossing(self, plan: Plan, push: PushByKey | PushAgain, begin: int) -> tuple[int, ...]:
+        """What a kernel is told of rows that cross once per node: where they wait from `begin` on, and how many may."""
+        if push.crossing is None:
+            return ()
+        widths, rows = self.limits.crossing(push), self.limits.rows
+        return (*crossing_at(widths, rows, plan.num_ranks // push.node, begin), rows)
+
+
+def crossing_words(push: PushByKey | PushAgain) -> Arguments:
+    """The same, as it changes with a call: not at all."""
+    return {} if push.crossing is None else {"crossing": (0,) * len(crossing_widths(push)), "crossing_rows": 0}
 
 
 class WayThere:
@@ -68,11 +81,14 @@ class WayThere:
     def __init__(self, known: Known, way: tuple[Plan, Emitted]) -> None:
         """Collective."""
         self.push, self._known, limits = way[0].push_by_key, known, known.limits
-        staging = limits.cast_bytes(way[0])
-        self.launches, self.pool = known.set_up(way, limits.result_bytes(self.push), aligned(staging) if staging else 0)
+        staging, begin = limits.cast_bytes(way[0]), aligned(way[0].symmetric_bytes)
+        staged = aligned(staging) if staging else 0
+        across = limits.crossing_bytes(way[0], self.push)
+        self.launches, self.pool = known.set_up(way, limits.result_bytes(self.push), staged + across)
+        self._crossing = known.crossing(way[0], self.push, begin + staged)
         self._staging: tuple[int, ...] = ()
         if staging:
-            self._staging = aligned(way[0].symmetric_bytes), staged_bytes(limits.widths, self.push.stretches)
+            self._staging = begin, staged_bytes(limits.widths, self.push.stretches)
         self._built: Start | None = None
 
     @property
@@ -91,7 +107,9 @@ class WayThere:
                 **({"elements": (0,) * 3} if any(self.push.stretches) else {}),
                 **dict(zip(("staging", "staged_bytes"), self._staging, strict=False)),
                 "outputs": (0,) * len(self.push.to),
-                **dict.fromkeys(("room", "counts", "offsets", "places", "digest", "rank", "half", "active_lanes"), 0),
+                **dict.fromkeys(("room", "counts", "offsets", "places"), 0),
+                **crossing_words(self.push),
+                **dict.fromkeys(("digest", "rank", "half", "active_lanes"), 0),
             }
             self._built = self.launches.start(self._known.macros, {}, changing)
         return self._built
@@ -120,6 +138,7 @@ class WayThere:
             *addresses(received),
             room,
             *addresses((counts, offsets, places)),
+            *self._crossing,
             digest,
             known.comm.rank,
         )
@@ -168,7 +187,10 @@ class WayAgain:
     def __init__(self, known: Known, way: tuple[Plan, Emitted]) -> None:
         """Collective."""
         self._known, self._has_mates = known, any(isinstance(one, FillByKey) for one in way[0].comm.phases)
-        self.launches, self.pool = known.set_up(way, aligned(known.limits.received * known.limits.width_again))
+        self._push, limits = way[0].push_again, known.limits
+        across, begin = limits.crossing_bytes(way[0], self._push), aligned(way[0].symmetric_bytes)
+        self.launches, self.pool = known.set_up(way, aligned(limits.received * limits.width_again), across)
+        self._crossing = known.crossing(way[0], self._push, begin)
         self._built: Start | None = None
 
     @property
@@ -178,13 +200,15 @@ class WayAgain:
     def start(self) -> Start:
         """The kernel, built once."""
         if self._built is None:
-            names = ("counts", "offsets", "places", "origins", "keys", "num_rows", "keys_a_row")
+            names = ("counts", "offsets", "places", "origins")
+            of_keys = ("keys", "num_rows", "keys_a_row", *(("mates",) if self._has_mates else ()))
             changing: Arguments = {
                 "inputs": (0,),
                 "row_bytes": (0,),
                 "outputs": (0,),
-                **dict.fromkeys(("room", *names, *(("mates",) if self._has_mates else ())), 0),
-                **dict.fromkeys(("digest", "rank", "half", "active_lanes"), 0),
+                **dict.fromkeys(("room", *names), 0),
+                **crossing_words(self._push),
+                **dict.fromkeys((*of_keys, "digest", "rank", "half", "active_lanes"), 0),
             }
             self._built = self.launches.start(self._known.macros, {}, changing)
         return self._built
@@ -203,6 +227,7 @@ class WayAgain:
             found.data_ptr(),
             room,
             *addresses((counts, offsets, places, origins)),
+            *self._crossing,
             keys.data_ptr(),
             *keys.shape,
             *(addresses(mates) if self._has_mates else ()),

@@ -82,7 +82,8 @@ class ByTable:
 class ByKey:
     """Keys on the GPU, int32: a row goes to the rank of each of its keys; key `num_keys` sends it nowhere.
 
-    The rows of each key begin at a multiple of `aligned`; those in between are zero.
+    The rows of each key begin at a multiple of `aligned`; those in between are zero. To the ranks of another node of
+    `node` ranks a row goes by way of the one that has its source's number there.
     """
 
     key: str
@@ -91,6 +92,7 @@ class ByKey:
     often: Often = Often.EACH
     aligned: int = 1
     value: str | None = None  # a float32 for each row and each of its keys, which arrives beside the row
+    node: int = 0  # ranks of a node, to which a row crosses once; 0: a row goes straight to every rank
 
     @property
     def num_keys(self) -> int:

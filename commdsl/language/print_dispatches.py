@@ -69,7 +69,7 @@ def line(node: Line) -> str:
 def _once(node: syntax.Once | None) -> str:
     if node is None:
         return ""
-    return GAP + ONCE + (" by index" if node.by_index else "")
+    return f"{GAP}once per {node.per}{' by index' if node.by_index else ''}"
 
 
 def head(node: Block) -> str:

@@ -4,7 +4,8 @@ memory        where data lies, and who may write it
 moves         the phase of static operations: per-rank tables, their operands and flags
 tasks         the phase of tiles: what a role computes beside the moves
 arriving      the names of what arrives besides the tensors of a dispatch by keys
-phases        what else a role does, proved by region: tell, meet, push, finish
+phases        what else a role does, proved by region: tell, meet, push, finish; `wording`: in words
+crossing      rows that cross once per node -> the memory in which they wait there
 halves        the phases of a call -> those of two launches, one that sends and one that waits for what comes
 launches      phases of a program with compute between its steps: launch, visit, return
 plan          memory, roles, and each role's phases in order

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from commdsl.language.diagnostics import InternalError
+from commdsl.program.crossing import crossing_widths
 from commdsl.program.memory import Home, Transport
 from commdsl.program.moves import Moves
 from commdsl.program.phases import Count, Each, FillByKey, FinishBack, Push, PushAgain, PushBack, PushByKey
@@ -143,6 +144,7 @@ def arguments(plan: Plan) -> Arguments:
                     Field("outputs", len(phase.to), is_address=True),
                     Field("room"),  # rows of each output
                     *(Field(name, is_address=True) for name in ("counts", "offsets", "places")),
+                    *_crossing(phase),
                 ]
             case PushAgain():
                 words += [
@@ -151,6 +153,7 @@ def arguments(plan: Plan) -> Arguments:
                     Field("outputs", 1, is_address=True),
                     Field("room"),  # rows of the output
                     *(Field(name, is_address=True) for name in ("counts", "offsets", "places", "origins")),
+                    *_crossing(phase),
                     *_KEYS,
                 ]
             case FillByKey():
@@ -178,6 +181,11 @@ def arguments(plan: Plan) -> Arguments:
         numbers.insert(1, Field("half", type="i32"))  # 0: the call is one launch; 1, 2: the first, the second of two
     words.append(Field("digest"))  # of all that is the same on every rank, in 32 bits
     return Arguments((*words, *numbers))
+
+
+def _crossing(phase: PushByKey | PushAgain) -> tuple[Field, ...]:
+    """Offsets in every heap of what crosses between nodes, and for how many rows of each source there is room."""
+    return () if phase.crossing is None else (Field("crossing", len(crossing_widths(phase))), Field("crossing_rows"))
 
 
 def is_staged(plan: Plan) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from commdsl.program.memory import Words
+from commdsl.program.memory import Rows, Words
 from commdsl.program.phases import Actor, Meet, PushAgain, PushBack, PushByKey, Ranks, Read, Routed, Tell
 
 Halves: TypeAlias = tuple[tuple[Routed, ...], tuple[Routed, ...]]
@@ -37,12 +37,25 @@ def kept_by(phases: tuple[Routed, ...], num_ranks: int) -> Words | None:
         match phase:
             case PushByKey():
                 more = *(f"room {rank}" for rank in range(num_ranks)), *(f"comes {rank}" for rank in range(num_ranks))
-                return Words("kept", (*lanes, *more, "bad"), a_lane=True, is_own=True)
+                forwards = _of_forwarding(phase.crossing, phase.to, num_ranks)
+                return Words("kept", (*lanes, *more, "bad", *forwards), a_lane=True, is_own=True)
+            case PushAgain():
+                rooms = tuple(f"room {rank}" for rank in range(num_ranks)) if phase.crossing else ()
+                forwards = _of_forwarding(phase.crossing, (phase.to,), num_ranks)
+                return Words("kept", (*lanes, *rooms, *forwards), a_lane=True, is_own=True)
             case PushBack():
                 return Words("kept", (*lanes, "bad", "apart"), a_lane=True, is_own=True)
             case _:
                 pass
     return Words("kept", lanes, a_lane=True, is_own=True)
+
+
+def _of_forwarding(crossing: Rows | None, to: tuple[Rows, ...], num_ranks: int) -> tuple[str, ...]:
+    """What the second launch forwards by: how many rows each rank has, and where each has its results."""
+    if crossing is None:
+        return ()
+    ranks = range(num_ranks)
+    return *(f"rows {rank}" for rank in ranks), *(f"{rows.name} of {rank}" for rank in ranks for rows in to)
 
 
 def halves_of(phases: tuple[Routed, ...], num_ranks: int) -> Halves | None:

@@ -2,7 +2,7 @@
 
 Assumes nothing of a routing: which rows go where is data, which memory a lane may touch is not. Does not order
 anything: `lower` puts phases in order, `proof` judges it, and the kernel's text is printed from it. `Moves`, the phase
-that is proved by operation, has a module of its own.
+that is proved by operation, has a module of its own, and `wording` what phases are called.
 
 Who acts is a rank's first lane, all its lanes, or its caller on a stream. A phase waits, touches memory, then tells.
 Words and counters that tell are what others wait for: nothing else orders two ranks.
@@ -133,6 +133,10 @@ class PushByKey:
     Behind what is `given`, `to` has the scales of what travels in float8, by `stretches` of so many elements, 0 for the
     others; then what arrives beside rows (`beside`), of all places. The rank itself learns the `counts` of what comes
     to it, by key and source, the `offsets` where each key's end, and the `places` of its own.
+
+    Rows for ranks of another node of `node` ranks go to the `crossing` of the one there that has this rank's number in
+    its node, with their keys, places and values, each row at a place of its own: the segments that lie on the ranks of
+    that node and are of this source are that rank's to write (`Forward`). So a segment still has one writer.
     """
 
     given: tuple[Rows, ...]
@@ -145,6 +149,8 @@ class PushByKey:
     often: Often
     aligned: int
     stretches: tuple[int, ...]  # by what is given
+    node: int = 0  # 0: rows go straight to all ranks
+    crossing: Rows | None = None
 
     @property
     def by(self) -> Actor:
@@ -163,7 +169,7 @@ class PushByKey:
 @dataclass(frozen=True, slots=True)
 class PushAgain:
     """Rows to the places that rows had in a call before, whose `places`, `origins`, `offsets` and `counts` are given.
-    The rank clears those of its own that have none. `positions`: as for `Count`.
+    The rank clears those of its own that have none. `positions`: as for `Count`, `node` and `crossing`: as there.
     """
 
     given: Rows
@@ -176,6 +182,22 @@ class PushAgain:
     positions: tuple[int, ...]
     often: Often
     aligned: int
+    node: int = 0
+    crossing: Rows | None = None
+
+    @property
+    def by(self) -> Actor:
+        return Actor.LANES
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Rows that crossed to this rank for its node, once each, to the places of their keys on the ranks of the node,
+    with what arrives beside them: to segments of the rank's likes in other nodes, which nobody else writes there.
+    """
+
+    crossing: Rows
+    to: tuple[Rows, ...]
 
     @property
     def by(self) -> Actor:
@@ -244,7 +266,19 @@ class FinishBack:
 
 
 Routed: TypeAlias = (
-    Host | Tell | Meet | Read | Push | Finish | Count | PushByKey | PushAgain | FillByKey | PushBack | FinishBack
+    Host
+    | Tell
+    | Meet
+    | Read
+    | Push
+    | Finish
+    | Count
+    | PushByKey
+    | PushAgain
+    | Forward
+    | FillByKey
+    | PushBack
+    | FinishBack
 )
 
 
@@ -289,10 +323,13 @@ def touches(phase: Routed) -> tuple[Touch, ...]:
             reads = _reads(*phase.given, phase.keys, *(() if phase.value is None else (phase.value,)))
             writes = tuple(Touch(rows, Ranks.ALL, True, _turn(rows)) for rows in phase.to)
             own = tuple(Touch(rows, Ranks.OWN, True, 1) for rows in (phase.counts, phase.offsets, phase.places))
-            return (*reads, *writes, *own)
+            return (*reads, *writes, *own, *_crosses(phase.crossing))
         case PushAgain():
             reads = _reads(phase.given, phase.keys, phase.places, phase.origins, phase.offsets, phase.counts)
-            return (*reads, Touch(phase.to, Ranks.ALL, True, _turn(phase.to)))
+            return (*reads, Touch(phase.to, Ranks.ALL, True, _turn(phase.to)), *_crosses(phase.crossing))
+        case Forward():
+            writes = tuple(Touch(rows, Ranks.ALL, True, _turn(rows)) for rows in phase.to)
+            return (*_reads(phase.crossing), *writes)
         case FillByKey():
             # From rows that have come to places that nobody else writes: behind the push, before the caller.
             reads = tuple(Touch(rows, Ranks.OWN, False, 2) for rows in (*phase.to, phase.origins, phase.mates))
@@ -311,76 +348,13 @@ def _reads(*rows: Rows) -> tuple[Touch, ...]:
     return tuple(Touch(one, Ranks.OWN, False, 1) for one in rows)
 
 
+def _crosses(crossing: Rows | None) -> tuple[Touch, ...]:
+    """To one rank of each other node, which of them is no matter of the order: to a segment of the writer's own."""
+    return () if crossing is None else (Touch(crossing, Ranks.ALL, True, _turn(crossing)),)
+
+
 def _if(rows: Rows | None) -> tuple[Rows, ...]:
     return () if rows is None else (rows,)
-
-
-def name_of(phase: Routed) -> str:
-    """What a phase is, in two words at most."""
-    match phase:
-        case Host():
-            return phase.name
-        case Tell():
-            return f"tell {phase.what.name}"
-        case Meet():
-            return f"meet {phase.what.name}"
-        case Read():
-            return f"read {phase.what.name}"
-        case Count():
-            return "count"
-        case Push() | PushByKey() | PushAgain():
-            return "push"
-        case PushBack():
-            return f"push{_BACK[phase.each]}"
-        case FillByKey():
-            return "fill"
-        case Finish():
-            return "finish"
-        case FinishBack():
-            return f"finish{_BACK[phase.each]}"
-        case _:
-            assert_never(phase)
-
-
-_BACK = {Each.ENTRY: "", Each.RANK: " sums", Each.WORD: " words"}
-
-
-def described(phase: Routed) -> str:
-    """What a phase is, who does it, and whom it is about."""
-    name, by = name_of(phase), f", by {phase.by.value}"
-    match phase:
-        case Tell():
-            return f"{name} to {phase.to.value}{by}"
-        case Meet():
-            back = f", {phase.calls_back} calls before" if phase.calls_back else ""
-            return f"{name} of {phase.of.value}{back}{by}"
-        case Push():
-            why = f" ({phase.reason})" if phase.reason else ""
-            return f"{name} {', '.join(rows.name for rows in phase.given)}{by}{why}"
-        case Finish():
-            return f"{name} {', '.join(rows.name for rows in phase.to)}{by}"
-        case Count():
-            return f"{name} {phase.keys.name}{by}"
-        case PushByKey():
-            rows = ", ".join(one.name for one in (*phase.given, *(() if phase.value is None else (phase.value,))))
-            return f"{name} {rows} by {phase.keys.name}, {phase.often.value}{by}"
-        case PushAgain():
-            return f"{name} {phase.given.name} again, {phase.often.value}{by}"
-        case FillByKey():
-            return f"{name} {', '.join(rows.name for rows in phase.to)}{by}"
-        case PushBack():
-            sums = ", the sums of this rank's" if phase.each is Each.RANK else ""
-            return f"{name} {phase.given.name} back{sums}{_times(phase.weights)}{by}"
-        case FinishBack():
-            return f"{name} {phase.to.name} of {phase.each.value}{_times(phase.weights)}{by}"
-        case Host() | Read():
-            return f"{name}{by}"
-        case _:
-            assert_never(phase)
-
-
-def _times(weights: Rows | None) -> str:
-    return "" if weights is None else f" times {weights.name}"
 
 
 def _is_own(what: Words | Counters) -> bool:

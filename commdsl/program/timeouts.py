@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from commdsl.machine.errors import Error
-from commdsl.program.phases import Routed, described
+from commdsl.program.phases import Routed
 from commdsl.program.plan import Plan
+from commdsl.program.wording import described
 
 RECORD_BYTES = 64
 _FORMAT = "<Q4i5Q"

@@ -15,6 +15,7 @@ from commdsl.program.phases import (
     Each,
     FillByKey,
     FinishBack,
+    Forward,
     Meet,
     PushAgain,
     PushBack,
@@ -29,7 +30,7 @@ def verify_keys(plan: Plan) -> None:
     """Raises InternalError unless keys, rows and what is told of them fit each other."""
     lanes = [phase for role in plan.roles if not role.is_caller for phase in role.phases]
     routed = [phase for phase in lanes if isinstance(phase, Routed)]
-    kinds = Count | PushByKey | PushAgain | FillByKey | PushBack | FinishBack
+    kinds = Count | PushByKey | PushAgain | Forward | FillByKey | PushBack | FinishBack
     phases = [phase for phase in routed if isinstance(phase, kinds)]
     for phase in phases:
         if isinstance(phase, Count | PushAgain | FinishBack):
@@ -48,17 +49,20 @@ def verify_keys(plan: Plan) -> None:
             _law(counted == [Count, Tell, Meet], "rows go by keys that were not counted, told and met, in this order")
             (count,) = (phase for phase in phases if isinstance(phase, Count))
             fills = [phase for phase in phases if isinstance(phase, FillByKey)]
-            _law(len(phases) == 2 + len(fills), f"rows go by keys in {len(phases)} phases")
+            forwards = [phase for phase in phases if isinstance(phase, Forward)]
+            _law(len(phases) == 2 + len(forwards) + len(fills), f"rows go by keys in {len(phases)} phases")
             names = [rows.name for rows in push.to]
             told = ("lanes", "room", *names, *(f"{push.keys.name} {key}" for key in range(len(count.positions))))
-            _told(routed, told)
             _there(count, push)
+            _crosses(plan, push, forwards, push.to)
+            _told(routed, told, push)
             at = {rows.name: rows for rows in push.to[len(push.rows) :]}
             _filled(push, fills, push.rows, at["origins"], at.get("mates"))
-        case [PushAgain() as push, *fills] if all(isinstance(phase, FillByKey) for phase in fills):
+        case [PushAgain() as push, *rest] if all(isinstance(phase, Forward | FillByKey) for phase in rest):
             _again(push)
-            _told(routed, ("lanes", "room", push.to.name))
-            found = [phase for phase in fills if isinstance(phase, FillByKey)]
+            _crosses(plan, push, [phase for phase in rest if isinstance(phase, Forward)], (push.to,))
+            _told(routed, ("lanes", "room", push.to.name), push)
+            found = [phase for phase in rest if isinstance(phase, FillByKey)]
             _filled(push, found, (push.to,), push.origins, Rows("mates", Home.GIVEN))
         case [PushBack() as push, FinishBack() as finish]:
             _back(push, finish)
@@ -112,6 +116,21 @@ def _again(push: PushAgain) -> None:
     _law(1 <= push.aligned <= MOST_ALIGNED, f"rows are aligned to {push.aligned}")
 
 
+def _crosses(plan: Plan, push: PushByKey | PushAgain, forwards: list[Forward], to: tuple[Rows, ...]) -> None:
+    """What crosses once per node waits where it is forwarded, all of it, between nodes that are alike."""
+    wanted = int(push.node > 0)
+    _law(len(forwards) == wanted, f"{len(forwards)} phases forward rows of nodes of {push.node}, expected {wanted}")
+    _law((push.crossing is None) == (push.node == 0), "rows cross where there are nodes")
+    if push.crossing is not None:
+        _law(push.often is not Often.EACH, f"rows that cross once go {push.often.value}")
+        _law(0 < push.node < plan.num_ranks, f"{plan.num_ranks} ranks are more than one node of {push.node}")
+        _law(plan.num_ranks % push.node == 0, f"{plan.num_ranks} ranks are no full nodes of {push.node}")
+        _law(push.crossing.home is Home.WAITING, f"`{push.crossing.name}` waits until it is forwarded")
+    for forward in forwards:
+        _law(forward.crossing == push.crossing, "what crosses is what is forwarded")
+        _law(forward.to == to, "what is forwarded goes where all rows go")
+
+
 def _filled(
     push: PushByKey | PushAgain, fills: list[FillByKey], to: tuple[Rows, ...], origins: Rows, mates: Rows | None
 ) -> None:
@@ -146,9 +165,13 @@ def _distinct(*rows: Rows) -> None:
     _law(len({one.name for one in rows}) == len(rows), f"two of {', '.join(one.name for one in rows)} are one")
 
 
-def _told(phases: list[Routed], addresses: tuple[str, ...]) -> None:
+def _told(phases: list[Routed], addresses: tuple[str, ...], push: PushByKey | PushAgain | None = None) -> None:
     """Words have the values that their bodies write and read."""
-    wanted = {"addresses": addresses, "sent": ("rows",)}
+    crosses = push is not None and push.node > 0
+    wanted = {
+        "addresses": (*addresses, *(("rows sent",) if crosses else ())),
+        "sent": ("rows", "bytes across") if crosses else ("rows",),
+    }
     for phase in phases:
         if isinstance(phase, Tell) and isinstance(phase.what, Words) and phase.what.name in wanted:
             said = phase.what.values

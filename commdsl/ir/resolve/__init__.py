@@ -14,7 +14,7 @@ prove anything about the steps: their indices out of range stay in the arrays fo
     tasks         `compute`, and `yield` with a body
     tuning        `tune`
     plans         `plan` -> shards in global order
-    dispatches, dispatch_routes   `dispatch` -> its tensors, and the routes they take
+    dispatches, dispatch_routes, dispatch_back   `dispatch` -> its tensors, the routes they take, and the way back
 """
 
 from __future__ import annotations

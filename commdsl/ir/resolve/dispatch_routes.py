@@ -1,7 +1,7 @@
-"""Turns the routes of a dispatch into ByTable and ByKey, with the order in which rows are placed, and its way back.
+"""Turns the routes of a dispatch into ByTable and ByKey, with the order in which rows are placed.
 
 Assumes the names of parameters and ranks in sight. Does not look at tensors: which takes which route, `dispatches`
-says. The rank of every key is worked out here, for all keys at once.
+says; nor at the way back (`dispatch_back`). The rank of every key is worked out here, for all keys at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from commdsl.ir.dispatches import (
     MOST_ALIGNED,
     MOST_KEYS,
     STRETCHES,
-    Back,
     ByKey,
     ByTable,
     Often,
@@ -30,6 +29,7 @@ from commdsl.ir.resolve.faults import Faults, Poisoned, nearest
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label
 from commdsl.language.source import Span
+from commdsl.machine.topology import Topology
 
 Order: TypeAlias = tuple[Sort, ...]
 
@@ -41,6 +41,7 @@ class RouteRules:
         self,
         decl: syn.DispatchDecl,
         ranks: int,
+        topology: Topology,
         names: ExpressionRules,
         evaluator: Evaluator,
         scope: dict[str, Value],
@@ -48,6 +49,7 @@ class RouteRules:
     ) -> None:
         self.decl, self.ranks, self.faults = decl, ranks, faults
         self.names, self.evaluator, self.scope = names, evaluator, scope
+        self.gpus = topology.gpus_per_node
         self.written = [item for item in decl.body if isinstance(item, syn.TableRoute | syn.KeyRoute)]
         self.keys = [item for item in decl.body if isinstance(item, syn.KeyDecl)]
         self.values = [item for item in decl.body if isinstance(item, syn.ValueDecl)]
@@ -76,10 +78,10 @@ class RouteRules:
                     found += [] if order is None else [ByTable(name.text, copies is not None, order)]
                 case syn.KeyRoute():
                     rank_of = self._rank_of(route)
-                    aligned = self._aligned()
-                    if rank_of is not None and is_one and order is not None and aligned is not None:
+                    aligned, node = self._aligned(), self._node(route)
+                    if is_one and not (rank_of is None or order is None or aligned is None or node is None):
                         name_of_key = self.keys[0].name.text
-                        found.append(ByKey(name_of_key, rank_of, order, _often(route), aligned, value))
+                        found.append(ByKey(name_of_key, rank_of, order, _often(route), aligned, value, node))
                 case _:
                     assert_never(route)
         if len(found) == len(self.written):
@@ -211,6 +213,21 @@ class RouteRules:
             return 0
         return found
 
+    def _node(self, route: syn.KeyRoute) -> int | None:
+        """Ranks of a node, where a row crosses to each node once; 0 where it goes straight to all, which it does if
+        there is one node; None after a fault. C651: nodes are full, so that a rank has its like in each.
+        """
+        gpus = self.gpus
+        if route.once is None or route.once.per == "rank" or self.ranks <= gpus:
+            return 0
+        if self.ranks % gpus == 0:
+            return gpus
+        nodes = "one node" if self.ranks < 2 * gpus else f"{self.ranks // gpus} nodes"
+        label = f"{self.ranks} ranks fill {nodes} of {gpus}, and a part of another"
+        self.faults.report("C651", "rows cross once per node between nodes that are full", route.once.span, label,
+                           help=f"ask for a multiple of {gpus} ranks")  # fmt: skip
+        return None
+
     def _aligned(self) -> int | None:
         """Of the place by keys; None after a fault."""
         for place in self.places:
@@ -304,63 +321,6 @@ class RouteRules:
 
     def _place_of(self, name: str) -> Span:
         return next(place.span for place in self.places if place.route is None or place.route.text == name)
-
-    # --- the way back -------------------------------------------------------------------------------------------------
-
-    def back(self) -> Back | None:
-        for item in self.backs[1:]:
-            self.faults.report("C605", "the way back is said twice", item.span, "a second time here",
-                               secondary=(Label(self.backs[0].span, "first here"),))  # fmt: skip
-        if not self.backs:
-            return None
-        back = self.backs[0]
-        if back.reduction.text != "sum":
-            label, help = f"`{back.reduction.text}` is not known", "what comes back from several places is added up"
-            self.faults.report("C636", "copies are combined by `sum`", back.reduction.span, label, help=help)
-        if back.weight is not None and not self.by_key:
-            self.faults.report("C636", "a weight belongs to a key of a row", back.weight.span, "there is no key",
-                               help="what goes by a table comes back `by sum`")  # fmt: skip
-        self._returning(back)
-        if back.once:
-            self._once(back)
-        weight = None if back.weight is None else back.weight.name.text
-        return Back(tuple(name.text for name in back.names), weight, back.once, back.span)
-
-    def _once(self, back: syn.BackDecl) -> None:
-        """C650: what a rank adds up is there, and so is by what."""
-        law = "what comes back once per rank is added up where its keys are"
-        if not self.by_key:
-            self.faults.report("C650", law, back.span, "what goes by a table has none",
-                               help="leave `once per rank` out")  # fmt: skip
-            return
-        route, weight = self.by_key[0], back.weight
-        names = [name.text for name in route.tensors]
-        if not route.once:
-            self.faults.report("C650", law, back.span, "no rank knows there which of its places have one row",
-                               secondary=(Label(route.span, "each key's row travels by itself"),),
-                               help="write `once per rank` behind the route, too")  # fmt: skip
-        if weight is not None and weight.name.text not in names:
-            value = f"{weight.name.text}[{weight.rows.text}, {weight.per_row.text}]"
-            help = f"declare `value {value}` and write `route {', '.join([*names, weight.name.text])} by ...`"
-            self.faults.report("C650", law, weight.span, f"`{weight.name.text}` is not there",
-                               secondary=(Label(route.span, "what travels"),), help=help)  # fmt: skip
-
-    def _returning(self, back: syn.BackDecl) -> None:
-        """C635: by a table what went comes back, by keys something else."""
-        sent = [item.name.text for item in self.decl.body if isinstance(item, syn.RowsDecl)]
-        seen = set[str]()
-        for name in back.names:
-            if name.text in seen:
-                self.faults.report("C635", f"`{name.text}` comes back once", name.span, "a second time here")
-            elif not self.by_key and name.text not in sent:
-                help = nearest(name.text, sent) or f"write `back {', '.join(sent)} by sum`"
-                self.faults.report("C635", f"`{name.text}` was not sent", name.span, "does not come back", help=help)
-            elif self.by_key and name.text in sent:
-                self.faults.report("C635", f"`{name.text}` is what went", name.span, "not what comes back",
-                                   help="what is made of the rows where they went has a name of its own")  # fmt: skip
-            seen.add(name.text)
-        if self.by_key and len(back.names) > 1:
-            self.faults.report("C635", "one tensor comes back from the keys", back.names[1].span, "a second one")
 
 
 def _often(route: syn.KeyRoute) -> Often:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from commdsl.ir.dispatches import Dispatch, RowTensor
+from commdsl.ir.resolve.dispatch_back import way_back
 from commdsl.ir.resolve.dispatch_routes import RouteRules
 from commdsl.ir.resolve.evaluate import Evaluator, Value
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind, Symbol
@@ -50,9 +51,9 @@ def build_dispatch(decl: syn.DispatchDecl, given: Given, faults: Faults) -> Disp
     rules = _Rules(decl, given, faults)
     params = rules.parameters()
     rows = [item for item in decl.body if isinstance(item, syn.RowsDecl)]
-    routes = RouteRules(decl, ranks, rules.names, rules.evaluator, rules.scope, faults)
+    routes = RouteRules(decl, ranks, topology, rules.names, rules.evaluator, rules.scope, faults)
     tensors = rules.tensors(rows, routes)
-    found, back = routes.routes(), routes.back()
+    found, back = routes.routes(), way_back(decl, faults)
     rules.counts(rows)
     role = rules.role()
     tuned = rules.tuning(role)

@@ -99,7 +99,8 @@ def _value_decl(span: Span, parts: Children) -> syntax.ValueDecl:
 
 
 def _once(span: Span, parts: Children) -> syntax.Once:
-    return syntax.Once(parts[1] is not None, span=span)  # the first is the word `rank`
+    per, by_index = parts
+    return syntax.Once(str(per), by_index is not None, span=span)
 
 
 def _place_decl(span: Span, parts: Children) -> syntax.PlaceDecl:
@@ -152,6 +153,7 @@ RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "key_route": _key_route,
     "value_decl": _value_decl,
     "once": _once,
+    "per_node": lambda span, parts: "node",
     "by_index": lambda span, parts: True,
     "once_back": lambda span, parts: True,
     "names": _block,

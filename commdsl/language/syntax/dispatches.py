@@ -174,8 +174,11 @@ class ValueDecl(Node):
 
 @dataclass(frozen=True, slots=True)
 class Once(Node):
-    """`once per rank`: a row with several keys of one rank travels there once; `by index`: and stays one row there."""
+    """`once per rank`: a row with several keys of one rank travels there once; `once per node`: and to the ranks of
+    another node by way of one of them, to which it crosses once; `by index`: and stays one row on each rank.
+    """
 
+    per: str  # "rank" | "node"
     by_index: bool
 
 

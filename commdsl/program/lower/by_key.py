@@ -5,7 +5,8 @@ Assumes legal numbers. Does not know a key: which row goes where is data on the 
 
 There, all lanes count all keys of their rank, the first tells every peer the counts, and where results lie; from the
 counts of all ranks every lane finds the places of its rows. Rows that go once per rank are copied there, when all have
-come, to the places that they have besides. Others go again to the same places without counts (`lower_again`). Back,
+come, to the places that they have besides. Rows that cross once per node go to one rank there, which forwards them when
+all have come. Others go again to the same places without counts (`lower_again`). Back,
 every row goes to a place of its own, for its row and key, that waits on its source, or the sum of those of a rank to
 the place for its row and rank; when all have come each row is the sum of its places. They have nothing in common but
 what their caller hands from one to the other: memory and calls are each Plan's own.
@@ -26,6 +27,7 @@ from commdsl.program.phases import (
     Each,
     FillByKey,
     FinishBack,
+    Forward,
     Meet,
     PushAgain,
     PushBack,
@@ -38,7 +40,9 @@ from commdsl.program.phases import (
 from commdsl.program.plan import Plan
 
 SENT = Words("sent", ("rows",), a_lane=True)
+SENT_ACROSS = Words("sent", ("rows", "bytes across"), a_lane=True)
 DONE, CALLS, COMPLETE = Counters("done", True), Counters("calls", False), Counters("complete", False)
+CROSSED, ARRIVED = Counters("crossed", True), Counters("arrived", False)
 
 
 def lower_by_key(dispatch: Dispatch, transport: Transport = Transport.PEER) -> Plan:
@@ -52,11 +56,12 @@ def lower_by_key(dispatch: Dispatch, transport: Transport = Transport.PEER) -> P
     keys, value = Rows(route.key, Home.GIVEN), None if route.value is None else Rows(route.value, Home.GIVEN)
     counts, offsets, places = (Rows(name, Home.RESULT) for name in ("counts", "offsets", "places"))
     told = ("lanes", "room", *(rows.name for rows in results), *(f"{route.key} {key}" for key in range(route.num_keys)))
-    push = PushByKey(given, keys, value, results, counts, offsets, places, route.often, route.aligned, stretches)
+    how = route.often, route.aligned, stretches, route.node, _crossing(route)
+    push = PushByKey(given, keys, value, results, counts, offsets, places, *how)
     phases: tuple[Routed, ...] = (
         Read(Actor.LANES, CALLS),
         Count(keys, positions_of(route)),
-        *_greeted(push, Words("addresses", told)),
+        *_greeted(push, Words("addresses", (*told, *_rows_of(route))), results),
     )
     if route.often is Often.ONCE:
         at = {rows.name: rows for rows in results[len(push.rows) :]}
@@ -72,11 +77,11 @@ def lower_again(dispatch: Dispatch, transport: Transport = Transport.PEER) -> Pl
     names = (route.key, "places", "origins", "offsets", "counts")
     left = tuple(Rows(name, Home.GIVEN) for name in names)
     keys, places, origins, offsets, counts = left
-    told = positions_of(route), route.often, route.aligned
-    push = PushAgain(given, keys, places, origins, offsets, counts, result, *told)
+    how = positions_of(route), route.often, route.aligned, route.node, _crossing(route)
+    push = PushAgain(given, keys, places, origins, offsets, counts, result, *how)
     phases: tuple[Routed, ...] = (
         Read(Actor.LANES, CALLS),
-        *_greeted(push, Words("addresses", ("lanes", "room", "rows"))),
+        *_greeted(push, Words("addresses", ("lanes", "room", "rows", *_rows_of(route))), (result,)),
     )
     if route.often is Often.ONCE:
         left += (Rows("mates", Home.GIVEN),)
@@ -132,16 +137,40 @@ def _filled(fill: FillByKey) -> Iterator[Routed]:
     yield fill
 
 
-def _greeted(push: PushByKey | PushAgain | PushBack, addresses: Words) -> Iterator[Routed]:
-    """Rows go when the peers are in this call, and have arrived when all lanes of all ranks are through."""
+def _greeted(push: PushByKey | PushAgain | PushBack, addresses: Words, to: tuple[Rows, ...] = ()) -> Iterator[Routed]:
+    """Rows go when the peers are in this call, and have arrived when all lanes of all ranks are through. Those that
+    cross to another node wait there until all lanes of all ranks have sent theirs; none waits for one that forwards.
+    """
+    sent, of = SENT, Ranks.ALL
     yield Tell(Actor.FIRST, addresses, Ranks.OTHERS)
     yield Meet(Actor.LANES, addresses, Ranks.OTHERS)
     yield push
-    yield Tell(Actor.LANES, SENT, Ranks.ALL)
-    yield Tell(Actor.LANES, DONE, Ranks.ALL)
-    yield Meet(Actor.FIRST, DONE, Ranks.ALL)
-    yield Read(Actor.FIRST, SENT)
+    if isinstance(push, PushBack) or push.crossing is None:
+        yield Tell(Actor.LANES, sent, Ranks.ALL)
+    else:
+        sent = SENT_ACROSS
+        yield Tell(Actor.LANES, sent, Ranks.ALL)
+        yield Tell(Actor.LANES, CROSSED, Ranks.ALL)
+        yield Meet(Actor.FIRST, CROSSED, Ranks.ALL)
+        yield Tell(Actor.FIRST, ARRIVED, Ranks.OWN)
+        yield Meet(Actor.LANES, ARRIVED, Ranks.OWN)
+        yield Forward(push.crossing, to)
+        # The rank's own lanes have met; if nothing that they forwarded is filled, they need no more.
+        of = Ranks.ALL if push.often is Often.ONCE else Ranks.OTHERS
+    yield Tell(Actor.LANES, DONE, of)
+    yield Meet(Actor.FIRST, DONE, of)
+    yield Read(Actor.FIRST, sent)
     yield Tell(Actor.FIRST, CALLS, Ranks.OWN)
+
+
+def _crossing(route: ByKey) -> Rows | None:
+    """What waits on a rank for the ranks of its node."""
+    return Rows("crossing", Home.WAITING) if route.node else None
+
+
+def _rows_of(route: ByKey) -> tuple[str, ...]:
+    """What is told of rows that cross: how many a rank has, of which each may wait."""
+    return ("rows sent",) if route.node else ()
 
 
 def route_of(dispatch: Dispatch) -> ByKey:

@@ -18,6 +18,7 @@ from commdsl.program.phases import (
     FillByKey,
     Finish,
     FinishBack,
+    Forward,
     Push,
     PushAgain,
     PushBack,
@@ -80,7 +81,8 @@ def _brought(dispatch: Dispatch, plan: Plan, route: ByKey) -> Iterator[tuple[str
             if tensor.stretch:
                 yield f"scales of {tensor.name}", _arrives(f"scales of {tensor.name}", f"by key{cast}", route)
         if route.value is not None:
-            yield route.value, {(f"values of {route.value}", "beside the rows")}
+            came = f"values of {route.value}", "beside the rows"
+            yield route.value, {came, (*came, *_across(route.node))}
     elif plan.name == f"{dispatch.name}_again":
         yield "rows", _arrives("rows", "again by places, origins, offsets, counts", route)
     elif plan.name == f"{dispatch.name}_values":
@@ -92,7 +94,13 @@ def _brought(dispatch: Dispatch, plan: Plan, route: ByKey) -> Iterator[tuple[str
 def _arrives(name: str, how: str, route: ByKey) -> set[Held]:
     """A tensor's rows, to places of each key; those that travel once to the first, and from there to the others."""
     came = (f"rows of {name}", f"pushed {how}, {route.often.value}, aligned {route.aligned}")
-    return {came, (*came, "filled by mates at origins")} if route.often is Often.ONCE else {came}
+    ways = {came, (*came, *_across(route.node))}
+    return ways | {(*way, "filled by mates at origins") for way in ways if route.often is Often.ONCE}
+
+
+def _across(node: int) -> Held:
+    """What is done besides with rows that go to another node, if there are nodes."""
+    return (f"by way of one of {node}", "forwarded") if node else ()
 
 
 def _cast(stretch: int) -> str:
@@ -115,6 +123,7 @@ def _back(back: Back) -> Iterator[tuple[str, set[Held]]]:
 def _held(plan: Plan) -> dict[Rows, set[Held]]:
     """By memory what its rows are when all phases are over; several ways may lead to one."""
     found: dict[Rows, set[Held]] = {}
+    crossing: dict[Rows, int] = {}  # for ranks of a node of so many
     for phase in plan.comm.phases:
         match phase:
             case Push():
@@ -123,6 +132,7 @@ def _held(plan: Plan) -> dict[Rows, set[Held]]:
                         if to.name == rows.name:
                             found.setdefault(to, set()).add((f"rows of {rows.name}", "pushed"))
             case PushByKey(often=often, aligned=aligned):
+                crossing |= {} if phase.crossing is None else {phase.crossing: phase.node}
                 cast = {rows.name: _cast(stretch) for rows, stretch in zip(phase.given, phase.stretches, strict=True)}
                 names = [*cast, *(f"scales of {name}" for name, how in cast.items() if how)]
                 for name, to in zip(names, phase.to, strict=False):
@@ -131,9 +141,14 @@ def _held(plan: Plan) -> dict[Rows, set[Held]]:
                 if phase.value is not None and (at := phase.at(phase.value.name)) >= 0:
                     found.setdefault(phase.to[at], set()).add((f"values of {phase.value.name}", "beside the rows"))
             case PushAgain(given=rows, to=to, often=often, aligned=aligned):
+                crossing |= {} if phase.crossing is None else {phase.crossing: phase.node}
                 left = (phase.places, phase.origins, phase.offsets, phase.counts)
                 how = f"pushed again by {', '.join(one.name for one in left)}, {often.value}, aligned {aligned}"
                 found.setdefault(to, set()).add((f"rows of {rows.name}", how))
+            case Forward():
+                across = _across(crossing.get(phase.crossing, 0))
+                for rows in phase.to:
+                    found.setdefault(rows, set()).update([(*held, *across) for held in found.get(rows, set())])
             case FillByKey():
                 for to in phase.to:
                     done = f"filled by {phase.mates.name} at {phase.origins.name}"

@@ -28,9 +28,10 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
 from commdsl.program.halves import Halves
-from commdsl.program.phases import Actor, Host, Meet, Ranks, Routed, Tell, Touch, name_of, region, touches
+from commdsl.program.phases import Actor, Host, Meet, Ranks, Routed, Tell, Touch, region, touches
 from commdsl.program.plan import Plan
 from commdsl.program.proof.timeline import Bits, Timeline
+from commdsl.program.wording import name_of
 
 STREAM = -1
 """The role of a stream among the actors of a rank, beside those of lanes, their numbers."""

@@ -15,6 +15,7 @@ struct Again {
   i32 lanes[Plan::kNumRanks];
   u64 sent[Plan::kNumRanks];  // rows, by this lane
   Entries entries;
+  Rails<Plan> rails;
   u64 num_places;  // of this rank
 
   COMMDSL_FN const u64* origins(const Call<Plan>& here) const { return reinterpret_cast<const u64*>(here.args.origins); }
@@ -24,28 +25,52 @@ struct Again {
     const auto& args = here.args;
     return word == 0   ? static_cast<u64>(args.active_lanes)
            : word == 1 ? args.room
-                       : args.outputs[word - 2] - args.heap[args.rank];
+           : word == 2 ? args.outputs[0] - args.heap[args.rank]
+                       : args.num_rows;
   }
   COMMDSL_FN void learn(const Call<Plan>& here, i32 peer, i32 word, u64 value) {
     if (word == 0) {
       lanes[peer] = static_cast<i32>(value);
     } else if (word == 1) {
       room[peer] = value;
-    } else {
-      output[peer][word - 2] = here.args.heap[peer] + value;
+    } else if (word == 2) {
+      output[peer][0] = here.args.heap[peer] + value;
+    } else if constexpr (kNodes<Plan> > 1) {
+      rails.rows[peer] = value;
     }
   }
   COMMDSL_FN u64 expected(const Call<Plan>& here, i32 peer) const { return counted(here, peer); }
 
-  // What is kept for the second of two launches: the lanes of every rank.
-  COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const { return static_cast<u64>(lanes[word]); }
-  COMMDSL_FN void recall(const Call<Plan>&, i32 word, u64 value) { lanes[word] = static_cast<i32>(value); }
+  // What is kept for the second of two launches: the lanes of every rank; where it forwards rows, its room, and of rails.
+  COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const {
+    if constexpr (kNodes<Plan> > 1) {
+      if (word >= 2 * Plan::kNumRanks) return kept_of_rails<Plan>(*this, word - 2 * Plan::kNumRanks);
+      if (word >= Plan::kNumRanks) return room[word - Plan::kNumRanks];
+    }
+    return static_cast<u64>(lanes[word]);
+  }
+  COMMDSL_FN void recall(const Call<Plan>&, i32 word, u64 value) {
+    if constexpr (kNodes<Plan> > 1) {
+      if (word >= 2 * Plan::kNumRanks) {
+        kept_of_rails<Plan>(*this, word - 2 * Plan::kNumRanks) = value;
+        return;
+      }
+      if (word >= Plan::kNumRanks) {
+        room[word - Plan::kNumRanks] = value;
+        return;
+      }
+    }
+    lanes[word] = static_cast<i32>(value);
+  }
 };
 
 template <class Plan>
 COMMDSL_FN void prepare(const Call<Plan>& here, Again<Plan>& again) {
   const auto& args = here.args;
-  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) again.sent[at] = 0;
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
+    again.sent[at] = 0;
+    if constexpr (kNodes<Plan> > 1) again.rails.across[at] = 0;
+  }
   if (thread() == 0) {
     for (i32 at = 0; at < Plan::kNumRows; ++at) again.output[args.rank][at] = args.outputs[at];
     again.room[args.rank] = args.room;
@@ -80,7 +105,18 @@ COMMDSL_FN void push_again(const Call<Plan>& here, Again<Plan>& again) {
       if (again.origins(here)[place] == kPadding) clear_row(here, again, place);
     }
   }
-  push_rows(here, again, [&](u64 first, u32 count) { look_up(here, again, first, count); }, [](u64, u32) {});
+  over_rows(
+      here, here.args.num_rows,
+      [&](u64 first, u32 count) {
+        look_up(here, again, first, count);
+        if constexpr (kNodes<Plan> > 1) send_entries(here, first, count);
+      },
+      [&](u64 row, u32 first, u32 piece, u32 pieces) { push_row(here, again, row, first, piece, pieces); });
+}
+
+template <class Plan>
+COMMDSL_FN void forward(const Call<Plan>& here, Again<Plan>& again) {
+  forward_rows(here, again, [](i32, u64, u32) {});
 }
 
 // When all is done: the rank has no room for what comes.

@@ -69,15 +69,17 @@ struct Peers {
 // Words of `words` values each, a slot for every rank that writes: the number of the call, and the value.
 COMMDSL_FN constexpr u64 slot_bytes(i32 words) { return (16 * static_cast<u64>(words) + 63) / 64 * 64; }
 
-// Where a lane of a rank counts its calls on another: lanes of a rank side by side, so that many are looked at at once.
-template <class Plan>
-COMMDSL_FN u64 done_at(i32 rank, i32 lane) {
-  return Plan::kDoneAt + static_cast<u64>(rank) * (Plan::kLanes * kFlagStride) + static_cast<u64>(lane) * kDoneStride;
+// Where a lane of a rank counts its calls on another: lanes of a rank side by side, so that many are looked at at once. `begin`: of
+// the counters, of all lanes.
+template <class Plan, u64 begin>
+COMMDSL_FN u64 lane_at(i32 rank, i32 lane) {
+  return begin + static_cast<u64>(rank) * (Plan::kLanes * kFlagStride) + static_cast<u64>(lane) * kDoneStride;
 }
 
 template <class Plan>
 COMMDSL_FN u64 sent_at(i32 rank, i32 lane) {
-  return Plan::kSentAt + static_cast<u64>(rank) * slot_bytes(static_cast<i32>(Plan::kLanes)) + 16 * static_cast<u64>(lane);
+  constexpr i32 kWords = static_cast<i32>(Plan::kLanes) * Plan::kSentWords;
+  return Plan::kSentAt + static_cast<u64>(rank) * slot_bytes(kWords) + 16 * static_cast<u64>(lane) * Plan::kSentWords;
 }
 
 template <class Plan>
@@ -179,20 +181,25 @@ COMMDSL_FN bool meet_addresses(const Call<Plan>& here, Known& known) {
 
 // --- done: a lane of a rank is through with its rows -----------------------------------------------------------------------------
 
-template <Ranks to, class Plan>
-COMMDSL_FN void tell_done(const Call<Plan>& here) {
+template <Ranks to, u64 begin, class Plan>
+COMMDSL_FN void tell_lanes(const Call<Plan>& here) {
   complete(here.args);
   block_barrier();
   const i32 rank = here.args.rank;
   for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
     const i32 peer = static_cast<i32>(at);
-    if (is_among<to>(peer, rank)) raise_flag(here.args, peer, done_at<Plan>(rank, here.lane), here.number);
+    if (is_among<to>(peer, rank)) raise_flag(here.args, peer, lane_at<Plan, begin>(rank, here.lane), here.number);
   }
 }
 
+template <Ranks to, class Plan>
+COMMDSL_FN void tell_done(const Call<Plan>& here) {
+  tell_lanes<to, Plan::kDoneAt>(here);
+}
+
 // All lanes of these ranks are through. False when the rank gives up.
-template <i32 phase, Ranks of, i32 calls_back, class Plan, class Known>
-COMMDSL_FN bool meet_done(const Call<Plan>& here, const Known& peers) {
+template <i32 phase, Ranks of, i32 calls_back, u64 begin, class Plan, class Known>
+COMMDSL_FN bool meet_lanes(const Call<Plan>& here, const Known& peers) {
   bool gave_up = false;
   const u64 expected = here.number - calls_back;
   for (u32 at = thread(); !gave_up; at += num_threads()) {
@@ -200,10 +207,15 @@ COMMDSL_FN bool meet_done(const Call<Plan>& here, const Known& peers) {
     while (peer < Plan::kNumRanks && from >= peers.lanes[peer]) from -= peers.lanes[peer++];
     if (peer == Plan::kNumRanks) break;
     if (!is_among<of>(peer, here.args.rank)) continue;
-    gave_up = !poll(here.args, peer, here.word(here.args.rank, done_at<Plan>(peer, from)), expected,
+    gave_up = !poll(here.args, peer, here.word(here.args.rank, lane_at<Plan, begin>(peer, from)), expected,
                     [&](u64 why, u64 seen) { give_up(here, why, phase, peer, expected, seen); });
   }
   return !block_any(gave_up);
+}
+
+template <i32 phase, Ranks of, i32 calls_back, class Plan, class Known>
+COMMDSL_FN bool meet_done(const Call<Plan>& here, const Known& peers) {
+  return meet_lanes<phase, of, calls_back, Plan::kDoneAt>(here, peers);
 }
 
 // --- complete: the first lane knows that all rows have come ---------------------------------------------------------------------
@@ -218,19 +230,24 @@ COMMDSL_FN void tell_complete(const Call<Plan>& here) {
 }
 
 // False when the rank gives up.
-template <i32 phase, Ranks of, i32 calls_back, class Plan, class Known>
-COMMDSL_FN bool meet_complete(const Call<Plan>& here, const Known&) {
+template <i32 phase, Ranks of, i32 calls_back, u64 at, class Plan>
+COMMDSL_FN bool meet_own(const Call<Plan>& here) {
   static_assert(of == Ranks::kOwn, "a number of the rank's own");
   bool gave_up = false;
   const u64 expected = here.number - calls_back;
   if (thread() == 0) {
-    gave_up = !poll(here.args, here.args.rank, here.word(here.args.rank, Plan::kCompleteAt), expected,
+    gave_up = !poll(here.args, here.args.rank, here.word(here.args.rank, at), expected,
                     [&](u64 why, u64 seen) { give_up(here, why, phase, here.args.rank, expected, seen); });
   }
   return !block_any(gave_up);
 }
 
-// --- sent: the rows that a lane sent to each rank, where the kernel checks --------------------------------------------------------
+template <i32 phase, Ranks of, i32 calls_back, class Plan, class Known>
+COMMDSL_FN bool meet_complete(const Call<Plan>& here, const Known&) {
+  return meet_own<phase, of, calls_back, Plan::kCompleteAt>(here);
+}
+
+// --- sent: the rows that a lane sent to each rank, and the bytes that crossed to it once per node, where the kernel checks ---------
 
 template <Ranks to, class Plan, class Known>
 COMMDSL_FN void tell_sent(const Call<Plan>& here, const Known& peers) {
@@ -239,7 +256,9 @@ COMMDSL_FN void tell_sent(const Call<Plan>& here, const Known& peers) {
     for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
       const i32 peer = static_cast<i32>(at);
       if (!is_among<to>(peer, here.args.rank)) continue;
-      send_value(here.args, peer, sent_at<Plan>(here.args.rank, here.lane), peers.sent[at]);
+      const u64 slot = sent_at<Plan>(here.args.rank, here.lane);
+      send_value(here.args, peer, slot, peers.sent[at]);
+      if constexpr (Plan::kKeys > 0 && Plan::kSentWords > 1) send_value(here.args, peer, slot + 16, peers.rails.across[at]);
     }
   }
 }

@@ -3,7 +3,7 @@
 // Assumes the vocabulary and runs; at most 32 keys a row. Does not know how places are found: keys.cuh counts, again.cuh is told.
 #pragma once
 
-#include "commdsl/calls.cuh"
+#include "commdsl/nodes.cuh"
 #include "commdsl/elements.cuh"
 #ifdef __CUDACC__
 #include "commdsl/runs.cuh"
@@ -81,7 +81,7 @@ COMMDSL_FN u64 num_workers(const Call<Plan>& here) {
 struct Entries {
   u32 position[kChunk], place[kChunk];
   u8 first[kChunk];  // whether it is the first of its row on its rank
-  u8 slot[kChunk];   // how many ranks with a key of the row are lower than its own
+  u8 slot[kChunk];   // how many ranks with a key of the row are lower than its own, of its own node
   u64 to[num_warps()][kMostKeysARow];  // where the row goes that a warp has in hand; 0: not there
 };
 
@@ -118,7 +118,8 @@ COMMDSL_FN void find_slots(Entries& entries, u32 count, u32 keys) {
     const u32 rank = rank_at<Plan>(entries.position[at]), row = at - at % keys;
     u32 lower = 0;
     for (u32 other = row; other < row + keys; ++other) {
-      if (entries.first[other] && rank_at<Plan>(entries.position[other]) < rank) ++lower;
+      const u32 before = rank_at<Plan>(entries.position[other]);
+      if (entries.first[other] && before < rank && before / Plan::kNode == rank / Plan::kNode) ++lower;
     }
     entries.slot[at] = static_cast<u8>(lower);
   }
@@ -131,6 +132,48 @@ COMMDSL_FN bool goes(const Call<Plan>& here, const Known& known, u32 at) {
   if (rank == kNowhere || known.entries.place[at] >= known.room[rank]) return false;
   if (Plan::kOften == kEach || known.entries.first[at]) return true;
   return Plan::kOften == kOnce && rank == static_cast<u32>(here.args.rank);
+}
+
+// Whether an entry is the first of its row, from `first` on, of those whose keys are on its node.
+template <class Plan>
+COMMDSL_FN bool is_first_of_node(const Entries& entries, u32 first, u32 at) {
+  const u32 node = rank_at<Plan>(entries.position[at]) / Plan::kNode;
+  for (u32 other = first; other < at; ++other) {
+    const u32 rank = rank_at<Plan>(entries.position[other]);
+    if (rank != kNowhere && rank / Plan::kNode == node) return false;
+  }
+  return true;
+}
+
+// Where a row goes from here for one of its entries: an address in what `rank` is reached by; 0: nowhere.
+struct Way {
+  i32 rank;
+  u64 to;
+};
+
+// `first`: the first entry of the row in its chunk. To the ranks of another node it goes for the first that has a key there.
+template <class Plan, class Known>
+COMMDSL_FN Way way_of(const Call<Plan>& here, const Known& known, u64 row, u32 first, u32 at, i32 tensor) {
+  const auto& args = here.args;
+  const u32 rank = rank_at<Plan>(known.entries.position[at]);
+  const u64 width = args.row_bytes[tensor];
+  if constexpr (kNodes<Plan> > 1) {
+    if (rank != kNowhere && !is_own_node(here, rank)) {
+      const i32 nodes = nodes_to(here, rank), rail = rail_after(here, nodes);
+      const bool crosses = row < args.crossing_rows && is_first_of_node<Plan>(known.entries, first, at);
+      return {rail, crosses ? args.heap[rail] + crossed_at(here, tensor, nodes, row, width) : 0};
+    }
+  }
+  if (!goes(here, known, at)) return {0, 0};
+  return {static_cast<i32>(rank), known.output[rank][tensor] + known.entries.place[at] * width};
+}
+
+// Bytes that a row has crossed to another node with.
+template <class Plan, class Known>
+COMMDSL_FN void count_across(const Call<Plan>& here, Known& known, const Way& way, u64 bytes) {
+  if constexpr (Plan::kChecks && kNodes<Plan> > 1) {
+    if (way.to != 0 && !is_own_node(here, static_cast<u32>(way.rank))) add_shared(&known.rails.across[way.rank], bytes);
+  }
 }
 
 // Into how long stretches of float8 the rows of a tensor are cut on their way; 0: they go as they are.
@@ -161,22 +204,18 @@ COMMDSL_FN void push_float8(const Call<Plan>& here, Known& known, u64 row, u32 f
   constexpr u32 stretch = stretch_of<Plan>(tensor);
   constexpr i32 beside = scales_of<Plan>(tensor);
   const auto& args = here.args;
-  const Entries& entries = known.entries;
   const u32 keys = static_cast<u32>(args.keys_a_row);
   const u64 width = args.row_bytes[tensor], scales_width = args.row_bytes[beside], element = args.elements[tensor];
   const char* source = reinterpret_cast<const char*>(args.inputs[tensor] + row * width * (element == 0 ? 4 : 2));
   const Part part = part_of_stretches(width, stretch, piece, pieces);
   u64* to = known.entries.to[warp()];
   for (u32 k = thread_of_warp(); k < keys; k += kWarp) {
-    const u32 rank = rank_at<Plan>(entries.position[first + k]);
-    const bool is_here = goes(here, known, first + k) && is_near(args, static_cast<i32>(rank));
-    to[k] = is_here ? known.output[rank][tensor] + entries.place[first + k] * width : 0;
+    const Way way = way_of(here, known, row, first, first + k, tensor);
+    to[k] = is_near(args, way.rank) ? way.to : 0;
+    if (piece == 0) count_across(here, known, way, width + scales_width);
   }
   warp_barrier();
-  const auto scales = [&](u32 k) {
-    const u32 rank = rank_at<Plan>(entries.position[first + k]);
-    return reinterpret_cast<char*>(known.output[rank][beside] + entries.place[first + k] * scales_width);
-  };
+  const auto scales = [&](u32 k) { return reinterpret_cast<char*>(way_of(here, known, row, first, first + k, beside).to); };
   quantise<stretch>(element, to, keys, scales, source, part.begin, part.begin + part.bytes);
   warp_barrier();
   if constexpr (kHasFar) {
@@ -184,17 +223,17 @@ COMMDSL_FN void push_float8(const Call<Plan>& here, Known& known, u64 row, u32 f
     char* staged_scales = staged + (width + 15) / 16 * 16;
     bool is_staged = false;
     for (u32 at = first; piece == 0 && at < first + keys; ++at) {
-      const i32 rank = static_cast<i32>(rank_at<Plan>(entries.position[at]));
-      if (!goes(here, known, at) || is_near(args, rank)) continue;
+      const Way way = way_of(here, known, row, first, at, tensor), way_of_scales = way_of(here, known, row, first, at, beside);
+      if (way.to == 0 || is_near(args, way.rank)) continue;
       if (!is_staged) {
         const u64 own = reinterpret_cast<u64>(staged);
         quantise<stretch>(element, &own, 1, [&](u32) { return staged_scales; }, source, 0, width);
         stored();
         is_staged = true;
       }
-      const u64 heap = args.heap[rank], place = entries.place[at];
-      put_run(args, rank, known.output[rank][tensor] - heap + place * width, staged, width);
-      put_run(args, rank, known.output[rank][beside] - heap + place * scales_width, staged_scales, scales_width);
+      const u64 heap = args.heap[way.rank];
+      put_run(args, way.rank, way.to - heap, staged, width);
+      put_run(args, way.rank, way_of_scales.to - heap, staged_scales, scales_width);
     }
     warp_barrier();  // the next row is written over this one
   }
@@ -222,40 +261,36 @@ COMMDSL_FN void push_row(const Call<Plan>& here, Known& known, u64 row, u32 firs
     const char* source = reinterpret_cast<const char*>(args.inputs[tensor] + row * width);
     const Part part = part_of(width, piece, pieces);
     for (u32 k = thread_of_warp(); k < keys; k += kWarp) {
-      const u32 at = first + k;
-      const bool is_near_place = goes(here, known, at) && is_near(args, static_cast<i32>(rank_at<Plan>(known.entries.position[at])));
-      to[k] = is_near_place
-                  ? known.output[rank_at<Plan>(known.entries.position[at])][tensor] + known.entries.place[at] * width + part.begin
-                  : 0;
+      const Way way = way_of(here, known, row, first, first + k, tensor);
+      to[k] = way.to != 0 && is_near(args, way.rank) ? way.to + part.begin : 0;
+      if (piece == 0) count_across(here, known, way, width);
     }
     warp_barrier();
     spread_run(to, keys, source + part.begin, part.bytes);
     warp_barrier();
     if constexpr (kHasFar) {
       for (u32 at = first; piece == 0 && at < first + keys; ++at) {
-        const i32 rank = static_cast<i32>(rank_at<Plan>(known.entries.position[at]));
-        if (!goes(here, known, at) || is_near(args, rank)) continue;
+        const Way way = way_of(here, known, row, first, at, tensor);
+        if (way.to == 0 || is_near(args, way.rank)) continue;
         // What the peer told, the place of its results in its heap, is what is left of their address.
-        const u64 place = known.output[rank][tensor] - args.heap[rank] + known.entries.place[at] * width;
-        put_run(args, rank, place, source, width);
+        put_run(args, way.rank, way.to - args.heap[way.rank], source, width);
       }
     }
   }
 }
 
-// All rows of a lane, chunk by chunk. `find`: what finds the places of a chunk, for all threads.
-template <class Plan, class Known, class Find, class Beside>
-COMMDSL_FN void push_rows(const Call<Plan>& here, Known& known, const Find& find, const Beside& beside) {
+// A lane's share of so many rows, chunk by chunk. `find`: what finds the places of a chunk, for all threads; `move`: what moves a piece
+// of a row, for a warp.
+template <class Plan, class Find, class Move>
+COMMDSL_FN void over_rows(const Call<Plan>& here, u64 num_rows, const Find& find, const Move& move) {
   const u32 keys = static_cast<u32>(here.args.keys_a_row), rows_a_chunk = kChunk / keys;
-  const u64 last = begin_of(here, here.args.num_rows, here.lane + 1);
-  for (u64 row = begin_of(here, here.args.num_rows, here.lane); row < last; row += rows_a_chunk) {
+  const u64 last = begin_of(here, num_rows, here.lane + 1);
+  for (u64 row = begin_of(here, num_rows, here.lane); row < last; row += rows_a_chunk) {
     const u32 rows = static_cast<u32>(last - row < rows_a_chunk ? last - row : rows_a_chunk);
     find(row * keys, rows * keys);
     const u32 pieces = rows < num_warps() ? num_warps() / rows : 1;
     for (u32 item = warp(); item < rows * pieces; item += num_warps()) {
-      const u32 first = item / pieces * keys;
-      push_row(here, known, row + item / pieces, first, item % pieces, pieces);
-      if (item % pieces == 0) beside(row * keys + first, first);
+      move(row + item / pieces, item / pieces * keys, item % pieces, pieces);
     }
     block_barrier();
   }

@@ -6,7 +6,7 @@
 // lane, or tells it. Every lane counts all keys of its rank for itself: that takes less time than lanes to tell each other.
 #pragma once
 
-#include "commdsl/entries.cuh"
+#include "commdsl/rails.cuh"
 
 namespace commdsl {
 
@@ -38,6 +38,7 @@ struct Keyed {
   u32 arrives[Plan::kKeys];   // of the rank's own keys: by key, then source rank
   u32 filled[kKeysARank<Plan>], ends[kKeysARank<Plan>];  // where what comes to the rank's own keys ends, and where they do
   Entries entries;
+  Rails<Plan> rails;
   u64 comes[Plan::kNumRanks];  // places, of every rank
   u64 num_places;              // of this rank
   u64 bad;                     // an entry whose key there is not, counted from 1
@@ -54,6 +55,9 @@ struct Keyed {
     if (word == 0) return static_cast<u64>(args.active_lanes);
     if (word == 1) return args.room;
     if (word < 2 + Plan::kNumRows) return args.outputs[word - 2] - args.heap[args.rank];
+    if constexpr (kNodes<Plan> > 1) {
+      if (word == Plan::kAddressWords - 1) return args.num_rows;
+    }
     return own[word - 2 - Plan::kNumRows];
   }
   COMMDSL_FN void learn(const Call<Plan>& here, i32 peer, i32 word, u64 value) {
@@ -63,6 +67,8 @@ struct Keyed {
       room[peer] = value;
     } else if (word < 2 + Plan::kNumRows) {
       output[peer][word - 2] = here.args.heap[peer] + value;
+    } else if (kNodes<Plan> > 1 && word == Plan::kAddressWords - 1) {
+      if constexpr (kNodes<Plan> > 1) rails.rows[peer] = value;
     } else {
       count(here, peer, static_cast<u32>(word - 2 - Plan::kNumRows), static_cast<u32>(value));
     }
@@ -79,12 +85,21 @@ struct Keyed {
   }
   COMMDSL_FN u64 expected(const Call<Plan>& here, i32 peer) const { return counted(here, peer); }
 
-  // What is kept for the second of two launches: the lanes of every rank, its room, what comes to it, and a bad entry.
+  // What is kept for the second of two launches: the lanes of every rank, its room, what comes to it, a bad entry, and of rails.
   COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const {
+    if constexpr (kNodes<Plan> > 1) {
+      if (word > 3 * Plan::kNumRanks) return kept_of_rails<Plan>(*this, word - 3 * Plan::kNumRanks - 1);
+    }
     const i32 rank = word % Plan::kNumRanks, what = word / Plan::kNumRanks;
     return what == 0 ? static_cast<u64>(lanes[rank]) : what == 1 ? room[rank] : what == 2 ? comes[rank] : bad;
   }
   COMMDSL_FN void recall(const Call<Plan>& here, i32 word, u64 value) {
+    if constexpr (kNodes<Plan> > 1) {
+      if (word > 3 * Plan::kNumRanks) {
+        kept_of_rails<Plan>(*this, word - 3 * Plan::kNumRanks - 1) = value;
+        return;
+      }
+    }
     const i32 rank = word % Plan::kNumRanks, what = word / Plan::kNumRanks;
     if (what == 0) {
       lanes[rank] = static_cast<i32>(value);
@@ -103,7 +118,10 @@ struct Keyed {
 template <class Plan>
 COMMDSL_FN void prepare(const Call<Plan>& here, Keyed<Plan>& keyed) {
   const i32 rank = here.args.rank;
-  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) keyed.sent[at] = 0;
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
+    keyed.sent[at] = 0;
+    if constexpr (kNodes<Plan> > 1) keyed.rails.across[at] = 0;
+  }
   for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRows); at += num_threads()) {
     keyed.output[rank][at] = here.args.outputs[at];
   }
@@ -261,15 +279,21 @@ COMMDSL_FN void leave(const Call<Plan>& here, const Keyed<Plan>& keyed, u32 to, 
   reinterpret_cast<Word*>(keyed.output[to][result])[index] = value;
 }
 
+// Whose rows they are, and their values, if there are any.
+struct Sender {
+  i32 rank;
+  const u32* values;
+};
+
 // Beside the rows of an entry where it comes from, its value, and which place has its row.
 template <class Plan>
-COMMDSL_FN void leave_entry(const Call<Plan>& here, const Keyed<Plan>& keyed, u64 entry, u32 at) {
+COMMDSL_FN void leave_entry(const Call<Plan>& here, const Keyed<Plan>& keyed, const Sender& sender, u64 entry, u32 at) {
   const Entries& entries = keyed.entries;
   const u32 to = rank_at<Plan>(entries.position[at]), place = entries.place[at];
-  const u64 from = static_cast<u64>(here.args.rank) << 32 | static_cast<u64>(entries.slot[at]) << 48;
+  const u64 from = static_cast<u64>(sender.rank) << 32 | static_cast<u64>(entries.slot[at]) << 48;
   leave(here, keyed, to, Plan::kTensors, place, (entries.first[at] ? kFirst : 0) | from | entry);
   if constexpr (Plan::kValueAt >= 0) {
-    leave(here, keyed, to, Plan::kValueAt, place, reinterpret_cast<const u32*>(here.args.values)[entry]);
+    leave(here, keyed, to, Plan::kValueAt, place, sender.values[entry]);
   }
   if constexpr (Plan::kIndexAt >= 0) {
     u32 first = at - at % static_cast<u32>(here.args.keys_a_row);
@@ -278,19 +302,20 @@ COMMDSL_FN void leave_entry(const Call<Plan>& here, const Keyed<Plan>& keyed, u6
   }
 }
 
-// What arrives beside the rows of the entries from `first` on, those of one row, by a warp.
+// What arrives beside the rows of the entries from `first` on, those of one row, on the ranks of this node, by a warp.
 template <class Plan>
-COMMDSL_FN void leave_beside(const Call<Plan>& here, const Keyed<Plan>& keyed, u64 entry, u32 first) {
+COMMDSL_FN void leave_beside(const Call<Plan>& here, const Keyed<Plan>& keyed, const Sender& sender, u64 entry, u32 first) {
   const Entries& entries = keyed.entries;
   const u32 keys = static_cast<u32>(here.args.keys_a_row);
   for (u32 k = thread_of_warp(); k < keys; k += kWarp) {
     const u32 to = rank_at<Plan>(entries.position[first + k]);
-    if (to != kNowhere && entries.place[first + k] < keyed.room[to]) leave_entry(here, keyed, entry + k, first + k);
+    if (to == kNowhere || !is_own_node(here, to) || entries.place[first + k] >= keyed.room[to]) continue;
+    leave_entry(here, keyed, sender, entry + k, first + k);
   }
   if constexpr (Plan::kMatesAt >= 0) {
     for (u32 pair = thread_of_warp(); pair < keys * keys; pair += kWarp) {
       const u32 at = first + pair / keys, k = pair % keys, to = rank_at<Plan>(entries.position[at]);
-      if (!entries.first[at] || entries.place[at] >= keyed.room[to]) continue;
+      if (!entries.first[at] || !is_own_node(here, to) || entries.place[at] >= keyed.room[to]) continue;
       const bool is_mate = rank_at<Plan>(entries.position[first + k]) == to;
       const i32 mate = is_mate ? static_cast<i32>(entries.place[first + k]) : -1;
       leave(here, keyed, to, Plan::kMatesAt, static_cast<u64>(entries.place[at]) * keys + k, mate);
@@ -323,8 +348,32 @@ template <class Plan>
 COMMDSL_FN void push_by_key(const Call<Plan>& here, Keyed<Plan>& keyed) {
   place(here, keyed);
   pad(here, keyed);
-  push_rows(here, keyed, [&](u64 first, u32 count) { find_places(here, keyed, first, count); },
-            [&](u64 entry, u32 first) { leave_beside(here, keyed, entry, first); });
+  Sender own{here.args.rank, nullptr};
+  if constexpr (Plan::kValueAt >= 0) own.values = reinterpret_cast<const u32*>(here.args.values);
+  over_rows(
+      here, here.args.num_rows,
+      [&](u64 first, u32 count) {
+        find_places(here, keyed, first, count);
+        if constexpr (kNodes<Plan> > 1) send_entries(here, first, count);
+      },
+      [&](u64 row, u32 first, u32 piece, u32 pieces) {
+        push_row(here, keyed, row, first, piece, pieces);
+        if (piece == 0) leave_beside(here, keyed, own, row * here.args.keys_a_row, first);
+      });
+}
+
+// What came for this node, and what is beside it: places, mates and slots are of ranks of the node, so all of them are known here.
+template <class Plan>
+COMMDSL_FN void forward(const Call<Plan>& here, Keyed<Plan>& keyed) {
+  forward_rows(here, keyed, [&](i32 nodes, u64 row, u32 first) {
+    const u64 keys = here.args.keys_a_row;
+    Sender sender{rail_after(here, nodes), nullptr};
+    if constexpr (Plan::kValueAt >= 0) {
+      const u64 at = crossing_at(here, Plan::kTensors + 2, nodes, 0, keys * sizeof(u32));
+      sender.values = reinterpret_cast<const u32*>(here.args.heap[here.args.rank] + at);
+    }
+    leave_beside(here, keyed, sender, row * keys, first);
+  });
 }
 
 // When all is done: a key that there is not, and on all ranks alike a rank that has no room for what comes. A report ends the waits

@@ -1,0 +1,101 @@
+"""Turns phases that are proved by region into words: what each is called, who does it, and whom it is about.
+
+Assumes nothing of their order. Does not say what they touch: `phases` does.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from commdsl.program.memory import Rows
+from commdsl.program.phases import (
+    Count,
+    Each,
+    FillByKey,
+    Finish,
+    FinishBack,
+    Forward,
+    Host,
+    Meet,
+    Push,
+    PushAgain,
+    PushBack,
+    PushByKey,
+    Read,
+    Routed,
+    Tell,
+)
+
+
+def name_of(phase: Routed) -> str:
+    """What a phase is, in two words at most."""
+    match phase:
+        case Host():
+            return phase.name
+        case Tell():
+            return f"tell {phase.what.name}"
+        case Meet():
+            return f"meet {phase.what.name}"
+        case Read():
+            return f"read {phase.what.name}"
+        case Count():
+            return "count"
+        case Push() | PushByKey() | PushAgain():
+            return "push"
+        case PushBack():
+            return f"push{_BACK[phase.each]}"
+        case Forward():
+            return "forward"
+        case FillByKey():
+            return "fill"
+        case Finish():
+            return "finish"
+        case FinishBack():
+            return f"finish{_BACK[phase.each]}"
+        case _:
+            assert_never(phase)
+
+
+_BACK = {Each.ENTRY: "", Each.RANK: " sums", Each.WORD: " words"}
+
+
+def described(phase: Routed) -> str:
+    """What a phase is, who does it, and whom it is about."""
+    name, by = name_of(phase), f", by {phase.by.value}"
+    match phase:
+        case Tell():
+            return f"{name} to {phase.to.value}{by}"
+        case Meet():
+            back = f", {phase.calls_back} calls before" if phase.calls_back else ""
+            return f"{name} of {phase.of.value}{back}{by}"
+        case Push():
+            why = f" ({phase.reason})" if phase.reason else ""
+            return f"{name} {', '.join(rows.name for rows in phase.given)}{by}{why}"
+        case Finish():
+            return f"{name} {', '.join(rows.name for rows in phase.to)}{by}"
+        case Count():
+            return f"{name} {phase.keys.name}{by}"
+        case PushByKey():
+            rows = ", ".join(one.name for one in (*phase.given, *(() if phase.value is None else (phase.value,))))
+            return f"{name} {rows} by {phase.keys.name}, {phase.often.value}{_nodes(phase.node)}{by}"
+        case PushAgain():
+            return f"{name} {phase.given.name} again, {phase.often.value}{_nodes(phase.node)}{by}"
+        case Forward() | FillByKey():
+            return f"{name} {', '.join(rows.name for rows in phase.to)}{by}"
+        case PushBack():
+            sums = ", the sums of this rank's" if phase.each is Each.RANK else ""
+            return f"{name} {phase.given.name} back{sums}{_times(phase.weights)}{by}"
+        case FinishBack():
+            return f"{name} {phase.to.name} of {phase.each.value}{_times(phase.weights)}{by}"
+        case Host() | Read():
+            return f"{name}{by}"
+        case _:
+            assert_never(phase)
+
+
+def _nodes(node: int) -> str:
+    return f", once to a node of {node}" if node else ""
+
+
+def _times(weights: Rows | None) -> str:
+    return "" if weights is None else f" times {weights.name}"
