@@ -108,6 +108,14 @@ def _weight(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
     return {"source_weight": _changed(table, at, int(table[at]) + 1)} if plan.moves.has_reduction else None
 
 
+def _whole(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
+    """An average is of more, or of fewer, than what it holds."""
+    table = plan.moves.ops.whole
+    at = random.randrange(len(table))
+    other = int(table[at]) + random.choice((-1, 1))
+    return {"whole": _changed(table, at, other)} if plan.moves.has_reduction else None
+
+
 def _kind(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
     """The other kind for a whole group."""
     leader_of = plan.moves.ops.leader_of
@@ -164,6 +172,7 @@ CHANGES: dict[str, Change] = {
     "dest_rank": _rank("dest"),
     "kind": _kind,
     "weight": _weight,
+    "whole": _whole,
     "joined": _flag("joined"),
     "order of sources": _sources,
     "exchanged dests": _dests,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def test_fault_file(path: Path) -> None:
         found.remove(match[0])
     assert not found, f"said without being announced:\n{shown}"
     assert path.name.startswith(f"{expected[0][1]}_")
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name.startswith("C511")], ids=lambda path: path.stem)
+def test_what_is_too_much_is_refused_before_it_is_spent(path: Path) -> None:
+    """However much a file asks for, it is told so in a second."""
+    start = time.thread_time()
+    assert fault_files.diagnostics(path.read_text(encoding="utf-8"), path.name)
+    assert time.thread_time() - start < 1
 
 
 @pytest.mark.parametrize("page", FROM_TEXT, ids=lambda page: page.stem)

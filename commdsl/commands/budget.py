@@ -8,14 +8,17 @@ fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from bisect import bisect
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from commdsl.commands.arguments import Target, UsageError
 from commdsl.commands.output import bytes_text
 from commdsl.ir import resolve
+from commdsl.ir.resolve.budget import MOST_MOVES, MOST_RANKS_OF_MOVES, moves_of, rounded
 from commdsl.ir.resolve.parameters import admits
-from commdsl.ir.schedules import Schedule, Step
 from commdsl.language.diagnostics import CommError
+from commdsl.language.records import dataclass
 from commdsl.language.syntax import File, PlanDecl, ScheduleDecl
 from commdsl.machine import memory
 from commdsl.machine.topology import switch
@@ -26,35 +29,64 @@ FREE = 64
 MOST_RANKS = 8192
 """A proof has tables of every rank with every other."""
 
-MOST_MOVES = 5_000_000
-"""Of chunks and contributions: some minutes, and some gigabytes."""
+SWEEP = 20 * MOST_MOVES
+"""Of the proofs for several numbers of ranks, one after another: some minutes."""
 
 SAMPLES = (range(16, 1, -1), range(32, 16, -1))
 """The numbers of ranks at which moves are counted: the largest of each that a schedule admits."""
 
 
-def refuse_many(files: tuple[File, ...], decl: object, ranks: int, target: Target) -> None:
-    """Raises UsageError where a proof would take more than is sensible; says what would fit."""
-    if ranks <= FREE or isinstance(decl, PlanDecl):
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The moves at some number of ranks, and the power of the ranks by which they grow."""
+
+    ranks: int
+    moves: int
+    power: float
+
+    def at(self, ranks: int) -> float:
+        return self.moves * math.pow(ranks / self.ranks, self.power)
+
+    @property
+    def fit(self) -> int:
+        """The ranks that one proof has room for."""
+        return min(_round_down(self.ranks * (MOST_MOVES / self.moves) ** (1 / self.power)), MOST_RANKS_OF_MOVES)
+
+
+def refuse_many(files: tuple[File, ...], decl: object, ranks: Sequence[int], target: Target) -> None:
+    """Raises UsageError where a proof, or all of them, would take more than is sensible; says what would fit."""
+    most = max(ranks)
+    if most <= FREE or isinstance(decl, PlanDecl):
         return
     if isinstance(decl, ScheduleDecl):
-        moves, fit = estimate(files, decl, ranks, target)
-        if moves > MOST_MOVES:
-            raise UsageError(
-                f"--ranks {ranks}: `{decl.name.text}` would have about {_rounded(moves)} moves to prove, more than the "
-                f"{MOST_MOVES:,} that are proved at once; --ranks {min(fit, MOST_RANKS)} would fit"
-            )
-    if ranks > MOST_RANKS:
-        raise UsageError(f"--ranks {ranks}: more than are proved at once; --ranks {MOST_RANKS} would fit")
+        growth = estimate(files, decl, target)
+        if growth is not None:
+            _refuse_growth(growth, decl.name.text, ranks)
+    if most > MOST_RANKS:
+        raise UsageError(f"--ranks {most}: more than are proved at once; --ranks {MOST_RANKS} would fit")
 
 
-def estimate(files: tuple[File, ...], decl: ScheduleDecl, ranks: int, target: Target) -> tuple[float, int]:
-    """The moves of so many ranks, and how many ranks have MOST_MOVES; (0, 0) where that cannot be told."""
+def _refuse_growth(growth: Growth, name: str, ranks: Sequence[int]) -> None:
+    most = max(ranks)
+    if growth.at(most) > MOST_MOVES:
+        raise UsageError(
+            f"--ranks {most}: `{name}` would have about {rounded(growth.at(most))} moves to prove, more than the "
+            f"{MOST_MOVES:,} that are proved at once; --ranks {growth.fit} would fit"
+        )
+    sums = list(accumulate(map(growth.at, ranks)))
+    if sums[-1] > SWEEP:
+        raise UsageError(
+            f"--ranks: `{name}` would have about {rounded(sums[-1])} moves to prove for {len(ranks)} numbers of ranks, "
+            f"more than the {SWEEP:,} of one sweep; up to --ranks {ranks[bisect(sums, SWEEP) - 1]} would fit"
+        )
+
+
+def estimate(files: tuple[File, ...], decl: ScheduleDecl, target: Target) -> Growth | None:
+    """How the moves grow; None where that cannot be told."""
     (few, small), (more, large) = (counted(files, decl, sample, target) for sample in SAMPLES)
     if not 0 < small < large:
-        return 0.0, 0
-    power = math.log(large / small) / math.log(more / few)
-    return large * (ranks / more) ** power, _round_down(more * (MOST_MOVES / large) ** (1 / power))
+        return None
+    return Growth(more, large, math.log(large / small) / math.log(more / few))
 
 
 def counted(files: tuple[File, ...], decl: ScheduleDecl, sample: Iterable[int], target: Target) -> tuple[int, int]:
@@ -68,14 +100,6 @@ def counted(files: tuple[File, ...], decl: ScheduleDecl, sample: Iterable[int], 
             except CommError:
                 break  # parameters that are meant for more ranks
     return 1, 0
-
-
-def moves_of(schedule: Schedule) -> int:
-    """Chunks that are moved, and contributions that are promised."""
-    steps = (statement for step in schedule.steps if isinstance(step, Step) for statement in step.moves)
-    moved = [statement.source_rank.size for statement in steps]
-    promised = [contract.dest_rank.size + contract.source_rank.size for contract in schedule.contracts]
-    return sum(moved) + sum(promised)
 
 
 def refuse_large(needed: int, size: int, ranks: int) -> None:
@@ -101,7 +125,3 @@ def _round_down(number: float) -> int:
     """To two digits."""
     digits = int(10 ** max(int(math.log10(number)) - 1, 0))
     return int(number) // digits * digits
-
-
-def _rounded(number: float) -> str:
-    return f"{float(f'{number:.2g}'):,.0f}"

@@ -78,7 +78,7 @@ def jobs_of(path: Path, files: tuple[File, ...], target: Target, name: str | Non
     wanted = [decl for decl in reversed(first.values()) if name in (None, decl.name.text)]
     counts = {decl.name.text: rank_counts(files, decl, target) for decl in wanted}
     for decl in wanted:
-        refuse_many(files, decl, max(counts[decl.name.text]), target)
+        refuse_many(files, decl, counts[decl.name.text], target)
     return tuple(Job(path, files, decl, ranks) for decl in wanted for ranks in counts[decl.name.text])
 
 

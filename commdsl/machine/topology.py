@@ -80,7 +80,7 @@ def link_of(topology: Topology, source: NDArray[np.integer], dest: NDArray[np.in
             case LinkScope.ACROSS_NODES:
                 has = ~same_node
             case LinkScope.PAIRS:
-                has = same_node & _pair_table(link, gpus)[source_gpu, dest_gpu]
+                has = same_node & _are_joined(link, gpus, source_gpu, dest_gpu)
             case _:
                 assert_never(link.scope)
         found[has] = index
@@ -90,11 +90,12 @@ def link_of(topology: Topology, source: NDArray[np.integer], dest: NDArray[np.in
     return found
 
 
-def _pair_table(link: Link, gpus: int) -> NDArray[np.bool_]:
-    table = np.zeros((gpus, gpus), dtype=np.bool_)
-    if link.pairs is not None:
-        table[link.pairs[:, 0], link.pairs[:, 1]] = True
-    return table
+def _are_joined(link: Link, gpus: int, source: NDArray[np.integer], dest: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Whether a link of pairs of GPUs is from each source to each destination; no table, as a node may be large."""
+    assert link.pairs is not None
+    pairs = link.pairs.astype(np.int64)
+    joined: NDArray[np.bool_] = np.isin(source.astype(np.int64) * gpus + dest, pairs[:, 0] * gpus + pairs[:, 1])
+    return joined
 
 
 def pair_bandwidth(

@@ -3,6 +3,7 @@
 Assumes parsed files, the schedule's own first, then those it uses. Raises CommError with every fault found. Does not
 prove anything about the steps: their indices out of range stay in the arrays for `checks` to name.
 
+    budget        what a schedule may take
     faults        the list that mistakes go to, one diagnostic a mistake
     expressions, names, move_rules, plan_rules   mistakes that need no numbers
     evaluate      expressions -> numbers, or arrays of them
@@ -26,6 +27,7 @@ from typing import TypeVar
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.plans import DispatchPlan
 from commdsl.ir.resolve import machines, tasks
+from commdsl.ir.resolve.budget import STATEMENT, STEP, Spent
 from commdsl.ir.resolve.contracts import contracts
 from commdsl.ir.resolve.cycle_sets import cycle_set
 from commdsl.ir.resolve.dispatches import Given, build_dispatch
@@ -38,7 +40,7 @@ from commdsl.ir.resolve.plans import build_plan
 from commdsl.ir.resolve.rows import Binding
 from commdsl.ir.resolve.steps import StepBuilder
 from commdsl.ir.resolve.tuning import Machine, override, tuning
-from commdsl.ir.schedules import AnyStep, Buffer, Contract, RoleSet, Schedule, Tuning, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Contract, RoleSet, Schedule, Task, Tuning, Yield
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Diagnostic, Severity
 from commdsl.language.source import Span
@@ -46,9 +48,6 @@ from commdsl.language.syntax import File, ScheduleDecl
 from commdsl.machine.topology import Topology
 
 T = TypeVar("T")
-
-MOST_STEPS = 2**20
-"""Beyond this a schedule would not fit in memory; nobody means it."""
 
 
 def topologies(files: tuple[File, ...]) -> dict[str, Topology]:
@@ -77,9 +76,12 @@ def resolve(
     check_names(decl, tuple(name for roles in role_sets for name, _, _ in roles.roles), faults)
     faults.drop_warnings()
     resolver = _Resolver(decl, ranks, topology, role_sets, faults)
-    resolver.declarations(params, override(tune or {}))
-    faults.raise_if_any()
-    resolver.body()
+    try:
+        resolver.declarations(params, override(tune or {}))
+        faults.raise_if_any()
+        resolver.body()
+    except Spent:
+        pass
     faults.raise_if_any()
     return resolver.schedule()
 
@@ -172,7 +174,7 @@ def _topologies(files: tuple[File, ...], faults: Faults) -> dict[str, Topology]:
     for decl in decls:
         try:
             found.setdefault(decl.name.text, machines.topology(decl, faults))
-        except Poisoned:
+        except (Poisoned, Spent):
             continue
     return found
 
@@ -223,6 +225,7 @@ class _Resolver:
             help = "ask for fewer ranks or name a larger topology"
             self.faults.report("C502", what, decl.ranks.span, label, help=help)
             return
+        self.binding.budget.ranks(self.ranks, decl.ranks.span)
         self.params = parameters(
             decl, given, known_counts(decl.ranks, self.ranks, topology), self.evaluator, self.faults
         )
@@ -303,8 +306,8 @@ class _Resolver:
                 self.faults.fail("C509", "an extent is 1 to 2 ** 20", dim.size.span, f"this is {extent}")
             extents.append(extent)
             blocks, cut = (blocks * extent, cut) if dim.blocks else (blocks, cut * extent)
-        if blocks * cut >= 2**31:
-            self.faults.fail("C509", "a buffer has fewer than 2 ** 31 chunks", decl.span, f"this has {blocks * cut}")
+        what = f"chunks on each of {self.ranks} ranks"
+        self.binding.budget.spend(blocks * cut, self.ranks, what, decl.span)
         element, like = (None if name is None else name.text for name in (decl.element, decl.like))
         made = Buffer(decl.name.text, decl.kind, tuple(extents), blocks, cut, decl.span, element, like)
         self.buffers.setdefault(decl.name.text, made)
@@ -328,6 +331,7 @@ class _Resolver:
     ) -> None:
         for statement in body:
             self.evaluator.bindings = bindings
+            self.binding.budget.spend(1, STATEMENT, "statements", statement.span)
             try:
                 self._statement(statement, scope, bindings)
             except Poisoned:
@@ -338,7 +342,11 @@ class _Resolver:
             case syn.Let(name, value):
                 scope[name.text] = self.evaluator.value(value, scope)
             case syn.For(name, domain, body):
-                for index, bound in self._values(domain, scope):
+                first, last, cycles = self.binding.domain(domain, scope)
+                self.binding.budget.loop(statement, int(last) - int(first), scope)
+                for index in range(int(first), int(last)):
+                    bound = index if cycles is None else Cycle(cycles, index)
+                    self.binding.budget.spend(1, STATEMENT, "rounds", domain.span)
                     self._statements(body, {**scope, name.text: bound}, (*bindings, (name.text, index)))
             case syn.If(condition, then, otherwise):
                 chosen = then if self.evaluator.number(condition, scope) else otherwise
@@ -350,21 +358,18 @@ class _Resolver:
                     builder = self.builders[id(statement)] = StepBuilder(statement, self.binding)
                 self.steps.append(builder.step(scope, bindings))
             case syn.Yield(buffer):
-                self.steps.append(Yield((list(self.buffers).index(buffer.text),), bindings, statement.span))
+                self._task(Yield((list(self.buffers).index(buffer.text),), bindings, statement.span))
             case syn.Visit():
-                self.steps.append(tasks.visit(statement, list(self.buffers), bindings))
+                self._task(tasks.visit(statement, list(self.buffers), bindings))
             case syn.Compute():
-                self.steps.append(tasks.task(statement, self.buffers, bindings, self.faults))
+                self._task(tasks.task(statement, self.buffers, bindings, self.faults))
             case _:
                 pass
 
-    def _values(self, domain: syn.Range | syn.Name, scope: dict[str, Value]) -> list[tuple[int, int | Cycle]]:
-        """The values of a loop's variable, each with its number for messages."""
-        first, last, cycles = self.binding.domain(domain, scope)
-        if int(last) - int(first) > MOST_STEPS:
-            count = f"{int(last) - int(first)} rounds"
-            self.faults.fail("C509", f"a loop has at most {MOST_STEPS} rounds", domain.span, count)
-        return [(i, i if cycles is None else Cycle(cycles, i)) for i in range(int(first), int(last))]
+    def _task(self, task: Yield | Task) -> None:
+        chunks = sum(self.buffers_list[buffer].num_chunks for buffer in (*task.reads, *task.writes))
+        self.binding.budget.spend(1, STEP + self.ranks * chunks, "tasks of whole buffers", task.span)
+        self.steps.append(task)
 
     @property
     def buffers_list(self) -> tuple[Buffer, ...]:

@@ -6,6 +6,7 @@ Assumes `names` found nothing wrong. Chunk indices are flat: block * cut + piece
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +70,7 @@ def _contract(
     name: str, binding: Binding, source: str, dest: str, is_sum: bool, root: int | None, span: Span, rows: _Rows
 ) -> Contract:
     names = list(binding.buffers)
+    binding.budget.spend(rows.dest_rank.size + rows.source_rank.size, 1, "chunks and contributions", span)
     return Contract(
         name=name, source_buffer=names.index(source), dest_buffer=names.index(dest), is_sum=is_sum,
         dest_rank=rows.dest_rank, dest_chunk=rows.dest_chunk, value=rows.value,
@@ -85,6 +87,7 @@ def _clause(contract: syn.GeneralContract, clause: syn.Clause, binding: Binding,
     scope = rows.scope(outer)
     shape = (rows.count,)
     extents = binding.check_shapes(clause.source.ref, clause.dest, clause.span)
+    binding.budget.allow(rows.count, prod(extents), "chunks", clause.span)
     _check_kinds(binding, clause.source.ref.buffer, clause.dest.buffer)
     actor = binding.column(syn.Name(contract.binders[0].name.text, span=clause.span), scope, shape)
     named = NamedRows(contract, rows, actor)
@@ -93,6 +96,7 @@ def _clause(contract: syn.GeneralContract, clause: syn.Clause, binding: Binding,
     check_side(named, clause.dest, actor, dest_chunk, None, binding)
     source_rank, source_chunk, valid = _sources(clause.source, named, scope, binding)
     check_side(named, clause.source.ref, source_rank, source_chunk, valid, binding)
+    binding.budget.allow(source_chunk.size, prod(extents), "contributions", clause.span)
     dest_chunk = spread(dest_chunk, extents, chunks=True)
     arrays = _Rows(
         dest_rank=spread(actor, extents, chunks=False),

@@ -34,6 +34,7 @@ def rotation(contract: syn.RotationContract, binding: Binding, scope: Scope) -> 
     sources = [binding.buffers[one.source.text] for one in contract.buffers]
     dests = [binding.buffers[(one.dest or one.source).text] for one in contract.buffers]
     back = [binding.buffers[name.text] for name in contract.back]
+    binding.budget.spend(sources[0].num_chunks, binding.num_ranks**2, "pieces for all ranks to see", contract.span)
     _check_shapes(contract, binding, sources, dests, back)
     visits = None if contract.condition is None else _visits(contract.condition, binding, scope, sources[0])
     number = {name: at for at, name in enumerate(names)}

@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.resolve.budget import Budget
 from commdsl.ir.resolve.evaluate import Cycle, Cycles, Evaluator, Number, Scope, Value
 from commdsl.ir.resolve.faults import Faults, Poisoned
 from commdsl.ir.schedules import Buffer, Ints
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import BufferKind
 from commdsl.language.source import Span
-
-MOST_ROWS = 2**28
-"""Beyond this a step would not fit in memory; nobody means it."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,7 @@ class Binding:
         self.faults = faults
         self.buffers = buffers
         self.num_ranks = num_ranks
+        self.budget = Budget(faults)
 
     def rows(self, binders: tuple[syn.Binder, ...], where: syn.Expr | None, outer: Scope) -> Rows:
         rows = Rows(1, {})
@@ -120,10 +119,7 @@ class Binding:
         else:
             counts = np.full(rows.count, max(last - first, 0), np.int64)
         total = int(counts.sum())
-        if total > MOST_ROWS:
-            self.faults.fail(
-                "C509", "a step has too many moves", binder.span, f"{total} combinations, at most {MOST_ROWS}"
-            )
+        self.budget.rows(total, binder.span)
         parent = np.repeat(np.arange(rows.count), counts)
         begin = np.repeat(np.cumsum(counts) - counts, counts)
         values = np.arange(total) - begin + (first[parent] if isinstance(first, np.ndarray) else first)

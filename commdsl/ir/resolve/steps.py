@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.resolve.budget import STEP
 from commdsl.ir.resolve.evaluate import Cycle, Scope, Value, free_names
 from commdsl.ir.resolve.rows import Binding, Rows, spread
 from commdsl.ir.schedules import Ints, Statement, Step
@@ -81,7 +82,9 @@ class StepBuilder:
         self._prepare(each.body, _over(rows, tuple(names)))
 
     def step(self, scope: Scope, bindings: tuple[tuple[str, int], ...]) -> Step:
-        moves = tuple(moves(scope) for moves in self._moves)
+        self._binding.budget.spend(1, STEP, "steps", self._each.span)
+        moves = [moves(scope) for moves in self._moves]
+        self._binding.budget.spend(sum(item.source_rank.size for item in moves), 1, "moves", self._each.span)
         return Step(tuple(item for item in moves if len(item.actor)), bindings, self._each.span)
 
     def _prepare(self, body: tuple[syn.Stmt, ...], context: _Context) -> None:
@@ -144,6 +147,7 @@ class StepBuilder:
         binding = self._binding
         extents = binding.check_shapes(move.source.ref, move.dest, move.span)
         count = context.rows(outer).count
+        binding.budget.allow(count, math.prod(extents), "moves", move.span)
         actor = self._number(syn.Name(self._acting, span=move.span), context, outer)
         dest_rank = self._place(move.dest, context, outer)
         dest_chunk = self._chunk(move.dest, context, outer)
@@ -154,6 +158,7 @@ class StepBuilder:
         else:
             source_rank = self._place(move.source.ref, context, outer)[:, None]
             source_chunk = self._chunk(move.source.ref, context, outer)[:, None]
+        binding.budget.allow(source_chunk.size, math.prod(extents), "moves", move.span)
         names = list(binding.buffers)
         return Statement(
             kind=move.kind,
@@ -224,11 +229,13 @@ def read_list(
     outer = {name: _upright(value) for name, value in scope.items()}
     if source.binder is None:
         k = binding.num_ranks
+        binding.budget.rows(count * k, source.span)
         ranks = np.broadcast_to(np.arange(k, dtype=np.int32), (count, k))
         return ranks, np.broadcast_to(binding.chunk(source.ref, outer, (count, 1)), (count, k)), None
     first, last, cycles = binding.domain(source.binder.domain, outer)
     lengths = np.maximum(np.asarray(last) - first, 0)
     k = int(lengths.max()) if lengths.size else 0
+    binding.budget.rows(count * k, source.span)
     offsets = np.arange(k)[None, :]
     inside = np.broadcast_to(offsets < lengths, (count, k))
     # Rows with fewer sources repeat their last one, so that its indices have a value; `inside` leaves it out.
