@@ -4,6 +4,7 @@ beside all of it on one in float64; what a Route says to attend to; what is refu
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from thread_ranks import in_group  # noqa: E402 - after the check for torch
+from thread_ranks import at_once, in_group  # noqa: E402 - after the check for torch
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402 - after the check for torch
 from torch.utils.checkpoint import checkpoint  # noqa: E402 - after the check for torch
 
@@ -198,6 +199,30 @@ def test_a_plan_is_kept() -> None:
     in_group(3, work)
 
 
+def test_shown() -> None:
+    """A Route says whose it is, its rows, and how uneven the attention is."""
+    shown = in_group(3, lambda rank, group: repr(routed(group)))
+
+    assert shown[0].startswith("Route(rank 0 of 3: 720 rows, receives ")
+    assert shown[2].endswith("% above the mean)")
+
+
+def test_threads_share_a_route() -> None:
+    """Its tables are made once, whoever asks first."""
+
+    def work(rank: int, group: str) -> None:
+        route, sender = routed(group, [[300, 41]]), sender_of(group, 341)
+        q, k, v = drawn(route.rows, 0)
+
+        def tables(_: int) -> list[Any]:
+            sender.prepare(route, q, k, v)
+            return [pair[0].data_ptr() for pair in route.ready.values()]
+
+        assert len({tuple(found) for found in at_once(8, tables)}) == 1
+
+    in_group(1, work)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -226,10 +251,25 @@ def test_no_attention() -> None:
         sender, route = sender_of(group, 64), routed(group, [[64]])
         q, k, v = drawn(64, 0)
         made = dispatch.create_qkv_dispatch(1, 64, 1, 1)
+        with pytest.raises(DispatchError, match="not copied or saved: save the Metadata"):
+            pickle.dumps(route)
         with pytest.raises(DispatchError, match="does not say what its queries attend to"):
             sender.attend(q, k, v, dispatch.Route(*made[:4], rank=0))
         with pytest.raises(DispatchError, match=r"expected a Route, got `Metadata`: Route\(fwd_q"):
             sender.attend(q, k, v, made.fwd_q)
+        for call in (sender.dispatch, sender.collect, sender.prepare):
+            with pytest.raises(DispatchError, match="got `tuple`: `dispatch"):
+                call(route=tuple(made), **{"q" if call == sender.prepare else "x": q})
+        for other, message in (
+            (q.tolist(), "got `list`: pass torch.tensor"),
+            (q.detach().numpy(), "got `numpy.ndarray`: pass torch.from_numpy"),
+            (q.detach().to_sparse(), "got one that is torch.sparse_coo: pass x.to_dense"),
+            (q.to("meta"), "on meta"),
+        ):
+            with pytest.raises(TensorError, match=message):
+                sender.dispatch(other, route)
+            with pytest.raises(TensorError, match=message):
+                sender.attend(other, k, v, route)
         for wrong in ((q[0], k, v), (q, k.double(), v), (q, k[:, :1], v), (q[:, :3], k, v)):
             with pytest.raises(TensorError, match="expected"):
                 sender.attend(*wrong, route)

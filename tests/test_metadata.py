@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -177,6 +180,33 @@ def test_dtypes_of_a_slice() -> None:
     assert one.seq_len.dtype is torch.uint32
     assert one.seq_len.tolist() == [8, 12, 4]
     assert one.num_seqs is None
+
+
+@pytest.mark.parametrize("normal", [False, True])
+def test_saved(normal: bool) -> None:
+    """Metadata is pickled and copied, and saved for `torch.load` as it is by default, in either form of its numbers."""
+    torch.manual_seed(2)
+    made = dispatch.create_qkv_dispatch(2, 32, 2, 2)
+    if normal:
+        made = made._replace(**{name: getattr(made, name).normalize_dtype() for name in made._fields[:4]})
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    for found in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), torch.load(file)):
+        dispatch.validate(*found)
+        for one, other in zip(found[:4], made[:4], strict=True):
+            assert one.dst_offset.dtype is other.dst_offset.dtype
+            assert one.dst_offset.tolist() == other.dst_offset.tolist()
+
+
+def test_shown() -> None:
+    """A Metadata says its ranks, its rows, and how uneven they arrive."""
+    there, _ = two_documents()
+
+    assert repr(there) == (
+        "Metadata(2 ranks, up to 3 shards on one: 39 rows, 39 received; the most of a rank is 28.2% above the mean)"
+    )
+    assert repr(there.get_slice(0).normalize_dtype()) == "Metadata(one rank: 2 shards, 15 rows)"
 
 
 def test_numbers_too_large() -> None:

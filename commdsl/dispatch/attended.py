@@ -13,6 +13,7 @@ import torch
 from commdsl.attention.kernel import Shape
 from commdsl.attention.merge import Merging, Partial, Summing, wide
 from commdsl.dispatch.spans import known
+from commdsl.runtime import given
 from commdsl.runtime.errors import GradientError, TensorError
 from commdsl.runtime.op import registry
 from commdsl.runtime.operators import define
@@ -28,6 +29,7 @@ BACKWARD = (
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raises TensorError (C951) for shapes and dtypes that no attention has."""
     for name, one in (("q", q), ("k", k), ("v", v)):
+        given.tensor("attend", one)
         if one.dim() != 3 or one.dtype != q.dtype:
             got = f"{tuple(one.shape)} of {one.dtype}"
             raise TensorError(f"expected {name} as (rows, heads, dim) of {q.dtype}, got {got}")

@@ -16,9 +16,9 @@ from commdsl.dispatch.attended import check
 from commdsl.dispatch.attended import register as register_attention
 from commdsl.dispatch.launcher import Launcher, known
 from commdsl.dispatch.limits import Limits
-from commdsl.dispatch.metadata import Metadata
-from commdsl.dispatch.route import Route, Way
-from commdsl.runtime import groups
+from commdsl.dispatch.route import Route, Way, checked
+from commdsl.runtime import given, groups
+from commdsl.runtime.eager import skips_dispatcher
 from commdsl.runtime.errors import DispatchError, TensorError
 from commdsl.runtime.op import registry
 from commdsl.runtime.operators import define
@@ -76,7 +76,7 @@ class Dispatcher(Launcher):
         `commdsl.attention.kernels`, or a name of its menu. Has gradients, through any number of calls; under activation
         checkpointing the rows travel again. Raises TensorError (C951), DispatchError (C961), ArgumentError (C973).
         """
-        spans = _route(route).attention
+        spans = checked(route).attention
         check(q, k, v)
         register_attention()
         q_here, k_here, v_here = self.dispatch_qkv(q, k, v, route)
@@ -98,7 +98,7 @@ class Dispatcher(Launcher):
         beyond are not written: for graphs whose Route is updated. Backward is `collect_qkv`. Raises TensorError (C951),
         DispatchError (C961).
         """
-        tensors = (q, k) if v is None else (q, k, v)
+        tensors, route = (q, k) if v is None else (q, k, v), checked(route)
         rows = (self.limits.queries, self.limits.keys) if padded else (route.queries, route.keys)
         return self._move(tensors, route, Way.ALL, rows, route.rows, padded)
 
@@ -112,20 +112,20 @@ class Dispatcher(Launcher):
         k and v both float32, float16 or bfloat16, unless Limits.copies is 1. Returns new tensors (route.rows, ...), or
         with `padded` (Limits.rows, ...). Raises TensorError (C951), DispatchError (C961).
         """
-        tensors = (q, k) if v is None else (q, k, v)
+        tensors, route = (q, k) if v is None else (q, k, v), checked(route)
         rows = self.limits.rows if padded else route.rows
         return self._move(tensors, route, Way.ALL_BACK, (rows, rows), (route.queries, route.keys), padded)
 
     def dispatch(self, x: torch.Tensor, route: Route, *, padded: bool = False) -> torch.Tensor:
         """Rows of x to the ranks of `route`'s queries: (route.rows, ...) to (route.queries, ...)."""
-        rows = self.limits.queries if padded else route.queries
+        rows = self.limits.queries if padded else checked(route).queries
         return self._move((x,), route, Way.QUERIES, (rows, 0), route.rows, padded)[0]
 
     def collect(self, x: torch.Tensor, route: Route, *, padded: bool = False) -> torch.Tensor:
         """The way back of `dispatch`: (route.queries, ...) to (route.rows, ...). The copies of a row are summed as in
         `collect_qkv`, where the dispatch's route has copies; rows that went nowhere are zero.
         """
-        rows = self.limits.rows if padded else route.rows
+        rows = self.limits.rows if padded else checked(route).rows
         return self._move((x,), route, Way.QUERIES_BACK, (rows, 0), (route.queries, 0), padded)[0]
 
     def _move(
@@ -139,22 +139,16 @@ class Dispatcher(Launcher):
     ) -> tuple[torch.Tensor, ...]:
         asked = expected if isinstance(expected, tuple) else (expected, expected)
         most = (self.limits.queries, self.limits.keys) if not way.goes else (self.limits.rows, self.limits.rows)
+        for tensor in tensors:
+            given.tensor("a dispatch", tensor)
         there, back = self.tables(route, way, tensors)
         for index, tensor in enumerate(tensors):
             _check(tensor, asked[min(index, 1)], most[min(index, 1)] if padded else None, self.device)
         counts = [rows[min(index, 1)] for index in range(len(tensors))]
+        if skips_dispatcher(tensors):
+            return tuple(self.launch(tensors, there, counts, way, clear=False))
         made = torch.ops.commdsl.move_rows(list(tensors), there, back, counts, way.value, False, padded, self.name)
         return tuple(made)
-
-
-def _route(route: Route) -> Route:
-    """Raises DispatchError (C961) for what is no Route."""
-    if not isinstance(route, Route):
-        made = (
-            "Route(fwd_q, rev_q, ..., rank=rank) makes one of it" if isinstance(route, Metadata) else "`plan` makes one"
-        )
-        raise DispatchError(f"expected a Route, got `{type(route).__name__}`: {made}")
-    return route
 
 
 def _check(tensor: torch.Tensor, rows: int, most: int | None, device: torch.device) -> None:
@@ -215,9 +209,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     there, back = ctx.saved_tensors
     device = there.device
-    given = [
+    slopes = [
         torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient.contiguous()
         for gradient, (shape, dtype) in zip(gradients, ctx.like, strict=True)
     ]
-    made = torch.ops.commdsl.move_rows(given, back, there, ctx.rows, *ctx.rest)
+    made = torch.ops.commdsl.move_rows(slopes, back, there, ctx.rows, *ctx.rest)
     return made, None, None, None, None, None, None, None

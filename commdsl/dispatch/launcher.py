@@ -16,7 +16,7 @@ import torch
 
 from commdsl.dispatch.errors import DispatchError, RowError
 from commdsl.dispatch.limits import Limits, names_of
-from commdsl.dispatch.route import Form, Pair, Route, Way
+from commdsl.dispatch.route import Form, Pair, Route, Way, checked
 from commdsl.ir.dispatches import BY_QUERY, BY_SOURCE, Dispatch
 from commdsl.program.timeouts import BAD_TILE, ErrorRecord, complaint
 from commdsl.runtime import given, groups
@@ -86,6 +86,9 @@ class Launcher:
         self.plan, back = self._program.plan, self._program.dispatch.back
         self._returning = back.names if back is not None else ()
         limits.judge(self.plan)
+        # What every call asks of the Plan, which looks through its phases for it.
+        self._is_packed, self._copied = self.plan.push.packed, self.plan.push.copied
+        self._most_tensors = len(self.plan.push.given)
         self._macros = ("COMMDSL_CHECK=1",) if check else ()
         self._layout = limits.layout(self.plan, results)
         room = self._layout.size - self.plan.symmetric_bytes
@@ -126,7 +129,7 @@ class Launcher:
         before. q, k, v: as for `dispatch_qkv`, or without rows, or on torch's meta device: what counts is the bytes of
         a row, and the dtype. Raises DispatchError (C961), and in a capture CaptureError (C955).
         """
-        tensors = tuple(tensor for tensor in (q, k, v) if tensor is not None)
+        tensors, route = tuple(tensor for tensor in (q, k, v) if tensor is not None), checked(route)
         for way in (Way.QUERIES, Way.ALL)[: 1 if k is None else 2]:
             given = tensors if way.has_keys else (q,)
             self.tables(route, way, given)
@@ -157,9 +160,11 @@ class Launcher:
             for output in outputs:
                 output.zero_()
         self._last = table.data_ptr()
-        pad = (0,) * (len(self.plan.push.given) - len(inputs))
+        pad = (0,) * (self._most_tensors - len(inputs))
         widths = tuple(map(row_bytes, inputs))
-        moved = sum(max(tensor.nbytes, output.nbytes) for tensor, output in zip(inputs, outputs, strict=True))
+        moved = 0
+        for tensor, count, width in zip(inputs, rows, widths, strict=True):
+            moved += max(len(tensor), count) * width
         start(
             (
                 self._last,
@@ -220,7 +225,7 @@ class Launcher:
         return there, back
 
     def _form(self, way: Way, widths: tuple[int, ...]) -> Form:
-        return Form(way, widths, self.plan.push.packed, self.plan.tile_bytes)
+        return Form(way, widths, self._is_packed, self.plan.tile_bytes)
 
     def _judge_back(self, num_tensors: int) -> None:
         for name in names_of(self.plan)[:num_tensors]:
@@ -229,13 +234,12 @@ class Launcher:
 
     def _new(self, like: Sequence[torch.Tensor], rows: Sequence[int], goes: bool) -> tuple[list[torch.Tensor], bool]:
         """Tensors for the results of a call, and whether these only land there: the next call's may, too."""
-        if self.plan.push.packed:
+        if self._is_packed:
             made = [tensor.new_empty((count, *tensor.shape[1:])) for tensor, count in zip(like, rows, strict=True)]
             return made, False
-        if not self._pool.has_room(goes=goes):
-            return self._landing.look(rows, like, goes=goes), True
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return self._pool.empty(rows, like, goes=goes, keep=capturing), False
+        found = self._pool.take(rows, like, goes=goes, keep=capturing)
+        return (self._landing.look(rows, like, goes=goes), True) if found is None else (found, False)
 
     def _start(self, dtype: str) -> Start:
         found = self._starts.get(dtype)
@@ -250,7 +254,7 @@ class Launcher:
         """What the call's kernel sums, "" if nothing: not on the way there, nor where a shard has one copy."""
         if way.goes or self.limits.copies == 1:
             return ""
-        summed = [tensor for tensor, copied in zip(inputs, self.plan.push.copied, strict=False) if copied]
+        summed = [tensor for tensor, copied in zip(inputs, self._copied, strict=False) if copied]
         for tensor in summed:
             if tensor.dtype not in SUMMED or tensor.dtype != summed[0].dtype:
                 raise TensorError(

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from commdsl.dispatch.errors import MetadataError as MetadataError
+from commdsl.planner.balance import imbalance
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Metadata:
     """Where the shards of each rank go. W ranks, at most S shards on one, at most C copies of each; a forward and a
     reverse Metadata have the same form. The field's dtype is given before and after `normalize_dtype`.
@@ -33,6 +34,23 @@ class Metadata:
     world_size: int | None = None  # W; None in a slice
     normalized: bool = False
     num_total_recv_tokens: int | Sequence[int] | None = None  # the last column on the host; one number in a slice
+
+    def __repr__(self) -> str:
+        shards, rows = self.seq_len.shape[-1], _total(self.seq_len)
+        if self.seq_len.dim() == 1:
+            return f"Metadata(one rank: {shards} shards, {rows} rows)"
+        received = self.num_recv_tokens[:, -1].cpu().to(torch.int64).numpy()
+        sizes = f"{len(self.seq_len)} ranks, up to {shards} shards on one: {rows} rows, {received.sum()} received"
+        return f"Metadata({sizes}; the most of a rank is {imbalance(received):.1%} above the mean)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With int64 in place of unsigned numbers, which `pickle` writes and torch cannot read."""
+        return {name: _signed(value) for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.normalized:
+            vars(self).update(vars(self.normalize_dtype()))
 
     def get_slice(self, rank: int) -> Metadata:
         """What `rank` needs, without padding: dst_rank, dst_offset and seq_len have its num_seqs rows, num_recv_tokens
@@ -149,6 +167,20 @@ class QKVMetadata(NamedTuple):
     fwd_k: Metadata | None
     rev_k: Metadata | None
     attention: AttentionLayout | None
+
+
+torch.serialization.add_safe_globals(
+    [Metadata, AttentionLayout, QKVMetadata]
+)  # numbers and tensors, so `torch.load` may
+
+
+def _signed(value: Any) -> Any:
+    unsigned = isinstance(value, torch.Tensor) and value.dtype in (torch.uint32, torch.uint64)
+    return value.to(torch.int64) if unsigned else value
+
+
+def _total(lengths: torch.Tensor) -> int:
+    return int(lengths.cpu().to(torch.int64).sum())
 
 
 def _moved(numbers: Metadata | AttentionLayout, device: torch.device | str) -> dict[str, Any]:

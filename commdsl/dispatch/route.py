@@ -6,11 +6,12 @@ a call first asks for it, by the widths of the rows, and kept; `update_` writes 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from commdsl.dispatch.spans import Seen, Spans, seen_by, seen_in
 from commdsl.dispatch.validator import validate
 from commdsl.ir.plans import DispatchPlan, Routing
 from commdsl.ir.routes import Longs, Mask, Routes, Shards, back
+from commdsl.planner.balance import imbalance
 from commdsl.program.tiles import RowTable, Shipment, most_words, table
 
 SPARE = 2
@@ -127,7 +129,7 @@ def _rows(routes: Routes) -> Longs:
 
 
 class Route:
-    """One plan for one rank: where its rows go, and where they come back to."""
+    """One plan for one rank: where its rows go, and where they come back to. Threads may share it."""
 
     # Plain numbers: what `torch.compile` traces reads them, and guards on them.
     rows: int
@@ -191,6 +193,21 @@ class Route:
         self._tables: dict[Form, torch.Tensor] = {}
         self._made: dict[Form, RowTable] = {}
         self._hosts: dict[Form, weakref.WeakSet[Host]] = {}
+        self._lock = threading.Lock()  # of the tables
+
+    def __repr__(self) -> str:
+        seen = self._numbers.seen
+        loads, what = (_rows(self._numbers.queries), "queries") if seen is None else (seen.pairs, "attention")
+        received = f"receives {self.queries} queries" + (f" and {self.keys} keys" if self.has_keys else "")
+        return (
+            f"Route(rank {self.rank} of {self.num_ranks}: {self.rows} rows, {received}; the most {what} of a rank is "
+            f"{imbalance(loads):.1%} above the mean)"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise DispatchError(
+            "a Route has tables on a device, and is not copied or saved: save the Metadata or the lengths that it is of"
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -212,6 +229,10 @@ class Route:
 
     def table(self, wanted: Form, host: Host) -> torch.Tensor:
         """int32, 1-D, on the device: what the kernel of this rank reads, once `host` has admitted the Route to it."""
+        with self._lock:
+            return self._table(wanted, host)
+
+    def _table(self, wanted: Form, host: Host) -> torch.Tensor:
         made = self._admitted(wanted, (host,))
         found = self._tables.get(wanted)
         if found is None:
@@ -300,6 +321,15 @@ class Route:
         if to.is_cuda:
             words = words.pin_memory()
         to[: len(words)].copy_(words, non_blocking=True)
+
+
+def checked(route: Route) -> Route:
+    """Raises DispatchError (C961) for what is no Route."""
+    if not isinstance(route, Route):
+        known = isinstance(route, Metadata)
+        made = "Route(fwd_q, rev_q, ..., rank=rank) makes one of it" if known else "`dispatch.plan` makes one"
+        raise DispatchError(f"expected a Route, got `{type(route).__name__}`: {made}")
+    return route
 
 
 def _numbers(fwd_q: Metadata, fwd_k: Metadata | None, seen: Seen | None) -> _Numbers:

@@ -46,6 +46,7 @@ class Launches:
         self.plan = plan
         comm.compare(f"the set-up of `{plan.name}`")
         self.number = next(comm.numbers)
+        self._most_lanes = plan.comm.lanes
         self._comm, self._emitted, self._seconds = comm, emitted, seconds
         self._halfway: tuple[int, object] | None = None  # the generation of the group in which it was opened, and what
         self._key = f"{self.number}/{emitted.identity}"
@@ -98,10 +99,9 @@ class Launches:
 
     def lanes(self, moved: int) -> int:
         """Of a call that moves so many bytes."""
-        most = self.plan.comm.lanes
         if self._comm.order is None:
-            return min(HOST_LANES, most)
-        return max(1, min(most, -(-moved // LANE_BYTES)))
+            return min(HOST_LANES, self._most_lanes)
+        return max(1, min(self._most_lanes, -(-moved // LANE_BYTES)))
 
     def release(self) -> None:
         """Collective: gives back the symmetric memory."""

@@ -7,6 +7,7 @@ enqueued, as in torch's own allocator. Does not grow. Ranks need not take the sa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -52,7 +53,18 @@ class Pool:
 
         Raises DispatchError (C961) when there is no room.
         """
-        place = self._free(goes)
+        return self._taken(self._free(goes), rows, like, goes=goes, keep=keep)
+
+    def take(
+        self, rows: Sequence[int], like: Sequence[torch.Tensor], *, goes: bool, keep: bool
+    ) -> list[torch.Tensor] | None:
+        """As `empty`; None when there is no room."""
+        place = self._find(goes)
+        return None if place is None else self._taken(place, rows, like, goes=goes, keep=keep)
+
+    def _taken(
+        self, place: Place, rows: Sequence[int], like: Sequence[torch.Tensor], *, goes: bool, keep: bool
+    ) -> list[torch.Tensor]:
         found = self._at(place, rows, like, goes=goes)
         place.results = [StorageWeakRef(one.untyped_storage()) for one in found]
         place.is_kept = keep
@@ -76,22 +88,28 @@ class Pool:
 
     def has_room(self, *, goes: bool) -> bool:
         """Whether one more call there, or back, has a place."""
-        return any(place.is_free for place in self._places[not goes])
+        return self._find(goes) is not None
 
     @property
     def is_idle(self) -> bool:
         """Whether nobody holds a result, and no graph writes one."""
         return all(place.is_free for places in self._places for place in places)
 
-    def _free(self, goes: bool) -> Place:
-        places = self._places[not goes]
-        for place in places:
+    def _find(self, goes: bool) -> Place | None:
+        for place in self._places[not goes]:
             if place.is_free:
                 return place
-        raise DispatchError(
-            f"`{self._name}` has no memory left: the results of {len(places)} calls {'there' if goes else 'back'} are "
-            "held. Let some go, or make room for more `results`; those of a Dispatcher with put='packed' are ordinary"
-        )
+        return None
+
+    def _free(self, goes: bool) -> Place:
+        place = self._find(goes)
+        if place is None:
+            held = f"{len(self._places[not goes])} calls {'there' if goes else 'back'}"
+            raise DispatchError(
+                f"`{self._name}` has no memory left: the results of {held} are held. Let some go, or make room for "
+                "more `results`"
+            )
+        return place
 
 
 def aligned(size: int) -> int:
@@ -101,10 +119,7 @@ def aligned(size: int) -> int:
 
 def row_bytes(tensor: torch.Tensor) -> int:
     """Bytes of one row: of what lies along all dimensions but the first."""
-    elements = 1
-    for extent in tensor.shape[1:]:
-        elements *= extent
-    return elements * tensor.element_size()
+    return prod(tensor.shape[1:]) * tensor.element_size()
 
 
 def _contiguous(rows: int, like: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
