@@ -81,7 +81,7 @@ def test_refused() -> None:
 def test_readme() -> None:
     """The lines of the README run, and give what they say."""
     section = (ROOT / "commdsl" / "ep" / "README.md").read_text("utf-8").partition("\n## In float8\n")[2]
-    lines = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[0]
+    lines, gradients, *_ = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
 
     def work(rank: int, group: str) -> None:
         names: dict[str, Any] = {"torch": torch, "ep": ep, "ranks": 2, "group": group}
@@ -91,6 +91,11 @@ def test_readme() -> None:
         assert (names["rows"].shape, names["scales"].shape) == ((256, 512), (256, 4))
         names["experts"].synchronize()
         names["experts"].release()
+        names["x"].requires_grad_()
+        exec(gradients, names)
+        names["rows"][: int(names["there"].offsets[-1])].float().sum().backward()
+        assert torch.equal(names["x"].grad, torch.full((64, 512), 2.0).bfloat16())
+        names["exchange"].release()
 
     in_group(2, work)
 

@@ -20,6 +20,7 @@ from thread_ranks import in_group  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - after the check for torch
 from commdsl import ep  # noqa: E402 - after the check for torch
+from commdsl.ep import simulate  # noqa: E402 - after the check for torch
 from commdsl.runtime.errors import DispatchError, GradientError, TensorError  # noqa: E402 - after the check for torch
 
 WIDTH = 6
@@ -129,6 +130,89 @@ def test_gradients(ranks: int, keys: int, experts: int, where: str) -> None:
     in_group(ranks, work)
 
 
+@pytest.mark.parametrize("local", [False, True], ids=["", "added up by experts"])
+def test_float8_is_straight_through(local: bool) -> None:
+    """Tokens that travel in float8 are experts' as their values times their scales, to the bit; results and all
+    gradients are those of one rank that has these, and the tokens' go through the rounding as if there were none.
+    """
+    wide, stretch = 24, 16
+    dice = torch.Generator().manual_seed(5)
+    matrix = torch.randn(6, wide, wide, generator=dice) / 5
+    x = [torch.randn(4 + rank, wide, generator=dice) for rank in range(2)]
+    expert = [torch.randint(0, 7, (len(one), 3), generator=dice).int() for one in x]
+    weight = [torch.rand(one.shape, generator=dice) for one in expert]
+
+    def rounded(one: Any) -> Any:
+        codes, scales = simulate.quantised(one.numpy(), stretch)
+        wide_codes = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
+        return wide_codes * torch.from_numpy(scales).repeat_interleave(stretch, 1)[:, :wide]
+
+    def work(rank: int, group: str) -> None:
+        most = ep.Limits(6, 3, 40, (wide,), 4 * wide)
+        exchange = ep.Exchange(most, 6, group, "cpu", local_combine=local, float8=stretch, check=True)
+        mine, weights = x[rank].clone().requires_grad_(), weight[rank].clone().requires_grad_()
+        matrices = matrix[3 * rank : 3 * rank + 3].clone().requires_grad_()
+        with pytest.raises(GradientError, match=r"pass them to `ep.dequantise`"):
+            ep.dispatch(exchange, mine, expert[rank], weights)
+        there = ep.dispatch(exchange, mine.detach(), expert[rank], weights)
+        assert isinstance(there.rows, ep.Quantised)
+        assert not there.rows.rows.requires_grad
+        rows = ep.dequantise(exchange, mine, there)
+        total = int(there.offsets[-1])
+        came = [(int(one) >> 32 & 0xFFFF, (int(one) & 0xFFFFFFFF) // 3) for one in there.handle.origins[:total]]
+        assert all(
+            torch.equal(row, rounded(x[source])[token]) for row, (source, token) in zip(rows, came, strict=False)
+        )
+        made = computed(rows, there.offsets, matrices)
+        if local:
+            home = ep.combine(exchange, made, there.handle, there.weights[: len(made)])
+        else:
+            home = ep.combine(exchange, made * there.weights[: len(made), None], there.handle)
+        home.sum().backward()
+
+        given = rounded(x[rank]).double().requires_grad_()
+        asked, every = weight[rank].double().requires_grad_(), matrix.double()
+        alone = torch.zeros_like(given)
+        for k in range(3):
+            of = expert[rank][:, k].long()
+            made = torch.tanh(torch.einsum("tw,twv->tv", given, every[of.clamp(max=5)]))
+            alone = alone + torch.where((of < 6)[:, None], asked[:, [k]] * made, 0)
+        alone.sum().backward()
+        near(home.detach(), alone.detach())
+        near(mine.grad, given.grad)
+        near(weights.grad, asked.grad)
+        assert matrices.grad.abs().sum() > 0
+        exchange.release()
+
+    in_group(2, work)
+
+
+def test_tensors_beside_float8() -> None:
+    """A second tensor travels as it is beside tokens in float8; of many calls held all is copied out, scales too."""
+
+    def work(rank: int, group: str) -> None:
+        exchange = ep.Exchange(ep.Limits(4, 1, 8, (32, 4), 64), 2, group, "cpu", float8=16, gradients=False)
+        expert, names = torch.full((4, 1), 1 - rank, dtype=torch.int32), torch.arange(4, dtype=torch.int32)[:, None]
+        held = []
+        for number in range(4):
+            x = torch.full((4, 32), 448.0 * (number + 1)).bfloat16()
+            held.append(ep.dispatch(exchange, (x, names + 10 * rank), expert))
+        for number, there in enumerate(held):
+            (codes, scales), beside = there.rows
+            assert (codes[:4].float() == 448).all()
+            assert (scales[:4] == number + 1).all()
+            assert beside[:4, 0].tolist() == [10 * (1 - rank) + at for at in range(4)]
+            wide = ep.dequantise(exchange, torch.empty(0, 32).half(), there)[:4]
+            assert wide.dtype is torch.float16
+            assert (wide == 448 * (number + 1)).all()
+        plain = ep.Exchange(ep.Limits(4, 1, 8, (64,), 64), 2, group, "cpu", gradients=False)
+        there = ep.dispatch(plain, torch.zeros(4, 32).bfloat16(), expert)
+        with pytest.raises(GradientError, match="did not travel in float8"):
+            ep.dequantise(plain, torch.zeros(4, 32), there)
+
+    in_group(2, work)
+
+
 def test_tensors_beside() -> None:
     """Bytes travel beside tokens that have a gradient; they have none, nor have tokens that are bytes."""
 
@@ -202,6 +286,23 @@ def test_refused() -> None:
         ep.dispatch(exchange, x, expert)
 
 
+def test_opcheck_float8() -> None:
+    """As for other tokens; what comes in float8 has no gradient, and what is made of it has."""
+    (name,) = commdsl.threads(1)
+    exchange = ep.Exchange(ep.Limits(3, 1, 3, (32,), 128), 4, name, "cpu", results=12, float8=16)
+    x, weight = torch.randn(3, 32, requires_grad=True), torch.rand(3, 1, requires_grad=True)
+    expert = torch.tensor([[0], [3], [1]], dtype=torch.int32)
+    there = ep.dispatch(exchange, x.detach(), expert, weight.detach())
+    left = there.handle
+    handle = [left.counts, left.origins, left.offsets, left.places, left.mates, left.values]
+    check = torch.library.opcheck
+    # The others compute with what is given or returned, which torch does not with float8.
+    alone = ["test_autograd_registration", "test_faketensor"]
+    check(torch.ops.commdsl.ep_dispatch.default, ([x.detach()], expert, weight, exchange.name), test_utils=alone)
+    given = x, *there.rows, expert, handle, exchange.name
+    check(torch.ops.commdsl.ep_dequantise.default, given, test_utils=[*alone, "test_aot_dispatch_dynamic"])
+
+
 @pytest.mark.parametrize("local", [False, True], ids=["", "local_combine"])
 def test_opcheck(local: bool) -> None:
     """Schemas, shapes and gradients as torch wants them; every place is written, so that results can be compared."""
@@ -224,15 +325,17 @@ def test_opcheck(local: bool) -> None:
     check(ops.ep_combine_values.default, (torch.rand(3), expert, handle, exchange.name))
 
 
-def test_compiled() -> None:
+@pytest.mark.parametrize("float8", [0, 16], ids=["", "float8"])
+def test_compiled(float8: int) -> None:
     """One graph, there and back, whose gradients are those of eager calls."""
     (name,) = commdsl.threads(1)
-    exchange = ep.Exchange(limits(1, 2, received=6), 4, name, "cpu", results=8)
+    exchange = ep.Exchange(limits(1, 2, received=6), 4, name, "cpu", results=8, float8=float8)
 
     def there_and_back(x: Any, expert: Any, weight: Any) -> Any:
-        there = ep.dispatch(exchange, x, expert, weight)
-        made = torch.tanh(there.rows) * there.weights[:, None]
-        return ep.combine(exchange, made, there.handle) + ep.combine(exchange, there.rows, there.handle, weight)
+        there = ep.dispatch(exchange, x.detach() if float8 else x, expert, weight)
+        rows = ep.dequantise(exchange, x, there) if float8 else there.rows
+        made = torch.tanh(rows) * there.weights[:, None]
+        return ep.combine(exchange, made, there.handle) + ep.combine(exchange, rows, there.handle, weight)
 
     expert = torch.tensor([[0, 1], [3, 2], [1, 1]], dtype=torch.int32)
     found = []

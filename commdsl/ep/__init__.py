@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from commdsl.ep.float8 import Quantised as Quantised
     from commdsl.ep.functional import Dispatched as Dispatched
     from commdsl.ep.functional import combine as combine
+    from commdsl.ep.functional import dequantise as dequantise
     from commdsl.ep.functional import dispatch as dispatch
     from commdsl.ep.layer import EPAll2AllLayer as EPAll2AllLayer
     from commdsl.ep.layout import EPAllToAllLayoutDesc as EPAllToAllLayoutDesc
@@ -53,6 +54,7 @@ __all__ = [
     "Quantised",
     "Received",
     "combine",
+    "dequantise",
     "dispatch",
 ]
 
@@ -71,6 +73,7 @@ _HOME = {
     "Quantised": "commdsl.ep.float8",
     "Received": "commdsl.ep.experts",
     "combine": "commdsl.ep.functional",
+    "dequantise": "commdsl.ep.functional",
     "dispatch": "commdsl.ep.functional",
 }
 

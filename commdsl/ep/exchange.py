@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from commdsl.ep.experts import Experts, Handle, Received
+from commdsl.ep.float8 import Quantised, flat, paired
 from commdsl.ep.limits import Limits
 from commdsl.runtime.errors import CaptureError, DispatchError
 from commdsl.runtime.given import Patience
@@ -45,6 +46,7 @@ class Exchange:
         local_combine: bool = False,
         gradients: bool = True,
         align: int = 1,
+        float8: int = 0,
         results: int = 2,
         check: bool = False,
         tune: Mapping[str, int | str] | None = None,
@@ -52,7 +54,8 @@ class Exchange:
         timeout: Patience = None,
     ) -> None:
         """Collective, as for Experts. `keys`: of all ranks together; `align`: the rows of each begin at a multiple of
-        it. With `local_combine` what comes back is added up on the rank of the keys first, and one row a rank travels.
+        it. `float8`: the first tensor travels in it, with a scale for each so many elements, and comes as Quantised.
+        With `local_combine` what comes back is added up on the rank of the keys first, and one row a rank travels.
         Without `gradients` there is no memory for rows that go to the same places again, which the gradient of
         `combine` needs.
 
@@ -63,6 +66,7 @@ class Exchange:
             raise DispatchError(f"`results` is 2 or more, not {results}: what is held, and what comes")
         again = max(limits.width_back, limits.width_again, FLOAT * limits.keys) if gradients else 0
         self.limits, self.local_combine, self.align = replace(limits, width_again=again), local_combine, align
+        self.float8, several = float8, len(limits.widths)
         name = "tokens_summed" if local_combine else "tokens"
         self.experts = Experts(
             self.limits,
@@ -70,7 +74,7 @@ class Exchange:
             device,
             results=results,
             check=check,
-            source="tokens" if len(limits.widths) == 1 else {"tokens.comm": text(name, len(limits.widths))},
+            source="tokens" if several == 1 and not float8 else {"tokens.comm": text(name, several, float8)},
             name=name,
             params={"E": keys, "A": align},
             tune=tune,
@@ -135,6 +139,11 @@ class Exchange:
         self.experts.release()
 
     @property
+    def stretches(self) -> tuple[int, ...]:
+        """By tensor, how many elements have a scale; 0 where it does not travel in float8."""
+        return (self.float8, *(0 for _ in self.limits.widths[1:]))
+
+    @property
     def rank(self) -> int:
         """This rank of the group."""
         return self.experts.rank
@@ -165,7 +174,9 @@ def _copied(found: Received) -> Received:
     values = None if handle.values is None else handle.values.clone()
     mates = None if handle.mates is None else handle.mates.clone()
     handle = replace(handle, origins=handle.origins.clone(), mates=mates, values=values)
-    return replace(found, rows=tuple(one.clone() for one in found.rows), values=values, handle=handle)
+    stretches = [int(isinstance(one, Quantised)) for one in found.rows]
+    rows = paired(tuple(one.clone() for one in flat(found.rows)), stretches)
+    return replace(found, rows=rows, values=values, handle=handle)
 
 
 _KNOWN: weakref.WeakValueDictionary[str, Exchange] = weakref.WeakValueDictionary()
@@ -179,12 +190,13 @@ def known(name: str) -> Exchange:
     return found
 
 
-def text(name: str, tensors: int) -> str:
-    """What `tokens.comm` says of one tensor of rows, of several."""
+def text(name: str, tensors: int, float8: int = 0) -> str:
+    """What `tokens.comm` says of one tensor of rows, of several, the first of which may travel in float8."""
     names = [f"x{number}" for number in range(tensors)]
     once = "   once per rank" if name == "tokens_summed" else ""
+    cast = f" as float8 by {float8}" if float8 else ""
     return f"""dispatch {name}(E = 32 * P, A = 1) for P ranks {{
-  {"   ".join(f"rows {name}[T]" for name in names)}
+  rows {names[0]}[T]{cast}{"".join(f"   rows {name}[T]" for name in names[1:])}
   key expert[T, K] of E
   value weight[T, K]
   route {", ".join(names)}, weight by expert / (E / P)   once per rank

@@ -70,6 +70,19 @@ def staged_bytes(widths: Sequence[int], stretches: Sequence[int]) -> int:
     )
 
 
+def flat(rows: Sequence[torch.Tensor | Quantised]) -> Tensors:
+    """The way back of `paired`."""
+    scales = [one.scales for one in rows if isinstance(one, Quantised)]
+    return (*(one.rows if isinstance(one, Quantised) else one for one in rows), *scales)
+
+
+def dequantised(rows: torch.Tensor, scales: torch.Tensor, stretch: int, dtype: torch.dtype) -> torch.Tensor:
+    """Each value times the scale of its stretch, in float32, rounded once."""
+    wide = rows.flatten(1).float()
+    by = scales.repeat_interleave(stretch, 1)[:, : wide.shape[1]]
+    return (wide * by).to(dtype).view(rows.shape)
+
+
 def paired(came: Tensors, stretches: Sequence[int]) -> tuple[torch.Tensor | Quantised, ...]:
     """What arrived as callers have it: by tensor, with its scales if it has some."""
     scales = iter(came[len(stretches) :])

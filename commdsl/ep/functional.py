@@ -16,6 +16,7 @@ import torch
 
 from commdsl.ep.exchange import ENTRY, PADDING, Exchange, known
 from commdsl.ep.experts import Handle
+from commdsl.ep.float8 import Quantised, arriving, dequantised, flat, paired
 from commdsl.ep.way_back import SUMMED
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.op import registry
@@ -26,9 +27,10 @@ Tensor: TypeAlias = torch.Tensor
 THERE = "ep_dispatch(Tensor[] rows, Tensor keys, Tensor? values, str exchange) -> Tensor[]"
 AGAIN = "ep_dispatch_again(Tensor rows, Tensor keys, Tensor[] handle, str exchange) -> Tensor"
 BACK = "ep_combine(Tensor rows, Tensor keys, Tensor[] handle, Tensor? weights, str exchange) -> Tensor"
+WIDE = "ep_dequantise(Tensor x, Tensor rows, Tensor scales, Tensor keys, Tensor[] handle, str exchange) -> Tensor"
 VALUES = "ep_combine_values(Tensor values, Tensor keys, Tensor[] handle, str exchange) -> Tensor"
 
-COUNTS, ORIGINS, OFFSETS, PLACES, MATES, BESIDE = range(6)
+HANDLE = COUNTS, ORIGINS, OFFSETS, PLACES, MATES, BESIDE = range(6)
 """Where what a handle has stands in a list of its tensors; its keys are the caller's, and none of it."""
 
 
@@ -39,7 +41,7 @@ class Dispatched:
     rows of zeros, and weights of zero, stand behind those of an expert.
     """
 
-    rows: Tensor | tuple[Tensor, ...]  # as they were given
+    rows: Any  # a tensor, or a tuple of them, as was given; what travels in float8 is Quantised: rows and their scales
     weights: Tensor | None  # (received,) float32: of each row, where weights were given
     counts: Tensor  # (E / P, P) int32: rows by this rank's experts, in their order, and by source rank
     offsets: Tensor  # (E / P,) int32: where the rows of each expert end, with zeros: the `offs` of a grouped matmul
@@ -53,20 +55,36 @@ def dispatch(
 
     x: (T, ...), contiguous, any dtype, T up to `limits.rows`; or a tuple of such, of which the first has a gradient.
     expert: (T, K) int32, 0 ..< E; E drops. weight: (T, K) float32, which arrive beside their rows. The gradient of x is
-    `combine` of that of the rows, and the gradient of weight that of the weights, each back at its choice. Raises
-    TensorError (C951), DispatchError (C961), GradientError (C958).
+    `combine` of that of the rows, and the gradient of weight that of the weights, each back at its choice. In float8
+    tokens have none here, but in what `dequantise` makes of rows. Raises TensorError (C951), DispatchError (C961),
+    GradientError (C958).
     """
     tensors = x if isinstance(x, tuple) else (x,)
     library()
     for number, tensor in enumerate(tensors):
+        if exchange.float8 and tensor.requires_grad and torch.is_grad_enabled():
+            raise GradientError("rows in float8 have no gradient: detach the tokens, and pass them to `ep.dequantise`")
         if tensor.requires_grad and torch.is_grad_enabled() and (number or tensor.dtype not in SUMMED):
             raise GradientError(
                 f"tokens of {tensor.dtype} have no gradient, nor has more than the first tensor: detach them"
             )
     made = torch.ops.commdsl.ep_dispatch(list(tensors), expert, weight, exchange.name)
-    rows, handle = tuple(made[: len(tensors)]), _handle(expert, made[len(tensors) :])
+    rows, handle = paired(tuple(made[: -len(HANDLE)]), exchange.stretches), _handle(expert, made[-len(HANDLE) :])
     found = rows if isinstance(x, tuple) else rows[0]
     return Dispatched(found, None if weight is None else handle.values, handle.counts, handle.offsets, handle)
+
+
+def dequantise(exchange: Exchange, x: Tensor, there: Dispatched) -> Tensor:
+    """What came in float8 times its scales, in float32, rounded to the dtype of x: (received, ...). x: the tokens that
+    went there. The gradient of x is `combine` of that of the result: it goes straight through the rounding to float8,
+    as if that were none. Raises GradientError (C958) for an Exchange without float8.
+    """
+    first = there.rows[0] if isinstance(there.rows, tuple) and not isinstance(there.rows, Quantised) else there.rows
+    if not isinstance(first, Quantised):
+        raise GradientError("these rows did not travel in float8: they have a gradient as they are")
+    tensors = _tensors(there.handle)
+    made: Tensor = torch.ops.commdsl.ep_dequantise(x, *first, there.handle.keys, tensors, exchange.name)
+    return made
 
 
 def combine(exchange: Exchange, rows: Tensor, handle: Handle, weight: Tensor | None = None) -> Tensor:
@@ -94,7 +112,7 @@ _LOCK = threading.Lock()
 
 def library() -> None:
     """The operators, defined when they are first needed."""
-    if hasattr(torch.ops.commdsl, "ep_combine_values"):
+    if hasattr(torch.ops.commdsl, "ep_dequantise"):
         return
     with _LOCK:  # ranks that are threads come here at once
         _define()
@@ -108,10 +126,12 @@ def _define() -> None:
         (AGAIN, _again, _fake_again),
         (BACK, _back, _fake_back),
         (VALUES, _values, _fake_values),
+        (WIDE, _wide, _fake_wide),
     ):
         define(made, schema, run, fake)
     torch.library.register_autograd("commdsl::ep_dispatch", _there_back, setup_context=_keep_there, lib=made)
     torch.library.register_autograd("commdsl::ep_combine", _back_back, setup_context=_keep_back, lib=made)
+    torch.library.register_autograd("commdsl::ep_dequantise", _wide_back, setup_context=_keep_wide, lib=made)
     for name in ("ep_dispatch_again", "ep_combine_values"):
         torch.library.register_autograd(f"commdsl::{name}", _refuse, setup_context=_nothing, lib=made)
 
@@ -132,7 +152,7 @@ def _plain(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str) -> list[Tensor]:
     found = known(exchange).dispatch(_plain(rows), keys, None if values is None else values.detach())
-    return [*found.rows, *_tensors(found.handle)]
+    return [*flat(found.rows), *_tensors(found.handle)]
 
 
 def _again(rows: Tensor, keys: Tensor, handle: Sequence[Tensor], exchange: str) -> Tensor:
@@ -148,6 +168,10 @@ def _values(values: Tensor, keys: Tensor, handle: Sequence[Tensor], exchange: st
     return known(exchange).combine_values(values.detach(), _handle(keys, handle))
 
 
+def _wide(x: Tensor, rows: Tensor, scales: Tensor, keys: Tensor, handle: Sequence[Tensor], exchange: str) -> Tensor:
+    return dequantised(rows, scales, known(exchange).float8, x.dtype)
+
+
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +179,7 @@ def _fake_there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exc
     found = known(exchange)
     received = found.limits.received
     return [
-        *(_fake_again(row, keys, (), exchange) for row in rows),
+        *(_fake_again(row, keys, (), exchange) for row in arriving(tuple(rows), found.stretches)),
         keys.new_empty((found.keys_a_rank, found.ranks)),
         keys.new_empty((received,), dtype=torch.int64),
         keys.new_empty((found.keys_a_rank,)),
@@ -177,6 +201,12 @@ def _fake_values(values: Tensor, keys: Tensor, handle: Sequence[Tensor], exchang
     return values.new_empty(keys.shape)
 
 
+def _fake_wide(
+    x: Tensor, rows: Tensor, scales: Tensor, keys: Tensor, handle: Sequence[Tensor], exchange: str
+) -> Tensor:
+    return x.new_empty(rows.shape)
+
+
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
@@ -184,8 +214,9 @@ def _keep_there(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None
     rows, keys, values, ctx.exchange = inputs
     ctx.num_rows, ctx.has_values = len(rows), values is not None
     ctx.like = (output[0].shape, output[0].dtype, rows[0].requires_grad)
-    ctx.save_for_backward(keys, *output[len(rows) :])
-    ctx.mark_non_differentiable(*output[1 : -1 if ctx.has_values else None])
+    ctx.save_for_backward(keys, *output[-len(HANDLE) :])
+    first = 1 if output[0].dtype in SUMMED else 0
+    ctx.mark_non_differentiable(*output[first : -1 if ctx.has_values else None])
 
 
 def _there_back(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -201,6 +232,18 @@ def _there_back(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]
         given = keys.new_zeros(shape[:1], dtype=torch.float32) if values is None else values.contiguous()
         of_values = torch.ops.commdsl.ep_combine_values(given, keys, handle, ctx.exchange)
     return [of_rows, *(None for _ in range(1, ctx.num_rows))], None, of_values, None
+
+
+def _keep_wide(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, _, keys, handle, ctx.exchange = inputs
+    ctx.num_handle = len(handle)
+    ctx.save_for_backward(keys, *handle)
+
+
+def _wide_back(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    keys, *handle = ctx.saved_tensors
+    of_x = torch.ops.commdsl.ep_combine(gradient.contiguous(), keys, handle, None, ctx.exchange)
+    return of_x, None, None, None, [None] * ctx.num_handle, None
 
 
 def _keep_back(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
