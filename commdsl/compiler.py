@@ -177,6 +177,9 @@ def _uses(file: File) -> list[Use]:
 
 
 def _find_used(use: Use, folder: Path) -> Path:
+    if not use.path.endswith(resources.SUFFIX):
+        label = Label(use.span, f"`use` reads {resources.SUFFIX} files alone")
+        raise CommError((Diagnostic("C190", f"`{use.path}` is no {resources.SUFFIX} file", label),))
     for base in (folder, resources.data_dir("schedules")):
         if (base / use.path).is_file():
             return base / use.path

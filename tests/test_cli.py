@@ -176,7 +176,10 @@ def test_check_faulty_plan(tmp_path: Path, capsys: Capture) -> None:
 def test_check_json(faulty: str, capsys: Capture) -> None:
     """--json is one value on standard output, for the good and the bad."""
     assert run_command(["check", RING, faulty, "--json"]) == 1
-    value = json.loads(capsys.readouterr().out)
+    value = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    cost = value["proved"][0]["cost"]
+    assert cost["seconds_per_byte"] == pytest.approx(cost["least_seconds_per_byte"])
+    assert (cost["ratio"] > 1, cost["bound"]) == (True, "14 n between ranks")
 
     assert [(one["schedule"], one["ranks"], one["steps"]) for one in value["proved"]] == [("allreduce_ring", 8, 14)]
     assert [one["severity"] for one in value["diagnostics"]] == ["error"]

@@ -185,6 +185,22 @@ def test_far_from_the_bound_is_a_warning() -> None:
     assert "7.0 times" in warning.headline
 
 
+def test_a_prefix_scan_takes_what_its_longest_sum_takes() -> None:
+    """Rank r wants the sum of ranks 0 to r: what one follows from another is not counted, but something has to move."""
+    text = """schedule scan for P ranks where P >= 2 {
+      input x
+      output y
+      ensure each r { y == sum(x @ q for q in 0 ..< r + 1) }
+      each r where r > 0 { reduce x @ q for q in 0 ..< r + 1 -> y }
+      each r where r == 0 { copy x -> y }
+    }"""
+    files = compiler.read_text(text, "scan.comm", Path())
+    costs = compiler.check(files, ranks=4).report
+    assert costs.limit.seconds_per_byte == pytest.approx(1 / 450e9)
+    assert costs.limit.reason != "nothing has to move"
+    assert (costs.limit.latency, costs.bandwidth_ratio) == (0.7e-6, pytest.approx(3.0))
+
+
 def test_values_that_follow_from_others_are_not_counted() -> None:
     """Who wants a, b and a + b needs two transfers, not three."""
     ids = [(1, 0, [0]), (1, 1, [1]), (1, 2, [0, 1])]

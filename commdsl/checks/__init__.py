@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-from commdsl.checks.bounds import out_of_bounds
+from commdsl.checks.bounds import OUT_OF_BOUNDS, out_of_bounds, without
 from commdsl.checks.classes import mixed_types, own_units, unknown_units
 from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
 from commdsl.checks.engine import combining_engine
 from commdsl.checks.inputs import writes_to_input
 from commdsl.checks.landing import idle_landing
-from commdsl.checks.locations import Located
+from commdsl.checks.locations import Located, statement_key
 from commdsl.checks.overlap import overlapping_writes
 from commdsl.checks.plans import over_capacity, too_large, too_many_copies
 from commdsl.checks.promises import idle_promises, repeated_promises
@@ -65,10 +65,16 @@ DispatchPlanRule: TypeAlias = Callable[[DispatchPlan], Iterator[Diagnostic]]
 RoutingRule: TypeAlias = Callable[[DispatchPlan, Routing], Iterator[Diagnostic]]
 AnyRule = TypeVar("AnyRule")
 
+BESIDE: tuple[tuple[Rule, ...], ...] = ((broken_roles, repeated_promises),)
+"""What has nothing to do with the steps: told whatever else is wrong."""
+
+OF_A_STEP: tuple[Rule, ...] = (overlapping_writes, writes_to_input, missing_links, combining_engine)
+"""What a statement breaks by itself, or beside others of its step: told also where another one is out of bounds."""
+
 RULES: tuple[tuple[Rule, ...], ...] = (
-    (broken_cycles, broken_roles, repeated_promises),
+    (broken_cycles,),
     (out_of_bounds,),
-    (overlapping_writes, writes_to_input, undefined_reads, missing_links, combining_engine, idle_landing),
+    (*OF_A_STEP, undefined_reads, idle_landing),
     (unequal_sizes, mixed_types, own_units, unknown_units),
     (broken_contracts, broken_rotations),
     (broken_returns,),
@@ -112,9 +118,15 @@ def check_files(files: tuple[File, ...]) -> tuple[Diagnostic, ...]:
 
 
 def check_schedule(schedule: Schedule) -> tuple[Diagnostic, ...]:
-    """Every broken law of the first group that finds an error, and the warnings up to there."""
+    """Every broken law of the first group that finds an error, what is wrong besides, and the warnings up to there."""
     located = Located(schedule)
-    return _run(RULES, lambda rule: rule(located))
+    beside = _run(BESIDE, lambda rule: rule(located))
+    found = _run(RULES, lambda rule: rule(located))
+    outside = {statement_key(one.primary.span) for one in found if one.code == OUT_OF_BOUNDS}
+    if outside:
+        rest = Located(without(schedule, outside))
+        found += _run((OF_A_STEP,), lambda rule: rule(rest))
+    return (*beside, *found)
 
 
 def check_plan(schedule: Schedule, plan: Plan) -> tuple[Diagnostic, ...]:

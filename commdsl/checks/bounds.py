@@ -7,12 +7,15 @@ numbers as indices. Does not look at values.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from commdsl.checks.locations import Located, statement_key
 from commdsl.ir.bounds import Outside, outside
 from commdsl.ir.schedules import Schedule, Statement, Step
 from commdsl.ir.words import bindings_text
 from commdsl.language.diagnostics import Diagnostic
+
+OUT_OF_BOUNDS = "C301"
 
 
 def out_of_bounds(located: Located) -> Iterator[Diagnostic]:
@@ -37,3 +40,14 @@ def first_outside(moves: Statement, schedule: Schedule) -> Outside | None:
     return outside(dest, ranks, moves.dest_rank, moves.dest_chunk) or outside(
         source, ranks, moves.source_rank, moves.source_chunk, moves.source_valid
     )
+
+
+def without(schedule: Schedule, spans: set[tuple[str, int, int]]) -> Schedule:
+    """The schedule without these statements, for what is wrong with the others by themselves."""
+    steps = [
+        replace(step, moves=tuple(moves for moves in step.moves if statement_key(moves.span) not in spans))
+        if isinstance(step, Step)
+        else step
+        for step in schedule.steps
+    ]
+    return replace(schedule, steps=tuple(steps))

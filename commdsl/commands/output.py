@@ -6,6 +6,7 @@ Assumes standard output is for results and standard error for diagnostics and pr
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -63,7 +64,12 @@ def tell(text: str) -> None:
 
 
 def say_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+    """Strict JSON, which has no infinity: `finite` turns numbers that may be none into null."""
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
 
 
 def show_diagnostics(found: Iterable[Diagnostic]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from commdsl import checks
 from commdsl.checks.cycles import broken_cycles
 from commdsl.checks.roles import broken_roles
-from commdsl.commands.output import bytes_text, count, style
+from commdsl.commands.output import bytes_text, count, finite, style
 from commdsl.commands.trial_rows import RowTrial
 from commdsl.compiler import Checked, CheckedDispatch, CheckedPlan, CheckedSchedule
 from commdsl.cost.report import ClassLoad, PairLoad, Report
@@ -40,7 +40,7 @@ def laws(checked: Checked) -> tuple[str, ...]:
     match checked:
         case CheckedSchedule(schedule=schedule):
             left_out = [*(() if schedule.cycles else [broken_cycles]), *(() if schedule.roles else [broken_roles])]
-            rules = [rule for group in checks.RULES for rule in group if rule not in left_out]
+            rules = [rule for group in (*checks.BESIDE, *checks.RULES) for rule in group if rule not in left_out]
             return (*_heads(rule.__module__ for rule in rules), *PLAN_LAWS)
         case CheckedDispatch():
             return ROUTED_LAWS
@@ -113,27 +113,6 @@ def time_text(latency: float, seconds_per_byte: float) -> str:
     return f"{latency * 1e6:.3g} us + n / {1e-9 / seconds_per_byte:.4g} GB/s"
 
 
-def report_json(report: Report) -> dict[str, object]:
-    return {
-        "steps": report.num_steps,
-        "transfers": report.num_transfers,
-        "copies": report.num_copies,
-        "yields": report.num_yields,
-        "blocks": report.blocks,
-        "classes": [
-            {"buffers": list(one.buffers), "element": one.element, "blocks": one.blocks} for one in report.classes
-        ],
-        "latency_seconds": report.latency,
-        "seconds_per_byte": report.seconds_per_byte,
-        "least_latency_seconds": report.limit.latency,
-        "least_seconds_per_byte": report.limit.seconds_per_byte,
-        "bound": report.limit.reason,
-        "block_bytes": report.block_bytes,
-        "ratio": report.ratio,
-        "same_bits": report.same_bits,
-    }
-
-
 @dataclass(frozen=True, eq=False)
 class RowCost:
     """What the way there costs that sends the most bytes to other ranks; the way back carries the same rows."""
@@ -180,9 +159,9 @@ def row_cost_json(cost: RowCost) -> dict[str, object]:
                 "link": link.name,
                 "bytes": link.bytes,
                 "busiest": {"rank": link.port.rank, "sends": link.port.sends, "bytes": link.port.bytes},
-                "seconds": link.seconds if np.isfinite(link.seconds) else None,
+                "seconds": finite(link.seconds),
             }
             for link in cost.links
         ],
-        "least_seconds": cost.seconds if np.isfinite(cost.seconds) else None,
+        "least_seconds": finite(cost.seconds),
     }

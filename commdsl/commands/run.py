@@ -14,8 +14,9 @@ from commdsl.commands import output
 from commdsl.commands.arguments import Place, Target, UsageError
 from commdsl.commands.jobs import Job, Outcome, has_errors, merge, prove_all, read_jobs, some
 from commdsl.commands.output import Exit
-from commdsl.commands.report import cost_lines, laws, proof_lines, report_json, row_cost, row_cost_json, row_cost_lines
+from commdsl.commands.report import cost_lines, laws, proof_lines, row_cost, row_cost_json, row_cost_lines
 from commdsl.commands.show import fail
+from commdsl.commands.summary import cost_json
 from commdsl.commands.tables import Pairing, asked_for, pairing, with_ranks
 from commdsl.commands.trial import Settings, Trial, trial
 from commdsl.commands.trial_rows import RowTrial, trial_rows
@@ -198,7 +199,7 @@ def to_json(one: Ran, settings: Settings) -> dict[str, object]:
                 "topology": schedule.topology.name,
                 "proved": list(laws(checked)),
                 "kernel": kernel_json(made, settings, settings.buffer_bytes),
-                "cost": report_json(report(schedule, made.block_bytes) if made.block_bytes else checked.report),
+                "cost": cost_json(report(schedule, made.block_bytes) if made.block_bytes else checked.report),
                 "visits": [visit_json(one) for one in held(schedule)],
             }
         case RanRows(job, pair, moved):

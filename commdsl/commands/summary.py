@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from commdsl.commands.jobs import Outcome
-from commdsl.commands.output import count
+from commdsl.commands.output import count, finite
 from commdsl.compiler import Checked, CheckedDispatch, CheckedPlan, CheckedSchedule
+from commdsl.cost.report import Report
 from commdsl.ir.plans import DispatchPlan
 
 
@@ -57,14 +58,37 @@ def to_json(outcome: Outcome) -> dict[str, object]:
     return {**head, **_numbers(checked), "seconds": round(outcome.seconds, 4)}
 
 
+def cost_json(report: Report) -> dict[str, object]:
+    """What a schedule costs, and the least that any could; null where there is no such number."""
+    return {
+        "steps": report.num_steps,
+        "transfers": report.num_transfers,
+        "copies": report.num_copies,
+        "yields": report.num_yields,
+        "blocks": report.blocks,
+        "classes": [
+            {"buffers": list(one.buffers), "element": one.element, "blocks": one.blocks} for one in report.classes
+        ],
+        "latency_seconds": finite(report.latency),
+        "seconds_per_byte": finite(report.seconds_per_byte),
+        "least_latency_seconds": finite(report.limit.latency),
+        "least_seconds_per_byte": finite(report.limit.seconds_per_byte),
+        "bound": report.limit.reason,
+        "block_bytes": report.block_bytes,
+        "ratio": finite(report.ratio),
+        "same_bits": report.same_bits,
+    }
+
+
 def _numbers(checked: Checked) -> dict[str, object]:
     match checked:
-        case CheckedSchedule(schedule=schedule, plan=plan):
+        case CheckedSchedule(schedule=schedule, plan=plan, report=report):
             return {
                 "topology": schedule.topology.name,
                 "parameters": dict(schedule.params),
                 "steps": schedule.num_steps,
                 "symmetric_bytes": plan.symmetric_bytes,
+                "cost": cost_json(report),
             }
         case CheckedDispatch(dispatch=dispatch):
             return {

@@ -82,37 +82,38 @@ def limit(schedule: Schedule) -> Limit:
     network = _Network.of(schedule.topology, schedule.num_ranks)
     best = Limit(0.0, 0.0, "nothing has to move")
     for contract in schedule.contracts:
-        demand = _demand(schedule, contract)
-        seconds, reason = _bandwidth(demand, network)
-        latency = max(best.latency, _latency(demand, network))
-        if seconds > best.seconds_per_byte:
-            best = Limit(latency, seconds, reason)
-        else:
-            best = Limit(latency, best.seconds_per_byte, best.reason)
+        for demand in _demands(schedule, contract):
+            seconds, reason = _bandwidth(demand, network)
+            latency = max(best.latency, _latency(demand, network))
+            if seconds > best.seconds_per_byte:
+                best = Limit(latency, seconds, reason)
+            else:
+                best = Limit(latency, best.seconds_per_byte, best.reason)
     return best
 
 
 # --- what has to move -------------------------------------------------------------------------------------------------
 
 
-def _demand(schedule: Schedule, contract: Contract) -> _Demand:
+def _demands(schedule: Schedule, contract: Contract) -> Iterator[_Demand]:
+    """Each by itself is a part of what the contract wants, of values none of which follows from the others."""
     buffer = schedule.buffers[contract.source_buffer]
     if contract.rotation is not None:
-        return _rotating(schedule, contract.rotation)
+        yield _rotating(schedule, contract.rotation)
+        return
     chosen, kind = _distinct_values(contract, buffer.num_chunks)
     sources = contract.source_rank[chosen].astype(np.int64)
     valid = np.ones(sources.shape, np.bool_) if contract.source_valid is None else contract.source_valid[chosen]
     number = np.broadcast_to(np.arange(len(chosen))[:, None], sources.shape)
-    counted = _unshared(sources * buffer.num_chunks + contract.source_chunk[chosen], valid)
-    valid = valid & counted[:, None]
     value = kind[contract.value]
-    rows = counted[value]
-    return _Demand(
-        len(chosen),
-        np.full(len(chosen), 1 / buffer.cut),
-        *_distinct(number[valid].astype(np.int64), sources[valid]),
-        *_distinct(value[rows], contract.dest_rank[rows].astype(np.int64)),
-    )
+    for counted in _unshared(sources * buffer.num_chunks + contract.source_chunk[chosen], valid):
+        there, rows = valid & counted[:, None], counted[value]
+        yield _Demand(
+            len(chosen),
+            np.full(len(chosen), 1 / buffer.cut),
+            *_distinct(number[there].astype(np.int64), sources[there]),
+            *_distinct(value[rows], contract.dest_rank[rows].astype(np.int64)),
+        )
 
 
 def _rotating(schedule: Schedule, rotation: Rotation) -> _Demand:
@@ -132,12 +133,22 @@ def _rotating(schedule: Schedule, rotation: Rotation) -> _Demand:
     return _Demand(count, np.full(count, 1 / buffer.cut), *ends)
 
 
-def _unshared(ids: Longs, valid: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The values to count: all if no two share a contribution, else the copies, else the first alone."""
+def _unshared(ids: Longs, valid: NDArray[np.bool_]) -> Iterator[NDArray[np.bool_]]:
+    """The values to count: all if no two share a contribution; else the copies, and, the largest first, those that
+    share none with what was taken before.
+    """
     if np.bincount(ids[valid]).max(initial=0) <= 1:
-        return np.ones(len(ids), dtype=np.bool_)
-    copies: NDArray[np.bool_] = valid.sum(axis=1) == 1
-    return copies if copies.any() else np.arange(len(ids)) == 0
+        yield np.ones(len(ids), dtype=np.bool_)
+        return
+    sizes = valid.sum(axis=1)
+    if (sizes == 1).any():
+        yield np.asarray(sizes == 1)
+    taken, chosen = np.zeros(int(ids.max(initial=0)) + 1, np.bool_), np.zeros(len(ids), np.bool_)
+    for row in np.argsort(-sizes, kind="stable").tolist():
+        mine = ids[row, valid[row]]
+        if not taken[mine].any():
+            taken[mine] = chosen[row] = True
+    yield chosen
 
 
 def _distinct_values(contract: Contract, num_chunks: int) -> tuple[Longs, Longs]:

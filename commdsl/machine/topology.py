@@ -90,6 +90,20 @@ def link_of(topology: Topology, source: NDArray[np.integer], dest: NDArray[np.in
     return found
 
 
+def overlap(first: Link, second: Link) -> str:
+    """Where the second link is declared for what the first is between already, in words; nothing where it is for the
+    rest: a general link behind a special one.
+    """
+    sides = [link.scope in (LinkScope.IN_NODE, LinkScope.PAIRS) for link in (first, second)]
+    if sides[0] != sides[1]:
+        return ""
+    if first.pairs is not None and second.pairs is not None:
+        both = {*map(tuple, first.pairs.tolist())} & {*map(tuple, second.pairs.tolist())}
+        return "GPUs {} and {}".format(*min(both)) if both else ""
+    is_special = first.scope in (LinkScope.PAIRS, LinkScope.ACROSS_SAME_GPU)
+    return "" if is_special and first.scope is not second.scope else "all of them"
+
+
 def _are_joined(link: Link, gpus: int, source: NDArray[np.integer], dest: NDArray[np.integer]) -> NDArray[np.bool_]:
     """Whether a link of pairs of GPUs is from each source to each destination; no table, as a node may be large."""
     assert link.pairs is not None

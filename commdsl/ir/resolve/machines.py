@@ -18,7 +18,7 @@ from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label
 from commdsl.language.kinds import LinkScope
 from commdsl.language.source import Span
-from commdsl.machine.topology import NO_LINK, Link, Topology, link_of
+from commdsl.machine.topology import NO_LINK, Link, Topology, link_of, overlap
 
 COUNTS = ("nodes", "gpus", "sms")
 
@@ -129,7 +129,14 @@ class _Machine:
             self.faults.fail("C120", "a link carries something", decl.bandwidth.span, "this is nothing")
         pairs = self._gpu_pairs(decl) if decl.scope is LinkScope.PAIRS else None
         port, pair = (bandwidth, np.inf) if decl.per == "gpu" else (np.inf, bandwidth)
-        return Link(decl.name.text, decl.scope, port, pair, _quantity(decl.latency), pairs)
+        made = Link(decl.name.text, decl.scope, port, pair, _quantity(decl.latency), pairs)
+        for other in links:
+            if where := overlap(other, made):
+                self.faults.fail("C120", "two links between the same GPUs", decl.name.span,
+                                 f"`{other.name}` is between {where} already",
+                                 help="drop one, or leave the GPUs out; a general link is for the rest behind `pairs` "
+                                      "or `same gpu`")  # fmt: skip
+        return made
 
     def _gpu_pairs(self, decl: syn.LinkDecl) -> Ints:
         """Both directions of every listed pair of GPUs of a node, once each, sorted."""
