@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.routes import Longs, Routes, running_sum, totals
+from commdsl.ir.routes import Longs, Routes, running_sum, stable_order, totals
 
 HEAD_WORDS = 8
 SEND_WORDS, FINISH_WORDS = 4, 8
@@ -110,15 +110,15 @@ def table(flows: Sequence[Shipment], rank: int, *, packed: bool, tile_bytes: int
             np.uint64
         )
         offset += flow.routes.num
-    runs = _ordered(_joined(sends), rank, len(flows), len(expected))
-    done = _joined(finishes)
+    runs, done = _joined(sends), _joined(finishes)
+    order = _order(runs.dest * len(flows) + runs.tensor, len(flows), rank, len(expected))
     digest = _digest(flows, packed, tile_bytes)
     return RowTable(
-        _words(runs, done, expected, digest),
+        _words(runs, order, done, expected, digest),
         len(runs.rows),
         len(done.rows),
         tuple(waiting),
-        runs.route,
+        runs.route[order],
         digest,
     )
 
@@ -173,15 +173,15 @@ def _sends(placed: _Placed, tensor: int, rank: int, offset: int, tile_rows: int)
     to = np.where(waits, placed.place[mine], placed.dest_row[mine])
     first, rows = _merged(placed.source_row[mine], to, placed.length[mine], dest * 2 + waits)
     mine, waits, dest, to = mine[first], waits[first], dest[first], to[first]
-    which, skip, size = _cut(rows, tile_rows)
+    pieces, skip, size = _cut(rows, tile_rows)
     return _Runs(
-        np.full(len(which), tensor),
-        placed.source_row[mine][which] + skip,
-        to[which] + skip,
+        np.full(len(size), tensor),
+        placed.source_row[mine].repeat(pieces) + skip,
+        to.repeat(pieces) + skip,
         size,
-        dest[which],
-        waits[which],
-        offset + placed.index[mine][which],
+        dest.repeat(pieces),
+        waits.repeat(pieces),
+        (offset + placed.index[mine]).repeat(pieces),
     )
 
 
@@ -196,23 +196,27 @@ def _merged(source: Longs, dest: Longs, length: Longs, key: Longs) -> tuple[Long
 
 
 def _cut(rows: Longs, most: int) -> tuple[Longs, Longs, Longs]:
-    """Runs cut into pieces of at most `most` rows: of which run each piece is, its first row there, its rows."""
+    """Runs cut into pieces of at most `most` rows: how many each run is, and of each its first row there, its rows."""
     pieces = -(-rows // most)
-    which = np.repeat(np.arange(len(rows)), pieces)
-    skip = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
-    return which, skip, np.minimum(rows[which] - skip, most)
+    skip = (np.arange(int(pieces.sum())) - (np.cumsum(pieces) - pieces).repeat(pieces)) * most
+    return pieces, skip, np.minimum(rows.repeat(pieces) - skip, most)
 
 
-def _ordered(runs: _Runs, rank: int, num_tensors: int, num_ranks: int) -> _Runs:
-    """Peer after peer, every rank beginning with the next, so that no port takes from several at a time. Tensors go
-    side by side, and what stays on the rank all along.
+def _order(group: Longs, num_tensors: int, rank: int, num_ranks: int) -> Longs:
+    """Of pieces by group, a destination and a tensor: peer after peer, every rank beginning with the next, so that no
+    port takes from several at a time. Tensors go side by side, and what stays on the rank all along.
     """
-    group = runs.dest * num_tensors + runs.tensor
-    ones = np.ones_like(group)
-    share = (running_sum(group, ones) + 0.5) / totals(group, ones, int(group.max(initial=0)) + 1)[group]
-    distance = (runs.dest - rank) % num_ranks
-    when = np.where(distance == 0, share, (distance - 1 + share) / max(num_ranks - 1, 1))
-    return _picked(runs, np.argsort(when, kind="stable"))
+    by_group = stable_order(group)
+    count = np.bincount(group, minlength=num_ranks * num_tensors)
+    distance = (np.arange(len(count)) // num_tensors - rank) % num_ranks
+    # When a group begins and how long it lasts, as shares of the whole; a piece is due when its half is gone.
+    last = np.where(distance == 0, 1.0, 1 / max(num_ranks - 1, 1))
+    first = np.maximum(distance - 1, 0) * last
+    step = last / np.maximum(count, 1)
+    place = np.arange(len(group)) - np.repeat(np.cumsum(count) - count, count)
+    when = np.repeat(first + step / 2, count) + place * np.repeat(step, count)
+    # In 16 bits, which numpy sorts in linear time. What is due at once goes in the order of the groups.
+    return by_group.take(np.argsort((when * (2**16 - 1)).astype(np.uint16), kind="stable"))
 
 
 # --- what is finished -------------------------------------------------------------------------------------------------
@@ -232,10 +236,10 @@ def _copies(placed: _Placed, tensor: int, waiting: Longs, tile_rows: int) -> _Fi
     waiting = waiting[np.argsort(placed.place[waiting], kind="stable")]
     place, row = placed.place[waiting], placed.dest_row[waiting]
     first, rows = _merged(place, row, placed.length[waiting], np.zeros_like(row))
-    which, skip, size = _cut(rows, tile_rows)
-    source = place[first][which] + skip
+    pieces, skip, size = _cut(rows, tile_rows)
+    source, row = (start[first].repeat(pieces) + skip for start in (place, row))
     zero = np.zeros_like(size)
-    return _Finishes(zero + COPY, zero + tensor, source, row[first][which] + skip, size, zero, zero + 1)
+    return _Finishes(zero + COPY, zero + tensor, source, row, size, zero, zero + 1)
 
 
 def _sums(placed: _Placed, tensor: int, waiting: Longs, tile_rows: int) -> _Finishes:
@@ -243,11 +247,10 @@ def _sums(placed: _Placed, tensor: int, waiting: Longs, tile_rows: int) -> _Fini
     _, first, copies = np.unique(placed.shard[waiting], return_index=True, return_counts=True)
     leader = waiting[first]
     stride = placed.length[leader]
-    which, skip, size = _cut(stride, tile_rows)
-    source = placed.place[leader][which] + skip
-    stride, count = stride[which], copies[which]
+    pieces, skip, size = _cut(stride, tile_rows)
+    source, row = (start[leader].repeat(pieces) + skip for start in (placed.place, placed.dest_row))
+    stride, count = stride.repeat(pieces), copies.repeat(pieces)
     zero = np.zeros_like(size)
-    row = placed.dest_row[leader][which] + skip
     kind = np.where(count == 1, COPY, SUM)
     return _Finishes(kind, zero + tensor, source, row, size, stride, count)
 
@@ -258,9 +261,9 @@ def _zeros(flow: Shipment, placed: _Placed, tensor: int, rank: int, here: Longs,
     end = row + placed.length[here][first]
     begins = np.concatenate(([0], end))
     gaps = np.concatenate((row, [int(flow.rows[rank])])) - begins
-    which, skip, size = _cut(np.maximum(gaps, 0), tile_rows)
+    pieces, skip, size = _cut(np.maximum(gaps, 0), tile_rows)
     zero = np.zeros_like(size)
-    return _Finishes(zero + ZERO, zero + tensor, zero, begins[which] + skip, size, zero, zero)
+    return _Finishes(zero + ZERO, zero + tensor, zero, begins.repeat(pieces) + skip, size, zero, zero)
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -269,11 +272,6 @@ def _zeros(flow: Shipment, placed: _Placed, tensor: int, rank: int, here: Longs,
 def _joined(parts: Sequence[Rows]) -> Rows:
     kind = type(parts[0])
     return kind(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(kind)))
-
-
-def _picked(runs: Rows, order: Longs) -> Rows:
-    kind = type(runs)
-    return kind(*(getattr(runs, field.name)[order] for field in fields(kind)))
 
 
 def _digest(flows: Sequence[Shipment], packed: bool, tile_bytes: int) -> int:
@@ -288,9 +286,12 @@ def _digest(flows: Sequence[Shipment], packed: bool, tile_bytes: int) -> int:
 _ROUTE = ("source", "source_row", "dest", "dest_row", "length", "copy")
 
 
-def _words(runs: _Runs, done: _Finishes, expected: NDArray[np.uint64], digest: int) -> NDArray[np.uint32]:
+def _words(runs: _Runs, order: Longs, done: _Finishes, expected: NDArray[np.uint64], digest: int) -> NDArray[np.uint32]:
     where = runs.dest | runs.tensor << 16 | runs.waits.astype(np.int64) << 24
-    sends = np.stack((runs.source_row, runs.dest_row, runs.rows, where), axis=1).astype(np.uint32)
+    sends = np.empty((len(where), SEND_WORDS), np.uint32)
+    for word, column in enumerate((runs.source_row, runs.dest_row, runs.rows, where)):
+        sends[:, word] = column
+    sends = sends.take(order, axis=0)
     zero = np.zeros_like(done.rows)
     columns = (done.kind, done.tensor, done.source_row, done.dest_row, done.rows, done.stride, done.count, zero)
     finishes = np.stack(columns, axis=1).astype(np.uint32)
