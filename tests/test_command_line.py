@@ -272,6 +272,14 @@ def test_other_encodings(command: str, text: bytes, capsys: Capture) -> None:
     assert re.search(r"error\[C0(15|01)\]", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("command", ["check", "fmt"])
+def test_a_text_without_end(command: str, capsys: Capture) -> None:
+    """Of a file that is too long no more is read than shows that it is."""
+    Path("long.comm").symlink_to("/dev/zero")
+    assert run_command([command, "long.comm"]) == 1
+    assert "`long.comm` has more than 4,000,000 bytes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["\ufeff{}", "{}\r\n"])
 def test_texts_of_other_systems(text: str, capsys: Capture) -> None:
     """A byte-order mark and other ends of lines are read over, and `fmt` takes them out."""
@@ -286,14 +294,14 @@ def test_texts_of_other_systems(text: str, capsys: Capture) -> None:
 
 def test_missing_permission(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """A file that may not be read is named, with the reason."""
-    real = Path.read_bytes
+    real = Path.open
 
-    def read_bytes(path: Path) -> bytes:
+    def opened(path: Path, *how: str, **options: Any) -> Any:
         if path.name == "mine.comm":
             raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
+        return real(path, *how, **options)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(Path, "open", opened)
     assert run_command(["check", "mine.comm"]) == 2
     assert capsys.readouterr().err == "usage: mine.comm: Permission denied\n"
 
