@@ -165,7 +165,7 @@ def _region(memory: Memory) -> str:
     """What may be the same bytes has one name."""
     if not isinstance(memory, Rows):
         return memory.name
-    return "rows that wait" if memory.home is Home.WAITING else "the caller's rows"
+    return f"rows that are {memory.home.value}" if memory.home in (Home.WAITING, Home.CROSSING) else "the caller's rows"
 
 
 def _in_turn(users: list[User]) -> Iterator[tuple[Event, Event]]:

@@ -66,8 +66,11 @@ def going(
     transport: Transport = Transport.PEER,
     node: int = 0,
     cast: str = "",
+    back: str = "",
 ) -> CheckedDispatch:
-    """One way there, in words of the language; on nodes of so many ranks, or on one. `cast`: of the first tensor."""
+    """One way there, in words of the language; on nodes of so many ranks, or on one. `cast`: of the first tensor;
+    `back`: the way back.
+    """
     names = [f"x{number}" for number in range(tensors)]
     text = f"""{nodes_of(ranks, node) if node else ""}dispatch experts(E = {keys}) for P ranks {{
       rows x0[T] {cast}   {"   ".join(f"rows {name}[T]" for name in names[1:])}
@@ -75,6 +78,7 @@ def going(
       {"value gate[T, K]" if value else ""}
       route {", ".join([*names, *(["gate"] if value else [])])} by {rank} {often}
       place by (expert, source rank, row) aligned {aligned}
+      {back}
       tune {{ sms {lanes}   threads 32 }}
     }}"""
     files, on = compiler.read_text(text, "by_hand.comm", Path()), "nodes" if node else None

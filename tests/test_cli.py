@@ -617,6 +617,7 @@ dispatch move for P ranks {
         ([EXPERTS, "--ranks", "2", "--processes"], {"dispatch": "experts", "ranks": 2}),
         (["schedules/ep/experts_once.comm", "--ranks", "3", "E=9", "A=4"], {"dispatch": "experts_once", "ranks": 3}),
         (["schedules/ep/experts_index.comm", "--ranks", "2", "E=6"], {"dispatch": "experts_index", "ranks": 2}),
+        (["tests/two_nodes.comm", "--on", "pairs", "--ranks", "4"], {"dispatch": "experts_nodes", "ranks": 4}),
         (["schedules/dispatch/copies.comm"], {"plan": "copies", "dispatch": "rows", "ranks": 4}),
         (["schedules/dispatch/rows.comm", "--ranks", "1", "--dtype", "float16"], {"dispatch": "rows", "ranks": 1}),
         ([SPANNING, "--on", "h200_1x8"], {"plan": "spanning", "topology": "h200_1x8"}),

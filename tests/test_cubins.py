@@ -87,12 +87,26 @@ BY_KEYS = [
     ("experts", Transport.PEER, (), ("", "_back", "_values", "_again")),
     ("experts_once", Transport.NVSHMEM, ("COMMDSL_CHECK=1",), ("", "_back", "_values", "_again")),
     ("experts_index", Transport.PEER, (), ("", "_again")),  # home as `experts_once`
+    ("experts_nodes", Transport.PEER, (), ("_back",)),  # on one node; on two below
     ("experts_float8", Transport.PEER, (), ("",)),  # home as `experts_once`
     ("tokens", Transport.PEER, (), ("",)),  # one tensor; home as `experts`
     ("tokens_summed", Transport.NVSHMEM, (), ("",)),  # home as `experts_once`
     ("tokens", Transport.NVSHMEM, (), ("_back",)),  # there as `experts_once`, home as `experts`
     ("tokens_summed", Transport.PEER, ("COMMDSL_CHECK=1",), ("", "_back")),
 ]
+
+
+@pytest.mark.parametrize("transport", Transport)
+def test_cubins_of_rows_that_go_once_per_node(transport: Transport, config: Config) -> None:
+    """The same between nodes: what crosses is sent on, there, again and back."""
+    path = next(path for path, one in by_keys() if one == "experts_nodes")
+    compiled = compiler.compile(path, "experts_nodes", 16, "h200_2x8", transport=transport)
+    for plan, emitted in compiled.ways:
+        if plan.name.endswith("values"):
+            continue
+        sums = ("COMMDSL_DTYPE=bfloat16",) if plan is compiled.back else ()
+        cubin = nvrtc.build(emitted, (*sums, "COMMDSL_CHECK=1"), config).read_bytes()
+        assert emitted.name.encode() in cubin
 
 
 @pytest.mark.parametrize(("name", "transport", "checks", "ways"), BY_KEYS, ids=[case[0] for case in BY_KEYS])

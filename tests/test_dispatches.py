@@ -226,13 +226,16 @@ def test_once_per_rank_refused(old: str, new: str, codes: list[str]) -> None:
 @pytest.mark.parametrize(("ranks", "node"), [(4, 0), (8, 0), (16, 8)])
 def test_once_per_node(ranks: int, node: int) -> None:
     """Nodes are the topology's; on one of them nothing crosses."""
-    text = ONCE.replace("P)   once per rank", "P)   once per node").replace(")   once per rank", ")")
+    text = ONCE.replace("once per rank", "once per node")
     files = (parse(Source("dispatch.comm", text)),)
     decl, machine = compiler.choose_kind(files, None, DispatchDecl), compiler.find_topology(files, "h200_2x8", ranks)
-    (route,) = resolve.dispatch(files, decl, ranks, machine, {}, {}).routes
+    dispatch = resolve.dispatch(files, decl, ranks, machine, {}, {})
+    (route,) = dispatch.routes
 
     assert isinstance(route, ByKey)
     assert (route.often, route.node) == (Often.ONCE, node)
+    assert dispatch.back is not None
+    assert dispatch.back.once
 
 
 def test_keys_have_two_plans() -> None:

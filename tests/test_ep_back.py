@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
+from host_keys import going, nodes_of  # noqa: E402 - after the check for torch
 from test_keys_there import call_of  # noqa: E402 - after the check for torch
 from thread_ranks import in_group  # noqa: E402 - after the check for torch
 
@@ -26,15 +27,15 @@ LIMITS = ep.Limits(rows=40, keys=8, received=1000, widths=(10, 16), width_back=4
 KINDS = ("random", "some have none", "all to one key", "nobody has rows", "twice", "most are dropped")
 
 
-def written(folder: Path, *, by_index: bool = False, weight: bool = True) -> Path:
+def written(folder: Path, *, by_index: bool = False, weight: bool = True, per: str = "rank") -> Path:
     path = folder / "returning.comm"
-    path.write_text(f"""dispatch returning(E = {KEYS}, A = {ALIGNED}) for P ranks {{
+    path.write_text(f"""{nodes_of(4, 2)} dispatch returning(E = {KEYS}, A = {ALIGNED}) for P ranks {{
       rows x[T]   rows scale[T]
       key expert[T, K] of E
       value weight[T, K]
-      route x, scale, weight by expert / (E / P)   once per rank{" by index" if by_index else ""}
+      route x, scale, weight by expert / (E / P)   once per {per}{" by index" if by_index else ""}
       place by (expert, source rank, row)   aligned A
-      back y by sum{"(weight[T, K])" if weight else ""}   once per rank
+      back y by sum{"(weight[T, K])" if weight else ""}   once per {per}
     }}""")
     return path
 
@@ -46,17 +47,18 @@ class Case:
     call: KeysCall
     received: list[simulate.Received]
     made: list[Any]  # by rank (R, COLUMNS)
+    node: int | None
 
     @staticmethod
-    def drawn(kind: str, ranks: int, seed: int, dtype: Any) -> Case:
+    def drawn(kind: str, ranks: int, seed: int, dtype: Any, node: int | None = None) -> Case:
         call = call_of(kind, ranks, KEYS, 1 + seed % 6, seed, ALIGNED)
         rank_of = [key * ranks // KEYS for key in range(KEYS)]
-        received = simulate.dispatch(call.keys, call.tensors, rank_of, call.values, ALIGNED)
+        received = simulate.dispatch(call.keys, call.tensors, rank_of, call.values, ALIGNED, node)
         dice = torch.Generator().manual_seed(seed)
         made = [torch.randn(len(one.origins), COLUMNS, generator=dice).to(dtype) for one in received]
         for held, rows in zip(received, made, strict=True):
             rows[torch.from_numpy(held.origins == simulate.PADDING)] = float("nan")
-        return Case(call, received, made)
+        return Case(call, received, made, node)
 
     def home(self, rank: int, dtype: Any, *, weighed: bool = True) -> Any:
         """What comes back to a rank."""
@@ -66,6 +68,7 @@ class Case:
             self.call.keys,
             self.call.values if weighed else None,
             once=True,
+            node=self.node,
             rounded=lambda row: torch.from_numpy(row).to(dtype).float().numpy(),
         )
         return torch.from_numpy(found[rank]).to(dtype)
@@ -111,6 +114,30 @@ def test_there_and_back(ranks: int, nodes: str, dtype: Any, tmp_path: Path, monk
         experts.release()
 
     in_group(ranks, work)
+
+
+@pytest.mark.parametrize(("nodes", "dtype"), [("", torch.bfloat16), ("0,0,1,1", torch.float32)], ids=["near", "far"])
+def test_once_per_node(nodes: str, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, on two nodes of the topology that the Experts are held to."""
+    monkeypatch.setenv("COMMDSL_NODES", nodes)
+    cases = [Case.drawn(kind, 4, seed, dtype, 2) for seed, kind in enumerate(KINDS)]
+
+    def work(rank: int, group: str) -> None:
+        experts = ep.Experts(LIMITS, group, "cpu", check=True, source=written(tmp_path, per="node"), on="nodes")
+        for case in cases:
+            judge(experts, case, rank, dtype)
+        experts.synchronize()
+        experts.release()
+
+    in_group(4, work)
+
+
+def test_memory_of_what_crosses() -> None:
+    """As the README has it: of each node's ranks a sum for each row, and a word."""
+    of = going(6, KEYS, "once per node", node=2, back="back y by sum once per node")
+    assert LIMITS.waiting_bytes(of.back) == 40 * 3 * 24  # three nodes
+    sums, words = 3 * 40 * 2 * 24, 3 * 40 * 4
+    assert LIMITS.crossing(of.back.push_back, 6).size == sum(-(-size // 256) * 256 for size in (sums, words))
 
 
 def test_by_index_and_unweighed(tmp_path: Path) -> None:

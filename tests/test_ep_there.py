@@ -122,9 +122,9 @@ def test_memory_of_what_crosses() -> None:
     of = going(6, KEYS, "once per node", node=2)
     widths = 10, 16, *(4 * 8,) * 3
     push, again = of.plan.push_by_key, of.again.push_again
-    assert LIMITS.crossing_bytes(of.plan, push) == sum(-(-2 * 40 * width // 256) * 256 for width in widths)
-    assert LIMITS.crossing_bytes(of.again, again) == sum(-(-2 * 40 * width // 256) * 256 for width in (24, 32, 32))
-    assert LIMITS.crossing_bytes(going(6, KEYS).plan, going(6, KEYS).plan.push_by_key) == 0
+    assert LIMITS.crossing(push, 6).size == sum(-(-2 * 40 * width // 256) * 256 for width in widths)
+    assert LIMITS.crossing(again, 6).size == sum(-(-2 * 40 * width // 256) * 256 for width in (24, 32, 32))
+    assert LIMITS.crossing(going(6, KEYS).plan.push_by_key, 6).size == 0
 
 
 @pytest.mark.parametrize("often", FORMS, ids=lambda often: often[-8:] or "each")

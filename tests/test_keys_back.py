@@ -67,10 +67,12 @@ class Case:
     weights: list[Floats]  # by rank (T, K)
 
 
-def case_of(call: KeysCall, rank_of: Sequence[int], element: Element, seed: int, aligned: int = 1) -> Case:
+def case_of(
+    call: KeysCall, rank_of: Sequence[int], element: Element, seed: int, aligned: int = 1, node: int | None = None
+) -> Case:
     dice = np.random.default_rng(seed)
     weights = [dice.standard_normal(keys.shape).astype(np.float32) for keys in call.keys]
-    received = simulate.dispatch(call.keys, call.tensors, rank_of, weights, aligned)
+    received = simulate.dispatch(call.keys, call.tensors, rank_of, weights, aligned, node)
     rows = [element.rounded(dice.standard_normal((len(one.origins), COLUMNS)).astype(np.float32)) for one in received]
     for held, own in zip(received, rows, strict=True):
         own[held.origins == PADDING] = np.nan
@@ -105,14 +107,16 @@ def with_keys_a_row(call: KeysCall, a_row: int, num_keys: int, seed: int) -> Key
     return replace(call, keys=[one.astype(np.int32) for one in keys])
 
 
-def cases(ranks: int, num_keys: int, element: Element, seed: int, a_row: int | None = None) -> list[Case]:
+def cases(
+    ranks: int, num_keys: int, element: Element, seed: int, a_row: int | None = None, node: int | None = None
+) -> list[Case]:
     dice, found = np.random.default_rng(seed), []
     for number, kind in enumerate(KINDS):
         call = drawn(kind, ranks, num_keys, dice)
         if a_row is not None and kind in ("random", "some have none"):
             call = with_keys_a_row(call, a_row, num_keys, seed + number)
         rank_of = [key * ranks // num_keys for key in range(num_keys)]
-        found.append(case_of(call, rank_of, element, 100 * seed + number, (1, 4, 3)[number % 3]))
+        found.append(case_of(call, rank_of, element, 100 * seed + number, (1, 4, 3)[number % 3], node))
     return found
 
 

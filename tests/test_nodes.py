@@ -9,12 +9,14 @@ import pytest
 from host_keys import going, kernel
 from test_float8 import as_given, numbers
 from test_keys import KINDS, instead, is_refused, moved, rank_of, without
+from test_keys_back import ELEMENTS, Case, Element, calls_of, cases
 from test_keys_there import agains, call_of, check_again, differs, judge, reused, wanted
 
-from commdsl.build.host_keys import KeysCall, again, bytes_across, there
+from commdsl.build.host_keys import Array, KeysCall, again, back, bytes_across, there
 from commdsl.build.host_ranks import DataRaceError, RowsError, Running
 from commdsl.checks import check_carried, check_routed
 from commdsl.commands.dumps import plan_text
+from commdsl.commands.trial_keys import travelled
 from commdsl.compiler import CheckedDispatch
 from commdsl.ep import simulate
 from commdsl.ir.dispatches import ByKey, Often
@@ -165,6 +167,100 @@ def test_bytes_across(kind: str, nodes: tuple[int, ...]) -> None:
     assert expected.sum() > 0
 
 
+# --- back -------------------------------------------------------------------------------------------------------------
+
+
+BACK = "back y by sum(gate[T, K]) once per node", "back y by sum once per node"
+
+
+def at_home(case: Case, element: Element, node: int, weighed: bool) -> list[Array]:
+    """What comes home: rounded by rank, by node and at home."""
+    weights = case.weights if weighed else None
+    found = simulate.combine(
+        case.rows, case.received, case.call.keys, weights, once=True, node=node, rounded=element.rounded
+    )
+    return [element.stored(element.rounded(one)) for one in found]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node", "dtype", "way", "a_row"),
+    [
+        (4, 2, "float32", BACK[0], 8),
+        (4, 2, "bfloat16", BACK[0], 5),
+        (6, 2, "float16", BACK[1], 32),
+        (8, 4, "bfloat16", BACK[0], 8),
+        (3, 1, "float32", BACK[1], 3),
+    ],
+)
+def test_back(ranks: int, node: int, dtype: str, way: str, a_row: int) -> None:
+    """Sums of ranks, then of nodes, then at home, bit for bit as stated; as one launch, and as two on some or all."""
+    of, element = going(ranks, 2 * ranks, FORMS[0], node=node, back=way), ELEMENTS[dtype]
+    made = kernel(of.back, dtype)
+    for seed, halved in enumerate(((), range(0, ranks, 2), range(ranks))):
+        drawn = cases(ranks, 2 * ranks, element, seed, a_row, node)
+        running = Running(timeout=20.0, max_delay=0.0005 * seed, seed=seed, halved=frozenset(halved))
+        found = back(made, calls_of("ranks", drawn, element), running)
+        for mine, case in zip(found, drawn, strict=True):
+            for one, other in zip(mine, at_home(case, element, node, "gate" in way), strict=True):
+                assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stated(dtype: str) -> None:
+    """What the simulation says of nodes, beside sums of which none is rounded: three roundings are all that differ."""
+    element, node, ranks = ELEMENTS[dtype], 2, 4
+    for case in cases(ranks, 8, element, 1, 8, node):
+        for source, found in enumerate(
+            simulate.combine(
+                case.rows, case.received, case.call.keys, case.weights, once=True, node=node, rounded=element.rounded
+            )
+        ):
+            keys, places = case.call.keys[source], case.received[source].places
+            exact, size = (np.zeros(found.shape) for _ in range(2))
+            for row, which in np.argwhere(places >= 0):
+                came = case.rows[keys[row, which] // 2][places[row, which]].astype(np.float64)
+                exact[row] += came * case.weights[source][row, which]
+                size[row] += np.abs(came * case.weights[source][row, which])
+            assert (np.abs(element.rounded(found) - exact) <= (3 * element.unit + 40 * 2.0**-24) * size).all()
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2, 3), (0, 1, 0, 1)], ids=["rails", "all", "across"])
+def test_back_far(nodes: tuple[int, ...]) -> None:
+    """The same to ranks that are far, whichever they are."""
+    of, element = going(4, 8, FORMS[0], node=2, back=BACK[0], transport=Transport.NVSHMEM), ELEMENTS["bfloat16"]
+    drawn = cases(4, 8, element, 5, 6, 2)
+    for halved in ((), range(4)):
+        running = Running(timeout=20.0, nodes=nodes, halved=frozenset(halved))
+        found = back(kernel(of.back, "bfloat16"), calls_of("ranks", drawn, element), running)
+        for mine, case in zip(found, drawn, strict=True):
+            for one, other in zip(mine, at_home(case, element, 2, True), strict=True):
+                assert one.tobytes() == other.tobytes()
+
+
+def test_back_is_silent() -> None:
+    """ThreadSanitizer sees no race in many calls one after another."""
+    of, element = going(4, 8, FORMS[0], node=2, back=BACK[0]), ELEMENTS["float32"]
+    drawn = cases(4, 8, element, 7, 6, 2)
+    made = kernel(of.back, "float32", sanitize=True)
+    found = back(made, calls_of("ranks", drawn, element), Running(timeout=20.0, max_delay=0.003))
+    for one, other in zip(found[-1], at_home(drawn[-1], element, 2, True), strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("nodes", [(), (0, 0, 1, 1)], ids=["near", "far"])
+def test_bytes_back(nodes: tuple[int, ...]) -> None:
+    """One row crosses home for each token and other node that has some of it; the kernel holds what came to that."""
+    transport = Transport.NVSHMEM if nodes else Transport.PEER
+    of, element = going(4, 8, FORMS[0], node=2, back=BACK[0], transport=transport), ELEMENTS["float32"]
+    made = kernel(of.back, "float32")
+    drawn = cases(4, 8, element, 3, 8, 2)
+    for case, call in zip(drawn, calls_of("ranks", drawn, element), strict=True):
+        width = case.rows[0].shape[1] * 4
+        there = across(of, replace(case.call, tensors=([np.zeros((1, width), np.uint8)],)))
+
+        assert np.array_equal(bytes_across(made, call, Running(timeout=20.0, nodes=nodes)), there.T)
+
+
 # --- meant and proved -------------------------------------------------------------------------------------------------
 
 
@@ -180,12 +276,12 @@ def test_one_node() -> None:
 @pytest.mark.parametrize(("ranks", "node"), [(2, 1), (4, 2), (6, 3)])
 def test_proved(ranks: int, node: int, often: str) -> None:
     """Every form is proved, as one launch and as two, and carries what the dispatch says."""
-    of = going(ranks, 3 * ranks, often, 8, node=node)
+    of = going(ranks, 3 * ranks, often, 8, node=node, back=BACK[0])
     (route,) = of.dispatch.routes
 
     assert isinstance(route, ByKey)
     assert route.node == node
-    for plan in (of.plan, of.again):
+    for plan in (of.plan, of.again, of.back, of.values):
         assert check_routed(plan) == check_carried(of.dispatch, plan) == ()
         assert not [*order_of_regions(plan)]
 
@@ -196,11 +292,13 @@ def test_shown() -> None:
 
     assert "once to a node of 2" not in shown.partition("a call")[0]
     assert "to a node of 2 once, and from there to its ranks" in shown
-    assert "forward: every lane; reads `crossing` (waiting) of its own rank" in shown
+    assert "forward: every lane; reads `crossing` (crossing) of its own rank" in shown
 
 
 NODES = going(4, 8, FORMS[0], node=2).plan
-(*_, N_PUSH, _, N_CROSSED, N_ALL_CROSSED, N_ARRIVED, N_LEARNED, N_FORWARD, N_DONE, _, _, _, _, _, _) = NODES.comm.phases
+(*_, N_PUSH, _, _, N_CROSSED, N_ALL_CROSSED, N_ARRIVED, N_LEARNED, N_FORWARD, _, N_DONE, _, _, _, _, _, _) = (
+    NODES.comm.phases
+)
 
 MISTAKES = {
     "rows are forwarded before they have come": moved(NODES, N_FORWARD, before=N_ALL_CROSSED),
@@ -252,3 +350,21 @@ def test_no_room() -> None:
         with pytest.raises(RowsError, match=rf"rows go to rank \d, which has room for {room}") as raised:
             there(kernel(of.plan), [replace(call, room=room)])
         assert raised.value.record.code == NO_ROOM
+
+
+def test_travelled() -> None:
+    """Who hands rows to whom, written out: a row with keys on ranks 0, 2 and 3, one with a key of rank 3 twice."""
+    (route,) = going(4, 8, FORMS[0], node=2).dispatch.routes
+    assert isinstance(route, ByKey)
+    keys = [np.array([[0, 5, 6, 8]], np.int32), np.array([[7, 6, 8, 8]], np.int32), *[np.zeros((0, 4), np.int32)] * 2]
+
+    found = travelled(keys, route, 4)
+    assert {pair: int(found[pair]) for pair in zip(*np.nonzero(found), strict=True)} == {
+        (0, 0): 1,  # stays
+        (2, 0): 1,
+        (3, 2): 1,  # sent on
+        (3, 1): 1,
+    }
+    straight = travelled(keys, replace(route, node=0), 4)
+    assert straight.tolist() == [[1, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0]]
+    assert travelled(keys, replace(route, node=0, often=Often.EACH), 4)[3].tolist() == [1, 2, 0, 0]

@@ -17,6 +17,7 @@ from commdsl.program.halves import cut_of
 from commdsl.program.memory import Counters, Words
 from commdsl.program.phases import (
     Actor,
+    AddUp,
     Count,
     Each,
     FillByKey,
@@ -38,7 +39,7 @@ from commdsl.program.plan import Plan
 from commdsl.program.wording import described
 
 RANKS = {Ranks.OWN: "commdsl::Ranks::kOwn", Ranks.OTHERS: "commdsl::Ranks::kOthers", Ranks.ALL: "commdsl::Ranks::kAll"}
-BACK = {Each.ENTRY: "rows", Each.RANK: "sums", Each.WORD: "words"}
+BACK = {Each.ENTRY: "rows", Each.RANK: "sums", Each.NODE: "sums", Each.WORD: "words"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,8 @@ def _call(phase: Routed, number: int) -> str:
             return "commdsl::push_again(here, peers);"
         case Forward():
             return "commdsl::forward(here, peers);"
+        case AddUp():
+            return "commdsl::add_up(here, peers);"
         case FillByKey():
             return "commdsl::fill(here, peers);"
         case PushBack():

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commdsl.ir.dispatches import Often
-from commdsl.program.crossing import crossing_widths
+from commdsl.program.crossing import Pushing, num_crossing
 from commdsl.program.memory import Words
-from commdsl.program.phases import Each, FinishBack, Push, PushAgain, PushBack, PushByKey
+from commdsl.program.phases import FinishBack, Push, PushAgain, PushBack, PushByKey
 from commdsl.program.plan import Plan, heap_layout
 
 
@@ -42,8 +42,9 @@ def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
                 yield "u64", "kAligned", phase.aligned
                 yield from _nodes(plan, phase)
             case PushBack():
-                yield "bool", "kAddsHere", int(phase.each is Each.RANK)
+                yield "bool", "kAddsHere", int(phase.each.is_sum)
                 yield "bool", "kWeighsHere", int(phase.weights is not None)
+                yield from _nodes(plan, phase)
             case FinishBack():
                 yield "bool", "kWeighs", int(phase.weights is not None)
             case _:
@@ -54,17 +55,15 @@ def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
             yield "i32", "kAddressWords", len(memory.values)
         if memory.name == "kept" and isinstance(memory, Words):
             yield "i32", "kKeptWords", len(memory.values)
-        if memory.name == "sent" and isinstance(memory, Words):
-            yield "i32", "kSentWords", len(memory.values)
     for memory, at in layout.offsets:
         yield "u64", f"k{memory.name.capitalize()}At", at
 
 
-def _nodes(plan: Plan, phase: PushByKey | PushAgain) -> Iterator[tuple[str, str, int]]:
+def _nodes(plan: Plan, phase: Pushing) -> Iterator[tuple[str, str, int]]:
     """Ranks of a node, and in how many memories what crosses lies; where rows go straight there is one node."""
     yield "i32", "kNode", phase.node or plan.num_ranks
     if phase.crossing is not None:
-        yield "i32", "kCrossing", len(crossing_widths(phase))
+        yield "i32", "kCrossing", num_crossing(phase)
 
 
 def _given(stretches: tuple[int, ...]) -> Iterator[tuple[str, str, int]]:

@@ -185,7 +185,7 @@ def _headers(plan: Plan) -> tuple[str, ...]:
     if any(isinstance(phase, PushAgain) for phase in plan.phases):
         return ("again.cuh",)
     if any(isinstance(phase, PushBack) for phase in plan.phases):
-        return ("back.cuh",)
+        return ("back.cuh",) if plan.push_back.crossing is None else ("sums.cuh",)
     return ("keys.cuh",) if plan.key_positions else ("rows.cuh",)
 
 

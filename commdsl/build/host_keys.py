@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from commdsl.build.host_ranks import Kernel, Running, Seats, Values, run_ranks, seats
 from commdsl.program.arguments import is_cast_far, is_staged
-from commdsl.program.crossing import crossing_at, crossing_bytes, crossing_widths
+from commdsl.program.crossing import Crossing, Pushing, crossing_of, waiting_a_row
 from commdsl.program.memory import Words
-from commdsl.program.phases import Each, FillByKey, PushAgain, PushByKey
+from commdsl.program.phases import Each, FillByKey
 from commdsl.program.plan import Plan, heap_layout, slot_bytes
 
 LINE = 256
@@ -78,19 +78,21 @@ def there(made: Kernel, calls: Sequence[KeysCall], running: Running | None = Non
     ]
 
 
-def bytes_across(made: Kernel, call: KeysCall, running: Running | None = None) -> NDArray[np.int64]:
-    """(ranks, ranks): the bytes of rows that cross to each rank from each other one, once per node, as the lanes of a
-    kernel that checks have counted them where they send.
+def bytes_across(made: Kernel, call: KeysCall | CallBack, running: Running | None = None) -> NDArray[np.int64]:
+    """(ranks, ranks): the bytes of rows that cross to each rank from each other one, once per node, in a call there or
+    back: as the lanes of a kernel that checks have counted them where they send.
     """
     plan = made.plan
-    where, _, data = _run_there(made, [call], running)
-    ((words, at),) = [of for of in heap_layout(plan).offsets if isinstance(of[0], Words) and of[0].name == "sent"]
+    if isinstance(call, CallBack):
+        (where, _, data), lanes = _run_back(made, [call], running), call.call.lanes
+    else:
+        (where, _, data), lanes = _run_there(made, [call], running), call.lanes
+    ((words, at),) = [of for of in heap_layout(plan).offsets if isinstance(of[0], Words) and of[0].name == "across"]
     assert isinstance(words, Words)
     found = np.zeros((plan.num_ranks, plan.num_ranks), np.int64)
     for rank, source in np.ndindex(*found.shape):
         first = where.heaps[rank] + at + source * slot_bytes(words, plan.comm.lanes)
-        sent = _numbers(data, first, np.uint64, call.lanes[source], len(words.values), 2)
-        found[rank, source] = sent[:, words.values.index("bytes across"), 0].sum()
+        found[rank, source] = _numbers(data, first, np.uint64, lanes[source], 2)[:, 0].sum()
     return found
 
 
@@ -101,15 +103,16 @@ def _run_there(
     plan = made.plan
     staged = max((_staged_bytes(call, plan) for call in calls), default=0) * plan.comm.lanes
     begin = _line(plan.symmetric_bytes) + _line(staged)
-    crossing, size = _crossing(plan, [(_widths(call, plan), call.keys) for call in calls], begin)
-    where, places = seats(plan, begin + size), list[list[list[int]]]()
+    crossing = _crossing(plan, plan.push_by_key, [(_widths(call, plan), call) for call in calls])
+    where, places = seats(plan, begin + crossing.size), list[list[list[int]]]()
     for call in calls:
         before = [at for at, other in enumerate(calls[: len(places)]) if other.slot == call.slot is not None]
         places.append(places[before[0]] if before else _results(where, call, plan))
     values: list[list[Values]] = []
     for number, call in enumerate(calls):
         own: list[Values] = [
-            {**_there(where, call, rank, places[number][rank], plan), **crossing} for rank in range(plan.num_ranks)
+            {**_there(where, call, rank, places[number][rank], plan), **crossing.arguments(begin)}
+            for rank in range(plan.num_ranks)
         ]
         if call.is_chained:
             own = [{**one, "keys": results[1]} for one, results in zip(own, places[number - 1], strict=True)]
@@ -117,20 +120,14 @@ def _run_there(
     return where, places, run_ranks(made, where, values, running or Running())
 
 
-def _crossing(
-    plan: Plan, calls: Sequence[tuple[Sequence[int], Sequence[Array]]], begin: int
-) -> tuple[dict[str, int | Sequence[int]], int]:
-    """Where rows lie that cross once per node, and what memory all that takes from `begin` on. `calls`: of each how
-    wide rows are as they travel, and keys by rank.
-    """
-    push = next(phase for phase in plan.comm.phases if isinstance(phase, PushByKey | PushAgain))
-    if push.crossing is None:
-        return {}, 0
-    most = max(len(one) for _, keys in calls for one in keys)
-    every = [crossing_widths(push, widths, keys[0].shape[1]) for widths, keys in calls]
-    widths, nodes = [max(of) for of in zip(*every, strict=True)], plan.num_ranks // push.node
-    at = crossing_at(widths, most, nodes, begin)
-    return {"crossing": at, "crossing_rows": most}, crossing_bytes(widths, most, nodes)
+def _crossing(plan: Plan, push: Pushing, calls: Sequence[tuple[Sequence[int], KeysCall]]) -> Crossing:
+    """The memory of rows that cross once per node in any of these calls, each with how wide rows are as they travel."""
+    every = [
+        crossing_of(push, plan.num_ranks, widths, call.keys[0].shape[1], max(map(len, call.keys)))
+        for widths, call in calls
+    ]
+    widths = tuple(max(of) for of in zip(*(one.widths for one in every), strict=True))
+    return Crossing(widths, max(one.rows for one in every), every[0].segments)
 
 
 def _widths(call: KeysCall, plan: Plan) -> list[int]:
@@ -269,8 +266,8 @@ def again(made: Kernel, calls: Sequence[CallAgain], running: Running | None = No
     """By call and rank what came, with as many rows as the offsets say. Calls of one slot have one place for it."""
     ranks = range(made.plan.num_ranks)
     begin, held = _line(made.plan.symmetric_bytes), dict[int, list[int]]()
-    crossing, size = _crossing(made.plan, [([_width(one.rows)], one.call.keys) for one in calls], begin)
-    where = seats(made.plan, begin + size)
+    crossing = _crossing(made.plan, made.plan.push_again, [([_width(one.rows)], one.call) for one in calls])
+    where = seats(made.plan, begin + crossing.size)
     places = []
     for number, one in enumerate(calls):
         slot, size = -1 - number if one.call.slot is None else one.call.slot, one.call.room * _width(one.rows)
@@ -278,7 +275,7 @@ def again(made: Kernel, calls: Sequence[CallAgain], running: Running | None = No
             held[slot] = [where.room.poisoned(size, f"result of rank {rank}", shift=2 * rank + 6) for rank in ranks]
         places.append(held[slot])
     values = [
-        [{**_again(where, one, rank, at[rank], made.plan), **crossing} for rank in ranks]
+        [{**_again(where, one, rank, at[rank], made.plan), **crossing.arguments(begin)} for rank in ranks]
         for one, at in zip(calls, places, strict=True)
     ]
     data = run_ranks(made, where, values, running or Running())
@@ -321,14 +318,23 @@ class CallBack:
 
 def back(made: Kernel, calls: Sequence[CallBack], running: Running | None = None) -> list[list[Array]]:
     """By call and rank the sums, or the words."""
-    plan, each = made.plan, made.plan.push_back.each
-    begin = -(-plan.symmetric_bytes // LINE) * LINE
-    rooms = max(_places(plan, keys) for one in calls for keys in one.call.keys)
-    width = WORD if each is Each.WORD else max(_width(one.rows) for one in calls)
-    staging = begin + rooms * width
+    _, places, data = _run_back(made, calls, running)
+    return [[_rows(data, at, len(like), like) for at, like in zip(sums, likes, strict=True)] for sums, likes in places]
+
+
+def _run_back(
+    made: Kernel, calls: Sequence[CallBack], running: Running | None
+) -> tuple[Seats, list[tuple[list[int], list[Array]]], NDArray[np.uint8]]:
+    """As `_run_there`; by call where the results of each rank are, and what is like them."""
+    plan = made.plan
+    begin = _line(plan.symmetric_bytes)
+    rooms = max(len(keys) * waiting_a_row(plan, keys.shape[1]) for one in calls for keys in one.call.keys)
+    width = WORD if plan.push_back.each is Each.WORD else max(_width(one.rows) for one in calls)
+    crossing = _crossing(plan, plan.push_back, [([_width(one.rows)], one.call) for one in calls])
+    staging = begin + _line(rooms * width) + crossing.size
     where = seats(plan, staging + plan.comm.lanes * width)
-    fixed = {"waiting": begin, "waiting_rows": rooms, "staging": staging}
-    fixed = {name: value for name, value in fixed.items() if name != "staging" or is_staged(plan)}
+    fixed: Values = {"waiting": begin, "waiting_rows": rooms, **({"staging": staging} if is_staged(plan) else {})}
+    fixed = {**fixed, **crossing.arguments(begin + _line(rooms * width))}
     values, places = [], []
     for one in calls:
         shapes = [_shape(plan, one, keys) for keys in one.call.keys]
@@ -339,14 +345,7 @@ def back(made: Kernel, calls: Sequence[CallBack], running: Running | None = None
         ]
         places.append((sums, likes))
         values.append([{**fixed, "output": sums[rank], **_back(where, one, rank, plan)} for rank in range(len(sums))])
-    data = run_ranks(made, where, values, running or Running())
-    return [[_rows(data, at, len(like), like) for at, like in zip(sums, likes, strict=True)] for sums, likes in places]
-
-
-def _places(plan: Plan, keys: Array) -> int:
-    """What may wait on a rank for its rows."""
-    rows, a_row = map(int, keys.shape)
-    return rows * (min(a_row, plan.num_ranks) if plan.push_back.each is Each.RANK else a_row)
+    return where, places, run_ranks(made, where, values, running or Running())
 
 
 def _shape(plan: Plan, one: CallBack, keys: Array) -> tuple[int, ...]:

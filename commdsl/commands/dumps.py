@@ -23,7 +23,7 @@ from commdsl.program.launches import described as between
 from commdsl.program.memory import words_for
 from commdsl.program.moves import CELL, OpKind, Reason
 from commdsl.program.moves import Moves as Operations
-from commdsl.program.phases import Each, FinishBack, Push, PushAgain, PushBack, PushByKey, Touch
+from commdsl.program.phases import AddUp, Each, FinishBack, Push, PushAgain, PushBack, PushByKey, Touch
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
@@ -303,7 +303,7 @@ def routed_lines(plan: Plan) -> Iterator[str]:
     if plan.key_positions:
         yield from (lanes, room, f"keys {len(plan.key_positions)}, on the device")
         yield from (_way_there(phase) for phase in plan.comm.phases if isinstance(phase, PushByKey | PushAgain))
-        yield from (_way_back(phase) for phase in plan.comm.phases if isinstance(phase, PushBack | FinishBack))
+        yield from (_way_back(phase) for phase in plan.comm.phases if isinstance(phase, PushBack | AddUp | FinishBack))
     else:
         put = "packed" if plan.push.packed else "rows"
         yield from (f"{lanes}  tile {plan.tile_bytes} bytes  put {put}", room, *_tensor_lines(plan.push))
@@ -338,18 +338,20 @@ def _way_there(phase: PushByKey | PushAgain) -> str:
     return f"{', '.join(names)}: {phase.often.value}, {to[phase.often]}{across}{apart}; beside it {beside}"
 
 
-def _way_back(phase: PushBack | FinishBack) -> str:
+def _way_back(phase: PushBack | AddUp | FinishBack) -> str:
     """What is made of rows, where they are, and of what has come back."""
-    times = "" if phase.weights is None else f" times {phase.weights.name}"
+    times = "" if isinstance(phase, AddUp) or phase.weights is None else f" times {phase.weights.name}"
     match phase:
-        case PushBack(each=Each.RANK):
+        case PushBack(each=Each.RANK | Each.NODE):
             return f"{phase.given.name}, where it is: a row's places of this rank, by key{times}, in float32, rounded"
+        case AddUp():
+            return f"{phase.to.name}, between: a row's sums of this node, by rank, in float32, rounded"
         case PushBack():
             return f"{phase.given.name}, where it is: as it is"
         case FinishBack(each=Each.WORD):
             return f"{phase.to.name}, come back: as it came"
         case FinishBack():
-            order = "by rank" if phase.each is Each.RANK else "by key"
+            order = {Each.RANK: "by rank", Each.NODE: "by node"}.get(phase.each, "by key")
             return f"{phase.to.name}, come back: {order}{times}, in float32, rounded"
         case _:
             assert_never(phase)

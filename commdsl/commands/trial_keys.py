@@ -49,7 +49,9 @@ KINDS: dict[str, Callable[[NDArray[np.int64], int], NDArray[np.int64]]] = {
 
 @dataclass(frozen=True, eq=False)
 class KeyTrial:
-    """A trial; by call what rank r receives from rank s, in rows at [r, s]; all rows moved."""
+    """A trial; by call what rank r receives from rank s, in rows at [r, s]; all rows moved. A row that goes once counts
+    once, and where another rank sends it on, again.
+    """
 
     trial: Trial
     kinds: tuple[str, ...]
@@ -76,7 +78,7 @@ def trial_keys(compiled: CompiledDispatch, route: ByKey, dtype: DType, width: in
     back = compiled.dispatch.back
     weighs = back is not None and back.weight is not None and not back.once
     backs = [_back(call, held, dtype, width, weighs, dice) for call, held in zip(calls, expected, strict=True)]
-    counts = tuple(np.stack([one.counts.sum(axis=0, dtype=np.int64) for one in held]) for held in expected)
+    counts = tuple(travelled(call.keys, route, compiled.dispatch.num_ranks) for call in calls)
     ways = len(compiled.dispatch.tensors) + (compiled.back is not None)
     # The last tensor once more, as it travelled.
     agains = [CallAgain(call, held, of[-1]) for call, held, of in zip(calls, expected, travelling, strict=True)]
@@ -98,6 +100,21 @@ def _call(
     lanes = (min(HOST_LANES, compiled.plan.comm.lanes),) * ranks
     room = sum(one.size for one in keys) + route.num_keys // ranks * (route.aligned - 1)
     return KeysCall(keys, tensors, lanes, max(room, 1), values=values)
+
+
+def travelled(keys: Sequence[NDArray[np.int32]], route: ByKey, ranks: int) -> NDArray[np.int64]:
+    """(ranks, ranks): at [r, s] the rows that rank r receives from rank s on the way there."""
+    found, node = np.zeros((ranks, ranks), np.int64), route.node or ranks
+    for source, own in enumerate(keys):
+        for row in own.tolist():
+            of = [route.rank_of[key] for key in row if key < route.num_keys]
+            there = sorted(set(of)) if route.often.is_once else of
+            rails = {rank // node: rank // node * node + source % node for rank in there}  # of its own node: itself
+            for rank in there:
+                found[rank, rails[rank // node]] += rank == source or rank != rails[rank // node]
+            for rail in rails.values():
+                found[rail, source] += rail != source
+    return found
 
 
 def crossing(stretch: int, width: int, dtype: DType) -> int:
@@ -253,4 +270,4 @@ def _wanted(one: CallBack, received: Sequence[Received], plan: Plan) -> list[Arr
     if push.weights is not None:
         beside = [held.values for held in received if held.values is not None]
         weights = simulate.combine_values(beside, received, keys)
-    return simulate.combine(one.rows, received, keys, weights, once=push.each is Each.RANK)
+    return simulate.combine(one.rows, received, keys, weights, once=push.each.is_sum, node=push.node or None)

@@ -13,8 +13,8 @@ import torch
 
 from commdsl.ep.float8 import SCALE_BYTES, judge, staged_bytes, stretches_of, travels_in
 from commdsl.program.arguments import is_cast_far, is_staged
-from commdsl.program.crossing import crossing_bytes, crossing_widths
-from commdsl.program.phases import Each, PushAgain, PushByKey
+from commdsl.program.crossing import Crossing, Pushing, crossing_of, waiting_a_row
+from commdsl.program.phases import Each, PushAgain, PushBack, PushByKey
 from commdsl.program.plan import Plan
 from commdsl.runtime.errors import DispatchError, TensorError
 from commdsl.runtime.pool import aligned, row_bytes
@@ -55,18 +55,16 @@ class Limits:
         staged = staged_bytes(self.widths, there.push_by_key.stretches)
         return there.comm.lanes * (there.comm.threads // WARP) * staged
 
-    def crossing(self, push: PushByKey | PushAgain) -> tuple[int, ...]:
-        """Bytes of a row in each of the memories where rows wait that cross once per node; nothing where none do."""
-        if push.crossing is None:
-            return ()
-        if isinstance(push, PushAgain):
-            return crossing_widths(push, (self.width_again,), self.keys)
-        return crossing_widths(push, (*self.widths, *self._scales(push)), self.keys)
-
-    def crossing_bytes(self, plan: Plan, push: PushByKey | PushAgain) -> int:
-        """Of all that: a place for each of `rows` rows of a rank of every other node."""
-        nodes = plan.num_ranks // push.node if push.node else 1
-        return crossing_bytes(self.crossing(push), self.rows, nodes)
+    def crossing(self, push: Pushing, ranks: int) -> Crossing:
+        """The memory where rows wait that cross once per node; of nothing where none do."""
+        match push:
+            case PushByKey():
+                widths = *self.widths, *self._scales(push)
+            case PushAgain():
+                widths = (self.width_again,)
+            case PushBack():
+                widths = (self.width_back,)
+        return crossing_of(push, ranks, widths, self.keys, self.rows)
 
     def _scales(self, push: PushByKey) -> tuple[int, ...]:
         """Bytes of a row of each tensor of scales."""
@@ -74,8 +72,8 @@ class Limits:
         return tuple(SCALE_BYTES * stretches_of(width, by) for width, by in cast)
 
     def places(self, back: Plan) -> int:
-        """Rows that may wait on a rank until they are added up: one for each key, or for each rank that has any."""
-        return self.rows * (min(back.num_ranks, self.keys) if back.push_back.each is Each.RANK else self.keys)
+        """Rows that may wait on a rank until they are added up: one for each key, or rank or node that has any."""
+        return self.rows * waiting_a_row(back, self.keys)
 
     def waiting_bytes(self, back: Plan) -> int:
         """Of what waits on a rank, on a way back of rows or of words."""

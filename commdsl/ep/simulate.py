@@ -156,13 +156,15 @@ def combine(
     weights: Sequence[Array] | None,
     *,
     once: bool = False,
+    node: int | None = None,
     rounded: Rounded | None = None,
 ) -> list[Array]:
     """By rank (T, ...): for each row the sum of what came back for it, times its weights if there are, in float32,
     rounded once; zero for a row of no key. `rows`: by rank what became of the rows it received; weights by rank (T, K).
 
     Over its keys in their order; with `once` over the ranks that have some of them in theirs, of which each adds up its
-    own, in the order of the keys, and rounds. `rounded`: to numbers of an element type that numpy does not have.
+    own, in the order of the keys, and rounds; with `node` over nodes of so many ranks, each of which adds up its ranks'
+    sums, in the order of the ranks, and rounds. `rounded`: to numbers of an element type that numpy does not have.
     """
     like = rows[0]
     narrow = rounded or (lambda row: row.astype(like.dtype).astype(np.float32))
@@ -181,7 +183,15 @@ def combine(
                 terms = [(which, rank, term * np.float32(weights[source][row, which])) for which, rank, term in terms]
             if once:
                 ranks = sorted({rank for _, rank, _ in terms})
-                parts = [narrow(_added([term for _, of, term in terms if of == rank])) for rank in ranks]
+                sums = [narrow(_added([term for _, of, term in terms if of == rank])) for rank in ranks]
+                parts = (
+                    sums
+                    if node is None
+                    else [
+                        narrow(_added([one for rank, one in zip(ranks, sums, strict=True) if rank // node == which]))
+                        for which in sorted({rank // node for rank in ranks})
+                    ]
+                )
             else:
                 parts = [term for _, _, term in terms]
             if parts:

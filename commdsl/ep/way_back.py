@@ -31,11 +31,17 @@ class WayBack:
         (finish,) = (phase for phase in self.plan.phases if isinstance(phase, FinishBack))
         self.weighs_here = finish.weights is not None
         waiting = aligned(self.plan.symmetric_bytes)
-        staging = aligned(waiting + limits.waiting_bytes(self.plan))
+        crossing = limits.crossing(self.push, known.comm.size)
+        begin = aligned(waiting + limits.waiting_bytes(self.plan))
+        staging = aligned(begin + crossing.size)
         room = staging + limits.staging_bytes(self.plan) - self.plan.symmetric_bytes
         self.launches = known.launches(way, room)
         self._rank, self._macros = known.comm.rank, known.macros
-        self._always: Arguments = {"waiting": waiting, "waiting_rows": limits.places(self.plan)}
+        self._always: Arguments = {
+            "waiting": waiting,
+            "waiting_rows": limits.places(self.plan),
+            **crossing.arguments(begin),
+        }
         if is_staged(self.plan):
             self._always = {**self._always, "staging": staging}
         self._starts: dict[torch.dtype, Start] = {}

@@ -17,8 +17,7 @@ from commdsl.ep import float8
 from commdsl.ep.float8 import staged_bytes
 from commdsl.ep.limits import Limits
 from commdsl.ep.pending import Run
-from commdsl.program.crossing import crossing_at, crossing_widths
-from commdsl.program.phases import FillByKey, PushAgain, PushByKey
+from commdsl.program.phases import FillByKey
 from commdsl.program.plan import Plan
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.launches import Arguments, Launches
@@ -62,17 +61,10 @@ class Known:
         launches = self.launches(way, begin - plan.symmetric_bytes + self.results * nbytes)
         return launches, Pool(plan.name, launches.heap + begin, (nbytes, 0), self.results)
 
-    def crossing(self, plan: Plan, push: PushByKey | PushAgain, begin: int) -> tuple[int, ...]:
-        """What a kernel is told of rows that cross once per node: where they wait from `begin` on, and how many may."""
-        if push.crossing is None:
-            return ()
-        widths, rows = self.limits.crossing(push), self.limits.rows
-        return (*crossing_at(widths, rows, plan.num_ranks // push.node, begin), rows)
 
-
-def crossing_words(push: PushByKey | PushAgain) -> Arguments:
-    """The same, as it changes with a call: not at all."""
-    return {} if push.crossing is None else {"crossing": (0,) * len(crossing_widths(push)), "crossing_rows": 0}
+def words_of(arguments: Arguments) -> list[int]:
+    """As a call passes them."""
+    return [word for value in arguments.values() for word in ([value] if isinstance(value, int) else value)]
 
 
 class WayThere:
@@ -83,9 +75,9 @@ class WayThere:
         self.push, self._known, limits = way[0].push_by_key, known, known.limits
         staging, begin = limits.cast_bytes(way[0]), aligned(way[0].symmetric_bytes)
         staged = aligned(staging) if staging else 0
-        across = limits.crossing_bytes(way[0], self.push)
-        self.launches, self.pool = known.set_up(way, limits.result_bytes(self.push), staged + across)
-        self._crossing = known.crossing(way[0], self.push, begin + staged)
+        crossing = limits.crossing(self.push, known.comm.size)
+        self.launches, self.pool = known.set_up(way, limits.result_bytes(self.push), staged + crossing.size)
+        self._crossing = crossing.arguments(begin + staged)
         self._staging: tuple[int, ...] = ()
         if staging:
             self._staging = begin, staged_bytes(limits.widths, self.push.stretches)
@@ -108,7 +100,7 @@ class WayThere:
                 **dict(zip(("staging", "staged_bytes"), self._staging, strict=False)),
                 "outputs": (0,) * len(self.push.to),
                 **dict.fromkeys(("room", "counts", "offsets", "places"), 0),
-                **crossing_words(self.push),
+                **self._crossing,
                 **dict.fromkeys(("digest", "rank", "half", "active_lanes"), 0),
             }
             self._built = self.launches.start(self._known.macros, {}, changing)
@@ -138,7 +130,7 @@ class WayThere:
             *addresses(received),
             room,
             *addresses((counts, offsets, places)),
-            *self._crossing,
+            *words_of(self._crossing),
             digest,
             known.comm.rank,
         )
@@ -187,10 +179,10 @@ class WayAgain:
     def __init__(self, known: Known, way: tuple[Plan, Emitted]) -> None:
         """Collective."""
         self._known, self._has_mates = known, any(isinstance(one, FillByKey) for one in way[0].comm.phases)
-        self._push, limits = way[0].push_again, known.limits
-        across, begin = limits.crossing_bytes(way[0], self._push), aligned(way[0].symmetric_bytes)
-        self.launches, self.pool = known.set_up(way, aligned(limits.received * limits.width_again), across)
-        self._crossing = known.crossing(way[0], self._push, begin)
+        limits, begin = known.limits, aligned(way[0].symmetric_bytes)
+        crossing = limits.crossing(way[0].push_again, known.comm.size)
+        self.launches, self.pool = known.set_up(way, aligned(limits.received * limits.width_again), crossing.size)
+        self._crossing = crossing.arguments(begin)
         self._built: Start | None = None
 
     @property
@@ -207,7 +199,7 @@ class WayAgain:
                 "row_bytes": (0,),
                 "outputs": (0,),
                 **dict.fromkeys(("room", *names), 0),
-                **crossing_words(self._push),
+                **self._crossing,
                 **dict.fromkeys((*of_keys, "digest", "rank", "half", "active_lanes"), 0),
             }
             self._built = self.launches.start(self._known.macros, {}, changing)
@@ -227,7 +219,7 @@ class WayAgain:
             found.data_ptr(),
             room,
             *addresses((counts, offsets, places, origins)),
-            *self._crossing,
+            *words_of(self._crossing),
             keys.data_ptr(),
             *keys.shape,
             *(addresses(mates) if self._has_mates else ()),

@@ -113,6 +113,8 @@ class Back:
 
     `once` per rank: what a row has on one rank is added up there, in the order of its keys, and rounded; the row's own
     rank adds these, in the order of the ranks. A weight then is applied where the sum is made, so it has to be there.
+    Where the route goes once per node so does `once`: sums of a node are added up there, in the order of its ranks, and
+    rounded, for each node that has some of a row, also its own; the row's own rank adds these, in the order of nodes.
     """
 
     names: tuple[str, ...]

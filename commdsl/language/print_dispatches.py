@@ -27,8 +27,6 @@ Line: TypeAlias = (
 )
 Block: TypeAlias = syntax.PlanDecl | syntax.DispatchDecl | syntax.RankBlock | syntax.Repeat | syntax.PlanFor
 
-ONCE = "once per rank"
-
 
 def line(node: Line) -> str:
     """The text of a node that has no block."""
@@ -59,17 +57,19 @@ def line(node: Line) -> str:
             name_of = "" if route is None else f"{route.text} "
             to = "" if aligned is None else f"{GAP}aligned {expr(aligned)}"
             return f"place {name_of}by ({', '.join(map(_sort_key, order))}){to}"
-        case syntax.BackDecl(returning, reduction, weight, once):
+        case syntax.BackDecl(returning, reduction, weight, per):
             factor = "" if weight is None else f"({weight.name.text}[{weight.rows.text}, {weight.per_row.text}])"
-            return f"back {names(returning)} by {reduction.text}{factor}{GAP + ONCE if once else ''}"
+            return f"back {names(returning)} by {reduction.text}{factor}{_once_per(per)}"
         case _:
             assert_never(node)
 
 
 def _once(node: syntax.Once | None) -> str:
-    if node is None:
-        return ""
-    return f"{GAP}once per {node.per}{' by index' if node.by_index else ''}"
+    return "" if node is None else _once_per(node.per) + (" by index" if node.by_index else "")
+
+
+def _once_per(per: str | None) -> str:
+    return "" if per is None else f"{GAP}once per {per}"
 
 
 def head(node: Block) -> str:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from commdsl.language.diagnostics import InternalError
-from commdsl.program.crossing import crossing_widths
+from commdsl.program.crossing import Pushing, num_crossing
 from commdsl.program.memory import Home, Transport
 from commdsl.program.moves import Moves
-from commdsl.program.phases import Count, Each, FillByKey, FinishBack, Push, PushAgain, PushBack, PushByKey
+from commdsl.program.phases import Count, FillByKey, FinishBack, Push, PushAgain, PushBack, PushByKey
 from commdsl.program.plan import Plan
 
 
@@ -162,6 +162,7 @@ def arguments(plan: Plan) -> Arguments:
                 words += [
                     Field("waiting"),  # offset in every heap of where rows wait
                     Field("waiting_rows"),  # room there
+                    *_crossing(phase),
                     # Offset in the own heap of a row for each warp, where what goes far is added up.
                     *([Field("staging")] if is_staged(plan) else []),
                     Field("given", is_address=True),
@@ -183,14 +184,14 @@ def arguments(plan: Plan) -> Arguments:
     return Arguments((*words, *numbers))
 
 
-def _crossing(phase: PushByKey | PushAgain) -> tuple[Field, ...]:
+def _crossing(phase: Pushing) -> tuple[Field, ...]:
     """Offsets in every heap of what crosses between nodes, and for how many rows of each source there is room."""
-    return () if phase.crossing is None else (Field("crossing", len(crossing_widths(phase))), Field("crossing_rows"))
+    return () if phase.crossing is None else (Field("crossing", num_crossing(phase)), Field("crossing_rows"))
 
 
 def is_staged(plan: Plan) -> bool:
     """Whether a warp adds up rows in the own heap before they go."""
-    return plan.transport is Transport.NVSHMEM and plan.push_back.each is Each.RANK
+    return plan.transport is Transport.NVSHMEM and plan.push_back.each.is_sum
 
 
 def is_cast_far(plan: Plan) -> bool:

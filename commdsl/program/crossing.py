@@ -1,46 +1,80 @@
-"""Turns rows that cross once per node into the memory in which they wait on the rank that forwards them.
+"""Turns rows that cross once per node into the memory in which they wait on the rank that sends them on.
 
-Assumes a legal phase. Does not say what forwards them (`phases`), nor where its memory begins.
+Assumes a legal phase. Does not say what becomes of them (`phases`), nor where its memory begins.
 
-A rank forwards what its likes of the other nodes send, the ranks of its own number there. Each has a segment of its
-own, in which every row of it has its place, whether it comes or not: for all of them there is room, so none ever waits
-for room. By tensor, then by what a row is told with: its keys, their places, its values.
+There, a rank sends on what its likes of the other nodes send, the ranks of its own number there; back, what its node
+has for each of these and for itself. Each has a segment of its own, in which every row of it has its place, whether it
+comes or not: for all of them there is room, so none ever waits for room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
-from commdsl.program.phases import PushAgain, PushByKey
+from commdsl.language.records import dataclass
+from commdsl.program.phases import Each, PushAgain, PushBack, PushByKey
+from commdsl.program.plan import Plan
 
-KEY_BYTES = 4
-"""Of a key, of a place, of a value."""
+Pushing: TypeAlias = PushByKey | PushAgain | PushBack
 
-
-def crossing_widths(push: PushByKey | PushAgain, rows: Sequence[int] = (), keys: int = 0) -> tuple[int, ...]:
-    """Bytes of one row in each of the memories. `rows`: as rows travel, of each tensor, those of scales behind them;
-    `keys`: of a row.
-    """
-    tensors = len(push.rows) if isinstance(push, PushByKey) else 1
-    told = 3 if isinstance(push, PushByKey) and push.value is not None else 2
-    return (*(*rows, *(0,) * tensors)[:tensors], *(KEY_BYTES * keys,) * told)
-
-
-def crossing_bytes(widths: Sequence[int], rows: int, nodes: int) -> int:
-    """Of a segment for each of the other nodes, of so many rows."""
-    return sum(_bytes(width, rows, nodes) for width in widths)
-
-
-def crossing_at(widths: Sequence[int], rows: int, nodes: int, begin: int) -> tuple[int, ...]:
-    """Where each memory begins, the first at `begin`."""
-    found = [begin]
-    for width in widths[:-1]:
-        found.append(found[-1] + _bytes(width, rows, nodes))
-    return tuple(found)
-
+NUMBER_BYTES = 4
+"""Of a key, of a place, of a value; of what is told of a row on its way back."""
 
 LINE = 256
 
 
-def _bytes(width: int, rows: int, nodes: int) -> int:
-    return -(-width * rows * (nodes - 1) // LINE) * LINE
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Memories one behind another; without any nothing crosses."""
+
+    widths: tuple[int, ...]  # bytes of one row in each
+    rows: int  # of a segment
+    segments: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of all."""
+        return sum(map(self._size, self.widths))
+
+    def _size(self, width: int) -> int:
+        return -(-width * self.rows * self.segments // LINE) * LINE
+
+    def arguments(self, begin: int) -> dict[str, int | Sequence[int]]:
+        """What a kernel is told of it: where each memory begins, the first at `begin`, and how many rows a rank has."""
+        found = [begin]
+        for width in self.widths:
+            found.append(found[-1] + self._size(width))
+        return {"crossing": found[:-1], "crossing_rows": self.rows} if self.widths else {}
+
+
+def crossing_of(push: Pushing, num_ranks: int, widths: Sequence[int], keys: int, rows: int) -> Crossing:
+    """`widths`: bytes of a row of each tensor as it travels, scales too; `keys`: of a row; `rows`: of a rank."""
+    if push.crossing is None:
+        return Crossing((), 0, 0)
+    nodes, told = num_ranks // push.node, (NUMBER_BYTES * keys,) * (num_crossing(push) - len(widths))
+    if isinstance(push, PushBack):
+        return Crossing((*(width * min(keys, push.node) for width in widths), NUMBER_BYTES), rows, nodes)
+    return Crossing((*widths, *told), rows, nodes - 1)
+
+
+def num_crossing(push: Pushing) -> int:
+    """How many memories there are: for rows, by tensor, then for what a row is told with. There that is its keys, their
+    places and its values; back, of how many sums it is and how many lesser nodes have some.
+    """
+    match push:
+        case PushByKey():
+            return len(push.rows) + (2 if push.value is None else 3)
+        case PushAgain():
+            return 3
+        case PushBack():
+            return 2
+
+
+def waiting_a_row(back: Plan, keys: int) -> int:
+    """On a way back, places that wait on a rank for each of its rows: one for each key, or rank or node that may have
+    some of them.
+    """
+    push = back.push_back
+    most = {Each.RANK: back.num_ranks, Each.NODE: back.num_ranks // (push.node or 1)}
+    return min(most.get(push.each, keys), keys)

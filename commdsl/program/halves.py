@@ -44,7 +44,8 @@ def kept_by(phases: tuple[Routed, ...], num_ranks: int) -> Words | None:
                 forwards = _of_forwarding(phase.crossing, (phase.to,), num_ranks)
                 return Words("kept", (*lanes, *rooms, *forwards), a_lane=True, is_own=True)
             case PushBack():
-                return Words("kept", (*lanes, "bad", "apart"), a_lane=True, is_own=True)
+                rows = tuple(f"rows {rank}" for rank in range(num_ranks)) if phase.crossing else ()
+                return Words("kept", (*lanes, "bad", "apart", *rows), a_lane=True, is_own=True)
             case _:
                 pass
     return Words("kept", lanes, a_lane=True, is_own=True)

@@ -45,6 +45,12 @@ class Home(Enum):
     GIVEN = "given"  # in the caller's memory, of the rank alone
     RESULT = "result"  # in memory that the rank tells its peers with each call, and its caller reads afterwards
     WAITING = "waiting"  # in the heap, until the rank itself finishes them
+    CROSSING = "crossing"  # in the heap of a rank between two others, of another node, until it sends them on
+
+    @property
+    def is_heap(self) -> bool:
+        """Whether they lie in memory that no caller sees."""
+        return self in (Home.WAITING, Home.CROSSING)
 
 
 @dataclass(frozen=True, slots=True)

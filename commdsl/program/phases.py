@@ -192,8 +192,8 @@ class PushAgain:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Rows that crossed to this rank for its node, once each, to the places of their keys on the ranks of the node,
-    with what arrives beside them: to segments of the rank's likes in other nodes, which nobody else writes there.
+    """Rows that crossed to this rank for its node, to the places of their keys on the node's ranks, with what arrives
+    beside them: to segments of the rank's likes in other nodes, which nobody else writes there.
     """
 
     crossing: Rows
@@ -218,11 +218,17 @@ class FillByKey:
 
 
 class Each(Enum):
-    """What crosses on the way back from keys, and for how much of a row a place waits on its source."""
+    """What comes home on the way back from keys: for how much of a row a place waits on its source."""
 
     ENTRY = "each key"  # the row of one key
     RANK = "each rank"  # the sum of those of a rank
+    NODE = "each node"  # the sum of the sums of a node's ranks
     WORD = "each word"  # a float32 of one key
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether ranks add up what they have of a row."""
+        return self in (Each.RANK, Each.NODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +237,9 @@ class PushBack:
 
     Of each rank: where the first of a row's places stands, all of them are added up in the order of the row's keys, in
     float32, times their `weights` if there are, and rounded; `mates` says for each key of a row which place it has.
+
+    Of each node of `node` ranks: such sums go to the `crossing` of the one of the rank's own node that has the source's
+    number, which adds them up (`AddUp`): for each row as many as its source tells it there by its `keys`.
     """
 
     given: Rows
@@ -240,6 +249,24 @@ class PushBack:
     each: Each = Each.ENTRY
     mates: Rows | None = None
     weights: Rows | None = None
+    node: int = 0
+    crossing: Rows | None = None
+    keys: Rows | None = None
+
+    @property
+    def by(self) -> Actor:
+        return Actor.LANES
+
+
+@dataclass(frozen=True, slots=True)
+class AddUp:
+    """Sums of this node's ranks, for each row of this rank, by its `keys`, and of its likes in other nodes: in order of
+    the ranks, in float32, rounded, to the place on the row's source that waits for this node.
+    """
+
+    crossing: Rows
+    keys: Rows
+    to: Rows
 
     @property
     def by(self) -> Actor:
@@ -249,7 +276,7 @@ class PushBack:
 @dataclass(frozen=True, slots=True)
 class FinishBack:
     """For each row what waits for it: rows of its keys, in their order, times their weights if there are, or sums of
-    ranks, in theirs, added up in float32 and rounded once; words as they came. What waits for nothing is zero.
+    ranks or nodes, in theirs, added up in float32 and rounded once; words as they came. What waits for nothing is zero.
     `positions`: as for `Count`.
     """
 
@@ -278,6 +305,7 @@ Routed: TypeAlias = (
     | Forward
     | FillByKey
     | PushBack
+    | AddUp
     | FinishBack
 )
 
@@ -312,31 +340,30 @@ def touches(phase: Routed) -> tuple[Touch, ...]:
         case Read():
             return (Touch(phase.what, Ranks.OWN, False, 0 if _is_own(phase.what) else 1),)
         case Push():
-            reads = tuple(Touch(rows, Ranks.OWN, False, 1) for rows in phase.given)
-            return reads + tuple(Touch(rows, Ranks.ALL, True, _turn(rows)) for rows in phase.to)
+            return (*_reads(*phase.given), *_writes(*phase.to))
         case Finish():
-            reads = tuple(Touch(rows, Ranks.OWN, False, 1) for rows in phase.waiting)
-            return reads + tuple(Touch(rows, Ranks.OWN, True, 1) for rows in phase.to)
+            return (*_reads(*phase.waiting), *(Touch(rows, Ranks.OWN, True, 1) for rows in phase.to))
         case Count():
             return _reads(phase.keys)
         case PushByKey():
             reads = _reads(*phase.given, phase.keys, *(() if phase.value is None else (phase.value,)))
-            writes = tuple(Touch(rows, Ranks.ALL, True, _turn(rows)) for rows in phase.to)
             own = tuple(Touch(rows, Ranks.OWN, True, 1) for rows in (phase.counts, phase.offsets, phase.places))
-            return (*reads, *writes, *own, *_crosses(phase.crossing))
+            return (*reads, *_writes(*phase.to), *own, *_writes(*_if(phase.crossing)))
         case PushAgain():
             reads = _reads(phase.given, phase.keys, phase.places, phase.origins, phase.offsets, phase.counts)
-            return (*reads, Touch(phase.to, Ranks.ALL, True, _turn(phase.to)), *_crosses(phase.crossing))
+            return (*reads, *_writes(phase.to, *_if(phase.crossing)))
         case Forward():
-            writes = tuple(Touch(rows, Ranks.ALL, True, _turn(rows)) for rows in phase.to)
-            return (*_reads(phase.crossing), *writes)
+            return (*_reads(phase.crossing), *_writes(*phase.to))
         case FillByKey():
             # From rows that have come to places that nobody else writes: behind the push, before the caller.
             reads = tuple(Touch(rows, Ranks.OWN, False, 2) for rows in (*phase.to, phase.origins, phase.mates))
             return (*reads, *(Touch(rows, Ranks.OWN, True, 2) for rows in phase.to))
         case PushBack():
-            read = _reads(phase.given, phase.origins, phase.offsets, *_if(phase.mates), *_if(phase.weights))
-            return (*read, Touch(phase.to, Ranks.ALL, True, _turn(phase.to)))
+            more = (*_if(phase.mates), *_if(phase.weights), *_if(phase.keys))
+            read = _reads(phase.given, phase.origins, phase.offsets, *more)
+            return (*read, *_writes(phase.to if phase.crossing is None else phase.crossing))
+        case AddUp():
+            return (*_reads(phase.crossing, phase.keys), *_writes(phase.to))
         case FinishBack():
             read = _reads(phase.waiting, phase.keys, *_if(phase.weights))
             return (*read, Touch(phase.to, Ranks.OWN, True, 1))
@@ -348,9 +375,9 @@ def _reads(*rows: Rows) -> tuple[Touch, ...]:
     return tuple(Touch(one, Ranks.OWN, False, 1) for one in rows)
 
 
-def _crosses(crossing: Rows | None) -> tuple[Touch, ...]:
-    """To one rank of each other node, which of them is no matter of the order: to a segment of the writer's own."""
-    return () if crossing is None else (Touch(crossing, Ranks.ALL, True, _turn(crossing)),)
+def _writes(*rows: Rows) -> tuple[Touch, ...]:
+    """To segments of the writer's own, on any rank."""
+    return tuple(Touch(one, Ranks.ALL, True, _turn(one)) for one in rows)
 
 
 def _if(rows: Rows | None) -> tuple[Rows, ...]:
@@ -364,9 +391,9 @@ def _is_own(what: Words | Counters) -> bool:
 
 def _turn(rows: Rows) -> int:
     """Rows wait before they are finished; the caller's tensors change before a call, and are read after it."""
-    return 0 if rows.home is Home.WAITING else 1
+    return 0 if rows.home.is_heap else 1
 
 
-def region(memory: Memory) -> Memory | bool:
+def region(memory: Memory) -> Memory | Home | None:
     """Equal of memories that may be the same bytes: the caller's may, as one call's result is given to another."""
-    return memory.home is Home.WAITING if isinstance(memory, Rows) else memory
+    return (memory.home if memory.home.is_heap else None) if isinstance(memory, Rows) else memory

@@ -109,6 +109,11 @@ def complaint(record: ErrorRecord, place: str = "") -> str:
             f"rank {record.rank} was to send rows up to {record.seen} to rank {record.peer}, which has room for "
             f"{record.expected}: run {record.op} of its table{place}"
         )
+    if record.code == BAD_COUNT and record.op:
+        return (
+            f"rank {record.rank} expected {record.expected} bytes of rows across from rank {record.peer}, and "
+            f"{record.seen} came"
+        )
     if record.code == BAD_COUNT:
         return f"rank {record.rank} expected {record.expected} rows from rank {record.peer}, and {record.seen} came"
     if record.code == BAD_FINISH:

@@ -124,7 +124,7 @@ def _caller(plan: Plan, phases: list[Routed]) -> None:
         _law(len(done) == 1, f"the caller has {len(done)} phases in which it {verb} its tensors, expected one")
         touched = [touch for phase in phases for touch in touches(phase)]
         for memory in dict.fromkeys(touch.memory for touch in touched):
-            if isinstance(memory, Rows) and memory.home is not Home.WAITING:
+            if isinstance(memory, Rows) and not memory.home.is_heap:
                 _law(memory in done[0].rows, f"no caller {verb} `{memory.name}` ({memory.home.value})")
         written = {touch.memory for touch in touched if touch.writes}
         for rows in done[0].rows:
@@ -141,7 +141,7 @@ def _moved(phases: list[Routed]) -> None:
             _law(pushes[0] < place, f"`{phase.what.name}` says what a lane sent, before it did")
     done = [(place, touch) for place, phase in enumerate(phases) for touch in touches(phase)]
     for memory in dict.fromkeys(touch.memory for _, touch in done):
-        if isinstance(memory, Rows) and memory.home is Home.WAITING:
+        if isinstance(memory, Rows) and memory.home.is_heap:
             written = [place for place, touch in done if touch.memory == memory and touch.writes]
             read = [place for place, touch in done if touch.memory == memory and not touch.writes]
             _law(bool(written and read) and max(written) < min(read), f"`{memory.name}` waits, and is finished behind")
@@ -155,7 +155,9 @@ def _by_table(phases: list[Routed]) -> None:
     _law(len(pushes) == 1, f"rows are pushed {len(pushes)} times")
     push, finish = pushes[0], finishes[0]
     names = [rows.name for rows in push.given]
-    given, results, waiting = (tuple(Rows(name, home) for name in names) for home in Home)
+    given, results, waiting = (
+        tuple(Rows(name, home) for name in names) for home in (Home.GIVEN, Home.RESULT, Home.WAITING)
+    )
     _law(len(set(names)) == len(names) > 0, "the rows that are pushed have a name each")
     _law(push.given == given, "what is pushed is given")
     _law(len(push.copied) == len(names), f"{len(names)} tensors are pushed, and {len(push.copied)} may be copied")

@@ -9,8 +9,10 @@ from __future__ import annotations
 from commdsl.ir.dispatches import MOST_ALIGNED, MOST_KEYS, STRETCHES, Often
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.arriving import beside, scales
+from commdsl.program.crossing import Pushing
 from commdsl.program.memory import Home, Rows, Words
 from commdsl.program.phases import (
+    AddUp,
     Count,
     Each,
     FillByKey,
@@ -30,7 +32,7 @@ def verify_keys(plan: Plan) -> None:
     """Raises InternalError unless keys, rows and what is told of them fit each other."""
     lanes = [phase for role in plan.roles if not role.is_caller for phase in role.phases]
     routed = [phase for phase in lanes if isinstance(phase, Routed)]
-    kinds = Count | PushByKey | PushAgain | Forward | FillByKey | PushBack | FinishBack
+    kinds = Count | PushByKey | PushAgain | Forward | FillByKey | PushBack | AddUp | FinishBack
     phases = [phase for phase in routed if isinstance(phase, kinds)]
     for phase in phases:
         if isinstance(phase, Count | PushAgain | FinishBack):
@@ -64,9 +66,10 @@ def verify_keys(plan: Plan) -> None:
             _told(routed, ("lanes", "room", push.to.name), push)
             found = [phase for phase in rest if isinstance(phase, FillByKey)]
             _filled(push, found, (push.to,), push.origins, Rows("mates", Home.GIVEN))
-        case [PushBack() as push, FinishBack() as finish]:
+        case [PushBack() as push, *sums, FinishBack() as finish] if all(isinstance(one, AddUp) for one in sums):
             _back(push, finish)
-            _told(routed, ("lanes",))
+            _added_up(plan, push, [one for one in sums if isinstance(one, AddUp)], finish)
+            _told(routed, ("lanes",), push)
         case _:
             _law(False, "rows come back by one phase, and are summed by another behind it")
 
@@ -120,15 +123,20 @@ def _crosses(plan: Plan, push: PushByKey | PushAgain, forwards: list[Forward], t
     """What crosses once per node waits where it is forwarded, all of it, between nodes that are alike."""
     wanted = int(push.node > 0)
     _law(len(forwards) == wanted, f"{len(forwards)} phases forward rows of nodes of {push.node}, expected {wanted}")
-    _law((push.crossing is None) == (push.node == 0), "rows cross where there are nodes")
-    if push.crossing is not None:
-        _law(push.often is not Often.EACH, f"rows that cross once go {push.often.value}")
-        _law(0 < push.node < plan.num_ranks, f"{plan.num_ranks} ranks are more than one node of {push.node}")
-        _law(plan.num_ranks % push.node == 0, f"{plan.num_ranks} ranks are no full nodes of {push.node}")
-        _law(push.crossing.home is Home.WAITING, f"`{push.crossing.name}` waits until it is forwarded")
+    _law(push.often is not Often.EACH or push.node == 0, f"rows that cross once go {push.often.value}")
+    _nodes(plan, push)
     for forward in forwards:
         _law(forward.crossing == push.crossing, "what crosses is what is forwarded")
         _law(forward.to == to, "what is forwarded goes where all rows go")
+
+
+def _nodes(plan: Plan, push: Pushing) -> None:
+    """What crosses once per node waits in the heap, between nodes that are full."""
+    _law((push.crossing is None) == (push.node == 0), "rows cross where there are nodes")
+    if push.crossing is not None:
+        _law(0 < push.node < plan.num_ranks, f"{plan.num_ranks} ranks are more than one node of {push.node}")
+        _law(plan.num_ranks % push.node == 0, f"{plan.num_ranks} ranks are no full nodes of {push.node}")
+        _law(push.crossing.home is Home.CROSSING, f"`{push.crossing.name}` waits until it is sent on")
 
 
 def _filled(
@@ -147,13 +155,25 @@ def _back(push: PushBack, finish: FinishBack) -> None:
     _given(push.given, push.origins, push.offsets, finish.keys, *optional)
     _distinct(push.given, push.origins, push.offsets, finish.keys, *optional)
     _law(push.each is finish.each, f"what comes back is of {push.each.value}, and finished of {finish.each.value}")
-    sums = push.each is Each.RANK
+    sums = push.each.is_sum
     _law((push.mates is not None) == sums, "a rank adds up the places of a row, and knows which they are")
     _law(push.weights is None or sums, "what is not added up where it is is not weighed there")
     _law(finish.weights is None or push.each is Each.ENTRY, "only rows of keys are weighed where they come back")
     _law(push.to.home is Home.WAITING, f"`{push.to.name}` waits until it is summed")
     _law(finish.waiting == push.to, f"`{push.to.name}` comes back, and `{finish.waiting.name}` is summed")
     _law(finish.to.home is Home.RESULT, f"`{finish.to.name}`, which is the sum, is a result")
+
+
+def _added_up(plan: Plan, push: PushBack, sums: list[AddUp], finish: FinishBack) -> None:
+    """What comes home once per node is added up between, by who is told of how many sums a row is."""
+    wanted = int(push.each is Each.NODE)
+    _law(len(sums) == wanted, f"{len(sums)} phases add up what comes home of {push.each.value}, expected {wanted}")
+    _law((push.node > 0) == (push.each is Each.NODE), f"what comes home of {push.each.value} has nodes of {push.node}")
+    _nodes(plan, push)
+    _law((push.keys is None) == (push.node == 0), "a row's source tells by its keys how many sums there are")
+    for one in sums:
+        _law(one.crossing == push.crossing and one.to == push.to, "what crosses is what is added up, to where it waits")
+        _law(push.keys == one.keys == finish.keys, "rows are told of, added up and finished by their own keys")
 
 
 def _given(*rows: Rows) -> None:
@@ -165,12 +185,13 @@ def _distinct(*rows: Rows) -> None:
     _law(len({one.name for one in rows}) == len(rows), f"two of {', '.join(one.name for one in rows)} are one")
 
 
-def _told(phases: list[Routed], addresses: tuple[str, ...], push: PushByKey | PushAgain | None = None) -> None:
+def _told(phases: list[Routed], addresses: tuple[str, ...], push: Pushing | None = None) -> None:
     """Words have the values that their bodies write and read."""
     crosses = push is not None and push.node > 0
     wanted = {
         "addresses": (*addresses, *(("rows sent",) if crosses else ())),
-        "sent": ("rows", "bytes across") if crosses else ("rows",),
+        "sent": ("rows",),
+        "across": ("bytes",),
     }
     for phase in phases:
         if isinstance(phase, Tell) and isinstance(phase.what, Words) and phase.what.name in wanted:

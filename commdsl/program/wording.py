@@ -9,6 +9,7 @@ from typing import assert_never
 
 from commdsl.program.memory import Rows
 from commdsl.program.phases import (
+    AddUp,
     Count,
     Each,
     FillByKey,
@@ -48,6 +49,8 @@ def name_of(phase: Routed) -> str:
             return "forward"
         case FillByKey():
             return "fill"
+        case AddUp():
+            return "add up"
         case Finish():
             return "finish"
         case FinishBack():
@@ -56,7 +59,7 @@ def name_of(phase: Routed) -> str:
             assert_never(phase)
 
 
-_BACK = {Each.ENTRY: "", Each.RANK: " sums", Each.WORD: " words"}
+_BACK = {Each.ENTRY: "", Each.RANK: " sums", Each.NODE: " sums", Each.WORD: " words"}
 
 
 def described(phase: Routed) -> str:
@@ -83,8 +86,11 @@ def described(phase: Routed) -> str:
         case Forward() | FillByKey():
             return f"{name} {', '.join(rows.name for rows in phase.to)}{by}"
         case PushBack():
-            sums = ", the sums of this rank's" if phase.each is Each.RANK else ""
+            sums = ", the sums of this rank's" if phase.each.is_sum else ""
+            sums += f", once to a node of {phase.node}" if phase.node else ""
             return f"{name} {phase.given.name} back{sums}{_times(phase.weights)}{by}"
+        case AddUp():
+            return f"{name} {phase.to.name}, the sums of this node's{by}"
         case FinishBack():
             return f"{name} {phase.to.name} of {phase.each.value}{_times(phase.weights)}{by}"
         case Host() | Read():

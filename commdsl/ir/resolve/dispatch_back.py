@@ -27,28 +27,29 @@ def way_back(decl: syn.DispatchDecl, faults: Faults) -> Back | None:
         faults.report("C636", "a weight belongs to a key of a row", back.weight.span, "there is no key",
                       help="what goes by a table comes back `by sum`")  # fmt: skip
     _returning(decl, back, route is not None, faults)
-    if back.once:
+    if back.once_per is not None:
         _once(back, route, faults)
     weight = None if back.weight is None else back.weight.name.text
-    return Back(tuple(name.text for name in back.names), weight, back.once, back.span)
+    return Back(tuple(name.text for name in back.names), weight, back.once_per is not None, back.span)
 
 
 def _once(back: syn.BackDecl, route: syn.KeyRoute | None, faults: Faults) -> None:
-    """C650: what a rank adds up is there, and so is by what."""
-    law = "what comes back once per rank is added up where its keys are"
+    """C650: what is added up on its way is there, and so is by what, and who has to add it up knows it."""
+    once = f"once per {back.once_per}"
+    law = f"what comes back {once} is added up where its keys are"
     if route is None:
         faults.report("C650", law, back.span, "what goes by a table has none",
-                      help="leave `once per rank` out")  # fmt: skip
+                      help=f"leave `{once}` out")  # fmt: skip
         return
     weight, names = back.weight, [name.text for name in route.tensors]
     if route.once is None:
         faults.report("C650", law, back.span, "no rank knows there which of its places have one row",
                       secondary=(Label(route.span, "each key's row travels by itself"),),
-                      help="write `once per rank` behind the route, too")  # fmt: skip
-    elif route.once.per == "node":
-        faults.report("C650", law, back.span, "rows went once per node",
-                      secondary=(Label(route.once.span, "so a rank knows its place in its node alone"),),
-                      help="leave `once per rank` out")  # fmt: skip
+                      help=f"write `{once}` behind the route, too")  # fmt: skip
+    elif route.once.per != back.once_per:
+        faults.report("C650", law, back.span, f"rows went once per {route.once.per}",
+                      secondary=(Label(route.once.span, "there ranks are told which of its ranks a row has"),),
+                      help=f"write `once per {route.once.per}`, or leave it out")  # fmt: skip
     if weight is not None and weight.name.text not in names:
         value = f"{weight.name.text}[{weight.rows.text}, {weight.per_row.text}]"
         help = f"declare `value {value}` and write `route {', '.join([*names, weight.name.text])} by ...`"

@@ -117,7 +117,7 @@ def _key_name(span: Span, parts: Children) -> syntax.SortKey:
 
 def _back_decl(span: Span, parts: Children) -> syntax.BackDecl:
     names, reduction, weight, once = parts
-    return syntax.BackDecl(names, reduction, weight, once is not None, span=span)
+    return syntax.BackDecl(names, reduction, weight, once, span=span)
 
 
 def _weight(span: Span, parts: Children) -> syntax.Weight:
@@ -155,7 +155,7 @@ RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "once": _once,
     "per_node": lambda span, parts: "node",
     "by_index": lambda span, parts: True,
-    "once_back": lambda span, parts: True,
+    "once_back": lambda span, parts: str(parts[0]),
     "names": _block,
     "place_decl": _place_decl,
     "order": _block,

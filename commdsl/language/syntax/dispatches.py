@@ -226,7 +226,7 @@ class BackDecl(Node):
     names: tuple[Name, ...]
     reduction: Name
     weight: Weight | None
-    once: bool  # `once per rank`: those of one rank are combined there, and one row crosses
+    once_per: str | None  # "rank" | "node": those of one are combined there, and one row crosses
 
 
 RouteDecl: TypeAlias = TableRoute | KeyRoute

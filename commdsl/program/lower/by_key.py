@@ -15,6 +15,7 @@ what their caller hands from one to the other: memory and calls are each Plan's 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from commdsl.ir.dispatches import Back, ByKey, Dispatch, Often
 from commdsl.language.diagnostics import InternalError
@@ -23,6 +24,7 @@ from commdsl.program.lower.routed import plan_of
 from commdsl.program.memory import Counters, Home, Rows, Transport, Words
 from commdsl.program.phases import (
     Actor,
+    AddUp,
     Count,
     Each,
     FillByKey,
@@ -40,7 +42,7 @@ from commdsl.program.phases import (
 from commdsl.program.plan import Plan
 
 SENT = Words("sent", ("rows",), a_lane=True)
-SENT_ACROSS = Words("sent", ("rows", "bytes across"), a_lane=True)
+ACROSS = Words("across", ("bytes",), a_lane=True)
 DONE, CALLS, COMPLETE = Counters("done", True), Counters("calls", False), Counters("complete", False)
 CROSSED, ARRIVED = Counters("crossed", True), Counters("arrived", False)
 
@@ -93,6 +95,8 @@ def lower_back(dispatch: Dispatch, back: Back, transport: Transport = Transport.
     """The way back. What is weighed where it is added up is weighed by the values that came there, one a place."""
     (name,) = back.names
     weight = None if back.weight is None else Rows(back.weight, Home.GIVEN)
+    if back.once and route_of(dispatch).node:
+        return _back(dispatch, "back", name, transport, Each.NODE, mates=Rows("mates", Home.GIVEN), there=weight)
     if back.once:
         return _back(dispatch, "back", name, transport, Each.RANK, mates=Rows("mates", Home.GIVEN), there=weight)
     return _back(dispatch, "back", name, transport, Each.ENTRY, here=weight)
@@ -117,10 +121,12 @@ def _back(
     route = route_of(dispatch)
     given, waiting, result = (Rows(name, home) for home in (Home.GIVEN, Home.WAITING, Home.RESULT))
     keys, origins, offsets = (Rows(one, Home.GIVEN) for one in (route.key, "origins", "offsets"))
-    push = PushBack(given, origins, offsets, waiting, each, mates, there)
+    push, told = PushBack(given, origins, offsets, waiting, each, mates, there), tuple[str, ...]()
+    if each is Each.NODE:
+        push, told = replace(push, node=route.node, crossing=_crossing(route), keys=keys), _rows_of(route)
     phases = (
         Read(Actor.LANES, CALLS),
-        *_greeted(push, Words("addresses", ("lanes",))),
+        *_greeted(push, Words("addresses", ("lanes", *told))),
         Tell(Actor.FIRST, COMPLETE, Ranks.OWN),
         Meet(Actor.LANES, COMPLETE, Ranks.OWN),
         FinishBack(waiting, keys, result, positions_of(route), each, here),
@@ -139,33 +145,47 @@ def _filled(fill: FillByKey) -> Iterator[Routed]:
 
 def _greeted(push: PushByKey | PushAgain | PushBack, addresses: Words, to: tuple[Rows, ...] = ()) -> Iterator[Routed]:
     """Rows go when the peers are in this call, and have arrived when all lanes of all ranks are through. Those that
-    cross to another node wait there until all lanes of all ranks have sent theirs; none waits for one that forwards.
+    cross to another node wait there until all lanes of all ranks have sent theirs; none waits for one that sends on.
     """
-    sent, of = SENT, Ranks.ALL
     yield Tell(Actor.FIRST, addresses, Ranks.OTHERS)
     yield Meet(Actor.LANES, addresses, Ranks.OTHERS)
     yield push
-    if isinstance(push, PushBack) or push.crossing is None:
-        yield Tell(Actor.LANES, sent, Ranks.ALL)
-    else:
-        sent = SENT_ACROSS
-        yield Tell(Actor.LANES, sent, Ranks.ALL)
-        yield Tell(Actor.LANES, CROSSED, Ranks.ALL)
-        yield Meet(Actor.FIRST, CROSSED, Ranks.ALL)
-        yield Tell(Actor.FIRST, ARRIVED, Ranks.OWN)
-        yield Meet(Actor.LANES, ARRIVED, Ranks.OWN)
-        yield Forward(push.crossing, to)
-        # The rank's own lanes have met; if nothing that they forwarded is filled, they need no more.
-        of = Ranks.ALL if push.often is Often.ONCE else Ranks.OTHERS
+    yield Tell(Actor.LANES, SENT, Ranks.ALL)
+    if push.crossing is not None:
+        yield from _across(push, push.crossing, to)
+    # Where rows are forwarded the rank's own lanes have met; if nothing of that is filled, they need no more.
+    is_met = isinstance(push, PushByKey | PushAgain) and push.node > 0 and push.often is Often.INDEX
+    of = Ranks.OTHERS if is_met else Ranks.ALL
     yield Tell(Actor.LANES, DONE, of)
     yield Meet(Actor.FIRST, DONE, of)
-    yield Read(Actor.FIRST, sent)
+    yield Read(Actor.FIRST, SENT)
+    if isinstance(push, PushBack) and push.crossing is not None:
+        yield Read(Actor.FIRST, ACROSS)
     yield Tell(Actor.FIRST, CALLS, Ranks.OWN)
+
+
+def _across(push: PushByKey | PushAgain | PushBack, crossing: Rows, to: tuple[Rows, ...]) -> Iterator[Routed]:
+    """What crossed is sent on when all of it is there. How much it is, is told behind what crosses nodes: there that is
+    the push, on the way back the sums of what crossed from rank to rank.
+    """
+    if not isinstance(push, PushBack):
+        yield Tell(Actor.LANES, ACROSS, Ranks.ALL)
+    yield Tell(Actor.LANES, CROSSED, Ranks.ALL)
+    yield Meet(Actor.FIRST, CROSSED, Ranks.ALL)
+    yield Tell(Actor.FIRST, ARRIVED, Ranks.OWN)
+    yield Meet(Actor.LANES, ARRIVED, Ranks.OWN)
+    if isinstance(push, PushBack):
+        assert push.keys is not None
+        yield AddUp(crossing, push.keys, push.to)
+        yield Tell(Actor.LANES, ACROSS, Ranks.ALL)
+    else:
+        yield Forward(crossing, to)
+        yield Read(Actor.FIRST, ACROSS)
 
 
 def _crossing(route: ByKey) -> Rows | None:
     """What waits on a rank for the ranks of its node."""
-    return Rows("crossing", Home.WAITING) if route.node else None
+    return Rows("crossing", Home.CROSSING) if route.node else None
 
 
 def _rows_of(route: ByKey) -> tuple[str, ...]:

@@ -34,7 +34,9 @@ def lower_dispatch(dispatch: Dispatch, transport: Transport = Transport.PEER) ->
     says, and the rank that owns them finishes them. The phases are the same, in the same order.
     """
     names = [tensor.name for tensor in dispatch.tensors]
-    given, results, waiting = (tuple(Rows(name, home) for name in names) for home in Home)
+    given, results, waiting = (
+        tuple(Rows(name, home) for name in names) for home in (Home.GIVEN, Home.RESULT, Home.WAITING)
+    )
     far = transport is Transport.NVSHMEM
     packed = dispatch.put is Put.PACKED or far
     push = Push(

@@ -14,6 +14,7 @@ from commdsl.ir.dispatches import Back, ByKey, Dispatch, Often, Put
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.program.memory import Home, Rows, Transport
 from commdsl.program.phases import (
+    AddUp,
     Count,
     FillByKey,
     Finish,
@@ -88,7 +89,7 @@ def _brought(dispatch: Dispatch, plan: Plan, route: ByKey) -> Iterator[tuple[str
     elif plan.name == f"{dispatch.name}_values":
         yield "values", {("rows of values", *HOME, "each word")}
     elif dispatch.back is not None:
-        yield from _back(dispatch.back)
+        yield from _back(dispatch.back, route)
 
 
 def _arrives(name: str, how: str, route: ByKey) -> set[Held]:
@@ -110,11 +111,14 @@ def _cast(stretch: int) -> str:
 HOME = ("up to offsets", "by origins")
 
 
-def _back(back: Back) -> Iterator[tuple[str, set[Held]]]:
+def _back(back: Back, route: ByKey) -> Iterator[tuple[str, set[Held]]]:
     """What comes home: sums of ranks, weighed where they are made, or rows of keys, weighed at home."""
     (name,) = back.names
     times = () if back.weight is None else (f"times {back.weight}",)
-    if back.once:
+    if back.once and route.node:
+        sums = f"to one of {route.node}, by {route.key}", f"added up, by {route.key}"
+        yield name, {(f"rows of {name}", "added up by mates", *times, *HOME, "each node", *sums)}
+    elif back.once:
         yield name, {(f"rows of {name}", "added up by mates", *times, *HOME, "each rank")}
     else:
         yield name, {(f"rows of {name}", *HOME, "each key", *times)}
@@ -157,7 +161,14 @@ def _held(plan: Plan) -> dict[Rows, set[Held]]:
                 sums = [] if phase.mates is None else [f"added up by {phase.mates.name}"]
                 place = f"up to {phase.offsets.name}", f"by {phase.origins.name}", phase.each.value
                 way = (f"rows of {phase.given.name}", *sums, *_times(phase.weights), *place)
-                found.setdefault(phase.to, set()).add(way)
+                if phase.crossing is None:
+                    found.setdefault(phase.to, set()).add(way)
+                else:
+                    by = "nothing" if phase.keys is None else phase.keys.name
+                    found.setdefault(phase.crossing, set()).add((*way, f"to one of {phase.node}, by {by}"))
+            case AddUp():
+                for way in found.get(phase.crossing, set()):
+                    found.setdefault(phase.to, set()).add((*way, f"added up, by {phase.keys.name}"))
             case Finish():
                 for waiting, to in zip(phase.waiting, phase.to, strict=False):
                     found.setdefault(to, set()).update((*held, "finished") for held in found.get(waiting, set()))

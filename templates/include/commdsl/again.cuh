@@ -40,6 +40,8 @@ struct Again {
     }
   }
   COMMDSL_FN u64 expected(const Call<Plan>& here, i32 peer) const { return counted(here, peer); }
+  COMMDSL_FN u64 rows_across(const Call<Plan>& here, i32 nodes) const { return rows_for_node(here, rails, nodes); }
+  COMMDSL_FN u64 row_across(const Call<Plan>& here) const { return bytes_a_row(here); }
 
   // What is kept for the second of two launches: the lanes of every rank; where it forwards rows, its room, and of rails.
   COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const {

@@ -38,10 +38,19 @@ struct Returning {
   u64 total;                  // places that the rank's keys have, with those that are empty
   u64 bad;                    // a place that came from nowhere, counted from 1
   u64 apart;                  // one whose row has a place that there is not, counted from 1
+  Rails<Plan> rails;
   Parts parts[num_warps()];
 
-  COMMDSL_FN u64 told(const Call<Plan>& here, i32) const { return static_cast<u64>(here.args.active_lanes); }
-  COMMDSL_FN void learn(const Call<Plan>&, i32 peer, i32, u64 value) { lanes[peer] = static_cast<i32>(value); }
+  COMMDSL_FN u64 told(const Call<Plan>& here, i32 word) const {
+    return word == 0 ? static_cast<u64>(here.args.active_lanes) : here.args.num_rows;
+  }
+  COMMDSL_FN void learn(const Call<Plan>&, i32 peer, i32 word, u64 value) {
+    if (word == 0) {
+      lanes[peer] = static_cast<i32>(value);
+    } else if constexpr (kNodes<Plan> > 1) {
+      rails.rows[peer] = value;
+    }
+  }
   COMMDSL_FN u64 expected(const Call<Plan>& here, i32 peer) const {
     u64 found = 0;
     for (u64 row = 0; row < here.args.num_rows; ++row) {
@@ -52,8 +61,14 @@ struct Returning {
     return found;
   }
 
-  // What is kept for the second of two launches: the lanes of every rank, and places that are wrong.
+  COMMDSL_FN u64 rows_across(const Call<Plan>& here, i32 nodes) const { return rows_with_sums(here, nodes); }
+  COMMDSL_FN u64 row_across(const Call<Plan>& here) const { return here.args.row_bytes; }
+
+  // What is kept for the second of two launches: the lanes of every rank, places that are wrong, and the rows of every rank.
   COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const {
+    if constexpr (kNodes<Plan> > 1) {
+      if (word > Plan::kNumRanks + 1) return rails.rows[word - Plan::kNumRanks - 2];
+    }
     return word < Plan::kNumRanks ? static_cast<u64>(lanes[word]) : word == Plan::kNumRanks ? bad : apart;
   }
   COMMDSL_FN void recall(const Call<Plan>&, i32 word, u64 value) {
@@ -61,8 +76,10 @@ struct Returning {
       lanes[word] = static_cast<i32>(value);
     } else if (word == Plan::kNumRanks) {
       bad = value;
-    } else {
+    } else if (word == Plan::kNumRanks + 1) {
       apart = value;
+    } else if constexpr (kNodes<Plan> > 1) {
+      rails.rows[word - Plan::kNumRanks - 2] = value;
     }
   }
 };
@@ -77,7 +94,10 @@ COMMDSL_FN u32 rank_of(const Call<Plan>& here, u64 row, u64 which) {
 
 template <class Plan>
 COMMDSL_FN void prepare(const Call<Plan>& here, Returning<Plan>& known) {
-  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) known.sent[at] = 0;
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
+    known.sent[at] = 0;
+    if constexpr (kNodes<Plan> > 1) known.rails.across[at] = 0;
+  }
   if (thread() == 0) {
     const i32 last = reinterpret_cast<const i32*>(here.args.offsets)[kKeysARank<Plan> - 1];
     known.total = last > 0 ? static_cast<u64>(last) : 0;
@@ -97,11 +117,28 @@ COMMDSL_FN u64 origin_at(const Call<Plan>& here, u64 at) {
   return reinterpret_cast<const u64*>(here.args.origins)[at];
 }
 
-// How many ranks may have a row, and so how many places wait for it, where ranks add up.
+// How many ranks of a node, of all where there is one, may have a row, and so how many places wait for it, where ranks add up.
 template <class Plan>
 COMMDSL_FN u64 slots_a_row(const Call<Plan>& here) {
-  const u64 ranks = static_cast<u64>(Plan::kNumRanks);
+  const u64 ranks = static_cast<u64>(Plan::kNode);
   return here.args.keys_a_row < ranks ? here.args.keys_a_row : ranks;
+}
+
+// The same of nodes, on the row's own rank.
+template <class Plan>
+COMMDSL_FN u64 nodes_a_row(const Call<Plan>& here) {
+  const u64 nodes = static_cast<u64>(kNodes<Plan>);
+  return here.args.keys_a_row < nodes ? here.args.keys_a_row : nodes;
+}
+
+// How many places there are for what comes from `origin`.
+template <class Plan>
+COMMDSL_FN u64 places_there(const Call<Plan>& here) {
+  if constexpr (kNodes<Plan> > 1) {
+    return here.args.crossing_rows * slots_a_row(here);
+  } else {
+    return here.args.waiting_rows;
+  }
 }
 
 // The place on its source that waits for what comes from `origin`; past all of them where the slot there is not.
@@ -110,7 +147,7 @@ COMMDSL_FN u64 place_of(const Call<Plan>& here, const Origin& origin) {
   if constexpr (Plan::kAddsHere) {
     const u64 slots = slots_a_row(here);
     const u64 place = origin.entry / here.args.keys_a_row * slots + origin.slot;
-    return origin.slot < slots ? place : here.args.waiting_rows + origin.slot;
+    return origin.slot < slots ? place : places_there(here) + origin.slot;
   } else {
     return origin.entry;
   }
@@ -119,7 +156,7 @@ COMMDSL_FN u64 place_of(const Call<Plan>& here, const Origin& origin) {
 // Whether there is such a place; if not, it is reported when all is done.
 template <class Plan>
 COMMDSL_FN bool is_there(const Call<Plan>& here, Returning<Plan>& known, u64 at, const Origin& origin, u64 place) {
-  if (origin.source < static_cast<u64>(Plan::kNumRanks) && place < here.args.waiting_rows) return true;
+  if (origin.source < static_cast<u64>(Plan::kNumRanks) && place < places_there(here)) return true;
   known.bad = at + 1;
   return false;
 }
@@ -179,13 +216,48 @@ COMMDSL_FN u32 find_mates(const Call<Plan>& here, u64 at, u64 rows, Parts& parts
   return wrong > 0 ? 0 : count;
 }
 
-// For each row that was received, however often, the sum of what became of it to the place on its source that waits for this rank's.
-// To a rank that is far it goes by way of a row of the rank's own heap: a put takes what lies in memory.
+// Where what this rank adds up goes, as an offset in a heap: that of the row's own rank, or of its rail in this node.
+template <class Plan>
+COMMDSL_FN Way way_home(const Call<Plan>& here, const Origin& origin, u64 place) {
+  const i32 source = static_cast<i32>(origin.source);
+  if constexpr (kNodes<Plan> > 1) {
+    const i32 rail = here.args.rank / Plan::kNode * Plan::kNode + source % Plan::kNode;
+    const u64 before = crossing_row(here, nodes_to(here, static_cast<u32>(source)), 0) * slots_a_row(here);
+    return {rail, here.args.crossing[0] + (before + place) * here.args.row_bytes};
+  } else {
+    return {source, here.args.waiting + place * here.args.row_bytes};
+  }
+}
+
+// A piece of a sum of rows to where it goes. To a rank that is far it goes whole, by way of a row of the rank's own heap: a put takes
+// what lies in memory.
+template <bool weighs, class Plan>
+COMMDSL_FN void put_sum(const Call<Plan>& here, const Way& way, const char* rows, const Part& part, const Parts& parts, u32 count) {
+  const auto& args = here.args;
+  using Element = typename Plan::Element;
+  const u64 width = args.row_bytes;
+  if constexpr (kHasFar) {
+    if (!is_near(args, way.rank)) {
+      if (part.begin > 0) return;
+      char* staged = reinterpret_cast<char*>(args.heap[args.rank] + args.staging + worker(here) * width);
+      add_run<Element, weighs>(staged, rows, width, width, parts, count);
+      stored();
+      put_run(args, way.rank, way.to, staged, width);
+      warp_barrier();
+      return;
+    }
+  }
+  char* to = reinterpret_cast<char*>(args.heap[way.rank] + way.to);
+  add_run<Element, weighs>(to + part.begin, rows + part.begin, part.bytes, width, parts, count);
+  warp_barrier();  // the next row's parts are written over these
+}
+
+// For each row that was received, however often, the sum of what became of it to the place that waits for this rank's.
 template <class Plan>
 COMMDSL_FN void push_sums(const Call<Plan>& here, Returning<Plan>& known) {
   const auto& args = here.args;
-  using Element = typename Plan::Element;
-  const u64 rows = num_places(here, known), width = args.row_bytes, pieces = pieces_of(here, rows);
+  if constexpr (kNodes<Plan> > 1) send_sums(here);
+  const u64 rows = num_places(here, known), pieces = pieces_of(here, rows);
   const u64 last = begin_of(here, rows * pieces, here.lane + 1);
   const char* given = reinterpret_cast<const char*>(args.given);
   Parts& parts = known.parts[warp()];
@@ -202,22 +274,9 @@ COMMDSL_FN void push_sums(const Call<Plan>& here, Returning<Plan>& known) {
       known.apart = at + 1;
       continue;
     }
-    const Part part = part_of(width, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
+    const Part part = part_of(args.row_bytes, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
     if (item % pieces == 0 && thread_of_warp() == 0) count_sent(known, origin.source);
-    if constexpr (kHasFar) {
-      if (!is_near(args, static_cast<i32>(origin.source))) {
-        if (item % pieces > 0) continue;
-        char* staged = reinterpret_cast<char*>(args.heap[args.rank] + args.staging + worker(here) * width);
-        add_run<Element, Plan::kWeighsHere>(staged, given, width, width, parts, count);
-        stored();
-        put_run(args, static_cast<i32>(origin.source), args.waiting + place * width, staged, width);
-        warp_barrier();
-        continue;
-      }
-    }
-    char* to = reinterpret_cast<char*>(args.heap[origin.source] + args.waiting + place * width);
-    add_run<Element, Plan::kWeighsHere>(to + part.begin, given + part.begin, part.bytes, width, parts, count);
-    warp_barrier();  // the next row's parts are written over these
+    put_sum<Plan::kWeighsHere>(here, way_home(here, origin, place), given, part, parts, count);
   }
 }
 
@@ -253,7 +312,7 @@ COMMDSL_FN void end(const Call<Plan>& here, Returning<Plan>& known) {
   if (known.bad > 0) {
     const u64 at = known.bad - 1;
     const Origin origin(origin_at(here, at));
-    give_up(here, kBadOrigin, static_cast<i32>(at), static_cast<i32>(origin.source), here.args.waiting_rows, place_of(here, origin));
+    give_up(here, kBadOrigin, static_cast<i32>(at), static_cast<i32>(origin.source), places_there(here), place_of(here, origin));
   }
   if (known.apart > 0) give_up(here, kBadMate, static_cast<i32>(known.apart - 1), here.args.rank, num_places(here, known), 0);
 }
@@ -283,37 +342,45 @@ COMMDSL_FN void finish_rows(const Call<Plan>& here, Returning<Plan>& known) {
   }
 }
 
-// How many ranks have keys of a row. All threads of a warp ask.
+// Who sends home what has this key of a row: a rank, or a node of several.
 template <class Plan>
-COMMDSL_FN u32 num_ranks_of(const Call<Plan>& here, u64 row) {
+COMMDSL_FN u32 adder_of(const Call<Plan>& here, u64 row, u64 which) {
+  const u32 rank = rank_of(here, row, which);
+  return kNodes<Plan> == 1 || rank == kNowhere ? rank : rank / Plan::kNode;
+}
+
+// How many of them there are for a row. All threads of a warp ask.
+template <class Plan>
+COMMDSL_FN u32 num_adders_of(const Call<Plan>& here, u64 row) {
   u32 count = 0;
   if constexpr (kWarp >= kMostKeysARow) {
-    const u32 rank = rank_of(here, row, thread_of_warp());
+    const u32 rank = adder_of(here, row, thread_of_warp());
     const Equals same = among_equals(rank);  // every thread asks, also one without a rank
     const bool is_first = rank != kNowhere && same.before == 0;
     const Equals equals = among_equals(is_first ? 1 : 0);
     count = is_first ? equals.count : kWarp - equals.count;
   } else {
     for (u64 which = 0; which < here.args.keys_a_row; ++which) {
-      const u32 rank = rank_of(here, row, which);
+      const u32 rank = adder_of(here, row, which);
       bool is_first = rank != kNowhere;
-      for (u64 before = 0; before < which; ++before) is_first = is_first && rank_of(here, row, before) != rank;
+      for (u64 before = 0; before < which; ++before) is_first = is_first && adder_of(here, row, before) != rank;
       count += is_first;
     }
   }
   return count;
 }
 
-// For each row the sums that came back from ranks, added up in their order, rounded once.
+// For each row the sums that came back from ranks, or from nodes, added up in their order, rounded once.
 template <class Plan>
 COMMDSL_FN void finish_sums(const Call<Plan>& here, Returning<Plan>& known) {
   const auto& args = here.args;
-  const u64 width = args.row_bytes, slots = slots_a_row(here), pieces = pieces_of(here, args.num_rows);
+  const u64 width = args.row_bytes, pieces = pieces_of(here, args.num_rows);
+  const u64 slots = kNodes<Plan> > 1 ? nodes_a_row(here) : slots_a_row(here);
   const char* waiting = reinterpret_cast<const char*>(args.heap[args.rank] + args.waiting);
   Parts& parts = known.parts[warp()];
   for (u64 item = worker(here); item < args.num_rows * pieces; item += num_workers(here)) {
     const u64 row = item / pieces;
-    const u32 count = num_ranks_of(here, row);
+    const u32 count = num_adders_of(here, row);
     for (u32 slot = thread_of_warp(); slot < count; slot += kWarp) parts.at[slot] = static_cast<u32>(row * slots + slot);
     warp_barrier();
     const Part part = part_of(width, static_cast<u32>(item % pieces), static_cast<u32>(pieces));

@@ -76,10 +76,15 @@ COMMDSL_FN u64 lane_at(i32 rank, i32 lane) {
   return begin + static_cast<u64>(rank) * (Plan::kLanes * kFlagStride) + static_cast<u64>(lane) * kDoneStride;
 }
 
+// Where a lane of a rank has a word on another.
+template <class Plan, u64 begin>
+COMMDSL_FN u64 lane_word_at(i32 rank, i32 lane) {
+  return begin + static_cast<u64>(rank) * slot_bytes(static_cast<i32>(Plan::kLanes)) + 16 * static_cast<u64>(lane);
+}
+
 template <class Plan>
 COMMDSL_FN u64 sent_at(i32 rank, i32 lane) {
-  constexpr i32 kWords = static_cast<i32>(Plan::kLanes) * Plan::kSentWords;
-  return Plan::kSentAt + static_cast<u64>(rank) * slot_bytes(kWords) + 16 * static_cast<u64>(lane) * Plan::kSentWords;
+  return lane_word_at<Plan, Plan::kSentAt>(rank, lane);
 }
 
 template <class Plan>
@@ -247,7 +252,7 @@ COMMDSL_FN bool meet_complete(const Call<Plan>& here, const Known&) {
   return meet_own<phase, of, calls_back, Plan::kCompleteAt>(here);
 }
 
-// --- sent: the rows that a lane sent to each rank, and the bytes that crossed to it once per node, where the kernel checks ---------
+// --- sent: the rows that a lane sent to each rank, where the kernel checks --------------------------------------------------------
 
 template <Ranks to, class Plan, class Known>
 COMMDSL_FN void tell_sent(const Call<Plan>& here, const Known& peers) {
@@ -256,9 +261,7 @@ COMMDSL_FN void tell_sent(const Call<Plan>& here, const Known& peers) {
     for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
       const i32 peer = static_cast<i32>(at);
       if (!is_among<to>(peer, here.args.rank)) continue;
-      const u64 slot = sent_at<Plan>(here.args.rank, here.lane);
-      send_value(here.args, peer, slot, peers.sent[at]);
-      if constexpr (Plan::kKeys > 0 && Plan::kSentWords > 1) send_value(here.args, peer, slot + 16, peers.rails.across[at]);
+      send_value(here.args, peer, sent_at<Plan>(here.args.rank, here.lane), peers.sent[at]);
     }
   }
 }

@@ -168,14 +168,6 @@ COMMDSL_FN Way way_of(const Call<Plan>& here, const Known& known, u64 row, u32 f
   return {static_cast<i32>(rank), known.output[rank][tensor] + known.entries.place[at] * width};
 }
 
-// Bytes that a row has crossed to another node with.
-template <class Plan, class Known>
-COMMDSL_FN void count_across(const Call<Plan>& here, Known& known, const Way& way, u64 bytes) {
-  if constexpr (Plan::kChecks && kNodes<Plan> > 1) {
-    if (way.to != 0 && !is_own_node(here, static_cast<u32>(way.rank))) add_shared(&known.rails.across[way.rank], bytes);
-  }
-}
-
 // Into how long stretches of float8 the rows of a tensor are cut on their way; 0: they go as they are.
 template <class Plan>
 COMMDSL_FN constexpr u32 stretch_of(i32 tensor) {
@@ -212,7 +204,7 @@ COMMDSL_FN void push_float8(const Call<Plan>& here, Known& known, u64 row, u32 f
   for (u32 k = thread_of_warp(); k < keys; k += kWarp) {
     const Way way = way_of(here, known, row, first, first + k, tensor);
     to[k] = is_near(args, way.rank) ? way.to : 0;
-    if (piece == 0) count_across(here, known, way, width + scales_width);
+    if (piece == 0 && way.to != 0) count_across(here, known, way.rank, width + scales_width);
   }
   warp_barrier();
   const auto scales = [&](u32 k) { return reinterpret_cast<char*>(way_of(here, known, row, first, first + k, beside).to); };
@@ -263,7 +255,7 @@ COMMDSL_FN void push_row(const Call<Plan>& here, Known& known, u64 row, u32 firs
     for (u32 k = thread_of_warp(); k < keys; k += kWarp) {
       const Way way = way_of(here, known, row, first, first + k, tensor);
       to[k] = way.to != 0 && is_near(args, way.rank) ? way.to + part.begin : 0;
-      if (piece == 0) count_across(here, known, way, width);
+      if (piece == 0 && way.to != 0) count_across(here, known, way.rank, width);
     }
     warp_barrier();
     spread_run(to, keys, source + part.begin, part.bytes);

@@ -84,6 +84,8 @@ struct Keyed {
     if (local < kKeysARank<Plan>) arrives[local * Plan::kNumRanks + peer] = entries;
   }
   COMMDSL_FN u64 expected(const Call<Plan>& here, i32 peer) const { return counted(here, peer); }
+  COMMDSL_FN u64 rows_across(const Call<Plan>& here, i32 nodes) const { return rows_for_node(here, rails, nodes); }
+  COMMDSL_FN u64 row_across(const Call<Plan>& here) const { return bytes_a_row(here); }
 
   // What is kept for the second of two launches: the lanes of every rank, its room, what comes to it, a bad entry, and of rails.
   COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const {

@@ -57,6 +57,32 @@ COMMDSL_FN void read_entries(const Call<Plan>& here, Known& known, i32 nodes, u6
   block_barrier();
 }
 
+// How many rows of the rank so many nodes on have keys of this node.
+template <class Plan>
+COMMDSL_FN u64 rows_for_node(const Call<Plan>& here, const Rails<Plan>& rails, i32 nodes) {
+  const u64 keys = here.args.keys_a_row, sent = rails.rows[rail_after(here, nodes)];
+  const u64 at = crossing_at(here, Plan::kTensors, nodes, 0, keys * sizeof(u32));
+  const i32* key = reinterpret_cast<const i32*>(here.word(here.args.rank, at));
+  u64 found = 0;
+  for (u64 row = 0; row < sent && row < here.args.crossing_rows; ++row) {
+    bool has = false;
+    for (u64 which = 0; which < keys; ++which) {
+      const u32 position = position_of<Plan>(key[row * keys + which]);
+      has = has || (position != kNowhere && is_own_node(here, rank_at<Plan>(position)));
+    }
+    found += has;
+  }
+  return found;
+}
+
+// What crosses of a row.
+template <class Plan>
+COMMDSL_FN u64 bytes_a_row(const Call<Plan>& here) {
+  u64 bytes = 0;
+  for (i32 tensor = 0; tensor < Plan::kTensors; ++tensor) bytes += here.args.row_bytes[tensor];
+  return bytes;
+}
+
 // A piece of a row that came from the rank so many nodes on, to the first of its places on every rank.
 template <class Plan, class Known>
 COMMDSL_FN void forward_row(const Call<Plan>& here, Known& known, i32 nodes, u64 row, u32 first, u32 piece, u32 pieces) {
