@@ -1,4 +1,5 @@
 """The parts of benchmarks/dispatch.py that need no GPU: balance, bytes, sorted rows, ratios, tables, the command line.
+And benchmarks/documents.py: its plans, and all of it on processors.
 
 Assumes a checkout. Does not measure anything.
 """
@@ -14,11 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytest.importorskip("torch")
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import dispatch_report
+from forked import launched
+
+from benchmarks import dispatch_report, documents
 from benchmarks.dispatch_plans import KEY_BYTES, QUERY_BYTES, Case, Sorted, followed
 from benchmarks.dispatch_report import APART, OURS, TOGETHER, Row, Way
 from benchmarks.report import Kind, Result, Timing
+from commdsl.planner.balance import imbalance
 
 ROOT = Path(__file__).parent.parent
 COPY_ENGINE = "copy engine"
@@ -133,3 +139,30 @@ def test_command_line() -> None:
     assert "--documents" in shown.stdout
     assert refused.returncode == 1
     assert "torchrun" in refused.stderr
+
+
+# --- documents.py -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 2, 4])
+def test_plans_of_a_batch(seed: int) -> None:
+    """Three plans of the same tokens: balanced is even, unbalanced moves no query, the third keeps documents whole."""
+    batch = documents.Batch(seed, 4, 64 << 10)
+    made = {name: batch.plan(name) for name in documents.PLANS}
+    uneven = {name: 1 + imbalance(documents.load_of(plan).attention) for name, plan in made.items()}
+    whole = made["own rank"]
+
+    assert {int(plan.shards.length.sum()) for plan in made.values()} == {4 * 64 << 10}
+    assert len({tuple(plan.shards.rows.tolist()) for plan in made.values()}) == 1
+    assert uneven["balanced"] < 1.03
+    assert uneven["unbalanced"] > documents.UNEVEN
+    assert (made["unbalanced"].dest[:, 0] == made["unbalanced"].shards.rank).all()
+    assert all(len(set(whole.dest[whole.document == one, 0].tolist())) == 1 for one in set(whole.document.tolist()))
+
+
+def test_documents_on_processors() -> None:
+    """It goes through on processors, where results and gradients of all plans agree, and the table comes last."""
+    done = launched(2, str(ROOT / "benchmarks" / "documents.py"), "--device", "cpu", "--tokens", "128", "--seeds", "1")
+
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in (*documents.PLANS, "results and gradients of all plans agree"))
