@@ -55,6 +55,39 @@ def test_killed_at_any_moment(moment: int, tmp_path: Path) -> None:
     killed(trouble.calls, random.Random(moment).uniform(0.0, 1.5), tmp_path)
 
 
+@pytest.mark.parametrize("where", ["before", "between its halves", "before its way back"])
+def test_the_living_go_on(where: str, tmp_path: Path) -> None:
+    """Of four ranks two end, one after the other, each within calls of experts: those that live are told which, and
+    their calls are exact; what went to experts of ranks that are gone is dropped, and counted.
+    """
+    with trouble.running(trouble.GoesOn(2, where), tmp_path, trouble.Table(ranks=4)) as ranks:
+        for rank in (0, 2):
+            said = trouble.heard(ranks[rank][1], 60)
+            assert said.error == "", said.text
+
+
+def test_the_living_go_on_as_the_page_says(tmp_path: Path) -> None:
+    """The lines of the README, where a rank is gone."""
+    with trouble.running(trouble.reads_the_page, tmp_path) as ranks:
+        for rank in (0, 2):
+            said = trouble.heard(ranks[rank][1], 60)
+            assert said.error == "", said.text
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("moment", range(3))
+def test_the_living_go_on_at_any_moment(moment: int, tmp_path: Path) -> None:
+    """A rank is killed, whatever it does, also while experts are set up."""
+    with trouble.running(trouble.GoesOn(1), tmp_path) as ranks:
+        time.sleep(random.Random(moment).uniform(0.0, 1.0))
+        process, _ = ranks[1]
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        for rank in (0, 2):
+            said = trouble.heard(ranks[rank][1], 60)
+            assert said.error == "", said.text
+
+
 def test_a_rank_that_is_done(tmp_path: Path) -> None:
     """A rank that made all its calls may go: no call of the others fails for it."""
     with trouble.running(trouble.leaves, tmp_path) as ranks:

@@ -19,13 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 import commdsl
 import commdsl.runtime.load
+from commdsl import ep
 from commdsl.runtime.errors import PeerError
 
 RANKS = 3
@@ -237,3 +238,122 @@ def oversleeps(seat: Seat) -> None:
     assert found.unique().tolist() == [dist.get_world_size()]
     if failed is not None:
         raise failed
+
+
+# --- experts, some of whose ranks go ----------------------------------------------------------------------------------
+
+KEYS_A_RANK, ENTRIES, TOKENS, WIDTH = 2, 3, 6, 4
+
+
+class Experts:
+    """Tokens to experts and back, of the ranks that live: held to what must come of every call, exactly."""
+
+    def __init__(self, seat: Seat, group: ep.Living | None, ranks: tuple[int, ...], before: int) -> None:
+        self.ranks, self.own, self.before, self.lost = ranks, seat.rank, before, 0
+        self.keys, self.device = KEYS_A_RANK * before, seat.device
+        self.known = None if group is None else group.key_map(self.keys, seat.device)
+        limits = ep.Limits(TOKENS, ENTRIES, before * TOKENS * ENTRIES, (4 * WIDTH, 2), 4 * WIDTH)
+        self.experts = ep.Experts(limits, group, seat.device, params={"E": KEYS_A_RANK * len(ranks)}, check=True)
+
+    def drawn(self, number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, experts and weights of a rank in a call: whole numbers, small enough that sums of them are exact."""
+        dice = torch.Generator().manual_seed(1000 * number + rank)
+        x = torch.randint(-99, 100, (TOKENS - rank % 2, WIDTH), generator=dice).float()
+        keys = torch.randint(0, self.keys + 1, (len(x), ENTRIES), generator=dice).int()
+        return x, keys, torch.randint(1, 4, keys.shape, generator=dice).float()
+
+    def call(self, number: int, dies: Callable[[str], None] = lambda where: None) -> None:
+        """There, computed and back. `dies`: asked before each part."""
+        x, keys, weights = (one.to(self.device) for one in self.drawn(number, self.own))
+        dies("before")
+        given = keys if self.known is None else self.known(keys)
+        pending = self.experts.dispatch_send((x, torch.zeros_like(x[:, :1]).half()), given)
+        dies("between its halves")
+        there = pending.receive()
+        made = self.made(there, self.wanted(number))
+        dies("before its way back")
+        home = self.experts.combine(made, there.handle, weights)
+        self.experts.synchronize()
+        self.judge(number, home.cpu())
+
+    def wanted(self, number: int) -> list[tuple[int, torch.Tensor]]:
+        """The expert and the token of each row that comes: by expert, rank and entry."""
+        sent = [self.drawn(number, rank) for rank in self.ranks]
+        first = KEYS_A_RANK * self.own
+        return [
+            (expert, x[entry // ENTRIES])
+            for expert in range(first, first + KEYS_A_RANK)
+            for x, keys, _ in sent
+            for entry in (keys.flatten() == expert).nonzero()[:, 0].tolist()
+        ]
+
+    def made(self, there: ep.Received, wanted: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """What experts make of what came, which is held to what must."""
+        rows = there.rows[0].cpu()
+        assert int(there.offsets[-1]) == len(wanted)
+        for place, (expert, token) in enumerate(wanted):
+            assert torch.equal(rows[place], token)
+            rows[place] *= expert + 1
+        return rows.to(self.device)
+
+    def judge(self, number: int, home: torch.Tensor) -> None:
+        """Whether what comes back is what experts that live made, and so many choices of others are counted."""
+        x, keys, weights = self.drawn(number, self.own)
+        lives = torch.tensor([expert // KEYS_A_RANK in self.ranks for expert in range(self.keys)] + [False])[
+            keys.long()
+        ]
+        assert torch.equal(home, x * torch.where(lives, (keys + 1) * weights, 0).sum(1, keepdim=True))
+        self.lost += int(((keys < self.keys) & ~lives).sum())
+        assert self.known is None or self.known.lost.item() == self.lost
+
+
+@dataclass(frozen=True)
+class GoesOn:
+    """A job: calls of experts until so many ranks are gone, and some more of those that live."""
+
+    deaths: int
+    where: str = ""  # rank 1, and then rank 3, ends itself there in its fourth call; nowhere: a rank is killed
+
+    def __call__(self, seat: Seat) -> None:
+        before = dist.get_world_size()
+        group: ep.Living | None = None
+        ranks = tuple(range(before))
+        while (gone := before - len(ranks)) < self.deaths:
+            try:
+                self._call(Experts(seat, group, ranks, before), (1, 3)[gone])
+            except PeerError as error:
+                if error.gone is None:
+                    raise
+                dead = ranks[error.gone]
+            commdsl.release(group)
+            group = ep.Living.of(group, (dead,), PATIENCE)
+            ranks = group.ranks
+        experts = Experts(seat, group, ranks, before)
+        for number in range(5):
+            experts.call(number)
+
+    def _call(self, experts: Experts, victim: int) -> NoReturn:
+        for number in itertools.count():
+
+            def dies(where: str, number: int = number) -> None:
+                if where == self.where and number == 3 and experts.own == victim:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            experts.call(number, dies)
+        raise AssertionError
+
+
+def reads_the_page(seat: Seat) -> None:
+    """Rank 1 ends itself before a call of experts; the others do what the README says."""
+    page = (Path(__file__).parents[1] / "commdsl" / "ep" / "README.md").read_text(encoding="utf-8")
+    lines = page.partition("\n## Ranks that are gone\n")[2].partition("```python\n")[2].partition("```")[0]
+    ranks = tuple(range(dist.get_world_size()))
+    made = Experts(seat, None, ranks, len(ranks))
+    if seat.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    x, chosen, _ = (one.to(seat.device) for one in made.drawn(0, seat.rank))
+    names = {"commdsl": commdsl, "ep": ep, "group": None, "num_experts": made.keys, "limits": made.experts.limits}
+    names |= {"experts": made.experts, "x": x, "scale": torch.zeros_like(x[:, :1]).half(), "chosen": chosen}
+    exec(lines, names)
+    made.ranks = names["living"].ranks
+    made.made(names["there"], made.wanted(0))

@@ -9,6 +9,7 @@ Importing this imports nothing else; each name below loads what it needs when it
     way_back   one way back: its memory, its kernels, what a call passes to them
     pending    a call of two launches, between them
     experts    one rank's end: the calls that launch
+    living     the ranks that are left of a group, and their keys
     exchange   the same with a value for each row, and both ways of values: what gradients need
     functional operators with gradients, for autograd and torch.compile
     layer      EPAll2AllLayer, on these
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from commdsl.ep.layer import EPAll2AllLayer as EPAll2AllLayer
     from commdsl.ep.layout import EPAllToAllLayoutDesc as EPAllToAllLayoutDesc
     from commdsl.ep.limits import Limits as Limits
+    from commdsl.ep.living import KeyMap as KeyMap
+    from commdsl.ep.living import Living as Living
     from commdsl.ep.pending import Pending as Pending
     from commdsl.runtime.errors import KeysError as KeysError
 
@@ -48,8 +51,10 @@ __all__ = [
     "Exchange",
     "Experts",
     "Handle",
+    "KeyMap",
     "KeysError",
     "Limits",
+    "Living",
     "Pending",
     "Quantised",
     "Received",
@@ -68,7 +73,9 @@ _HOME = {
     "Experts": "commdsl.ep.experts",
     "Handle": "commdsl.ep.experts",
     "KeysError": "commdsl.runtime.errors",
+    "KeyMap": "commdsl.ep.living",
     "Limits": "commdsl.ep.limits",
+    "Living": "commdsl.ep.living",
     "Pending": "commdsl.ep.pending",
     "Quantised": "commdsl.ep.float8",
     "Received": "commdsl.ep.experts",

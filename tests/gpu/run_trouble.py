@@ -1,4 +1,5 @@
-"""A rank in trouble, on GPUs: killed, interrupted, asleep. Starts its ranks itself, as torchrun would end them all:
+"""A rank in trouble, on GPUs: killed, interrupted, asleep; and calls of experts that go on without it. Starts its ranks
+itself, as torchrun would end them all:
 
     python tests/gpu/run_trouble.py --ranks 4
 
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -42,7 +44,7 @@ def struck(
         at = time.monotonic()
         os.kill(process.pid, strike)
         silent = {1, victim} if strike == signal.SIGKILL else {1}
-        return at, [trouble.heard(pipe, 30) for rank, (_, pipe) in enumerate(ranks) if rank not in silent]
+        return at, [trouble.heard(pipe, 60) for rank, (_, pipe) in enumerate(ranks) if rank not in silent]
 
 
 def killed(job: trouble.Job, moment: float, table: Table) -> bool:
@@ -58,6 +60,14 @@ def interrupted(job: trouble.Job, table: Table) -> bool:
     fine = first.error == "KeyboardInterrupt" and first.at - at < 1
     fine = fine and all((said.error, said.peer) == ("PeerError", 0) for said in others)
     return told(f"{job.__name__}, Ctrl-C on rank 0", at, [first, *others], fine)
+
+
+def went_on(moment: float, table: Table) -> bool:
+    """Rank 1 is killed within calls of experts: the others make a group of those that live, whose calls are exact."""
+    at, found = struck(trouble.GoesOn(1), 1, signal.SIGKILL, moment, table)
+    ours = [replace(said, left=[one for one in said.left if "commdsl" in one]) for said in found]  # torch has a group
+    what = f"goes on without rank 1, killed after {moment:.2f} s"
+    return told(what, at, ours, not any(said.error for said in found))
 
 
 def asleep(table: Table) -> bool:
@@ -105,6 +115,7 @@ def main() -> None:
             for seed in range(chosen.moments)
         ),
         *(lambda job=job: interrupted(job, table) for job in WAITS),
+        *(lambda seed=seed: went_on(random.Random(seed).uniform(0.0, 1.5), table) for seed in range(3)),
         lambda: asleep(Table(chosen.ranks, chosen.device, trouble.NAP / 2)),
     ]
     failed = sum(not job() for job in jobs)
