@@ -12,6 +12,7 @@ scatter    scatter indices of all ranks and of one, in the usual order and in an
 graphs     both calls in a CUDA graph, with weights, whose tokens, experts and weights change between replays; the first
            call of all is captured (use_aot)
 gradients  of tokens, weights and experts, in float32, of calls that weigh at home and where experts are
+float8     tokens that travel in it: what experts are given, and the gradient of tokens, straight through the rounding
 barriers   of all ranks, on a stream that is behind
 
 Results are exact, sums within a rounding or two of the exact ones. Exit code 1: a wrong result, an exception, or a part
@@ -35,6 +36,7 @@ os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "8G")
 import runner
 import torch
 from run_keys import KINDS, Case, Shape, arriving, drawn, held
+from run_keys_float8 import quantised
 from runner import Part
 
 from commdsl import ep
@@ -327,6 +329,39 @@ def gradients(run: Run) -> None:
     run.attempt(Part("gradients", "of tokens, weights and experts", 3 * len(KINDS)), work)
 
 
+def float8(run: Run) -> None:
+    """Experts are given values times scales, to the bit; the gradient of tokens is the sum of their weights."""
+    shape, rank = Shape(torch.bfloat16, 1024, 2, 100, 4, 6 * run.ranks), run.rank
+
+    def work() -> int:
+        limits = ep.Limits(shape.rows, shape.keys, run.ranks * shape.rows * shape.keys, (shape.columns,), 4096)
+        wrong = 0
+        for local in (False, True):
+            exchange = ep.Exchange(limits, shape.num_keys, device=run.device, local_combine=local, float8=128)
+            for seed, kind in enumerate(KINDS):
+                case = drawn(kind, shape, run.ranks, 60 + seed, run.device)
+                x, weight = case.x[rank].clone().requires_grad_(), case.weights[rank]
+                there = ep.dispatch(exchange, x.detach(), case.keys[rank], weight)
+                rows = ep.dequantise(exchange, x, there)
+                source, entry, _ = arriving(case, rank, shape.num_keys)
+                parts = [quantised(one, 128) for one in case.x]
+                scales = [by.repeat_interleave(128, 1) for _, by in parts]
+                values = [code.view(torch.float8_e4m3fn).float() for code, _ in parts]
+                law = [(one * by).bfloat16() for one, by in zip(values, scales, strict=True)]
+                wanted = held(law, source, entry, shape.keys)
+                wrong += int(not run.same("dequantised", rows[: len(source)].detach(), wanted))
+                made = rows * there.weights[:, None]
+                home = ep.combine(exchange, made.bfloat16(), there.handle)
+                home.sum().backward()
+                kept = torch.where(case.keys[rank] < shape.num_keys, weight, 0)
+                near = 2.0**-5 * kept.abs().sum(1, keepdim=True).expand_as(x)
+                wrong += int(not run.same("gradient", x.grad, kept.sum(1, keepdim=True).expand_as(x), near))
+            exchange.release()
+        return wrong
+
+    run.attempt(Part("float8", "tokens in float8, gradients straight through", 2 * len(KINDS)), work)
+
+
 def barriers(run: Run) -> None:
     shape = Shape(torch.bfloat16, 64, 2, 8, 2, 2 * run.ranks)
 
@@ -352,6 +387,7 @@ PARTS = {
     "scatter": scatter,
     "graphs": graphs,
     "gradients": gradients,
+    "float8": float8,
     "barriers": barriers,
 }
 

@@ -13,9 +13,9 @@ faults    more rows than there is room for, and a key that there is not: reporte
 times     both calls in a graph, in microseconds; no part of the verdict
 
 Calls of exact, sizes and storm are one launch, or two with a pause between, as each rank draws; in graphs those there
-are two, and on even ranks those back. Each rank computes by itself what it must hold, so nothing but the calls under
-test communicates. Results land in memory full of 0xFF. Exit code 1: a wrong result, an exception, or a part that did
-not end in time. `--device cpu` runs all but graphs and times on host ranks.
+are two, and on even ranks those back; on odd ranks those there again. Each rank computes by itself what it must hold,
+so nothing but the calls under test communicates. Results land in memory full of 0xFF. Exit code 1: a wrong result, an
+exception, or a part that did not end in time. `--device cpu` runs all but graphs and times on host ranks.
 """
 
 from __future__ import annotations
@@ -296,7 +296,8 @@ def judged(run: Run, experts: Any, case: Case, shape: Shape, aligned: int) -> An
     if there.index is not None:
         right &= same("index", there.index[at.place], at.first)
         right &= same("index of padding", there.index[:total][padding], -1)
-    again = experts.dispatch_again(-case.x[rank], handle)
+    other = -case.x[rank]
+    again = experts.dispatch_again_send(other, handle).receive() if rank % 2 else experts.dispatch_again(other, handle)
     right &= same("rows again", again[rows], -x) & same("padding again", again[:total][padding], 0)
     made = torch.full_like(there.rows[0], float("nan"))
     made[at.place] = computed(x, at.source, at.entry)

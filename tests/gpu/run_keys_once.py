@@ -12,8 +12,8 @@ graphs    the calls in a CUDA graph, whose keys, rows and weights are overwritte
 times     both calls in a graph, in microseconds; no part of the verdict
 
 Each rank computes by itself what it must hold, so nothing but the calls under test communicates. Every place's row is
-another one. Exit code 1: a wrong result, an exception, or a part that did not end in time. `--device cpu` runs all but
-graphs and times on host ranks.
+another one. Calls back of odd ranks are two launches, in graphs too. Exit code 1: a wrong result, an exception, or a
+part that did not end in time. `--device cpu` runs all but graphs and times on host ranks.
 """
 
 from __future__ import annotations
@@ -103,6 +103,12 @@ def back(experts: Any, there: Any) -> tuple[Any, Any]:
     rows = x if there.index is None else x[there.index.clamp(min=0).long()]
     made = computed(rows, (origins >> 32) & 0xFFFF, origins & 0xFFFFFFFF)
     made = torch.where((origins == NONE)[:, None], float("nan"), made)
+    if experts.rank % 2:  # the same calls, by two launches each, one within the other
+        sums, numbers = (
+            experts.combine_send(made, there.handle),
+            experts.combine_values_send(there.values, there.handle),
+        )
+        return sums.receive(), numbers.receive()
     return experts.combine(made, there.handle), experts.combine_values(there.values, there.handle)
 
 
