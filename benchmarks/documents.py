@@ -37,7 +37,6 @@ from benchmarks.cases import parse_size
 from benchmarks.ending import end_of
 from benchmarks.report import grid
 from commdsl import compiler, dispatch
-from commdsl.dispatch.attended import register
 from commdsl.ir.plans import DispatchPlan
 from commdsl.ir.routes import Longs
 from commdsl.machine.topology import switch
@@ -264,9 +263,8 @@ def stepped(sender: dispatch.Dispatcher, route: dispatch.Route, tensors: Tensors
 
 def alone(sender: dispatch.Dispatcher, route: dispatch.Route, tensors: Tensors) -> Any:
     """What this rank computes of it, on rows that have come already."""
-    register()
     here = [one.detach().clone().requires_grad_() for one in sender.dispatch_qkv(*tensors, route)]
-    spans, weight = route.attention.name, torch.randn_like(here[0])
+    spans, weight = route.attention.handle, torch.randn_like(here[0])
 
     def step() -> Tensors:
         out, _ = torch.ops.commdsl.attend_spans(*here, spans, DIM**-0.5, "auto")

@@ -5,58 +5,33 @@ beside all of it on one in float64; what a Route says to attend to; what is refu
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from attend_cases import (  # noqa: E402 - after the check for torch
+    DIM,
+    HEADS,
+    KEY_HEADS,
+    apart_after,
+    differ,
+    drawn,
+    routed,
+    sender_of,
+    whole,
+)
 from thread_ranks import at_once, in_group  # noqa: E402 - after the check for torch
-from torch.nn.functional import scaled_dot_product_attention  # noqa: E402 - after the check for torch
-from torch.utils.checkpoint import checkpoint  # noqa: E402 - after the check for torch
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402 - after the check for torch
 
 from commdsl import dispatch  # noqa: E402 - after the check for torch
 from commdsl.dispatch import DispatchError  # noqa: E402 - after the check for torch
 from commdsl.machine.errors import ArgumentError  # noqa: E402 - after the check for torch
 from commdsl.runtime.errors import TensorError  # noqa: E402 - after the check for torch
 
-HEADS, KEY_HEADS, DIM = 4, 2, 8
 LENGTHS = [[700, 20], [90, 1], [60, 130, 0]]
 """The first rank has a long document; what it has too much of goes to both others."""
-
-Documents = Sequence[Sequence[int]]
-
-
-def sender_of(group: str, tokens: int, dtype: Any = torch.float32, **options: Any) -> Any:
-    return dispatch.Dispatcher.for_tokens(tokens, HEADS, KEY_HEADS, DIM, dtype, group=group, device="cpu", **options)
-
-
-def routed(group: str, lengths: Documents = LENGTHS, **terms: Any) -> Any:
-    return dispatch.plan(lengths, group=group, device="cpu", **terms)
-
-
-def drawn(rows: int, seed: int, dtype: Any = torch.float32) -> list[Any]:
-    """q, k and v of a rank."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((rows, HEADS, DIM), (rows, KEY_HEADS, DIM), (rows, KEY_HEADS, DIM))
-    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
-
-
-def whole(lengths: Sequence[int], q: Any, k: Any, v: Any, causal: bool = True) -> Any:
-    """Each document by itself, all on one rank."""
-    found = []
-    for document in zip(*(one.split(list(lengths)) for one in (q, k, v)), strict=True):
-        heads = [one.transpose(0, 1)[None] for one in document]
-        found.append(scaled_dot_product_attention(*heads, is_causal=causal, enable_gqa=True)[0].transpose(0, 1))
-    return torch.cat(found)
-
-
-def differ(found: Sequence[Any], wanted: Sequence[Any]) -> float:
-    """The largest difference, as a part of the largest value."""
-    pairs = [(one.detach().double(), other.detach()) for one, other in zip(found, wanted, strict=True) if one.numel()]
-    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
-
 
 # --- one call ---------------------------------------------------------------------------------------------------------
 
@@ -68,7 +43,7 @@ def test_attend(terms: dict[str, Any], put: str) -> None:
     causal = terms.get("causal", True)
 
     def work(rank: int, group: str) -> float:
-        route = routed(group, **terms)
+        route = routed(group, LENGTHS, **terms)
         sender = sender_of(group, 720, put=put) if terms.get("sharing") != "query" else _roomy(group, put)
         tensors = drawn(route.rows, rank)
         wide = [one.detach().double().requires_grad_() for one in tensors]
@@ -80,36 +55,52 @@ def test_attend(terms: dict[str, Any], put: str) -> None:
     assert max(in_group(3, work)) < 1e-5
 
 
+@pytest.mark.parametrize("nodes", ["0,1,2", "0,0,1"])
+def test_far_ranks(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks are far from each other, and rows travel in messages, results and gradients are the same bits, by the
+    plan of ranks that are near.
+    """
+
+    def work(rank: int, group: str) -> list[Any]:
+        sender = sender_of(group, 720)
+        route = dispatch.Route(*made, rank=rank)
+        tensors = drawn(route.rows, rank)
+        out = sender.attend(*tensors, route)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), tensors)]
+
+    torch.manual_seed(5)
+    made = dispatch.create_qkv_dispatch(3, 360, 3, 2)
+    near = in_group(3, work)
+    monkeypatch.setenv("COMMDSL_NODES", nodes)
+    far = in_group(3, work)
+
+    assert all(torch.equal(*pair) for ranks in zip(near, far, strict=True) for pair in zip(*ranks, strict=True))
+
+
 def _roomy(group: str, put: str) -> Any:
     """For keys that come once for each shard of queries."""
     widths = (4 * HEADS * DIM, 4 * KEY_HEADS * DIM, 4 * KEY_HEADS * DIM)
     return dispatch.Dispatcher(dispatch.Limits(720, 1440, 4000, 8, widths), group=group, device="cpu", put=put)
 
 
-class Layer(torch.nn.Module):
-    """Attention between two projections, beside a way around it."""
+def test_compiled() -> None:
+    """torch.compile(fullgraph=True) traces a call, and what it made takes other Routes; results are those of eager."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        width, out = HEADS * DIM, (HEADS + 2 * KEY_HEADS) * DIM
-        self.into = torch.nn.Parameter(torch.randn(width, out, generator=generator) / width**0.5)
-        self.back = torch.nn.Parameter(torch.randn(width, width, generator=generator) / width**0.5 / 8)
+    def work(rank: int, group: str) -> int:
+        sender, counter = sender_of(group, 400), CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(sender.attend, fullgraph=True, backend=counter)
+        for length in (300, 310, 320, 330):
+            route = routed(group, [[length, 20]])
+            tensors = drawn(route.rows, length)
+            sender.prepare(route, *tensors)
+            found, want = compiled(*tensors, route), sender.attend(*tensors, route)
+            gradients = (torch.autograd.grad(one.square().sum(), tensors) for one in (found, want))
+            assert torch.equal(found, want)
+            assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+        return int(counter.frame_count)
 
-    def forward(self, x: Any, attend: Any) -> Any:
-        heads = (x @ self.into).view(len(x), -1, DIM)
-        q, k, v = (one.contiguous() for one in heads.split((HEADS, KEY_HEADS, KEY_HEADS), 1))
-        return x + attend(q, k, v).flatten(1) @ self.back
-
-
-def trained(layers: Sequence[Layer], x: Any, attend: Any, *, again: bool) -> list[Any]:
-    """What all layers make of x, and the gradients of x and of each parameter."""
-    x = x.detach().requires_grad_()
-    out = x
-    for layer in layers:
-        out = checkpoint(layer, out, attend, use_reentrant=False) if again else layer(out, attend)
-    parameters = [one for layer in layers for one in layer.parameters()]
-    return [out.detach(), *torch.autograd.grad(out.square().mean(), [x, *parameters])]
+    torch.compiler.reset()
+    assert in_group(1, work)[0] <= 2
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -117,18 +108,7 @@ def test_32_layers(again: bool) -> None:
     """A default Dispatcher runs 32 layers forward and backward, also where activations are computed again: as in
     float64 on one rank, to 1e-5.
     """
-    lengths = [[300], [50, 14]]
-
-    def work(rank: int, group: str) -> float:
-        route, sender = routed(group, lengths), sender_of(group, 300)
-        layers = [Layer(seed) for seed in range(32)]
-        x = torch.randn(route.rows, HEADS * DIM, generator=torch.Generator().manual_seed(rank))
-        found = trained(layers, x, lambda q, k, v: sender.attend(q, k, v, route), again=again)
-        wide = [Layer(seed).double() for seed in range(32)]
-        wanted = trained(wide, x.double(), lambda q, k, v: whole(lengths[rank], q, k, v), again=False)
-        return differ(found, wanted)
-
-    assert max(in_group(2, work)) < 1e-5
+    assert max(in_group(2, lambda rank, group: apart_after(32, group, rank, [[300], [50, 14]], again=again))) < 1e-5
 
 
 # --- what a Route says ------------------------------------------------------------------------------------------------
@@ -138,7 +118,7 @@ def test_spans() -> None:
     """Spans of all ranks are all tokens, each with all of its document up to itself; shared keys came once."""
 
     def work(rank: int, group: str) -> tuple[int, int, int]:
-        route = routed(group)
+        route = routed(group, LENGTHS)
         spans = route.attention.spans()
         assert [span.queries.start for span in spans] == [0, *(span.queries.stop for span in spans[:-1])]
         assert max(span.keys.stop for span in spans) == route.keys
@@ -193,15 +173,15 @@ def test_a_plan_is_kept() -> None:
     """The same lengths are the same Route, whatever sequences they come in."""
 
     def work(rank: int, group: str) -> None:
-        assert routed(group) is routed(group, tuple(map(tuple, LENGTHS)))
-        assert routed(group) is not routed(group, causal=False)
+        assert routed(group, LENGTHS) is routed(group, tuple(map(tuple, LENGTHS)))
+        assert routed(group, LENGTHS) is not routed(group, LENGTHS, causal=False)
 
     in_group(3, work)
 
 
 def test_shown() -> None:
     """A Route says whose it is, its rows, and how uneven the attention is."""
-    shown = in_group(3, lambda rank, group: repr(routed(group)))
+    shown = in_group(3, lambda rank, group: repr(routed(group, LENGTHS)))
 
     assert shown[0].startswith("Route(rank 0 of 3: 720 rows, receives ")
     assert shown[2].endswith("% above the mean)")

@@ -18,7 +18,7 @@ from commdsl.runtime.errors import GradientError, TensorError
 from commdsl.runtime.op import registry
 from commdsl.runtime.operators import define
 
-TAIL = "str spans, float scale, str kernel"
+TAIL = "Tensor spans, float scale, str kernel"
 FORWARD = f"attend_spans(Tensor q, Tensor k, Tensor v, {TAIL}) -> (Tensor, Tensor)"
 BACKWARD = (
     "attend_spans_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -55,7 +55,7 @@ def register() -> None:
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: str, scale: float, kernel: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor, scale: float, kernel: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output in the shape and dtype of q, and the natural log-sum-exp (heads, rows)."""
     work = known(spans).work(kernel, Shape(q.dtype, q.shape[2]), backward=False)
@@ -74,7 +74,7 @@ def _backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    spans: str,
+    spans: torch.Tensor,
     scale: float,
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,9 +103,9 @@ def _fake_backward(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, *ctx.rest = inputs
+    q, k, v, spans, *ctx.rest = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(q, k, v, *output, spans)
 
 
 def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:

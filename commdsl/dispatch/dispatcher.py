@@ -39,6 +39,7 @@ class Dispatcher(Launcher):
     def __init__(self, limits: Limits, *arguments: Any, **options: Any) -> None:
         super().__init__(limits, *arguments, **options)
         register()
+        register_attention()
 
     @classmethod
     def for_tokens(
@@ -78,10 +79,9 @@ class Dispatcher(Launcher):
         """
         spans = checked(route).attention
         check(q, k, v)
-        register_attention()
         q_here, k_here, v_here = self.dispatch_qkv(q, k, v, route)
         scaled = q.shape[2] ** -0.5 if scale is None else float(scale)
-        out, _ = torch.ops.commdsl.attend_spans(q_here, k_here, v_here, spans.name, scaled, kernel)
+        out, _ = torch.ops.commdsl.attend_spans(q_here, k_here, v_here, spans.handle, scaled, kernel)
         return self.collect(out, route)
 
     def __reduce__(self) -> NoReturn:

@@ -6,6 +6,7 @@ know which kernels there are beyond the form of their calls.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,10 +101,11 @@ class Spans:
         self._queries, self._keys, self._begin = queries, keys, begin
         self.causal = causal
         self.device = device
-        self.name = f"{id(self):x}"
-        """What an operator of torch knows these by."""
+        number = next(_NUMBERS)
+        self.handle = torch.tensor(number)
+        """What an operator of torch knows these by: a tensor on the host, so that compiled calls take others, too."""
         self._works: dict[tuple[str, Shape, bool], Work] = {}
-        _KNOWN[self.name] = self
+        _KNOWN[number] = self
 
     def __repr__(self) -> str:
         kind = "causal" if self.causal else "full"
@@ -183,12 +185,13 @@ def _halves(call: Call) -> list[Call]:
     return [Call(call.queries, (key, own), None, None), Call(call.queries, (own, key_end), None, 0)]
 
 
-_KNOWN: weakref.WeakValueDictionary[str, Spans] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+_KNOWN: weakref.WeakValueDictionary[int, Spans] = weakref.WeakValueDictionary()
 
 
-def known(name: str) -> Spans:
-    """The Spans of that name, while its Route lives. Raises DispatchError."""
-    found = _KNOWN.get(name)
+def known(handle: torch.Tensor) -> Spans:
+    """The Spans of that handle, while its Route lives. Raises DispatchError."""
+    found = _KNOWN.get(int(handle))
     if found is None:
         raise DispatchError("the Route of this attention is gone: keep it as long as its results need gradients")
     return found

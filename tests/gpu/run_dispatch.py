@@ -6,6 +6,8 @@
 exact     random plans x rows of 2 bytes to 32 KB x float16, bfloat16, float32, aligned and not: there, back, gradients
 storm     calls whose plan changes, GPU and host delays, no barrier in between
 graphs    padded calls in a CUDA graph, there and back, whose tables are overwritten between replays
+attend    attention in one call: 32 layers in float32 against float64, bfloat16 against float64, and what a call costs
+          whose results find no place in symmetric memory
 host      the cases of test_dispatch_ops.py
 example   the program of commdsl/dispatch/README.md
 
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("COMMDSL_TIMEOUT", "20")
 os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "8G")
 
+import attend_cases
 import dispatch_cases
 import runner
 import torch
@@ -38,6 +41,7 @@ from dispatch_plans import Case, cases, limits
 from runner import Part
 from runner import Parts as Run
 
+from commdsl import dispatch
 from commdsl.ir.routes import Mask, Sharing
 from commdsl.planner.chance import Draw, varied
 
@@ -46,6 +50,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NARROW = ((2, 2, 2), (4, 8, 12), (6, 10, 2), (16, 48, 32), (250, 38, 1002), (1024, 256, 256))
 WIDE = ((4096, 1024, 1024), (8192, 2048, 2050), (8192, 1024, 1024), (32768, 32768, 32766))
 NARROW_ROWS, WIDE_ROWS = 3000, 300
+HELD, HELD_TOKENS = 16, 4096
 GRACE = 30.0
 
 
@@ -167,6 +172,65 @@ def _replayed(
     player.count((*got, *home), (*want, *want_home))
 
 
+# --- attend -----------------------------------------------------------------------------------------------------------
+
+
+def attend(run: Run) -> None:
+    lengths = [[900, 20], *([[80 + rank, 1, 200] for rank in range(1, run.ranks)])]
+    for again in (False, True):
+        how = ", activations again" if again else ""
+
+        def layers(again: bool = again) -> int:
+            apart = attend_cases.apart_after(32, None, run.rank, lengths, again=again, device=run.device)
+            return int(not apart < 1e-5)
+
+        run.attempt(Part("attend", f"32 layers in float32, 1e-5{how}", 32), layers)
+    for sharing in Sharing:
+        part = Part("attend", f"bfloat16, keys once per {sharing.value}", 1)
+        run.attempt(part, lambda sharing=sharing: _halves(run, lengths, sharing))
+    copied, held = (_held(run, results) for results in (2, HELD + 1))
+    if run.rank == 0:
+        what = f"{HELD} calls of {HELD_TOKENS} rows there and back, all results held"
+        print(f"{what}: {held:.0f} us a call, {copied:.0f} us where all but the first are copied", flush=True)
+
+
+def _halves(run: Run, lengths: Sequence[Sequence[int]], sharing: Sharing) -> int:
+    """Whether results and gradients in bfloat16 are further from float64 than roundings go."""
+    route = attend_cases.routed(None, lengths, device=run.device, sharing=sharing.value)
+    widths = [2 * heads * attend_cases.DIM for heads in (attend_cases.HEADS, *(attend_cases.KEY_HEADS,) * 2)]
+    sender = dispatch.Dispatcher(dispatch.Limits.of([route], widths), device=run.device)
+    tensors = [one.detach().to(run.device).requires_grad_() for one in attend_cases.drawn(route.rows, run.rank)]
+    tensors = [one.detach().bfloat16().requires_grad_() for one in tensors]
+    wide = [one.detach().double().requires_grad_() for one in tensors]
+    out, want = sender.attend(*tensors, route), attend_cases.whole(lengths[run.rank], *wide)
+    weight = torch.randn_like(out)
+    found = [out, *torch.autograd.grad(out, tensors, weight)]
+    wanted = [want, *torch.autograd.grad(want, wide, weight.double())]
+    apart = attend_cases.differ(found, wanted)
+    sender.release()  # after the last look at what lies in its memory
+    return int(not apart < 2e-2)
+
+
+def _held(run: Run, results: int) -> float:
+    """Microseconds of a call there and back of which every result is held, as by the layers of a model."""
+    route = attend_cases.routed(None, [[HELD_TOKENS]] * run.ranks, device=run.device)
+    sender = dispatch.Dispatcher.for_tokens(HELD_TOKENS, 32, 8, 128, device=run.device, results=results)
+    x = [torch.ones(HELD_TOKENS, heads, 128, dtype=torch.bfloat16, device=run.device) for heads in (32, 8, 8)]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(2):
+        kept = []
+        run.wait()
+        dist.barrier(run.control)
+        begin.record()
+        for _ in range(HELD):
+            kept.append(sender.dispatch_qkv(*x, route))
+            kept.append(sender.collect(kept[-1][0], route))
+        end.record()
+        run.wait()
+    sender.release()
+    return 1e3 * begin.elapsed_time(end) / HELD
+
+
 # --- what runs on host ranks, too -------------------------------------------------------------------------------------
 
 
@@ -195,7 +259,7 @@ def example(run: Run) -> None:
 
 # --- the end ----------------------------------------------------------------------------------------------------------
 
-PARTS = {"exact": exact, "storm": storm, "graphs": graphs, "host": host, "example": example}
+PARTS = {"exact": exact, "storm": storm, "graphs": graphs, "attend": attend, "host": host, "example": example}
 
 
 def main() -> None:
