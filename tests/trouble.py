@@ -265,7 +265,6 @@ class Experts:
     def call(self, number: int, dies: Callable[[str], None] = lambda where: None) -> None:
         """There, computed and back. `dies`: asked before each part."""
         x, keys, weights = (one.to(self.device) for one in self.drawn(number, self.own))
-        dies("before")
         given = keys if self.known is None else self.known(keys)
         pending = self.experts.dispatch_send((x, torch.zeros_like(x[:, :1]).half()), given)
         dies("between its halves")
