@@ -93,9 +93,9 @@ class Case:
         found[torch.argsort(flat, stable=True)] = torch.arange(len(flat), dtype=torch.int32)
         return found.view(-1, self.chosen[0].shape[1])
 
-    def summed(self, source: int, made: Callable[[Any, int], Any], *, local: bool = False) -> Any:
+    def summed(self, source: int, made: Callable[[Any, int], Any], *, local: bool = False, node: int = 0) -> Any:
         """What comes back if expert e makes made(row, e) of a row: added up in float32 by rising choice; or so on each
-        rank, rounded, and by rising rank.
+        rank, rounded, and by rising rank; or these of each node of so many ranks, rounded, and by rising node.
         """
         x, chosen = self.x[source], self.chosen[source]
         found = torch.zeros(x.shape)
@@ -106,6 +106,10 @@ class Case:
                 mine = [[one for one in experts if one // share == rank] for rank in range(self.ranks)]
                 parts = [[made(x[token], one).float() for one in ones] for ones in mine if ones]
                 terms = [sum(part[1:], part[0]).to(x.dtype).float() for part in parts]
+            if local and node:
+                where = [rank // node for rank, ones in enumerate(mine) if ones]
+                apart = [[term for at, term in zip(where, terms, strict=True) if at == one] for one in sorted({*where})]
+                terms = [sum(part[1:], part[0]).to(x.dtype).float() for part in apart]
             for term in terms:
                 found[token] += term
         return found.to(x.dtype)
@@ -149,7 +153,9 @@ def there_and_back(layer: Any, case: Case, rank: int, *, weighs: bool = True, sc
     for row, expert in enumerate(experts):
         made[row] = times(rows[row], expert)
     assert set(experts) <= set(range(rank * share, (rank + 1) * share))
-    assert torch.equal(layer.combine(made, desc), case.summed(rank, times, local=layer.enable_local_combine))
+    config = layer.ep_config
+    node = 0 if config.is_intra_node else config.local_world_size
+    assert torch.equal(layer.combine(made, desc), case.summed(rank, times, local=layer.enable_local_combine, node=node))
     return desc
 
 
@@ -182,6 +188,24 @@ def test_there_and_back(ranks: int, experts: int, topk: int, dtype: Any, exact: 
         layer.finalize()
 
     in_group(ranks, work)
+
+
+@pytest.mark.parametrize("nodes", ["", "0,0,1,1"], ids=["near", "far"])
+@pytest.mark.parametrize("local", [False, True], ids=["", "local_combine"])
+def test_two_nodes(local: bool, nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, between two nodes: tokens cross once, and with local combine so do sums; memory grows there, too."""
+    monkeypatch.setenv("COMMDSL_NODES", nodes)
+    cases = [Case.drawn(kind, 4, 12, 6, 12, torch.bfloat16, seed) for seed, kind in enumerate(KINDS)]
+
+    def work(rank: int, group: str) -> None:
+        options = {"local_world_size": 2, "enable_local_combine": local, "check": True, "capacity": 0.5}
+        layer = layer_of(cases[0], rank, group, **options)
+        assert layer.a2a_ctx.exchange.experts.plan.push_by_key.node == 2
+        for number, case in enumerate(cases):
+            there_and_back(layer, case, rank, weighs=number % 3 > 0)
+        layer.finalize()
+
+    in_group(4, work)
 
 
 def test_growth() -> None:

@@ -95,10 +95,10 @@ def near(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["weighed by experts", "weighed at home", "added up by experts", "aligned"])
-@pytest.mark.parametrize(("ranks", "keys", "experts"), [(1, 3, 5), (2, 1, 6), (3, 4, 9), (2, 32, 2)])
+@pytest.mark.parametrize(("ranks", "keys", "experts"), [(1, 3, 5), (2, 1, 6), (3, 4, 9), (2, 32, 2), (4, 3, 8)])
 def test_gradients(ranks: int, keys: int, experts: int, where: str) -> None:
     """Results and the gradients of tokens, of routing weights and of experts are those of one rank, also where the rows
-    of an expert begin at a multiple of a number.
+    of an expert begin at a multiple of a number. Four ranks are two nodes.
     """
     cases = [Tokens.drawn(kind, ranks, keys, experts, seed) for seed, kind in enumerate(KINDS)]
     wanted = [case.alone() for case in cases]
@@ -107,7 +107,9 @@ def test_gradients(ranks: int, keys: int, experts: int, where: str) -> None:
         local, align = where == "added up by experts", 5 if where == "aligned" else 1
         room = ranks * limits(ranks, keys).rows * keys + experts * align
         most = limits(ranks, keys, room)
-        exchange = ep.Exchange(most, experts, group, "cpu", local_combine=local, align=align, check=True)
+        exchange = ep.Exchange(
+            most, experts, group, "cpu", local_combine=local, align=align, node=2 if ranks == 4 else 0, check=True
+        )
         share = experts // ranks
         for case, (results, of_x, of_weight, of_matrices) in zip(cases, wanted, strict=True):
             x, weight = (part[rank].float().requires_grad_() for part in (case.x, case.weight))

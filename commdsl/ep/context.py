@@ -121,4 +121,5 @@ class DispatchCombineContext:
 
     def _new(self, received: int) -> Exchange:
         config = self.ep_config
-        return Exchange(config.limits(received), config.num_experts, self.group, **self._made)
+        node = 0 if config.is_intra_node else config.local_world_size
+        return Exchange(config.limits(received), config.num_experts, self.group, node=node, **self._made)

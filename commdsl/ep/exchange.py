@@ -16,6 +16,7 @@ import torch
 from commdsl.ep.experts import Experts, Handle, Received
 from commdsl.ep.float8 import Quantised, flat, paired
 from commdsl.ep.limits import Limits
+from commdsl.runtime import groups
 from commdsl.runtime.errors import CaptureError, DispatchError
 from commdsl.runtime.given import Patience
 from commdsl.runtime.load import Kernels
@@ -32,6 +33,9 @@ PADDING = -1
 FLOAT = 4
 """Bytes of a weight."""
 
+MOST_SMS = 132
+"""That a kernel may be tuned to use, as on the switch that commdsl takes where no topology is named."""
+
 
 class Exchange:
     """Moves rows to the ranks of their keys with a value for each, once to a rank, and what became of them back."""
@@ -47,6 +51,7 @@ class Exchange:
         gradients: bool = True,
         align: int = 1,
         float8: int = 0,
+        node: int = 0,
         results: int = 2,
         check: bool = False,
         tune: Mapping[str, int | str] | None = None,
@@ -56,26 +61,30 @@ class Exchange:
         """Collective, as for Experts. `keys`: of all ranks together; `align`: the rows of each begin at a multiple of
         it. `float8`: the first tensor travels in it, with a scale for each so many elements, and comes as Quantised.
         With `local_combine` what comes back is added up on the rank of the keys first, and one row a rank travels.
-        Without `gradients` there is no memory for rows that go to the same places again, which the gradient of
-        `combine` needs.
+        `node`: ranks of a node, neighbours in the group; between nodes a row crosses once, and with `local_combine` the
+        sum of one. 0: all are of one. Without `gradients` there is no memory for rows that go to the same places again,
+        which the gradient of `combine` needs.
 
         Symmetric memory has room for what `results` calls receive, 2 or more. While that of all but one is held, what
         comes is copied out of it: so any number may be held, but in a CUDA graph.
         """
         if results < 2:
             raise DispatchError(f"`results` is 2 or more, not {results}: what is held, and what comes")
+        nodes = _num_nodes(groups.size_of(groups.name_of(group)), node)
         again = max(limits.width_back, limits.width_again, FLOAT * limits.keys) if gradients else 0
         self.limits, self.local_combine, self.align = replace(limits, width_again=again), local_combine, align
         self.float8, several = float8, len(limits.widths)
         name = "tokens_summed" if local_combine else "tokens"
+        is_shipped = several == 1 and not float8 and nodes == 1
         self.experts = Experts(
             self.limits,
             group,
             device,
             results=results,
             check=check,
-            source="tokens" if several == 1 and not float8 else {"tokens.comm": text(name, several, float8)},
+            source="tokens" if is_shipped else {"tokens.comm": text(name, several, float8, nodes, node)},
             name=name,
+            on=None if nodes == 1 else "nodes",
             params={"E": keys, "A": align},
             tune=tune,
             kernels=kernels,
@@ -168,6 +177,15 @@ class Exchange:
         self.experts.synchronize()
 
 
+def _num_nodes(ranks: int | None, node: int) -> int:
+    """How many nodes of so many ranks a group is. Of a group that this process does not know Experts say that."""
+    if node == 0 or ranks is None:
+        return 1
+    if node < 0 or ranks % node:
+        raise DispatchError(f"{ranks} ranks are no full nodes of {node}")
+    return ranks // node
+
+
 def _copied(found: Received) -> Received:
     """In memory of its own."""
     handle = found.handle
@@ -190,16 +208,20 @@ def known(name: str) -> Exchange:
     return found
 
 
-def text(name: str, tensors: int, float8: int = 0) -> str:
-    """What `tokens.comm` says of one tensor of rows, of several, the first of which may travel in float8."""
+def text(name: str, tensors: int, float8: int = 0, nodes: int = 1, node: int = 0) -> str:
+    """What `tokens.comm` says of one tensor of rows, of several, the first of which may travel in float8; between
+    several nodes once a node.
+    """
     names = [f"x{number}" for number in range(tensors)]
-    once = "   once per rank" if name == "tokens_summed" else ""
+    per = "once per rank" if nodes == 1 else "once per node"
+    once = f"   {per}" if name == "tokens_summed" else ""
+    machine = "" if nodes == 1 else f"topology nodes {{ nodes {nodes}   gpus {node} per node   sms {MOST_SMS} }}\n\n"
     cast = f" as float8 by {float8}" if float8 else ""
-    return f"""dispatch {name}(E = 32 * P, A = 1) for P ranks {{
+    return f"""{machine}dispatch {name}(E = 32 * P, A = 1) for P ranks {{
   rows {names[0]}[T]{cast}{"".join(f"   rows {name}[T]" for name in names[1:])}
   key expert[T, K] of E
   value weight[T, K]
-  route {", ".join(names)}, weight by expert / (E / P)   once per rank
+  route {", ".join(names)}, weight by expert / (E / P)   {per}
   place by (expert, source rank, row)   aligned A
   back y by sum(weight[T, K]){once}
 }}

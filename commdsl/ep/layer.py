@@ -67,10 +67,12 @@ class EPAll2AllLayer(torch.nn.Module):
         """Collective: symmetric memory on every rank of `ep_group`, a process group, its name, or None for the default.
 
         max_tokens: of a rank in a call, topk: experts of each, 1 to 32, num_tot_experts: of all ranks, a multiple of
-        them. `num_sm`: thread blocks that a call launches, each an SM of its own. `enable_local_combine`: on their way
-        back the rows of a token are first added up on the rank of their experts, so that one a rank travels; the sum is
-        rounded there, too. `use_aot`: all kernels are there when this returns, from `kernels` that `commdsl compile
-        --arch` built, from the cache, or built now; a call builds none, and may be captured at once.
+        them. Ranks of a node, `local_world_size` of them, are neighbours; a token crosses to another node once.
+        `num_sm`: thread blocks that a call launches, each an SM of its own. `enable_local_combine`: on their way back
+        the rows of a token are first added up on the rank of their experts, so that one a rank travels, and these on
+        one rank of each node, so that one a node does; sums are rounded there, too. `use_aot`: all kernels are there
+        when this returns, from `kernels` that `commdsl compile --arch` built, from the cache, or built now; a call
+        builds none, and may be captured at once.
 
         Beside the document: symmetric memory holds max_tokens * topk * `capacity` rows that come. With `exact` a call
         reads on the host how many come, once, grows the memory if it is too small, and returns tensors of so many rows.
