@@ -357,8 +357,9 @@ def test_moves_are_estimated(name: str) -> None:
     decl = compiler.choose_kind(files, None, ScheduleDecl)
     growth = budget.estimate(files, decl, Target(None, None, ()))
     assert growth is not None
-    counted = moves_of(resolve.resolve(files, decl, 61, switch(61), {}))
-    assert 0.8 < growth.at(61) / counted < 1.25
+    moves, turns = moves_of(resolve.resolve(files, decl, 61, switch(61), {}))
+    assert 0.8 < growth.moves.at(61) / moves < 1.25
+    assert 0.7 < growth.turns.at(61) / turns < 1.4
 
 
 @pytest.mark.parametrize("words", [["allreduce_ring"], ["rotation_ring"], ["qkv"], ["experts"], ["spanning"]])

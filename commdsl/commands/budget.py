@@ -15,7 +15,7 @@ from itertools import accumulate
 from commdsl.commands.arguments import Target, UsageError
 from commdsl.commands.output import bytes_text
 from commdsl.ir import resolve
-from commdsl.ir.resolve.budget import MOST_MOVES, MOST_RANKS_OF_MOVES, moves_of, rounded
+from commdsl.ir.resolve.budget import MOST_MOVES, MOST_RANKS_OF_MOVES, TURN, moves_of, rounded
 from commdsl.ir.resolve.parameters import admits
 from commdsl.language.diagnostics import CommError
 from commdsl.language.records import dataclass
@@ -37,20 +37,36 @@ SAMPLES = (range(16, 1, -1), range(32, 16, -1))
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """The moves at some number of ranks, and the power of the ranks by which they grow."""
+class Power:
+    """A number at some number of ranks, and the power of the ranks by which it grows."""
 
     ranks: int
-    moves: int
+    value: float
     power: float
 
+    @staticmethod
+    def through(few: int, small: int, more: int, large: int) -> Power:
+        power = math.log(large / small) / math.log(more / few) if 0 < small < large else 0.0
+        return Power(more, large, power)
+
     def at(self, ranks: int) -> float:
-        return self.moves * math.pow(ranks / self.ranks, self.power)
+        return self.value * math.pow(ranks / self.ranks, self.power)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How what a schedule takes grows with its ranks."""
+
+    moves: Power
+    turns: Power
+
+    def at(self, ranks: int) -> float:
+        return self.moves.at(ranks) + TURN * self.turns.at(ranks)
 
     @property
     def fit(self) -> int:
         """The ranks that one proof has room for."""
-        return min(_round_down(self.ranks * (MOST_MOVES / self.moves) ** (1 / self.power)), MOST_RANKS_OF_MOVES)
+        return _round_down(bisect(range(1, MOST_RANKS_OF_MOVES + 1), MOST_MOVES, key=lambda ranks: int(self.at(ranks))))
 
 
 def refuse_many(files: tuple[File, ...], decl: object, ranks: Sequence[int], target: Target) -> None:
@@ -82,15 +98,19 @@ def _refuse_growth(growth: Growth, name: str, ranks: Sequence[int]) -> None:
 
 
 def estimate(files: tuple[File, ...], decl: ScheduleDecl, target: Target) -> Growth | None:
-    """How the moves grow; None where that cannot be told."""
-    (few, small), (more, large) = (counted(files, decl, sample, target) for sample in SAMPLES)
-    if not 0 < small < large:
+    """None where that cannot be told."""
+    found = [counted(files, decl, sample, target) for sample in SAMPLES]
+    if None in found:
         return None
-    return Growth(more, large, math.log(large / small) / math.log(more / few))
+    (few, small), (more, large) = (one for one in found if one is not None)
+    moves, turns = (Power.through(few, *ends[:1], more, *ends[1:]) for ends in zip(small, large, strict=True))
+    return Growth(moves, turns)
 
 
-def counted(files: tuple[File, ...], decl: ScheduleDecl, sample: Iterable[int], target: Target) -> tuple[int, int]:
-    """The ranks of the sample that are admitted, and the moves that they make; (1, 0) where that cannot be told."""
+def counted(
+    files: tuple[File, ...], decl: ScheduleDecl, sample: Iterable[int], target: Target
+) -> tuple[int, tuple[int, int]] | None:
+    """The ranks of the sample that are admitted, and their moves and turns; None where that cannot be told."""
     for params in (dict(target.params), {}):
         for ranks in sample:
             if not admits(decl, ranks, switch(ranks)):
@@ -99,7 +119,7 @@ def counted(files: tuple[File, ...], decl: ScheduleDecl, sample: Iterable[int], 
                 return ranks, moves_of(resolve.resolve(files, decl, ranks, switch(ranks), params))
             except CommError:
                 break  # parameters that are meant for more ranks
-    return 1, 0
+    return None
 
 
 def refuse_large(needed: int, size: int, ranks: int) -> None:

@@ -27,7 +27,7 @@ from typing import TypeVar
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.plans import DispatchPlan
 from commdsl.ir.resolve import machines, tasks
-from commdsl.ir.resolve.budget import STATEMENT, STEP, Spent
+from commdsl.ir.resolve.budget import STATEMENT, TURN, Spent
 from commdsl.ir.resolve.contracts import contracts
 from commdsl.ir.resolve.cycle_sets import cycle_set
 from commdsl.ir.resolve.dispatches import Given, build_dispatch
@@ -368,7 +368,7 @@ class _Resolver:
 
     def _task(self, task: Yield | Task) -> None:
         chunks = sum(self.buffers_list[buffer].num_chunks for buffer in (*task.reads, *task.writes))
-        self.binding.budget.spend(1, STEP + self.ranks * chunks, "tasks of whole buffers", task.span)
+        self.binding.budget.spend(max(chunks, 1), TURN + self.ranks, "chunks of whole buffers", task.span)
         self.steps.append(task)
 
     @property

@@ -1,14 +1,16 @@
 """C511: what one schedule takes to be understood and proved, counted in moves, and refused before it is spent.
 
 Assumes that a move, a chunk of a rank and a promised contribution take about as long, and as much memory, as each
-other; that a step takes as much as many moves, and a combination that a condition looks at as a part of one. Does not
-measure anything: the same file is refused on every machine.
+other; that a turn of a rank takes as much as many moves, and a combination that a condition looks at as a part of one.
+Does not measure anything: the same file is refused on every machine.
 """
 
 from __future__ import annotations
 
 from math import isqrt
 from typing import NoReturn
+
+import numpy as np
 
 from commdsl.ir.resolve.evaluate import Cycles, Evaluator, Scope, free_names
 from commdsl.ir.resolve.faults import Faults, Poisoned
@@ -23,8 +25,10 @@ MOST_ROWS = 2**24
 """Of combinations that are in memory at once."""
 
 STATEMENT = 16
-STEP = 128
-"""What each statement that is come to costs, and a step beside what it moves, in moves."""
+TURN = 256
+"""What each statement that is come to costs, and each move of a rank that follows another of its own, in moves: ranks
+are looked at side by side, what a rank does one after another is not.
+"""
 
 ROWS_A_MOVE = 32
 """Of combinations, of which a condition may leave few."""
@@ -83,17 +87,23 @@ class Budget:
         raise Spent
 
 
-def moves_of(schedule: Schedule) -> int:
-    """What a schedule took of the budget, but for its statements and what their conditions left out."""
+def turns_of(step: Step) -> int:
+    """The moves that a rank makes one after another, of the busiest rank of each statement."""
+    return sum(int(np.bincount(statement.actor).max(initial=0)) for statement in step.moves)
+
+
+def moves_of(schedule: Schedule) -> tuple[int, int]:
+    """The moves, or what is counted as one, and the turns of a schedule; not what its conditions left out."""
     steps = [step for step in schedule.steps if isinstance(step, Step)]
     tasks = [step for step in schedule.steps if not isinstance(step, Step)]
     handed = [schedule.buffers[buffer] for step in tasks for buffer in (*step.reads, *step.writes)]
     seen = [schedule.buffers[rotation.sources[0]].num_chunks for rotation in schedule.rotations]
     chunks = sum(buffer.num_chunks for buffer in (*schedule.buffers, *handed))
+    turns = sum(map(turns_of, steps)) + sum(buffer.num_chunks for buffer in handed)
     moved = sum(statement.source_rank.size for step in steps for statement in step.moves)
     promised = sum(contract.dest_rank.size + contract.source_rank.size for contract in schedule.contracts)
     ranks = schedule.num_ranks
-    return moved + promised + ranks * chunks + ranks**2 * sum(seen) + ranks**2 // PAIRS_A_MOVE
+    return moved + promised + ranks * chunks + ranks**2 * sum(seen) + ranks**2 // PAIRS_A_MOVE, turns
 
 
 def rounded(number: float) -> str:
@@ -109,7 +119,7 @@ def _least(body: tuple[syn.Stmt, ...], scope: Scope) -> int:
             case syn.For():
                 cost += STATEMENT + _rounds(statement.domain, scope) * _least(statement.body, scope)
             case syn.Each() | syn.Yield() | syn.Visit():
-                cost += STATEMENT + STEP
+                cost += STATEMENT + TURN
             case _:
                 cost += STATEMENT
     return cost

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.resolve.budget import STEP
+from commdsl.ir.resolve.budget import TURN, turns_of
 from commdsl.ir.resolve.evaluate import Cycle, Scope, Value, free_names
 from commdsl.ir.resolve.rows import Binding, Rows, spread
 from commdsl.ir.schedules import Ints, Statement, Step
@@ -82,10 +82,12 @@ class StepBuilder:
         self._prepare(each.body, _over(rows, tuple(names)))
 
     def step(self, scope: Scope, bindings: tuple[tuple[str, int], ...]) -> Step:
-        self._binding.budget.spend(1, STEP, "steps", self._each.span)
-        moves = [moves(scope) for moves in self._moves]
+        moves = tuple(item for item in (moves(scope) for moves in self._moves) if len(item.actor))
+        step = Step(moves, bindings, self._each.span)
+        turns = max(turns_of(step), 1)
+        self._binding.budget.spend(turns, TURN, "moves of a rank, one after another", self._each.span)
         self._binding.budget.spend(sum(item.source_rank.size for item in moves), 1, "moves", self._each.span)
-        return Step(tuple(item for item in moves if len(item.actor)), bindings, self._each.span)
+        return step
 
     def _prepare(self, body: tuple[syn.Stmt, ...], context: _Context) -> None:
         for statement in body:
