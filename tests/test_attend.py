@@ -5,6 +5,7 @@ beside all of it on one in float64; what a Route says to attend to; what is refu
 from __future__ import annotations
 
 import pickle
+import random
 from typing import Any
 
 import pytest
@@ -203,6 +204,21 @@ def test_threads_share_a_route() -> None:
     in_group(1, work)
 
 
+def test_there_is_room_for_every_plan() -> None:
+    """Whatever the lengths, a plan is within the Limits of a Dispatcher for as many tokens."""
+
+    def work(rank: int, group: str) -> None:
+        dice = random.Random(1)
+        for _ in range(20):
+            lengths = [[int(dice.paretovariate(0.6) * 40) for _ in range(dice.randrange(6))] for _ in range(5)]
+            route = routed(group, lengths)
+            limits = dispatch.Limits.for_tokens(max(map(sum, lengths)), 5, (2, 2, 2))
+            assert all(most <= has for most, has in zip(route.most, limits.counts, strict=True)), lengths
+            assert route.copies[1] <= limits.copies
+
+    in_group(5, work)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -214,12 +230,11 @@ def test_no_plan() -> None:
             ([[3]], {}, "documents of 2 ranks"),
             ([3, 4], {}, "a list of whole numbers for each rank"),
             ([[3], [0.5]], {}, "a list of whole numbers for each rank"),
+            ([[3], [], [-1]][1:], {}, "0 tokens or more, not -1"),
             ([[3], [4]], {"sharing": "never"}, '`sharing` is "rank" or "query"'),
         ):
             with pytest.raises(ArgumentError, match=message):
                 routed(group, given, **terms)
-        with pytest.raises(ValueError, match="has -1 tokens"):
-            routed(group, [[3], [-1]])
 
     in_group(2, work)
 

@@ -413,3 +413,13 @@ def test_sharing_counts() -> None:
     assert (often.attention == loads_of(plan).attention).all()
     assert (often.key_rows >= loads_of(plan).key_rows).all()
     assert often.key_rows.sum() > loads_of(plan).key_rows.sum()
+
+
+def test_sharing_is_a_term() -> None:
+    """A plan sends keys as its terms say; a capacity for keys is for those that are sent once per rank."""
+    home, often = pack(heavy(60), switch(4), 128), Terms("often", sharing=Sharing.QUERY)
+
+    assert make(home, switch(4), terms=often).sharing is Sharing.QUERY
+    assert make(home, switch(4)).sharing is Sharing.RANK
+    with pytest.raises(ValueError, match="sent once per rank"):
+        make(home, switch(4), terms=replace(often, key_capacity=10**6))

@@ -6,7 +6,8 @@ Assumes rows first. Does not move rows; `Dispatcher.attend` does, before and aft
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,6 +18,9 @@ from commdsl.runtime import given
 from commdsl.runtime.errors import GradientError, TensorError
 from commdsl.runtime.op import registry
 from commdsl.runtime.operators import define
+
+Part: TypeAlias = tuple[slice, torch.Tensor]
+"""Rows, and what a call found about them."""
 
 TAIL = "Tensor spans, float scale, str kernel"
 FORWARD = f"attend_spans(Tensor q, Tensor k, Tensor v, {TAIL}) -> (Tensor, Tensor)"
@@ -81,15 +85,25 @@ def _backward(
     """The gradients of q, k and v; what several calls find about a row is summed in their order, in float32."""
     work = known(spans).work(kernel, Shape(q.dtype, q.shape[2]), backward=True)
     dout = dout.contiguous()
-    dq, dk, dv = (Summing(len(one), one.dtype) for one in (q, k, v))
+    parts: tuple[list[Part], ...] = ([], [], [])
     for call in work.calls:
         mine, keys = call.queries, call.keys
         tensors = dout[mine], q[mine], k[keys], v[keys], out[mine], lse[:, mine].contiguous()
-        for sums, rows, part in zip(
-            (dq, dk, dv), (mine, keys, keys), work.kernel.backward(*tensors, call, scale), strict=True
-        ):
-            sums.add(rows, part)
-    return dq.result(q).contiguous(), dk.result(k).contiguous(), dv.result(v).contiguous()
+        made = work.kernel.backward(*tensors, call, scale)
+        for kept, rows, part in zip(parts, (mine, keys, keys), made, strict=True):
+            kept.append((rows, part))
+    dq, dk, dv = (_summed(found, one) for found, one in zip(parts, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+def _summed(parts: Sequence[Part], like: torch.Tensor) -> torch.Tensor:
+    """What is found about rows, summed in the order given; what one call found about all of them is the sum."""
+    if len(parts) == 1 and (parts[0][1].shape, parts[0][1].dtype) == (like.shape, like.dtype):
+        return parts[0][1].contiguous()
+    sums = Summing(len(like), like.dtype)
+    for rows, part in parts:
+        sums.add(rows, part)
+    return sums.result(like).contiguous()
 
 
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:

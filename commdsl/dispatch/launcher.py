@@ -246,8 +246,8 @@ class Launcher:
         if found is None:
             macros = (*((f"COMMDSL_DTYPE={dtype}",) if dtype else ()), *self._macros)
             always = {"waiting": self._layout.waiting, "waiting_rows": self._layout.waiting_rows}
-            found = self._starts[dtype] = self._launches.start(macros, always, CHANGING)
             self._digests[dtype] = self._launches.digest(f"of rows, summed in {dtype}" if dtype else "of rows")
+            found = self._starts[dtype] = self._launches.start(macros, always, CHANGING)
         return found
 
     def _dtype(self, inputs: Sequence[torch.Tensor], way: Way) -> str:

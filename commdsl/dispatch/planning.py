@@ -39,19 +39,23 @@ def plan(
     device: torch.device | str | None = None,
 ) -> Route:
     """The Route of a balanced plan: `lengths[rank]` are the documents of each rank, in tokens, as they lie there. The
-    same lengths on all ranks; those that were planned lately give the same Route again.
+    same lengths on all ranks; those that were planned lately give the same Route again. The first call on a group is
+    collective, as any first call is: who is near is agreed on. Later ones ask nobody.
 
     Documents stay where they are, and runs of their queries go where attention is least, with the keys they see. No
     rank receives more than `limits.QUERY_ROOM` times the rows of the fullest one in queries, `KEY_ROOM` times in keys,
     so that a `Dispatcher.for_tokens` of as many tokens has room for it. `causal`: a token sees its document up to
     itself; else all of it. `sharing`: "rank" sends a key once to each rank that needs it; "query" once for each shard
-    of queries there, which `attention.varlen()` wants. Raises ArgumentError (C973).
+    of queries there, which `attention.varlen()` wants, and of which there may be any number: `Limits.of` says the room.
+    Raises ArgumentError (C973).
     """
     name = groups.name_of(group)
     rank, ranks = groups.own_rank(name), groups.size_of(name)
     given = _lengths(lengths)
     if len(given) != ranks:
         raise ArgumentError(f"expected the documents of {ranks} ranks, a list each, got {len(given)} lists")
+    if any(one < 0 for mine in given for one in mine):
+        raise ArgumentError(f"a document has 0 tokens or more, not {min(map(min, filter(None, given)))}")
     if sharing not in _SHARING:
         raise ArgumentError(f'`sharing` is "rank" or "query", not {sharing!r}')
     where = default_device() if device is None else torch.device(device)
