@@ -2,7 +2,8 @@
 
 Assumes indices in bounds and no undefined reads. Piece i of a block cut into C has the size class (C, i); classes
 differ in length for some tensor size. A scratch slot takes the class of what is written to it; a task takes and makes
-whole blocks, cut as the buffer is declared; what a yield need not hand over it does not look at. Does not know bytes.
+whole blocks, cut as the buffer is declared; what a yield need not hand over it does not look at. A scratch buffer that
+launches before and after a yield use, or the yield itself, is kept as it is declared. Does not know bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask, statement_key
-from commdsl.ir.schedules import Buffer, Task
+from commdsl.ir.schedules import Buffer, Step, Task
 from commdsl.ir.words import bindings_text
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import BufferKind
@@ -36,6 +37,10 @@ def _buffer_classes(buffer: Buffer) -> Classes:
 
 def _as_declared(buffer: Buffer) -> Classes:
     return (np.int64(buffer.cut) << 32) | (np.arange(buffer.num_chunks, dtype=np.int64) % buffer.cut)
+
+
+def _declared(located: Located) -> Classes:
+    return located.over_locations(map(_as_declared, located.schedule.buffers), nowhere=UNKNOWN).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +72,7 @@ def classes_of_moves(located: Located) -> Iterator[ClassedMoves]:
 def classes_of_steps(located: Located) -> Iterator[ClassedMoves | ClassedTask]:
     """As `classes_of_moves`, with the tasks between them."""
     classes = initial_classes(located)
-    declared = located.over_locations(map(_as_declared, located.schedule.buffers), nowhere=UNKNOWN).astype(np.int64)
+    declared = _declared(located)
     scratch = classes == UNKNOWN
     for index, step in enumerate(located.steps):
         if isinstance(step, LocatedTask):
@@ -96,6 +101,8 @@ def unequal_sizes(located: Located) -> Iterator[Diagnostic]:
     """One message per statement."""
     told: set[tuple[str, int, int]] = set()
     scratch = initial_classes(located) == UNKNOWN
+    declared = _declared(located)
+    kept = scratch & np.isin(_buffer_of(located), list(_kept_scratch(located)))
     for one in classes_of_steps(located):
         if isinstance(one, ClassedTask):
             places = np.argwhere((one.found != one.wanted) & (one.found != UNKNOWN))
@@ -114,6 +121,34 @@ def unequal_sizes(located: Located) -> Iterator[Diagnostic]:
         elif one.mixed is not None and one.mixed.any():
             told.add(key)
             yield _mixed_list(located, one, int(np.flatnonzero(one.mixed)[0]))
+        else:
+            wrong = np.flatnonzero(kept[one.located.dest] & (one.moved != declared[one.located.dest]))
+            if len(wrong):
+                told.add(key)
+                yield _other_slot(located, one, int(wrong[0]), declared)
+
+
+def _kept_scratch(located: Located) -> set[int]:
+    """The scratch buffers that more than one launch uses, or a launch and a yield."""
+    schedule = located.schedule
+    if not schedule.stops:
+        return set()
+    used: dict[int, set[int]] = {}
+    turn = 0
+    for step in schedule.steps:
+        if isinstance(step, Step):
+            buffers = [buffer for moves in step.moves for buffer in (moves.source_buffer, moves.dest_buffer)]
+        else:
+            buffers, turn = [*step.reads, *step.writes], turn + 1
+        for buffer in buffers:
+            used.setdefault(buffer, set()).add(turn)
+        turn += not isinstance(step, Step)
+    return {buffer for buffer, turns in used.items() if len(turns) > 1}
+
+
+def _buffer_of(located: Located) -> NDArray[np.int64]:
+    counts = [np.full(buffer.num_chunks, number) for number, buffer in enumerate(located.schedule.buffers)]
+    return located.over_locations(counts, nowhere=-1).astype(np.int64)
 
 
 def _describe(code: int) -> str:
@@ -149,6 +184,19 @@ def _task(located: Located, one: ClassedTask, at: tuple[int, int]) -> Diagnostic
         Label(one.located.step.span, f"{located.name(location)} holds {_describe(found)}, not {_describe(wanted)}"),
         (Label(buffer.span, "what a task reads is a buffer of its declared shape"),),
         help=f"write to each slot of `{buffer.name}` a piece as long as it",
+    )
+
+
+def _other_slot(located: Located, one: ClassedMoves, row: int, declared: Classes) -> Diagnostic:
+    dest = int(one.located.dest[row])
+    moved, wanted = int(one.moved[row]), int(declared[dest])
+    buffer = located.schedule.buffers[located.split(dest)[1]]
+    return Diagnostic(
+        "C305",
+        f"{located.chunk_name(dest)} is of another size than declared",
+        Label(one.located.moves.span, f"{_who(one, row)}: moves {_describe(moved)} to {_describe(wanted)}"),
+        (Label(buffer.span, "kept as it is declared, as more than one launch uses it"),),
+        help="use a `scratch` of its own between two yields, or cut it as what is written to it",
     )
 
 
