@@ -6,10 +6,10 @@ and the links' limit, on the same GPUs:
 
 4096 and 128 tokens a rank, hidden 7168, each to 8 of 32 experts a rank; there in bfloat16 and in float8 with a scale
 for each 128, back in bfloat16, weighed. From tokens to rows sorted by expert, and the reverse. Ours counts tokens and
-exchanges the counts in every call, of few tokens also in two launches; all_to_all_single is given what it needs to
-know. All in CUDA graphs of as many calls but DeepEP's full call, which reads on the host. Every result is checked
-before it is timed. Exit code 1: a wrong result, or a call of ours that failed. The table comes last, whatever happened;
-`*` marks a figure that is missed.
+exchanges the counts in every call, of few tokens also in two launches, and where `nodes` stands once per node, between
+two halves of the ranks; all_to_all_single is given what it needs to know. All in CUDA graphs of as many calls but
+DeepEP's full call, which reads on the host. Every result is checked before it is timed. Exit code 1: a wrong result, or
+a call of ours that failed. The table comes last, whatever happened; `*` marks a figure that is missed.
 
 `--dry-run` does all but time, on processors, without what needs a GPU:
 
@@ -41,6 +41,7 @@ from benchmarks.experts_report import (
     LEAST_OF_LIMIT,
     MOST_OF_DEEPEP,
     NCCL,
+    NODES,
     PEERS,
     TOKENS,
     TOPK,
@@ -53,7 +54,7 @@ from benchmarks.experts_report import (
 )
 from benchmarks.report import NO_TIME, Kind, Result, grid, markdown
 
-OURS = ("commdsl", "16 SMs", "once", "once, 16 SMs", "index", HALVES)
+OURS = ("commdsl", "16 SMs", "once", "once, 16 SMs", "index", HALVES, NODES)
 GRACE = 45.0
 """Seconds after the time budget at which a run that hangs prints what it has and ends."""
 
@@ -183,6 +184,7 @@ def _measured(bench: Any, options: argparse.Namespace, case: Case, limits: Any, 
     row = Row(case)
     output.rows.append(row)
     ours = [name for name in options.only if name != HALVES or case.tokens <= FEW_TOKENS]
+    ours = [name for name in ours if name != NODES or bench.ranks % 2 == 0]
     if bench.time_is_up():
         row.results = [Result(name, Kind.OURS, None, NO_TIME) for name in ours]
         return

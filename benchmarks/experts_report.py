@@ -29,6 +29,7 @@ CALLS = 12
 """Calls in a CUDA graph, of every contender. Each keeps its results, so that more would not fit."""
 
 HALVES = "index, halves"
+NODES = "nodes"
 """A call of two launches, one behind the other: what they take together. Of few tokens, which is what they are for."""
 
 NCCL, DEEPEP, DEEPEP_CACHED, DEEPEP_LOW = "all_to_all", "DeepEP", "DeepEP cached", "DeepEP low latency"

@@ -132,6 +132,32 @@ def test_once_per_node(nodes: str, dtype: Any, tmp_path: Path, monkeypatch: pyte
     in_group(4, work)
 
 
+def test_halves_between_nodes(tmp_path: Path) -> None:
+    """Ranks that make whole calls do not wait for the second launch of those that make two, one call within another:
+    what a rank sends on for others it does in the first.
+    """
+    cases = [Case.drawn(kind, 4, seed, torch.float32, 2) for seed, kind in enumerate(KINDS)]
+
+    def work(rank: int, group: str) -> None:
+        experts = ep.Experts(LIMITS, group, "cpu", check=True, source=written(tmp_path, per="node"), on="nodes")
+        for case in cases:
+            handle, values = there(experts, case, rank), torch.ones(LIMITS.received)
+            if rank % 2:
+                first, second = (
+                    experts.combine_send(case.made[rank], handle),
+                    experts.combine_values_send(values, handle),
+                )
+                home, numbers = first.receive(), second.receive()
+            else:
+                home, numbers = experts.combine(case.made[rank], handle), experts.combine_values(values, handle)
+            assert torch.equal(home, case.home(rank, torch.float32))
+            assert torch.equal(numbers, (handle.keys < KEYS).float())
+        experts.synchronize()
+        experts.release()
+
+    in_group(4, work)
+
+
 def test_memory_of_what_crosses() -> None:
     """As the README has it: of each node's ranks a sum for each row, and a word."""
     of = going(6, KEYS, "once per node", node=2, back="back y by sum once per node")

@@ -25,7 +25,7 @@ from commdsl.language.diagnostics import Diagnostic, InternalError
 from commdsl.machine.resources import data_dir
 from commdsl.program.halves import Halves, cut_of
 from commdsl.program.memory import Home, Rows
-from commdsl.program.phases import Actor, Meet, PushByKey, Ranks, Read, Tell, Touch
+from commdsl.program.phases import Actor, AddUp, Forward, Meet, PushByKey, Ranks, Read, Tell, Touch
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import BETWEEN, Step, events, steps
 from commdsl.program.proof.regions import order_of_regions, prove
@@ -75,6 +75,17 @@ def test_shown_as_two_launches() -> None:
         < text.index("read_kept(")
         < text.index("meet_done<")
     )
+
+
+def test_what_is_sent_on_goes_first() -> None:
+    """What a rank sends on for others it does in its first launch: no rank waits for another's second."""
+    of = going(4, 8, "once per node", node=2, back="back y by sum once per node")
+    for plan in (of.plan, of.again, of.back):
+        assert plan is not None
+        assert plan.halves is not None
+        first, second = plan.halves
+        assert sum(isinstance(phase, Forward | AddUp) for phase in first) == 1
+        assert not any(isinstance(phase, Tell) and phase.to is not Ranks.OWN for phase in second)
 
 
 def test_no_cut() -> None:

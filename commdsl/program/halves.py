@@ -3,7 +3,8 @@
 Assumes nothing of the phases' order. Does not prove anything (`proof.regions` does, as one launch and as two), and does
 not decide what a lane knows: the kernel's bodies say which of it the second launch needs.
 
-The cut is where a call waits for what peers send: at the first wait behind the push. Before it a lane tells its rank's
+The cut is where a call waits for what peers send: at the first wait behind the last phase that sends, the push or what
+sends on what crossed once per node. So no rank waits for another's second launch. Before it a lane tells its rank's
 second launch what it knows of the call, for itself alone: the number of the call among it, which by then the first lane
 of the second launch may have advanced.
 """
@@ -12,20 +13,31 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from commdsl.program.memory import Rows, Words
-from commdsl.program.phases import Actor, Meet, PushAgain, PushBack, PushByKey, Ranks, Read, Routed, Tell
+from commdsl.program.memory import Words
+from commdsl.program.phases import (
+    Actor,
+    AddUp,
+    Forward,
+    Meet,
+    PushAgain,
+    PushBack,
+    PushByKey,
+    Ranks,
+    Read,
+    Routed,
+    Tell,
+)
+
+SENDS = PushByKey | PushAgain | Forward | PushBack | AddUp
+"""Phases that send rows to peers."""
 
 Halves: TypeAlias = tuple[tuple[Routed, ...], tuple[Routed, ...]]
 
 
 def cut_of(phases: tuple[Routed, ...]) -> int | None:
-    """The number of the first phase that waits for what is pushed by key; None where there is none."""
-    pushed = False
-    for number, phase in enumerate(phases):
-        if pushed and isinstance(phase, Meet):
-            return number
-        pushed = pushed or isinstance(phase, PushByKey | PushAgain | PushBack)
-    return None
+    """The number of the first phase that waits for what is sent by key; None where there is none."""
+    last = max((number for number, phase in enumerate(phases) if isinstance(phase, SENDS)), default=len(phases))
+    return next((at for at, phase in enumerate(phases) if at > last and isinstance(phase, Meet)), None)
 
 
 def kept_by(phases: tuple[Routed, ...], num_ranks: int) -> Words | None:
@@ -37,26 +49,12 @@ def kept_by(phases: tuple[Routed, ...], num_ranks: int) -> Words | None:
         match phase:
             case PushByKey():
                 more = *(f"room {rank}" for rank in range(num_ranks)), *(f"comes {rank}" for rank in range(num_ranks))
-                forwards = _of_forwarding(phase.crossing, phase.to, num_ranks)
-                return Words("kept", (*lanes, *more, "bad", *forwards), a_lane=True, is_own=True)
-            case PushAgain():
-                rooms = tuple(f"room {rank}" for rank in range(num_ranks)) if phase.crossing else ()
-                forwards = _of_forwarding(phase.crossing, (phase.to,), num_ranks)
-                return Words("kept", (*lanes, *rooms, *forwards), a_lane=True, is_own=True)
+                return Words("kept", (*lanes, *more, "bad"), a_lane=True, is_own=True)
             case PushBack():
-                rows = tuple(f"rows {rank}" for rank in range(num_ranks)) if phase.crossing else ()
-                return Words("kept", (*lanes, "bad", "apart", *rows), a_lane=True, is_own=True)
+                return Words("kept", (*lanes, "bad", "apart"), a_lane=True, is_own=True)
             case _:
                 pass
     return Words("kept", lanes, a_lane=True, is_own=True)
-
-
-def _of_forwarding(crossing: Rows | None, to: tuple[Rows, ...], num_ranks: int) -> tuple[str, ...]:
-    """What the second launch forwards by: how many rows each rank has, and where each has its results."""
-    if crossing is None:
-        return ()
-    ranks = range(num_ranks)
-    return *(f"rows {rank}" for rank in ranks), *(f"{rows.name} of {rank}" for rank in ranks for rows in to)
 
 
 def halves_of(phases: tuple[Routed, ...], num_ranks: int) -> Halves | None:

@@ -37,35 +37,40 @@ NONE = -1
 """The origin of a place that has no row."""
 
 
-def added(case: Case, rank: int, shape: Shape, ranks: int) -> Any:
-    """What comes back to a rank: of each rank what its keys have, in their order, in float32, rounded; in the order of
-    the ranks, in float32, rounded.
+def added(case: Case, rank: int, shape: Shape, ranks: int, node: int) -> Any:
+    """What comes back to a rank: of each rank what its keys have, in their order, in float32, rounded; of each node of
+    so many ranks that, in their order, in float32, rounded; in the order of the nodes, in float32, rounded.
     """
     keys, x, weights = case.keys[rank], case.x[rank], case.weights[rank]
     rows, a_row = keys.shape
     entries = torch.arange(rows * a_row, device=x.device).reshape(rows, a_row)
     of = torch.where(keys < shape.num_keys, keys // (shape.num_keys // ranks), ranks)
-    total, begun = torch.zeros(x.shape, device=x.device), torch.zeros(rows, 1, dtype=torch.bool, device=x.device)
+    none = torch.zeros(x.shape, device=x.device), torch.zeros(rows, 1, dtype=torch.bool, device=x.device)
+    (total, begun), (of_node, in_node) = none, none
     for there in range(ranks):
-        part, has = torch.zeros_like(total), torch.zeros_like(begun)
+        part, has = none
         for which in range(a_row):
             made = computed(x, torch.full((rows,), rank, device=x.device), entries[:, which])
             term = made.float() * weights[:, which, None]
             here = (of[:, which] == there)[:, None]
             part = torch.where(here, torch.where(has, part + term, term), part)
-            has |= here
+            has = has | here
         came = part.to(x.dtype).float()
-        total = torch.where(has, torch.where(begun, total + came, came), total)
-        begun |= has
+        of_node = torch.where(has, torch.where(in_node, of_node + came, came), of_node)
+        in_node = in_node | has
+        if (there + 1) % node == 0:
+            came = of_node.to(x.dtype).float()
+            total = torch.where(in_node, torch.where(begun, total + came, came), total)
+            begun, (of_node, in_node) = begun | in_node, none
     return total.to(x.dtype)
 
 
 class Judge(run_keys.Judge):
     """As there, for what travels once to segments that are aligned."""
 
-    def __init__(self, run: run_keys.Run, shape: Shape, aligned: int) -> None:
+    def __init__(self, run: run_keys.Run, shape: Shape, aligned: int, node: int | None = None) -> None:
         super().__init__(run, shape)
-        self.aligned = aligned
+        self.aligned, self.node = aligned, node or run.ranks
 
     def call(self, experts: Any, case: Case) -> None:
         rank = self.run.rank
@@ -92,7 +97,7 @@ class Judge(run_keys.Judge):
         weights = [weight.flatten() for weight in case.weights]
         right &= same("values", there.values[: len(origins)][at], held(weights, source, entry, 1))
         home, values = came
-        right &= same("sums", home, added(case, rank, shape, self.run.ranks))
+        right &= same("sums", home, added(case, rank, shape, self.run.ranks, self.node))
         kept = case.keys[rank] < shape.num_keys
         return right & same("values back", values, torch.where(kept, case.weights[rank], 0))
 
@@ -112,7 +117,7 @@ def back(experts: Any, there: Any) -> tuple[Any, Any]:
     return experts.combine(made, there.handle), experts.combine_values(there.values, there.handle)
 
 
-def made_of(run: run_keys.Run, shape: Shape, aligned: int, source: str = "experts_once", **options: Any) -> Any:
+def made_of(run: run_keys.Run, shape: Shape, aligned: int, source: Any = "experts_once", **options: Any) -> Any:
     width = shape.columns * shape.dtype.itemsize
     received = run.ranks * shape.rows * shape.keys + shape.num_keys // run.ranks * (aligned - 1)
     limits = ep.Limits(shape.rows, shape.keys, received, (width, shape.scale), width)

@@ -43,27 +43,9 @@ struct Again {
   COMMDSL_FN u64 rows_across(const Call<Plan>& here, i32 nodes) const { return rows_for_node(here, rails, nodes); }
   COMMDSL_FN u64 row_across(const Call<Plan>& here) const { return bytes_a_row(here); }
 
-  // What is kept for the second of two launches: the lanes of every rank; where it forwards rows, its room, and of rails.
-  COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const {
-    if constexpr (kNodes<Plan> > 1) {
-      if (word >= 2 * Plan::kNumRanks) return kept_of_rails<Plan>(*this, word - 2 * Plan::kNumRanks);
-      if (word >= Plan::kNumRanks) return room[word - Plan::kNumRanks];
-    }
-    return static_cast<u64>(lanes[word]);
-  }
-  COMMDSL_FN void recall(const Call<Plan>&, i32 word, u64 value) {
-    if constexpr (kNodes<Plan> > 1) {
-      if (word >= 2 * Plan::kNumRanks) {
-        kept_of_rails<Plan>(*this, word - 2 * Plan::kNumRanks) = value;
-        return;
-      }
-      if (word >= Plan::kNumRanks) {
-        room[word - Plan::kNumRanks] = value;
-        return;
-      }
-    }
-    lanes[word] = static_cast<i32>(value);
-  }
+  // What is kept for the second of two launches: the lanes of every rank.
+  COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const { return static_cast<u64>(lanes[word]); }
+  COMMDSL_FN void recall(const Call<Plan>&, i32 word, u64 value) { lanes[word] = static_cast<i32>(value); }
 };
 
 template <class Plan>

@@ -64,11 +64,8 @@ struct Returning {
   COMMDSL_FN u64 rows_across(const Call<Plan>& here, i32 nodes) const { return rows_with_sums(here, nodes); }
   COMMDSL_FN u64 row_across(const Call<Plan>& here) const { return here.args.row_bytes; }
 
-  // What is kept for the second of two launches: the lanes of every rank, places that are wrong, and the rows of every rank.
+  // What is kept for the second of two launches: the lanes of every rank, and places that are wrong.
   COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const {
-    if constexpr (kNodes<Plan> > 1) {
-      if (word > Plan::kNumRanks + 1) return rails.rows[word - Plan::kNumRanks - 2];
-    }
     return word < Plan::kNumRanks ? static_cast<u64>(lanes[word]) : word == Plan::kNumRanks ? bad : apart;
   }
   COMMDSL_FN void recall(const Call<Plan>&, i32 word, u64 value) {
@@ -76,10 +73,8 @@ struct Returning {
       lanes[word] = static_cast<i32>(value);
     } else if (word == Plan::kNumRanks) {
       bad = value;
-    } else if (word == Plan::kNumRanks + 1) {
+    } else {
       apart = value;
-    } else if constexpr (kNodes<Plan> > 1) {
-      rails.rows[word - Plan::kNumRanks - 2] = value;
     }
   }
 };

@@ -87,21 +87,12 @@ struct Keyed {
   COMMDSL_FN u64 rows_across(const Call<Plan>& here, i32 nodes) const { return rows_for_node(here, rails, nodes); }
   COMMDSL_FN u64 row_across(const Call<Plan>& here) const { return bytes_a_row(here); }
 
-  // What is kept for the second of two launches: the lanes of every rank, its room, what comes to it, a bad entry, and of rails.
+  // What is kept for the second of two launches: the lanes of every rank, its room, what comes to it, and a bad entry.
   COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const {
-    if constexpr (kNodes<Plan> > 1) {
-      if (word > 3 * Plan::kNumRanks) return kept_of_rails<Plan>(*this, word - 3 * Plan::kNumRanks - 1);
-    }
     const i32 rank = word % Plan::kNumRanks, what = word / Plan::kNumRanks;
     return what == 0 ? static_cast<u64>(lanes[rank]) : what == 1 ? room[rank] : what == 2 ? comes[rank] : bad;
   }
   COMMDSL_FN void recall(const Call<Plan>& here, i32 word, u64 value) {
-    if constexpr (kNodes<Plan> > 1) {
-      if (word > 3 * Plan::kNumRanks) {
-        kept_of_rails<Plan>(*this, word - 3 * Plan::kNumRanks - 1) = value;
-        return;
-      }
-    }
     const i32 rank = word % Plan::kNumRanks, what = word / Plan::kNumRanks;
     if (what == 0) {
       lanes[rank] = static_cast<i32>(value);

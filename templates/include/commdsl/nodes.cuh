@@ -21,13 +21,6 @@ struct Rails<Plan, true> {
   u64 across[Plan::kNumRanks];
 };
 
-// What is kept of them for the second of two launches, word by word: rows, and where results are, which it forwards to.
-template <class Plan, class Known>
-COMMDSL_FN auto& kept_of_rails(Known& known, i32 word) {
-  const i32 at = word - Plan::kNumRanks;
-  return at < 0 ? known.rails.rows[word] : known.output[at / Plan::kNumRows][at % Plan::kNumRows];
-}
-
 // Whether what goes to a rank goes straight.
 template <class Plan>
 COMMDSL_FN bool is_own_node(const Call<Plan>& here, u32 rank) {
