@@ -606,7 +606,7 @@ def test_after_release() -> None:
         q, k, v = (one.requires_grad_() for one in rank.tensors((route.rows,)))
         loss = second.dispatch(q, route).sum() + sum(one.sum() for one in first.dispatch_qkv(q, k, v, route))
         first.release()
-        with pytest.raises(DispatchError, match="no Dispatcher `qkv"):
+        with pytest.raises(DispatchError, match="`qkv` was released"):
             first.dispatch(q, route)
         with pytest.raises(DispatchError, match="no Dispatcher `qkv"):
             loss.backward()

@@ -147,8 +147,27 @@ class Dispatcher(Launcher):
         counts = [rows[min(index, 1)] for index in range(len(tensors))]
         if skips_dispatcher(tensors):
             return tuple(self.launch(tensors, there, counts, way, clear=False))
-        made = torch.ops.commdsl.move_rows(list(tensors), there, back, counts, way.value, False, padded, self.name)
+        if skips_dispatcher(tensors, but_gradients=True):
+            apply: Any = _Moved.apply  # torch does not type it
+            return tuple(apply(self, there, back, counts, way, padded, *tensors))
+        return tuple(
+            torch.ops.commdsl.move_rows(list(tensors), there, back, counts, way.value, False, padded, self.name)
+        )
+
+
+class _Moved(torch.autograd.Function):
+    """The op and its gradient, where autograd is all that looks at a call: torch's dispatcher costs more than that."""
+
+    @staticmethod
+    def forward(ctx: Any, dispatcher: Launcher, *rest: Any) -> tuple[torch.Tensor, ...]:
+        there, back, counts, way, padded, *tensors = rest
+        made = dispatcher.launch(tensors, there, counts, way, clear=False)
+        _setup(ctx, (tensors, there, back, counts, way.value, False, padded, dispatcher.name), made)
         return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return (*(None,) * 6, *_backward(ctx, gradients)[0])
 
 
 def _check(tensor: torch.Tensor, rows: int, most: int | None, device: torch.device) -> None:
@@ -213,5 +232,9 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, 
         torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient.contiguous()
         for gradient, (shape, dtype) in zip(gradients, ctx.like, strict=True)
     ]
-    made = torch.ops.commdsl.move_rows(slopes, back, there, ctx.rows, *ctx.rest)
+    if skips_dispatcher(tuple(slopes)):
+        way, clear, _, name = ctx.rest
+        made = _run(slopes, back, there, ctx.rows, way, clear, False, name)
+    else:
+        made = torch.ops.commdsl.move_rows(slopes, back, there, ctx.rows, *ctx.rest)
     return made, None, None, None, None, None, None, None

@@ -21,7 +21,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._device import DeviceContext
 
 
-def skips_dispatcher(tensors: tuple[torch.Tensor, ...]) -> bool:
+def skips_dispatcher(tensors: tuple[torch.Tensor, ...], *, but_gradients: bool = False) -> bool:
+    """`but_gradients`: the caller sees to those itself, with a Function of torch's."""
     if is_dynamo_compiling():  # first, as torch.compile takes this branch and traces no further
         return False
     if (
@@ -32,7 +33,7 @@ def skips_dispatcher(tensors: tuple[torch.Tensor, ...]) -> bool:
         or (_len_torch_function_stack() and not _only_default_devices())
     ):
         return False
-    grad = is_grad_enabled()
+    grad = is_grad_enabled() and not but_gradients
     for tensor in tensors:
         kind = type(tensor)
         if (
