@@ -125,6 +125,10 @@ class RouteRules:
         if not self.keys:
             return None
         key = self.keys[0]
+        if key.of.text == key.name.text:
+            self.faults.report("C101", f"`{key.of.text}` is not known", key.of.span, "the key itself",
+                               help="how many keys there are is a parameter: `of E`")  # fmt: skip
+            return None
         self.names.expect(key.of, Kind.NUMBER)
         before = len(self.faults.found)
         self.names.expect(route.rank, Kind.NUMBER)
