@@ -1,5 +1,8 @@
 """What a schedule costs on its machine, against the least that anything costs there, in numbers and pictures.
 
+demand        contracts -> values, who contributes to them and who wants them
+graph         a machine -> what can flow between its ranks
+flows         both -> the strongest cut, or the time of the best flows
 bounds        a contract -> the least time that any schedule needs for it
 report        a schedule -> steps, bytes over links, time
 timeline      a schedule -> a table, a row per step

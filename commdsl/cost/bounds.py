@@ -8,7 +8,7 @@ A value that ranks S contribute to and ranks D want takes at least |S| + |D| - 2
 S and D are disjoint: |S| - 1 until the first rank has all of it, then one into each other rank that wants it. With
 groups of ranks (the nodes) for ranks the same count holds for what crosses between groups. Every rank must also take
 in what it wants and has not, and give out what others want of it. Only values that share no contributions are
-counted: from values that do, one may follow from the others.
+counted: from values that do, one may follow from the others. Where links differ, `flows` finds stronger cuts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.checks.contributions import mix
-from commdsl.ir.schedules import Contract, Rotation, Schedule
+from commdsl.cost.demand import Demand, Floats, Longs, all_demands
+from commdsl.cost.flows import flow_bounds
+from commdsl.cost.graph import Graph, graph_of, is_plain
+from commdsl.ir.schedules import Schedule
 from commdsl.language.records import dataclass
 from commdsl.machine.topology import NO_LINK, Topology, link_of, pair_bandwidth
-
-Floats = NDArray[np.float64]
-Longs = NDArray[np.int64]
 
 EXACT_DISTANCE_RANKS = 256
 """Up to so many ranks, shortest paths over relays are computed; beyond, one hop of the right kind is the bound."""
@@ -44,121 +43,18 @@ class Limit:
     reason: str
 
 
-@dataclass(frozen=True, eq=False)
-class _Demand:
-    """Distinct values: (value, rank) pairs that contribute and that want, and the size of each value in blocks."""
-
-    num_values: int
-    size: Floats
-    source_value: Longs
-    source_rank: Longs
-    dest_value: Longs
-    dest_rank: Longs
-
-    def grouped(self, group_of: Longs) -> _Demand:
-        return _Demand(
-            self.num_values,
-            self.size,
-            *_distinct(self.source_value, group_of[self.source_rank]),
-            *_distinct(self.dest_value, group_of[self.dest_rank]),
-        )
-
-
-def _distinct(values: Longs, ranks: Longs) -> tuple[Longs, Longs]:
-    width = int(ranks.max(initial=0)) + 1
-    keys = values * width + ranks
-    if int(keys.max(initial=0)) <= 16 * len(keys):  # dense: marking is faster than sorting
-        present = np.zeros(int(keys.max(initial=0)) + 1, dtype=np.bool_)
-        present[keys] = True
-        keys = np.flatnonzero(present)
-    else:
-        keys = np.sort(keys)
-        keys = keys[np.append(True, keys[1:] != keys[:-1])]
-    return keys // width, keys % width
-
-
 def limit(schedule: Schedule) -> Limit:
     """The strongest of the bounds of all contracts."""
     network = _Network.of(schedule.topology, schedule.num_ranks)
     best = Limit(0.0, 0.0, "nothing has to move")
-    for contract in schedule.contracts:
-        for demand in _demands(schedule, contract):
-            seconds, reason = _bandwidth(demand, network)
-            latency = max(best.latency, _latency(demand, network))
-            if seconds > best.seconds_per_byte:
-                best = Limit(latency, seconds, reason)
-            else:
-                best = Limit(latency, best.seconds_per_byte, best.reason)
+    for demand in all_demands(schedule):
+        seconds, reason = _bandwidth(demand, network)
+        latency = max(best.latency, _latency(demand, network))
+        if seconds > best.seconds_per_byte:
+            best = Limit(latency, seconds, reason)
+        else:
+            best = Limit(latency, best.seconds_per_byte, best.reason)
     return best
-
-
-# --- what has to move -------------------------------------------------------------------------------------------------
-
-
-def _demands(schedule: Schedule, contract: Contract) -> Iterator[_Demand]:
-    """Each by itself is a part of what the contract wants, of values none of which follows from the others."""
-    buffer = schedule.buffers[contract.source_buffer]
-    if contract.rotation is not None:
-        yield _rotating(schedule, contract.rotation)
-        return
-    chosen, kind = _distinct_values(contract, buffer.num_chunks)
-    sources = contract.source_rank[chosen].astype(np.int64)
-    valid = np.ones(sources.shape, np.bool_) if contract.source_valid is None else contract.source_valid[chosen]
-    number = np.broadcast_to(np.arange(len(chosen))[:, None], sources.shape)
-    value = kind[contract.value]
-    for counted in _unshared(sources * buffer.num_chunks + contract.source_chunk[chosen], valid):
-        there, rows = valid & counted[:, None], counted[value]
-        yield _Demand(
-            len(chosen),
-            np.full(len(chosen), 1 / buffer.cut),
-            *_distinct(number[there].astype(np.int64), sources[there]),
-            *_distinct(value[rows], contract.dest_rank[rows].astype(np.int64)),
-        )
-
-
-def _rotating(schedule: Schedule, rotation: Rotation) -> _Demand:
-    """Every piece of every buffer that rotates is a value, wanted by those it visits; what they write about a piece of
-    one that comes back is a sum of theirs, wanted by its owner.
-    """
-    buffer, ranks = schedule.buffers[rotation.sources[0]], schedule.num_ranks
-    pieces = np.arange(ranks * buffer.num_chunks, dtype=np.int64)
-    visits = np.ones((ranks, len(pieces)), np.bool_) if rotation.visits is None else rotation.visits.reshape(ranks, -1)
-    theirs, owners = np.nonzero(visits.T), (pieces, pieces // buffer.num_chunks)
-    ways = [(owners, theirs) for _ in rotation.sources] + [(theirs, owners) for _ in rotation.back]
-    ends = []
-    for side in (0, 1):
-        values = [number * len(pieces) + way[side][0] for number, way in enumerate(ways)]
-        ends += [np.concatenate(values), np.concatenate([way[side][1] for way in ways])]
-    count = len(ways) * len(pieces)
-    return _Demand(count, np.full(count, 1 / buffer.cut), *ends)
-
-
-def _unshared(ids: Longs, valid: NDArray[np.bool_]) -> Iterator[NDArray[np.bool_]]:
-    """The values to count: all if no two share a contribution; else the copies, and, the largest first, those that
-    share none with what was taken before.
-    """
-    if np.bincount(ids[valid]).max(initial=0) <= 1:
-        yield np.ones(len(ids), dtype=np.bool_)
-        return
-    sizes = valid.sum(axis=1)
-    if (sizes == 1).any():
-        yield np.asarray(sizes == 1)
-    taken, chosen = np.zeros(int(ids.max(initial=0)) + 1, np.bool_), np.zeros(len(ids), np.bool_)
-    for row in np.argsort(-sizes, kind="stable").tolist():
-        mine = ids[row, valid[row]]
-        if not taken[mine].any():
-            taken[mine] = chosen[row] = True
-    yield chosen
-
-
-def _distinct_values(contract: Contract, num_chunks: int) -> tuple[Longs, Longs]:
-    """The first value of each kind, and the kind of each value: values with the same contributions are one."""
-    ids = contract.source_rank.astype(np.int64) * num_chunks + contract.source_chunk
-    marks = mix(ids.astype(np.uint64))
-    if contract.source_valid is not None:
-        marks = np.where(contract.source_valid, marks, np.uint64(0))
-    _, first, inverse = np.unique(marks.sum(axis=1, dtype=np.uint64), return_index=True, return_inverse=True)
-    return first.astype(np.int64), inverse.astype(np.int64).ravel()
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
@@ -175,6 +71,7 @@ class _Network:
     pair_latency: Floats  # (num_ranks, num_ranks), inf where one cannot reach the other
     hops: Floats  # likewise: the least number of links from one to the other
     pair_capacity: Floats | None  # (num_ranks, num_ranks) if every link is capped per pair
+    graph: Graph | None  # None where it is so plain that no cut is stronger than that of one rank
 
     @staticmethod
     def of(topology: Topology, num_ranks: int) -> _Network:
@@ -200,6 +97,7 @@ class _Network:
             shortest(latency),
             shortest(np.where(linked, 1.0, latency)),
             pairs if capped else None,
+            None if is_plain(topology, num_ranks) else graph_of(topology, num_ranks),
         )
 
 
@@ -237,7 +135,7 @@ def _one_hop(latency: Floats, crosses: NDArray[np.bool_]) -> Floats:
 # --- bounds -----------------------------------------------------------------------------------------------------------
 
 
-def _latency(demand: _Demand, network: _Network) -> float:
+def _latency(demand: Demand, network: _Network) -> float:
     """The farthest way a contribution has to go; for values with many sources the farthest of all their ranks."""
     table = np.zeros((network.num_ranks, network.num_ranks), dtype=np.bool_)
     single = np.bincount(demand.source_value, minlength=demand.num_values) == 1
@@ -259,7 +157,7 @@ def _latency(demand: _Demand, network: _Network) -> float:
     return float(needed.max(initial=0.0))
 
 
-def _farthest(demand: _Demand, network: _Network) -> Floats:
+def _farthest(demand: Demand, network: _Network) -> Floats:
     """The links every value has to pass at least: the longest way from its only source, or to its only destination."""
     farthest = np.zeros(demand.num_values)
     for ends, fixed, others in (
@@ -274,7 +172,7 @@ def _farthest(demand: _Demand, network: _Network) -> Floats:
     return farthest
 
 
-def _bandwidth(demand: _Demand, network: _Network) -> tuple[float, str]:
+def _bandwidth(demand: Demand, network: _Network) -> tuple[float, str]:
     """Seconds per byte of a block, and what binds."""
     bounds = [
         *_group_bounds(demand, network.rank_bandwidth, "between ranks", "rank {}".format, _farthest(demand, network)),
@@ -282,11 +180,13 @@ def _bandwidth(demand: _Demand, network: _Network) -> tuple[float, str]:
     ]
     if network.pair_capacity is not None and network.num_ranks <= CUT_RANKS:
         bounds += _cut_bounds(demand, network.pair_capacity)
+    if network.graph is not None:
+        bounds += flow_bounds(demand, network.graph)
     return max(bounds, key=lambda bound: bound[0], default=(0.0, "nothing has to move"))
 
 
 def _group_bounds(
-    demand: _Demand,
+    demand: Demand,
     bandwidth: tuple[Floats, Floats],
     between: str,
     name: Callable[[int], str],
@@ -335,7 +235,7 @@ def _seconds(blocks: float, bandwidth: float) -> float:
     return 0.0 if blocks == 0 else float("inf") if bandwidth == 0 else blocks / bandwidth
 
 
-def _cut_bounds(demand: _Demand, capacity: Floats) -> Iterator[tuple[float, str]]:
+def _cut_bounds(demand: Demand, capacity: Floats) -> Iterator[tuple[float, str]]:
     """Cuts a run of neighbouring ranks off: what each side wants of the other, against the pairs across."""
     num_ranks = len(capacity)
     ranks = np.arange(num_ranks)
