@@ -296,6 +296,19 @@ def test_the_general_form_says_the_same(buffers: str, named: str, general: str) 
     assert first.contracts[0].is_sum == second.contracts[0].is_sum
 
 
+def test_what_a_condition_leaves_out_need_not_be_there() -> None:
+    """A list may run over more ranks and chunks than there are, where its condition leaves those out."""
+    text = _schedule(
+        "input x[2]\noutput y[2]\nensure each r, c in 0 ..< 2 { y[c] == sum(x[c] @ q for q in 0 ..< 9 if q < P) }\n"
+        "each r, c in 0 ..< 2 { reduce x[c + q / 2] @ q for q in 0 ..< 9 if q < 2 -> y[c] }"
+    )
+    schedule = _resolve(text, 3)
+    assert _promises(schedule)[1, 1] == ((0, 1), (1, 1), (2, 1))
+    (moves,) = _moves(schedule)
+    assert _rows(moves)[1] == (0, [(0, 1), (1, 1)], (0, 1))
+    assert {int(moves.source_rank.max()), int(moves.source_chunk.max())} == {2, 1}
+
+
 @pytest.mark.parametrize(
     ("text", "mend"),
     [

@@ -28,6 +28,10 @@ def topology(decl: syn.TopologyDecl, faults: Faults) -> Topology:
     return _Machine(faults).build(decl)
 
 
+MOST = 2**20
+"""Of nodes, of GPUs of a node, and of their SMs."""
+
+
 def roles(decl: syn.RolesDecl, faults: Faults) -> RoleSet:
     """The SM ranges of a roles declaration; raises Poisoned when one has no value."""
     machine = _Machine(faults)
@@ -107,8 +111,8 @@ class _Machine:
                 value = self.count(entry.value)
             except Poisoned:
                 continue
-            if value < 1:
-                what = f"`{entry.what}` is at least 1"
+            if not 1 <= value <= MOST:
+                what = f"`{entry.what}` is 1 to {MOST:,}"
                 self.faults.report("C120", what, entry.value.span, f"this is {value}")
                 continue
             self.counts.setdefault(entry.what, value)

@@ -253,7 +253,10 @@ def read_list(
             raise AssertionError("two lists have been refused")
         case place:
             rank = binding.column(place, outer, (count, k))
-    return rank, chunk, None if inside.all() else inside
+    if inside.all():
+        return rank, chunk, None
+    # What is left out need not be there: it stands as what is there in any case.
+    return np.where(inside, rank, actor[:, None]), np.where(inside, chunk, np.int32(0)), inside
 
 
 def _upright(value: Value) -> Value:
