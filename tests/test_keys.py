@@ -19,7 +19,7 @@ from commdsl.ep.simulate import Received
 from commdsl.ir.dispatches import ByKey
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.resources import data_dir
-from commdsl.program.phases import Actor, Count, Each, FinishBack
+from commdsl.program.phases import Actor, Count, Each, FinishBack, PushBack
 from commdsl.program.plan import Phase, Plan
 from commdsl.program.proof.events import steps
 from commdsl.program.timeouts import BAD_KEY, BAD_ORIGIN, NO_ROOM, CommTimeout
@@ -105,7 +105,8 @@ def summed(one: CallBack, plan: Plan | None = None) -> list[Array]:
         return simulate.combine_values(one.rows, one.received, one.call.keys)
     beside = [held.values for held in one.received]
     weights = simulate.combine_values(beside, one.received, one.call.keys) if plan.push_back.weights else None
-    return simulate.combine(one.rows, one.received, one.call.keys, weights, once=True)
+    node = plan.push_back.node or None
+    return simulate.combine(one.rows, one.received, one.call.keys, weights, once=True, node=node)
 
 
 def rank_of(dispatch: compiler.CheckedDispatch) -> tuple[int, ...]:
@@ -362,7 +363,8 @@ def forced(made: Kernel, running: Running) -> None:
         there(made, chained(2, 1), running)
     else:
         calls, dice = reused(2, 1), np.random.default_rng(2)
-        wanted = [simulate.dispatch(call.keys, call.tensors, (0, 0, 1, 1), numbers(call)) for call in calls]
+        node = next((phase.node for phase in made.plan.phases if isinstance(phase, PushBack) and phase.node), None)
+        wanted = [simulate.dispatch(call.keys, call.tensors, (0, 0, 1, 1), numbers(call), node=node) for call in calls]
         ways = [returning(*pair, dice, made.plan) for pair in zip(calls, wanted, strict=True)]
         back(made, ways, running)
 

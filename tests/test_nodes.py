@@ -24,7 +24,7 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
 from commdsl.program.proof.regions import order_of_regions
-from commdsl.program.timeouts import NO_ROOM
+from commdsl.program.timeouts import NO_ROOM, CommTimeout
 from commdsl.program.verify import verify
 
 FORMS = ("once per node", "once per node by index")
@@ -70,10 +70,12 @@ CASES = [
 def test_against_simulation(
     ranks: int, node: int, often: str, aligned: int, a_row: int, share: int, widths: tuple[int, ...]
 ) -> None:
-    """Bit for bit what goes once per rank has, call after call without a join in between, as one launch and as two."""
+    """Bit for bit what goes once per rank has, call after call without a join in between, as one launch, and as two on
+    some ranks.
+    """
     of = going(ranks, share * ranks, often, aligned, tensors=len(widths), node=node)
     kinds = KINDS if ranks < 8 else KINDS[:4]
-    for seed, halved in enumerate(((), range(0, ranks, 2), range(ranks))):
+    for seed, halved in enumerate(((), range(0, ranks, 2))):
         calls = [
             call_of(kind, ranks, share * ranks, a_row, 9 * seed + at, aligned, widths) for at, kind in enumerate(kinds)
         ]
@@ -82,7 +84,7 @@ def test_against_simulation(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("ranks", "node"), [(4, 2), (6, 3), (6, 2), (8, 2), (8, 4), (9, 3)])
+@pytest.mark.parametrize(("ranks", "node"), [(4, 2), (6, 3), (6, 2), (8, 4)])
 @pytest.mark.parametrize("share", [1, 3, 32])
 @pytest.mark.parametrize("often", FORMS, ids=["filled", "by index"])
 def test_many(ranks: int, node: int, share: int, often: str) -> None:
@@ -91,9 +93,9 @@ def test_many(ranks: int, node: int, share: int, often: str) -> None:
     for transport in Transport:
         of = going(ranks, ranks * share, often, aligned, node=node, transport=transport)
         nodes = tuple(rank // node for rank in range(ranks)) if transport is Transport.NVSHMEM else ()
-        for seed, a_row in enumerate((1, 2, 8, 32)):
+        for seed, a_row in enumerate((1, 8, 32)):
             calls = [
-                call_of(kind, ranks, ranks * share, a_row, 50 * seed + at, aligned) for at, kind in enumerate(KINDS[:4])
+                call_of(kind, ranks, ranks * share, a_row, 50 * seed + at, aligned) for at, kind in enumerate(KINDS[:3])
             ]
             running = Running(timeout=60.0, max_delay=0.0003 * seed, seed=seed, nodes=nodes)
             judge(of, calls, per_rank(often), aligned, running)
@@ -193,10 +195,10 @@ def at_home(case: Case, element: Element, node: int, weighed: bool) -> list[Arra
     ],
 )
 def test_back(ranks: int, node: int, dtype: str, way: str, a_row: int) -> None:
-    """Sums of ranks, then of nodes, then at home, bit for bit as stated; as one launch, and as two on some or all."""
+    """Sums of ranks, then of nodes, then at home, bit for bit as stated; as one launch, and as two on some ranks."""
     of, element = going(ranks, 2 * ranks, FORMS[0], node=node, back=way), ELEMENTS[dtype]
     made = kernel(of.back, dtype)
-    for seed, halved in enumerate(((), range(0, ranks, 2), range(ranks))):
+    for seed, halved in enumerate(((), range(0, ranks, 2))):
         drawn = cases(ranks, 2 * ranks, element, seed, a_row, node)
         running = Running(timeout=20.0, max_delay=0.0005 * seed, seed=seed, halved=frozenset(halved))
         found = back(made, calls_of("ranks", drawn, element), running)
@@ -273,7 +275,7 @@ def test_one_node() -> None:
 
 
 @pytest.mark.parametrize("often", FORMS, ids=["filled", "by index"])
-@pytest.mark.parametrize(("ranks", "node"), [(2, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize(("ranks", "node"), [(2, 1), (4, 2)])
 def test_proved(ranks: int, node: int, often: str) -> None:
     """Every form is proved, as one launch and as two, and carries what the dispatch says."""
     of = going(ranks, 3 * ranks, often, 8, node=node, back=BACK[0])
@@ -341,6 +343,21 @@ def test_not_legal(plan: Plan, law: str) -> None:
     """What a Plan that goes once per node has to be is refused where it is not."""
     with pytest.raises(InternalError, match=law):
         verify(plan)
+
+
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_a_rank_that_stops_is_named(way: str) -> None:
+    """All others say which one never came, also those that it sends on for."""
+    of, element = going(4, 8, FORMS[0], node=2, back=BACK[0]), ELEMENTS["float32"]
+    running, drawn = Running(timeout=0.3, absent=frozenset({3})), cases(4, 8, element, 1, 8, 2)[:1]
+    call = replace(drawn[0].call, values=drawn[0].weights)
+    made = {
+        "there": lambda: there(kernel(of.plan), [call], running),
+        "back": lambda: back(kernel(of.back, "float32"), calls_of("ranks", drawn, element), running),
+    }
+    with pytest.raises(CommTimeout) as raised:
+        made[way]()
+    assert raised.value.missing == (3,)
 
 
 def test_no_room() -> None:

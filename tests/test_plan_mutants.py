@@ -36,7 +36,7 @@ from commdsl.ep import simulate
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.dtypes import FLOAT32, INT32
-from commdsl.program.phases import PushAgain, PushByKey
+from commdsl.program.phases import PushAgain, PushBack, PushByKey
 from commdsl.program.plan import Plan
 from commdsl.program.timeouts import CommTimeout
 from commdsl.program.verify import verify
@@ -155,6 +155,12 @@ def _rank_of(plan: Plan) -> tuple[int, ...]:
     return tuple(position // share for position in plan.key_positions)
 
 
+def _node(plan: Plan) -> int | None:
+    """Ranks of its nodes, where it says that there are some: other nodes are another routing, too."""
+    pushes = [phase for phase in plan.phases if isinstance(phase, PushByKey | PushAgain | PushBack)]
+    return next((phase.node for phase in pushes if phase.node), None)
+
+
 def _keys(plan: Plan) -> bool:
     rank_of = _rank_of(plan)
     calls = list(islice(keyed.storm(plan.num_ranks, len(rank_of), 3), len(keyed.KINDS)))
@@ -162,7 +168,8 @@ def _keys(plan: Plan) -> bool:
     there = next((phase for phase in plan.phases if isinstance(phase, PushByKey | PushAgain)), None)
     aligned = 1 if there is None else there.aligned
     calls = [replace(call, room=call.room + len(rank_of) // plan.num_ranks * (aligned - 1)) for call in calls]
-    wanted = [simulate.dispatch(call.keys, call.tensors, rank_of, keyed.numbers(call), aligned) for call in calls]
+    node = _node(plan)
+    wanted = [simulate.dispatch(call.keys, call.tensors, rank_of, keyed.numbers(call), aligned, node) for call in calls]
     if isinstance(there, PushByKey):
         found = keyed.there(host_keys.kernel(plan), calls)
         return all(keyed.same(*pair) for pair in zip(found, wanted, strict=True))
@@ -202,6 +209,11 @@ def keys(_name: str, ranks: int, way: str) -> Right:
     if "once" in way:
         going = host_keys.going(ranks, 2 * ranks, aligned=2, value=False)
         plans[way] = going.plan if way == "there once" else going.again
+    if "nodes" in way:
+        home = "back y by sum once per node"
+        node = 2 if ranks == 4 else 1
+        going = host_keys.going(ranks, 2 * ranks, "once per node", 2, value=False, node=node, back=home)
+        plans |= {"there nodes": going.plan, "again nodes": going.again, "back nodes": going.back}
     plan = plans.get(way) or host_keys.back_of(declared, way)
     mutants = phase_mutants.mutants(plan, Random(f"keys {ranks} {way}"), pairs=400 if way == "there" else 200)
     return Right(plan, None, mutants, phase_mutants.without_waits(plan), _keys, _watch_keys)
@@ -219,7 +231,10 @@ STATIC = (
     "attention/rotation_ring",
 )
 
-KEY_WAYS = ("there", "there once", "again once", "keys weighed", "ranks weighed", "values")
+KEY_WAYS = (
+    *("there", "there once", "there nodes", "again once", "again nodes"),
+    *("keys weighed", "ranks weighed", "back nodes", "values"),
+)
 
 KINDS: tuple[
     tuple[Callable[[str, int, str], Right], tuple[str, ...], tuple[str, ...], tuple[tuple[str, int], ...]], ...

@@ -13,7 +13,7 @@ import hashlib
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from commdsl.build import host
@@ -95,6 +95,7 @@ ENTRY = """
   struct WideThread {                                                                                      \\
     const plan::Args* args;                                                                                \\
     int phase;                                                                                             \\
+    const unsigned long long* rows;                                                                        \\
     unsigned number;                                                                                       \\
   };                                                                                                       \\
   static void* wide_thread(void* given) {                                                                  \\
@@ -104,23 +105,33 @@ ENTRY = """
       const commdsl::Call<plan> here{*own.args, lane, 1, nullptr};                                         \\
       if (own.phase == 0) commdsl::prepare(here, wide_known), commdsl::push_WAY(here, wide_known);         \\
       if (own.phase == 1) commdsl::finish_WAY(here, wide_known);                                           \\
+      BETWEEN                                                                                              \\
       commdsl::block_barrier();                                                                            \\
     }                                                                                                      \\
     return nullptr;                                                                                        \\
   }                                                                                                        \\
-  extern "C" int wide_run(const plan::Args* args, int phase) {                                             \\
+  extern "C" int wide_run(const plan::Args* args, int phase, const unsigned long long* rows) {             \\
     for (auto& one : commdsl::wide_warps) pthread_barrier_init(&one.barrier, nullptr, 32);                 \\
     pthread_barrier_init(&commdsl::wide_block, nullptr, COMMDSL_THREADS);                                  \\
     pthread_t threads[COMMDSL_THREADS];                                                                    \\
     WideThread jobs[COMMDSL_THREADS];                                                                      \\
     for (unsigned at = 0; at < COMMDSL_THREADS; ++at) {                                                    \\
-      jobs[at] = {args, phase, at};                                                                        \\
+      jobs[at] = {args, phase, rows, at};                                                                  \\
       pthread_create(&threads[at], nullptr, wide_thread, &jobs[at]);                                       \\
     }                                                                                                      \\
     for (auto& one : threads) pthread_join(one, nullptr);                                                  \\
     return wide_known.bad == 0 && wide_known.apart == 0;                                                   \\
   }
 """
+
+BETWEEN = """
+      if (own.phase == 2) {                                                                                \\
+        commdsl::prepare(here, wide_known);                                                                \\
+        for (int peer = 0; peer < plan::kNumRanks; ++peer) wide_known.learn(here, peer, 1, own.rows[peer]); \\
+        commdsl::block_barrier();                                                                          \\
+        commdsl::add_up(here, wide_known);                                                                 \\
+      }"""
+"""Where sums are added up on their way, once it is known how many rows each rank has."""
 
 
 FLOAT8 = """
@@ -159,7 +170,7 @@ FLOAT8 = """
 """
 
 
-def headers(folder: Path, way: str) -> Path:
+def headers(folder: Path, way: str, between: str) -> Path:
     """A folder in which the GPU's vocabulary is the host's with wide warps."""
     root = folder / way
     shutil.copytree(include_dir(), root)
@@ -180,18 +191,21 @@ def headers(folder: Path, way: str) -> Path:
     )
     assert count == 2
     (root / "commdsl" / "device.cuh").write_text(
-        text + (FLOAT8 if way == "float8" else ENTRY.replace("WAY", way)), "utf-8"
+        text + (FLOAT8 if way == "float8" else ENTRY.replace("WAY", way).replace("BETWEEN", between)), "utf-8"
     )
     return root
 
 
-def built(plan: Plan, dtype: str, folder: Path) -> Callable[[bytes, int], bool]:
-    """The two bodies of a way back, 0 and 1, of a rank whose arguments are given; whether none was refused."""
-    library = linked(plan, dtype, folder, BACK[plan.push_back.each])
+def built(plan: Plan, dtype: str, folder: Path) -> Callable[[bytes, int, Sequence[int]], bool]:
+    """The bodies of a way back, 0 and 1, and 2 between them where sums are added up on their way, of a rank whose
+    arguments are given, and how many rows each rank has; whether none was refused.
+    """
+    between = BETWEEN.strip() if plan.push_back.crossing is not None else ""
+    library = linked(plan, dtype, folder, BACK[plan.push_back.each], between)
 
-    def run(arguments: bytes, phase: int) -> bool:
+    def run(arguments: bytes, phase: int, rows: Sequence[int]) -> bool:
         held = ctypes.create_string_buffer(arguments, len(arguments))
-        return bool(library.wide_run(held, phase))
+        return bool(library.wide_run(held, phase, (ctypes.c_uint64 * len(rows))(*rows)))
 
     return run
 
@@ -202,12 +216,12 @@ def quantising(plan: Plan, folder: Path) -> Callable[[bytes], None]:
     return lambda row: library.wide_row(ctypes.create_string_buffer(row, len(row)))
 
 
-def linked(plan: Plan, dtype: str, folder: Path, way: str) -> ctypes.CDLL:
+def linked(plan: Plan, dtype: str, folder: Path, way: str, between: str = "") -> ctypes.CDLL:
     text = re.sub(r"(#define COMMDSL_THREADS) \d+", rf"\1 {THREADS}", emit(plan).text)
     name = hashlib.sha256(f"{text} {dtype}".encode()).hexdigest()[:16]
     source, made = folder / f"{name}.cpp", folder / f"{name}.so"
     source.write_text(text, "utf-8")
-    root = folder / way if (folder / way).exists() else headers(folder, way)
+    root = folder / way if (folder / way).exists() else headers(folder, way, between)
     macros = ["-D__CUDACC__", *([f"-DCOMMDSL_DTYPE={dtype}"] if dtype else [])]
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-pthread", *macros, f"-I{root}"]
     compiler = host.find_compiler(from_environment()).command

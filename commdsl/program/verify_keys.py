@@ -70,6 +70,9 @@ def verify_keys(plan: Plan) -> None:
             _back(push, finish)
             _added_up(plan, push, [one for one in sums if isinstance(one, AddUp)], finish)
             _told(routed, ("lanes",), push)
+            across = [phase for phase in routed if isinstance(phase, Tell) and phase.what.name == "across"]
+            in_order = all(routed.index(one) < routed.index(tell) for one in sums for tell in across)
+            _law(in_order, "what crosses is told before it does")
         case _:
             _law(False, "rows come back by one phase, and are summed by another behind it")
 
