@@ -8,8 +8,9 @@ from typing import Any
 
 SOURCE = {  # the text that was proved, and what it uses
     'attention_direct_backward.comm': """\
-# The gradients of direct attention: keys and values are put again, and what a visit finds goes back to their owner, who sums it.
-# Each way P - 1 hops; P - 1 sums in the order of the steps, beside the owner's own part: the same bits in every run.
+# The gradients of direct attention: keys and values are put again, and what a visit finds goes back to their owner, in the type
+# it was found in; the owner adds it to a sum in float32. Each way P - 1 hops; P - 1 sums in the order of the steps, beside the
+# owner's own part: the same bits in every run.
 schedule attention_direct_backward(K = 1, causal = 0) for P ranks where P >= 2 and K >= 1 and K < P {
   input k[2 blocks, K blocks]
   input v[2 blocks, K blocks] like k
@@ -17,8 +18,10 @@ schedule attention_direct_backward(K = 1, causal = 0) for P ranks where P >= 2 a
   output dv[2 blocks, K blocks] float32 like v
   scratch kc[2 blocks, K blocks]               # what visits now
   scratch vc[2 blocks, K blocks]
-  scratch pk[2 blocks, K blocks]               # what was found about it
-  scratch pv[2 blocks, K blocks]
+  scratch pk[2 blocks, K blocks] like k        # what was found about it
+  scratch pv[2 blocks, K blocks] like v
+  scratch ak[2 blocks, K blocks]               # the same, back at its owner
+  scratch av[2 blocks, K blocks]
   ensure rotation(k -> kc, v -> vc) back dk, dv each r, q, h in 0 ..< 2 where causal == 0 or h == 0 or q >= r
 
   yield attend(k, v -> dk, dv)
@@ -34,8 +37,15 @@ schedule attention_direct_backward(K = 1, causal = 0) for P ranks where P >= 2 a
     each r, h in 0 ..< 2, p in 0 ..< K {       # while the next visit computes
       let q = (r + 1 + (s + p * (P - 1) / K) % (P - 1)) % P
       if causal == 0 or h == 0 or r >= q {
-        reduce pk[h, p] @ q -> dk[h, p]
-        reduce pv[h, p] @ q -> dv[h, p]
+        get pk[h, p] @ q -> ak[h, p]
+        get pv[h, p] @ q -> av[h, p]
+      }
+    }
+    each r, h in 0 ..< 2, p in 0 ..< K {
+      let q = (r + 1 + (s + p * (P - 1) / K) % (P - 1)) % P
+      if causal == 0 or h == 0 or r >= q {
+        reduce ak[h, p] -> dk[h, p]
+        reduce av[h, p] -> dv[h, p]
       }
     }
   }

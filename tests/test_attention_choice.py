@@ -48,11 +48,13 @@ def seconds(found: Choice) -> dict[str, float]:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("tokens", [2048, 8192, 65536])
 def test_one_node_behind_a_switch(ranks: int, tokens: int) -> None:
-    """Each owner puts what is needed, and no more, by the copy engine: nothing is forwarded, no SM is taken."""
+    """Each owner puts what is needed, and no more, by the copy engine, where the next visit reads it: nothing is
+    forwarded or copied, no SM is taken.
+    """
     found = choice(ranks * tokens, ranks=ranks, causal=True, device=H200, **LLAMA)
 
     assert (found.schedule, found.params) == ("attention_direct", (("K", 1), ("causal", 1)))
-    assert found.tune == (("protocol", "engine"),)
+    assert found.tune == (("protocol", "engine"), ("landing", "place"))
 
 
 @pytest.mark.parametrize("tokens", [2048, 8192])
@@ -117,22 +119,22 @@ def test_short_sequences_by_heads() -> None:
     assert choice(heads=32, kv_heads=4, **short).schedule == "attention_ulysses_ring"
     assert choice(heads=31, **short).schedule == "attention_direct"
     assert choice(heads=32, kv_heads=8, **{**short, "by_heads": False}).schedule == "attention_direct"
-    longer = choice(4 * 2048, ranks=4, causal=True, device=H200, backward=True, **MHA)
+    longer = choice(4 * 1024, ranks=4, causal=True, device=H200, backward=True, **MHA)
     assert longer.schedule in ("attention_direct", "attention_ring")  # as heads would not be faster by a quarter
     assert 0.75 < seconds(longer)["attention_ulysses"] / seconds(longer)[longer.schedule] < 1
 
 
 def test_gradients() -> None:
-    """The way back is counted by its own schedule, with sums in float32; the copy engine moves what it can of it."""
+    """The way back is counted by its own schedule, with bytes of the type of keys; the copy engine moves all of it."""
     found = choice(8 * 8192, ranks=8, causal=True, device=H200, backward=True, **LLAMA)
     forward = choice(8 * 8192, ranks=8, causal=True, device=H200, **LLAMA)
     there, back = found.estimates[0].times
 
     assert found.schedule == "attention_direct"
-    assert found.tune == found.tune_backward == (("protocol", "engine"),)
+    assert found.tune == found.tune_backward == (("protocol", "engine"), ("landing", "place"))
     assert there == forward.estimates[0].times[0]
     assert 2.4 < back.visits / there.visits < 2.7
-    assert 2.5 < back.launches / there.launches < 4.5
+    assert 1.8 < back.launches / there.launches < 2.2
     assert forward.tune_backward == ()
 
 
@@ -167,7 +169,7 @@ def test_why() -> None:
         "450 GB/s",
     ):
         assert words in found.reason
-    assert str(found).startswith("attention_direct K=1 causal=1 protocol=engine: ")
+    assert str(found).startswith("attention_direct K=1 causal=1 protocol=engine landing=place: ")
 
 
 def test_all_ranks_choose_alike() -> None:

@@ -129,13 +129,16 @@ def test_a_gradient_one_step_behind() -> None:
 
 @pytest.mark.parametrize("name", ["direct", "ring", "double_ring", "window"])
 def test_the_copy_engine_has_what_only_moves(name: str) -> None:
-    """Where a schedule of visits asks for the engine, launches that combine take few SMs; all others are its own."""
+    """Where a schedule of visits asks for the engine, launches that combine take few SMs, and all of them only where
+    they add to sums and no visit computes beside; all others are its own.
+    """
     tune = {"protocol": "engine"}
     plan = compiler.check(FOLDER / f"attention_{name}_backward.comm", ranks=4, tune=tune).visits
     assert plan is not None
     found = {(moves.has_reduction, moves.protocol, moves.sms) for moves in segments(plan)}
+    last = {(True, Protocol.BULK, 132)} if name == "direct" else set()
 
-    assert found == {(False, Protocol.ENGINE, 1), (True, Protocol.BULK, 16)}
+    assert found == {(False, Protocol.ENGINE, 1), (True, Protocol.BULK, 16)} | last
 
 
 @pytest.mark.parametrize("name", ["rotation_ring", "rotation_carry"])

@@ -127,7 +127,9 @@ def backward(
 
     `op`: the schedule of the way back; it takes k and v, or k, v, dk and dv, and its last two results are dk and dv in
     float32. dq is summed in float32 (of float64, in float64) over the visits in their order, dk and dv as the schedule
-    says. Two runs have the same bits, unless the kernel was named and is not exact. Raises as `forward`.
+    says: what a visit finds has the type of its place, so where that is the kernel's own only the kernel rounds it, and
+    what several calls of a visit find about the same keys is added in float32 before. Two runs have the same bits,
+    unless the kernel was named and is not exact. Raises as `forward`.
     """
     plan = plan_of(op, (q, k, v), placement, mask, group, kernel, backward=True)
     scale = q.shape[3] ** -0.5 if scale is None else scale

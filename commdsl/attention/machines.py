@@ -69,15 +69,23 @@ class Way:
     combining: Way | None = None  # what carries that which it cannot: sums
 
 
+PLACE = ("landing", "place")
+
 SIXTEEN = Way("16 SMs", (("sms", 16),), 16, 0.64, 3e-6, 0.0, True)
 
+SIXTEEN_IN_PLACE = Way("16 SMs, in place", (("sms", 16), PLACE), 16, 0.72, 3e-6, 0.0, False)
+
 WAYS = (
-    Way("the copy engine", (("protocol", "engine"),), 0, 0.86, 8e-6, 6e-6, False, SIXTEEN),
+    Way("the copy engine, in place", (("protocol", "engine"), PLACE), 0, 0.86, 8e-6, 6e-6, False, SIXTEEN_IN_PLACE),
+    Way("8 SMs, in place", (("sms", 8), PLACE), 8, 0.60, 3e-6, 0.0, False),
+    SIXTEEN_IN_PLACE,
     Way("8 SMs", (("sms", 8),), 8, 0.42, 3e-6, 0.0, True),
     SIXTEEN,
     Way("32 SMs", (("sms", 32),), 32, 0.70, 3e-6, 0.0, True),
 )
-"""Shares as measured on H200s, of 450 GB/s: 387 by the copy engine, 22 to 24 for a block that stores, 320 at most."""
+"""Shares as measured on H200s, of 450 GB/s, copies out of cells and all: 387 by the copy engine, 22 to 24 for a block
+that stores, 320 at most. Through cells the engine copies everything twice, and is never faster than in place.
+"""
 
 HOST_WAYS = (Way("the processor", (), 0, 1.0, 0.0, 0.0, True),)
 

@@ -263,6 +263,7 @@ def _constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
     yield "i32", "kNumRanks", moves.num_ranks
     yield "i32", "kNumTensors", len(moves.tensors)
     yield "bool", "kLands", int(moves.lands)
+    yield "u64", "kSums", sum(1 << space for space, tensor in enumerate(moves.tensors) if tensor.is_sum)
     yield "u64", "kNumCells", moves.num_cells
     yield "u64", "kRotation", moves.rotation
     yield "u64", "kLanes", moves.lanes

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from commdsl.build.arena import Bytes
 from commdsl.build.emit import Emitted, defines
 from commdsl.build.host_ranks import DataRaceError, Running, Seats, Values, built, run_ranks, seats
+from commdsl.ir.classes import SUM
 from commdsl.machine.config import Config
-from commdsl.program.memory import Rights
+from commdsl.machine.dtypes import BY_NAME
+from commdsl.program.memory import Rights, Tensor
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import block_bytes_of, host_launch, tensor_bytes
 
@@ -182,13 +184,15 @@ def _lay(
             elif options.in_place and tensor.name in plan.moves.alias_safe and tensor.name in read:
                 offsets.append(read[tensor.name])
             else:
-                offsets.append(where.room.poisoned(tensor_bytes(tensor, block_bytes), name, **place))
+                offsets.append(where.room.poisoned(_nbytes(tensor, block_bytes, dtype), name, **place))
         ranks.append(tuple(offsets))
     return _Laid(block_bytes, tuple(ranks), landing.base)
 
 
 def _block_bytes(plan: Plan, inputs: Inputs, dtype: ElementType) -> int:
-    """The one block size of all read tensors of all ranks in a call; ValueError where they differ."""
+    """The one block size of all read tensors of all ranks in a call, sums as if they were of the type of the others;
+    ValueError where they differ.
+    """
     found: dict[int, str] = {}
     for tensor in plan.moves.tensors:
         if tensor.access is not Rights.READ:
@@ -196,14 +200,23 @@ def _block_bytes(plan: Plan, inputs: Inputs, dtype: ElementType) -> int:
         arrays = inputs[tensor.name]
         if len(arrays) != plan.num_ranks:
             raise ValueError(f"`{tensor.name}` has {len(arrays)} arrays for {plan.num_ranks} ranks")
+        storage = _type(tensor, dtype).storage
         for array in arrays:
-            if array.dtype != dtype.storage or array.ndim != 1:
-                raise ValueError(f"`{tensor.name}` is {array.ndim}-D {array.dtype}, expected 1-D {dtype.storage}")
-            found.setdefault(block_bytes_of(tensor, array.nbytes), tensor.name)
+            if array.dtype != storage or array.ndim != 1:
+                raise ValueError(f"`{tensor.name}` is {array.ndim}-D {array.dtype}, expected 1-D {storage}")
+            found.setdefault(block_bytes_of(tensor, array.size * dtype.storage.itemsize), tensor.name)
     if len(found) != 1:
         sizes = ", ".join(f"{size} bytes (`{name}`)" for size, name in sorted(found.items()))
         raise ValueError(f"all blocks of a schedule are equally long, found {sizes}")
     return next(iter(found))
+
+
+def _type(tensor: Tensor, dtype: ElementType) -> ElementType:
+    return BY_NAME[SUM] if tensor.is_sum else dtype
+
+
+def _nbytes(tensor: Tensor, block_bytes: int, dtype: ElementType) -> int:
+    return tensor_bytes(tensor, block_bytes) // dtype.storage.itemsize * _type(tensor, dtype).storage.itemsize
 
 
 def _begin_at(plan: Plan, where: Seats, first: int) -> None:
@@ -230,9 +243,9 @@ def _collect(plan: Plan, laid: _Laid, data: Bytes, dtype: ElementType) -> HostRe
     for index, tensor in enumerate(plan.moves.tensors):
         if tensor.access is not Rights.WRITE:
             continue
-        size = tensor_bytes(tensor, laid.block_bytes)
+        size, storage = _nbytes(tensor, laid.block_bytes, dtype), _type(tensor, dtype).storage
         found = [data[offsets[index] : offsets[index] + size] for offsets in laid.tensors]
-        arrays: list[Array] = [np.frombuffer(part.tobytes(), dtype.storage) for part in found]
+        arrays: list[Array] = [np.frombuffer(part.tobytes(), storage) for part in found]
         if tensor.is_yield:
             yields = arrays
         else:

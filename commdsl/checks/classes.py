@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commdsl.checks.locations import Located
-from commdsl.ir.classes import Joined, Unit, joining, units
+from commdsl.ir.classes import Joined, Unit, joining, sums, units
 from commdsl.ir.schedules import Buffer, Schedule, Yield
 from commdsl.language.diagnostics import Diagnostic, Label
 
@@ -17,9 +17,9 @@ from commdsl.language.diagnostics import Diagnostic, Label
 def mixed_types(located: Located) -> Iterator[Diagnostic]:
     """C320, one message for two types that the same moves join."""
     schedule = located.schedule
-    joined = Joined(len(schedule.buffers))
+    joined, apart = Joined(len(schedule.buffers)), sums(schedule)
     typed = {number: buffer for number, buffer in enumerate(schedule.buffers) if buffer.element is not None}
-    for moves in joining(schedule):
+    for moves in (one for one in joining(schedule) if (one.source_buffer, one.dest_buffer) not in apart):
         ends = joined.first(moves.source_buffer), joined.first(moves.dest_buffer)
         one, other = (typed.get(end) for end in ends)
         joined.join(*ends)

@@ -17,7 +17,7 @@ from commdsl.checks.conservation import Difference, contributors, in_words, last
 from commdsl.checks.contributions import MANY, Contents, combine, mix, transposed
 from commdsl.checks.locations import Located, LocatedStep, LocatedTask, Locations
 from commdsl.checks.rotations import visiting
-from commdsl.ir.classes import classes
+from commdsl.ir.classes import connected
 from commdsl.ir.held import Handed, handed
 from commdsl.ir.schedules import Contract, Rotation, Task
 from commdsl.ir.words import at_bindings
@@ -53,7 +53,7 @@ class _Returns:
     def __init__(self, located: Located, contract: Contract, rotation: Rotation) -> None:
         self.located, self.contract, self.rotation = located, contract, rotation
         self.buffers = located.schedule.buffers
-        self.classes = classes(located.schedule)
+        self.classes = connected(located.schedule)
         self.groups = [self.classes[buffer] for buffer in rotation.back]
         self.written: dict[int, list[_Written]] = {}  # by step
         self.due: list[list[tuple[Locations, Locations]]] = [[] for _ in rotation.back]  # pieces, and what is theirs

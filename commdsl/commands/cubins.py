@@ -113,7 +113,7 @@ def _launched(checked: CompiledSchedule, variants: Variants) -> list[tuple[Plan,
         return list(whole)
     types: dict[Moves, dict[str, None]] = {}
     for launch in launches(visits):
-        element = (*launch.reads, *launch.writes)[0].unit.element
+        element = launch.moved.unit.element
         types.setdefault(launch.moves, {}).update(dict.fromkeys(variants.dtypes if element is None else (element,)))
     parts = zip(segments(visits), checked.launched, strict=True)
     return [*whole, *((plan_of(visits, moves), text, tuple(types[moves])) for moves, text in parts)]

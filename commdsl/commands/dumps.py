@@ -249,7 +249,7 @@ def static_lines(plan: Plan) -> list[str]:
         shape = f"{tensor.blocks} blocks cut into {tensor.cut}"
         lines.append(
             f"tensor {index} {tensor.name}: {tensor.access.value}, {shape}{', yields' if tensor.is_yield else ''}"
-            f"{', lands' if tensor.lands else ''}"
+            f"{', lands' if tensor.lands else ''}{', sums in float32' if tensor.is_sum else ''}"
         )
     lines.append(f"agree: {plan.agreeing}")
     if plan.tiles is not None:

@@ -88,7 +88,7 @@ class Visited:
                 case Launch(moves=moves):
                     names = [one.name for one in moves.tensors if one.access is Rights.READ]
                     given = {name: held[kept] for name, kept in zip(names, phase.reads, strict=True)}
-                    dtype = of[phase.reads[0].name]
+                    dtype = of[phase.moved.name]
                     made = host_run.run_calls(plan_of(plan, moves), texts[moves], [given], dtype, op, options)[-1]
                     outputs = (at for at, one in enumerate(moves.tensors) if one.access is Rights.WRITE)
                     for at, kept in zip(outputs, phase.writes, strict=True):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.cost.routes import crossing
-from commdsl.ir.classes import classes, joining
+from commdsl.ir.classes import joining, units
 from commdsl.ir.schedules import Schedule, Statement, Step, Yield
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.language.records import dataclass
@@ -118,10 +118,10 @@ def phases(schedule: Schedule, chunk_bytes: Mapping[str, float]) -> tuple[Launch
 
 
 def known_sizes(schedule: Schedule, chunk_bytes: Mapping[str, float]) -> dict[str, float]:
-    """Bytes of a chunk of every buffer, where those of one in its class are known."""
-    grouped = tuple(zip(schedule.buffers, classes(schedule), strict=True))
-    blocks = {group: chunk_bytes[buffer.name] * buffer.cut for buffer, group in grouped if buffer.name in chunk_bytes}
-    found = {buffer.name: blocks[group] / buffer.cut for buffer, group in grouped if group in blocks}
+    """Bytes of a chunk of every buffer, where those of one are known that is made of the same."""
+    grouped = tuple(zip(schedule.buffers, units(schedule).values(), strict=True))
+    blocks = {unit: chunk_bytes[buffer.name] * buffer.cut for buffer, unit in grouped if buffer.name in chunk_bytes}
+    found = {buffer.name: blocks[unit] / buffer.cut for buffer, unit in grouped if unit in blocks}
     return found | {name: size for name, size in chunk_bytes.items() if name in found}
 
 

@@ -6,16 +6,23 @@ gives, and so is an element type that is not declared.
 Buffers that moves join are of one *class*: a block of one is as long as a block of the other, of the same type. With
 `like` a class is as long as another, of a type of its own. Where all that is given is equally long, so is everything.
 Where the caller computes nothing that travels, everything is as the first tensor given.
+
+Only a sum may be of another type than what it is the sum of: a buffer declared float32, to which a rank adds whole
+blocks of its own that have a floating type of their own. Then the two are as long, and no more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 from commdsl.ir.schedules import Buffer, Schedule, Statement, Step
-from commdsl.language.kinds import GIVEN
+from commdsl.language.kinds import GIVEN, MoveKind
 from commdsl.language.records import dataclass
 from commdsl.machine.dtypes import BY_NAME, DType
+
+SUM = "float32"
+"""The type of a sum of what has another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +63,60 @@ def joining(schedule: Schedule) -> Iterator[Statement]:
 
 
 def classes(schedule: Schedule) -> tuple[int, ...]:
-    """Of each buffer the first of those that moves join to it; all in one where the caller computes nothing."""
-    joined = Joined(len(schedule.buffers))
+    """Of each buffer the first of its class; all are in one where the caller computes nothing."""
+    return _joined(schedule, sums(schedule)).groups() if schedule.has_bodies else (0,) * len(schedule.buffers)
+
+
+def connected(schedule: Schedule) -> tuple[int, ...]:
+    """As `classes`, a sum and what is added to it being one: what may become part of what."""
+    return _joined(schedule, frozenset()).groups() if schedule.has_bodies else (0,) * len(schedule.buffers)
+
+
+Pair: TypeAlias = tuple[int, int]
+"""Two buffers: one that is read, and one that is written."""
+
+
+def sums(schedule: Schedule) -> frozenset[Pair]:
+    """What is added to sums of another type, and those."""
     if not schedule.has_bodies:
-        return (0,) * len(schedule.buffers)
+        return frozenset()
+    found: set[Pair] = set()
+    others: set[Pair] = set()
     for moves in joining(schedule):
-        joined.join(moves.source_buffer, moves.dest_buffer)
-    return joined.groups()
+        (found if _may_widen(schedule, moves) else others).add((moves.source_buffer, moves.dest_buffer))
+    apart = frozenset(found - others)
+    joined = _joined(schedule, apart)
+    typed = {joined.first(at) for at, buffer in enumerate(schedule.buffers) if _has_type(buffer)}
+    fixed = {joined.first(at) for at, buffer in enumerate(schedule.buffers) if not _fits(buffer.element)}
+    return frozenset(pair for pair in apart if joined.first(pair[0]) in typed - fixed)
+
+
+def _may_widen(schedule: Schedule, moves: Statement) -> bool:
+    """Whether it adds whole blocks that a rank has to what it has, which is declared to be a sum."""
+    source, dest = (schedule.buffers[at] for at in (moves.source_buffer, moves.dest_buffer))
+    if moves.kind is not MoveKind.REDUCE or dest.element != SUM or not source.cut == dest.cut == 1:
+        return False
+    return bool((moves.source_rank == moves.dest_rank[:, None]).all())
+
+
+def _fits(element: str | None) -> bool:
+    """Whether it may be added to sums of another type: floating numbers, which the caller may bring."""
+    of = None if element is None else BY_NAME[element]
+    return of is None or (of.is_float and bool(of.ops) and of.name != SUM)
+
+
+def _has_type(buffer: Buffer) -> bool:
+    """Whether it does not take the type of what it is moved to."""
+    return buffer.element is not None or buffer.like is not None or buffer.kind in GIVEN
+
+
+def _joined(schedule: Schedule, apart: frozenset[Pair]) -> Joined:
+    """By every move but those between two that are `apart`."""
+    joined = Joined(len(schedule.buffers))
+    for moves in joining(schedule):
+        if (moves.source_buffer, moves.dest_buffer) not in apart:
+            joined.join(moves.source_buffer, moves.dest_buffer)
+    return joined
 
 
 def units(schedule: Schedule) -> dict[str, Unit | None]:
@@ -74,6 +128,8 @@ def units(schedule: Schedule) -> dict[str, Unit | None]:
         long.join(number, moved[number])
         if buffer.like is not None:
             long.join(number, numbers[buffer.like])
+    for pair in sums(schedule):
+        long.join(*pair)
     lengths = long.groups()
     given = {lengths[number]: buffer.name for number, buffer in reversed([*enumerate(buffers)]) if buffer.kind in GIVEN}
     only = next(iter(given.values())) if len(given) == 1 else None

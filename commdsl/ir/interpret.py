@@ -76,6 +76,11 @@ class _Memory:
             return self.slots[buffer, rank, chunk].copy()
         return self.data[buffer][rank][self.spans[buffer][chunk]].copy()
 
+    def read_as(self, dtype: DType, buffer: int, rank: int, chunk: int) -> Array:
+        """In the type of the sum that it is added to, where that is another."""
+        values, of = self.read(buffer, rank, chunk), self.dtypes[buffer]
+        return values if of is dtype else dtype.from_float32(of.to_float32(values))
+
     def held(self, buffer: int, rank: int, chunk: int) -> int:
         """How many contributions are combined in a chunk."""
         return self.contributions.get((buffer, rank, chunk), 1)
@@ -178,7 +183,7 @@ def _results(memory: _Memory, moves: Statement, op: str) -> Iterator[tuple[int, 
         ):
             if moves.source_valid is None or moves.source_valid[row, k]:
                 places.append((moves.source_buffer, source_rank, source_chunk))
-        operands, held = [memory.read(*place) for place in places], [memory.held(*place) for place in places]
+        operands, held = [memory.read_as(dtype, *place) for place in places], [memory.held(*place) for place in places]
         values = average(operands, held, memory.summed, dtype) if op == "avg" else combine(operands, dtype, op)
         yield moves.dest_buffer, rank, chunk, values, min(sum(held), MOST_CONTRIBUTIONS)
 

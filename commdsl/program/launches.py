@@ -16,7 +16,7 @@ from typing import TypeAlias, assert_never
 
 from commdsl.ir.schedules import Yield
 from commdsl.language.records import dataclass
-from commdsl.program.memory import Kept
+from commdsl.program.memory import Kept, Rights
 from commdsl.program.moves import Moves
 from commdsl.program.phases import Ranks, Touch
 
@@ -34,6 +34,17 @@ class Launch:
     writes: tuple[Kept, ...]
     turn: int
     after: int
+
+    @property
+    def operands(self) -> tuple[Kept, ...]:
+        """What each tensor of its moves is."""
+        read, written = iter(self.reads), iter(self.writes)
+        return tuple(next(read if one.access is Rights.READ else written) for one in self.moves.tensors)
+
+    @property
+    def moved(self) -> Kept:
+        """One of the buffers that are moved or added: they are all made of the same, but for sums of another type."""
+        return next(one for one, of in zip(self.operands, self.moves.tensors, strict=True) if not of.is_sum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ class Rights(Enum):
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """Memory of a rank, its caller's unless it is OWN: `blocks` equal blocks, each cut into `cut` chunks. All yields
-    are one WRITE tensor. One that `lands` is written, and lies in the heap, so peers put chunks there themselves.
+    are one WRITE tensor. One that `lands` is written, and lies in the heap, so peers put chunks there themselves. One
+    that `is_sum` has as many elements a block, in float32, whatever the others have.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Tensor:
     cut: int
     is_yield: bool = False
     lands: bool = False
+    is_sum: bool = False
 
 
 class Home(Enum):

@@ -16,6 +16,10 @@ num_cells + c) * lanes + l) * slot_bytes. A tensor that *lands* is of the rank, 
 rank as far behind landing[rank]: peers copy chunks there, in each round between two operations of the owner that HOLD
 the chunk, and do nothing: the first opens it, the second takes what came.
 
+A tensor that *is a sum* has float32 where the others have what is moved, bfloat16 it may be. A rank adds what it has to
+what it has there, whole blocks; between ranks nothing of it moves, and nothing of it is in cells. Bytes are those of
+the others everywhere; a sum's are as many times more as its elements are wider.
+
 **Size classes.** Every operation moves one chunk: piece `piece` of a block cut into `cut`. With u = ceil(block_bytes /
 16), the piece is the bytes [16 * (u * piece // cut), min(16 * (u * (piece + 1) // cut), block_bytes)) of its block.
 Lane l of L active lanes owns [min(l * q, n), min((l + 1) * q, n)) of a chunk of n bytes; q = 16 * ceil(ceil(m / 16) /
@@ -213,6 +217,11 @@ class Moves:
     def lands(self) -> bool:
         """Whether peers put to any of its tensors."""
         return any(tensor.lands for tensor in self.tensors)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether it adds to sums of another type, and does nothing else."""
+        return any(tensor.is_sum for tensor in self.tensors)
 
     @property
     def slot_bytes(self) -> int:

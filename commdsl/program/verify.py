@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.classes import SUM, Unit
 from commdsl.ir.functions import FUNCTIONS
 from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
@@ -110,14 +111,28 @@ def _visited(plan: Plan) -> None:
         for access, kept in ((Rights.READ, launch.reads), (Rights.WRITE, launch.writes)):
             wanted = [one.blocks for one in launch.moves.tensors if one.access is access]
             _law(wanted == [one.blocks for one in kept], "a launch is on other buffers than its moves")
-        law = len({*launch.writes} | {*launch.reads}) == len(launch.writes) + len({*launch.reads})
-        _law(law, "a launch writes a copy that it reads, or writes it twice")
-        made_of = {kept.unit for kept in (*launch.reads, *launch.writes)}
-        _law(len(made_of) == 1, "a launch is on buffers of different types or lengths")
+        _law(len({*launch.writes}) == len(launch.writes), "a launch writes a copy twice")
+        again = {kept.name for kept in launch.writes if kept in launch.reads}
+        _law(again <= {*launch.moves.alias_safe}, "a launch writes a copy that it reads")
+        _made_of(launch)
     found = {(kept.name, kept.unit) for kept in kept_by(plan)}
     _law(len(found) == len({name for name, _ in found}), "copies of a buffer are of different types or lengths")
     for moves in segments(plan):
         verify(plan_of(plan, moves))
+
+
+def _made_of(launch: Launch) -> None:
+    """All of the same, but sums, which are as long and of another type."""
+    found: dict[bool, set[Unit]] = {True: set(), False: set()}
+    for tensor, kept in zip(launch.moves.tensors, launch.operands, strict=True):
+        found[tensor.is_sum].add(kept.unit)
+    (unit, *others), wide = found[False], found[True]
+    _law(
+        not others and {one.size for one in wide} <= {unit.size}, "a launch is on buffers of different types or lengths"
+    )
+    _law(
+        {one.element for one in wide} <= {SUM} - {unit.element}, f"a launch adds {unit.element} to sums of another type"
+    )
 
 
 def verify_moves(moves: Moves, *, has_tiles: bool = False) -> None:
@@ -208,6 +223,10 @@ def _scalars(moves: Moves) -> None:
         _law(not tensor.lands or not moves.protocol.carries_flags, f"`{tensor.name}` lands, and no flag tells of it")
         _law(not tensor.is_yield or tensor.access is Rights.WRITE, f"yields `{tensor.name}` are not written")
     _law(sum(tensor.is_yield for tensor in moves.tensors) <= 1, "the yields are more than one tensor")
+    if moves.adds_up:
+        _law(moves.protocol is Protocol.BULK and not moves.num_cells, "sums of another type are in cells")
+        _law(not len(moves.ops.wait_peer), "sums of another type are added to by other ranks")
+        _law(not moves.ops.joined.any(), "sums of another type go to several places")
     names = [(tensor.name, tensor.access) for tensor in moves.tensors]
     _law(len(set(names)) == len(names), "two tensors have one name and one access")
     for name in moves.alias_safe:

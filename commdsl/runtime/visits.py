@@ -19,7 +19,7 @@ import torch
 
 from commdsl.ir.classes import Unit
 from commdsl.program.launches import Between, Launch, Return, Visit
-from commdsl.program.memory import Kept, Rights
+from commdsl.program.memory import Kept
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.visited import landing, launches, started
@@ -68,7 +68,7 @@ class Visiting:
         names = [port.name for port in visits.signature.inputs]
         kept = dict.fromkeys(kept for phase in visits.plan.phases for kept in _kept(phase))
         self._given = tuple((one, names.index(one.name)) for one in kept if not one.copy)
-        self._operands = tuple(map(_operands, launches(visits.plan)))
+        self._operands = tuple(launch.operands for launch in launches(visits.plan))
         own = [one for one in kept if one.copy]
         ports = tuple(map(_port, own))
         shapes = tensors.shapes(visits.signature, inputs, ports)
@@ -241,8 +241,10 @@ def check_reductions(name: str, visits: Visits, inputs: Sequence[torch.Tensor], 
         tensors.check_reduction(name, visits.signature, inputs[0].dtype, op)
     for launch in launches(visits.plan) if visits.signature.has_reduction else ():
         if launch.moves.has_reduction:
-            dtype = tensors.dtype_of(visits.signature, _moved(launch), inputs)
+            dtype = tensors.dtype_of(visits.signature, _port(launch.moved), inputs)
             tensors.check_reduction(name, visits.signature, dtype, op)
+            if launch.moves.adds_up and not dtype.is_floating_point:
+                raise ReductionError(f"`{name}` adds `{launch.moved.name}`, which is {dtype}, to sums in float32")
 
 
 def travelling(visits: Visits, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -263,7 +265,7 @@ def prepared(
     signature = visits.signature
     programs = {one.plan.moves: one for one in visits.launched}
     starts: dict[Made, Start] = {}
-    for made, port in {_made(launch): _moved(launch) for launch in launches(visits.plan)}.items():
+    for made, port in {_made(launch): _port(launch.moved) for launch in launches(visits.plan)}.items():
         dtype = tensors.dtype_of(signature, port, inputs)
         block_bytes = tensors.block_elements(signature, port, inputs) * dtype.itemsize
         element = tensors.element_name(dtype)
@@ -316,18 +318,7 @@ def _awaited(plan: Plan) -> list[tuple[bool, int]]:
 
 
 def _made(launch: Launch) -> Made:
-    return launch.moves, (*launch.reads, *launch.writes)[0].unit
-
-
-def _operands(launch: Launch) -> tuple[Kept, ...]:
-    """What each tensor of its moves is."""
-    read, written = iter(launch.reads), iter(launch.writes)
-    return tuple(next(read if one.access is Rights.READ else written) for one in launch.moves.tensors)
-
-
-def _moved(launch: Launch) -> Port:
-    """One of its buffers: they are all made of the same."""
-    return _port((*launch.reads, *launch.writes)[0])
+    return launch.moves, launch.moved.unit
 
 
 def _has_out(function: Function) -> bool:

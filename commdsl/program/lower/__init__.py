@@ -21,7 +21,7 @@ Assumes the checks on the schedule have passed. Does not print text (`emit`) and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -85,13 +85,19 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
 
 
 def lower_moves(
-    schedule: Schedule, transport: Transport, most_bytes: int = SYMMETRIC_BYTES, landing: frozenset[str] = frozenset()
+    schedule: Schedule,
+    transport: Transport,
+    most_bytes: int = SYMMETRIC_BYTES,
+    landing: frozenset[str] = frozenset(),
+    sums: frozenset[str] = frozenset(),
 ) -> Moves:
     """The operations of a schedule without tasks, in `most_bytes` of symmetric memory, but for a tile that is set.
 
-    `landing`: buffers that peers may put to themselves; what flags travel in takes cells all the same.
+    `landing`: buffers that peers may put to themselves; what flags travel in takes cells all the same. `sums`: those in
+    float32 to which others are added.
     """
-    return _moves(schedule, transport, most_bytes, landing)[0]
+    moves = _moves(schedule, transport, most_bytes, landing)[0]
+    return replace(moves, tensors=tuple(replace(one, is_sum=one.name in sums) for one in moves.tensors))
 
 
 def _moves(

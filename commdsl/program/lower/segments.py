@@ -4,9 +4,11 @@ Assumes a schedule that passed the checks, without tasks. Does not lower anythin
 
 Buffers that nothing moves between are segments of their own: one that does not need what the caller computes need not
 wait for it. Where neither does, or both do, the same yield waits for them, and their blocks are of one length and type,
-they are one. Whatever lives across a yield is at home in the rank's own memory there: an `input` of the segments that
-read it, an `output` of those that write it anew, `inout` where something of it stays that is read later. A `scratch`
-buffer of one segment alone stays what it is.
+they are one. What is added to sums of another type is a segment of its own, behind what brings it.
+
+Whatever lives across a yield is at home in the rank's own memory there: an `input` of the segments that read it, an
+`output` of those that write it anew, `inout` where something of it stays that is read later. A `scratch` buffer of one
+segment alone stays what it is.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.classes import Joined, Unit, units
+from commdsl.ir.classes import Joined, Pair, Unit, sums, units
 from commdsl.ir.held import Origins, first_chunks, handed, place
 from commdsl.ir.schedules import AnyStep, Buffer, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
@@ -28,12 +30,14 @@ from commdsl.language.kinds import GIVEN, RETURNED, BufferKind, MoveKind
 @dataclass(frozen=True, eq=False)
 class Segment:
     """Steps between two yields. `content`: equal for segments that have the same tables, on whatever buffers.
-    `in_place`: outputs that are written where they are, as something of them stays, and no visit reads them.
+    `in_place`: outputs that are written where they are: no visit touches them, or none reads them and something of them
+    stays. `sums`: those to which others are added that have another type; then nothing else is done.
     """
 
     schedule: Schedule
     content: tuple[object, ...]
     in_place: frozenset[str] = frozenset()
+    sums: frozenset[str] = frozenset()
 
     def names(self, *kinds: BufferKind) -> tuple[str, ...]:
         return tuple(buffer.name for buffer in self.schedule.buffers if buffer.kind in kinds)
@@ -44,12 +48,15 @@ Part: TypeAlias = Segment | Yield
 
 def parts(schedule: Schedule) -> Iterator[Part]:
     """Yields, and the segments between them that move anything."""
-    runs = list(_runs(schedule, tuple(units(schedule).values())))
+    apart = _Apart(tuple(units(schedule).values()), sums(schedule))
+    runs = list(_runs(schedule, apart))
     homes = _users(runs)
     kept = iter(_kept(schedule))
     stays = next(kept)
     filled = {number for number, buffer in enumerate(schedule.buffers) if buffer.kind in GIVEN}
-    handed_over = {buffer for step in schedule.steps if isinstance(step, Yield) for buffer in step.reads}
+    stops = [step for step in schedule.steps if isinstance(step, Yield)]
+    handed_over = {buffer for step in stops for buffer in step.reads}
+    visited = handed_over | {buffer for step in stops for buffer in step.writes}
     ours: set[int] = set()
     for run in runs:
         if isinstance(run, Yield):
@@ -57,12 +64,13 @@ def parts(schedule: Schedule) -> Iterator[Part]:
             stays = next(kept)
             yield run
         else:
-            yield _segment(schedule, run, homes, filled, (stays, stays & ours - handed_over))
+            in_place = (stays & (ours - handed_over)) | (ours - visited)
+            yield _segment(schedule, run, homes, filled, (stays, in_place), apart.sums)
             filled |= _written(run)
             ours |= _written(run)
 
 
-def _runs(schedule: Schedule, made_of: tuple[Unit | None, ...]) -> Iterator[tuple[Step, ...] | Yield]:
+def _runs(schedule: Schedule, apart: _Apart) -> Iterator[tuple[Step, ...] | Yield]:
     steps: list[Step] = []
     fresh: set[int] = set()
     for number, step in enumerate(schedule.steps):
@@ -70,12 +78,12 @@ def _runs(schedule: Schedule, made_of: tuple[Unit | None, ...]) -> Iterator[tupl
             case Step():
                 steps.append(step)
             case Yield():
-                yield from _apart(steps, fresh, made_of, schedule.steps[number:])
+                yield from apart.segments(steps, fresh, schedule.steps[number:])
                 yield step
                 steps, fresh = [], {*step.writes}
             case Task():
                 raise InternalError(f"`{schedule.name}` has a task, yet passed the checks")
-    yield from _apart(steps, fresh, made_of, ())
+    yield from apart.segments(steps, fresh, ())
 
 
 def _kept(schedule: Schedule) -> list[frozenset[int]]:
@@ -121,24 +129,61 @@ def _with_any(places: NDArray[np.bool_], first: Origins) -> frozenset[int]:
     return frozenset(number for number, any_ in enumerate(found) if any_)
 
 
-def _apart(
-    steps: list[Step], fresh: set[int], made_of: tuple[Unit | None, ...], behind: Sequence[AnyStep]
-) -> Iterator[tuple[Step, ...]]:
-    """The steps by the buffers they touch, those first that touch nothing `fresh`; together what the same of the yields
-    `behind` them waits for, and is made of the same, as a launch can have both.
-    """
-    joined = Joined(len(made_of))
-    for moves in (one for step in steps for one in step.moves if len(one.actor)):
-        joined.join(moves.source_buffer, moves.dest_buffer)
-    together: dict[int, set[int]] = {}
-    for buffer in sorted(_read(steps) | _written(steps)):
-        together.setdefault(joined.first(buffer), set()).add(buffer)
-    alike: dict[tuple[object, ...], set[int]] = {}
-    for one in together.values():
-        alike.setdefault((bool(one & fresh), made_of[min(one)], _awaiting(one, behind)), set()).update(one)
-    for buffers in sorted(alike.values(), key=lambda one: (bool(one & fresh), min(one))):
-        mine = (replace(step, moves=tuple(m for m in step.moves if m.dest_buffer in buffers)) for step in steps)
-        yield tuple(step for step in mine if any(len(moves.actor) for moves in step.moves))
+Turn: TypeAlias = tuple[bool, int]
+"""Whether it needs what the caller has just computed, and behind how many sums and moves it comes."""
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """What has to be in segments of its own: buffers by what they are made of, and sums of another type."""
+
+    made_of: tuple[Unit | None, ...]
+    sums: frozenset[Pair]
+
+    def segments(self, steps: list[Step], fresh: set[int], behind: Sequence[AnyStep]) -> Iterator[tuple[Step, ...]]:
+        """The steps by the buffers they touch, those first that touch nothing `fresh`; together what the same of the
+        yields `behind` them waits for, and is made of the same, as a launch can have both.
+        """
+        first, members = self._together(steps)
+        found: dict[tuple[Turn, object, object], tuple[set[int], dict[int, list[Statement]]]] = {}
+        for number, moves, turn in self._turns(steps, first, {at: bool(one & fresh) for at, one in members.items()}):
+            mine = members[first[moves.dest_buffer]]
+            key = turn, self.made_of[min(mine)], _awaiting(mine, behind)
+            buffers, by_step = found.setdefault(key, (set(), {}))
+            buffers |= mine
+            by_step.setdefault(number, []).append(moves)
+        for _, (_, by_step) in sorted(found.items(), key=lambda one: (one[0][0], min(one[1][0]))):
+            yield tuple(replace(steps[number], moves=tuple(moves)) for number, moves in by_step.items())
+
+    def _together(self, steps: list[Step]) -> tuple[dict[int, int], dict[int, set[int]]]:
+        """Of each buffer the first of those that it is moved with; and by that one all of them."""
+        joined = Joined(len(self.made_of))
+        for moves in (one for step in steps for one in step.moves if len(one.actor) and not self._adds(one)):
+            joined.join(moves.source_buffer, moves.dest_buffer)
+        first = {buffer: joined.first(buffer) for buffer in sorted(_read(steps) | _written(steps))}
+        members: dict[int, set[int]] = {}
+        for buffer, at in first.items():
+            members.setdefault(at, set()).add(buffer)
+        return first, members
+
+    def _turns(
+        self, steps: list[Step], first: dict[int, int], is_fresh: dict[int, bool]
+    ) -> Iterator[tuple[int, Statement, Turn]]:
+        """Every statement with the number of its step. What is added to sums is behind what has brought it and what
+        was added before, and in front of whatever is done with either later; in its own step, of anything else.
+        """
+        turns: dict[int, Turn] = {at: (one, 0) for at, one in is_fresh.items()}
+        for number, step in enumerate(steps):
+            moves = [one for one in step.moves if len(one.actor)]
+            for one in filter(self._adds, moves):
+                ends = first[one.source_buffer], first[one.dest_buffer]
+                fresh, turn = (max(part) for part in zip(*(turns[end] for end in ends), strict=True))
+                yield number, one, (bool(fresh), turn + 1)
+                turns |= dict.fromkeys(ends, (bool(fresh), turn + 2))
+            yield from ((number, one, turns[first[one.dest_buffer]]) for one in moves if not self._adds(one))
+
+    def _adds(self, moves: Statement) -> bool:
+        return (moves.source_buffer, moves.dest_buffer) in self.sums
 
 
 def _awaiting(buffers: set[int], behind: Sequence[AnyStep]) -> int | None:
@@ -170,10 +215,13 @@ def _segment(
     users: dict[int, int],
     filled: set[int],
     stays: tuple[frozenset[int], frozenset[int]],
+    apart: frozenset[Pair],
 ) -> Segment:
-    """`stays`: the buffers of which something stays, and those of them that may be written where they are."""
+    """`stays`: the buffers of which something stays, and those that may be written where they are."""
     read, written = _read(steps), _written(steps)
     in_place = stays[1] & written - read
+    pairs = {(one.source_buffer, one.dest_buffer) for step in steps for one in step.moves if len(one.actor)}
+    wide = frozenset(schedule.buffers[dest].name for _, dest in pairs & apart)
     number: dict[int, int] = {}
     buffers: list[Buffer] = []
     for index, buffer in enumerate(schedule.buffers):
@@ -191,7 +239,8 @@ def _segment(
         buffers.append(replace(buffer, kind=kind))
     renamed = tuple(replace(step, moves=tuple(_renamed(step.moves, number))) for step in steps)
     made = replace(schedule, buffers=tuple(buffers), contracts=(), steps=renamed)
-    return Segment(made, _content(made), frozenset(schedule.buffers[index].name for index in in_place))
+    names = frozenset(schedule.buffers[index].name for index in in_place)
+    return Segment(made, (*_content(made), bool(wide)), names, wide)
 
 
 def _renamed(moves: tuple[Statement, ...], number: dict[int, int]) -> Iterator[Statement]:

@@ -4,10 +4,11 @@ Assumes a schedule that passed the checks, without tasks. Does not prove the Pla
 form, one launch that hands all yields over at its end, is `lower`'s.
 
 Every write of a launch goes to the copy that is not read: so what visits stays until its visit is over, while the next
-one travels. Only what comes piece by piece, and visits nobody before all of it is there, is written where it is. What
-the caller's function reads and writes stays where it is, and so does what it writes anew until a launch reads that; the
-caller's tensors are never written. A launch and a visit wait for the last phase of the other stream that touches the
-same copy, where one of them writes, unless the phase before them has waited for it.
+one travels. Written where it is, is only what no visit touches, what comes piece by piece and visits nobody before all
+of it is there, and a sum to which others of another type are added. What the caller's function reads and writes stays
+where it is, and so does what it writes anew until a launch reads that; the caller's tensors are never written. A launch
+and a visit wait for the last phase of the other stream that touches the same copy, where one of them writes, unless the
+phase before them has waited for it.
 
 Where `landing` is tuned to `place` peers put straight into the copies of what visits, within the owner's launch.
 """
@@ -30,7 +31,9 @@ from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan, Role
 
 COMBINING = Tuning(protocol="bulk", sms=16)
-"""Of a launch that combines where the copy engine is asked for: few SMs, for a computation has the others."""
+"""Of a launch that combines where the copy engine is asked for, and of one that adds to sums of another type where no
+number of SMs is tuned: few, for a computation has the others.
+"""
 
 
 def lower_visits(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
@@ -38,8 +41,9 @@ def lower_visits(schedule: Schedule, transport: Transport = Transport.PEER) -> P
     found = tuple(parts(schedule))
     contents = {part.content for part in found if isinstance(part, Segment)}
     walk = _Walk(schedule, transport, SYMMETRIC_BYTES // max(len(contents), 1))
-    for part in found:
-        walk.visit(part) if isinstance(part, Yield) else walk.launch(part)
+    stops = [at for at, part in enumerate(found) if isinstance(part, Yield)]
+    for at, part in enumerate(found):
+        walk.visit(part) if isinstance(part, Yield) else walk.launch(part, is_alone=at > stops[-1])
     walk.end()
     moves = tuple(walk.moves.values())
     roles: tuple[Role, ...] = (Role("caller", 0, 0, 0, tuple(walk.caller)),)
@@ -85,16 +89,19 @@ class _Walk:
     def turn(self) -> int:
         return len(self.comm) + len(self.caller)
 
-    def launch(self, segment: Segment) -> None:
+    def launch(self, segment: Segment, *, is_alone: bool) -> None:
+        """`is_alone`: no visit computes beside it."""
         name = f"{self.schedule.name}_segment{len(self.moves) + 1}"
-        content = (segment.content, tuple(one.name in self.landing for one in segment.schedule.buffers))
+        tuning = _adding(segment.schedule, is_alone=is_alone) if segment.sums else _tuning(segment.schedule)
+        content = (segment.content, tuple(one.name in self.landing for one in segment.schedule.buffers), tuning)
         if content not in self.moves:
-            named = replace(segment.schedule, name=name, tuning=_tuning(segment.schedule))
-            self.moves[content] = lower_moves(named, self.transport, self.most_bytes, self.landing)
+            named = replace(segment.schedule, name=name, tuning=tuning)
+            self.moves[content] = lower_moves(named, self.transport, self.most_bytes, self.landing, segment.sums)
+        moves = self.moves[content]
         reads = tuple(self.at[one] for one in segment.names(*GIVEN))
-        written = segment.names(*RETURNED)
-        writes = tuple(self.at[one] if one in segment.in_place else self._other(one) for one in written)
-        made = Launch(self.moves[content], reads, writes, self.turn, 0)
+        here = {one for one in segment.in_place | (segment.sums & {*moves.alias_safe}) if self._has_own(one)}
+        writes = tuple(self.at[one] if one in here else self._other(one) for one in segment.names(*RETURNED))
+        made = Launch(moves, reads, writes, self.turn, 0)
         self.comm.append(replace(made, after=self._after(made)))
         self._note(made)
 
@@ -111,6 +118,10 @@ class _Walk:
         reads = tuple(self.at[name] for name in results if name in self.at)
         made = Return(reads, tuple(self.seen), self.turn, 0)
         self.caller.append(replace(made, after=self._after(made)))
+
+    def _has_own(self, name: str) -> bool:
+        """Whether it is in a copy that is not the caller's."""
+        return name in self.at and self.at[name].copy > 0
 
     def _other(self, name: str) -> Kept:
         """The copy for what is written anew: not the one that is there, which may still be read."""
@@ -161,6 +172,12 @@ class _Walk:
             (self.written if touch.writes else self.read)[launches][touch.memory] = number
         self.unread = self.unread.difference(phase.reads, phase.writes) if launches else self.unread | {*phase.writes}
         self.at |= {kept.name: kept for kept in phase.writes}
+
+
+def _adding(schedule: Schedule, *, is_alone: bool) -> Tuning:
+    """Of sums of another type: beside a visit few SMs, else all."""
+    sms = schedule.topology.num_sms if is_alone else schedule.tuning.sms or COMBINING.sms
+    return replace(COMBINING, sms=sms)
 
 
 def _tuning(schedule: Schedule) -> Tuning:

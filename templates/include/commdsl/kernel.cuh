@@ -77,10 +77,22 @@ COMMDSL_FN Slice slice_of(const Position<Plan>& here, i32 cut, i32 piece) {
   return {first + begin, smaller(end - begin, here.tile_bytes)};
 }
 
+// Whether a tensor has float32 where what is moved has another type, so that its bytes are more, or fewer.
+template <class Plan>
+COMMDSL_FN bool is_sum(i32 space) {
+  return space != kCell && (Plan::kSums >> space & 1) != 0;
+}
+
+template <class Plan>
+COMMDSL_FN u64 bytes_of_sum(u64 bytes) {
+  return bytes / sizeof(typename Plan::Element::Storage) * sizeof(float);
+}
+
 template <class Plan>
 COMMDSL_FN Place place_of(const Position<Plan>& here, i32 space, i32 rank, i32 index, const Slice& slice) {
   if (space == kCell) return {true, rank, here.cells + static_cast<u64>(index) * (Plan::kLanes * Plan::kSlotBytes)};
-  const u64 at = here.args.tensors[space] + static_cast<u64>(index) * here.args.block_bytes + slice.first;
+  const u64 behind = static_cast<u64>(index) * here.args.block_bytes + slice.first;
+  const u64 at = here.args.tensors[space] + (is_sum<Plan>(space) ? bytes_of_sum<Plan>(behind) : behind);
   if constexpr (Plan::kLands) {
     // A peer's tensor lies as far behind landing[rank] as one's own; a place is counted from heap[rank], modulo 2^64.
     const u64* begin = here.args.landing;
@@ -210,6 +222,7 @@ struct Mover {
 #else
 #include "commdsl/host_packets.hpp"
 #endif
+#include "commdsl/widening.cuh"
 
 namespace commdsl {
 
@@ -253,7 +266,11 @@ COMMDSL_FN bool run_body(const Position<Plan>& here, Mover<Plan>& mover, i32 ind
     if constexpr (kHasFar) {
       if (op.kind == kCopy) transfer(operands);
     }
-    mover.run(operands);
+    if constexpr (Plan::kSums != 0) {
+      add_up(operands);
+    } else {
+      mover.run(operands);
+    }
     return true;
   }
 }
