@@ -27,7 +27,7 @@ MOST_ROWS = 2**31 - 1
 MOST_RANKS = 4096
 """Counts are kept for every pair of ranks."""
 
-MOST_ROUNDS = 2**20
+MOST_ROUNDS = 2**18
 """Of all loops together, however deep one lies in another."""
 
 MOST_SHARDS = 2**22
