@@ -30,7 +30,7 @@ from benchmarks.report import grid
 from commdsl.build import nvrtc
 from commdsl.build.matmul import ARCH, Product, Tiling, emitted
 from commdsl.machine.config import from_environment
-from commdsl.runtime.matmul import Matmul
+from commdsl.runtime.matmul import Launch, Matmul, Matrices
 
 SMS, FEWER = 132, 116
 SHAPES = ((8192, 3584), (8192, 1280), (5120, 3456), (3584, 8192), (1024, 8192), (3456, 5120))
@@ -148,7 +148,7 @@ def check(tilings: Sequence[Tiling], deadline: float) -> int:
 def faults_of(case: Case, tiling: Tiling) -> list[str]:
     """Of two calls: the second one finds the flags as the first has left them."""
     ours = Matmul(case.product, tiling, SMS, 0)
-    launch = ours.prepare(case.a, case.b, case.c, case.bias, case.residual)
+    launch = prepared(ours, case)
     found = []
     for _ in range(2):
         case.c.fill_(-77)
@@ -156,6 +156,12 @@ def faults_of(case: Case, tiling: Tiling) -> list[str]:
         torch.cuda.synchronize()
         found.append(case.fault())
     return [fault for fault in found if fault]
+
+
+def prepared(ours: Matmul, case: Case) -> Launch:
+    bias = 0 if case.bias is None else case.bias.data_ptr()
+    a, b, c, residual = (None if one is None else Matrices.of(one) for one in (case.a, case.b, case.c, case.residual))
+    return ours.prepare([a], b, [c], bias, residual)
 
 
 def build_ahead(forms: Sequence[tuple[str, dict[str, object]]], tilings: Sequence[Tiling]) -> None:
@@ -197,7 +203,7 @@ def row_of(product: Product, tilings: Sequence[Tiling]) -> list[str]:
 
     def add(name: str, tiling: Tiling, sms: int) -> None:
         ours = Matmul(product, tiling, sms, 0)
-        launch = ours.prepare(case.a, case.b, case.c)
+        launch = prepared(ours, case)
         calls[name] = lambda: ours(launch)
 
     for tiling in tilings:

@@ -17,6 +17,7 @@ from commdsl.cost.report import Report, far_from_bound, report
 from commdsl.ir import resolve
 from commdsl.ir.dispatches import ByKey, Dispatch
 from commdsl.ir.plans import DispatchPlan, Routing, routing
+from commdsl.ir.products import stopping
 from commdsl.ir.resolve.faults import nearest
 from commdsl.ir.schedules import Schedule
 from commdsl.language import parsed
@@ -290,11 +291,12 @@ def check_schedule(files: tuple[File, ...], decl: ScheduleDecl, given: Given) ->
     found = _raise_errors((*checks.check_files(files), *checks.check_schedule(meant)))
     warnings = (*resolve.warnings(files, decl), *found)
     _raise_errors((*unbuilt_schedule(meant), *tasks_without_kernel(meant, given.transport)))
-    visits = lower_visits(meant, given.transport) if meant.stops else None
+    stopped = stopping(meant).schedule
+    visits = lower_visits(stopped, given.transport) if meant.stops else None
     plan = visits if visits is not None and meant.has_bodies else lower(meant, given.transport)
     for one in dict.fromkeys(one for one in (plan, visits) if one is not None):
         verify(one)
-        warnings += _raise_errors(checks.check_plan(meant, one))
+        warnings += _raise_errors(checks.check_plan(stopped, one))
     costs = report(meant)
     return CheckedSchedule(meant, plan, visits, costs, (*warnings, *far_from_bound(meant, costs)))
 

@@ -226,7 +226,7 @@ def test_environment() -> None:
 def test_settings_are_listed() -> None:
     """README.md lists every variable of the environment that is read, and no other."""
     text = (PACKAGE / "machine" / "config.py").read_text(encoding="utf-8")
-    read = set(re.findall(r'"((?:COMMDSL|NVSHMEM)_[A-Z_]+|CXX|NO_COLOR|TERM)"', text))
+    read = set(re.findall(r'"((?:COMMDSL|NVSHMEM|CUDA)_[A-Z_]+|CXX|NO_COLOR|TERM)"', text))
     section = (ROOT / "README.md").read_text(encoding="utf-8").partition("### Settings")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`[^|]*`) \|", section, re.MULTILINE)
 

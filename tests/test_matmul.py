@@ -14,32 +14,38 @@ from commdsl.machine.config import from_environment
 TILINGS = [Tiling(columns, cluster, parts) for columns in (128, 256) for cluster in (1, 2) for parts in (1, 4, 8)]
 
 
-def pieces(found: Table) -> list[list[tuple[int, int, int, int, int, int]]]:
-    """By worker, in order: row and column of the tile, first and last stage, slot, parts."""
-    flat = [(*tile, *depth, slot, parts) for tile, depth, slot, parts in found.pieces.tolist()]
+def pieces(found: Table) -> list[list[tuple[int, ...]]]:
+    """By worker, in order: turn, row and column of the tile, first and last stage, slot, parts."""
+    flat = [(turn, *tile, *depth, slot, parts) for tile, depth, slot, parts, turn in found.pieces.tolist()]
     return [flat[first:last] for first, last in zip(found.begin, found.begin[1:], strict=False)]
 
 
-def random_table(seed: int) -> tuple[tuple[int, int, int], Tiling, Table]:
+def random_table(seed: int) -> tuple[tuple[int, int, int, int], Tiling, Table]:
     dice = random.Random(seed)
     product = Product(
-        *(8 * 2 ** dice.randrange(8) * dice.choice((1, 3, 5)) for _ in range(3)), gated=dice.random() < 0.3
+        *(8 * 2 ** dice.randrange(8) * dice.choice((1, 3, 5)) for _ in range(3)),
+        gated=dice.random() < 0.3,
+        turns=dice.choice((1, 1, 2, 7)),
     )
     tiling = dice.choice(TILINGS)
-    return product.tiles(tiling), tiling, table(product, tiling, dice.choice((132, 116, 7)) // tiling.cluster)
+    return (
+        (product.turns, *product.tiles(tiling)),
+        tiling,
+        table(product, tiling, dice.choice((132, 116, 7)) // tiling.cluster),
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_stage_of_every_tile_is_made_once(seed: int) -> None:
-    """Whatever the size and the tiling, the pieces are the whole product."""
-    (high, wide, depth), _, found = random_table(seed)
+    """Whatever the size and the tiling, the pieces are the whole product, in every turn."""
+    (turns, high, wide, depth), _, found = random_table(seed)
     made = Counter(
-        (row, column, stage)
+        (turn, row, column, stage)
         for worker in pieces(found)
-        for row, column, first, last, _, _ in worker
+        for turn, row, column, first, last, _, _ in worker
         for stage in range(first, last)
     )
-    assert len(made) == high * wide * depth
+    assert len(made) == turns * high * wide * depth
     assert set(made.values()) == {1}
 
 
@@ -50,33 +56,31 @@ def test_who_adds_up_a_tile_waits_for_pieces_that_come_first(seed: int) -> None:
     """
     _, tiling, found = random_table(seed)
     left = {
-        slot: (row, column, first, last)
+        slot: (turn, row, column, first, last)
         for worker in pieces(found)
-        for row, column, first, last, slot, parts in worker
+        for turn, row, column, first, last, slot, parts in worker
         if parts < 0
     }
     assert len(left) == found.slots
     for worker in pieces(found):
-        waits = [parts > 0 for *_, parts in worker if parts != 0]
-        assert waits == sorted(waits)
-        assert [parts == 0 for *_, parts in worker] == sorted(parts == 0 for *_, parts in worker)
-        for row, column, first, last, slot, parts in worker:
+        order = [(turn, parts == 0, parts > 0) for turn, *_, parts in worker]
+        assert order == sorted(order)
+        for turn, row, column, first, last, slot, parts in worker:
             assert first == 0 or parts < 0
             for one in range(slot, slot + max(parts, 0)):
-                assert left[one][:3] == (row, column, last)
-                last = left.pop(one)[3]
+                assert left[one][:4] == (turn, row, column, last)
+                last = left.pop(one)[4]
             assert parts < tiling.parts
     assert not left
 
 
-def test_what_is_left_over_is_dealt_out_evenly() -> None:
-    """40 tiles for 132 workers, each cut into up to 4: all have as much to do, but for one stage."""
-    product, tiling = Product(1024, 1280, 8192), Tiling(256, 1, 4)
-    lengths = [
-        sum(last - first for _, _, first, last, _, _ in worker) for worker in pieces(table(product, tiling, 132))
-    ]
-    assert min(lengths) == 38
-    assert max(lengths) == 39
+@pytest.mark.parametrize(("columns", "least", "most", "idle"), [(1280, 42, 43, 12), (2560, 77, 78, 0)])
+def test_what_is_left_over_is_dealt_out_evenly(columns: int, least: int, most: int, idle: int) -> None:
+    """Of 132 workers, 40 tiles have three each, and 80 tiles have all: they have as much to do, but for one stage."""
+    product, tiling = Product(1024, columns, 8192), Tiling(256, 1, 4)
+    lengths = [sum(last - first for *_, first, last, _, _ in worker) for worker in pieces(table(product, tiling, 132))]
+    assert {*lengths} - {0} == {least, most}
+    assert lengths.count(0) == idle
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_yield_with_a_body() -> None:
     [
         "compute add(a, b -> c)",
         "compute add(a, b -> c) on compute",
-        "compute matmul(a, b -> c, d) tiles 128 x 256 on compute",
+        "compute attend(a, b -> c, d) tiles 128 x 256 on compute",
         "yield attend(kv, acc -> acc, kv)",
     ],
 )

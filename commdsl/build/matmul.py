@@ -10,6 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as memoize
+from itertools import product as pairs
 from typing import NamedTuple
 
 import numpy as np
@@ -20,13 +21,15 @@ ARCH = "sm_90a"
 """The architecture with its own instructions: no other runs what is built for it."""
 
 THREADS = 384
+MULTIPLIERS = 2
 ROWS, DEPTH = 128, 64
 """Of the tile of a block: rows, and the depth of one stage."""
 
 _LINE, _PANELS, _MARKS = 128, 4 * 64 * 128, 256  # bytes, as matmul.cuh lays them out
 _SHARED = 227 * 1024
-_PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i4")])
-_ARGUMENTS = struct.Struct("<7Q2I")
+_PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i2"), ("turn", "<u2")])
+_TURN = struct.Struct("<6H3h14x")
+_ARGUMENTS = struct.Struct("<10Q2I")
 _LEAST = 4  # stages of a part: what it costs to add two parts up takes as long
 _BAND = 16  # rows of blocks' tiles whose columns are made together: what they read stays in the L2 cache
 
@@ -52,9 +55,10 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """C [rows, columns] = A x B in `dtype`, C in `result`. A lies as [rows, depth] where it is `a_deep`, else as
-    [depth, rows]; B as [columns, depth] where it is `b_deep`. On the float32 sum: bias, then an activation, then the
-    residual. Gated, B has twice the columns, and silu(first half) * second half is what comes of them.
+    """C [rows, columns] = A x B in `dtype`, C in `result`; `turns` such products of one B. A lies as [rows, depth]
+    where it is `a_deep`, else as [depth, rows]; B as [columns, depth] where it is `b_deep`. On the float32 sum: bias,
+    then an activation, then the residual. Gated, B has twice the columns, and silu(first half) * second half is what
+    comes of them.
     """
 
     rows: int
@@ -68,6 +72,7 @@ class Product:
     gelu: bool = False
     gated: bool = False
     residual: bool = False
+    turns: int = 1
 
     def defines(self) -> tuple[str, ...]:
         return f"COMMDSL_DTYPE={self.dtype}", f"COMMDSL_RESULT={self.result}"
@@ -93,7 +98,7 @@ def emitted(product: Product, tiling: Tiling) -> Emitted:
     )
 
 
-_FIELDS = ("columns", "stages", "cluster", "a_deep", "b_deep", "bias", "gelu", "gated", "residual")
+_FIELDS = ("columns", "stages", "cluster", "a_deep", "b_deep", "bias", "gelu", "gated", "adds")
 
 
 @memoize
@@ -114,47 +119,87 @@ class Table(NamedTuple):
 
 
 def table(product: Product, tiling: Tiling, workers: int) -> Table:
-    """Every worker, a cluster of blocks, makes as many whole tiles as any other; those that are left over are cut
-    along their depth into equal parts, which come first in every worker's list. Whoever has a first part adds up what
-    the others leave: they have it first, so nobody waits long, and no two wait for each other.
+    """Turn after turn every worker, a cluster of blocks, makes as many whole tiles as any other; those that are left
+    over are cut along their depth into equal parts, which come first in every worker's list of the turn. Whoever has a
+    first part adds up what the others leave: they have it first, so nobody waits long, and no two wait for each other.
+    Where nothing is cut, who comes last in one turn is followed by the next worker in the next one.
     """
     high, wide, depth = product.tiles(tiling)
     tiles = [(row, column) for rows in _bands(high, _BAND // tiling.cluster) for column in range(wide) for row in rows]
     left = len(tiles) % workers if tiling.parts > 1 else 0
     lists: list[list[tuple[int, ...]]] = [[] for _ in range(workers)]
-    slots = _cut(tiles[len(tiles) - left :], depth, tiling.parts, lists)
-    for at, (row, column) in enumerate(tiles[: len(tiles) - left]):
-        lists[at % workers].append((row, column, 0, depth, 0, 0))
+    slots = dealt = 0
+    for turn in range(product.turns):
+        slots = _cut(tiles[:left], depth, tiling.parts, lists, turn, slots)
+        for row, column in tiles[left:]:
+            lists[dealt % workers].append((row, column, 0, depth, 0, 0, turn))
+            dealt += 1
     flat = [piece for pieces in lists for piece in pieces]
     found = np.zeros(len(flat), _PIECE)
-    for at, (row, column, first, last, slot, parts) in enumerate(flat):
-        found[at] = ((row, column), (first, last), slot, parts)
+    for at, (row, column, first, last, slot, parts, turn) in enumerate(flat):
+        found[at] = ((row, column), (first, last), slot, parts, turn)
     begin = np.cumsum([0, *(len(pieces) for pieces in lists)], dtype=np.int32)
     return Table(found, begin, slots)
+
+
+def _shares(tiles: int, depth: int, most: int, workers: int) -> int:
+    """How many workers these tiles are dealt out to: as many for each tile, where there are enough of them."""
+    each = min(most, workers // tiles, max(depth // _LEAST, 1))
+    return tiles * each if each > 1 else max(tiles, min(workers, most * tiles, tiles * depth // _LEAST))
 
 
 def _bands(high: int, band: int) -> list[range]:
     return [range(first, min(first + band, high)) for first in range(0, high, band)]
 
 
-def _cut(tiles: Sequence[tuple[int, int]], depth: int, most: int, lists: list[list[tuple[int, ...]]]) -> int:
-    """Deals the stages of these tiles out, as evenly as they go, to up to `most` workers a tile."""
+def _cut(
+    tiles: Sequence[tuple[int, int]], depth: int, most: int, lists: list[list[tuple[int, ...]]], turn: int, slots: int
+) -> int:
+    """Deals the stages of these tiles out, as evenly as they go, to up to `most` workers a tile; `slots` are taken, and
+    so many then.
+    """
     if not tiles:
-        return 0
+        return slots
     stages = len(tiles) * depth
-    dealt = max(len(tiles), min(len(lists), most * len(tiles), stages // _LEAST))
+    dealt = _shares(len(tiles), depth, most, len(lists))
     bounds = [share * stages // dealt for share in range(dealt + 1)]
-    slots = 0
     for at, (row, column) in enumerate(tiles):
         cuts = [bound - at * depth for bound in bounds if at * depth < bound < (at + 1) * depth]
         edges = [0, *cuts, depth]
         first = next(i for i in range(dealt) if bounds[i] <= at * depth < bounds[i + 1])
-        lists[first].append((row, column, 0, edges[1], slots, len(cuts)))
+        lists[first].append((row, column, 0, edges[1], slots, len(cuts), turn))
         for part in range(len(cuts)):
-            piece = (row, column, edges[part + 1], edges[part + 2], slots + part, -1)
+            piece = (row, column, edges[part + 1], edges[part + 2], slots + part, -1, turn)
             lists[first + 1 + part].append(piece)
         slots += len(cuts)
     return slots
+
+
+# Measured on an H200, microseconds: a stage of a tile of 256 and of 128 columns, what becomes of a tile's sums, what it
+# takes to cut tiles, and each part more.
+_STAGE, _EPILOGUE = {256: 0.65, 128: 0.36}, {256: 4.0, 128: 1.5}
+_CUT, _UNEVEN, _PART = 2.0, 6.0, 1.0
+
+
+def chosen(product: Product, sms: int) -> Tiling:
+    """The tiling that takes the least time, by the figures above."""
+    clusters = (1,) if product.rows <= ROWS else (2, 1)
+    ways = [Tiling(*way) for way in pairs((256, 128), clusters, (1, 2, 3, 4, 6, 8))]
+    return min(ways, key=lambda tiling: _time(product, tiling, sms // tiling.cluster))
+
+
+def _time(product: Product, tiling: Tiling, workers: int) -> float:
+    high, wide, depth = product.tiles(tiling)
+    stage, epilogue = _STAGE[tiling.columns], _EPILOGUE[tiling.columns]
+    if tiling.parts == 1:
+        return -(-high * wide * product.turns // workers) * (depth * stage + epilogue)
+    waves, left = divmod(high * wide, workers)
+    time = waves * (depth * stage + epilogue)
+    if left:
+        dealt = _shares(left, depth, tiling.parts, workers)
+        uneven = _UNEVEN if dealt % left else 0.0
+        time += left * depth / dealt * stage + epilogue + _CUT + uneven + _PART * (dealt / left - 1)
+    return product.turns * time
 
 
 def slot_bytes(tiling: Tiling) -> int:
@@ -162,7 +207,35 @@ def slot_bytes(tiling: Tiling) -> int:
     return 4 * ROWS * tiling.columns * tiling.cluster
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One of the products of a launch: its rows are matrix `rows[1]` of tensor `rows[0]`, its result likewise; `count`
+    matrices of the sums, from `first` on, are added. Words of the call, -1 for none: that say that the rows are there,
+    or the sums, and the one in which stored tiles are counted, `stores` in all.
+    """
+
+    rows: tuple[int, int] = (0, 0)
+    result: tuple[int, int] = (0, 0)
+    first: int = 0
+    count: int = 0
+    rows_there: int = -1
+    sums_there: int = -1
+    stored: int = -1
+
+    def pack(self) -> bytes:
+        words = self.rows_there, self.sums_there, self.stored
+        return _TURN.pack(*self.rows, *self.result, self.first, self.count, *words)
+
+
+def stores(product: Product, tiling: Tiling) -> int:
+    """What is counted when all of a turn is stored: each multiplier of a block counts its own."""
+    high, wide, _ = product.tiles(tiling)
+    return high * wide * tiling.cluster * MULTIPLIERS
+
+
 def packed(maps: Sequence[bytes], addresses: Sequence[int], timeout_ns: int, product: Product) -> bytes:
-    """The kernel's one argument: the maps of A, B and C, the addresses of pieces, begin, bias, residual, partials and
-    flags, how long a block waits for another one's sum, and the size of C."""
+    """The kernel's one argument: two maps of A, one of B and two of C, the addresses of pieces, begin, turns, words,
+    bias and sums, bytes from one of these to the next, partials and flags, how long a block waits for what others do,
+    and the size of C.
+    """
     return b"".join(maps) + _ARGUMENTS.pack(*addresses, timeout_ns, product.rows, product.columns)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from commdsl.checks.locations import Located, statement_key
 from commdsl.ir.classes import classes, joining
+from commdsl.ir.products import added
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import MoveKind
@@ -21,9 +22,10 @@ def combining_engine(located: Located) -> Iterator[Diagnostic]:
     if schedule.tuning.protocol != "engine" or (schedule.has_bodies and _has_launches_that_only_move(schedule)):
         return
     told: set[tuple[str, int, int]] = set()
+    within = added(schedule)
     for _, _, moves in located.statements():
         key = statement_key(moves.moves.span)
-        if moves.moves.kind is MoveKind.REDUCE and key not in told:
+        if moves.moves.kind is MoveKind.REDUCE and key not in told and key[1:] not in within:
             told.add(key)
             yield Diagnostic(
                 "C510",

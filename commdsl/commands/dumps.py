@@ -232,7 +232,8 @@ def unit_lines(plan: Plan) -> Iterator[str]:
     """What buffers are made of, where that is not the same for all."""
     units = {kept.name: kept.unit for kept in kept_by(plan)}
     for name, unit in units.items() if len({*units.values()}) > 1 else ():
-        yield f"{name}: blocks as long as those of {unit.size}, {unit.element or f'of the type of {unit.typed}'}"
+        long = f"as long as those of {unit.size}" if unit.factor is None else f"of {unit.size} times {unit.factor}"
+        yield f"{name}: blocks {long}, {unit.element or f'of the type of {unit.typed}'}"
 
 
 def static_lines(plan: Plan) -> list[str]:

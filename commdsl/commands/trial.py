@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import isqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from commdsl.commands.visited import Visited
 from commdsl.compiler import CompiledSchedule
 from commdsl.ir import interpret
 from commdsl.ir.classes import joining, types
+from commdsl.ir.products import stopping
 from commdsl.ir.schedules import Contract, Schedule, Yield
 from commdsl.language.kinds import BufferKind
 from commdsl.machine import dtypes
@@ -90,20 +92,23 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     """Runs once. A wrong result or a time-out is in `fault`."""
     reduces = compiled.plan.has_reduction
     dtype = find_dtype(settings.dtype, settings.operation, reduces=reduces and not compiled.plan.is_visited)
-    of = types(compiled.schedule, dtype)
-    for name in reduced(compiled.schedule) if compiled.plan.is_visited else ():
+    schedule = stopping(compiled.schedule).schedule
+    of = types(schedule, dtype)
+    for name in reduced(schedule) if compiled.plan.is_visited else ():
         find_dtype(of[name].name, settings.operation, reduces=True)
     averages = reduces and settings.operation == "avg"
     if averages and compiled.plan.is_visited:
         raise UsageError("with visits there is no `avg`: take the sum and divide it")
-    most = max(buffer.blocks * of[buffer.name].size for buffer in compiled.schedule.buffers)
+    most = max(buffer.blocks * of[buffer.name].size for buffer in schedule.buffers)
     elements = settings.buffer_bytes // most
+    if schedule.has_products:
+        elements = isqrt(elements) ** 2  # blocks are square matrices
     largest = max(one.size for one in of.values())
-    refuse_large(memory_of(compiled.schedule, elements * largest), settings.buffer_bytes, compiled.plan.num_ranks)
-    inputs = make_inputs(compiled, of, elements)
+    refuse_large(memory_of(schedule, elements * largest), settings.buffer_bytes, compiled.plan.num_ranks)
+    inputs = make_inputs(schedule, of, elements)
     start = time.perf_counter()
-    visited = Visited(compiled.schedule, elements, dtype)
-    expected = interpret.run(compiled.schedule, inputs, dtype, settings.operation, visited.bodies)
+    visited = Visited(schedule, elements, dtype)
+    expected = interpret.run(schedule, inputs, dtype, settings.operation, visited.bodies)
     block_bytes = elements * dtype.size
     compared, fault = 0, ""
     try:
@@ -117,7 +122,7 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
                 mode=settings.mode,
                 sanitize=settings.sanitize,
             )
-            compared, fault = compare(compiled.schedule, expected, found, block_bytes)
+            compared, fault = compare(schedule, expected, found, block_bytes)
         if compiled.visits is not None and not fault and not averages:
             options = host_run.Options(mode=settings.mode, sanitize=settings.sanitize)
             further, fault = visited.compare(compiled, expected, inputs, settings.operation, options)
@@ -148,14 +153,16 @@ def memory_of(schedule: Schedule, block_bytes: int) -> int:
     return COPIES * blocks * block_bytes * schedule.num_ranks
 
 
-def make_inputs(compiled: CompiledSchedule, of: Mapping[str, DType], elements: int) -> dict[str, list[Array]]:
-    """Random elements for every rank, the same on every machine."""
+def make_inputs(schedule: Schedule, of: Mapping[str, DType], elements: int) -> dict[str, list[Array]]:
+    """Random elements for every rank, the same on every machine; factors as matrices."""
     random = np.random.default_rng(SEED)
     inputs: dict[str, list[Array]] = {}
-    for buffer in compiled.schedule.buffers:
+    for buffer in schedule.buffers:
         if buffer.kind in (BufferKind.INPUT, BufferKind.INOUT):
             shape = buffer.blocks * elements
-            inputs[buffer.name] = [make_array(random, of[buffer.name], shape) for _ in range(compiled.plan.num_ranks)]
+            inputs[buffer.name] = [make_array(random, of[buffer.name], shape) for _ in range(schedule.num_ranks)]
+    for factor in {schedule.buffers[factor].name for _, factor, _ in schedule.products}:
+        inputs[factor] = [values.reshape(isqrt(elements), -1) for values in inputs[factor]]
     return inputs
 
 

@@ -1,13 +1,14 @@
 """Turns a Plan with visits into a run on host ranks, launch by launch, beside what the oracle hands over.
 
 Assumes the schedule was proved. In place of the caller's function, which nobody here knows, what is read is moved on by
-some elements: that is another result on every rank and at every visit. Does not show that launches overlap: each is
-over before what comes after it is started, in the order of the Plan.
+some elements: that is another result on every rank and at every visit. Products are as the oracle makes them. Does not
+show that launches overlap: each is over before what comes after it is started, in the order of the Plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isqrt
 
 import numpy as np
 
@@ -45,6 +46,10 @@ class Visited:
         return self._made(step, rank, given)
 
     def _made(self, step: Yield, rank: int, given: Sequence[Array]) -> list[Array]:
+        if step.is_product:
+            dtype = self._types[step.writes[0]]
+            made_of = interpret.multiply(given[0], given[1], isqrt(self._elements), dtype)
+            return [interpret.combine([made_of, *given[2:]], dtype, "sum")]
         made: list[Array] = []
         for at, buffer in enumerate(step.writes):
             read, written = (self._types[one] for one in (step.reads[at % len(given)], buffer))

@@ -4,6 +4,7 @@ schedules     a schedule: buffers, contracts, steps of moves as arrays
 classes       what its buffers are made of: length of a block, element type
 landing       which buffers of a schedule peers may put to themselves
 held          what each yield of a schedule hands over
+products      products of a schedule -> visits of ours, on single chunks
 functions     what a task of a schedule may compute
 dispatches    a dispatch: tensors of rows and the routes they take
 plans         a plan: shards of documents and the ranks that compute them

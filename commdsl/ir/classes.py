@@ -28,12 +28,14 @@ SUM = "float32"
 @dataclass(frozen=True, slots=True)
 class Unit:
     """What blocks are: as long as those of `size`, a tensor that the caller gives, and of the type `element`; where
-    that is None of the type of `typed`, another.
+    that is None of the type of `typed`, another. With `factor` it is not as long, but has as many rows, each as wide
+    as that tensor has rows.
     """
 
     size: str
     element: str | None
     typed: str
+    factor: str | None = None
 
 
 class Joined:
@@ -58,8 +60,9 @@ class Joined:
 
 
 def joining(schedule: Schedule) -> Iterator[Statement]:
-    """Every statement that moves anything."""
-    return (one for step in schedule.steps if isinstance(step, Step) for one in step.moves if len(one.actor))
+    """Every statement that moves anything as it is."""
+    moves = (one for step in schedule.steps if isinstance(step, Step) for one in step.moves)
+    return (one for one in moves if len(one.actor) and one.factor is None)
 
 
 def classes(schedule: Schedule) -> tuple[int, ...]:
@@ -133,11 +136,15 @@ def units(schedule: Schedule) -> dict[str, Unit | None]:
     lengths = long.groups()
     given = {lengths[number]: buffer.name for number, buffer in reversed([*enumerate(buffers)]) if buffer.kind in GIVEN}
     only = next(iter(given.values())) if len(given) == 1 else None
+    made = {lengths[to]: (lengths[of], buffers[factor].name) for of, factor, to in schedule.products}
     found: dict[str, Unit | None] = {}
     for number, buffer in enumerate(buffers):
-        size = given.get(lengths[number], only)
+        size, factor = given.get(lengths[number], only), None
+        if size is None and lengths[number] in made:
+            of, factor = made[lengths[number]]
+            size = given.get(of)
         element, typed = _typed(buffers, moved, moved[number], frozenset()) or (None, size or "")
-        found[buffer.name] = None if size is None else Unit(size, element, typed)
+        found[buffer.name] = None if size is None else Unit(size, element, typed, factor)
     return found
 
 

@@ -6,6 +6,8 @@ or `emit`: every step reads everything it reads, then writes everything it write
 With `avg` a chunk holds what it does with `sum`, divided: by how many contributions it holds, where a contract sums so
 many, else by the least power of two that is not less. So a result is a mean, no partial sum is larger than what was
 given, and what is rounded on the way is rounded as in the sum.
+
+A product is made in float64, or integers that wrap, and rounded once; what is added to it behind is another step.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import TypeAlias, assert_never
 
 import numpy as np
 
-from commdsl.ir.classes import types, units
+from commdsl.ir.classes import Unit, types, units
 from commdsl.ir.functions import FUNCTIONS
 from commdsl.ir.schedules import Schedule, Statement, Step, Task, Yield
 from commdsl.language.kinds import GIVEN, RETURNED, BufferKind
@@ -48,6 +50,7 @@ class _Memory:
 
     def __init__(self, schedule: Schedule, inputs: Mapping[str, Sequence[Array]], dtype: DType) -> None:
         self.buffers = schedule.buffers
+        self.depths = _depths(schedule, inputs)
         self.elements = _block_elements(schedule, inputs)
         self.dtypes = tuple(types(schedule, dtype).values())
         self.spans = [[self._cut(at, chunk) for chunk in range(one.num_chunks)] for at, one in enumerate(self.buffers)]
@@ -58,7 +61,7 @@ class _Memory:
         for buffer, elements, of in zip(self.buffers, self.elements, self.dtypes, strict=True):
             if buffer.name in inputs and buffer.kind in GIVEN:
                 given = inputs[buffer.name]
-                self.data.append([np.array(given[rank], of.storage) for rank in range(schedule.num_ranks)])
+                self.data.append([np.array(given[rank], of.storage).ravel() for rank in range(schedule.num_ranks)])
             else:
                 size = 0 if buffer.kind is BufferKind.SCRATCH else buffer.blocks * elements
                 self.data.append([np.zeros(size, of.storage) for _ in range(schedule.num_ranks)])
@@ -123,10 +126,30 @@ def _block_elements(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -
     for buffer in schedule.buffers:
         unit = known[buffer.name]
         if buffer.kind in GIVEN and unit is not None:
-            sizes.setdefault(unit.size, set()).update(len(array) / buffer.blocks for array in inputs[buffer.name])
+            sizes.setdefault(unit.size, set()).update(array.size / buffer.blocks for array in inputs[buffer.name])
     if not all(len(found) == 1 and min(found).is_integer() for found in sizes.values()):
         raise ValueError("inputs must be whole blocks of one size on every rank")
-    return tuple(0 if unit is None else int(min(sizes[unit.size])) for unit in known.values())
+    return tuple(0 if unit is None else _elements(unit, int(min(sizes[unit.size])), inputs) for unit in known.values())
+
+
+def _elements(unit: Unit, elements: int, inputs: Mapping[str, Sequence[Array]]) -> int:
+    """Of a block, where a block of what is as long, or is multiplied to it, has so many."""
+    if unit.factor is None:
+        return elements
+    columns, depth = map(int, inputs[unit.factor][0].shape)
+    return elements // depth * columns
+
+
+def _depths(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> dict[int, int]:
+    """By factor, the columns that its rows have, and those of what it multiplies."""
+    found = {}
+    for _, factor, _ in schedule.products:
+        name = schedule.buffers[factor].name
+        shapes = {array.shape for array in inputs[name]}
+        if len(shapes) != 1 or len(min(shapes)) != 2:
+            raise ValueError(f"`{name}` is a matrix, of one shape on every rank")
+        found[factor] = min(shapes)[1]
+    return found
 
 
 def run(
@@ -137,7 +160,8 @@ def run(
     bodies: Mapping[str, Body] = MappingProxyType({}),
 ) -> Result:
     """Runs all ranks; `inputs[name][rank]` for every input and inout buffer, blocks * n elements in storage dtype;
-    `bodies` by name for every `yield` that has one. `dtype`: of buffers of which the schedule declares none.
+    `bodies` by name for every `yield` that has one. `dtype`: of buffers of which the schedule declares none. What a
+    product reads is given as matrices (rows, columns).
 
     `op` is sum, max, min, prod or avg. Raises ValueError for inputs of unequal blocks or an `op` a dtype has not.
     """
@@ -184,8 +208,22 @@ def _results(memory: _Memory, moves: Statement, op: str) -> Iterator[tuple[int, 
             if moves.source_valid is None or moves.source_valid[row, k]:
                 places.append((moves.source_buffer, source_rank, source_chunk))
         operands, held = [memory.read_as(dtype, *place) for place in places], [memory.held(*place) for place in places]
-        values = average(operands, held, memory.summed, dtype) if op == "avg" else combine(operands, dtype, op)
+        if moves.factor is not None:
+            values = multiply(operands[0], memory.whole(moves.factor, rank), memory.depths[moves.factor], dtype)
+        elif op == "avg":
+            values = average(operands, held, memory.summed, dtype)
+        else:
+            values = combine(operands, dtype, op)
         yield moves.dest_buffer, rank, chunk, values, min(sum(held), MOST_CONTRIBUTIONS)
+
+
+def multiply(rows: Array, factor: Array, depth: int, dtype: DType) -> Array:
+    """Rows times the rows of the factor, all of them as deep."""
+    a, b = rows.reshape(-1, depth), factor.reshape(-1, depth)
+    if not dtype.is_float:
+        return (a @ b.T).ravel()
+    made = dtype.widen(a).astype(np.float64) @ dtype.widen(b).astype(np.float64).T
+    return dtype.narrow(made.astype(dtype.accumulator).ravel())
 
 
 def combine(operands: list[Array], dtype: DType, op: str) -> Array:

@@ -9,6 +9,7 @@ is combined on its way is combined from memory of its own, so no buffer of sums 
 from __future__ import annotations
 
 from commdsl.ir.classes import joining
+from commdsl.ir.products import added
 from commdsl.ir.schedules import Schedule, Yield
 from commdsl.language.kinds import BufferKind, MoveKind
 
@@ -19,9 +20,12 @@ def landing(schedule: Schedule) -> frozenset[str]:
         return frozenset()
     stops = (step for step in schedule.steps if isinstance(step, Yield))
     handed_over = {number for step in stops for number in (*step.reads, *step.writes)}
-    moves = list(joining(schedule))
+    handed_over |= {number for product in schedule.products for number in product}
+    moves, within = list(joining(schedule)), added(schedule)
+    handed_over |= {one.source_buffer for one in moves if (one.span.start, one.span.end) in within}
     put = {one.dest_buffer for one in moves if (one.source_rank[:, 0] != one.dest_rank).any()}
-    combined = {one.dest_buffer for one in moves if one.kind is MoveKind.REDUCE}
+    combines = (one for one in moves if one.kind is MoveKind.REDUCE and (one.span.start, one.span.end) not in within)
+    combined = {one.dest_buffer for one in combines}
     copied = {one.source_buffer for one in moves}
     return frozenset(
         schedule.buffers[number].name

@@ -66,6 +66,7 @@ class Statement:
     views. `accumulate`: the old content of the destination is the first operand (a reduce of one source). For PUT the
     source is on the actor; for GET and COPY the destination is; COPY has both on the actor. A PUT or GET to oneself is
     legal. For REDUCE at least one side is on the actor; with k > 1 or `is_list` the destination is on the actor.
+    MATMUL is a COPY that multiplies: a chunk is a matrix, whose rows become those times `factor` on that rank.
     """
 
     kind: MoveKind
@@ -80,6 +81,7 @@ class Statement:
     dest_rank: Ints  # (n,)
     dest_chunk: Ints  # (n,)
     span: Span = field(repr=False)
+    factor: int | None = None  # of MATMUL: a buffer
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Yield:
     """The caller computes here, on every rank: `name` None: it is handed one whole buffer, and nothing changes.
 
     Otherwise its function of that name reads and writes whole buffers. What it writes is its own: nobody here knows it.
+    `is_product`: the function is ours, `matmul`; it reads a matrix, the factor, and sums that it adds in their order.
     """
 
     reads: tuple[int, ...]  # buffers
@@ -103,6 +106,7 @@ class Yield:
     span: Span = field(repr=False)
     writes: tuple[int, ...] = ()  # buffers
     name: str | None = None
+    is_product: bool = False
 
     @property
     def buffer(self) -> int:
@@ -255,12 +259,25 @@ class Schedule:
     def stops(self) -> bool:
         """Whether it can be launched from yield to yield: tasks run within one launch."""
         has_tasks = any(isinstance(step, Task) for step in self.steps)
-        return not has_tasks and any(isinstance(step, Yield) for step in self.steps)
+        return not has_tasks and (self.has_products or any(isinstance(step, Yield) for step in self.steps))
+
+    @property
+    def products(self) -> tuple[tuple[int, int, int], ...]:
+        """What is multiplied by what to what: buffers, each three once."""
+        moves = (one for step in self.steps if isinstance(step, Step) for one in step.moves)
+        found = ((one.source_buffer, one.factor, one.dest_buffer) for one in moves if one.factor is not None)
+        stops = (step for step in self.steps if isinstance(step, Yield) and step.is_product)
+        yields = ((step.reads[0], step.reads[1], step.writes[0]) for step in stops)
+        return tuple(dict.fromkeys((*found, *yields)))
+
+    @property
+    def has_products(self) -> bool:
+        return bool(self.products)
 
     @property
     def has_bodies(self) -> bool:
-        """Whether what the caller computes is part of it, so that it has to stop there."""
-        return any(isinstance(step, Yield) and step.name is not None for step in self.steps)
+        """Whether what is computed between moves is part of it, so that it has to stop there."""
+        return self.has_products or any(isinstance(step, Yield) and step.name is not None for step in self.steps)
 
     def words(self, step: Yield | Task) -> str:
         """`yield kv`, `yield attend(kv, acc -> acc)`, `compute add(a, b -> c)`."""

@@ -13,6 +13,7 @@ class MoveKind(Enum):
     GET = "get"
     COPY = "copy"
     REDUCE = "reduce"
+    MATMUL = "matmul"
 
 
 class BufferKind(Enum):

@@ -199,6 +199,8 @@ def line(node: Line) -> str:
             return f"cycles {name.text} = {_cycles(value)}"
         case syntax.Let(name, value):
             return f"let {name.text} = {expr(value)}"
+        case syntax.Move(_, origin, dest, syntax.Name(factor)):
+            return f"compute matmul({source(origin)}, {factor} -> {ref(dest)})"
         case syntax.Move(kind, origin, dest):
             return f"{kind.value} {source(origin)} -> {ref(dest)}"
         case syntax.Yield(buffer):

@@ -29,6 +29,7 @@ class Config:
     cxx: str  # CXX: the host compiler, empty when not set
     transport: str = "peer"  # COMMDSL_TRANSPORT: "peer", or "nvshmem": kernels that reach far ranks, too
     nodes: tuple[int, ...] = ()  # COMMDSL_NODES: by rank of the world the node it counts as on; empty: the hosts say
+    one_queue: bool = False  # CUDA_DEVICE_MAX_CONNECTIONS: all streams of a process share one queue to its GPU
     share_gpus: bool = False  # COMMDSL_SHARE_GPUS: several ranks may have one GPU, whose kernels then take turns
     arena_bytes: int = 1 << 30  # NVSHMEM_SYMMETRIC_SIZE: what a rank has for groups with far peers
     tables: tuple[Path, ...] = ()  # COMMDSL_TABLES: files of `commdsl tune`, looked at before the shipped tables
@@ -49,6 +50,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         cxx=variables.get("CXX", "").strip(),
         transport=_transport(variables.get("COMMDSL_TRANSPORT", "") or "peer"),
         nodes=_nodes(variables.get("COMMDSL_NODES", "")),
+        one_queue=variables.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1",
         share_gpus=_switch("COMMDSL_SHARE_GPUS", variables.get("COMMDSL_SHARE_GPUS", "")),
         arena_bytes=_bytes("NVSHMEM_SYMMETRIC_SIZE", variables.get("NVSHMEM_SYMMETRIC_SIZE", "") or "1G"),
         tables=tuple(Path(path) for path in variables.get("COMMDSL_TABLES", "").split(os.pathsep) if path),

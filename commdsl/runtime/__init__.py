@@ -33,6 +33,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     tensors       what a call's tensors must be
     calls, work   a call of one shape, made once; one that is waited for
     visits, streams   a call of several launches, with the caller's function between them; the streams it takes
+    products, fused   a call of several launches, with products between them; those as one launch of our kernel
     timing        such a call -> how long each visit took, and what travelled meanwhile
     eager         whether a call may pass torch's dispatcher by
     autograd      a contract -> its backward

@@ -7,13 +7,26 @@ makes one product at a time: what waits in memory between blocks is its own.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from commdsl.build import nvrtc
-from commdsl.build.matmul import ARCH, DEPTH, ROWS, THREADS, Product, Tiling, emitted, packed, slot_bytes, table
+from commdsl.build.matmul import (
+    ARCH,
+    DEPTH,
+    ROWS,
+    THREADS,
+    Product,
+    Tiling,
+    Turn,
+    emitted,
+    packed,
+    slot_bytes,
+    table,
+)
 from commdsl.machine.config import DEFAULT_TIMEOUT, from_environment
 from commdsl.runtime.errors import DeviceError, TensorError
 from commdsl.runtime.kernel import DeviceKernel, Residence
@@ -24,28 +37,64 @@ _LINE = 128  # bytes
 
 
 @dataclass(frozen=True, slots=True)
+class Matrices:
+    """Matrices of one shape, one `step` bytes behind another; what is in a row lies side by side."""
+
+    address: int
+    dtype: torch.dtype
+    count: int
+    rows: int
+    columns: int
+    row_bytes: int  # from one row to the next
+    step: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Matrices:
+        """A tensor (rows, columns), or (matrices, rows, columns)."""
+        whole = tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
+        count, rows, columns = whole.shape
+        step, row, one = (stride * tensor.element_size() for stride in whole.stride())
+        if one != tensor.element_size():
+            raise TensorError(f"elements of a row lie side by side; got strides {tensor.stride()}")
+        return Matrices(tensor.data_ptr(), tensor.dtype, count, rows, columns, row, step if count > 1 else rows * row)
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
-    """One call, ready to be made any number of times."""
+    """One call, ready to be made any number of times, as long as there are the tensors that it was made of."""
 
     blocks: int
     threads: int
     shared: int
     pointers: int
-    kept: tuple[object, ...]  # as long as the launch may be made
+    kept: tuple[object, ...]
+
+
+def launch_of(argument: bytes, sizes: Sequence[int], blocks: int, threads: int, shared: int) -> Launch:
+    """A launch whose arguments, of so many bytes, lie one behind another."""
+    held = ctypes.create_string_buffer(argument, len(argument))
+    offsets = [sum(sizes[:number]) for number in range(len(sizes))]
+    pointers = (ctypes.c_void_p * len(sizes))(*(ctypes.addressof(held) + offset for offset in offsets))
+    return Launch(blocks, threads, shared, ctypes.addressof(pointers), (held, pointers))
 
 
 class Matmul:
-    """One product, cut in one way, on up to `sms` blocks."""
+    """One product, or several turns of it, cut in one way, on up to `sms` blocks."""
 
-    def __init__(self, product: Product, tiling: Tiling, sms: int, device: int) -> None:
+    def __init__(
+        self, product: Product, tiling: Tiling, sms: int, device: int, turns: Sequence[Turn] | None = None
+    ) -> None:
         self.product, self.tiling = product, tiling
+        turns = [Turn(count=int(product.residual))] if turns is None else turns
         text, high, wide = emitted(product, tiling), *product.tiles(tiling)[:2]
-        workers = min(sms // tiling.cluster, high * wide * tiling.parts)
+        workers = min(sms // tiling.cluster, high * wide * (tiling.parts if tiling.parts > 1 else product.turns))
         self._blocks = workers * tiling.cluster
         dealt = table(product, tiling, workers)
         where = torch.device("cuda", device)
         self._pieces = torch.from_numpy(dealt.pieces.view("<i4")).to(where)
         self._begin = torch.from_numpy(dealt.begin).to(where)
+        packed_turns = bytearray(b"".join(turn.pack() for turn in turns))
+        self._turns = torch.frombuffer(packed_turns, dtype=torch.uint8).to(where)
         self._partials = torch.empty(dealt.slots * slot_bytes(tiling), dtype=torch.uint8, device=where)
         self._flags = torch.zeros(dealt.slots * tiling.cluster * 2, dtype=torch.int64, device=where)
         config = from_environment()
@@ -53,67 +102,77 @@ class Matmul:
         path = nvrtc.build(text, product.defines(), config, ARCH)
         held = Residence("matmul", text.name, self._blocks, THREADS, tiling.shared_bytes, self._blocks)
         self._kernel = DeviceKernel(path, held, device, None)
+        beside = [Residence("matmul", f"{text.name}_{what}", 1, 1, 0, 1) for what in ("raise", "await")]
+        self._raise, self._await = (DeviceKernel(path, one, device, None) for one in beside)
 
     def prepare(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
+        a: Sequence[Matrices],
+        b: Matrices,
+        c: Sequence[Matrices],
+        bias: int = 0,
+        sums: Matrices | None = None,
+        words: int = 0,
     ) -> Launch:
-        """The launch that writes C to `c`. Raises TensorError where a row of a matrix begins elsewhere than TMA can."""
+        """The launch that writes C to `c`, from addresses of `bias` and of the call's words. Of several turns A and C
+        are one or two of what turns name. Raises TensorError where a row of a matrix begins elsewhere than TMA can.
+        """
         half = self.tiling.columns // 2
         maps = (
-            tensor_map(a, ROWS if self.product.a_deep else DEPTH),
+            *(tensor_map(one, ROWS if self.product.a_deep else DEPTH) for one in (a[0], a[-1])),
             tensor_map(b, half if self.product.b_deep else DEPTH),
-            tensor_map(c, _PANEL),
+            *(tensor_map(one, _PANEL) for one in (c[0], c[-1])),
         )
-        own = (self._pieces, self._begin)
-        addresses = [one.data_ptr() for one in own]
-        addresses += [0 if one is None else one.data_ptr() for one in (bias, residual)]
-        addresses += [self._partials.data_ptr(), self._flags.data_ptr()]
+        tables = [one.data_ptr() for one in (self._pieces, self._begin, self._turns)]
+        added = (0, 0) if sums is None else (sums.address, sums.step)
+        addresses = (*tables, words, bias, *added, self._partials.data_ptr(), self._flags.data_ptr())
         argument = packed(maps, addresses, self._timeout_ns, self.product)
-        held = ctypes.create_string_buffer(argument, len(argument))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(held))
-        kept = (held, pointers, a, b, c, bias, residual)
-        return Launch(self._blocks, THREADS, self.tiling.shared_bytes, ctypes.addressof(pointers), kept)
+        return launch_of(argument, [len(argument)], self._blocks, THREADS, self.tiling.shared_bytes)
 
     def __call__(self, launch: Launch) -> None:
         self._kernel.launch(launch, torch.cuda.current_stream().cuda_stream)
 
+    def tell(self, word: int) -> None:
+        """Raises a word behind what the current stream has been given."""
+        self._raise.launch(launch_of(struct.pack("<Q", word), [8], 1, 1, 0), torch.cuda.current_stream().cuda_stream)
 
-def tensor_map(matrix: torch.Tensor, lines: int) -> bytes:
-    """What TMA has to know of a matrix of which it moves boxes of 128 bytes by so many lines, swizzled."""
+    def wait(self, word: int, least: int) -> None:
+        """What the current stream is given from now on waits for a word."""
+        argument = struct.pack("<3Q", word, least, self._timeout_ns)
+        self._await.launch(launch_of(argument, [8, 8, 8], 1, 1, 0), torch.cuda.current_stream().cuda_stream)
+
+
+def tensor_map(one: Matrices, lines: int) -> bytes:
+    """What TMA has to know of matrices of which it moves boxes of 128 bytes by so many lines, swizzled."""
     from cuda.bindings import driver  # where there is a GPU
 
-    step = matrix.stride(0) * matrix.element_size()
-    if matrix.stride(1) != 1 or step % 16 or matrix.data_ptr() % 16:
+    steps = (one.row_bytes, one.step)
+    if any(step % 16 for step in (*steps, one.address)):
         raise TensorError(
-            f"rows of a matrix begin at multiples of 16 bytes, with elements side by side; got strides "
-            f"{matrix.stride()} of {matrix.dtype} at {matrix.data_ptr():#x}"
+            f"rows of a matrix begin at multiples of 16 bytes; got rows {one.row_bytes} bytes apart, matrices "
+            f"{one.step}, at {one.address:#x}"
         )
     kinds = driver.CUtensorMapDataType
     kind = {
         "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "float32": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-    }[element_name(matrix.dtype)]
+    }[element_name(one.dtype)]
     status, made = driver.cuTensorMapEncodeTiled(
         kind,
-        2,
-        matrix.data_ptr(),
-        _words(driver.cuuint64_t, (matrix.shape[1], matrix.shape[0])),
-        _words(driver.cuuint64_t, (step,)),
-        _words(driver.cuuint32_t, (_LINE // matrix.element_size(), lines)),
-        _words(driver.cuuint32_t, (1, 1)),
+        3,
+        one.address,
+        _words(driver.cuuint64_t, (one.columns, one.rows, one.count)),
+        _words(driver.cuuint64_t, steps),
+        _words(driver.cuuint32_t, (_LINE // one.dtype.itemsize, lines, 1)),
+        _words(driver.cuuint32_t, (1, 1, 1)),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise DeviceError(f"cuTensorMapEncodeTiled failed for {tuple(matrix.shape)} of {matrix.dtype}: {status!r}")
+        raise DeviceError(f"cuTensorMapEncodeTiled failed for {one}: {status!r}")
     return ctypes.string_at(int(made.getPtr()), 128)
 
 

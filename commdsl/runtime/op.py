@@ -23,6 +23,7 @@ from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import GradientError, OpError, ReductionError, TensorError
 from commdsl.runtime.given import Patience, Reduction
 from commdsl.runtime.host import HostCommunicator
+from commdsl.runtime.products import Multiplying, multiplying
 from commdsl.runtime.program import Backward, Definition, Program, program
 from commdsl.runtime.timing import Timing
 from commdsl.runtime.visits import Function, Visiting, by_name, check_reductions, prepared, split, travelling
@@ -41,17 +42,16 @@ class Op:
 
     def __init__(self, name: str, definition: Definition, ranks: int, inverse: Inverse, load: Load) -> None:
         self.name = name
-        self._load = load
-        self._inverse = inverse
+        self._load, self._inverse = load, inverse
         self.definition = definition
         self.ranks = ranks  # assumed where a group is not known: tracing without one
         self._programs: dict[tuple[int, Transport], Program] = {}
-        self._calls: dict[tuple[object, ...], Bound] = {}
+        self._calls: dict[tuple[object, ...], Bound | Multiplying] = {}
         self._visiting: dict[tuple[object, ...], Visiting] = {}
         self._lock = threading.Lock()
         # Kept apart from the programs: `torch.compile` traces through a call as far as these.
-        visits, plain = self.program(ranks).visits, self.program(ranks).signature
-        self.input_names = tuple(port.name for port in (plain if visits is None else visits.signature).inputs)
+        called, plain = self.program(ranks).called, self.program(ranks).signature
+        self.input_names = tuple(port.name for port in called.inputs)
         self.num_inputs = len(plain.inputs)
         self.has_reduction = plain.has_reduction
         self.overwritten = plain.in_place or ()  # which inputs
@@ -192,7 +192,7 @@ class Op:
             )
         op, seconds = given.reduction(op), given.seconds(timeout)
         name, behind = groups.resolve(group)
-        visits = self.traced(name).visits
+        visits = self.traced(name).visited
         if visits is None:
             raise OpError(f"`{self.name}` has no `yield`: call it without a function")
         if len(inputs) != len(visits.signature.inputs):
@@ -211,8 +211,7 @@ class Op:
             comm.compare(tensors.described(f"{self.name}.visit", travelling(visits, inputs), op) + listed(about))
         if found is None:
             found = self._prepare_visits(inputs, name, op, seconds, about)
-            _thin_out(self._visiting)
-            self._visiting[key] = found
+            _keep(self._visiting, key, found)
         return found(inputs, functions_of, timing, last)
 
     def held(self, group: Any = None) -> tuple[Held, ...]:
@@ -220,14 +219,14 @@ class Op:
         the rank and the chunk there that it was given in, int32 (ranks, chunks, 2); -1, -1 where a chunk is not new at
         that visit, or was not given: a function made it, or it is a sum. Raises OpError where there is no `yield`.
         """
-        visits = self.traced(groups.name_of(group)).visits
+        visits = self.traced(groups.name_of(group)).visited
         if visits is None:
             raise OpError(f"`{self.name}` has no `yield`: it hands nothing over")
         return visits.held
 
     def lands(self, group: Any = None) -> bool:
         """Whether what a visit is handed may lie in symmetric memory, which the next call has: to keep it, copy it."""
-        return any(landing(one.plan) for one in (self.traced(groups.name_of(group)).visits,) if one is not None)
+        return any(landing(one.plan) for one in (self.traced(groups.name_of(group)).visited,) if one is not None)
 
     def synchronize(self, group: Any = None) -> None:
         """Waits for this rank's calls on the group and raises what went wrong in them."""
@@ -286,15 +285,14 @@ class Op:
             raise
         if call is None or behind is None or not call.serves(behind):
             call = self._prepare(inputs, name, op, in_place, seconds)
-            _thin_out(self._calls)
-            self._calls[key] = call
+            _keep(self._calls, key, call)
         elif call.compares:
             groups.of(name, first.device).compare(tensors.described(self.name, inputs, given.reduction(op)))
         return call(inputs)
 
     def _prepare(
         self, inputs: tuple[torch.Tensor, ...], name: str, op: Reduction, in_place: bool, seconds: float | None
-    ) -> Bound:
+    ) -> Bound | Multiplying:
         op = given.reduction(op)
         self._check(inputs, name, op)
         comm = groups.of(name, inputs[0].device)
@@ -302,18 +300,19 @@ class Op:
         comm.check()
         comm.compare(tensors.described(self.name, inputs, op))
         known = self.program(comm.size, comm.transport)
-        signature = known.signature
-        chosen = signature.in_place if in_place else None
+        if known.visits is not None and known.visits.parts:
+            return multiplying(self.name, comm, known, inputs, seconds, groups.owner_of(name))
+        chosen = known.signature.in_place if in_place else None
         if in_place and chosen is None:
             raise TensorError(f"`{self.name}_` is not proved to work in place for this number of ranks")
-        block_bytes = inputs[0].nbytes // signature.inputs[0].blocks
+        block_bytes = inputs[0].nbytes // known.signature.inputs[0].blocks
         start = comm.prepare(known, block_bytes, tensors.element_name(inputs[0].dtype), op, seconds)
         return Bound(self.name, comm, known, inputs, chosen, start, groups.owner_of(name))
 
     def _check(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> None:
         """Refuses what no rank can call, before this one waits for any."""
         known = self.traced(name)
-        if known.plan.is_visited:
+        if known.plan.is_visited and known.visited is not None:
             raise OpError(f"`{self.name}` moves what its caller computes on the way: call `visit`, with a function")
         given.tensors(self.name, inputs, self.num_inputs)
         if groups.size_of(name) is not None:
@@ -332,12 +331,13 @@ class Op:
         return Visiting(self.name, comm, visits, inputs, starts, seconds, owner)
 
 
-def _thin_out(kept: dict[tuple[object, ...], Any]) -> None:
-    """Lets go of calls on groups that were given back, and of all when there are too many."""
+def _keep(kept: dict[tuple[object, ...], Any], new: tuple[object, ...], made: Any) -> None:
+    """Keeps a call, and lets go of those on groups that were given back, and of all when there are too many."""
     for key in [key for key, call in tuple(kept.items()) if call.is_over]:
         kept.pop(key, None)
     if len(kept) >= MAX_KEPT:
         kept.clear()
+    kept[new] = made
 
 
 class _Registry:

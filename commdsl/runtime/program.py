@@ -22,8 +22,9 @@ from commdsl.build.emit import Emitted
 from commdsl.ir.classes import Unit, units
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.held import Held, held
+from commdsl.ir.products import Part, stopping
 from commdsl.ir.schedules import Contract, Schedule, Yield
-from commdsl.language.kinds import GIVEN
+from commdsl.language.kinds import GIVEN, RETURNED
 from commdsl.language.source import Texts
 from commdsl.language.text import text_of
 from commdsl.machine import cache
@@ -85,6 +86,16 @@ class Program:
     backward: Backward | None
     visits: Visits | None = None  # how it stops at its yields, where it has any
 
+    @property
+    def visited(self) -> Visits | None:
+        """The visits of the caller: where every visit is a product there are none."""
+        return None if self.visits is None or self.visits.parts else self.visits
+
+    @property
+    def called(self) -> Signature:
+        """What a call is given and returns, with visits where the caller has any."""
+        return self.signature if self.visited is None else self.visited.signature
+
 
 @dataclass(frozen=True, eq=False)
 class Visits:
@@ -97,6 +108,7 @@ class Visits:
     signature: Signature
     launched: tuple[Program, ...]  # as `segments`
     held: tuple[Held, ...]  # what each visit is handed
+    parts: tuple[Part, ...]  # of the tensors of a call, where every visit is a product
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +190,8 @@ def _compile(definition: Definition, ranks: int, transport: Transport) -> Progra
     visits = _visits(made)
     if made.plan.is_visited:
         assert visits is not None
-        return Program(made.plan, made.emitted, visits.signature, True, None, visits)
+        signature = _whole(made.schedule) if visits.parts else visits.signature
+        return Program(made.plan, made.emitted, signature, True, None, visits)
     return Program(
         made.plan,
         made.emitted,
@@ -190,9 +203,11 @@ def _compile(definition: Definition, ranks: int, transport: Transport) -> Progra
 
 
 def _visits(made: CompiledSchedule) -> Visits | None:
-    plan, schedule = made.visits, made.schedule
+    plan = made.visits
     if plan is None:
         return None
+    stopped = stopping(made.schedule)
+    schedule = stopped.schedule
     launched = [
         Program(one, emitted, _signature(schedule, one), True, None)
         for one, emitted in zip((plan_of(plan, moves) for moves in segments(plan)), made.launched, strict=True)
@@ -208,7 +223,17 @@ def _visits(made: CompiledSchedule) -> Visits | None:
         any(one.plan.moves.has_reduction for one in launched),
         None,
     )
-    return Visits(plan, signature, tuple(launched), held(schedule))
+    return Visits(plan, signature, tuple(launched), held(schedule), stopped.parts)
+
+
+def _whole(schedule: Schedule) -> Signature:
+    """Of an op that multiplies: its tensors as the text has them."""
+    known = units(schedule)
+    given, returned = (
+        tuple(Port(one.name, one.blocks, 0, known[one.name]) for one in schedule.buffers if one.kind in kinds)
+        for kinds in (GIVEN, RETURNED)
+    )
+    return Signature(given, returned, (), (), False, None)
 
 
 def _parts(definition: Definition, ranks: int, transport: Transport) -> list[str]:

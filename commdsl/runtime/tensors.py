@@ -39,6 +39,23 @@ def check(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> N
     if first.device.type not in ("cpu", "cuda"):
         raise TensorError(f"`{name}` runs on cpu and cuda tensors, not on {first.device.type}")
     _check_blocks(name, signature, tensors)
+    for port in filter(_is_made, signature.outputs):
+        _check_product(name, signature, port, tensors)
+
+
+def _check_product(name: str, signature: Signature, made: Port, tensors: Sequence[torch.Tensor]) -> None:
+    """What is multiplied are matrices of floats whose rows are as long."""
+    assert made.unit is not None
+    assert made.unit.factor is not None
+    rows, factor = _sized(signature, made), _input(signature, made.unit.factor)
+    for number in (rows, factor):
+        tensor, port = tensors[number], signature.inputs[number]
+        if tensor.dim() != 2 or not tensor.dtype.is_floating_point:
+            what = f"a matrix of floats, not {tuple(tensor.shape)} of {tensor.dtype}"
+            raise TensorError(f"`{name}`: `{port.name}` is {what}")
+        if (tensor.shape[1], tensor.dtype) != (tensors[rows].shape[1], tensors[rows].dtype):
+            first = f"`{signature.inputs[rows].name}` {tensors[rows].shape[1]} of {tensors[rows].dtype}"
+            raise TensorError(f"`{name}`: a row of `{port.name}` has {tensor.shape[1]} of {tensor.dtype}, of {first}")
 
 
 def _check_blocks(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> None:
@@ -65,6 +82,9 @@ def dtype_of(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) 
 def block_elements(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) -> int:
     """How many elements a block of it has."""
     like = _sized(signature, port)
+    if _is_made(port):
+        rows, columns = _made_block(signature, port, tensors)
+        return int(rows * columns)
     return tensors[like].numel() // signature.inputs[like].blocks
 
 
@@ -135,10 +155,25 @@ def shapes(signature: Signature, tensors: Sequence[torch.Tensor], ports: Sequenc
 
 def _shape(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) -> list[Any]:
     """As the input whose blocks are as long, where there are as many."""
+    if _is_made(port):
+        return _stacked(port, _made_block(signature, port, tensors))
     number = _sized(signature, port)
     if port.unit is not None and port.blocks == signature.inputs[number].blocks:
         return list(tensors[number].shape)
     return _stacked(port, _block(signature, number, tensors))
+
+
+def _is_made(port: Port) -> bool:
+    """Whether a product makes it."""
+    return port.unit is not None and port.unit.factor is not None
+
+
+def _made_block(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Rows of a block of what is multiplied, each as wide as the factor has rows."""
+    assert port.unit is not None
+    assert port.unit.factor is not None
+    rows = _block(signature, _sized(signature, port), tensors)[0]
+    return [rows, tensors[_input(signature, port.unit.factor)].shape[0]]
 
 
 def _block(signature: Signature, number: int, tensors: Sequence[torch.Tensor]) -> list[Any]:

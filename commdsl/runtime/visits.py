@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, TypeAlias, assert_never
 
 import torch
@@ -37,6 +37,10 @@ Function: TypeAlias = Callable[..., Any]
 """What the caller computes: the number of the visit and tensors, to what it writes; nothing where it writes nothing.
 With a keyword `out`, as in `def attend(visit, k, v, *, out)`, it is given where that belongs.
 """
+
+
+Over: TypeAlias = Callable[[Streams, Mapping[Kept, torch.Tensor]], tuple[Streams, Mapping[str | None, Function]]]
+"""Of a call's streams and tensors, what stands in place of its streams, and of the caller's functions."""
 
 
 Made: TypeAlias = tuple[Moves, Unit]
@@ -94,8 +98,13 @@ class Visiting:
         functions: Mapping[str | None, Function],
         timing: Timing | None = None,
         last: int | None = None,
+        places: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        over: Over | None = None,
     ) -> Result:
-        """Starts everything, calls the functions, and returns the results, or the last so many of them."""
+        """Starts everything, calls the functions, and returns the results, or the last so many of them. `places`: by
+        name where what is not given lies, if not in tensors of the call's own. `over`: of what stands in their place,
+        the streams and the functions of the call.
+        """
         self._communicator.refuse_if_broken()
         self._communicator.check()
         with self._region() as region:
@@ -105,10 +114,15 @@ class Visiting:
                 streams, functions = timing.over(streams, functions, waits)
             if region is not None:
                 region.enter(streams)
-            held = {kept: inputs[0].new_empty(shape, dtype=dtype) for kept, shape, dtype in self._own}
+            held = {
+                kept: places[kept.name] if kept.name in places else inputs[0].new_empty(shape, dtype=dtype)
+                for kept, shape, dtype in self._own
+            }
             held |= self._landed.tensors(region, inputs[0])
             for kept, number in self._given:
                 held[kept] = inputs[number]
+            if over is not None:
+                streams, functions = over(streams, held)
             failure, results = self._run(streams, functions, held, () if region is None else region.bases, last)
         if failure is not None:
             try:

@@ -15,6 +15,8 @@ def check_move(rules: ExpressionRules, move: syn.Move, acting: str) -> None:
     """Reports what is wrong with one move of an `each` whose acting rank is called `acting`."""
     rules.source(move.source)
     rules.ref(move.dest)
+    if move.factor is not None:
+        rules.buffer(move.factor)
     if isinstance(move.dest.place, syn.All):
         help = "let a binder range over the ranks: `each r, q { ... @ q }`"
         span = move.dest.place.span
@@ -43,10 +45,11 @@ def _check_places(rules: ExpressionRules, move: syn.Move, acting: str, is_list: 
             rules.faults.report(
                 "C112", "the destination of a get is the acting rank's", dest, "another rank's", help=help
             )
-        case MoveKind.COPY if source or dest:
+        case MoveKind.COPY | MoveKind.MATMUL if source or dest:
             help = "write `put` to write to another rank, `get` to read from one"
+            what = "a product" if move.kind is MoveKind.MATMUL else "a copy"
             rules.faults.report(
-                "C113", "a copy stays on the acting rank", source or dest or move.span, "another rank's", help=help
+                "C113", f"{what} stays on the acting rank", source or dest or move.span, "another rank's", help=help
             )
         case MoveKind.REDUCE if dest and (source or is_list):
             what = (

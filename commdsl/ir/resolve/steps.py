@@ -175,6 +175,7 @@ class StepBuilder:
             dest_rank=spread(dest_rank, extents, chunks=False),
             dest_chunk=spread(dest_chunk, extents, chunks=True),
             span=move.span,
+            factor=None if move.factor is None else names.index(move.factor.text),
         )
 
     def _number(self, expr: syn.Expr, context: _Context, outer: Scope) -> Ints:

@@ -149,6 +149,12 @@ def _move(span: Span, parts: Children) -> syntax.Move:
     return syntax.Move(kinds.MoveKind(kind), source, dest, span=span)
 
 
+def _matmul(span: Span, parts: Children) -> syntax.Move:
+    _, _, rows, factor, dest = parts  # the first are the words `compute matmul`
+    source = syntax.Source_(rows, None, None, span=rows.span)
+    return syntax.Move(kinds.MoveKind.MATMUL, source, dest, factor, span=span)
+
+
 def _source(span: Span, parts: Children) -> syntax.Source_:
     return syntax.Source_(*parts, span=span)
 
@@ -324,6 +330,7 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "yield": _yield,
     "visit": _visit,
     "compute": _compute,
+    "matmul": _matmul,
     "passing": _passing,
     "handed": _passing,
     "tiles": _tiles,

@@ -45,11 +45,14 @@ class Source_(Node):
 
 @dataclass(frozen=True, slots=True)
 class Move(Node):
-    """`put a -> b @ p`. `reduce a -> b` combines into b; `reduce a @ all -> b` (a list) sets b to the combination."""
+    """`put a -> b @ p`. `reduce a -> b` combines into b; `reduce a @ all -> b` (a list) sets b to the combination.
+    `compute matmul(a[q], w -> b[q])` multiplies on the way from one chunk to another.
+    """
 
     kind: MoveKind
     source: Source_
     dest: Ref
+    factor: Name | None = None  # of a product
 
 
 @dataclass(frozen=True, slots=True)

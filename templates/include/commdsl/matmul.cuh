@@ -7,6 +7,9 @@
 // multipliers of all blocks that it went to end the same phase of its mark `empty`. In a cluster of two blocks, which lie one below
 // the other, each loads half of what both need of B and sends it to both.
 //
+// What is made may be several products of one factor, *turns*: rows from here or there, to here or there, that may have to wait for
+// what moves beside, and that others may wait for. A turn's words say so: a launch beside is over, so many tiles of a turn are stored.
+//
 // A piece is a run of the depth of one tile. Of a tile that is cut, the blocks with the later parts leave their sums in memory and
 // raise a flag; the block with the first adds them up in the order of the depth: the same bits whoever comes when.
 #pragma once
@@ -28,16 +31,26 @@ constexpr u32 kPanelBytes = 64 * kLine;    // 64 lines
 // added; less: a later part.
 struct alignas(16) Piece {
   u16 row, column, first, last;
-  i32 slot, parts;
+  i32 slot;
+  i16 parts;
+  u16 turn;
+};
+
+// Matrix `rows_at` of those at `rows`, to `result_at` of those at `result`; `count` matrices from `first` on are added. The words to
+// wait for, before rows are read and before anything is added, and the one to count stored tiles in; -1: none.
+struct alignas(16) MatmulTurn {
+  u16 rows, rows_at, result, result_at, first, count;
+  i16 rows_there, sums_there, stored;
 };
 
 struct alignas(64) MatmulArgs {
-  TensorMap a, b, c;
+  TensorMap a[2], b, c[2];
   u64 pieces, begin;     // a table of pieces, and where each worker's begin
-  u64 bias, residual;
+  u64 turns, words;
+  u64 bias, sums, sum_bytes;  // from one matrix that is added to the next
   u64 partials, flags;
   u64 timeout_ns;
-  u32 rows, columns;     // of C
+  u32 rows, columns;     // of C, in one turn
 };
 
 template <class Plan>
@@ -72,6 +85,19 @@ struct MatmulShared {
   }
 };
 
+// All blocks run at once, and what moves beside ends in time or says so: what does not come is a fault of ours, and the launch fails
+// rather than hang or go on without it.
+COMMDSL_FN void await_word(const u64* word, u64 least, u64 timeout_ns) {
+  const u64 since = now_ns();
+  while (load_acquire(word) < least) {
+    if (now_ns() - since > timeout_ns) asm volatile("trap;");
+  }
+}
+
+COMMDSL_FN void add_release(u64* word, u64 more) {
+  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(more) : "memory");
+}
+
 template <class Shape>
 struct Worker {
   const MatmulArgs& args;
@@ -82,6 +108,8 @@ struct Worker {
   COMMDSL_FN i32 begin() const { return reinterpret_cast<const i32*>(args.begin)[blockIdx.x / Shape::kCluster]; }
   COMMDSL_FN i32 end() const { return reinterpret_cast<const i32*>(args.begin)[blockIdx.x / Shape::kCluster + 1]; }
   COMMDSL_FN Piece piece(i32 at) const { return reinterpret_cast<const Piece*>(args.pieces)[at]; }
+  COMMDSL_FN MatmulTurn turn(const Piece& piece) const { return reinterpret_cast<const MatmulTurn*>(args.turns)[piece.turn]; }
+  COMMDSL_FN u64* word(i32 number) const { return reinterpret_cast<u64*>(args.words) + number; }
   COMMDSL_FN static u32 row(const Piece& piece) { return (piece.row * Shape::kCluster + block_of_cluster()) * kTileRows; }
   COMMDSL_FN static u32 column(const Piece& piece) { return piece.column * Shape::kOutColumns; }
 };
@@ -95,16 +123,27 @@ struct Loader : Worker<Shape> {
   COMMDSL_FN void run() {
     for (i32 at = this->begin(); at < this->end(); ++at) {
       const Piece piece = this->piece(at);
-      for (u32 step = piece.first; step < piece.last; ++step) load(piece, step * kTileDepth);
+      const MatmulTurn turn = this->turn(piece);
+      await_rows(turn.rows_there);
+      for (u32 step = piece.first; step < piece.last; ++step) load(piece, turn, step * kTileDepth);
     }
   }
 
  private:
-  COMMDSL_FN void load(const Piece& piece, u32 depth) {
+  i32 known = -1;  // launches are over in their order
+
+  COMMDSL_FN void await_rows(i32 launch) {
+    if (launch <= known) return;
+    await_word(this->word(launch), 1, this->args.timeout_ns);
+    fence_proxies_of_global();  // they are read by TMA
+    known = launch;
+  }
+
+  COMMDSL_FN void load(const Piece& piece, const MatmulTurn& turn, u32 depth) {
     const u32 fill = this->fill++, stage = this->shared.stage(fill), mark = this->shared.full(fill);
     await_phase(this->shared.empty(fill), this->shared.parity(fill) ^ 1);
     expect(mark, Shape::kStageBytes);
-    load_panels<Shape::kADeep, kTileRows, 1>(stage, this->args.a, this->row(piece), depth, mark);
+    load_panels<Shape::kADeep, kTileRows, 1>(stage, this->args.a[turn.rows], this->row(piece), depth, turn.rows_at, mark);
     if constexpr (Shape::kCluster == 1) {
       load_half(piece, 0, stage, depth, mark);
       load_half(piece, 1, stage, depth, mark);
@@ -117,17 +156,17 @@ struct Loader : Worker<Shape> {
   COMMDSL_FN void load_half(const Piece& piece, u32 half, u32 stage, u32 depth, u32 mark) {
     const u32 column = this->column(piece) + half * (Shape::kGated ? this->args.columns : Shape::kHalf);
     const u32 to = stage + Shape::kABytes + half * Shape::kHalf * kLine;
-    load_panels<Shape::kBDeep, Shape::kHalf, Shape::kCluster>(to, this->args.b, column, depth, mark);
+    load_panels<Shape::kBDeep, Shape::kHalf, Shape::kCluster>(to, this->args.b, column, depth, 0, mark);
   }
 
   // A line has 64 elements of one row, `deep`, or of 64 rows at one depth, and then a panel has 64 depths of them.
   template <bool deep, u32 rows, u32 cluster>
-  COMMDSL_FN static void load_panels(u32 to, const TensorMap& map, u32 row, u32 depth, u32 mark) {
+  COMMDSL_FN static void load_panels(u32 to, const TensorMap& map, u32 row, u32 depth, u32 matrix, u32 mark) {
     if constexpr (deep) {
-      tensor_load<cluster>(to, map, depth, row, mark);
+      tensor_load<cluster>(to, map, depth, row, matrix, mark);
     } else {
 #pragma unroll
-      for (u32 at = 0; at < rows; at += 64) tensor_load<cluster>(to + at * kLine, map, row + at, depth, mark);
+      for (u32 at = 0; at < rows; at += 64) tensor_load<cluster>(to + at * kLine, map, row + at, depth, matrix, mark);
     }
   }
 };
@@ -148,7 +187,7 @@ template <class Shape>
 struct Multiplier : Worker<Shape> {
   using Result = typename Shape::Result;
   const u32 number = threadIdx.x / kWarpgroup - 1, thread = threadIdx.x % kWarpgroup;
-  u32 stores = 0;
+  u32 stores = 0, tiles = 0;  // `tiles`: stored, and not told of
   float sum[Shape::kSums];
 
   using Worker<Shape>::Worker;
@@ -156,13 +195,17 @@ struct Multiplier : Worker<Shape> {
   COMMDSL_FN void run() {
     for (i32 at = this->begin(); at < this->end(); ++at) {
       const Piece piece = this->piece(at);
+      const MatmulTurn turn = this->turn(piece);
       multiply(piece.last - piece.first);
       if (piece.parts < 0) {
         leave(piece.slot);
       } else {
         for (i32 part = 0; part < piece.parts; ++part) add(piece.slot + part);
-        store(this->row(piece) + number * 64, this->column(piece));
+        if (Shape::kAdds) await_sums(turn);
+        store(turn, this->row(piece) + number * 64, this->column(piece));
+        ++tiles;
       }
+      if (at + 1 == this->end() || this->piece(at + 1).turn != piece.turn) tell(turn);
     }
     if (thread == 0) await_reads<0>();  // the stores read this block's shared memory
   }
@@ -225,17 +268,9 @@ struct Multiplier : Worker<Shape> {
     if (thread == 0) store_release_own(flag(slot), 1);
   }
 
-  // All blocks run at once, so what does not come is a fault of ours: the launch fails, rather than hang or go on without a part.
-  COMMDSL_FN void await_left(const u64* flag) const {
-    const u64 since = now_ns();
-    while (load_acquire(flag) == 0) {
-      if (now_ns() - since > this->args.timeout_ns) asm volatile("trap;");
-    }
-  }
-
   COMMDSL_FN void add(i32 slot) {
     if (thread == 0) {
-      await_left(flag(slot));
+      await_word(flag(slot), 1, this->args.timeout_ns);
       store_relaxed(flag(slot), 0);  // for the next call
     }
     meet();
@@ -251,12 +286,29 @@ struct Multiplier : Worker<Shape> {
     }
   }
 
+  // --- what moves beside
+
+  COMMDSL_FN void await_sums(const MatmulTurn& turn) const {
+    if (thread == 0 && turn.sums_there >= 0) await_word(this->word(turn.sums_there), 1, this->args.timeout_ns);
+    meet();
+  }
+
+  // Once a turn, as it takes a while until stores are there.
+  COMMDSL_FN void tell(const MatmulTurn& turn) {
+    if (thread == 0 && tiles > 0 && turn.stored >= 0) {
+      await_writes();
+      fence_proxies_of_global();
+      add_release(this->word(turn.stored), tiles);
+    }
+    tiles = 0;
+  }
+
   // --- what becomes of a sum. Of every 8 columns a thread has two, in two rows 8 apart.
 
   COMMDSL_FN u32 own_row(u32 i) const { return thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8; }
   COMMDSL_FN u32 own_column(u32 i) const { return i / 4 * 8 + thread % 4 * 2; }
 
-  COMMDSL_FN void store(u32 row, u32 column) {
+  COMMDSL_FN void store(const MatmulTurn& turn, u32 row, u32 column) {
     constexpr u32 sums = Shape::kOutElements / 2;  // of a thread, in a panel
 #pragma unroll
     for (u32 first = 0; first < Shape::kOutColumns / 2; first += sums, ++stores) {
@@ -265,18 +317,18 @@ struct Multiplier : Worker<Shape> {
       meet();
       float value[sums];
 #pragma unroll
-      for (u32 i = 0; i < sums; i += 2) finish(first + i, row, column, value + i);
+      for (u32 i = 0; i < sums; i += 2) finish(turn, first + i, row, column, value + i);
       put(panel, value);
       fence_proxies_of_shared();
       meet();
       if (thread == 0) {
-        tensor_store(this->args.c, column + first * 2, row, panel);
+        tensor_store(this->args.c[turn.result], column + first * 2, row, turn.result_at, panel);
         commit_group();
       }
     }
   }
 
-  COMMDSL_FN void finish(u32 i, u32 row, u32 column, float* value) {
+  COMMDSL_FN void finish(const MatmulTurn& turn, u32 i, u32 row, u32 column, float* value) {
     const u32 r = row + own_row(i), c = column + own_column(i);
     value[0] = sum[i], value[1] = sum[i + 1];
     const bool inside = c < this->args.columns;
@@ -293,8 +345,10 @@ struct Multiplier : Worker<Shape> {
     if constexpr (Shape::kGelu) {
       for (u32 e = 0; e < 2; ++e) value[e] = 0.5f * value[e] * (1.0f + erff(value[e] * 0.70710678f));
     }
-    if constexpr (Shape::kResidual) {
-      if (inside && r < this->args.rows) add_pair(value, this->args.residual, u64{r} * this->args.columns + c);
+    if constexpr (Shape::kAdds) {
+      for (u32 at = turn.first; inside && r < this->args.rows && at < turn.first + turn.count; ++at) {
+        add_pair(value, this->args.sums + at * this->args.sum_bytes, u64{r} * this->args.columns + c);
+      }
     }
   }
 

@@ -49,22 +49,23 @@ COMMDSL_FN void arrive(u32 mark, u32 block) {
 
 // To `to` in every block of the cluster, each of whose marks is told.
 template <u32 cluster>
-COMMDSL_FN void tensor_load(u32 to, const TensorMap& map, u32 inner, u32 outer, u32 mark) {
+COMMDSL_FN void tensor_load(u32 to, const TensorMap& map, u32 inner, u32 outer, u32 matrix, u32 mark) {
   if constexpr (cluster == 1) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-                 "l"(&map), "r"(inner), "r"(outer), "r"(mark)
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+                 "l"(&map), "r"(inner), "r"(outer), "r"(matrix), "r"(mark)
                  : "memory");
   } else {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::
-            "r"(to),
-        "l"(&map), "r"(inner), "r"(outer), "r"(mark), "h"(static_cast<u16>((1 << cluster) - 1))
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], "
+        "%6;" ::"r"(to),
+        "l"(&map), "r"(inner), "r"(outer), "r"(matrix), "r"(mark), "h"(static_cast<u16>((1 << cluster) - 1))
         : "memory");
   }
 }
 
-COMMDSL_FN void tensor_store(const TensorMap& map, u32 inner, u32 outer, u32 from) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(inner), "r"(outer), "r"(from)
+COMMDSL_FN void tensor_store(const TensorMap& map, u32 inner, u32 outer, u32 matrix, u32 from) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map), "r"(inner), "r"(outer),
+               "r"(matrix), "r"(from)
                : "memory");
 }
 

@@ -1,0 +1,231 @@
+"""Turns a schedule with products into one that stops at each of them: a product is a yield to a function of ours.
+
+Assumes a schedule that passed the checks up to where its indices are right. Does not move anything, and leaves a
+schedule without products as it is.
+
+What a product reads and writes are single chunks, another one on each rank. So that one may be computed while another
+travels, each becomes a buffer of its own, a *part*: the chunk that one product has, on every rank. What is added to
+what a product made, on the same rank and before anything else happens, is added within it, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.ir.schedules import AnyStep, Buffer, Schedule, Statement, Step, Yield
+from commdsl.language.diagnostics import CommError, Diagnostic, Label
+from commdsl.language.kinds import BufferKind, MoveKind
+from commdsl.language.records import dataclass
+from commdsl.language.source import Span
+
+MATMUL = "matmul"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A chunk of a buffer on every rank, as a buffer."""
+
+    name: str
+    of: str
+    chunks: tuple[int, ...]  # by rank
+
+
+@dataclass(frozen=True, eq=False)
+class Stopping:
+    """The schedule that stops, and its parts: those of one buffer in the order in which products have them."""
+
+    schedule: Schedule
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """A step that multiplies, and the steps behind it that add to what it made."""
+
+    statement: Statement
+    bindings: tuple[tuple[str, int], ...]
+    sums: tuple[Statement, ...]
+
+
+def stopping(schedule: Schedule) -> Stopping:
+    """Raises CommError (C592) where a product is none that a kernel runs."""
+    if not schedule.has_products or any(isinstance(step, Yield) and step.is_product for step in schedule.steps):
+        return Stopping(schedule, ())
+    steps = tuple(_grouped(schedule))
+    parts = _Parts(schedule, steps)
+    made: list[AnyStep] = []
+    for step in steps:
+        match step:
+            case _Product(statement, bindings, sums):
+                reads = (parts.source(statement), parts.number(statement.factor), *map(parts.source, sums))
+                writes = (parts.dest(statement),)
+                made.append(Yield(reads, bindings, statement.span, writes, MATMUL, is_product=True))
+            case Step():
+                made.append(replace(step, moves=tuple(one for moves in step.moves for one in parts.split(moves))))
+            case _:
+                raise _fault(step.span, "what the caller computes stands beside it", "leave one of them out")
+    none = np.zeros(0, np.int32)
+    kept = replace(schedule.contracts[0], source_buffer=0, dest_buffer=0, dest_rank=none, dest_chunk=none, value=none)
+    stopped = replace(schedule, buffers=parts.buffers, contracts=(kept,), steps=tuple(made))
+    return Stopping(stopped, parts.parts)
+
+
+def added(schedule: Schedule) -> frozenset[tuple[int, int]]:
+    """The statements that are added within a product, by where they begin and end in the text."""
+    if not schedule.has_products:
+        return frozenset()
+    products = (step for step in _grouped(schedule) if isinstance(step, _Product))
+    return frozenset((one.span.start, one.span.end) for product in products for one in product.sums)
+
+
+def _grouped(schedule: Schedule) -> Iterator[AnyStep | _Product]:
+    """The steps; a product with the sums behind it."""
+    now: _Product | None = None
+    for step in schedule.steps:
+        one = step.moves[0] if isinstance(step, Step) and len(step.moves) == 1 else None
+        if now is not None and one is not None and _adds(now.statement, one):
+            now = replace(now, sums=(*now.sums, one))
+            continue
+        if now is not None:
+            yield now
+        now = None
+        if one is not None and one.factor is not None:
+            now = _Product(one, step.bindings, ())
+        else:
+            yield step
+    if now is not None:
+        yield now
+
+
+def _adds(product: Statement, one: Statement) -> bool:
+    """Whether a statement adds what lies on a rank to what the product made there, on every rank."""
+    return (
+        one.kind is MoveKind.REDUCE
+        and one.accumulate
+        and one.dest_buffer == product.dest_buffer
+        and np.array_equal(one.source_rank[:, 0], one.dest_rank)
+        and np.array_equal(one.dest_rank, product.dest_rank)
+        and np.array_equal(one.dest_chunk, product.dest_chunk)
+    )
+
+
+class _Parts:
+    """Which chunks are which part, and the buffers there are then (private to this pass)."""
+
+    def __init__(self, schedule: Schedule, steps: tuple[AnyStep | _Product, ...]) -> None:
+        self._schedule = schedule
+        shape = [(schedule.num_ranks, buffer.num_chunks) for buffer in schedule.buffers]
+        self._part_of: list[NDArray[np.int64]] = [np.full(one, -1) for one in shape]  # by rank and chunk
+        self._chunks: list[list[tuple[int, ...]]] = [[] for _ in shape]
+        factor: int | None = None
+        for step in steps:
+            if isinstance(step, _Product):
+                factor = self._one_factor(step.statement, factor)
+                self._take(step.statement, step.statement.source_buffer, step.statement.source_chunk[:, 0])
+                self._take(step.statement, step.statement.dest_buffer, step.statement.dest_chunk)
+                for one in step.sums:
+                    self._take(one, one.source_buffer, one.source_chunk[:, 0])
+        self.buffers = tuple(self._all())
+        self._number = {buffer.name: number for number, buffer in enumerate(self.buffers)}
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(
+            Part(_name(buffer, number), buffer.name, chunks)
+            for buffer, parts in zip(self._schedule.buffers, self._chunks, strict=True)
+            for number, chunks in enumerate(parts)
+        )
+
+    def number(self, buffer: int | None) -> int:
+        """Of a buffer without parts."""
+        assert buffer is not None
+        return self._number[self._schedule.buffers[buffer].name]
+
+    def source(self, one: Statement) -> int:
+        return self._of(one.source_buffer, one.source_rank[0, 0], one.source_chunk[0, 0])
+
+    def dest(self, one: Statement) -> int:
+        return self._of(one.dest_buffer, one.dest_rank[0], one.dest_chunk[0])
+
+    def split(self, moves: Statement) -> Iterator[Statement]:
+        """A statement for each two parts that it has chunks of."""
+        if moves.factor is not None:
+            raise _fault(moves.span, "it is not alone in its step", "write an `each` for every product")
+        source, dest = self._part_of[moves.source_buffer], self._part_of[moves.dest_buffer]
+        if not self._chunks[moves.source_buffer] and not self._chunks[moves.dest_buffer]:
+            yield self._renamed(moves, slice(None))
+            return
+        if moves.source_rank.shape[1] != 1:
+            raise _fault(moves.span, "it combines chunks that products have", "combine them one after another")
+        froms = source[moves.source_rank[:, 0], moves.source_chunk[:, 0]]
+        tos = dest[moves.dest_rank, moves.dest_chunk]
+        for pair in dict.fromkeys(zip(froms.tolist(), tos.tolist(), strict=True)):
+            yield self._renamed(moves, np.flatnonzero((froms == pair[0]) & (tos == pair[1])))
+
+    def _renamed(self, moves: Statement, rows: NDArray[np.int64] | slice) -> Statement:
+        source, dest = moves.source_buffer, moves.dest_buffer
+        kept = replace(
+            moves,
+            actor=moves.actor[rows],
+            source_rank=moves.source_rank[rows],
+            source_chunk=moves.source_chunk[rows] * (0 if self._chunks[source] else 1),
+            source_valid=None if moves.source_valid is None else moves.source_valid[rows],
+            dest_rank=moves.dest_rank[rows],
+            dest_chunk=moves.dest_chunk[rows] * (0 if self._chunks[dest] else 1),
+        )
+        froms = self._of(source, kept.source_rank[0, 0], moves.source_chunk[rows][0, 0])
+        return replace(
+            kept, source_buffer=froms, dest_buffer=self._of(dest, kept.dest_rank[0], moves.dest_chunk[rows][0])
+        )
+
+    def _of(self, buffer: int, rank: int, chunk: int) -> int:
+        if not self._chunks[buffer]:
+            return self.number(buffer)
+        part = int(self._part_of[buffer][rank, chunk])
+        if part < 0:
+            raise _fault(
+                self._schedule.buffers[buffer].span, "a chunk of it moves that no product has", "use all of it"
+            )
+        return self._number[_name(self._schedule.buffers[buffer], part)]
+
+    def _take(self, one: Statement, buffer: int, chunk: NDArray[np.int32]) -> None:
+        """The chunks that a statement has, one on each rank, are a part, if they are none yet."""
+        ranks = np.arange(self._schedule.num_ranks)
+        if not np.array_equal(one.actor, ranks) or self._schedule.buffers[buffer].cut != 1:
+            raise _fault(one.span, "it is not of one whole block on every rank", "multiply blocks, on all ranks")
+        found = self._part_of[buffer][ranks, chunk]
+        if (found < 0).all():
+            self._part_of[buffer][ranks, chunk] = len(self._chunks[buffer])
+            self._chunks[buffer].append(tuple(chunk.tolist()))
+        elif (found != found[0]).any():
+            raise _fault(one.span, "on some ranks it has what another product has", "let products share all or nothing")
+
+    def _one_factor(self, one: Statement, before: int | None) -> int:
+        assert one.factor is not None
+        buffer = self._schedule.buffers[one.factor]
+        if before not in (None, one.factor):
+            raise _fault(one.span, "another product here has another factor", "write a schedule for each of them")
+        if buffer.kind is not BufferKind.INPUT or buffer.num_chunks != 1:
+            raise _fault(one.span, f"`{buffer.name}` is not one whole input", f"declare `input {buffer.name}`")
+        return one.factor
+
+    def _all(self) -> Iterator[Buffer]:
+        for buffer, parts in zip(self._schedule.buffers, self._chunks, strict=True):
+            if not parts:
+                yield buffer
+            for number in range(len(parts)):
+                like = buffer.like if number == 0 else _name(buffer, 0)
+                yield replace(buffer, name=_name(buffer, number), dims=(), blocks=1, cut=1, like=like)
+
+
+def _name(buffer: Buffer, number: int) -> str:
+    """Of a part: no buffer of a text can be called so."""
+    return f"{buffer.name}.{number}"
+
+
+def _fault(span: Span, label: str, help: str) -> CommError:
+    return CommError((Diagnostic("C592", "no kernel runs this product", Label(span, label), help=help),))

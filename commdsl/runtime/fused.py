@@ -1,0 +1,207 @@
+"""Turns the products of a Plan into one launch of our kernel, beside which everything moves.
+
+Assumes a Hopper GPU, and matrices that TMA reads (`fits`). Does not order anything: where the Plan has a visit wait for
+a launch beside, the kernel waits for a word that is raised behind that launch; where a launch waits for a visit, the
+stream beside waits until the kernel has counted all of its tiles. So a tile waits for what it reads alone, and no
+product ends before the next one begins. The kernel leaves SMs to what moves: a launch beside may need one to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from commdsl.build.matmul import Product, Turn, chosen, stores
+from commdsl.ir.products import MATMUL
+from commdsl.machine.config import from_environment
+from commdsl.program.launches import Launch, Visit
+from commdsl.program.memory import Kept
+from commdsl.program.moves import Protocol
+from commdsl.program.plan import Plan
+from commdsl.program.visited import launches, visits
+from commdsl.runtime import matmul
+from commdsl.runtime.matmul import Matmul, Matrices
+from commdsl.runtime.streams import Streams
+from commdsl.runtime.visits import Function
+
+LEFT = 2
+"""SMs that the products leave: one for what runs beside, one as clusters have two."""
+
+MAX_KEPT = 64
+"""Calls on other addresses: the driver's maps of matrices take it a while."""
+
+HOPPER = (9, 0)
+
+Places = Mapping[str, tuple[str, int]]
+"""By part, of which matrices it is which."""
+
+
+def fits(plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor) -> bool:
+    """Whether our kernel makes these products. It waits for what moves beside: that needs no SMs, does not stand behind
+    it in the one queue to the GPU, and comes of a kernel that runs at the same time.
+    """
+    if not rows.is_cuda or torch.cuda.get_device_capability(rows.device) != HOPPER:
+        return False
+    config = from_environment()
+    if (
+        config.share_gpus
+        or config.one_queue
+        or any(one.moves.protocol is not Protocol.ENGINE for one in launches(plan))
+    ):
+        return False
+    if rows.dtype not in (torch.bfloat16, torch.float16) or rows.shape[0] == 0:
+        return False
+    sources, sums, results = _groups(_products(plan), places)
+    named = len(sources) <= 2 and len(sums) <= 1 and len(results) <= 2
+    return named and rows.shape[1] % 8 == 0 and rows.shape[1] > 0 and factor.shape[0] % 8 == 0 and factor.shape[0] > 0
+
+
+class Fused:
+    """The products of calls of one shape on one GPU."""
+
+    def __init__(self, plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor) -> None:
+        """`rows`, `factor`: what a product is given."""
+        self._products, self._places = _products(plan), places
+        self._groups = _groups(self._products, places)
+        self._launches = len(launches(plan))
+        turns = tuple(_turns(plan, places))
+        dtype, device = str(rows.dtype).removeprefix("torch."), rows.device.index
+        sms = torch.cuda.get_device_properties(device).multi_processor_count - LEFT
+        size, adds = (rows.shape[0], factor.shape[0], rows.shape[1]), any(turn.count for turn in turns)
+        product = Product(*size, dtype, dtype, residual=adds, turns=len(turns))
+        tiling = chosen(product, sms)
+        self._stores = stores(product, tiling)
+        self._matmul = Matmul(product, tiling, sms, device, turns)
+        self._known: dict[tuple[object, ...], matmul.Launch] = {}
+
+    def over(
+        self, streams: Streams, held: Mapping[Kept, torch.Tensor]
+    ) -> tuple[Streams, Mapping[str | None, Function]]:
+        """The streams of one call, and what makes its products: all of them with the first."""
+        factor = held[self._products[0].reads[1]]
+        words = torch.zeros(self._launches + len(self._products), dtype=torch.int64, device=factor.device)
+        launch = self._prepared(held, factor, words.data_ptr())
+
+        def multiply(number: int, *_: torch.Tensor, out: torch.Tensor) -> None:
+            if number == 0:
+                self._matmul(launch)
+
+        return _Words(streams, self._matmul, words, self._launches, self._stores), {MATMUL: multiply}
+
+    def _prepared(self, held: Mapping[Kept, torch.Tensor], factor: torch.Tensor, words: int) -> matmul.Launch:
+        found: dict[str, dict[int, torch.Tensor]] = {}
+        for product in self._products:
+            for kept in (product.reads[0], *product.reads[2:], *product.writes):
+                group, at = self._places[kept.name]
+                found.setdefault(group, {})[at] = held[kept]
+        sources, sums, results = ([_matrices(found[name]) for name in names] for names in self._groups)
+        key = (*sources, *sums, *results, factor.data_ptr(), words)
+        launch = self._known.get(key)
+        if launch is None:
+            added = sums[0] if sums else None
+            launch = self._matmul.prepare(sources, Matrices.of(factor), results, sums=added, words=words)
+            if len(self._known) >= MAX_KEPT:
+                self._known.clear()
+            self._known[key] = launch
+        return launch
+
+
+class _Words:
+    """The streams of a call whose products are one launch: what waits and tells, by words."""
+
+    def __init__(self, streams: Streams, kernel: Matmul, words: torch.Tensor, launches: int, stores: int) -> None:
+        self._streams, self._kernel, self._words = streams, kernel, words
+        self._launches, self._stores = launches, stores
+        self._awaited = 0  # products whose tiles what goes beside has waited for
+        main = torch.cuda.current_stream()
+        with streams.beside():
+            torch.cuda.current_stream().wait_stream(main)  # the words are zero
+
+    def beside(self) -> AbstractContextManager[Any]:
+        return self._streams.beside()
+
+    def mark(self, what: Hashable, *, beside: bool) -> None:
+        """Of a launch; the tiles of a product are counted."""
+        if beside:
+            assert isinstance(what, tuple)
+            with self.beside():
+                self._kernel.tell(self._word(what[1]))
+
+    def wait(self, what: Hashable, *, beside: bool) -> None:
+        """For products; the kernel waits for launches."""
+        if not beside:
+            return
+        assert isinstance(what, tuple)
+        with self.beside():
+            for product in range(self._awaited, what[1] + 1):
+                self._kernel.wait(self._word(self._launches + product), self._stores)
+        self._awaited = max(self._awaited, what[1] + 1)
+
+    def join(self) -> None:
+        self._streams.join()
+
+    def end(self) -> Any:
+        return self._streams.end()
+
+    def follow(self, end: Any) -> bool:
+        return self._streams.follow(end)
+
+    def _word(self, number: int) -> int:
+        return self._words.data_ptr() + 8 * number
+
+
+def _products(plan: Plan) -> tuple[Visit, ...]:
+    return tuple(phase for phase in visits(plan) if isinstance(phase, Visit))
+
+
+def _groups(products: Sequence[Visit], places: Places) -> tuple[list[str], list[str], list[str]]:
+    """Where rows lie, what is added, and results."""
+    rows = [one.reads[0] for one in products]
+    sums = [kept for one in products for kept in one.reads[2:]]
+    results = [one.writes[0] for one in products]
+    first, second, third = ([*dict.fromkeys(places[kept.name][0] for kept in one)] for one in (rows, sums, results))
+    return first, second, third
+
+
+def _turns(plan: Plan, places: Places) -> Iterator[Turn]:
+    """Every product, with the words that stand for what the Plan has it wait for, and for what waits for it."""
+    products, beside = _products(plan), launches(plan)
+    sources, _, results = _groups(products, places)
+    awaited = sorted({one.after - 1 for one in visits(plan) if one.after})
+    told = max((launch.after for launch in beside), default=0)
+    for number, one in enumerate(products):
+        rows, result = places[one.reads[0].name], places[one.writes[0].name]
+        before = [(at, launch) for at, launch in enumerate(beside) if launch.turn < one.turn]
+        touched = [at for at, launch in before if _conflict(launch, one.reads[:1], one.writes)]
+        added = [at for at, launch in before if _conflict(launch, one.reads[2:], ())]
+        yield Turn(
+            (sources.index(rows[0]), rows[1]),
+            (results.index(result[0]), result[1]),
+            min((places[kept.name][1] for kept in one.reads[2:]), default=0),
+            len(one.reads) - 2,
+            _word(touched, awaited),
+            _word(added, awaited),
+            len(beside) + number if number < told else -1,
+        )
+
+
+def _conflict(launch: Launch, reads: Sequence[Kept], writes: Sequence[Kept]) -> bool:
+    return bool({*launch.writes} & {*reads, *writes} or {*launch.reads} & {*writes})
+
+
+def _word(needed: Sequence[int], awaited: Sequence[int]) -> int:
+    """Of the first launch behind all of those that the Plan has a visit wait for; -1: nothing is needed."""
+    return next(at for at in awaited if at >= max(needed)) if needed else -1
+
+
+def _matrices(members: Mapping[int, torch.Tensor]) -> Matrices:
+    """What these are: matrices of one shape, equally far from one another."""
+    (first, one), *others = sorted(members.items())
+    alone = Matrices.of(one)
+    step = (others[0][1].data_ptr() - one.data_ptr()) // (others[0][0] - first) if others else alone.step
+    base = one.data_ptr() - first * step
+    assert all(tensor.data_ptr() == base + at * step for at, tensor in members.items())
+    return Matrices(base, one.dtype, max(members) + 1, alone.rows, alone.columns, alone.row_bytes, step)

@@ -1,0 +1,168 @@
+"""Turns calls of an op that multiplies into its launches and products: the tensors of a call are cut into the parts
+that its Plan names, and every visit is a product.
+
+Assumes a Plan that is proved, and tensors that were checked. Does not order anything: `visits` runs the Plan. On Hopper
+GPUs the products of a call are one launch (`fused`); elsewhere, and of matrices that TMA does not read, each is one of
+torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import torch
+
+from commdsl.ir.products import MATMUL, Part
+from commdsl.program.visited import kept_by, landing
+from commdsl.runtime import tensors
+from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.program import Port, Program, Signature, Visits
+from commdsl.runtime.visits import Visiting, prepared
+
+ALIGNMENT = 16
+"""Bytes between whose multiples a matrix begins that TMA reads."""
+
+
+class Multiplying:
+    """Calls of one op of one shape on one group."""
+
+    def __init__(
+        self,
+        name: str,
+        communicator: Communicator,
+        program: Program,
+        visiting: Visiting,
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
+        visits = program.visits
+        assert visits is not None
+        self._name = name
+        self._communicator = communicator
+        self._signature = program.signature
+        self._visiting = visiting
+        self._cut = cut = Cut(program.signature, visits, communicator.rank)
+        self._shapes = tensors.output_shapes(program.signature, inputs)
+        self._between = _between(visits, cut.given(inputs))
+        self._fused = None
+        rows, factor = (cut.given(inputs)[cut.number(name)] for name in operands(visits))
+        if rows.is_cuda:
+            from commdsl.runtime import fused  # where there is a GPU
+
+            if fused.fits(visits.plan, cut.places, rows, factor):
+                self._fused = fused.Fused(visits.plan, cut.places, rows, factor)
+
+    @property
+    def is_over(self) -> bool:
+        """As `Bound.is_over`."""
+        return self._visiting.is_over
+
+    @property
+    def compares(self) -> bool:
+        return self._communicator.compares
+
+    def serves(self, behind: object) -> bool:
+        """As `Bound.serves`."""
+        return self._visiting.serves(behind)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Starts it and returns the new tensors."""
+        for tensor in inputs:
+            if not tensor.is_contiguous():
+                tensors.check(self._name, self._signature, inputs)
+        made = [inputs[0].new_empty(shape) for shape in self._shapes]
+        places = self._cut.returned(made)
+        for names, shape in self._between:
+            places |= zip(names, inputs[0].new_empty(len(names), *shape), strict=True)
+        is_aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in inputs)
+        over = self._fused.over if self._fused is not None and is_aligned else None
+        self._visiting(self._cut.given(inputs), {MATMUL: multiply}, places=places, over=over)
+        return made
+
+
+def multiplying(
+    name: str,
+    communicator: Communicator,
+    program: Program,
+    inputs: Sequence[torch.Tensor],
+    seconds: float | None,
+    owner: Callable[[], object],
+) -> Multiplying:
+    """Collective the first time."""
+    visits = program.visits
+    assert visits is not None
+    cut = Cut(program.signature, visits, communicator.rank).given(inputs)
+    starts = prepared(communicator, visits, cut, "sum", seconds)
+    visiting = Visiting(name, communicator, visits, cut, starts, seconds, owner)
+    return Multiplying(name, communicator, program, visiting, inputs)
+
+
+def operands(visits: Visits) -> tuple[str, str]:
+    """What the first product is given: rows of the caller's, and the factor."""
+    reads = visits.held[0].reads
+    return reads[0], reads[1]
+
+
+class Cut:
+    """Which stretch of which tensor of a call is which part, on this rank."""
+
+    def __init__(self, signature: Signature, visits: Visits, rank: int) -> None:
+        self._rank = rank
+        self._signature = signature
+        self._parts = {of: tuple(parts) for of, parts in groupby(visits.parts, lambda part: part.of)}
+        self._names = [port.name for port in visits.signature.inputs]
+        whole = {port.name for port in (*signature.inputs, *signature.outputs)}
+        self.places = {
+            part.name: (of, part.chunks[rank] if of in whole else number)
+            for of, parts in self._parts.items()
+            for number, part in enumerate(parts)
+        }
+        """By part, of which tensor it is which matrix; those that a call has for itself lie one behind another."""
+
+    def number(self, name: str) -> int:
+        """Which of what is given a part is."""
+        return self._names.index(name)
+
+    def given(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that a call is given, as its Plan has them."""
+        ports = zip(self._signature.inputs, inputs, strict=True)
+        found = {name: one for port, tensor in ports for name, one in self._of(port, tensor).items()}
+        return [found[name] for name in self._names]
+
+    def returned(self, made: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those that it returns."""
+        ports = zip(self._signature.outputs, made, strict=True)
+        return {name: one for port, tensor in ports for name, one in self._of(port, tensor).items()}
+
+    def _of(self, port: Port, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts: tuple[Part, ...] = self._parts.get(port.name, ())
+        if not parts:
+            return {port.name: tensor}
+        cut = tensor.view(port.blocks, tensor.shape[0] // port.blocks, tensor.shape[1])
+        return {part.name: cut[part.chunks[self._rank]] for part in parts}
+
+
+def _between(visits: Visits, given: Sequence[torch.Tensor]) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Of what a call has for itself, and peers do not put to: the parts of each buffer, and the shape of one."""
+    elsewhere = {kept.name for kept in landing(visits.plan)}
+    elsewhere |= {port.name for port in (*visits.signature.inputs, *visits.signature.outputs)}
+    units = {kept.name: kept.unit for kept in kept_by(visits.plan)}
+    found = []
+    for _, parts in groupby(visits.parts, lambda part: part.of):
+        names = tuple(part.name for part in parts)
+        if names[0] not in elsewhere:
+            port = Port(names[0], 1, 0, units[names[0]])
+            found.append((names, tensors.shapes(visits.signature, given, [port])[0]))
+    return found
+
+
+def multiply(number: int, rows: torch.Tensor, factor: torch.Tensor, *sums: torch.Tensor, out: torch.Tensor) -> None:
+    """rows x factor transposed, and the sums added to it in their order: in float32 or wider, rounded once."""
+    if not sums:
+        torch.mm(rows, factor.t(), out=out)
+        return
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    found = torch.mm(rows.to(wide), factor.t().to(wide))
+    for one in sums:
+        found += one
+    out.copy_(found)

@@ -1,0 +1,200 @@
+"""Products in a schedule: what they mean, the Plan that stops at each, and calls on host ranks, beside float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_visits import codes, is_equal_in_effect, mutants, with_phases
+
+from commdsl import compiler
+from commdsl.commands.trial import Settings, trial
+from commdsl.ir import interpret
+from commdsl.ir.products import MATMUL, stopping
+from commdsl.ir.schedules import Schedule
+from commdsl.machine.dtypes import BY_NAME
+from commdsl.machine.resources import data_dir
+from commdsl.program.plan import Plan
+
+torch = pytest.importorskip("torch")
+
+from thread_ranks import in_group  # noqa: E402
+
+import commdsl  # noqa: E402
+from commdsl.runtime.products import multiply  # noqa: E402
+
+FOLDER = data_dir("schedules") / "overlap"
+GATHER, SCATTER = "allgather_matmul", "matmul_reducescatter"
+CASES = [(GATHER, 2, 1), (GATHER, 3, 2), (GATHER, 5, 1), (SCATTER, 2, 2), (SCATTER, 4, 1), (SCATTER, 3, 3)]
+"""Schedules, each with ranks and pieces."""
+
+
+def checked(name: str, ranks: int, pieces: int = 1) -> tuple[Schedule, Plan]:
+    found = compiler.check(FOLDER / f"{name}.comm", ranks=ranks, params={"C": pieces})
+    assert found.visits is not None
+    return found.schedule, found.visits
+
+
+def whole(shape: tuple[int, ...], seed: int) -> Any:
+    """Small whole numbers, whose sums of products every type has."""
+    return np.random.default_rng(seed).integers(-2, 3, shape).astype(np.float32)
+
+
+def given(name: str, ranks: int, rows: int, depth: int, columns: int) -> tuple[list[Any], list[Any]]:
+    """Rows and weights of every rank; `rows` of a rank's own."""
+    rows_of = rows if name == GATHER else rows * ranks
+    x = [whole((rows_of, depth), rank) for rank in range(ranks)]
+    return x, [whole((columns, depth), 100 + rank) for rank in range(ranks)]
+
+
+def wanted(name: str, x: list[Any], w: list[Any]) -> list[Any]:
+    """What every rank has in the end."""
+    if name == GATHER:
+        return [np.concatenate(x).astype(np.float64) @ one.T.astype(np.float64) for one in w]
+    total = sum(one.astype(np.float64) @ other.T.astype(np.float64) for one, other in zip(x, w, strict=True))
+    return list(np.split(total, len(x)))
+
+
+@pytest.mark.parametrize(("name", "ranks", "pieces"), CASES)
+def test_meaning(name: str, ranks: int, pieces: int) -> None:
+    """The oracle gathers rows and multiplies them, or multiplies them and sums them up over the ranks."""
+    schedule, _ = checked(name, ranks, pieces)
+    x, w = given(name, ranks, 2 * pieces, 4, 3)
+    found = interpret.run(schedule, {"x": x, "w": w}, BY_NAME["float32"], "sum")
+    made = found.outputs["c" if name == GATHER else "y"]
+    for one, other in zip(made, wanted(name, x, w), strict=True):
+        assert (one == other.ravel()).all()
+
+
+@pytest.mark.parametrize(("name", "ranks", "pieces"), CASES)
+def test_parts(name: str, ranks: int, pieces: int) -> None:
+    """The schedule that stops at each product, on single chunks, leaves in every part what the chunk has."""
+    schedule, _ = checked(name, ranks, pieces)
+    stopped = stopping(schedule)
+    x, w = given(name, ranks, 2 * pieces, 4, 3)
+    before = interpret.run(schedule, {"x": x, "w": w}, BY_NAME["float32"], "sum").outputs
+    blocks = {buffer.name: buffer.blocks for buffer in schedule.buffers}
+    inputs = {"w": w}
+    for part in stopped.parts:
+        if part.of == "x":
+            inputs[part.name] = [np.split(one, blocks["x"])[at] for one, at in zip(x, part.chunks, strict=True)]
+
+    def matmul(rank: int, handed: Any) -> Any:
+        rows, factor, *sums = handed
+        return [(rows.reshape(-1, 4) @ factor.reshape(3, 4).T).ravel() + sum(sums)]
+
+    after = interpret.run(stopped.schedule, inputs, BY_NAME["float32"], "sum", {MATMUL: matmul}).outputs
+    assert len(after) == sum(blocks[name] for name in before)
+    for part in stopped.parts:
+        for rank, made in enumerate(after.get(part.name, ())):
+            assert (made == np.split(before[part.of][rank], blocks[part.of])[part.chunks[rank]]).all()
+
+
+@pytest.mark.parametrize("name", [GATHER, SCATTER])
+def test_every_edge_is_needed(name: str) -> None:
+    """Without an edge between what travels and a product the Plan is refused."""
+    schedule, plan = checked(name, 3, 2)
+    stopped, dropped = stopping(schedule).schedule, 0
+    for phase in plan.phases:
+        if phase.after:  # type: ignore[union-attr] # all of them have it
+            mutant = with_phases(plan, lambda one, old=phase: replace(one, after=0) if one is old else one)
+            assert codes(stopped, mutant) == ["C640"]
+            dropped += 1
+    assert dropped >= 4
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("name", "ranks"), [(GATHER, 2), (GATHER, 3), (SCATTER, 2), (SCATTER, 3)])
+def test_mutants(name: str, ranks: int) -> None:
+    """Every change of an edge, a copy, a phase or the order is refused, or the Plan is as right as it was."""
+    schedule, plan = checked(name, ranks, 2)
+    stopped = stopping(schedule).schedule
+    for words, mutant in mutants(plan):
+        assert codes(stopped, mutant) or is_equal_in_effect(plan, mutant), words
+
+
+@pytest.mark.parametrize("name", [GATHER, SCATTER])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_run(name: str, dtype: str) -> None:
+    """`commdsl run`: every launch on host ranks brings each product what the oracle has there, bit for bit."""
+    compiled = compiler.compile(FOLDER / f"{name}.comm", ranks=3, params={"C": 2})
+    assert isinstance(compiled, compiler.CompiledSchedule)
+    found = trial(compiled, Settings(5000, dtype, None, False, False))
+    assert (found.fault, bool(found.compiler)) == ("", True)
+    assert found.compared_bytes > 10_000
+
+
+def test_no_race() -> None:
+    """Nor does ThreadSanitizer see a race."""
+    compiled = compiler.compile(FOLDER / f"{SCATTER}.comm", ranks=2)
+    assert isinstance(compiled, compiler.CompiledSchedule)
+    assert trial(compiled, Settings(600, "float32", None, True, False)).fault == ""
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "ranks", "pieces"), CASES[:2] + CASES[3:5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_calls(name: str, ranks: int, pieces: int, dtype: Any) -> None:
+    """Call after call, each with other numbers, and with other shapes between them."""
+    op = commdsl.load(name, params={"C": pieces}, ranks=ranks)
+
+    def work(rank: int, group: str) -> list[Any]:
+        made = []
+        for rows, depth, columns in ((2, 8, 3), (5, 16, 24), (2, 8, 3)):
+            x, w = given(name, ranks, rows * pieces, depth, columns)
+            made.append(op(torch.tensor(x[rank]).to(dtype), torch.tensor(w[rank]).to(dtype), group=group))
+        return made
+
+    found = in_group(ranks, work)
+    for at, (rows, depth, columns) in enumerate(((2, 8, 3), (5, 16, 24), (2, 8, 3))):
+        want = wanted(name, *given(name, ranks, rows * pieces, depth, columns))
+        for rank in range(ranks):
+            assert found[rank][at].dtype == dtype
+            assert (found[rank][at].double().numpy() == want[rank]).all()
+
+
+def test_rounded_once() -> None:
+    """What is added behind a product is added before it is rounded: 256 + 1 + 1 in bfloat16 is 258."""
+    rows, factor, one = (torch.tensor([[value]], dtype=torch.bfloat16) for value in (16.0, 16.0, 1.0))
+    out = torch.empty(1, 1, dtype=torch.bfloat16)
+    multiply(0, rows, factor, one, one, out=out)
+    assert out.item() == 258.0
+    assert (rows * factor + one + one).item() == 256.0
+
+
+def test_shapes() -> None:
+    """torch knows what a call returns without making it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    op = commdsl.load(GATHER, params={"C": 2}, ranks=2)
+    back = commdsl.load(SCATTER, params={"C": 2}, ranks=2)
+
+    def work(rank: int, group: str) -> list[tuple[int, ...]]:
+        x, w = torch.zeros(6, 8), torch.zeros(5, 8)
+        return [tuple(op(x, w, group=group).shape), tuple(back(x[:4], w, group=group).shape)]
+
+    real = in_group(2, work)[0]
+    with FakeTensorMode():
+        x, w = torch.zeros(6, 8), torch.zeros(5, 8)
+        (group, _) = commdsl.threads(2)
+        assert [tuple(op(x, w, group=group).shape), tuple(back(x[:4], w, group=group).shape)] == real
+
+
+def test_refusals() -> None:
+    """What is no product is refused before anything is sent."""
+    op = commdsl.load(GATHER, ranks=2)
+    (group, _) = commdsl.threads(2)
+    for x, w, words in (
+        (torch.zeros(4, 8), torch.zeros(4, 7), "has 7"),
+        (torch.zeros(4, 8), torch.zeros(4, 8, dtype=torch.float64), "float64"),
+        (torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 8, dtype=torch.int32), "a matrix of floats"),
+        (torch.zeros(32), torch.zeros(32), "a matrix of floats"),
+    ):
+        with pytest.raises(commdsl.TensorError, match=words):
+            op(x, w, group=group)
+    with pytest.raises(commdsl.OpError, match="no `yield`"):
+        op.visit(torch.zeros(4, 8), torch.zeros(4, 8), lambda *_: None, group=group)
