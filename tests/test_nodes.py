@@ -15,7 +15,7 @@ from test_keys_there import agains, call_of, check_again, differs, judge, reused
 from commdsl.build.host_keys import Array, KeysCall, again, back, bytes_across, there
 from commdsl.build.host_ranks import DataRaceError, RowsError, Running
 from commdsl.checks import check_carried, check_routed
-from commdsl.commands.dumps import plan_text
+from commdsl.commands.dumps import dispatch_lines, plan_text
 from commdsl.commands.trial_keys import travelled
 from commdsl.compiler import CheckedDispatch
 from commdsl.ep import simulate
@@ -295,6 +295,9 @@ def test_shown() -> None:
     assert "once to a node of 2" not in shown.partition("a call")[0]
     assert "to a node of 2 once, and from there to its ranks" in shown
     assert "forward: every lane; reads `crossing` (crossing) of its own rank" in shown
+    said = "\n".join(dispatch_lines(going(4, 8, FORMS[0], node=2, back=BACK[1]).dispatch))
+    assert "once per rank, and to another node of 2 once" in said
+    assert "those of a rank there, then those of a node, one row a node crosses" in said
 
 
 NODES = going(4, 8, FORMS[0], node=2).plan

@@ -176,10 +176,11 @@ def dispatch_lines(dispatch: Dispatch) -> Iterator[str]:
                 goes = "to several ranks, a copy each" if many else "to one rank"
                 placed = ", ".join(sort.value for sort in order)
                 yield f"route {name} of {tensors}: a shard goes {goes}; placed by ({placed})"
-            case ByKey(key, rank_of, order, often, aligned, value):
+            case ByKey(key, rank_of, order, often, aligned, value, node):
                 placed = ", ".join(key if sort is Sort.KEY else sort.value for sort in order)
                 to = "" if aligned == 1 else f", each {key}'s rows from a multiple of {aligned} on"
                 goes = f"a row goes to the rank of each of its keys, {often.value}"
+                goes += f", and to another node of {node} once" if node else ""
                 yield f"route of {tensors}: {goes}; placed by ({placed}){to}"
                 yield from () if value is None else (f"{value}: a float32 beside each row that arrives",)
                 for rank in range(dispatch.num_ranks):
@@ -193,7 +194,9 @@ def dispatch_lines(dispatch: Dispatch) -> Iterator[str]:
         yield "no way back"
     else:
         by = "" if dispatch.back.weight is None else f" times {dispatch.back.weight}"
-        once = ", those of a rank there, one row a rank crosses" if dispatch.back.once else ""
+        has_nodes = any(isinstance(route, ByKey) and route.node for route in dispatch.routes)
+        then = "then those of a node, one row a node" if has_nodes else "one row a rank"
+        once = f", those of a rank there, {then} crosses" if dispatch.back.once else ""
         yield f"back {', '.join(dispatch.back.names)}: copies added up{by}{once}"
     yield f"role {dispatch.role}" if dispatch.role else "no role"
 
