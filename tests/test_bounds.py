@@ -93,25 +93,26 @@ def _joins(link: Link, a: int, b: int, gpus: int) -> bool:
             return not near and alike
 
 
-def least(given: Machine, wanted: np.ndarray, *, is_copied: bool, is_back: bool = False) -> float:
-    """The time of the best flows; `wanted[f, r]`: what flow f leaves at rank r. Copies share a wire."""
+def least(given: Machine, wanted: np.ndarray, value: list[int], *, is_back: bool = False) -> float:
+    """The time of the best flows; `wanted[f, r]`: what flow f leaves at rank r. Copies of a value share a wire."""
     wires, ranks = given.wires, given.topology.num_ranks
-    flows, count = len(wanted), len(wires)
-    size = flows * count + count + 1  # what each flow puts on each wire, what each wire carries, the time
+    flows, count, values = len(wanted), len(wires), max(value) + 1
+    size = (flows + values) * count + 1  # what each flow puts on each wire, what each value takes of it, the time
     over, equal, right = [], [], []
-    for wire in range(count):
-        row = np.zeros((flows, size))
-        for flow in range(flows):
-            row[flow if is_copied else 0, flow * count + wire] = 1
-        row[: flows if is_copied else 1, flows * count + wire] = -1
-        over += list(row[: flows if is_copied else 1])
-        if np.isfinite(wires[wire].capacity):
-            over.append(_row(size, {flows * count + wire: 1, size - 1: -wires[wire].capacity}))
+
+    def taken(these: list[int], capacity: float) -> np.ndarray:
+        """Of these wires together no more than what they carry in the time."""
+        return _row(size, {**{(flows + v) * count + at: 1 for v in range(values) for at in these}, size - 1: -capacity})
+
+    for at, wire in enumerate(wires):
+        over += [_row(size, {f * count + at: 1, (flows + v) * count + at: -1}) for f, v in enumerate(value)]
+        if np.isfinite(wire.capacity):
+            over.append(taken([at], wire.capacity))
     for link, port in enumerate(given.ports):
         for rank in range(ranks if np.isfinite(port) else 0):
             for end in ("source", "dest"):
                 mine = [at for at, wire in enumerate(wires) if wire.link == link and getattr(wire, end) == rank]
-                over.append(_row(size, {**{flows * count + at: 1 for at in mine}, size - 1: -port}))
+                over.append(taken(mine, port))
     for flow in range(flows):
         for rank in range(ranks):
             signs = [(at, (wire.dest == rank) - (wire.source == rank)) for at, wire in enumerate(wires)]
@@ -155,19 +156,37 @@ def test_the_bound_is_the_optimum(seed: int) -> None:
     ranks = given.topology.num_ranks
     root, ones, every = seed % ranks, np.ones(ranks), range(ranks)
     alone = np.eye(ranks)[root]
+    copied, apart = [0] * ranks, list(every)
     cases = [
-        (build.allgather_contract(ranks), (1, ranks), to_each(ones), True, False),
-        (sums("reduce_scatter", list(every), list(every), ranks), (ranks, 1), to_each(ones), True, True),
+        (build.allgather_contract(ranks), (1, ranks), to_each(ones), copied, False),
+        (sums("reduce_scatter", list(every), list(every), ranks), (ranks, 1), to_each(ones), copied, True),
         (build.copies_contract("broadcast", 0, 1, [(r, 0, root, 0) for r in every], root=root), (1, 1),
-         to_each(alone), True, False),
-        (sums("reduce", [root], [0], ranks), (1, 1), to_each(alone), True, True),
+         to_each(alone), copied, False),
+        (sums("reduce", [root], [0], ranks), (1, 1), to_each(alone), copied, True),
         (build.copies_contract("alltoall", 0, 1, [(r, q, q, r) for r in every for q in every]), (ranks, ranks),
-         np.ones((ranks, ranks)) - np.eye(ranks) * ranks, False, False),
+         np.ones((ranks, ranks)) - np.eye(ranks) * ranks, apart, False),
     ]  # fmt: skip
-    for contract, blocks, wanted, is_copied, is_back in cases:
-        best = least(given, wanted, is_copied=is_copied, is_back=is_back)
+    for contract, blocks, wanted, value, is_back in cases:
+        best = least(given, wanted, value, is_back=is_back)
         found = limit(schedule(given, contract, blocks))
         assert found.seconds_per_byte == pytest.approx(best, rel=1e-6), (contract.name, found.reason)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(40))
+def test_what_some_want_is_a_program_of_its_flows(seed: int) -> None:
+    """Each rank's data is wanted by some others: what is copied crosses a wire once."""
+    random = Random(1000 + seed)
+    given = machine(random)
+    ranks = given.topology.num_ranks
+    wants = {
+        r: sorted(random.sample([q for q in range(ranks) if q != r], random.randrange(1, 4))) for r in range(ranks)
+    }
+    rows = [(q, r, r, 0) for r, some in wants.items() for q in some]
+    flows = np.array([np.eye(ranks)[q] - np.eye(ranks)[r] for q, _, r, _ in rows])
+    found = limit(schedule(given, build.copies_contract("general", 0, 1, rows), (1, ranks)))
+    best = least(given, flows, [r for _, _, r, _ in rows])
+    assert found.seconds_per_byte == pytest.approx(best, rel=1e-6), found.reason
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------

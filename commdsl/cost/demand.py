@@ -74,21 +74,50 @@ class Demand:
         return weights, wants
 
     @property
-    def exchanged(self) -> Floats | None:
-        """How much goes from each rank to each, where every value is of one and for one."""
-        source, dest = self.source_of, self.reversed.source_of
-        if source is None or dest is None:
+    def flows(self) -> Flows | None:
+        """From each source to each destination; None where a value has several sources. What one rank has for single
+        others is one flow.
+        """
+        source = self.source_of
+        if source is None:
             return None
-        both = (source >= 0) & (dest >= 0) & (source != dest)
-        table = np.zeros((self.num_ranks, self.num_ranks))
-        np.add.at(table, (source[both], dest[both]), self.size[both])
-        return table
+        away = (self.dest_rank != source[self.dest_value]) & (source[self.dest_value] >= 0)
+        wanted = np.zeros((self.num_values, self.num_ranks), np.bool_)
+        wanted[self.dest_value[away], self.dest_rank[away]] = True
+        is_single = wanted.sum(axis=1) == 1
+        rows = np.concatenate([source[:, None], is_single[:, None], wanted & ~is_single[:, None]], axis=1)
+        kinds, kind = np.unique(rows[wanted.any(axis=1)], axis=0, return_inverse=True)
+        amounts = np.zeros((len(kinds), self.num_ranks))  # of each kind, what each destination wants
+        moved = np.flatnonzero(wanted.any(axis=1))
+        np.add.at(amounts, kind.ravel(), wanted[moved] * self.size[moved, None])
+        left: list[Floats] = []
+        value: list[int] = []
+        for number, (start, single, *_) in enumerate(kinds.tolist()):
+            ends = [amounts[number]] if single else list(np.diag(amounts[number])[amounts[number] > 0])
+            for end in ends:
+                left.append(end - np.eye(self.num_ranks)[start] * end.sum())
+                value.append(number)
+        return Flows(np.array(left).reshape(len(left), self.num_ranks), np.array(value, np.int64))
 
     @property
     def is_of_all(self) -> bool:
         """Whether every rank contributes to every value, and wants it."""
         count = self.num_values * self.num_ranks
         return self.num_ranks > 1 and len(self.source_value) == len(self.dest_value) == count > 0
+
+
+@dataclass(frozen=True, eq=False)
+class Flows:
+    """`left[f, r]`: what flow f leaves at rank r, negative where it starts. Flows of one `value` are copies of it, and
+    cross a wire once.
+    """
+
+    left: Floats
+    value: Longs
+
+    @property
+    def size(self) -> int:
+        return len(self.value) + len(np.unique(self.value))
 
 
 def _distinct(values: Longs, ranks: Longs) -> tuple[Longs, Longs]:

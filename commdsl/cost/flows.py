@@ -3,19 +3,21 @@
 Assumes values of one source each that the same ranks want (all-gather, broadcast, gather): the strongest cut is the
 optimum, as trees packed into the machine reach it (ForestColl, Zhao et al. 2024); the other way about (reduce-scatter,
 reduce, scatter) on the reversed machine; or what every rank contributes to and wants (all-reduce), of which every cut
-is passed both ways; or values of one source and one destination each (all-to-all): the optimum is a linear program.
-Needs scipy, without which there is no such bound. Does not know schedules, nor latency.
+is passed both ways; or else values of one source each, or of one destination each (all-to-all, and what only some
+want), whose flows are a linear program. Needs scipy, without which there is no such bound. Does not know schedules, nor
+latency.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.cost.demand import Demand, Floats, Longs
+from commdsl.cost.demand import Demand, Floats, Flows, Longs
 from commdsl.cost.graph import Graph, Wires
 from commdsl.ir.words import ranks_text
 
@@ -29,7 +31,10 @@ COPIED_RANKS = 12
 """Up to so many ranks copies are a linear program, where cuts do not tell what ports share out."""
 
 PROGRAM_RANKS = 16
-"""Up to so many ranks the linear program of an all-to-all is solved."""
+"""Up to so many ranks linear programs are solved of what is not wanted by all alike, an all-to-all for one."""
+
+MOST_COLUMNS = 20_000
+"""Of such a program: a second."""
 
 UNITS = 1 << 28
 """What is to move in all, in the whole numbers that maximum flows are computed in; cuts are judged by the true ones."""
@@ -43,15 +48,19 @@ def flow_bounds(demand: Demand, graph: Graph) -> Iterator[tuple[float, str]]:
     """Seconds per byte of a block, and what binds."""
     if demand.num_ranks > MOST_RANKS or not can_flow():
         return
+    back = demand.reversed
     if demand.spread is not None:
         yield from _spread(*demand.spread, graph, "out of", "into")
-    elif demand.reversed.spread is not None:
-        yield from _spread(*demand.reversed.spread, graph.reversed, "into", "out of")
+    elif back.spread is not None:
+        yield from _spread(*back.spread, graph.reversed, "into", "out of")
     elif demand.is_of_all and demand.num_ranks <= BOTH_WAYS_RANKS:
         yield _both_ways(float(demand.size.sum()), graph)
-    elif demand.exchanged is not None and demand.exchanged.any() and demand.num_ranks <= PROGRAM_RANKS:
-        wanted = demand.exchanged - np.diag(demand.exchanged.sum(axis=1))
-        yield _program(wanted, graph.wires, is_copied=False), "all that flows at once"
+    elif demand.num_ranks <= PROGRAM_RANKS:
+        for way, machine in ((demand, graph), (back, graph.reversed)):
+            flows = way.flows
+            if flows is not None and flows.size * len(graph.wires.source) <= MOST_COLUMNS:
+                yield _program(flows, machine.wires), "all that flows at once"
+                break
 
 
 def _spread(
@@ -59,10 +68,10 @@ def _spread(
 ) -> Iterator[tuple[float, str]]:
     yield _strongest(weights, wants, graph, out, into)
     if not graph.is_switched and graph.num_ranks <= COPIED_RANKS:
-        wanted = -np.tile(weights, (int(wants.sum()), 1))
         sinks = np.flatnonzero(wants)
-        wanted[np.arange(len(sinks)), sinks] += weights.sum()
-        yield _program(wanted, graph.wires, is_copied=True), "all copies that flow at once"
+        left = -np.tile(weights, (len(sinks), 1))
+        left[np.arange(len(sinks)), sinks] += weights.sum()
+        yield _program(Flows(left, np.zeros(len(sinks), np.int64)), graph.wires), "all copies that flow at once"
 
 
 # --- cuts -------------------------------------------------------------------------------------------------------------
@@ -149,40 +158,40 @@ def _maximum_flow(
 # --- flows ------------------------------------------------------------------------------------------------------------
 
 
-def _program(wanted: Floats, wires: Wires, *, is_copied: bool) -> float:
-    """The least time in which flows reach what is wanted, by whatever ways: `wanted[f, r]` is what flow f leaves at
-    rank r, negative where it starts. Flows share a wire, or with `is_copied` are copies of the same, which cross once.
-    """
+def _program(flows: Flows, wires: Wires) -> float:
+    """The least time in which flows reach what is wanted, by whatever ways."""
     from scipy.optimize import linprog  # as above
     from scipy.sparse import coo_array, csr_array, eye_array, hstack, kron, vstack
 
-    flows, num_ranks = wanted.shape
-    count = len(wires.source)
-    every = np.arange(count)
-    ends = np.concatenate([wires.source, wires.dest]), np.tile(every, 2)
+    (number, num_ranks), count = flows.left.shape, len(wires.source)
+    values = int(flows.value.max(initial=-1)) + 1
+    ends = np.concatenate([wires.source, wires.dest]), np.tile(np.arange(count), 2)
     kept = coo_array((np.repeat([-1.0, 1.0], count), ends), shape=(num_ranks, count))
-    limited = np.flatnonzero(np.isfinite(wires.capacity))
-    sides = [np.concatenate([wires.link * num_ranks + rank]) for rank in (wires.source, wires.dest)]
-    shared = [coo_array((np.ones(count), (side, every)), shape=(len(wires.ports) * num_ranks, count)) for side in sides]
-    has_port = np.flatnonzero(np.isfinite(np.repeat(wires.ports, num_ranks)))
-    rows = [eye_array(count).tocsr()[limited], *(side.tocsr()[has_port] for side in shared)]
-    most = np.concatenate([wires.capacity[limited], *[np.repeat(wires.ports, num_ranks)[has_port]] * 2])
+    uses, most = _limits(wires, num_ranks)
     scale = float(most.max(initial=1.0))
-    carried = eye_array(count) if is_copied else kron(np.ones((1, flows)), eye_array(count))
-    # Columns: every flow over every wire, what crosses the wires where flows are copies, the time.
-    crossed = count if is_copied else 0
-    own = [csr_array((len(most), flows * count)), vstack(rows)] if is_copied else [vstack(rows) @ carried]
-    bounds = [hstack([*own, csr_array(-(most / scale)[:, None])])]
-    if is_copied:
-        over = kron(-np.ones((flows, 1)), eye_array(count))
-        bounds.append(hstack([eye_array(flows * count), over, csr_array((flows * count, 1))]))
-    under = vstack(bounds).tocsr()
+    # Columns: every flow over every wire, every value over every wire, the time.
+    one_of = coo_array((-np.ones(number), (np.arange(number), flows.value)), shape=(number, values))
+    copies = [eye_array(number * count), kron(one_of, eye_array(count)), csr_array((number * count, 1))]
+    crossing = [kron(np.ones((1, values)), uses), csr_array(-(most / scale)[:, None])]
+    limits = vstack([hstack(copies), hstack([csr_array((len(most), number * count)), *crossing])]).tocsr()
     solved = linprog(
-        np.append(np.zeros(flows * count + crossed), 1.0),
-        A_ub=under,
-        b_ub=np.zeros(under.shape[0]),
-        A_eq=hstack([kron(eye_array(flows), kept), csr_array((flows * num_ranks, crossed + 1))]).tocsr(),
-        b_eq=wanted.ravel(),
+        np.append(np.zeros((number + values) * count), 1.0),
+        A_ub=limits,
+        b_ub=np.zeros(limits.shape[0]),
+        A_eq=hstack([kron(eye_array(number), kept), csr_array((number * num_ranks, values * count + 1))]).tocsr(),
+        b_eq=flows.left.ravel(),
         method="highs",
     )
     return float(solved.fun) / scale if solved.status == 0 else float("inf")
+
+
+def _limits(wires: Wires, num_ranks: int) -> tuple[Any, Floats]:
+    """Which wires (columns) share what can be carried, and how much that is: a wire by itself, ports out and in."""
+    from scipy.sparse import coo_array, eye_array, vstack  # as above
+
+    count, ports = len(wires.source), np.repeat(wires.ports, num_ranks)
+    limited, has_port = np.flatnonzero(np.isfinite(wires.capacity)), np.flatnonzero(np.isfinite(ports))
+    sides = [(wires.link * num_ranks + rank, np.arange(count)) for rank in (wires.source, wires.dest)]
+    through = [coo_array((np.ones(count), side), shape=(len(ports), count)).tocsr()[has_port] for side in sides]
+    uses = vstack([eye_array(count).tocsr()[limited], *through])
+    return uses, np.concatenate([wires.capacity[limited], ports[has_port], ports[has_port]])
