@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import run_attention
 from collectives import KEY_FORMS, by_keys, dispatches, main_case, shipped
 
+from benchmarks.experts_calls import two_nodes
 from commdsl import compiler
 from commdsl.build import nvrtc
 from commdsl.build.emit import defines
@@ -109,6 +110,23 @@ def dispatch_cubins(ranks: int, config: Config) -> int:
             for macros in variants[1:]:
                 nvrtc.build(made.emitted_back, (*macros, *checks), config)
             built += len(variants) + 2
+    return built + (node_cubins(ranks, config) if ranks % 2 == 0 else 0)
+
+
+def node_cubins(ranks: int, config: Config) -> int:
+    """Of what goes once per node between halves of the ranks, as `run_keys_nodes.py` has it: how many."""
+    of = two_nodes(ranks)
+    ((name, text),) = of["source"].items()
+    files, built = compiler.read_text(text, name, Path()), 0
+    for a_rank, aligned, checks in ((8, 1, True), (8, 128, True), (8, 16, True), (16, 8, True), (32, 128, False)):
+        made = compiler.compile(files, of["name"], ranks, of["on"], {"E": a_rank * ranks, "A": aligned})
+        macros = ("COMMDSL_CHECK=1",) if checks else ()
+        sums = [(f"COMMDSL_DTYPE={dtype}",) for dtype in (SUMMED if a_rank == 8 else ("bfloat16",))]
+        nvrtc.build(made.emitted, macros, config)
+        nvrtc.build(made.emitted_values, macros, config)
+        for dtype in sums:
+            nvrtc.build(made.emitted_back, (*dtype, *macros), config)
+        built += 2 + len(sums)
     return built
 
 
