@@ -185,6 +185,15 @@ def test_own_schedule(ring: str) -> None:
     hold(3, CASES, schedule=ring)
 
 
+def test_what_is_added_to_begins_with_zeros() -> None:
+    """Sums of gradients that several visits add to begin with zeros: torch fills what it allocates with NaN here."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        hold(3, {"causal": CASES["causal"]}, schedule="direct")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_auto() -> None:
     """Without a schedule's name it is chosen, for this group and these sizes: what `choice` says is what runs."""
     hold(2, CASES)

@@ -172,10 +172,16 @@ def test_runs(case: Case) -> None:
         keys = torch.from_numpy(numbers_of(case, rank)).bfloat16()
         forward.visit(keys, -keys, attend=lambda *now: look(forward, *now) and None, group=group)
 
-        def attend(number: int, k: torch.Tensor, v: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor]) -> None:
-            made = torch.full(k.shape, 1e30)
+        yields = back.held(group)
+        added = {name for one in yields for name in {*one.reads} & {*one.writes}}
+
+        def attend(
+            number: int, k: torch.Tensor, v: torch.Tensor, *sums: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]
+        ) -> None:
+            begins = bool(added & {*yields[number].writes})
+            made = sums[0].clone() if sums else torch.full(k.shape, 0.0 if begins else 1e30)
             for at, owner, chunk in look(back, number, k, v):
-                made.view(-1, 40)[at] = about(rank, owner, chunk)
+                made.view(-1, 40)[at] = about(rank, owner, chunk) + (made.view(-1, 40)[at] if sums else 0)
             out[0].copy_(made)
             out[1].copy_(2 * made)
 

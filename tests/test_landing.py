@@ -397,7 +397,8 @@ def test_the_same_bits(schedule: str, ranks: int, causal: bool, tune: dict[str, 
 
 
 @pytest.mark.parametrize(("tune", "wanted"), [
-    ("", {"protocol": "engine"}), ("landing=place", {"protocol": "engine", "landing": "place"}), ("sms=8", {"sms": 8}),
+    ("", {"protocol": "engine", "landing": "place"}), ("landing=cells", {"protocol": "engine", "landing": "cells"}),
+    ("sms=8", {"sms": 8}),
 ])  # fmt: skip
 def test_where_it_lands_goes_with_what_carries_it(
     monkeypatch: pytest.MonkeyPatch, tune: str, wanted: dict[str, Any]
