@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from commdsl.commands.arguments import Target
 from commdsl.commands.cli import app, run_command
 from commdsl.ir import resolve
 from commdsl.ir.resolve.budget import moves_of
-from commdsl.language.diagnostics import InternalError
+from commdsl.language.diagnostics import CommError, InternalError
 from commdsl.language.syntax import ScheduleDecl, TopologyDecl
 from commdsl.machine import memory, resources
 from commdsl.machine.topology import switch
@@ -327,6 +328,20 @@ def test_too_many_ranks(name: str, ranks: int, capsys: Capture) -> None:
     budget.refuse_many(files, decl, [int(fit)], Target(None, None, ()))
     if name == "rotation_direct":  # of which that is seen soon
         assert resolve.resolve(files, decl, int(fit), switch(int(fit)), {}).num_ranks == int(fit)
+
+
+def test_shipped_schedules_have_room_on_64_ranks() -> None:
+    """No budget stands between a shipped schedule and eight nodes of eight."""
+    machine = replace(switch(64), num_nodes=8, gpus_per_node=8)
+    codes: set[str] = set()
+    for path in resources.shipped_files():
+        files = compiler.read(path)
+        for decl in compiler.declared(files, ScheduleDecl):
+            try:
+                resolve.resolve(files, decl, 64, machine, {})
+            except CommError as error:
+                codes |= {found.code for found in error.diagnostics}
+    assert "C511" not in codes
 
 
 @pytest.mark.parametrize("words", [["qkv"], ["experts"], ["rows", "--plan", "copies"]])

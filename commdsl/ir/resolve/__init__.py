@@ -27,7 +27,7 @@ from typing import TypeVar
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.plans import DispatchPlan
 from commdsl.ir.resolve import machines, tasks
-from commdsl.ir.resolve.budget import STATEMENT, TURN, Spent
+from commdsl.ir.resolve.budget import STATEMENT, TURN, VISITED_TURN, Spent, copies_of, handed
 from commdsl.ir.resolve.contracts import contracts
 from commdsl.ir.resolve.cycle_sets import cycle_set
 from commdsl.ir.resolve.dispatches import Given, build_dispatch
@@ -213,6 +213,8 @@ class _Resolver:
         self.evaluator = Evaluator(self.faults)
         made = tasks.made_in(self.decl.body)
         self.binding = Binding(self.evaluator, self.faults, self.buffers, self.ranks, made)
+        if tasks.has_visits(self.decl.body):
+            self.binding.budget.turn = VISITED_TURN
         self.builders: dict[int, StepBuilder] = {}
 
     # --- declarations -------------------------------------------------------------------------------------------------
@@ -368,7 +370,9 @@ class _Resolver:
 
     def _task(self, task: Yield | Task) -> None:
         chunks = sum(self.buffers_list[buffer].num_chunks for buffer in (*task.reads, *task.writes))
-        self.binding.budget.spend(max(chunks, 1), TURN + self.ranks, "chunks of whole buffers", task.span)
+        budget = self.binding.budget
+        budget.spend(chunks, handed(self.ranks), f"chunks on each of {self.ranks} ranks", task.span)
+        budget.spend(max(copies_of(task, self.buffers_list), 1), TURN, "chunks to copy out", task.span)
         self.steps.append(task)
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 
 from commdsl.ir.resolve.evaluate import Cycles, Evaluator, Scope, free_names
 from commdsl.ir.resolve.faults import Faults, Poisoned
-from commdsl.ir.schedules import Schedule, Step
+from commdsl.ir.schedules import Buffer, Schedule, Step, Task, Yield
 from commdsl.language import syntax as syn
 from commdsl.language.source import Span
 
@@ -30,8 +30,14 @@ TURN = 256
 are looked at side by side, what a rank does one after another is not.
 """
 
+VISITED_TURN = 64
+"""Where yields call functions: launches between them that are equal are proved once."""
+
 ROWS_A_MOVE = 32
 """Of combinations, of which a condition may leave few."""
+
+HANDED_A_MOVE = 8
+"""Of chunks that a task is handed: they are looked at, and stay where they are."""
 
 PAIRS_A_MOVE = 4
 """Of ranks, each with each: a proof has tables of what they know of each other."""
@@ -49,6 +55,7 @@ class Budget:
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
         self._left = MOST_MOVES
+        self.turn = TURN
 
     def allow(self, count: int, moves: int, what: str, span: Span) -> None:
         """Ends everything where so many, each of which costs so many moves, are more than is left."""
@@ -92,18 +99,32 @@ def turns_of(step: Step) -> int:
     return sum(int(np.bincount(statement.actor).max(initial=0)) for statement in step.moves)
 
 
+def handed(ranks: int) -> int:
+    """What a chunk of a buffer costs that the task of every rank is handed."""
+    return -(-ranks // HANDED_A_MOVE)
+
+
+def copies_of(task: Yield | Task, buffers: tuple[Buffer, ...]) -> int:
+    """The chunks that a yield copies out for the caller; a function is handed them where they are."""
+    is_copied = isinstance(task, Yield) and task.name is None
+    return sum(buffers[buffer].num_chunks for buffer in task.reads) if is_copied else 0
+
+
 def moves_of(schedule: Schedule) -> tuple[int, int]:
     """The moves, or what is counted as one, and the turns of a schedule; not what its conditions left out."""
     steps = [step for step in schedule.steps if isinstance(step, Step)]
     tasks = [step for step in schedule.steps if not isinstance(step, Step)]
-    handed = [schedule.buffers[buffer] for step in tasks for buffer in (*step.reads, *step.writes)]
+    given = [schedule.buffers[buffer].num_chunks for step in tasks for buffer in (*step.reads, *step.writes)]
     seen = [schedule.buffers[rotation.sources[0]].num_chunks for rotation in schedule.rotations]
-    chunks = sum(buffer.num_chunks for buffer in (*schedule.buffers, *handed))
-    turns = sum(map(turns_of, steps)) + sum(buffer.num_chunks for buffer in handed)
+    chunks = sum(buffer.num_chunks for buffer in schedule.buffers)
+    turns = sum(map(turns_of, steps)) + sum(copies_of(task, schedule.buffers) for task in tasks)
     moved = sum(statement.source_rank.size for step in steps for statement in step.moves)
     promised = sum(contract.dest_rank.size + contract.source_rank.size for contract in schedule.contracts)
     ranks = schedule.num_ranks
-    return moved + promised + ranks * chunks + ranks**2 * sum(seen) + ranks**2 // PAIRS_A_MOVE, turns
+    turns = turns * VISITED_TURN // TURN if schedule.has_bodies else turns
+    return moved + promised + ranks * chunks + handed(ranks) * sum(given) + ranks**2 * sum(
+        seen
+    ) + ranks**2 // PAIRS_A_MOVE, turns
 
 
 def rounded(number: float) -> str:

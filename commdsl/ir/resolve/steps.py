@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.resolve.budget import TURN, turns_of
+from commdsl.ir.resolve.budget import turns_of
 from commdsl.ir.resolve.evaluate import Cycle, Scope, Value, free_names
 from commdsl.ir.resolve.rows import Binding, Rows, spread
 from commdsl.ir.schedules import Ints, Statement, Step
@@ -85,7 +85,9 @@ class StepBuilder:
         moves = tuple(item for item in (moves(scope) for moves in self._moves) if len(item.actor))
         step = Step(moves, bindings, self._each.span)
         turns = max(turns_of(step), 1)
-        self._binding.budget.spend(turns, TURN, "moves of a rank, one after another", self._each.span)
+        self._binding.budget.spend(
+            turns, self._binding.budget.turn, "moves of a rank, one after another", self._each.span
+        )
         self._binding.budget.spend(sum(item.source_rank.size for item in moves), 1, "moves", self._each.span)
         return step
 

@@ -59,6 +59,16 @@ def _check_function(faults: Faults, node: syn.Compute) -> None:
                           f"this is {tile.value}")  # fmt: skip
 
 
+def has_visits(body: Iterable[syn.Stmt]) -> bool:
+    """Whether a yield calls a function, however deep in loops it stands."""
+    return any(
+        isinstance(statement, syn.Visit)
+        or (isinstance(statement, syn.For) and has_visits(statement.body))
+        or (isinstance(statement, syn.If) and has_visits((*statement.then, *statement.otherwise)))
+        for statement in body
+    )
+
+
 def visit(node: syn.Visit, names: list[str], bindings: tuple[tuple[str, int], ...]) -> Yield:
     reads, writes = _indices(node.passing, names)
     return Yield(reads, bindings, node.span, writes, node.function.text)
