@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from commdsl import attention as attention
     from commdsl import dispatch as dispatch
     from commdsl import ep as ep
+    from commdsl import overlap as overlap
     from commdsl.dispatch.errors import MetadataError as MetadataError
     from commdsl.language.diagnostics import CommError as CommError
     from commdsl.machine.errors import ArgumentError as ArgumentError
@@ -100,6 +101,7 @@ __all__ = [
     "ep",
     "load",
     "memory_summary",
+    "overlap",
     "prepare",
     "reduce_scatter",
     "release",
@@ -165,7 +167,7 @@ def __getattr__(name: str) -> object:
                 raise
             message = f"commdsl.{name} needs torch, which is not installed: pip install 'commdsl[torch]'"
             raise ModuleNotFoundError(message, name="torch") from None
-    elif name in ("attention", "dispatch", "ep"):
+    elif name in ("attention", "dispatch", "ep", "overlap"):
         found = import_module(f"commdsl.{name}")
     elif name == "__version__":
         from commdsl.machine.resources import version  # as above: who does not ask does not wait

@@ -23,7 +23,6 @@ Importing this imports nothing else; each name below loads what it needs when it
     ways          the name of a schedule -> the ops of its two ways
     run           a call -> what runs it, made once
     torch_ops     the operators that torch knows, with their gradients
-    traced        what defines them where torch.compile traces
     interface     the call that users make
     drop_in       `scaled_dot_product_attention` within a `with`
     sequence      a whole sequence <-> the rows of a rank, and their positions

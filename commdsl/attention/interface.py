@@ -119,9 +119,9 @@ def _text(name: str, value: Any) -> str:
 def _ops() -> Any:
     """`torch.ops.commdsl`, with the operators in it."""
     if torch.compiler.is_dynamo_compiling():
-        from commdsl.attention.traced import defined  # a second, where torch has traced nothing yet
+        from commdsl.runtime.traced import defined  # a second, where torch has traced nothing yet
 
-        defined()
+        defined(torch_ops.__name__)
     else:
         torch_ops.library()
     return torch.ops.commdsl

@@ -156,7 +156,7 @@ def _ops() -> Any:
     if torch.compiler.is_dynamo_compiling():
         from commdsl.runtime.traced import defined  # a second, where torch has traced nothing yet
 
-        defined()
+        defined(collective_ops.__name__)
     else:
         collective_ops.library()
     return torch.ops.commdsl_collectives

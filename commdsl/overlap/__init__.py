@@ -1,0 +1,40 @@
+"""Overlap: products of matrices and what travels for them, in one program.
+
+Importing this imports nothing else; each name below loads what it needs when it is first used.
+
+    programs   a product and a group -> the schedule that makes it, in how many pieces, or none
+    functional the operators, with gradients, for autograd and torch.compile
+    layers     linear layers whose weights lie on all ranks, between rows that do
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from commdsl.overlap.functional import all_gather_matmul as all_gather_matmul
+    from commdsl.overlap.functional import matmul_reduce_scatter as matmul_reduce_scatter
+    from commdsl.overlap.layers import ColumnParallelLinear as ColumnParallelLinear
+    from commdsl.overlap.layers import RowParallelLinear as RowParallelLinear
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "all_gather_matmul", "matmul_reduce_scatter"]
+
+_HOME = {
+    "ColumnParallelLinear": "layers",
+    "RowParallelLinear": "layers",
+    "all_gather_matmul": "functional",
+    "matmul_reduce_scatter": "functional",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module `commdsl.overlap` has no attribute `{name}`")
+    # Kept: the next use of the name costs a look into a dictionary.
+    found = globals()[name] = getattr(import_module(f"commdsl.overlap.{_HOME[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

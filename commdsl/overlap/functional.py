@@ -1,0 +1,191 @@
+"""Turns products whose rows come from all ranks, or whose sums go to all, into operators of torch,
+`torch.ops.commdsl_overlap`: what autograd and torch.compile see of them.
+
+Assumes calls that every rank makes alike, with gradients of the same tensors, also those of a backward pass. Gradients
+are calls of the same operators, so they have gradients, too. Does not choose what runs; `programs` does.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+
+from commdsl.overlap.programs import GATHER, SCATTER, program
+from commdsl.runtime import collective_ops, collectives, groups, menu
+from commdsl.runtime.eager import skips_dispatcher
+from commdsl.runtime.errors import TensorError
+from commdsl.runtime.operators import define
+
+Tensor: TypeAlias = torch.Tensor
+
+NAMESPACE = "commdsl_overlap"
+
+_LOCK = threading.Lock()
+
+
+def all_gather_matmul(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
+    """The rows of all ranks, in rank order along dimension 0, times this rank's weights: x (n, ..., K), w (N, K), as
+    torch.nn.Linear has it -> (P * n, ..., N).
+
+    x, w: of one dtype and device, cpu or cuda; of the same shapes on every rank. Each rank's rows are multiplied while
+    others are on their way. Sums are those of a matmul of torch's, rounded once. Where no schedule multiplies (one
+    rank, ranks on other machines; on GPUs other than bfloat16 and float16, K or N that is no multiple of 8) it is
+    `commdsl.all_gather` and torch.mm. Under autocast tensors are cast as torch.nn.functional.linear casts.
+
+    The gradient of x is `matmul_reduce_scatter` of that of the result with w transposed. That of w needs the rows of
+    all ranks: they are gathered again, not kept, as P times the memory of x is what sequence parallelism is to save.
+    Raises TensorError (C951), GroupError (C953).
+    """
+    return _call("all_gather_matmul", x, w, group)
+
+
+def matmul_reduce_scatter(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
+    """This rank's rows of the sum over all ranks of x times w transposed: x (P * n, ..., K), w (N, K) -> (n, ..., N).
+
+    x, w: as for `all_gather_matmul`, K this rank's share of what is summed up. What other ranks make is rounded, and
+    travels while more is multiplied; it is added to this rank's own in float32 or wider, and the sum rounded. Where no
+    schedule multiplies it is torch.mm and `commdsl.reduce_scatter`.
+
+    The gradient of x is `all_gather_matmul` of that of the result with w transposed. Where w has one as well, the
+    gradients of all ranks are gathered once, for both. Raises TensorError (C951), GroupError (C953).
+    """
+    return _call("matmul_reduce_scatter", x, w, group)
+
+
+def _call(name: str, x: Tensor, w: Tensor, group: Any) -> Tensor:
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, w = x.to(dtype), w.to(dtype)
+    group_name = groups.name_of(group)
+    if skips_dispatcher((x, w)):
+        return _RUNS[name](x, w, group_name)
+    if torch.compiler.is_dynamo_compiling():
+        from commdsl.runtime.traced import defined  # a second, where torch has traced nothing yet
+
+        defined(__name__)
+    else:
+        library()
+    made: Tensor = getattr(torch.ops.commdsl_overlap, name)(x, w, group_name)
+    return made
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def _all_gather_matmul(x: Tensor, w: Tensor, group_name: str) -> Tensor:
+    shape = _gathered(x, w, group_name)
+    rows, factor = x.flatten(0, -2).contiguous(), w.contiguous()
+    op = program(GATHER, rows, factor, group_name)
+    if op is None:
+        return torch.mm(collectives.all_gather(rows, group_name), factor.t()).view(shape)
+    made = op(rows, factor, group=group_name)
+    assert isinstance(made, Tensor)
+    return made.view(shape)
+
+
+def _matmul_reduce_scatter(x: Tensor, w: Tensor, group_name: str) -> Tensor:
+    shape = _scattered(x, w, group_name)
+    rows, factor = x.flatten(0, -2).contiguous(), w.contiguous()
+    op = program(SCATTER, rows, factor, group_name)
+    if op is None:
+        summed: Tensor = collectives.reduce_scatter(torch.mm(rows, factor.t()), group=group_name)
+        return summed.view(shape)
+    made = op(rows, factor, group=group_name)
+    assert isinstance(made, Tensor)
+    return made.view(shape)
+
+
+_RUNS = {"all_gather_matmul": _all_gather_matmul, "matmul_reduce_scatter": _matmul_reduce_scatter}
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def _gathered(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
+    _check("all_gather_matmul", x, w)
+    return [x.shape[0] * menu.size(group_name), *x.shape[1:-1], w.shape[0]]
+
+
+def _scattered(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
+    _check("matmul_reduce_scatter", x, w)
+    ranks = menu.size(group_name)
+    if x.shape[0] % ranks:
+        raise TensorError(
+            f"`matmul_reduce_scatter`: {ranks} ranks share the {x.shape[0]} rows of `x`, equally many each"
+        )
+    return [x.shape[0] // ranks, *x.shape[1:-1], w.shape[0]]
+
+
+def _check(name: str, x: Tensor, w: Tensor) -> None:
+    if x.dim() < 2 or w.dim() != 2 or x.shape[-1] != w.shape[1]:
+        shapes = f"{tuple(x.shape)} and {tuple(w.shape)}"
+        raise TensorError(f"`{name}`: `x` is (rows, ..., K) and `w` (N, K), got {shapes}")
+
+
+def _fake_gather(x: Tensor, w: Tensor, group_name: str) -> Tensor:
+    return x.new_empty(_gathered(x, w, group_name))
+
+
+def _fake_scatter(x: Tensor, w: Tensor, group_name: str) -> Tensor:
+    return x.new_empty(_scattered(x, w, group_name))
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def library() -> None:
+    """The operators, defined when they are first needed."""
+    with _LOCK:  # ranks that are threads come here at once, and `cache` would let both in
+        _library()
+
+
+@cache
+def _library() -> torch.library.Library:
+    made = torch.library.Library(NAMESPACE, "FRAGMENT")
+    collective_ops.library()  # of gradients
+    for name, fake, back in (
+        ("all_gather_matmul", _fake_gather, _gather_back),
+        ("matmul_reduce_scatter", _fake_scatter, _scatter_back),
+    ):
+        define(made, f"{name}(Tensor x, Tensor w, str group_name) -> Tensor", _RUNS[name], fake)
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", back, setup_context=_keep, lib=made)
+    return made
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+    """Each for the gradient of the other alone."""
+    x, w, ctx.group_name = inputs
+    of_x, of_w, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(x if of_w else None, w if of_x else None)
+
+
+def _gather_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, w = ctx.saved_tensors
+    of_x = of_w = None
+    if w is not None:
+        of_x = torch.ops.commdsl_overlap.matmul_reduce_scatter(gradient, w.t(), ctx.group_name)
+    if x is not None:
+        of_w = _of_weights(gradient, _all_rows(x, ctx.group_name))
+    return of_x, of_w, None
+
+
+def _scatter_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    """What is multiplied beside it hides one gathering, not two: where w needs the rows, x has them from there."""
+    x, w = ctx.saved_tensors
+    if x is None:
+        return torch.ops.commdsl_overlap.all_gather_matmul(gradient, w.t(), ctx.group_name), None, None
+    rows = _all_rows(gradient, ctx.group_name)
+    return None if w is None else torch.matmul(rows, w), _of_weights(rows, x), None
+
+
+def _all_rows(x: Tensor, group_name: str) -> Tensor:
+    rows: Tensor = torch.ops.commdsl_collectives.all_gather(x.contiguous(), group_name)
+    return rows
+
+
+def _of_weights(gradient: Tensor, rows: Tensor) -> Tensor:
+    return torch.mm(gradient.flatten(0, -2).t(), rows.flatten(0, -2))

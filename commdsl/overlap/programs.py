@@ -1,0 +1,54 @@
+"""Turns a product and a group into the op that makes it beside what travels, or none, where the plain sequence is to
+run.
+
+Assumes that every rank asks for a product of the same shape and dtype: nothing else goes into it, so all say the same.
+Does not run anything.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from commdsl.runtime import groups, menu
+from commdsl.runtime.load import load
+from commdsl.runtime.op import Op
+
+GATHER, SCATTER = "allgather_matmul", "matmul_reducescatter"
+
+FEW_ROWS = 1024
+"""Of all ranks: what travels of so few takes about as long as it takes to say that it is there."""
+
+ROW = 8
+"""Elements of 16 bits between whose multiples a row ends that TMA reads."""
+
+
+def program(schedule: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op | None:
+    """x, w: matrices, the weights as torch.nn.Linear has them."""
+    ranks = menu.size(group_name)
+    if ranks == 1 or not _is_multiplied(x, w) or groups.reaches_far(group_name, x.device):
+        return None
+    rows = x.shape[0] * ranks if schedule == GATHER else x.shape[0]
+    return _loaded(schedule, pieces(rows, ranks), ranks)
+
+
+def pieces(rows: int, ranks: int) -> int:
+    """In how many pieces each rank's rows travel, of so many of all ranks: 2, so that one is multiplied while the other
+    is on its way, unless they are few, or odd.
+    """
+    return 1 if rows <= FEW_ROWS or rows // ranks % 2 else 2
+
+
+def _is_multiplied(x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether a schedule takes these: on GPUs what its kernel multiplies."""
+    if not (x.numel() and w.numel()):
+        return False
+    if x.is_cuda:
+        return x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % ROW == 0 and w.shape[0] % ROW == 0
+    return x.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@cache
+def _loaded(schedule: str, number: int, ranks: int) -> Op:
+    return load(schedule, params={"C": number}, ranks=ranks)

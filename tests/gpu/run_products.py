@@ -1,0 +1,217 @@
+"""Products beside what travels, on real GPUs, whole numbers bit for bit. One process per GPU:
+
+    torchrun --nproc-per-node 2 tests/gpu/run_products.py [--calls 300 --replays 30 --seed 1 --only storm]
+
+exact     both operators, rows in one piece and in two, tails of tiles, and what no schedule multiplies: eagerly
+graphs    graphs of two calls, replayed with other numbers
+gradients of rows and of weights
+storm     calls of random shapes in random order, eagerly and replayed, GPU and host delays, no barrier in between
+
+Each rank computes by itself what it must hold: sums in float64, of which those of other ranks are rounded before they
+are added, as they travel. Exit code 1: a wrong result, an exception, or a part that did not end in time. `--device cpu`
+runs all but graphs on host ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("COMMDSL_TIMEOUT", "15")
+
+import runner
+import torch
+from runner import Part, Parts
+
+from benchmarks.measure import captured
+from commdsl.overlap import all_gather_matmul, matmul_reduce_scatter
+
+DTYPE = torch.bfloat16
+SIZES = ((128, 64, 128), (520, 72, 136), (1000, 520, 264), (2048, 1024, 1280), (515, 128, 64), (96, 60, 33))
+"""Rows of a rank, K and N; of the last no schedule makes products on GPUs."""
+
+KINDS = 8  # of calls in a storm: each is a kernel of its own
+CALLS = 3
+CYCLES = 400_000  # held up for at most so many
+GRACE = 15.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One product of every rank: `gathers` rows before it, or scatters sums behind."""
+
+    gathers: bool
+    rows: int  # of a rank's own
+    depth: int
+    columns: int
+
+    def __str__(self) -> str:
+        name = "all_gather_matmul" if self.gathers else "matmul_reduce_scatter"
+        return f"{name} {self.rows}x{self.depth}x{self.columns}"
+
+    def call(self, x: Any, w: Any) -> Any:
+        return (all_gather_matmul if self.gathers else matmul_reduce_scatter)(x, w)
+
+    def drawn(self, run: Parts, seed: int) -> tuple[list[Any], list[Any]]:
+        """Of all ranks, the same wherever they are drawn: -1, 0 or 1."""
+        rows = self.rows if self.gathers else self.rows * run.ranks
+        dice = torch.Generator(run.device).manual_seed(seed)
+        draw = partial(torch.randint, -1, 2, generator=dice, device=run.device)
+        x = [draw((rows, self.depth)).to(DTYPE) for _ in range(run.ranks)]
+        return x, [draw((self.columns, self.depth)).to(DTYPE) for _ in range(run.ranks)]
+
+    def wanted(self, run: Parts, x: list[Any], w: list[Any]) -> Any:
+        return (gathered if self.gathers else scattered)(run, x, w)
+
+
+def gathered(run: Parts, x: list[Any], w: list[Any]) -> Any:
+    return (torch.cat(x).double() @ w[run.rank].double().t()).to(DTYPE)
+
+
+def scattered(run: Parts, x: list[Any], w: list[Any]) -> Any:
+    made = [one.chunk(run.ranks)[run.rank].double() @ other.double().t() for one, other in zip(x, w, strict=True)]
+    return sum(one if rank == run.rank else one.to(DTYPE).double() for rank, one in enumerate(made)).to(DTYPE)
+
+
+SHAPES = tuple(Shape(gathers, *size) for size in SIZES for gathers in (True, False))
+
+
+class Repeated:
+    """Calls of one shape: how many were wrong."""
+
+    def __init__(self, run: Parts, shape: Shape) -> None:
+        self.run, self.shape = run, shape
+        x, w = shape.drawn(run, 0)
+        self.x, self.w = x[run.rank].clone(), w[run.rank].clone()
+        self.wrong = torch.zeros((), dtype=torch.int64, device=run.device)
+
+    def call(self, seed: int) -> None:
+        self._fill(seed)
+        self.judge(seed, self.shape.call(self.x, self.w))
+
+    def replay(self, graph: Any, found: Any, seed: int) -> None:
+        self._fill(seed)
+        graph.replay()
+        for one in found:
+            self.judge(seed, one)
+
+    def capture(self) -> tuple[Any, list[Any]]:
+        found: list[Any] = []
+        graph = captured(lambda: found.append(self.shape.call(self.x, self.w)), 2, before=1)
+        return graph, found[1:]
+
+    def judge(self, seed: int, found: Any) -> None:
+        self.wrong += ~self.run.same(
+            str(self.shape), found, self.shape.wanted(self.run, *self.shape.drawn(self.run, seed))
+        )
+
+    def _fill(self, seed: int) -> None:
+        x, w = self.shape.drawn(self.run, seed)
+        self.x.copy_(x[self.run.rank])
+        self.w.copy_(w[self.run.rank])
+
+
+def each(name: str, calls: int, work: Callable[[Parts, Shape, int], int], run: Parts) -> None:
+    for shape in SHAPES:
+        run.attempt_in_time(Part(name, str(shape), calls), partial(work, run, shape, calls))
+
+
+def called(run: Parts, shape: Shape, calls: int) -> int:
+    made = Repeated(run, shape)
+    for seed in range(calls):
+        made.call(seed)
+    return int(made.wrong)
+
+
+def replayed(run: Parts, shape: Shape, replays: int) -> int:
+    made = Repeated(run, shape)
+    graph, found = made.capture()
+    for seed in range(replays):
+        made.replay(graph, found, seed)
+    run.wait()
+    graph.reset()
+    return int(made.wrong)
+
+
+def differentiated(run: Parts, shape: Shape, calls: int) -> int:
+    wrong = torch.zeros((), dtype=torch.int64, device=run.device)
+    for seed in range(calls):
+        (x, w), rank = shape.drawn(run, seed), run.rank
+        back, _ = Shape(not shape.gathers, shape.rows, shape.columns, shape.columns).drawn(run, seed + 1)
+        own = [one[rank].clone().requires_grad_() for one in (x, w)]
+        of_x, of_w = torch.autograd.grad(shape.call(*own), own, back[rank])
+        turned = [one.t() for one in w]
+        if shape.gathers:
+            due, left, right = scattered(run, back, turned), back[rank], torch.cat(x)
+        else:
+            due, left, right = gathered(run, back, turned), torch.cat(back), x[rank]
+        wrong += ~run.same(f"rows of {shape}", of_x, due)
+        wrong += ~run.same(f"weights of {shape}", of_w, (left.double().t() @ right.double()).to(DTYPE))
+    return int(wrong)
+
+
+def storm(run: Parts) -> None:
+    dice, delays = random.Random(run.options.seed), random.Random(f"{run.options.seed} {run.rank}")
+    shapes = [
+        Shape(bool(number % 2), dice.randrange(1, 1500), 8 * dice.randrange(1, 100), 8 * dice.randrange(1, 100))
+        for number in range(KINDS)
+    ]
+    kinds, graphs = [], []
+
+    def hold_up() -> None:
+        if run.on_gpu and delays.random() < 0.4:
+            torch.cuda._sleep(delays.randrange(CYCLES))
+        if delays.random() < 0.1:
+            time.sleep(0.003 * delays.random())
+
+    def work(calls: int) -> int:
+        for seed in range(calls):
+            which, again = dice.randrange(KINDS), dice.random() < 0.5
+            hold_up()
+            if again and run.on_gpu:
+                kinds[which].replay(*graphs[which], seed)
+            else:
+                kinds[which].call(seed)
+        return sum(int(one.wrong) for one in kinds)
+
+    def set_up() -> int:
+        kinds.extend(Repeated(run, shape) for shape in shapes)
+        graphs.extend(one.capture() for one in kinds if run.on_gpu)
+        return 0
+
+    run.attempt_in_time(Part("storm", f"{KINDS} shapes are set up"), set_up)
+    for _ in range(run.options.calls // 50):
+        run.attempt_in_time(Part("storm", "calls of all shapes", 50), partial(work, 50))
+
+
+def graphs(run: Parts) -> None:
+    if run.on_gpu:
+        each("graphs", run.options.replays, replayed, run)
+
+
+PARTS = {
+    "exact": partial(each, "exact", CALLS, called),
+    "graphs": graphs,
+    "gradients": partial(each, "gradients", 1, differentiated),
+    "storm": storm,
+}
+
+
+def main() -> None:
+    parser = runner.part_parser_of(__doc__, 300, 85.0, list(PARTS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    runner.end_of_parts(Parts, options, PARTS, GRACE, on_gpu=options.device == "cuda")
+
+
+if __name__ == "__main__":
+    main()

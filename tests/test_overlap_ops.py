@@ -1,0 +1,227 @@
+"""Products beside what travels, as operators of torch: host ranks beside float64, gradients, what torch's tools see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from thread_ranks import in_group  # noqa: E402 - after the check for torch
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402 - as above
+
+import commdsl  # noqa: E402 - as above
+from commdsl.overlap import (  # noqa: E402 - as above
+    ColumnParallelLinear,
+    RowParallelLinear,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    programs,
+)
+
+Tensors = Sequence[Any]
+
+
+def gathered(x: Tensors, w: Tensors) -> list[Any]:
+    """What every rank has of `all_gather_matmul`, of the tensors of all ranks."""
+    return [torch.cat([*x]) @ one.t() for one in w]
+
+
+def scattered(x: Tensors, w: Tensors) -> list[Any]:
+    """And of `matmul_reduce_scatter`."""
+    total = sum(one @ other.t() for one, other in zip(x, w, strict=True))
+    return list(total.chunk(len(x)))
+
+
+WAYS = [(all_gather_matmul, gathered), (matmul_reduce_scatter, scattered)]
+NAMES = ["gather", "scatter"]
+
+
+def given(call: Any, ranks: int, rows: int = 6, dtype: Any = torch.float64, middle: tuple[int, ...] = ()) -> list[Any]:
+    """Of every rank: rows, so many of its own, and weights; small whole numbers, whose sums of products are exact."""
+    draw = torch.Generator().manual_seed(ranks + rows)
+    count = rows if call is all_gather_matmul else rows * ranks
+    shapes = [(count, *middle, 16)] * ranks + [(8, 16)] * ranks
+    made = [torch.randint(-2, 3, shape, generator=draw).to(dtype) for shape in shapes]
+    return [made[:ranks], made[ranks:]]
+
+
+def slopes(results: Tensors, leaves: Tensors) -> Tensors:
+    """Of the sum of all ranks' results, each number times its place modulo 3."""
+    total = sum((one * (torch.arange(one.numel()).view(one.shape) % 3)).sum() for one in results)
+    return torch.autograd.grad(total, leaves)
+
+
+@pytest.mark.parametrize(("call", "meaning"), WAYS, ids=NAMES)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_numbers(call: Any, meaning: Any, ranks: int) -> None:
+    """A result and both gradients are those of the same products in float64: in one piece, in two, of no rows; and of
+    whole numbers, which no schedule multiplies.
+    """
+    for dtype, rows in ((torch.bfloat16, 6), (torch.float32, 516), (torch.float32, 0), (torch.int64, 4)):
+        x, w = given(call, ranks, rows, dtype)
+        found = in_group(ranks, lambda rank, group, x=x, w=w: call(x[rank], w[rank], group=group))
+        exact = [[one.double().requires_grad_() for one in of_all] for of_all in (x, w)]
+        wanted = meaning(*exact)
+        for one, other in zip(found, wanted, strict=True):
+            assert one.dtype == dtype
+            assert torch.equal(one.double(), other)
+        if not dtype.is_floating_point:
+            continue
+
+        def back(rank: int, group: str, x: Tensors = x, w: Tensors = w) -> Tensors:
+            own = [one[rank].clone().requires_grad_() for one in (x, w)]
+            return slopes([call(*own, group=group)], own)
+
+        of_x, of_w = zip(*in_group(ranks, back), strict=True)
+        for one, other in zip((*of_x, *of_w), slopes(wanted, [*exact[0], *exact[1]]), strict=True):
+            assert torch.equal(one.double(), other)
+
+
+@pytest.mark.parametrize(("call", "meaning"), WAYS, ids=NAMES)
+def test_one_gradient(call: Any, meaning: Any) -> None:
+    """Where only one of both has a gradient it is the same; rows may have dimensions between."""
+    x, w = given(call, 2, middle=(3,))
+    exact = [[one.clone().requires_grad_() for one in of_all] for of_all in (x, w)]
+    results = meaning(*exact)
+    wanted = slopes(results, [*exact[0], *exact[1]])
+
+    def back(rank: int, group: str) -> list[Any]:
+        rows, weights = x[rank].clone().requires_grad_(), w[rank].clone().requires_grad_()
+        of_x = slopes([call(rows, w[rank], group=group)], [rows])
+        of_w = slopes([call(x[rank], weights, group=group)], [weights])
+        return [call(x[rank], w[rank], group=group), *of_x, *of_w]
+
+    for rank, (found, of_x, of_w) in enumerate(in_group(2, back)):
+        assert torch.equal(found, results[rank])
+        assert torch.equal(of_x, wanted[rank])
+        assert torch.equal(of_w, wanted[2 + rank])
+
+
+@pytest.mark.parametrize("call", [call for call, _ in WAYS], ids=NAMES)
+def test_gradient_of_gradient(call: Any) -> None:
+    """A gradient is made of calls that have gradients: what torch finds is what differences say."""
+    (group,) = commdsl.threads(1)
+    x, w = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3), (2, 3)))
+    assert torch.autograd.gradgradcheck(lambda x, w: call(x, w, group=group), (x, w))
+
+
+@pytest.mark.parametrize(("call", "meaning"), WAYS, ids=NAMES)
+def test_torch(call: Any, meaning: Any) -> None:
+    """opcheck finds nothing; fake tensors have the shapes of real ones."""
+    (alone,) = commdsl.threads(1)
+    x, w = (torch.randn(shape, requires_grad=True) for shape in ((4, 3), (2, 3)))
+    call(x, w, group=alone)  # the operators are defined
+    torch.library.opcheck(getattr(torch.ops.commdsl_overlap, call.__name__).default, (x, w, alone))
+    group, _ = commdsl.threads(2)
+    (x, _), (w, _) = given(call, 2, middle=(3,))
+    with FakeTensorMode() as mode:
+        found = call(mode.from_tensor(x), mode.from_tensor(w), group=group)
+    assert found.shape == meaning([x, x], [w, w])[0].shape
+
+
+@pytest.mark.parametrize("call", [call for call, _ in WAYS], ids=NAMES)
+def test_compiled(call: Any) -> None:
+    """torch.compile takes a model without a break, with gradients, for every number of rows; beside a rank that does
+    not compile.
+    """
+
+    def rank_does(rank: int, group: str) -> None:
+        def model(x: Any, w: Any) -> Any:
+            return call(x.sin(), w * 2, group=group).cos()
+
+        traced = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True) if rank == 0 else model
+        for rows in (6, 8, 10):
+            mine, eager = ([one[rank].clone().requires_grad_() for one in given(call, 2, rows)] for _ in range(2))
+            got, wanted = traced(*mine), model(*eager)
+            torch.testing.assert_close(got, wanted)
+            got.square().sum().backward()
+            wanted.square().sum().backward()
+            for one, other in zip(mine, eager, strict=True):
+                torch.testing.assert_close(one.grad, other.grad)
+
+    in_group(2, rank_does)
+
+
+def test_autocast() -> None:
+    """Under autocast a call casts as torch's linear layers do."""
+    (group,) = commdsl.threads(1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = all_gather_matmul(torch.ones(2, 8), torch.ones(8, 8, dtype=torch.bfloat16), group=group)
+    assert found.dtype == torch.bfloat16
+
+
+def test_programs() -> None:
+    """Schedules multiply what they can; the rest is a collective and a product of torch's."""
+    (alone,), (group, _) = commdsl.threads(1), commdsl.threads(2)
+
+    def name(x: Any, group: str = group) -> str:
+        op = programs.program(programs.SCATTER, x, torch.zeros(8, 16).to(x), group)
+        return "none" if op is None else op.name
+
+    x = torch.zeros(1028, 16)
+    assert [name(x), name(x[:6])] == ["matmul_reducescatter_C_2", "matmul_reducescatter_C_1"]
+    assert {name(x, alone), name(x[:0]), name(x.int())} == {"none"}
+    with FakeTensorMode():  # what a GPU's kernel does not read
+        for dtype, columns in ((torch.float32, 16), (torch.bfloat16, 12)):
+            x, w = (torch.empty(rows, columns, dtype=dtype, device="cuda") for rows in (1024, 8))
+            assert programs.program(programs.GATHER, x, w, group) is None
+
+
+def test_pieces() -> None:
+    """Few rows travel whole, more of them in two pieces where they can be halved."""
+    assert [programs.pieces(rows, 2) for rows in (0, 1024, 1026, 1028, 8192)] == [1, 1, 1, 2, 2]
+
+
+def test_refusals() -> None:
+    """What is no product, or cannot be shared out, is refused before anything is sent."""
+    group, _ = commdsl.threads(2)
+    for call, _ in WAYS:
+        for x, w in (((4, 8), (4, 7)), ((8,), (4, 8)), ((4, 8), (8,))):
+            with pytest.raises(commdsl.TensorError, match=r"`x` is \(rows, ..., K\) and `w` \(N, K\)"):
+                call(torch.zeros(x), torch.zeros(w), group=group)
+    with pytest.raises(commdsl.TensorError, match="2 ranks share the 5 rows"):
+        matmul_reduce_scatter(torch.zeros(5, 8), torch.zeros(4, 8), group=group)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_layers() -> None:
+    """Two layers between rows that lie on all ranks are those of one rank: results, and gradients of every number."""
+    ranks = 3
+    torch.manual_seed(0)
+    first, second = (torch.nn.Linear(*sizes, dtype=torch.float64) for sizes in ((12, 24), (24, 12)))
+    x = torch.randn(4 * ranks, 2, 12, dtype=torch.float64, requires_grad=True)
+    whole = second(torch.nn.functional.gelu(first(x)))
+    whole.square().sum().backward()
+    blocks = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "down.bias": 0}
+    wanted = dict(zip(blocks, (first.weight, first.bias, second.weight, second.bias), strict=True))
+
+    def rank_does(rank: int, group: str) -> None:
+        up = ColumnParallelLinear(12, 24, group=group, dtype=torch.float64)
+        down = RowParallelLinear(24, 12, group=group, dtype=torch.float64)
+        model = torch.nn.ModuleDict({"up": up, "down": down})
+        with torch.no_grad():
+            for name, one in model.named_parameters():
+                one.copy_(wanted[name].chunk(ranks, blocks[name])[rank])
+        mine = x.detach().chunk(ranks)[rank].clone().requires_grad_()
+        found = down(torch.nn.functional.gelu(up(mine)))
+        found.square().sum().backward()
+        torch.testing.assert_close(found, whole.chunk(ranks)[rank])
+        torch.testing.assert_close(mine.grad, x.grad.chunk(ranks)[rank])
+        for name, one in model.named_parameters():
+            torch.testing.assert_close(one.grad, wanted[name].grad.chunk(ranks, blocks[name])[rank])
+
+    in_group(ranks, rank_does)
+
+
+def test_beginnings() -> None:
+    """New weights are as large as those of the layer of one rank, and a share that is none is refused."""
+    group = commdsl.threads(4)[0]
+    one, shared = torch.nn.Linear(4096, 64), RowParallelLinear(4096, 64, group=group)
+    torch.testing.assert_close(shared.weight.std(), one.weight.std(), rtol=0.05, atol=0)
+    with pytest.raises(commdsl.ArgumentError, match="4 ranks share `out_features` equally: 6"):
+        ColumnParallelLinear(8, 6, group=group)
