@@ -342,7 +342,7 @@ class Bench:
         if not batches:
             return []
         began = time.monotonic()
-        lengths = [self.once(batch, absorbs=False) for batch in batches]
+        lengths = [max(self.everyone(self.once(batch, absorbs=False))) for batch in batches]  # all absorb, or none
         spent = self.everyone(time.monotonic() - began)[0]
         left = self.everyone(self.options.deadline - time.monotonic())[0]
         rounds = max(2, min(15, int(min(TURN_SECONDS / 2, left) / max(spent, 1e-3))))
