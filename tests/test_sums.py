@@ -22,9 +22,10 @@ from commdsl.language.syntax import ScheduleDecl
 from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import BY_NAME, Array
 from commdsl.machine.topology import switch
+from commdsl.program.launches import Visit
 from commdsl.program.plan import Plan
 from commdsl.program.verify import verify
-from commdsl.program.visited import launches, plan_of, segments
+from commdsl.program.visited import landing, launches, plan_of, segments, visits
 
 FOUND = """schedule found for P ranks where P >= 2 {
   input k
@@ -155,6 +156,47 @@ def test_no_other_plan_is_legal() -> None:
         )
         with pytest.raises(InternalError, match="type"):
             verify(replace(plan, roles=roles))
+
+
+@pytest.mark.parametrize(
+    ("text", "lands"),
+    [
+        (FOUND, {"kc"}),
+        (
+            """schedule late for P ranks where P >= 2 {
+  input k
+  output dk float32 like k
+  scratch kc
+  scratch pk like k
+  scratch ak
+  ensure rotation(k -> kc) back dk
+
+  yield attend(k -> dk)
+  for s in 1 ..< P {
+    each r { put k -> kc @ (r + s) % P }
+    yield attend(kc -> pk)
+    if s > 1 { each r { reduce ak -> dk } }
+    each r { put pk -> ak @ (r - s) % P }
+  }
+  each r { reduce ak -> dk }
+}
+""",
+            {"kc", "ak"},
+        ),
+    ],
+    ids=["added at once", "added while the next visits"],
+)
+def test_what_returns_lands_where_a_visit_is_over(text: str, lands: set[str]) -> None:
+    """In the copy of keys that has visited, which is free until the next keys but one are put there; elsewhere where
+    these come before it is added.
+    """
+    files = compiler.read_text(text, "found.comm", Path())
+    plan = compiler.check(files, ranks=4, tune={"landing": "place"}).visits
+    assert plan is not None
+    assert {kept.name for kept in landing(plan)} == lands
+    home = [launch.writes[0] for launch in launches(plan) if launch.reads[0].name == "pk"]
+    visited = [visit.reads[0] for visit in visits(plan) if isinstance(visit, Visit) and visit.writes[0].name == "pk"]
+    assert (home[:-1] == visited[:-1]) == ("ak" not in lands)  # behind the last visit either is free
 
 
 def with_moves(plan: Plan, **changes: Any) -> Plan:

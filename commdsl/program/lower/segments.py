@@ -31,13 +31,15 @@ from commdsl.language.kinds import GIVEN, RETURNED, BufferKind, MoveKind
 class Segment:
     """Steps between two yields. `content`: equal for segments that have the same tables, on whatever buffers.
     `in_place`: outputs that are written where they are: no visit touches them, or none reads them and something of them
-    stays. `sums`: those to which others are added that have another type; then nothing else is done.
+    stays. `sums`: those to which others are added that have another type; then nothing else is done. `stays`: outputs
+    of which something stays.
     """
 
     schedule: Schedule
     content: tuple[object, ...]
     in_place: frozenset[str] = frozenset()
     sums: frozenset[str] = frozenset()
+    stays: frozenset[str] = frozenset()
 
     def names(self, *kinds: BufferKind) -> tuple[str, ...]:
         return tuple(buffer.name for buffer in self.schedule.buffers if buffer.kind in kinds)
@@ -239,8 +241,8 @@ def _segment(
         buffers.append(replace(buffer, kind=kind))
     renamed = tuple(replace(step, moves=tuple(_renamed(step.moves, number))) for step in steps)
     made = replace(schedule, buffers=tuple(buffers), contracts=(), steps=renamed)
-    names = frozenset(schedule.buffers[index].name for index in in_place)
-    return Segment(made, (*_content(made), bool(wide)), names, wide)
+    here, stay = (frozenset(schedule.buffers[index].name for index in of) for of in (in_place, stays[0] & written))
+    return Segment(made, (*_content(made), bool(wide)), here, wide, stay)
 
 
 def _renamed(moves: tuple[Statement, ...], number: dict[int, int]) -> Iterator[Statement]:

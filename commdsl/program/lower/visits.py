@@ -10,22 +10,25 @@ where it is, and so does what it writes anew until a launch reads that; the call
 and a visit wait for the last phase of the other stream that touches the same copy, where one of them writes, unless the
 phase before them has waited for it.
 
-Where `landing` is tuned to `place` peers put straight into the copies of what visits, within the owner's launch.
+Where `landing` is tuned to `place` peers put straight into the copies of what visits, within the owner's launch. What
+they put and visits nobody lands in the copy that has visited, where that is free until it is read: launches go one
+after the other, so this costs no time, and symmetric memory is that of what visits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from commdsl.ir.classes import joining, units
 from commdsl.ir.landing import landing
 from commdsl.ir.schedules import Buffer, Schedule, Tuning, Yield
 from commdsl.language.diagnostics import InternalError
-from commdsl.language.kinds import GIVEN, RETURNED, MoveKind
+from commdsl.language.kinds import GIVEN, RETURNED, BufferKind, MoveKind
 from commdsl.program.agree import none_heard
 from commdsl.program.launches import Launch, Return, Visit, touches
 from commdsl.program.lower import SYMMETRIC_BYTES, lower_moves
-from commdsl.program.lower.segments import Segment, parts
+from commdsl.program.lower.segments import Part, Segment, parts
 from commdsl.program.memory import Kept, Transport
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan, Role
@@ -40,7 +43,7 @@ def lower_visits(schedule: Schedule, transport: Transport = Transport.PEER) -> P
     """The Plan that stops at each yield."""
     found = tuple(parts(schedule))
     contents = {part.content for part in found if isinstance(part, Segment)}
-    walk = _Walk(schedule, transport, SYMMETRIC_BYTES // max(len(contents), 1))
+    walk = _Walk(schedule, transport, SYMMETRIC_BYTES // max(len(contents), 1), found)
     stops = [at for at, part in enumerate(found) if isinstance(part, Yield)]
     for at, part in enumerate(found):
         walk.visit(part) if isinstance(part, Yield) else walk.launch(part, is_alone=at > stops[-1])
@@ -67,7 +70,7 @@ def lower_visits(schedule: Schedule, transport: Transport = Transport.PEER) -> P
 class _Walk:
     """Goes through the parts once; holds where buffers are and who touched them last (private to this pass)."""
 
-    def __init__(self, schedule: Schedule, transport: Transport, most_bytes: int) -> None:
+    def __init__(self, schedule: Schedule, transport: Transport, most_bytes: int, found: Sequence[Part]) -> None:
         self.schedule = schedule
         self.transport = transport
         self.most_bytes = most_bytes  # of symmetric memory for each of the moves
@@ -76,6 +79,7 @@ class _Walk:
         self.caller: list[Visit | Return] = []
         self.units = units(schedule)
         self.landing = landing(schedule) if schedule.tuning.landing == "place" else frozenset()
+        self.lent = _lent(schedule, found, self.landing)
         self.at = {b.name: self._kept(b, 0) for b in schedule.buffers if b.kind in GIVEN}
         self.seen = dict.fromkeys(self.at.values())  # every copy there is, in order
         # By whether a launch did: for each copy how many phases of that stream there were when it was last read, and
@@ -100,10 +104,12 @@ class _Walk:
         moves = self.moves[content]
         reads = tuple(self.at[one] for one in segment.names(*GIVEN))
         here = {one for one in segment.in_place | (segment.sums & {*moves.alias_safe}) if self._has_own(one)}
-        writes = tuple(self.at[one] if one in here else self._other(one) for one in segment.names(*RETURNED))
+        here -= self.lent.keys()
+        written = segment.names(*RETURNED)
+        writes = tuple(self.at[one] if one in here else self._other(self.lent.get(one, one)) for one in written)
         made = Launch(moves, reads, writes, self.turn, 0)
         self.comm.append(replace(made, after=self._after(made)))
-        self._note(made)
+        self._note(made, written)
 
     def visit(self, step: Yield) -> None:
         names = [buffer.name for buffer in self.schedule.buffers]
@@ -111,7 +117,7 @@ class _Walk:
         writes = tuple(self._own(names[one]) if one in step.reads else self._anew(names[one]) for one in step.writes)
         made = Visit(step.name, reads, writes, self.turn, 0, step)
         self.caller.append(replace(made, after=self._after(made)))
-        self._note(made)
+        self._note(made, [names[one] for one in step.writes])
 
     def end(self) -> None:
         results = (b.name for b in self.schedule.buffers if b.kind in RETURNED)
@@ -164,14 +170,44 @@ class _Walk:
         self.known[launches] = needed
         return needed
 
-    def _note(self, phase: Launch | Visit) -> None:
+    def _note(self, phase: Launch | Visit, written: Sequence[str]) -> None:
         launches = isinstance(phase, Launch)
         number = len(self.comm) if launches else len(self.caller)
         for touch in touches(phase):
             assert isinstance(touch.memory, Kept)
             (self.written if touch.writes else self.read)[launches][touch.memory] = number
         self.unread = self.unread.difference(phase.reads, phase.writes) if launches else self.unread | {*phase.writes}
-        self.at |= {kept.name: kept for kept in phase.writes}
+        self.at |= zip(written, phase.writes, strict=True)
+
+
+def _lent(schedule: Schedule, found: Sequence[Part], landing: frozenset[str]) -> dict[str, str]:
+    """Of what lands and visits nobody, where: a buffer made of the same that visits, each of one alone."""
+    visiting = {schedule.buffers[at].name for part in found if isinstance(part, Yield) for at in part.reads}
+    written = {schedule.buffers[at].name for part in found if isinstance(part, Yield) for at in part.writes}
+    lands = [one for one in schedule.buffers if one.name in landing]
+    of = units(schedule)
+    lent: dict[str, str] = {}
+    for one in (one for one in lands if one.kind is BufferKind.SCRATCH and one.name not in visiting | written):
+        for other in (other for other in lands if other.name in visiting - {*lent.values()}):
+            alike = (one.blocks, one.cut, of[one.name]) == (other.blocks, other.cut, of[other.name])
+            if alike and _passes(schedule, found, one.name, other.name):
+                lent[one.name] = other.name
+                break
+    return lent
+
+
+def _passes(schedule: Schedule, found: Sequence[Part], name: str, other: str) -> bool:
+    """Whether nothing is written to the other buffer from when something is written to this one until that is read."""
+    is_over = False  # whether the other was written since this one was
+    for part in found:
+        if isinstance(part, Yield):
+            is_over |= other in (schedule.buffers[at].name for at in part.writes)
+            continue
+        reads, writes = part.names(*GIVEN), part.names(*RETURNED)
+        if (is_over and name in reads) or (name in writes and (name in part.stays or other in reads + writes)):
+            return False
+        is_over = (is_over and name not in writes) or other in writes
+    return True
 
 
 def _adding(schedule: Schedule, *, is_alone: bool) -> Tuning:
