@@ -29,7 +29,7 @@ _LINE, _PANELS, _MARKS = 128, 4 * 64 * 128, 256  # bytes, as matmul.cuh lays the
 _SHARED = 227 * 1024
 _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i2"), ("turn", "<u2")])
 _TURN = struct.Struct("<6H3h14x")
-_ARGUMENTS = struct.Struct("<10Q2I")
+_ARGUMENTS = struct.Struct("<8Q2I56x")
 _LEAST = 4  # stages of a part: what it costs to add two parts up takes as long
 _BAND = 16  # rows of blocks' tiles whose columns are made together: what they read stays in the L2 cache
 
@@ -120,16 +120,15 @@ class Table(NamedTuple):
 
 def table(product: Product, tiling: Tiling, workers: int) -> Table:
     """Turn after turn every worker, a cluster of blocks, makes as many whole tiles as any other; those that are left
-    over are cut along their depth into equal parts, which come first in every worker's list of the turn. Whoever has a
-    first part adds up what the others leave: they have it first, so nobody waits long, and no two wait for each other.
-    Where nothing is cut, who comes last in one turn is followed by the next worker in the next one.
+    over (`_cut_tiles`) are cut along their depth into equal parts, which come first in every worker's list of the turn.
+    Whoever has a first part adds up what the others leave: they have it first, so nobody waits long, and no two wait
+    for each other. Where nothing is cut, who comes last in one turn is followed by the next worker in the next one.
     """
     high, wide, depth = product.tiles(tiling)
     tiles = [(row, column) for rows in _bands(high, _BAND // tiling.cluster) for column in range(wide) for row in rows]
-    left = len(tiles) % workers if tiling.parts > 1 else 0
     lists: list[list[tuple[int, ...]]] = [[] for _ in range(workers)]
     slots = dealt = 0
-    for turn in range(product.turns):
+    for turn, left in enumerate(_cut_tiles(product, tiling, workers)):
         slots = _cut(tiles[:left], depth, tiling.parts, lists, turn, slots)
         for row, column in tiles[left:]:
             lists[dealt % workers].append((row, column, 0, depth, 0, 0, turn))
@@ -140,6 +139,17 @@ def table(product: Product, tiling: Tiling, workers: int) -> Table:
         found[at] = ((row, column), (first, last), slot, parts, turn)
     begin = np.cumsum([0, *(len(pieces) for pieces in lists)], dtype=np.int32)
     return Table(found, begin, slots)
+
+
+def _cut_tiles(product: Product, tiling: Tiling, workers: int) -> list[int]:
+    """How many tiles of each turn are cut: of the first, which waits for nothing, those that whole waves of all turns
+    do not take; where it has fewer, of every turn those that whole waves of it do not.
+    """
+    high, wide, _ = product.tiles(tiling)
+    if tiling.parts == 1:
+        return [0] * product.turns
+    left = high * wide * product.turns % workers
+    return [left] + [0] * (product.turns - 1) if left <= high * wide else [high * wide % workers] * product.turns
 
 
 def _shares(tiles: int, depth: int, most: int, workers: int) -> int:
@@ -191,15 +201,13 @@ def chosen(product: Product, sms: int) -> Tiling:
 def _time(product: Product, tiling: Tiling, workers: int) -> float:
     high, wide, depth = product.tiles(tiling)
     stage, epilogue = _STAGE[tiling.columns], _EPILOGUE[tiling.columns]
-    if tiling.parts == 1:
-        return -(-high * wide * product.turns // workers) * (depth * stage + epilogue)
-    waves, left = divmod(high * wide, workers)
-    time = waves * (depth * stage + epilogue)
-    if left:
+    cut = _cut_tiles(product, tiling, workers)
+    time = -(-(high * wide * product.turns - sum(cut)) // workers) * (depth * stage + epilogue)
+    for left in filter(None, cut):
         dealt = _shares(left, depth, tiling.parts, workers)
         uneven = _UNEVEN if dealt % left else 0.0
         time += left * depth / dealt * stage + epilogue + _CUT + uneven + _PART * (dealt / left - 1)
-    return product.turns * time
+    return time
 
 
 def slot_bytes(tiling: Tiling) -> int:
@@ -234,8 +242,7 @@ def stores(product: Product, tiling: Tiling) -> int:
 
 
 def packed(maps: Sequence[bytes], addresses: Sequence[int], timeout_ns: int, product: Product) -> bytes:
-    """The kernel's one argument: two maps of A, one of B and two of C, the addresses of pieces, begin, turns, words,
-    bias and sums, bytes from one of these to the next, partials and flags, how long a block waits for what others do,
-    and the size of C.
+    """The kernel's one argument: two maps of A, one of B, two of C and one of sums, the addresses of pieces, begin,
+    turns, words, bias, partials and flags, how long a block waits for what others do, and the size of C.
     """
     return b"".join(maps) + _ARGUMENTS.pack(*addresses, timeout_ns, product.rows, product.columns)

@@ -122,10 +122,10 @@ class Matmul:
             *(tensor_map(one, ROWS if self.product.a_deep else DEPTH) for one in (a[0], a[-1])),
             tensor_map(b, half if self.product.b_deep else DEPTH),
             *(tensor_map(one, _PANEL) for one in (c[0], c[-1])),
+            tensor_map(c[0] if sums is None else sums, ROWS),
         )
         tables = [one.data_ptr() for one in (self._pieces, self._begin, self._turns)]
-        added = (0, 0) if sums is None else (sums.address, sums.step)
-        addresses = (*tables, words, bias, *added, self._partials.data_ptr(), self._flags.data_ptr())
+        addresses = (*tables, words, bias, self._partials.data_ptr(), self._flags.data_ptr())
         argument = packed(maps, addresses, self._timeout_ns, self.product)
         return launch_of(argument, [len(argument)], self._blocks, THREADS, self.tiling.shared_bytes)
 

@@ -5,7 +5,8 @@
 // A block has three warpgroups. One thread of the first loads (TMA): a stage holds 128 rows of A and kColumns of B, 64 deep. The
 // others multiply 64 rows each, and store. The n-th fill takes stage n % kStages and ends phase n / kStages of its mark `full`; the
 // multipliers of all blocks that it went to end the same phase of its mark `empty`. In a cluster of two blocks, which lie one below
-// the other, each loads half of what both need of B and sends it to both.
+// the other, each loads half of what both need of B and sends it to both. What is added to a tile comes behind its last stage, 64
+// columns of its 128 rows a fill, so it is there when the products are.
 //
 // What is made may be several products of one factor, *turns*: rows from here or there, to here or there, that may have to wait for
 // what moves beside, and that others may wait for. A turn's words say so: a launch beside is over, so many tiles of a turn are stored.
@@ -44,11 +45,10 @@ struct alignas(16) MatmulTurn {
 };
 
 struct alignas(64) MatmulArgs {
-  TensorMap a[2], b, c[2];
+  TensorMap a[2], b, c[2], sums;
   u64 pieces, begin;     // a table of pieces, and where each worker's begin
   u64 turns, words;
-  u64 bias, sums, sum_bytes;  // from one matrix that is added to the next
-  u64 partials, flags;
+  u64 bias, partials, flags;
   u64 timeout_ns;
   u32 rows, columns;     // of C, in one turn
 };
@@ -60,6 +60,7 @@ struct MatmulShape : Plan {
   static constexpr u32 kSums = Plan::kColumns / 2;  // of a thread
   static constexpr u32 kABytes = kTileRows * kLine, kStageBytes = kABytes + Plan::kColumns * kLine;
   static constexpr u32 kOutElements = kLine / sizeof(typename Plan::Result::Storage);  // of a line
+  static_assert(!Plan::kAdds || kOutElements == 64, "what is added is of 16 bits, as the result is");
 };
 
 // The block's shared memory: stages, two panels of C for each multiplier, marks.
@@ -124,25 +125,42 @@ struct Loader : Worker<Shape> {
     for (i32 at = this->begin(); at < this->end(); ++at) {
       const Piece piece = this->piece(at);
       const MatmulTurn turn = this->turn(piece);
-      await_rows(turn.rows_there);
+      await_launch(turn.rows_there);
       for (u32 step = piece.first; step < piece.last; ++step) load(piece, turn, step * kTileDepth);
+      if (Shape::kAdds && piece.parts >= 0 && turn.count > 0) load_sums(piece, turn);
     }
   }
 
  private:
   i32 known = -1;  // launches are over in their order
 
-  COMMDSL_FN void await_rows(i32 launch) {
+  COMMDSL_FN void await_launch(i32 launch) {
     if (launch <= known) return;
     await_word(this->word(launch), 1, this->args.timeout_ns);
-    fence_proxies_of_global();  // they are read by TMA
+    fence_proxies_of_global();  // what it brought is read by TMA
     known = launch;
   }
 
-  COMMDSL_FN void load(const Piece& piece, const MatmulTurn& turn, u32 depth) {
-    const u32 fill = this->fill++, stage = this->shared.stage(fill), mark = this->shared.full(fill);
+  // The next fill, when its stage is empty.
+  COMMDSL_FN u32 begin_fill(u32 bytes) {
+    const u32 fill = this->fill++;
     await_phase(this->shared.empty(fill), this->shared.parity(fill) ^ 1);
-    expect(mark, Shape::kStageBytes);
+    expect(this->shared.full(fill), bytes);
+    return fill;
+  }
+
+  COMMDSL_FN void load_sums(const Piece& piece, const MatmulTurn& turn) {
+    await_launch(turn.sums_there);
+    for (u32 column = 0; column < Shape::kOutColumns; column += Shape::kOutElements) {
+      for (u32 at = turn.first; at < turn.first + turn.count; ++at) {
+        const u32 fill = begin_fill(Shape::kABytes);
+        tensor_load<1>(this->shared.stage(fill), this->args.sums, this->column(piece) + column, this->row(piece), at, this->shared.full(fill));
+      }
+    }
+  }
+
+  COMMDSL_FN void load(const Piece& piece, const MatmulTurn& turn, u32 depth) {
+    const u32 fill = begin_fill(Shape::kStageBytes), stage = this->shared.stage(fill), mark = this->shared.full(fill);
     load_panels<Shape::kADeep, kTileRows, 1>(stage, this->args.a[turn.rows], this->row(piece), depth, turn.rows_at, mark);
     if constexpr (Shape::kCluster == 1) {
       load_half(piece, 0, stage, depth, mark);
@@ -201,7 +219,6 @@ struct Multiplier : Worker<Shape> {
         leave(piece.slot);
       } else {
         for (i32 part = 0; part < piece.parts; ++part) add(piece.slot + part);
-        if (Shape::kAdds) await_sums(turn);
         store(turn, this->row(piece) + number * 64, this->column(piece));
         ++tiles;
       }
@@ -288,11 +305,6 @@ struct Multiplier : Worker<Shape> {
 
   // --- what moves beside
 
-  COMMDSL_FN void await_sums(const MatmulTurn& turn) const {
-    if (thread == 0 && turn.sums_there >= 0) await_word(this->word(turn.sums_there), 1, this->args.timeout_ns);
-    meet();
-  }
-
   // Once a turn, as it takes a while until stores are there.
   COMMDSL_FN void tell(const MatmulTurn& turn) {
     if (thread == 0 && tiles > 0 && turn.stored >= 0) {
@@ -312,12 +324,13 @@ struct Multiplier : Worker<Shape> {
     constexpr u32 sums = Shape::kOutElements / 2;  // of a thread, in a panel
 #pragma unroll
     for (u32 first = 0; first < Shape::kOutColumns / 2; first += sums, ++stores) {
+      float value[sums];
+#pragma unroll
+      for (u32 i = 0; i < sums; i += 2) activate(first + i, column, value + i);
+      if constexpr (Shape::kAdds) add_sums(turn.count, value);
       const u32 panel = this->shared.panel(number, stores);
       if (thread == 0) await_reads<1>();
       meet();
-      float value[sums];
-#pragma unroll
-      for (u32 i = 0; i < sums; i += 2) finish(turn, first + i, row, column, value + i);
       put(panel, value);
       fence_proxies_of_shared();
       meet();
@@ -328,48 +341,65 @@ struct Multiplier : Worker<Shape> {
     }
   }
 
-  COMMDSL_FN void finish(const MatmulTurn& turn, u32 i, u32 row, u32 column, float* value) {
-    const u32 r = row + own_row(i), c = column + own_column(i);
+  COMMDSL_FN void activate(u32 i, u32 column, float* value) const {
+    const u32 c = column + own_column(i);
     value[0] = sum[i], value[1] = sum[i + 1];
     const bool inside = c < this->args.columns;
-    if constexpr (Shape::kBias) {
-      if (inside) add_pair(value, this->args.bias, c);
-    }
+    if (Shape::kBias && inside) add_bias(value, c);
     if constexpr (Shape::kGated) {
       float up[2] = {sum[i + Shape::kSums / 2], sum[i + Shape::kSums / 2 + 1]};
-      if constexpr (Shape::kBias) {
-        if (inside) add_pair(up, this->args.bias, this->args.columns + c);
-      }
+      if (Shape::kBias && inside) add_bias(up, this->args.columns + c);
       for (u32 e = 0; e < 2; ++e) value[e] = value[e] / (1.0f + expf(-value[e])) * up[e];
     }
     if constexpr (Shape::kGelu) {
       for (u32 e = 0; e < 2; ++e) value[e] = 0.5f * value[e] * (1.0f + erff(value[e] * 0.70710678f));
     }
-    if constexpr (Shape::kAdds) {
-      for (u32 at = turn.first; inside && r < this->args.rows && at < turn.first + turn.count; ++at) {
-        add_pair(value, this->args.sums + at * this->args.sum_bytes, u64{r} * this->args.columns + c);
+  }
+
+  COMMDSL_FN void add_bias(float* value, u32 column) const {
+    u32 word;
+    load(word, reinterpret_cast<const char*>(this->args.bias) + 2 * u64{column});
+    add_pair(value, word);
+  }
+
+  template <u32 sums>
+  COMMDSL_FN void add_sums(u32 matrices, float (&value)[sums]) {
+    for (u32 at = 0; at < matrices; ++at) {
+      await_phase(this->shared.full(this->fill), this->shared.parity(this->fill));
+      const u32 lines = this->shared.stage(this->fill) + number * kPanelBytes;
+#pragma unroll
+      for (u32 i = 0; i < sums; i += 8) {
+        u32 word[4];
+        load_matrices(word, swizzled(lines, i));
+#pragma unroll
+        for (u32 w = 0; w < 4; ++w) add_pair(value + i + 2 * w, word[w]);
       }
+      meet();  // all have read
+      release(this->fill++);
     }
   }
 
-  COMMDSL_FN static void add_pair(float* value, u64 tensor, u64 at) {
-    u32 word;
-    load(word, reinterpret_cast<const char*>(tensor) + 2 * at);
+  COMMDSL_FN static void add_pair(float* value, u32 word) {
     value[0] += Shape::Element::widen(static_cast<u16>(word));
     value[1] += Shape::Element::widen(static_cast<u16>(word >> 16));
   }
 
-  // Into 64 swizzled lines: 16 bytes at place p of line l lie at place p ^ l % 8.
+  // In 64 swizzled lines 16 bytes at place p of line l lie at place p ^ l % 8. Of 16 bits: where a thread points at what its warp has
+  // from sum i on.
+  COMMDSL_FN u32 swizzled(u32 lines, u32 i) const {
+    const u32 line = thread / 32 * 16 + thread % 16, place = thread % 32 / 16 + i / 4;
+    return lines + line * kLine + (place ^ line % 8) * 16;
+  }
+
   template <u32 sums>
   COMMDSL_FN void put(u32 panel, const float (&value)[sums]) const {
     if constexpr (sizeof(typename Result::Storage) == 2) {
-      const u32 line = thread / 32 * 16 + thread % 16, place = thread % 32 / 16;
 #pragma unroll
       for (u32 i = 0; i < sums; i += 8) {
         u32 word[4];
 #pragma unroll
         for (u32 w = 0; w < 4; ++w) word[w] = Result::narrow_pair(value[i + 2 * w], value[i + 2 * w + 1]);
-        store_matrices(panel + line * kLine + ((place + i / 4) ^ line % 8) * 16, word);
+        store_matrices(swizzled(panel, i), word);
       }
     } else {
 #pragma unroll

@@ -76,6 +76,14 @@ COMMDSL_FN void store_matrices(u32 at, const u32 (&word)[4]) {
                : "memory");
 }
 
+// The same the other way.
+COMMDSL_FN void load_matrices(u32 (&word)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(at)
+               : "memory");
+}
+
 COMMDSL_FN void store_shared(u32 at, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(first), "f"(second) : "memory");
 }
