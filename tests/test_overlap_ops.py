@@ -148,9 +148,13 @@ def test_compiled(call: Any) -> None:
 def test_autocast() -> None:
     """Under autocast a call casts as torch's linear layers do."""
     (group,) = commdsl.threads(1)
+    layer = ColumnParallelLinear(8, 8, group=group)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = all_gather_matmul(torch.ones(2, 8), torch.ones(8, 8, dtype=torch.bfloat16), group=group)
-    assert found.dtype == torch.bfloat16
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            x, w = torch.ones(2, 8, dtype=dtype), torch.ones(8, 8, dtype=dtype)
+            assert all_gather_matmul(x, w, group=group).dtype == torch.nn.functional.linear(x, w).dtype
+        layer(x.float()).sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
 
 
 def test_programs() -> None:

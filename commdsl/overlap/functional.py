@@ -56,10 +56,7 @@ def matmul_reduce_scatter(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
 
 
 def _call(name: str, x: Tensor, w: Tensor, group: Any) -> Tensor:
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, w = x.to(dtype), w.to(dtype)
+    x, w = _cast(x), _cast(w)
     group_name = groups.name_of(group)
     if skips_dispatcher((x, w)):
         return _RUNS[name](x, w, group_name)
@@ -71,6 +68,14 @@ def _call(name: str, x: Tensor, w: Tensor, group: Any) -> Tensor:
         library()
     made: Tensor = getattr(torch.ops.commdsl_overlap, name)(x, w, group_name)
     return made
+
+
+def _cast(x: Tensor) -> Tensor:
+    """What autocast makes of it."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
