@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 tests/gpu/run_products.py [--calls 300 --replays 30 --seed 1 --only storm]
 
-exact     both operators, rows in one piece and in two, tails of tiles, and what no schedule multiplies: eagerly
+exact     both operators, rows in one piece and in two, tails of tiles, tiles cut along K, and what no schedule
+          multiplies: eagerly
 graphs    graphs of two calls, replayed with other numbers
-gradients of rows and of weights
+gradients those of rows and of weights
 storm     calls of random shapes in random order, eagerly and replayed, GPU and host delays, no barrier in between
 
 Each rank computes by itself what it must hold: sums in float64, of which those of other ranks are rounded before they
@@ -36,8 +37,16 @@ from benchmarks.measure import captured
 from commdsl.overlap import all_gather_matmul, matmul_reduce_scatter
 
 DTYPE = torch.bfloat16
-SIZES = ((128, 64, 128), (520, 72, 136), (1000, 520, 264), (2048, 1024, 1280), (515, 128, 64), (96, 60, 33))
-"""Rows of a rank, K and N; of the last no schedule makes products on GPUs."""
+SIZES = (
+    (128, 64, 128),
+    (520, 72, 136),
+    (1000, 520, 264),
+    (2048, 1024, 1280),
+    (192, 8192, 512),  # few tiles, each cut along K
+    (515, 128, 64),  # rows that cannot be halved
+    (96, 60, 33),  # no schedule makes these products on GPUs
+)
+"""Rows of a rank, K and N."""
 
 KINDS = 8  # of calls in a storm: each is a kernel of its own
 CALLS = 3
