@@ -342,6 +342,8 @@ MISTAKES = {
 """What is wrong, and the Plan with it: a kernel is printed from it."""
 
 HANGS = {what for what in MISTAKES if "nobody says" in what or "only the first lane tells" in what}
+MAY_HANG = {"back: nobody awaits that"}
+"""Rows go where the call before told, or to what was never told: which of them, and so what comes of it, is chance."""
 
 
 @pytest.mark.parametrize("what", MISTAKES)
@@ -353,7 +355,7 @@ def test_a_mistake_is_refused_and_seen(what: str) -> None:
     assert is_refused(plan)
     made = kernel(plan, "float32" if plan.name == BACK.name else "", sanitize=True, checks=False)
     seen, patience = ((CommTimeout,), 0.5) if what in HANGS else ((DataRaceError, RowsError), 5.0)
-    with pytest.raises(seen):
+    with pytest.raises((*seen, CommTimeout) if what in MAY_HANG else seen):
         forced(made, Running(timeout=patience, max_delay=0.002))
 
 
@@ -402,7 +404,7 @@ def test_no_mistake() -> None:
         (instead(THERE, COUNT, positions=(0, 1, 2)), "not equally many"),
         (instead(THERE, COUNT, positions=()), "0 keys"),
         (instead(BACK, FINISH, positions=(0, 1, 2, 4)), "two keys have one position"),
-        (instead(THERE, PUSH, to=PUSH.to[:-1]), "words are told of keys"),
+        (instead(THERE, PUSH, to=PUSH.to[:-1]), "nothing arrives beside rows, expected origins"),
     ],
 )
 def test_not_legal(plan: Plan, law: str) -> None:
