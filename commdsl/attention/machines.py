@@ -84,7 +84,8 @@ WAYS = (
     Way("32 SMs", (("sms", 32),), 32, 0.70, 3e-6, 0.0, True),
 )
 """Shares as measured on H200s, of 450 GB/s, copies out of cells and all: 387 by the copy engine, 22 to 24 for a block
-that stores, 320 at most. Through cells the engine copies everything twice, and is never faster than in place.
+that stores, 320 at most. In place by SMs: as fits forward passes of 2K tokens and 32 heads on four of them, 0.458 ms by
+8 SMs and 0.429 by 16. Through cells the engine copies everything twice, and is never faster than in place.
 """
 
 HOST_WAYS = (Way("the processor", (), 0, 1.0, 0.0, 0.0, True),)
