@@ -61,6 +61,7 @@ RUNS = (
     Run("collectives", 4, ("collectives.py",), 100),
     Run("dispatch", 4, ("dispatch.py",), 70),
     Run("attention", 4, ("attention.py",), 150),
+    Run("experts", 4, ("experts.py",), 120),
     Run("sms", 4, ("collectives.py", "--sms", "16,32,64", "--no-peers", "--no-limit"), 25),
     Run("host", 4, ("collectives.py", "--host"), 10),
     Run("lengths", 4, ("collectives.py", *ONE_SIZE, "--calls", "6,12,24,48,96"), 10),

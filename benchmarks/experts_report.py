@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.report import Kind, Result, number
+from benchmarks.report import Kind, Result, Timing, number
 
 Ints: TypeAlias = NDArray[np.int32]
 
@@ -29,8 +29,9 @@ CALLS = 12
 """Calls in a CUDA graph, of every contender. Each keeps its results, so that more would not fit."""
 
 HALVES = "index, halves"
-NODES = "nodes"
 """A call of two launches, one behind the other: what they take together. Of few tokens, which is what they are for."""
+
+NODES = "nodes"
 
 NCCL, DEEPEP, DEEPEP_CACHED, DEEPEP_LOW = "all_to_all", "DeepEP", "DeepEP cached", "DeepEP low latency"
 PEERS = (NCCL, DEEPEP, DEEPEP_CACHED, DEEPEP_LOW)
@@ -220,3 +221,18 @@ def text_of(rows: Iterable[Row]) -> str:
             fields = ["" if value is None else f"{value:.4g}" for value in values]
             writer.writerow([*start, result.name, result.kind, *fields, result.status])
     return file.getvalue()
+
+
+def rows_of(lines: Iterable[Mapping[str, str]]) -> list[Row]:
+    """The rows that `text_of` wrote, in their order."""
+    found: dict[Case, Row] = {}
+    for line in lines:
+        tokens, hidden, topk, experts, ranks = (
+            int(line[name]) for name in ("tokens", "hidden", "topk", "experts", "ranks")
+        )
+        case = Case(tokens, ranks, Form(line["form"]), hidden, topk, experts // ranks, Way(line["way"]))
+        times = [line[name] for name in NUMBERS[:3]]
+        timing = Timing(*map(float, times)) if all(times) else None
+        result = Result(line["contender"], Kind(line["kind"]), timing, line["status"])
+        found.setdefault(case, Row(case)).results.append(result)
+    return list(found.values())

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import attention_report, record, report
+from benchmarks import attention_report, experts_report, record, report
 from benchmarks.cases import TUNE_KEYS, parse_candidates, size_name
 from benchmarks.dispatch_report import LEAST_OF_LIMIT as LEAST_RATE
 from benchmarks.dispatch_report import LIMIT_FROM_ROWS, MOST_OF_NCCL, SMALL_ROWS, SMALL_US, rows_name
@@ -157,6 +157,13 @@ def attention(found: Record) -> str:
     return markdown(*attention_report.short(attention_report.results_of(found.lines)))
 
 
+def experts(found: Record) -> str:
+    """Every contender of commdsl's, the best of them beside the peers and the limit."""
+    rows = experts_report.rows_of(found.lines)
+    ours = dict.fromkeys(one.name for row in rows for one in row.results if one.kind is Kind.OURS)
+    return markdown(*experts_report.overview(rows, [*ours]))
+
+
 def planner(found: Record) -> str:
     lines = []
     for line in found.lines:
@@ -179,6 +186,7 @@ KINDS: dict[str, Callable[[Record], str]] = {
     "overlap": overlap,
     "visits": visits,
     "attention": attention,
+    "experts": experts,
     "planner": planner,
 }
 
