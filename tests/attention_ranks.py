@@ -24,6 +24,7 @@ from commdsl.runtime import groups
 class Shown:
     origin: tuple[np.ndarray, ...]
     reads: tuple[str, ...] = ("k", "v")
+    writes: tuple[str, ...] = ()
 
 
 def shown(origin: np.ndarray) -> Shown:
