@@ -36,6 +36,7 @@ OURS: dict[str, dict[str, Any]] = {
     "once": {"source": "experts_once"},
     "once, 16 SMs": {"source": "experts_once", "tune": {"sms": 16}},
     "index": {"source": "experts_index"},
+    "index, 16 SMs": {"source": "experts_index", "tune": {"sms": 16}},
     HALVES: {"source": "experts_index"},
 }
 """By name, what an Experts is made with; `NODES` by `two_nodes`."""

@@ -21,9 +21,11 @@ from commdsl.checks import check_carried, check_routed
 from commdsl.ep import simulate
 from commdsl.ep.simulate import PADDING, Received
 from commdsl.language.diagnostics import InternalError
+from commdsl.program.moves import BLOCK_SHARED_BYTES
 from commdsl.program.phases import Each, FinishBack, PushBack
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import steps
+from commdsl.program.stages import shared_bytes
 from commdsl.program.timeouts import BAD_MATE, BAD_ORIGIN
 from commdsl.program.verify import verify
 
@@ -313,6 +315,20 @@ def test_bad_origin_of_a_value() -> None:
 
 
 # --- proved -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [32, 512, 1024])
+def test_shared_memory_of_sums(threads: int) -> None:
+    """Sums alone take shared memory for bulk copies, and leave 48 KB of a block to what a lane knows."""
+    of = declared(4, 8)
+
+    def taken(plan: Plan | None) -> int:
+        assert plan is not None
+        return shared_bytes(replace(plan, roles=tuple(replace(role, threads=threads) for role in plan.roles)))
+
+    for form in FORMS:
+        assert 0 < taken(back_of(of, form)) <= BLOCK_SHARED_BYTES - 48 * 1024
+    assert {taken(of.plan), taken(of.again), taken(of.values)} == {0}
 
 
 @pytest.mark.parametrize("form", FORMS)

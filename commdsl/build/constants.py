@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from commdsl.ir.dispatches import Often
 from commdsl.program.crossing import Pushing, num_crossing
 from commdsl.program.memory import Words
+from commdsl.program.moves import STAGE_MARKS_BYTES
 from commdsl.program.phases import FinishBack, Push, PushAgain, PushBack, PushByKey
 from commdsl.program.plan import Plan, heap_layout
+from commdsl.program.stages import WARP_STAGE_BYTES, carries, warp_stages
 
 
 def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
@@ -50,6 +52,10 @@ def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
             case _:
                 pass
     yield "u64", "kLanes", plan.comm.lanes
+    if carries(plan):
+        yield "u64", "kStages", warp_stages(plan)
+        yield "u64", "kStageBytes", WARP_STAGE_BYTES
+        yield "u64", "kMarksBytes", STAGE_MARKS_BYTES
     for memory, _ in layout.offsets:
         if memory.name == "addresses" and isinstance(memory, Words):
             yield "i32", "kAddressWords", len(memory.values)

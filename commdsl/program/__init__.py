@@ -14,6 +14,7 @@ lower         IR -> Plan
 verify, verify_calls, verify_keys   what a legal Plan is; a fault in one is a bug of commdsl
 proof         the laws of Plans
 sizes         a Plan and the bytes of a block -> what a launch needs
+stages        a Plan -> the shared memory of a block for bulk copies, and how warps share it
 visited       a Plan with visits -> what is started in order, and the Plans of its launches
 timeouts      what kernels say of who is missing -> one exception
 agree         the role that tells all ranks of every call, and holds them to it

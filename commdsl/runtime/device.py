@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ class DeviceCommunicator(Communicator):
         self.index = torch.cuda.current_device() if device.index is None else device.index
         properties = torch.cuda.get_device_properties(self.index)
         self._arch = f"sm_{properties.major}{properties.minor}"
-        self._has_tma = properties.major >= 9
+        self._has_tma = properties.major in (9, 10)  # sm_120 has less shared memory
         self._modules: dict[str, DeviceKernel] = {}
         self.side_stream = torch.cuda.Stream(self.index)  # calls with async_op=True
         # What travels while the caller computes: its few blocks are not to wait for those of the caller's kernels.
@@ -116,6 +117,8 @@ class DeviceCommunicator(Communicator):
         path = self._build(emitted, macros)
         made = self._modules.get(str(path))
         if made is None:
+            if not self._has_tma:  # rows then move by registers alone
+                residence = replace(residence, shared_bytes=0)
             nvshmem = self._arena().nvshmem if emitted.transport is Transport.NVSHMEM else None
             made = self._modules[str(path)] = DeviceKernel(path, residence, self.index, nvshmem)
         return made

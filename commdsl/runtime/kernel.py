@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from commdsl.program.arguments import arguments
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Launch
+from commdsl.program.stages import shared_bytes
 from commdsl.runtime.errors import DeviceError, OpError
 
 _NO_DELAY = bytes(8)
@@ -41,7 +42,7 @@ class Residence:
 
 
 def residence_of(plan: Plan, entry: str) -> Residence:
-    role, shared = plan.comm, plan.moves.shared_bytes if plan.is_static else 0
+    role, shared = plan.comm, shared_bytes(plan)
     # Of all roles: they are one launch. The block that agrees may come when another has ended: no lane waits for it,
     # and it is the last, so it takes no lane's place.
     blocks = sum(one.sms for one in plan.roles if not one.is_caller)
@@ -54,7 +55,7 @@ class Prepared:
     Whoever points it at a call holds the workspace's lock until the launch has copied the arguments.
     """
 
-    __slots__ = ("arguments", "blocks", "launch", "parameters", "point", "pointers", "shared", "threads")
+    __slots__ = ("arguments", "blocks", "launch", "parameters", "point", "pointers", "threads")
 
     def __init__(
         self,
@@ -68,10 +69,9 @@ class Prepared:
         packed = layout.pack(values)
         self.launch = launch
         if launch is None:
-            self.blocks, self.threads, self.shared = plan.comm.sms + plan.agreeing_blocks, plan.comm.threads, 0
+            self.blocks, self.threads = plan.comm.sms + plan.agreeing_blocks, plan.comm.threads
         else:
             self.blocks, self.threads = grid_of(plan, launch)
-            self.shared = plan.moves.shared_bytes
         self.arguments = ctypes.create_string_buffer(packed, len(packed))
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))  # one argument: the struct
         self.pointers = ctypes.addressof(self.parameters)
@@ -96,9 +96,6 @@ class Launchable(Protocol):
 
     @property
     def threads(self) -> int: ...
-
-    @property
-    def shared(self) -> int: ...
 
     @property
     def pointers(self) -> int: ...
@@ -136,6 +133,7 @@ class DeviceKernel:
                 _refuse_unless_shared(cupy, residence, device)
                 found.max_dynamic_shared_size_bytes = residence.shared_bytes  # 48 KB otherwise
         self._function = int(self._kernel.ptr)
+        self._shared = residence.shared_bytes
         if nvshmem is not None:
             # Once per module, before its first launch: fills in the library's device state.
             nvshmem.bindings.cumodule_init(int(self._module.module.ptr))
@@ -144,7 +142,7 @@ class DeviceKernel:
 
     def launch(self, prepared: Launchable, stream: int) -> None:
         self._launch(
-            self._function, prepared.blocks, 1, 1, prepared.threads, 1, 1, prepared.shared, stream, prepared.pointers, 0
+            self._function, prepared.blocks, 1, 1, prepared.threads, 1, 1, self._shared, stream, prepared.pointers, 0
         )
 
 

@@ -65,17 +65,16 @@ class Launch:
 
     blocks: int
     threads: int
-    shared: int
     pointers: int
     kept: tuple[object, ...]
 
 
-def launch_of(argument: bytes, sizes: Sequence[int], blocks: int, threads: int, shared: int) -> Launch:
+def launch_of(argument: bytes, sizes: Sequence[int], blocks: int, threads: int) -> Launch:
     """A launch whose arguments, of so many bytes, lie one behind another."""
     held = ctypes.create_string_buffer(argument, len(argument))
     offsets = [sum(sizes[:number]) for number in range(len(sizes))]
     pointers = (ctypes.c_void_p * len(sizes))(*(ctypes.addressof(held) + offset for offset in offsets))
-    return Launch(blocks, threads, shared, ctypes.addressof(pointers), (held, pointers))
+    return Launch(blocks, threads, ctypes.addressof(pointers), (held, pointers))
 
 
 class Matmul:
@@ -127,19 +126,19 @@ class Matmul:
         tables = [one.data_ptr() for one in (self._pieces, self._begin, self._turns)]
         addresses = (*tables, words, bias, self._partials.data_ptr(), self._flags.data_ptr())
         argument = packed(maps, addresses, self._timeout_ns, self.product)
-        return launch_of(argument, [len(argument)], self._blocks, THREADS, self.tiling.shared_bytes)
+        return launch_of(argument, [len(argument)], self._blocks, THREADS)
 
     def __call__(self, launch: Launch) -> None:
         self._kernel.launch(launch, torch.cuda.current_stream().cuda_stream)
 
     def tell(self, word: int) -> None:
         """Raises a word behind what the current stream has been given."""
-        self._raise.launch(launch_of(struct.pack("<Q", word), [8], 1, 1, 0), torch.cuda.current_stream().cuda_stream)
+        self._raise.launch(launch_of(struct.pack("<Q", word), [8], 1, 1), torch.cuda.current_stream().cuda_stream)
 
     def wait(self, word: int, least: int) -> None:
         """What the current stream is given from now on waits for a word."""
         argument = struct.pack("<3Q", word, least, self._timeout_ns)
-        self._await.launch(launch_of(argument, [8, 8, 8], 1, 1, 0), torch.cuda.current_stream().cuda_stream)
+        self._await.launch(launch_of(argument, [8, 8, 8], 1, 1), torch.cuda.current_stream().cuda_stream)
 
 
 def tensor_map(one: Matrices, lines: int) -> bytes:

@@ -1,5 +1,14 @@
 // What the async proxy does with a block's shared memory: bulk copies, the groups and mbarriers that tell of them, fences.
 // Assumes device.cuh, vectors of 16 bytes and sm_90. Knows no stage and no order of copies.
+//
+// Bulk copies are of the async proxy, everything else here is of the generic proxy. Orders between them, by the PTX ISA:
+// - Generic, then async (a peer's store or read that a flag told of; this block's own): the flag's acquire and the barrier make
+//   it happen before, then `fence.proxy.async` in the thread that issues the copy. A thread that has written generically
+//   executes the fence too, in front of the barrier.
+// - Async, then generic, here or on a peer: "the completion of a cp.async.bulk operation is followed by an implicit
+//   generic-async proxy fence": whoever has seen a load's mbarrier phase end, or has waited for a group (not `.read`: for its
+//   writes), has its effects in the generic proxy. That thread then meets the barrier in front of the signals, and their
+//   release at system scope is cumulative: it covers what the barrier has ordered before it.
 #pragma once
 
 namespace commdsl {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "commdsl/entries.cuh"
+#include "commdsl/carrier.cuh"
 
 namespace commdsl {
 
@@ -30,6 +31,15 @@ struct Parts {
   }
 };
 
+// The places of a stretch that have the first entry of their row, which their lane's warps take one after another: sums of few rows
+// and of many take unequal times. Shared by the threads of a lane.
+struct Firsts {
+  static constexpr u32 kMost = 1024;
+  u32 count, taken;
+  u32 at[kMost];
+  u64 origin[kMost];
+};
+
 // What a lane knows on the way back. Shared by its threads.
 template <class Plan>
 struct Returning {
@@ -39,7 +49,8 @@ struct Returning {
   u64 bad;                    // a place that came from nowhere, counted from 1
   u64 apart;                  // one whose row has a place that there is not, counted from 1
   Rails<Plan> rails;
-  Parts parts[num_warps()];
+  Parts parts[num_warps()][2];  // of the sum in hand, and of the next
+  Firsts firsts;
 
   COMMDSL_FN u64 told(const Call<Plan>& here, i32 word) const {
     return word == 0 ? static_cast<u64>(here.args.active_lanes) : here.args.num_rows;
@@ -224,55 +235,101 @@ COMMDSL_FN Way way_home(const Call<Plan>& here, const Origin& origin, u64 place)
   }
 }
 
-// A piece of a sum of rows to where it goes. To a rank that is far it goes whole, by way of a row of the rank's own heap: a put takes
+// A piece of a sum of rows that goes there. To a rank that is far it goes whole, by way of a row of the rank's own heap: a put takes
 // what lies in memory.
-template <bool weighs, class Plan>
-COMMDSL_FN void put_sum(const Call<Plan>& here, const Way& way, const char* rows, const Part& part, const Parts& parts, u32 count) {
+template <class Plan>
+COMMDSL_FN Sum sum_for(const Call<Plan>& here, const Way& way, const char* rows, const Part& part, u32 count) {
   const auto& args = here.args;
-  using Element = typename Plan::Element;
-  const u64 width = args.row_bytes;
   if constexpr (kHasFar) {
     if (!is_near(args, way.rank)) {
-      if (part.begin > 0) return;
-      char* staged = reinterpret_cast<char*>(args.heap[args.rank] + args.staging + worker(here) * width);
-      add_run<Element, weighs>(staged, rows, width, width, parts, count);
-      stored();
-      put_run(args, way.rank, way.to, staged, width);
-      warp_barrier();
-      return;
+      char* staged = reinterpret_cast<char*>(args.heap[args.rank] + args.staging + worker(here) * args.row_bytes);
+      return {staged, rows, part.begin == 0 ? static_cast<u32>(args.row_bytes) : 0, count, way.rank, way.to};
     }
   }
   char* to = reinterpret_cast<char*>(args.heap[way.rank] + way.to);
-  add_run<Element, weighs>(to + part.begin, rows + part.begin, part.bytes, width, parts, count);
-  warp_barrier();  // the next row's parts are written over these
+  return {to + part.begin, rows + part.begin, static_cast<u32>(part.bytes), count, way.rank, way.to};
 }
 
-// For each row that was received, however often, the sum of what became of it to the place that waits for this rank's.
+// When it is stored.
 template <class Plan>
-COMMDSL_FN void push_sums(const Call<Plan>& here, Returning<Plan>& known) {
-  const auto& args = here.args;
-  if constexpr (kNodes<Plan> > 1) send_sums(here);
-  const u64 rows = num_places(here, known), pieces = pieces_of(here, rows);
-  const u64 last = begin_of(here, rows * pieces, here.lane + 1);
-  const char* given = reinterpret_cast<const char*>(args.given);
-  Parts& parts = known.parts[warp()];
-  u64 item = begin_of(here, rows * pieces, here.lane) + warp(), next = item < last ? origin_at(here, item / pieces) : kPadding;
-  for (; item < last; item += num_warps()) {
-    const u64 at = item / pieces, after = item + num_warps(), word = next;
-    next = after < last ? origin_at(here, after / pieces) : kPadding;  // loaded while this one is added up
+COMMDSL_FN void send_far(const Call<Plan>& here, const Sum& sum) {
+  if constexpr (kHasFar) {
+    if (is_near(here.args, sum.rank) || sum.bytes == 0) return;
+    stored();
+    put_run(here.args, sum.rank, sum.place, sum.to, sum.bytes);
+    warp_barrier();  // the next sum is written over this one
+  }
+}
+
+// Of the places from `from` on those that have the first entry of their row.
+template <class Plan>
+COMMDSL_FN void find_firsts(const Call<Plan>& here, Returning<Plan>& known, u64 from, u64 last) {
+  Firsts& firsts = known.firsts;
+  if (thread() == 0) firsts.count = firsts.taken = 0;
+  block_barrier();
+  for (u64 at = from + thread(); at < last; at += num_threads()) {
+    const u64 word = origin_at(here, at);
     if (word == kPadding || (word & kFirst) == 0) continue;
     const Origin origin(word);
-    const u64 place = place_of(here, origin);
-    if (!is_there(here, known, at, origin, place)) continue;
+    if (!is_there(here, known, at, origin, place_of(here, origin))) continue;
+    const u32 index = take_shared(&firsts.count);
+    firsts.at[index] = static_cast<u32>(at);
+    firsts.origin[index] = word;
+  }
+  block_barrier();
+}
+
+// Into how many pieces the rows of a lane are cut, of a warp each, where there are fewer rows than warps.
+COMMDSL_FN u32 pieces_for(u32 rows) {
+  constexpr u32 kWanted = 2 * num_warps();
+  return rows == 0 || rows >= kWanted ? 1 : rows * 16 > kWanted ? (kWanted + rows - 1) / rows : 16;
+}
+
+// Whose low bits say how rows are aligned wherever they lie, here and on other ranks: heaps are.
+template <class Plan>
+COMMDSL_FN u64 alignment_bits(const Call<Plan>& here, u64 tensor) {
+  return here.args.row_bytes | here.args.waiting | tensor;
+}
+
+// The sum of a row that one of the lane's warps takes, or a piece of it; none if all are taken.
+template <class Plan>
+COMMDSL_FN Sum next_first(const Call<Plan>& here, Returning<Plan>& known, u64 rows, u32 pieces, Parts& parts) {
+  const auto& args = here.args;
+  Firsts& firsts = known.firsts;
+  for (;;) {
+    const u32 item = of_first_thread(thread_of_warp() == 0 ? take_shared(&firsts.taken) : 0);
+    if (item >= firsts.count * pieces) return {};
+    const u32 number = item / pieces, piece = item % pieces;
+    const u64 at = firsts.at[number];
+    const Origin origin(firsts.origin[number]);
     const u32 count = find_mates(here, at, rows, parts);
     if (count == 0) {
       known.apart = at + 1;
       continue;
     }
-    const Part part = part_of(args.row_bytes, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
-    if (item % pieces == 0 && thread_of_warp() == 0) count_sent(known, origin.source);
-    put_sum<Plan::kWeighsHere>(here, way_home(here, origin, place), given, part, parts, count);
+    if (piece == 0 && thread_of_warp() == 0) count_sent(known, origin.source);
+    const char* given = reinterpret_cast<const char*>(args.given);
+    return sum_for(here, way_home(here, origin, place_of(here, origin)), given, part_of(args.row_bytes, piece, pieces), count);
   }
+}
+
+// For each row that was received, however often, the sum of what became of it to the place on its source that waits for this rank's.
+template <class Plan>
+COMMDSL_FN void push_sums(const Call<Plan>& here, Returning<Plan>& known) {
+  const auto& args = here.args;
+  if constexpr (kNodes<Plan> > 1) send_sums(here);
+  const u64 rows = num_places(here, known), last = begin_of(here, rows, here.lane + 1);
+  Carrier<Plan> carrier;
+  for (u64 at = begin_of(here, rows, here.lane); at < last; at += Firsts::kMost) {
+    find_firsts(here, known, at, at + Firsts::kMost < last ? at + Firsts::kMost : last);
+    const u32 pieces = pieces_for(known.firsts.count);
+    carrier.template add_each<typename Plan::Element, Plan::kWeighsHere>(
+        alignment_bits(here, args.given), args.row_bytes, known.parts[warp()],
+        [&](Parts& parts) { return next_first(here, known, rows, pieces, parts); },
+        [&](const Sum& sum) { send_far(here, sum); });
+    block_barrier();
+  }
+  carrier.finish();
 }
 
 // A word of every place, by a thread each, to where it is waited for.
@@ -312,29 +369,44 @@ COMMDSL_FN void end(const Call<Plan>& here, Returning<Plan>& known) {
   if (known.apart > 0) give_up(here, kBadMate, static_cast<i32>(known.apart - 1), here.args.rank, num_places(here, known), 0);
 }
 
-// For each row what came back from its keys, times the weights if there are, added up in their order, rounded once.
+// For each row the sum of what waits for it, rounded once; `find` finds its parts, and says how many they are.
+template <bool weighs, class Plan, class Find>
+COMMDSL_FN void finish_each(const Call<Plan>& here, Returning<Plan>& known, const Find& find) {
+  const auto& args = here.args;
+  const u64 width = args.row_bytes, pieces = pieces_of(here, args.num_rows);
+  const char* waiting = reinterpret_cast<const char*>(args.heap[args.rank] + args.waiting);
+  u64 item = worker(here);
+  const auto next = [&](Parts& parts) -> Sum {
+    if (item >= args.num_rows * pieces) return {};
+    const u64 row = item / pieces;
+    const Part part = part_of(width, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
+    item += num_workers(here);
+    const u32 count = find(row, parts);
+    warp_barrier();
+    char* to = reinterpret_cast<char*>(args.output + row * width + part.begin);
+    return {to, waiting + part.begin, static_cast<u32>(part.bytes), count, args.rank, 0};
+  };
+  Carrier<Plan> carrier;
+  carrier.template add_each<typename Plan::Element, weighs>(alignment_bits(here, args.output), width, known.parts[warp()], next,
+                                                            [](const Sum&) {});
+  carrier.finish();
+}
+
+// What came back from the keys of each row, in their order, times the weights if there are.
 template <class Plan>
 COMMDSL_FN void finish_rows(const Call<Plan>& here, Returning<Plan>& known) {
-  const auto& args = here.args;
-  const u64 width = args.row_bytes, keys = args.keys_a_row, pieces = pieces_of(here, args.num_rows);
-  const char* waiting = reinterpret_cast<const char*>(args.heap[args.rank] + args.waiting);
-  Parts& parts = known.parts[warp()];
-  for (u64 item = worker(here); item < args.num_rows * pieces; item += num_workers(here)) {
-    const u64 row = item / pieces;
+  const u64 keys = here.args.keys_a_row;
+  finish_each<Plan::kWeighs>(here, known, [&](u64 row, Parts& parts) {
     u32 count = 0;
     for (u64 from = 0; from < keys; from += kWarp) {
       const u64 which = from + thread_of_warp();
       const bool has = rank_of(here, row, which) != kNowhere;
       float times = 1;
-      if constexpr (Plan::kWeighs) times = has ? reinterpret_cast<const float*>(args.weights)[row * keys + which] : 0;
+      if constexpr (Plan::kWeighs) times = has ? reinterpret_cast<const float*>(here.args.weights)[row * keys + which] : 0;
       count = parts.append(count, has, static_cast<u32>(row * keys + which), times);
     }
-    warp_barrier();
-    const Part part = part_of(width, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
-    char* to = reinterpret_cast<char*>(args.output + row * width + part.begin);
-    add_run<typename Plan::Element, Plan::kWeighs>(to, waiting + part.begin, part.bytes, width, parts, count);
-    warp_barrier();
-  }
+    return count;
+  });
 }
 
 // Who sends home what has this key of a row: a rank, or a node of several.
@@ -368,21 +440,12 @@ COMMDSL_FN u32 num_adders_of(const Call<Plan>& here, u64 row) {
 // For each row the sums that came back from ranks, or from nodes, added up in their order, rounded once.
 template <class Plan>
 COMMDSL_FN void finish_sums(const Call<Plan>& here, Returning<Plan>& known) {
-  const auto& args = here.args;
-  const u64 width = args.row_bytes, pieces = pieces_of(here, args.num_rows);
   const u64 slots = kNodes<Plan> > 1 ? nodes_a_row(here) : slots_a_row(here);
-  const char* waiting = reinterpret_cast<const char*>(args.heap[args.rank] + args.waiting);
-  Parts& parts = known.parts[warp()];
-  for (u64 item = worker(here); item < args.num_rows * pieces; item += num_workers(here)) {
-    const u64 row = item / pieces;
+  finish_each<false>(here, known, [&](u64 row, Parts& parts) {
     const u32 count = num_adders_of(here, row);
     for (u32 slot = thread_of_warp(); slot < count; slot += kWarp) parts.at[slot] = static_cast<u32>(row * slots + slot);
-    warp_barrier();
-    const Part part = part_of(width, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
-    char* to = reinterpret_cast<char*>(args.output + row * width + part.begin);
-    add_run<typename Plan::Element, false>(to, waiting + part.begin, part.bytes, width, parts, count);
-    warp_barrier();
-  }
+    return count;
+  });
 }
 
 // For each key of each row the word that came back, by a thread each; zero for a key that there is not.

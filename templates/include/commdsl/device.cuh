@@ -103,6 +103,9 @@ COMMDSL_FN u32 largest_among(u32 value, u32 threads) {
   return value;
 }
 
+// What the first thread of the warp has. All threads of the warp ask.
+COMMDSL_FN u32 of_first_thread(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
+
 COMMDSL_FN void block_barrier() {
   if constexpr (kSharesBlock) {
     asm volatile("bar.sync %0, %1;" ::"r"(lane_of_block() + 1), "n"(COMMDSL_THREADS) : "memory");
@@ -183,6 +186,7 @@ constexpr i32 kDoneStride = 8;  // bytes from one lane's flag to the next: all a
 
 COMMDSL_FN void add_shared(u64* word, u64 value) { atomicAdd(word, value); }
 COMMDSL_FN void add_shared(u32* word, u32 value) { atomicAdd(word, value); }
+COMMDSL_FN u32 take_shared(u32* word) { return atomicAdd(word, 1u); }  // each thread that asks has another number
 
 COMMDSL_FN u64 now_ns() {
   u64 time;

@@ -82,6 +82,7 @@ struct Equals {
 };
 COMMDSL_FN Equals among_equals(u32) { return {0, 1}; }
 COMMDSL_FN u32 largest_among(u32 value, u32) { return value; }
+COMMDSL_FN u32 of_first_thread(u32 value) { return value; }
 COMMDSL_FN void block_barrier() {}
 COMMDSL_FN bool block_any(bool value) { return value; }
 COMMDSL_FN u32 thread_of_block() { return 0; }
@@ -155,6 +156,7 @@ constexpr i32 kDoneStride = kFlagStride;  // a line each: the sanitizer's words 
 
 COMMDSL_FN void add_shared(u64* word, u64 value) { *word += value; }
 COMMDSL_FN void add_shared(u32* word, u32 value) { *word += value; }
+COMMDSL_FN u32 take_shared(u32* word) { return (*word)++; }
 
 COMMDSL_FN u64 now_ns() {
   timespec time;

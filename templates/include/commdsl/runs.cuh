@@ -176,6 +176,18 @@ COMMDSL_FN void sum_run(char* dest, const char* source, u64 bytes, u64 stride, u
   }
 }
 
+// A word more in a sum.
+template <bool weighs, class Element, class Word>
+COMMDSL_FN void add_weighed(Lanes<Element, Word>& total, const Word& word, float weight, bool is_first) {
+  Lanes<Element, Word> next;
+  next.widen(word);
+#pragma unroll
+  for (u32 e = 0; e < Lanes<Element, Word>::kCount; ++e) {
+    const float value = weighs ? multiply(next.value[e], weight) : next.value[e];
+    total.value[e] = is_first ? value : add(total.value[e], value);
+  }
+}
+
 // From byte `at`, a thread's own offset in, while `unroll` words a warp apart are left to it; returns where it stopped. Of so many
 // words of so many runs all are loaded before the first is added. `whole`: there are so many runs, and no more.
 template <class Element, class Word, bool weighs, u32 ahead, u32 unroll, bool whole, class Parts>
@@ -200,13 +212,7 @@ COMMDSL_FN u64 add_words(char* dest, const char* source, u64 at, u64 bytes, u64 
         const float weight = weighs ? parts.weight[from + i] : 1.0f;
 #pragma unroll
         for (u32 j = 0; j < unroll; ++j) {
-          Values next;
-          next.widen(word[i][j]);
-#pragma unroll
-          for (u32 e = 0; e < Values::kCount; ++e) {
-            const float value = weighs ? multiply(next.value[e], weight) : next.value[e];
-            total[j].value[e] = from + i == 0 ? value : add(total[j].value[e], value);
-          }
+          add_weighed<weighs>(total[j], word[i][j], weight, from + i == 0);
         }
       }
     }

@@ -75,18 +75,26 @@ COMMDSL_FN void add_up_of(const Call<Plan>& here, Returning<Plan>& known, i32 no
   const u64 rows = sent < args.crossing_rows ? sent : args.crossing_rows, pieces = pieces_of(here, rows);
   const u32* told = reinterpret_cast<const u32*>(here.word(args.rank, crossing_at(here, 1, nodes, 0, sizeof(u32))));
   const char* summed = reinterpret_cast<const char*>(args.heap[args.rank] + args.crossing[0]);
-  Parts& parts = known.parts[warp()];
-  for (u64 item = worker(here); item < rows * pieces; item += num_workers(here)) {
-    const u64 row = item / pieces, first = crossing_row(here, nodes, row) * slots;
-    const Sums sums = nodes == 0 ? sums_of(here, row, args.rank) : Sums::of(told[row]);
-    const u64 place = row * nodes_a_row(here) + sums.slot;
-    if (sums.count == 0 || sums.count > slots || sums.slot >= nodes_a_row(here) || place >= args.waiting_rows) continue;
-    for (u32 slot = thread_of_warp(); slot < sums.count; slot += kWarp) parts.at[slot] = static_cast<u32>(first + slot);
-    warp_barrier();
-    const Part part = part_of(args.row_bytes, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
-    if (item % pieces == 0 && thread_of_warp() == 0) count_across(here, known, source, args.row_bytes);
-    put_sum<false>(here, {source, args.waiting + place * args.row_bytes}, summed, part, parts, sums.count);
-  }
+  u64 item = worker(here);
+  const auto next = [&](Parts& parts) -> Sum {
+    for (; item < rows * pieces; item += num_workers(here)) {
+      const u64 row = item / pieces, first = crossing_row(here, nodes, row) * slots;
+      const Sums sums = nodes == 0 ? sums_of(here, row, args.rank) : Sums::of(told[row]);
+      const u64 place = row * nodes_a_row(here) + sums.slot;
+      if (sums.count == 0 || sums.count > slots || sums.slot >= nodes_a_row(here) || place >= args.waiting_rows) continue;
+      for (u32 slot = thread_of_warp(); slot < sums.count; slot += kWarp) parts.at[slot] = static_cast<u32>(first + slot);
+      warp_barrier();
+      const Part part = part_of(args.row_bytes, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
+      if (item % pieces == 0 && thread_of_warp() == 0) count_across(here, known, source, args.row_bytes);
+      item += num_workers(here);
+      return sum_for(here, {source, args.waiting + place * args.row_bytes}, summed, part, sums.count);
+    }
+    return {};
+  };
+  Carrier<Plan> carrier;
+  carrier.template add_each<typename Plan::Element, false>(alignment_bits(here, args.crossing[0]), args.row_bytes,
+                                                           known.parts[warp()], next, [&](const Sum& sum) { send_far(here, sum); });
+  carrier.finish();
 }
 
 // For its own rows a rank is its own rail.

@@ -4,44 +4,19 @@
 // A lane has kStages stages. Its n-th fill takes stage n % kStages and ends phase n / kStages of that stage's mbarrier; every
 // fill is stored by one bulk group. So when the load of fill n is issued, the groups up to n - kStages must have left shared
 // memory; loads run kAhead fills ahead of the groups, which leaves kStages - kAhead groups that may still be reading.
-//
-// Bulk copies are of the async proxy, everything else here is of the generic proxy. Orders between them, by the PTX ISA:
-// - Generic, then async (a peer's store or read that a flag told of; this block's own): the flag's acquire and the barrier make
-//   it happen before, then `fence.proxy.async` in the thread that issues the copy. A thread that has written generically
-//   executes the fence too, in front of the barrier.
-// - Async, then generic, here or on a peer: "the completion of a cp.async.bulk operation is followed by an implicit
-//   generic-async proxy fence": whoever has seen a load's mbarrier phase end, or has waited for a group (not `.read`: for its
-//   writes), has its effects in the generic proxy. That thread then meets the barrier in front of the signals, and their
-//   release at system scope is cumulative: it covers what the barrier has ordered before it.
 #pragma once
 
-#include "commdsl/async.cuh"
+#include "commdsl/ring.cuh"
 
 namespace commdsl {
 
-// The lane's part of the block's shared memory, in addresses of the shared window: a mark a stage, then the stages.
+// The lane's part of the block's shared memory.
 template <class Plan>
-struct Stages {
-  static constexpr u32 kCount = Plan::kStages, kAhead = kCount / 2, kBytes = Plan::kStageBytes, kMarks = Plan::kMarksBytes;
-  static_assert((kCount & (kCount - 1)) == 0 && kCount >= 2, "fills are numbered modulo 2^32");
-  static_assert(kCount * sizeof(u64) <= kMarks && kMarks % 128 == 0 && kBytes % 128 == 0, "marks in front, stages aligned");
-
-  u32 base;
-
-  COMMDSL_FN Stages() : base(static_cast<u32>(__cvta_generic_to_shared(shared_bytes))) {
-    base += lane_of_block() * (kMarks + kCount * kBytes);
-  }
-  COMMDSL_FN u32 mark(u32 fill) const { return base + fill % kCount * sizeof(u64); }
-  COMMDSL_FN u32 stage(u32 fill) const { return base + kMarks + fill % kCount * kBytes; }
-
-  // Every copy to a mark is announced before it is issued; the one arrival and all announced bytes end the phase.
-  COMMDSL_FN void start() const {
-    for (u32 i = 0; i < kCount; ++i) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(mark(i)) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    fence_proxies();
-  }
-  COMMDSL_FN void await_fill(u32 fill) const { await_phase(mark(fill), fill / kCount % 2); }
-  COMMDSL_FN static void make_room() { await_reads<kCount - kAhead>(); }
+struct Stages : Ring<Plan::kStages, Plan::kStageBytes, Plan::kMarksBytes> {
+  static constexpr u32 kAhead = Plan::kStages / 2;
+  static_assert((Plan::kStages & (Plan::kStages - 1)) == 0, "fills are numbered modulo 2^32");
+  COMMDSL_FN Stages() : Ring<Plan::kStages, Plan::kStageBytes, Plan::kMarksBytes>(lane_of_block()) {}
+  COMMDSL_FN static void make_room() { await_reads<Plan::kStages - kAhead>(); }
 };
 
 // One fill to all its destinations.
