@@ -36,6 +36,8 @@ NARROW = (
     "struct Equals {\n  u32 before, count;\n};\n",
     "COMMDSL_FN Equals among_equals(u32) { return {0, 1}; }\n",
     "COMMDSL_FN u32 largest_among(u32 value, u32) { return value; }\n",
+    "COMMDSL_FN u32 of_first_thread(u32 value) { return value; }\n",
+    "COMMDSL_FN u32 take_shared(u32* word) { return (*word)++; }\n",
     "COMMDSL_FN void block_barrier() {}\n",
 )
 """What the host's vocabulary says of a warp."""
@@ -82,6 +84,15 @@ COMMDSL_FN u32 largest_among(u32 value, u32 threads) {
   warp_barrier();
   return largest;
 }
+COMMDSL_FN u32 of_first_thread(u32 value) {
+  WideWarp& own = wide_warps[warp()];
+  if (thread_of_warp() == 0) own.value[0] = value;
+  warp_barrier();
+  const u32 found = own.value[0];
+  warp_barrier();
+  return found;
+}
+COMMDSL_FN u32 take_shared(u32* word) { return __atomic_fetch_add(word, 1, __ATOMIC_RELAXED); }
 COMMDSL_FN void block_barrier() { pthread_barrier_wait(&wide_block); }
 COMMDSL_FN u32 __funnelshift_r(u32 low, u32 high, u32 bits) {
   return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> (bits & 31));
