@@ -30,7 +30,7 @@ def barriers() -> None:
             time.sleep(LATE)
         if rank < 2:  # the other node does not come
             layer.ep_barrier_all(None, intra_node_only=True)
-            assert time.monotonic() - begin >= LATE
+            assert time.monotonic() - begin >= LATE / 2  # who is late may have begun to wait before this rank
     layer.ep_barrier_all(None)
     begin = time.monotonic()
     if rank == 3:
