@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -116,3 +116,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for name, counts in sorted(totals.items()):
         parts = ", ".join(f"{number} {what}" for what, number in counts.items())
         terminalreporter.write_line(f"{name}: {counts.total()}, {parts}")
+
+
+@pytest.fixture
+def unswept() -> Iterator[None]:
+    """Nothing looks for garbage: what other tests left would count as time of this one."""
+    gc.disable()
+    yield
+    gc.enable()
