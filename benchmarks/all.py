@@ -69,6 +69,7 @@ RUNS = (
     Run("collectives", 2, ("collectives.py",), 70),
     Run("attention", 2, ("attention.py",), 120),
     Run("overlap", 2, ("overlap.py",), 60),
+    Run("products", 2, ("products.py",), 75),
     Run("visits", 2, ("visits.py",), 60),
     Run("dispatch", 2, ("dispatch.py",), 50),
 )

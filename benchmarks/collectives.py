@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,10 +33,9 @@ from benchmarks.cases import (
     parse_size,
     parse_sizes,
 )
-from benchmarks.ending import end_of
+from benchmarks.ending import Ending
 from benchmarks.report import (
     Kind,
-    Row,
     by_collective,
     faults,
     grid,
@@ -98,16 +96,12 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
-class Output:
-    """What rank 0 has to say at the end, even where the run hangs."""
+class Output(Ending):
+    """With what the host spends on a call."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.rows: list[Row] = []
-        self.notes: list[str] = []
-        self.title = "nothing was measured"
+        super().__init__(options)
         self.host: list[list[object]] = []
-        self.is_whole = False
 
     def say(self) -> None:
         rows = [row for row in self.rows if row.results]
@@ -140,23 +134,11 @@ class Output:
 def run(options: argparse.Namespace, output: Output) -> int:
     """The exit code."""
     import torch
-    import torch.distributed as dist
 
     from benchmarks import modes
-    from benchmarks.measure import Bench
+    from benchmarks.measure import started
 
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    bench = Bench(
-        rank=dist.get_rank(),
-        ranks=dist.get_world_size(),
-        device=device,
-        group=dist.group.WORLD,
-        control=dist.new_group(backend="gloo"),
-        deadline=time.monotonic() + options.time_budget,
-        batches=options.batches,
-    )
+    bench = started(options.time_budget, options.batches)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     gpu = torch.cuda.get_device_name()
     calls = " or ".join(map(str, options.calls))
@@ -176,12 +158,7 @@ def main() -> None:
     os.environ.setdefault("COMMDSL_TIMEOUT", "20")
     options = options_of(sys.argv[1:])
     output = Output(options)
-
-    def tell(why: str) -> None:
-        output.notes += [why] if why else []
-        output.say()
-
-    end_of(lambda: (run(options, output), ""), tell, options.time_budget, GRACE)
+    output.end(lambda: run(options, output), GRACE)
 
 
 if __name__ == "__main__":

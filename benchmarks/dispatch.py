@@ -36,7 +36,7 @@ from benchmarks.dispatch_report import (
     overview,
     text_of,
 )
-from benchmarks.ending import end_of
+from benchmarks.ending import Ending
 from benchmarks.report import NO_TIME, Kind, Result, grid, markdown, number
 
 GRACE = 45.0
@@ -63,16 +63,12 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     return found
 
 
-class Output:
-    """What rank 0 has to say at the end, even where the run hangs."""
+class Output(Ending):
+    """With what the host spends on a call."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.rows: list[Row] = []
-        self.notes: list[str] = []
-        self.title = "nothing was measured"
+        super().__init__(options)
         self.host: list[list[object]] = []
-        self.is_whole = False
 
     def say(self) -> None:
         table = overview(self.rows, self.options.only, () if self.options.no_peers else (APART, TOGETHER))
@@ -109,22 +105,10 @@ class Output:
 def run(options: argparse.Namespace, output: Output) -> int:
     """The exit code."""
     import torch
-    import torch.distributed as dist
 
-    from benchmarks.measure import Bench
+    from benchmarks.measure import started
 
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    bench = Bench(
-        rank=dist.get_rank(),
-        ranks=dist.get_world_size(),
-        device=device,
-        group=dist.group.WORLD,
-        control=dist.new_group(backend="gloo"),
-        deadline=time.monotonic() + options.time_budget,
-        batches=options.batches,
-    )
+    bench = started(options.time_budget, options.batches)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     gpu = torch.cuda.get_device_name()
     output.title = f"bfloat16, {bench.ranks} x {gpu}, torch {torch.__version__}, NCCL {nccl}; microseconds"
@@ -172,6 +156,7 @@ def _limits(bench: Any, cases: Sequence[Case]) -> Any:
 
 def _measured(bench: Any, options: argparse.Namespace, case: Case, limits: Any, output: Output) -> None:
     from benchmarks import dispatch_calls as calls
+    from benchmarks.turns import timed
 
     is_late = bench.time_is_up()
     stage, problem = (None, "") if is_late else bench.attempt(lambda: calls.prepared(bench, case))
@@ -182,7 +167,7 @@ def _measured(bench: Any, options: argparse.Namespace, case: Case, limits: Any, 
         if stage is None:
             row.results = [Result(name, Kind.OURS, None, problem or NO_TIME) for name in options.only]
             continue
-        row.results += calls.timed(bench, case, _entries(options, stage, senders, way))
+        row.results += timed(bench, case, _entries(options, stage, senders, way))
         if limits is not None:
             row.results += limits.of(case)
         if bench.rank == 0:
@@ -234,12 +219,7 @@ def main() -> None:
     os.environ.setdefault("COMMDSL_TIMEOUT", "20")
     options = options_of(sys.argv[1:])
     output = Output(options)
-
-    def tell(why: str) -> None:
-        output.notes += [why] if why else []
-        output.say()
-
-    end_of(lambda: (run(options, output), ""), tell, options.time_budget, GRACE)
+    output.end(lambda: run(options, output), GRACE)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ still need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from benchmarks.dispatch_plans import KEY_BYTES, QUERY_BYTES, Case, Sorted, followed
 from benchmarks.dispatch_report import APART, TOGETHER, Way
-from benchmarks.measure import CHECKED_CALLS, Bench, Contender, Ready, measure, ready, rounds_for
-from benchmarks.report import Kind, Result
-from benchmarks.values import bytes_of
+from benchmarks.measure import Bench, Contender
+from benchmarks.report import Kind
+from benchmarks.turns import Made
 from commdsl import dispatch
 
 DTYPE = torch.bfloat16
@@ -28,8 +28,6 @@ FORMS = {"kv": (KEY_BYTES,), "k+v": (KEY_BYTES // 2, KEY_BYTES // 2)}
 """Keys and values as one tensor, or as two of half the width."""
 
 Tensors = list[torch.Tensor]
-Made = tuple[Contender, Callable[[], torch.Tensor]]
-"""A contender, and whether its last result is wrong, on the device."""
 
 
 @dataclass
@@ -212,58 +210,3 @@ def _ends(stage: Stage, tables: Sorted) -> tuple[torch.Tensor, torch.Tensor]:
         torch.from_numpy(tables.rows).to(stage.bench.device) + stage.own[0],
         torch.from_numpy(tables.arriving).to(stage.bench.device),
     )
-
-
-# --- timing -----------------------------------------------------------------------------------------------------------
-
-
-def timed(bench: Bench, case: Case, entries: Sequence[tuple[str, Kind, Callable[[], Made]]]) -> list[Result]:
-    """Each made, checked, captured, checked again, and timed in turns with all the others."""
-    results: list[Result] = []
-    batches: list[Ready] = []
-    for name, kind, make in entries:
-        batch, problem = _set_up(bench, case, make)
-        if batch is None:
-            results.append(Result(name, kind, None, f"failed: {' '.join(problem.split())}"))
-        else:
-            batches.append(batch)
-            results.append(Result(name, kind, None, problem or "ok"))
-    timings = measure(bench, case, batches, rounds_for(case, bench.batches)) if batches else []
-    by_name = {batch.contender.name: timing for batch, timing in zip(batches, timings, strict=True)}
-    for batch in batches:
-        batch.release()
-    return [replace(result, timing=by_name.get(result.name)) for result in results]
-
-
-def _set_up(bench: Bench, case: Case, make: Callable[[], Made]) -> tuple[Ready | None, str]:
-    """A contender ready to be timed, with what is wrong about its results; None with why it cannot run."""
-    made, problem = bench.attempt(make)
-    if made is None:
-        return None, problem
-    contender, is_wrong = made
-
-    def eagerly() -> bool:
-        for index in range(CHECKED_CALLS):
-            contender.call(index)
-        return bool(is_wrong().item())
-
-    found, problem = bench.attempt(eagerly)
-    if problem:
-        return None, problem
-    verdict = _verdict(bench, found, "eagerly")
-    batch, problem = bench.attempt(lambda: ready(contender, case))
-    if batch is None:
-        return None, problem
-    if batch.last is not None and not verdict:
-        bytes_of(batch.last).fill_(255)
-        batch.run()
-        found, problem = bench.attempt(lambda: bool(is_wrong().item()))
-        if problem:
-            return None, problem
-        verdict = _verdict(bench, found, "in a graph")
-    return batch, verdict
-
-
-def _verdict(bench: Bench, found: bool | None, where: str) -> str:
-    bad = [str(rank) for rank, one in enumerate(bench.everyone(found)) if one]
-    return f"wrong {where} on ranks {', '.join(bad)}" if bad else ""

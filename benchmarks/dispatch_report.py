@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from benchmarks.dispatch_plans import Case
-from benchmarks.report import Kind, Result, number
+from benchmarks.report import Contest, Kind, Result, number
 
 OURS = ("rows kv", "rows k+v", "packed kv", "packed k+v")
 """How rows are put; and keys and values as one tensor, or as two of half the width."""
@@ -33,21 +33,12 @@ class Way(StrEnum):
 
 
 @dataclass
-class Row:
+class Row(Contest):
     """Everything measured side by side for one case, one way."""
 
     case: Case
     way: Way
     results: list[Result] = field(default_factory=list)
-
-    def best(self, kind: Kind) -> Result | None:
-        """The fastest of a kind among those that gave the right result."""
-        timed = [result for result in self.results if result.kind is kind and result.timing and result.status == "ok"]
-        return min(timed, key=lambda result: result.timing.median if result.timing else 0.0, default=None)
-
-    def time_of(self, name: str) -> float | None:
-        found = next((result for result in self.results if result.name == name), None)
-        return found.timing.median if found and found.timing else None
 
     def over(self, result: Result | None, kind: Kind) -> float | None:
         """A result's time over the best of a kind."""

@@ -5,6 +5,7 @@ Assumes torchrun. Does not know what is measured.
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import os
 import sys
@@ -12,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PATIENCE = 5.0
 """Seconds that a rank which failed leaves to rank 0: torchrun ends all when one has ended."""
@@ -49,3 +50,27 @@ def end_of(work: Callable[[], tuple[int, str]], tell: Callable[[str], None], sec
         traceback.print_exc()
         end(1, "an exception ended the run")
     end(code, why)
+
+
+class Ending:
+    """What rank 0 has to say at the end, even where the run hangs."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rows: list[Any] = []
+        self.notes: list[str] = []
+        self.title = "nothing was measured"
+        self.is_whole = False  # the run came to its end
+
+    def say(self) -> None:
+        """Prints everything, and saves it where that is asked for."""
+        raise NotImplementedError
+
+    def end(self, work: Callable[[], int], grace: float) -> NoReturn:
+        """Does the work, whose exit code it ends with, and says this: `grace` seconds after `--time-budget` at last."""
+
+        def tell(why: str) -> None:
+            self.notes += [why] if why else []
+            self.say()
+
+        end_of(lambda: (work(), ""), tell, self.options.time_budget, grace)

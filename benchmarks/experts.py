@@ -23,7 +23,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record
 from benchmarks.cases import parse_sizes
-from benchmarks.ending import end_of
+from benchmarks.ending import Ending
 from benchmarks.experts_report import (
     DEEPEP,
     EXPERTS_A_RANK,
@@ -79,16 +78,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     return found
 
 
-class Output:
-    """What rank 0 has to say at the end, even where the run hangs."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.rows: list[Row] = []
-        self.notes: list[str] = []
-        self.title = "nothing was measured"
-        self.is_whole = False
-
+class Output(Ending):
     def say(self) -> None:
         table = overview(self.rows, self.options.only)
         print(f"\n{self.title}\n{(markdown if self.options.markdown else grid)(*table)}")
@@ -127,26 +117,10 @@ class Output:
 def run(options: argparse.Namespace, output: Output) -> int:
     """The exit code."""
     import torch
-    import torch.distributed as dist
 
-    from benchmarks.measure import Bench
+    from benchmarks.measure import started
 
-    if options.dry_run:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
-    else:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    bench = Bench(
-        rank=dist.get_rank(),
-        ranks=dist.get_world_size(),
-        device=device,
-        group=dist.group.WORLD,
-        control=dist.new_group(backend="gloo"),
-        deadline=time.monotonic() + options.time_budget,
-        batches=options.batches,
-    )
+    bench = started(options.time_budget, options.batches, on_gpus=not options.dry_run)
     what = "processors" if options.dry_run else torch.cuda.get_device_name()
     output.title = f"{bench.ranks} x {what}, torch {torch.__version__}; microseconds"
     limits = None if options.dry_run else _limits(bench, cases_of(options, bench.ranks))
@@ -180,6 +154,7 @@ def _limits(bench: Any, cases: Sequence[Case]) -> Any:
 
 def _measured(bench: Any, options: argparse.Namespace, case: Case, limits: Any, output: Output) -> None:
     from benchmarks import experts_calls as calls
+    from benchmarks.turns import timed
 
     row = Row(case)
     output.rows.append(row)
@@ -195,7 +170,7 @@ def _measured(bench: Any, options: argparse.Namespace, case: Case, limits: Any, 
     if not options.no_peers:
         wanted = (NCCL,) if options.dry_run else PEERS
         entries += [(name, Kind.PEER, lambda name=name: calls.peer(stage, name)) for name in wanted]
-    row.results += _timed(bench, case, entries)
+    row.results += timed(bench, case, entries, eager=(DEEPEP,))
     if limits is not None:
         row.results += limits.of(case)
     if bench.rank == 0:
@@ -205,91 +180,12 @@ def _measured(bench: Any, options: argparse.Namespace, case: Case, limits: Any, 
         print(f"{case.way}, {case.tokens} tokens, {case.form}: {what} ({left:.0f} s left)", flush=True)
 
 
-@dataclass
-class Eager:
-    """A contender whose calls are made one by one: what a graph cannot capture."""
-
-    contender: Any
-    calls: int
-    times: list[float] = field(default_factory=list)
-    last: Any = None
-
-    def run(self) -> None:
-        for index in range(self.calls):
-            self.contender.call(index)
-
-    def release(self) -> None:
-        self.contender.release()
-
-
-def _timed(bench: Any, case: Case, entries: Sequence[tuple[str, Kind, Callable[[], Any]]]) -> list[Result]:
-    """Each made, checked, captured, checked again, and timed in turns with all the others."""
-    from benchmarks.measure import measure, rounds_for
-
-    results: list[Result] = []
-    batches: list[Any] = []
-    for name, kind, make in entries:
-        batch, problem = _set_up(bench, case, name, make)
-        if batch is not None:
-            batches.append(batch)
-        status = problem if batch is None or problem.startswith("wrong") else "ok"
-        results.append(Result(name, kind, None, status))
-    is_timed = bench.device.type == "cuda"
-    timings = measure(bench, case, batches, rounds_for(case, bench.batches)) if batches and is_timed else []
-    by_name = {batch.contender.name: timing for batch, timing in zip(batches, timings, strict=False)}
-    for batch in batches:
-        batch.release()
-    return [replace(result, timing=by_name.get(result.name)) for result in results]
-
-
-def _set_up(bench: Any, case: Case, name: str, make: Callable[[], Any]) -> tuple[Any, str]:
-    """A contender ready to be timed, with what is wrong about its results; None with why it cannot run."""
-    from benchmarks.measure import CHECKED_CALLS, ready
-    from benchmarks.values import bytes_of
-
-    made, problem = bench.attempt(make)
-    if made is None:
-        return None, f"failed: {' '.join(problem.split())}"
-    contender, is_wrong = made
-
-    def called(times: int) -> bool:
-        for index in range(times):
-            contender.call(index)
-        return bool(is_wrong().item())
-
-    found, problem = bench.attempt(lambda: called(CHECKED_CALLS))
-    if problem:
-        return None, f"failed: {' '.join(problem.split())}"
-    verdict = _verdict(bench, found, "eagerly")
-    if name == DEEPEP or bench.device.type == "cpu":
-        return Eager(contender, case.calls), verdict
-    batch, problem = bench.attempt(lambda: ready(contender, case))
-    if batch is None:
-        return None, f"failed: {' '.join(problem.split())}"
-    if batch.last is not None and not verdict:
-        bytes_of(batch.last).fill_(255)
-        batch.run()
-        found, problem = bench.attempt(lambda: bool(is_wrong().item()))
-        verdict = _verdict(bench, found, "in a graph")
-    return batch, verdict
-
-
-def _verdict(bench: Any, found: bool | None, where: str) -> str:
-    bad = [str(rank) for rank, one in enumerate(bench.everyone(found)) if one]
-    return f"wrong {where} on ranks {', '.join(bad)}" if bad else ""
-
-
 def main() -> None:
     os.environ.setdefault("COMMDSL_TIMEOUT", "20")
     os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "16G")
     options = options_of(sys.argv[1:])
     output = Output(options)
-
-    def tell(why: str) -> None:
-        output.notes += [why] if why else []
-        output.say()
-
-    end_of(lambda: (run(options, output), ""), tell, options.time_budget, GRACE)
+    output.end(lambda: run(options, output), GRACE)
 
 
 if __name__ == "__main__":

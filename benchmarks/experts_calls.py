@@ -23,12 +23,11 @@ import torch.distributed as dist
 from benchmarks.experts_report import DEEPEP, DEEPEP_LOW, HALVES, NCCL, NODES, Case, Form, Way
 from benchmarks.measure import Bench, Contender
 from benchmarks.report import Kind
+from benchmarks.turns import Made
 from commdsl import ep
 from commdsl.machine.resources import data_dir
 
 Tensor = torch.Tensor
-Made = tuple[Contender, Callable[[], Tensor]]
-"""A contender, and whether its last result is wrong, on the device."""
 
 OURS: dict[str, dict[str, Any]] = {
     "commdsl": {},

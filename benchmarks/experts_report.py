@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.report import Kind, Result, Timing, number
+from benchmarks.report import Contest, Kind, Result, Timing, number
 
 Ints: TypeAlias = NDArray[np.int32]
 
@@ -122,20 +122,11 @@ class Case:
 
 
 @dataclass
-class Row:
+class Row(Contest):
     """Everything measured side by side for one case, one way."""
 
     case: Case
     results: list[Result] = field(default_factory=list)
-
-    def best(self, kind: Kind) -> Result | None:
-        """The fastest of a kind among those that gave the right result."""
-        timed = [result for result in self.results if result.kind is kind and result.timing and result.status == "ok"]
-        return min(timed, key=lambda result: result.timing.median if result.timing else 0.0, default=None)
-
-    def time_of(self, name: str) -> float | None:
-        found = next((result for result in self.results if result.name == name), None)
-        return found.timing.median if found and found.timing else None
 
     def over(self, result: Result | None, name: str) -> float | None:
         """A result's time over that of another contender."""

@@ -7,6 +7,7 @@ call, so no rank runs ahead of the others. Does not know what a call does.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -98,6 +99,24 @@ class Bench:
         problems = self.everyone(problem)
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
         return (None, failed[0]) if failed else (found, "")
+
+
+def started(seconds: float, batches: int, *, on_gpus: bool = True) -> Bench:
+    """This process's, as torchrun started it: a GPU a rank, or the processor."""
+    device = torch.device("cpu")
+    if on_gpus:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
+    return Bench(
+        rank=dist.get_rank(),
+        ranks=dist.get_world_size(),
+        device=device,
+        group=dist.group.WORLD,
+        control=dist.new_group(backend="gloo"),
+        deadline=time.monotonic() + seconds,
+        batches=batches,
+    )
 
 
 def root_of(index: int, ranks: int) -> int:

@@ -16,10 +16,9 @@ import argparse
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,10 @@ import commdsl
 from benchmarks import record
 from benchmarks.ahead import Job, build_ahead
 from benchmarks.cases import parse_size, size_name
-from benchmarks.ending import end_of
-from benchmarks.measure import captured
-from benchmarks.report import grid
+from benchmarks.ending import Ending
+from benchmarks.measure import Bench, Contender, started
+from benchmarks.report import Kind, grid
+from benchmarks.turns import Entry, Made, timed
 
 SMS = 132
 SHARES = (24, 32, 48)  # SMs that move
@@ -108,14 +108,12 @@ def lines_of(rows: Sequence[Row], ranks: int) -> list[list[object]]:
     return found
 
 
-@dataclass
-class Output:
-    title: str = "nothing was measured"
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
+class Output(Ending):
     def say(self) -> None:
-        print("\n" + table(self), flush=True)
+        print(f"\n{table(self)}", flush=True)
+        if self.options.save and self.is_whole and self.rows:
+            ranks = int(os.environ["WORLD_SIZE"])
+            record.save_lines(self.options, COLUMNS, lines_of(self.rows, ranks))
 
 
 def table(output: Output) -> str:
@@ -157,55 +155,34 @@ def table(output: Output) -> str:
 GRACE = 20.0
 
 
-class Bench:
-    """This rank's end of the run."""
+Ways = dict[tuple[int, str], Any]
+"""An op for every number of tasks and way."""
 
-    def __init__(self, options: argparse.Namespace, output: Output, start: float) -> None:
-        self.options, self.output, self.start = options, output, start
-        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(self.device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=self.device)
-        self.control = dist.new_group(backend="gloo")
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+
+class Builder:
+    """Every way to share the SMs, in a file of its own."""
+
+    def __init__(self, bench: Bench, options: argparse.Namespace, notes: list[str]) -> None:
+        self.bench, self.options, self.notes = bench, options, notes
         self.folder = Path(tempfile.mkdtemp(prefix="commdsl-overlap-"))
-        self.token = torch.zeros(1, device=self.device)
-        output.title = f"bfloat16, {self.ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
 
-    def everyone(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, value, group=self.control)
-        return found
-
-    def spent(self) -> float:
-        """Rank 0's clock decides for all."""
-        return float(self.everyone(time.monotonic() - self.start)[0])
-
-    def run(self) -> None:
-        ways = self.build_all()
-        for nbytes, tasks in product(self.options.sizes, (2, 1)):
-            if self.spent() > self.options.time_budget:
-                self.output.notes.append("time was up: fewer rows than asked for")
-                return
-            row = self.row(nbytes, tasks, {name: op for (number, name), op in ways.items() if number == tasks})
-            if row is not None:
-                self.output.rows.append(row)
-
-    def build_all(self) -> dict[tuple[int, str], Any]:
-        """An op for every number of tasks and way."""
-        found: dict[tuple[int, str], Any] = {}
+    def build_all(self) -> Ways:
+        found: Ways = {}
         ways = [*product(self.options.shares, self.options.tiles, (2, 1))]
         for sms, _, tasks in ways:
             self.path(tasks, sms).write_text(text(tasks, sms), encoding="utf-8")
-        if self.device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(self.device)
-            jobs = [Job(str(self.path(tasks, sms)), "bfloat16", tile) for sms, tile, tasks in ways]
-            build_ahead(jobs, self.rank, self.ranks, f"sm_{major}{minor}", BUILDING / 2)
+        major, minor = torch.cuda.get_device_capability(self.bench.device)
+        jobs = [Job(str(self.path(tasks, sms)), "bfloat16", tile) for sms, tile, tasks in ways]
+        build_ahead(jobs, self.bench.rank, self.bench.ranks, f"sm_{major}{minor}", BUILDING / 2)
+        building = replace(self.bench, deadline=self.bench.deadline - self.options.time_budget + BUILDING)
         for sms, tile, tasks in ways:
-            if self.spent() > BUILDING:
-                self.output.notes.append("time to build was up: fewer ways than asked for")
+            if building.time_is_up():
+                self.notes.append("time to build was up: fewer ways than asked for")
                 break
-            made = self.build(tasks, sms, tile)
-            if made is not None:
+            made, problem = self.bench.attempt(lambda: self.build(tasks, sms, tile))  # noqa: B023 - called at once
+            if problem:
+                self.notes.append(f"{tasks} tasks, {sms} SMs, {tile >> 10} KB: {problem}")
+            else:
                 found[tasks, f"{sms} SMs, {tile >> 10} KB"] = made
         return found
 
@@ -213,74 +190,95 @@ class Bench:
         return self.folder / f"overlap_{tasks}_{sms}.comm"
 
     def build(self, tasks: int, sms: int, tile: int) -> Any:
-        """None, and a note, where it cannot be."""
-        found, problem = None, ""
-        try:
-            found = commdsl.load(self.path(tasks, sms), tune={"tile": tile})
-            x = torch.ones(self.ranks * 64, dtype=torch.bfloat16, device=self.device)
-            found(x, x)
-            found.synchronize()
-        except Exception as error:
-            problem = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        problems = [one for one in self.everyone(problem) if one]
-        if problems:
-            self.output.notes.append(f"{tasks} tasks, {sms} SMs, {tile >> 10} KB: {problems[0]}")
-            return None
+        found = commdsl.load(self.path(tasks, sms), tune={"tile": tile})
+        x = torch.ones(self.bench.ranks * 64, dtype=torch.bfloat16, device=self.bench.device)
+        found(x, x)
+        found.synchronize()
         return found
 
-    def row(self, nbytes: int, tasks: int, ways: dict[str, Any]) -> Row | None:
-        elements = nbytes // 2 // (8 * self.ranks) * 8 * self.ranks
-        generator = torch.Generator(self.device).manual_seed(self.rank)
-        numbers = torch.randint(-3, 4, (2, elements), generator=generator, device=self.device, dtype=torch.int8)
-        a, b = numbers.to(torch.bfloat16)
-        c = computed(tasks, a, b)
-        right = {name: op for name, op in ways.items() if self.is_right(f"{size_name(nbytes)}, {name}", op, a, b, c)}
-        if not right:
-            return None
+
+@dataclass
+class Case:
+    """Tensors of one size on this rank, and so many tasks: of whole numbers, few enough that every order of summation
+    gives the same bits.
+    """
+
+    bench: Bench
+    nbytes: int
+    tasks: int
+    calls: int = CALLS
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.nbytes * (self.bench.ranks - 1) // self.bench.ranks
+
+    @cached_property
+    def given(self) -> torch.Tensor:
+        """Both tensors, one above the other."""
+        elements = self.nbytes // 2 // (8 * self.bench.ranks) * 8 * self.bench.ranks
+        generator = torch.Generator(self.bench.device).manual_seed(self.bench.rank)
+        numbers = torch.randint(-3, 4, (2, elements), generator=generator, device=self.bench.device, dtype=torch.int8)
+        return numbers.to(torch.bfloat16)
+
+    @cached_property
+    def made(self) -> torch.Tensor:
+        return computed(self.tasks, *self.given)
+
+    @cached_property
+    def wanted(self) -> torch.Tensor:
+        wanted = torch.empty(len(self.made) // self.bench.ranks, dtype=torch.float32, device=self.bench.device)
+        dist.reduce_scatter_tensor(wanted, self.made.float())
+        return wanted
+
+    def entries(self, ways: dict[str, Any]) -> list[Entry]:
+        a, b = self.given
         calls: dict[str, Callable[[], torch.Tensor]] = {
-            "tasks": lambda: computed(tasks, a, b),
-            "moves": lambda: commdsl.reduce_scatter(c),
-            "sequence": lambda: commdsl.reduce_scatter(computed(tasks, a, b)),
+            "tasks": lambda: computed(self.tasks, a, b),
+            "moves": lambda: commdsl.reduce_scatter(self.made),
+            "sequence": lambda: commdsl.reduce_scatter(computed(self.tasks, a, b)),
         }
-        calls |= {name: partial(op, a, b) for name, op in right.items()}
-        graphs = {name: captured(call, CALLS) for name, call in calls.items()}
-        found = self.timed(graphs)
-        for graph in graphs.values():
-            graph.reset()
-        commdsl.check()
-        fused = tuple(sorted(((name, found[name]) for name in right), key=lambda one: one[1]))
-        return Row(nbytes, tasks, found["tasks"], found["moves"], found["sequence"], fused)
+        calls |= {name: lambda op=op: op(a, b) for name, op in ways.items()}  # type: ignore[misc]
+        return [
+            (name, Kind.OURS, lambda name=name, call=call: self.contender(name, call))  # type: ignore[misc]
+            for name, call in calls.items()
+        ]
 
-    def is_right(self, what: str, op: Any, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> bool:
-        """Whole numbers, few enough that every order of summation gives the same bits."""
-        wanted = torch.empty(len(c) // self.ranks, dtype=torch.float32, device=self.device)
-        dist.reduce_scatter_tensor(wanted, c.float())
-        found = torch.equal(op(a, b).float(), wanted)
-        op.synchronize()
-        if all(self.everyone(found)):
-            return True
-        self.output.notes.append(f"{what}: WRONG")
-        return False
+    def contender(self, name: str, call: Callable[[], torch.Tensor]) -> Made:
+        last: list[torch.Tensor] = []
 
-    def timed(self, graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
-        """They take turns, in an order that shifts, so drift hits all alike."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        names = [*graphs]
-        times: dict[str, list[float]] = {name: [] for name in names}
-        for turn, place in product(range(BATCHES), range(len(names))):
-            name = names[(place + turn) % len(names)]
-            torch.cuda.synchronize()
-            dist.all_reduce(self.token)
-            torch.cuda.synchronize()
-            graphs[name].replay()  # absorbs what skew the barrier left
-            begin.record()
-            graphs[name].replay()
-            end.record()
-            end.synchronize()
-            times[name].append(1000 * begin.elapsed_time(end) / CALLS)
-        slowest = torch.tensor([times[name] for name in names], dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.control)
-        return {name: float(line.median()) for name, line in zip(names, slowest, strict=True)}
+        def called(_: int) -> torch.Tensor:
+            last[:] = [call()]
+            return last[0]
+
+        wanted = self.made.float() if name == "tasks" else self.wanted
+        return Contender(name, Kind.OURS, called, release=last.clear), lambda: (last[0].float() != wanted).any()
+
+
+def row_of(case: Case, ways: dict[str, Any], notes: list[str]) -> Row | None:
+    """None where nothing of both in one launch is right."""
+    results = timed(case.bench, case, case.entries(ways))
+    notes += [f"{size_name(case.nbytes)}, {one.name}: {one.status}" for one in results if one.status != "ok"]
+    found = {one.name: one.timing.median for one in results if one.timing and one.status == "ok"}
+    fused = tuple(sorted(((name, found[name]) for name in ways if name in found), key=lambda one: one[1]))
+    alone = [found.get(name) for name in ("tasks", "moves", "sequence")]
+    return Row(case.nbytes, case.tasks, *alone, fused) if fused and None not in alone else None
+
+
+def run(options: argparse.Namespace, output: Output) -> int:
+    """The exit code."""
+    bench = started(options.time_budget, BATCHES)
+    output.title = f"bfloat16, {bench.ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    ways = Builder(bench, options, output.notes).build_all()
+    for nbytes, tasks in product(options.sizes, (2, 1)):
+        if bench.time_is_up():
+            output.notes.append("time was up: fewer rows than asked for")
+            break
+        some = {name: op for (number, name), op in ways.items() if number == tasks}
+        row = row_of(Case(bench, nbytes, tasks), some, output.notes)
+        output.rows += [] if row is None else [row]
+    commdsl.check()
+    output.is_whole = True
+    return int(not output.rows or any("wrong" in note for note in output.notes))
 
 
 def computed(tasks: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -301,20 +299,9 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    options, start, output = options_of(sys.argv[1:]), time.monotonic(), Output()
-
-    def work() -> tuple[int, str]:
-        bench = Bench(options, output, start)
-        bench.run()
-        if options.save and bench.rank == 0 and output.rows:
-            record.save_lines(options, COLUMNS, lines_of(output.rows, bench.ranks))
-        return int(not output.rows or any("WRONG" in note for note in output.notes)), ""
-
-    def tell(why: str) -> None:
-        output.notes += [why] if why else []
-        output.say()
-
-    end_of(work, tell, options.time_budget, GRACE)
+    options = options_of(sys.argv[1:])
+    output = Output(options)
+    output.end(lambda: run(options, output), GRACE)
 
 
 if __name__ == "__main__":

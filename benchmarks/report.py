@@ -97,12 +97,10 @@ class Result:
         return self.timing is None and not refused and self.status != NO_TIME
 
 
-@dataclass
-class Row:
-    """Everything measured side by side for one collective at one size."""
+class Contest:
+    """What was measured side by side."""
 
-    case: Case
-    results: list[Result] = field(default_factory=list)
+    results: list[Result]
 
     def of(self, name: str) -> Result | None:
         return next((result for result in self.results if result.name == name), None)
@@ -119,6 +117,14 @@ class Row:
             if result.kind == kind and result.timing and not result.is_wrong
         ]
         return self.results[min(timed)[1]] if timed else None
+
+
+@dataclass
+class Row(Contest):
+    """Everything measured side by side for one collective at one size."""
+
+    case: Case
+    results: list[Result] = field(default_factory=list)
 
     def ratio_to_best_peer(self, result: Result) -> float | None:
         return _ratio(result, self.best(Kind.PEER))

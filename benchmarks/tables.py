@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import attention_report, experts_report, record, report
+from benchmarks import attention_report, experts_report, products_report, record, report
 from benchmarks.cases import TUNE_KEYS, parse_candidates, size_name
 from benchmarks.dispatch_report import LEAST_OF_LIMIT as LEAST_RATE
 from benchmarks.dispatch_report import LIMIT_FROM_ROWS, MOST_OF_NCCL, SMALL_ROWS, SMALL_US, rows_name
@@ -164,6 +164,11 @@ def experts(found: Record) -> str:
     return markdown(*experts_report.overview(rows, [*ours]))
 
 
+def products(found: Record) -> str:
+    """Every contender beside the floor."""
+    return markdown(*products_report.overview(products_report.rows_of(found.lines)))
+
+
 def planner(found: Record) -> str:
     lines = []
     for line in found.lines:
@@ -187,6 +192,7 @@ KINDS: dict[str, Callable[[Record], str]] = {
     "visits": visits,
     "attention": attention,
     "experts": experts,
+    "products": products,
     "planner": planner,
 }
 

@@ -1,0 +1,160 @@
+"""Turns a case into the calls that are timed: ours, cuBLAS beside NCCL in three ways, and torch's async-TP.
+
+Assumes one process a rank. Does not time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+import commdsl
+from benchmarks.measure import Bench, Contender
+from benchmarks.products_report import ALONE, ASYNC, CONTENDERS, OURS, STREAMS, Case, Way
+from benchmarks.turns import Made
+
+Tensor = torch.Tensor
+Call = Callable[[], Tensor]
+
+NEAR = 2.0**-7
+"""Of whole numbers sums of products are exact, and rounded once; NCCL's more often, where they are large."""
+
+SCHEDULES = {Way.GATHER: "allgather_matmul", Way.SCATTER: "matmul_reducescatter"}
+
+
+@dataclass
+class Stage:
+    """One case on this rank."""
+
+    bench: Bench
+    case: Case
+    _floats: bool = False
+
+    def drawn(self, rows: int, columns: int, seed: int) -> Tensor:
+        """-1, 0 or 1."""
+        device = self.bench.device
+        dice = torch.Generator(device).manual_seed(seed)
+        return torch.randint(-1, 2, (rows, columns), generator=dice, device=device).to(torch.bfloat16)
+
+    @cached_property
+    def x(self) -> Tensor:
+        """This rank's rows, or its part of all of them."""
+        case = self.case
+        rows = case.rows // case.ranks if case.way is Way.GATHER else case.rows
+        return self.drawn(rows, case.depth, self.bench.rank)
+
+    @cached_property
+    def w(self) -> Tensor:
+        return self.drawn(self.case.columns, self.case.depth, 100 + self.bench.rank)
+
+    @cached_property
+    def whole(self) -> Tensor:
+        """As many rows as all ranks have, whatever is in them."""
+        return self.drawn(self.case.rows, self.case.depth, 7)
+
+    @cached_property
+    def wanted(self) -> Tensor:
+        """In float32 by one product after another, so that no library's way to travel is in it."""
+        case, ranks = self.case, range(self.case.ranks)
+        if case.way is Way.GATHER:
+            rows = torch.cat([self.drawn(case.rows // case.ranks, case.depth, rank) for rank in ranks])
+            return torch.mm(rows.float(), self.w.float().t())
+        mine = slice(self.bench.rank * case.rows // case.ranks, (self.bench.rank + 1) * case.rows // case.ranks)
+        parts = [
+            torch.mm(
+                self.drawn(case.rows, case.depth, rank)[mine].float(),
+                self.drawn(case.columns, case.depth, 100 + rank).float().t(),
+            )
+            for rank in ranks
+        ]
+        return torch.stack(parts).sum(0)
+
+    def draw_floats(self) -> None:
+        """What is timed: a GPU that multiplies -1, 0 and 1 needs less power, and is faster."""
+        if not self._floats:
+            self._floats = True
+            for tensor in (self.x, self.w, self.whole):
+                tensor.normal_(generator=torch.Generator(self.bench.device).manual_seed(self.bench.rank))
+
+    def is_wrong(self, found: Tensor) -> Tensor:
+        return ((found.float() - self.wanted).abs() > NEAR * self.wanted.abs() + 2).any()
+
+    def made(self, name: str) -> Made:
+        """The contender of that name."""
+        call, last = self._call(name), list[Tensor]()
+
+        def called(_: int) -> Tensor:
+            last[:] = [call()]
+            return last[0]
+
+        made = Contender(name, CONTENDERS[name], called, prepare=self.draw_floats, release=last.clear)
+        if name == ALONE:
+            return made, lambda: torch.zeros((), dtype=torch.bool)
+        return made, lambda: self.is_wrong(last[0])
+
+    def _call(self, name: str) -> Call:
+        x, w, gathers = self.x, self.w, self.case.way is Way.GATHER
+        if name == ALONE:
+            whole = self.whole
+            return lambda: torch.mm(whole, w.t())
+        if name in STREAMS:
+            travels, pieces = self.gathered if gathers else self.scattered, STREAMS[name]
+            return lambda: travels(pieces)
+        if name == ASYNC:
+            return self._asynchronous()
+        op = commdsl.load(SCHEDULES[self.case.way], params={"C": OURS[name]}, ranks=self.case.ranks)
+        return lambda: op(x, w)  # type: ignore[return-value]  # one result
+
+    # --- the peers ----------------------------------------------------------------------------------------------------
+
+    def gathered(self, pieces: int) -> Tensor:
+        """By NCCL on its stream, then cuBLAS: of several pieces own rows first, then each piece as it is there."""
+        x, w, ranks = self.x, self.w, self.case.ranks
+        parts = x.chunk(pieces)
+        rows = [x.new_empty(ranks, *part.shape) for part in parts]
+        works = [
+            dist.all_gather_into_tensor(into.flatten(0, 1), part, async_op=True)
+            for into, part in zip(rows, parts, strict=True)
+        ]
+        if pieces == 1:
+            works[0].wait()
+            return torch.mm(rows[0].flatten(0, 1), w.t())
+        out = x.new_empty(ranks, pieces, len(parts[0]), self.case.columns)
+        torch.mm(x, w.t(), out=out[self.bench.rank].flatten(0, 1))
+        for piece, (work, there) in enumerate(zip(works, rows, strict=True)):
+            work.wait()
+            for rank in (rank for rank in range(ranks) if rank != self.bench.rank):
+                torch.mm(there[rank], w.t(), out=out[rank, piece])
+        return out.flatten(0, 2)
+
+    def scattered(self, pieces: int) -> Tensor:
+        """By cuBLAS, then NCCL on its stream: each of several pieces while the next is multiplied."""
+        w, ranks, columns = self.w, self.case.ranks, self.case.columns
+        x = self.x.view(ranks, pieces, -1, self.case.depth)
+        out = x.new_empty(pieces, x.shape[2], columns)
+        works = []
+        for piece in range(pieces):
+            made = x.new_empty(ranks, x.shape[2], columns)
+            if pieces == 1:
+                torch.mm(self.x, w.t(), out=made.flatten(0, 1))
+            else:
+                for rank in range(ranks):
+                    torch.mm(x[rank, piece], w.t(), out=made[rank])
+            works.append(dist.reduce_scatter_tensor(out[piece], made.flatten(0, 1), async_op=True))
+        for work in works:
+            work.wait()
+        return out.flatten(0, 1)
+
+    def _asynchronous(self) -> Call:
+        """By torch's async-TP."""
+        name = dist.group.WORLD.group_name
+        symmetric_memory.enable_symm_mem_for_group(name)
+        x, w = self.x, self.w
+        if self.case.way is Way.GATHER:
+            return lambda: torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t()], 0, name)[1][0]
+        return lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, name)

@@ -1,0 +1,148 @@
+"""Turns times of products beside what travels into ratios, a table and lines of a file, and such lines into rows.
+
+Assumes microseconds, of the slowest rank. The floor is the larger of cuBLAS alone and the bytes on the link. Does not
+measure and does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from benchmarks.report import Contest, Kind, Result, Timing, number
+
+LINK = 390e3
+"""Bytes a microsecond: what the copy engine moves from one H200 to another."""
+
+CALLS = 6
+"""In a CUDA graph, of every contender but `ASYNC`."""
+
+ALONE, ASYNC = "cuBLAS", "async-TP"
+STREAMS = {"in sequence": 1, "two streams, 2": 2, "two streams, 4": 4}
+OURS = {"commdsl, 1": 1, "commdsl, 2": 2, "commdsl, 4": 4}
+"""With the pieces in which each rank's rows travel."""
+
+CONTENDERS = {
+    ALONE: Kind.LIMIT,
+    **dict.fromkeys(STREAMS, Kind.PEER),
+    ASYNC: Kind.PEER,
+    **dict.fromkeys(OURS, Kind.OURS),
+}
+
+COLUMNS = ("way", "rows", "depth", "columns", "ranks", "calls", "contender", "kind", "median_us", "p10_us", "p90_us",
+           "status")  # fmt: skip
+
+
+class Way(StrEnum):
+    GATHER = "all-gather + product"
+    SCATTER = "product + reduce-scatter"
+
+
+MOST_OF_FLOOR = {Way.GATHER: 1.10, Way.SCATTER: 1.15}
+FROM_ROWS = 4096
+"""The figures asked for are of so many rows in all, or more."""
+
+MOST_OF_PEER = 1.02
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product of every rank: `rows` in all of `depth`, and weights of `columns` times `depth`."""
+
+    way: Way
+    rows: int
+    depth: int
+    columns: int
+    ranks: int
+
+    @property
+    def calls(self) -> int:
+        return CALLS
+
+    @property
+    def name(self) -> str:
+        return f"{self.rows} x {self.depth} x {self.columns}"
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a rank sends, of 16 bits each."""
+        width = self.depth if self.way is Way.GATHER else self.columns
+        return 2 * self.rows // self.ranks * width * (self.ranks - 1)
+
+
+@dataclass
+class Row(Contest):
+    """Everything measured side by side for one product."""
+
+    case: Case
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def floor(self) -> float | None:
+        alone = self.time_of(ALONE)
+        return max(alone, self.case.sent_bytes / LINK) if alone else None
+
+    def over_floor(self) -> float | None:
+        ours, floor = self.best(Kind.OURS), self.floor
+        return ours.timing.median / floor if ours and ours.timing and floor else None
+
+    def over_peer(self) -> float | None:
+        ours, peer = self.best(Kind.OURS), self.best(Kind.PEER)
+        return ours.timing.median / peer.timing.median if ours and ours.timing and peer and peer.timing else None
+
+    def misses(self) -> list[str]:
+        """The columns whose figure our best does not reach."""
+        floor, peer, found = self.over_floor(), self.over_peer(), []
+        if floor is None or (self.case.rows >= FROM_ROWS and floor > MOST_OF_FLOOR[self.case.way]):
+            found.append("of floor")
+        if peer is not None and peer > MOST_OF_PEER:
+            found.append("of peer")
+        return found
+
+
+def overview(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
+    """One line a row: every contender's microseconds, then our best beside floor and best peer; `*` where a figure is
+    missed.
+    """
+    return ["", "M x K x N", *CONTENDERS, "floor", "of floor", "of peer", ""], [_line(row) for row in rows]
+
+
+def _line(row: Row) -> list[str]:
+    misses = row.misses()
+    cells = {"of floor": number(row.over_floor(), 2), "of peer": number(row.over_peer(), 2)}
+    faults = [f"{result.name}: {result.status}" for result in row.results if result.status != "ok"]
+    return [
+        str(row.case.way),
+        row.case.name,
+        *(number(row.time_of(name), 0) for name in CONTENDERS),
+        number(row.floor, 0),
+        *(("*" if name in misses else "") + text for name, text in cells.items()),
+        "; ".join(faults)[:60],
+    ]
+
+
+def lines_of(rows: Iterable[Row]) -> list[list[object]]:
+    """As COLUMNS: one a contender and row; an empty field was not measured."""
+    found: list[list[object]] = []
+    for row in rows:
+        case = row.case
+        start = [case.way, case.rows, case.depth, case.columns, case.ranks, case.calls]
+        for one in row.results:
+            times = (one.timing.median, one.timing.low, one.timing.high) if one.timing else ()
+            told = [f"{us:.4g}" for us in times] or [""] * 3
+            found.append([*start, one.name, one.kind, *told, one.status])
+    return found
+
+
+def rows_of(lines: Iterable[Mapping[str, str]]) -> list[Row]:
+    """The rows that `lines_of` told of, in their order."""
+    found: dict[Case, Row] = {}
+    for line in lines:
+        sizes = (int(line[name]) for name in ("rows", "depth", "columns", "ranks"))
+        case = Case(Way(line["way"]), *sizes)
+        times = [line[name] for name in ("median_us", "p10_us", "p90_us")]
+        timing = Timing(*map(float, times)) if all(times) else None
+        result = Result(line["contender"], Kind(line["kind"]), timing, line["status"])
+        found.setdefault(case, Row(case)).results.append(result)
+    return list(found.values())

@@ -1,0 +1,81 @@
+"""The parts of benchmarks/products.py that need no GPU: floors, figures, lines of a file and back; and a dry run, which
+checks all contenders but async-TP on two host ranks.
+
+Assumes a checkout. Does not measure anything.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.products_report import ALONE, COLUMNS, CONTENDERS, Case, Row, Way, lines_of, overview, rows_of
+from benchmarks.report import Result, Timing
+
+ROOT = Path(__file__).parent.parent
+SEQUENCE, OURS = "in sequence", "commdsl, 2"
+
+
+def row(way: Way = Way.GATHER, rows: int = 4096, **times: float) -> Row:
+    results = [Result(name, CONTENDERS[name], Timing(us, us - 1, us + 1)) for name, us in times.items()]
+    return Row(Case(way, rows, 8192, 1024, 2), results)
+
+
+def test_floor() -> None:
+    """The larger of cuBLAS alone and what a rank sends: of rows before, of sums behind."""
+    gather, scatter = row(**{ALONE: 80.0}), row(Way.SCATTER, **{ALONE: 80.0})
+
+    assert gather.case.sent_bytes == 2 * 2048 * 8192
+    assert scatter.case.sent_bytes == 2 * 2048 * 1024
+    assert gather.floor == pytest.approx(2 * 2048 * 8192 / 390e3)
+    assert scatter.floor == 80.0
+    assert row().floor is None
+
+
+def test_misses() -> None:
+    """From 4096 rows on a product has its share of the floor; at any size it is no slower than the best peer."""
+    fine = {ALONE: 100.0, SEQUENCE: 150.0, OURS: 109.0}
+
+    assert row(**fine).misses() == []
+    assert row(**{**fine, OURS: 111.0}).misses() == ["of floor"]
+    assert row(Way.SCATTER, **{**fine, OURS: 114.0}).misses() == []
+    assert row(rows=2048, **{**fine, OURS: 152.0}).misses() == []
+    assert row(rows=2048, **{**fine, OURS: 154.0}).misses() == ["of peer"]
+    assert row().misses() == ["of floor"]
+
+
+def test_table() -> None:
+    """Every contender in its column; what is wrong is never the best, and is told; a file gives the rows back."""
+    found = row(**{ALONE: 100.0, SEQUENCE: 150.0, OURS: 120.0})
+    found.results.append(Result("commdsl, 4", CONTENDERS[OURS], Timing(1.0, 1.0, 1.0), "wrong eagerly on ranks 1"))
+    header, (line,) = overview([found])
+    cells = dict(zip(header, line, strict=True))
+
+    assert (cells[ALONE], cells[OURS], cells["of floor"], cells["of peer"]) == ("100", "120", "*1.20", "0.80")
+    assert line[-1] == "commdsl, 4: wrong eagerly on ranks 1"
+    file = io.StringIO()
+    writer = csv.writer(file)
+    writer.writerow(COLUMNS)
+    writer.writerows(lines_of([found]))
+    file.seek(0)
+    assert rows_of(csv.DictReader(file)) == [found]
+
+
+def test_dry_run() -> None:
+    """All but async-TP give what float32 gives, in both ways; nothing is timed, no figure is said to be met."""
+    pytest.importorskip("torch")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(ROOT / "benchmarks" / "products.py"), "--dry-run", "--rows", "32", "--shapes", "16x24"]
+    done = subprocess.run(
+        [*launch, *script], capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith("a dry run: 12 contenders right, nothing timed")
