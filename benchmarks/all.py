@@ -66,12 +66,14 @@ RUNS = (
     Run("host", 4, ("collectives.py", "--host"), 10),
     Run("lengths", 4, ("collectives.py", *ONE_SIZE, "--calls", "6,12,24,48,96"), 10),
     Run("dispatch_documents", 4, ("dispatch.py", "--rows", "8K,32K", "--shards", "128", "--documents", "8"), 15),
+    Run("documents", 4, ("documents.py",), 70),
     Run("collectives", 2, ("collectives.py",), 70),
     Run("attention", 2, ("attention.py",), 120),
     Run("overlap", 2, ("overlap.py",), 60),
     Run("products", 2, ("products.py",), 75),
     Run("visits", 2, ("visits.py",), 60),
     Run("dispatch", 2, ("dispatch.py",), 50),
+    Run("documents", 2, ("documents.py",), 60),
 )
 
 

@@ -125,6 +125,11 @@ def dispatch_host(found: Record) -> str:
     return markdown(["eager call", "us of CPU time on the slowest rank"], lines)
 
 
+def documents(found: Record) -> str:
+    """Every plan of every batch, as the run itself said it."""
+    return markdown(list(found.lines[0]), [[*line.values()] for line in found.lines])
+
+
 def overlap(found: Record) -> str:
     """Both in sequence over the best way to do both in one launch."""
     rows: dict[tuple[int, int], list[Line]] = {}
@@ -188,6 +193,7 @@ KINDS: dict[str, Callable[[Record], str]] = {
     "host": host,
     "dispatches": dispatches,
     "dispatch_host": dispatch_host,
+    "documents": documents,
     "overlap": overlap,
     "visits": visits,
     "attention": attention,

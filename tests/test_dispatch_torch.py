@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from commdsl.ir.routes import Mask, Sharing  # noqa: E402 - after the check for 
 from commdsl.planner.chance import Draw, random_plan, varied  # noqa: E402 - after the check for torch
 from commdsl.program.tiles import most_words  # noqa: E402 - after the check for torch
 from commdsl.runtime.errors import AgreementError, TensorError  # noqa: E402 - after the check for torch
+from commdsl.runtime.lent import Lent  # noqa: E402 - after the check for torch
 from commdsl.runtime.pool import Pool, row_bytes  # noqa: E402 - after the check for torch
 
 DispatchError = dispatch.DispatchError
@@ -613,6 +615,39 @@ def test_after_release() -> None:
         assert len(second.dispatch(q, route)) == route.queries
 
     on_ranks(2, work)
+
+
+def test_results_outlive_release() -> None:
+    """What is held when a Dispatcher is released stays as it is, longer than the group too."""
+    case = one_case(2)
+
+    def work(rank: Rank) -> tuple[Any, Any]:
+        sender, route = rank.sender([case], results=3), rank.route(case)
+        tensors = rank.tensors((route.rows,))
+        there = sender.dispatch_qkv(*tensors, route)
+        back = sender.collect_qkv(*there, route)
+        wanted = [one.clone() for one in (*there, *back)]
+        sender.release()
+        rank.sender([case]).dispatch_qkv(*tensors, route)
+        return (*there, *back), wanted
+
+    for results, wanted in on_ranks(2, work):
+        assert all(torch.equal(*pair) for pair in zip(results, wanted, strict=True))
+
+
+def test_memory_of_results_goes_with_them() -> None:
+    """A heap that was given back is freed when none of its results is held, and others when something else happens."""
+    memory, freed, waits = torch.zeros(64), [], []
+    pool = Pool("a", memory.data_ptr(), (256, 0), 1)
+    lent, heap = Lent(lambda: waits.append(True)), SimpleNamespace(free=lambda: freed.append(True))
+    result = pool.empty((2,), (torch.zeros(2, 2),), goes=True, keep=False)
+
+    lent.give_back(heap, [pool])
+    assert not freed
+    del result
+    lent.sweep()
+    lent.sweep()
+    assert (freed, waits) == ([True], [True])
 
 
 # --- plans that change ------------------------------------------------------------------------------------------------

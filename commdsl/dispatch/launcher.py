@@ -25,7 +25,7 @@ from commdsl.runtime.errors import TensorError
 from commdsl.runtime.given import Patience
 from commdsl.runtime.launches import Arguments, Launches, default_device
 from commdsl.runtime.load import Kernels, Where, definition
-from commdsl.runtime.pool import Pool, row_bytes
+from commdsl.runtime.pool import row_bytes
 from commdsl.runtime.program import Definition, RoutedProgram, routed_program
 from commdsl.runtime.workspace import Start
 
@@ -95,10 +95,9 @@ class Launcher:
         seconds = given.seconds(timeout)
         terms = {**asdict(limits), "results": results, "put packed": self.plan.push.packed, "check": check}
         self._launches = Launches(self._comm, self.plan, self._program.emitted, room, self.explain, terms, seconds)
-        begin = self._launches.heap + self._layout.results
-        sizes = self._layout.result_bytes
-        self._pool = Pool(self.plan.name, begin, sizes, results - 1)
-        self._landing = Pool(self.plan.name, begin + (results - 1) * sum(sizes), sizes, 1)
+        begin, sizes = self._layout.results, self._layout.result_bytes
+        self._pool = self._launches.pool(begin, sizes, results - 1)
+        self._landing = self._launches.pool(begin + (results - 1) * sum(sizes), sizes, 1)
         self.name = f"{self.plan.name}/{self._comm.name}/{self._launches.number}/{id(self):x}"
         self._starts: dict[str, Start] = {}
         self._digests: dict[str, int] = {}  # of calls, but for what their tables say
@@ -186,7 +185,7 @@ class Launcher:
         return [output.clone() for output in outputs] if lands else outputs
 
     def release(self) -> None:
-        """Collective: gives back the symmetric memory. Results that lie there must not be used any more."""
+        """Collective: gives back the symmetric memory, of results that are still held when these are let go."""
         _KNOWN.pop(self.name, None)
         self._launches.release()
 

@@ -108,7 +108,7 @@ class DispatchCombineContext:
         self.exchange.prepare(self.ep_config.dtype_back)
 
     def finalize(self) -> None:
-        """Collective: gives back all symmetric memory. Rows that were received must not be used any more."""
+        """Collective: gives back all symmetric memory, of rows that are still held when these are let go."""
         self.release_outgrown()
         self.exchange.release()
 

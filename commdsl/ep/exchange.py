@@ -144,7 +144,7 @@ class Exchange:
         return self.experts.is_prepared(dtype)
 
     def release(self) -> None:
-        """Collective: gives back the symmetric memory. Rows that were received must not be used any more."""
+        """Collective: gives back the symmetric memory, of rows that are still held when these are let go."""
         self.experts.release()
 
     @property

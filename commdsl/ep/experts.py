@@ -285,7 +285,7 @@ class Experts:
         return has_there and has_back and (self._values is None or self._values.is_built(torch.float32))
 
     def release(self) -> None:
-        """Collective: gives back the symmetric memory. Rows that were received must not be used any more."""
+        """Collective: gives back the symmetric memory, of rows that are still held when these are let go."""
         for way in (self._there, self._again, self._back, self._values):
             if way is not None:
                 way.launches.release()

@@ -165,7 +165,7 @@ class EPAll2AllLayer(torch.nn.Module):
         return functional.combine(known.exchange, rows, known.handle)
 
     def finalize(self) -> None:
-        """Collective: gives back all symmetric memory. Rows that were received must not be used any more."""
+        """Collective: gives back all symmetric memory, of rows that are still held when these are let go."""
         self.a2a_ctx.finalize()
 
     def ep_barrier_all(self, stream: torch.cuda.Stream | None, intra_node_only: bool = False) -> None:

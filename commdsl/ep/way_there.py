@@ -59,7 +59,7 @@ class Known:
         plan = way[0]
         begin = aligned(plan.symmetric_bytes) + before
         launches = self.launches(way, begin - plan.symmetric_bytes + self.results * nbytes)
-        return launches, Pool(plan.name, launches.heap + begin, (nbytes, 0), self.results)
+        return launches, launches.pool(begin, (nbytes, 0), self.results)
 
 
 def words_of(arguments: Arguments) -> list[int]:

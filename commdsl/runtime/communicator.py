@@ -30,6 +30,7 @@ from commdsl.runtime.failures import different_calls
 from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.landing import Region, Regions
+from commdsl.runtime.lent import Lent
 from commdsl.runtime.meeting import Meeting
 from commdsl.runtime.memory_summary import Held
 from commdsl.runtime.program import Program
@@ -76,6 +77,7 @@ class Communicator(Meeting, ABC):
         self.transport = self._transport()
         self.lock = threading.RLock()
         self.workspaces: dict[str, Workspace] = {}
+        self._lent = Lent(self.finish)
         self.regions = Regions()
         self.broken: BaseException | None = None
         self._is_disowned = False
@@ -221,6 +223,7 @@ class Communicator(Meeting, ABC):
             def meet(part: str, value: bytes = b"") -> tuple[bytes, ...]:
                 return self.exchange(f"{where}/{part}", value, what, seconds)
 
+            self._lent.sweep()
             meet("agreed")  # once more: a rank that comes late finds the others gone here, not where nothing says so
             made = make(self.make_heap(extent, meet), f"{self.generation}/{where}")
             meet("ready")
@@ -328,16 +331,16 @@ class Communicator(Meeting, ABC):
             self.regions.release(name)
 
     def _let_go(self, key: str) -> None:
-        found = self.workspaces.pop(key, None)
-        if found is not None:
+        if (found := self.workspaces.pop(key, None)) is not None:
             found.close()
-            found.heap.free()
+            self._lent.give_back(found.heap, found.pools)
 
     def close(self) -> None:
         """The end: lets go of all its symmetric memory. A peer that has not may still tell this rank something: that
         memory is there as long as one of them has it.
         """
         self.release()
+        self._lent.close()
         self.is_closed = True
         self.desk.free()
         watcher().remove(self)

@@ -15,6 +15,7 @@ from commdsl.build.emit import Emitted
 from commdsl.program.plan import Plan
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.kernel import Prepared, residence_of
+from commdsl.runtime.pool import Pool
 from commdsl.runtime.workspace import Explain, Start, timeout_argument
 
 Arguments = Mapping[str, int | Sequence[int]]
@@ -77,6 +78,12 @@ class Launches:
     def heap(self) -> int:
         """The address of the rank's own symmetric memory."""
         return self._workspace.heap.addresses[self._comm.rank]
+
+    def pool(self, begin: int, sizes: tuple[int, int], calls: int) -> Pool:
+        """Places for results so many bytes behind the beginning of `heap`, which stays as long as one is held."""
+        made = Pool(self.plan.name, self.heap + begin, sizes, calls)
+        self._workspace.pools.append(made)
+        return made
 
     def start(self, macros: tuple[str, ...], always: Arguments, changing: Arguments) -> Start:
         """Loads the kernel that is built with these macros; not in a capture. `always`: arguments that no call changes;

@@ -91,6 +91,11 @@ class Pool:
         return self._find(goes) is not None
 
     @property
+    def is_held(self) -> bool:
+        """Whether somebody holds a result."""
+        return any(not one.expired() for places in self._places for place in places for one in place.results)
+
+    @property
     def is_idle(self) -> bool:
         """Whether nobody holds a result, and no graph writes one."""
         return all(place.is_free for places in self._places for place in places)

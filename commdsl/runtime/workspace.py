@@ -23,6 +23,7 @@ from commdsl.runtime.error_page import ErrorWord
 from commdsl.runtime.failures import failure_of
 from commdsl.runtime.heap import Heap
 from commdsl.runtime.kernel import Kernel, Prepared
+from commdsl.runtime.pool import Pool
 from commdsl.runtime.said import Said
 
 Geometry: TypeAlias = Callable[[Moves, int], Launch]
@@ -72,6 +73,7 @@ class Workspace:
         self.plan = plan
         self.number = number  # of the set-up in which all ranks made it
         self.heap = heap
+        self.pools: list[Pool] = []  # of results in the heap
         self.kernels: dict[tuple[str, ...], Kernel] = {}
         self.lock = threading.Lock()
         self.is_closed = False  # whoever kept something of this workspace has to ask for it anew
