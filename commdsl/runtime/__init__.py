@@ -16,7 +16,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     kernel, phases, engine   something built -> something that runs one call, by SMs or by the copy engine
     stream_order  calls on several streams -> one order
     workspace     where the calls of one Program run
-    pool, landing   symmetric memory -> results, which give it back; what visits, which calls have in turn
+    pool, lent, landing   symmetric memory -> results, which give it back or hold it; what visits, in turn
     meeting       where ranks meet outside of kernels, unless one is gone or gives up
     setups        what ranks are about to set up -> their agreement, or both sides
     compared      calls, before they are made -> the ranks' agreement, for debugging
