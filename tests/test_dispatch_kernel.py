@@ -22,7 +22,7 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.planner.chance import Draw, random_plan, varied
 from commdsl.program.phases import Actor
 from commdsl.program.plan import Phase, Plan
-from commdsl.program.tiles import COPY, FINISH_WORDS, SUM, ZERO, RowTable, Shipment, table
+from commdsl.program.tiles import COPY, FINISH_WORDS, HEAD_WORDS, SUM, ZERO, RowTable, Shipment, table
 from commdsl.program.timeouts import CommTimeout
 from commdsl.program.verify import verify
 
@@ -153,6 +153,16 @@ def test_one_tensor() -> None:
         calls.append(RowsCall(flows, drawn(flows, [plan.shards.rows], "float32", dice), True, (3, 1, 2)))
         calls.append(RowsCall(back(plan)[:1], None, False, (1, 2, 3)))
     assert same(run_calls(made, calls), chained(calls, "float32"))
+
+
+@pytest.mark.parametrize(("width", "threads"), [(2, 1), (16, 1), (18, 2), (40, 4), (256, 16), (258, 32), (8192, 32)])
+def test_short_rows_share_a_warp(width: int, threads: int) -> None:
+    """A row that goes by itself is moved by as many threads as it has words of 16 bytes; a word more, and all do."""
+    plan = random_plan(Draw(2, 40, is_full=True, empty=0.0, stays=0.0), 1)
+    made = table(there(plan, (width,) * 3), 0, packed=False, tile_bytes=width)
+
+    assert made.num_sends
+    assert int(made.words[HEAD_WORDS - 2]) == threads
 
 
 # --- Plans with a mistake ---------------------------------------------------------------------------------------------

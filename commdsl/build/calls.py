@@ -59,7 +59,11 @@ def calls(plan: Plan) -> Iterator[Line]:
     yield Line("what threads of a lane share", f"COMMDSL_SHARED commdsl::{known(plan)}<Plan> peers;")
     routed = tuple(phase for phase in plan.comm.phases if isinstance(phase, Routed))
     cut = cut_of(routed)
+    pushes = any(isinstance(phase, Push) for phase in routed)
+    first_wait = next((number for number, phase in enumerate(routed) if isinstance(phase, Meet | Push)), 0)
     for number, phase in enumerate(routed):
+        if pushes and number == first_wait:
+            yield Line("what is pushed first, read before there is a wait", "const commdsl::Ahead<Plan> ahead(here);")
         if cut is not None and number == 1:
             yield Line("in one launch, and in the first of two", "if (args.half != commdsl::kReceives) {")
         if number == cut:
@@ -146,7 +150,7 @@ def _call(phase: Routed, number: int) -> str:
             )
             return f"if ({who}!{told}) return;"
         case Push():
-            return "commdsl::push(here, peers);"
+            return "commdsl::push(here, peers, ahead);"
         case Count():
             return "commdsl::count(here, peers);"
         case PushByKey():

@@ -23,7 +23,7 @@ from commdsl.runtime import given, groups
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import TensorError
 from commdsl.runtime.given import Patience
-from commdsl.runtime.launches import Arguments, Launches, default_device
+from commdsl.runtime.launches import ROW_BYTES, Arguments, Launches, default_device
 from commdsl.runtime.load import Kernels, Where, definition
 from commdsl.runtime.pool import row_bytes
 from commdsl.runtime.program import Definition, RoutedProgram, routed_program
@@ -163,7 +163,7 @@ class Launcher:
         widths = tuple(map(row_bytes, inputs))
         moved = 0
         for tensor, count, width in zip(inputs, rows, widths, strict=True):
-            moved += max(len(tensor), count) * width
+            moved += max(len(tensor), count) * max(width, ROW_BYTES)
         start(
             (
                 self._last,

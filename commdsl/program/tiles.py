@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from commdsl.ir.routes import Longs, Routes, running_sum, stable_order, totals
 
 HEAD_WORDS = 8
+WARP = 32  # threads
 SEND_WORDS, FINISH_WORDS = 4, 8
 COPY, SUM, ZERO = 0, 1, 2
 SUM_PARTS = 4
@@ -113,8 +114,10 @@ def table(flows: Sequence[Shipment], rank: int, *, packed: bool, tile_bytes: int
     runs, done = _joined(sends), _joined(finishes)
     order = _order(runs.dest * len(flows) + runs.tensor, len(flows), rank, len(expected))
     digest = _digest(flows, packed, tile_bytes)
+    widths = np.array([flow.width for flow in flows])
+    threads = _threads(int((runs.rows * widths[runs.tensor]).max(initial=0)))
     return RowTable(
-        _words(runs, order, done, expected, digest),
+        _words(runs, order, done, expected, digest, threads),
         len(runs.rows),
         len(done.rows),
         tuple(waiting),
@@ -219,6 +222,12 @@ def _order(group: Longs, num_tensors: int, rank: int, num_ranks: int) -> Longs:
     return by_group.take(np.argsort((when * (2**16 - 1)).astype(np.uint16), kind="stable"))
 
 
+def _threads(longest: int) -> int:
+    """Of a warp, that move a run: all, or where every run is short as many as it has words of 16 bytes, or more."""
+    words = -(-longest // 16)
+    return min(1 << max(words - 1, 0).bit_length(), WARP)
+
+
 # --- what is finished -------------------------------------------------------------------------------------------------
 
 
@@ -286,7 +295,9 @@ def _digest(flows: Sequence[Shipment], packed: bool, tile_bytes: int) -> int:
 _ROUTE = ("source", "source_row", "dest", "dest_row", "length", "copy")
 
 
-def _words(runs: _Runs, order: Longs, done: _Finishes, expected: NDArray[np.uint64], digest: int) -> NDArray[np.uint32]:
+def _words(
+    runs: _Runs, order: Longs, done: _Finishes, expected: NDArray[np.uint64], digest: int, threads: int
+) -> NDArray[np.uint32]:
     where = runs.dest | runs.tensor << 16 | runs.waits.astype(np.int64) << 24
     sends = np.empty((len(where), SEND_WORDS), np.uint32)
     for word, column in enumerate((runs.source_row, runs.dest_row, runs.rows, where)):
@@ -297,7 +308,7 @@ def _words(runs: _Runs, order: Longs, done: _Finishes, expected: NDArray[np.uint
     finishes = np.stack(columns, axis=1).astype(np.uint32)
     at = 4 * (HEAD_WORDS + SEND_WORDS * len(sends))
     body = np.concatenate((sends.ravel(), finishes.ravel(), expected.view(np.uint32)))
-    check = ~(len(sends) ^ len(finishes) ^ at)
+    check = ~(len(sends) ^ len(finishes) ^ at ^ threads)
     total = int(body.sum(dtype=np.uint64))
-    head = np.array([len(sends), len(finishes), at, check, total, digest, 0, 0]) & 0xFFFFFFFF
+    head = np.array([len(sends), len(finishes), at, check, total, digest, threads, 0]) & 0xFFFFFFFF
     return np.concatenate((head.astype(np.uint32), body))

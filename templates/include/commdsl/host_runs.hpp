@@ -5,6 +5,12 @@
 namespace commdsl {
 
 COMMDSL_FN void copy_run(char* dest, const char* source, u64 bytes) { memcpy(dest, source, bytes); }
+COMMDSL_FN void copy_short(char* dest, const char* source, u64 bytes, u32, u32) { memcpy(dest, source, bytes); }
+// Here nothing is read ahead.
+struct Beginning {
+  COMMDSL_FN void read(const char*, u64) {}
+  COMMDSL_FN u64 write(char*) const { return 0; }
+};
 // To all of `count` places but those that are 0.
 COMMDSL_FN void spread_run(const u64* to, u32 count, const char* source, u64 bytes) {
   for (u32 i = 0; i < count; ++i) {

@@ -14,7 +14,60 @@
 
 namespace commdsl {
 
-// What needs no meeting: the rank itself, and where rows wait.
+// --- what a warp moves ---------------------------------------------------------------------------------------------------
+
+struct Tile {
+  u32 source_row, dest_row, rows;
+  i32 to, tensor;
+  bool waits;
+};
+
+COMMDSL_FN Tile tile_of(const Send& send) {
+  return {send.source_row, send.dest_row, send.rows, static_cast<i32>(send.where & 0xffffu),
+          static_cast<i32>(send.where >> 16 & 0xffu), (send.where >> 24) != 0};
+}
+
+template <class Plan>
+COMMDSL_FN const char* source_of(const Call<Plan>& here, const Tile& tile) {
+  return reinterpret_cast<const char*>(here.args.inputs[tile.tensor] + tile.source_row * here.args.row_bytes[tile.tensor]);
+}
+
+// Those who move a run together, a warp or a part of one, and which runs they have.
+struct Team {
+  u32 thread, threads;
+  u32 first, step;
+
+  template <class Plan>
+  COMMDSL_FN explicit Team(const Call<Plan>& here) {
+    const bool is_warp = kHasFar || here.table->threads > kWarp;  // a put is a warp's
+    threads = is_warp ? kWarp : here.table->threads;
+    thread = thread_of_warp() % threads;
+    const u32 of_warp = kWarp / threads, number = static_cast<u32>(here.lane) * num_warps() + warp();
+    first = number * of_warp + thread_of_warp() / threads;
+    step = static_cast<u32>(here.args.active_lanes) * num_warps() * of_warp;
+  }
+};
+
+// What a team moves first, read while peers still say where to.
+template <class Plan>
+struct Ahead {
+  Team team;
+  u32 sends;
+  Tile tile{};
+  Beginning beginning;
+
+  COMMDSL_FN explicit Ahead(const Call<Plan>& here) : team(here), sends(here.table->sends) {
+    if (team.first >= sends) return;
+    tile = tile_of(here.sends()[team.first]);
+    if constexpr (!Plan::kChecks && !kHasFar) {  // with checks it is not legal yet
+      if (team.threads == kWarp) beginning.read(source_of(here, tile), tile.rows * here.args.row_bytes[tile.tensor]);
+    }
+  }
+};
+
+// --- what needs no meeting -----------------------------------------------------------------------------------------------
+
+// The rank itself, and where rows wait.
 template <class Plan>
 COMMDSL_FN void prepare(const Call<Plan>& here, Peers<Plan>& peers) {
   const i32 rank = here.args.rank;
@@ -33,17 +86,6 @@ COMMDSL_FN void prepare(const Call<Plan>& here, Peers<Plan>& peers) {
 
 // --- moving --------------------------------------------------------------------------------------------------------------
 
-struct Tile {
-  u32 source_row, dest_row, rows;
-  i32 to, tensor;
-  bool waits;
-};
-
-COMMDSL_FN Tile tile_of(const Send& send) {
-  return {send.source_row, send.dest_row, send.rows, static_cast<i32>(send.where & 0xffffu),
-          static_cast<i32>(send.where >> 16 & 0xffu), (send.where >> 24) != 0};
-}
-
 // Whether a tile stays within its tensors; what does not is not moved, and the rank reports it.
 template <class Plan>
 COMMDSL_FN bool is_legal(const Call<Plan>& here, const Peers<Plan>& peers, const Tile& tile, u32 index) {
@@ -59,29 +101,35 @@ COMMDSL_FN bool is_legal(const Call<Plan>& here, const Peers<Plan>& peers, const
 }
 
 template <class Plan>
-COMMDSL_FN void move(const Call<Plan>& here, const Peers<Plan>& peers, const Tile& tile) {
+COMMDSL_FN void move(const Call<Plan>& here, const Peers<Plan>& peers, const Tile& tile, const Ahead<Plan>& ahead, bool is_first) {
   const u64 width = here.args.row_bytes[tile.tensor];
   if constexpr (kHasFar) {
     if (!is_near(here.args, tile.to)) {
-      const char* source = reinterpret_cast<const char*>(here.args.inputs[tile.tensor] + tile.source_row * width);
-      return put_run(here.args, tile.to, here.args.waiting[tile.tensor] + tile.dest_row * width, source, tile.rows * width);
+      const u64 to = here.args.waiting[tile.tensor] + tile.dest_row * width;
+      return put_run(here.args, tile.to, to, source_of(here, tile), tile.rows * width);
     }
   }
   const u64 base = (tile.waits ? peers.waiting : peers.output)[tile.to][tile.tensor];
-  copy_run(reinterpret_cast<char*>(base + tile.dest_row * width),
-           reinterpret_cast<const char*>(here.args.inputs[tile.tensor] + tile.source_row * width), tile.rows * width);
+  char* dest = reinterpret_cast<char*>(base + tile.dest_row * width);
+  const char* source = source_of(here, tile);
+  const u64 bytes = tile.rows * width;
+  if (ahead.team.threads < kWarp) return copy_short(dest, source, bytes, ahead.team.thread, ahead.team.threads);
+  const u64 done = is_first ? ahead.beginning.write(dest) : 0;
+  copy_run(dest + done, source + done, bytes - done);
 }
 
 template <class Plan>
-COMMDSL_FN void push(const Call<Plan>& here, Peers<Plan>& peers) {
-  const u32 step = static_cast<u32>(here.args.active_lanes) * num_warps();
-  for (u32 at = static_cast<u32>(here.lane) * num_warps() + warp(); at < here.table->sends; at += step) {
-    const Tile tile = tile_of(here.sends()[at]);
+COMMDSL_FN void push(const Call<Plan>& here, Peers<Plan>& peers, const Ahead<Plan>& ahead) {
+  const Team& team = ahead.team;
+  Tile next = ahead.tile;
+  for (u32 at = team.first; at < ahead.sends; at += team.step) {
+    const Tile tile = next;
+    if (at + team.step < ahead.sends) next = tile_of(here.sends()[at + team.step]);  // comes while this one is moved
     if constexpr (Plan::kChecks) {
       if (!is_legal(here, peers, tile, at)) continue;
-      if (thread_of_warp() == 0) add_shared(&peers.sent[tile.to], tile.rows);
+      if (team.thread == 0) add_shared(&peers.sent[tile.to], tile.rows);
     }
-    move(here, peers, tile);
+    move(here, peers, tile, ahead, at == team.first);
   }
 }
 
@@ -137,7 +185,7 @@ COMMDSL_FN void finish(const Call<Plan>& here) {
 template <class Plan>
 COMMDSL_FN bool is_whole(const Call<Plan>& here) {
   const TableHead& head = *here.table;
-  const u32 found = ~(head.sends ^ head.finishes ^ head.finishes_at);
+  const u32 found = ~(head.sends ^ head.finishes ^ head.finishes_at ^ head.threads);
   if (head.check != found) give_up(here, kBadTable, 0, here.args.rank, head.check, found);
   return head.check == found;
 }

@@ -97,6 +97,46 @@ COMMDSL_FN void copy_run(char* dest, const char* source, u64 bytes) {
   if (head + whole < bytes) copy_halves(dest + head + whole, source + head + whole, bytes - head - whole);
 }
 
+// The words of one of so many threads, neighbours next to each other.
+template <class Word>
+COMMDSL_FN void copy_few(char* dest, const char* source, u64 bytes, u32 thread, u32 threads) {
+  for (u64 at = thread * sizeof(Word); at < bytes; at += threads * sizeof(Word)) {
+    Word value;
+    load(value, source + at);
+    store(dest + at, value);
+  }
+}
+
+// A run that is so short that a few threads of a warp move it, and the others another one.
+COMMDSL_FN void copy_short(char* dest, const char* source, u64 bytes, u32 thread, u32 threads) {
+  const u32 alignment = common_alignment(reinterpret_cast<u64>(dest) | reinterpret_cast<u64>(source) | bytes);
+  if (alignment == 16) return copy_few<Vector16>(dest, source, bytes, thread, threads);
+  if (alignment >= 4) return copy_few<u32>(dest, source, bytes, thread, threads);
+  copy_few<u16>(dest, source, bytes, thread, threads);
+}
+
+// The beginning of a run, which a warp reads before it knows where the run goes. Of one that is short, or not aligned, nothing.
+struct Beginning {
+  static constexpr u32 kWords = 4;
+  static constexpr u64 kBytes = kWords * kWarp * 16;
+  Vector16 word[kWords];
+  bool is_read = false;
+
+  COMMDSL_FN void read(const char* source, u64 bytes) {
+    is_read = bytes >= kBytes && common_alignment(reinterpret_cast<u64>(source)) == 16;
+    if (!is_read) return;
+#pragma unroll
+    for (u32 i = 0; i < kWords; ++i) load(word[i], source + (i * kWarp + thread_of_warp()) * 16);
+  }
+  // How many bytes of the run are there.
+  COMMDSL_FN u64 write(char* dest) const {
+    if (!is_read || common_alignment(reinterpret_cast<u64>(dest)) < 16) return 0;
+#pragma unroll
+    for (u32 i = 0; i < kWords; ++i) store(dest + (i * kWarp + thread_of_warp()) * 16, word[i]);
+    return kBytes;
+  }
+};
+
 // As `copy_words`, to `count` places, of which those that are 0 are none.
 template <u32 unroll>
 COMMDSL_FN u64 spread_words(const u64* to, u32 count, const char* source, u64 at, u64 bytes) {

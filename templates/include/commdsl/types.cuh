@@ -91,10 +91,11 @@ struct alignas(16) Finish {
 struct alignas(16) TableHead {
   u32 sends, finishes;
   u32 finishes_at;  // in bytes from the head
-  u32 check;        // of the words before it: their exclusive or, inverted
+  u32 check;        // of the words before it and of `threads`: their exclusive or, inverted
   u32 sum;          // of the words behind the head
   u32 digest;       // of what all ranks send: the same on every rank
-  u32 reserved[2];
+  u32 threads;      // of a warp that move a send: all, or a power of two where sends are short
+  u32 reserved;
 };
 
 // `claim` decides which lane writes the record, and says then how long its call might wait; `code` is written last.
