@@ -305,7 +305,7 @@ def check_dispatch(files: tuple[File, ...], decl: DispatchDecl, given: Given) ->
     """A dispatch, and that its Plan orders every hazard whatever the tables of a call say."""
     topology = find_topology(files, given.on, given.num_ranks)
     meant = resolve.dispatch(files, decl, given.num_ranks, topology, given.params, given.tune)
-    warnings = resolve.dispatch_warnings(decl, given.num_ranks, topology, given.params or {})
+    warnings = resolve.dispatch_warnings(files, decl, given.num_ranks, topology, given.params or {})
     found = _raise_errors((*checks.check_files(files), *checks.check_dispatch(meant)))
     ways = _lowered(meant, given.transport)
     for one in ways:
@@ -328,7 +328,7 @@ def _lowered(meant: Dispatch, transport: Transport) -> tuple[Plan, Plan | None, 
 def check_plan(files: tuple[File, ...], decl: PlanDecl) -> CheckedPlan:
     """A plan of documents, and that its routes send every row there and back."""
     proved = prove_plan(resolve.dispatch_plan(files, decl))
-    return CheckedPlan(proved.plan, proved.routing, (*resolve.plan_warnings(decl), *proved.warnings))
+    return CheckedPlan(proved.plan, proved.routing, (*resolve.plan_warnings(files, decl), *proved.warnings))
 
 
 def prove_plan(plan: DispatchPlan) -> CheckedPlan:

@@ -63,11 +63,15 @@ def shape(node: syntax.Expr) -> str:
         case syntax.Binary(operator, left, right):
             return f"({shape(left)} {operator} {shape(right)})"
         case syntax.Call(function, arguments):
-            return f"{function}({', '.join(map(shape, arguments))})"
+            return f"{function.text}({', '.join(map(shape, arguments))})"
         case syntax.Method(owner, method, arguments):
             return f"{shape(owner)}.{method}({', '.join(map(shape, arguments))})"
-        case syntax.Index(name, index):
-            return f"{name.text}[{shape(index)}]"
+        case syntax.Table(entries):
+            return f"[{', '.join(map(shape, entries))}]"
+        case syntax.Index(of, index):
+            return f"{shape(of)}[{shape(index)}]"
+        case syntax.Choice(then, condition, otherwise):
+            return f"({shape(then)} if {shape(condition)} else {shape(otherwise)})"
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

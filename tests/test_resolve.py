@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commdsl.ir import resolve
+from commdsl.ir.resolve import fn
 from commdsl.ir.resolve.evaluate import Evaluator
 from commdsl.ir.resolve.faults import Faults
 from commdsl.ir.schedules import Schedule, Statement, Step, Yield
@@ -453,7 +454,10 @@ def _expressions() -> st.SearchStrategy[str]:
             st.builds(lambda a, o, b: f"({a} {o} {b})", inner, binary, inner)
             | st.builds(lambda a, b, f: f"{f}({a}, {b})", inner, inner, st.sampled_from(["min", "max"]))
             | st.builds(lambda a: f"(-{a})", inner)
-            | st.builds(lambda a: f"abs({a})", inner)
+            | st.builds(lambda a, f: f"{f}({a})", inner, st.sampled_from(["abs", "floor_log2"]))
+            | st.builds(lambda a, b, i: f"[3, {a}, {b}][{i}]", st.integers(0, 9), st.sampled_from(["P", "7"]), inner)
+            | st.builds(lambda a, b, c: f"({a} if {b} < {c} else {b} / {a})", inner, inner, inner)
+            | st.builds(lambda a, b: f"far({a}, {b})", inner, inner)
         )
 
     numbers = st.recursive(leaves, extend, max_leaves=6)
@@ -463,17 +467,20 @@ def _expressions() -> st.SearchStrategy[str]:
 @given(_expressions())
 def test_vectors_and_numbers_agree(text: str) -> None:
     """An expression over arrays is what it is for each row alone, and what Python says, where it has a value."""
-    file = parser.parse(Source("e.comm", f"schedule s for P ranks {{ let v = {text} }}"))
-    decl = file.items[0]
+    far = "fn far(a, b) = a - b if a > b else b - a"
+    file = parser.parse(Source("e.comm", f"{far} schedule s for P ranks {{ let v = {text} }}"))
+    function, decl = file.items
+    assert isinstance(function, syn.FnDecl)
     assert isinstance(decl, syn.ScheduleDecl)
     let = decl.body[0]
     assert isinstance(let, syn.Let)
+    known = fn.functions([function], Faults())
     evaluator = Evaluator(Faults())
     rows = [(r, i) for r in range(4) for i in range(3)]
 
     def attempt(scope: dict) -> object:
         try:
-            return evaluator.number(let.value, scope)
+            return evaluator.number(let.value, {**known, **scope})
         except Exception as error:
             return type(error)
 
@@ -482,9 +489,9 @@ def test_vectors_and_numbers_agree(text: str) -> None:
     together = attempt(columns)
     if any(isinstance(single, type) for single in singles):
         return
-    python = [
-        eval(text.replace("/", "//"), {"P": 4, "r": r, "i": i, "min": min, "max": max, "abs": abs}) for r, i in rows
-    ]
+    names = {"min": min, "max": max, "abs": abs, "far": lambda a, b: abs(a - b)}
+    names["floor_log2"] = lambda number: number.bit_length() - 1
+    python = [eval(text.replace("/", "//"), {**names, "P": 4, "r": r, "i": i}) for r, i in rows]
     assert singles == python
     if not isinstance(together, type):
         assert np.broadcast_to(np.asarray(together), len(rows)).tolist() == python

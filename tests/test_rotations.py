@@ -20,7 +20,6 @@ from commdsl.checks.rotations import broken_rotations
 from commdsl.commands.cli import run_command
 from commdsl.ir import resolve
 from commdsl.ir.held import Held, held
-from commdsl.ir.resolve.parameters import admits
 from commdsl.ir.schedules import Schedule, Step, Yield
 from commdsl.language.kinds import BufferKind
 from commdsl.language.syntax import ScheduleDecl
@@ -132,7 +131,7 @@ def test_what_shipped_schedules_hand_over(name: str, ranks: int) -> None:
     """Of every shipped schedule with yields: the table is that of one chunk after another."""
     files = compiler.read(data_dir("schedules") / "attention" / f"{name}.comm")
     (decl,) = compiler.declared(files, ScheduleDecl)
-    if not admits(decl, ranks, switch(ranks)):
+    if not resolve.admits(files, decl, ranks, switch(ranks)):
         return
     schedule = resolve.resolve(files, decl, ranks, switch(ranks), {})
     assert [as_lists(one) for one in held(schedule)] == plain(schedule)

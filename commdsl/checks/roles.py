@@ -6,7 +6,7 @@ for each other are all on the device. Does not look at lanes that `tune` asks fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
 from commdsl.checks.locations import Located, statement_key
@@ -16,14 +16,11 @@ from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.syntax import (
     Compute,
     DispatchDecl,
-    DispatchStmt,
     File,
-    For,
-    If,
     On,
     RolesDecl,
     ScheduleDecl,
-    Stmt,
+    walk,
 )
 from commdsl.machine.topology import Topology
 
@@ -111,7 +108,7 @@ def _gap(roles: RoleSet, num_sms: int, topology: str) -> Diagnostic | None:
 def unused_roles(files: tuple[File, ...]) -> Iterator[Diagnostic]:
     """C413, for the main file, which may hold a library of roles alone: a role that no schedule runs on."""
     items = [item for file in files for item in file.items if isinstance(item, ScheduleDecl | DispatchDecl)]
-    used = {role for item in items for role in _roles_in(item.body)}
+    used = {role for item in items for role in _roles_in(item)}
     for item in files[0].items:
         runs = any(isinstance(other, ScheduleDecl | DispatchDecl) for other in files[0].items)
         if not isinstance(item, RolesDecl) or not runs:
@@ -126,16 +123,12 @@ def unused_roles(files: tuple[File, ...]) -> Iterator[Diagnostic]:
                 )
 
 
-def _roles_in(body: Iterable[Stmt | DispatchStmt]) -> Iterator[str]:
-    for statement in body:
+def _roles_in(item: ScheduleDecl | DispatchDecl) -> Iterator[str]:
+    for statement in walk(item.body) if isinstance(item, ScheduleDecl) else item.body:
         match statement:
             case On(role):
                 yield role.text
             case Compute(role=role) if role is not None:
                 yield role.text
-            case For(body=inner):
-                yield from _roles_in(inner)
-            case If(_, then, otherwise):
-                yield from _roles_in((*then, *otherwise))
             case _:
                 pass

@@ -16,7 +16,6 @@ from commdsl.commands.arguments import Target, UsageError
 from commdsl.commands.output import bytes_text
 from commdsl.ir import resolve
 from commdsl.ir.resolve.budget import MOST_MOVES, MOST_RANKS_OF_MOVES, TURN, moves_of, rounded
-from commdsl.ir.resolve.parameters import admits
 from commdsl.language.diagnostics import CommError
 from commdsl.language.records import dataclass
 from commdsl.language.syntax import File, PlanDecl, ScheduleDecl
@@ -113,7 +112,7 @@ def counted(
     """The ranks of the sample that are admitted, and their moves and turns; None where that cannot be told."""
     for params in (dict(target.params), {}):
         for ranks in sample:
-            if not admits(decl, ranks, switch(ranks)):
+            if not resolve.admits(files, decl, ranks, switch(ranks)):
                 continue
             try:
                 return ranks, moves_of(resolve.resolve(files, decl, ranks, switch(ranks), params))

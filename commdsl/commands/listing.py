@@ -18,7 +18,6 @@ from commdsl.commands import output
 from commdsl.commands.jobs import read
 from commdsl.commands.output import Exit
 from commdsl.ir import resolve
-from commdsl.ir.resolve.parameters import admits
 from commdsl.language.diagnostics import CommError
 from commdsl.language.records import dataclass
 from commdsl.language.syntax import DispatchDecl, File, PlanDecl, ScheduleDecl, TopologyDecl
@@ -95,7 +94,7 @@ def ranks_text(files: tuple[File, ...], decl: Listed) -> str:
     """For which ranks, in few words."""
     match decl:
         case ScheduleDecl():
-            return admitted(decl)
+            return admitted(files, decl)
         case DispatchDecl():
             most = max(ranks for ranks in TRIED if resolves(files, decl, ranks))
             return "any" if most == TRIED[-1] else f"up to {most}"
@@ -116,11 +115,11 @@ def resolves(files: tuple[File, ...], decl: DispatchDecl, ranks: int) -> bool:
     return True
 
 
-def admitted(decl: ScheduleDecl) -> str:
+def admitted(files: tuple[File, ...], decl: ScheduleDecl) -> str:
     """`any`, `any but 4, 6`, `powers of 2`, `whole nodes`: by what `where` says of 2 ranks to 40, on a switch and on
     nodes of four."""
-    found = [ranks for ranks in TRIED if admits(decl, ranks, switch(ranks))]
-    nodes = [ranks for ranks in TRIED if admits(decl, ranks, Topology("nodes", len(TRIED), GPUS, 1, ()))]
+    found = [ranks for ranks in TRIED if resolve.admits(files, decl, ranks, switch(ranks))]
+    nodes = [ranks for ranks in TRIED if resolve.admits(files, decl, ranks, Topology("nodes", len(TRIED), GPUS, 1, ()))]
     if nodes != found and nodes == [ranks for ranks in TRIED if ranks % GPUS == 0]:
         return "whole nodes"
     left_out = [ranks for ranks in TRIED if ranks not in found]

@@ -18,7 +18,7 @@ LINE_WIDTH = 120
 COMMENT_COLUMN = 47  # where remarks behind code stand, if the code leaves room
 
 Block: TypeAlias = print_syntax.Block | print_dispatches.Block
-Node: TypeAlias = print_syntax.Line | print_dispatches.Line | Block | syntax.Ensure
+Node: TypeAlias = print_syntax.Line | print_dispatches.Line | Block | syntax.Ensure | syntax.If
 
 
 def format_file(file: syntax.File) -> str:
@@ -87,6 +87,8 @@ class _Layout:
             self.finish(end)
         elif isinstance(node, syntax.Ensure) and isinstance(node.contract, syntax.GeneralContract):
             self.block(node.contract, start, indent)
+        elif isinstance(node, syntax.If):
+            self.branches(node, indent)
         elif isinstance(node, _BLOCKS):
             self.block(node, start, indent)
         elif isinstance(node, syntax.CyclesDecl) and not self.commented(start, end):
@@ -105,39 +107,41 @@ class _Layout:
 
     # --- blocks
 
-    def block(self, node: Block, start: int, indent: int, before: str = "") -> None:
-        """A block over several lines; `start` is where its head does, `before` what precedes the head on its line."""
+    def block(self, node: Block, start: int, indent: int, before: str = "") -> int:
+        """A block over several lines; `start` is where its head does, `before` what precedes the head on its line.
+        Where its closing brace ends.
+        """
         opening = self.opening(node.span.start)
         if self.commented(start, opening):
             self.verbatim(start, opening + 1, indent)
         else:
             self.put(f"{before}{_head(node)} {{", indent)
-        self.inside(_children(node), opening, indent)
-        closed = self.closing[opening] + 1
-        after = self.skip_comments(closed)
-        if isinstance(node, syntax.If) and _ELSE.match(self.text, after):
-            self.otherwise(node, closed, after, indent)
+        return self.inside(_children(node), opening, indent)
 
-    def otherwise(self, node: syntax.If, closed: int, start: int, indent: int) -> None:
-        """What follows the block that ended at `closed`: `else` at `start`."""
+    def branches(self, node: syntax.If, indent: int) -> None:
+        """An `if` with every `else` behind it."""
+        closed = self.block(node.arms[0], node.span.start, indent)
+        following = iter(node.arms[1:])
+        while _ELSE.match(self.text, start := self.skip_comments(closed)):
+            closed = self.otherwise(next(following, node.otherwise), closed, start, indent)
+
+    def otherwise(self, arm: syntax.Arm | Sequence[Node], closed: int, start: int, indent: int) -> int:
+        """What follows the block that ended at `closed`: `else` at `start`. Where it ends."""
         nested = self.skip_comments(start + len("else"))
         if self.done == closed and not self.commented(closed, self.opening(nested)):
             before = f"{self.lines.pop().strip()} else "
         else:
             self.lead(start, indent)
             before = "else "
-        if self.text[nested] != "{":  # `else if`
-            inner = node.otherwise[0]
-            assert isinstance(inner, syntax.If)
-            self.block(inner, start, indent, before)
-        elif self.commented(start, nested):
+        if isinstance(arm, syntax.Arm):
+            return self.block(arm, start, indent, before)
+        if self.commented(start, nested):
             self.verbatim(start, nested + 1, indent)
-            self.inside(node.otherwise, nested, indent)
         else:
             self.put(f"{before}{{", indent)
-            self.inside(node.otherwise, nested, indent)
+        return self.inside(arm, nested, indent)
 
-    def inside(self, nodes: Sequence[Node], opening: int, indent: int) -> None:
+    def inside(self, nodes: Sequence[Node], opening: int, indent: int) -> int:
         """From behind the opening brace to the closing one."""
         closing = self.closing[opening]
         self.finish(opening + 1)
@@ -145,6 +149,7 @@ class _Layout:
         self.put("}", indent)
         self.finish(closing + 1)
         self.first = False
+        return closing + 1
 
     def opening(self, start: int) -> int:
         return next(opening for opening in self.openings if opening >= start)
@@ -175,10 +180,10 @@ class _Layout:
                 syntax.ScheduleDecl() | syntax.TopologyDecl() | syntax.For() | syntax.PlanDecl() | syntax.DispatchDecl()
             ):
                 return None
-            case syntax.If() as choice:
-                return self._inline_if(choice)
+            case syntax.If():
+                return self._inline_if(node)
             case (
-                syntax.RolesDecl() | syntax.GeneralContract() | syntax.Each() | syntax.Tune()
+                syntax.RolesDecl() | syntax.GeneralContract() | syntax.Each() | syntax.Tune() | syntax.Arm()
                 | syntax.RankBlock() | syntax.Repeat() | syntax.PlanFor()
             ):  # fmt: skip
                 return None if "\n" in node.span.text else self._braced(_head(node), _children(node))
@@ -188,24 +193,19 @@ class _Layout:
     def _inline_if(self, node: syntax.If) -> str | None:
         if "\n" in node.span.text:
             return None
-        then = self._braced(_head(node), node.then)
-        if then is None or not node.otherwise:
-            return then
-        closed = self.closing[self.opening(node.span.start)] + 1
-        after = self.text.index("else", closed) + len("else")
-        if self.text[after:].lstrip().startswith("{"):
-            otherwise = self._braced("else", node.otherwise)
-        else:
-            nested = self._inline(node.otherwise[0])
-            otherwise = None if nested is None else f"else {nested}"
-        return None if otherwise is None else f"{then} {otherwise}"
+        blocks = [self._braced(_head(arm), arm.body) for arm in node.arms]
+        if node.otherwise:
+            blocks.append(self._braced("", node.otherwise))
+        written = [block for block in blocks if block is not None]
+        return " else ".join(written) if len(written) == len(blocks) else None
 
     def _braced(self, head: str, nodes: Sequence[Node]) -> str | None:
         inner = [self._inline(node) for node in nodes]
         parts = [line for line in inner if line is not None]
         if len(parts) < len(inner):
             return None
-        return f"{head} {{ {GAP.join(parts)} }}" if parts else f"{head} {{}}"
+        before = f"{head} " if head else ""
+        return f"{before}{{ {GAP.join(parts)} }}" if parts else f"{before}{{}}"
 
     # --- lines and comments
 
@@ -316,8 +316,6 @@ def _children(node: Block) -> Sequence[Node]:
             return node.roles
         case syntax.GeneralContract():
             return node.clauses
-        case syntax.If():
-            return node.then
         case _:
             return node.body
 

@@ -53,17 +53,30 @@ def expr(node: syntax.Expr) -> str:
             left_least, right_least = _least(operator)
             return f"{_operand(left, node, left_least)} {operator} {_operand(right, node, right_least)}"
         case syntax.Call(function, given):
-            return f"{function}({arguments(given)})"
+            return f"{function.text}({arguments(given)})"
         case syntax.Method(owner, method, given):
             return f"{expr(owner)}.{method}({arguments(given)})"
-        case syntax.Index(name, index):
-            return f"{name.text}[{expr(index)}]"
+        case syntax.Table(entries):
+            return f"[{arguments(entries)}]"
+        case syntax.Index(of, index):
+            return f"{expr(of)}[{choice(index)}]"
+        case syntax.Choice():
+            return f"({choice(node)})"
         case _:
             assert_never(node)
 
 
+def choice(node: syntax.Expr) -> str:
+    """An expression where a choice needs no parentheses."""
+    match node:
+        case syntax.Choice(then, condition, otherwise):
+            return f"{expr(then)} if {expr(condition)} else {choice(otherwise)}"
+        case _:
+            return expr(node)
+
+
 def arguments(nodes: Iterable[syntax.Expr]) -> str:
-    return ", ".join(expr(node) for node in nodes)
+    return ", ".join(choice(node) for node in nodes)
 
 
 def _least(operator: str) -> tuple[int, int]:
@@ -181,6 +194,7 @@ Line: TypeAlias = (
     | syntax.MissingDecl
     | syntax.DegradedDecl
     | syntax.Use
+    | syntax.FnDecl
 )
 
 
@@ -218,6 +232,8 @@ def line(node: Line) -> str:
             return clause(node)
         case syntax.Use(path):
             return f'use "{path}"'
+        case syntax.FnDecl(name, params, body):
+            return f"fn {name.text}({', '.join(param.text for param in params)}) = {choice(body)}"
         case _:
             return _machine_line(node)
 
@@ -305,7 +321,7 @@ Block: TypeAlias = (
     | syntax.RolesDecl
     | syntax.GeneralContract
     | syntax.For
-    | syntax.If
+    | syntax.Arm
     | syntax.Each
     | syntax.Tune
 )
@@ -324,7 +340,7 @@ def head(node: Block) -> str:
             return f"ensure each {binders(bound)}{where(condition)}"
         case syntax.For(name, values, _):
             return f"for {name.text} in {domain(values)}"
-        case syntax.If(condition, _, _):
+        case syntax.Arm(condition, _):
             return f"if {expr(condition)}"
         case syntax.Each(bound, condition, _):
             return f"each {binders(bound)}{where(condition)}"

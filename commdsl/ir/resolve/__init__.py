@@ -7,6 +7,7 @@ prove anything about the steps: their indices out of range stay in the arrays fo
     faults        the list that mistakes go to, one diagnostic a mistake
     expressions, names, move_rules, plan_rules   mistakes that need no numbers
     evaluate      expressions -> numbers, or arrays of them
+    fn            `fn`
     parameters    those given and the defaults -> numbers
     machines      `topology`, `roles`
     cycle_sets    `cycles`
@@ -14,6 +15,7 @@ prove anything about the steps: their indices out of range stay in the arrays fo
     rows, steps   `each` -> arrays, a row for every combination of its binders
     tasks         `compute`, and `yield` with a body
     tuning        `tune`
+    resolver      `schedule`, from all of these
     plans         `plan` -> shards in global order
     dispatches, dispatch_routes, dispatch_back   `dispatch` -> its tensors, the routes they take, and the way back
 """
@@ -21,26 +23,21 @@ prove anything about the steps: their indices out of range stay in the arrays fo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.plans import DispatchPlan
-from commdsl.ir.resolve import machines, tasks
-from commdsl.ir.resolve.budget import STATEMENT, TURN, VISITED_TURN, Spent, copies_of, handed
-from commdsl.ir.resolve.contracts import contracts
-from commdsl.ir.resolve.cycle_sets import cycle_set
+from commdsl.ir.resolve import fn, machines, parameters
+from commdsl.ir.resolve.budget import Spent
 from commdsl.ir.resolve.dispatches import Given, build_dispatch
-from commdsl.ir.resolve.evaluate import Cycle, Cycles, Evaluator, Value
+from commdsl.ir.resolve.evaluate import Functions
 from commdsl.ir.resolve.faults import Faults, Poisoned
 from commdsl.ir.resolve.names import check_names, duplicates
-from commdsl.ir.resolve.parameters import known_counts, parameters
 from commdsl.ir.resolve.plan_rules import check_plan_names
 from commdsl.ir.resolve.plans import build_plan
-from commdsl.ir.resolve.rows import Binding
-from commdsl.ir.resolve.steps import StepBuilder
-from commdsl.ir.resolve.tuning import Machine, override, tuning
-from commdsl.ir.schedules import AnyStep, Buffer, Contract, RoleSet, Schedule, Task, Tuning, Yield
+from commdsl.ir.resolve.resolver import Resolver
+from commdsl.ir.resolve.tuning import override
+from commdsl.ir.schedules import RoleSet, Schedule
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Diagnostic, Severity
 from commdsl.language.source import Span
@@ -53,7 +50,7 @@ T = TypeVar("T")
 def topologies(files: tuple[File, ...]) -> dict[str, Topology]:
     """Every topology of the files by name. Raises CommError with all their faults."""
     faults = Faults()
-    found = _topologies(files, faults)
+    found = _topologies(files, _functions(files, Faults()), faults)
     faults.raise_if_any()
     return found
 
@@ -70,12 +67,13 @@ def resolve(
     CommError with every fault of it, and of the machines and roles beside it.
     """
     faults = Faults()
-    _topologies(files, faults)
+    functions = _functions(files, faults)
+    _topologies(files, functions, faults)
     _check_ops(files, faults)
-    role_sets = _role_sets(files, faults)
-    check_names(decl, tuple(name for roles in role_sets for name, _, _ in roles.roles), faults)
+    role_sets = _role_sets(files, functions, faults)
+    check_names(decl, functions, tuple(name for roles in role_sets for name, _, _ in roles.roles), faults)
     faults.drop_warnings()
-    resolver = _Resolver(decl, ranks, topology, role_sets, faults)
+    resolver = Resolver(decl, ranks, topology, functions, role_sets, faults)
     try:
         resolver.declarations(params, override(tune or {}))
         faults.raise_if_any()
@@ -90,24 +88,25 @@ def warnings(files: tuple[File, ...], decl: ScheduleDecl) -> tuple[Diagnostic, .
     """Names of a schedule that nothing uses."""
     faults = Faults()
     roles = tuple(role.name.text for item in _items(files, syn.RolesDecl) for role in item.roles)
-    check_names(decl, roles, faults)
+    check_names(decl, _functions(files, faults), roles, faults)
     return tuple(diagnostic for diagnostic in faults.found if diagnostic.severity is Severity.WARNING)
 
 
 def dispatch_plan(files: tuple[File, ...], decl: syn.PlanDecl) -> DispatchPlan:
     """What a plan means. Raises CommError with every fault of it that needs no routes."""
     faults = Faults()
+    functions = _functions(files, faults)
     _check_once(_items(files, syn.PlanDecl), "plan", faults)
-    check_plan_names(decl, faults)
+    check_plan_names(decl, functions, faults)
     faults.drop_warnings()
     faults.raise_if_any()
-    return build_plan(decl, faults)
+    return build_plan(decl, functions, faults)
 
 
-def plan_warnings(decl: syn.PlanDecl) -> tuple[Diagnostic, ...]:
+def plan_warnings(files: tuple[File, ...], decl: syn.PlanDecl) -> tuple[Diagnostic, ...]:
     """Names of a plan that nothing uses."""
     faults = Faults()
-    check_plan_names(decl, faults)
+    check_plan_names(decl, _functions(files, faults), faults)
     return tuple(diagnostic for diagnostic in faults.found if diagnostic.severity is Severity.WARNING)
 
 
@@ -123,10 +122,12 @@ def dispatch(
     and of the machines and roles beside it.
     """
     faults = Faults()
-    _topologies(files, faults)
+    functions = _functions(files, faults)
+    _topologies(files, functions, faults)
     _check_ops(files, faults)
-    role_sets = _role_sets(files, faults)
-    found = build_dispatch(decl, Given(ranks, topology, role_sets, params or {}, override(tune or {})), faults)
+    role_sets = _role_sets(files, functions, faults)
+    given = Given(ranks, topology, functions, role_sets, params or {}, override(tune or {}))
+    found = build_dispatch(decl, given, faults)
     faults.drop_warnings()
     faults.raise_if_any()
     assert found is not None
@@ -134,12 +135,23 @@ def dispatch(
 
 
 def dispatch_warnings(
-    decl: syn.DispatchDecl, ranks: int, topology: Topology, params: Mapping[str, int]
+    files: tuple[File, ...], decl: syn.DispatchDecl, ranks: int, topology: Topology, params: Mapping[str, int]
 ) -> tuple[Diagnostic, ...]:
     """Parameters of a dispatch that nothing uses."""
     faults = Faults()
-    build_dispatch(decl, Given(ranks, topology, (), params, ()), faults)
+    build_dispatch(decl, Given(ranks, topology, _functions(files, faults), (), params, ()), faults)
     return tuple(diagnostic for diagnostic in faults.found if diagnostic.severity is Severity.WARNING)
+
+
+def admits(files: tuple[File, ...], decl: ScheduleDecl, ranks: int, topology: Topology) -> bool:
+    """Whether the `where` of a schedule holds for so many ranks, its parameters as they are unless given."""
+    return parameters.admits(decl, _functions(files, Faults()), ranks, topology)
+
+
+def _functions(files: tuple[File, ...], faults: Faults) -> Functions:
+    decls = _items(files, syn.FnDecl)
+    _check_once(decls, "function", faults)
+    return fn.functions(decls, faults)
 
 
 def _check_ops(files: tuple[File, ...], faults: Faults) -> None:
@@ -157,7 +169,7 @@ def _items(files: tuple[File, ...], kind: type[T]) -> list[T]:
 
 
 def _check_once(
-    decls: Sequence[syn.TopologyDecl | syn.RolesDecl | ScheduleDecl | syn.PlanDecl | syn.DispatchDecl],
+    decls: Sequence[syn.TopologyDecl | syn.RolesDecl | ScheduleDecl | syn.PlanDecl | syn.DispatchDecl | syn.FnDecl],
     what: str,
     faults: Faults,
 ) -> None:
@@ -167,222 +179,25 @@ def _check_once(
     duplicates(named, what, faults)
 
 
-def _topologies(files: tuple[File, ...], faults: Faults) -> dict[str, Topology]:
+def _topologies(files: tuple[File, ...], functions: Functions, faults: Faults) -> dict[str, Topology]:
     decls = _items(files, syn.TopologyDecl)
     _check_once(decls, "topology", faults)
     found = dict[str, Topology]()
     for decl in decls:
         try:
-            found.setdefault(decl.name.text, machines.topology(decl, faults))
+            found.setdefault(decl.name.text, machines.topology(decl, functions, faults))
         except (Poisoned, Spent):
             continue
     return found
 
 
-def _role_sets(files: tuple[File, ...], faults: Faults) -> tuple[RoleSet, ...]:
+def _role_sets(files: tuple[File, ...], functions: Functions, faults: Faults) -> tuple[RoleSet, ...]:
     decls = _items(files, syn.RolesDecl)
     _check_once(decls, "roles", faults)
     found = list[RoleSet]()
     for decl in decls:
         try:
-            found.append(machines.roles(decl, faults))
+            found.append(machines.roles(decl, functions, faults))
         except Poisoned:
             continue
     return tuple(found)
-
-
-@dataclass
-class _Resolver:
-    """One schedule on its way to IR: first what is declared, then the steps."""
-
-    decl: ScheduleDecl
-    ranks: int
-    topology: Topology
-    role_sets: tuple[RoleSet, ...]
-    faults: Faults
-    scope: dict[str, Value] = field(default_factory=dict)
-    params: list[tuple[str, int]] = field(default_factory=list)
-    buffers: dict[str, Buffer] = field(default_factory=dict)
-    contracts: list[Contract] = field(default_factory=list)
-    cycles: list[Cycles] = field(default_factory=list)
-    steps: list[AnyStep] = field(default_factory=list)
-    tuning: Tuning = field(default_factory=Tuning)
-    role: str | None = None
-
-    def __post_init__(self) -> None:
-        self.evaluator = Evaluator(self.faults)
-        made = tasks.made_in(self.decl.body)
-        self.binding = Binding(self.evaluator, self.faults, self.buffers, self.ranks, made)
-        if tasks.has_visits(self.decl.body):
-            self.binding.budget.turn = VISITED_TURN
-        self.builders: dict[int, StepBuilder] = {}
-
-    # --- declarations -------------------------------------------------------------------------------------------------
-
-    def declarations(self, given: Mapping[str, int], overriding: tuple[syn.TuneEntry, ...]) -> None:
-        decl, topology = self.decl, self.topology
-        if self.ranks < 1 or self.ranks > topology.num_ranks:
-            what = f"expected 1 to {topology.num_ranks} ranks, got {self.ranks}"
-            label = f"`{topology.name}` has {topology.num_ranks}"
-            help = "ask for fewer ranks or name a larger topology"
-            self.faults.report("C502", what, decl.ranks.span, label, help=help)
-            return
-        self.binding.budget.ranks(self.ranks, decl.ranks.span)
-        self.params = parameters(
-            decl, given, known_counts(decl.ranks, self.ranks, topology), self.evaluator, self.faults
-        )
-        self.scope = self._first_scope(self.ranks)
-        if not self._admits_ranks():
-            return  # what else is wrong may be so only for ranks that the schedule is not for
-        for statement in decl.body:
-            try:
-                self._declare(statement)
-            except Poisoned:
-                continue
-        if not any(isinstance(statement, syn.Ensure) for statement in decl.body):
-            what = f"`{decl.name.text}` does not say what it ensures"
-            help = "write for example `ensure allreduce(x)`: without it there is nothing to prove"
-            self.faults.report("C507", what, decl.name.span, "no `ensure`", help=help)
-        tunes = [statement for statement in decl.body if isinstance(statement, syn.Tune)]
-        entries = tuple(entry for tune in tunes for entry in tune.entries)
-        machine = Machine(self.topology, self.ranks, self.role, self._role_sms())
-        self.tuning = tuning(entries, overriding, machine, self.evaluator, self.scope, self.faults)
-
-    def _role_sms(self) -> int | None:
-        roles = (role for roles in self.role_sets for role in roles.roles)
-        return next((last - first for name, first, last in roles if name == self.role and last > first), None)
-
-    def _first_scope(self, ranks: int) -> dict[str, Value]:
-        return {**known_counts(self.decl.ranks, ranks, self.topology), **dict(self.params)}
-
-    def _admits_ranks(self) -> bool:
-        where = self.decl.where
-        try:
-            if where is None or self.evaluator.number(where, self.scope):
-                return True
-        except Poisoned:
-            return False
-        values = ", ".join(f"{name} = {value}" for name, value in [(self.decl.ranks.text, self.ranks), *self.params])
-        self.faults.report("C501", f"`{self.decl.name.text}` is not for {self.ranks} ranks", where.span,
-                           f"false for {values}", help=self._nearest_ranks(where))  # fmt: skip
-        return False
-
-    def _nearest_ranks(self, where: syn.Expr) -> str:
-        silent = Evaluator(Faults())
-        fitting = list[int]()
-        for ranks in range(1, max(64, 2 * self.ranks) + 1):
-            try:
-                if silent.number(where, self._first_scope(ranks)):
-                    fitting.append(ranks)
-            except Poisoned:
-                continue
-        below = [ranks for ranks in fitting if ranks < self.ranks][-1:]
-        above = [ranks for ranks in fitting if ranks > self.ranks][:1]
-        numbers = " and ".join(str(ranks) for ranks in below + above)
-        if not numbers:
-            return "no rank count nearby fits; change the parameters"
-        return f"the nearest rank counts that fit are {numbers}" if below and above else f"{numbers} ranks would fit"
-
-    def _declare(self, statement: syn.Stmt) -> None:
-        match statement:
-            case syn.BufferDecl():
-                self._buffer(statement)
-            case syn.CyclesDecl():
-                cycles = Cycles(cycle_set(statement, self.evaluator, self.scope, self.ranks, self.faults))
-                self.cycles.append(cycles)
-                self.scope.setdefault(statement.name.text, cycles)
-            case syn.Let(name, value):
-                self.scope.setdefault(name.text, self.evaluator.value(value, self.scope))
-            case syn.On(role):
-                if self.role is not None:
-                    self.faults.fail("C506", "a schedule runs on one role", statement.span, f"already on `{self.role}`")
-                self.role = role.text
-            case _:
-                pass
-
-    def _buffer(self, decl: syn.BufferDecl) -> None:
-        extents, blocks, cut = list[int](), 1, 1
-        for dim in decl.dims:
-            extent = self.evaluator.constant(dim.size, self.scope)
-            if not 1 <= extent <= 2**20:
-                self.faults.fail("C509", "an extent is 1 to 2 ** 20", dim.size.span, f"this is {extent}")
-            extents.append(extent)
-            blocks, cut = (blocks * extent, cut) if dim.blocks else (blocks, cut * extent)
-        what = f"chunks on each of {self.ranks} ranks"
-        self.binding.budget.spend(blocks * cut, self.ranks, what, decl.span)
-        element, like = (None if name is None else name.text for name in (decl.element, decl.like))
-        made = Buffer(decl.name.text, decl.kind, tuple(extents), blocks, cut, decl.span, element, like)
-        self.buffers.setdefault(decl.name.text, made)
-
-    # --- steps --------------------------------------------------------------------------------------------------------
-
-    def body(self) -> None:
-        for statement in self.decl.body:
-            if isinstance(statement, syn.Ensure):
-                try:
-                    self.contracts += contracts(statement, self.binding, self.scope)
-                except Poisoned:
-                    continue
-        self._statements(self.decl.body, self.scope, ())
-        tasks.check_yields(self.steps, self.buffers_list, self.faults)
-        if not self.faults.found:  # it may be a task at fault that is missing
-            tasks.check_sources(self.contracts, self.steps, self.buffers_list, self.faults)
-
-    def _statements(
-        self, body: tuple[syn.Stmt, ...], scope: dict[str, Value], bindings: tuple[tuple[str, int], ...]
-    ) -> None:
-        for statement in body:
-            self.evaluator.bindings = bindings
-            self.binding.budget.spend(1, STATEMENT, "statements", statement.span)
-            try:
-                self._statement(statement, scope, bindings)
-            except Poisoned:
-                continue
-
-    def _statement(self, statement: syn.Stmt, scope: dict[str, Value], bindings: tuple[tuple[str, int], ...]) -> None:
-        match statement:
-            case syn.Let(name, value):
-                scope[name.text] = self.evaluator.value(value, scope)
-            case syn.For(name, domain, body):
-                first, last, cycles = self.binding.domain(domain, scope)
-                self.binding.budget.loop(statement, int(last) - int(first), scope)
-                for index in range(int(first), int(last)):
-                    bound = index if cycles is None else Cycle(cycles, index)
-                    self.binding.budget.spend(1, STATEMENT, "rounds", domain.span)
-                    self._statements(body, {**scope, name.text: bound}, (*bindings, (name.text, index)))
-            case syn.If(condition, then, otherwise):
-                chosen = then if self.evaluator.number(condition, scope) else otherwise
-                self._statements(chosen, dict(scope), bindings)
-            case syn.Each():
-                # The tree outlives the resolver, so a node's identity names it.
-                builder = self.builders.get(id(statement))
-                if builder is None:
-                    builder = self.builders[id(statement)] = StepBuilder(statement, self.binding)
-                self.steps.append(builder.step(scope, bindings))
-            case syn.Yield(buffer):
-                self._task(Yield((list(self.buffers).index(buffer.text),), bindings, statement.span))
-            case syn.Visit():
-                self._task(tasks.visit(statement, list(self.buffers), bindings))
-            case syn.Compute():
-                self._task(tasks.task(statement, self.buffers, bindings, self.faults))
-            case _:
-                pass
-
-    def _task(self, task: Yield | Task) -> None:
-        chunks = sum(self.buffers_list[buffer].num_chunks for buffer in (*task.reads, *task.writes))
-        budget = self.binding.budget
-        budget.spend(chunks, handed(self.ranks), f"chunks on each of {self.ranks} ranks", task.span)
-        budget.spend(max(copies_of(task, self.buffers_list), 1), TURN, "chunks to copy out", task.span)
-        self.steps.append(task)
-
-    @property
-    def buffers_list(self) -> tuple[Buffer, ...]:
-        return tuple(self.buffers.values())
-
-    def schedule(self) -> Schedule:
-        return Schedule(
-            name=self.decl.name.text, num_ranks=self.ranks, topology=self.topology, params=tuple(self.params),
-            buffers=self.buffers_list, contracts=tuple(self.contracts),
-            cycles=tuple(cycles.declared for cycles in self.cycles), steps=tuple(self.steps), tuning=self.tuning,
-            role=self.role, roles=self.role_sets, span=self.decl.span,
-        )  # fmt: skip

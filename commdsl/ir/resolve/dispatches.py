@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from commdsl.ir.dispatches import Dispatch, RowTensor
 from commdsl.ir.resolve.dispatch_back import way_back
 from commdsl.ir.resolve.dispatch_routes import RouteRules
-from commdsl.ir.resolve.evaluate import Evaluator, Value
-from commdsl.ir.resolve.expressions import ExpressionRules, Kind, Symbol
+from commdsl.ir.resolve.evaluate import Evaluator, Functions, Value
+from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, nearest
 from commdsl.ir.resolve.parameters import known_counts, parameters
 from commdsl.ir.resolve.tuning import OF_DISPATCH, OF_KEYS, WORDS, Machine, tuning
@@ -35,6 +35,7 @@ class Given:
 
     ranks: int
     topology: Topology
+    functions: Functions
     role_sets: tuple[RoleSet, ...]
     params: Mapping[str, int]
     tune: tuple[syn.TuneEntry, ...]
@@ -71,17 +72,17 @@ class _Rules:
     def __init__(self, decl: syn.DispatchDecl, given: Given, faults: Faults) -> None:
         self.decl, self.given, self.faults = decl, given, faults
         self.evaluator = Evaluator(faults)
-        self.names = ExpressionRules(faults)
-        self.scope: dict[str, Value] = {**known_counts(decl.ranks, given.ranks, given.topology)}
-        self.names.scope = {name: Symbol(Kind.NUMBER, None, 0) for name in self.scope}
+        self.names = ExpressionRules(faults, given.functions)
+        counts = known_counts(decl.ranks, given.ranks, given.topology)
+        self.names.know(counts)
+        self.scope: dict[str, Value] = {**given.functions, **counts}
 
     def parameters(self) -> tuple[tuple[str, int], ...]:
         for param in self.decl.params:
             if param.default is not None:
                 self.names.expect(param.default, Kind.NUMBER)
             self.names.declare(param.name, Kind.NUMBER)
-        known = known_counts(self.decl.ranks, self.given.ranks, self.given.topology)
-        found = parameters(self.decl, self.given.params, known, self.evaluator, self.faults)
+        found = parameters(self.decl, self.given.params, self.scope, self.evaluator, self.faults)
         self.scope |= dict(found)
         return tuple(found)
 

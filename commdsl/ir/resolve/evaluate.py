@@ -18,9 +18,15 @@ from numpy.typing import NDArray
 from commdsl.ir.resolve.faults import Faults, Poisoned
 from commdsl.ir.schedules import CycleSet, Ints
 from commdsl.language import syntax as syn
+from commdsl.language.diagnostics import Label
 from commdsl.language.source import Span
 
 Number: TypeAlias = int | NDArray[Any]  # int64 or bool arrays
+
+FUNCTIONS = {
+    "len": (1, 1), "min": (1, 99), "max": (1, 99), "abs": (1, 1), "log2": (1, 1), "floor_log2": (1, 1),
+}  # fmt: skip
+"""Those built in, with the least and the most arguments of each."""
 
 LARGEST = 2**62
 """Beyond this a number means nothing here, and 64-bit arrays would wrap."""
@@ -50,7 +56,28 @@ class Cycle:
     index: Number
 
 
-Value: TypeAlias = Number | Cycle | Cycles
+@dataclass(frozen=True)
+class Table:
+    """The entries of a literal table."""
+
+    entries: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A `fn` of a file; without a fault it never comes back to itself."""
+
+    params: tuple[str, ...]
+    body: syn.Expr
+    known: Functions  # all of them
+    is_condition: bool | None  # None: it has a fault, which has been reported
+    span: Span  # of its name
+
+
+Functions: TypeAlias = Mapping[str, Function]
+"""Those of the files by name."""
+
+Value: TypeAlias = Number | Cycle | Cycles | Table | Function
 Scope: TypeAlias = Mapping[str, Value]
 
 _PLAIN: dict[str, Callable[[Any, Any], Any]] = {
@@ -65,12 +92,13 @@ class Evaluator:
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
         self.bindings: tuple[tuple[str, int], ...] = ()
+        self._called: list[Span] = []  # the calls of functions that are being evaluated
 
     def number(self, expr: syn.Expr, scope: Scope) -> Number:
         value = self.value(expr, scope)
         if isinstance(value, Cycle):
             return value.index  # a cycle used as a number is its index in the set
-        if isinstance(value, Cycles):
+        if isinstance(value, Cycles | Table | Function):
             raise Poisoned
         return value
 
@@ -94,21 +122,53 @@ class Evaluator:
                 return self._call(expr, scope)
             case syn.Method():
                 return self._method(expr, scope)
-            case syn.Index(name, index):
-                cycles = self.value(name, scope)
-                if not isinstance(cycles, Cycles):
-                    raise Poisoned
-                return self._pick(cycles, self.number(index, scope), expr.span)
+            case syn.Index():
+                return self._index(expr, scope)
+            case syn.Table(entries):
+                return Table(tuple(self._entry(entry, scope) for entry in entries))
+            case syn.Choice():
+                return self._choice(expr, scope)
             case _:
                 assert_never(expr)
 
-    def _pick(self, cycles: Cycles, index: Number, span: Span) -> Cycle:
-        count = len(cycles.declared.orders)
+    def _index(self, expr: syn.Index, scope: Scope) -> Number | Cycle:
+        owner, index = self.value(expr.of, scope), self.number(expr.index, scope)
+        match owner:
+            case Cycles(declared):
+                self._check_index(index, len(declared.orders), f"`{declared.name}`", "cycles", expr.span)
+                return Cycle(owner, index)
+            case Table(entries):
+                self._check_index(index, len(entries), "the table", "entries", expr.span)
+                return np.array(entries)[index] if isinstance(index, np.ndarray) else entries[index]
+            case _:
+                raise Poisoned
+
+    def _check_index(self, index: Number, count: int, owner: str, what: str, span: Span) -> None:
         if np.any((np.asarray(index) < 0) | (np.asarray(index) >= count)):
-            self._no_value(
-                span, f"`{cycles.declared.name}` has {count} cycles, index {_worst(index, count)} is not one"
-            )
-        return Cycle(cycles, index)
+            self._no_value(span, f"{owner} has {count} {what}, index {_worst(index, count)} is not one")
+
+    def _entry(self, expr: syn.Expr, scope: Scope) -> int:
+        number = self.number(expr, scope)
+        if isinstance(number, np.ndarray):
+            self._no_value(expr.span, "an entry of a table is the same on every rank: choose with `a if c else b`")
+        return int(number)
+
+    def _choice(self, expr: syn.Choice, scope: Scope) -> Number:
+        """Each side is evaluated where it is meant: elsewhere it need not have a value."""
+        holds = self.number(expr.condition, scope)
+        if not isinstance(holds, np.ndarray) or holds.all() or not holds.any():
+            return self.number(expr.then if np.all(holds) else expr.otherwise, scope)
+        names = sorted((free_names(expr.then) | free_names(expr.otherwise)) & scope.keys())
+        arrays = {name: array for name in names if (array := _array(scope[name])) is not None}
+        holds, *spread = np.broadcast_arrays(holds, *arrays.values())
+        chosen: NDArray[Any] | None = None
+        for side, where in ((expr.then, holds), (expr.otherwise, ~holds)):
+            part = {name: _with(scope[name], array[where]) for name, array in zip(arrays, spread, strict=True)}
+            value = np.asarray(self.number(side, {**scope, **part}))
+            chosen = np.zeros(holds.shape, value.dtype) if chosen is None else chosen
+            chosen[where] = value
+        assert chosen is not None
+        return chosen
 
     def _binary(self, expr: syn.Binary, scope: Scope) -> Number:
         left = self.number(expr.left, scope)
@@ -150,22 +210,19 @@ class Evaluator:
     def _call(self, expr: syn.Call, scope: Scope) -> Number:
         if not expr.arguments:
             raise Poisoned
-        if expr.function == "len":
-            owner = self.value(expr.arguments[0], scope)
-            match owner:
-                case Cycles(declared):
-                    return len(declared.orders)
-                case Cycle(cycles, _):
-                    return int(cycles.declared.orders.shape[1])
-                case _:
-                    raise Poisoned
+        name = expr.function.text
+        if name == "len":
+            return _length(self.value(expr.arguments[0], scope))
         numbers = [self.number(argument, scope) for argument in expr.arguments]
+        function = scope.get(name)
+        if isinstance(function, Function):
+            return self._called_with(function, numbers, expr.span)
         vector = any(isinstance(number, np.ndarray) for number in numbers)
-        match expr.function:
+        match name:
             case "abs":
                 return np.abs(numbers[0]) if vector else abs(int(numbers[0]))
             case "min" | "max" if vector:
-                combine = np.minimum if expr.function == "min" else np.maximum
+                combine = np.minimum if name == "min" else np.maximum
                 result = numbers[0]
                 for number in numbers[1:]:
                     result = combine(result, number)
@@ -174,18 +231,32 @@ class Evaluator:
                 return min(int(number) for number in numbers)
             case "max":
                 return max(int(number) for number in numbers)
-            case "log2":
+            case "log2" | "floor_log2":
                 return self._log2(expr, numbers[0])
             case _:
                 raise Poisoned
 
+    def _called_with(self, function: Function, numbers: list[Number], span: Span) -> Number:
+        if function.is_condition is None or len(numbers) != len(function.params):
+            raise Poisoned
+        self._called.append(span)
+        try:
+            given = dict(zip(function.params, numbers, strict=True))
+            return self.number(function.body, {**function.known, **given})
+        finally:
+            self._called.pop()
+
     def _log2(self, expr: syn.Call, number: Number) -> Number:
-        values = np.asarray(number)
-        wrong = (values < 1) | ((values & (values - 1)) != 0)
+        """That of a number that has one, or rounded down by name."""
+        name, values = expr.function.text, np.asarray(number)
+        wrong = values < 1
+        if name == "log2":
+            wrong = wrong | ((values & (values - 1)) != 0)
         if np.any(wrong):
-            self._no_value(expr.span, f"log2 of {int(values[wrong].flat[0])}, which is not a power of two")
+            what = "a power of two" if name == "log2" else "1 or more"
+            self._no_value(expr.span, f"{name} of {int(values[wrong].flat[0])}, which is not {what}")
         if isinstance(number, np.ndarray):
-            return np.round(np.log2(number)).astype(np.int64)
+            return np.asarray(np.searchsorted(_POWERS, number, side="right") - 1)
         return number.bit_length() - 1
 
     def _method(self, expr: syn.Method, scope: Scope) -> Number:
@@ -213,7 +284,35 @@ class Evaluator:
     def _no_value(self, span: Span, why: str) -> None:
         where = ", ".join(f"{name} = {value}" for name, value in self.bindings)
         notes = (f"with {where}",) if where else ()
-        self._faults.fail("C508", "the expression has no value", span, why, notes=notes)
+        called = tuple(Label(call, "called here") for call in self._called)
+        self._faults.report("C508", "the expression has no value", span, why, notes=notes, secondary=called)
+        raise Poisoned
+
+
+_POWERS = 2 ** np.arange(63, dtype=np.int64)
+
+
+def _length(owner: Value) -> int:
+    match owner:
+        case Cycles(declared):
+            return len(declared.orders)
+        case Cycle(cycles, _):
+            return int(cycles.declared.orders.shape[1])
+        case Table(entries):
+            return len(entries)
+        case _:
+            raise Poisoned
+
+
+def _array(value: Value) -> NDArray[Any] | None:
+    """What varies in a value."""
+    number = value.index if isinstance(value, Cycle) else value
+    return number if isinstance(number, np.ndarray) else None
+
+
+def _with(value: Value, array: NDArray[Any]) -> Value:
+    """The value with that in place of what varies."""
+    return Cycle(value.cycles, array) if isinstance(value, Cycle) else array
 
 
 def _negated(number: Number) -> Number:
@@ -230,23 +329,15 @@ def _worst(index: Number, count: int) -> int:
 
 
 def free_names(expr: syn.Expr | syn.Range | syn.All | None) -> frozenset[str]:
-    """The names an expression depends on."""
+    """The names an expression depends on; functions of the files are among them."""
     match expr:
-        case None | syn.Int() | syn.All():
+        case None | syn.All():
             return frozenset()
         case syn.Name(text):
             return frozenset((text,))
-        case syn.Unary(_, operand):
-            return free_names(operand)
-        case syn.Binary(_, left, right):
-            return free_names(left) | free_names(right)
         case syn.Range(first, last):
             return free_names(first) | free_names(last)
-        case syn.Call(_, arguments):
-            return frozenset().union(*(free_names(argument) for argument in arguments))
-        case syn.Method(owner, _, arguments):
-            return free_names(owner).union(*(free_names(argument) for argument in arguments))
-        case syn.Index(name, index):
-            return free_names(name) | free_names(index)
+        case syn.Call(function, _) if function.text not in FUNCTIONS:
+            return frozenset((function.text,)).union(*map(free_names, syn.parts(expr)))
         case _:
-            assert_never(expr)
+            return frozenset[str]().union(*map(free_names, syn.parts(expr)))

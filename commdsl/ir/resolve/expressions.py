@@ -5,18 +5,18 @@ Assumes the caller keeps `scope`, the names in sight. Does not evaluate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import assert_never
 
+from commdsl.ir.resolve.evaluate import FUNCTIONS, Functions
 from commdsl.ir.resolve.faults import Faults, nearest
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label
 from commdsl.language.source import Span
 
-FUNCTIONS = {"len": (1, 1), "min": (1, 99), "max": (1, 99), "abs": (1, 1), "log2": (1, 1)}  # least and most arguments
 METHODS = {"next": (1, 1), "prev": (1, 1), "at": (1, 1), "position": (1, 1)}
 COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
 
@@ -27,6 +27,8 @@ class Kind(Enum):
     CYCLE = "a cycle"
     CYCLES = "a set of cycles"
     BUFFER = "a buffer"
+    TABLE = "a table"
+    FUNCTION = "a function"
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,20 @@ class Symbol:
 class ExpressionRules:
     """What holds of expressions and references, with the names in sight. A kind of None: reported already."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Faults, functions: Functions) -> None:
         self.faults = faults
+        self.functions = functions
         self.scope: dict[str, Symbol] = {}
+        self.know(())
         self.used: set[Span] = set()
         self.declared: list[tuple[str, Symbol]] = []
 
     # --- names -------------------------------------------------------------------------------------------------------
+
+    def know(self, counts: Iterable[str]) -> None:
+        """In sight are the functions, and these numbers that nobody declares."""
+        self.scope = {name: Symbol(Kind.FUNCTION, function.span, 0) for name, function in self.functions.items()}
+        self.scope |= {name: Symbol(Kind.NUMBER, None, 0) for name in counts}
 
     def declare(self, name: syn.Name, kind: Kind, dims: int = 0) -> None:
         earlier = self.scope.get(name.text)
@@ -101,7 +110,9 @@ class ExpressionRules:
 
     def expect(self, expr: syn.Expr, wanted: Kind) -> None:
         """Checks an expression and that it is of a kind; a cycle counts as a number, its index."""
-        kind = self.kind(expr)
+        self._is(self.kind(expr), wanted, expr)
+
+    def _is(self, kind: Kind | None, wanted: Kind, expr: syn.Expr) -> None:
         help = ""
         if wanted is Kind.CONDITION and kind is Kind.NUMBER:
             help = f"write `({expr.span.text}) != 0`"
@@ -130,29 +141,45 @@ class ExpressionRules:
                 return self._call(expr)
             case syn.Method():
                 return self._method(expr)
-            case syn.Index(name, index):
+            case syn.Index(of, index):
                 self.expect(index, Kind.NUMBER)
-                self.unless(self.kind(name), (Kind.CYCLES,), "a set of cycles", name.span)
-                return Kind.CYCLE
+                listed = self.kind(of)
+                self.unless(listed, (Kind.CYCLES, Kind.TABLE), "a set of cycles or a table", of.span)
+                return Kind.NUMBER if listed is Kind.TABLE else Kind.CYCLE
+            case syn.Table(entries):
+                for entry in entries:
+                    self.expect(entry, Kind.NUMBER)
+                return Kind.TABLE
+            case syn.Choice(then, condition, otherwise):
+                self.expect(condition, Kind.CONDITION)
+                first = self.kind(then)
+                wanted = Kind.CONDITION if first is Kind.CONDITION else Kind.NUMBER
+                self._is(first, wanted, then)
+                self.expect(otherwise, wanted)
+                return wanted
             case _:
                 assert_never(expr)
 
     def _call(self, expr: syn.Call) -> Kind | None:
-        limits = FUNCTIONS.get(expr.function)
+        name = expr.function.text
+        own = self.functions.get(name)
+        limits = FUNCTIONS.get(name) or (None if own is None else (len(own.params), len(own.params)))
         if limits is None:
-            self.faults.report("C107", f"no function is called `{expr.function}`", expr.span, "not known",
-                               help=nearest(expr.function, FUNCTIONS))  # fmt: skip
+            help = nearest(name, [*FUNCTIONS, *self.functions])
+            self.faults.report("C107", f"no function is called `{name}`", expr.span, "not known", help=help)
             return None
         if not limits[0] <= len(expr.arguments) <= limits[1]:
-            self.arity(expr.function, limits, len(expr.arguments), expr.span)
+            self.arity(name, limits, len(expr.arguments), expr.span)
             return None
-        if expr.function == "len":
+        if name == "len":
             kind = self.kind(expr.arguments[0])
-            self.unless(kind, (Kind.CYCLES, Kind.CYCLE), "cycles", expr.arguments[0].span)
+            self.unless(kind, (Kind.CYCLES, Kind.CYCLE, Kind.TABLE), "cycles or a table", expr.arguments[0].span)
             return Kind.NUMBER
         for argument in expr.arguments:
             self.expect(argument, Kind.NUMBER)
-        return Kind.NUMBER
+        if own is None:
+            return Kind.NUMBER
+        return {None: None, True: Kind.CONDITION, False: Kind.NUMBER}[own.is_condition]
 
     def _method(self, expr: syn.Method) -> Kind | None:
         kind = self.kind(expr.owner)

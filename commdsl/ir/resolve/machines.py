@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from commdsl.ir.resolve.evaluate import Evaluator
-from commdsl.ir.resolve.expressions import ExpressionRules, Kind, Symbol
+from commdsl.ir.resolve.evaluate import Evaluator, Functions, Scope
+from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, Poisoned
 from commdsl.ir.resolve.rows import Binding
 from commdsl.ir.schedules import Ints, RoleSet
@@ -23,18 +23,18 @@ from commdsl.machine.topology import NO_LINK, Link, Topology, link_of, overlap
 COUNTS = ("nodes", "gpus", "sms")
 
 
-def topology(decl: syn.TopologyDecl, faults: Faults) -> Topology:
+def topology(decl: syn.TopologyDecl, functions: Functions, faults: Faults) -> Topology:
     """The machine that a declaration describes; raises Poisoned when it is too broken to tell."""
-    return _Machine(faults).build(decl)
+    return _Machine(functions, faults).build(decl)
 
 
 MOST = 2**20
 """Of nodes, of GPUs of a node, and of their SMs."""
 
 
-def roles(decl: syn.RolesDecl, faults: Faults) -> RoleSet:
+def roles(decl: syn.RolesDecl, functions: Functions, faults: Faults) -> RoleSet:
     """The SM ranges of a roles declaration; raises Poisoned when one has no value."""
-    machine = _Machine(faults)
+    machine = _Machine(functions, faults)
     found, spans = list[tuple[str, int, int]](), dict[str, Span]()
     for role in decl.roles:
         first, last = machine.count(role.sms.first), machine.count(role.sms.last)
@@ -46,9 +46,10 @@ def roles(decl: syn.RolesDecl, faults: Faults) -> RoleSet:
 class _Machine:
     """One declaration, with the counts known so far."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, functions: Functions, faults: Faults) -> None:
         self.faults = faults
-        self.rules = ExpressionRules(faults)
+        self.functions = functions
+        self.rules = ExpressionRules(faults, functions)
         self.evaluator = Evaluator(faults)
         self.counts: dict[str, int] = {}
 
@@ -87,11 +88,15 @@ class _Machine:
     def count(self, expr: syn.Expr) -> int:
         """A constant; the counts declared so far are in sight."""
         known = len(self.faults.found)
-        self.rules.scope = {name: Symbol(Kind.NUMBER, None, 0) for name in self.counts}
+        self.rules.know(self.counts)
         self.rules.expect(expr, Kind.NUMBER)
         if len(self.faults.found) > known:
             raise Poisoned
-        return self.evaluator.constant(expr, self.counts)
+        return self.evaluator.constant(expr, self.scope)
+
+    @property
+    def scope(self) -> Scope:
+        return {**self.functions, **self.counts}
 
     def once(self, name: str, span: Span, seen: dict[str, Span], what: str) -> None:
         if name in seen:
@@ -146,7 +151,7 @@ class _Machine:
         """Both directions of every listed pair of GPUs of a node, once each, sorted."""
         known = len(self.faults.found)
         rules = self.rules
-        rules.scope = {name: Symbol(Kind.NUMBER, None, 0) for name in self.counts}
+        rules.know(self.counts)
         for binder in decl.binders:
             if binder.domain is None:
                 self.faults.report("C119", "a pair's binder says its range", binder.span, "over what?",
@@ -158,10 +163,10 @@ class _Machine:
         if len(self.faults.found) > known or "gpus" not in self.counts:
             raise Poisoned
         binding = Binding(self.evaluator, self.faults, {}, self.counts["gpus"])
-        rows = binding.rows(decl.binders, None, self.counts)
+        rows = binding.rows(decl.binders, None, self.scope)
         found = list[Ints]()
         for left, right in decl.pairs:
-            ends = [binding.column(end, rows.scope(self.counts), (rows.count,)) for end in (left, right)]
+            ends = [binding.column(end, rows.scope(self.scope), (rows.count,)) for end in (left, right)]
             self._check_range(ends, self.counts["gpus"], (left, right), "a GPU of a node")
             found += [np.stack(ends, axis=1), np.stack(ends[::-1], axis=1)]
         return np.unique(np.concatenate(found), axis=0).astype(np.int32)

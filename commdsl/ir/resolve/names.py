@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
-from commdsl.ir.resolve.expressions import ExpressionRules, Kind, Symbol
+from commdsl.ir.resolve.evaluate import Functions
+from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, nearest
 from commdsl.ir.resolve.move_rules import check_move
 from commdsl.ir.resolve.rotations import rotating_names
@@ -41,15 +42,14 @@ class _Place:
 class ScheduleRules(ExpressionRules):
     """One walk over a schedule, with the names in sight."""
 
-    def __init__(self, faults: Faults, role_names: tuple[str, ...]) -> None:
-        super().__init__(faults)
+    def __init__(self, faults: Faults, functions: Functions, role_names: tuple[str, ...]) -> None:
+        super().__init__(faults, functions)
         self.role_names = role_names
 
     # --- the schedule and its statements ------------------------------------------------------------------------------
 
     def schedule(self, decl: syn.ScheduleDecl) -> None:
-        for name in BUILTINS:
-            self.scope[name] = Symbol(Kind.NUMBER, None, 0)
+        self.know(BUILTINS)
         self.bind(decl.ranks, None)
         for param in decl.params:
             if param.default is not None:
@@ -72,22 +72,22 @@ class ScheduleRules(ExpressionRules):
                 self._declaration(statement)
             case syn.Let(name, value):
                 kind = self.kind(value)
-                if kind in (Kind.CYCLES, Kind.BUFFER):
-                    self.faults.report(
-                        "C106", f"`let` names a number, not {kind.value}", value.span, f"this is {kind.value}"
-                    )
-                self.declare(name, kind if kind is Kind.CYCLE or kind is Kind.CONDITION else Kind.NUMBER)
+                if kind in (Kind.CYCLES, Kind.BUFFER, Kind.FUNCTION):
+                    what = f"`let` names a number, not {kind.value}"
+                    self.faults.report("C106", what, value.span, f"this is {kind.value}")
+                self.declare(name, kind if kind in (Kind.CYCLE, Kind.CONDITION, Kind.TABLE) else Kind.NUMBER)
             case syn.For(name, domain, body):
                 if place.acting is not None:
                     self._not_here(statement.span)
                 with self.block():
                     self.bind(name, domain)
                     self.statements(body, _Place(top=False, acting=place.acting))
-            case syn.If(condition, then, otherwise):
-                self.expect(condition, Kind.CONDITION)
-                for branch in (then, otherwise):
+            case syn.If(arms):
+                for arm in arms:
+                    self.expect(arm.condition, Kind.CONDITION)
+                for body in statement.bodies:
                     with self.block():
-                        self.statements(branch, _Place(top=False, acting=place.acting))
+                        self.statements(body, _Place(top=False, acting=place.acting))
             case syn.Each():
                 self._each(statement, place)
             case syn.Move():
@@ -260,9 +260,9 @@ class ScheduleRules(ExpressionRules):
                                    help="remove it", severity=Severity.WARNING)  # fmt: skip
 
 
-def check_names(decl: syn.ScheduleDecl, role_names: tuple[str, ...], faults: Faults) -> None:
+def check_names(decl: syn.ScheduleDecl, functions: Functions, role_names: tuple[str, ...], faults: Faults) -> None:
     """Reports every mistake of `decl` that needs no numbers, and warns of names that nothing uses."""
-    ScheduleRules(faults, role_names).schedule(decl)
+    ScheduleRules(faults, functions, role_names).schedule(decl)
 
 
 def duplicates(named: Mapping[str, list[Span]], what: str, faults: Faults) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from commdsl.ir.resolve.evaluate import Evaluator
+from commdsl.ir.resolve.evaluate import Evaluator, Functions, Scope
 from commdsl.ir.resolve.faults import Faults, Poisoned, nearest
 from commdsl.language import syntax as syn
 from commdsl.machine.topology import Topology
@@ -22,7 +22,7 @@ def known_counts(ranks: syn.Name, num_ranks: int, topology: Topology) -> dict[st
 def parameters(
     decl: syn.ScheduleDecl | syn.DispatchDecl,
     given: Mapping[str, int],
-    known: Mapping[str, int],
+    known: Scope,
     evaluator: Evaluator,
     faults: Faults,
 ) -> list[tuple[str, int]]:
@@ -37,25 +37,26 @@ def parameters(
         name = param.name.text
         try:
             if name in given:
-                scope[name] = given[name]
+                value = given[name]
             elif param.default is not None:
-                scope[name] = evaluator.constant(param.default, scope)
+                value = evaluator.constant(param.default, scope)
             else:
                 faults.fail("C503", f"`{name}` has no value", param.name.span, "no default, none given",
                             help=f"give one: `{name}=4`, or a default: `{name} = 4`")  # fmt: skip
         except Poisoned:
             continue
-        found.append((name, scope[name]))
+        scope[name] = value
+        found.append((name, value))
     return found
 
 
-def admits(decl: syn.ScheduleDecl, num_ranks: int, topology: Topology) -> bool:
+def admits(decl: syn.ScheduleDecl, functions: Functions, num_ranks: int, topology: Topology) -> bool:
     """Whether the `where` of a schedule holds for so many ranks, its parameters as they are unless given."""
     silent = Faults()
     evaluator = Evaluator(silent)
-    known = known_counts(decl.ranks, num_ranks, topology)
+    known: Scope = {**functions, **known_counts(decl.ranks, num_ranks, topology)}
     try:
-        scope = {**known, **dict(parameters(decl, {}, known, evaluator, silent))}
+        scope: Scope = {**known, **dict(parameters(decl, {}, known, evaluator, silent))}
         return decl.where is None or bool(evaluator.number(decl.where, scope))
     except Poisoned:
         return False

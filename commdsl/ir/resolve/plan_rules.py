@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import assert_never
 
-from commdsl.ir.resolve.evaluate import Evaluator, Scope
+from commdsl.ir.resolve.evaluate import Evaluator, Functions, Scope
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, Poisoned
 from commdsl.ir.routes import Mask, Sharing
@@ -147,6 +147,6 @@ class _PlanRules(ExpressionRules):
                     self.expect(dest, Kind.NUMBER)
 
 
-def check_plan_names(decl: syn.PlanDecl, faults: Faults) -> None:
+def check_plan_names(decl: syn.PlanDecl, functions: Functions, faults: Faults) -> None:
     """Reports every mistake of `decl` that needs no numbers, and warns of names that nothing uses."""
-    _PlanRules(faults).plan(decl)
+    _PlanRules(faults, functions).plan(decl)

@@ -13,7 +13,7 @@ from typing import NoReturn
 import numpy as np
 
 from commdsl.ir.plans import DispatchPlan, Piece
-from commdsl.ir.resolve.evaluate import Evaluator, Value
+from commdsl.ir.resolve.evaluate import Evaluator, Functions, Value
 from commdsl.ir.resolve.faults import Faults, Poisoned
 from commdsl.ir.resolve.plan_rules import Settings, settings
 from commdsl.ir.routes import NOWHERE, Longs, Shards, running_sum
@@ -34,11 +34,11 @@ MOST_SHARDS = 2**22
 """Beyond this a plan would take minutes to prove; nobody means it."""
 
 
-def build_plan(decl: syn.PlanDecl, faults: Faults) -> DispatchPlan:
+def build_plan(decl: syn.PlanDecl, functions: Functions, faults: Faults) -> DispatchPlan:
     """What `decl` means. Raises CommError with every fault found."""
     builder = _Builder(decl, faults)
     with collection.paused():
-        builder.fill()
+        builder.fill(functions)
         faults.raise_if_any()
         return builder.plan()
 
@@ -67,12 +67,12 @@ class _Builder:
         self.num_shards = 0
         self.num_rounds = 0
 
-    def fill(self) -> None:
+    def fill(self, functions: Functions) -> None:
         if not 1 <= self.num_ranks <= MOST_RANKS:
             what = f"a plan is for 1 to {MOST_RANKS} ranks"
             self.faults.report("C604", what, self.decl.ranks.span, f"this is {self.num_ranks}")
             return
-        scope: dict[str, Value] = {}
+        scope = dict[str, Value](functions)
         lets = tuple(statement for statement in self.decl.body if isinstance(statement, syn.Let))
         self._statements(lets, scope, None)
         self.settings = settings(self.decl, self.evaluator, scope, self.faults)

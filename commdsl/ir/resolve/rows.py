@@ -35,7 +35,7 @@ class Rows:
     def filtered(self, keep: NDArray[np.bool_]) -> Rows:
         if keep.all():
             return self
-        return Rows(int(keep.sum()), {name: _pick(value, keep) for name, value in self.columns.items()})
+        return Rows(int(keep.sum()), {name: pick(value, keep) for name, value in self.columns.items()})
 
     def value(self, name: str, row: int) -> int:
         """Of a binder in one row; of a cycle its number."""
@@ -43,7 +43,7 @@ class Rows:
         return int(np.asarray(column.index if isinstance(column, Cycle) else column)[row])
 
 
-def _pick(value: Value, rows: NDArray[Any]) -> Value:
+def pick(value: Value, rows: NDArray[Any]) -> Value:
     match value:
         case Cycle(cycles, index):
             return Cycle(cycles, index[rows] if isinstance(index, np.ndarray) else index)
@@ -123,7 +123,7 @@ class Binding:
         parent = np.repeat(np.arange(rows.count), counts)
         begin = np.repeat(np.cumsum(counts) - counts, counts)
         values = np.arange(total) - begin + (first[parent] if isinstance(first, np.ndarray) else first)
-        columns = {name: _pick(value, parent) for name, value in rows.columns.items()}
+        columns = {name: pick(value, parent) for name, value in rows.columns.items()}
         columns[binder.name.text] = values if cycles is None else Cycle(cycles, values)
         return Rows(total, columns)
 

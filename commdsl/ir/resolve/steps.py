@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from commdsl.ir.resolve.budget import turns_of
 from commdsl.ir.resolve.evaluate import Cycle, Scope, Value, free_names
-from commdsl.ir.resolve.rows import Binding, Rows, spread
+from commdsl.ir.resolve.rows import Binding, Rows, pick, spread
 from commdsl.ir.schedules import Ints, Statement, Step
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import MoveKind
+from commdsl.language.source import Span
 
 T = TypeVar("T")
 
@@ -96,9 +97,10 @@ class StepBuilder:
             match statement:
                 case syn.Let(name, value):
                     context = self._let(name.text, value, context)
-                case syn.If(condition, then, otherwise):
-                    self._prepare(then, self._filtered(condition, context, holds=True))
-                    self._prepare(otherwise, self._filtered(condition, context, holds=False))
+                case syn.If(arms):
+                    taken = self._taken(arms, context)
+                    for number, inside in enumerate(statement.bodies):
+                        self._prepare(inside, self._arm(taken, number, context, statement.span))
                 case syn.Move():
                     self._moves.append(self._move(statement, context))
                 case _:
@@ -117,20 +119,35 @@ class StepBuilder:
         column: Memo[Value] = Memo(context.depends(free), compute)
         return _Context(context.rows, {**context.columns, name: column}, {})
 
-    def _filtered(self, condition: syn.Expr, context: _Context, *, holds: bool) -> _Context:
-        free = free_names(condition)
+    def _taken(self, arms: tuple[syn.Arm, ...], context: _Context) -> Memo[Ints]:
+        """For each row the number of the arm whose condition is the first to hold; that of no arm behind the last."""
+        conditions = [(arm.condition, free_names(arm.condition)) for arm in arms]
+
+        def compute(scope: Scope) -> Ints:
+            left = np.arange(context.rows(scope).count)
+            taken = np.full(len(left), len(arms), np.int32)
+            for number, (condition, free) in enumerate(conditions):
+                self._binding.budget.rows(len(left), condition.span)
+                columns = {name: pick(value, left) for name, value in context.scope(scope, free).items()}
+                holds = np.asarray(self._binding.evaluator.number(condition, columns), bool)
+                holds = np.broadcast_to(holds, left.shape)
+                taken[left[holds]] = number
+                left = left[~holds]
+            return taken
+
+        return Memo(context.depends(*(free for _, free in conditions)), compute)
+
+    def _arm(self, taken: Memo[Ints], number: int, context: _Context, span: Span) -> _Context:
         names = sorted(context.columns)
 
-        def keep(scope: Scope) -> NDArray[np.bool_]:
-            value = np.asarray(self._binding.evaluator.number(condition, context.scope(scope, free)), bool)
-            return np.broadcast_to(value if holds else ~value, (context.rows(scope).count,))
-
         def compute(scope: Scope) -> Rows:
+            count = context.rows(scope).count
+            self._binding.budget.rows(count, span)
             columns = {name: context.columns[name](scope) for name in names}
-            return Rows(context.rows(scope).count, columns).filtered(keep(scope))
+            return Rows(count, columns).filtered(taken(scope) == number)
 
         every = frozenset[str]().union(*(context.columns[name].names for name in names))
-        return _over(Memo(context.depends(free) | every, compute), tuple(names))
+        return _over(Memo(taken.names | every, compute), tuple(names))
 
     # --- moves --------------------------------------------------------------------------------------------------------
 

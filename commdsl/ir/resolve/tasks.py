@@ -61,12 +61,7 @@ def _check_function(faults: Faults, node: syn.Compute) -> None:
 
 def has_visits(body: Iterable[syn.Stmt]) -> bool:
     """Whether a yield calls a function, however deep in loops it stands."""
-    return any(
-        isinstance(statement, syn.Visit)
-        or (isinstance(statement, syn.For) and has_visits(statement.body))
-        or (isinstance(statement, syn.If) and has_visits((*statement.then, *statement.otherwise)))
-        for statement in body
-    )
+    return any(isinstance(statement, syn.Visit) for statement in syn.walk(body))
 
 
 def visit(node: syn.Visit, names: list[str], bindings: tuple[tuple[str, int], ...]) -> Yield:
@@ -124,15 +119,5 @@ def _shape(buffer: Buffer) -> str:
 
 def made_in(body: Iterable[syn.Stmt]) -> frozenset[str]:
     """The buffers that a task or a body of a yield writes."""
-    found = set[str]()
-    for statement in body:
-        match statement:
-            case syn.Visit() | syn.Compute():
-                found |= {name.text for name in statement.passing.writes}
-            case syn.For():
-                found |= made_in(statement.body)
-            case syn.If():
-                found |= made_in((*statement.then, *statement.otherwise))
-            case _:
-                pass
-    return frozenset(found)
+    tasks = (statement for statement in syn.walk(body) if isinstance(statement, syn.Visit | syn.Compute))
+    return frozenset(name.text for task in tasks for name in task.passing.writes)

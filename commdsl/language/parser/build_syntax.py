@@ -134,10 +134,12 @@ def _for(span: Span, parts: Children) -> syntax.For:
 
 
 def _if(span: Span, parts: Children) -> syntax.If:
-    condition, then, otherwise = parts
-    if isinstance(otherwise, syntax.If):  # `else if`
-        otherwise = (otherwise,)
-    return syntax.If(condition, then, otherwise or (), span=span)
+    *arms, otherwise = parts
+    return syntax.If(tuple(arms), otherwise or (), span=span)
+
+
+def _arm(span: Span, parts: Children) -> syntax.Arm:
+    return syntax.Arm(*parts, span=span)
 
 
 def _each(span: Span, parts: Children) -> syntax.Each:
@@ -288,7 +290,7 @@ def _binary(span: Span, parts: Children) -> syntax.Binary:
 
 def _call(span: Span, parts: Children) -> syntax.Call:
     name, arguments = parts
-    return syntax.Call(name.text, arguments or (), span=span)
+    return syntax.Call(name, arguments or (), span=span)
 
 
 def _method(span: Span, parts: Children) -> syntax.Method:
@@ -298,6 +300,18 @@ def _method(span: Span, parts: Children) -> syntax.Method:
 
 def _index(span: Span, parts: Children) -> syntax.Index:
     return syntax.Index(*parts, span=span)
+
+
+def _table(span: Span, parts: Children) -> syntax.Table:
+    return syntax.Table(*parts, span=span)
+
+
+def _choice(span: Span, parts: Children) -> syntax.Choice:
+    return syntax.Choice(*parts, span=span)
+
+
+def _fn_decl(span: Span, parts: Children) -> syntax.FnDecl:
+    return syntax.FnDecl(*parts, span=span)
 
 
 _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
@@ -318,6 +332,7 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "let": _let,
     "for": _for,
     "if": _if,
+    "arm": _arm,
     "each": _each,
     "move": _move,
     "one_source": lambda span, parts: syntax.Source_(parts[0], span=span),
@@ -360,6 +375,9 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "call": _call,
     "method": _method,
     "index": _index,
+    "table": _table,
+    "choice": _choice,
+    "fn_decl": _fn_decl,
     "arguments": _tuple,
     **build_contracts.RULES,
     **build_dispatches.RULES,

@@ -264,8 +264,7 @@ _FROM_ELSEWHERE = {
     "import": "use",
     "foreach": "each",
     "var": "let",
-    "def": "schedule",
-    "fn": "schedule",
+    "def": "fn",
     "assert": "ensure",
     "elif": "else if",
     "elsif": "else if",
@@ -319,7 +318,8 @@ def _missing_block(fault: Fault) -> Diagnostic | None:
     if "{" not in fault.expected or not (fault.word in RESERVED or fault.word == "}" or fault.on_a_new_line):
         return None
     label = Label(fault.behind, "expected `{` here")
-    return Diagnostic("C002", f"expected `{{`, got {fault.got}", label)
+    help = "a choice stands in parentheses, `(a if c else b)`" if fault.word == "else" else ""
+    return Diagnostic("C002", f"expected `{{`, got {fault.got}", label, help=help)
 
 
 _MISTAKES: tuple[Callable[[Fault], Diagnostic | None], ...] = (

@@ -27,7 +27,7 @@ SIGNS = frozenset(("|", "^", "&", "<<", ">>", "+", "-", "*", "/", "%", "**", "."
 OPERATORS = frozenset(("or", "and", "not")) | COMPARISONS | SIGNS
 STATEMENTS = ("put", "each", "for", "let")
 CLOSERS = {"(": ")", "[": "]", "{": "}"}
-ITEMS = ("use", "schedule", "topology", "roles", "plan", "dispatch")
+ITEMS = ("use", "fn", "schedule", "topology", "roles", "plan", "dispatch")
 # fmt: off
 RESERVED = frozenset((
     "use", "schedule", "topology", "roles", "for", "in", "if", "else", "let", "each", "where", "ensure", "cycles",

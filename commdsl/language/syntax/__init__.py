@@ -51,7 +51,9 @@ from commdsl.language.syntax.dispatches import (
 from commdsl.language.syntax.expressions import (
     Binary,
     Call,
+    Choice,
     Expr,
+    FnDecl,
     Index,
     Int,
     Method,
@@ -59,7 +61,9 @@ from commdsl.language.syntax.expressions import (
     Node,
     Quantity,
     Range,
+    Table,
     Unary,
+    parts,
 )
 from commdsl.language.syntax.machines import (
     CountEntry,
@@ -74,6 +78,7 @@ from commdsl.language.syntax.machines import (
 from commdsl.language.syntax.schedules import (
     All,
     AnyContract,
+    Arm,
     Binder,
     BufferDecl,
     Clause,
@@ -104,11 +109,13 @@ from commdsl.language.syntax.schedules import (
     TuneEntry,
     Visit,
     Yield,
+    walk,
 )
 
 __all__ = [
     "All",
     "AnyContract",
+    "Arm",
     "BackDecl",
     "Binary",
     "Binder",
@@ -116,6 +123,7 @@ __all__ = [
     "Call",
     "CapacityEntry",
     "Cast",
+    "Choice",
     "Clause",
     "Comment",
     "Compute",
@@ -137,6 +145,7 @@ __all__ = [
     "EqualCut",
     "Expr",
     "File",
+    "FnDecl",
     "For",
     "GeneralContract",
     "GivenCut",
@@ -182,6 +191,7 @@ __all__ = [
     "SortKey",
     "Source_",
     "Stmt",
+    "Table",
     "TableRoute",
     "TopologyDecl",
     "TopologyEntry",
@@ -193,17 +203,19 @@ __all__ = [
     "Visit",
     "Weight",
     "Yield",
+    "parts",
+    "walk",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Use(Node):
-    """`use "roles.comm"`: brings in the topologies and roles of another file; relative to this one."""
+    """`use "roles.comm"`: brings in the topologies, roles and functions of another file; relative to this one."""
 
     path: str
 
 
-Item: TypeAlias = Use | TopologyDecl | RolesDecl | ScheduleDecl | PlanDecl | DispatchDecl
+Item: TypeAlias = Use | FnDecl | TopologyDecl | RolesDecl | ScheduleDecl | PlanDecl | DispatchDecl
 
 
 @dataclass(frozen=True, slots=True)

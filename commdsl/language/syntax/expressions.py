@@ -6,7 +6,7 @@ Assumes nothing beyond the grammar. Does not know what names mean; `resolve` doe
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
@@ -46,9 +46,9 @@ class Binary(Node):
 
 @dataclass(frozen=True, slots=True)
 class Call(Node):
-    """`len(C)`, `min(a, b)`, `max(a, b)`, `log2(n)` (exact, n a power of two), `abs(a)`."""
+    """`len(C)`, `min(a, b)`, `log2(n)` (exact, n a power of two), `floor_log2(n)`, or a function of the file's own."""
 
-    function: str
+    function: Name
     arguments: tuple[Expr, ...]
 
 
@@ -62,14 +62,62 @@ class Method(Node):
 
 
 @dataclass(frozen=True, slots=True)
-class Index(Node):
-    """`C[i]`: the i-th cycle of a set of cycles; only as the owner of a method or of `let`."""
+class Table(Node):
+    """`[0, 3, 1, 2]`: numbers that an index picks from."""
 
-    name: Name
+    entries: tuple[Expr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Index(Node):
+    """`C[i]`, the i-th cycle of a set, only as the owner of a method or of `let`; `[0, 3, 1, 2][i]`, an entry."""
+
+    of: Name | Table
     index: Expr
 
 
-Expr: TypeAlias = Int | Name | Unary | Binary | Call | Method | Index
+@dataclass(frozen=True, slots=True)
+class Choice(Node):
+    """`a if c else b`: one of the two has a value."""
+
+    then: Expr
+    condition: Expr
+    otherwise: Expr
+
+
+Expr: TypeAlias = Int | Name | Unary | Binary | Call | Method | Table | Index | Choice
+
+
+@dataclass(frozen=True, slots=True)
+class FnDecl(Node):
+    """`fn ceil_log2(n) = floor_log2(n - 1) + 1 if n > 1 else 0`."""
+
+    name: Name
+    params: tuple[Name, ...]
+    body: Expr
+
+
+def parts(expr: Expr) -> tuple[Expr, ...]:
+    """The expressions that one is made of; a function's name is none."""
+    match expr:
+        case Int() | Name():
+            return ()
+        case Unary(_, operand):
+            return (operand,)
+        case Binary(_, left, right):
+            return left, right
+        case Call(_, arguments):
+            return arguments
+        case Method(owner, _, arguments):
+            return owner, *arguments
+        case Table(entries):
+            return entries
+        case Index(of, index):
+            return of, index
+        case Choice(then, condition, otherwise):
+            return then, condition, otherwise
+        case _:
+            assert_never(expr)
 
 
 @dataclass(frozen=True, slots=True)

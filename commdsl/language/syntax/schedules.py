@@ -5,6 +5,7 @@ Assumes nothing beyond the grammar. Does not know what names mean; `resolve` doe
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 from commdsl.language.kinds import BufferKind, MoveKind
@@ -173,10 +174,23 @@ class For(Node):
 
 
 @dataclass(frozen=True, slots=True)
-class If(Node):
+class Arm(Node):
+    """`c { ... }` behind an `if`."""
+
     condition: Expr
-    then: tuple[Stmt, ...]
+    body: tuple[Stmt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class If(Node):
+    """`if a { ... } else if b { ... } else { ... }`: the first arm whose condition holds."""
+
+    arms: tuple[Arm, ...]
     otherwise: tuple[Stmt, ...]
+
+    @property
+    def bodies(self) -> tuple[tuple[Stmt, ...], ...]:
+        return (*(arm.body for arm in self.arms), self.otherwise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +256,20 @@ class On(Node):
 
 
 Stmt: TypeAlias = BufferDecl | Ensure | CyclesDecl | Let | For | If | Each | Move | Yield | Visit | Compute | Tune | On
+
+
+def walk(body: Iterable[Stmt]) -> Iterator[Stmt]:
+    """Every statement, each before those inside it."""
+    for statement in body:
+        yield statement
+        match statement:
+            case For(body=inner) | Each(body=inner):
+                yield from walk(inner)
+            case If():
+                for inner in statement.bodies:
+                    yield from walk(inner)
+            case _:
+                pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,221 @@
+"""Turns one schedule into its IR: first what is declared, then the contracts and the steps.
+
+Assumes that `names` found nothing wrong. Does not read files, machines or roles; the package's front does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from commdsl.ir.resolve import tasks
+from commdsl.ir.resolve.budget import STATEMENT, TURN, VISITED_TURN, copies_of, handed
+from commdsl.ir.resolve.contracts import contracts
+from commdsl.ir.resolve.cycle_sets import cycle_set
+from commdsl.ir.resolve.evaluate import Cycle, Cycles, Evaluator, Functions, Value
+from commdsl.ir.resolve.faults import Faults, Poisoned
+from commdsl.ir.resolve.parameters import known_counts, parameters
+from commdsl.ir.resolve.rows import Binding
+from commdsl.ir.resolve.steps import StepBuilder
+from commdsl.ir.resolve.tuning import Machine, tuning
+from commdsl.ir.schedules import AnyStep, Buffer, Contract, RoleSet, Schedule, Task, Tuning, Yield
+from commdsl.language import syntax as syn
+from commdsl.language.syntax import ScheduleDecl
+from commdsl.machine.topology import Topology
+
+
+@dataclass
+class Resolver:
+    """One schedule on its way to IR: first what is declared, then the steps."""
+
+    decl: ScheduleDecl
+    ranks: int
+    topology: Topology
+    functions: Functions
+    role_sets: tuple[RoleSet, ...]
+    faults: Faults
+    scope: dict[str, Value] = field(default_factory=dict)
+    params: list[tuple[str, int]] = field(default_factory=list)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    contracts: list[Contract] = field(default_factory=list)
+    cycles: list[Cycles] = field(default_factory=list)
+    steps: list[AnyStep] = field(default_factory=list)
+    tuning: Tuning = field(default_factory=Tuning)
+    role: str | None = None
+
+    def __post_init__(self) -> None:
+        self.evaluator = Evaluator(self.faults)
+        made = tasks.made_in(self.decl.body)
+        self.binding = Binding(self.evaluator, self.faults, self.buffers, self.ranks, made)
+        if tasks.has_visits(self.decl.body):
+            self.binding.budget.turn = VISITED_TURN
+        self.builders: dict[int, StepBuilder] = {}
+
+    # --- declarations -------------------------------------------------------------------------------------------------
+
+    def declarations(self, given: Mapping[str, int], overriding: tuple[syn.TuneEntry, ...]) -> None:
+        decl, topology = self.decl, self.topology
+        if self.ranks < 1 or self.ranks > topology.num_ranks:
+            what = f"expected 1 to {topology.num_ranks} ranks, got {self.ranks}"
+            label = f"`{topology.name}` has {topology.num_ranks}"
+            help = "ask for fewer ranks or name a larger topology"
+            self.faults.report("C502", what, decl.ranks.span, label, help=help)
+            return
+        self.binding.budget.ranks(self.ranks, decl.ranks.span)
+        self.params = parameters(decl, given, self._first_scope(self.ranks), self.evaluator, self.faults)
+        self.scope = self._first_scope(self.ranks)
+        if not self._admits_ranks():
+            return  # what else is wrong may be so only for ranks that the schedule is not for
+        for statement in decl.body:
+            try:
+                self._declare(statement)
+            except Poisoned:
+                continue
+        if not any(isinstance(statement, syn.Ensure) for statement in decl.body):
+            what = f"`{decl.name.text}` does not say what it ensures"
+            help = "write for example `ensure allreduce(x)`: without it there is nothing to prove"
+            self.faults.report("C507", what, decl.name.span, "no `ensure`", help=help)
+        tunes = [statement for statement in decl.body if isinstance(statement, syn.Tune)]
+        entries = tuple(entry for tune in tunes for entry in tune.entries)
+        machine = Machine(self.topology, self.ranks, self.role, self._role_sms())
+        self.tuning = tuning(entries, overriding, machine, self.evaluator, self.scope, self.faults)
+
+    def _role_sms(self) -> int | None:
+        roles = (role for roles in self.role_sets for role in roles.roles)
+        return next((last - first for name, first, last in roles if name == self.role and last > first), None)
+
+    def _first_scope(self, ranks: int) -> dict[str, Value]:
+        known = known_counts(self.decl.ranks, ranks, self.topology)
+        return {**self.functions, **known, **dict(self.params)}
+
+    def _admits_ranks(self) -> bool:
+        where = self.decl.where
+        try:
+            if where is None or self.evaluator.number(where, self.scope):
+                return True
+        except Poisoned:
+            return False
+        values = ", ".join(f"{name} = {value}" for name, value in [(self.decl.ranks.text, self.ranks), *self.params])
+        self.faults.report("C501", f"`{self.decl.name.text}` is not for {self.ranks} ranks", where.span,
+                           f"false for {values}", help=self._nearest_ranks(where))  # fmt: skip
+        return False
+
+    def _nearest_ranks(self, where: syn.Expr) -> str:
+        silent = Evaluator(Faults())
+        fitting = list[int]()
+        for ranks in range(1, max(64, 2 * self.ranks) + 1):
+            try:
+                if silent.number(where, self._first_scope(ranks)):
+                    fitting.append(ranks)
+            except Poisoned:
+                continue
+        below = [ranks for ranks in fitting if ranks < self.ranks][-1:]
+        above = [ranks for ranks in fitting if ranks > self.ranks][:1]
+        numbers = " and ".join(str(ranks) for ranks in below + above)
+        if not numbers:
+            return "no rank count nearby fits; change the parameters"
+        return f"the nearest rank counts that fit are {numbers}" if below and above else f"{numbers} ranks would fit"
+
+    def _declare(self, statement: syn.Stmt) -> None:
+        match statement:
+            case syn.BufferDecl():
+                self._buffer(statement)
+            case syn.CyclesDecl():
+                cycles = Cycles(cycle_set(statement, self.evaluator, self.scope, self.ranks, self.faults))
+                self.cycles.append(cycles)
+                self.scope.setdefault(statement.name.text, cycles)
+            case syn.Let(name, value):
+                self.scope.setdefault(name.text, self.evaluator.value(value, self.scope))
+            case syn.On(role):
+                if self.role is not None:
+                    self.faults.fail("C506", "a schedule runs on one role", statement.span, f"already on `{self.role}`")
+                self.role = role.text
+            case _:
+                pass
+
+    def _buffer(self, decl: syn.BufferDecl) -> None:
+        extents, blocks, cut = list[int](), 1, 1
+        for dim in decl.dims:
+            extent = self.evaluator.constant(dim.size, self.scope)
+            if not 1 <= extent <= 2**20:
+                self.faults.fail("C509", "an extent is 1 to 2 ** 20", dim.size.span, f"this is {extent}")
+            extents.append(extent)
+            blocks, cut = (blocks * extent, cut) if dim.blocks else (blocks, cut * extent)
+        what = f"chunks on each of {self.ranks} ranks"
+        self.binding.budget.spend(blocks * cut, self.ranks, what, decl.span)
+        element, like = (None if name is None else name.text for name in (decl.element, decl.like))
+        made = Buffer(decl.name.text, decl.kind, tuple(extents), blocks, cut, decl.span, element, like)
+        self.buffers.setdefault(decl.name.text, made)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def body(self) -> None:
+        for statement in self.decl.body:
+            if isinstance(statement, syn.Ensure):
+                try:
+                    self.contracts += contracts(statement, self.binding, self.scope)
+                except Poisoned:
+                    continue
+        self._statements(self.decl.body, self.scope, ())
+        tasks.check_yields(self.steps, self.buffers_list, self.faults)
+        if not self.faults.found:  # it may be a task at fault that is missing
+            tasks.check_sources(self.contracts, self.steps, self.buffers_list, self.faults)
+
+    def _statements(
+        self, body: tuple[syn.Stmt, ...], scope: dict[str, Value], bindings: tuple[tuple[str, int], ...]
+    ) -> None:
+        for statement in body:
+            self.evaluator.bindings = bindings
+            self.binding.budget.spend(1, STATEMENT, "statements", statement.span)
+            try:
+                self._statement(statement, scope, bindings)
+            except Poisoned:
+                continue
+
+    def _statement(self, statement: syn.Stmt, scope: dict[str, Value], bindings: tuple[tuple[str, int], ...]) -> None:
+        match statement:
+            case syn.Let(name, value):
+                scope[name.text] = self.evaluator.value(value, scope)
+            case syn.For(name, domain, body):
+                first, last, cycles = self.binding.domain(domain, scope)
+                self.binding.budget.loop(statement, int(last) - int(first), scope)
+                for index in range(int(first), int(last)):
+                    bound = index if cycles is None else Cycle(cycles, index)
+                    self.binding.budget.spend(1, STATEMENT, "rounds", domain.span)
+                    self._statements(body, {**scope, name.text: bound}, (*bindings, (name.text, index)))
+            case syn.If(arms, otherwise):
+                bodies = (arm.body for arm in arms if self.evaluator.number(arm.condition, scope))
+                self._statements(next(bodies, otherwise), dict(scope), bindings)
+            case syn.Each():
+                # The tree outlives the resolver, so a node's identity names it.
+                builder = self.builders.get(id(statement))
+                if builder is None:
+                    builder = self.builders[id(statement)] = StepBuilder(statement, self.binding)
+                self.steps.append(builder.step(scope, bindings))
+            case syn.Yield(buffer):
+                self._task(Yield((list(self.buffers).index(buffer.text),), bindings, statement.span))
+            case syn.Visit():
+                self._task(tasks.visit(statement, list(self.buffers), bindings))
+            case syn.Compute():
+                self._task(tasks.task(statement, self.buffers, bindings, self.faults))
+            case _:
+                pass
+
+    def _task(self, task: Yield | Task) -> None:
+        chunks = sum(self.buffers_list[buffer].num_chunks for buffer in (*task.reads, *task.writes))
+        budget = self.binding.budget
+        budget.spend(chunks, handed(self.ranks), f"chunks on each of {self.ranks} ranks", task.span)
+        budget.spend(max(copies_of(task, self.buffers_list), 1), TURN, "chunks to copy out", task.span)
+        self.steps.append(task)
+
+    @property
+    def buffers_list(self) -> tuple[Buffer, ...]:
+        return tuple(self.buffers.values())
+
+    def schedule(self) -> Schedule:
+        return Schedule(
+            name=self.decl.name.text, num_ranks=self.ranks, topology=self.topology, params=tuple(self.params),
+            buffers=self.buffers_list, contracts=tuple(self.contracts),
+            cycles=tuple(cycles.declared for cycles in self.cycles), steps=tuple(self.steps), tuning=self.tuning,
+            role=self.role, roles=self.role_sets, span=self.decl.span,
+        )  # fmt: skip
