@@ -378,7 +378,7 @@ def main() -> None:
     if not on_gpu:
         torch.set_num_threads(1)
         options.only = [name for name in options.only if name != "graph"]
-    runner.end_of_parts(Run, options, PARTS, GRACE, on_gpu=on_gpu, with_nccl=False)
+    runner.end_of_parts(Run, options, PARTS, GRACE, on_gpu=on_gpu)
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ def main() -> None:
     on_gpu = options.device == "cuda"
     if not on_gpu:
         torch.set_num_threads(1)
-    runner.end_of_parts(Run, options, PARTS, GRACE, on_gpu=on_gpu, with_nccl=False)
+    runner.end_of_parts(Run, options, PARTS, GRACE, on_gpu=on_gpu)
 
 
 if __name__ == "__main__":

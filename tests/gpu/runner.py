@@ -252,13 +252,14 @@ def end_of_parts(
     grace: float,
     *,
     on_gpu: bool,
-    with_nccl: bool = True,
 ) -> NoReturn:
     """Does the parts that the options name, on GPUs with NCCL beside gloo, which ranks that share a GPU cannot have."""
 
     def make() -> P:
-        choose_transport(options.transport, int(os.environ["WORLD_SIZE"]))
-        return kind(*joined(options, on_gpu=on_gpu, backend="cpu:gloo,cuda:nccl" if on_gpu and with_nccl else "gloo"))
+        ranks = int(os.environ["WORLD_SIZE"])
+        choose_transport(options.transport, ranks)
+        with_nccl = on_gpu and ranks <= torch.cuda.device_count()
+        return kind(*joined(options, on_gpu=on_gpu, backend="cpu:gloo,cuda:nccl" if with_nccl else "gloo"))
 
     def work(run: P) -> tuple[bool, str]:
         for name in options.only:
