@@ -9,9 +9,8 @@ from typing import Any
 SOURCE = {  # the text that was proved, and what it uses
     'attention_direct_backward.comm': """\
 # The gradients of direct attention: keys and values are put again, and what a visit finds goes back to their owner, in the type
-# it was found in; the owner adds it to a sum in float32. Each way P - 1 hops; P - 1 sums in the order of the steps: the same bits in
-# every run. A rank's own keys visit first by their front half, while others' travel, and last by their back half, while what was found
-# about others' does.
+# it was found in; the owner adds it to a sum in float32. Each way P - 1 hops; P - 1 sums in the order of the steps, beside the
+# owner's own part: the same bits in every run.
 schedule attention_direct_backward(K = 1, causal = 0) for P ranks where P >= 2 and K >= 1 and K < P {
   input k[2 blocks, K blocks]
   input v[2 blocks, K blocks] like k
@@ -25,11 +24,7 @@ schedule attention_direct_backward(K = 1, causal = 0) for P ranks where P >= 2 a
   scratch av[2 blocks, K blocks]
   ensure rotation(k -> kc, v -> vc) back dk, dv each r, q, h in 0 ..< 2 where causal == 0 or h == 0 or q >= r
 
-  each r, p in 0 ..< K {
-    copy k[0, p] -> kc[0, p]
-    copy v[0, p] -> vc[0, p]
-  }
-  yield attend(kc, vc -> dk, dv)
+  yield attend(k, v -> dk, dv)
   for s in 0 ..< P - 1 {
     each r, h in 0 ..< 2, p in 0 ..< K {
       let q = (r + 1 + (s + p * (P - 1) / K) % (P - 1)) % P
@@ -45,13 +40,6 @@ schedule attention_direct_backward(K = 1, causal = 0) for P ranks where P >= 2 a
         get pk[h, p] @ q -> ak[h, p]
         get pv[h, p] @ q -> av[h, p]
       }
-    }
-    if s == P - 2 {
-      each r, p in 0 ..< K {
-        copy k[1, p] -> kc[1, p]
-        copy v[1, p] -> vc[1, p]
-      }
-      yield attend(kc, vc, dk, dv -> dk, dv)
     }
     each r, h in 0 ..< 2, p in 0 ..< K {
       let q = (r + 1 + (s + p * (P - 1) / K) % (P - 1)) % P

@@ -46,6 +46,8 @@ def cases(ranks: int) -> Iterator[Case]:
     nodes = [m for m in range(2, ranks) if ranks % m == 0]
     counts = sorted({1, ranks // 2, ranks - 1})
     for causal in (0, 1):
+        if ranks == 2:
+            yield _case("pair", ranks, causal=causal)
         yield from (_case("direct", ranks, K=count, causal=causal) for count in counts)
         yield _case("ring", ranks, causal=causal)
         yield from (_case("double_ring", ranks, m=m, causal=causal) for m in nodes)

@@ -185,11 +185,12 @@ def test_own_schedule(ring: str) -> None:
     hold(3, CASES, schedule=ring)
 
 
-def test_what_is_added_to_begins_with_zeros() -> None:
-    """Sums of gradients that several visits add to begin with zeros: torch fills what it allocates with NaN here."""
+def test_what_nobody_attends_to_is_zero() -> None:
+    """Gradients that no call finds are zeros, on the way and at home: torch fills what it allocates with NaN here."""
     torch.use_deterministic_algorithms(True)
     try:
-        hold(3, {"causal": CASES["causal"]}, schedule="direct")
+        for ranks, schedule in ((3, "direct"), (2, "pair")):
+            hold(ranks, {"causal": CASES["causal"]}, schedule=schedule)
     finally:
         torch.use_deterministic_algorithms(False)
 

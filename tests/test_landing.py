@@ -46,12 +46,14 @@ CASES = [
     ("attention_ring", 2, {}), ("attention_ring", 4, {"causal": 1}), ("attention_hamilton", 5, {"K": 2}),
     ("attention_paths", 4, {}), ("attention_double_ring", 4, {}), ("attention_double_ring", 6, {"m": 3, "causal": 1}),
     ("attention_window", 4, {"B": 2, "A": 1}), ("attention_ulysses", 3, {}), ("attention_ulysses_ring", 4, {"U": 2}),
+    ("attention_pair", 2, {"causal": 1}),
     ("rotation_ring", 3, {}), ("rotation_direct", 4, {}), ("rotation_carry", 3, {}),
 ]  # fmt: skip
 """Schedules, each with ranks and parameters."""
 
 BACK = [
     ("attention_direct_backward", 3, {"K": 2, "causal": 1}), ("attention_ring_backward", 4, {}),
+    ("attention_pair_backward", 2, {"causal": 1}),
     ("attention_hamilton_backward", 5, {"K": 2}), ("attention_paths_backward", 4, {}),
     ("attention_double_ring_backward", 6, {"m": 3}), ("attention_window_backward", 4, {"B": 2, "A": 1}),
     ("attention_ulysses_backward", 3, {}), ("attention_ulysses_ring_backward", 4, {"U": 2}),

@@ -222,8 +222,11 @@ def candidates(machine: Machine, ranks: int, sizes: Sizes) -> Iterator[Candidate
     if here.runs == in_order.runs and sizes.mask != Mask():
         reach = (("B", here.reach(sizes.mask.left)), ("A", here.reach(sizes.mask.right)))
         yield Candidate("attention_window", reach)
-    for pieces in dict.fromkeys((ranks - 1, 1) if machine.is_mesh else (1, ranks - 1)):
-        yield Candidate("attention_direct", (("K", pieces), *causal))
+    if ranks == 2:
+        yield Candidate("attention_pair", causal)
+    else:
+        for pieces in dict.fromkeys((ranks - 1, 1) if machine.is_mesh else (1, ranks - 1)):
+            yield Candidate("attention_direct", (("K", pieces), *causal))
     yield Candidate("attention_ring", causal)
     if ranks > 2 and ranks not in (4, 6):
         yield Candidate("attention_hamilton")

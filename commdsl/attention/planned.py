@@ -6,7 +6,7 @@ summed. Does not run anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -21,7 +21,6 @@ from commdsl.attention.kernel import Kernel, Ready, Shape, ready
 from commdsl.attention.masks import Mask
 from commdsl.attention.pieces import Visits, as_kept, stretches, visits
 from commdsl.attention.placement import Placement, Same
-from commdsl.ir.held import Held
 from commdsl.runtime import groups
 from commdsl.runtime.errors import TensorError
 
@@ -69,7 +68,7 @@ class Plan:
     visits: Visits
     kernel: Kernel
     works: tuple[tuple[Work, ...], ...]
-    unseen: tuple[tuple[slice, ...], ...]  # rows that visit, or are added to later, and that no call of the visit has
+    unseen: tuple[tuple[slice, ...], ...]  # rows that visit, and that no call of the visit has
     query_rows: tuple[slice, ...]  # each that a call has
 
 
@@ -144,7 +143,7 @@ def _made(
     asked = [call for made in found.calls for call in made]
     chosen = kernels.chosen(kernel, kernels.here(device), shape, asked, backward)
     works, unseen = [], []
-    for made, fresh, begins in zip(found.calls, found.fresh, _begin(op.value.held(name)), strict=True):
+    for made, fresh in zip(found.calls, found.fresh, strict=True):
         keys = np.zeros(found.layout.all_rows, np.bool_)
         of_visit = []
         for call in kernels.suited(chosen, shape, made):
@@ -152,19 +151,12 @@ def _made(
             of_visit.append(Work(one, _into(keys, one.keys)))
         works.append(tuple(of_visit))
         blank = np.zeros_like(keys)
-        for rows in (slice(None),) if begins else fresh:
+        for rows in fresh:
             blank[rows] = ~keys[rows]
         unseen.append(tuple(stretches(blank)))
     distinct = {(work.ready.queries.start, work.ready.queries.stop) for made in works for work in made}
     query_rows = tuple(slice(*pair) for pair in sorted(distinct))
     return Plan(found, chosen, tuple(works), tuple(unseen), query_rows)
-
-
-def _begin(held: Sequence[Held]) -> Iterator[bool]:
-    """Of each visit, whether it writes first what later ones add to."""
-    added = {name for one in held for name in {*one.reads} & {*one.writes}}
-    for one in held:
-        yield bool(added & {*one.writes} - {*one.reads})
 
 
 def _into(touched: NDArray[np.bool_], rows: slice) -> tuple[Into, ...]:

@@ -3,8 +3,7 @@
 Assumes that rotations are kept: `rotations` proves that every piece is handed over once where it is to be. What a yield
 writes about a piece is written to the same place of a buffer that moves join to the one that comes back: one
 contribution for each piece that is new at that yield. A buffer that it reads as well keeps what was there. What the
-buffers hold at first counts as nothing: the caller gives zeros; and so does what is written first, about no new piece,
-to a buffer that some yield adds to. Does not look at the order of the sums.
+buffers hold at first counts as nothing: the caller gives zeros. Does not look at the order of the sums.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from commdsl.checks.locations import Located, LocatedStep, LocatedTask, Location
 from commdsl.checks.rotations import visiting
 from commdsl.ir.classes import connected
 from commdsl.ir.held import Handed, handed
-from commdsl.ir.schedules import Contract, Rotation, Task, Yield
+from commdsl.ir.schedules import Contract, Rotation, Task
 from commdsl.ir.words import at_bindings
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.records import dataclass
@@ -56,8 +55,6 @@ class _Returns:
         self.buffers = located.schedule.buffers
         self.classes = connected(located.schedule)
         self.groups = [self.classes[buffer] for buffer in rotation.back]
-        yields = [step for step in located.schedule.steps if isinstance(step, Yield)]
-        self.added = {buffer for step in yields for buffer in {*step.reads} & {*step.writes}}  # what a yield adds to
         self.written: dict[int, list[_Written]] = {}  # by step
         self.due: list[list[tuple[Locations, Locations]]] = [[] for _ in rotation.back]  # pieces, and what is theirs
 
@@ -95,7 +92,7 @@ class _Returns:
             places, origins = task.writes[:, columns], task.origins[:, columns]
             part = slice(first, first + places.shape[1])
             own, first, keeps = new[:, part], part.stop, buffer in now.step.reads
-            made = _Written(places, origins, own if buffer in self.added else np.ones_like(own), keeps)
+            made = _Written(places, origins, own if keeps else np.ones_like(own), keeps)
             self.written.setdefault(now.index, []).append(made)
             self.due[number].append((pieces[:, part][own], origins[own]))
         return None

@@ -49,6 +49,7 @@ GRADIENTS = 1e-5
 
 LANDING = ("cells", "place")
 CAUSAL_ALONE = ("direct@causal=1", "ring@causal=1")
+PAIR_ALONE = ("pair@causal=1",)
 MOST_OF_ONE_GPU = 1.1
 REPLAYS = 3
 CYCLES = 1_000_000  # of a GPU, at most, that a rank is held up
@@ -187,12 +188,17 @@ def rows_of(case: Case, where: placement.Placement, rank: int) -> torch.Tensor:
 
 def schedules(ranks: int) -> list[str]:
     """Those that admit so many ranks, whatever the mask and the heads."""
-    found = ["direct", "ring"]
+    found = ["direct", "ring", *(["pair"] if ranks == 2 else [])]
     if ranks == 2 or ranks > 6 or ranks % 2:  # there are no such cycles of 4 and of 6 ranks
         found += ["hamilton@K=1", f"hamilton@K={ranks - 1}"] if ranks > 2 else ["hamilton@K=1"]
     if ranks % 2 == 0 and ranks > 3:
         found += ["paths@m=2", "double_ring@m=2"]
     return found
+
+
+def causal_alone(ranks: int) -> tuple[str, ...]:
+    """Those that send what a causal mask admits."""
+    return CAUSAL_ALONE + (PAIR_ALONE if ranks == 2 else ())
 
 
 def cases(ranks: int) -> list[Case]:
@@ -201,8 +207,8 @@ def cases(ranks: int) -> list[Case]:
     heads = itertools.cycle([((4, 4), 1), ((4, 2), 2), ((4, 1), 1)])
     landing = itertools.cycle(LANDING)
     found = []
-    for schedule in [*schedules(ranks), *CAUSAL_ALONE]:
-        masks = ["causal"] if schedule in CAUSAL_ALONE else list(MASKS)
+    for schedule in [*schedules(ranks), *causal_alone(ranks)]:
+        masks = ["causal"] if schedule in causal_alone(ranks) else list(MASKS)
         for mask, length in itertools.product(masks, lengths):
             found.append(Case(Way(schedule, "", next(landing)), mask, length, *next(heads)))
     for length in lengths:
@@ -242,7 +248,7 @@ def exact(run: Run) -> None:
 
 
 def bits(run: Run) -> None:
-    for schedule in [*schedules(run.ranks), *CAUSAL_ALONE]:
+    for schedule in [*schedules(run.ranks), *causal_alone(run.ranks)]:
         case = Case(Way(schedule), "causal", (31 * run.ranks + 5,))
 
         def work(part: runner.Part, case: Case = case) -> int:
@@ -292,7 +298,7 @@ def of_one(kernel: str, given: Tensors) -> Tensors:
 
 
 def graph(run: Run) -> None:
-    for way in captured_ways():
+    for way in captured_ways(run.ranks):
         case = Case(way, "causal", (32 * run.ranks,))
 
         def work(part: runner.Part, case: Case = case) -> int:
@@ -352,13 +358,13 @@ def public(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def captured_ways() -> list[Way]:
-    return [Way(*way) for way in itertools.product(CAUSAL_ALONE, ("engine", "8"), LANDING)]
+def captured_ways(ranks: int) -> list[Way]:
+    return [Way(*way) for way in itertools.product(causal_alone(ranks), ("engine", "8"), LANDING)]
 
 
 def every_way(ranks: int) -> list[Way]:
     """All that a run on GPUs loads, forward and backward."""
-    return list(dict.fromkeys([*(case.way for case in cases(ranks)), *captured_ways()]))
+    return list(dict.fromkeys([*(case.way for case in cases(ranks)), *captured_ways(ranks)]))
 
 
 PARTS: dict[str, Callable[[Run], None]] = {

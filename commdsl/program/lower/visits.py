@@ -96,7 +96,7 @@ class _Walk:
     def launch(self, segment: Segment, *, is_alone: bool) -> None:
         """`is_alone`: no visit computes beside it."""
         name = f"{self.schedule.name}_segment{len(self.moves) + 1}"
-        tuning = _adding(segment.schedule, is_alone=is_alone) if segment.sums else _tuning(segment.schedule)
+        tuning = _tuning(segment, is_alone=is_alone)
         content = (segment.content, tuple(one.name in self.landing for one in segment.schedule.buffers), tuning)
         if content not in self.moves:
             named = replace(segment.schedule, name=name, tuning=tuning)
@@ -210,13 +210,15 @@ def _passes(schedule: Schedule, found: Sequence[Part], name: str, other: str) ->
     return True
 
 
-def _adding(schedule: Schedule, *, is_alone: bool) -> Tuning:
-    """Of sums of another type: beside a visit few SMs, else all."""
-    sms = schedule.topology.num_sms if is_alone else schedule.tuning.sms or COMBINING.sms
+def _tuning(segment: Segment, *, is_alone: bool) -> Tuning:
+    """As the schedule says, but for what the copy engine cannot do and for sums of another type: these take few SMs,
+    and all where no visit computes beside them and nothing crosses ranks.
+    """
+    schedule = segment.schedule
+    moves = list(joining(schedule))
+    combines = any(one.kind is MoveKind.REDUCE for one in moves)
+    if not segment.sums and not (schedule.tuning.protocol == "engine" and combines):
+        return schedule.tuning
+    is_local = all((one.source_rank == one.dest_rank[:, None]).all() for one in moves)
+    sms = schedule.topology.num_sms if is_alone and is_local else schedule.tuning.sms or COMBINING.sms
     return replace(COMBINING, sms=sms)
-
-
-def _tuning(schedule: Schedule) -> Tuning:
-    """As the schedule says, but for what the copy engine cannot do."""
-    combines = any(moves.kind is MoveKind.REDUCE for moves in joining(schedule))
-    return COMBINING if schedule.tuning.protocol == "engine" and combines else schedule.tuning
