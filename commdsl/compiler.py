@@ -19,6 +19,7 @@ from commdsl.ir.dispatches import ByKey, Dispatch
 from commdsl.ir.plans import DispatchPlan, Routing, routing
 from commdsl.ir.products import stopping
 from commdsl.ir.resolve.faults import nearest
+from commdsl.ir.rowwise import ending
 from commdsl.ir.schedules import Schedule
 from commdsl.language import parsed
 from commdsl.language.diagnostics import CommError, Diagnostic, Label, Severity
@@ -291,7 +292,8 @@ def check_schedule(files: tuple[File, ...], decl: ScheduleDecl, given: Given) ->
     found = _raise_errors((*checks.check_files(files), *checks.check_schedule(meant)))
     warnings = (*resolve.warnings(files, decl), *found)
     _raise_errors((*unbuilt_schedule(meant), *tasks_without_kernel(meant, given.transport)))
-    stopped = stopping(meant).schedule
+    moving, _ = ending(meant)
+    stopped = stopping(moving).schedule
     visits = lower_visits(stopped, given.transport) if meant.stops else None
     plan = visits if visits is not None and meant.has_bodies else lower(meant, given.transport)
     for one in dict.fromkeys(one for one in (plan, visits) if one is not None):

@@ -54,7 +54,14 @@ class Line:
 def calls(plan: Plan) -> Iterator[Line]:
     """What every lane of the Plan's role runs, in one launch or as one of two."""
     if plan.is_static:
-        yield Line("moves: the operations of the rank, round after round", "commdsl::run_lane<Plan>(args, lane);")
+        run, by_row = "commdsl::run_lane<Plan>(args, lane)", plan.by_row
+        yield Line(
+            "moves: the operations of the rank, round after round", f"if (!{run}) return;" if by_row else f"{run};"
+        )
+        if by_row is not None:
+            tensors = ", ".join(map(str, (by_row.rows, *by_row.given, *by_row.results)))
+            call = f"commdsl::{by_row.function}<Plan, {tensors}>(args, lane);"
+            yield Line(f"{by_row.function}, of the rows that the lane has moved", call)
         return
     yield Line("what threads of a lane share", f"COMMDSL_SHARED commdsl::{known(plan)}<Plan> peers;")
     routed = tuple(phase for phase in plan.comm.phases if isinstance(phase, Routed))

@@ -181,7 +181,8 @@ def _kernel(plan: Plan) -> Kernel:
 
 def _headers(plan: Plan) -> tuple[str, ...]:
     if plan.is_static:
-        return ("kernel.cuh",) if plan.tiles is None else ("kernel.cuh", "tiles.cuh")
+        more = (plan.tiles, "tiles.cuh"), (plan.by_row, "by_row.cuh")
+        return ("kernel.cuh", *(name for phase, name in more if phase is not None))
     if any(isinstance(phase, PushAgain) for phase in plan.phases):
         return ("again.cuh",)
     if any(isinstance(phase, PushBack) for phase in plan.phases):

@@ -17,6 +17,7 @@ from commdsl.build.arena import Bytes
 from commdsl.build.emit import Emitted, defines
 from commdsl.build.host_ranks import DataRaceError, Running, Seats, Values, built, run_ranks, seats
 from commdsl.ir.classes import SUM
+from commdsl.ir.functions import ROWWISE, Extent
 from commdsl.machine.config import Config
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.program.memory import Rights, Tensor
@@ -111,6 +112,7 @@ class _Laid:
     """The tensors of one call."""
 
     block_bytes: int
+    row_bytes: int
     tensors: tuple[tuple[int, ...], ...]  # offsets by rank, tensor
     landing: tuple[int, ...]  # offsets by rank; none where nothing lands
 
@@ -186,7 +188,7 @@ def _lay(
             else:
                 offsets.append(where.room.poisoned(_nbytes(tensor, block_bytes, dtype), name, **place))
         ranks.append(tuple(offsets))
-    return _Laid(block_bytes, tuple(ranks), landing.base)
+    return _Laid(block_bytes, _row_bytes(plan, inputs), tuple(ranks), landing.base)
 
 
 def _block_bytes(plan: Plan, inputs: Inputs, dtype: ElementType) -> int:
@@ -194,8 +196,9 @@ def _block_bytes(plan: Plan, inputs: Inputs, dtype: ElementType) -> int:
     ValueError where they differ.
     """
     found: dict[int, str] = {}
-    for tensor in plan.moves.tensors:
-        if tensor.access is not Rights.READ:
+    others = _others(plan)
+    for number, tensor in enumerate(plan.moves.tensors):
+        if tensor.access is not Rights.READ or number in others:
             continue
         arrays = inputs[tensor.name]
         if len(arrays) != plan.num_ranks:
@@ -209,6 +212,19 @@ def _block_bytes(plan: Plan, inputs: Inputs, dtype: ElementType) -> int:
         sizes = ", ".join(f"{size} bytes (`{name}`)" for size, name in sorted(found.items()))
         raise ValueError(f"all blocks of a schedule are equally long, found {sizes}")
     return next(iter(found))
+
+
+def _others(plan: Plan) -> dict[int, Extent]:
+    """The tensors that are not as long as blocks, by number."""
+    if plan.by_row is None:
+        return {}
+    given = zip(plan.by_row.given, ROWWISE[plan.by_row.function].given, strict=True)
+    return {number: extent for number, extent in given if extent is not Extent.ROWS}
+
+
+def _row_bytes(plan: Plan, inputs: Inputs) -> int:
+    """Of a row, where lanes have whole ones."""
+    return 0 if plan.by_row is None else inputs[plan.moves.tensors[plan.by_row.row].name][0].nbytes
 
 
 def _type(tensor: Tensor, dtype: ElementType) -> ElementType:
@@ -233,7 +249,7 @@ def _begin_at(plan: Plan, where: Seats, first: int) -> None:
 
 def _values(plan: Plan, laid: _Laid) -> list[Values]:
     """What every rank's kernel is told of one call."""
-    launch = host_launch(plan.moves, laid.block_bytes).arguments()
+    launch = host_launch(plan.moves, laid.block_bytes, laid.row_bytes).arguments()
     return [{"landing": laid.landing, "tensors": offsets, **launch} for offsets in laid.tensors]
 
 

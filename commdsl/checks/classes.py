@@ -43,7 +43,7 @@ def _declared(buffer: Buffer) -> Label:
 def own_units(located: Located) -> Iterator[Diagnostic]:
     """C321, for the first buffer that has a type or a length of its own where nothing can."""
     schedule = located.schedule
-    if schedule.has_bodies:
+    if schedule.has_own_units:
         return
     for buffer in schedule.buffers:
         if buffer.element is not None or buffer.like is not None:

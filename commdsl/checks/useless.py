@@ -103,13 +103,16 @@ def _handed_over(located: Located) -> dict[int, tuple[Locations, ...]]:
 
 
 def _results(located: Located) -> Locations:
-    """What tasks write for the caller: no contract can say what it is, so none need name it."""
+    """What functions of ours or the caller's write for the caller: no contract can say what it is, so none need name
+    it.
+    """
     made = {
         buffer
         for task in located.tasks()
         for buffer in task.step.writes
         if located.schedule.buffers[buffer].kind in RETURNED
     }
+    made |= {one.dest_buffer for one in located.schedule.rowwise}
     return np.concatenate([np.zeros(0, np.int64), *(located.whole(buffer).ravel() for buffer in sorted(made))])
 
 

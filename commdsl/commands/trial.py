@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import isqrt
+from math import gcd, isqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from commdsl.commands.visited import Visited
 from commdsl.compiler import CompiledSchedule
 from commdsl.ir import interpret
 from commdsl.ir.classes import joining, types
+from commdsl.ir.functions import ROWWISE, Extent
 from commdsl.ir.products import stopping
 from commdsl.ir.schedules import Contract, Schedule, Yield
 from commdsl.language.kinds import BufferKind
@@ -32,6 +33,9 @@ from commdsl.program.timeouts import CommTimeout
 
 SEED = 20
 BUFFER_BYTES = 1 << 20
+ROWS = 8
+"""Into which a tensor falls, where it is whole rows and divides by it."""
+
 COPIES = 7
 """Of a tensor, that a run has at once."""
 
@@ -161,9 +165,25 @@ def make_inputs(schedule: Schedule, of: Mapping[str, DType], elements: int) -> d
         if buffer.kind in (BufferKind.INPUT, BufferKind.INOUT):
             shape = buffer.blocks * elements
             inputs[buffer.name] = [make_array(random, of[buffer.name], shape) for _ in range(schedule.num_ranks)]
+    for applied in (one.applied for one in schedule.rowwise[:1]):
+        assert applied is not None
+        for number, extent in zip(applied.given, ROWWISE[applied.function].given, strict=True):
+            name = schedule.buffers[number].name
+            inputs[name] = [_of_rows(values, extent) for values in inputs[name]]
     for factor in {schedule.buffers[factor].name for _, factor, _ in schedule.products}:
         inputs[factor] = [values.reshape(isqrt(elements), -1) for values in inputs[factor]]
     return inputs
+
+
+def _of_rows(values: Array, extent: Extent) -> Array:
+    """Of as many numbers as rows have, what a row-wise function is given; what is one number is not negative."""
+    match extent:
+        case Extent.ROWS:
+            return values
+        case Extent.ROW:
+            return values[: len(values) // gcd(len(values), ROWS)]
+        case Extent.NUMBER:
+            return np.abs(values[:1])
 
 
 def make_array(random: np.random.Generator, dtype: DType, size: int) -> Array:

@@ -5,7 +5,8 @@ classes       what its buffers are made of: length of a block, element type
 landing       which buffers of a schedule peers may put to themselves
 held          what each yield of a schedule hands over
 products      products of a schedule -> visits of ours, on single chunks
-functions     what a task of a schedule may compute
+rowwise       a schedule that ends in a row-wise function -> its moves, and that function
+functions     what a schedule may compute but products
 dispatches    a dispatch: tensors of rows and the routes they take
 plans         a plan: shards of documents and the ranks that compute them
 routes        where rows go: the runs of rows from each rank to each

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
+from commdsl.ir.functions import ROWWISE, Extent
 from commdsl.ir.schedules import Buffer, Schedule, Statement, Step
 from commdsl.language.kinds import GIVEN, MoveKind
 from commdsl.language.records import dataclass
@@ -67,12 +68,12 @@ def joining(schedule: Schedule) -> Iterator[Statement]:
 
 def classes(schedule: Schedule) -> tuple[int, ...]:
     """Of each buffer the first of its class; all are in one where the caller computes nothing."""
-    return _joined(schedule, sums(schedule)).groups() if schedule.has_bodies else (0,) * len(schedule.buffers)
+    return _joined(schedule, sums(schedule)).groups() if schedule.has_own_units else (0,) * len(schedule.buffers)
 
 
 def connected(schedule: Schedule) -> tuple[int, ...]:
     """As `classes`, a sum and what is added to it being one: what may become part of what."""
-    return _joined(schedule, frozenset()).groups() if schedule.has_bodies else (0,) * len(schedule.buffers)
+    return _joined(schedule, frozenset()).groups() if schedule.has_own_units else (0,) * len(schedule.buffers)
 
 
 Pair: TypeAlias = tuple[int, int]
@@ -119,6 +120,11 @@ def _joined(schedule: Schedule, apart: frozenset[Pair]) -> Joined:
     for moves in joining(schedule):
         if (moves.source_buffer, moves.dest_buffer) not in apart:
             joined.join(moves.source_buffer, moves.dest_buffer)
+    for rows, applied in ((one.source_buffer, one.applied) for one in schedule.rowwise):
+        assert applied is not None
+        for buffer, extent in zip(applied.given, ROWWISE[applied.function].given, strict=True):
+            if extent is Extent.ROWS:
+                joined.join(rows, buffer)
     return joined
 
 

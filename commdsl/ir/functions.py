@@ -1,4 +1,7 @@
-"""The functions that a `compute` task may name: element by element, so that any cut into tiles gives the same bits.
+"""The functions that `compute` may name, but products: what they read and write, and how a row is made.
+
+Element by element (`FUNCTIONS`): any cut into tiles gives the same bits. Row-wise (`ROWWISE`): a result depends on its
+whole row, so who makes a row has all of it.
 
 Assumes nothing. Does not compute; the oracle and the kernels do: floats in float32, rounded once, integers as they are.
 """
@@ -6,6 +9,7 @@ Assumes nothing. Does not compute; the oracle and the kernels do: floats in floa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from types import MappingProxyType
 
 from commdsl.language.records import dataclass
@@ -22,4 +26,35 @@ class Function:
 
 FUNCTIONS: Mapping[str, Function] = MappingProxyType(
     {one.name: one for one in (Function("add", 2, "sum"), Function("multiply", 2, "prod"))}
+)
+
+
+class Extent(Enum):
+    """How long an operand of a row-wise function is."""
+
+    ROWS = "as long as the rows"
+    ROW = "one row"
+    NUMBER = "one number"
+
+
+@dataclass(frozen=True, slots=True)
+class Rowwise:
+    """From the rows that moves leave in a buffer, and what the caller gives beside them, to as many of each result."""
+
+    name: str
+    given: tuple[Extent, ...]
+    num_results: int
+
+    @property
+    def row(self) -> int:
+        """Which of what is given says how long a row is."""
+        return self.given.index(Extent.ROW)
+
+
+ROWWISE: Mapping[str, Rowwise] = MappingProxyType(
+    {
+        # (x, residual, weight, eps): the sum x + residual, rounded; and of that sum, each row divided by its root of
+        # the mean square and eps, and multiplied by the weight.
+        "add_rms_norm": Rowwise("add_rms_norm", (Extent.ROWS, Extent.ROW, Extent.NUMBER), 2),
+    }
 )

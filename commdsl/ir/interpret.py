@@ -7,7 +7,8 @@ With `avg` a chunk holds what it does with `sum`, divided: by how many contribut
 many, else by the least power of two that is not less. So a result is a mean, no partial sum is larger than what was
 given, and what is rounded on the way is rounded as in the sum.
 
-A product is made in float64, or integers that wrap, and rounded once; what is added to it behind is another step.
+A product is made in float64, or integers that wrap, and rounded once; what is added to it behind is another step. What
+a row-wise function makes of a row beside the sum is made in float64, too, so kernels are held to it but for rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 
 from commdsl.ir.classes import Unit, types, units
 from commdsl.ir.functions import FUNCTIONS
-from commdsl.ir.schedules import Schedule, Statement, Step, Task, Yield
+from commdsl.ir.schedules import Applied, Schedule, Statement, Step, Task, Yield
 from commdsl.language.kinds import GIVEN, RETURNED, BufferKind
 from commdsl.machine.dtypes import BY_NAME, Array, DType
 
@@ -208,13 +209,29 @@ def _results(memory: _Memory, moves: Statement, op: str) -> Iterator[tuple[int, 
             if moves.source_valid is None or moves.source_valid[row, k]:
                 places.append((moves.source_buffer, source_rank, source_chunk))
         operands, held = [memory.read_as(dtype, *place) for place in places], [memory.held(*place) for place in places]
-        if moves.factor is not None:
+        if moves.applied is not None:
+            given = [memory.whole(buffer, rank) for buffer in moves.applied.given]
+            values = by_row(moves.applied, operands[0], given, dtype)
+        elif moves.factor is not None:
             values = multiply(operands[0], memory.whole(moves.factor, rank), memory.depths[moves.factor], dtype)
         elif op == "avg":
             values = average(operands, held, memory.summed, dtype)
         else:
             values = combine(operands, dtype, op)
         yield moves.dest_buffer, rank, chunk, values, min(sum(held), MOST_CONTRIBUTIONS)
+
+
+def by_row(applied: Applied, rows: Array, given: Sequence[Array], dtype: DType) -> Array:
+    """A result of a row-wise function, of rows that lie one behind another."""
+    assert applied.function == "add_rms_norm"
+    residual, weight, eps = given
+    added = combine([rows, residual], dtype, "sum")
+    if applied.result == 0:
+        return added
+    wide = dtype.widen(added).astype(np.float64).reshape(-1, weight.size)
+    root = np.sqrt(np.square(wide).mean(axis=1, keepdims=True) + float(eps[0]))
+    made = wide / root * dtype.widen(weight).astype(np.float64)
+    return dtype.narrow(made.astype(dtype.accumulator).ravel())
 
 
 def multiply(rows: Array, factor: Array, depth: int, dtype: DType) -> Array:

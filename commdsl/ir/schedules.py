@@ -58,6 +58,15 @@ class CycleSet:
     span: Span = field(compare=False, repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A row-wise function of a chunk of rows, and of buffers that the caller gives."""
+
+    function: str  # a name in ROWWISE
+    given: tuple[int, ...]  # buffers, in the order of the function
+    result: int  # which of its results is written
+
+
 @dataclass(frozen=True)
 class Statement:
     """One `put`/`get`/`copy`/`reduce` statement of one step, for all ranks and bindings: n rows, k sources a row.
@@ -67,6 +76,7 @@ class Statement:
     source is on the actor; for GET and COPY the destination is; COPY has both on the actor. A PUT or GET to oneself is
     legal. For REDUCE at least one side is on the actor; with k > 1 or `is_list` the destination is on the actor.
     MATMUL is a COPY that multiplies: a chunk is a matrix, whose rows become those times `factor` on that rank.
+    ROWWISE is a COPY on every rank that makes of rows what `applied` says.
     """
 
     kind: MoveKind
@@ -82,6 +92,7 @@ class Statement:
     dest_chunk: Ints  # (n,)
     span: Span = field(repr=False)
     factor: int | None = None  # of MATMUL: a buffer
+    applied: Applied | None = None  # of ROWWISE
 
 
 @dataclass(frozen=True)
@@ -273,6 +284,17 @@ class Schedule:
     @property
     def has_products(self) -> bool:
         return bool(self.products)
+
+    @property
+    def rowwise(self) -> tuple[Statement, ...]:
+        """The statements that apply row-wise functions."""
+        moves = (one for step in self.steps if isinstance(step, Step) for one in step.moves)
+        return tuple(one for one in moves if one.applied is not None)
+
+    @property
+    def has_own_units(self) -> bool:
+        """Whether buffers may differ in length and type: not all that the caller gives is moved or reduced together."""
+        return self.has_bodies or bool(self.rowwise)
 
     @property
     def has_bodies(self) -> bool:

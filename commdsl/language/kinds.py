@@ -14,6 +14,7 @@ class MoveKind(Enum):
     COPY = "copy"
     REDUCE = "reduce"
     MATMUL = "matmul"
+    ROWWISE = "row-wise"
 
 
 class BufferKind(Enum):

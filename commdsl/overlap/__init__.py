@@ -3,7 +3,9 @@
 Importing this imports nothing else; each name below loads what it needs when it is first used.
 
     programs   a product and a group -> the schedule that makes it, in how many pieces, or none
-    functional the operators, with gradients, for autograd and torch.compile
+    functional products as operators, with gradients, for autograd and torch.compile
+    rms_norm   the operator that norms what ranks add up
+    calls      a call of an operator -> the shortest way to it
     layers     linear layers whose weights lie on all ranks, between rows that do
 """
 
@@ -17,13 +19,21 @@ if TYPE_CHECKING:
     from commdsl.overlap.functional import matmul_reduce_scatter as matmul_reduce_scatter
     from commdsl.overlap.layers import ColumnParallelLinear as ColumnParallelLinear
     from commdsl.overlap.layers import RowParallelLinear as RowParallelLinear
+    from commdsl.overlap.rms_norm import all_reduce_rms_norm as all_reduce_rms_norm
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "all_gather_matmul", "matmul_reduce_scatter"]
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "all_gather_matmul",
+    "all_reduce_rms_norm",
+    "matmul_reduce_scatter",
+]
 
 _HOME = {
     "ColumnParallelLinear": "layers",
     "RowParallelLinear": "layers",
     "all_gather_matmul": "functional",
+    "all_reduce_rms_norm": "rms_norm",
     "matmul_reduce_scatter": "functional",
 }
 

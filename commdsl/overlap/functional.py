@@ -13,15 +13,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from commdsl.overlap.calls import NAMESPACE, call
 from commdsl.overlap.programs import GATHER, SCATTER, program
 from commdsl.runtime import collective_ops, collectives, groups, menu
-from commdsl.runtime.eager import skips_dispatcher
 from commdsl.runtime.errors import TensorError
 from commdsl.runtime.operators import define
 
 Tensor: TypeAlias = torch.Tensor
-
-NAMESPACE = "commdsl_overlap"
 
 _LOCK = threading.Lock()
 
@@ -56,17 +54,7 @@ def matmul_reduce_scatter(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
 
 
 def _call(name: str, x: Tensor, w: Tensor, group: Any) -> Tensor:
-    x, w = _cast(x), _cast(w)
-    group_name = groups.name_of(group)
-    if skips_dispatcher((x, w)):
-        return _RUNS[name](x, w, group_name)
-    if torch.compiler.is_dynamo_compiling():
-        from commdsl.runtime.traced import defined  # a second, where torch has traced nothing yet
-
-        defined(__name__)
-    else:
-        library()
-    made: Tensor = getattr(torch.ops.commdsl_overlap, name)(x, w, group_name)
+    made: Tensor = call(__name__, name, _RUNS[name], (_cast(x), _cast(w)), groups.name_of(group))
     return made
 
 

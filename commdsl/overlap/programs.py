@@ -1,5 +1,5 @@
-"""Turns a product and a group into the op that makes it beside what travels, or none, where the plain sequence is to
-run.
+"""Turns a product, or rows, and a group into the op that makes results beside what travels, or none, where the plain
+sequence is to run.
 
 Assumes that every rank asks for a product of the same shape and dtype: nothing else goes into it, so all say the same.
 Does not run anything.
@@ -16,9 +16,13 @@ from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
 
 GATHER, SCATTER = "allgather_matmul", "matmul_reducescatter"
+NORM = "allreduce_rms_norm"
 
 FEW_ROWS = 1024
 """Of all ranks: what travels of so few takes about as long as it takes to say that it is there."""
+
+FEW_BYTES = 4 << 20
+"""Sent by a rank: of more, an all-reduce in two steps sends fewer."""
 
 ROW = 8
 """Elements of 16 bits between whose multiples a row ends that TMA reads."""
@@ -31,6 +35,15 @@ def program(schedule: str, x: torch.Tensor, w: torch.Tensor, group_name: str) ->
         return None
     rows = x.shape[0] * ranks if schedule == GATHER else x.shape[0]
     return _loaded(schedule, pieces(rows, ranks), ranks)
+
+
+def row_program(x: torch.Tensor, group_name: str) -> Op | None:
+    """What adds up rows over the ranks and norms them. x: rows, one behind another."""
+    ranks = menu.size(group_name)
+    sent = x.nbytes * (ranks - 1)
+    if not 0 < sent <= FEW_BYTES or groups.reaches_far(group_name, x.device):
+        return None
+    return load(NORM, ranks=ranks)
 
 
 def pieces(rows: int, ranks: int) -> int:

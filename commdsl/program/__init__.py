@@ -2,6 +2,7 @@
 
 memory        where data lies, and who may write it
 moves         the phase of static operations: per-rank tables, their operands and flags
+by_row        the phase of a row-wise function: what a lane makes of the rows it moved
 tasks         the phase of tiles: what a role computes beside the moves
 arriving      the names of what arrives besides the tensors of a dispatch by keys
 phases        what else a role does, proved by region: tell, meet, push, finish; `wording`: in words

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from commdsl.language.diagnostics import InternalError
+from commdsl.program.by_row import ByRow
 from commdsl.program.crossing import Pushing, num_crossing
 from commdsl.program.memory import Home, Transport
 from commdsl.program.moves import Moves
@@ -120,6 +121,8 @@ def arguments(plan: Plan) -> Arguments:
                     Field("stagger_bytes"),  # by how much less each of four lanes moves first than the one before
                 ]
                 numbers.append(Field("rounds", type="i32"))
+            case ByRow():
+                words.append(Field("row_bytes"))
             case Push():
                 rows = len(phase.given)
                 words += [

@@ -16,6 +16,7 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 from commdsl.program.agree import AGREEING_BLOCKS, Agree, heard_by
+from commdsl.program.by_row import ByRow
 from commdsl.program.halves import Halves, halves_of, kept_by
 from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.launches import touches as touches_between
@@ -24,7 +25,7 @@ from commdsl.program.moves import Moves
 from commdsl.program.phases import Count, FinishBack, Meet, Push, PushAgain, PushBack, PushByKey, Routed, touches
 from commdsl.program.tasks import Tiles
 
-Phase: TypeAlias = Moves | Tiles | Routed | Launch | Visit | Return
+Phase: TypeAlias = Moves | ByRow | Tiles | Routed | Launch | Visit | Return
 
 One = TypeVar("One")
 
@@ -84,6 +85,11 @@ class Plan:
     def tiles(self) -> Tiles | None:
         """What is computed beside the moves, in a Plan with a role that does."""
         return next((phase for phase in self.phases if isinstance(phase, Tiles)), None)
+
+    @property
+    def by_row(self) -> ByRow | None:
+        """What lanes make of the rows they moved, in a Plan whose lanes do."""
+        return next((phase for phase in self.phases if isinstance(phase, ByRow)), None)
 
     @property
     def has_reduction(self) -> bool:
@@ -224,6 +230,8 @@ def memory_of(phase: Phase) -> tuple[Memory, ...]:
     match phase:
         case Moves() | Tiles():
             return phase.tensors
+        case ByRow():  # those of the moves before it
+            return ()
         case Launch() | Visit() | Return():
             return tuple(touch.memory for touch in touches_between(phase))
         case _:

@@ -7,6 +7,7 @@ word for word, and both builds take lanes and rounds from here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import lcm
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ class Launch:
     rounds: int
     share_bytes: int  # the most a lane owns of a chunk
     stagger_bytes: int = 0  # by how much less each of STAGGERED neighbours moves in its first round than the one before
+    row_bytes: int = 0  # where lanes have whole rows of a block
 
     def arguments(self) -> dict[str, int]:
         """What a kernel is told of it."""
@@ -46,6 +48,7 @@ class Launch:
             "stagger_bytes": self.stagger_bytes,
             "active_lanes": self.active_lanes,
             "rounds": self.rounds,
+            "row_bytes": self.row_bytes,
         }
 
     def blocks(self, moves: Moves) -> int:
@@ -76,10 +79,10 @@ def slice_range(chunk_bytes: int, share_bytes: int, lane: int) -> tuple[int, int
     return min(lane * share_bytes, chunk_bytes), min((lane + 1) * share_bytes, chunk_bytes)
 
 
-def lane_share(chunk_bytes: int, active_lanes: int) -> int:
+def lane_share(chunk_bytes: int, active_lanes: int, unit: int = UNIT) -> int:
     """The most bytes any lane owns of a chunk, rounded up to whole units."""
-    units = -(-chunk_bytes // UNIT)
-    return UNIT * -(-units // active_lanes)
+    units = -(-chunk_bytes // unit)
+    return unit * -(-units // active_lanes)
 
 
 def size_classes(moves: Moves) -> NDArray[np.int32]:
@@ -93,23 +96,30 @@ def largest_chunk_bytes(moves: Moves, block_bytes: int) -> int:
     return max((last - first for first, last in ranges), default=0)
 
 
-def launch(moves: Moves, block_bytes: int, *, min_slice_bytes: int, max_lanes: int | None = None) -> Launch:
-    """Lanes and rounds of a call on blocks of this size; ValueError where 32 bits cannot count a block's vectors."""
+def launch(
+    moves: Moves, block_bytes: int, row_bytes: int = 0, *, min_slice_bytes: int, max_lanes: int | None = None
+) -> Launch:
+    """Lanes and rounds of a call on blocks of this size; ValueError where 32 bits cannot count a block's vectors, or
+    where a block is not whole rows, if lanes are to have whole ones.
+    """
+    if row_bytes and block_bytes % row_bytes:
+        raise ValueError(f"a block of {block_bytes} bytes is not whole rows of {row_bytes}")
     if block_bytes > UNIT * (2**32 - 1):
         raise ValueError(f"a block of {block_bytes} bytes is more than {UNIT} * (2^32 - 1)")
     largest = largest_chunk_bytes(moves, block_bytes)
     if largest == 0:
         # Data that carries flags carries the call, too: a word of it is sent where there is nothing else.
         alone = int(moves.protocol.carries_flags)
-        return Launch(block_bytes, alone, alone, 0)
+        return Launch(block_bytes, alone, alone, 0, row_bytes=row_bytes)
     lanes = moves.lanes if max_lanes is None else min(moves.lanes, max_lanes)
-    active = min(lanes, max(1, -(-largest // min_slice_bytes)))
-    share = lane_share(largest, active)
+    unit = lcm(UNIT, row_bytes or UNIT)
+    active = min(lanes, max(1, -(-largest // max(min_slice_bytes, unit))))
+    share = lane_share(largest, active, unit)
     if share <= moves.tile_bytes or moves.protocol.carries_flags or active == 1:
-        return Launch(block_bytes, active, -(-share // moves.tile_bytes), share)
+        return Launch(block_bytes, active, -(-share // moves.tile_bytes), share, row_bytes=row_bytes)
     stagger = moves.tile_bytes // STAGGERED // UNIT * UNIT
     shortest = moves.tile_bytes - (STAGGERED - 1) * stagger
-    return Launch(block_bytes, active, 1 - (shortest - share) // moves.tile_bytes, share, stagger)
+    return Launch(block_bytes, active, 1 - (shortest - share) // moves.tile_bytes, share, stagger, row_bytes)
 
 
 def round_range(moves: Moves, call: Launch, lane: int, number: int) -> tuple[int, int]:
@@ -119,20 +129,21 @@ def round_range(moves: Moves, call: Launch, lane: int, number: int) -> tuple[int
     return min(first, call.share_bytes), min((number + 1) * moves.tile_bytes - early, call.share_bytes)
 
 
-def device_launch(moves: Moves, block_bytes: int) -> Launch:
+def device_launch(moves: Moves, block_bytes: int, row_bytes: int = 0) -> Launch:
     """`launch` as the GPU build runs it: where data carries its flag, a word for every thread is enough for a lane."""
     data, _ = moves.protocol.wire
     per_thread = {Protocol.PACKET: data, Protocol.LINE: data // 8}.get(moves.protocol, 0)
-    made = launch(moves, block_bytes, min_slice_bytes=per_thread * moves.threads or DEVICE_MIN_SLICE_BYTES)
+    least = per_thread * moves.threads or DEVICE_MIN_SLICE_BYTES
+    made = launch(moves, block_bytes, row_bytes, min_slice_bytes=least)
     if moves.protocol is not Protocol.ENGINE:
         return made
     # The host says where a copy goes, once and for all replays of a graph: so every call starts with the same cells.
     return replace(made, rounds=-(-made.rounds // moves.rotation) * moves.rotation)
 
 
-def host_launch(moves: Moves, block_bytes: int) -> Launch:
+def host_launch(moves: Moves, block_bytes: int, row_bytes: int = 0) -> Launch:
     """`launch` as the host build runs it."""
-    return launch(moves, block_bytes, min_slice_bytes=HOST_MIN_SLICE_BYTES, max_lanes=HOST_MAX_LANES)
+    return launch(moves, block_bytes, row_bytes, min_slice_bytes=HOST_MIN_SLICE_BYTES, max_lanes=HOST_MAX_LANES)
 
 
 def tensor_bytes(tensor: Tensor, block_bytes: int) -> int:

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.classes import SUM, Unit
-from commdsl.ir.functions import FUNCTIONS
+from commdsl.ir.functions import FUNCTIONS, ROWWISE
 from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
+from commdsl.program.by_row import ByRow
 from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.memory import Rights, Transport
 from commdsl.program.moves import (
@@ -62,6 +63,9 @@ def verify(plan: Plan) -> None:
                     f"a role has {role.lanes} lanes of {role.threads} threads on {role.sms} SMs, its moves other ones",
                 )
                 verify_moves(phase, has_tiles=plan.tiles is not None)
+            if isinstance(phase, ByRow):
+                _law(role.phases[-2:] == (plan.moves, phase), "a row-wise function is not behind the moves of its role")
+                verify_by_row(phase, plan.moves)
             if isinstance(phase, Tiles):
                 shape = phase.num_ranks, phase.sms, phase.sms, phase.threads
                 _law(
@@ -145,6 +149,25 @@ def verify_moves(moves: Moves, *, has_tiles: bool = False) -> None:
     _flags(moves, has_tiles)
     owned = any(tensor.access is Rights.OWN for tensor in moves.tensors)
     _law(owned == has_tiles, "there are tiles, or tensors of their own, without the other")
+
+
+def verify_by_row(phase: ByRow, moves: Moves) -> None:
+    """`verify` for what lanes make of the rows they moved: all of a row is theirs, and nobody else's."""
+    function, of = ROWWISE[phase.function], moves.tensors
+    _law(len(phase.given) == len(function.given), f"`{phase.function}` is given {len(phase.given)} tensors")
+    _law(len(phase.results) == function.num_results, f"`{phase.function}` has {len(phase.results)} results")
+    _law(moves.protocol is not Protocol.ENGINE, "no lane has the rows that the copy engine moves")
+    for number in (phase.rows, *phase.given, *phase.results):
+        whole = of[number].blocks == of[number].cut == 1 and not of[number].lands
+        _law(whole, f"lanes share `{of[number].name}` in other slices than rows")
+    wanted = {phase.rows: Rights.WRITE, **dict.fromkeys(phase.given, Rights.READ)}
+    wanted |= dict.fromkeys(phase.results, Rights.WRITE)
+    _law(len(wanted) == 1 + len(phase.given) + len(phase.results), "a row-wise function has a tensor twice")
+    for number, access in wanted.items():
+        _law(of[number].access is access, f"`{of[number].name}` is not there to {access.value}")
+    _each(~np.isin(moves.ops.dest_space, phase.results), "destination", "what a function makes nothing moves to")
+    made = moves.ops.actor[moves.ops.dest_space == phase.rows]
+    _law({*made.tolist()} == {*range(moves.num_ranks)}, "on some rank nothing is moved to the rows")
 
 
 def verify_tiles(tiles: Tiles, moves: Moves) -> None:

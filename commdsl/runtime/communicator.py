@@ -53,7 +53,6 @@ class Communicator(Meeting, ABC):
     """What `host.py` and `device.py` have in common."""
 
     order: StreamOrder | None = None  # None where calls end before they return
-
     desk: Desk  # from `open_desk` on
 
     def __init__(
@@ -382,9 +381,10 @@ class Communicator(Meeting, ABC):
         op: str,
         seconds: float | None = None,
         about: str = "",
+        row_bytes: int = 0,
     ) -> Start:
-        """What starts calls of a Program on blocks of one size, each wait of which may take so many seconds, or as many
-        as the group's; the first for a Program is collective. `about`: what else ranks have to agree on, in words.
+        """What starts calls of a Program on blocks of one size, and rows where it makes rows; a wait may take so many
+        seconds, or as many as the group's. The first is collective. `about`: what else ranks agree on, in words.
         """
 
     @abstractmethod

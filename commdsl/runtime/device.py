@@ -85,10 +85,12 @@ class DeviceCommunicator(Communicator):
         op: str,
         seconds: float | None = None,
         about: str = "",
+        row_bytes: int = 0,
     ) -> DeviceStart:
         workspace = self.workspace(program.plan, program.emitted, program.emitted.identity, seconds=seconds)
         kernel = self._kernel(program, workspace, dtype, op)
-        prepared = workspace.prepare(program.emitted, block_bytes, dtype, op, device_launch, seconds, about)
+        launch = device_launch(program.plan.moves, block_bytes, row_bytes)
+        prepared = workspace.prepare(program.emitted, launch, dtype, op, seconds, about)
         return self.starter(workspace, kernel, prepared)
 
     def _kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:

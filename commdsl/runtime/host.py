@@ -68,6 +68,7 @@ class HostCommunicator(Communicator):
         op: str,
         seconds: float | None = None,
         about: str = "",
+        row_bytes: int = 0,
     ) -> HostStart:
         workspace = self.workspace(program.plan, program.emitted, program.emitted.identity, seconds=seconds)
         macros = defines(program.plan, dtype, op)
@@ -75,7 +76,8 @@ class HostCommunicator(Communicator):
         if kernel is None:
             residence = residence_of(program.plan, program.emitted.name)
             kernel = workspace.kernels[macros] = self.load_kernel(program.emitted, macros, residence)
-        prepared = workspace.prepare(program.emitted, block_bytes, dtype, op, host_launch, seconds, about)
+        launch = host_launch(program.plan.moves, block_bytes, row_bytes)
+        prepared = workspace.prepare(program.emitted, launch, dtype, op, seconds, about)
         return self.starter(workspace, kernel, prepared)
 
     def load_kernel(self, emitted: Emitted, macros: tuple[str, ...], residence: Residence) -> Kernel:

@@ -302,11 +302,11 @@ class Op:
         known = self.program(comm.size, comm.transport)
         if known.visits is not None and known.visits.parts:
             return multiplying(self.name, comm, known, inputs, seconds, groups.owner_of(name))
-        chosen = known.signature.in_place if in_place else None
-        if in_place and chosen is None:
+        if in_place and known.signature.in_place is None:
             raise TensorError(f"`{self.name}_` is not proved to work in place for this number of ranks")
-        block_bytes = inputs[0].nbytes // known.signature.inputs[0].blocks
-        start = comm.prepare(known, block_bytes, tensors.element_name(inputs[0].dtype), op, seconds)
+        chosen, dtype = known.signature.in_place if in_place else None, tensors.element_name(inputs[0].dtype)
+        block_bytes, row_bytes = tensors.block_and_row(known.signature, inputs)
+        start = comm.prepare(known, block_bytes, dtype, op, seconds, row_bytes=row_bytes)
         return Bound(self.name, comm, known, inputs, chosen, start, groups.owner_of(name))
 
     def _check(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> None:

@@ -63,6 +63,7 @@ class Signature:
     tensors: tuple[tuple[bool, int], ...]
     has_reduction: bool
     in_place: tuple[int, ...] | None  # for each output the input it may overwrite; None: there is no in-place variant
+    row: int | None = None  # which input is one row of the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,12 +310,14 @@ def _signature(schedule: Schedule, plan: Plan) -> Signature:
     outputs: list[Port] = []
     own: list[Port] = []
     tensors: list[tuple[bool, int]] = []
-    num_outputs = sum(tensor.access is Rights.WRITE for tensor in plan.moves.tensors)
-    for tensor in plan.moves.tensors:
-        ports = {Rights.READ: inputs, Rights.WRITE: outputs, Rights.OWN: own}[tensor.access]
+    rights = _rights(plan)
+    known = units(schedule) if plan.by_row is not None else {}
+    for tensor, access in zip(plan.moves.tensors, rights, strict=True):
+        ports = {Rights.READ: inputs, Rights.WRITE: outputs, Rights.OWN: own}[access]
         stack = schedule.num_yields if tensor.is_yield else 0
-        tensors.append((tensor.access is Rights.READ, len(ports) + (num_outputs if ports is own else 0)))
-        ports.append(Port(tensor.name, tensor.blocks // max(stack, 1), stack))
+        behind = rights.count(Rights.WRITE) if ports is own else 0
+        tensors.append((access is Rights.READ, len(ports) + behind))
+        ports.append(Port(tensor.name, tensor.blocks // max(stack, 1), stack, known.get(tensor.name)))
     names = [port.name for port in inputs]
     safe = all(port.name in plan.moves.alias_safe and port.name in names for port in outputs)
     return Signature(
@@ -324,13 +327,20 @@ def _signature(schedule: Schedule, plan: Plan) -> Signature:
         tuple(tensors),
         plan.moves.has_reduction,
         tuple(names.index(port.name) for port in outputs) if outputs and safe else None,
+        None if plan.by_row is None else tensors[plan.by_row.row][1],
     )
+
+
+def _rights(plan: Plan) -> list[Rights]:
+    """Of each tensor, as the caller sees them: what its lanes make rows from they have for themselves."""
+    rows = None if plan.by_row is None else plan.by_row.rows
+    return [Rights.OWN if number == rows else tensor.access for number, tensor in enumerate(plan.moves.tensors)]
 
 
 def _fills_outputs(plan: Plan) -> bool:
     """Whether every rank's operations write every chunk of every output."""
     for index, tensor in enumerate(plan.moves.tensors):
-        if tensor.access is not Rights.WRITE:
+        if tensor.access is not Rights.WRITE or (plan.by_row is not None and index in plan.by_row.results):
             continue
         here = plan.moves.ops.dest_space == index
         written = np.unique(plan.moves.ops.dest_rank[here].astype(np.int64) * 2**32 + plan.moves.ops.dest_index[here])

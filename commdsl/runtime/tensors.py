@@ -41,6 +41,19 @@ def check(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> N
     _check_blocks(name, signature, tensors)
     for port in filter(_is_made, signature.outputs):
         _check_product(name, signature, port, tensors)
+    if signature.row is not None:
+        _check_row(name, signature, signature.row, tensors)
+
+
+def _check_row(name: str, signature: Signature, row: int, tensors: Sequence[torch.Tensor]) -> None:
+    """What is made row by row is of floats, and whole rows."""
+    first, one = tensors[0], tensors[row]
+    rows, port = signature.inputs[0].name, signature.inputs[row].name
+    if not first.dtype.is_floating_point or one.dtype != first.dtype:
+        raise TensorError(f"`{name}`: `{rows}` and `{port}` are floats of one type, not {first.dtype} and {one.dtype}")
+    if one.dim() != 1 or first.dim() == 0 or one.shape != first.shape[-1:]:
+        what = f"`{port}` is {tuple(one.shape)}, a row of `{rows}` {tuple(first.shape[-1:])}"
+        raise TensorError(f"`{name}`: {what}, and they are equally long")
 
 
 def _check_product(name: str, signature: Signature, made: Port, tensors: Sequence[torch.Tensor]) -> None:
@@ -56,6 +69,12 @@ def _check_product(name: str, signature: Signature, made: Port, tensors: Sequenc
         if (tensor.shape[1], tensor.dtype) != (tensors[rows].shape[1], tensors[rows].dtype):
             first = f"`{signature.inputs[rows].name}` {tensors[rows].shape[1]} of {tensors[rows].dtype}"
             raise TensorError(f"`{name}`: a row of `{port.name}` has {tensor.shape[1]} of {tensor.dtype}, of {first}")
+
+
+def block_and_row(signature: Signature, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """The bytes of a block, and of a row where the op makes rows; else 0."""
+    row = 0 if signature.row is None else tensors[signature.row].nbytes
+    return tensors[0].nbytes // signature.inputs[0].blocks, row
 
 
 def _check_blocks(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> None:

@@ -14,7 +14,6 @@ from typing import Protocol, TypeAlias
 
 from commdsl.build.emit import Emitted
 from commdsl.program.arguments import heaps
-from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Launch
 from commdsl.program.timeouts import ErrorRecord, unpack
@@ -25,10 +24,6 @@ from commdsl.runtime.heap import Heap
 from commdsl.runtime.kernel import Kernel, Prepared
 from commdsl.runtime.pool import Pool
 from commdsl.runtime.said import Said
-
-Geometry: TypeAlias = Callable[[Moves, int], Launch]
-"""How a call on blocks of so many bytes runs."""
-
 
 Explain: TypeAlias = Callable[[ErrorRecord], Exception]
 """What a report of a kernel means that is no time-out."""
@@ -77,7 +72,6 @@ class Workspace:
         self.kernels: dict[tuple[str, ...], Kernel] = {}
         self.lock = threading.Lock()
         self.is_closed = False  # whoever kept something of this workspace has to ask for it anew
-        self._launches: dict[int, Launch] = {}
         self._reach = reach
         self._desk = desk
         self._error = error
@@ -103,21 +97,19 @@ class Workspace:
     def prepare(
         self,
         emitted: Emitted,
-        block_bytes: int,
+        launch: Launch,
         dtype: str,
         op: str,
-        geometry: Geometry,
         seconds: float | None = None,
         about: str = "",
     ) -> Prepared:
         """Everything about calls on blocks of this size but the addresses of their tensors. `seconds`: how
         long a wait may take, if not as long as the group's. `about`: words that join those of the call.
         """
-        launch = self._launches.get(block_bytes)
-        if launch is None:
-            launch = self._launches[block_bytes] = geometry(self.plan.moves, block_bytes)
+        block_bytes, row_bytes = launch.block_bytes, launch.row_bytes
         blocks = max((tensor.blocks for tensor in self.plan.moves.tensors), default=1)
         size = f"{block_bytes} bytes" if blocks == 1 else f"{blocks} blocks of {block_bytes} bytes"
+        size += f", in rows of {row_bytes}" if row_bytes else ""
         words = f"`{self.plan.name}` on {size} of {dtype}" + (f", {op}" if self.plan.moves.has_reduction else "")
         digest = self._desk.said.digest(words + listed(about), emitted.identity)
         values = {**self.every_call, "tensors": (), "digest": digest, **launch.arguments()}

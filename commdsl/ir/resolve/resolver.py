@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from commdsl.ir.functions import ROWWISE
 from commdsl.ir.resolve import tasks
 from commdsl.ir.resolve.budget import STATEMENT, TURN, VISITED_TURN, copies_of, handed
 from commdsl.ir.resolve.contracts import contracts
@@ -196,6 +197,8 @@ class Resolver:
                 self._task(Yield((list(self.buffers).index(buffer.text),), bindings, statement.span))
             case syn.Visit():
                 self._task(tasks.visit(statement, list(self.buffers), bindings))
+            case syn.Compute(function) if function.text in ROWWISE:
+                self.steps.append(tasks.rowwise(statement, self.buffers, self.ranks, bindings, self.faults))
             case syn.Compute():
                 self._task(tasks.task(statement, self.buffers, bindings, self.faults))
             case _:

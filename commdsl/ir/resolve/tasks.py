@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from commdsl.ir.functions import FUNCTIONS
+import numpy as np
+
+from commdsl.ir.functions import FUNCTIONS, ROWWISE, Rowwise
 from commdsl.ir.resolve.expressions import ExpressionRules
 from commdsl.ir.resolve.faults import Faults, nearest
-from commdsl.ir.schedules import AnyStep, Buffer, Contract, Step, Task, Yield
+from commdsl.ir.schedules import AnyStep, Applied, Buffer, Contract, Statement, Step, Task, Yield
 from commdsl.language import syntax as syn
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import BufferKind, MoveKind
 
 MOST_TILE = 2**24
 TILE_UNIT = 16  # elements: of every dtype whole 16-byte units
@@ -41,9 +43,12 @@ def check_role(rules: ExpressionRules, role: syn.Name, role_names: tuple[str, ..
 
 def _check_function(faults: Faults, node: syn.Compute) -> None:
     name, passing = node.function, node.passing
+    if name.text in ROWWISE:
+        _check_rowwise(faults, node, ROWWISE[name.text])
+        return
     function = FUNCTIONS.get(name.text)
     if function is None:
-        known = ", ".join(f"`{one}`" for one in FUNCTIONS)
+        known = ", ".join(f"`{one}`" for one in (*FUNCTIONS, *ROWWISE))
         faults.report("C122", f"no function of the name `{name.text}` is known yet", name.span, "not built in",
                       help=f"known: {known}; what the caller computes is a `yield {name.text}(...)`")  # fmt: skip
         return
@@ -57,6 +62,19 @@ def _check_function(faults: Faults, node: syn.Compute) -> None:
         if not TILE_UNIT <= tile.value <= MOST_TILE or tile.value % TILE_UNIT:
             faults.report("C505", "a tile is 16 to 2 ** 24 elements, a multiple of 16", tile.span,
                           f"this is {tile.value}")  # fmt: skip
+
+
+def _check_rowwise(faults: Faults, node: syn.Compute, function: Rowwise) -> None:
+    passing, reads = node.passing, 1 + len(function.given)
+    if (len(passing.reads), len(passing.writes)) != (reads, function.num_results):
+        label = f"{len(passing.reads)} read, {len(passing.writes)} written"
+        what = f"`{function.name}` reads {reads} buffers and writes {function.num_results}"
+        faults.report("C122", what, passing.span, label)
+    beside = "its rows are made where they arrive, by the lanes that moved them"
+    for tile in node.tiles[:1]:
+        faults.report("C122", f"`{function.name}` works row by row", tile.span, "tiles", help=beside)
+    if node.role is not None:
+        faults.report("C122", f"`{function.name}` has no role of its own", node.role.span, "a role", help=beside)
 
 
 def has_visits(body: Iterable[syn.Stmt]) -> bool:
@@ -84,6 +102,42 @@ def task(
     tiles = tuple(tile.value for tile in node.tiles)
     role = None if node.role is None else node.role.text
     return Task(node.function.text, reads, writes, tiles, role, bindings, node.span)
+
+
+def rowwise(
+    node: syn.Compute,
+    buffers: Mapping[str, Buffer],
+    ranks: int,
+    bindings: tuple[tuple[str, int], ...],
+    faults: Faults,
+) -> Step:
+    """A statement for each result, of the rows that are read first. C116 where they are more than one whole block."""
+    for name in (*node.passing.reads, *node.passing.writes):
+        if buffers[name.text].num_chunks != 1:
+            label = f"`{name.text}` is {buffers[name.text].num_chunks} chunks"
+            faults.fail("C116", f"`{node.function.text}` takes whole buffers", name.span, label,
+                        help="declare it without extents: its rows are those of one block")  # fmt: skip
+    (rows, *given), results = _indices(node.passing, list(buffers))
+    every, first = np.arange(ranks, dtype=np.int32), np.zeros(ranks, np.int32)
+    moves = tuple(
+        Statement(
+            kind=MoveKind.ROWWISE,
+            accumulate=False,
+            is_list=False,
+            actor=every,
+            source_buffer=rows,
+            source_rank=every[:, None],
+            source_chunk=first[:, None],
+            source_valid=None,
+            dest_buffer=buffer,
+            dest_rank=every,
+            dest_chunk=first,
+            span=node.span,
+            applied=Applied(node.function.text, tuple(given), result),
+        )
+        for result, buffer in enumerate(results)
+    )
+    return Step(moves, bindings, node.span)
 
 
 def check_yields(steps: Sequence[AnyStep], buffers: Sequence[Buffer], faults: Faults) -> None:
@@ -120,4 +174,5 @@ def _shape(buffer: Buffer) -> str:
 def made_in(body: Iterable[syn.Stmt]) -> frozenset[str]:
     """The buffers that a task or a body of a yield writes."""
     tasks = (statement for statement in syn.walk(body) if isinstance(statement, syn.Visit | syn.Compute))
-    return frozenset(name.text for task in tasks for name in task.passing.writes)
+    # Of what is made row by row an `ensure` says what it is made from, as of a move.
+    return frozenset(name.text for task in tasks if task.function.text not in ROWWISE for name in task.passing.writes)

@@ -17,6 +17,8 @@ Assumes the checks on the schedule have passed. Does not print text (`emit`) and
     by_key        a dispatch by keys -> its two Plans, there and back
     segments      a schedule with yields -> the steps between them, as schedules of their own
     visits        a schedule with yields -> a Plan of launches, with the caller's visits beside them
+
+A row-wise function behind the moves (`ir.rowwise`) becomes a phase of the role that moves.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from commdsl.ir.rowwise import Behind, ending
 from commdsl.ir.schedules import Schedule, Step, Task
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.program.agree import heard_by
+from commdsl.program.by_row import ByRow
 from commdsl.program.lower.ordering import order
 from commdsl.program.lower.placement import Placed, num_actors, place
 from commdsl.program.lower.tables import apart, tables
 from commdsl.program.memory import Rights, Tensor, Transport
-from commdsl.program.moves import MOST_THREADS, Moves, Ops, Protocol
+from commdsl.program.moves import MOST_THREADS, Moves, Ops, Origin, Protocol
 from commdsl.program.plan import Plan, Role
 from commdsl.program.tasks import Tiles
 
@@ -66,8 +70,10 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
     NVSHMEM moves whole tiles and flags, so its Plans are `bulk` whatever the schedule's tuning says, and no reduction
     stores to a peer. Which peers it is for is known at the launch: the bits are the same.
     """
+    schedule, behind = ending(schedule)
     moves, computed = _moves(schedule, transport, SYMMETRIC_BYTES)
-    roles = [Role(schedule.role or "comm", moves.lanes, moves.sms, moves.threads, (moves,))]
+    phases = (moves,) if behind is None else (moves, _by_row(schedule, moves, behind))
+    roles = [Role(schedule.role or "comm", moves.lanes, moves.sms, moves.threads, phases)]
     if computed is not None:
         roles.append(_tiles_role(schedule, moves, computed))
     return Plan(
@@ -210,6 +216,21 @@ def _even_lanes(sms: int, blocks: int) -> int:
     """Lanes, the same number an SM, that give the blocks that compute as equal work as can be."""
     choices = range(1, LANES_PER_SM + 1)
     return sms * max(choices, key=lambda number: (number * sms / (-(-number * sms // blocks) * blocks), number))
+
+
+def _by_row(schedule: Schedule, moves: Moves, behind: Behind) -> ByRow:
+    """Of the tensors in which a rank has its buffers."""
+
+    def tensor(buffer: int, access: Rights) -> int:
+        return _tensor(moves.tensors, schedule.buffers[buffer].name, access)
+
+    return ByRow(
+        behind.function,
+        tensor(behind.rows, Rights.WRITE),
+        tuple(tensor(one, Rights.READ) for one in behind.given),
+        tuple(tensor(one, Rights.WRITE) for one in behind.results),
+        Origin(behind.span, (), behind.step),
+    )
 
 
 def _alias_safe(placed: Placed, schedule: Schedule) -> list[str]:

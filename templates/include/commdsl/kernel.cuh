@@ -344,9 +344,9 @@ COMMDSL_FN Position<Plan> position_of(const ArgsOf<Plan>& args, i32 lane, i32 ro
   return {args, lane, number, offset, end - offset, cells_offset<Plan>(lane, number)};
 }
 
-// A lane that gave up leaves the round counter as it was; the heap is then unfit for another call until it is zeroed.
+// False when the lane gave up: it leaves the round counter as it was, and the heap is unfit for another call until it is zeroed.
 template <class Plan>
-COMMDSL_FN void run_lane(const ArgsOf<Plan>& args, i32 lane) {
+COMMDSL_FN bool run_lane(const ArgsOf<Plan>& args, i32 lane) {
   u64* state = reinterpret_cast<u64*>(args.heap[rank_of<Plan>(args)] + state_offset<Plan>(lane));
   const u64 before = load_relaxed(&state[0]);
   const bool is_last = thread() + 1 == num_threads();  // of the warp that has least to do
@@ -358,12 +358,13 @@ COMMDSL_FN void run_lane(const ArgsOf<Plan>& args, i32 lane) {
   for (i32 round = 0; round < args.rounds; ++round) {
     const Position<Plan> here = position_of<Plan>(args, lane, round, before + static_cast<u64>(round));
     if (is_last) store_relaxed(&state[1], here.round + 1);
-    if (!run_round(here, mover)) return;
+    if (!run_round(here, mover)) return false;
   }
   mover.finish();
   block_barrier();  // every thread has read the counter
   if (thread() == 0) store_relaxed(&state[0], before + static_cast<u64>(args.rounds));
   if (Plan::kLanesTell && is_last && lane == 0) turnstile.leave(args);
+  return true;
 }
 
 // --- flags alone: the copies between two of these kernels are the copy engine's ---------------------------------------------

@@ -1,0 +1,90 @@
+"""Turns a schedule that ends in a row-wise function into its moves, and the function that lanes apply behind them.
+
+Assumes a schedule that passed the checks. Does not move anything, and leaves a schedule without one as it is.
+
+What is left moves alone, and leaves the rows in a buffer of its own: so it is lowered and proved as any other. A lane
+then has the rows that it moved, each whole, and needs nobody else to make results of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from commdsl.ir.schedules import Schedule, Statement, Step
+from commdsl.language.diagnostics import CommError, Diagnostic, Label
+from commdsl.language.kinds import BufferKind
+from commdsl.language.records import dataclass
+from commdsl.language.source import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A row-wise function behind the moves, of whole buffers."""
+
+    function: str  # a name in ROWWISE
+    rows: int
+    given: tuple[int, ...]
+    results: tuple[int, ...]
+    step: int
+    span: Span
+
+
+def ending(schedule: Schedule) -> tuple[Schedule, Behind | None]:
+    """Raises CommError (C593) where lanes cannot apply it to what they moved."""
+    if not schedule.rowwise:
+        return schedule, None
+    found = _behind(schedule)
+    buffers = tuple(
+        replace(one, kind=BufferKind.OUTPUT) if number == found.rows else one
+        for number, one in enumerate(schedule.buffers)
+    )
+    contracts = tuple(
+        replace(one, dest_buffer=found.rows) if one.dest_buffer in found.results else one for one in schedule.contracts
+    )
+    return replace(schedule, buffers=buffers, contracts=contracts, steps=schedule.steps[:-1]), found
+
+
+def _behind(schedule: Schedule) -> Behind:
+    last, statements = schedule.steps[-1], schedule.rowwise
+    span = statements[0].span
+    if not isinstance(last, Step) or any(one.span != last.span for one in statements):
+        raise _fault(span, "it is not the last step", "write it once, behind everything that moves")
+    if any(not isinstance(step, Step) for step in schedule.steps) or schedule.has_products:
+        raise _fault(span, "another task, a product or a yield stands beside it", "leave one of them out")
+    if schedule.tuning.protocol == "engine":
+        raise _fault(span, "no lane has the rows: the copy engine moves them", "tune another protocol, as `bulk`")
+    moved = [one for step in schedule.steps[:-1] if isinstance(step, Step) for one in step.moves]
+    applied = statements[0].applied
+    assert applied is not None
+    found = Behind(
+        applied.function,
+        statements[0].source_buffer,
+        applied.given,
+        tuple(one.dest_buffer for one in statements),
+        len(schedule.steps) - 1,
+        span,
+    )
+    _check_buffers(schedule, found, moved)
+    return found
+
+
+def _check_buffers(schedule: Schedule, found: Behind, moved: list[Statement]) -> None:
+    buffers = schedule.buffers
+    if buffers[found.rows].kind is not BufferKind.SCRATCH:
+        name = buffers[found.rows].name
+        raise _fault(found.span, f"it reads `{name}`, which is no scratch buffer", f"declare `scratch {name}`")
+    for number in found.given:
+        if buffers[number].kind is not BufferKind.INPUT:
+            name = buffers[number].name
+            raise _fault(found.span, f"it reads `{name}`, which is no input", f"declare `input {name}`")
+    for number in found.results:
+        if buffers[number].kind is not BufferKind.OUTPUT or any(one.dest_buffer == number for one in moved):
+            name = buffers[number].name
+            raise _fault(
+                found.span, f"it writes `{name}`, which is not its own output", f"declare an `output {name}` for it"
+            )
+
+
+def _fault(span: Span, label: str, help: str) -> CommError:
+    what = "no kernel applies this row-wise function"
+    return CommError((Diagnostic("C593", what, Label(span, label), help=help),))
