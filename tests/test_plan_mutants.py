@@ -44,6 +44,7 @@ from commdsl.program.verify import verify
 RUN_ONE_IN = 8
 SEEN_ONE_IN = 2
 Tally = Callable[[str, Counter[str]], None]
+Chosen = Callable[[str, int], bool]
 
 
 @dataclass(frozen=True)
@@ -258,14 +259,22 @@ CASES = [
 NAMES = [f"{make.__name__}-{name.split('/')[-1]}-{way}-{ranks}" for make, name, way, ranks in CASES]
 
 
-def is_chosen(key: bytes, one_in: int) -> bool:
-    """One of so many, the same everywhere."""
-    return int.from_bytes(hashlib.sha256(key).digest()[:4], "little") % one_in == 0
+@pytest.fixture
+def is_chosen(request: pytest.FixtureRequest) -> Callable[[str, int], bool]:
+    """`is_chosen(text, 8)`: one of so many, the same everywhere; of a sweep's sample half of them, as each is built."""
+    half = 1 if request.config.getoption("--sweep") == "all" else 2
+
+    def of(text: str, one_in: int) -> bool:
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") % (half * one_in) == 0
+
+    return of
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("make", "name", "way", "ranks"), CASES, ids=NAMES)
-def test_mutants(make: Callable[[str, int, str], Right], name: str, way: str, ranks: int, tally: Tally) -> None:
+def test_mutants(
+    make: Callable[[str, int, str], Right], name: str, way: str, ranks: int, tally: Tally, is_chosen: Chosen
+) -> None:
     """Every mutant is refused, or proved and right."""
     right = make(name, ranks, way)
     assert right.verdict(right.plan) == ""
@@ -281,7 +290,7 @@ def test_mutants(make: Callable[[str, int, str], Right], name: str, way: str, ra
             counts["proved, and of a text that was there before"] += 1
             continue
         texts[text] = what
-        if is_chosen(text.encode(), RUN_ONE_IN):
+        if is_chosen(text, RUN_ONE_IN):
             counts["proved, run and right"] += 1
             print(f"proved: {what}")
             assert right.is_right(mutant), f"slipped through: {what}"
@@ -299,14 +308,14 @@ WAITING = [(make, name, way, ranks) for make, names, _, watched in KINDS for nam
     ids=[f"{name.split('/')[-1]}-{way}-{ranks}" for _, name, way, ranks in WAITING],
 )
 def test_a_missing_wait_is_seen(
-    make: Callable[[str, int, str], Right], name: str, way: str, ranks: int, tally: Tally
+    make: Callable[[str, int, str], Right], name: str, way: str, ranks: int, tally: Tally, is_chosen: Chosen
 ) -> None:
     """A Plan without one of its waits is refused, and where it runs all the same every run races, or ends in vain."""
     right = make(name, ranks, way)
     count = 0
     for what, mutant in right.without_waits:
         assert right.verdict(mutant), what
-        if right.schedule is None or not count or is_chosen(f"{name} {ranks} {what}".encode(), SEEN_ONE_IN):
+        if right.schedule is None or not count or is_chosen(f"{name} {ranks} {what}", SEEN_ONE_IN):
             count += 1
             print(what)
             with pytest.raises((DataRaceError, CommTimeout, RowsError)):
