@@ -26,7 +26,7 @@ from commdsl.planner.chance import Draw, random_plan
 from commdsl.program.tiles import HEAD_WORDS, table
 from commdsl.program.timeouts import CommTimeout
 
-UNREAD = (HEAD_WORDS - 3, HEAD_WORDS - 1)
+UNREAD = (5, HEAD_WORDS - 2, HEAD_WORDS - 1)
 """Words of the head that mean nothing."""
 
 

@@ -22,7 +22,7 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.planner.chance import Draw, random_plan, varied
 from commdsl.program.phases import Actor
 from commdsl.program.plan import Phase, Plan
-from commdsl.program.tiles import COPY, FINISH_WORDS, HEAD_WORDS, SUM, ZERO, RowTable, Shipment, table
+from commdsl.program.tiles import COPY, FINISH_WORDS, SUM, ZERO, RowTable, Shipment, table
 from commdsl.program.timeouts import CommTimeout
 from commdsl.program.verify import verify
 
@@ -162,7 +162,7 @@ def test_short_rows_share_a_warp(width: int, threads: int) -> None:
     made = table(there(plan, (width,) * 3), 0, packed=False, tile_bytes=width)
 
     assert made.num_sends
-    assert int(made.words[HEAD_WORDS - 2]) == threads
+    assert int(made.words[6]) == threads
 
 
 # --- Plans with a mistake ---------------------------------------------------------------------------------------------

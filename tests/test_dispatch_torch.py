@@ -24,7 +24,6 @@ from commdsl import compiler, dispatch  # noqa: E402 - after the check for torch
 from commdsl.dispatch.route import Way  # noqa: E402 - after the check for torch
 from commdsl.ir.routes import Mask, Sharing  # noqa: E402 - after the check for torch
 from commdsl.planner.chance import Draw, random_plan, varied  # noqa: E402 - after the check for torch
-from commdsl.program.tiles import most_words  # noqa: E402 - after the check for torch
 from commdsl.runtime.errors import AgreementError, TensorError  # noqa: E402 - after the check for torch
 from commdsl.runtime.lent import Lent  # noqa: E402 - after the check for torch
 from commdsl.runtime.pool import Pool, row_bytes  # noqa: E402 - after the check for torch
@@ -752,10 +751,9 @@ def test_room_of_tables() -> None:
         for way in Way:
             if way.has_keys and case.plan.mask is None:
                 continue
-            flows = routes[0]._numbers.flows(way, (6, 10, 2))
             for packed in (False, True):
-                most = most_words(flows, packed=packed, tile_bytes=64)
                 form = dispatch.route.Form(way, (6, 10, 2), packed, 64)
+                (most,) = {route._most_words(form) for route in routes}
                 assert max(len(route._make(form).words) for route in routes) <= most
 
 

@@ -24,7 +24,7 @@ from commdsl.dispatch.validator import validate
 from commdsl.ir.plans import DispatchPlan, Routing
 from commdsl.ir.routes import Longs, Mask, Routes, Shards, back
 from commdsl.planner.balance import imbalance
-from commdsl.program.tiles import RowTable, Shipment, most_words, table
+from commdsl.program.tiles import RowTable, Shipment, Tables
 
 SPARE = 2
 """A table has room for so many times the words of the plan it began with, so that another plan's fit as well."""
@@ -283,7 +283,7 @@ class Route:
         return None
 
     def _place(self, wanted: Form, send: int) -> str:
-        at = int(self._made[wanted].send_route[send])
+        at = self._made[wanted].route_of(send)
         for flow in self._numbers.flows(wanted.way, wanted.widths):
             if at < flow.routes.num:
                 local = int(self._numbers.shards.local[flow.routes.shard[at]])
@@ -293,6 +293,7 @@ class Route:
 
     def _count(self, numbers: _Numbers) -> None:
         self._numbers = numbers
+        self._maker = Tables(self.rank)
         self._spans = None if numbers.seen is None else numbers.seen.on(self.rank, self.device)
         columns = [column.tolist() for column in numbers.sizes]
         self.most = max(columns[0]), max(columns[1]), max(columns[2])
@@ -301,7 +302,7 @@ class Route:
 
     def _most_words(self, wanted: Form) -> int:
         flows = self._numbers.flows(wanted.way, wanted.widths)
-        return most_words(flows, packed=wanted.packed, tile_bytes=wanted.tile_bytes)
+        return self._maker.most_words(flows, packed=wanted.packed, tile_bytes=wanted.tile_bytes)
 
     def _admitted(self, wanted: Form, hosts: Sequence[Host]) -> RowTable:
         """The table, if every host admits it."""
@@ -314,13 +315,14 @@ class Route:
 
     def _make(self, wanted: Form) -> RowTable:
         flows = self._numbers.flows(wanted.way, wanted.widths)
-        return table(flows, self.rank, packed=wanted.packed, tile_bytes=wanted.tile_bytes)
+        return self._maker.table(flows, packed=wanted.packed, tile_bytes=wanted.tile_bytes)
 
     def _write(self, made: RowTable, to: torch.Tensor) -> None:
-        words = torch.from_numpy(made.words.view(np.int32))
+        words = made.words.view(np.int32)
         if to.is_cuda:
-            words = words.pin_memory()
-        to[: len(words)].copy_(words, non_blocking=True)
+            to[: len(words)].copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
+        else:
+            to.numpy()[: len(words)] = words
 
 
 def checked(route: Route) -> Route:

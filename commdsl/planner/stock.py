@@ -94,38 +94,35 @@ class Offers:
 
 def offers(stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: int) -> Offers:
     """The best of a few runs of each document, no larger than the demand."""
-    tried = [
-        _judge(stock, demand, mask, widths, shortest, ends) for ends in _runs(stock, demand, mask, widths, shortest)
-    ]
-    best = np.argmax([offer.value for offer in tried], axis=0)
-    here = np.arange(len(best))
-    low, high, amount, value = (
-        np.array([getattr(offer, name) for offer in tried])[best, here] for name in ("low", "high", "work", "value")
-    )
-    return Offers(low, high, amount, value)
+    low, high = _runs(stock, demand, mask, widths, shortest)
+    tried = _judge(stock, demand, mask, widths, shortest, low, high)
+    best = tried.value.argmax(axis=0), np.arange(len(stock.part))
+    return Offers(low[best], high[best], tried.work[best], tried.value[best])
 
 
-def _runs(stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: int) -> list[tuple[Doubles, Doubles]]:
-    """Runs that do `demand.amount`, or all there is: at the beginning, at the end, and where bytes are fewest."""
+def _runs(stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: int) -> tuple[Doubles, Doubles]:
+    """(tried, documents) each, where they begin and end: runs that do `demand.amount`, or all there is, at the
+    beginning, at the end, and where bytes are fewest.
+    """
     low, high, amount = stock.low, stock.high, demand.amount
     if mask is Mask.FULL:
         rows = np.maximum(np.floor(amount / np.maximum(stock.length, 1)), shortest)
-        return [(low, np.minimum(low + np.minimum(rows, demand.query_room), high))]
+        return low[None], np.minimum(low + np.minimum(rows, demand.query_room), high)[None]
     most = np.minimum(high, demand.has + demand.key_room)
     head = np.minimum(np.maximum(np.floor(_after(low, amount)), low + shortest), most)
     # Bytes of a run of f pairs that ends at b are (b - a) q + b k, with a (a + 1) / 2 = b (b + 1) / 2 - f: the least
     # is at b / a = 1 + k / q.
     ratio = 1 + widths.pair / widths.query
     cheapest = np.floor(np.sqrt(2 * amount / (1 - ratio**-2)))
-    runs = [(low, head)]
-    for end in (np.clip(cheapest, head, most), most):
-        near = (end < high) & (high - end < shortest)
-        end = np.where(near, np.where(high <= most, high, high - shortest), end)
-        begin = np.minimum(np.ceil(_after(end, -amount)), end - shortest)
-        begin = np.maximum(np.maximum(begin, low), end - demand.query_room)
-        near = (begin > low) & (begin - low < shortest)
-        runs += [(np.where(near, low, begin), end), (np.where(near, low + shortest, begin), end)]
-    return runs
+    end = np.array((np.minimum(np.maximum(cheapest, head), most), most))
+    near = (end < high) & (high - end < shortest)
+    end = np.where(near, np.where(high <= most, high, high - shortest), end)
+    begin = np.minimum(np.ceil(_after(end, -amount)), end - shortest)
+    begin = np.maximum(np.maximum(begin, low), end - demand.query_room)
+    near = (begin > low) & (begin - low < shortest)
+    to_low, from_low = np.where(near, low, begin), np.where(near, low + shortest, begin)
+    begins = np.array((low, to_low[0], from_low[0], to_low[1], from_low[1]))
+    return begins, np.array((head, end[0], end[0], end[1], end[1]))
 
 
 def _after(start: Doubles, amount: float) -> Doubles:
@@ -134,10 +131,9 @@ def _after(start: Doubles, amount: float) -> Doubles:
 
 
 def _judge(
-    stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: int, ends: tuple[Doubles, Doubles]
+    stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: int, low: Doubles, high: Doubles
 ) -> Offers:
-    """What a run of each document is worth; 0 if too large, too short, or if it leaves too short a rest."""
-    low, high = ends
+    """What runs of each document are worth; 0 if too large, too short, or if they leave too short a rest."""
     rows = high - low
     amount = work(mask, low, high, stock.length)
     new_keys = np.maximum(keys(mask, high, stock.length) - demand.has, 0)

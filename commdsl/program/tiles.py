@@ -11,18 +11,25 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.routes import Longs, Routes, running_sum, stable_order, totals
 
-HEAD_WORDS = 8
+Words: TypeAlias = NDArray[np.uint32]
+
+HEAD_WORDS = 12
 WARP = 32  # threads
 SEND_WORDS, FINISH_WORDS = 4, 8
 COPY, SUM, ZERO = 0, 1, 2
+_WHERE, _TENSOR = 3, 1  # the words of a send and of a finish that name the tensor
+_ROWS_SENT, _ROWS_FINISHED = 2, 4  # those that say how many rows: behind the two that say where they begin
+MOST_TILES = 32
+"""Of a send or of what is finished at once: a warp takes a tile of it, so that as many are at it."""
+
 SUM_PARTS = 4
 """A sum reads several runs: with smaller tiles more warps have a share in it."""
 
@@ -41,39 +48,44 @@ class Shipment:
 class RowTable:
     """What one rank's kernel reads, as 32-bit words, and what the host has to know beside it."""
 
-    words: NDArray[np.uint32]
+    words: Words
     num_sends: int
     num_finishes: int
     waiting_rows: tuple[int, ...]  # by tensor: the most rows that wait on any rank
-    send_route: Longs  # (num_sends,): the route each send is part of, counted through the flows' routes
     digest: int  # of what all ranks send, in 32 bits
+    order: Longs  # (num_sends,): which of its parts' sends each is
+    pieces: Longs  # of each run, part after part, into how many sends it is cut
+    route: Longs  # the route that each run begins, counted through the flows' routes
+
+    def route_of(self, send: int) -> int:
+        """Which route a send is part of."""
+        run = np.searchsorted(np.cumsum(self.pieces), self.order[send], side="right")
+        return int(self.route[run])
 
 
 @dataclass(frozen=True, eq=False)
 class _Runs:
-    """Runs of rows of one tensor: m entries each."""
+    """Runs of rows that are sent, or finished: as long ones as there are."""
 
-    tensor: Longs
-    source_row: Longs
-    dest_row: Longs
-    rows: Longs
-    dest: Longs
-    waits: NDArray[np.bool_]
-    route: Longs
+    words: Words  # (n, SEND_WORDS or FINISH_WORDS), of the first tensor
+    rows: Longs  # (n,)
+    tile_rows: Longs  # (n,): what a warp does at once
 
 
 @dataclass(frozen=True, eq=False)
-class _Finishes:
-    kind: Longs
-    tensor: Longs
-    source_row: Longs
-    dest_row: Longs
-    rows: Longs
-    stride: Longs
-    count: Longs
+class _Part:
+    """What one flow adds to the tables of a rank, as if it were the first tensor."""
 
-
-Rows = TypeVar("Rows", _Runs, _Finishes)
+    sends: _Runs  # by destination
+    dest: Longs  # of each
+    route: Longs  # of each the route that it begins
+    longest: int  # bytes of a tile
+    finishes: _Runs
+    expected: Longs  # (num_ranks,): rows that come from each rank
+    waiting_rows: int  # the most on any rank
+    most_sends: Longs  # (num_ranks,): of each rank at most, as of `most_finishes`
+    most_finishes: Longs
+    digest: int  # of the routes of all ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,57 +105,96 @@ class _Placed:
     room: Longs  # (num_ranks,): rows that wait on each rank
 
 
-def table(flows: Sequence[Shipment], rank: int, *, packed: bool, tile_bytes: int) -> RowTable:
-    """The table of one rank. `tile_bytes` is the most that a warp moves at once, a row at least."""
-    sends, finishes, waiting, offset = [], [], [], 0
-    expected = np.zeros(flows[0].routes.num_ranks, np.uint64)
-    last: tuple[Shipment, _Placed] | None = None
-    for tensor, flow in enumerate(flows):
-        # Keys and values go the same way.
-        alike = last is not None and last[0].routes is flow.routes and last[0].is_sum == flow.is_sum
-        placed = last[1] if last is not None and alike else _placed(flow, packed)
-        last = flow, placed
-        waiting.append(int(placed.room.max(initial=0)))
-        tile_rows = max(1, tile_bytes // flow.width)
-        sends.append(_sends(placed, tensor, rank, offset, tile_rows))
-        finishes.append(_finishes(flow, placed, tensor, rank, _finish_rows(flow, tile_bytes)))
-        expected += totals(placed.source, np.where(placed.dest == rank, placed.length, 0), len(expected)).astype(
-            np.uint64
+class Tables:
+    """The tables of one rank. What several have in common is made once: values go as keys do, and queries by themselves
+    as beside them. Routes have one number of rows each.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._parts: dict[tuple[Routes, int, bool, bool, int], _Part] = {}
+
+    def table(self, flows: Sequence[Shipment], *, packed: bool, tile_bytes: int) -> RowTable:
+        """`tile_bytes` is the most that a warp moves at once, a row at least."""
+        parts = self._all(flows, packed, tile_bytes)
+        num_ranks = flows[0].routes.num_ranks
+        tiles = [_tiles([part.sends for part in parts]), _tiles([part.finishes for part in parts])]
+        cut = {part: _cut(part.sends, tiles[0], _ROWS_SENT) for part in dict.fromkeys(parts)}  # values and keys are one
+        due = {part: _due(part.dest, one, self._rank, num_ranks) for part, one in cut.items()}
+        sends = _joined([cut[part].words for part in parts], _WHERE, 16)
+        finishes = _joined([_cut(part.finishes, tiles[1], _ROWS_FINISHED).words for part in parts], _TENSOR, 0)
+        # In 16 bits, which numpy sorts in linear time. What is due at once goes in the order of the tensors.
+        order = np.argsort(np.concatenate([due[part] for part in parts]), kind="stable")
+        digest = zlib.crc32(repr((packed, tile_bytes, [part.digest for part in parts])).encode())
+        expected = np.sum([part.expected for part in parts], axis=0)
+        threads = _threads(max(part.longest for part in parts))
+        first = np.cumsum([0, *(flow.routes.num for flow in flows[:-1])]).tolist()
+        return RowTable(
+            _words(sends.take(order, axis=0), finishes, expected, [digest, threads, tile_bytes, *tiles]),
+            len(sends),
+            len(finishes),
+            tuple(part.waiting_rows for part in parts),
+            digest,
+            order,
+            np.concatenate([cut[part].pieces for part in parts]),
+            np.concatenate([part.route + begin for part, begin in zip(parts, first, strict=True)]),
         )
-        offset += flow.routes.num
-    runs, done = _joined(sends), _joined(finishes)
-    order = _order(runs.dest * len(flows) + runs.tensor, len(flows), rank, len(expected))
-    digest = _digest(flows, packed, tile_bytes)
-    widths = np.array([flow.width for flow in flows])
-    threads = _threads(int((runs.rows * widths[runs.tensor]).max(initial=0)))
-    return RowTable(
-        _words(runs, order, done, expected, digest, threads),
-        len(runs.rows),
-        len(done.rows),
-        tuple(waiting),
-        runs.route[order],
-        digest,
+
+    def most_words(self, flows: Sequence[Shipment], *, packed: bool, tile_bytes: int) -> int:
+        """No rank's table has more words; the same number on all ranks."""
+        parts = self._all(flows, packed, tile_bytes)
+        words = np.sum([SEND_WORDS * part.most_sends + FINISH_WORDS * part.most_finishes for part in parts], axis=0)
+        return HEAD_WORDS + 2 * len(words) + int(words.max())
+
+    def _all(self, flows: Sequence[Shipment], packed: bool, tile_bytes: int) -> list[_Part]:
+        found = []
+        for flow in flows:
+            key = flow.routes, flow.width, flow.is_sum, packed, tile_bytes
+            if key not in self._parts:
+                self._parts[key] = _part(flow, self._rank, packed, tile_bytes)
+            found.append(self._parts[key])
+        return found
+
+
+def table(flows: Sequence[Shipment], rank: int, *, packed: bool, tile_bytes: int) -> RowTable:
+    """One table of one rank."""
+    return Tables(rank).table(flows, packed=packed, tile_bytes=tile_bytes)
+
+
+def _part(flow: Shipment, rank: int, packed: bool, tile_bytes: int) -> _Part:
+    routes, placed = flow.routes, _placed(flow, packed)
+    num_ranks, tile_rows = routes.num_ranks, max(1, tile_bytes // flow.width)
+    sends, dest, route = _sends(placed, rank, tile_rows)
+    return _Part(
+        sends,
+        dest,
+        route,
+        min(int(sends.rows.max(initial=0)), tile_rows) * flow.width,
+        _finishes(flow, placed, rank, tile_bytes),
+        totals(placed.source, np.where(placed.dest == rank, placed.length, 0), num_ranks),
+        int(placed.room.max(initial=0)),
+        _most(routes.source, -(-routes.length // tile_rows), num_ranks),
+        _most_finishes(flow, packed, tile_bytes),
+        _digest(flow),
     )
 
 
-def _finish_rows(flow: Shipment, tile_bytes: int) -> int:
-    """The most rows that a warp finishes at once."""
+def _most(rank: Longs, tiles: Longs, num_ranks: int) -> Longs:
+    """Pieces of runs of so many tiles, on each rank at most: see `_tiles`."""
+    return 5 * totals(rank, np.ones_like(tiles), num_ranks) + totals(rank, tiles, num_ranks) // MOST_TILES + 1
+
+
+def _most_finishes(flow: Shipment, packed: bool, tile_bytes: int) -> Longs:
+    """Gaps, before each run and at the end, and the runs themselves, where they wait."""
+    routes = flow.routes
+    tiles = -(-routes.length // _finished_rows(flow, tile_bytes)) * int(packed or flow.is_sum)
+    gaps = flow.rows // max(1, tile_bytes // flow.width) // MOST_TILES + 6
+    return 2 * _most(routes.dest, tiles, routes.num_ranks) + gaps
+
+
+def _finished_rows(flow: Shipment, tile_bytes: int) -> int:
+    """Of what waits, that a warp finishes at once. A sum reads several runs."""
     return max(1, tile_bytes // (flow.width * (SUM_PARTS if flow.is_sum else 1)))
-
-
-def most_words(flows: Sequence[Shipment], *, packed: bool, tile_bytes: int) -> int:
-    """No rank's table has more words; the same number on all ranks."""
-    num_ranks = flows[0].routes.num_ranks
-    sends, finishes = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-    for flow in flows:
-        routes, tile_rows = flow.routes, _finish_rows(flow, tile_bytes)
-        pieces = -(-routes.length // max(1, tile_bytes // flow.width))
-        sends += totals(routes.source, pieces, num_ranks)
-        if packed or flow.is_sum:
-            finishes += totals(routes.dest, -(-routes.length // tile_rows), num_ranks)
-        # Rows that nothing leads to: a gap before each run and one at the end, each with a last piece that is short.
-        finishes += flow.rows // tile_rows + totals(routes.dest, np.ones_like(pieces), num_ranks) + 1
-    return HEAD_WORDS + 2 * num_ranks + int((SEND_WORDS * sends + FINISH_WORDS * finishes).max())
 
 
 # --- where rows wait --------------------------------------------------------------------------------------------------
@@ -164,28 +215,47 @@ def _placed(flow: Shipment, packed: bool) -> _Placed:
     place = np.empty(len(some), np.int64)
     place[order] = running_sum(dest[order], np.where(waits, length, 0)[order])
     room = totals(dest, np.where(waits, length, 0), routes.num_ranks)
-    return _Placed(some, source, routes.source_row[some], dest, dest_row, length, shard, copy, waits, place, room)
+    return _Placed(
+        some,
+        source,
+        routes.source_row[some],
+        dest,
+        dest_row,
+        length,
+        shard,
+        copy,
+        waits,
+        place,
+        room,
+    )
 
 
 # --- what is pushed ---------------------------------------------------------------------------------------------------
 
 
-def _sends(placed: _Placed, tensor: int, rank: int, offset: int, tile_rows: int) -> _Runs:
+def _sends(placed: _Placed, rank: int, tile_rows: int) -> tuple[_Runs, Longs, Longs]:
+    """By destination, and which that is, and which route each begins."""
     mine = np.flatnonzero(placed.source == rank)
-    waits, dest = placed.waits[mine], placed.dest[mine]
+    mine = mine[stable_order(placed.dest[mine])]
+    waits, dest, row = placed.waits[mine], placed.dest[mine], placed.source_row[mine]
     to = np.where(waits, placed.place[mine], placed.dest_row[mine])
-    first, rows = _merged(placed.source_row[mine], to, placed.length[mine], dest * 2 + waits)
-    mine, waits, dest, to = mine[first], waits[first], dest[first], to[first]
-    pieces, skip, size = _cut(rows, tile_rows)
-    return _Runs(
-        np.full(len(size), tensor),
-        placed.source_row[mine].repeat(pieces) + skip,
-        to.repeat(pieces) + skip,
-        size,
-        dest.repeat(pieces),
-        waits.repeat(pieces),
-        (offset + placed.index[mine]).repeat(pieces),
-    )
+    first, rows = _merged(row, to, placed.length[mine], dest * 2 + waits)
+    words = _columns(row, to, 0, dest | waits.astype(np.int64) << 24)[first]
+    return _Runs(words, rows, np.full_like(rows, tile_rows)), dest[first], placed.index[mine[first]]
+
+
+def _due(dest: Longs, cut: _Cut, rank: int, num_ranks: int) -> NDArray[np.uint16]:
+    """When pieces of runs are due: peer after peer, every rank beginning with the next, so that no port takes from
+    several at a time. Tensors go side by side, and what stays on the rank all along.
+    """
+    distance = (np.arange(num_ranks) - rank) % num_ranks
+    # When a peer's begin and how long they last, as shares of the whole; a piece is due when its half is gone.
+    last = np.where(distance == 0, 1.0, 1 / max(num_ranks - 1, 1))
+    step = last / np.maximum(totals(dest, cut.pieces, num_ranks), 1)
+    begin = (np.maximum(distance - 1, 0) * last)[dest] + (running_sum(dest, cut.pieces) + 0.5) * step[dest]
+    when = begin.repeat(cut.pieces) + cut.number * step[dest].repeat(cut.pieces)
+    found: NDArray[np.uint16] = (when * (2**16 - 1)).astype(np.uint16)
+    return found
 
 
 def _merged(source: Longs, dest: Longs, length: Longs, key: Longs) -> tuple[Longs, Longs]:
@@ -198,30 +268,6 @@ def _merged(source: Longs, dest: Longs, length: Longs, key: Longs) -> tuple[Long
     return first, np.add.reduceat(length, first)
 
 
-def _cut(rows: Longs, most: int) -> tuple[Longs, Longs, Longs]:
-    """Runs cut into pieces of at most `most` rows: how many each run is, and of each its first row there, its rows."""
-    pieces = -(-rows // most)
-    skip = (np.arange(int(pieces.sum())) - (np.cumsum(pieces) - pieces).repeat(pieces)) * most
-    return pieces, skip, np.minimum(rows.repeat(pieces) - skip, most)
-
-
-def _order(group: Longs, num_tensors: int, rank: int, num_ranks: int) -> Longs:
-    """Of pieces by group, a destination and a tensor: peer after peer, every rank beginning with the next, so that no
-    port takes from several at a time. Tensors go side by side, and what stays on the rank all along.
-    """
-    by_group = stable_order(group)
-    count = np.bincount(group, minlength=num_ranks * num_tensors)
-    distance = (np.arange(len(count)) // num_tensors - rank) % num_ranks
-    # When a group begins and how long it lasts, as shares of the whole; a piece is due when its half is gone.
-    last = np.where(distance == 0, 1.0, 1 / max(num_ranks - 1, 1))
-    first = np.maximum(distance - 1, 0) * last
-    step = last / np.maximum(count, 1)
-    place = np.arange(len(group)) - np.repeat(np.cumsum(count) - count, count)
-    when = np.repeat(first + step / 2, count) + place * np.repeat(step, count)
-    # In 16 bits, which numpy sorts in linear time. What is due at once goes in the order of the groups.
-    return by_group.take(np.argsort((when * (2**16 - 1)).astype(np.uint16), kind="stable"))
-
-
 def _threads(longest: int) -> int:
     """Of a warp, that move a run: all, or where every run is short as many as it has words of 16 bytes, or more."""
     words = -(-longest // 16)
@@ -231,84 +277,121 @@ def _threads(longest: int) -> int:
 # --- what is finished -------------------------------------------------------------------------------------------------
 
 
-def _finishes(flow: Shipment, placed: _Placed, tensor: int, rank: int, tile_rows: int) -> _Finishes:
+def _finishes(flow: Shipment, placed: _Placed, rank: int, tile_bytes: int) -> _Runs:
     here = np.flatnonzero(placed.dest == rank)
-    parts = [_zeros(flow, placed, tensor, rank, here, tile_rows)]
+    parts = [_zeros(flow, placed, rank, here, max(1, tile_bytes // flow.width))]
     waiting = here[placed.waits[here]]
     if len(waiting):
-        cut = _sums if flow.is_sum else _copies
-        parts.append(cut(placed, tensor, waiting, tile_rows))
-    return _joined(parts)
+        made = _sums if flow.is_sum else _copies
+        parts.append(made(placed, waiting, _finished_rows(flow, tile_bytes)))
+    return _Runs(*(np.concatenate([getattr(part, one) for part in parts]) for one in ("words", "rows", "tile_rows")))
 
 
-def _copies(placed: _Placed, tensor: int, waiting: Longs, tile_rows: int) -> _Finishes:
+def _finished(
+    kind: Longs | int, tile_rows: int, source_row: Longs | int, row: Longs, rows: Longs, copies: Longs | int = 1
+) -> _Runs:
+    """Of copies, each is as long as the sum, and they lie one behind the other."""
+    words = _columns(kind, 0, source_row, row, rows, rows, copies, tile_rows)
+    return _Runs(words, rows, np.full_like(rows, tile_rows))
+
+
+def _copies(placed: _Placed, waiting: Longs, tile_rows: int) -> _Runs:
     waiting = waiting[np.argsort(placed.place[waiting], kind="stable")]
     place, row = placed.place[waiting], placed.dest_row[waiting]
     first, rows = _merged(place, row, placed.length[waiting], np.zeros_like(row))
-    pieces, skip, size = _cut(rows, tile_rows)
-    source, row = (start[first].repeat(pieces) + skip for start in (place, row))
-    zero = np.zeros_like(size)
-    return _Finishes(zero + COPY, zero + tensor, source, row, size, zero, zero + 1)
+    return _finished(COPY, tile_rows, place[first], row[first], rows)
 
 
-def _sums(placed: _Placed, tensor: int, waiting: Longs, tile_rows: int) -> _Finishes:
+def _sums(placed: _Placed, waiting: Longs, tile_rows: int) -> _Runs:
     waiting = waiting[np.lexsort((placed.copy[waiting], placed.shard[waiting]))]
     _, first, copies = np.unique(placed.shard[waiting], return_index=True, return_counts=True)
     leader = waiting[first]
-    stride = placed.length[leader]
-    pieces, skip, size = _cut(stride, tile_rows)
-    source, row = (start[leader].repeat(pieces) + skip for start in (placed.place, placed.dest_row))
-    stride, count = stride.repeat(pieces), copies.repeat(pieces)
-    zero = np.zeros_like(size)
-    kind = np.where(count == 1, COPY, SUM)
-    return _Finishes(kind, zero + tensor, source, row, size, stride, count)
+    kind, places, rows = np.where(copies == 1, COPY, SUM), placed.place[leader], placed.dest_row[leader]
+    return _finished(kind, tile_rows, places, rows, placed.length[leader], copies)
 
 
-def _zeros(flow: Shipment, placed: _Placed, tensor: int, rank: int, here: Longs, tile_rows: int) -> _Finishes:
+def _zeros(flow: Shipment, placed: _Placed, rank: int, here: Longs, tile_rows: int) -> _Runs:
     """Rows of the output that no route leads to."""
     row, first = np.unique(placed.dest_row[here], return_index=True)
-    end = row + placed.length[here][first]
-    begins = np.concatenate(([0], end))
+    begins = np.concatenate(([0], row + placed.length[here][first]))
     gaps = np.concatenate((row, [int(flow.rows[rank])])) - begins
-    pieces, skip, size = _cut(np.maximum(gaps, 0), tile_rows)
-    zero = np.zeros_like(size)
-    return _Finishes(zero + ZERO, zero + tensor, zero, begins.repeat(pieces) + skip, size, zero, zero)
+    some = gaps > 0
+    return _finished(ZERO, tile_rows, 0, begins[some], gaps[some])
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """Runs in pieces, run after run."""
+
+    pieces: Longs  # of each run
+    number: Longs  # of each piece in its run
+    words: Words  # of each piece
+
+
+def _tiles(parts: Sequence[_Runs]) -> int:
+    """So many tiles are a piece: few words for long runs, and few tiles that are none at the end of short ones. No more
+    than half of what a run has in the mean, and more than a quarter: so n runs are at most 5 n pieces and one for every
+    MOST_TILES tiles.
+    """
+    runs = sum(len(part.rows) for part in parts)
+    tiles = sum(int((-(-part.rows // part.tile_rows)).sum()) for part in parts)
+    return min(1 << max(tiles // max(2 * runs, 1), 1).bit_length() - 1, MOST_TILES)
+
+
+def _cut(runs: _Runs, tiles: int, column: int) -> _Cut:
+    """In pieces of at most so many tiles. `column`: of their rows; before it are the rows where they begin."""
+    most = runs.tile_rows * tiles
+    pieces = -(-runs.rows // most)
+    number = np.arange(int(pieces.sum())) - (np.cumsum(pieces) - pieces).repeat(pieces)
+    skip = number * most.repeat(pieces)
+    words = runs.words.repeat(pieces, axis=0)
+    words[:, column - 2 : column] += skip.astype(np.uint32)[:, None]
+    words[:, column] = np.minimum(runs.rows.repeat(pieces) - skip, most.repeat(pieces))
+    return _Cut(pieces, number, words)
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-def _joined(parts: Sequence[Rows]) -> Rows:
-    kind = type(parts[0])
-    return kind(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(kind)))
+def _joined(parts: Sequence[Words], column: int, shift: int) -> Words:
+    """The words of all tensors, each with its number from that bit of that column on."""
+    found = np.concatenate(parts)
+    at = len(parts[0])
+    for tensor, part in enumerate(parts[1:], 1):
+        found[at : at + len(part), column] |= np.uint32(tensor << shift)
+        at += len(part)
+    return found
 
 
-def _digest(flows: Sequence[Shipment], packed: bool, tile_bytes: int) -> int:
+def _columns(*columns: Longs | int) -> Words:
+    """(n, number of columns)."""
+    rows = max(np.size(column) for column in columns if not isinstance(column, int))
+    found = np.empty((rows, len(columns)), np.uint32)
+    for at, column in enumerate(columns):
+        found[:, at] = column
+    return found
+
+
+def _digest(flow: Shipment) -> int:
     """Of the routes of all ranks, so that ranks that follow different plans are told apart."""
-    found = zlib.crc32(repr((packed, tile_bytes, [(flow.width, flow.is_sum) for flow in flows])).encode())
-    for flow in flows:
-        for column in (*(getattr(flow.routes, name) for name in _ROUTE), flow.rows):
-            found = zlib.crc32(np.ascontiguousarray(column, np.int64).data, found)
+    found = zlib.crc32(repr((flow.width, flow.is_sum)).encode())
+    for column in (*(getattr(flow.routes, name) for name in _ROUTE), flow.rows):
+        found = zlib.crc32(np.ascontiguousarray(column, np.int64).data, found)
     return found
 
 
 _ROUTE = ("source", "source_row", "dest", "dest_row", "length", "copy")
 
 
-def _words(
-    runs: _Runs, order: Longs, done: _Finishes, expected: NDArray[np.uint64], digest: int, threads: int
-) -> NDArray[np.uint32]:
-    where = runs.dest | runs.tensor << 16 | runs.waits.astype(np.int64) << 24
-    sends = np.empty((len(where), SEND_WORDS), np.uint32)
-    for word, column in enumerate((runs.source_row, runs.dest_row, runs.rows, where)):
-        sends[:, word] = column
-    sends = sends.take(order, axis=0)
-    zero = np.zeros_like(done.rows)
-    columns = (done.kind, done.tensor, done.source_row, done.dest_row, done.rows, done.stride, done.count, zero)
-    finishes = np.stack(columns, axis=1).astype(np.uint32)
-    at = 4 * (HEAD_WORDS + SEND_WORDS * len(sends))
+def _words(sends: Words, finishes: Words, expected: Longs, more: Sequence[int]) -> Words:
+    """`more`: the digest, and how the kernel goes through it all."""
+    at = 4 * (HEAD_WORDS + sends.size)
     body = np.concatenate((sends.ravel(), finishes.ravel(), expected.view(np.uint32)))
-    check = ~(len(sends) ^ len(finishes) ^ at ^ threads)
-    total = int(body.sum(dtype=np.uint64))
-    head = np.array([len(sends), len(finishes), at, check, total, digest, threads, 0]) & 0xFFFFFFFF
-    return np.concatenate((head.astype(np.uint32), body))
+    meant = [len(sends), len(finishes), at, *more[1:]]
+    check = ~int(np.bitwise_xor.reduce(meant))
+    head = np.zeros(HEAD_WORDS, np.uint32)
+    head[: 5 + len(more)] = np.array([*meant[:3], check, int(body.sum(dtype=np.uint64)), *more]) & 0xFFFFFFFF
+    return np.concatenate((head, body))

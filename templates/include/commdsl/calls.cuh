@@ -32,7 +32,7 @@ struct Call {
   // Behind the finishes: the rows that come from each rank.
   COMMDSL_FN const u64* rows_expected() const { return reinterpret_cast<const u64*>(finishes() + table->finishes); }
   // Whether the lane has rows to finish.
-  COMMDSL_FN bool is_busy() const { return static_cast<u32>(lane) * num_warps() < table->finishes; }
+  COMMDSL_FN bool is_busy() const { return static_cast<u32>(lane) * num_warps() < table->finishes * table->finish_tiles; }
 };
 
 // What a lane knows of its peers. Shared by the threads of a lane.

@@ -16,15 +16,34 @@ namespace commdsl {
 
 // --- what a warp moves ---------------------------------------------------------------------------------------------------
 
+// Rows that a warp moves at once. There may be none: a send has fewer tiles than others.
 struct Tile {
   u32 source_row, dest_row, rows;
   i32 to, tensor;
   bool waits;
 };
 
-COMMDSL_FN Tile tile_of(const Send& send) {
-  return {send.source_row, send.dest_row, send.rows, static_cast<i32>(send.where & 0xffffu),
-          static_cast<i32>(send.where >> 16 & 0xffu), (send.where >> 24) != 0};
+// What a warp does at once of a run of rows: how many of them, from the one that is told.
+COMMDSL_FN u32 cut(u32& first, u32 rows, u32 tile_rows, u32 tile) {
+  first = tile * tile_rows;
+  if (first >= rows) return 0;
+  return rows - first < tile_rows ? rows - first : tile_rows;
+}
+
+// The tiles of sends are numbered as if all had as many.
+template <class Plan>
+COMMDSL_FN Tile tile_of(const Call<Plan>& here, u32 at) {
+  const TableHead& head = *here.table;
+  const Send& send = here.sends()[at / head.send_tiles];
+  Tile tile = {send.source_row, send.dest_row, send.rows, static_cast<i32>(send.where & 0xffffu),
+               static_cast<i32>(send.where >> 16 & 0xffu), (send.where >> 24) != 0};
+  const u32 width = tile.tensor < Plan::kNumRows ? static_cast<u32>(here.args.row_bytes[tile.tensor]) : 0;
+  if (width == 0) return tile;  // of no tensor that there is
+  u32 skip;
+  tile.rows = cut(skip, send.rows, width < head.tile_bytes ? head.tile_bytes / width : 1, at % head.send_tiles);
+  tile.source_row += skip;
+  tile.dest_row += skip;
+  return tile;
 }
 
 template <class Plan>
@@ -32,7 +51,7 @@ COMMDSL_FN const char* source_of(const Call<Plan>& here, const Tile& tile) {
   return reinterpret_cast<const char*>(here.args.inputs[tile.tensor] + tile.source_row * here.args.row_bytes[tile.tensor]);
 }
 
-// Those who move a run together, a warp or a part of one, and which runs they have.
+// Those who move a tile together, a warp or a part of one, and which tiles they have.
 struct Team {
   u32 thread, threads;
   u32 first, step;
@@ -52,13 +71,13 @@ struct Team {
 template <class Plan>
 struct Ahead {
   Team team;
-  u32 sends;
+  u32 tiles;
   Tile tile{};
   Beginning beginning;
 
-  COMMDSL_FN explicit Ahead(const Call<Plan>& here) : team(here), sends(here.table->sends) {
-    if (team.first >= sends) return;
-    tile = tile_of(here.sends()[team.first]);
+  COMMDSL_FN explicit Ahead(const Call<Plan>& here) : team(here), tiles(here.table->sends * here.table->send_tiles) {
+    if (team.first >= tiles) return;
+    tile = tile_of(here, team.first);
     if constexpr (!Plan::kChecks && !kHasFar) {  // with checks it is not legal yet
       if (team.threads == kWarp) beginning.read(source_of(here, tile), tile.rows * here.args.row_bytes[tile.tensor]);
     }
@@ -122,11 +141,12 @@ template <class Plan>
 COMMDSL_FN void push(const Call<Plan>& here, Peers<Plan>& peers, const Ahead<Plan>& ahead) {
   const Team& team = ahead.team;
   Tile next = ahead.tile;
-  for (u32 at = team.first; at < ahead.sends; at += team.step) {
+  for (u32 at = team.first; at < ahead.tiles; at += team.step) {
     const Tile tile = next;
-    if (at + team.step < ahead.sends) next = tile_of(here.sends()[at + team.step]);  // comes while this one is moved
+    if (at + team.step < ahead.tiles) next = tile_of(here, at + team.step);  // comes while this one is moved
+    if (tile.rows == 0) continue;
     if constexpr (Plan::kChecks) {
-      if (!is_legal(here, peers, tile, at)) continue;
+      if (!is_legal(here, peers, tile, at / here.table->send_tiles)) continue;
       if (team.thread == 0) add_shared(&peers.sent[tile.to], tile.rows);
     }
     move(here, peers, tile, ahead, at == team.first);
@@ -167,13 +187,26 @@ COMMDSL_FN void finish_tile(const Call<Plan>& here, const Finish& tile) {
   }
 }
 
+// A tile of what is finished, numbered as those of sends are.
+template <class Plan>
+COMMDSL_FN Finish finish_of(const Call<Plan>& here, u32 at) {
+  Finish found = here.finishes()[at / here.table->finish_tiles];
+  u32 skip;
+  found.rows = cut(skip, found.rows, found.tile_rows, at % here.table->finish_tiles);
+  found.source_row += skip;
+  found.dest_row += skip;
+  return found;
+}
+
 template <class Plan>
 COMMDSL_FN void finish(const Call<Plan>& here) {
   const u32 step = static_cast<u32>(here.args.active_lanes) * num_warps();
-  for (u32 at = static_cast<u32>(here.lane) * num_warps() + warp(); at < here.table->finishes; at += step) {
-    const Finish& tile = here.finishes()[at];
+  const u32 tiles = here.table->finishes * here.table->finish_tiles;
+  for (u32 at = static_cast<u32>(here.lane) * num_warps() + warp(); at < tiles; at += step) {
+    const Finish tile = finish_of(here, at);
+    if (tile.rows == 0) continue;
     if constexpr (Plan::kChecks) {
-      if (!is_legal(here, tile, at)) continue;
+      if (!is_legal(here, tile, at / here.table->finish_tiles)) continue;
     }
     finish_tile(here, tile);
   }
@@ -185,7 +218,8 @@ COMMDSL_FN void finish(const Call<Plan>& here) {
 template <class Plan>
 COMMDSL_FN bool is_whole(const Call<Plan>& here) {
   const TableHead& head = *here.table;
-  const u32 found = ~(head.sends ^ head.finishes ^ head.finishes_at ^ head.threads);
+  const u32 meant = head.threads ^ head.tile_bytes ^ head.send_tiles ^ head.finish_tiles;
+  const u32 found = ~(head.sends ^ head.finishes ^ head.finishes_at ^ meant);
   if (head.check != found) give_up(here, kBadTable, 0, here.args.rank, head.check, found);
   return head.check == found;
 }

@@ -77,25 +77,28 @@ constexpr u64 kStopped = 11;     // a peer gave up and said so
 constexpr u64 kInterrupted = 12; // the host asked for an end of long waits
 constexpr u64 kGone = 13;        // the process of the peer has ended
 
-// A run of rows of one tensor: `where` is the destination's rank, from bit 16 on the tensor, in bit 24 whether the rows are to
+// A run of rows of one tensor, which warps move tile by tile: `where` is the destination's rank, from bit 16 on the tensor, in bit 24 whether the rows are to
 // wait there until they are finished.
 struct alignas(16) Send {
   u32 source_row, dest_row, rows, where;
 };
 
 struct alignas(16) Finish {
-  u32 kind, tensor, source_row, dest_row, rows, stride, count, reserved;
+  u32 kind, tensor, source_row, dest_row, rows, stride, count;
+  u32 tile_rows;  // that a warp finishes at once
 };
 
 // In front of a table: the sends follow it, then the finishes, then the number of rows that come from each rank.
 struct alignas(16) TableHead {
   u32 sends, finishes;
   u32 finishes_at;  // in bytes from the head
-  u32 check;        // of the words before it and of `threads`: their exclusive or, inverted
+  u32 check;        // of the words before it and of those from `threads` on: their exclusive or, inverted
   u32 sum;          // of the words behind the head
   u32 digest;       // of what all ranks send: the same on every rank
-  u32 threads;      // of a warp that move a send: all, or a power of two where sends are short
-  u32 reserved;
+  u32 threads;      // of a warp that move a tile: all, or a power of two where tiles are short
+  u32 tile_bytes;   // a tile has as many rows as that has room for, or one
+  u32 send_tiles, finish_tiles;  // of a send and of a finish, at most: powers of two
+  u32 reserved[2];
 };
 
 // `claim` decides which lane writes the record, and says then how long its call might wait; `code` is written last.
