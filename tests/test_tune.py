@@ -179,6 +179,9 @@ def test_the_grid_is_on_the_ladders() -> None:
         (["--time-budget", "0"], "above 0"),
         (["--dtype", "uint8"], "--dtype expects one of float32"),
         (["--dtype", "float8_e5m2"], "--dtype expects one of float32"),
+        (["--shapes", "8192"], "--shapes is depth and columns as in 8192x3584,8192x1280, not `8192`"),
+        (["--collectives", "all_gather_matmul"], "--shapes goes with all_gather_matmul, matmul_reduce_scatter"),
+        (["--collectives", "all_reduce", "--shapes", "16x24"], "and these with --shapes"),
         (["--output", "no/such/table.json"], "there is no folder no/such"),
     ],
 )
@@ -207,10 +210,11 @@ def run_tune(*words: str) -> Done:
 
 def test_run(tmp_path: Path) -> None:
     """Under torchrun the command checks and times candidates and writes a table to choose from, or to add to; one's own
-    schedules are among them, and their collective alone is measured."""
+    schedules are among them, and products beside what travels."""
     pytest.importorskip("torch")
     path = tmp_path / "here.json"
-    done = run_tune(str(own_ring(tmp_path)), "--output", str(path))
+    both = ("--collectives", "all_reduce,all_gather_matmul", "--shapes", "16x24")
+    done = run_tune(str(own_ring(tmp_path)), *both, "--output", str(path))
     assert done.returncode == 0, done.stderr
     assert "no GPU that torch can use" in done.stderr
     table = selection.read_table(path)
@@ -219,6 +223,9 @@ def test_run(tmp_path: Path) -> None:
     assert (table.device, table.ranks) == ("cpu", 2)
     assert rows is not None
     assert [row.measured.nbytes for row in rows if row.measured] == [1024, 8192]
+    products = table.of("all_gather_matmul 16x24")
+    assert products is not None
+    assert {row.measured.candidates for row in products if row.measured} == {4}  # three cuts, and one after the other
     assert "all_reduce" in done.stdout
     assert "measured" in done.stderr
     chosen = selection.choose((table,), "all_reduce", 1000, 2, "cpu", plain=False)

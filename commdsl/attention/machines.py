@@ -32,25 +32,26 @@ HOST = Topology("host", 1, 1, 1, (Link("memory", LinkScope.IN_NODE, 4e9, np.inf,
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of device: a shipped topology with its links, the FLOP/s of an attention kernel on it, and the bytes a
-    second of its memory.
+    """A kind of device: a shipped topology with its links, the FLOP/s of an attention kernel on it and of a product of
+    large matrices of 16 bits, and the bytes a second of its memory.
     """
 
     topology: str
     flops: float
+    product: float
     memory: float
     source: str
 
 
 KINDS = {
-    "H200": Kind("h200_1x8", 640e12, 4.1e12, "measured with cuDNN"),
-    "H100": Kind("h100_1x8", 640e12, 2.9e12, "as of an H200"),
-    "A100": Kind("a100_1x8", 200e12, 1.7e12, "stated"),
-    "MI300X": Kind("mi300x_1x8", 500e12, 4.5e12, "stated"),
+    "H200": Kind("h200_1x8", 640e12, 720e12, 4.1e12, "measured with cuDNN"),
+    "H100": Kind("h100_1x8", 640e12, 720e12, 2.9e12, "as of an H200"),
+    "A100": Kind("a100_1x8", 200e12, 250e12, 1.7e12, "stated"),
+    "MI300X": Kind("mi300x_1x8", 500e12, 600e12, 4.5e12, "stated"),
 }
 """By what the name of a device has in it; any other GPU counts as the first."""
 
-HOST_KIND = Kind("host", 20e9, 5e9, "a guess")
+HOST_KIND = Kind("host", 20e9, 20e9, 5e9, "a guess")
 
 
 @dataclass(frozen=True, slots=True)

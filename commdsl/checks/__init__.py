@@ -5,7 +5,7 @@ runs only when the earlier ones found no error, because it relies on what they p
 message. A new law is a function and a line here. Does not raise.
 
     locations, contributions, route_laws   what the laws are stated on: places, what each holds, rows
-    cycles, topology, roles, engine, landing   what the machine has
+    cycles, topology, roles, engine, settings   what the machine has
     bounds, inputs, overlap, undefined, size_classes, classes   what a step may touch
     promises, conservation, rotations, returns, determinism, useless   what is promised, kept, and in vain
     plans, routes   a plan of documents and where its rows go
@@ -24,7 +24,6 @@ from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
 from commdsl.checks.engine import combining_engine
 from commdsl.checks.inputs import writes_to_input
-from commdsl.checks.landing import idle_landing
 from commdsl.checks.locations import Located, statement_key
 from commdsl.checks.overlap import overlapping_writes
 from commdsl.checks.plans import over_capacity, too_large, too_many_copies
@@ -33,6 +32,7 @@ from commdsl.checks.returns import broken_returns
 from commdsl.checks.roles import broken_roles, roles_of_dispatch, unused_roles
 from commdsl.checks.rotations import broken_rotations
 from commdsl.checks.routes import lost_rows, not_identity, overlapping_rows, wrong_keys
+from commdsl.checks.settings import idle_landing, idle_matmul
 from commdsl.checks.size_classes import unequal_sizes
 from commdsl.checks.topology import missing_links
 from commdsl.checks.undefined import undefined_reads
@@ -74,7 +74,7 @@ OF_A_STEP: tuple[Rule, ...] = (overlapping_writes, writes_to_input, missing_link
 RULES: tuple[tuple[Rule, ...], ...] = (
     (broken_cycles,),
     (out_of_bounds,),
-    (*OF_A_STEP, undefined_reads, idle_landing),
+    (*OF_A_STEP, undefined_reads, idle_landing, idle_matmul),
     (unequal_sizes, mixed_types, own_units, unknown_units),
     (broken_contracts, broken_rotations),
     (broken_returns,),

@@ -1,4 +1,5 @@
-"""Turns a collective and a size into what `commdsl.all_reduce` and its friends would run, and why; attention, too.
+"""Turns a collective and a size into what `commdsl.all_reduce` and its friends would run, and why; attention and
+products beside what travels, too.
 
 Assumes the tables that this process sees; every rank of a program sees them alike. Does not load or run it.
 """
@@ -14,6 +15,7 @@ from commdsl.commands.doctor import query_nvidia
 from commdsl.commands.output import Exit
 from commdsl.machine.config import from_environment
 from commdsl.machine.errors import ArgumentError
+from commdsl.overlap import auto as products
 from commdsl.planner.tuning import selection
 
 
@@ -27,9 +29,29 @@ def choice(collective: str, nbytes: int, ranks: int, device: str | None, *, as_j
         found = selection.choose(tables, collective, nbytes, ranks, where, plain=plain)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    said = {"collective": collective, "bytes": nbytes, "ranks": ranks, "device": where}
+    return tell(found, said, as_json=as_json)
+
+
+def product(operator: str, shape: str, ranks: int, device: str | None, *, as_json: bool) -> Exit:
+    """As `choice`, of `8192x4096x1024`: rows of all ranks, depth and columns."""
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", shape)
+    if match is None:
+        raise UsageError(f"{operator} is of rows, depth and columns as in 8192x4096x1024, not `{shape}`")
+    rows, depth, columns = map(int, match.groups())
+    where = device or this_device()
+    try:
+        found = products.choice(operator, rows, depth, columns, ranks=ranks, device=where)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    said = {"operator": operator, "rows": rows, "depth": depth, "columns": columns, "ranks": ranks, "device": where}
+    return tell(found, said, as_json=as_json)
+
+
+def tell(found: selection.Choice, said: dict[str, object], *, as_json: bool) -> Exit:
+    """`said`: what was asked for."""
     if as_json:
         params, tune = dict(found.params), dict(found.tune)
-        said = {"collective": collective, "bytes": nbytes, "ranks": ranks, "device": where}
         output.say_json({**said, "schedule": found.schedule, "params": params, "tune": tune, "reason": found.reason})
         return Exit.FINE
     output.say(str(selection.Candidate(found.schedule, found.params, found.tune)))

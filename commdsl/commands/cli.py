@@ -214,6 +214,7 @@ def fmt(words: Words, only_check: bool, as_json: bool) -> Exit:
 @option("--sizes", section=WHAT, default="1KB..1GB", show_default=True, metavar="FROM..TO", help="Of the larger side.")
 @option("--factor", section=WHAT, default=4, show_default=True, metavar="N", help="From one size to the next.")
 @option("--dtype", section=WHAT, default="bfloat16", show_default=True, help="float32, bfloat16, int32, ...")
+@option("--shapes", section=WHAT, metavar="KxN,...", help="Of products beside what travels.")
 @option("--time-budget", section=HOW, default=480.0, show_default=True, metavar="SECONDS", help="For all collectives.")
 @option("--memory", section=HOW, default="256MB", show_default=True, metavar="SIZE", help="Symmetric, of an op.")
 @option("--output", "-o", type=to_write, metavar="FILE", help="Named after the machine unless said.")
@@ -224,10 +225,9 @@ def tune(words: Words, collectives: str, sizes: str, factor: int, output: Path |
     from commdsl.commands.candidates import families_of
     from commdsl.commands.tune import parse, tune
 
-    own = families_of(*split_words(words))
-
-    memory = arguments.parse_bytes(limits["memory"], "--memory")
-    return tune(parse(collectives, sizes, factor, output, limits["time_budget"], memory, limits["dtype"], own))
+    own, memory = families_of(*split_words(words)), arguments.parse_bytes(limits["memory"], "--memory")
+    seconds, dtype, shapes = limits["time_budget"], limits["dtype"], limits["shapes"] or ""
+    return tune(parse(collectives, sizes, factor, output, seconds, memory, dtype, own, shapes))
 
 
 @app.command(cls=Grouped, example="choice all_reduce 64KB --ranks 4")
@@ -242,13 +242,18 @@ def tune(words: Words, collectives: str, sizes: str, factor: int, output: Path |
 def choice(collective: str, size: str, ranks: int, device: Text, as_json: bool, **sizes: Any) -> Exit:
     """Say which schedule `commdsl.COLLECTIVE` runs for SIZE bytes on the larger side of a rank, and why; or for
     `attention`, of SIZE tokens over all ranks.
+
+    For `all_gather_matmul` and its like SIZE is rows, depth and columns, as in 4096x8192x3584.
     """
-    from commdsl.commands.choice import attention, choice
+    from commdsl.commands.choice import attention, choice, product
+    from commdsl.planner.tuning.selection import PRODUCTS
 
     if collective == "attention":
         return attention(size, ranks, device, as_json=as_json, **sizes)
     if given := [name for name, value in sizes.items() if value]:
         raise UsageError(f"--{given[0].replace('_', '-')} is for `attention`, not for {collective}")
+    if collective in PRODUCTS:
+        return product(collective, size, ranks, device, as_json=as_json)
     return choice(collective, arguments.parse_bytes(size, "SIZE"), ranks, device, as_json=as_json)
 
 

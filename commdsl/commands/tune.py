@@ -6,6 +6,7 @@ itself; `runtime.measure` does.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from commdsl.commands.arguments import UsageError, parse_bytes
 from commdsl.commands.candidates import Families
 from commdsl.commands.output import Exit
 from commdsl.machine.dtypes import BY_NAME
+from commdsl.overlap import auto
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.search import Search
 from commdsl.planner.tuning.search_space import Family
@@ -48,9 +50,23 @@ class Wanted:
     most_symmetric: int
     dtype: str
     own: Families = ()  # measured beside the shipped schedules
+    products: tuple[Product, ...] = ()  # measured after the collectives
 
     def own_of(self, collective: str) -> tuple[Family, ...]:
         return tuple(family for name, family in self.own if name == collective)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One of `PRODUCTS` with the shape of its weights."""
+
+    operator: str
+    depth: int
+    columns: int
+
+    def __str__(self) -> str:
+        """As tables have it."""
+        return f"{self.operator} {self.depth}x{self.columns}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +89,13 @@ def parse(
     most_symmetric: int,
     dtype: str,
     own: Families = (),
+    shapes: str = "",
 ) -> Wanted:
     """The words of the command line; UsageError says what is expected. With schedules of one's own, their collectives
-    are measured unless others are named."""
-    every = tuple(name for name in selection.COLLECTIVES if not own or name in dict(own))
-    names = every if collectives == "all" else tuple(collectives.split(","))
-    for name in names:
-        if name not in selection.COLLECTIVES:
-            raise UsageError(f"--collectives expects {', '.join(selection.COLLECTIVES)} or all, got `{name}`")
+    are measured unless others are named; with shapes of products all of these, and no collective."""
+    names = names_of(collectives, own, shapes)
+    products = [Product(name, *shape) for name in names if name in selection.PRODUCTS for shape in pairs_of(shapes)]
+    names = tuple(name for name in names if name in selection.COLLECTIVES)
     first, dots, last = sizes.partition("..")
     smallest, largest = (parse_bytes(end, "--sizes") for end in (first, last if dots else first))
     if seconds <= 0:
@@ -90,7 +105,30 @@ def parse(
     idle = [family.schedule for name, family in own if name not in names]
     if idle:
         raise UsageError(f"--collectives leaves {', '.join(idle)} out: name its collective, or none")
-    return Wanted(names, powers(smallest, largest, factor), path, seconds, most_symmetric, dtype, own)
+    return Wanted(names, powers(smallest, largest, factor), path, seconds, most_symmetric, dtype, own, tuple(products))
+
+
+def names_of(collectives: str, own: Families, shapes: str) -> tuple[str, ...]:
+    """What `all` is, or those named."""
+    known = (*selection.COLLECTIVES, *selection.PRODUCTS)
+    if collectives == "all":
+        every = selection.PRODUCTS if shapes and not own else selection.COLLECTIVES
+        return tuple(name for name in every if not own or name in dict(own))
+    names = tuple(collectives.split(","))
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--collectives expects {', '.join(known)} or all, got `{name}`")
+    if bool(shapes) != any(name in selection.PRODUCTS for name in names):
+        raise UsageError(f"--shapes goes with {', '.join(selection.PRODUCTS)}, and these with --shapes")
+    return names
+
+
+def pairs_of(shapes: str) -> list[tuple[int, int]]:
+    """`8192x3584,8192x1280`: depth and columns."""
+    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", one) for one in shapes.split(",")]
+    if not all(found):
+        raise UsageError(f"--shapes is depth and columns as in 8192x3584,8192x1280, not `{shapes}`")
+    return [(int(one[1]), int(one[2])) for one in found if one]
 
 
 def powers(first: int, last: int, factor: int) -> tuple[int, ...]:
@@ -156,19 +194,26 @@ def name_of(device: str) -> str:
 
 def search_all(wanted: Wanted, device: str, ranks: int) -> Iterator[Found]:
     """One collective after another; what one leaves of its time, the others have."""
+    from commdsl.overlap.measure import Products  # torch, as below
     from commdsl.runtime import measure  # torch: seconds that a wrong option need not wait for
 
     protocols = HOST_PROTOCOLS if device == selection.PLAIN_DEVICE else PROTOCOLS
     clock = measure.Clock(wanted.seconds)
+    everything: tuple[str | Product, ...] = (*wanted.collectives, *wanted.products)
     with progress(shown=measure.is_first()) as shown, measure.builders() as ahead:
-        for index, collective in enumerate(wanted.collectives):
-            clock_here = measure.Clock(clock.left() / (len(wanted.collectives) - index))
-            bench = measure.Machine(collective, wanted.dtype, wanted.most_symmetric, clock_here, ahead)
-            search = Search(collective, ranks, wanted.sizes, protocols, bench, watcher(shown, collective),
-                            wanted.own_of(collective))  # fmt: skip
+        for index, one in enumerate(everything):
+            clock_here = measure.Clock(clock.left() / (len(everything) - index))
+            given, watch = (wanted.dtype, wanted.most_symmetric, clock_here, ahead), watcher(shown, str(one))
+            if isinstance(one, Product):
+                bench: measure.Machine = Products(one.operator, *given, depth=one.depth, columns=one.columns)
+                only = tuple(auto.candidates(one.operator, device))
+                search = Search(one.operator, ranks, wanted.sizes, protocols, bench, watch, only=only)
+            else:
+                bench = measure.Machine(one, *given)
+                search = Search(one, ranks, wanted.sizes, protocols, bench, watch, wanted.own_of(one))
             rows = search.run()
             reasons = tuple(failure.reason for failure in search.failures.values())
-            yield Found(collective, rows, len(search.times), reasons, search.skipped)
+            yield Found(str(one), rows, len(search.times), reasons, search.skipped)
 
 
 @contextmanager

@@ -210,6 +210,7 @@ class Tuning:
     sms: int | None = None  # thread blocks that are launched; None: one a lane
     put: str | None = None  # rows or packed: of a dispatch
     landing: str | None = None  # cells or place: of what visits
+    matmul: str | None = None  # kernel or library: what multiplies
 
 
 @dataclass(frozen=True, slots=True)

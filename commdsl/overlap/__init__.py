@@ -2,7 +2,10 @@
 
 Importing this imports nothing else; each name below loads what it needs when it is first used.
 
-    programs   a product and a group -> the schedule that makes it, in how many pieces, or none
+    auto       a product, a device and a number of ranks -> what runs it, and why; needs no torch
+    programs   a product, or rows, and a group -> the op that makes it, or none
+    sequence   a product -> the collective and torch's product one after the other
+    measure    a candidate -> its times on this machine, for `commdsl tune`
     functional products as operators, with gradients, for autograd and torch.compile
     rms_norm   the operator that norms what ranks add up
     calls      a call of an operator -> the shortest way to it
@@ -15,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from commdsl.overlap.auto import choice as choice
     from commdsl.overlap.functional import all_gather_matmul as all_gather_matmul
     from commdsl.overlap.functional import matmul_reduce_scatter as matmul_reduce_scatter
     from commdsl.overlap.layers import ColumnParallelLinear as ColumnParallelLinear
@@ -26,6 +30,7 @@ __all__ = [
     "RowParallelLinear",
     "all_gather_matmul",
     "all_reduce_rms_norm",
+    "choice",
     "matmul_reduce_scatter",
 ]
 
@@ -34,6 +39,7 @@ _HOME = {
     "RowParallelLinear": "layers",
     "all_gather_matmul": "functional",
     "all_reduce_rms_norm": "rms_norm",
+    "choice": "auto",
     "matmul_reduce_scatter": "functional",
 }
 

@@ -15,7 +15,8 @@ import torch
 
 from commdsl.overlap.calls import NAMESPACE, call
 from commdsl.overlap.programs import GATHER, SCATTER, program
-from commdsl.runtime import collective_ops, collectives, groups, menu
+from commdsl.overlap.sequence import gather_then_multiply, multiply_then_scatter
+from commdsl.runtime import collective_ops, groups, menu
 from commdsl.runtime.errors import TensorError
 from commdsl.runtime.operators import define
 
@@ -74,7 +75,7 @@ def _all_gather_matmul(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     rows, factor = x.flatten(0, -2).contiguous(), w.contiguous()
     op = program(GATHER, rows, factor, group_name)
     if op is None:
-        return torch.mm(collectives.all_gather(rows, group_name), factor.t()).view(shape)
+        return gather_then_multiply(rows, factor, group_name).view(shape)
     made = op(rows, factor, group=group_name)
     assert isinstance(made, Tensor)
     return made.view(shape)
@@ -85,8 +86,7 @@ def _matmul_reduce_scatter(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     rows, factor = x.flatten(0, -2).contiguous(), w.contiguous()
     op = program(SCATTER, rows, factor, group_name)
     if op is None:
-        summed: Tensor = collectives.reduce_scatter(torch.mm(rows, factor.t()), group=group_name)
-        return summed.view(shape)
+        return multiply_then_scatter(rows, factor, group_name).view(shape)
     made = op(rows, factor, group=group_name)
     assert isinstance(made, Tensor)
     return made.view(shape)

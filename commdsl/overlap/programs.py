@@ -2,24 +2,26 @@
 sequence is to run.
 
 Assumes that every rank asks for a product of the same shape and dtype: nothing else goes into it, so all say the same.
-Does not run anything.
+Does not choose (`auto` does), and does not run anything.
 """
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 
 import torch
 
+from commdsl.overlap.auto import OPERATORS, Product, choose
+from commdsl.planner.tuning.selection import SEQUENCE, Choice
 from commdsl.runtime import groups, menu
 from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
 
-GATHER, SCATTER = "allgather_matmul", "matmul_reducescatter"
-NORM = "allreduce_rms_norm"
+_LOGGER = logging.getLogger("commdsl")
 
-FEW_ROWS = 1024
-"""Of all ranks: what travels of so few takes about as long as it takes to say that it is there."""
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+NORM = "allreduce_rms_norm"
 
 FEW_BYTES = 4 << 20
 """Sent by a rank: of more, an all-reduce in two steps sends fewer."""
@@ -28,13 +30,14 @@ ROW = 8
 """Elements of 16 bits between whose multiples a row ends that TMA reads."""
 
 
-def program(schedule: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op | None:
+def program(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op | None:
     """x, w: matrices, the weights as torch.nn.Linear has them."""
     ranks = menu.size(group_name)
     if ranks == 1 or not _is_multiplied(x, w) or groups.reaches_far(group_name, x.device):
         return None
-    rows = x.shape[0] * ranks if schedule == GATHER else x.shape[0]
-    return _loaded(schedule, pieces(rows, ranks), ranks)
+    rows = x.shape[0] * ranks if OPERATORS[operator].gathers else x.shape[0]
+    product = Product(operator, rows, x.shape[1], w.shape[0], ranks, x.itemsize)
+    return _loaded(choose(product, menu.name_of_device(x.device)))
 
 
 def row_program(x: torch.Tensor, group_name: str) -> Op | None:
@@ -44,13 +47,6 @@ def row_program(x: torch.Tensor, group_name: str) -> Op | None:
     if not 0 < sent <= FEW_BYTES or groups.reaches_far(group_name, x.device):
         return None
     return load(NORM, ranks=ranks)
-
-
-def pieces(rows: int, ranks: int) -> int:
-    """In how many pieces each rank's rows travel, of so many of all ranks: 2, so that one is multiplied while the other
-    is on its way, unless they are few, or odd.
-    """
-    return 1 if rows <= FEW_ROWS or rows // ranks % 2 else 2
 
 
 def _is_multiplied(x: torch.Tensor, w: torch.Tensor) -> bool:
@@ -63,5 +59,8 @@ def _is_multiplied(x: torch.Tensor, w: torch.Tensor) -> bool:
 
 
 @cache
-def _loaded(schedule: str, number: int, ranks: int) -> Op:
-    return load(schedule, params={"C": number}, ranks=ranks)
+def _loaded(chosen: Choice) -> Op | None:
+    _LOGGER.debug("%s of %d bytes runs %s", chosen.collective, chosen.nbytes, chosen)
+    if chosen.schedule == SEQUENCE:
+        return None
+    return load(chosen.schedule, params=dict(chosen.params), ranks=chosen.ranks, tune=dict(chosen.tune))

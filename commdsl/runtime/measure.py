@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,6 @@ from commdsl.runtime.ahead import Ahead
 from commdsl.runtime.errors import GroupError
 from commdsl.runtime.load import load, reset, shutdown
 from commdsl.runtime.menu import home, name_of_device
-from commdsl.runtime.op import Op
 
 GRAPH_BYTES = 4 << 20
 """Below it calls are timed inside a CUDA graph: there the host's part would show."""
@@ -42,6 +42,9 @@ PATIENCE = timedelta(seconds=180)
 
 CHECKED_BYTES = 64 << 20
 """Results are checked at the largest size measured up to this one."""
+
+
+Inputs: TypeAlias = tuple[torch.Tensor, ...]
 
 
 class WrongResultError(Exception):
@@ -63,6 +66,16 @@ class Clock:
         return largest([(time.monotonic() - self.start) / self.seconds if is_first() else 0.0])[0]
 
 
+class Loaded(Protocol):
+    """What a candidate is loaded as."""
+
+    def __call__(self, *inputs: torch.Tensor) -> Any: ...
+
+    def synchronize(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
 @dataclass
 class Machine:
     """This rank's end of the bench."""
@@ -73,7 +86,8 @@ class Machine:
     clock: Clock
     ahead: Ahead
     device: torch.device = field(default_factory=home)
-    _expected: tuple[int, torch.Tensor, torch.Tensor] | None = None
+    most_in_graph: int = GRAPH_BYTES
+    _expected: tuple[int, Inputs, torch.Tensor] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,14 +125,14 @@ class Machine:
         slowest = largest(times)
         return Failure(failure) if failure else dict(zip(sizes, slowest, strict=True))
 
-    def _load(self, candidate: Candidate) -> Op:
+    def _load(self, candidate: Candidate) -> Loaded:
         op = load(candidate.schedule, params=dict(candidate.params), ranks=self.ranks, tune=dict(candidate.tune))
         needed = op.program(self.ranks).plan.symmetric_bytes
         if needed > self.most_symmetric:
             raise MemoryError(f"more than {size_text(self.most_symmetric)} of symmetric memory")
         return op
 
-    def _give_back(self, op: Op | None) -> None:
+    def _give_back(self, op: Loaded | None) -> None:
         broken = any(comm.broken is not None for comm in groups.every(groups.name_of(None)))
         if largest([float(broken)])[0]:
             reset()
@@ -127,28 +141,29 @@ class Machine:
 
     # --- one size -----------------------------------------------------------------------------------------------------
 
-    def _input(self, nbytes: int, rank: int) -> torch.Tensor:
+    def _inputs(self, nbytes: int, rank: int) -> Inputs:
         """The larger side is `nbytes`, or a little less where that is no equal blocks. Whole numbers, few enough that
         every order of summation gives the same bits."""
         elements = max(nbytes // self.dtype.itemsize // self.ranks, 1) * (
             1 if self.collective == "all_gather" else self.ranks
         )
         generator = torch.Generator(self.device).manual_seed(rank)
-        return torch.randint(-2, 3, (elements,), generator=generator, device=self.device, dtype=torch.int8).to(
-            self.dtype
-        )
+        found = torch.randint(-2, 3, (elements,), generator=generator, device=self.device, dtype=torch.int8)
+        return (found.to(self.dtype),)
 
-    def _check(self, op: Op, nbytes: int) -> None:
+    def _check(self, op: Loaded, nbytes: int) -> None:
         if self._expected is None or self._expected[0] != nbytes:
-            rank, blocks = dist.get_rank(), [self._input(nbytes, one) for one in range(self.ranks)]
+            rank, blocks = dist.get_rank(), [self._inputs(nbytes, one) for one in range(self.ranks)]
             self._expected = (nbytes, blocks[rank], self._wanted(blocks, rank))
-        _, x, wanted = self._expected
+        _, given, wanted = self._expected
         for _ in range(2):
-            if not torch.equal(op(x), wanted):  # type: ignore[arg-type]  # without async_op it is a tensor
+            if not torch.equal(op(*given), wanted):
                 raise WrongResultError(f"another result than {self.collective} has")
         op.synchronize()
 
-    def _wanted(self, inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
+    def _wanted(self, given: list[Inputs], rank: int) -> torch.Tensor:
+        """What a rank is to have of the inputs of all."""
+        inputs = [x for (x,) in given]
         match self.collective:
             case "all_reduce":
                 return _sum(inputs)
@@ -161,15 +176,16 @@ class Machine:
             case _:
                 return inputs[0]
 
-    def _time(self, op: Op, nbytes: int) -> float:
+    def _time(self, op: Loaded, nbytes: int) -> float:
         """The median time of a call in microseconds, on this rank."""
-        x = self._input(nbytes, dist.get_rank())
-        op(x)
+        given = self._inputs(nbytes, dist.get_rank())
+        op(*given)
         if self.device.type == "cpu":
-            return statistics.median(_host_times(lambda: op(x)))
+            return statistics.median(_host_times(lambda: op(*given)))
         torch.cuda.synchronize(self.device)
         dist.barrier()
-        found = _graph_times(lambda: op(x)) if nbytes <= GRAPH_BYTES else _stream_times(lambda: op(x))
+        timed = _graph_times if nbytes <= self.most_in_graph else _stream_times
+        found = timed(lambda: op(*given))
         op.synchronize()
         return statistics.median(found)
 

@@ -2,8 +2,8 @@
 that its Plan names, and every visit is a product.
 
 Assumes a Plan that is proved, and tensors that were checked. Does not order anything: `visits` runs the Plan. On Hopper
-GPUs the products of a call are one launch (`fused`); elsewhere, and of matrices that TMA does not read, each is one of
-torch's.
+GPUs the products of a call are one launch (`fused`); elsewhere, of matrices that TMA does not read, and where `tune`
+says `matmul library`, each is one of torch's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Multiplying:
         self._between = _between(visits, cut.given(inputs))
         self._fused = None
         rows, factor = (cut.given(inputs)[cut.number(name)] for name in operands(visits))
-        if rows.is_cuda:
+        if rows.is_cuda and not visits.by_library:
             from commdsl.runtime import fused  # where there is a GPU
 
             if fused.fits(visits.plan, cut.places, rows, factor):
@@ -162,7 +162,10 @@ def multiply(number: int, rows: torch.Tensor, factor: torch.Tensor, *sums: torch
         torch.mm(rows, factor.t(), out=out)
         return
     wide = torch.promote_types(rows.dtype, torch.float32)
-    found = torch.mm(rows.to(wide), factor.t().to(wide))
+    if rows.is_cuda and rows.dtype != wide:
+        found = torch.mm(rows, factor.t(), out_dtype=wide)  # of 16 bits, at their speed
+    else:
+        found = torch.mm(rows.to(wide), factor.t().to(wide))
     for one in sums:
         found += one
     out.copy_(found)

@@ -110,6 +110,7 @@ class Visits:
     launched: tuple[Program, ...]  # as `segments`
     held: tuple[Held, ...]  # what each visit is handed
     parts: tuple[Part, ...]  # of the tensors of a call, where every visit is a product
+    by_library: bool = False  # that the products are torch's, whatever our kernel could make
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +225,7 @@ def _visits(made: CompiledSchedule) -> Visits | None:
         any(one.plan.moves.has_reduction for one in launched),
         None,
     )
-    return Visits(plan, signature, tuple(launched), held(schedule), stopped.parts)
+    return Visits(plan, signature, tuple(launched), held(schedule), stopped.parts, schedule.tuning.matmul == "library")
 
 
 def _whole(schedule: Schedule) -> Signature:

@@ -16,7 +16,7 @@ from commdsl.language.records import dataclass
 from commdsl.language.source import Source, Span
 from commdsl.machine.topology import Topology
 
-KEYS = ("lanes", "threads", "tile", "protocol", "sms", "landing")
+KEYS = ("lanes", "threads", "tile", "protocol", "sms", "landing", "matmul")
 """What `tune` says of a schedule."""
 
 OF_DISPATCH = ("threads", "sms", "tile", "put")
@@ -29,6 +29,7 @@ WORDS = {
     "protocol": ("bulk", "packet", "line", "tma", "engine"),
     "put": ("rows", "packed"),
     "landing": ("cells", "place"),
+    "matmul": ("kernel", "library"),
 }
 """The values of the entries that have no number."""
 
@@ -137,6 +138,7 @@ class _Reader:
             sms=numbers.get("sms"),
             put=words.get("put"),
             landing=words.get("landing"),
+            matmul=words.get("matmul"),
         )
 
     def _check_key(self, entry: syn.TuneEntry, seen: set[str]) -> None:

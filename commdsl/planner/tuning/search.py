@@ -70,12 +70,16 @@ class Search:
     bench: Bench
     watch: Callable[[str, int, int], None]  # stage, done, of how many
     own: tuple[Family, ...] = ()  # a user's schedules, measured beside the shipped ones
+    only: tuple[Candidate, ...] = ()  # nothing else is measured, and these at every size
     times: dict[Candidate, Times] = field(default_factory=dict)
     failures: dict[Candidate, Failure] = field(default_factory=dict)
     skipped: int = 0  # for want of time
 
     def run(self) -> tuple[Row, ...]:
         """The rows; empty where no candidate could be measured."""
+        if self.only:
+            self._measure("all", dict.fromkeys(self.only, self.sizes))
+            return self._rows()
         coarse = self._coarse_sizes()
         first = first_candidates(self.families, self.protocols, self.own)
         self._measure("coarse", dict.fromkeys(first, coarse))
@@ -116,7 +120,7 @@ class Search:
         return tuple(
             size
             for size in sorted(set(sizes))
-            if size not in known and in_range(self.families, candidate, size, self.protocols)
+            if size not in known and (self.only or in_range(self.families, candidate, size, self.protocols))
         )
 
     def _refinement(self, coarse: tuple[int, ...]) -> dict[Candidate, tuple[int, ...]]:

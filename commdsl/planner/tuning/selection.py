@@ -1,4 +1,5 @@
 """Turns a collective, a size, a number of ranks and a device into the schedule to run, its tuning, and why that one.
+Tables have rows of products beside what travels, too (`PRODUCTS`); `overlap.auto` chooses these.
 
 Assumes tables that `commdsl tune` wrote, and that all ranks have the same ones: nothing else goes into a choice, so
 ranks agree by construction. Does not load schedules and needs no torch. Where no table speaks, a stated default does.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,12 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 ROOTED = ("broadcast",)
 """Their schedules take a parameter `root`; a table is measured with root 0 and serves every root."""
+
+PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter")
+"""Each of its depth and columns is a name of its own in a table: `all_gather_matmul 8192x3584`."""
+
+SEQUENCE = "sequence"
+"""In place of a schedule: the collective that a table chooses, and a product of torch's, one after the other."""
 
 FORMAT = 1
 PLAIN_DEVICE = "cpu"
@@ -123,24 +131,41 @@ class Choice:
 
 def choose(tables: Sequence[Table], collective: str, nbytes: int, ranks: int, device: str, *, plain: bool) -> Choice:
     """The row for a size. `plain`: only `bulk` is to be had (see `default_rows`)."""
-    found = rows_for(tables, collective, ranks, device, plain=plain)
+    return chosen(rows_for(tables, collective, ranks, device, plain=plain), collective, nbytes, ranks, device)
+
+
+def chosen(found: Rows, name: str, nbytes: int, ranks: int, device: str) -> Choice:
+    """The row for a size among all of that name."""
     row = found.rows[found.index(nbytes)]
-    chosen = row.candidate
-    reason = _reason(found.source, row)
-    return Choice(collective, nbytes, ranks, device, chosen.schedule, chosen.params, chosen.tune, reason)
+    candidate, reason = row.candidate, _reason(found.source, row)
+    return Choice(name, nbytes, ranks, device, candidate.schedule, candidate.params, candidate.tune, reason)
 
 
 def rows_for(tables: Sequence[Table], collective: str, ranks: int, device: str, *, plain: bool) -> Rows:
     """The rows of the first table for this device and number of ranks, else the stated default."""
     if collective not in COLLECTIVES:
         raise ArgumentError(f"expected one of {', '.join(COLLECTIVES)}, got `{collective}`")
-    for table in () if plain else tables:
-        rows = table.of(collective)
-        if (table.device, table.ranks) == (device, ranks) and rows is not None:
-            return _rows(rows, _name(table.path))
+    found = None if plain else measured(tables, collective, ranks, device)
+    if found is not None:
+        return found
     where = "over NVSHMEM" if plain and device != PLAIN_DEVICE else f"on {device} x{ranks}"
     default = default_rows(collective, plain=plain, host=device == PLAIN_DEVICE)
     return _rows(default, f"no table for {collective} {where}: the stated default")
+
+
+def measured(tables: Sequence[Table], name: str, ranks: int, device: str) -> Rows | None:
+    """Those of the first table for this device and number of ranks that has the name."""
+    for table in tables:
+        rows = table.of(name)
+        if (table.device, table.ranks) == (device, ranks) and rows is not None:
+            return _rows(rows, _name(table.path))
+    return None
+
+
+def is_known(name: str) -> bool:
+    """Whether a table may have rows of that name."""
+    operator, _, shape = name.partition(" ")
+    return name in COLLECTIVES or (operator in PRODUCTS and re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape) is not None)
 
 
 def _rows(rows: tuple[Row, ...], source: str) -> Rows:
@@ -289,8 +314,9 @@ def _table(value: Any, path: Path) -> Table:
     about = tuple((name, at.text()) for name, at in sorted(fields["measured_with"].items().items()))
     rows = []
     for name, at in sorted(fields["collectives"].items().items()):
-        if name not in COLLECTIVES:
-            raise TableError(path, at.where, f"no such collective; there are {', '.join(COLLECTIVES)}")
+        if not is_known(name):
+            known = f"{', '.join(COLLECTIVES)}, and {', '.join(PRODUCTS)} with a shape as in `{PRODUCTS[0]} 8192x3584`"
+            raise TableError(path, at.where, f"no such collective; there are {known}")
         rows.append((name, _checked_rows(at)))
     return Table(fields["device"].text(), fields["ranks"].whole(1), about, tuple(rows), path)
 

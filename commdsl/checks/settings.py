@@ -1,4 +1,4 @@
-"""C506: where `landing` would have no effect.
+"""C506: where `landing` or `matmul` would have no effect.
 
 Assumes nothing. Does not judge other settings of `tune`: `resolve.tuning` does, where they are written.
 """
@@ -30,4 +30,17 @@ def idle_landing(located: Located) -> Iterator[Diagnostic]:
         "nothing lands in its place",
         Label(schedule.span, why),
         help="leave out `landing`, or tune it to `cells`",
+    )
+
+
+def idle_matmul(located: Located) -> Iterator[Diagnostic]:
+    """Without a product nothing multiplies."""
+    schedule = located.schedule
+    if schedule.tuning.matmul is None or schedule.has_products:
+        return
+    yield Diagnostic(
+        "C506",
+        "nothing is multiplied",
+        Label(schedule.span, "no `compute matmul` stands in it"),
+        help="leave out `matmul`",
     )

@@ -1,0 +1,221 @@
+"""Turns a product and what travels for it into what runs it, and why: a schedule in so many pieces, its products made
+by our kernel or by the library, or the collective and the product one after the other.
+
+Assumes tables that `commdsl tune` wrote, the same on all ranks: nothing else goes into a choice but the product, the
+device and the number of ranks, so ranks agree. Where no table has a shape, a model of two clocks decides: products take
+their FLOPs, what travels its bytes, and each waits for the other as in the schedule (`cost.visits`). Does not load or
+run anything, and needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product as pairs
+
+from commdsl import compiler
+from commdsl.attention.machines import Machine, of_device
+from commdsl.cost.visits import Launched, Timed, Visited, beside, phases
+from commdsl.ir.products import stopping
+from commdsl.ir.resolve import resolve
+from commdsl.ir.schedules import Schedule
+from commdsl.language.syntax import ScheduleDecl
+from commdsl.machine import resources
+from commdsl.machine.config import from_environment
+from commdsl.machine.errors import ArgumentError
+from commdsl.planner.tuning import selection
+from commdsl.planner.tuning.selection import PRODUCTS, SEQUENCE, Candidate, Choice, Tune
+
+PIECES = (1, 2, 4)
+"""In which the rows of a rank travel."""
+
+
+@dataclass(frozen=True)
+class Maker:
+    """What makes products: how that is tuned, and seconds beside FLOPs and bytes: of each product, and of each piece on
+    its way, as it waits for a product or a product for it.
+    """
+
+    tune: Tune
+    of_product: float
+    of_piece: float
+
+
+KERNEL = Maker((), 0.0, 35e-6)
+LIBRARY = Maker((("matmul", "library"),), 5e-6, 35e-6)
+PROCESSOR = Maker((), 0.0, 0.0)
+"""The kernel's as fits 1024 to 8192 rows on two H200s, to about a tenth. A call of the library is stated; what it costs
+on a processor is lost in what else that does.
+"""
+
+NEAR_TIE = 0.02
+"""What is less simple has to be faster by more than this share."""
+
+HOPPER = ("H100", "H200")
+"""In the names of GPUs for which there is a kernel of ours."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The schedule of an operator of `PRODUCTS`, and whether what travels are the rows that are multiplied, not the
+    sums that are made.
+    """
+
+    schedule: str
+    gathers: bool
+
+
+OPERATORS = dict(
+    zip(PRODUCTS, (Operator("allgather_matmul", True), Operator("matmul_reducescatter", False)), strict=True)
+)
+
+
+@dataclass(frozen=True)
+class Product:
+    """`rows` of all ranks, of `depth`, times weights of `columns` times `depth` on every rank."""
+
+    operator: str
+    rows: int
+    depth: int
+    columns: int
+    ranks: int
+    itemsize: int = 2  # bytes of an element
+
+    @property
+    def name(self) -> str:
+        """In tables."""
+        return f"{self.operator} {self.depth}x{self.columns}"
+
+    @property
+    def nbytes(self) -> int:
+        """Of the larger side of what travels: the gathered rows, or the sums to be scattered."""
+        return self.rows * (self.depth if OPERATORS[self.operator].gathers else self.columns) * self.itemsize
+
+    @property
+    def flops(self) -> float:
+        """Of a rank."""
+        return 2.0 * self.rows * self.depth * self.columns
+
+    def admits(self, pieces: int) -> bool:
+        return self.rows // self.ranks % pieces == 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A candidate, and how long it would take."""
+
+    candidate: Candidate
+    time: Timed
+
+
+def choice(
+    operator: str, rows: int, depth: int, columns: int, *, ranks: int, device: str = "cpu", itemsize: int = 2
+) -> Choice:
+    """What `commdsl.overlap.OPERATOR` runs, and why: the same on every rank that asks for the same.
+
+    `rows`: of all `ranks`; `depth`, `columns`: of this rank's weights, as in torch.nn.Linear(depth, columns).
+    `itemsize`: bytes of an element; `device`: as torch names the GPU, or "cpu". Raises ArgumentError.
+    """
+    if operator not in PRODUCTS:
+        raise ArgumentError(f"expected one of {', '.join(PRODUCTS)}, got `{operator}`")
+    if min(rows, depth, columns, ranks, itemsize) < 1 or rows % ranks:
+        raise ArgumentError(f"{rows} x {depth} x {columns} on {ranks} ranks is no product: rows are shared equally")
+    return choose(Product(operator, rows, depth, columns, ranks, itemsize), device)
+
+
+@lru_cache(maxsize=1024)
+def choose(product: Product, device: str) -> Choice:
+    """As `choice`. Tables are read once a process."""
+    tables = selection.known_tables(from_environment().tables)
+    rows = selection.measured(tables, product.name, product.ranks, device)
+    if rows is not None:
+        found = selection.chosen(rows, product.name, product.nbytes, product.ranks, device)
+        if product.admits(dict(found.params).get("C", 1)):
+            return found
+    first, second = two_best(list(estimates(product, device)))
+    where = f"no table for {product.name} on {device} x{product.ranks}"
+    if rows is not None:
+        where = f"{product.rows} rows are not to be had in the pieces that the table has"
+    said = f"{where}: {_words(first)} by the model; next {second.candidate} {_us(second.time.seconds)}"
+    one = first.candidate
+    return Choice(product.name, product.nbytes, product.ranks, device, one.schedule, one.params, one.tune, said)
+
+
+def two_best(found: Sequence[Estimate]) -> tuple[Estimate, Estimate]:
+    """The fastest, of near ties the one that stands first; and the fastest of the others."""
+    first = found[0]
+    for one in found[1:]:
+        if one.time.seconds < first.time.seconds * (1 - NEAR_TIE):
+            first = one
+    return first, min((one for one in found if one is not first), key=lambda one: one.time.seconds)
+
+
+def _words(one: Estimate) -> str:
+    products, transfers = _us(one.time.visits), _us(one.time.launches)
+    return f"{_us(one.time.seconds)}, of which products {products} and what travels {transfers}"
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.4g} us"
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def makers(device: str) -> tuple[Maker, ...]:
+    """The first is what runs where nothing is tuned."""
+    if device == selection.PLAIN_DEVICE:
+        return (PROCESSOR,)
+    return (KERNEL, LIBRARY) if any(name in device for name in HOPPER) else (replace(LIBRARY, tune=()),)
+
+
+def candidates(operator: str, device: str) -> Iterator[Candidate]:
+    """Everything there is to choose from, what is simpler first."""
+    for maker, pieces in pairs(makers(device), PIECES):
+        yield Candidate(OPERATORS[operator].schedule, (("C", pieces),), maker.tune)
+    yield Candidate(SEQUENCE)
+
+
+def estimates(product: Product, device: str) -> Iterator[Estimate]:
+    """Those that the product admits."""
+    machine = of_device(device, (0,) * product.ranks)
+    of = {maker.tune: maker for maker in makers(device)}
+    for one in candidates(product.operator, device):
+        if one.schedule == SEQUENCE:
+            yield Estimate(one, _sequence(product, machine))
+        elif product.admits(pieces := dict(one.params)["C"]):
+            yield Estimate(one, _beside(product, machine, of[one.tune], pieces))
+
+
+def _sequence(product: Product, machine: Machine) -> Timed:
+    carrier, products = machine.carrier(machine.ways[0]), product.flops / machine.kind.product
+    whole = (phase for phase in _phases(product, machine, 1) if isinstance(phase, Launched))
+    travels = sum(phase.time((carrier, carrier)) for phase in whole)
+    return Timed(products + travels, travels, products)
+
+
+def _beside(product: Product, machine: Machine, maker: Maker, pieces: int) -> Timed:
+    """Its products take equally long: each has the rows of one rank's piece."""
+    found = _phases(product, machine, pieces)
+    count = sum(isinstance(phase, Visited) for phase in found)
+    carrier = machine.carrier(machine.ways[0])
+    carrier = replace(carrier, latency=carrier.latency + maker.of_piece)
+    each = maker.of_product + product.flops / count / machine.kind.product
+    return beside(found, [each] * count, (carrier, carrier))
+
+
+def _phases(product: Product, machine: Machine, pieces: int) -> tuple[Launched | Visited, ...]:
+    schedule = _stopping(OPERATORS[product.operator].schedule, pieces, product.ranks, machine)
+    chunk = product.nbytes / product.ranks / pieces
+    return phases(schedule, {buffer.name: chunk for buffer in schedule.buffers})
+
+
+@lru_cache(maxsize=64)
+def _stopping(name: str, pieces: int, ranks: int, machine: Machine) -> Schedule:
+    """The schedule, with a visit at every product."""
+    path = resources.shipped_file(name)
+    assert path is not None, name
+    files = compiler.read(path)
+    decl = compiler.choose_kind(files, None, ScheduleDecl)
+    return stopping(resolve(files, decl, ranks, machine.topology, {"C": pieces})).schedule

@@ -1,0 +1,26 @@
+"""Turns a product and what travels for it into one after the other: the collective that a table chooses, and a product
+of torch's.
+
+Assumes matrices whose shapes fit. Does not choose; `auto` does.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from commdsl.runtime import collectives
+
+Tensor: TypeAlias = torch.Tensor
+
+
+def gather_then_multiply(rows: Tensor, factor: Tensor, group_name: str | None = None) -> Tensor:
+    """rows (n, K), factor (N, K) -> (P * n, N)."""
+    return torch.mm(collectives.all_gather(rows, group_name), factor.t())
+
+
+def multiply_then_scatter(rows: Tensor, factor: Tensor, group_name: str | None = None) -> Tensor:
+    """rows (P * n, K), factor (N, K) -> (n, N)."""
+    found: Tensor = collectives.reduce_scatter(torch.mm(rows, factor.t()), group=group_name)
+    return found

@@ -1,0 +1,132 @@
+"""What runs for a product beside what travels: by a table where it has the shape, else by a model of two clocks.
+
+Assumes no GPU: a choice needs its name alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from commdsl import compiler
+from commdsl.commands.cli import run_command
+from commdsl.machine import resources
+from commdsl.machine.errors import ArgumentError
+from commdsl.overlap import auto
+from commdsl.overlap.auto import Estimate, Product
+from commdsl.planner.tuning import selection
+from commdsl.planner.tuning.selection import SEQUENCE, Candidate, Measured, Row, Table
+
+GPU = "NVIDIA H200"
+LARGE = Candidate("allgather_matmul", (("C", 4),), (("matmul", "library"),))
+NAME = "all_gather_matmul 8192x1280"
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """On two of these GPUs this shape is in sequence up to 1024 rows, which are 16 MB, and above in four pieces."""
+    path = tmp_path / "own.json"
+    rows = (
+        Row(16 << 20, Candidate(SEQUENCE), Measured(16 << 20, 80.0, 7, LARGE, 90.0)),
+        Row(None, LARGE, Measured(64 << 20, 180.0, 7, Candidate(SEQUENCE), 250.0)),
+    )
+    path.write_text(selection.table_text(Table(GPU, 2, (), ((NAME, rows),))))
+    monkeypatch.setenv("COMMDSL_TABLES", str(path))
+    auto.choose.cache_clear()
+    yield path
+    auto.choose.cache_clear()
+
+
+def chosen(rows: int, operator: str = "all_gather_matmul", ranks: int = 2, device: str = GPU) -> selection.Choice:
+    depth, columns = (8192, 1280) if operator == "all_gather_matmul" else (1280, 8192)
+    return auto.choice(operator, rows, depth, columns, ranks=ranks, device=device)
+
+
+def test_by_table(table: Path) -> None:
+    """What was measured decides, by the bytes of all rows, and is the reason."""
+    small, large = chosen(1024), chosen(1032)
+
+    assert (small.schedule, small.reason) == (
+        SEQUENCE,
+        f"{table}: fastest of 7 at 16 MB, 80.00 us; next allgather_matmul C=4 matmul=library 90.00 us",
+    )
+    assert (large.schedule, large.params, large.tune) == (LARGE.schedule, LARGE.params, LARGE.tune)
+
+
+def test_what_the_table_does_not_say(table: Path) -> None:
+    """Rows that cannot be cut so, other ranks, shapes and operators are the model's, which says so."""
+    odd = chosen(2 * 8191)
+    assert odd.params == (("C", 1),)
+    assert odd.reason.startswith("16382 rows are not to be had in the pieces that the table has: ")
+    for other in (chosen(4096, ranks=4), chosen(4096, operator="matmul_reduce_scatter"), chosen(4096, device="A100")):
+        assert other.reason.startswith("no table for ")
+        assert " by the model; next " in other.reason
+
+
+def test_model() -> None:
+    """One after the other while products are shorter than what a piece waits for; in more pieces where the last one
+    would be seen; in one where everything hides. Without a kernel of ours the library makes what there is.
+    """
+    assert chosen(128).schedule == SEQUENCE
+    assert chosen(16384).params == (("C", 2),)
+    hidden = auto.choice("all_gather_matmul", 8192, 8192, 8192, ranks=2, device=GPU)
+    assert (hidden.schedule, hidden.params, hidden.tune) == ("allgather_matmul", (("C", 1),), ())
+    assert {one.tune for one in auto.candidates("all_gather_matmul", "NVIDIA A100")} == {()}
+    assert [one.tune for one in auto.candidates("all_gather_matmul", GPU)].count(LARGE.tune) == len(auto.PIECES)
+    assert chosen(4096, device="cpu").schedule == "allgather_matmul"
+
+
+@pytest.mark.parametrize("operator", selection.PRODUCTS)
+def test_estimates(operator: str) -> None:
+    """Nothing takes less than its products, or than what travels; one after the other takes both."""
+    found = list(auto.estimates(Product(operator, 8192, 8192, 1280, 2), GPU))
+
+    assert len(found) == len(list(auto.candidates(operator, GPU)))
+    for one in found:
+        assert one.time.seconds >= max(one.time.visits, one.time.launches)
+    assert found[-1].time.seconds == pytest.approx(found[-1].time.visits + found[-1].time.launches)
+
+
+def test_candidates_are_legal() -> None:
+    """Each is a schedule that is shipped, with its parameter and tuning."""
+    for operator in selection.PRODUCTS:
+        for one in auto.candidates(operator, GPU):
+            if one.schedule != SEQUENCE:
+                path = resources.shipped_file(one.schedule)
+                assert path is not None
+                compiler.check(path, ranks=2, params=dict(one.params), tune=dict(one.tune))
+
+
+def test_near_ties() -> None:
+    """What is less simple has to be faster by more than a fiftieth."""
+
+    def estimate(name: str, seconds: float) -> Estimate:
+        return Estimate(Candidate(name), auto.Timed(seconds, 0.0, 0.0))
+
+    simple, near, fast = estimate("simple", 1.0), estimate("near", 0.985), estimate("fast", 0.9)
+    assert auto.two_best([simple, near]) == (simple, near)
+    assert auto.two_best([simple, near, fast]) == (fast, near)
+
+
+def test_refusals() -> None:
+    """An operator that there is not, and rows that are not shared equally."""
+    with pytest.raises(ArgumentError, match="expected one of all_gather_matmul"):
+        auto.choice("all_reduce", 8, 8, 8, ranks=2)
+    with pytest.raises(ArgumentError, match="7 x 8 x 8 on 2 ranks is no product"):
+        auto.choice("all_gather_matmul", 7, 8, 8, ranks=2)
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`commdsl choice OPERATOR MxKxN` prints what runs, and why; --json says the same."""
+    words = ["choice", "all_gather_matmul", "8192x8192x8192", "--ranks", "2", "--device", GPU]
+    assert run_command(words) == 0
+    said = capsys.readouterr().out
+    assert run_command([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+
+    assert said.splitlines() == ["allgather_matmul C=1", found["reason"]]
+    assert (found["rows"], found["params"]) == (8192, {"C": 1})
+    assert run_command(["choice", "all_gather_matmul", "64KB", "--ranks", "2"]) == 2
