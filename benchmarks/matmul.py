@@ -1,12 +1,12 @@
 """Our product of matrices beside cuBLAS (torch.mm) on one GPU, in the same run:
 
     python benchmarks/matmul.py check          every form of the kernel against float32 products of torch, exactly
-    python benchmarks/matmul.py time [--time-budget 40 --rows 128 1024 ... --dtype bfloat16]
+    python benchmarks/matmul.py time [--time-budget 40 --rows 128 1024 ... --ways 4 --dtype bfloat16]
 
 A row of `time` is a product C [M, N] = A [M, K] x B [N, K]: medians in microseconds of CUDA graphs that take turns,
-for cuBLAS and for each way to cut the product; `best` is the fraction of cuBLAS's speed that the best one reaches,
-`116` the same for that one on 116 SMs beside cuBLAS on 132, scaled. Inputs are random. The table comes last, also when
-time is up.
+for cuBLAS, for the way to cut the product that `build.tilings` chooses, and for the best of as many as are asked for;
+`of cuBLAS` is the fraction of its speed that the chosen one reaches, `116` the same on 116 SMs beside cuBLAS on 132,
+scaled. Inputs are random. The table comes last, also when time is up; in the log, every way has its time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product as pairs
@@ -28,7 +28,8 @@ import torch
 from benchmarks.measure import captured
 from benchmarks.report import grid
 from commdsl.build import nvrtc
-from commdsl.build.matmul import ARCH, Product, Tiling, emitted
+from commdsl.build.matmul import ARCH, DEPTH, Product, Tiling, emitted
+from commdsl.build.tilings import WAYS, ranked
 from commdsl.machine.config import from_environment
 from commdsl.runtime.matmul import Launch, Matmul, Matrices
 
@@ -36,17 +37,8 @@ SMS, FEWER = 132, 116
 SHAPES = ((8192, 3584), (8192, 1280), (5120, 3456), (3584, 8192), (1024, 8192), (3456, 5120))
 """K and N: Llama-70B's and Qwen-32B's of an 8-way split."""
 ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-TILINGS = (
-    Tiling(256, 2),
-    Tiling(256, 1),
-    Tiling(256, 2, 4),
-    Tiling(256, 1, 4),
-    Tiling(128, 2),
-    Tiling(128, 1),
-    Tiling(128, 2, 4),
-    Tiling(128, 1, 4),
-    Tiling(128, 1, 8),
-)
+SEVERAL = (Tiling(256, 2), Tiling(128, 1, 4), Tiling(160, 1, rows=256), Tiling(96, 1, split=4))
+"""One of each kind."""
 TURNS = 7
 TARGET = 2000.0  # microseconds of a graph
 FORMS: tuple[tuple[str, dict[str, object]], ...] = (
@@ -119,15 +111,11 @@ class Case:
         )
 
 
-def check(tilings: Sequence[Tiling], deadline: float) -> int:
+def check(deadline: float) -> int:
     """Prints a line for every form and tiling; returns how many products are wrong."""
     torch.backends.cuda.matmul.allow_tf32 = False
     wrong = done = 0
-    few = [tiling for tiling in tilings if tiling in (Tiling(256, 2), Tiling(128, 1, 4))]
-    for (name, fields), tiling in [
-        *((FORMS[0], tiling) for tiling in tilings),
-        *pairs(FORMS[1:], few or tilings),
-    ]:
+    for name, fields, tiling in kernels():
         faults, started = [], time.monotonic()
         for rows, columns, depth in SIZES:
             if time.monotonic() > deadline:
@@ -135,21 +123,37 @@ def check(tilings: Sequence[Tiling], deadline: float) -> int:
                 break
             if not fields.get("a_deep", True):
                 rows = -(-rows // 8) * 8  # they lie side by side: TMA takes lines of whole 16 bytes
-            case = Case(replace(Product(rows, columns, depth), **fields), whole=True)  # type: ignore[arg-type]
-            faults += [f"{rows}x{columns}x{depth}: {fault}" for fault in faults_of(case, tiling)]
-            done += 2
+            product = replace(Product(rows, columns, depth), **fields)  # type: ignore[arg-type]
+            if tiling.fits(product):
+                faults += [f"{rows}x{columns}x{depth}: {fault}" for fault in faults_of(product, tiling)]
+                done += 2
         wrong += len(faults)
         took = time.monotonic() - started
-        print(f"{name:<14}{name_of(tiling):<8}{len(faults):>4} wrong, {took:.1f} s", *faults, sep="\n    ", flush=True)
+        print(f"{name:<14}{name_of(tiling):<16}{len(faults):>4} wrong, {took:.1f} s", *faults, sep="\n    ", flush=True)
+    for tiling in SEVERAL:
+        faults = [fault for fault in faults_of_chain(tiling) if fault]
+        wrong, done = wrong + len(faults), done + 2
+        print(f"{'chain':<14}{name_of(tiling):<16}{len(faults):>4} wrong", *faults, sep="\n    ", flush=True)
     print(f"checked {done} products: {'all right' if not wrong else f'{wrong} WRONG'}", flush=True)
     return wrong
 
 
-def faults_of(case: Case, tiling: Tiling) -> list[str]:
+def kernels() -> list[tuple[str, dict[str, object], Tiling]]:
+    """What is checked: every tiling, and every form of several."""
+    return [
+        *((*FORMS[0], tiling) for tiling in WAYS),
+        *(
+            (*form, tiling)
+            for form, tiling in pairs(FORMS[1:], SEVERAL)
+            if tiling.fits(replace(Product(8, 8, 8 * DEPTH), **form[1]))  # type: ignore[arg-type]
+        ),
+    ]
+
+
+def faults_of(product: Product, tiling: Tiling) -> list[str]:
     """Of two calls: the second one finds the flags as the first has left them."""
-    ours = Matmul(case.product, tiling, SMS, 0)
+    case, ours, found = Case(product, whole=True), Matmul(product, tiling, SMS, 0), []
     launch = prepared(ours, case)
-    found = []
     for _ in range(2):
         case.c.fill_(-77)
         ours(launch)
@@ -158,27 +162,57 @@ def faults_of(case: Case, tiling: Tiling) -> list[str]:
     return [fault for fault in found if fault]
 
 
+def faults_of_chain(tiling: Tiling) -> Iterator[str]:
+    """Of products that each take the result of the one before, to and fro between two matrices: every product moves all
+    columns on by one, so a launch that begins too early leaves what is not exact. On a stream, and in a graph.
+    """
+    side, length = 1024, 32
+    first = torch.randint(-99, 99, (side, side), device="cuda").to(torch.bfloat16)
+    here, there = first.clone(), torch.empty_like(first)
+    ours = Matmul(Product(side, side, side), tiling, SMS, 0)
+    moves = Matrices.of(torch.eye(side, dtype=torch.bfloat16, device="cuda").roll(1, 0))
+    ways = [(Matrices.of(x), Matrices.of(y)) for x, y in ((here, there), (there, here))]
+    launches = [ours.prepare([x], moves, [y]) for x, y in ways]
+
+    def run() -> None:
+        here.copy_(first)
+        for number in range(length):
+            ours(launches[number % 2])
+
+    graph = captured(run, 1, before=1)
+    for name, call in (("stream", run), ("graph", graph.replay)):
+        call()
+        torch.cuda.synchronize()
+        count = int((here != first.roll(length, 1)).sum())
+        yield f"on a {name}: {count} of {here.numel()} wrong" if count else ""
+
+
 def prepared(ours: Matmul, case: Case) -> Launch:
     bias = 0 if case.bias is None else case.bias.data_ptr()
     a, b, c, residual = (None if one is None else Matrices.of(one) for one in (case.a, case.b, case.c, case.residual))
     return ours.prepare([a], b, [c], bias, residual)
 
 
-def build_ahead(forms: Sequence[tuple[str, dict[str, object]]], tilings: Sequence[Tiling]) -> None:
+def build_ahead(wanted: Iterable[tuple[Product, Tiling]]) -> None:
     """All kernels, on idle cores; says what one takes alone."""
     config = from_environment()
 
-    def build(fields: dict[str, object], tiling: Tiling) -> None:
-        product = replace(Product(8, 8, 8), **fields)  # type: ignore[arg-type]
+    def build(product: Product, tiling: Tiling) -> None:
         nvrtc.build(emitted(product, tiling), product.defines(), config, ARCH)
 
+    several = {
+        emitted(product, tiling).digest + product.dtype + product.result: (product, tiling)
+        for product, tiling in wanted
+    }
+    first, *others = several.values()
     started = time.monotonic()
-    build(*forms[0][1:], tilings[0])
+    build(*first)
     alone = time.monotonic() - started
     with ThreadPoolExecutor(12) as pool:
-        for done in [pool.submit(build, fields, tiling) for (_, fields), tiling in pairs(forms, tilings)]:
+        for done in [pool.submit(build, *one) for one in others]:
             done.result()
-    print(f"NVRTC {nvrtc.version()}: one kernel {alone:.2f} s, all {time.monotonic() - started:.1f} s", flush=True)
+    took = time.monotonic() - started
+    print(f"NVRTC {nvrtc.version()}: one kernel {alone:.2f} s, all {len(several)} {took:.1f} s", flush=True)
 
 
 def times_of(calls: dict[str, Callable[[], object]], flops: float) -> dict[str, float]:
@@ -197,46 +231,44 @@ def times_of(calls: dict[str, Callable[[], object]], flops: float) -> dict[str, 
     return {name: median(found) for name, found in times.items()}
 
 
-def row_of(product: Product, tilings: Sequence[Tiling]) -> list[str]:
+def row_of(product: Product, count: int) -> list[str]:
     case = Case(product, whole=False)
     calls: dict[str, Callable[[], object]] = {"cuBLAS": lambda: torch.mm(case.a, case.b.t(), out=case.c)}
 
-    def add(name: str, tiling: Tiling, sms: int) -> None:
+    def add(tiling: Tiling, sms: int) -> None:
         ours = Matmul(product, tiling, sms, 0)
         launch = prepared(ours, case)
-        calls[name] = lambda: ours(launch)
+        calls[f"{name_of(tiling)} on {sms}"] = lambda: ours(launch)
 
-    for tiling in tilings:
-        add(name_of(tiling), tiling, SMS)
+    for sms, tiling in ways_of(product, count):
+        add(tiling, sms)
     flops = 2.0 * product.rows * product.columns * product.depth
     found = times_of(calls, flops)
-    best = min(tilings, key=lambda tiling: found[name_of(tiling)])
-    calls = {"cuBLAS": calls["cuBLAS"]}
-    for tiling in {best, replace(best, parts=4), replace(best, parts=1)}:
-        add(name_of(tiling), tiling, FEWER)
-    fewer = times_of(calls, flops)
-    least = min(us for name, us in fewer.items() if name != "cuBLAS")
-    ratio, scaled = found["cuBLAS"] / found[name_of(best)], fewer["cuBLAS"] * SMS / FEWER / least
-    ways = [f"{found[name_of(tiling)]:.1f}" if tiling in tilings else "" for tiling in TILINGS]
-    speed = f"{flops / found['cuBLAS'] / 1e6:.0f}"
+    cublas = found.pop("cuBLAS")
+    print(f"    {product.rows}x{product.depth}x{product.columns}", *(f"{name}: {us:.1f}" for name, us in found.items()))
+    (chosen, us), *_ = found.items()
+    best, least = min((one for one in found.items() if one[0].endswith(f" {SMS}")), key=lambda one: one[1])
+    fewer = min(us for name, us in found.items() if name.endswith(f" {FEWER}"))
     return [
         f"{product.rows}x{product.depth}x{product.columns}",
-        f"{found['cuBLAS']:.1f}",
-        speed,
-        *ways,
-        name_of(best),
-        f"{ratio:.3f}",
-        f"{scaled:.3f}",
+        f"{cublas:.1f}",
+        f"{flops / cublas / 1e6:.0f}",
+        chosen.split()[0],
+        f"{us:.1f}",
+        f"{cublas / us:.3f}",
+        best.split()[0],
+        f"{us / least:.3f}",
+        f"{cublas * SMS / FEWER / fewer:.3f}",
     ]
 
 
+def ways_of(product: Product, count: int) -> list[tuple[int, Tiling]]:
+    """What is timed: as many as are asked for on all SMs, what is chosen first; and what is chosen on fewer."""
+    return [*((SMS, tiling) for tiling in ranked(product, SMS)[:count]), (FEWER, ranked(product, FEWER)[0])]
+
+
 def name_of(tiling: Tiling) -> str:
-    return f"{tiling.columns}/{tiling.cluster}/{tiling.parts}"
-
-
-def fits(tiling: Tiling, rows: int) -> bool:
-    """Whether the tiling is worth its time: no large tiles of few rows, no small ones of many."""
-    return tiling.columns == 256 if rows >= 4096 else rows > 128 or tiling.cluster == 1
+    return f"{tiling.rows}x{tiling.columns}/{tiling.cluster}/{tiling.parts}/{tiling.split}"
 
 
 def options_of() -> argparse.Namespace:
@@ -244,9 +276,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("what", choices=("check", "time"))
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
-    parser.add_argument(
-        "--ways", nargs="+", default=[name_of(tiling) for tiling in TILINGS], help="columns/cluster/parts"
-    )
+    parser.add_argument("--ways", type=int, default=4, help="ways to cut each product, the most promising ones")
     parser.add_argument("--time-budget", type=float, default=40.0, help="seconds after which nothing is begun")
     return parser.parse_args()
 
@@ -254,21 +284,22 @@ def options_of() -> argparse.Namespace:
 def main() -> int:
     options = options_of()
     deadline = time.monotonic() + options.time_budget
-    tilings = [tiling for tiling in TILINGS if name_of(tiling) in options.ways]
     if options.what == "check":
-        build_ahead(FORMS[:1], tilings)
-        build_ahead(FORMS, (Tiling(256, 2), Tiling(128, 1, 4)))
-        return int(check(tilings, deadline) > 0)
+        fields = [(replace(Product(8, 8, 8), **form), tiling) for _, form, tiling in kernels()]  # type: ignore[arg-type]
+        build_ahead(fields)
+        return int(check(deadline) > 0)
     sizes = [(8192, 8192, 8192), *((rows, n, k) for rows in options.rows for k, n in SHAPES)]
+    products = [Product(*size, options.dtype, options.dtype) for size in sizes]
+    build_ahead((product, tiling) for product in products for _, tiling in ways_of(product, options.ways))
     lines: list[list[str]] = []
-    for rows, columns, depth in sizes:
+    for product in products:
         if time.monotonic() > deadline:
-            print(f"time was up before M = {rows}, K = {depth}, N = {columns}")
+            print(f"time was up before M = {product.rows}, K = {product.depth}, N = {product.columns}")
             break
-        product = Product(rows, columns, depth, options.dtype, options.dtype)
-        lines.append(row_of(product, [tiling for tiling in tilings if fits(tiling, rows)] or tilings))
+        lines.append(row_of(product, options.ways))
         print("  ".join(lines[-1]), flush=True)
-    print(grid(["M x K x N", "cuBLAS us", "TFLOP/s", *map(name_of, TILINGS), "way", "best", str(FEWER)], lines))
+    ours = ["chosen", "us", "of cuBLAS", "best", "of best", str(FEWER)]
+    print(grid(["M x K x N", "cuBLAS us", "TFLOP/s", *ours], lines))
     return 0
 
 

@@ -41,10 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _sample_sweeps(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of tests marked `sweep` the sample runs; pytest counts the others as deselected."""
     marked = [item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("sweep")]
-    # By value: pytest's own numbers of parameters that are given together are that of the case, for each of them.
-    cases = [
-        sweeps.Case(item.nodeid, {name: repr(value) for name, value in item.callspec.params.items()}) for item in marked
-    ]
+    cases = [sweeps.Case(item.nodeid, item.callspec.indices) for item in marked]
     left_out = {case.name for case in cases} - sweeps.sample(cases)
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])

@@ -6,7 +6,7 @@ Assumes that a case is known by its name and by what each of its parameters is. 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 ONE_IN = 8
@@ -17,7 +17,7 @@ LEAST = 4
 @dataclass(frozen=True, slots=True)
 class Case:
     name: str
-    parameters: Mapping[str, Hashable]
+    parameters: Mapping[str, int]  # parameter -> which of its values
 
     @property
     def family(self) -> str:
@@ -47,5 +47,5 @@ def _chosen(family: list[Case]) -> list[Case]:
     return new + rest[: max(0, num - len(new))]
 
 
-def _num_values(values: set[tuple[str, Hashable]], parameter: str) -> int:
+def _num_values(values: set[tuple[str, int]], parameter: str) -> int:
     return sum(name == parameter for name, _ in values)

@@ -11,7 +11,6 @@ from proved import HOST_PROTOCOLS
 from commdsl import compiler
 from commdsl.build import nvrtc
 from commdsl.build.emit import defines
-from commdsl.compiler import CompiledDispatch
 from commdsl.machine.config import Config, from_environment
 from commdsl.machine.dtypes import BOOL, FLOAT64, INT8, INT16, DType
 from commdsl.program.memory import Transport
@@ -97,40 +96,33 @@ BY_KEYS = [
 ]
 
 
-def built(compiled: CompiledDispatch, way: str, checks: tuple[str, ...], config: Config) -> tuple[bytes, bytes]:
-    """The cubin of one way of a dispatch, sums in bfloat16, and the name of its kernel."""
-    plan, emitted = next(one for one in compiled.ways if one[0].name == compiled.plan.name + way)
-    sums = ("COMMDSL_DTYPE=bfloat16",) if plan is compiled.back else ()
-    return nvrtc.build(emitted, (*sums, *checks), config).read_bytes(), emitted.name.encode()
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("way", ["", "_back", "_again"])
 @pytest.mark.parametrize("transport", Transport)
-def test_cubin_of_rows_that_go_once_per_node(transport: Transport, way: str, config: Config) -> None:
+def test_cubins_of_rows_that_go_once_per_node(transport: Transport, config: Config) -> None:
     """The same between nodes: what crosses is sent on, there, again and back."""
     path = next(path for path, one in by_keys() if one == "experts_nodes")
     compiled = compiler.compile(path, "experts_nodes", 16, "h200_2x8", transport=transport)
-    cubin, name = built(compiled, way, ("COMMDSL_CHECK=1",), config)
-    assert name in cubin
+    for plan, emitted in compiled.ways:
+        if plan.name.endswith("values"):
+            continue
+        sums = ("COMMDSL_DTYPE=bfloat16",) if plan is compiled.back else ()
+        cubin = nvrtc.build(emitted, (*sums, "COMMDSL_CHECK=1"), config).read_bytes()
+        assert emitted.name.encode() in cubin
 
 
-def test_all_dispatches_by_keys_are_built() -> None:
-    """What is shipped has a line above."""
-    assert {name for _, name in by_keys()} == {case[0] for case in BY_KEYS}
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("name", "transport", "checks", "way"), [(*case, way) for *case, ways in BY_KEYS for way in ways]
-)
-def test_cubin_of_a_dispatch_by_keys(
-    name: str, transport: Transport, checks: tuple[str, ...], way: str, config: Config
+@pytest.mark.parametrize(("name", "transport", "checks", "ways"), BY_KEYS, ids=[case[0] for case in BY_KEYS])
+def test_cubins_of_a_dispatch_by_keys(
+    name: str, transport: Transport, checks: tuple[str, ...], ways: tuple[str, ...], config: Config
 ) -> None:
     """NVRTC takes all kernels for sm_90: the one that counts and pushes, the one that is told places, and those that
     bring back rows and values.
     """
+    assert {name for _, name in by_keys()} == {case[0] for case in BY_KEYS}
     (path,) = (path for path, one in by_keys() if one == name)
-    cubin, kernel = built(compiler.compile(path, name, 8, transport=transport), way, checks, config)
-    assert cubin.startswith(b"\x7fELF")
-    assert kernel in cubin
+    compiled = compiler.compile(path, name, 8, transport=transport)
+    sums = {compiled.back: ("COMMDSL_DTYPE=bfloat16",)}
+    for plan, emitted in compiled.ways:
+        if plan.name.removeprefix(name) not in ways:
+            continue
+        cubin = nvrtc.build(emitted, (*sums.get(plan, ()), *checks), config).read_bytes()
+        assert cubin.startswith(b"\x7fELF")
+        assert emitted.name.encode() in cubin

@@ -91,7 +91,6 @@ def there_and_back(experts: Any, case: Case, rank: int) -> None:
 # --- right ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("ranks", "nodes"), [(1, ""), (2, ""), (3, ""), (3, "0,1,2"), (3, "0,1,1")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_there_and_back(ranks: int, nodes: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:

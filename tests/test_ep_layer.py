@@ -162,7 +162,6 @@ def there_and_back(layer: Any, case: Case, rank: int, *, weighs: bool = True, sc
 # --- right ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("local", [False, True], ids=["", "local"])
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "whole"])
 @pytest.mark.parametrize(

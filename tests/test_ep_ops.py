@@ -98,7 +98,6 @@ WHERE = ("weighed by experts", "weighed at home", "added up by experts", "aligne
 SHAPES = [(*shape, where) for shape in ((1, 3, 5), (2, 1, 6), (3, 4, 9), (2, 32, 2)) for where in WHERE]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("ranks", "keys", "experts", "where"), [*SHAPES, (4, 3, 8, "added up by experts")])
 def test_gradients(ranks: int, keys: int, experts: int, where: str) -> None:
     """Results and the gradients of tokens, of routing weights and of experts are those of one rank, also where the rows

@@ -79,7 +79,6 @@ def judge(experts: ep.Experts, case: Case, rank: int, often: str) -> None:
         assert torch.equal(one[:total][at], torch.from_numpy(other)[at])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("ranks", "nodes"), [(1, ""), (3, ""), (3, "0,1,1")])
 @pytest.mark.parametrize("often", FORMS, ids=lambda often: often[-8:] or "each")
 def test_there_and_again(ranks: int, nodes: str, often: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

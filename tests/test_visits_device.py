@@ -67,7 +67,6 @@ def follows(gpu: FakeGpu, later: Launch, earlier: Launch) -> bool:
     return earlier.number in later.before
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("landing", ["cells", "place"])
 @pytest.mark.parametrize("name", NAMES)

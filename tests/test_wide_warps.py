@@ -81,7 +81,6 @@ def ran(plan: Plan, body: Body, case: Case, way: CallBack, law: list[Array], shi
     return [one[: like.nbytes].tobytes() for one, like in zip(results, law, strict=True)]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("form", "dtype", "columns", "shift", "lanes"),
     [

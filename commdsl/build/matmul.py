@@ -1,6 +1,7 @@
 """Turns a product of matrices into the text of its kernel, the table of who makes what, and the packed argument.
 
-Assumes Hopper's tensor cores. Does not launch (`runtime.matmul` does), and does not choose: a `Tiling` says how.
+Assumes Hopper's tensor cores. Does not launch (`runtime.matmul` does), and does not choose: a `Tiling` says how
+(`build.tilings`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as memoize
-from itertools import product as pairs
 from typing import NamedTuple
 
 import numpy as np
@@ -22,35 +22,79 @@ ARCH = "sm_90a"
 
 THREADS = 384
 MULTIPLIERS = 2
-ROWS, DEPTH = 128, 64
-"""Of the tile of a block: rows, and the depth of one stage."""
+DEPTH = 64
+"""Of one stage."""
 
-_LINE, _PANELS, _MARKS = 128, 4 * 64 * 128, 256  # bytes, as matmul.cuh lays them out
+HELD = {1: 132, 2: 66, 3: 38, 4: 28}
+"""By their blocks, how many clusters an H200 was seen to hold at once: its SMs form groups of several sizes."""
+
+_LINE, _PANEL, _MARKS = 128, 64 * 128, 256  # bytes, as matmul.cuh lays them out
 _SHARED = 227 * 1024
 _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i2"), ("turn", "<u2")])
 _TURN = struct.Struct("<6H3h14x")
 _ARGUMENTS = struct.Struct("<8Q2I56x")
+_ENOUGH = 4  # stages: what is read comes in time
 _LEAST = 4  # stages of a part: what it costs to add two parts up takes as long
-_BAND = 16  # rows of blocks' tiles whose columns are made together: what they read stays in the L2 cache
+_BAND = 2048  # rows whose columns are made together: what they read stays in the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut. `columns` of a tile are 128 or 256; `cluster` blocks, 1 or 2, share what they read of B;
-    a tile that is left over when all blocks have had as many is cut into up to `parts`.
+    """How a product is cut. A tile has 128 or 256 rows and 64 to 256 `columns`, a multiple of 16; where B is not deep,
+    128 or 256. `cluster` blocks, 1 or 2, share what they read of B; a tile that is left over when all blocks have had
+    as many is cut into up to `parts`. Or `split` blocks share the depth of each tile, and add their sums up.
     """
 
     columns: int = 256
     cluster: int = 2
     parts: int = 1
+    rows: int = 128
+    split: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.split == 1 or (self.cluster, self.parts, self.rows) == (1, 1, 128), "one way to share a tile"
+
+    @property
+    def blocks(self) -> int:
+        """Of a cluster."""
+        return self.cluster * self.split
+
+    def workers(self, sms: int) -> int:
+        """Clusters that so many SMs hold at once."""
+        return min(sms // self.blocks, HELD[self.blocks])
+
+    def fits(self, product: Product) -> bool:
+        """Whether the kernel has this tiling of this product."""
+        is_shared = not product.gated and self.split <= product.tiles(self)[2]
+        return (product.b_deep or self.columns in (128, 256)) and (self.split == 1 or is_shared)
+
+    def line(self, product: Product) -> int:
+        """Bytes of a line of the panels that are stored, as matmul.cuh has them."""
+        wide = self.columns // (2 if product.gated else 1) // self.split * product.result_bytes
+        return 128 if wide >= 128 else 64 if wide >= 64 else 32
+
+    @property
+    def panels(self) -> int:
+        """Of what each multiplier stores: the next is made while one is stored, where that does not take a stage."""
+        return 2 if self._stages(2) >= min(self._stages(1), _ENOUGH) else 1
 
     @property
     def stages(self) -> int:
-        return (_SHARED - 1024 - _PANELS - _MARKS) // ((ROWS + self.columns) * _LINE)
+        return self._stages(self.panels)
 
     @property
     def shared_bytes(self) -> int:
-        return 1024 + self.stages * (ROWS + self.columns) * _LINE + _PANELS + _MARKS
+        return self._beside(self.panels) + self.stages * self._stage_bytes
+
+    @property
+    def _stage_bytes(self) -> int:
+        return (self.rows + self.columns) * _LINE
+
+    def _stages(self, panels: int) -> int:
+        return (_SHARED - self._beside(panels)) // self._stage_bytes
+
+    def _beside(self, panels: int) -> int:
+        return 1024 + panels * MULTIPLIERS * _PANEL + _MARKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +121,26 @@ class Product:
     def defines(self) -> tuple[str, ...]:
         return f"COMMDSL_DTYPE={self.dtype}", f"COMMDSL_RESULT={self.result}"
 
+    @property
+    def result_bytes(self) -> int:
+        """Of an element of C."""
+        return 4 if self.result == "float32" else 2
+
     def tiles(self, tiling: Tiling) -> tuple[int, int, int]:
         """Rows of tiles, in clusters, columns of them, and the depth in stages."""
         wide = tiling.columns // 2 if self.gated else tiling.columns
-        return -(-self.rows // (ROWS * tiling.cluster)), -(-self.columns // wide), -(-self.depth // DEPTH)
+        return -(-self.rows // (tiling.rows * tiling.cluster)), -(-self.columns // wide), -(-self.depth // DEPTH)
 
 
 def emitted(product: Product, tiling: Tiling) -> Emitted:
     """The kernel's text, as a Plan's is: the same for any size and element type."""
     return _emitted(
+        tiling.rows,
         tiling.columns,
         tiling.stages,
+        tiling.panels,
         tiling.cluster,
+        tiling.split,
         product.a_deep,
         product.b_deep,
         product.bias,
@@ -98,7 +150,20 @@ def emitted(product: Product, tiling: Tiling) -> Emitted:
     )
 
 
-_FIELDS = ("columns", "stages", "cluster", "a_deep", "b_deep", "bias", "gelu", "gated", "adds")
+_FIELDS = (
+    "rows",
+    "columns",
+    "stages",
+    "panels",
+    "cluster",
+    "split",
+    "a_deep",
+    "b_deep",
+    "bias",
+    "gelu",
+    "gated",
+    "adds",
+)
 
 
 @memoize
@@ -120,15 +185,21 @@ class Table(NamedTuple):
 
 def table(product: Product, tiling: Tiling, workers: int) -> Table:
     """Turn after turn every worker, a cluster of blocks, makes as many whole tiles as any other; those that are left
-    over (`_cut_tiles`) are cut along their depth into equal parts, which come first in every worker's list of the turn.
+    over (`cut_tiles`) are cut along their depth into equal parts, which come first in every worker's list of the turn.
     Whoever has a first part adds up what the others leave: they have it first, so nobody waits long, and no two wait
     for each other. Where nothing is cut, who comes last in one turn is followed by the next worker in the next one.
     """
+    assert tiling.fits(product), (product, tiling)
     high, wide, depth = product.tiles(tiling)
-    tiles = [(row, column) for rows in _bands(high, _BAND // tiling.cluster) for column in range(wide) for row in rows]
+    tiles = [
+        (row, column)
+        for rows in _bands(high, _BAND // (tiling.rows * tiling.cluster))
+        for column in range(wide)
+        for row in rows
+    ]
     lists: list[list[tuple[int, ...]]] = [[] for _ in range(workers)]
     slots = dealt = 0
-    for turn, left in enumerate(_cut_tiles(product, tiling, workers)):
+    for turn, left in enumerate(cut_tiles(product, tiling, workers)):
         slots = _cut(tiles[:left], depth, tiling.parts, lists, turn, slots)
         for row, column in tiles[left:]:
             lists[dealt % workers].append((row, column, 0, depth, 0, 0, turn))
@@ -141,7 +212,7 @@ def table(product: Product, tiling: Tiling, workers: int) -> Table:
     return Table(found, begin, slots)
 
 
-def _cut_tiles(product: Product, tiling: Tiling, workers: int) -> list[int]:
+def cut_tiles(product: Product, tiling: Tiling, workers: int) -> list[int]:
     """How many tiles of each turn are cut: of the first, which waits for nothing, those that whole waves of all turns
     do not take; where it has fewer, of every turn those that whole waves of it do not.
     """
@@ -152,7 +223,7 @@ def _cut_tiles(product: Product, tiling: Tiling, workers: int) -> list[int]:
     return [left] + [0] * (product.turns - 1) if left <= high * wide else [high * wide % workers] * product.turns
 
 
-def _shares(tiles: int, depth: int, most: int, workers: int) -> int:
+def shares(tiles: int, depth: int, most: int, workers: int) -> int:
     """How many workers these tiles are dealt out to: as many for each tile, where there are enough of them."""
     each = min(most, workers // tiles, max(depth // _LEAST, 1))
     return tiles * each if each > 1 else max(tiles, min(workers, most * tiles, tiles * depth // _LEAST))
@@ -171,7 +242,7 @@ def _cut(
     if not tiles:
         return slots
     stages = len(tiles) * depth
-    dealt = _shares(len(tiles), depth, most, len(lists))
+    dealt = shares(len(tiles), depth, most, len(lists))
     bounds = [share * stages // dealt for share in range(dealt + 1)]
     for at, (row, column) in enumerate(tiles):
         cuts = [bound - at * depth for bound in bounds if at * depth < bound < (at + 1) * depth]
@@ -185,34 +256,9 @@ def _cut(
     return slots
 
 
-# Measured on an H200, microseconds: a stage of a tile of 256 and of 128 columns, what becomes of a tile's sums, what it
-# takes to cut tiles, and each part more.
-_STAGE, _EPILOGUE = {256: 0.65, 128: 0.36}, {256: 4.0, 128: 1.5}
-_CUT, _UNEVEN, _PART = 2.0, 6.0, 1.0
-
-
-def chosen(product: Product, sms: int) -> Tiling:
-    """The tiling that takes the least time, by the figures above."""
-    clusters = (1,) if product.rows <= ROWS else (2, 1)
-    ways = [Tiling(*way) for way in pairs((256, 128), clusters, (1, 2, 3, 4, 6, 8))]
-    return min(ways, key=lambda tiling: _time(product, tiling, sms // tiling.cluster))
-
-
-def _time(product: Product, tiling: Tiling, workers: int) -> float:
-    high, wide, depth = product.tiles(tiling)
-    stage, epilogue = _STAGE[tiling.columns], _EPILOGUE[tiling.columns]
-    cut = _cut_tiles(product, tiling, workers)
-    time = -(-(high * wide * product.turns - sum(cut)) // workers) * (depth * stage + epilogue)
-    for left in filter(None, cut):
-        dealt = _shares(left, depth, tiling.parts, workers)
-        uneven = _UNEVEN if dealt % left else 0.0
-        time += left * depth / dealt * stage + epilogue + _CUT + uneven + _PART * (dealt / left - 1)
-    return time
-
-
 def slot_bytes(tiling: Tiling) -> int:
     """What one slot holds: the float32 sums of the tiles of a cluster."""
-    return 4 * ROWS * tiling.columns * tiling.cluster
+    return 4 * tiling.rows * tiling.columns * tiling.cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +284,7 @@ class Turn:
 def stores(product: Product, tiling: Tiling) -> int:
     """What is counted when all of a turn is stored: each multiplier of a block counts its own."""
     high, wide, _ = product.tiles(tiling)
-    return high * wide * tiling.cluster * MULTIPLIERS
+    return high * wide * tiling.blocks * MULTIPLIERS
 
 
 def packed(maps: Sequence[bytes], addresses: Sequence[int], timeout_ns: int, product: Product) -> bytes:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from commdsl.build.matmul import Product, Turn, chosen, stores
+from commdsl.build.matmul import Product, Turn, stores
+from commdsl.build.tilings import chosen
 from commdsl.ir.products import MATMUL
 from commdsl.machine.config import from_environment
 from commdsl.program.launches import Launch, Visit

@@ -17,7 +17,6 @@ from commdsl.build import nvrtc
 from commdsl.build.matmul import (
     ARCH,
     DEPTH,
-    ROWS,
     THREADS,
     Product,
     Tiling,
@@ -84,10 +83,11 @@ class Matmul:
         self, product: Product, tiling: Tiling, sms: int, device: int, turns: Sequence[Turn] | None = None
     ) -> None:
         self.product, self.tiling = product, tiling
+        self._is_alone = turns is None  # nothing that moves beside needs SMs before it begins
         turns = [Turn(count=int(product.residual))] if turns is None else turns
         text, high, wide = emitted(product, tiling), *product.tiles(tiling)[:2]
-        workers = min(sms // tiling.cluster, high * wide * (tiling.parts if tiling.parts > 1 else product.turns))
-        self._blocks = workers * tiling.cluster
+        workers = min(tiling.workers(sms), high * wide * (tiling.parts if tiling.parts > 1 else product.turns))
+        self._blocks = workers * tiling.blocks
         dealt = table(product, tiling, workers)
         where = torch.device("cuda", device)
         self._pieces = torch.from_numpy(dealt.pieces.view("<i4")).to(where)
@@ -116,12 +116,13 @@ class Matmul:
         """The launch that writes C to `c`, from addresses of `bias` and of the call's words. Of several turns A and C
         are one or two of what turns name. Raises TensorError where a row of a matrix begins elsewhere than TMA can.
         """
-        half = self.tiling.columns // 2
+        rows, half = self.tiling.rows, self.tiling.columns // 2
+        line = self.tiling.line(self.product)
         maps = (
-            *(tensor_map(one, ROWS if self.product.a_deep else DEPTH) for one in (a[0], a[-1])),
+            *(tensor_map(one, rows if self.product.a_deep else DEPTH) for one in (a[0], a[-1])),
             tensor_map(b, half if self.product.b_deep else DEPTH),
-            *(tensor_map(one, _PANEL) for one in (c[0], c[-1])),
-            tensor_map(c[0] if sums is None else sums, ROWS),
+            *(tensor_map(one, _PANEL, line) for one in (c[0], c[-1])),
+            tensor_map(c[0] if sums is None else sums, _PANEL, line),
         )
         tables = [one.data_ptr() for one in (self._pieces, self._begin, self._turns)]
         addresses = (*tables, words, bias, self._partials.data_ptr(), self._flags.data_ptr())
@@ -129,7 +130,8 @@ class Matmul:
         return launch_of(argument, [len(argument)], self._blocks, THREADS)
 
     def __call__(self, launch: Launch) -> None:
-        self._kernel.launch(launch, torch.cuda.current_stream().cuda_stream)
+        start = self._kernel.launch_early if self._is_alone else self._kernel.launch
+        start(launch, torch.cuda.current_stream().cuda_stream)
 
     def tell(self, word: int) -> None:
         """Raises a word behind what the current stream has been given."""
@@ -141,8 +143,8 @@ class Matmul:
         self._await.launch(launch_of(argument, [8, 8, 8], 1, 1), torch.cuda.current_stream().cuda_stream)
 
 
-def tensor_map(one: Matrices, lines: int) -> bytes:
-    """What TMA has to know of matrices of which it moves boxes of 128 bytes by so many lines, swizzled."""
+def tensor_map(one: Matrices, lines: int, line: int = _LINE) -> bytes:
+    """What TMA has to know of matrices of which it moves boxes of so many lines of 128, 64 or 32 bytes, swizzled."""
     from cuda.bindings import driver  # where there is a GPU
 
     steps = (one.row_bytes, one.step)
@@ -163,10 +165,10 @@ def tensor_map(one: Matrices, lines: int) -> bytes:
         one.address,
         _words(driver.cuuint64_t, (one.columns, one.rows, one.count)),
         _words(driver.cuuint64_t, steps),
-        _words(driver.cuuint32_t, (_LINE // one.dtype.itemsize, lines, 1)),
+        _words(driver.cuuint32_t, (line // one.dtype.itemsize, lines, 1)),
         _words(driver.cuuint32_t, (1, 1, 1)),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{line}B"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

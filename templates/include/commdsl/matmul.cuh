@@ -2,14 +2,17 @@
 // Assumes sm_90a, COMMDSL_THREADS 384, and a Plan with `multiply` (wgmma.cu.j2). Decides nothing: which block makes which tiles, in
 // which order, and which tiles several blocks share, is in the table of pieces.
 //
-// A block has three warpgroups. One thread of the first loads (TMA): a stage holds 128 rows of A and kColumns of B, 64 deep. The
-// others multiply 64 rows each, and store. The n-th fill takes stage n % kStages and ends phase n / kStages of its mark `full`; the
-// multipliers of all blocks that it went to end the same phase of its mark `empty`. In a cluster of two blocks, which lie one below
-// the other, each loads half of what both need of B and sends it to both. What is added to a tile comes behind its last stage, 64
-// columns of its 128 rows a fill, so it is there when the products are.
+// A block has three warpgroups. One thread of the first loads (TMA): a stage holds kRows of A and kColumns of B, 64 deep. The others
+// multiply half of the rows each, 64 at a time, and store. The n-th fill takes stage n % kStages and ends phase n / kStages of its mark
+// `full`; the multipliers of all blocks that it went to end the same phase of its mark `empty`. In a cluster of two blocks, which lie
+// one below the other, each loads half of what both need of B and sends it to both. What is added to a tile comes behind its last
+// stage, a line of 64 rows of each multiplier a fill, so it is there when the products are.
 //
 // What is made may be several products of one factor, *turns*: rows from here or there, to here or there, that may have to wait for
 // what moves beside, and that others may wait for. A turn's words say so: a launch beside is over, so many tiles of a turn are stored.
+//
+// Or a cluster makes a tile together: each of its kSplit blocks has a share of the depth, leaves its sums in the others' stages when
+// all have multiplied, and stores the columns that are its own.
 //
 // A piece is a run of the depth of one tile. Of a tile that is cut, the blocks with the later parts leave their sums in memory and
 // raise a flag; the block with the first adds them up in the order of the depth: the same bits whoever comes when.
@@ -24,7 +27,7 @@
 
 namespace commdsl {
 
-constexpr u32 kWarpgroup = 128, kMultipliers = 2, kTileRows = 64 * kMultipliers, kTileDepth = 64;
+constexpr u32 kWarpgroup = 128, kMultipliers = 2, kTileDepth = 64;
 constexpr u32 kLine = 128;                 // bytes that lie side by side in shared memory, swizzled
 constexpr u32 kPanelBytes = 64 * kLine;    // 64 lines
 
@@ -57,13 +60,28 @@ template <class Plan>
 struct MatmulShape : Plan {
   static constexpr u32 kHalf = Plan::kColumns / 2;  // the columns of B that one load, or one block of a cluster, brings
   static constexpr u32 kOutColumns = Plan::kGated ? kHalf : Plan::kColumns;
-  static constexpr u32 kSums = Plan::kColumns / 2;  // of a thread
-  static constexpr u32 kABytes = kTileRows * kLine, kStageBytes = kABytes + Plan::kColumns * kLine;
-  static constexpr u32 kOutElements = kLine / sizeof(typename Plan::Result::Storage);  // of a line
-  static_assert(!Plan::kAdds || kOutElements == 64, "what is added is of 16 bits, as the result is");
+  static constexpr u32 kHigh = Plan::kRows / (64 * kMultipliers);  // how often 64 rows a multiplier has
+  static constexpr u32 kSums = Plan::kColumns / 2;                 // of a thread, in 64 rows
+  static constexpr u32 kABytes = Plan::kRows * kLine, kStageBytes = kABytes + Plan::kColumns * kLine;
+  static constexpr u32 kBlocks = Plan::kCluster * Plan::kSplit;  // of a cluster
+  static constexpr u32 kStored = kOutColumns / Plan::kSplit, kShare = kSums / Plan::kSplit;  // by a block of its cluster
+  static constexpr u32 kOutBytes = sizeof(typename Plan::Result::Storage);
+  static constexpr u32 kOutLine = kStored * kOutBytes >= 128 ? 128 : kStored * kOutBytes >= 64 ? 64 : 32;  // of a panel of C, in bytes
+  static constexpr u32 kOutElements = kOutLine / kOutBytes;
+  static_assert(!Plan::kAdds || kOutBytes == 2, "what is added is of 16 bits, as the result is");
+  static_assert(kHalf % 8 == 0 && kStored >= 16, "eight lines are swizzled together, and one panel is stored");
+  static_assert(Plan::kSplit == 1 || (Plan::kCluster == 1 && kHigh == 1 && !Plan::kGated), "blocks share a tile in one way");
+  static_assert(kStored % 8 == 0, "a thread stores pairs of columns");
+  static_assert(Plan::kBDeep || kHalf % 64 == 0, "a panel has 64 rows of B side by side");
+
+  // Columns of C go through shared memory in panels of a line. The last one ends where the tile does: where tiles are not so many
+  // panels wide, it has columns of the one before it once more.
+  COMMDSL_FN static constexpr u32 panel_column(u32 column) {
+    return column + kOutElements > kStored ? kStored - kOutElements : column;
+  }
 };
 
-// The block's shared memory: stages, two panels of C for each multiplier, marks.
+// The block's shared memory: stages, one or two panels of C for each multiplier, marks.
 template <class Shape>
 struct MatmulShared {
   u32 base;
@@ -71,17 +89,28 @@ struct MatmulShared {
   COMMDSL_FN MatmulShared() : base((static_cast<u32>(__cvta_generic_to_shared(shared_bytes)) + 1023) / 1024 * 1024) {}
   COMMDSL_FN u32 stage(u32 fill) const { return base + fill % Shape::kStages * Shape::kStageBytes; }
   COMMDSL_FN u32 panel(u32 multiplier, u32 store) const {
-    return base + Shape::kStages * Shape::kStageBytes + (2 * multiplier + store % 2) * kPanelBytes;
+    return base + Shape::kStages * Shape::kStageBytes + (Shape::kPanels * multiplier + store % Shape::kPanels) * kPanelBytes;
   }
   COMMDSL_FN u32 full(u32 fill) const { return panel(kMultipliers, 0) + fill % Shape::kStages * 8; }
   COMMDSL_FN u32 empty(u32 fill) const { return full(fill) + Shape::kStages * 8; }
   COMMDSL_FN static u32 parity(u32 fill) { return fill / Shape::kStages % 2; }
+  // Of a tile that a cluster makes: its blocks have multiplied; a multiplier has the others' sums; the stages are empty again.
+  COMMDSL_FN u32 multiplied() const { return full(0) + 2 * Shape::kStages * 8; }
+  COMMDSL_FN u32 gathered(u32 multiplier) const { return multiplied() + 8 + multiplier * 8; }
+  COMMDSL_FN u32 taken() const { return gathered(kMultipliers); }
+  // What a block leaves for a multiplier.
+  COMMDSL_FN u32 sums(u32 block, u32 multiplier) const {
+    return base + (block * kMultipliers + multiplier) * Shape::kShare * kWarpgroup * 4;
+  }
 
   COMMDSL_FN void start() const {
     for (u32 i = 0; i < Shape::kStages; ++i) {
       start_mark(full(i), 1);
       start_mark(empty(i), kMultipliers * Shape::kCluster);
     }
+    start_mark(multiplied(), kMultipliers * Shape::kSplit);
+    for (u32 i = 0; i < kMultipliers; ++i) start_mark(gathered(i), Shape::kSplit);
+    start_mark(taken(), kMultipliers);
     marks_started();
   }
 };
@@ -106,13 +135,19 @@ struct Worker {
   u32 fill = 0;
 
   COMMDSL_FN explicit Worker(const MatmulArgs& args) : args(args) {}
-  COMMDSL_FN i32 begin() const { return reinterpret_cast<const i32*>(args.begin)[blockIdx.x / Shape::kCluster]; }
-  COMMDSL_FN i32 end() const { return reinterpret_cast<const i32*>(args.begin)[blockIdx.x / Shape::kCluster + 1]; }
+  COMMDSL_FN i32 begin() const { return reinterpret_cast<const i32*>(args.begin)[blockIdx.x / Shape::kBlocks]; }
+  COMMDSL_FN i32 end() const { return reinterpret_cast<const i32*>(args.begin)[blockIdx.x / Shape::kBlocks + 1]; }
   COMMDSL_FN Piece piece(i32 at) const { return reinterpret_cast<const Piece*>(args.pieces)[at]; }
   COMMDSL_FN MatmulTurn turn(const Piece& piece) const { return reinterpret_cast<const MatmulTurn*>(args.turns)[piece.turn]; }
   COMMDSL_FN u64* word(i32 number) const { return reinterpret_cast<u64*>(args.words) + number; }
-  COMMDSL_FN static u32 row(const Piece& piece) { return (piece.row * Shape::kCluster + block_of_cluster()) * kTileRows; }
+  COMMDSL_FN static u32 row(const Piece& piece) {
+    return (Shape::kCluster == 1 ? piece.row : piece.row * Shape::kCluster + block_of_cluster()) * Shape::kRows;
+  }
   COMMDSL_FN static u32 column(const Piece& piece) { return piece.column * Shape::kOutColumns; }
+  COMMDSL_FN static u32 stored_column(const Piece& piece) { return column(piece) + share() * Shape::kStored; }
+  COMMDSL_FN static u32 share() { return Shape::kSplit > 1 ? block_of_cluster() : 0; }
+  COMMDSL_FN static u32 first(const Piece& piece) { return piece.first + (piece.last - piece.first) * share() / Shape::kSplit; }
+  COMMDSL_FN static u32 last(const Piece& piece) { return piece.first + (piece.last - piece.first) * (share() + 1) / Shape::kSplit; }
 };
 
 // --- loading ---------------------------------------------------------------------------------------------------------------
@@ -125,8 +160,10 @@ struct Loader : Worker<Shape> {
     for (i32 at = this->begin(); at < this->end(); ++at) {
       const Piece piece = this->piece(at);
       const MatmulTurn turn = this->turn(piece);
+      if (at == this->begin()) await_launches_before();  // the table lay there before them
       await_launch(turn.rows_there);
-      for (u32 step = piece.first; step < piece.last; ++step) load(piece, turn, step * kTileDepth);
+      for (u32 step = this->first(piece); step < this->last(piece); ++step) load(piece, turn, step * kTileDepth);
+      if constexpr (Shape::kSplit > 1) await_phase(this->shared.taken(), (at - this->begin()) % 2);
       if (Shape::kAdds && piece.parts >= 0 && turn.count > 0) load_sums(piece, turn);
     }
   }
@@ -151,17 +188,26 @@ struct Loader : Worker<Shape> {
 
   COMMDSL_FN void load_sums(const Piece& piece, const MatmulTurn& turn) {
     await_launch(turn.sums_there);
-    for (u32 column = 0; column < Shape::kOutColumns; column += Shape::kOutElements) {
-      for (u32 at = turn.first; at < turn.first + turn.count; ++at) {
-        const u32 fill = begin_fill(Shape::kABytes);
-        tensor_load<1>(this->shared.stage(fill), this->args.sums, this->column(piece) + column, this->row(piece), at, this->shared.full(fill));
+    for (u32 column = 0; column < Shape::kStored; column += Shape::kOutElements) {
+      for (u32 high = 0; high < Shape::kHigh; ++high) {
+        for (u32 at = turn.first; at < turn.first + turn.count; ++at) {
+          load_sums(this->stored_column(piece) + Shape::panel_column(column), this->row(piece) + high * 64, at);
+        }
       }
+    }
+  }
+
+  COMMDSL_FN void load_sums(u32 column, u32 row, u32 matrix) {
+    const u32 fill = begin_fill(kMultipliers * 64 * Shape::kOutLine);
+    for (u32 i = 0; i < kMultipliers; ++i) {
+      const u32 to = this->shared.stage(fill) + i * kPanelBytes;
+      tensor_load<1>(to, this->args.sums, column, row + i * Shape::kHigh * 64, matrix, this->shared.full(fill));
     }
   }
 
   COMMDSL_FN void load(const Piece& piece, const MatmulTurn& turn, u32 depth) {
     const u32 fill = begin_fill(Shape::kStageBytes), stage = this->shared.stage(fill), mark = this->shared.full(fill);
-    load_panels<Shape::kADeep, kTileRows, 1>(stage, this->args.a[turn.rows], this->row(piece), depth, turn.rows_at, mark);
+    load_panels<Shape::kADeep, Shape::kRows, 1>(stage, this->args.a[turn.rows], this->row(piece), depth, turn.rows_at, mark);
     if constexpr (Shape::kCluster == 1) {
       load_half(piece, 0, stage, depth, mark);
       load_half(piece, 1, stage, depth, mark);
@@ -206,20 +252,22 @@ struct Multiplier : Worker<Shape> {
   using Result = typename Shape::Result;
   const u32 number = threadIdx.x / kWarpgroup - 1, thread = threadIdx.x % kWarpgroup;
   u32 stores = 0, tiles = 0;  // `tiles`: stored, and not told of
-  float sum[Shape::kSums];
+  float sum[Shape::kHigh][Shape::kSums];
 
   using Worker<Shape>::Worker;
 
   COMMDSL_FN void run() {
+    await_launches_before();
     for (i32 at = this->begin(); at < this->end(); ++at) {
       const Piece piece = this->piece(at);
       const MatmulTurn turn = this->turn(piece);
-      multiply(piece.last - piece.first);
+      multiply(this->last(piece) - this->first(piece));
+      if constexpr (Shape::kSplit > 1) gather((at - this->begin()) % 2);
       if (piece.parts < 0) {
         leave(piece.slot);
       } else {
         for (i32 part = 0; part < piece.parts; ++part) add(piece.slot + part);
-        store(turn, this->row(piece) + number * 64, this->column(piece));
+        store(turn, this->row(piece) + number * Shape::kHigh * 64, this->stored_column(piece));
         ++tiles;
       }
       if (at + 1 == this->end() || this->piece(at + 1).turn != piece.turn) tell(turn);
@@ -236,11 +284,14 @@ struct Multiplier : Worker<Shape> {
     for (u32 step = 0; step < steps; ++step) {
       await_phase(this->shared.full(this->fill), this->shared.parity(this->fill));
       const u32 stage = this->shared.stage(this->fill);
-      u64 a = operand<Shape::kADeep>(stage + number * kPanelBytes), b = operand<Shape::kBDeep>(stage + Shape::kABytes);
+      u64 a = operand<Shape::kADeep>(stage + number * Shape::kHigh * kPanelBytes), b = operand<Shape::kBDeep>(stage + Shape::kABytes);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
       for (u32 part = 0; part < kTileDepth / 16; ++part) {
-        Shape::multiply(typename Shape::Element{}, sum, a, b, step + part > 0);
+#pragma unroll
+        for (u32 high = 0; high < Shape::kHigh; ++high) {
+          Shape::multiply(typename Shape::Element{}, sum[high], a + high * kPanelBytes / 16, b, step + part > 0);
+        }
         a += kNextSixteen<Shape::kADeep>, b += kNextSixteen<Shape::kBDeep>;
       }
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -256,11 +307,48 @@ struct Multiplier : Worker<Shape> {
   // The compiler is not to move the sums while products are on their way.
   COMMDSL_FN void settle() {
 #pragma unroll
-    for (u32 i = 0; i < Shape::kSums; ++i) asm volatile("" : "+f"(sum[i])::"memory");
+    for (u32 i = 0; i < Shape::kHigh * Shape::kSums; ++i) asm volatile("" : "+f"(sum[i / Shape::kSums][i % Shape::kSums])::"memory");
   }
 
   COMMDSL_FN void release(u32 fill) const {
     if (thread < Shape::kCluster) arrive<Shape::kCluster>(this->shared.empty(fill), thread);
+  }
+
+  // --- sums of the blocks of a cluster, in the order of the depth
+
+  COMMDSL_FN void gather(u32 parity) {
+    tell_cluster(this->shared.multiplied());
+    await_phase_of_cluster(this->shared.multiplied(), parity);
+#pragma unroll
+    for (u32 to = 0; to < Shape::kSplit; ++to) {
+      const u32 there = of_block(this->shared.sums(this->share(), number), to) + thread * 16;
+#pragma unroll
+      for (u32 i = 0; i < Shape::kShare; i += 4) store_to_cluster(there + i / 4 * kWarpgroup * 16, sum[0] + to * Shape::kShare + i);
+    }
+    tell_cluster(this->shared.gathered(number));
+    await_phase_of_cluster(this->shared.gathered(number), parity);
+#pragma unroll
+    for (u32 from = 0; from < Shape::kSplit; ++from) {
+      const u32 here = this->shared.sums(from, number) + thread * 16;
+#pragma unroll
+      for (u32 i = 0; i < Shape::kShare; i += 4) {
+        Vector16 word;
+        load_shared(word, here + i / 4 * kWarpgroup * 16);
+        float more[4];
+        memcpy(more, &word, sizeof word);
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) sum[0][i + e] = from == 0 ? more[e] : sum[0][i + e] + more[e];
+      }
+    }
+    fence_proxies_of_shared();  // what is loaded next is written by TMA
+    meet();
+    if (thread == 0) arrive<1>(this->shared.taken(), 0);
+  }
+
+  // What the multiplier has read and written comes before.
+  COMMDSL_FN void tell_cluster(u32 mark) const {
+    meet();
+    if (thread < Shape::kSplit) arrive_at_cluster(mark, thread);
   }
 
   // --- sums of several blocks
@@ -269,16 +357,16 @@ struct Multiplier : Worker<Shape> {
     return (static_cast<u32>(slot) * Shape::kCluster + block_of_cluster()) * kMultipliers + number;
   }
   COMMDSL_FN char* partial(i32 slot) const {
-    return reinterpret_cast<char*>(this->args.partials) + (u64{left(slot)} * Shape::kSums / 4 * kWarpgroup + thread) * 16;
+    return reinterpret_cast<char*>(this->args.partials) + (u64{left(slot)} * Shape::kHigh * Shape::kSums / 4 * kWarpgroup + thread) * 16;
   }
   COMMDSL_FN u64* flag(i32 slot) const { return reinterpret_cast<u64*>(this->args.flags) + left(slot); }
 
   COMMDSL_FN void leave(i32 slot) {
     char* to = partial(slot);
 #pragma unroll
-    for (u32 i = 0; i < Shape::kSums; i += 4) {
+    for (u32 i = 0; i < Shape::kHigh * Shape::kSums; i += 4) {
       Vector16 word;
-      memcpy(&word, sum + i, sizeof word);
+      memcpy(&word, sum[i / Shape::kSums] + i % Shape::kSums, sizeof word);
       commdsl::store(to + i / 4 * kWarpgroup * 16, word);
     }
     meet();
@@ -293,13 +381,13 @@ struct Multiplier : Worker<Shape> {
     meet();
     const char* from = partial(slot);
 #pragma unroll
-    for (u32 i = 0; i < Shape::kSums; i += 4) {
+    for (u32 i = 0; i < Shape::kHigh * Shape::kSums; i += 4) {
       Vector16 word;
       commdsl::load(word, from + i / 4 * kWarpgroup * 16);
       float more[4];
       memcpy(more, &word, sizeof word);
 #pragma unroll
-      for (u32 e = 0; e < 4; ++e) sum[i + e] += more[e];
+      for (u32 e = 0; e < 4; ++e) sum[i / Shape::kSums][i % Shape::kSums + e] += more[e];
     }
   }
 
@@ -323,25 +411,29 @@ struct Multiplier : Worker<Shape> {
   COMMDSL_FN void store(const MatmulTurn& turn, u32 row, u32 column) {
     constexpr u32 sums = Shape::kOutElements / 2;  // of a thread, in a panel
 #pragma unroll
-    for (u32 first = 0; first < Shape::kOutColumns / 2; first += sums, ++stores) {
-      float value[sums];
+    for (u32 at = 0; at < Shape::kStored; at += Shape::kOutElements) {
+      const u32 first = Shape::panel_column(at) / 2;
 #pragma unroll
-      for (u32 i = 0; i < sums; i += 2) activate(first + i, column, value + i);
-      if constexpr (Shape::kAdds) add_sums(turn.count, value);
-      const u32 panel = this->shared.panel(number, stores);
-      if (thread == 0) await_reads<1>();
-      meet();
-      put(panel, value);
-      fence_proxies_of_shared();
-      meet();
-      if (thread == 0) {
-        tensor_store(this->args.c[turn.result], column + first * 2, row, turn.result_at, panel);
-        commit_group();
+      for (u32 high = 0; high < Shape::kHigh; ++high, ++stores) {
+        float value[sums];
+#pragma unroll
+        for (u32 i = 0; i < sums; i += 2) activate(sum[high], first + i, column, value + i);
+        if constexpr (Shape::kAdds) add_sums(turn.count, value);
+        const u32 panel = this->shared.panel(number, stores);
+        if (thread == 0) await_reads<Shape::kPanels - 1>();
+        meet();
+        put(panel, value);
+        fence_proxies_of_shared();
+        meet();
+        if (thread == 0) {
+          tensor_store(this->args.c[turn.result], column + first * 2, row + high * 64, turn.result_at, panel);
+          commit_group();
+        }
       }
     }
   }
 
-  COMMDSL_FN void activate(u32 i, u32 column, float* value) const {
+  COMMDSL_FN void activate(const float (&sum)[Shape::kSums], u32 i, u32 column, float* value) const {
     const u32 c = column + own_column(i);
     value[0] = sum[i], value[1] = sum[i + 1];
     const bool inside = c < this->args.columns;
@@ -370,7 +462,7 @@ struct Multiplier : Worker<Shape> {
 #pragma unroll
       for (u32 i = 0; i < sums; i += 8) {
         u32 word[4];
-        load_matrices(word, swizzled(lines, i));
+        load_matrices(word, lines + own_matrices(i));
 #pragma unroll
         for (u32 w = 0; w < 4; ++w) add_pair(value + i + 2 * w, word[w]);
       }
@@ -384,12 +476,14 @@ struct Multiplier : Worker<Shape> {
     value[1] += Shape::Element::widen(static_cast<u16>(word >> 16));
   }
 
-  // In 64 swizzled lines 16 bytes at place p of line l lie at place p ^ l % 8. Of 16 bits: where a thread points at what its warp has
-  // from sum i on.
-  COMMDSL_FN u32 swizzled(u32 lines, u32 i) const {
-    const u32 line = thread / 32 * 16 + thread % 16, place = thread % 32 / 16 + i / 4;
-    return lines + line * kLine + (place ^ line % 8) * 16;
+  // Where the 16 bytes at place p of a line of C lie: swizzled, of all lines in the same 1024 bytes each at another place.
+  COMMDSL_FN static u32 swizzled(u32 line, u32 place) {
+    constexpr u32 places = Shape::kOutLine / 16, lines = kLine / Shape::kOutLine;  // of a line; of 128 bytes
+    return line * Shape::kOutLine + (place ^ line / lines % places) * 16;
   }
+
+  // Of 16 bits: where a thread points at what its warp has from sum i on.
+  COMMDSL_FN u32 own_matrices(u32 i) const { return swizzled(thread / 32 * 16 + thread % 16, thread % 32 / 16 + i / 4); }
 
   template <u32 sums>
   COMMDSL_FN void put(u32 panel, const float (&value)[sums]) const {
@@ -399,13 +493,13 @@ struct Multiplier : Worker<Shape> {
         u32 word[4];
 #pragma unroll
         for (u32 w = 0; w < 4; ++w) word[w] = Result::narrow_pair(value[i + 2 * w], value[i + 2 * w + 1]);
-        store_matrices(swizzled(panel, i), word);
+        store_matrices(panel + own_matrices(i), word);
       }
     } else {
 #pragma unroll
       for (u32 i = 0; i < sums; i += 2) {
-        const u32 line = own_row(i), at = own_column(i) * 4;
-        store_shared(panel + line * kLine + ((at / 16) ^ line % 8) * 16 + at % 16, value[i], value[i + 1]);
+        const u32 at = own_column(i) * 4;
+        store_shared(panel + swizzled(own_row(i), at / 16) + at % 16, value[i], value[i + 1]);
       }
     }
   }
@@ -416,8 +510,10 @@ struct Multiplier : Worker<Shape> {
 template <class Plan>
 COMMDSL_FN void matmul(const MatmulArgs& args) {
   using Shape = MatmulShape<Plan>;
+  // Who comes behind takes SMs as they become free; what moves beside a launch may need those that it leaves.
+  if (!args.words) allow_launches_behind();
   if (threadIdx.x == 0) MatmulShared<Shape>().start();
-  cluster_barrier<Shape::kCluster>();
+  cluster_barrier<Shape::kBlocks>();
   if (threadIdx.x < kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == 0) Loader<Shape>(args).run();
@@ -425,7 +521,7 @@ COMMDSL_FN void matmul(const MatmulArgs& args) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     Multiplier<Shape>(args).run();
   }
-  if (Shape::kCluster > 1) cluster_barrier<Shape::kCluster>();  // what one block sends to another finds it there
+  if (Shape::kBlocks > 1) cluster_barrier<Shape::kBlocks>();  // what one block sends to another finds it there
 }
 
 }  // namespace commdsl

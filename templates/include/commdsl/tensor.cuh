@@ -8,6 +8,10 @@ struct alignas(64) TensorMap {
   u64 words[16];
 };
 
+// Where the stream lets a launch begin before the one in front of it has ended: what that one wrote is there.
+COMMDSL_FN void await_launches_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+COMMDSL_FN void allow_launches_behind() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 COMMDSL_FN u32 block_of_cluster() {
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -45,6 +49,32 @@ COMMDSL_FN void arrive(u32 mark, u32 block) {
         "r"(block)
         : "memory");
   }
+}
+
+COMMDSL_FN u32 of_block(u32 at, u32 block) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
+  return there;
+}
+
+// What this thread knows of is there for whoever waits for the phase.
+COMMDSL_FN void arrive_at_cluster(u32 mark, u32 block) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(of_block(mark, block)) : "memory");
+}
+
+COMMDSL_FN void await_phase_of_cluster(u32 mark, u32 parity) {
+  u32 done = 0;
+  while (!done) {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(mark), "r"(parity)
+                 : "memory");
+  }
+}
+
+COMMDSL_FN void store_to_cluster(u32 at, const float* four) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3])
+               : "memory");
 }
 
 // To `to` in every block of the cluster, each of whose marks is told.

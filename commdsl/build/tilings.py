@@ -1,0 +1,68 @@
+"""Turns the size of a product of matrices into the tiling that takes the least time on an H200.
+
+Assumes `build.matmul`'s kernel, and figures that benchmarks/matmul.py measured. Does not measure.
+"""
+
+from __future__ import annotations
+
+from commdsl.build.matmul import Product, Tiling, cut_tiles, shares
+
+_SPLIT = {2: (80, 128, 160, 224), 3: (96, 192), 4: (64, 96, 128)}
+WAYS = (
+    *(Tiling(columns, 1) for columns in (64, 80, 128, 160, 224, 256)),
+    *(Tiling(columns, 2) for columns in (128, 160, 256)),
+    *(Tiling(columns, cluster, 4) for columns in (128, 256) for cluster in (1, 2)),
+    Tiling(224, 1, 4),
+    Tiling(160, 1, rows=256),
+    *(Tiling(columns, 1, split=split) for split, found in _SPLIT.items() for columns in found),
+)
+"""Those that were the fastest for some product."""
+
+# Microseconds, fitted to what was measured. Of 64 deep, 128 rows and a column of a tile: to multiply them, to read one
+# when all SMs read and, of that, when the others are idle; how much of it a cluster of two saves.
+_MULTIPLY, _READ, _ALONE, _SAVED = 0.0028, 0.0016, 0.63, 0.11
+# A launch; what becomes of the sums of a tile of 128 x 256; what it costs a tile that two blocks meet, or that several
+# share its depth, in all and for what they send each other; a part more, of such a tile, and that parts are uneven.
+_LAUNCH, _STORE, _MEET, _SHARE, _SEND, _PART, _UNEVEN = 0.87, 2.1, 0.37, 0.91, 5.3, 2.9, 15.0
+_BYTES = 3.4e6  # that memory brings
+
+
+def chosen(product: Product, sms: int) -> Tiling:
+    """The tiling that takes the least time on so many SMs, by the figures above."""
+    return ranked(product, sms)[0]
+
+
+def ranked(product: Product, sms: int) -> list[Tiling]:
+    """All that there are of this product, the fastest first."""
+    return sorted((way for way in WAYS if way.fits(product)), key=lambda tiling: _time(product, tiling, sms))
+
+
+def _time(product: Product, tiling: Tiling, sms: int) -> float:
+    high, wide, depth = product.tiles(tiling)
+    workers, size = tiling.workers(sms), tiling.rows * tiling.columns / 2**15
+    tiles, cut = high * wide * product.turns, [left for left in cut_tiles(product, tiling, workers) if left]
+    waves = -(-(tiles - sum(cut)) // workers)
+    each = _STORE * size + _MEET * (tiling.cluster - 1)
+    if tiling.split > 1:
+        each += _SHARE + _SEND * size * (1 - 1 / tiling.split)
+    products = others = 0.0
+    if waves:
+        products = waves * -(-depth // tiling.split) * _stage(tiling, (tiles - sum(cut)) / waves)
+    for left in cut:
+        dealt = shares(left, depth, tiling.parts, workers)
+        products += left * depth / dealt * _stage(tiling, dealt)
+        others += each + _PART * size * (dealt / left - 1) + (_UNEVEN if dealt % left else 0)
+    return _LAUNCH + waves * each + others + max(products, _bytes(product) / _BYTES)
+
+
+def _stage(tiling: Tiling, clusters: float) -> float:
+    """While so many clusters are at work."""
+    lines = tiling.rows + tiling.columns * (1 - _SAVED * (tiling.cluster - 1))
+    busy = _ALONE + (1 - _ALONE) * clusters * tiling.blocks / 132
+    return max(_MULTIPLY * tiling.columns * tiling.rows / 128, _READ * lines * busy)
+
+
+def _bytes(product: Product) -> int:
+    factor = product.columns * product.depth * (2 if product.gated else 1)
+    rows = product.turns * product.rows
+    return 2 * (factor + rows * product.depth) + product.result_bytes * rows * product.columns
