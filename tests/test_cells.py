@@ -40,6 +40,7 @@ def rows(*steps: tuple[int, int | None, int | None]) -> Rows:
         dest_space=space(writes, 1),
         dest_rank=zero,
         dest_index=cell(writes),
+        dest_form=zero,
         whole=zero + 1,
         joined=zero,
         origin=zero,
@@ -48,6 +49,7 @@ def rows(*steps: tuple[int, int | None, int | None]) -> Rows:
         source_rank=zero,
         source_index=cell(reads),
         source_weight=zero + 1,
+        source_form=zero,
     )
 
 

@@ -231,7 +231,7 @@ def at_line(size: int, shift: int) -> NDArray[np.uint8]:
         ("rows x[T] as float8 by 48   rows id[T]", "C509"),
         ("rows x[T] as float8 by 1024   rows id[T]", "C509"),
         ("rows x[T] as float8 by K   rows id[T]", "C101"),
-        ("rows x[T] as float8   rows id[T]", "C002"),
+        ("rows x[T] as float8   rows id[T]", "C123"),
         ("rows x[T] as float8_e5m2 by B   rows id[T]", "C123"),
     ],
 )

@@ -26,7 +26,7 @@ from commdsl.machine.resources import data_dir
 from commdsl.program.actors import printed
 from commdsl.program.arguments import arguments
 from commdsl.program.memory import Transport
-from commdsl.program.moves import CELL, STAGE_MARKS_BYTES, STAGES, Moves, OpKind, Ops, Origin, Protocol
+from commdsl.program.moves import CELL, STAGE_MARKS_BYTES, STAGES, Casts, Moves, OpKind, Ops, Origin, Protocol
 from commdsl.program.phases import Push, PushAgain, PushBack
 from commdsl.program.plan import Plan
 
@@ -68,6 +68,15 @@ class RankRows:
 
 
 @dataclass(frozen=True, slots=True)
+class CastsText:
+    """What the template prints of `Casts`."""
+
+    code: str
+    dests: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class MovesText:
     """What the template prints of `Moves`; everything is text or a number."""
 
@@ -82,6 +91,7 @@ class MovesText:
     sources: tuple[str, ...]
     waits: tuple[str, ...]
     signals: tuple[str, ...]
+    casts: CastsText | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +191,7 @@ def _kernel(plan: Plan) -> Kernel:
 
 def _headers(plan: Plan) -> tuple[str, ...]:
     if plan.is_static:
-        more = (plan.tiles, "tiles.cuh"), (plan.by_row, "by_row.cuh")
+        more = (plan.tiles, "tiles.cuh"), (plan.by_row, "by_row.cuh"), (plan.moves.casts, "casts.cuh")
         return ("kernel.cuh", *(name for phase, name in more if phase is not None))
     if any(isinstance(phase, PushAgain) for phase in plan.phases):
         return ("again.cuh",)
@@ -213,7 +223,13 @@ def _tables(moves: Moves, ops: Ops) -> MovesText:
         sources=_rows(ops.source_space, _senders(moves, ops), places, ops.source_weight),
         waits=_rows(ops.wait_peer, ops.wait_ordinal, ops.wait_rounds_back),
         signals=_rows(ops.signal_peer, signal_ordinals(ops)),
+        casts=None if moves.casts is None else _casts(moves.casts),
     )
+
+
+def _casts(casts: Casts) -> CastsText:
+    code = f"Float8By<{casts.cast.stretch}>" if casts.cast.stretch else f"Plainly<commdsl::{casts.cast.element}>"
+    return CastsText(code, _lines(tuple(casts.dest.tolist())), _lines(tuple(casts.source.tolist())))
 
 
 WIRES = {
@@ -264,6 +280,7 @@ def _constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
     yield "i32", "kNumRanks", moves.num_ranks
     yield "i32", "kNumTensors", len(moves.tensors)
     yield "bool", "kLands", int(moves.lands)
+    yield "bool", "kCasts", int(moves.casts is not None)
     yield "u64", "kSums", sum(1 << space for space, tensor in enumerate(moves.tensors) if tensor.is_sum)
     yield "u64", "kNumCells", moves.num_cells
     yield "u64", "kRotation", moves.rotation
@@ -366,9 +383,9 @@ def defines(plan: Plan, dtype: str, op: str, rank: int | None = None) -> tuple[s
 
     With `rank` the build is for that rank alone if its program is short.
     """
-    macros: tuple[str, ...] = ()
+    macros: tuple[str, ...] = (f"COMMDSL_DTYPE={ELEMENTS.get(dtype, dtype)}",) if plan.moves.has_elements else ()
     if plan.moves.has_reduction:
-        macros = (f"COMMDSL_DTYPE={ELEMENTS.get(dtype, dtype)}", f"COMMDSL_OP={op}")
+        macros = (*macros, f"COMMDSL_OP={op}")
     if rank is None or plan.moves.protocol is Protocol.ENGINE:
         return macros
     first, last = np.searchsorted(plan.moves.ops.leaders, plan.moves.ops.rank_begin[rank : rank + 2])

@@ -7,6 +7,7 @@ message. A new law is a function and a line here. Does not raise.
     locations, contributions, route_laws   what the laws are stated on: places, what each holds, rows
     cycles, topology, roles, engine, settings   what the machine has
     bounds, inputs, overlap, undefined, size_classes, classes   what a step may touch
+    casts   in which element type it travels
     promises, conservation, rotations, returns, determinism, useless   what is promised, kept, and in vain
     plans, routes   a plan of documents and where its rows go
     built, tasks   what no kernel runs
@@ -19,6 +20,7 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from commdsl.checks.bounds import OUT_OF_BOUNDS, out_of_bounds, without
+from commdsl.checks.casts import mixed_casts, unsaid_roundings
 from commdsl.checks.classes import mixed_types, own_units, unknown_units
 from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
@@ -77,6 +79,8 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (*OF_A_STEP, undefined_reads, idle_landing, idle_matmul),
     (unequal_sizes, mixed_types, own_units, unknown_units),
     (broken_contracts, broken_rotations),
+    (mixed_casts,),
+    (unsaid_roundings,),
     (broken_returns,),
     (useless_statements, idle_promises),
 )

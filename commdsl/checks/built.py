@@ -1,4 +1,4 @@
-"""C590: no kernel runs this yet.
+"""C590, C594: no kernel runs this yet.
 
 Assumes what `resolve` found legal. Does not judge: what the language has and its laws accept is still to be built.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from commdsl.ir.schedules import Schedule, Step, Task, Yield
 from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.program.memory import Transport
 
 
 def unbuilt_schedule(schedule: Schedule) -> Iterator[Diagnostic]:
@@ -27,3 +28,21 @@ def unbuilt_schedule(schedule: Schedule) -> Iterator[Diagnostic]:
                 return
             case Step() | Yield() | Task():
                 pass
+
+
+def unbuilt_casts(schedule: Schedule, transport: Transport) -> Iterator[Diagnostic]:
+    """C594, one message: what travels in another element type does so by `bulk`, within a node, in one launch."""
+    first = next((one for step in schedule.steps if isinstance(step, Step) for one in step.moves if one.cast), None)
+    if first is None:
+        return
+    others = [step for step in schedule.steps if not isinstance(step, Step)]
+    protocol = schedule.tuning.protocol or "bulk"
+    what, help = "", ""
+    if others or schedule.has_products or schedule.rowwise:
+        what, help = "beside what is computed", "leave out `as`, or what computes"
+    elif protocol != "bulk":
+        what, help = f"by `protocol {protocol}`", "tune `protocol bulk`, or leave it out"
+    elif transport is Transport.NVSHMEM:
+        what, help = "to ranks that NVSHMEM alone reaches", "leave out `as`"
+    if what:
+        yield Diagnostic("C594", f"no kernel rounds {what}", Label(first.span, "rounded on its way"), help=help)

@@ -127,4 +127,6 @@ def _macros(plan: Plan, variants: Variants) -> list[tuple[str, ...]]:
                 raise UsageError(f"`{plan.name}` is tuned to `protocol tma`, which {arch} does not have")
     asked = product(variants.dtypes, variants.ops, range(plan.num_ranks))
     pairs = [one for one in asked if one[1] in dtypes.BY_NAME[one[0]].ops or not plan.moves.has_reduction]
+    if plan.moves.casts is not None:
+        pairs = [one for one in pairs if dtypes.BY_NAME[one[0]].casts]
     return list(dict.fromkeys(defines(plan, dtype, op, rank) for dtype, op, rank in pairs))

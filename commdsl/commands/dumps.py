@@ -28,6 +28,7 @@ from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
 from commdsl.program.visited import kept_by, landing, plan_of, segments, started
+from commdsl.program.wording import form_words
 from commdsl.program.wording import name_of as name_of_phase
 
 
@@ -101,7 +102,8 @@ def contract_lines(schedule: Schedule, contract: Contract) -> list[str]:
     source, dest = schedule.buffers[contract.source_buffer], schedule.buffers[contract.dest_buffer]
     if contract.rotation is not None:
         return rotation_lines(schedule, contract.rotation)
-    lines = [f"ensure {contract.name}({source.name} -> {dest.name})" + (" sum" if contract.is_sum else "")]
+    said = "" if contract.rounding is None else f" {contract.rounding.words}"
+    lines = [f"ensure {contract.name}({source.name} -> {dest.name}){' sum' if contract.is_sum else ''}{said}"]
     for rank, chunk, value in zip(contract.dest_rank, contract.dest_chunk, contract.value, strict=True):
         valid = slice(None) if contract.source_valid is None else contract.source_valid[value]
         pairs = zip(contract.source_chunk[value][valid], contract.source_rank[value][valid], strict=True)
@@ -142,7 +144,8 @@ def step_lines(schedule: Schedule, number: int, step: AnyStep) -> list[str]:
             assert_never(step)
     lines = [f"step {number}{bindings}"]
     for moves in step.moves:
-        lines.append(f"  {moves.kind.value}{' list' if moves.is_list else ''}  # {moves.span}")
+        cast = "" if moves.cast is None else f" as {moves.cast.words}"
+        lines.append(f"  {moves.kind.value}{' list' if moves.is_list else ''}{cast}  # {moves.span}")
         lines += [f"    {row}" for row in move_lines(schedule, moves)]
     return lines
 
@@ -271,9 +274,11 @@ def op_text(moves: Operations, index: int) -> str:
     ops = moves.ops
     sources = ", ".join(
         location(moves, int(ops.source_space[k]), int(ops.source_rank[k]), int(ops.source_index[k]))
+        + form_words(moves, "source", k)
         for k in range(int(ops.source_begin[index]), int(ops.source_begin[index + 1]))
     )
     dest = location(moves, int(ops.dest_space[index]), int(ops.dest_rank[index]), int(ops.dest_index[index]))
+    dest += form_words(moves, "dest", index)
     verb = OpKind(int(ops.kind[index])).name.lower()
     text = f"     and {dest}" if ops.joined[index] else f"{verb} {dest} <- {sources}"
     if ops.kind[index] == OpKind.HOLD:

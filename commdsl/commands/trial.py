@@ -97,6 +97,8 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     reduces = compiled.plan.has_reduction
     dtype = find_dtype(settings.dtype, settings.operation, reduces=reduces and not compiled.plan.is_visited)
     schedule = stopping(compiled.schedule).schedule
+    if schedule.cast is not None and not dtype.casts:
+        raise UsageError(f"--dtype {dtype.name} does not travel as {schedule.cast.words}")
     of = types(schedule, dtype)
     for name in reduced(schedule) if compiled.plan.is_visited else ():
         find_dtype(of[name].name, settings.operation, reduces=True)

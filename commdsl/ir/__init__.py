@@ -13,6 +13,7 @@ routes        where rows go: the runs of rows from each rank to each
 bounds        the first rank or chunk that is not there
 words         ranks and the values of loops, for messages
 resolve       Syntax -> any of these
+rounding      float32 values -> what is left of them when they have travelled in another element type
 interpret     the oracle: what a schedule does to tensors, in numpy
 simulate      the oracle of a dispatch: what it does to rows, in numpy
 """

@@ -7,6 +7,8 @@ With `avg` a chunk holds what it does with `sum`, divided: by how many contribut
 many, else by the least power of two that is not less. So a result is a mean, no partial sum is larger than what was
 given, and what is rounded on the way is rounded as in the sum.
 
+What was cast is kept in float32, beside what it is in the caller's type, into which it is rounded where it is returned.
+
 A product is made in float64, or integers that wrap, and rounded once; what is added to it behind is another step. What
 a row-wise function makes of a row beside the sum is made in float64, too, so kernels are held to it but for rounding.
 """
@@ -24,12 +26,16 @@ import numpy as np
 
 from commdsl.ir.classes import Unit, types, units
 from commdsl.ir.functions import FUNCTIONS
-from commdsl.ir.schedules import Applied, Schedule, Statement, Step, Task, Yield
+from commdsl.ir.rounding import rounded
+from commdsl.ir.schedules import Applied, Cast, Schedule, Statement, Step, Task, Yield
 from commdsl.language.kinds import GIVEN, RETURNED, BufferKind
 from commdsl.machine.dtypes import BY_NAME, Array, DType
 
 UNIT = 16  # bytes: where chunks may be cut
 MOST_CONTRIBUTIONS = 1 << 24  # that a chunk is said to hold: float32 has every whole number up to it
+
+Place: TypeAlias = tuple[int, int, int]
+"""A buffer, a rank and a chunk."""
 
 Body: TypeAlias = Callable[[int, Sequence[Array]], Sequence[Array]]
 """What the caller computes at a `yield` with a body: from its rank and whole buffers to whole buffers."""
@@ -58,6 +64,7 @@ class _Memory:
         self.data: list[list[Array]] = []
         self.slots: dict[tuple[int, int, int], Array] = {}  # scratch: whatever was put there
         self.summed = schedule.summed
+        self.cast: dict[Place, Array] = {}  # of a chunk that a cast left: its values in float32
         self.contributions: dict[tuple[int, int, int], int] = {}  # of a chunk that was reduced; others hold one
         for buffer, elements, of in zip(self.buffers, self.elements, self.dtypes, strict=True):
             if buffer.name in inputs and buffer.kind in GIVEN:
@@ -85,16 +92,29 @@ class _Memory:
         values, of = self.read(buffer, rank, chunk), self.dtypes[buffer]
         return values if of is dtype else dtype.from_float32(of.to_float32(values))
 
+    def read_cast(self, cast: Cast | None, dtype: DType, buffer: int, rank: int, chunk: int) -> Array:
+        """What a source of a move is: in float32 where it was rounded on its way, now or before."""
+        found = self.cast.get((buffer, rank, chunk))
+        if found is not None or cast is None:
+            return self.read_as(dtype, buffer, rank, chunk) if found is None else found
+        return rounded(dtype.to_float32(self.read_as(dtype, buffer, rank, chunk)), cast)
+
     def held(self, buffer: int, rank: int, chunk: int) -> int:
         """How many contributions are combined in a chunk."""
         return self.contributions.get((buffer, rank, chunk), 1)
 
     def write(self, buffer: int, rank: int, chunk: int, values: Array, contributions: int = 1) -> None:
         self.contributions[buffer, rank, chunk] = contributions
+        self.cast.pop((buffer, rank, chunk), None)
         if self.buffers[buffer].kind is BufferKind.SCRATCH:
             self.slots[buffer, rank, chunk] = values
         else:
             self.data[buffer][rank][self.spans[buffer][chunk]] = values
+
+    def write_cast(self, buffer: int, rank: int, chunk: int, values: Array, contributions: int) -> None:
+        """What a move left of its source, in float32."""
+        self.write(buffer, rank, chunk, self.dtypes[buffer].from_float32(values), contributions)
+        self.cast[buffer, rank, chunk] = values
 
     def whole(self, buffer: int, rank: int) -> Array:
         """A whole buffer; scratch slots one after another, zeros as long as declared where nothing was put."""
@@ -168,6 +188,8 @@ def run(
     """
     memory = _Memory(schedule, inputs, dtype)
     moves = (moves for step in schedule.steps if isinstance(step, Step) for moves in step.moves)
+    if schedule.cast is not None and not dtype.casts:
+        raise ValueError(f"{dtype.name} does not travel as {schedule.cast.element}")
     for of in {memory.dtypes[one.dest_buffer].name for one in moves if one.accumulate or one.is_list}:
         if op not in BY_NAME[of].ops:
             raise ValueError(f"{of} has no `{op}`")
@@ -176,8 +198,8 @@ def run(
         match step:
             case Step():
                 results = [result for moves in step.moves for result in _results(memory, moves, op)]
-                for buffer, rank, chunk, values, contributions in results:
-                    memory.write(buffer, rank, chunk, values, contributions)
+                for is_cast, place, values, contributions in results:
+                    (memory.write_cast if is_cast else memory.write)(*place, values, contributions)
             case Yield(name=None):
                 yields.append([memory.whole(step.buffer, rank) for rank in range(schedule.num_ranks)])
             case Yield(name=name):
@@ -198,8 +220,8 @@ def run(
     return Result(outputs, yields)
 
 
-def _results(memory: _Memory, moves: Statement, op: str) -> Iterator[tuple[int, int, int, Array, int]]:
-    """What each row of a statement will write, computed from the state before the step."""
+def _results(memory: _Memory, moves: Statement, op: str) -> Iterator[tuple[bool, Place, Array, int]]:
+    """What each row of a statement will write, computed from the state before the step; first whether it is cast."""
     dtype = memory.dtypes[moves.dest_buffer]
     for row, (rank, chunk) in enumerate(zip(moves.dest_rank.tolist(), moves.dest_chunk.tolist(), strict=True)):
         places = [(moves.dest_buffer, rank, chunk)] if moves.accumulate else []
@@ -208,17 +230,22 @@ def _results(memory: _Memory, moves: Statement, op: str) -> Iterator[tuple[int, 
         ):
             if moves.source_valid is None or moves.source_valid[row, k]:
                 places.append((moves.source_buffer, source_rank, source_chunk))
-        operands, held = [memory.read_as(dtype, *place) for place in places], [memory.held(*place) for place in places]
+        held = [memory.held(*place) for place in places]
+        casts = [None if moves.accumulate and not number else moves.cast for number in range(len(places))]
+        operands = [memory.read_cast(cast, dtype, *place) for cast, place in zip(casts, places, strict=True)]
         if moves.applied is not None:
             given = [memory.whole(buffer, rank) for buffer in moves.applied.given]
             values = by_row(moves.applied, operands[0], given, dtype)
         elif moves.factor is not None:
             values = multiply(operands[0], memory.whole(moves.factor, rank), memory.depths[moves.factor], dtype)
+        elif moves.copies:
+            values = operands[0]
         elif op == "avg":
             values = average(operands, held, memory.summed, dtype)
         else:
             values = combine(operands, dtype, op)
-        yield moves.dest_buffer, rank, chunk, values, min(sum(held), MOST_CONTRIBUTIONS)
+        is_cast = moves.copies and (moves.cast is not None or places[0] in memory.cast)
+        yield is_cast, (moves.dest_buffer, rank, chunk), values, min(sum(held), MOST_CONTRIBUTIONS)
 
 
 def by_row(applied: Applied, rows: Array, given: Sequence[Array], dtype: DType) -> Array:
@@ -246,7 +273,7 @@ def multiply(rows: Array, factor: Array, depth: int, dtype: DType) -> Array:
 def combine(operands: list[Array], dtype: DType, op: str) -> Array:
     """The operands combined in order; floats in float32 (float64 in itself), rounded once at the end; integers wrap."""
     if len(operands) == 1:
-        return operands[0]
+        return _narrow(operands[0], dtype)
     function = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[op]
     with np.errstate(over="ignore", invalid="ignore"):
         if not dtype.is_float:
@@ -254,10 +281,20 @@ def combine(operands: list[Array], dtype: DType, op: str) -> Array:
             for operand in operands[1:]:
                 total = function(total, operand)
             return total
-        total = dtype.widen(operands[0])
+        total = _wide(operands[0], dtype)
         for operand in operands[1:]:
-            total = function(total, dtype.widen(operand))
+            total = function(total, _wide(operand, dtype))
         return dtype.narrow(total)
+
+
+def _wide(values: Array, dtype: DType) -> Array:
+    """As it is combined; what was cast is so already."""
+    return values if values.dtype == dtype.accumulator else dtype.widen(values)
+
+
+def _narrow(values: Array, dtype: DType) -> Array:
+    """As it is kept."""
+    return values if values.dtype == dtype.storage else dtype.narrow(values)
 
 
 def average(operands: list[Array], held: Sequence[int], summed: frozenset[int], dtype: DType) -> Array:
@@ -266,13 +303,13 @@ def average(operands: list[Array], held: Sequence[int], summed: frozenset[int], 
     Scaled by a power of two meanwhile, which makes the sum no larger than the largest contribution.
     """
     if len(operands) == 1:
-        return operands[0]
+        return _narrow(operands[0], dtype)
     *weights, whole = (divisor(count, summed) for count in (*held, sum(held)))
     common = gcd(*weights, whole)
     unit = 1 / (1 << (whole // common - 1).bit_length())
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         parts = [
-            dtype.widen(values) * dtype.accumulator(w // common * unit)
+            _wide(values, dtype) * dtype.accumulator(w // common * unit)
             for values, w in zip(operands, weights, strict=True)
         ]
         return dtype.narrow(reduce(np.add, parts) / dtype.accumulator(whole // common * unit))

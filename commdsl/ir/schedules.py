@@ -46,6 +46,32 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
+class Cast:
+    """The element type that values are rounded to as they travel: float8 (e4m3fn) with a float32 scale for each
+    `stretch` elements of a chunk, as `rows ... as float8` of a dispatch; bfloat16 or float16 with none.
+    """
+
+    element: str
+    stretch: int = 0
+
+    @property
+    def words(self) -> str:
+        return f"{self.element} by {self.stretch}" if self.stretch else self.element
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What a contract says of casts: how often the most rounded contribution is, and to which element type."""
+
+    times: int
+    element: str
+
+    @property
+    def words(self) -> str:
+        return f"rounded({self.element}, {self.times})"
+
+
+@dataclass(frozen=True, slots=True)
 class CycleSet:
     """Directed Hamiltonian cycles over the ranks: int32 (num_cycles, num_ranks), each row in visiting order.
 
@@ -77,6 +103,7 @@ class Statement:
     legal. For REDUCE at least one side is on the actor; with k > 1 or `is_list` the destination is on the actor.
     MATMUL is a COPY that multiplies: a chunk is a matrix, whose rows become those times `factor` on that rank.
     ROWWISE is a COPY on every rank that makes of rows what `applied` says.
+    With `cast` every source is rounded to that type as it is read, but one that is what a cast left, which has been.
     """
 
     kind: MoveKind
@@ -93,6 +120,12 @@ class Statement:
     span: Span = field(repr=False)
     factor: int | None = None  # of MATMUL: a buffer
     applied: Applied | None = None  # of ROWWISE
+    cast: Cast | None = None
+
+    @property
+    def copies(self) -> bool:
+        """Whether what it writes is what it reads."""
+        return self.kind in (MoveKind.PUT, MoveKind.GET, MoveKind.COPY)
 
 
 @dataclass(frozen=True)
@@ -188,6 +221,7 @@ class Contract:
     span: Span = field(repr=False)
     source_valid: NDArray[np.bool_] | None = None  # (m, k), None: all
     rotation: Rotation | None = None
+    rounding: Rounding | None = None
 
     @property
     def summed(self) -> frozenset[int]:
@@ -261,6 +295,12 @@ class Schedule:
         if isinstance(step, Task) or step.name is None:
             return frozenset()
         return frozenset(step.reads).intersection(frozenset[int]().union(*(one.buffers for one in self.rotations)))
+
+    @property
+    def cast(self) -> Cast | None:
+        """What travels in another element type does so in this one; None: everything travels as it is."""
+        moves = (one for step in self.steps if isinstance(step, Step) for one in step.moves)
+        return next((one.cast for one in moves if one.cast is not None), None)
 
     @property
     def num_yields(self) -> int:

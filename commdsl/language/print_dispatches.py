@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TypeAlias, assert_never
 
 from commdsl.language import syntax
-from commdsl.language.print_syntax import GAP, expr, interval, params
+from commdsl.language.print_syntax import GAP, cast, expr, interval, params
 
 Line: TypeAlias = (
     syntax.MaskEntry
@@ -41,9 +41,8 @@ def line(node: Line) -> str:
             return f"capacity {plain(most)} {of}"
         case syntax.Doc():
             return _doc(node)
-        case syntax.RowsDecl(name, count, cast):
-            to = "" if cast is None else f" as {cast.element.text} by {expr(cast.stretch)}"
-            return f"rows {name.text}[{count.text}]{to}"
+        case syntax.RowsDecl(name, count):
+            return f"rows {name.text}[{count.text}]{cast(node.cast)}"
         case syntax.KeyDecl(name, rows, per_row, of):
             return f"key {name.text}[{rows.text}, {per_row.text}] of {of.text}"
         case syntax.TableRoute(name, shards, copies, tensors):

@@ -164,6 +164,17 @@ def source(node: syntax.Source_) -> str:
     return text
 
 
+def cast(node: syntax.Cast | None) -> str:
+    if node is None:
+        return ""
+    stretch = "" if node.stretch is None else f" by {arithmetic(node.stretch)}"
+    return f" as {node.element.text}{stretch}"
+
+
+def rounding(node: syntax.Rounding | None) -> str:
+    return "" if node is None else f" rounded({node.element.text}, {arithmetic(node.times)})"
+
+
 def where(condition: syntax.Expr | None) -> str:
     return "" if condition is None else f" where {expr(condition)}"
 
@@ -216,7 +227,7 @@ def line(node: Line) -> str:
         case syntax.Move(_, origin, dest, syntax.Name(factor)):
             return f"compute matmul({source(origin)}, {factor} -> {ref(dest)})"
         case syntax.Move(kind, origin, dest):
-            return f"{kind.value} {source(origin)} -> {ref(dest)}"
+            return f"{kind.value} {source(origin)} -> {ref(dest)}{cast(node.cast)}"
         case syntax.Yield(buffer):
             return f"yield {buffer.text}"
         case syntax.Visit(function, passed):
@@ -285,7 +296,7 @@ def _named_contract(node: syntax.NamedContract) -> str:
     text = f"ensure {node.name.text}({inside})"
     if node.mapping is not None:
         text += f" {node.mapping[0].text} -> {expr(node.mapping[1])}"
-    return text
+    return text + rounding(node.rounding)
 
 
 def _rotation(node: syntax.RotationContract) -> str:
@@ -336,8 +347,8 @@ def head(node: Block) -> str:
             return f"topology {name.text}"
         case syntax.RolesDecl(name, _):
             return f"roles {name.text}"
-        case syntax.GeneralContract(bound, condition, _):
-            return f"ensure each {binders(bound)}{where(condition)}"
+        case syntax.GeneralContract(bound, condition):
+            return f"ensure each {binders(bound)}{where(condition)}{rounding(node.rounding)}"
         case syntax.For(name, values, _):
             return f"for {name.text} in {domain(values)}"
         case syntax.Arm(condition, _):

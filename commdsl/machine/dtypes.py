@@ -38,6 +38,11 @@ class DType:
         """Bytes of an element."""
         return self.storage.itemsize
 
+    @property
+    def casts(self) -> bool:
+        """Whether its elements may travel in a shorter type: they are numbers that float32 holds, and are combined."""
+        return self.is_float and bool(self.ops) and self.accumulator is np.float32
+
     def to_float32(self, values: Array) -> Array:
         return self.widen(values).astype(np.float32, copy=False)
 

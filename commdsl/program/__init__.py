@@ -12,7 +12,8 @@ launches      phases of a program with compute between its steps: launch, visit,
 plan          memory, roles, and each role's phases in order
 actors        moves and tiles as one table, of all who act
 lower         IR -> Plan
-verify, verify_calls, verify_keys   what a legal Plan is; a fault in one is a bug of commdsl
+legal         a law of a Plan, and what is said where it does not hold
+verify, verify_calls, verify_casts, verify_keys   what a legal Plan is; a fault in one is a bug of commdsl
 proof         the laws of Plans
 sizes         a Plan and the bytes of a block -> what a launch needs
 stages        a Plan -> the shared memory of a block for bulk copies, and how warps share it

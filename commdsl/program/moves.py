@@ -20,6 +20,12 @@ A tensor that *is a sum* has float32 where the others have what is moved, bfloat
 what it has there, whole blocks; between ranks nothing of it moves, and nothing of it is in cells. Bytes are those of
 the others everywhere; a sum's are as many times more as its elements are wider.
 
+**Casts.** Where values travel in another element type, an operand has a `Form`. A cell that is CAST holds a chunk as it
+travels: of float8 first a byte for each element, then a float32 for each stretch of them. Whoever stores there rounds;
+whoever reads there widens; from one such cell to another bytes go as they are. What is ROUNDED lies in the caller's
+type, in which it is read or stored, and is what it would be had it travelled. Stretches are counted from the start of a
+chunk, so slices, and what a round moves of them, are whole units: a stretch of the widest elements, not 16 bytes.
+
 **Size classes.** Every operation moves one chunk: piece `piece` of a block cut into `cut`. With u = ceil(block_bytes /
 16), the piece is the bytes [16 * (u * piece // cut), min(16 * (u * (piece + 1) // cut), block_bytes)) of its block.
 Lane l of L active lanes owns [min(l * q, n), min((l + 1) * q, n)) of a chunk of n bytes; q = 16 * ceil(ceil(m / 16) /
@@ -58,10 +64,13 @@ from enum import Enum, IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.schedules import Ints
+from commdsl.ir.schedules import Cast, Ints
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 from commdsl.program.memory import Tensor
+
+UNIT = 16
+"""Bytes of a vector: chunks but the last of a block are multiples of it."""
 
 CELL = -1
 """The space of a location in symmetric memory; a space of 0 or more is a tensor."""
@@ -121,6 +130,27 @@ class Reason(IntEnum):
     READ_AFTER_WRITE = 0
     WRITE_AFTER_READ = 1
     WRITE_AFTER_WRITE = 2
+
+
+class Form(IntEnum):
+    """In what element type an operand is."""
+
+    AS_IS = 0
+    CAST = 1
+    ROUNDED = 2
+
+
+WIDEST = 4
+"""Bytes of an element that travels in another type, at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Casts:
+    """What values travel as, and of every operand its Form, in the order of the tables."""
+
+    cast: Cast
+    dest: Ints  # of each operation
+    source: Ints  # of each source
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +238,7 @@ class Moves:
     signals_per_round: NDArray[np.int32]  # (num_ranks, or one more, num_ranks): [a, b] signals from a to b
     origins: tuple[Origin, ...]
     alias_safe: tuple[str, ...]  # inout buffers whose read and written tensor may be the same memory
+    casts: Casts | None = field(default=None, kw_only=True)
 
     @property
     def lanes_per_block(self) -> int:
@@ -217,6 +248,16 @@ class Moves:
     def lands(self) -> bool:
         """Whether peers put to any of its tensors."""
         return any(tensor.lands for tensor in self.tensors)
+
+    @property
+    def has_elements(self) -> bool:
+        """Whether the kernel has an element type: it combines, or rounds."""
+        return self.has_reduction or self.casts is not None
+
+    @property
+    def unit(self) -> int:
+        """Bytes of which a lane's slices are multiples, but the last of a chunk."""
+        return UNIT if self.casts is None else max(UNIT, self.casts.cast.stretch * WIDEST)
 
     @property
     def adds_up(self) -> bool:

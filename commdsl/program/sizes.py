@@ -13,10 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.program.memory import Tensor
-from commdsl.program.moves import Moves, Protocol
-
-UNIT = 16
-"""Bytes of a vector: chunks but the last of a block, and slices but the last of a chunk, are multiples of it."""
+from commdsl.program.moves import UNIT, Moves, Protocol
 
 DEVICE_MIN_SLICE_BYTES = 8192
 """Of a lane that awaits flags: with less, another lane only adds its own."""
@@ -112,12 +109,12 @@ def launch(
         alone = int(moves.protocol.carries_flags)
         return Launch(block_bytes, alone, alone, 0, row_bytes=row_bytes)
     lanes = moves.lanes if max_lanes is None else min(moves.lanes, max_lanes)
-    unit = lcm(UNIT, row_bytes or UNIT)
+    unit = lcm(moves.unit, row_bytes or UNIT)
     active = min(lanes, max(1, -(-largest // max(min_slice_bytes, unit))))
     share = lane_share(largest, active, unit)
     if share <= moves.tile_bytes or moves.protocol.carries_flags or active == 1:
         return Launch(block_bytes, active, -(-share // moves.tile_bytes), share, row_bytes=row_bytes)
-    stagger = moves.tile_bytes // STAGGERED // UNIT * UNIT
+    stagger = moves.tile_bytes // STAGGERED // moves.unit * moves.unit
     shortest = moves.tile_bytes - (STAGGERED - 1) * stagger
     return Launch(block_bytes, active, 1 - (shortest - share) // moves.tile_bytes, share, stagger, row_bytes)
 

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from commdsl.ir.classes import SUM, Unit
 from commdsl.ir.functions import FUNCTIONS, ROWWISE
 from commdsl.ir.schedules import Ints
-from commdsl.language.diagnostics import InternalError
 from commdsl.program.by_row import ByRow
 from commdsl.program.launches import Launch, Return, Visit
+from commdsl.program.legal import each as _each
+from commdsl.program.legal import law as _law
+from commdsl.program.legal import within as _within
 from commdsl.program.memory import Rights, Transport
 from commdsl.program.moves import (
     CELL,
@@ -33,6 +35,7 @@ from commdsl.program.phases import Push
 from commdsl.program.plan import Plan
 from commdsl.program.tasks import FUNCTION_OF, Tiles
 from commdsl.program.verify_calls import verify_calls
+from commdsl.program.verify_casts import verify_casts
 from commdsl.program.verify_keys import verify_keys
 from commdsl.program.visited import kept_by, launches, plan_of, segments, visits
 
@@ -145,6 +148,7 @@ def verify_moves(moves: Moves, *, has_tiles: bool = False) -> None:
     _shapes(moves)
     _operations(moves, OpKind.COPY, OpKind.REDUCE, OpKind.HOLD)
     _held(moves)
+    verify_casts(moves)
     _operands(moves)
     _flags(moves, has_tiles)
     owned = any(tensor.access is Rights.OWN for tensor in moves.tensors)
@@ -194,24 +198,6 @@ def verify_tiles(tiles: Tiles, moves: Moves) -> None:
     _each(ops.signal_peer == moves.num_ranks, "signal", "tiles signal the moves of their rank")
     raised = np.bincount(np.repeat(ops.actor, np.diff(ops.signal_begin)), minlength=tiles.num_ranks)
     _each(moves.signals_per_round[-1] == raised, "signals_per_round, rank", "its last row equals the signals of tiles")
-
-
-def _law(holds: bool | np.bool_, message: str) -> None:
-    if not holds:
-        raise InternalError(f"the Plan is not legal: {message}")
-
-
-def _each(legal: Mask, what: str, law: str) -> None:
-    """All rows are legal, or the message names the first that is not."""
-    if not legal.all():
-        row = int(np.argmin(legal))
-        raise InternalError(f"the Plan is not legal: {what} {row} of {len(legal)}: {law}")
-
-
-def _within(values: Ints, stop: int, what: str, law: str, start: int = 0) -> None:
-    """Range test by extremes first, which needs no temporary on big tables."""
-    if len(values) and (int(values.min()) < start or int(values.max()) >= stop):
-        _each((values >= start) & (values < stop), what, f"{law} within {start} ..< {stop}")
 
 
 def _scalars(moves: Moves) -> None:

@@ -7,7 +7,7 @@ slot, that a rank counts its calls, that what lanes touch of their caller's memo
 
 from __future__ import annotations
 
-from commdsl.language.diagnostics import InternalError
+from commdsl.program.legal import law as _law
 from commdsl.program.memory import Counters, Home, Rows, Words
 from commdsl.program.phases import (
     Actor,
@@ -60,11 +60,6 @@ def verify_calls(plan: Plan) -> None:
     if by_table:
         _by_table(routed)
     _moved(routed)
-
-
-def _law(holds: bool, message: str) -> None:
-    if not holds:
-        raise InternalError(f"the Plan is not legal: {message}")
 
 
 def _is_own(what: Words | Counters) -> bool:

@@ -7,9 +7,9 @@ Assumes nothing. Raises InternalError at the first law broken. Does not say what
 from __future__ import annotations
 
 from commdsl.ir.dispatches import MOST_ALIGNED, MOST_KEYS, STRETCHES, Often
-from commdsl.language.diagnostics import InternalError
 from commdsl.program.arriving import beside, scales
 from commdsl.program.crossing import Pushing
+from commdsl.program.legal import law as _law
 from commdsl.program.memory import Home, Rows, Words
 from commdsl.program.phases import (
     AddUp,
@@ -75,11 +75,6 @@ def verify_keys(plan: Plan) -> None:
             _law(in_order, "what crosses is told before it does")
         case _:
             _law(False, "rows come back by one phase, and are summed by another behind it")
-
-
-def _law(holds: bool, message: str) -> None:
-    if not holds:
-        raise InternalError(f"the Plan is not legal: {message}")
 
 
 def _positions(plan: Plan, positions: tuple[int, ...]) -> None:

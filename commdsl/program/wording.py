@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from commdsl.program.memory import Rows
+from commdsl.program.moves import Form, Moves
 from commdsl.program.phases import (
     AddUp,
     Count,
@@ -105,3 +106,11 @@ def _nodes(node: int) -> str:
 
 def _times(weights: Rows | None) -> str:
     return "" if weights is None else f" times {weights.name}"
+
+
+def form_words(moves: Moves, side: str, at: int) -> str:
+    """How an operand is, where values travel in another element type."""
+    if moves.casts is None:
+        return ""
+    form = Form(int(getattr(moves.casts, side)[at]))
+    return {Form.AS_IS: "", Form.CAST: f" as {moves.casts.cast.words}", Form.ROUNDED: " rounded"}[form]

@@ -30,13 +30,16 @@ _LOCK = threading.Lock()
 
 @dataclass(frozen=True)
 class Traced:
-    """One collective as torch knows it. `settings`: the arguments after tensor and group."""
+    """One collective as torch knows it. `settings`: the arguments after tensor and group; `wires`: whether values may
+    travel in another element type.
+    """
 
     name: str
     settings: str
     run: Callable[..., Tensor]
     shape: Callable[[list[Any], int], list[Any]]  # of the result
     back: Callable[..., Tensor]  # from gradient, group name and settings
+    wires: bool = False
 
 
 def library() -> torch.library.Library:
@@ -57,7 +60,8 @@ def _library() -> torch.library.Library:
 
 
 def _define(made: torch.library.Library, one: Traced) -> None:
-    schema = f"{one.name}(Tensor x, str group_name{one.settings}, float? timeout=None) -> Tensor"
+    wire = ", str? wire=None" if one.wires else ""
+    schema = f"{one.name}(Tensor x, str group_name{one.settings}, float? timeout=None{wire}) -> Tensor"
 
     def fake(x: Tensor, group_name: str, *_: Any) -> Tensor:
         return x.new_empty(one.shape(list(x.shape), menu.size(group_name)))
@@ -80,12 +84,14 @@ def _run(collective: str, x: Tensor, nbytes: int, group_name: str, **settings: A
     return result
 
 
-def _all_reduce(x: Tensor, group_name: str, op: str = "sum", timeout: float | None = None) -> Tensor:
-    return _run("all_reduce", x, x.nbytes, group_name, op=op, timeout=timeout)
+def _all_reduce(
+    x: Tensor, group_name: str, op: str = "sum", timeout: float | None = None, wire: str | None = None
+) -> Tensor:
+    return _run("all_reduce", x, x.nbytes, group_name, op=op, timeout=timeout, wire=wire)
 
 
-def _all_gather(x: Tensor, group_name: str, timeout: float | None = None) -> Tensor:
-    return _run("all_gather", x, x.nbytes * menu.size(group_name), group_name, timeout=timeout)
+def _all_gather(x: Tensor, group_name: str, timeout: float | None = None, wire: str | None = None) -> Tensor:
+    return _run("all_gather", x, x.nbytes * menu.size(group_name), group_name, timeout=timeout, wire=wire)
 
 
 def _reduce_scatter(x: Tensor, group_name: str, op: str = "sum", timeout: float | None = None) -> Tensor:
@@ -125,12 +131,14 @@ def _linear(name: str, op: str) -> None:
         raise GradientError(f"`{name}` has a gradient for sum and avg, not for {op}")
 
 
-def _back_all_reduce(gradient: Tensor, group_name: str, op: str = "sum", timeout: float | None = None) -> Any:
+def _back_all_reduce(
+    gradient: Tensor, group_name: str, op: str = "sum", timeout: float | None = None, wire: str | None = None
+) -> Any:
     _linear("all_reduce", op)
-    return torch.ops.commdsl_collectives.all_reduce(gradient, group_name, op, timeout)
+    return torch.ops.commdsl_collectives.all_reduce(gradient, group_name, op, timeout, wire)
 
 
-def _back_all_gather(gradient: Tensor, group_name: str, timeout: float | None = None) -> Any:
+def _back_all_gather(gradient: Tensor, group_name: str, timeout: float | None = None, wire: str | None = None) -> Any:
     return torch.ops.commdsl_collectives.reduce_scatter(gradient, group_name, "sum", timeout)
 
 
@@ -166,8 +174,8 @@ def refuse_gradient(x: Tensor) -> None:
 
 
 TRACED = (
-    Traced("all_reduce", ', str op="sum"', _all_reduce, _same, _back_all_reduce),
-    Traced("all_gather", "", _all_gather, _gathered, _back_all_gather),
+    Traced("all_reduce", ', str op="sum"', _all_reduce, _same, _back_all_reduce, wires=True),
+    Traced("all_gather", "", _all_gather, _gathered, _back_all_gather, wires=True),
     Traced("reduce_scatter", ', str op="sum"', _reduce_scatter, _scattered, _back_reduce_scatter),
     Traced("all_to_all", "", _all_to_all, _same, _back_all_to_all),
     Traced("broadcast", ", int root=0", _broadcast, _same, _back_broadcast),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future
 from functools import cache
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from commdsl.machine.config import from_environment
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.selection import ROOTED, Candidate, Rows
 from commdsl.runtime import given, groups
-from commdsl.runtime.errors import CaptureError, GroupError
+from commdsl.runtime.errors import CaptureError, GroupError, TensorError
 from commdsl.runtime.given import Patience, Reduction
 from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
@@ -125,13 +126,32 @@ def run(
     root: int = 0,
     async_op: bool = False,
     timeout: Patience = None,
+    wire: str | None = None,
 ) -> Any:
-    """One call; `nbytes` is the larger side."""
-    chosen = of_group(collective, group, x.device, root).op(nbytes)
+    """One call; `nbytes` is the larger side. `wire`: the element type that values travel in, their own unless said."""
+    if wire is None:
+        chosen = of_group(collective, group, x.device, root).op(nbytes)
+    else:
+        chosen = compressed(collective, wire, size(group))
     try:
         return chosen(x, group=group, op=op, async_op=async_op, timeout=timeout)
     except CaptureError as error:
         raise _unprepared(collective, nbytes, chosen, error) from error
+
+
+COMPRESSED = MappingProxyType(
+    {("all_reduce", "float8"): "allreduce_float8", ("all_gather", "float8"): "allgather_float8"}
+)
+"""The schedules that round what travels, by collective and element type."""
+
+
+def compressed(collective: str, wire: str, ranks: int) -> AnyOp:
+    """What rounds to `wire`. Raises TensorError where there is nothing."""
+    name = COMPRESSED.get((collective, wire))
+    if name is None:
+        known = ", ".join(f"`{one}`" for of, one in COMPRESSED if of == collective) or "nothing else"
+        raise TensorError(f"`{collective}` travels as it is, or as {known}, not as `{wire}`")
+    return Alone() if ranks == 1 else load(name, ranks=ranks)
 
 
 def all_reduce_in_place(x: torch.Tensor, group: Any, op: Reduction = "sum", timeout: Patience = None) -> None:

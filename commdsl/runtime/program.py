@@ -64,6 +64,7 @@ class Signature:
     has_reduction: bool
     in_place: tuple[int, ...] | None  # for each output the input it may overwrite; None: there is no in-place variant
     row: int | None = None  # which input is one row of the others
+    cast: str | None = None  # what values are rounded to on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +330,7 @@ def _signature(schedule: Schedule, plan: Plan) -> Signature:
         plan.moves.has_reduction,
         tuple(names.index(port.name) for port in outputs) if outputs and safe else None,
         None if plan.by_row is None else tensors[plan.by_row.row][1],
+        None if schedule.cast is None else schedule.cast.words,
     )
 
 

@@ -122,6 +122,10 @@ def _input(signature: Signature, name: str) -> int:
 
 
 def check_reduction(name: str, signature: Signature, dtype: torch.dtype, op: str) -> None:
+    if signature.cast is not None:
+        casts = [known.name for known in dtypes.ALL if known.casts]
+        if element_name(dtype) not in casts:
+            raise TensorError(f"`{name}` rounds {', '.join(casts)} to {signature.cast}, not {dtype}")
     if not signature.has_reduction:
         if op != "sum":
             raise ReductionError(f"`{name}` reduces nothing: op=`{op}` has no meaning")

@@ -12,6 +12,7 @@ prove anything about the steps: their indices out of range stay in the arrays fo
     machines      `topology`, `roles`
     cycle_sets    `cycles`
     contracts, clauses, rotations   `ensure`
+    casts         `as float8 by 128`, `rounded(float8, 2)`
     rows, steps   `each` -> arrays, a row for every combination of its binders
     tasks         `compute`, and `yield` with a body
     tuning        `tune`

@@ -6,11 +6,13 @@ Assumes `names` found nothing wrong. Chunk indices are flat: block * cut + piece
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.resolve.casts import rounding_of
 from commdsl.ir.resolve.clauses import NamedRows, check_rows, check_side, check_sums
 from commdsl.ir.resolve.evaluate import Scope, Value
 from commdsl.ir.resolve.faults import Poisoned
@@ -57,13 +59,16 @@ class _Rows:
 
 def contracts(ensure: syn.Ensure, binding: Binding, scope: Scope) -> tuple[Contract, ...]:
     """One contract for a named collective, one for each clause of the general form."""
+    made: tuple[Contract, ...]
     match ensure.contract:
-        case syn.NamedContract():
-            return (_named(ensure.contract, binding, scope),)
+        case syn.NamedContract(rounding=rounding):
+            made = (_named(ensure.contract, binding, scope),)
         case syn.RotationContract():
             return (rotation(ensure.contract, binding, scope),)
-        case syn.GeneralContract():
-            return tuple(_clause(ensure.contract, clause, binding, scope) for clause in ensure.contract.clauses)
+        case syn.GeneralContract(rounding=rounding):
+            made = tuple(_clause(ensure.contract, clause, binding, scope) for clause in ensure.contract.clauses)
+    said = rounding_of(rounding, binding.evaluator, scope, binding.faults)
+    return tuple(replace(one, rounding=said) for one in made)
 
 
 def _contract(

@@ -16,13 +16,13 @@ from commdsl.ir.dispatches import (
     BY_SOURCE,
     MOST_ALIGNED,
     MOST_KEYS,
-    STRETCHES,
     ByKey,
     ByTable,
     Often,
     Route,
     Sort,
 )
+from commdsl.ir.resolve.casts import check_cast, stretch_of
 from commdsl.ir.resolve.evaluate import Evaluator, Value
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, Poisoned, nearest
@@ -200,22 +200,15 @@ class RouteRules:
         go by keys, and a warp can share a stretch out.
         """
         before = len(self.faults.found)
-        if cast.element.text != "float8":
-            self.faults.report("C123", f"rows do not travel as `{cast.element.text}`", cast.element.span, "not known",
-                               help="write `as float8`: float8_e4m3fn, a float32 scale a stretch")  # fmt: skip
+        check_cast(self.names, cast, ("float8",), "rows")
         if not self.by_key:
             self._of_keys(cast.span, "rows travel in float8 where they go by keys")
-        self.names.expect(cast.stretch, Kind.NUMBER)
         if len(self.faults.found) > before:
             return 0
         try:
-            found = self.evaluator.constant(cast.stretch, self.scope)
-            if found not in STRETCHES:
-                law = f"one scale is for {', '.join(map(str, STRETCHES[:-1]))} or {STRETCHES[-1]} elements"
-                self.faults.fail("C509", law, cast.stretch.span, f"this is {found}")
+            return stretch_of(cast, self.evaluator, self.scope, self.faults)
         except Poisoned:
             return 0
-        return found
 
     def _node(self, route: syn.KeyRoute) -> int | None:
         """Ranks of a node, where a row crosses to each node once; 0 where it goes straight to all, which it does if

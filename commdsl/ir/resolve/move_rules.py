@@ -5,6 +5,7 @@ Assumes the names in sight are in `rules`. Does not evaluate indices or ranks.
 
 from __future__ import annotations
 
+from commdsl.ir.resolve.casts import OF_MOVES, check_cast
 from commdsl.ir.resolve.expressions import ExpressionRules
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import MoveKind
@@ -17,6 +18,8 @@ def check_move(rules: ExpressionRules, move: syn.Move, acting: str) -> None:
     rules.ref(move.dest)
     if move.factor is not None:
         rules.buffer(move.factor)
+    if move.cast is not None:
+        check_cast(rules, move.cast, OF_MOVES, "moves")
     if isinstance(move.dest.place, syn.All):
         help = "let a binder range over the ranks: `each r, q { ... @ q }`"
         span = move.dest.place.span

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
+from commdsl.ir.resolve.casts import OF_MOVES
 from commdsl.ir.resolve.evaluate import Functions
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, nearest
@@ -212,6 +213,7 @@ class ScheduleRules(ExpressionRules):
             self.faults.report("C105", what, condition.span, "two names of ranks come first", help=help)
 
     def _general_contract(self, contract: syn.GeneralContract) -> None:
+        self._rounding(contract.rounding)
         with self.block():
             self._binders(contract.binders)
             if contract.where is not None:
@@ -227,8 +229,18 @@ class ScheduleRules(ExpressionRules):
                     self.faults.report("C115", "a copy has one source", clause.source.span, "a list",
                                        help=f"write `== sum({clause.source.span.text})`")  # fmt: skip
 
+    def _rounding(self, rounding: syn.Rounding | None) -> None:
+        if rounding is None:
+            return
+        self.expect(rounding.times, Kind.NUMBER)
+        if rounding.element.text not in OF_MOVES:
+            what = f"nothing is rounded to `{rounding.element.text}`"
+            help = f"moves travel as {', '.join(OF_MOVES)}"
+            self.faults.report("C123", what, rounding.element.span, "not known", help=help)
+
     def _named_contract(self, contract: syn.NamedContract) -> None:
         name = contract.name.text
+        self._rounding(contract.rounding)
         for buffer in (contract.source, contract.dest):
             if buffer is not None:
                 self.buffer(buffer)

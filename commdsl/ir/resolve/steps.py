@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.resolve.budget import turns_of
+from commdsl.ir.resolve.casts import cast_of
 from commdsl.ir.resolve.evaluate import Cycle, Scope, Value, free_names
 from commdsl.ir.resolve.rows import Binding, Rows, pick, spread
 from commdsl.ir.schedules import Ints, Statement, Step
@@ -157,7 +158,8 @@ class StepBuilder:
         listed = free_names(condition).union(
             free_names(binder.domain) if binder else (), _ref_names(source), (self._acting,)
         )
-        free = (listed - inner) | _ref_names(move.dest)
+        stretch = None if move.cast is None else move.cast.stretch
+        free = (listed - inner) | _ref_names(move.dest) | free_names(stretch)
 
         def compute(scope: Scope) -> Statement:
             return self._compute(move, context, scope, context.scope(scope, free))
@@ -195,6 +197,7 @@ class StepBuilder:
             dest_chunk=spread(dest_chunk, extents, chunks=True),
             span=move.span,
             factor=None if move.factor is None else names.index(move.factor.text),
+            cast=None if move.cast is None else cast_of(move.cast, binding.evaluator, outer, binding.faults),
         )
 
     def _number(self, expr: syn.Expr, context: _Context, outer: Scope) -> Ints:

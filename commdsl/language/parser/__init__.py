@@ -124,6 +124,7 @@ _WORDS = {
     "_DOT": ".",
     "MINUS": "-",
     "_SUM": "sum",
+    "_ROUNDED": "rounded",
 }
 
 

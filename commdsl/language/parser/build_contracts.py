@@ -22,14 +22,18 @@ def _ensure(span: Span, parts: Children) -> syntax.Ensure:
 
 
 def _named_contract(span: Span, parts: Children) -> syntax.NamedContract:
-    name, source, dest, root, mapping = parts
+    name, source, dest, root, mapping, rounding = parts
     if isinstance(name, str):  # `reduce`, a keyword elsewhere
         name = syntax.Name(name, span=Span(span.source, span.start, span.start + len(name)))
-    return syntax.NamedContract(name, source, dest, root, mapping, span=span)
+    return syntax.NamedContract(name, source, dest, root, mapping, rounding, span=span)
 
 
 def _general_contract(span: Span, parts: Children) -> syntax.GeneralContract:
     return syntax.GeneralContract(*parts, span=span)
+
+
+def _rounding(span: Span, parts: Children) -> syntax.Rounding:
+    return syntax.Rounding(*parts, span=span)
 
 
 def _copy_clause(span: Span, parts: Children) -> syntax.Clause:
@@ -66,6 +70,7 @@ RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "followed": lambda span, parts: tuple(parts),  # two statements
     "named_contract": _named_contract,
     "general_contract": _general_contract,
+    "rounding": _rounding,
     "copy_clause": _copy_clause,
     "sum_clause": _sum_clause,
     "rotation": _rotation,

@@ -78,10 +78,6 @@ def _rows_decl(span: Span, parts: Children) -> syntax.RowsDecl:
     return syntax.RowsDecl(*parts[1:], span=span)  # the first is the word `rows`
 
 
-def _cast(span: Span, parts: Children) -> syntax.Cast:
-    return syntax.Cast(*parts, span=span)
-
-
 def _key_decl(span: Span, parts: Children) -> syntax.KeyDecl:
     return syntax.KeyDecl(*parts[1:], span=span)  # the first is the word `key`
 
@@ -147,7 +143,6 @@ RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "repeat": _repeat,
     "dispatch_decl": _dispatch_decl,
     "rows_decl": _rows_decl,
-    "cast": _cast,
     "key_decl": _key_decl,
     "table_route": _table_route,
     "key_route": _key_route,

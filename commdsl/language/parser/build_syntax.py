@@ -147,8 +147,12 @@ def _each(span: Span, parts: Children) -> syntax.Each:
 
 
 def _move(span: Span, parts: Children) -> syntax.Move:
-    kind, source, dest = parts
-    return syntax.Move(kinds.MoveKind(kind), source, dest, span=span)
+    kind, source, dest, cast = parts
+    return syntax.Move(kinds.MoveKind(kind), source, dest, None, cast, span=span)
+
+
+def _cast(span: Span, parts: Children) -> syntax.Cast:
+    return syntax.Cast(*parts, span=span)
 
 
 def _matmul(span: Span, parts: Children) -> syntax.Move:
@@ -335,6 +339,7 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "arm": _arm,
     "each": _each,
     "move": _move,
+    "cast": _cast,
     "one_source": lambda span, parts: syntax.Source_(parts[0], span=span),
     "source": _source,
     "ref": _ref,

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from commdsl.language.records import dataclass
 from commdsl.language.syntax.expressions import Expr, Int, Name, Node, Range
-from commdsl.language.syntax.schedules import Let, On, Param, Tune
+from commdsl.language.syntax.schedules import Cast, Let, On, Param, Tune
 
 # --- plans ------------------------------------------------------------------------------------------------------------
 
@@ -133,14 +133,6 @@ class RowsDecl(Node):
     name: Name
     count: Name
     cast: Cast | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Cast(Node):
-    """`as float8 by 128`: rows travel in another element type, each stretch of a row with a scale of its own."""
-
-    element: Name
-    stretch: Expr
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,16 @@ class Source_(Node):
 
 
 @dataclass(frozen=True, slots=True)
+class Cast(Node):
+    """`as bfloat16`, `as float8 by 128`: what travels is rounded to another element type; of float8 each stretch of so
+    many elements has a scale of its own.
+    """
+
+    element: Name
+    stretch: Expr | None
+
+
+@dataclass(frozen=True, slots=True)
 class Move(Node):
     """`put a -> b @ p`. `reduce a -> b` combines into b; `reduce a @ all -> b` (a list) sets b to the combination.
     `compute matmul(a[q], w -> b[q])` multiplies on the way from one chunk to another.
@@ -54,6 +64,7 @@ class Move(Node):
     source: Source_
     dest: Ref
     factor: Name | None = None  # of a product
+    cast: Cast | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,14 @@ class BufferDecl(Node):
 
 
 @dataclass(frozen=True, slots=True)
+class Rounding(Node):
+    """`rounded(float8, 2)`: how often the most rounded contribution is, and to what."""
+
+    element: Name
+    times: Expr
+
+
+@dataclass(frozen=True, slots=True)
 class NamedContract(Node):
     """`ensure allgather(x -> y)`, `ensure broadcast(x, 0)`, `ensure permutation(x -> y) r -> (r + 1) % P`."""
 
@@ -84,6 +103,7 @@ class NamedContract(Node):
     dest: Name | None  # None: in place
     root: Expr | None
     mapping: tuple[Name, Expr] | None
+    rounding: Rounding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +121,7 @@ class GeneralContract(Node):
 
     binders: tuple[Binder, ...]
     where: Expr | None
+    rounding: Rounding | None
     clauses: tuple[Clause, ...]
 
 

@@ -36,7 +36,7 @@ from commdsl.program.lower.ordering import order
 from commdsl.program.lower.placement import Placed, num_actors, place
 from commdsl.program.lower.tables import apart, tables
 from commdsl.program.memory import Rights, Tensor, Transport
-from commdsl.program.moves import MOST_THREADS, Moves, Ops, Origin, Protocol
+from commdsl.program.moves import MOST_THREADS, Casts, Moves, Ops, Origin, Protocol
 from commdsl.program.plan import Plan, Role
 from commdsl.program.tasks import Tiles
 
@@ -134,6 +134,7 @@ def _moves(
         signals_per_round=signals,
         origins=placed.origins,
         alias_safe=tuple(_alias_safe(placed, schedule)),
+        casts=None if schedule.cast is None else Casts(schedule.cast, placed.rows.dest_form, placed.rows.source_form),
     )
     return moves, computed
 

@@ -178,6 +178,7 @@ def _rebuild(rows: Rows, leader: Ints, dead: Mask) -> Rows:
         dest_space=rows.dest_space[order],
         dest_rank=rows.dest_rank[order],
         dest_index=rows.dest_index[order],
+        dest_form=rows.dest_form[order],
         whole=rows.whole[of],
         joined=(~heads).astype(np.int32),
         origin=rows.origin[order],
@@ -186,6 +187,7 @@ def _rebuild(rows: Rows, leader: Ints, dead: Mask) -> Rows:
         source_rank=rows.source_rank[flat],
         source_index=rows.source_index[flat],
         source_weight=rows.source_weight[flat],
+        source_form=rows.source_form[flat],
     )
 
 

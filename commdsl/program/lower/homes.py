@@ -14,7 +14,7 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import GIVEN, RETURNED, BufferKind, MoveKind
 from commdsl.program.lower.hazards import Index
 from commdsl.program.memory import Rights, Tensor
-from commdsl.program.moves import CELL
+from commdsl.program.moves import CELL, Form
 
 UNDEFINED = -2
 
@@ -35,6 +35,7 @@ class Homes:
         self.space = [np.full(shape, UNDEFINED, np.int32) for shape in shapes]
         self.index = [np.zeros(shape, np.int32) for shape in shapes]
         self.contributions = [np.ones(shape, np.int64) for shape in shapes]  # how many are combined in the version
+        self.form = [np.full(shape, Form.AS_IS, np.int32) for shape in shapes]  # of the version, to who reads it
         self.writes = [np.zeros(shape, np.int32) for shape in shapes]
         self.written_in = [np.full(shape, -1, np.int32) for shape in shapes]  # the step that wrote the version
         self.cut = [np.full(shape, buffer.cut, np.int32) for shape, buffer in zip(shapes, self.buffers, strict=True)]

@@ -14,7 +14,7 @@ orders or proves. So the put waits for the owner, and the owner's launch is not 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
 import numpy as np
@@ -29,10 +29,11 @@ from commdsl.program.lower.fuse import fuse
 from commdsl.program.lower.homes import UNDEFINED, Homes, ints
 from commdsl.program.lower.rows import Batch, Rows, assemble
 from commdsl.program.memory import Tensor, Transport
-from commdsl.program.moves import CELL, MOST_CONTRIBUTIONS, OpKind, Origin, Protocol
+from commdsl.program.moves import CELL, MOST_CONTRIBUTIONS, Form, OpKind, Origin, Protocol
 from commdsl.program.tasks import KIND_OF
 
 Longs: TypeAlias = NDArray[np.int64]
+Mask: TypeAlias = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,39 +65,72 @@ class _Placer:
         """One step becomes a phase of transfers and a phase of what each rank does with what it has."""
         transfers: list[Batch] = []
         local: list[Batch] = []
-        updates: list[tuple[Statement, tuple[Ints, Ints], tuple[Ints, Ints], Longs]] = []
+        updates: list[tuple[Statement, tuple[Ints, Ints, Ints], tuple[Ints, Ints], Longs]] = []
         for moves in step.moves:
             if not len(moves.actor):
                 continue
             origin = self.origin(moves.span, step.bindings, number)
             size_class = self._size_class(moves)
             sources = self.homes.locate(moves.source_buffer, moves.source_rank, moves.source_chunk)
+            form = ints(Form.AS_IS, moves.dest_rank.shape)
             if moves.kind is MoveKind.REDUCE:
                 near = self._bring(moves, sources, size_class, origin, transfers)
                 space, dest = ints(CELL, moves.dest_rank.shape), self.homes.version(moves)
                 held, held_by_all = self._contributions(moves)
                 local.append(self._combine(moves, near, dest, size_class, origin, self._weights(held, held_by_all)))
             else:
-                space, dest = self.homes.place_for(moves)
-                owner, chunk = moves.source_rank[:, 0], moves.source_chunk[:, 0]
+                batch = self._copy(moves, sources, size_class, origin)
+                owner, chunk = batch.rank, moves.source_chunk[:, 0]
                 held_by_all = self.homes.contributions[moves.source_buffer][owner, chunk]
-                place = (space, moves.dest_rank, dest)
-                batch = Batch(owner, OpKind.COPY, size_class, place, sources, None, origin)
-                far = owner != moves.dest_rank
+                far, stays = owner != moves.dest_rank, _stays(moves)
+                space, dest, form = self._homes_of(moves, batch)
                 transfers += [] if not far.any() else [batch.take(far)]
-                local += [] if far.all() else [batch.take(~far)]
-                landed = space != CELL
+                local += [] if (far | stays).all() else [batch.take(~far & ~stays)]
+                landed = (space != CELL) & ~stays
                 if landed.any():
                     self.opens.append(self._hold(batch.take(landed), step, number, "opens"))
                     local.append(self._hold(batch.take(landed), step, number, "takes"))
-            updates.append((moves, (space, dest), size_class, held_by_all))
-        for moves, (space, dest), (cut, piece), contributions in updates:
+            updates.append((moves, (space, dest, form), size_class, held_by_all))
+        for moves, (space, dest, form), (cut, piece), contributions in updates:
             buffer, at = moves.dest_buffer, (moves.dest_rank, moves.dest_chunk)
             self.homes.space[buffer][at], self.homes.index[buffer][at] = space, dest
             self.homes.cut[buffer][at], self.homes.piece[buffer][at] = cut, piece
             self.homes.written_in[buffer][at] = number
             self.homes.contributions[buffer][at] = contributions
+            self.homes.form[buffer][at] = form
         self.phases += [transfers, local]
+
+    def _forms(self, moves: Statement) -> Ints:
+        """How a statement reads each source: what it rounds on the way, unless that has been."""
+        found = self.homes.form[moves.source_buffer][moves.source_rank, moves.source_chunk]
+        return found if moves.cast is None else np.where(found == Form.AS_IS, np.int32(Form.ROUNDED), found)
+
+    def _copy(
+        self, moves: Statement, sources: tuple[Ints, Ints, Ints], size_class: tuple[Ints, Ints], origin: int
+    ) -> Batch:
+        """What has been rounded, or is now, travels and lies in cells as such."""
+        space, dest = self.homes.place_for(moves)
+        form = self._forms(moves)
+        return Batch(
+            rank=moves.source_rank[:, 0],
+            kind=OpKind.COPY,
+            size_class=size_class,
+            dest=(space, moves.dest_rank, dest),
+            source=sources,
+            valid=None,
+            origin=origin,
+            dest_form=_travelling(form[:, 0]),
+            source_form=_lying(form),
+        )
+
+    def _homes_of(self, moves: Statement, made: Batch) -> tuple[Ints, Ints, Ints]:
+        """Where the versions that a copy makes lie, and in what form: space, index, Form."""
+        assert made.dest_form is not None
+        there = made.dest[0], made.dest[2], made.dest_form
+        here = made.source[0][:, 0], made.source[2][:, 0], self._forms(moves)[:, 0]
+        stays = _stays(moves)
+        space, index, form = (np.where(stays, one, other) for one, other in zip(here, there, strict=True))
+        return space, index, form
 
     def _hold(self, put: Batch, step: Step, number: int, note: str) -> Batch:
         """What the owner does to chunks that are put where they belong: it opens them before, and takes them behind."""
@@ -135,7 +169,10 @@ class _Placer:
         dest = (ints(CELL, owner.shape), reader[far], cell)
         there = sources[0][far], sources[1][far], sources[2][far]
         sizes = size_class[0][row], size_class[1][row]
-        transfers.append(Batch(owner, OpKind.COPY, sizes, dest, _column(there), None, origin))
+        forms = self._forms(moves)[far]
+        arriving, leaving = _travelling(forms), _lying(forms)[:, None]
+        put = Batch(owner, OpKind.COPY, sizes, dest, _column(there), None, origin)
+        transfers.append(replace(put, dest_form=arriving, source_form=leaving))
         space, place, index = (part.copy() for part in sources)
         space[far], place[far], index[far] = CELL, reader[far], cell
         return space, place, index
@@ -170,12 +207,15 @@ class _Placer:
         origin: int,
         weights: tuple[Ints, Ints],
     ) -> Batch:
-        valid, rank = moves.source_valid, moves.dest_rank
+        valid, rank, forms = moves.source_valid, moves.dest_rank, self._forms(moves)
+        forms = np.where(moves.source_rank == rank[:, None], forms, _travelling(forms))
         if moves.accumulate:
             old = self.homes.locate(moves.dest_buffer, rank, moves.dest_chunk)
             sources, valid = _beside(old, sources), None
+            before = self.homes.form[moves.dest_buffer][rank, moves.dest_chunk]
+            forms = np.concatenate([before[:, None], forms], axis=1)
         dest = (ints(CELL, rank.shape), rank, cell)
-        return Batch(rank, OpKind.REDUCE, size_class, dest, sources, valid, origin, *weights)
+        return Batch(rank, OpKind.REDUCE, size_class, dest, sources, valid, origin, *weights, source_form=forms)
 
     def task(self, number: int, step: Task) -> None:
         """Every chunk of what a task writes is made by the rank's tiles, in the order in which ranks turn to peers."""
@@ -222,13 +262,32 @@ class _Placer:
             source = _column(self.homes.locate(number, rank, chunk))
             dest = (ints(tensor, rank.shape), rank, chunk)
             size_class = self.homes.size_class(number, rank, chunk)
-            batches.append(Batch(rank, OpKind.COPY, size_class, dest, source, None, origin))
+            form = self.homes.form[number][rank, chunk]
+            back = np.where(form == Form.AS_IS, form, np.int32(Form.ROUNDED))
+            batch = Batch(rank, OpKind.COPY, size_class, dest, source, None, origin)
+            batches.append(replace(batch, dest_form=back, source_form=_lying(form)[:, None]))
         self.phases.append(batches)
 
 
 def num_actors(schedule: Schedule) -> int:
     """Who acts: the ranks' moves, then the ranks' tiles if there are any."""
     return schedule.num_ranks * (1 + any(isinstance(step, Task) for step in schedule.steps))
+
+
+def _stays(moves: Statement) -> Mask:
+    """Rows that need no operation: what a rank rounds and keeps lies where it lay, for who reads it to round."""
+    stays: Mask = (moves.source_rank[:, 0] == moves.dest_rank) & (moves.cast is not None)
+    return stays
+
+
+def _travelling(form: Ints) -> Ints:
+    """The form of a cell to which something is put that is read so."""
+    return np.where(form == Form.AS_IS, form, np.int32(Form.CAST))
+
+
+def _lying(form: Ints) -> Ints:
+    """The form in which something lies that is read so."""
+    return np.where(form == Form.ROUNDED, np.int32(Form.AS_IS), form)
 
 
 def _column(location: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:

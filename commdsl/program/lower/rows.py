@@ -33,6 +33,7 @@ class Rows:
     dest_space: Ints
     dest_rank: Ints
     dest_index: Ints
+    dest_form: Ints
     whole: Ints
     joined: Ints
     origin: Ints
@@ -41,6 +42,7 @@ class Rows:
     source_rank: Ints
     source_index: Ints
     source_weight: Ints
+    source_form: Ints
 
     @property
     def number(self) -> Ints:
@@ -76,6 +78,8 @@ class Batch:
     origin: int
     weight: Ints | None = None  # (n, k) of a reduction; None: 1
     whole: Ints | None = None
+    dest_form: Ints | None = None  # None: as it is
+    source_form: Ints | None = None  # (n, k)
 
     def take(self, chosen: NDArray[np.bool_]) -> Batch:
         """Some of the rows."""
@@ -88,6 +92,8 @@ class Batch:
             valid=None if self.valid is None else self.valid[chosen],
             weight=None if self.weight is None else self.weight[chosen],
             whole=None if self.whole is None else self.whole[chosen],
+            dest_form=None if self.dest_form is None else self.dest_form[chosen],
+            source_form=None if self.source_form is None else self.source_form[chosen],
         )
 
 
@@ -122,6 +128,7 @@ def assemble(phases: list[list[Batch]], num_ranks: int) -> Rows:
         dest_space=joined([batch.dest[0] for batch in batches]),
         dest_rank=joined([batch.dest[1] for batch in batches]),
         dest_index=joined([batch.dest[2] for batch in batches]),
+        dest_form=joined([np.zeros(len(b.rank), np.int32) if b.dest_form is None else b.dest_form for b in batches]),
         whole=joined([np.ones(len(b.rank), np.int32) if b.whole is None else b.whole for b in batches]),
         joined=np.zeros(len(order), np.int32),
         origin=np.repeat(np.array([batch.origin for batch in batches], np.int32), lengths)[order],
@@ -130,6 +137,7 @@ def assemble(phases: list[list[Batch]], num_ranks: int) -> Rows:
         source_rank=sources(1),
         source_index=sources(2),
         source_weight=sources(3),
+        source_form=sources(4),
     )
 
 
@@ -177,7 +185,8 @@ def _columns(batch: Batch) -> tuple[Ints, list[Ints]]:
     """Sources of a batch as counts a row and flat columns."""
     rows, width = batch.source[0].shape
     weight = np.broadcast_to(np.int32(1), (rows, width)) if batch.weight is None else batch.weight
-    parts = (*batch.source, weight)
+    form = np.broadcast_to(np.int32(0), (rows, width)) if batch.source_form is None else batch.source_form
+    parts = (*batch.source, weight, form)
     if batch.valid is None:
         return np.full(rows, width, np.int32), [np.ascontiguousarray(part).ravel() for part in parts]
     return batch.valid.sum(axis=1).astype(np.int32), [part[batch.valid] for part in parts]

@@ -23,7 +23,7 @@ from commdsl.ir.schedules import Ints, Schedule
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.program.actors import num_ranks_of
 from commdsl.program.memory import Rights
-from commdsl.program.moves import Moves, OpKind
+from commdsl.program.moves import Casts, Form, Moves, OpKind
 from commdsl.program.proof import messages, packets
 from commdsl.program.proof.clocks import run
 from commdsl.program.proof.flags import timeline
@@ -31,6 +31,7 @@ from commdsl.program.proof.meaning import Results, meant, tensors_given, tensors
 from commdsl.program.proof.timeline import pattern
 from commdsl.program.proof.values import (
     CLASH,
+    MISREAD,
     MISWEIGHED,
     STALE,
     UNWRITTEN,
@@ -41,6 +42,7 @@ from commdsl.program.proof.values import (
     combined,
     difference,
     given,
+    rounded,
 )
 from commdsl.program.proof.weights import Weights, weighed
 from commdsl.program.tasks import FUNCTION_OF
@@ -185,6 +187,7 @@ def follow(moves: Moves, before: Results, book: Book | None = None, averaged: fr
     held = np.full(places.count, STALE)
     for tensor, values in before.items():
         held[places.whole(moves.tensors.index(tensor))] = values.reshape(-1)
+    forms = None if moves.casts is None else Forms(moves, moves.casts, order, places.count, book)
     contributions = np.ones(places.count, np.int64)
     functions = _functions(moves, order.leader)
     made: list[Values] = [np.zeros(0, np.uint64)]
@@ -195,7 +198,10 @@ def follow(moves: Moves, before: Results, book: Book | None = None, averaged: fr
         first, last = groups[number : number + 2]
         rows = slice(sources[first], sources[last])
         extent = sources[first : last + 1], fewest[number], most[number]
-        columns = _columns(held.take(order.source[rows]), *extent)
+        taken_values = held.take(order.source[rows])
+        if forms is not None:
+            taken_values = forms.read(taken_values, rows)
+        columns = _columns(taken_values, *extent)
         values = combined(columns)
         if book is not None:
             book.note(values, tuple(columns))
@@ -216,8 +222,35 @@ def follow(moves: Moves, before: Results, book: Book | None = None, averaged: fr
         made.append(values)
         rows = slice(dests[first], dests[last])
         stored = values if dests[last] - dests[first] == last - first else np.repeat(values, num_dests[first:last])
+        if forms is not None:
+            stored = forms.stored(stored, rows, np.repeat(np.arange(first, last), num_dests[first:last]))
         _store(held, order.dest[rows], stored)
     return Followed(order, _results(moves, order, places, held), np.concatenate(made))
+
+
+class Forms:
+    """In what form every place holds its value, as a round goes on (private to `follow`)."""
+
+    def __init__(self, moves: Moves, casts: Casts, order: Program, count: int, book: Book | None) -> None:
+        self.order, self.cast, self.book = order, casts.cast, book
+        begin = moves.ops.source_begin
+        reads, _ = _gathered(begin[order.leader], begin[order.leader + 1])
+        self.source, self.dest = casts.source[reads], casts.dest[order.dest_op]
+        copies = moves.ops.kind[order.leader] == OpKind.COPY
+        self.as_it_is = copies & (casts.source[begin[order.leader]] == Form.CAST)  # by group: bytes go as they are
+        self.is_cast = np.zeros(count, np.bool_)
+
+    def read(self, values: Values, rows: slice) -> Values:
+        """What the sources in these rows are to who reads them."""
+        form = self.source[rows]
+        values = rounded(values, form == Form.ROUNDED, self.cast, self.book)
+        return np.where((form == Form.CAST) == self.is_cast.take(self.order.source[rows]), values, MISREAD)
+
+    def stored(self, values: Values, rows: slice, group: Longs) -> Values:
+        """What is stored to the destinations in these rows, each of a group."""
+        form = self.dest[rows]
+        self.is_cast[self.order.dest[rows]] = form == Form.CAST
+        return rounded(values, (form != Form.AS_IS) & ~self.as_it_is[group], self.cast, self.book)
 
 
 def _functions(moves: Moves, leader: Ints) -> dict[str, Mask]:

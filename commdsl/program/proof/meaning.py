@@ -15,7 +15,21 @@ from numpy.typing import NDArray
 from commdsl.ir.schedules import Schedule, Statement, Step, Task, Yield
 from commdsl.language.kinds import GIVEN, RETURNED
 from commdsl.program.memory import Rights, Tensor
-from commdsl.program.proof.values import UNWRITTEN, Book, Column, Values, applied, combined, computed, given
+from commdsl.program.proof.values import (
+    UNWRITTEN,
+    Book,
+    Column,
+    Mask,
+    Values,
+    applied,
+    combined,
+    computed,
+    given,
+    rounded,
+)
+
+State: TypeAlias = tuple[list[Values], list[Mask]]
+"""What each buffer holds, and which of its chunks are what a cast left."""
 
 Results: TypeAlias = dict[Tensor, Values]
 """By tensor that is written: (num_ranks, chunks), UNWRITTEN where nothing was written."""
@@ -55,16 +69,18 @@ def start(schedule: Schedule) -> list[Values]:
 
 def states(schedule: Schedule, held: list[Values], book: Book | None = None) -> Iterator[tuple[int, Yield]]:
     """Runs all steps on `held`, which changes; stops at each yield, before what the caller computes is there."""
+    is_cast = [np.zeros(len(values), np.bool_) for values in held]
     for number, step in enumerate(schedule.steps):
         match step:
             case Step():
-                made = [_made(schedule, held, moves, book) for moves in step.moves if len(moves.actor)]
-                for buffer, places, values in made:
-                    held[buffer][places] = values
+                made = [_made(schedule, (held, is_cast), moves, book) for moves in step.moves if len(moves.actor)]
+                for buffer, places, values, left in made:
+                    held[buffer][places], is_cast[buffer][places] = values, left
             case Yield():
                 yield number, step
                 for buffer in step.writes:
                     held[buffer] = computed(schedule, number, buffer)
+                    is_cast[buffer][:] = False
             case Task():
                 columns: list[Column] = [(held[number], None) for number in step.reads]
                 values = applied(step.function, combined(columns))
@@ -72,6 +88,7 @@ def states(schedule: Schedule, held: list[Values], book: Book | None = None) -> 
                     book.note(values, tuple(columns), function=step.function)
                 for number in step.writes:
                     held[number] = values.copy()
+                    is_cast[number][:] = False
             case _:
                 assert_never(step)
 
@@ -95,21 +112,27 @@ def _stacked(schedule: Schedule, shown: list[Values]) -> Results:
 
 
 def _made(
-    schedule: Schedule, held: list[Values], moves: Statement, book: Book | None
-) -> tuple[int, NDArray[np.int64], Values]:
-    """What a statement writes, and where, from what there is before its step."""
+    schedule: Schedule, state: State, moves: Statement, book: Book | None
+) -> tuple[int, NDArray[np.int64], Values, Mask]:
+    """What a statement writes, where, and whether it is what a cast left, from what there is before its step."""
     dest = _places(schedule, moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
-    columns = _operands(schedule, held, moves, dest)
+    columns, left = _operands(schedule, state, moves, dest, book), np.zeros(len(dest), np.bool_)
+    if moves.copies:
+        source = _places(schedule, moves.source_buffer, moves.source_rank[:, 0], moves.source_chunk[:, 0])
+        left = state[1][moves.source_buffer].take(source) | (moves.cast is not None)
     if book is None:
-        return moves.dest_buffer, dest, combined(columns)
+        return moves.dest_buffer, dest, combined(columns), left
     noted = tuple(columns)
     made = combined(noted)
     book.note(made, noted)
-    return moves.dest_buffer, dest, made
+    return moves.dest_buffer, dest, made, left
 
 
-def _operands(schedule: Schedule, held: list[Values], moves: Statement, dest: NDArray[np.int64]) -> Iterator[Column]:
+def _operands(
+    schedule: Schedule, state: State, moves: Statement, dest: NDArray[np.int64], book: Book | None
+) -> Iterator[Column]:
     """One column at a time: a list over all ranks is as wide as there are ranks."""
+    held, is_cast = state
     if moves.accumulate:
         yield held[moves.dest_buffer].take(dest), None
     for column in range(moves.source_rank.shape[1]):
@@ -117,7 +140,11 @@ def _operands(schedule: Schedule, held: list[Values], moves: Statement, dest: ND
         valid = None if moves.source_valid is None else moves.source_valid[:, column]
         if valid is not None:  # what a condition leaves out may lie anywhere
             rank, chunk = np.where(valid, rank, 0), np.where(valid, chunk, 0)
-        yield held[moves.source_buffer].take(_places(schedule, moves.source_buffer, rank, chunk)), valid
+        places = _places(schedule, moves.source_buffer, rank, chunk)
+        values = held[moves.source_buffer].take(places)
+        if moves.cast is not None:
+            values = rounded(values, ~is_cast[moves.source_buffer].take(places), moves.cast, book)
+        yield values, valid
 
 
 def _places(schedule: Schedule, buffer: int, rank: NDArray[np.int32], chunk: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.schedules import Buffer, Schedule
+from commdsl.ir.schedules import Buffer, Cast, Schedule
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import GIVEN
 
@@ -35,10 +35,14 @@ STALE = np.uint64(1)
 CLASH = np.uint64(2)
 """Of a place two different values were stored to at once."""
 
+MISREAD = np.uint64(3)
+"""Of a chunk that was read in another form than it lies in."""
+
 _WORDS = {
     int(UNWRITTEN): "nothing",
     int(STALE): "what an earlier round left",
     int(CLASH): "one of two values that are stored at once",
+    int(MISREAD): "what lies in another form than it is read in",
 }
 
 _OPENING = np.uint64(0x9E3779B97F4A7C15)
@@ -154,6 +158,16 @@ class Book:
             if parts and parts != [value]:
                 return parts, how
         return [], "+"
+
+
+def rounded(values: Values, here: Mask, cast: Cast, book: Book | None) -> Values:
+    """What is left of values that a cast rounds, which it does `here`."""
+    if not here.any():
+        return values
+    made = np.where(here, applied(cast.words, values), values)
+    if book is not None:
+        book.note(made, ((values, None),), function=cast.words)
+    return made
 
 
 def difference(means: Book, does: Book, wanted: np.uint64, got: np.uint64) -> tuple[np.uint64, np.uint64]:

@@ -43,31 +43,87 @@ COMMDSL_FN u32 two_float8(float first, float second) {
 #endif
 }
 
+// The value of a float8, without an instruction for it: its digits as those of a float32 that is 2 ** 120 times less.
+COMMDSL_FN float value_of_float8(u32 bits) {
+  const u32 magnitude = bits & 0x7f;
+  const u32 wide = magnitude == kNanFloat8 ? 0x7fffffff : bits_of_float(float_of_bits(magnitude << 20) * float_of_bits(0x7b800000));
+  return float_of_bits(wide | (bits & 0x80) << 24);
+}
+
+// Two that follow each other in memory.
+COMMDSL_FN void widen_two_float8(float& first, float& second, u32 both) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  u32 halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<u16>(both)));
+  first = half_to_float(static_cast<u16>(halves));
+  second = half_to_float(static_cast<u16>(halves >> 16));
+#else
+  first = value_of_float8(both & 0xff);
+  second = value_of_float8(both >> 8 & 0xff);
+#endif
+}
+
+// A thread's values in float8, and the scale of their stretch, of which `threads` neighbours have a part each. All threads of
+// the warp ask.
+template <u32 each>
+COMMDSL_FN float quantise(u32 (&word)[each / 4], const float (&value)[each], u32 threads) {
+  u32 largest = 0;
+#pragma unroll
+  for (u32 at = 0; at < each; ++at) {
+    const u32 magnitude = bits_of_float(value[at]) & 0x7fffffff;
+    if (magnitude < kInfinity && magnitude > largest) largest = magnitude;
+  }
+  const float scale = scale_of(largest_among(largest, threads));
+#pragma unroll
+  for (u32 at = 0; at < each; at += 4) {
+    u32 two[2];
+#pragma unroll
+    for (u32 i = 0; i < 4; i += 2) {
+      float part[2];
+#pragma unroll
+      for (u32 j = 0; j < 2; ++j) {
+        const float one = value[at + i + j];
+        part[j] = (bits_of_float(one) & 0x7fffffff) < kInfinity ? one / scale : float_of_bits(0x7fffffff);
+      }
+      two[i / 2] = two_float8(part[0], part[1]);
+    }
+    word[at / 4] = two[0] | two[1] << 16;
+  }
+  return scale;
+}
+
 // How the threads of a warp share out a stretch: 16 values each, which are one store, or all where a warp is one thread.
 template <u32 stretch>
 constexpr u32 kThreadsAStretch = stretch / 16 < kWarp ? stretch / 16 : kWarp;
+
+// Values that are there, at a multiple of 16.
+template <class Element, u32 each>
+COMMDSL_FN void load_whole(float (&value)[each], const char* source) {
+  using Storage = typename Element::Storage;
+  constexpr u32 kInWord = 16 / sizeof(Storage);
+#pragma unroll
+  for (u32 at = 0; at < each; at += kInWord) {
+    Vector16 word;
+    load(word, source + at * sizeof(Storage));
+    const u32 half[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+    for (u32 i = 0; i < kInWord; ++i) {
+      if constexpr (sizeof(Storage) == 4) {
+        value[at + i] = float_of_bits(half[i]);
+      } else {
+        value[at + i] = Element::widen(static_cast<Storage>(half[i / 2] >> (i % 2 * 16)));
+      }
+    }
+  }
+}
 
 // Values from `begin` on of a row of `columns`; zeros behind it.
 template <class Element, u32 each>
 COMMDSL_FN void load_values(float (&value)[each], const char* row, u64 begin, u64 columns) {
   using Storage = typename Element::Storage;
-  constexpr u32 kInWord = 16 / sizeof(Storage);
   const char* source = row + begin * sizeof(Storage);
   if (begin + each <= columns && (reinterpret_cast<u64>(source) & 15) == 0) {
-#pragma unroll
-    for (u32 at = 0; at < each; at += kInWord) {
-      Vector16 word;
-      load(word, source + at * sizeof(Storage));
-      const u32 half[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-      for (u32 i = 0; i < kInWord; ++i) {
-        if constexpr (sizeof(Storage) == 4) {
-          value[at + i] = float_of_bits(half[i]);
-        } else {
-          value[at + i] = Element::widen(static_cast<Storage>(half[i / 2] >> (i % 2 * 16)));
-        }
-      }
-    }
+    load_whole<Element>(value, source);
     return;
   }
 #pragma unroll
@@ -110,29 +166,8 @@ COMMDSL_FN void quantise_run(const u64* to, u32 count, const Scales& scales, con
 #pragma unroll
     for (u32 at = 0; at < kEach; ++at) value[at] = ahead[at];
     if (from + kStep < last) load_values<Element>(ahead, row, begin + kStep, last);
-    u32 largest = 0;
-#pragma unroll
-    for (u32 at = 0; at < kEach; ++at) {
-      const u32 magnitude = bits_of_float(value[at]) & 0x7fffffff;
-      if (magnitude < kInfinity && magnitude > largest) largest = magnitude;
-    }
-    const float scale = scale_of(largest_among(largest, kThreads));
     u32 word[kEach / 4];
-#pragma unroll
-    for (u32 at = 0; at < kEach; at += 4) {
-      u32 two[2];
-#pragma unroll
-      for (u32 i = 0; i < 4; i += 2) {
-        float part[2];
-#pragma unroll
-        for (u32 j = 0; j < 2; ++j) {
-          const float one = value[at + i + j];
-          part[j] = (bits_of_float(one) & 0x7fffffff) < kInfinity ? one / scale : float_of_bits(0x7fffffff);
-        }
-        two[i / 2] = two_float8(part[0], part[1]);
-      }
-      word[at / 4] = two[0] | two[1] << 16;
-    }
+    const float scale = quantise<kEach>(word, value, kThreads);
     if (begin >= last) continue;
     for (u32 i = 0; i < count; ++i) {
       if (to[i] == 0) continue;

@@ -226,6 +226,10 @@ struct Mover {
 
 namespace commdsl {
 
+// Operands in other element types: casts.cuh, which a kernel includes that has them. False where an operation has none.
+template <class Plan>
+COMMDSL_FN bool move_cast(const Operands<Plan>& operands);
+
 // Puts a copy's source where plain stores do not reach.
 template <class Plan>
 COMMDSL_FN void transfer(const Operands<Plan>& operands) {
@@ -265,6 +269,9 @@ COMMDSL_FN bool run_body(const Position<Plan>& here, Mover<Plan>& mover, i32 ind
     static_assert(!kHasFar || !Plan::kReducesRemotely, "a reduction stores where plain stores reach");
     if constexpr (kHasFar) {
       if (op.kind == kCopy) transfer(operands);
+    }
+    if constexpr (Plan::kCasts) {
+      if (move_cast(operands)) return true;
     }
     if constexpr (Plan::kSums != 0) {
       add_up(operands);
