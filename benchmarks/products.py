@@ -2,12 +2,12 @@
 
     torchrun --nproc-per-node 2 benchmarks/products.py [--rows 1024 4096 8192 16384 --time-budget 60 --save NAME]
 
-A row is an all-gather of rows and a product, or a product and a reduce-scatter of its rows: M rows in all, this rank's
-K x N in bfloat16. Columns, medians in microseconds of the slowest rank, all contenders taking turns: cuBLAS alone; NCCL
-and cuBLAS in sequence; both on streams of their own, in 2 and 4 chunks; torch's async-TP, which no graph can capture;
-ours in one launch, with each rank's rows in 1, 2 or 4 pieces. All but async-TP are in CUDA graphs of as many calls.
-Every result is checked before anything is timed. Exit code 1: a wrong result, or a call of ours that failed. The table
-comes last, whatever happened; `*` marks a figure that is missed.
+A row is an all-gather of rows and a product, or a product and a reduce-scatter or all-reduce of its rows: M rows in
+all, this rank's K x N in bfloat16. Columns, medians in microseconds of the slowest rank, all contenders taking turns:
+cuBLAS alone; NCCL and cuBLAS in sequence; both on streams of their own, in 2 and 4 chunks; torch's async-TP, which no
+graph can capture; ours in one launch, with each rank's rows in 1, 2 or 4 pieces. All but async-TP are in CUDA graphs of
+as many calls. Every result is checked before anything is timed. Exit code 1: a wrong result, or a call of ours that
+failed. The table comes last, whatever happened; `*` marks a figure that is missed.
 
 `--dry-run` does all but time, on processors, without what needs a GPU:
 
@@ -34,6 +34,7 @@ from benchmarks.report import NO_TIME, Kind, Result, grid
 SHAPES = {
     Way.GATHER: ((8192, 3584), (8192, 1280), (5120, 3456)),
     Way.SCATTER: ((3584, 8192), (1024, 8192), (3456, 5120)),
+    Way.REDUCE: ((3584, 8192), (1024, 8192), (3456, 5120)),
 }
 """K and N: Llama-70B's and Qwen-32B's of an 8-way split."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,11 @@ Call = Callable[[], Tensor]
 NEAR = 2.0**-7
 """Of whole numbers sums of products are exact, and rounded once; NCCL's more often, where they are large."""
 
-SCHEDULES = {Way.GATHER: "allgather_matmul", Way.SCATTER: "matmul_reducescatter"}
+SCHEDULES = {
+    Way.GATHER: "allgather_matmul",
+    Way.SCATTER: "matmul_reducescatter",
+    Way.REDUCE: "matmul_allreduce",
+}
 
 
 @dataclass
@@ -65,6 +69,7 @@ class Stage:
             rows = torch.cat([self.drawn(case.rows // case.ranks, case.depth, rank) for rank in ranks])
             return torch.mm(rows.float(), self.w.float().t())
         mine = slice(self.bench.rank * case.rows // case.ranks, (self.bench.rank + 1) * case.rows // case.ranks)
+        mine = slice(None) if case.way is Way.REDUCE else mine
         parts = [
             torch.mm(
                 self.drawn(case.rows, case.depth, rank)[mine].float(),
@@ -98,13 +103,13 @@ class Stage:
         return made, lambda: self.is_wrong(last[0])
 
     def _call(self, name: str) -> Call:
-        x, w, gathers = self.x, self.w, self.case.way is Way.GATHER
+        x, w = self.x, self.w
         if name == ALONE:
             whole = self.whole
             return lambda: torch.mm(whole, w.t())
         if name in STREAMS:
-            travels, pieces = self.gathered if gathers else self.scattered, STREAMS[name]
-            return lambda: travels(pieces)
+            ways = {Way.GATHER: self.gathered, Way.SCATTER: self.scattered, Way.REDUCE: self.reduced}
+            return partial(ways[self.case.way], STREAMS[name])
         if name == ASYNC:
             return self._asynchronous()
         op = commdsl.load(SCHEDULES[self.case.way], params={"C": OURS[name]}, ranks=self.case.ranks)
@@ -150,11 +155,30 @@ class Stage:
             work.wait()
         return out.flatten(0, 1)
 
+    def reduced(self, pieces: int) -> Tensor:
+        """By cuBLAS, then NCCL on its stream: each of several pieces while the next is multiplied."""
+        out = self.x.new_empty(self.case.rows, self.case.columns)
+        works = []
+        for rows, made in zip(self.x.chunk(pieces), out.chunk(pieces), strict=True):
+            torch.mm(rows, self.w.t(), out=made)
+            works.append(dist.all_reduce(made, async_op=True))
+        for work in works:
+            work.wait()
+        return out
+
     def _asynchronous(self) -> Call:
-        """By torch's async-TP."""
+        """By torch's async-TP, whose all-reduce is a reduce-scatter and an all-gather behind it."""
         name = dist.group.WORLD.group_name
         symmetric_memory.enable_symm_mem_for_group(name)
         x, w = self.x, self.w
         if self.case.way is Way.GATHER:
             return lambda: torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t()], 0, name)[1][0]
-        return lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, name)
+        if self.case.way is Way.SCATTER:
+            return lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, name)
+        whole = x.new_empty(self.case.rows, self.case.columns)
+
+        def both() -> Tensor:
+            dist.all_gather_into_tensor(whole, torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, name))
+            return whole
+
+        return both

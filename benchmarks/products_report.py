@@ -37,9 +37,10 @@ COLUMNS = ("way", "rows", "depth", "columns", "ranks", "calls", "contender", "ki
 class Way(StrEnum):
     GATHER = "all-gather + product"
     SCATTER = "product + reduce-scatter"
+    REDUCE = "product + all-reduce"
 
 
-MOST_OF_FLOOR = {Way.GATHER: 1.10, Way.SCATTER: 1.15}
+MOST_OF_FLOOR = {Way.GATHER: 1.10, Way.SCATTER: 1.15, Way.REDUCE: 1.25}
 FROM_ROWS = 4096
 """The figures asked for are of so many rows in all, or more."""
 
@@ -68,7 +69,8 @@ class Case:
     def sent_bytes(self) -> int:
         """What a rank sends, of 16 bits each."""
         width = self.depth if self.way is Way.GATHER else self.columns
-        return 2 * self.rows // self.ranks * width * (self.ranks - 1)
+        times = 2 if self.way is Way.REDUCE else 1
+        return 2 * times * self.rows // self.ranks * width * (self.ranks - 1)
 
 
 @dataclass

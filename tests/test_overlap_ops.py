@@ -17,8 +17,10 @@ from commdsl.overlap import (  # noqa: E402 - as above
     ColumnParallelLinear,
     RowParallelLinear,
     all_gather_matmul,
+    matmul_all_reduce,
     matmul_reduce_scatter,
     programs,
+    replicated_matmul,
 )
 
 Tensors = Sequence[Any]
@@ -35,8 +37,13 @@ def scattered(x: Tensors, w: Tensors) -> list[Any]:
     return list(total.chunk(len(x)))
 
 
-WAYS = [(all_gather_matmul, gathered), (matmul_reduce_scatter, scattered)]
-NAMES = ["gather", "scatter"]
+def reduced(x: Tensors, w: Tensors) -> list[Any]:
+    """And of `matmul_all_reduce`."""
+    return [sum(one @ other.t() for one, other in zip(x, w, strict=True))] * len(x)
+
+
+WAYS = [(all_gather_matmul, gathered), (matmul_reduce_scatter, scattered), (matmul_all_reduce, reduced)]
+NAMES = ["gather", "scatter", "reduce"]
 
 
 def given(call: Any, ranks: int, rows: int = 6, dtype: Any = torch.float64, middle: tuple[int, ...] = ()) -> list[Any]:
@@ -49,8 +56,8 @@ def given(call: Any, ranks: int, rows: int = 6, dtype: Any = torch.float64, midd
 
 
 def slopes(results: Tensors, leaves: Tensors) -> Tensors:
-    """Of the sum of all ranks' results, each number times its place modulo 3."""
-    total = sum((one * (torch.arange(one.numel()).view(one.shape) % 3)).sum() for one in results)
+    """Of the sum of all ranks' results, each number times its place modulo 3. What all have alike is in it once."""
+    total = sum((one * (torch.arange(one.numel()).view(one.shape) % 3)).sum() for one in dict.fromkeys(results))
     return torch.autograd.grad(total, leaves)
 
 
@@ -145,6 +152,24 @@ def test_compiled(call: Any) -> None:
     in_group(2, rank_does)
 
 
+def test_rows_that_all_ranks_have() -> None:
+    """Each rank multiplies them by its weights; what comes back to them is the sum of what comes back on all ranks."""
+    (x, *_), w = given(replicated_matmul, 3)
+    leaf, weights = x.clone().requires_grad_(), [one.clone().requires_grad_() for one in w]
+    wanted = [leaf @ one.t() for one in weights]
+    of_x, *of_w = slopes(wanted, [leaf, *weights])
+
+    def back(rank: int, group: str) -> Tensors:
+        own = [one.clone().requires_grad_() for one in (x, w[rank])]
+        found = replicated_matmul(*own, group=group)
+        return [found, *slopes([found], own)]
+
+    for rank, (found, mine, weight) in enumerate(in_group(3, back)):
+        assert torch.equal(found, wanted[rank])
+        assert torch.equal(mine, of_x)
+        assert torch.equal(weight, of_w[rank])
+
+
 def test_autocast() -> None:
     """Under autocast a call casts as torch's linear layers do."""
     (group,) = commdsl.threads(1)
@@ -190,8 +215,11 @@ def test_refusals() -> None:
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def test_two_layers() -> None:
-    """Two layers between rows that lie on all ranks are those of one rank: results, and gradients of every number."""
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_two_layers(sequence_parallel: bool) -> None:
+    """Two layers between rows that lie on all ranks, or that all have, are those of one rank: results, and gradients of
+    every number.
+    """
     ranks = 3
     torch.manual_seed(0)
     first, second = (torch.nn.Linear(*sizes, dtype=torch.float64) for sizes in ((12, 24), (24, 12)))
@@ -201,20 +229,27 @@ def test_two_layers() -> None:
     blocks = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "down.bias": 0}
     wanted = dict(zip(blocks, (first.weight, first.bias, second.weight, second.bias), strict=True))
 
+    def block(one: Any, name: str, rank: int) -> Any:
+        is_whole = name == "down.bias" and not sequence_parallel
+        return one if is_whole else one.chunk(ranks, blocks[name])[rank]
+
+    def own(rows: Any, rank: int) -> Any:
+        return rows.chunk(ranks)[rank] if sequence_parallel else rows
+
     def rank_does(rank: int, group: str) -> None:
-        up = ColumnParallelLinear(12, 24, group=group, dtype=torch.float64)
-        down = RowParallelLinear(24, 12, group=group, dtype=torch.float64)
+        made = {"sequence_parallel": sequence_parallel, "group": group, "dtype": torch.float64}
+        up, down = ColumnParallelLinear(12, 24, **made), RowParallelLinear(24, 12, **made)
         model = torch.nn.ModuleDict({"up": up, "down": down})
         with torch.no_grad():
             for name, one in model.named_parameters():
-                one.copy_(wanted[name].chunk(ranks, blocks[name])[rank])
-        mine = x.detach().chunk(ranks)[rank].clone().requires_grad_()
+                one.copy_(block(wanted[name], name, rank))
+        mine = own(x.detach(), rank).clone().requires_grad_()
         found = down(torch.nn.functional.gelu(up(mine)))
         found.square().sum().backward()
-        torch.testing.assert_close(found, whole.chunk(ranks)[rank])
-        torch.testing.assert_close(mine.grad, x.grad.chunk(ranks)[rank])
+        torch.testing.assert_close(found, own(whole, rank))
+        torch.testing.assert_close(mine.grad, own(x.grad, rank))
         for name, one in model.named_parameters():
-            torch.testing.assert_close(one.grad, wanted[name].grad.chunk(ranks, blocks[name])[rank])
+            torch.testing.assert_close(one.grad, block(wanted[name].grad, name, rank))
 
     in_group(ranks, rank_does)
 

@@ -26,8 +26,9 @@ import commdsl  # noqa: E402
 from commdsl.runtime.products import multiply  # noqa: E402
 
 FOLDER = data_dir("schedules") / "overlap"
-GATHER, SCATTER = "allgather_matmul", "matmul_reducescatter"
+GATHER, SCATTER, REDUCE = "allgather_matmul", "matmul_reducescatter", "matmul_allreduce"
 CASES = [(GATHER, 2, 1), (GATHER, 3, 2), (GATHER, 5, 1), (SCATTER, 2, 2), (SCATTER, 4, 1), (SCATTER, 3, 3)]
+CASES += [(REDUCE, 3, 2), (REDUCE, 2, 4)]
 """Schedules, each with ranks and pieces."""
 
 
@@ -54,7 +55,7 @@ def wanted(name: str, x: list[Any], w: list[Any]) -> list[Any]:
     if name == GATHER:
         return [np.concatenate(x).astype(np.float64) @ one.T.astype(np.float64) for one in w]
     total = sum(one.astype(np.float64) @ other.T.astype(np.float64) for one, other in zip(x, w, strict=True))
-    return list(np.split(total, len(x)))
+    return [total] * len(x) if name == REDUCE else list(np.split(total, len(x)))
 
 
 @pytest.mark.parametrize(("name", "ranks", "pieces"), CASES)
@@ -92,7 +93,7 @@ def test_parts(name: str, ranks: int, pieces: int) -> None:
             assert (made == np.split(before[part.of][rank], blocks[part.of])[part.chunks[rank]]).all()
 
 
-@pytest.mark.parametrize("name", [GATHER, SCATTER])
+@pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE])
 def test_every_edge_is_needed(name: str) -> None:
     """Without an edge between what travels and a product the Plan is refused."""
     schedule, plan = checked(name, 3, 2)
@@ -106,7 +107,7 @@ def test_every_edge_is_needed(name: str) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("name", "ranks"), [(GATHER, 2), (GATHER, 3), (SCATTER, 2), (SCATTER, 3)])
+@pytest.mark.parametrize(("name", "ranks"), [(GATHER, 2), (GATHER, 3), (SCATTER, 2), (SCATTER, 3), (REDUCE, 2)])
 def test_mutants(name: str, ranks: int) -> None:
     """Every change of an edge, a copy, a phase or the order is refused, or the Plan is as right as it was."""
     schedule, plan = checked(name, ranks, 2)
@@ -115,7 +116,7 @@ def test_mutants(name: str, ranks: int) -> None:
         assert codes(stopped, mutant) or is_equal_in_effect(plan, mutant), words
 
 
-@pytest.mark.parametrize("name", [GATHER, SCATTER])
+@pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_run(name: str, dtype: str) -> None:
     """`commdsl run`: every launch on host ranks brings each product what the oracle has there, bit for bit."""
@@ -136,7 +137,7 @@ def test_no_race() -> None:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "ranks", "pieces"), CASES[:2] + CASES[3:5])
+@pytest.mark.parametrize(("name", "ranks", "pieces"), CASES[:2] + CASES[3:5] + CASES[6:])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_calls(name: str, ranks: int, pieces: int, dtype: Any) -> None:
     """Call after call, each with other numbers, and with other shapes between them."""

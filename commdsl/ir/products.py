@@ -129,6 +129,8 @@ class _Parts:
                 self._take(step.statement, step.statement.dest_buffer, step.statement.dest_chunk)
                 for one in step.sums:
                     self._take(one, one.source_buffer, one.source_chunk[:, 0])
+        for moves in (one for step in steps if isinstance(step, Step) for one in step.moves):
+            self._take_result(moves)
         self.buffers = tuple(self._all())
         self._number = {buffer.name: number for number, buffer in enumerate(self.buffers)}
 
@@ -203,6 +205,17 @@ class _Parts:
             self._chunks[buffer].append(tuple(chunk.tolist()))
         elif (found != found[0]).any():
             raise _fault(one.span, "on some ranks it has what another product has", "let products share all or nothing")
+
+    def _take_result(self, one: Statement) -> None:
+        """Of a result that products make in part, what comes to each rank from another that has made it."""
+        buffer, ranks = one.dest_buffer, np.argsort(one.dest_rank)
+        if not self._chunks[buffer] or self._schedule.buffers[buffer].kind is not BufferKind.OUTPUT:
+            return
+        chunk = one.dest_chunk[ranks]
+        alone = np.array_equal(one.dest_rank[ranks], np.arange(self._schedule.num_ranks))
+        if alone and (self._part_of[buffer][one.dest_rank[ranks], chunk] < 0).all():
+            self._part_of[buffer][one.dest_rank[ranks], chunk] = len(self._chunks[buffer])
+            self._chunks[buffer].append(tuple(chunk.tolist()))
 
     def _one_factor(self, one: Statement, before: int | None) -> int:
         assert one.factor is not None

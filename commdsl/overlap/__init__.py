@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from commdsl.overlap.auto import choice as choice
     from commdsl.overlap.functional import all_gather_matmul as all_gather_matmul
+    from commdsl.overlap.functional import matmul_all_reduce as matmul_all_reduce
     from commdsl.overlap.functional import matmul_reduce_scatter as matmul_reduce_scatter
+    from commdsl.overlap.functional import replicated_matmul as replicated_matmul
     from commdsl.overlap.layers import ColumnParallelLinear as ColumnParallelLinear
     from commdsl.overlap.layers import RowParallelLinear as RowParallelLinear
     from commdsl.overlap.rms_norm import all_reduce_rms_norm as all_reduce_rms_norm
@@ -31,7 +33,9 @@ __all__ = [
     "all_gather_matmul",
     "all_reduce_rms_norm",
     "choice",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "replicated_matmul",
 ]
 
 _HOME = {
@@ -40,7 +44,9 @@ _HOME = {
     "all_gather_matmul": "functional",
     "all_reduce_rms_norm": "rms_norm",
     "choice": "auto",
+    "matmul_all_reduce": "functional",
     "matmul_reduce_scatter": "functional",
+    "replicated_matmul": "functional",
 }
 
 

@@ -66,9 +66,12 @@ class Operator:
     gathers: bool
 
 
-OPERATORS = dict(
-    zip(PRODUCTS, (Operator("allgather_matmul", True), Operator("matmul_reducescatter", False)), strict=True)
+_OPERATORS = (
+    Operator("allgather_matmul", True),
+    Operator("matmul_reducescatter", False),
+    Operator("matmul_allreduce", False),
 )
+OPERATORS = dict(zip(PRODUCTS, _OPERATORS, strict=True))
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Product:
 
     @property
     def nbytes(self) -> int:
-        """Of the larger side of what travels: the gathered rows, or the sums to be scattered."""
+        """Of the larger side of what travels: the gathered rows, or the sums."""
         return self.rows * (self.depth if OPERATORS[self.operator].gathers else self.columns) * self.itemsize
 
     @property

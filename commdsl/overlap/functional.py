@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.overlap.calls import NAMESPACE, call
-from commdsl.overlap.programs import GATHER, SCATTER, program
-from commdsl.overlap.sequence import gather_then_multiply, multiply_then_scatter
+from commdsl.overlap.programs import GATHER, REDUCE, SCATTER, program
+from commdsl.overlap.sequence import gather_then_multiply, multiply_then_reduce, multiply_then_scatter
 from commdsl.runtime import collective_ops, groups, menu
 from commdsl.runtime.errors import TensorError
 from commdsl.runtime.operators import define
@@ -52,6 +52,29 @@ def matmul_reduce_scatter(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
     gradients of all ranks are gathered once, for both. Raises TensorError (C951), GroupError (C953).
     """
     return _call("matmul_reduce_scatter", x, w, group)
+
+
+def matmul_all_reduce(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
+    """The sum over all ranks of x times w transposed, on every rank: x (n, ..., K), w (N, K) -> (n, ..., N).
+
+    x, w: as for `matmul_reduce_scatter`. Each rank adds up some of the rows, as there, and sends them to all, so all
+    have the same bits. Where no schedule multiplies, or the ranks do not divide n, it is torch.mm and
+    `commdsl.all_reduce`.
+
+    The loss is one, which all ranks compute alike: the gradient of the result is the same on all of them, and those of
+    x and w are made of it where they are, by products alone. (`commdsl.all_reduce` reads each rank's loss as its own.)
+    Raises TensorError (C951), GroupError (C953).
+    """
+    return _call("matmul_all_reduce", x, w, group)
+
+
+def replicated_matmul(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
+    """Rows that are the same on all ranks times this rank's weights: x (n, ..., K), w (N, K) -> (n, ..., N). Nothing is
+    sent but on the way back: the gradient of x is `matmul_all_reduce` of that of the result with w transposed.
+
+    x, w: as for `matmul_all_reduce`, whose gradient of x this is. Raises TensorError (C951), GroupError (C953).
+    """
+    return _call("replicated_matmul", x, w, group)
 
 
 def _call(name: str, x: Tensor, w: Tensor, group: Any) -> Tensor:
@@ -92,7 +115,28 @@ def _matmul_reduce_scatter(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     return made.view(shape)
 
 
-_RUNS = {"all_gather_matmul": _all_gather_matmul, "matmul_reduce_scatter": _matmul_reduce_scatter}
+def _matmul_all_reduce(x: Tensor, w: Tensor, group_name: str) -> Tensor:
+    shape = _multiplied("matmul_all_reduce", x, w)
+    rows, factor = x.flatten(0, -2).contiguous(), w.contiguous()
+    op = program(REDUCE, rows, factor, group_name)
+    if op is None:
+        return multiply_then_reduce(rows, factor, group_name).view(shape)
+    made = op(rows, factor, group=group_name)
+    assert isinstance(made, Tensor)
+    return made.view(shape)
+
+
+def _replicated_matmul(x: Tensor, w: Tensor, group_name: str) -> Tensor:
+    shape = _multiplied("replicated_matmul", x, w)
+    return torch.mm(x.flatten(0, -2), w.t()).view(shape)
+
+
+_RUNS = {
+    "all_gather_matmul": _all_gather_matmul,
+    "matmul_reduce_scatter": _matmul_reduce_scatter,
+    "matmul_all_reduce": _matmul_all_reduce,
+    "replicated_matmul": _replicated_matmul,
+}
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -113,6 +157,11 @@ def _scattered(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
     return [x.shape[0] // ranks, *x.shape[1:-1], w.shape[0]]
 
 
+def _multiplied(name: str, x: Tensor, w: Tensor) -> list[Any]:
+    _check(name, x, w)
+    return [*x.shape[:-1], w.shape[0]]
+
+
 def _check(name: str, x: Tensor, w: Tensor) -> None:
     if x.dim() < 2 or w.dim() != 2 or x.shape[-1] != w.shape[1]:
         shapes = f"{tuple(x.shape)} and {tuple(w.shape)}"
@@ -125,6 +174,14 @@ def _fake_gather(x: Tensor, w: Tensor, group_name: str) -> Tensor:
 
 def _fake_scatter(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     return x.new_empty(_scattered(x, w, group_name))
+
+
+def _fake_reduce(x: Tensor, w: Tensor, group_name: str) -> Tensor:
+    return x.new_empty(_multiplied("matmul_all_reduce", x, w))
+
+
+def _fake_replicated(x: Tensor, w: Tensor, group_name: str) -> Tensor:
+    return x.new_empty(_multiplied("replicated_matmul", x, w))
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -143,6 +200,8 @@ def _library() -> torch.library.Library:
     for name, fake, back in (
         ("all_gather_matmul", _fake_gather, _gather_back),
         ("matmul_reduce_scatter", _fake_scatter, _scatter_back),
+        ("matmul_all_reduce", _fake_reduce, _reduce_back),
+        ("replicated_matmul", _fake_replicated, _replicated_back),
     ):
         define(made, f"{name}(Tensor x, Tensor w, str group_name) -> Tensor", _RUNS[name], fake)
         torch.library.register_autograd(f"{NAMESPACE}::{name}", back, setup_context=_keep, lib=made)
@@ -173,6 +232,18 @@ def _scatter_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | N
         return torch.ops.commdsl_overlap.all_gather_matmul(gradient, w.t(), ctx.group_name), None, None
     rows = _all_rows(gradient, ctx.group_name)
     return None if w is None else torch.matmul(rows, w), _of_weights(rows, x), None
+
+
+def _reduce_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, w = ctx.saved_tensors
+    of_x = None if w is None else torch.ops.commdsl_overlap.replicated_matmul(gradient, w.t(), ctx.group_name)
+    return of_x, None if x is None else _of_weights(gradient, x), None
+
+
+def _replicated_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, w = ctx.saved_tensors
+    of_x = None if w is None else torch.ops.commdsl_overlap.matmul_all_reduce(gradient, w.t(), ctx.group_name)
+    return of_x, None if x is None else _of_weights(gradient, x), None
 
 
 def _all_rows(x: Tensor, group_name: str) -> Tensor:

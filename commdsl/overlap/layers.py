@@ -1,5 +1,5 @@
-"""Turns linear layers into ones whose weights lie on all ranks, between activations whose rows do: tensor parallelism
-with sequence parallelism.
+"""Turns linear layers into ones whose weights lie on all ranks: tensor parallelism, between activations whose rows lie
+on all ranks, too (sequence parallelism), or that all ranks have alike.
 
 Assumes that every rank makes the same layers and calls, and that rows are dimension 0 of what they are called with.
 Does not move anything itself; `functional` does.
@@ -12,53 +12,81 @@ from typing import Any
 import torch
 
 from commdsl.machine.errors import ArgumentError
-from commdsl.overlap.functional import all_gather_matmul, matmul_reduce_scatter
+from commdsl.overlap.functional import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    replicated_matmul,
+)
 from commdsl.runtime import collectives, groups, menu
 
 
 class ColumnParallelLinear(torch.nn.Linear):
-    """From this rank's rows to all rows of this rank's out_features / P: (n, ..., in) -> (P * n, ..., out / P).
+    """From this rank's rows to all rows of this rank's out_features / P: (n, ..., in) -> (P * n, ..., out / P). Without
+    `sequence_parallel` every rank has all rows to begin with: (n, ..., in) -> (n, ..., out / P).
 
     `weight` (out / P, in) and `bias` (out / P,) are this rank's block of those of a torch.nn.Linear. Raises
     ArgumentError where P does not divide out_features.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None, **made: Any
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        sequence_parallel: bool = True,
+        group: Any = None,
+        **made: Any,
     ) -> None:
         """`made`: device and dtype, as torch.nn.Linear takes them."""
-        self.group_name = groups.name_of(group)
+        self.group_name, self.sequence_parallel = groups.name_of(group), sequence_parallel
         super().__init__(in_features, _share("out_features", out_features, self.group_name), bias, **made)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = all_gather_matmul(x, self.weight, group=self.group_name)
+        multiply = all_gather_matmul if self.sequence_parallel else replicated_matmul
+        found = multiply(x, self.weight, group=self.group_name)
         return found if self.bias is None else found + self.bias
 
 
 class RowParallelLinear(torch.nn.Linear):
     """From all rows of this rank's in_features / P to its rows of the sum: (P * n, ..., in / P) -> (n, ..., out).
+    Without `sequence_parallel` every rank has the whole sum: (n, ..., in / P) -> (n, ..., out).
 
     `weight` (out, in / P) is this rank's block of columns of a torch.nn.Linear's. `bias` (out / P,) is this rank's
     block of the bias, and gathered in each call: a gradient of all rows comes back to it, and no two ranks have the
-    same number to keep alike. Raises ArgumentError where P does not divide in_features, and with a bias out_features.
+    same number to keep alike. Without `sequence_parallel` `bias` (out,) is the whole, whose gradient all ranks have
+    alike. Raises ArgumentError where P does not divide in_features, and with a bias out_features.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, group: Any = None, **made: Any
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        sequence_parallel: bool = True,
+        group: Any = None,
+        **made: Any,
     ) -> None:
         """`made`: device and dtype, as torch.nn.Linear takes them."""
-        self.group_name = groups.name_of(group)
+        self.group_name, self.sequence_parallel = groups.name_of(group), sequence_parallel
         super().__init__(_share("in_features", in_features, self.group_name), out_features, bias, **made)
         with torch.no_grad():
             self.weight *= (self.in_features / in_features) ** 0.5  # torch drew it as for sums of in / P
-        if bias:
+        if bias and not sequence_parallel:
+            torch.nn.init.zeros_(self.bias)
+        elif bias:
             block = _share("out_features", out_features, self.group_name)
             self.bias = torch.nn.Parameter(torch.zeros(block, **made))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = matmul_reduce_scatter(x, self.weight, group=self.group_name)
+        multiply = matmul_reduce_scatter if self.sequence_parallel else matmul_all_reduce
+        found = multiply(x, self.weight, group=self.group_name)
         if self.bias is None:
             return found
+        if not self.sequence_parallel:
+            return found + self.bias
         bias: torch.Tensor = collectives.all_gather(self.bias, self.group_name)
         return found + bias
 

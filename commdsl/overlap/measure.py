@@ -12,7 +12,8 @@ from typing import TypeAlias
 import torch
 
 from commdsl.overlap.auto import OPERATORS, PIECES
-from commdsl.overlap.sequence import gather_then_multiply, multiply_then_scatter
+from commdsl.overlap.programs import REDUCE
+from commdsl.overlap.sequence import WAYS
 from commdsl.planner.tuning.selection import SEQUENCE, Candidate
 from commdsl.runtime.load import load
 from commdsl.runtime.measure import Inputs, Loaded, Machine
@@ -36,7 +37,7 @@ class Products(Machine):
 
     def _load(self, candidate: Candidate) -> Loaded:
         if candidate.schedule == SEQUENCE:
-            return Sequence(self.gathers)
+            return Sequence(self.collective)
         params, tune = dict(candidate.params), dict(candidate.tune)
         return load(candidate.schedule, params=params, ranks=self.ranks, tune=tune)
 
@@ -55,7 +56,8 @@ class Products(Machine):
     def _wanted(self, given: list[Inputs], rank: int) -> Tensor:
         if self.gathers:
             return torch.mm(torch.cat([x for x, _ in given]), given[rank][1].t())
-        parts = [torch.mm(x.chunk(self.ranks)[rank], w.t()) for x, w in given]
+        is_whole = self.collective == REDUCE
+        parts = [torch.mm(x if is_whole else x.chunk(self.ranks)[rank], w.t()) for x, w in given]
         return torch.stack(parts).float().sum(0).to(self.dtype)
 
 
@@ -63,11 +65,10 @@ class Products(Machine):
 class Sequence:
     """The collective and the product one after the other, in place of an op."""
 
-    gathers: bool
+    operator: str
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        x, w = inputs
-        return gather_then_multiply(x, w) if self.gathers else multiply_then_scatter(x, w)
+        return WAYS[self.operator](*inputs)
 
     def synchronize(self) -> None:
         """The collective has an op of its own, which says what is wrong with the next call."""

@@ -20,7 +20,7 @@ from commdsl.runtime.op import Op
 
 _LOGGER = logging.getLogger("commdsl")
 
-GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 NORM = "allreduce_rms_norm"
 
 FEW_BYTES = 4 << 20
@@ -36,6 +36,8 @@ def program(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) ->
     if ranks == 1 or not _is_multiplied(x, w) or groups.reaches_far(group_name, x.device):
         return None
     rows = x.shape[0] * ranks if OPERATORS[operator].gathers else x.shape[0]
+    if rows % ranks:
+        return None
     product = Product(operator, rows, x.shape[1], w.shape[0], ranks, x.itemsize)
     return _loaded(choose(product, menu.name_of_device(x.device)))
 

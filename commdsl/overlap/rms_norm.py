@@ -15,7 +15,7 @@ import torch
 
 from commdsl.overlap.calls import NAMESPACE, call
 from commdsl.overlap.programs import row_program
-from commdsl.runtime import collective_ops, collectives, groups
+from commdsl.runtime import collectives, groups
 from commdsl.runtime.errors import CaptureError, TensorError
 from commdsl.runtime.operators import define
 
@@ -36,8 +36,9 @@ def all_reduce_rms_norm(
     up a row norms it. Of more rows, of one rank, and of ranks on other machines it is `commdsl.all_reduce`, an addition
     and torch.nn.functional.rms_norm.
 
-    The gradient of x is the sum of that of y over the ranks, as that of `commdsl.all_reduce` is; those of residual and
-    weight are this rank's own. Raises TensorError (C951), GroupError (C953), and CaptureError (C955) in a capture that
+    The loss is one, which all ranks compute alike: gradients of z and y are the same on all of them, and so are those
+    of x, residual and weight, which nothing travels for. (`commdsl.all_reduce` reads each rank's loss as its own.)
+    Raises TensorError (C951), GroupError (C953), and CaptureError (C955) in a capture that
     no call with this eps went before.
     """
     found: tuple[Tensor, Tensor] = call(
@@ -95,7 +96,6 @@ def library() -> None:
 @cache
 def _library() -> torch.library.Library:
     made = torch.library.Library(NAMESPACE, "FRAGMENT")
-    collective_ops.library()  # of gradients
     schema = "Tensor x, Tensor residual, Tensor weight, float eps, str group_name"
     define(made, f"all_reduce_rms_norm({schema}) -> (Tensor, Tensor)", _run, _fake)
     torch.library.register_autograd(f"{NAMESPACE}::all_reduce_rms_norm", _back, setup_context=_keep, lib=made)
@@ -103,7 +103,7 @@ def _library() -> torch.library.Library:
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float, str], output: tuple[Tensor, Tensor]) -> None:
-    _, _, weight, ctx.eps, ctx.group_name = inputs
+    _, _, weight, ctx.eps, _ = inputs
     ctx.save_for_backward(weight, output[1])
 
 
@@ -117,8 +117,5 @@ def _back(ctx: Any, of_z: Tensor, of_y: Tensor) -> tuple[Tensor | None, Tensor |
     through = of_z * weight.to(wide.dtype)
     back = scale * (through - normed * (through * normed).mean(-1, keepdim=True)) + of_y
     back = back.to(y.dtype)
-    summed = None
-    if of_x:
-        summed = torch.ops.commdsl_collectives.all_reduce(back.contiguous(), ctx.group_name)
     own = (of_z * normed).flatten(0, -2).sum(0).to(weight.dtype) if of_weight else None
-    return summed, back if of_residual else None, own, None, None
+    return back if of_x else None, back.clone() if of_residual else None, own, None, None

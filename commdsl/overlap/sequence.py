@@ -6,6 +6,7 @@ Assumes matrices whose shapes fit. Does not choose; `auto` does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from commdsl.runtime import collectives
 
 Tensor: TypeAlias = torch.Tensor
+Way: TypeAlias = Callable[..., Tensor]
 
 
 def gather_then_multiply(rows: Tensor, factor: Tensor, group_name: str | None = None) -> Tensor:
@@ -20,7 +22,21 @@ def gather_then_multiply(rows: Tensor, factor: Tensor, group_name: str | None = 
     return torch.mm(collectives.all_gather(rows, group_name), factor.t())
 
 
+def multiply_then_reduce(rows: Tensor, factor: Tensor, group_name: str | None = None) -> Tensor:
+    """rows (n, K), factor (N, K) -> (n, N)."""
+    found: Tensor = collectives.all_reduce(torch.mm(rows, factor.t()), group=group_name)
+    return found
+
+
 def multiply_then_scatter(rows: Tensor, factor: Tensor, group_name: str | None = None) -> Tensor:
     """rows (P * n, K), factor (N, K) -> (n, N)."""
     found: Tensor = collectives.reduce_scatter(torch.mm(rows, factor.t()), group=group_name)
     return found
+
+
+WAYS: dict[str, Way] = {
+    "all_gather_matmul": gather_then_multiply,
+    "matmul_reduce_scatter": multiply_then_scatter,
+    "matmul_all_reduce": multiply_then_reduce,
+}
+"""By operator of `PRODUCTS`."""

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/gpu/run_products.py [--calls 300 --replays 30 --seed 1 --only storm]
 
-exact     both operators, rows in one piece and in two, tails of tiles, tiles cut along K, and what no schedule
+exact     all operators, rows in one piece and in two, tails of tiles, tiles cut along K, and what no schedule
           multiplies: eagerly
 graphs    graphs of two calls, replayed with other numbers
 gradients those of rows and of weights
@@ -34,7 +34,7 @@ import torch
 from runner import Part, Parts
 
 from benchmarks.measure import captured
-from commdsl.overlap import all_gather_matmul, matmul_reduce_scatter
+from commdsl.overlap import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 DTYPE = torch.bfloat16
 SIZES = (
@@ -56,30 +56,26 @@ GRACE = 15.0
 
 @dataclass(frozen=True)
 class Shape:
-    """One product of every rank: `gathers` rows before it, or scatters sums behind."""
+    """One product of every rank, and what travels for it."""
 
-    gathers: bool
+    call: Callable[[Any, Any], Any]  # an operator of `commdsl.overlap`
     rows: int  # of a rank's own
     depth: int
     columns: int
 
     def __str__(self) -> str:
-        name = "all_gather_matmul" if self.gathers else "matmul_reduce_scatter"
-        return f"{name} {self.rows}x{self.depth}x{self.columns}"
-
-    def call(self, x: Any, w: Any) -> Any:
-        return (all_gather_matmul if self.gathers else matmul_reduce_scatter)(x, w)
+        return f"{self.call.__name__} {self.rows}x{self.depth}x{self.columns}"
 
     def drawn(self, run: Parts, seed: int) -> tuple[list[Any], list[Any]]:
         """Of all ranks, the same wherever they are drawn: -1, 0 or 1."""
-        rows = self.rows if self.gathers else self.rows * run.ranks
+        rows = self.rows if self.call is all_gather_matmul else self.rows * run.ranks
         dice = torch.Generator(run.device).manual_seed(seed)
         draw = partial(torch.randint, -1, 2, generator=dice, device=run.device)
         x = [draw((rows, self.depth)).to(DTYPE) for _ in range(run.ranks)]
         return x, [draw((self.columns, self.depth)).to(DTYPE) for _ in range(run.ranks)]
 
     def wanted(self, run: Parts, x: list[Any], w: list[Any]) -> Any:
-        return (gathered if self.gathers else scattered)(run, x, w)
+        return WANTED[self.call](run, x, w)
 
 
 def gathered(run: Parts, x: list[Any], w: list[Any]) -> Any:
@@ -87,11 +83,29 @@ def gathered(run: Parts, x: list[Any], w: list[Any]) -> Any:
 
 
 def scattered(run: Parts, x: list[Any], w: list[Any]) -> Any:
-    made = [one.chunk(run.ranks)[run.rank].double() @ other.double().t() for one, other in zip(x, w, strict=True)]
-    return sum(one if rank == run.rank else one.to(DTYPE).double() for rank, one in enumerate(made)).to(DTYPE)
+    return summed(run, x, w, run.rank)
 
 
-SHAPES = tuple(Shape(gathers, *size) for size in SIZES for gathers in (True, False))
+def reduced(run: Parts, x: list[Any], w: list[Any]) -> Any:
+    return torch.cat([summed(run, x, w, rank) for rank in range(run.ranks)])
+
+
+def summed(run: Parts, x: list[Any], w: list[Any], adder: int) -> Any:
+    """The rows that one rank adds up."""
+    made = [one.chunk(run.ranks)[adder].double() @ other.double().t() for one, other in zip(x, w, strict=True)]
+    return sum(one if rank == adder else one.to(DTYPE).double() for rank, one in enumerate(made)).to(DTYPE)
+
+
+def multiplied(run: Parts, x: list[Any], w: list[Any]) -> Any:
+    return (x[run.rank].double() @ w[run.rank].double().t()).to(DTYPE)
+
+
+WANTED = {all_gather_matmul: gathered, matmul_reduce_scatter: scattered, matmul_all_reduce: reduced}
+BACK = {all_gather_matmul: scattered, matmul_reduce_scatter: gathered, matmul_all_reduce: multiplied}
+"""What the gradient of rows is of those of results, and weights transposed."""
+
+OPERATORS = tuple(WANTED)
+SHAPES = tuple(Shape(call, *size) for size in SIZES for call in OPERATORS)
 
 
 class Repeated:
@@ -155,14 +169,14 @@ def differentiated(run: Parts, shape: Shape, calls: int) -> int:
     wrong = torch.zeros((), dtype=torch.int64, device=run.device)
     for seed in range(calls):
         (x, w), rank = shape.drawn(run, seed), run.rank
-        back, _ = Shape(not shape.gathers, shape.rows, shape.columns, shape.columns).drawn(run, seed + 1)
+        given = matmul_reduce_scatter if shape.call is all_gather_matmul else all_gather_matmul
+        rows = shape.rows * run.ranks if shape.call is matmul_all_reduce else shape.rows
+        back, _ = Shape(given, rows, shape.columns, shape.columns).drawn(run, seed + 1)
         own = [one[rank].clone().requires_grad_() for one in (x, w)]
         of_x, of_w = torch.autograd.grad(shape.call(*own), own, back[rank])
-        turned = [one.t() for one in w]
-        if shape.gathers:
-            due, left, right = scattered(run, back, turned), back[rank], torch.cat(x)
-        else:
-            due, left, right = gathered(run, back, turned), torch.cat(back), x[rank]
+        due = BACK[shape.call](run, back, [one.t() for one in w])
+        left = torch.cat(back) if shape.call is matmul_reduce_scatter else back[rank]
+        right = torch.cat(x) if shape.call is all_gather_matmul else x[rank]
         wrong += ~run.same(f"rows of {shape}", of_x, due)
         wrong += ~run.same(f"weights of {shape}", of_w, (left.double().t() @ right.double()).to(DTYPE))
     return int(wrong)
@@ -171,7 +185,12 @@ def differentiated(run: Parts, shape: Shape, calls: int) -> int:
 def storm(run: Parts) -> None:
     dice, delays = random.Random(run.options.seed), random.Random(f"{run.options.seed} {run.rank}")
     shapes = [
-        Shape(bool(number % 2), dice.randrange(1, 1500), 8 * dice.randrange(1, 100), 8 * dice.randrange(1, 100))
+        Shape(
+            OPERATORS[number % len(OPERATORS)],
+            dice.randrange(1, 1500),
+            8 * dice.randrange(1, 100),
+            8 * dice.randrange(1, 100),
+        )
         for number in range(KINDS)
     ]
     kinds, graphs = [], []
