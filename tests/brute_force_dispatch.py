@@ -165,7 +165,8 @@ def _region(memory: Memory) -> str:
     """What may be the same bytes has one name."""
     if not isinstance(memory, Rows):
         return memory.name
-    return f"rows that are {memory.home.value}" if memory.home in (Home.WAITING, Home.CROSSING) else "the caller's rows"
+    waits = memory.home in (Home.WAITING, Home.CROSSING)
+    return f"rows that are {memory.home.value}, wave {memory.wave}" if waits else "the caller's rows"
 
 
 def _in_turn(users: list[User]) -> Iterator[tuple[Event, Event]]:

@@ -106,8 +106,9 @@ def test_memory() -> None:
     def work(rank: int, group: str) -> None:
         experts = ep.Experts(LIMITS, group, "cpu", source="experts_float8", params={**PARAMS, "E": 4})
         push = experts.plan.push_by_key
-        lines = [COLUMNS, 4 * 4, 8, 4, 4 * 3]  # rows, scales, origins, a value, mates
-        assert LIMITS.result_bytes(push) == sum(-(-300 * line // 256) * 256 for line in lines)
+        lines = [300 * line for line in (COLUMNS, 4 * 4, 8, 4)]  # rows, scales, origins, a value
+        lines.append(2 * LIMITS.rows * 4 * LIMITS.keys)  # mates
+        assert LIMITS.result_bytes(push, 2) == sum(-(-line // 256) * 256 for line in lines)
         experts.release()
 
     in_group(1, work)

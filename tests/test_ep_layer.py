@@ -287,7 +287,7 @@ def test_memory(local: bool, gradients: bool) -> None:
         layer.finalize()
         return whole, held() - empty
 
-    there = results * room * (width + 4 * topk + 12)
+    there = results * (room * (width + 12) + 4 * ranks * tokens * topk)
     again = results * room * width if gradients else 0
     back = tokens * min(ranks if local else topk, topk) * width + 8 * tokens * topk
     for whole, left in in_group(ranks, work):

@@ -190,12 +190,12 @@ def test_there(halved: set[int], often: str, sanitize: bool) -> None:
     running = Running(timeout=20.0, max_delay=0.002, seed=len(halved), halved=frozenset(halved))
     for found, call in zip(there(kernel(of.plan, sanitize=sanitize), calls, running), calls, strict=True):
         for mine, theirs in zip(found, wanted(of, call, 4), strict=True):
-            assert not differs(mine, theirs, often)
+            assert not differs(mine, theirs, often, call)
     again_and_again = reused(3, 5)
     small = going(3, 6, often, 4)
     last = there(kernel(small.plan, sanitize=sanitize), again_and_again, running)[-1]
     for mine, theirs in zip(last, wanted(small, again_and_again[-1], 4), strict=True):
-        assert not differs(mine, theirs, often)
+        assert not differs(mine, theirs, often, again_and_again[-1])
 
 
 @who

@@ -147,7 +147,7 @@ def test_simulation_of_what_is_beside() -> None:
     assert here.offsets.tolist() == [4, 6]
     first, other, none = 1 << 63, 1 << 32, simulate.PADDING
     assert here.origins.tolist() == [2, first | other | 0, other | 1, none, first | 0, none]
-    assert here.mates.tolist() == [[-1] * 3, [1, 2, -1], [-1] * 3, [-1] * 3, [4, -1, 0], [-1] * 3]
+    assert here.mates.tolist() == [[[4, -1, 0], [-1] * 3], [[1, 2, -1], [-1] * 3]]
     assert here.index.tolist() == [4, 1, 1, -1, 4, -1]
     assert here.values is not None
     assert here.values.tolist() == [3.0, 7.0, 8.0, 0.0, 1.0, 0.0]
@@ -155,7 +155,7 @@ def test_simulation_of_what_is_beside() -> None:
     assert there.rows[0].ravel().tolist() == [2.0, 0.0, 1.0, 2.0]
     slot = 1 << 48
     assert there.origins.tolist() == [first | 4, none, first | slot | 1, 5]
-    assert there.mates.tolist() == [[-1, 0, 3], [-1] * 3, [-1, 2, -1], [-1] * 3]
+    assert there.mates.tolist() == [[[-1, 2, -1], [-1, 0, 3]], [[-1] * 3, [-1] * 3]]
     assert there.places.tolist() == [[1, 2, -1]]
 
 
@@ -284,20 +284,7 @@ def test_shipped(ranks: int) -> None:
 
 THERE, BACK = declared(2, 4).plan, declared(2, 4).back
 READ, COUNT, ADDRESSES, ENTERED, PUSH, SENT, DONE, ALL_DONE, COUNTED, CALLS = THERE.comm.phases
-(
-    _,
-    B_ADDRESSES,
-    B_ENTERED,
-    B_PUSH,
-    _,
-    B_DONE,
-    B_ALL_DONE,
-    _,
-    _,
-    COMPLETE,
-    LEARNED,
-    FINISH,
-) = BACK.comm.phases
+_, B_ADDRESSES, B_ENTERED, B_PUSH, _, B_DONE, B_ALL_DONE, FINISH, _, _ = BACK.comm.phases
 
 Phases = tuple[Phase, ...]
 
@@ -333,10 +320,9 @@ MISTAKES = {
     "back: rows go before the peer has entered": moved(BACK, B_PUSH, before=B_ENTERED),
     "back: a lane tells before it pushes": moved(BACK, B_DONE, before=B_PUSH),
     "back: only the first lane tells": instead(BACK, B_DONE, by=Actor.FIRST),
-    "back: the first lane does not await the others": without(BACK, B_ALL_DONE),
-    "back: the first lane leaves before it awaits": moved(BACK, COMPLETE, before=B_ALL_DONE),
-    "back: the others do not await the first lane": without(BACK, LEARNED),
-    "back: its leaving the call before will do": instead(BACK, LEARNED, calls_back=1),
+    "back: no lane awaits the others": without(BACK, B_ALL_DONE),
+    "back: the first lane alone awaits the others": instead(BACK, B_ALL_DONE, by=Actor.FIRST),
+    "back: being through with the call before will do": instead(BACK, B_ALL_DONE, calls_back=1),
     "back: rows are summed before they have come": moved(BACK, FINISH, before=B_ALL_DONE),
 }
 """What is wrong, and the Plan with it: a kernel is printed from it."""

@@ -70,6 +70,7 @@ def ran(plan: Plan, body: Body, case: Case, way: CallBack, law: list[Array], shi
             "waiting_rows": places,
             "given_rows": len(held.origins),
             "row_bytes": width,
+            "most_rows": rows,
             "num_rows": len(keys[rank]),
             "keys_a_row": keys[rank].shape[1],
             "rank": rank,

@@ -114,9 +114,14 @@ ENTRY = """
     commdsl::own_thread = own.number;                                                                      \\
     for (commdsl::i32 lane = 0; lane < own.args->active_lanes; ++lane) {                                   \\
       const commdsl::Call<plan> here{*own.args, lane, 1, nullptr};                                         \\
-      if (own.phase == 0) commdsl::prepare(here, wide_known), commdsl::push_WAY(here, wide_known);         \\
-      if (own.phase == 1) commdsl::finish_WAY(here, wide_known);                                           \\
-      BETWEEN                                                                                              \\
+      commdsl::prepare(here, wide_known);                                                                  \\
+      for (int peer = 0; peer < plan::kNumRanks; ++peer) wide_known.learn(here, peer, 1, own.rows[peer]);  \\
+      commdsl::block_barrier();                                                                            \\
+      for (commdsl::i32 wave = 0; wave < WAVES; ++wave) {                                                  \\
+        if (own.phase == 0) commdsl::push_WAY(here, wide_known GIVEN);                                     \\
+        if (own.phase == 1) commdsl::finish_WAY(here, wide_known GIVEN);                                   \\
+      }                                                                                                    \\
+      if (own.phase == 2) { BETWEEN }                                                                      \\
       commdsl::block_barrier();                                                                            \\
     }                                                                                                      \\
     return nullptr;                                                                                        \\
@@ -135,14 +140,8 @@ ENTRY = """
   }
 """
 
-BETWEEN = """
-      if (own.phase == 2) {                                                                                \\
-        commdsl::prepare(here, wide_known);                                                                \\
-        for (int peer = 0; peer < plan::kNumRanks; ++peer) wide_known.learn(here, peer, 1, own.rows[peer]); \\
-        commdsl::block_barrier();                                                                          \\
-        commdsl::add_up(here, wide_known);                                                                 \\
-      }"""
-"""Where sums are added up on their way, once it is known how many rows each rank has."""
+ADD_UP = "commdsl::add_up(here, wide_known);"
+"""Where sums are added up on their way."""
 
 
 FLOAT8 = """
@@ -181,6 +180,13 @@ FLOAT8 = """
 """
 
 
+def entry(way: str, between: str) -> str:
+    """What runs a body; of sums all waves, one after another."""
+    waves, given = ("commdsl::num_waves(wide_known)", ", wave") if way == "sums" else ("1", "")
+    words = {"WAY": way, "BETWEEN": between, "WAVES": waves, "GIVEN": given}
+    return re.sub("|".join(words), lambda found: words[found[0]], ENTRY)
+
+
 def headers(folder: Path, way: str, between: str) -> Path:
     """A folder in which the GPU's vocabulary is the host's with wide warps."""
     root = folder / way
@@ -201,9 +207,7 @@ def headers(folder: Path, way: str, between: str) -> Path:
         text,
     )
     assert count == 2
-    (root / "commdsl" / "device.cuh").write_text(
-        text + (FLOAT8 if way == "float8" else ENTRY.replace("WAY", way).replace("BETWEEN", between)), "utf-8"
-    )
+    (root / "commdsl" / "device.cuh").write_text(text + (FLOAT8 if way == "float8" else entry(way, between)), "utf-8")
     return root
 
 
@@ -211,7 +215,7 @@ def built(plan: Plan, dtype: str, folder: Path) -> Callable[[bytes, int, Sequenc
     """The bodies of a way back, 0 and 1, and 2 between them where sums are added up on their way, of a rank whose
     arguments are given, and how many rows each rank has; whether none was refused.
     """
-    between = BETWEEN.strip() if plan.push_back.crossing is not None else ""
+    between = ADD_UP if plan.push_back.crossing is not None else ""
     library = linked(plan, dtype, folder, BACK[plan.push_back.each], between)
 
     def run(arguments: bytes, phase: int, rows: Sequence[int]) -> bool:

@@ -36,6 +36,7 @@ from commdsl.program.phases import (
     Tell,
 )
 from commdsl.program.plan import Plan
+from commdsl.program.waves import ends_wave, num_waves, sends_wave
 from commdsl.program.wording import described
 
 RANKS = {Ranks.OWN: "commdsl::Ranks::kOwn", Ranks.OTHERS: "commdsl::Ranks::kOthers", Ranks.ALL: "commdsl::Ranks::kAll"}
@@ -65,6 +66,16 @@ def calls(plan: Plan) -> Iterator[Line]:
         return
     yield Line("what threads of a lane share", f"COMMDSL_SHARED commdsl::{known(plan)}<Plan> peers;")
     routed = tuple(phase for phase in plan.comm.phases if isinstance(phase, Routed))
+    yield from _in_waves(routed) if num_waves(routed) > 1 else _in_turn(routed)
+    yield Line("what is reported when all is done", "commdsl::end(here, peers);")
+
+
+SENDS = "if (args.half != commdsl::kReceives"
+KEEPS = "if (args.half == commdsl::kSends) return commdsl::tell_kept(here, peers);"
+RECALLS = Line("the second goes on with what the first knew", "} else {\n    commdsl::read_kept(here, peers);\n  }")
+
+
+def _in_turn(routed: tuple[Routed, ...]) -> Iterator[Line]:
     cut = cut_of(routed)
     pushes = any(isinstance(phase, Push) for phase in routed)
     first_wait = next((number for number, phase in enumerate(routed) if isinstance(phase, Meet | Push)), 0)
@@ -72,14 +83,39 @@ def calls(plan: Plan) -> Iterator[Line]:
         if pushes and number == first_wait:
             yield Line("what is pushed first, read before there is a wait", "const commdsl::Ahead<Plan> ahead(here);")
         if cut is not None and number == 1:
-            yield Line("in one launch, and in the first of two", "if (args.half != commdsl::kReceives) {")
+            yield Line("in one launch, and in the first of two", f"{SENDS}) {{")
         if number == cut:
-            keeps = "if (args.half == commdsl::kSends) return commdsl::tell_kept(here, peers);"
-            yield Line("the first of two ends here", keeps, 1)
-            recalls = "} else {\n    commdsl::read_kept(here, peers);\n  }"
-            yield Line("the second goes on with what the first knew", recalls)
-        yield Line(f"{number}: {described(phase)}", _call(phase, number), int(cut is not None and 0 < number < cut))
-    yield Line("what is reported when all is done", "commdsl::end(here, peers);")
+            yield Line("the first of two ends here", KEEPS, 1)
+            yield RECALLS
+        yield _line(phase, number, int(cut is not None and 0 < number < cut))
+
+
+def _in_waves(routed: tuple[Routed, ...]) -> Iterator[Line]:
+    """As `waves.in_order` has them, of as many waves as there are."""
+    last = "commdsl::num_waves(peers)"
+    opened = {
+        sends_wave: ("what sends a wave, if there is one more", f"{SENDS} && wave < {last}) {{"),
+        ends_wave: ("what finishes the one before", "if (args.half != commdsl::kSends && wave > 0) {"),
+    }
+    numbered = list(enumerate(routed))
+    begin, end = (index(one for one in numbered if sends_wave(one[1]) or ends_wave(one[1])) for index in (min, max))
+    yield _line(routed[0], 0)
+    yield Line("in one launch, and in the first of two", f"{SENDS}) {{")
+    yield from (_line(phase, number, 1) for number, phase in numbered[1 : begin[0]])
+    yield RECALLS
+    yield Line("wave after wave", f"for (commdsl::i32 wave = 0; wave <= {last}; ++wave) {{")
+    for is_of, opens in opened.items():
+        yield Line(*opens, 1)
+        wave = "wave" if is_of is sends_wave else "wave - 1"
+        yield from (_line(phase, number, 2, wave) for number, phase in numbered if is_of(phase))
+        yield Line("", "}", 1)
+    yield Line("", "}")
+    yield Line("the first of two ends here", KEEPS)
+    yield from (_line(phase, number) for number, phase in numbered[end[0] + 1 :])
+
+
+def _line(phase: Routed, number: int, depth: int = 0, wave: str = "") -> Line:
+    return Line(f"{number}: {described(phase)}", _call(phase, number, wave), depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +164,8 @@ def tile_calls(plan: Plan) -> Iterator[Line]:
         )
 
 
-def _call(phase: Routed, number: int) -> str:
+def _call(phase: Routed, number: int, wave: str = "") -> str:
+    given = f"here, peers, {wave}" if wave else "here, peers"
     match phase:
         case Read(what=Counters()):
             return (
@@ -144,10 +181,13 @@ def _call(phase: Routed, number: int) -> str:
             told = f"{_guard(phase.by)}commdsl::tell_addresses<{RANKS[phase.to]}>(here, peers);"
             return f"{told}\n  commdsl::prepare(here, peers);"
         case Tell():
-            given = "here" if isinstance(phase.what, Counters) else "here, peers"
+            if isinstance(phase.what, Words):
+                given = "here, peers"
+            elif not wave:
+                given = "here"
             return f"{_guard(phase.by)}commdsl::tell_{phase.what.name}<{RANKS[phase.to]}>({given});"
         case Meet():
-            told = f"commdsl::meet_{phase.what.name}<{number}, {RANKS[phase.of]}, {phase.calls_back}>(here, peers)"
+            told = f"commdsl::meet_{phase.what.name}<{number}, {RANKS[phase.of]}, {phase.calls_back}>({given})"
             who = (
                 "lane == 0 && "
                 if phase.by is Actor.FIRST
@@ -171,9 +211,9 @@ def _call(phase: Routed, number: int) -> str:
         case FillByKey():
             return "commdsl::fill(here, peers);"
         case PushBack():
-            return f"commdsl::push_{BACK[phase.each]}(here, peers);"
+            return f"commdsl::push_{BACK[phase.each]}({given});"
         case FinishBack():
-            return f"commdsl::finish_{BACK[phase.each]}(here, peers);"
+            return f"commdsl::finish_{BACK[phase.each]}({given});"
         case Finish():
             return "if (here.is_busy()) commdsl::finish(here);" if phase.is_spare else "commdsl::finish(here);"
         case Host():

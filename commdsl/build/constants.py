@@ -11,9 +11,10 @@ from commdsl.ir.dispatches import Often
 from commdsl.program.crossing import Pushing, num_crossing
 from commdsl.program.memory import Words
 from commdsl.program.moves import STAGE_MARKS_BYTES
-from commdsl.program.phases import FinishBack, Push, PushAgain, PushBack, PushByKey
+from commdsl.program.phases import FinishBack, Push, PushAgain, PushBack, PushByKey, Routed
 from commdsl.program.plan import Plan, heap_layout
 from commdsl.program.stages import WARP_STAGE_BYTES, carries, warp_stages
+from commdsl.program.waves import num_waves
 
 
 def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
@@ -46,6 +47,7 @@ def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
             case PushBack():
                 yield "bool", "kAddsHere", int(phase.each.is_sum)
                 yield "bool", "kWeighsHere", int(phase.weights is not None)
+                yield "i32", "kWaves", num_waves(one for one in plan.comm.phases if isinstance(one, Routed))
                 yield from _nodes(plan, phase)
             case FinishBack():
                 yield "bool", "kWeighs", int(phase.weights is not None)

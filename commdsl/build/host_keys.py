@@ -46,7 +46,7 @@ class Arrived:
     counts: NDArray[np.int32]  # rows by the rank's own keys, in their order, and by source rank
     offsets: NDArray[np.int32]  # where the rows of each own key end, with what is behind them
     origins: NDArray[np.uint64]  # of each place
-    mates: NDArray[np.int32] | None  # of each place the places of its row's keys
+    mates: NDArray[np.int32] | None  # by source rank and row the places here of its keys
     index: NDArray[np.int32] | None  # of each place the one that has its row
     values: NDArray[np.float32] | None  # of each place
     places: NDArray[np.int32]  # of each key of the rank's own rows
@@ -150,6 +150,7 @@ def _there(
         "outputs": results[: -len(OWN)],
         "room": call.room,
         **dict(zip(OWN, results[-len(OWN) :], strict=True)),
+        "most_rows": most_rows(call),
         "active_lanes": call.lanes[rank],
     }
 
@@ -191,6 +192,11 @@ def arriving(call: KeysCall, rank: int, plan: Plan) -> list[Array]:
     return rows + scales
 
 
+def most_rows(call: KeysCall) -> int:
+    """Of any rank: what mates have room for."""
+    return max(map(len, call.keys))
+
+
 OWN = ("counts", "offsets", "places")
 """What a rank learns for itself, behind what its peers write."""
 
@@ -206,8 +212,8 @@ def _results(where: Seats, call: KeysCall, plan: Plan) -> list[list[int]]:
             for at, one in enumerate(arriving(call, rank, plan))
         ]
         for rows in plan.push_by_key.to[len(plan.push_by_key.rows) :]:
-            width = {"origins": 8, "mates": 4 * call.keys[0].shape[1]}.get(rows.name, 4)
-            places.append(where.room.poisoned(call.room * width, f"{rows.name} of rank {rank}"))
+            sizes = {"origins": WORD * call.room, "mates": 4 * plan.num_ranks * most_rows(call) * call.keys[0].shape[1]}
+            places.append(where.room.poisoned(sizes.get(rows.name, 4 * call.room), f"{rows.name} of rank {rank}"))
         numbers = len(plan.key_positions), len(plan.key_positions) // plan.num_ranks, call.keys[rank].size
         for name, size in zip(OWN, numbers, strict=True):
             places.append(where.room.poisoned(4 * size, f"{name} of rank {rank}"))
@@ -223,7 +229,7 @@ def _received(data: NDArray[np.uint8], call: KeysCall, rank: int, places: Sequen
     total = int(ends[-1])
     beside: dict[str, Array] = {}
     for rows, at in zip(push.to[tensors:], places[tensors : -len(OWN)], strict=True):
-        shape = (total, a_row) if rows.name == "mates" else (total,)
+        shape = (plan.num_ranks, most_rows(call), a_row) if rows.name == "mates" else (total,)
         beside[rows.name] = _numbers(data, at, np.uint64 if rows.name == "origins" else np.int32, *shape)
     return Arrived(
         tuple(_rows(data, at, total, one) for one, at in zip(arriving(call, 0, plan), places, strict=False)),
@@ -291,6 +297,7 @@ def _again(where: Seats, one: CallAgain, rank: int, result: int, plan: Plan) -> 
     if any(isinstance(phase, FillByKey) for phase in plan.comm.phases):
         known["mates"] = left.mates
     return {
+        "most_rows": most_rows(one.call),
         "inputs": [_put(where, one.rows[rank], f"rows of rank {rank}", 2 * rank)],
         "row_bytes": [_width(one.rows)],
         "outputs": [result],
@@ -363,6 +370,7 @@ def _back(where: Seats, one: CallBack, rank: int, plan: Plan) -> dict[str, int]:
     if one.weights is not None:
         more["weights"] = one.weights[rank]
     return {
+        "most_rows": most_rows(one.call),
         "given": _put(where, one.rows[rank], f"rows of rank {rank}", 2 * rank),
         "given_rows": one.call.room,
         "row_bytes": _width(one.rows),

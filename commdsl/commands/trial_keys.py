@@ -233,8 +233,8 @@ def compare_there(
             if mine.values is not None and theirs.values is not None:
                 parts["values"] = mine.values, theirs.values
             if mine.mates is not None:
-                firsts = theirs.mates >= 0
-                parts["mates"] = np.where(firsts, mine.mates, -1), theirs.mates
+                has_row = np.array([np.arange(theirs.mates.shape[1]) < len(one.places) for one in wanted])
+                parts["mates"] = mine.mates[has_row], theirs.mates[has_row]
             if mine.index is not None:
                 parts["index"] = mine.index, theirs.index
             for name, (have, want) in parts.items():

@@ -41,7 +41,8 @@ class Handle:
     # the row's first here. -1: it has no row
     offsets: torch.Tensor
     places: torch.Tensor  # (T, K) int32: where each row of this rank is on the rank of its key, -1 if dropped
-    mates: torch.Tensor | None = None  # (R, K) int32: at the place of a row's first key here those of all its keys
+    mates: torch.Tensor | None = None  # (P, Limits.rows, K) int32: by source rank and row the places
+    # here of its keys, -1 of one that is elsewhere; behind a rank's rows nothing is written
     values: torch.Tensor | None = None  # beside each row, where they travel
 
 

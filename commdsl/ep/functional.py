@@ -184,7 +184,7 @@ def _fake_there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exc
         keys.new_empty((received,), dtype=torch.int64),
         keys.new_empty((found.keys_a_rank,)),
         keys.new_empty(keys.shape),
-        keys.new_empty((received, keys.shape[1])),
+        keys.new_empty((found.ranks, found.limits.rows, keys.shape[1])),
         keys.new_empty((received,), dtype=torch.float32),
     ]
 

@@ -107,7 +107,9 @@ class EPAllToAllLayoutDesc:
         origins, place = handle.origins, torch.arange(len(handle.origins), device=handle.origins.device)
         # The sign of an origin says that it is the first of its token here.
         is_first = (place < known.offsets[-1]) & (origins < 0) & (origins != PADDING)
-        mates = torch.where(is_first[:, None], handle.mates, NONE).long()
+        sources, row = origins >> 32 & 0xFFFF, (origins & 0xFFFFFFFF) // handle.keys.shape[1]
+        of_row = handle.mates[sources.clamp(max=len(handle.mates) - 1), row.clamp(max=handle.mates.shape[1] - 1)]
+        mates = torch.where(is_first[:, None], of_row, NONE).long()
         ends = torch.where(mates >= 0, mates, len(place))  # what is none lands behind the end
         first = torch.cat([place, place[:1]]).scatter(0, ends.flatten(), place.repeat_interleave(mates.shape[1]))[:-1]
         if known.positions is not None:

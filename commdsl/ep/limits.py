@@ -42,11 +42,16 @@ class Limits:
     width_back: int = 0  # bytes of a row that comes back
     width_again: int = 0  # bytes of a row that goes to places of a call before
 
-    def result_bytes(self, push: PushByKey) -> int:
+    def result_bytes(self, push: PushByKey, ranks: int) -> int:
         """Of one call there: what is received of each tensor, its scales, where it comes from, what else is beside."""
-        sizes = {"origins": ORIGIN_BYTES, "mates": NUMBER_BYTES * self.keys}
-        beside = (sizes.get(rows.name, NUMBER_BYTES) for rows in push.to[len(push.rows) :])
-        return sum(aligned(self.received * width) for width in (*self.widths, *self._scales(push), *beside))
+        beside = [rows.name for rows in push.to[len(push.rows) :]]
+        sizes = (ORIGIN_BYTES if name == "origins" else NUMBER_BYTES for name in beside if name != "mates")
+        mates = aligned(self.mates(ranks) * NUMBER_BYTES * self.keys) if "mates" in beside else 0
+        return mates + sum(aligned(self.received * width) for width in (*self.widths, *self._scales(push), *sizes))
+
+    def mates(self, ranks: int) -> int:
+        """Rows whose places a rank is told: those that all ranks may have."""
+        return ranks * self.rows
 
     def cast_bytes(self, there: Plan) -> int:
         """Behind it: rows in float8 of each warp, before they go to ranks that are far."""

@@ -31,7 +31,7 @@ class Received:
     counts: NDArray[np.int32]  # rows by the rank's own keys, in their order, and by source rank
     offsets: NDArray[np.int32]  # by own key: where its rows end, with what is behind them up to the next key's
     origins: NDArray[np.uint64]  # (R,): entry, source rank << 32, slot << 48, is the first << 63; or PADDING
-    mates: NDArray[np.int32]  # (R, K): of firsts the places of the row's keys here, -1 for others
+    mates: NDArray[np.int32]  # (P, most rows of a rank, K): by source rank and row the places here of its keys, or -1
     index: NDArray[np.int32]  # (R,): the place of the row's first key here; -1 where there is no row
     values: NDArray[np.float32] | None  # (R,): beside each row; 0 where there is none
     places: NDArray[np.int32]  # (T, K): where the rank's own rows are, each on the rank of its key; -1 if dropped
@@ -39,7 +39,7 @@ class Received:
     @property
     def entries(self) -> NDArray[np.int64]:
         """Of each place that has a row: the place, source rank, row, and which of the row's keys."""
-        a_row = self.mates.shape[1]
+        a_row = self.mates.shape[2]
         words = [(at, word) for at, word in enumerate(self.origins.tolist()) if word != PADDING]
         found = [(at, word >> 32 & 0xFFFF, *divmod(word & 0xFFFFFFFF, a_row)) for at, word in words]
         return np.array(found, np.int64).reshape(-1, 4)
@@ -72,7 +72,7 @@ def dispatch(
         rows = tuple(np.zeros((size, *one[rank].shape[1:]), one[rank].dtype) for one in tensors)
         beside = None if values is None else np.zeros(size, np.float32)
         origins, index = np.full(size, PADDING, np.uint64), np.full(size, -1, np.int32)
-        mates = np.full((size, a_row), -1, np.int32)
+        mates = np.full((ranks, max(map(len, keys)), a_row), -1, np.int32)
         for place, entry in enumerate(entries):
             if entry is None:
                 continue
@@ -83,8 +83,7 @@ def dispatch(
             is_first = which == here[0]
             origins[place] = row * a_row + which | source << 32 | slot << 48 | is_first << 63
             index[place] = places[source][row, here[0]]
-            if is_first:
-                mates[place, here] = places[source][row, here]
+            mates[source, row, which] = place
             for mine, theirs in zip(rows, tensors, strict=True):
                 mine[place] = theirs[source][row]
             if beside is not None and values is not None:

@@ -36,6 +36,7 @@ class WayBack:
         staging = aligned(begin + crossing.size)
         room = staging + limits.staging_bytes(self.plan) - self.plan.symmetric_bytes
         self.launches = known.launches(way, room)
+        self._most_rows = () if self.push.mates is None else (limits.rows,)
         self._rank, self._macros = known.comm.rank, known.macros
         self._always: Arguments = {
             "waiting": waiting,
@@ -61,7 +62,7 @@ class WayBack:
         if found is None:
             summed = () if self.push.each is Each.WORD else (f"COMMDSL_DTYPE={SUMMED[kind]}",)
             names = ["given", "given_rows", "row_bytes", "origins", "offsets"]
-            names += [] if self.push.mates is None else ["mates"]
+            names += [] if self.push.mates is None else ["most_rows", "mates"]
             names += ["weights"] if self.push.weights is not None or self.weighs_here else []
             names += ["output", "keys", "num_rows", "keys_a_row", "digest", "rank", "half", "active_lanes"]
             made = self.launches.start((*summed, *self._macros), self._always, dict.fromkeys(names, 0))
@@ -79,7 +80,9 @@ class WayBack:
             rows.data_ptr(),
             len(rows),
             width,
-            *addresses(known),
+            *addresses(known[:2]),
+            *self._most_rows,
+            *addresses(known[2:]),
             found.data_ptr(),
             keys.data_ptr(),
             *keys.shape,

@@ -76,8 +76,11 @@ class WayThere:
         staging, begin = limits.cast_bytes(way[0]), aligned(way[0].symmetric_bytes)
         staged = aligned(staging) if staging else 0
         crossing = limits.crossing(self.push, known.comm.size)
-        self.launches, self.pool = known.set_up(way, limits.result_bytes(self.push), staged + crossing.size)
-        self._crossing = crossing.arguments(begin + staged)
+        left = limits.result_bytes(self.push, known.comm.size)
+        self.launches, self.pool = known.set_up(way, left, staged + crossing.size)
+        self._fixed = crossing.arguments(begin + staged)
+        if self.push.often.is_once:
+            self._fixed = {**self._fixed, "most_rows": limits.rows}
         self._staging: tuple[int, ...] = ()
         if staging:
             self._staging = begin, staged_bytes(limits.widths, self.push.stretches)
@@ -100,7 +103,7 @@ class WayThere:
                 **dict(zip(("staging", "staged_bytes"), self._staging, strict=False)),
                 "outputs": (0,) * len(self.push.to),
                 **dict.fromkeys(("room", "counts", "offsets", "places"), 0),
-                **self._crossing,
+                **self._fixed,
                 **dict.fromkeys(("digest", "rank", "half", "active_lanes"), 0),
             }
             self._built = self.launches.start(self._known.macros, {}, changing)
@@ -115,7 +118,7 @@ class WayThere:
         start, known, room = self.start(), self._known, self._known.limits.received
         like, many = self._arriving(tensors), len(self.push.rows)
         arriving = (*like, *(self._like(rows.name, keys) for rows in self.push.to[many:]))
-        received = self.pool.empty([room] * len(arriving), arriving, goes=True, keep=keep)
+        received = self.pool.empty(self._counts(arriving), arriving, goes=True, keep=keep)
         share = len(self.launches.plan.key_positions) // known.comm.size
         counts = keys.new_empty((share, known.comm.size))
         offsets, places = keys.new_empty((share,)), torch.empty_like(keys)
@@ -130,13 +133,15 @@ class WayThere:
             *addresses(received),
             room,
             *addresses((counts, offsets, places)),
-            *words_of(self._crossing),
+            *words_of(self._fixed),
             digest,
             known.comm.rank,
         )
         lanes = self.launches.lanes(max(keys.numel(), room) * sum(widths))
         names = [rows.name for rows in self.push.to[many:]]
         beside = dict(zip(names, received[many:], strict=True))
+        if "mates" in beside:
+            beside["mates"] = beside["mates"].view(known.comm.size, known.limits.rows, keys.shape[1])
         came = Came(tuple(received[:many]), beside, counts, offsets, places)
         return (lambda half: start((*words, half, lanes))), came
 
@@ -145,8 +150,14 @@ class WayThere:
         keys = torch.empty((0, self._known.limits.keys), dtype=torch.int32, device=like[0].device)
         names, like = [rows.name for rows in self.push.to[len(self.push.rows) :]], self._arriving(like)
         arriving = (*like, *(self._like(name, keys) for name in names))
-        found = self.pool.look([self._known.limits.received] * len(arriving), arriving, goes=True)
+        found = self.pool.look(self._counts(arriving), arriving, goes=True)
         return dict(zip((*map(str, range(len(like))), *names), found, strict=True))
+
+    def _counts(self, arriving: Tensors) -> list[int]:
+        """Rows of what arrives: one for each place, of mates one for each row of all ranks."""
+        names, known = [rows.name for rows in self.push.to], self._known
+        mates = known.limits.mates(known.comm.size)
+        return [mates if name == "mates" else known.limits.received for name, _ in zip(names, arriving, strict=True)]
 
     def _arriving(self, tensors: Tensors) -> Tensors:
         """Those like the rows that arrive, scales behind all of them."""
@@ -193,7 +204,7 @@ class WayAgain:
         """The kernel, built once."""
         if self._built is None:
             names = ("counts", "offsets", "places", "origins")
-            of_keys = ("keys", "num_rows", "keys_a_row", *(("mates",) if self._has_mates else ()))
+            of_keys = ("keys", "num_rows", "keys_a_row", *(("most_rows", "mates") if self._has_mates else ()))
             changing: Arguments = {
                 "inputs": (0,),
                 "row_bytes": (0,),
@@ -222,7 +233,7 @@ class WayAgain:
             *words_of(self._crossing),
             keys.data_ptr(),
             *keys.shape,
-            *(addresses(mates) if self._has_mates else ()),
+            *((known.limits.rows, *addresses(mates)) if self._has_mates else ()),
             digest,
             known.comm.rank,
         )

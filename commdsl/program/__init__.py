@@ -7,6 +7,7 @@ tasks         the phase of tiles: what a role computes beside the moves
 arriving      the names of what arrives besides the tensors of a dispatch by keys
 phases        what else a role does, proved by region: tell, meet, push, finish; `wording`: in words
 crossing      rows that cross once per node -> the memory in which they wait there
+waves         the phases of a way back -> the order in which lanes run them, wave after wave
 halves        the phases of a call -> those of two launches, one that sends and one that waits for what comes
 launches      phases of a program with compute between its steps: launch, visit, return
 plan          memory, roles, and each role's phases in order

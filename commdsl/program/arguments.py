@@ -148,6 +148,7 @@ def arguments(plan: Plan) -> Arguments:
                     Field("room"),  # rows of each output
                     *(Field(name, is_address=True) for name in ("counts", "offsets", "places")),
                     *_crossing(phase),
+                    *(_MATES if phase.often.is_once else ()),
                 ]
             case PushAgain():
                 words += [
@@ -160,7 +161,7 @@ def arguments(plan: Plan) -> Arguments:
                     *_KEYS,
                 ]
             case FillByKey():
-                words += [Field("mates", is_address=True)] if phase.mates.home is Home.GIVEN else []
+                words += [*_MATES, Field("mates", is_address=True)] if phase.mates.home is Home.GIVEN else []
             case PushBack():
                 words += [
                     Field("waiting"),  # offset in every heap of where rows wait
@@ -174,7 +175,7 @@ def arguments(plan: Plan) -> Arguments:
                     Field("origins", is_address=True),
                     Field("offsets", is_address=True),
                 ]
-                words += [] if phase.mates is None else [Field("mates", is_address=True)]
+                words += [] if phase.mates is None else [*_MATES, Field("mates", is_address=True)]
                 words += [] if phase.weights is None else [Field("weights", is_address=True)]
             case FinishBack():
                 words += [] if phase.weights is None else [Field("weights", is_address=True)]
@@ -204,4 +205,5 @@ def is_cast_far(plan: Plan) -> bool:
 
 _CAST = (Field("elements", 3),)  # of tensors that are cast: 0 float32, 1 float16, 2 bfloat16
 _STAGED = (Field("staging"), Field("staged_bytes"))  # offset in the own heap of so many bytes for each warp
+_MATES = (Field("most_rows"),)  # that a rank may have: mates of all ranks' rows lie side by side
 _KEYS = (Field("keys", is_address=True), Field("num_rows"), Field("keys_a_row"))

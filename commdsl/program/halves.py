@@ -41,7 +41,7 @@ def cut_of(phases: tuple[Routed, ...]) -> int | None:
 
 
 def kept_by(phases: tuple[Routed, ...], num_ranks: int) -> Words | None:
-    """What a lane leaves to itself: how many lanes every rank has, and what is reported when all is done."""
+    """What a lane leaves to itself: how many lanes every rank has, and rows; and what is reported when all is done."""
     if cut_of(phases) is None:
         return None
     lanes = tuple(f"lanes {rank}" for rank in range(num_ranks))
@@ -51,7 +51,8 @@ def kept_by(phases: tuple[Routed, ...], num_ranks: int) -> Words | None:
                 more = *(f"room {rank}" for rank in range(num_ranks)), *(f"comes {rank}" for rank in range(num_ranks))
                 return Words("kept", (*lanes, *more, "bad"), a_lane=True, is_own=True)
             case PushBack():
-                return Words("kept", (*lanes, "bad", "apart"), a_lane=True, is_own=True)
+                rows = (f"rows {rank}" for rank in range(num_ranks))
+                return Words("kept", (*lanes, *rows, "bad", "apart"), a_lane=True, is_own=True)
             case _:
                 pass
     return Words("kept", lanes, a_lane=True, is_own=True)

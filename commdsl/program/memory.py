@@ -65,6 +65,7 @@ class Rows:
 
     name: str
     home: Home
+    wave: int = 0  # of those that wait which ones, where they are finished wave after wave
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Counters:
 
     name: str
     is_shared: bool  # one for every lane of every rank; otherwise one, of the rank itself
+    waves: int = 1  # so many of each, where a call comes in waves
 
 
 @dataclass(frozen=True, slots=True)

@@ -394,6 +394,6 @@ def _turn(rows: Rows) -> int:
     return 0 if rows.home.is_heap else 1
 
 
-def region(memory: Memory) -> Memory | Home | None:
+def region(memory: Memory) -> Memory | tuple[Home, int] | None:
     """Equal of memories that may be the same bytes: the caller's may, as one call's result is given to another."""
-    return (memory.home if memory.home.is_heap else None) if isinstance(memory, Rows) else memory
+    return ((memory.home, memory.wave) if memory.home.is_heap else None) if isinstance(memory, Rows) else memory

@@ -207,7 +207,7 @@ def heap_layout(plan: Plan) -> HeapLayout:
                 at += (1 if memory.is_own else plan.num_ranks) * slot_bytes(memory, plan.comm.lanes)
             case Counters():
                 offsets.append((memory, at))
-                at += plan.num_ranks * plan.comm.lanes * LINE if memory.is_shared else LINE
+                at += memory.waves * plan.num_ranks * plan.comm.lanes * LINE if memory.is_shared else LINE
             case Rows() | Tensor() | Kept():
                 pass
             case _:

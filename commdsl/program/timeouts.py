@@ -138,8 +138,8 @@ def complaint(record: ErrorRecord, place: str = "") -> str:
         )
     if record.code == BAD_MATE:
         return (
-            f"row {record.op} of rank {record.rank} is to be added up with one that is not among the {record.expected} "
-            "that came"
+            f"what rank {record.rank} received of row {record.op} of rank {record.peer} is to be added up with one "
+            f"that is not among the {record.expected} that came"
         )
     part = "its words" if record.op else "its head"
     return (

@@ -185,9 +185,9 @@ def _distinct(*rows: Rows) -> None:
 
 def _told(phases: list[Routed], addresses: tuple[str, ...], push: Pushing | None = None) -> None:
     """Words have the values that their bodies write and read."""
-    crosses = push is not None and push.node > 0
+    has_rows = push is not None and (push.node > 0 or (isinstance(push, PushBack) and push.each.is_sum))
     wanted = {
-        "addresses": (*addresses, *(("rows sent",) if crosses else ())),
+        "addresses": (*addresses, *(("rows sent",) if has_rows else ())),
         "sent": ("rows",),
         "across": ("bytes",),
     }

@@ -46,6 +46,11 @@ ACROSS = Words("across", ("bytes",), a_lane=True)
 DONE, CALLS, COMPLETE = Counters("done", True), Counters("calls", False), Counters("complete", False)
 CROSSED, ARRIVED = Counters("crossed", True), Counters("arrived", False)
 
+WAVES = 4
+"""In which sums come home: one is finished while the next is on its way. The last is finished by itself, and each costs
+its lanes a meeting.
+"""
+
 
 def lower_by_key(dispatch: Dispatch, transport: Transport = Transport.PEER) -> Plan:
     """The way there."""
@@ -121,15 +126,23 @@ def _back(
     route = route_of(dispatch)
     given, waiting, result = (Rows(name, home) for home in (Home.GIVEN, Home.WAITING, Home.RESULT))
     keys, origins, offsets = (Rows(one, Home.GIVEN) for one in (route.key, "origins", "offsets"))
-    push, told = PushBack(given, origins, offsets, waiting, each, mates, there), tuple[str, ...]()
+    push, told = PushBack(given, origins, offsets, waiting, each, mates, there), ("rows sent",) if each.is_sum else ()
     if each is Each.NODE:
-        push, told = replace(push, node=route.node, crossing=_crossing(route), keys=keys), _rows_of(route)
+        push = replace(push, node=route.node, crossing=_crossing(route), keys=keys)
+    done = replace(DONE, waves=WAVES if each is Each.RANK else 1)
     phases = (
         Read(Actor.LANES, CALLS),
-        *_greeted(push, Words("addresses", ("lanes", *told))),
-        Tell(Actor.FIRST, COMPLETE, Ranks.OWN),
-        Meet(Actor.LANES, COMPLETE, Ranks.OWN),
+        Tell(Actor.FIRST, addresses := Words("addresses", ("lanes", *told)), Ranks.OTHERS),
+        Meet(Actor.LANES, addresses, Ranks.OTHERS),
+        push,
+        *(() if push.crossing is None else _across(push, push.crossing, ())),
+        Tell(Actor.LANES, SENT, Ranks.ALL),
+        Tell(Actor.LANES, done, Ranks.ALL),
+        Meet(Actor.LANES, done, Ranks.ALL),
         FinishBack(waiting, keys, result, positions_of(route), each, here),
+        Read(Actor.FIRST, SENT),
+        *(() if push.crossing is None else (Read(Actor.FIRST, ACROSS),)),
+        Tell(Actor.FIRST, CALLS, Ranks.OWN),
     )
     more = tuple(rows for rows in (mates, there, here) if rows is not None)
     rows = (given, origins, offsets, keys, *more, result)
@@ -143,7 +156,7 @@ def _filled(fill: FillByKey) -> Iterator[Routed]:
     yield fill
 
 
-def _greeted(push: PushByKey | PushAgain | PushBack, addresses: Words, to: tuple[Rows, ...] = ()) -> Iterator[Routed]:
+def _greeted(push: PushByKey | PushAgain, addresses: Words, to: tuple[Rows, ...]) -> Iterator[Routed]:
     """Rows go when the peers are in this call, and have arrived when all lanes of all ranks are through. Those that
     cross to another node wait there until all lanes of all ranks have sent theirs; none waits for one that sends on.
     """
@@ -154,13 +167,11 @@ def _greeted(push: PushByKey | PushAgain | PushBack, addresses: Words, to: tuple
     if push.crossing is not None:
         yield from _across(push, push.crossing, to)
     # Where rows are forwarded the rank's own lanes have met; if nothing of that is filled, they need no more.
-    is_met = isinstance(push, PushByKey | PushAgain) and push.node > 0 and push.often is Often.INDEX
+    is_met = push.node > 0 and push.often is Often.INDEX
     of = Ranks.OTHERS if is_met else Ranks.ALL
     yield Tell(Actor.LANES, DONE, of)
     yield Meet(Actor.FIRST, DONE, of)
     yield Read(Actor.FIRST, SENT)
-    if isinstance(push, PushBack) and push.crossing is not None:
-        yield Read(Actor.FIRST, ACROSS)
     yield Tell(Actor.FIRST, CALLS, Ranks.OWN)
 
 

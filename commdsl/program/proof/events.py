@@ -31,6 +31,7 @@ from commdsl.program.halves import Halves
 from commdsl.program.phases import Actor, Host, Meet, Ranks, Routed, Tell, Touch, region, touches
 from commdsl.program.plan import Plan
 from commdsl.program.proof.timeline import Bits, Timeline
+from commdsl.program.waves import in_order
 from commdsl.program.wording import name_of
 
 STREAM = -1
@@ -78,12 +79,14 @@ def steps(plan: Plan, halves: Halves | None = None) -> tuple[Step, ...]:
     before = [phase for phase in caller if not phase.is_after]
     lanes = [phase for phase in plan.comm.phases if isinstance(phase, Routed)]
     own = Ranks.OWN
-    between = () if halves is None else (*(_step(phase, lanes) for phase in halves[0]), *_between())
+    first, second = ((), in_order(tuple(lanes))) if halves is None else (in_order(halves[0]), in_order(halves[1]))
+    lanes = [*first, *second]
     return (
         *(_step(phase, lanes) for phase in before),
         Step("begin", Actor.LANES, wait=Wait(before[-1].name, Actor.CALLER, own), given=True),
-        *between,
-        *(_step(phase, lanes) for phase in (lanes if halves is None else halves[1])),
+        *(_step(phase, lanes) for phase in first),
+        *(() if halves is None else _between()),
+        *(_step(phase, lanes) for phase in second),
         Step("end", Actor.LANES, tells=own, given=True),
         *(_step(phase, lanes) for phase in caller if phase.is_after),
     )

@@ -100,7 +100,7 @@ COMMDSL_FN void push_again(const Call<Plan>& here, Again<Plan>& again) {
 
 template <class Plan>
 COMMDSL_FN void forward(const Call<Plan>& here, Again<Plan>& again) {
-  forward_rows(here, again, [](i32, u64, u32) {});
+  forward_rows(here, again, [](i32, u64, u32) {}, [](i32, u64, u32) {});
 }
 
 // When all is done: the rank has no room for what comes.

@@ -19,6 +19,7 @@ struct Origin {
 struct Parts {
   u32 at[kMostKeysARow];
   float weight[kMostKeysARow];
+  u64 origin;  // of the first, where rows that were received are added up
 
   // Each thread of the warp has one, or none; of those that have they follow each other. How many there are now.
   COMMDSL_FN u32 append(u32 count, bool has, u32 run, float times) {
@@ -31,13 +32,9 @@ struct Parts {
   }
 };
 
-// The places of a stretch that have the first entry of their row, which their lane's warps take one after another: sums of few rows
-// and of many take unequal times. Shared by the threads of a lane.
-struct Firsts {
-  static constexpr u32 kMost = 1024;
-  u32 count, taken;
-  u32 at[kMost];
-  u64 origin[kMost];
+// Of every rank as many of its rows, from `first` on.
+struct Wave {
+  u64 first, rows;
 };
 
 // What a lane knows on the way back. Shared by its threads.
@@ -47,10 +44,11 @@ struct Returning {
   u64 sent[Plan::kNumRanks];  // rows, sums or words, by this lane
   u64 total;                  // places that the rank's keys have, with those that are empty
   u64 bad;                    // a place that came from nowhere, counted from 1
-  u64 apart;                  // one whose row has a place that there is not, counted from 1
+  u64 apart;                  // a row that has a place that there is not: a number among those of all ranks, counted from 1
+  u64 rows[Plan::kNumRanks];  // that a rank has, where ranks add up
+  u32 taken[Plan::kWaves];    // sums of a wave, or pieces of them, that warps of the lane have taken
   Rails<Plan> rails;
   Parts parts[num_warps()][2];  // of the sum in hand, and of the next
-  Firsts firsts;
 
   COMMDSL_FN u64 told(const Call<Plan>& here, i32 word) const {
     return word == 0 ? static_cast<u64>(here.args.active_lanes) : here.args.num_rows;
@@ -58,8 +56,8 @@ struct Returning {
   COMMDSL_FN void learn(const Call<Plan>&, i32 peer, i32 word, u64 value) {
     if (word == 0) {
       lanes[peer] = static_cast<i32>(value);
-    } else if constexpr (kNodes<Plan> > 1) {
-      rails.rows[peer] = value;
+    } else {
+      rows[peer] = value;
     }
   }
   COMMDSL_FN u64 expected(const Call<Plan>& here, i32 peer) const {
@@ -75,14 +73,18 @@ struct Returning {
   COMMDSL_FN u64 rows_across(const Call<Plan>& here, i32 nodes) const { return rows_with_sums(here, nodes); }
   COMMDSL_FN u64 row_across(const Call<Plan>& here) const { return here.args.row_bytes; }
 
-  // What is kept for the second of two launches: the lanes of every rank, and places that are wrong.
+  // What is kept for the second of two launches: the lanes of every rank, its rows, and what is wrong.
   COMMDSL_FN u64 kept(const Call<Plan>&, i32 word) const {
-    return word < Plan::kNumRanks ? static_cast<u64>(lanes[word]) : word == Plan::kNumRanks ? bad : apart;
+    const i32 rank = word % Plan::kNumRanks, what = word / Plan::kNumRanks;
+    return what == 0 ? static_cast<u64>(lanes[rank]) : what == 1 ? rows[rank] : rank == 0 ? bad : apart;
   }
   COMMDSL_FN void recall(const Call<Plan>&, i32 word, u64 value) {
-    if (word < Plan::kNumRanks) {
-      lanes[word] = static_cast<i32>(value);
-    } else if (word == Plan::kNumRanks) {
+    const i32 rank = word % Plan::kNumRanks, what = word / Plan::kNumRanks;
+    if (what == 0) {
+      lanes[rank] = static_cast<i32>(value);
+    } else if (what == 1) {
+      rows[rank] = value;
+    } else if (rank == 0) {
       bad = value;
     } else {
       apart = value;
@@ -102,8 +104,10 @@ template <class Plan>
 COMMDSL_FN void prepare(const Call<Plan>& here, Returning<Plan>& known) {
   for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
     known.sent[at] = 0;
+    known.rows[at] = static_cast<i32>(at) == here.args.rank ? here.args.num_rows : 0;
     if constexpr (kNodes<Plan> > 1) known.rails.across[at] = 0;
   }
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kWaves); at += num_threads()) known.taken[at] = 0;
   if (thread() == 0) {
     const i32 last = reinterpret_cast<const i32*>(here.args.offsets)[kKeysARank<Plan> - 1];
     known.total = last > 0 ? static_cast<u64>(last) : 0;
@@ -202,24 +206,49 @@ COMMDSL_FN u64 pieces_of(const Call<Plan>& here, u64 rows) {
   return rows * 2 > workers ? 1 : rows * 16 > workers ? workers / rows : 16;
 }
 
-// The places on this rank of the row whose first is `at`, in the order of its keys; 0 if one of them there is not.
+// How many waves there are, on all ranks alike: as many as have enough rows, of the rank with the most.
 template <class Plan>
-COMMDSL_FN u32 find_mates(const Call<Plan>& here, u64 at, u64 rows, Parts& parts) {
+COMMDSL_FN u64 most_rows(const Returning<Plan>& known) {
+  u64 most = 0;
+  for (i32 rank = 0; rank < Plan::kNumRanks; ++rank) most = known.rows[rank] > most ? known.rows[rank] : most;
+  return most;
+}
+
+template <class Plan>
+COMMDSL_FN i32 num_waves(const Returning<Plan>& known) {
+  const u64 waves = most_rows(known) / kWaveRows, most = static_cast<u64>(Plan::kWaves);
+  return static_cast<i32>(waves < 1 ? 1 : waves < most ? waves : most);
+}
+
+template <class Plan>
+COMMDSL_FN Wave wave_of(const Returning<Plan>& known, i32 wave) {
+  const u64 rows = most_rows(known), waves = static_cast<u64>(num_waves(known));
+  const u64 first = rows * static_cast<u64>(wave) / waves;
+  return {first, rows * static_cast<u64>(wave + 1) / waves - first};
+}
+
+// The places on this rank of a row of the rank `source`, in the order of its keys. False if one of them there is not.
+template <class Plan>
+COMMDSL_FN bool find_mates(const Call<Plan>& here, i32 source, u64 row, u64 places, Parts& parts, u32& count) {
   const auto& args = here.args;
-  u32 count = 0, wrong = 0;
+  const i32* mates = reinterpret_cast<const i32*>(args.mates) + (static_cast<u64>(source) * args.most_rows + row) * args.keys_a_row;
+  u32 wrong = 0;
+  count = 0;
   for (u64 from = 0; from < args.keys_a_row; from += kWarp) {
     const u64 which = from + thread_of_warp();
-    const i32 mate = which < args.keys_a_row ? reinterpret_cast<const i32*>(args.mates)[at * args.keys_a_row + which] : -1;
-    const bool has = mate != -1, is_held = has && static_cast<u32>(mate) < rows;
+    const i32 mate = which < args.keys_a_row ? mates[which] : -1;
+    const bool has = mate != -1, is_held = has && static_cast<u32>(mate) < places;
     float times = 1;
     if constexpr (Plan::kWeighsHere) times = is_held ? reinterpret_cast<const float*>(args.weights)[mate] : 0;
+    const u64 origin = is_held ? origin_at(here, static_cast<u64>(mate)) : 0;
+    const Equals held = among_equals(is_held ? 1 : 0), equals = among_equals(has ? 1 : 0);
+    if (is_held && count + held.before == 0) parts.origin = origin;
     const u32 before = count;
     count = parts.append(count, is_held, static_cast<u32>(mate), times);
-    const Equals equals = among_equals(has ? 1 : 0);
     wrong += (has ? equals.count : kWarp - equals.count) - (count - before);
   }
   warp_barrier();
-  return wrong > 0 ? 0 : count;
+  return wrong == 0;
 }
 
 // Where what this rank adds up goes, as an offset in a heap: that of the row's own rank, or of its rail in this node.
@@ -261,28 +290,11 @@ COMMDSL_FN void send_far(const Call<Plan>& here, const Sum& sum) {
   }
 }
 
-// Of the places from `from` on those that have the first entry of their row.
-template <class Plan>
-COMMDSL_FN void find_firsts(const Call<Plan>& here, Returning<Plan>& known, u64 from, u64 last) {
-  Firsts& firsts = known.firsts;
-  if (thread() == 0) firsts.count = firsts.taken = 0;
-  block_barrier();
-  for (u64 at = from + thread(); at < last; at += num_threads()) {
-    const u64 word = origin_at(here, at);
-    if (word == kPadding || (word & kFirst) == 0) continue;
-    const Origin origin(word);
-    if (!is_there(here, known, at, origin, place_of(here, origin))) continue;
-    const u32 index = take_shared(&firsts.count);
-    firsts.at[index] = static_cast<u32>(at);
-    firsts.origin[index] = word;
-  }
-  block_barrier();
-}
-
-// Into how many pieces the rows of a lane are cut, of a warp each, where there are fewer rows than warps.
-COMMDSL_FN u32 pieces_for(u32 rows) {
-  constexpr u32 kWanted = 2 * num_warps();
-  return rows == 0 || rows >= kWanted ? 1 : rows * 16 > kWanted ? (kWanted + rows - 1) / rows : 16;
+// Into how many pieces the rows of a lane are cut, of a warp each, where there are fewer rows than warps: of many two for each warp, as
+// they take unequal times, of few one, as each costs some.
+COMMDSL_FN u32 pieces_for(u64 rows) {
+  const u64 wanted = rows * 2 <= num_warps() ? num_warps() : 2 * num_warps();
+  return rows == 0 || rows >= wanted ? 1 : rows * 16 > wanted ? static_cast<u32>((wanted + rows - 1) / rows) : 16;
 }
 
 // Whose low bits say how rows are aligned wherever they lie, here and on other ranks: heaps are.
@@ -291,44 +303,57 @@ COMMDSL_FN u64 alignment_bits(const Call<Plan>& here, u64 tensor) {
   return here.args.row_bytes | here.args.waiting | tensor;
 }
 
-// The sum of a row that one of the lane's warps takes, or a piece of it; none if all are taken.
+// The sums of a wave that are a lane's: their numbers among those of all lanes.
+struct Share {
+  u64 first, count;
+};
+
+// The sum that one of the lane's warps takes, or a piece of it; none if all are taken. Of each row the ranks take turns, so that at any
+// time rows go to all of them.
 template <class Plan>
-COMMDSL_FN Sum next_first(const Call<Plan>& here, Returning<Plan>& known, u64 rows, u32 pieces, Parts& parts) {
+COMMDSL_FN Sum next_sum(const Call<Plan>& here, Returning<Plan>& known, const Wave& wave, const Share& share, u32 pieces, u32& taken,
+                        Parts& parts) {
   const auto& args = here.args;
-  Firsts& firsts = known.firsts;
+  const u64 places = num_places(here, known), ranks = static_cast<u64>(Plan::kNumRanks);
   for (;;) {
-    const u32 item = of_first_thread(thread_of_warp() == 0 ? take_shared(&firsts.taken) : 0);
-    if (item >= firsts.count * pieces) return {};
-    const u32 number = item / pieces, piece = item % pieces;
-    const u64 at = firsts.at[number];
-    const Origin origin(firsts.origin[number]);
-    const u32 count = find_mates(here, at, rows, parts);
-    if (count == 0) {
-      known.apart = at + 1;
+    const u32 item = of_first_thread(thread_of_warp() == 0 ? take_shared(&taken) : 0), piece = item % pieces;
+    if (item / pieces >= share.count) return {};
+    const u64 number = share.first + item / pieces, row = wave.first + number / ranks;
+    const i32 source = static_cast<i32>((number + row) % ranks);
+    if (row >= known.rows[source] || row >= args.most_rows) continue;
+    u32 count;
+    if (!find_mates(here, source, row, places, parts, count)) {
+      known.apart = static_cast<u64>(source) * args.most_rows + row + 1;
+      continue;
+    }
+    if (count == 0) continue;  // its keys are elsewhere
+    const Origin origin(parts.origin);
+    const u64 place = place_of(here, origin);
+    const bool is_its = origin.source == static_cast<u64>(source) && origin.entry / args.keys_a_row == row;
+    if (!is_there(here, known, parts.at[0], origin, place) || !is_its) {
+      known.bad = parts.at[0] + 1;
       continue;
     }
     if (piece == 0 && thread_of_warp() == 0) count_sent(known, origin.source);
     const char* given = reinterpret_cast<const char*>(args.given);
-    return sum_for(here, way_home(here, origin, place_of(here, origin)), given, part_of(args.row_bytes, piece, pieces), count);
+    return sum_for(here, way_home(here, origin, place), given, part_of(args.row_bytes, piece, pieces), count);
   }
 }
 
-// For each row that was received, however often, the sum of what became of it to the place on its source that waits for this rank's.
+// For each row of a wave that was received, however often, the sum of what became of it to the place on its source that waits for this
+// rank's.
 template <class Plan>
-COMMDSL_FN void push_sums(const Call<Plan>& here, Returning<Plan>& known) {
-  const auto& args = here.args;
+COMMDSL_FN void push_sums(const Call<Plan>& here, Returning<Plan>& known, i32 number = 0) {
   if constexpr (kNodes<Plan> > 1) send_sums(here);
-  const u64 rows = num_places(here, known), last = begin_of(here, rows, here.lane + 1);
+  const Wave wave = wave_of(known, number);
+  const u64 sums = wave.rows * static_cast<u64>(Plan::kNumRanks), first = begin_of(here, sums, here.lane);
+  const Share share{first, begin_of(here, sums, here.lane + 1) - first};
+  const u32 pieces = pieces_for(share.count);
   Carrier<Plan> carrier;
-  for (u64 at = begin_of(here, rows, here.lane); at < last; at += Firsts::kMost) {
-    find_firsts(here, known, at, at + Firsts::kMost < last ? at + Firsts::kMost : last);
-    const u32 pieces = pieces_for(known.firsts.count);
-    carrier.template add_each<typename Plan::Element, Plan::kWeighsHere>(
-        alignment_bits(here, args.given), args.row_bytes, known.parts[warp()],
-        [&](Parts& parts) { return next_first(here, known, rows, pieces, parts); },
-        [&](const Sum& sum) { send_far(here, sum); });
-    block_barrier();
-  }
+  carrier.template add_each<typename Plan::Element, Plan::kWeighsHere>(
+      alignment_bits(here, here.args.given), here.args.row_bytes, known.parts[warp()],
+      [&](Parts& parts) { return next_sum(here, known, wave, share, pieces, known.taken[number], parts); },
+      [&](const Sum& sum) { send_far(here, sum); });
   carrier.finish();
 }
 
@@ -366,19 +391,24 @@ COMMDSL_FN void end(const Call<Plan>& here, Returning<Plan>& known) {
     const Origin origin(origin_at(here, at));
     give_up(here, kBadOrigin, static_cast<i32>(at), static_cast<i32>(origin.source), places_there(here), place_of(here, origin));
   }
-  if (known.apart > 0) give_up(here, kBadMate, static_cast<i32>(known.apart - 1), here.args.rank, num_places(here, known), 0);
+  if constexpr (Plan::kAddsHere) {
+    if (known.apart > 0) {
+      const u64 row = (known.apart - 1) % here.args.most_rows, source = (known.apart - 1) / here.args.most_rows;
+      give_up(here, kBadMate, static_cast<i32>(row), static_cast<i32>(source), num_places(here, known), 0);
+    }
+  }
 }
 
-// For each row the sum of what waits for it, rounded once; `find` finds its parts, and says how many they are.
+// For each row of a wave the sum of what waits for it, rounded once; `find` finds its parts, and says how many they are.
 template <bool weighs, class Plan, class Find>
-COMMDSL_FN void finish_each(const Call<Plan>& here, Returning<Plan>& known, const Find& find) {
+COMMDSL_FN void finish_each(const Call<Plan>& here, Returning<Plan>& known, const Wave& wave, const Find& find) {
   const auto& args = here.args;
-  const u64 width = args.row_bytes, pieces = pieces_of(here, args.num_rows);
+  const u64 width = args.row_bytes, pieces = pieces_of(here, wave.rows);
   const char* waiting = reinterpret_cast<const char*>(args.heap[args.rank] + args.waiting);
   u64 item = worker(here);
   const auto next = [&](Parts& parts) -> Sum {
-    if (item >= args.num_rows * pieces) return {};
-    const u64 row = item / pieces;
+    const u64 row = wave.first + item / pieces;
+    if (item >= wave.rows * pieces || row >= args.num_rows) return {};
     const Part part = part_of(width, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
     item += num_workers(here);
     const u32 count = find(row, parts);
@@ -396,7 +426,7 @@ COMMDSL_FN void finish_each(const Call<Plan>& here, Returning<Plan>& known, cons
 template <class Plan>
 COMMDSL_FN void finish_rows(const Call<Plan>& here, Returning<Plan>& known) {
   const u64 keys = here.args.keys_a_row;
-  finish_each<Plan::kWeighs>(here, known, [&](u64 row, Parts& parts) {
+  finish_each<Plan::kWeighs>(here, known, Wave{0, here.args.num_rows}, [&](u64 row, Parts& parts) {
     u32 count = 0;
     for (u64 from = 0; from < keys; from += kWarp) {
       const u64 which = from + thread_of_warp();
@@ -437,11 +467,11 @@ COMMDSL_FN u32 num_adders_of(const Call<Plan>& here, u64 row) {
   return count;
 }
 
-// For each row the sums that came back from ranks, or from nodes, added up in their order, rounded once.
+// For each row of a wave the sums that came back from ranks, or from nodes, added up in their order, rounded once.
 template <class Plan>
-COMMDSL_FN void finish_sums(const Call<Plan>& here, Returning<Plan>& known) {
+COMMDSL_FN void finish_sums(const Call<Plan>& here, Returning<Plan>& known, i32 wave = 0) {
   const u64 slots = kNodes<Plan> > 1 ? nodes_a_row(here) : slots_a_row(here);
-  finish_each<false>(here, known, [&](u64 row, Parts& parts) {
+  finish_each<false>(here, known, wave_of(known, wave), [&](u64 row, Parts& parts) {
     const u32 count = num_adders_of(here, row);
     for (u32 slot = thread_of_warp(); slot < count; slot += kWarp) parts.at[slot] = static_cast<u32>(row * slots + slot);
     return count;

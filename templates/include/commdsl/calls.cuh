@@ -186,14 +186,21 @@ COMMDSL_FN bool meet_addresses(const Call<Plan>& here, Known& known) {
 
 // --- done: a lane of a rank is through with its rows -----------------------------------------------------------------------------
 
+// Where a wave's counters are, behind those of the first.
+template <class Plan>
+COMMDSL_FN u64 wave_at(i32 wave) {
+  return static_cast<u64>(wave) * (Plan::kNumRanks * Plan::kLanes * kFlagStride);
+}
+
 template <Ranks to, u64 begin, class Plan>
-COMMDSL_FN void tell_lanes(const Call<Plan>& here) {
+COMMDSL_FN void tell_lanes(const Call<Plan>& here, i32 wave = 0, i32 waves = 1) {
   complete(here.args);
   block_barrier();
   const i32 rank = here.args.rank;
-  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks); at += num_threads()) {
-    const i32 peer = static_cast<i32>(at);
-    if (is_among<to>(peer, rank)) raise_flag(here.args, peer, lane_at<Plan, begin>(rank, here.lane), here.number);
+  for (u32 at = thread(); at < static_cast<u32>(Plan::kNumRanks * waves); at += num_threads()) {
+    const i32 peer = static_cast<i32>(at) / waves;
+    const u64 counter = lane_at<Plan, begin>(rank, here.lane) + wave_at<Plan>(wave + static_cast<i32>(at) % waves);
+    if (is_among<to>(peer, rank)) raise_flag(here.args, peer, counter, here.number);
   }
 }
 
@@ -202,9 +209,15 @@ COMMDSL_FN void tell_done(const Call<Plan>& here) {
   tell_lanes<to, Plan::kDoneAt>(here);
 }
 
+// With a wave of its rows. Behind the last of a call there is none: what those that there may be are told by is told at once.
+template <Ranks to, class Plan, class Known>
+COMMDSL_FN void tell_done(const Call<Plan>& here, const Known& known, i32 wave) {
+  tell_lanes<to, Plan::kDoneAt>(here, wave, wave + 1 == num_waves(known) ? Plan::kWaves - wave : 1);
+}
+
 // All lanes of these ranks are through. False when the rank gives up.
 template <i32 phase, Ranks of, i32 calls_back, u64 begin, class Plan, class Known>
-COMMDSL_FN bool meet_lanes(const Call<Plan>& here, const Known& peers) {
+COMMDSL_FN bool meet_lanes(const Call<Plan>& here, const Known& peers, i32 wave = 0) {
   bool gave_up = false;
   const u64 expected = here.number - calls_back;
   for (u32 at = thread(); !gave_up; at += num_threads()) {
@@ -212,15 +225,15 @@ COMMDSL_FN bool meet_lanes(const Call<Plan>& here, const Known& peers) {
     while (peer < Plan::kNumRanks && from >= peers.lanes[peer]) from -= peers.lanes[peer++];
     if (peer == Plan::kNumRanks) break;
     if (!is_among<of>(peer, here.args.rank)) continue;
-    gave_up = !poll(here.args, peer, here.word(here.args.rank, lane_at<Plan, begin>(peer, from)), expected,
+    gave_up = !poll(here.args, peer, here.word(here.args.rank, lane_at<Plan, begin>(peer, from) + wave_at<Plan>(wave)), expected,
                     [&](u64 why, u64 seen) { give_up(here, why, phase, peer, expected, seen); });
   }
   return !block_any(gave_up);
 }
 
 template <i32 phase, Ranks of, i32 calls_back, class Plan, class Known>
-COMMDSL_FN bool meet_done(const Call<Plan>& here, const Known& peers) {
-  return meet_lanes<phase, of, calls_back, Plan::kDoneAt>(here, peers);
+COMMDSL_FN bool meet_done(const Call<Plan>& here, const Known& peers, i32 wave = 0) {
+  return meet_lanes<phase, of, calls_back, Plan::kDoneAt>(here, peers, wave);
 }
 
 // --- complete: the first lane knows that all rows have come ---------------------------------------------------------------------

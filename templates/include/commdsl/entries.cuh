@@ -305,17 +305,20 @@ COMMDSL_FN void fill(const Call<Plan>& here, Known& known) {
   const u32 keys = static_cast<u32>(args.keys_a_row);
   const u64 *origins = known.origins(here), room = args.room;
   const i32* mates = known.mates(here);
+  const u64 ranks = static_cast<u64>(Plan::kNumRanks);
   const u64 places = known.num_places < room ? known.num_places : room, workers = num_workers(here);
   const u32 pieces = places * 2 > workers ? 1 : places * 16 > workers ? static_cast<u32>(workers / places) : 16;
   u64* to = known.entries.to[warp()];
   for (u64 item = worker(here); item < places * pieces; item += workers) {
     const u64 at = item / pieces, origin = origins[at];
-    if (origin == kPadding || (origin & kFirst) == 0 || (origin >> 32 & 0xffff) == static_cast<u64>(args.rank)) continue;
+    const u64 source = origin >> 32 & 0xffff, row = (origin & 0xffffffffu) / keys;
+    if (origin == kPadding || (origin & kFirst) == 0 || source == static_cast<u64>(args.rank)) continue;
+    if (source >= ranks || row >= args.most_rows) continue;
     for (i32 tensor = 0; tensor < Plan::kTensors; ++tensor) {
       const u64 width = args.row_bytes[tensor], output = known.output[args.rank][tensor];
       const Part part = part_of(width, static_cast<u32>(item % pieces), pieces);
       for (u32 k = thread_of_warp(); k < keys; k += kWarp) {
-        const i64 mate = mates[at * keys + k];
+        const i64 mate = mates[(source * args.most_rows + row) * keys + k];
         const bool is_other = mate >= 0 && static_cast<u64>(mate) < room && static_cast<u64>(mate) != at;
         to[k] = is_other ? output + static_cast<u64>(mate) * width + part.begin : 0;
       }

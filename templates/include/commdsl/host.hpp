@@ -152,6 +152,7 @@ COMMDSL_FN u64 load_marked(const u64* word, u64& value) {
   value = __atomic_load_n(word + 1, __ATOMIC_RELAXED);
   return mark;
 }
+constexpr u64 kWaveRows = 2;  // so that few rows are several waves, too
 constexpr i32 kDoneStride = kFlagStride;  // a line each: the sanitizer's words are found by it
 
 COMMDSL_FN void add_shared(u64* word, u64 value) { *word += value; }

@@ -305,13 +305,21 @@ COMMDSL_FN void leave_beside(const Call<Plan>& here, const Keyed<Plan>& keyed, c
     if (to == kNowhere || !is_own_node(here, to) || entries.place[first + k] >= keyed.room[to]) continue;
     leave_entry(here, keyed, sender, entry + k, first + k);
   }
+}
+
+// On each rank of this node, for `count` entries from `first` on of the rank `source`, the place that an entry has there; -1 where its
+// key is elsewhere. Whole rows, so that what stands side by side is stored side by side.
+template <class Plan>
+COMMDSL_FN void leave_mates(const Call<Plan>& here, const Keyed<Plan>& keyed, i32 source, u64 first, u32 count) {
   if constexpr (Plan::kMatesAt >= 0) {
-    for (u32 pair = thread_of_warp(); pair < keys * keys; pair += kWarp) {
-      const u32 at = first + pair / keys, k = pair % keys, to = rank_at<Plan>(entries.position[at]);
-      if (!entries.first[at] || !is_own_node(here, to) || entries.place[at] >= keyed.room[to]) continue;
-      const bool is_mate = rank_at<Plan>(entries.position[first + k]) == to;
-      const i32 mate = is_mate ? static_cast<i32>(entries.place[first + k]) : -1;
-      leave(here, keyed, to, Plan::kMatesAt, static_cast<u64>(entries.place[at]) * keys + k, mate);
+    const u64 room = here.args.most_rows * here.args.keys_a_row;
+    if (first + count > room) return;  // a call of more rows than there may be
+    const u32 node = static_cast<u32>(here.args.rank / Plan::kNode * Plan::kNode);
+    for (u32 at = thread(); at < static_cast<u32>(Plan::kNode) * count; at += num_threads()) {
+      const u32 to = node + at / count, which = at % count;
+      const bool is_there = rank_at<Plan>(keyed.entries.position[which]) == to;
+      const i32 mate = is_there ? static_cast<i32>(keyed.entries.place[which]) : -1;
+      leave(here, keyed, to, Plan::kMatesAt, static_cast<u64>(source) * room + first + which, mate);
     }
   }
 }
@@ -347,6 +355,7 @@ COMMDSL_FN void push_by_key(const Call<Plan>& here, Keyed<Plan>& keyed) {
       here, here.args.num_rows,
       [&](u64 first, u32 count) {
         find_places(here, keyed, first, count);
+        leave_mates(here, keyed, here.args.rank, first, count);
         if constexpr (kNodes<Plan> > 1) send_entries(here, first, count);
       },
       [&](u64 row, u32 first, u32 piece, u32 pieces) {
@@ -358,15 +367,17 @@ COMMDSL_FN void push_by_key(const Call<Plan>& here, Keyed<Plan>& keyed) {
 // What came for this node, and what is beside it: places, mates and slots are of ranks of the node, so all of them are known here.
 template <class Plan>
 COMMDSL_FN void forward(const Call<Plan>& here, Keyed<Plan>& keyed) {
-  forward_rows(here, keyed, [&](i32 nodes, u64 row, u32 first) {
-    const u64 keys = here.args.keys_a_row;
-    Sender sender{rail_after(here, nodes), nullptr};
-    if constexpr (Plan::kValueAt >= 0) {
-      const u64 at = crossing_at(here, Plan::kTensors + 2, nodes, 0, keys * sizeof(u32));
-      sender.values = reinterpret_cast<const u32*>(here.args.heap[here.args.rank] + at);
-    }
-    leave_beside(here, keyed, sender, row * keys, first);
-  });
+  forward_rows(
+      here, keyed, [&](i32 nodes, u64 first, u32 count) { leave_mates(here, keyed, rail_after(here, nodes), first, count); },
+      [&](i32 nodes, u64 row, u32 first) {
+        const u64 keys = here.args.keys_a_row;
+        Sender sender{rail_after(here, nodes), nullptr};
+        if constexpr (Plan::kValueAt >= 0) {
+          const u64 at = crossing_at(here, Plan::kTensors + 2, nodes, 0, keys * sizeof(u32));
+          sender.values = reinterpret_cast<const u32*>(here.args.heap[here.args.rank] + at);
+        }
+        leave_beside(here, keyed, sender, row * keys, first);
+      });
 }
 
 // When all is done: a key that there is not, and on all ranks alike a rank that has no room for what comes. A report ends the waits

@@ -115,15 +115,20 @@ COMMDSL_FN void forward_row(const Call<Plan>& here, Known& known, i32 nodes, u64
   }
 }
 
-// All rows that came from other nodes. `beside`: what leaves what is beside a row, for a warp.
-template <class Plan, class Known, class Beside>
-COMMDSL_FN void forward_rows(const Call<Plan>& here, Known& known, const Beside& beside) {
+// All rows that came from other nodes. `found`: told of a chunk's entries, for all threads; `beside`: what leaves what is beside a row,
+// for a warp.
+template <class Plan, class Known, class Found, class Beside>
+COMMDSL_FN void forward_rows(const Call<Plan>& here, Known& known, const Found& found, const Beside& beside) {
   const u32 keys = static_cast<u32>(here.args.keys_a_row);
   for (i32 nodes = 1; nodes < kNodes<Plan>; ++nodes) {
     const i32 source = rail_after(here, nodes);
     const u64 sent = known.rails.rows[source], rows = sent < here.args.crossing_rows ? sent : here.args.crossing_rows;
     over_rows(
-        here, rows, [&](u64 first, u32 count) { read_entries(here, known, nodes, first, count); },
+        here, rows,
+        [&](u64 first, u32 count) {
+          read_entries(here, known, nodes, first, count);
+          found(nodes, first, count);
+        },
         [&](u64 row, u32 first, u32 piece, u32 pieces) {
           forward_row(here, known, nodes, row, first, piece, pieces);
           if (piece == 0) beside(nodes, row, first);
