@@ -141,7 +141,7 @@ def judge(of: CheckedDispatch, calls: Sequence[tuple[KeysCall, list[Array]]], of
         law = simulate.dispatch(call.keys, tensors, rank_of(of), call.values, route.aligned)
         for mine, theirs in zip(found, law, strict=True):
             assert [one.dtype for one in mine.rows] == [np.uint8, np.uint8, np.float32]
-            assert not differs(mine, theirs, often)
+            assert not differs(mine, theirs, often, call)
 
 
 CASES = [

@@ -128,7 +128,7 @@ def test_float8(nodes: tuple[int, ...], element: str) -> None:
     found = there(kernel(of.plan), calls, Running(timeout=20.0, nodes=nodes))
     for mine, call, tensors in zip(found, calls, given, strict=True):
         theirs = simulate.dispatch(call.keys, tensors, rank_of(of), call.values, 4, 2)
-        assert not [wrong for wrong in map(differs, mine, theirs, ["once per rank"] * 4) if wrong]
+        assert not any(differs(*pair, "once per rank", call) for pair in zip(mine, theirs, strict=True))
 
 
 @pytest.mark.parametrize("often", FORMS, ids=["filled", "by index"])
@@ -150,7 +150,7 @@ def test_silent(often: str) -> None:
     of, calls = going(4, 8, often, 4, node=2), reused(4, 5)
     found = there(kernel(of.plan, sanitize=True), calls, Running(timeout=20.0, max_delay=0.003))
     for mine, theirs in zip(found[-1], wanted(of, calls[-1], 4), strict=True):
-        assert not differs(mine, theirs, per_rank(often))
+        assert not differs(mine, theirs, per_rank(often), calls[-1])
     ways = agains(of, calls, 4)
     check_again(
         again(kernel(of.again, sanitize=True), ways, Running(timeout=20.0, max_delay=0.003))[-1:], of, ways[-1:], 4
@@ -326,7 +326,8 @@ def test_a_mistake_is_refused_and_seen(what: str) -> None:
         found = there(kernel(plan, sanitize=True, checks=False), calls, Running(timeout=2.0, max_delay=0.002))
     except DataRaceError:
         return
-    wrong = [differs(*pair, "once per rank") for pair in zip(found[-1], wanted(of, calls[-1], 1), strict=True)]
+    pairs = zip(found[-1], wanted(of, calls[-1], 1), strict=True)
+    wrong = [differs(*pair, "once per rank", calls[-1]) for pair in pairs]
     assert any(wrong)
 
 

@@ -107,6 +107,7 @@ struct Carrier {
     const bool is_copy = !weighs && sum.count == 1;
     for (u32 begin = thread_of_warp() * 16; begin < sum.bytes + thread_of_warp() * 16; begin += Stages::kBytes) {
       Values total[kWords];
+      start_sums(total);
       for (u32 i = 0; i < sum.count; ++i) {
         stages.await_fill(fills);
         const u32 stage = stages.stage(fills) + thread_of_warp() * 16;
@@ -117,7 +118,7 @@ struct Carrier {
           load_shared(word, stage + j * kWarp * 16);
           const u32 at = begin + j * kWarp * 16;
           if (is_copy && at < sum.bytes) store(sum.to + at, word);
-          add_weighed<weighs>(total[j], word, weight, i == 0);
+          add_weighed<weighs>(total[j], word, weight);
         }
         warp_barrier();  // all have loaded what is in the stage
         ++fills;

@@ -25,6 +25,10 @@ struct float16 {
   static COMMDSL_FN float widen(u16 bits) { return half_to_float(bits); }
   static COMMDSL_FN u16 narrow(float value) { return float_to_half(value); }
   static COMMDSL_FN u32 narrow_pair(float low, float high) { return floats_to_halves(low, high); }
+  static COMMDSL_FN void widen_pair(u32 bits, float& low, float& high) {
+    low = widen(static_cast<u16>(bits));
+    high = widen(static_cast<u16>(bits >> 16));
+  }
 };
 
 struct bfloat16 {
@@ -33,6 +37,11 @@ struct bfloat16 {
   static COMMDSL_FN float widen(u16 bits) { return bfloat_to_float(bits); }
   static COMMDSL_FN u16 narrow(float value) { return float_to_bfloat(value); }
   static COMMDSL_FN u32 narrow_pair(float low, float high) { return floats_to_bfloats(low, high); }
+  // An instruction each: by themselves the upper bits would be moved down first.
+  static COMMDSL_FN void widen_pair(u32 bits, float& low, float& high) {
+    low = float_of_bits(bits << 16);
+    high = float_of_bits(bits & 0xffff0000u);
+  }
 };
 
 template <class Integer, class Wide>
@@ -56,12 +65,13 @@ struct boolean {
   static COMMDSL_FN u8 narrow(bool value) { return value; }
 };
 
+// Whether elements are narrowed and widened two at a time.
 template <class Element>
-constexpr bool kNarrowsPairs = false;
+constexpr bool kHasPairs = false;
 template <>
-constexpr bool kNarrowsPairs<float16> = true;
+constexpr bool kHasPairs<float16> = true;
 template <>
-constexpr bool kNarrowsPairs<bfloat16> = true;
+constexpr bool kHasPairs<bfloat16> = true;
 
 COMMDSL_FN bool add(bool a, bool b) { return a || b; }
 COMMDSL_FN bool multiply(bool a, bool b) { return a && b; }

@@ -216,15 +216,24 @@ COMMDSL_FN void sum_run(char* dest, const char* source, u64 bytes, u64 stride, u
   }
 }
 
+// A sum of nothing, which leaves what is added first as it is: also a zero of either sign.
+template <class Element, class Word, u32 count>
+COMMDSL_FN void start_sums(Lanes<Element, Word> (&total)[count]) {
+#pragma unroll
+  for (u32 j = 0; j < count; ++j) {
+#pragma unroll
+    for (auto& value : total[j].value) value = -0.0f;
+  }
+}
+
 // A word more in a sum.
 template <bool weighs, class Element, class Word>
-COMMDSL_FN void add_weighed(Lanes<Element, Word>& total, const Word& word, float weight, bool is_first) {
+COMMDSL_FN void add_weighed(Lanes<Element, Word>& total, const Word& word, float weight) {
   Lanes<Element, Word> next;
   next.widen(word);
 #pragma unroll
   for (u32 e = 0; e < Lanes<Element, Word>::kCount; ++e) {
-    const float value = weighs ? multiply(next.value[e], weight) : next.value[e];
-    total.value[e] = is_first ? value : add(total.value[e], value);
+    total.value[e] = add(total.value[e], weighs ? multiply(next.value[e], weight) : next.value[e]);
   }
 }
 
@@ -237,6 +246,7 @@ COMMDSL_FN u64 add_words(char* dest, const char* source, u64 at, u64 bytes, u64 
   const u32 count = whole ? ahead : some;
   for (; at + (unroll - 1) * kStep + sizeof(Word) <= bytes; at += unroll * kStep) {
     Values total[unroll];
+    start_sums(total);
     for (u32 from = 0; from < count; from += ahead) {
       Word word[ahead][unroll];
 #pragma unroll
@@ -251,9 +261,7 @@ COMMDSL_FN u64 add_words(char* dest, const char* source, u64 at, u64 bytes, u64 
         if (from + i >= count) continue;
         const float weight = weighs ? parts.weight[from + i] : 1.0f;
 #pragma unroll
-        for (u32 j = 0; j < unroll; ++j) {
-          add_weighed<weighs>(total[j], word[i][j], weight, from + i == 0);
-        }
+        for (u32 j = 0; j < unroll; ++j) add_weighed<weighs>(total[j], word[i][j], weight);
       }
     }
 #pragma unroll

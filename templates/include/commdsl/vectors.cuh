@@ -41,10 +41,17 @@ struct Lanes {
   typename Element::Accumulator value[kCount];
 
   COMMDSL_FN void widen(const Word& word) {
-    Storage element[kCount];
-    memcpy(element, &word, sizeof(Word));
+    if constexpr (kHasPairs<Element> && kCount > 1) {
+      u32 pair[kCount / 2];
+      memcpy(pair, &word, sizeof(Word));
 #pragma unroll
-    for (u32 e = 0; e < kCount; ++e) value[e] = Element::widen(element[e]);
+      for (u32 e = 0; e < kCount; e += 2) Element::widen_pair(pair[e / 2], value[e], value[e + 1]);
+    } else {
+      Storage element[kCount];
+      memcpy(element, &word, sizeof(Word));
+#pragma unroll
+      for (u32 e = 0; e < kCount; ++e) value[e] = Element::widen(element[e]);
+    }
   }
   // Combines one more operand.
   template <class Operation, class Share = AsItIs>
@@ -65,7 +72,7 @@ struct Lanes {
   }
   COMMDSL_FN Word narrow() const {
     Word word;
-    if constexpr (kNarrowsPairs<Element> && kCount > 1) {
+    if constexpr (kHasPairs<Element> && kCount > 1) {
       u32 pair[kCount / 2];
 #pragma unroll
       for (u32 e = 0; e < kCount; e += 2) pair[e / 2] = Element::narrow_pair(value[e], value[e + 1]);
