@@ -289,6 +289,7 @@ def check_schedule(files: tuple[File, ...], decl: ScheduleDecl, given: Given) ->
     """A schedule, and that its Plan orders every hazard and computes what it says."""
     topology = find_topology(files, given.on, given.num_ranks)
     meant = resolve.resolve(files, decl, given.num_ranks, topology, given.params or {}, given.tune)
+    _raise_errors(checks.check_called(meant))
     found = _raise_errors((*checks.check_files(files), *checks.check_schedule(meant)))
     warnings = (*resolve.warnings(files, decl), *found)
     unbuilt = (*unbuilt_schedule(meant), *unbuilt_casts(meant, given.transport))

@@ -10,23 +10,53 @@ SOURCE = {  # the text that was proved, and what it uses
     'allreduce_two_level.comm': """\
 # Two-level all-reduce: reduce-scatter in the node, all-reduce across nodes between GPUs of equal index, all-gather in the node.
 # 4 steps (2 with one node or one GPU per node). With N = P / G nodes, 2 (N - 1) / P n bytes per port cross nodes.
+use "reducescatter_direct.comm"
+use "allreduce_twoshot.comm"
+use "allgather_direct.comm"
+
 schedule allreduce_two_level(G = gpus) for P ranks where P >= 2 and P % G == 0 {
   let N = P / G
   inout x[G, N]
   ensure allreduce(x)
+  group node = ranks in runs of G
+  group rail = ranks by stride G
 
-  if G > 1 {
-    each r, i in 0 ..< N {
-      reduce x[r % G, i] @ q for q in r / G * G ..< r / G * G + G -> x[r % G, i]
-    }
-  }
-  if N > 1 {
-    each r { reduce x[r % G, r / G] @ (k * G + r % G) for k in 0 ..< N -> x[r % G, r / G] }
-    each r, i in 1 ..< N { put x[r % G, r / G] -> x[r % G, r / G] @ (r + i * G) % P }
-  }
-  if G > 1 {
-    each r, i in 1 ..< G { put x[r % G] -> x[r % G] @ (r / G * G + (r + i) % G) }
-  }
+  if G > 1 { each r do reducescatter_direct(x -> x[r % G]) over node }
+  if N > 1 { each r do allreduce_twoshot(x[r % G]) over rail }
+  if G > 1 { each r do allgather_direct(x[r % G] -> x) over node }
+}
+""",
+    'reducescatter_direct.comm': """\
+# Direct reduce-scatter: every rank reads its block from every rank and sums them in rank order.
+# 1 step, (P - 1) n bytes per port: both bounds on a switch or a full mesh, and nothing but the result is written.
+schedule reducescatter_direct for P ranks where P >= 2 {
+  input x[P blocks]
+  output y
+  ensure reduce_scatter(x -> y)
+
+  each r { reduce x[r] @ all -> y }
+}
+""",
+    'allreduce_twoshot.comm': """\
+# Two-shot all-reduce: every rank sums a chunk of its own from all ranks, then hands the sum to all.
+# 2 steps, 2 (P - 1) / P n bytes in and out of every port: the bandwidth bound, with every pair of ranks at work at once.
+schedule allreduce_twoshot for P ranks where P >= 2 {
+  inout x[P]
+  ensure allreduce(x)
+
+  each r { reduce x[r] @ all -> x[r] }
+  each r, i in 1 ..< P { put x[r] -> x[r] @ (r + i) % P }
+}
+""",
+    'allgather_direct.comm': """\
+# Direct all-gather: every rank puts its block straight to every rank, the next one first, so that no rank is everyone's target.
+# 1 step, (P - 1) n bytes per port: both bounds on a switch or a full mesh.
+schedule allgather_direct for P ranks where P >= 2 {
+  input x
+  output y[P blocks]
+  ensure allgather(x -> y)
+
+  each r, i in 0 ..< P { put x -> y[r] @ (r + i) % P }
 }
 """,
 }

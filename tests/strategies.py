@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 
 from hypothesis import strategies as st
 
@@ -294,9 +295,31 @@ def along_a_tree(draw: st.DrawFn) -> Program:
     return Program("\n".join([head, "  inout x", f"  ensure {ensure}", *lines, "}", ""]), ranks)
 
 
+@st.composite
+def along_axes(draw: st.DrawFn) -> Program:
+    """An all-reduce over the axes of a torus, one after another, each by a schedule that is called."""
+    sizes = draw(st.sampled_from([(2,), (3,), (2, 2), (2, 3), (3, 2), (4, 2), (2, 2, 2)]))
+    ranks = prod(sizes)
+    uses, lines = set[str](), []
+    for axis in draw(st.permutations(range(len(sizes)))):
+        size, stride = sizes[axis], prod(sizes[:axis])
+        runs = f"in runs of {stride * size}" if stride * size < ranks or draw(st.booleans()) else ""
+        by = f"by stride {stride}" if stride > 1 or not runs else ""
+        name = draw(st.sampled_from(["allreduce_ring", "allreduce_twoshot"]))
+        uses.add(name)
+        across = draw(st.sampled_from(["i * (P / n) + j", "j * n + i", "place(i, j, n, P)"])).replace("n", str(size))
+        given = f"(x[{across}] for i in 0 ..< {size}, j in 0 ..< {ranks // size})"
+        acting = draw(st.sampled_from(["", "each r "]))
+        lines += [f"  group axis{axis} = ranks {runs} {by}", f"  {acting}do {name}({given}) over axis{axis}"]
+    used = [f'use "collectives/{name}.comm"' for name in sorted(uses)]
+    place = "fn place(i, j, n, P) = (j * n + i if n % 2 == 0 else i * (P / n) + j + [1, 0][n - 2])"
+    head = f"schedule drawn for P ranks where P == {ranks} {{\n  inout x[P]\n  ensure allreduce(x)"
+    return Program("\n".join([*used, place, head, *lines, "}", ""]), ranks)
+
+
 def programs() -> st.SearchStrategy[Program]:
     """The one strategy for valid schedules."""
-    return st.one_of(random_moves(), along_a_cycle(), along_a_tree())
+    return st.one_of(random_moves(), along_a_cycle(), along_a_tree(), along_axes())
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ message. A new law is a function and a line here. Does not raise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -42,8 +43,9 @@ from commdsl.checks.useless import useless_statements
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.plans import DispatchPlan, Routing
 from commdsl.ir.schedules import Schedule
-from commdsl.language.diagnostics import Diagnostic, Severity
+from commdsl.language.diagnostics import Diagnostic, Label, Severity
 from commdsl.language.syntax import File
+from commdsl.machine.topology import switch
 from commdsl.program.actors import actors
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
@@ -130,7 +132,23 @@ def check_schedule(schedule: Schedule) -> tuple[Diagnostic, ...]:
     if outside:
         rest = Located(without(schedule, outside))
         found += _run((OF_A_STEP,), lambda rule: rule(rest))
-    return (*beside, *found)
+    return tuple(_with_calls(schedule, one) for one in (*beside, *found))
+
+
+def check_called(schedule: Schedule) -> tuple[Diagnostic, ...]:
+    """The errors of the schedules that one calls, each by itself on as many ranks as it is called for."""
+    found: list[Diagnostic] = []
+    for call in schedule.called:
+        alone = replace(call.schedule, topology=switch(call.schedule.num_ranks))
+        broken = [one for one in check_schedule(alone) if one.severity is Severity.ERROR]
+        found += check_called(call.schedule) or [_with_calls(schedule, one) for one in broken]
+    return tuple(dict.fromkeys(found))
+
+
+def _with_calls(schedule: Schedule, diagnostic: Diagnostic) -> Diagnostic:
+    """What is wrong in a schedule that is called is shown with the place of the call."""
+    calls = tuple(Label(span, "called here") for span in schedule.calls_of(diagnostic.primary.span))
+    return replace(diagnostic, secondary=(*diagnostic.secondary, *calls)) if calls else diagnostic
 
 
 def check_plan(schedule: Schedule, plan: Plan) -> tuple[Diagnostic, ...]:

@@ -258,6 +258,16 @@ class RoleSet:
 
 
 @dataclass(frozen=True)
+class Called:
+    """A schedule that another one calls, as it is for as many ranks as a group has. Its steps are among those of the
+    other, for each group.
+    """
+
+    schedule: Schedule
+    span: Span = field(repr=False)  # of the call
+
+
+@dataclass(frozen=True)
 class Schedule:
     """One schedule for one number of ranks and one topology."""
 
@@ -273,6 +283,15 @@ class Schedule:
     role: str | None  # the role it runs `on`
     roles: tuple[RoleSet, ...]  # every roles declaration in sight
     span: Span = field(repr=False)
+    called: tuple[Called, ...] = ()
+
+    def calls_of(self, span: Span) -> tuple[Span, ...]:
+        """The calls of schedules that a place is in, the innermost first; none of a place in this one's own text."""
+        found = list[Span]()
+        for call in self.called:
+            inner = call.schedule.calls_of(span)
+            found += (*inner, call.span) if inner or span.is_in(call.schedule.span) else ()
+        return tuple(dict.fromkeys(found))
 
     @property
     def num_steps(self) -> int:

@@ -28,6 +28,8 @@ MAKERS = (
     "syntax/schedules.py",
     "parser/__init__.py",
     "parser/build_syntax.py",
+    "parser/build_calls.py",
+    "parser/build_contracts.py",
     "parser/build_dispatches.py",
 )
 """What a kept Syntax depends on besides the grammar."""

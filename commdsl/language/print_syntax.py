@@ -191,7 +191,9 @@ Line: TypeAlias = (
     | syntax.NamedContract
     | syntax.RotationContract
     | syntax.CyclesDecl
+    | syntax.GroupDecl
     | syntax.Let
+    | syntax.Do
     | syntax.Move
     | syntax.Yield
     | syntax.Visit
@@ -224,6 +226,11 @@ def line(node: Line) -> str:
             return f"cycles {name.text} = {_cycles(value)}"
         case syntax.Let(name, value):
             return f"let {name.text} = {expr(value)}"
+        case syntax.GroupDecl(name, runs, stride):
+            words = (f" in runs of {expr(runs)}" if runs else "") + (f" by stride {expr(stride)}" if stride else "")
+            return f"group {name.text} = ranks{words}"
+        case syntax.Do():
+            return _do(node)
         case syntax.Move(_, origin, dest, syntax.Name(factor)):
             return f"compute matmul({source(origin)}, {factor} -> {ref(dest)})"
         case syntax.Move(kind, origin, dest):
@@ -247,6 +254,19 @@ def line(node: Line) -> str:
             return f"fn {name.text}({', '.join(param.text for param in params)}) = {choice(body)}"
         case _:
             return _machine_line(node)
+
+
+def _do(node: syntax.Do) -> str:
+    acting = f"each {node.rank.text} " if node.rank else ""
+    reads, writes = (", ".join(map(_part, parts)) for parts in (node.reads, node.writes))
+    over = f" over {node.group.text}" if node.group else ""
+    settings = ", ".join(f"{one.name.text} = {expr(one.value)}" for one in node.settings)
+    given = f"{reads} -> {writes}" if writes else reads
+    return f"{acting}do {node.schedule.text}({given}){over}{f' with {settings}' if settings else ''}"
+
+
+def _part(node: syntax.Part) -> str:
+    return f"({ref(node.ref)} for {binders(node.binders)})" if node.binders else ref(node.ref)
 
 
 def passing(node: syntax.Passing) -> str:

@@ -52,6 +52,9 @@ class Span:
     def text(self) -> str:
         return self.source.text[self.start : self.end]
 
+    def is_in(self, other: Span) -> bool:
+        return self.source == other.source and other.start <= self.start and self.end <= other.end
+
     def __str__(self) -> str:
         line, _ = self.position
         return f"{self.source.name}:{line}"

@@ -14,6 +14,7 @@ prove anything about the steps: their indices out of range stay in the arrays fo
     contracts, clauses, rotations   `ensure`
     casts         `as float8 by 128`, `rounded(float8, 2)`
     rows, steps   `each` -> arrays, a row for every combination of its binders
+    call_rules, calls   `do` -> the steps of another schedule
     tasks         `compute`, and `yield` with a body
     tuning        `tune`
     resolver      `schedule`, from all of these
@@ -30,6 +31,7 @@ from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.plans import DispatchPlan
 from commdsl.ir.resolve import fn, machines, parameters
 from commdsl.ir.resolve.budget import Spent
+from commdsl.ir.resolve.call_rules import Schedules
 from commdsl.ir.resolve.dispatches import Given, build_dispatch
 from commdsl.ir.resolve.evaluate import Functions
 from commdsl.ir.resolve.faults import Faults, Poisoned
@@ -72,9 +74,10 @@ def resolve(
     _topologies(files, functions, faults)
     _check_ops(files, faults)
     role_sets = _role_sets(files, functions, faults)
-    check_names(decl, functions, tuple(name for roles in role_sets for name, _, _ in roles.roles), faults)
+    schedules = _schedules(files)
+    check_names(decl, functions, schedules, tuple(name for roles in role_sets for name, _, _ in roles.roles), faults)
     faults.drop_warnings()
-    resolver = Resolver(decl, ranks, topology, functions, role_sets, faults)
+    resolver = Resolver(decl, ranks, topology, functions, schedules, role_sets, faults)
     try:
         resolver.declarations(params, override(tune or {}))
         faults.raise_if_any()
@@ -89,7 +92,7 @@ def warnings(files: tuple[File, ...], decl: ScheduleDecl) -> tuple[Diagnostic, .
     """Names of a schedule that nothing uses."""
     faults = Faults()
     roles = tuple(role.name.text for item in _items(files, syn.RolesDecl) for role in item.roles)
-    check_names(decl, _functions(files, faults), roles, faults)
+    check_names(decl, _functions(files, faults), _schedules(files), roles, faults)
     return tuple(diagnostic for diagnostic in faults.found if diagnostic.severity is Severity.WARNING)
 
 
@@ -153,6 +156,11 @@ def _functions(files: tuple[File, ...], faults: Faults) -> Functions:
     decls = _items(files, syn.FnDecl)
     _check_once(decls, "function", faults)
     return fn.functions(decls, faults)
+
+
+def _schedules(files: tuple[File, ...]) -> Schedules:
+    """By name, the first of each."""
+    return {decl.name.text: decl for decl in reversed(_items(files, ScheduleDecl))}
 
 
 def _check_ops(files: tuple[File, ...], faults: Faults) -> None:

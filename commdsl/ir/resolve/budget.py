@@ -82,6 +82,11 @@ class Budget:
             self._refuse(f"{count:,} combinations at once", f"{MOST_ROWS:,} at once would fit", span)
         self.spend(-(-count // ROWS_A_MOVE), 1, f"times {ROWS_A_MOVE} combinations", span)
 
+    def step(self, step: Step) -> None:
+        turns = max(turns_of(step), 1)
+        self.spend(turns, self.turn, "moves of a rank, one after another", step.span)
+        self.spend(sum(one.source_rank.size for one in step.moves), 1, "moves", step.span)
+
     def loop(self, loop: syn.For, rounds: int, scope: Scope) -> None:
         """A loop with all that is in it, as far as that can be told before its first round."""
         self.allow(rounds, _least(loop.body, scope), "rounds", loop.domain.span)

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from commdsl.ir.resolve.faults import Faults, Poisoned
 from commdsl.ir.schedules import CycleSet, Ints
 from commdsl.language import syntax as syn
-from commdsl.language.diagnostics import Label
 from commdsl.language.source import Span
 
 Number: TypeAlias = int | NDArray[Any]  # int64 or bool arrays
@@ -92,7 +91,6 @@ class Evaluator:
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
         self.bindings: tuple[tuple[str, int], ...] = ()
-        self._called: list[Span] = []  # the calls of functions that are being evaluated
 
     def number(self, expr: syn.Expr, scope: Scope) -> Number:
         value = self.value(expr, scope)
@@ -239,12 +237,9 @@ class Evaluator:
     def _called_with(self, function: Function, numbers: list[Number], span: Span) -> Number:
         if function.is_condition is None or len(numbers) != len(function.params):
             raise Poisoned
-        self._called.append(span)
-        try:
-            given = dict(zip(function.params, numbers, strict=True))
+        given = dict(zip(function.params, numbers, strict=True))
+        with self._faults.called(span):
             return self.number(function.body, {**function.known, **given})
-        finally:
-            self._called.pop()
 
     def _log2(self, expr: syn.Call, number: Number) -> Number:
         """That of a number that has one, or rounded down by name."""
@@ -284,9 +279,7 @@ class Evaluator:
     def _no_value(self, span: Span, why: str) -> None:
         where = ", ".join(f"{name} = {value}" for name, value in self.bindings)
         notes = (f"with {where}",) if where else ()
-        called = tuple(Label(call, "called here") for call in self._called)
-        self._faults.report("C508", "the expression has no value", span, why, notes=notes, secondary=called)
-        raise Poisoned
+        self._faults.fail("C508", "the expression has no value", span, why, notes=notes)
 
 
 _POWERS = 2 ** np.arange(63, dtype=np.int64)

@@ -29,6 +29,7 @@ class Kind(Enum):
     BUFFER = "a buffer"
     TABLE = "a table"
     FUNCTION = "a function"
+    GROUP = "a group of ranks"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ lets it go in silence. Does not decide what is wrong and does not render.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import NoReturn
 
@@ -23,6 +25,8 @@ class Faults:
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str, int, int], Diagnostic] = {}
+        self._called: list[Label] = []
+        self.reports = 0  # also those of a place that has one already
 
     def report(
         self,
@@ -38,8 +42,20 @@ class Faults:
     ) -> None:
         self.add(Diagnostic(code, headline, Label(span, label), secondary, notes, help, severity))
 
+    @contextmanager
+    def called(self, span: Span) -> Iterator[None]:
+        """What is reported in here is shown with the place of the call."""
+        self._called.append(Label(span, "called here"))
+        try:
+            yield
+        finally:
+            self._called.pop()
+
     def add(self, diagnostic: Diagnostic) -> None:
         span = diagnostic.primary.span
+        self.reports += 1
+        calls = [label for label in self._called if not span.is_in(label.span)]
+        diagnostic = replace(diagnostic, secondary=(*diagnostic.secondary, *calls))
         self._found.setdefault((diagnostic.code, span.source.name, span.start, span.end), diagnostic)
 
     def fail(

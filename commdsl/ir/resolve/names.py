@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
+from commdsl.ir.resolve.call_rules import Schedules, called_by, check_call
 from commdsl.ir.resolve.casts import OF_MOVES
 from commdsl.ir.resolve.evaluate import Functions
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
@@ -43,8 +44,9 @@ class _Place:
 class ScheduleRules(ExpressionRules):
     """One walk over a schedule, with the names in sight."""
 
-    def __init__(self, faults: Faults, functions: Functions, role_names: tuple[str, ...]) -> None:
+    def __init__(self, faults: Faults, functions: Functions, schedules: Schedules, role_names: tuple[str, ...]) -> None:
         super().__init__(faults, functions)
+        self.schedules = schedules
         self.role_names = role_names
 
     # --- the schedule and its statements ------------------------------------------------------------------------------
@@ -67,7 +69,7 @@ class ScheduleRules(ExpressionRules):
 
     def _statement(self, statement: syn.Stmt, place: _Place) -> None:
         match statement:
-            case syn.BufferDecl() | syn.CyclesDecl() | syn.Ensure() | syn.Tune() | syn.On():
+            case syn.BufferDecl() | syn.CyclesDecl() | syn.GroupDecl() | syn.Ensure() | syn.Tune() | syn.On():
                 if not place.top:
                     self._not_here(statement.span)
                 self._declaration(statement)
@@ -91,6 +93,10 @@ class ScheduleRules(ExpressionRules):
                         self.statements(body, _Place(top=False, acting=place.acting))
             case syn.Each():
                 self._each(statement, place)
+            case syn.Do():
+                if place.acting is not None:
+                    self._not_here(statement.span)
+                check_call(self, statement, self.schedules)
             case syn.Move():
                 if place.acting is None:
                     help = f"write `each r {{ {' '.join(statement.span.text.split())} }}`"
@@ -112,10 +118,12 @@ class ScheduleRules(ExpressionRules):
 
     def _not_here(self, span: Span) -> None:
         word = span.text.split()[0] if span.text.split() else "this"
-        help = "declarations stand at the top of the schedule; loops, yields and `compute` outside `each`"
+        help = "declarations stand at the top of the schedule; loops, `do`, yields and `compute` outside `each`"
         self.faults.report("C108", f"`{word}` may not stand here", span, "inside another statement", help=help)
 
-    def _declaration(self, statement: syn.BufferDecl | syn.CyclesDecl | syn.Ensure | syn.Tune | syn.On) -> None:
+    def _declaration(
+        self, statement: syn.BufferDecl | syn.CyclesDecl | syn.GroupDecl | syn.Ensure | syn.Tune | syn.On
+    ) -> None:
         match statement:
             case syn.BufferDecl(_, name, dims):
                 for dim in dims:
@@ -125,6 +133,11 @@ class ScheduleRules(ExpressionRules):
             case syn.CyclesDecl(name, value):
                 self._cycles(value)
                 self.declare(name, Kind.CYCLES)
+            case syn.GroupDecl(name):
+                for size in (statement.runs, statement.stride):
+                    if size is not None:
+                        self.expect(size, Kind.NUMBER)
+                self.declare(name, Kind.GROUP)
             case syn.Ensure(contract):
                 self._ensure(contract)
             case syn.Tune(entries):
@@ -272,9 +285,16 @@ class ScheduleRules(ExpressionRules):
                                    help="remove it", severity=Severity.WARNING)  # fmt: skip
 
 
-def check_names(decl: syn.ScheduleDecl, functions: Functions, role_names: tuple[str, ...], faults: Faults) -> None:
-    """Reports every mistake of `decl` that needs no numbers, and warns of names that nothing uses."""
-    ScheduleRules(faults, functions, role_names).schedule(decl)
+def check_names(
+    decl: syn.ScheduleDecl, functions: Functions, schedules: Schedules, role_names: tuple[str, ...], faults: Faults
+) -> None:
+    """Reports every mistake of `decl`, and of what it calls, that needs no numbers, and warns of names that nothing
+    uses.
+    """
+    for called in called_by(decl, schedules, faults):
+        ScheduleRules(faults, functions, schedules, role_names).schedule(called)
+    faults.drop_warnings()  # of what is called
+    ScheduleRules(faults, functions, schedules, role_names).schedule(decl)
 
 
 def duplicates(named: Mapping[str, list[Span]], what: str, faults: Faults) -> None:

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
+from typing import TypeAlias
+
+import numpy as np
 
 from commdsl.ir.functions import ROWWISE
 from commdsl.ir.resolve import tasks
-from commdsl.ir.resolve.budget import STATEMENT, TURN, VISITED_TURN, copies_of, handed
+from commdsl.ir.resolve.budget import STATEMENT, TURN, VISITED_TURN, Budget, copies_of, handed
+from commdsl.ir.resolve.call_rules import Schedules
+from commdsl.ir.resolve.calls import Call, groups
 from commdsl.ir.resolve.contracts import contracts
 from commdsl.ir.resolve.cycle_sets import cycle_set
 from commdsl.ir.resolve.evaluate import Cycle, Cycles, Evaluator, Functions, Value
@@ -19,10 +25,14 @@ from commdsl.ir.resolve.parameters import known_counts, parameters
 from commdsl.ir.resolve.rows import Binding
 from commdsl.ir.resolve.steps import StepBuilder
 from commdsl.ir.resolve.tuning import Machine, tuning
-from commdsl.ir.schedules import AnyStep, Buffer, Contract, RoleSet, Schedule, Task, Tuning, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Called, Contract, Ints, RoleSet, Schedule, Task, Tuning, Yield
 from commdsl.language import syntax as syn
+from commdsl.language.kinds import BufferKind
 from commdsl.language.syntax import ScheduleDecl
 from commdsl.machine.topology import Topology
+
+Callee: TypeAlias = tuple[str, int, tuple[tuple[str, int], ...]]
+"""What is called: a schedule by name, the ranks of a group, and values of parameters."""
 
 
 @dataclass
@@ -33,13 +43,17 @@ class Resolver:
     ranks: int
     topology: Topology
     functions: Functions
+    schedules: Schedules
     role_sets: tuple[RoleSet, ...]
     faults: Faults
+    budget: Budget | None = None  # None: one of its own
     scope: dict[str, Value] = field(default_factory=dict)
     params: list[tuple[str, int]] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     contracts: list[Contract] = field(default_factory=list)
     cycles: list[Cycles] = field(default_factory=list)
+    groups: dict[str, Ints] = field(default_factory=dict)
+    called: dict[Callee, Called] = field(default_factory=dict)
     steps: list[AnyStep] = field(default_factory=list)
     tuning: Tuning = field(default_factory=Tuning)
     role: str | None = None
@@ -47,10 +61,11 @@ class Resolver:
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(self.faults)
         made = tasks.made_in(self.decl.body)
-        self.binding = Binding(self.evaluator, self.faults, self.buffers, self.ranks, made)
+        self.binding = Binding(self.evaluator, self.faults, self.buffers, self.ranks, made, self.budget)
         if tasks.has_visits(self.decl.body):
             self.binding.budget.turn = VISITED_TURN
         self.builders: dict[int, StepBuilder] = {}
+        self.scratch: dict[tuple[int, Callee], dict[str, str]] = {}
 
     # --- declarations -------------------------------------------------------------------------------------------------
 
@@ -125,6 +140,8 @@ class Resolver:
                 cycles = Cycles(cycle_set(statement, self.evaluator, self.scope, self.ranks, self.faults))
                 self.cycles.append(cycles)
                 self.scope.setdefault(statement.name.text, cycles)
+            case syn.GroupDecl(name):
+                self.groups[name.text] = groups(statement, self.evaluator, self.scope, self.ranks, self.faults)
             case syn.Let(name, value):
                 self.scope.setdefault(name.text, self.evaluator.value(value, self.scope))
             case syn.On(role):
@@ -193,6 +210,8 @@ class Resolver:
                 if builder is None:
                     builder = self.builders[id(statement)] = StepBuilder(statement, self.binding)
                 self.steps.append(builder.step(scope, bindings))
+            case syn.Do():
+                self._call(statement, scope, bindings)
             case syn.Yield(buffer):
                 self._task(Yield((list(self.buffers).index(buffer.text),), bindings, statement.span))
             case syn.Visit():
@@ -203,6 +222,46 @@ class Resolver:
                 self._task(tasks.task(statement, self.buffers, bindings, self.faults))
             case _:
                 pass
+
+    def _call(self, do: syn.Do, scope: dict[str, Value], bindings: tuple[tuple[str, int], ...]) -> None:
+        if do.group is not None and do.group.text not in self.groups:
+            raise Poisoned  # which has been reported
+        every = np.arange(self.ranks, dtype=np.int32).reshape(1, -1)
+        group = every if do.group is None else self.groups[do.group.text]
+        params = tuple((one.name.text, self.evaluator.constant(one.value, scope)) for one in do.settings)
+        callee = (do.schedule.text, group.shape[1], params)
+        if callee not in self.called:
+            with self.faults.called(do.span):
+                self.called[callee] = Called(self._callee(callee), do.span)
+        schedule = self.called[callee].schedule
+        with self.faults.called(do.span):
+            call = Call(do, schedule, group, scope, self.binding)
+            self.steps += call.steps(self._scratch((id(do), callee), call), bindings)
+
+    def _callee(self, callee: Callee) -> Schedule:
+        """A schedule of the files for the ranks of a group, from the same budget; Poisoned where it has a fault."""
+        name, ranks, params = callee
+        before, decl = self.faults.reports, self.schedules[name]
+        inner = Resolver(decl, ranks, self.topology, self.functions, self.schedules, (), self.faults,
+                         self.binding.budget)  # fmt: skip
+        inner.declarations(dict(params), ())
+        if self.faults.reports == before:
+            inner.body()
+        if self.faults.reports > before:
+            raise Poisoned
+        return inner.schedule()
+
+    def _scratch(self, site: tuple[int, Callee], call: Call) -> dict[str, str]:
+        """The buffers made for those that the schedule has for itself: the same at each turn of a loop."""
+        if site not in self.scratch:
+            self.scratch[site] = {}
+            for buffer in call.schedule.buffers:
+                if buffer.kind is BufferKind.SCRATCH:
+                    names = (f"{call.schedule.name}_{buffer.name}{number or ''}" for number in count())
+                    name = next(name for name in names if name not in self.buffers)
+                    self.buffers[name] = call.scratch(buffer, name)
+                    self.scratch[site][buffer.name] = name
+        return self.scratch[site]
 
     def _task(self, task: Yield | Task) -> None:
         chunks = sum(self.buffers_list[buffer].num_chunks for buffer in (*task.reads, *task.writes))
@@ -220,5 +279,5 @@ class Resolver:
             name=self.decl.name.text, num_ranks=self.ranks, topology=self.topology, params=tuple(self.params),
             buffers=self.buffers_list, contracts=tuple(self.contracts),
             cycles=tuple(cycles.declared for cycles in self.cycles), steps=tuple(self.steps), tuning=self.tuning,
-            role=self.role, roles=self.role_sets, span=self.decl.span,
+            role=self.role, roles=self.role_sets, span=self.decl.span, called=tuple(self.called.values()),
         )  # fmt: skip

@@ -63,13 +63,14 @@ class Binding:
         buffers: Mapping[str, Buffer],
         num_ranks: int,
         made: frozenset[str] = frozenset(),
+        budget: Budget | None = None,
     ) -> None:
         self.made = made  # the buffers that a task writes
         self.evaluator = evaluator
         self.faults = faults
         self.buffers = buffers
         self.num_ranks = num_ranks
-        self.budget = Budget(faults)
+        self.budget = budget or Budget(faults)
 
     def rows(self, binders: tuple[syn.Binder, ...], where: syn.Expr | None, outer: Scope) -> Rows:
         rows = Rows(1, {})

@@ -15,7 +15,6 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.resolve.budget import turns_of
 from commdsl.ir.resolve.casts import cast_of
 from commdsl.ir.resolve.evaluate import Cycle, Scope, Value, free_names
 from commdsl.ir.resolve.rows import Binding, Rows, pick, spread
@@ -86,11 +85,7 @@ class StepBuilder:
     def step(self, scope: Scope, bindings: tuple[tuple[str, int], ...]) -> Step:
         moves = tuple(item for item in (moves(scope) for moves in self._moves) if len(item.actor))
         step = Step(moves, bindings, self._each.span)
-        turns = max(turns_of(step), 1)
-        self._binding.budget.spend(
-            turns, self._binding.budget.turn, "moves of a rank, one after another", self._each.span
-        )
-        self._binding.budget.spend(sum(item.source_rank.size for item in moves), 1, "moves", self._each.span)
+        self._binding.budget.step(step)
         return step
 
     def _prepare(self, body: tuple[syn.Stmt, ...], context: _Context) -> None:

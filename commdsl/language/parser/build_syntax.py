@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from commdsl.language import kinds, syntax
 from commdsl.language.diagnostics import CommError, Diagnostic, Label
-from commdsl.language.parser import build_contracts, build_dispatches
+from commdsl.language.parser import build_calls, build_contracts, build_dispatches
 from commdsl.language.source import Source, Span
 
 MAX_INT = 2**63 - 1
@@ -384,6 +384,7 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "choice": _choice,
     "fn_decl": _fn_decl,
     "arguments": _tuple,
+    **build_calls.RULES,
     **build_contracts.RULES,
     **build_dispatches.RULES,
 }

@@ -88,22 +88,26 @@ from commdsl.language.syntax.schedules import (
     CycleLiteral,
     CyclesDecl,
     Dim,
+    Do,
     Each,
     Ensure,
     For,
     GeneralContract,
+    GroupDecl,
     If,
     Let,
     Move,
     NamedContract,
     On,
     Param,
+    Part,
     Passing,
     Ref,
     Rotating,
     RotationContract,
     Rounding,
     ScheduleDecl,
+    Setting,
     Source_,
     Stmt,
     Tune,
@@ -140,6 +144,7 @@ __all__ = [
     "Dim",
     "DispatchDecl",
     "DispatchStmt",
+    "Do",
     "Doc",
     "Each",
     "Ensure",
@@ -150,6 +155,7 @@ __all__ = [
     "For",
     "GeneralContract",
     "GivenCut",
+    "GroupDecl",
     "If",
     "Index",
     "Int",
@@ -169,6 +175,7 @@ __all__ = [
     "On",
     "Once",
     "Param",
+    "Part",
     "Passing",
     "PlaceDecl",
     "PlanDecl",
@@ -190,6 +197,7 @@ __all__ = [
     "RowsDecl",
     "ScheduleDecl",
     "SendEntry",
+    "Setting",
     "SortKey",
     "Source_",
     "Stmt",
@@ -212,7 +220,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Use(Node):
-    """`use "roles.comm"`: brings in the topologies, roles and functions of another file; relative to this one."""
+    """`use "roles.comm"`: brings in what another file declares; relative to this one."""
 
     path: str
 

@@ -224,6 +224,43 @@ class Each(Node):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupDecl(Node):
+    """`group node = ranks in runs of G`, `group rail = ranks by stride G`, `... in runs of X * Y by stride X`."""
+
+    name: Name
+    runs: Expr | None  # None: all ranks are one run
+    stride: Expr | None  # None: 1
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Node):
+    """What a schedule is given for a buffer of its own: `x`, `x[r % G]`, `(y[k, r % G] for k in 0 ..< N)`."""
+
+    ref: Ref
+    binders: tuple[Binder, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting(Node):
+    """`K = 4`: a parameter's value."""
+
+    name: Name
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Do(Node):
+    """`each r do reducescatter_direct(x -> x[r % G]) over node with K = 4`: the steps of another schedule."""
+
+    rank: Name | None  # the acting rank, in what is given
+    schedule: Name
+    reads: tuple[Part, ...]  # for its inputs and inouts
+    writes: tuple[Part, ...]  # for its outputs
+    group: Name | None  # None: all ranks
+    settings: tuple[Setting, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Yield(Node):
     """`yield kv`: the caller is handed the buffer."""
 
@@ -276,7 +313,10 @@ class On(Node):
     role: Name
 
 
-Stmt: TypeAlias = BufferDecl | Ensure | CyclesDecl | Let | For | If | Each | Move | Yield | Visit | Compute | Tune | On
+Stmt: TypeAlias = (
+    BufferDecl | Ensure | CyclesDecl | GroupDecl | Let | For | If | Each | Do | Move
+    | Yield | Visit | Compute | Tune | On
+)  # fmt: skip
 
 
 def walk(body: Iterable[Stmt]) -> Iterator[Stmt]:

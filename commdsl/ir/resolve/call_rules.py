@@ -1,0 +1,117 @@
+"""Finds the mistakes of `do` that need no numbers: what is called is there, only moves, and does not call itself.
+
+Assumes the names in sight. Does not look at ranks, extents or parameters' values; `calls` and `parameters` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+from commdsl.ir.resolve.expressions import ExpressionRules, Kind
+from commdsl.ir.resolve.faults import Faults, nearest
+from commdsl.language import syntax as syn
+from commdsl.language.diagnostics import Label
+from commdsl.language.kinds import BufferKind, MoveKind
+from commdsl.language.source import Span
+
+Schedules: TypeAlias = Mapping[str, syn.ScheduleDecl]
+"""Those of the files by name."""
+
+MOST_DEEP = 8
+"""Schedules that call each other."""
+
+
+def check_call(rules: ExpressionRules, do: syn.Do, schedules: Schedules) -> None:
+    """C107 and C126, and every name in what is given."""
+    if do.group is not None:
+        symbol = rules.look_up(do.group, (Kind.GROUP,))
+        rules.unless(symbol.kind if symbol else None, (Kind.GROUP,), "a group of ranks", do.group.span)
+    for part in (*do.reads, *do.writes):
+        _check_part(rules, do, part)
+    seen = set[str]()
+    for setting in do.settings:
+        rules.expect(setting.value, Kind.NUMBER)
+        if setting.name.text in seen:
+            what = f"`{setting.name.text}` is given twice"
+            rules.faults.report("C102", what, setting.name.span, "a second time here")
+        seen.add(setting.name.text)
+    called = schedules.get(do.schedule.text)
+    if called is None:
+        help = nearest(do.schedule.text, schedules) or 'bring its file in: `use "collectives/allreduce_ring.comm"`'
+        what = f"no schedule is called `{do.schedule.text}`"
+        rules.faults.report("C107", what, do.schedule.span, "not known", help=help)
+        return
+    _check_given(rules.faults, do, called)
+    why = _why_not(called)
+    if why is not None:
+        reason, span = why
+        what = f"`{called.name.text}` cannot be called: it {reason}"
+        rules.faults.report("C126", what, do.schedule.span, "only what moves is called", secondary=(Label(span),))
+
+
+def _check_part(rules: ExpressionRules, do: syn.Do, part: syn.Part) -> None:
+    """Ranges are the same on every rank and for every other name, so none of these is in their sight."""
+    for binder in part.binders:
+        with rules.block():
+            rules.bind(binder.name, binder.domain)
+    with rules.block():
+        for name in (*([do.rank] if do.rank else []), *(binder.name for binder in part.binders)):
+            rules.declare(name, Kind.NUMBER)
+            rules.used.add(name.span)
+        rules.ref(part.ref)
+
+
+def _check_given(faults: Faults, do: syn.Do, called: syn.ScheduleDecl) -> None:
+    buffers = [one for one in called.body if isinstance(one, syn.BufferDecl)]
+    writes = [one for one in buffers if one.kind is BufferKind.OUTPUT]
+    reads = [one for one in buffers if one.kind in (BufferKind.INPUT, BufferKind.INOUT)]
+    if (len(do.reads), len(do.writes)) == (len(reads), len(writes)):
+        return
+    form = ", ".join(one.name.text for one in reads)
+    form += f" -> {', '.join(one.name.text for one in writes)}" if writes else ""
+    label = f"{len(do.reads)} to read, {len(do.writes)} to write"
+    faults.report("C107", f"`{called.name.text}` takes other buffers", do.span, label,
+                  help=f"give it `{called.name.text}({form})`")  # fmt: skip
+
+
+def _why_not(called: syn.ScheduleDecl) -> tuple[str, Span] | None:
+    """What a schedule does that no other can do in its place."""
+    for statement in syn.walk(called.body):
+        match statement:
+            case syn.Yield() | syn.Visit():
+                return "yields", statement.span
+            case syn.Compute() | syn.Move(kind=MoveKind.MATMUL):
+                return "computes", statement.span
+            case syn.Tune() | syn.On():
+                return "says how it is launched", statement.span
+            case syn.BufferDecl(element=element, like=like) if element or like:
+                return "says types or lengths", statement.span
+            case _:
+                pass
+    return None
+
+
+def called_by(decl: syn.ScheduleDecl, schedules: Schedules, faults: Faults) -> tuple[syn.ScheduleDecl, ...]:
+    """Every schedule that one calls, or that those call; C125 and C011 where that has no end, or a far one."""
+    heights = dict[str, int]()
+
+    def look(one: syn.ScheduleDecl, path: tuple[str, ...]) -> None:
+        for do in _calls(one):
+            name = do.schedule.text
+            if name in path:
+                way = " -> ".join((*path[path.index(name) :], name))
+                faults.report("C125", f"`{name}` calls itself", do.schedule.span, way)
+            elif name in schedules and name not in heights and len(path) <= MOST_DEEP:
+                look(schedules[name], (*path, name))
+        heights[one.name.text] = 1 + max((heights.get(do.schedule.text, 0) for do in _calls(one)), default=0)
+        if max(heights[one.name.text], len(path)) > MOST_DEEP:
+            label = f"more than {MOST_DEEP} schedules that call each other"
+            faults.report("C011", "blocks or expressions nest too deeply", one.name.span, label)
+
+    look(decl, (decl.name.text,))
+    return tuple(schedules[name] for name in heights if name != decl.name.text)
+
+
+def _calls(decl: syn.ScheduleDecl) -> Iterator[syn.Do]:
+    return (statement for statement in syn.walk(decl.body) if isinstance(statement, syn.Do))

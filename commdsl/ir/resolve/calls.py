@@ -1,0 +1,178 @@
+"""Turns `do` into steps: those of the schedule that is called, on the ranks of each group and the chunks it is given.
+
+Assumes that `call_rules` found nothing wrong, and a schedule that was resolved for as many ranks as a group has. What
+comes out is what would stand there written out: it is held to the laws of the schedule that calls. Does not prove.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from commdsl.ir.bounds import outside
+from commdsl.ir.resolve.evaluate import Evaluator, Scope
+from commdsl.ir.resolve.faults import Faults, Poisoned
+from commdsl.ir.resolve.rows import Binding
+from commdsl.ir.schedules import Buffer, Ints, Schedule, Statement, Step
+from commdsl.ir.words import bindings_text
+from commdsl.language import syntax as syn
+from commdsl.language.diagnostics import Label
+from commdsl.language.kinds import BufferKind
+
+
+def groups(decl: syn.GroupDecl, evaluator: Evaluator, scope: Scope, ranks: int, faults: Faults) -> Ints:
+    """The ranks of each group, (num_groups, size): those of a run that are a stride apart, in rank order."""
+    run = ranks if decl.runs is None else evaluator.constant(decl.runs, scope)
+    stride = 1 if decl.stride is None else evaluator.constant(decl.stride, scope)
+    for part, whole, expr, what in ((run, ranks, decl.runs, "run"), (stride, run, decl.stride, "stride")):
+        if expr is not None and (part < 1 or whole % part):
+            of = f"{whole} ranks" if whole == ranks else f"runs of {whole}"
+            faults.fail("C127", "the ranks do not fall into equal groups", expr.span, f"{of}, a {what} of {part}",
+                        help="say with `where` for how many ranks the schedule is")  # fmt: skip
+    table = np.arange(ranks, dtype=np.int32).reshape(-1, run // stride, stride)
+    return table.transpose(0, 2, 1).reshape(-1, run // stride)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Where the chunks of a buffer of the schedule that is called are."""
+
+    buffer: int
+    chunks: Ints  # (ranks, chunks of the buffer, chunks given for each)
+
+
+class Call:
+    """One `do`, with what it gives to the schedule that it calls."""
+
+    def __init__(self, do: syn.Do, schedule: Schedule, group: Ints, scope: Scope, binding: Binding) -> None:
+        self.do, self.schedule, self.group, self.binding = do, schedule, group, binding
+        self.parts = dict(zip(_taken(schedule), (*do.reads, *do.writes), strict=True))
+        shapes = {name: self._extents(part, scope) for name, part in self.parts.items()}
+        self.rest = self._rest(shapes)
+        self.scope = scope
+
+    def steps(self, scratch: Mapping[str, str], bindings: tuple[tuple[str, int], ...]) -> Iterator[Step]:
+        """`scratch`: the buffers that were made for those of the schedule."""
+        given = [self._given(buffer, scratch) for buffer in self.schedule.buffers]
+        for step in self.schedule.steps:
+            assert isinstance(step, Step), "a schedule that is called only moves"
+            moved = (self._moved(one, step, given) for one in step.moves)
+            made = Step(tuple(one for one in moved if len(one.actor)), (*bindings, *step.bindings), step.span)
+            self.binding.budget.step(made)
+            yield made
+
+    def scratch(self, buffer: Buffer, name: str) -> Buffer:
+        """A buffer for one of the schedule's own: as many slots for each as chunks are given for one."""
+        slots = prod(self.rest)
+        self.binding.budget.spend(buffer.num_chunks * slots, self.binding.num_ranks, "chunks", self.do.span)
+        dims = (*buffer.dims, *self.rest)
+        return replace(buffer, name=name, dims=dims, cut=buffer.cut * slots)
+
+    # --- what is given ------------------------------------------------------------------------------------------------
+
+    def _extents(self, part: syn.Part, scope: Scope) -> tuple[int, ...]:
+        domains = (self.binding.domain(binder.domain, scope) for binder in part.binders)
+        counts = tuple(max(int(last) - int(first), 0) for first, last, _ in domains)
+        return (*counts, *self.binding.missing(part.ref))
+
+    def _rest(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """The extents behind those that a buffer of the schedule has; they are the same for all."""
+        rests = dict[str, tuple[int, ...]]()
+        for buffer in self.schedule.buffers:
+            extents = shapes.get(buffer.name)
+            if extents is None:
+                continue
+            if extents[: len(buffer.dims)] != buffer.dims:
+                self._unlike(buffer, f"{_shape(extents)} for `{buffer.declared}`")
+            rests[buffer.name] = extents[len(buffer.dims) :]
+            first = next(iter(rests.values()))
+            if rests[buffer.name] != first:
+                one = next(iter(rests))
+                self._unlike(buffer, f"{_shape(rests[buffer.name])} for a chunk of `{buffer.name}`, "
+                                     f"{_shape(first)} for one of `{one}`")  # fmt: skip
+        return next(iter(rests.values()), ())
+
+    def _unlike(self, buffer: Buffer, label: str) -> None:
+        declared = (Label(buffer.span, "declared here"),)
+        what = f"what is given to `{self.schedule.name}` is of another shape"
+        self.binding.faults.report("C116", what, self.parts[buffer.name].span, label, secondary=declared,
+                                   help="give as many chunks as are declared there, or as many for each")  # fmt: skip
+        raise Poisoned
+
+    def _given(self, buffer: Buffer, scratch: Mapping[str, str]) -> Given:
+        names, ranks = list(self.binding.buffers), self.binding.num_ranks
+        shape = (ranks, buffer.num_chunks, prod(self.rest))
+        if buffer.kind is BufferKind.SCRATCH:
+            every = np.arange(shape[1] * shape[2], dtype=np.int32).reshape(1, *shape[1:])
+            return Given(names.index(scratch[buffer.name]), np.broadcast_to(every, shape))
+        part = self.parts[buffer.name]
+        acting = self.do.rank or syn.Name(" rank", span=self.do.span)  # no name that a file could have
+        rows = self.binding.rows((syn.Binder(acting, None, span=part.span), *part.binders), None, self.scope)
+        first = self.binding.chunk(part.ref, rows.scope(self.scope), (rows.count,))
+        owner = np.asarray(rows.columns[acting.text])
+        found = outside(self.binding.buffers[part.ref.buffer.text], ranks, owner, first)
+        if found is not None:
+            self.binding.faults.add(found.diagnostic(part.span, f"rank {int(owner[found.row])}"))
+            raise Poisoned
+        behind = np.arange(prod(self.binding.missing(part.ref)), dtype=np.int32)
+        return Given(names.index(part.ref.buffer.text), (first[:, None] + behind).reshape(shape))
+
+    # --- moves --------------------------------------------------------------------------------------------------------
+
+    def _moved(self, one: Statement, step: Step, given: Sequence[Given]) -> Statement:
+        """The rows of every group, by acting rank; where a chunk would be copied onto itself there is none."""
+        self._check_bounds(one, step)
+        rest, count = prod(self.rest), len(self.group) * len(one.actor)
+        sources = one.source_rank.shape[1]
+        self.binding.budget.allow(count * sources, rest, "moves", self.do.span)
+        actor = self.group[:, one.actor].ravel()
+        order = np.argsort(actor, kind="stable")
+        again = order % len(one.actor) if len(one.actor) else order
+        source_rank = self.group[:, one.source_rank].reshape(count, sources)[order]
+        dest_rank = self.group[:, one.dest_rank].ravel()[order]
+        source, dest = given[one.source_buffer], given[one.dest_buffer]
+        source_chunk = source.chunks[source_rank, one.source_chunk[again]].transpose(0, 2, 1).reshape(-1, sources)
+        dest_chunk = dest.chunks[dest_rank, one.dest_chunk[again]].ravel()
+        valid = None if one.source_valid is None else one.source_valid[again].repeat(rest, axis=0)
+        moved = replace(
+            one, actor=actor[order].repeat(rest), source_buffer=source.buffer, dest_buffer=dest.buffer,
+            source_rank=source_rank.repeat(rest, axis=0), source_chunk=source_chunk, source_valid=valid,
+            dest_rank=dest_rank.repeat(rest), dest_chunk=dest_chunk,
+        )  # fmt: skip
+        return _without_idle(moved) if one.copies and one.cast is None else moved
+
+    def _check_bounds(self, one: Statement, step: Step) -> None:
+        sides = (
+            (one.source_buffer, one.source_rank, one.source_chunk, one.source_valid),
+            (one.dest_buffer, one.dest_rank, one.dest_chunk, None),
+        )
+        for buffer, rank, chunk, valid in sides:
+            found = outside(self.schedule.buffers[buffer], self.schedule.num_ranks, rank, chunk, valid)
+            if found is not None:
+                where = f"rank {int(one.actor[found.row])}{bindings_text(step.bindings)}"
+                self.binding.faults.add(found.diagnostic(one.span, where))
+                raise Poisoned
+
+
+def _taken(schedule: Schedule) -> tuple[str, ...]:
+    """The buffers that are given: what the schedule reads, then what it only writes."""
+    kinds = ((BufferKind.INPUT, BufferKind.INOUT), (BufferKind.OUTPUT,))
+    return tuple(buffer.name for kind in kinds for buffer in schedule.buffers if buffer.kind in kind)
+
+
+def _without_idle(one: Statement) -> Statement:
+    """Of moves that overwrite: an input may be given as a part of an output, and what lies there already stays."""
+    if one.source_buffer != one.dest_buffer:
+        return one
+    keep = (one.source_rank[:, 0] != one.dest_rank) | (one.source_chunk[:, 0] != one.dest_chunk)
+    return replace(
+        one, actor=one.actor[keep], source_rank=one.source_rank[keep], source_chunk=one.source_chunk[keep],
+        dest_rank=one.dest_rank[keep], dest_chunk=one.dest_chunk[keep],
+    )  # fmt: skip
+
+
+def _shape(extents: tuple[int, ...]) -> str:
+    return " x ".join(map(str, extents)) + " chunks" if extents else "one chunk"
