@@ -142,9 +142,10 @@ class Dispatcher(Launcher):
         for tensor in tensors:
             given.tensor("a dispatch", tensor)
         there, back = self.tables(route, way, tensors)
-        for index, tensor in enumerate(tensors):
-            _check(tensor, asked[min(index, 1)], most[min(index, 1)] if padded else None, self.device)
-        counts = [rows[min(index, 1)] for index in range(len(tensors))]
+        others = len(tensors) - 1
+        for tensor, least, room in zip(tensors, _each(asked, others), _each(most, others), strict=True):
+            _check(tensor, least, room if padded else None, self.device)
+        counts = _each(rows, others)
         if skips_dispatcher(tensors):
             return tuple(self.launch(tensors, there, counts, way, clear=False))
         if skips_dispatcher(tensors, but_gradients=True):
@@ -170,13 +171,19 @@ class _Moved(torch.autograd.Function):
         return (*(None,) * 6, *_backward(ctx, gradients)[0])
 
 
+def _each(rows: tuple[int, int], others: int) -> list[int]:
+    """Of queries, and of all the other tensors."""
+    return [rows[0], *(rows[1:] * others)]
+
+
 def _check(tensor: torch.Tensor, rows: int, most: int | None, device: torch.device) -> None:
     """Raises TensorError (C951) unless the tensor is on the device, whole, and has `rows` rows, or up to `most`."""
-    if tensor.device.type != device.type:
+    if tensor.device != device and tensor.device.type != device.type:
         raise TensorError(f"the tensor is on {tensor.device}, the Dispatcher on {device}")
-    if tensor.dim() == 0 or not rows <= tensor.shape[0] <= (rows if most is None else most):
+    shape = tensor.shape
+    if not shape or not rows <= shape[0] <= (rows if most is None else most):
         wanted = f"{rows}" if most is None else f"{rows} to {most}"
-        raise TensorError(f"expected {wanted} rows, got a tensor of shape {tuple(tensor.shape)}")
+        raise TensorError(f"expected {wanted} rows, got a tensor of shape {tuple(shape)}")
     if not tensor.is_contiguous():
         raise TensorError("the tensor is not contiguous: pass tensor.contiguous()")
 

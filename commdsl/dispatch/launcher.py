@@ -9,8 +9,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,7 +25,7 @@ from commdsl.runtime.errors import TensorError
 from commdsl.runtime.given import Patience
 from commdsl.runtime.launches import ROW_BYTES, Arguments, Launches, default_device
 from commdsl.runtime.load import Kernels, Where, definition
-from commdsl.runtime.pool import row_bytes
+from commdsl.runtime.pool import Results, results_of, row_bytes
 from commdsl.runtime.program import Definition, RoutedProgram, routed_program
 from commdsl.runtime.workspace import Start
 
@@ -38,6 +38,21 @@ CHANGING: Arguments = {
     "active_lanes": 0,
 }
 """The arguments that come with each call."""
+
+
+Shapes: TypeAlias = tuple[list[int], list[tuple[torch.Size, torch.dtype]]]
+"""Rows of the results, and what the inputs are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What calls on tensors of the same shapes have in common."""
+
+    shapes: Shapes
+    results: Results
+    start: Start
+    pad: tuple[int, ...]  # for tensors that a call does not have
+    words: tuple[int, ...]  # arguments behind the addresses
 
 
 class Launcher:
@@ -101,6 +116,7 @@ class Launcher:
         self.name = f"{self.plan.name}/{self._comm.name}/{self._launches.number}/{id(self):x}"
         self._starts: dict[str, Start] = {}
         self._digests: dict[str, int] = {}  # of calls, but for what their tables say
+        self._calls: dict[Way, Call] = {}  # the last of each
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
         self._last = 0  # the address of the last call's table
         _KNOWN[self.name] = self
@@ -147,41 +163,18 @@ class Launcher:
         comm = self._comm
         comm.refuse_if_broken()
         comm.check()
-        comm.compare(f"`{self.plan.name}` for {way.value}")
+        if comm.compares:
+            comm.compare(f"`{self.plan.name}` for {way.value}")
         if self._launches.is_closed:
             raise DispatchError(f"`{self.plan.name}` was released")
-        if not way.goes:
-            self._judge_back(len(inputs))
-        dtype = self._dtype(inputs, way)
-        start = self._start(dtype)
-        outputs, lands = self._new(inputs, rows, way.goes)
+        call = self._call(inputs, rows, way)
+        outputs, lands = self._new(call, inputs, way.goes)
         if clear:
             for output in outputs:
                 output.zero_()
         self._last = table.data_ptr()
-        pad = (0,) * (self._most_tensors - len(inputs))
-        widths = tuple(map(row_bytes, inputs))
-        moved = 0
-        for tensor, count, width in zip(inputs, rows, widths, strict=True):
-            moved += max(len(tensor), count) * max(width, ROW_BYTES)
-        start(
-            (
-                self._last,
-                *(tensor.data_ptr() for tensor in inputs),
-                *pad,
-                *(output.data_ptr() for output in outputs),
-                *pad,
-                *widths,
-                *pad,
-                *(len(tensor) for tensor in inputs),
-                *pad,
-                *rows,
-                *pad,
-                self._digests[dtype],
-                comm.rank,
-                self._launches.lanes(moved),
-            )
-        )
+        given, made = [tensor.data_ptr() for tensor in inputs], [output.data_ptr() for output in outputs]
+        call.start((self._last, *given, *call.pad, *made, *call.pad, *call.words))
         return [output.clone() for output in outputs] if lands else outputs
 
     def release(self) -> None:
@@ -226,19 +219,37 @@ class Launcher:
     def _form(self, way: Way, widths: tuple[int, ...]) -> Form:
         return Form(way, widths, self._is_packed, self.plan.tile_bytes)
 
+    def _call(self, inputs: Sequence[torch.Tensor], rows: Sequence[int], way: Way) -> Call:
+        shapes = list(rows), [(tensor.shape, tensor.dtype) for tensor in inputs]
+        found = self._calls.get(way)
+        if found is None or found.shapes != shapes:
+            found = self._calls[way] = self._new_call(shapes, inputs, way)
+        return found
+
+    def _new_call(self, shapes: Shapes, inputs: Sequence[torch.Tensor], way: Way) -> Call:
+        if not way.goes:
+            self._judge_back(len(inputs))
+        dtype = self._dtype(inputs, way)
+        start, results = self._start(dtype), results_of(shapes[0], inputs)
+        pad = (0,) * (self._most_tensors - len(inputs))
+        widths, here, there = [*map(row_bytes, inputs)], [*map(len, inputs)], shapes[0]
+        moved = sum(max(pair) * max(width, ROW_BYTES) for width, *pair in zip(widths, here, there, strict=True))
+        words = (*widths, *pad, *here, *pad, *there, *pad)
+        last = self._digests[dtype], self._comm.rank, self._launches.lanes(moved)
+        return Call(shapes, results, start, pad, (*words, *last))
+
     def _judge_back(self, num_tensors: int) -> None:
         for name in names_of(self.plan)[:num_tensors]:
             if name not in self._returning:
                 raise DispatchError(f"`{self.plan.name}` has no way back for `{name}`: write `back {name} by sum`")
 
-    def _new(self, like: Sequence[torch.Tensor], rows: Sequence[int], goes: bool) -> tuple[list[torch.Tensor], bool]:
+    def _new(self, call: Call, like: Sequence[torch.Tensor], goes: bool) -> tuple[list[torch.Tensor], bool]:
         """Tensors for the results of a call, and whether these only land there: the next call's may, too."""
         if self._is_packed:
-            made = [tensor.new_empty((count, *tensor.shape[1:])) for tensor, count in zip(like, rows, strict=True)]
-            return made, False
+            return [tensor.new_empty(one.shape) for tensor, one in zip(like, call.results, strict=True)], False
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        found = self._pool.take(rows, like, goes=goes, keep=capturing)
-        return (self._landing.look(rows, like, goes=goes), True) if found is None else (found, False)
+        found = self._pool.take(call.results, like, goes=goes, keep=capturing)
+        return (self._landing.look(call.shapes[0], like, goes=goes), True) if found is None else (found, False)
 
     def _start(self, dtype: str) -> Start:
         found = self._starts.get(dtype)

@@ -318,11 +318,10 @@ class Route:
         return self._maker.table(flows, packed=wanted.packed, tile_bytes=wanted.tile_bytes)
 
     def _write(self, made: RowTable, to: torch.Tensor) -> None:
-        words = made.words.view(np.int32)
+        words = torch.from_numpy(made.words.view(np.int32))
         if to.is_cuda:
-            to[: len(words)].copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
-        else:
-            to.numpy()[: len(words)] = words
+            words = words.pin_memory()
+        to[: len(words)].copy_(words, non_blocking=True)  # by torch, which tells a gradient that the table changed
 
 
 def checked(route: Route) -> Route:

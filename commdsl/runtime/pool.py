@@ -7,7 +7,9 @@ enqueued, as in torch's own allocator. Does not grow. Ranks need not take the sa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,6 +18,30 @@ from commdsl.runtime.errors import DispatchError
 from commdsl.runtime.tensors import contiguous_strides
 
 ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of what shape a result is, and where it lies behind the beginning of its place."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    at: int  # bytes, as the next
+    nbytes: int
+
+
+Results: TypeAlias = tuple[Result, ...]
+
+
+def results_of(rows: Sequence[int], like: Sequence[torch.Tensor]) -> Results:
+    """Of one call: one behind the other, with so many rows, like those of other tensors."""
+    found, at = [], 0
+    for count, tensor in zip(rows, like, strict=True):
+        # Strides of `like` may be any where it has no row, or one.
+        shape = (count, *tensor.shape[1:])
+        found.append(Result(shape, contiguous_strides(shape), at, count * row_bytes(tensor)))
+        at += aligned(found[-1].nbytes)
+    return tuple(found)
 
 
 class Place:
@@ -53,37 +79,36 @@ class Pool:
 
         Raises DispatchError (C961) when there is no room.
         """
-        return self._taken(self._free(goes), rows, like, goes=goes, keep=keep)
+        return self._taken(self._free(goes), results_of(rows, like), like, goes=goes, keep=keep)
 
     def take(
-        self, rows: Sequence[int], like: Sequence[torch.Tensor], *, goes: bool, keep: bool
+        self, results: Results, like: Sequence[torch.Tensor], *, goes: bool, keep: bool
     ) -> list[torch.Tensor] | None:
-        """As `empty`; None when there is no room."""
+        """As `empty`, of `results_of` such rows, which calls of one form may keep; None when there is no room."""
         place = self._find(goes)
-        return None if place is None else self._taken(place, rows, like, goes=goes, keep=keep)
+        return None if place is None else self._taken(place, results, like, goes=goes, keep=keep)
 
     def _taken(
-        self, place: Place, rows: Sequence[int], like: Sequence[torch.Tensor], *, goes: bool, keep: bool
+        self, place: Place, results: Results, like: Sequence[torch.Tensor], *, goes: bool, keep: bool
     ) -> list[torch.Tensor]:
-        found = self._at(place, rows, like, goes=goes)
+        found = self._at(place, results, like, goes=goes)
         place.results = [StorageWeakRef(one.untyped_storage()) for one in found]
         place.is_kept = keep
         return found
 
     def look(self, rows: Sequence[int], like: Sequence[torch.Tensor], *, goes: bool) -> list[torch.Tensor]:
         """What `empty` will return next, without taking it."""
-        return self._at(self._free(goes), rows, like, goes=goes)
+        return self._at(self._free(goes), results_of(rows, like), like, goes=goes)
 
-    def _at(self, place: Place, rows: Sequence[int], like: Sequence[torch.Tensor], *, goes: bool) -> list[torch.Tensor]:
+    def _at(self, place: Place, results: Results, like: Sequence[torch.Tensor], *, goes: bool) -> list[torch.Tensor]:
         most = self._sizes[not goes]
-        found, at = [], 0
-        for count, tensor in zip(rows, like, strict=True):
-            nbytes = count * row_bytes(tensor)
-            if at + nbytes > most:
+        found = []
+        for result, tensor in zip(results, like, strict=True):
+            if result.at + result.nbytes > most:
                 raise DispatchError(f"the results of a call of `{self._name}` have {most} bytes, and these need more")
-            storage = torch._C._construct_storage_from_data_pointer(place.address + at, tensor.device, nbytes)
-            found.append(tensor.new_empty(0).set_(storage, 0, *_contiguous(count, tensor)))
-            at += aligned(nbytes)
+            address = place.address + result.at
+            storage = torch._C._construct_storage_from_data_pointer(address, tensor.device, result.nbytes)
+            found.append(tensor.new_empty(0).set_(storage, 0, result.shape, result.strides))
         return found
 
     def has_room(self, *, goes: bool) -> bool:
@@ -125,9 +150,3 @@ def aligned(size: int) -> int:
 def row_bytes(tensor: torch.Tensor) -> int:
     """Bytes of one row: of what lies along all dimensions but the first."""
     return prod(tensor.shape[1:]) * tensor.element_size()
-
-
-def _contiguous(rows: int, like: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides. Those of `like` may be any where it has no row, or one."""
-    shape = (rows, *like.shape[1:])
-    return shape, contiguous_strides(shape)
