@@ -71,6 +71,7 @@ RUNS = (
     Run("attention", 2, ("attention.py",), 120),
     Run("overlap", 2, ("overlap.py",), 60),
     Run("products", 2, ("products.py",), 75),
+    Run("transformer", 2, ("transformer.py", "--tokens", "8192", "2048"), 70),
     Run("visits", 2, ("visits.py",), 60),
     Run("dispatch", 2, ("dispatch.py",), 50),
     Run("documents", 2, ("documents.py",), 60),

@@ -107,8 +107,7 @@ def results_of(lines: Iterable[Mapping[str, str]]) -> list[Result]:
     for line in lines:
         query, key = line["heads"].split(":")
         case = Case((int(query), int(key)), int(line["tokens"]), int(line["ranks"]), Pass(line["pass"]))
-        times = [line[name] for name in ("median_us", "p10_us", "p90_us")]
-        timing = Timing(*map(float, times)) if all(times) else None
+        timing = Timing.read(line)
         error = float(line["error"]) if line["error"] else None
         words = line["contender"], Kind(line["kind"]), line["kernel"], int(line["calls"]), line["how"]
         found.append(Result(case, *words, timing, error, line["status"]))

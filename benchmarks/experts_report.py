@@ -222,8 +222,7 @@ def rows_of(lines: Iterable[Mapping[str, str]]) -> list[Row]:
             int(line[name]) for name in ("tokens", "hidden", "topk", "experts", "ranks")
         )
         case = Case(tokens, ranks, Form(line["form"]), hidden, topk, experts // ranks, Way(line["way"]))
-        times = [line[name] for name in NUMBERS[:3]]
-        timing = Timing(*map(float, times)) if all(times) else None
+        timing = Timing.read(line)
         result = Result(line["contender"], Kind(line["kind"]), timing, line["status"])
         found.setdefault(case, Row(case)).results.append(result)
     return list(found.values())

@@ -15,7 +15,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 import commdsl
 from benchmarks.measure import Bench, Contender
-from benchmarks.products_report import ALONE, ASYNC, CONTENDERS, OURS, STREAMS, Case, Way
+from benchmarks.products_report import ALONE, ASYNC, CHOSEN, CONTENDERS, LIBRARY, OURS, STREAMS, Case, Way
 from benchmarks.turns import Made
 
 Tensor = torch.Tensor
@@ -24,6 +24,11 @@ Call = Callable[[], Tensor]
 NEAR = 2.0**-7
 """Of whole numbers sums of products are exact, and rounded once; NCCL's more often, where they are large."""
 
+OPERATORS = {
+    Way.GATHER: "all_gather_matmul",
+    Way.SCATTER: "matmul_reduce_scatter",
+    Way.REDUCE: "matmul_all_reduce",
+}
 SCHEDULES = {
     Way.GATHER: "allgather_matmul",
     Way.SCATTER: "matmul_reducescatter",
@@ -112,7 +117,10 @@ class Stage:
             return partial(ways[self.case.way], STREAMS[name])
         if name == ASYNC:
             return self._asynchronous()
-        op = commdsl.load(SCHEDULES[self.case.way], params={"C": OURS[name]}, ranks=self.case.ranks)
+        if name == CHOSEN:
+            return partial(getattr(commdsl.overlap, OPERATORS[self.case.way]), x, w)
+        pieces, tune = OURS.get(name, 2), {"matmul": "library"} if name == LIBRARY else {}
+        op = commdsl.load(SCHEDULES[self.case.way], params={"C": pieces}, ranks=self.case.ranks, tune=tune)
         return lambda: op(x, w)  # type: ignore[return-value]  # one result
 
     # --- the peers ----------------------------------------------------------------------------------------------------

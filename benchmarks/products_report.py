@@ -23,11 +23,14 @@ STREAMS = {"in sequence": 1, "two streams, 2": 2, "two streams, 4": 4}
 OURS = {"commdsl, 1": 1, "commdsl, 2": 2, "commdsl, 4": 4}
 """With the pieces in which each rank's rows travel."""
 
+LIBRARY, CHOSEN = "commdsl, 2, by cuBLAS", "commdsl"
+"""Of ours, the products by torch; and what `overlap` chooses."""
+
 CONTENDERS = {
     ALONE: Kind.LIMIT,
     **dict.fromkeys(STREAMS, Kind.PEER),
     ASYNC: Kind.PEER,
-    **dict.fromkeys(OURS, Kind.OURS),
+    **dict.fromkeys((*OURS, LIBRARY, CHOSEN), Kind.OURS),
 }
 
 COLUMNS = ("way", "rows", "depth", "columns", "ranks", "calls", "contender", "kind", "median_us", "p10_us", "p90_us",
@@ -86,15 +89,15 @@ class Row(Contest):
         return max(alone, self.case.sent_bytes / LINK) if alone else None
 
     def over_floor(self) -> float | None:
-        ours, floor = self.best(Kind.OURS), self.floor
-        return ours.timing.median / floor if ours and ours.timing and floor else None
+        ours, floor = self.time_of(CHOSEN), self.floor
+        return ours / floor if ours and floor else None
 
     def over_peer(self) -> float | None:
-        ours, peer = self.best(Kind.OURS), self.best(Kind.PEER)
-        return ours.timing.median / peer.timing.median if ours and ours.timing and peer and peer.timing else None
+        ours, peer = self.time_of(CHOSEN), self.best(Kind.PEER)
+        return ours / peer.timing.median if ours and peer and peer.timing else None
 
     def misses(self) -> list[str]:
-        """The columns whose figure our best does not reach."""
+        """The columns whose figure is not reached by what is chosen."""
         floor, peer, found = self.over_floor(), self.over_peer(), []
         if floor is None or (self.case.rows >= FROM_ROWS and floor > MOST_OF_FLOOR[self.case.way]):
             found.append("of floor")
@@ -104,8 +107,8 @@ class Row(Contest):
 
 
 def overview(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
-    """One line a row: every contender's microseconds, then our best beside floor and best peer; `*` where a figure is
-    missed.
+    """One line a row: every contender's microseconds, then what is chosen beside floor and best peer; `*` where a
+    figure is missed.
     """
     return ["", "M x K x N", *CONTENDERS, "floor", "of floor", "of peer", ""], [_line(row) for row in rows]
 
@@ -130,10 +133,7 @@ def lines_of(rows: Iterable[Row]) -> list[list[object]]:
     for row in rows:
         case = row.case
         start = [case.way, case.rows, case.depth, case.columns, case.ranks, case.calls]
-        for one in row.results:
-            times = (one.timing.median, one.timing.low, one.timing.high) if one.timing else ()
-            told = [f"{us:.4g}" for us in times] or [""] * 3
-            found.append([*start, one.name, one.kind, *told, one.status])
+        found += [[*start, one.name, one.kind, *one.told, one.status] for one in row.results]
     return found
 
 
@@ -143,8 +143,7 @@ def rows_of(lines: Iterable[Mapping[str, str]]) -> list[Row]:
     for line in lines:
         sizes = (int(line[name]) for name in ("rows", "depth", "columns", "ranks"))
         case = Case(Way(line["way"]), *sizes)
-        times = [line[name] for name in ("median_us", "p10_us", "p90_us")]
-        timing = Timing(*map(float, times)) if all(times) else None
+        timing = Timing.read(line)
         result = Result(line["contender"], Kind(line["kind"]), timing, line["status"])
         found.setdefault(case, Row(case)).results.append(result)
     return list(found.values())

@@ -46,6 +46,9 @@ COLUMNS = (
 )
 
 
+TIMES = ("median_us", "p10_us", "p90_us")
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """The median over batches, and the 10th and 90th percentile."""
@@ -58,6 +61,12 @@ class Timing:
     def of(values: Sequence[float]) -> Timing:
         ordered = sorted(values)
         return Timing(_quantile(ordered, 0.5), _quantile(ordered, 0.1), _quantile(ordered, 0.9))
+
+    @staticmethod
+    def read(line: Mapping[str, str]) -> Timing | None:
+        """Of a line of a file, in the columns of `TIMES`."""
+        told = [line[name] for name in TIMES]
+        return Timing(*map(float, told)) if all(told) else None
 
     def __str__(self) -> str:
         return f"{number(self.median)} ({number(self.low)}-{number(self.high)})"
@@ -85,6 +94,13 @@ class Result:
     timing: Timing | None
     status: str = "ok"
     detail: str = ""
+
+    @property
+    def told(self) -> list[str]:
+        """In the columns of `TIMES`."""
+        if self.timing is None:
+            return [""] * len(TIMES)
+        return [f"{us:.5g}" for us in (self.timing.median, self.timing.low, self.timing.high)]
 
     @property
     def is_wrong(self) -> bool:
@@ -277,8 +293,7 @@ def rows_of(lines: Iterable[Mapping[str, str]]) -> list[Row]:
     for line in lines:
         ranks, calls = int(line["ranks"]), int(line["calls"])
         case = Case(Collective(line["collective"]), int(line["bytes"]), ranks, calls=calls)
-        times = [line[name] for name in ("median_us", "p10_us", "p90_us")]
-        timing = Timing(*map(float, times)) if all(times) else None
+        timing = Timing.read(line)
         result = Result(line["contender"], Kind(line["kind"]), timing, line["status"], line["detail"])
         found.setdefault(case, Row(case)).results.append(result)
     return list(found.values())

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import attention_report, experts_report, products_report, record, report
+from benchmarks import attention_report, experts_report, products_report, record, report, transformer_report
 from benchmarks.cases import TUNE_KEYS, parse_candidates, size_name
 from benchmarks.dispatch_report import LEAST_OF_LIMIT as LEAST_RATE
 from benchmarks.dispatch_report import LIMIT_FROM_ROWS, MOST_OF_NCCL, SMALL_ROWS, SMALL_US, rows_name
@@ -174,6 +174,11 @@ def products(found: Record) -> str:
     return markdown(*products_report.overview(products_report.rows_of(found.lines)))
 
 
+def transformer(found: Record) -> str:
+    """Ours beside plain collectives."""
+    return markdown(*transformer_report.overview(transformer_report.rows_of(found.lines)))
+
+
 def planner(found: Record) -> str:
     lines = []
     for line in found.lines:
@@ -199,6 +204,7 @@ KINDS: dict[str, Callable[[Record], str]] = {
     "attention": attention,
     "experts": experts,
     "products": products,
+    "transformer": transformer,
     "planner": planner,
 }
 

@@ -9,6 +9,7 @@ Importing this imports nothing else; each name below loads what it needs when it
     functional products as operators, with gradients, for autograd and torch.compile
     rms_norm   the operator that norms what ranks add up
     calls      a call of an operator -> the shortest way to it
+    inductor   graphs that Inductor compiles -> the same with these operators
     layers     linear layers whose weights lie on all ranks, between rows that do
 """
 
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
     from commdsl.overlap.functional import matmul_all_reduce as matmul_all_reduce
     from commdsl.overlap.functional import matmul_reduce_scatter as matmul_reduce_scatter
     from commdsl.overlap.functional import replicated_matmul as replicated_matmul
+    from commdsl.overlap.inductor import MicroPipelineTP as MicroPipelineTP
     from commdsl.overlap.layers import ColumnParallelLinear as ColumnParallelLinear
     from commdsl.overlap.layers import RowParallelLinear as RowParallelLinear
     from commdsl.overlap.rms_norm import all_reduce_rms_norm as all_reduce_rms_norm
 
 __all__ = [
     "ColumnParallelLinear",
+    "MicroPipelineTP",
     "RowParallelLinear",
     "all_gather_matmul",
     "all_reduce_rms_norm",
@@ -40,6 +43,7 @@ __all__ = [
 
 _HOME = {
     "ColumnParallelLinear": "layers",
+    "MicroPipelineTP": "inductor",
     "RowParallelLinear": "layers",
     "all_gather_matmul": "functional",
     "all_reduce_rms_norm": "rms_norm",

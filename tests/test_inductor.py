@@ -1,0 +1,100 @@
+"""The pass of Inductor that puts operators of ours in place of products next to functional collectives: what it
+replaces, what it leaves, and that results and gradients stay what they were.
+
+Assumes no GPU. Two processes over gloo run it under torch.compile; graphs alone are looked at in this one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from forked import launched
+
+torch = pytest.importorskip("torch")
+
+RANKS = """
+import torch, torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.functional import linear
+from commdsl.overlap import MicroPipelineTP
+
+dist.init_process_group("gloo")
+rank, group = dist.get_rank(), dist.group.WORLD
+
+def gather(x, dim=0):
+    return collectives.all_gather_tensor_autograd(x, dim, group)
+
+def scatter(x):
+    return collectives.reduce_scatter_tensor_autograd(x, "sum", 0, group)
+
+def layers(x, up, down):
+    return scatter(linear(linear(gather(x), up), down))
+
+def reduced(x, up, down):
+    return collectives.all_reduce(linear(linear(x, up), down), "sum", group)
+
+def wide(x, up, down):
+    return scatter(gather(x.unflatten(0, (2, -1))) @ up.t() @ down.t()).flatten(0, 1)
+
+def shared(x, up, down):
+    rows = gather(x)
+    averaged = collectives.reduce_scatter_tensor(linear(x, up), "avg", 0, group)
+    return linear(rows, up), linear(rows, up * 2), averaged, linear(gather(x[:, :4].contiguous(), 1), up)
+
+def by_hand(tp):
+    def passed(module, inputs):
+        tp(module.graph)
+        module.recompile()
+        return make_boxed_func(module)
+
+    return {"backend": aot_autograd(fw_compiler=passed, partition_fn=min_cut_rematerialization_partition)}
+
+def by_inductor(tp):
+    return {"options": {"post_grad_custom_pre_pass": tp}}
+
+def check(what, function, backward, wanted, by=by_hand):
+    torch.manual_seed(rank)
+    given = [torch.randint(-2, 3, shape).double().requires_grad_(backward) for shape in ((4, 8), (6, 8), (8, 6))]
+    tp = MicroPipelineTP()
+    compiled = torch.compile(function, fullgraph=True, **by(tp))
+    found, eager = compiled(*given), function(*given)
+    torch.testing.assert_close(found, eager, rtol=0, atol=0)
+    if backward:
+        pairs = zip(*(torch.autograd.grad((y * (rank + 1)).sum(), given) for y in (found, eager)))
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert dict(tp.count) == wanted, (what, tp)
+    if rank == 0:
+        print(f"{what}: {tp}")
+
+both = {"all_gather_matmul": 1, "matmul_reduce_scatter": 1}
+check("forward", layers, False, both, by_inductor)
+check("all rows on all ranks", reduced, False, {"matmul_all_reduce": 1})
+check("more dimensions", wide, False, both)
+check("rows that two products need, an average, another dimension", shared, False, {"left": 3})
+check("backward", layers, True, {"matmul_reduce_scatter": 2, "left": 2})
+dist.destroy_process_group()
+"""
+
+SAID = """\
+forward: 1 all_gather_matmul, 1 matmul_reduce_scatter
+all rows on all ranks: 1 matmul_all_reduce
+more dimensions: 1 all_gather_matmul, 1 matmul_reduce_scatter
+rows that two products need, an average, another dimension: 3 left
+backward: 2 left, 2 matmul_reduce_scatter
+"""
+
+
+def test_compiled(tmp_path: Path) -> None:
+    """Of products that alone need what travels, and of sums that alone are scattered, operators are made, in forward
+    and backward. Rows that are needed again stay gathered: those of a backward pass are.
+    """
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    done = launched(2, str(script))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == SAID
