@@ -14,8 +14,10 @@ schedule broadcast_chain(root = 0, K = 8) for P ranks where P >= 2 and K >= 1 an
   inout x[K]
   ensure broadcast(x, root)
 
-  for s in 0 ..< P - 2 + K {
-    each r, i in 0 ..< K where (r - root) % P + i == s and (r - root) % P < P - 1 { put x[i] -> x[i] @ (r + 1) % P }
+  pipeline i in 0 ..< K {
+    for s in 0 ..< P - 1 {
+      each r where r == (root + s) % P { put x[i] -> x[i] @ (r + 1) % P }
+    }
   }
 }
 """,

@@ -8,15 +8,17 @@ from typing import Any
 
 SOURCE = {  # the text that was proved, and what it uses
     'broadcast_tree.comm': """\
-# Binomial tree: every rank that has the tensor sends it on, so their number doubles with every step.
-# ceil(log2(P)) steps, ceil(log2(P)) n bytes out of the root: the least latency.
-schedule broadcast_tree(root = 0) for P ranks where P >= 2 and 0 <= root and root < P {
-  inout x
+# Binomial tree: every rank that has a piece of the tensor sends it on, so their number doubles with every step.
+# ceil(log2(P)) - 1 + K steps of n / K bytes, ceil(log2(P)) n bytes out of the root. One piece: the least latency.
+schedule broadcast_tree(root = 0, K = 1) for P ranks where P >= 2 and K >= 1 and 0 <= root and root < P {
+  inout x[K]
   ensure broadcast(x, root)
 
-  for s in 0 ..< floor_log2(P - 1) + 1 {
-    let d = 1 << s
-    each r where (r - root) % P < d and (r - root) % P + d < P { put x -> x @ (r + d) % P }
+  pipeline i in 0 ..< K {
+    for s in 0 ..< floor_log2(P - 1) + 1 {
+      let d = 1 << s
+      each r where (r - root) % P < d and (r - root) % P + d < P { put x[i] -> x[i] @ (r + d) % P }
+    }
   }
 }
 """,

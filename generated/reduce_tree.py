@@ -8,15 +8,18 @@ from typing import Any
 
 SOURCE = {  # the text that was proved, and what it uses
     'reduce_tree.comm': """\
-# Binomial tree, from the leaves: of every two ranks that still hold a sum one hands it to the other.
-# ceil(log2(P)) steps, ceil(log2(P)) n bytes into the root: the least latency. Other ranks are left with partial sums.
-schedule reduce_tree(root = 0) for P ranks where P >= 2 and 0 <= root and root < P {
-  inout x
+# Binomial tree, from the leaves: of every two ranks that still hold a sum of a piece one hands it to the other.
+# ceil(log2(P)) - 1 + K steps of n / K bytes, ceil(log2(P)) n bytes into the root. One piece: the least latency. Other
+# ranks are left with partial sums.
+schedule reduce_tree(root = 0, K = 1) for P ranks where P >= 2 and K >= 1 and 0 <= root and root < P {
+  inout x[K]
   ensure reduce(x, root)
 
-  for s in 0 ..< floor_log2(P - 1) + 1 {
-    let d = 1 << s
-    each r where (r - root) % P % (2 * d) == d { reduce x -> x @ (r - d) % P }
+  pipeline i in 0 ..< K {
+    for s in 0 ..< floor_log2(P - 1) + 1 {
+      let d = 1 << s
+      each r where (r - root) % P % (2 * d) == d { reduce x[i] -> x[i] @ (r - d) % P }
+    }
   }
 }
 """,

@@ -177,7 +177,7 @@ def test_calls_in_loops() -> None:
 }
 """
     steps = check(USES + text.replace("LAST", "3"), 4).steps
-    assert [step.bindings for step in steps] == [(("s", turn), ("s", step)) for turn in range(3) for step in range(2)]
+    assert [step.bindings for step in steps] == [(("s", s), ("wave", wave)) for s in range(3) for wave in (0, 1)]
     with pytest.raises(CommError, match=r"`x\[3\]` does not exist"):
         check(USES + text.replace("LAST", "4"), 4)
 

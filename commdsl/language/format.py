@@ -177,7 +177,12 @@ class _Layout:
             case syntax.Ensure(contract):
                 return self._inline(contract)
             case (
-                syntax.ScheduleDecl() | syntax.TopologyDecl() | syntax.For() | syntax.PlanDecl() | syntax.DispatchDecl()
+                syntax.ScheduleDecl()
+                | syntax.TopologyDecl()
+                | syntax.For()
+                | syntax.Pipeline()
+                | syntax.PlanDecl()
+                | syntax.DispatchDecl()
             ):
                 return None
             case syntax.If():
@@ -260,6 +265,7 @@ _BLOCKS = (
     syntax.RolesDecl,
     syntax.GeneralContract,
     syntax.For,
+    syntax.Pipeline,
     syntax.If,
     syntax.Each,
     syntax.Tune,

@@ -352,6 +352,7 @@ Block: TypeAlias = (
     | syntax.RolesDecl
     | syntax.GeneralContract
     | syntax.For
+    | syntax.Pipeline
     | syntax.Arm
     | syntax.Each
     | syntax.Tune
@@ -371,6 +372,8 @@ def head(node: Block) -> str:
             return f"ensure each {binders(bound)}{where(condition)}{rounding(node.rounding)}"
         case syntax.For(name, values, _):
             return f"for {name.text} in {domain(values)}"
+        case syntax.Pipeline(name, values, _):
+            return f"pipeline {name.text} in {domain(values)}"
         case syntax.Arm(condition, _):
             return f"if {expr(condition)}"
         case syntax.Each(bound, condition, _):

@@ -14,6 +14,7 @@ prove anything about the steps: their indices out of range stay in the arrays fo
     contracts, clauses, rotations   `ensure`
     casts         `as float8 by 128`, `rounded(float8, 2)`
     rows, steps   `each` -> arrays, a row for every combination of its binders
+    waves         `pipeline` -> steps of what acts at once
     call_rules, calls   `do` -> the steps of another schedule
     tasks         `compute`, and `yield` with a body
     tuning        `tune`

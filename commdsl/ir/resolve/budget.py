@@ -87,7 +87,7 @@ class Budget:
         self.spend(turns, self.turn, "moves of a rank, one after another", step.span)
         self.spend(sum(one.source_rank.size for one in step.moves), 1, "moves", step.span)
 
-    def loop(self, loop: syn.For, rounds: int, scope: Scope) -> None:
+    def loop(self, loop: syn.For | syn.Pipeline, rounds: int, scope: Scope) -> None:
         """A loop with all that is in it, as far as that can be told before its first round."""
         self.allow(rounds, _least(loop.body, scope), "rounds", loop.domain.span)
 
@@ -142,7 +142,7 @@ def _least(body: tuple[syn.Stmt, ...], scope: Scope) -> int:
     cost = STATEMENT
     for statement in body:
         match statement:
-            case syn.For():
+            case syn.For() | syn.Pipeline():
                 cost += STATEMENT + _rounds(statement.domain, scope) * _least(statement.body, scope)
             case syn.Each() | syn.Yield() | syn.Visit():
                 cost += STATEMENT + TURN

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NoReturn
 
 import numpy as np
 
@@ -85,9 +86,10 @@ class Call:
             extents = shapes.get(buffer.name)
             if extents is None:
                 continue
-            if extents[: len(buffer.dims)] != buffer.dims:
+            behind = _behind(extents, buffer.dims)
+            if behind is None:
                 self._unlike(buffer, f"{_shape(extents)} for `{buffer.declared}`")
-            rests[buffer.name] = extents[len(buffer.dims) :]
+            rests[buffer.name] = behind
             first = next(iter(rests.values()))
             if rests[buffer.name] != first:
                 one = next(iter(rests))
@@ -95,7 +97,7 @@ class Call:
                                      f"{_shape(first)} for one of `{one}`")  # fmt: skip
         return next(iter(rests.values()), ())
 
-    def _unlike(self, buffer: Buffer, label: str) -> None:
+    def _unlike(self, buffer: Buffer, label: str) -> NoReturn:
         declared = (Label(buffer.span, "declared here"),)
         what = f"what is given to `{self.schedule.name}` is of another shape"
         self.binding.faults.report("C116", what, self.parts[buffer.name].span, label, secondary=declared,
@@ -172,6 +174,16 @@ def _without_idle(one: Statement) -> Statement:
         one, actor=one.actor[keep], source_rank=one.source_rank[keep], source_chunk=one.source_chunk[keep],
         dest_rank=one.dest_rank[keep], dest_chunk=one.dest_chunk[keep],
     )  # fmt: skip
+
+
+def _behind(extents: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The extents behind those that are declared, of which a 1 may be left out; None where they differ."""
+    for dim in dims:
+        if extents[:1] == (dim,):
+            extents = extents[1:]
+        elif dim != 1:
+            return None
+    return extents
 
 
 def _shape(extents: tuple[int, ...]) -> str:

@@ -7,7 +7,7 @@ parameters are `resolve`'s.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from commdsl.ir.resolve.call_rules import Schedules, called_by, check_call
@@ -39,6 +39,10 @@ class _Place:
 
     top: bool
     acting: str | None = None  # the acting rank's name inside `each`
+    in_waves: bool = False  # inside a `pipeline`
+
+    def inside(self, statement: syn.Stmt) -> _Place:
+        return _Place(False, self.acting, self.in_waves or isinstance(statement, syn.Pipeline))
 
 
 class ScheduleRules(ExpressionRules):
@@ -79,18 +83,18 @@ class ScheduleRules(ExpressionRules):
                     what = f"`let` names a number, not {kind.value}"
                     self.faults.report("C106", what, value.span, f"this is {kind.value}")
                 self.declare(name, kind if kind in (Kind.CYCLE, Kind.CONDITION, Kind.TABLE) else Kind.NUMBER)
-            case syn.For(name, domain, body):
+            case syn.For(name, domain, body) | syn.Pipeline(name, domain, body):
                 if place.acting is not None:
                     self._not_here(statement.span)
                 with self.block():
                     self.bind(name, domain)
-                    self.statements(body, _Place(top=False, acting=place.acting))
+                    self.statements(body, place.inside(statement))
             case syn.If(arms):
                 for arm in arms:
                     self.expect(arm.condition, Kind.CONDITION)
                 for body in statement.bodies:
                     with self.block():
-                        self.statements(body, _Place(top=False, acting=place.acting))
+                        self.statements(body, place.inside(statement))
             case syn.Each():
                 self._each(statement, place)
             case syn.Do():
@@ -106,11 +110,11 @@ class ScheduleRules(ExpressionRules):
                 else:
                     check_move(self, statement, place.acting)
             case syn.Yield(buffer):
-                if place.acting is not None:
+                if place.acting is not None or place.in_waves:
                     self._not_here(statement.span)
                 self.buffer(buffer)
             case syn.Visit() | syn.Compute():
-                if place.acting is not None:
+                if place.acting is not None or place.in_waves:
                     self._not_here(statement.span)
                 check_task(self, statement, self.role_names)
             case _:
@@ -170,7 +174,7 @@ class ScheduleRules(ExpressionRules):
             self._binders(each.binders)
             if each.where is not None:
                 self.expect(each.where, Kind.CONDITION)
-            self.statements(each.body, _Place(top=False, acting=each.binders[0].name.text))
+            self.statements(each.body, replace(place.inside(each), acting=each.binders[0].name.text))
 
     def _binders(self, binders: tuple[syn.Binder, ...]) -> None:
         first = binders[0]

@@ -5,7 +5,7 @@ Assumes that `names` found nothing wrong. Does not read files, machines or roles
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeAlias
@@ -25,7 +25,8 @@ from commdsl.ir.resolve.parameters import known_counts, parameters
 from commdsl.ir.resolve.rows import Binding
 from commdsl.ir.resolve.steps import StepBuilder
 from commdsl.ir.resolve.tuning import Machine, tuning
-from commdsl.ir.schedules import AnyStep, Buffer, Called, Contract, Ints, RoleSet, Schedule, Task, Tuning, Yield
+from commdsl.ir.resolve.waves import at_once
+from commdsl.ir.schedules import AnyStep, Buffer, Called, Contract, Ints, RoleSet, Schedule, Step, Task, Tuning, Yield
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import BufferKind
 from commdsl.language.syntax import ScheduleDecl
@@ -194,13 +195,11 @@ class Resolver:
         match statement:
             case syn.Let(name, value):
                 scope[name.text] = self.evaluator.value(value, scope)
-            case syn.For(name, domain, body):
-                first, last, cycles = self.binding.domain(domain, scope)
-                self.binding.budget.loop(statement, int(last) - int(first), scope)
-                for index in range(int(first), int(last)):
-                    bound = index if cycles is None else Cycle(cycles, index)
-                    self.binding.budget.spend(1, STATEMENT, "rounds", domain.span)
-                    self._statements(body, {**scope, name.text: bound}, (*bindings, (name.text, index)))
+            case syn.For():
+                for _ in self._turns(statement, scope, bindings):
+                    pass
+            case syn.Pipeline():
+                self._pipeline(statement, scope, bindings)
             case syn.If(arms, otherwise):
                 bodies = (arm.body for arm in arms if self.evaluator.number(arm.condition, scope))
                 self._statements(next(bodies, otherwise), dict(scope), bindings)
@@ -222,6 +221,28 @@ class Resolver:
                 self._task(tasks.task(statement, self.buffers, bindings, self.faults))
             case _:
                 pass
+
+    def _turns(
+        self, loop: syn.For | syn.Pipeline, scope: dict[str, Value], bindings: tuple[tuple[str, int], ...]
+    ) -> Iterator[int]:
+        """The turns of a loop, from 0, each when its steps are there."""
+        first, last, cycles = self.binding.domain(loop.domain, scope)
+        self.binding.budget.loop(loop, int(last) - int(first), scope)
+        for turn, index in enumerate(range(int(first), int(last))):
+            bound = index if cycles is None else Cycle(cycles, index)
+            self.binding.budget.spend(1, STATEMENT, "rounds", loop.domain.span)
+            self._statements(loop.body, {**scope, loop.name.text: bound}, (*bindings, (loop.name.text, index)))
+            yield turn
+
+    def _pipeline(self, pipeline: syn.Pipeline, scope: dict[str, Value], bindings: tuple[tuple[str, int], ...]) -> None:
+        begin, waves = len(self.steps), dict[int, list[Step]]()
+        for turn in self._turns(pipeline, scope, bindings):
+            steps, self.steps[begin:] = self.steps[begin:], ()
+            for number, step in enumerate(steps, turn):
+                assert isinstance(step, Step), "nothing in a pipeline yields or computes"
+                waves.setdefault(number, []).append(step)
+        for number, wave in sorted(waves.items()):
+            self.steps.append(at_once(wave, (*bindings, ("wave", number)), pipeline.span))
 
     def _call(self, do: syn.Do, scope: dict[str, Value], bindings: tuple[tuple[str, int], ...]) -> None:
         if do.group is not None and do.group.text not in self.groups:

@@ -133,6 +133,10 @@ def _for(span: Span, parts: Children) -> syntax.For:
     return syntax.For(*parts, span=span)
 
 
+def _pipeline(span: Span, parts: Children) -> syntax.Pipeline:
+    return syntax.Pipeline(*parts, span=span)
+
+
 def _if(span: Span, parts: Children) -> syntax.If:
     *arms, otherwise = parts
     return syntax.If(tuple(arms), otherwise or (), span=span)
@@ -335,6 +339,7 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "cycle_generator": _cycle_generator,
     "let": _let,
     "for": _for,
+    "pipeline": _pipeline,
     "if": _if,
     "arm": _arm,
     "each": _each,

@@ -195,6 +195,15 @@ class For(Node):
 
 
 @dataclass(frozen=True, slots=True)
+class Pipeline(Node):
+    """`pipeline i in 0 ..< K { ... }`: the steps for each i, those for the next one step behind."""
+
+    name: Name
+    domain: Range | Name
+    body: tuple[Stmt, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Arm(Node):
     """`c { ... }` behind an `if`."""
 
@@ -314,7 +323,7 @@ class On(Node):
 
 
 Stmt: TypeAlias = (
-    BufferDecl | Ensure | CyclesDecl | GroupDecl | Let | For | If | Each | Do | Move
+    BufferDecl | Ensure | CyclesDecl | GroupDecl | Let | For | Pipeline | If | Each | Do | Move
     | Yield | Visit | Compute | Tune | On
 )  # fmt: skip
 
@@ -324,7 +333,7 @@ def walk(body: Iterable[Stmt]) -> Iterator[Stmt]:
     for statement in body:
         yield statement
         match statement:
-            case For(body=inner) | Each(body=inner):
+            case For(body=inner) | Pipeline(body=inner) | Each(body=inner):
                 yield from walk(inner)
             case If():
                 for inner in statement.bodies:
