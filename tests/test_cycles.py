@@ -159,3 +159,29 @@ def test_hamilton_does_not_depend_on_the_hash_seed() -> None:
         for seed in ("0", "1", "77")
     }
     assert len(answers) == 1
+
+
+LISTED = """schedule along(K = 2) for P ranks where P >= 3 {
+  cycles C = OPEN((k * i % P) for k in 1 ..< 1 + K, i in 0 ..< P)
+  cycles D = WRITTEN
+  inout x[K]
+  inout y[K]
+  ensure broadcast(x, 0)
+  ensure broadcast(y, 0)
+  for s in 0 ..< P - 1 {
+    each r, c in C where r == c.at(s) { put x[c] -> x[c] @ c.next(r) }
+    each r, c in D where r == c.at(s) { put y[c] -> y[c] @ c.next(r) }
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("word", ["", "open "])
+def test_listed_by_a_range(word: str) -> None:
+    """Cycles that a range lists are those written out; open ones end."""
+    text = LISTED.replace("OPEN", word).replace("WRITTEN", f"{word}(0 1 2 3 4) (0 2 4 1 3)")
+    checked = compiler.check(compiler.read_text(text, "test.comm", Path()), ranks=5)
+    ranged, written = checked.schedule.cycles  # type: ignore[union-attr]
+
+    assert np.array_equal(ranged.orders, written.orders)
+    assert ranged.closed == written.closed == (word == "")

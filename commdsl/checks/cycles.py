@@ -1,6 +1,6 @@
 """C402, C403, C405: declared cycles visit every rank once, share no arc, and run along links.
 
-Assumes nothing. A set of `paths` is open, lies in one node, and stands for the same paths in every node. Does not ask
+Assumes nothing. An open set that lies in one node, as `paths` do, stands for the same paths in every node. Does not ask
 whether a schedule uses its cycles.
 """
 
@@ -33,7 +33,8 @@ def _kind(cycles: CycleSet) -> str:
 
 
 def _not_hamiltonian(schedule: Schedule, cycles: CycleSet) -> Diagnostic | None:
-    width = schedule.num_ranks if cycles.closed else cycles.orders.shape[1]
+    of_a_node = cycles.orders.shape[1]
+    width = schedule.num_ranks if cycles.closed or schedule.num_ranks % of_a_node else of_a_node
     for index, order in enumerate(cycles.orders):
         counts = np.bincount(order[(order >= 0) & (order < width)], minlength=width)
         if len(order) == width and (counts == 1).all():

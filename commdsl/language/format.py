@@ -100,7 +100,7 @@ class _Layout:
     def cycles(self, node: syntax.CyclesDecl, indent: int) -> None:
         """Literal cycles too long for a line: one a line."""
         assert isinstance(node.value, syntax.CycleLiteral)
-        self.put(f"cycles {node.name.text} =", indent)
+        self.put(f"cycles {node.name.text} ={' open' if node.value.is_open else ''}", indent)
         for cycle in node.value.cycles:
             self.put(print_syntax.cycle(cycle), indent + 4)
         self.finish(node.span.end)

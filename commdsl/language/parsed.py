@@ -31,6 +31,7 @@ MAKERS = (
     "parser/build_calls.py",
     "parser/build_contracts.py",
     "parser/build_dispatches.py",
+    "parser/build_machines.py",
 )
 """What a kept Syntax depends on besides the grammar."""
 

@@ -266,7 +266,7 @@ def _do(node: syntax.Do) -> str:
 
 
 def _part(node: syntax.Part) -> str:
-    return f"({ref(node.ref)} for {binders(node.binders)})" if node.binders else ref(node.ref)
+    return f"({ref(node.ref)}{_for(node.binders)})" if node.binders else ref(node.ref)
 
 
 def passing(node: syntax.Passing) -> str:
@@ -284,10 +284,10 @@ def _machine_line(
             return f"{what} {arithmetic(value)}{' per node' if what == 'gpus' else ''}"
         case syntax.LinkDecl():
             return link(node, 0)
-        case syntax.MissingDecl(listed):
-            return f"missing {pairs(listed)}"
-        case syntax.DegradedDecl(listed, bandwidth):
-            return f"degraded {pairs(listed)} {quantity(bandwidth)}"
+        case syntax.MissingDecl(listed, bound):
+            return f"missing {pairs(listed, bound)}"
+        case syntax.DegradedDecl(listed, bound, bandwidth):
+            return f"degraded {pairs(listed, bound)}{GAP if bound else ' '}{quantity(bandwidth)}"
         case _:
             assert_never(node)
 
@@ -296,15 +296,17 @@ def link(node: syntax.LinkDecl, width: int) -> str:
     """A link whose name is padded to the width of its neighbours'."""
     scope = node.scope.value
     if node.scope is LinkScope.PAIRS:
-        scope += f" {pairs(node.pairs)}"
-        if node.binders:
-            scope += f" for {binders(node.binders)}"
+        scope += f" {pairs(node.pairs, node.binders)}"
     bandwidth = f"{quantity(node.bandwidth)} per {node.per}"
     return f"link {node.name.text:<{width}} {scope}{GAP}{bandwidth}{GAP}{quantity(node.latency)}"
 
 
-def pairs(nodes: Iterable[tuple[syntax.Expr, syntax.Expr]]) -> str:
-    return " ".join(f"({expr(first)}, {expr(second)})" for first, second in nodes)
+def pairs(nodes: Iterable[tuple[syntax.Expr, syntax.Expr]], bound: tuple[syntax.Binder, ...]) -> str:
+    return " ".join(f"({expr(first)}, {expr(second)})" for first, second in nodes) + _for(bound)
+
+
+def _for(bound: tuple[syntax.Binder, ...]) -> str:
+    return f" for {binders(bound)}" if bound else ""
 
 
 def _named_contract(node: syntax.NamedContract) -> str:
@@ -333,15 +335,16 @@ def _cycles(node: syntax.CycleLiteral | syntax.CycleGenerator) -> str:
     match node:
         case syntax.CycleGenerator(name, given):
             return f"{name.text}({arguments(given)})" if given else name.text
-        case syntax.CycleLiteral(cycles):
-            return " ".join(cycle(ranks) for ranks in cycles)
+        case syntax.CycleLiteral(is_open, cycles):
+            return ("open " if is_open else "") + " ".join(map(cycle, cycles))
         case _:
             assert_never(node)
 
 
-def cycle(ranks: Iterable[syntax.Expr]) -> str:
+def cycle(node: syntax.ListedCycle) -> str:
     plain = (syntax.Int, syntax.Name)
-    return f"({' '.join(expr(rank) if isinstance(rank, plain) else f'({expr(rank)})' for rank in ranks)})"
+    ranks = " ".join(expr(rank) if isinstance(rank, plain) else f"({expr(rank)})" for rank in node.ranks)
+    return f"({ranks}{_for(node.binders)})"
 
 
 # --- the heads of blocks ----------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from commdsl.ir.resolve.evaluate import Evaluator, Scope
-from commdsl.ir.resolve.faults import Faults, Poisoned
+from commdsl.ir.resolve.budget import STATEMENT
+from commdsl.ir.resolve.evaluate import Scope
+from commdsl.ir.resolve.faults import Poisoned
+from commdsl.ir.resolve.rows import Binding
 from commdsl.ir.schedules import CycleSet, Ints
 from commdsl.language import syntax as syn
 from commdsl.machine.cycles import NoDecompositionError, hamilton, paths, ring, through_nodes
@@ -20,29 +22,50 @@ DIRECT = (
 )
 
 
-def cycle_set(decl: syn.CyclesDecl, evaluator: Evaluator, scope: Scope, ranks: int, faults: Faults) -> CycleSet:
+def cycle_set(decl: syn.CyclesDecl, binding: Binding, scope: Scope) -> CycleSet:
     """The cycles of one declaration; raises Poisoned when there are none."""
     name = decl.name.text
     match decl.value:
-        case syn.CycleLiteral(cycles):
-            rows = [[evaluator.constant(rank, scope) for rank in cycle] for cycle in cycles]
-            for row, cycle in zip(rows, cycles, strict=True):
-                if len(row) != len(rows[0]):
-                    label = f"{len(row)} ranks here, {len(rows[0])} in the first"
-                    help = f"each lists all ranks from 0 to {ranks - 1} once"
-                    faults.fail("C121", "the cycles of a set are of one length", cycle[0].span, label, help=help)
-            return CycleSet(name, np.array(rows, np.int32), closed=True, span=decl.span)
+        case syn.CycleLiteral(is_open, cycles):
+            rows = [(row, cycle) for cycle in cycles for row in _listed(cycle, binding, scope)]
+            if not rows:
+                binding.faults.fail("C121", "a set of no cycles", decl.span, "every range is empty")
+            length = len(rows[0][0])
+            for row, cycle in rows:
+                if len(row) != length:
+                    label = f"{len(row)} ranks here, {length} in the first"
+                    help = f"each lists all ranks from 0 to {binding.num_ranks - 1} once"
+                    what = "the cycles of a set are of one length"
+                    binding.faults.fail("C121", what, cycle.ranks[0].span, label, help=help)
+            orders = np.stack([row for row, _ in rows])
+            return CycleSet(name, orders, closed=not is_open, span=decl.span)
         case syn.CycleGenerator(generator, arguments):
-            numbers = [evaluator.constant(argument, scope) for argument in arguments]
+            numbers = [binding.evaluator.constant(argument, scope) for argument in arguments]
             try:
-                orders = _generated(generator.text, *(numbers or [ranks]))
+                orders = _generated(generator.text, *(numbers or [binding.num_ranks]))
             except NoDecompositionError as error:
                 help = DIRECT if generator.text == "hamilton" else ""
-                faults.fail(
+                binding.faults.fail(
                     "C404", f"`{generator.text}` has no cycles for this number", decl.value.span, str(error), help=help
                 )
             is_open = generator.text == "paths" and len(numbers) == 1
             return CycleSet(name, orders, closed=not is_open, span=decl.span)
+
+
+def _listed(cycle: syn.ListedCycle, binding: Binding, scope: Scope) -> list[Ints]:
+    """The ranks as written; with `for` those of each combination of the names but the last, which goes along one."""
+    if not cycle.binders:
+        return [np.array([binding.evaluator.constant(rank, scope) for rank in cycle.ranks], np.int32)]
+    rows = binding.rows(cycle.binders, None, scope)
+    if not rows.count:
+        return []
+    columns = [binding.column(rank, rows.scope(scope), (rows.count,)) for rank in cycle.ranks]
+    visits = np.stack(columns, axis=1)
+    outer = [rows.values(binder.name.text) for binder in cycle.binders[:-1]]
+    turns = np.any([np.diff(values) != 0 for values in outer], axis=0) if outer else np.zeros(rows.count - 1, bool)
+    ends = np.flatnonzero(turns) + 1
+    binding.budget.spend(len(ends) + 1, STATEMENT, "cycles", cycle.span)
+    return [part.ravel() for part in np.split(visits, ends)]
 
 
 def _generated(generator: str, number: int, nodes: int | None = None) -> Ints:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from commdsl.ir.resolve.budget import STATEMENT
 from commdsl.ir.resolve.evaluate import Evaluator, Functions, Scope
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, Poisoned
@@ -62,12 +63,12 @@ class _Machine:
                 match entry:
                     case syn.LinkDecl():
                         links.append(self._link(entry, links))
-                    case syn.MissingDecl(pairs):
-                        for pair, span in self._rank_pairs(pairs):
+                    case syn.MissingDecl(pairs, binders):
+                        for pair, span in self._rank_pairs(pairs, binders):
                             self._once_pair(pair, span, missing)
                             missing[pair] = span
-                    case syn.DegradedDecl(pairs, bandwidth):
-                        for pair, span in self._rank_pairs(pairs):
+                    case syn.DegradedDecl(pairs, binders, bandwidth):
+                        for pair, span in self._rank_pairs(pairs, binders):
                             self._once_pair(pair, span, degraded)
                             degraded[pair] = (span, _quantity(bandwidth))
                     case _:
@@ -149,39 +150,48 @@ class _Machine:
 
     def _gpu_pairs(self, decl: syn.LinkDecl) -> Ints:
         """Both directions of every listed pair of GPUs of a node, once each, sorted."""
+        found = list[Ints]()
+        if "gpus" not in self.counts:
+            raise Poisoned
+        for ends, pair in self._pairs(decl.pairs, decl.binders):
+            self._check_range(ends, self.counts["gpus"], pair, "a GPU of a node")
+            found += [np.stack(ends, axis=1), np.stack(ends[::-1], axis=1)]
+        return np.unique(np.concatenate(found), axis=0).astype(np.int32)
+
+    def _rank_pairs(
+        self, pairs: tuple[tuple[syn.Expr, syn.Expr], ...], binders: tuple[syn.Binder, ...]
+    ) -> list[tuple[tuple[int, int], Span]]:
+        found = list[tuple[tuple[int, int], Span]]()
+        if "nodes" not in self.counts or "gpus" not in self.counts:
+            raise Poisoned
+        for ends, (source, dest) in self._pairs(pairs, binders):
+            self._check_range(ends, self.counts["nodes"] * self.counts["gpus"], (source, dest), "a rank")
+            span = Span(source.span.source, source.span.start, dest.span.end)
+            found += [((first, last), span) for first, last in zip(*(end.tolist() for end in ends), strict=True)]
+        return found
+
+    def _pairs(
+        self, pairs: tuple[tuple[syn.Expr, syn.Expr], ...], binders: tuple[syn.Binder, ...]
+    ) -> list[tuple[list[Ints], tuple[syn.Expr, syn.Expr]]]:
+        """Both ends of each pair, for every combination of its binders."""
         known = len(self.faults.found)
         rules = self.rules
         rules.know(self.counts)
-        for binder in decl.binders:
+        for binder in binders:
             if binder.domain is None:
                 self.faults.report("C119", "a pair's binder says its range", binder.span, "over what?",
                                    help=f"write `{binder.name.text} in 0 ..< gpus`")  # fmt: skip
             rules.bind(binder.name, binder.domain)
-        for pair in decl.pairs:
-            for gpu in pair:
-                rules.expect(gpu, Kind.NUMBER)
-        if len(self.faults.found) > known or "gpus" not in self.counts:
+        for pair in pairs:
+            for end in pair:
+                rules.expect(end, Kind.NUMBER)
+        if len(self.faults.found) > known:
             raise Poisoned
-        binding = Binding(self.evaluator, self.faults, {}, self.counts["gpus"])
-        rows = binding.rows(decl.binders, None, self.scope)
-        found = list[Ints]()
-        for left, right in decl.pairs:
-            ends = [binding.column(end, rows.scope(self.scope), (rows.count,)) for end in (left, right)]
-            self._check_range(ends, self.counts["gpus"], (left, right), "a GPU of a node")
-            found += [np.stack(ends, axis=1), np.stack(ends[::-1], axis=1)]
-        return np.unique(np.concatenate(found), axis=0).astype(np.int32)
-
-    def _rank_pairs(self, pairs: tuple[tuple[syn.Expr, syn.Expr], ...]) -> list[tuple[tuple[int, int], Span]]:
-        found = list[tuple[tuple[int, int], Span]]()
-        for source, dest in pairs:
-            ends = [self.count(source), self.count(dest)]
-            if "nodes" not in self.counts or "gpus" not in self.counts:
-                raise Poisoned
-            arrays = [np.array([end], np.int32) for end in ends]
-            self._check_range(arrays, self.counts["nodes"] * self.counts["gpus"], (source, dest), "a rank")
-            span = Span(source.span.source, source.span.start, dest.span.end)
-            found.append(((ends[0], ends[1]), span))
-        return found
+        binding = Binding(self.evaluator, self.faults, {}, 0)
+        rows = binding.rows(binders, None, self.scope)
+        scope = rows.scope(self.scope)
+        binding.budget.spend(rows.count * len(pairs), STATEMENT, "pairs", pairs[0][0].span)
+        return [([binding.column(end, scope, (rows.count,)) for end in pair], pair) for pair in pairs]
 
     def _check_range(self, ends: list[Ints], limit: int, exprs: tuple[syn.Expr, syn.Expr], what: str) -> None:
         for end, expr in zip(ends, exprs, strict=True):

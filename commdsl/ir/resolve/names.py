@@ -188,8 +188,11 @@ class ScheduleRules(ExpressionRules):
     def _cycles(self, value: syn.CycleLiteral | syn.CycleGenerator) -> None:
         if isinstance(value, syn.CycleLiteral):
             for cycle in value.cycles:
-                for rank in cycle:
-                    self.expect(rank, Kind.NUMBER)
+                with self.block():
+                    for binder in cycle.binders:
+                        self.bind(binder.name, binder.domain)
+                    for rank in cycle.ranks:
+                        self.expect(rank, Kind.NUMBER)
             return
         for argument in value.arguments:
             self.expect(argument, Kind.NUMBER)

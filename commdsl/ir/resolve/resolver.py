@@ -138,7 +138,7 @@ class Resolver:
             case syn.BufferDecl():
                 self._buffer(statement)
             case syn.CyclesDecl():
-                cycles = Cycles(cycle_set(statement, self.evaluator, self.scope, self.ranks, self.faults))
+                cycles = Cycles(cycle_set(statement, self.binding, self.scope))
                 self.cycles.append(cycles)
                 self.scope.setdefault(statement.name.text, cycles)
             case syn.GroupDecl(name):

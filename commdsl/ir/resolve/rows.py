@@ -39,8 +39,11 @@ class Rows:
 
     def value(self, name: str, row: int) -> int:
         """Of a binder in one row; of a cycle its number."""
+        return int(self.values(name)[row])
+
+    def values(self, name: str) -> NDArray[Any]:
         column = self.columns[name]
-        return int(np.asarray(column.index if isinstance(column, Cycle) else column)[row])
+        return np.asarray(column.index if isinstance(column, Cycle) else column)
 
 
 def pick(value: Value, rows: NDArray[Any]) -> Value:

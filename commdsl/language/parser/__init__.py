@@ -4,7 +4,8 @@ Assumes the grammar's rules are named after the classes of `syntax`. Does not ju
 it is of the language; reports the first syntax fault only, because what follows one is guesswork. The only module that
 imports lark.
 
-    build_syntax, build_calls, build_contracts, build_dispatches   parse trees -> the classes of `syntax`
+    build_syntax  parse trees -> the classes of `syntax`
+    build_calls, build_contracts, build_dispatches, build_machines   those of some kinds of rules
     syntax_fault  where parsing stopped -> what stands around it
     mistakes, unexpected   that -> one diagnostic: a common mistake, or what was expected
 """

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from commdsl.language import kinds, syntax
 from commdsl.language.diagnostics import CommError, Diagnostic, Label
-from commdsl.language.parser import build_calls, build_contracts, build_dispatches
+from commdsl.language.parser import build_calls, build_contracts, build_dispatches, build_machines
 from commdsl.language.source import Source, Span
 
 MAX_INT = 2**63 - 1
@@ -117,7 +117,13 @@ def _cycles_decl(span: Span, parts: Children) -> syntax.CyclesDecl:
 
 
 def _cycle_literal(span: Span, parts: Children) -> syntax.CycleLiteral:
-    return syntax.CycleLiteral(tuple(parts), span=span)
+    is_open, *cycles = parts
+    return syntax.CycleLiteral(is_open is not None, tuple(cycles), span=span)
+
+
+def _cycle(span: Span, parts: Children) -> syntax.ListedCycle:
+    *ranks, binders = parts
+    return syntax.ListedCycle(tuple(ranks), binders or (), span=span)
 
 
 def _cycle_generator(span: Span, parts: Children) -> syntax.CycleGenerator:
@@ -248,45 +254,6 @@ def _quantity(span: Span, parts: Children) -> syntax.Quantity:
     return syntax.Quantity(value, unit, written, span=span)
 
 
-def _topology_decl(span: Span, parts: Children) -> syntax.TopologyDecl:
-    return syntax.TopologyDecl(parts[0], tuple(parts[1:]), span=span)
-
-
-def _count_entry(span: Span, parts: Children) -> syntax.CountEntry:
-    return syntax.CountEntry(*parts, span=span)
-
-
-def _link_decl(span: Span, parts: Children) -> syntax.LinkDecl:
-    name, (scope, pairs, binders), bandwidth, per, latency = parts
-    return syntax.LinkDecl(name, scope, pairs, binders, bandwidth, per, latency, span=span)
-
-
-def _scope(scope: kinds.LinkScope) -> Callable[[Span, Children], Made]:
-    return lambda span, parts: (scope, (), ())
-
-
-def _listed_pairs(span: Span, parts: Children) -> Made:
-    pairs, binders = parts
-    return kinds.LinkScope.PAIRS, pairs, binders or ()
-
-
-def _missing_decl(span: Span, parts: Children) -> syntax.MissingDecl:
-    return syntax.MissingDecl(*parts, span=span)
-
-
-def _degraded_decl(span: Span, parts: Children) -> syntax.DegradedDecl:
-    return syntax.DegradedDecl(*parts, span=span)
-
-
-def _roles_decl(span: Span, parts: Children) -> syntax.RolesDecl:
-    return syntax.RolesDecl(parts[0], tuple(parts[1:]), span=span)
-
-
-def _role_decl(span: Span, parts: Children) -> syntax.RoleDecl:
-    name, _, sms = parts
-    return syntax.RoleDecl(name, sms, span=span)
-
-
 def _unary(span: Span, parts: Children) -> syntax.Unary:
     return syntax.Unary(*parts, span=span)
 
@@ -335,7 +302,7 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "clauses": _tuple,
     "cycles_decl": _cycles_decl,
     "cycle_literal": _cycle_literal,
-    "cycle": _tuple,
+    "cycle": _cycle,
     "cycle_generator": _cycle_generator,
     "let": _let,
     "for": _for,
@@ -366,19 +333,6 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "quantity": _quantity,
     "rate": _quantity,
     "time": _quantity,
-    "topology_decl": _topology_decl,
-    "count_entry": _count_entry,
-    "link_decl": _link_decl,
-    "in_node": _scope(kinds.LinkScope.IN_NODE),
-    "across_nodes": _scope(kinds.LinkScope.ACROSS_NODES),
-    "across_same_gpu": _scope(kinds.LinkScope.ACROSS_SAME_GPU),
-    "listed_pairs": _listed_pairs,
-    "missing_decl": _missing_decl,
-    "degraded_decl": _degraded_decl,
-    "pairs": _tuple,
-    "pair": _tuple,
-    "roles_decl": _roles_decl,
-    "role_decl": _role_decl,
     "parenthesised": _only,
     "unary": _unary,
     "binary": _binary,
@@ -392,4 +346,5 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     **build_calls.RULES,
     **build_contracts.RULES,
     **build_dispatches.RULES,
+    **build_machines.RULES,
 }

@@ -53,9 +53,10 @@ class LinkDecl(Node):
 
 @dataclass(frozen=True, slots=True)
 class MissingDecl(Node):
-    """`missing (0, 3) (3, 0)`: directed pairs of ranks without a link."""
+    """`missing (0, 3) (3, 0)`, `missing (i, i + 4) for i in 0 ..< 4`: directed pairs of ranks without a link."""
 
     pairs: tuple[tuple[Expr, Expr], ...]
+    binders: tuple[Binder, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class DegradedDecl(Node):
     """`degraded (0, 4) 100 GB/s`: directed pairs of ranks whose link is slower."""
 
     pairs: tuple[tuple[Expr, Expr], ...]
+    binders: tuple[Binder, ...]
     bandwidth: Quantity
 
 

@@ -159,10 +159,19 @@ class Ensure(Node):
 
 
 @dataclass(frozen=True, slots=True)
-class CycleLiteral(Node):
-    """`(0 1 2 3) (3 2 1 0)`: each cycle lists the ranks in the order it visits them."""
+class ListedCycle(Node):
+    """`(0 1 2 3)`: ranks in the order of the visits; `((k * i % P) for k in 1 ..< 3, i in 0 ..< P)`: for each k."""
 
-    cycles: tuple[tuple[Expr, ...], ...]
+    ranks: tuple[Expr, ...]
+    binders: tuple[Binder, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CycleLiteral(Node):
+    """`(0 1 2 3) (3 2 1 0)`, `open (0 1 2 3)`: an open one ends at its last rank."""
+
+    is_open: bool
+    cycles: tuple[ListedCycle, ...]
 
 
 @dataclass(frozen=True, slots=True)
