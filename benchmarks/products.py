@@ -5,10 +5,10 @@
 A row is an all-gather of rows and a product, or a product and a reduce-scatter or all-reduce of its rows: M rows in
 all, this rank's K x N in bfloat16. Columns, medians in microseconds of the slowest rank, all contenders taking turns:
 cuBLAS alone; NCCL and cuBLAS in sequence; both on streams of their own, in 2 and 4 chunks; torch's async-TP, which no
-graph can capture; ours in one launch, with each rank's rows in 1, 2 or 4 pieces, in 2 by cuBLAS's products, and what
-`overlap` chooses. All but async-TP are in CUDA graphs of as many calls. Every result is checked before anything is
-timed. Exit code 1: a wrong result, or a call of ours that failed. The table comes last, whatever happened; `*` marks a
-figure that is missed.
+graph can capture; ours in one launch, with each rank's rows in 1, 2 or 4 pieces, and in 2 by cuBLAS's products; our
+collective and cuBLAS in sequence; and what `overlap` chooses. All but async-TP are in CUDA graphs of as many calls.
+Every result is checked before anything is timed. Exit code 1: a wrong result, or a call of ours that failed. The table
+comes last, whatever happened; `*` marks a figure that is missed.
 
 `--dry-run` does all but time, on processors, without what needs a GPU:
 

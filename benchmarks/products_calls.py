@@ -15,8 +15,9 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 import commdsl
 from benchmarks.measure import Bench, Contender
-from benchmarks.products_report import ALONE, ASYNC, CHOSEN, CONTENDERS, LIBRARY, OURS, STREAMS, Case, Way
+from benchmarks.products_report import ALONE, ASYNC, CHOSEN, CONTENDERS, IN_TURN, LIBRARY, OURS, STREAMS, Case, Way
 from benchmarks.turns import Made
+from commdsl.overlap import sequence
 
 Tensor = torch.Tensor
 Call = Callable[[], Tensor]
@@ -117,6 +118,8 @@ class Stage:
             return partial(ways[self.case.way], STREAMS[name])
         if name == ASYNC:
             return self._asynchronous()
+        if name == IN_TURN:
+            return partial(sequence.WAYS[OPERATORS[self.case.way]], x, w)
         if name == CHOSEN:
             return partial(getattr(commdsl.overlap, OPERATORS[self.case.way]), x, w)
         pieces, tune = OURS.get(name, 2), {"matmul": "library"} if name == LIBRARY else {}

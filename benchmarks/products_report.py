@@ -23,14 +23,14 @@ STREAMS = {"in sequence": 1, "two streams, 2": 2, "two streams, 4": 4}
 OURS = {"commdsl, 1": 1, "commdsl, 2": 2, "commdsl, 4": 4}
 """With the pieces in which each rank's rows travel."""
 
-LIBRARY, CHOSEN = "commdsl, 2, by cuBLAS", "commdsl"
-"""Of ours, the products by torch; and what `overlap` chooses."""
+LIBRARY, IN_TURN, CHOSEN = "commdsl, 2, by cuBLAS", "commdsl, in sequence", "commdsl"
+"""Of ours, products of torch's beside what travels, and one after the other; and what `overlap` chooses."""
 
 CONTENDERS = {
     ALONE: Kind.LIMIT,
     **dict.fromkeys(STREAMS, Kind.PEER),
     ASYNC: Kind.PEER,
-    **dict.fromkeys((*OURS, LIBRARY, CHOSEN), Kind.OURS),
+    **dict.fromkeys((*OURS, LIBRARY, IN_TURN, CHOSEN), Kind.OURS),
 }
 
 COLUMNS = ("way", "rows", "depth", "columns", "ranks", "calls", "contender", "kind", "median_us", "p10_us", "p90_us",
