@@ -170,9 +170,9 @@ def faults_of_chain(tiling: Tiling) -> Iterator[str]:
     first = torch.randint(-99, 99, (side, side), device="cuda").to(torch.bfloat16)
     here, there = first.clone(), torch.empty_like(first)
     ours = Matmul(Product(side, side, side), tiling, SMS, 0)
-    moves = Matrices.of(torch.eye(side, dtype=torch.bfloat16, device="cuda").roll(1, 0))
+    moves = torch.eye(side, dtype=torch.bfloat16, device="cuda").roll(1, 0)
     ways = [(Matrices.of(x), Matrices.of(y)) for x, y in ((here, there), (there, here))]
-    launches = [ours.prepare([x], moves, [y]) for x, y in ways]
+    launches = [ours.prepare([x], Matrices.of(moves), [y]) for x, y in ways]
 
     def run() -> None:
         here.copy_(first)

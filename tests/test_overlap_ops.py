@@ -17,6 +17,7 @@ from commdsl.overlap import (  # noqa: E402 - as above
     ColumnParallelLinear,
     RowParallelLinear,
     all_gather_matmul,
+    functional,
     matmul_all_reduce,
     matmul_reduce_scatter,
     programs,
@@ -85,6 +86,34 @@ def test_numbers(call: Any, meaning: Any, ranks: int) -> None:
         of_x, of_w = zip(*in_group(ranks, back), strict=True)
         for one, other in zip((*of_x, *of_w), slopes(wanted, [*exact[0], *exact[1]]), strict=True):
             assert torch.equal(one.double(), other)
+
+
+@pytest.mark.parametrize("call", [matmul_reduce_scatter, matmul_all_reduce], ids=NAMES[1:])
+@pytest.mark.parametrize("is_sequence", [False, True], ids=["schedule", "sequence"])
+def test_what_is_rounded(call: Any, is_sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that travel are rounded once before they are added; those of the rank that adds only where it multiplies
+    first and then sends.
+    """
+    if is_sequence:
+        monkeypatch.setattr(functional, "program", lambda *_: None)
+    ranks, rows, depth, columns = 3, 2, 1024, 8
+    dice = torch.Generator().manual_seed(0)
+    x, w = (
+        [torch.randint(-9, 10, shape, generator=dice).to(torch.bfloat16) for _ in range(ranks)]
+        for shape in ((ranks * rows, depth), (columns, depth))
+    )
+    found = in_group(ranks, lambda rank, group: call(x[rank], w[rank], group=group))
+
+    def wanted(adder: int, is_own_rounded: bool) -> Any:
+        own = slice(adder * rows, (adder + 1) * rows)
+        made = [one[own].double() @ other.double().t() for one, other in zip(x, w, strict=True)]
+        travels = [one.bfloat16().double() if rank != adder or is_own_rounded else one for rank, one in enumerate(made)]
+        return sum(travels).bfloat16()
+
+    once, twice = (torch.cat([wanted(rank, way) for rank in range(ranks)]) for way in (False, True))
+    assert not torch.equal(once, twice)
+    results = [torch.cat(found)] if call is matmul_reduce_scatter else found
+    assert all(torch.equal(one, twice if is_sequence else once) for one in results)
 
 
 @pytest.mark.parametrize(("call", "meaning"), WAYS, ids=NAMES)

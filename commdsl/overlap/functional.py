@@ -31,8 +31,9 @@ def all_gather_matmul(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
 
     x, w: of one dtype and device, cpu or cuda; of the same shapes on every rank. Each rank's rows are multiplied while
     others are on their way. Sums are those of a matmul of torch's, rounded once. Where no schedule multiplies (one
-    rank, ranks on other machines; on GPUs other than bfloat16 and float16, K or N that is no multiple of 8) it is
-    `commdsl.all_gather` and torch.mm. Under autocast tensors are cast as torch.nn.functional.linear casts.
+    rank, ranks on other machines; on GPUs other than bfloat16 and float16, K or N that is no multiple of 8), or one
+    after the other is faster (`choice` says), it is `commdsl.all_gather` and torch.mm. Under autocast tensors are cast
+    as torch.nn.functional.linear casts.
 
     The gradient of x is `matmul_reduce_scatter` of that of the result with w transposed. That of w needs the rows of
     all ranks: they are gathered again, not kept, as P times the memory of x is what sequence parallelism is to save.
@@ -46,7 +47,8 @@ def matmul_reduce_scatter(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
 
     x, w: as for `all_gather_matmul`, K this rank's share of what is summed up. What other ranks make is rounded, and
     travels while more is multiplied; it is added to this rank's own in float32 or wider, and the sum rounded. Where no
-    schedule multiplies it is torch.mm and `commdsl.reduce_scatter`.
+    schedule multiplies, or one after the other is faster (`choice` says), it is torch.mm and `commdsl.reduce_scatter`:
+    this rank's own is rounded as well before it is added.
 
     The gradient of x is `all_gather_matmul` of that of the result with w transposed. Where w has one as well, the
     gradients of all ranks are gathered once, for both. Raises TensorError (C951), GroupError (C953).
@@ -58,8 +60,8 @@ def matmul_all_reduce(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
     """The sum over all ranks of x times w transposed, on every rank: x (n, ..., K), w (N, K) -> (n, ..., N).
 
     x, w: as for `matmul_reduce_scatter`. Each rank adds up some of the rows, as there, and sends them to all, so all
-    have the same bits. Where no schedule multiplies, or the ranks do not divide n, it is torch.mm and
-    `commdsl.all_reduce`.
+    have the same bits. Where no schedule multiplies, the ranks do not divide n, or one after the other is faster, it is
+    torch.mm and `commdsl.all_reduce`.
 
     The loss is one, which all ranks compute alike: the gradient of the result is the same on all of them, and those of
     x and w are made of it where they are, by products alone. (`commdsl.all_reduce` reads each rank's loss as its own.)

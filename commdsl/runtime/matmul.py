@@ -83,7 +83,6 @@ class Matmul:
         self, product: Product, tiling: Tiling, sms: int, device: int, turns: Sequence[Turn] | None = None
     ) -> None:
         self.product, self.tiling = product, tiling
-        self._is_alone = turns is None  # nothing that moves beside needs SMs before it begins
         turns = [Turn(count=int(product.residual))] if turns is None else turns
         text, high, wide = emitted(product, tiling), *product.tiles(tiling)[:2]
         workers = min(tiling.workers(sms), high * wide * (tiling.parts if tiling.parts > 1 else product.turns))
@@ -130,8 +129,7 @@ class Matmul:
         return launch_of(argument, [len(argument)], self._blocks, THREADS)
 
     def __call__(self, launch: Launch) -> None:
-        start = self._kernel.launch_early if self._is_alone else self._kernel.launch
-        start(launch, torch.cuda.current_stream().cuda_stream)
+        self._kernel.launch(launch, torch.cuda.current_stream().cuda_stream)
 
     def tell(self, word: int) -> None:
         """Raises a word behind what the current stream has been given."""

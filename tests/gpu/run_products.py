@@ -2,15 +2,15 @@
 
     torchrun --nproc-per-node 2 tests/gpu/run_products.py [--calls 300 --replays 30 --seed 1 --only storm]
 
-exact     all operators, rows in one piece and in two, tails of tiles, tiles cut along K, and what no schedule
-          multiplies: eagerly
+exact     all operators as they choose, and their schedules in one piece and in four; tails of tiles, tiles cut along
+          K, and what no schedule multiplies: eagerly
 graphs    graphs of two calls, replayed with other numbers
 gradients those of rows and of weights
 storm     calls of random shapes in random order, eagerly and replayed, GPU and host delays, no barrier in between
 
 Each rank computes by itself what it must hold: sums in float64, of which those of other ranks are rounded before they
-are added, as they travel. Exit code 1: a wrong result, an exception, or a part that did not end in time. `--device cpu`
-runs all but graphs on host ranks.
+are added, as they travel; its own, too, where the operator's choice is to multiply first and then to send. Exit code 1:
+a wrong result, an exception, or a part that did not end in time. `--device cpu` runs all but graphs on host ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product as pairs
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,12 @@ import runner
 import torch
 from runner import Part, Parts
 
+import commdsl
 from benchmarks.measure import captured
-from commdsl.overlap import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from commdsl.overlap import all_gather_matmul, choice, matmul_all_reduce, matmul_reduce_scatter
+from commdsl.overlap.auto import OPERATORS
+from commdsl.planner.tuning.selection import SEQUENCE
+from commdsl.runtime.menu import name_of_device
 
 DTYPE = torch.bfloat16
 SIZES = (
@@ -48,7 +53,7 @@ SIZES = (
 )
 """Rows of a rank, K and N."""
 
-KINDS = 8  # of calls in a storm: each is a kernel of its own
+PIECES = (1, 4)
 CALLS = 3
 CYCLES = 400_000  # held up for at most so many
 GRACE = 15.0
@@ -62,9 +67,22 @@ class Shape:
     rows: int  # of a rank's own
     depth: int
     columns: int
+    pieces: int = 0  # in which its schedule has rows; 0: as the operator chooses
 
     def __str__(self) -> str:
-        return f"{self.call.__name__} {self.rows}x{self.depth}x{self.columns}"
+        pieces = f" in {self.pieces}" if self.pieces else ""
+        return f"{self.call.__name__} {self.rows}x{self.depth}x{self.columns}{pieces}"
+
+    def ways(self) -> Iterator[Shape]:
+        """Itself, and what its schedule makes of it whatever the operator chooses."""
+        yield self
+        if self.depth % 8 == 0 and self.columns % 8 == 0:
+            yield from (replace(self, pieces=pieces) for pieces in PIECES if self.rows % pieces == 0)
+
+    def function(self, run: Parts) -> Callable[[Any, Any], Any]:
+        if not self.pieces:
+            return self.call
+        return commdsl.load(OPERATORS[self.call.__name__].schedule, params={"C": self.pieces}, ranks=run.ranks)
 
     def drawn(self, run: Parts, seed: int) -> tuple[list[Any], list[Any]]:
         """Of all ranks, the same wherever they are drawn: -1, 0 or 1."""
@@ -75,25 +93,35 @@ class Shape:
         return x, [draw((self.columns, self.depth)).to(DTYPE) for _ in range(run.ranks)]
 
     def wanted(self, run: Parts, x: list[Any], w: list[Any]) -> Any:
-        return WANTED[self.call](run, x, w)
+        return WANTED[self.call](run, x, w, by_schedule=self.pieces > 0)
 
 
-def gathered(run: Parts, x: list[Any], w: list[Any]) -> Any:
+def gathered(run: Parts, x: list[Any], w: list[Any], by_schedule: bool = False) -> Any:
     return (torch.cat(x).double() @ w[run.rank].double().t()).to(DTYPE)
 
 
-def scattered(run: Parts, x: list[Any], w: list[Any]) -> Any:
-    return summed(run, x, w, run.rank)
+def scattered(run: Parts, x: list[Any], w: list[Any], by_schedule: bool = False) -> Any:
+    return summed(run, x, w, run.rank, is_wide(run, matmul_reduce_scatter, x, w, by_schedule))
 
 
-def reduced(run: Parts, x: list[Any], w: list[Any]) -> Any:
-    return torch.cat([summed(run, x, w, rank) for rank in range(run.ranks)])
+def reduced(run: Parts, x: list[Any], w: list[Any], by_schedule: bool = False) -> Any:
+    wide = is_wide(run, matmul_all_reduce, x, w, by_schedule)
+    return torch.cat([summed(run, x, w, rank, wide) for rank in range(run.ranks)])
 
 
-def summed(run: Parts, x: list[Any], w: list[Any], adder: int) -> Any:
-    """The rows that one rank adds up."""
+def summed(run: Parts, x: list[Any], w: list[Any], adder: int, wide: bool) -> Any:
+    """The rows that one rank adds up, its own not rounded where they are `wide`."""
     made = [one.chunk(run.ranks)[adder].double() @ other.double().t() for one, other in zip(x, w, strict=True)]
-    return sum(one if rank == adder else one.to(DTYPE).double() for rank, one in enumerate(made)).to(DTYPE)
+    return sum(one if rank == adder and wide else one.to(DTYPE).double() for rank, one in enumerate(made)).to(DTYPE)
+
+
+def is_wide(run: Parts, call: Callable[..., Any], x: list[Any], w: list[Any], by_schedule: bool) -> bool:
+    """Whether a rank adds what it makes itself before that is rounded."""
+    (rows, depth), columns = x[0].shape, w[0].shape[0]
+    device = name_of_device(run.device)
+    return (
+        by_schedule or choice(call.__name__, rows, depth, columns, ranks=run.ranks, device=device).schedule != SEQUENCE
+    )
 
 
 def multiplied(run: Parts, x: list[Any], w: list[Any]) -> Any:
@@ -104,22 +132,22 @@ WANTED = {all_gather_matmul: gathered, matmul_reduce_scatter: scattered, matmul_
 BACK = {all_gather_matmul: scattered, matmul_reduce_scatter: gathered, matmul_all_reduce: multiplied}
 """What the gradient of rows is of those of results, and weights transposed."""
 
-OPERATORS = tuple(WANTED)
-SHAPES = tuple(Shape(call, *size) for size in SIZES for call in OPERATORS)
+SHAPES = tuple(Shape(call, *size) for size in SIZES for call in WANTED)
+WAYS = tuple(way for shape in SHAPES for way in shape.ways())
 
 
 class Repeated:
     """Calls of one shape: how many were wrong."""
 
     def __init__(self, run: Parts, shape: Shape) -> None:
-        self.run, self.shape = run, shape
+        self.run, self.shape, self.function = run, shape, shape.function(run)
         x, w = shape.drawn(run, 0)
         self.x, self.w = x[run.rank].clone(), w[run.rank].clone()
         self.wrong = torch.zeros((), dtype=torch.int64, device=run.device)
 
     def call(self, seed: int) -> None:
         self._fill(seed)
-        self.judge(seed, self.shape.call(self.x, self.w))
+        self.judge(seed, self.function(self.x, self.w))
 
     def replay(self, graph: Any, found: Any, seed: int) -> None:
         self._fill(seed)
@@ -129,7 +157,7 @@ class Repeated:
 
     def capture(self) -> tuple[Any, list[Any]]:
         found: list[Any] = []
-        graph = captured(lambda: found.append(self.shape.call(self.x, self.w)), 2, before=1)
+        graph = captured(lambda: found.append(self.function(self.x, self.w)), 2, before=1)
         return graph, found[1:]
 
     def judge(self, seed: int, found: Any) -> None:
@@ -143,8 +171,8 @@ class Repeated:
         self.w.copy_(w[self.run.rank])
 
 
-def each(name: str, calls: int, work: Callable[[Parts, Shape, int], int], run: Parts) -> None:
-    for shape in SHAPES:
+def each(name: str, calls: int, work: Callable[[Parts, Shape, int], int], shapes: Sequence[Shape], run: Parts) -> None:
+    for shape in shapes:
         run.attempt_in_time(Part(name, str(shape), calls), partial(work, run, shape, calls))
 
 
@@ -184,15 +212,12 @@ def differentiated(run: Parts, shape: Shape, calls: int) -> int:
 
 def storm(run: Parts) -> None:
     dice, delays = random.Random(run.options.seed), random.Random(f"{run.options.seed} {run.rank}")
-    shapes = [
-        Shape(
-            OPERATORS[number % len(OPERATORS)],
-            dice.randrange(1, 1500),
-            8 * dice.randrange(1, 100),
-            8 * dice.randrange(1, 100),
-        )
-        for number in range(KINDS)
-    ]
+
+    def shape(call: Callable[..., Any], pieces: int) -> Shape:
+        depth, columns = 8 * dice.randrange(1, 100), 8 * dice.randrange(1, 100)
+        return Shape(call, max(pieces, 1) * dice.randrange(1, 375), depth, columns, pieces)
+
+    shapes = [shape(call, pieces) for call, pieces in pairs(WANTED, (0, *PIECES))]
     kinds, graphs = [], []
 
     def hold_up() -> None:
@@ -203,7 +228,7 @@ def storm(run: Parts) -> None:
 
     def work(calls: int) -> int:
         for seed in range(calls):
-            which, again = dice.randrange(KINDS), dice.random() < 0.5
+            which, again = dice.randrange(len(kinds)), dice.random() < 0.5
             hold_up()
             if again and run.on_gpu:
                 kinds[which].replay(*graphs[which], seed)
@@ -216,20 +241,20 @@ def storm(run: Parts) -> None:
         graphs.extend(one.capture() for one in kinds if run.on_gpu)
         return 0
 
-    run.attempt_in_time(Part("storm", f"{KINDS} shapes are set up"), set_up)
+    run.attempt_in_time(Part("storm", f"{len(shapes)} shapes are set up"), set_up)
     for _ in range(run.options.calls // 50):
         run.attempt_in_time(Part("storm", "calls of all shapes", 50), partial(work, 50))
 
 
 def graphs(run: Parts) -> None:
     if run.on_gpu:
-        each("graphs", run.options.replays, replayed, run)
+        each("graphs", run.options.replays, replayed, WAYS, run)
 
 
 PARTS = {
-    "exact": partial(each, "exact", CALLS, called),
+    "exact": partial(each, "exact", CALLS, called, WAYS),
     "graphs": graphs,
-    "gradients": partial(each, "gradients", 1, differentiated),
+    "gradients": partial(each, "gradients", 1, differentiated, SHAPES),
     "storm": storm,
 }
 

@@ -160,7 +160,6 @@ struct Loader : Worker<Shape> {
     for (i32 at = this->begin(); at < this->end(); ++at) {
       const Piece piece = this->piece(at);
       const MatmulTurn turn = this->turn(piece);
-      if (at == this->begin()) await_launches_before();  // the table lay there before them
       await_launch(turn.rows_there);
       for (u32 step = this->first(piece); step < this->last(piece); ++step) load(piece, turn, step * kTileDepth);
       if constexpr (Shape::kSplit > 1) await_phase(this->shared.taken(), (at - this->begin()) % 2);
@@ -257,7 +256,6 @@ struct Multiplier : Worker<Shape> {
   using Worker<Shape>::Worker;
 
   COMMDSL_FN void run() {
-    await_launches_before();
     for (i32 at = this->begin(); at < this->end(); ++at) {
       const Piece piece = this->piece(at);
       const MatmulTurn turn = this->turn(piece);
@@ -510,8 +508,6 @@ struct Multiplier : Worker<Shape> {
 template <class Plan>
 COMMDSL_FN void matmul(const MatmulArgs& args) {
   using Shape = MatmulShape<Plan>;
-  // Who comes behind takes SMs as they become free; what moves beside a launch may need those that it leaves.
-  if (!args.words) allow_launches_behind();
   if (threadIdx.x == 0) MatmulShared<Shape>().start();
   cluster_barrier<Shape::kBlocks>();
   if (threadIdx.x < kWarpgroup) {
