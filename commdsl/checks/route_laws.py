@@ -123,40 +123,55 @@ def wrong_stretch(
     return _differ(expected, stretches.length)
 
 
-def missing_keys(
-    keys: Routes, stretches: KeyStretches, pairs: Needs, query_dest: Longs, context: Longs
-) -> tuple[Longs, Offences]:
-    """Needs that no run satisfies: the key/value shard must lie in the query's stretch, as many rows after its first as
-    its document has before the shard. Returns the rows of `pairs`, and by query shard where the key should begin on the
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What queries that are sent need, and what is sent: equal numbers for the same shard at the same row of a rank."""
+
+    pair: Longs  # (k,): rows of the needs
+    dest: Longs  # (k,)
+    row: Longs  # (k,): where the key must begin
+    wanted: Longs  # (k,): numbers
+    sent: Longs  # (m,): numbers of the runs
+
+
+def asked(keys: Routes, stretches: KeyStretches, pairs: Needs, query_dest: Longs, context: Longs) -> Asked:
+    """A key/value shard must lie in the stretch of a query that needs it, as many rows after its first as its document
+    has before the shard.
+    """
+    pair = np.flatnonzero(query_dest[pairs.query] >= 0)
+    query, key = pairs.query[pair], pairs.key[pair]
+    dest, row = query_dest[query], stretches.row[query] + context[key]
+    return Asked(pair, dest, row, *_numbered((dest, key, row), (keys.dest, keys.shard, keys.dest_row)))
+
+
+def missing_keys(keys: Routes, pairs: Needs, found: Asked) -> tuple[Longs, Offences]:
+    """Needs that no run satisfies. Returns the rows of `pairs`, and by query shard where the key should begin on the
     destination and where another copy of it begins there (NOWHERE: there is none).
     """
-    asked, dest, row = _places(stretches, pairs, query_dest, context)
-    key = pairs.key[asked]
-    wanted, sent = _numbered((dest, key, row), (keys.dest, keys.shard, keys.dest_row))
-    wrong = np.flatnonzero(~np.isin(wanted, sent))
+    wrong = _not_among(found.wanted, found.sent)
+    pair, dest = found.pair[wrong], found.dest[wrong]
     got = np.full(len(wrong), NOWHERE, np.int64)
-    near, others = _numbered((dest[wrong], key[wrong]), (keys.dest, keys.shard))
-    known, first = np.unique(others, return_index=True)
-    at = np.searchsorted(known, near)
-    there = np.flatnonzero(np.isin(near, known))
-    got[there] = keys.dest_row[first[at[there]]]
-    return asked[wrong], Offences(pairs.query[asked[wrong]], row[wrong], got)
+    if len(wrong):
+        near, others = _numbered((dest, pairs.key[pair]), (keys.dest, keys.shard))
+        known, first = np.unique(others, return_index=True)
+        at = np.searchsorted(known, near)
+        there = np.flatnonzero(np.isin(near, known))
+        got[there] = keys.dest_row[first[at[there]]]
+    return pair, Offences(pairs.query[pair], found.row[wrong], got)
 
 
-def unasked_keys(keys: Routes, stretches: KeyStretches, pairs: Needs, query_dest: Longs, context: Longs) -> Longs:
+def unasked_keys(found: Asked) -> Longs:
     """Runs of keys that no query needs where they lie: rows of `keys`. With `missing_keys` empty and the runs tiling,
     every stretch is its queries' document prefix and nothing else travels.
     """
-    asked, dest, row = _places(stretches, pairs, query_dest, context)
-    wanted, sent = _numbered((dest, pairs.key[asked], row), (keys.dest, keys.shard, keys.dest_row))
-    return np.flatnonzero(~np.isin(sent, wanted))
+    return _not_among(found.sent, found.wanted)
 
 
-def _places(stretches: KeyStretches, pairs: Needs, query_dest: Longs, context: Longs) -> tuple[Longs, Longs, Longs]:
-    """The needs of queries that are sent, and where their keys must begin: rows of `pairs`, rank, row there."""
-    asked = np.flatnonzero(query_dest[pairs.query] >= 0)
-    query = pairs.query[asked]
-    return asked, query_dest[query], stretches.row[query] + context[pairs.key[asked]]
+def _not_among(numbers: Longs, others: Longs) -> Longs:
+    """The entries, of small numbers, that are none of the others."""
+    known = np.zeros(1 + max(numbers.max(initial=0), others.max(initial=0)), np.bool_)
+    known[others] = True
+    return np.flatnonzero(~known[numbers])
 
 
 def _numbered(left: tuple[Longs, ...], right: tuple[Longs, ...]) -> tuple[Longs, Longs]:

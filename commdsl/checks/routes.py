@@ -80,7 +80,8 @@ def wrong_keys(plan: DispatchPlan, routing: Routing) -> Iterator[Diagnostic]:
             yield Diagnostic("C623", what, Label(piece_span(plan, shard), text), help=HELP)
             return
     pairs = needs(plan.document, plan.position, plan.mask)
-    rows, missing = route_laws.missing_keys(keys, stretches, pairs, home, plan.context)
+    asked = route_laws.asked(keys, stretches, pairs, home, plan.context)
+    rows, missing = route_laws.missing_keys(keys, pairs, asked)
     if len(missing):
         query, expected, got = _first(missing)
         key = int(pairs.key[rows[0]])
@@ -88,7 +89,7 @@ def wrong_keys(plan: DispatchPlan, routing: Routing) -> Iterator[Diagnostic]:
         text = f"{name_of(plan, query)} needs {name_of(plan, key)} at row {expected}, where it {where}"
         yield Diagnostic("C623", what, Label(piece_span(plan, query), text), help=HELP)
         return
-    unasked = route_laws.unasked_keys(keys, stretches, pairs, home, plan.context)
+    unasked = route_laws.unasked_keys(asked)
     if len(unasked):
         key = int(keys.shard[unasked[0]])
         text = f"the keys of {name_of(plan, key)} go to rank {keys.dest[unasked[0]]}, where no query needs them"

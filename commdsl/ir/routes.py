@@ -115,6 +115,10 @@ class KeyStretches:
     shards: Longs  # key/value shards
 
 
+FEW = 1000
+"""So few entries are sorted as they are: to look at them first takes longer."""
+
+
 def totals(key: Longs, value: Longs, size: int) -> Longs:
     """(size,): the sum of `value` by `key`, exact."""
     found = np.zeros(size, np.int64)
@@ -126,7 +130,7 @@ def running_sum(key: Longs, value: Longs) -> Longs:
     """For each entry the sum of `value` over the entries before it with the same key."""
     order = stable_order(key)
     sorted_key, sorted_value = key[order], value[order]
-    before = np.cumsum(sorted_value) - sorted_value
+    before = sorted_value.cumsum() - sorted_value
     found = np.empty(len(key), np.int64)
     found[order] = before - before[first_equal(sorted_key)]
     return found
@@ -134,7 +138,9 @@ def running_sum(key: Longs, value: Longs) -> Longs:
 
 def stable_order(key: Longs) -> Longs:
     """The order of `key`, equal ones as they stand. Ranks and copies, a small range, are sorted in linear time."""
-    if not len(key) or bool((key[1:] >= key[:-1]).all()):
+    if len(key) < FEW:
+        return key.argsort(kind="stable")
+    if bool((key[1:] >= key[:-1]).all()):
         return np.arange(len(key))
     low = key.min()
     if key.max() - low < 2**16:

@@ -39,6 +39,10 @@ class _Record:
     __match_args__: tuple[str, ...]
 
     def __init__(self, /, *values: Any, **named: Any) -> None:
+        if len(values) == len(self.__dataclass_fields__) == len(self.__match_args__) and not named:  # nearly always
+            for name, value in zip(self.__match_args__, values, strict=True):
+                _store(self, name, value)
+            return
         given = dict(zip(self.__match_args__, values, strict=False)) | named
         if len(given) < len(values) + len(named) or not given.keys() <= self.__dataclass_fields__.keys():
             takes = ", ".join(self.__dataclass_fields__)
