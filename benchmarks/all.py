@@ -72,6 +72,7 @@ RUNS = (
     Run("overlap", 2, ("overlap.py",), 60),
     Run("products", 2, ("products.py",), 75),
     Run("transformer", 2, ("transformer.py", "--tokens", "8192", "2048"), 70),
+    Run("rms_norm", 2, ("rms_norm.py",), 25),
     Run("visits", 2, ("visits.py",), 60),
     Run("dispatch", 2, ("dispatch.py",), 50),
     Run("documents", 2, ("documents.py",), 60),

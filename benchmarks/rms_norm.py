@@ -1,6 +1,6 @@
 """All-reduce, residual and RMSNorm in one launch, beside NCCL and torch.compile's norm. One process per GPU:
 
-    torchrun --nproc-per-node 2 benchmarks/rms_norm.py [--rows 1 8 32 128 --columns 8192 --time-budget 40]
+    torchrun --nproc-per-node 2 benchmarks/rms_norm.py [--rows 1 8 32 128 --columns 8192 --time-budget 40 --save NAME]
 
 A row of the table is so many rows of bfloat16. Columns, medians in microseconds of the slowest rank, all contenders
 taking turns in CUDA graphs of as many calls: NCCL's all-reduce, then torch's addition and norm, or both compiled into
@@ -17,67 +17,43 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import record
 from benchmarks.ending import Ending
-from benchmarks.report import NO_TIME, Contest, Kind, Result, grid, number
+from benchmarks.report import NO_TIME, Kind, Result, grid
+from benchmarks.rms_norm_report import (
+    APART,
+    CALLS,
+    COLUMNS,
+    CONTENDERS,
+    NCCL,
+    ONE_SHOT,
+    OURS,
+    Case,
+    Row,
+    lines_of,
+    overview,
+)
 
-OURS, APART = "commdsl", "commdsl, compiled"
-NCCL, COMPILED, ONE_SHOT = "NCCL, torch", "NCCL, compiled", "one-shot, compiled"
-CONTENDERS = {NCCL: Kind.PEER, COMPILED: Kind.PEER, ONE_SHOT: Kind.PEER, APART: Kind.PEER, OURS: Kind.OURS}
-MOST_OF_NCCL = 0.6
-CALLS = 48
 EPS = 1e-5
 GRACE = 20.0
 
 
-@dataclass(frozen=True)
-class Case:
-    rows: int
-    columns: int
-    ranks: int
-
-    @property
-    def calls(self) -> int:
-        return CALLS
-
-    @property
-    def name(self) -> str:
-        return f"{self.rows} x {self.columns}"
-
-    @property
-    def sent_bytes(self) -> int:
-        return 2 * self.rows * self.columns * (self.ranks - 1)
-
-
-@dataclass
-class Row(Contest):
-    case: Case
-    results: list[Result] = field(default_factory=list)
-
-    def over_nccl(self) -> float | None:
-        ours, peers = self.time_of(OURS), [time for name in (NCCL, COMPILED) if (time := self.time_of(name))]
-        return ours / min(peers) if ours and peers else None
-
-    def cells(self) -> list[str]:
-        over = self.over_nccl()
-        mark = "*" if over is not None and over > MOST_OF_NCCL else ""
-        times = (number(self.time_of(name), 1) for name in CONTENDERS)
-        return [self.case.name, *times, mark + number(over, 2)]
-
-
 class Output(Ending):
     def say(self) -> None:
-        print(f"\n{self.title}\n{grid(['', *CONTENDERS, 'of NCCL'], [row.cells() for row in self.rows])}")
+        print(f"\n{self.title}\n{grid(*overview(self.rows))}")
         faults = [(row, one) for row in self.rows for one in row.results if one.status != "ok"]
         print("\n".join(f"{row.case.name}: {one.name}: {one.status}" for row, one in faults))
         right = sum(one.status == "ok" for row in self.rows for one in row.results)
         print("\n".join([*self.notes, f"{right} contenders right"]), flush=True)
+        if self.options.save and self.is_whole and not self.options.dry_run:
+            record.save_lines(self.options, COLUMNS, lines_of(self.rows))
 
     @property
     def failed(self) -> bool:
@@ -192,7 +168,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         stage, names = Stage(bench, case), [OURS] if options.dry_run else list(CONTENDERS)
         row.results += timed(bench, case, [(one, CONTENDERS[one], partial(stage.made, one)) for one in names])
         if bench.rank == 0:
-            print("  ".join(row.cells()), flush=True)
+            print("  ".join(overview([row])[1][0]), flush=True)
     output.is_whole = True
     return int(any(bench.everyone(output.failed)))
 
@@ -205,7 +181,10 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     add("--batches", type=int, default=15, help="timed batches a contender")
     add("--time-budget", type=float, default=40.0, help="seconds after which no row is begun")
     add("--dry-run", action="store_true", help="on processors: checks, and times nothing")
-    return parser.parse_args(arguments)
+    record.add_options(parser)
+    found = parser.parse_args(arguments)
+    record.check_options(parser, found)
+    return found
 
 
 def main() -> None:

@@ -18,7 +18,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import attention_report, experts_report, products_report, record, report, transformer_report
+from benchmarks import (
+    attention_report,
+    experts_report,
+    products_report,
+    record,
+    report,
+    rms_norm_report,
+    transformer_report,
+)
 from benchmarks.cases import TUNE_KEYS, parse_candidates, size_name
 from benchmarks.dispatch_report import LEAST_OF_LIMIT as LEAST_RATE
 from benchmarks.dispatch_report import LIMIT_FROM_ROWS, MOST_OF_NCCL, SMALL_ROWS, SMALL_US, rows_name
@@ -179,6 +187,11 @@ def transformer(found: Record) -> str:
     return markdown(*transformer_report.overview(transformer_report.rows_of(found.lines)))
 
 
+def rms_norm(found: Record) -> str:
+    """Every contender beside the better of NCCL's."""
+    return markdown(*rms_norm_report.overview(rms_norm_report.rows_of(found.lines)))
+
+
 def planner(found: Record) -> str:
     lines = []
     for line in found.lines:
@@ -205,6 +218,7 @@ KINDS: dict[str, Callable[[Record], str]] = {
     "experts": experts,
     "products": products,
     "transformer": transformer,
+    "rms_norm": rms_norm,
     "planner": planner,
 }
 
