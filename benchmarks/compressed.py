@@ -5,7 +5,7 @@
 bfloat16 is given and returned; sizes are bytes of the larger side on one rank. Medians in microseconds of the slowest
 rank, all contenders taking turns in CUDA graphs of as many calls. `of ours` is what float8 takes of our choice in
 bfloat16. The error is of normal numbers, root mean square, of the exact result, which float64 knows: every result of
-ours is held to 4 % before it is timed, and in its graph. `--tunes` adds tunings of the float8 schedule, lanes:threads
+ours is held to 4.5 % before it is timed, and in its graph. `--tunes` adds tunings of the float8 schedule, lanes:threads
 with tile and sms behind. Exit code 1: a wrong result, or a call of ours that failed.
 
 `--dry-run` does all but time, on processors, without NCCL.
@@ -31,7 +31,7 @@ from benchmarks.report import NO_TIME, Contest, Kind, Result, grid, number
 NCCL, OURS, FLOAT8 = "NCCL", "commdsl", "commdsl float8"
 SCHEDULES = {"all_reduce": "allreduce_float8", "all_gather": "allgather_float8"}
 TUNE_KEYS = ("lanes", "threads", "tile", "sms")
-MOST_ERROR = 0.04
+MOST_ERROR = 0.045
 MOST_OF_OURS = 0.65
 GRACE = 20.0
 

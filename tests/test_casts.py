@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -101,7 +102,7 @@ def test_same_bits_on_every_rank() -> None:
 
 @pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.words)
 def test_rounded_as_torch_does(cast: Cast) -> None:
-    """A value over its scale is rounded as torch rounds it, to the nearest."""
+    """A value over its scale, the least power of two that leaves none above 448, is rounded as torch rounds it."""
     torch = pytest.importorskip("torch")
     values = numbers(1300, 5)
     if not cast.stretch:
@@ -110,17 +111,19 @@ def test_rounded_as_torch_does(cast: Cast) -> None:
         return
     for first in range(0, len(values), cast.stretch):
         part = torch.from_numpy(values[first : first + cast.stretch])
-        scale = part.abs().max() / 448
-        wanted = (part / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+        scale = 2.0 ** math.ceil(math.log2(float(part.abs().max()) / 448))
+        wanted = (part / scale).to(torch.float8_e4m3fn).float() * scale
         assert np.array_equal(rounded(values, cast)[first : first + cast.stretch], wanted.numpy())
 
 
 def test_edges() -> None:
     """Zeros stay zeros and keep their sign; an infinity is a NaN and no scale; what is tiny beside its neighbours is
-    lost, alone it is not.
+    lost, alone it is not; what has no more digits than float8 stays, up to the largest that does.
     """
     cast = Cast("float8", 16)
     values = np.zeros(48, np.float32)
+    whole = np.ldexp(np.float32(1.75), np.arange(112, 128)).astype(np.float32)
+    assert np.array_equal(rounded(whole, cast), whole)
     values[:4] = [np.inf, 2.0, -0.0, np.nan]
     values[16:18] = [448.0, -1e-4]
     values[32] = 1e-38
@@ -135,24 +138,24 @@ def test_edges() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_error(ranks: int) -> None:
-    """Against float64: each rounding is by at most 1/16 of a number or 2 ** -18 of the largest of its 128, so a sum of
+    """Against float64: each rounding is by at most 1/16 of a number or 2 ** -17 of the largest of its 128, so a sum of
     numbers is off by that much of their magnitudes, and once more of itself.
     """
     x = [numbers(5000, rank) for rank in range(ranks)]
     schedule = compiled(SHIPPED["allreduce_float8"], ranks).schedule
     found = run(schedule, {"x": x}, BY_NAME["float32"], "sum").outputs["x"]
     exact, magnitude = np.sum(x, axis=0, dtype=np.float64), np.sum(np.abs(x), axis=0, dtype=np.float64)
-    floor = 2.0**-18 * magnitude.max()
+    floor = 2.0**-17 * magnitude.max()
     bound = magnitude / 16 + (np.abs(exact) + magnitude / 16) / 16 + 2 * ranks * floor
     assert all((np.abs(values - exact) <= bound).all() for values in found)
     assert all(np.array_equal(values, found[0]) for values in found)
 
 
 def test_error_of_gaussians() -> None:
-    """Of normal numbers a sum is off by 3.5 % of itself, root mean square, a gathered block by 2.6 %."""
+    """Of normal numbers a sum is off by 3.9 % of itself, root mean square, a gathered block by 2.6 %."""
     x = [np.random.default_rng(rank).standard_normal(20000).astype(np.float32) for rank in range(2)]
     for name, exact, percent in (
-        ("allreduce_float8", np.sum(x, axis=0, dtype=np.float64), 3.5),
+        ("allreduce_float8", np.sum(x, axis=0, dtype=np.float64), 3.9),
         ("allgather_float8", np.concatenate(x), 2.6),
     ):
         outputs = run(compiled(SHIPPED[name], 2).schedule, {"x": x}, BY_NAME["float32"], "sum").outputs

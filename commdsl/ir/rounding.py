@@ -11,11 +11,8 @@ import numpy as np
 from commdsl.ir.schedules import Cast
 from commdsl.machine.dtypes import BY_NAME, FLOAT8_E4M3FN, Array
 
-LARGEST = np.float32(448)
-"""The largest number of float8."""
-
 SMALLEST_SCALE = np.float32(2.0**-126)
-"""The smallest normal number: a lesser one has fewer digits."""
+"""The smallest normal number."""
 
 
 def rounded(values: Array, cast: Cast) -> Array:
@@ -27,14 +24,16 @@ def rounded(values: Array, cast: Cast) -> Array:
 
 
 def _scaled(values: Array, stretch: int) -> Array:
-    """As float8, each stretch by a scale that makes its largest finite magnitude the largest number of float8."""
+    """As float8, each stretch by the least power of two that leaves no finite magnitude above 448."""
     rows = -(-len(values) // stretch)
     padded = np.zeros((rows, stretch), np.float32)
     padded.ravel()[: len(values)] = values
     finite = np.isfinite(padded)
     largest = np.where(finite, np.abs(padded), np.float32(0)).max(axis=1, initial=0)
-    scale = np.where(largest > 0, np.maximum(largest / LARGEST, SMALLEST_SCALE), np.float32(1))[:, None]
+    digits, power = np.frexp(largest)  # the largest is digits * 2**power, and 448 is 0.875 * 2**9
+    scale = np.maximum(np.ldexp(np.float32(1), power - 9 + (digits > np.float32(0.875))), SMALLEST_SCALE)[:, None]
     parts = np.where(finite, padded, np.float32(0)) / scale
-    digits = np.copysign(FLOAT8_E4M3FN.widen(FLOAT8_E4M3FN.narrow(parts)), parts)  # what becomes zero keeps its sign
-    found = digits * scale
+    found = scale * np.copysign(
+        FLOAT8_E4M3FN.widen(FLOAT8_E4M3FN.narrow(parts)), parts
+    )  # what becomes zero keeps its sign
     return np.where(finite, found, np.float32(np.nan)).ravel()[: len(values)]

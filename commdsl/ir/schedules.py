@@ -47,8 +47,8 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The element type that values are rounded to as they travel: float8 (e4m3fn) with a float32 scale for each
-    `stretch` elements of a chunk, as `rows ... as float8` of a dispatch; bfloat16 or float16 with none.
+    """The element type that values are rounded to as they travel: float8 (e4m3fn) with a scale, a power of two,
+    for each `stretch` elements of a chunk; bfloat16 or float16 with none.
     """
 
     element: str

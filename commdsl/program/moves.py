@@ -21,10 +21,11 @@ what it has there, whole blocks; between ranks nothing of it moves, and nothing 
 the others everywhere; a sum's are as many times more as its elements are wider.
 
 **Casts.** Where values travel in another element type, an operand has a `Form`. A cell that is CAST holds a chunk as it
-travels: of float8 first a byte for each element, then a float32 for each stretch of them. Whoever stores there rounds;
-whoever reads there widens; from one such cell to another bytes go as they are. What is ROUNDED lies in the caller's
-type, in which it is read or stored, and is what it would be had it travelled. Stretches are counted from the start of a
-chunk, so slices, and what a round moves of them, are whole units: a stretch of the widest elements, not 16 bytes.
+travels: of float8 first a byte for each element, in an order of the kernels' own, then a float32 scale for each stretch
+of them. Whoever stores there rounds; whoever reads there widens; from one such cell to another bytes go as they are.
+What is ROUNDED lies in the caller's type, in which it is read or stored, and is what it would be had it travelled.
+Stretches are counted from the start of a chunk, so slices, and what a round moves of them, are whole units: a stretch
+of the widest elements, not 16 bytes.
 
 **Size classes.** Every operation moves one chunk: piece `piece` of a block cut into `cut`. With u = ceil(block_bytes /
 16), the piece is the bytes [16 * (u * piece // cut), min(16 * (u * (piece + 1) // cut), block_bytes)) of its block.

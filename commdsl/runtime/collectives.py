@@ -38,7 +38,7 @@ def all_reduce(
 
     `wire="float8"`: x, of float32, float16 or bfloat16, travels in half the bytes of bfloat16 and less. Each rank's
     numbers are rounded to float8 once before they are combined, in float32, and the result once more: 128 neighbours
-    share a scale, so each rounding is by at most a 16th of the number, or by 2**-18 of the largest of the 128.
+    share a scale, so each rounding is by at most a 16th of the number, or by 2**-17 of the largest of the 128.
     So do gradients.
     """
     if _is_traced("all_reduce", x) and not async_op:

@@ -35,7 +35,7 @@ from commdsl.ir.interpret import run as oracle
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.resources import data_dir
 
-GRACE = 15.0
+GRACE = 6.0
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ namespace commdsl {
 // Float8, a scale for every `stretch` values: in a cell the values, and behind as many as a tile has their scales.
 template <u32 stretch>
 struct Float8By {
-  static constexpr u32 kThreads = kThreadsAStretch<stretch>, kEach = stretch / kThreads;
+  static constexpr u32 kThreads = kThreadsAStretch<stretch>, kEach = stretch / kThreads, kBytes = 1;
   u32 word[kEach / 4];
   float scale;
 
-  COMMDSL_FN void encode(const float (&value)[kEach]) { scale = quantise<kEach>(word, value, kThreads); }
+  COMMDSL_FN void encode(const float (&value)[kEach]) { scale = quantise<PowerOfTwo>(word, value, kThreads).scale; }
   COMMDSL_FN void decode(float (&value)[kEach]) const {
 #pragma unroll
     for (u32 at = 0; at < kEach; at += 2) {
@@ -24,30 +24,18 @@ struct Float8By {
       value[at + 1] = value[at + 1] * scale;
     }
   }
-  COMMDSL_FN void fetch(const char* cell, u64 begin, u64 most) {
-#pragma unroll
-    for (u32 at = 0; at < kEach; at += 16) {
-      Vector16 found;
-      load(found, cell + begin + at);
-      word[at / 4] = found.x, word[at / 4 + 1] = found.y, word[at / 4 + 2] = found.z, word[at / 4 + 3] = found.w;
-    }
+  COMMDSL_FN void fetch_scale(const char* scales, u64 first) {
     u32 bits;
-    load(bits, cell + most + begin / stretch * sizeof(u32));
+    load(bits, scales + first / stretch * sizeof(u32));
     scale = float_of_bits(bits);
   }
-  COMMDSL_FN void put(char* cell, u64 begin, u64 most) const {
-#pragma unroll
-    for (u32 at = 0; at < kEach; at += 16) {
-      store(cell + begin + at, Vector16{word[at / 4], word[at / 4 + 1], word[at / 4 + 2], word[at / 4 + 3]});
-    }
-    if (begin % stretch == 0) store(cell + most + begin / stretch * sizeof(u32), bits_of_float(scale));
-  }
+  COMMDSL_FN void put_scale(char* scales, u64 first) const { store(scales + first / stretch * sizeof(u32), bits_of_float(scale)); }
 };
 
-// Another type of 16 bits, without scales.
+// Another type of 16 bits, without scales: each thread by itself.
 template <class To>
 struct Plainly {
-  static constexpr u32 kEach = 16;
+  static constexpr u32 kThreads = 1, kEach = 8, kBytes = 2;
   u32 word[kEach / 2];
 
   COMMDSL_FN void encode(const float (&value)[kEach]) {
@@ -56,100 +44,137 @@ struct Plainly {
   }
   COMMDSL_FN void decode(float (&value)[kEach]) const {
 #pragma unroll
-    for (u32 at = 0; at < kEach; ++at) value[at] = To::widen(static_cast<u16>(word[at / 2] >> (at % 2 * 16)));
+    for (u32 at = 0; at < kEach; at += 2) To::widen_pair(word[at / 2], value[at], value[at + 1]);
   }
-  COMMDSL_FN void fetch(const char* cell, u64 begin, u64) {
-#pragma unroll
-    for (u32 at = 0; at < kEach; at += 8) {
-      Vector16 found;
-      load(found, cell + (begin + at) * 2);
-      word[at / 2] = found.x, word[at / 2 + 1] = found.y, word[at / 2 + 2] = found.z, word[at / 2 + 3] = found.w;
-    }
-  }
-  COMMDSL_FN void put(char* cell, u64 begin, u64) const {
-#pragma unroll
-    for (u32 at = 0; at < kEach; at += 8) {
-      store(cell + (begin + at) * 2, Vector16{word[at / 2], word[at / 2 + 1], word[at / 2 + 2], word[at / 2 + 3]});
-    }
-  }
+  COMMDSL_FN void fetch_scale(const char*, u64) {}
+  COMMDSL_FN void put_scale(char*, u64) const {}
 };
 
-// What a thread has at once of a chunk: neighbours, and the same as they travel.
+COMMDSL_FN bool is_aligned(const char* tensor) { return (reinterpret_cast<u64>(tensor) & 15) == 0; }
+
+// Where a thread has elements of a chunk: a part of a stretch, in words of 16 bytes that it has in turn with the threads beside it, so
+// that a warp's loads and stores are whole lines. In a cell it has its own words in turn, too: values lie there in another order,
+// which is the same for all that store and load there. `all`: it is known that all of it is there, at addresses that vectors have.
+template <class Plan, bool all>
+struct Spot {
+  using Code = typename Plan::Code;
+  using Storage = typename Plan::Element::Storage;
+  static constexpr u32 kInWord = 16 / sizeof(Storage), kStretch = Code::kThreads * Code::kEach;
+  static constexpr u64 kMost = Plan::kTileBytes / sizeof(Storage);  // elements of a tile
+  u64 first, elements;  // of the stretch, of the slice
+
+  // Of a thread where all threads together have reached element `from`.
+  COMMDSL_FN Spot(u64 from, u64 elements) : first(from + thread() / Code::kThreads * kStretch), elements(elements) {}
+  static COMMDSL_FN u32 place() { return thread() % Code::kThreads; }
+  COMMDSL_FN bool is_there() const { return all || first < elements; }
+  COMMDSL_FN bool is_whole(const char* tensor) const { return all || (first + kStretch <= elements && is_aligned(tensor)); }
+  COMMDSL_FN u64 at(u32 word) const { return first + (word * Code::kThreads + place()) * kInWord; }
+  COMMDSL_FN u64 in_cell(u32 word) const { return first * Code::kBytes + (word * Code::kThreads + place()) * 16; }
+  static COMMDSL_FN u64 scales_in_cell() { return kMost * Code::kBytes; }
+};
+
+// The elements that there are of a word, zeros behind them. Out of line: there is little of it, and it is long.
+template <class Storage>
+COMMDSL_CALL Vector16 load_part(const char* source, u64 begin, u64 elements) {
+  typename WordOf<sizeof(Storage)>::Type part[16 / sizeof(Storage)];
+#pragma unroll
+  for (u32 e = 0; e < 16 / sizeof(Storage); ++e) {
+    part[e] = 0;
+    if (begin + e < elements) load(part[e], source + (begin + e) * sizeof(Storage));
+  }
+  Vector16 word;
+  memcpy(&word, part, sizeof(word));
+  return word;
+}
+
+template <class Storage>
+COMMDSL_CALL void store_part(char* dest, u64 begin, u64 elements, const Vector16 word) {
+  typename WordOf<sizeof(Storage)>::Type part[16 / sizeof(Storage)];
+  memcpy(part, &word, sizeof(word));
+#pragma unroll
+  for (u32 e = 0; e < 16 / sizeof(Storage); ++e) {
+    if (begin + e < elements) store(dest + (begin + e) * sizeof(Storage), part[e]);
+  }
+}
+
+// A thread's elements, and the same as they travel.
 template <class Plan>
 struct Run {
   using Code = typename Plan::Code;
-  using Element = typename Plan::Element;
-  static constexpr u32 kEach = Code::kEach;
-  static constexpr u64 kMost = Plan::kTileBytes / sizeof(typename Element::Storage);  // elements of a tile
+  using Words = Lanes<typename Plan::Element, Vector16>;
+  static constexpr u32 kEach = Code::kEach, kWords = kEach / Words::kCount;
   float value[kEach];
   Code code;
-};
 
-// Whether a thread's values are all there, at an address that vectors have.
-template <u32 each>
-COMMDSL_FN bool is_whole(const char* at, u64 begin, u64 elements) {
-  return begin + each <= elements && (reinterpret_cast<u64>(at) & 15) == 0;
-}
-
-// Values of a tensor, as far as there are elements, zeros behind them. What is not whole is out of line, by way of memory: there is
-// little of it, and it is long.
-template <class Element, u32 each>
-COMMDSL_CALL void load_part(float (&value)[each], const char* source, u64 begin, u64 elements) {
-  load_values<Element>(value, source, begin, elements);
-}
-
-template <class Element, u32 each>
-COMMDSL_FN void load_some(float (&value)[each], const char* source, u64 begin, u64 elements) {
-  const char* from = source + begin * sizeof(typename Element::Storage);
-  if (is_whole<each>(from, begin, elements)) return load_whole<Element>(value, from);
-  float part[each];
-  load_part<Element>(part, source, begin, elements);
+  COMMDSL_FN void widen(u32 at, const Vector16& word) {
+    Words words;
+    words.widen(word);
 #pragma unroll
-  for (u32 e = 0; e < each; ++e) value[e] = part[e];
-}
-
-template <class Element, u32 each>
-COMMDSL_CALL void store_part(char* dest, u64 begin, u64 elements, const float (&value)[each]) {
-  using Storage = typename Element::Storage;
-  for (u32 e = 0; e < each && begin + e < elements; ++e) {
-    const Storage one = Element::narrow(value[e]);
-    typename WordOf<sizeof(Storage)>::Type bits;
-    memcpy(&bits, &one, sizeof(bits));
-    store(dest + (begin + e) * sizeof(Storage), bits);
+    for (u32 e = 0; e < Words::kCount; ++e) value[at * Words::kCount + e] = words.value[e];
   }
-}
-
-template <class Element, u32 each>
-COMMDSL_FN void store_some(char* dest, u64 begin, u64 elements, const float (&value)[each]) {
-  using Words = Lanes<Element, Vector16>;
-  char* to = dest + begin * sizeof(typename Element::Storage);
-  if (!is_whole<each>(to, begin, elements)) {
-    float part[each];
-#pragma unroll
-    for (u32 e = 0; e < each; ++e) part[e] = value[e];
-    return store_part<Element>(dest, begin, elements, part);
-  }
-#pragma unroll
-  for (u32 at = 0; at < each; at += Words::kCount) {
+  COMMDSL_FN Vector16 narrow(u32 at) const {
     Words words;
 #pragma unroll
-    for (u32 e = 0; e < Words::kCount; ++e) words.value[e] = value[at + e];
-    store(to + at * sizeof(typename Element::Storage), words.narrow());
+    for (u32 e = 0; e < Words::kCount; ++e) words.value[e] = value[at * Words::kCount + e];
+    return words.narrow();
   }
-}
+  // Combines one more operand.
+  template <class Share>
+  COMMDSL_FN void take(const Run& operand, bool is_first, const Share& share) {
+#pragma unroll
+    for (u32 e = 0; e < kEach; ++e) {
+      const float part = share(operand.value[e]);
+      value[e] = is_first ? part : Plan::Operation::apply(value[e], part);
+    }
+  }
+  // After the last operand: what is left in the caller's type.
+  template <class Shares>
+  COMMDSL_FN void settle(const Shares& shares) {
+#pragma unroll
+    for (u32 e = 0; e < kEach; ++e) value[e] = shares.mean(value[e]);
+#pragma unroll
+    for (u32 at = 0; at < kWords; ++at) widen(at, narrow(at));
+  }
+};
 
-// What a thread has of a source in this form. All threads of the warp ask, also those behind the last element.
+// What a thread has loaded of a source, as it lies there: nothing has waited for it.
 template <class Plan>
-COMMDSL_FN void take(Run<Plan>& run, const char* source, i32 form, u64 begin, u64 elements) {
-  if (form == kCast) {
-    if (begin < elements) run.code.fetch(source, begin, Run<Plan>::kMost);
-    return run.code.decode(run.value);
+struct Found {
+  using Code = typename Plan::Code;
+  static constexpr u32 kCodes = sizeof(Code::word) / 16, kWords = Run<Plan>::kWords;
+  Vector16 word[kCodes > kWords ? kCodes : kWords];
+  Code code;  // of which only the scale is from here
+
+  template <class At>
+  COMMDSL_FN void fetch(const char* source, i32 form, const At& spot) {
+    using Storage = typename Plan::Element::Storage;
+    if (form == kCast) {
+      if (!spot.is_there()) return;
+#pragma unroll
+      for (u32 at = 0; at < kCodes; ++at) load(word[at], source + spot.in_cell(at));
+      code.fetch_scale(source + spot.scales_in_cell(), spot.first);
+    } else if (spot.is_whole(source)) {
+#pragma unroll
+      for (u32 at = 0; at < kWords; ++at) load(word[at], source + spot.at(at) * sizeof(Storage));
+    } else {
+#pragma unroll
+      for (u32 at = 0; at < kWords; ++at) word[at] = load_part<Storage>(source, spot.at(at), spot.elements);
+    }
   }
-  load_some<typename Plan::Element>(run.value, source, begin, elements);
-  if (form != kRounded) return;
-  run.code.encode(run.value);
-  run.code.decode(run.value);
-}
+  // All threads of the warp ask, also those behind the last element.
+  COMMDSL_FN void give(Run<Plan>& run, i32 form) const {
+    if (form == kCast) {
+      run.code = code;
+      memcpy(run.code.word, word, sizeof(run.code.word));
+      return run.code.decode(run.value);
+    }
+#pragma unroll
+    for (u32 at = 0; at < kWords; ++at) run.widen(at, word[at]);
+    if (form != kRounded) return;
+    run.code.encode(run.value);
+    run.code.decode(run.value);
+  }
+};
 
 // Where an operation stores, and in which forms.
 template <class Plan>
@@ -157,7 +182,7 @@ struct Dests {
   static constexpr u32 kMost = static_cast<u32>(Plan::kMostDests);
   char* to[kMost];
   i32 form[kMost];
-  bool rounds = false, keeps_rounded = false;
+  bool rounds = false, keeps_rounded = false, is_aligned = true;
 
   COMMDSL_FN explicit Dests(const Operands<Plan>& operands) {
     const Op& op = operands.op();
@@ -168,70 +193,119 @@ struct Dests {
       form[d] = is_there ? Plan::dest_form(op.first_dest + static_cast<i32>(d)) : kAsItIs;
       rounds |= form[d] != kAsItIs;
       keeps_rounded |= form[d] == kRounded;
+      is_aligned = is_aligned && commdsl::is_aligned(to[d]);
     }
   }
-  COMMDSL_FN void keep(const Run<Plan>& run, i32 as, u64 begin, u64 elements) const {
+  template <class At>
+  COMMDSL_FN void keep(const Run<Plan>& run, i32 as, const At& spot) const {
+    using Storage = typename Plan::Element::Storage;
 #pragma unroll
     for (u32 d = 0; d < kMost; ++d) {
-      if (to[d] != nullptr && form[d] == as) store_some<typename Plan::Element>(to[d], begin, elements, run.value);
+      if (to[d] == nullptr || form[d] != as) continue;
+      const bool is_whole = spot.is_whole(to[d]);
+#pragma unroll
+      for (u32 at = 0; at < Run<Plan>::kWords; ++at) {
+        if (is_whole) {
+          store(to[d] + spot.at(at) * sizeof(Storage), run.narrow(at));
+        } else {
+          store_part<Storage>(to[d], spot.at(at), spot.elements, run.narrow(at));
+        }
+      }
+    }
+  }
+  template <class At>
+  COMMDSL_FN void send(const typename Plan::Code& code, const At& spot) const {
+    Vector16 word[Found<Plan>::kCodes];
+    memcpy(word, code.word, sizeof(word));
+#pragma unroll
+    for (u32 d = 0; d < kMost; ++d) {
+      if (form[d] != kCast) continue;
+#pragma unroll
+      for (u32 at = 0; at < Found<Plan>::kCodes; ++at) store(to[d] + spot.in_cell(at), word[at]);
+      if (spot.place() == 0) code.put_scale(to[d] + spot.scales_in_cell(), spot.first);
     }
   }
   // `is_code`: it came as it travels, and goes on so. All threads of the warp ask, also those that have no elements.
-  COMMDSL_FN void put(Run<Plan>& run, bool is_code, u64 begin, u64 elements) const {
+  template <class At>
+  COMMDSL_FN void put(Run<Plan>& run, bool is_code, const At& spot) const {
     if (rounds && !is_code) run.code.encode(run.value);
-    if (begin >= elements) return;
-    keep(run, kAsItIs, begin, elements);
-    if (keeps_rounded) {
-      run.code.decode(run.value);
-      keep(run, kRounded, begin, elements);
-    }
-#pragma unroll
-    for (u32 d = 0; d < kMost; ++d) {
-      if (form[d] == kCast) run.code.put(to[d], begin, Run<Plan>::kMost);
-    }
+    if (!spot.is_there()) return;
+    send(run.code, spot);
+    keep(run, kAsItIs, spot);
+    if (!keeps_rounded) return;
+    run.code.decode(run.value);
+    keep(run, kRounded, spot);
   }
 };
 
-template <class Plan>
-COMMDSL_CALL void copy_cast(const Operands<Plan> operands, const Dests<Plan> dests, u64 elements) {
-  constexpr u32 kEach = Run<Plan>::kEach;
-  const i32 form = Plan::source_form(operands.op().first_source);
-  const char* source = operands.source(0);
-  for (u64 from = 0; from < elements; from += num_threads() * kEach) {
-    const u64 begin = from + thread() * kEach;
-    Run<Plan> run;
-    take(run, source, form, begin, elements);
-    dests.put(run, form == kCast, begin, elements);
+// From element `from` on, while all threads have `runs` each if `all`, or to the end; returns where it stopped. All runs are loaded
+// before the first is looked at.
+template <class Plan, i32 form, u32 runs, bool all>
+COMMDSL_CALL u64 copy_runs(const Dests<Plan> dests, const char* source, u64 from, u64 elements) {
+  using At = Spot<Plan, all>;
+  const u64 step = num_threads() * Plan::Code::kEach;
+  for (; from + (all ? runs * step - 1 : 0) < elements; from += runs * step) {
+    Found<Plan> found[runs];
+#pragma unroll
+    for (u32 j = 0; j < runs; ++j) found[j].fetch(source, form, At(from + j * step, elements));
+#pragma unroll
+    for (u32 j = 0; j < runs; ++j) {
+      Run<Plan> run;
+      found[j].give(run, form);
+      dests.put(run, form == kCast, At(from + j * step, elements));
+    }
   }
+  return from;
 }
 
-// The sum in float32, rounded to the caller's type; that is what is stored, or rounded once more.
-template <class Plan>
-COMMDSL_CALL void reduce_cast(const Operands<Plan> operands, const Dests<Plan> dests, u64 elements) {
-  constexpr u32 kEach = Run<Plan>::kEach;
-  using Element = typename Plan::Element;
+template <class Plan, i32 form>
+COMMDSL_FN void copy_cast(const Dests<Plan>& dests, const char* source, u64 elements) {
+  const bool all = dests.is_aligned && is_aligned(source);
+  const u64 done = all ? copy_runs<Plan, form, 4, true>(dests, source, 0, elements) : 0;
+  copy_runs<Plan, form, 1, false>(dests, source, done, elements);
+}
+
+constexpr i32 kSourcesAhead = 4;
+
+// As `copy_runs`, a run at a time: the sum in float32, rounded to the caller's type; that is what is stored, or rounded once more. A few
+// sources are loaded before the first is looked at. What lies behind the last element is zeros in all of them.
+template <class Plan, bool all>
+COMMDSL_CALL u64 reduce_runs(const Operands<Plan> operands, const Dests<Plan> dests, u64 from, u64 elements) {
+  constexpr i32 kAhead = Plan::kMostSources < kSourcesAhead ? Plan::kMostSources : kSourcesAhead;
   const Op& op = operands.op();
   const Shares<Plan> shares(operands);
-  for (u64 from = 0; from < elements; from += num_threads() * kEach) {
-    const u64 begin = from + thread() * kEach;
+  const u64 step = num_threads() * Plan::Code::kEach;
+  for (; from + (all ? step - 1 : 0) < elements; from += step) {
+    const Spot<Plan, all> spot(from, elements);
     Run<Plan> total;
-    for (i32 s = 0; s < op.num_sources; ++s) {
-      Run<Plan> run;
-      take(run, operands.source(s), Plan::source_form(op.first_source + s), begin, elements);
-      const auto share = shares.of(operands, s);
+    for (i32 first = 0; first < op.num_sources; first += kAhead) {
+      Found<Plan> found[kAhead];
 #pragma unroll
-      for (u32 e = 0; e < kEach; ++e) {
-        const float part = share(run.value[e]);
-        total.value[e] = s == 0 ? part : Plan::Operation::apply(total.value[e], part);
+      for (i32 k = 0; k < kAhead; ++k) {
+        const i32 s = first + k;
+        if (s < op.num_sources) found[k].fetch(operands.source(s), Plan::source_form(op.first_source + s), spot);
+      }
+#pragma unroll
+      for (i32 k = 0; k < kAhead; ++k) {
+        const i32 s = first + k;
+        if (s >= op.num_sources) continue;
+        Run<Plan> run;
+        found[k].give(run, Plan::source_form(op.first_source + s));
+        total.take(run, s == 0, shares.of(operands, s));
       }
     }
-#pragma unroll
-    for (u32 e = 0; e < kEach; ++e) {
-      const bool is_there = begin + e < elements;  // what lies behind counts for no scale
-      total.value[e] = is_there ? Element::widen(Element::narrow(shares.mean(total.value[e]))) : 0;
-    }
-    dests.put(total, false, begin, elements);
+    total.settle(shares);
+    dests.put(total, false, spot);
   }
+  return from;
+}
+
+template <class Plan>
+COMMDSL_FN void reduce_cast(const Operands<Plan>& operands, const Dests<Plan>& dests, u64 elements) {
+  bool all = dests.is_aligned;
+  for (i32 s = 0; s < operands.op().num_sources; ++s) all = all && is_aligned(operands.source(s));
+  const u64 done = all ? reduce_runs<Plan, true>(operands, dests, 0, elements) : 0;
+  reduce_runs<Plan, false>(operands, dests, done, elements);
 }
 
 // One operation in one round. What is neither rounded nor was is moved as everywhere.
@@ -244,7 +318,8 @@ COMMDSL_FN bool move_cast(const Operands<Plan>& operands) {
   if (!has_forms) return false;
   const u64 elements = operands.slice.bytes / sizeof(typename Plan::Element::Storage);
   if (op.kind == kCopy) {
-    copy_cast(operands, dests, elements);
+    const bool is_code = Plan::source_form(op.first_source) == kCast;
+    (is_code ? copy_cast<Plan, kCast> : copy_cast<Plan, kAsItIs>)(dests, operands.source(0), elements);
   } else if constexpr (Plan::kHasReduction) {
     reduce_cast(operands, dests, elements);
   }

@@ -214,6 +214,9 @@ COMMDSL_FN u16 float_to_half(float value) {
 COMMDSL_FN u32 bits_of_float(float value) { return __float_as_uint(value); }
 COMMDSL_FN float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 
+// Of a number that is no NaN, and of one that may be, which then counts for none.
+COMMDSL_FN float larger_magnitude(float largest, float value) { return fmaxf(largest, fabsf(value)); }
+
 COMMDSL_FN float bfloat_to_float(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
 
 COMMDSL_FN u16 float_to_bfloat(float value) {

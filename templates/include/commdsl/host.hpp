@@ -200,6 +200,10 @@ COMMDSL_FN void store(void* p, const Word& word) { memcpy(p, &word, sizeof(Word)
 
 // Conversions round to nearest, ties to even, and yield the GPU's NaN (0x7fff), so both builds give the same bits.
 COMMDSL_FN u32 bits_of_float(float value) { return bits_of<u32>(value); }
+COMMDSL_FN float larger_magnitude(float largest, float value) {
+  const float magnitude = value < 0 ? -value : value;
+  return magnitude > largest ? magnitude : largest;
+}
 COMMDSL_FN float float_of_bits(u32 bits) { return bits_of<float>(bits); }
 
 COMMDSL_FN float bfloat_to_float(u16 bits) { return bits_of<float>(static_cast<u32>(bits) << 16); }
