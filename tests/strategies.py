@@ -275,24 +275,28 @@ def along_a_cycle(draw: st.DrawFn) -> Program:
 
 @st.composite
 def along_a_tree(draw: st.DrawFn) -> Program:
-    """A broadcast along a random tree, a reduction along one, or first the one, then the other: an all-reduce."""
-    ranks = draw(st.integers(2, 6))
+    """A broadcast along a random tree, a reduction along one, or first the one, then the other: an all-reduce; of
+    several pieces, one behind the other.
+    """
+    ranks, pieces = draw(st.integers(2, 6)), draw(st.sampled_from([1, 1, 2, 3]))
     order = draw(st.permutations(range(ranks)))
     edges = [(order[draw(st.integers(0, i - 1))], order[i]) for i in range(1, ranks)]
-    up = [f"  each r where r == {child} {{ reduce x -> x @ {parent} }}" for parent, child in reversed(edges)]
-    down = [f"  each r where r == {parent} {{ put x -> x @ {child} }}" for parent, child in edges]
+    up = [f"  each r where r == {child} {{ reduce x[i] -> x[i] @ {parent} }}" for parent, child in reversed(edges)]
+    down = [f"  each r where r == {parent} {{ put x[i] -> x[i] @ {child} }}" for parent, child in edges]
     ensure, lines = draw(
         st.sampled_from(
             [
                 (f"broadcast(x, {order[0]})", down),
                 (f"reduce(x, {order[0]})", up),
                 ("allreduce(x)", up + down),
-                ("each r { x == sum(x @ q for q in 0 ..< P) }", up + down),
+                (f"each r, i in 0 ..< {pieces} {{ x[i] == sum(x[i] @ q for q in 0 ..< P) }}", up + down),
             ]
         )
     )
     head = f"schedule drawn for P ranks where P == {ranks} {{"
-    return Program("\n".join([head, "  inout x", f"  ensure {ensure}", *lines, "}", ""]), ranks)
+    loop = draw(st.sampled_from(["for", "pipeline"]))
+    body = [f"  {loop} i in 0 ..< {pieces} {{", *lines, "  }"]
+    return Program("\n".join([head, f"  inout x[{pieces}]", f"  ensure {ensure}", *body, "}", ""]), ranks)
 
 
 @st.composite

@@ -54,8 +54,6 @@ def cycle_set(decl: syn.CyclesDecl, binding: Binding, scope: Scope) -> CycleSet:
 
 def _listed(cycle: syn.ListedCycle, binding: Binding, scope: Scope) -> list[Ints]:
     """The ranks as written; with `for` those of each combination of the names but the last, which goes along one."""
-    if not cycle.binders:
-        return [np.array([binding.evaluator.constant(rank, scope) for rank in cycle.ranks], np.int32)]
     rows = binding.rows(cycle.binders, None, scope)
     if not rows.count:
         return []
