@@ -202,6 +202,17 @@ def is_stated(form: str, case: Case, element: Element, num_keys: int, found: Seq
         assert (abs(law.sums - law.exact) <= 1.01 * (steps + of_element) * law.size + least).all()
 
 
+@pytest.mark.parametrize("lanes", [(1, 1), (2, 1), (5, 8)])
+def test_lanes_that_only_finish(lanes: tuple[int, ...]) -> None:
+    """Of several waves some lanes of a rank only finish, its last ones: the sums are those of a rank of one lane."""
+    element = ELEMENTS["float32"]
+    made = kernel(back_of(declared(2, 8, lanes=8), "ranks weighed"), "float32")
+    held = [replace(one, call=replace(one.call, lanes=lanes)) for one in cases(2, 8, element, 3, 8)]
+
+    for ran, one in zip(back(made, calls_of("ranks weighed", held, element), Running(timeout=20.0)), held, strict=True):
+        assert all(map(equal, ran, wanted("ranks weighed", one, element)))
+
+
 def test_of_one_expert_again_and_again() -> None:
     """The mistake to be kept out: the row of a rank's first expert, as often as the rank has experts of a token."""
     element = ELEMENTS["float32"]

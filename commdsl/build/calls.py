@@ -71,6 +71,7 @@ def calls(plan: Plan) -> Iterator[Line]:
 
 
 SENDS = "if (args.half != commdsl::kReceives"
+FINISHES = "if (args.half != commdsl::kSends && wave > 0"
 KEEPS = "if (args.half == commdsl::kSends) return commdsl::tell_kept(here, peers);"
 RECALLS = Line("the second goes on with what the first knew", "} else {\n    commdsl::read_kept(here, peers);\n  }")
 
@@ -95,7 +96,7 @@ def _in_waves(routed: tuple[Routed, ...]) -> Iterator[Line]:
     last = "commdsl::num_waves(peers)"
     opened = {
         sends_wave: ("what sends a wave, if there is one more", f"{SENDS} && wave < {last}) {{"),
-        ends_wave: ("what finishes the one before", "if (args.half != commdsl::kSends && wave > 0) {"),
+        ends_wave: ("what finishes the one before", f"{FINISHES} && commdsl::finishes(here, peers, wave - 1)) {{"),
     }
     numbered = list(enumerate(routed))
     begin, end = (index(one for one in numbered if sends_wave(one[1]) or ends_wave(one[1])) for index in (min, max))

@@ -200,9 +200,7 @@ COMMDSL_FN void push_rows(const Call<Plan>& here, Returning<Plan>& known) {
 }
 
 // Into how many pieces rows are cut, of a warp each, where there are fewer rows than warps.
-template <class Plan>
-COMMDSL_FN u64 pieces_of(const Call<Plan>& here, u64 rows) {
-  const u64 workers = num_workers(here);
+COMMDSL_FN u64 pieces_for_all(u64 rows, u64 workers) {
   return rows * 2 > workers ? 1 : rows * 16 > workers ? workers / rows : 16;
 }
 
@@ -225,6 +223,33 @@ COMMDSL_FN Wave wave_of(const Returning<Plan>& known, i32 wave) {
   const u64 rows = most_rows(known), waves = static_cast<u64>(num_waves(known));
   const u64 first = rows * static_cast<u64>(wave) / waves;
   return {first, rows * static_cast<u64>(wave + 1) / waves - first};
+}
+
+// How many lanes send. Of many the last quarter only finish, where several waves are sent and finished in one launch: so rows are on
+// their way while others are finished. A quarter of what is read and written belongs to finishing: of 2 ranks 3 rows of 13, of 4 ranks
+// 5 of 16, for 8 keys a row. With few lanes all are busy all the time.
+template <class Plan>
+COMMDSL_FN i32 num_senders(const Call<Plan>& here, const Returning<Plan>& known) {
+  const i32 lanes = here.args.active_lanes;
+  return here.args.half == kWhole && lanes >= kManyLanes && num_waves(known) > 1 ? lanes - (lanes + 3) / 4 : lanes;
+}
+
+// The lanes that finish a wave: those that only finish, if there are any; but all finish the last, behind which nothing is sent.
+struct Finishers {
+  i32 first, count;
+};
+
+template <class Plan>
+COMMDSL_FN Finishers finishers_of(const Call<Plan>& here, const Returning<Plan>& known, i32 wave) {
+  const i32 lanes = here.args.active_lanes, senders = num_senders(here, known);
+  const i32 first = senders < lanes && wave + 1 < num_waves(known) ? senders : 0;
+  return {first, lanes - first};
+}
+
+// Whether the lane has rows of a wave to finish; if not, it need not wait for them.
+template <class Plan>
+COMMDSL_FN bool finishes(const Call<Plan>& here, const Returning<Plan>& known, i32 wave) {
+  return here.lane >= finishers_of(here, known, wave).first;
 }
 
 // The places on this rank of a row of the rank `source`, in the order of its keys. False if one of them there is not.
@@ -303,10 +328,16 @@ COMMDSL_FN u64 alignment_bits(const Call<Plan>& here, u64 tensor) {
   return here.args.row_bytes | here.args.waiting | tensor;
 }
 
-// The sums of a wave that are a lane's: their numbers among those of all lanes.
+// The sums of a wave that are a lane's: their numbers among those of all lanes. None of one that sends none.
 struct Share {
   u64 first, count;
 };
+
+COMMDSL_FN Share share_of(u64 sums, i32 lane, i32 lanes) {
+  if (lane >= lanes) return {0, 0};
+  const u64 first = sums * static_cast<u64>(lane) / static_cast<u64>(lanes);
+  return {first, sums * static_cast<u64>(lane + 1) / static_cast<u64>(lanes) - first};
+}
 
 // The sum that one of the lane's warps takes, or a piece of it; none if all are taken. Of each row the ranks take turns, so that at any
 // time rows go to all of them.
@@ -346,8 +377,7 @@ template <class Plan>
 COMMDSL_FN void push_sums(const Call<Plan>& here, Returning<Plan>& known, i32 number = 0) {
   if constexpr (kNodes<Plan> > 1) send_sums(here);
   const Wave wave = wave_of(known, number);
-  const u64 sums = wave.rows * static_cast<u64>(Plan::kNumRanks), first = begin_of(here, sums, here.lane);
-  const Share share{first, begin_of(here, sums, here.lane + 1) - first};
+  const Share share = share_of(wave.rows * static_cast<u64>(Plan::kNumRanks), here.lane, num_senders(here, known));
   const u32 pieces = pieces_for(share.count);
   Carrier<Plan> carrier;
   carrier.template add_each<typename Plan::Element, Plan::kWeighsHere>(
@@ -401,16 +431,16 @@ COMMDSL_FN void end(const Call<Plan>& here, Returning<Plan>& known) {
 
 // For each row of a wave the sum of what waits for it, rounded once; `find` finds its parts, and says how many they are.
 template <bool weighs, class Plan, class Find>
-COMMDSL_FN void finish_each(const Call<Plan>& here, Returning<Plan>& known, const Wave& wave, const Find& find) {
+COMMDSL_FN void finish_each(const Call<Plan>& here, Returning<Plan>& known, const Wave& wave, const Finishers& by, const Find& find) {
   const auto& args = here.args;
-  const u64 width = args.row_bytes, pieces = pieces_of(here, wave.rows);
+  const u64 workers = static_cast<u64>(by.count) * num_warps(), width = args.row_bytes, pieces = pieces_for_all(wave.rows, workers);
   const char* waiting = reinterpret_cast<const char*>(args.heap[args.rank] + args.waiting);
-  u64 item = worker(here);
+  u64 item = static_cast<u64>(here.lane - by.first) * num_warps() + warp();
   const auto next = [&](Parts& parts) -> Sum {
     const u64 row = wave.first + item / pieces;
     if (item >= wave.rows * pieces || row >= args.num_rows) return {};
     const Part part = part_of(width, static_cast<u32>(item % pieces), static_cast<u32>(pieces));
-    item += num_workers(here);
+    item += workers;
     const u32 count = find(row, parts);
     warp_barrier();
     char* to = reinterpret_cast<char*>(args.output + row * width + part.begin);
@@ -426,7 +456,8 @@ COMMDSL_FN void finish_each(const Call<Plan>& here, Returning<Plan>& known, cons
 template <class Plan>
 COMMDSL_FN void finish_rows(const Call<Plan>& here, Returning<Plan>& known) {
   const u64 keys = here.args.keys_a_row;
-  finish_each<Plan::kWeighs>(here, known, Wave{0, here.args.num_rows}, [&](u64 row, Parts& parts) {
+  const Finishers all{0, here.args.active_lanes};
+  finish_each<Plan::kWeighs>(here, known, Wave{0, here.args.num_rows}, all, [&](u64 row, Parts& parts) {
     u32 count = 0;
     for (u64 from = 0; from < keys; from += kWarp) {
       const u64 which = from + thread_of_warp();
@@ -471,7 +502,7 @@ COMMDSL_FN u32 num_adders_of(const Call<Plan>& here, u64 row) {
 template <class Plan>
 COMMDSL_FN void finish_sums(const Call<Plan>& here, Returning<Plan>& known, i32 wave = 0) {
   const u64 slots = kNodes<Plan> > 1 ? nodes_a_row(here) : slots_a_row(here);
-  finish_each<false>(here, known, wave_of(known, wave), [&](u64 row, Parts& parts) {
+  finish_each<false>(here, known, wave_of(known, wave), finishers_of(here, known, wave), [&](u64 row, Parts& parts) {
     const u32 count = num_adders_of(here, row);
     for (u32 slot = thread_of_warp(); slot < count; slot += kWarp) parts.at[slot] = static_cast<u32>(row * slots + slot);
     return count;

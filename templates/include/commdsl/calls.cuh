@@ -103,6 +103,7 @@ COMMDSL_CALL void give_up(const Call<Plan>& here, u64 code, i32 phase, i32 peer,
 }
 
 // Which launch of a call it is (`half`): the one, or one of two.
+constexpr i32 kWhole = 0;
 constexpr i32 kSends = 1;
 constexpr i32 kReceives = 2;
 

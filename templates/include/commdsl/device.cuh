@@ -183,6 +183,7 @@ COMMDSL_FN u64 load_marked(const u64* word, u64& value) {
   return mark;
 }
 constexpr u64 kWaveRows = 256;  // the fewest that are worth a wave
+constexpr i32 kManyLanes = 64;  // fewer are busy all the time
 constexpr i32 kDoneStride = 8;  // bytes from one lane's flag to the next: all are looked at together
 
 COMMDSL_FN void add_shared(u64* word, u64 value) { atomicAdd(word, value); }

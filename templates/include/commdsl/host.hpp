@@ -153,6 +153,7 @@ COMMDSL_FN u64 load_marked(const u64* word, u64& value) {
   return mark;
 }
 constexpr u64 kWaveRows = 2;  // so that few rows are several waves, too
+constexpr i32 kManyLanes = 2;  // and few lanes do what many do
 constexpr i32 kDoneStride = kFlagStride;  // a line each: the sanitizer's words are found by it
 
 COMMDSL_FN void add_shared(u64* word, u64 value) { *word += value; }

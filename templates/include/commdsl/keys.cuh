@@ -125,16 +125,17 @@ COMMDSL_FN void prepare(const Call<Plan>& here, Keyed<Plan>& keyed) {
   block_barrier();
 }
 
-// One key of each thread of a warp. `earlier`: it is a lane's before.
+// One key. `earlier`: it is a lane's before. Threads add in any order, and the counts are the same in each; which place an entry has
+// follows from these and from its number among the lane's own, see find_places.
 template <class Plan>
 COMMDSL_FN void count_one(const Call<Plan>& here, Keyed<Plan>& keyed, u64 entry, i32 key, bool earlier) {
   const u32 position = position_of<Plan>(key);
-  const Equals equals = among_equals(position == kNowhere ? kNowhere : 2 * position + (earlier ? 1 : 0));
-  if (position != kNowhere && equals.before == 0) {
-    add_shared(&keyed.own[position], equals.count);
-    if (earlier) add_shared(&keyed.next[position], equals.count);
+  if (position != kNowhere) {
+    add_shared(&keyed.own[position], 1u);
+    if (earlier) add_shared(&keyed.next[position], 1u);
+  } else if (key != Plan::kKeys) {
+    keyed.bad = entry + 1;
   }
-  if (position == kNowhere && key != Plan::kKeys) keyed.bad = entry + 1;
 }
 
 // How many entries of the rank there are by key, and how many of them before the lane's own stretch.

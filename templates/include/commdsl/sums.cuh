@@ -72,7 +72,7 @@ COMMDSL_FN void add_up_of(const Call<Plan>& here, Returning<Plan>& known, i32 no
   const auto& args = here.args;
   const i32 source = rail_after(here, nodes);
   const u64 sent = nodes == 0 ? args.num_rows : known.rows[source], slots = slots_a_row(here);
-  const u64 rows = sent < args.crossing_rows ? sent : args.crossing_rows, pieces = pieces_of(here, rows);
+  const u64 rows = sent < args.crossing_rows ? sent : args.crossing_rows, pieces = pieces_for_all(rows, num_workers(here));
   const u32* told = reinterpret_cast<const u32*>(here.word(args.rank, crossing_at(here, 1, nodes, 0, sizeof(u32))));
   const char* summed = reinterpret_cast<const char*>(args.heap[args.rank] + args.crossing[0]);
   u64 item = worker(here);
