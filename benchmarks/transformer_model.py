@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,8 @@ def plain() -> Parallel:
     return Parallel(gather, scatter)
 
 
-FUSED = Parallel(overlap.all_gather_matmul, overlap.matmul_reduce_scatter)
+FUSED = Parallel(partial(overlap.all_gather_matmul, keep_rows=True), overlap.matmul_reduce_scatter)
+"""Rows that were gathered are kept, as the plain layers keep them."""
 
 
 class Layer(torch.nn.Module):

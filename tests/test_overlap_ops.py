@@ -43,14 +43,21 @@ def reduced(x: Tensors, w: Tensors) -> list[Any]:
     return [sum(one @ other.t() for one, other in zip(x, w, strict=True))] * len(x)
 
 
-WAYS = [(all_gather_matmul, gathered), (matmul_reduce_scatter, scattered), (matmul_all_reduce, reduced)]
-NAMES = ["gather", "scatter", "reduce"]
+def all_gather_matmul_rows(x: Any, w: Any, *, group: str) -> Any:
+    """The operator of this name: its second result is for gradients."""
+    return all_gather_matmul(x, w, group=group, keep_rows=True)
+
+
+GATHERING = (all_gather_matmul, all_gather_matmul_rows)
+WAYS = [(call, gathered) for call in GATHERING]
+WAYS += [(matmul_reduce_scatter, scattered), (matmul_all_reduce, reduced)]
+NAMES = ["gather", "gather, rows kept", "scatter", "reduce"]
 
 
 def given(call: Any, ranks: int, rows: int = 6, dtype: Any = torch.float64, middle: tuple[int, ...] = ()) -> list[Any]:
     """Of every rank: rows, so many of its own, and weights; small whole numbers, whose sums of products are exact."""
     draw = torch.Generator().manual_seed(ranks + rows)
-    count = rows if call is all_gather_matmul else rows * ranks
+    count = rows if call in GATHERING else rows * ranks
     shapes = [(count, *middle, 16)] * ranks + [(8, 16)] * ranks
     made = [torch.randint(-2, 3, shape, generator=draw).to(dtype) for shape in shapes]
     return [made[:ranks], made[ranks:]]
@@ -88,7 +95,7 @@ def test_numbers(call: Any, meaning: Any, ranks: int) -> None:
             assert torch.equal(one.double(), other)
 
 
-@pytest.mark.parametrize("call", [matmul_reduce_scatter, matmul_all_reduce], ids=NAMES[1:])
+@pytest.mark.parametrize("call", [matmul_reduce_scatter, matmul_all_reduce], ids=NAMES[2:])
 @pytest.mark.parametrize("is_sequence", [False, True], ids=["schedule", "sequence"])
 def test_what_is_rounded(call: Any, is_sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums that travel are rounded once before they are added; those of the rank that adds only where it multiplies

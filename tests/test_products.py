@@ -27,8 +27,9 @@ from commdsl.runtime.products import multiply  # noqa: E402
 
 FOLDER = data_dir("schedules") / "overlap"
 GATHER, SCATTER, REDUCE = "allgather_matmul", "matmul_reducescatter", "matmul_allreduce"
+WITH_ROWS = "allgather_matmul_rows"
 CASES = [(GATHER, 2, 1), (GATHER, 3, 2), (GATHER, 5, 1), (SCATTER, 2, 2), (SCATTER, 4, 1), (SCATTER, 3, 3)]
-CASES += [(REDUCE, 3, 2), (REDUCE, 2, 4)]
+CASES += [(REDUCE, 3, 2), (REDUCE, 2, 4), (WITH_ROWS, 3, 2)]
 """Schedules, each with ranks and pieces."""
 
 
@@ -45,14 +46,14 @@ def whole(shape: tuple[int, ...], seed: int) -> Any:
 
 def given(name: str, ranks: int, rows: int, depth: int, columns: int) -> tuple[list[Any], list[Any]]:
     """Rows and weights of every rank; `rows` of a rank's own."""
-    rows_of = rows if name == GATHER else rows * ranks
+    rows_of = rows if name in (GATHER, WITH_ROWS) else rows * ranks
     x = [whole((rows_of, depth), rank) for rank in range(ranks)]
     return x, [whole((columns, depth), 100 + rank) for rank in range(ranks)]
 
 
 def wanted(name: str, x: list[Any], w: list[Any]) -> list[Any]:
     """What every rank has in the end."""
-    if name == GATHER:
+    if name in (GATHER, WITH_ROWS):
         return [np.concatenate(x).astype(np.float64) @ one.T.astype(np.float64) for one in w]
     total = sum(one.astype(np.float64) @ other.T.astype(np.float64) for one, other in zip(x, w, strict=True))
     return [total] * len(x) if name == REDUCE else list(np.split(total, len(x)))
@@ -64,7 +65,7 @@ def test_meaning(name: str, ranks: int, pieces: int) -> None:
     schedule, _ = checked(name, ranks, pieces)
     x, w = given(name, ranks, 2 * pieces, 4, 3)
     found = interpret.run(schedule, {"x": x, "w": w}, BY_NAME["float32"], "sum")
-    made = found.outputs["c" if name == GATHER else "y"]
+    made = found.outputs["y" if name in (SCATTER, REDUCE) else "c"]
     for one, other in zip(made, wanted(name, x, w), strict=True):
         assert (one == other.ravel()).all()
 
@@ -87,13 +88,15 @@ def test_parts(name: str, ranks: int, pieces: int) -> None:
         return [(rows.reshape(-1, 4) @ factor.reshape(3, 4).T).ravel() + sum(sums)]
 
     after = interpret.run(stopped.schedule, inputs, BY_NAME["float32"], "sum", {MATMUL: matmul}).outputs
-    assert len(after) == sum(blocks[name] for name in before)
+    cut = {part.of for part in stopped.parts}
+    assert len(after) == sum(blocks[name] if name in cut else 1 for name in before)
+    assert all(np.array_equal(after[name], before[name]) for name in before if name not in cut)
     for part in stopped.parts:
         for rank, made in enumerate(after.get(part.name, ())):
             assert (made == np.split(before[part.of][rank], blocks[part.of])[part.chunks[rank]]).all()
 
 
-@pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE])
+@pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE, WITH_ROWS])
 def test_every_edge_is_needed(name: str) -> None:
     """Without an edge between what travels and a product the Plan is refused."""
     schedule, plan = checked(name, 3, 2)
@@ -147,7 +150,11 @@ def test_calls(name: str, ranks: int, pieces: int, dtype: Any) -> None:
         made = []
         for rows, depth, columns in ((2, 8, 3), (5, 16, 24), (2, 8, 3)):
             x, w = given(name, ranks, rows * pieces, depth, columns)
-            made.append(op(torch.tensor(x[rank]).to(dtype), torch.tensor(w[rank]).to(dtype), group=group))
+            result = op(torch.tensor(x[rank]).to(dtype), torch.tensor(w[rank]).to(dtype), group=group)
+            if name == WITH_ROWS:
+                result, there = result
+                assert (there.float().numpy() == np.concatenate(x)).all()
+            made.append(result)
         return made
 
     found = in_group(ranks, work)

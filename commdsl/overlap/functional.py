@@ -8,15 +8,16 @@ are calls of the same operators, so they have gradients, too. Does not choose wh
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 
 from commdsl.overlap.calls import NAMESPACE, call
-from commdsl.overlap.programs import GATHER, REDUCE, SCATTER, program
+from commdsl.overlap.programs import GATHER, REDUCE, SCATTER, program, program_with_rows
 from commdsl.overlap.sequence import gather_then_multiply, multiply_then_reduce, multiply_then_scatter
-from commdsl.runtime import collective_ops, groups, menu
+from commdsl.runtime import collective_ops, collectives, groups, menu
 from commdsl.runtime.errors import TensorError
 from commdsl.runtime.operators import define
 
@@ -25,7 +26,7 @@ Tensor: TypeAlias = torch.Tensor
 _LOCK = threading.Lock()
 
 
-def all_gather_matmul(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
+def all_gather_matmul(x: Tensor, w: Tensor, *, group: Any = None, keep_rows: bool = False) -> Tensor:
     """The rows of all ranks, in rank order along dimension 0, times this rank's weights: x (n, ..., K), w (N, K), as
     torch.nn.Linear has it -> (P * n, ..., N).
 
@@ -36,10 +37,14 @@ def all_gather_matmul(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
     as torch.nn.functional.linear casts.
 
     The gradient of x is `matmul_reduce_scatter` of that of the result with w transposed. That of w needs the rows of
-    all ranks: they are gathered again, not kept, as P times the memory of x is what sequence parallelism is to save.
-    Raises TensorError (C951), GroupError (C953).
+    all ranks. They are gathered again, as P times the memory of x is what sequence parallelism is to save; with
+    `keep_rows` they are kept, in that much memory, until the gradient is made. Raises TensorError (C951), GroupError
+    (C953).
     """
-    return _call("all_gather_matmul", x, w, group)
+    if keep_rows and w.requires_grad and torch.is_grad_enabled():
+        made: Tensor = _call("all_gather_matmul_rows", x, w, group)[0]
+        return made
+    return _of_call("all_gather_matmul", x, w, group)
 
 
 def matmul_reduce_scatter(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
@@ -53,7 +58,7 @@ def matmul_reduce_scatter(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
     The gradient of x is `all_gather_matmul` of that of the result with w transposed. Where w has one as well, the
     gradients of all ranks are gathered once, for both. Raises TensorError (C951), GroupError (C953).
     """
-    return _call("matmul_reduce_scatter", x, w, group)
+    return _of_call("matmul_reduce_scatter", x, w, group)
 
 
 def matmul_all_reduce(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
@@ -67,7 +72,7 @@ def matmul_all_reduce(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
     x and w are made of it where they are, by products alone. (`commdsl.all_reduce` reads each rank's loss as its own.)
     Raises TensorError (C951), GroupError (C953).
     """
-    return _call("matmul_all_reduce", x, w, group)
+    return _of_call("matmul_all_reduce", x, w, group)
 
 
 def replicated_matmul(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
@@ -76,12 +81,16 @@ def replicated_matmul(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
 
     x, w: as for `matmul_all_reduce`, whose gradient of x this is. Raises TensorError (C951), GroupError (C953).
     """
-    return _call("replicated_matmul", x, w, group)
+    return _of_call("replicated_matmul", x, w, group)
 
 
-def _call(name: str, x: Tensor, w: Tensor, group: Any) -> Tensor:
-    made: Tensor = call(__name__, name, _RUNS[name], (_cast(x), _cast(w)), groups.name_of(group))
+def _of_call(name: str, x: Tensor, w: Tensor, group: Any) -> Tensor:
+    made: Tensor = _call(name, x, w, group)
     return made
+
+
+def _call(name: str, x: Tensor, w: Tensor, group: Any) -> Any:
+    return call(__name__, name, _RUNS[name], (_cast(x), _cast(w)), groups.name_of(group))
 
 
 def _cast(x: Tensor) -> Tensor:
@@ -104,6 +113,20 @@ def _all_gather_matmul(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     made = op(rows, factor, group=group_name)
     assert isinstance(made, Tensor)
     return made.view(shape)
+
+
+def _all_gather_matmul_rows(x: Tensor, w: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    """The rows that were multiplied, too: a gradient of weights is made of them."""
+    shapes = _gathered(x, w, group_name), _rows_of(x, group_name)
+    rows, factor = x.flatten(0, -2).contiguous(), w.contiguous()
+    op = program_with_rows(rows, factor, group_name)
+    if op is None:
+        there = collectives.all_gather(rows, group_name)
+        return torch.mm(there, factor.t()).view(shapes[0]), there.view(shapes[1])
+    results = op(rows, factor, group=group_name)
+    assert isinstance(results, tuple)
+    made, there = results
+    return made.view(shapes[0]), there.view(shapes[1])
 
 
 def _matmul_reduce_scatter(x: Tensor, w: Tensor, group_name: str) -> Tensor:
@@ -133,8 +156,9 @@ def _replicated_matmul(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     return torch.mm(x.flatten(0, -2), w.t()).view(shape)
 
 
-_RUNS = {
+_RUNS: dict[str, Callable[[Tensor, Tensor, str], Any]] = {
     "all_gather_matmul": _all_gather_matmul,
+    "all_gather_matmul_rows": _all_gather_matmul_rows,
     "matmul_reduce_scatter": _matmul_reduce_scatter,
     "matmul_all_reduce": _matmul_all_reduce,
     "replicated_matmul": _replicated_matmul,
@@ -147,6 +171,10 @@ _RUNS = {
 def _gathered(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
     _check("all_gather_matmul", x, w)
     return [x.shape[0] * menu.size(group_name), *x.shape[1:-1], w.shape[0]]
+
+
+def _rows_of(x: Tensor, group_name: str) -> list[Any]:
+    return [x.shape[0] * menu.size(group_name), *x.shape[1:]]
 
 
 def _scattered(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
@@ -174,6 +202,10 @@ def _fake_gather(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     return x.new_empty(_gathered(x, w, group_name))
 
 
+def _fake_rows(x: Tensor, w: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    return _fake_gather(x, w, group_name), x.new_empty(_rows_of(x, group_name))
+
+
 def _fake_scatter(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     return x.new_empty(_scattered(x, w, group_name))
 
@@ -199,14 +231,16 @@ def library() -> None:
 def _library() -> torch.library.Library:
     made = torch.library.Library(NAMESPACE, "FRAGMENT")
     collective_ops.library()  # of gradients
-    for name, fake, back in (
-        ("all_gather_matmul", _fake_gather, _gather_back),
-        ("matmul_reduce_scatter", _fake_scatter, _scatter_back),
-        ("matmul_all_reduce", _fake_reduce, _reduce_back),
-        ("replicated_matmul", _fake_replicated, _replicated_back),
+    for name, fake, back, keep in (
+        ("all_gather_matmul", _fake_gather, _gather_back, _keep),
+        ("all_gather_matmul_rows", _fake_rows, _rows_back, _keep_rows),
+        ("matmul_reduce_scatter", _fake_scatter, _scatter_back, _keep),
+        ("matmul_all_reduce", _fake_reduce, _reduce_back, _keep),
+        ("replicated_matmul", _fake_replicated, _replicated_back, _keep),
     ):
-        define(made, f"{name}(Tensor x, Tensor w, str group_name) -> Tensor", _RUNS[name], fake)
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", back, setup_context=_keep, lib=made)
+        results = "(Tensor, Tensor)" if fake is _fake_rows else "Tensor"
+        define(made, f"{name}(Tensor x, Tensor w, str group_name) -> {results}", _RUNS[name], fake)
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", back, setup_context=keep, lib=made)
     return made
 
 
@@ -215,6 +249,14 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
     x, w, ctx.group_name = inputs
     of_x, of_w, *_ = ctx.needs_input_grad
     ctx.save_for_backward(x if of_w else None, w if of_x else None)
+
+
+def _keep_rows(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor]) -> None:
+    """As `_keep`, and of x the rows of all ranks."""
+    _, w, ctx.group_name = inputs
+    of_x, of_w, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(output[1] if of_w else None, w if of_x else None)
+    ctx.set_materialize_grads(False)
 
 
 def _gather_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -227,13 +269,29 @@ def _gather_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | No
     return of_x, of_w, None
 
 
+def _rows_back(ctx: Any, gradient: Tensor | None, of_rows: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+    """None: nothing is made of that result."""
+    rows, w = ctx.saved_tensors
+    of_x = of_w = None
+    if gradient is not None and w is not None:
+        of_x = torch.ops.commdsl_overlap.matmul_reduce_scatter(gradient, w.t(), ctx.group_name)
+    if gradient is not None and rows is not None:
+        of_w = _of_weights(gradient, rows)
+    if of_rows is not None and ctx.needs_input_grad[0]:
+        back = torch.ops.commdsl_collectives.reduce_scatter(of_rows.contiguous(), ctx.group_name)
+        of_x = back if of_x is None else of_x + back
+    return of_x, of_w, None
+
+
 def _scatter_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    """What is multiplied beside it hides one gathering, not two: where w needs the rows, x has them from there."""
+    """The gradients of all ranks are gathered once: w has them from what x needs them for."""
     x, w = ctx.saved_tensors
+    if w is None:
+        return None, _of_weights(_all_rows(gradient, ctx.group_name), x), None
     if x is None:
         return torch.ops.commdsl_overlap.all_gather_matmul(gradient, w.t(), ctx.group_name), None, None
-    rows = _all_rows(gradient, ctx.group_name)
-    return None if w is None else torch.matmul(rows, w), _of_weights(rows, x), None
+    of_x, rows = torch.ops.commdsl_overlap.all_gather_matmul_rows(gradient, w.t(), ctx.group_name)
+    return of_x, _of_weights(rows, x), None
 
 
 def _reduce_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

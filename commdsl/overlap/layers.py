@@ -36,16 +36,20 @@ class ColumnParallelLinear(torch.nn.Linear):
         bias: bool = True,
         *,
         sequence_parallel: bool = True,
+        keep_rows: bool = False,
         group: Any = None,
         **made: Any,
     ) -> None:
-        """`made`: device and dtype, as torch.nn.Linear takes them."""
+        """`keep_rows`: as `all_gather_matmul` takes it; `made`: device and dtype, as torch.nn.Linear takes them."""
         self.group_name, self.sequence_parallel = groups.name_of(group), sequence_parallel
+        self.keep_rows = keep_rows
         super().__init__(in_features, _share("out_features", out_features, self.group_name), bias, **made)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        multiply = all_gather_matmul if self.sequence_parallel else replicated_matmul
-        found = multiply(x, self.weight, group=self.group_name)
+        if self.sequence_parallel:
+            found = all_gather_matmul(x, self.weight, group=self.group_name, keep_rows=self.keep_rows)
+        else:
+            found = replicated_matmul(x, self.weight, group=self.group_name)
         return found if self.bias is None else found + self.bias
 
 

@@ -8,6 +8,7 @@ Does not choose (`auto` does), and does not run anything.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -22,6 +23,8 @@ _LOGGER = logging.getLogger("commdsl")
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 NORM = "allreduce_rms_norm"
+WITH_ROWS = "allgather_matmul_rows"
+"""As what makes `GATHER`; the rows of all ranks are its second result."""
 
 FEW_BYTES = 4 << 20
 """Sent by a rank: of more, an all-reduce in two steps sends fewer."""
@@ -32,6 +35,17 @@ ROW = 8
 
 def program(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op | None:
     """x, w: matrices, the weights as torch.nn.Linear has them."""
+    chosen = _choice(operator, x, w, group_name)
+    return None if chosen is None else _loaded(chosen)
+
+
+def program_with_rows(x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op | None:
+    """As that of `GATHER`, and chosen as that is."""
+    chosen = _choice(GATHER, x, w, group_name)
+    return None if chosen is None else _loaded(replace(chosen, schedule=WITH_ROWS))
+
+
+def _choice(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Choice | None:
     ranks = menu.size(group_name)
     if ranks == 1 or not _is_multiplied(x, w) or groups.reaches_far(group_name, x.device):
         return None
@@ -39,7 +53,9 @@ def program(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) ->
     if rows % ranks:
         return None
     product = Product(operator, rows, x.shape[1], w.shape[0], ranks, x.itemsize)
-    return _loaded(choose(product, menu.name_of_device(x.device)))
+    chosen = choose(product, menu.name_of_device(x.device))
+    _LOGGER.debug("%s of %d bytes runs %s", chosen.collective, chosen.nbytes, chosen)
+    return None if chosen.schedule == SEQUENCE else chosen
 
 
 def row_program(x: torch.Tensor, group_name: str) -> Op | None:
@@ -61,8 +77,5 @@ def _is_multiplied(x: torch.Tensor, w: torch.Tensor) -> bool:
 
 
 @cache
-def _loaded(chosen: Choice) -> Op | None:
-    _LOGGER.debug("%s of %d bytes runs %s", chosen.collective, chosen.nbytes, chosen)
-    if chosen.schedule == SEQUENCE:
-        return None
+def _loaded(chosen: Choice) -> Op:
     return load(chosen.schedule, params=dict(chosen.params), ranks=chosen.ranks, tune=dict(chosen.tune))
