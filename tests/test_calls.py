@@ -134,6 +134,26 @@ def test_composed(text: str, ranks: int) -> None:
     assert check(USES + text, ranks).num_ranks == ranks
 
 
+def test_rounding_of_what_is_called() -> None:
+    """Only what crosses nodes travels as float8, and the whole says how often that rounds."""
+    text = """use "compressed/allreduce_float8.comm"
+
+schedule allreduce_levels_float8(G = 4) for P ranks where P % G == 0 and P > G {
+  inout x[G, P / G]
+  ensure allreduce(x) rounded(float8, TIMES)
+  group node = ranks in runs of G
+  group rail = ranks by stride G
+
+  each r do reducescatter_direct(x -> x[r % G]) over node
+  each r do allreduce_float8(x[r % G]) over rail
+  each r do allgather_direct(x[r % G] -> x) over node
+}
+"""
+    assert check(USES + text.replace("TIMES", "2"), 8).num_steps == 4
+    with pytest.raises(CommError, match="rounded twice"):
+        check(USES + text.replace("TIMES", "1"), 8)
+
+
 def test_scratch_of_what_is_called() -> None:
     """A schedule's own scratch is made for each call, and is as long as the chunks given for one of its own."""
     text = """schedule twice for P ranks where P == 4 {

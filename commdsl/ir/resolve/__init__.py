@@ -31,11 +31,10 @@ from typing import TypeVar
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.plans import DispatchPlan
 from commdsl.ir.resolve import fn, machines, parameters
-from commdsl.ir.resolve.budget import Spent
 from commdsl.ir.resolve.call_rules import Schedules
 from commdsl.ir.resolve.dispatches import Given, build_dispatch
 from commdsl.ir.resolve.evaluate import Functions
-from commdsl.ir.resolve.faults import Faults, Poisoned
+from commdsl.ir.resolve.faults import Faults, Poisoned, Spent
 from commdsl.ir.resolve.names import check_names, duplicates
 from commdsl.ir.resolve.plan_rules import check_plan_names
 from commdsl.ir.resolve.plans import build_plan
@@ -208,6 +207,6 @@ def _role_sets(files: tuple[File, ...], functions: Functions, faults: Faults) ->
     for decl in decls:
         try:
             found.append(machines.roles(decl, functions, faults))
-        except Poisoned:
+        except (Poisoned, Spent):
             continue
     return tuple(found)

@@ -13,7 +13,7 @@ from typing import NoReturn
 import numpy as np
 
 from commdsl.ir.resolve.evaluate import Cycles, Evaluator, Scope, free_names
-from commdsl.ir.resolve.faults import Faults, Poisoned
+from commdsl.ir.resolve.faults import Faults, Poisoned, Spent
 from commdsl.ir.schedules import Buffer, Schedule, Step, Task, Yield
 from commdsl.language import syntax as syn
 from commdsl.language.source import Span
@@ -43,10 +43,6 @@ PAIRS_A_MOVE = 4
 """Of ranks, each with each: a proof has tables of what they know of each other."""
 
 MOST_RANKS_OF_MOVES = isqrt(MOST_MOVES * PAIRS_A_MOVE)
-
-
-class Spent(Exception):  # noqa: N818 - nothing is wrong with commdsl; the rest of a schedule is not looked at
-    """The budget is at an end, which has been reported."""
 
 
 class Budget:
@@ -144,7 +140,7 @@ def _least(body: tuple[syn.Stmt, ...], scope: Scope) -> int:
         match statement:
             case syn.For() | syn.Pipeline():
                 cost += STATEMENT + _rounds(statement.domain, scope) * _least(statement.body, scope)
-            case syn.Each() | syn.Yield() | syn.Visit():
+            case syn.Each() | syn.Do() | syn.Yield() | syn.Visit():
                 cost += STATEMENT + TURN
             case _:
                 cost += STATEMENT
@@ -161,5 +157,5 @@ def _rounds(domain: syn.Range | syn.Name, scope: Scope) -> int:
             return max(silent.constant(domain.last, scope) - silent.constant(domain.first, scope), 0)
         cycles = silent.value(domain, scope)
         return len(cycles.declared.orders) if isinstance(cycles, Cycles) else 0
-    except Poisoned:
+    except (Poisoned, Spent):
         return 0

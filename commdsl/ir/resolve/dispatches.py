@@ -13,7 +13,7 @@ from commdsl.ir.resolve.dispatch_back import way_back
 from commdsl.ir.resolve.dispatch_routes import RouteRules
 from commdsl.ir.resolve.evaluate import Evaluator, Functions, Value
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
-from commdsl.ir.resolve.faults import Faults, nearest
+from commdsl.ir.resolve.faults import Faults, Spent, nearest
 from commdsl.ir.resolve.parameters import known_counts, parameters
 from commdsl.ir.resolve.tuning import OF_DISPATCH, OF_KEYS, WORDS, Machine, tuning
 from commdsl.ir.schedules import RoleSet, Tuning
@@ -49,6 +49,14 @@ def build_dispatch(decl: syn.DispatchDecl, given: Given, faults: Faults) -> Disp
                       f"`{topology.name}` has {topology.num_ranks}",
                       help="ask for fewer ranks or name a larger topology")  # fmt: skip
         return None
+    try:
+        return _built(decl, given, faults)
+    except Spent:
+        return None
+
+
+def _built(decl: syn.DispatchDecl, given: Given, faults: Faults) -> Dispatch | None:
+    ranks, topology = given.ranks, given.topology
     rules = _Rules(decl, given, faults)
     params = rules.parameters()
     rows = [item for item in decl.body if isinstance(item, syn.RowsDecl)]

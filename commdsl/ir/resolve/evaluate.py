@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.resolve.faults import Faults, Poisoned
+from commdsl.ir.resolve.faults import Faults, Poisoned, Spent
 from commdsl.ir.schedules import CycleSet, Ints
 from commdsl.language import syntax as syn
 from commdsl.language.source import Span
@@ -26,6 +26,9 @@ FUNCTIONS = {
     "len": (1, 1), "min": (1, 99), "max": (1, 99), "abs": (1, 1), "log2": (1, 1), "floor_log2": (1, 1),
 }  # fmt: skip
 """Those built in, with the least and the most arguments of each."""
+
+MOST_OPERATIONS = 400_000
+"""In functions, of one schedule, one after another: less than a second."""
 
 LARGEST = 2**62
 """Beyond this a number means nothing here, and 64-bit arrays would wrap."""
@@ -69,6 +72,7 @@ class Function:
     params: tuple[str, ...]
     body: syn.Expr
     known: Functions  # all of them
+    operations: int  # in its own body
     is_condition: bool | None  # None: it has a fault, which has been reported
     span: Span  # of its name
 
@@ -91,6 +95,7 @@ class Evaluator:
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
         self.bindings: tuple[tuple[str, int], ...] = ()
+        self._operations = 0  # in functions
 
     def number(self, expr: syn.Expr, scope: Scope) -> Number:
         value = self.value(expr, scope)
@@ -237,6 +242,11 @@ class Evaluator:
     def _called_with(self, function: Function, numbers: list[Number], span: Span) -> Number:
         if function.is_condition is None or len(numbers) != len(function.params):
             raise Poisoned
+        self._operations += function.operations
+        if self._operations > MOST_OPERATIONS:
+            label = f"more than {MOST_OPERATIONS:,} operations in functions, one call after another"
+            self._faults.report("C511", "more than is proved at once", span, label, help="call them outside of loops")
+            raise Spent
         given = dict(zip(function.params, numbers, strict=True))
         with self._faults.called(span):
             return self.number(function.body, {**function.known, **given})

@@ -20,6 +20,10 @@ class Poisoned(Exception):  # noqa: N818 - nothing is wrong with commdsl; a valu
     """A value is missing because of a mistake that has been reported already."""
 
 
+class Spent(Exception):  # noqa: N818 - nothing is wrong with commdsl; the rest of a file is not looked at
+    """The budget is at an end, which has been reported."""
+
+
 class Faults:
     """Collects diagnostics; the same code at the same place is kept once."""
 

@@ -60,7 +60,9 @@ class _Builder:
                 self.add(self.named[call.text])
         self.path.pop()
         params = tuple(param.text for param in decl.params)
-        self.built[name] = broken = Function(params, decl.body, self.built, None, decl.name.span)
+        self.built[name] = broken = Function(
+            params, decl.body, self.built, _operations(decl.body), None, decl.name.span
+        )
         if all(call.text in self.built and self.built[call.text].is_condition is not None for call in called):
             kind = self._kind(decl)
             self._check(decl)
@@ -104,12 +106,15 @@ class _Builder:
         return kind
 
     def _size(self, expr: syn.Expr) -> int:
-        called = self.sizes.get(expr.function.text, 0) if isinstance(expr, syn.Call) else 0
-        return 1 + called + sum(map(self._size, syn.parts(expr)))
+        return _operations(expr) + sum(self.sizes.get(call.text, 0) for call in calls(expr))
 
     def _depth(self, expr: syn.Expr) -> int:
         called = self.depths.get(expr.function.text, 0) if isinstance(expr, syn.Call) else 0
         return 1 + max(called, *map(self._depth, syn.parts(expr)), 0)
+
+
+def _operations(expr: syn.Expr) -> int:
+    return 1 + sum(map(_operations, syn.parts(expr)))
 
 
 def calls(expr: syn.Expr) -> Iterator[syn.Name]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from commdsl.ir.resolve.evaluate import Evaluator, Functions, Scope
-from commdsl.ir.resolve.faults import Faults, Poisoned, nearest
+from commdsl.ir.resolve.faults import Faults, Poisoned, Spent, nearest
 from commdsl.language import syntax as syn
 from commdsl.machine.topology import Topology
 
@@ -58,5 +58,5 @@ def admits(decl: syn.ScheduleDecl, functions: Functions, num_ranks: int, topolog
     try:
         scope: Scope = {**known, **dict(parameters(decl, {}, known, evaluator, silent))}
         return decl.where is None or bool(evaluator.number(decl.where, scope))
-    except Poisoned:
+    except (Poisoned, Spent):
         return False

@@ -7,6 +7,7 @@ does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from commdsl.ir.plans import DispatchPlan, Piece
 from commdsl.ir.resolve.evaluate import Evaluator, Functions, Value
-from commdsl.ir.resolve.faults import Faults, Poisoned
+from commdsl.ir.resolve.faults import Faults, Poisoned, Spent
 from commdsl.ir.resolve.plan_rules import Settings, settings
 from commdsl.ir.routes import NOWHERE, Longs, Shards, running_sum
 from commdsl.language import collection
@@ -38,7 +39,8 @@ def build_plan(decl: syn.PlanDecl, functions: Functions, faults: Faults) -> Disp
     """What `decl` means. Raises CommError with every fault found."""
     builder = _Builder(decl, faults)
     with collection.paused():
-        builder.fill(functions)
+        with suppress(Spent):
+            builder.fill(functions)
         faults.raise_if_any()
         return builder.plan()
 

@@ -20,7 +20,7 @@ from commdsl.ir.resolve.calls import Call, groups
 from commdsl.ir.resolve.contracts import contracts
 from commdsl.ir.resolve.cycle_sets import cycle_set
 from commdsl.ir.resolve.evaluate import Cycle, Cycles, Evaluator, Functions, Value
-from commdsl.ir.resolve.faults import Faults, Poisoned
+from commdsl.ir.resolve.faults import Faults, Poisoned, Spent
 from commdsl.ir.resolve.parameters import known_counts, parameters
 from commdsl.ir.resolve.rows import Binding
 from commdsl.ir.resolve.steps import StepBuilder
@@ -126,6 +126,8 @@ class Resolver:
                     fitting.append(ranks)
             except Poisoned:
                 continue
+            except Spent:
+                break
         below = [ranks for ranks in fitting if ranks < self.ranks][-1:]
         above = [ranks for ranks in fitting if ranks > self.ranks][:1]
         numbers = " and ".join(str(ranks) for ranks in below + above)
@@ -247,6 +249,7 @@ class Resolver:
     def _call(self, do: syn.Do, scope: dict[str, Value], bindings: tuple[tuple[str, int], ...]) -> None:
         if do.group is not None and do.group.text not in self.groups:
             raise Poisoned  # which has been reported
+        self.binding.budget.spend(1, TURN, "calls", do.span)
         every = np.arange(self.ranks, dtype=np.int32).reshape(1, -1)
         group = every if do.group is None else self.groups[do.group.text]
         params = tuple((one.name.text, self.evaluator.constant(one.value, scope)) for one in do.settings)
