@@ -6,8 +6,10 @@ Assumes no GPU: a choice needs its name alone.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +141,70 @@ def test_estimates(operator: str) -> None:
     for one in found:
         assert one.time.seconds >= max(one.time.visits, one.time.launches)
     assert found[-1].time.seconds == pytest.approx(found[-1].time.visits + found[-1].time.launches)
+
+
+@pytest.mark.parametrize("operator", selection.PRODUCTS)
+@pytest.mark.parametrize("pieces", auto.PIECES)
+def test_timeline(operator: str, pieces: int) -> None:
+    """On paper a call takes what is estimated; products follow one another, so does what travels, and each begins when
+    what it reads has been written.
+    """
+    product = Product(operator, 8192, 8192, 1280, 4)
+    events = list(auto.timeline(product, GPU, pieces))
+    estimated = {one.candidate: one.time.seconds for one in auto.estimates(product, GPU)}
+    one = Candidate(auto.OPERATORS[operator].schedule, (("C", pieces),))
+
+    if one in estimated:
+        assert max(event.end for event in events) == pytest.approx(estimated[one])
+    for is_product in (True, False):
+        lane = [event for event in events if event.is_product is is_product]
+        assert all(first.end <= second.begin for first, second in pairwise(lane))
+    written: dict[str, float] = {}
+    for event in events:
+        assert event.begin >= max(written.get(name, 0.0) for name in event.reads)
+        written |= dict.fromkeys(event.writes, event.end)
+    assert sum(event.is_product for event in events) == 4 * pieces
+
+
+def test_timeline_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`commdsl show FILE --stage timeline --shape MxKxN` draws it, with a line an event; --json has the same."""
+    words = ["show", "matmul_allreduce", "C=2", "--ranks", "2", "--stage", "timeline", "--device", GPU]
+    assert run_command([*words, "--shape", "8192x3584x8192"]) == 0
+    head, products, travels, *lines = capsys.readouterr().out.splitlines()
+    assert run_command([*words, "--shape", "8192x3584x8192", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+
+    assert re.search(r"[\d.]+ us by the model; products [\d.]+, travels [\d.]+, exposed [\d.]+$", head)
+    assert found["what"] == head
+    assert len(products) == len(travels)
+    assert products.startswith("products | 000")
+    assert travels.rstrip("|").endswith("333")
+    assert [line.split("us  ")[1] for line in lines] == [
+        "product x.0 x w -> c.0",
+        "travels c.0 -> s.0",
+        "product x.1 x w -> c.1",
+        "travels c.1 -> s.1",
+        "product x.2 x w + s.0 -> y.0",
+        "travels y.0 -> y.2",
+        "product x.3 x w + s.1 -> y.1",
+        "travels y.1 -> y.3",
+    ]
+    assert [event["writes"] for event in found["events"]][::2] == [["c.0"], ["c.1"], ["y.0"], ["y.1"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["allgather_matmul"], "has a --shape"),
+        (["allgather_matmul", "--shape", "64KB"], "rows, depth and columns"),
+        (["allgather_matmul", "--shape", "6x8x8"], "6 rows cannot be cut into 1 of each of 4 ranks"),
+        (["allreduce_ring", "--shape", "8x8x8"], "a timeline is of allgather_matmul, "),
+    ],
+)
+def test_timeline_refusals(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A timeline is of a product whose rows are shared equally."""
+    assert run_command(["show", *words, "--ranks", "4", "--stage", "timeline"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_candidates_are_legal() -> None:

@@ -42,6 +42,15 @@ class Target:
         return self.ranks is not None and len(self.ranks) > 1
 
 
+def product_shape(text: str) -> tuple[int, int, int]:
+    """Rows of all ranks, depth and columns: `8192x4096x1024`."""
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    if match is None:
+        raise UsageError(f"a product is of rows, depth and columns as in 8192x4096x1024, not `{text}`")
+    rows, depth, columns = map(int, match.groups())
+    return rows, depth, columns
+
+
 def parse_ranks(text: str) -> tuple[int, ...]:
     """`8`, `2,4,8`, `2..16` (both ends included), or a mixture."""
     ranks: list[int] = []

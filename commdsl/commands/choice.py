@@ -10,7 +10,7 @@ import re
 
 from commdsl.attention import auto
 from commdsl.commands import output
-from commdsl.commands.arguments import UsageError
+from commdsl.commands.arguments import UsageError, product_shape
 from commdsl.commands.doctor import query_nvidia
 from commdsl.commands.output import Exit
 from commdsl.machine.config import from_environment
@@ -35,10 +35,7 @@ def choice(collective: str, nbytes: int, ranks: int, device: str | None, *, as_j
 
 def product(operator: str, shape: str, ranks: int, device: str | None, *, as_json: bool) -> Exit:
     """As `choice`, of `8192x4096x1024`: rows of all ranks, depth and columns."""
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", shape)
-    if match is None:
-        raise UsageError(f"{operator} is of rows, depth and columns as in 8192x4096x1024, not `{shape}`")
-    rows, depth, columns = map(int, match.groups())
+    rows, depth, columns = product_shape(shape)
     where = device or this_device()
     try:
         found = products.choice(operator, rows, depth, columns, ranks=ranks, device=where)

@@ -85,19 +85,32 @@ def check(words: Words, concise: bool, as_json: bool, **chosen: Any) -> Exit:
 @option(
     "--stage",
     section=WHAT,
-    type=click.Choice(["syntax", "ir", "plan", "cuda", "host"]),
+    type=click.Choice(["syntax", "ir", "plan", "cuda", "host", "timeline"]),
     default="ir",
     show_default=True,
     help="Which.",
 )
 @where
+@option("--shape", section=WHAT, metavar="MxKxN", help="Of a timeline: rows of all ranks, depth, columns.")
+@option(
+    "--device", section=WHAT, metavar="NAME", help="Of a timeline; as torch names the GPU, this machine's unless said."
+)
 @option("--svg", type=to_write, metavar="FILE", help="Draw who sends what to whom, of plans.")
 @as_json
-def show(words: Words, stage: str, svg: Path | None, as_json: bool, **chosen: Any) -> Exit:
-    """Print one stage of a file; of dispatch plans who sends what to whom, and how even the loads are."""
+def show(words: Words, stage: str, svg: Path | None, as_json: bool, shape: Text, device: Text, **chosen: Any) -> Exit:
+    """Print one stage of a file; of dispatch plans who sends what to whom, and how even the loads are; of products
+    beside what travels, `--stage timeline`, when each begins and ends by the model.
+    """
     from commdsl.commands.show import Stage, show
+    from commdsl.commands.timeline import timeline
 
     file, params, name = file_and_params(words, chosen["schedule"])
+    if (stage == "timeline") != (shape is not None) or (device is not None and shape is None) or (shape and svg):
+        raise UsageError(
+            "--stage timeline has a --shape as in 8192x4096x1024, and perhaps a --device; nothing else has"
+        )
+    if shape is not None:
+        return timeline(file, aim(chosen, params), name, shape, device, as_json=as_json)
     return show(file, aim(chosen, params), name, Stage(stage), svg=svg, as_json=as_json)
 
 

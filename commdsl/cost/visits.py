@@ -194,9 +194,19 @@ class _Copies:
 
 def beside(found: Sequence[Launched | Visited], seconds: Sequence[float], carriers: Carriers) -> Timed:
     """How long all takes if visit v computes for `seconds[v]`."""
+    when = spans(found, seconds, carriers)
+    launches = sum(end - begin for phase, (begin, end) in zip(found, when, strict=True) if isinstance(phase, Launched))
+    return Timed(max((end for _, end in when), default=0.0), launches, sum(seconds))
+
+
+def spans(
+    found: Sequence[Launched | Visited], seconds: Sequence[float], carriers: Carriers
+) -> tuple[tuple[float, float], ...]:
+    """Of each, when it begins and ends."""
+    when: list[tuple[float, float]] = []
     buffers: dict[str, _Copies] = {}
     launching = visiting = 0.0  # the clocks
-    launches, computed = 0.0, iter(seconds)
+    computed = iter(seconds)
     for phase in found:
         is_launch = isinstance(phase, Launched)
         used = {name: buffers.get(name, _Copies()) for name in (*phase.reads, *phase.writes)}
@@ -205,16 +215,15 @@ def beside(found: Sequence[Launched | Visited], seconds: Sequence[float], carrie
         free = max((used[name].free(copy) for name, copy in target.items()), default=0.0)
         start = max(launching if is_launch else visiting, ready, free)
         if isinstance(phase, Launched):
-            lasts = phase.time(carriers)
-            launches += lasts
-            end = launching = start + lasts
+            end = launching = start + phase.time(carriers)
         else:
             end = visiting = start + next(computed)
         for name in phase.reads:
             buffers[name] = buffers.get(name, _Copies()).after_read(end)
         for name, copy in target.items():
             buffers[name] = buffers.get(name, _Copies()).after_write(copy, end)
-    return Timed(max(launching, visiting), launches, sum(seconds))
+        when.append((start, end))
+    return tuple(when)
 
 
 def _target(is_launch: bool, is_read: bool, copies: _Copies) -> int:

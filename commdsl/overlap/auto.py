@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product as pairs
+from typing import TypeAlias
 
 from commdsl import compiler
 from commdsl.attention.machines import Machine, of_device
-from commdsl.cost.visits import Launched, Timed, Visited, beside, phases
+from commdsl.cost.visits import Carriers, Launched, Timed, Visited, beside, phases, spans
 from commdsl.ir.products import stopping
 from commdsl.ir.resolve import resolve
 from commdsl.ir.schedules import Schedule
@@ -151,6 +152,21 @@ def choose(product: Product, device: str) -> Choice:
     return Choice(product.name, product.nbytes, product.ranks, device, one.schedule, one.params, one.tune, said)
 
 
+@dataclass(frozen=True)
+class Event:
+    """A product, or what travels in one launch: of and to which parts of buffers, and seconds from the call's begin."""
+
+    is_product: bool
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    begin: float
+    end: float
+
+
+_Work: TypeAlias = tuple[tuple[Launched | Visited, ...], list[float], Carriers]
+"""What there is to do, the seconds of each product, and what carries the rest."""
+
+
 def two_best(found: Sequence[Estimate]) -> tuple[Estimate, Estimate]:
     """The fastest, of near ties the one that stands first; and the fastest of the others."""
     first = found[0]
@@ -206,14 +222,26 @@ def _sequence(product: Product, machine: Machine) -> Timed:
 
 
 def _beside(product: Product, machine: Machine, maker: Maker, pieces: int) -> Timed:
+    time = beside(*_work(product, machine, maker, pieces))
+    return replace(time, seconds=time.seconds + maker.of_call)
+
+
+def timeline(product: Product, device: str, pieces: int) -> Iterator[Event]:
+    """What the schedule does in so many pieces, its products made by what runs where nothing is tuned."""
+    maker = makers(device)[0]
+    work = _work(product, of_device(device, (0,) * product.ranks), maker, pieces)
+    for phase, (begin, end) in zip(work[0], spans(*work), strict=True):
+        yield Event(isinstance(phase, Visited), phase.reads, phase.writes, begin + maker.of_call, end + maker.of_call)
+
+
+def _work(product: Product, machine: Machine, maker: Maker, pieces: int) -> _Work:
     """Its products take equally long: each has the rows of one rank's piece."""
     found = _phases(product, machine, pieces)
     count = sum(isinstance(phase, Visited) for phase in found)
     carrier = machine.carrier(machine.ways[0])
     carrier = replace(carrier, latency=carrier.latency + maker.of_piece)
     each = maker.of_product + product.flops / count / machine.kind.product
-    time = beside(found, [each] * count, (carrier, carrier))
-    return replace(time, seconds=time.seconds + maker.of_call)
+    return found, [each] * count, (carrier, carrier)
 
 
 def _phases(product: Product, machine: Machine, pieces: int) -> tuple[Launched | Visited, ...]:

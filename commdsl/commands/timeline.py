@@ -1,0 +1,93 @@
+"""Turns a schedule whose products travel beside what they need, and a shape, into its timeline on paper: when each
+product and each launch begins and ends by the model that chooses among schedules (`overlap.auto`).
+
+Assumes what `show` assumes. Does not run or time anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from commdsl.commands import output
+from commdsl.commands.arguments import Target, UsageError, product_shape
+from commdsl.commands.choice import this_device
+from commdsl.commands.jobs import jobs_of, merge, prove_all, read, some
+from commdsl.commands.output import Exit
+from commdsl.commands.show import fail
+from commdsl.language.diagnostics import CommError
+from commdsl.machine.errors import ArgumentError
+from commdsl.overlap import auto
+from commdsl.overlap.auto import Event, Product
+
+WIDTH = 64
+"""Columns of the picture."""
+
+
+def timeline(path: Path, target: Target, name: str | None, shape: str, device: str | None, *, as_json: bool) -> Exit:
+    """Prints a picture and a line an event, for every number of ranks. `shape`: rows of all ranks, depth, columns."""
+    try:
+        jobs = jobs_of(path, read(path), target, name)
+    except CommError as error:
+        return fail(error.diagnostics, as_json=as_json)
+    some(jobs, "show")
+    operators = {one.schedule: operator for operator, one in auto.OPERATORS.items()}
+    if unknown := [job.name for job in jobs if job.name not in operators]:
+        raise UsageError(f"a timeline is of {', '.join(operators)}, not of {unknown[0]}")
+    outcomes = tuple(prove_all(jobs, target, emit=False))
+    if failed := [outcome for outcome in outcomes if outcome.checked is None]:
+        return fail(merge(failed), as_json=as_json)
+    pieces, where = dict(target.params).get("C", 1), device or this_device()
+    pages = []
+    for job in jobs:
+        try:
+            product = Product(operators[job.name], *product_shape(shape), job.ranks)
+            events = tuple(auto.timeline(product, where, pieces))
+        except ArgumentError as error:
+            raise UsageError(str(error)) from error
+        if product.rows % job.ranks or not product.admits(pieces):
+            raise UsageError(f"{product.rows} rows cannot be cut into {pieces} of each of {job.ranks} ranks")
+        head = f"{job.name} C={pieces} for {job.ranks} ranks, {shape} of 16 bits on {where}: {_sums(events)}"
+        pages.append((head, events))
+    if as_json:
+        output.say_json([{"what": head, "events": [_json(event) for event in events]} for head, events in pages])
+    else:
+        output.say("\n".join("\n".join((head, *drawn(events), *map(_line, events))) for head, events in pages))
+    return Exit.FINE
+
+
+def drawn(events: Sequence[Event]) -> Iterable[str]:
+    """A line of what is multiplied and one of what travels: each event is its number's last digit, as long as it is."""
+    last = max(event.end for event in events)
+    for words, is_product in (("products", True), ("travels", False)):
+        cells = [" "] * WIDTH
+        for number, event in enumerate(event for event in events if event.is_product is is_product):
+            begin, end = (round(WIDTH * at / last) for at in (event.begin, event.end))
+            cells[begin : max(end, begin + 1)] = str(number % 10) * max(end - begin, 1)
+        yield f"{words:8} |{''.join(cells[:WIDTH])}|"
+
+
+def _sums(events: Sequence[Event]) -> str:
+    whole = max(event.end for event in events)
+    products, travels = (sum(one.end - one.begin for one in events if one.is_product is kind) for kind in (True, False))
+    parts = {"products": products, "travels": travels, "exposed": whole - products}
+    return f"{_us(whole)} us by the model; {', '.join(f'{name} {_us(time)}' for name, time in parts.items())}"
+
+
+def _line(event: Event) -> str:
+    if event.is_product:
+        rows, factor, *sums = event.reads
+        what = " + ".join((f"product {rows} x {factor}", *sums))
+    else:
+        what = f"travels {', '.join(event.reads)}"
+    return f"  {_us(event.begin):>10} to {_us(event.end):>10} us  {what} -> {', '.join(event.writes)}"
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}"
+
+
+def _json(event: Event) -> dict[str, object]:
+    kind = "product" if event.is_product else "launch"
+    ends = {"begin_us": event.begin * 1e6, "end_us": event.end * 1e6}
+    return {"kind": kind, "reads": event.reads, "writes": event.writes, **ends}
