@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fake_gpu import FakeGpu, Launch, Stream  # noqa: E402 - after the check for torch
+from fake_gpu import Command, FakeGpu, Launch, Stream  # noqa: E402 - after the check for torch
 from thread_ranks import in_group  # noqa: E402
 
 import commdsl  # noqa: E402
@@ -145,6 +148,46 @@ def test_copy_engine_beside_sums(gpu: FakeGpu, landing: str) -> None:
             assert torch.equal(dv, RANKS * v)
 
     run(gpu, body)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("allgather_matmul", (6, 8)), ("matmul_reducescatter", (6 * RANKS, 8))])
+def test_launches_that_are_under_way_at_once(gpu: FakeGpu, name: str, shape: tuple[int, int]) -> None:
+    """Of products the next launch begins before the one before has ended, and its copies come behind that one's; in any
+    order that the edges of a graph allow all of them are made, and nobody waits for ever.
+    """
+    op = commdsl.load(name, ranks=RANKS, params={"C": 3})
+    w = torch.eye(8)
+
+    def body(rank: int, group: str) -> None:
+        x = torch.full(shape, float(rank))
+        op(x, w, group=group)
+        with gpu.on(gpu.stream()), gpu.capturing(2 + rank):
+            op(x, w, group=group)
+        made = [one for one in gpu.commands if one.capture == 2 + rank]
+        copies = [one for one in made if one.copy]
+        begins, ends = ([one for one in made if one.turn and one.turn[which]] for which in (6, 5))
+        assert len(copies) == len(begins) == len(ends) == 3 * (RANKS - 1)
+        for (copy, other), end, begin in zip(pairwise(copies), ends, begins[1:], strict=False):
+            assert copy.number in other.before
+            assert end.number not in begin.before
+        for seed in range(4):
+            for dest, _, size in (one.copy for one in copies if one.copy):
+                ctypes.memset(dest, 255, size)
+            replayed(made, random.Random(10 * seed + rank))
+            for dest, source, size in (one.copy for one in copies if one.copy):
+                assert ctypes.string_at(dest, size) == ctypes.string_at(source, size)
+
+    run(gpu, body)
+
+
+def replayed(commands: Sequence[Command], dice: random.Random) -> None:
+    """A replay of a graph, in an order that its edges allow."""
+    numbers, done = {one.number for one in commands}, set[int]()
+    while len(done) < len(commands):
+        ready = [one for one in commands if one.number not in done and one.before & numbers <= done]
+        chosen = dice.choice(ready)
+        chosen.run()
+        done.add(chosen.number)
 
 
 def test_capture_needs_a_first_call(gpu: FakeGpu) -> None:

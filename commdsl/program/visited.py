@@ -6,13 +6,16 @@ those of a Plan with nothing but its moves, so whatever builds and runs such a P
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.launches import Between, Launch, Return, Visit, touches
 from commdsl.program.memory import Kept, Rights
-from commdsl.program.moves import Moves
+from commdsl.program.moves import Moves, Protocol
 from commdsl.program.plan import Plan
+
+TURNS = 2
+"""Launches of the same moves that may be under way at once: each has flags of its own."""
 
 
 def launches(plan: Plan) -> tuple[Launch, ...]:
@@ -48,6 +51,55 @@ def started(plan: Plan) -> tuple[tuple[int, Between], ...]:
         else:
             raise InternalError(f"launch {launched} and visit {visited} of `{plan.name}` wait for each other")
     return tuple(found)
+
+
+def ended(plan: Plan) -> tuple[int, ...]:
+    """Of each phase in the order of `started`, how many launches have ended before it is started.
+
+    A launch of the copy engine begins while those before it still move what it does not touch: peers say that they are
+    ready, and its copies stand behind theirs. It waits for phases of the caller's on the stream on which launches end;
+    so those end first that these come after. All ranks begin and end launches in this one order, and what a step of it
+    waits for, on any rank, stands before it or is the same step: nobody waits in a circle.
+    """
+    ahead, beside = launches(plan), visits(plan)
+    found, over = list[int](), 0
+    for number, phase in started(plan):
+        if isinstance(phase, Launch):
+            over = max(
+                over, number - _under_way(ahead[:number], phase), *(one.after for one in beside[: phase.after]), 0
+            )
+        else:
+            over = max(over, phase.after)
+        found.append(over)
+    return tuple(found)
+
+
+def turns(plan: Plan) -> tuple[int, ...]:
+    """Of each launch, which flags of its moves it has: others than one before it that is still under way."""
+    over = [over for (_, phase), over in zip(started(plan), ended(plan), strict=True) if isinstance(phase, Launch)]
+    found, last = list[int](), dict[Moves, int]()
+    for number, launch in enumerate(launches(plan)):
+        before = last.get(launch.moves, -1)
+        found.append((found[before] + 1) % TURNS if before >= over[number] else 0)
+        last[launch.moves] = number
+    return tuple(found)
+
+
+def _under_way(before: Sequence[Launch], launch: Launch) -> int:
+    """How many of the launches before one may still be, as far as it goes for what they touch."""
+    last = before[1 - TURNS :]
+    free = (not meets(one, launch.reads, launch.writes) and _is_split(one) for one in reversed(last))
+    return next((at for at, is_free in enumerate(free) if not is_free), len(last)) if _is_split(launch) else 0
+
+
+def _is_split(launch: Launch) -> bool:
+    """Whether it has a beginning and an end: copies to where they belong. Cells are used again from call to call."""
+    return launch.moves.protocol is Protocol.ENGINE and launch.moves.num_cells == 0
+
+
+def meets(launch: Launch, reads: Sequence[Kept], writes: Sequence[Kept]) -> bool:
+    """Whether it writes what these are, or reads what is written."""
+    return bool({*launch.writes} & {*reads, *writes} or {*launch.reads} & {*writes})
 
 
 def segments(plan: Plan) -> tuple[Moves, ...]:

@@ -6,8 +6,9 @@ reset and free.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from commdsl.runtime.kernel import DeviceKernel, Kernel, Prepared, Residence, re
 from commdsl.runtime.program import Program
 from commdsl.runtime.stream_order import StreamOrder
 from commdsl.runtime.streams import TwoStreams
-from commdsl.runtime.workspace import Workspace
+from commdsl.runtime.workspace import Workspace, nothing
 
 
 class DeviceCommunicator(Communicator):
@@ -53,6 +54,7 @@ class DeviceCommunicator(Communicator):
         self.side_stream = torch.cuda.Stream(self.index)  # calls with async_op=True
         # What travels while the caller computes: its few blocks are not to wait for those of the caller's kernels.
         self._beside = torch.cuda.Stream(self.index, priority=-1)
+        self._copies = torch.cuda.Stream(self.index)  # of launches that are under way at once, one behind another
         self._gpu = Gpu(self.index)
         self._check_members(str(properties.uuid))
         # One for all ops: two kernels at once that both wait for peers could fill the SMs of two ranks crosswise.
@@ -106,7 +108,9 @@ class DeviceCommunicator(Communicator):
             raise DeviceError(f"`{program.plan.name}` is tuned to `protocol tma`, which {self._arch} does not have")
         if program.plan.moves.protocol is Protocol.ENGINE:
             path = self._build(program.emitted, macros)
-            made: Kernel = EngineKernel(path, program.emitted.name, program.plan, self.rank, self.index)
+            made: Kernel = EngineKernel(
+                path, program.emitted.name, program.plan, self.rank, self.index, self._copies.cuda_stream
+            )
         else:
             made = self.load_kernel(program.emitted, macros, residence_of(program.plan, program.emitted.name))
         workspace.kernels[macros] = made
@@ -169,6 +173,31 @@ class DeviceStart:
                 with torch.cuda.device(gpu.index):
                     gpu.bind()
                     self._launch()
+
+    def begin(self, changing: Sequence[int]) -> Callable[[], None]:
+        kernel = self._kernel
+        if not isinstance(kernel, EngineKernel):
+            self(changing)
+            return nothing
+        stream = torch.cuda.current_stream(self._gpu.index)
+        with self._ordered(stream):
+            self._prepared.point(*changing)
+            rest = kernel.begin(self._prepared, stream.cuda_stream)
+
+        def end() -> None:
+            with self._ordered(stream):
+                rest()
+
+        return end
+
+    @contextlib.contextmanager
+    def _ordered(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """On that stream, in order with what other calls have on others."""
+        with self._order.lock, torch.cuda.stream(stream):
+            self._gpu.bind()
+            self._order.enter(stream)
+            yield
+            self._order.leave(stream)
 
     def _launch(self) -> None:
         gpu = self._gpu

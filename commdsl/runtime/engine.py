@@ -5,8 +5,9 @@ Assumes that a peer's heap is a pointer here, and the caller's lock around `laun
 kernels count the rounds and every call starts with the same cells.
 
 Copies to each peer have a stream of their own, which forks from the caller's and joins it again, by events: one engine
-serves one stream at a time. What stays on the rank goes on the caller's stream. A copy within a GPU's own memory is the
-driver's to make, by an engine or by a kernel of its own.
+serves one stream at a time. What stays on the rank goes on the caller's stream. Of a call that only begins, the first
+copies go on a stream that such calls of a group share: those of the next one follow without a gap. A copy within a
+GPU's own memory is the driver's to make, by an engine or by a kernel of its own.
 
 After a time-out nothing more is signalled, but copies that were started are made all the same, into cells that a peer
 may not have read: of calls that were not over on all ranks then, no result holds.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, assert_never
@@ -60,7 +61,8 @@ _Script: TypeAlias = tuple[_Turn | _Fork, ...]
 class EngineKernel:
     """Calls of one Plan on one GPU, one after another."""
 
-    def __init__(self, path: Path, entry: str, plan: Plan, rank: int, device: int) -> None:
+    def __init__(self, path: Path, entry: str, plan: Plan, rank: int, device: int, copies: int) -> None:
+        """`copies`: the stream of the copies of calls that begin before others end."""
         import cupy  # where there is a GPU
 
         moves = self._moves = plan.moves
@@ -81,22 +83,43 @@ class EngineKernel:
             self._streams = {peer: cupy.cuda.Stream(non_blocking=True) for peer in peers}
             self._events = {peer: cupy.cuda.Event(disable_timing=True) for peer in peers}
             self._forked = cupy.cuda.Event(disable_timing=True)
+            self._ahead, self._copied = copies, cupy.cuda.Event(disable_timing=True)
 
     def launch(self, prepared: Prepared, stream: int) -> None:
+        self._begin(prepared, stream, stream)()
+
+    def begin(self, prepared: Prepared, stream: int) -> Callable[[], None]:
+        """Starts a call as far as its first copies, and returns what starts the rest on the same stream."""
+        return self._begin(prepared, stream, self._ahead)
+
+    def _begin(self, prepared: Prepared, stream: int, copies: int) -> Callable[[], None]:
         packed = prepared.arguments
         tensors = self._tensors.unpack_from(packed, self._tensors_at)
         bases = (*self._heaps.unpack_from(packed, self._heaps_at), *tensors, *self._landing(packed, tensors))
-        self._pointers[0] = ctypes.addressof(prepared.arguments)
-        for step in self._script(prepared, tensors):
-            match step:
-                case _Turn():
-                    self._pointers[1] = step.address
-                    threads, pointers = prepared.threads, ctypes.addressof(self._pointers)
-                    self._driver.launchKernel(self._function, 1, 1, 1, threads, 1, 1, 0, stream, pointers, 0)
-                case _Fork():
-                    self._copy(step, bases, stream)
-                case _:
-                    assert_never(step)
+        script = self._script(prepared, tensors)
+        first = next((at for at, step in enumerate(script) if isinstance(step, _Fork)), len(script))
+        for step in script[: first + 1]:
+            self._step(step, prepared, bases, stream, copies)
+
+        def rest() -> None:
+            for step in script[first : first + 1]:
+                self._join(step, stream, copies)
+            for step in script[first + 1 :]:
+                self._step(step, prepared, bases, stream, stream)
+                self._join(step, stream, stream)
+
+        return rest
+
+    def _step(self, step: _Turn | _Fork, prepared: Prepared, bases: Sequence[int], stream: int, copies: int) -> None:
+        match step:
+            case _Turn():
+                self._pointers[0], self._pointers[1] = ctypes.addressof(prepared.arguments), step.address
+                threads, pointers = prepared.threads, ctypes.addressof(self._pointers)
+                self._driver.launchKernel(self._function, 1, 1, 1, threads, 1, 1, 0, stream, pointers, 0)
+            case _Fork():
+                self._fork(step, bases, stream, copies)
+            case _:
+                assert_never(step)
 
     def _landing(self, packed: ctypes.Array[ctypes.c_char], tensors: Sequence[int]) -> Iterator[int]:
         """By tensor that lands, by rank, where it is: as far behind where all of that rank begin as on this one."""
@@ -104,17 +127,27 @@ class EngineKernel:
             begin = self._heaps.unpack_from(packed, self._landing_at)
             yield from (tensors[space] - begin[self._rank] + there for space in self._lands for there in begin)
 
-    def _copy(self, fork: _Fork, bases: Sequence[int], stream: int) -> None:
+    def _fork(self, fork: _Fork, bases: Sequence[int], stream: int, copies: int) -> None:
+        """What has no side goes on the stream `copies`."""
         runtime = self._runtime
-        if fork.sides:
+        if fork.sides or copies != stream:
             runtime.eventRecord(self._forked.ptr, stream)
         for side in fork.sides:
             runtime.streamWaitEvent(side.stream, self._forked.ptr, 0)
             self._start(side.copies, bases, side.stream)
             runtime.eventRecord(side.event, side.stream)
-        self._start(fork.here, bases, stream)
-        for side in fork.sides:
-            runtime.streamWaitEvent(stream, side.event, 0)
+        if copies != stream:
+            runtime.streamWaitEvent(copies, self._forked.ptr, 0)
+        self._start(fork.here, bases, copies)
+        if copies != stream:
+            runtime.eventRecord(self._copied.ptr, copies)
+
+    def _join(self, step: _Turn | _Fork, stream: int, copies: int) -> None:
+        """The stream goes on behind all copies of a wave."""
+        if isinstance(step, _Fork):
+            events = [side.event for side in step.sides] + ([self._copied.ptr] if copies != stream else [])
+            for event in events:
+                self._runtime.streamWaitEvent(stream, event, 0)
 
     def _start(self, copies: Sequence[Copy], bases: Sequence[int], stream: int) -> None:
         for copy in copies:
@@ -130,11 +163,11 @@ class EngineKernel:
         found = self._scripts.get(key)
         if found is None:
             steps = phases(self._moves, self._rank, prepared.launch, same)
-            found = tuple(_turn(step) if isinstance(step, Flags) else self._fork(step) for step in steps)
+            found = tuple(_turn(step) if isinstance(step, Flags) else self._fork_of(step) for step in steps)
             self._scripts[key] = found
         return found
 
-    def _fork(self, wave: Wave) -> _Fork:
+    def _fork_of(self, wave: Wave) -> _Fork:
         """The caller's stream gets what stays on the rank; where nothing does, what goes to the first peer."""
         peers = list(dict.fromkeys(copy.peer for copy in wave))
         main = self._rank if self._rank in peers else peers[0]

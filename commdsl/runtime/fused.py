@@ -8,7 +8,7 @@ product ends before the next one begins. The kernel leaves SMs to what moves: a 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,15 +18,16 @@ from commdsl.build.matmul import Product, Turn, stores
 from commdsl.build.tilings import chosen
 from commdsl.ir.products import MATMUL
 from commdsl.machine.config import from_environment
-from commdsl.program.launches import Launch, Visit
+from commdsl.program.launches import Visit
 from commdsl.program.memory import Kept
 from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
-from commdsl.program.visited import launches, visits
+from commdsl.program.visited import launches, meets, visits
 from commdsl.runtime import matmul
 from commdsl.runtime.matmul import Matmul, Matrices
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.visits import Function
+from commdsl.runtime.workspace import Start
 
 LEFT = 2
 """SMs that the products leave: one for what runs beside, one as clusters have two."""
@@ -124,6 +125,9 @@ class _Words:
     def beside(self) -> AbstractContextManager[Any]:
         return self._streams.beside()
 
+    def start(self, start: Start, changing: Sequence[int]) -> Callable[[], None]:
+        return self._streams.start(start, changing)
+
     def mark(self, what: Hashable, *, beside: bool) -> None:
         """Of a launch; the tiles of a product are counted."""
         if beside:
@@ -176,8 +180,8 @@ def _turns(plan: Plan, places: Places) -> Iterator[Turn]:
     for number, one in enumerate(products):
         rows, result = places[one.reads[0].name], places[one.writes[0].name]
         before = [(at, launch) for at, launch in enumerate(beside) if launch.turn < one.turn]
-        touched = [at for at, launch in before if _conflict(launch, one.reads[:1], one.writes)]
-        added = [at for at, launch in before if _conflict(launch, one.reads[2:], ())]
+        touched = [at for at, launch in before if meets(launch, one.reads[:1], one.writes)]
+        added = [at for at, launch in before if meets(launch, one.reads[2:], ())]
         yield Turn(
             (sources.index(rows[0]), rows[1]),
             (results.index(result[0]), result[1]),
@@ -187,10 +191,6 @@ def _turns(plan: Plan, places: Places) -> Iterator[Turn]:
             _word(added, awaited),
             len(beside) + number if number < told else -1,
         )
-
-
-def _conflict(launch: Launch, reads: Sequence[Kept], writes: Sequence[Kept]) -> bool:
-    return bool({*launch.writes} & {*reads, *writes} or {*launch.reads} & {*writes})
 
 
 def _word(needed: Sequence[int], awaited: Sequence[int]) -> int:

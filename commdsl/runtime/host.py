@@ -27,7 +27,7 @@ from commdsl.runtime.heap import Extent, Heap, SharedHeap, ThreadHeap
 from commdsl.runtime.kernel import HostKernel, Kernel, Prepared, Residence, residence_of
 from commdsl.runtime.program import Program
 from commdsl.runtime.streams import OneStream
-from commdsl.runtime.workspace import Workspace
+from commdsl.runtime.workspace import Workspace, nothing
 
 T = TypeVar("T")
 
@@ -138,6 +138,10 @@ class HostStart:
         self._communicator = communicator
         self._kernel = kernel
         self._prepared = prepared
+
+    def begin(self, changing: Sequence[int]) -> Callable[[], None]:
+        self(changing)
+        return nothing
 
     def __call__(self, changing: Sequence[int]) -> None:
         self._communicator.drain()

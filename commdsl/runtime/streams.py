@@ -7,11 +7,13 @@ is over when it returns, so there one stream is enough.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+
+from commdsl.runtime.workspace import Start, nothing
 
 
 class Streams(Protocol):
@@ -19,6 +21,10 @@ class Streams(Protocol):
 
     def beside(self) -> AbstractContextManager[Any]:
         """In it, launches go on the stream beside the caller's."""
+        ...
+
+    def start(self, start: Start, changing: Sequence[int]) -> Callable[[], None]:
+        """Starts a launch on the stream beside, and returns what starts its rest: others may begin before that."""
         ...
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
@@ -48,6 +54,10 @@ class OneStream:
     def beside(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
+    def start(self, start: Start, changing: Sequence[int]) -> Callable[[], None]:
+        start(changing)
+        return nothing
+
     def mark(self, what: Hashable, *, beside: bool) -> None:
         """Whoever comes later comes after it."""
 
@@ -76,6 +86,10 @@ class TwoStreams:
 
     def beside(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._side)
+
+    def start(self, start: Start, changing: Sequence[int]) -> Callable[[], None]:
+        with self.beside():
+            return start.begin(changing)
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
         event = self._events[what] = torch.cuda.Event()

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.runtime.streams import Streams
+from commdsl.runtime.workspace import Start, nothing
 
 Span: TypeAlias = tuple[Any, Any]
 """Two marks of a clock."""
@@ -129,6 +130,12 @@ class _Timed:
 
     def beside(self) -> AbstractContextManager[Any]:
         return self._beside()
+
+    def start(self, start: Start, changing: Sequence[int]) -> Callable[[], None]:
+        """Whole, so that what it takes is one span."""
+        with self.beside():
+            start(changing)
+        return nothing
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
         self._streams.mark(what, beside=beside)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import FunctionType, MappingProxyType
 from typing import Any, TypeAlias, assert_never
 
@@ -22,16 +23,16 @@ from commdsl.program.launches import Between, Launch, Return, Visit
 from commdsl.program.memory import Kept
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
-from commdsl.program.visited import landing, launches, started
+from commdsl.program.visited import ended, landing, launches, started, turns
 from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import ReductionError, TensorError
 from commdsl.runtime.landing import Landed, Region
-from commdsl.runtime.program import Port, Visits
+from commdsl.runtime.program import Port, Program, Visits
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.timing import Timing
 from commdsl.runtime.work import Result
-from commdsl.runtime.workspace import Start
+from commdsl.runtime.workspace import Start, nothing
 
 Function: TypeAlias = Callable[..., Any]
 """What the caller computes: the number of the visit and tensors, to what it writes; nothing where it writes nothing.
@@ -56,14 +57,14 @@ class Visiting:
         communicator: Communicator,
         visits: Visits,
         inputs: Sequence[torch.Tensor],
-        starts: Mapping[Made, Start],
+        starts: Mapping[Made, Sequence[Start]],
         seconds: float | None,
         owner: Callable[[], object],
     ) -> None:
         self._name = name
         self._communicator = communicator
         self._plan = visits.plan
-        self._order = started(visits.plan)
+        self._order = tuple(zip(started(visits.plan), ended(visits.plan), strict=True))
         self._starts = starts  # none where there are no bytes to move
         self._owner = owner
         self._awaited = frozenset(_awaited(visits.plan))
@@ -73,6 +74,7 @@ class Visiting:
         kept = dict.fromkeys(kept for phase in visits.plan.phases for kept in _kept(phase))
         self._given = tuple((one, names.index(one.name)) for one in kept if not one.copy)
         self._operands = tuple(launch.operands for launch in launches(visits.plan))
+        self._turns = turns(visits.plan)
         own = [one for one in kept if one.copy]
         ports = tuple(map(_port, own))
         shapes = tensors.shapes(visits.signature, inputs, ports)
@@ -89,7 +91,8 @@ class Visiting:
 
     def serves(self, behind: object) -> bool:
         """As `Call.serves`."""
-        open_ = bool(self._starts) and not any(start.workspace.is_closed for start in self._starts.values())
+        starts = [start for turns in self._starts.values() for start in turns]
+        open_ = bool(starts) and not any(start.workspace.is_closed for start in starts)
         return open_ and behind is self._owner()
 
     def __call__(
@@ -155,12 +158,15 @@ class Visiting:
         placed = frozenset(name for name, function in functions.items() if name in self._writing and _has_out(function))
         failure: BaseException | None = None
         results: list[torch.Tensor] = []
+        begun: list[Callable[[], None]] = []  # launches, by their numbers: what starts the rest of each
+        over = 0
         try:
-            for number, phase in self._order:
+            for (number, phase), before in self._order:
+                over = self._end(streams, begun, over, before)
                 self._wait(streams, phase)
                 match phase:
                     case Launch():
-                        self._launch(streams, number, phase, held, landing)
+                        begun.append(self._launch(streams, number, phase, held, landing))
                     case Visit():
                         if failure is None:
                             out = phase.name in placed and bool(phase.writes)
@@ -171,11 +177,20 @@ class Visiting:
                             results.append(held[kept].clone() if kept in self._landed else held[kept])
                     case _:
                         assert_never(phase)
-                if (isinstance(phase, Launch), number) in self._awaited:
-                    streams.mark((isinstance(phase, Launch), number), beside=isinstance(phase, Launch))
+                if isinstance(phase, Visit) and (False, number) in self._awaited:
+                    streams.mark((False, number), beside=False)
         finally:
+            self._end(streams, begun, over, len(begun))
             streams.join()
         return failure, tuple(results)
+
+    def _end(self, streams: Streams, begun: Sequence[Callable[[], None]], over: int, before: int) -> int:
+        """Ends launches until so many have; they are that many then."""
+        for number in range(over, before):
+            begun[number]()
+            if (True, number) in self._awaited:
+                streams.mark((True, number), beside=True)
+        return before
 
     def _wait(self, streams: Streams, phase: Between) -> None:
         if phase.after:
@@ -184,11 +199,13 @@ class Visiting:
 
     def _launch(
         self, streams: Streams, number: int, phase: Launch, held: Mapping[Kept, torch.Tensor], landing: Sequence[int]
-    ) -> None:
-        if self._starts:
-            first = (landing or (0,) * phase.moves.num_ranks) if phase.moves.lands else ()
-            with streams.beside():
-                self._starts[_made(phase)]([*first, *(held[kept].data_ptr() for kept in self._operands[number])])
+    ) -> Callable[[], None]:
+        """What starts the rest of it."""
+        if not self._starts:
+            return nothing
+        first = (landing or (0,) * phase.moves.num_ranks) if phase.moves.lands else ()
+        start = self._starts[_made(phase)][self._turns[number]]
+        return streams.start(start, [*first, *(held[kept].data_ptr() for kept in self._operands[number])])
 
     def _visit(
         self,
@@ -274,17 +291,29 @@ def prepared(
     op: str,
     seconds: float | None,
     about: str = "",
-) -> dict[Made, Start]:
-    """What starts each launch, on blocks and of the dtype that its buffers have. Collective the first time."""
+) -> dict[Made, tuple[Start, ...]]:
+    """What starts launches, on blocks and of the dtype that their buffers have: those of the same moves take turns, as
+    one may begin before another ends. Collective the first time.
+    """
     signature = visits.signature
     programs = {one.plan.moves: one for one in visits.launched}
-    starts: dict[Made, Start] = {}
-    for made, port in {_made(launch): _port(launch.moved) for launch in launches(visits.plan)}.items():
+    starts: dict[Made, tuple[Start, ...]] = {}
+    of = tuple(zip(launches(visits.plan), turns(visits.plan), strict=True))
+    for made, port in {_made(launch): _port(launch.moved) for launch, _ in of}.items():
         dtype = tensors.dtype_of(signature, port, inputs)
         block_bytes = tensors.block_elements(signature, port, inputs) * dtype.itemsize
         element = tensors.element_name(dtype)
-        starts[made] = communicator.prepare(programs[made[0]], block_bytes, element, op, seconds, about)
+        starts[made] = tuple(
+            communicator.prepare(_with_flags(programs[made[0]], turn), block_bytes, element, op, seconds, about)
+            for turn in range(1 + max(turn for launch, turn in of if _made(launch) == made))
+        )
     return starts
+
+
+def _with_flags(known: Program, turn: int) -> Program:
+    """The same with flags of its own for every turn: what ranks set up together goes by what a text is known as."""
+    emitted = known.emitted if turn == 0 else replace(known.emitted, identity=f"{known.emitted.identity}/{turn}")
+    return replace(known, emitted=emitted)
 
 
 def split(

@@ -46,6 +46,16 @@ class Start(Protocol):
 
     def __call__(self, changing: Sequence[int]) -> None: ...
 
+    def begin(self, changing: Sequence[int]) -> Callable[[], None]:
+        """Starts a call as far as its first copies, and returns what starts the rest: on the same stream what calls of
+        other workspaces have may come between.
+        """
+        ...
+
+
+def nothing() -> None:
+    """The rest of a call that has none."""
+
 
 class Workspace:
     """Symmetric memory, error word and kernels of one Plan on one rank of one communicator.
