@@ -164,3 +164,12 @@ def test_every_way_has_a_cubin_that_fits_the_shared_memory() -> None:
         assert tiling.stages >= 3
         assert tiling.shared_bytes <= 227 * 1024
         assert tiling.blocks in HELD
+
+
+def test_who_waits_for_the_last_rows_makes_small_tiles_of_them() -> None:
+    """Eight turns of 1024 rows that a narrow product takes: what is fastest when all are there keeps a few SMs busy for
+    half the time when the last comes late.
+    """
+    product = Product(1024, 1280, 8192, turns=8)
+    assert chosen(product, 130).rows == 256
+    assert chosen(product, 130, there=200.0).columns * chosen(product, 130, there=200.0).rows <= 128 * 160

@@ -5,6 +5,9 @@ Assumes `build.matmul`'s kernel, and figures that benchmarks/matmul.py measured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from commdsl.build.matmul import Product, Tiling, cut_tiles, shares
 
 _SPLIT = {2: (80, 128, 160, 224), 3: (96, 192), 4: (64, 96, 128)}
@@ -27,32 +30,39 @@ _LAUNCH, _STORE, _MEET, _SHARE, _SEND, _PART, _UNEVEN = 0.87, 2.1, 0.37, 0.91, 5
 _BYTES = 3.4e6  # that memory brings
 
 
-def chosen(product: Product, sms: int) -> Tiling:
-    """The tiling that takes the least time on so many SMs, by the figures above."""
-    return ranked(product, sms)[0]
+def chosen(product: Product, sms: int, there: float = 0.0) -> Tiling:
+    """The tiling that takes the least time on so many SMs, by the figures above. `there`: after so many microseconds
+    the rows of the last turn are.
+    """
+    return ranked(product, sms, there)[0]
 
 
-def ranked(product: Product, sms: int) -> list[Tiling]:
+def ranked(product: Product, sms: int, there: float = 0.0) -> list[Tiling]:
     """All that there are of this product, the fastest first."""
-    return sorted((way for way in WAYS if way.fits(product)), key=lambda tiling: _time(product, tiling, sms))
+    return sorted((way for way in WAYS if way.fits(product)), key=lambda tiling: _time(product, tiling, sms, there))
 
 
-def _time(product: Product, tiling: Tiling, sms: int) -> float:
-    high, wide, depth = product.tiles(tiling)
-    workers, size = tiling.workers(sms), tiling.rows * tiling.columns / 2**15
-    tiles, cut = high * wide * product.turns, [left for left in cut_tiles(product, tiling, workers) if left]
-    waves = -(-(tiles - sum(cut)) // workers)
+def _time(product: Product, tiling: Tiling, sms: int, there: float) -> float:
+    cut = cut_tiles(product, tiling, tiling.workers(sms))
+    last = _making(replace(product, turns=1), tiling, sms, cut[-1:])
+    return _LAUNCH + max(there + last, _making(product, tiling, sms, cut))
+
+
+def _making(product: Product, tiling: Tiling, sms: int, cut: Sequence[int]) -> float:
+    """Of all its turns, of whose tiles these are cut."""
+    (high, wide, depth), workers = product.tiles(tiling), tiling.workers(sms)
+    size, whole = tiling.rows * tiling.columns / 2**15, high * wide * product.turns - sum(cut)
     each = _STORE * size + _MEET * (tiling.cluster - 1)
     if tiling.split > 1:
         each += _SHARE + _SEND * size * (1 - 1 / tiling.split)
-    products = others = 0.0
+    waves, products, others = -(-whole // workers), 0.0, 0.0
     if waves:
-        products = waves * -(-depth // tiling.split) * _stage(tiling, (tiles - sum(cut)) / waves)
-    for left in cut:
+        products = waves * -(-depth // tiling.split) * _stage(tiling, whole / waves)
+    for left in filter(None, cut):
         dealt = shares(left, depth, tiling.parts, workers)
         products += left * depth / dealt * _stage(tiling, dealt)
         others += each + _PART * size * (dealt / left - 1) + (_UNEVEN if dealt % left else 0)
-    return _LAUNCH + waves * each + others + max(products, _bytes(product) / _BYTES)
+    return waves * each + others + max(products, _bytes(product) / _BYTES)
 
 
 def _stage(tiling: Tiling, clusters: float) -> float:

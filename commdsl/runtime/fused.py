@@ -32,6 +32,9 @@ from commdsl.runtime.workspace import Start
 LEFT = 2
 """SMs that the products leave: one for what runs beside, one as clusters have two."""
 
+LINK = 390e3
+"""Bytes a microsecond that a GPU gets: who waits for the last rows is not to make large tiles of them."""
+
 MAX_KEPT = 64
 """Calls on other addresses: the driver's maps of matrices take it a while."""
 
@@ -74,7 +77,8 @@ class Fused:
         sms = torch.cuda.get_device_properties(device).multi_processor_count - LEFT
         size, adds = (rows.shape[0], factor.shape[0], rows.shape[1]), any(turn.count for turn in turns)
         product = Product(*size, dtype, dtype, residual=adds, turns=len(turns))
-        tiling = chosen(product, sms)
+        arriving = sum(turn.rows_there >= 0 for turn in turns) * rows.nbytes
+        tiling = chosen(product, sms, arriving / LINK)
         self._stores = stores(product, tiling)
         self._matmul = Matmul(product, tiling, sms, device, turns)
         self._known: dict[tuple[object, ...], matmul.Launch] = {}
