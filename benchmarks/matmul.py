@@ -130,7 +130,7 @@ def check(deadline: float) -> int:
         wrong += len(faults)
         took = time.monotonic() - started
         print(f"{name:<14}{name_of(tiling):<16}{len(faults):>4} wrong, {took:.1f} s", *faults, sep="\n    ", flush=True)
-    for tiling in SEVERAL:
+    for tiling in WAYS:
         faults = [fault for fault in faults_of_chain(tiling) if fault]
         wrong, done = wrong + len(faults), done + 2
         print(f"{'chain':<14}{name_of(tiling):<16}{len(faults):>4} wrong", *faults, sep="\n    ", flush=True)

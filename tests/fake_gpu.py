@@ -140,6 +140,11 @@ class FakeGpu:
         return made
 
     @property
+    def of_torch(self) -> list[Stream]:
+        """Streams that torch has handed out, and will again."""
+        return [one for one in self._streams.values() if one.stream_id % 2]
+
+    @property
     def current(self) -> Stream:
         """The stream of this thread, at first the default one of its GPU."""
         return getattr(self.here, "stream", self.default)
@@ -237,7 +242,7 @@ class FakeGpu:
             RawModule=lambda path: module(path),
             cuda=SimpleNamespace(
                 Device=lambda _: _Device(132, self.shared_bytes),
-                Stream=lambda non_blocking: self.stream(external=True),
+                Stream=lambda non_blocking, priority=0: self.stream(external=True),
                 Event=lambda disable_timing: self._event(),
                 runtime=SimpleNamespace(
                     memcpyAsync=self._copy,
@@ -356,6 +361,7 @@ class FakeGpu:
             "is_current_stream_capturing": lambda: self.current.capture is not None,
             "get_device_properties": properties,
             "Stream": lambda *_, priority=0: self.stream(),
+            "ExternalStream": lambda handle, _: self._streams[handle],
             "Event": Event,
             "stream": self.on,
             "current_stream": lambda *_: self.current,

@@ -166,6 +166,17 @@ def test_every_way_has_a_cubin_that_fits_the_shared_memory() -> None:
         assert tiling.blocks in HELD
 
 
+def test_what_waits_beside_leaves_room_for_all_clusters() -> None:
+    """Blocks wait for each other, and for a kernel of one block on an SM that they leave: with that, one cluster less
+    can be held. The GPU's whole are for who is alone.
+    """
+    most = HELD[1] - 2  # as many as products beside what travels have
+    for tiling in WAYS:
+        assert tiling.workers(HELD[1]) == HELD[tiling.blocks]
+        assert tiling.workers(most) < HELD[tiling.blocks]
+        assert tiling.workers(most) * tiling.blocks <= most
+
+
 def test_who_waits_for_the_last_rows_makes_small_tiles_of_them() -> None:
     """Eight turns of 1024 rows that a narrow product takes: what is fastest when all are there keeps a few SMs busy for
     half the time when the last comes late.

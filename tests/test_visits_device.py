@@ -180,6 +180,23 @@ def test_launches_that_are_under_way_at_once(gpu: FakeGpu, name: str, shape: tup
     run(gpu, body)
 
 
+@pytest.mark.parametrize("name", ["allgather_matmul", "rotation_ring"])
+def test_streams_of_its_own(gpu: FakeGpu, name: str) -> None:
+    """What goes beside a caller's products is on none of torch's streams: the caller could have been given the same."""
+    op = commdsl.load(name, ranks=RANKS)
+
+    def body(rank: int, group: str) -> None:
+        if name == "allgather_matmul":
+            op(torch.ones(6, 8), torch.eye(8), group=group)
+        else:
+            Rank(gpu, op, rank, group).call()
+
+    run(gpu, body)
+    assert gpu.launches or gpu.commands
+    assert gpu.of_torch
+    assert not any(one.before for one in gpu.of_torch)
+
+
 def replayed(commands: Sequence[Command], dice: random.Random) -> None:
     """A replay of a graph, in an order that its edges allow."""
     numbers, done = {one.number for one in commands}, set[int]()

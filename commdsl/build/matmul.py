@@ -60,8 +60,8 @@ class Tiling:
         return self.cluster * self.split
 
     def workers(self, sms: int) -> int:
-        """Clusters that so many SMs hold at once."""
-        return min(sms // self.blocks, HELD[self.blocks])
+        """Clusters that so many SMs hold at once, wherever on the others a block of another kernel is."""
+        return min(sms // self.blocks, HELD[self.blocks] - (sms < HELD[1]))
 
     def fits(self, product: Product) -> bool:
         """Whether the kernel has this tiling of this product."""

@@ -34,7 +34,7 @@ from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import DeviceKernel, Kernel, Prepared, Residence, residence_of
 from commdsl.runtime.program import Program
 from commdsl.runtime.stream_order import StreamOrder
-from commdsl.runtime.streams import TwoStreams
+from commdsl.runtime.streams import OwnStream, TwoStreams
 from commdsl.runtime.workspace import Workspace, nothing
 
 
@@ -53,8 +53,8 @@ class DeviceCommunicator(Communicator):
         self._modules: dict[str, DeviceKernel] = {}
         self.side_stream = torch.cuda.Stream(self.index)  # calls with async_op=True
         # What travels while the caller computes: its few blocks are not to wait for those of the caller's kernels.
-        self._beside = torch.cuda.Stream(self.index, priority=-1)
-        self._copies = torch.cuda.Stream(self.index)  # of launches that are under way at once, one behind another
+        self._beside = OwnStream(self.index, priority=-1)
+        self._copies = OwnStream(self.index)  # of launches that are under way at once, one behind another
         self._gpu = Gpu(self.index)
         self._check_members(str(properties.uuid))
         # One for all ops: two kernels at once that both wait for peers could fill the SMs of two ranks crosswise.
@@ -109,7 +109,7 @@ class DeviceCommunicator(Communicator):
         if program.plan.moves.protocol is Protocol.ENGINE:
             path = self._build(program.emitted, macros)
             made: Kernel = EngineKernel(
-                path, program.emitted.name, program.plan, self.rank, self.index, self._copies.cuda_stream
+                path, program.emitted.name, program.plan, self.rank, self.index, self._copies.handle
             )
         else:
             made = self.load_kernel(program.emitted, macros, residence_of(program.plan, program.emitted.name))
@@ -137,7 +137,7 @@ class DeviceCommunicator(Communicator):
             raise CaptureError(f"`{what}` has no workspace yet: call it once on every rank before the capture")
 
     def streams(self) -> TwoStreams:
-        return TwoStreams(self.index, self._beside)
+        return TwoStreams(self.index, self._beside.of_torch)
 
     def read_desk(self) -> bytes:
         import cupy  # where there is a GPU

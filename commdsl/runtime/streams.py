@@ -115,3 +115,17 @@ class TwoStreams:
             self._main.wait_event(end[1])
             self._side.wait_event(end[1])
         return False
+
+
+class OwnStream:
+    """A stream that nobody else has. torch has a few dozen, and hands them out again: to a caller, whose kernel then
+    waits for what stands behind it on the same stream.
+    """
+
+    def __init__(self, device: int, priority: int = 0) -> None:
+        import cupy  # where there is a GPU
+
+        with cupy.cuda.Device(device):
+            self._stream = cupy.cuda.Stream(non_blocking=True, priority=priority)  # kept: it ends with this
+        self.handle = int(self._stream.ptr)
+        self.of_torch = torch.cuda.ExternalStream(self.handle, device)
