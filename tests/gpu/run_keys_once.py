@@ -8,6 +8,7 @@ exact     keys of every kind x rows of 2 bytes to 14 KB x float16, bfloat16, flo
           origins there; sums of the rows of each rank, by weights, and a number for each key back
 by index  the same where places name the one that has their row
 storm     calls of all kinds, GPU and host delays, no barrier in between, kernels that check
+waves     the same of so many rows that their sums come home in several waves
 graphs    the calls in a CUDA graph, whose keys, rows and weights are overwritten between replays
 times     both calls in a graph, in microseconds; no part of the verdict
 
@@ -153,9 +154,13 @@ def by_index(run: run_keys.Run) -> None:
     _exact(run, "experts_index", "by index")
 
 
-def storm(run: run_keys.Run) -> None:
-    shape = Shape(torch.bfloat16, 512, 16, 300, 4, 16 * run.ranks)
+def storm(run: run_keys.Run, rows: int = 300) -> None:
+    shape = Shape(torch.bfloat16, 512, 16, rows, 4, 16 * run.ranks)
     run_keys.stormed(run, shape, lambda: (made_of(run, shape, 8, check=True), Judge(run, shape, 8)))
+
+
+def waves(run: run_keys.Run) -> None:
+    storm(run, 2100)
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
@@ -250,7 +255,7 @@ def run_time(run: run_keys.Run, call: Any) -> float:
     return sorted(found)[len(found) // 2]
 
 
-PARTS = {"exact": exact, "by index": by_index, "storm": storm, "graphs": graphs, "times": times}
+PARTS = {"exact": exact, "by index": by_index, "storm": storm, "waves": waves, "graphs": graphs, "times": times}
 
 
 def main() -> None:

@@ -131,8 +131,7 @@ template <class Plan>
 COMMDSL_FN void count_one(const Call<Plan>& here, Keyed<Plan>& keyed, u64 entry, i32 key, bool earlier) {
   const u32 position = position_of<Plan>(key);
   if (position != kNowhere) {
-    add_shared(&keyed.own[position], 1u);
-    if (earlier) add_shared(&keyed.next[position], 1u);
+    add_shared(earlier ? &keyed.next[position] : &keyed.own[position], 1u);
   } else if (key != Plan::kKeys) {
     keyed.bad = entry + 1;
   }
@@ -163,6 +162,7 @@ COMMDSL_FN void count(const Call<Plan>& here, Keyed<Plan>& keyed) {
   }
   block_barrier();
   for (u32 at = thread(); at < static_cast<u32>(Plan::kKeys); at += num_threads()) {
+    keyed.own[at] += keyed.next[at];
     keyed.end[at] = keyed.own[at];
     keyed.count(here, here.args.rank, at, keyed.own[at]);
   }
@@ -220,21 +220,27 @@ COMMDSL_FN void place(const Call<Plan>& here, Keyed<Plan>& keyed) {
   block_barrier();
 }
 
-// The places of `count` entries from `first` on, found by one warp: entries with one key stand in their order.
+// The places of `count` entries from `first` on: entries with one key stand in their order, so warps take turns. What takes long, to look
+// for one's equals, they have all done by then.
 template <class Plan>
 COMMDSL_FN void find_places(const Call<Plan>& here, Keyed<Plan>& keyed, u64 first, u32 count) {
   Entries& entries = keyed.entries;
-  for (u32 at = thread(); at < count; at += num_threads()) entries.position[at] = position_of<Plan>(key_of(here, first + at));
-  block_barrier();
-  for (u32 from = 0; warp() == 0 && from < count; from += kWarp) {
-    const u32 at = from + thread_of_warp();
-    const u32 position = at < count ? entries.position[at] : kNowhere;
+  for (u32 from = 0; from < count; from += num_threads()) {
+    const u32 at = from + thread();
+    const u32 position = at < count ? position_of<Plan>(key_of(here, first + at)) : kNowhere;
     const Equals equals = among_equals(position);
-    const u32 place = position == kNowhere ? 0 : keyed.next[position] + equals.before;
-    warp_barrier();
-    if (position != kNowhere && equals.before + 1 == equals.count) keyed.next[position] = place + 1;
-    warp_barrier();
-    if (at < count) entries.place[at] = place;
+    u32 place = 0;
+    for (u32 turn = 0; turn < num_warps() && from + turn * kWarp < count; ++turn) {
+      if (warp() == turn) {
+        if (position != kNowhere) place = keyed.next[position] + equals.before;
+        warp_barrier();
+        if (position != kNowhere && equals.before + 1 == equals.count) keyed.next[position] = place + 1;
+      }
+      block_barrier();
+    }
+    if (at >= count) continue;
+    entries.position[at] = position;
+    entries.place[at] = place;
   }
   block_barrier();
   for (u32 at = thread(); at < count; at += num_threads()) {
