@@ -21,6 +21,8 @@ use "collectives/reducescatter_ring.comm"
 use "collectives/allreduce_twoshot.comm"
 use "collectives/allreduce_ring.comm"
 use "collectives/allgather_direct.comm"
+use "collectives/allreduce_two_level.comm"
+use "collectives/allreduce_hamilton.comm"
 use "collectives/alltoall_direct.comm"
 use "collectives/alltoall_rotated.comm"
 use "collectives/reduce_tree.comm"
@@ -126,11 +128,32 @@ ALLGATHER = """schedule allgather_levels(G = 2) for P ranks where P % G == 0 {
 """
 
 
+PODS = """schedule pods for P ranks where P % 8 == 0 {
+  inout x[2, 4]
+  ensure each r, i in 0 ..< 2, j in 0 ..< 4 { x[i, j] == sum(x[i, j] @ q for q in r / 8 * 8 ..< r / 8 * 8 + 8) }
+  group pod = ranks in runs of 8
+  do allreduce_two_level(x) over pod with G = 2
+}
+"""
+
+MESHES = """schedule meshes(S = 2) for P ranks where P % S == 0 {
+  inout x[P / S, P / S - 1]
+  ensure each r, i in 0 ..< P / S { x[i] == sum(x[i] @ q for q in 0 ..< P if q % S == r % S) }
+  group mesh = ranks by stride S
+  do allreduce_hamilton(x) over mesh
+}
+"""
+
+
 @pytest.mark.parametrize(
-    ("text", "ranks"), [(TORUS, 8), (TORUS, 12), (ALLTOALL, 6), (ALLTOALL, 8), (ALLGATHER, 8), (ALLGATHER, 6)]
+    ("text", "ranks"),
+    [
+        *((TORUS, 8), (TORUS, 12), (ALLTOALL, 6), (ALLTOALL, 8), (ALLGATHER, 8), (ALLGATHER, 6)),
+        *((PODS, 16), (MESHES, 10)),
+    ],
 )
 def test_composed(text: str, ranks: int) -> None:
-    """A torus, and collectives of two levels on listed chunks, are proved."""
+    """A torus, two levels on listed chunks, calls within calls, and cycles of the ranks of a group are proved."""
     assert check(USES + text, ranks).num_ranks == ranks
 
 
