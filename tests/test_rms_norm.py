@@ -73,16 +73,34 @@ def test_meaning() -> None:
 @pytest.mark.parametrize(("columns", "bytes_of"), [(8192, 2), (100, 2), (7, 4), (5120, 4)])
 @pytest.mark.parametrize("rows", [1, 3, 128, 1000])
 def test_no_row_is_cut(rows: int, columns: int, bytes_of: int) -> None:
-    """What a lane has of a block begins and ends between two rows, however many there are, and however long."""
+    """What a lane has of a block begins and ends between two rows, however many there are, and however long; or it is
+    one of 2, 4 or 8 equal parts of a row, which the blocks of a cluster have.
+    """
     moves, row = compiled(4).plan.moves, columns * bytes_of
     for launch in (device_launch, host_launch):
         made = launch(moves, rows * row, row)
-        assert made.share_bytes % row == 0
         assert made.active_lanes * made.share_bytes >= rows * row
         assert made.rounds * moves.tile_bytes >= made.share_bytes
-    assert device_launch(moves, 128 * 16384, 16384).active_lanes == 128  # a row is a block's of its own
+        if launch is host_launch or made.parts == 1:
+            assert made.share_bytes % row == 0
+        else:
+            assert (made.parts * made.share_bytes, made.active_lanes) == (row, rows * made.parts)
+            assert made.active_lanes % made.parts == 0
+            assert made.parts in (2, 4, 8)
     with pytest.raises(ValueError, match="whole rows"):
         device_launch(moves, rows * row + 1, row)
+
+
+def test_lanes_share_few_rows() -> None:
+    """Up to 8 lanes share a row while half of all lanes are enough, and a part is long enough, in whole vectors."""
+    moves = compiled(2).plan.moves
+    parts = {rows: device_launch(moves, rows * 16384, 16384).parts for rows in (1, 8, 9, 16, 32, 33, 128)}
+    assert parts == {1: 8, 8: 8, 9: 4, 16: 4, 32: 2, 33: 1, 128: 1}
+    assert device_launch(moves, 128 * 16384, 16384).active_lanes == 128  # a row is a block's of its own
+    assert [device_launch(moves, row, row).parts for row in (8192, 4000, 2 * 7001, 10240)] == [4, 1, 1, 4]
+    assert (
+        device_launch(replace(moves, protocol=Protocol.BULK), 16384, 16384).parts == 1
+    )  # other blocks beside the lanes
 
 
 def test_a_lane_makes_rows_of_what_it_moved() -> None:

@@ -12,7 +12,9 @@ from typing import assert_never
 
 import numpy as np
 
+from commdsl.ir.functions import ROWWISE, Extent
 from commdsl.language.diagnostics import InternalError
+from commdsl.program.by_row import ByRow
 from commdsl.program.halves import cut_of
 from commdsl.program.memory import Counters, Words
 from commdsl.program.phases import (
@@ -55,14 +57,8 @@ class Line:
 def calls(plan: Plan) -> Iterator[Line]:
     """What every lane of the Plan's role runs, in one launch or as one of two."""
     if plan.is_static:
-        run, by_row = "commdsl::run_lane<Plan>(args, lane)", plan.by_row
-        yield Line(
-            "moves: the operations of the rank, round after round", f"if (!{run}) return;" if by_row else f"{run};"
-        )
-        if by_row is not None:
-            tensors = ", ".join(map(str, (by_row.rows, *by_row.given, *by_row.results)))
-            call = f"commdsl::{by_row.function}<Plan, {tensors}>(args, lane);"
-            yield Line(f"{by_row.function}, of the rows that the lane has moved", call)
+        moves = Line("moves: the operations of the rank, round after round", "commdsl::run_lane<Plan>(args, lane);")
+        yield from (moves,) if plan.by_row is None else _by_row(plan.by_row, moves)
         return
     yield Line("what threads of a lane share", f"COMMDSL_SHARED commdsl::{known(plan)}<Plan> peers;")
     routed = tuple(phase for phase in plan.comm.phases if isinstance(phase, Routed))
@@ -74,6 +70,20 @@ SENDS = "if (args.half != commdsl::kReceives"
 FINISHES = "if (args.half != commdsl::kSends && wave > 0"
 KEEPS = "if (args.half == commdsl::kSends) return commdsl::tell_kept(here, peers);"
 RECALLS = Line("the second goes on with what the first knew", "} else {\n    commdsl::read_kept(here, peers);\n  }")
+
+
+def _by_row(phase: ByRow, moves: Line) -> Iterator[Line]:
+    """A lane that gave up goes on with what it has: the call has failed, and those that share its rows wait for it."""
+    given, function = phase.given, ROWWISE[phase.function]
+    beside = given[function.given.index(Extent.ROWS)], given[function.row]
+    tensors = ", ".join(map(str, (phase.rows, *given, *phase.results)))
+    begin = f"commdsl::begin_rows<Plan, {', '.join(map(str, beside))}>(args, lane);"
+    yield Line("what the rows need beside what moves comes meanwhile", begin)
+    yield moves
+    yield Line(
+        f"{phase.function}, of the rows that the lane has moved",
+        f"commdsl::{phase.function}<Plan, {tensors}>(args, lane);",
+    )
 
 
 def _in_turn(routed: tuple[Routed, ...]) -> Iterator[Line]:

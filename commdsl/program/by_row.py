@@ -3,7 +3,8 @@
 Assumes nothing of the schedule. Does not wait for anybody: what a lane reads it has made itself, or the caller gave it.
 
 A lane owns the same slice of every whole block, and all of its rounds are over when it comes here. In a launch of such
-a Plan slices begin and end between rows (`program.sizes`), so a lane has all of a row that it has a part of.
+a Plan slices begin and end between rows (`program.sizes`), so a lane has all of a row that it has a part of. Or rows
+are so few that each is cut into equal parts for lanes of one cluster of blocks, which tell each other what a row takes.
 """
 
 from __future__ import annotations

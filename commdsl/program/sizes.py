@@ -22,6 +22,12 @@ HOST_MIN_SLICE_BYTES = 1024
 HOST_MAX_LANES = 2
 """A host lane is a thread: more of them than cores only switch, but two let lanes race each other under test."""
 
+DEVICE_MIN_PART_BYTES = 2048
+"""Of a row that lanes share: with less, what they tell each other takes longer than what they save."""
+
+MOST_PARTS = 8
+"""Lanes that share a row, as kMostParts in by_row.cuh: blocks of a cluster, which may always have so many."""
+
 STAGGERED = 4
 """Lanes start out of step, so that some use the links while others use their own memory."""
 
@@ -35,7 +41,7 @@ class Launch:
     rounds: int
     share_bytes: int  # the most a lane owns of a chunk
     stagger_bytes: int = 0  # by how much less each of STAGGERED neighbours moves in its first round than the one before
-    row_bytes: int = 0  # where lanes have whole rows of a block
+    row_bytes: int = 0  # where lanes have whole rows of a block, or equal parts of one
 
     def arguments(self) -> dict[str, int]:
         """What a kernel is told of it."""
@@ -47,6 +53,11 @@ class Launch:
             "rounds": self.rounds,
             "row_bytes": self.row_bytes,
         }
+
+    @property
+    def parts(self) -> int:
+        """Lanes that share a row, neighbours: blocks of one cluster."""
+        return self.row_bytes // self.share_bytes if 0 < self.share_bytes < self.row_bytes else 1
 
     def blocks(self, moves: Moves) -> int:
         """Thread blocks to start: never more than the SMs the Plan may use."""
@@ -132,10 +143,26 @@ def device_launch(moves: Moves, block_bytes: int, row_bytes: int = 0) -> Launch:
     per_thread = {Protocol.PACKET: data, Protocol.LINE: data // 8}.get(moves.protocol, 0)
     least = per_thread * moves.threads or DEVICE_MIN_SLICE_BYTES
     made = launch(moves, block_bytes, row_bytes, min_slice_bytes=least)
+    if row_bytes and block_bytes and (parts := _parts(moves, block_bytes // row_bytes, row_bytes)) > 1:
+        share = row_bytes // parts
+        return replace(made, active_lanes=block_bytes // share, rounds=-(-share // moves.tile_bytes), share_bytes=share)
     if moves.protocol is not Protocol.ENGINE:
         return made
     # The host says where a copy goes, once and for all replays of a graph: so every call starts with the same cells.
     return replace(made, rounds=-(-made.rounds // moves.rotation) * moves.rotation)
+
+
+def _parts(moves: Moves, rows: int, row_bytes: int) -> int:
+    """Lanes for each row, where the kernel's blocks are lanes and nothing else. At most half of the lanes are at work
+    then: all clusters find SMs of one group at once.
+    """
+
+    def fits(parts: int) -> bool:
+        part, left = divmod(row_bytes, parts)
+        return left == part % moves.unit == 0 and part >= DEVICE_MIN_PART_BYTES and rows * parts <= moves.lanes // 2
+
+    alone = not moves.protocol.carries_flags or moves.lanes_per_block > 1
+    return 1 if alone else next(filter(fits, (MOST_PARTS, 4, 2)), 1)
 
 
 def host_launch(moves: Moves, block_bytes: int, row_bytes: int = 0) -> Launch:

@@ -55,7 +55,7 @@ class Prepared:
     Whoever points it at a call holds the workspace's lock until the launch has copied the arguments.
     """
 
-    __slots__ = ("arguments", "blocks", "launch", "parameters", "point", "pointers", "threads")
+    __slots__ = ("arguments", "blocks", "cluster", "launch", "parameters", "point", "pointers", "threads")
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class Prepared:
         layout = arguments(plan)
         packed = layout.pack(values)
         self.launch = launch
+        self.cluster = 1 if launch is None else launch.parts
         if launch is None:
             self.blocks, self.threads = plan.comm.sms + plan.agreeing_blocks, plan.comm.threads
         else:
@@ -96,6 +97,11 @@ class Launchable(Protocol):
 
     @property
     def threads(self) -> int: ...
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that are started together, where the launch says it, not the kernel."""
+        ...
 
     @property
     def pointers(self) -> int: ...
@@ -141,9 +147,28 @@ class DeviceKernel:
         _refuse_unless_resident(cupy, self._function, residence, device)
 
     def launch(self, prepared: Launchable, stream: int) -> None:
+        if prepared.cluster > 1:
+            self._launch_clusters(prepared, stream)
+            return
         self._launch(
             self._function, prepared.blocks, 1, 1, prepared.threads, 1, 1, self._shared, stream, prepared.pointers, 0
         )
+
+    def _launch_clusters(self, prepared: Launchable, stream: int) -> None:
+        from cuda.bindings import driver  # where there is a GPU
+
+        together = driver.CUlaunchAttribute()
+        together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = together.value.clusterDim
+        size.x, size.y, size.z = prepared.cluster, 1, 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = prepared.blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = prepared.threads, 1, 1
+        config.sharedMemBytes, config.hStream = self._shared, stream
+        config.attrs, config.numAttrs = [together], 1
+        (status,) = driver.cuLaunchKernelEx(config, driver.CUfunction(self._function), prepared.pointers, 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise DeviceError(f"cuLaunchKernelEx failed: {status!r}")
 
 
 def _refuse_unless_shared(cupy: Any, residence: Residence, device: int) -> None:

@@ -66,6 +66,7 @@ class Launch:
     threads: int
     pointers: int
     kept: tuple[object, ...]
+    cluster: int = 1  # the kernels say it themselves
 
 
 def launch_of(argument: bytes, sizes: Sequence[int], blocks: int, threads: int) -> Launch:

@@ -1,37 +1,72 @@
-// Row-wise functions of what a lane has moved: it has its rows whole, and all its rounds are over.
-// Assumes kernel.cuh, and a launch whose shares are whole rows. Waits for nobody, and decides nothing: which tensor is which stands in the
-// call.
+// Row-wise functions of what a lane has moved: all its rounds are over, and its rows are whole; or, on a GPU, it has one part of one row,
+// and the lanes that have the others are the blocks of its cluster.
+// Assumes kernel.cuh, and a launch whose shares are whole rows or such parts. Waits for no other rank, and decides nothing: which tensor
+// is which stands in the call.
 #pragma once
 
 #include "commdsl/kernel.cuh"
+#ifdef __CUDACC__
+#include "commdsl/tensor.cuh"
+#endif
 
 namespace commdsl {
 
-// Where one row lies, and what is made of it.
+// What a lane has of one row, where it lies, and what is made of it.
 struct Row {
   const char *rows, *residual, *weight;
   char *added, *normed;
+  u64 bytes, columns;  // of the lane; of the whole row
   float eps;
 };
 
+// Lanes that share a row.
+template <class Plan>
+COMMDSL_FN u32 parts_of_row(const ArgsOf<Plan>& args) {
+  return args.share_bytes < args.row_bytes && args.share_bytes > 0 ? static_cast<u32>(args.row_bytes / args.share_bytes) : 1;
+}
+
 #ifdef __CUDACC__
+
+constexpr u32 kMostParts = 8;  // blocks of a cluster, which every GPU that has clusters holds
+
+// What the lane's first row needs beside its sums is on its way while the lane waits for those; who shares the row is told that this
+// block has begun, so that its shared memory may be stored to.
+template <class Plan, i32 residual, i32 weight>
+COMMDSL_FN void begin_rows(const ArgsOf<Plan>& args, i32 lane) {
+  constexpr u64 sector = 32;
+  const u64 first = static_cast<u64>(lane) * args.share_bytes, part = smaller(args.share_bytes, args.row_bytes);
+  if (parts_of_row<Plan>(args) > 1) arrive_at_cluster_barrier();
+  if (first >= args.block_bytes) return;
+  const char* residuals = reinterpret_cast<const char*>(args.tensors[residual] + first);
+  const char* weights = reinterpret_cast<const char*>(args.tensors[weight] + first % args.row_bytes);
+  for (u64 at = thread() * sector; at < part; at += num_threads() * sector) {
+    prefetch(residuals + at);
+    prefetch(weights + at);
+  }
+}
 
 COMMDSL_FN float inverse_root(float value) { return rsqrtf(value); }
 COMMDSL_FN double inverse_root(double value) { return rsqrt(value); }
 
-// The sum over a lane's threads, the same bits for each of them.
+// The sum over all threads that have a part of one row, the same bits for each of them. `number`: of the row, among the lane's.
 template <class Real>
-COMMDSL_FN Real sum_of_lane(Real value) {
-  COMMDSL_SHARED Real of_warps[COMMDSL_LANES_PER_BLOCK][num_warps()];
-  Real* parts = of_warps[lane_of_block()];
+COMMDSL_FN Real sum_of_row(Real value, u32 parts, u64 number) {
+  COMMDSL_SHARED Real of_warps[COMMDSL_LANES_PER_BLOCK][2][num_warps()];  // two: a thread may still read those of the row before
+  COMMDSL_SHARED Real of_parts[kMostParts];
+  Real* warps = of_warps[lane_of_block()][number % 2];
 #pragma unroll
   for (u32 apart = kWarp / 2; apart > 0; apart /= 2) value += __shfl_xor_sync(0xffffffffu, value, apart);
-  block_barrier();  // every thread has read the sum before
-  if (thread_of_warp() == 0) parts[warp()] = value;
+  if (thread_of_warp() == 0) warps[thread() / kWarp] = value;
   block_barrier();
   Real total = 0;
 #pragma unroll
-  for (u32 at = 0; at < num_warps(); ++at) total += parts[at];
+  for (u32 at = 0; at < num_warps(); ++at) total += warps[at];
+  if (parts == 1) return total;
+  await_cluster_barrier();  // all its blocks have begun
+  if (thread() < parts) *of_block(of_parts + block_of_cluster(), thread()) = total;
+  cluster_barrier<kMostParts>();
+  total = 0;
+  for (u32 at = 0; at < parts; ++at) total += of_parts[at];
   return total;
 }
 
@@ -68,22 +103,22 @@ COMMDSL_FN void norm_word(const Row& row, u64 at, const Word& added, typename El
 constexpr u32 kKept = 4;
 
 template <class Element, class Word>
-COMMDSL_FN void norm_words(const Row& row, u64 row_bytes, u64 columns) {
+COMMDSL_FN void norm_words(const Row& row, u32 parts, u64 number) {
   const u64 first = thread() * sizeof(Word), step = num_threads() * sizeof(Word), behind = first + kKept * step;
   Word kept[kKept];
   using Real = typename Element::Accumulator;
   Real squares = 0;
 #pragma unroll
   for (u32 u = 0; u < kKept; ++u) {
-    if (first + u * step < row_bytes) kept[u] = add_word<Element, Word>(row, first + u * step, squares);
+    if (first + u * step < row.bytes) kept[u] = add_word<Element, Word>(row, first + u * step, squares);
   }
-  for (u64 at = behind; at < row_bytes; at += step) add_word<Element, Word>(row, at, squares);
-  const Real scale = inverse_root(sum_of_lane(squares) / static_cast<Real>(columns) + row.eps);
+  for (u64 at = behind; at < row.bytes; at += step) add_word<Element, Word>(row, at, squares);
+  const Real scale = inverse_root(sum_of_row(squares, parts, number) / static_cast<Real>(row.columns) + row.eps);
 #pragma unroll
   for (u32 u = 0; u < kKept; ++u) {
-    if (first + u * step < row_bytes) norm_word<Element, Word>(row, first + u * step, kept[u], scale);
+    if (first + u * step < row.bytes) norm_word<Element, Word>(row, first + u * step, kept[u], scale);
   }
-  for (u64 at = behind; at < row_bytes; at += step) {
+  for (u64 at = behind; at < row.bytes; at += step) {
     Word added;
     load(added, row.added + at);
     norm_word<Element, Word>(row, at, added, scale);
@@ -91,26 +126,26 @@ COMMDSL_FN void norm_words(const Row& row, u64 row_bytes, u64 columns) {
 }
 
 template <class Element>
-COMMDSL_FN void norm_row(const Row& row, u64 row_bytes) {
-  using Storage = typename Element::Storage;
-  const u64 columns = row_bytes / sizeof(Storage);
+COMMDSL_FN void norm_row(const Row& row, u32 parts, u64 number) {
   const u64 bits = reinterpret_cast<u64>(row.rows) | reinterpret_cast<u64>(row.residual) | reinterpret_cast<u64>(row.weight) |
-                   reinterpret_cast<u64>(row.added) | reinterpret_cast<u64>(row.normed) | row_bytes;
+                   reinterpret_cast<u64>(row.added) | reinterpret_cast<u64>(row.normed) | row.bytes;
   if (common_alignment(bits) == 16) {
-    norm_words<Element, Vector16>(row, row_bytes, columns);
+    norm_words<Element, Vector16>(row, parts, number);
   } else {
-    norm_words<Element, typename WordOf<sizeof(Storage)>::Type>(row, row_bytes, columns);
+    norm_words<Element, typename WordOf<sizeof(typename Element::Storage)>::Type>(row, parts, number);
   }
 }
 
 #else
 
+template <class Plan, i32 residual, i32 weight>
+COMMDSL_FN void begin_rows(const ArgsOf<Plan>&, i32) {}
+
 template <class Element>
-COMMDSL_FN void norm_row(const Row& row, u64 row_bytes) {
+COMMDSL_FN void norm_row(const Row& row, u32, u64) {
   using Storage = typename Element::Storage;
-  const u64 columns = row_bytes / sizeof(Storage);
   double squares = 0;
-  for (u64 at = 0; at < row_bytes; at += sizeof(Storage)) {
+  for (u64 at = 0; at < row.bytes; at += sizeof(Storage)) {
     Storage x, residual;
     load(x, row.rows + at);
     load(residual, row.residual + at);
@@ -118,8 +153,8 @@ COMMDSL_FN void norm_row(const Row& row, u64 row_bytes) {
     store(row.added + at, added);
     squares += static_cast<double>(Element::widen(added)) * static_cast<double>(Element::widen(added));
   }
-  const double scale = 1 / __builtin_sqrt(squares / static_cast<double>(columns) + static_cast<double>(row.eps));
-  for (u64 at = 0; at < row_bytes; at += sizeof(Storage)) {
+  const double scale = 1 / __builtin_sqrt(squares / static_cast<double>(row.columns) + static_cast<double>(row.eps));
+  for (u64 at = 0; at < row.bytes; at += sizeof(Storage)) {
     Storage added, weight;
     load(added, row.added + at);
     load(weight, row.weight + at);
@@ -133,17 +168,24 @@ COMMDSL_FN void norm_row(const Row& row, u64 row_bytes) {
 // y = x + residual, rounded; z = y / sqrt(mean(y * y) + eps) * weight, of every row by itself.
 template <class Plan, i32 rows, i32 residual, i32 weight, i32 eps, i32 added, i32 normed>
 COMMDSL_FN void add_rms_norm(const ArgsOf<Plan>& args, i32 lane) {
-  static_assert(static_cast<typename Plan::Element::Accumulator>(0.5f) != 0, "rows of floating numbers");
+  using Element = typename Plan::Element;
+  static_assert(static_cast<typename Element::Accumulator>(0.5f) != 0, "rows of floating numbers");
   const u64* tensors = args.tensors;
+  const u64 part = smaller(args.share_bytes, args.row_bytes), columns = args.row_bytes / sizeof(typename Element::Storage);
   const u64 first = smaller(static_cast<u64>(lane) * args.share_bytes, args.block_bytes);
   const u64 last = smaller(first + args.share_bytes, args.block_bytes);
   u32 bits;
   load(bits, reinterpret_cast<const char*>(tensors[eps]));
-  for (u64 at = first; at < last; at += args.row_bytes) {
-    const Row row = {reinterpret_cast<const char*>(tensors[rows] + at), reinterpret_cast<const char*>(tensors[residual] + at),
-                     reinterpret_cast<const char*>(tensors[weight]),    reinterpret_cast<char*>(tensors[added] + at),
-                     reinterpret_cast<char*>(tensors[normed] + at),     float_of_bits(bits)};
-    norm_row<typename Plan::Element>(row, args.row_bytes);
+  for (u64 at = first, number = 0; at < last; at += part, ++number) {
+    const Row row = {reinterpret_cast<const char*>(tensors[rows] + at),
+                     reinterpret_cast<const char*>(tensors[residual] + at),
+                     reinterpret_cast<const char*>(tensors[weight] + at % args.row_bytes),
+                     reinterpret_cast<char*>(tensors[added] + at),
+                     reinterpret_cast<char*>(tensors[normed] + at),
+                     part,
+                     columns,
+                     float_of_bits(bits)};
+    norm_row<Element>(row, parts_of_row<Plan>(args), number);
   }
 }
 

@@ -170,6 +170,9 @@ COMMDSL_FN void fetch(u64* to, const u64* word) {
 }
 COMMDSL_FN void fetched() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// What lies there is wanted soon.
+COMMDSL_FN void prefetch(const char* at) { asm volatile("prefetch.global.L1 [%0];" ::"l"(at)); }
+
 // True for the one caller that finds the word zero; all callers are lanes of one GPU.
 COMMDSL_FN bool claim(u64* word) { return atomicCAS(word, 0ull, 1ull) == 0; }
 

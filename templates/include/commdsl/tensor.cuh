@@ -24,6 +24,10 @@ COMMDSL_FN void cluster_barrier() {
   }
 }
 
+// The same in two parts, between which a thread does other things: nothing that it stores before is promised to the others.
+COMMDSL_FN void arrive_at_cluster_barrier() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+COMMDSL_FN void await_cluster_barrier() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+
 COMMDSL_FN void start_mark(u32 mark, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mark), "r"(arrivals) : "memory");
 }
@@ -50,6 +54,14 @@ COMMDSL_FN void arrive(u32 mark, u32 block) {
 COMMDSL_FN u32 of_block(u32 at, u32 block) {
   u32 there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
+  return there;
+}
+
+// The same place of the shared memory of another block.
+template <class Value>
+COMMDSL_FN Value* of_block(Value* at, u32 block) {
+  Value* there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(at), "r"(block));
   return there;
 }
 
