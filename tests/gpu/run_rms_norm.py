@@ -66,7 +66,7 @@ class Shape:
 
 
 SHAPES = (
-    Shape(1, 8192), Shape(128, 8192), Shape(7, 5120), Shape(130, 1024), Shape(3, 33), Shape(2, 40_000),
+    Shape(1, 8192), Shape(16, 8192), Shape(128, 8192), Shape(7, 5120), Shape(130, 1024), Shape(3, 33), Shape(2, 40_000),
     Shape(5, 7168, torch.float16), Shape(9, 100, torch.float32), Shape(2, 16_384, torch.float32),
 )  # fmt: skip
 
