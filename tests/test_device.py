@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -165,9 +166,14 @@ def test_what_is_kept_of_a_call(gpu: FakeGpu) -> None:
 
     def body(rank: Rank) -> None:
         rank.call()
-        made = []
+        made: list[tuple[Any, ...]] = []
         original = rank.comm.prepare
-        rank.comm.prepare = lambda *given: made.append(given) or original(*given)  # type: ignore[func-returns-value] # a list's append
+
+        def prepare(*given: Any, row_bytes: int) -> Any:
+            made.append(given)
+            return original(*given, row_bytes=row_bytes)
+
+        rank.comm.prepare = prepare
         for _ in range(3):
             rank.call()
             rank.op.in_place(rank.x.clone(), group=rank.name)
