@@ -73,6 +73,7 @@ RUNS = (
     Run("products", 2, ("products.py",), 75),
     Run("transformer", 2, ("transformer.py", "--tokens", "8192", "2048"), 70),
     Run("rms_norm", 2, ("rms_norm.py",), 25),
+    Run("compressed", 2, ("compressed.py", "--batches", "8"), 25),
     Run("visits", 2, ("visits.py",), 60),
     Run("dispatch", 2, ("dispatch.py",), 50),
     Run("documents", 2, ("documents.py",), 60),

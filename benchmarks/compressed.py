@@ -1,6 +1,6 @@
 """Collectives whose values travel as float8, beside ours and NCCL's in bfloat16. One process per GPU:
 
-    torchrun --nproc-per-node 2 benchmarks/compressed.py [--sizes 64M,256M --tunes 128:512:131072 --time-budget 40]
+    torchrun --nproc-per-node 2 benchmarks/compressed.py [--sizes 64M,256M --tunes 128:512:131072 --save NAME]
 
 bfloat16 is given and returned; sizes are bytes of the larger side on one rank. Medians in microseconds of the slowest
 rank, all contenders taking turns in CUDA graphs of as many calls. `of ours` is what float8 takes of our choice in
@@ -17,22 +17,22 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.cases import parse_sizes, size_name
+from benchmarks import record
+from benchmarks.cases import parse_sizes
+from benchmarks.compressed_report import COLUMNS, FLOAT8, NCCL, OURS, Case, Row, lines_of, overview
 from benchmarks.ending import Ending
-from benchmarks.report import NO_TIME, Contest, Kind, Result, grid, number
+from benchmarks.report import NO_TIME, Kind, Result, grid
 
-NCCL, OURS, FLOAT8 = "NCCL", "commdsl", "commdsl float8"
 SCHEDULES = {"all_reduce": "allreduce_float8", "all_gather": "allgather_float8"}
 TUNE_KEYS = ("lanes", "threads", "tile", "sms")
 MOST_ERROR = 0.045
-MOST_OF_OURS = 0.65
 GRACE = 20.0
 
 
@@ -40,57 +40,15 @@ def kind_of(name: str) -> Kind:
     return Kind.PEER if name == NCCL else Kind.OURS
 
 
-@dataclass(frozen=True)
-class Case:
-    collective: str
-    nbytes: int
-    ranks: int
-
-    @property
-    def calls(self) -> int:
-        return 24 if self.nbytes < 1 << 24 else 8
-
-    @property
-    def name(self) -> str:
-        return f"{self.collective} {size_name(self.nbytes)}"
-
-    @property
-    def numel(self) -> int:
-        """Of what a rank gives."""
-        return self.nbytes // 2 // (1 if self.collective == "all_reduce" else self.ranks)
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.nbytes
-
-
-@dataclass
-class Row(Contest):
-    case: Case
-    results: list[Result] = field(default_factory=list)
-    error: float = 0.0
-
-    def over(self, name: str) -> float | None:
-        ours, peer = self.time_of(FLOAT8), self.time_of(name)
-        return ours / peer if ours and peer else None
-
-    def cells(self, names: Sequence[str]) -> list[str]:
-        over = self.over(OURS)
-        mark = "*" if over is not None and over > MOST_OF_OURS else ""
-        times = [number(self.time_of(name), 1) for name in names]
-        return [self.case.name, *times, mark + number(over, 2), number(self.over(NCCL), 2), f"{100 * self.error:.2f} %"]
-
-
 class Output(Ending):
-    names: Sequence[str] = (NCCL, OURS, FLOAT8)
-
     def say(self) -> None:
-        heads = ["", *self.names, "of ours", "of NCCL", "error"]
-        print(f"\n{self.title}\n{grid(heads, [row.cells(self.names) for row in self.rows])}")
+        print(f"\n{self.title}\n{grid(*overview(self.rows))}")
         faults = [(row, one) for row in self.rows for one in row.results if one.status != "ok"]
         print("\n".join(f"{row.case.name}: {one.name}: {one.status}" for row, one in faults))
         right = sum(one.status == "ok" for row in self.rows for one in row.results)
         print("\n".join([*self.notes, f"{right} contenders right"]), flush=True)
+        if self.options.save and self.is_whole and not self.options.dry_run:
+            record.save_lines(self.options, COLUMNS, lines_of(self.rows))
 
     @property
     def failed(self) -> bool:
@@ -183,19 +141,19 @@ def run(options: argparse.Namespace, output: Output) -> int:
     bench = started(options.time_budget, options.batches, on_gpus=not options.dry_run)
     what = "processors" if options.dry_run else torch.cuda.get_device_name()
     output.title = f"bfloat16, {bench.ranks} x {what}, torch {torch.__version__}; microseconds"
-    output.names = [*([] if options.dry_run else [NCCL]), OURS, FLOAT8, *options.tunes]
+    names = [*([] if options.dry_run else [NCCL]), OURS, FLOAT8, *options.tunes]
     for collective in options.collectives:
         for nbytes in options.sizes:
             case = Case(collective, nbytes, bench.ranks)
             row, stage = Row(case), Stage(bench, case)
             output.rows.append(row)
             if bench.time_is_up():
-                row.results = [Result(name, kind_of(name), None, NO_TIME) for name in output.names]
+                row.results = [Result(name, kind_of(name), None, NO_TIME) for name in names]
                 continue
-            row.results += timed(bench, case, [(one, kind_of(one), partial(stage.made, one)) for one in output.names])
+            row.results += timed(bench, case, [(one, kind_of(one), partial(stage.made, one)) for one in names])
             row.error = stage.error
             if bench.rank == 0:
-                print("  ".join(row.cells(output.names)), flush=True)
+                print("  ".join(overview([row])[1][0]), flush=True)
     output.is_whole = True
     return int(any(bench.everyone(output.failed)))
 
@@ -204,12 +162,15 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--collectives", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    add("--sizes", type=parse_sizes, default=parse_sizes("64K,1M,16M,64M,256M"))
+    add("--sizes", type=parse_sizes, default=parse_sizes("64K,1M,4M,16M,64M,256M"))
     add("--tunes", nargs="+", default=[], metavar="LANES:THREADS:TILE:SMS")
     add("--batches", type=int, default=15, help="timed batches a contender")
     add("--time-budget", type=float, default=40.0, help="seconds after which no row is begun")
     add("--dry-run", action="store_true", help="on processors: checks, and times nothing")
-    return parser.parse_args(arguments)
+    record.add_options(parser)
+    found = parser.parse_args(arguments)
+    record.check_options(parser, found)
+    return found
 
 
 def main() -> None:

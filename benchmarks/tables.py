@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import (
     attention_report,
+    compressed_report,
     experts_report,
     products_report,
     record,
@@ -192,6 +193,11 @@ def rms_norm(found: Record) -> str:
     return markdown(*rms_norm_report.overview(rms_norm_report.rows_of(found.lines)))
 
 
+def compressed(found: Record) -> str:
+    """float8 on the wire beside bfloat16."""
+    return markdown(*compressed_report.overview(compressed_report.rows_of(found.lines)))
+
+
 def planner(found: Record) -> str:
     lines = []
     for line in found.lines:
@@ -219,6 +225,7 @@ KINDS: dict[str, Callable[[Record], str]] = {
     "products": products,
     "transformer": transformer,
     "rms_norm": rms_norm,
+    "compressed": compressed,
     "planner": planner,
 }
 

@@ -28,7 +28,7 @@ FIGURE = re.compile(r"\d[\d.,]*\s?(?:us|µs|ms|[KMGT]B/s|TFLOP/s|%)(?!\w)|\b\d+\
 BY_OTHERS = {
     "schedules/README.md": {
         "1.75": "bytes over the bound, by the cost report: test_gallery.py",
-        **dict.fromkeys(("3.5 %", "2.6 %"), "errors beside float64: test_casts.py"),
+        **dict.fromkeys(("3.9 %", "2.6 %"), "errors beside float64: test_casts.py"),
     },
 }
 """Figures that nobody measures: what says them."""
