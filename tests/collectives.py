@@ -90,6 +90,9 @@ def cases(path: Path, ranks: int) -> Iterator[Case]:
     elif path.stem == "broadcast_chain":
         yield from (Case(path, ranks, (("root", ranks - 1), ("K", pieces))) for pieces in (3, 1))
         yield Case(path, ranks)
+    elif path.stem in ("broadcast_tree", "reduce_tree"):
+        yield from (Case(path, ranks, (("root", root), ("K", 1))) for root in sorted({0, ranks - 1}))
+        yield Case(path, ranks, (("root", ranks // 2), ("K", 3)))
     elif path.stem in ROOTED:
         yield from (Case(path, ranks, (("root", root),)) for root in sorted({0, ranks // 2, ranks - 1}))
     elif path.stem == "permutation_shift":
