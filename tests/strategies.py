@@ -8,7 +8,7 @@ commdsl.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from hypothesis import strategies as st
@@ -51,6 +51,16 @@ class Drawn:
     reads: frozenset[Place]
     dest: Place
     value: Value
+    rounds: bool = False
+
+    @property
+    def is_sum(self) -> bool:
+        return self.statement.startswith("reduce")
+
+    @property
+    def adds(self) -> bool:
+        """Whether what is there already stays in the sum; lists have it among their sources."""
+        return self.is_sum and " for " not in self.statement and "@ all" not in self.statement
 
 
 @dataclass
@@ -195,9 +205,29 @@ def one_step(draw: st.DrawFn, draft: Draft) -> None:
     draft.held |= {move.dest: move.value for move in drawn}
 
 
+def roundings(steps: list[list[Drawn]]) -> dict[Place, int]:
+    """How often the most rounded contribution to every place is so; what was rounded is not again until it is added."""
+    times, narrow = dict[Place, int](), set[Place]()
+    for step in steps:
+        made, copied = dict[Place, int](), set[Place]()
+        for move in step:
+            sources = move.reads - {move.dest} if move.adds else move.reads
+            made[move.dest] = max(times.get(one, 0) + (move.rounds and one not in narrow) for one in sources)
+            if move.adds:
+                made[move.dest] = max(made[move.dest], times.get(move.dest, 0))
+            if not move.is_sum and (move.rounds or sources <= narrow):
+                copied.add(move.dest)
+        times |= made
+        narrow = (narrow - set(made)) | copied
+    return times
+
+
+CASTS = {"float8": "as float8 by 16", "float16": "as float16", "bfloat16": "as bfloat16"}
+
+
 @st.composite
-def random_moves(draw: st.DrawFn) -> Program:
-    """Any moves between any ranks, with the contract in its general form."""
+def random_moves(draw: st.DrawFn, element: str = "") -> Program:
+    """Any moves between any ranks, with the contract in its general form; some round to this element type."""
     ranks = draw(st.integers(2, 6))
     cut = draw(st.integers(1, 3))
     blocks = {
@@ -216,6 +246,9 @@ def random_moves(draw: st.DrawFn) -> Program:
         draft.held[there] = draft.held[here]
     values = tuple((place, value) for place, value in sorted(draft.held.items()) if place.buffer in "yz")
     steps = pruned(draft)
+    if element:
+        steps = [[replace(move, rounds=draw(st.booleans())) for move in step] for step in steps]
+    times = roundings(steps)
     scratch = any(move.dest.buffer == "t" for step in steps for move in step)
     lines = [f"schedule drawn for P ranks where P == {ranks} {{"]
     for name, kind in (("x", "input"), ("y", "output"), ("z", "inout")):
@@ -223,9 +256,11 @@ def random_moves(draw: st.DrawFn) -> Program:
     lines += [f"  scratch t[{blocks['t']}]"] if scratch else []
     for place, value in values:
         clause = f"{draft.index(place)} == {term(draft, value)}"
-        lines.append(f"  ensure each r where r == {place.rank} {{ {clause} }}")
+        rounded = f" rounded({element}, {times[place]})" if times.get(place) else ""
+        lines.append(f"  ensure each r where r == {place.rank}{rounded} {{ {clause} }}")
     for step in steps:
-        lines += ["  each r {", *(f"    if r == {move.actor} {{ {move.statement} }}" for move in step), "  }"]
+        moves = [(move.actor, move.statement + (f" {CASTS[element]}" if move.rounds else "")) for move in step]
+        lines += ["  each r {", *(f"    if r == {actor} {{ {statement} }}" for actor, statement in moves), "  }"]
     return Program("\n".join([*lines, "}", ""]), ranks, cut, values)
 
 
@@ -324,6 +359,11 @@ def along_axes(draw: st.DrawFn) -> Program:
 def programs() -> st.SearchStrategy[Program]:
     """The one strategy for valid schedules."""
     return st.one_of(random_moves(), along_a_cycle(), along_a_tree(), along_axes())
+
+
+def rounding_programs() -> st.SearchStrategy[Program]:
+    """Valid schedules, some of whose moves round what travels."""
+    return st.sampled_from(sorted(CASTS)).flatmap(random_moves)
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

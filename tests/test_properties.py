@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from plans import changed
 from proved import HOST_PROTOCOLS
-from strategies import Place, Program, Value, programs, untidy
+from strategies import Place, Program, Value, programs, rounding_programs, untidy
 
 from commdsl import compiler
 from commdsl.build import host_run
@@ -96,6 +96,40 @@ def test_kernel_equals_oracle(program: Program, protocol: Protocol) -> None:
             assert_same(program, want.outputs, got.outputs)
         for rank in range(program.ranks if want.yields else 0):
             assert np.array_equal(np.concatenate([step[rank] for step in want.yields]), got.yields[rank])
+
+
+@settings(relaxed, max_examples=30)
+@given(rounding_programs())
+def test_counts_of_roundings(program: Program) -> None:
+    """A contract that says how often its most rounded contribution is so is accepted, and what every element type has
+    digits enough for comes out as it is.
+    """
+    checked = proved(program)
+    inputs = {
+        name: [(one % 3 - 1).astype(np.float32) for one in arrays] for name, arrays in inputs_of(checked, 0).items()
+    }
+    outputs = interpret.run(checked.schedule, inputs, dtypes.FLOAT32, "sum").outputs
+    for place, value in program.values:
+        want = sum(chunk(inputs, value, rank, program.cut) for rank in value.ranks)
+        assert np.array_equal(chunk(outputs, place, place.rank, program.cut), want), place
+
+
+@settings(relaxed, max_examples=4)
+@given(rounding_programs())
+def test_rounding_kernel_equals_oracle(program: Program) -> None:
+    """The same bits where values do not have digits enough, call after call."""
+    checked = proved(program)
+    dice = np.random.default_rng(0)
+    calls = [
+        {name: [dice.standard_normal(len(one), np.float32) for one in arrays] for name, arrays in given.items()}
+        for given in [inputs_of(checked, 0)] * 2
+    ]
+    made = host_run.run_calls(checked.plan, emit(checked.plan), calls, dtypes.FLOAT32)
+    for inputs, got in zip(calls, made, strict=True):
+        want = interpret.run(checked.schedule, inputs, dtypes.FLOAT32, "sum").outputs
+        for place, _ in program.values:
+            left, right = (chunk(arrays, place, place.rank, program.cut) for arrays in (want, got.outputs))
+            assert np.array_equal(left, right), place
 
 
 @settings(relaxed, max_examples=15)
