@@ -8,9 +8,7 @@ product ends before the next one begins. The kernel leaves SMs to what moves: a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -25,9 +23,8 @@ from commdsl.program.plan import Plan
 from commdsl.program.visited import launches, meets, visits
 from commdsl.runtime import matmul
 from commdsl.runtime.matmul import Matmul, Matrices
-from commdsl.runtime.streams import Streams
+from commdsl.runtime.streams import Around, Streams
 from commdsl.runtime.visits import Function
-from commdsl.runtime.workspace import Start
 
 LEFT = 2
 """SMs that the products leave: one for what runs beside, one as clusters have two."""
@@ -115,22 +112,17 @@ class Fused:
         return launch
 
 
-class _Words:
+class _Words(Around):
     """The streams of a call whose products are one launch: what waits and tells, by words."""
 
     def __init__(self, streams: Streams, kernel: Matmul, words: torch.Tensor, launches: int, stores: int) -> None:
-        self._streams, self._kernel, self._words = streams, kernel, words
+        super().__init__(streams)
+        self._kernel, self._words = kernel, words
         self._launches, self._stores = launches, stores
         self._awaited = 0  # products whose tiles what goes beside has waited for
         main = torch.cuda.current_stream()
         with streams.beside():
             torch.cuda.current_stream().wait_stream(main)  # the words are zero
-
-    def beside(self) -> AbstractContextManager[Any]:
-        return self._streams.beside()
-
-    def start(self, start: Start, changing: Sequence[int]) -> Callable[[], None]:
-        return self._streams.start(start, changing)
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
         """Of a launch; the tiles of a product are counted."""
@@ -148,15 +140,6 @@ class _Words:
             for product in range(self._awaited, what[1] + 1):
                 self._kernel.wait(self._word(self._launches + product), self._stores)
         self._awaited = max(self._awaited, what[1] + 1)
-
-    def join(self) -> None:
-        self._streams.join()
-
-    def end(self) -> Any:
-        return self._streams.end()
-
-    def follow(self, end: Any) -> bool:
-        return self._streams.follow(end)
 
     def _word(self, number: int) -> int:
         return self._words.data_ptr() + 8 * number

@@ -48,6 +48,34 @@ class Streams(Protocol):
         ...
 
 
+class Around:
+    """The streams of a call, of which a subclass does some things in another way."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def beside(self) -> AbstractContextManager[Any]:
+        return self._streams.beside()
+
+    def start(self, start: Start, changing: Sequence[int]) -> Callable[[], None]:
+        return self._streams.start(start, changing)
+
+    def mark(self, what: Hashable, *, beside: bool) -> None:
+        self._streams.mark(what, beside=beside)
+
+    def wait(self, what: Hashable, *, beside: bool) -> None:
+        self._streams.wait(what, beside=beside)
+
+    def join(self) -> None:
+        self._streams.join()
+
+    def end(self) -> Any:
+        return self._streams.end()
+
+    def follow(self, end: Any) -> bool:
+        return self._streams.follow(end)
+
+
 class OneStream:
     """Of the processor: everything is over when it returns."""
 

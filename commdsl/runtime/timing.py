@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
-from commdsl.runtime.streams import Streams
+from commdsl.runtime.streams import Around, Streams
 from commdsl.runtime.workspace import Start, nothing
 
 Span: TypeAlias = tuple[Any, Any]
@@ -116,11 +116,11 @@ class Timing:
         return float(begin.elapsed_time(end) / 1e3 if self._device.type == "cuda" else end - begin)
 
 
-class _Timed:
+class _Timed(Around):
     """Streams whose launches are timed."""
 
     def __init__(self, streams: Streams, timing: Timing) -> None:
-        self._streams = streams
+        super().__init__(streams)
         self._timing = timing
 
     @contextlib.contextmanager
@@ -136,18 +136,3 @@ class _Timed:
         with self.beside():
             start(changing)
         return nothing
-
-    def mark(self, what: Hashable, *, beside: bool) -> None:
-        self._streams.mark(what, beside=beside)
-
-    def wait(self, what: Hashable, *, beside: bool) -> None:
-        self._streams.wait(what, beside=beside)
-
-    def join(self) -> None:
-        self._streams.join()
-
-    def end(self) -> Any:
-        return self._streams.end()
-
-    def follow(self, end: Any) -> bool:
-        return self._streams.follow(end)
