@@ -74,8 +74,8 @@ both = {"all_gather_matmul": 1, "matmul_reduce_scatter": 1}
 check("forward", layers, False, both, by_inductor)
 check("all rows on all ranks", reduced, False, {"matmul_all_reduce": 1})
 check("more dimensions", wide, False, both)
-check("rows that two products need, an average, another dimension", shared, False, {"left": 3})
-check("backward", layers, True, {"matmul_reduce_scatter": 2, "left": 2})
+check("rows of two products, an average, another dimension", shared, False, {"all_gather_matmul_rows": 1, "left": 1})
+check("backward", layers, True, {"all_gather_matmul_rows": 2, "matmul_reduce_scatter": 2})
 dist.destroy_process_group()
 """
 
@@ -83,14 +83,14 @@ SAID = """\
 forward: 1 all_gather_matmul, 1 matmul_reduce_scatter
 all rows on all ranks: 1 matmul_all_reduce
 more dimensions: 1 all_gather_matmul, 1 matmul_reduce_scatter
-rows that two products need, an average, another dimension: 3 left
-backward: 2 left, 2 matmul_reduce_scatter
+rows of two products, an average, another dimension: 1 all_gather_matmul_rows, 1 left
+backward: 2 all_gather_matmul_rows, 2 matmul_reduce_scatter
 """
 
 
 def test_compiled(tmp_path: Path) -> None:
-    """Of products that alone need what travels, and of sums that alone are scattered, operators are made, in forward
-    and backward. Rows that are needed again stay gathered: those of a backward pass are.
+    """Of products of what travels, and of sums that alone are scattered, operators are made, in forward and backward.
+    Rows that are needed again are a result, too: those of a forward pass are, and of a backward pass.
     """
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)

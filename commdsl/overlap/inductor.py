@@ -2,13 +2,14 @@
 product next to a functional collective, and puts an operator of ours in place of both.
 
 Assumes graphs after autograd, each of a forward or a backward alone, as Inductor has them. Does not touch collectives
-along another dimension than the first, averages, nor what something else than one product needs.
+along another dimension than the first, averages, nor sums that something else than one collective needs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import getitem
 from typing import Any, TypeAlias
 
 import torch
@@ -67,7 +68,9 @@ class MicroPipelineTP(CustomGraphPass):
 
 @dataclass(frozen=True)
 class _Found:
-    """A product next to a collective. `end`: what an operator of ours gives in place of both; `is_alone`: it may."""
+    """A product next to a collective. `end`: what an operator of ours gives in place of both; `is_alone`: it may.
+    `there`: rows that were gathered, where others need them, too; it gives these as well.
+    """
 
     operator: str
     rows: Node
@@ -75,6 +78,12 @@ class _Found:
     group: str
     end: Node
     is_alone: bool
+    there: Node | None = None
+
+    @property
+    def place(self) -> Node:
+        """Before what the operator is to stand: the first who needs something of it."""
+        return self.end if self.there is None else min(self.there.users)
 
 
 def _gathered(product: Node) -> _Found | None:
@@ -90,8 +99,11 @@ def _gathered(product: Node) -> _Found | None:
         return None
     shard, _, group = gather.args
     assert isinstance(shard, Node)
-    is_alone = all(len(node.users) == 1 for node in (*path, gather)) and _shape(shard)[-1] == _shape(rows)[-1]
-    return _Found("all_gather_matmul", shard, factor, str(group), product, is_alone and len(_shape(shard)) > 1)
+    is_alone = len(gather.users) == 1 and _shape(shard)[-1] == _shape(rows)[-1] and len(_shape(shard)) > 1
+    if all(len(node.users) == 1 for node in path):
+        return _Found("all_gather_matmul", shard, factor, str(group), product, is_alone)
+    found = _Found("all_gather_matmul_rows", shard, factor, str(group), product, is_alone, path[-1])
+    return replace(found, is_alone=is_alone and factor < found.place)
 
 
 def _summed(product: Node) -> _Found | None:
@@ -119,10 +131,14 @@ def _shape(node: Node) -> Any:
 
 def _replace(graph: Graph, found: _Found) -> None:
     shape = _shape(found.end)
-    with graph.inserting_before(found.end):
+    with graph.inserting_before(found.place):
         weights = _call(graph, aten.permute.default, found.factor, [1, 0])
         operator = getattr(torch.ops.commdsl_overlap, found.operator).default
         made = _call(graph, operator, found.rows, weights, found.group)
+        if found.there is not None:
+            both = made
+            made, rows = (_call(graph, getitem, both, number) for number in range(2))
+            found.there.replace_all_uses_with(rows)
         if len(_shape(made)) != len(shape):
             made = _call(graph, aten.reshape.default, made, [-1, *shape[1:]])
     found.end.replace_all_uses_with(made)
