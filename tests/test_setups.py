@@ -88,7 +88,7 @@ def test_another_tuning() -> None:
     assert "lanes: 3 on rank 1, 2 on rank 0" in str(found[0])
     rooted = [commdsl.load("broadcast_tree", ranks=2, params={"root": root}) for root in (0, 1)]
     found = on_ranks(names, lambda rank: rooted[rank](torch.zeros(20), group=names[rank]))
-    assert "parameters: root=1 on rank 1, root=0 on rank 0" in str(found[0])
+    assert "parameters: root=1, K=1 on rank 1, root=0, K=1 on rank 0" in str(found[0])
     assert "kernel" not in str(found[0])
 
 
