@@ -15,6 +15,7 @@ from commdsl.ir import interpret
 from commdsl.ir.schedules import Schedule, Step
 from commdsl.language.diagnostics import CommError
 from commdsl.machine import dtypes
+from commdsl.program import lower
 
 USES = """use "collectives/reducescatter_direct.comm"
 use "collectives/reducescatter_ring.comm"
@@ -284,3 +285,15 @@ def test_a_thousand_ranks() -> None:
     assert check(USES + TREES, 1024).num_steps == 2 + 2 * 7
     assert time.thread_time() - start < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2e6
+
+
+@pytest.mark.usefixtures("unswept")
+def test_what_ranks_know_of_each_other_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks do not do the same up to rotation, as in two levels, each is followed, and what they know of each
+    other has an end; a ring of as many ranks has none of it.
+    """
+    folder = Path(__file__).parent.parent / "schedules" / "collectives"
+    monkeypatch.setattr(lower, "MOST_KNOWN", 4_000)
+    with pytest.raises(CommError, match=r"C511.*operations on 16 ranks that do not all do the same, up to rotation"):
+        compiler.check(folder / "allreduce_two_level.comm", ranks=16, params={"G": 4})
+    assert compiler.check(folder / "allreduce_ring.comm", ranks=16)

@@ -29,11 +29,13 @@ import numpy as np
 
 from commdsl.ir.rowwise import Behind, ending
 from commdsl.ir.schedules import Schedule, Step, Task
+from commdsl.language.diagnostics import CommError, Diagnostic, Label
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.program.agree import heard_by
 from commdsl.program.by_row import ByRow
 from commdsl.program.lower.ordering import order
 from commdsl.program.lower.placement import Placed, num_actors, place
+from commdsl.program.lower.problem import Problem, pose
 from commdsl.program.lower.tables import apart, tables
 from commdsl.program.memory import Rights, Tensor, Transport
 from commdsl.program.moves import MOST_THREADS, Casts, Moves, Ops, Origin, Protocol
@@ -59,6 +61,7 @@ TILE_BYTES = {  # where data carries its flag, a word for each thread
 }
 WHOLE_TILE = 1024 * 1024 * 1024  # where nothing is in cells: a share in one round; TMA counts its bytes in 32 bits
 TASK_TILE = 32 * 1024  # what is computed leaves when its tile is done: small ones leave sooner
+MOST_KNOWN = 1 << 28  # some gigabytes while flags are derived
 LANES_PER_SM, SHARED_THREADS = 8, 128  # where SMs are given, and no lanes: as many as hide each other's waits
 SYMMETRIC_BYTES = 128 * 1024 * 1024  # what the cells may take when `tune` does not set the tile
 SMALLEST_TILE = 4 * 1024
@@ -112,7 +115,9 @@ def _moves(
     """The operations that move, and those of tasks."""
     protocol = Protocol(schedule.tuning.protocol or "bulk") if transport is Transport.PEER else Protocol.BULK
     placed = place(schedule, transport, protocol, frozenset() if protocol.carries_flags else landing)
-    ordered = order(placed, num_actors(schedule), protocol)
+    problem = pose(placed.rows, num_actors(schedule), placed.num_cells, placed.tensors)
+    _refuse_too_much(schedule, problem)
+    ordered = order(problem, num_actors(schedule), protocol)
     ops, signals = tables(placed.rows, ordered.waits, num_actors(schedule), barriers=not protocol.carries_flags)
     computed = None
     if num_actors(schedule) > schedule.num_ranks:
@@ -137,6 +142,17 @@ def _moves(
         casts=None if schedule.cast is None else Casts(schedule.cast, placed.rows.dest_form, placed.rows.source_form),
     )
     return moves, computed
+
+
+def _refuse_too_much(schedule: Schedule, problem: Problem) -> None:
+    """What is alike on all ranks, up to rotation, is little: one stands for all. Raises CommError."""
+    if problem.known <= MOST_KNOWN:
+        return
+    ranks = schedule.num_ranks
+    count = len(problem.program.rank)
+    label = f"{count:,} operations on {ranks:,} ranks that do not all do the same, up to rotation"
+    fit = f"{MOST_KNOWN // problem.clocks.num_ranks:,} operations would fit, in fewer steps or on fewer ranks"
+    raise CommError((Diagnostic("C511", "more than is proved at once", Label(schedule.span, label), help=fit),))
 
 
 def _has_reduction(schedule: Schedule) -> bool:

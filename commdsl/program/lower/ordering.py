@@ -16,8 +16,7 @@ import numpy as np
 
 from commdsl.ir.schedules import Ints
 from commdsl.program.lower.hazards import Cells, Edges, Index, joined
-from commdsl.program.lower.placement import Placed
-from commdsl.program.lower.problem import Problem, Program, pose
+from commdsl.program.lower.problem import Problem, Program
 from commdsl.program.lower.rows import nth_of_equals
 from commdsl.program.moves import Protocol
 
@@ -30,9 +29,8 @@ class Ordered:
     waits: Edges
 
 
-def order(placed: Placed, num_actors: int, protocol: Protocol) -> Ordered:
+def order(problem: Problem, num_actors: int, protocol: Protocol) -> Ordered:
     """The flags that a protocol needs."""
-    problem = pose(placed.rows, num_actors, placed.num_cells, placed.tensors)
     cells = Cells(problem.num_keys)
     hazards = _hazards(problem, cells)
     rotation, needed = _credits(problem, cells, hazards) if protocol.carries_flags else _flags(problem, cells, hazards)

@@ -64,6 +64,11 @@ class Problem:
     turned: bool
     lasting: Index  # keys of the places that the next rounds use again: the cells
 
+    @property
+    def known(self) -> int:
+        """Numbers that say what each rank knows of the others behind each of its operations, in a round."""
+        return len(self.program.rank) * self.clocks.num_ranks
+
 
 def pose(rows: Rows, num_actors: int, num_cells: int, tensors: tuple[Tensor, ...]) -> Problem:
     """Rank 0's operations if they stand for all, else everybody's. Tiles have programs beside those of the ranks."""
