@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.cases import size_name
-from benchmarks.report import TIMES, Contest, Kind, Result, Timing, number
+from benchmarks.report import TIMES, Contest, Result, number
 
 NCCL, OURS, FLOAT8 = "NCCL", "commdsl", "commdsl float8"
 MOST_OF_OURS = 0.65
@@ -86,6 +86,5 @@ def rows_of(lines: Iterable[Mapping[str, str]]) -> list[Row]:
     found: dict[Case, Row] = {}
     for line in lines:
         case = Case(line["collective"], int(line["bytes"]), int(line["ranks"]))
-        result = Result(line["contender"], Kind(line["kind"]), Timing.read(line), line["status"])
-        found.setdefault(case, Row(case, error=float(line["error"]))).results.append(result)
+        found.setdefault(case, Row(case, error=float(line["error"]))).results.append(Result.read(line))
     return list(found.values())

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -52,7 +53,7 @@ def end_of(work: Callable[[], tuple[int, str]], tell: Callable[[str], None], sec
     end(code, why)
 
 
-class Ending:
+class Ending(ABC):
     """What rank 0 has to say at the end, even where the run hangs."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -62,9 +63,9 @@ class Ending:
         self.title = "nothing was measured"
         self.is_whole = False  # the run came to its end
 
+    @abstractmethod
     def say(self) -> None:
         """Prints everything, and saves it where that is asked for."""
-        raise NotImplementedError
 
     def end(self, work: Callable[[], int], grace: float) -> NoReturn:
         """Does the work, whose exit code it ends with, and says this: `grace` seconds after `--time-budget` at last."""

@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.report import Contest, Kind, Result, Timing, number
+from benchmarks.report import Contest, Kind, Result, number
 
 Ints: TypeAlias = NDArray[np.int32]
 
@@ -222,7 +222,5 @@ def rows_of(lines: Iterable[Mapping[str, str]]) -> list[Row]:
             int(line[name]) for name in ("tokens", "hidden", "topk", "experts", "ranks")
         )
         case = Case(tokens, ranks, Form(line["form"]), hidden, topk, experts // ranks, Way(line["way"]))
-        timing = Timing.read(line)
-        result = Result(line["contender"], Kind(line["kind"]), timing, line["status"])
-        found.setdefault(case, Row(case)).results.append(result)
+        found.setdefault(case, Row(case)).results.append(Result.read(line))
     return list(found.values())

@@ -27,10 +27,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import record
-from benchmarks.ending import Ending
-from benchmarks.products_report import ALONE, ASYNC, COLUMNS, CONTENDERS, Case, Row, Way, lines_of, overview
-from benchmarks.report import NO_TIME, Kind, Result, grid
+from benchmarks import products_report, record
+from benchmarks.contests import Contests
+from benchmarks.products_report import ALONE, ASYNC, CONTENDERS, Case, Row, Way, overview
+from benchmarks.report import NO_TIME, Result
 
 SHAPES = {
     Way.GATHER: ((8192, 3584), (8192, 1280), (5120, 3456)),
@@ -63,26 +63,14 @@ def shape_of(text: str) -> tuple[int, int]:
     return int(depth), int(columns)
 
 
-class Output(Ending):
-    def say(self) -> None:
-        print(f"\n{self.title}\n{grid(*overview(self.rows))}")
-        faults = [(row, one) for row in self.rows for one in row.results if one.status != "ok"]
-        print("\n".join(f"{row.case.way}, {row.case.name}: {one.name}: {one.status}" for row, one in faults))
-        print("\n".join([*self.notes, self.verdict()]), flush=True)
-        if self.options.save and self.is_whole and not self.options.dry_run:
-            record.save_lines(self.options, COLUMNS, lines_of(self.rows))
+class Output(Contests):
+    def label(self, row: Row) -> str:
+        return f"{row.case.way}, {row.case.name}"
 
     def verdict(self) -> str:
         if self.options.dry_run:
-            checked = sum(one.status == "ok" for row in self.rows for one in row.results)
-            return f"a dry run: {checked} contenders right, nothing timed"
+            return f"a dry run: {super().verdict()}, nothing timed"
         return f"{sum(bool(row.misses()) for row in self.rows)} of {len(self.rows)} rows miss a figure"
-
-    @property
-    def failed(self) -> bool:
-        """A wrong result of anyone's, or no result of ours."""
-        results = [one for row in self.rows for one in row.results if one.status != NO_TIME]
-        return any(one.is_wrong or (one.kind is Kind.OURS and one.status != "ok") for one in results)
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
@@ -128,7 +116,7 @@ def _measured(bench: Any, options: argparse.Namespace, case: Case, output: Outpu
 def main() -> None:
     os.environ.setdefault("COMMDSL_TIMEOUT", "10")
     options = options_of(sys.argv[1:])
-    output = Output(options)
+    output = Output(options, products_report)
     output.end(lambda: run(options, output), GRACE)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from benchmarks.report import Contest, Kind, Result, Timing, number
+from benchmarks.report import Contest, Kind, Result, number
 
 LINK = 390e3
 """Bytes a microsecond: what the copy engine moves from one H200 to another."""
@@ -143,7 +143,5 @@ def rows_of(lines: Iterable[Mapping[str, str]]) -> list[Row]:
     for line in lines:
         sizes = (int(line[name]) for name in ("rows", "depth", "columns", "ranks"))
         case = Case(Way(line["way"]), *sizes)
-        timing = Timing.read(line)
-        result = Result(line["contender"], Kind(line["kind"]), timing, line["status"])
-        found.setdefault(case, Row(case)).results.append(result)
+        found.setdefault(case, Row(case)).results.append(Result.read(line))
     return list(found.values())

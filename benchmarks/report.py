@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -94,6 +94,11 @@ class Result:
     timing: Timing | None
     status: str = "ok"
     detail: str = ""
+
+    @staticmethod
+    def read(line: Mapping[str, str]) -> Result:
+        """Of a line of a file, in the columns of contender, kind, `TIMES` and status."""
+        return Result(line["contender"], Kind(line["kind"]), Timing.read(line), line["status"])
 
     @property
     def told(self) -> list[str]:
@@ -293,8 +298,7 @@ def rows_of(lines: Iterable[Mapping[str, str]]) -> list[Row]:
     for line in lines:
         ranks, calls = int(line["ranks"]), int(line["calls"])
         case = Case(Collective(line["collective"]), int(line["bytes"]), ranks, calls=calls)
-        timing = Timing.read(line)
-        result = Result(line["contender"], Kind(line["kind"]), timing, line["status"], line["detail"])
+        result = replace(Result.read(line), detail=line["detail"])
         found.setdefault(case, Row(case)).results.append(result)
     return list(found.values())
 

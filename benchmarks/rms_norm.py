@@ -24,41 +24,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import record
-from benchmarks.ending import Ending
-from benchmarks.report import NO_TIME, Kind, Result, grid
+from benchmarks import record, rms_norm_report
+from benchmarks.contests import Contests
+from benchmarks.report import NO_TIME, Result
 from benchmarks.rms_norm_report import (
     APART,
     CALLS,
-    COLUMNS,
     CONTENDERS,
     NCCL,
     ONE_SHOT,
     OURS,
     Case,
     Row,
-    lines_of,
     overview,
 )
 
 EPS = 1e-5
 GRACE = 20.0
-
-
-class Output(Ending):
-    def say(self) -> None:
-        print(f"\n{self.title}\n{grid(*overview(self.rows))}")
-        faults = [(row, one) for row in self.rows for one in row.results if one.status != "ok"]
-        print("\n".join(f"{row.case.name}: {one.name}: {one.status}" for row, one in faults))
-        right = sum(one.status == "ok" for row in self.rows for one in row.results)
-        print("\n".join([*self.notes, f"{right} contenders right"]), flush=True)
-        if self.options.save and self.is_whole and not self.options.dry_run:
-            record.save_lines(self.options, COLUMNS, lines_of(self.rows))
-
-    @property
-    def failed(self) -> bool:
-        results = [one for row in self.rows for one in row.results if one.status != NO_TIME]
-        return any(one.is_wrong or (one.kind is Kind.OURS and one.status != "ok") for one in results)
 
 
 @dataclass
@@ -148,7 +130,7 @@ class Stage:
         return Contender(name, CONTENDERS[name], called, release=last.clear), is_wrong
 
 
-def run(options: argparse.Namespace, output: Output) -> int:
+def run(options: argparse.Namespace, output: Contests) -> int:
     """The exit code."""
     import torch
 
@@ -190,7 +172,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     os.environ.setdefault("COMMDSL_TIMEOUT", "10")
     options = options_of(sys.argv[1:])
-    output = Output(options)
+    output = Contests(options, rms_norm_report)
     output.end(lambda: run(options, output), GRACE)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from benchmarks.report import TIMES, Contest, Kind, Result, Timing, number
+from benchmarks.report import TIMES, Contest, Kind, Result, number
 
 OURS, APART = "commdsl", "commdsl, compiled"
 NCCL, COMPILED, ONE_SHOT = "NCCL, torch", "NCCL, compiled", "one-shot, compiled"
@@ -82,6 +82,5 @@ def rows_of(lines: Iterable[Mapping[str, str]]) -> list[Row]:
     found: dict[Case, Row] = {}
     for line in lines:
         case = Case(*(int(line[name]) for name in ("rows", "columns", "ranks")))
-        result = Result(line["contender"], Kind(line["kind"]), Timing.read(line), line["status"])
-        found.setdefault(case, Row(case)).results.append(result)
+        found.setdefault(case, Row(case)).results.append(Result.read(line))
     return list(found.values())

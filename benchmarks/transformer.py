@@ -27,10 +27,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import record
-from benchmarks.ending import Ending
-from benchmarks.report import NO_TIME, Kind, Result, grid
-from benchmarks.transformer_report import COLUMNS, CONTENDERS, PLAIN, Case, Row, lines_of, overview
+from benchmarks import record, transformer_report
+from benchmarks.contests import Contests
+from benchmarks.report import NO_TIME, Kind, Result
+from benchmarks.transformer_report import CONTENDERS, PLAIN, Case, Row, overview
 
 GRACE = 30.0
 """Seconds after the time budget at which a run that hangs prints what it has and ends."""
@@ -54,25 +54,14 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     return found
 
 
-class Output(Ending):
-    def say(self) -> None:
-        print(f"\n{self.title}\n{grid(*overview(self.rows))}")
-        faults = [(row, one) for row in self.rows for one in row.results if one.status != "ok"]
-        print("\n".join(f"{row.case.tokens} tokens, {one.name}: {one.status}" for row, one in faults))
-        print("\n".join([*self.notes, self.verdict()]), flush=True)
-        if self.options.save and self.is_whole and not self.options.dry_run:
-            record.save_lines(self.options, COLUMNS, lines_of(self.rows))
+class Output(Contests):
+    def label(self, row: Row) -> str:
+        return f"{row.case.tokens} tokens"
 
     def verdict(self) -> str:
         if self.options.dry_run:
-            checked = sum(one.status == "ok" for row in self.rows for one in row.results)
-            return f"a dry run: {checked} contenders right, nothing timed"
+            return f"a dry run: {super().verdict()}, nothing timed"
         return f"{sum(row.is_missed for row in self.rows)} of {len(self.rows)} rows miss the figure"
-
-    @property
-    def failed(self) -> bool:
-        results = [one for row in self.rows for one in row.results if one.status != NO_TIME]
-        return any(one.is_wrong or (one.kind is Kind.OURS and one.status != "ok") for one in results)
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
@@ -115,7 +104,7 @@ def _measured(bench: Any, names: Sequence[str], case: Case, sizes: Any, output: 
 def main() -> None:
     os.environ.setdefault("COMMDSL_TIMEOUT", "20")
     options = options_of(sys.argv[1:])
-    output = Output(options)
+    output = Output(options, transformer_report)
     output.end(lambda: run(options, output), GRACE)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from benchmarks.report import Contest, Kind, Result, Timing, number
+from benchmarks.report import TIMES, Contest, Kind, Result, number
 
 PLAIN, COMPILED, PASS, OURS = "plain", "plain, compiled", "compiled with the pass", "commdsl"
 CONTENDERS = {PLAIN: Kind.PEER, COMPILED: Kind.PEER, PASS: Kind.OURS, OURS: Kind.OURS}
-COLUMNS = ("tokens", "layers", "ranks", "contender", "kind", "median_us", "p10_us", "p90_us", "status")
+COLUMNS = ("tokens", "layers", "ranks", "contender", "kind", *TIMES, "status")
 
 LEAST_GAIN, FROM_TOKENS = 1.2, 8192
 """The figure asked for: so many times faster, of so many tokens or more."""
@@ -80,6 +80,5 @@ def rows_of(lines: Iterable[Mapping[str, str]]) -> list[Row]:
     found: dict[Case, Row] = {}
     for line in lines:
         case = Case(*(int(line[name]) for name in ("tokens", "layers", "ranks")))
-        result = Result(line["contender"], Kind(line["kind"]), Timing.read(line), line["status"])
-        found.setdefault(case, Row(case)).results.append(result)
+        found.setdefault(case, Row(case)).results.append(Result.read(line))
     return list(found.values())

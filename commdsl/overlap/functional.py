@@ -130,23 +130,25 @@ def _all_gather_matmul_rows(x: Tensor, w: Tensor, group_name: str) -> tuple[Tens
 
 
 def _matmul_reduce_scatter(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    shape = _scattered(x, w, group_name)
-    rows, factor = x.flatten(0, -2).contiguous(), w.contiguous()
-    op = program(SCATTER, rows, factor, group_name)
-    if op is None:
-        return multiply_then_scatter(rows, factor, group_name).view(shape)
-    made = op(rows, factor, group=group_name)
-    assert isinstance(made, Tensor)
-    return made.view(shape)
+    return _summed(_scattered(x, w, group_name), SCATTER, multiply_then_scatter, x, w, group_name)
 
 
 def _matmul_all_reduce(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    shape = _multiplied("matmul_all_reduce", x, w)
+    return _summed(_multiplied("matmul_all_reduce", x, w), REDUCE, multiply_then_reduce, x, w, group_name)
+
+
+def _summed(
+    shape: list[Any],
+    operator: str,
+    in_sequence: Callable[[Tensor, Tensor, str], Tensor],
+    x: Tensor,
+    w: Tensor,
+    group_name: str,
+) -> Tensor:
+    """Sums of products, of that shape: as the program that is chosen makes them, or one after the other."""
     rows, factor = x.flatten(0, -2).contiguous(), w.contiguous()
-    op = program(REDUCE, rows, factor, group_name)
-    if op is None:
-        return multiply_then_reduce(rows, factor, group_name).view(shape)
-    made = op(rows, factor, group=group_name)
+    op = program(operator, rows, factor, group_name)
+    made = in_sequence(rows, factor, group_name) if op is None else op(rows, factor, group=group_name)
     assert isinstance(made, Tensor)
     return made.view(shape)
 
