@@ -248,6 +248,7 @@ torch = pytest.importorskip("torch")
 from thread_ranks import in_group  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - as above
+from commdsl.runtime import menu  # noqa: E402 - as above
 from commdsl.runtime.errors import TensorError  # noqa: E402 - as above
 
 
@@ -272,6 +273,16 @@ def _outputs(name: str, x: list[Any]) -> Any:
     schedule = compiled(SHIPPED[name], 2).schedule
     outputs = run(schedule, {"x": [one.numpy() for one in x]}, BY_NAME["float32"], "sum").outputs
     return torch.from_numpy(next(iter(outputs.values()))[0])
+
+
+def test_tuned_as_measured() -> None:
+    """What `wire="float8"` runs is the shipped schedule, the sum of it on more threads than the file's own."""
+    found = {}
+    for collective in ("all_reduce", "all_gather"):
+        moves = menu.compressed(collective, "float8", 2).program(2).plan.moves
+        found[collective] = (moves.name, moves.lanes, moves.threads)
+
+    assert found == {"all_reduce": ("allreduce_float8", 128, 512), "all_gather": ("allgather_float8", 128, 256)}
 
 
 def test_refused() -> None:

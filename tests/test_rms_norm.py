@@ -262,3 +262,19 @@ def test_refusals() -> None:
     ):
         with pytest.raises(commdsl.TensorError, match=words):
             op(*given, group=group)
+
+
+def test_few_rows_travel_as_words() -> None:
+    """By what a rank sends: words with their flag up to 128 KB, lines up to 4 MB; beyond, and of nothing, there is no
+    one launch.
+    """
+
+    def body(rank: int, group: str) -> Any:
+        def chosen(rows: int) -> Any:
+            op = programs.row_program(torch.zeros(rows, 8192, dtype=torch.bfloat16), group)
+            return op and (op.program(2).plan.moves.protocol, op.program(2).plan.moves.threads)
+
+        return [chosen(rows) for rows in (0, 1, 8, 9, 256, 257)]
+
+    words, lines = (Protocol.PACKET, 256), (Protocol.LINE, 512)
+    assert in_group(2, body) == [[None, words, words, lines, lines, None]] * 2
