@@ -10,7 +10,7 @@
 
 namespace commdsl {
 
-constexpr u32 kKeysAhead = 8;  // loaded before the first is counted: with one alone a thread would wait a latency for each
+constexpr u32 kKeysAhead = 16;  // loaded before the first is counted: with one alone a thread would wait a latency for each
 
 // The rows that come from a rank, by the counts that the caller has of them.
 template <class Plan>
