@@ -1,7 +1,7 @@
 """Our product of matrices beside cuBLAS (torch.mm) on one GPU, in the same run:
 
     python benchmarks/matmul.py check          every form of the kernel against float32 products of torch, exactly
-    python benchmarks/matmul.py time [--time-budget 40 --rows 128 1024 ... --ways 4 --dtype bfloat16]
+    python benchmarks/matmul.py time [--time-budget 40 --rows 128 1024 ... --ways 4 --dtype bfloat16 --b-not-deep]
 
 A row of `time` is a product C [M, N] = A [M, K] x B [N, K]: medians in microseconds of CUDA graphs that take turns,
 for cuBLAS, for the way to cut the product that `build.tilings` chooses, and for the best of as many as are asked for;
@@ -43,9 +43,9 @@ TURNS = 7
 TARGET = 2000.0  # microseconds of a graph
 FORMS: tuple[tuple[str, dict[str, object]], ...] = (
     ("plain", {}),
+    ("B not deep", {"b_deep": False}),
     ("float16", {"dtype": "float16", "result": "float16"}),
     ("to float32", {"result": "float32"}),
-    ("B not deep", {"b_deep": False}),
     ("A not deep", {"a_deep": False}),
     ("neither deep", {"a_deep": False, "b_deep": False}),
     ("bias", {"bias": True}),
@@ -75,6 +75,9 @@ class Case:
         if whole:
             return torch.randint(-2, 3, shape, device="cuda").to(self.dtype)
         return torch.randn(shape, device="cuda").to(self.dtype)
+
+    def by_torch(self) -> None:
+        torch.mm(self.a, self.b.t() if self.product.b_deep else self.b, out=self.c)
 
     def wanted(self) -> torch.Tensor:
         """By torch, in float32 up to the one rounding."""
@@ -139,14 +142,12 @@ def check(deadline: float) -> int:
 
 
 def kernels() -> list[tuple[str, dict[str, object], Tiling]]:
-    """What is checked: every tiling, and every form of several."""
+    """What is checked: every tiling of what a pass there and back takes, and every form of several."""
+    wanted = [*pairs(FORMS[:2], WAYS), *pairs(FORMS[2:], SEVERAL)]
     return [
-        *((*FORMS[0], tiling) for tiling in WAYS),
-        *(
-            (*form, tiling)
-            for form, tiling in pairs(FORMS[1:], SEVERAL)
-            if tiling.fits(replace(Product(8, 8, 8 * DEPTH), **form[1]))  # type: ignore[arg-type]
-        ),
+        (*form, tiling)
+        for form, tiling in wanted
+        if tiling.fits(replace(Product(8, 8, 8 * DEPTH), **form[1]))  # type: ignore[arg-type]
     ]
 
 
@@ -233,7 +234,7 @@ def times_of(calls: dict[str, Callable[[], object]], flops: float) -> dict[str, 
 
 def row_of(product: Product, count: int) -> list[str]:
     case = Case(product, whole=False)
-    calls: dict[str, Callable[[], object]] = {"cuBLAS": lambda: torch.mm(case.a, case.b.t(), out=case.c)}
+    calls: dict[str, Callable[[], object]] = {"cuBLAS": case.by_torch}
 
     def add(tiling: Tiling, sms: int) -> None:
         ours = Matmul(product, tiling, sms, 0)
@@ -276,6 +277,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("what", choices=("check", "time"))
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--b-not-deep", action="store_true", help="B as weights lie on the way back: [K, N]")
     parser.add_argument("--ways", type=int, default=4, help="ways to cut each product, the most promising ones")
     parser.add_argument("--time-budget", type=float, default=40.0, help="seconds after which nothing is begun")
     return parser.parse_args()
@@ -289,7 +291,7 @@ def main() -> int:
         build_ahead(fields)
         return int(check(deadline) > 0)
     sizes = [(8192, 8192, 8192), *((rows, n, k) for rows in options.rows for k, n in SHAPES)]
-    products = [Product(*size, options.dtype, options.dtype) for size in sizes]
+    products = [Product(*size, options.dtype, options.dtype, b_deep=not options.b_not_deep) for size in sizes]
     build_ahead((product, tiling) for product in products for _, tiling in ways_of(product, options.ways))
     lines: list[list[str]] = []
     for product in products:

@@ -23,6 +23,7 @@ from commdsl.overlap import (  # noqa: E402 - as above
     programs,
     replicated_matmul,
 )
+from commdsl.runtime import products  # noqa: E402 - as above
 
 Tensors = Sequence[Any]
 
@@ -141,6 +142,59 @@ def test_one_gradient(call: Any, meaning: Any) -> None:
         assert torch.equal(found, results[rank])
         assert torch.equal(of_x, wanted[rank])
         assert torch.equal(of_w, wanted[2 + rank])
+
+
+def by_columns(matrix: Any) -> Any:
+    """As the transpose of what torch keeps."""
+    return matrix.t().contiguous().t()
+
+
+def in_wider_rows(matrix: Any) -> Any:
+    return torch.cat([matrix, matrix], 1)[:, : matrix.shape[1]]
+
+
+def place(matrix: Any) -> int:
+    return matrix.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(("call", "meaning"), WAYS, ids=NAMES)
+@pytest.mark.parametrize("laid", [by_columns, in_wider_rows])
+def test_what_is_multiplied_is_not_copied(call: Any, meaning: Any, laid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, and rows that do not travel, are multiplied where they are, by rows or by columns: so are those of a
+    gradient, weights transposed.
+    """
+    sources, factors = set[int](), set[int]()
+    multiply = products.multiply
+
+    def noted(number: int, rows: Any, factor: Any, *sums: Any, out: Any) -> None:
+        sources.add(place(rows))
+        factors.add(place(factor))
+        multiply(number, rows, factor, *sums, out=out)
+
+    x, w = ([laid(one) for one in of_all] for of_all in given(call, 2, dtype=torch.float32))
+    exact = [[one.double().requires_grad_() for one in of_all] for of_all in (x, w)]
+    results = meaning(*exact)
+    slopes_of = slopes(results, [*exact[0], *exact[1]])
+
+    def back(rank: int, group: str) -> list[Any]:
+        own = [one[rank].detach().requires_grad_() for one in (x, w)]
+        made = call(*own, group=group)
+        return [made, *slopes([made], own)]
+
+    monkeypatch.setattr(products, "multiply", noted)
+    for rank, made in enumerate(in_group(2, back)):
+        for one, other in zip(made, (results[rank], slopes_of[rank], slopes_of[2 + rank]), strict=True):
+            assert torch.equal(one.double(), other)
+    assert factors == {*map(place, w)}
+    assert call in GATHERING or sources >= {*map(place, x)}
+
+
+def test_what_lies_otherwise_is_copied() -> None:
+    """Neither rows nor columns side by side, or rows that begin anywhere: the numbers are the same."""
+    (x, _), (w, _) = given(all_gather_matmul, 2, dtype=torch.float32)
+    for laid in (w.repeat(2, 2)[::2, ::2], torch.cat([w, w[:, :1]], 1)[:, :-1]):
+        found = in_group(2, lambda _, group, laid=laid: all_gather_matmul(x, laid, group=group))
+        assert torch.equal(found[0], torch.cat([x, x]) @ laid.t())
 
 
 @pytest.mark.parametrize("call", [call for call, _ in WAYS], ids=NAMES)

@@ -23,6 +23,8 @@ torch = pytest.importorskip("torch")
 from thread_ranks import in_group  # noqa: E402
 
 import commdsl  # noqa: E402
+from commdsl.runtime import fused  # noqa: E402
+from commdsl.runtime.matmul import is_deep  # noqa: E402
 from commdsl.runtime.products import multiply  # noqa: E402
 
 FOLDER = data_dir("schedules") / "overlap"
@@ -174,6 +176,18 @@ def test_rounded_once() -> None:
     assert (rows * factor + one + one).item() == 256.0
 
 
+def test_matrices() -> None:
+    """What the kernel's maps say of matrices that lie by rows, and by columns: those are theirs transposed."""
+    whole = torch.arange(48.0).view(6, 8)
+    for laid, deep in ((whole, True), (whole.t().contiguous().t(), False)):
+        chunks = laid.view(3, 2, 8)
+        found = fused.matrices(dict(enumerate(chunks)))
+        lines = (2, 8) if deep else (8, 2)
+        assert [is_deep(one) for one in (laid, *chunks)] == [deep] * 4
+        assert (found.address, found.count, found.rows, found.columns) == (laid.data_ptr(), 3, *lines)
+        assert (found.row_bytes, found.step) == ((32, 64) if deep else (24, 8))
+
+
 def test_shapes() -> None:
     """torch knows what a call returns without making it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -201,6 +215,9 @@ def test_refusals() -> None:
         (torch.zeros(4, 8), torch.zeros(4, 8, dtype=torch.float64), "float64"),
         (torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 8, dtype=torch.int32), "a matrix of floats"),
         (torch.zeros(32), torch.zeros(32), "a matrix of floats"),
+        (torch.zeros(8, 4).t(), torch.zeros(4, 8), "`x` is not contiguous"),  # it travels
+        (torch.zeros(4, 8), torch.zeros(8, 16)[::2, ::2], "`w` has neither rows nor columns that TMA reads"),
+        (torch.zeros(4, 8), torch.zeros(4, 9)[:, :8], "`w` has neither"),
     ):
         with pytest.raises(commdsl.TensorError, match=words):
             op(x, w, group=group)

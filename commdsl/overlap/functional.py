@@ -20,6 +20,7 @@ from commdsl.overlap.sequence import gather_then_multiply, multiply_then_reduce,
 from commdsl.runtime import collective_ops, collectives, groups, menu
 from commdsl.runtime.errors import TensorError
 from commdsl.runtime.operators import define
+from commdsl.runtime.tensors import lies_in_lines
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -30,11 +31,13 @@ def all_gather_matmul(x: Tensor, w: Tensor, *, group: Any = None, keep_rows: boo
     """The rows of all ranks, in rank order along dimension 0, times this rank's weights: x (n, ..., K), w (N, K), as
     torch.nn.Linear has it -> (P * n, ..., N).
 
-    x, w: of one dtype and device, cpu or cuda; of the same shapes on every rank. Each rank's rows are multiplied while
-    others are on their way. Sums are those of a matmul of torch's, rounded once. Where no schedule multiplies (one
-    rank, ranks on other machines; on GPUs other than bfloat16 and float16, K or N that is no multiple of 8), or one
-    after the other is faster (`choice` says), it is `commdsl.all_gather` and torch.mm. Under autocast tensors are cast
-    as torch.nn.functional.linear casts.
+    x, w: of one dtype and device, cpu or cuda; of the same shapes on every rank. w may lie by rows or by columns, as a
+    transpose does, in a wider matrix or not: where these begin at multiples of 16 bytes nothing of it is copied, nor is
+    it for a gradient. x travels: it is copied where it is not contiguous. Each rank's rows are multiplied while others
+    are on their way. Sums are those of a matmul of torch's, rounded once. Where no schedule multiplies (one rank, ranks
+    on other machines; on GPUs other than bfloat16 and float16, K or N that is no multiple of 8), or one after the other
+    is faster (`choice` says), it is `commdsl.all_gather` and torch.mm. Under autocast tensors are cast as
+    torch.nn.functional.linear casts.
 
     The gradient of x is `matmul_reduce_scatter` of that of the result with w transposed. That of w needs the rows of
     all ranks. They are gathered again, as P times the memory of x is what sequence parallelism is to save; with
@@ -50,10 +53,10 @@ def all_gather_matmul(x: Tensor, w: Tensor, *, group: Any = None, keep_rows: boo
 def matmul_reduce_scatter(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
     """This rank's rows of the sum over all ranks of x times w transposed: x (P * n, ..., K), w (N, K) -> (n, ..., N).
 
-    x, w: as for `all_gather_matmul`, K this rank's share of what is summed up. What other ranks make is rounded, and
-    travels while more is multiplied; it is added to this rank's own in float32 or wider, and the sum rounded. Where no
-    schedule multiplies, or one after the other is faster (`choice` says), it is torch.mm and `commdsl.reduce_scatter`:
-    this rank's own is rounded as well before it is added.
+    x, w: as for `all_gather_matmul`, K this rank's share of what is summed up; x may lie as w may. What other ranks
+    make is rounded, and travels while more is multiplied; it is added to this rank's own in float32 or wider, and the
+    sum rounded. Where no schedule multiplies, or one after the other is faster (`choice` says), it is torch.mm and
+    `commdsl.reduce_scatter`: this rank's own is rounded as well before it is added.
 
     The gradient of x is `all_gather_matmul` of that of the result with w transposed. Where w has one as well, the
     gradients of all ranks are gathered once, for both. Raises TensorError (C951), GroupError (C953).
@@ -106,7 +109,7 @@ def _cast(x: Tensor) -> Tensor:
 
 def _all_gather_matmul(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     shape = _gathered(x, w, group_name)
-    rows, factor = x.flatten(0, -2).contiguous(), w.contiguous()
+    rows, factor = x.flatten(0, -2).contiguous(), _in_lines(w)
     op = program(GATHER, rows, factor, group_name)
     if op is None:
         return gather_then_multiply(rows, factor, group_name).view(shape)
@@ -118,7 +121,7 @@ def _all_gather_matmul(x: Tensor, w: Tensor, group_name: str) -> Tensor:
 def _all_gather_matmul_rows(x: Tensor, w: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
     """The rows that were multiplied, too: a gradient of weights is made of them."""
     shapes = _gathered(x, w, group_name), _rows_of(x, group_name)
-    rows, factor = x.flatten(0, -2).contiguous(), w.contiguous()
+    rows, factor = x.flatten(0, -2).contiguous(), _in_lines(w)
     op = program_with_rows(rows, factor, group_name)
     if op is None:
         there = collectives.all_gather(rows, group_name)
@@ -146,7 +149,7 @@ def _summed(
     group_name: str,
 ) -> Tensor:
     """Sums of products, of that shape: as the program that is chosen makes them, or one after the other."""
-    rows, factor = x.flatten(0, -2).contiguous(), w.contiguous()
+    rows, factor = _in_lines(x.flatten(0, -2)), _in_lines(w)
     op = program(operator, rows, factor, group_name)
     made = in_sequence(rows, factor, group_name) if op is None else op(rows, factor, group=group_name)
     assert isinstance(made, Tensor)
@@ -156,6 +159,11 @@ def _summed(
 def _replicated_matmul(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     shape = _multiplied("replicated_matmul", x, w)
     return torch.mm(x.flatten(0, -2), w.t()).view(shape)
+
+
+def _in_lines(matrix: Tensor) -> Tensor:
+    """As products read it: by rows or by columns."""
+    return matrix if lies_in_lines(matrix) else matrix.contiguous()
 
 
 _RUNS: dict[str, Callable[[Tensor, Tensor, str], Any]] = {

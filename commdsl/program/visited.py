@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from commdsl.ir.products import Part
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.launches import Between, Launch, Return, Visit, touches
 from commdsl.program.memory import Kept, Rights
@@ -114,6 +115,22 @@ def landing(plan: Plan) -> tuple[Kept, ...]:
         written = (tensor for tensor in launch.moves.tensors if tensor.access is Rights.WRITE)
         found |= {kept: None for tensor, kept in zip(written, launch.writes, strict=True) if tensor.lands}
     return tuple(found)
+
+
+def moved(plan: Plan) -> frozenset[str]:
+    """The buffers that launches read or write."""
+    return frozenset(kept.name for launch in launches(plan) for kept in (*launch.reads, *launch.writes))
+
+
+def only_multiplied(plan: Plan, parts: Sequence[Part]) -> frozenset[str]:
+    """Of what is cut into parts, or whole, what nothing but products reads, and what is the rows, or the factor, of
+    all of them: they have one kernel, which reads an operand in one way.
+    """
+    of = {part.name: part.of for part in parts}
+    reads = [phase.reads for phase in visits(plan) if isinstance(phase, Visit)]
+    operands = ({of.get(one[number].name, one[number].name) for one in reads} for number in range(2))
+    alone = {name for names in operands if len(names) == 1 for name in names}
+    return frozenset(alone - {of.get(name, name) for name in moved(plan)})
 
 
 def plan_of(plan: Plan, moves: Moves) -> Plan:

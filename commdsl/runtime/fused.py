@@ -9,6 +9,7 @@ product ends before the next one begins. The kernel leaves SMs to what moves: a 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -22,7 +23,8 @@ from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.visited import launches, meets, visits
 from commdsl.runtime import matmul
-from commdsl.runtime.matmul import Matmul, Matrices
+from commdsl.runtime.errors import CaptureError
+from commdsl.runtime.matmul import Matmul, Matrices, is_deep
 from commdsl.runtime.streams import Around, Streams
 from commdsl.runtime.visits import Function
 
@@ -62,7 +64,7 @@ def fits(plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor) -
 
 
 class Fused:
-    """The products of calls of one shape on one GPU."""
+    """The products of calls of one shape on one GPU: a kernel for each way in which what is multiplied lies."""
 
     def __init__(self, plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor) -> None:
         """`rows`, `factor`: what a product is given."""
@@ -70,42 +72,58 @@ class Fused:
         self._groups = _groups(self._products, places)
         self._launches = len(launches(plan))
         turns = tuple(_turns(plan, places))
-        dtype, device = str(rows.dtype).removeprefix("torch."), rows.device.index
-        sms = torch.cuda.get_device_properties(device).multi_processor_count - LEFT
+        dtype, self._device = str(rows.dtype).removeprefix("torch."), rows.device.index
         size, adds = (rows.shape[0], factor.shape[0], rows.shape[1]), any(turn.count for turn in turns)
-        product = Product(*size, dtype, dtype, residual=adds, turns=len(turns))
-        arriving = sum(turn.rows_there >= 0 for turn in turns) * rows.nbytes
-        tiling = chosen(product, sms, arriving / LINK)
-        self._stores = stores(product, tiling)
-        self._matmul = Matmul(product, tiling, sms, device, turns)
+        self._turns = turns
+        self._product = Product(*size, dtype, dtype, residual=adds, turns=len(turns))
+        self._arriving = sum(turn.rows_there >= 0 for turn in turns) * rows.nbytes
+        self._kernels: dict[tuple[bool, bool], Matmul] = {}
         self._known: dict[tuple[object, ...], matmul.Launch] = {}
+        self._kernel(rows, factor)
 
     def over(
         self, streams: Streams, held: Mapping[Kept, torch.Tensor]
     ) -> tuple[Streams, Mapping[str | None, Function]]:
         """The streams of one call, and what makes its products: all of them with the first."""
-        factor = held[self._products[0].reads[1]]
+        rows, factor = (held[kept] for kept in self._products[0].reads[:2])
+        kernel = self._kernel(rows, factor)
         words = torch.zeros(self._launches + len(self._products), dtype=torch.int64, device=factor.device)
-        launch = self._prepared(held, factor, words.data_ptr())
+        launch = self._prepared(kernel, held, factor, words.data_ptr())
 
         def multiply(number: int, *_: torch.Tensor, out: torch.Tensor) -> None:
             if number == 0:
-                self._matmul(launch)
+                kernel(launch)
 
-        return _Words(streams, self._matmul, words, self._launches, self._stores), {MATMUL: multiply}
+        return _Words(streams, kernel, words, self._launches), {MATMUL: multiply}
 
-    def _prepared(self, held: Mapping[Kept, torch.Tensor], factor: torch.Tensor, words: int) -> matmul.Launch:
+    def _kernel(self, rows: torch.Tensor, factor: torch.Tensor) -> Matmul:
+        """The one that reads matrices that lie as these do."""
+        a_deep, b_deep = is_deep(rows), is_deep(factor)
+        found = self._kernels.get((a_deep, b_deep))
+        if found is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureError("no product has had matrices that lie so: call it once before the capture")
+            sms = torch.cuda.get_device_properties(self._device).multi_processor_count - LEFT
+            product = replace(self._product, a_deep=a_deep, b_deep=b_deep)
+            tiling = chosen(product, sms, self._arriving / LINK)
+            found = self._kernels[a_deep, b_deep] = Matmul(product, tiling, sms, self._device, self._turns)
+        return found
+
+    def _prepared(
+        self, kernel: Matmul, held: Mapping[Kept, torch.Tensor], factor: torch.Tensor, words: int
+    ) -> matmul.Launch:
         found: dict[str, dict[int, torch.Tensor]] = {}
         for product in self._products:
             for kept in (product.reads[0], *product.reads[2:], *product.writes):
                 group, at = self._places[kept.name]
                 found.setdefault(group, {})[at] = held[kept]
-        sources, sums, results = ([_matrices(found[name]) for name in names] for names in self._groups)
-        key = (*sources, *sums, *results, factor.data_ptr(), words)
+        sources, sums, results = ([matrices(found[name]) for name in names] for names in self._groups)
+        b = Matrices.of(factor)
+        key = (*sources, *sums, *results, b, words)
         launch = self._known.get(key)
         if launch is None:
             added = sums[0] if sums else None
-            launch = self._matmul.prepare(sources, Matrices.of(factor), results, sums=added, words=words)
+            launch = kernel.prepare(sources, b, results, sums=added, words=words)
             if len(self._known) >= MAX_KEPT:
                 self._known.clear()
             self._known[key] = launch
@@ -115,10 +133,10 @@ class Fused:
 class _Words(Around):
     """The streams of a call whose products are one launch: what waits and tells, by words."""
 
-    def __init__(self, streams: Streams, kernel: Matmul, words: torch.Tensor, launches: int, stores: int) -> None:
+    def __init__(self, streams: Streams, kernel: Matmul, words: torch.Tensor, launches: int) -> None:
         super().__init__(streams)
-        self._kernel, self._words = kernel, words
-        self._launches, self._stores = launches, stores
+        self._kernel, self._words, self._launches = kernel, words, launches
+        self._stores = stores(kernel.product, kernel.tiling)
         self._awaited = 0  # products whose tiles what goes beside has waited for
         main = torch.cuda.current_stream()
         with streams.beside():
@@ -185,11 +203,11 @@ def _word(needed: Sequence[int], awaited: Sequence[int]) -> int:
     return next(at for at in awaited if at >= max(needed)) if needed else -1
 
 
-def _matrices(members: Mapping[int, torch.Tensor]) -> Matrices:
+def matrices(members: Mapping[int, torch.Tensor]) -> Matrices:
     """What these are: matrices of one shape, equally far from one another."""
     (first, one), *others = sorted(members.items())
     alone = Matrices.of(one)
     step = (others[0][1].data_ptr() - one.data_ptr()) // (others[0][0] - first) if others else alone.step
     base = one.data_ptr() - first * step
     assert all(tensor.data_ptr() == base + at * step for at, tensor in members.items())
-    return Matrices(base, one.dtype, max(members) + 1, alone.rows, alone.columns, alone.row_bytes, step)
+    return replace(alone, address=base, count=max(members) + 1, step=step)

@@ -37,7 +37,7 @@ _LINE = 128  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """Matrices of one shape, one `step` bytes behind another; what is in a row lies side by side."""
+    """Matrices of one shape, as they lie: one `step` bytes behind another, what is in a row side by side."""
 
     address: int
     dtype: torch.dtype
@@ -49,13 +49,20 @@ class Matrices:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Matrices:
-        """A tensor (rows, columns), or (matrices, rows, columns)."""
+        """A tensor (rows, columns), or (matrices, rows, columns); where its columns lie side by side, it transposed."""
         whole = tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
+        if not is_deep(tensor):
+            whole = whole.transpose(1, 2)
         count, rows, columns = whole.shape
         step, row, one = (stride * tensor.element_size() for stride in whole.stride())
         if one != tensor.element_size():
             raise TensorError(f"elements of a row lie side by side; got strides {tensor.stride()}")
         return Matrices(tensor.data_ptr(), tensor.dtype, count, rows, columns, row, step if count > 1 else rows * row)
+
+
+def is_deep(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a row lie side by side; else those of a column do."""
+    return tensor.stride(-1) == 1 or tensor.is_contiguous()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,6 @@ from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.program import Port, Program, Signature, Visits
 from commdsl.runtime.visits import Visiting, prepared
 
-ALIGNMENT = 16
-"""Bytes between whose multiples a matrix begins that TMA reads."""
-
 
 class Multiplying:
     """Calls of one op of one shape on one group."""
@@ -74,9 +71,10 @@ class Multiplying:
         places = self._cut.returned(made)
         for names, shape in self._between:
             places |= zip(names, inputs[0].new_empty(len(names), *shape), strict=True)
-        is_aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in inputs)
+        given = self._cut.given(inputs)
+        is_aligned = self._fused is not None and all(one.data_ptr() % tensors.ALIGNMENT == 0 for one in given)
         over = self._fused.over if self._fused is not None and is_aligned else None
-        self._visiting(self._cut.given(inputs), {MATMUL: multiply}, places=places, over=over)
+        self._visiting(given, {MATMUL: multiply}, places=places, over=over)
         return made
 
 

@@ -33,7 +33,7 @@ from commdsl.machine.resources import data_dir, split_place
 from commdsl.program.launches import Return
 from commdsl.program.memory import Rights, Transport
 from commdsl.program.plan import Plan
-from commdsl.program.visited import plan_of, segments
+from commdsl.program.visited import only_multiplied, plan_of, segments
 
 if TYPE_CHECKING:
     from commdsl.compiler import CompiledSchedule
@@ -42,13 +42,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Port:
     """A tensor of the op. `stack` is the number of yields in a leading dimension of its own, 0 for other tensors.
-    `unit`: what its blocks are; None: as those of the first input.
+    `unit`: what its blocks are; None: as those of the first input. `any_lines`: products alone read it, so it may lie
+    by columns as well as by rows.
     """
 
     name: str
     blocks: int
     stack: int = 0
     unit: Unit | None = None
+    any_lines: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ def _compile(definition: Definition, ranks: int, transport: Transport) -> Progra
     visits = _visits(made)
     if made.plan.is_visited:
         assert visits is not None
-        signature = _whole(made.schedule) if visits.parts else visits.signature
+        signature = _whole(made.schedule, visits) if visits.parts else visits.signature
         return Program(made.plan, made.emitted, signature, True, None, visits)
     return Program(
         made.plan,
@@ -229,13 +231,11 @@ def _visits(made: CompiledSchedule) -> Visits | None:
     return Visits(plan, signature, tuple(launched), held(schedule), stopped.parts, schedule.tuning.matmul == "library")
 
 
-def _whole(schedule: Schedule) -> Signature:
+def _whole(schedule: Schedule, visits: Visits) -> Signature:
     """Of an op that multiplies: its tensors as the text has them."""
-    known = units(schedule)
-    given, returned = (
-        tuple(Port(one.name, one.blocks, 0, known[one.name]) for one in schedule.buffers if one.kind in kinds)
-        for kinds in (GIVEN, RETURNED)
-    )
+    known, free = units(schedule), only_multiplied(visits.plan, visits.parts)
+    ports = [(one.kind, Port(one.name, one.blocks, 0, known[one.name], one.name in free)) for one in schedule.buffers]
+    given, returned = (tuple(port for kind, port in ports if kind in kinds) for kinds in (GIVEN, RETURNED))
     return Signature(given, returned, (), (), False, None)
 
 

@@ -17,13 +17,18 @@ from commdsl.machine import dtypes
 from commdsl.runtime.errors import ReductionError, TensorError
 from commdsl.runtime.program import Port, Signature
 
+ALIGNMENT = 16
+"""Bytes between whose multiples a row begins that TMA reads."""
+
 
 def element_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def check(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuses tensors that differ in device, are not contiguous, or are not of the dtypes or blocks they should be."""
+    """Refuses tensors that differ in device, do not lie as a call takes them, or are not of the dtypes or blocks they
+    should be.
+    """
     first = tensors[0]
     for port, tensor in zip(signature.inputs, tensors, strict=True):
         if tensor.device != first.device:
@@ -34,8 +39,9 @@ def check(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> N
             element = None if port.unit is None else port.unit.element
             said = f"`{signature.inputs[_typed(signature, port)].name}`" if element is None else "it is declared"
             raise TensorError(f"`{name}`: `{port.name}` is {tensor.dtype}, {said} {wanted}")
-        if tensor.layout != torch.strided or not tensor.is_contiguous():
-            raise TensorError(f"`{name}`: `{port.name}` is not contiguous: pass {port.name}.contiguous()")
+        if not lies_as(port, tensor):
+            what = "has neither rows nor columns that TMA reads" if port.any_lines else "is not contiguous"
+            raise TensorError(f"`{name}`: `{port.name}` {what}: pass {port.name}.contiguous()")
     if first.device.type not in ("cpu", "cuda"):
         raise TensorError(f"`{name}` runs on cpu and cuda tensors, not on {first.device.type}")
     _check_blocks(name, signature, tensors)
@@ -43,6 +49,22 @@ def check(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> N
         _check_product(name, signature, port, tensors)
     if signature.row is not None:
         _check_row(name, signature, signature.row, tensors)
+
+
+def lies_as(port: Port, tensor: torch.Tensor) -> bool:
+    """Whether it lies in memory as a call takes it."""
+    if tensor.layout != torch.strided:
+        return False
+    return tensor.is_contiguous() or (port.any_lines and lies_in_lines(tensor))
+
+
+def lies_in_lines(tensor: torch.Tensor) -> bool:
+    """Whether it is a matrix whose rows, or whose columns, lie side by side, as far apart as TMA reads them."""
+    if tensor.dim() != 2:
+        return False
+    (rows, columns), (down, across) = tensor.shape, tensor.stride()
+    step = down if across == 1 and down >= columns else across if down == 1 and across >= rows else 0
+    return step > 0 and step * tensor.element_size() % ALIGNMENT == 0
 
 
 def _check_row(name: str, signature: Signature, row: int, tensors: Sequence[torch.Tensor]) -> None:

@@ -23,7 +23,7 @@ from commdsl.program.launches import Between, Launch, Return, Visit
 from commdsl.program.memory import Kept
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
-from commdsl.program.visited import ended, landing, launches, started, turns
+from commdsl.program.visited import ended, landing, launches, moved, started, turns
 from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import ReductionError, TensorError
@@ -280,8 +280,8 @@ def check_reductions(name: str, visits: Visits, inputs: Sequence[torch.Tensor], 
 
 def travelling(visits: Visits, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The inputs that are moved, and so have to be alike on all ranks; of the others each rank has its own."""
-    moved = {kept.name for launch in launches(visits.plan) for kept in (*launch.reads, *launch.writes)}
-    return [one for port, one in zip(visits.signature.inputs, inputs, strict=True) if port.name in moved]
+    names = moved(visits.plan)
+    return [one for port, one in zip(visits.signature.inputs, inputs, strict=True) if port.name in names]
 
 
 def prepared(

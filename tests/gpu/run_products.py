@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/gpu/run_products.py [--calls 300 --replays 30 --seed 1 --only storm]
 
-exact     all operators as they choose, and their schedules in one piece and in four; tails of tiles, tiles cut along
-          K, and what no schedule multiplies: eagerly
+exact     all operators as they choose, and their schedules in one piece and in four; matrices by columns, tails of
+          tiles, tiles cut along K, and what no schedule multiplies: eagerly
 graphs    graphs of two calls, replayed with other numbers
 gradients those of rows and of weights
 storm     calls of random shapes in random order, eagerly and replayed, GPU and host delays, no barrier in between
@@ -68,16 +68,22 @@ class Shape:
     depth: int
     columns: int
     pieces: int = 0  # in which its schedule has rows; 0: as the operator chooses
+    by_columns: bool = False  # as weights lie, and rows that do not travel
 
     def __str__(self) -> str:
         pieces = f" in {self.pieces}" if self.pieces else ""
+        pieces += " by columns" if self.by_columns else ""
         return f"{self.call.__name__} {self.rows}x{self.depth}x{self.columns}{pieces}"
 
     def ways(self) -> Iterator[Shape]:
         """Itself, and what its schedule makes of it whatever the operator chooses."""
         yield self
         if self.depth % 8 == 0 and self.columns % 8 == 0:
-            yield from (replace(self, pieces=pieces) for pieces in PIECES if self.rows % pieces == 0)
+            for pieces in PIECES:
+                if self.rows % pieces == 0:
+                    yield replace(self, pieces=pieces)
+            if self.rows % 8 == 0:  # else columns do not begin where TMA reads them
+                yield replace(self, pieces=PIECES[0], by_columns=True)
 
     def function(self, run: Parts) -> Callable[[Any, Any], Any]:
         if not self.pieces:
@@ -136,6 +142,10 @@ SHAPES = tuple(Shape(call, *size) for size in SIZES for call in WANTED)
 WAYS = tuple(way for shape in SHAPES for way in shape.ways())
 
 
+def by_columns(matrix: Any) -> Any:
+    return matrix.t().contiguous().t()
+
+
 class Repeated:
     """Calls of one shape: how many were wrong."""
 
@@ -143,6 +153,9 @@ class Repeated:
         self.run, self.shape, self.function = run, shape, shape.function(run)
         x, w = shape.drawn(run, 0)
         self.x, self.w = x[run.rank].clone(), w[run.rank].clone()
+        if shape.by_columns:
+            self.w = by_columns(self.w)
+            self.x = self.x if shape.call is all_gather_matmul else by_columns(self.x)
         self.wrong = torch.zeros((), dtype=torch.int64, device=run.device)
 
     def call(self, seed: int) -> None:
