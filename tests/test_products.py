@@ -29,9 +29,9 @@ from commdsl.runtime.products import multiply  # noqa: E402
 
 FOLDER = data_dir("schedules") / "overlap"
 GATHER, SCATTER, REDUCE = "allgather_matmul", "matmul_reducescatter", "matmul_allreduce"
-WITH_ROWS = "allgather_matmul_rows"
+WITH_ROWS, EXCHANGE = "allgather_matmul_rows", "matmul_alltoall"
 CASES = [(GATHER, 2, 1), (GATHER, 3, 2), (GATHER, 5, 1), (SCATTER, 2, 2), (SCATTER, 4, 1), (SCATTER, 3, 3)]
-CASES += [(REDUCE, 3, 2), (REDUCE, 2, 4), (WITH_ROWS, 3, 2)]
+CASES += [(REDUCE, 3, 2), (REDUCE, 2, 4), (WITH_ROWS, 3, 2), (EXCHANGE, 2, 3), (EXCHANGE, 4, 1)]
 """Schedules, each with ranks and pieces."""
 
 
@@ -47,27 +47,31 @@ def whole(shape: tuple[int, ...], seed: int) -> Any:
 
 
 def given(name: str, ranks: int, rows: int, depth: int, columns: int) -> tuple[list[Any], list[Any]]:
-    """Rows and weights of every rank; `rows` of a rank's own."""
-    rows_of = rows if name in (GATHER, WITH_ROWS) else rows * ranks
+    """Rows and weights of every rank; `rows` of a rank's own, `columns` of its results."""
+    rows_of = rows * ranks if name in (SCATTER, REDUCE) else rows
+    columns_of = columns * ranks if name == EXCHANGE else columns
     x = [whole((rows_of, depth), rank) for rank in range(ranks)]
-    return x, [whole((columns, depth), 100 + rank) for rank in range(ranks)]
+    return x, [whole((columns_of, depth), 100 + rank) for rank in range(ranks)]
 
 
 def wanted(name: str, x: list[Any], w: list[Any]) -> list[Any]:
     """What every rank has in the end."""
     if name in (GATHER, WITH_ROWS):
         return [np.concatenate(x).astype(np.float64) @ one.T.astype(np.float64) for one in w]
-    total = sum(one.astype(np.float64) @ other.T.astype(np.float64) for one, other in zip(x, w, strict=True))
+    made = [one.astype(np.float64) @ other.T.astype(np.float64) for one, other in zip(x, w, strict=True)]
+    if name == EXCHANGE:
+        return [np.concatenate(columns) for columns in zip(*(np.split(one, len(x), 1) for one in made), strict=True)]
+    total = sum(made)
     return [total] * len(x) if name == REDUCE else list(np.split(total, len(x)))
 
 
 @pytest.mark.parametrize(("name", "ranks", "pieces"), CASES)
 def test_meaning(name: str, ranks: int, pieces: int) -> None:
-    """The oracle gathers rows and multiplies them, or multiplies them and sums them up over the ranks."""
+    """The oracle gathers rows and multiplies them, or multiplies them and sums them up, or deals their columns out."""
     schedule, _ = checked(name, ranks, pieces)
     x, w = given(name, ranks, 2 * pieces, 4, 3)
     found = interpret.run(schedule, {"x": x, "w": w}, BY_NAME["float32"], "sum")
-    made = found.outputs["y" if name in (SCATTER, REDUCE) else "c"]
+    made = found.outputs["c" if name in (GATHER, WITH_ROWS) else "y"]
     for one, other in zip(made, wanted(name, x, w), strict=True):
         assert (one == other.ravel()).all()
 
@@ -80,10 +84,12 @@ def test_parts(name: str, ranks: int, pieces: int) -> None:
     x, w = given(name, ranks, 2 * pieces, 4, 3)
     before = interpret.run(schedule, {"x": x, "w": w}, BY_NAME["float32"], "sum").outputs
     blocks = {buffer.name: buffer.blocks for buffer in schedule.buffers}
-    inputs = {"w": w}
+    inputs = {"w": w} if blocks["w"] == 1 else {}
     for part in stopped.parts:
-        if part.of == "x":
-            inputs[part.name] = [np.split(one, blocks["x"])[at] for one, at in zip(x, part.chunks, strict=True)]
+        for of, whole_inputs in (("x", x), ("w", w)):
+            if part.of == of:
+                cut = (np.split(one, blocks[of])[at] for one, at in zip(whole_inputs, part.chunks, strict=True))
+                inputs[part.name] = list(cut)
 
     def matmul(rank: int, handed: Any) -> Any:
         rows, factor, *sums = handed
@@ -98,7 +104,7 @@ def test_parts(name: str, ranks: int, pieces: int) -> None:
             assert (made == np.split(before[part.of][rank], blocks[part.of])[part.chunks[rank]]).all()
 
 
-@pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE, WITH_ROWS])
+@pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE, WITH_ROWS, EXCHANGE])
 def test_every_edge_is_needed(name: str) -> None:
     """Without an edge between what travels and a product the Plan is refused."""
     schedule, plan = checked(name, 3, 2)
@@ -112,7 +118,9 @@ def test_every_edge_is_needed(name: str) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("name", "ranks"), [(GATHER, 2), (GATHER, 3), (SCATTER, 2), (SCATTER, 3), (REDUCE, 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(GATHER, 2), (GATHER, 3), (SCATTER, 2), (SCATTER, 3), (REDUCE, 2), (EXCHANGE, 2)]
+)
 def test_mutants(name: str, ranks: int) -> None:
     """Every change of an edge, a copy, a phase or the order is refused, or the Plan is as right as it was."""
     schedule, plan = checked(name, ranks, 2)
@@ -121,7 +129,7 @@ def test_mutants(name: str, ranks: int) -> None:
         assert codes(stopped, mutant) or is_equal_in_effect(plan, mutant), words
 
 
-@pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE])
+@pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE, EXCHANGE])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_run(name: str, dtype: str) -> None:
     """`commdsl run`: every launch on host ranks brings each product what the oracle has there, bit for bit."""
@@ -132,9 +140,10 @@ def test_run(name: str, dtype: str) -> None:
     assert found.compared_bytes > 10_000
 
 
-def test_no_race() -> None:
+@pytest.mark.parametrize("name", [SCATTER, EXCHANGE])
+def test_no_race(name: str) -> None:
     """Nor does ThreadSanitizer see a race."""
-    compiled = compiler.compile(FOLDER / f"{SCATTER}.comm", ranks=2)
+    compiled = compiler.compile(FOLDER / f"{name}.comm", ranks=2)
     assert isinstance(compiled, compiler.CompiledSchedule)
     assert trial(compiled, Settings(600, "float32", None, True, False)).fault == ""
 

@@ -31,7 +31,7 @@ HELD = {1: 132, 2: 66, 3: 38, 4: 28}
 _LINE, _PANEL, _MARKS = 128, 64 * 128, 256  # bytes, as matmul.cuh lays them out
 _SHARED = 227 * 1024
 _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i2"), ("turn", "<u2")])
-_TURN = struct.Struct("<6H3h14x")
+_TURN = struct.Struct("<7H3h12x")
 _ARGUMENTS = struct.Struct("<8Q2I56x")
 _ENOUGH = 4  # stages: what is read comes in time
 _LEAST = 4  # stages of a part: what it costs to add two parts up takes as long
@@ -99,10 +99,10 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """C [rows, columns] = A x B in `dtype`, C in `result`; `turns` such products of one B. A lies as [rows, depth]
-    where it is `a_deep`, else as [depth, rows]; B as [columns, depth] where it is `b_deep`. On the float32 sum: bias,
-    then an activation, then the residual. Gated, B has twice the columns, and silu(first half) * second half is what
-    comes of them.
+    """C [rows, columns] = A x B in `dtype`, C in `result`; `turns` such products, each by one of the matrices of B. A
+    lies as [rows, depth] where it is `a_deep`, else as [depth, rows]; B as [columns, depth] where it is `b_deep`. On
+    the float32 sum: bias, then an activation, then the residual. Gated, B has twice the columns, and silu(first half) *
+    second half is what comes of them.
     """
 
     rows: int
@@ -263,12 +263,14 @@ def slot_bytes(tiling: Tiling) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One of the products of a launch: its rows are matrix `rows[1]` of tensor `rows[0]`, its result likewise; `count`
-    matrices of the sums, from `first` on, are added. Words of the call, -1 for none: that say that the rows are there,
-    or the sums, and the one in which stored tiles are counted, `stores` in all.
+    """One of the products of a launch: its rows are matrix `rows[1]` of tensor `rows[0]`, its result likewise; they are
+    multiplied by matrix `factor` of B; `count` matrices of the sums, from `first` on, are added. Words of the call, -1
+    for none: that say that the rows are there, or the sums, and the one in which stored tiles are counted, `stores` in
+    all.
     """
 
     rows: tuple[int, int] = (0, 0)
+    factor: int = 0
     result: tuple[int, int] = (0, 0)
     first: int = 0
     count: int = 0
@@ -278,7 +280,7 @@ class Turn:
 
     def pack(self) -> bytes:
         words = self.rows_there, self.sums_there, self.stored
-        return _TURN.pack(*self.rows, *self.result, self.first, self.count, *words)
+        return _TURN.pack(*self.rows, self.factor, *self.result, self.first, self.count, *words)
 
 
 def stores(product: Product, tiling: Tiling) -> int:

@@ -23,7 +23,7 @@ from typing import TypeAlias, TypeVar
 from commdsl.checks.bounds import OUT_OF_BOUNDS, out_of_bounds, without
 from commdsl.checks.casts import mixed_casts, unsaid_roundings
 from commdsl.checks.classes import mixed_types, own_units, unknown_units
-from commdsl.checks.conservation import broken_contracts
+from commdsl.checks.conservation import broken_contracts, unsaid_factors
 from commdsl.checks.cycles import broken_cycles
 from commdsl.checks.engine import combining_engine
 from commdsl.checks.inputs import writes_to_input
@@ -82,7 +82,7 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (unequal_sizes, mixed_types, own_units, unknown_units),
     (broken_contracts, broken_rotations),
     (mixed_casts,),
-    (unsaid_roundings,),
+    (unsaid_roundings, unsaid_factors),
     (broken_returns,),
     (useless_statements, idle_promises),
 )

@@ -37,9 +37,12 @@ def out_of_bounds(located: Located) -> Iterator[Diagnostic]:
 def first_outside(moves: Statement, schedule: Schedule) -> Outside | None:
     source, dest = (schedule.buffers[buffer] for buffer in (moves.source_buffer, moves.dest_buffer))
     ranks = schedule.num_ranks
-    return outside(dest, ranks, moves.dest_rank, moves.dest_chunk) or outside(
+    found = outside(dest, ranks, moves.dest_rank, moves.dest_chunk) or outside(
         source, ranks, moves.source_rank, moves.source_chunk, moves.source_valid
     )
+    if found is None and moves.factor is not None and moves.factor_chunk is not None:
+        found = outside(schedule.buffers[moves.factor], ranks, moves.actor, moves.factor_chunk)
+    return found
 
 
 def without(schedule: Schedule, spans: set[tuple[str, int, int]]) -> Schedule:

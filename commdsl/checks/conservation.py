@@ -1,4 +1,4 @@
-"""C306, C307, C308: every contribution arrives exactly once, where `ensure` says.
+"""C306, C307, C308, C316: every contribution arrives exactly once, where `ensure` says.
 
 Assumes indices in bounds, no overlapping writes, no undefined reads. One message per contract, for the first location
 that breaks it: the others mostly follow from the same mistake. Does not look at the order of a reduction, which `cost`
@@ -21,19 +21,34 @@ from commdsl.language.records import dataclass
 
 
 def broken_contracts(located: Located) -> Iterator[Diagnostic]:
-    """Runs the schedule once and compares what every contract names with what is there."""
+    """Runs the schedule and compares what every contract names with what is there: what moves, and what it was
+    multiplied by, each by itself.
+    """
     promised = [contract for contract in located.schedule.contracts if contract.rotation is None]
-    if not promised:
-        return
-    start = initial(located)
-    contents = Contents(start.sums.copy(), start.totals.copy())
-    for _ in forward(located, contents):
+    factors = {factor for _, factor, _ in located.schedule.products}
+    is_factor = located.of_factors()
+    for among, contracts in (
+        (~is_factor, [one for one in promised if one.source_buffer not in factors]),
+        (is_factor, [one for one in promised if one.source_buffer in factors]),
+    ):
+        if contracts:
+            start, end = at_ends(located, among)
+            for contract in contracts:
+                yield from _check_rows(located, contract, among, start, end)
+
+
+def at_ends(located: Located, among: NDArray[np.bool_]) -> tuple[Contents, Contents]:
+    """What locations hold before and after the schedule, of the contributions of some."""
+    start = initial(located, among)
+    end = Contents(start.sums.copy(), start.totals.copy())
+    for _ in forward(located, end):
         pass
-    for contract in promised:
-        yield from _check_rows(located, contract, start, contents)
+    return start, end
 
 
-def _check_rows(located: Located, contract: Contract, start: Contents, end: Contents) -> Iterator[Diagnostic]:
+def _check_rows(
+    located: Located, contract: Contract, among: NDArray[np.bool_], start: Contents, end: Contents
+) -> Iterator[Diagnostic]:
     dests, sources = located.contract_dests(contract), located.contract_sources(contract)
     good = combine(start, sources).at(contract.value.astype(np.int64)).equal(end.at(dests))
     bad = np.flatnonzero(~good)
@@ -41,11 +56,32 @@ def _check_rows(located: Located, contract: Contract, start: Contents, end: Cont
         return
     row = int(bad[np.lexsort((contract.dest_chunk[bad], contract.dest_rank[bad]))[0]])
     location = int(dests[row])
-    counts = recount(located, location)
+    counts = np.where(among, recount(located, location), 0)
     wanted = np.zeros_like(counts)
     wanted[sources[contract.value[row]]] = 1
     wanted[located.nowhere] = 0
     yield _diagnose(located, contract, Difference(location, wanted, counts), len(bad), len(dests))
+
+
+def unsaid_factors(located: Located) -> Iterator[Diagnostic]:
+    """C316, for every contract of what one of several blocks of a factor has multiplied, where none says which."""
+    schedule = located.schedule
+    factor = next((factor for _, factor, _ in schedule.products if schedule.buffers[factor].num_chunks > 1), None)
+    if factor is None:
+        return
+    _, end = at_ends(located, located.of_factors())
+    unsaid = end.totals > 0
+    for contract in schedule.contracts:
+        if contract.source_buffer == factor:
+            unsaid[located.contract_dests(contract)] = False
+    for contract in schedule.contracts:
+        dests = located.contract_dests(contract)
+        if unsaid[dests].any():
+            name = schedule.buffers[factor].name
+            where = located.name(int(dests[unsaid[dests].argmax()]))
+            label = Label(contract.span, f"{where} is multiplied by a block of `{name}`")
+            help = f"say by which, in another `==` of it: `{name}[...] @ ...`"
+            yield Diagnostic("C316", "a contract does not say what its rows are multiplied by", label, help=help)
 
 
 @dataclass(frozen=True, eq=False)

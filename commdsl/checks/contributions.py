@@ -1,9 +1,10 @@
 """Turns a schedule into what each location holds: which initial chunks are combined there, and how often.
 
-Assumes indices in bounds, no overlapping writes and no undefined reads. A step is a linear map on contribution
-counts, so a forward pass carries every location's contributions at once (exactly when small, else as 64-bit
-fingerprints, each with a total that saturates), and one backward pass of the transposed map recounts a single
-location exactly at any scale. What a task writes is a contribution of its own, that nothing else is. Does not judge.
+Assumes indices in bounds, no overlapping writes and no undefined reads. A step is a linear map on contribution counts,
+so a forward pass carries every location's contributions at once (exactly when small, else as 64-bit fingerprints, each
+with a total that saturates), and one backward pass of the transposed map recounts a single location exactly at any
+scale. What a product makes has two contributions: its rows, and a block of its factor. What a task writes is a
+contribution of its own, that nothing else is. Does not judge.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ class Contents:
         self.totals[locations] = new.totals
 
 
-def initial(located: Located) -> Contents:
-    """Every location the caller fills, and everything a task makes, holds its own mark once; the others nothing."""
-    given = np.flatnonzero(located.given())
+def initial(located: Located, among: NDArray[np.bool_] | None = None) -> Contents:
+    """Every location the caller fills, and everything a task makes, holds its own mark once; the others nothing. Of
+    them only those `among` these.
+    """
+    given = np.flatnonzero(located.given() if among is None else located.given() & among)
     given, size = given[given != located.nowhere], located.size
     if size * len(given) <= EXACT_CELLS:
         sums = np.zeros((size, max(1, len(given))), dtype=np.uint64)
@@ -89,7 +92,7 @@ def forward(located: Located, contents: Contents) -> Iterator[tuple[int, Located
         idle: list[bool] = []
         results: list[tuple[LocatedMoves, Contents]] = []
         for moves in step.moves:
-            new, old = combine(contents, moves.sources), contents.at(moves.dest)
+            new, old = combine(contents, moves.contributing), contents.at(moves.dest)
             if moves.moves.accumulate:
                 new = Contents(new.sums + old.sums, np.minimum(new.totals + old.totals, MANY))
             idle.append(np.array_equal(new.totals, old.totals) and np.array_equal(new.sums, old.sums))
@@ -127,6 +130,6 @@ def transposed(step: LocatedStep, weight: NDArray[np.int64]) -> None:
             weight[moves.dest] = 0
     for moves, part in zip(step.moves, taken, strict=True):
         rows = np.flatnonzero(part)
-        touched = moves.sources[rows]
+        touched = moves.contributing[rows]
         np.add.at(weight, touched, part[rows, None])
         weight[touched] = np.minimum(weight[touched], MANY)

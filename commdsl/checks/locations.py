@@ -30,6 +30,12 @@ class LocatedMoves:
     moves: Statement
     dest: Locations  # (n,)
     sources: Locations  # (n, k)
+    factors: Locations | None = None  # (n,), of products
+
+    @property
+    def contributing(self) -> Locations:
+        """All that has a part in what is written: (n, k), of products (n, 2)."""
+        return self.sources if self.factors is None else np.column_stack((self.sources, self.factors))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +109,10 @@ class Located:
         sources = self.locate(moves.source_buffer, moves.source_rank, moves.source_chunk)
         if moves.source_valid is not None:
             sources = np.where(moves.source_valid, sources, self.nowhere)
-        return LocatedMoves(moves, self.locate(moves.dest_buffer, moves.dest_rank, moves.dest_chunk), sources)
+        dest = self.locate(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
+        if moves.factor is None or moves.factor_chunk is None:
+            return LocatedMoves(moves, dest, sources)
+        return LocatedMoves(moves, dest, sources, self.locate(moves.factor, moves.actor, moves.factor_chunk))
 
     def locate(self, buffer: int, rank: NDArray[np.integer], chunk: NDArray[np.integer]) -> Locations:
         return place(self.first_chunk, buffer, rank, chunk)
@@ -125,6 +134,13 @@ class Located:
         given = (np.full(buffer.num_chunks, buffer.kind in GIVEN) for buffer in self.schedule.buffers)
         made = np.ones(self.size - self.nowhere - 1, np.bool_)
         return np.append(self.over_locations(given, nowhere=1).astype(np.bool_), made)
+
+    def of_factors(self) -> NDArray[np.bool_]:
+        """Which locations are those of factors."""
+        factors = {factor for _, factor, _ in self.schedule.products}
+        counts = (np.full(one.num_chunks, at in factors) for at, one in enumerate(self.schedule.buffers))
+        found = self.over_locations(counts, nowhere=0).astype(np.bool_)
+        return np.append(found, np.zeros(self.size - len(found), np.bool_))
 
     def split(self, location: int) -> tuple[int, int, int]:
         """The rank, buffer and chunk of a location."""

@@ -173,7 +173,7 @@ def make_inputs(schedule: Schedule, of: Mapping[str, DType], elements: int) -> d
             name = schedule.buffers[number].name
             inputs[name] = [_of_rows(values, extent) for values in inputs[name]]
     for factor in {schedule.buffers[factor].name for _, factor, _ in schedule.products}:
-        inputs[factor] = [values.reshape(isqrt(elements), -1) for values in inputs[factor]]
+        inputs[factor] = [values.reshape(-1, elements // isqrt(elements)) for values in inputs[factor]]
     return inputs
 
 

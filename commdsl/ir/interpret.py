@@ -150,15 +150,18 @@ def _block_elements(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -
             sizes.setdefault(unit.size, set()).update(array.size / buffer.blocks for array in inputs[buffer.name])
     if not all(len(found) == 1 and min(found).is_integer() for found in sizes.values()):
         raise ValueError("inputs must be whole blocks of one size on every rank")
-    return tuple(0 if unit is None else _elements(unit, int(min(sizes[unit.size])), inputs) for unit in known.values())
+    blocks = {buffer.name: buffer.blocks for buffer in schedule.buffers}
+    return tuple(
+        0 if unit is None else _elements(unit, int(min(sizes[unit.size])), inputs, blocks) for unit in known.values()
+    )
 
 
-def _elements(unit: Unit, elements: int, inputs: Mapping[str, Sequence[Array]]) -> int:
+def _elements(unit: Unit, elements: int, inputs: Mapping[str, Sequence[Array]], blocks: Mapping[str, int]) -> int:
     """Of a block, where a block of what is as long, or is multiplied to it, has so many."""
     if unit.factor is None:
         return elements
-    columns, depth = map(int, inputs[unit.factor][0].shape)
-    return elements // depth * columns
+    rows, depth = map(int, inputs[unit.factor][0].shape)
+    return elements // depth * (rows // blocks[unit.factor])
 
 
 def _depths(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> dict[int, int]:
@@ -236,8 +239,9 @@ def _results(memory: _Memory, moves: Statement, op: str) -> Iterator[tuple[bool,
         if moves.applied is not None:
             given = [memory.whole(buffer, rank) for buffer in moves.applied.given]
             values = by_row(moves.applied, operands[0], given, dtype)
-        elif moves.factor is not None:
-            values = multiply(operands[0], memory.whole(moves.factor, rank), memory.depths[moves.factor], dtype)
+        elif moves.factor is not None and moves.factor_chunk is not None:
+            factor = memory.read(moves.factor, rank, int(moves.factor_chunk[row]))
+            values = multiply(operands[0], factor, memory.depths[moves.factor], dtype)
         elif moves.copies:
             values = operands[0]
         elif op == "avg":

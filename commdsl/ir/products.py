@@ -10,7 +10,7 @@ what a product made, on the same rank and before anything else happens, is added
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -61,7 +61,7 @@ def stopping(schedule: Schedule) -> Stopping:
     for step in steps:
         match step:
             case _Product(statement, bindings, sums):
-                reads = (parts.source(statement), parts.number(statement.factor), *map(parts.source, sums))
+                reads = (parts.source(statement), parts.factor(statement), *map(parts.source, sums))
                 writes = (parts.dest(statement),)
                 made.append(Yield(reads, bindings, statement.span, writes, MATMUL, is_product=True))
             case Step():
@@ -118,6 +118,7 @@ class _Parts:
 
     def __init__(self, schedule: Schedule, steps: tuple[AnyStep | _Product, ...]) -> None:
         self._schedule = schedule
+        self._ranks = np.arange(schedule.num_ranks)
         shape = [(schedule.num_ranks, buffer.num_chunks) for buffer in schedule.buffers]
         self._part_of: list[NDArray[np.int64]] = [np.full(one, -1) for one in shape]  # by rank and chunk
         self._chunks: list[list[tuple[int, ...]]] = [[] for _ in shape]
@@ -125,12 +126,14 @@ class _Parts:
         for step in steps:
             if isinstance(step, _Product):
                 factor = self._one_factor(step.statement, factor)
+                if schedule.buffers[factor].num_chunks > 1:
+                    self._take(step.statement, factor, _factor_chunk(step.statement))
                 self._take(step.statement, step.statement.source_buffer, step.statement.source_chunk[:, 0])
                 self._take(step.statement, step.statement.dest_buffer, step.statement.dest_chunk)
                 for one in step.sums:
                     self._take(one, one.source_buffer, one.source_chunk[:, 0])
-        for moves in (one for step in steps if isinstance(step, Step) for one in step.moves):
-            self._take_result(moves)
+        moves = [one for step in steps if isinstance(step, Step) for one in step.moves]
+        self._take_rest(moves)
         self.buffers = tuple(self._all())
         self._number = {buffer.name: number for number, buffer in enumerate(self.buffers)}
 
@@ -142,9 +145,8 @@ class _Parts:
             for number, chunks in enumerate(parts)
         )
 
-    def number(self, buffer: int | None) -> int:
+    def number(self, buffer: int) -> int:
         """Of a buffer without parts."""
-        assert buffer is not None
         return self._number[self._schedule.buffers[buffer].name]
 
     def source(self, one: Statement) -> int:
@@ -152,6 +154,10 @@ class _Parts:
 
     def dest(self, one: Statement) -> int:
         return self._of(one.dest_buffer, one.dest_rank[0], one.dest_chunk[0])
+
+    def factor(self, one: Statement) -> int:
+        assert one.factor is not None
+        return self._of(one.factor, one.actor[0], _factor_chunk(one)[0])
 
     def split(self, moves: Statement) -> Iterator[Statement]:
         """A statement for each two parts that it has chunks of."""
@@ -196,25 +202,32 @@ class _Parts:
 
     def _take(self, one: Statement, buffer: int, chunk: NDArray[np.int32]) -> None:
         """The chunks that a statement has, one on each rank, are a part, if they are none yet."""
-        ranks = np.arange(self._schedule.num_ranks)
+        ranks = self._ranks
         if not np.array_equal(one.actor, ranks) or self._schedule.buffers[buffer].cut != 1:
             raise _fault(one.span, "it is not of one whole block on every rank", "multiply blocks, on all ranks")
         found = self._part_of[buffer][ranks, chunk]
-        if (found < 0).all():
-            self._part_of[buffer][ranks, chunk] = len(self._chunks[buffer])
-            self._chunks[buffer].append(tuple(chunk.tolist()))
-        elif (found != found[0]).any():
+        self._take_new(buffer, chunk)
+        if (found != found[0]).any():
             raise _fault(one.span, "on some ranks it has what another product has", "let products share all or nothing")
 
-    def _take_result(self, one: Statement) -> None:
-        """Of a result that products make in part, what comes to each rank from another that has made it."""
-        buffer, ranks = one.dest_buffer, np.argsort(one.dest_rank)
-        if not self._chunks[buffer] or self._schedule.buffers[buffer].kind is not BufferKind.OUTPUT:
-            return
-        chunk = one.dest_chunk[ranks]
-        alone = np.array_equal(one.dest_rank[ranks], np.arange(self._schedule.num_ranks))
-        if alone and (self._part_of[buffer][one.dest_rank[ranks], chunk] < 0).all():
-            self._part_of[buffer][one.dest_rank[ranks], chunk] = len(self._chunks[buffer])
+    def _take_rest(self, moves: Sequence[Statement]) -> None:
+        """What each statement brings every rank, of a result that products make in part, or of a scratch buffer where
+        all is of what products have.
+        """
+        for number, buffer in enumerate(self._schedule.buffers):
+            brings = [one for one in moves if one.dest_buffer == number]
+            alone = [one for one in brings if np.array_equal(np.sort(one.dest_rank), self._ranks)]
+            if self._chunks[number]:
+                is_open = buffer.kind is BufferKind.OUTPUT
+            else:
+                of_parts = all(self._chunks[one.source_buffer] for one in brings)
+                is_open = buffer.kind is BufferKind.SCRATCH and buffer.cut == 1 and of_parts and alone == brings
+            for one in alone if is_open else ():
+                self._take_new(number, one.dest_chunk[np.argsort(one.dest_rank)])
+
+    def _take_new(self, buffer: int, chunk: NDArray[np.int32]) -> None:
+        if (self._part_of[buffer][self._ranks, chunk] < 0).all():
+            self._part_of[buffer][self._ranks, chunk] = len(self._chunks[buffer])
             self._chunks[buffer].append(tuple(chunk.tolist()))
 
     def _one_factor(self, one: Statement, before: int | None) -> int:
@@ -222,8 +235,8 @@ class _Parts:
         buffer = self._schedule.buffers[one.factor]
         if before not in (None, one.factor):
             raise _fault(one.span, "another product here has another factor", "write a schedule for each of them")
-        if buffer.kind is not BufferKind.INPUT or buffer.num_chunks != 1:
-            raise _fault(one.span, f"`{buffer.name}` is not one whole input", f"declare `input {buffer.name}`")
+        if buffer.kind is not BufferKind.INPUT:
+            raise _fault(one.span, f"`{buffer.name}` is not an input", f"declare `input {buffer.name}`")
         return one.factor
 
     def _all(self) -> Iterator[Buffer]:
@@ -233,6 +246,11 @@ class _Parts:
             for number in range(len(parts)):
                 like = buffer.like if number == 0 else _name(buffer, 0)
                 yield replace(buffer, name=_name(buffer, number), dims=(), blocks=1, cut=1, like=like)
+
+
+def _factor_chunk(one: Statement) -> NDArray[np.int32]:
+    assert one.factor_chunk is not None, "every product has a factor"
+    return one.factor_chunk
 
 
 def _name(buffer: Buffer, number: int) -> str:

@@ -231,8 +231,8 @@ def line(node: Line) -> str:
             return f"group {name.text} = ranks{words}"
         case syntax.Do():
             return _do(node)
-        case syntax.Move(_, origin, dest, syntax.Name(factor)):
-            return f"compute matmul({source(origin)}, {factor} -> {ref(dest)})"
+        case syntax.Move(_, origin, dest, syntax.Ref() as factor):
+            return f"compute matmul({source(origin)}, {ref(factor)} -> {ref(dest)})"
         case syntax.Move(kind, origin, dest):
             return f"{kind.value} {source(origin)} -> {ref(dest)}{cast(node.cast)}"
         case syntax.Yield(buffer):

@@ -88,7 +88,7 @@ class Fused:
         rows, factor = (held[kept] for kept in self._products[0].reads[:2])
         kernel = self._kernel(rows, factor)
         words = torch.zeros(self._launches + len(self._products), dtype=torch.int64, device=factor.device)
-        launch = self._prepared(kernel, held, factor, words.data_ptr())
+        launch = self._prepared(kernel, held, words.data_ptr())
 
         def multiply(number: int, *_: torch.Tensor, out: torch.Tensor) -> None:
             if number == 0:
@@ -109,21 +109,19 @@ class Fused:
             found = self._kernels[a_deep, b_deep] = Matmul(product, tiling, sms, self._device, self._turns)
         return found
 
-    def _prepared(
-        self, kernel: Matmul, held: Mapping[Kept, torch.Tensor], factor: torch.Tensor, words: int
-    ) -> matmul.Launch:
+    def _prepared(self, kernel: Matmul, held: Mapping[Kept, torch.Tensor], words: int) -> matmul.Launch:
         found: dict[str, dict[int, torch.Tensor]] = {}
         for product in self._products:
-            for kept in (product.reads[0], *product.reads[2:], *product.writes):
-                group, at = self._places[kept.name]
+            for kept in (*product.reads, *product.writes):
+                group, at = _place(self._places, kept)
                 found.setdefault(group, {})[at] = held[kept]
         sources, sums, results = ([matrices(found[name]) for name in names] for names in self._groups)
-        b = Matrices.of(factor)
-        key = (*sources, *sums, *results, b, words)
+        factor = matrices(found[_place(self._places, self._products[0].reads[1])[0]])
+        key = (*sources, factor, *sums, *results, words)
         launch = self._known.get(key)
         if launch is None:
             added = sums[0] if sums else None
-            launch = kernel.prepare(sources, b, results, sums=added, words=words)
+            launch = kernel.prepare(sources, factor, results, sums=added, words=words)
             if len(self._known) >= MAX_KEPT:
                 self._known.clear()
             self._known[key] = launch
@@ -167,6 +165,11 @@ def _products(plan: Plan) -> tuple[Visit, ...]:
     return tuple(phase for phase in visits(plan) if isinstance(phase, Visit))
 
 
+def _place(places: Places, kept: Kept) -> tuple[str, int]:
+    """Of what has no parts: it is one matrix by itself."""
+    return places.get(kept.name, (kept.name, 0))
+
+
 def _groups(products: Sequence[Visit], places: Places) -> tuple[list[str], list[str], list[str]]:
     """Where rows lie, what is added, and results."""
     rows = [one.reads[0] for one in products]
@@ -189,6 +192,7 @@ def _turns(plan: Plan, places: Places) -> Iterator[Turn]:
         added = [at for at, launch in before if meets(launch, one.reads[2:], ())]
         yield Turn(
             (sources.index(rows[0]), rows[1]),
+            _place(places, one.reads[1])[1],
             (results.index(result[0]), result[1]),
             min((places[kept.name][1] for kept in one.reads[2:]), default=0),
             len(one.reads) - 2,

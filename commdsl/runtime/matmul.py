@@ -121,7 +121,8 @@ class Matmul:
         words: int = 0,
     ) -> Launch:
         """The launch that writes C to `c`, from addresses of `bias` and of the call's words. Of several turns A and C
-        are one or two of what turns name. Raises TensorError where a row of a matrix begins elsewhere than TMA can.
+        are one or two of what turns name, and B has the matrices that they do. Raises TensorError where a row of a
+        matrix begins elsewhere than TMA can.
         """
         rows, half = self.tiling.rows, self.tiling.columns // 2
         line = self.tiling.line(self.product)

@@ -214,11 +214,11 @@ def _is_made(port: Port) -> bool:
 
 
 def _made_block(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Rows of a block of what is multiplied, each as wide as the factor has rows."""
+    """Rows of a block of what is multiplied, each as wide as a block of the factor has rows."""
     assert port.unit is not None
     assert port.unit.factor is not None
-    rows = _block(signature, _sized(signature, port), tensors)[0]
-    return [rows, tensors[_input(signature, port.unit.factor)].shape[0]]
+    blocks = (_block(signature, of, tensors) for of in (_sized(signature, port), _input(signature, port.unit.factor)))
+    return [block[0] for block in blocks]
 
 
 def _block(signature: Signature, number: int, tensors: Sequence[torch.Tensor]) -> list[Any]:

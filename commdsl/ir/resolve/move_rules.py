@@ -17,7 +17,7 @@ def check_move(rules: ExpressionRules, move: syn.Move, acting: str) -> None:
     rules.source(move.source)
     rules.ref(move.dest)
     if move.factor is not None:
-        rules.buffer(move.factor)
+        rules.ref(move.factor)
     if move.cast is not None:
         check_cast(rules, move.cast, OF_MOVES, "moves")
     if isinstance(move.dest.place, syn.All):
@@ -48,12 +48,10 @@ def _check_places(rules: ExpressionRules, move: syn.Move, acting: str, is_list: 
             rules.faults.report(
                 "C112", "the destination of a get is the acting rank's", dest, "another rank's", help=help
             )
-        case MoveKind.COPY | MoveKind.MATMUL if source or dest:
+        case MoveKind.COPY | MoveKind.MATMUL if far := source or dest or (move.factor and _place(move.factor)):
             help = "write `put` to write to another rank, `get` to read from one"
             what = "a product" if move.kind is MoveKind.MATMUL else "a copy"
-            rules.faults.report(
-                "C113", f"{what} stays on the acting rank", source or dest or move.span, "another rank's", help=help
-            )
+            rules.faults.report("C113", f"{what} stays on the acting rank", far, "another rank's", help=help)
         case MoveKind.REDUCE if dest and (source or is_list):
             what = (
                 "a list of sources is combined on the acting rank"

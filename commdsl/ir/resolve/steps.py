@@ -155,6 +155,8 @@ class StepBuilder:
         )
         stretch = None if move.cast is None else move.cast.stretch
         free = (listed - inner) | _ref_names(move.dest) | free_names(stretch)
+        if move.factor is not None:
+            free |= _ref_names(move.factor)
 
         def compute(scope: Scope) -> Statement:
             return self._compute(move, context, scope, context.scope(scope, free))
@@ -191,9 +193,19 @@ class StepBuilder:
             dest_rank=spread(dest_rank, extents, chunks=False),
             dest_chunk=spread(dest_chunk, extents, chunks=True),
             span=move.span,
-            factor=None if move.factor is None else names.index(move.factor.text),
+            factor=None if move.factor is None else names.index(move.factor.buffer.text),
+            factor_chunk=None if move.factor is None else self._factor_chunk(move.factor, context, outer, extents),
             cast=None if move.cast is None else cast_of(move.cast, binding.evaluator, outer, binding.faults),
         )
+
+    def _factor_chunk(self, factor: syn.Ref, context: _Context, outer: Scope, extents: tuple[int, ...]) -> Ints:
+        """One block of it, in every row."""
+        if self._binding.missing(factor):
+            self._binding.faults.fail(
+                "C592", "no kernel runs this product", factor.span, f"all blocks of `{factor.buffer.text}` at once",
+                help=f"say by which it is multiplied, as in `{factor.buffer.text}[r]`",
+            )  # fmt: skip
+        return spread(self._chunk(factor, context, outer), extents, chunks=False)
 
     def _number(self, expr: syn.Expr, context: _Context, outer: Scope) -> Ints:
         memo = context.numbers.get((expr,))

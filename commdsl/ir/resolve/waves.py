@@ -39,5 +39,5 @@ def _joined(some: Sequence[Statement]) -> Statement:
     return replace(
         some[0], actor=rows("actor"), source_rank=rows("source_rank"), source_chunk=rows("source_chunk"),
         source_valid=None if is_whole else np.concatenate(valid)[order], dest_rank=rows("dest_rank"),
-        dest_chunk=rows("dest_chunk"),
+        dest_chunk=rows("dest_chunk"), factor_chunk=None if some[0].factor is None else rows("factor_chunk"),
     )  # fmt: skip

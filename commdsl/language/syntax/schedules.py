@@ -57,13 +57,13 @@ class Cast(Node):
 @dataclass(frozen=True, slots=True)
 class Move(Node):
     """`put a -> b @ p`. `reduce a -> b` combines into b; `reduce a @ all -> b` (a list) sets b to the combination.
-    `compute matmul(a[q], w -> b[q])` multiplies on the way from one chunk to another.
+    `compute matmul(a[q], w -> b[q])` multiplies on the way from one chunk to another, by a block of `factor`.
     """
 
     kind: MoveKind
     source: Source_
     dest: Ref
-    factor: Name | None = None  # of a product
+    factor: Ref | None = None  # of a product
     cast: Cast | None = None
 
 

@@ -8,7 +8,7 @@
 // one below the other, each loads half of what both need of B and sends it to both. What is added to a tile comes behind its last
 // stage, a line of 64 rows of each multiplier a fill, so it is there when the products are.
 //
-// What is made may be several products of one factor, *turns*: rows from here or there, to here or there, that may have to wait for
+// What is made may be several products by blocks of one factor, *turns*: rows from here or there, to here or there, that may have to wait for
 // what moves beside, and that others may wait for. A turn's words say so: a launch beside is over, so many tiles of a turn are stored.
 //
 // Or a cluster makes a tile together: each of its kSplit blocks has a share of the depth, leaves its sums in the others' stages when
@@ -40,10 +40,10 @@ struct alignas(16) Piece {
   u16 turn;
 };
 
-// Matrix `rows_at` of those at `rows`, to `result_at` of those at `result`; `count` matrices from `first` on are added. The words to
+// Matrix `rows_at` of those at `rows`, times matrix `factor_at`, to `result_at` of those at `result`; `count` matrices from `first` on are added. The words to
 // wait for, before rows are read and before anything is added, and the one to count stored tiles in; -1: none.
 struct alignas(16) MatmulTurn {
-  u16 rows, rows_at, result, result_at, first, count;
+  u16 rows, rows_at, factor_at, result, result_at, first, count;
   i16 rows_there, sums_there, stored;
 };
 
@@ -208,18 +208,18 @@ struct Loader : Worker<Shape> {
     const u32 fill = begin_fill(Shape::kStageBytes), stage = this->shared.stage(fill), mark = this->shared.full(fill);
     load_panels<Shape::kADeep, Shape::kRows, 1>(stage, this->args.a[turn.rows], this->row(piece), depth, turn.rows_at, mark);
     if constexpr (Shape::kCluster == 1) {
-      load_half(piece, 0, stage, depth, mark);
-      load_half(piece, 1, stage, depth, mark);
+      load_half(piece, turn, 0, stage, depth, mark);
+      load_half(piece, turn, 1, stage, depth, mark);
     } else {
-      load_half(piece, block_of_cluster(), stage, depth, mark);
+      load_half(piece, turn, block_of_cluster(), stage, depth, mark);
     }
   }
 
   // Gated, the second half has the columns that are multiplied with what the activation makes of the first.
-  COMMDSL_FN void load_half(const Piece& piece, u32 half, u32 stage, u32 depth, u32 mark) {
+  COMMDSL_FN void load_half(const Piece& piece, const MatmulTurn& turn, u32 half, u32 stage, u32 depth, u32 mark) {
     const u32 column = this->column(piece) + half * (Shape::kGated ? this->args.columns : Shape::kHalf);
     const u32 to = stage + Shape::kABytes + half * Shape::kHalf * kLine;
-    load_panels<Shape::kBDeep, Shape::kHalf, Shape::kCluster>(to, this->args.b, column, depth, 0, mark);
+    load_panels<Shape::kBDeep, Shape::kHalf, Shape::kCluster>(to, this->args.b, column, depth, turn.factor_at, mark);
   }
 
   // A line has 64 elements of one row, `deep`, or of 64 rows at one depth, and then a panel has 64 depths of them.
