@@ -161,12 +161,17 @@ def read(path: Path | str | Texts) -> tuple[File, ...]:
 
 def read_text(text: str, name: str, folder: Path) -> tuple[File, ...]:
     """As `read`, for text in hand; what it uses is looked for in `folder`, then among the shipped schedules."""
-    files = [parsed.parse(Source(name, text))]
-    seen = {(folder / name).resolve()}
-    pending = [(use, folder) for use in _uses(files[0])]
+    return with_used(parsed.parse(Source(name, text)), folder)
+
+
+def with_used(file: File, folder: Path) -> tuple[File, ...]:
+    """As `read_text`, for a file that was parsed."""
+    files = [file]
+    seen = {(folder / file.source.name).resolve()}
+    pending = [(use, folder) for use in _uses(file)]
     while pending:
         use, base = pending.pop(0)
-        path = _find_used(use, base)
+        path = find_used(use, base)
         if path.resolve() not in seen:
             seen.add(path.resolve())
             files.append(parsed.parse(Source(str(path), text_of(path, use.span))))
@@ -178,7 +183,8 @@ def _uses(file: File) -> list[Use]:
     return [item for item in file.items if isinstance(item, Use)]
 
 
-def _find_used(use: Use, folder: Path) -> Path:
+def find_used(use: Use, folder: Path) -> Path:
+    """The file that a `use` names: of the folder, or shipped. Raises CommError where there is none."""
     if not use.path.endswith(resources.SUFFIX):
         label = Label(use.span, f"`use` reads {resources.SUFFIX} files alone")
         raise CommError((Diagnostic("C190", f"`{use.path}` is no {resources.SUFFIX} file", label),))

@@ -5,6 +5,7 @@ Assumes a checkout. Runs most commands in this process; a whole process only whe
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -104,6 +105,17 @@ def test_check(capsys: Capture) -> None:
 
     assert "allreduce_ring: proved for 8 ranks on switch" in out
     assert err == ""
+
+
+def test_check_sweep_with_a_mistake(tmp_path: Path, capsys: Capture) -> None:
+    """Numbers of ranks that a schedule is not for are left out of a sweep of a faulty one, too."""
+    path = tmp_path / "halves.comm"
+    path.write_text("schedule s for P ranks where P % 2 == 0 { inout x ensure allreduce(x) each r { put y -> x } }")
+    assert run_command(["check", str(path), "--ranks", "2..5"]) == 1
+    err = capsys.readouterr().err
+    assert "C101" in err
+    assert "the same for 4\n" in err
+    assert "C501" not in err
 
 
 def test_check_sweep(capsys: Capture) -> None:
@@ -451,6 +463,27 @@ def test_compiled_module_gives_the_op() -> None:
 def test_generated_is_current(capsys: Capture) -> None:
     """generated/ is what `commdsl compile` makes of the shipped schedules."""
     assert run_command(["compile", "--check"]) == 0, capsys.readouterr().out
+
+
+def test_standard_input(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-` is the text that comes over standard input, which uses files of the folder at hand; it is held to the laws of
+    files, and formatted to standard output.
+    """
+
+    def given(*words: str, text: bytes) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        code = run_command([*words, "-"])
+        return code, *capsys.readouterr()
+
+    ring = (ROOT / RING).read_bytes()
+    (tmp_path / "beside.comm").write_bytes(ring)
+    calls = b'use "beside.comm" schedule s for P ranks { inout x[P] ensure allreduce(x) do allreduce_ring(x) }'
+    monkeypatch.chdir(tmp_path)
+    assert given("check", text=calls)[1].startswith("✓ s: proved for 8 ranks")
+    assert "standard input:1:1" in given("check", text=b"sched s")[2]
+    assert "byte 0xff in line 2" in given("check", text=b"\n\xff")[2]
+    assert given("check", text=b"")[0] == 2
+    assert given("fmt", text=b"\xef\xbb\xbf" + ring.replace(b"\n", b"\r\n"))[0] == 0
 
 
 def test_fmt(tmp_path: Path, capsys: Capture) -> None:

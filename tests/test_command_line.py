@@ -5,6 +5,7 @@ Assumes a checkout. Runs commands in this process, but for what only a process s
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -487,8 +488,9 @@ def test_a_bug_says_what_to_send(monkeypatch: pytest.MonkeyPatch, capsys: Captur
 
 
 @pytest.mark.parametrize("name", sorted(app.commands))
-def test_examples_run(name: str, capsys: Capture) -> None:
+def test_examples_run(name: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The help of every command ends with a command line that runs as it stands."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))  # where an editor ends at once
     assert run_command([name, "--help"]) == 0
     (example,) = re.findall(r"Example:\n +(.*)\n$", capsys.readouterr().out)
     assert run_command(["new", "allreduce", "my_ring.comm"]) == 0

@@ -29,6 +29,8 @@ WALLS = {
     "click": {"commands/cli.py", "commands/options.py"},
     "rich": {"commands/"},
     "scipy": {"cost/flows.py"},
+    "pygls": {"commands/lsp/"},
+    "lsprotocol": {"commands/lsp/"},
     "torch": {"runtime/", "dispatch/", "ep/", "attention/", "overlap/"},
     "cupy": {"runtime/"},
     "nvshmem": {"runtime/"},

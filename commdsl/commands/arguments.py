@@ -16,6 +16,9 @@ from commdsl.machine import resources
 UNITS = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
 
+STDIN = Path("-")
+"""The file whose text comes over standard input, and which uses files of the folder where the command runs."""
+
 MOST_NUMBERS = 1000
 """Of ranks, in a sweep."""
 
@@ -109,7 +112,9 @@ class Place:
 
 
 def place_of(word: str) -> Place:
-    """A file, or a shipped one by its name. Raises UsageError with what comes near where there is neither."""
+    """A file, a shipped one by its name, or `-`. Raises UsageError with what comes near where there is none."""
+    if Path(word) == STDIN:
+        return Place(STDIN)
     if Path(word).exists():
         return Place(_text_file(Path(word)))
     file, name = resources.split_place(word)

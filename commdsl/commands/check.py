@@ -9,7 +9,7 @@ from pathlib import Path
 
 from commdsl.commands import output
 from commdsl.commands.arguments import Target, UsageError
-from commdsl.commands.jobs import Outcome, has_errors, merge, prove_all, read, read_jobs
+from commdsl.commands.jobs import Outcome, has_errors, jobs_of, merge, prove_all, read
 from commdsl.commands.output import Exit
 from commdsl.commands.summary import summary, to_json
 from commdsl.language import diagnostics
@@ -21,10 +21,11 @@ def check(paths: tuple[Path, ...], target: Target, name: str | None, *, as_json:
     are read all the same.
     """
     try:
-        for path in paths:
-            if not read(path)[0].items:
+        texts = [(path, read(path)) for path in paths]
+        for path, files in texts:
+            if not files[0].items:
                 raise UsageError(f"{path} declares nothing; `commdsl new allreduce` writes a file to start from")
-        jobs = read_jobs(paths, target, name)
+        jobs = tuple(job for path, files in texts for job in jobs_of(path, files, target, name))
     except CommError as error:
         return report((), error.diagnostics, as_json=as_json, concise=concise)
     outcomes: list[Outcome] = []

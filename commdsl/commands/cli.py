@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,6 +26,7 @@ from commdsl.commands.options import (
     only_check,
     option,
     to_write,
+    usage_text,
     where,
     words,
 )
@@ -289,6 +289,16 @@ def doctor(as_json: bool) -> Exit:
     return doctor(as_json=as_json)
 
 
+@app.command(cls=Grouped, example="lsp --on h200_2x8")
+@option("--ranks", section=WHAT, metavar="N", help="As `check` takes it; 2..8 unless said, or as many as --on has.")
+@option("--on", section=WHAT, metavar="TOPOLOGY", help="As `check` takes it.")
+def lsp(ranks: Text, on: Text) -> Exit:
+    """Be the language server of an editor, over standard input and output: what `check` says, as you type."""
+    from commdsl.commands.lsp.serve import lsp
+
+    return lsp(ranks, on)
+
+
 @app.command(cls=Grouped, example="cache")
 @option("--clear", is_flag=True, help="Remove what is kept; it is made again when it is needed.")
 @as_json
@@ -369,18 +379,6 @@ def run_command(words: Sequence[str]) -> int:
         return int(Exit.USAGE)
     except Exception:
         return unexpected(words)
-
-
-def usage_text(error: UsageError | click.UsageError) -> str:
-    """In one line, with where to read on."""
-    if isinstance(error, UsageError):
-        return str(error)
-    message = " ".join(error.format_message().split()).rstrip(".")
-    if isinstance(error, click.NoSuchOption):
-        near = get_close_matches(error.option_name, error.possibilities or (), n=1)
-        message = f"no such option {error.option_name}" + (f", did you mean {near[0]}?" if near else "")
-    command = error.ctx.command_path if error.ctx else "commdsl"
-    return f"{message[:1].lower()}{message[1:]}; {command} --help says more"
 
 
 def unexpected(words: Sequence[str]) -> int:

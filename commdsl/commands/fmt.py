@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 from commdsl.commands import output
+from commdsl.commands.arguments import STDIN
 from commdsl.commands.output import Exit
 from commdsl.language import diagnostics, parser
 from commdsl.language.diagnostics import CommError, Diagnostic
 from commdsl.language.format import format_file
 from commdsl.language.source import Source
-from commdsl.language.text import text_of
+from commdsl.language.text import standard_input, text_of
 
 
 def fmt(paths: tuple[Path, ...], *, check: bool, as_json: bool) -> Exit:
@@ -22,10 +23,10 @@ def fmt(paths: tuple[Path, ...], *, check: bool, as_json: bool) -> Exit:
     changed: list[str] = []
     found: list[Diagnostic] = []
     for path in expand(paths):
-        is_stream = str(path) == "-"
+        is_stream = path == STDIN
         try:
-            before = sys.stdin.read() if is_stream else text_of(path)
-            after = format_file(parser.parse(Source("standard input" if is_stream else str(path), before)))
+            source = standard_input() if is_stream else Source(str(path), text_of(path))
+            before, after = source.text, format_file(parser.parse(source))
         except CommError as error:
             found += error.diagnostics
             continue

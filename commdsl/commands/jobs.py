@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from commdsl import compiler
-from commdsl.commands.arguments import Target, UsageError
+from commdsl.commands.arguments import STDIN, Target, UsageError
 from commdsl.commands.budget import refuse_many
 from commdsl.compiler import Checked, Declaration, Given
 from commdsl.ir import resolve
 from commdsl.language.diagnostics import CommError, Diagnostic, Severity
 from commdsl.language.records import dataclass
 from commdsl.language.syntax import File, PlanDecl
-from commdsl.language.text import text_of
+from commdsl.language.text import standard_input, text_of
 from commdsl.machine import resources
 
 NOT_ADMITTED = "C501"
@@ -54,8 +54,9 @@ class Outcome:
 
     @property
     def is_left_out(self) -> bool:
-        """The declaration says itself that it is not for this number of ranks."""
-        return self.checked is None and {d.code for d in self.diagnostics} == {NOT_ADMITTED}
+        """The declaration says itself that it is not for this number of ranks; what else is wrong is so for others."""
+        own = (found for found in self.diagnostics if found.primary.span.is_in(self.job.decl.span))
+        return self.checked is None and NOT_ADMITTED in {found.code for found in own}
 
 
 def read_jobs(paths: Iterable[Path], target: Target, name: str | None = None) -> tuple[Job, ...]:
@@ -64,7 +65,13 @@ def read_jobs(paths: Iterable[Path], target: Target, name: str | None = None) ->
 
 
 def read(path: Path) -> tuple[File, ...]:
-    """As `compiler.read`; a shipped file that is given by its name is shown under that of a checkout."""
+    """As `compiler.read`; a shipped file that is given by its name is shown under that of a checkout. What comes over
+    standard input is not kept, as it may be one of very many.
+    """
+    if path == STDIN:
+        from commdsl.language import parser  # 60 ms, most of it lark
+
+        return compiler.with_used(parser.parse(standard_input()), Path())
     shown = resources.shipped_name(path)
     return compiler.read(path) if shown is None else compiler.read_text(text_of(path), shown, path.parent)
 

@@ -100,6 +100,18 @@ def hint(word: str, commands: list[str]) -> str:
     return "commdsl --help lists them"
 
 
+def usage_text(error: UsageError | click.UsageError) -> str:
+    """In one line, with where to read on."""
+    if isinstance(error, UsageError):
+        return str(error)
+    message = " ".join(error.format_message().split()).rstrip(".")
+    if isinstance(error, click.NoSuchOption):
+        near = get_close_matches(error.option_name, error.possibilities or (), n=1)
+        message = f"no such option {error.option_name}" + (f", did you mean {near[0]}?" if near else "")
+    command = error.ctx.command_path if error.ctx else "commdsl"
+    return f"{message[:1].lower()}{message[1:]}; {command} --help says more"
+
+
 def together(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """Several options as one decorator, in the order of the help text."""
 

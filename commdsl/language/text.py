@@ -5,7 +5,9 @@ Assumes the file is there; OSError says what is wrong with it otherwise. Does no
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import BinaryIO
 
 from commdsl.language.diagnostics import CommError, Diagnostic, Label
 from commdsl.language.source import Source, Span
@@ -17,13 +19,17 @@ MOST_BYTES = 4_000_000
 def text_of(path: Path, used: Span | None = None) -> str:
     """The text of a file. Raises CommError where it is too long or not UTF-8, at the `use` that names it, if any."""
     with path.open("rb") as file:
-        data = file.read(MOST_BYTES + 1)
-    whole = used or Span(Source(str(path), ""), 0, 0)
+        return text_in(file, path.name, used or Span(Source(str(path), ""), 0, 0))
+
+
+def text_in(file: BinaryIO, name: str, whole: Span) -> str:
+    """As `text_of`, of a file that is open; what is wrong with it is said of `name`, at `whole`."""
+    data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         help = (
             "write loops in place of what they repeat; a plan that a program makes is `commdsl.dispatch.plan(lengths)`"
         )
-        label = Label(whole, f"`{path.name}` has more than {MOST_BYTES:,} bytes")
+        label = Label(whole, f"`{name}` has more than {MOST_BYTES:,} bytes")
         raise CommError((Diagnostic("C511", "more than is proved at once", label, help=help),))
     try:
         text = data.decode("utf-8-sig")
@@ -31,5 +37,13 @@ def text_of(path: Path, used: Span | None = None) -> str:
         line = data.count(b"\n", 0, error.start) + 1
         label = Label(whole, f"byte {data[error.start]:#04x} in line {line}")
         help = "save it as UTF-8, or name a .comm file"
-        raise CommError((Diagnostic("C015", f"`{path.name}` is not UTF-8 text", label, help=help),)) from error
+        raise CommError((Diagnostic("C015", f"`{name}` is not UTF-8 text", label, help=help),)) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+STANDARD_INPUT = "standard input"
+
+
+def standard_input() -> Source:
+    """What comes over standard input, as `text_of` a file."""
+    return Source(STANDARD_INPUT, text_in(sys.stdin.buffer, STANDARD_INPUT, Span(Source(STANDARD_INPUT, ""), 0, 0)))

@@ -20,6 +20,7 @@ prove anything about the steps: their indices out of range stay in the arrays fo
     tuning        `tune`
     resolver      `schedule`, from all of these
     plans         `plan` -> shards in global order
+    meanings      what names stand for and are worth, for editors
     dispatches, dispatch_routes, dispatch_back   `dispatch` -> its tensors, the routes they take, and the way back
 """
 
@@ -30,10 +31,11 @@ from typing import TypeVar
 
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.plans import DispatchPlan
-from commdsl.ir.resolve import fn, machines, parameters
+from commdsl.ir.resolve import fn, machines, meanings, parameters
 from commdsl.ir.resolve.call_rules import Schedules
 from commdsl.ir.resolve.dispatches import Given, build_dispatch
 from commdsl.ir.resolve.evaluate import Functions
+from commdsl.ir.resolve.expressions import Looked
 from commdsl.ir.resolve.faults import Faults, Poisoned, Spent
 from commdsl.ir.resolve.names import check_names, duplicates
 from commdsl.ir.resolve.plan_rules import check_plan_names
@@ -150,6 +152,23 @@ def dispatch_warnings(
 def admits(files: tuple[File, ...], decl: ScheduleDecl, ranks: int, topology: Topology) -> bool:
     """Whether the `where` of a schedule holds for so many ranks, its parameters as they are unless given."""
     return parameters.admits(decl, _functions(files, Faults()), ranks, topology)
+
+
+def declared(files: tuple[File, ...]) -> meanings.Meanings:
+    """Of the place of every name that the first file uses, the place of its declaration; what is built in has none."""
+    return meanings.meanings(files, _functions(files, Faults()), _schedules(files))
+
+
+def looked(files: tuple[File, ...], decl: meanings.Scoped) -> tuple[Looked, ...]:
+    """Every name that is looked up in a declaration, with the names in sight there."""
+    return meanings.looked(decl, _functions(files, Faults()), _schedules(files), ())
+
+
+def values(files: tuple[File, ...], decl: ScheduleDecl, ranks: int, topology: Topology) -> Mapping[Span, str]:
+    """What a schedule's own declarations are for so many ranks, in words, by the places of their names."""
+    faults = Faults()
+    functions = _functions(files, faults)
+    return meanings.values(Resolver(decl, ranks, topology, functions, _schedules(files), (), faults))
 
 
 def _functions(files: tuple[File, ...], faults: Faults) -> Functions:

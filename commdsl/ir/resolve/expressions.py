@@ -5,10 +5,11 @@ Assumes the caller keeps `scope`, the names in sight. Does not evaluate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import assert_never
 
 from commdsl.ir.resolve.evaluate import FUNCTIONS, Functions
@@ -32,11 +33,30 @@ class Kind(Enum):
     GROUP = "a group of ranks"
 
 
+OF_EXPRESSIONS = (Kind.NUMBER, Kind.CONDITION, Kind.CYCLE, Kind.CYCLES, Kind.TABLE)
+"""What a name in an expression may be."""
+
+
 @dataclass(frozen=True)
 class Symbol:
     kind: Kind
     span: Span | None  # None: built in
     dims: int  # of a buffer
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A name that was looked up: what it stands for, and of which kinds it should be."""
+
+    name: syn.Name
+    symbol: Symbol | None
+    kinds: tuple[Kind, ...]
+    scope: Mapping[str, Symbol]  # of its block, behind the name as well
+    count: int  # so many of these were in sight
+
+    @property
+    def in_sight(self) -> Iterator[tuple[str, Symbol]]:
+        return islice(self.scope.items(), self.count)
 
 
 class ExpressionRules:
@@ -49,6 +69,7 @@ class ExpressionRules:
         self.know(())
         self.used: set[Span] = set()
         self.declared: list[tuple[str, Symbol]] = []
+        self.looked: list[Looked] = []
 
     # --- names -------------------------------------------------------------------------------------------------------
 
@@ -93,6 +114,7 @@ class ExpressionRules:
     def look_up(self, name: syn.Name, kinds: tuple[Kind, ...]) -> Symbol | None:
         """The symbol of a name; `kinds` are those worth suggesting."""
         symbol = self.scope.get(name.text)
+        self.looked.append(Looked(name, symbol, kinds, self.scope, len(self.scope)))
         if symbol is None:
             known = [text for text, other in self.scope.items() if other.kind in kinds]
             self.faults.report(
@@ -127,7 +149,7 @@ class ExpressionRules:
             case syn.Int():
                 return Kind.NUMBER
             case syn.Name():
-                symbol = self.look_up(expr, (Kind.NUMBER, Kind.CYCLE, Kind.CYCLES))
+                symbol = self.look_up(expr, OF_EXPRESSIONS)
                 return symbol.kind if symbol else None
             case syn.Unary(operator, operand):
                 kind = Kind.CONDITION if operator == "not" else Kind.NUMBER
@@ -180,6 +202,7 @@ class ExpressionRules:
             self.expect(argument, Kind.NUMBER)
         if own is None:
             return Kind.NUMBER
+        self.look_up(expr.function, (Kind.FUNCTION,))
         return {None: None, True: Kind.CONDITION, False: Kind.NUMBER}[own.is_condition]
 
     def _method(self, expr: syn.Method) -> Kind | None:

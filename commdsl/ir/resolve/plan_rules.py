@@ -85,7 +85,7 @@ def _number(expr: syn.Expr, least: int, evaluator: Evaluator, scope: Scope, faul
     return number
 
 
-class _PlanRules(ExpressionRules):
+class PlanRules(ExpressionRules):
     """One walk over a plan, with the names in sight."""
 
     def plan(self, decl: syn.PlanDecl) -> None:
@@ -149,4 +149,4 @@ class _PlanRules(ExpressionRules):
 
 def check_plan_names(decl: syn.PlanDecl, functions: Functions, faults: Faults) -> None:
     """Reports every mistake of `decl` that needs no numbers, and warns of names that nothing uses."""
-    _PlanRules(faults, functions).plan(decl)
+    PlanRules(faults, functions).plan(decl)

@@ -6,31 +6,24 @@ imports lark.
 
     build_syntax  parse trees -> the classes of `syntax`
     build_calls, build_contracts, build_dispatches, build_machines   those of some kinds of rules
+    tables        the grammar -> lark's parser, kept
+    complete      the beginning of a text -> what may come next, and a text that ends soon
     syntax_fault  where parsing stopped -> what stands around it
     mistakes, unexpected   that -> one diagnostic: a common mistake, or what was expected
 """
 
 from __future__ import annotations
 
-import io
 import re
-import sys
-from functools import cache as memoize
-from pathlib import Path
 from typing import TypeAlias
 
 from lark import Lark, Token, Tree, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
-from lark import __version__ as lark_version
-from lark.lexer import PatternStr, TerminalDef
 
 from commdsl.language import collection
 from commdsl.language.diagnostics import CommError
-from commdsl.language.parser import build_syntax, mistakes, syntax_fault
+from commdsl.language.parser import build_syntax, mistakes, syntax_fault, tables
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import Comment, File
-from commdsl.machine.cache import kept, key
-from commdsl.machine.config import from_environment
-from commdsl.machine.resources import data_dir
 
 MAX_DEPTH = 100  # what nests deeper is refused, so that every later pass may recurse
 
@@ -44,7 +37,7 @@ def parse(source: Source) -> File:
 
 
 def _parse(source: Source) -> File:
-    parser = _parser(from_environment().cache_dir)
+    parser = tables.parser()
     try:
         tree = parser.parse(source.text)
     except UnexpectedInput as error:
@@ -112,26 +105,9 @@ def _leaf(token: Token) -> build_syntax.Part:
 
 # --- syntax faults ----------------------------------------------------------------------------------------------------
 
-_WORDS = {
-    "NAME": syntax_fault.A_NAME,
-    "INT": syntax_fault.A_NUMBER,
-    "FLOAT": syntax_fault.A_NUMBER,
-    "RATE": syntax_fault.A_RATE,
-    "SIZE": syntax_fault.A_SIZE,
-    "TIME": syntax_fault.A_TIME,
-    "STRING": syntax_fault.A_STRING,
-    "ELEMENT": syntax_fault.A_TYPE,
-    "_EQUAL": "=",
-    "_DOT": ".",
-    "MINUS": "-",
-    "_SUM": "sum",
-    "_ROUNDED": "rounded",
-}
-
 
 def _fault(source: Source, parser: Lark, error: UnexpectedInput) -> syntax_fault.Fault:
-    words = {terminal.name: _word(terminal) for terminal in parser.terminals}
-    words["$END"] = syntax_fault.END
+    words = tables.words(parser)
     if isinstance(error, UnexpectedToken):
         names = error.accepts or error.expected
         start = len(source.text) if error.token.type == "$END" else error.token.start_pos
@@ -140,29 +116,3 @@ def _fault(source: Source, parser: Lark, error: UnexpectedInput) -> syntax_fault
         names, start = error.allowed, error.pos_in_stream
     assert start is not None
     return syntax_fault.Fault(source, start, frozenset(words[name] for name in names if name in words))
-
-
-def _word(terminal: TerminalDef) -> str:
-    """What a user would call a terminal."""
-    if terminal.name in _WORDS:
-        return _WORDS[terminal.name]
-    value = terminal.pattern.value
-    return value if isinstance(terminal.pattern, PatternStr) else value.removesuffix(r"\b")
-
-
-# --- the LALR tables --------------------------------------------------------------------------------------------------
-
-
-@memoize
-def _parser(cache_dir: Path | None) -> Lark:
-    """The parser; its tables take ten times longer to build than to load, so they are kept in the cache."""
-    grammar = (data_dir("grammar") / "comm.lark").read_text(encoding="utf-8")
-    versions = f"{lark_version} {sys.version_info[:2]}"
-    tables = kept(cache_dir, key(["grammar", versions, grammar]), bytes, lambda: _tables(grammar))
-    return Lark.load(io.BytesIO(tables))
-
-
-def _tables(grammar: str) -> bytes:
-    made = io.BytesIO()
-    Lark(grammar, parser="lalr", lexer="contextual", propagate_positions=True, maybe_placeholders=True).save(made)
-    return made.getvalue()

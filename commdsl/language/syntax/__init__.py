@@ -62,6 +62,7 @@ from commdsl.language.syntax.expressions import (
     Range,
     Table,
     Unary,
+    nodes,
     parts,
 )
 from commdsl.language.syntax.machines import (
@@ -217,6 +218,7 @@ __all__ = [
     "Visit",
     "Weight",
     "Yield",
+    "nodes",
     "parts",
     "walk",
 ]

@@ -5,7 +5,8 @@ Assumes nothing beyond the grammar. Does not know what names mean; `resolve` doe
 
 from __future__ import annotations
 
-from dataclasses import field
+from collections.abc import Iterator
+from dataclasses import field, fields
 from typing import TypeAlias, assert_never
 
 from commdsl.language.records import dataclass
@@ -118,6 +119,16 @@ def parts(expr: Expr) -> tuple[Expr, ...]:
             return then, condition, otherwise
         case _:
             assert_never(expr)
+
+
+def nodes(value: object) -> Iterator[Node]:
+    """A node and all inside it, each before what is inside; of a tuple, those of its parts; of anything else none."""
+    if isinstance(value, Node):
+        yield value
+        value = tuple(getattr(value, one.name) for one in fields(value) if one.name != "span")
+    if isinstance(value, tuple):
+        for part in value:
+            yield from nodes(part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,27 @@
+"""Turns what the command line says into a language server that an editor talks to, until the editor ends it.
+
+Assumes the extra `lsp`, or says that it is missing. Does not know the protocol.
+"""
+
+from __future__ import annotations
+
+from commdsl.commands.arguments import UsageError, target
+from commdsl.commands.output import Exit
+
+UNLESS_SAID = "2..8"
+"""Ranks: a schedule is checked for those of them that it is for."""
+
+
+def lsp(ranks: str | None, on: str | None) -> Exit:
+    """Answers an editor over standard input and output."""
+    try:
+        # 300 ms, and nobody else needs it
+        from commdsl.commands.lsp.answers import answering
+        from commdsl.commands.lsp.session import Server
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name} is not here: pip install 'commdsl[lsp]'") from error
+    ranks = UNLESS_SAID if ranks is None and on is None else ranks
+    said = {"--ranks": ranks, "--on": on}
+    words = tuple(word for name, value in said.items() if value is not None for word in (name, value))
+    answering(Server(target(ranks, on, ()), words)).start_io()
+    return Exit.FINE
