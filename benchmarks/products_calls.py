@@ -29,11 +29,13 @@ OPERATORS = {
     Way.GATHER: "all_gather_matmul",
     Way.SCATTER: "matmul_reduce_scatter",
     Way.REDUCE: "matmul_all_reduce",
+    Way.EXCHANGE: "matmul_all_to_all",
 }
 SCHEDULES = {
     Way.GATHER: "allgather_matmul",
     Way.SCATTER: "matmul_reducescatter",
     Way.REDUCE: "matmul_allreduce",
+    Way.EXCHANGE: "matmul_alltoall",
 }
 
 
@@ -54,35 +56,41 @@ class Stage:
     @cached_property
     def x(self) -> Tensor:
         """This rank's rows, or its part of all of them."""
+        return self.x_of(self.bench.rank)
+
+    def x_of(self, rank: int) -> Tensor:
         case = self.case
-        rows = case.rows // case.ranks if case.way is Way.GATHER else case.rows
-        return self.drawn(rows, case.depth, self.bench.rank)
+        rows = case.rows // case.ranks if case.way in (Way.GATHER, Way.EXCHANGE) else case.rows
+        return self.drawn(rows, case.depth, rank)
 
     @cached_property
     def w(self) -> Tensor:
-        return self.drawn(self.case.columns, self.case.depth, 100 + self.bench.rank)
+        return self.w_of(self.bench.rank)
+
+    def w_of(self, rank: int) -> Tensor:
+        case = self.case
+        columns = case.columns * case.ranks if case.way is Way.EXCHANGE else case.columns
+        return self.drawn(columns, case.depth, 100 + rank)
 
     @cached_property
     def whole(self) -> Tensor:
-        """As many rows as all ranks have, whatever is in them."""
-        return self.drawn(self.case.rows, self.case.depth, 7)
+        """As many rows as a rank multiplies, whatever is in them."""
+        return self.drawn(self.case.rows, self.case.depth, 7) if self.case.way is Way.GATHER else self.x.clone()
 
     @cached_property
     def wanted(self) -> Tensor:
         """In float32 by one product after another, so that no library's way to travel is in it."""
         case, ranks = self.case, range(self.case.ranks)
         if case.way is Way.GATHER:
-            rows = torch.cat([self.drawn(case.rows // case.ranks, case.depth, rank) for rank in ranks])
+            rows = torch.cat([self.x_of(rank) for rank in ranks])
             return torch.mm(rows.float(), self.w.float().t())
+        if case.way is Way.EXCHANGE:
+            blocks = [self.w_of(rank).chunk(case.ranks)[self.bench.rank] for rank in ranks]
+            made = [torch.mm(self.x_of(rank).float(), block.float().t()) for rank, block in enumerate(blocks)]
+            return torch.cat(made)
         mine = slice(self.bench.rank * case.rows // case.ranks, (self.bench.rank + 1) * case.rows // case.ranks)
         mine = slice(None) if case.way is Way.REDUCE else mine
-        parts = [
-            torch.mm(
-                self.drawn(case.rows, case.depth, rank)[mine].float(),
-                self.drawn(case.columns, case.depth, 100 + rank).float().t(),
-            )
-            for rank in ranks
-        ]
+        parts = [torch.mm(self.x_of(rank)[mine].float(), self.w_of(rank).float().t()) for rank in ranks]
         return torch.stack(parts).sum(0)
 
     def draw_floats(self) -> None:
@@ -114,7 +122,12 @@ class Stage:
             whole = self.whole
             return lambda: torch.mm(whole, w.t())
         if name in STREAMS:
-            ways = {Way.GATHER: self.gathered, Way.SCATTER: self.scattered, Way.REDUCE: self.reduced}
+            ways = {
+                Way.GATHER: self.gathered,
+                Way.SCATTER: self.scattered,
+                Way.REDUCE: self.reduced,
+                Way.EXCHANGE: self.exchanged,
+            }
             return partial(ways[self.case.way], STREAMS[name])
         if name == ASYNC:
             return self._asynchronous()
@@ -176,6 +189,19 @@ class Stage:
         for work in works:
             work.wait()
         return out
+
+    def exchanged(self, pieces: int) -> Tensor:
+        """By cuBLAS, then NCCL on its stream: each of several pieces while the next is multiplied."""
+        ranks = self.case.ranks
+        factor = self.w.unflatten(0, (ranks, -1)).mT
+        out = self.x.new_empty(ranks, pieces, len(self.x) // pieces, self.case.columns)
+        works = []
+        for piece, rows in enumerate(self.x.chunk(pieces)):
+            made = torch.bmm(rows.expand(ranks, -1, -1), factor)
+            works.append(dist.all_to_all(list(out[:, piece]), list(made), async_op=True))
+        for work in works:
+            work.wait()
+        return out.flatten(0, 2)
 
     def _asynchronous(self) -> Call:
         """By torch's async-TP, whose all-reduce is a reduce-scatter and an all-gather behind it."""

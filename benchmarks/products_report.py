@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 from benchmarks.report import Contest, Kind, Result, number
 
@@ -41,18 +42,19 @@ class Way(StrEnum):
     GATHER = "all-gather + product"
     SCATTER = "product + reduce-scatter"
     REDUCE = "product + all-reduce"
+    EXCHANGE = "product + all-to-all"
 
 
 MOST_OF_FLOOR = {Way.GATHER: 1.10, Way.SCATTER: 1.15, Way.REDUCE: 1.25}
 FROM_ROWS = 4096
-"""The figures asked for are of so many rows in all, or more."""
+"""The figures asked for are of so many rows in all, or more. None is asked of products before an all-to-all."""
 
 MOST_OF_PEER = 1.02
 
 
 @dataclass(frozen=True)
 class Case:
-    """One product of every rank: `rows` in all of `depth`, and weights of `columns` times `depth`."""
+    """One product of every rank: `rows` in all of `depth`, and weights of `columns` times `depth` for each of them."""
 
     way: Way
     rows: int
@@ -99,7 +101,8 @@ class Row(Contest):
     def misses(self) -> list[str]:
         """The columns whose figure is not reached by what is chosen."""
         floor, peer, found = self.over_floor(), self.over_peer(), []
-        if floor is None or (self.case.rows >= FROM_ROWS and floor > MOST_OF_FLOOR[self.case.way]):
+        most = MOST_OF_FLOOR.get(self.case.way, inf)
+        if floor is None or (self.case.rows >= FROM_ROWS and floor > most):
             found.append("of floor")
         if peer is not None and peer > MOST_OF_PEER:
             found.append("of peer")

@@ -19,6 +19,7 @@ from commdsl.overlap import (  # noqa: E402 - as above
     all_gather_matmul,
     functional,
     matmul_all_reduce,
+    matmul_all_to_all,
     matmul_reduce_scatter,
     programs,
     replicated_matmul,
@@ -44,6 +45,12 @@ def reduced(x: Tensors, w: Tensors) -> list[Any]:
     return [sum(one @ other.t() for one, other in zip(x, w, strict=True))] * len(x)
 
 
+def exchanged(x: Tensors, w: Tensors) -> list[Any]:
+    """And of `matmul_all_to_all`."""
+    made = [(one @ other.t()).chunk(len(x), -1) for one, other in zip(x, w, strict=True)]
+    return [torch.cat(columns) for columns in zip(*made, strict=True)]
+
+
 def all_gather_matmul_rows(x: Any, w: Any, *, group: str) -> Any:
     """The operator of this name: its second result is for gradients."""
     return all_gather_matmul(x, w, group=group, keep_rows=True)
@@ -51,15 +58,16 @@ def all_gather_matmul_rows(x: Any, w: Any, *, group: str) -> Any:
 
 GATHERING = (all_gather_matmul, all_gather_matmul_rows)
 WAYS = [(call, gathered) for call in GATHERING]
-WAYS += [(matmul_reduce_scatter, scattered), (matmul_all_reduce, reduced)]
-NAMES = ["gather", "gather, rows kept", "scatter", "reduce"]
+WAYS += [(matmul_reduce_scatter, scattered), (matmul_all_reduce, reduced), (matmul_all_to_all, exchanged)]
+NAMES = ["gather", "gather, rows kept", "scatter", "reduce", "exchange"]
 
 
 def given(call: Any, ranks: int, rows: int = 6, dtype: Any = torch.float64, middle: tuple[int, ...] = ()) -> list[Any]:
     """Of every rank: rows, so many of its own, and weights; small whole numbers, whose sums of products are exact."""
     draw = torch.Generator().manual_seed(ranks + rows)
-    count = rows if call in GATHERING else rows * ranks
-    shapes = [(count, *middle, 16)] * ranks + [(8, 16)] * ranks
+    count = rows if call in (*GATHERING, matmul_all_to_all) else rows * ranks
+    columns = 8 * ranks if call is matmul_all_to_all else 8
+    shapes = [(count, *middle, 16)] * ranks + [(columns, 16)] * ranks
     made = [torch.randint(-2, 3, shape, generator=draw).to(dtype) for shape in shapes]
     return [made[:ranks], made[ranks:]]
 
@@ -96,7 +104,7 @@ def test_numbers(call: Any, meaning: Any, ranks: int) -> None:
             assert torch.equal(one.double(), other)
 
 
-@pytest.mark.parametrize("call", [matmul_reduce_scatter, matmul_all_reduce], ids=NAMES[2:])
+@pytest.mark.parametrize("call", [matmul_reduce_scatter, matmul_all_reduce], ids=NAMES[2:4])
 @pytest.mark.parametrize("is_sequence", [False, True], ids=["schedule", "sequence"])
 def test_what_is_rounded(call: Any, is_sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums that travel are rounded once before they are added; those of the rank that adds only where it multiplies
@@ -171,7 +179,7 @@ def test_what_is_multiplied_is_not_copied(call: Any, meaning: Any, laid: Any, mo
         factors.add(place(factor))
         multiply(number, rows, factor, *sums, out=out)
 
-    x, w = ([laid(one) for one in of_all] for of_all in given(call, 2, dtype=torch.float32))
+    x, w = ([laid(one) for one in of_all] for of_all in given(call, 2, 8, torch.float32))
     exact = [[one.double().requires_grad_() for one in of_all] for of_all in (x, w)]
     results = meaning(*exact)
     slopes_of = slopes(results, [*exact[0], *exact[1]])
@@ -300,6 +308,8 @@ def test_refusals() -> None:
                 call(torch.zeros(x), torch.zeros(w), group=group)
     with pytest.raises(commdsl.TensorError, match="2 ranks share the 5 rows"):
         matmul_reduce_scatter(torch.zeros(5, 8), torch.zeros(4, 8), group=group)
+    with pytest.raises(commdsl.TensorError, match="2 ranks share the 5 rows of `w`"):
+        matmul_all_to_all(torch.zeros(4, 8), torch.zeros(5, 8), group=group)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------

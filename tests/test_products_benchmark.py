@@ -74,4 +74,4 @@ def test_dry_run() -> None:
     done = launched(2, script, "--dry-run", "--rows", "32", "--shapes", "16x24")
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("a dry run: 27 contenders right, nothing timed")
+    assert done.stdout.rstrip().endswith("a dry run: 36 contenders right, nothing timed")

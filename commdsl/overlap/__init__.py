@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from commdsl.overlap.auto import choice as choice
     from commdsl.overlap.functional import all_gather_matmul as all_gather_matmul
     from commdsl.overlap.functional import matmul_all_reduce as matmul_all_reduce
+    from commdsl.overlap.functional import matmul_all_to_all as matmul_all_to_all
     from commdsl.overlap.functional import matmul_reduce_scatter as matmul_reduce_scatter
     from commdsl.overlap.functional import replicated_matmul as replicated_matmul
     from commdsl.overlap.inductor import MicroPipelineTP as MicroPipelineTP
@@ -37,6 +38,7 @@ __all__ = [
     "all_reduce_rms_norm",
     "choice",
     "matmul_all_reduce",
+    "matmul_all_to_all",
     "matmul_reduce_scatter",
     "replicated_matmul",
 ]
@@ -49,6 +51,7 @@ _HOME = {
     "all_reduce_rms_norm": "rms_norm",
     "choice": "auto",
     "matmul_all_reduce": "functional",
+    "matmul_all_to_all": "functional",
     "matmul_reduce_scatter": "functional",
     "replicated_matmul": "functional",
 }

@@ -62,19 +62,23 @@ HOPPER = ("H100", "H200")
 
 @dataclass(frozen=True)
 class Operator:
-    """The schedule of an operator of `PRODUCTS`; whether what travels are the rows that are multiplied, not the sums
-    that are made; and the pieces to choose from.
+    """The schedule of an operator of `PRODUCTS`; whether what travels are the rows that are multiplied, not what is
+    made of them; and the pieces to choose from. A rank is called with its own rows, or with `all_rows`, and with the
+    weights of its own columns, or of `all_columns`.
     """
 
     schedule: str
     gathers: bool
     pieces: tuple[int, ...] = PIECES
+    all_rows: bool = True
+    all_columns: bool = False
 
 
 _OPERATORS = (
-    Operator("allgather_matmul", True),
+    Operator("allgather_matmul", True, all_rows=False),
     Operator("matmul_reducescatter", False),
     Operator("matmul_allreduce", False, PIECES[:2]),
+    Operator("matmul_alltoall", False, all_rows=False, all_columns=True),
 )
 """An all-reduce has two waits a piece: in four it took 1.4 to 1.8 times as long as in two, at all of nine shapes."""
 
@@ -83,7 +87,7 @@ OPERATORS = dict(zip(PRODUCTS, _OPERATORS, strict=True))
 
 @dataclass(frozen=True)
 class Product:
-    """`rows` of all ranks, of `depth`, times weights of `columns` times `depth` on every rank."""
+    """`rows` of all ranks, of `depth`, times as many weights as `columns` times `depth` for every rank."""
 
     operator: str
     rows: int
@@ -99,7 +103,7 @@ class Product:
 
     @property
     def nbytes(self) -> int:
-        """Of the larger side of what travels: the gathered rows, or the sums."""
+        """Of the larger side of what travels: the gathered rows, or the results of all rows."""
         return self.rows * (self.depth if OPERATORS[self.operator].gathers else self.columns) * self.itemsize
 
     @property
@@ -124,8 +128,9 @@ def choice(
 ) -> Choice:
     """What `commdsl.overlap.OPERATOR` runs, and why: the same on every rank that asks for the same.
 
-    `rows`: of all `ranks`; `depth`, `columns`: of this rank's weights, as in torch.nn.Linear(depth, columns).
-    `itemsize`: bytes of an element; `device`: as torch names the GPU, or "cpu". Raises ArgumentError.
+    `rows`: of all `ranks`; `depth`, `columns`: of this rank's weights, as in torch.nn.Linear(depth, columns), and of
+    the results of `matmul_all_to_all`, whose weights have as many columns for each rank. `itemsize`: bytes of an
+    element; `device`: as torch names the GPU, or "cpu". Raises ArgumentError.
     """
     if operator not in PRODUCTS:
         raise ArgumentError(f"expected one of {', '.join(PRODUCTS)}, got `{operator}`")

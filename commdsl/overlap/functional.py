@@ -1,4 +1,4 @@
-"""Turns products whose rows come from all ranks, or whose sums go to all, into operators of torch,
+"""Turns products whose rows come from all ranks, or whose sums or columns go to them, into operators of torch,
 `torch.ops.commdsl_overlap`: what autograd and torch.compile see of them.
 
 Assumes calls that every rank makes alike, with gradients of the same tensors, also those of a backward pass. Gradients
@@ -15,8 +15,13 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.overlap.calls import NAMESPACE, call
-from commdsl.overlap.programs import GATHER, REDUCE, SCATTER, program, program_with_rows
-from commdsl.overlap.sequence import gather_then_multiply, multiply_then_reduce, multiply_then_scatter
+from commdsl.overlap.programs import EXCHANGE, GATHER, REDUCE, SCATTER, program, program_with_rows
+from commdsl.overlap.sequence import (
+    gather_then_multiply,
+    multiply_then_exchange,
+    multiply_then_reduce,
+    multiply_then_scatter,
+)
 from commdsl.runtime import collective_ops, collectives, groups, menu
 from commdsl.runtime.errors import TensorError
 from commdsl.runtime.operators import define
@@ -78,6 +83,22 @@ def matmul_all_reduce(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
     return _of_call("matmul_all_reduce", x, w, group)
 
 
+def matmul_all_to_all(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
+    """This rank's columns of the rows of all ranks, in rank order along dimension 0, each times its rank's weights:
+    x (n, ..., K), w (P * N, K) -> (P * n, ..., N). From some tokens and all heads to all tokens and some heads.
+
+    x, w: as for `matmul_reduce_scatter`, w all weights, of which rows r * N ..< (r + 1) * N make what rank r gets. The
+    columns of other ranks travel while more is multiplied, and nothing is added: results are those of a matmul of
+    torch's. Where no schedule multiplies, or one after the other is faster (`choice` says), it is torch.bmm and
+    `commdsl.all_to_all`. Where all ranks have the same w, `all_gather_matmul` of x and this rank's rows of it makes the
+    same: a row of x travels then, K numbers in place of N.
+
+    The gradient of the result comes back by `commdsl.all_to_all`, and those of x and w are products of it. Raises
+    TensorError (C951), GroupError (C953).
+    """
+    return _of_call("matmul_all_to_all", x, w, group)
+
+
 def replicated_matmul(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
     """Rows that are the same on all ranks times this rank's weights: x (n, ..., K), w (N, K) -> (n, ..., N). Nothing is
     sent but on the way back: the gradient of x is `matmul_all_reduce` of that of the result with w transposed.
@@ -133,14 +154,18 @@ def _all_gather_matmul_rows(x: Tensor, w: Tensor, group_name: str) -> tuple[Tens
 
 
 def _matmul_reduce_scatter(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    return _summed(_scattered(x, w, group_name), SCATTER, multiply_then_scatter, x, w, group_name)
+    return _sent(_scattered(x, w, group_name), SCATTER, multiply_then_scatter, x, w, group_name)
 
 
 def _matmul_all_reduce(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    return _summed(_multiplied("matmul_all_reduce", x, w), REDUCE, multiply_then_reduce, x, w, group_name)
+    return _sent(_multiplied("matmul_all_reduce", x, w), REDUCE, multiply_then_reduce, x, w, group_name)
 
 
-def _summed(
+def _matmul_all_to_all(x: Tensor, w: Tensor, group_name: str) -> Tensor:
+    return _sent(_exchanged(x, w, group_name), EXCHANGE, multiply_then_exchange, x, w, group_name)
+
+
+def _sent(
     shape: list[Any],
     operator: str,
     in_sequence: Callable[[Tensor, Tensor, str], Tensor],
@@ -148,7 +173,7 @@ def _summed(
     w: Tensor,
     group_name: str,
 ) -> Tensor:
-    """Sums of products, of that shape: as the program that is chosen makes them, or one after the other."""
+    """What products make and then travels, of that shape: by the program that is chosen, or one after the other."""
     rows, factor = _in_lines(x.flatten(0, -2)), _in_lines(w)
     op = program(operator, rows, factor, group_name)
     made = in_sequence(rows, factor, group_name) if op is None else op(rows, factor, group=group_name)
@@ -171,6 +196,7 @@ _RUNS: dict[str, Callable[[Tensor, Tensor, str], Any]] = {
     "all_gather_matmul_rows": _all_gather_matmul_rows,
     "matmul_reduce_scatter": _matmul_reduce_scatter,
     "matmul_all_reduce": _matmul_all_reduce,
+    "matmul_all_to_all": _matmul_all_to_all,
     "replicated_matmul": _replicated_matmul,
 }
 
@@ -195,6 +221,14 @@ def _scattered(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
             f"`matmul_reduce_scatter`: {ranks} ranks share the {x.shape[0]} rows of `x`, equally many each"
         )
     return [x.shape[0] // ranks, *x.shape[1:-1], w.shape[0]]
+
+
+def _exchanged(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
+    _check("matmul_all_to_all", x, w)
+    ranks = menu.size(group_name)
+    if w.shape[0] % ranks:
+        raise TensorError(f"`matmul_all_to_all`: {ranks} ranks share the {w.shape[0]} rows of `w`, equally many each")
+    return [x.shape[0] * ranks, *x.shape[1:-1], w.shape[0] // ranks]
 
 
 def _multiplied(name: str, x: Tensor, w: Tensor) -> list[Any]:
@@ -224,6 +258,10 @@ def _fake_reduce(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     return x.new_empty(_multiplied("matmul_all_reduce", x, w))
 
 
+def _fake_exchange(x: Tensor, w: Tensor, group_name: str) -> Tensor:
+    return x.new_empty(_exchanged(x, w, group_name))
+
+
 def _fake_replicated(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     return x.new_empty(_multiplied("replicated_matmul", x, w))
 
@@ -246,6 +284,7 @@ def _library() -> torch.library.Library:
         ("all_gather_matmul_rows", _fake_rows, _rows_back, _keep_rows),
         ("matmul_reduce_scatter", _fake_scatter, _scatter_back, _keep),
         ("matmul_all_reduce", _fake_reduce, _reduce_back, _keep),
+        ("matmul_all_to_all", _fake_exchange, _exchange_back, _keep),
         ("replicated_matmul", _fake_replicated, _replicated_back, _keep),
     ):
         results = "(Tensor, Tensor)" if fake is _fake_rows else "Tensor"
@@ -308,6 +347,15 @@ def _reduce_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | No
     x, w = ctx.saved_tensors
     of_x = None if w is None else torch.ops.commdsl_overlap.replicated_matmul(gradient, w.t(), ctx.group_name)
     return of_x, None if x is None else _of_weights(gradient, x), None
+
+
+def _exchange_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    """The gradient of all columns comes back once, for both."""
+    x, w = ctx.saved_tensors
+    ranks = menu.size(ctx.group_name)
+    blocks = torch.ops.commdsl_collectives.all_to_all(gradient.contiguous(), ctx.group_name)
+    made = blocks.unflatten(0, (ranks, -1)).movedim(0, -2).flatten(-2)  # (n, ..., P * N)
+    return None if w is None else made @ w, None if x is None else _of_weights(made, x), None
 
 
 def _replicated_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import torch
 
-from commdsl.overlap.auto import OPERATORS, PIECES
-from commdsl.overlap.programs import REDUCE
+from commdsl.overlap.auto import OPERATORS, PIECES, Operator
+from commdsl.overlap.programs import EXCHANGE, REDUCE
 from commdsl.overlap.sequence import WAYS
 from commdsl.planner.tuning.selection import SEQUENCE, Candidate
 from commdsl.runtime.load import load
@@ -23,14 +23,16 @@ Tensor: TypeAlias = torch.Tensor
 
 @dataclass
 class Products(Machine):
-    """Of one operator, its weights of `columns` times `depth`; a size is that of the larger side of what travels."""
+    """Of one operator, its weights of `columns` times `depth` for each rank; a size is that of the larger side of what
+    travels.
+    """
 
     depth: int = 0
     columns: int = 0
 
     @property
-    def gathers(self) -> bool:
-        return OPERATORS[self.collective].gathers
+    def called(self) -> Operator:
+        return OPERATORS[self.collective]
 
     def announce(self, candidates: tuple[Candidate, ...]) -> None:
         """Nothing is built ahead: a kernel is of one shape, and few candidates have one."""
@@ -45,17 +47,20 @@ class Products(Machine):
         """A rank's rows and weights: as many rows as come to that size, or a few less so that every piece has equally
         many. Whole numbers, few enough that sums of products are exact.
         """
-        width = self.depth if self.gathers else self.columns
+        width = self.depth if self.called.gathers else self.columns
         share = max(nbytes // (width * self.dtype.itemsize * self.ranks * PIECES[-1]), 1) * PIECES[-1]
-        rows = share if self.gathers else share * self.ranks
+        rows = share * self.ranks if self.called.all_rows else share
+        columns = self.columns * self.ranks if self.called.all_columns else self.columns
         dice = torch.Generator(self.device).manual_seed(rank)
-        shapes = (rows, self.depth), (self.columns, self.depth)
+        shapes = (rows, self.depth), (columns, self.depth)
         made = (torch.randint(-1, 2, one, generator=dice, device=self.device) for one in shapes)
         return tuple(one.to(self.dtype) for one in made)
 
     def _wanted(self, given: list[Inputs], rank: int) -> Tensor:
-        if self.gathers:
+        if self.called.gathers:
             return torch.mm(torch.cat([x for x, _ in given]), given[rank][1].t())
+        if self.collective == EXCHANGE:
+            return torch.cat([torch.mm(x, w.chunk(self.ranks)[rank].t()) for x, w in given])
         is_whole = self.collective == REDUCE
         parts = [torch.mm(x if is_whole else x.chunk(self.ranks)[rank], w.t()) for x, w in given]
         return torch.stack(parts).float().sum(0).to(self.dtype)

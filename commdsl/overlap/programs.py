@@ -23,6 +23,7 @@ from commdsl.runtime.op import Op
 _LOGGER = logging.getLogger("commdsl")
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+EXCHANGE = "matmul_all_to_all"
 NORM = "allreduce_rms_norm"
 WITH_ROWS = "allgather_matmul_rows"
 """As what makes `GATHER`; the rows of all ranks are its second result."""
@@ -54,12 +55,14 @@ def program_with_rows(x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op |
 
 def _choice(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Choice | None:
     ranks = menu.size(group_name)
-    if ranks == 1 or not _is_multiplied(x, w) or groups.reaches_far(group_name, x.device):
+    called = OPERATORS[operator]
+    rows = x.shape[0] if called.all_rows else x.shape[0] * ranks
+    columns = w.shape[0] // ranks if called.all_columns else w.shape[0]
+    if ranks == 1 or not _is_multiplied(x, w, columns) or groups.reaches_far(group_name, x.device):
         return None
-    rows = x.shape[0] * ranks if OPERATORS[operator].gathers else x.shape[0]
     if rows % ranks:
         return None
-    product = Product(operator, rows, x.shape[1], w.shape[0], ranks, x.itemsize)
+    product = Product(operator, rows, x.shape[1], columns, ranks, x.itemsize)
     chosen = choose(product, menu.name_of_device(x.device))
     _LOGGER.debug("%s of %d bytes runs %s", chosen.collective, chosen.nbytes, chosen)
     return None if chosen.schedule == SEQUENCE else chosen
@@ -74,12 +77,12 @@ def row_program(x: torch.Tensor, group_name: str) -> Op | None:
     return load(NORM, ranks=ranks, tune=FEWEST if sent <= FEWEST_BYTES else None)
 
 
-def _is_multiplied(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether a schedule takes these: on GPUs what its kernel multiplies."""
+def _is_multiplied(x: torch.Tensor, w: torch.Tensor, columns: int) -> bool:
+    """Whether a schedule takes these: on GPUs what its kernel multiplies. `columns`: of a product."""
     if not (x.numel() and w.numel()):
         return False
     if x.is_cuda:
-        return x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % ROW == 0 and w.shape[0] % ROW == 0
+        return x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % ROW == 0 and columns % ROW == 0
     return x.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from commdsl.runtime import collectives
+from commdsl.runtime import collectives, menu
 
 Tensor: TypeAlias = torch.Tensor
 Way: TypeAlias = Callable[..., Tensor]
@@ -34,9 +34,18 @@ def multiply_then_scatter(rows: Tensor, factor: Tensor, group_name: str | None =
     return found
 
 
+def multiply_then_exchange(rows: Tensor, factor: Tensor, group_name: str | None = None) -> Tensor:
+    """rows (n, K), factor (P * N, K) -> (P * n, N). As many products as ranks: what goes to one lies side by side."""
+    ranks = menu.size(group_name)
+    made = torch.bmm(rows.expand(ranks, -1, -1), factor.unflatten(0, (ranks, -1)).mT)
+    found: Tensor = collectives.all_to_all(made.flatten(0, 1), group_name)
+    return found
+
+
 WAYS: dict[str, Way] = {
     "all_gather_matmul": gather_then_multiply,
     "matmul_reduce_scatter": multiply_then_scatter,
     "matmul_all_reduce": multiply_then_reduce,
+    "matmul_all_to_all": multiply_then_exchange,
 }
 """By operator of `PRODUCTS`."""

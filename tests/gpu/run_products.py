@@ -36,7 +36,7 @@ from runner import Part, Parts
 
 import commdsl
 from benchmarks.measure import captured
-from commdsl.overlap import all_gather_matmul, choice, matmul_all_reduce, matmul_reduce_scatter
+from commdsl.overlap import all_gather_matmul, choice, matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
 from commdsl.overlap.auto import OPERATORS
 from commdsl.planner.tuning.selection import SEQUENCE
 from commdsl.runtime.menu import name_of_device
@@ -66,7 +66,7 @@ class Shape:
     call: Callable[[Any, Any], Any]  # an operator of `commdsl.overlap`
     rows: int  # of a rank's own
     depth: int
-    columns: int
+    columns: int  # of a rank's results
     pieces: int = 0  # in which its schedule has rows; 0: as the operator chooses
     by_columns: bool = False  # as weights lie, and rows that do not travel
 
@@ -92,11 +92,13 @@ class Shape:
 
     def drawn(self, run: Parts, seed: int) -> tuple[list[Any], list[Any]]:
         """Of all ranks, the same wherever they are drawn: -1, 0 or 1."""
-        rows = self.rows if self.call is all_gather_matmul else self.rows * run.ranks
+        called = OPERATORS[self.call.__name__]
+        rows = self.rows * run.ranks if called.all_rows else self.rows
+        columns = self.columns * run.ranks if called.all_columns else self.columns
         dice = torch.Generator(run.device).manual_seed(seed)
         draw = partial(torch.randint, -1, 2, generator=dice, device=run.device)
         x = [draw((rows, self.depth)).to(DTYPE) for _ in range(run.ranks)]
-        return x, [draw((self.columns, self.depth)).to(DTYPE) for _ in range(run.ranks)]
+        return x, [draw((columns, self.depth)).to(DTYPE) for _ in range(run.ranks)]
 
     def wanted(self, run: Parts, x: list[Any], w: list[Any]) -> Any:
         return WANTED[self.call](run, x, w, by_schedule=self.pieces > 0)
@@ -113,6 +115,16 @@ def scattered(run: Parts, x: list[Any], w: list[Any], by_schedule: bool = False)
 def reduced(run: Parts, x: list[Any], w: list[Any], by_schedule: bool = False) -> Any:
     wide = is_wide(run, matmul_all_reduce, x, w, by_schedule)
     return torch.cat([summed(run, x, w, rank, wide) for rank in range(run.ranks)])
+
+
+def exchanged(run: Parts, x: list[Any], w: list[Any], by_schedule: bool = False) -> Any:
+    blocks = (one.chunk(run.ranks)[run.rank] for one in w)
+    return torch.cat([one.double() @ block.double().t() for one, block in zip(x, blocks, strict=True)]).to(DTYPE)
+
+
+def brought_back(run: Parts, made: list[Any]) -> Any:
+    """All columns of this rank's rows, of what `exchanged` gives all ranks."""
+    return torch.cat([one.chunk(run.ranks)[run.rank] for one in made], 1)
 
 
 def summed(run: Parts, x: list[Any], w: list[Any], adder: int, wide: bool) -> Any:
@@ -134,8 +146,22 @@ def multiplied(run: Parts, x: list[Any], w: list[Any]) -> Any:
     return (x[run.rank].double() @ w[run.rank].double().t()).to(DTYPE)
 
 
-WANTED = {all_gather_matmul: gathered, matmul_reduce_scatter: scattered, matmul_all_reduce: reduced}
-BACK = {all_gather_matmul: scattered, matmul_reduce_scatter: gathered, matmul_all_reduce: multiplied}
+def multiplied_back(run: Parts, made: list[Any], w: list[Any]) -> Any:
+    return (brought_back(run, made).double() @ w[run.rank].double().t()).to(DTYPE)
+
+
+WANTED = {
+    all_gather_matmul: gathered,
+    matmul_reduce_scatter: scattered,
+    matmul_all_reduce: reduced,
+    matmul_all_to_all: exchanged,
+}
+BACK = {
+    all_gather_matmul: scattered,
+    matmul_reduce_scatter: gathered,
+    matmul_all_reduce: multiplied,
+    matmul_all_to_all: multiplied_back,
+}
 """What the gradient of rows is of those of results, and weights transposed."""
 
 SHAPES = tuple(Shape(call, *size) for size in SIZES for call in WANTED)
@@ -210,13 +236,15 @@ def differentiated(run: Parts, shape: Shape, calls: int) -> int:
     wrong = torch.zeros((), dtype=torch.int64, device=run.device)
     for seed in range(calls):
         (x, w), rank = shape.drawn(run, seed), run.rank
-        given = matmul_reduce_scatter if shape.call is all_gather_matmul else all_gather_matmul
+        is_of_all = shape.call in (all_gather_matmul, matmul_all_to_all)
+        given = matmul_reduce_scatter if is_of_all else all_gather_matmul
         rows = shape.rows * run.ranks if shape.call is matmul_all_reduce else shape.rows
         back, _ = Shape(given, rows, shape.columns, shape.columns).drawn(run, seed + 1)
         own = [one[rank].clone().requires_grad_() for one in (x, w)]
         of_x, of_w = torch.autograd.grad(shape.call(*own), own, back[rank])
         due = BACK[shape.call](run, back, [one.t() for one in w])
         left = torch.cat(back) if shape.call is matmul_reduce_scatter else back[rank]
+        left = brought_back(run, back) if shape.call is matmul_all_to_all else left
         right = torch.cat(x) if shape.call is all_gather_matmul else x[rank]
         wrong += ~run.same(f"rows of {shape}", of_x, due)
         wrong += ~run.same(f"weights of {shape}", of_w, (left.double().t() @ right.double()).to(DTYPE))
