@@ -29,6 +29,7 @@ WALLS = {
     "click": {"commands/cli.py", "commands/options.py"},
     "rich": {"commands/"},
     "scipy": {"cost/flows.py"},
+    "pygments": {"language/pygments_lexer.py"},
     "pygls": {"commands/lsp/"},
     "lsprotocol": {"commands/lsp/"},
     "torch": {"runtime/", "dispatch/", "ep/", "attention/", "overlap/"},

@@ -108,7 +108,7 @@ def test_core_is_small() -> None:
     core = {requirement.split(">")[0] for requirement in project["dependencies"]}
 
     assert core == {"click", "jinja2", "lark", "numpy", "platformdirs", "rich"}
-    assert {"torch", "cuda", "cxx", "bounds", "test"} == project["optional-dependencies"].keys()
+    assert {"torch", "cuda", "cxx", "bounds", "lsp", "test"} == project["optional-dependencies"].keys()
 
 
 def test_script() -> None:

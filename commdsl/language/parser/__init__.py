@@ -7,6 +7,7 @@ imports lark.
     build_syntax  parse trees -> the classes of `syntax`
     build_calls, build_contracts, build_dispatches, build_machines   those of some kinds of rules
     tables        the grammar -> lark's parser, kept
+    vocabulary    the grammar -> its words and signs, told apart
     complete      the beginning of a text -> what may come next, and a text that ends soon
     syntax_fault  where parsing stopped -> what stands around it
     mistakes, unexpected   that -> one diagnostic: a common mistake, or what was expected
