@@ -25,7 +25,7 @@ from thread_ranks import in_group  # noqa: E402
 import commdsl  # noqa: E402
 from commdsl.runtime import fused  # noqa: E402
 from commdsl.runtime.matmul import is_deep  # noqa: E402
-from commdsl.runtime.products import multiply  # noqa: E402
+from commdsl.runtime.products import Cut, multiply  # noqa: E402
 
 FOLDER = data_dir("schedules") / "overlap"
 GATHER, SCATTER, REDUCE = "allgather_matmul", "matmul_reducescatter", "matmul_allreduce"
@@ -174,6 +174,22 @@ def test_calls(name: str, ranks: int, pieces: int, dtype: Any) -> None:
         for rank in range(ranks):
             assert found[rank][at].dtype == dtype
             assert (found[rank][at].double().numpy() == want[rank]).all()
+
+
+def test_turns() -> None:
+    """Of every product of a call the kernel is told which rows, which weights and which results are its own, and
+    whether something that travels waits for it.
+    """
+    ranks, pieces = 3, 2
+    made = commdsl.load(EXCHANGE, params={"C": pieces}, ranks=ranks).program(ranks)
+    assert made.visits is not None
+    for rank in range(ranks):
+        turns = list(fused.turns_of(made.visits.plan, Cut(made.signature, made.visits, rank).places))
+        order = [(rank + d) % ranks for d in (1, 2, 3)]  # its own columns come last
+        assert [turn.factor for turn in turns] == [block for block in order for _ in range(pieces)]
+        assert [turn.rows for turn in turns] == [(0, piece) for _ in order for piece in range(pieces)]
+        assert [turn.result for turn in turns[-pieces:]] == [(1, pieces * rank + piece) for piece in range(pieces)]
+        assert [turn.stored >= 0 for turn in turns] == [block != rank for block in order for _ in range(pieces)]
 
 
 def test_rounded_once() -> None:

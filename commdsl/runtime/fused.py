@@ -71,7 +71,7 @@ class Fused:
         self._products, self._places = _products(plan), places
         self._groups = _groups(self._products, places)
         self._launches = len(launches(plan))
-        turns = tuple(_turns(plan, places))
+        turns = tuple(turns_of(plan, places))
         dtype, self._device = str(rows.dtype).removeprefix("torch."), rows.device.index
         size, adds = (rows.shape[0], factor.shape[0], rows.shape[1]), any(turn.count for turn in turns)
         self._turns = turns
@@ -179,7 +179,7 @@ def _groups(products: Sequence[Visit], places: Places) -> tuple[list[str], list[
     return first, second, third
 
 
-def _turns(plan: Plan, places: Places) -> Iterator[Turn]:
+def turns_of(plan: Plan, places: Places) -> Iterator[Turn]:
     """Every product, with the words that stand for what the Plan has it wait for, and for what waits for it."""
     products, beside = _products(plan), launches(plan)
     sources, _, results = _groups(products, places)

@@ -1,6 +1,6 @@
 """Products beside what travels, on real GPUs, whole numbers bit for bit. One process per GPU:
 
-    torchrun --nproc-per-node 2 tests/gpu/run_products.py [--calls 300 --replays 30 --seed 1 --only storm]
+    torchrun --nproc-per-node 2 tests/gpu/run_products.py [--calls 300 --replays 30 --only storm --operators NAME]
 
 exact     all operators as they choose, and their schedules in one piece and in four; matrices by columns, tails of
           tiles, tiles cut along K, and what no schedule multiplies: eagerly
@@ -212,7 +212,8 @@ class Repeated:
 
 def each(name: str, calls: int, work: Callable[[Parts, Shape, int], int], shapes: Sequence[Shape], run: Parts) -> None:
     for shape in shapes:
-        run.attempt_in_time(Part(name, str(shape), calls), partial(work, run, shape, calls))
+        if shape.call.__name__ in run.options.operators:
+            run.attempt_in_time(Part(name, str(shape), calls), partial(work, run, shape, calls))
 
 
 def called(run: Parts, shape: Shape, calls: int) -> int:
@@ -258,7 +259,8 @@ def storm(run: Parts) -> None:
         depth, columns = 8 * dice.randrange(1, 100), 8 * dice.randrange(1, 100)
         return Shape(call, max(pieces, 1) * dice.randrange(1, 375), depth, columns, pieces)
 
-    shapes = [shape(call, pieces) for call, pieces in pairs(WANTED, (0, *PIECES))]
+    called = [call for call in WANTED if call.__name__ in run.options.operators]
+    shapes = [shape(call, pieces) for call, pieces in pairs(called, (0, *PIECES))]
     kinds, graphs = [], []
 
     def hold_up() -> None:
@@ -302,6 +304,8 @@ PARTS = {
 
 def main() -> None:
     parser = runner.part_parser_of(__doc__, 300, 85.0, list(PARTS))
+    names = [call.__name__ for call in WANTED]
+    parser.add_argument("--operators", nargs="+", choices=names, default=names)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     runner.end_of_parts(Parts, options, PARTS, GRACE, on_gpu=options.device == "cuda")
