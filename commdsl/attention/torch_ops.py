@@ -19,8 +19,8 @@ from commdsl.attention.merge import wide
 from commdsl.attention.placement import PLACEMENTS
 from commdsl.runtime import groups
 from commdsl.runtime.errors import GradientError
-from commdsl.runtime.op import registry
 from commdsl.runtime.operators import define
+from commdsl.runtime.registry import registry
 
 Tensor: TypeAlias = torch.Tensor
 

@@ -108,6 +108,7 @@ class Kernel:
     threads: int
     lanes_per_block: int
     has_far: bool  # peers that only NVSHMEM reaches
+    is_stamped: bool
     form: str  # of the entry: a kernel that runs the phases, or one for the flags between copies that others make
     moves: MovesText | None
     has_keys: bool  # by which rows go, or come back
@@ -177,6 +178,7 @@ def _kernel(plan: Plan) -> Kernel:
         threads=plan.comm.threads,
         lanes_per_block=plan.comm.lanes_per_block,
         has_far=plan.transport is Transport.NVSHMEM,
+        is_stamped=plan.stamped,
         form=_form(plan),
         moves=tables,
         has_keys=bool(keys),

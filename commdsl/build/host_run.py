@@ -6,7 +6,7 @@ with the oracle; callers do. What runs is `host_ranks`'.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -23,6 +23,7 @@ from commdsl.machine.dtypes import BY_NAME
 from commdsl.program.memory import Rights, Tensor
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import block_bytes_of, host_launch, tensor_bytes
+from commdsl.program.stamps import INTERVAL, layout
 
 __all__ = ["DataRaceError", "ElementType", "HostResult", "Options", "run", "run_calls"]
 
@@ -47,6 +48,7 @@ class HostResult:
 
     outputs: dict[str, list[Array]]  # by buffer, then by rank
     yields: list[Array]  # by rank, all yields of a rank stacked; empty when the schedule yields nothing
+    intervals: list[Array]  # by rank, of a stamped Plan, as its `layout` has them; else empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class _Laid:
     row_bytes: int
     tensors: tuple[tuple[int, ...], ...]  # offsets by rank, tensor
     landing: tuple[int, ...]  # offsets by rank; none where nothing lands
+    stamps: tuple[tuple[int, int], ...]  # by rank where time stamps go, and how many bytes; none of a plain Plan
 
 
 Own: TypeAlias = Mapping[tuple[int, str], int]
@@ -188,7 +191,16 @@ def _lay(
             else:
                 offsets.append(where.room.poisoned(_nbytes(tensor, block_bytes, dtype), name, **place))
         ranks.append(tuple(offsets))
-    return _Laid(block_bytes, _row_bytes(plan, inputs), tuple(ranks), landing.base)
+    row_bytes = _row_bytes(plan, inputs)
+    stamps = tuple(_stamps(plan, where, block_bytes, row_bytes))
+    return _Laid(block_bytes, row_bytes, tuple(ranks), landing.base, stamps)
+
+
+def _stamps(plan: Plan, where: Seats, block_bytes: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    launch = host_launch(plan.moves, block_bytes, row_bytes)
+    for rank in range(plan.num_ranks) if plan.stamped else ():
+        size = layout(plan, rank, launch).nbytes
+        yield where.room.take(size, f"the time stamps of rank {rank}"), size
 
 
 def _block_bytes(plan: Plan, inputs: Inputs, dtype: ElementType) -> int:
@@ -250,7 +262,11 @@ def _begin_at(plan: Plan, where: Seats, first: int) -> None:
 def _values(plan: Plan, laid: _Laid) -> list[Values]:
     """What every rank's kernel is told of one call."""
     launch = host_launch(plan.moves, laid.block_bytes, laid.row_bytes).arguments()
-    return [{"landing": laid.landing, "tensors": offsets, **launch} for offsets in laid.tensors]
+    stamps = [at for at, _ in laid.stamps] or [0] * plan.num_ranks
+    return [
+        {"stamps": at, "landing": laid.landing, "tensors": offsets, **launch}
+        for at, offsets in zip(stamps, laid.tensors, strict=True)
+    ]
 
 
 def _collect(plan: Plan, laid: _Laid, data: Bytes, dtype: ElementType) -> HostResult:
@@ -266,4 +282,5 @@ def _collect(plan: Plan, laid: _Laid, data: Bytes, dtype: ElementType) -> HostRe
             yields = arrays
         else:
             outputs[tensor.name] = arrays
-    return HostResult(outputs, yields)
+    written = (data[at : at + size].tobytes() for at, size in laid.stamps)
+    return HostResult(outputs, yields, [np.frombuffer(one, INTERVAL) for one in written])

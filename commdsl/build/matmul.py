@@ -32,7 +32,7 @@ _LINE, _PANEL, _MARKS = 128, 64 * 128, 256  # bytes, as matmul.cuh lays them out
 _SHARED = 227 * 1024
 _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i2"), ("turn", "<u2")])
 _TURN = struct.Struct("<7H3h12x")
-_ARGUMENTS = struct.Struct("<8Q2I56x")
+_ARGUMENTS = struct.Struct("<8Q2IQ48x")
 _ENOUGH = 4  # stages: what is read comes in time
 _LEAST = 4  # stages of a part: what it costs to add two parts up takes as long
 _BAND = 2048  # rows whose columns are made together: what they read stays in the L2 cache
@@ -132,9 +132,12 @@ class Product:
         return -(-self.rows // (tiling.rows * tiling.cluster)), -(-self.columns // wide), -(-self.depth // DEPTH)
 
 
-def emitted(product: Product, tiling: Tiling) -> Emitted:
-    """The kernel's text, as a Plan's is: the same for any size and element type."""
+def emitted(product: Product, tiling: Tiling, *, is_stamped: bool = False) -> Emitted:
+    """The kernel's text, as a Plan's is: the same for any size and element type. `is_stamped`: it says when each piece
+    began and ended.
+    """
     return _emitted(
+        is_stamped,
         tiling.rows,
         tiling.columns,
         tiling.stages,
@@ -167,10 +170,14 @@ _FIELDS = (
 
 
 @memoize
-def _emitted(*values: int) -> Emitted:
+def _emitted(is_stamped: bool, *values: int) -> Emitted:
     entry = "commdsl_matmul"
     shape = dict(zip(_FIELDS, values, strict=True))
-    text = environment().get_template("matmul.cu.j2").render(threads=THREADS, entry=entry, shape=shape)
+    text = (
+        environment()
+        .get_template("matmul.cu.j2")
+        .render(threads=THREADS, entry=entry, shape=shape, is_stamped=is_stamped)
+    )
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Emitted(entry, text, digest, digest)
 
@@ -289,8 +296,11 @@ def stores(product: Product, tiling: Tiling) -> int:
     return high * wide * tiling.blocks * MULTIPLIERS
 
 
-def packed(maps: Sequence[bytes], addresses: Sequence[int], timeout_ns: int, product: Product) -> bytes:
+def packed(
+    maps: Sequence[bytes], addresses: Sequence[int], timeout_ns: int, product: Product, stamps: int = 0
+) -> bytes:
     """The kernel's one argument: two maps of A, one of B, two of C and one of sums, the addresses of pieces, begin,
-    turns, words, bias, partials and flags, how long a block waits for what others do, and the size of C.
+    turns, words, bias, partials and flags, how long a block waits for what others do, the size of C, and the address of
+    time stamps.
     """
-    return b"".join(maps) + _ARGUMENTS.pack(*addresses, timeout_ns, product.rows, product.columns)
+    return b"".join(maps) + _ARGUMENTS.pack(*addresses, timeout_ns, product.rows, product.columns, stamps)

@@ -6,7 +6,7 @@ Assumes what `show` assumes. Does not run or time anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from commdsl.commands import output
@@ -15,13 +15,11 @@ from commdsl.commands.choice import this_device
 from commdsl.commands.jobs import jobs_of, merge, prove_all, read, some
 from commdsl.commands.output import Exit
 from commdsl.commands.show import fail
+from commdsl.cost.bars import Bar, drawn
 from commdsl.language.diagnostics import CommError
 from commdsl.machine.errors import ArgumentError
 from commdsl.overlap import auto
 from commdsl.overlap.auto import Event, Product
-
-WIDTH = 64
-"""Columns of the picture."""
 
 
 def timeline(path: Path, target: Target, name: str | None, shape: str, device: str | None, *, as_json: bool) -> Exit:
@@ -52,19 +50,12 @@ def timeline(path: Path, target: Target, name: str | None, shape: str, device: s
     if as_json:
         output.say_json([{"what": head, "events": [_json(event) for event in events]} for head, events in pages])
     else:
-        output.say("\n".join("\n".join((head, *drawn(events), *map(_line, events))) for head, events in pages))
+        output.say("\n".join("\n".join((head, *drawn(_bars(events)), *map(_line, events))) for head, events in pages))
     return Exit.FINE
 
 
-def drawn(events: Sequence[Event]) -> Iterable[str]:
-    """A line of what is multiplied and one of what travels: each event is its number's last digit, as long as it is."""
-    last = max(event.end for event in events)
-    for words, is_product in (("products", True), ("travels", False)):
-        cells = [" "] * WIDTH
-        for number, event in enumerate(event for event in events if event.is_product is is_product):
-            begin, end = (round(WIDTH * at / last) for at in (event.begin, event.end))
-            cells[begin : max(end, begin + 1)] = str(number % 10) * max(end - begin, 1)
-        yield f"{words:8} |{''.join(cells[:WIDTH])}|"
+def _bars(events: Sequence[Event]) -> list[list[Bar]]:
+    return [[Bar(one.begin, one.end) for one in events if one.is_product is kind] for kind in (True, False)]
 
 
 def _sums(events: Sequence[Event]) -> str:

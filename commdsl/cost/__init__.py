@@ -6,6 +6,8 @@ flows         both -> the strongest cut, or the time of the best flows
 bounds        a contract -> the least time that any schedule needs for it
 report        a schedule -> steps, bytes over links, time
 timeline      a schedule -> a table, a row per step
+profile       time stamps of a call -> computation, communication, what of it is exposed
+bars          times of products and of what travels -> two lines of a terminal
 visits        a schedule with yields -> how long it takes beside what its visits compute
 visitors      a schedule with yields -> a table, a row per visit
 routes        a schedule -> who hands on to whom: its cycles, its shifts

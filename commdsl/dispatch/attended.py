@@ -16,8 +16,8 @@ from commdsl.attention.merge import Merging, Partial, Summing, wide
 from commdsl.dispatch.spans import known
 from commdsl.runtime import given
 from commdsl.runtime.errors import GradientError, TensorError
-from commdsl.runtime.op import registry
 from commdsl.runtime.operators import define
+from commdsl.runtime.registry import registry
 
 Part: TypeAlias = tuple[slice, torch.Tensor]
 """Rows, and what a call found about them."""

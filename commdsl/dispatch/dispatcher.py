@@ -20,8 +20,8 @@ from commdsl.dispatch.route import Route, Way, checked
 from commdsl.runtime import given, groups
 from commdsl.runtime.eager import skips_dispatcher
 from commdsl.runtime.errors import DispatchError, TensorError
-from commdsl.runtime.op import registry
 from commdsl.runtime.operators import define
+from commdsl.runtime.registry import registry
 
 SCHEMA = (
     "move_rows(Tensor[] inputs, Tensor there, Tensor back, SymInt[] rows, str way, bool clear, bool clear_back, "

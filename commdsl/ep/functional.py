@@ -19,8 +19,8 @@ from commdsl.ep.experts import Handle
 from commdsl.ep.float8 import Quantised, arriving, dequantised, flat, paired
 from commdsl.ep.way_back import SUMMED
 from commdsl.runtime.errors import GradientError
-from commdsl.runtime.op import registry
 from commdsl.runtime.operators import define
+from commdsl.runtime.registry import registry
 
 Tensor: TypeAlias = torch.Tensor
 

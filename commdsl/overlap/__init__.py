@@ -7,6 +7,7 @@ Importing this imports nothing else; each name below loads what it needs when it
     sequence   a product -> the collective and torch's product one after the other
     measure    a candidate -> its times on this machine, for `commdsl tune`
     functional products as operators, with gradients, for autograd and torch.compile
+    profile    a product -> its result, and what was exposed of what travelled for it
     rms_norm   the operator that norms what ranks add up
     calls      a call of an operator -> the shortest way to it
     inductor   graphs that Inductor compiles -> the same with these operators
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from commdsl.overlap.inductor import MicroPipelineTP as MicroPipelineTP
     from commdsl.overlap.layers import ColumnParallelLinear as ColumnParallelLinear
     from commdsl.overlap.layers import RowParallelLinear as RowParallelLinear
+    from commdsl.overlap.profile import profiled as profiled
     from commdsl.overlap.rms_norm import all_reduce_rms_norm as all_reduce_rms_norm
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
+    "profiled",
     "replicated_matmul",
 ]
 
@@ -53,6 +56,7 @@ _HOME = {
     "matmul_all_reduce": "functional",
     "matmul_all_to_all": "functional",
     "matmul_reduce_scatter": "functional",
+    "profiled": "profile",
     "replicated_matmul": "functional",
 }
 

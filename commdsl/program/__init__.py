@@ -17,6 +17,7 @@ legal         a law of a Plan, and what is said where it does not hold
 verify, verify_calls, verify_casts, verify_keys   what a legal Plan is; a fault in one is a bug of commdsl
 proof         the laws of Plans
 sizes         a Plan and the bytes of a block -> what a launch needs
+stamps        a Plan -> its build that writes time stamps, and what each of them is of
 stages        a Plan -> the shared memory of a block for bulk copies, and how warps share it
 visited       a Plan with visits -> what is started in order, and the Plans of its launches
 timeouts      what kernels say of who is missing -> one exception

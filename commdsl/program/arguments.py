@@ -107,6 +107,7 @@ def arguments(plan: Plan) -> Arguments:
         Field("error", is_address=True),
         Field("desk", plan.num_ranks, is_address=True),  # of every rank, as `heap`
         Field("notice", is_address=True),
+        *([Field("stamps", is_address=True)] if plan.stamped else []),  # intervals, as `stamps` has them
     ]
     numbers = [Field("rank", type="i32"), Field("active_lanes", type="i32")]
     for phase in plan.comm.phases:

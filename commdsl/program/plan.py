@@ -65,6 +65,9 @@ class Plan:
     span: Span = field(repr=False)
     transport: Transport = Transport.PEER
     agree: Agree = field(kw_only=True)  # the role beside `roles`: it touches nothing that they do
+    stamped: bool = field(
+        default=False, kw_only=True
+    )  # another build of it, which says when what it does begins and ends
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -35,10 +35,12 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     visits, streams   a call of several launches, with the caller's function between them; the streams it takes
     products, fused   a call of several launches, with products between them; those as one launch of our kernel
     timing        such a call -> how long each visit took, and what travelled meanwhile
+    stamps        calls of a Plan that writes time stamps -> what they say
     eager         whether a call may pass torch's dispatcher by
     autograd      a contract -> its backward
     operators     what runs, and what shapes it gives -> an operator of torch
     op            a Program -> a torch op
+    registry      the op of each name, which torch is told of
     pickled       an op -> what loads it elsewhere
     load          a path -> an op
     menu, collectives, collective_ops, traced   `all_reduce` and its kin: the op that a table chooses

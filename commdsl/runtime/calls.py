@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from commdsl.cost.profile import Profile
 from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.program import Program
+from commdsl.runtime.stamps import StampedStart
 from commdsl.runtime.workspace import Start
 
 MAX_KEPT = 4096
@@ -84,3 +86,8 @@ class Bound:
         addresses = tuple(map(_address, known))
         self._start(addresses if self._slots is None else [addresses[slot] for slot in self._slots])
         return known[len(inputs) : self._end]
+
+    def profile(self) -> Profile:
+        """Of the last call, of a stamped Plan; it is over with this."""
+        assert isinstance(self._start, StampedStart)
+        return self._start.stamps.profile()

@@ -20,7 +20,7 @@ from commdsl.machine.config import Config
 from commdsl.program.desk import desk_bytes, notice_bytes
 from commdsl.program.memory import Transport
 from commdsl.program.moves import Protocol
-from commdsl.program.sizes import device_launch
+from commdsl.program.sizes import Launch, device_launch
 from commdsl.runtime.binding import Gpu
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, World
 from commdsl.runtime.communicator import Communicator
@@ -162,6 +162,11 @@ class DeviceStart:
         self._order = order
         self._kernel = kernel
         self._prepared = prepared
+
+    @property
+    def launch(self) -> Launch:
+        assert self._prepared.launch is not None
+        return self._prepared.launch
 
     def __call__(self, changing: Sequence[int]) -> None:
         gpu = self._gpu

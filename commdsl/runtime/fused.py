@@ -21,10 +21,12 @@ from commdsl.program.launches import Visit
 from commdsl.program.memory import Kept
 from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
+from commdsl.program.stamps import Layout, task
 from commdsl.program.visited import launches, meets, visits
 from commdsl.runtime import matmul
 from commdsl.runtime.errors import CaptureError
 from commdsl.runtime.matmul import Matmul, Matrices, is_deep
+from commdsl.runtime.stamps import Stamps
 from commdsl.runtime.streams import Around, Streams
 from commdsl.runtime.visits import Function
 
@@ -77,18 +79,23 @@ class Fused:
         self._turns = turns
         self._product = Product(*size, dtype, dtype, residual=adds, turns=len(turns))
         self._arriving = sum(turn.rows_there >= 0 for turn in turns) * rows.nbytes
+        self._is_stamped = plan.stamped
         self._kernels: dict[tuple[bool, bool], Matmul] = {}
         self._known: dict[tuple[object, ...], matmul.Launch] = {}
         self._kernel(rows, factor)
 
     def over(
-        self, streams: Streams, held: Mapping[Kept, torch.Tensor]
+        self, streams: Streams, held: Mapping[Kept, torch.Tensor], stamps: Stamps | None = None
     ) -> tuple[Streams, Mapping[str | None, Function]]:
-        """The streams of one call, and what makes its products: all of them with the first."""
+        """The streams of one call, and what makes its products: all of them with the first. `stamps`: of a stamped
+        Plan, where it writes when each was made.
+        """
         rows, factor = (held[kept] for kept in self._products[0].reads[:2])
         kernel = self._kernel(rows, factor)
         words = torch.zeros(self._launches + len(self._products), dtype=torch.int64, device=factor.device)
-        launch = self._prepared(kernel, held, words.data_ptr())
+        layout = Layout(tuple(map(task, self._products)), kernel.intervals)
+        written = 0 if stamps is None else stamps.take(layout).data_ptr()
+        launch = self._prepared(kernel, held, words.data_ptr(), written)
 
         def multiply(number: int, *_: torch.Tensor, out: torch.Tensor) -> None:
             if number == 0:
@@ -106,10 +113,11 @@ class Fused:
             sms = torch.cuda.get_device_properties(self._device).multi_processor_count - LEFT
             product = replace(self._product, a_deep=a_deep, b_deep=b_deep)
             tiling = chosen(product, sms, self._arriving / LINK)
-            found = self._kernels[a_deep, b_deep] = Matmul(product, tiling, sms, self._device, self._turns)
+            found = Matmul(product, tiling, sms, self._device, self._turns, is_stamped=self._is_stamped)
+            self._kernels[a_deep, b_deep] = found
         return found
 
-    def _prepared(self, kernel: Matmul, held: Mapping[Kept, torch.Tensor], words: int) -> matmul.Launch:
+    def _prepared(self, kernel: Matmul, held: Mapping[Kept, torch.Tensor], words: int, stamps: int) -> matmul.Launch:
         found: dict[str, dict[int, torch.Tensor]] = {}
         for product in self._products:
             for kept in (*product.reads, *product.writes):
@@ -117,11 +125,11 @@ class Fused:
                 found.setdefault(group, {})[at] = held[kept]
         sources, sums, results = ([matrices(found[name]) for name in names] for names in self._groups)
         factor = matrices(found[_place(self._places, self._products[0].reads[1])[0]])
-        key = (*sources, factor, *sums, *results, words)
+        key = (*sources, factor, *sums, *results, words, stamps)
         launch = self._known.get(key)
         if launch is None:
             added = sums[0] if sums else None
-            launch = kernel.prepare(sources, factor, results, sums=added, words=words)
+            launch = kernel.prepare(sources, factor, results, sums=added, words=words, stamps=stamps)
             if len(self._known) >= MAX_KEPT:
                 self._known.clear()
             self._known[key] = launch

@@ -16,7 +16,7 @@ from commdsl.build.host import build
 from commdsl.machine.config import Config
 from commdsl.program.desk import desk_bytes
 from commdsl.program.plan import Plan
-from commdsl.program.sizes import HOST_MAX_LANES, host_launch, touched
+from commdsl.program.sizes import HOST_MAX_LANES, Launch, host_launch, touched
 from commdsl.runtime.bootstrap import Board, Bootstrap, Exchange, World
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.compared import user_line
@@ -138,6 +138,11 @@ class HostStart:
         self._communicator = communicator
         self._kernel = kernel
         self._prepared = prepared
+
+    @property
+    def launch(self) -> Launch:
+        assert self._prepared.launch is not None
+        return self._prepared.launch
 
     def begin(self, changing: Sequence[int]) -> Callable[[], None]:
         self(changing)

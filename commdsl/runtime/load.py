@@ -23,8 +23,9 @@ from commdsl.program.memory import Transport
 from commdsl.runtime import far, given, groups
 from commdsl.runtime.errors import GroupError
 from commdsl.runtime.memory_summary import MemorySummary
-from commdsl.runtime.op import Op, register
+from commdsl.runtime.op import Op
 from commdsl.runtime.program import Backward, Definition, digest_of, program
+from commdsl.runtime.registry import register
 
 DEFAULT_RANKS = 8
 

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from commdsl.build import nvrtc
@@ -88,14 +89,23 @@ class Matmul:
     """One product, or several turns of it, cut in one way, on up to `sms` blocks."""
 
     def __init__(
-        self, product: Product, tiling: Tiling, sms: int, device: int, turns: Sequence[Turn] | None = None
+        self,
+        product: Product,
+        tiling: Tiling,
+        sms: int,
+        device: int,
+        turns: Sequence[Turn] | None = None,
+        *,
+        is_stamped: bool = False,
     ) -> None:
         self.product, self.tiling = product, tiling
         turns = [Turn(count=int(product.residual))] if turns is None else turns
-        text, high, wide = emitted(product, tiling), *product.tiles(tiling)[:2]
+        text, high, wide = emitted(product, tiling, is_stamped=is_stamped), *product.tiles(tiling)[:2]
         workers = min(tiling.workers(sms), high * wide * (tiling.parts if tiling.parts > 1 else product.turns))
         self._blocks = workers * tiling.blocks
         dealt = table(product, tiling, workers)
+        self.intervals = np.repeat(dealt.pieces["turn"].astype(np.int32), 2 * tiling.blocks)
+        """Of each that a stamped kernel writes, its turn: of every piece and block two."""
         where = torch.device("cuda", device)
         self._pieces = torch.from_numpy(dealt.pieces.view("<i4")).to(where)
         self._begin = torch.from_numpy(dealt.begin).to(where)
@@ -119,10 +129,11 @@ class Matmul:
         bias: int = 0,
         sums: Matrices | None = None,
         words: int = 0,
+        stamps: int = 0,
     ) -> Launch:
-        """The launch that writes C to `c`, from addresses of `bias` and of the call's words. Of several turns A and C
-        are one or two of what turns name, and B has the matrices that they do. Raises TensorError where a row of a
-        matrix begins elsewhere than TMA can.
+        """The launch that writes C to `c`, from addresses of `bias`, of the call's words and of time stamps. Of several
+        turns A and C are one or two of what turns name, and B has the matrices that they do. Raises TensorError where a
+        row of a matrix begins elsewhere than TMA can.
         """
         rows, half = self.tiling.rows, self.tiling.columns // 2
         line = self.tiling.line(self.product)
@@ -134,7 +145,7 @@ class Matmul:
         )
         tables = [one.data_ptr() for one in (self._pieces, self._begin, self._turns)]
         addresses = (*tables, words, bias, self._partials.data_ptr(), self._flags.data_ptr())
-        argument = packed(maps, addresses, self._timeout_ns, self.product)
+        argument = packed(maps, addresses, self._timeout_ns, self.product, stamps)
         return launch_of(argument, [len(argument)], self._blocks, THREADS)
 
     def __call__(self, launch: Launch) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
+from commdsl.cost.profile import Profile
 from commdsl.ir.held import Held
 from commdsl.machine.config import from_environment
 from commdsl.program.memory import Transport
@@ -25,6 +27,7 @@ from commdsl.runtime.given import Patience, Reduction
 from commdsl.runtime.host import HostCommunicator
 from commdsl.runtime.products import Multiplying, multiplying
 from commdsl.runtime.program import Backward, Definition, Program, program
+from commdsl.runtime.stamps import StampedStart, Stamps, of_launch
 from commdsl.runtime.timing import Timing
 from commdsl.runtime.visits import Function, Visiting, by_name, check_reductions, prepared, split, travelling
 from commdsl.runtime.work import DeviceWork, HostWork, Result, Work
@@ -32,6 +35,9 @@ from commdsl.runtime.workspace import listed
 
 Inverse: TypeAlias = "Callable[[Backward, int], Op]"
 """Loads the op of a way back for a number of ranks."""
+
+BEFORE = 3
+"""Calls before the one that a profile is of."""
 
 Load: TypeAlias = "Callable[..., Op]"
 """`load`, with arguments by their names."""
@@ -49,6 +55,7 @@ class Op:
         self._calls: dict[tuple[object, ...], Bound | Multiplying] = {}
         self._visiting: dict[tuple[object, ...], Visiting] = {}
         self._lock = threading.Lock()
+        self._stamped: Op | None = None  # the same with time stamps
         # Kept apart from the programs: `torch.compile` traces through a call as far as these.
         called, plain = self.program(ranks).called, self.program(ranks).signature
         self.input_names = tuple(port.name for port in called.inputs)
@@ -102,6 +109,31 @@ class Op:
         if async_op:
             return self._start(inputs, groups.name_of(group), op, seconds)
         return self._result(inputs, group, op, seconds)
+
+    @property
+    def stamped(self) -> Op:
+        """Another build of the same Plans, whose calls say when what they do begins and ends."""
+        with self._lock:
+            if self._stamped is None:
+                asked = replace(self.definition, stamped=True)
+                self._stamped = Op(self.name, asked, self.ranks, self._inverse, self._load)
+            return self._stamped
+
+    def profiled(
+        self, *inputs: torch.Tensor, group: Any = None, op: Reduction = "sum", timeout: Patience = None
+    ) -> tuple[Result, Profile]:
+        """What a call returns, without a gradient, and when what this rank did for it began and ended.
+
+        Collective as a call is, which is over with this. It is the last of several that are made: ranks come to it at
+        the same time, and what takes a while the first time is over. Raises OpError where it has no time stamps.
+        """
+        given.tensors(self.name, inputs, self.num_inputs)
+        seconds = None if timeout is None else given.seconds(timeout)
+        call = self.stamped.bound(inputs, groups.name_of(group), op, False, seconds)
+        for _ in range(BEFORE):
+            call(inputs)
+        outputs = call(inputs)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs), call.profile()
 
     def in_place(
         self, *inputs: torch.Tensor, group: Any = None, op: Reduction = "sum", timeout: Patience = None
@@ -272,6 +304,12 @@ class Op:
     def _run(
         self, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction, in_place: bool, seconds: float | None
     ) -> list[torch.Tensor]:
+        return self.bound(inputs, group, op, in_place, seconds)(inputs)
+
+    def bound(
+        self, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction, in_place: bool, seconds: float | None
+    ) -> Bound | Multiplying:
+        """What makes calls on such tensors; made when they are first met."""
         name, behind = groups.resolve(group)
         first = inputs[0]
         try:
@@ -288,7 +326,7 @@ class Op:
             _keep(self._calls, key, call)
         elif call.compares:
             groups.of(name, first.device).compare(tensors.described(self.name, inputs, given.reduction(op)))
-        return call(inputs)
+        return call
 
     def _prepare(
         self, inputs: tuple[torch.Tensor, ...], name: str, op: Reduction, in_place: bool, seconds: float | None
@@ -307,6 +345,9 @@ class Op:
         chosen, dtype = known.signature.in_place if in_place else None, tensors.element_name(inputs[0].dtype)
         block_bytes, row_bytes = tensors.block_and_row(known.signature, inputs)
         start = comm.prepare(known, block_bytes, dtype, op, seconds, row_bytes=row_bytes)
+        if known.plan.stamped:
+            stamps = partial(Stamps, self.name, comm.rank, inputs[0].device)
+            start = StampedStart(start, stamps, of_launch(comm, known.plan, start))
         return Bound(self.name, comm, known, inputs, chosen, start, groups.owner_of(name))
 
     def _check(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> None:
@@ -338,63 +379,3 @@ def _keep(kept: dict[tuple[object, ...], Any], new: tuple[object, ...], made: An
     if len(kept) >= MAX_KEPT:
         kept.clear()
     kept[new] = made
-
-
-class _Registry:
-    """The ops of this process. torch keeps its own such table; this one remembers what each name stands for."""
-
-    def __init__(self) -> None:
-        self.library = torch.library.Library("commdsl", "FRAGMENT")
-        self.ops: dict[str, tuple[str, Op]] = {}
-        self.lock = threading.RLock()
-
-
-_REGISTRY: list[_Registry] = []
-_LOCK = threading.Lock()
-
-
-def registry() -> _Registry:
-    with _LOCK:  # ranks that are threads come here at once, and two tables would define one op twice
-        if not _REGISTRY:
-            _REGISTRY.append(_Registry())
-        return _REGISTRY[0]
-
-
-def register(name: str, digest: str, definition: Definition, ranks: int, inverse: Inverse, load: Load) -> Op:
-    """The op of that name; another text under a name that is taken gets its digest appended."""
-    table = registry()
-    with table.lock:
-        if name in table.ops and table.ops[name][0] != digest:
-            name = f"{name}_{digest[:8]}"
-        if name not in table.ops:
-            made = Op(name, definition, ranks, inverse, load)
-            _define(table.library, made)
-            table.ops[name] = (digest, made)
-        return table.ops[name][1]
-
-
-def _define(library: torch.library.Library, op: Op) -> None:
-    signature = op.program(op.ranks).signature
-    reserved = ("group_name", "op", "self", "out")
-    names = [f"{port.name}_" if port.name in reserved else port.name for port in signature.inputs]
-    results = ", ".join("Tensor" for _ in signature.outputs)
-    returns = results if len(signature.outputs) == 1 else f"({results})"
-    tail = "str group_name" + (', str op="sum"' if signature.has_reduction else "") + ", float? timeout=None"
-    tags = (torch.Tag.pt2_compliant_tag,)
-    library.define(f"{op.name}({', '.join(f'Tensor {name}' for name in names)}, {tail}) -> {returns}", tags=tags)
-    for key in ("CPU", "CUDA"):
-        library.impl(op.name, op.functional, key)
-    torch.library.register_fake(f"commdsl::{op.name}", op.fake, lib=library)
-    if signature.outputs:  # else what it does is what visits see
-        autograd.register(library, op)
-    if signature.in_place is None:
-        return
-    written = [
-        f"Tensor({chr(ord('a') + index)}!) {name}" if index in signature.in_place else f"Tensor {name}"
-        for index, name in enumerate(names)
-    ]
-    library.define(f"{op.name}_({', '.join(written)}, {tail}) -> ()", tags=tags)
-    for key in ("CPU", "CUDA"):
-        library.impl(f"{op.name}_", op.mutating, key)
-    torch.library.register_fake(f"commdsl::{op.name}_", lambda *_: None, lib=library)
-    autograd.refuse_in_place(library, op)

@@ -8,17 +8,29 @@ says `matmul library`, each is one of torch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 
+from commdsl.cost.profile import Profile
 from commdsl.ir.products import MATMUL, Part
+from commdsl.program.launches import Visit
+from commdsl.program.memory import Kept
+from commdsl.program.stamps import alone, task
 from commdsl.program.visited import kept_by, landing
 from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.errors import OpError
 from commdsl.runtime.program import Port, Program, Signature, Visits
-from commdsl.runtime.visits import Visiting, prepared
+from commdsl.runtime.stamps import StampedStreams, Stamps
+from commdsl.runtime.streams import Streams
+from commdsl.runtime.visits import Function, Over, Visiting, prepared
+
+if TYPE_CHECKING:
+    from commdsl.runtime.fused import Fused
 
 
 class Multiplying:
@@ -41,13 +53,15 @@ class Multiplying:
         self._cut = cut = Cut(program.signature, visits, communicator.rank)
         self._shapes = tensors.output_shapes(program.signature, inputs)
         self._between = _between(visits, cut.given(inputs))
-        self._fused = None
+        self._fused: Fused | None = None
         rows, factor = (cut.given(inputs)[cut.number(name)] for name in operands(visits))
         if rows.is_cuda and not visits.by_library:
             from commdsl.runtime import fused  # where there is a GPU
 
             if fused.fits(visits.plan, cut.places, rows, factor):
                 self._fused = fused.Fused(visits.plan, cut.places, rows, factor)
+        self._plan = visits.plan
+        self._stamps: Stamps | None = None  # of the last call, where they are
 
     @property
     def is_over(self) -> bool:
@@ -73,9 +87,41 @@ class Multiplying:
             places |= zip(names, inputs[0].new_empty(len(names), *shape), strict=True)
         given = self._cut.given(inputs)
         is_aligned = self._fused is not None and all(one.data_ptr() % tensors.ALIGNMENT == 0 for one in given)
-        over = self._fused.over if self._fused is not None and is_aligned else None
+        over: Over | None = self._fused.over if self._fused is not None and is_aligned else None
+        if self._plan.stamped:
+            over = self._stamped(self._fused if is_aligned else None, inputs[0].device)
         self._visiting(given, {MATMUL: multiply}, places=places, over=over)
         return made
+
+    def profile(self) -> Profile:
+        """As `Bound.profile`."""
+        assert self._stamps is not None
+        return self._stamps.profile()
+
+    def _stamped(self, fused: Fused | None, device: torch.device) -> Over:
+        """What stands in place of the streams and functions of a call: its launches write time stamps, and products."""
+        if fused is None and device.type == "cuda":
+            raise OpError(f"torch multiplies in this call of `{self._name}`, and its kernels have no time stamps")
+        stamps = self._stamps = Stamps(self._name, self._communicator.rank, device)
+        rooms = [stamps.take(one) for one in self._visiting.layouts()]  # before what goes beside begins
+
+        def over(streams: Streams, held: Mapping[Kept, torch.Tensor]) -> tuple[Streams, Mapping[str | None, Function]]:
+            streams = StampedStreams(streams, rooms)
+            return (streams, {MATMUL: self._timed(stamps)}) if fused is None else fused.over(streams, held, stamps)
+
+        return over
+
+    def _timed(self, stamps: Stamps) -> Function:
+        """Products on the processor, by the clock of its kernels."""
+        products = [phase for phase in self._plan.phases if isinstance(phase, Visit)]
+        rooms = [stamps.take(alone(task(one))) for one in products]
+
+        def timed(number: int, *given: torch.Tensor, out: torch.Tensor) -> None:
+            begin = time.monotonic_ns()
+            multiply(number, *given, out=out)
+            rooms[number][0] = torch.tensor((begin, begin, time.monotonic_ns(), 0))
+
+        return timed
 
 
 def multiplying(

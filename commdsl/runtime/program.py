@@ -33,6 +33,7 @@ from commdsl.machine.resources import data_dir, split_place
 from commdsl.program.launches import Return
 from commdsl.program.memory import Rights, Transport
 from commdsl.program.plan import Plan
+from commdsl.program.stamps import stamped
 from commdsl.program.visited import only_multiplied, plan_of, segments
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class Definition:
     on: str | None
     tune: tuple[tuple[str, int | str], ...] = ()  # in place of what the text tunes
     kernels: tuple[Built, ...] = ()  # built ahead of time, for any number of ranks
+    stamped: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +193,12 @@ def _compile(definition: Definition, ranks: int, transport: Transport) -> Progra
     files = compiler.read(definition.path)
     given = compiler.Given(ranks, definition.on, dict(definition.params), transport, dict(definition.tune))
     decl = compiler.choose_kind(files, definition.schedule, ScheduleDecl)
-    made = compiler.printed(compiler.check_schedule(files, decl, given))
+    checked = compiler.check_schedule(files, decl, given)
+    if definition.stamped:
+        between = None if checked.visits is None else stamped(checked.visits)
+        plan = between if between is not None and checked.plan is checked.visits else stamped(checked.plan)
+        checked = replace(checked, plan=plan, visits=between)
+    made = compiler.printed(checked)
     visits = _visits(made)
     if made.plan.is_visited:
         assert visits is not None
@@ -251,6 +258,7 @@ def _identity(definition: Definition, ranks: int, transport: Transport) -> list[
     values += [f"tune {key}={value!r}" for key, value in sorted(definition.tune)]
     machine = _machine(definition)[1] if definition.on else ""
     parts = [sources_digest(), definition.schedule or "", str(ranks), transport.value, machine]
+    parts += ["stamped"] if definition.stamped else []
     return [*parts, *values, *(text for _, text in _sources(definition))]
 
 

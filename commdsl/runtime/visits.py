@@ -23,12 +23,14 @@ from commdsl.program.launches import Between, Launch, Return, Visit
 from commdsl.program.memory import Kept
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
-from commdsl.program.visited import ended, landing, launches, moved, started, turns
+from commdsl.program.stamps import Layout, task
+from commdsl.program.visited import ended, landing, launches, moved, plan_of, started, turns
 from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import ReductionError, TensorError
 from commdsl.runtime.landing import Landed, Region
 from commdsl.runtime.program import Port, Program, Visits
+from commdsl.runtime.stamps import of_launch
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.timing import Timing
 from commdsl.runtime.work import Result
@@ -133,6 +135,14 @@ class Visiting:
             finally:
                 del failure  # as in Communicator.check: its traceback holds this frame, and with it tensors
         return results[0] if len(results) == 1 else results
+
+    def layouts(self) -> list[Layout]:
+        """What the launches of a call write, of a stamped Plan: each is one task."""
+        found = zip(launches(self._plan), self._turns, strict=True) if self._starts else ()
+        return [
+            of_launch(self._communicator, plan_of(self._plan, one.moves), self._starts[_made(one)][turn], task(one))
+            for one, turn in found
+        ]
 
     @contextlib.contextmanager
     def _region(self) -> Iterator[Region | None]:

@@ -39,10 +39,17 @@ class Reach:
 
 
 class Start(Protocol):
-    """Starts calls of one kernel, given what changes from call to call: the addresses of a Plan's tensors."""
+    """Starts calls of one kernel, given what changes from call to call: the addresses of a Plan's tensors; of a stamped
+    Plan before them that of its time stamps.
+    """
 
     @property
     def workspace(self) -> Workspace: ...
+
+    @property
+    def launch(self) -> Launch:
+        """How each of them runs."""
+        ...
 
     def __call__(self, changing: Sequence[int]) -> None: ...
 
@@ -122,11 +129,10 @@ class Workspace:
         size += f", in rows of {row_bytes}" if row_bytes else ""
         words = f"`{self.plan.name}` on {size} of {dtype}" + (f", {op}" if self.plan.moves.has_reduction else "")
         digest = self._desk.said.digest(words + listed(about), emitted.identity)
-        values = {**self.every_call, "tensors": (), "digest": digest, **launch.arguments()}
+        values = {**self.every_call, "tensors": (), "landing": (), "stamps": 0, "digest": digest, **launch.arguments()}
         values |= timeout_argument(seconds)
-        changing = ("tensors", "tensors")
-        if self.plan.moves.lands:
-            values, changing = {**values, "landing": ()}, ("landing", "tensors")
+        first = "stamps" if self.plan.stamped else "landing" if self.plan.moves.lands else "tensors"
+        changing = (first, "tensors")
         return Prepared(self.plan, values, changing, launch)
 
     def failure(self) -> BaseException | None:

@@ -6,6 +6,7 @@ exact     all operators as they choose, and their schedules in one piece and in 
           tiles, tiles cut along K, and what no schedule multiplies: eagerly
 graphs    graphs of two calls, replayed with other numbers
 gradients those of rows and of weights
+stamps    time stamps of a call, which rank 0 prints: the time that they say is within 5 % of that of events around it
 storm     calls of random shapes in random order, eagerly and replayed, GPU and host delays, no barrier in between
 
 Each rank computes by itself what it must hold: sums in float64, of which those of other ranks are rounded before they
@@ -39,6 +40,7 @@ from benchmarks.measure import captured
 from commdsl.overlap import all_gather_matmul, choice, matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
 from commdsl.overlap.auto import OPERATORS
 from commdsl.planner.tuning.selection import SEQUENCE
+from commdsl.runtime import groups
 from commdsl.runtime.menu import name_of_device
 
 DTYPE = torch.bfloat16
@@ -172,6 +174,18 @@ def by_columns(matrix: Any) -> Any:
     return matrix.t().contiguous().t()
 
 
+LARGE = {
+    all_gather_matmul: (8192, 8192, 3584),
+    matmul_reduce_scatter: (8192, 3584, 8192),
+    matmul_all_reduce: (8192, 3584, 8192),
+}
+"""Rows of all ranks, K and N: a call takes so long that its launch is less than what stamps may be off by."""
+
+WITHIN = 0.05
+STAMPED = 5
+AHEAD = 4_000_000  # cycles: longer than a call is launched
+
+
 class Repeated:
     """Calls of one shape: how many were wrong."""
 
@@ -252,6 +266,58 @@ def differentiated(run: Parts, shape: Shape, calls: int) -> int:
     return int(wrong)
 
 
+def stamps(run: Parts) -> None:
+    for call, (rows, depth, columns) in LARGE.items():
+        for pieces in PIECES:
+            shape = Shape(call, rows // run.ranks, depth, columns, pieces)
+            run.attempt_in_time(Part("stamps", str(shape), STAMPED), partial(agreeing, run, shape))
+
+
+def agreeing(run: Parts, shape: Shape) -> int:
+    """How many calls took another time by their stamps than by events around them; on the processor, a longer one.
+    Ranks begin together, when all is launched, so that neither holds what the host takes.
+    """
+    made = Repeated(run, shape)
+    op, tensors, wrong = shape.function(run), (made.x, made.w), 0
+    call, plain = op.stamped.bound(tensors, groups.name_of(None), "sum", False, None), op(*tensors)
+    for _ in range(STAMPED):
+        run.everyone(None)
+        with Outside(run) as outside:
+            (found,) = call(tensors)
+        profile = call.profile()
+        wrong += not torch.equal(found, plain)
+        ratio = profile.total / outside.seconds
+        wrong += not (1 - WITHIN < ratio < 1 + WITHIN if run.on_gpu else 0 < ratio < 1)
+    if run.rank == 0:
+        print(f"{shape}: {ratio:.3f} of {1e6 * outside.seconds:.1f} us by events\n{profile}", flush=True)
+    return wrong
+
+
+class Outside:
+    """The seconds that the GPU takes for what is launched in it; on the processor, of a clock."""
+
+    seconds = 0.0
+
+    def __init__(self, run: Parts) -> None:
+        self.run = run
+
+    def __enter__(self) -> Outside:
+        if self.run.on_gpu:
+            self.marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            torch.cuda._sleep(AHEAD)
+            commdsl.all_reduce(torch.zeros(8, device=self.run.device))
+            self.marks[0].record()
+        self.begin = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self.begin
+        if self.run.on_gpu:
+            self.marks[1].record()
+            self.run.wait()
+            self.seconds = self.marks[0].elapsed_time(self.marks[1]) / 1e3
+
+
 def storm(run: Parts) -> None:
     dice, delays = random.Random(run.options.seed), random.Random(f"{run.options.seed} {run.rank}")
 
@@ -298,6 +364,7 @@ PARTS = {
     "exact": partial(each, "exact", CALLS, called, WAYS),
     "graphs": graphs,
     "gradients": partial(each, "gradients", 1, differentiated, SHAPES),
+    "stamps": stamps,
     "storm": storm,
 }
 

@@ -176,6 +176,9 @@ COMMDSL_FN void add_rms_norm(const ArgsOf<Plan>& args, i32 lane) {
   const u64 last = smaller(first + args.share_bytes, args.block_bytes);
   u32 bits;
   load(bits, reinterpret_cast<const char*>(tensors[eps]));
+  // Behind those of the moves.
+  Stamps stamps(args, intervals_of<Plan>(args, args.active_lanes, rank_of<Plan>(args)) + static_cast<u64>(lane), lane, thread() == 0);
+  stamps.begin();
   for (u64 at = first, number = 0; at < last; at += part, ++number) {
     const Row row = {reinterpret_cast<const char*>(tensors[rows] + at),
                      reinterpret_cast<const char*>(tensors[residual] + at),
@@ -187,6 +190,7 @@ COMMDSL_FN void add_rms_norm(const ArgsOf<Plan>& args, i32 lane) {
                      float_of_bits(bits)};
     norm_row<Element>(row, parts_of_row<Plan>(args), number);
   }
+  stamps.end();
 }
 
 }  // namespace commdsl

@@ -193,6 +193,13 @@ COMMDSL_FN void add_shared(u64* word, u64 value) { atomicAdd(word, value); }
 COMMDSL_FN void add_shared(u32* word, u32 value) { atomicAdd(word, value); }
 COMMDSL_FN u32 take_shared(u32* word) { return atomicAdd(word, 1u); }  // each thread that asks has another number
 
+// Who writes time stamps.
+COMMDSL_FN u64 sm_of(i32) {
+  u32 sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  return sm;
+}
+
 COMMDSL_FN u64 now_ns() {
   u64 time;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));

@@ -160,6 +160,8 @@ COMMDSL_FN void add_shared(u64* word, u64 value) { *word += value; }
 COMMDSL_FN void add_shared(u32* word, u32 value) { *word += value; }
 COMMDSL_FN u32 take_shared(u32* word) { return (*word)++; }
 
+COMMDSL_FN u64 sm_of(i32 actor) { return static_cast<u64>(actor); }
+
 COMMDSL_FN u64 now_ns() {
   timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);

@@ -13,6 +13,7 @@
 #include "commdsl/transport.cuh"
 #include "commdsl/waiting.cuh"
 #include "commdsl/agree.cuh"
+#include "commdsl/stamps.cuh"
 
 namespace commdsl {
 
@@ -300,14 +301,16 @@ COMMDSL_FN void signal_all(const Position<Plan>& here, const Op& op) {
 
 // `alive` is false for a thread that gave up in this round: it still meets the others at their barriers.
 template <class Plan>
-COMMDSL_FN bool run_op(const Position<Plan>& here, Mover<Plan>& mover, i32 index, bool& alive) {
+COMMDSL_FN bool run_op(const Position<Plan>& here, Mover<Plan>& mover, Stamps& stamps, i32 index, bool& alive) {
   const Op& op = Plan::op(index);
+  stamps.begin();
   if (op.num_waits > 0 || op.barrier) mover.finish();
   if (op.num_waits > 0) {
     if (!await_all(here, index, op, !alive)) return false;
   } else if (op.barrier) {
     block_barrier();
   }
+  stamps.ready();
   if (alive) alive = run_body(here, mover, index, op);
   if (op.num_signals > 0) {
     mover.finish();
@@ -319,23 +322,24 @@ COMMDSL_FN bool run_op(const Position<Plan>& here, Mover<Plan>& mover, i32 index
     }
     signal_all(here, op);
   }
+  stamps.end();
   return true;
 }
 
 // A kernel built for one rank whose program is short has every operation as code of its own.
 template <class Plan>
-COMMDSL_FN bool run_round(const Position<Plan>& here, Mover<Plan>& mover) {
+COMMDSL_FN bool run_round(const Position<Plan>& here, Mover<Plan>& mover, Stamps& stamps) {
   bool alive = true;
   if constexpr (Plan::kRank >= 0) {
     constexpr i32 first = Plan::first_op(Plan::kRank), last = Plan::first_op(Plan::kRank + 1);
 #pragma unroll
     for (i32 index = first; index < last; ++index) {
-      if (!run_op(here, mover, index, alive)) return false;
+      if (!run_op(here, mover, stamps, index, alive)) return false;
     }
   } else {
     const i32 last = Plan::begin(here.args.rank + 1);
     for (i32 index = Plan::begin(here.args.rank); index < last; ++index) {
-      if (!run_op(here, mover, index, alive)) return false;
+      if (!run_op(here, mover, stamps, index, alive)) return false;
     }
   }
   // A round's words are done before the next one's begin: so a block that is seen in a round has left the one before.
@@ -351,6 +355,12 @@ COMMDSL_FN Position<Plan> position_of(const ArgsOf<Plan>& args, i32 lane, i32 ro
   return {args, lane, number, offset, end - offset, cells_offset<Plan>(lane, number)};
 }
 
+// How many intervals of work lanes before this one have, each an operation of an actor in a round.
+template <class Plan>
+COMMDSL_FN u64 intervals_of(const ArgsOf<Plan>& args, i32 lanes, i32 actor) {
+  return static_cast<u64>(lanes) * static_cast<u64>(args.rounds) * static_cast<u64>(Plan::begin(actor + 1) - Plan::begin(actor));
+}
+
 // False when the lane gave up: it leaves the round counter as it was, and the heap is unfit for another call until it is zeroed.
 template <class Plan>
 COMMDSL_FN bool run_lane(const ArgsOf<Plan>& args, i32 lane) {
@@ -360,12 +370,13 @@ COMMDSL_FN bool run_lane(const ArgsOf<Plan>& args, i32 lane) {
   COMMDSL_SHARED u64 words[2];
   const Turnstile<Plan> turnstile{words};
   if (Plan::kLanesTell && is_last && lane == 0) turnstile.enter(args);
+  Stamps stamps(args, intervals_of<Plan>(args, lane, rank_of<Plan>(args)), lane, thread() == 0);
   Mover<Plan> mover;
   mover.start();
   for (i32 round = 0; round < args.rounds; ++round) {
     const Position<Plan> here = position_of<Plan>(args, lane, round, before + static_cast<u64>(round));
     if (is_last) store_relaxed(&state[1], here.round + 1);
-    if (!run_round(here, mover)) return false;
+    if (!run_round(here, mover, stamps)) return false;
   }
   mover.finish();
   block_barrier();  // every thread has read the counter
@@ -421,7 +432,9 @@ template <class Plan>
 COMMDSL_FN void run_flags(const ArgsOf<Plan>& args, const Turn& turn) {
   u64* state = reinterpret_cast<u64*>(args.heap[rank_of<Plan>(args)] + state_offset<Plan>(0));
   const u64 before = load_relaxed(&state[0]);
+  Stamps stamps(args, 0, 0, thread() == 0);  // from the first kernel of a call to its last: what is between is under way
   if (load_relaxed(&state[2]) != 0) return;
+  if (turn.begins) stamps.begin();
   const bool agrees = thread() < kWarp;
   if (turn.begins && block_any(agrees && Plan::enter(args) == 0)) {
     if (thread() == 0) store_relaxed(&state[2], 1);
@@ -442,12 +455,14 @@ COMMDSL_FN void run_flags(const ArgsOf<Plan>& args, const Turn& turn) {
     at = part.next;
   }
   block_barrier();  // every thread has read the state
+  if (turn.begins) stamps.ready();
   if (!turn.advances) return;
   if (block_any(agrees && !Plan::agree(args, load_relaxed(own_desk(args, kDeskTelling))))) {
     if (thread() == 0) store_relaxed(&state[2], 1);
     return;
   }
   if (thread() == 0) store_relaxed(&state[0], before + static_cast<u64>(args.rounds));
+  stamps.end();
 }
 
 }  // namespace commdsl

@@ -24,6 +24,7 @@
 #include "commdsl/vectors.cuh"
 #include "commdsl/async.cuh"
 #include "commdsl/tensor.cuh"
+#include "commdsl/stamps.cuh"
 
 namespace commdsl {
 
@@ -54,6 +55,9 @@ struct alignas(64) MatmulArgs {
   u64 bias, partials, flags;
   u64 timeout_ns;
   u32 rows, columns;     // of C, in one turn
+#ifdef COMMDSL_STAMPS
+  u64 stamps;            // intervals
+#endif
 };
 
 template <class Plan>
@@ -259,25 +263,37 @@ struct Multiplier : Worker<Shape> {
     for (i32 at = this->begin(); at < this->end(); ++at) {
       const Piece piece = this->piece(at);
       const MatmulTurn turn = this->turn(piece);
-      multiply(this->last(piece) - this->first(piece));
+      Stamps stamps(this->args, interval(at), 0, threadIdx.x == kWarpgroup);  // of one of two that work side by side
+      stamps.begin();
+      multiply(this->last(piece) - this->first(piece), stamps);
       if constexpr (Shape::kSplit > 1) gather((at - this->begin()) % 2);
       if (piece.parts < 0) {
         leave(piece.slot);
       } else {
         for (i32 part = 0; part < piece.parts; ++part) add(piece.slot + part);
-        store(turn, this->row(piece) + number * Shape::kHigh * 64, this->stored_column(piece));
+        stamps.end();
+        stamps.begin();
+        store(turn, this->row(piece) + number * Shape::kHigh * 64, this->stored_column(piece), stamps);
         ++tiles;
       }
+      stamps.end();
       if (at + 1 == this->end() || this->piece(at + 1).turn != piece.turn) tell(turn);
     }
     if (thread == 0) await_reads<0>();  // the stores read this block's shared memory
   }
 
  private:
+  // The first of two of a piece: its product, and what is added and stored.
+  COMMDSL_FN static u64 interval(i32 piece) { return (static_cast<u64>(piece) * Shape::kBlocks + block_of_cluster()) * 2; }
+
   COMMDSL_FN void meet() const { asm volatile("bar.sync %0, %1;" ::"r"(number + 1), "n"(kWarpgroup) : "memory"); }
 
   // The products of one stage run while those of the next are begun.
-  COMMDSL_FN void multiply(u32 steps) {
+  COMMDSL_FN void multiply(u32 steps, Stamps& stamps) {
+    if constexpr (Stamps::are_written()) {  // not in the loop, which is to stay as it is
+      await_phase(this->shared.full(this->fill), this->shared.parity(this->fill));
+      stamps.ready();
+    }
     settle();
     for (u32 step = 0; step < steps; ++step) {
       await_phase(this->shared.full(this->fill), this->shared.parity(this->fill));
@@ -406,7 +422,7 @@ struct Multiplier : Worker<Shape> {
   COMMDSL_FN u32 own_row(u32 i) const { return thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8; }
   COMMDSL_FN u32 own_column(u32 i) const { return i / 4 * 8 + thread % 4 * 2; }
 
-  COMMDSL_FN void store(const MatmulTurn& turn, u32 row, u32 column) {
+  COMMDSL_FN void store(const MatmulTurn& turn, u32 row, u32 column, Stamps& stamps) {
     constexpr u32 sums = Shape::kOutElements / 2;  // of a thread, in a panel
 #pragma unroll
     for (u32 at = 0; at < Shape::kStored; at += Shape::kOutElements) {
@@ -416,7 +432,7 @@ struct Multiplier : Worker<Shape> {
         float value[sums];
 #pragma unroll
         for (u32 i = 0; i < sums; i += 2) activate(sum[high], first + i, column, value + i);
-        if constexpr (Shape::kAdds) add_sums(turn.count, value);
+        if constexpr (Shape::kAdds) add_sums(turn.count, value, stamps);
         const u32 panel = this->shared.panel(number, stores);
         if (thread == 0) await_reads<Shape::kPanels - 1>();
         meet();
@@ -453,9 +469,10 @@ struct Multiplier : Worker<Shape> {
   }
 
   template <u32 sums>
-  COMMDSL_FN void add_sums(u32 matrices, float (&value)[sums]) {
+  COMMDSL_FN void add_sums(u32 matrices, float (&value)[sums], Stamps& stamps) {
     for (u32 at = 0; at < matrices; ++at) {
       await_phase(this->shared.full(this->fill), this->shared.parity(this->fill));
+      stamps.ready();
       const u32 lines = this->shared.stage(this->fill) + number * kPanelBytes;
 #pragma unroll
       for (u32 i = 0; i < sums; i += 8) {

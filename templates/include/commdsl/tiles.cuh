@@ -109,7 +109,15 @@ COMMDSL_FN void run_tiles(const ArgsOf<Plan>& args, i32 block, i32 blocks) {
     for (i32 lane = block; lane < args.active_lanes; lane += blocks) {
       const u64 number = load_relaxed(tiles_done<Plan>(args, lane)) + static_cast<u64>(round);
       const Position<Plan> here = position_of<Plan>(args, lane, round, number);
-      for (i32 index = first; index < last; ++index) run_tile(here, index);
+      // Behind those of the lanes that move.
+      const u64 moved = intervals_of<Plan>(args, args.active_lanes, rank_of<Plan>(args));
+      const u64 place = moved + intervals_of<Plan>(args, lane, program) + static_cast<u64>(round * (last - first));
+      Stamps stamps(args, place, args.active_lanes + block, thread_of_block() == 0);
+      for (i32 index = first; index < last; ++index) {
+        stamps.begin();
+        run_tile(here, index);
+        stamps.end();
+      }
     }
   }
   whole_block_barrier();  // every thread has read the counters

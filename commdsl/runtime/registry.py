@@ -1,0 +1,74 @@
+"""Turns a Definition into the one op of its name in this process, and tells torch of it.
+
+Assumes torch. Does not run anything: what torch calls are methods of the op.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from commdsl.runtime import autograd
+from commdsl.runtime.op import Inverse, Load, Op
+from commdsl.runtime.program import Definition
+
+
+class _Registry:
+    """The ops of this process. torch keeps its own such table; this one remembers what each name stands for."""
+
+    def __init__(self) -> None:
+        self.library = torch.library.Library("commdsl", "FRAGMENT")
+        self.ops: dict[str, tuple[str, Op]] = {}
+        self.lock = threading.RLock()
+
+
+_REGISTRY: list[_Registry] = []
+_LOCK = threading.Lock()
+
+
+def registry() -> _Registry:
+    with _LOCK:  # ranks that are threads come here at once, and two tables would define one op twice
+        if not _REGISTRY:
+            _REGISTRY.append(_Registry())
+        return _REGISTRY[0]
+
+
+def register(name: str, digest: str, definition: Definition, ranks: int, inverse: Inverse, load: Load) -> Op:
+    """The op of that name; another text under a name that is taken gets its digest appended."""
+    table = registry()
+    with table.lock:
+        if name in table.ops and table.ops[name][0] != digest:
+            name = f"{name}_{digest[:8]}"
+        if name not in table.ops:
+            made = Op(name, definition, ranks, inverse, load)
+            _define(table.library, made)
+            table.ops[name] = (digest, made)
+        return table.ops[name][1]
+
+
+def _define(library: torch.library.Library, op: Op) -> None:
+    signature = op.program(op.ranks).signature
+    reserved = ("group_name", "op", "self", "out")
+    names = [f"{port.name}_" if port.name in reserved else port.name for port in signature.inputs]
+    results = ", ".join("Tensor" for _ in signature.outputs)
+    returns = results if len(signature.outputs) == 1 else f"({results})"
+    tail = "str group_name" + (', str op="sum"' if signature.has_reduction else "") + ", float? timeout=None"
+    tags = (torch.Tag.pt2_compliant_tag,)
+    library.define(f"{op.name}({', '.join(f'Tensor {name}' for name in names)}, {tail}) -> {returns}", tags=tags)
+    for key in ("CPU", "CUDA"):
+        library.impl(op.name, op.functional, key)
+    torch.library.register_fake(f"commdsl::{op.name}", op.fake, lib=library)
+    if signature.outputs:  # else what it does is what visits see
+        autograd.register(library, op)
+    if signature.in_place is None:
+        return
+    written = [
+        f"Tensor({chr(ord('a') + index)}!) {name}" if index in signature.in_place else f"Tensor {name}"
+        for index, name in enumerate(names)
+    ]
+    library.define(f"{op.name}_({', '.join(written)}, {tail}) -> ()", tags=tags)
+    for key in ("CPU", "CUDA"):
+        library.impl(f"{op.name}_", op.mutating, key)
+    torch.library.register_fake(f"commdsl::{op.name}_", lambda *_: None, lib=library)
+    autograd.refuse_in_place(library, op)

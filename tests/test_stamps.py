@@ -1,0 +1,207 @@
+"""Time stamps of a call: what kernels write on host ranks, and what a profile makes of it.
+
+Assumes a C++ compiler. Does not hold them to a clock outside: `gpu/run_products.py` does, where a clock is fine enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from thread_ranks import in_group  # noqa: E402 - after the check for torch
+
+import commdsl  # noqa: E402 - as above
+from commdsl import compiler, overlap  # noqa: E402 - as above
+from commdsl.build import host_run, nvrtc  # noqa: E402 - as above
+from commdsl.build.emit import defines, emit  # noqa: E402 - as above
+from commdsl.build.host_run import HostResult, Options  # noqa: E402 - as above
+from commdsl.build.matmul import ARCH, Product, Tiling, emitted  # noqa: E402 - as above
+from commdsl.cost.profile import Profile  # noqa: E402 - as above
+from commdsl.machine.config import from_environment  # noqa: E402 - as above
+from commdsl.machine.dtypes import BY_NAME  # noqa: E402 - as above
+from commdsl.machine.errors import ArgumentError  # noqa: E402 - as above
+from commdsl.machine.resources import shipped_file  # noqa: E402 - as above
+from commdsl.program.memory import Rights  # noqa: E402 - as above
+from commdsl.program.plan import Plan  # noqa: E402 - as above
+from commdsl.program.sizes import host_launch  # noqa: E402 - as above
+from commdsl.program.stamps import INTERVAL, Layout, Task, layout, stamped  # noqa: E402 - as above
+from commdsl.runtime.errors import OpError  # noqa: E402 - as above
+
+RANKS = 2
+ELEMENTS = 40_000
+
+
+def plan_of(name: str) -> Plan:
+    path = shipped_file(name)
+    assert path is not None
+    made = compiler.check(path, ranks=RANKS)
+    assert isinstance(made, compiler.CheckedSchedule)
+    return made.plan
+
+
+def run(plan: Plan, options: Options | None = None) -> HostResult:
+    random = np.random.default_rng(1)
+    given = {
+        one.name: [random.standard_normal(one.blocks * ELEMENTS).astype(np.float32) for _ in range(RANKS)]
+        for one in plan.moves.tensors
+        if one.access is Rights.READ
+    }
+    return host_run.run_calls(plan, emit(plan), [given], BY_NAME["float32"], "sum", options or Options())[0]
+
+
+def profile_of(plan: Plan, found: HostResult, rank: int) -> Profile:
+    what = layout(plan, rank, host_launch(plan.moves, 4 * ELEMENTS))
+    return Profile.of(plan.name, rank, what, found.intervals[rank])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "roles"),
+    [("allreduce_ring", Options(), {False}), ("add_reduce_scatter", Options(sanitize=True), {False, True})],
+    ids=["lanes", "lanes and tiles"],
+)
+def test_everything_that_is_done_has_an_interval(name: str, options: Options, roles: set[bool]) -> None:
+    """Each began, was ready and ended in that order; those of one thread follow each other; results are the same."""
+    plan = plan_of(name)
+    found, plain = run(stamped(plan), options), run(plan)
+    assert plain.intervals == []
+    for rank in range(RANKS):
+        written = found.intervals[rank]
+        assert (written["begin"] > 0).all()
+        assert (written["begin"] <= written["ready"]).all()
+        assert (written["ready"] <= written["end"]).all()
+        for thread in np.unique(written["sm"]):
+            of = np.sort(written[written["sm"] == thread], order="begin")
+            assert (of["end"][:-1] <= of["begin"][1:]).all()
+        profile = profile_of(plan, found, rank)
+        assert {task.computes for task in profile.tasks} == roles
+        assert 0 < profile.exposed <= profile.communication < profile.total
+    for one in plain.outputs:
+        assert all(map(np.array_equal, plain.outputs[one], found.outputs[one]))
+
+
+def test_waits_are_of_who_comes_late() -> None:
+    """Who begins first waits, before it is ready, until the other begins."""
+    plan = plan_of("allreduce_ring")
+    profiles = [profile_of(plan, run(stamped(plan), Options(max_delay=0.5, seed=3)), rank) for rank in range(RANKS)]
+    late, early = np.random.default_rng(3).random((1, RANKS))[0] * 0.5
+    assert late < early
+    waits = [(one.intervals["ready"] - one.intervals["begin"]).max() / 1e9 for one in profiles]
+    assert waits[0] > 0.5 * (early - late) > waits[1]
+
+
+def test_texts_without_stamps_do_not_change() -> None:
+    """They are asked for by the text alone: one line of it, and an argument."""
+    plan = plan_of("allreduce_ring")
+    plain, other = emit(plan).text.splitlines(), emit(stamped(plan)).text.splitlines()
+    more = [line.strip() for line in other if line not in plain and "sha256" not in line]
+    assert more == ["#define COMMDSL_STAMPS", "u64 stamps;"]
+    assert len(other) == len(plain) + 2
+
+
+def test_cubins() -> None:
+    """NVRTC takes the texts of both kinds of kernel."""
+    plan, config = stamped(plan_of("allreduce_ring")), from_environment()
+    product = Product(8, 8, 8, residual=True, turns=2)
+    for text, macros, arch in (
+        (emit(plan), defines(plan, "bfloat16", "sum"), "sm_90"),
+        (emitted(product, Tiling(256, 2), is_stamped=True), product.defines(), ARCH),
+    ):
+        assert nvrtc.build(text, macros, config, arch).read_bytes().startswith(b"\x7fELF")
+
+
+# --- what a profile says ----------------------------------------------------------------------------------------------
+
+TASKS = Task("x -> a", False), Task("x, w -> c", True), Task("a, w -> d", True)
+WRITTEN = (  # task, begin, ready, end, SM; microseconds
+    (0, 1000, 1010, 1060, 9),
+    (1, 1002, 1002, 1030, 0),
+    (2, 1030, 1060, 1090, 0),
+    (1, 1002, 1002, 1050, 1),
+    (2, 1050, 1060, 1090, 1),
+    (1, 0, 0, 0, 0),  # was not done
+)
+
+
+def made() -> Profile:
+    written = np.array([(1000 * begin, 1000 * ready, 1000 * end, sm) for _, begin, ready, end, sm in WRITTEN], INTERVAL)
+    return Profile.of("two products", 0, Layout(TASKS, np.array([row[0] for row in WRITTEN], np.int32)), written)
+
+
+def test_what_is_exposed() -> None:
+    """Of each SM the time in which something is on its way and it computes nothing: 30 and 10 of 50 us."""
+    profile = made()
+    assert profile.total == pytest.approx(90e-6)
+    assert profile.communication == pytest.approx(50e-6)
+    assert profile.computed.tolist() == pytest.approx([58e-6, 78e-6])
+    assert profile.uncovered.tolist() == pytest.approx([30e-6, 10e-6])
+    assert (profile.computation, profile.exposed) == pytest.approx((68e-6, 20e-6))
+
+
+def test_who_computes_nothing_exposes_all() -> None:
+    """A collective by itself is on its way all the time."""
+    profile = made()
+    alone = replace(profile, task=profile.task[:1], intervals=profile.intervals[:1])
+    assert alone.exposed == alone.communication == pytest.approx(50e-6)
+    assert alone.computation == 0
+
+
+def test_the_report() -> None:
+    """Sums over SMs, a line a task, and a picture."""
+    assert str(made()).splitlines() == [
+        "two products on rank 0: 90.0 us from the first stamp to the last",
+        "  us                                         min    median       max",
+        "  computation                               58.0      68.0      78.0  of 2 SMs",
+        "  communication                             50.0      50.0      50.0  while something is on its way",
+        "  exposed                                   10.0      20.0      30.0  of it, nothing computed",
+        "  task                                     begin       end      work      wait"
+        "  us; work and wait: of an SM, the median",
+        "  x -> a                                     0.0      60.0      50.0      10.0",
+        "  x, w -> c                                  2.0      50.0      38.0       0.0",
+        "  a, w -> d                                 30.0      90.0      30.0      20.0",
+        "products | 00000000000000000000000000000000000       111111111111111111111|",
+        "travels  |       000000000000000000000000000000000000                     |",
+    ]
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def test_profiled_calls() -> None:
+    """They return what a call returns, and say what this rank did."""
+
+    def work(rank: int, group: str) -> None:
+        op, x = commdsl.load("allreduce_ring"), torch.full((5000,), rank + 1.0)
+        found, profile = op.profiled(x, group=group)
+        assert torch.equal(found, torch.full((5000,), 3.0))
+        assert (profile.rank, {task.computes for task in profile.tasks}) == (rank, {False})
+        assert 0 < profile.communication < profile.total
+
+    in_group(RANKS, work)
+
+
+def test_profiled_operators() -> None:
+    """What is multiplied on the processor is on the clock of what moves."""
+
+    def work(rank: int, group: str) -> None:
+        x, w = torch.ones(64, 128, requires_grad=True), torch.ones(96, 128)
+        found, profile = overlap.profiled("all_gather_matmul", x, w, group=group)
+        assert torch.equal(found, torch.full((64 * RANKS, 96), 128.0))
+        assert not found.requires_grad
+        assert [task.what for task in profile.tasks] == ["x.0 -> a.0", "x.0, w -> c.0", "a.0, w -> c.1"]
+        assert [task.computes for task in profile.tasks] == [False, True, True]
+        assert 0 < profile.computation < profile.total
+
+    in_group(RANKS, work)
+
+
+def test_what_has_no_stamps_is_refused() -> None:
+    """What is no operator, and an operator that runs one after the other."""
+    with pytest.raises(ArgumentError, match="expected one of all_gather_matmul"):
+        overlap.profiled("matmul", torch.ones(2, 2), torch.ones(2, 2))
+    (alone,) = commdsl.threads(1)
+    with pytest.raises(OpError, match="one after the other"):
+        overlap.profiled("all_gather_matmul", torch.ones(2, 2), torch.ones(2, 2), group=alone)
