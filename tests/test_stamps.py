@@ -5,6 +5,8 @@ Assumes a C++ compiler. Does not hold them to a clock outside: `gpu/run_products
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +22,7 @@ from commdsl.build import host_run, nvrtc  # noqa: E402 - as above
 from commdsl.build.emit import defines, emit  # noqa: E402 - as above
 from commdsl.build.host_run import HostResult, Options  # noqa: E402 - as above
 from commdsl.build.matmul import ARCH, Product, Tiling, emitted  # noqa: E402 - as above
+from commdsl.commands.cli import run_command  # noqa: E402 - as above
 from commdsl.cost.profile import Profile  # noqa: E402 - as above
 from commdsl.machine.config import from_environment  # noqa: E402 - as above
 from commdsl.machine.dtypes import BY_NAME  # noqa: E402 - as above
@@ -27,7 +30,6 @@ from commdsl.machine.errors import ArgumentError  # noqa: E402 - as above
 from commdsl.machine.resources import shipped_file  # noqa: E402 - as above
 from commdsl.program.memory import Rights  # noqa: E402 - as above
 from commdsl.program.plan import Plan  # noqa: E402 - as above
-from commdsl.program.sizes import host_launch  # noqa: E402 - as above
 from commdsl.program.stamps import INTERVAL, Layout, Task, layout, stamped  # noqa: E402 - as above
 from commdsl.runtime.errors import OpError  # noqa: E402 - as above
 
@@ -54,8 +56,7 @@ def run(plan: Plan, options: Options | None = None) -> HostResult:
 
 
 def profile_of(plan: Plan, found: HostResult, rank: int) -> Profile:
-    what = layout(plan, rank, host_launch(plan.moves, 4 * ELEMENTS))
-    return Profile.of(plan.name, rank, what, found.intervals[rank])
+    return Profile.of(plan.name, rank, layout(plan, rank, found.launch), found.intervals[rank])
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,7 @@ def test_what_is_exposed() -> None:
     profile = made()
     assert profile.total == pytest.approx(90e-6)
     assert profile.communication == pytest.approx(50e-6)
+    assert profile.resolution == 2000
     assert profile.computed.tolist() == pytest.approx([58e-6, 78e-6])
     assert profile.uncovered.tolist() == pytest.approx([30e-6, 10e-6])
     assert (profile.computation, profile.exposed) == pytest.approx((68e-6, 20e-6))
@@ -154,7 +156,7 @@ def test_the_report() -> None:
     assert str(made()).splitlines() == [
         "two products on rank 0: 90.0 us from the first stamp to the last",
         "  us                                         min    median       max",
-        "  computation                               58.0      68.0      78.0  of 2 SMs",
+        "  computation                               58.0      68.0      78.0  of 2 that computed",
         "  communication                             50.0      50.0      50.0  while something is on its way",
         "  exposed                                   10.0      20.0      30.0  of it, nothing computed",
         "  task                                     begin       end      work      wait"
@@ -205,3 +207,24 @@ def test_what_has_no_stamps_is_refused() -> None:
     (alone,) = commdsl.threads(1)
     with pytest.raises(OpError, match="one after the other"):
         overlap.profiled("all_gather_matmul", torch.ones(2, 2), torch.ones(2, 2), group=alone)
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_run_with_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    """`run --profile` runs the build that writes time stamps, and says what they say of the slowest rank, or of all."""
+    ring = ["run", "allreduce_ring", "--ranks", "2", "--bytes", "4KB", "--profile"]
+    assert run_command(ring) == 0
+    assert re.search(r"profile\n  allreduce_ring on rank \d: .* us from the first stamp", capsys.readouterr().out)
+    assert run_command([*ring, "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["runs"]
+    assert all(0 < one["exposed"] == one["communication"] < one["total"] for one in told["profiles"])
+    assert len(told["profiles"]) == 2
+
+
+@pytest.mark.parametrize("name", ["allgather_matmul", "qkv"])
+def test_runs_without_a_profile(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is several launches, or moves rows, has none on the command line."""
+    assert run_command(["run", name, "--ranks", "2", "--profile"]) == 2
+    assert "usage: --profile is of" in capsys.readouterr().err

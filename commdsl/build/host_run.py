@@ -22,7 +22,7 @@ from commdsl.machine.config import Config
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.program.memory import Rights, Tensor
 from commdsl.program.plan import Plan
-from commdsl.program.sizes import block_bytes_of, host_launch, tensor_bytes
+from commdsl.program.sizes import Launch, block_bytes_of, host_launch, tensor_bytes
 from commdsl.program.stamps import INTERVAL, layout
 
 __all__ = ["DataRaceError", "ElementType", "HostResult", "Options", "run", "run_calls"]
@@ -48,7 +48,8 @@ class HostResult:
 
     outputs: dict[str, list[Array]]  # by buffer, then by rank
     yields: list[Array]  # by rank, all yields of a rank stacked; empty when the schedule yields nothing
-    intervals: list[Array]  # by rank, of a stamped Plan, as its `layout` has them; else empty
+    launch: Launch
+    intervals: list[NDArray[np.void]]  # by rank, of a stamped Plan, as its `layout` has them; else empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,4 +284,5 @@ def _collect(plan: Plan, laid: _Laid, data: Bytes, dtype: ElementType) -> HostRe
         else:
             outputs[tensor.name] = arrays
     written = (data[at : at + size].tobytes() for at, size in laid.stamps)
-    return HostResult(outputs, yields, [np.frombuffer(one, INTERVAL) for one in written])
+    launch = host_launch(plan.moves, laid.block_bytes, laid.row_bytes)
+    return HostResult(outputs, yields, launch, [np.frombuffer(one, INTERVAL) for one in written])

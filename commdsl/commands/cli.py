@@ -186,6 +186,7 @@ def compile(words: Words, out: Path | None, only_check: bool, as_json: bool, **c
 @option("--plan", "plan_file", section=HOW, metavar="FILE", help="Where the rows of a dispatch go.")
 @option("--sanitize", section=HOW, is_flag=True, help="Under ThreadSanitizer.")
 @option("--processes", section=HOW, is_flag=True, help="One process per rank instead of threads.")
+@option("--profile", section=HOW, is_flag=True, help="When each rank worked, waited and sent, by time stamps.")
 @option(
     "--svg",
     type=to_write,
@@ -202,7 +203,8 @@ def run(words: Words, svg: Path | None, plan_file: Text, as_json: bool, **chosen
     if chosen["sanitize"] and chosen["processes"]:
         raise UsageError("ThreadSanitizer sees one process only: --sanitize or --processes, not both")
     size = None if chosen["size"] is None else arguments.parse_bytes(chosen["size"])
-    settings = Settings(size, chosen["dtype"], chosen["op"], chosen["sanitize"], chosen["processes"])
+    how = (chosen[one] for one in ("dtype", "op", "sanitize", "processes", "profile"))
+    settings = Settings(size, *how)
     plan = None if plan_file is None else arguments.place_of(plan_file)
     return run(file, aim(chosen, params), name, settings, plan=plan, svg=svg, as_json=as_json)
 

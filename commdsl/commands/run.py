@@ -113,6 +113,8 @@ def ran(outcome: Outcome, target: Target, settings: Settings, asked: CheckedPlan
         case CompiledDispatch() | CheckedPlan():
             pair = pairing(outcome, outcome.checked, target, asked)
             plan = None if pair.plan is None else pair.plan.plan
+            if settings.profile:
+                raise UsageError(f"--profile is of schedules; `{outcome.job.name}` is a {outcome.job.kind}")
             return RanRows(outcome.job, pair, trial_rows(pair.dispatch, plan, settings))
         case _:
             raise AssertionError(f"{outcome.job.name} was not compiled")
@@ -134,6 +136,7 @@ def lines(one: Ran, settings: Settings) -> Iterator[str]:
             data = f"{output.bytes_text(settings.buffer_bytes)} of {settings.dtype}{op}"
             yield from trial_lines(schedule.num_ranks, made, settings, data, "interpreter")
             yield ""
+            yield from profile_lines(made)
             yield from cost_lines(report(schedule, made.block_bytes) if made.block_bytes else checked.report)
             yield ""
             yield output.style("timeline", "strong")
@@ -156,6 +159,14 @@ def lines(one: Ran, settings: Settings) -> Iterator[str]:
         case _:
             assert_never(one)
     yield ""
+
+
+def profile_lines(made: Trial) -> Iterator[str]:
+    """Of the rank that took longest."""
+    if made.profiles:
+        yield output.style("profile", "strong")
+        yield from indented(str(max(made.profiles, key=lambda one: one.total)))
+        yield ""
 
 
 def indented(text: str) -> Iterator[str]:
@@ -199,6 +210,7 @@ def to_json(one: Ran, settings: Settings) -> dict[str, object]:
                 "topology": schedule.topology.name,
                 "proved": list(laws(checked)),
                 "kernel": kernel_json(made, settings, settings.buffer_bytes),
+                "profiles": [one.sums for one in made.profiles],
                 "cost": cost_json(report(schedule, made.block_bytes) if made.block_bytes else checked.report),
                 "visits": [visit_json(one) for one in held(schedule)],
             }

@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.build import host, host_run
+from commdsl.build.emit import Emitted, emit
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.budget import refuse_large
 from commdsl.commands.visited import Visited
 from commdsl.compiler import CompiledSchedule
+from commdsl.cost.profile import Profile
 from commdsl.ir import interpret
 from commdsl.ir.classes import joining, types
 from commdsl.ir.functions import ROWWISE, Extent
@@ -28,7 +30,9 @@ from commdsl.language.kinds import BufferKind
 from commdsl.machine import dtypes
 from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import Array, DType
+from commdsl.program.plan import Plan
 from commdsl.program.sizes import chunk_range
+from commdsl.program.stamps import layout, stamped
 from commdsl.program.timeouts import CommTimeout
 
 SEED = 20
@@ -49,6 +53,7 @@ class Settings:
     op: str | None
     sanitize: bool
     processes: bool
+    profile: bool = False  # by the build that writes time stamps
 
     @property
     def mode(self) -> str:
@@ -74,6 +79,7 @@ class Trial:
     compared_bytes: int
     fault: str
     seconds: float
+    profiles: tuple[Profile, ...] = ()  # by rank, where they were asked for
 
     @property
     def is_right(self) -> bool:
@@ -117,11 +123,13 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     expected = interpret.run(schedule, inputs, dtype, settings.operation, visited.bodies)
     block_bytes = elements * dtype.size
     compared, fault = 0, ""
+    profiles: tuple[Profile, ...] = ()
+    plan, emitted = stamped_of(compiled) if settings.profile else (compiled.plan, compiled.emitted)
     try:
-        if not compiled.plan.is_visited:
+        if not plan.is_visited:
             found = host_run.run(
-                compiled.plan,
-                compiled.emitted,
+                plan,
+                emitted,
                 inputs,
                 dtype,
                 settings.operation,
@@ -129,6 +137,7 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
                 sanitize=settings.sanitize,
             )
             compared, fault = compare(schedule, expected, found, block_bytes)
+            profiles = tuple(profiled(plan, found))
         if compiled.visits is not None and not fault and not averages:
             options = host_run.Options(mode=settings.mode, sanitize=settings.sanitize)
             further, fault = visited.compare(compiled, expected, inputs, settings.operation, options)
@@ -141,7 +150,21 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     except (CommTimeout, host_run.DataRaceError) as error:
         return Trial(block_bytes, "", "", 0, str(error), time.perf_counter() - start)
     seconds = time.perf_counter() - start
-    return Trial(block_bytes, name, "", compared, fault, seconds)
+    return Trial(block_bytes, name, "", compared, fault, seconds, profiles)
+
+
+def stamped_of(compiled: CompiledSchedule) -> tuple[Plan, Emitted]:
+    """The build that writes time stamps."""
+    if compiled.plan.is_visited:
+        raise UsageError(f"--profile is of one launch; of those of `{compiled.plan.name}` `op.profiled` is, in Python")
+    plan = stamped(compiled.plan)
+    return plan, emit(plan)
+
+
+def profiled(plan: Plan, found: host_run.HostResult) -> Iterator[Profile]:
+    """By rank, where the build writes time stamps."""
+    for rank, written in enumerate(found.intervals):
+        yield Profile.of(plan.name, rank, layout(plan, rank, found.launch), written)
 
 
 def reduced(schedule: Schedule) -> set[str]:

@@ -55,6 +55,12 @@ class Profile:
         return float(self.intervals["end"].max(initial=0)) / 1e9
 
     @property
+    def resolution(self) -> int:
+        """The least difference of two stamps, in nanoseconds: the steps of the clock, if there are many."""
+        stamps = np.unique(np.concatenate([self.intervals[stamp] for stamp in STAMPS]))
+        return int(np.diff(stamps).min(initial=2**63 - 1))
+
+    @property
     def computation(self) -> float:
         return _median(self.computed)
 
@@ -79,6 +85,12 @@ class Profile:
         return np.array(both)
 
     @property
+    def sums(self) -> dict[str, float]:
+        """In seconds, by their names."""
+        names = "total", "computation", "communication", "exposed"
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def _computes(self) -> NDArray[np.bool_]:
         return np.array([task.computes for task in self.tasks], bool)[self.task]
 
@@ -100,7 +112,7 @@ def _lines(profile: Profile) -> Iterator[str]:
     yield f"{profile.name} on rank {profile.rank}: {_us(profile.total)} us from the first stamp to the last"
     yield f"  {'us':36} {'min':>9} {'median':>9} {'max':>9}"
     if sms:
-        yield _row("computation", profile.computed, f"of {sms} SMs")
+        yield _row("computation", profile.computed, f"of {sms} that computed")
     yield _row("communication", np.array([profile.communication]), "while something is on its way")
     yield _row("exposed", profile.uncovered if sms else np.array([profile.communication]), "of it, nothing computed")
     yield f"  {'task':36} {'begin':>9} {'end':>9} {'work':>9} {'wait':>9}  us; work and wait: of an SM, the median"
