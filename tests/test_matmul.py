@@ -20,9 +20,13 @@ TILINGS = [
 
 
 def pieces(found: Table) -> list[list[tuple[int, ...]]]:
-    """By worker, in order: turn, row and column of the tile, first and last stage, slot, parts."""
-    flat = [(turn, *tile, *depth, slot, parts) for tile, depth, slot, parts, turn in found.pieces.tolist()]
-    return [flat[first:last] for first, last in zip(found.begin, found.begin[1:], strict=False)]
+    """What is taken at once, in order: turn, row and column of the tile, first and last stage, slot, parts."""
+    *entries, end = found.pieces.tolist()
+    assert [turn for *_, turn in end] == [0xFFFF, 0xFFFF]
+    return [
+        [(turn, *tile, *depth, slot, parts) for tile, depth, slot, parts, turn in entry if depth[1] > 0]
+        for entry in entries
+    ]
 
 
 def random_table(seed: int) -> tuple[tuple[int, int, int, int], Tiling, Table]:
@@ -46,8 +50,8 @@ def test_every_stage_of_every_tile_is_made_once(seed: int) -> None:
     (turns, high, wide, depth), _, found = random_table(seed)
     made = Counter(
         (turn, row, column, stage)
-        for worker in pieces(found)
-        for turn, row, column, first, last, _, _ in worker
+        for one in pieces(found)
+        for turn, row, column, first, last, _, _ in one
         for stage in range(first, last)
     )
     assert len(made) == turns * high * wide * depth
@@ -55,37 +59,36 @@ def test_every_stage_of_every_tile_is_made_once(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_who_adds_up_a_tile_waits_for_pieces_that_come_first(seed: int) -> None:
-    """The first part names the slots of the later ones, in the order of the depth; in every worker's list what others
-    wait for stands before what waits, so no two wait for each other.
+def test_what_waits_comes_after_what_it_waits_for(seed: int) -> None:
+    """The first part of a tile names the slots of the later ones, in the order of the depth; all of them are in lists
+    before its own. So one worker alone makes everything, in the order of turns.
     """
     _, tiling, found = random_table(seed)
-    left = {
-        slot: (turn, row, column, first, last)
-        for worker in pieces(found)
-        for turn, row, column, first, last, slot, parts in worker
-        if parts < 0
-    }
-    assert len(left) == found.slots
-    for worker in pieces(found):
-        order = [(turn, parts == 0, parts > 0) for turn, *_, parts in worker]
-        assert order == sorted(order)
-        for turn, row, column, first, last, slot, parts in worker:
+    left: dict[int, tuple[int, ...]] = {}
+    turns = [turn for one in pieces(found) for turn, *_ in one]
+    assert turns == sorted(turns)
+    for one in pieces(found):
+        assert {turn for turn, *_ in one} == {one[0][0]}
+        before = dict(left)
+        for turn, row, column, first, last, slot, parts in one:
             assert first == 0 or parts < 0
-            for one in range(slot, slot + max(parts, 0)):
-                assert left[one][:4] == (turn, row, column, last)
-                last = left.pop(one)[4]
             assert parts < tiling.parts
+            if parts < 0:
+                left[slot] = turn, row, column, first, last
+            for part in range(slot, slot + max(parts, 0)):
+                assert before[part][:4] == (turn, row, column, last)
+                last = left.pop(part)[4]
+        assert [parts < 0 for *_, parts in one] == sorted((parts < 0 for *_, parts in one), reverse=True)
     assert not left
 
 
-@pytest.mark.parametrize(("columns", "least", "most", "idle"), [(1280, 42, 43, 12), (2560, 77, 78, 0)])
-def test_what_is_left_over_is_dealt_out_evenly(columns: int, least: int, most: int, idle: int) -> None:
+@pytest.mark.parametrize(("columns", "least", "most", "lists"), [(1280, 42, 43, 120), (2560, 77, 78, 132)])
+def test_what_is_left_over_is_dealt_out_evenly(columns: int, least: int, most: int, lists: int) -> None:
     """Of 132 workers, 40 tiles have three each, and 80 tiles have all: they have as much to do, but for one stage."""
     product, tiling = Product(1024, columns, 8192), Tiling(256, 1, 4)
-    lengths = [sum(last - first for *_, first, last, _, _ in worker) for worker in pieces(table(product, tiling, 132))]
-    assert {*lengths} - {0} == {least, most}
-    assert lengths.count(0) == idle
+    lengths = [sum(last - first for *_, first, last, _, _ in one) for one in pieces(table(product, tiling, 132))]
+    assert {*lengths} == {least, most}
+    assert len(lengths) == lists
 
 
 FORMS = {

@@ -28,11 +28,12 @@ DEPTH = 64
 HELD = {1: 132, 2: 66, 3: 38, 4: 28}
 """By their blocks, how many clusters an H200 was seen to hold at once: its SMs form groups of several sizes."""
 
-_LINE, _PANEL, _MARKS = 128, 64 * 128, 256  # bytes, as matmul.cuh lays them out
+_LINE, _PANEL, _MARKS = 128, 64 * 128, 256 + 4 * 48  # bytes, as matmul.cuh lays them out
 _SHARED = 227 * 1024
 _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i2"), ("turn", "<u2")])
+_TAKEN, _NO_TURN = 2, 0xFFFF
 _TURN = struct.Struct("<7H3h12x")
-_ARGUMENTS = struct.Struct("<8Q2IQ48x")
+_ARGUMENTS = struct.Struct("<8Q3I4xQ40x")
 _ENOUGH = 4  # stages: what is read comes in time
 _LEAST = 4  # stages of a part: what it costs to add two parts up takes as long
 _BAND = 2048  # rows whose columns are made together: what they read stays in the L2 cache
@@ -183,18 +184,21 @@ def _emitted(is_stamped: bool, *values: int) -> Emitted:
 
 
 class Table(NamedTuple):
-    """Who makes what: pieces, worker by worker, where each worker's begin, and how many sums wait in memory."""
+    """What is made in which order: pieces, as many in each row as are taken at once, and a row behind all others; and
+    how many sums wait in memory.
+    """
 
     pieces: np.ndarray
-    begin: np.ndarray
     slots: int
 
 
 def table(product: Product, tiling: Tiling, workers: int) -> Table:
-    """Turn after turn every worker, a cluster of blocks, makes as many whole tiles as any other; those that are left
-    over (`cut_tiles`) are cut along their depth into equal parts, which come first in every worker's list of the turn.
-    Whoever has a first part adds up what the others leave: they have it first, so nobody waits long, and no two wait
-    for each other. Where nothing is cut, who comes last in one turn is followed by the next worker in the next one.
+    """Turn after turn as many whole tiles for each of so many workers, clusters of blocks, as for any other; those that
+    are left over (`cut_tiles`) are cut along their depth into equal parts, which come first in the turn. A worker takes
+    a tile, or one or two parts, whenever it has made what it took.
+
+    Whoever has a first part adds up what the others leave. The later parts are taken before it, each before a first
+    part that is taken with it: however few workers there are, what waits waits for what was taken before.
     """
     assert tiling.fits(product), (product, tiling)
     high, wide, depth = product.tiles(tiling)
@@ -204,19 +208,18 @@ def table(product: Product, tiling: Tiling, workers: int) -> Table:
         for column in range(wide)
         for row in rows
     ]
-    lists: list[list[tuple[int, ...]]] = [[] for _ in range(workers)]
-    slots = dealt = 0
+    lists: list[list[tuple[int, ...]]] = []
+    slots = 0
     for turn, left in enumerate(cut_tiles(product, tiling, workers)):
-        slots = _cut(tiles[:left], depth, tiling.parts, lists, turn, slots)
-        for row, column in tiles[left:]:
-            lists[dealt % workers].append((row, column, 0, depth, 0, 0, turn))
-            dealt += 1
-    flat = [piece for pieces in lists for piece in pieces]
-    found = np.zeros(len(flat), _PIECE)
-    for at, (row, column, first, last, slot, parts, turn) in enumerate(flat):
-        found[at] = ((row, column), (first, last), slot, parts, turn)
-    begin = np.cumsum([0, *(len(pieces) for pieces in lists)], dtype=np.int32)
-    return Table(found, begin, slots)
+        cut, slots = _cut(tiles[:left], depth, tiling.parts, workers, turn, slots)
+        lists += reversed(cut)
+        lists += ([(row, column, 0, depth, 0, 0, turn)] for row, column in tiles[left:])
+    found = np.zeros((len(lists) + 1, _TAKEN), _PIECE)
+    found[-1]["turn"] = _NO_TURN
+    for at, pieces in enumerate(lists):
+        for number, (row, column, first, last, slot, parts, turn) in enumerate(pieces):
+            found[at, number] = ((row, column), (first, last), slot, parts, turn)
+    return Table(found, slots)
 
 
 def cut_tiles(product: Product, tiling: Tiling, workers: int) -> list[int]:
@@ -241,16 +244,17 @@ def _bands(high: int, band: int) -> list[range]:
 
 
 def _cut(
-    tiles: Sequence[tuple[int, int]], depth: int, most: int, lists: list[list[tuple[int, ...]]], turn: int, slots: int
-) -> int:
-    """Deals the stages of these tiles out, as evenly as they go, to up to `most` workers a tile; `slots` are taken, and
-    so many then.
+    tiles: Sequence[tuple[int, int]], depth: int, most: int, workers: int, turn: int, slots: int
+) -> tuple[list[list[tuple[int, ...]]], int]:
+    """Lists of the stages of these tiles, as evenly as they go, for up to `most` of these workers a tile: what is left
+    for others, then what is added up of others' in later lists. `slots` are taken, and so many then.
     """
     if not tiles:
-        return slots
+        return [], slots
     stages = len(tiles) * depth
-    dealt = shares(len(tiles), depth, most, len(lists))
+    dealt = shares(len(tiles), depth, most, workers)
     bounds = [share * stages // dealt for share in range(dealt + 1)]
+    lists: list[list[tuple[int, ...]]] = [[] for _ in range(dealt)]
     for at, (row, column) in enumerate(tiles):
         cuts = [bound - at * depth for bound in bounds if at * depth < bound < (at + 1) * depth]
         edges = [0, *cuts, depth]
@@ -260,7 +264,7 @@ def _cut(
             piece = (row, column, edges[part + 1], edges[part + 2], slots + part, -1, turn)
             lists[first + 1 + part].append(piece)
         slots += len(cuts)
-    return slots
+    return lists, slots
 
 
 def slot_bytes(tiling: Tiling) -> int:
@@ -297,10 +301,10 @@ def stores(product: Product, tiling: Tiling) -> int:
 
 
 def packed(
-    maps: Sequence[bytes], addresses: Sequence[int], timeout_ns: int, product: Product, stamps: int = 0
+    maps: Sequence[bytes], addresses: Sequence[int], timeout_ns: int, product: Product, entries: int, stamps: int = 0
 ) -> bytes:
-    """The kernel's one argument: two maps of A, one of B, two of C and one of sums, the addresses of pieces, begin,
-    turns, words, bias, partials and flags, how long a block waits for what others do, the size of C, and the address of
-    time stamps.
+    """The kernel's one argument: two maps of A, one of B, two of C and one of sums, the addresses of pieces, claims,
+    turns, words, bias, partials and flags, how long a block waits for what others do, the size of C, how much there is
+    to take, and the address of time stamps.
     """
-    return b"".join(maps) + _ARGUMENTS.pack(*addresses, timeout_ns, product.rows, product.columns, stamps)
+    return b"".join(maps) + _ARGUMENTS.pack(*addresses, timeout_ns, product.rows, product.columns, entries, stamps)

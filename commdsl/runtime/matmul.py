@@ -35,6 +35,11 @@ from commdsl.runtime.tensors import element_name
 _PANEL = 64  # lines that the kernel has side by side in shared memory
 _LINE = 128  # bytes
 
+PATIENCE = 3
+"""Time-outs that a block waits before its launch fails: what moves beside has found by then who does not come, and has
+said so.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
@@ -104,17 +109,18 @@ class Matmul:
         workers = min(tiling.workers(sms), high * wide * (tiling.parts if tiling.parts > 1 else product.turns))
         self._blocks = workers * tiling.blocks
         dealt = table(product, tiling, workers)
-        self.intervals = np.repeat(dealt.pieces["turn"].astype(np.int32), 2 * tiling.blocks)
+        self.intervals = np.repeat(dealt.pieces["turn"][:-1].ravel().astype(np.int32), 2 * tiling.blocks)
         """Of each that a stamped kernel writes, its turn: of every piece and block two."""
         where = torch.device("cuda", device)
         self._pieces = torch.from_numpy(dealt.pieces.view("<i4")).to(where)
-        self._begin = torch.from_numpy(dealt.begin).to(where)
         packed_turns = bytearray(b"".join(turn.pack() for turn in turns))
         self._turns = torch.frombuffer(packed_turns, dtype=torch.uint8).to(where)
         self._partials = torch.empty(dealt.slots * slot_bytes(tiling), dtype=torch.uint8, device=where)
         self._flags = torch.zeros(dealt.slots * tiling.cluster * 2, dtype=torch.int64, device=where)
+        self._claims = torch.zeros(1, dtype=torch.int64, device=where)
+        self._entries = len(dealt.pieces) - 1
         config = from_environment()
-        self._timeout_ns = int(1e9 * (config.timeout or DEFAULT_TIMEOUT))
+        self._timeout_ns = PATIENCE * int(1e9 * (config.timeout or DEFAULT_TIMEOUT))
         path = nvrtc.build(text, product.defines(), config, ARCH)
         held = Residence("matmul", text.name, self._blocks, THREADS, tiling.shared_bytes, self._blocks)
         self._kernel = DeviceKernel(path, held, device, None)
@@ -143,9 +149,9 @@ class Matmul:
             *(tensor_map(one, _PANEL, line) for one in (c[0], c[-1])),
             tensor_map(c[0] if sums is None else sums, _PANEL, line),
         )
-        tables = [one.data_ptr() for one in (self._pieces, self._begin, self._turns)]
+        tables = [one.data_ptr() for one in (self._pieces, self._claims, self._turns)]
         addresses = (*tables, words, bias, self._partials.data_ptr(), self._flags.data_ptr())
-        argument = packed(maps, addresses, self._timeout_ns, self.product, stamps)
+        argument = packed(maps, addresses, self._timeout_ns, self.product, self._entries, stamps)
         return launch_of(argument, [len(argument)], self._blocks, THREADS)
 
     def __call__(self, launch: Launch) -> None:

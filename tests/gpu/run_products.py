@@ -7,6 +7,7 @@ exact     all operators as they choose, and their schedules in one piece and in 
 graphs    graphs of two calls, replayed with other numbers
 gradients those of rows and of weights
 stamps    time stamps of a call, which rank 0 prints: the time that they say is within 5 % of that of events around it
+beside    while NCCL sums up on another stream, begun before the product on every other rank and behind it on the rest
 storm     calls of random shapes in random order, eagerly and replayed, GPU and host delays, no barrier in between
 
 Each rank computes by itself what it must hold: sums in float64, of which those of other ranks are rounded before they
@@ -38,6 +39,7 @@ from runner import Part, Parts
 
 import commdsl
 from benchmarks.measure import captured
+from commdsl.machine.config import from_environment
 from commdsl.overlap import all_gather_matmul, choice, matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
 from commdsl.overlap.auto import OPERATORS
 from commdsl.planner.tuning.selection import SEQUENCE
@@ -58,6 +60,8 @@ SIZES = (
 
 PIECES = (1, 4)
 CALLS = 3
+BESIDE = 20
+MORE = 1 << 24  # elements that NCCL sums up
 CYCLES = 400_000  # held up for at most so many
 GRACE = 15.0
 
@@ -168,6 +172,7 @@ BACK = {
 """What the gradient of rows is of those of results, and weights transposed."""
 
 SHAPES = tuple(Shape(call, *size) for size in SIZES for call in WANTED)
+CROWDED = tuple(Shape(call, 2048, 4096, 2048) for call in WANTED)
 WAYS = tuple(way for shape in SHAPES for way in shape.ways())
 
 
@@ -328,6 +333,34 @@ class Outside:
             self.seconds = self.marks[0].elapsed_time(self.marks[1]) / 1e3
 
 
+def beside(run: Parts) -> None:
+    """A kernel of NCCL's has SMs, and waits for other ranks; there it waits until a product leaves it some."""
+    if not run.on_gpu or from_environment().share_gpus:  # NCCL has no two ranks on a GPU
+        return
+    others, stream = torch.distributed.new_group(backend="nccl"), torch.cuda.Stream()
+    summed_up = torch.zeros(MORE, device=run.device)
+    torch.distributed.all_reduce(summed_up, group=others)  # all ranks set up the one before the other
+
+    def work(shape: Shape, calls: int) -> int:
+        made, wrong = Repeated(run, shape), 0
+        made.call(0)
+        for seed in range(calls):
+            summed_up.fill_(seed)
+            torch.cuda.synchronize()
+            for is_product in (False, True) if (seed + run.rank) % 2 else (True, False):
+                if is_product:
+                    made.call(seed)
+                else:
+                    with torch.cuda.stream(stream):
+                        torch.distributed.all_reduce(summed_up, group=others)
+            torch.cuda.synchronize()
+            wrong += int((summed_up != seed * run.ranks).any())
+        return int(made.wrong) + wrong
+
+    for shape in (replace(shape, pieces=pieces) for shape in CROWDED for pieces in PIECES):
+        run.attempt_in_time(Part("beside", str(shape), BESIDE), partial(work, shape, BESIDE))
+
+
 def storm(run: Parts) -> None:
     dice, delays = random.Random(run.options.seed), random.Random(f"{run.options.seed} {run.rank}")
 
@@ -375,6 +408,7 @@ PARTS = {
     "graphs": graphs,
     "gradients": partial(each, "gradients", 1, differentiated, SHAPES),
     "stamps": stamps,
+    "beside": beside,
     "storm": storm,
 }
 

@@ -1,6 +1,6 @@
 // C = A x B on Hopper's tensor cores, with what is done to a sum before it is rounded: bias, activation, residual.
-// Assumes sm_90a, COMMDSL_THREADS 384, and a Plan with `multiply` (wgmma.cu.j2). Decides nothing: which block makes which tiles, in
-// which order, and which tiles several blocks share, is in the table of pieces.
+// Assumes sm_90a, COMMDSL_THREADS 384, and a Plan with `multiply` (wgmma.cu.j2). Decides nothing: in which order tiles are made, and
+// which of them several blocks share, is in the table of pieces.
 //
 // A block has three warpgroups. One thread of the first loads (TMA): a stage holds kRows of A and kColumns of B, 64 deep. The others
 // multiply half of the rows each, 64 at a time, and store. The n-th fill takes stage n % kStages and ends phase n / kStages of its mark
@@ -16,6 +16,11 @@
 //
 // A piece is a run of the depth of one tile. Of a tile that is cut, the blocks with the later parts leave their sums in memory and
 // raise a flag; the block with the first adds them up in the order of the depth: the same bits whoever comes when.
+//
+// A worker, a cluster of blocks, takes pieces in the order of the table. What a piece waits for comes before it there, or is made of
+// what comes before it on another rank: so all are made however few workers there are, as where a kernel of somebody else, which waits
+// for this one on another rank, has the SMs of the rest. The next are taken late, when the last is nearly loaded: who comes first is not
+// to have those that others would begin with.
 #pragma once
 
 #include "commdsl/types.cuh"
@@ -29,8 +34,10 @@
 namespace commdsl {
 
 constexpr u32 kWarpgroup = 128, kMultipliers = 2, kTileDepth = 64;
+constexpr u32 kClaims = 4;                 // entries of the table that a worker knows of at once
 constexpr u32 kLine = 128;                 // bytes that lie side by side in shared memory, swizzled
 constexpr u32 kPanelBytes = 64 * kLine;    // 64 lines
+constexpr u32 kMarks = 256;                // bytes of all marks
 
 // `slot`: where sums lie that one block leaves for another. `parts` 0: a whole tile; more: the first part, to which so many are
 // added; less: a later part.
@@ -41,8 +48,21 @@ struct alignas(16) Piece {
   u16 turn;
 };
 
-// Matrix `rows_at` of those at `rows`, times matrix `factor_at`, to `result_at` of those at `result`; `count` matrices from `first` on are added. The words to
-// wait for, before rows are read and before anything is added, and the one to count stored tiles in; -1: none.
+// What is taken at once: a piece, and none or one more, whose `last` is 0. The one behind all others is of no turn.
+constexpr u32 kTaken = 2;
+struct alignas(16) Taken {
+  Piece piece[kTaken];
+#ifdef COMMDSL_STAMPS
+  u32 number, unused[3];  // in the table
+  COMMDSL_FN u32 entry() const { return number; }
+#else
+  COMMDSL_FN u32 entry() const { return 0; }
+#endif
+  COMMDSL_FN bool is_end() const { return piece[0].turn == 0xffff; }
+};
+
+// Matrix `rows_at` of those at `rows`, times matrix `factor_at`, to `result_at` of those at `result`; `count` matrices from `first` on
+// are added. The words to wait for, before rows are read and before anything is added, and the one to count stored tiles in; -1: none.
 struct alignas(16) MatmulTurn {
   u16 rows, rows_at, factor_at, result, result_at, first, count;
   i16 rows_there, sums_there, stored;
@@ -50,11 +70,12 @@ struct alignas(16) MatmulTurn {
 
 struct alignas(64) MatmulArgs {
   TensorMap a[2], b, c[2], sums;
-  u64 pieces, begin;     // a table of pieces, and where each worker's begin
+  u64 pieces, claims;    // a table of what is taken, and how much of it is: zero between launches
   u64 turns, words;
   u64 bias, partials, flags;
   u64 timeout_ns;
   u32 rows, columns;     // of C, in one turn
+  u32 entries;           // of the table
 #ifdef COMMDSL_STAMPS
   u64 stamps;            // intervals
 #endif
@@ -102,6 +123,11 @@ struct MatmulShared {
   COMMDSL_FN u32 multiplied() const { return full(0) + 2 * Shape::kStages * 8; }
   COMMDSL_FN u32 gathered(u32 multiplier) const { return multiplied() + 8 + multiplier * 8; }
   COMMDSL_FN u32 taken() const { return gathered(kMultipliers); }
+  // What the worker takes at its n-th time: where it lies; it is there; all have read it.
+  COMMDSL_FN u32 entry(u32 n) const { return panel(kMultipliers, 0) + kMarks + n % kClaims * sizeof(Taken); }
+  COMMDSL_FN u32 said(u32 n) const { return taken() + 8 + n % kClaims * 8; }
+  COMMDSL_FN u32 heard(u32 n) const { return said(n) + kClaims * 8; }
+  COMMDSL_FN static u32 turn(u32 n) { return n / kClaims % 2; }
   // What a block leaves for a multiplier.
   COMMDSL_FN u32 sums(u32 block, u32 multiplier) const {
     return base + (block * kMultipliers + multiplier) * Shape::kShare * kWarpgroup * 4;
@@ -115,12 +141,16 @@ struct MatmulShared {
     start_mark(multiplied(), kMultipliers * Shape::kSplit);
     for (u32 i = 0; i < kMultipliers; ++i) start_mark(gathered(i), Shape::kSplit);
     start_mark(taken(), kMultipliers);
+    for (u32 i = 0; i < kClaims; ++i) {
+      start_mark(said(i), 1);
+      start_mark(heard(i), (1 + kMultipliers) * Shape::kBlocks);
+    }
     marks_started();
   }
 };
 
-// All blocks run at once, and what moves beside ends in time or says so: what does not come is a fault of ours, and the launch fails
-// rather than hang or go on without it.
+// What moves beside ends in time or says so: what has not come a while after that is a fault of ours, and the launch fails rather than
+// hang or go on without it.
 COMMDSL_FN void await_word(const u64* word, u64 least, u64 timeout_ns) {
   const u64 since = now_ns();
   while (load_acquire(word) < least) {
@@ -139,10 +169,17 @@ struct Worker {
   u32 fill = 0;
 
   COMMDSL_FN explicit Worker(const MatmulArgs& args) : args(args) {}
-  COMMDSL_FN i32 begin() const { return reinterpret_cast<const i32*>(args.begin)[blockIdx.x / Shape::kBlocks]; }
-  COMMDSL_FN i32 end() const { return reinterpret_cast<const i32*>(args.begin)[blockIdx.x / Shape::kBlocks + 1]; }
-  COMMDSL_FN Piece piece(i32 at) const { return reinterpret_cast<const Piece*>(args.pieces)[at]; }
-  COMMDSL_FN MatmulTurn turn(const Piece& piece) const { return reinterpret_cast<const MatmulTurn*>(args.turns)[piece.turn]; }
+  COMMDSL_FN Taken taken(u32 n) const {
+    await_phase(shared.said(n), shared.turn(n));
+    Vector16 word[sizeof(Taken) / 16];
+    for (u32 i = 0; i < sizeof(Taken) / 16; ++i) load_shared(word[i], shared.entry(n) + i * 16);
+    Taken found;
+    memcpy(&found, word, sizeof word);
+    return found;
+  }
+  // It may lie no longer.
+  COMMDSL_FN void heard(u32 n) const { arrive<Shape::kBlocks>(shared.heard(n), 0); }
+  COMMDSL_FN MatmulTurn turn(u32 number) const { return reinterpret_cast<const MatmulTurn*>(args.turns)[number]; }
   COMMDSL_FN u64* word(i32 number) const { return reinterpret_cast<u64*>(args.words) + number; }
   COMMDSL_FN static u32 row(const Piece& piece) {
     return (Shape::kCluster == 1 ? piece.row : piece.row * Shape::kCluster + block_of_cluster()) * Shape::kRows;
@@ -160,19 +197,78 @@ template <class Shape>
 struct Loader : Worker<Shape> {
   using Worker<Shape>::Worker;
 
+  // While the block starts.
+  COMMDSL_FN void begin() {
+    number = is_awaited() ? 0 : blockIdx.x / Shape::kBlocks - workers();
+    take();
+    look();
+  }
+
   COMMDSL_FN void run() {
-    for (i32 at = this->begin(); at < this->end(); ++at) {
-      const Piece piece = this->piece(at);
-      const MatmulTurn turn = this->turn(piece);
-      await_launch(turn.rows_there);
-      for (u32 step = this->first(piece); step < this->last(piece); ++step) load(piece, turn, step * kTileDepth);
-      if constexpr (Shape::kSplit > 1) await_phase(this->shared.taken(), (at - this->begin()) % 2);
-      if (Shape::kAdds && piece.parts >= 0 && turn.count > 0) load_sums(piece, turn);
+    for (u32 n = 0;; ++n) {
+      say(n);
+      const Taken taken = this->taken(n);
+      this->heard(n);
+      if (taken.is_end()) break;
+      const bool are_two = taken.piece[1].last > 0;
+      load(taken.piece[0], !are_two);
+      if (are_two) load(taken.piece[1], true);
     }
+    const u32 takes = this->args.entries + workers();                               // each finds the end
+    if (is_awaited() && leads() && number + 1 == takes) store_relaxed(claims(), 0);  // for the next launch
   }
 
  private:
-  i32 known = -1;  // launches are over in their order
+  u32 number = 0;   // that was taken last
+  Taken next;       // and what it is
+  u32 pieces = 0;
+  i32 known = -1;   // launches are over in their order
+
+  // One block of a worker takes for all of them.
+  COMMDSL_FN static bool leads() { return Shape::kBlocks == 1 || block_of_cluster() == 0; }
+  COMMDSL_FN u64* claims() const { return reinterpret_cast<u64*>(this->args.claims); }
+  COMMDSL_FN static u32 workers() { return gridDim.x / Shape::kBlocks; }
+  // Where nobody waits for this launch, workers have all SMs in the end, and need not ask who is next.
+  COMMDSL_FN bool is_awaited() const { return this->args.words != 0; }
+  COMMDSL_FN void take() {
+    if (!leads()) return;
+    number = is_awaited() ? static_cast<u32>(atomicAdd(claims(), 1ull)) : number + workers();
+  }
+  COMMDSL_FN void look() {
+    if (!leads()) return;
+    const u32 entry = least(number, this->args.entries);
+#pragma unroll
+    for (u32 i = 0; i < kTaken; ++i) next.piece[i] = reinterpret_cast<const Piece*>(this->args.pieces)[entry * kTaken + i];
+#ifdef COMMDSL_STAMPS
+    next.number = entry;
+#endif
+  }
+  COMMDSL_FN void say(u32 n) const {
+    const u32 entry = this->shared.entry(n), said = this->shared.said(n);
+    if (leads()) await_phase(this->shared.heard(n), this->shared.turn(n) ^ 1);
+    if constexpr (Shape::kBlocks == 1) {
+      Vector16 word[sizeof(Taken) / 16];
+      memcpy(word, &next, sizeof word);
+      for (u32 i = 0; i < sizeof(Taken) / 16; ++i) store_shared(entry + i * 16, word[i]);
+      arrive<1>(said, 0);
+    } else {
+      expect(said, sizeof(Taken));
+      for (u32 block = 0; leads() && block < Shape::kBlocks; ++block) send_to_cluster(entry, next, said, block);
+    }
+  }
+
+  COMMDSL_FN void load(const Piece& piece, bool is_last) {
+    const MatmulTurn turn = this->turn(piece.turn);
+    await_launch(turn.rows_there);
+    const u32 first = this->first(piece), last = this->last(piece), late = last - least(Shape::kStages, last - first);
+    for (u32 step = first; step < last; ++step) {
+      if (is_last && step == late) take();
+      load(piece, turn, step * kTileDepth);
+    }
+    if (is_last) look();
+    if constexpr (Shape::kSplit > 1) await_phase(this->shared.taken(), pieces++ % 2);
+    if (Shape::kAdds && piece.parts >= 0 && turn.count > 0) load_sums(piece, turn);
+  }
 
   COMMDSL_FN void await_launch(i32 launch) {
     if (launch <= known) return;
@@ -260,31 +356,42 @@ struct Multiplier : Worker<Shape> {
   using Worker<Shape>::Worker;
 
   COMMDSL_FN void run() {
-    for (i32 at = this->begin(); at < this->end(); ++at) {
-      const Piece piece = this->piece(at);
-      const MatmulTurn turn = this->turn(piece);
-      Stamps stamps(this->args, interval(at), 0, threadIdx.x == kWarpgroup);  // of one of two that work side by side
-      stamps.begin();
-      multiply(this->last(piece) - this->first(piece), stamps);
-      if constexpr (Shape::kSplit > 1) gather((at - this->begin()) % 2);
-      if (piece.parts < 0) {
-        leave(piece.slot);
-      } else {
-        for (i32 part = 0; part < piece.parts; ++part) add(piece.slot + part);
-        stamps.end();
-        stamps.begin();
-        store(turn, this->row(piece) + number * Shape::kHigh * 64, this->stored_column(piece), stamps);
-        ++tiles;
-      }
-      stamps.end();
-      if (at + 1 == this->end() || this->piece(at + 1).turn != piece.turn) tell(turn);
+    for (Taken taken = this->taken(0), next; !taken.is_end(); taken = next) {
+      make(taken, 0);
+      if (taken.piece[1].last > 0) make(taken, 1);
+      if (thread == 0) this->heard(entries);  // the others have met it since
+      next = this->taken(++entries);
+      if (next.piece[0].turn != taken.piece[0].turn) tell(taken.piece[0].turn);
     }
     if (thread == 0) await_reads<0>();  // the stores read this block's shared memory
   }
 
  private:
+  u32 entries = 0, pieces = 0;
+
+  COMMDSL_FN void make(const Taken& taken, u32 at) {
+    const Piece piece = taken.piece[at];
+    const MatmulTurn turn = this->turn(piece.turn);
+    Stamps stamps(this->args, interval(taken, at), 0, threadIdx.x == kWarpgroup);  // of one of two that work side by side
+    stamps.begin();
+    multiply(this->last(piece) - this->first(piece), stamps);
+    if constexpr (Shape::kSplit > 1) gather(pieces++ % 2);
+    if (piece.parts < 0) {
+      leave(piece.slot);
+    } else {
+      for (i32 part = 0; part < piece.parts; ++part) add(piece.slot + part);
+      stamps.end();
+      stamps.begin();
+      store(turn, this->row(piece) + number * Shape::kHigh * 64, this->stored_column(piece), stamps);
+      ++tiles;
+    }
+    stamps.end();
+  }
+
   // The first of two of a piece: its product, and what is added and stored.
-  COMMDSL_FN static u64 interval(i32 piece) { return (static_cast<u64>(piece) * Shape::kBlocks + block_of_cluster()) * 2; }
+  COMMDSL_FN static u64 interval(const Taken& taken, u32 at) {
+    return ((u64{taken.entry()} * kTaken + at) * Shape::kBlocks + block_of_cluster()) * 2;
+  }
 
   COMMDSL_FN void meet() const { asm volatile("bar.sync %0, %1;" ::"r"(number + 1), "n"(kWarpgroup) : "memory"); }
 
@@ -408,11 +515,12 @@ struct Multiplier : Worker<Shape> {
   // --- what moves beside
 
   // Once a turn, as it takes a while until stores are there.
-  COMMDSL_FN void tell(const MatmulTurn& turn) {
-    if (thread == 0 && tiles > 0 && turn.stored >= 0) {
+  COMMDSL_FN void tell(u32 number) {
+    const i32 stored = this->turn(number).stored;
+    if (thread == 0 && tiles > 0 && stored >= 0) {
       await_writes();
       fence_proxies_of_global();
-      add_release(this->word(turn.stored), tiles);
+      add_release(this->word(stored), tiles);
     }
     tiles = 0;
   }
@@ -525,11 +633,15 @@ struct Multiplier : Worker<Shape> {
 template <class Plan>
 COMMDSL_FN void matmul(const MatmulArgs& args) {
   using Shape = MatmulShape<Plan>;
-  if (threadIdx.x == 0) MatmulShared<Shape>().start();
+  Loader<Shape> loader(args);
+  if (threadIdx.x == 0) {
+    loader.begin();
+    MatmulShared<Shape>().start();
+  }
   cluster_barrier<Shape::kBlocks>();
   if (threadIdx.x < kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == 0) Loader<Shape>(args).run();
+    if (threadIdx.x == 0) loader.run();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     Multiplier<Shape>(args).run();

@@ -85,6 +85,20 @@ COMMDSL_FN void store_to_cluster(u32 at, const float* four) {
                : "memory");
 }
 
+// Of whole 16 bytes, which are there with the phase of a mark of that block, which expects them.
+template <class Value>
+COMMDSL_FN void send_to_cluster(u32 at, const Value& value, u32 mark, u32 block) {
+  u32 word[sizeof value / 4];
+  memcpy(word, &value, sizeof value);
+#pragma unroll
+  for (u32 i = 0; i < sizeof value / 4; i += 4) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     of_block(at + i * 4, block)),
+                 "r"(word[i]), "r"(word[i + 1]), "r"(word[i + 2]), "r"(word[i + 3]), "r"(of_block(mark, block))
+                 : "memory");
+  }
+}
+
 // To `to` in every block of the cluster, each of whose marks is told.
 template <u32 cluster>
 COMMDSL_FN void tensor_load(u32 to, const TensorMap& map, u32 inner, u32 outer, u32 matrix, u32 mark) {
