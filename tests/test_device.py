@@ -423,3 +423,29 @@ def test_blocks_that_do_not_fit(gpu: FakeGpu) -> None:
             commdsl.load("add_reduce_scatter", ranks=RANKS)(rank.x, rank.x, group=rank.name)
 
     run(gpu, body)
+
+
+@pytest.mark.parametrize(
+    ("name", "tune", "tasks"),
+    [
+        ("allreduce_ring", {}, {"line 8: copy", "line 11: reduce", "line 4: copy [copy out]"}),
+        ("allgather_direct", {"protocol": "engine"}, {"copies"}),
+        ("allgather_matmul", {}, {"x.0 -> a.0", "x.0, w -> c.0", "a.0, w -> c.1"}),
+    ],
+)
+def test_time_stamps(gpu: FakeGpu, name: str, tune: dict[str, str], tasks: set[str]) -> None:
+    """Lanes have an interval for each operation; a launch of the copy engine one, from its first kernel to its last."""
+
+    def body(rank: Rank) -> None:
+        op = commdsl.load(name, ranks=RANKS, tune=tune)
+        given = [torch.ones(64, 64)] * op.num_inputs
+        found, profile = op.profiled(*given, group=rank.name)
+        assert torch.equal(found, op(*given, group=rank.name))
+        assert {task.what for task in profile.tasks} == tasks
+        stamps = profile.intervals
+        assert ((stamps["begin"] <= stamps["ready"]) & (stamps["ready"] <= stamps["end"])).all()
+        if tune:
+            assert len(stamps) == 1
+            assert stamps["begin"][0] < stamps["ready"][0] < stamps["end"][0]
+
+    run(gpu, body)
