@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, assert_never, overload
 
 from commdsl import checks
-from commdsl.checks.built import unbuilt_casts, unbuilt_schedule
+from commdsl.checks.built import unbuilt_casts, unbuilt_lengths, unbuilt_schedule
 from commdsl.checks.tasks import tasks_without_kernel
 from commdsl.cost.report import Report, far_from_bound, report
 from commdsl.ir import resolve
@@ -298,7 +298,7 @@ def check_schedule(files: tuple[File, ...], decl: ScheduleDecl, given: Given) ->
     _raise_errors(checks.check_called(meant))
     found = _raise_errors((*checks.check_files(files), *checks.check_schedule(meant)))
     warnings = (*resolve.warnings(files, decl), *found)
-    unbuilt = (*unbuilt_schedule(meant), *unbuilt_casts(meant, given.transport))
+    unbuilt = (*unbuilt_schedule(meant), *unbuilt_lengths(meant), *unbuilt_casts(meant, given.transport))
     _raise_errors((*unbuilt, *tasks_without_kernel(meant, given.transport)))
     moving, _ = ending(meant)
     stopped = stopping(moving).schedule

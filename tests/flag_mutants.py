@@ -14,6 +14,8 @@ from brute_force import without_wait
 from plan_mutants import CHANGES
 from plans import changed
 
+from commdsl.ir.lengths import Lengths
+from commdsl.language.kinds import Axis
 from commdsl.program.memory import Rights
 from commdsl.program.moves import Moves, Ops, Protocol, Reason
 from commdsl.program.plan import Plan
@@ -176,6 +178,9 @@ def _scalar(random: Random, plan: Plan) -> Plan:
     return changed(plan, **{name: numbers[name]})
 
 
+OTHER_LENGTHS = tuple(Lengths("n", axes) for axes in ((Axis.RANK,), (Axis.BLOCK,), (Axis.RANK, Axis.BLOCK)))
+
+
 def _tensor(random: Random, plan: Plan) -> Plan:
     """A tensor dropped, renamed, of another shape or access."""
     tensors = list(plan.moves.tensors)
@@ -188,6 +193,7 @@ def _tensor(random: Random, plan: Plan) -> Plan:
         "access": replace(one, access=other),
         "name": replace(one, name=f"{one.name}_"),
         "is_yield": replace(one, is_yield=not one.is_yield),
+        "lengths": replace(one, lengths=random.choice([None, *OTHER_LENGTHS])),
     }
     what = random.choice([*kinds, "dropped", "exchanged"])
     if what == "dropped":
@@ -230,6 +236,7 @@ MUTATIONS: dict[str, Mutation] = {
     "barrier": _entry("barrier", lambda *given: 1 - given[-1]),
     "cut": _entry("cut", _near),
     "piece": _entry("piece", _near),
+    "length": _entry("length", _near),
     "origin": _entry("origin", _near),
     **{name: _begin(name) for name in ("rank_begin", *BEGINS)},
     "count of signals": _count,

@@ -67,6 +67,7 @@ def build(
         kind=column([op.kind for op in ops]),
         cut=column([op.size_class[0] for op in ops]),
         piece=column([op.size_class[1] for op in ops]),
+        length=column([0] * len(ops)),
         barrier=column([op.barrier for op in ops]),
         whole=column([op.whole for op in ops]),
         joined=column([op.joined for op in ops]),
@@ -333,6 +334,7 @@ def big_ring_allreduce(num_ranks: int, rotation: int) -> Plan:
         kind=kind.reshape(-1),
         cut=np.full(kind.size, num_ranks, np.int32),
         piece=chunk.reshape(-1),
+        length=np.zeros(kind.size, np.int32),
         # A put reads what the operation before it combined, without a wait between.
         barrier=row((1, 0), first, zero).reshape(-1),
         whole=np.ones(kind.size, np.int32),

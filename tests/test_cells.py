@@ -37,6 +37,7 @@ def rows(*steps: tuple[int, int | None, int | None]) -> Rows:
         kind=zero,
         cut=zero + 1,
         piece=zero,
+        length=zero,
         dest_space=space(writes, 1),
         dest_rank=zero,
         dest_index=cell(writes),

@@ -33,6 +33,7 @@ from commdsl.build.host_ranks import DataRaceError, RowsError, Running
 from commdsl.build.host_rows import RowsCall, checking, run_calls
 from commdsl.checks import check_plan, check_routed
 from commdsl.ep import simulate
+from commdsl.ir.lengths import block_lengths
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.dtypes import FLOAT32, INT32
@@ -72,15 +73,21 @@ class Right:
 # --- chunks -----------------------------------------------------------------------------------------------------------
 
 
-def _inputs(plan: Plan, elements: int, seed: int, dtype: type) -> list[np.ndarray]:
-    random = np.random.default_rng(seed)
-    return [(100 * random.normal(size=elements)).astype(dtype) for _ in range(plan.num_ranks)]
+def _call(schedule: Schedule, elements: int, seed: int, dtype: type) -> dict[str, list[np.ndarray]]:
+    """Blocks of so many elements, or of up to as many, where they have lengths of their own."""
+    random, buffer, ranks = np.random.default_rng(seed), given(schedule), schedule.num_ranks
+    lengths, table = schedule.lengths, [elements] * ranks
+    if lengths is not None:
+        table = random.permutation([0, elements, *random.integers(0, elements, ranks - 2)]).tolist()
+    blocks = block_lengths(lengths, ranks, buffer.blocks, elements if lengths is None else table)
+    call = {buffer.name: [(100 * random.normal(size=sum(own))).astype(dtype) for own in blocks]}
+    return call if lengths is None else {**call, lengths.table: [np.array(table)]}
 
 
 def _chunks(schedule: Schedule, plan: Plan) -> list[bytes]:
     """To the bit: an `avg` of numbers that are rounded, twice, apart and in place."""
-    buffer, op = given(schedule), "avg" if plan.moves.has_reduction else "sum"
-    calls = [{buffer.name: _inputs(plan, buffer.blocks * 240, seed, np.float32)} for seed in range(2)]
+    op = "avg" if plan.moves.has_reduction else "sum"
+    calls = [_call(schedule, 240, seed, np.float32) for seed in range(2)]
     found = []
     for in_place in sorted({False, bool(plan.moves.alias_safe)}):
         options = host_run.Options(in_place=in_place, max_delay=0.001)
@@ -90,8 +97,7 @@ def _chunks(schedule: Schedule, plan: Plan) -> list[bytes]:
 
 
 def _watch_chunks(schedule: Schedule, plan: Plan, seed: int) -> None:
-    buffer = given(schedule)
-    calls = [{buffer.name: _inputs(plan, buffer.blocks * 3000, seed, np.int32)}] * 3
+    calls = [_call(schedule, 3000, seed, np.int32)] * 3
     host_run.run_calls(plan, emit(plan), calls, INT32, "sum", host_run.Options(sanitize=True, timeout=5))
 
 
@@ -233,6 +239,8 @@ STATIC = (
     "attention/rotation_ring",
 )
 
+UNEVEN = ("uneven/allgather_uneven", "uneven/reducescatter_uneven")
+
 KEY_WAYS = (
     *("there", "there once", "there nodes", "again once", "again nodes"),
     *("keys weighed", "ranks weighed", "back nodes", "values"),
@@ -243,6 +251,7 @@ KINDS: tuple[
 ]
 KINDS = (
     (chunks, STATIC, ("bulk", "packet", "line"), (("bulk", 2), ("bulk", 3), ("bulk", 4))),
+    (chunks, UNEVEN, ("bulk",), (("bulk", 3),)),
     (rows, ("qkv", "rows"), ("rows", "packed"), (("rows", 2), ("rows", 3), ("packed", 3))),
     (keys, ("experts",), KEY_WAYS, tuple((way, 2) for way in KEY_WAYS)),
 )

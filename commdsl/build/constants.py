@@ -1,4 +1,4 @@
-"""Turns a Plan of rows into the numbers that its kernel is built with: sizes, forms of its phases, where memory lies.
+"""Turns a Plan into the numbers that its kernel is built with: sizes, forms of its phases, where memory lies.
 
 Assumes a proved Plan. Does not know what the bodies make of them.
 """
@@ -7,18 +7,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from commdsl.ir.dispatches import Often
+from commdsl.program.actors import printed
 from commdsl.program.crossing import Pushing, num_crossing
 from commdsl.program.memory import Words
-from commdsl.program.moves import STAGE_MARKS_BYTES
+from commdsl.program.moves import STAGE_MARKS_BYTES, STAGES, Protocol
 from commdsl.program.phases import FinishBack, Push, PushAgain, PushBack, PushByKey, Routed
 from commdsl.program.plan import Plan, heap_layout
 from commdsl.program.stages import WARP_STAGE_BYTES, carries, warp_stages
 from commdsl.program.waves import num_waves
 
 
+def static_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
+    """Type, name and value of each, of a Plan that moves chunks."""
+    moves, ops = plan.moves, printed(plan)
+    yield "i32", "kNumRanks", moves.num_ranks
+    yield "i32", "kNumTensors", len(moves.tensors)
+    yield "bool", "kLands", int(moves.lands)
+    yield "bool", "kCasts", int(moves.casts is not None)
+    yield "bool", "kHasLengths", int(moves.lengths is not None)
+    yield "u64", "kSums", sum(1 << space for space, tensor in enumerate(moves.tensors) if tensor.is_sum)
+    yield "u64", "kNumCells", moves.num_cells
+    yield "u64", "kRotation", moves.rotation
+    yield "u64", "kLanes", moves.lanes
+    yield "u64", "kTileBytes", moves.tile_bytes
+    yield "u64", "kSlotBytes", moves.slot_bytes
+    yield "u64", "kFlagsPerLane", moves.flags_per_lane
+    yield "u64", "kFlagsBytes", moves.flags_bytes
+    yield "u64", "kCellsOffset", moves.cells_offset
+    if moves.protocol is Protocol.TMA:
+        yield "u64", "kStages", STAGES
+        yield "u64", "kStageBytes", moves.stage_bytes
+        yield "u64", "kMarksBytes", STAGE_MARKS_BYTES
+    yield "i32", "kMostSources", int(np.diff(ops.source_begin).max(initial=0))
+    yield "i32", "kMostDests", int((np.arange(ops.num_ops) - ops.leader_of).max(initial=0)) + 1
+    if plan.tiles is not None:
+        yield "i32", "kMoveBlocks", plan.comm.sms
+        yield "i32", "kTileBlocks", plan.tiles.sms
+
+
 def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
-    """Type, name and value of each."""
+    """As `static_constants`, of a Plan of rows."""
     layout = heap_layout(plan)
     yield "i32", "kNumRanks", plan.num_ranks
     yield "i32", "kKeys", len(plan.key_positions)

@@ -19,16 +19,17 @@ import numpy as np
 
 from commdsl.build.built import Built
 from commdsl.build.calls import AgreeText, Line, agree_text, calls, tile_calls
-from commdsl.build.constants import routed_constants
+from commdsl.build.constants import routed_constants, static_constants
 from commdsl.build.headers import headers_digest
 from commdsl.ir.schedules import Ints
 from commdsl.machine.resources import data_dir
 from commdsl.program.actors import printed
 from commdsl.program.arguments import arguments
 from commdsl.program.memory import Transport
-from commdsl.program.moves import CELL, STAGE_MARKS_BYTES, STAGES, Casts, Moves, OpKind, Ops, Origin, Protocol
+from commdsl.program.moves import CELL, Casts, Moves, OpKind, Ops, Origin, Protocol
 from commdsl.program.phases import Push, PushAgain, PushBack
 from commdsl.program.plan import Plan
+from commdsl.program.sizes import first_blocks, known_lengths
 
 if TYPE_CHECKING:
     import jinja2
@@ -92,6 +93,8 @@ class MovesText:
     waits: tuple[str, ...]
     signals: tuple[str, ...]
     casts: CastsText | None
+    lengths: tuple[str, ...]  # none where all blocks are as long
+    first_blocks: str  # of each tensor, among the blocks of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,7 @@ def environment() -> jinja2.Environment:
 
 def _kernel(plan: Plan) -> Kernel:
     moves = plan.moves if plan.is_static else None
-    constants = tuple(_constants(plan) if plan.is_static else routed_constants(plan))
+    constants = tuple(static_constants(plan) if plan.is_static else routed_constants(plan))
     fields = tuple(
         (field.type, field.name, "" if field.count is None else f"[{field.count}]") for field in arguments(plan).fields
     )
@@ -226,6 +229,8 @@ def _tables(moves: Moves, ops: Ops) -> MovesText:
         waits=_rows(ops.wait_peer, ops.wait_ordinal, ops.wait_rounds_back),
         signals=_rows(ops.signal_peer, signal_ordinals(ops)),
         casts=None if moves.casts is None else _casts(moves.casts),
+        lengths=() if moves.lengths is None else _lines(tuple(known_lengths(moves)[ops.leaders].tolist())),
+        first_blocks=_row(first_blocks(moves)),
     )
 
 
@@ -263,6 +268,7 @@ def _senders(moves: Moves, ops: Ops) -> Ints:
 def _table_bytes(moves: Moves, ops: Ops) -> int:
     """What the tables of all ranks take in the kernel."""
     rows = 14 * len(ops.leaders) + 3 * ops.num_ops + 4 * len(ops.source_space) + 3 * len(ops.wait_peer)
+    rows += 0 if moves.lengths is None else len(ops.leaders)
     return 4 * (rows + 2 * len(ops.signal_peer) + moves.signals_per_round.size + len(ops.rank_begin))
 
 
@@ -275,32 +281,6 @@ def signal_ordinals(ops: Ops) -> Ints:
     ordinals = np.empty(len(pair), dtype=np.int32)
     ordinals[order] = np.arange(len(pair)) - first + 1
     return ordinals
-
-
-def _constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
-    moves, ops = plan.moves, printed(plan)
-    yield "i32", "kNumRanks", moves.num_ranks
-    yield "i32", "kNumTensors", len(moves.tensors)
-    yield "bool", "kLands", int(moves.lands)
-    yield "bool", "kCasts", int(moves.casts is not None)
-    yield "u64", "kSums", sum(1 << space for space, tensor in enumerate(moves.tensors) if tensor.is_sum)
-    yield "u64", "kNumCells", moves.num_cells
-    yield "u64", "kRotation", moves.rotation
-    yield "u64", "kLanes", moves.lanes
-    yield "u64", "kTileBytes", moves.tile_bytes
-    yield "u64", "kSlotBytes", moves.slot_bytes
-    yield "u64", "kFlagsPerLane", moves.flags_per_lane
-    yield "u64", "kFlagsBytes", moves.flags_bytes
-    yield "u64", "kCellsOffset", moves.cells_offset
-    if moves.protocol is Protocol.TMA:
-        yield "u64", "kStages", STAGES
-        yield "u64", "kStageBytes", moves.stage_bytes
-        yield "u64", "kMarksBytes", STAGE_MARKS_BYTES
-    yield "i32", "kMostSources", int(np.diff(ops.source_begin).max(initial=0))
-    yield "i32", "kMostDests", int((np.arange(ops.num_ops) - ops.leader_of).max(initial=0)) + 1
-    if plan.tiles is not None:
-        yield "i32", "kMoveBlocks", plan.comm.sms
-        yield "i32", "kTileBlocks", plan.tiles.sms
 
 
 def reduces_remotely(moves: Moves) -> bool:

@@ -18,6 +18,7 @@ from commdsl.build.emit import Emitted, defines
 from commdsl.build.host_ranks import DataRaceError, Running, Seats, Values, built, run_ranks, seats
 from commdsl.ir.classes import SUM
 from commdsl.ir.functions import ROWWISE, Extent
+from commdsl.ir.lengths import known_to
 from commdsl.machine.config import Config
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.program.memory import Rights, Tensor
@@ -29,7 +30,9 @@ __all__ = ["DataRaceError", "ElementType", "HostResult", "Options", "run", "run_
 
 Array: TypeAlias = NDArray[np.generic]
 Inputs: TypeAlias = Mapping[str, Sequence[Array]]
-"""By buffer, then by rank: 1-D arrays of whole blocks in storage type."""
+"""By buffer, then by rank: 1-D arrays of whole blocks in storage type. Where blocks have lengths of their own, by
+the name of their table one array of them, in elements.
+"""
 
 
 class ElementType(Protocol):
@@ -99,9 +102,12 @@ def run_calls(
     where = seats(plan, plan.symmetric_bytes)
     if options.first_round:
         _begin_at(plan, where, options.first_round)
-    own = _own(plan, where, max(_block_bytes(plan, given, dtype) for given in inputs), options.shift)
-    places = _landing(plan, where, [_block_bytes(plan, given, dtype) for given in inputs], options)
-    laid = [_lay(plan, where, given, own, at, dtype, options) for given, at in zip(inputs, places, strict=True)]
+    launches = [_launches(plan, given, dtype) for given in inputs]
+    sizes = [max(launch.block_bytes for launch in of_ranks) for of_ranks in launches]
+    own = _own(plan, where, max(sizes), options.shift)
+    places = _landing(plan, where, sizes, options)
+    each = zip(inputs, launches, places, strict=True)
+    laid = [_lay(plan, where, given, of_ranks, own, at, dtype, options) for given, of_ranks, at in each]
     calls = [_values(plan, call) for call in laid]
     data = run_ranks(kernel, where, calls, options, config)
     return [_collect(plan, call, data, dtype) for call in laid]
@@ -114,8 +120,7 @@ def run_calls(
 class _Laid:
     """The tensors of one call."""
 
-    block_bytes: int
-    row_bytes: int
+    launches: tuple[Launch, ...]  # by rank
     tensors: tuple[tuple[int, ...], ...]  # offsets by rank, tensor
     landing: tuple[int, ...]  # offsets by rank; none where nothing lands
     stamps: tuple[tuple[int, int], ...]  # by rank where time stamps go, and how many bytes; none of a plain Plan
@@ -166,13 +171,13 @@ def _lay(
     plan: Plan,
     where: Seats,
     inputs: Inputs,
+    launches: tuple[Launch, ...],
     own: Own,
     landing: _Landing,
     dtype: ElementType,
     options: Options,
 ) -> _Laid:
     """What is read, and a pattern where results go. `in_place` gives a result the memory of its twin."""
-    block_bytes = _block_bytes(plan, inputs, dtype)
     ranks: list[tuple[int, ...]] = []
     for rank in range(plan.num_ranks):
         offsets: list[int] = []
@@ -190,18 +195,25 @@ def _lay(
             elif options.in_place and tensor.name in plan.moves.alias_safe and tensor.name in read:
                 offsets.append(read[tensor.name])
             else:
-                offsets.append(where.room.poisoned(_nbytes(tensor, block_bytes, dtype), name, **place))
+                offsets.append(where.room.poisoned(_nbytes(plan, tensor, rank, launches[rank], dtype), name, **place))
         ranks.append(tuple(offsets))
-    row_bytes = _row_bytes(plan, inputs)
-    stamps = tuple(_stamps(plan, where, block_bytes, row_bytes))
-    return _Laid(block_bytes, row_bytes, tuple(ranks), landing.base, stamps)
+    stamps = tuple(_stamps(plan, where, launches))
+    return _Laid(launches, tuple(ranks), landing.base, stamps)
 
 
-def _stamps(plan: Plan, where: Seats, block_bytes: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    launch = host_launch(plan.moves, block_bytes, row_bytes)
+def _stamps(plan: Plan, where: Seats, launches: tuple[Launch, ...]) -> Iterator[tuple[int, int]]:
     for rank in range(plan.num_ranks) if plan.stamped else ():
-        size = layout(plan, rank, launch).nbytes
+        size = layout(plan, rank, launches[rank]).nbytes
         yield where.room.take(size, f"the time stamps of rank {rank}"), size
+
+
+def _launches(plan: Plan, inputs: Inputs, dtype: ElementType) -> tuple[Launch, ...]:
+    """How a call runs, by rank: alike, but for what ranks know of lengths."""
+    ranks, row_bytes, lengths = plan.num_ranks, _row_bytes(plan, inputs), plan.moves.lengths
+    if lengths is None:
+        return (host_launch(plan.moves, _block_bytes(plan, inputs, dtype), row_bytes),) * ranks
+    table = [int(length) * dtype.storage.itemsize for length in inputs[lengths.table][0]]
+    return tuple(host_launch(plan.moves, known_to(rank, ranks, table), row_bytes) for rank in range(ranks))
 
 
 def _block_bytes(plan: Plan, inputs: Inputs, dtype: ElementType) -> int:
@@ -244,8 +256,9 @@ def _type(tensor: Tensor, dtype: ElementType) -> ElementType:
     return BY_NAME[SUM] if tensor.is_sum else dtype
 
 
-def _nbytes(tensor: Tensor, block_bytes: int, dtype: ElementType) -> int:
-    return tensor_bytes(tensor, block_bytes) // dtype.storage.itemsize * _type(tensor, dtype).storage.itemsize
+def _nbytes(plan: Plan, tensor: Tensor, rank: int, launch: Launch, dtype: ElementType) -> int:
+    nbytes = sum(launch.blocks_of(plan.moves, tensor, rank))
+    return nbytes // dtype.storage.itemsize * _type(tensor, dtype).storage.itemsize
 
 
 def _begin_at(plan: Plan, where: Seats, first: int) -> None:
@@ -262,11 +275,10 @@ def _begin_at(plan: Plan, where: Seats, first: int) -> None:
 
 def _values(plan: Plan, laid: _Laid) -> list[Values]:
     """What every rank's kernel is told of one call."""
-    launch = host_launch(plan.moves, laid.block_bytes, laid.row_bytes).arguments()
     stamps = [at for at, _ in laid.stamps] or [0] * plan.num_ranks
     return [
-        {"stamps": at, "landing": laid.landing, "tensors": offsets, **launch}
-        for at, offsets in zip(stamps, laid.tensors, strict=True)
+        {"stamps": at, "landing": laid.landing, "tensors": offsets, **launch.arguments_of(plan.moves, rank)}
+        for rank, (at, offsets, launch) in enumerate(zip(stamps, laid.tensors, laid.launches, strict=True))
     ]
 
 
@@ -276,13 +288,15 @@ def _collect(plan: Plan, laid: _Laid, data: Bytes, dtype: ElementType) -> HostRe
     for index, tensor in enumerate(plan.moves.tensors):
         if tensor.access is not Rights.WRITE:
             continue
-        size, storage = _nbytes(tensor, laid.block_bytes, dtype), _type(tensor, dtype).storage
-        found = [data[offsets[index] : offsets[index] + size] for offsets in laid.tensors]
+        storage = _type(tensor, dtype).storage
+        found = [
+            data[offsets[index] : offsets[index] + _nbytes(plan, tensor, rank, laid.launches[rank], dtype)]
+            for rank, offsets in enumerate(laid.tensors)
+        ]
         arrays: list[Array] = [np.frombuffer(part.tobytes(), storage) for part in found]
         if tensor.is_yield:
             yields = arrays
         else:
             outputs[tensor.name] = arrays
     written = (data[at : at + size].tobytes() for at, size in laid.stamps)
-    launch = host_launch(plan.moves, laid.block_bytes, laid.row_bytes)
-    return HostResult(outputs, yields, launch, [np.frombuffer(one, INTERVAL) for one in written])
+    return HostResult(outputs, yields, laid.launches[0], [np.frombuffer(one, INTERVAL) for one in written])

@@ -6,7 +6,7 @@ message. A new law is a function and a line here. Does not raise.
 
     locations, contributions, route_laws   what the laws are stated on: places, what each holds, rows
     cycles, topology, roles, engine, settings   what the machine has
-    bounds, inputs, overlap, undefined, size_classes, classes   what a step may touch
+    bounds, inputs, overlap, undefined, size_classes, lengths, classes   what a step may touch
     casts   in which element type it travels
     promises, conservation, rotations, returns, determinism, useless   what is promised, kept, and in vain
     plans, routes   a plan of documents and where its rows go
@@ -27,6 +27,7 @@ from commdsl.checks.conservation import broken_contracts, unsaid_factors
 from commdsl.checks.cycles import broken_cycles
 from commdsl.checks.engine import combining_engine
 from commdsl.checks.inputs import writes_to_input
+from commdsl.checks.lengths import unknown_lengths
 from commdsl.checks.locations import Located, statement_key
 from commdsl.checks.overlap import overlapping_writes
 from commdsl.checks.plans import over_capacity, too_large, too_many_copies
@@ -80,7 +81,7 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (out_of_bounds,),
     (*OF_A_STEP, undefined_reads, idle_landing, idle_matmul),
     (unequal_sizes, mixed_types, own_units, unknown_units),
-    (broken_contracts, broken_rotations),
+    (broken_contracts, broken_rotations, unknown_lengths),
     (mixed_casts,),
     (unsaid_roundings, unsaid_factors),
     (broken_returns,),

@@ -1,4 +1,4 @@
-"""C590, C594: no kernel runs this yet.
+"""C590, C594, C595: no kernel runs this yet.
 
 Assumes what `resolve` found legal. Does not judge: what the language has and its laws accept is still to be built.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from commdsl.ir.schedules import Schedule, Step, Task, Yield
 from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.language.kinds import BufferKind
 from commdsl.program.memory import Transport
 
 
@@ -28,6 +29,30 @@ def unbuilt_schedule(schedule: Schedule) -> Iterator[Diagnostic]:
                 return
             case Step() | Yield() | Task():
                 pass
+
+
+def unbuilt_lengths(schedule: Schedule) -> Iterator[Diagnostic]:
+    """C595, one message: blocks of lengths of their own are moved and reduced, in one launch, and no more."""
+    lengths = schedule.lengths
+    if lengths is None:
+        return
+    first = next(one for one in schedule.buffers if one.lengths == lengths)
+    what, help = "", ""
+    if any(not isinstance(step, Step) for step in schedule.steps) or schedule.has_products or schedule.rowwise:
+        what, help = "beside what is computed", "leave out the lengths, or what computes"
+    elif schedule.cast is not None:
+        what, help = "in another element type", "leave out `as`"
+    elif len(lengths.axes) == 2:
+        what, help = "for each pair of ranks", "look them up by `rank` and `block` each"
+    elif schedule.tuning.protocol == "engine":
+        what, help = "by `protocol engine`", "tune another protocol, as `bulk`"
+    elif any(one.lengths is None and one.kind is not BufferKind.SCRATCH for one in schedule.buffers):
+        what, help = "beside equal ones", "look up the lengths of every buffer"
+    if what:
+        label = f"`{lengths}` is known when a call is made"
+        yield Diagnostic(
+            "C595", f"no kernel moves blocks of unequal length {what}", Label(first.span, label), help=help
+        )
 
 
 def unbuilt_casts(schedule: Schedule, transport: Transport) -> Iterator[Diagnostic]:

@@ -1,9 +1,10 @@
 """C305: what moves into a chunk is as long as the chunk.
 
-Assumes indices in bounds and no undefined reads. Piece i of a block cut into C has the size class (C, i); classes
-differ in length for some tensor size. A scratch slot takes the class of what is written to it; a task takes and makes
-whole blocks, cut as the buffer is declared; what a yield need not hand over it does not look at. A scratch buffer that
-launches before and after a yield use, or the yield itself, is kept as it is declared. Does not know bytes.
+Assumes indices in bounds and no undefined reads. Piece i of a block cut into C has the size class (C, i), and where
+blocks have lengths of their own, that of its block; classes differ in length for some tensor size. A scratch slot takes
+the class of what is written to it; a task takes and makes whole blocks, cut as the buffer is declared; what a yield
+need not hand over it does not look at. A scratch buffer that launches before and after a yield use, or the yield
+itself, is kept as it is declared. Does not know bytes.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import BufferKind
 from commdsl.language.records import dataclass
 
-Classes = NDArray[np.int64]  # cut << 32 | piece, or UNKNOWN
+Classes = NDArray[np.int64]  # (length * radix + cut) * radix + piece, or UNKNOWN
 UNKNOWN = -1
 
 
 def initial_classes(located: Located) -> Classes:
     """The class of every location, UNKNOWN for scratch slots and for `nowhere`."""
-    return located.over_locations(map(_buffer_classes, located.schedule.buffers), nowhere=UNKNOWN).astype(np.int64)
-
-
-def _buffer_classes(buffer: Buffer) -> Classes:
-    if buffer.kind is BufferKind.SCRATCH:
-        return np.full(buffer.num_chunks, UNKNOWN, dtype=np.int64)
-    return _as_declared(buffer)
-
-
-def _as_declared(buffer: Buffer) -> Classes:
-    return (np.int64(buffer.cut) << 32) | (np.arange(buffer.num_chunks, dtype=np.int64) % buffer.cut)
+    is_scratch = [np.full(one.num_chunks, one.kind is BufferKind.SCRATCH) for one in located.schedule.buffers]
+    unknown = located.over_locations(is_scratch, nowhere=1).astype(np.bool_)
+    return np.where(unknown, UNKNOWN, _declared(located))
 
 
 def _declared(located: Located) -> Classes:
-    return located.over_locations(map(_as_declared, located.schedule.buffers), nowhere=UNKNOWN).astype(np.int64)
+    ranks, buffers, radix = located.schedule.num_ranks, located.schedule.buffers, _radix(located)
+    whole = [one.length_of(ranks).astype(np.int64) * radix + one.cut for one in buffers]
+    codes = [first * radix + np.arange(one.num_chunks) % one.cut for first, one in zip(whole, buffers, strict=True)]
+    return np.append(np.concatenate(codes, axis=1).ravel(), UNKNOWN)
+
+
+def _radix(located: Located) -> int:
+    """More than there are pieces of any block."""
+    return 1 + max(buffer.cut for buffer in located.schedule.buffers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,9 +152,28 @@ def _buffer_of(located: Located) -> NDArray[np.int64]:
     return located.over_locations(counts, nowhere=-1).astype(np.int64)
 
 
-def _describe(code: int) -> str:
-    cut, piece = code >> 32, code & 0xFFFFFFFF
-    return "a whole block" if cut == 1 else f"piece {piece} of a block cut into {cut}"
+def _split(located: Located, code: int) -> tuple[int, int, int]:
+    """Length, cut and piece."""
+    block, piece = divmod(code, _radix(located))
+    return *divmod(block, _radix(located)), piece
+
+
+def length_of_class(located: Located, classes: Classes) -> NDArray[np.int32]:
+    """Which length the blocks of chunks of these classes have."""
+    return (classes // _radix(located) ** 2).astype(np.int32)
+
+
+def cut_of_class(located: Located, classes: Classes) -> NDArray[np.int64]:
+    """Into how many the blocks of chunks of these classes are cut."""
+    cut: NDArray[np.int64] = classes // _radix(located) % _radix(located)
+    return cut
+
+
+def _describe(located: Located, code: int) -> str:
+    length, cut, piece = _split(located, code)
+    lengths = located.schedule.lengths
+    block = "block" if lengths is None else f"block of {lengths.entry_name(located.schedule.num_ranks, length)}"
+    return f"a whole {block}" if cut == 1 else f"piece {piece} of a {block} cut into {cut}"
 
 
 def _who(one: ClassedMoves, row: int) -> str:
@@ -164,14 +184,19 @@ def _unequal(located: Located, one: ClassedMoves, row: int) -> Diagnostic:
     moves, moved, before = one.located, int(one.moved[row]), int(one.before[row])
     source, dest = located.chunk_name(int(moves.sources[row, 0])), located.chunk_name(int(moves.dest[row]))
     buffers = [located.schedule.buffers[index] for index in (moves.moves.source_buffer, moves.moves.dest_buffer)]
-    same_cut = moved >> 32 == before >> 32
+    same_cut = _split(located, moved)[1] == _split(located, before)[1]
+    other = _split(located, moved)[0] != _split(located, before)[0]
     return Diagnostic(
         "C305",
         f"{source} and {dest} differ in size",
-        Label(moves.moves.span, f"{_who(one, row)}: moves {_describe(moved)} to {_describe(before)}"),
+        Label(moves.moves.span, f"{_who(one, row)}: moves {_describe(located, moved)} to {_describe(located, before)}"),
         () if same_cut else tuple(Label(buffer.span, _cut_text(buffer)) for buffer in dict.fromkeys(buffers)),
-        ("when a tensor does not divide evenly, the pieces of a block differ by 16 bytes",) if same_cut else (),
-        help="move between equal pieces, or through a `scratch` slot of its own",
+        ("when a tensor does not divide evenly, the pieces of a block differ by 16 bytes",)
+        if same_cut and not other
+        else (),
+        help="move between blocks of one length"
+        if other
+        else "move between equal pieces, or through a `scratch` slot of its own",
     )
 
 
@@ -181,7 +206,10 @@ def _task(located: Located, one: ClassedTask, at: tuple[int, int]) -> Diagnostic
     return Diagnostic(
         "C305",
         f"{located.chunk_name(location)} is of another size than declared",
-        Label(one.located.step.span, f"{located.name(location)} holds {_describe(found)}, not {_describe(wanted)}"),
+        Label(
+            one.located.step.span,
+            f"{located.name(location)} holds {_describe(located, found)}, not {_describe(located, wanted)}",
+        ),
         (Label(buffer.span, "what a task reads is a buffer of its declared shape"),),
         help=f"write to each slot of `{buffer.name}` a piece as long as it",
     )
@@ -194,7 +222,10 @@ def _other_slot(located: Located, one: ClassedMoves, row: int, declared: Classes
     return Diagnostic(
         "C305",
         f"{located.chunk_name(dest)} is of another size than declared",
-        Label(one.located.moves.span, f"{_who(one, row)}: moves {_describe(moved)} to {_describe(wanted)}"),
+        Label(
+            one.located.moves.span,
+            f"{_who(one, row)}: moves {_describe(located, moved)} to {_describe(located, wanted)}",
+        ),
         (Label(buffer.span, "kept as it is declared, as more than one launch uses it"),),
         help="use a `scratch` of its own between two yields, or cut it as what is written to it",
     )

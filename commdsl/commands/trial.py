@@ -24,6 +24,7 @@ from commdsl.cost.profile import Profile
 from commdsl.ir import interpret
 from commdsl.ir.classes import joining, types
 from commdsl.ir.functions import ROWWISE, Extent
+from commdsl.ir.lengths import block_lengths, num_entries
 from commdsl.ir.products import stopping
 from commdsl.ir.schedules import Contract, Schedule, Yield
 from commdsl.language.kinds import BufferKind
@@ -37,6 +38,9 @@ from commdsl.program.timeouts import CommTimeout
 
 SEED = 20
 BUFFER_BYTES = 1 << 20
+SHARE_OF_SOME = 0.75
+"""Of blocks that have lengths of their own; the others are of nothing."""
+
 ROWS = 8
 """Into which a tensor falls, where it is whole rows and divides by it."""
 
@@ -122,6 +126,8 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     visited = Visited(schedule, elements, dtype)
     expected = interpret.run(schedule, inputs, dtype, settings.operation, visited.bodies)
     block_bytes = elements * dtype.size
+    lengths = () if schedule.lengths is None else inputs[schedule.lengths.table][0].tolist()
+    blocks = tuple(length * dtype.size for length in lengths) or block_bytes
     compared, fault = 0, ""
     profiles: tuple[Profile, ...] = ()
     plan, emitted = stamped_of(compiled) if settings.profile else (compiled.plan, compiled.emitted)
@@ -136,7 +142,7 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
                 mode=settings.mode,
                 sanitize=settings.sanitize,
             )
-            compared, fault = compare(schedule, expected, found, block_bytes)
+            compared, fault = compare(schedule, expected, found, blocks)
             profiles = tuple(profiled(plan, found))
         if compiled.visits is not None and not fault and not averages:
             options = host_run.Options(mode=settings.mode, sanitize=settings.sanitize)
@@ -186,10 +192,16 @@ def make_inputs(schedule: Schedule, of: Mapping[str, DType], elements: int) -> d
     """Random elements for every rank, the same on every machine; factors as matrices."""
     random = np.random.default_rng(SEED)
     inputs: dict[str, list[Array]] = {}
+    blocks: int | tuple[int, ...] = elements
+    if schedule.lengths is not None:  # some of none, one of all
+        count = num_entries(schedule.num_ranks, len(schedule.lengths.axes))
+        table = random.integers(0, elements + 1, count) * (random.random(count) < SHARE_OF_SOME)
+        table[-1] = elements
+        inputs[schedule.lengths.table], blocks = [table], tuple(table.tolist())
     for buffer in schedule.buffers:
         if buffer.kind in (BufferKind.INPUT, BufferKind.INOUT):
-            shape = buffer.blocks * elements
-            inputs[buffer.name] = [make_array(random, of[buffer.name], shape) for _ in range(schedule.num_ranks)]
+            of_ranks = block_lengths(buffer.lengths, schedule.num_ranks, buffer.blocks, blocks)
+            inputs[buffer.name] = [make_array(random, of[buffer.name], sum(one)) for one in of_ranks]
     for applied in (one.applied for one in schedule.rowwise[:1]):
         assert applied is not None
         for number, extent in zip(applied.given, ROWWISE[applied.function].given, strict=True):
@@ -219,11 +231,11 @@ def make_array(random: np.random.Generator, dtype: DType, size: int) -> Array:
 
 
 def compare(
-    schedule: Schedule, expected: interpret.Result, found: host_run.HostResult, block_bytes: int
+    schedule: Schedule, expected: interpret.Result, found: host_run.HostResult, blocks: int | tuple[int, ...]
 ) -> tuple[int, str]:
     """The bytes compared, and the first difference in words."""
     compared = 0
-    for name, rank, first, last in locations(schedule, block_bytes):
+    for name, rank, first, last in locations(schedule, blocks):
         wanted, got = (as_bytes(result.outputs[name][rank])[first:last] for result in (expected, found))
         compared += last - first
         if not np.array_equal(wanted, got):
@@ -237,16 +249,19 @@ def compare(
     return compared, ""
 
 
-def locations(schedule: Schedule, block_bytes: int) -> Iterator[tuple[str, int, int, int]]:
+def locations(schedule: Schedule, blocks: int | tuple[int, ...]) -> Iterator[tuple[str, int, int, int]]:
     """Every place a contract speaks of: buffer, rank, and the bytes there."""
     for contract in schedule.contracts:
-        yield from contract_locations(schedule, contract, block_bytes)
+        yield from contract_locations(schedule, contract, blocks)
 
 
-def contract_locations(schedule: Schedule, contract: Contract, block_bytes: int) -> Iterator[tuple[str, int, int, int]]:
+def contract_locations(
+    schedule: Schedule, contract: Contract, blocks: int | tuple[int, ...]
+) -> Iterator[tuple[str, int, int, int]]:
     buffer = schedule.buffers[contract.dest_buffer]
+    of_ranks = block_lengths(buffer.lengths, schedule.num_ranks, buffer.blocks, blocks)
     for rank, chunk in zip(contract.dest_rank.tolist(), contract.dest_chunk.tolist(), strict=True):
-        yield buffer.name, rank, *chunk_range(block_bytes, buffer.cut, chunk)
+        yield buffer.name, rank, *chunk_range(of_ranks[rank], buffer.cut, chunk)
 
 
 def as_bytes(array: Array) -> NDArray[np.uint8]:

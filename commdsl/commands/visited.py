@@ -66,7 +66,7 @@ class Visited:
         buffer, data = self._schedule.buffers[now.step.reads[at]], array.tobytes()
         block_bytes, parts = len(data) // buffer.blocks, list[bytes]()
         for chunk in np.flatnonzero(now.fresh[at][rank]).tolist():
-            parts.append(data[slice(*chunk_range(block_bytes, buffer.cut, chunk))])
+            parts.append(data[slice(*chunk_range([block_bytes] * buffer.blocks, buffer.cut, chunk))])
         return b"".join(parts)
 
     def compare(
@@ -131,7 +131,7 @@ def _over(before: Sequence[Array], left: Sequence[Array], moves: Moves, number: 
         data, made = bytearray(old.tobytes()), new.tobytes()
         block_bytes = len(made) // tensor.blocks
         for chunk in np.unique(ops.dest_index[(ops.dest_space == number) & (ops.dest_rank == rank)]).tolist():
-            where = slice(*chunk_range(block_bytes, tensor.cut, chunk))
+            where = slice(*chunk_range([block_bytes] * tensor.blocks, tensor.cut, chunk))
             data[where] = made[where]
         found.append(np.frombuffer(bytes(data), new.dtype))
     return found

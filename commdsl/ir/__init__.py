@@ -1,11 +1,13 @@
 """What a file means: schedules, dispatches and plans of documents, with ranks and steps resolved.
 
 schedules     a schedule: buffers, contracts, steps of moves as arrays
+lengths       by what its blocks have lengths of their own, and who knows which
 classes       what its buffers are made of: length of a block, element type
 landing       which buffers of a schedule peers may put to themselves
 held          what each yield of a schedule hands over
 products      products of a schedule -> visits of ours, on single chunks
 rowwise       a schedule that ends in a row-wise function -> its moves, and that function
+backward      how a gradient travels back
 functions     what a schedule may compute but products
 dispatches    a dispatch: tensors of rows and the routes they take
 plans         a plan: shards of documents and the ranks that compute them

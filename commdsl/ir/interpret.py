@@ -26,6 +26,7 @@ import numpy as np
 
 from commdsl.ir.classes import Unit, types, units
 from commdsl.ir.functions import FUNCTIONS
+from commdsl.ir.lengths import block_lengths
 from commdsl.ir.rounding import rounded
 from commdsl.ir.schedules import Applied, Cast, Schedule, Statement, Step, Task, Yield
 from commdsl.language.kinds import GIVEN, RETURNED, BufferKind
@@ -60,32 +61,43 @@ class _Memory:
         self.depths = _depths(schedule, inputs)
         self.elements = _block_elements(schedule, inputs)
         self.dtypes = tuple(types(schedule, dtype).values())
-        self.spans = [[self._cut(at, chunk) for chunk in range(one.num_chunks)] for at, one in enumerate(self.buffers)]
+        self.blocks = [_blocks(schedule, at, self.elements[at], inputs) for at in range(len(self.buffers))]
+        self.spans = [
+            [[self._cut(at, blocks, chunk) for chunk in range(one.num_chunks)] for blocks in self.blocks[at]]
+            for at, one in enumerate(self.buffers)
+        ]
         self.data: list[list[Array]] = []
         self.slots: dict[tuple[int, int, int], Array] = {}  # scratch: whatever was put there
         self.summed = schedule.summed
         self.cast: dict[Place, Array] = {}  # of a chunk that a cast left: its values in float32
         self.contributions: dict[tuple[int, int, int], int] = {}  # of a chunk that was reduced; others hold one
-        for buffer, elements, of in zip(self.buffers, self.elements, self.dtypes, strict=True):
+        for buffer, blocks, of in zip(self.buffers, self.blocks, self.dtypes, strict=True):
             if buffer.name in inputs and buffer.kind in GIVEN:
                 given = inputs[buffer.name]
                 self.data.append([np.array(given[rank], of.storage).ravel() for rank in range(schedule.num_ranks)])
             else:
-                size = 0 if buffer.kind is BufferKind.SCRATCH else buffer.blocks * elements
-                self.data.append([np.zeros(size, of.storage) for _ in range(schedule.num_ranks)])
+                has_slots = buffer.kind is BufferKind.SCRATCH
+                sizes = [0 if has_slots else sum(blocks[rank % len(blocks)]) for rank in range(schedule.num_ranks)]
+                self.data.append([np.zeros(size, of.storage) for size in sizes])
 
-    def _cut(self, buffer: int, chunk: int) -> slice:
-        """Where a chunk lies in its buffer."""
-        cut, elements, size = self.buffers[buffer].cut, self.elements[buffer], self.dtypes[buffer].size
+    def _cut(self, buffer: int, blocks: Sequence[int], chunk: int) -> slice:
+        """Where a chunk lies in its buffer, of blocks of so many elements."""
+        cut, size = self.buffers[buffer].cut, self.dtypes[buffer].size
         block, piece = divmod(chunk, cut)
+        before, elements = sum(blocks[:block]), blocks[block]
         whole = -(-elements * size // UNIT)
         first, last = (min(UNIT * (whole * p // cut) // size, elements) for p in (piece, piece + 1))
-        return slice(block * elements + first, block * elements + last)
+        return slice(before + first, before + last)
+
+    def span(self, buffer: int, rank: int, chunk: int) -> slice:
+        """Where a chunk of a rank lies in its buffer."""
+        spans = self.spans[buffer]
+        return spans[rank % len(spans)][chunk]
 
     def read(self, buffer: int, rank: int, chunk: int) -> Array:
         if self.buffers[buffer].kind is BufferKind.SCRATCH:
             return self.slots[buffer, rank, chunk].copy()
-        return self.data[buffer][rank][self.spans[buffer][chunk]].copy()
+        return self.data[buffer][rank][self.span(buffer, rank, chunk)].copy()
 
     def read_as(self, dtype: DType, buffer: int, rank: int, chunk: int) -> Array:
         """In the type of the sum that it is added to, where that is another."""
@@ -109,7 +121,7 @@ class _Memory:
         if self.buffers[buffer].kind is BufferKind.SCRATCH:
             self.slots[buffer, rank, chunk] = values
         else:
-            self.data[buffer][rank][self.spans[buffer][chunk]] = values
+            self.data[buffer][rank][self.span(buffer, rank, chunk)] = values
 
     def write_cast(self, buffer: int, rank: int, chunk: int, values: Array, contributions: int) -> None:
         """What a move left of its source, in float32."""
@@ -127,7 +139,7 @@ class _Memory:
         found = self.slots.get((buffer, rank, chunk))
         if found is not None:
             return found
-        span = self.spans[buffer][chunk]
+        span = self.span(buffer, rank, chunk)
         return np.zeros(span.stop - span.start, self.dtypes[buffer].storage)
 
     def fill(self, buffer: int, rank: int, values: Array) -> None:
@@ -137,11 +149,21 @@ class _Memory:
             what = f"{wanted[0][0]} elements of {wanted[1]}"
             raise ValueError(f"`{self.buffers[buffer].name}` is {what}, got {values.shape} of {values.dtype}")
         for chunk in range(self.buffers[buffer].num_chunks):
-            self.write(buffer, rank, chunk, values[self.spans[buffer][chunk]].copy())
+            self.write(buffer, rank, chunk, values[self.span(buffer, rank, chunk)].copy())
+
+
+def _blocks(schedule: Schedule, buffer: int, elements: int, inputs: Mapping[str, Sequence[Array]]) -> list[list[int]]:
+    """The elements of each block, by rank; one rank stands for all where all blocks are as long."""
+    of = schedule.buffers[buffer]
+    if of.lengths is None:
+        return [[elements] * of.blocks]
+    return block_lengths(of.lengths, schedule.num_ranks, of.blocks, inputs[of.lengths.table][0].tolist())
 
 
 def _block_elements(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> tuple[int, ...]:
     """The number of elements of a block of each buffer, the same on every rank; 0 where nothing says it."""
+    if schedule.lengths is not None:
+        return (0,) * len(schedule.buffers)  # each block has its own
     known = units(schedule)
     sizes: dict[str, set[float]] = {}
     for buffer in schedule.buffers:

@@ -16,6 +16,7 @@ from typing import TypeAlias, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.lengths import Lengths
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
@@ -34,10 +35,17 @@ class Buffer:
     span: Span = field(compare=False, repr=False)
     element: str | None = None  # its element type, where it is declared
     like: str | None = None  # the buffer whose blocks are as long, where it is declared
+    lengths: Lengths | None = None  # None: all blocks are as long
 
     @property
     def num_chunks(self) -> int:
         return self.blocks * self.cut
+
+    def length_of(self, num_ranks: int) -> Ints:
+        """Which length the block of each chunk of each rank has: (num_ranks, num_chunks)."""
+        if self.lengths is None:
+            return np.zeros((num_ranks, self.num_chunks), np.int32)
+        return np.repeat(self.lengths.of_blocks(num_ranks, self.blocks), self.cut, axis=1)
 
     @property
     def declared(self) -> str:
@@ -294,6 +302,11 @@ class Schedule:
             inner = call.schedule.calls_of(span)
             found += (*inner, call.span) if inner or span.is_in(call.schedule.span) else ()
         return tuple(dict.fromkeys(found))
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """By what blocks are of lengths of their own, if they are."""
+        return next((one.lengths for one in self.buffers if one.lengths is not None), None)
 
     @property
     def num_steps(self) -> int:

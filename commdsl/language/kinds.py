@@ -24,6 +24,13 @@ class BufferKind(Enum):
     SCRATCH = "scratch"
 
 
+class Axis(Enum):
+    """By what a table of lengths is looked up."""
+
+    RANK = "rank"
+    BLOCK = "block"
+
+
 GIVEN = (BufferKind.INPUT, BufferKind.INOUT)
 """By the caller, when a call begins."""
 

@@ -214,9 +214,12 @@ Line: TypeAlias = (
 def line(node: Line) -> str:
     """The text of a node that has no block."""
     match node:
-        case syntax.BufferDecl(kind, name, dims, element, like):
+        case syntax.BufferDecl(kind, name, dims, lengths, element, like):
             extents = ", ".join(expr(dim.size) + (" blocks" if dim.blocks else "") for dim in dims)
-            unit = (f" {element.text}" if element else "") + (f" like {like.text}" if like else "")
+            unit = (
+                "" if lengths is None else f" of {lengths.table.text}[{', '.join(axis.value for axis in lengths.axes)}]"
+            )
+            unit += (f" {element.text}" if element else "") + (f" like {like.text}" if like else "")
             return f"{kind.value} {name.text}{f'[{extents}]' if dims else ''}{unit}"
         case syntax.NamedContract():
             return _named_contract(node)

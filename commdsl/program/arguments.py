@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from commdsl.ir.lengths import num_places
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.by_row import ByRow
 from commdsl.program.crossing import Pushing, num_crossing
@@ -17,6 +18,7 @@ from commdsl.program.memory import Home, Transport
 from commdsl.program.moves import Moves
 from commdsl.program.phases import Count, FillByKey, FinishBack, Push, PushAgain, PushBack, PushByKey
 from commdsl.program.plan import Plan
+from commdsl.program.sizes import first_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ def arguments(plan: Plan) -> Arguments:
                     Field("block_bytes"),
                     Field("share_bytes"),  # the most a lane owns of a chunk
                     Field("stagger_bytes"),  # by how much less each of four lanes moves first than the one before
+                    *_lengths(phase),
                 ]
                 numbers.append(Field("rounds", type="i32"))
             case ByRow():
@@ -187,6 +190,14 @@ def arguments(plan: Plan) -> Arguments:
         numbers.insert(1, Field("half", type="i32"))  # 0: the call is one launch; 1, 2: the first, the second of two
     words.append(Field("digest"))  # of all that is the same on every rank, in 32 bits
     return Arguments((*words, *numbers))
+
+
+def _lengths(phase: Moves) -> tuple[Field, ...]:
+    """In bytes, where blocks have lengths of their own: those that the rank knows, and where its blocks begin."""
+    if phase.lengths is None:
+        return ()
+    known = num_places(phase.num_ranks, len(phase.lengths.axes))
+    return Field("lengths", known), Field("begins", int(first_blocks(phase)[-1]))
 
 
 def _crossing(phase: Pushing) -> tuple[Field, ...]:

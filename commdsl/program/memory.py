@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from commdsl.ir.classes import Unit
+from commdsl.ir.lengths import Lengths
 from commdsl.language.records import dataclass
 
 
@@ -39,6 +40,7 @@ class Tensor:
     is_yield: bool = False
     lands: bool = False
     is_sum: bool = False
+    lengths: Lengths | None = None  # None: its blocks are as long as those of all others
 
 
 class Home(Enum):

@@ -65,6 +65,7 @@ from enum import Enum, IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.lengths import Lengths
 from commdsl.ir.schedules import Cast, Ints
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
@@ -165,6 +166,7 @@ class Ops:
     kind: Ints  # OpKind
     cut: Ints  # size class
     piece: Ints
+    length: Ints  # which length the block has; 0 where all are as long
     barrier: Ints  # 1: block barrier first, as it touches what an earlier op of this lane touched
     whole: Ints  # what an `avg` divides by after it has combined
     joined: Ints  # 1: stores the value of the operation before it once more; it has no sources of its own
@@ -244,6 +246,11 @@ class Moves:
     @property
     def lanes_per_block(self) -> int:
         return -(-self.lanes // self.sms)
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """By what blocks are of lengths of their own, if they are."""
+        return next((tensor.lengths for tensor in self.tensors if tensor.lengths is not None), None)
 
     @property
     def lands(self) -> bool:

@@ -6,12 +6,17 @@ word for word, and both builds take lanes and rounds from here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import lcm
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.lengths import place
+from commdsl.ir.schedules import Ints
 from commdsl.program.memory import Tensor
 from commdsl.program.moves import UNIT, Moves, Protocol
 
@@ -32,16 +37,21 @@ STAGGERED = 4
 """Lanes start out of step, so that some use the links while others use their own memory."""
 
 
+Blocks: TypeAlias = int | tuple[int, ...]
+"""The bytes of every block; or where they have lengths of their own, each that a rank knows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How one call runs, equal on all ranks. No lanes: nothing to move."""
 
-    block_bytes: int
+    block_bytes: int  # of the longest block
     active_lanes: int
     rounds: int
     share_bytes: int  # the most a lane owns of a chunk
     stagger_bytes: int = 0  # by how much less each of STAGGERED neighbours moves in its first round than the one before
     row_bytes: int = 0  # where lanes have whole rows of a block, or equal parts of one
+    lengths: tuple[int, ...] = ()  # in bytes those that a rank knows, where blocks have lengths of their own
 
     def arguments(self) -> dict[str, int]:
         """What a kernel is told of it."""
@@ -53,6 +63,19 @@ class Launch:
             "rounds": self.rounds,
             "row_bytes": self.row_bytes,
         }
+
+    def arguments_of(self, moves: Moves, rank: int) -> dict[str, int | Sequence[int]]:
+        """As `arguments`, with what the kernel of one rank is told of lengths."""
+        if moves.lengths is None:
+            return {**self.arguments()}
+        begins = [start for tensor in moves.tensors for start in block_begins(self.blocks_of(moves, tensor, rank))]
+        return {**self.arguments(), "lengths": self.lengths, "begins": begins}
+
+    def blocks_of(self, moves: Moves, tensor: Tensor, rank: int) -> list[int]:
+        """The bytes of each block of a tensor of a rank, which the launch is of where lengths are known to few."""
+        if tensor.lengths is None:
+            return [self.block_bytes] * tensor.blocks
+        return [self.lengths[at] for at in tensor.lengths.places(moves.num_ranks, tensor.blocks, rank)]
 
     @property
     def parts(self) -> int:
@@ -75,11 +98,28 @@ def piece_range(block_bytes: int, cut: int, piece: int) -> tuple[int, int]:
     return first, min(UNIT * (units * (piece + 1) // cut), block_bytes)
 
 
-def chunk_range(block_bytes: int, cut: int, chunk: int) -> tuple[int, int]:
-    """Bytes [first, last) of a chunk of a tensor whose blocks are cut into `cut`."""
+def chunk_range(blocks: Sequence[int], cut: int, chunk: int) -> tuple[int, int]:
+    """Bytes [first, last) of a chunk of a tensor of blocks of so many bytes, each cut into `cut`."""
     block, piece = divmod(chunk, cut)
-    first, last = piece_range(block_bytes, cut, piece)
-    return block * block_bytes + first, block * block_bytes + last
+    begin = sum(blocks[:block])
+    first, last = piece_range(blocks[block], cut, piece)
+    return begin + first, begin + last
+
+
+def block_begins(blocks: Sequence[int]) -> list[int]:
+    """Where blocks begin that lie one behind another."""
+    return [0, *accumulate(blocks)][: len(blocks)]
+
+
+def first_blocks(moves: Moves) -> Ints:
+    """Of each tensor its first block among those of all, and how many there are."""
+    return np.cumsum([0, *(tensor.blocks for tensor in moves.tensors)]).astype(np.int32)
+
+
+def known_lengths(moves: Moves) -> Ints:
+    """Of each operation, which of the lengths that its rank knows its block has."""
+    num_axes = 0 if moves.lengths is None else len(moves.lengths.axes)
+    return place(moves.num_ranks, num_axes, moves.ops.actor, moves.ops.length)
 
 
 def slice_range(chunk_bytes: int, share_bytes: int, lane: int) -> tuple[int, int]:
@@ -99,17 +139,24 @@ def size_classes(moves: Moves) -> NDArray[np.int32]:
 
 
 def largest_chunk_bytes(moves: Moves, block_bytes: int) -> int:
-    """The most bytes any operation moves, over all rounds and lanes."""
+    """The most bytes any operation moves, over all rounds and lanes; where lengths differ, of any piece."""
+    if moves.lengths is not None:
+        units = -(-block_bytes // UNIT)
+        return max((UNIT * -(-units // int(cut)) for cut in np.unique(moves.ops.cut)), default=0)
     ranges = (piece_range(block_bytes, int(cut), int(piece)) for cut, piece in size_classes(moves))
     return max((last - first for first, last in ranges), default=0)
 
 
 def launch(
-    moves: Moves, block_bytes: int, row_bytes: int = 0, *, min_slice_bytes: int, max_lanes: int | None = None
+    moves: Moves, blocks: Blocks, row_bytes: int = 0, *, min_slice_bytes: int, max_lanes: int | None = None
 ) -> Launch:
-    """Lanes and rounds of a call on blocks of this size; ValueError where 32 bits cannot count a block's vectors, or
-    where a block is not whole rows, if lanes are to have whole ones.
+    """Lanes and rounds of a call on blocks of this size, those of the longest where lengths differ; ValueError where 32
+    bits cannot count a block's vectors, or where a block is not whole rows, if lanes are to have whole ones.
     """
+    if not isinstance(blocks, int):
+        longest = launch(moves, max(blocks), min_slice_bytes=min_slice_bytes, max_lanes=max_lanes)
+        return replace(longest, lengths=blocks)
+    block_bytes = blocks
     if row_bytes and block_bytes % row_bytes:
         raise ValueError(f"a block of {block_bytes} bytes is not whole rows of {row_bytes}")
     if block_bytes > UNIT * (2**32 - 1):
@@ -137,12 +184,13 @@ def round_range(moves: Moves, call: Launch, lane: int, number: int) -> tuple[int
     return min(first, call.share_bytes), min((number + 1) * moves.tile_bytes - early, call.share_bytes)
 
 
-def device_launch(moves: Moves, block_bytes: int, row_bytes: int = 0) -> Launch:
+def device_launch(moves: Moves, blocks: Blocks, row_bytes: int = 0) -> Launch:
     """`launch` as the GPU build runs it: where data carries its flag, a word for every thread is enough for a lane."""
     data, _ = moves.protocol.wire
     per_thread = {Protocol.PACKET: data, Protocol.LINE: data // 8}.get(moves.protocol, 0)
     least = per_thread * moves.threads or DEVICE_MIN_SLICE_BYTES
-    made = launch(moves, block_bytes, row_bytes, min_slice_bytes=least)
+    made = launch(moves, blocks, row_bytes, min_slice_bytes=least)
+    block_bytes = made.block_bytes
     if row_bytes and block_bytes and (parts := _parts(moves, block_bytes // row_bytes, row_bytes)) > 1:
         share = row_bytes // parts
         return replace(made, active_lanes=block_bytes // share, rounds=-(-share // moves.tile_bytes), share_bytes=share)
@@ -165,9 +213,9 @@ def _parts(moves: Moves, rows: int, row_bytes: int) -> int:
     return 1 if alone else next(filter(fits, (MOST_PARTS, 4, 2)), 1)
 
 
-def host_launch(moves: Moves, block_bytes: int, row_bytes: int = 0) -> Launch:
+def host_launch(moves: Moves, blocks: Blocks, row_bytes: int = 0) -> Launch:
     """`launch` as the host build runs it."""
-    return launch(moves, block_bytes, row_bytes, min_slice_bytes=HOST_MIN_SLICE_BYTES, max_lanes=HOST_MAX_LANES)
+    return launch(moves, blocks, row_bytes, min_slice_bytes=HOST_MIN_SLICE_BYTES, max_lanes=HOST_MAX_LANES)
 
 
 def tensor_bytes(tensor: Tensor, block_bytes: int) -> int:

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from commdsl.ir.classes import SUM, Unit
 from commdsl.ir.functions import FUNCTIONS, ROWWISE
+from commdsl.ir.lengths import knows, num_entries
 from commdsl.ir.schedules import Ints
+from commdsl.language.kinds import Axis
 from commdsl.program.by_row import ByRow
 from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.legal import each as _each
@@ -47,7 +49,10 @@ MOST_PIECES = 1 << 16
 MOST_BARRIERS = 16
 """Named barriers of a block on the GPU; the first is the block's own."""
 
-_PER_OP = ("kind", "cut", "piece", "barrier", "whole", "joined", "dest_space", "dest_rank", "dest_index", "origin")
+_PER_OP = (
+    *("kind", "cut", "piece", "length", "barrier", "whole", "joined"),
+    *("dest_space", "dest_rank", "dest_index", "origin"),
+)
 _PER_SOURCE = ("source_space", "source_rank", "source_index", "source_weight")
 _PER_WAIT = ("wait_peer", "wait_ordinal", "wait_rounds_back", "wait_reason")
 
@@ -274,6 +279,7 @@ def _operations(moves: Moves, *kinds: OpKind) -> None:
     _within(ops.origin, len(moves.origins), "operation", "origin lies")
     _within(ops.cut, MOST_PIECES, "operation", "cut lies", start=1)
     _each((ops.piece >= 0) & (ops.piece < ops.cut), "operation", "piece is less than cut")
+    _lengths(moves)
     _within(ops.joined, 2, "operation", "joined is a truth value,")
     _within(ops.source_weight, MOST_CONTRIBUTIONS + 1, "source", "its weight lies", start=1)
     num_sources = np.diff(ops.source_begin)
@@ -288,6 +294,21 @@ def _operations(moves: Moves, *kinds: OpKind) -> None:
     _each((ops.whole == 1) | (num_sources != 1), "operation", "the whole of one source is 1")
     computes = (~np.isin(ops.kind, (OpKind.COPY, OpKind.HOLD))).any()
     _law(moves.has_reduction or not computes, "it only moves bytes, yet an operation computes")
+
+
+def _lengths(moves: Moves) -> None:
+    """There is one table, and whoever moves a block knows how long it is."""
+    ops, found = moves.ops, {one.lengths for one in moves.tensors}
+    _law(len({one and one.table for one in found}) == 1, "some blocks have lengths of their own, others have not")
+    for tensor in moves.tensors:
+        by_block = tensor.lengths is not None and Axis.BLOCK in tensor.lengths.axes
+        _law(not by_block or tensor.blocks == moves.num_ranks, f"`{tensor.name}` has blocks without a length")
+    _law(found == {None} or moves.protocol is not Protocol.ENGINE, "the copy engine is told lengths by the host")
+    axes = {len(one.axes) for one in found if one is not None} or {0}
+    _law(len(axes) == 1, "a table of lengths is looked up by one rank, and by two")
+    (num_axes,) = axes
+    _within(ops.length, num_entries(moves.num_ranks, num_axes), "operation", "its length lies")
+    _each(knows(moves.num_ranks, num_axes, ops.actor, ops.length), "operation", "its rank knows the length")
 
 
 def _held(moves: Moves) -> None:
@@ -310,7 +331,7 @@ def _joined(moves: Moves) -> None:
     starts = np.zeros(ops.num_ops + 1, np.bool_)
     starts[ops.rank_begin] = True
     _each(~starts[row], "joined operation", "it follows an operation of its rank")
-    for field in ("kind", "cut", "piece", "whole"):
+    for field in ("kind", "cut", "piece", "length", "whole"):
         table = getattr(ops, field)
         _each(table[row] == table[row - 1], "joined operation", f"its {field} is that of the operation it joined")
     _each(np.diff(ops.wait_begin)[row] == 0, "joined operation", "the first of its group waits")
@@ -322,24 +343,18 @@ def _joined(moves: Moves) -> None:
 
 def _operands(moves: Moves) -> None:
     ops = moves.ops
-    actor = ops.actor
-    _location(moves, "destination", ops.dest_space, ops.dest_rank, ops.dest_index, actor, ops.cut, ops.piece)
+    _location(moves, "destination", ops.dest_space, ops.dest_rank, ops.dest_index, np.arange(ops.num_ops))
     readonly = np.array([tensor.access is Rights.READ for tensor in moves.tensors] + [False])
     _each(~readonly[ops.dest_space], "destination", "a tensor that is only read is not written")
-    num_sources = np.diff(ops.source_begin)
-    if (num_sources == 1).all():
-        rows = (actor, ops.cut, ops.piece)
-    else:
-        rows = (np.repeat(actor, num_sources), np.repeat(ops.cut, num_sources), np.repeat(ops.piece, num_sources))
-    _location(moves, "source", ops.source_space, ops.source_rank, ops.source_index, *rows)
+    row = np.repeat(np.arange(ops.num_ops), np.diff(ops.source_begin))
+    _location(moves, "source", ops.source_space, ops.source_rank, ops.source_index, row)
 
 
-def _location(
-    moves: Moves, what: str, space: Ints, rank: Ints, index: Ints, actor: Ints, cut: Ints, piece: Ints
-) -> None:
-    """An operand lies in a tensor of the rank itself, cut as the operation is, or in a cell of any rank; what is put to
-    a tensor that lands, in that of any rank.
+def _location(moves: Moves, what: str, space: Ints, rank: Ints, index: Ints, row: NDArray[np.intp]) -> None:
+    """An operand of each of these operations lies in a tensor of the rank itself, cut as the operation is and as long,
+    or in a cell of any rank; what is put to a tensor that lands, in that of any rank.
     """
+    actor, cut, piece = moves.ops.actor[row], moves.ops.cut[row], moves.ops.piece[row]
     _within(space, len(moves.tensors), what, "its space lies", start=CELL)
     _within(rank, moves.num_ranks, what, "its rank lies")
     # The last entry stands for space -1, a cell.
@@ -352,6 +367,11 @@ def _location(
     if what == "source" and moves.protocol.carries_flags:
         _each(rank == actor, what, "data with its flag is read by the rank that has it")
     _each(is_cell | ((cuts[space] == cut) & (index % cut == piece)), what, "a tensor's chunk has the size class moved")
+    for number, tensor in enumerate(moves.tensors):
+        if tensor.lengths is not None:
+            here = np.flatnonzero(space == number)
+            of = tensor.lengths.of_blocks(moves.num_ranks, tensor.blocks)[rank[here], index[here] // tensor.cut]
+            _each(of == moves.ops.length[row[here]], what, "a tensor's block has the length moved")
 
 
 def _flags(moves: Moves, has_tiles: bool) -> None:

@@ -31,6 +31,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     groups        the name of a group -> the end of it
     given         what callers wrote -> what ops take
     tensors       what a call's tensors must be
+    uneven        the lengths of a call, where blocks have lengths of their own -> blocks
     calls, work   a call of one shape, made once; one that is waited for
     visits, streams   a call of several launches, with the caller's function between them; the streams it takes
     products, fused   a call of several launches, with products between them; those as one launch of our kernel

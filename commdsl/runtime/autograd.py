@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
+from commdsl.ir.backward import Backward
 from commdsl.runtime import groups
 from commdsl.runtime.errors import GradientError
-from commdsl.runtime.program import Backward, Program
+from commdsl.runtime.given import Asked
+from commdsl.runtime.program import Program
 
 
 class Op(Protocol):
@@ -23,7 +25,7 @@ class Op(Protocol):
     name: str
     overwritten: tuple[int, ...]
 
-    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], str, str, float | None]: ...
+    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], str, Asked]: ...
 
     def traced(self, group_name: str) -> Program: ...
 
@@ -34,19 +36,17 @@ class Op(Protocol):
 
 def register(library: torch.library.Library, op: Op) -> None:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        known, ctx.group_name, ctx.reduction, ctx.seconds = op.split(inputs)
+        known, ctx.group_name, ctx.asked = op.split(inputs)
         ctx.num_strings = len(inputs) - len(known)
 
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradient = _back(op, gradients, ctx.group_name, ctx.reduction, ctx.seconds)
+        gradient = _back(op, gradients, ctx.group_name, ctx.asked)
         return (gradient, *(None for _ in range(ctx.num_strings)))
 
     torch.library.register_autograd(f"commdsl::{op.name}", backward, setup_context=setup_context, lib=library)
 
 
-def _back(
-    op: Op, gradients: tuple[torch.Tensor, ...], group_name: str, reduction: str, seconds: float | None
-) -> torch.Tensor:
+def _back(op: Op, gradients: tuple[torch.Tensor, ...], group_name: str, asked: Asked) -> torch.Tensor:
     known = op.traced(group_name)
     way = known.backward
     if way is None:
@@ -54,11 +54,11 @@ def _back(
             f"`{op.name}` has no gradient: its contract `{known.plan.contract}` has no shipped inverse; "
             "call it under torch.no_grad() or write the backward yourself"
         )
-    if known.signature.has_reduction and reduction not in ("sum", "avg"):
-        raise GradientError(f"`{op.name}` has a gradient for sum and avg, not for {reduction}")
+    if known.signature.has_reduction and asked.op not in ("sum", "avg"):
+        raise GradientError(f"`{op.name}` has a gradient for sum and avg, not for {asked.op}")
     (gradient,) = gradients
-    result = _call(op, way, gradient.contiguous(), group_name, reduction, seconds)
-    if way.averages and reduction == "avg":
+    result = _call(op, way, gradient.contiguous(), group_name, asked)
+    if way.averages and asked.op == "avg":
         result = result / known.plan.num_ranks
     if way.only_root is not None and groups.rank_of(group_name) not in (None, way.only_root):
         # The other ranks' inputs were not read; the schedule leaves partial results there.
@@ -66,13 +66,18 @@ def _back(
     return result
 
 
-def _call(
-    op: Op, way: Backward, gradient: torch.Tensor, group_name: str, reduction: str, seconds: float | None
-) -> torch.Tensor:
-    inverse, passed = (op, reduction) if way.schedule == "" else (op.inverse(way, group_name), "sum")
-    strings = (group_name, passed) if inverse.traced(group_name).signature.has_reduction else (group_name,)
-    result: torch.Tensor = getattr(torch.ops.commdsl, inverse.name)(gradient, *strings, seconds)
+def _call(op: Op, way: Backward, gradient: torch.Tensor, group_name: str, asked: Asked) -> torch.Tensor:
+    inverse, passed = (op, asked.op) if way.schedule == "" else (op.inverse(way, group_name), "sum")
+    known = inverse.traced(group_name)
+    lengths = () if asked.lengths is None else (_way_back(asked.lengths, known.plan.num_ranks),)
+    strings = (group_name, passed) if known.signature.has_reduction else (group_name,)
+    result: torch.Tensor = getattr(torch.ops.commdsl, inverse.name)(gradient, *lengths, *strings, asked.seconds)
     return result
+
+
+def _way_back(lengths: Sequence[int], ranks: int) -> list[int]:
+    """What is sent comes, and what comes is sent; what each rank has it has."""
+    return [*lengths[ranks:], *lengths[:ranks]]
 
 
 def refuse_in_place(library: torch.library.Library, op: Op) -> None:

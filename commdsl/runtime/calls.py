@@ -26,7 +26,9 @@ _address = torch.Tensor.data_ptr
 
 
 class Bound:
-    """Calls of one op of one shape on one group; `in_place` is the input each output is, or None for new tensors."""
+    """Calls of one op of one shape on one group. `shapes`: of outputs; `in_place`: the input each is, or None for new
+    tensors.
+    """
 
     __slots__ = ("_communicator", "_end", "_make", "_name", "_owner", "_shapes", "_signature", "_slots", "_start")
 
@@ -36,12 +38,13 @@ class Bound:
         communicator: Communicator,
         program: Program,
         inputs: Sequence[torch.Tensor],
+        shapes: Sequence[Sequence[int]],
         in_place: tuple[int, ...] | None,
         start: Start,
         owner: Callable[[], object],
     ) -> None:
         signature = program.signature
-        shapes = [] if in_place is not None else tensors.output_shapes(signature, inputs)
+        shapes = [] if in_place is not None else [*shapes]
         self._end = len(inputs) + len(shapes)  # of the results; what follows is the kernel's alone
         own = tensors.own_shapes(signature, inputs)
         outputs = range(len(inputs), self._end) if in_place is None else in_place

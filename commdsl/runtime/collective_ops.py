@@ -8,7 +8,7 @@ collective as well. Does not serve eager calls without gradients; those have a s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -37,9 +37,10 @@ class Traced:
     name: str
     settings: str
     run: Callable[..., Tensor]
-    shape: Callable[[list[Any], int], list[Any]]  # of the result
-    back: Callable[..., Tensor]  # from gradient, group name and settings
+    shape: Callable[..., list[Any]]  # of the result, from that of the tensor and the ranks, or lengths and the rank
+    back: Callable[..., Tensor]  # from gradient, lengths where there are any, group name and settings
     wires: bool = False
+    has_lengths: bool = False  # behind the tensor: of blocks that are not as long as each other
 
 
 def library() -> torch.library.Library:
@@ -61,10 +62,14 @@ def _library() -> torch.library.Library:
 
 def _define(made: torch.library.Library, one: Traced) -> None:
     wire = ", str? wire=None" if one.wires else ""
-    schema = f"{one.name}(Tensor x, str group_name{one.settings}, float? timeout=None{wire}) -> Tensor"
+    lengths = "SymInt[] lengths, " if one.has_lengths else ""
+    schema = f"{one.name}(Tensor x, {lengths}str group_name{one.settings}, float? timeout=None{wire}) -> Tensor"
 
-    def fake(x: Tensor, group_name: str, *_: Any) -> Tensor:
-        return x.new_empty(one.shape(list(x.shape), menu.size(group_name)))
+    def fake(x: Tensor, *arguments: Any) -> Tensor:
+        if one.has_lengths:
+            rows, group_name, *_ = arguments
+            return x.new_empty(one.shape(list(x.shape), rows, groups.rank_of(group_name) or 0))
+        return x.new_empty(one.shape(list(x.shape), menu.size(arguments[0])))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.arguments = inputs[1:]
@@ -102,6 +107,16 @@ def _all_to_all(x: Tensor, group_name: str, timeout: float | None = None) -> Ten
     return _run("all_to_all", x, x.nbytes, group_name, timeout=timeout)
 
 
+def _all_gather_uneven(x: Tensor, lengths: Sequence[int], group_name: str, timeout: float | None = None) -> Tensor:
+    return _run("all_gather", x, x.nbytes, group_name, timeout=timeout, lengths=tuple(lengths))
+
+
+def _reduce_scatter_uneven(
+    x: Tensor, lengths: Sequence[int], group_name: str, op: str = "sum", timeout: float | None = None
+) -> Tensor:
+    return _run("reduce_scatter", x, x.nbytes, group_name, op=op, timeout=timeout, lengths=tuple(lengths))
+
+
 def _broadcast(x: Tensor, group_name: str, root: int = 0, timeout: float | None = None) -> Tensor:
     return _run("broadcast", x, x.nbytes, group_name, root=root, timeout=timeout)
 
@@ -121,6 +136,14 @@ def _scattered(shape: list[Any], ranks: int) -> list[Any]:
     must(len(shape) > 0)
     must(shape[0] % ranks == 0)
     return [shape[0] // ranks, *shape[1:]]
+
+
+def _all_rows(shape: list[Any], lengths: Sequence[Any], rank: int) -> list[Any]:
+    return [sum(lengths), *shape[1:]]
+
+
+def _own_rows(shape: list[Any], lengths: Sequence[Any], rank: int) -> list[Any]:
+    return [lengths[rank], *shape[1:]]
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -152,6 +175,20 @@ def _back_all_to_all(gradient: Tensor, group_name: str, timeout: float | None = 
     return torch.ops.commdsl_collectives.all_to_all(gradient, group_name, timeout)
 
 
+def _back_all_gather_uneven(
+    gradient: Tensor, lengths: Sequence[int], group_name: str, timeout: float | None = None
+) -> Any:
+    return torch.ops.commdsl_collectives.reduce_scatter_uneven(gradient, lengths, group_name, "sum", timeout)
+
+
+def _back_reduce_scatter_uneven(
+    gradient: Tensor, lengths: Sequence[int], group_name: str, op: str = "sum", timeout: float | None = None
+) -> Any:
+    _linear("reduce_scatter", op)
+    gathered = torch.ops.commdsl_collectives.all_gather_uneven(gradient, lengths, group_name, timeout)
+    return gathered / menu.size(group_name) if op == "avg" else gathered
+
+
 def _back_broadcast(gradient: Tensor, group_name: str, root: int = 0, timeout: float | None = None) -> Tensor:
     ranks = menu.size(group_name)
     if ranks == 1:
@@ -178,5 +215,14 @@ TRACED = (
     Traced("all_gather", "", _all_gather, _gathered, _back_all_gather, wires=True),
     Traced("reduce_scatter", ', str op="sum"', _reduce_scatter, _scattered, _back_reduce_scatter),
     Traced("all_to_all", "", _all_to_all, _same, _back_all_to_all),
+    Traced("all_gather_uneven", "", _all_gather_uneven, _all_rows, _back_all_gather_uneven, has_lengths=True),
+    Traced(
+        "reduce_scatter_uneven",
+        ', str op="sum"',
+        _reduce_scatter_uneven,
+        _own_rows,
+        _back_reduce_scatter_uneven,
+        has_lengths=True,
+    ),
     Traced("broadcast", ", int root=0", _broadcast, _same, _back_broadcast),
 )

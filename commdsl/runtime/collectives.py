@@ -72,14 +72,22 @@ def all_gather(
     async_op: bool = False,
     timeout: Patience = None,
     wire: str | None = None,
+    output_split_sizes: Sequence[int] | None = None,
 ) -> Any:
     """Every rank's x, in rank order along dimension 0: (n, ...) -> (P * n, ...).
 
     x: contiguous, of any dtype. With `async_op` a Work. The gradient is the reduce-scatter of the gradients.
 
+    `output_split_sizes`: how many rows each rank has, where they are not as many; 0 is a number. It is the same on all
+    ranks, which is compared as the call is made (AgreementError); a CUDA graph keeps it. Then x is (n of this rank,
+    ...) and the result (the sum of all, ...).
+
     `wire="float8"`: x, of float32, float16 or bfloat16, is rounded once on its way, as for `all_reduce`, to the same
     bits on every rank; gradients are not. It is faster and slower from the same sizes, of the result.
     """
+    if output_split_sizes is not None:
+        given.alone("output_split_sizes", "wire", wire)
+        return _uneven("all_gather", x, output_split_sizes, group, async_op=async_op, timeout=timeout)
     if _is_traced("all_gather", x) and not async_op:
         return _ops().all_gather(x, groups.name_of(group), timeout=given.seconds(timeout), wire=wire)
     nbytes = x.nbytes * menu.size(group)
@@ -87,13 +95,22 @@ def all_gather(
 
 
 def reduce_scatter(
-    x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_op: bool = False, timeout: Patience = None
+    x: torch.Tensor,
+    op: Reduction = "sum",
+    group: Any = None,
+    async_op: bool = False,
+    timeout: Patience = None,
+    input_split_sizes: Sequence[int] | None = None,
 ) -> Any:
     """This rank's block of every rank's x combined: (P * n, ...) -> (n, ...).
 
     x: contiguous, its first dimension a multiple of the ranks; dtypes and operations as for `all_reduce`. With
     `async_op` a Work. The gradient, for sum and avg, is the all-gather of the gradients.
+
+    `input_split_sizes`: how many rows of x are each rank's, where they are not as many; as for `all_gather`.
     """
+    if input_split_sizes is not None:
+        return _uneven("reduce_scatter", x, input_split_sizes, group, op=op, async_op=async_op, timeout=timeout)
     if _is_traced("reduce_scatter", x) and not async_op:
         return _ops().reduce_scatter(x, groups.name_of(group), given.reduction(op), timeout=given.seconds(timeout))
     return menu.run("reduce_scatter", x, x.nbytes, group, op=op, async_op=async_op, timeout=timeout)
@@ -164,6 +181,25 @@ def prepare(
                 for reduction in ops if chosen.has_reduction else ("sum",):
                     chosen(x, group=group, op=reduction)
     return tuple(found)
+
+
+def _uneven(
+    name: str,
+    x: torch.Tensor,
+    lengths: Sequence[int],
+    group: Any,
+    *,
+    op: Reduction | None = None,
+    async_op: bool,
+    timeout: Patience,
+) -> Any:
+    """A collective of blocks that have lengths of their own; `op` of one that reduces."""
+    if _is_traced(name, x) and not async_op:
+        settings = () if op is None else (given.reduction(op),)
+        call = getattr(_ops(), f"{name}_uneven")
+        return call(x, [*lengths], groups.name_of(group), *settings, timeout=given.seconds(timeout))
+    lengths = tuple(lengths)
+    return menu.run(name, x, x.nbytes, group, op=op or "sum", async_op=async_op, timeout=timeout, lengths=lengths)
 
 
 def _is_traced(name: str, x: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from commdsl.machine.config import DEFAULT_TIMEOUT, Config
 from commdsl.program.desk import desk_bytes, differing
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
+from commdsl.program.sizes import Blocks
 from commdsl.program.timeouts import CommTimeout
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, World, exchange, life
 from commdsl.runtime.compared import Compared, user_line
@@ -376,16 +377,15 @@ class Communicator(Meeting, ABC):
     def prepare(
         self,
         program: Program,
-        block_bytes: int,
+        blocks: Blocks,
         dtype: str,
         op: str,
         seconds: float | None = None,
         about: str = "",
         row_bytes: int = 0,
     ) -> Start:
-        """What starts calls of a Program on blocks of one size, and rows where it makes rows; a wait may take so many
-        seconds, or as many as the group's. The first is collective. `about`: what else ranks agree on, in words.
-        """
+        """What starts calls of a Program on such blocks, and rows where it makes rows; a wait may take so many seconds,
+        or the group's. The first is collective. `about`: what else ranks agree on, in words."""
 
     @abstractmethod
     def streams(self) -> Streams:

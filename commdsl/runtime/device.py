@@ -20,7 +20,7 @@ from commdsl.machine.config import Config
 from commdsl.program.desk import desk_bytes, notice_bytes
 from commdsl.program.memory import Transport
 from commdsl.program.moves import Protocol
-from commdsl.program.sizes import Launch, device_launch
+from commdsl.program.sizes import Blocks, Launch, device_launch
 from commdsl.runtime.binding import Gpu
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, World
 from commdsl.runtime.communicator import Communicator
@@ -82,7 +82,7 @@ class DeviceCommunicator(Communicator):
     def prepare(
         self,
         program: Program,
-        block_bytes: int,
+        blocks: Blocks,
         dtype: str,
         op: str,
         seconds: float | None = None,
@@ -91,7 +91,7 @@ class DeviceCommunicator(Communicator):
     ) -> DeviceStart:
         workspace = self.workspace(program.plan, program.emitted, program.emitted.identity, seconds=seconds)
         kernel = self._kernel(program, workspace, dtype, op)
-        launch = device_launch(program.plan.moves, block_bytes, row_bytes)
+        launch = device_launch(program.plan.moves, blocks, row_bytes)
         prepared = workspace.prepare(program.emitted, launch, dtype, op, seconds, about)
         return self.starter(workspace, kernel, prepared)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -28,6 +28,15 @@ TORCH_NAMES = MappingProxyType({"product": "prod", **{name: name for name in dty
 """Reductions as torch.distributed calls them, and ours."""
 
 MOST_SECONDS = 1e9
+
+
+class Asked(NamedTuple):
+    """What a call asks for beside its tensors and its group."""
+
+    op: Reduction
+    seconds: float | None  # that a wait may take; None: as long as the group's
+    lengths: tuple[Any, ...] | None = None  # of blocks that have lengths of their own
+
 
 NEAR_NAMES = MappingProxyType(
     {
@@ -117,7 +126,19 @@ def seconds(timeout: Any) -> float | None:
     raise ArgumentError(f"a timeout is a positive number of seconds, or a timedelta, not {timeout!r}")
 
 
+def asked(op: Reduction, timeout: Patience, lengths: Sequence[Any] | None) -> Asked:
+    """What a caller wrote of it; whether there is such a reduction is looked at where a call is first made."""
+    found = None if timeout is None else seconds(timeout)
+    return Asked(op, found, None if lengths is None else tuple(lengths))
+
+
 # --- what `load` is given ---------------------------------------------------------------------------------------------
+
+
+def alone(name: str, other: str, value: Any) -> None:
+    """Refuses a setting beside one that it does not go with."""
+    if value is not None:
+        raise ArgumentError(f"`{name}` and `{other}` do not go together: leave one of them out")
 
 
 def whole(name: str, value: Any, least: int) -> int:

@@ -16,7 +16,7 @@ from commdsl.build.host import build
 from commdsl.machine.config import Config
 from commdsl.program.desk import desk_bytes
 from commdsl.program.plan import Plan
-from commdsl.program.sizes import HOST_MAX_LANES, Launch, host_launch, touched
+from commdsl.program.sizes import HOST_MAX_LANES, Blocks, Launch, host_launch, touched
 from commdsl.runtime.bootstrap import Board, Bootstrap, Exchange, World
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.compared import user_line
@@ -63,7 +63,7 @@ class HostCommunicator(Communicator):
     def prepare(
         self,
         program: Program,
-        block_bytes: int,
+        blocks: Blocks,
         dtype: str,
         op: str,
         seconds: float | None = None,
@@ -76,7 +76,7 @@ class HostCommunicator(Communicator):
         if kernel is None:
             residence = residence_of(program.plan, program.emitted.name)
             kernel = workspace.kernels[macros] = self.load_kernel(program.emitted, macros, residence)
-        launch = host_launch(program.plan.moves, block_bytes, row_bytes)
+        launch = host_launch(program.plan.moves, blocks, row_bytes)
         prepared = workspace.prepare(program.emitted, launch, dtype, op, seconds, about)
         return self.starter(workspace, kernel, prepared)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from commdsl.build.built import Built
+from commdsl.ir.backward import Backward
 from commdsl.language.source import Texts
 from commdsl.machine import resources
 from commdsl.machine.cache import key
@@ -24,7 +25,7 @@ from commdsl.runtime import far, given, groups
 from commdsl.runtime.errors import GroupError
 from commdsl.runtime.memory_summary import MemorySummary
 from commdsl.runtime.op import Op
-from commdsl.runtime.program import Backward, Definition, digest_of, program
+from commdsl.runtime.program import Definition, digest_of, program
 from commdsl.runtime.registry import register
 
 DEFAULT_RANKS = 8

@@ -7,8 +7,10 @@ kept. Does not check tensors; the op does.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import cache
+from math import prod
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -36,6 +38,10 @@ class Menu:
         self._ranks = ranks
         self._params = params
         self._ops: list[Op | None] = [None] * len(rows.rows)
+
+    def candidate(self, nbytes: int) -> Candidate:
+        """What is the fastest for a size."""
+        return self._rows.rows[self._rows.index(nbytes)].candidate
 
     def op(self, nbytes: int) -> Op:
         index = self._rows.index(nbytes)
@@ -74,7 +80,10 @@ class Alone:
         op: Reduction = "sum",
         async_op: bool = False,
         timeout: Patience = None,
+        lengths: Sequence[int] | None = None,
     ) -> Result | Work:
+        if lengths is not None and {*lengths} != {*x.shape[:1]}:
+            raise TensorError(f"of one rank the only length is that of its tensor, {[*x.shape[:1]]}, not {[*lengths]}")
         given.reduction(op)
         given.seconds(timeout)
         if not async_op:
@@ -127,14 +136,19 @@ def run(
     async_op: bool = False,
     timeout: Patience = None,
     wire: str | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Any:
-    """One call; `nbytes` is the larger side. `wire`: the element type that values travel in, their own unless said."""
-    if wire is None:
-        chosen = of_group(collective, group, x.device, root).op(nbytes)
-    else:
+    """One call; `nbytes` is the larger side. `wire`: the element type that values travel in, their own unless said.
+    `lengths`: of blocks that have lengths of their own, as for an op.
+    """
+    if wire is not None:
         chosen = compressed(collective, wire, size(group))
+    elif lengths is not None:
+        chosen = uneven(collective, group, x, lengths)
+    else:
+        chosen = of_group(collective, group, x.device, root).op(nbytes)
     try:
-        return chosen(x, group=group, op=op, async_op=async_op, timeout=timeout)
+        return chosen(x, group=group, op=op, async_op=async_op, timeout=timeout, lengths=lengths)
     except CaptureError as error:
         raise _unprepared(collective, nbytes, chosen, error) from error
 
@@ -157,6 +171,28 @@ def compressed(collective: str, wire: str, ranks: int) -> AnyOp:
         known = ", ".join(f"`{one}`" for of, one in COMPRESSED if of == collective) or "nothing else"
         raise TensorError(f"`{collective}` travels as it is, or as {known}, not as `{wire}`")
     return Alone() if ranks == 1 else load_candidate(candidate, ranks, {})
+
+
+UNEVEN = MappingProxyType(
+    {
+        "all_gather": "allgather_uneven",
+        "reduce_scatter": "reducescatter_uneven",
+    }
+)
+"""What moves blocks that have lengths of their own, by collective."""
+
+
+def uneven(collective: str, group: Any, x: torch.Tensor, lengths: Sequence[int]) -> AnyOp:
+    """Tuned as what moves blocks that are all as long as the longest: all ranks know that one."""
+    ranks = size(group)
+    row_bytes = x.nbytes // x.shape[0] if x.dim() and x.shape[0] else x.element_size() * prod(x.shape[1:])
+    known = of_group(collective, group, x.device)
+    if isinstance(known, Alone):
+        return known
+    tune = dict(known.candidate(ranks * max(lengths, default=0) * row_bytes).tune)
+    if tune.get("protocol") == "engine":  # which copies what the host knows to be there
+        tune = {}
+    return load(UNEVEN[collective], ranks=ranks, tune=tune)
 
 
 def all_reduce_in_place(x: torch.Tensor, group: Any, op: Reduction = "sum", timeout: Patience = None) -> None:

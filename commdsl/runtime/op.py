@@ -7,7 +7,7 @@ call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -15,18 +15,19 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.cost.profile import Profile
+from commdsl.ir.backward import Backward
 from commdsl.ir.held import Held
 from commdsl.machine.config import from_environment
 from commdsl.program.memory import Transport
 from commdsl.program.visited import landing
-from commdsl.runtime import autograd, eager, given, groups, pickled, tensors
+from commdsl.runtime import autograd, eager, given, groups, pickled, tensors, uneven
 from commdsl.runtime.calls import MAX_KEPT, Bound
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import GradientError, OpError, ReductionError, TensorError
-from commdsl.runtime.given import Patience, Reduction
+from commdsl.runtime.given import Asked, Patience, Reduction
 from commdsl.runtime.host import HostCommunicator
 from commdsl.runtime.products import Multiplying, multiplying
-from commdsl.runtime.program import Backward, Definition, Program, program
+from commdsl.runtime.program import Definition, Program, program
 from commdsl.runtime.stamps import StampedStart, Stamps, of_launch
 from commdsl.runtime.timing import Timing
 from commdsl.runtime.visits import Function, Visiting, by_name, check_reductions, prepared, split, travelling
@@ -61,6 +62,7 @@ class Op:
         self.input_names = tuple(port.name for port in called.inputs)
         self.num_inputs = len(plain.inputs)
         self.has_reduction = plain.has_reduction
+        self.has_lengths = plain.lengths is not None
         self.overwritten = plain.in_place or ()  # which inputs
         self.works_in_place = plain.in_place is not None
 
@@ -99,16 +101,20 @@ class Op:
         op: Reduction = "sum",
         async_op: bool = False,
         timeout: Patience = None,
+        lengths: Sequence[int] | None = None,
     ) -> Result | Work:
         """The outputs, new tensors; with `async_op` a Work whose `wait()` returns them.
+
+        `lengths`: where blocks have lengths of their own, those that this rank knows, in rows of the first dimension:
+        one for each rank; or, of pairs of ranks, for each what is sent to it, then for each what comes from it.
 
         `timeout`: how long a wait for another rank may take in this call, in seconds or as a timedelta; the group's
         unless said. A graph that captures the call keeps the time-out it was captured with.
         """
-        seconds = None if timeout is None else given.seconds(timeout)
+        asked = given.asked(op, timeout, lengths)
         if async_op:
-            return self._start(inputs, groups.name_of(group), op, seconds)
-        return self._result(inputs, group, op, seconds)
+            return self._start(inputs, groups.name_of(group), asked)
+        return self._result(inputs, group, asked)
 
     @property
     def stamped(self) -> Op:
@@ -120,7 +126,12 @@ class Op:
             return self._stamped
 
     def profiled(
-        self, *inputs: torch.Tensor, group: Any = None, op: Reduction = "sum", timeout: Patience = None
+        self,
+        *inputs: torch.Tensor,
+        group: Any = None,
+        op: Reduction = "sum",
+        timeout: Patience = None,
+        lengths: Sequence[int] | None = None,
     ) -> tuple[Result, Profile]:
         """What a call returns, without a gradient, and when what this rank did for it began and ended.
 
@@ -128,51 +139,54 @@ class Op:
         the same time, and what takes a while the first time is over. Raises OpError where it has no time stamps.
         """
         given.tensors(self.name, inputs, self.num_inputs)
-        seconds = None if timeout is None else given.seconds(timeout)
-        call = self.stamped.bound(inputs, groups.name_of(group), op, False, seconds)
+        call = self.stamped.bound(inputs, groups.name_of(group), given.asked(op, timeout, lengths))
         for _ in range(BEFORE):
             call(inputs)
         outputs = call(inputs)
         return outputs[0] if len(outputs) == 1 else tuple(outputs), call.profile()
 
     def in_place(
-        self, *inputs: torch.Tensor, group: Any = None, op: Reduction = "sum", timeout: Patience = None
+        self,
+        *inputs: torch.Tensor,
+        group: Any = None,
+        op: Reduction = "sum",
+        timeout: Patience = None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
-        """Overwrites the `inout` tensors; only for schedules that are proved to allow it. `timeout` as for a call."""
-        seconds = None if timeout is None else given.seconds(timeout)
+        """Overwrites the `inout` tensors; only for schedules that are proved to allow it. The rest as for a call."""
+        asked = given.asked(op, timeout, lengths)
         if not self.works_in_place:
             raise TensorError(f"`{self.name}` cannot work in place: a chunk would be overwritten before it is read")
         if len(inputs) == self.num_inputs and eager.skips_dispatcher(inputs):
-            self._run(inputs, group, op, True, seconds)
+            self.bound(inputs, group, asked, in_place=True)(inputs)
             autograd.count_write(self, inputs)
         else:
-            self._dispatch(f"{self.name}_", inputs, group, op, seconds)
+            self._dispatch(f"{self.name}_", inputs, group, asked)
 
-    def _result(self, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction, seconds: float | None) -> Result:
+    def _result(self, inputs: tuple[torch.Tensor, ...], group: Any, asked: Asked) -> Result:
         if len(inputs) == self.num_inputs and eager.skips_dispatcher(inputs):
-            outputs = self._run(inputs, group, op, False, seconds)
+            outputs = self.bound(inputs, group, asked)(inputs)
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
-        result: Result = self._dispatch(self.name, inputs, group, op, seconds)
+        result: Result = self._dispatch(self.name, inputs, group, asked)
         return result
 
-    def _dispatch(
-        self, name: str, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction, seconds: float | None
-    ) -> Any:
+    def _dispatch(self, name: str, inputs: tuple[torch.Tensor, ...], group: Any, asked: Asked) -> Any:
         given.tensors(self.name, inputs, self.num_inputs)
-        op = given.reduction(op)
+        op = given.reduction(asked.op)
         if not self.has_reduction and op != "sum":
             raise ReductionError(f"`{self.name}` reduces nothing: op=`{op}` has no meaning")
         reduction = (op,) if self.has_reduction else ()
-        return getattr(torch.ops.commdsl, name)(*inputs, groups.name_of(group), *reduction, seconds)
+        lengths = ([*(asked.lengths or ())],) if self.has_lengths else ()
+        return getattr(torch.ops.commdsl, name)(*inputs, *lengths, groups.name_of(group), *reduction, asked.seconds)
 
-    def _start(self, inputs: tuple[torch.Tensor, ...], name: str, op: Reduction, seconds: float | None) -> Work:
-        self._check(inputs, name, given.reduction(op))
+    def _start(self, inputs: tuple[torch.Tensor, ...], name: str, asked: Asked) -> Work:
+        self._check(inputs, name, asked)
         comm = groups.of(name, inputs[0].device)
         if isinstance(comm, DeviceCommunicator):
             side, current = comm.side_stream, torch.cuda.current_stream(comm.index)
             side.wait_stream(current)
             with torch.cuda.stream(side):
-                result = self._result(inputs, name, op, seconds)
+                result = self._result(inputs, name, asked)
                 event = torch.cuda.Event()
                 event.record(side)
             for tensor in inputs:
@@ -183,7 +197,7 @@ class Op:
 
         def call() -> Result:
             with torch.set_grad_enabled(grad):
-                return self._result(inputs, name, op, seconds)
+                return self._result(inputs, name, asked)
 
         return HostWork(comm.submit(call))
 
@@ -277,87 +291,86 @@ class Op:
     # --- what torch calls ------------------------------------------------------------------------------------------
 
     def functional(self, *arguments: Any) -> Result:
-        inputs, group_name, op, seconds = self.split(arguments)
-        outputs = self._run(inputs, group_name, op, False, seconds)
+        inputs, group_name, asked = self.split(arguments)
+        outputs = self.bound(inputs, group_name, asked)(inputs)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def mutating(self, *arguments: Any) -> None:
-        inputs, group_name, op, seconds = self.split(arguments)
-        self._run(inputs, group_name, op, True, seconds)
+        inputs, group_name, asked = self.split(arguments)
+        self.bound(inputs, group_name, asked, in_place=True)(inputs)
 
     def fake(self, *arguments: Any) -> Result:
-        inputs, group_name, *_ = self.split(arguments)
-        signature = self.traced(group_name).signature
-        made = zip(signature.outputs, tensors.output_shapes(signature, inputs), strict=True)
+        inputs, group_name, asked = self.split(arguments)
+        known = self.traced(group_name)
+        signature = known.signature
+        shapes = uneven.output_shapes(known, inputs, groups.rank_of(group_name), asked.lengths)
+        made = zip(signature.outputs, shapes, strict=True)
         outputs = tuple(
             inputs[0].new_empty(shape, dtype=tensors.dtype_of(signature, port, inputs)) for port, shape in made
         )
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], str, str, float | None]:
-        """Tensors, group name, reduction and time-out of a call by its schema; torch leaves out what is the default."""
+    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], str, Asked]:
+        """Tensors, group name, and what is asked for, of a call by its schema; torch leaves out what is the default."""
         count = self.num_inputs
-        rest = list(arguments[count + 1 :])
+        lengths, name, *rest = arguments[count:] if self.has_lengths else (None, *arguments[count:])
         op = rest.pop(0) if self.has_reduction and rest else "sum"
-        return arguments[:count], arguments[count], op, rest[0] if rest else None
-
-    def _run(
-        self, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction, in_place: bool, seconds: float | None
-    ) -> list[torch.Tensor]:
-        return self.bound(inputs, group, op, in_place, seconds)(inputs)
+        return arguments[:count], name, given.asked(op, rest[0] if rest else None, lengths)
 
     def bound(
-        self, inputs: tuple[torch.Tensor, ...], group: Any, op: Reduction, in_place: bool, seconds: float | None
+        self, inputs: tuple[torch.Tensor, ...], group: Any, asked: Asked, *, in_place: bool = False
     ) -> Bound | Multiplying:
         """What makes calls on such tensors; made when they are first met."""
         name, behind = groups.resolve(group)
         first = inputs[0]
         try:
-            key: tuple[object, ...] = (name, op, in_place, seconds, first.dtype, first.device, first.shape)
+            key: tuple[object, ...] = (name, in_place, asked, first.dtype, first.device, first.shape)
             if len(inputs) > 1:
                 key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs[1:])
             call = self._calls.get(key)
         except (RuntimeError, TypeError):  # a tensor without a shape, or no name of a reduction
             given.tensors(self.name, inputs, self.num_inputs)
-            given.reduction(op)
+            given.reduction(asked.op)
             raise
         if call is None or behind is None or not call.serves(behind):
-            call = self._prepare(inputs, name, op, in_place, seconds)
+            call = self._prepare(inputs, name, asked, in_place=in_place)
             _keep(self._calls, key, call)
         elif call.compares:
-            groups.of(name, first.device).compare(tensors.described(self.name, inputs, given.reduction(op)))
+            groups.of(name, first.device).compare(uneven.described(self.name, self.traced(name), inputs, asked))
         return call
 
     def _prepare(
-        self, inputs: tuple[torch.Tensor, ...], name: str, op: Reduction, in_place: bool, seconds: float | None
+        self, inputs: tuple[torch.Tensor, ...], name: str, asked: Asked, *, in_place: bool
     ) -> Bound | Multiplying:
-        op = given.reduction(op)
-        self._check(inputs, name, op)
+        self._check(inputs, name, asked)
+        op, seconds = given.reduction(asked.op), asked.seconds
         comm = groups.of(name, inputs[0].device)
         comm.refuse_if_broken()
         comm.check()
-        comm.compare(tensors.described(self.name, inputs, op))
         known = self.program(comm.size, comm.transport)
+        comm.compare(uneven.described(self.name, known, inputs, asked))
         if known.visits is not None and known.visits.parts:
             return multiplying(self.name, comm, known, inputs, seconds, groups.owner_of(name))
         if in_place and known.signature.in_place is None:
             raise TensorError(f"`{self.name}_` is not proved to work in place for this number of ranks")
         chosen, dtype = known.signature.in_place if in_place else None, tensors.element_name(inputs[0].dtype)
-        block_bytes, row_bytes = tensors.block_and_row(known.signature, inputs)
-        start = comm.prepare(known, block_bytes, dtype, op, seconds, row_bytes=row_bytes)
+        blocks, row_bytes = uneven.blocks_and_row(known.signature, inputs, asked.lengths)
+        start = comm.prepare(known, blocks, dtype, op, seconds, row_bytes=row_bytes)
         if known.plan.stamped:
             stamps = partial(Stamps, self.name, comm.rank, inputs[0].device)
             start = StampedStart(start, stamps, of_launch(comm, known.plan, start))
-        return Bound(self.name, comm, known, inputs, chosen, start, groups.owner_of(name))
+        shapes = uneven.output_shapes(known, inputs, groups.rank_of(name), asked.lengths)
+        return Bound(self.name, comm, known, inputs, shapes, chosen, start, groups.owner_of(name))
 
-    def _check(self, inputs: tuple[torch.Tensor, ...], name: str, op: str) -> None:
+    def _check(self, inputs: tuple[torch.Tensor, ...], name: str, asked: Asked) -> None:
         """Refuses what no rank can call, before this one waits for any."""
-        known = self.traced(name)
+        known, op = self.traced(name), given.reduction(asked.op)
         if known.plan.is_visited and known.visited is not None:
             raise OpError(f"`{self.name}` moves what its caller computes on the way: call `visit`, with a function")
         given.tensors(self.name, inputs, self.num_inputs)
         if groups.size_of(name) is not None:
             tensors.check(self.name, known.signature, inputs)
+            uneven.check(self.name, known, inputs, groups.rank_of(name), asked.lengths)
             tensors.check_reduction(self.name, known.signature, inputs[0].dtype, op)
 
     def _prepare_visits(

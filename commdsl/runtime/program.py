@@ -19,11 +19,13 @@ import numpy as np
 
 from commdsl.build.built import Built
 from commdsl.build.emit import Emitted
+from commdsl.ir.backward import Backward, backward
 from commdsl.ir.classes import Unit, units
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.held import Held, held
+from commdsl.ir.lengths import Lengths
 from commdsl.ir.products import Part, stopping
-from commdsl.ir.schedules import Contract, Schedule, Yield
+from commdsl.ir.schedules import Schedule
 from commdsl.language.kinds import GIVEN, RETURNED
 from commdsl.language.source import Texts
 from commdsl.language.text import text_of
@@ -52,6 +54,7 @@ class Port:
     stack: int = 0
     unit: Unit | None = None
     any_lines: bool = False
+    lengths: Lengths | None = None  # of its blocks, known with a call; None: all are as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +72,10 @@ class Signature:
     row: int | None = None  # which input is one row of the others
     cast: str | None = None  # what values are rounded to on their way
 
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """How a gradient travels back: the shipped schedule to call, and what is done before and after it."""
-
-    schedule: str  # a shipped file's stem, "" for the op itself
-    params: tuple[tuple[str, int], ...]
-    only_root: int | None  # the rank whose input gradient is not zero; None: every rank
-    averages: bool  # a mean divides the gradient by the number of ranks, and the schedule does not
+    @property
+    def lengths(self) -> Lengths | None:
+        """By what blocks are of lengths of their own, if they are: then those of all tensors are."""
+        return next((port.lengths for port in (*self.inputs, *self.outputs)), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +207,7 @@ def _compile(definition: Definition, ranks: int, transport: Transport) -> Progra
         made.emitted,
         _signature(made.schedule, made.plan),
         _fills_outputs(made.plan),
-        _backward(made.schedule, made.plan),
+        backward(made.schedule),
         visits,
     )
 
@@ -327,7 +325,8 @@ def _signature(schedule: Schedule, plan: Plan) -> Signature:
         stack = schedule.num_yields if tensor.is_yield else 0
         behind = rights.count(Rights.WRITE) if ports is own else 0
         tensors.append((access is Rights.READ, len(ports) + behind))
-        ports.append(Port(tensor.name, tensor.blocks // max(stack, 1), stack, known.get(tensor.name)))
+        unit = known.get(tensor.name)
+        ports.append(Port(tensor.name, tensor.blocks // max(stack, 1), stack, unit, lengths=tensor.lengths))
     names = [port.name for port in inputs]
     safe = all(port.name in plan.moves.alias_safe and port.name in names for port in outputs)
     return Signature(
@@ -358,43 +357,3 @@ def _fills_outputs(plan: Plan) -> bool:
         if len(written) < plan.num_ranks * tensor.blocks * tensor.cut:
             return False
     return True
-
-
-def _backward(schedule: Schedule, plan: Plan) -> Backward | None:
-    """The way back through the usual collectives, None for everything else."""
-    contract = schedule.contracts[0]
-    is_stopped = any(isinstance(step, Yield) for step in schedule.steps)
-    if len(schedule.contracts) != 1 or is_stopped or plan.tiles is not None:
-        return None
-    root = () if contract.root is None else (("root", contract.root),)
-    separate = contract.source_buffer != contract.dest_buffer
-    match contract.name:
-        case "allreduce":
-            return Backward("", (), None, False)
-        case "alltoall" if separate:
-            return Backward("", (), None, False)
-        case "allgather" if separate:
-            return Backward("reducescatter_direct", (), None, False)
-        case "reduce_scatter" if separate:
-            return Backward("allgather_direct", (), None, True)
-        case "broadcast":
-            return Backward("reduce_tree", root, contract.root, False)
-        case "reduce":
-            return Backward("broadcast_tree", root, None, True)
-        case "gather" if separate:
-            return Backward("scatter_direct", root, None, False)
-        case "scatter" if separate:
-            return Backward("gather_direct", root, contract.root, False)
-        case "permutation" if separate:
-            return _shift_back(contract, plan.num_ranks)
-        case _:
-            return None
-
-
-def _shift_back(contract: Contract, num_ranks: int) -> Backward | None:
-    """The inverse of a permutation that shifts all ranks alike; others have no shipped inverse."""
-    source = contract.source_rank[contract.value, 0]
-    shifts = np.unique((contract.dest_rank - source) % num_ranks)
-    if len(shifts) != 1:
-        return None
-    return Backward("permutation_shift", (("K", int(num_ranks - shifts[0])),), None, False)

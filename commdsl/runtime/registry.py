@@ -53,7 +53,12 @@ def _define(library: torch.library.Library, op: Op) -> None:
     names = [f"{port.name}_" if port.name in reserved else port.name for port in signature.inputs]
     results = ", ".join("Tensor" for _ in signature.outputs)
     returns = results if len(signature.outputs) == 1 else f"({results})"
-    tail = "str group_name" + (', str op="sum"' if signature.has_reduction else "") + ", float? timeout=None"
+    tail = (
+        ("SymInt[] lengths, " if op.has_lengths else "")
+        + "str group_name"
+        + (', str op="sum"' if signature.has_reduction else "")
+        + ", float? timeout=None"
+    )
     tags = (torch.Tag.pt2_compliant_tag,)
     library.define(f"{op.name}({', '.join(f'Tensor {name}' for name in names)}, {tail}) -> {returns}", tags=tags)
     for key in ("CPU", "CUDA"):

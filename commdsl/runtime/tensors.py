@@ -44,7 +44,8 @@ def check(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> N
             raise TensorError(f"`{name}`: `{port.name}` {what}: pass {port.name}.contiguous()")
     if first.device.type not in ("cpu", "cuda"):
         raise TensorError(f"`{name}` runs on cpu and cuda tensors, not on {first.device.type}")
-    _check_blocks(name, signature, tensors)
+    if signature.lengths is None:
+        _check_blocks(name, signature, tensors)
     for port in filter(_is_made, signature.outputs):
         _check_product(name, signature, port, tensors)
     if signature.row is not None:

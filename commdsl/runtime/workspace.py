@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 
 from commdsl.build.emit import Emitted
 from commdsl.program.arguments import heaps
+from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Launch
 from commdsl.program.timeouts import ErrorRecord, unpack
@@ -123,13 +124,11 @@ class Workspace:
         """Everything about calls on blocks of this size but the addresses of their tensors. `seconds`: how
         long a wait may take, if not as long as the group's. `about`: words that join those of the call.
         """
-        block_bytes, row_bytes = launch.block_bytes, launch.row_bytes
-        blocks = max((tensor.blocks for tensor in self.plan.moves.tensors), default=1)
-        size = f"{block_bytes} bytes" if blocks == 1 else f"{blocks} blocks of {block_bytes} bytes"
-        size += f", in rows of {row_bytes}" if row_bytes else ""
+        size = _size(self.plan.moves, launch)
         words = f"`{self.plan.name}` on {size} of {dtype}" + (f", {op}" if self.plan.moves.has_reduction else "")
         digest = self._desk.said.digest(words + listed(about), emitted.identity)
-        values = {**self.every_call, "tensors": (), "landing": (), "stamps": 0, "digest": digest, **launch.arguments()}
+        values = {**self.every_call, "tensors": (), "landing": (), "stamps": 0, "digest": digest}
+        values |= launch.arguments_of(self.plan.moves, self._reach.rank)
         values |= timeout_argument(seconds)
         first = "stamps" if self.plan.stamped else "landing" if self.plan.moves.lands else "tensors"
         changing = (first, "tensors")
@@ -154,6 +153,16 @@ class Workspace:
         """The end of its calls; none of this rank's may be running. Does not free the heap: that takes all ranks."""
         self.is_closed = True
         self._error.give_back()
+
+
+def _size(moves: Moves, launch: Launch) -> str:
+    """What a call is on, in words that are the same on all ranks: of lengths those that all know."""
+    if moves.lengths is not None:
+        every = len(moves.lengths.axes) == 1
+        return f"blocks of {', '.join(map(str, launch.lengths))} bytes" if every else "blocks of any length"
+    blocks = max((tensor.blocks for tensor in moves.tensors), default=1)
+    size = f"{launch.block_bytes} bytes" if blocks == 1 else f"{blocks} blocks of {launch.block_bytes} bytes"
+    return size + (f", in rows of {launch.row_bytes}" if launch.row_bytes else "")
 
 
 def listed(about: str) -> str:

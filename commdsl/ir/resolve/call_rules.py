@@ -85,7 +85,7 @@ def _why_not(called: syn.ScheduleDecl) -> tuple[str, Span] | None:
                 return "computes", statement.span
             case syn.Tune() | syn.On():
                 return "says how it is launched", statement.span
-            case syn.BufferDecl(element=element, like=like) if element or like:
+            case syn.BufferDecl(element=element, like=like, lengths=lengths) if element or like or lengths:
                 return "says types or lengths", statement.span
             case _:
                 pass

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from commdsl.ir.functions import ROWWISE
+from commdsl.ir.lengths import Lengths
 from commdsl.ir.resolve import tasks
 from commdsl.ir.resolve.budget import STATEMENT, TURN, VISITED_TURN, Budget, copies_of, handed
 from commdsl.ir.resolve.call_rules import Schedules
@@ -28,7 +29,7 @@ from commdsl.ir.resolve.tuning import Machine, tuning
 from commdsl.ir.resolve.waves import at_once
 from commdsl.ir.schedules import AnyStep, Buffer, Called, Contract, Ints, RoleSet, Schedule, Step, Task, Tuning, Yield
 from commdsl.language import syntax as syn
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import Axis, BufferKind
 from commdsl.language.syntax import ScheduleDecl
 from commdsl.machine.topology import Topology
 
@@ -165,8 +166,32 @@ class Resolver:
         what = f"chunks on each of {self.ranks} ranks"
         self.binding.budget.spend(blocks * cut, self.ranks, what, decl.span)
         element, like = (None if name is None else name.text for name in (decl.element, decl.like))
-        made = Buffer(decl.name.text, decl.kind, tuple(extents), blocks, cut, decl.span, element, like)
+        lengths = self._lengths(decl, blocks)
+        made = Buffer(decl.name.text, decl.kind, tuple(extents), blocks, cut, decl.span, element, like, lengths)
         self.buffers.setdefault(decl.name.text, made)
+
+    def _lengths(self, decl: syn.BufferDecl, blocks: int) -> Lengths | None:
+        """C128: a table that fits its buffer, the only one of the schedule."""
+        if decl.lengths is None:
+            return None
+        said, what, help = Lengths(decl.lengths.table.text, decl.lengths.axes), "", ""
+        others = [one.lengths for one in self.buffers.values() if one.lengths is not None]
+        if decl.kind is BufferKind.SCRATCH:
+            what, help = "a slot of a scratch buffer is as long as what is put there", "leave the lengths out"
+        elif len(set(said.axes)) < len(said.axes):
+            what, help = f"by {said.axes[0].value} twice", f"write `{said.table}[rank, block]`, or the other way round"
+        elif Axis.BLOCK in said.axes and blocks != self.ranks:
+            what, help = (
+                f"{blocks} blocks, and a length for each of {self.ranks} ranks",
+                "declare as many blocks as ranks",
+            )
+        elif {(one.table, len(one.axes)) for one in others} - {(said.table, len(said.axes))}:
+            what, help = f"another table is `{others[0]}`", "look all lengths up in one table, by as many"
+        if what:
+            self.faults.fail(
+                "C128", f"`{said}` cannot be the lengths of `{decl.name.text}`", decl.lengths.span, what, help=help
+            )
+        return said
 
     # --- steps --------------------------------------------------------------------------------------------------------
 

@@ -103,8 +103,13 @@ def _param(span: Span, parts: Children) -> syntax.Param:
 
 
 def _buffer_decl(span: Span, parts: Children) -> syntax.BufferDecl:
-    kind, name, dims, element, like = parts
-    return syntax.BufferDecl(kinds.BufferKind(kind), name, dims or (), element, like, span=span)
+    kind, name, dims, lengths, element, like = parts
+    return syntax.BufferDecl(kinds.BufferKind(kind), name, dims or (), lengths, element, like, span=span)
+
+
+def _lengths(span: Span, parts: Children) -> syntax.Lengths:
+    table, *axes = parts
+    return syntax.Lengths(table, tuple(kinds.Axis(axis) for axis in axes if axis is not None), span=span)
 
 
 def _dim(span: Span, parts: Children) -> syntax.Dim:
@@ -296,6 +301,7 @@ _RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "param": _param,
     "block": _block,
     "buffer_decl": _buffer_decl,
+    "lengths": _lengths,
     "dims": _tuple,
     "dim": _dim,
     "mapping": _tuple,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
-from commdsl.language.kinds import BufferKind, MoveKind
+from commdsl.language.kinds import Axis, BufferKind, MoveKind
 from commdsl.language.records import dataclass
 from commdsl.language.syntax.expressions import Expr, Int, Name, Node, Quantity, Range
 
@@ -76,12 +76,21 @@ class Dim(Node):
 
 
 @dataclass(frozen=True, slots=True)
+class Lengths(Node):
+    """`of n[rank]`, `of n[block, rank]`: how long blocks are, known when a call is made."""
+
+    table: Name
+    axes: tuple[Axis, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BufferDecl(Node):
-    """`inout x[2 blocks]`, `inout acc float32`, `output o[P blocks] like q`."""
+    """`inout x[2 blocks]`, `input x of n[rank]`, `inout acc float32`, `output o[P blocks] like q`."""
 
     kind: BufferKind
     name: Name
     dims: tuple[Dim, ...]
+    lengths: Lengths | None = None  # None: all blocks are as long
     element: Name | None = None  # an element type; None: not said
     like: Name | None = None  # the buffer whose blocks are as long
 

@@ -175,6 +175,7 @@ def _rebuild(rows: Rows, leader: Ints, dead: Mask) -> Rows:
         kind=rows.kind[of],
         cut=rows.cut[of],
         piece=rows.piece[of],
+        length=rows.length[of],
         dest_space=rows.dest_space[order],
         dest_rank=rows.dest_rank[order],
         dest_index=rows.dest_index[order],

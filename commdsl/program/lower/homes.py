@@ -6,6 +6,8 @@ of them need any.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,6 +15,7 @@ from commdsl.ir.schedules import Ints, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import GIVEN, RETURNED, BufferKind, MoveKind
 from commdsl.program.lower.hazards import Index
+from commdsl.program.lower.rows import SizeClass
 from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import CELL, Form
 
@@ -42,6 +45,7 @@ class Homes:
         self.piece = [
             ints(np.arange(b.num_chunks) % b.cut, s).copy() for s, b in zip(shapes, self.buffers, strict=True)
         ]
+        self.length = [buffer.length_of(schedule.num_ranks) for buffer in self.buffers]  # which one its block has
         counts = [buffer.num_chunks for buffer in self.buffers]
         self.first_chunk = np.cumsum([0, *counts])  # of each buffer, among the chunks of all
         self.num_chunks = int(self.first_chunk[-1])
@@ -102,8 +106,8 @@ class Homes:
     def locate(self, buffer: int, rank: Ints, chunk: Ints) -> tuple[Ints, Ints, Ints]:
         return self.space[buffer][rank, chunk], rank, self.index[buffer][rank, chunk]
 
-    def size_class(self, buffer: int, rank: Ints, chunk: Ints) -> tuple[Ints, Ints]:
-        return self.cut[buffer][rank, chunk], self.piece[buffer][rank, chunk]
+    def size_class(self, buffer: int, rank: Ints, chunk: Ints) -> SizeClass:
+        return self.cut[buffer][rank, chunk], self.piece[buffer][rank, chunk], self.length[buffer][rank, chunk]
 
 
 def _landing(schedule: Schedule, names: frozenset[str]) -> list[NDArray[np.bool_]]:
@@ -144,10 +148,11 @@ def _tensors(schedule: Schedule, lands: list[NDArray[np.bool_]]) -> tuple[list[T
         writes = buffer.kind in RETURNED
         read.append(len(tensors) if reads else None)
         if reads:
-            tensors.append(Tensor(buffer.name, Rights.READ, buffer.blocks, buffer.cut))
+            tensors.append(Tensor(buffer.name, Rights.READ, buffer.blocks, buffer.cut, lengths=buffer.lengths))
         write.append(len(tensors) if writes else None)
         if writes:
-            tensors.append(Tensor(buffer.name, Rights.WRITE, buffer.blocks, buffer.cut, lands=bool(here.any())))
+            made = Tensor(buffer.name, Rights.WRITE, buffer.blocks, buffer.cut, lengths=buffer.lengths)
+            tensors.append(replace(made, lands=bool(here.any())))
     computed = {buffer for step in schedule.steps if isinstance(step, Task) for buffer in step.writes}
     own: Numbers = [None] * len(schedule.buffers)
     for number in sorted(computed):

@@ -27,7 +27,7 @@ from commdsl.language.source import Span
 from commdsl.program.lower.cells import allocate
 from commdsl.program.lower.fuse import fuse
 from commdsl.program.lower.homes import UNDEFINED, Homes, ints
-from commdsl.program.lower.rows import Batch, Rows, assemble
+from commdsl.program.lower.rows import Batch, Rows, SizeClass, assemble
 from commdsl.program.memory import Tensor, Transport
 from commdsl.program.moves import CELL, MOST_CONTRIBUTIONS, Form, OpKind, Origin, Protocol
 from commdsl.program.tasks import KIND_OF
@@ -65,7 +65,7 @@ class _Placer:
         """One step becomes a phase of transfers and a phase of what each rank does with what it has."""
         transfers: list[Batch] = []
         local: list[Batch] = []
-        updates: list[tuple[Statement, tuple[Ints, Ints, Ints], tuple[Ints, Ints], Longs]] = []
+        updates: list[tuple[Statement, tuple[Ints, Ints, Ints], SizeClass, Longs]] = []
         for moves in step.moves:
             if not len(moves.actor):
                 continue
@@ -91,10 +91,11 @@ class _Placer:
                     self.opens.append(self._hold(batch.take(landed), step, number, "opens"))
                     local.append(self._hold(batch.take(landed), step, number, "takes"))
             updates.append((moves, (space, dest, form), size_class, held_by_all))
-        for moves, (space, dest, form), (cut, piece), contributions in updates:
+        for moves, (space, dest, form), (cut, piece, length), contributions in updates:
             buffer, at = moves.dest_buffer, (moves.dest_rank, moves.dest_chunk)
             self.homes.space[buffer][at], self.homes.index[buffer][at] = space, dest
             self.homes.cut[buffer][at], self.homes.piece[buffer][at] = cut, piece
+            self.homes.length[buffer][at] = length
             self.homes.written_in[buffer][at] = number
             self.homes.contributions[buffer][at] = contributions
             self.homes.form[buffer][at] = form
@@ -105,9 +106,7 @@ class _Placer:
         found = self.homes.form[moves.source_buffer][moves.source_rank, moves.source_chunk]
         return found if moves.cast is None else np.where(found == Form.AS_IS, np.int32(Form.ROUNDED), found)
 
-    def _copy(
-        self, moves: Statement, sources: tuple[Ints, Ints, Ints], size_class: tuple[Ints, Ints], origin: int
-    ) -> Batch:
+    def _copy(self, moves: Statement, sources: tuple[Ints, Ints, Ints], size_class: SizeClass, origin: int) -> Batch:
         """What has been rounded, or is now, travels and lies in cells as such."""
         space, dest = self.homes.place_for(moves)
         form = self._forms(moves)
@@ -140,7 +139,7 @@ class _Placer:
         origin = self.origin(statement.span, step.bindings, number, note)
         return Batch(rank, OpKind.HOLD, put.size_class, put.dest, _column((space, rank, chunk)), valid, origin)
 
-    def _size_class(self, moves: Statement) -> tuple[Ints, Ints]:
+    def _size_class(self, moves: Statement) -> SizeClass:
         if not self.homes.is_scratch(moves.dest_buffer):
             return self.homes.size_class(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
         first = np.zeros(len(moves.actor), np.intp) if moves.source_valid is None else moves.source_valid.argmax(axis=1)
@@ -153,7 +152,7 @@ class _Placer:
         self,
         moves: Statement,
         sources: tuple[Ints, Ints, Ints],
-        size_class: tuple[Ints, Ints],
+        size_class: SizeClass,
         origin: int,
         transfers: list[Batch],
     ) -> tuple[Ints, Ints, Ints]:
@@ -168,7 +167,8 @@ class _Placer:
         cell = self.homes.inbox(moves.dest_buffer, reader[far], moves.dest_chunk[row], operand)
         dest = (ints(CELL, owner.shape), reader[far], cell)
         there = sources[0][far], sources[1][far], sources[2][far]
-        sizes = size_class[0][row], size_class[1][row]
+        cut, piece, length = size_class
+        sizes = cut[row], piece[row], length[row]
         forms = self._forms(moves)[far]
         arriving, leaving = _travelling(forms), _lying(forms)[:, None]
         put = Batch(owner, OpKind.COPY, sizes, dest, _column(there), None, origin)
@@ -203,7 +203,7 @@ class _Placer:
         moves: Statement,
         sources: tuple[Ints, Ints, Ints],
         cell: Ints,
-        size_class: tuple[Ints, Ints],
+        size_class: SizeClass,
         origin: int,
         weights: tuple[Ints, Ints],
     ) -> Batch:

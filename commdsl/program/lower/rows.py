@@ -6,7 +6,7 @@ Assumes operands were placed. Does not order anything across ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ class Rows:
     kind: Ints
     cut: Ints
     piece: Ints
+    length: Ints
     dest_space: Ints
     dest_rank: Ints
     dest_index: Ints
@@ -65,13 +66,17 @@ class Rows:
         return np.repeat(np.arange(len(self.rank), dtype=np.int32), np.diff(self.source_begin))
 
 
+SizeClass: TypeAlias = tuple[Ints, Ints, Ints]
+"""Of chunks: into how many their blocks are cut, which pieces they are, and which lengths their blocks have."""
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Rows of one statement, sources rectangular: (n, k) with a mask."""
 
     rank: Ints
     kind: OpKind
-    size_class: tuple[Ints, Ints]
+    size_class: SizeClass
     dest: tuple[Ints, Ints, Ints]  # space, rank, index
     source: tuple[Ints, Ints, Ints]
     valid: NDArray[np.bool_] | None
@@ -86,7 +91,7 @@ class Batch:
         return replace(
             self,
             rank=self.rank[chosen],
-            size_class=(self.size_class[0][chosen], self.size_class[1][chosen]),
+            size_class=(self.size_class[0][chosen], self.size_class[1][chosen], self.size_class[2][chosen]),
             dest=(self.dest[0][chosen], self.dest[1][chosen], self.dest[2][chosen]),
             source=(self.source[0][chosen], self.source[1][chosen], self.source[2][chosen]),
             valid=None if self.valid is None else self.valid[chosen],
@@ -125,6 +130,7 @@ def assemble(phases: list[list[Batch]], num_ranks: int) -> Rows:
         kind=np.repeat(np.array([int(batch.kind) for batch in batches], np.int32), lengths)[order],
         cut=joined([batch.size_class[0] for batch in batches]),
         piece=joined([batch.size_class[1] for batch in batches]),
+        length=joined([batch.size_class[2] for batch in batches]),
         dest_space=joined([batch.dest[0] for batch in batches]),
         dest_rank=joined([batch.dest[1] for batch in batches]),
         dest_index=joined([batch.dest[2] for batch in batches]),

@@ -26,6 +26,7 @@ def tables(rows: Rows, waits: Edges, num_ranks: int, *, barriers: bool) -> tuple
         kind=rows.kind,
         cut=rows.cut,
         piece=rows.piece,
+        length=rows.length,
         barrier=((rows.turn == 0) & (rows.joined == 0) & barriers).astype(np.int32),
         whole=rows.whole,
         joined=rows.joined,
@@ -46,7 +47,10 @@ def tables(rows: Rows, waits: Edges, num_ranks: int, *, barriers: bool) -> tuple
 
 
 _BEGINS = ("source_begin", "wait_begin", "signal_begin")
-_PER_OP = ("kind", "cut", "piece", "barrier", "whole", "joined", "dest_space", "dest_rank", "dest_index", "origin")
+_PER_OP = (
+    *("kind", "cut", "piece", "length", "barrier", "whole", "joined"),
+    *("dest_space", "dest_rank", "dest_index", "origin"),
+)
 
 
 def apart(ops: Ops, per_round: Ints, num_ranks: int) -> tuple[Ops, Ops, Ints]:

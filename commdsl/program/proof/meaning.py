@@ -38,7 +38,11 @@ Results: TypeAlias = dict[Tensor, Values]
 def tensors_given(schedule: Schedule) -> dict[Tensor, int]:
     """The user memory that is read, and of which buffer it is."""
     buffers = enumerate(schedule.buffers)
-    return {Tensor(b.name, Rights.READ, b.blocks, b.cut): number for number, b in buffers if b.kind in GIVEN}
+    return {
+        Tensor(b.name, Rights.READ, b.blocks, b.cut, lengths=b.lengths): number
+        for number, b in buffers
+        if b.kind in GIVEN
+    }
 
 
 def tensors_made(schedule: Schedule) -> set[Tensor]:
@@ -96,9 +100,9 @@ def states(schedule: Schedule, held: list[Values], book: Book | None = None) -> 
 def returned(schedule: Schedule, held: list[Values]) -> Results:
     """What the caller gets back but yields."""
     return {
-        Tensor(buffer.name, Rights.WRITE, buffer.blocks, buffer.cut): held[number].reshape(schedule.num_ranks, -1)
-        for number, buffer in enumerate(schedule.buffers)
-        if buffer.kind in RETURNED
+        Tensor(b.name, Rights.WRITE, b.blocks, b.cut, lengths=b.lengths): held[number].reshape(schedule.num_ranks, -1)
+        for number, b in enumerate(schedule.buffers)
+        if b.kind in RETURNED
     }
 
 

@@ -160,7 +160,8 @@ def _undefined(moves: Moves, reads: Reads) -> Diagnostic | None:
     missing = np.flatnonzero(reads.writer < 0)
     if len(missing):
         return messages.undefined(moves, reads, missing)
-    other = (ops.cut[reads.op] != ops.cut[reads.writer]) | (ops.piece[reads.op] != ops.piece[reads.writer])
+    columns = (ops.cut, ops.piece, ops.length)
+    other = np.logical_or.reduce([column[reads.op] != column[reads.writer] for column in columns])
     return messages.other_size(moves, reads, np.flatnonzero(other)) if other.any() else None
 
 

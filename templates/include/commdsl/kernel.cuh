@@ -60,9 +60,42 @@ struct Slice {
 
 COMMDSL_FN u64 smaller(u64 a, u64 b) { return a < b ? a : b; }
 
+// How long the block is that an operation moves.
 template <class Plan>
-COMMDSL_FN Slice slice_of(const Position<Plan>& here, i32 cut, i32 piece) {
-  const u64 block = here.args.block_bytes;
+COMMDSL_FN u64 block_of(const ArgsOf<Plan>& args, i32 index) {
+  if constexpr (Plan::kHasLengths) {
+    return args.lengths[Plan::length(index)];
+  } else {
+    return args.block_bytes;
+  }
+}
+
+// Where a block of a tensor begins, from the tensor's first byte on.
+template <class Plan>
+COMMDSL_FN u64 begin_of(const ArgsOf<Plan>& args, i32 space, i32 block) {
+  if constexpr (Plan::kHasLengths) {
+    return args.begins[Plan::first_block(space) + block];
+  } else {
+    return static_cast<u64>(block) * args.block_bytes;
+  }
+}
+
+// The most a lane owns of a chunk: where blocks have lengths of their own, an equal share of each.
+template <class Plan>
+COMMDSL_FN u64 share_of(const ArgsOf<Plan>& args, u64 block, i32 cut) {
+  if constexpr (Plan::kHasLengths) {
+    const u32 units = static_cast<u32>((block + 15) / 16), of = static_cast<u32>(cut);
+    const u32 most = units / of + (units % of != 0), lanes = static_cast<u32>(args.active_lanes);
+    return 16 * static_cast<u64>(most / lanes + (most % lanes != 0));
+  } else {
+    return args.share_bytes;
+  }
+}
+
+template <class Plan>
+COMMDSL_FN Slice slice_of(const Position<Plan>& here, i32 index) {
+  const i32 cut = Plan::op(index).cut, piece = Plan::op(index).piece;
+  const u64 block = block_of<Plan>(here.args, index);
   u64 first = 0, last = block;
   if (cut > 1) {
     // units * piece / cut without 64-bit divisions; the runtime refuses blocks of 2^32 units.
@@ -71,9 +104,9 @@ COMMDSL_FN Slice slice_of(const Position<Plan>& here, i32 cut, i32 piece) {
     first = smaller(16 * (static_cast<u64>(whole) * at + rest * at / of), block);
     last = smaller(16 * (static_cast<u64>(whole) * (at + 1) + rest * (at + 1) / of), block);
   }
-  const u64 share = here.args.share_bytes;
+  const u64 share = share_of<Plan>(here.args, block, cut);
   const u64 own = static_cast<u64>(here.lane) * share;
-  const u64 begin = smaller(own + here.round_offset, last - first);
+  const u64 begin = smaller(own + smaller(here.round_offset, share), last - first);
   const u64 end = smaller(own + share, last - first);
   return {first + begin, smaller(end - begin, here.tile_bytes)};
 }
@@ -92,7 +125,7 @@ COMMDSL_FN u64 bytes_of_sum(u64 bytes) {
 template <class Plan>
 COMMDSL_FN Place place_of(const Position<Plan>& here, i32 space, i32 rank, i32 index, const Slice& slice) {
   if (space == kCell) return {true, rank, here.cells + static_cast<u64>(index) * (Plan::kLanes * Plan::kSlotBytes)};
-  const u64 behind = static_cast<u64>(index) * here.args.block_bytes + slice.first;
+  const u64 behind = begin_of<Plan>(here.args, space, index) + slice.first;
   const u64 at = here.args.tensors[space] + (is_sum<Plan>(space) ? bytes_of_sum<Plan>(behind) : behind);
   if constexpr (Plan::kLands) {
     // A peer's tensor lies as far behind landing[rank] as one's own; a place is counted from heap[rank], modulo 2^64.
@@ -255,7 +288,7 @@ COMMDSL_FN void hold(const Operands<Plan>& operands) {
 template <class Plan>
 COMMDSL_FN bool run_body(const Position<Plan>& here, Mover<Plan>& mover, i32 index, const Op& op) {
   static_assert(!kHasFar || !Plan::Wire::kCarriesFlags, "tiles are put whole, not word by word");
-  const Slice slice = slice_of(here, op.cut, op.piece);
+  const Slice slice = slice_of(here, index);
   const Operands<Plan> operands{here, index, slice};
   if constexpr (Plan::Wire::kCarriesFlags) {
     return exchange(operands);

@@ -80,7 +80,7 @@ template <class Plan>
 COMMDSL_FN void run_tile(const Position<Plan>& here, i32 index) {
   const Op& op = Plan::op(index);
   if (op.barrier) whole_block_barrier();
-  const Operands<Plan> operands{here, index, slice_of(here, op.cut, op.piece)};
+  const Operands<Plan> operands{here, index, slice_of(here, index)};
   if (operands.slice.bytes > 0) {
     if (op.kind == kAdd) {
       apply<Plan, sum>(operands);

@@ -1,0 +1,213 @@
+"""Blocks of lengths of their own: any lengths on host ranks beside numpy, what is proved of them, calls of torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from collectives import SCHEDULES
+from numpy.typing import NDArray
+from plans import changed
+
+from commdsl import compiler
+from commdsl.build import host_run
+from commdsl.build.host_run import Options
+from commdsl.ir import interpret
+from commdsl.language.diagnostics import InternalError
+from commdsl.machine.dtypes import BY_NAME, DType
+from commdsl.program.verify import verify
+
+FOLDER = SCHEDULES / "uneven"
+Array = NDArray[Any]
+
+
+def compiled(name: str, ranks: int, **tune: int | str) -> Any:
+    return compiler.compile(FOLDER / f"{name}_uneven.comm", ranks=ranks, tune=tune)
+
+
+def tables(ranks: int, seed: int) -> list[list[int]]:
+    """Lengths of calls: of a few elements, of more than a tile, none at all, all on one rank, none of some."""
+    random = np.random.default_rng(seed)
+    some, most = (random.integers(0, count, ranks).tolist() for count in (5, 3000))
+    alone = [0] * ranks
+    alone[seed % ranks] = 2500
+    return [most, some, [0] * ranks, alone, [length * (rank % 2) for rank, length in enumerate(most)], most[::-1]]
+
+
+def given(name: str, table: list[int], dtype: DType, seed: int) -> list[Array]:
+    """By rank what it has: its block of an all-gather, a block for each rank otherwise."""
+    random = np.random.default_rng(seed)
+    sizes = table if name == "allgather" else [sum(table)] * len(table)
+    return [_stored(random.integers(-9, 9, size), dtype) for size in sizes]
+
+
+def _stored(values: Array, dtype: DType) -> Array:
+    return dtype.from_float32(values.astype(np.float32)) if dtype.is_float else values.astype(dtype.storage)
+
+
+def wanted(name: str, table: list[int], x: list[Array], dtype: DType) -> list[Array]:
+    """By rank what it gets, by numpy; numbers are so small that every sum is exact."""
+    if name == "allgather":
+        return [np.concatenate(x)] * len(table)
+    total = sum(dtype.to_float32(one).astype(np.int64) if dtype.is_float else one.astype(np.int64) for one in x)
+    return [_stored(part, dtype) for part in np.split(total, np.cumsum(table)[:-1])]
+
+
+def ran(name: str, ranks: int, dtype: str, options: Options, **tune: int | str) -> None:
+    """Calls of all kinds of lengths, one behind another on one heap, leave what numpy says."""
+    made, of = compiled(name, ranks, lanes=2, **tune), BY_NAME[dtype]
+    inputs = [given(name, table, of, seed) for seed, table in enumerate(tables(ranks, ranks))]
+    every = list(zip(tables(ranks, ranks), inputs, strict=True))
+    calls = [{"x": x, "n": [np.array(table)]} for table, x in every]
+    for (table, x), found in zip(
+        every, host_run.run_calls(made.plan, made.emitted, calls, of, "sum", options), strict=True
+    ):
+        for got, right in zip(found.outputs["y"], wanted(name, table, x, of), strict=True):
+            assert np.array_equal(got, right)
+        oracle = interpret.run(made.schedule, {"x": x, "n": [np.array(table)]}, of, "sum").outputs["y"]
+        assert all(np.array_equal(*pair) for pair in zip(oracle, wanted(name, table, x, of), strict=True))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["allgather", "reducescatter"])
+@pytest.mark.parametrize("protocol", ["bulk", "packet", "line", "tma"])
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (3, "int8"), (5, "bfloat16"), (8, "int64")])
+def test_any_lengths(name: str, protocol: str, ranks: int, dtype: str) -> None:
+    """Every rank gets what it must, whatever lengths there are, none among them, in any memory and element type."""
+    shift = BY_NAME[dtype].storage.itemsize * (ranks % 2)
+    ran(name, ranks, dtype, Options(max_delay=0.001, shift=shift, timeout=20), protocol=protocol, tile=3840)
+
+
+def test_no_race() -> None:
+    """Under ThreadSanitizer calls of unequal and of no blocks leave each other's cells alone."""
+    ran("reducescatter", 3, "int32", Options(sanitize=True, timeout=60), tile=1024)
+
+
+def test_a_chunk_has_one_length() -> None:
+    """A Plan in which any one operation moves a block of another length is no legal Plan."""
+    for name in ("allgather", "reducescatter"):
+        plan = compiled(name, 3).plan
+        verify(plan)
+        ops, refused = plan.moves.ops, 0
+        for at in range(ops.num_ops):
+            length = ops.length.copy()
+            length[at] = (length[at] + 1) % 3
+            try:
+                verify(changed(plan, ops=replace(ops, length=length)))
+            except InternalError:
+                refused += 1
+            else:
+                assert compiler.checks.check_plan(
+                    compiled(name, 3).schedule, changed(plan, ops=replace(ops, length=length))
+                )
+        assert refused
+
+
+# --- calls of torch ---------------------------------------------------------------------------------------------------
+
+torch = pytest.importorskip("torch")
+
+from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for torch
+
+import commdsl  # noqa: E402 - as above
+from commdsl.machine.errors import ArgumentError  # noqa: E402 - as above
+from commdsl.runtime.errors import AgreementError, TensorError  # noqa: E402 - as above
+
+ROWS = [3, 0, 5]
+"""Of each of three ranks."""
+
+
+def rows_of(rank: int, count: int) -> Any:
+    """Rows of three that say whose they are."""
+    return torch.arange(count * 3, dtype=torch.float32).reshape(count, 3) + 100 * rank
+
+
+def every() -> Any:
+    """What an all-gather of such rows gives."""
+    return torch.cat([rows_of(rank, count) for rank, count in enumerate(ROWS)])
+
+
+def test_calls_and_gradients() -> None:
+    """The way back of the one is the other, of the same lengths; a mean divides its gradient."""
+
+    def body(rank: int, group: str) -> None:
+        x = rows_of(rank, ROWS[rank]).requires_grad_()
+        y = commdsl.all_gather(x, group=group, output_split_sizes=ROWS)
+        assert torch.equal(y, every())
+        (y * (rank + 1)).sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, 6.0))
+
+        whole = every().requires_grad_()
+        own = commdsl.reduce_scatter(whole * (rank + 1), "avg", group=group, input_split_sizes=ROWS)
+        assert torch.equal(own, 2 * torch.split(every(), ROWS)[rank])
+        own.sum().backward()
+        assert torch.equal(whole.grad, torch.full_like(whole, (rank + 1) / 3))
+        work = commdsl.all_gather(x.detach(), group=group, output_split_sizes=ROWS, async_op=True)
+        assert torch.equal(work.wait(), every())
+
+    in_group(3, body)
+
+
+def test_traced() -> None:
+    """opcheck finds nothing; torch.compile takes them without a break, and so the ops that are loaded."""
+    (alone,) = commdsl.threads(1)
+    x = rows_of(0, 4).requires_grad_()
+    commdsl.all_gather(x, group=alone, output_split_sizes=[4])  # the operators are defined
+    check, ops = torch.library.opcheck, torch.ops.commdsl_collectives
+    check(ops.all_gather_uneven.default, (x, [4], alone))
+    check(ops.reduce_scatter_uneven.default, (x, [4], alone))
+    gather = commdsl.load("allgather_uneven", ranks=3)
+
+    def body(rank: int, group: str) -> None:
+        def model(x: Any) -> Any:
+            y = commdsl.all_gather(x * 2, group=group, output_split_sizes=ROWS)
+            return commdsl.reduce_scatter(y, group=group, input_split_sizes=ROWS) + 1
+
+        traced = torch.compile(model, fullgraph=True, backend="aot_eager") if rank == 0 else model
+        mine = rows_of(rank, ROWS[rank]).requires_grad_()
+        y = traced(mine)
+        assert torch.equal(y, 6 * mine + 1)
+        y.sum().backward()
+        assert torch.equal(mine.grad, torch.full_like(mine, 6.0))
+        again = rows_of(rank, ROWS[rank]).requires_grad_()
+        gather(again, lengths=ROWS, group=group).sum().backward()
+        assert torch.equal(again.grad, torch.full_like(again, 3.0))
+
+    in_group(3, body)
+
+
+def test_ranks_that_do_not_agree() -> None:
+    """A rank that is given other lengths is found before anybody has a result, and both are named."""
+    names = commdsl.threads(3)
+
+    def body(rank: int) -> Any:
+        mine = ROWS if rank else [3, 1, 5]
+        return commdsl.all_gather(rows_of(rank, mine[rank]), group=names[rank], output_split_sizes=mine)
+
+    found = outcomes(3, body)
+    assert any(isinstance(one, AgreementError) for one in found)
+    assert not any(isinstance(one, torch.Tensor) for one in found)
+    said = " ".join(str(one) for one in found)
+    assert "blocks of 36, 12, 60 bytes" in said
+    assert "blocks of 36, 0, 60 bytes" in said
+
+
+def test_refused() -> None:
+    """What does not fit is said before anything is sent."""
+
+    def body(rank: int, group: str) -> None:
+        x = rows_of(rank, ROWS[rank])
+        with pytest.raises(TensorError, match=r"`x` is \d rows by its lengths, `n\[rank\]`, got"):
+            commdsl.all_gather(torch.ones(9, 3), group=group, output_split_sizes=ROWS)
+        with pytest.raises(TensorError, match=r"takes 3 lengths, `n\[rank\]`, got 2"):
+            commdsl.all_gather(x, group=group, output_split_sizes=ROWS[:2])
+        with pytest.raises(TensorError, match="a length is a number of rows"):
+            commdsl.all_gather(x, group=group, output_split_sizes=[3, -1, 5])
+        with pytest.raises(ArgumentError, match="`output_split_sizes` and `wire` do not go together"):
+            commdsl.all_gather(x, group=group, output_split_sizes=ROWS, wire="float8")
+        with pytest.raises(TensorError, match="takes no lengths"):
+            commdsl.load("permutation_shift", params={"K": 1}, ranks=3)(x, group=group, lengths=ROWS)
+
+    in_group(3, body)
