@@ -115,31 +115,44 @@ def test_cubin(form: str, tiling: Tiling) -> None:
     assert b"commdsl_matmul" in cubin
 
 
-# Microseconds on an H200 by M, N, K: of the fastest tiling, and of others near it.
+# Microseconds on an H200 by M, N, K and SMs: of the fastest tiling, and of others near it.
 MEASURED = {
-    (8192, 1280, 8192): ((256, Tiling(160, 2, rows=256)), (256, Tiling(160, 1, rows=256)), (261, Tiling(256, 1, 4))),
-    (8192, 8192, 1024): ((218, Tiling(224, 1)), (224, Tiling(256, 1)), (223, Tiling(256, 1, 4))),
-    (2048, 1280, 8192): ((60.3, Tiling(160, 2)), (61.6, Tiling(160, 1)), (80.0, Tiling(256, 1, 4))),
-    (2048, 8192, 1024): ((55.0, Tiling(256, 1)), (55.9, Tiling(256, 2)), (61.0, Tiling(224, 1))),
-    (1024, 3584, 8192): ((89.3, Tiling(224, 1)), (91.5, Tiling(224, 2)), (101, Tiling(256, 1))),
-    (1024, 1280, 8192): ((34.9, Tiling(160, 1, split=2)), (36.7, Tiling(256, 1, 4))),
-    (1024, 5120, 3456): ((52.4, Tiling(160, 1, rows=256)), (54.3, Tiling(160, 2)), (55.5, Tiling(160, 1))),
-    (512, 1280, 8192): ((21.2, Tiling(128, 2, 4)), (22.6, Tiling(128, 1, 4)), (24.9, Tiling(80, 1, split=2))),
-    (512, 8192, 3584): ((43.2, Tiling(256, 1)), (43.9, Tiling(256, 2)), (48.1, Tiling(128, 2))),
-    (256, 1280, 8192): ((16.4, Tiling(96, 1, split=4)), (17.2, Tiling(128, 1, split=4)), (17.9, Tiling(128, 1, 4))),
-    (256, 8192, 3584): ((24.8, Tiling(128, 2)), (25.6, Tiling(128, 1))),
-    (256, 8192, 1024): ((8.6, Tiling(128, 1)), (8.8, Tiling(128, 2)), (9.8, Tiling(160, 1)), (10.4, Tiling(64, 1))),
-    (128, 3584, 8192): ((21.6, Tiling(96, 1, split=3)), (22.3, Tiling(128, 1, split=4)), (24.2, Tiling(128, 1, 4))),
-    (128, 8192, 3584): ((18.8, Tiling(64, 1)), (21.3, Tiling(128, 1, split=2)), (22.4, Tiling(128, 1, 4))),
-    (128, 8192, 1024): ((6.8, Tiling(64, 1)), (7.4, Tiling(80, 1)), (7.9, Tiling(128, 1))),
+    (8192, 1280, 8192, 132): ((256, Tiling(160, 1, rows=256)), (261, Tiling(256, 1, 4))),
+    (8192, 8192, 1024, 132): ((218, Tiling(224, 1)), (224, Tiling(256, 1)), (223, Tiling(256, 1, 4))),
+    (2048, 1280, 8192, 132): ((60.3, Tiling(160, 2)), (61.6, Tiling(160, 1)), (80.0, Tiling(256, 1, 4))),
+    (2048, 8192, 1024, 132): ((55.0, Tiling(256, 1)), (55.9, Tiling(256, 2)), (61.0, Tiling(224, 1))),
+    (1024, 3584, 8192, 132): ((86.7, Tiling(224, 1)), (97.3, Tiling(256, 1)), (98.5, Tiling(224, 1, split=2))),
+    (1024, 3584, 8192, 116): ((97.5, Tiling(256, 1)), (98.8, Tiling(256, 2))),
+    (1024, 1280, 8192, 132): ((36.8, Tiling(160, 1, split=2)), (39.8, Tiling(256, 1, 4)), (40.3, Tiling(256, 2, 4))),
+    (1024, 3456, 5120, 132): ((53.3, Tiling(224, 1)), (60.2, Tiling(256, 1)), (61.9, Tiling(256, 2))),
+    (1024, 8192, 3584, 132): ((90.0, Tiling(256, 2)), (90.1, Tiling(256, 1)), (96.8, Tiling(128, 1))),
+    (1024, 8192, 1024, 132): ((28.1, Tiling(256, 1)), (28.5, Tiling(256, 2)), (30.6, Tiling(192, 1))),
+    (1024, 5120, 3456, 132): ((53.9, Tiling(160, 1, rows=256)), (55.0, Tiling(160, 2)), (56.6, Tiling(160, 1))),
+    (1024, 5120, 3456, 116): ((62.6, Tiling(192, 1)), (68.0, Tiling(128, 1))),
+    (512, 3584, 8192, 132): ((49.9, Tiling(224, 1, 4)), (50.1, Tiling(224, 1, split=2)), (54.0, Tiling(128, 1))),
+    (512, 1280, 8192, 132): ((21.2, Tiling(128, 2, 4)), (22.6, Tiling(128, 1, 4)), (24.9, Tiling(80, 1, split=2))),
+    (512, 8192, 3584, 132): ((43.2, Tiling(256, 1)), (43.9, Tiling(256, 2)), (48.1, Tiling(128, 2))),
+    (256, 1280, 8192, 132): ((16.3, Tiling(96, 1, split=4)), (17.0, Tiling(128, 1, split=4))),
+    (256, 1280, 8192, 116): ((16.9, Tiling(128, 1, split=4)), (17.4, Tiling(128, 1, 4))),
+    (256, 8192, 3584, 132): ((24.8, Tiling(128, 2)), (25.6, Tiling(128, 1))),
+    (256, 8192, 1024, 132): ((8.2, Tiling(128, 1)), (9.6, Tiling(160, 1)), (9.9, Tiling(160, 2))),
+    (256, 5120, 3456, 132): ((18.7, Tiling(80, 1)), (19.4, Tiling(160, 1, split=2))),
+    (128, 3584, 8192, 132): ((21.9, Tiling(128, 1, split=4)), (24.5, Tiling(80, 1, split=2))),
+    (128, 1280, 8192, 132): ((12.2, Tiling(64, 1, split=4)), (15.2, Tiling(96, 1, split=4))),
+    (128, 3456, 5120, 132): ((13.2, Tiling(128, 1, split=4)), (16.1, Tiling(80, 1, split=2))),
+    (128, 8192, 3584, 132): ((18.4, Tiling(64, 1)), (20.2, Tiling(80, 1)), (22.0, Tiling(128, 1, 4))),
+    (128, 8192, 1024, 132): ((6.1, Tiling(64, 1)), (6.8, Tiling(80, 1)), (7.4, Tiling(128, 1))),
+    (128, 8192, 1024, 116): ((6.8, Tiling(80, 1)), (7.3, Tiling(128, 1))),
+    (128, 5120, 3456, 132): ((13.0, Tiling(80, 1, split=2)), (14.2, Tiling(64, 1)), (14.3, Tiling(128, 1, split=2))),
 }
 
 
 @pytest.mark.parametrize("size", MEASURED, ids=lambda size: "x".join(map(str, size)))
-def test_the_tiling_chosen_is_as_fast_as_the_fastest(size: tuple[int, int, int]) -> None:
-    """Within 2 % of what was measured, on all 132 SMs."""
+def test_the_tiling_chosen_is_as_fast_as_the_fastest(size: tuple[int, int, int, int]) -> None:
+    """Within 4 % of what was measured, on as many SMs."""
     measured = {tiling: us for us, tiling in MEASURED[size]}
-    assert measured[chosen(Product(*size), 132)] <= 1.02 * min(measured.values())
+    *sides, sms = size
+    assert measured[chosen(Product(*sides), sms)] <= 1.04 * min(measured.values())
 
 
 @pytest.mark.parametrize("seed", range(20))

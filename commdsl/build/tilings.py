@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from commdsl.build.matmul import Product, Tiling, cut_tiles, shares
 
-_SPLIT = {2: (80, 128, 160, 224), 3: (96, 192), 4: (64, 96, 128)}
+_SPLIT = {2: (80, 128, 160, 224), 4: (64, 96, 128)}
 WAYS = (
-    *(Tiling(columns, 1) for columns in (64, 80, 128, 160, 224, 256)),
+    *(Tiling(columns, 1) for columns in (64, 80, 128, 160, 192, 224, 256)),
     *(Tiling(columns, 2) for columns in (128, 160, 256)),
     *(Tiling(columns, cluster, 4) for columns in (128, 256) for cluster in (1, 2)),
     Tiling(224, 1, 4),
@@ -23,11 +23,12 @@ WAYS = (
 
 # Microseconds, fitted to what was measured. Of 64 deep, 128 rows and a column of a tile: to multiply them, to read one
 # when all SMs read and, of that, when the others are idle; how much of it a cluster of two saves.
-_MULTIPLY, _READ, _ALONE, _SAVED = 0.0028, 0.0016, 0.63, 0.11
-# A launch; what becomes of the sums of a tile of 128 x 256; what it costs a tile that two blocks meet, or that several
-# share its depth, in all and for what they send each other; a part more, of such a tile, and that parts are uneven.
-_LAUNCH, _STORE, _MEET, _SHARE, _SEND, _PART, _UNEVEN = 0.87, 2.1, 0.37, 0.91, 5.3, 2.9, 15.0
-_BYTES = 3.4e6  # that memory brings
+_MULTIPLY, _READ, _ALONE, _SAVED = 0.00295, 0.00167, 0.72, 0.063
+# A launch; a tile, whatever its size; what becomes of the sums of one of 128 x 256; what it costs a tile that two
+# blocks meet, or that several share its depth, in all and for what they send each other; a part more, of such a tile,
+# and that parts are uneven.
+_LAUNCH, _TILE, _STORE, _MEET, _SHARE, _SEND, _PART, _UNEVEN = 0.4, 0.14, 1.68, 0.45, 1.5, 5.7, 3.4, 15.0
+_BYTES = 3.7e6  # that memory brings
 
 
 def chosen(product: Product, sms: int, there: float = 0.0) -> Tiling:
@@ -52,7 +53,7 @@ def _making(product: Product, tiling: Tiling, sms: int, cut: Sequence[int]) -> f
     """Of all its turns, of whose tiles these are cut."""
     (high, wide, depth), workers = product.tiles(tiling), tiling.workers(sms)
     size, whole = tiling.rows * tiling.columns / 2**15, high * wide * product.turns - sum(cut)
-    each = _STORE * size + _MEET * (tiling.cluster - 1)
+    each = _TILE + _STORE * size + _MEET * (tiling.cluster - 1)
     if tiling.split > 1:
         each += _SHARE + _SEND * size * (1 - 1 / tiling.split)
     waves, products, others = -(-whole // workers), 0.0, 0.0

@@ -154,6 +154,15 @@ class DeviceKernel:
             self._function, prepared.blocks, 1, 1, prepared.threads, 1, 1, self._shared, stream, prepared.pointers, 0
         )
 
+    def launch_early(self, prepared: Launchable, stream: int) -> None:
+        """A launch that may begin when the one before it on the stream lets it: the kernel itself waits for that."""
+        from cuda.bindings import driver  # where there is a GPU
+
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        self._launch_with(early, prepared, stream)
+
     def _launch_clusters(self, prepared: Launchable, stream: int) -> None:
         from cuda.bindings import driver  # where there is a GPU
 
@@ -161,11 +170,16 @@ class DeviceKernel:
         together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size = together.value.clusterDim
         size.x, size.y, size.z = prepared.cluster, 1, 1
+        self._launch_with(together, prepared, stream)
+
+    def _launch_with(self, attribute: Any, prepared: Launchable, stream: int) -> None:
+        from cuda.bindings import driver  # where there is a GPU
+
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = prepared.blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = prepared.threads, 1, 1
         config.sharedMemBytes, config.hStream = self._shared, stream
-        config.attrs, config.numAttrs = [together], 1
+        config.attrs, config.numAttrs = [attribute], 1
         (status,) = driver.cuLaunchKernelEx(config, driver.CUfunction(self._function), prepared.pointers, 0)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise DeviceError(f"cuLaunchKernelEx failed: {status!r}")

@@ -104,6 +104,7 @@ class Matmul:
         is_stamped: bool = False,
     ) -> None:
         self.product, self.tiling = product, tiling
+        self._is_alone = turns is None  # nothing that moves beside needs SMs before it begins
         turns = [Turn(count=int(product.residual))] if turns is None else turns
         text, high, wide = emitted(product, tiling, is_stamped=is_stamped), *product.tiles(tiling)[:2]
         workers = min(tiling.workers(sms), high * wide * (tiling.parts if tiling.parts > 1 else product.turns))
@@ -155,7 +156,8 @@ class Matmul:
         return launch_of(argument, [len(argument)], self._blocks, THREADS)
 
     def __call__(self, launch: Launch) -> None:
-        self._kernel.launch(launch, torch.cuda.current_stream().cuda_stream)
+        start = self._kernel.launch_early if self._is_alone else self._kernel.launch
+        start(launch, torch.cuda.current_stream().cuda_stream)
 
     def tell(self, word: int) -> None:
         """Raises a word behind what the current stream has been given."""

@@ -205,6 +205,7 @@ struct Loader : Worker<Shape> {
   }
 
   COMMDSL_FN void run() {
+    await_launch_before();
     for (u32 n = 0;; ++n) {
       say(n);
       const Taken taken = this->taken(n);
@@ -356,6 +357,7 @@ struct Multiplier : Worker<Shape> {
   using Worker<Shape>::Worker;
 
   COMMDSL_FN void run() {
+    await_launch_before();
     for (Taken taken = this->taken(0), next; !taken.is_end(); taken = next) {
       make(taken, 0);
       if (taken.piece[1].last > 0) make(taken, 1);
@@ -633,6 +635,8 @@ struct Multiplier : Worker<Shape> {
 template <class Plan>
 COMMDSL_FN void matmul(const MatmulArgs& args) {
   using Shape = MatmulShape<Plan>;
+  // Who comes behind takes SMs as they become free; what moves beside a launch may need those that it leaves.
+  if (!args.words) allow_launch_behind();
   Loader<Shape> loader(args);
   if (threadIdx.x == 0) {
     loader.begin();

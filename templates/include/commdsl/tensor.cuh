@@ -8,6 +8,10 @@ struct alignas(64) TensorMap {
   u64 words[16];
 };
 
+// Where a launch may begin before the one in front of it on the stream has ended: what that one wrote is there.
+COMMDSL_FN void await_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+COMMDSL_FN void allow_launch_behind() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 COMMDSL_FN u32 block_of_cluster() {
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
