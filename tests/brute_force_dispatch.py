@@ -7,7 +7,7 @@ clarity, and shares nothing with the proof it judges: that is of all settings at
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import combinations, product
@@ -27,7 +27,9 @@ Event = tuple[int, int, Thread]
 
 @dataclass(frozen=True)
 class Setting:
-    """Lanes of each rank in each call, and those of them, by rank, call and number, that have nothing to finish."""
+    """Lanes of each rank in each call, and those of them, by rank, call and number, that have nothing to finish: the
+    first only where no rank has.
+    """
 
     lanes: tuple[tuple[int, ...], ...]  # by call, then by rank
     idle: frozenset[tuple[int, int, int]] = frozenset()
@@ -38,24 +40,23 @@ class Setting:
 
 
 def settings(num_ranks: int, most: int, count: int, seed: int) -> Iterator[Setting]:
-    """The fewest lanes, the most, all busy and none; then any."""
+    """The fewest lanes, the most, all busy, the first alone and none; then any."""
     dice = random.Random(seed)
     for lanes in (1, most):
-        for busy in (True, False):
-            yield _setting([[lanes] * num_ranks] * CALLS, lambda busy=busy: busy)
+        for first, busy in ((True, True), (True, False), (False, False)):
+            yield _setting([[lanes] * num_ranks] * CALLS, lambda first=first: first, lambda busy=busy: busy)
     for _ in range(count):
         drawn = [[dice.randint(1, most) for _ in range(num_ranks)] for _ in range(CALLS)]
-        yield _setting(drawn, lambda: dice.random() < 0.5)
+        yield _setting(drawn, lambda: dice.random() < 0.8, lambda: dice.random() < 0.5)
 
 
-def _setting(lanes: list[list[int]], busy: object) -> Setting:
-    idle = {
-        (rank, call, lane)
-        for call, row in enumerate(lanes)
-        for rank, number in enumerate(row)
-        for lane in range(1, number)
-        if not busy()
-    }
+def _setting(lanes: list[list[int]], first: Callable[[], bool], busy: Callable[[], bool]) -> Setting:
+    """`first`: whether the first lanes of a call are busy; `busy`: whether another is, where these are."""
+    idle: set[tuple[int, int, int]] = set()
+    for call, row in enumerate(lanes):
+        some = first()
+        for rank, number in enumerate(row):
+            idle |= {(rank, call, lane) for lane in range(number) if not some or (lane and not busy())}
     return Setting(tuple(map(tuple, lanes)), frozenset(idle))
 
 

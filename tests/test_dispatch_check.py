@@ -26,8 +26,8 @@ from commdsl.planner.chance import Draw, random_plan
 from commdsl.program.tiles import HEAD_WORDS, table
 from commdsl.program.timeouts import CommTimeout
 
-UNREAD = (5, HEAD_WORDS - 2, HEAD_WORDS - 1)
-"""Words of the head that mean nothing."""
+UNREAD = (5,)
+"""The word of the head that no kernel reads by itself: what agrees does."""
 
 
 def damaged_bits(dice: np.random.Generator) -> int:

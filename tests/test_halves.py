@@ -25,11 +25,12 @@ from commdsl.language.diagnostics import Diagnostic, InternalError
 from commdsl.machine.resources import data_dir
 from commdsl.program.halves import Halves, cut_of
 from commdsl.program.memory import Home, Rows
-from commdsl.program.phases import Actor, AddUp, Forward, Meet, PushByKey, Ranks, Read, Tell, Touch
+from commdsl.program.phases import Actor, AddUp, Forward, Meet, PushByKey, Ranks, Read, Tell
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import BETWEEN, Step, events, steps
 from commdsl.program.proof.regions import order_of_regions, prove
 from commdsl.program.timeouts import CommTimeout
+from commdsl.program.touches import Touch
 from commdsl.program.verify import verify
 from commdsl.program.wording import name_of
 

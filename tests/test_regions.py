@@ -86,6 +86,9 @@ def mutants() -> Iterator[tuple[str, Steps]]:
 WIDER = {"tell addresses tells all ranks", "tell complete tells all ranks"}
 """Words that nobody waits for. What else passes are places that two phases may change, as the second model agrees."""
 
+STRICTER = {"meet came in the place of meet addresses", "meet complete in the place of meet addresses"}
+"""Refused though nothing breaks: what a spare step told is not followed beyond the next wait of all lanes."""
+
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8, 16])
 def test_right(num_ranks: int) -> None:
@@ -112,12 +115,14 @@ def test_second_model() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_change(num_ranks: int) -> None:
-    """A changed protocol is refused if and only if some setting breaks it; only those listed are none the worse."""
+    """A changed protocol is refused if and only if some setting breaks it, but for those listed; only those listed are
+    none the worse.
+    """
     passed = set()
     for what, changes in mutants():
         code = code_of(changes, num_ranks)
         broken = any(brute.is_broken(changes, setting) for setting in brute.settings(num_ranks, 3, 4, seed=1))
-        assert broken == (code in ("C640", "C641")), what
+        assert (broken or what in STRICTER) == (code in ("C640", "C641")), what
         passed |= {what} if code is None else set()
 
     assert {what for what in passed if " in the place of " not in what} == WIDER
@@ -153,7 +158,7 @@ def test_every_single_wait() -> None:
         assert any(brute.is_broken(RIGHT, setting, dropped) for setting in settings), (step, thread, peer)
         count += 1
 
-    assert count == (~right.timeline.given).sum() == 6 + 10 + 4
+    assert count == (~right.timeline.given).sum() == 6 + 2 * 10 + 4
 
 
 def number(thread: brute.Thread, num_ranks: int) -> int:
@@ -173,7 +178,7 @@ def test_every_single_word() -> None:
         for role, of, to in product(np.flatnonzero(right.acts[step]).tolist(), range(3), range(3))
         if is_among(np.array([of]), np.array([to]), one.tells)[0, 0]
     ]
-    assert len(words) == 6 + 27 + 3
+    assert len(words) == 6 + 2 * 27 + 3
     for step, role, of, to in words:
         is_it = (timeline.wait_signal == step) & (timeline.wait_peer == role * 3 + of) & (waiter % 3 == to)
         found = verdict(replace(right, told=right.told & ~is_it))
@@ -200,24 +205,38 @@ def test_forms_of_clocks_agree(num_ranks: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_race_names_both_accesses() -> None:
-    """Rows pushed before the peer has entered meet what its stream does before, in this call or after the last one."""
-    within = verdict(events(before("push", "meet addresses"), 2))
+    """Rows that go straight before the peer has entered meet what its stream does before; words of the next call, where
+    nobody awaits the others' end of this one, meet those of this.
+    """
+    within = verdict(events(before("push straight", "meet addresses"), 2))
+    moves = "push straight", "finish", "tell sent", "read sent"
     without_inputs = replace(RIGHT[0], touches=())
-    across = verdict(events((without_inputs, *changed("meet addresses", wait=None, touches=())[1:]), 2))
+    ended_alone = [step for step in changed("meet done", wait=None)[1:] if step.name not in moves]
+    across = verdict(events((without_inputs, *ended_alone), 2))
 
     assert within is not None
     assert within.headline == "ranks 0 and 1 touch `x` (result) of rank 0 in no order"
-    assert within.primary.text == "`push` of lane 0 of rank 1 in call 0 writes there"
+    assert within.primary.text == "`push straight` of lane 0 of rank 1 in call 0 writes there"
     assert within.secondary[0].text.startswith("`prepare` of the stream of rank 0 in call 0 writes there")
     assert across is not None
-    assert across.headline == "ranks 0 and 1 touch `x` (waiting) of rank 0 in no order"
-    assert across.primary.text == "`push` of lane 0 of rank 1 in call 1 writes there"
-    assert across.secondary[0].text.startswith("`finish` of lane 0 of rank 0 in call 0 reads there")
-    assert "done of lane 0 of rank 0 is `tell done` of lane 0 of rank 0 in call 0" in across.notes[0]
+    assert across.headline == "ranks 0 and 1 touch `addresses` of rank 0 in no order"
+    assert across.primary.text == "`tell addresses` of lane 0 of rank 1 in call 1 writes there"
+    assert across.secondary[0].text.startswith("`meet addresses` of lane 0 of rank 0 in call 0 reads there")
+    assert "done of lane 0 of rank 0 is `tell addresses` of lane 0 of rank 0 in call 0" in across.notes[0]
+
+
+def test_what_is_left_is_seen() -> None:
+    """A lane that says it is through before it has pushed what it left races with who uses those rows."""
+    steps = [step for step in before("tell done", "finish") if "sent" not in step.name]
+    found = verdict(events(tuple(steps), 2))
+
+    assert found is not None
+    assert found.code == "C640"
+    assert any("`finish` of lane 0" in one.text for one in (found.primary, *found.secondary))
 
 
 IDLE = (
-    ("leave waits for its own rank again", changed("tell complete", wait=Wait("tell done", Actor.LANES, Ranks.OWN))),
+    ("leave waits for its own rank again", changed("tell complete", wait=Wait("tell came", Actor.LANES, Ranks.OWN))),
     ("push waits for the call before", changed("push", wait=Wait("tell done", Actor.LANES, Ranks.ALL, calls_back=1))),
     ("finish waits for greetings", changed("finish", wait=Wait("tell addresses", Actor.FIRST, Ranks.OTHERS))),
 )

@@ -16,7 +16,8 @@ from commdsl.program.verify import verify
 RIGHT = launched(2, tensors=("x",))
 CALLER, COMM = RIGHT.roles
 PREPARE, USE = CALLER.phases
-READ, ADDRESSES, ENTERED, PUSH, SENT, DONE, ALL_DONE, COUNTED, CALLS, COMPLETE, LEARNED, FINISH = COMM.phases
+READ, ADDRESSES, PUSH, CAME, ENTERED, STRAIGHT, ALL_CAME, COMPLETE, LEARNED, FINISH, *OVER = COMM.phases
+SENT, DONE, ALL_DONE, COUNTED, CALLS = OVER
 
 
 def with_phases(phases: tuple[Phase, ...]) -> Plan:
@@ -57,13 +58,14 @@ LAWS: dict[str, Plan] = {
     "`done` of 1 calls later is met": instead(ALL_DONE, replace(ALL_DONE, calls_back=-1)),
     "`complete` is a rank's own, and met of all ranks": instead(LEARNED, replace(LEARNED, of=Ranks.ALL)),
     "`done` is met by lanes that are needed": instead(ALL_DONE, replace(ALL_DONE, is_spare=True)),
+    "`came` is met by lanes that finish nothing": instead(ALL_CAME, replace(ALL_CAME, is_spare=False)),
     "`complete` is met by lanes that finish nothing": instead(LEARNED, replace(LEARNED, is_spare=False)),
     "the first lane meets `complete`, which is for the others": instead(LEARNED, replace(LEARNED, by=Actor.FIRST)),
     "the first phase, and no other, reads the number of the call": instead(READ),
     "every lane reads the number of the call": instead(READ, replace(READ, by=Actor.FIRST)),
     "`done` is no number of the rank's own": instead(READ, replace(READ, what=DONE.what)),
     "`calls` is never advanced": instead(CALLS),
-    "`calls` is met, which counts the calls that began": instead(LEARNED, LEARNED, replace(LEARNED, what=CALLS.what)),
+    "`calls` is met, which counts the calls that began": instead(CALLS, CALLS, replace(LEARNED, what=CALLS.what)),
     "the caller has 0 phases in which it uses its tensors": with_caller(PREPARE),
     "no caller prepares `x` (given)": with_caller(Host("prepare", PREPARE.rows[1:], False), USE),
     "no caller uses `x` (result)": with_caller(PREPARE, Host("use", USE.rows[:1], True)),
@@ -73,12 +75,17 @@ LAWS: dict[str, Plan] = {
     "rows are pushed 2 times": instead(PUSH, PUSH, PUSH),
     "rows are finished 2 times": instead(FINISH, FINISH, FINISH),
     "the rows that are pushed have a name each": instead(PUSH, replace(PUSH, given=PUSH.given * 2)),
-    "what is pushed is given": instead(PUSH, replace(PUSH, given=PUSH.to[:1])),
+    "what is pushed is given": instead(PUSH, replace(PUSH, given=PUSH.to)),
     "1 tensors are pushed, and 2 may be copied": instead(PUSH, replace(PUSH, copied=(True, True))),
-    "each tensor's rows go where its table may say": instead(PUSH, replace(PUSH, to=PUSH.to[:1])),
+    "each tensor's rows go where its table may say": instead(PUSH, replace(PUSH, to=STRAIGHT.to)),
+    "what goes straight goes to its result": instead(STRAIGHT, replace(STRAIGHT, to=PUSH.to)),
+    "rows go straight 0 times, packed 0": instead(STRAIGHT),
     "each tensor's rows that wait are finished to its result": instead(FINISH, replace(FINISH, to=FINISH.waiting)),
-    "`x` waits, and is finished behind": with_phases((READ, FINISH, *COMM.phases[1:-1])),
-    "`sent` says what a lane sent, before it did": with_phases((*COMM.phases[:3], SENT, PUSH, *COMM.phases[5:])),
+    "`x` waits, and is finished behind": with_phases(
+        (READ, FINISH, *(one for one in COMM.phases[1:] if one is not FINISH))
+    ),
+    "what is left is of the rows that go straight": instead(FINISH, replace(FINISH, left=None)),
+    "`sent` says what a lane sent, before it did": with_phases((*COMM.phases[:9], SENT, FINISH, *COMM.phases[11:])),
     "`addresses` says lanes": everywhere(ADDRESSES.what, Words("addresses", ("lanes",))),
 }
 """What is said, and the Plan of which it is."""

@@ -32,6 +32,7 @@ from commdsl.program.phases import (
     PushAgain,
     PushBack,
     PushByKey,
+    PushStraight,
     Ranks,
     Read,
     Routed,
@@ -208,7 +209,9 @@ def _call(phase: Routed, number: int, wave: str = "") -> str:
             )
             return f"if ({who}!{told}) return;"
         case Push():
-            return "commdsl::push(here, peers, ahead);"
+            return "commdsl::push_waiting(here, peers, ahead);"
+        case PushStraight():
+            return "commdsl::push_straight(here, peers, ahead);"
         case Count():
             return "commdsl::count(here, peers);"
         case PushByKey():
@@ -226,7 +229,8 @@ def _call(phase: Routed, number: int, wave: str = "") -> str:
         case FinishBack():
             return f"commdsl::finish_{BACK[phase.each]}({given});"
         case Finish():
-            return "if (here.is_busy()) commdsl::finish(here);" if phase.is_spare else "commdsl::finish(here);"
+            done = "finish(here)" if phase.left is None else "finish_beside(here, peers, ahead)"
+            return f"{'if (here.is_busy()) ' if phase.is_spare else ''}commdsl::{done};"
         case Host():
             raise InternalError(f"{phase.name} is the caller's, not the lanes'")
         case _:

@@ -23,7 +23,7 @@ from commdsl.program.launches import described as between
 from commdsl.program.memory import words_for
 from commdsl.program.moves import CELL, OpKind, Reason
 from commdsl.program.moves import Moves as Operations
-from commdsl.program.phases import AddUp, Each, FinishBack, Push, PushAgain, PushBack, PushByKey, Touch
+from commdsl.program.phases import AddUp, Each, FinishBack, Push, PushAgain, PushBack, PushByKey
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
@@ -382,15 +382,12 @@ def _clauses(step: Act) -> Iterator[str]:
     if step.wait is not None:
         yield f"waits until {step.wait.of.value} of {step.wait.ranks.value} did `{step.wait.step}`"
     for verb, writes in (("reads", False), ("writes", True)):
-        found = list(dict.fromkeys(_place(touch) for touch in step.touches if touch.writes == writes))
+        places = [f"{words_for(one.memory)} of {one.on.value}" for one in step.touches if one.writes == writes]
+        found = list(dict.fromkeys(places))
         if found:
             yield f"{verb} {', '.join(found)}"
     if step.tells is not None:
         yield f"tells {step.tells.value}"
-
-
-def _place(touch: Touch) -> str:
-    return f"{words_for(touch.memory)} of {touch.on.value}"
 
 
 def host_text(text: str) -> str:

@@ -18,7 +18,8 @@ from commdsl.ir.schedules import Yield
 from commdsl.language.records import dataclass
 from commdsl.program.memory import Kept, Rights
 from commdsl.program.moves import Moves
-from commdsl.program.phases import Ranks, Touch
+from commdsl.program.phases import Ranks
+from commdsl.program.touches import Touch
 
 
 @dataclass(frozen=True, slots=True)

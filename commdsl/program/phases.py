@@ -1,8 +1,8 @@
-"""What a role does, one after another: phases that are proved by region, as a closed union, and what each touches.
+"""What a role does, one after another: phases that are proved by region, as a closed union.
 
 Assumes nothing of a routing: which rows go where is data, which memory a lane may touch is not. Does not order
 anything: `lower` puts phases in order, `proof` judges it, and the kernel's text is printed from it. `Moves`, the phase
-that is proved by operation, has a module of its own, and `wording` what phases are called.
+that is proved by operation, has a module of its own, `touches` what each reads and writes, `wording` what it is called.
 
 Who acts is a rank's first lane, all its lanes, or its caller on a stream. A phase waits, touches memory, then tells.
 Words and counters that tell are what others wait for: nothing else orders two ranks.
@@ -11,11 +11,11 @@ Words and counters that tell are what others wait for: nothing else orders two r
 from __future__ import annotations
 
 from enum import Enum
-from typing import TypeAlias, assert_never
+from typing import TypeAlias
 
 from commdsl.ir.dispatches import Often
 from commdsl.language.records import dataclass
-from commdsl.program.memory import Counters, Home, Memory, Rows, Words
+from commdsl.program.memory import Counters, Rows, Words
 
 
 class Actor(Enum):
@@ -58,7 +58,9 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Waits until all of them have told. A `spare` one is left out by lanes but the first without rows to finish."""
+    """Waits until all of them have told. A `spare` one is left out by lanes without rows to finish: by the first where
+    rows wait on no rank.
+    """
 
     by: Actor
     what: Words | Counters
@@ -77,10 +79,9 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Rows of the rank's tensors to the ranks and places that a routing says.
-
-    `copied`: by tensor, whether a row may go to several ranks. `packed`: all rows wait, in one stretch a source rank;
-    `reason` says why where the file has it otherwise.
+    """Rows of the rank's tensors to where they wait on the ranks that a routing says: those of which copies are added
+    up. `copied`: by tensor, whether a row may go to several ranks. `packed`: all rows wait, in one stretch a source
+    rank; `reason` says why where the file has it otherwise.
     """
 
     given: tuple[Rows, ...]
@@ -95,11 +96,28 @@ class Push:
 
 
 @dataclass(frozen=True, slots=True)
+class PushStraight:
+    """The other rows, to the places that the routing says. A lane leaves some of them to where it finishes what waited,
+    so that they cross meanwhile.
+    """
+
+    given: tuple[Rows, ...]
+    to: tuple[Rows, ...]
+
+    @property
+    def by(self) -> Actor:
+        return Actor.LANES
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
-    """Rows that waited: copied or summed to where they belong; rows that nobody sends: zero."""
+    """Rows that waited: copied or summed to where they belong; rows that nobody sends: zero. In between, what the lane
+    has `left` of the phase that sends rows straight to other ranks.
+    """
 
     waiting: tuple[Rows, ...]
     to: tuple[Rows, ...]
+    left: PushStraight | None = None
     is_spare: bool = True
 
     @property
@@ -298,6 +316,7 @@ Routed: TypeAlias = (
     | Meet
     | Read
     | Push
+    | PushStraight
     | Finish
     | Count
     | PushByKey
@@ -308,92 +327,3 @@ Routed: TypeAlias = (
     | AddUp
     | FinishBack
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Touch:
-    """Reads or writes memory on some ranks: writes go to the writer's own segment, reads and what is OWN to all of it.
-
-    Of two touches in one call the one with the lower `turn` comes first; those of one turn touch different bytes.
-    """
-
-    memory: Memory
-    on: Ranks
-    writes: bool
-    turn: int
-
-    @property
-    def where(self) -> tuple[Ranks, bool, int]:
-        """All but the memory."""
-        return self.on, self.writes, self.turn
-
-
-def touches(phase: Routed) -> tuple[Touch, ...]:
-    """What a phase reads and writes."""
-    match phase:
-        case Host():
-            return tuple(Touch(rows, Ranks.OWN, not phase.is_after, 3 * phase.is_after) for rows in phase.rows)
-        case Tell():
-            return (Touch(phase.what, phase.to, True, 1 if _is_own(phase.what) else 0),)
-        case Meet():
-            return (Touch(phase.what, Ranks.OWN, False, 1),) if isinstance(phase.what, Words) else ()
-        case Read():
-            return (Touch(phase.what, Ranks.OWN, False, 0 if _is_own(phase.what) else 1),)
-        case Push():
-            return (*_reads(*phase.given), *_writes(*phase.to))
-        case Finish():
-            return (*_reads(*phase.waiting), *(Touch(rows, Ranks.OWN, True, 1) for rows in phase.to))
-        case Count():
-            return _reads(phase.keys)
-        case PushByKey():
-            reads = _reads(*phase.given, phase.keys, *(() if phase.value is None else (phase.value,)))
-            own = tuple(Touch(rows, Ranks.OWN, True, 1) for rows in (phase.counts, phase.offsets, phase.places))
-            return (*reads, *_writes(*phase.to), *own, *_writes(*_if(phase.crossing)))
-        case PushAgain():
-            reads = _reads(phase.given, phase.keys, phase.places, phase.origins, phase.offsets, phase.counts)
-            return (*reads, *_writes(phase.to, *_if(phase.crossing)))
-        case Forward():
-            return (*_reads(phase.crossing), *_writes(*phase.to))
-        case FillByKey():
-            # From rows that have come to places that nobody else writes: behind the push, before the caller.
-            reads = tuple(Touch(rows, Ranks.OWN, False, 2) for rows in (*phase.to, phase.origins, phase.mates))
-            return (*reads, *(Touch(rows, Ranks.OWN, True, 2) for rows in phase.to))
-        case PushBack():
-            more = (*_if(phase.mates), *_if(phase.weights), *_if(phase.keys))
-            read = _reads(phase.given, phase.origins, phase.offsets, *more)
-            return (*read, *_writes(phase.to if phase.crossing is None else phase.crossing))
-        case AddUp():
-            return (*_reads(phase.crossing, phase.keys), *_writes(phase.to))
-        case FinishBack():
-            read = _reads(phase.waiting, phase.keys, *_if(phase.weights))
-            return (*read, Touch(phase.to, Ranks.OWN, True, 1))
-        case _:
-            assert_never(phase)
-
-
-def _reads(*rows: Rows) -> tuple[Touch, ...]:
-    return tuple(Touch(one, Ranks.OWN, False, 1) for one in rows)
-
-
-def _writes(*rows: Rows) -> tuple[Touch, ...]:
-    """To segments of the writer's own, on any rank."""
-    return tuple(Touch(one, Ranks.ALL, True, _turn(one)) for one in rows)
-
-
-def _if(rows: Rows | None) -> tuple[Rows, ...]:
-    return () if rows is None else (rows,)
-
-
-def _is_own(what: Words | Counters) -> bool:
-    """A number of the rank's own is read where a call begins, and advanced where it ends."""
-    return isinstance(what, Counters) and not what.is_shared
-
-
-def _turn(rows: Rows) -> int:
-    """Rows wait before they are finished; the caller's tensors change before a call, and are read after it."""
-    return 0 if rows.home.is_heap else 1
-
-
-def region(memory: Memory) -> Memory | tuple[Home, int] | None:
-    """Equal of memories that may be the same bytes: the caller's may, as one call's result is given to another."""
-    return ((memory.home, memory.wave) if memory.home.is_heap else None) if isinstance(memory, Rows) else memory

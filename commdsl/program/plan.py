@@ -22,8 +22,9 @@ from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.launches import touches as touches_between
 from commdsl.program.memory import Counters, Kept, Memory, Rows, Tensor, Transport, Words
 from commdsl.program.moves import Moves
-from commdsl.program.phases import Count, FinishBack, Meet, Push, PushAgain, PushBack, PushByKey, Routed, touches
+from commdsl.program.phases import Count, FinishBack, Meet, Push, PushAgain, PushBack, PushByKey, Routed
 from commdsl.program.tasks import Tiles
+from commdsl.program.touches import touches
 
 Phase: TypeAlias = Moves | ByRow | Tiles | Routed | Launch | Visit | Return
 

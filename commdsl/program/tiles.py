@@ -26,6 +26,7 @@ WARP = 32  # threads
 SEND_WORDS, FINISH_WORDS = 4, 8
 COPY, SUM, ZERO = 0, 1, 2
 _WHERE, _TENSOR = 3, 1  # the words of a send and of a finish that name the tensor
+_WAITS = 24  # the bit of the former that says that rows wait
 _ROWS_SENT, _ROWS_FINISHED = 2, 4  # those that say how many rows: behind the two that say where they begin
 MOST_TILES = 32
 """Of a send or of what is finished at once: a warp takes a tile of it, so that as many are at it."""
@@ -117,20 +118,20 @@ class Tables:
     def table(self, flows: Sequence[Shipment], *, packed: bool, tile_bytes: int) -> RowTable:
         """`tile_bytes` is the most that a warp moves at once, a row at least."""
         parts = self._all(flows, packed, tile_bytes)
-        num_ranks = flows[0].routes.num_ranks
         tiles = [_tiles([part.sends for part in parts]), _tiles([part.finishes for part in parts])]
         cut = {part: _cut(part.sends, tiles[0], _ROWS_SENT) for part in dict.fromkeys(parts)}  # values and keys are one
-        due = {part: _due(part.dest, one, self._rank, num_ranks) for part, one in cut.items()}
+        due = {part: _due(part.dest, one, self._rank, len(part.expected)) for part, one in cut.items()}
         sends = _joined([cut[part].words for part in parts], _WHERE, 16)
         finishes = _joined([_cut(part.finishes, tiles[1], _ROWS_FINISHED).words for part in parts], _TENSOR, 0)
-        # In 16 bits, which numpy sorts in linear time. What is due at once goes in the order of the tensors.
+        # 16 bits, which numpy sorts in linear time. What is due at once goes in the order of the tensors.
         order = np.argsort(np.concatenate([due[part] for part in parts]), kind="stable")
         digest = zlib.crc32(repr((packed, tile_bytes, [part.digest for part in parts])).encode())
         expected = np.sum([part.expected for part in parts], axis=0)
-        threads = _threads(max(part.longest for part in parts))
         first = np.cumsum([0, *(flow.routes.num for flow in flows[:-1])]).tolist()
+        waiting = int(np.count_nonzero(sends[:, _WHERE] >> _WAITS)), int(any(part.waiting_rows for part in parts))
+        how = digest, _threads(max(part.longest for part in parts)), tile_bytes, *tiles, *waiting
         return RowTable(
-            _words(sends.take(order, axis=0), finishes, expected, [digest, threads, tile_bytes, *tiles]),
+            _words(sends.take(order, axis=0), finishes, expected, how),
             len(sends),
             len(finishes),
             tuple(part.waiting_rows for part in parts),
@@ -240,13 +241,14 @@ def _sends(placed: _Placed, rank: int, tile_rows: int) -> tuple[_Runs, Longs, Lo
     waits, dest, row = placed.waits[mine], placed.dest[mine], placed.source_row[mine]
     to = np.where(waits, placed.place[mine], placed.dest_row[mine])
     first, rows = _merged(row, to, placed.length[mine], dest * 2 + waits)
-    words = _columns(row, to, 0, dest | waits.astype(np.int64) << 24)[first]
+    words = _columns(row, to, 0, dest | waits.astype(np.int64) << _WAITS)[first]
     return _Runs(words, rows, np.full_like(rows, tile_rows)), dest[first], placed.index[mine[first]]
 
 
 def _due(dest: Longs, cut: _Cut, rank: int, num_ranks: int) -> NDArray[np.uint16]:
-    """When pieces of runs are due: peer after peer, every rank beginning with the next, so that no port takes from
-    several at a time. Tensors go side by side, and what stays on the rank all along.
+    """When pieces of runs are due. Those that wait first, as they are finished while the others come; of both peer
+    after peer, every rank beginning with the next, so that no port takes from several at a time. Tensors go side by
+    side, and what stays on the rank all along.
     """
     distance = (np.arange(num_ranks) - rank) % num_ranks
     # When a peer's begin and how long they last, as shares of the whole; a piece is due when its half is gone.
@@ -254,7 +256,8 @@ def _due(dest: Longs, cut: _Cut, rank: int, num_ranks: int) -> NDArray[np.uint16
     step = last / np.maximum(totals(dest, cut.pieces, num_ranks), 1)
     begin = (np.maximum(distance - 1, 0) * last)[dest] + (running_sum(dest, cut.pieces) + 0.5) * step[dest]
     when = begin.repeat(cut.pieces) + cut.number * step[dest].repeat(cut.pieces)
-    found: NDArray[np.uint16] = (when * (2**16 - 1)).astype(np.uint16)
+    is_straight = (cut.words[:, _WHERE] >> _WAITS == 0).astype(np.uint16)
+    found: NDArray[np.uint16] = (when * (2**15 - 1)).astype(np.uint16) | is_straight << 15
     return found
 
 

@@ -11,20 +11,23 @@ from commdsl.program.legal import law as _law
 from commdsl.program.memory import Counters, Home, Rows, Words
 from commdsl.program.phases import (
     Actor,
+    AddUp,
     Finish,
+    Forward,
     Host,
     Meet,
     Push,
     PushAgain,
     PushBack,
     PushByKey,
+    PushStraight,
     Ranks,
     Read,
     Routed,
     Tell,
-    touches,
 )
 from commdsl.program.plan import Plan
+from commdsl.program.touches import touches
 
 
 def verify_calls(plan: Plan) -> None:
@@ -84,17 +87,19 @@ def _told(phase: Tell) -> None:
 
 
 def _met(phase: Meet, by_table: bool) -> None:
-    """With a table, that a rank may finish is told if there are rows to finish, and met by lanes that have some."""
+    """With a table, that a rank may finish is told if there are rows to finish, and met by lanes that have some; that
+    they came, by the first where rows wait.
+    """
     name, own = phase.what.name, _is_own(phase.what)
     _law(not isinstance(phase.what, Words) or not phase.what.a_lane, f"`{name}` says of no call, and is met")
     _law(phase.by is not Actor.CALLER, f"the caller meets `{name}`, which lanes do")
     _law(phase.calls_back >= 0, f"`{name}` of {-phase.calls_back} calls later is met")
     _law(phase.of is Ranks.OWN or not own, f"`{name}` is a rank's own, and met of {phase.of.value}")
     _law(
-        phase.is_spare == (own and by_table),
-        f"`{name}` is met by lanes that {'finish nothing' if own else 'are needed'}",
+        phase.is_spare == (by_table and (own or name == "came")),
+        f"`{name}` is met by lanes that {'are needed' if phase.is_spare else 'finish nothing'}",
     )
-    _law(not phase.is_spare or phase.by is Actor.LANES, f"the first lane meets `{name}`, which is for the others")
+    _law(not (own and by_table) or phase.by is Actor.LANES, f"the first lane meets `{name}`, which is for the others")
 
 
 def _counted(phases: list[Routed]) -> None:
@@ -131,10 +136,11 @@ def _moved(phases: list[Routed]) -> None:
     """Rows are pushed once; what waits is finished behind; what the caller uses is made."""
     pushes = [place for place, phase in enumerate(phases) if isinstance(phase, Push | PushByKey | PushAgain | PushBack)]
     _law(len(pushes) == 1, f"rows are pushed {len(pushes)} times")
+    done = [(place, touch) for place, phase in enumerate(phases) for touch in touches(phase)]
+    sent = [place for place, phase in enumerate(phases) if _sends(phase)]
     for place, phase in enumerate(phases):
         if isinstance(phase, Tell) and isinstance(phase.what, Words) and phase.what.a_lane:
-            _law(pushes[0] < place, f"`{phase.what.name}` says what a lane sent, before it did")
-    done = [(place, touch) for place, phase in enumerate(phases) for touch in touches(phase)]
+            _law(max(sent) < place, f"`{phase.what.name}` says what a lane sent, before it did")
     for memory in dict.fromkeys(touch.memory for _, touch in done):
         if isinstance(memory, Rows) and memory.home.is_heap:
             written = [place for place, touch in done if touch.memory == memory and touch.writes]
@@ -142,13 +148,22 @@ def _moved(phases: list[Routed]) -> None:
             _law(bool(written and read) and max(written) < min(read), f"`{memory.name}` waits, and is finished behind")
 
 
+def _sends(phase: Routed) -> bool:
+    """Whether rows of other ranks change, but for those that are handed on, of which their source has told."""
+    if isinstance(phase, Forward | AddUp):
+        return False
+    return any(isinstance(one.memory, Rows) and one.writes and one.on is not Ranks.OWN for one in touches(phase))
+
+
 def _by_table(phases: list[Routed]) -> None:
     """Rows go where the table of a call may say, and every tensor's are finished."""
     finishes = [phase for phase in phases if isinstance(phase, Finish)]
     _law(len(finishes) == 1, f"rows are finished {len(finishes)} times")
-    pushes = [phase for phase in phases if isinstance(phase, Push)]
+    pushes, straight = ([phase for phase in phases if isinstance(phase, kind)] for kind in (Push, PushStraight))
     _law(len(pushes) == 1, f"rows are pushed {len(pushes)} times")
     push, finish = pushes[0], finishes[0]
+    assert isinstance(push, Push)
+    _law(len(straight) == int(not push.packed), f"rows go straight {len(straight)} times, packed {int(push.packed)}")
     names = [rows.name for rows in push.given]
     given, results, waiting = (
         tuple(Rows(name, home) for name in names) for home in (Home.GIVEN, Home.RESULT, Home.WAITING)
@@ -156,7 +171,10 @@ def _by_table(phases: list[Routed]) -> None:
     _law(len(set(names)) == len(names) > 0, "the rows that are pushed have a name each")
     _law(push.given == given, "what is pushed is given")
     _law(len(push.copied) == len(names), f"{len(names)} tensors are pushed, and {len(push.copied)} may be copied")
-    _law(push.to == (waiting if push.packed else results + waiting), "each tensor's rows go where its table may say")
+    _law(push.to == waiting, "each tensor's rows go where its table may say")
+    for one in straight:
+        _law(one == PushStraight(given, results), "what goes straight goes to its result")
+    _law(straight == [one for one in (finish.left,) if one], "what is left is of the rows that go straight")
     _law(finish.waiting == waiting and finish.to == results, "each tensor's rows that wait are finished to its result")
     _values(phases, names)
 

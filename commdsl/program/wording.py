@@ -23,6 +23,7 @@ from commdsl.program.phases import (
     PushAgain,
     PushBack,
     PushByKey,
+    PushStraight,
     Read,
     Routed,
     Tell,
@@ -44,6 +45,8 @@ def name_of(phase: Routed) -> str:
             return "count"
         case Push() | PushByKey() | PushAgain():
             return "push"
+        case PushStraight():
+            return "push straight"
         case PushBack():
             return f"push{_BACK[phase.each]}"
         case Forward():
@@ -75,8 +78,11 @@ def described(phase: Routed) -> str:
         case Push():
             why = f" ({phase.reason})" if phase.reason else ""
             return f"{name} {', '.join(rows.name for rows in phase.given)}{by}{why}"
-        case Finish():
+        case PushStraight():
             return f"{name} {', '.join(rows.name for rows in phase.to)}{by}"
+        case Finish():
+            left = "" if phase.left is None else ", and push straight what is left"
+            return f"{name} {', '.join(rows.name for rows in phase.to)}{left}{by}"
         case Count():
             return f"{name} {phase.keys.name}{by}"
         case PushByKey():

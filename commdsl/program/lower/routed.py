@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from commdsl.ir.dispatches import Dispatch, Put
 from commdsl.program.agree import all_heard
 from commdsl.program.memory import Counters, Home, Rows, Transport, Words
-from commdsl.program.phases import Actor, Finish, Host, Meet, Push, Ranks, Read, Routed, Tell
+from commdsl.program.phases import Actor, Finish, Host, Meet, Push, PushStraight, Ranks, Read, Routed, Tell
 from commdsl.program.plan import Plan, Role
 
 LANES = 128
@@ -41,12 +41,13 @@ def lower_dispatch(dispatch: Dispatch, transport: Transport = Transport.PEER) ->
     packed = dispatch.put is Put.PACKED or far
     push = Push(
         given,
-        waiting if packed else results + waiting,
+        waiting,
         tuple(dispatch.routes[tensor.route].many for tensor in dispatch.tensors),
         packed,
         "packed: to a far rank every run is a message" if far and dispatch.put is not Put.PACKED else "",
     )
-    phases = tuple(synchronized((push, Finish(waiting, results))))
+    straight = None if packed else PushStraight(given, results)
+    phases = tuple(synchronized(push, straight, Finish(waiting, results, straight)))
     # What the caller writes before: inputs, and outputs of which the table leaves rows out. After: the results are
     # read, and may be what the next call sends, or writes over.
     return plan_of(dispatch, dispatch.name, phases, given + results, transport)
@@ -79,27 +80,35 @@ def plan_of(
     )
 
 
-def synchronized(phases: tuple[Push | Finish, ...]) -> Iterator[Routed]:
-    """The phases with what orders them: between ranks by what they tell each other, between lanes by the first."""
-    (push,) = (phase for phase in phases if isinstance(phase, Push))
+def synchronized(push: Push, straight: PushStraight | None, finish: Finish) -> Iterator[Routed]:
+    """The phases with what orders them: between ranks by what they tell each other, between lanes by the first.
+
+    What waits goes first, so it is finished while the rest crosses. Where the rest is, a call ends when all ranks have
+    finished, so what waits may go before its rank has entered: it lies where nobody else writes.
+    """
     names = [rows.name for rows in push.given]
     addresses = Words("addresses", ("lanes", *names, *(f"{name} rows" for name in names)))
     sent = Words("sent", ("rows",) * len(names), a_lane=True)
-    done, calls, complete = Counters("done", True), Counters("calls", False), Counters("complete", False)
+    calls, came, done = Counters("calls", False), Counters("came", True), Counters("done", True)
+    complete = Counters("complete", False)
+    over = (
+        Tell(Actor.LANES, sent, Ranks.ALL),
+        Tell(Actor.LANES, done, Ranks.ALL),
+        Meet(Actor.FIRST, done, Ranks.ALL),
+        Read(Actor.FIRST, sent),
+        Tell(Actor.FIRST, calls, Ranks.OWN),
+    )
+    # Where a peer's results lie, and that its caller is through with what lay there.
+    entered = Meet(Actor.LANES, addresses, Ranks.OTHERS)
     yield Read(Actor.LANES, calls)
-    for phase in phases:
-        match phase:
-            case Push():
-                # Where a peer's results lie, and that its caller is through with what lay there.
-                yield Tell(Actor.FIRST, addresses, Ranks.OTHERS)
-                yield Meet(Actor.LANES, addresses, Ranks.OTHERS)
-                yield phase
-                yield Tell(Actor.LANES, sent, Ranks.ALL)
-                yield Tell(Actor.LANES, done, Ranks.ALL)
-                yield Meet(Actor.FIRST, done, Ranks.ALL)
-                yield Read(Actor.FIRST, sent)
-                yield Tell(Actor.FIRST, calls, Ranks.OWN)
-            case Finish():
-                yield Tell(Actor.FIRST, complete, Ranks.OWN)
-                yield Meet(Actor.LANES, complete, Ranks.OWN, is_spare=True)
-                yield phase
+    yield Tell(Actor.FIRST, addresses, Ranks.OTHERS)
+    if straight is None:
+        yield from (entered, push, *over)
+    else:
+        yield from (push, Tell(Actor.LANES, came, Ranks.ALL), entered, straight)
+        yield Meet(Actor.FIRST, came, Ranks.ALL, is_spare=True)
+    yield Tell(Actor.FIRST, complete, Ranks.OWN)
+    yield Meet(Actor.LANES, complete, Ranks.OWN, is_spare=True)
+    yield finish
+    if straight is not None:
+        yield from over

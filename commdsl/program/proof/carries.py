@@ -24,6 +24,7 @@ from commdsl.program.phases import (
     PushAgain,
     PushBack,
     PushByKey,
+    PushStraight,
 )
 from commdsl.program.plan import Plan
 
@@ -130,7 +131,7 @@ def _held(plan: Plan) -> dict[Rows, set[Held]]:
     crossing: dict[Rows, int] = {}  # for ranks of a node of so many
     for phase in plan.comm.phases:
         match phase:
-            case Push():
+            case Push() | PushStraight():
                 for rows in phase.given:
                     for to in phase.to:
                         if to.name == rows.name:

@@ -13,8 +13,8 @@ other than the first learn is not handed on (`tells_own`), as the next call may 
 actors leads through streams and first lanes alone, which are there in every call. What is refused with three is wrong
 in a call of three.
 
-What such a lane learns in a `spare` step is forgotten behind it: a lane that has nothing to finish leaves the step out,
-and so may each in any call. A hazard within the step is between lanes that do have something, and they have waited.
+What a lane learns in a `spare` step is forgotten behind it: a lane that has nothing to finish leaves the step out, and
+so may each in any call. A hazard within the step is between lanes that do have something, and they have waited.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
 from commdsl.program.halves import Halves
-from commdsl.program.phases import Actor, Host, Meet, Ranks, Routed, Tell, Touch, region, touches
+from commdsl.program.phases import Actor, Host, Meet, Ranks, Routed, Tell
 from commdsl.program.plan import Plan
 from commdsl.program.proof.timeline import Bits, Timeline
+from commdsl.program.touches import Touch, region, touches
 from commdsl.program.waves import in_order
 from commdsl.program.wording import name_of
 
@@ -58,8 +59,8 @@ class Wait:
 class Step:
     """What its threads do in one call at this place of their program: wait, then touch, then tell.
 
-    What is `given` is the order of a stream; it is no flag, and nothing to judge. What is `spare` a lane other than the
-    first leaves out when it has nothing to finish.
+    What is `given` is the order of a stream; it is no flag, and nothing to judge. What is `spare` a lane leaves out
+    when it has nothing to finish.
     """
 
     name: str
@@ -113,8 +114,10 @@ def _step(phase: Routed, lanes: list[Routed]) -> Step:
             wait = Wait("end", Actor.LANES, Ranks.OWN) if phase.is_after else None
             return Step(phase.name, phase.by, done, wait, None if phase.is_after else Ranks.OWN, given=True)
         case Tell():
-            is_awaited = any(isinstance(other, Meet) and other.what == phase.what for other in lanes)
-            return Step(name, phase.by, done, tells=phase.to if is_awaited else None)
+            meets = [other for other in lanes if isinstance(other, Meet) and other.what == phase.what]
+            # That a rank may finish is told where it is met.
+            spare = phase.to is Ranks.OWN and any(meet.is_spare for meet in meets)
+            return Step(name, phase.by, done, tells=phase.to if meets else None, spare=spare)
         case Meet():
             return Step(name, phase.by, done, next(_teller(phase, lanes), None), spare=phase.is_spare)
         case _:
@@ -169,7 +172,7 @@ def events(steps: tuple[Step, ...], num_ranks: int, lanes: int = LANES) -> Event
     wait_op, peer, signal = _waits(steps, acts, role, num_ranks)
     length, count = len(steps), len(role) * num_ranks
     there = np.bincount(wait_op, minlength=count * length).reshape(len(role), num_ranks, length)[:, 0] > 0
-    known = [_known(steps, acts[:, number], there[number], int(lane)) for number, lane in enumerate(role)]
+    known = [_known(steps, acts[:, number], there[number]) for number in range(len(role))]
     row, since, rows_per_round = (np.array(column, np.int32) for column in zip(*known, strict=True))
     step = wait_op % length
     waits = [Wait("", Actor.LANES, Ranks.OWN) if step.wait is None else step.wait for step in steps]
@@ -222,26 +225,23 @@ def _told(steps: tuple[Step, ...], acts: Bits, timeline: Timeline) -> Bits:
     return told
 
 
-def _known(steps: tuple[Step, ...], acts: Bits, waits: Bits, lane: int) -> tuple[list[int], list[int], int]:
+def _known(steps: tuple[Step, ...], acts: Bits, waits: Bits) -> tuple[list[int], list[int], int]:
     """For each step which waiting step told what is known there, and what it goes on from; and how many wait.
 
-    Behind spare steps a lane other than the first knows what it knew before them. A call begins as the last one ended:
-    so it is followed twice, the second time from there.
+    What spare steps told is known in spare steps alone, up to the next that waits and is none, or the end of the call.
+    A call begins as the last one ended: so it is followed twice, the second time from there.
     """
-    held, kept = NOTHING, None
+    always, rows = NOTHING, 0
     for _ in range(2):
-        row, since, rows = [], [], 0
+        always, rows = _call_before(always, rows), 0
+        row, since, lately = [], [], always
         for step, is_own, has_wait in zip(steps, acts.tolist(), waits.tolist(), strict=True):
-            if is_own and step.spare and lane > 0:
-                kept = held if kept is None else kept
-            elif is_own and kept is not None:
-                held, kept = kept, None
-            since.append(held)
+            is_spare = is_own and step.spare
+            since.append(lately if is_spare else always)
             if has_wait:
                 rows += 1
-                held = rows
-            row.append(held)
-        held, kept = _call_before(held, rows), None if kept is None else _call_before(kept, rows)
+                lately, always = rows, always if is_spare else rows
+            row.append(lately if is_spare else always)
     return row, since, rows
 
 

@@ -12,9 +12,10 @@ import numpy as np
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.source import Span
 from commdsl.program.memory import words_for
-from commdsl.program.phases import Ranks, Touch
+from commdsl.program.phases import Ranks
 from commdsl.program.proof.clocks import Run, chain
 from commdsl.program.proof.events import Events
+from commdsl.program.touches import Touch
 
 HELP = "the protocol of a dispatch is commdsl's, so this is its fault: report it with this file"
 

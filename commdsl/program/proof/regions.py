@@ -19,13 +19,14 @@ import numpy as np
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.language.source import Span
 from commdsl.program.memory import Rows
-from commdsl.program.phases import Ranks, Touch, region
+from commdsl.program.phases import Ranks
 from commdsl.program.plan import Plan
 from commdsl.program.proof import region_messages as messages
 from commdsl.program.proof.clocks import Run, run
 from commdsl.program.proof.events import Events, events, steps
 from commdsl.program.proof.order import Hazards, Longs, idle_wait, judge, knows
 from commdsl.program.proof.timeline import Bits, Pattern, pattern
+from commdsl.program.touches import Touch, region
 
 MOST = 8
 

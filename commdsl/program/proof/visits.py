@@ -26,7 +26,7 @@ from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.program.launches import Between, Launch, Return, Visit, touches
 from commdsl.program.memory import Kept, Rights
-from commdsl.program.phases import Actor, Ranks, Touch
+from commdsl.program.phases import Actor, Ranks
 from commdsl.program.plan import Plan
 from commdsl.program.proof import messages
 from commdsl.program.proof.computes import follow
@@ -34,6 +34,7 @@ from commdsl.program.proof.events import Step, Wait, events
 from commdsl.program.proof.meaning import returned, start, states
 from commdsl.program.proof.regions import prove
 from commdsl.program.proof.values import STALE, UNWRITTEN, Values, computed
+from commdsl.program.touches import Touch
 from commdsl.program.visited import kept_by, launches, visits
 
 COMM = 1

@@ -237,6 +237,18 @@ COMMDSL_FN bool meet_done(const Call<Plan>& here, const Known& peers, i32 wave =
   return meet_lanes<phase, of, calls_back, Plan::kDoneAt>(here, peers, wave);
 }
 
+// --- came: what a lane sent of the rows that wait is there. Nobody asks where no rank has any -----------------------------------
+
+template <Ranks to, class Plan>
+COMMDSL_FN void tell_came(const Call<Plan>& here) {
+  if (here.table->waits != 0) tell_lanes<to, Plan::kCameAt>(here);
+}
+
+template <i32 phase, Ranks of, i32 calls_back, class Plan, class Known>
+COMMDSL_FN bool meet_came(const Call<Plan>& here, const Known& peers) {
+  return here.table->waits == 0 || meet_lanes<phase, of, calls_back, Plan::kCameAt>(here, peers);
+}
+
 // --- complete: the first lane knows that all rows have come ---------------------------------------------------------------------
 
 template <Ranks to, class Plan>

@@ -65,17 +65,21 @@ struct Team {
     first = number * of_warp + thread_of_warp() / threads;
     step = static_cast<u32>(here.args.active_lanes) * num_warps() * of_warp;
   }
+  // Its first from that one on.
+  COMMDSL_FN u32 from(u32 tile) const { return tile <= first ? first : first + (tile - first + step - 1) / step * step; }
+  COMMDSL_FN u32 count(u32 begin, u32 end) const { return begin < end ? (end - begin + step - 1) / step : 0; }
 };
 
 // What a team moves first, read while peers still say where to.
 template <class Plan>
 struct Ahead {
   Team team;
-  u32 tiles;
+  u32 waiting, tiles;  // those that lead to where rows wait, and all
   Tile tile{};
   Beginning beginning;
 
-  COMMDSL_FN explicit Ahead(const Call<Plan>& here) : team(here), tiles(here.table->sends * here.table->send_tiles) {
+  COMMDSL_FN explicit Ahead(const Call<Plan>& here)
+      : team(here), waiting(here.table->waiting_sends * here.table->send_tiles), tiles(here.table->sends * here.table->send_tiles) {
     if (team.first >= tiles) return;
     tile = tile_of(here, team.first);
     if constexpr (!Plan::kChecks && !kHasFar) {  // with checks it is not legal yet
@@ -108,8 +112,9 @@ COMMDSL_FN void prepare(const Call<Plan>& here, Peers<Plan>& peers) {
 // Whether a tile stays within its tensors; what does not is not moved, and the rank reports it.
 template <class Plan>
 COMMDSL_FN bool is_legal(const Call<Plan>& here, const Peers<Plan>& peers, const Tile& tile, u32 index) {
-  // Rows for a rank that is far wait there.
-  const bool known = tile.to < Plan::kNumRanks && tile.tensor < Plan::kNumRows && (tile.waits || is_near(here.args, tile.to));
+  // Rows for a rank that is far wait there; those that wait go first.
+  const bool known = tile.to < Plan::kNumRanks && tile.tensor < Plan::kNumRows && (tile.waits || is_near(here.args, tile.to)) &&
+                     tile.waits == (index < here.table->waiting_sends);
   const u64 source_end = u64{tile.source_row} + tile.rows, dest_end = u64{tile.dest_row} + tile.rows;
   const u64 source_room = known ? here.args.input_rows[tile.tensor] : 0;
   const u64 dest_room = !known ? 0 : tile.waits ? here.args.waiting_rows[tile.tensor] : peers.rows[tile.to][tile.tensor];
@@ -119,38 +124,75 @@ COMMDSL_FN bool is_legal(const Call<Plan>& here, const Peers<Plan>& peers, const
   return false;
 }
 
+// `beginning`: what has been read of it, if anything.
 template <class Plan>
-COMMDSL_FN void move(const Call<Plan>& here, const Peers<Plan>& peers, const Tile& tile, const Ahead<Plan>& ahead, bool is_first) {
-  const u64 width = here.args.row_bytes[tile.tensor];
+COMMDSL_FN void move(const Call<Plan>& here, const Peers<Plan>& peers, const Tile& tile, const Team& team, const Beginning& beginning) {
+  const u64 width = here.args.row_bytes[tile.tensor], bytes = tile.rows * width;
+  const char* source = source_of(here, tile);
   if constexpr (kHasFar) {
     if (!is_near(here.args, tile.to)) {
-      const u64 to = here.args.waiting[tile.tensor] + tile.dest_row * width;
-      return put_run(here.args, tile.to, to, source_of(here, tile), tile.rows * width);
+      return put_run(here.args, tile.to, here.args.waiting[tile.tensor] + tile.dest_row * width, source, bytes);
     }
   }
   const u64 base = (tile.waits ? peers.waiting : peers.output)[tile.to][tile.tensor];
   char* dest = reinterpret_cast<char*>(base + tile.dest_row * width);
-  const char* source = source_of(here, tile);
-  const u64 bytes = tile.rows * width;
-  if (ahead.team.threads < kWarp) return copy_short(dest, source, bytes, ahead.team.thread, ahead.team.threads);
-  const u64 done = is_first ? ahead.beginning.write(dest) : 0;
+  if (team.threads < kWarp) return copy_short(dest, source, bytes, team.thread, team.threads);
+  const u64 done = beginning.write(dest);
   copy_run(dest + done, source + done, bytes - done);
 }
 
+// `at`: which tile it is.
 template <class Plan>
-COMMDSL_FN void push(const Call<Plan>& here, Peers<Plan>& peers, const Ahead<Plan>& ahead) {
-  const Team& team = ahead.team;
-  Tile next = ahead.tile;
-  for (u32 at = team.first; at < ahead.tiles; at += team.step) {
-    const Tile tile = next;
-    if (at + team.step < ahead.tiles) next = tile_of(here, at + team.step);  // comes while this one is moved
-    if (tile.rows == 0) continue;
-    if constexpr (Plan::kChecks) {
-      if (!is_legal(here, peers, tile, at / here.table->send_tiles)) continue;
-      if (team.thread == 0) add_shared(&peers.sent[tile.to], tile.rows);
-    }
-    move(here, peers, tile, ahead, at == team.first);
+COMMDSL_FN void push(const Call<Plan>& here, Peers<Plan>& peers, const Tile& tile, u32 at, const Team& team, const Beginning& beginning = {}) {
+  if (tile.rows == 0) return;
+  if constexpr (Plan::kChecks) {
+    if (!is_legal(here, peers, tile, at / here.table->send_tiles)) return;
+    if (team.thread == 0) add_shared(&peers.sent[tile.to], tile.rows);
   }
+  move(here, peers, tile, team, beginning);
+}
+
+// The team's tiles from `at`, which is one, to `end`. Out of line, so that what is kept for other phases does not take its registers.
+template <class Plan>
+COMMDSL_CALL void push_tiles(const Call<Plan>& here, Peers<Plan>& peers, const Team team, u32 at, u32 end) {
+  if (at >= end) return;
+  Tile next = tile_of(here, at);
+  for (; at < end; at += team.step) {
+    const Tile tile = next;
+    if (at + team.step < end) next = tile_of(here, at + team.step);  // comes while this one is moved
+    push(here, peers, tile, at, team);
+  }
+}
+
+// As above, where the first may be the one that was read ahead.
+template <class Plan>
+COMMDSL_FN void push_from(const Call<Plan>& here, Peers<Plan>& peers, const Ahead<Plan>& ahead, u32 at, u32 end) {
+  const Team& team = ahead.team;
+  const bool is_first = at == team.first && at < end;
+  if (is_first) push(here, peers, ahead.tile, at, team, ahead.beginning);
+  push_tiles(here, peers, team, is_first ? at + team.step : at, end);
+}
+
+template <class Plan>
+COMMDSL_FN void push_waiting(const Call<Plan>& here, Peers<Plan>& peers, const Ahead<Plan>& ahead) {
+  push_from(here, peers, ahead, ahead.team.first, ahead.waiting);
+}
+
+// A warp that finishes leaves some of what it pushes for then: one tile for so many that it finishes, which take memory as long as
+// that one takes the link.
+constexpr u32 kBeside = 4;
+
+template <class Plan>
+COMMDSL_FN u32 first_left(const Call<Plan>& here, const Ahead<Plan>& ahead) {
+  const Team& team = ahead.team;
+  const u32 begin = team.from(ahead.waiting), finishes = team.count(team.first, here.table->finishes * here.table->finish_tiles);
+  const u32 left = here.table->waits == 0 || team.threads < kWarp ? 0 : finishes / kBeside, all = team.count(begin, ahead.tiles);
+  return left == 0 ? ahead.tiles : begin + (left < all ? all - left : 0) * team.step;
+}
+
+template <class Plan>
+COMMDSL_FN void push_straight(const Call<Plan>& here, Peers<Plan>& peers, const Ahead<Plan>& ahead) {
+  push_from(here, peers, ahead, ahead.team.from(ahead.waiting), first_left(here, ahead));
 }
 
 // --- finishing -----------------------------------------------------------------------------------------------------------
@@ -198,11 +240,13 @@ COMMDSL_FN Finish finish_of(const Call<Plan>& here, u32 at) {
   return found;
 }
 
-template <class Plan>
-COMMDSL_FN void finish(const Call<Plan>& here) {
+// `beside` is called before each tile.
+template <class Plan, class Beside>
+COMMDSL_FN void finish_all(const Call<Plan>& here, const Beside& beside) {
   const u32 step = static_cast<u32>(here.args.active_lanes) * num_warps();
   const u32 tiles = here.table->finishes * here.table->finish_tiles;
   for (u32 at = static_cast<u32>(here.lane) * num_warps() + warp(); at < tiles; at += step) {
+    beside();
     const Finish tile = finish_of(here, at);
     if (tile.rows == 0) continue;
     if constexpr (Plan::kChecks) {
@@ -212,13 +256,29 @@ COMMDSL_FN void finish(const Call<Plan>& here) {
   }
 }
 
+template <class Plan>
+COMMDSL_FN void finish(const Call<Plan>& here) {
+  finish_all(here, [] {});
+}
+
+// With what the warp has left to push.
+template <class Plan>
+COMMDSL_FN void finish_beside(const Call<Plan>& here, Peers<Plan>& peers, const Ahead<Plan>& ahead) {
+  u32 left = first_left(here, ahead), turn = 0;
+  finish_all(here, [&] {
+    if (++turn % kBeside != 0 || left >= ahead.tiles) return;
+    push_tiles(here, peers, ahead.team, left, left + 1);
+    left += ahead.team.step;
+  });
+}
+
 // --- the table itself ----------------------------------------------------------------------------------------------------
 
 // Whether its head is what the host wrote: with another one a lane would read beyond the table.
 template <class Plan>
 COMMDSL_FN bool is_whole(const Call<Plan>& here) {
   const TableHead& head = *here.table;
-  const u32 meant = head.threads ^ head.tile_bytes ^ head.send_tiles ^ head.finish_tiles;
+  const u32 meant = head.threads ^ head.tile_bytes ^ head.send_tiles ^ head.finish_tiles ^ head.waiting_sends ^ head.waits;
   const u32 found = ~(head.sends ^ head.finishes ^ head.finishes_at ^ meant);
   if (head.check != found) give_up(here, kBadTable, 0, here.args.rank, head.check, found);
   return head.check == found;

@@ -101,7 +101,8 @@ struct alignas(16) TableHead {
   u32 threads;      // of a warp that move a tile: all, or a power of two where tiles are short
   u32 tile_bytes;   // a tile has as many rows as that has room for, or one
   u32 send_tiles, finish_tiles;  // of a send and of a finish, at most: powers of two
-  u32 reserved[2];
+  u32 waiting_sends;  // so many sends, the first, lead to where rows wait
+  u32 waits;          // whether rows wait on any rank: the same on every rank
 };
 
 // `claim` decides which lane writes the record, and says then how long its call might wait; `code` is written last.
