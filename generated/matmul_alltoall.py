@@ -30,7 +30,9 @@ schedule matmul_alltoall(C = 1) for P ranks where P >= 2 and C >= 1 {
   }
   for i in 0 ..< C {
     each r { compute matmul(x[i], w[r] -> y[r, i]) }
-    for d in 1 ..< P {
+  }
+  for d in 1 ..< P {
+    for i in 0 ..< C {
       each r { put s[(r + d) % P, i] -> y[(r + d) % P, i] }
     }
   }

@@ -35,7 +35,7 @@ from commdsl.program.plan import Plan
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.sizes import device_launch
 from commdsl.program.verify import verify
-from commdsl.program.visited import landing, launches, plan_of, segments
+from commdsl.program.visited import landing, launches, plan_of, segments, visits
 from commdsl.runtime.phases import phases
 
 FOLDER = data_dir("schedules") / "attention"
@@ -112,6 +112,28 @@ def test_what_is_returned_for_good_does_not_land(protocol: str) -> None:
     """The result of Ulysses passes through cells: its caller keeps it."""
     found = compiled("attention_ulysses", 4, {}, protocol=protocol)
     assert {kept.name for kept in landing(found.visits)} == {"qh", "kh", "vh"}  # type: ignore[arg-type] # it has visits
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "name", ["allgather_matmul", "allgather_matmul_rows", "matmul_reducescatter", "matmul_allreduce", "matmul_alltoall"]
+)
+def test_beside_products_nothing_is_copied_within_a_gpu(name: str, ranks: int) -> None:
+    """Its SMs would make such copies: what peers put lands, results of theirs too, and what a launch copies on a rank
+    it copies when all products are over.
+    """
+    path = data_dir("schedules") / "overlap" / f"{name}.comm"
+    plan = compiler.check(path, ranks=ranks, params={"C": 2}).visits  # type: ignore[union-attr] # it multiplies
+    assert plan is not None
+    begun = 0
+    for launch in launches(plan):
+        begun = max(begun, launch.after)
+        ops = launch.moves.ops
+        crosses = (ops.dest_rank != rank_of(launch.moves))[ops.kind == OpKind.COPY]
+        assert launch.moves.num_cells == 0
+        assert crosses.all() or (not crosses.any() and begun == len(visits(plan)) - 1)  # what is left returns
+    results = {kept for kept in landing(plan) if kept.name.startswith("y.")}
+    assert len(results) == (2 * (ranks - 1) if name == "matmul_allreduce" else 0)
 
 
 @pytest.mark.sweep

@@ -16,6 +16,7 @@ from commdsl.ir.products import MATMUL, stopping
 from commdsl.ir.schedules import Schedule
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.resources import data_dir
+from commdsl.program.launches import Launch
 from commdsl.program.plan import Plan
 
 torch = pytest.importorskip("torch")
@@ -106,14 +107,17 @@ def test_parts(name: str, ranks: int, pieces: int) -> None:
 
 @pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE, WITH_ROWS, EXCHANGE])
 def test_every_edge_is_needed(name: str) -> None:
-    """Without an edge between what travels and a product the Plan is refused."""
+    """Without an edge between what travels and a product the Plan is refused, but for one that leaves products all SMs:
+    behind them a rank copies within its GPU.
+    """
     schedule, plan = checked(name, 3, 2)
     stopped, dropped = stopping(schedule).schedule, 0
     for phase in plan.phases:
         if phase.after:  # type: ignore[union-attr] # all of them have it
             mutant = with_phases(plan, lambda one, old=phase: replace(one, after=0) if one is old else one)
-            assert codes(stopped, mutant) == ["C640"]
-            dropped += 1
+            is_needed = not (isinstance(phase, Launch) and phase.moves.is_within)
+            assert codes(stopped, mutant) == ["C640"] * is_needed
+            dropped += is_needed
     assert dropped >= 4
 
 
@@ -189,7 +193,7 @@ def test_turns() -> None:
         assert [turn.factor for turn in turns] == [block for block in order for _ in range(pieces)]
         assert [turn.rows for turn in turns] == [(0, piece) for _ in order for piece in range(pieces)]
         assert [turn.result for turn in turns[-pieces:]] == [(1, pieces * rank + piece) for piece in range(pieces)]
-        assert [turn.stored >= 0 for turn in turns] == [block != rank for block in order for _ in range(pieces)]
+        assert all(turn.stored >= 0 for turn in turns)  # behind its own, too: then what came is copied
 
 
 def test_rounded_once() -> None:

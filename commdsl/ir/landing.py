@@ -2,8 +2,10 @@
 
 Assumes a resolved schedule. Does not say which chunks of them are put there in which launch; `lower` does.
 
-They are what visits, and is gone after the call, or is handed on: a result lies in memory that its caller keeps. What
-is combined on its way is combined from memory of its own, so no buffer of sums is one of them.
+They are what visits, and is gone after the call, or is handed on: a result lies in memory that its caller keeps. Of a
+schedule that multiplies they are such results of a peer's, too, which are copied there when all is over: copies within
+a GPU are made by its SMs, and beside products few are left. What is combined on its way is combined from memory of its
+own, so no buffer of sums is one of them.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ def landing(schedule: Schedule) -> frozenset[str]:
     combines = (one for one in moves if one.kind is MoveKind.REDUCE and (one.span.start, one.span.end) not in within)
     combined = {one.dest_buffer for one in combines}
     copied = {one.source_buffer for one in moves}
+    passing = handed_over | copied
+    returned = put - passing if schedule.has_products else set[int]()
+    of = {BufferKind.SCRATCH: passing, BufferKind.INOUT: passing, BufferKind.OUTPUT: returned}
+    lands = put - combined
     return frozenset(
-        schedule.buffers[number].name
-        for number in put & (handed_over | copied) - combined
-        if schedule.buffers[number].kind in (BufferKind.SCRATCH, BufferKind.INOUT)
+        buffer.name for number, buffer in enumerate(schedule.buffers) if number in lands & of.get(buffer.kind, set())
     )

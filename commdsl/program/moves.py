@@ -258,6 +258,12 @@ class Moves:
         return any(tensor.lands for tensor in self.tensors)
 
     @property
+    def is_within(self) -> bool:
+        """Whether the copy engine moves it, and on every rank alone: then it is the SMs of the GPU that do."""
+        rank = np.repeat(np.arange(self.num_ranks), np.diff(self.ops.rank_begin))
+        return self.protocol is Protocol.ENGINE and bool((self.ops.dest_rank == rank).all())
+
+    @property
     def has_elements(self) -> bool:
         """Whether the kernel has an element type: it combines, or rounds."""
         return self.has_reduction or self.casts is not None

@@ -128,7 +128,9 @@ class Visiting:
                 held[kept] = inputs[number]
             if over is not None:
                 streams, functions = over(streams, held)
-            failure, results = self._run(streams, functions, held, () if region is None else region.bases, last)
+            failure, returned = self._run(streams, functions, held, () if region is None else region.bases)
+            returned = returned if last is None else returned[len(returned) - last :]
+            results = tuple(self._result(kept, held, places) for kept in returned)
         if failure is not None:
             try:
                 raise failure
@@ -162,12 +164,11 @@ class Visiting:
         functions: Mapping[str | None, Function],
         held: Mapping[Kept, torch.Tensor],
         landing: Sequence[int],
-        last: int | None,
-    ) -> tuple[BaseException | None, tuple[torch.Tensor, ...]]:
-        """What a function raised, if one did, and the results."""
+    ) -> tuple[BaseException | None, tuple[Kept, ...]]:
+        """What a function raised, if one did, and what is returned."""
         placed = frozenset(name for name, function in functions.items() if name in self._writing and _has_out(function))
         failure: BaseException | None = None
-        results: list[torch.Tensor] = []
+        returned: tuple[Kept, ...] = ()
         begun: list[Callable[[], None]] = []  # launches, by their numbers: what starts the rest of each
         over = 0
         try:
@@ -182,9 +183,7 @@ class Visiting:
                             out = phase.name in placed and bool(phase.writes)
                             failure = self._visit(number, phase, functions, held, out=out)
                     case Return():
-                        for kept in phase.reads if last is None else phase.reads[len(phase.reads) - last :]:
-                            # What lands is of this call alone: the next one has it where this one had.
-                            results.append(held[kept].clone() if kept in self._landed else held[kept])
+                        returned = phase.reads
                     case _:
                         assert_never(phase)
                 if isinstance(phase, Visit) and (False, number) in self._awaited:
@@ -192,7 +191,17 @@ class Visiting:
         finally:
             self._end(streams, begun, over, len(begun))
             streams.join()
-        return failure, tuple(results)
+        return failure, returned
+
+    def _result(
+        self, kept: Kept, held: Mapping[Kept, torch.Tensor], places: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """What lands is of this call alone, the next one has it where this one had: so it is copied, when the streams
+        have joined and all SMs copy it.
+        """
+        if kept not in self._landed:
+            return held[kept]
+        return places[kept.name].copy_(held[kept]) if kept.name in places else held[kept].clone()
 
     def _end(self, streams: Streams, begun: Sequence[Callable[[], None]], over: int, before: int) -> int:
         """Ends launches until so many have; they are that many then."""

@@ -108,7 +108,8 @@ class _Walk:
         written = segment.names(*RETURNED)
         writes = tuple(self.at[one] if one in here else self._other(self.lent.get(one, one)) for one in written)
         made = Launch(moves, reads, writes, self.turn, 0)
-        self.comm.append(replace(made, after=self._after(made)))
+        least = len(self.caller) if is_alone and moves.is_within else 0
+        self.comm.append(replace(made, after=self._after(made, least)))
         self._note(made, written)
 
     def visit(self, step: Yield) -> None:
@@ -155,11 +156,13 @@ class _Walk:
             raise InternalError(f"nothing says how long a block of `{buffer.name}` is, yet it passed the checks")
         return Kept(buffer.name, buffer.blocks, copy, unit)
 
-    def _after(self, phase: Launch | Visit | Return) -> int:
-        """How many phases of the other stream it waits for; 0 where the phase before has."""
+    def _after(self, phase: Launch | Visit | Return, least: int = 0) -> int:
+        """How many phases of the other stream it waits for, `least` of them whatever they touch; 0 where the phase
+        before has.
+        """
         launches = isinstance(phase, Launch)
         other = int(not launches)
-        needed = 0
+        needed = least
         for touch in touches(phase):
             assert isinstance(touch.memory, Kept)
             needed = max(needed, self.written[other].get(touch.memory, 0))

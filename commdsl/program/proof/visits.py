@@ -6,7 +6,7 @@ was made: it sees phases, copies and tables only.
 Order (C640 to C642): a rank has two threads, its caller's stream and the one beside it for launches. Buffers belong to
 the rank; what peers put there lies within the launch of the rank that has it so (C212, of each launch). So no hazard is
 between two ranks, and one rank stands for all. Before a call the caller may have written to
-all it gives, behind it to all it gave and got.
+all it gives, behind it to all it gave and got. What SMs copy within a GPU may wait for visits that it does not touch.
 
 Data (C210): what every copy holds on every rank is followed through the tables of the launches, in the order of their
 turns, beside the steps of the schedule. Every visit is handed what the schedule hands over there (of buffers that
@@ -64,7 +64,8 @@ def _step(number: int, phase: Between) -> Step:
         what, who = ("visit", Actor.CALLER) if isinstance(phase, Launch) else ("launch", Actor.LANES)
         wait = Wait(f"{what} {phase.after - 1}", who, Ranks.OWN)
     name = f"{'launch' if isinstance(phase, Launch) else 'visit'} {number}"
-    return Step(name, by, touches(phase), wait, Ranks.OWN, given=number == phase.after == 0)
+    waits_for_sms = isinstance(phase, Launch) and phase.moves.is_within  # whatever it touches
+    return Step(name, by, touches(phase), wait, Ranks.OWN, given=waits_for_sms or number == phase.after == 0)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
