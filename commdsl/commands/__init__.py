@@ -10,7 +10,7 @@ Assumes `cli` has parsed the arguments. A command knows no click; it is a functi
     jobs          files -> declarations to prove, and what came of each
     summary       what came of them -> lines, JSON
     listing       the shipped files -> a list
-    check, run, show, plan, compile, fmt, explain, tune, choice, cache, doctor, new   a command each
+    check, run, show, plan, synth, compile, fmt, explain, tune, choice, cache, doctor, new   a command each
     lsp           what an editor asks, and `lsp`, the command that answers
     dumps, plan_view, timeline   what `show` shows
     trial, visited, trial_rows, trial_keys   what `run` runs: schedules, their visits, rows by tables, rows by keys

@@ -9,9 +9,13 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TypeAlias
 
 from commdsl.language.records import dataclass
 from commdsl.machine import resources
+
+Params: TypeAlias = tuple[tuple[str, int], ...]
+"""NAME=VALUE, each once or more."""
 
 UNITS = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
@@ -36,7 +40,7 @@ class Target:
 
     ranks: tuple[int, ...] | None
     on: str | None
-    params: tuple[tuple[str, int], ...]
+    params: Params
     tune: tuple[tuple[str, int | str], ...] = ()
 
     @property
@@ -154,7 +158,7 @@ def _nothing_there(word: str) -> str:
     return f"no file, and nothing shipped, has the name {word}; {hint}"
 
 
-def split_words(words: Iterable[str]) -> tuple[tuple[Place, ...], tuple[tuple[str, int], ...]]:
+def split_words(words: Iterable[str]) -> tuple[tuple[Place, ...], Params]:
     """Files and NAME=VALUE parameters, told apart by the `=`."""
     words = tuple(words)
     is_param = {word: "=" in word and not Path(word).exists() for word in words}
@@ -162,7 +166,31 @@ def split_words(words: Iterable[str]) -> tuple[tuple[Place, ...], tuple[tuple[st
     return files, tuple(parse_param(word) for word in words if is_param[word])
 
 
-def target(ranks: str | None, on: str | None, params: tuple[tuple[str, int], ...], tune: Iterable[str] = ()) -> Target:
+def named(
+    places: tuple[Place, ...], params: Params, schedule: str | None
+) -> tuple[tuple[Path, ...], Params, str | None]:
+    """Files, parameters, and the one declaration that is asked for, by --schedule or as FILE.comm:NAME."""
+    names = {place.name for place in places if place.name is not None} | ({schedule} if schedule else set())
+    if len(names) > 1 or (names and schedule is None and len(places) > 1):
+        raise UsageError("one declaration of one file at a time, or all of several files")
+    return tuple(place.path for place in places), params, next(iter(names), None)
+
+
+def files_and_params(words: Iterable[str], schedule: str | None) -> tuple[tuple[Path, ...], Params, str | None]:
+    places, params = split_words(words)
+    if not places:
+        raise UsageError("no file given, nor the name of a shipped one (commdsl list)")
+    return named(places, params, schedule)
+
+
+def file_and_params(words: Iterable[str], schedule: str | None) -> tuple[Path, Params, str | None]:
+    files, params, name = files_and_params(words, schedule)
+    if len(files) > 1:
+        raise UsageError(f"one file at a time, got {', '.join(map(str, files))}")
+    return files[0], params, name
+
+
+def target(ranks: str | None, on: str | None, params: Params, tune: Iterable[str] = ()) -> Target:
     return Target(None if ranks is None else parse_ranks(ranks), parse_on(on), params, parse_tune(tune))
 
 

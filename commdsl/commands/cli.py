@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import click
 
 from commdsl.commands import arguments
-from commdsl.commands.arguments import Place, UsageError, split_words, target
+from commdsl.commands.arguments import Params, UsageError, file_and_params, files_and_params, named, split_words, target
 from commdsl.commands.options import (
     HOW,
     TORCHRUN,
@@ -37,7 +37,6 @@ from commdsl.machine.errors import Error
 
 Words: TypeAlias = tuple[str, ...]
 Text: TypeAlias = str | None
-Params: TypeAlias = tuple[tuple[str, int], ...]
 
 FILES = "FILE... [NAME=VALUE]..."
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -153,6 +152,23 @@ def plan(words: Words, out: Path | None, svg: Path | None, as_json: bool, **chos
     from commdsl.commands.plan import parse, plan
 
     return plan(words, parse(**chosen), out, svg, as_json=as_json)
+
+
+@app.command(cls=Grouped, example="synth allgather --on dgx1 --out allgather_dgx1.comm")
+@click.argument("collective")
+@option("--on", section=WHAT, metavar="TOPOLOGY", help="A shipped topology, or a .comm file with one; needed.")
+@option("--root", section=WHAT, type=click.IntRange(0), metavar="RANK", help="Of a broadcast or reduce; 0 unless said.")
+@option("--name", section=WHAT, metavar="NAME", help="Of the schedule; COLLECTIVE_TOPOLOGY unless said.")
+@option("--out", "-o", type=to_write, metavar="FILE", help="Where to; printed unless said.")
+@as_json
+def synth(collective: str, out: Path | None, as_json: bool, **chosen: Any) -> Exit:
+    """Write a schedule for a machine that no shipped one fits: allgather, reduce_scatter, allreduce, broadcast, reduce.
+
+    Spanning trees are packed to what the machine's cuts leave, and the file is proved before it is written.
+    """
+    from commdsl.commands.synth import parse, synth
+
+    return synth(parse(collective, **chosen), out, as_json=as_json)
 
 
 @app.command(cls=Grouped, example="compile allreduce_ring --ranks 4 --out kernels")
@@ -324,28 +340,6 @@ def new(kind: str, file: Path | None, as_json: bool) -> Exit:
 
 def aim(chosen: dict[str, Any], params: Params) -> arguments.Target:
     return target(chosen["ranks"], chosen["on"], params, chosen["tune"])
-
-
-def named(places: tuple[Place, ...], params: Params, schedule: Text) -> tuple[tuple[Path, ...], Params, Text]:
-    """Files, parameters, and the one declaration that is asked for, by --schedule or as FILE.comm:NAME."""
-    names = {place.name for place in places if place.name is not None} | ({schedule} if schedule else set())
-    if len(names) > 1 or (names and schedule is None and len(places) > 1):
-        raise UsageError("one declaration of one file at a time, or all of several files")
-    return tuple(place.path for place in places), params, next(iter(names), None)
-
-
-def files_and_params(words: Words, schedule: Text) -> tuple[tuple[Path, ...], Params, Text]:
-    places, params = split_words(words)
-    if not places:
-        raise UsageError("no file given, nor the name of a shipped one (commdsl list)")
-    return named(places, params, schedule)
-
-
-def file_and_params(words: Words, schedule: Text) -> tuple[Path, Params, Text]:
-    files, params, name = files_and_params(words, schedule)
-    if len(files) > 1:
-        raise UsageError(f"one file at a time, got {', '.join(map(str, files))}")
-    return files[0], params, name
 
 
 # --- how it ends ------------------------------------------------------------------------------------------------------

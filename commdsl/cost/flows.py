@@ -27,7 +27,7 @@ MOST_RANKS = 512
 BOTH_WAYS_RANKS = 64
 """Up to so many ranks the least flow between any two is computed."""
 
-COPIED_RANKS = 12
+COPIED_RANKS = 16
 """Up to so many ranks copies are a linear program, where cuts do not tell what ports share out."""
 
 PROGRAM_RANKS = 16
@@ -59,25 +59,22 @@ def flow_bounds(demand: Demand, graph: Graph) -> Iterator[tuple[float, str]]:
         for way, machine in ((demand, graph), (back, graph.reversed)):
             flows = way.flows
             if flows is not None and flows.size * len(graph.wires.source) <= MOST_COLUMNS:
-                yield _program(flows, machine.wires), "all that flows at once"
+                yield _program(flows, machine.wires)[0], "all that flows at once"
                 break
 
 
 def _spread(
     weights: Floats, wants: NDArray[np.bool_], graph: Graph, out: str, into: str
 ) -> Iterator[tuple[float, str]]:
-    yield _strongest(weights, wants, graph, out, into)
+    yield strongest(weights, wants, graph, out, into)
     if not graph.is_switched and graph.num_ranks <= COPIED_RANKS:
-        sinks = np.flatnonzero(wants)
-        left = -np.tile(weights, (len(sinks), 1))
-        left[np.arange(len(sinks)), sinks] += weights.sum()
-        yield _program(Flows(left, np.zeros(len(sinks), np.int64)), graph.wires), "all copies that flow at once"
+        yield copied(weights, wants, graph.wires)[0], "all copies that flow at once"
 
 
 # --- cuts -------------------------------------------------------------------------------------------------------------
 
 
-def _strongest(weights: Floats, wants: NDArray[np.bool_], graph: Graph, out: str, into: str) -> tuple[float, str]:
+def strongest(weights: Floats, wants: NDArray[np.bool_], graph: Graph, out: str, into: str) -> tuple[float, str]:
     """The cut that takes longest, by maximum flows: one that is too small for the time so far shows a stronger cut."""
     best, inside = 0.0, np.zeros(graph.num_ranks, np.bool_)
     if not (weights > 0).any():
@@ -155,11 +152,32 @@ def _maximum_flow(
     return int(found.flow_value), side
 
 
+def flow_value(capacity: Longs, start: int, end: int) -> int:
+    """The maximum flow over edges in whole numbers, a matrix; without limit where it starts."""
+    from scipy.sparse import csr_array  # as above
+    from scipy.sparse.csgraph import maximum_flow
+
+    if start == end:
+        return 2 * UNITS
+    source, dest = np.nonzero(capacity)
+    first = np.searchsorted(source, np.arange(len(capacity) + 1))
+    edges = capacity[source, dest].astype(np.int32), dest.astype(np.int32), first.astype(np.int32)
+    return int(maximum_flow(csr_array(edges, shape=capacity.shape), start, end).flow_value)
+
+
 # --- flows ------------------------------------------------------------------------------------------------------------
 
 
-def _program(flows: Flows, wires: Wires) -> float:
-    """The least time in which flows reach what is wanted, by whatever ways."""
+def copied(weights: Floats, wants: NDArray[np.bool_], wires: Wires) -> tuple[float, Floats]:
+    """The least time in which what all ranks give reaches those that want it, and how much each wire carries."""
+    sinks = np.flatnonzero(wants)
+    left = -np.tile(weights, (len(sinks), 1))
+    left[np.arange(len(sinks)), sinks] += weights.sum()
+    return _program(Flows(left, np.zeros(len(sinks), np.int64)), wires)
+
+
+def _program(flows: Flows, wires: Wires) -> tuple[float, Floats]:
+    """The least time in which flows reach what is wanted, by whatever ways, and what each wire carries of it."""
     from scipy.optimize import linprog  # as above
     from scipy.sparse import coo_array, csr_array, eye_array, hstack, kron, vstack
 
@@ -167,25 +185,28 @@ def _program(flows: Flows, wires: Wires) -> float:
     values = int(flows.value.max(initial=-1)) + 1
     ends = np.concatenate([wires.source, wires.dest]), np.tile(np.arange(count), 2)
     kept = coo_array((np.repeat([-1.0, 1.0], count), ends), shape=(num_ranks, count))
-    uses, most = _limits(wires, num_ranks)
+    uses, most = limits(wires, num_ranks)
     scale = float(most.max(initial=1.0))
     # Columns: every flow over every wire, every value over every wire, the time.
     one_of = coo_array((-np.ones(number), (np.arange(number), flows.value)), shape=(number, values))
     copies = [eye_array(number * count), kron(one_of, eye_array(count)), csr_array((number * count, 1))]
     crossing = [kron(np.ones((1, values)), uses), csr_array(-(most / scale)[:, None])]
-    limits = vstack([hstack(copies), hstack([csr_array((len(most), number * count)), *crossing])]).tocsr()
+    bounded = vstack([hstack(copies), hstack([csr_array((len(most), number * count)), *crossing])]).tocsr()
     solved = linprog(
         np.append(np.zeros((number + values) * count), 1.0),
-        A_ub=limits,
-        b_ub=np.zeros(limits.shape[0]),
+        A_ub=bounded,
+        b_ub=np.zeros(bounded.shape[0]),
         A_eq=hstack([kron(eye_array(number), kept), csr_array((number * num_ranks, values * count + 1))]).tocsr(),
         b_eq=flows.left.ravel(),
         method="highs",
     )
-    return float(solved.fun) / scale if solved.status == 0 else float("inf")
+    if solved.status != 0:
+        return float("inf"), np.zeros(count)
+    carried: Floats = solved.x[number * count : -1].reshape(values, count).sum(axis=0)
+    return float(solved.fun) / scale, carried
 
 
-def _limits(wires: Wires, num_ranks: int) -> tuple[Any, Floats]:
+def limits(wires: Wires, num_ranks: int) -> tuple[Any, Floats]:
     """Which wires (columns) share what can be carried, and how much that is: a wire by itself, ports out and in."""
     from scipy.sparse import coo_array, eye_array, vstack  # as above
 
