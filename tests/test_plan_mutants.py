@@ -33,7 +33,7 @@ from commdsl.build.host_ranks import DataRaceError, RowsError, Running
 from commdsl.build.host_rows import RowsCall, checking, run_calls
 from commdsl.checks import check_plan, check_routed
 from commdsl.ep import simulate
-from commdsl.ir.lengths import block_lengths
+from commdsl.ir.lengths import block_lengths, num_entries
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.dtypes import FLOAT32, INT32
@@ -76,9 +76,10 @@ class Right:
 def _call(schedule: Schedule, elements: int, seed: int, dtype: type) -> dict[str, list[np.ndarray]]:
     """Blocks of so many elements, or of up to as many, where they have lengths of their own."""
     random, buffer, ranks = np.random.default_rng(seed), given(schedule), schedule.num_ranks
-    lengths, table = schedule.lengths, [elements] * ranks
+    lengths, table = schedule.lengths, [elements]
     if lengths is not None:
-        table = random.permutation([0, elements, *random.integers(0, elements, ranks - 2)]).tolist()
+        more = num_entries(ranks, len(lengths.axes)) - 2
+        table = random.permutation([0, elements, *random.integers(0, elements, more)]).tolist()
     blocks = block_lengths(lengths, ranks, buffer.blocks, elements if lengths is None else table)
     call = {buffer.name: [(100 * random.normal(size=sum(own))).astype(dtype) for own in blocks]}
     return call if lengths is None else {**call, lengths.table: [np.array(table)]}
@@ -239,7 +240,7 @@ STATIC = (
     "attention/rotation_ring",
 )
 
-UNEVEN = ("uneven/allgather_uneven", "uneven/reducescatter_uneven")
+UNEVEN = ("uneven/allgather_uneven", "uneven/reducescatter_uneven", "uneven/alltoall_uneven")
 
 KEY_WAYS = (
     *("there", "there once", "there nodes", "again once", "again nodes"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -27,20 +28,28 @@ def compiled(name: str, ranks: int, **tune: int | str) -> Any:
     return compiler.compile(FOLDER / f"{name}_uneven.comm", ranks=ranks, tune=tune)
 
 
-def tables(ranks: int, seed: int) -> list[list[int]]:
+def tables(name: str, ranks: int, seed: int) -> list[list[int]]:
     """Lengths of calls: of a few elements, of more than a tile, none at all, all on one rank, none of some."""
-    random = np.random.default_rng(seed)
-    some, most = (random.integers(0, count, ranks).tolist() for count in (5, 3000))
-    alone = [0] * ranks
-    alone[seed % ranks] = 2500
-    return [most, some, [0] * ranks, alone, [length * (rank % 2) for rank, length in enumerate(most)], most[::-1]]
+    random, count = np.random.default_rng(seed), ranks**2 if name == "alltoall" else ranks
+    some, most = (random.integers(0, length, count).tolist() for length in (5, 3000))
+    alone = [0] * count
+    alone[seed % count] = 2500
+    return [most, some, [0] * count, alone, [length * (at % 2) for at, length in enumerate(most)], most[::-1]]
 
 
 def given(name: str, table: list[int], dtype: DType, seed: int) -> list[Array]:
     """By rank what it has: its block of an all-gather, a block for each rank otherwise."""
     random = np.random.default_rng(seed)
     sizes = table if name == "allgather" else [sum(table)] * len(table)
+    if name == "alltoall":
+        sizes = np.sum(_square(table), axis=1).tolist()
     return [_stored(random.integers(-9, 9, size), dtype) for size in sizes]
+
+
+def _square(table: list[int]) -> Array:
+    """A row for each rank of what it sends to whom."""
+    ranks = isqrt(len(table))
+    return np.array(table).reshape(ranks, ranks)
 
 
 def _stored(values: Array, dtype: DType) -> Array:
@@ -51,6 +60,9 @@ def wanted(name: str, table: list[int], x: list[Array], dtype: DType) -> list[Ar
     """By rank what it gets, by numpy; numbers are so small that every sum is exact."""
     if name == "allgather":
         return [np.concatenate(x)] * len(table)
+    if name == "alltoall":
+        sent = [np.split(one, np.cumsum(row)[:-1]) for one, row in zip(x, _square(table), strict=True)]
+        return [np.concatenate(came) for came in zip(*sent, strict=True)]
     total = sum(dtype.to_float32(one).astype(np.int64) if dtype.is_float else one.astype(np.int64) for one in x)
     return [_stored(part, dtype) for part in np.split(total, np.cumsum(table)[:-1])]
 
@@ -58,8 +70,8 @@ def wanted(name: str, table: list[int], x: list[Array], dtype: DType) -> list[Ar
 def ran(name: str, ranks: int, dtype: str, options: Options, **tune: int | str) -> None:
     """Calls of all kinds of lengths, one behind another on one heap, leave what numpy says."""
     made, of = compiled(name, ranks, lanes=2, **tune), BY_NAME[dtype]
-    inputs = [given(name, table, of, seed) for seed, table in enumerate(tables(ranks, ranks))]
-    every = list(zip(tables(ranks, ranks), inputs, strict=True))
+    inputs = [given(name, table, of, seed) for seed, table in enumerate(tables(name, ranks, ranks))]
+    every = list(zip(tables(name, ranks, ranks), inputs, strict=True))
     calls = [{"x": x, "n": [np.array(table)]} for table, x in every]
     for (table, x), found in zip(
         every, host_run.run_calls(made.plan, made.emitted, calls, of, "sum", options), strict=True
@@ -70,9 +82,14 @@ def ran(name: str, ranks: int, dtype: str, options: Options, **tune: int | str) 
         assert all(np.array_equal(*pair) for pair in zip(oracle, wanted(name, table, x, of), strict=True))
 
 
+WAYS = [
+    *((name, way) for name in ("allgather", "reducescatter") for way in ("bulk", "packet", "line", "tma")),
+    *(("alltoall", way) for way in ("bulk", "tma")),
+]
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["allgather", "reducescatter"])
-@pytest.mark.parametrize("protocol", ["bulk", "packet", "line", "tma"])
+@pytest.mark.parametrize(("name", "protocol"), WAYS)
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (3, "int8"), (5, "bfloat16"), (8, "int64")])
 def test_any_lengths(name: str, protocol: str, ranks: int, dtype: str) -> None:
     """Every rank gets what it must, whatever lengths there are, none among them, in any memory and element type."""
@@ -82,7 +99,8 @@ def test_any_lengths(name: str, protocol: str, ranks: int, dtype: str) -> None:
 
 def test_no_race() -> None:
     """Under ThreadSanitizer calls of unequal and of no blocks leave each other's cells alone."""
-    ran("reducescatter", 3, "int32", Options(sanitize=True, timeout=60), tile=1024)
+    for name in ("reducescatter", "alltoall"):
+        ran(name, 3, "int32", Options(sanitize=True, timeout=60), tile=1024)
 
 
 def test_a_chunk_has_one_length() -> None:
@@ -150,6 +168,50 @@ def test_calls_and_gradients() -> None:
     in_group(3, body)
 
 
+SENT = [[2, 0, 3], [1, 4, 0], [0, 0, 0]]
+"""Rows that each of three ranks sends to each."""
+
+
+def splits(rank: int) -> dict[str, list[int]]:
+    """What a rank is told of them."""
+    return {"input_split_sizes": SENT[rank], "output_split_sizes": [row[rank] for row in SENT]}
+
+
+def test_to_all_and_back() -> None:
+    """Each rank knows what it sends and what comes; gradients go back the way that their rows came."""
+
+    def body(rank: int, group: str) -> None:
+        x = rows_of(rank, sum(SENT[rank])).requires_grad_()
+        y = commdsl.all_to_all(x * 2, group=group, **splits(rank))
+        parts = [torch.split(2 * rows_of(peer, sum(SENT[peer])), SENT[peer])[rank] for peer in range(3)]
+        assert torch.equal(y, torch.cat(parts))
+        (y * (rank + 1)).sum().backward()
+        scale = torch.repeat_interleave(torch.arange(1.0, 4.0), torch.tensor(SENT[rank]))
+        assert torch.equal(x.grad, 2 * scale[:, None].expand_as(x))
+        again = commdsl.load("alltoall_uneven", ranks=3)
+        lengths = [*splits(rank)["input_split_sizes"], *splits(rank)["output_split_sizes"]]
+        assert torch.equal(again((2 * x).detach(), lengths=lengths, group=group), y)
+        equal = commdsl.all_to_all(rows_of(rank, 6), group=group)
+        assert torch.equal(equal[:2], rows_of(0, 6)[2 * rank : 2 * rank + 2])
+
+    in_group(3, body)
+
+
+def test_a_block_of_another_length() -> None:
+    """A rank that expects another number of rows than its peer sends says so, with both numbers; nobody hangs."""
+    names = commdsl.threads(3)
+
+    def body(rank: int) -> Any:
+        told = splits(rank)
+        if rank == 2:
+            told["output_split_sizes"] = [3, 1, 0]  # of rank 1, which sends nothing
+        return commdsl.all_to_all(rows_of(rank, sum(SENT[rank])), group=names[rank], **told)
+
+    found = outcomes(3, body)
+    assert isinstance(found[2], AgreementError)
+    assert "rank 1 sends 0 bytes to rank 2, which expects 12" in str(found[2])
+
+
 def test_traced() -> None:
     """opcheck finds nothing; torch.compile takes them without a break, and so the ops that are loaded."""
     (alone,) = commdsl.threads(1)
@@ -207,6 +269,10 @@ def test_refused() -> None:
             commdsl.all_gather(x, group=group, output_split_sizes=[3, -1, 5])
         with pytest.raises(ArgumentError, match="`output_split_sizes` and `wire` do not go together"):
             commdsl.all_gather(x, group=group, output_split_sizes=ROWS, wire="float8")
+        with pytest.raises(ArgumentError, match="go together: give both, or none"):
+            commdsl.all_to_all(x, group=group, input_split_sizes=ROWS)
+        with pytest.raises(TensorError, match=f"rank {rank} sends itself 1 rows, and expects 2 of itself"):
+            commdsl.all_to_all(torch.ones(3, 3), [2, 2, 2], [1, 1, 1], group=group)
         with pytest.raises(TensorError, match="takes no lengths"):
             commdsl.load("permutation_shift", params={"K": 1}, ranks=3)(x, group=group, lengths=ROWS)
 

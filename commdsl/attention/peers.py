@@ -131,13 +131,10 @@ class A2AComm(Comm):
         self._beside(tensors, lambda: self._exchange(send_tensors, recv_tensors))
 
     def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> torch.Tensor:
-        most = max(tensor.numel() for tensor in (*sent, *received))
-        blocks = sent[0].new_zeros(self.world_size, most)
-        for block, tensor in zip(blocks, sent, strict=True):
-            block[: tensor.numel()] = tensor.flatten()
-        found: torch.Tensor = all_to_all(blocks, self.name)
-        for block, tensor in zip(found, received, strict=True):
-            tensor.copy_(block[: tensor.numel()].view(tensor.shape))
+        leaving, coming = ([tensor.numel() for tensor in tensors] for tensors in (sent, received))
+        found: torch.Tensor = all_to_all(torch.cat([one.flatten() for one in sent]), coming, leaving, self.name)
+        for block, tensor in zip(found.split(coming), received, strict=True):
+            tensor.copy_(block.view(tensor.shape))
         return found
 
 

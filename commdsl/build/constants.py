@@ -28,6 +28,7 @@ def static_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
     yield "bool", "kLands", int(moves.lands)
     yield "bool", "kCasts", int(moves.casts is not None)
     yield "bool", "kHasLengths", int(moves.lengths is not None)
+    yield "bool", "kHasHeads", int(moves.has_heads)
     yield "u64", "kSums", sum(1 << space for space, tensor in enumerate(moves.tensors) if tensor.is_sum)
     yield "u64", "kNumCells", moves.num_cells
     yield "u64", "kRotation", moves.rotation

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from commdsl.ir.schedules import Schedule, Step, Task, Yield
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import BufferKind
@@ -37,15 +39,15 @@ def unbuilt_lengths(schedule: Schedule) -> Iterator[Diagnostic]:
     if lengths is None:
         return
     first = next(one for one in schedule.buffers if one.lengths == lengths)
-    what, help = "", ""
+    what, help, of_pairs = "", "", len(lengths.axes) == 2
     if any(not isinstance(step, Step) for step in schedule.steps) or schedule.has_products or schedule.rowwise:
         what, help = "beside what is computed", "leave out the lengths, or what computes"
     elif schedule.cast is not None:
         what, help = "in another element type", "leave out `as`"
-    elif len(lengths.axes) == 2:
-        what, help = "for each pair of ranks", "look them up by `rank` and `block` each"
-    elif schedule.tuning.protocol == "engine":
-        what, help = "by `protocol engine`", "tune another protocol, as `bulk`"
+    elif schedule.tuning.protocol == "engine" or (of_pairs and schedule.tuning.protocol in ("packet", "line")):
+        what, help = f"by `protocol {schedule.tuning.protocol}`", "tune another protocol, as `bulk`"
+    elif of_pairs and not _all_meet(schedule):
+        what, help = "unless all ranks meet", "send to every rank what is for it, however long that may be"
     elif any(one.lengths is None and one.kind is not BufferKind.SCRATCH for one in schedule.buffers):
         what, help = "beside equal ones", "look up the lengths of every buffer"
     if what:
@@ -53,6 +55,14 @@ def unbuilt_lengths(schedule: Schedule) -> Iterator[Diagnostic]:
         yield Diagnostic(
             "C595", f"no kernel moves blocks of unequal length {what}", Label(first.span, label), help=help
         )
+
+
+def _all_meet(schedule: Schedule) -> bool:
+    """Whether every rank moves something of every other one's: from what comes it learns how many rounds there are."""
+    met = np.eye(schedule.num_ranks, dtype=np.bool_)
+    for moves in (one for step in schedule.steps if isinstance(step, Step) for one in step.moves):
+        met[moves.dest_rank[:, None], moves.source_rank] |= True if moves.source_valid is None else moves.source_valid
+    return bool(met.all())
 
 
 def unbuilt_casts(schedule: Schedule, transport: Transport) -> Iterator[Diagnostic]:

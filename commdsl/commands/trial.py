@@ -163,6 +163,8 @@ def stamped_of(compiled: CompiledSchedule) -> tuple[Plan, Emitted]:
     """The build that writes time stamps."""
     if compiled.plan.is_visited:
         raise UsageError(f"--profile is of one launch; of those of `{compiled.plan.name}` `op.profiled` is, in Python")
+    if compiled.plan.moves.has_heads:
+        raise UsageError(f"`{compiled.plan.name}` has as many rounds as peers say: its kernel has no time stamps")
     plan = stamped(compiled.plan)
     return plan, emit(plan)
 

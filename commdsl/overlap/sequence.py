@@ -38,7 +38,7 @@ def multiply_then_exchange(rows: Tensor, factor: Tensor, group_name: str | None 
     """rows (n, K), factor (P * N, K) -> (P * n, N). As many products as ranks: what goes to one lies side by side."""
     ranks = menu.size(group_name)
     made = torch.bmm(rows.expand(ranks, -1, -1), factor.unflatten(0, (ranks, -1)).mT)
-    found: Tensor = collectives.all_to_all(made.flatten(0, 1), group_name)
+    found: Tensor = collectives.all_to_all(made.flatten(0, 1), group=group_name)
     return found
 
 

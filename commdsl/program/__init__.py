@@ -15,7 +15,7 @@ plan          memory, roles, and each role's phases in order
 actors        moves and tiles as one table, of all who act
 lower         IR -> Plan
 legal         a law of a Plan, and what is said where it does not hold
-verify, verify_calls, verify_casts, verify_keys   what a legal Plan is; a fault in one is a bug of commdsl
+verify, verify_calls, verify_casts, verify_keys, verify_lengths   what a legal Plan is; a fault in one is our bug
 proof         the laws of Plans
 sizes         a Plan and the bytes of a block -> what a launch needs
 stamps        a Plan -> its build that writes time stamps, and what each of them is of

@@ -33,6 +33,13 @@ Lane l of L active lanes owns [min(l * q, n), min((l + 1) * q, n)) of a chunk of
 L), where m is the largest chunk that any operation moves: one q for all, so that a lane's rounds are as long in every
 operation.
 
+**Lengths.** Where blocks have lengths of their own, an operation's block has one of those that its rank knows, and a
+lane owns an equal share of each chunk. Ranks that all know all of them have as many rounds as the longest takes. A rank
+that knows those of its pairs alone begins with as many as the longest of these takes, one at least: in the first round
+of a call the data in every cell has a *head*, the length of the block, for the reader to hold against its own, and the
+rounds that the sender knows of. Every rank reads a cell of every other one in a round, so behind the first they all
+have as many as whoever needs most. A head is part of its cell: what orders the one orders the other.
+
 **Groups.** An operation that is `joined` stores the value of the operation before it once more, somewhere else: both
 are one pass over the sources. Its sources are those of the first of its group, which alone waits, and the last of a
 group alone signals. All bodies of a group count as one.
@@ -73,6 +80,9 @@ from commdsl.program.memory import Tensor
 
 UNIT = 16
 """Bytes of a vector: chunks but the last of a block are multiples of it."""
+
+HEAD_BYTES = 16
+"""In front of the data in a cell, where there are heads: as kHeadBytes in types.cuh."""
 
 CELL = -1
 """The space of a location in symmetric memory; a space of 0 or more is a tensor."""
@@ -253,6 +263,11 @@ class Moves:
         return next((tensor.lengths for tensor in self.tensors if tensor.lengths is not None), None)
 
     @property
+    def has_heads(self) -> bool:
+        """Whether a rank knows the lengths of its pairs alone, so that data in cells says how long its block is."""
+        return self.lengths is not None and len(self.lengths.axes) == 2
+
+    @property
     def lands(self) -> bool:
         """Whether peers put to any of its tensors."""
         return any(tensor.lands for tensor in self.tensors)
@@ -282,7 +297,7 @@ class Moves:
     def slot_bytes(self) -> int:
         """What a tile takes in a cell."""
         data, wire = self.protocol.wire
-        return -(-self.tile_bytes // data) * wire
+        return -(-self.tile_bytes // data) * wire + (HEAD_BYTES if self.has_heads else 0)
 
     @property
     def stage_bytes(self) -> int:

@@ -33,6 +33,9 @@ DEVICE_MIN_PART_BYTES = 2048
 MOST_PARTS = 8
 """Lanes that share a row, as kMostParts in by_row.cuh: blocks of a cluster, which may always have so many."""
 
+NO_SHARE = 1 << 62
+"""The most that a lane owns of a chunk where only other ranks may know how much that is."""
+
 STAGGERED = 4
 """Lanes start out of step, so that some use the links while others use their own memory."""
 
@@ -153,6 +156,8 @@ def launch(
     """Lanes and rounds of a call on blocks of this size, those of the longest where lengths differ; ValueError where 32
     bits cannot count a block's vectors, or where a block is not whole rows, if lanes are to have whole ones.
     """
+    if moves.has_heads:
+        return _paired(moves, blocks, moves.lanes if max_lanes is None else min(moves.lanes, max_lanes))
     if not isinstance(blocks, int):
         longest = launch(moves, max(blocks), min_slice_bytes=min_slice_bytes, max_lanes=max_lanes)
         return replace(longest, lengths=blocks)
@@ -175,6 +180,16 @@ def launch(
     stagger = moves.tile_bytes // STAGGERED // moves.unit * moves.unit
     shortest = moves.tile_bytes - (STAGGERED - 1) * stagger
     return Launch(block_bytes, active, 1 - (shortest - share) // moves.tile_bytes, share, stagger, row_bytes)
+
+
+def _paired(moves: Moves, blocks: Blocks, lanes: int) -> Launch:
+    """Of a rank that knows the lengths of its pairs: alike on all ranks, but how many rounds there are at first."""
+    lengths = (blocks,) if isinstance(blocks, int) else blocks
+    share = lane_share(largest_chunk_bytes(moves, max(lengths)), lanes)
+    stagger = moves.tile_bytes // STAGGERED // UNIT * UNIT
+    shortest = moves.tile_bytes - (STAGGERED - 1) * stagger
+    rounds = max(1, 1 - (shortest - share) // moves.tile_bytes)
+    return Launch(max(lengths), lanes, rounds, NO_SHARE, stagger, lengths=lengths)
 
 
 def round_range(moves: Moves, call: Launch, lane: int, number: int) -> tuple[int, int]:

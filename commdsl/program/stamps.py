@@ -46,6 +46,8 @@ class Layout:
 
 def stamped(plan: Plan) -> Plan:
     """The same Plan, built another way."""
+    if plan.is_static and not plan.is_visited and plan.moves.has_heads:
+        raise InternalError(f"`{plan.name}` has as many rounds as peers say: its kernel has no time stamps")
     if not plan.is_static:
         raise InternalError(f"`{plan.name}` moves rows by a routing: its kernel has no time stamps")
     return replace(plan, stamped=True)

@@ -70,7 +70,7 @@ class CommTimeout(Error, RuntimeError):  # noqa: N818 - a time-out is what it is
 
 
 TIMED_OUT, BAD_TILE, BAD_COUNT, BAD_FINISH, BAD_TABLE, BAD_KEY, NO_ROOM, BAD_ORIGIN, BAD_MATE = range(1, 10)
-DISAGREES, STOPPED, INTERRUPTED, GONE = range(10, 14)
+DISAGREES, STOPPED, INTERRUPTED, GONE, BAD_LENGTH = range(10, 15)
 """`ErrorRecord.code`, as in types.cuh."""
 
 

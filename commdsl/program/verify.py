@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir.classes import SUM, Unit
 from commdsl.ir.functions import FUNCTIONS, ROWWISE
-from commdsl.ir.lengths import knows, num_entries
 from commdsl.ir.schedules import Ints
-from commdsl.language.kinds import Axis
 from commdsl.program.by_row import ByRow
 from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.legal import each as _each
@@ -39,6 +37,7 @@ from commdsl.program.tasks import FUNCTION_OF, Tiles
 from commdsl.program.verify_calls import verify_calls
 from commdsl.program.verify_casts import verify_casts
 from commdsl.program.verify_keys import verify_keys
+from commdsl.program.verify_lengths import verify_lengths
 from commdsl.program.visited import kept_by, launches, plan_of, segments, visits
 
 Mask = NDArray[np.bool_]
@@ -279,7 +278,7 @@ def _operations(moves: Moves, *kinds: OpKind) -> None:
     _within(ops.origin, len(moves.origins), "operation", "origin lies")
     _within(ops.cut, MOST_PIECES, "operation", "cut lies", start=1)
     _each((ops.piece >= 0) & (ops.piece < ops.cut), "operation", "piece is less than cut")
-    _lengths(moves)
+    verify_lengths(moves)
     _within(ops.joined, 2, "operation", "joined is a truth value,")
     _within(ops.source_weight, MOST_CONTRIBUTIONS + 1, "source", "its weight lies", start=1)
     num_sources = np.diff(ops.source_begin)
@@ -294,21 +293,6 @@ def _operations(moves: Moves, *kinds: OpKind) -> None:
     _each((ops.whole == 1) | (num_sources != 1), "operation", "the whole of one source is 1")
     computes = (~np.isin(ops.kind, (OpKind.COPY, OpKind.HOLD))).any()
     _law(moves.has_reduction or not computes, "it only moves bytes, yet an operation computes")
-
-
-def _lengths(moves: Moves) -> None:
-    """There is one table, and whoever moves a block knows how long it is."""
-    ops, found = moves.ops, {one.lengths for one in moves.tensors}
-    _law(len({one and one.table for one in found}) == 1, "some blocks have lengths of their own, others have not")
-    for tensor in moves.tensors:
-        by_block = tensor.lengths is not None and Axis.BLOCK in tensor.lengths.axes
-        _law(not by_block or tensor.blocks == moves.num_ranks, f"`{tensor.name}` has blocks without a length")
-    _law(found == {None} or moves.protocol is not Protocol.ENGINE, "the copy engine is told lengths by the host")
-    axes = {len(one.axes) for one in found if one is not None} or {0}
-    _law(len(axes) == 1, "a table of lengths is looked up by one rank, and by two")
-    (num_axes,) = axes
-    _within(ops.length, num_entries(moves.num_ranks, num_axes), "operation", "its length lies")
-    _each(knows(moves.num_ranks, num_axes, ops.actor, ops.length), "operation", "its rank knows the length")
 
 
 def _held(moves: Moves) -> None:

@@ -117,6 +117,10 @@ def _reduce_scatter_uneven(
     return _run("reduce_scatter", x, x.nbytes, group_name, op=op, timeout=timeout, lengths=tuple(lengths))
 
 
+def _all_to_all_uneven(x: Tensor, lengths: Sequence[int], group_name: str, timeout: float | None = None) -> Tensor:
+    return _run("all_to_all", x, x.nbytes, group_name, timeout=timeout, lengths=tuple(lengths))
+
+
 def _broadcast(x: Tensor, group_name: str, root: int = 0, timeout: float | None = None) -> Tensor:
     return _run("broadcast", x, x.nbytes, group_name, root=root, timeout=timeout)
 
@@ -144,6 +148,10 @@ def _all_rows(shape: list[Any], lengths: Sequence[Any], rank: int) -> list[Any]:
 
 def _own_rows(shape: list[Any], lengths: Sequence[Any], rank: int) -> list[Any]:
     return [lengths[rank], *shape[1:]]
+
+
+def _coming_rows(shape: list[Any], lengths: Sequence[Any], rank: int) -> list[Any]:
+    return [sum(lengths[len(lengths) // 2 :]), *shape[1:]]
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -189,6 +197,14 @@ def _back_reduce_scatter_uneven(
     return gathered / menu.size(group_name) if op == "avg" else gathered
 
 
+def _back_all_to_all_uneven(
+    gradient: Tensor, lengths: Sequence[int], group_name: str, timeout: float | None = None
+) -> Any:
+    ranks = len(lengths) // 2
+    swapped = [*lengths[ranks:], *lengths[:ranks]]  # what was sent comes back
+    return torch.ops.commdsl_collectives.all_to_all_uneven(gradient, swapped, group_name, timeout)
+
+
 def _back_broadcast(gradient: Tensor, group_name: str, root: int = 0, timeout: float | None = None) -> Tensor:
     ranks = menu.size(group_name)
     if ranks == 1:
@@ -224,5 +240,6 @@ TRACED = (
         _back_reduce_scatter_uneven,
         has_lengths=True,
     ),
+    Traced("all_to_all_uneven", "", _all_to_all_uneven, _coming_rows, _back_all_to_all_uneven, has_lengths=True),
     Traced("broadcast", ", int root=0", _broadcast, _same, _back_broadcast),
 )

@@ -116,12 +116,27 @@ def reduce_scatter(
     return menu.run("reduce_scatter", x, x.nbytes, group, op=op, async_op=async_op, timeout=timeout)
 
 
-def all_to_all(x: torch.Tensor, group: Any = None, async_op: bool = False, timeout: Patience = None) -> Any:
+def all_to_all(
+    x: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    timeout: Patience = None,
+) -> Any:
     """Block q of rank p's x is block p of rank q's result: equal blocks along dimension 0, x's shape.
 
     x: contiguous, of any dtype, its first dimension a multiple of the ranks. With `async_op` a Work. The gradient is
     the all-to-all of the gradients.
+
+    `input_split_sizes`: how many rows of x go to each rank, `output_split_sizes`: how many come from each, where they
+    are not as many; 0 is a number. A rank says its own: what it sends to another has to be what that one expects of it,
+    which the kernel compares before anything is received (AgreementError). A CUDA graph keeps them.
     """
+    splits = given.both(output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes)
+    if splits is not None:
+        came, sent = splits
+        return _uneven("all_to_all", x, (*sent, *came), group, async_op=async_op, timeout=timeout)
     if _is_traced("all_to_all", x) and not async_op:
         return _ops().all_to_all(x, groups.name_of(group), timeout=given.seconds(timeout))
     return menu.run("all_to_all", x, x.nbytes, group, async_op=async_op, timeout=timeout)

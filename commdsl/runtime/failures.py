@@ -11,6 +11,7 @@ from collections.abc import Callable
 from commdsl.program.desk import Stop, stop_of
 from commdsl.program.plan import Plan
 from commdsl.program.timeouts import (
+    BAD_LENGTH,
     DISAGREES,
     GONE,
     INTERRUPTED,
@@ -35,6 +36,8 @@ def failure_of(
     """What a report means, after a time-out of so many seconds; None where nobody is left to explain it."""
     if record.code == DISAGREES:
         return different_calls(record.rank, record.peer, record.rank, (record.expected, record.seen), said)
+    if record.code == BAD_LENGTH:
+        return different_lengths(record, said)
     if record.code == STOPPED:
         return stopped_by(stop_of(record.seen), record, said)
     if record.code == TIMED_OUT:
@@ -54,12 +57,26 @@ def stopped_by(stop: Stop, record: ErrorRecord, said: Said) -> Exception:
     """What a rank is told by a peer that gave up."""
     if stop.code == DISAGREES:
         return different_calls(stop.rank, stop.peer, record.rank, (record.expected, None), said)
+    if stop.code == BAD_LENGTH:
+        why = f"what rank {stop.peer} sends to rank {stop.rank} is not as long as that one expects"
+        said.say(said.words(record.expected) or UNKNOWN, why)
+        return AgreementError(why)
     if stop.code == GONE:
         found = PeerError(stop.peer, f"is gone: rank {stop.rank} waited for it")
     else:
         why = WHY.get(stop.code, "what it was to move was wrong").format(stop.peer)
         found = PeerError(stop.rank, f"gave up: {why}")
     said.say(said.words(record.expected) or UNKNOWN, str(found), found.gone)
+    return found
+
+
+def different_lengths(record: ErrorRecord, said: Said) -> AgreementError:
+    """As the rank raises it to which a block comes."""
+    found = AgreementError(
+        f"rank {record.peer} sends {record.seen} bytes to rank {record.rank}, which expects {record.expected}: what "
+        "one rank has for another in input_split_sizes, that one has for it in output_split_sizes"
+    )
+    said.say(f"blocks from rank {record.peer}", str(found))
     return found
 
 

@@ -141,6 +141,14 @@ def alone(name: str, other: str, value: Any) -> None:
         raise ArgumentError(f"`{name}` and `{other}` do not go together: leave one of them out")
 
 
+def both(**values: Sequence[Any] | None) -> tuple[Sequence[Any], ...] | None:
+    """Settings that are given together, or not at all."""
+    found = [value for value in values.values() if value is not None]
+    if found and len(found) < len(values):
+        raise ArgumentError(f"{' and '.join(f'`{name}`' for name in values)} go together: give both, or none")
+    return tuple(found) or None
+
+
 def whole(name: str, value: Any, least: int) -> int:
     """A whole number, also one of numpy's."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < least:

@@ -177,18 +177,21 @@ UNEVEN = MappingProxyType(
     {
         "all_gather": "allgather_uneven",
         "reduce_scatter": "reducescatter_uneven",
+        "all_to_all": "alltoall_uneven",
     }
 )
 """What moves blocks that have lengths of their own, by collective."""
 
 
 def uneven(collective: str, group: Any, x: torch.Tensor, lengths: Sequence[int]) -> AnyOp:
-    """Tuned as what moves blocks that are all as long as the longest: all ranks know that one."""
+    """Tuned as what moves blocks as long as the longest, where all ranks know that one; else as the file has it."""
     ranks = size(group)
     row_bytes = x.nbytes // x.shape[0] if x.dim() and x.shape[0] else x.element_size() * prod(x.shape[1:])
     known = of_group(collective, group, x.device)
     if isinstance(known, Alone):
         return known
+    if collective == "all_to_all":
+        return load(UNEVEN[collective], ranks=ranks)
     tune = dict(known.candidate(ranks * max(lengths, default=0) * row_bytes).tune)
     if tune.get("protocol") == "engine":  # which copies what the host knows to be there
         tune = {}

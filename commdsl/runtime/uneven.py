@@ -35,6 +35,10 @@ def check(name: str, known: Program, inputs: Sequence[torch.Tensor], rank: int |
         raise TensorError(f"`{name}` takes {what}, got {len(rows)}")
     if any(isinstance(one, bool) or not hasattr(one, "__index__") or one < 0 for one in rows):
         raise TensorError(f"`{name}`: a length is a number of rows, not negative; got {[*rows]}")
+    ranks, own = known.plan.num_ranks, rank or 0
+    if wanted == 2 * ranks and rows[own] != rows[ranks + own]:
+        what = f"sends itself {rows[own]} rows, and expects {rows[ranks + own]} of itself"
+        raise TensorError(f"`{name}`: rank {own} {what}")
     for port, tensor in zip(signature.inputs, inputs, strict=True) if wanted else ():
         count = sum(_blocks_of(port, known, rank, rows))
         if tensor.dim() == 0 or tensor.shape[0] != count:

@@ -124,7 +124,10 @@ COMMDSL_FN u64 bytes_of_sum(u64 bytes) {
 
 template <class Plan>
 COMMDSL_FN Place place_of(const Position<Plan>& here, i32 space, i32 rank, i32 index, const Slice& slice) {
-  if (space == kCell) return {true, rank, here.cells + static_cast<u64>(index) * (Plan::kLanes * Plan::kSlotBytes)};
+  if (space == kCell) {
+    const u64 cell = here.cells + static_cast<u64>(index) * (Plan::kLanes * Plan::kSlotBytes);
+    return {true, rank, cell + (Plan::kHasHeads ? kHeadBytes : 0)};
+  }
   const u64 behind = begin_of<Plan>(here.args, space, index) + slice.first;
   const u64 at = here.args.tensors[space] + (is_sum<Plan>(space) ? bytes_of_sum<Plan>(behind) : behind);
   if constexpr (Plan::kLands) {
@@ -284,15 +287,56 @@ COMMDSL_FN void hold(const Operands<Plan>& operands) {
 #endif
 }
 
-// False when the thread gives up waiting for data.
+// Where a rank knows the lengths of its pairs alone, data in a cell has a head in the first round of a call: how long its block is,
+// then who sends it and how many rounds that one knows of. Every rank has data of every other one in a round, so behind it all have
+// as many rounds as whoever needs most. The flags that order the data order the head.
 template <class Plan>
-COMMDSL_FN bool run_body(const Position<Plan>& here, Mover<Plan>& mover, i32 index, const Op& op) {
+COMMDSL_FN void send_heads(const Operands<Plan>& operands, i32 rounds) {
+  const ArgsOf<Plan>& args = operands.here.args;
+  const u64 who = static_cast<u64>(rank_of<Plan>(args)) << 32 | static_cast<u64>(rounds);
+  for (i32 d = 0; d < operands.op().num_dests && thread() == 0; ++d) {
+    if (operands.dest_row(d).space != kCell) continue;
+    const Place to = operands.dest_place(d);
+    send_value(args, to.rank, to.at - kHeadBytes, block_of<Plan>(args, operands.index));
+    send_value(args, to.rank, to.at - kHeadBytes + sizeof(u64), who);
+  }
+}
+
+// False where a block is not as long as it is to be; the same for all threads.
+template <class Plan>
+COMMDSL_FN bool read_heads(const Operands<Plan>& operands, i32& rounds) {
+  const Position<Plan>& here = operands.here;
+  const u64 expected = block_of<Plan>(here.args, operands.index);
+  for (i32 s = 0; s < operands.op().num_sources; ++s) {
+    if (operands.source_row(s).space != kCell) continue;
+    const u64* head = reinterpret_cast<const u64*>(operands.source(s) - kHeadBytes);
+    const u64 length = load_relaxed(head), who = load_relaxed(head + 1);
+    const i32 theirs = static_cast<i32>(who & 0xffffffffu), peer = static_cast<i32>(who >> 32);
+    rounds = theirs > rounds ? theirs : rounds;
+    if (length == expected) continue;
+    if (thread() == 0) {
+      publish(here.args, {kBadLength, here.args.rank, here.lane, operands.index, peer, expected, length, here.round, 0, 0});
+    }
+    return false;
+  }
+  return true;
+}
+
+// False when the thread gives up waiting for data. `rounds`: of the call, as far as the lane knows.
+template <class Plan>
+COMMDSL_FN bool run_body(const Position<Plan>& here, Mover<Plan>& mover, i32 index, const Op& op, i32& rounds) {
   static_assert(!kHasFar || !Plan::Wire::kCarriesFlags, "tiles are put whole, not word by word");
   const Slice slice = slice_of(here, index);
   const Operands<Plan> operands{here, index, slice};
   if constexpr (Plan::Wire::kCarriesFlags) {
     return exchange(operands);
   } else {
+    if constexpr (Plan::kHasHeads) {
+      if (here.round_offset == 0) {
+        if (!read_heads(operands, rounds)) return false;
+        send_heads(operands, rounds);
+      }
+    }
     if (slice.bytes == 0) return true;
     if constexpr (Plan::kLands) {
       if (op.kind == kHold) {
@@ -334,7 +378,7 @@ COMMDSL_FN void signal_all(const Position<Plan>& here, const Op& op) {
 
 // `alive` is false for a thread that gave up in this round: it still meets the others at their barriers.
 template <class Plan>
-COMMDSL_FN bool run_op(const Position<Plan>& here, Mover<Plan>& mover, Stamps& stamps, i32 index, bool& alive) {
+COMMDSL_FN bool run_op(const Position<Plan>& here, Mover<Plan>& mover, Stamps& stamps, i32 index, bool& alive, i32& rounds) {
   const Op& op = Plan::op(index);
   stamps.begin();
   if (op.num_waits > 0 || op.barrier) mover.finish();
@@ -344,7 +388,10 @@ COMMDSL_FN bool run_op(const Position<Plan>& here, Mover<Plan>& mover, Stamps& s
     block_barrier();
   }
   stamps.ready();
-  if (alive) alive = run_body(here, mover, index, op);
+  if (alive) alive = run_body(here, mover, index, op, rounds);
+  if constexpr (Plan::kHasHeads) {
+    if (!alive) return false;  // as all threads of the lane do
+  }
   if (op.num_signals > 0) {
     mover.finish();
     complete(here.args);
@@ -361,18 +408,18 @@ COMMDSL_FN bool run_op(const Position<Plan>& here, Mover<Plan>& mover, Stamps& s
 
 // A kernel built for one rank whose program is short has every operation as code of its own.
 template <class Plan>
-COMMDSL_FN bool run_round(const Position<Plan>& here, Mover<Plan>& mover, Stamps& stamps) {
+COMMDSL_FN bool run_round(const Position<Plan>& here, Mover<Plan>& mover, Stamps& stamps, i32& rounds) {
   bool alive = true;
   if constexpr (Plan::kRank >= 0) {
     constexpr i32 first = Plan::first_op(Plan::kRank), last = Plan::first_op(Plan::kRank + 1);
 #pragma unroll
     for (i32 index = first; index < last; ++index) {
-      if (!run_op(here, mover, stamps, index, alive)) return false;
+      if (!run_op(here, mover, stamps, index, alive, rounds)) return false;
     }
   } else {
     const i32 last = Plan::begin(here.args.rank + 1);
     for (i32 index = Plan::begin(here.args.rank); index < last; ++index) {
-      if (!run_op(here, mover, stamps, index, alive)) return false;
+      if (!run_op(here, mover, stamps, index, alive, rounds)) return false;
     }
   }
   // A round's words are done before the next one's begin: so a block that is seen in a round has left the one before.
@@ -406,14 +453,15 @@ COMMDSL_FN bool run_lane(const ArgsOf<Plan>& args, i32 lane) {
   Stamps stamps(args, intervals_of<Plan>(args, lane, rank_of<Plan>(args)), lane, thread() == 0);
   Mover<Plan> mover;
   mover.start();
-  for (i32 round = 0; round < args.rounds; ++round) {
+  i32 rounds = args.rounds;
+  for (i32 round = 0; round < rounds; ++round) {
     const Position<Plan> here = position_of<Plan>(args, lane, round, before + static_cast<u64>(round));
     if (is_last) store_relaxed(&state[1], here.round + 1);
-    if (!run_round(here, mover, stamps)) return false;
+    if (!run_round(here, mover, stamps, rounds)) return false;
   }
   mover.finish();
   block_barrier();  // every thread has read the counter
-  if (thread() == 0) store_relaxed(&state[0], before + static_cast<u64>(args.rounds));
+  if (thread() == 0) store_relaxed(&state[0], before + static_cast<u64>(rounds));
   if (Plan::kLanesTell && is_last && lane == 0) turnstile.leave(args);
   return true;
 }
