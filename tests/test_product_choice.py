@@ -90,8 +90,9 @@ def test_model() -> None:
 COLLECTIVES = dict(zip(Way, ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), strict=True))
 
 WORSE = {
-    (Way.SCATTER, "1024 x 3584 x 8192"): 1.10,
-    (Way.SCATTER, "4096 x 3456 x 5120"): 1.07,
+    (Way.SCATTER, "1024 x 3584 x 8192"): 1.11,
+    (Way.SCATTER, "4096 x 3456 x 5120"): 1.10,
+    (Way.REDUCE, "4096 x 1024 x 8192"): 1.08,
 }
 """Where what the model chooses is not within 5 % of the fastest."""
 
@@ -126,7 +127,7 @@ def test_model_beside_measurements() -> None:
         assert time is not None
         found[case.way, case.name] = time / best
 
-    assert len(found) == 27
+    assert len(found) == 36
     late = {key: ratio for key, ratio in found.items() if ratio > 1.05}
     assert set(late) == set(WORSE)
     assert all(ratio <= WORSE[key] for key, ratio in late.items())

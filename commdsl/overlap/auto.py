@@ -44,12 +44,12 @@ class Maker:
     of_piece: float
 
 
-KERNEL = Maker((), 10e-6, 5e-6, 30e-6)
+KERNEL = Maker((), 10e-6, 5e-6, 9e-6)
 LIBRARY = Maker((("matmul", "library"),), 10e-6, 10e-6, 30e-6)
 PROCESSOR = Maker((), 0.0, 0.0, 0.0)
-"""The kernel's as fits 27 products of 1024, 4096 and 8192 rows on two H200s (test_product_choice.py): estimates are off
-by a tenth in the mean and by three fifths at worst, of the shortest products, but what they choose is in all but two
-rows within 5 % of the fastest that was measured, and in those two within 6 % and 9 %. The library's are stated: its
+"""The kernel's as fits 36 products of 1024 to 16384 rows on two H200s (test_product_choice.py): estimates are off by a
+fifteenth in the mean and by two fifths at worst, of the shortest products, but what they choose is in all but three
+rows within 5 % of the fastest that was measured, and in those within 8 %, 10 % and 11 %. The library's are stated: its
 products are a launch each. What a product costs on a processor is lost in what else that does.
 """
 
