@@ -336,8 +336,8 @@ class FakeGpu:
         assert stream == self.current.cuda_stream
         entry, size = self._entries[function]
         arguments, turn = (ctypes.c_void_p * 2).from_address(parameters)
-        copied = ctypes.string_at(arguments, size), ctypes.string_at(turn, 28)
-        self._command(stream, lambda: entry(*copied), turn=struct.unpack("<7i", copied[1]))
+        copied = ctypes.string_at(arguments, size), ctypes.string_at(turn, 40)
+        self._command(stream, lambda: entry(*copied), turn=struct.unpack("<7i", copied[1][:28]))
 
     def _runtime(self) -> Any:
         """Of cuda.bindings, what tells of captures."""

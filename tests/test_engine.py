@@ -267,6 +267,35 @@ def test_defaults() -> None:
     assert compiler.check(case.path, ranks=4, tune={"protocol": "engine"}).plan.moves.tile_bytes == 32 << 20
 
 
+@pytest.mark.parametrize("name", ["allgather_direct", "permutation_shift"])
+def test_the_end_of_a_call_is_told(gpu: FakeGpu, name: str) -> None:
+    """Whoever starts a call by halves may have a word raised behind all of it, of that call alone: whether the last
+    step is a kernel or a copy.
+    """
+    case, block = case_of(name), 9000
+    inputs = inputs_of(case, block, 1)
+    want = oracle(case, inputs)
+
+    def body(rank: Rank) -> None:
+        found, x = groups.of(rank.name, torch.device("cpu")), torch.from_numpy(inputs[rank.rank].copy())
+        start, out = (
+            found.prepare(rank.op.program(RANKS), block, "uint8", "sum"),
+            torch.empty_like(rank.op(x, group=rank.name)),
+        )
+        word = torch.zeros(1, dtype=torch.int64)
+        for told in (word.data_ptr(), 0):
+            out.zero_()
+            end = start.begin([x.data_ptr(), out.data_ptr()], told)
+            assert word.item() == 0
+            end()
+            assert word.item() == (told != 0)
+            same(out, want[rank.rank])
+            word.zero_()
+        rank.check()
+
+    run(gpu, case, body)
+
+
 def test_time_out_and_reset(gpu: FakeGpu) -> None:
     """Whoever waits for a rank that stays away names it and signals no more; a reset brings it back."""
     case = case_of("allgather_direct")

@@ -179,15 +179,16 @@ class DeviceStart:
                     gpu.bind()
                     self._launch()
 
-    def begin(self, changing: Sequence[int]) -> Callable[[], None]:
+    def begin(self, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
         kernel = self._kernel
         if not isinstance(kernel, EngineKernel):
+            assert not told, "no word of a kernel's"
             self(changing)
             return nothing
         stream = torch.cuda.current_stream(self._gpu.index)
         with self._ordered(stream):
             self._prepared.point(*changing)
-            rest = kernel.begin(self._prepared, stream.cuda_stream)
+            rest = kernel.begin(self._prepared, stream.cuda_stream, told)
 
         def end() -> None:
             with self._ordered(stream):

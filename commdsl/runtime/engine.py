@@ -25,7 +25,7 @@ from typing import TypeAlias, assert_never
 from commdsl.program.arguments import arguments
 from commdsl.program.plan import Plan
 from commdsl.runtime.kernel import Prepared
-from commdsl.runtime.phases import Copy, Flags, Wave, phases
+from commdsl.runtime.phases import TOLD, Copy, Flags, Wave, phases
 
 DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
 
@@ -88,11 +88,13 @@ class EngineKernel:
     def launch(self, prepared: Prepared, stream: int) -> None:
         self._begin(prepared, stream, stream)()
 
-    def begin(self, prepared: Prepared, stream: int) -> Callable[[], None]:
-        """Starts a call as far as its first copies, and returns what starts the rest on the same stream."""
-        return self._begin(prepared, stream, self._ahead)
+    def begin(self, prepared: Prepared, stream: int, told: int = 0) -> Callable[[], None]:
+        """Starts a call as far as its first copies, and returns what starts the rest on the same stream. `told`: the
+        address of a word that is raised when the call is over.
+        """
+        return self._begin(prepared, stream, self._ahead, told)
 
-    def _begin(self, prepared: Prepared, stream: int, copies: int) -> Callable[[], None]:
+    def _begin(self, prepared: Prepared, stream: int, copies: int, told: int = 0) -> Callable[[], None]:
         packed = prepared.arguments
         tensors = self._tensors.unpack_from(packed, self._tensors_at)
         bases = (*self._heaps.unpack_from(packed, self._heaps_at), *tensors, *self._landing(packed, tensors))
@@ -104,7 +106,7 @@ class EngineKernel:
         def rest() -> None:
             for step in script[first : first + 1]:
                 self._join(step, stream, copies)
-            for step in script[first + 1 :]:
+            for step in _telling(script[first + 1 :], told):
                 self._step(step, prepared, bases, stream, stream)
                 self._join(step, stream, stream)
 
@@ -174,6 +176,15 @@ class EngineKernel:
         of = {peer: tuple(copy for copy in wave if copy.peer == peer) for peer in peers}
         sides = [(self._streams[peer].ptr, self._events[peer].ptr, of[peer]) for peer in peers if peer != main]
         return _Fork(tuple(_Side(*side) for side in sides), of[main])
+
+
+def _telling(steps: _Script, word: int) -> _Script:
+    """The last steps of a call, the last of which tells a word, if there is one to tell."""
+    if word and not (steps and isinstance(steps[-1], _Turn)):
+        steps = (*steps, _turn(Flags((0, 0), (0, 0), 0)))
+    if steps and isinstance(steps[-1], _Turn):
+        struct.pack_into("<Q", steps[-1].data, TOLD, word)
+    return steps
 
 
 def _turn(flags: Flags) -> _Turn:

@@ -1,14 +1,14 @@
 """Turns the products of a Plan into one launch of our kernel, beside which everything moves.
 
 Assumes a Hopper GPU, and matrices that TMA reads (`fits`). Does not order anything: where the Plan has a visit wait for
-a launch beside, the kernel waits for a word that is raised behind that launch; where a launch waits for a visit, the
+a launch beside, the kernel waits for a word that the end of that launch raises; where a launch waits for a visit, the
 stream beside waits until the kernel has counted all of its tiles. So a tile waits for what it reads alone, and no
 product ends before the next one begins. The kernel leaves SMs to what moves: a launch beside may need one to go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,6 +29,7 @@ from commdsl.runtime.matmul import Matmul, Matrices, is_deep
 from commdsl.runtime.stamps import Stamps
 from commdsl.runtime.streams import Around, Streams
 from commdsl.runtime.visits import Function
+from commdsl.runtime.workspace import Start
 
 LEFT = 2
 """SMs that the products leave: one for what runs beside, one as clusters have two."""
@@ -143,17 +144,20 @@ class _Words(Around):
         super().__init__(streams)
         self._kernel, self._words, self._launches = kernel, words, launches
         self._stores = stores(kernel.product, kernel.tiling)
+        self._started = 0  # launches
         self._awaited = 0  # products whose tiles what goes beside has waited for
         main = torch.cuda.current_stream()
         with streams.beside():
             torch.cuda.current_stream().wait_stream(main)  # the words are zero
 
+    def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+        """Its end is told to the kernel."""
+        assert not told, "one word is told of it"
+        self._started += 1
+        return self._streams.start(start, changing, self._word(self._started - 1))
+
     def mark(self, what: Hashable, *, beside: bool) -> None:
-        """Of a launch; the tiles of a product are counted."""
-        if beside:
-            assert isinstance(what, tuple)
-            with self.beside():
-                self._kernel.tell(self._word(what[1]))
+        """Launches tell of themselves; the tiles of a product are counted."""
 
     def wait(self, what: Hashable, *, beside: bool) -> None:
         """For products; the kernel waits for launches."""

@@ -144,7 +144,8 @@ class HostStart:
         assert self._prepared.launch is not None
         return self._prepared.launch
 
-    def begin(self, changing: Sequence[int]) -> Callable[[], None]:
+    def begin(self, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+        assert not told, "no word of a GPU's"
         self(changing)
         return nothing
 

@@ -125,8 +125,7 @@ class Matmul:
         path = nvrtc.build(text, product.defines(), config, ARCH)
         held = Residence("matmul", text.name, self._blocks, THREADS, tiling.shared_bytes, self._blocks)
         self._kernel = DeviceKernel(path, held, device, None)
-        beside = [Residence("matmul", f"{text.name}_{what}", 1, 1, 0, 1) for what in ("raise", "await")]
-        self._raise, self._await = (DeviceKernel(path, one, device, None) for one in beside)
+        self._await = DeviceKernel(path, Residence("matmul", f"{text.name}_await", 1, 1, 0, 1), device, None)
 
     def prepare(
         self,
@@ -158,10 +157,6 @@ class Matmul:
     def __call__(self, launch: Launch) -> None:
         start = self._kernel.launch_early if self._is_alone else self._kernel.launch
         start(launch, torch.cuda.current_stream().cuda_stream)
-
-    def tell(self, word: int) -> None:
-        """Raises a word behind what the current stream has been given."""
-        self._raise.launch(launch_of(struct.pack("<Q", word), [8], 1, 1), torch.cuda.current_stream().cuda_stream)
 
     def wait(self, word: int, least: int) -> None:
         """What the current stream is given from now on waits for a word."""

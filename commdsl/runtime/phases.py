@@ -36,6 +36,9 @@ from commdsl.program.sizes import Launch, piece_range
 NEVER = 1 << 30
 """In how many rounds a signal is needed that nobody waits for."""
 
+TOLD = 32
+"""Where the word to tell is in a Turn, as `Flags.pack` has it."""
+
 STEP_UNIT = 4096
 """Bytes to which the parts of a chunk that rounds move are rounded up, where the tile is no smaller."""
 
@@ -54,7 +57,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The Turn struct of types.cuh: signals to raise, then waits, as ranges of positions."""
+    """The Turn struct of types.cuh, without a word to tell: signals to raise, then waits, as ranges of positions."""
 
     signals: tuple[int, int]
     waits: tuple[int, int]
@@ -63,7 +66,7 @@ class Flags:
     begins: bool = False
 
     def pack(self) -> bytes:
-        return struct.pack("<7i", *self.signals, *self.waits, self.entered, self.advances, self.begins)
+        return struct.pack("<7i4xQ", *self.signals, *self.waits, self.entered, self.advances, self.begins, 0)
 
 
 Wave: TypeAlias = tuple[Copy, ...]

@@ -73,8 +73,8 @@ class StampedStart:
     def __call__(self, changing: Sequence[int]) -> None:
         self._start((self._room(), *changing))
 
-    def begin(self, changing: Sequence[int]) -> Callable[[], None]:
-        return self._start.begin((self._room(), *changing))
+    def begin(self, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+        return self._start.begin((self._room(), *changing), told)
 
     def _room(self) -> int:
         self.stamps = self._begin()
@@ -88,5 +88,5 @@ class StampedStreams(Around):
         super().__init__(streams)
         self._rooms = iter(rooms)
 
-    def start(self, start: Start, changing: Sequence[int]) -> Callable[[], None]:
-        return self._streams.start(start, (next(self._rooms).data_ptr(), *changing))
+    def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+        return self._streams.start(start, (next(self._rooms).data_ptr(), *changing), told)

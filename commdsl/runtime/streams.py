@@ -23,8 +23,10 @@ class Streams(Protocol):
         """In it, launches go on the stream beside the caller's."""
         ...
 
-    def start(self, start: Start, changing: Sequence[int]) -> Callable[[], None]:
-        """Starts a launch on the stream beside, and returns what starts its rest: others may begin before that."""
+    def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+        """Starts a launch on the stream beside, and returns what starts its rest: others may begin before that. `told`:
+        as `Start.begin` takes it.
+        """
         ...
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
@@ -57,8 +59,8 @@ class Around:
     def beside(self) -> AbstractContextManager[Any]:
         return self._streams.beside()
 
-    def start(self, start: Start, changing: Sequence[int]) -> Callable[[], None]:
-        return self._streams.start(start, changing)
+    def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+        return self._streams.start(start, changing, told)
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
         self._streams.mark(what, beside=beside)
@@ -82,7 +84,8 @@ class OneStream:
     def beside(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def start(self, start: Start, changing: Sequence[int]) -> Callable[[], None]:
+    def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+        assert not told, "no word of a GPU's"
         start(changing)
         return nothing
 
@@ -115,9 +118,9 @@ class TwoStreams:
     def beside(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._side)
 
-    def start(self, start: Start, changing: Sequence[int]) -> Callable[[], None]:
+    def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
         with self.beside():
-            return start.begin(changing)
+            return start.begin(changing, told)
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
         event = self._events[what] = torch.cuda.Event()

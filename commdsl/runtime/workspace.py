@@ -54,9 +54,10 @@ class Start(Protocol):
 
     def __call__(self, changing: Sequence[int]) -> None: ...
 
-    def begin(self, changing: Sequence[int]) -> Callable[[], None]:
+    def begin(self, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
         """Starts a call as far as its first copies, and returns what starts the rest: on the same stream what calls of
-        other workspaces have may come between.
+        other workspaces have may come between. `told`: a word on the GPU to raise when the call is over, where the copy
+        engine moves.
         """
         ...
 

@@ -508,19 +508,10 @@ COMMDSL_FN Stretch stretch_of(const ArgsOf<Plan>& args, i32 position, i32 last) 
   return {round, begin + position - start, begin + next - start, next};
 }
 
-// Signals, then waits; the first kernel of a call tells of it, the last holds the peers to it. A rank that gave up raises nothing more: the third word of its state says so until the heap is zeroed.
+// Signals, then waits: whether all came in time. The first kernel of a call tells of it.
 template <class Plan>
-COMMDSL_FN void run_flags(const ArgsOf<Plan>& args, const Turn& turn) {
-  u64* state = reinterpret_cast<u64*>(args.heap[rank_of<Plan>(args)] + state_offset<Plan>(0));
-  const u64 before = load_relaxed(&state[0]);
-  Stamps stamps(args, 0, 0, thread() == 0);  // from the first kernel of a call to its last: what is between is under way
-  if (load_relaxed(&state[2]) != 0) return;
-  if (turn.begins) stamps.begin();
-  const bool agrees = thread() < kWarp;
-  if (turn.begins && block_any(agrees && Plan::enter(args) == 0)) {
-    if (thread() == 0) store_relaxed(&state[2], 1);
-    return;
-  }
+COMMDSL_FN bool pass_flags(const ArgsOf<Plan>& args, const Turn& turn, u64* state, u64 before) {
+  if (turn.begins && block_any(thread() < kWarp && Plan::enter(args) == 0)) return false;
   for (i32 at = turn.first_signal; at < turn.last_signal;) {
     const Stretch part = stretch_of<Plan>(args, at, turn.last_signal);
     signal_range(Position<Plan>{args, 0, before + static_cast<u64>(part.round), 0, 0, 0}, part.first, part.last);
@@ -529,19 +520,28 @@ COMMDSL_FN void run_flags(const ArgsOf<Plan>& args, const Turn& turn) {
   if (thread() == 0) store_relaxed(&state[1], before + static_cast<u64>(turn.entered));
   for (i32 at = turn.first_wait; at < turn.last_wait;) {
     const Stretch part = stretch_of<Plan>(args, at, turn.last_wait);
-    if (!await_range(Position<Plan>{args, 0, before + static_cast<u64>(part.round), 0, 0, 0}, part.first, part.last)) {
-      if (thread() == 0) store_relaxed(&state[2], 1);
-      return;
-    }
+    if (!await_range(Position<Plan>{args, 0, before + static_cast<u64>(part.round), 0, 0, 0}, part.first, part.last)) return false;
     at = part.next;
   }
+  return true;
+}
+
+// A turn; the last kernel of a call holds the peers to it. A rank that gave up raises nothing more for them: the third word of its
+// state says so until the heap is zeroed. Who waits for the turn on this rank is told all the same: the host hears of the failure.
+template <class Plan>
+COMMDSL_FN void run_flags(const ArgsOf<Plan>& args, const Turn& turn) {
+  u64* state = reinterpret_cast<u64*>(args.heap[rank_of<Plan>(args)] + state_offset<Plan>(0));
+  const u64 before = load_relaxed(&state[0]);
+  Stamps stamps(args, 0, 0, thread() == 0);  // from the first kernel of a call to its last: what is between is under way
+  bool goes_on = load_relaxed(&state[2]) == 0;
+  if (goes_on && turn.begins) stamps.begin();
+  goes_on = goes_on && pass_flags<Plan>(args, turn, state, before);
   block_barrier();  // every thread has read the state
-  if (turn.begins) stamps.ready();
-  if (!turn.advances) return;
-  if (block_any(agrees && !Plan::agree(args, load_relaxed(own_desk(args, kDeskTelling))))) {
-    if (thread() == 0) store_relaxed(&state[2], 1);
-    return;
-  }
+  if (goes_on && turn.begins) stamps.ready();
+  if (turn.told && thread() == 0) store_release_own(reinterpret_cast<u64*>(turn.told), 1);
+  if (goes_on && turn.advances) goes_on = !block_any(thread() < kWarp && !Plan::agree(args, load_relaxed(own_desk(args, kDeskTelling))));
+  if (thread() == 0 && !goes_on) store_relaxed(&state[2], 1);
+  if (!goes_on || !turn.advances) return;
   if (thread() == 0) store_relaxed(&state[0], before + static_cast<u64>(args.rounds));
   stamps.end();
 }
