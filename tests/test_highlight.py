@@ -84,7 +84,7 @@ def test_textmate_grammar(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--update-golden"):
         path.write_text(made, encoding="utf-8")
 
-    assert path.read_text(encoding="utf-8") == made
+    assert path.read_text(encoding="utf-8") == made, "written anew by --update-golden"
 
 
 def test_textmate_colours_as_pygments_does() -> None:

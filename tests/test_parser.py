@@ -9,15 +9,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lark import Token, Tree, UnexpectedInput
 
 from commdsl.language import parser, syntax
 from commdsl.language.diagnostics import CommError, Diagnostic
 from commdsl.language.kinds import LinkScope, MoveKind
-from commdsl.language.source import Source
+from commdsl.language.parser import build_syntax, tables
+from commdsl.language.source import Source, Span
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted((ROOT / "schedules").rglob("*.comm"))
@@ -313,6 +316,49 @@ def test_cut_short() -> None:
         for diagnostic in faults(EVERYTHING[:end]):
             line, _ = diagnostic.primary.span.position
             assert 1 <= line <= EVERYTHING[:end].count("\n") + 1
+
+
+def by_tree(text: str) -> tuple[syntax.Item, ...]:
+    """As lark has it: from its tree."""
+    source = Source("test.comm", text)
+
+    def made(part: Tree[Token] | Token | None) -> Any:
+        if part is None:
+            return None
+        if isinstance(part, Token):
+            build = build_syntax.TOKENS.get(part.type)
+            assert part.start_pos is not None
+            assert part.end_pos is not None
+            return str(part) if build is None else build(Span(source, part.start_pos, part.end_pos), str(part))
+        start, end = (0, 0) if part.meta.empty else (part.meta.start_pos, part.meta.end_pos)
+        return build_syntax.RULES[part.data](Span(source, start, end), [made(child) for child in part.children])
+
+    return tuple(made(child) for child in tables.parser().parse(text).children)
+
+
+@pytest.mark.parametrize("text", [EVERYTHING, *(path.read_text(encoding="utf-8") for path in SHIPPED[::6])])
+def test_as_lark_reads(text: str) -> None:
+    """What is read by lark's tables is what lark reads, places included, and what is refused is refused by lark."""
+    found, wanted = parse(text).items, by_tree(text)
+
+    assert found == wanted
+    places = zip(syntax.nodes(found), syntax.nodes(wanted), strict=True)
+    assert all((one.span.start, one.span.end) == (other.span.start, other.span.end) for one, other in places)
+    signs = [*re.finditer(r"\w+|[^\w\s]+", text)]
+    for gone in signs[:: len(signs) // 9]:
+        damaged = text[: gone.start()] + text[gone.end() :]
+        try:
+            wanted = by_tree(damaged)
+        except UnexpectedInput:
+            assert len(faults(damaged)) == 1
+        else:
+            assert parse(damaged).items == wanted
+
+
+def test_blanks() -> None:
+    """Any number of blanks and comments may stand before a sign, also a wrong one; no sign is in a comment."""
+    assert fault(" " * 10_000 + "$").primary.span.position == (1, 10_001)
+    assert parse("# roles\n" * 5_000 + '# use "a"').items == ()
 
 
 def test_tables_are_cached(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ places is taken for one unless it stands where only a name may, or before a sign
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
 from typing import Any
 
@@ -43,7 +42,9 @@ class Pattern:
 
 
 WORD = r"[A-Za-z_][A-Za-z0-9_]*"
-BRACKETS = (*CLOSERS, *CLOSERS.values(), ",")
+BRACKETS = {*CLOSERS, *CLOSERS.values(), ","}
+BEFORE_WORDS = {"{", "}", "("}
+"""Signs that keywords are before, too; before all others a word is most often a name."""
 
 
 def patterns() -> tuple[Pattern, ...]:
@@ -52,7 +53,6 @@ def patterns() -> tuple[Pattern, ...]:
     terminal, number = known.patterns, r"[0-9]+(?:\.[0-9]+)?"
     unit = "|".join(terminal[name] for name in ("RATE", "SIZE", "TIME"))
     items = [word for word in ITEMS if word in known.before_names]
-    behind_names = _signs(sign for sign in known.signs if sign not in ("{", "}", "("))
     return (
         Pattern(terminal["COMMENT"], (Kind.COMMENT,)),
         Pattern(terminal["STRING"], (Kind.STRING,)),
@@ -63,12 +63,12 @@ def patterns() -> tuple[Pattern, ...]:
         *_after_keywords(known),
         Pattern(_words(known.operators), (Kind.OPERATOR_WORD,)),
         Pattern(_words(known.keywords), (Kind.KEYWORD,)),
-        Pattern(rf"\b{terminal['ELEMENT']}(?!\s*{behind_names})", (Kind.TYPE,)),
-        Pattern(rf"{_words(known.sometimes)}(?!\s*{behind_names})", (Kind.KEYWORD,)),
+        Pattern(rf"\b{terminal['ELEMENT']}{_unless_a_name(known, {','})}", (Kind.TYPE,)),
+        *_in_places(known),
         Pattern(rf"{WORD}(?=\s*\()", (Kind.FUNCTION,)),
         Pattern(WORD, (Kind.NAME,)),
-        Pattern(_signs(sign for sign in known.signs if sign not in BRACKETS), (Kind.OPERATOR,)),
-        Pattern(_signs(BRACKETS), (Kind.PUNCTUATION,)),
+        Pattern(_signs(known, known.signs.keys() - BRACKETS), (Kind.OPERATOR,)),
+        Pattern(_signs(known, BRACKETS), (Kind.PUNCTUATION,)),
     )
 
 
@@ -81,12 +81,26 @@ def _after_keywords(known: Vocabulary) -> Iterable[Pattern]:
         yield Pattern(rf"({before})([ \t]+)({names})", (kind, Kind.BLANK, Kind.NAME))
 
 
+def _in_places(known: Vocabulary) -> Iterable[Pattern]:
+    """Words that are keywords in places; those that may be before the same signs together."""
+    alike = dict[frozenset[str], list[str]]()
+    for word, signs in known.sometimes.items():
+        alike.setdefault(signs - BEFORE_WORDS, []).append(word)
+    for signs, words in alike.items():
+        yield Pattern(_words(words) + _unless_a_name(known, signs), (Kind.KEYWORD,))
+
+
+def _unless_a_name(known: Vocabulary, allowed: Collection[str]) -> str:
+    """Not before a sign that is behind names, unless that is allowed behind the word, too."""
+    return rf"(?!\s*{_signs(known, known.signs.keys() - BEFORE_WORDS - set(allowed))})"
+
+
 def _words(words: Iterable[str]) -> str:
     return rf"\b(?:{'|'.join(words)})\b"
 
 
-def _signs(signs: Iterable[str]) -> str:
-    return f"(?:{'|'.join(map(re.escape, signs))})"
+def _signs(known: Vocabulary, signs: Collection[str]) -> str:
+    return f"(?:{'|'.join(expression for sign, expression in known.signs.items() if sign in signs)})"
 
 
 def textmate() -> dict[str, Any]:

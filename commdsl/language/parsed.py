@@ -27,6 +27,8 @@ MAKERS = (
     "syntax/machines.py",
     "syntax/schedules.py",
     "parser/__init__.py",
+    "parser/tables.py",
+    "parser/shift_reduce.py",
     "parser/build_syntax.py",
     "parser/build_calls.py",
     "parser/build_contracts.py",

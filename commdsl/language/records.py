@@ -39,15 +39,19 @@ class _Record:
     __match_args__: tuple[str, ...]
 
     def __init__(self, /, *values: Any, **named: Any) -> None:
-        if len(values) == len(self.__dataclass_fields__) == len(self.__match_args__) and not named:  # nearly always
-            for name, value in zip(self.__match_args__, values, strict=True):
+        names, fields = self.__match_args__, self.__dataclass_fields__
+        is_whole = len(values) == len(names) and len(values) + len(named) == len(fields)
+        if is_whole and all(name in fields and name not in names for name in named):  # nearly always
+            for name, value in zip(names, values, strict=True):
+                _store(self, name, value)
+            for name, value in named.items():
                 _store(self, name, value)
             return
-        given = dict(zip(self.__match_args__, values, strict=False)) | named
-        if len(given) < len(values) + len(named) or not given.keys() <= self.__dataclass_fields__.keys():
-            takes = ", ".join(self.__dataclass_fields__)
+        given = dict(zip(names, values, strict=False)) | named
+        if len(given) < len(values) + len(named) or not given.keys() <= fields.keys():
+            takes = ", ".join(fields)
             raise TypeError(f"{type(self).__name__}({takes}) was given {len(values)} values and {[*named]}")
-        for name, field in self.__dataclass_fields__.items():
+        for name, field in fields.items():
             value = given.get(name, field.default)
             if value is dataclasses.MISSING:
                 raise TypeError(f"{type(self).__name__} was not given `{name}`")

@@ -13,7 +13,7 @@ from commdsl.language.diagnostics import CommError, Diagnostic, Label
 from commdsl.language.source import Source, Span
 
 MOST_BYTES = 4_000_000
-"""Of a text: half a minute to parse, the first time."""
+"""Of a text: some ten seconds to parse, the first time."""
 
 
 def text_of(path: Path, used: Span | None = None) -> str:

@@ -1,6 +1,6 @@
-"""Turns the parse tree into the classes of `syntax`, one function per grammar rule.
+"""Turns what a grammar rule is made of into a class of `syntax`, one function per rule.
 
-Assumes a tree that the grammar accepts, children in the order of the rule, None for an optional part left out. Does not
+Assumes what the grammar accepts, children in the order of the rule, None for an optional part left out. Does not
 judge meaning; the one thing it refuses is a number that no 64-bit integer holds.
 """
 
@@ -8,46 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from commdsl.language import kinds, syntax
 from commdsl.language.diagnostics import CommError, Diagnostic, Label
 from commdsl.language.parser import build_calls, build_contracts, build_dispatches, build_machines
-from commdsl.language.source import Source, Span
+from commdsl.language.source import Span
 
 MAX_INT = 2**63 - 1
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A rule with its children, or a token with its text."""
-
-    rule: str
-    text: str
-    children: tuple[Part | None, ...]
-    start: int
-    end: int
-
-
-# A parse tree is untyped; the grammar says what each rule's children are, and the types begin in the functions below.
+# What is on the parser's stack has no type; the grammar says what each rule's children are, and types begin below.
 Made: TypeAlias = Any
 Children: TypeAlias = Sequence[Made]
-
-
-def build(source: Source, root: Part) -> tuple[syntax.Item, ...]:
-    """The items of a file. Children come before parents, so it recurses no deeper than the parser allows."""
-
-    def make(part: Part) -> Made:
-        span = Span(source, part.start, part.end)
-        if part.rule in _TOKENS:
-            return _TOKENS[part.rule](span, part.text)
-        if not part.children and part.text:
-            return part.text
-        made = [None if child is None else make(child) for child in part.children]
-        return _RULES[part.rule](span, made)
-
-    return tuple(make(part) for part in root.children if part is not None)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -59,6 +31,8 @@ def _int(span: Span, text: str) -> syntax.Int:
 
 
 def _check_size(span: Span, text: str) -> None:
+    if len(text) < len(str(MAX_INT)):
+        return
     digits = text.partition(".")[0].lstrip("0")
     if len(digits) > len(str(MAX_INT)) or int(digits or "0") > MAX_INT:
         label = Label(span, f"at most {MAX_INT}")
@@ -66,7 +40,7 @@ def _check_size(span: Span, text: str) -> None:
         raise CommError((Diagnostic("C014", "a number does not fit in 64 bits", label, help=help),))
 
 
-_TOKENS: Mapping[str, Callable[[Span, str], Made]] = {
+TOKENS: Mapping[str, Callable[[Span, str], Made]] = {
     "NAME": lambda span, text: syntax.Name(text, span=span),
     "INT": _int,
     "ELEMENT": lambda span, text: syntax.Name(text, span=span),
@@ -294,7 +268,7 @@ def _fn_decl(span: Span, parts: Children) -> syntax.FnDecl:
     return syntax.FnDecl(*parts, span=span)
 
 
-_RULES: Mapping[str, Callable[[Span, Children], Made]] = {
+RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "use": _use,
     "schedule_decl": _schedule_decl,
     "params": _tuple,

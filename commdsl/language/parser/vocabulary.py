@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 from lark import Lark
 from lark.lexer import PatternStr
@@ -21,11 +20,11 @@ class Vocabulary:
     """Each in the order of the alphabet. A word of `sometimes` is a keyword where the grammar has it, else a name."""
 
     keywords: tuple[str, ...]  # everywhere
-    sometimes: tuple[str, ...]
+    sometimes: dict[str, frozenset[str]]  # with the signs that may stand behind the keyword
     between_numbers: tuple[str, ...]  # those of them that are keywords there alone: `128 x 256`
     before_names: tuple[str, ...]  # keywords behind which none of them is one
     operators: tuple[str, ...]  # keywords that stand for a sign: `and`
-    signs: tuple[str, ...]  # the longer first
+    signs: dict[str, str]  # the longer first, with the regular expression of each
     patterns: dict[str, str]  # regular expressions of the terminals that are no words and no signs
 
 
@@ -33,7 +32,9 @@ def vocabulary() -> Vocabulary:
     """That of `grammar/comm.lark`."""
     parser = tables.parser()
     plain = {terminal.name: terminal.pattern.value for terminal in parser.terminals}
-    signs = {terminal.pattern.value for terminal in parser.terminals if isinstance(terminal.pattern, PatternStr)}
+    signs = {terminal.name for terminal in parser.terminals if isinstance(terminal.pattern, PatternStr)}
+    written = {plain[name]: re.escape(plain[name]) for name in signs}
+    written |= {sign: plain[name] for name, sign in (("_EQUAL", "="), ("_DOT", "."), ("MINUS", "-"))}
     words = {name: word for name, word in tables.words(parser).items() if re.fullmatch("[a-z]+", word)}
     sometimes = {name for name, word in words.items() if re.fullmatch(plain["NAME"], word)}
     behind = _behind(parser)
@@ -45,11 +46,11 @@ def vocabulary() -> Vocabulary:
 
     return Vocabulary(
         listed(words.keys() - sometimes),
-        listed(sometimes - numeric),
+        {words[name]: frozenset(plain[one] for one in behind[name] & signs) for name in sorted(sometimes - numeric)},
         listed(numeric),
         listed(names),
         listed({"AND", "OR", "NOT", "_IN"}),
-        tuple(sorted(chain(signs, ("=", ".", "-")), key=lambda sign: (-len(sign), sign))),
+        dict(sorted(written.items(), key=lambda sign: (-len(sign[0]), sign[0]))),
         {
             name: plain[name]
             for name in ("NAME", "INT", "FLOAT", "RATE", "SIZE", "TIME", "STRING", "ELEMENT", "COMMENT")
