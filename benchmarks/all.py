@@ -76,7 +76,7 @@ RUNS = (
     Run("compressed", 2, ("compressed.py", "--batches", "8"), 25),
     Run("visits", 2, ("visits.py",), 60),
     Run("dispatch", 2, ("dispatch.py",), 50),
-    Run("documents", 2, ("documents.py",), 60),
+    Run("documents", 2, ("documents.py", "--seeds", "7,29,58"), 60),  # batches that lie unevenly on two ranks
 )
 
 

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from commdsl.ir.routes import NOWHERE, KeyStretches, Longs, Mask, Needs, Routes, Shards, first_equal, stable_order
+from commdsl.ir.routes import (
+    NOWHERE,
+    KeyStretches,
+    Longs,
+    Mask,
+    Needs,
+    Routes,
+    Shards,
+    first_equal,
+    stable_order,
+    totals,
+)
 from commdsl.language.records import dataclass
 
 
@@ -27,21 +38,21 @@ class Offences:
 def out_of_bounds(routes: Routes, shards: Shards) -> Offences:
     """Runs that begin before the tensor of their rank, or end after it: expected is the nearest legal first row."""
     last = shards.rows[routes.source] - routes.length
-    return _differ(np.clip(routes.source_row, 0, np.maximum(last, 0)), routes.source_row)
+    return _differ(np.maximum(np.minimum(routes.source_row, last), 0), routes.source_row)
 
 
 def not_its_shard(routes: Routes, shards: Shards) -> Offences:
     """Runs that do not carry the rows of their shard: expected and got are its first row, or else its length."""
     rows = shards.row[routes.shard], shards.length[routes.shard]
     elsewhere = (rows[0] != routes.source_row) | (shards.rank[routes.shard] != routes.source)
-    wrong = np.flatnonzero(elsewhere | (rows[1] != routes.length))
+    wrong = (elsewhere | (rows[1] != routes.length)).nonzero()[0]
     expected = np.where(elsewhere, *rows)[wrong]
     return Offences(wrong, expected, np.where(elsewhere, routes.source_row, routes.length)[wrong])
 
 
 def nobody(routes: Routes) -> Offences:
     """Runs to a rank that does not exist: expected is the nearest that does."""
-    return _differ(np.clip(routes.dest, 0, routes.num_ranks - 1), routes.dest)
+    return _differ(np.maximum(np.minimum(routes.dest, routes.num_ranks - 1), 0), routes.dest)
 
 
 def in_order(rank: Longs, row: Longs, length: Longs) -> Longs:
@@ -54,9 +65,9 @@ def not_tiling(routes: Routes) -> Offences:
     """Runs that do not begin where the one before them on their destination ends: a gap or an overlap."""
     order = in_order(routes.dest, routes.dest_row, routes.length)
     length, dest = routes.length[order], routes.dest[order]
-    before = np.cumsum(length) - length
+    before = length.cumsum() - length
     expected = before - before[first_equal(dest)]
-    wrong = np.flatnonzero(expected != routes.dest_row[order])
+    wrong = (expected != routes.dest_row[order]).nonzero()[0]
     # In the order of the table, so that the first named is the first written.
     wrong = wrong[np.argsort(order[wrong])]
     return Offences(order[wrong], expected[wrong], routes.dest_row[order[wrong]])
@@ -82,9 +93,9 @@ def not_returned(routes: Routes, returning: Routes, shards: Shards) -> Offences:
     """Runs that the way back does not bring to where they came from, a whole tensor of the source per copy: rows of
     `routes`. Expected is the first row there, got the row reached; NOWHERE if nothing, or another rank, comes back.
     """
-    there = np.flatnonzero(routes.length > 0)
+    there = (routes.length > 0).nonzero()[0]
     there = there[in_order(routes.dest[there], routes.dest_row[there], routes.length[there])]
-    home = np.flatnonzero(returning.length > 0)
+    home = (returning.length > 0).nonzero()[0]
     home = home[in_order(returning.source[home], returning.source_row[home], returning.length[home])]
     expected = routes.copy[there] * shards.rows[routes.source[there]] + routes.source_row[there]
     got = np.full(len(there), NOWHERE, np.int64)
@@ -97,7 +108,7 @@ def not_returned(routes: Routes, returning: Routes, shards: Shards) -> Offences:
         & (routes.source[a] == returning.dest[b])
     )
     got[:both] = np.where(same, returning.dest_row[b], NOWHERE)
-    wrong = np.flatnonzero(got != expected)
+    wrong = (got != expected).nonzero()[0]
     wrong = wrong[np.argsort(there[wrong])]
     return Offences(there[wrong], expected[wrong], got[wrong])
 
@@ -106,7 +117,7 @@ def wrong_context(length: Longs, document: Longs, position: Longs, context: Long
     """Shards whose context is not the rows of their document before them."""
     order = np.lexsort((position, document))
     names = document[order]
-    before = np.cumsum(length[order]) - length[order]
+    before = length[order].cumsum() - length[order]
     expected = np.empty(len(order), np.int64)
     expected[order] = before - before[first_equal(names)]
     return _differ(expected, context)
@@ -116,11 +127,14 @@ def wrong_stretch(
     stretches: KeyStretches, length: Longs, document: Longs, context: Longs, query_dest: Longs, mask: Mask
 ) -> Offences:
     """Query shards whose stretch of keys has not the rows the mask demands: everything up to their end, or all."""
+    seen = context + length if mask is Mask.CAUSAL else _whole(length, document)
+    return _differ(np.where(query_dest >= 0, seen, 0), stretches.length)
+
+
+def _whole(length: Longs, document: Longs) -> Longs:
+    """By shard the rows of its document."""
     names, number = np.unique(document, return_inverse=True)
-    whole = np.zeros(len(names), np.int64)
-    np.add.at(whole, number, length)
-    expected = np.where(query_dest >= 0, context + length if mask is Mask.CAUSAL else whole[number], 0)
-    return _differ(expected, stretches.length)
+    return totals(number, length, len(names))[number]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +152,7 @@ def asked(keys: Routes, stretches: KeyStretches, pairs: Needs, query_dest: Longs
     """A key/value shard must lie in the stretch of a query that needs it, as many rows after its first as its document
     has before the shard.
     """
-    pair = np.flatnonzero(query_dest[pairs.query] >= 0)
+    pair = (query_dest[pairs.query] >= 0).nonzero()[0]
     query, key = pairs.query[pair], pairs.key[pair]
     dest, row = query_dest[query], stretches.row[query] + context[key]
     return Asked(pair, dest, row, *_numbered((dest, key, row), (keys.dest, keys.shard, keys.dest_row)))
@@ -155,7 +169,7 @@ def missing_keys(keys: Routes, pairs: Needs, found: Asked) -> tuple[Longs, Offen
         near, others = _numbered((dest, pairs.key[pair]), (keys.dest, keys.shard))
         known, first = np.unique(others, return_index=True)
         at = np.searchsorted(known, near)
-        there = np.flatnonzero(np.isin(near, known))
+        there = np.isin(near, known).nonzero()[0]
         got[there] = keys.dest_row[first[at[there]]]
     return pair, Offences(pairs.query[pair], found.row[wrong], got)
 
@@ -171,7 +185,7 @@ def _not_among(numbers: Longs, others: Longs) -> Longs:
     """The entries, of small numbers, that are none of the others."""
     known = np.zeros(1 + max(numbers.max(initial=0), others.max(initial=0)), np.bool_)
     known[others] = True
-    return np.flatnonzero(~known[numbers])
+    return (~known[numbers]).nonzero()[0]
 
 
 def _numbered(left: tuple[Longs, ...], right: tuple[Longs, ...]) -> tuple[Longs, Longs]:
@@ -182,10 +196,10 @@ def _numbered(left: tuple[Longs, ...], right: tuple[Longs, ...]) -> tuple[Longs,
     for column in columns:
         new[1:] |= column[order][1:] != column[order][:-1]
     number = np.empty(len(order), np.int64)
-    number[order] = np.cumsum(new)
+    number[order] = new.cumsum()
     return number[: len(left[0])], number[len(left[0]) :]
 
 
 def _differ(expected: Longs, got: Longs) -> Offences:
-    wrong = np.flatnonzero(expected != got)
+    wrong = (expected != got).nonzero()[0]
     return Offences(wrong, expected[wrong], got[wrong])

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NoReturn, Protocol, TypeAlias
 
 import numpy as np
@@ -97,12 +98,12 @@ class _Numbers:
     keys_back: Routes | None
     seen: Seen | None  # where it is known what queries attend to
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[Longs, Longs, Longs]:
         """By rank: rows of its own, of queries received, of keys received."""
         return self.shards.rows, _rows(self.queries), 0 * self.shards.rows if self.keys is None else _rows(self.keys)
 
-    @property
+    @cached_property
     def copies(self) -> tuple[int, int]:
         """The most copies of a shard: of queries, of keys."""
         found = [0 if one is None else int(np.bincount(one.shard).max(initial=0)) for one in (self.queries, self.keys)]
@@ -111,14 +112,15 @@ class _Numbers:
     def flows(self, way: Way, widths: tuple[int, ...]) -> list[Shipment]:
         goes = way.goes
         queries = self.queries if goes else self.queries_back
-        rows = _rows(queries) if goes else self.shards.rows
         has_copies = bool(self.queries.copy.any())
+        _, query_rows, key_rows = self.sizes
+        rows = query_rows if goes else self.shards.rows
         flows = [Shipment(queries, rows, widths[0], is_sum=has_copies and not goes)]
         if way.has_keys:
             keys = self.keys if goes else self.keys_back
             if keys is None:
                 raise DispatchError("this Route has no keys and values: it was made of queries alone")
-            rows = _rows(keys) if goes else self.shards.rows
+            rows = key_rows if goes else self.shards.rows
             flows += [Shipment(keys, rows, width, is_sum=not goes) for width in widths[1:]]
         return flows
 
@@ -236,7 +238,7 @@ class Route:
         made = self._admitted(wanted, (host,))
         found = self._tables.get(wanted)
         if found is None:
-            room = max(SPARE * self._most_words(wanted), LEAST_WORDS)
+            room = max(SPARE * made.most_words, LEAST_WORDS)
             found = self._tables[wanted] = torch.empty(room, dtype=torch.int32, device=self.device)
             self._made[wanted] = made
             self._write(made, found)
@@ -261,12 +263,12 @@ class Route:
                 f"{other.num_ranks}"
             )
         made = {wanted: other._admitted(wanted, tuple(self._hosts[wanted])) for wanted in self._tables}
-        for wanted in made:
-            room, words = len(self._tables[wanted]), other._most_words(wanted)
-            if words > room:
+        for wanted, new in made.items():
+            room = len(self._tables[wanted])
+            if new.most_words > room:
                 raise DispatchError(
-                    f"the table of {wanted.way.value} has room for {room} words, the other plan takes up to {words} on "
-                    "a rank: make the Route from the plan with the most shards first"
+                    f"the table of {wanted.way.value} has room for {room} words, the other plan takes up to "
+                    f"{new.most_words} on a rank: make the Route from the plan with the most shards first"
                 )
         for wanted, new in made.items():
             self._write(new, self._tables[wanted])
@@ -299,10 +301,6 @@ class Route:
         self.most = max(columns[0]), max(columns[1]), max(columns[2])
         self.copies = numbers.copies
         self.rows, self.queries, self.keys = (column[self.rank] for column in columns)
-
-    def _most_words(self, wanted: Form) -> int:
-        flows = self._numbers.flows(wanted.way, wanted.widths)
-        return self._maker.most_words(flows, packed=wanted.packed, tile_bytes=wanted.tile_bytes)
 
     def _admitted(self, wanted: Form, hosts: Sequence[Host]) -> RowTable:
         """The table, if every host admits it."""

@@ -169,7 +169,7 @@ def needs(document: Longs, position: Longs, mask: Mask) -> Needs:
     begin = here if mask is Mask.CAUSAL else first
     count = last - begin
     key = np.repeat(here, count)
-    query = np.repeat(begin, count) + np.arange(len(key)) - np.repeat(np.cumsum(count) - count, count)
+    query = np.repeat(begin, count) + np.arange(len(key)) - np.repeat(count.cumsum() - count, count)
     found = Needs(order[key], order[query], position[order[key]])
     by_key = np.lexsort((query, found.key))
     return Needs(found.key[by_key], found.query[by_key], found.position[by_key])
@@ -207,9 +207,9 @@ def key_routes(
     length = totals(query, shards.length[key], shards.num)
     shards_needed = totals(query, np.ones_like(query), shards.num)
     open_by = _openers(query_dest, document, sharing)
-    opened = np.flatnonzero(open_by == np.arange(shards.num))  # a query in each stretch, the first in global order
+    opened = (open_by == np.arange(shards.num)).nonzero()[0]  # a query in each stretch, the first in global order
     stretch_length, stretch_shards = np.zeros(shards.num, np.int64), np.zeros(shards.num, np.int64)
-    asks = np.flatnonzero(query_dest >= 0)
+    asks = (query_dest >= 0).nonzero()[0]
     np.maximum.at(stretch_length, open_by[asks], length[asks])
     np.maximum.at(stretch_shards, open_by[asks], shards_needed[asks])
     row, place = np.full(shards.num, NOWHERE, np.int64), np.zeros(shards.num, np.int64)
@@ -241,9 +241,8 @@ def _openers(query_dest: Longs, document: Longs, sharing: Sharing) -> Longs:
     opener = np.where(query_dest >= 0, everyone, NOWHERE)
     if sharing is Sharing.QUERY or not len(opener):
         return opener
-    asks = np.flatnonzero(query_dest >= 0)
-    names = np.unique(document, return_inverse=True)[1]
-    group = names[asks] * (int(query_dest.max()) + 1) + query_dest[asks]
+    asks = (query_dest >= 0).nonzero()[0]
+    group = document[asks] * (int(query_dest.max()) + 1) + query_dest[asks]
     _, first, which = np.unique(group, return_index=True, return_inverse=True)
     opener[asks] = asks[first[which]]
     return opener
@@ -263,7 +262,7 @@ def back(routes: Routes, shards: Shards) -> Routes:
     """
     arrived = np.bincount(routes.dest, minlength=routes.num_ranks)
     order = np.empty(routes.num, np.int64)
-    order[(np.cumsum(arrived) - arrived)[routes.dest] + routes.place] = np.arange(routes.num)
+    order[(arrived.cumsum() - arrived)[routes.dest] + routes.place] = np.arange(routes.num)
     dest = routes.source[order]
     dest_row = routes.copy[order] * shards.rows[dest] + routes.source_row[order]
     # Runs stand by shard and copy: a stable order by copy is one by copy and shard, that of the rows there.

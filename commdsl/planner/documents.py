@@ -104,7 +104,7 @@ class State:
         need = keys(self.mask, high, length)
         alone = self.home.num_parts[self.home.document] == 1
         self.keys += np.bincount(self.home.rank[alone], need[alone], self.home.num_ranks)
-        for part in np.flatnonzero(~alone & (self.home.length > 0)).tolist():
+        for part in (~alone & (self.home.length > 0)).nonzero()[0].tolist():
             document, rank = int(self.home.document[part]), int(self.home.rank[part])
             self.homes.setdefault(document, []).append((int(self.home.begin[part]), rank))
             self._bring(document, rank, int(need[part]))
@@ -152,7 +152,7 @@ class State:
     def demand(self, flow: Flow, stock: Stock, left: float, most: float) -> Demand:
         """What the destination of a flow, which may do `most` in all, would take of a stock."""
         has, may = np.zeros(len(stock.part)), np.ones(len(stock.part), bool)
-        for index in np.flatnonzero(stock.shared).tolist():
+        for index in stock.shared.nonzero()[0].tolist():
             document = int(self.home.document[stock.part[index]])
             has[index] = self.reach.get((document, flow.dest), 0)
             last = keys(self.mask, stock.high[index], stock.length[index])
@@ -178,9 +178,9 @@ class State:
         if not len(order):
             return order
         is_whole = (offered.low == stock.low) & (offered.high == stock.high)
-        rows = np.cumsum((offered.high - offered.low)[order])
-        need = np.cumsum(keys(self.mask, offered.high, stock.length)[order])
-        fits = is_whole[order] & (np.cumsum(offered.work[order]) <= left)
+        rows = (offered.high - offered.low)[order].cumsum()
+        need = keys(self.mask, offered.high, stock.length)[order].cumsum()
+        fits = is_whole[order] & (offered.work[order].cumsum() <= left)
         fits &= (rows <= self.query_room(dest)) & (need <= self.key_room(dest))
         number = int(fits.argmin()) if not fits.all() else len(fits)
         return order[: max(number, 1)]
@@ -210,7 +210,7 @@ class State:
     def _leave(self, number: int, source: int) -> None:
         """Keys of a document that nothing on its old rank needs any more go from the account."""
         stock = self.stocks[source]
-        shared = np.flatnonzero(stock.shared)
+        shared = stock.shared.nonzero()[0]
         mine = shared[self.home.document[stock.part[shared]] == number]
         still = keys(self.mask, stock.high[mine], stock.length[mine]).max(initial=self.visits.get((number, source), 0))
         self.keys[source] -= self.reach[number, source] - still
@@ -230,7 +230,7 @@ class State:
 
     def cuts(self) -> Cuts:
         """What was sent, what stays, and the parts of no tokens, which stay."""
-        empty = np.flatnonzero(self.home.length == 0)
+        empty = (self.home.length == 0).nonzero()[0]
         stay = [(empty, self.home.begin[empty], self.home.begin[empty], self.home.rank[empty])]
         for rank, stock in enumerate(self.stocks):
             low, high = stock.low.astype(np.int64), stock.high.astype(np.int64)

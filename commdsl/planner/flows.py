@@ -102,7 +102,7 @@ def flows(load: Doubles, most: float, found: Ways) -> tuple[Flow, ...]:
 
 def _levels(found: Ways, over: Doubles, room: Doubles) -> list[float]:
     """The distances there are from too much to too little, nearest first, those alike to a thousandth as one."""
-    apart = found.distance[np.ix_(over > 0, room > 0)]
+    apart = found.distance[over > 0][:, room > 0]
     levels: list[float] = []
     for distance in np.unique(apart[np.isfinite(apart)]).tolist():
         if levels and distance <= levels[-1] * 1.001:

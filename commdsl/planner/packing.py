@@ -74,7 +74,7 @@ def place(lengths: Sequence[Sequence[int]]) -> Packing:
     flat = np.array([length for mine in lengths for length in mine], np.int64)
     rank = np.repeat(np.arange(len(lengths)), [len(mine) for mine in lengths]).astype(np.int64)
     _refuse(flat, 0)
-    return packing(len(lengths), rank, np.arange(len(flat)), flat)
+    return Packing(len(lengths), rank, np.arange(len(flat)), np.zeros_like(flat), flat, ("",) * len(flat))
 
 
 def pack(lengths: Longs, topology: Topology, shortest: int, *, relay: bool = False) -> Packing:

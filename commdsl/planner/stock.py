@@ -62,7 +62,7 @@ class Stock:
         kept = self.high > self.low
         columns = (self.part, self.low, self.high, self.length, self.shared)
         self.part, self.low, self.high, self.length, self.shared = (
-            np.append(column[kept], more) for column, more in zip(columns, after, strict=True)
+            np.concatenate((column[kept], more)) for column, more in zip(columns, after, strict=True)
         )
 
 
@@ -114,15 +114,15 @@ def _runs(stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: in
     # is at b / a = 1 + k / q.
     ratio = 1 + widths.pair / widths.query
     cheapest = np.floor(np.sqrt(2 * amount / (1 - ratio**-2)))
-    end = np.array((np.minimum(np.maximum(cheapest, head), most), most))
+    end = np.concatenate((np.minimum(np.maximum(cheapest, head), most), most)).reshape(2, -1)
     near = (end < high) & (high - end < shortest)
     end = np.where(near, np.where(high <= most, high, high - shortest), end)
     begin = np.minimum(np.ceil(_after(end, -amount)), end - shortest)
     begin = np.maximum(np.maximum(begin, low), end - demand.query_room)
     near = (begin > low) & (begin - low < shortest)
     to_low, from_low = np.where(near, low, begin), np.where(near, low + shortest, begin)
-    begins = np.array((low, to_low[0], from_low[0], to_low[1], from_low[1]))
-    return begins, np.array((head, end[0], end[0], end[1], end[1]))
+    begins = np.concatenate((low, to_low[0], from_low[0], to_low[1], from_low[1])).reshape(5, -1)
+    return begins, np.concatenate((head, end[0], end[0], end[1], end[1])).reshape(5, -1)
 
 
 def _after(start: Doubles, amount: float) -> Doubles:
@@ -137,11 +137,11 @@ def _judge(
     rows = high - low
     amount = work(mask, low, high, stock.length)
     new_keys = np.maximum(keys(mask, high, stock.length) - demand.has, 0)
-    is_whole = (low == stock.low) & (high == stock.high)
     before, after = low - stock.low, stock.high - high
+    is_whole = (before == 0) & (after == 0)
     fits = demand.may & (rows > 0) & (rows <= demand.query_room) & (new_keys <= demand.key_room)
-    fits &= is_whole | ((rows >= shortest) & ((before == 0) | (before >= shortest)))
-    fits &= is_whole | (after == 0) | (after >= shortest)
+    leaves = ((before == 0) | (before >= shortest)) & ((after == 0) | (after >= shortest))
+    fits &= is_whole | (leaves & (rows >= shortest))
     fits &= amount <= demand.amount + demand.slack
     size = rows * widths.query + new_keys * widths.pair
     return Offers(low, high, amount, np.where(fits, amount / np.maximum(size, 1), 0.0))

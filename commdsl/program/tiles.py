@@ -12,12 +12,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+from operator import add, xor
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.routes import Longs, Routes, running_sum, stable_order, totals
+from commdsl.ir.routes import Longs, Routes, first_equal, running_sum, stable_order, totals
 
 Words: TypeAlias = NDArray[np.uint32]
 
@@ -53,6 +56,7 @@ class RowTable:
     num_sends: int
     num_finishes: int
     waiting_rows: tuple[int, ...]  # by tensor: the most rows that wait on any rank
+    most_words: int  # no rank's table of these flows has more; the same number on all ranks
     digest: int  # of what all ranks send, in 32 bits
     order: Longs  # (num_sends,): which of its parts' sends each is
     pieces: Longs  # of each run, part after part, into how many sends it is cut
@@ -60,7 +64,7 @@ class RowTable:
 
     def route_of(self, send: int) -> int:
         """Which route a send is part of."""
-        run = np.searchsorted(np.cumsum(self.pieces), self.order[send], side="right")
+        run = np.searchsorted(self.pieces.cumsum(), self.order[send], side="right")
         return int(self.route[run])
 
 
@@ -78,14 +82,12 @@ class _Part:
     """What one flow adds to the tables of a rank, as if it were the first tensor."""
 
     sends: _Runs  # by destination
-    dest: Longs  # of each
     route: Longs  # of each the route that it begins
     longest: int  # bytes of a tile
     finishes: _Runs
     expected: Longs  # (num_ranks,): rows that come from each rank
     waiting_rows: int  # the most on any rank
-    most_sends: Longs  # (num_ranks,): of each rank at most, as of `most_finishes`
-    most_finishes: Longs
+    most_words: Longs  # (num_ranks,): of sends and finishes, each rank's at most
     digest: int  # of the routes of all ranks
 
 
@@ -118,34 +120,28 @@ class Tables:
     def table(self, flows: Sequence[Shipment], *, packed: bool, tile_bytes: int) -> RowTable:
         """`tile_bytes` is the most that a warp moves at once, a row at least."""
         parts = self._all(flows, packed, tile_bytes)
-        tiles = [_tiles([part.sends for part in parts]), _tiles([part.finishes for part in parts])]
-        cut = {part: _cut(part.sends, tiles[0], _ROWS_SENT) for part in dict.fromkeys(parts)}  # values and keys are one
-        due = {part: _due(part.dest, one, self._rank, len(part.expected)) for part, one in cut.items()}
-        sends = _joined([cut[part].words for part in parts], _WHERE, 16)
-        finishes = _joined([_cut(part.finishes, tiles[1], _ROWS_FINISHED).words for part in parts], _TENSOR, 0)
+        num_ranks = flows[0].routes.num_ranks
+        sends = _numbered([part.sends for part in parts], _WHERE, 16)
+        finishes = _numbered([part.finishes for part in parts], _TENSOR, 0)
+        tiles = _tiles(sends), _tiles(finishes)
+        sent, finished = _cut(sends, tiles[0], _ROWS_SENT), _cut(finishes, tiles[1], _ROWS_FINISHED)
         # 16 bits, which numpy sorts in linear time. What is due at once goes in the order of the tensors.
-        order = np.argsort(np.concatenate([due[part] for part in parts]), kind="stable")
+        order = _due(sends, sent, self._rank, num_ranks).argsort(kind="stable")
         digest = zlib.crc32(repr((packed, tile_bytes, [part.digest for part in parts])).encode())
-        expected = np.sum([part.expected for part in parts], axis=0)
-        first = np.cumsum([0, *(flow.routes.num for flow in flows[:-1])]).tolist()
-        waiting = int(np.count_nonzero(sends[:, _WHERE] >> _WAITS)), int(any(part.waiting_rows for part in parts))
+        waiting = int((sent.words[:, _WHERE] >> _WAITS).sum()), int(any(part.waiting_rows for part in parts))
         how = digest, _threads(max(part.longest for part in parts)), tile_bytes, *tiles, *waiting
+        first = accumulate((flow.routes.num for flow in flows), initial=0)
         return RowTable(
-            _words(sends.take(order, axis=0), finishes, expected, how),
-            len(sends),
-            len(finishes),
+            _words(sent.words.take(order, axis=0), finished.words, reduce(add, (part.expected for part in parts)), how),
+            len(sent.words),
+            len(finished.words),
             tuple(part.waiting_rows for part in parts),
+            HEAD_WORDS + 2 * num_ranks + int(reduce(add, (part.most_words for part in parts)).max()),
             digest,
             order,
-            np.concatenate([cut[part].pieces for part in parts]),
-            np.concatenate([part.route + begin for part, begin in zip(parts, first, strict=True)]),
+            sent.pieces,
+            np.concatenate([part.route + begin for part, begin in zip(parts, first, strict=False)]),
         )
-
-    def most_words(self, flows: Sequence[Shipment], *, packed: bool, tile_bytes: int) -> int:
-        """No rank's table has more words; the same number on all ranks."""
-        parts = self._all(flows, packed, tile_bytes)
-        words = np.sum([SEND_WORDS * part.most_sends + FINISH_WORDS * part.most_finishes for part in parts], axis=0)
-        return HEAD_WORDS + 2 * len(words) + int(words.max())
 
     def _all(self, flows: Sequence[Shipment], packed: bool, tile_bytes: int) -> list[_Part]:
         found = []
@@ -165,24 +161,23 @@ def table(flows: Sequence[Shipment], rank: int, *, packed: bool, tile_bytes: int
 def _part(flow: Shipment, rank: int, packed: bool, tile_bytes: int) -> _Part:
     routes, placed = flow.routes, _placed(flow, packed)
     num_ranks, tile_rows = routes.num_ranks, max(1, tile_bytes // flow.width)
-    sends, dest, route = _sends(placed, rank, tile_rows)
+    sends, route = _sends(placed, rank, tile_rows)
+    most_sends = _most(routes.source, -(-routes.length // tile_rows), num_ranks)
     return _Part(
         sends,
-        dest,
         route,
         min(int(sends.rows.max(initial=0)), tile_rows) * flow.width,
         _finishes(flow, placed, rank, tile_bytes),
         totals(placed.source, np.where(placed.dest == rank, placed.length, 0), num_ranks),
         int(placed.room.max(initial=0)),
-        _most(routes.source, -(-routes.length // tile_rows), num_ranks),
-        _most_finishes(flow, packed, tile_bytes),
+        SEND_WORDS * most_sends + FINISH_WORDS * _most_finishes(flow, packed, tile_bytes),
         _digest(flow),
     )
 
 
 def _most(rank: Longs, tiles: Longs, num_ranks: int) -> Longs:
     """Pieces of runs of so many tiles, on each rank at most: see `_tiles`."""
-    return 5 * totals(rank, np.ones_like(tiles), num_ranks) + totals(rank, tiles, num_ranks) // MOST_TILES + 1
+    return 5 * np.bincount(rank, minlength=num_ranks) + totals(rank, tiles, num_ranks) // MOST_TILES + 1
 
 
 def _most_finishes(flow: Shipment, packed: bool, tile_bytes: int) -> Longs:
@@ -203,59 +198,52 @@ def _finished_rows(flow: Shipment, tile_bytes: int) -> int:
 
 def _placed(flow: Shipment, packed: bool) -> _Placed:
     routes = flow.routes
-    some = np.flatnonzero(routes.length > 0)
+    some = (routes.length > 0).nonzero()[0]
     source, dest, length = routes.source[some], routes.dest[some], routes.length[some]
     shard, copy, dest_row = routes.shard[some], routes.copy[some], routes.dest_row[some]
-    waits = np.full(len(some), packed)
-    order = np.lexsort((source, dest))  # one stretch per sender
+    waits, place, room = np.full(len(some), packed), np.zeros_like(length), np.zeros(routes.num_ranks, np.int64)
     if flow.is_sum:
         dest_row = dest_row - copy * flow.rows[dest]
-        _, which, copies = np.unique(shard, return_inverse=True, return_counts=True)
-        waits = waits | (copies[which] > 1)
-        order = np.lexsort((copy, shard, dest))  # one stretch per shard, copy after copy
-    place = np.empty(len(some), np.int64)
-    place[order] = running_sum(dest[order], np.where(waits, length, 0)[order])
-    room = totals(dest, np.where(waits, length, 0), routes.num_ranks)
-    return _Placed(
-        some,
-        source,
-        routes.source_row[some],
-        dest,
-        dest_row,
-        length,
-        shard,
-        copy,
-        waits,
-        place,
-        room,
-    )
+        waits = waits | (np.bincount(shard)[shard] > 1)
+    if waits.any():
+        # One stretch per sender, or where they are summed per shard, copy after copy.
+        order = np.lexsort((copy, shard, dest) if flow.is_sum else (source, dest))
+        rows = np.where(waits, length, 0)
+        place[order] = running_sum(dest[order], rows[order])
+        room = totals(dest, rows, routes.num_ranks)
+    row = routes.source_row[some]
+    return _Placed(some, source, row, dest, dest_row, length, shard, copy, waits, place, room)
 
 
 # --- what is pushed ---------------------------------------------------------------------------------------------------
 
 
-def _sends(placed: _Placed, rank: int, tile_rows: int) -> tuple[_Runs, Longs, Longs]:
-    """By destination, and which that is, and which route each begins."""
-    mine = np.flatnonzero(placed.source == rank)
+def _sends(placed: _Placed, rank: int, tile_rows: int) -> tuple[_Runs, Longs]:
+    """By destination, and which route each begins."""
+    mine = (placed.source == rank).nonzero()[0]
     mine = mine[stable_order(placed.dest[mine])]
     waits, dest, row = placed.waits[mine], placed.dest[mine], placed.source_row[mine]
     to = np.where(waits, placed.place[mine], placed.dest_row[mine])
     first, rows = _merged(row, to, placed.length[mine], dest * 2 + waits)
     words = _columns(row, to, 0, dest | waits.astype(np.int64) << _WAITS)[first]
-    return _Runs(words, rows, np.full_like(rows, tile_rows)), dest[first], placed.index[mine[first]]
+    return _Runs(words, rows, np.full_like(rows, tile_rows)), placed.index[mine[first]]
 
 
-def _due(dest: Longs, cut: _Cut, rank: int, num_ranks: int) -> NDArray[np.uint16]:
-    """When pieces of runs are due. Those that wait first, as they are finished while the others come; of both peer
-    after peer, every rank beginning with the next, so that no port takes from several at a time. Tensors go side by
-    side, and what stays on the rank all along.
+def _due(runs: _Runs, cut: _Cut, rank: int, num_ranks: int) -> NDArray[np.uint16]:
+    """When pieces of runs, by tensor and destination, are due. Those that wait first, as they are finished while the
+    others come; of both peer after peer, every rank beginning with the next, so that no port takes from several at a
+    time. Tensors go side by side, and what stays on the rank all along.
     """
+    where = runs.words[:, _WHERE].astype(np.int64)
+    dest = where & 0xFFFF
+    flow = (where >> 16 & 0xFF) * num_ranks + dest
     distance = (np.arange(num_ranks) - rank) % num_ranks
     # When a peer's begin and how long they last, as shares of the whole; a piece is due when its half is gone.
     last = np.where(distance == 0, 1.0, 1 / max(num_ranks - 1, 1))
-    step = last / np.maximum(totals(dest, cut.pieces, num_ranks), 1)
-    begin = (np.maximum(distance - 1, 0) * last)[dest] + (running_sum(dest, cut.pieces) + 0.5) * step[dest]
-    when = begin.repeat(cut.pieces) + cut.number * step[dest].repeat(cut.pieces)
+    step = last[dest] / np.bincount(flow, cut.pieces)[flow]
+    before = cut.pieces.cumsum() - cut.pieces
+    begin = (np.maximum(distance - 1, 0) * last)[dest] + (before - before[first_equal(flow)] + 0.5) * step
+    when = begin.repeat(cut.pieces) + cut.number * step.repeat(cut.pieces)
     is_straight = (cut.words[:, _WHERE] >> _WAITS == 0).astype(np.uint16)
     found: NDArray[np.uint16] = (when * (2**15 - 1)).astype(np.uint16) | is_straight << 15
     return found
@@ -267,7 +255,7 @@ def _merged(source: Longs, dest: Longs, length: Longs, key: Longs) -> tuple[Long
         return np.zeros(0, np.int64), length
     end = length[:-1]
     adjoins = (source[:-1] + end == source[1:]) & (dest[:-1] + end == dest[1:]) & (key[:-1] == key[1:])
-    first = np.flatnonzero(np.concatenate(([True], ~adjoins)))
+    first = np.concatenate(([True], ~adjoins)).nonzero()[0]
     return first, np.add.reduceat(length, first)
 
 
@@ -281,13 +269,13 @@ def _threads(longest: int) -> int:
 
 
 def _finishes(flow: Shipment, placed: _Placed, rank: int, tile_bytes: int) -> _Runs:
-    here = np.flatnonzero(placed.dest == rank)
-    parts = [_zeros(flow, placed, rank, here, max(1, tile_bytes // flow.width))]
+    here = (placed.dest == rank).nonzero()[0]
+    zeros = _zeros(flow, placed, rank, here, max(1, tile_bytes // flow.width))
     waiting = here[placed.waits[here]]
-    if len(waiting):
-        made = _sums if flow.is_sum else _copies
-        parts.append(made(placed, waiting, _finished_rows(flow, tile_bytes)))
-    return _Runs(*(np.concatenate([getattr(part, one) for part in parts]) for one in ("words", "rows", "tile_rows")))
+    if not len(waiting):
+        return zeros
+    made = _sums if flow.is_sum else _copies
+    return _joined([zeros, made(placed, waiting, _finished_rows(flow, tile_bytes))])
 
 
 def _finished(
@@ -315,6 +303,8 @@ def _sums(placed: _Placed, waiting: Longs, tile_rows: int) -> _Runs:
 
 def _zeros(flow: Shipment, placed: _Placed, rank: int, here: Longs, tile_rows: int) -> _Runs:
     """Rows of the output that no route leads to."""
+    if not flow.is_sum and int(placed.length[here].sum()) == flow.rows[rank]:  # what lies apart fills it all
+        return _Runs(np.empty((0, FINISH_WORDS), np.uint32), here[:0], here[:0])
     row, first = np.unique(placed.dest_row[here], return_index=True)
     begins = np.concatenate(([0], row + placed.length[here][first]))
     gaps = np.concatenate((row, [int(flow.rows[rank])])) - begins
@@ -334,21 +324,22 @@ class _Cut:
     words: Words  # of each piece
 
 
-def _tiles(parts: Sequence[_Runs]) -> int:
+def _tiles(runs: _Runs) -> int:
     """So many tiles are a piece: few words for long runs, and few tiles that are none at the end of short ones. No more
     than half of what a run has in the mean, and more than a quarter: so n runs are at most 5 n pieces and one for every
     MOST_TILES tiles.
     """
-    runs = sum(len(part.rows) for part in parts)
-    tiles = sum(int((-(-part.rows // part.tile_rows)).sum()) for part in parts)
-    return min(1 << max(tiles // max(2 * runs, 1), 1).bit_length() - 1, MOST_TILES)
+    tiles = int((-(-runs.rows // runs.tile_rows)).sum())
+    return min(1 << max(tiles // max(2 * len(runs.rows), 1), 1).bit_length() - 1, MOST_TILES)
 
 
 def _cut(runs: _Runs, tiles: int, column: int) -> _Cut:
     """In pieces of at most so many tiles. `column`: of their rows; before it are the rows where they begin."""
+    if not len(runs.rows):
+        return _Cut(runs.rows, runs.rows, runs.words)
     most = runs.tile_rows * tiles
     pieces = -(-runs.rows // most)
-    number = np.arange(int(pieces.sum())) - (np.cumsum(pieces) - pieces).repeat(pieces)
+    number = np.arange(int(pieces.sum())) - (pieces.cumsum() - pieces).repeat(pieces)
     skip = number * most.repeat(pieces)
     words = runs.words.repeat(pieces, axis=0)
     words[:, column - 2 : column] += skip.astype(np.uint32)[:, None]
@@ -359,13 +350,19 @@ def _cut(runs: _Runs, tiles: int, column: int) -> _Cut:
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-def _joined(parts: Sequence[Words], column: int, shift: int) -> Words:
-    """The words of all tensors, each with its number from that bit of that column on."""
-    found = np.concatenate(parts)
-    at = len(parts[0])
-    for tensor, part in enumerate(parts[1:], 1):
-        found[at : at + len(part), column] |= np.uint32(tensor << shift)
-        at += len(part)
+def _joined(parts: Sequence[_Runs]) -> _Runs:
+    words, rows, tile_rows = ([getattr(part, name) for part in parts] for name in ("words", "rows", "tile_rows"))
+    return _Runs(np.concatenate(words), np.concatenate(rows), np.concatenate(tile_rows))
+
+
+def _numbered(parts: Sequence[_Runs], column: int, shift: int) -> _Runs:
+    """Those of all tensors, each with its number from that bit of that column on."""
+    if len(parts) == 1:
+        return parts[0]
+    found, at = _joined(parts), 0
+    for tensor, part in enumerate(parts):
+        found.words[at : at + len(part.rows), column] |= np.uint32(tensor << shift)
+        at += len(part.rows)
     return found
 
 
@@ -394,7 +391,7 @@ def _words(sends: Words, finishes: Words, expected: Longs, more: Sequence[int]) 
     at = 4 * (HEAD_WORDS + sends.size)
     body = np.concatenate((sends.ravel(), finishes.ravel(), expected.view(np.uint32)))
     meant = [len(sends), len(finishes), at, *more[1:]]
-    check = ~int(np.bitwise_xor.reduce(meant))
+    check = ~reduce(xor, meant)
     head = np.zeros(HEAD_WORDS, np.uint32)
     head[: 5 + len(more)] = np.array([*meant[:3], check, int(body.sum(dtype=np.uint64)), *more]) & 0xFFFFFFFF
     return np.concatenate((head, body))
