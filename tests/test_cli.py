@@ -197,6 +197,19 @@ def test_check_json(faulty: str, capsys: Capture) -> None:
     assert [one["severity"] for one in value["diagnostics"]] == ["error"]
 
 
+def test_check_json_of_a_detour(tmp_path: Path, capsys: Capture) -> None:
+    """What nothing has to move for takes no number of times the least: null, as JSON has no infinity."""
+    path = tmp_path / "detour.comm"
+    steps = "each r { put x -> z @ (r + 1) % P } each r { put z -> y @ (r - 1) % P }"
+    path.write_text(
+        f"schedule s for P ranks {{ input x scratch z output y ensure permutation(x -> y) r -> r {steps} }}"
+    )
+    assert run_command(["check", str(path), "--json"]) == 0
+    cost = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["proved"][0]["cost"]
+
+    assert (cost["bound"], cost["ratio"]) == ("nothing has to move", None)
+
+
 def test_check_syntax_fault(tmp_path: Path, capsys: Capture) -> None:
     """A file that does not parse is a diagnostic, too."""
     path = tmp_path / "broken.comm"

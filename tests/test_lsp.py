@@ -129,7 +129,7 @@ schedule ring(K = 2) for P ranks where P >= 2 {
     assert others & found == set()
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*SHIPPED[::5], EVERYTHING], ids=lambda path: path.stem)
 def test_every_beginning_can_be_ended(path: Path) -> None:
     """Behind any word or sign of a file, the beginning of it is ended to a text that parses, and a word is proposed."""
     text = path.read_text(encoding="utf-8")
@@ -233,7 +233,8 @@ def test_an_hour_at_an_editor(tmp_path: Path) -> None:
 
 def test_a_text_that_is_not_done(tmp_path: Path) -> None:
     """While a text is written its syntax faults are shown, names that fit are proposed, and nothing is formatted; what
-    is wrong in a schedule that is called is shown at the call, with its own place beside it.
+    is wrong in a schedule that is called is shown at the call, with its own place beside it, until that file is saved
+    mended; a fault of syntax in it, where it is used.
     """
     (tmp_path / "ring.comm").write_text(CALLED.replace("(r + 1) % P }", "(r + 1) }"), encoding="utf-8")
     ragged = 'use   "ring.comm"\r\nschedule   twice for P ranks {\r\n  inout x[P]\r\n  ensure allreduce(x)\r\n'
@@ -258,5 +259,14 @@ def test_a_text_that_is_not_done(tmp_path: Path) -> None:
         assert found.range.start == at(whole, "each r do")
         assert [Path(one.location.uri).name for one in found.related_information or ()] == ["ring.comm"]
         assert await formatted() == [format_file(parse(Source("", whole.replace("\r", ""))))]
+
+        (tmp_path / "ring.comm").write_text(CALLED, encoding="utf-8")
+        client.text_document_did_save(types.DidSaveTextDocumentParams(types.TextDocumentIdentifier(editor.uri("a"))))
+        assert (await editor.diagnostics()).diagnostics == ()
+        (tmp_path / "ring.comm").write_text("\n schedule", encoding="utf-8")
+        editor.change("twice.comm", 3, whole)
+        (fault,) = (await editor.diagnostics()).diagnostics
+        assert (fault.code, fault.range.start, fault.range.end) == ("C002", at(whole, "use"), at(whole, "\r\nschedule"))
+        assert [one.location.range.start.line for one in fault.related_information or ()] == [1]
 
     talk(tmp_path, say)

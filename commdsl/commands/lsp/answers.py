@@ -46,7 +46,8 @@ def changed(server: Server, params: types.DidChangeTextDocumentParams) -> None:
 
 
 def saved(server: Server, params: types.DidSaveTextDocumentParams) -> None:
-    for uri in tuple(server.checks):  # any of them may use what was saved
+    server.documents.clear()  # any of them may use what was saved
+    for uri in tuple(server.checks):
         server.check_soon(uri)
 
 

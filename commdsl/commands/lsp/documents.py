@@ -96,11 +96,17 @@ class Document:
         name = self.name_at(offset)
         if name is not None:
             return self._declared.get(name.span)
-        uses = (item for item in (self.files[0].items if self.files else ()) if isinstance(item, syntax.Use))
-        used = next((use for use in uses if use.span.start <= offset <= use.span.end), None)
-        with suppress(CommError):
-            return compiler.find_used(used, self.folder) if used is not None else None
-        return None
+        return next((path for use, path in self.uses if use.start <= offset <= use.end), None)
+
+    @cached_property
+    def uses(self) -> tuple[tuple[Span, Path], ...]:
+        """Every `use`, and the file that it brings in."""
+        found = list[tuple[Span, Path]]()
+        for item in self.files[0].items if self.files else ():
+            if isinstance(item, syntax.Use):
+                with suppress(CommError):
+                    found.append((item.span, compiler.find_used(item, self.folder)))
+        return tuple(found)
 
     def meaning(self, offset: int) -> str | None:
         """The line that declares the name at an offset, and its value where it has one; as Markdown."""

@@ -90,11 +90,13 @@ class Server(LanguageServer):
         self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(uri, found, version))
 
     def _diagnostic(self, found: DiagnosticJson, uri: str, document: Document) -> types.Diagnostic:
-        """At its place, or where this text calls or uses what it is about."""
-        labels = [found["primary"], *found["secondary"]]
+        """At its place; of another file's text where this one calls it, or else uses the file."""
+        labels, positions = [found["primary"], *found["secondary"]], self.positions(document.source)
         here = next((label for label in labels if label["file"] == STANDARD_INPUT), None)
+        files = {(document.folder / label["file"]).resolve() for label in labels}
+        uses = (positions.of_span(use) for use, path in document.uses if path.resolve() in files)
         return types.Diagnostic(
-            TOP if here is None else self.positions(document.source).of_label(here),
+            next(uses, TOP) if here is None else positions.of_label(here),
             _message(found),
             severity=SEVERITIES[found["severity"]],
             code=found["code"],
