@@ -74,6 +74,7 @@ RUNS = (
     Run("transformer", 2, ("transformer.py", "--tokens", "8192", "2048"), 70),
     Run("rms_norm", 2, ("rms_norm.py",), 25),
     Run("compressed", 2, ("compressed.py", "--batches", "8"), 25),
+    Run("uneven", 2, ("uneven.py", "--batches", "8"), 25),
     Run("visits", 2, ("visits.py",), 60),
     Run("dispatch", 2, ("dispatch.py",), 50),
     Run("documents", 2, ("documents.py", "--seeds", "7,29,58"), 60),  # batches that lie unevenly on two ranks

@@ -10,6 +10,7 @@ those in whose pair it is. A schedule has one table. Without one all blocks are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -34,11 +35,9 @@ class Lengths:
         shape = (num_ranks,) * len(self.axes)
         return np.ravel_multi_index([numbers[axis] for axis in self.axes], shape).astype(np.int32)
 
-    def places(self, num_ranks: int, blocks: int, rank: int) -> list[int]:
+    def places(self, num_ranks: int, blocks: int, rank: int) -> tuple[int, ...]:
         """Where among the entries that a rank knows those of its blocks are."""
-        entries = self.of_blocks(num_ranks, blocks)[rank]
-        found: list[int] = place(num_ranks, len(self.axes), np.full_like(entries, rank), entries).tolist()
-        return found
+        return _places(self, num_ranks, blocks, rank)
 
     def entry_name(self, num_ranks: int, entry: int) -> str:
         """`n[2]`, `n[0, 2]`."""
@@ -47,6 +46,13 @@ class Lengths:
 
     def __str__(self) -> str:
         return f"{self.table}[{', '.join(axis.value for axis in self.axes)}]"
+
+
+@cache
+def _places(lengths: Lengths, num_ranks: int, blocks: int, rank: int) -> tuple[int, ...]:
+    """Kept, as lengths may be others in every call, and these are not."""
+    entries = lengths.of_blocks(num_ranks, blocks)[rank]
+    return tuple(place(num_ranks, len(lengths.axes), np.full_like(entries, rank), entries).tolist())
 
 
 def num_entries(num_ranks: int, num_axes: int) -> int:

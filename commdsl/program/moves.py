@@ -68,6 +68,7 @@ from __future__ import annotations
 
 from dataclasses import field
 from enum import Enum, IntEnum
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,8 +82,8 @@ from commdsl.program.memory import Tensor
 UNIT = 16
 """Bytes of a vector: chunks but the last of a block are multiples of it."""
 
-HEAD_BYTES = 16
-"""In front of the data in a cell, where there are heads: as kHeadBytes in types.cuh."""
+HEAD_BYTES = 128
+"""In front of data in a cell, where there are heads, as kHeadBytes in types.cuh: a line, so that data begins one."""
 
 CELL = -1
 """The space of a location in symmetric memory; a space of 0 or more is a tensor."""
@@ -261,6 +262,11 @@ class Moves:
     def lengths(self) -> Lengths | None:
         """By what blocks are of lengths of their own, if they are."""
         return next((tensor.lengths for tensor in self.tensors if tensor.lengths is not None), None)
+
+    @cached_property
+    def least_cut(self) -> int:
+        """Into how many chunks the blocks of the largest chunks are cut."""
+        return int(self.ops.cut.min(initial=1 << 30))
 
     @property
     def has_heads(self) -> bool:

@@ -144,8 +144,7 @@ def size_classes(moves: Moves) -> NDArray[np.int32]:
 def largest_chunk_bytes(moves: Moves, block_bytes: int) -> int:
     """The most bytes any operation moves, over all rounds and lanes; where lengths differ, of any piece."""
     if moves.lengths is not None:
-        units = -(-block_bytes // UNIT)
-        return max((UNIT * -(-units // int(cut)) for cut in np.unique(moves.ops.cut)), default=0)
+        return UNIT * -(-block_bytes // (UNIT * moves.least_cut))
     ranges = (piece_range(block_bytes, int(cut), int(piece)) for cut, piece in size_classes(moves))
     return max((last - first for first, last in ranges), default=0)
 

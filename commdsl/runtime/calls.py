@@ -18,6 +18,9 @@ from commdsl.runtime.program import Program
 from commdsl.runtime.stamps import StampedStart
 from commdsl.runtime.workspace import Start
 
+MAX_LENGTHS = 64
+"""As many where blocks have lengths of their own: others in every call, maybe."""
+
 MAX_KEPT = 4096
 """An op forgets its calls when it has met so many shapes: each is a kilobyte."""
 

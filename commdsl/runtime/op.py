@@ -21,7 +21,7 @@ from commdsl.machine.config import from_environment
 from commdsl.program.memory import Transport
 from commdsl.program.visited import landing
 from commdsl.runtime import autograd, eager, given, groups, pickled, tensors, uneven
-from commdsl.runtime.calls import MAX_KEPT, Bound
+from commdsl.runtime.calls import MAX_KEPT, MAX_LENGTHS, Bound
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import GradientError, OpError, ReductionError, TensorError
 from commdsl.runtime.given import Asked, Patience, Reduction
@@ -337,7 +337,7 @@ class Op:
             raise
         if call is None or behind is None or not call.serves(behind):
             call = self._prepare(inputs, name, asked, in_place=in_place)
-            _keep(self._calls, key, call)
+            _keep(self._calls, key, call, MAX_LENGTHS if self.has_lengths else MAX_KEPT)
         elif call.compares:
             groups.of(name, first.device).compare(uneven.described(self.name, self.traced(name), inputs, asked))
         return call
@@ -388,10 +388,10 @@ class Op:
         return Visiting(self.name, comm, visits, inputs, starts, seconds, owner)
 
 
-def _keep(kept: dict[tuple[object, ...], Any], new: tuple[object, ...], made: Any) -> None:
+def _keep(kept: dict[tuple[object, ...], Any], new: tuple[object, ...], made: Any, most: int = MAX_KEPT) -> None:
     """Keeps a call, and lets go of those on groups that were given back, and of all when there are too many."""
     for key in [key for key, call in tuple(kept.items()) if call.is_over]:
         kept.pop(key, None)
-    if len(kept) >= MAX_KEPT:
+    if len(kept) >= most:
         kept.clear()
     kept[new] = made

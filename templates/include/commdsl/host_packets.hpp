@@ -107,7 +107,7 @@ COMMDSL_FN void scatter(const Operands<Plan>& operands, u64 word, u64 bytes, con
 template <class Plan>
 COMMDSL_FN bool exchange(const Operands<Plan>& operands) {
   constexpr u64 data = Plan::Wire::kData;
-  const u64 words = words_of(operands.here);
+  const u64 words = words_of(operands, 1);
   for (u64 word = 0; word < words; ++word) {
     const u64 at = word * data;
     const u64 bytes = at < operands.slice.bytes ? smaller(operands.slice.bytes - at, data) : 0;

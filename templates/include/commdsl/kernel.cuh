@@ -203,6 +203,17 @@ COMMDSL_FN u32 words_of(const Position<Plan>& here) {
   return Plan::kLanesTell && words == 0 && here.lane == 0 ? 1 : words;
 }
 
+// Of one operation: as many, so that a thread that awaits its words knows what its peer did before. Where blocks have lengths of
+// their own, a word for each thread tells it as much, and what is not there is not sent. `threads`: that have words.
+template <class Plan>
+COMMDSL_FN u32 words_of(const Operands<Plan>& operands, u32 threads) {
+  constexpr u32 data = Plan::Wire::kData;
+  const u32 most = words_of(operands.here);
+  if constexpr (!Plan::kHasLengths) return most;
+  const u32 own = (static_cast<u32>(operands.slice.bytes) + data - 1) / data, least = most < threads ? most : threads;
+  return own > least ? own : least;
+}
+
 // Where a word has the number of the round, and the digest of another call.
 template <class Plan>
 COMMDSL_CALL void report_other(const ArgsOf<Plan>& args, i32 lane, u64 round, i32 op, i32 peer, u32 digest) {

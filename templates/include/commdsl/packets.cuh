@@ -318,7 +318,7 @@ template <class Plan>
 COMMDSL_FN bool exchange(const Operands<Plan>& operands) {
   using W = Way<typename Plan::Wire>;
   constexpr u32 data = Plan::Wire::kData;
-  const u32 words = words_of(operands.here);
+  const u32 words = words_of(operands, W::kStride);
   if constexpr (Plan::kHasReduction) {
     constexpr u32 ahead = Plan::kMostSources < 8 ? Plan::kMostSources : 8;
     if (operands.op().kind == kReduce) return pass<Plan, 1, ahead, true>(operands, words);

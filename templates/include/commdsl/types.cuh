@@ -81,7 +81,7 @@ constexpr u64 kStopped = 11;     // a peer gave up and said so
 constexpr u64 kInterrupted = 12; // the host asked for an end of long waits
 constexpr u64 kGone = 13;        // the process of the peer has ended
 constexpr u64 kBadLength = 14;   // a peer sends a block of another length than is to come
-constexpr u64 kHeadBytes = 16;   // in front of data in a cell, where a rank knows the lengths of its pairs alone
+constexpr u64 kHeadBytes = 128;  // a line in front of data in a cell, where a rank knows the lengths of its pairs alone
 
 // A run of rows of one tensor, which warps move tile by tile: `where` is the destination's rank, from bit 16 on the tensor, in bit 24 whether the rows are to
 // wait there until they are finished.
