@@ -1,7 +1,7 @@
 """Turns random machines into a table: how near `commdsl synth` comes to the least time, and how long it takes.
 
-Assumes no GPU. Machines have 4 to 16 GPUs in one to four nodes, links of several kinds and speeds, through ports or
-each by itself, some missing or slower one way. Every schedule is proved, as the command does it.
+Assumes no GPU. Machines have 4 to 16 GPUs in one to four nodes, links of several kinds and speeds, each by itself or
+through ports that some GPUs share, one way, missing or slower. Every schedule is proved, as the command does it.
 Seconds are those of the processor.
 """
 
@@ -59,7 +59,7 @@ def machine(seed: int) -> str:
         lines = [f"nodes {nodes}   gpus {gpus} per node   sms 100", *_in_node(random, gpus)]
         if nodes > 1:
             scope = random.choice(("across nodes", "across nodes same gpu"))
-            lines.append(f"link net {scope}   {_rate(random, (12, 25, 50))}   4 us")
+            lines.append(f"link net {scope}   {_rate(random, gpus, (12, 25, 50))}   4 us")
         links = _links(_text_of(seed, lines))
         cuts, slow = random.randrange(3), random.randrange(3)
         some = random.sample(np.argwhere(links).tolist(), min(cuts + slow, int(links.sum())))
@@ -93,11 +93,12 @@ def _in_node(random: Random, gpus: int) -> Iterator[str]:
     chords = {(a, b) for a in range(gpus) for b in range(a + 1, gpus) if random.random() < 0.25}
     wired = sorted(ring | chords)
     slow = sorted(random.sample(wired, len(wired) // 3))
-    yield f"link fast pairs {_listed(set(wired) - set(slow))}   {_rate(random, speeds)}   1 us"
+    yield f"link fast pairs {_listed(set(wired) - set(slow))}   {_rate(random, gpus, speeds)}   1 us"
     if slow:
-        yield f"link slow pairs {_listed(slow)}   {_rate(random, speeds)}   1 us"
+        kind_of = random.choice(("pairs", "pairs", "arcs"))
+        yield f"link slow {kind_of} {_listed(slow)}   {_rate(random, gpus, speeds)}   1 us"
     if kind == "mixed":
-        yield f"link rest in node   {_rate(random, (5, 10, 25))}   2 us"
+        yield f"link rest in node   {_rate(random, gpus, (5, 10, 25))}   2 us"
 
 
 def _pair(a: int, b: int) -> Pair:
@@ -108,8 +109,10 @@ def _listed(pairs: Iterable[Pair]) -> str:
     return " ".join(f"({a}, {b})" for a, b in sorted(pairs))
 
 
-def _rate(random: Random, speeds: tuple[int, ...]) -> str:
-    return f"{random.choice(speeds)} GB/s per {random.choice(('pair', 'gpu'))}"
+def _rate(random: Random, gpus: int, speeds: tuple[int, ...]) -> str:
+    shared = [f"{count} gpus" for count in range(2, gpus) if gpus % count == 0] or ["node"]
+    per = random.choice(("pair", "pair", "gpu", "gpu", random.choice(shared)))
+    return f"{random.choice(speeds)} GB/s per {per}"
 
 
 def measure(collective: str, seed: int, folder: Path) -> Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -34,15 +34,17 @@ class Wire:
 
 @dataclass
 class Machine:
-    """A topology, and the same by hand: its wires and, for each class of links, what a GPU's port carries."""
+    """A topology, and the same by hand: its wires and, for each class of links, a port's rate, and of how many GPUs."""
 
     topology: Topology
     wires: list[Wire]
-    ports: list[float]
+    ports: list[tuple[float, int]]
 
 
 def machine(random: Random) -> Machine:
-    """Links of pairs with GPUs in any order, a rest behind them, links between nodes; some missing, some slower."""
+    """Links of pairs with GPUs in any order, both ways or one, a rest behind them, links between nodes; some GPUs share
+    a port; some links are missing, some slower.
+    """
     nodes, gpus = random.choice([(1, 4), (1, 5), (1, 6), (2, 3), (3, 2)])
     order = random.sample(range(gpus), gpus)
     ring = [(order[i - 1], order[i]) for i in range(gpus)] if gpus > 2 else [(0, 1)]
@@ -52,6 +54,7 @@ def machine(random: Random) -> Machine:
     if nodes > 1:
         links.append(_link(random, "out", random.choice([LinkScope.ACROSS_NODES, LinkScope.ACROSS_SAME_GPU])))
     links = links[1:] if len(links) > 1 and random.random() < 0.3 else links
+    links = [_shared(random, link, gpus) for link in links]
     ranks = nodes * gpus
     wires = [
         Wire(a, b, links[at].pair_bandwidth, at)
@@ -70,7 +73,16 @@ def machine(random: Random) -> Machine:
         frozenset((wire.source, wire.dest) for wire in missing),
         tuple((wire.source, wire.dest, 3.0) for wire in slow),
     )  # fmt: skip
-    return Machine(topology, wires, [link.port_bandwidth for link in links])
+    return Machine(topology, wires, [(link.port_bandwidth, link.sharing) for link in links])
+
+
+def _shared(random: Random, link: Link, gpus: int) -> Link:
+    """Some links are one way, some ports those of several GPUs."""
+    if link.pairs is not None and random.random() < 0.3:
+        link = replace(link, scope=LinkScope.ARCS, pairs=link.pairs[: len(link.pairs) // 2])
+    if np.isfinite(link.port_bandwidth) and random.random() < 0.3:
+        link = replace(link, sharing=random.choice([count for count in range(2, gpus + 1) if gpus % count == 0]))
+    return link
 
 
 def _link(random: Random, name: str, scope: LinkScope, pairs: list[tuple[int, int]] | None = None) -> Link:
@@ -83,7 +95,7 @@ def _link(random: Random, name: str, scope: LinkScope, pairs: list[tuple[int, in
 def _joins(link: Link, a: int, b: int, gpus: int) -> bool:
     near, alike = a // gpus == b // gpus, a % gpus == b % gpus
     match link.scope:
-        case LinkScope.PAIRS:
+        case LinkScope.PAIRS | LinkScope.ARCS:
             return near and [a % gpus, b % gpus] in link.pairs.tolist()  # type: ignore[union-attr]
         case LinkScope.IN_NODE:
             return near and a != b
@@ -108,10 +120,11 @@ def least(given: Machine, wanted: np.ndarray, value: list[int], *, is_back: bool
         over += [_row(size, {f * count + at: 1, (flows + v) * count + at: -1}) for f, v in enumerate(value)]
         if np.isfinite(wire.capacity):
             over.append(taken([at], wire.capacity))
-    for link, port in enumerate(given.ports):
-        for rank in range(ranks if np.isfinite(port) else 0):
+    for link, (port, sharing) in enumerate(given.ports):
+        for first in range(0, ranks if np.isfinite(port) else 0, sharing):
             for end in ("source", "dest"):
-                mine = [at for at, wire in enumerate(wires) if wire.link == link and getattr(wire, end) == rank]
+                users = range(first, first + sharing)
+                mine = [at for at, wire in enumerate(wires) if wire.link == link and getattr(wire, end) in users]
                 over.append(taken(mine, port))
     for flow in range(flows):
         for rank in range(ranks):

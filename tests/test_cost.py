@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import ir_builder as build
@@ -167,6 +168,21 @@ def test_degraded_and_shared_pairs_count() -> None:
     report = cost.report(build.ring_allreduce(4, slow))
     assert report.steps[0].seconds_per_byte == pytest.approx(0.25 / 1e9)
     assert report.busiest_pair == cost.PairLoad(0, 1, 1.5)
+
+
+def test_what_shares_a_port_adds_up() -> None:
+    """Two GPUs behind one adapter take twice as long as each with its own, and the report says whose it is."""
+    near, rail = build.two_nodes(2).links
+    topology = Topology("boxes", 2, 2, 132, (near, replace(rail, scope=LinkScope.ACROSS_NODES, sharing=2)))
+    x, y = build.buffer(BufferKind.INPUT, "x"), build.buffer(BufferKind.OUTPUT, "y")
+    move = build.move(MoveKind.PUT, (0, [0, 1, 2, 3], 0), (1, [2, 3, 0, 1], 0), np.arange(4))
+    contract = build.copies_contract("permutation", 0, 1, [(r, 0, (r + 2) % 4, 0) for r in range(4)])
+    report = cost.report(build.schedule(4, (x, y), (contract,), (build.step(move),), topology))
+    (step,) = report.steps
+    assert step.seconds_per_byte == pytest.approx(2 / 50e9)
+    assert step.port == cost.PortLoad("rail", 0, True, 2.0, 2)
+    assert step.port.who == "ranks 0 to 1 send"
+    assert report.bandwidth_ratio == pytest.approx(1)
 
 
 def chain(ranks: int) -> Schedule:

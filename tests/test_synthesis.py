@@ -40,6 +40,14 @@ BARBELL = """topology barbell {
 }
 """
 
+SHARED = """topology shared {
+  nodes 2   gpus 4 per node   sms 100
+  link up   arcs (0, 1) (1, 2) (2, 3) (3, 0)   100 GB/s per pair   1 us
+  link host in node   50 GB/s per 2 gpus   1 us
+  link net  across nodes   25 GB/s per node   4 us
+}
+"""
+
 
 def made(collective: str, on: str, root: int | None = None) -> synth.Made:
     return synth.make(synth.parse(collective, on, None, root))
@@ -75,6 +83,16 @@ def test_a_barbell(collective: str, tmp_path: Path) -> None:
     assert costs.limit.seconds_per_byte == pytest.approx(
         {"allgather": 3, "reduce-scatter": 3, "all_reduce": 1}.get(collective, 1) / 50e9
     )
+    assert costs.bandwidth_ratio <= MOST_RATIO
+
+
+def test_shared_ports_and_one_way_links(tmp_path: Path) -> None:
+    """Four blocks go through the adapter of a node: that is the time, and nothing is kept waiting for long."""
+    path = tmp_path / "shared.comm"
+    path.write_text(SHARED)
+    costs = made("allgather", str(path)).costs
+
+    assert costs.limit.seconds_per_byte == pytest.approx(4 / 25e9)
     assert costs.bandwidth_ratio <= MOST_RATIO
 
 

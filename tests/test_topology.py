@@ -75,6 +75,32 @@ def test_listed_pairs_hold_both_ways_in_every_node() -> None:
     assert found == {(4 * node + a, 4 * node + b) for node in range(2) for a, b in one}
 
 
+def test_arcs_hold_one_way() -> None:
+    """From the first to the second; the way back may be of another class."""
+    machine = _topology(
+        COUNTS + "link a arcs (0, 1) (1, 2) 4 GB/s per pair 1 us\nlink b arcs (1, 0) 4 GB/s per gpu 1 us"
+    )
+    links = _links(machine)
+    assert {(int(a), int(b)): int(links[a, b]) for a, b in np.argwhere(links != NO_LINK)} == {
+        (0, 1): 0, (1, 2): 0, (1, 0): 1, (4, 5): 0, (5, 6): 0, (5, 4): 1,
+    }  # fmt: skip
+
+
+def test_several_gpus_share_a_port() -> None:
+    """So many side by side, or all of a node; each has one of its own unless that is said."""
+    machine = _topology(
+        COUNTS + "link a pairs (0, 2) 4 GB/s per gpu 1 us\nlink b in node 5 GB/s per 2 gpus 1 us\n"
+        "link c across nodes 6 GB/s per node 1 us"
+    )
+    assert [(link.port_bandwidth, link.pair_bandwidth, link.sharing) for link in machine.links] == [
+        (4e9, np.inf, 1), (5e9, np.inf, 2), (6e9, np.inf, 4),
+    ]  # fmt: skip
+    assert [link.port(np.arange(8)).tolist() for link in machine.links[1:]] == [
+        [0, 0, 2, 2, 4, 4, 6, 6],
+        [0] * 4 + [4] * 4,
+    ]
+
+
 def test_missing_and_degraded_links() -> None:
     """A missing pair has no link in that direction, a degraded one less bandwidth."""
     machine = _topology(COUNTS + "link a in node 4 GB/s per pair 1 us\nmissing (0, 1)\ndegraded (1, 0) (2, 3) 1 GB/s")

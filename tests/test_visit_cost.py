@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import ir_builder as build
@@ -84,6 +85,9 @@ def test_latency_and_nodes() -> None:
 
     assert beside(found, [0] * 4, PLAIN).seconds == pytest.approx(3 * (2 + 4e-6))
     assert far.port_bandwidth == 50e9
+    shared = replace(topology, links=(near, replace(topology.links[1], sharing=2)))
+    pairs = phases(meant(ATTENTION / "rotation_direct.comm", shared, 4), {"kv": 100e9 / 3})  # in three pieces
+    assert beside(pairs, [0] * 4, PLAIN).seconds == pytest.approx(2 + 4 + 2 + 3 * 4e-6)
 
 
 def test_what_is_written_travels() -> None:

@@ -83,8 +83,7 @@ def cost_lines(report: Report) -> Iterator[str]:
         yield f"  {'':<10}{', '.join(map(class_text, report.classes))}: blocks that may differ, counted as equally long"
     if report.busiest_port and report.busiest_pair:
         port = report.busiest_port
-        verb = "sends" if port.sends else "receives"
-        yield f"  {'port':<10}rank {port.rank} {verb} {port.blocks:.4g} n over {port.link}, the most of any"
+        yield f"  {'port':<10}{port.who} {port.blocks:.4g} n over {port.link}, the most of any"
         yield f"  {'pair':<10}{pair_text(report.busiest_pair)}, the most of any"
     yield f"  {'time':<10}{time_text(report.latency, report.seconds_per_byte)}"
     least = time_text(report.limit.latency, report.limit.seconds_per_byte)
@@ -143,9 +142,8 @@ def row_cost_lines(cost: RowCost) -> Iterator[str]:
     yield style(f"cost on {machine}", "strong")
     yield f"  {'traffic':<10}{cost.bytes:,} B to other ranks, there by {cost.table}"
     for link in cost.links:
-        verb = "sends" if link.port.sends else "receives"
         over = f"over {link.name}" if link.name else "without a link"
-        yield f"  {'port':<10}rank {link.port.rank} {verb} {link.port.bytes:,} B {over}, the most of any"
+        yield f"  {'port':<10}{link.port.who} {link.port.bytes:,} B {over}, the most of any"
     least = f"{cost.seconds * 1e6:.3g} us" if cost.seconds < float("inf") else "none"
     yield f"  {'least':<10}{least} for any way to send these rows: the busiest port or pair"
 

@@ -323,6 +323,5 @@ def draw_loads(canvas: Canvas, report: Report, loads: Sequence[Load], y: float) 
     canvas.text(Point(STEPS_LEFT, y + 28), words, size=12)
     if report.busiest_port:
         port = report.busiest_port
-        verb = "sends" if port.sends else "receives"
-        text = f"busiest port: rank {port.rank} {verb} {port.blocks:.3g} n over {port.link}"
+        text = f"busiest port: {port.who} {port.blocks:.3g} n over {port.link}"
         canvas.text(Point(STEPS_LEFT, y + 50), text, size=12, fill=FAINT)

@@ -212,7 +212,8 @@ def limits(wires: Wires, num_ranks: int) -> tuple[Any, Floats]:
 
     count, ports = len(wires.source), np.repeat(wires.ports, num_ranks)
     limited, has_port = np.flatnonzero(np.isfinite(wires.capacity)), np.flatnonzero(np.isfinite(ports))
-    sides = [(wires.link * num_ranks + rank, np.arange(count)) for rank in (wires.source, wires.dest)]
+    share = wires.sharing[wires.link]
+    sides = [(wires.link * num_ranks + rank // share, np.arange(count)) for rank in (wires.source, wires.dest)]
     through = [coo_array((np.ones(count), side), shape=(len(ports), count)).tocsr()[has_port] for side in sides]
     uses = vstack([eye_array(count).tocsr()[limited], *through])
     return uses, np.concatenate([wires.capacity[limited], ports[has_port], ports[has_port]])

@@ -24,11 +24,12 @@ class Wires:
     dest: Longs
     capacity: Floats
     link: Longs
-    ports: Floats  # of a rank, by class of links
+    ports: Floats  # what goes through one, by class of links
+    sharing: Longs  # how many ranks have one, by class of links
 
     @property
     def reversed(self) -> Wires:
-        return Wires(self.dest, self.source, self.capacity, self.link, self.ports)
+        return Wires(self.dest, self.source, self.capacity, self.link, self.ports, self.sharing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,18 +70,20 @@ def graph_of(topology: Topology, num_ranks: int) -> Graph:
     capacity = np.concatenate([np.zeros(0), *made.capacity])
     here, there = np.nonzero(links != NO_LINK)
     ports = np.array([link.port_bandwidth for link in topology.links])
-    wires = Wires(here, there, pairs[here, there], links[here, there].astype(np.int64), ports)
+    sharing = np.array([link.sharing for link in topology.links])
+    wires = Wires(here, there, pairs[here, there], links[here, there].astype(np.int64), ports, sharing)
     kinds = made.is_switched, _is_symmetric(topology, num_ranks)
     return Graph(num_ranks, made.count, source, dest, capacity, wires, *kinds)
 
 
 def is_plain(topology: Topology, num_ranks: int) -> bool:
     """One node whose ranks have one kind of link to each other: no cut is stronger than that of a single rank."""
-    return num_ranks <= topology.gpus_per_node and len(topology.links) == 1 and _is_symmetric(topology, num_ranks)
+    is_one = num_ranks <= topology.gpus_per_node and len(topology.links) == 1 and topology.links[0].sharing == 1
+    return is_one and _is_symmetric(topology, num_ranks)
 
 
 def _is_symmetric(topology: Topology, num_ranks: int) -> bool:
-    are_alike = all(link.scope is not LinkScope.PAIRS for link in topology.links)
+    are_alike = all(link.pairs is None and num_ranks % link.sharing == 0 for link in topology.links)
     are_whole = num_ranks <= topology.gpus_per_node or num_ranks % topology.gpus_per_node == 0
     return are_alike and are_whole and not topology.missing and not topology.degraded
 
@@ -102,6 +105,9 @@ class _Maker:
             source, dest = np.nonzero(has)
             self.edges(source, dest, pairs[source, dest])
             return
+        if link.sharing > 1:
+            self.shared(link, has, pairs)
+            return
         out, into = self.vertices(len(has)), self.vertices(len(has))
         self.edges(self.ranks, out, link.port_bandwidth)
         self.edges(into, self.ranks, link.port_bandwidth)
@@ -118,6 +124,22 @@ class _Maker:
             self.is_switched = False
             source, dest = np.nonzero(has)
             self.edges(out[source], into[dest], pairs[source, dest])
+
+    def shared(self, link: Link, has: NDArray[np.bool_], pairs: Floats) -> None:
+        """Through ports of several GPUs, of which this graph forgets who put in what."""
+        self.is_switched = False
+        port = self.ranks // link.sharing
+        count = int(port.max()) + 1
+        out, sent, come, into = (self.vertices(count) for _ in range(4))
+        self.edges(self.ranks, out[port], np.inf)
+        self.edges(out, sent, link.port_bandwidth)
+        source, dest = np.nonzero(has)
+        between = np.zeros((count, count))
+        np.add.at(between, (port[source], port[dest]), pairs[source, dest])
+        here, there = np.nonzero(between)
+        self.edges(sent[here], come[there], between[here, there])
+        self.edges(come, into, link.port_bandwidth)
+        self.edges(into[port], self.ranks, np.inf)
 
     def spine(self, out: Longs, into: Longs, node: Longs) -> None:
         """From every node to all others, but not back to itself: one way through later nodes, one through earlier."""

@@ -23,7 +23,7 @@ from commdsl.ir.classes import classes, units
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, Label, Severity
 from commdsl.language.records import dataclass
-from commdsl.machine.topology import pair_bandwidth
+from commdsl.machine.topology import pair_bandwidth, users_text
 
 DEFAULT_BLOCK_BYTES = 64 << 20
 FAR = 4.0
@@ -32,12 +32,20 @@ FAR = 4.0
 
 @dataclass(frozen=True, slots=True)
 class PortLoad:
-    """What one rank sends or receives over its links of one class, in blocks (multiples of the block size)."""
+    """What goes out of a port, or into it, over links of one class, in blocks (multiples of the block size). It is that
+    of so many ranks from `rank` on.
+    """
 
     link: str
     rank: int
     sends: bool
     blocks: float
+    sharing: int = 1
+
+    @property
+    def who(self) -> str:
+        """`rank 3 sends`, `ranks 4 to 7 receive`."""
+        return users_text(self.rank, self.sharing, sends=self.sends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +278,11 @@ def _busiest_port(
         there = link == index
         described = schedule.topology.links[index]
         for sends, rank in ((True, pair // num_ranks), (False, pair % num_ranks)):
-            load = np.bincount(rank[there], blocks[there], minlength=num_ranks)
+            load = np.bincount(described.port(rank[there]), blocks[there], minlength=num_ranks)
             at = int(load.argmax())
             amount = float(load[at])
             seconds = amount / described.port_bandwidth
-            candidates.append((seconds, amount, PortLoad(described.name, at, sends, amount)))
+            candidates.append((seconds, amount, PortLoad(described.name, at, sends, amount, described.sharing)))
     seconds, _, port = max(candidates, key=lambda candidate: candidate[:2])
     return port, seconds
 

@@ -158,7 +158,8 @@ def _load(topology: Topology, ranks: int, rows: Sequence[NDArray[np.int64]], siz
     seconds = float((moved / pair_bandwidth(topology, source, dest, link)).max())
     for index in np.unique(link).tolist():
         there = link == index
-        busiest = max(np.bincount(rank[there], moved[there]).max() for rank in (source, dest))
+        port = topology.links[index].port
+        busiest = max(np.bincount(port(rank[there]), moved[there]).max() for rank in (source, dest))
         seconds = max(seconds, float(busiest) / topology.links[index].port_bandwidth)
     most = max(float(np.bincount(rank, moved).max()) for rank in (source, dest))
     latency = max(topology.links[index].latency for index in np.unique(link).tolist())

@@ -42,4 +42,5 @@ class LinkScope(Enum):
     IN_NODE = "in node"
     ACROSS_SAME_GPU = "across nodes same gpu"
     ACROSS_NODES = "across nodes"
-    PAIRS = "pairs"
+    PAIRS = "pairs"  # both ways
+    ARCS = "arcs"  # from the first to the second

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import TypeAlias, assert_never
 
 from commdsl.language import syntax
-from commdsl.language.kinds import LinkScope
 
 # Loosest first, as in the grammar. Comparisons do not chain, so neither side may be one.
 _LEVELS = (
@@ -298,9 +297,10 @@ def _machine_line(
 def link(node: syntax.LinkDecl, width: int) -> str:
     """A link whose name is padded to the width of its neighbours'."""
     scope = node.scope.value
-    if node.scope is LinkScope.PAIRS:
+    if node.pairs:
         scope += f" {pairs(node.pairs, node.binders)}"
-    bandwidth = f"{quantity(node.bandwidth)} per {node.per}"
+    per = node.per if isinstance(node.per, str) else f"{node.per.value} gpus"
+    bandwidth = f"{quantity(node.bandwidth)} per {per}"
     return f"link {node.name.text:<{width}} {scope}{GAP}{bandwidth}{GAP}{quantity(node.latency)}"
 
 

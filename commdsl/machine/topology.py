@@ -18,11 +18,11 @@ from commdsl.language.source import Span
 
 @dataclass(frozen=True)
 class Link:
-    """A class of links. `port_bandwidth` caps what one GPU sends (and, apart, receives) over it, `pair_bandwidth` each
-    ordered pair.
+    """A class of links. `port_bandwidth` caps what goes out of a port (and, apart, into it), `pair_bandwidth` each
+    ordered pair. A port is of one GPU, or of so many of a node, side by side, as `sharing` says.
 
-    Bandwidths in bytes per second (inf: not capped), latency in seconds. `pairs` is None unless scope is PAIRS: then an
-    int32 array (n, 2) of directed pairs of node-local GPU indices.
+    Bandwidths in bytes per second (inf: not capped), latency in seconds. `pairs` is None unless scope is PAIRS or ARCS:
+    then an int32 array (n, 2) of directed pairs of node-local GPU indices.
     """
 
     name: str
@@ -31,6 +31,12 @@ class Link:
     pair_bandwidth: float
     latency: float
     pairs: NDArray[np.int32] | None = None
+    sharing: int = 1
+
+    def port(self, rank: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first rank of each rank's port."""
+        found: NDArray[np.int64] = rank // self.sharing * self.sharing
+        return found
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,12 @@ class Topology:
     @property
     def num_ranks(self) -> int:
         return self.num_nodes * self.gpus_per_node
+
+
+def users_text(rank: int, sharing: int, *, sends: bool) -> str:
+    """Whose port it is that so many ranks have from this one on, and what they do: `rank 3 sends`."""
+    verb = "send" if sends else "receive"
+    return f"rank {rank} {verb}s" if sharing == 1 else f"ranks {rank} to {rank + sharing - 1} {verb}"
 
 
 def switch(num_ranks: int) -> Topology:
@@ -79,7 +91,7 @@ def link_of(topology: Topology, source: NDArray[np.integer], dest: NDArray[np.in
                 has = ~same_node & (source_gpu == dest_gpu)
             case LinkScope.ACROSS_NODES:
                 has = ~same_node
-            case LinkScope.PAIRS:
+            case LinkScope.PAIRS | LinkScope.ARCS:
                 has = same_node & _are_joined(link, gpus, source_gpu, dest_gpu)
             case _:
                 assert_never(link.scope)
@@ -94,13 +106,14 @@ def overlap(first: Link, second: Link) -> str:
     """Where the second link is declared for what the first is between already, in words; nothing where it is for the
     rest: a general link behind a special one.
     """
-    sides = [link.scope in (LinkScope.IN_NODE, LinkScope.PAIRS) for link in (first, second)]
+    listed = (LinkScope.PAIRS, LinkScope.ARCS)
+    sides = [link.scope in (LinkScope.IN_NODE, *listed) for link in (first, second)]
     if sides[0] != sides[1]:
         return ""
     if first.pairs is not None and second.pairs is not None:
         both = {*map(tuple, first.pairs.tolist())} & {*map(tuple, second.pairs.tolist())}
         return "GPUs {} and {}".format(*min(both)) if both else ""
-    is_special = first.scope in (LinkScope.PAIRS, LinkScope.ACROSS_SAME_GPU)
+    is_special = first.scope in (LinkScope.ACROSS_SAME_GPU, *listed)
     return "" if is_special and first.scope is not second.scope else "all of them"
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir.plans import DispatchPlan, routing
 from commdsl.ir.routes import Longs, Mask, totals
-from commdsl.machine.topology import NO_LINK, Topology, link_of, pair_bandwidth
+from commdsl.machine.topology import NO_LINK, Link, Topology, link_of, pair_bandwidth, users_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,17 @@ class Widths:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """What one rank sends or receives over its links of one class."""
+    """What goes out of a port, or into it, over links of one class. It is that of so many ranks from `rank` on."""
 
     rank: int
     sends: bool
     bytes: int
+    sharing: int = 1
+
+    @property
+    def who(self) -> str:
+        """`rank 3 sends`, `ranks 4 to 7 receive`."""
+        return users_text(self.rank, self.sharing, sends=self.sends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +155,20 @@ def _links(topology: Topology, widths: Widths, query_counts: Longs, key_counts: 
         there = link == index
         if there.any():
             rows = int(queries[there].sum()), int(keys[there].sum())
-            name = None if index == NO_LINK else topology.links[index].name
-            port = _busiest(source[there], dest[there], size[there], topology.num_ranks)
+            over = None if index == NO_LINK else topology.links[index]
+            name = None if over is None else over.name
+            port = _busiest(over, source[there], dest[there], size[there], topology.num_ranks)
             seconds = _seconds(topology, index, port, source[there], dest[there], size[there])
             found.append(LinkLoad(name, *rows, int(size[there].sum()), port, seconds))
     return tuple(found)
 
 
-def _busiest(source: NDArray[np.int64], dest: NDArray[np.int64], size: Longs, ranks: int) -> Port:
-    """The fullest port of a class."""
-    ends = ((totals(source, size, ranks), True), (totals(dest, size, ranks), False))
-    ports = [Port(int(load.argmax()), sends, int(load.max())) for load, sends in ends]
+def _busiest(over: Link | None, source: Longs, dest: Longs, size: Longs, ranks: int) -> Port:
+    """The fullest port of a class; that of a rank where there is no link."""
+    ends = (source, dest) if over is None else (over.port(source), over.port(dest))
+    loads = zip((totals(end, size, ranks) for end in ends), (True, False), strict=True)
+    sharing = 1 if over is None else over.sharing
+    ports = [Port(int(load.argmax()), sends, int(load.max()), sharing) for load, sends in loads]
     return max(ports, key=lambda port: port.bytes)
 
 

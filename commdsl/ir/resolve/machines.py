@@ -137,9 +137,9 @@ class _Machine:
         bandwidth = _quantity(decl.bandwidth)
         if bandwidth <= 0:
             self.faults.fail("C120", "a link carries something", decl.bandwidth.span, "this is nothing")
-        pairs = self._gpu_pairs(decl) if decl.scope is LinkScope.PAIRS else None
-        port, pair = (bandwidth, np.inf) if decl.per == "gpu" else (np.inf, bandwidth)
-        made = Link(decl.name.text, decl.scope, port, pair, _quantity(decl.latency), pairs)
+        pairs = self._gpu_pairs(decl) if decl.pairs else None
+        port, pair = (np.inf, bandwidth) if decl.per == "pair" else (bandwidth, np.inf)
+        made = Link(decl.name.text, decl.scope, port, pair, _quantity(decl.latency), pairs, self._sharing(decl))
         for other in links:
             if where := overlap(other, made):
                 self.faults.fail("C120", "two links between the same GPUs", decl.name.span,
@@ -148,14 +148,27 @@ class _Machine:
                                       "or `same gpu`")  # fmt: skip
         return made
 
+    def _sharing(self, decl: syn.LinkDecl) -> int:
+        """How many GPUs have a port together."""
+        if isinstance(decl.per, str):
+            return self.counts.get("gpus", 1) if decl.per == "node" else 1
+        gpus = self.counts.get("gpus", decl.per.value)
+        if decl.per.value < 1 or gpus % decl.per.value:
+            self.faults.fail("C120", f"a node has {gpus} GPUs, a port of `{decl.name.text}` {decl.per.value}",
+                             decl.per.span, "that is no whole number of ports",
+                             help=f"say a number that divides {gpus}, or `per node`")  # fmt: skip
+        return decl.per.value
+
     def _gpu_pairs(self, decl: syn.LinkDecl) -> Ints:
-        """Both directions of every listed pair of GPUs of a node, once each, sorted."""
+        """Every listed pair of GPUs of a node, and unless they are arcs the way back, once each, sorted."""
         found = list[Ints]()
         if "gpus" not in self.counts:
             raise Poisoned
         for ends, pair in self._pairs(decl.pairs, decl.binders):
             self._check_range(ends, self.counts["gpus"], pair, "a GPU of a node")
-            found += [np.stack(ends, axis=1), np.stack(ends[::-1], axis=1)]
+            found.append(np.stack(ends, axis=1))
+            if decl.scope is LinkScope.PAIRS:
+                found.append(np.stack(ends[::-1], axis=1))
         return np.unique(np.concatenate(found), axis=0).astype(np.int32)
 
     def _rank_pairs(

@@ -33,9 +33,8 @@ def _scope(scope: kinds.LinkScope) -> Callable[[Span, Children], Made]:
     return lambda span, parts: (scope, (), ())
 
 
-def _listed_pairs(span: Span, parts: Children) -> Made:
-    pairs, binders = parts
-    return kinds.LinkScope.PAIRS, pairs, binders or ()
+def _listed(scope: kinds.LinkScope) -> Callable[[Span, Children], Made]:
+    return lambda span, parts: (scope, parts[0], parts[1] or ())
 
 
 def _missing_decl(span: Span, parts: Children) -> syntax.MissingDecl:
@@ -68,7 +67,9 @@ RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "in_node": _scope(kinds.LinkScope.IN_NODE),
     "across_nodes": _scope(kinds.LinkScope.ACROSS_NODES),
     "across_same_gpu": _scope(kinds.LinkScope.ACROSS_SAME_GPU),
-    "listed_pairs": _listed_pairs,
+    "listed_pairs": _listed(kinds.LinkScope.PAIRS),
+    "listed_arcs": _listed(kinds.LinkScope.ARCS),
+    "several": lambda span, parts: parts[0],
     "missing_decl": _missing_decl,
     "degraded_decl": _degraded_decl,
     "pairs": _tuple,

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from commdsl.language.kinds import LinkScope
 from commdsl.language.records import dataclass
-from commdsl.language.syntax.expressions import Expr, Name, Node, Quantity, Range
+from commdsl.language.syntax.expressions import Expr, Int, Name, Node, Quantity, Range
 from commdsl.language.syntax.schedules import Binder
 
 
@@ -39,7 +39,7 @@ class CountEntry(Node):
 class LinkDecl(Node):
     """`link nvlink in node 450 GB/s per gpu 0.7 us`, `link hop pairs (i, i + 1) for i in 0 ..< 7 5 GB/s per pair 1 us`.
 
-    Pairs are node-local GPU indices and hold in both directions.
+    Pairs are node-local GPU indices, and hold in both directions unless the scope is ARCS.
     """
 
     name: Name
@@ -47,7 +47,7 @@ class LinkDecl(Node):
     pairs: tuple[tuple[Expr, Expr], ...]
     binders: tuple[Binder, ...]
     bandwidth: Quantity
-    per: str  # "gpu" | "pair"
+    per: str | Int  # "gpu" | "pair" | "node" | so many GPUs
     latency: Quantity
 
 
