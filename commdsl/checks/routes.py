@@ -14,7 +14,7 @@ from commdsl.checks import route_laws
 from commdsl.checks.plans import name_of, piece_span
 from commdsl.checks.route_laws import Offences
 from commdsl.ir.plans import DispatchPlan, Routing
-from commdsl.ir.routes import NOWHERE, Longs, Routes, needs
+from commdsl.ir.routes import NOWHERE, Longs, Routes
 from commdsl.language.diagnostics import Diagnostic, Label
 
 HELP = "the fault is commdsl's: please report the file"
@@ -81,7 +81,7 @@ def wrong_keys(plan: DispatchPlan, routing: Routing) -> Iterator[Diagnostic]:
             text = f"{name_of(plan, shard)} should see {expected} keys, sees {got}"
             yield Diagnostic("C623", what, Label(piece_span(plan, shard), text), help=HELP)
             return
-    pairs = needs(plan.document, plan.position, plan.mask)
+    pairs = plan.needs
     asked = route_laws.asked(keys, stretches, pairs, home, plan.context)
     rows, missing = route_laws.missing_keys(keys, pairs, asked)
     if len(missing):

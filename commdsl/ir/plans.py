@@ -6,8 +6,21 @@ Assumes numbers that `resolve` found legal. Does not prove anything; `checks` do
 from __future__ import annotations
 
 from dataclasses import field
+from functools import cached_property
 
-from commdsl.ir.routes import KeyStretches, Longs, Mask, Routes, Shards, Sharing, back, key_routes, needs, query_routes
+from commdsl.ir.routes import (
+    KeyStretches,
+    Longs,
+    Mask,
+    Needs,
+    Routes,
+    Shards,
+    Sharing,
+    back,
+    key_routes,
+    needs,
+    query_routes,
+)
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 
@@ -43,6 +56,12 @@ class DispatchPlan:
     pieces: tuple[Piece, ...]
     span: Span = field(compare=False, repr=False)
 
+    @cached_property
+    def needs(self) -> Needs:
+        """Which query shards attend to which key/value shards, where there is a mask."""
+        assert self.mask is not None
+        return needs(self.document, self.position, self.mask)
+
 
 @dataclass(frozen=True, eq=False)
 class Routing:
@@ -61,7 +80,6 @@ def routing(plan: DispatchPlan) -> Routing:
     there = back(queries, plan.shards)
     if plan.mask is None:
         return Routing(queries, there, None, None, None)
-    pairs = needs(plan.document, plan.position, plan.mask)
     home = plan.dest[:, 0]
-    keys, stretches = key_routes(plan.shards, pairs, home, plan.context, plan.document, plan.sharing)
+    keys, stretches = key_routes(plan.shards, plan.needs, home, plan.context, plan.document, plan.sharing)
     return Routing(queries, there, keys, back(keys, plan.shards), stretches)

@@ -71,12 +71,10 @@ def balanced(home: Packing, topology: Topology, goal: Goal, terms: Terms, watch:
 def _stocks(home: Packing, low: Doubles, high: Doubles, length: Doubles) -> list[Stock]:
     """What each rank has at the beginning; parts of no tokens are not worth a look."""
     shared = home.num_parts[home.document] > 1
-    begin = np.searchsorted(home.rank, np.arange(home.num_ranks + 1)).tolist()
-    found: list[Stock] = []
-    for first, last in pairwise(begin):
-        part = np.arange(first, last)[home.length[first:last] > 0]
-        found.append(Stock(part, low[part], high[part], length[part], shared[part]))
-    return found
+    part = (home.length > 0).nonzero()[0]
+    begin = np.searchsorted(home.rank[part], np.arange(home.num_ranks + 1)).tolist()
+    stock = Stock(part, low[part], high[part], length[part], shared[part])
+    return [stock.at(slice(first, last)) for first, last in pairwise(begin)]
 
 
 class State:
@@ -173,7 +171,7 @@ class State:
 
     def choose(self, dest: int, stock: Stock, offered: Offers, left: float) -> Longs:
         """The best offer, and with a document as a whole those after it, as long as they are so and fit together."""
-        order = np.argsort(-offered.value, kind="stable")
+        order = (-offered.value).argsort(kind="stable")
         order = order[offered.value[order] > 0]
         if not len(order):
             return order

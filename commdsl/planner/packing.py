@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -206,8 +207,9 @@ def to_plan(home: Packing, cuts: Cuts, terms: Terms) -> DispatchPlan:
     """The plan of a packing and its cuts; neighbours that go to one rank become one shard."""
     order = np.lexsort((cuts.high, cuts.low, cuts.part))
     part, low, high, dest = cuts.part[order], cuts.low[order], cuts.high[order], cuts.dest[order]
-    opens = np.append(True, (part[1:] != part[:-1]) | (dest[1:] != dest[:-1])) if len(part) else np.zeros(0, bool)
-    closes = np.append(opens[1:], True) if len(part) else opens
+    opens = np.ones(len(part), bool)
+    opens[1:] = (part[1:] != part[:-1]) | (dest[1:] != dest[:-1])
+    closes = np.concatenate((opens[1:], opens[:1]))  # the last as the first, which opens
     part, low, high, dest = part[opens], low[opens], high[closes], dest[opens]
     document = home.document[part]
     return DispatchPlan(
@@ -239,7 +241,6 @@ def _pieces(home: Packing, part: Longs) -> tuple[Piece, ...]:
     parts = np.arange(len(home.rank))
     first = np.searchsorted(part, parts)
     count = np.searchsorted(part, parts, side="right") - first
-    return tuple(
-        Piece(document, home.names[document], start, number, NOT_WRITTEN)
-        for document, start, number in zip(home.document.tolist(), first.tolist(), count.tolist(), strict=True)
-    )
+    document = home.document.tolist()
+    names = map(home.names.__getitem__, document)
+    return tuple(map(Piece, document, names, first.tolist(), count.tolist(), repeat(NOT_WRITTEN)))

@@ -8,6 +8,7 @@ document, or where keys are already, are cheap. Does not choose between document
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import floor, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,7 @@ class Stock:
     length: Doubles  # of the whole document
     shared: Flags  # whether there are keys of the document, or more of it, anywhere else
 
-    def at(self, chosen: Longs) -> Stock:
+    def at(self, chosen: Longs | slice) -> Stock:
         """Some of the runs."""
         low, high, length = (column[chosen] for column in (self.low, self.high, self.length))
         return Stock(self.part[chosen], low, high, length, self.shared[chosen])
@@ -113,7 +114,7 @@ def _runs(stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: in
     # Bytes of a run of f pairs that ends at b are (b - a) q + b k, with a (a + 1) / 2 = b (b + 1) / 2 - f: the least
     # is at b / a = 1 + k / q.
     ratio = 1 + widths.pair / widths.query
-    cheapest = np.floor(np.sqrt(2 * amount / (1 - ratio**-2)))
+    cheapest = floor(sqrt(2 * amount / (1 - ratio**-2)))
     end = np.concatenate((np.minimum(np.maximum(cheapest, head), most), most)).reshape(2, -1)
     near = (end < high) & (high - end < shortest)
     end = np.where(near, np.where(high <= most, high, high - shortest), end)

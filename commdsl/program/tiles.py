@@ -339,11 +339,12 @@ def _cut(runs: _Runs, tiles: int, column: int) -> _Cut:
         return _Cut(runs.rows, runs.rows, runs.words)
     most = runs.tile_rows * tiles
     pieces = -(-runs.rows // most)
+    each = most.repeat(pieces)
     number = np.arange(int(pieces.sum())) - (pieces.cumsum() - pieces).repeat(pieces)
-    skip = number * most.repeat(pieces)
+    skip = number * each
     words = runs.words.repeat(pieces, axis=0)
     words[:, column - 2 : column] += skip.astype(np.uint32)[:, None]
-    words[:, column] = np.minimum(runs.rows.repeat(pieces) - skip, most.repeat(pieces))
+    words[:, column] = np.minimum(runs.rows.repeat(pieces) - skip, each)
     return _Cut(pieces, number, words)
 
 
