@@ -15,7 +15,7 @@ from commdsl.ir import interpret
 from commdsl.ir.schedules import Schedule, Step
 from commdsl.language.diagnostics import CommError
 from commdsl.machine import dtypes
-from commdsl.program import lower
+from commdsl.program.lower import problem
 
 USES = """use "collectives/reducescatter_direct.comm"
 use "collectives/reducescatter_ring.comm"
@@ -293,7 +293,7 @@ def test_what_ranks_know_of_each_other_is_counted(monkeypatch: pytest.MonkeyPatc
     other has an end; a ring of as many ranks has none of it.
     """
     folder = Path(__file__).parent.parent / "schedules" / "collectives"
-    monkeypatch.setattr(lower, "MOST_KNOWN", 4_000)
+    monkeypatch.setattr(problem, "MOST_KNOWN", 4_000)
     with pytest.raises(CommError, match=r"C511.*operations on 16 ranks that do not all do the same, up to rotation"):
         compiler.check(folder / "allreduce_two_level.comm", ranks=16, params={"G": 4})
     assert compiler.check(folder / "allreduce_ring.comm", ranks=16)

@@ -13,6 +13,7 @@ halves        the phases of a call -> those of two launches, one that sends and 
 launches      phases of a program with compute between its steps: launch, visit, return
 plan          memory, roles, and each role's phases in order
 actors        moves and tiles as one table, of all who act
+torus         how far one rank is from another where all do the same, turned around a ring or a torus
 lower         IR -> Plan
 legal         a law of a Plan, and what is said where it does not hold
 verify, verify_calls, verify_casts, verify_keys, verify_lengths   what a legal Plan is; a fault in one is our bug

@@ -77,8 +77,9 @@ def heard_by(moves: Moves) -> Agree:
     rank = np.repeat(np.arange(moves.num_ranks), np.diff(begin))
     first = np.searchsorted(target, np.arange(begin[-1] + 1))
     now = begin[:-1].copy()
-    known = np.zeros((begin[-1], -(-moves.num_ranks // 8)), np.uint8)  # a bit for each rank that is heard
-    known[now] = np.packbits(np.eye(moves.num_ranks, dtype=np.bool_), axis=1)
+    width = -(-moves.num_ranks // 64) * 64  # a bit for each rank that is heard, in whole words
+    known = np.zeros((begin[-1], width // 64), np.uint64)
+    known[now] = np.packbits(np.eye(moves.num_ranks, width, dtype=np.bool_), axis=1).view(np.uint64)
     everybody = np.bitwise_or.reduce(known[now])
     while (known[now] != everybody).any():  # who hears all hears nobody new: a ring's second half tells nothing
         ahead = now[now + 1 < begin[1:]] + 1
@@ -89,7 +90,7 @@ def heard_by(moves: Moves) -> Agree:
         pair, part = _into(first, ready)
         known[ready] = known[ready - 1] | np.bitwise_or.reduceat(known[source[pair]], part)
         now[rank[ready]] = ready
-    heard = np.unpackbits(known[now], axis=1, count=moves.num_ranks).astype(np.bool_)
+    heard = np.unpackbits(known[now].view(np.uint8), axis=1, count=moves.num_ranks).astype(np.bool_)
     np.fill_diagonal(heard, val=False)
     return Agree(heard)
 

@@ -7,6 +7,7 @@ Assumes the checks on the schedule have passed. Does not print text (`emit`) and
     rows          the statements of all phases -> operations, a row each
     placement     steps -> phases of operations on tensors and cells
     fuse          copies of what was just made -> further destinations of what made it
+    alike         more than fits if each rank is followed -> an order in which one stands for all, where there is one
     cells         cells written once -> as few as are used in turn
     problem       what has to be ordered
     hazards       accesses to one cell -> which operation follows which
@@ -35,7 +36,7 @@ from commdsl.program.agree import heard_by
 from commdsl.program.by_row import ByRow
 from commdsl.program.lower.ordering import order
 from commdsl.program.lower.placement import Placed, num_actors, place
-from commdsl.program.lower.problem import Problem, pose
+from commdsl.program.lower.problem import Problem, most_groups, pose
 from commdsl.program.lower.tables import apart, tables
 from commdsl.program.memory import Rights, Tensor, Transport
 from commdsl.program.moves import MOST_THREADS, Casts, Moves, Ops, Origin, Protocol
@@ -61,7 +62,6 @@ TILE_BYTES = {  # where data carries its flag, a word for each thread
 }
 WHOLE_TILE = 1024 * 1024 * 1024  # where nothing is in cells: a share in one round; TMA counts its bytes in 32 bits
 TASK_TILE = 32 * 1024  # what is computed leaves when its tile is done: small ones leave sooner
-MOST_KNOWN = 1 << 28  # some gigabytes while flags are derived
 LANES_PER_SM, SHARED_THREADS = 8, 128  # where SMs are given, and no lanes: as many as hide each other's waits
 SYMMETRIC_BYTES = 128 * 1024 * 1024  # what the cells may take when `tune` does not set the tile
 SMALLEST_TILE = 4 * 1024
@@ -146,12 +146,12 @@ def _moves(
 
 def _refuse_too_much(schedule: Schedule, problem: Problem) -> None:
     """What is alike on all ranks, up to rotation, is little: one stands for all. Raises CommError."""
-    if problem.known <= MOST_KNOWN:
+    count, most = len(problem.program.rank), most_groups(problem.clocks.num_ranks)
+    if count <= most:
         return
     ranks = schedule.num_ranks
-    count = len(problem.program.rank)
     label = f"{count:,} operations on {ranks:,} ranks that do not all do the same, up to rotation"
-    fit = f"{MOST_KNOWN // problem.clocks.num_ranks:,} operations would fit, in fewer steps or on fewer ranks"
+    fit = f"{most:,} operations would fit, in fewer steps or on fewer ranks"
     raise CommError((Diagnostic("C511", "more than is proved at once", Label(schedule.span, label), help=fit),))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
+from commdsl.program.torus import Torus
 
 
 class Clocks(Protocol):
@@ -57,26 +58,29 @@ class FullClocks:
             self._then[b].append(self._now[b].copy())
 
 
-class RotatingClocks:
-    """One row for all ranks, where all do the same up to rotation: entry d speaks of the rank d further on."""
+class TurningClocks:
+    """The row of rank 0 for all ranks, where all do the same, turned; nobody else is asked for."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self._now = np.full(num_ranks, -1, np.int32)
+    def __init__(self, torus: Torus) -> None:
+        self.torus, self.num_ranks = torus, torus.num_ranks
+        self._seen_from: dict[int, Ints] = {}  # by peer: in whose row what stands for each rank
+        self._now = np.full(self.num_ranks, -1, np.int32)
         self._then: list[Ints] = []  # by operation number
 
-    def copy(self) -> RotatingClocks:
-        twin = RotatingClocks(self.num_ranks)
+    def copy(self) -> TurningClocks:
+        twin = TurningClocks(self.torus)
         twin._now, twin._then = self._now.copy(), list(self._then)
         return twin
 
     def knows(self, rank: Ints, peer: Ints, number: Ints) -> NDArray[np.bool_]:
-        known: NDArray[np.bool_] = self._now[peer - rank] >= number
+        known: NDArray[np.bool_] = self._now[peer] >= number
         return known
 
     def join(self, rank: Ints, peer: Ints, number: Ints) -> None:
-        distance = int(peer[0] - rank[0])
-        np.maximum(self._now, np.roll(self._then[number[0]], distance), out=self._now)
+        of = int(peer[0])
+        if of not in self._seen_from:
+            self._seen_from[of] = self.torus.seen_from(of)
+        np.maximum(self._now, self._then[number[0]][self._seen_from[of]], out=self._now)
 
     def finish(self, rank: Ints, number: Ints) -> None:
         self._now[0] = number[0]

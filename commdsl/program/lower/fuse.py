@@ -30,14 +30,14 @@ def fuse(rows: Rows, tensors: tuple[Tensor, ...], num_ranks: int, *, reduces_rem
     """The same stores in fewer passes. `reduces_remotely`: a reduction may store to a peer's cell."""
     if not len(rows.rank):
         return rows
-    maker = _makers(rows, num_ranks)
+    maker = makers(rows, num_ranks)
     earliest = _earliest(rows, tensors)
     leader = _forwarded(rows, maker, earliest, reduces_remotely)
     leader = _shared(rows, leader, earliest)
     return _rebuild(rows, leader, _dead(rows, leader, maker))
 
 
-def _makers(rows: Rows, num_ranks: int) -> Ints:
+def makers(rows: Rows, num_ranks: int) -> Ints:
     """For each source the row that wrote it, NOBODY for a tensor."""
     writes = np.flatnonzero(rows.dest_space == CELL)
     reads = np.flatnonzero(rows.source_space == CELL)

@@ -93,7 +93,7 @@ def _from_program(problem: Problem, rank: Ints, number: Ints) -> Ints:
     length = np.concatenate([[0], np.cumsum(program.length)]).astype(np.int32)
     table = np.empty(int(length[-1]), np.int32)
     table[length[program.rank] + program.number] = np.arange(len(program.rank), dtype=np.int32)
-    op: Ints = table[length[np.zeros_like(rank) if problem.turned else rank] + number]
+    op: Ints = table[length[rank if problem.torus is None else np.zeros_like(rank)] + number]
     return op
 
 
@@ -115,8 +115,8 @@ def _hazards(problem: Problem, cells: Cells) -> list[Edges]:
 
 def _seen_by_rank_0(edges: Edges, problem: Problem) -> Edges:
     """Edges between turned ranks as rank 0 sees them."""
-    if problem.turned and len(edges):
-        edges.table[2] = (edges.peer - edges.rank) % problem.clocks.num_ranks
+    if problem.torus is not None and len(edges):
+        edges.table[2] = problem.torus.distance(edges.peer, edges.rank)
         edges.table[1] = 0
     return edges
 
@@ -126,7 +126,7 @@ class _Run:
 
     def __init__(self, problem: Problem) -> None:
         self.program = problem.program
-        self.turned = problem.turned
+        self.turned = problem.torus is not None
         self.clocks = problem.clocks
         self.rounds = 0
         self._start = np.concatenate([[0], np.cumsum(self.program.length)]).astype(np.int32)
@@ -217,12 +217,12 @@ def _reuse(cells: Cells, problem: Problem, rounds_back: int) -> Edges:
 
 def _for_all(edges: Edges, problem: Problem, num_ranks: int) -> Edges:
     """Edges between groups of rows; rank 0's turned to every rank where they stand for all."""
-    if not problem.turned:
+    if problem.torus is None:
         edges.table[0] = problem.group[edges.op]
         return edges
     rank = np.repeat(np.arange(num_ranks, dtype=np.int32), len(edges))
     table = np.tile(edges.table, num_ranks)
     table[0] += rank * len(problem.group)
     table[1] = rank
-    table[2] = (table[2] + rank) % num_ranks
+    table[2] = problem.torus.turned(table[2], rank)
     return Edges(table)

@@ -24,9 +24,11 @@ from commdsl.ir.schedules import Ints, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import MoveKind
 from commdsl.language.source import Span
+from commdsl.program.lower.alike import alike
 from commdsl.program.lower.cells import allocate
 from commdsl.program.lower.fuse import fuse
 from commdsl.program.lower.homes import UNDEFINED, Homes, ints
+from commdsl.program.lower.problem import most_groups
 from commdsl.program.lower.rows import Batch, Rows, SizeClass, assemble
 from commdsl.program.memory import Tensor, Transport
 from commdsl.program.moves import CELL, MOST_CONTRIBUTIONS, Form, OpKind, Origin, Protocol
@@ -321,5 +323,7 @@ def place(schedule: Schedule, transport: Transport, protocol: Protocol, landing:
         raise InternalError(f"`{schedule.name}` reads data that was never written, yet passed the checks")
     tensors = tuple(placer.homes.tensors)
     rows = fuse(rows, tensors, schedule.num_ranks, reduces_remotely=transport is Transport.PEER)
+    if len(rows.leaders) > most_groups(schedule.num_ranks):
+        rows = alike(rows, schedule.num_ranks)
     rows, num_cells = allocate(rows, placer.homes.num_slots, one_write_each=protocol.carries_flags)
     return Placed(rows, tensors, num_cells, tuple(placer.origins))

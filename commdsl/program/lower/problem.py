@@ -1,7 +1,7 @@
 """Turns placed rows into what has to be ordered: programs, phase by phase, and the cells they touch.
 
-Assumes rows sorted by rank. Does not look for hazards. Where every rank does the same up to rotation, rank 0 stands for
-all: that is most schedules, and all that large ones can be.
+Assumes rows sorted by rank. Does not look for hazards. Where every rank does the same, turned around a ring or along
+the axes of a torus, rank 0 stands for all: that is most schedules, and all that large ones can be.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
-from commdsl.program.lower.clocks import Clocks, FullClocks, RotatingClocks
+from commdsl.program.lower.clocks import Clocks, FullClocks, TurningClocks
 from commdsl.program.lower.hazards import Index
 from commdsl.program.lower.rows import Rows, begins, turns
 from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import CELL, OpKind
+from commdsl.program.torus import Torus, tori
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +52,8 @@ class Uses:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is to be ordered. `group` maps operations to the rows' groups. `turned`: the operations are rank 0's and
-    stand for all.
+    """What is to be ordered. `group` maps operations to the rows' groups. `torus`: the operations are rank 0's and
+    stand for all, turned along it.
     """
 
     program: Program
@@ -61,13 +62,19 @@ class Problem:
     writes: Uses
     num_keys: int
     clocks: Clocks
-    turned: bool
+    torus: Torus | None
     lasting: Index  # keys of the places that the next rounds use again: the cells
 
-    @property
-    def known(self) -> int:
-        """Numbers that say what each rank knows of the others behind each of its operations, in a round."""
-        return len(self.program.rank) * self.clocks.num_ranks
+
+MOST_KNOWN = 1 << 28
+"""Numbers that say what ranks know of each other behind each operation of a round: some gigabytes, while flags are
+derived.
+"""
+
+
+def most_groups(num_ranks: int) -> int:
+    """Operations of all ranks that can be followed, where one does not stand for all."""
+    return MOST_KNOWN // num_ranks
 
 
 def pose(rows: Rows, num_actors: int, num_cells: int, tensors: tuple[Tensor, ...]) -> Problem:
@@ -162,13 +169,13 @@ def _whole(rows: Rows, num_ranks: int, num_cells: int, tensors: tuple[Tensor, ..
         writes=accesses(np.nonzero(write)[0], rows.dest_space[write], rows.dest_rank[write], rows.dest_index[write]),
         num_keys=len(keys),
         clocks=FullClocks(num_ranks),
-        turned=False,
+        torus=None,
         lasting=keys[keys % max(width, 1) < num_cells],
     )
 
 
 def _quotient(rows: Rows, num_ranks: int, num_cells: int, tensors: tuple[Tensor, ...]) -> Problem | None:
-    """Turned by -o, rank 0's access to a place of rank o is an access by rank -o to a place of rank 0: the one that
+    """Turned back by o, rank 0's access to a place of rank o is an access by rank -o to a place of rank 0: the one that
     rank -o touches at this place of its program. So the places of rank 0 alone see every kind of access.
     """
     first, size = _first_places(num_cells, tensors)
@@ -179,21 +186,22 @@ def _quotient(rows: Rows, num_ranks: int, num_cells: int, tensors: tuple[Tensor,
     joined = rows.joined.reshape(num_ranks, -1)
     if not _same(rows.phase.reshape(num_ranks, -1)) or not _same(width) or not _same(joined):
         return None
-    group = rows.group[: int(length[0])]
-    of_source = np.repeat(group, width[0])
-    following = np.full(size, -1, np.int32)  # the place that the next rank touches instead: one for reads and writes
-    write = _turned(first[rows.dest_space], rows.dest_rank, rows.dest_index, num_ranks, following)
-    read = _turned(first[rows.source_space], rows.source_rank, rows.source_index, num_ranks, following)
-    if write is None or read is None:
+    writes = _by_rank(first[rows.dest_space], rows.dest_rank, rows.dest_index, num_ranks)
+    reads = _by_rank(first[rows.source_space], rows.source_rank, rows.source_index, num_ranks)
+    if writes is None or reads is None:
         return None
+    torus = next((torus for torus in tori(num_ranks) if _is_turned((writes, reads), torus, size)), None)
+    if torus is None:
+        return None
+    group = rows.group[: int(length[0])]
     return Problem(
         program=_program(groups, np.arange(int(groups.length[0])), groups.length[:1]),
         group=np.arange(int(groups.length[0]), dtype=np.int32),
-        reads=Uses(of_source[read[0]], read[1], read[2]),
-        writes=Uses(group[write[0]], write[1], write[2]),
+        reads=reads.of_rank_0(np.repeat(group, width[0]), torus),
+        writes=writes.of_rank_0(group, torus),
         num_keys=size,
-        clocks=RotatingClocks(num_ranks),
-        turned=True,
+        clocks=TurningClocks(torus),
+        torus=torus,
         lasting=np.arange(num_cells),
     )
 
@@ -202,22 +210,45 @@ def _same(table: Ints | NDArray[np.bool_]) -> bool:
     return bool((table == table[0]).all())
 
 
-def _turned(first: Ints, owner: Ints, index: Ints, num_ranks: int, following: Ints) -> tuple[Ints, Ints, Ints] | None:
-    """Rank 0's accesses as (row, turned rank, place of rank 0), or None where ranks differ; fills `following`. `first`:
-    of the space of each, -1 where an access is of no interest.
-    """
+@dataclass(frozen=True, eq=False)
+class _Accesses:
+    """What every rank touches at the same places of its program: these `rows` of rank 0's, (num_ranks, n) beside."""
+
+    rows: Ints
+    owner: Ints
+    place: Ints
+
+    def of_rank_0(self, op: Ints, torus: Torus) -> Uses:
+        """The accesses of rank 0's places, by whichever rank. `op`: of each row of rank 0's."""
+        zero = np.zeros_like(self.owner[0])
+        rank = torus.distance(zero, self.owner[0])
+        return Uses(op[self.rows], rank, self.place[rank, np.arange(len(self.rows))].astype(np.int64))
+
+
+def _by_rank(first: Ints, owner: Ints, index: Ints, num_ranks: int) -> _Accesses | None:
+    """None where ranks differ. `first`: of the space of each, -1 where an access is of no interest."""
     first, owner, index = (part.reshape(num_ranks, -1) for part in (first, owner, index))
-    distance = (owner - np.arange(num_ranks, dtype=np.int32)[:, None]) % num_ranks
     if not _same(first >= 0):
         return None
-    place = np.nonzero(first[0] >= 0)[0].astype(np.int32)
-    if not _same(distance[:, place]):
-        return None
-    cells = (first + index)[:, place]
-    instead = np.roll(cells, -1, axis=0)
-    known = following[cells]
-    following[cells] = np.where(known >= 0, known, instead)
-    if not (following[cells] == instead).all():
-        return None
-    turned = -distance[0, place] % num_ranks
-    return place, turned, cells[turned, np.arange(len(place))].astype(np.int64)
+    rows = np.nonzero(first[0] >= 0)[0].astype(np.int32)
+    return _Accesses(rows, owner[:, rows], (first + index)[:, rows])
+
+
+def _is_turned(accesses: tuple[_Accesses, ...], torus: Torus, num_places: int) -> bool:
+    """Whether all ranks touch as rank 0 does what lies as far away; and, for a turn by one along each axis, whether a
+    place is followed by one place, whoever touches it.
+    """
+    every = np.arange(torus.num_ranks, dtype=np.int32)
+    for ranks in (torus.neighbours, every):
+        for one in accesses:
+            if not _same(torus.distance(one.owner[ranks], ranks[:, None])):
+                return False
+    for step in torus.steps:
+        following = np.full(num_places, -1, np.int32)
+        for one in accesses:
+            instead = one.place[torus.turned(every, step)]
+            known = following[one.place]
+            following[one.place] = np.where(known >= 0, known, instead)
+            if not (following[one.place] == instead).all():
+                return False
+    return True

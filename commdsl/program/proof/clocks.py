@@ -11,9 +11,10 @@ A clock is what an actor knows done: known[a] operations of actor a, counted thr
 the actor waits, so there is one row per waiting operation and round. Beside it stand the wait that told (`teller`) and
 what would be known from the other waits alone (`otherwise`): the difference is what that wait is good for.
 
-When every rank waits and signals as rank 0 does with all ranks shifted, so are the clocks: the rows of one rank's
-actors, indexed by role and distance to the other rank, are all of them (a join is a rotation of the row). If not, rows
-are kept for every actor; columns do not depend on each other and are made in blocks that fit in memory. Both are exact.
+When every rank waits and signals as rank 0 does with all ranks turned (around a ring, or along the axes of a torus), so
+are the clocks: the rows of one rank's actors, indexed by role and by the turn to the other rank, are all of them (a
+join turns the row). If not, rows are kept for every actor; columns do not depend on each other and are made in blocks
+that fit in memory. Both are exact.
 """
 
 from __future__ import annotations
@@ -48,17 +49,16 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Clocks:
-    """Rows of clocks for the actors first_column .. in columns, or for a role's distances, role by role, if `shifted`.
+    """Rows of clocks for the actors first_column .. in columns, or for a role's turns, role by role, with a Pattern.
 
     The rows of an actor, or of a role, begin at begin[it].
     """
 
     known: Ints
     otherwise: Ints
-    teller: Ints  # number of the wait, or of its place in the Pattern if `shifted`
+    teller: Ints  # number of the wait, or of its place in the Pattern, if there is one
     begin: NDArray[np.int64]
     first_column: int
-    shifted: bool
 
 
 def run(events: Timeline, shape: Pattern | None) -> Run:
@@ -146,12 +146,12 @@ def chain(events: Timeline, order: Run, actor: int) -> list[tuple[int, int]]:
 
 
 def clocks(events: Timeline, order: Run, shape: Pattern | None, rounds: int, dropped: int) -> Iterator[Clocks]:
-    """Vector clocks of `rounds` rounds, in blocks of columns that together are all actors (one block if shifted).
+    """Vector clocks of `rounds` rounds, in blocks of columns that together are all actors (one block with a Pattern).
 
-    `dropped` is a teller (see Clocks) to leave out, to see what it is good for; shifted, on every rank at once.
+    `dropped` is a teller (see Clocks) to leave out, to see what it is good for; with a Pattern on every rank at once.
     """
     if shape is not None:
-        yield _shifted_clocks(events, order, shape, rounds, dropped)
+        yield _turned_clocks(events, order, shape, rounds, dropped)
         return
     begin = _row_begin(events.rows_per_round, rounds)
     width = min(max(BLOCK_ENTRIES // int(begin[-1]), 1), len(events.lengths))
@@ -164,7 +164,7 @@ def _row_begin(per_round: Ints, rounds: int) -> NDArray[np.int64]:
     return np.concatenate(([0], np.cumsum(per_round.astype(np.int64) * rounds + 1)))
 
 
-def _shifted_clocks(events: Timeline, order: Run, shape: Pattern, rounds: int, dropped: int) -> Clocks:
+def _turned_clocks(events: Timeline, order: Run, shape: Pattern, rounds: int, dropped: int) -> Clocks:
     num_ranks = events.num_ranks
     per_round, lengths = (of[::num_ranks].tolist() for of in (events.rows_per_round, events.lengths))
     first = _row_begin(events.rows_per_round[::num_ranks], rounds)
@@ -172,7 +172,8 @@ def _shifted_clocks(events: Timeline, order: Run, shape: Pattern, rounds: int, d
     known = np.zeros((begin[-1], events.num_roles, num_ranks), np.int32)
     otherwise = np.zeros_like(known)
     teller = np.full_like(known, NONE)
-    waits = _shifted_waits(events, order, shape)
+    waits = _turned_waits(events, order, shape)
+    seen_from = {distance: shape.torus.seen_from(distance) for distance in np.unique(shape.distance).tolist()}
     for number in range(rounds):
         previous = NONE
         for place, role, row, since, peer, distance, back, signal, told_row, tells_own in waits:
@@ -187,14 +188,14 @@ def _shifted_clocks(events: Timeline, order: Run, shape: Pattern, rounds: int, d
                 told = np.zeros_like(known[row])
             else:
                 of = known[begin[peer] + max(told_row + (number - back) * per_round[peer], 0)]
-                told = np.concatenate((of[:, -distance:], of[:, :-distance]), axis=1)
+                told = of[:, seen_from[distance]]
             told[peer, distance] = (number - back) * lengths[peer] + signal + 1
             _tell(known[row], otherwise[row], teller[row], told, place)
     flat = (-1, events.num_roles * num_ranks)
-    return Clocks(known.reshape(flat), otherwise.reshape(flat), teller.reshape(flat), first, 0, shifted=True)
+    return Clocks(known.reshape(flat), otherwise.reshape(flat), teller.reshape(flat), first, 0)
 
 
-def _shifted_waits(events: Timeline, order: Run, shape: Pattern) -> list[tuple[int, ...]]:
+def _turned_waits(events: Timeline, order: Run, shape: Pattern) -> list[tuple[int, ...]]:
     """The waits in an order that the run admits: each its place, what waits, what it awaits, and the rows of both."""
     num_ranks = events.num_ranks
     first = events.begin[:-1][::num_ranks]
@@ -255,7 +256,7 @@ def _actor_clocks(
             rows = known[row], otherwise[row], teller[row]
             _tell(*rows, told, waits[:, None].astype(np.int32))
             known[row], otherwise[row], teller[row] = rows
-    return Clocks(known, otherwise, teller, begin, first, shifted=False)
+    return Clocks(known, otherwise, teller, begin, first)
 
 
 def _batches(events: Timeline, order: Run) -> Iterator[tuple[bool, NDArray[np.int64]]]:

@@ -62,8 +62,8 @@ def judge(
             pair = np.arange(start, min(start + SLICE, len(pairs.first)))
             first, second = pairs.first[pair], pairs.second[pair]
             a, b = events.actor[first], events.actor[second]
-            if table.shifted:
-                column = (a - b) % num_ranks
+            if shape is not None:
+                column = shape.torus.distance(a % num_ranks, b % num_ranks)
                 if not alone:
                     column += a // num_ranks * num_ranks
             else:
@@ -72,7 +72,7 @@ def judge(
                 pair = pair[inside]
                 first, second, a, b, column = (x[inside] for x in (first, second, a, b, column))
             row = events.rows_of(events.row[second], b, pairs.across[pair] * rotation)
-            if not table.shifted:
+            if shape is None:
                 row += table.begin[b]
             elif not alone:
                 row += table.begin[b // num_ranks]

@@ -174,12 +174,12 @@ def heard_in_a_round(moves: Moves) -> NDArray[np.bool_]:
     events = timeline(moves)
     shape = pattern(events)
     order = run(events, shape)
-    ranks = np.arange(moves.num_ranks)
+    ranks = np.arange(moves.num_ranks, dtype=np.int32)
     heard = np.zeros((moves.num_ranks, moves.num_ranks), np.bool_)
     for table in clocks(events, order, shape, 1, NONE):
-        if table.shifted:
+        if shape is not None:
             end = table.known[int(events.rows_per_round[0])]
-            heard[:] = end[(ranks[None, :] - ranks[:, None]) % moves.num_ranks] > 0
+            heard[:] = end[shape.torus.distance(ranks[None, :], ranks[:, None])] > 0
         else:
             end = table.known[table.begin[:-1] + events.rows_per_round]
             heard[:, table.first_column : table.first_column + end.shape[1]] = end > 0

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
+from commdsl.program.torus import Torus, tori
 
 Bits = NDArray[np.bool_]
 
@@ -64,12 +65,13 @@ class Timeline:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """The waits of rank 0, of which every other rank's are the shift: role by role, then by operation."""
+    """The waits of rank 0, of which every other rank's are the turn: role by role, then by operation."""
 
+    torus: Torus
     role: Ints  # (m,)
     local: Ints  # (m,): the operation that waits
     peer_role: Ints
-    distance: Ints  # (m,): (rank awaited - rank) % num_ranks
+    distance: Ints  # (m,): the turn that leads to the rank awaited
     signal: Ints
     rounds_back: Ints
     since: Ints  # meaningless if the Timeline has none
@@ -77,21 +79,31 @@ class Pattern:
 
 
 def pattern(events: Timeline) -> Pattern | None:
-    """The one rank that stands for all, if every rank waits as rank 0 does with all ranks shifted."""
-    found = []
-    for role in range(events.num_roles):
-        alike = _alike(events, role)
-        if alike is None:
-            return None
-        found.append(alike)
-    if len(found) == 1:
-        return found[0]
-    columns = [[getattr(part, name) for part in found] for name in Pattern.__dataclass_fields__]
-    return Pattern(*(np.concatenate(parts, axis=-1) for parts in columns))
+    """The one rank that stands for all, if every rank waits as rank 0 does, turned around a ring or along a torus."""
+    roles = [_waits(events, role) for role in range(events.num_roles)]
+    waits = [one for one in roles if one is not None]
+    if len(waits) < len(roles):
+        return None
+    every = np.arange(events.num_ranks, dtype=np.int32)
+    for torus in tori(events.num_ranks):
+        for ranks in (torus.neighbours, every):
+            alike = [one.alike(torus, ranks) for one in waits]
+            found = [one for one in alike if one is not None]
+            if len(found) < len(alike):
+                break
+        else:
+            return _side_by_side(found)
+    return None
 
 
-def _alike(events: Timeline, role: int) -> Pattern | None:
-    """The Pattern of one role."""
+def _side_by_side(roles: list[Pattern]) -> Pattern:
+    names = [name for name in Pattern.__dataclass_fields__ if name != "torus"]
+    columns = {name: np.concatenate([getattr(one, name) for one in roles], axis=-1) for name in names}
+    return Pattern(torus=roles[0].torus, **columns)
+
+
+def _waits(events: Timeline, role: int) -> _Waits | None:
+    """None if not all ranks have as many operations and waits."""
     num_ranks, first = events.num_ranks, role * events.num_ranks
     begin = events.begin[first : first + num_ranks + 1]
     every = (0, len(events.wait_op))
@@ -101,30 +113,48 @@ def _alike(events: Timeline, role: int) -> Pattern | None:
     if (lengths != lengths[0]).any() or (counts != counts[0]).any():
         return None
     shape = (num_ranks, int(counts[0]))
-    ranks = np.arange(num_ranks, dtype=np.int32)[:, None]
-    local, peer = events.local[ops].reshape(shape), events.wait_peer[waits].reshape(shape)
-    distance = (peer - ranks) % np.int32(num_ranks)
-    tables = [local, distance, events.wait_signal[waits].reshape(shape), events.wait_rounds_back[waits].reshape(shape)]
-    if events.num_roles > 1:
-        tables.append(peer // np.int32(num_ranks))
-    if events.since is not None:
-        tables.append(events.since[waits].reshape(shape))
-    place = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    if any((table != table[0]).any() for table in tables):  # perhaps only the order of one operation's waits differs
-        far = (peer // np.int32(num_ranks)) * np.int32(num_ranks) + distance
-        place = np.argsort(local * np.int64(len(events.begin)) + far, axis=1, kind="stable").astype(np.int32)
-        tables = [np.take_along_axis(table, place, axis=1) for table in tables]
-        if any((table != table[0]).any() for table in tables):
-            return None
-    none = np.zeros(shape[1], np.int32)
-    own, distances, signal, rounds_back, *rest = (table[0].copy() for table in tables)
-    return Pattern(
-        role=none + np.int32(role),
-        local=own,
-        peer_role=rest.pop(0) if events.num_roles > 1 else none,
-        distance=distances,
-        signal=signal,
-        rounds_back=rounds_back,
-        since=rest.pop(0) if rest else none,
-        wait=np.int32(waits.start) + ranks * np.int32(shape[1]) + place,
-    )
+    peer_role, peer = np.divmod(events.wait_peer[waits].reshape(shape), np.int32(num_ranks))
+    since = events.wait_signal if events.since is None else events.since  # meaningless, and the same on every rank
+    tables = (events.wait_signal, events.wait_rounds_back, since)
+    of = (events.local[ops].reshape(shape), peer_role, *(table[waits].reshape(shape) for table in tables))
+    return _Waits(role, waits.start, peer, of)
+
+
+@dataclass(frozen=True, eq=False)
+class _Waits:
+    """The waits of a role, a row a rank."""
+
+    role: int
+    first: int  # in the Timeline
+    peer: Ints  # (num_ranks, m): the rank awaited
+    others: tuple[Ints, ...]  # (num_ranks, m) each: local, peer_role, signal, rounds_back, since
+
+    def alike(self, torus: Torus, ranks: Ints) -> Pattern | None:
+        """The waits of the first of these ranks, if all of them wait alike; those of one operation in any order."""
+        distance = torus.distance(self.peer[ranks], ranks[:, None])
+        tables = [*(table[ranks] for table in self.others), distance]
+        place = np.broadcast_to(np.arange(distance.shape[1], dtype=np.int32), distance.shape)
+        if not _same(tables):  # perhaps only the order of one operation's waits differs
+            local, peer_role = tables[:2]
+            words = (local * (peer_role.max(initial=0) + np.int64(1)) + peer_role) * torus.num_ranks + distance
+            place = np.argsort(words, axis=1, kind="stable").astype(np.int32)
+            tables = [np.take_along_axis(table, place, axis=1) for table in tables]
+            if not _same(tables):
+                return None
+        local, peer_role, signal, rounds_back, since, distance = (table[0].copy() for table in tables)
+        return Pattern(
+            torus=torus,
+            role=np.full_like(local, self.role),
+            local=local,
+            peer_role=peer_role,
+            distance=distance,
+            signal=signal,
+            rounds_back=rounds_back,
+            since=since,
+            wait=np.int32(self.first) + ranks[:, None] * np.int32(distance.shape[0]) + place,
+        )
+
+
+def _same(tables: list[Ints]) -> bool:
+    """Whether all ranks have what the first has."""
+    return all(bool((table == table[0]).all()) for table in tables)
