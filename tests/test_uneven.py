@@ -128,6 +128,7 @@ def test_a_chunk_has_one_length() -> None:
 torch = pytest.importorskip("torch")
 
 from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for torch
+from transports import TRANSPORTS  # noqa: E402 - as above
 
 import commdsl  # noqa: E402 - as above
 from commdsl.machine.errors import ArgumentError  # noqa: E402 - as above
@@ -210,6 +211,21 @@ def test_a_block_of_another_length() -> None:
     found = outcomes(3, body)
     assert isinstance(found[2], AgreementError)
     assert "rank 1 sends 0 bytes to rank 2, which expects 12" in str(found[2])
+
+
+def test_far_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads travel where plain stores do not reach; there are as many rounds as the block of one pair takes."""
+    for name, value in zip(("COMMDSL_TRANSPORT", "COMMDSL_NODES"), TRANSPORTS["mixed"](3), strict=True):
+        monkeypatch.setenv(name, value)
+    sent = [[0, 40_000, 1], [0, 0, 0], [2, 0, 0]]
+
+    def body(rank: int, group: str) -> None:
+        x = rows_of(rank, sum(sent[rank]))
+        y = commdsl.all_to_all(x, [row[rank] for row in sent], sent[rank], group=group)
+        parts = [torch.split(rows_of(peer, sum(row)), row)[rank] for peer, row in enumerate(sent)]
+        assert torch.equal(y, torch.cat(parts))
+
+    in_group(3, body)
 
 
 def test_traced() -> None:

@@ -150,6 +150,9 @@ def run(
     try:
         return chosen(x, group=group, op=op, async_op=async_op, timeout=timeout, lengths=lengths)
     except CaptureError as error:
+        if lengths is not None:
+            what = f"`{collective}` of unequal blocks runs `{chosen.name}`, which is not set up"
+            raise CaptureError(f"{what}: call it once before the capture, on every rank ({error})") from error
         raise _unprepared(collective, nbytes, chosen, error) from error
 
 
