@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.resources import data_dir
 from commdsl.program.launches import Launch
 from commdsl.program.plan import Plan
+from commdsl.program.visited import launches
 
 torch = pytest.importorskip("torch")
 
@@ -25,8 +27,10 @@ from thread_ranks import in_group  # noqa: E402
 
 import commdsl  # noqa: E402
 from commdsl.runtime import fused  # noqa: E402
+from commdsl.runtime.host import HostCommunicator  # noqa: E402
 from commdsl.runtime.matmul import is_deep  # noqa: E402
 from commdsl.runtime.products import Cut, multiply  # noqa: E402
+from commdsl.runtime.streams import OneStream  # noqa: E402
 
 FOLDER = data_dir("schedules") / "overlap"
 GATHER, SCATTER, REDUCE = "allgather_matmul", "matmul_reducescatter", "matmul_allreduce"
@@ -178,6 +182,31 @@ def test_calls(name: str, ranks: int, pieces: int, dtype: Any) -> None:
         for rank in range(ranks):
             assert found[rank][at].dtype == dtype
             assert (found[rank][at].double().numpy() == want[rank]).all()
+
+
+def test_results_of_peers_are_copied_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind all products, each when the launch that brings it is over, the last one alone when all is."""
+    made: list[Order] = []
+
+    class Order(OneStream):
+        def __init__(self) -> None:
+            self.caller: list[object] = []
+            made.append(self)
+
+        def wait(self, what: Hashable, *, beside: bool) -> None:
+            if not beside:
+                self.caller.append(what)
+
+        def join(self) -> None:
+            self.caller.append("all")
+
+    monkeypatch.setattr(HostCommunicator, "streams", lambda communicator: Order())
+    op = commdsl.load(REDUCE, params={"C": 3}, ranks=2)
+    in_group(2, lambda rank, group: op(torch.ones(6, 8), torch.ones(4, 8), group=group))
+    plan = checked(REDUCE, 2, 3)[1]
+    brought = [number for number, launch in enumerate(launches(plan)) if launch.writes[0].name.startswith("y")]
+    for one in made:
+        assert one.caller[-4:] == [*((True, number) for number in brought), "all"]
 
 
 def test_turns() -> None:

@@ -33,6 +33,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     tensors       what a call's tensors must be
     uneven        the lengths of a call, where blocks have lengths of their own -> blocks
     calls, work   a call of one shape, made once; one that is waited for
+    functions     what a call with visits is given -> tensors, and the caller's functions by name
     visits, streams   a call of several launches, with the caller's function between them; the streams it takes
     products, fused   a call of several launches, with products between them; those as one launch of our kernel
     timing        such a call -> how long each visit took, and what travelled meanwhile

@@ -25,10 +25,10 @@ from commdsl.program.stamps import Layout, task
 from commdsl.program.visited import launches, meets, visits
 from commdsl.runtime import matmul
 from commdsl.runtime.errors import CaptureError
+from commdsl.runtime.functions import Function
 from commdsl.runtime.matmul import Matmul, Matrices, is_deep
 from commdsl.runtime.stamps import Stamps
 from commdsl.runtime.streams import Around, Streams
-from commdsl.runtime.visits import Function
 from commdsl.runtime.workspace import Start
 
 LEFT = 2
@@ -157,11 +157,14 @@ class _Words(Around):
         return self._streams.start(start, changing, self._word(self._started - 1))
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
-        """Launches tell of themselves; the tiles of a product are counted."""
+        """Launches; the tiles of a product are counted."""
+        if beside:
+            self._streams.mark(what, beside=True)
 
     def wait(self, what: Hashable, *, beside: bool) -> None:
-        """For products; the kernel waits for launches."""
+        """For products. The kernel waits for launches, and so does what the caller's stream has behind it."""
         if not beside:
+            self._streams.wait(what, beside=False)
             return
         assert isinstance(what, tuple)
         with self.beside():

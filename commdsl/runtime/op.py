@@ -24,13 +24,14 @@ from commdsl.runtime import autograd, eager, given, groups, pickled, tensors, un
 from commdsl.runtime.calls import MAX_KEPT, MAX_LENGTHS, Bound
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import GradientError, OpError, ReductionError, TensorError
+from commdsl.runtime.functions import Function, by_name, split
 from commdsl.runtime.given import Asked, Patience, Reduction
 from commdsl.runtime.host import HostCommunicator
 from commdsl.runtime.products import Multiplying, multiplying
 from commdsl.runtime.program import Definition, Program, program
 from commdsl.runtime.stamps import StampedStart, Stamps, of_launch
 from commdsl.runtime.timing import Timing
-from commdsl.runtime.visits import Function, Visiting, by_name, check_reductions, prepared, split, travelling
+from commdsl.runtime.visits import Visiting, check_reductions, prepared, travelling
 from commdsl.runtime.work import DeviceWork, HostWork, Result, Work
 from commdsl.runtime.workspace import listed
 

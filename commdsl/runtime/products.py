@@ -24,10 +24,11 @@ from commdsl.program.visited import kept_by, landing
 from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import OpError
+from commdsl.runtime.functions import Function
 from commdsl.runtime.program import Port, Program, Signature, Visits
 from commdsl.runtime.stamps import StampedStreams, Stamps
 from commdsl.runtime.streams import Streams
-from commdsl.runtime.visits import Function, Over, Visiting, prepared
+from commdsl.runtime.visits import Over, Visiting, prepared
 
 if TYPE_CHECKING:
     from commdsl.runtime.fused import Fused

@@ -10,10 +10,9 @@ join before any of them is given back to it. Those that peers put to lie in symm
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, TypeAlias, assert_never
 
 import torch
@@ -28,6 +27,7 @@ from commdsl.program.visited import ended, landing, launches, moved, plan_of, st
 from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import ReductionError, TensorError
+from commdsl.runtime.functions import Function, has_out
 from commdsl.runtime.landing import Landed, Region
 from commdsl.runtime.program import Port, Program, Visits
 from commdsl.runtime.stamps import of_launch
@@ -35,12 +35,6 @@ from commdsl.runtime.streams import Streams
 from commdsl.runtime.timing import Timing
 from commdsl.runtime.work import Result
 from commdsl.runtime.workspace import Start, nothing
-
-Function: TypeAlias = Callable[..., Any]
-"""What the caller computes: the number of the visit and tensors, to what it writes; nothing where it writes nothing.
-With a keyword `out`, as in `def attend(visit, k, v, *, out)`, it is given where that belongs.
-"""
-
 
 Over: TypeAlias = Callable[[Streams, Mapping[Kept, torch.Tensor]], tuple[Streams, Mapping[str | None, Function]]]
 """Of a call's streams and tensors, what stands in place of its streams, and of the caller's functions."""
@@ -83,6 +77,10 @@ class Visiting:
         types = (tensors.dtype_of(visits.signature, port, inputs) for port in ports)
         kinds = dict(zip(own, zip(shapes, types, strict=True), strict=True))
         self._landed = Landed({kept: kinds.pop(kept) for kept in landing(visits.plan)})
+        (self._returned,) = (phase.reads for phase in visits.plan.phases if isinstance(phase, Return))
+        brings = {kept: number for number, one in enumerate(launches(visits.plan)) for kept in one.writes}
+        self._brings = {kept: brings[kept] for kept in self._returned if kept in self._landed and kept in brings}
+        self._awaited |= {(True, number) for number in self._brings.values()}
         self._own = tuple((kept, *kind) for kept, kind in kinds.items())
         self._seconds = seconds
 
@@ -128,15 +126,15 @@ class Visiting:
                 held[kept] = inputs[number]
             if over is not None:
                 streams, functions = over(streams, held)
-            failure, returned = self._run(streams, functions, held, () if region is None else region.bases)
-            returned = returned if last is None else returned[len(returned) - last :]
-            results = tuple(self._result(kept, held, places) for kept in returned)
+            results = self._results(held, places, last)
+            failure = self._run(streams, functions, held, () if region is None else region.bases, results)
         if failure is not None:
             try:
                 raise failure
             finally:
                 del failure  # as in Communicator.check: its traceback holds this frame, and with it tensors
-        return results[0] if len(results) == 1 else results
+        found = tuple(results.values())
+        return found[0] if len(found) == 1 else found
 
     def layouts(self) -> list[Layout]:
         """What the launches of a call write, of a stamped Plan: each is one task."""
@@ -164,17 +162,18 @@ class Visiting:
         functions: Mapping[str | None, Function],
         held: Mapping[Kept, torch.Tensor],
         landing: Sequence[int],
-    ) -> tuple[BaseException | None, tuple[Kept, ...]]:
-        """What a function raised, if one did, and what is returned."""
-        placed = frozenset(name for name, function in functions.items() if name in self._writing and _has_out(function))
+        results: Mapping[Kept, torch.Tensor],
+    ) -> BaseException | None:
+        """What a function raised, if one did."""
+        placed = frozenset(name for name, function in functions.items() if name in self._writing and has_out(function))
         failure: BaseException | None = None
-        returned: tuple[Kept, ...] = ()
         begun: list[Callable[[], None]] = []  # launches, by their numbers: what starts the rest of each
         over = 0
         try:
             for (number, phase), before in self._order:
                 over = self._end(streams, begun, over, before)
-                self._wait(streams, phase)
+                if not isinstance(phase, Return):
+                    self._wait(streams, phase)
                 match phase:
                     case Launch():
                         begun.append(self._launch(streams, number, phase, held, landing))
@@ -183,7 +182,7 @@ class Visiting:
                             out = phase.name in placed and bool(phase.writes)
                             failure = self._visit(number, phase, functions, held, out=out)
                     case Return():
-                        returned = phase.reads
+                        self._take(streams, held, results)
                     case _:
                         assert_never(phase)
                 if isinstance(phase, Visit) and (False, number) in self._awaited:
@@ -191,17 +190,26 @@ class Visiting:
         finally:
             self._end(streams, begun, over, len(begun))
             streams.join()
-        return failure, returned
+        return failure
 
-    def _result(
-        self, kept: Kept, held: Mapping[Kept, torch.Tensor], places: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """What lands is of this call alone, the next one has it where this one had: so it is copied, when the streams
-        have joined and all SMs copy it.
-        """
-        if kept not in self._landed:
-            return held[kept]
-        return places[kept.name].copy_(held[kept]) if kept.name in places else held[kept].clone()
+    def _results(
+        self, held: Mapping[Kept, torch.Tensor], places: Mapping[str, torch.Tensor], last: int | None
+    ) -> dict[Kept, torch.Tensor]:
+        """Where what is returned is: what lands is of this call alone, the next one has it where this one had."""
+        found: dict[Kept, torch.Tensor] = {}
+        for kept in self._returned if last is None else self._returned[len(self._returned) - last :]:
+            place = places.get(kept.name)
+            found[kept] = (
+                held[kept] if kept not in self._landed else torch.empty_like(held[kept]) if place is None else place
+            )
+        return found
+
+    def _take(self, streams: Streams, held: Mapping[Kept, torch.Tensor], results: Mapping[Kept, torch.Tensor]) -> None:
+        """Copies what landed when all visits are over, as it comes: SMs do that, and computations need them."""
+        for kept in sorted((one for one in results if one in self._landed), key=lambda one: self._brings.get(one, -1)):
+            if kept in self._brings:
+                streams.wait((True, self._brings[kept]), beside=False)
+            results[kept].copy_(held[kept])
 
     def _end(self, streams: Streams, begun: Sequence[Callable[[], None]], over: int, before: int) -> int:
         """Ends launches until so many have; they are that many then."""
@@ -335,34 +343,6 @@ def _with_flags(known: Program, turn: int) -> Program:
     return replace(known, emitted=emitted)
 
 
-def split(
-    name: str, arguments: tuple[Any, ...], named: Mapping[str, Function]
-) -> tuple[tuple[torch.Tensor, ...], dict[str | None, Function]]:
-    """The tensors of a call, and its functions: by name, or the one given last, under None."""
-    known: dict[str | None, Function] = dict(named.items())
-    given = arguments
-    if arguments and not isinstance(arguments[-1], torch.Tensor):
-        given, known[None] = arguments[:-1], arguments[-1]
-    if not given or not all(isinstance(tensor, torch.Tensor) for tensor in given):
-        raise TensorError(f"`{name}` is given tensors, then one function, or functions by name")
-    if not known or not all(callable(function) for function in known.values()):
-        raise TensorError(f"`{name}` calls a function at every yield, and was given none")
-    return given, known
-
-
-def by_name(name: str, plan: Plan, known: Mapping[str | None, Function]) -> dict[str | None, Function]:
-    """The function of every name that a yield has."""
-    wanted = {phase.name for phase in plan.phases if isinstance(phase, Visit)}
-    unknown = [f"`{one}`" for one in known if one is not None and one not in wanted]
-    if unknown:
-        raise TensorError(f"`{name}` has no yield that calls {' or '.join(unknown)}")
-    missing = [one for one in wanted if one not in known and None not in known]
-    if missing:
-        words = [f"`{one}`" if one else "a yield without a name" for one in missing]
-        raise TensorError(f"`{name}` was given no function for {' and '.join(sorted(words))}")
-    return {one: known[one] if one in known else known[None] for one in wanted}
-
-
 def _kept(phase: object) -> tuple[Kept, ...]:
     match phase:
         case Launch() | Visit():
@@ -381,18 +361,6 @@ def _awaited(plan: Plan) -> list[tuple[bool, int]]:
 
 def _made(launch: Launch) -> Made:
     return launch.moves, launch.moved.unit
-
-
-def _has_out(function: Function) -> bool:
-    """Whether it wants to know where what it writes belongs."""
-    if isinstance(function, FunctionType) and not hasattr(function, "__wrapped__"):  # the usual one: a microsecond
-        code = function.__code__
-        return "out" in code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-    try:
-        found = inspect.signature(function).parameters.get("out")
-    except (TypeError, ValueError):  # of a builtin that does not say
-        return False
-    return found is not None and found.kind is found.KEYWORD_ONLY
 
 
 def _port(kept: Kept) -> Port:
