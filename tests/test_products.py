@@ -17,9 +17,9 @@ from commdsl.ir.products import MATMUL, stopping
 from commdsl.ir.schedules import Schedule
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.resources import data_dir
-from commdsl.program.launches import Launch
+from commdsl.program.launches import Launch, Visit
 from commdsl.program.plan import Plan
-from commdsl.program.visited import launches
+from commdsl.program.visited import landing, launches, visits
 
 torch = pytest.importorskip("torch")
 
@@ -244,6 +244,23 @@ def test_matrices() -> None:
         assert [is_deep(one) for one in (laid, *chunks)] == [deep] * 4
         assert (found.address, found.count, found.rows, found.columns) == (laid.data_ptr(), 3, *lines)
         assert (found.row_bytes, found.step) == ((32, 64) if deep else (24, 8))
+
+
+@pytest.mark.parametrize(("name", "ranks", "pieces"), [*CASES, (REDUCE, 3, 4), (EXCHANGE, 2, 4)])
+def test_what_lands_lies_side_by_side(name: str, ranks: int, pieces: int) -> None:
+    """Parts of one tensor that products read or write are equally far from one another in symmetric memory, too, in
+    whatever order they come: the kernel has one map of them.
+    """
+    program = commdsl.load(name, params={"C": pieces}, ranks=ranks).program(ranks)
+    assert program.visits is not None
+    plan = program.visits.plan
+    lying = [kept.name for kept in landing(plan, program.visits.parts)]
+    products = [phase for phase in visits(plan) if isinstance(phase, Visit)]
+    touched = {kept.name for one in products for kept in (one.reads[0], *one.reads[2:], *one.writes)}
+    for rank in range(ranks):
+        places = Cut(program.signature, program.visits, rank).places
+        first = {(places[part][0], lying.index(part) - places[part][1]) for part in touched & {*lying}}
+        assert len(first) == len({tensor for tensor, _ in first})
 
 
 def test_shapes() -> None:

@@ -108,13 +108,16 @@ def segments(plan: Plan) -> tuple[Moves, ...]:
     return tuple(dict.fromkeys(launch.moves for launch in launches(plan)))
 
 
-def landing(plan: Plan) -> tuple[Kept, ...]:
-    """The copies of buffers that peers put to: they lie in symmetric memory, in this order."""
+def landing(plan: Plan, parts: Sequence[Part] = ()) -> list[Kept]:
+    """The copies of buffers that peers put to: they lie in symmetric memory, in this order. Parts of one tensor lie one
+    behind another, as products read them.
+    """
     found: dict[Kept, None] = {}
     for launch in launches(plan):
         written = (tensor for tensor in launch.moves.tensors if tensor.access is Rights.WRITE)
         found |= {kept: None for tensor, kept in zip(written, launch.writes, strict=True) if tensor.lands}
-    return tuple(found)
+    order = {part.name: number for number, part in enumerate(parts)}
+    return sorted(found, key=lambda kept: order.get(kept.name, 0))
 
 
 def moved(plan: Plan) -> frozenset[str]:

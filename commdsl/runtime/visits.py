@@ -76,7 +76,7 @@ class Visiting:
         shapes = tensors.shapes(visits.signature, inputs, ports)
         types = (tensors.dtype_of(visits.signature, port, inputs) for port in ports)
         kinds = dict(zip(own, zip(shapes, types, strict=True), strict=True))
-        self._landed = Landed({kept: kinds.pop(kept) for kept in landing(visits.plan)})
+        self._landed = Landed({kept: kinds.pop(kept) for kept in landing(visits.plan, visits.parts)})
         (self._returned,) = (phase.reads for phase in visits.plan.phases if isinstance(phase, Return))
         brings = {kept: number for number, one in enumerate(launches(visits.plan)) for kept in one.writes}
         self._brings = {kept: brings[kept] for kept in self._returned if kept in self._landed and kept in brings}
