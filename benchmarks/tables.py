@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -210,6 +211,18 @@ def planner(found: Record) -> str:
     return markdown([*header, "GB sent, every shard at home → as planned"], lines)
 
 
+def synthesis(found: Record) -> str:
+    """The median machine and the worst."""
+    lines = []
+    for collective in dict.fromkeys(line["collective"] for line in found.lines):
+        some = [line for line in found.lines if line["collective"] == collective]
+        columns = [sorted(float(line[name]) for line in some) for name in ("ratio", "seconds")]
+        cells = [f"{value:.2f}" for values in columns for value in (median(values), values[-1])]
+        lines.append([collective, str(len(some)), *cells])
+    header = ["collective", "machines", "time over the least, median", "largest"]
+    return markdown([*header, "seconds, median", "most"], lines)
+
+
 KINDS: dict[str, Callable[[Record], str]] = {
     "collectives": collectives,
     "lengths": lengths,
@@ -227,6 +240,7 @@ KINDS: dict[str, Callable[[Record], str]] = {
     "rms_norm": rms_norm,
     "compressed": compressed,
     "planner": planner,
+    "synthesis": synthesis,
 }
 
 

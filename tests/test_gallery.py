@@ -61,6 +61,8 @@ ADMITTED = {
     ("dgx1", 8): TREES | POWERS_OF_TWO,
     ("h200_2x8", 16): TREES | POWERS_OF_TWO | {"allreduce_two_level", "alltoall_two_level"},
     ("torus_4x4", 16): set(),
+    ("dgx1_dead_link", 8): set(),
+    ("barbell", 8): {"reduce_tree"},
 }
 
 

@@ -204,6 +204,13 @@ MADE = {
         ],
         ["| 1 MB | 2 | 9.0 | 10.0 | 18.0 | 12.0 | 1.50 | 8 SMs |"],
     ),
+    "synthesis": (
+        [
+            {"collective": "allgather", "ratio": ratio, "seconds": seconds}
+            for ratio, seconds in (("1.1", "0.25"), ("1", "0.5"), ("1.05", "2"))
+        ],
+        ["| allgather | 3 | 1.05 | 1.10 | 0.50 | 2.00 |"],
+    ),
     "visits": (
         [
             {"compute": "sleep", "way": "engine", "alone_us": "100", "transfers_us": "50", "together_us": "102"}

@@ -16,8 +16,9 @@ from commdsl.machine.topology import NO_LINK, Topology, link_of, pair_bandwidth,
 
 SHIPPED = sorted((resources.data_dir("schedules") / "topologies").glob("*.comm"))
 RANKS = {
-    "a100_1x8": 8, "dgx1": 8, "h100_1x8": 8, "h100_2x8": 16, "h100_4x8": 32, "h200_1x8": 8, "h200_2x8": 16,
-    "h200_2x8_spine": 16, "h200_4x8": 32, "h200_4x8_spine": 32, "mi300x_1x8": 8, "ring_8": 8, "torus_4x4": 16,
+    "a100_1x8": 8, "barbell": 8, "dgx1": 8, "dgx1_dead_link": 8, "h100_1x8": 8, "h100_2x8": 16, "h100_4x8": 32,
+    "h200_1x8": 8, "h200_2x8": 16, "h200_2x8_spine": 16, "h200_4x8": 32, "h200_4x8_spine": 32, "mi300x_1x8": 8,
+    "ring_8": 8, "torus_4x4": 16,
 }  # fmt: skip
 
 
@@ -163,7 +164,7 @@ def test_every_machine_is_tested() -> None:
 
 def test_the_hybrid_cube_mesh_has_six_bricks_a_gpu() -> None:
     """DGX-1: each GPU spends its six NVLinks on four peers, two of them twice."""
-    machine = resolve.topologies(compiler.read(SHIPPED[1]))["dgx1"]
+    machine = compiler.find_topology((), "dgx1", 8)
     bricks = np.array([2, 1, 0])[_links(machine)]  # double, single, none
     assert (bricks.sum(axis=1) == 6).all()
     assert (np.count_nonzero(bricks, axis=1) == 4).all()
