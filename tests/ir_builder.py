@@ -91,7 +91,7 @@ def allreduce_contract(ranks: int, chunks: int, source: int = 0, dest: int = 0) 
     dest_rank = np.repeat(np.arange(ranks, dtype=np.int32), chunks)
     every = np.tile(np.arange(ranks, dtype=np.int32), (chunks, 1))
     return Contract(
-        "allreduce", source, dest, True, dest_rank, np.tile(value, ranks), np.tile(value, ranks),
+        "allreduce", source, dest, "sum", dest_rank, np.tile(value, ranks), np.tile(value, ranks),
         every, np.broadcast_to(value[:, None], every.shape), None, span(3),
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def copies_contract(
         name,
         source,
         dest,
-        False,
+        None,
         columns[0],
         columns[1],
         value,

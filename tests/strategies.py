@@ -11,7 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
+import numpy as np
 from hypothesis import strategies as st
+
+OPERATIONS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+"""Those that a text may name."""
 
 
 @dataclass(frozen=True, order=True)
@@ -22,6 +26,7 @@ class Value:
     block: int
     piece: int
     ranks: tuple[int, ...]
+    operation: str = ""  # that combined it, if the text names one
 
 
 @dataclass(frozen=True, order=True)
@@ -122,24 +127,36 @@ def pruned(draft: Draft) -> list[list[Drawn]]:
 
 
 def term(draft: Draft, value: Value) -> str:
-    """The right side of a clause: a copy or a sum."""
-    ref = f"{value.origin}[{value.block}, {value.piece}]"
+    """The right side of a clause: a copy or a combination."""
+    ref, operation = f"{value.origin}[{value.block}, {value.piece}]", value.operation or "sum"
     if len(value.ranks) == 1:
         return f"{ref} @ {value.ranks[0]}"
     if len(value.ranks) == draft.ranks:
-        return f"sum({ref} @ q for q in 0 ..< P)"
-    return f"sum({ref} @ q for q in 0 ..< P if {' or '.join(f'q == {rank}' for rank in value.ranks)})"
+        return f"{operation}({ref} @ q for q in 0 ..< P)"
+    return f"{operation}({ref} @ q for q in 0 ..< P if {' or '.join(f'q == {rank}' for rank in value.ranks)})"
 
 
 def disjoint(values: list[Value]) -> bool:
-    """Whether the values can be added up to one that a clause can name: the same chunk, of different ranks."""
+    """Whether the values can be combined to one that a clause can name: the same chunk, of different ranks, what is
+    combined already by one operation.
+    """
     same = len({(v.origin, v.block, v.piece) for v in values}) == 1
+    same &= len({v.operation for v in values if len(v.ranks) > 1}) <= 1
     return same and sum(len(v.ranks) for v in values) == len({rank for v in values for rank in v.ranks})
 
 
-def union(values: list[Value]) -> Value:
-    first = values[0]
-    return Value(first.origin, first.block, first.piece, tuple(sorted(rank for v in values for rank in v.ranks)))
+@st.composite
+def united(draw: st.DrawFn, values: list[Value]) -> Value:
+    """By the operation of those that are combined already, or by any."""
+    first, ranks = values[0], tuple(sorted(rank for v in values for rank in v.ranks))
+    known = {v.operation for v in values if len(v.ranks) > 1}
+    operation = known.pop() if known else draw(st.sampled_from(["", "", *OPERATIONS])) if len(ranks) > 1 else ""
+    return Value(first.origin, first.block, first.piece, ranks, operation)
+
+
+def named(value: Value) -> str:
+    """How a statement says by which operation it combines."""
+    return f" by {value.operation}" if value.operation else ""
 
 
 def addends(draft: Draft, place: Place) -> Iterator[list[Place]]:
@@ -156,12 +173,12 @@ def addends(draft: Draft, place: Place) -> Iterator[list[Place]]:
 def one_list(draw: st.DrawFn, draft: Draft, source: Place, dest: Place) -> Drawn | None:
     """A reduction of several sources; None when the destination is of another size class."""
     chosen = draw(st.sampled_from(list(addends(draft, source))))
-    value = union([draft.held[place] for place in chosen])
+    value = draw(united([draft.held[place] for place in chosen]))
     if dest.buffer != "t" and dest.piece != value.piece:
         return None
     choice = " or ".join(f"q == {place.rank}" for place in chosen)
     several = "all" if len(chosen) == draft.ranks else f"q for q in 0 ..< P if {choice}"
-    statement = f"reduce {draft.index(source)} @ {several} -> {draft.index(dest)}"
+    statement = f"reduce {draft.index(source)} @ {several} -> {draft.index(dest)}{named(value)}"
     return Drawn(dest.rank, statement, frozenset(chosen), dest, value)
 
 
@@ -182,13 +199,14 @@ def one_move(draw: st.DrawFn, draft: Draft) -> Drawn | None:
     if kind == "reduce":
         if dest not in draft.held or not disjoint([value, draft.held[dest]]):
             return None
-        value = union([draft.held[dest], value])
+        value = draw(united([draft.held[dest], value]))
         reads |= {dest}
+    how = named(value) if kind == "reduce" else ""
     if source.rank == dest.rank and kind != "reduce":
         return Drawn(source.rank, f"copy {left} -> {right}", reads, dest, value)
     if kind == "get" or (kind == "reduce" and draw(st.booleans())):
-        return Drawn(dest.rank, f"{kind} {left} @ {source.rank} -> {right}", reads, dest, value)
-    return Drawn(source.rank, f"{kind} {left} -> {right} @ {dest.rank}", reads, dest, value)
+        return Drawn(dest.rank, f"{kind} {left} @ {source.rank} -> {right}{how}", reads, dest, value)
+    return Drawn(source.rank, f"{kind} {left} -> {right} @ {dest.rank}{how}", reads, dest, value)
 
 
 @st.composite

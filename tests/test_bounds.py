@@ -152,7 +152,7 @@ def sums(name: str, dests: list[int], chunks: list[int], ranks: int) -> Contract
     chunk = np.broadcast_to(np.array(chunks, np.int32)[:, None], every.shape)
     to, none = np.array(dests, np.int32), np.zeros(len(dests), np.int32)
     value = np.arange(len(dests), dtype=np.int32)
-    return Contract(name, 0, 1, True, to, none, value, every, chunk, None, build.span(3))
+    return Contract(name, 0, 1, "sum", to, none, value, every, chunk, None, build.span(3))
 
 
 def schedule(given: Machine, contract: Contract, blocks: tuple[int, int]) -> Schedule:

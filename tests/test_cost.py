@@ -225,7 +225,7 @@ def test_values_that_follow_from_others_are_not_counted() -> None:
     x, y = build.buffer(BufferKind.INPUT, "x", blocks=2), build.buffer(BufferKind.OUTPUT, "y", blocks=3)
     column = np.arange(3, dtype=np.int32)
     contract = Contract(
-        "general", 0, 1, True, np.ones(3, np.int32), column, column, np.zeros_like(sources), sources, None,
+        "general", 0, 1, "sum", np.ones(3, np.int32), column, column, np.zeros_like(sources), sources, None,
         build.span(3), valid,
     )  # fmt: skip
     found = limit(build.schedule(2, (x, y), (contract,), (), one_port(2)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from plans import changed
 from proved import HOST_PROTOCOLS
-from strategies import Place, Program, Value, programs, rounding_programs, untidy
+from strategies import OPERATIONS, Place, Program, Value, programs, rounding_programs, untidy
 
 from commdsl import compiler
 from commdsl.build import host_run
@@ -75,7 +76,8 @@ def test_accepted_and_as_intended(program: Program, protocol: Protocol) -> None:
     inputs = inputs_of(checked, 0)
     outputs = interpret.run(checked.schedule, inputs, dtypes.INT32, "sum").outputs
     for place, value in program.values:
-        want = sum(chunk(inputs, value, rank, program.cut) for rank in value.ranks)
+        parts = [chunk(inputs, value, rank, program.cut) for rank in value.ranks]
+        want = reduce(OPERATIONS[value.operation or "sum"], parts)
         assert np.array_equal(chunk(outputs, place, place.rank, program.cut), want), place
 
 
@@ -110,7 +112,8 @@ def test_counts_of_roundings(program: Program) -> None:
     }
     outputs = interpret.run(checked.schedule, inputs, dtypes.FLOAT32, "sum").outputs
     for place, value in program.values:
-        want = sum(chunk(inputs, value, rank, program.cut) for rank in value.ranks)
+        parts = [chunk(inputs, value, rank, program.cut) for rank in value.ranks]
+        want = reduce(OPERATIONS[value.operation or "sum"], parts)
         assert np.array_equal(chunk(outputs, place, place.rank, program.cut), want), place
 
 

@@ -273,9 +273,9 @@ def test_named_contracts(text: str) -> None:
     """A collective promises for each chunk of the result exactly the chunks that its definition says."""
     buffers, ensure = text.split("|")
     schedule = _resolve(_schedule(f"{buffers}\nensure {ensure}"), 3)
-    promises, is_sum = NAMED[text]
+    promises, combines = NAMED[text]
     assert _promises(schedule) == promises
-    assert schedule.contracts[0].is_sum == is_sum
+    assert schedule.contracts[0].operation == ("sum" if combines else None)
     assert schedule.contracts[0].name == ensure.split("(")[0]
 
 
@@ -294,7 +294,7 @@ def test_the_general_form_says_the_same(buffers: str, named: str, general: str) 
     first = _resolve(_schedule(f"{buffers}\nensure {named}"), 3)
     second = _resolve(_schedule(f"{buffers}\nensure {general}"), 3)
     assert _promises(first) == _promises(second)
-    assert first.contracts[0].is_sum == second.contracts[0].is_sum
+    assert first.contracts[0].operation == second.contracts[0].operation
 
 
 def test_what_a_condition_leaves_out_need_not_be_there() -> None:

@@ -13,7 +13,7 @@ from commdsl.ir.dispatches import Often
 from commdsl.program.actors import printed
 from commdsl.program.crossing import Pushing, num_crossing
 from commdsl.program.memory import Words
-from commdsl.program.moves import STAGE_MARKS_BYTES, STAGES, Protocol
+from commdsl.program.moves import KIND_OF, STAGE_MARKS_BYTES, STAGES, Protocol
 from commdsl.program.phases import FinishBack, Push, PushAgain, PushBack, PushByKey, Routed
 from commdsl.program.plan import Plan, heap_layout
 from commdsl.program.stages import WARP_STAGE_BYTES, carries, warp_stages
@@ -29,6 +29,7 @@ def static_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
     yield "bool", "kCasts", int(moves.casts is not None)
     yield "bool", "kHasLengths", int(moves.lengths is not None)
     yield "bool", "kHasHeads", int(moves.has_heads)
+    yield "i32", "kNamed", sum(1 << KIND_OF[name] for name in moves.named[0 if moves.asks else 1 :])
     yield "u64", "kSums", sum(1 << space for space, tensor in enumerate(moves.tensors) if tensor.is_sum)
     yield "u64", "kNumCells", moves.num_cells
     yield "u64", "kRotation", moves.rotation

@@ -84,6 +84,9 @@ class MovesText:
     in_constant_memory: bool
     wire: str
     has_reduction: bool
+    operation: (
+        str  # of what no kind of operation names: what the call asks for, or where it does not, one that is named
+    )
     reduces_remotely: bool
     ranks: tuple[RankRows, ...]
     rank_begin: str
@@ -220,6 +223,7 @@ def _tables(moves: Moves, ops: Ops) -> MovesText:
         in_constant_memory=_table_bytes(moves, ops) <= CONSTANT_BYTES,
         wire=WIRES[moves.protocol],
         has_reduction=moves.has_reduction,
+        operation=("COMMDSL_OP" if moves.asks else moves.named[0]) if moves.has_reduction else "",
         reduces_remotely=reduces_remotely(moves),
         ranks=tuple(_rank_tables(moves, ops)),
         rank_begin=_row(np.searchsorted(ops.leaders, ops.rank_begin).astype(np.int32)),
@@ -366,7 +370,7 @@ def defines(plan: Plan, dtype: str, op: str, rank: int | None = None) -> tuple[s
     With `rank` the build is for that rank alone if its program is short.
     """
     macros: tuple[str, ...] = (f"COMMDSL_DTYPE={ELEMENTS.get(dtype, dtype)}",) if plan.moves.has_elements else ()
-    if plan.moves.has_reduction:
+    if plan.moves.asks:
         macros = (*macros, f"COMMDSL_OP={op}")
     if rank is None or plan.moves.protocol is Protocol.ENGINE:
         return macros

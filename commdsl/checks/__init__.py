@@ -7,7 +7,7 @@ message. A new law is a function and a line here. Does not raise.
     locations, contributions, route_laws   what the laws are stated on: places, what each holds, rows
     cycles, topology, roles, engine, settings   what the machine has
     bounds, inputs, overlap, undefined, size_classes, lengths, classes   what a step may touch
-    casts   in which element type it travels
+    casts, operations   in which element type it travels, and how it is combined
     promises, conservation, rotations, returns, determinism, useless   what is promised, kept, and in vain
     plans, routes   a plan of documents and where its rows go
     built, tasks   what no kernel runs
@@ -29,6 +29,7 @@ from commdsl.checks.engine import combining_engine
 from commdsl.checks.inputs import writes_to_input
 from commdsl.checks.lengths import unknown_lengths
 from commdsl.checks.locations import Located, statement_key
+from commdsl.checks.operations import mixed_operations, other_operations
 from commdsl.checks.overlap import overlapping_writes
 from commdsl.checks.plans import over_capacity, too_large, too_many_copies
 from commdsl.checks.promises import idle_promises, repeated_promises
@@ -82,8 +83,8 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (*OF_A_STEP, undefined_reads, idle_landing, idle_matmul),
     (unequal_sizes, mixed_types, own_units, unknown_units),
     (broken_contracts, broken_rotations, unknown_lengths),
-    (mixed_casts,),
-    (unsaid_roundings, unsaid_factors),
+    (mixed_casts, mixed_operations),
+    (unsaid_roundings, unsaid_factors, other_operations),
     (broken_returns,),
     (useless_statements, idle_promises),
 )

@@ -42,7 +42,7 @@ def same_bits(located: Located) -> bool:
     """Whether each value a contract wants in several places is made by one expression everywhere."""
     hashes = expressions(located)
     for contract in located.schedule.contracts:
-        if not contract.is_sum or not len(contract.dest_rank):
+        if contract.operation is None or not len(contract.dest_rank):
             continue
         values, first = np.unique(contract.value, return_index=True)
         found = hashes[located.contract_dests(contract)]

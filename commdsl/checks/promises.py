@@ -45,7 +45,7 @@ def idle_promises(located: Located) -> Iterator[Diagnostic]:
 
 
 def _same(first: Contract, second: Contract) -> bool:
-    heads = [(one.name, one.source_buffer, one.dest_buffer, one.is_sum) for one in (first, second)]
+    heads = [(one.name, one.source_buffer, one.dest_buffer, one.operation) for one in (first, second)]
     return (
         heads[0] == heads[1] and _rotating(first) == _rotating(second) and all(map(_equal, _rows(first), _rows(second)))
     )

@@ -103,13 +103,14 @@ def contract_lines(schedule: Schedule, contract: Contract) -> list[str]:
     source, dest = schedule.buffers[contract.source_buffer], schedule.buffers[contract.dest_buffer]
     if contract.rotation is not None:
         return rotation_lines(schedule, contract.rotation)
-    said = "" if contract.rounding is None else f" {contract.rounding.words}"
-    lines = [f"ensure {contract.name}({source.name} -> {dest.name}){' sum' if contract.is_sum else ''}{said}"]
+    said, how = "" if contract.rounding is None else f" {contract.rounding.words}", contract.operation
+    lines = [f"ensure {contract.name}({source.name} -> {dest.name}){f' {how}' if how else ''}{said}"]
     for rank, chunk, value in zip(contract.dest_rank, contract.dest_chunk, contract.value, strict=True):
         valid = slice(None) if contract.source_valid is None else contract.source_valid[value]
         pairs = zip(contract.source_chunk[value][valid], contract.source_rank[value][valid], strict=True)
-        terms = " + ".join(place(source, int(c), int(r)) for c, r in pairs)
-        lines.append(f"  {place(dest, int(chunk), int(rank))} == {terms}")
+        terms = [place(source, int(c), int(r)) for c, r in pairs]
+        words = " + ".join(terms) if how in (None, "sum") else f"{how}({', '.join(terms)})"
+        lines.append(f"  {place(dest, int(chunk), int(rank))} == {words}")
     return lines
 
 
@@ -145,8 +146,9 @@ def step_lines(schedule: Schedule, number: int, step: AnyStep) -> list[str]:
             assert_never(step)
     lines = [f"step {number}{bindings}"]
     for moves in step.moves:
-        cast = "" if moves.cast is None else f" as {moves.cast.words}"
-        lines.append(f"  {moves.kind.value}{' list' if moves.is_list else ''}{cast}  # {moves.span}")
+        how = f" by {moves.operation}" if moves.operation else ""
+        how += "" if moves.cast is None else f" as {moves.cast.words}"
+        lines.append(f"  {moves.kind.value}{' list' if moves.is_list else ''}{how}  # {moves.span}")
         lines += [f"    {row}" for row in move_lines(schedule, moves)]
     return lines
 

@@ -132,7 +132,7 @@ def lines(one: Ran, settings: Settings) -> Iterator[str]:
             yield ""
             yield from proof_lines(checked)
             yield ""
-            op = f", {settings.operation}" if checked.plan.has_reduction else ""
+            op = f", {settings.operation}" if checked.plan.asks else ""
             data = f"{output.bytes_text(settings.buffer_bytes)} of {settings.dtype}{op}"
             yield from trial_lines(schedule.num_ranks, made, settings, data, "interpreter")
             yield ""

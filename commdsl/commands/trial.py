@@ -105,6 +105,8 @@ def find_dtype(name: str, op: str, *, reduces: bool) -> DType:
 def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     """Runs once. A wrong result or a time-out is in `fault`."""
     reduces = compiled.plan.has_reduction
+    if reduces and settings.op is not None and not compiled.plan.asks:
+        raise UsageError(f"`{compiled.schedule.name}` says itself how it combines: leave out --op {settings.op}")
     dtype = find_dtype(settings.dtype, settings.operation, reduces=reduces and not compiled.plan.is_visited)
     schedule = stopping(compiled.schedule).schedule
     if schedule.cast is not None and not dtype.casts:

@@ -3,9 +3,10 @@
 Assumes a schedule that passed the checks. Does not know lanes, cells, flags or rounds, and shares nothing with `lower`
 or `emit`: every step reads everything it reads, then writes everything it writes, one chunk after another.
 
-With `avg` a chunk holds what it does with `sum`, divided: by how many contributions it holds, where a contract sums so
-many, else by the least power of two that is not less. So a result is a mean, no partial sum is larger than what was
-given, and what is rounded on the way is rounded as in the sum.
+What a text combines by an operation of its own is combined so, whatever the call says. With `avg` a chunk holds what it
+does with `sum`, divided: by how many contributions it holds, where a contract sums so many, else by the least power of
+two that is not less. So a result is a mean, no partial sum is larger than what was given, and what is rounded on the
+way is rounded as in the sum.
 
 What was cast is kept in float32, beside what it is in the caller's type, into which it is rounded where it is returned.
 
@@ -215,9 +216,10 @@ def run(
     moves = (moves for step in schedule.steps if isinstance(step, Step) for moves in step.moves)
     if schedule.cast is not None and not dtype.casts:
         raise ValueError(f"{dtype.name} does not travel as {schedule.cast.element}")
-    for of in {memory.dtypes[one.dest_buffer].name for one in moves if one.accumulate or one.is_list}:
-        if op not in BY_NAME[of].ops:
-            raise ValueError(f"{of} has no `{op}`")
+    reduced = (one for one in moves if one.accumulate or one.is_list)
+    for of, how in {(memory.dtypes[one.dest_buffer].name, one.operation or op) for one in reduced}:
+        if how not in BY_NAME[of].ops:
+            raise ValueError(f"{of} has no `{how}`")
     yields = []
     for step in schedule.steps:
         match step:
@@ -247,7 +249,7 @@ def run(
 
 def _results(memory: _Memory, moves: Statement, op: str) -> Iterator[tuple[bool, Place, Array, int]]:
     """What each row of a statement will write, computed from the state before the step; first whether it is cast."""
-    dtype = memory.dtypes[moves.dest_buffer]
+    dtype, how = memory.dtypes[moves.dest_buffer], moves.operation or op
     for row, (rank, chunk) in enumerate(zip(moves.dest_rank.tolist(), moves.dest_chunk.tolist(), strict=True)):
         places = [(moves.dest_buffer, rank, chunk)] if moves.accumulate else []
         for k, (source_rank, source_chunk) in enumerate(
@@ -266,12 +268,17 @@ def _results(memory: _Memory, moves: Statement, op: str) -> Iterator[tuple[bool,
             values = multiply(operands[0], factor, memory.depths[moves.factor], dtype)
         elif moves.copies:
             values = operands[0]
-        elif op == "avg":
+        elif how == "avg":
             values = average(operands, held, memory.summed, dtype)
         else:
-            values = combine(operands, dtype, op)
+            values = combine(operands, dtype, how)
         is_cast = moves.copies and (moves.cast is not None or places[0] in memory.cast)
-        yield is_cast, (moves.dest_buffer, rank, chunk), values, min(sum(held), MOST_CONTRIBUTIONS)
+        yield is_cast, (moves.dest_buffer, rank, chunk), values, _together(held, moves)
+
+
+def _together(held: Sequence[int], moves: Statement) -> int:
+    """How many contributions a result holds that an `avg` may come to divide by; what a text combines it never does."""
+    return 1 if moves.operation is not None else min(sum(held), MOST_CONTRIBUTIONS)
 
 
 def by_row(applied: Applied, rows: Array, given: Sequence[Array], dtype: DType) -> Array:

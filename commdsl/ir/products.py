@@ -105,6 +105,7 @@ def _adds(product: Statement, one: Statement) -> bool:
     """Whether a statement adds what lies on a rank to what the product made there, on every rank."""
     return (
         one.kind is MoveKind.REDUCE
+        and one.operation in (None, "sum")
         and one.accumulate
         and one.dest_buffer == product.dest_buffer
         and np.array_equal(one.source_rank[:, 0], one.dest_rank)

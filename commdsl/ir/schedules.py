@@ -112,6 +112,7 @@ class Statement:
     MATMUL is a COPY that multiplies: a chunk is a matrix, whose rows become those times a chunk of `factor` on that
     rank.
     ROWWISE is a COPY on every rank that makes of rows what `applied` says.
+    `operation`: how a REDUCE combines where the text says, else the call does.
     With `cast` every source is rounded to that type as it is read, but one that is what a cast left, which has been.
     """
 
@@ -131,6 +132,7 @@ class Statement:
     factor_chunk: Ints | None = None  # (n,), of MATMUL
     applied: Applied | None = None  # of ROWWISE
     cast: Cast | None = None
+    operation: str | None = None
 
     @property
     def copies(self) -> bool:
@@ -213,7 +215,8 @@ class Contract:
     """What must hold at the end. Row j: chunk `dest_chunk[j]` on `dest_rank[j]` equals value `value[j]`.
 
     Value v is the combination of initial chunks (source_rank[v, i], source_chunk[v, i]) of `source_buffer`, i in rank
-    order: one (a copy) or several (a reduction). Of a scratch buffer, the chunks that its last Task or Yield wrote.
+    order: one (a copy) or several (a reduction). `operation` is how they are combined, None of copies; "sum" stands for
+    the call's, too, where no statement names one. Of a scratch buffer, the chunks that its last Task or Yield wrote.
     `name` is the collective ("allreduce", "general", "rotation", ...). A rotation has no rows: `rotation` says what
     holds over the yields. Locations without a row are free at the end.
     """
@@ -221,7 +224,7 @@ class Contract:
     name: str
     source_buffer: int
     dest_buffer: int
-    is_sum: bool
+    operation: str | None
     dest_rank: Ints  # (n,)
     dest_chunk: Ints  # (n,)
     value: Ints  # (n,)
@@ -236,7 +239,7 @@ class Contract:
     @property
     def summed(self) -> frozenset[int]:
         """Of how many chunks its values are sums."""
-        if not self.is_sum:
+        if self.operation != "sum":
             return frozenset()
         if self.source_valid is None:
             return frozenset({self.source_rank.shape[1]})
@@ -335,6 +338,12 @@ class Schedule:
         """What travels in another element type does so in this one; None: everything travels as it is."""
         moves = (one for step in self.steps if isinstance(step, Step) for one in step.moves)
         return next((one.cast for one in moves if one.cast is not None), None)
+
+    @property
+    def names_operations(self) -> bool:
+        """Whether any statement says how it combines."""
+        moves = (one for step in self.steps if isinstance(step, Step) for one in step.moves)
+        return any(one.operation is not None for one in moves)
 
     @property
     def num_yields(self) -> int:

@@ -170,17 +170,16 @@ def cast(node: syntax.Cast | None) -> str:
     return f" as {node.element.text}{stretch}"
 
 
+def combining(operation: syntax.Name | None) -> str:
+    return "" if operation is None else f" by {operation.text}"
+
+
 def rounding(node: syntax.Rounding | None) -> str:
     return "" if node is None else f" rounded({node.element.text}, {arithmetic(node.times)})"
 
 
 def where(condition: syntax.Expr | None) -> str:
     return "" if condition is None else f" where {expr(condition)}"
-
-
-def clause(node: syntax.Clause) -> str:
-    value = f"sum({source(node.source)})" if node.is_sum else source(node.source)
-    return f"{ref(node.dest)} == {value}"
 
 
 # --- statements and entries of one line -------------------------------------------------------------------------------
@@ -236,7 +235,7 @@ def line(node: Line) -> str:
         case syntax.Move(_, origin, dest, syntax.Ref() as factor):
             return f"compute matmul({source(origin)}, {ref(factor)} -> {ref(dest)})"
         case syntax.Move(kind, origin, dest):
-            return f"{kind.value} {source(origin)} -> {ref(dest)}{cast(node.cast)}"
+            return f"{kind.value} {source(origin)} -> {ref(dest)}{combining(node.operation)}{cast(node.cast)}"
         case syntax.Yield(buffer):
             return f"yield {buffer.text}"
         case syntax.Visit(function, passed):
@@ -248,8 +247,8 @@ def line(node: Line) -> str:
             return f"on {role.text}"
         case syntax.TuneEntry(key, value):
             return f"{key.text} {quantity(value) if isinstance(value, syntax.Quantity) else arithmetic(value)}"
-        case syntax.Clause():
-            return clause(node)
+        case syntax.Clause(dest, origin, operation):
+            return f"{ref(dest)} == {source(origin) if operation is None else f'{operation}({source(origin)})'}"
         case syntax.Use(path):
             return f'use "{path}"'
         case syntax.FnDecl(name, params, body):
@@ -264,7 +263,8 @@ def _do(node: syntax.Do) -> str:
     over = f" over {node.group.text}" if node.group else ""
     settings = ", ".join(f"{one.name.text} = {expr(one.value)}" for one in node.settings)
     given = f"{reads} -> {writes}" if writes else reads
-    return f"{acting}do {node.schedule.text}({given}){over}{f' with {settings}' if settings else ''}"
+    ending = combining(node.operation) + (f" with {settings}" if settings else "")
+    return f"{acting}do {node.schedule.text}({given}){over}{ending}"
 
 
 def _part(node: syntax.Part) -> str:
@@ -321,7 +321,7 @@ def _named_contract(node: syntax.NamedContract) -> str:
     text = f"ensure {node.name.text}({inside})"
     if node.mapping is not None:
         text += f" {node.mapping[0].text} -> {expr(node.mapping[1])}"
-    return text + rounding(node.rounding)
+    return text + combining(node.operation) + rounding(node.rounding)
 
 
 def _rotation(node: syntax.RotationContract) -> str:

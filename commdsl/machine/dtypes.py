@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 Array: TypeAlias = NDArray[Any]
 
 OPS = ("sum", "max", "min", "prod", "avg")
-_INTEGER_OPS = ("sum", "max", "min", "prod")
-"""Integers wrap. Of truth values the sum and the maximum are `or`, the product and the minimum `and`, as in torch."""
+NAMED_OPS = ("sum", "max", "min", "prod")
+"""Those that a file may name: every type that is reduced has them. Integers wrap. Of truth values the sum and the
+maximum are `or`, the product and the minimum `and`, as in torch.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +117,14 @@ FLOAT64 = _plain("float64", OPS, is_float=True)
 FLOAT32 = _plain("float32", OPS, is_float=True)
 FLOAT16 = _plain("float16", OPS, is_float=True)
 BFLOAT16 = DType("bfloat16", np.dtype(np.uint16), OPS, True, _bfloat16_widen, _bfloat16_narrow)
-INT32 = _plain("int32", _INTEGER_OPS, is_float=False)
-INT64 = _plain("int64", _INTEGER_OPS, is_float=False)
+INT32 = _plain("int32", NAMED_OPS, is_float=False)
+INT64 = _plain("int64", NAMED_OPS, is_float=False)
 FLOAT8_E4M3FN = _float8("float8_e4m3fn", 4, 7, has_infinity=False)
 FLOAT8_E5M2 = _float8("float8_e5m2", 5, 15, has_infinity=True)
-INT16 = _plain("int16", _INTEGER_OPS, is_float=False)
-INT8 = _plain("int8", _INTEGER_OPS, is_float=False)
-UINT8 = _plain("uint8", _INTEGER_OPS, is_float=False)
-BOOL = _plain("bool", _INTEGER_OPS, is_float=False)
+INT16 = _plain("int16", NAMED_OPS, is_float=False)
+INT8 = _plain("int8", NAMED_OPS, is_float=False)
+UINT8 = _plain("uint8", NAMED_OPS, is_float=False)
+BOOL = _plain("bool", NAMED_OPS, is_float=False)
 
 ALL = (FLOAT32, FLOAT16, BFLOAT16, FLOAT64, INT32, INT64, INT16, INT8, UINT8, BOOL, FLOAT8_E4M3FN, FLOAT8_E5M2)
 REDUCED = tuple(dtype for dtype in ALL if dtype.ops)

@@ -69,6 +69,7 @@ from __future__ import annotations
 from dataclasses import field
 from enum import Enum, IntEnum
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,9 +93,15 @@ CELL = -1
 class OpKind(IntEnum):
     COPY = 0  # dest = source
     REDUCE = 1  # dest = sources combined in order (`avg`: weighed), in float32 (integers: as they are), rounded once
-    ADD = 2  # of `Tiles`: the sum of the sources, whatever the reduction of the call, as REDUCE has it
-    MULTIPLY = 3  # of `Tiles`: their product
-    HOLD = 4  # nothing: a chunk of the rank's own that lands is in its hands, as it was found or, as a source, as put
+    ADD = 2  # as REDUCE, whatever the reduction of the call: the sum of the sources,
+    MULTIPLY = 3  # their product,
+    MAX = 4  # the largest of them,
+    MIN = 5  # the least
+    HOLD = 6  # nothing: a chunk of the rank's own that lands is in its hands, as it was found or, as a source, as put
+
+
+KIND_OF = MappingProxyType({"sum": OpKind.ADD, "prod": OpKind.MULTIPLY, "max": OpKind.MAX, "min": OpKind.MIN})
+"""The operations that a text may name."""
 
 
 class Protocol(Enum):
@@ -293,6 +300,17 @@ class Moves:
     def unit(self) -> int:
         """Bytes of which a lane's slices are multiples, but the last of a chunk."""
         return UNIT if self.casts is None else max(UNIT, self.casts.cast.stretch * WIDEST)
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The operations that the text names, whatever the call asks for."""
+        found = {*self.ops.kind.tolist()}
+        return tuple(name for name, kind in KIND_OF.items() if kind in found)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the call says how it reduces: not where the text names all operations."""
+        return self.has_reduction and (not self.named or bool((self.ops.kind == OpKind.REDUCE).any()))
 
     @property
     def adds_up(self) -> bool:

@@ -102,6 +102,12 @@ class Plan:
         return any(isinstance(one, Moves) and one.has_reduction for one in moves)
 
     @property
+    def asks(self) -> bool:
+        """Whether a call says how it is combined, by any of them."""
+        moves = (phase.moves if isinstance(phase, Launch) else phase for phase in self.phases)
+        return any(isinstance(one, Moves) and one.asks for one in moves)
+
+    @property
     def push(self) -> Push:
         """The phase that sends rows, in a Plan that has one."""
         return _only(self.phases, Push, self.name)

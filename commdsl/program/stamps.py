@@ -15,9 +15,10 @@ from commdsl.ir.schedules import Ints
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.records import dataclass
 from commdsl.program.launches import Launch, Visit
-from commdsl.program.moves import OpKind, Ops, Origin
+from commdsl.program.moves import Moves, OpKind, Origin
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Launch as Size
+from commdsl.program.tasks import Tiles
 
 INTERVAL = np.dtype([("begin", "<u8"), ("ready", "<u8"), ("end", "<u8"), ("sm", "<u8")])
 """Nanoseconds of one clock: when it began, when what it waited for was there, when it ended. `sm`: who worked, on a GPU
@@ -58,11 +59,11 @@ def layout(plan: Plan, rank: int, size: Size) -> Layout:
     is a role that computes, its operations in the same order as those that move.
     """
     lanes, rounds = size.active_lanes, size.rounds
-    parts = [_operations(plan.moves.ops, plan.moves.origins, rank, lanes * rounds)]
+    parts = [_operations(plan.moves, rank, lanes * rounds)]
     if plan.by_row is not None:
         parts.append(alone(Task(plan.by_row.function, True), lanes))
     if plan.tiles is not None:
-        parts.append(_operations(plan.tiles.ops, plan.tiles.origins, rank, lanes * rounds))
+        parts.append(_operations(plan.tiles, rank, lanes * rounds))
     return together(parts)
 
 
@@ -84,19 +85,20 @@ def together(parts: Sequence[Layout]) -> Layout:
     return Layout(tuple(task for part in parts for task in part.tasks), np.concatenate(task))
 
 
-def _operations(ops: Ops, origins: tuple[Origin, ...], rank: int, times: int) -> Layout:
+def _operations(phase: Moves | Tiles, rank: int, times: int) -> Layout:
+    ops, is_computed = phase.ops, isinstance(phase, Tiles)
     first, last = np.searchsorted(ops.leaders, ops.rank_begin[rank : rank + 2])
     which = ops.leaders[first:last]
     words = [
-        _task(origins[origin], OpKind(kind))
+        _task(phase.origins[origin], OpKind(kind), is_computed)
         for origin, kind in zip(ops.origin[which].tolist(), ops.kind[which].tolist(), strict=True)
     ]
     tasks = tuple(dict.fromkeys(words))
     return Layout(tasks, np.tile(np.array([tasks.index(one) for one in words], np.int32), times))
 
 
-def _task(origin: Origin, kind: OpKind) -> Task:
+def _task(origin: Origin, kind: OpKind, is_computed: bool) -> Task:
     """A statement is one task, however often a loop runs it."""
     line, _ = origin.span.position
     words = f"line {line}: {kind.name.lower()}" + (f" [{origin.note}]" if origin.note else "")
-    return Task(words, kind in (OpKind.ADD, OpKind.MULTIPLY))
+    return Task(words, is_computed)

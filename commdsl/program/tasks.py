@@ -16,14 +16,15 @@ Each may signal `num_ranks`, the moves of its own rank, as those call the tiles:
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
+from commdsl.ir.functions import FUNCTIONS
 from commdsl.language.records import dataclass
 from commdsl.program.memory import Tensor
-from commdsl.program.moves import OpKind, Ops, Origin
+from commdsl.program.moves import KIND_OF, Ops, Origin
 
-KIND_OF = {"add": OpKind.ADD, "multiply": OpKind.MULTIPLY}
-"""The functions of `ir.functions`, as operations."""
-
-FUNCTION_OF = {kind: name for name, kind in KIND_OF.items()}
+FUNCTION_OF = MappingProxyType({KIND_OF[one.operation]: one for one in FUNCTIONS.values()})
+"""The functions of `ir.functions`, by their kind as operations."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.classes import SUM, Unit
-from commdsl.ir.functions import FUNCTIONS, ROWWISE
+from commdsl.ir.functions import ROWWISE
 from commdsl.ir.schedules import Ints
 from commdsl.program.by_row import ByRow
 from commdsl.program.launches import Launch, Return, Visit
@@ -22,6 +22,7 @@ from commdsl.program.legal import within as _within
 from commdsl.program.memory import Rights, Transport
 from commdsl.program.moves import (
     CELL,
+    KIND_OF,
     MOST_CONTRIBUTIONS,
     MOST_DESTS,
     MOST_THREADS,
@@ -150,7 +151,7 @@ def verify_moves(moves: Moves, *, has_tiles: bool = False) -> None:
     """`verify` for one phase of static operations."""
     _scalars(moves)
     _shapes(moves)
-    _operations(moves, OpKind.COPY, OpKind.REDUCE, OpKind.HOLD)
+    _operations(moves, OpKind.COPY, OpKind.REDUCE, *KIND_OF.values(), OpKind.HOLD)
     _held(moves)
     verify_casts(moves)
     _operands(moves)
@@ -188,9 +189,9 @@ def verify_tiles(tiles: Tiles, moves: Moves) -> None:
     _law(moves.protocol is Protocol.BULK, f"tiles beside moves of protocol {moves.protocol.value}")
     beside = replace(moves, ops=tiles.ops)
     _shapes(beside)
-    _operations(beside, OpKind.ADD, OpKind.MULTIPLY)
+    _operations(beside, *FUNCTION_OF)
     ops = tiles.ops
-    operands = np.array([FUNCTIONS[FUNCTION_OF[OpKind(kind)]].num_reads for kind in ops.kind.tolist()], np.int64)
+    operands = np.array([FUNCTION_OF[OpKind(kind)].num_reads for kind in ops.kind.tolist()], np.int64)
     _each(np.diff(ops.source_begin) == operands, "operation", "it has the operands of its function")
     _each(ops.joined == 0, "operation", "it stands alone")
     _operands(beside)
@@ -286,7 +287,7 @@ def _operations(moves: Moves, *kinds: OpKind) -> None:
     _each(has_source == (ops.joined == 0), "operation", "it has a source, or has joined one that does")
     _joined(moves)
     several = np.isin(ops.kind, (OpKind.COPY, OpKind.HOLD))
-    _each(~several | (num_sources <= 1), "operation", "only REDUCE has several sources")
+    _each(~several | (num_sources <= 1), "operation", "only what combines has several sources")
     _within(ops.whole, MOST_CONTRIBUTIONS + 1, "operation", "its whole lies", start=1)
     is_alone = np.repeat(num_sources == 1, num_sources)
     _each((ops.source_weight == 1) | ~is_alone, "source", "alone it has the weight 1")

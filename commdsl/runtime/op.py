@@ -23,7 +23,7 @@ from commdsl.program.visited import landing
 from commdsl.runtime import autograd, eager, given, groups, pickled, tensors, uneven
 from commdsl.runtime.calls import MAX_KEPT, MAX_LENGTHS, Bound
 from commdsl.runtime.device import DeviceCommunicator
-from commdsl.runtime.errors import GradientError, OpError, ReductionError, TensorError
+from commdsl.runtime.errors import GradientError, OpError, TensorError
 from commdsl.runtime.functions import Function, by_name, split
 from commdsl.runtime.given import Asked, Patience, Reduction
 from commdsl.runtime.host import HostCommunicator
@@ -178,7 +178,7 @@ class Op:
         given.tensors(self.name, inputs, self.num_inputs)
         op = given.reduction(asked.op)
         if not self.has_reduction and op != "sum":
-            raise ReductionError(f"`{self.name}` reduces nothing: op=`{op}` has no meaning")
+            raise tensors.no_meaning(self.name, self.program(self.ranks).signature, op)
         reduction = (op,) if self.has_reduction else ()
         lengths = ([*(asked.lengths or ())],) if self.has_lengths else ()
         return getattr(torch.ops.commdsl, name)(*inputs, *lengths, groups.name_of(group), *reduction, asked.seconds)

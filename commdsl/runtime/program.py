@@ -67,10 +67,11 @@ class Signature:
     outputs: tuple[Port, ...]
     own: tuple[Port, ...]  # made for a call, and gone after it
     tensors: tuple[tuple[bool, int], ...]
-    has_reduction: bool
+    has_reduction: bool  # which calls say how to do
     in_place: tuple[int, ...] | None  # for each output the input it may overwrite; None: there is no in-place variant
     row: int | None = None  # which input is one row of the others
     cast: str | None = None  # what values are rounded to on their way
+    combines: bool = False  # whether there is a reduction, of calls or of the text
 
     @property
     def lengths(self) -> Lengths | None:
@@ -230,8 +231,9 @@ def _visits(made: CompiledSchedule) -> Visits | None:
         tuple(port for buffer, port in ports if buffer.name in back),
         (),
         (),
-        any(one.plan.moves.has_reduction for one in launched),
+        any(one.plan.moves.asks for one in launched),
         None,
+        combines=any(one.plan.moves.has_reduction for one in launched),
     )
     return Visits(plan, signature, tuple(launched), held(schedule), stopped.parts, schedule.tuning.matmul == "library")
 
@@ -334,10 +336,11 @@ def _signature(schedule: Schedule, plan: Plan) -> Signature:
         tuple(outputs),
         tuple(own),
         tuple(tensors),
-        plan.moves.has_reduction,
+        plan.moves.asks,
         tuple(names.index(port.name) for port in outputs) if outputs and safe else None,
         None if plan.by_row is None else tensors[plan.by_row.row][1],
         None if schedule.cast is None else schedule.cast.words,
+        plan.moves.has_reduction,
     )
 
 

@@ -149,9 +149,9 @@ def check_reduction(name: str, signature: Signature, dtype: torch.dtype, op: str
         casts = [known.name for known in dtypes.ALL if known.casts]
         if element_name(dtype) not in casts:
             raise TensorError(f"`{name}` rounds {', '.join(casts)} to {signature.cast}, not {dtype}")
-    if not signature.has_reduction:
-        if op != "sum":
-            raise ReductionError(f"`{name}` reduces nothing: op=`{op}` has no meaning")
+    if op != "sum" and not signature.has_reduction:
+        raise no_meaning(name, signature, op)
+    if not signature.combines:
         return
     known = dtypes.BY_NAME.get(element_name(dtype))
     if known is None or not known.ops:
@@ -159,6 +159,12 @@ def check_reduction(name: str, signature: Signature, dtype: torch.dtype, op: str
         raise TensorError(f"`{name}` reduces {reduced}, not {dtype}")
     if op not in known.ops:
         raise ReductionError(f"`{name}`: {dtype} has no `{op}`; it has {', '.join(known.ops)}")
+
+
+def no_meaning(name: str, signature: Signature, op: str) -> ReductionError:
+    """Of an operation that a call asks for where it has none to ask for."""
+    why = "says itself how it combines" if signature.combines else "reduces nothing"
+    return ReductionError(f"`{name}` {why}: op=`{op}` has no meaning")
 
 
 def _block_shape(name: str, port: Port, tensor: torch.Tensor) -> list[Any]:

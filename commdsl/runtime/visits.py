@@ -297,7 +297,7 @@ def check_reductions(name: str, visits: Visits, inputs: Sequence[torch.Tensor], 
         raise ReductionError(f"`{name}` with visits does not average: take the sum and divide it")
     if op != "sum" and not visits.signature.has_reduction:
         tensors.check_reduction(name, visits.signature, inputs[0].dtype, op)
-    for launch in launches(visits.plan) if visits.signature.has_reduction else ():
+    for launch in launches(visits.plan) if visits.signature.combines else ():
         if launch.moves.has_reduction:
             dtype = tensors.dtype_of(visits.signature, _port(launch.moved), inputs)
             tensors.check_reduction(name, visits.signature, dtype, op)

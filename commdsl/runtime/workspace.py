@@ -126,7 +126,7 @@ class Workspace:
         long a wait may take, if not as long as the group's. `about`: words that join those of the call.
         """
         size = _size(self.plan.moves, launch)
-        words = f"`{self.plan.name}` on {size} of {dtype}" + (f", {op}" if self.plan.moves.has_reduction else "")
+        words = f"`{self.plan.name}` on {size} of {dtype}" + (f", {op}" if self.plan.moves.asks else "")
         digest = self._desk.said.digest(words + listed(about), emitted.identity)
         values = {**self.every_call, "tensors": (), "landing": (), "stamps": 0, "digest": digest}
         values |= launch.arguments_of(self.plan.moves, self._reach.rank)

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, nearest
+from commdsl.ir.resolve.move_rules import check_operation
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label
 from commdsl.language.kinds import BufferKind, MoveKind
@@ -27,6 +28,7 @@ def check_call(rules: ExpressionRules, do: syn.Do, schedules: Schedules) -> None
     if do.group is not None:
         symbol = rules.look_up(do.group, (Kind.GROUP,))
         rules.unless(symbol.kind if symbol else None, (Kind.GROUP,), "a group of ranks", do.group.span)
+    check_operation(rules, do.operation)
     for part in (*do.reads, *do.writes):
         _check_part(rules, do, part)
     seen = set[str]()
@@ -43,6 +45,7 @@ def check_call(rules: ExpressionRules, do: syn.Do, schedules: Schedules) -> None
         rules.faults.report("C107", what, do.schedule.span, "not known", help=help)
         return
     _check_given(rules.faults, do, called)
+    _check_combines(rules.faults, do, called, schedules)
     why = _why_not(called)
     if why is not None:
         reason, span = why
@@ -73,6 +76,23 @@ def _check_given(faults: Faults, do: syn.Do, called: syn.ScheduleDecl) -> None:
     label = f"{len(do.reads)} to read, {len(do.writes)} to write"
     faults.report("C107", f"`{called.name.text}` takes other buffers", do.span, label,
                   help=f"give it `{called.name.text}({form})`")  # fmt: skip
+
+
+def _check_combines(faults: Faults, do: syn.Do, called: syn.ScheduleDecl, schedules: Schedules) -> None:
+    """C129: it says how, and nothing there is combined as the one who calls says."""
+    if do.operation is not None and not _leaves_open(called, schedules, MOST_DEEP):
+        what = f"`{called.name.text}` combines nothing that it leaves open"
+        faults.report("C129", what, do.operation.span, "changes nothing", help="leave `by` out")
+
+
+def _leaves_open(called: syn.ScheduleDecl, schedules: Schedules, depth: int) -> bool:
+    """Whether it, or what it calls, reduces without a word on how."""
+    moves = (one for one in syn.walk(called.body) if isinstance(one, syn.Each))
+    inside = (one for each in moves for one in syn.walk(each.body) if isinstance(one, syn.Move))
+    if any(one.kind is MoveKind.REDUCE and one.operation is None for one in inside):
+        return True
+    calls = (schedules.get(one.schedule.text) for one in _calls(called) if one.operation is None and depth)
+    return any(_leaves_open(one, schedules, depth - 1) for one in calls if one is not None)
 
 
 def _why_not(called: syn.ScheduleDecl) -> tuple[str, Span] | None:

@@ -21,7 +21,7 @@ from commdsl.ir.schedules import Buffer, Ints, Schedule, Statement, Step
 from commdsl.ir.words import bindings_text
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import BufferKind, MoveKind
 
 
 def groups(decl: syn.GroupDecl, evaluator: Evaluator, scope: Scope, ranks: int, faults: Faults) -> Ints:
@@ -142,9 +142,14 @@ class Call:
         moved = replace(
             one, actor=actor[order].repeat(rest), source_buffer=source.buffer, dest_buffer=dest.buffer,
             source_rank=source_rank.repeat(rest, axis=0), source_chunk=source_chunk, source_valid=valid,
-            dest_rank=dest_rank.repeat(rest), dest_chunk=dest_chunk,
+            dest_rank=dest_rank.repeat(rest), dest_chunk=dest_chunk, operation=self._operation(one),
         )  # fmt: skip
         return _without_idle(moved) if one.copies and one.cast is None else moved
+
+    def _operation(self, one: Statement) -> str | None:
+        """How it combines: as it says, or as the call does."""
+        said = self.do.operation
+        return said.text if one.kind is MoveKind.REDUCE and one.operation is None and said else one.operation
 
     def _check_bounds(self, one: Statement, step: Step) -> None:
         sides = (

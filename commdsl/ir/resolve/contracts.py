@@ -25,6 +25,8 @@ from commdsl.language.kinds import GIVEN, RETURNED, BufferKind
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 
+COMBINING = ("allreduce", "reduce_scatter", "reduce")
+"""Collectives whose results are combinations."""
 SPLIT_SOURCE = ("reduce_scatter", "alltoall", "scatter")
 """Collectives whose source holds one part for each rank."""
 SPLIT_DEST = ("allgather", "alltoall", "gather")
@@ -72,12 +74,19 @@ def contracts(ensure: syn.Ensure, binding: Binding, scope: Scope) -> tuple[Contr
 
 
 def _contract(
-    name: str, binding: Binding, source: str, dest: str, is_sum: bool, root: int | None, span: Span, rows: _Rows
+    name: str,
+    binding: Binding,
+    source: str,
+    dest: str,
+    operation: str | None,
+    root: int | None,
+    span: Span,
+    rows: _Rows,
 ) -> Contract:
     names = list(binding.buffers)
     binding.budget.spend(rows.dest_rank.size + rows.source_rank.size, 1, "chunks and contributions", span)
     return Contract(
-        name=name, source_buffer=names.index(source), dest_buffer=names.index(dest), is_sum=is_sum,
+        name=name, source_buffer=names.index(source), dest_buffer=names.index(dest), operation=operation,
         dest_rank=rows.dest_rank, dest_chunk=rows.dest_chunk, value=rows.value,
         source_rank=rows.source_rank, source_chunk=rows.source_chunk, root=root, span=span,
         source_valid=rows.source_valid,
@@ -112,7 +121,7 @@ def _clause(contract: syn.GeneralContract, clause: syn.Clause, binding: Binding,
         source_valid=None if valid is None else np.repeat(valid, len(dest_chunk) // rows.count, axis=0),
     )
     source, dest = clause.source.ref.buffer.text, clause.dest.buffer.text
-    return _contract("general", binding, source, dest, clause.is_sum, None, clause.span, arrays)
+    return _contract("general", binding, source, dest, clause.operation, None, clause.span, arrays)
 
 
 def _sources(
@@ -147,8 +156,10 @@ def _named(contract: syn.NamedContract, binding: Binding, scope: Scope) -> Contr
     root = None if contract.root is None else _root(contract.root, binding, scope)
     target = _targets(contract, binding, scope) if contract.mapping else None
     rows = _rows(name, sides, root, target)
-    is_sum = name in ("allreduce", "reduce_scatter", "reduce")
-    return _contract(name, binding, contract.source.text, dest_name.text, is_sum, root, contract.span, rows)
+    operation = None
+    if name in COMBINING:
+        operation = "sum" if contract.operation is None else contract.operation.text
+    return _contract(name, binding, contract.source.text, dest_name.text, operation, root, contract.span, rows)
 
 
 def _sides(contract: syn.NamedContract, binding: Binding) -> _Sides:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from commdsl.ir.resolve.casts import OF_MOVES, check_cast
 from commdsl.ir.resolve.expressions import ExpressionRules
+from commdsl.ir.resolve.faults import nearest
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import MoveKind
 from commdsl.language.source import Span
+from commdsl.machine.dtypes import NAMED_OPS, OPS
 
 
 def check_move(rules: ExpressionRules, move: syn.Move, acting: str) -> None:
@@ -18,6 +20,7 @@ def check_move(rules: ExpressionRules, move: syn.Move, acting: str) -> None:
     rules.ref(move.dest)
     if move.factor is not None:
         rules.ref(move.factor)
+    check_operation(rules, move.operation)
     if move.cast is not None:
         check_cast(rules, move.cast, OF_MOVES, "moves")
     if isinstance(move.dest.place, syn.All):
@@ -35,6 +38,17 @@ def check_move(rules: ExpressionRules, move: syn.Move, acting: str) -> None:
                             help="name the rank: `reduce x @ q for q in 0 ..< P -> y`")  # fmt: skip
         return
     _check_places(rules, move, acting, is_list)
+
+
+def check_operation(rules: ExpressionRules, operation: syn.Name | None) -> None:
+    """C129: nothing is combined so, or only where a call asks for it."""
+    if operation is None or operation.text in NAMED_OPS:
+        return
+    help = nearest(operation.text, NAMED_OPS)
+    if operation.text in OPS:
+        help = "leave `by` out, and let the call ask for it: what is left unsaid is then averaged"
+    what = f"a file does not combine by `{operation.text}`"
+    rules.faults.report("C129", what, operation.span, "not known", help=help)
 
 
 def _check_places(rules: ExpressionRules, move: syn.Move, acting: str, is_list: bool) -> None:

@@ -12,10 +12,11 @@ from typing import assert_never
 
 from commdsl.ir.resolve.call_rules import Schedules, called_by, check_call
 from commdsl.ir.resolve.casts import OF_MOVES
+from commdsl.ir.resolve.contracts import COMBINING
 from commdsl.ir.resolve.evaluate import Functions
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, nearest
-from commdsl.ir.resolve.move_rules import check_move
+from commdsl.ir.resolve.move_rules import check_move, check_operation
 from commdsl.ir.resolve.rotations import rotating_names
 from commdsl.ir.resolve.tasks import check_role, check_task
 from commdsl.ir.resolve.tuning import WORDS
@@ -245,7 +246,7 @@ class ScheduleRules(ExpressionRules):
                     help = "let the first binder be the rank that holds it"
                     self.faults.report("C112", what, clause.dest.span, "another rank's", help=help)
                 self.source(clause.source)
-                if not clause.is_sum and (clause.source.binder or isinstance(clause.source.ref.place, syn.All)):
+                if clause.operation is None and (clause.source.binder or isinstance(clause.source.ref.place, syn.All)):
                     self.faults.report("C115", "a copy has one source", clause.source.span, "a list",
                                        help=f"write `== sum({clause.source.span.text})`")  # fmt: skip
 
@@ -261,6 +262,7 @@ class ScheduleRules(ExpressionRules):
     def _named_contract(self, contract: syn.NamedContract) -> None:
         name = contract.name.text
         self._rounding(contract.rounding)
+        check_operation(self, contract.operation)
         for buffer in (contract.source, contract.dest):
             if buffer is not None:
                 self.buffer(buffer)
@@ -282,6 +284,9 @@ class ScheduleRules(ExpressionRules):
                 headline = f"`{name}` needs a {what}" if wanted else f"`{name}` takes no {what}"
                 self.faults.report("C105", headline, contract.span, "missing" if wanted else "has one",
                                    help=f"write {form}" if wanted else "leave it out")  # fmt: skip
+        if contract.operation is not None and name not in COMBINING:
+            what = f"`{name}` combines nothing"
+            self.faults.report("C105", what, contract.operation.span, "says how", help="leave it out")
 
     # --- what nothing uses --------------------------------------------------------------------------------------------
 

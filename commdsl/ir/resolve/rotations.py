@@ -46,7 +46,7 @@ def rotation(contract: syn.RotationContract, binding: Binding, scope: Scope) -> 
     )
     none = np.zeros(0, np.int32)
     return Contract(
-        name="rotation", source_buffer=meant.sources[0], dest_buffer=meant.dests[0], is_sum=False,
+        name="rotation", source_buffer=meant.sources[0], dest_buffer=meant.dests[0], operation=None,
         dest_rank=none, dest_chunk=none, value=none, source_rank=none[:, None], source_chunk=none[:, None],
         root=None, span=contract.span, rotation=meant,
     )  # fmt: skip

@@ -195,6 +195,7 @@ class StepBuilder:
             span=move.span,
             factor=None if move.factor is None else names.index(move.factor.buffer.text),
             factor_chunk=None if move.factor is None else self._factor_chunk(move.factor, context, outer, extents),
+            operation=None if move.operation is None else move.operation.text,
             cast=None if move.cast is None else cast_of(move.cast, binding.evaluator, outer, binding.faults),
         )
 

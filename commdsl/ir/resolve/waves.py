@@ -20,7 +20,8 @@ def at_once(steps: Sequence[Step], bindings: tuple[tuple[str, int], ...], span: 
     """One step: all its reads come before all its writes. A statement that several steps share is one again."""
     alike = dict[tuple[object, ...], list[Statement]]()
     for one in (one for step in steps for one in step.moves):
-        key = one.span, one.is_list, one.source_rank.shape[1], one.source_buffer, one.dest_buffer, one.cast, one.factor
+        buffers = one.source_buffer, one.dest_buffer, one.factor
+        key = one.span, one.is_list, one.source_rank.shape[1], buffers, one.operation, one.cast
         alike.setdefault(key, []).append(one)
     return Step(tuple(_joined(some) for some in alike.values()), bindings, span)
 

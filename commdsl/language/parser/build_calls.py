@@ -26,8 +26,8 @@ def _strided(span: Span, parts: Children) -> syntax.GroupDecl:
 
 
 def _do(span: Span, parts: Children) -> syntax.Do:
-    rank, schedule, reads, writes, group, settings = parts
-    return syntax.Do(rank, schedule, reads, writes or (), group, settings or (), span=span)
+    rank, schedule, reads, writes, group, operation, settings = parts
+    return syntax.Do(rank, schedule, reads, writes or (), group, operation, settings or (), span=span)
 
 
 def _part(span: Span, parts: Children) -> syntax.Part:

@@ -22,10 +22,10 @@ def _ensure(span: Span, parts: Children) -> syntax.Ensure:
 
 
 def _named_contract(span: Span, parts: Children) -> syntax.NamedContract:
-    name, source, dest, root, mapping, rounding = parts
+    name, source, dest, root, mapping, operation, rounding = parts
     if isinstance(name, str):  # `reduce`, a keyword elsewhere
         name = syntax.Name(name, span=Span(span.source, span.start, span.start + len(name)))
-    return syntax.NamedContract(name, source, dest, root, mapping, rounding, span=span)
+    return syntax.NamedContract(name, source, dest, root, mapping, operation, rounding, span=span)
 
 
 def _general_contract(span: Span, parts: Children) -> syntax.GeneralContract:
@@ -37,11 +37,12 @@ def _rounding(span: Span, parts: Children) -> syntax.Rounding:
 
 
 def _copy_clause(span: Span, parts: Children) -> syntax.Clause:
-    return syntax.Clause(parts[0], parts[1], False, span=span)
+    return syntax.Clause(parts[0], parts[1], None, span=span)
 
 
-def _sum_clause(span: Span, parts: Children) -> syntax.Clause:
-    return syntax.Clause(parts[0], parts[1], True, span=span)
+def _combined_clause(span: Span, parts: Children) -> syntax.Clause:
+    dest, operation, source = parts
+    return syntax.Clause(dest, source, str(operation), span=span)
 
 
 def _rotation(span: Span, parts: Children) -> syntax.RotationContract:
@@ -72,7 +73,7 @@ RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "general_contract": _general_contract,
     "rounding": _rounding,
     "copy_clause": _copy_clause,
-    "sum_clause": _sum_clause,
+    "combined_clause": _combined_clause,
     "rotation": _rotation,
     "pair_of_buffers": _rotating,
     "condition": _condition,

@@ -140,6 +140,11 @@ def _move(span: Span, parts: Children) -> syntax.Move:
     return syntax.Move(kinds.MoveKind(kind), source, dest, None, cast, span=span)
 
 
+def _reduction(span: Span, parts: Children) -> syntax.Move:
+    kind, source, dest, operation, cast = parts
+    return syntax.Move(kinds.MoveKind(kind), source, dest, None, cast, operation, span=span)
+
+
 def _cast(span: Span, parts: Children) -> syntax.Cast:
     return syntax.Cast(*parts, span=span)
 
@@ -291,6 +296,8 @@ RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "arm": _arm,
     "each": _each,
     "move": _move,
+    "reduction": _reduction,
+    "combining": _only,
     "cast": _cast,
     "one_source": lambda span, parts: syntax.Source_(parts[0], span=span),
     "source": _source,

@@ -31,7 +31,8 @@ _WORDS = {
     "_EQUAL": "=",
     "_DOT": ".",
     "MINUS": "-",
-    "_SUM": "sum",
+    "SUM": "sum",
+    "OPERATION": syntax_fault.A_NAME,  # where one stands, too
     "_ROUNDED": "rounded",
 }
 

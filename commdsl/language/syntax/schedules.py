@@ -56,7 +56,8 @@ class Cast(Node):
 
 @dataclass(frozen=True, slots=True)
 class Move(Node):
-    """`put a -> b @ p`. `reduce a -> b` combines into b; `reduce a @ all -> b` (a list) sets b to the combination.
+    """`put a -> b @ p`. `reduce a -> b` combines into b; `reduce a @ all -> b` (a list) sets b to the combination;
+    `by max`, or as the call says.
     `compute matmul(a[q], w -> b[q])` multiplies on the way from one chunk to another, by a block of `factor`.
     """
 
@@ -65,6 +66,7 @@ class Move(Node):
     dest: Ref
     factor: Ref | None = None  # of a product
     cast: Cast | None = None
+    operation: Name | None = None  # of a reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,23 +107,26 @@ class Rounding(Node):
 
 @dataclass(frozen=True, slots=True)
 class NamedContract(Node):
-    """`ensure allgather(x -> y)`, `ensure broadcast(x, 0)`, `ensure permutation(x -> y) r -> (r + 1) % P`."""
+    """`ensure allgather(x -> y)`, `ensure broadcast(x, 0)`, `ensure permutation(x -> y) r -> (r + 1) % P`,
+    `ensure allreduce(x) by max`.
+    """
 
     name: Name
     source: Name
     dest: Name | None  # None: in place
     root: Expr | None
     mapping: tuple[Name, Expr] | None
+    operation: Name | None = None
     rounding: Rounding | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Clause(Node):
-    """`y[i] == x[r] @ i` or `y[i] == sum(x[i] @ q for q in 0 ..< P)`."""
+    """`y[i] == x[r] @ i` or `y[i] == sum(x[i] @ q for q in 0 ..< P)`, or `max`, `min`, `prod` of them."""
 
     dest: Ref
     source: Source_
-    is_sum: bool
+    operation: str | None  # None: a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,13 +282,14 @@ class Setting(Node):
 
 @dataclass(frozen=True, slots=True)
 class Do(Node):
-    """`each r do reducescatter_direct(x -> x[r % G]) over node with K = 4`: the steps of another schedule."""
+    """`each r do reducescatter_direct(x -> x[r % G]) over node by max with K = 4`: the steps of another schedule."""
 
     rank: Name | None  # the acting rank, in what is given
     schedule: Name
     reads: tuple[Part, ...]  # for its inputs and inouts
     writes: tuple[Part, ...]  # for its outputs
     group: Name | None  # None: all ranks
+    operation: Name | None  # of what is reduced there by no other
     settings: tuple[Setting, ...]
 
 

@@ -20,6 +20,7 @@ from typing import TypeAlias, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.functions import FUNCTIONS
 from commdsl.ir.schedules import Ints, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import MoveKind
@@ -31,8 +32,7 @@ from commdsl.program.lower.homes import UNDEFINED, Homes, ints
 from commdsl.program.lower.problem import most_groups
 from commdsl.program.lower.rows import Batch, Rows, SizeClass, assemble
 from commdsl.program.memory import Tensor, Transport
-from commdsl.program.moves import CELL, MOST_CONTRIBUTIONS, Form, OpKind, Origin, Protocol
-from commdsl.program.tasks import KIND_OF
+from commdsl.program.moves import CELL, KIND_OF, MOST_CONTRIBUTIONS, Form, OpKind, Origin, Protocol
 
 Longs: TypeAlias = NDArray[np.int64]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -180,13 +180,17 @@ class _Placer:
         return space, place, index
 
     def _contributions(self, moves: Statement) -> tuple[Longs, Longs]:
-        """How many each operand of a reduction holds, 0 where there is none; and all together."""
+        """How many each operand of a reduction holds, 0 where there is none; and all together. Of what no `avg` weighs
+        each is one, and so are all together.
+        """
         held = self.homes.contributions[moves.source_buffer][moves.source_rank, moves.source_chunk]
         if moves.source_valid is not None:
             held = np.where(moves.source_valid, held, 0)
         if moves.accumulate:
             old = self.homes.contributions[moves.dest_buffer][moves.dest_rank, moves.dest_chunk]
             held = np.concatenate([old[:, None], held], axis=1)
+        if moves.operation is not None:
+            return np.minimum(held, 1), np.ones(len(held), np.int64)
         return held, np.minimum(held.sum(axis=1), MOST_CONTRIBUTIONS)
 
     def _weights(self, held: Longs, held_by_all: Longs) -> tuple[Ints, Ints]:
@@ -217,7 +221,8 @@ class _Placer:
             before = self.homes.form[moves.dest_buffer][rank, moves.dest_chunk]
             forms = np.concatenate([before[:, None], forms], axis=1)
         dest = (ints(CELL, rank.shape), rank, cell)
-        return Batch(rank, OpKind.REDUCE, size_class, dest, sources, valid, origin, *weights, source_form=forms)
+        kind = OpKind.REDUCE if moves.operation is None else KIND_OF[moves.operation]
+        return Batch(rank, kind, size_class, dest, sources, valid, origin, *weights, source_form=forms)
 
     def task(self, number: int, step: Task) -> None:
         """Every chunk of what a task writes is made by the rank's tiles, in the order in which ranks turn to peers."""
@@ -233,7 +238,8 @@ class _Placer:
         origin = self.origin(step.span, step.bindings, number)
         size_class = self.homes.size_class(buffer, rank, chunk)
         who = (rank + np.int32(ranks)).astype(np.int32)
-        batch = Batch(who, KIND_OF[step.function], size_class, dest, (space, place, index), None, origin)
+        kind = KIND_OF[FUNCTIONS[step.function].operation]
+        batch = Batch(who, kind, size_class, dest, (space, place, index), None, origin)
         self.phases.append([batch])
 
     def hand_over(self, number: int, step: Yield, count: int) -> None:

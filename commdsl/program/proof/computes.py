@@ -23,7 +23,7 @@ from commdsl.ir.schedules import Ints, Schedule
 from commdsl.language.diagnostics import Diagnostic
 from commdsl.program.actors import num_ranks_of
 from commdsl.program.memory import Rights
-from commdsl.program.moves import Casts, Form, Moves, OpKind
+from commdsl.program.moves import KIND_OF, Casts, Form, Moves, OpKind
 from commdsl.program.proof import messages, packets
 from commdsl.program.proof.clocks import run
 from commdsl.program.proof.flags import timeline
@@ -45,7 +45,6 @@ from commdsl.program.proof.values import (
     rounded,
 )
 from commdsl.program.proof.weights import Weights, weighed
-from commdsl.program.tasks import FUNCTION_OF
 
 Longs = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
@@ -189,7 +188,7 @@ def follow(moves: Moves, before: Results, book: Book | None = None, averaged: fr
         held[places.whole(moves.tensors.index(tensor))] = values.reshape(-1)
     forms = None if moves.casts is None else Forms(moves, moves.casts, order, places.count, book)
     contributions = np.ones(places.count, np.int64)
-    functions = _functions(moves, order.leader)
+    named = _named(moves, order)
     made: list[Values] = [np.zeros(0, np.uint64)]
     sources, dests = order.source_begin, order.dest_begin
     fewest, most = _extremes(order, sources)
@@ -205,13 +204,13 @@ def follow(moves: Moves, before: Results, book: Book | None = None, averaged: fr
         values = combined(columns)
         if book is not None:
             book.note(values, tuple(columns))
-        marks = {name: is_made[first:last] for name, is_made in functions.items()}
+        marks = {name: is_made[first:last] for name, is_made in named.items()}
         if moves.has_reduction:
             taken = contributions.take(order.source[rows])
             weights = Weights(_columns(order.weight[rows], *extent), order.whole[first:last], averaged)
             totals, is_fair = weighed(_columns(taken, *extent), weights)
-            for is_function in marks.values():
-                totals, is_fair = np.where(is_function, 1, totals), is_fair | is_function
+            for is_named in marks.values():
+                totals, is_fair = np.where(is_named, 1, totals), is_fair | is_named
             marks[MISWEIGHED] = ~is_fair
             contributions[order.dest[dests[first] : dests[last]]] = np.repeat(totals, num_dests[first:last])
         for function, made_here in marks.items():
@@ -253,10 +252,10 @@ class Forms:
         return rounded(values, (form != Form.AS_IS) & ~self.as_it_is[group], self.cast, self.book)
 
 
-def _functions(moves: Moves, leader: Ints) -> dict[str, Mask]:
-    """Which groups are a function of tiles, by its name."""
-    kinds = moves.ops.kind[leader]
-    found = {name: kinds == kind for kind, name in FUNCTION_OF.items()}
+def _named(moves: Moves, order: Program) -> dict[str, Mask]:
+    """Which groups combine several values by an operation that the text names, or a function of tiles, by it."""
+    kinds, several = moves.ops.kind[order.leader], np.diff(order.source_begin) > 1
+    found = {name: (kinds == kind) & several for name, kind in KIND_OF.items()}
     return {name: rows for name, rows in found.items() if rows.any()}
 
 

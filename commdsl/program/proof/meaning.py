@@ -12,6 +12,7 @@ from typing import TypeAlias, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.functions import FUNCTIONS
 from commdsl.ir.schedules import Schedule, Statement, Step, Task, Yield
 from commdsl.language.kinds import GIVEN, RETURNED
 from commdsl.program.memory import Rights, Tensor
@@ -21,7 +22,6 @@ from commdsl.program.proof.values import (
     Column,
     Mask,
     Values,
-    applied,
     combined,
     computed,
     given,
@@ -87,9 +87,10 @@ def states(schedule: Schedule, held: list[Values], book: Book | None = None) -> 
                     is_cast[buffer][:] = False
             case Task():
                 columns: list[Column] = [(held[number], None) for number in step.reads]
-                values = applied(step.function, combined(columns))
+                operation = FUNCTIONS[step.function].operation
+                values = combined(columns, operation)
                 if book is not None:
-                    book.note(values, tuple(columns), function=step.function)
+                    book.note(values, tuple(columns), function=operation)
                 for number in step.writes:
                     held[number] = values.copy()
                     is_cast[number][:] = False
@@ -125,10 +126,10 @@ def _made(
         source = _places(schedule, moves.source_buffer, moves.source_rank[:, 0], moves.source_chunk[:, 0])
         left = state[1][moves.source_buffer].take(source) | (moves.cast is not None)
     if book is None:
-        return moves.dest_buffer, dest, combined(columns), left
+        return moves.dest_buffer, dest, combined(columns, moves.operation), left
     noted = tuple(columns)
-    made = combined(noted)
-    book.note(made, noted)
+    made = combined(noted, moves.operation)
+    book.note(made, noted, function=moves.operation)
     return moves.dest_buffer, dest, made, left
 
 

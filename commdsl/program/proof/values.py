@@ -77,9 +77,11 @@ def computed(schedule: Schedule, step: int, buffer: int) -> Values:
     return _mix(numbers * _OPENING)
 
 
-def combined(columns: Iterable[Column]) -> Values:
-    """The operands of every row combined in the order of the columns."""
-    made, counts = np.zeros(0, np.uint64), None
+def combined(columns: Iterable[Column], operation: str | None = None) -> Values:
+    """The operands of every row combined in the order of the columns, by an operation that the text names, or the
+    call.
+    """
+    made, counts, number = np.zeros(0, np.uint64), None, 0
     for number, (operand, valid) in enumerate(columns):
         if counts is None and valid is None:
             made = operand if number == 0 else _mix((made * _OPENING if number == 1 else made) ^ operand)
@@ -91,7 +93,10 @@ def combined(columns: Iterable[Column]) -> Values:
         joined = _mix(np.where(counts == 1, made * _OPENING, made) ^ operand)
         made = np.where(here, np.where(counts == 0, operand, joined), made)
         counts += here
-    return made
+    if operation is None:
+        return made
+    several = np.full(len(made), number > 0) if counts is None else counts > 1
+    return np.where(several, applied(operation, made), made)
 
 
 def applied(function: str, values: Values) -> Values:

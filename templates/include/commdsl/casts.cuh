@@ -119,12 +119,12 @@ struct Run {
     return words.narrow();
   }
   // Combines one more operand.
-  template <class Share>
-  COMMDSL_FN void take(const Run& operand, bool is_first, const Share& share) {
+  template <class Operation, class Share>
+  COMMDSL_FN void take(const Run& operand, bool is_first, Operation, const Share& share) {
 #pragma unroll
     for (u32 e = 0; e < kEach; ++e) {
       const float part = share(operand.value[e]);
-      value[e] = is_first ? part : Plan::Operation::apply(value[e], part);
+      value[e] = is_first ? part : Operation::apply(value[e], part);
     }
   }
   // After the last operand: what is left in the caller's type.
@@ -269,11 +269,11 @@ constexpr i32 kSourcesAhead = 4;
 
 // As `copy_runs`, a run at a time: the sum in float32, rounded to the caller's type; that is what is stored, or rounded once more. A few
 // sources are loaded before the first is looked at. What lies behind the last element is zeros in all of them.
-template <class Plan, bool all>
-COMMDSL_CALL u64 reduce_runs(const Operands<Plan> operands, const Dests<Plan> dests, u64 from, u64 elements) {
+template <bool all, class Same, class Plan>
+COMMDSL_CALL u64 reduce_runs(const Operands<Same> operands, const Dests<Plan> dests, u64 from, u64 elements) {
   constexpr i32 kAhead = Plan::kMostSources < kSourcesAhead ? Plan::kMostSources : kSourcesAhead;
   const Op& op = operands.op();
-  const Shares<Plan> shares(operands);
+  const Shares<Same> shares(operands);
   const u64 step = num_threads() * Plan::Code::kEach;
   for (; from + (all ? step - 1 : 0) < elements; from += step) {
     const Spot<Plan, all> spot(from, elements);
@@ -291,7 +291,7 @@ COMMDSL_CALL u64 reduce_runs(const Operands<Plan> operands, const Dests<Plan> de
         if (s >= op.num_sources) continue;
         Run<Plan> run;
         found[k].give(run, Plan::source_form(op.first_source + s));
-        total.take(run, s == 0, shares.of(operands, s));
+        total.take(run, s == 0, typename Same::Operation{}, shares.of(operands, s));
       }
     }
     total.settle(shares);
@@ -300,12 +300,12 @@ COMMDSL_CALL u64 reduce_runs(const Operands<Plan> operands, const Dests<Plan> de
   return from;
 }
 
-template <class Plan>
-COMMDSL_FN void reduce_cast(const Operands<Plan>& operands, const Dests<Plan>& dests, u64 elements) {
+template <class Same, class Plan>
+COMMDSL_FN void reduce_cast(const Operands<Same>& operands, const Dests<Plan>& dests, u64 elements) {
   bool all = dests.is_aligned;
   for (i32 s = 0; s < operands.op().num_sources; ++s) all = all && is_aligned(operands.source(s));
-  const u64 done = all ? reduce_runs<Plan, true>(operands, dests, 0, elements) : 0;
-  reduce_runs<Plan, false>(operands, dests, done, elements);
+  const u64 done = all ? reduce_runs<true>(operands, dests, 0, elements) : 0;
+  reduce_runs<false>(operands, dests, done, elements);
 }
 
 // One operation in one round. What is neither rounded nor was is moved as everywhere.
@@ -321,7 +321,7 @@ COMMDSL_FN bool move_cast(const Operands<Plan>& operands) {
     const bool is_code = Plan::source_form(op.first_source) == kCast;
     (is_code ? copy_cast<Plan, kCast> : copy_cast<Plan, kAsItIs>)(dests, operands.source(0), elements);
   } else if constexpr (Plan::kHasReduction) {
-    reduce_cast(operands, dests, elements);
+    by_operation(operands, [&](const auto& same) { reduce_cast(same, dests, elements); });
   }
   return true;
 }

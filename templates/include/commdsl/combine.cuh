@@ -1,5 +1,5 @@
 // Operations on the GPU whose flags travel apart from the data: a block copies and reduces, to every destination at once.
-// Assumes kernel.cuh up to Operands. Knows no operation but COPY and REDUCE, and decides nothing.
+// Assumes kernel.cuh up to Operands. Decides nothing.
 #pragma once
 
 #include "commdsl/vectors.cuh"
@@ -176,13 +176,13 @@ COMMDSL_FN void reduce(const Targets<most>& targets, const Operands<Plan>& opera
 }
 
 // Finds the code for the operation's number of sources.
-template <class Plan, u32 count, u32 most>
+template <u32 count, class Plan, u32 most>
 COMMDSL_FN void reduce_by_count(const Targets<most>& targets, const Operands<Plan>& operands, u64 bits) {
   using Storage = typename Plan::Element::Storage;
   if (operands.op().num_sources == static_cast<i32>(count)) {
     reduce<Plan, count>(targets, operands, bits);
   } else if constexpr (static_cast<i32>(count) < Plan::kMostSources && static_cast<i32>(count) < kMostHeld) {
-    reduce_by_count<Plan, count + 1>(targets, operands, bits);
+    reduce_by_count<count + 1>(targets, operands, bits);
   } else if constexpr (Plan::kMostSources > kMostHeld) {
     for (i32 s = 0; s < operands.op().num_sources; ++s) bits |= reinterpret_cast<u64>(operands.source(s));
     const u64 whole = common_alignment(bits) == 16 ? operands.slice.bytes / 16 * 16 : 0;
@@ -213,7 +213,9 @@ COMMDSL_FN void combine(const Operands<Plan>& operands, Targets<most>& targets, 
     if (drop(targets, source)) copy(targets, source, operands.slice.bytes, bits);
     return;
   }
-  if constexpr (Plan::kHasReduction) reduce_by_count<Plan, 1>(targets, operands, bits);
+  if constexpr (Plan::kHasReduction) {
+    by_operation(operands, [&](const auto& same) { reduce_by_count<1>(targets, same, bits); });
+  }
 }
 
 template <class Plan>

@@ -250,7 +250,7 @@ COMMDSL_FN u32 floats_to_bfloats(float low, float high) {
 // Blocks small enough for the accumulators to stay in the first cache; every source is read before a result is written. A
 // source and a destination may be the same bytes of one inout tensor.
 template <class Plan>
-COMMDSL_FN void combine(const Operands<Plan>& operands) {
+COMMDSL_FN void combine_known(const Operands<Plan>& operands) {
   using Element = typename Plan::Element;
   using Storage = typename Element::Storage;
   constexpr u64 kBlock = 512;
@@ -263,7 +263,7 @@ COMMDSL_FN void combine(const Operands<Plan>& operands) {
     for (i32 s = 0; s < operands.op().num_sources; ++s) {
       memcpy(element, operands.source(s) + at, bytes);
       if constexpr (Plan::kHasReduction) {
-        if (operands.op().kind == kCopy) continue;  // a function of tiles combines as a reduction does
+        if (operands.op().kind == kCopy) continue;
         const auto share = Shares<Plan>(operands).of(operands, s);
         for (u64 i = 0; i < length; ++i) {
           const typename Element::Accumulator value = share(Element::widen(element[i]));
@@ -282,6 +282,11 @@ COMMDSL_FN void combine(const Operands<Plan>& operands) {
       if (dest != nullptr) memcpy(dest + at, element, bytes);
     }
   }
+}
+
+template <class Plan>
+COMMDSL_FN void combine(const Operands<Plan>& operands) {
+  by_operation(operands, [](const auto& same) { combine_known(same); });
 }
 
 // --- launching: what the CUDA driver does for the other build ------------------------------------------------------------

@@ -112,7 +112,7 @@ COMMDSL_FN bool exchange(const Operands<Plan>& operands) {
     const u64 at = word * data;
     const u64 bytes = at < operands.slice.bytes ? smaller(operands.slice.bytes - at, data) : 0;
     char value[data] = {};
-    if (!gather(operands, word, bytes, value)) return false;
+    if (!by_operation(operands, [&](const auto& same) { return gather(same, word, bytes, value); })) return false;
     scatter(operands, word, bytes, value);
   }
   return true;

@@ -168,6 +168,38 @@ struct Operands {
   }
 };
 
+// The Plan with an operation in place of the call's.
+template <class Plan, class Function>
+struct Applied : Plan {
+  using Operation = Function;
+  static constexpr i32 kNamed = 0;
+};
+
+template <class Function, class Plan>
+COMMDSL_FN Operands<Applied<Plan, Function>> known(const Operands<Plan>& operands) {
+  const Position<Plan>& here = operands.here;
+  return {{here.args, here.lane, here.round, here.round_offset, here.tile_bytes, here.cells}, operands.index, operands.slice};
+}
+
+// `body` with operands of a Plan whose operation is that of the row.
+template <class Plan, class Body>
+COMMDSL_FN auto by_operation(const Operands<Plan>& operands, const Body& body) {
+  const i32 kind = operands.op().kind;
+  if constexpr ((Plan::kNamed >> kAdd & 1) != 0) {
+    if (kind == kAdd) return body(known<sum>(operands));
+  }
+  if constexpr ((Plan::kNamed >> kMultiply & 1) != 0) {
+    if (kind == kMultiply) return body(known<prod>(operands));
+  }
+  if constexpr ((Plan::kNamed >> kMax & 1) != 0) {
+    if (kind == kMax) return body(known<max>(operands));
+  }
+  if constexpr ((Plan::kNamed >> kMin & 1) != 0) {
+    if (kind == kMin) return body(known<min>(operands));
+  }
+  return body(operands);
+}
+
 template <class Plan>
 COMMDSL_FN u64 flag_offset(i32 lane, i32 from) {
   return (static_cast<u64>(lane) * Plan::kFlagsPerLane + static_cast<u64>(from)) * kFlagStride;
@@ -363,7 +395,7 @@ COMMDSL_FN bool run_body(const Position<Plan>& here, Mover<Plan>& mover, i32 ind
       if (move_cast(operands)) return true;
     }
     if constexpr (Plan::kSums != 0) {
-      add_up(operands);
+      by_operation(operands, [](const auto& same) { add_up(same); });
     } else {
       mover.run(operands);
     }

@@ -275,7 +275,7 @@ COMMDSL_FN void give(const Operands<Plan>& operands, u32 base, u32 words, const 
   }
 }
 
-template <class Plan, u32 unroll, u32 ahead, bool reduces>
+template <u32 unroll, u32 ahead, bool reduces, class Plan>
 COMMDSL_FN bool pass(const Operands<Plan>& operands, u32 words) {
   using W = Way<typename Plan::Wire>;
   using Word = typename W::Word;
@@ -321,10 +321,12 @@ COMMDSL_FN bool exchange(const Operands<Plan>& operands) {
   const u32 words = words_of(operands, W::kStride);
   if constexpr (Plan::kHasReduction) {
     constexpr u32 ahead = Plan::kMostSources < 8 ? Plan::kMostSources : 8;
-    if (operands.op().kind == kReduce) return pass<Plan, 1, ahead, true>(operands, words);
+    if (operands.op().kind != kCopy) {
+      return by_operation(operands, [&](const auto& same) { return pass<1, ahead, true>(same, words); });
+    }
   }
   constexpr u32 most = (Plan::kTileBytes + data - 1) / data, each = (most + W::kStride - 1) / W::kStride;
-  return pass<Plan, each < 4 ? each : 4, 1, false>(operands, words);
+  return pass<(each < 4 ? each : 4), 1, false>(operands, words);
 }
 
 }  // namespace commdsl

@@ -7,12 +7,6 @@
 
 namespace commdsl {
 
-// The Plan with a function of tiles in place of the reduction of its call.
-template <class Plan, class Function>
-struct Applied : Plan {
-  using Operation = Function;
-};
-
 #ifdef __CUDACC__
 
 // From byte `at`, a thread's own offset in, while `unroll` words a stride apart are left to it; returns where it stopped.
@@ -60,10 +54,7 @@ COMMDSL_FN void apply(const Operands<Plan>& operands) {
 
 template <class Plan, class Function>
 COMMDSL_FN void apply(const Operands<Plan>& operands) {
-  using Same = Applied<Plan, Function>;
-  const Position<Plan>& here = operands.here;
-  const Position<Same> there{here.args, here.lane, here.round, here.round_offset, here.tile_bytes, here.cells};
-  combine(Operands<Same>{there, operands.index, operands.slice});
+  combine(known<Function>(operands));
 }
 
 #endif

@@ -168,10 +168,10 @@ struct Mover<Plan, Tma> {
   COMMDSL_FN void reduce_aligned(const Operands<Plan>& operands, const Targets<most>& targets, u32 piece, u32 whole) {
     const Op& op = operands.op();
     if (op.num_waits == 0 && !op.barrier) block_barrier();
-    reduce_bulk<Plan>(targets, operands, piece, whole, fills);
+    by_operation(operands, [&](const auto& same) { reduce_bulk(targets, same, piece, whole, fills); });
     fills += (whole + piece - 1) / piece;
     if (whole == operands.slice.bytes) return;
-    reduce_tail(targets, operands, whole);
+    by_operation(operands, [&](const auto& same) { reduce_tail(targets, same, whole); });
     fence_proxies();
   }
 };

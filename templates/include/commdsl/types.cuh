@@ -18,9 +18,11 @@ static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8, "the tab
 constexpr i32 kCell = -1;  // the space of a location in symmetric memory; 0 and up is a tensor of the rank itself
 constexpr i32 kCopy = 0;
 constexpr i32 kReduce = 1;
-constexpr i32 kAdd = 2;            // of tiles: functions of their sources
+constexpr i32 kAdd = 2;            // as kReduce, by an operation of its own in place of the call's
 constexpr i32 kMultiply = 3;
-constexpr i32 kHold = 4;           // nothing: a chunk of the rank's own, between what peers put there
+constexpr i32 kMax = 4;
+constexpr i32 kMin = 5;
+constexpr i32 kHold = 6;           // nothing: a chunk of the rank's own, between what peers put there
 constexpr i32 kAsItIs = 0;         // forms of operands: in the caller's element type,
 constexpr i32 kCast = 1;           // as they travel in another one,
 constexpr i32 kRounded = 2;        // or as the first, but as if they had travelled

@@ -1,0 +1,111 @@
+"""C326, C327: what one operation has combined no other one does, and a contract names the operation that did.
+
+Assumes indices in bounds, no overlapping writes, no undefined reads. Does not ask what is combined; `conservation`
+does. An operation is one that the text names, or the call's, which may be any. What a task or the caller computes is a
+value like one that was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, Locations, statement_key
+from commdsl.ir.schedules import Contract
+from commdsl.ir.words import bindings_text
+from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.language.kinds import MoveKind
+from commdsl.machine.dtypes import NAMED_OPS
+
+Operations = NDArray[np.int8]
+"""By location what has combined it: an index into HOW."""
+
+HOW = (None, "", *NAMED_OPS)
+"""Nothing; the call's operation; those that a text names."""
+
+
+def mixed_operations(located: Located) -> Iterator[Diagnostic]:
+    """C326, one message for each statement."""
+    told = set[tuple[str, int, int]]()
+    for step, moves, others in _combining(located, _nothing(located)):
+        wrong = (others > 0) & (others != HOW.index(moves.moves.operation or ""))
+        key = statement_key(moves.moves.span)
+        if wrong.any() and key not in told:
+            told.add(key)
+            row, operand = (int(one) for one in np.argwhere(wrong)[0])
+            yield _mixed(located, step, moves, row, HOW[others[row, operand]])
+
+
+def other_operations(located: Located) -> Iterator[Diagnostic]:
+    """C327, for every contract that names another operation than the one which combined a chunk. Where no statement
+    names one, a `sum` is the call's.
+    """
+    end = _nothing(located)
+    for _ in _combining(located, end):
+        pass
+    for contract in located.schedule.contracts:
+        dests, meant = _promised(located, contract)
+        found = end[dests]
+        if meant is None:
+            continue
+        if meant == "sum" and not (found == HOW.index("sum")).any():
+            meant = ""
+        wrong = np.flatnonzero((found > 0) & (found != HOW.index(meant)))
+        if len(wrong):
+            yield _other(located, contract, int(dests[wrong[0]]), HOW[found[wrong[0]]])
+
+
+def _promised(located: Located, contract: Contract) -> tuple[Locations, str | None]:
+    """Which chunks a contract says how to combine, and how: a rotation those that bring sums back."""
+    if contract.rotation is None:
+        return located.contract_dests(contract), contract.operation
+    back = [located.whole(buffer).ravel() for buffer in contract.rotation.back]
+    return np.concatenate([np.zeros(0, np.int64), *back]), "sum"
+
+
+def _nothing(located: Located) -> Operations:
+    return np.zeros(located.size, np.int8)
+
+
+def _combining(located: Located, held: Operations) -> Iterator[tuple[LocatedStep, LocatedMoves, Operations]]:
+    """Every statement that reduces, with what has combined its operands, (n, k); runs the schedule on `held`."""
+    if not located.schedule.names_operations and all(
+        one.operation in (None, "sum") for one in located.schedule.contracts
+    ):
+        return  # all is the call's, and all is well
+    for step in located.steps:
+        if not isinstance(step, LocatedStep):
+            held[step.writes] = 0
+            continue
+        results: list[tuple[Locations, Operations]] = []
+        for moves in step.moves:
+            if moves.moves.kind is not MoveKind.REDUCE:
+                results.append((moves.dest, held[moves.sources[:, 0]]))
+                continue
+            operands = np.column_stack((moves.dest, moves.sources)) if moves.moves.accumulate else moves.sources
+            yield step, moves, held[operands]
+            several = (operands != located.nowhere).sum(axis=1) > 1  # what combines one alone is it
+            how = np.int8(HOW.index(moves.moves.operation or ""))
+            results.append((moves.dest, np.where(several, how, held[operands].max(axis=1))))
+        for dest, made in results:
+            held[dest] = made
+
+
+def _mixed(located: Located, step: LocatedStep, moves: LocatedMoves, row: int, other: str | None) -> Diagnostic:
+    who = f"rank {int(moves.moves.actor[row])}{bindings_text(step.step.bindings)}"
+    label = f"{who}: {located.name(int(moves.dest[row]))} would be {_words(moves.moves.operation)} of {_words(other)}"
+    help = "combine by one operation from what was given to what a contract names, or in another buffer"
+    return Diagnostic("C326", "two operations combine one chunk", Label(moves.moves.span, label), help=help)
+
+
+def _other(located: Located, contract: Contract, location: int, found: str | None) -> Diagnostic:
+    label = f"{located.name(location)} is {_words(found)}"
+    said = "sum" if contract.operation is None else contract.operation
+    help = f"write `by {said}` behind every `reduce` that leads there" + (f", or promise `{found}`" if found else "")
+    return Diagnostic("C327", f"`{contract.name}` is kept by another operation", Label(contract.span, label), help=help)
+
+
+def _words(operation: str | None) -> str:
+    return f"a {operation}" if operation else "what the call asks for"
