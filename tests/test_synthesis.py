@@ -57,7 +57,7 @@ def one_way(tmp_path: Path) -> str:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(32))
 def test_random_machines(seed: int, tmp_path: Path) -> None:
     """On machines of 4 to 16 GPUs with links of any kinds, links take at most 1.15 of the least time."""
     path = tmp_path / "machine.comm"
@@ -179,10 +179,10 @@ def test_sums_come_in_as_blocks_go_out(one_way: str) -> None:
 
 def test_the_head_says_what_it_costs() -> None:
     """What the cost report says stands above the schedule."""
-    found = made("allgather", "dgx1")
+    found = made("allgather", "ring_8")
     head = " ".join(line.removeprefix("# ") for line in found.text.splitlines() if line.startswith("#"))
 
-    assert head.startswith("All-gather on dgx1")
+    assert head.startswith("All-gather on ring_8")
     assert f"{found.costs.num_steps} steps" in head
     assert f"{found.costs.bandwidth_ratio:.2f} times that" in head
 
