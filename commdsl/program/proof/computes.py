@@ -157,7 +157,7 @@ def _levels(moves: Moves, leaders: Ints) -> tuple[Longs, Ints]:
     rank = events.actor[leaders]
     opens = np.concatenate(([True], (rank[1:] != rank[:-1]) | (batch[1:] != batch[:-1])))
     turn = place - np.maximum.accumulate(np.where(opens, place, 0))
-    # As in `signal_owners`: one word of (batch, turn, place) sorts faster than an index.
+    # One word of (batch, turn, place) sorts faster than an index.
     words = (batch * (turn.max() + 1) + turn) * len(place) + place
     words.sort()
     level, sequence = np.divmod(words, len(place))
