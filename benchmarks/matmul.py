@@ -4,9 +4,10 @@
     python benchmarks/matmul.py time [--time-budget 40 --rows 128 1024 ... --ways 4 --dtype bfloat16 --b-not-deep]
 
 A row of `time` is a product C [M, N] = A [M, K] x B [N, K]: medians in microseconds of CUDA graphs that take turns,
-for cuBLAS, for the way to cut the product that `build.tilings` chooses, and for the best of as many as are asked for;
-`of cuBLAS` is the fraction of its speed that the chosen one reaches, `116` the same on 116 SMs beside cuBLAS on 132,
-scaled. Inputs are random. The table comes last, also when time is up; in the log, every way has its time.
+for cuBLAS (of float8 torch._scaled_mm), for the way to cut the product that `build.tilings` chooses, and for the best
+of as many as are asked for; `of cuBLAS` is the fraction of its speed that the chosen one reaches, `116` the same on
+116 SMs beside cuBLAS on 132, scaled. Inputs are random. The table comes last, also when time is up; in the log, every
+way has its time.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ import torch
 from benchmarks.measure import captured
 from benchmarks.report import grid
 from commdsl.build import nvrtc
-from commdsl.build.matmul import ARCH, DEPTH, Product, Tiling, emitted
+from commdsl.build.matmul import ARCH, FLOAT8, Product, Tiling, emitted
 from commdsl.build.tilings import WAYS, ranked
 from commdsl.machine.config import from_environment
-from commdsl.runtime.matmul import Launch, Matmul, Matrices
+from commdsl.runtime.matmul import Addresses, Launch, Matmul, Matrices
 
 SMS, FEWER = 132, 116
 SHAPES = ((8192, 3584), (8192, 1280), (5120, 3456), (3584, 8192), (1024, 8192), (3456, 5120))
@@ -44,8 +45,11 @@ TARGET = 2000.0  # microseconds of a graph
 FORMS: tuple[tuple[str, dict[str, object]], ...] = (
     ("plain", {}),
     ("B not deep", {"b_deep": False}),
+    ("float8", {"dtype": FLOAT8}),
     ("float16", {"dtype": "float16", "result": "float16"}),
     ("to float32", {"result": "float32"}),
+    ("float8 to float32", {"dtype": FLOAT8, "result": "float32"}),
+    ("float8 to float16", {"dtype": FLOAT8, "result": "float16", "bias": True, "residual": True}),
     ("A not deep", {"a_deep": False}),
     ("neither deep", {"a_deep": False, "b_deep": False}),
     ("bias", {"bias": True}),
@@ -62,13 +66,17 @@ class Case:
 
     def __init__(self, product: Product, whole: bool) -> None:
         """`whole`: small whole numbers, whose sums are exact in any order."""
-        self.product, self.dtype = product, getattr(torch, product.dtype)
+        self.product, self.dtype, self.result = product, getattr(torch, product.dtype), getattr(torch, product.result)
         wide = product.columns * (2 if product.gated else 1)
         deep = self._matrix(product.rows, product.depth, product.a_deep, whole)
         self.a, self.b = deep, self._matrix(wide, product.depth, product.b_deep, whole)
-        self.bias = self._matrix(1, wide, True, whole)[0] if product.bias else None
-        self.residual = self._matrix(product.rows, product.columns, True, whole) if product.residual else None
-        self.c = torch.full((product.rows, product.columns), -77.0, dtype=getattr(torch, product.result), device="cuda")
+        self.bias = self._matrix(1, wide, True, whole)[0].to(self.result) if product.bias else None
+        self.residual = None
+        if product.residual:
+            self.residual = self._matrix(product.rows, product.columns, True, whole).to(self.result)
+        self.c = torch.full((product.rows, product.columns), -77.0, dtype=self.result, device="cuda")
+        scales = (4.0, 0.125) if product.dtype == FLOAT8 else (1.0, 1.0)
+        self.scales = tuple(torch.tensor(scale, device="cuda") for scale in scales)
 
     def _matrix(self, rows: int, depth: int, deep: bool, whole: bool) -> torch.Tensor:
         shape = (rows, depth) if deep else (depth, rows)
@@ -76,15 +84,21 @@ class Case:
             return torch.randint(-2, 3, shape, device="cuda").to(self.dtype)
         return torch.randn(shape, device="cuda").to(self.dtype)
 
-    def by_torch(self) -> None:
-        torch.mm(self.a, self.b.t() if self.product.b_deep else self.b, out=self.c)
+    def by_torch(self, *, fast: bool = False) -> None:
+        """`fast`: float8 is added up as the tensor cores do, all along the depth."""
+        b = self.b.t() if self.product.b_deep else self.b
+        if self.product.dtype == FLOAT8:
+            of_a, of_b = self.scales
+            torch._scaled_mm(self.a, b, of_a, of_b, out_dtype=self.result, use_fast_accum=fast, out=self.c)
+        else:
+            torch.mm(self.a, b, out=self.c)
 
     def wanted(self) -> torch.Tensor:
         """By torch, in float32 up to the one rounding."""
         product = self.product
         a = self.a if product.a_deep else self.a.t()
         b = self.b.t() if product.b_deep else self.b
-        found = a.float() @ b.float()
+        found = a.float() @ b.float() * self.scales[0] * self.scales[1]
         if self.bias is not None:
             found += self.bias.float()
         if product.gated:
@@ -126,6 +140,8 @@ def check(deadline: float) -> int:
                 break
             if not fields.get("a_deep", True):
                 rows = -(-rows // 8) * 8  # they lie side by side: TMA takes lines of whole 16 bytes
+            if fields.get("dtype") == FLOAT8:
+                depth = -(-depth // 16) * 16
             product = replace(Product(rows, columns, depth), **fields)  # type: ignore[arg-type]
             if tiling.fits(product):
                 faults += [f"{rows}x{columns}x{depth}: {fault}" for fault in faults_of(product, tiling)]
@@ -137,17 +153,19 @@ def check(deadline: float) -> int:
         faults = [fault for fault in faults_of_chain(tiling) if fault]
         wrong, done = wrong + len(faults), done + 2
         print(f"{'chain':<14}{name_of(tiling):<16}{len(faults):>4} wrong", *faults, sep="\n    ", flush=True)
+    faults = faults_of_rounding()
+    wrong, done = wrong + len(faults), done + 1
     print(f"checked {done} products: {'all right' if not wrong else f'{wrong} WRONG'}", flush=True)
     return wrong
 
 
 def kernels() -> list[tuple[str, dict[str, object], Tiling]]:
-    """What is checked: every tiling of what a pass there and back takes, and every form of several."""
-    wanted = [*pairs(FORMS[:2], WAYS), *pairs(FORMS[2:], SEVERAL)]
+    """What is checked: every tiling of what a pass there and back takes, and of float8, and every form of several."""
+    wanted = [*pairs(FORMS[:3], WAYS), *pairs(FORMS[3:], SEVERAL)]
     return [
         (*form, tiling)
         for form, tiling in wanted
-        if tiling.fits(replace(Product(8, 8, 8 * DEPTH), **form[1]))  # type: ignore[arg-type]
+        if tiling.fits(replace(Product(8, 8, 1024), **form[1]))  # type: ignore[arg-type]
     ]
 
 
@@ -161,6 +179,24 @@ def faults_of(product: Product, tiling: Tiling) -> list[str]:
         torch.cuda.synchronize()
         found.append(case.fault())
     return [fault for fault in found if fault]
+
+
+def faults_of_rounding() -> list[str]:
+    """Of float8, whose sums the tensor cores keep in few bits: against float64, beside torch's ways."""
+    case = Case(Product(1024, 1024, 8192, FLOAT8, "float32"), whole=False)
+    wanted = case.a.double() @ case.b.double().t() * case.scales[0] * case.scales[1]
+
+    def error(call: Callable[[], object]) -> float:
+        call()
+        return float((case.c.double() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+
+    ours = Matmul(case.product, ranked(case.product, SMS)[0], SMS, 0)
+    launch = prepared(ours, case)
+    own, torchs, fast = (
+        error(call) for call in (lambda: ours(launch), case.by_torch, lambda: case.by_torch(fast=True))
+    )
+    print(f"float8, 8192 deep: error {own:.2e}, torch's {torchs:.2e}, with its fast sums {fast:.2e}", flush=True)
+    return ["rounding"] if own > 1.5 * torchs else []
 
 
 def faults_of_chain(tiling: Tiling) -> Iterator[str]:
@@ -191,7 +227,8 @@ def faults_of_chain(tiling: Tiling) -> Iterator[str]:
 def prepared(ours: Matmul, case: Case) -> Launch:
     bias = 0 if case.bias is None else case.bias.data_ptr()
     a, b, c, residual = (None if one is None else Matrices.of(one) for one in (case.a, case.b, case.c, case.residual))
-    return ours.prepare([a], b, [c], bias, residual)
+    at = Addresses(bias, scales=tuple(scale.data_ptr() for scale in case.scales))
+    return ours.prepare([a], b, [c], residual, at)
 
 
 def build_ahead(wanted: Iterable[tuple[Product, Tiling]]) -> None:
@@ -276,7 +313,7 @@ def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("check", "time"))
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", FLOAT8))
     parser.add_argument("--b-not-deep", action="store_true", help="B as weights lie on the way back: [K, N]")
     parser.add_argument("--ways", type=int, default=4, help="ways to cut each product, the most promising ones")
     parser.add_argument("--time-budget", type=float, default=40.0, help="seconds after which nothing is begun")
@@ -291,7 +328,8 @@ def main() -> int:
         build_ahead(fields)
         return int(check(deadline) > 0)
     sizes = [(8192, 8192, 8192), *((rows, n, k) for rows in options.rows for k, n in SHAPES)]
-    products = [Product(*size, options.dtype, options.dtype, b_deep=not options.b_not_deep) for size in sizes]
+    result = "bfloat16" if options.dtype == FLOAT8 else options.dtype
+    products = [Product(*size, options.dtype, result, b_deep=not options.b_not_deep) for size in sizes]
     build_ahead((product, tiling) for product in products for _, tiling in ways_of(product, options.ways))
     lines: list[list[str]] = []
     for product in products:

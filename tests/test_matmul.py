@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from commdsl.build import nvrtc
-from commdsl.build.matmul import ARCH, HELD, Product, Table, Tiling, emitted, table
+from commdsl.build.matmul import ARCH, FLOAT8, HELD, Product, Table, Tiling, emitted, table
 from commdsl.build.tilings import WAYS, chosen
 from commdsl.machine.config import from_environment
 
@@ -96,15 +96,17 @@ FORMS = {
     "to float32": Product(8, 8, 8, dtype="float16", result="float32", a_deep=False, b_deep=False),
     "gelu": Product(8, 8, 8, bias=True, gelu=True, residual=True),
     "gated": Product(8, 8, 8, gated=True),
+    "float8": Product(8, 8, 16, dtype=FLOAT8, result="float16", residual=True),
 }
 
 
 @pytest.mark.parametrize(
     ("form", "tiling"),
     [
-        *((form, tiling) for form in FORMS for tiling in (Tiling(256, 2), Tiling(128, 1))),
+        *((form, tiling) for form in FORMS for tiling in (Tiling(256, 2), Tiling(128, 1)) if tiling.fits(FORMS[form])),
         ("gelu", Tiling(160, 1, rows=256)),
         ("gelu", Tiling(96, 1, split=4)),
+        ("float8", Tiling(160, 2)),
     ],
 )
 def test_cubin(form: str, tiling: Tiling) -> None:
@@ -160,10 +162,23 @@ def test_a_tiling_is_chosen_for_every_product(seed: int) -> None:
     """Whatever the size and the form: on any number of SMs, with clusters that a GPU holds."""
     dice = random.Random(seed)
     sides = [8 * dice.randrange(1, 2 ** dice.randrange(1, 12)) for _ in range(3)]
-    product = Product(*sides, b_deep=dice.random() < 0.7, gated=dice.random() < 0.3, turns=dice.choice((1, 8)))
+    dtype, deep = dice.choice((("bfloat16", dice.random() < 0.7), (FLOAT8, True)))
+    product = Product(*sides, dtype, b_deep=deep, gated=dice.random() < 0.3, turns=dice.choice((1, 8)))
     tiling = chosen(product, dice.choice((132, 130, 116)))
     assert tiling.fits(product)
     assert tiling.workers(116) * tiling.blocks <= 116
+
+
+def test_float8_is_cut_so_that_its_sums_are_held_twice() -> None:
+    """Tiles of 128 rows and up to 160 columns, of half as many stages as 16 bits have; nothing lies by columns."""
+    product = Product(512, 512, 1024, FLOAT8)
+    fitting = [tiling for tiling in WAYS if tiling.fits(product)]
+    assert {(tiling.rows, tiling.columns > 160) for tiling in fitting} == {(128, False)}
+    assert product.tiles(fitting[0])[2] == 8
+    assert Product(512, 512, 1024).tiles(fitting[0])[2] == 16
+    for laid in ({"a_deep": False}, {"b_deep": False}):
+        with pytest.raises(AssertionError, match="where it is deep"):
+            Product(512, 512, 1024, FLOAT8, **laid)  # type: ignore[arg-type]
 
 
 def test_few_stages_are_not_shared_by_more_blocks() -> None:

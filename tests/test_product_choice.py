@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -165,6 +166,16 @@ def test_timeline(operator: str, pieces: int) -> None:
         assert event.begin >= max(written.get(name, 0.0) for name in event.reads)
         written |= dict.fromkeys(event.writes, event.end)
     assert sum(event.is_product for event in events) == 4 * pieces
+
+
+def test_float8() -> None:
+    """Its products take half the time, and where rows travel that takes half, too; no table of 16 bits speaks of it."""
+    wide = Product("all_gather_matmul", 8192, 8192, 3584, 2)
+    narrow = replace(wide, itemsize=1, is_float8=True)
+    times = [next(auto.estimates(product, GPU)).time for product in (wide, narrow)]
+    assert times[1].visits == pytest.approx(times[0].visits / 2, rel=0.05)
+    assert times[1].launches == pytest.approx(times[0].launches / 2, rel=0.3)
+    assert narrow.name != wide.name
 
 
 def test_timeline_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
+from itertools import product as pairs
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,9 @@ from thread_ranks import in_group  # noqa: E402
 import commdsl  # noqa: E402
 from commdsl.runtime import fused  # noqa: E402
 from commdsl.runtime.host import HostCommunicator  # noqa: E402
-from commdsl.runtime.matmul import is_deep  # noqa: E402
 from commdsl.runtime.products import Cut, multiply  # noqa: E402
 from commdsl.runtime.streams import OneStream  # noqa: E402
+from commdsl.runtime.tensors import is_deep  # noqa: E402
 
 FOLDER = data_dir("schedules") / "overlap"
 GATHER, SCATTER, REDUCE = "allgather_matmul", "matmul_reducescatter", "matmul_allreduce"
@@ -137,8 +138,10 @@ def test_mutants(name: str, ranks: int) -> None:
         assert codes(stopped, mutant) or is_equal_in_effect(plan, mutant), words
 
 
-@pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE, EXCHANGE])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*pairs((GATHER, SCATTER, REDUCE, EXCHANGE), ("bfloat16", "float64")), (GATHER, "float8_e4m3fn")],
+)
 def test_run(name: str, dtype: str) -> None:
     """`commdsl run`: every launch on host ranks brings each product what the oracle has there, bit for bit."""
     compiled = compiler.compile(FOLDER / f"{name}.comm", ranks=3, params={"C": 2})

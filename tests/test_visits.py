@@ -572,7 +572,7 @@ def test_refusals() -> None:
     refused("has no `yield`", lambda: plain.visit(x, nothing, group=group))
     refused("was given none", lambda: ring.visit(x, group=group))
     refused("has no gradient", lambda: ring.visit(x.clone().requires_grad_(), nothing, group=group))
-    refused("takes 1 tensors, got 2", lambda: ring.visit(x, x, nothing, group=group))
+    refused("takes 1 tensor, got 2", lambda: ring.visit(x, x, nothing, group=group))
     refused("call `visit`", lambda: carry(x, x, group=group))
 
 

@@ -22,8 +22,8 @@ ARCH = "sm_90a"
 
 THREADS = 384
 MULTIPLIERS = 2
-DEPTH = 64
-"""Of one stage."""
+FLOAT8 = "float8_e4m3fn"
+"""Its two factors are deep, and each has a scale."""
 
 HELD = {1: 132, 2: 66, 3: 38, 4: 28}
 """By their blocks, how many clusters an H200 was seen to hold at once: its SMs form groups of several sizes."""
@@ -33,7 +33,7 @@ _SHARED = 227 * 1024
 _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i2"), ("turn", "<u2")])
 _TAKEN, _NO_TURN = 2, 0xFFFF
 _TURN = struct.Struct("<7H3h12x")
-_ARGUMENTS = struct.Struct("<8Q3I4xQ40x")
+_ARGUMENTS = struct.Struct("<10Q3I4xQ24x")
 _ENOUGH = 4  # stages: what is read comes in time
 _LEAST = 4  # stages of a part: what it costs to add two parts up takes as long
 _BAND = 2048  # rows whose columns are made together: what they read stays in the L2 cache
@@ -42,8 +42,9 @@ _BAND = 2048  # rows whose columns are made together: what they read stays in th
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a product is cut. A tile has 128 or 256 rows and 64 to 256 `columns`, a multiple of 16; where B is not deep,
-    128 or 256. `cluster` blocks, 1 or 2, share what they read of B; a tile that is left over when all blocks have had
-    as many is cut into up to `parts`. Or `split` blocks share the depth of each tile, and add their sums up.
+    128 or 256; of float8, whose sums are held twice, 128 rows and at most 160. `cluster` blocks, 1 or 2, share
+    what they read of B; a tile that is left over when all blocks have had as many is cut into up to `parts`. Or `split`
+    blocks share the depth of each tile, and add their sums up.
     """
 
     columns: int = 256
@@ -67,6 +68,8 @@ class Tiling:
     def fits(self, product: Product) -> bool:
         """Whether the kernel has this tiling of this product."""
         is_shared = not product.gated and self.split <= product.tiles(self)[2]
+        if product.dtype == FLOAT8 and (self.rows > 128 or self.columns > 160):
+            return False
         return (product.b_deep or self.columns in (128, 256)) and (self.split == 1 or is_shared)
 
     def line(self, product: Product) -> int:
@@ -103,7 +106,7 @@ class Product:
     """C [rows, columns] = A x B in `dtype`, C in `result`; `turns` such products, each by one of the matrices of B. A
     lies as [rows, depth] where it is `a_deep`, else as [depth, rows]; B as [columns, depth] where it is `b_deep`. On
     the float32 sum: bias, then an activation, then the residual. Gated, B has twice the columns, and silu(first half) *
-    second half is what comes of them.
+    second half is what comes of them. Of float8 the sum is multiplied with two scales first.
     """
 
     rows: int
@@ -119,8 +122,20 @@ class Product:
     residual: bool = False
     turns: int = 1
 
+    def __post_init__(self) -> None:
+        assert self.dtype != FLOAT8 or (self.a_deep and self.b_deep), "float8 is multiplied where it is deep"
+
     def defines(self) -> tuple[str, ...]:
         return f"COMMDSL_DTYPE={self.dtype}", f"COMMDSL_RESULT={self.result}"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of A and B."""
+        return 1 if self.dtype == FLOAT8 else 2
+
+    @property
+    def stage_depth(self) -> int:
+        return _LINE // self.itemsize
 
     @property
     def result_bytes(self) -> int:
@@ -130,7 +145,11 @@ class Product:
     def tiles(self, tiling: Tiling) -> tuple[int, int, int]:
         """Rows of tiles, in clusters, columns of them, and the depth in stages."""
         wide = tiling.columns // 2 if self.gated else tiling.columns
-        return -(-self.rows // (tiling.rows * tiling.cluster)), -(-self.columns // wide), -(-self.depth // DEPTH)
+        return (
+            -(-self.rows // (tiling.rows * tiling.cluster)),
+            -(-self.columns // wide),
+            -(-self.depth // self.stage_depth),
+        )
 
 
 def emitted(product: Product, tiling: Tiling, *, is_stamped: bool = False) -> Emitted:
@@ -304,7 +323,7 @@ def packed(
     maps: Sequence[bytes], addresses: Sequence[int], timeout_ns: int, product: Product, entries: int, stamps: int = 0
 ) -> bytes:
     """The kernel's one argument: two maps of A, one of B, two of C and one of sums, the addresses of pieces, claims,
-    turns, words, bias, partials and flags, how long a block waits for what others do, the size of C, how much there is
-    to take, and the address of time stamps.
+    turns, words, bias, partials, flags and two scales, how long a block waits for what others do, the size of C, how
+    much there is to take, and the address of time stamps.
     """
     return b"".join(maps) + _ARGUMENTS.pack(*addresses, timeout_ns, product.rows, product.columns, entries, stamps)

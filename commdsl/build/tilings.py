@@ -21,7 +21,7 @@ WAYS = (
 )
 """Those that were the fastest for some product."""
 
-# Microseconds, fitted to what was measured. Of 64 deep, 128 rows and a column of a tile: to multiply them, to read one
+# Microseconds, fitted to what was measured. Of a stage, 128 rows and a column of a tile: to multiply them, to read one
 # when all SMs read and, of that, when the others are idle; how much of it a cluster of two saves.
 _MULTIPLY, _READ, _ALONE, _SAVED = 0.00295, 0.00167, 0.72, 0.063
 # A launch; a tile, whatever its size; what becomes of the sums of one of 128 x 256; what it costs a tile that two
@@ -76,4 +76,4 @@ def _stage(tiling: Tiling, clusters: float) -> float:
 def _bytes(product: Product) -> int:
     factor = product.columns * product.depth * (2 if product.gated else 1)
     rows = product.turns * product.rows
-    return 2 * (factor + rows * product.depth) + product.result_bytes * rows * product.columns
+    return product.itemsize * (factor + rows * product.depth) + product.result_bytes * rows * product.columns

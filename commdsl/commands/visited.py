@@ -48,16 +48,20 @@ class Visited:
     def _made(self, step: Yield, rank: int, given: Sequence[Array]) -> list[Array]:
         if step.is_product:
             dtype = self._types[step.writes[0]]
-            made_of = interpret.multiply(given[0], given[1], isqrt(self._elements), dtype)
+            rows, factor = (self._as(dtype, *pair) for pair in zip(step.reads[:2], given[:2], strict=True))
+            made_of = interpret.multiply(rows, factor, isqrt(self._elements), dtype)
             return [interpret.combine([made_of, *given[2:]], dtype, "sum")]
         made: list[Array] = []
         for at, buffer in enumerate(step.writes):
-            read, written = (self._types[one] for one in (step.reads[at % len(given)], buffer))
-            values = given[at % len(given)]
-            values = values if read is written else written.from_float32(read.to_float32(values))
+            values = self._as(self._types[buffer], step.reads[at % len(given)], given[at % len(given)])
             size = self._schedule.buffers[buffer].blocks * self._elements
             made.append(np.roll(np.resize(values, size), 1 + at + rank))
         return made
+
+    def _as(self, dtype: DType, buffer: int, values: Array) -> Array:
+        """What a buffer has, in another type."""
+        of = self._types[buffer]
+        return values if of is dtype else dtype.from_float32(of.to_float32(values))
 
     def _new(self, now: Handed, at: int, rank: int, array: Array) -> bytes:
         """The bytes that a yield hands over of the buffer it reads in that place."""

@@ -14,6 +14,7 @@ blocks of its own that have a floating type of their own. Then the two are as lo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import TypeAlias
 
 from commdsl.ir.functions import ROWWISE, Extent
@@ -24,6 +25,9 @@ from commdsl.machine.dtypes import BY_NAME, DType
 
 SUM = "float32"
 """The type of a sum of what has another."""
+
+MADE = MappingProxyType({"float8_e4m3fn": "bfloat16"})
+"""The type of what is made of what is only multiplied, where none is declared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +159,14 @@ def units(schedule: Schedule) -> dict[str, Unit | None]:
 
 
 def types(schedule: Schedule, otherwise: DType) -> dict[str, DType]:
-    """By buffer the type declared for its class; `otherwise` where none is."""
-    elements = {name: None if unit is None else unit.element for name, unit in units(schedule).items()}
-    return {name: otherwise if element is None else BY_NAME[element] for name, element in elements.items()}
+    """By buffer the type declared for its class; `otherwise` where none is, and what products make of that."""
+    return {name: otherwise if unit is None else _type(unit, otherwise) for name, unit in units(schedule).items()}
+
+
+def _type(unit: Unit, otherwise: DType) -> DType:
+    if unit.element is not None:
+        return BY_NAME[unit.element]
+    return otherwise if unit.factor is None else BY_NAME[MADE.get(otherwise.name, otherwise.name)]
 
 
 def _typed(

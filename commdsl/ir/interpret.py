@@ -264,7 +264,7 @@ def _results(memory: _Memory, moves: Statement, op: str) -> Iterator[tuple[bool,
             given = [memory.whole(buffer, rank) for buffer in moves.applied.given]
             values = by_row(moves.applied, operands[0], given, dtype)
         elif moves.factor is not None and moves.factor_chunk is not None:
-            factor = memory.read(moves.factor, rank, int(moves.factor_chunk[row]))
+            factor = memory.read_as(dtype, moves.factor, rank, int(moves.factor_chunk[row]))
             values = multiply(operands[0], factor, memory.depths[moves.factor], dtype)
         elif moves.copies:
             values = operands[0]
@@ -295,7 +295,7 @@ def by_row(applied: Applied, rows: Array, given: Sequence[Array], dtype: DType) 
 
 
 def multiply(rows: Array, factor: Array, depth: int, dtype: DType) -> Array:
-    """Rows times the rows of the factor, all of them as deep."""
+    """Rows times the rows of the factor, all of them as deep; float8 as if its scales were 1."""
     a, b = rows.reshape(-1, depth), factor.reshape(-1, depth)
     if not dtype.is_float:
         return (a @ b.T).ravel()

@@ -94,12 +94,13 @@ class Product:
     depth: int
     columns: int
     ranks: int
-    itemsize: int = 2  # bytes of an element
+    itemsize: int = 2  # bytes of an element that travels
+    is_float8: bool = False  # what is multiplied: in half the time
 
     @property
     def name(self) -> str:
         """In tables."""
-        return f"{self.operator} {self.depth}x{self.columns}"
+        return f"{self.operator} {self.depth}x{self.columns}{' float8' if self.is_float8 else ''}"
 
     @property
     def nbytes(self) -> int:
@@ -108,8 +109,8 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Of a rank."""
-        return 2.0 * self.rows * self.depth * self.columns
+        """Of a rank, as many as take so long in 16 bits."""
+        return (1.0 if self.is_float8 else 2.0) * self.rows * self.depth * self.columns
 
     def admits(self, pieces: int) -> bool:
         return self.rows // self.ranks % pieces == 0

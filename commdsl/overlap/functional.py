@@ -9,30 +9,34 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
 
+from commdsl.overlap import gradients
 from commdsl.overlap.calls import NAMESPACE, call
 from commdsl.overlap.programs import EXCHANGE, GATHER, REDUCE, SCATTER, program, program_with_rows
-from commdsl.overlap.sequence import (
-    gather_then_multiply,
-    multiply_then_exchange,
-    multiply_then_reduce,
-    multiply_then_scatter,
-)
+from commdsl.overlap.sequence import WAYS, gather_then_multiply, multiply
 from commdsl.runtime import collective_ops, collectives, groups, menu
-from commdsl.runtime.errors import TensorError
+from commdsl.runtime.errors import GradientError, TensorError
 from commdsl.runtime.operators import define
-from commdsl.runtime.tensors import lies_in_lines
+from commdsl.runtime.tensors import FLOAT8, check_scales, lies_in_lines, made_of
 
 Tensor: TypeAlias = torch.Tensor
 
 _LOCK = threading.Lock()
 
 
-def all_gather_matmul(x: Tensor, w: Tensor, *, group: Any = None, keep_rows: bool = False) -> Tensor:
+def all_gather_matmul(
+    x: Tensor,
+    w: Tensor,
+    *,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    group: Any = None,
+    keep_rows: bool = False,
+) -> Tensor:
     """The rows of all ranks, in rank order along dimension 0, times this rank's weights: x (n, ..., K), w (N, K), as
     torch.nn.Linear has it -> (P * n, ..., N).
 
@@ -44,32 +48,43 @@ def all_gather_matmul(x: Tensor, w: Tensor, *, group: Any = None, keep_rows: boo
     is faster (`choice` says), it is `commdsl.all_gather` and torch.mm. Under autocast tensors are cast as
     torch.nn.functional.linear casts.
 
+    x, w of float8 (e4m3fn) have a scale each, float32 tensors of one number on their device, that of x the same on all
+    ranks: the result is that of x * scale_x and w * scale_w, as torch._scaled_mm has it, in bfloat16, and has no
+    gradient. Both lie by rows. Where K is no multiple of 16 or N of 8, they are cast to float32 first: slow, and right.
+    The tensor cores of compute capability 9.0 keep a sum of float8 in fewer bits than float32 has; our kernel adds up
+    such sums of 128 products in float32.
+
     The gradient of x is `matmul_reduce_scatter` of that of the result with w transposed. That of w needs the rows of
     all ranks. They are gathered again, as P times the memory of x is what sequence parallelism is to save; with
     `keep_rows` they are kept, in that much memory, until the gradient is made. Raises TensorError (C951), GroupError
     (C953).
     """
     if keep_rows and w.requires_grad and torch.is_grad_enabled():
-        made: Tensor = _call("all_gather_matmul_rows", x, w, group)[0]
+        made: Tensor = _call("all_gather_matmul_rows", x, w, group, scale_x, scale_w)[0]
         return made
-    return _of_call("all_gather_matmul", x, w, group)
+    return _of_call("all_gather_matmul", x, w, group, scale_x, scale_w)
 
 
-def matmul_reduce_scatter(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
+def matmul_reduce_scatter(
+    x: Tensor, w: Tensor, *, scale_x: Tensor | None = None, scale_w: Tensor | None = None, group: Any = None
+) -> Tensor:
     """This rank's rows of the sum over all ranks of x times w transposed: x (P * n, ..., K), w (N, K) -> (n, ..., N).
 
     x, w: as for `all_gather_matmul`, K this rank's share of what is summed up; x may lie as w may. What other ranks
     make is rounded, and travels while more is multiplied; it is added to this rank's own in float32 or wider, and the
     sum rounded. Where no schedule multiplies, or one after the other is faster (`choice` says), it is torch.mm and
-    `commdsl.reduce_scatter`: this rank's own is rounded as well before it is added.
+    `commdsl.reduce_scatter`: this rank's own is rounded as well before it is added. Of float8 each rank has scales of
+    its own, and what travels is bfloat16.
 
     The gradient of x is `all_gather_matmul` of that of the result with w transposed. Where w has one as well, the
     gradients of all ranks are gathered once, for both. Raises TensorError (C951), GroupError (C953).
     """
-    return _of_call("matmul_reduce_scatter", x, w, group)
+    return _of_call("matmul_reduce_scatter", x, w, group, scale_x, scale_w)
 
 
-def matmul_all_reduce(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
+def matmul_all_reduce(
+    x: Tensor, w: Tensor, *, scale_x: Tensor | None = None, scale_w: Tensor | None = None, group: Any = None
+) -> Tensor:
     """The sum over all ranks of x times w transposed, on every rank: x (n, ..., K), w (N, K) -> (n, ..., N).
 
     x, w: as for `matmul_reduce_scatter`. Each rank adds up some of the rows, as there, and sends them to all, so all
@@ -80,10 +95,12 @@ def matmul_all_reduce(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
     x and w are made of it where they are, by products alone. (`commdsl.all_reduce` reads each rank's loss as its own.)
     Raises TensorError (C951), GroupError (C953).
     """
-    return _of_call("matmul_all_reduce", x, w, group)
+    return _of_call("matmul_all_reduce", x, w, group, scale_x, scale_w)
 
 
-def matmul_all_to_all(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
+def matmul_all_to_all(
+    x: Tensor, w: Tensor, *, scale_x: Tensor | None = None, scale_w: Tensor | None = None, group: Any = None
+) -> Tensor:
     """This rank's columns of the rows of all ranks, in rank order along dimension 0, each times its rank's weights:
     x (n, ..., K), w (P * N, K) -> (P * n, ..., N). From some tokens and all heads to all tokens and some heads.
 
@@ -96,7 +113,7 @@ def matmul_all_to_all(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
     The gradient of the result comes back by `commdsl.all_to_all`, and those of x and w are products of it. Raises
     TensorError (C951), GroupError (C953).
     """
-    return _of_call("matmul_all_to_all", x, w, group)
+    return _of_call("matmul_all_to_all", x, w, group, scale_x, scale_w)
 
 
 def replicated_matmul(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
@@ -108,19 +125,22 @@ def replicated_matmul(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
     return _of_call("replicated_matmul", x, w, group)
 
 
-def _of_call(name: str, x: Tensor, w: Tensor, group: Any) -> Tensor:
-    made: Tensor = _call(name, x, w, group)
+def _of_call(name: str, x: Tensor, w: Tensor, group: Any, *scales: Tensor | None) -> Tensor:
+    made: Tensor = _call(name, x, w, group, *scales)
     return made
 
 
-def _call(name: str, x: Tensor, w: Tensor, group: Any) -> Any:
-    return call(__name__, name, _RUNS[name], (_cast(x), _cast(w)), groups.name_of(group))
+def _call(name: str, x: Tensor, w: Tensor, group: Any, *scales: Tensor | None) -> Any:
+    given = [one for one in scales if one is not None]
+    if given and torch.is_grad_enabled() and any(one.requires_grad for one in (x, w, *given)):
+        raise GradientError(f"`{name}` of {FLOAT8} has no gradient: call it under torch.no_grad()")
+    return call(__name__, name, _RUNS[name], (_cast(x), _cast(w)), groups.name_of(group), *scales)
 
 
 def _cast(x: Tensor) -> Tensor:
     """What autocast makes of it."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype == torch.float64:
+    if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype in (torch.float64, FLOAT8):
         return x
     return x.to(torch.get_autocast_dtype(device))
 
@@ -128,55 +148,54 @@ def _cast(x: Tensor) -> Tensor:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def _all_gather_matmul(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    shape = _gathered(x, w, group_name)
+def _all_gather_matmul(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
+    shape, scales = _gathered(x, w, group_name), _scales("all_gather_matmul", x, w, given)
     rows, factor = x.flatten(0, -2).contiguous(), _in_lines(w)
     op = program(GATHER, rows, factor, group_name)
     if op is None:
-        return gather_then_multiply(rows, factor, group_name).view(shape)
-    made = op(rows, factor, group=group_name)
+        return gather_then_multiply(rows, factor, group_name, *scales).view(shape)
+    made = op(rows, factor, *scales, group=group_name)
     assert isinstance(made, Tensor)
     return made.view(shape)
 
 
-def _all_gather_matmul_rows(x: Tensor, w: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+def _all_gather_matmul_rows(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     """The rows that were multiplied, too: a gradient of weights is made of them."""
     shapes = _gathered(x, w, group_name), _rows_of(x, group_name)
+    scales = _scales("all_gather_matmul", x, w, given)
     rows, factor = x.flatten(0, -2).contiguous(), _in_lines(w)
     op = program_with_rows(rows, factor, group_name)
     if op is None:
         there = collectives.all_gather(rows, group_name)
-        return torch.mm(there, factor.t()).view(shapes[0]), there.view(shapes[1])
-    results = op(rows, factor, group=group_name)
+        return multiply(there, factor, *scales).view(shapes[0]), there.view(shapes[1])
+    results = op(rows, factor, *scales, group=group_name)
     assert isinstance(results, tuple)
     made, there = results
     return made.view(shapes[0]), there.view(shapes[1])
 
 
-def _matmul_reduce_scatter(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    return _sent(_scattered(x, w, group_name), SCATTER, multiply_then_scatter, x, w, group_name)
+def _matmul_reduce_scatter(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
+    return _sent(_scattered(x, w, group_name), SCATTER, x, w, group_name, given)
 
 
-def _matmul_all_reduce(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    return _sent(_multiplied("matmul_all_reduce", x, w), REDUCE, multiply_then_reduce, x, w, group_name)
+def _matmul_all_reduce(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
+    return _sent(_multiplied(REDUCE, x, w), REDUCE, x, w, group_name, given)
 
 
-def _matmul_all_to_all(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    return _sent(_exchanged(x, w, group_name), EXCHANGE, multiply_then_exchange, x, w, group_name)
+def _matmul_all_to_all(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
+    return _sent(_exchanged(x, w, group_name), EXCHANGE, x, w, group_name, given)
 
 
 def _sent(
-    shape: list[Any],
-    operator: str,
-    in_sequence: Callable[[Tensor, Tensor, str], Tensor],
-    x: Tensor,
-    w: Tensor,
-    group_name: str,
+    shape: list[Any], operator: str, x: Tensor, w: Tensor, group_name: str, given: tuple[Tensor | None, ...]
 ) -> Tensor:
     """What products make and then travels, of that shape: by the program that is chosen, or one after the other."""
+    scales = _scales(operator, x, w, given)
     rows, factor = _in_lines(x.flatten(0, -2)), _in_lines(w)
     op = program(operator, rows, factor, group_name)
-    made = in_sequence(rows, factor, group_name) if op is None else op(rows, factor, group=group_name)
+    if op is None:
+        return WAYS[operator](rows, factor, group_name, *scales).view(shape)
+    made = op(rows, factor, *scales, group=group_name)
     assert isinstance(made, Tensor)
     return made.view(shape)
 
@@ -191,7 +210,13 @@ def _in_lines(matrix: Tensor) -> Tensor:
     return matrix if lies_in_lines(matrix) else matrix.contiguous()
 
 
-_RUNS: dict[str, Callable[[Tensor, Tensor, str], Any]] = {
+def _scales(name: str, x: Tensor, w: Tensor, given: tuple[Tensor | None, ...]) -> list[Tensor]:
+    found = [one for one in given if one is not None]
+    check_scales(name, x, w, found)
+    return found
+
+
+_RUNS: dict[str, Callable[..., Any]] = {
     "all_gather_matmul": _all_gather_matmul,
     "all_gather_matmul_rows": _all_gather_matmul_rows,
     "matmul_reduce_scatter": _matmul_reduce_scatter,
@@ -242,31 +267,31 @@ def _check(name: str, x: Tensor, w: Tensor) -> None:
         raise TensorError(f"`{name}`: `x` is (rows, ..., K) and `w` (N, K), got {shapes}")
 
 
-def _fake_gather(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    return x.new_empty(_gathered(x, w, group_name))
+def _fake_gather(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
+    return x.new_empty(_gathered(x, w, group_name), dtype=made_of(x.dtype))
 
 
-def _fake_rows(x: Tensor, w: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+def _fake_rows(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> tuple[Tensor, Tensor]:
     return _fake_gather(x, w, group_name), x.new_empty(_rows_of(x, group_name))
 
 
-def _fake_scatter(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    return x.new_empty(_scattered(x, w, group_name))
+def _fake_scatter(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
+    return x.new_empty(_scattered(x, w, group_name), dtype=made_of(x.dtype))
 
 
-def _fake_reduce(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    return x.new_empty(_multiplied("matmul_all_reduce", x, w))
+def _fake_reduce(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
+    return x.new_empty(_multiplied(REDUCE, x, w), dtype=made_of(x.dtype))
 
 
-def _fake_exchange(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    return x.new_empty(_exchanged(x, w, group_name))
+def _fake_exchange(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
+    return x.new_empty(_exchanged(x, w, group_name), dtype=made_of(x.dtype))
 
 
 def _fake_replicated(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     return x.new_empty(_multiplied("replicated_matmul", x, w))
 
 
-# --- gradients --------------------------------------------------------------------------------------------------------
+# --- operators --------------------------------------------------------------------------------------------------------
 
 
 def library() -> None:
@@ -280,94 +305,17 @@ def _library() -> torch.library.Library:
     made = torch.library.Library(NAMESPACE, "FRAGMENT")
     collective_ops.library()  # of gradients
     for name, fake, back, keep in (
-        ("all_gather_matmul", _fake_gather, _gather_back, _keep),
-        ("all_gather_matmul_rows", _fake_rows, _rows_back, _keep_rows),
-        ("matmul_reduce_scatter", _fake_scatter, _scatter_back, _keep),
-        ("matmul_all_reduce", _fake_reduce, _reduce_back, _keep),
-        ("matmul_all_to_all", _fake_exchange, _exchange_back, _keep),
-        ("replicated_matmul", _fake_replicated, _replicated_back, _keep),
+        ("all_gather_matmul", _fake_gather, gradients.gather_back, gradients.keep),
+        ("all_gather_matmul_rows", _fake_rows, gradients.rows_back, gradients.keep_rows),
+        ("matmul_reduce_scatter", _fake_scatter, gradients.scatter_back, gradients.keep),
+        ("matmul_all_reduce", _fake_reduce, gradients.reduce_back, gradients.keep),
+        ("matmul_all_to_all", _fake_exchange, gradients.exchange_back, gradients.keep),
+        ("replicated_matmul", _fake_replicated, gradients.replicated_back, gradients.keep),
     ):
         results = "(Tensor, Tensor)" if fake is _fake_rows else "Tensor"
-        define(made, f"{name}(Tensor x, Tensor w, str group_name) -> {results}", _RUNS[name], fake)
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", back, setup_context=keep, lib=made)
+        scales = "" if fake is _fake_replicated else ", Tensor? scale_x=None, Tensor? scale_w=None"
+        define(made, f"{name}(Tensor x, Tensor w, str group_name{scales}) -> {results}", _RUNS[name], fake)
+        torch.library.register_autograd(
+            f"{NAMESPACE}::{name}", partial(gradients.padded, back), setup_context=keep, lib=made
+        )
     return made
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
-    """Each for the gradient of the other alone."""
-    x, w, ctx.group_name = inputs
-    of_x, of_w, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(x if of_w else None, w if of_x else None)
-
-
-def _keep_rows(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor]) -> None:
-    """As `_keep`, and of x the rows of all ranks."""
-    _, w, ctx.group_name = inputs
-    of_x, of_w, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(output[1] if of_w else None, w if of_x else None)
-    ctx.set_materialize_grads(False)
-
-
-def _gather_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    x, w = ctx.saved_tensors
-    of_x = of_w = None
-    if w is not None:
-        of_x = torch.ops.commdsl_overlap.matmul_reduce_scatter(gradient, w.t(), ctx.group_name)
-    if x is not None:
-        of_w = _of_weights(gradient, _all_rows(x, ctx.group_name))
-    return of_x, of_w, None
-
-
-def _rows_back(ctx: Any, gradient: Tensor | None, of_rows: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
-    """None: nothing is made of that result."""
-    rows, w = ctx.saved_tensors
-    of_x = of_w = None
-    if gradient is not None and w is not None:
-        of_x = torch.ops.commdsl_overlap.matmul_reduce_scatter(gradient, w.t(), ctx.group_name)
-    if gradient is not None and rows is not None:
-        of_w = _of_weights(gradient, rows)
-    if of_rows is not None and ctx.needs_input_grad[0]:
-        back = torch.ops.commdsl_collectives.reduce_scatter(of_rows.contiguous(), ctx.group_name)
-        of_x = back if of_x is None else of_x + back
-    return of_x, of_w, None
-
-
-def _scatter_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    """The gradients of all ranks are gathered once: w has them from what x needs them for."""
-    x, w = ctx.saved_tensors
-    if w is None:
-        return None, _of_weights(_all_rows(gradient, ctx.group_name), x), None
-    if x is None:
-        return torch.ops.commdsl_overlap.all_gather_matmul(gradient, w.t(), ctx.group_name), None, None
-    of_x, rows = torch.ops.commdsl_overlap.all_gather_matmul_rows(gradient, w.t(), ctx.group_name)
-    return of_x, _of_weights(rows, x), None
-
-
-def _reduce_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    x, w = ctx.saved_tensors
-    of_x = None if w is None else torch.ops.commdsl_overlap.replicated_matmul(gradient, w.t(), ctx.group_name)
-    return of_x, None if x is None else _of_weights(gradient, x), None
-
-
-def _exchange_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    """The gradient of all columns comes back once, for both."""
-    x, w = ctx.saved_tensors
-    ranks = menu.size(ctx.group_name)
-    blocks = torch.ops.commdsl_collectives.all_to_all(gradient.contiguous(), ctx.group_name)
-    made = blocks.unflatten(0, (ranks, -1)).movedim(0, -2).flatten(-2)  # (n, ..., P * N)
-    return None if w is None else made @ w, None if x is None else _of_weights(made, x), None
-
-
-def _replicated_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    x, w = ctx.saved_tensors
-    of_x = None if w is None else torch.ops.commdsl_overlap.matmul_all_reduce(gradient, w.t(), ctx.group_name)
-    return of_x, None if x is None else _of_weights(gradient, x), None
-
-
-def _all_rows(x: Tensor, group_name: str) -> Tensor:
-    rows: Tensor = torch.ops.commdsl_collectives.all_gather(x.contiguous(), group_name)
-    return rows
-
-
-def _of_weights(gradient: Tensor, rows: Tensor) -> Tensor:
-    return torch.mm(gradient.flatten(0, -2).t(), rows.flatten(0, -2))

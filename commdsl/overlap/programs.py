@@ -19,6 +19,7 @@ from commdsl.planner.tuning.selection import SEQUENCE, Choice
 from commdsl.runtime import groups, menu
 from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
+from commdsl.runtime.tensors import ALIGNMENT, FLOAT8, made_of
 
 _LOGGER = logging.getLogger("commdsl")
 
@@ -36,9 +37,6 @@ FEWEST_BYTES = 128 << 10
 
 FEWEST: Mapping[str, int | str] = {"protocol": "packet", "threads": 256}
 """As 8 rows of 8192 columns in bfloat16 are fastest on two H200s."""
-
-ROW = 8
-"""Elements of 16 bits between whose multiples a row ends that TMA reads."""
 
 
 def program(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op | None:
@@ -62,7 +60,8 @@ def _choice(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) ->
         return None
     if rows % ranks:
         return None
-    product = Product(operator, rows, x.shape[1], columns, ranks, x.itemsize)
+    travels = x.dtype if operator == GATHER else made_of(x.dtype)
+    product = Product(operator, rows, x.shape[1], columns, ranks, travels.itemsize, x.dtype == FLOAT8)
     chosen = choose(product, menu.name_of_device(x.device))
     _LOGGER.debug("%s of %d bytes runs %s", chosen.collective, chosen.nbytes, chosen)
     return None if chosen.schedule == SEQUENCE else chosen
@@ -82,8 +81,10 @@ def _is_multiplied(x: torch.Tensor, w: torch.Tensor, columns: int) -> bool:
     if not (x.numel() and w.numel()):
         return False
     if x.is_cuda:
-        return x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % ROW == 0 and columns % ROW == 0
-    return x.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        made = made_of(x.dtype)
+        ends = (x.shape[1] * x.itemsize, columns * made.itemsize)
+        return made in (torch.bfloat16, torch.float16) and all(end % ALIGNMENT == 0 for end in ends)
+    return x.dtype in (FLOAT8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @cache

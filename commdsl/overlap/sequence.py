@@ -12,34 +12,46 @@ from typing import TypeAlias
 import torch
 
 from commdsl.runtime import collectives, menu
+from commdsl.runtime.products import multiplied
+from commdsl.runtime.tensors import made_of
 
 Tensor: TypeAlias = torch.Tensor
 Way: TypeAlias = Callable[..., Tensor]
 
 
-def gather_then_multiply(rows: Tensor, factor: Tensor, group_name: str | None = None) -> Tensor:
+def gather_then_multiply(rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor) -> Tensor:
     """rows (n, K), factor (N, K) -> (P * n, N)."""
-    return torch.mm(collectives.all_gather(rows, group_name), factor.t())
+    return multiply(collectives.all_gather(rows, group_name), factor, *scales)
 
 
-def multiply_then_reduce(rows: Tensor, factor: Tensor, group_name: str | None = None) -> Tensor:
+def multiply_then_reduce(rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor) -> Tensor:
     """rows (n, K), factor (N, K) -> (n, N)."""
-    found: Tensor = collectives.all_reduce(torch.mm(rows, factor.t()), group=group_name)
+    found: Tensor = collectives.all_reduce(multiply(rows, factor, *scales), group=group_name)
     return found
 
 
-def multiply_then_scatter(rows: Tensor, factor: Tensor, group_name: str | None = None) -> Tensor:
+def multiply_then_scatter(rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor) -> Tensor:
     """rows (P * n, K), factor (N, K) -> (n, N)."""
-    found: Tensor = collectives.reduce_scatter(torch.mm(rows, factor.t()), group=group_name)
+    found: Tensor = collectives.reduce_scatter(multiply(rows, factor, *scales), group=group_name)
     return found
 
 
-def multiply_then_exchange(rows: Tensor, factor: Tensor, group_name: str | None = None) -> Tensor:
+def multiply_then_exchange(rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor) -> Tensor:
     """rows (n, K), factor (P * N, K) -> (P * n, N). As many products as ranks: what goes to one lies side by side."""
     ranks = menu.size(group_name)
-    made = torch.bmm(rows.expand(ranks, -1, -1), factor.unflatten(0, (ranks, -1)).mT)
-    found: Tensor = collectives.all_to_all(made.flatten(0, 1), group=group_name)
+    if scales:
+        made = torch.cat([multiply(rows, one, *scales) for one in factor.chunk(ranks)])
+    else:
+        made = torch.bmm(rows.expand(ranks, -1, -1), factor.unflatten(0, (ranks, -1)).mT).flatten(0, 1)
+    found: Tensor = collectives.all_to_all(made, group=group_name)
     return found
+
+
+def multiply(rows: Tensor, factor: Tensor, *scales: Tensor) -> Tensor:
+    """rows (n, K), factor (N, K) -> (n, N); `scales` of float8, of both."""
+    if not scales:
+        return torch.mm(rows, factor.t())
+    return multiplied(rows, factor, made_of(rows.dtype), scales)
 
 
 WAYS: dict[str, Way] = {

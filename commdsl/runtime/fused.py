@@ -26,9 +26,10 @@ from commdsl.program.visited import launches, meets, visits
 from commdsl.runtime import matmul
 from commdsl.runtime.errors import CaptureError
 from commdsl.runtime.functions import Function
-from commdsl.runtime.matmul import Matmul, Matrices, is_deep
+from commdsl.runtime.matmul import NOWHERE, Addresses, Matmul, Matrices
 from commdsl.runtime.stamps import Stamps
 from commdsl.runtime.streams import Around, Streams
+from commdsl.runtime.tensors import ALIGNMENT, FLOAT8, element_name, is_deep
 from commdsl.runtime.workspace import Start
 
 LEFT = 2
@@ -42,11 +43,15 @@ MAX_KEPT = 64
 
 HOPPER = (9, 0)
 
+_ADDED = (torch.bfloat16, torch.float16)
+_MADE = (*_ADDED, torch.float32)
+"""What the kernel makes, and what of that it may be given to add."""
+
 Places = Mapping[str, tuple[str, int]]
 """By part, of which matrices it is which."""
 
 
-def fits(plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor) -> bool:
+def fits(plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor, result: torch.dtype) -> bool:
     """Whether our kernel makes these products. It waits for what moves beside: that needs no SMs, does not stand behind
     it in the one queue to the GPU, and comes of a kernel that runs at the same time.
     """
@@ -59,26 +64,30 @@ def fits(plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor) -
         or any(one.moves.protocol is not Protocol.ENGINE for one in launches(plan))
     ):
         return False
-    if rows.dtype not in (torch.bfloat16, torch.float16) or rows.shape[0] == 0:
+    if rows.dtype not in (torch.bfloat16, torch.float16, FLOAT8) or (rows.dtype != FLOAT8 and rows.dtype != result):
         return False
     sources, sums, results = _groups(_products(plan), places)
-    named = len(sources) <= 2 and len(sums) <= 1 and len(results) <= 2
-    return named and rows.shape[1] % 8 == 0 and rows.shape[1] > 0 and factor.shape[0] % 8 == 0 and factor.shape[0] > 0
+    if len(sources) > 2 or len(sums) > 1 or len(results) > 2 or result not in (_ADDED if sums else _MADE):
+        return False
+    sides = (rows.shape[1] * rows.itemsize, factor.shape[0] * result.itemsize)
+    return rows.numel() > 0 and factor.numel() > 0 and all(side % ALIGNMENT == 0 for side in sides)
 
 
 class Fused:
     """The products of calls of one shape on one GPU: a kernel for each way in which what is multiplied lies."""
 
-    def __init__(self, plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor) -> None:
-        """`rows`, `factor`: what a product is given."""
+    def __init__(
+        self, plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor, result: torch.dtype
+    ) -> None:
+        """`rows`, `factor`: what a product is given; `result`: of what it makes."""
         self._products, self._places = _products(plan), places
         self._groups = _groups(self._products, places)
         self._launches = len(launches(plan))
         turns = tuple(turns_of(plan, places))
-        dtype, self._device = str(rows.dtype).removeprefix("torch."), rows.device.index
+        types, self._device = (element_name(rows.dtype), element_name(result)), rows.device.index
         size, adds = (rows.shape[0], factor.shape[0], rows.shape[1]), any(turn.count for turn in turns)
         self._turns = turns
-        self._product = Product(*size, dtype, dtype, residual=adds, turns=len(turns))
+        self._product = Product(*size, *types, residual=adds, turns=len(turns))
         self._arriving = sum(turn.rows_there >= 0 for turn in turns) * rows.nbytes
         self._is_stamped = plan.stamped
         self._kernels: dict[tuple[bool, bool], Matmul] = {}
@@ -86,7 +95,11 @@ class Fused:
         self._kernel(rows, factor)
 
     def over(
-        self, streams: Streams, held: Mapping[Kept, torch.Tensor], stamps: Stamps | None = None
+        self,
+        scales: Sequence[torch.Tensor],
+        streams: Streams,
+        held: Mapping[Kept, torch.Tensor],
+        stamps: Stamps | None = None,
     ) -> tuple[Streams, Mapping[str | None, Function]]:
         """The streams of one call, and what makes its products: all of them with the first. `stamps`: of a stamped
         Plan, where it writes when each was made.
@@ -96,7 +109,7 @@ class Fused:
         words = torch.zeros(self._launches + len(self._products), dtype=torch.int64, device=factor.device)
         layout = Layout(tuple(map(task, self._products)), kernel.intervals)
         written = 0 if stamps is None else stamps.take(layout).data_ptr()
-        launch = self._prepared(kernel, held, words.data_ptr(), written)
+        launch = self._prepared(kernel, held, words.data_ptr(), written, tuple(one.data_ptr() for one in scales))
 
         def multiply(number: int, *_: torch.Tensor, out: torch.Tensor) -> None:
             if number == 0:
@@ -118,7 +131,9 @@ class Fused:
             self._kernels[a_deep, b_deep] = found
         return found
 
-    def _prepared(self, kernel: Matmul, held: Mapping[Kept, torch.Tensor], words: int, stamps: int) -> matmul.Launch:
+    def _prepared(
+        self, kernel: Matmul, held: Mapping[Kept, torch.Tensor], words: int, stamps: int, scales: tuple[int, ...]
+    ) -> matmul.Launch:
         found: dict[str, dict[int, torch.Tensor]] = {}
         for product in self._products:
             for kept in (*product.reads, *product.writes):
@@ -126,11 +141,11 @@ class Fused:
                 found.setdefault(group, {})[at] = held[kept]
         sources, sums, results = ([matrices(found[name]) for name in names] for names in self._groups)
         factor = matrices(found[_place(self._places, self._products[0].reads[1])[0]])
-        key = (*sources, factor, *sums, *results, words, stamps)
+        key = (*sources, factor, *sums, *results, words, stamps, scales)
         launch = self._known.get(key)
         if launch is None:
-            added = sums[0] if sums else None
-            launch = kernel.prepare(sources, factor, results, sums=added, words=words, stamps=stamps)
+            beside = Addresses(0, words, stamps, scales or NOWHERE.scales)
+            launch = kernel.prepare(sources, factor, results, sums[0] if sums else None, beside)
             if len(self._known) >= MAX_KEPT:
                 self._known.clear()
             self._known[key] = launch

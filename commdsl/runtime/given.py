@@ -54,12 +54,13 @@ NEAR_NAMES = MappingProxyType(
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def tensors(name: str, values: Sequence[Any], count: int) -> None:
-    """Refuses what are not `count` dense tensors."""
+def tensors(name: str, values: Sequence[Any], count: int, more: int = 0) -> None:
+    """Refuses what are not `count` dense tensors, or so many more."""
     for value in values:
         tensor(name, value)
-    if len(values) != count:
-        raise TensorError(f"`{name}` takes {_count(count)}, got {len(values)}")
+    if len(values) != count and len(values) != count + more:
+        takes = f"{_count(count)}, or {more} more" if more else _count(count)
+        raise TensorError(f"`{name}` takes {takes}, got {len(values)}")
 
 
 def tensor(name: str, value: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from commdsl.build import nvrtc
 from commdsl.build.matmul import (
     ARCH,
-    DEPTH,
+    FLOAT8,
     THREADS,
     Product,
     Tiling,
@@ -30,7 +30,7 @@ from commdsl.build.matmul import (
 from commdsl.machine.config import DEFAULT_TIMEOUT, from_environment
 from commdsl.runtime.errors import DeviceError, TensorError
 from commdsl.runtime.kernel import DeviceKernel, Residence
-from commdsl.runtime.tensors import element_name
+from commdsl.runtime.tensors import element_name, is_deep
 
 _PANEL = 64  # lines that the kernel has side by side in shared memory
 _LINE = 128  # bytes
@@ -66,11 +66,6 @@ class Matrices:
         return Matrices(tensor.data_ptr(), tensor.dtype, count, rows, columns, row, step if count > 1 else rows * row)
 
 
-def is_deep(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a row lie side by side; else those of a column do."""
-    return tensor.stride(-1) == 1 or tensor.is_contiguous()
-
-
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One call, ready to be made any number of times, as long as there are the tensors that it was made of."""
@@ -88,6 +83,21 @@ def launch_of(argument: bytes, sizes: Sequence[int], blocks: int, threads: int) 
     offsets = [sum(sizes[:number]) for number in range(len(sizes))]
     pointers = (ctypes.c_void_p * len(sizes))(*(ctypes.addressof(held) + offset for offset in offsets))
     return Launch(blocks, threads, ctypes.addressof(pointers), (held, pointers))
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """What else a launch reads and writes, 0 for what it has not: a bias, the words of its call, time stamps, and of
+    float8 the scales of A and of B.
+    """
+
+    bias: int = 0
+    words: int = 0
+    stamps: int = 0
+    scales: tuple[int, ...] = (0, 0)
+
+
+NOWHERE = Addresses()
 
 
 class Matmul:
@@ -132,26 +142,24 @@ class Matmul:
         a: Sequence[Matrices],
         b: Matrices,
         c: Sequence[Matrices],
-        bias: int = 0,
         sums: Matrices | None = None,
-        words: int = 0,
-        stamps: int = 0,
+        at: Addresses = NOWHERE,
     ) -> Launch:
-        """The launch that writes C to `c`, from addresses of `bias`, of the call's words and of time stamps. Of several
-        turns A and C are one or two of what turns name, and B has the matrices that they do. Raises TensorError where a
-        row of a matrix begins elsewhere than TMA can.
+        """The launch that writes C to `c`, with `sums` added. Of several turns A and C are one or two of what turns
+        name, and B has the matrices that they do. Raises TensorError where a row of a matrix begins elsewhere than TMA
+        can.
         """
         rows, half = self.tiling.rows, self.tiling.columns // 2
         line = self.tiling.line(self.product)
         maps = (
-            *(tensor_map(one, rows if self.product.a_deep else DEPTH) for one in (a[0], a[-1])),
-            tensor_map(b, half if self.product.b_deep else DEPTH),
+            *(tensor_map(one, rows if self.product.a_deep else _PANEL) for one in (a[0], a[-1])),
+            tensor_map(b, half if self.product.b_deep else _PANEL),
             *(tensor_map(one, _PANEL, line) for one in (c[0], c[-1])),
             tensor_map(c[0] if sums is None else sums, _PANEL, line),
         )
         tables = [one.data_ptr() for one in (self._pieces, self._claims, self._turns)]
-        addresses = (*tables, words, bias, self._partials.data_ptr(), self._flags.data_ptr())
-        argument = packed(maps, addresses, self._timeout_ns, self.product, self._entries, stamps)
+        addresses = (*tables, at.words, at.bias, self._partials.data_ptr(), self._flags.data_ptr(), *at.scales)
+        argument = packed(maps, addresses, self._timeout_ns, self.product, self._entries, at.stamps)
         return launch_of(argument, [len(argument)], self._blocks, THREADS)
 
     def __call__(self, launch: Launch) -> None:
@@ -179,6 +187,7 @@ def tensor_map(one: Matrices, lines: int, line: int = _LINE) -> bytes:
         "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "float32": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        FLOAT8: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }[element_name(one.dtype)]
     status, made = driver.cuTensorMapEncodeTiled(
         kind,

@@ -62,6 +62,7 @@ class Op:
         called, plain = self.program(ranks).called, self.program(ranks).signature
         self.input_names = tuple(port.name for port in called.inputs)
         self.num_inputs = len(plain.inputs)
+        self.num_scales = len(plain.scales)  # that may follow
         self.has_reduction = plain.has_reduction
         self.has_lengths = plain.lengths is not None
         self.overwritten = plain.in_place or ()  # which inputs
@@ -104,7 +105,8 @@ class Op:
         timeout: Patience = None,
         lengths: Sequence[int] | None = None,
     ) -> Result | Work:
-        """The outputs, new tensors; with `async_op` a Work whose `wait()` returns them.
+        """The outputs, new tensors; with `async_op` a Work whose `wait()` returns them. Where float8 is multiplied two
+        scales follow the inputs, float32 numbers, of the rows and of the factor.
 
         `lengths`: where blocks have lengths of their own, those that this rank knows, in rows of the first dimension:
         one for each rank; or, of pairs of ranks, for each what is sent to it, then for each what comes from it.
@@ -139,9 +141,8 @@ class Op:
         Collective as a call is, which is over with this. It is the last of several that are made: ranks come to it at
         the same time, and what takes a while the first time is over. Raises OpError where it has no time stamps.
         """
-        given.tensors(self.name, inputs, self.num_inputs)
-        moves = () if self.program(self.ranks).plan.is_visited else (self.program(self.ranks).plan.moves,)
-        if any(one.has_heads for one in moves):
+        given.tensors(self.name, inputs, self.num_inputs, self.num_scales)
+        if not (plan := self.program(self.ranks).plan).is_visited and plan.moves.has_heads:
             raise OpError(f"`{self.name}` has as many rounds as peers say: its kernel has no time stamps")
         call = self.stamped.bound(inputs, groups.name_of(group), given.asked(op, timeout, lengths))
         for _ in range(BEFORE):
@@ -168,20 +169,21 @@ class Op:
             self._dispatch(f"{self.name}_", inputs, group, asked)
 
     def _result(self, inputs: tuple[torch.Tensor, ...], group: Any, asked: Asked) -> Result:
-        if len(inputs) == self.num_inputs and eager.skips_dispatcher(inputs):
+        if eager.skips_dispatcher(inputs) and len(inputs) - self.num_inputs in (0, self.num_scales):
             outputs = self.bound(inputs, group, asked)(inputs)
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
         result: Result = self._dispatch(self.name, inputs, group, asked)
         return result
 
     def _dispatch(self, name: str, inputs: tuple[torch.Tensor, ...], group: Any, asked: Asked) -> Any:
-        given.tensors(self.name, inputs, self.num_inputs)
+        given.tensors(self.name, inputs, self.num_inputs, self.num_scales)
         op = given.reduction(asked.op)
         if not self.has_reduction and op != "sum":
             raise tensors.no_meaning(self.name, self.program(self.ranks).signature, op)
         reduction = (op,) if self.has_reduction else ()
         lengths = ([*(asked.lengths or ())],) if self.has_lengths else ()
-        return getattr(torch.ops.commdsl, name)(*inputs, *lengths, groups.name_of(group), *reduction, asked.seconds)
+        tail = (groups.name_of(group), *reduction, asked.seconds, *inputs[self.num_inputs :])
+        return getattr(torch.ops.commdsl, name)(*inputs[: self.num_inputs], *lengths, *tail)
 
     def _start(self, inputs: tuple[torch.Tensor, ...], name: str, asked: Asked) -> Work:
         self._check(inputs, name, asked)
@@ -245,8 +247,7 @@ class Op:
         visits = self.traced(name).visited
         if visits is None:
             raise OpError(f"`{self.name}` has no `yield`: call it without a function")
-        if len(inputs) != len(visits.signature.inputs):
-            raise TensorError(f"`{self.name}` takes {len(visits.signature.inputs)} tensors, got {len(inputs)}")
+        given.tensors(self.name, inputs, len(visits.signature.inputs))
         key: tuple[object, ...] = ("visits", name, op, seconds, about)
         key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs)
         found = self._visiting.get(key)
@@ -319,7 +320,8 @@ class Op:
         count = self.num_inputs
         lengths, name, *rest = arguments[count:] if self.has_lengths else (None, *arguments[count:])
         op = rest.pop(0) if self.has_reduction and rest else "sum"
-        return arguments[:count], name, given.asked(op, rest[0] if rest else None, lengths)
+        seconds, *scales = rest or [None]
+        return (*arguments[:count], *filter(torch.is_tensor, scales)), name, given.asked(op, seconds, lengths)
 
     def bound(
         self, inputs: tuple[torch.Tensor, ...], group: Any, asked: Asked, *, in_place: bool = False
@@ -333,7 +335,7 @@ class Op:
                 key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs[1:])
             call = self._calls.get(key)
         except (RuntimeError, TypeError):  # a tensor without a shape, or no name of a reduction
-            given.tensors(self.name, inputs, self.num_inputs)
+            given.tensors(self.name, inputs, self.num_inputs, self.num_scales)
             given.reduction(asked.op)
             raise
         if call is None or behind is None or not call.serves(behind):
@@ -371,7 +373,7 @@ class Op:
         known, op = self.traced(name), given.reduction(asked.op)
         if known.plan.is_visited and known.visited is not None:
             raise OpError(f"`{self.name}` moves what its caller computes on the way: call `visit`, with a function")
-        given.tensors(self.name, inputs, self.num_inputs)
+        given.tensors(self.name, inputs, self.num_inputs, self.num_scales)
         if groups.size_of(name) is not None:
             tensors.check(self.name, known.signature, inputs)
             uneven.check(self.name, known, inputs, groups.rank_of(name), asked.lengths)

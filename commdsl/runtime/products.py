@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from commdsl.program.launches import Visit
 from commdsl.program.memory import Kept
 from commdsl.program.stamps import alone, task
 from commdsl.program.visited import kept_by, landing
+from commdsl.program.visited import visits as visited
 from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import OpError
@@ -32,6 +34,9 @@ from commdsl.runtime.visits import Over, Visiting, prepared
 
 if TYPE_CHECKING:
     from commdsl.runtime.fused import Fused
+
+FLOAT8_SIDE = 16
+"""Rows and columns of a factor of float8 that torch multiplies on GPUs are multiples of it."""
 
 
 class Multiplying:
@@ -52,15 +57,19 @@ class Multiplying:
         self._signature = program.signature
         self._visiting = visiting
         self._cut = cut = Cut(program.signature, visits, communicator.rank)
-        self._shapes = tensors.output_shapes(program.signature, inputs)
-        self._between = _between(visits, cut.given(inputs))
+        shapes = tensors.output_shapes(program.signature, inputs)
+        types = (tensors.dtype_of(program.signature, port, inputs) for port in program.signature.outputs)
+        self._made = tuple(zip(shapes, types, strict=True))
+        given = cut.given(inputs)
+        self._between = _between(visits, given)
         self._fused: Fused | None = None
-        rows, factor = (cut.given(inputs)[cut.number(name)] for name in operands(visits))
+        rows, factor = (cut.operand(kept, given) for kept in _products(visits)[0].reads[:2])
         if rows.is_cuda and not visits.by_library:
             from commdsl.runtime import fused  # where there is a GPU
 
-            if fused.fits(visits.plan, cut.places, rows, factor):
-                self._fused = fused.Fused(visits.plan, cut.places, rows, factor)
+            results = _results(visits, given)
+            if len(results) == 1 and fused.fits(visits.plan, cut.places, rows, factor, *results):
+                self._fused = fused.Fused(visits.plan, cut.places, rows, factor, *results)
         self._plan = visits.plan
         self._stamps: Stamps | None = None  # of the last call, where they are
 
@@ -82,16 +91,17 @@ class Multiplying:
         for tensor in inputs:
             if not tensor.is_contiguous():
                 tensors.check(self._name, self._signature, inputs)
-        made = [inputs[0].new_empty(shape) for shape in self._shapes]
+        made = [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in self._made]
         places = self._cut.returned(made)
-        for names, shape in self._between:
-            places |= zip(names, inputs[0].new_empty(len(names), *shape), strict=True)
-        given = self._cut.given(inputs)
+        for names, shape, dtype in self._between:
+            places |= zip(names, inputs[0].new_empty((len(names), *shape), dtype=dtype), strict=True)
+        given, scales = self._cut.given(inputs), inputs[len(self._signature.inputs) :]
         is_aligned = self._fused is not None and all(one.data_ptr() % tensors.ALIGNMENT == 0 for one in given)
-        over: Over | None = self._fused.over if self._fused is not None and is_aligned else None
+        over: Over | None = partial(self._fused.over, scales) if self._fused is not None and is_aligned else None
         if self._plan.stamped:
-            over = self._stamped(self._fused if is_aligned else None, inputs[0].device)
-        self._visiting(given, {MATMUL: multiply}, places=places, over=over)
+            over = self._stamped(self._fused if is_aligned else None, inputs[0].device, scales)
+        function = partial(multiply, scales=scales) if scales else multiply
+        self._visiting(given, {MATMUL: function}, places=places, over=over)
         return made
 
     def profile(self) -> Profile:
@@ -99,7 +109,7 @@ class Multiplying:
         assert self._stamps is not None
         return self._stamps.profile()
 
-    def _stamped(self, fused: Fused | None, device: torch.device) -> Over:
+    def _stamped(self, fused: Fused | None, device: torch.device, scales: Sequence[torch.Tensor]) -> Over:
         """What stands in place of the streams and functions of a call: its launches write time stamps, and products."""
         if fused is None and device.type == "cuda":
             raise OpError(f"torch multiplies in this call of `{self._name}`, and its kernels have no time stamps")
@@ -108,18 +118,20 @@ class Multiplying:
 
         def over(streams: Streams, held: Mapping[Kept, torch.Tensor]) -> tuple[Streams, Mapping[str | None, Function]]:
             streams = StampedStreams(streams, rooms)
-            return (streams, {MATMUL: self._timed(stamps)}) if fused is None else fused.over(streams, held, stamps)
+            if fused is None:
+                return streams, {MATMUL: self._timed(stamps, scales)}
+            return fused.over(scales, streams, held, stamps)
 
         return over
 
-    def _timed(self, stamps: Stamps) -> Function:
+    def _timed(self, stamps: Stamps, scales: Sequence[torch.Tensor]) -> Function:
         """Products on the processor, by the clock of its kernels."""
         products = [phase for phase in self._plan.phases if isinstance(phase, Visit)]
         rooms = [stamps.take(alone(task(one))) for one in products]
 
         def timed(number: int, *given: torch.Tensor, out: torch.Tensor) -> None:
             begin = time.monotonic_ns()
-            multiply(number, *given, out=out)
+            multiply(number, *given, out=out, scales=scales)
             rooms[number][0] = torch.tensor((begin, begin, time.monotonic_ns(), 0))
 
         return timed
@@ -142,18 +154,12 @@ def multiplying(
     return Multiplying(name, communicator, program, visiting, inputs)
 
 
-def operands(visits: Visits) -> tuple[str, str]:
-    """What the first product is given: rows of the caller's, and the factor."""
-    reads = visits.held[0].reads
-    return reads[0], reads[1]
-
-
 class Cut:
     """Which stretch of which tensor of a call is which part, on this rank."""
 
     def __init__(self, signature: Signature, visits: Visits, rank: int) -> None:
         self._rank = rank
-        self._signature = signature
+        self._signature, self._visited = signature, visits.signature
         self._parts = {of: tuple(parts) for of, parts in groupby(visits.parts, lambda part: part.of)}
         self._names = [port.name for port in visits.signature.inputs]
         whole = {port.name for port in (*signature.inputs, *signature.outputs)}
@@ -164,13 +170,16 @@ class Cut:
         }
         """By part, of which tensor it is which matrix; those that a call has for itself lie one behind another."""
 
-    def number(self, name: str) -> int:
-        """Which of what is given a part is."""
-        return self._names.index(name)
+    def operand(self, kept: Kept, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What a product reads: of what is given, or memory like what a call has for itself."""
+        if kept.name in self._names:
+            return given[self._names.index(kept.name)]
+        shape, dtype = _kind(self._visited, _port(kept), given)
+        return given[0].new_empty(shape, dtype=dtype)
 
     def given(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that a call is given, as its Plan has them."""
-        ports = zip(self._signature.inputs, inputs, strict=True)
+        """The tensors that a call is given, as its Plan has them: scales may follow, which it does not know."""
+        ports = zip(self._signature.inputs, inputs[: len(self._signature.inputs)], strict=True)
         found = {name: one for port, tensor in ports for name, one in self._of(port, tensor).items()}
         return [found[name] for name in self._names]
 
@@ -187,8 +196,28 @@ class Cut:
         return {part.name: cut[part.chunks[self._rank]] for part in parts}
 
 
-def _between(visits: Visits, given: Sequence[torch.Tensor]) -> list[tuple[tuple[str, ...], list[int]]]:
-    """Of what a call has for itself, and peers do not put to: the parts of each buffer, and the shape of one."""
+def _results(visits: Visits, given: Sequence[torch.Tensor]) -> set[torch.dtype]:
+    """Of what products make, and what is added to it."""
+    found = {kept for one in _products(visits) for kept in (*one.reads[2:], *one.writes)}
+    return {tensors.dtype_of(visits.signature, _port(kept), given) for kept in found}
+
+
+def _products(visits: Visits) -> list[Visit]:
+    return [one for one in visited(visits.plan) if isinstance(one, Visit)]
+
+
+def _port(kept: Kept) -> Port:
+    return Port(kept.name, 1, 0, kept.unit)
+
+
+def _kind(signature: Signature, port: Port, given: Sequence[torch.Tensor]) -> tuple[list[int], torch.dtype]:
+    """The shape and the type of a part."""
+    (shape,) = tensors.shapes(signature, given, [port])
+    return shape, tensors.dtype_of(signature, port, given)
+
+
+def _between(visits: Visits, given: Sequence[torch.Tensor]) -> list[tuple[tuple[str, ...], list[int], torch.dtype]]:
+    """Of what a call has for itself, and peers do not put to: parts of each buffer, and the shape and type of one."""
     elsewhere = {kept.name for kept in landing(visits.plan)}
     elsewhere |= {port.name for port in (*visits.signature.inputs, *visits.signature.outputs)}
     units = {kept.name: kept.unit for kept in kept_by(visits.plan)}
@@ -196,21 +225,40 @@ def _between(visits: Visits, given: Sequence[torch.Tensor]) -> list[tuple[tuple[
     for _, parts in groupby(visits.parts, lambda part: part.of):
         names = tuple(part.name for part in parts)
         if names[0] not in elsewhere:
-            port = Port(names[0], 1, 0, units[names[0]])
-            found.append((names, tensors.shapes(visits.signature, given, [port])[0]))
+            found.append((names, *_kind(visits.signature, Port(names[0], 1, 0, units[names[0]]), given)))
     return found
 
 
-def multiply(number: int, rows: torch.Tensor, factor: torch.Tensor, *sums: torch.Tensor, out: torch.Tensor) -> None:
+def multiply(
+    number: int,
+    rows: torch.Tensor,
+    factor: torch.Tensor,
+    *sums: torch.Tensor,
+    out: torch.Tensor,
+    scales: Sequence[torch.Tensor] = (),
+) -> None:
     """rows x factor transposed, and the sums added to it in their order: in float32 or wider, rounded once."""
-    if not sums:
+    if not sums and rows.dtype == out.dtype:
         torch.mm(rows, factor.t(), out=out)
         return
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    if rows.is_cuda and rows.dtype != wide:
-        found = torch.mm(rows, factor.t(), out_dtype=wide)  # of 16 bits, at their speed
-    else:
-        found = torch.mm(rows.to(wide), factor.t().to(wide))
+    found = multiplied(rows, factor, torch.promote_types(out.dtype, torch.float32), scales)
     for one in sums:
         found += one
     out.copy_(found)
+
+
+def multiplied(
+    rows: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, scales: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
+    """rows x factor transposed, of float8 times both scales, summed in float32 or wider and rounded once."""
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    if scales and rows.is_cuda and factor.shape[0] % FLOAT8_SIDE == factor.shape[1] % FLOAT8_SIDE == 0:
+        of_rows, of_factor = scales
+        return torch._scaled_mm(rows, factor.t(), of_rows, of_factor, out_dtype=dtype)
+    if rows.is_cuda and rows.dtype.itemsize == 2:  # at their speed
+        found = torch.mm(rows, factor.t(), out_dtype=wide)
+    else:
+        found = torch.mm(rows.to(wide), factor.t().to(wide))
+    for scale in scales:
+        found *= scale
+    return found.to(dtype)

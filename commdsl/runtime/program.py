@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache as memoize
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,7 @@ class Signature:
     row: int | None = None  # which input is one row of the others
     cast: str | None = None  # what values are rounded to on their way
     combines: bool = False  # whether there is a reduction, of calls or of the text
+    scales: tuple[str, ...] = ()  # what follows the inputs where float8 is multiplied: a number of each factor
 
     @property
     def lengths(self) -> Lengths | None:
@@ -158,10 +160,7 @@ def _with_kernels(made: Program, kernels: tuple[Built, ...]) -> Program:
 def routed_program(definition: Definition, ranks: int, transport: Transport, config: Config) -> RoutedProgram:
     """As `program`, for a dispatch."""
     parts = ["dispatch", *_parts(definition, ranks, transport)]
-
-    def made() -> RoutedProgram:
-        return _compile_dispatch(definition, ranks, transport)
-
+    made = partial(_compile_dispatch, definition, ranks, transport)
     found = cache.kept(config.cache_dir, cache.key(parts), RoutedProgram, made)
     if not definition.kernels:
         return found
@@ -243,7 +242,8 @@ def _whole(schedule: Schedule, visits: Visits) -> Signature:
     known, free = units(schedule), only_multiplied(visits.plan, visits.parts)
     ports = [(one.kind, Port(one.name, one.blocks, 0, known[one.name], one.name in free)) for one in schedule.buffers]
     given, returned = (tuple(port for kind, port in ports if kind in kinds) for kinds in (GIVEN, RETURNED))
-    return Signature(given, returned, (), (), False, None)
+    made = next(port.unit for kind, port in ports if port.unit is not None and port.unit.factor is not None)
+    return Signature(given, returned, (), (), False, None, scales=(f"scale_{made.size}", f"scale_{made.factor}"))
 
 
 def _parts(definition: Definition, ranks: int, transport: Transport) -> list[str]:

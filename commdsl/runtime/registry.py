@@ -59,6 +59,7 @@ def _define(library: torch.library.Library, op: Op) -> None:
         + (', str op="sum"' if signature.has_reduction else "")
         + ", float? timeout=None"
     )
+    tail += "".join(f", Tensor? {name}=None" for name in signature.scales)
     tags = (torch.Tag.pt2_compliant_tag,)
     library.define(f"{op.name}({', '.join(f'Tensor {name}' for name in names)}, {tail}) -> {returns}", tags=tags)
     for key in ("CPU", "CUDA"):

@@ -13,9 +13,13 @@ from typing import Any
 
 import torch
 
+from commdsl.ir.classes import MADE
 from commdsl.machine import dtypes
 from commdsl.runtime.errors import ReductionError, TensorError
 from commdsl.runtime.program import Port, Signature
+
+FLOAT8 = torch.float8_e4m3fn
+"""What is multiplied with scales."""
 
 ALIGNMENT = 16
 """Bytes between whose multiples a row begins that TMA reads."""
@@ -29,7 +33,8 @@ def check(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> N
     """Refuses tensors that differ in device, do not lie as a call takes them, or are not of the dtypes or blocks they
     should be.
     """
-    first = tensors[0]
+    first, scales = tensors[0], tensors[len(signature.inputs) :]
+    tensors = tensors[: len(signature.inputs)]
     for port, tensor in zip(signature.inputs, tensors, strict=True):
         if tensor.device != first.device:
             raise TensorError(
@@ -47,7 +52,7 @@ def check(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> N
     if signature.lengths is None:
         _check_blocks(name, signature, tensors)
     for port in filter(_is_made, signature.outputs):
-        _check_product(name, signature, port, tensors)
+        _check_product(name, signature, port, tensors, scales)
     if signature.row is not None:
         _check_row(name, signature, signature.row, tensors)
 
@@ -79,8 +84,10 @@ def _check_row(name: str, signature: Signature, row: int, tensors: Sequence[torc
         raise TensorError(f"`{name}`: {what}, and they are equally long")
 
 
-def _check_product(name: str, signature: Signature, made: Port, tensors: Sequence[torch.Tensor]) -> None:
-    """What is multiplied are matrices of floats whose rows are as long."""
+def _check_product(
+    name: str, signature: Signature, made: Port, tensors: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]
+) -> None:
+    """What is multiplied are matrices of floats whose rows are as long; of float8 each has a scale."""
     assert made.unit is not None
     assert made.unit.factor is not None
     rows, factor = _sized(signature, made), _input(signature, made.unit.factor)
@@ -92,6 +99,26 @@ def _check_product(name: str, signature: Signature, made: Port, tensors: Sequenc
         if (tensor.shape[1], tensor.dtype) != (tensors[rows].shape[1], tensors[rows].dtype):
             first = f"`{signature.inputs[rows].name}` {tensors[rows].shape[1]} of {tensors[rows].dtype}"
             raise TensorError(f"`{name}`: a row of `{port.name}` has {tensor.shape[1]} of {tensor.dtype}, of {first}")
+    check_scales(name, tensors[rows], tensors[factor], scales)
+
+
+def check_scales(name: str, rows: torch.Tensor, factor: torch.Tensor, scales: Sequence[torch.Tensor]) -> None:
+    """Float8 is multiplied where it lies by rows, with a float32 number of each factor; nothing else has such."""
+    is_float8 = rows.dtype == FLOAT8
+    if (2 if is_float8 else 0) != len(scales) or (rows.dtype.itemsize == 1 and not is_float8):
+        what = f"{rows.dtype} with {len(scales)} scales"
+        raise TensorError(f"`{name}` multiplies {FLOAT8} with two scales, and wider floats without, not {what}")
+    for scale in scales:
+        if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != rows.device:
+            what = f"{tuple(scale.shape)} of {scale.dtype} on {scale.device}"
+            raise TensorError(f"`{name}`: a scale is one float32 number on {rows.device}, not {what}")
+    if is_float8 and not (is_deep(rows) and is_deep(factor)):
+        raise TensorError(f"`{name}`: a factor of {FLOAT8} lies by columns, and is multiplied by rows: copy it")
+
+
+def is_deep(matrix: torch.Tensor) -> bool:
+    """Whether the elements of a row lie side by side; else those of a column do."""
+    return matrix.stride(-1) == 1 or matrix.is_contiguous()
 
 
 def block_and_row(signature: Signature, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
@@ -116,9 +143,19 @@ def _check_blocks(name: str, signature: Signature, tensors: Sequence[torch.Tenso
 def dtype_of(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) -> torch.dtype:
     """What a tensor of the op is of, given the inputs."""
     if port.unit is None or port.unit.element is None:
-        return tensors[_typed(signature, port)].dtype
-    found: torch.dtype = getattr(torch, port.unit.element)
+        found = tensors[_typed(signature, port)].dtype
+        return made_of(found) if _is_made(port) else found
+    return dtype_named(port.unit.element)
+
+
+def dtype_named(element: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, element)
     return found
+
+
+def made_of(dtype: torch.dtype) -> torch.dtype:
+    """What a product is of, where nothing else is declared."""
+    return dtype_named(MADE.get(element_name(dtype), element_name(dtype)))
 
 
 def block_elements(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) -> int:

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/gpu/run_products.py [--calls 300 --replays 30 --only storm --operators NAME]
 
-exact     all operators as they choose, and their schedules in one piece and in four; matrices by columns, tails of
-          tiles, tiles cut along K, and what no schedule multiplies: eagerly
+exact     all operators as they choose, and their schedules in one piece and in four; matrices by columns, float8,
+          tails of tiles, tiles cut along K, and what no schedule multiplies: eagerly
 graphs    graphs of two calls, replayed with other numbers
 gradients those of rows and of weights
 stamps    time stamps of a call, which rank 0 prints: the time that they say is within 5 % of that of events around it
@@ -46,7 +46,9 @@ from commdsl.planner.tuning.selection import SEQUENCE
 from commdsl.runtime import groups
 from commdsl.runtime.menu import name_of_device
 
-DTYPE = torch.bfloat16
+DTYPE, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
+SCALES = (4.0, 0.125)
+"""Of float8."""
 SIZES = (
     (128, 64, 128),
     (520, 72, 136),
@@ -76,10 +78,11 @@ class Shape:
     columns: int  # of a rank's results
     pieces: int = 0  # in which its schedule has rows; 0: as the operator chooses
     by_columns: bool = False  # as weights lie, and rows that do not travel
+    dtype: torch.dtype = DTYPE
 
     def __str__(self) -> str:
         pieces = f" in {self.pieces}" if self.pieces else ""
-        pieces += " by columns" if self.by_columns else ""
+        pieces += " by columns" if self.by_columns else " of float8" if self.dtype == FLOAT8 else ""
         return f"{self.call.__name__} {self.rows}x{self.depth}x{self.columns}{pieces}"
 
     def ways(self) -> Iterator[Shape]:
@@ -91,6 +94,7 @@ class Shape:
                     yield replace(self, pieces=pieces)
             if self.rows % 8 == 0:  # else columns do not begin where TMA reads them
                 yield replace(self, pieces=PIECES[0], by_columns=True)
+            yield replace(self, pieces=PIECES[0], dtype=FLOAT8)
 
     def function(self, run: Parts) -> Callable[[Any, Any], Any]:
         if not self.pieces:
@@ -104,11 +108,16 @@ class Shape:
         columns = self.columns * run.ranks if called.all_columns else self.columns
         dice = torch.Generator(run.device).manual_seed(seed)
         draw = partial(torch.randint, -1, 2, generator=dice, device=run.device)
-        x = [draw((rows, self.depth)).to(DTYPE) for _ in range(run.ranks)]
-        return x, [draw((columns, self.depth)).to(DTYPE) for _ in range(run.ranks)]
+        x = [draw((rows, self.depth)).to(self.dtype) for _ in range(run.ranks)]
+        return x, [draw((columns, self.depth)).to(self.dtype) for _ in range(run.ranks)]
+
+    def scales(self, run: Parts) -> list[Any]:
+        return [torch.tensor(one, device=run.device) for one in SCALES] if self.dtype == FLOAT8 else []
 
     def wanted(self, run: Parts, x: list[Any], w: list[Any]) -> Any:
-        return WANTED[self.call](run, x, w, by_schedule=self.pieces > 0)
+        """Scales are powers of two: whenever it is rounded, it is the same."""
+        scale = SCALES[0] * SCALES[1] if self.dtype == FLOAT8 else 1.0
+        return WANTED[self.call](run, x, w, by_schedule=self.pieces > 0) * scale
 
 
 def gathered(run: Parts, x: list[Any], w: list[Any], by_schedule: bool = False) -> Any:
@@ -203,11 +212,12 @@ class Repeated:
         if shape.by_columns:
             self.w = by_columns(self.w)
             self.x = self.x if shape.call is all_gather_matmul else by_columns(self.x)
+        self.scales = shape.scales(run)
         self.wrong = torch.zeros((), dtype=torch.int64, device=run.device)
 
     def call(self, seed: int) -> None:
         self._fill(seed)
-        self.judge(seed, self.function(self.x, self.w))
+        self.judge(seed, self.function(self.x, self.w, *self.scales))
 
     def replay(self, graph: Any, found: Any, seed: int) -> None:
         self._fill(seed)
@@ -217,7 +227,7 @@ class Repeated:
 
     def capture(self) -> tuple[Any, list[Any]]:
         found: list[Any] = []
-        graph = captured(lambda: found.append(self.function(self.x, self.w)), 2, before=1)
+        graph = captured(lambda: found.append(self.function(self.x, self.w, *self.scales)), 2, before=1)
         return graph, found[1:]
 
     def judge(self, seed: int, found: Any) -> None:

@@ -2,17 +2,21 @@
 // Assumes sm_90a, COMMDSL_THREADS 384, and a Plan with `multiply` (wgmma.cu.j2). Decides nothing: in which order tiles are made, and
 // which of them several blocks share, is in the table of pieces.
 //
-// A block has three warpgroups. One thread of the first loads (TMA): a stage holds kRows of A and kColumns of B, 64 deep. The others
-// multiply half of the rows each, 64 at a time, and store. The n-th fill takes stage n % kStages and ends phase n / kStages of its mark
-// `full`; the multipliers of all blocks that it went to end the same phase of its mark `empty`. In a cluster of two blocks, which lie
-// one below the other, each loads half of what both need of B and sends it to both. What is added to a tile comes behind its last
-// stage, a line of 64 rows of each multiplier a fill, so it is there when the products are.
+// A block has three warpgroups. One thread of the first loads (TMA): a stage holds kRows of A and kColumns of B, a line of 128 bytes
+// deep: 64 elements of 16 bits, 128 of float8. The others multiply half of the rows each, 64 at a time, and store. The n-th fill takes
+// stage n % kStages and ends phase n / kStages of its mark `full`; the multipliers of all blocks that it went to end the same phase of
+// its mark `empty`. In a cluster of two blocks, which lie one below the other, each loads half of what both need of B and sends it to
+// both. What is added to a tile comes behind its last stage, a line of 64 rows of each multiplier a fill, so it is there when the
+// products are.
 //
 // What is made may be several products by blocks of one factor, *turns*: rows from here or there, to here or there, that may have to wait for
 // what moves beside, and that others may wait for. A turn's words say so: a launch beside is over, so many tiles of a turn are stored.
 //
 // Or a cluster makes a tile together: each of its kSplit blocks has a share of the depth, leaves its sums in the others' stages when
 // all have multiplied, and stores the columns that are its own.
+//
+// The tensor cores add products of float8 in fewer bits than float32 has: sums of a stage, which are exact to 13 bits or so, are added up
+// in float32. Both factors are deep, and what comes of them is multiplied with the two numbers that their elements stand for (scales).
 //
 // A piece is a run of the depth of one tile. Of a tile that is cut, the blocks with the later parts leave their sums in memory and
 // raise a flag; the block with the first adds them up in the order of the depth: the same bits whoever comes when.
@@ -33,11 +37,17 @@
 
 namespace commdsl {
 
-constexpr u32 kWarpgroup = 128, kMultipliers = 2, kTileDepth = 64;
+constexpr u32 kWarpgroup = 128, kMultipliers = 2;
 constexpr u32 kClaims = 4;                 // entries of the table that a worker knows of at once
 constexpr u32 kLine = 128;                 // bytes that lie side by side in shared memory, swizzled
 constexpr u32 kPanelBytes = 64 * kLine;    // 64 lines
+constexpr u32 kPart = 32;                  // bytes of a line that one instruction multiplies
 constexpr u32 kMarks = 256;                // bytes of all marks
+
+// It is only multiplied.
+struct float8_e4m3fn {
+  using Storage = u8;
+};
 
 // `slot`: where sums lie that one block leaves for another. `parts` 0: a whole tile; more: the first part, to which so many are
 // added; less: a later part.
@@ -73,6 +83,7 @@ struct alignas(64) MatmulArgs {
   u64 pieces, claims;    // a table of what is taken, and how much of it is: zero between launches
   u64 turns, words;
   u64 bias, partials, flags;
+  u64 scales[2];         // of A and of B, a float32 each
   u64 timeout_ns;
   u32 rows, columns;     // of C, in one turn
   u32 entries;           // of the table
@@ -83,6 +94,8 @@ struct alignas(64) MatmulArgs {
 
 template <class Plan>
 struct MatmulShape : Plan {
+  static constexpr u32 kDepth = kLine / sizeof(typename Plan::Element::Storage);  // of a stage
+  static constexpr bool kFloat8 = sizeof(typename Plan::Element::Storage) == 1;
   static constexpr u32 kHalf = Plan::kColumns / 2;  // the columns of B that one load, or one block of a cluster, brings
   static constexpr u32 kOutColumns = Plan::kGated ? kHalf : Plan::kColumns;
   static constexpr u32 kHigh = Plan::kRows / (64 * kMultipliers);  // how often 64 rows a multiplier has
@@ -93,7 +106,8 @@ struct MatmulShape : Plan {
   static constexpr u32 kOutBytes = sizeof(typename Plan::Result::Storage);
   static constexpr u32 kOutLine = kStored * kOutBytes >= 128 ? 128 : kStored * kOutBytes >= 64 ? 64 : 32;  // of a panel of C, in bytes
   static constexpr u32 kOutElements = kOutLine / kOutBytes;
-  static_assert(!Plan::kAdds || kOutBytes == 2, "what is added is of 16 bits, as the result is");
+  static_assert(!(Plan::kAdds || Plan::kBias) || kOutBytes == 2, "what is added is of 16 bits, as the result is");
+  static_assert(!kFloat8 || (Plan::kADeep && Plan::kBDeep && kHigh == 1), "float8 is multiplied where it is deep, in sums that are held twice");
   static_assert(kHalf % 8 == 0 && kStored >= 16, "eight lines are swizzled together, and one panel is stored");
   static_assert(Plan::kSplit == 1 || (Plan::kCluster == 1 && kHigh == 1 && !Plan::kGated), "blocks share a tile in one way");
   static_assert(kStored % 8 == 0, "a thread stores pairs of columns");
@@ -264,7 +278,7 @@ struct Loader : Worker<Shape> {
     const u32 first = this->first(piece), last = this->last(piece), late = last - least(Shape::kStages, last - first);
     for (u32 step = first; step < last; ++step) {
       if (is_last && step == late) take();
-      load(piece, turn, step * kTileDepth);
+      load(piece, turn, step * Shape::kDepth);
     }
     if (is_last) look();
     if constexpr (Shape::kSplit > 1) await_phase(this->shared.taken(), pieces++ % 2);
@@ -345,19 +359,21 @@ COMMDSL_FN u64 operand(u32 at) {
   return swizzled | next_lines | next_panel | (at & 0x3ffff) / 16;
 }
 template <bool deep>
-constexpr u64 kNextSixteen = deep ? 2 : 2 * 1024 / 16;  // from one operand 16 deep to the next
+constexpr u64 kNextPart = deep ? kPart / 16 : 2 * 1024 / 16;  // from what one instruction multiplies to the next
 
 template <class Shape>
 struct Multiplier : Worker<Shape> {
   using Result = typename Shape::Result;
   const u32 number = threadIdx.x / kWarpgroup - 1, thread = threadIdx.x % kWarpgroup;
   u32 stores = 0, tiles = 0;  // `tiles`: stored, and not told of
+  float scale = 1;
   float sum[Shape::kHigh][Shape::kSums];
 
   using Worker<Shape>::Worker;
 
   COMMDSL_FN void run() {
     await_launch_before();
+    if constexpr (Shape::kFloat8) scale = of_matrix(0) * of_matrix(1);
     for (Taken taken = this->taken(0), next; !taken.is_end(); taken = next) {
       make(taken, 0);
       if (taken.piece[1].last > 0) make(taken, 1);
@@ -397,38 +413,79 @@ struct Multiplier : Worker<Shape> {
 
   COMMDSL_FN void meet() const { asm volatile("bar.sync %0, %1;" ::"r"(number + 1), "n"(kWarpgroup) : "memory"); }
 
-  // The products of one stage run while those of the next are begun.
+  COMMDSL_FN float of_matrix(u32 factor) const {
+    u32 bits;
+    load(bits, reinterpret_cast<const char*>(this->args.scales[factor]));
+    return float_of_bits(bits);
+  }
+
   COMMDSL_FN void multiply(u32 steps, Stamps& stamps) {
-    if constexpr (Stamps::are_written()) {  // not in the loop, which is to stay as it is
+    if constexpr (Stamps::are_written()) {  // not in the loops, which are to stay as they are
       await_phase(this->shared.full(this->fill), this->shared.parity(this->fill));
       stamps.ready();
     }
-    settle();
+    if constexpr (Shape::kFloat8) {
+      multiply_by_stage(steps);
+    } else {
+      multiply_through(steps);
+    }
+  }
+
+  // The products of one stage run while those of the next are begun.
+  COMMDSL_FN void multiply_through(u32 steps) {
+    settle(sum);
     for (u32 step = 0; step < steps; ++step) {
-      await_phase(this->shared.full(this->fill), this->shared.parity(this->fill));
-      const u32 stage = this->shared.stage(this->fill);
-      u64 a = operand<Shape::kADeep>(stage + number * Shape::kHigh * kPanelBytes), b = operand<Shape::kBDeep>(stage + Shape::kABytes);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-      for (u32 part = 0; part < kTileDepth / 16; ++part) {
-#pragma unroll
-        for (u32 high = 0; high < Shape::kHigh; ++high) {
-          Shape::multiply(typename Shape::Element{}, sum[high], a + high * kPanelBytes / 16, b, step + part > 0);
-        }
-        a += kNextSixteen<Shape::kADeep>, b += kNextSixteen<Shape::kBDeep>;
-      }
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      ++this->fill;
-      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      begin_stage(sum, step > 0);
+      await_stages<1>();
       if (step > 0) release(this->fill - 2);
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    await_stages<0>();
     release(this->fill - 1);
-    settle();
+    settle(sum);
+  }
+
+  // While one multiplier adds the sums of a stage up, the other's products run.
+  COMMDSL_FN void multiply_by_stage(u32 steps) {
+    float some[Shape::kHigh][Shape::kSums] = {};
+#pragma unroll
+    for (u32 i = 0; i < Shape::kSums; ++i) sum[0][i] = 0;
+    for (u32 step = 0; step < steps; ++step) {
+      settle(some);
+      begin_stage(some, false);
+      await_stages<0>();
+      settle(some);
+      release(this->fill - 1);
+#pragma unroll
+      for (u32 i = 0; i < Shape::kSums; ++i) sum[0][i] += some[0][i];
+    }
+  }
+
+  // `adds`: to what is there.
+  COMMDSL_FN void begin_stage(float (&to)[Shape::kHigh][Shape::kSums], bool adds) {
+    await_phase(this->shared.full(this->fill), this->shared.parity(this->fill));
+    const u32 stage = this->shared.stage(this->fill);
+    u64 a = operand<Shape::kADeep>(stage + number * Shape::kHigh * kPanelBytes), b = operand<Shape::kBDeep>(stage + Shape::kABytes);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (u32 part = 0; part < kLine / kPart; ++part) {
+#pragma unroll
+      for (u32 high = 0; high < Shape::kHigh; ++high) {
+        Shape::multiply(typename Shape::Element{}, to[high], a + high * kPanelBytes / 16, b, adds || part > 0);
+      }
+      a += kNextPart<Shape::kADeep>, b += kNextPart<Shape::kBDeep>;
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    ++this->fill;
+  }
+
+  // All that were begun, but so many.
+  template <u32 left>
+  COMMDSL_FN static void await_stages() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
   }
 
   // The compiler is not to move the sums while products are on their way.
-  COMMDSL_FN void settle() {
+  COMMDSL_FN static void settle(float (&sum)[Shape::kHigh][Shape::kSums]) {
 #pragma unroll
     for (u32 i = 0; i < Shape::kHigh * Shape::kSums; ++i) asm volatile("" : "+f"(sum[i / Shape::kSums][i % Shape::kSums])::"memory");
   }
@@ -559,11 +616,11 @@ struct Multiplier : Worker<Shape> {
 
   COMMDSL_FN void activate(const float (&sum)[Shape::kSums], u32 i, u32 column, float* value) const {
     const u32 c = column + own_column(i);
-    value[0] = sum[i], value[1] = sum[i + 1];
+    value[0] = sum[i] * scale, value[1] = sum[i + 1] * scale;
     const bool inside = c < this->args.columns;
     if (Shape::kBias && inside) add_bias(value, c);
     if constexpr (Shape::kGated) {
-      float up[2] = {sum[i + Shape::kSums / 2], sum[i + Shape::kSums / 2 + 1]};
+      float up[2] = {sum[i + Shape::kSums / 2] * scale, sum[i + Shape::kSums / 2 + 1] * scale};
       if (Shape::kBias && inside) add_bias(up, this->args.columns + c);
       for (u32 e = 0; e < 2; ++e) value[e] = value[e] / (1.0f + expf(-value[e])) * up[e];
     }
@@ -597,8 +654,8 @@ struct Multiplier : Worker<Shape> {
   }
 
   COMMDSL_FN static void add_pair(float* value, u32 word) {
-    value[0] += Shape::Element::widen(static_cast<u16>(word));
-    value[1] += Shape::Element::widen(static_cast<u16>(word >> 16));
+    value[0] += Result::widen(static_cast<u16>(word));
+    value[1] += Result::widen(static_cast<u16>(word >> 16));
   }
 
   // Where the 16 bytes at place p of a line of C lie: swizzled, of all lines in the same 1024 bytes each at another place.
