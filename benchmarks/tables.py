@@ -28,6 +28,7 @@ from benchmarks import (
     report,
     rms_norm_report,
     transformer_report,
+    uneven_report,
 )
 from benchmarks.cases import TUNE_KEYS, parse_candidates, size_name
 from benchmarks.dispatch_report import LEAST_OF_LIMIT as LEAST_RATE
@@ -194,6 +195,11 @@ def rms_norm(found: Record) -> str:
     return markdown(*rms_norm_report.overview(rms_norm_report.rows_of(found.lines)))
 
 
+def uneven(found: Record) -> str:
+    """A line a collective and size."""
+    return markdown(*uneven_report.overview(uneven_report.rows_of(found.lines)))
+
+
 def compressed(found: Record) -> str:
     """float8 on the wire beside bfloat16."""
     return markdown(*compressed_report.overview(compressed_report.rows_of(found.lines)))
@@ -239,6 +245,7 @@ KINDS: dict[str, Callable[[Record], str]] = {
     "transformer": transformer,
     "rms_norm": rms_norm,
     "compressed": compressed,
+    "uneven": uneven,
     "planner": planner,
     "synthesis": synthesis,
 }

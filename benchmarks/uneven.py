@@ -7,8 +7,7 @@ do. Medians in microseconds of the slowest rank, contenders taking turns in CUDA
 torch's `all_gather` and `reduce_scatter` of lists, which it makes of grouped broadcasts and reductions, and
 `all_to_all_single` with split sizes, grouped sends and receives. Every result is held to what it must be before it is
 timed, and in its graph. `--tunes` adds tunings of ours, protocol:lanes:threads:tile, the last ones where they are said.
-Exit code 1: a wrong result, or a
-call of ours that failed.
+Exit code 1: a wrong result, or a call of ours that failed.
 
 `--dry-run` does all but time, on processors, without NCCL.
 """

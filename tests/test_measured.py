@@ -175,6 +175,15 @@ def called(contender: str, us: str, calls: int = 24, **changed: str) -> dict[str
 
 
 MADE = {
+    "uneven": (
+        [
+            {"collective": "all_gather", "bytes": "65536", "ranks": "2", "contender": name, "kind": kind}
+            | dict.fromkeys(("calls", "median_us", "p10_us", "p90_us"), us)
+            | {"status": "ok"}
+            for name, kind, us in (("NCCL", "peer", "12"), ("commdsl", "ours", "3"))
+        ],
+        ["| all_gather 64 KB | 12.0 | 3.0 | 0.25 |"],
+    ),
     "lengths": (
         [called("NCCL", "12", 6, kind="peer"), called("commdsl", "3", 6), called("commdsl", "2.5", 24)],
         ["| all_reduce, 1 KB | 6 calls | 24 calls |", "| NCCL | 12.0 | - |", "| commdsl | 3.0 | 2.5 |"],
