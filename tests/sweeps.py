@@ -9,8 +9,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-ONE_IN = 8
-LEAST = 4
+ONE_IN = 12
+LEAST = 3
 """So many cases of a family run, if it has them."""
 
 

@@ -42,7 +42,7 @@ from commdsl.program.plan import Plan
 from commdsl.program.timeouts import CommTimeout
 from commdsl.program.verify import verify
 
-RUN_ONE_IN = 8
+RUN_ONE_IN = 12
 SEEN_ONE_IN = 2
 Tally = Callable[[str, Counter[str]], None]
 Chosen = Callable[[str, int], bool]
