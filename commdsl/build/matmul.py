@@ -28,7 +28,8 @@ FLOAT8 = "float8_e4m3fn"
 HELD = {1: 132, 2: 66, 3: 38, 4: 28}
 """By their blocks, how many clusters an H200 was seen to hold at once: its SMs form groups of several sizes."""
 
-_LINE, _PANEL, _MARKS = 128, 64 * 128, 256 + 4 * 48  # bytes, as matmul.cuh lays them out
+# Bytes, as matmul.cuh lays them out: behind the marks lies what is taken, with its number in a stamped kernel.
+_LINE, _PANEL, _MARKS = 128, 64 * 128, 256 + 4 * 48
 _SHARED = 227 * 1024
 _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i2"), ("turn", "<u2")])
 _TAKEN, _NO_TURN = 2, 0xFFFF

@@ -107,8 +107,7 @@ class Fused:
         rows, factor = (held[kept] for kept in self._products[0].reads[:2])
         kernel = self._kernel(rows, factor)
         words = torch.zeros(self._launches + len(self._products), dtype=torch.int64, device=factor.device)
-        layout = Layout(tuple(map(task, self._products)), kernel.intervals)
-        written = 0 if stamps is None else stamps.take(layout).data_ptr()
+        written = 0 if stamps is None else stamps.take(self._layout(kernel)).data_ptr()
         launch = self._prepared(kernel, held, words.data_ptr(), written, tuple(one.data_ptr() for one in scales))
 
         def multiply(number: int, *_: torch.Tensor, out: torch.Tensor) -> None:
@@ -116,6 +115,10 @@ class Fused:
                 kernel(launch)
 
         return _Words(streams, kernel, words, self._launches), {MATMUL: multiply}
+
+    def _layout(self, kernel: Matmul) -> Layout:
+        """Of what a stamped kernel writes."""
+        return Layout(tuple(map(task, self._products)), kernel.intervals)
 
     def _kernel(self, rows: torch.Tensor, factor: torch.Tensor) -> Matmul:
         """The one that reads matrices that lie as these do."""
