@@ -184,8 +184,8 @@ def _unequal(located: Located, one: ClassedMoves, row: int) -> Diagnostic:
     moves, moved, before = one.located, int(one.moved[row]), int(one.before[row])
     source, dest = located.chunk_name(int(moves.sources[row, 0])), located.chunk_name(int(moves.dest[row]))
     buffers = [located.schedule.buffers[index] for index in (moves.moves.source_buffer, moves.moves.dest_buffer)]
-    same_cut = _split(located, moved)[1] == _split(located, before)[1]
-    other = _split(located, moved)[0] != _split(located, before)[0]
+    (length, cut, _), (length_before, cut_before, _) = (_split(located, code) for code in (moved, before))
+    same_cut, other = cut == cut_before, length != length_before
     return Diagnostic(
         "C305",
         f"{source} and {dest} differ in size",

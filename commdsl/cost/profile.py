@@ -94,7 +94,7 @@ class Profile:
     def _computes(self) -> NDArray[np.bool_]:
         return np.array([task.computes for task in self.tasks], bool)[self.task]
 
-    @property
+    @cached_property
     def _travels(self) -> Floats:
         return _spans(self.intervals[~self._computes])
 

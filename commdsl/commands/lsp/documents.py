@@ -76,6 +76,10 @@ class Document:
         return (file,)
 
     @property
+    def items(self) -> tuple[syntax.Item, ...]:
+        return self.files[0].items if self.files else ()
+
+    @property
     def formatted(self) -> str | None:
         return format_file(self.files[0]) if self.files else None
 
@@ -85,8 +89,7 @@ class Document:
 
     @cached_property
     def _names(self) -> tuple[syntax.Name, ...]:
-        nodes = syntax.nodes(self.files[0].items if self.files else ())
-        return tuple(node for node in nodes if isinstance(node, syntax.Name))
+        return tuple(node for node in syntax.nodes(self.items) if isinstance(node, syntax.Name))
 
     def name_at(self, offset: int) -> syntax.Name | None:
         return next((name for name in self._names if name.span.start <= offset <= name.span.end), None)
@@ -102,7 +105,7 @@ class Document:
     def uses(self) -> tuple[tuple[Span, Path], ...]:
         """Every `use`, and the file that it brings in."""
         found = list[tuple[Span, Path]]()
-        for item in self.files[0].items if self.files else ():
+        for item in self.items:
             if isinstance(item, syntax.Use):
                 with suppress(CommError):
                     found.append((item.span, compiler.find_used(item, self.folder)))
@@ -125,7 +128,7 @@ class Document:
         return "\n\n".join([*words, *([value] if value else [])])
 
     def _value(self, place: Span) -> str | None:
-        decls = (item for item in self.files[0].items if isinstance(item, syntax.ScheduleDecl))
+        decls = (item for item in self.items if isinstance(item, syntax.ScheduleDecl))
         decl = next((decl for decl in decls if place.is_in(decl.span)), None)
         if decl is None:
             return None
@@ -139,7 +142,7 @@ class Document:
 
     @property
     def outline(self) -> tuple[Entry, ...]:
-        return tuple(_entries(self.files[0].items)) if self.files else ()
+        return tuple(_entries(self.items))
 
 
 def _entries(nodes: object) -> Iterator[Entry]:

@@ -25,7 +25,7 @@ class Vocabulary:
     before_names: tuple[str, ...]  # keywords behind which none of them is one
     operators: tuple[str, ...]  # keywords that stand for a sign: `and`
     signs: dict[str, str]  # the longer first, with the regular expression of each
-    patterns: dict[str, str]  # regular expressions of the terminals that are no words and no signs
+    patterns: dict[str, str]  # regular expressions of units, strings, element types and comments
 
 
 def vocabulary() -> Vocabulary:
@@ -51,10 +51,7 @@ def vocabulary() -> Vocabulary:
         listed(names),
         listed({"AND", "OR", "NOT", "_IN"}),
         dict(sorted(written.items(), key=lambda sign: (-len(sign[0]), sign[0]))),
-        {
-            name: plain[name]
-            for name in ("NAME", "INT", "FLOAT", "RATE", "SIZE", "TIME", "STRING", "ELEMENT", "COMMENT")
-        },
+        {name: plain[name] for name in ("RATE", "SIZE", "TIME", "STRING", "ELEMENT", "COMMENT")},
     )
 
 

@@ -8,7 +8,7 @@ by themselves, on which spanning trees can be packed (Edmonds 1973). Does not pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
 
 import numpy as np
 
@@ -56,9 +56,10 @@ class Network:
 
     def carried(self, pieces: int) -> Carried | None:
         """For blocks cut into so many pieces; None where whole numbers take too long."""
-        times = self.times(pieces)
-        first = _first(times, lambda time: self.suffices(self.edges(time, pieces), pieces))
-        for time in times[first : first + TRIES].tolist():
+        times = self.times(pieces).tolist()
+        # As if of a longer time no wire carried less.
+        first = bisect_left(times, True, key=lambda time: self.suffices(self.edges(time, pieces), pieces))
+        for time in times[first : first + TRIES]:
             found = self.edges(time, pieces)
             if self.suffices(found, pieces):
                 return Carried(found, time)
@@ -98,12 +99,3 @@ class Network:
         network = np.pad(edges, (0, 1))
         network[start, :start] = self.given * pieces
         return all(flow_value(network, start, rank) >= total for rank in range(start))
-
-
-def _first(times: Floats, suffices: Callable[[float], bool]) -> int:
-    """Where the times begin that suffice, as if of a longer one no wire carried less."""
-    low, high = 0, len(times)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if suffices(float(times[middle])) else (middle + 1, high)
-    return low
