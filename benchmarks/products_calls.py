@@ -17,7 +17,7 @@ import commdsl
 from benchmarks.measure import Bench, Contender
 from benchmarks.products_report import ALONE, ASYNC, CHOSEN, CONTENDERS, IN_TURN, LIBRARY, OURS, STREAMS, Case, Way
 from benchmarks.turns import Made
-from commdsl.overlap import sequence
+from commdsl.overlap import auto, sequence
 
 Tensor = torch.Tensor
 Call = Callable[[], Tensor]
@@ -30,12 +30,6 @@ OPERATORS = {
     Way.SCATTER: "matmul_reduce_scatter",
     Way.REDUCE: "matmul_all_reduce",
     Way.EXCHANGE: "matmul_all_to_all",
-}
-SCHEDULES = {
-    Way.GATHER: "allgather_matmul",
-    Way.SCATTER: "matmul_reducescatter",
-    Way.REDUCE: "matmul_allreduce",
-    Way.EXCHANGE: "matmul_alltoall",
 }
 
 
@@ -53,6 +47,10 @@ class Stage:
         dice = torch.Generator(device).manual_seed(seed)
         return torch.randint(-1, 2, (rows, columns), generator=dice, device=device).to(torch.bfloat16)
 
+    @property
+    def operator(self) -> auto.Operator:
+        return auto.OPERATORS[OPERATORS[self.case.way]]
+
     @cached_property
     def x(self) -> Tensor:
         """This rank's rows, or its part of all of them."""
@@ -60,7 +58,7 @@ class Stage:
 
     def x_of(self, rank: int) -> Tensor:
         case = self.case
-        rows = case.rows // case.ranks if case.way in (Way.GATHER, Way.EXCHANGE) else case.rows
+        rows = case.rows if self.operator.all_rows else case.rows // case.ranks
         return self.drawn(rows, case.depth, rank)
 
     @cached_property
@@ -69,7 +67,7 @@ class Stage:
 
     def w_of(self, rank: int) -> Tensor:
         case = self.case
-        columns = case.columns * case.ranks if case.way is Way.EXCHANGE else case.columns
+        columns = case.columns * case.ranks if self.operator.all_columns else case.columns
         return self.drawn(columns, case.depth, 100 + rank)
 
     @cached_property
@@ -136,7 +134,7 @@ class Stage:
         if name == CHOSEN:
             return partial(getattr(commdsl.overlap, OPERATORS[self.case.way]), x, w)
         pieces, tune = OURS.get(name, 2), {"matmul": "library"} if name == LIBRARY else {}
-        op = commdsl.load(SCHEDULES[self.case.way], params={"C": pieces}, ranks=self.case.ranks, tune=tune)
+        op = commdsl.load(self.operator.schedule, params={"C": pieces}, ranks=self.case.ranks, tune=tune)
         return lambda: op(x, w)  # type: ignore[return-value]  # one result
 
     # --- the peers ----------------------------------------------------------------------------------------------------

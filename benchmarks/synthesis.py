@@ -32,7 +32,6 @@ COLLECTIVES = ("allgather", "reducescatter")
 SHAPES = [(1, gpus) for gpus in range(4, 17)] + [
     (nodes, gpus) for nodes in (2, 3, 4) for gpus in range(2, 9) if 4 <= nodes * gpus <= 16
 ]
-COLUMNS = ("collective", "machine", "nodes", "gpus", "ratio", "steps", "transfers", "seconds")
 MOST_RATIO = 1.15
 Pair = tuple[int, int]
 
@@ -49,6 +48,9 @@ class Row:
     steps: int
     transfers: int
     seconds: float
+
+
+COLUMNS = tuple(Row.__annotations__)
 
 
 def machine(seed: int) -> str:

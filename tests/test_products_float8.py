@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_overlap_ops import gathered, reduced, scattered  # noqa: E402 - after the check for torch
+from test_overlap_ops import exchanged, gathered, reduced, scattered  # noqa: E402 - after the check for torch
 from thread_ranks import in_group  # noqa: E402 - as above
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402 - as above
 
@@ -27,12 +27,6 @@ from commdsl.overlap import (  # noqa: E402 - as above
 
 FLOAT8 = torch.float8_e4m3fn
 RANKS = 2
-
-
-def exchanged(x: Sequence[Any], w: Sequence[Any]) -> list[Any]:
-    """What every rank has of `matmul_all_to_all`, of the tensors of all ranks."""
-    made = [(one @ other.t()).chunk(len(x), 1) for one, other in zip(x, w, strict=True)]
-    return [torch.cat(columns) for columns in zip(*made, strict=True)]
 
 
 WAYS = [

@@ -33,10 +33,8 @@ def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def keep_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """As `keep`, and of x the rows of all ranks."""
-    _, w, ctx.group_name, *scales = inputs
-    ctx.others = 1 + len(scales)
-    of_x, of_w, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(output[1] if of_w else None, w if of_x else None)
+    made, rows = output
+    keep(ctx, (rows, *inputs[1:]), made)
     ctx.set_materialize_grads(False)
 
 
