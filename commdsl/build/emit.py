@@ -84,9 +84,7 @@ class MovesText:
     in_constant_memory: bool
     wire: str
     has_reduction: bool
-    operation: (
-        str  # of what no kind of operation names: what the call asks for, or where it does not, one that is named
-    )
+    operation: str  # of what no kind names: what the call asks for, or where it does not, one that is named
     reduces_remotely: bool
     ranks: tuple[RankRows, ...]
     rank_begin: str

@@ -60,14 +60,14 @@ def unbuilt_lengths(schedule: Schedule) -> Iterator[Diagnostic]:
 def _all_meet(schedule: Schedule) -> bool:
     """Whether every rank moves something of every other one's: from what comes it learns how many rounds there are."""
     met = np.eye(schedule.num_ranks, dtype=np.bool_)
-    for moves in (one for step in schedule.steps if isinstance(step, Step) for one in step.moves):
+    for moves in schedule.statements:
         met[moves.dest_rank[:, None], moves.source_rank] |= True if moves.source_valid is None else moves.source_valid
     return bool(met.all())
 
 
 def unbuilt_casts(schedule: Schedule, transport: Transport) -> Iterator[Diagnostic]:
     """C594, one message: what travels in another element type does so by `bulk`, within a node, in one launch."""
-    first = next((one for step in schedule.steps if isinstance(step, Step) for one in step.moves if one.cast), None)
+    first = next((one for one in schedule.statements if one.cast), None)
     if first is None:
         return
     others = [step for step in schedule.steps if not isinstance(step, Step)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from commdsl.ir.schedules import Schedule, Step, Task, Yield
+from commdsl.ir.schedules import Schedule, Task, Yield
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.program.memory import Transport
@@ -31,15 +31,14 @@ def _of_machine(schedule: Schedule, transport: Transport) -> tuple[str, str] | N
         return "it runs beside moves through peer pointers, not NVSHMEM", "leave COMMDSL_TRANSPORT as it is"
     if protocol != "bulk":
         return f"it runs beside moves of protocol bulk, not {protocol}", "write `protocol bulk` in `tune`, or nothing"
-    steps = (step for step in schedule.steps if isinstance(step, Step))
-    if not any(moves.kind is MoveKind.REDUCE for step in steps for moves in step.moves):
+    if not any(moves.kind is MoveKind.REDUCE for moves in schedule.statements):
         return "nothing here reduces, and a kernel has its element type from a reduction", "reduce what it makes"
     return None
 
 
 def _of_task(schedule: Schedule, task: Task, before: list[Task]) -> tuple[str, str] | None:
     buffers = schedule.buffers
-    moved = {moves.dest_buffer for step in schedule.steps if isinstance(step, Step) for moves in step.moves}
+    moved = {moves.dest_buffer for moves in schedule.statements}
     moved |= {buffer for step in schedule.steps if isinstance(step, Yield) for buffer in step.writes}
     if task.tiles:
         return "its tiles are what a lane moves in a round", "leave `tiles` out, and write `tile` in `tune`"

@@ -292,7 +292,7 @@ def draw_step(canvas: Canvas, step: Step, left: float, stride: float, ys: Sequen
 
 def draw_kinds(canvas: Canvas, schedule: Schedule, at: Point) -> None:
     """The colours in use, and what they mean."""
-    used = {moves.kind for step in schedule.steps if isinstance(step, Step) for moves in step.moves}
+    used = {moves.kind for moves in schedule.statements}
     x = at.x
     for kind in (kind for kind in KINDS if kind in used):
         canvas.line(Point(x, at.y), Point(x + 22, at.y), KINDS[kind], 3)

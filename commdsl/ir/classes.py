@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from commdsl.ir.functions import ROWWISE, Extent
-from commdsl.ir.schedules import Buffer, Schedule, Statement, Step
+from commdsl.ir.schedules import Buffer, Schedule, Statement
 from commdsl.language.kinds import GIVEN, MoveKind
 from commdsl.language.records import dataclass
 from commdsl.machine.dtypes import BY_NAME, DType
@@ -66,8 +66,7 @@ class Joined:
 
 def joining(schedule: Schedule) -> Iterator[Statement]:
     """Every statement that moves anything as it is."""
-    moves = (one for step in schedule.steps if isinstance(step, Step) for one in step.moves)
-    return (one for one in moves if len(one.actor) and one.factor is None)
+    return (one for one in schedule.statements if len(one.actor) and one.factor is None)
 
 
 def classes(schedule: Schedule) -> tuple[int, ...]:

@@ -213,10 +213,9 @@ def run(
     `op` is sum, max, min, prod or avg. Raises ValueError for inputs of unequal blocks or an `op` a dtype has not.
     """
     memory = _Memory(schedule, inputs, dtype)
-    moves = (moves for step in schedule.steps if isinstance(step, Step) for moves in step.moves)
     if schedule.cast is not None and not dtype.casts:
         raise ValueError(f"{dtype.name} does not travel as {schedule.cast.element}")
-    reduced = (one for one in moves if one.accumulate or one.is_list)
+    reduced = (one for one in schedule.statements if one.accumulate or one.is_list)
     for of, how in {(memory.dtypes[one.dest_buffer].name, one.operation or op) for one in reduced}:
         if how not in BY_NAME[of].ops:
             raise ValueError(f"{of} has no `{how}`")

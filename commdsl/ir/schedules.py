@@ -10,6 +10,7 @@ takes the size class of what is written there. How long the blocks of a buffer a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import TypeAlias, assert_never
 
@@ -334,16 +335,19 @@ class Schedule:
         return frozenset(step.reads).intersection(frozenset[int]().union(*(one.buffers for one in self.rotations)))
 
     @property
+    def statements(self) -> Iterator[Statement]:
+        """Those of all steps that move."""
+        return (one for step in self.steps if isinstance(step, Step) for one in step.moves)
+
+    @property
     def cast(self) -> Cast | None:
         """What travels in another element type does so in this one; None: everything travels as it is."""
-        moves = (one for step in self.steps if isinstance(step, Step) for one in step.moves)
-        return next((one.cast for one in moves if one.cast is not None), None)
+        return next((one.cast for one in self.statements if one.cast is not None), None)
 
     @property
     def names_operations(self) -> bool:
         """Whether any statement says how it combines."""
-        moves = (one for step in self.steps if isinstance(step, Step) for one in step.moves)
-        return any(one.operation is not None for one in moves)
+        return any(one.operation is not None for one in self.statements)
 
     @property
     def num_yields(self) -> int:
@@ -359,11 +363,9 @@ class Schedule:
     @property
     def products(self) -> tuple[tuple[int, int, int], ...]:
         """What is multiplied by what to what: buffers, each three once."""
-        moves = (one for step in self.steps if isinstance(step, Step) for one in step.moves)
-        found = ((one.source_buffer, one.factor, one.dest_buffer) for one in moves if one.factor is not None)
+        moves = ((m.source_buffer, m.factor, m.dest_buffer) for m in self.statements if m.factor is not None)
         stops = (step for step in self.steps if isinstance(step, Yield) and step.is_product)
-        yields = ((step.reads[0], step.reads[1], step.writes[0]) for step in stops)
-        return tuple(dict.fromkeys((*found, *yields)))
+        return tuple(dict.fromkeys((*moves, *((step.reads[0], step.reads[1], step.writes[0]) for step in stops))))
 
     @property
     def has_products(self) -> bool:
@@ -372,8 +374,7 @@ class Schedule:
     @property
     def rowwise(self) -> tuple[Statement, ...]:
         """The statements that apply row-wise functions."""
-        moves = (one for step in self.steps if isinstance(step, Step) for one in step.moves)
-        return tuple(one for one in moves if one.applied is not None)
+        return tuple(one for one in self.statements if one.applied is not None)
 
     @property
     def has_own_units(self) -> bool:

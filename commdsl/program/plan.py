@@ -7,7 +7,7 @@ rank waits for and another tells stands in a phase: in the tables of `Moves`, or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from functools import cached_property
 from typing import TypeAlias, TypeVar, assert_never
@@ -66,9 +66,7 @@ class Plan:
     span: Span = field(repr=False)
     transport: Transport = Transport.PEER
     agree: Agree = field(kw_only=True)  # the role beside `roles`: it touches nothing that they do
-    stamped: bool = field(
-        default=False, kw_only=True
-    )  # another build of it, which says when what it does begins and ends
+    stamped: bool = field(default=False, kw_only=True)  # built to say when what it does begins and ends
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -98,14 +96,17 @@ class Plan:
     @property
     def has_reduction(self) -> bool:
         """Whether chunks are combined on the way, by any of its moves."""
-        moves = (phase.moves if isinstance(phase, Launch) else phase for phase in self.phases)
-        return any(isinstance(one, Moves) and one.has_reduction for one in moves)
+        return any(one.has_reduction for one in self._all_moves)
 
     @property
     def asks(self) -> bool:
         """Whether a call says how it is combined, by any of them."""
+        return any(one.asks for one in self._all_moves)
+
+    @property
+    def _all_moves(self) -> Iterator[Moves]:
         moves = (phase.moves if isinstance(phase, Launch) else phase for phase in self.phases)
-        return any(isinstance(one, Moves) and one.asks for one in moves)
+        return (one for one in moves if isinstance(one, Moves))
 
     @property
     def push(self) -> Push:

@@ -159,10 +159,10 @@ def _by_table(phases: list[Routed]) -> None:
     """Rows go where the table of a call may say, and every tensor's are finished."""
     finishes = [phase for phase in phases if isinstance(phase, Finish)]
     _law(len(finishes) == 1, f"rows are finished {len(finishes)} times")
-    pushes, straight = ([phase for phase in phases if isinstance(phase, kind)] for kind in (Push, PushStraight))
+    pushes = [phase for phase in phases if isinstance(phase, Push)]
+    straight = [phase for phase in phases if isinstance(phase, PushStraight)]
     _law(len(pushes) == 1, f"rows are pushed {len(pushes)} times")
     push, finish = pushes[0], finishes[0]
-    assert isinstance(push, Push)
     _law(len(straight) == int(not push.packed), f"rows go straight {len(straight)} times, packed {int(push.packed)}")
     names = [rows.name for rows in push.given]
     given, results, waiting = (

@@ -108,17 +108,17 @@ def _all_to_all(x: Tensor, group_name: str, timeout: float | None = None) -> Ten
 
 
 def _all_gather_uneven(x: Tensor, lengths: Sequence[int], group_name: str, timeout: float | None = None) -> Tensor:
-    return _run("all_gather", x, x.nbytes, group_name, timeout=timeout, lengths=tuple(lengths))
+    return _run("all_gather", x, x.nbytes, group_name, timeout=timeout, lengths=lengths)
 
 
 def _reduce_scatter_uneven(
     x: Tensor, lengths: Sequence[int], group_name: str, op: str = "sum", timeout: float | None = None
 ) -> Tensor:
-    return _run("reduce_scatter", x, x.nbytes, group_name, op=op, timeout=timeout, lengths=tuple(lengths))
+    return _run("reduce_scatter", x, x.nbytes, group_name, op=op, timeout=timeout, lengths=lengths)
 
 
 def _all_to_all_uneven(x: Tensor, lengths: Sequence[int], group_name: str, timeout: float | None = None) -> Tensor:
-    return _run("all_to_all", x, x.nbytes, group_name, timeout=timeout, lengths=tuple(lengths))
+    return _run("all_to_all", x, x.nbytes, group_name, timeout=timeout, lengths=lengths)
 
 
 def _broadcast(x: Tensor, group_name: str, root: int = 0, timeout: float | None = None) -> Tensor:

@@ -31,9 +31,9 @@ Scoped: TypeAlias = syn.ScheduleDecl | syn.PlanDecl
 def meanings(files: tuple[syn.File, ...], functions: Functions, schedules: Schedules) -> Meanings:
     """Of every name that the first file uses. What no file declares, such as `gpus`, has none."""
     roles = _roles(files)
+    elsewhere = {name: function.span for name, function in functions.items()}
     found = dict[Span, Span]()
     for item in files[0].items:
-        elsewhere = {name: function.span for name, function in functions.items()}
         if isinstance(item, Scoped):
             for one in looked(item, functions, schedules, tuple(roles)):
                 if one.symbol is not None and one.symbol.span is not None:

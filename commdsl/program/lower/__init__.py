@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from commdsl.ir.rowwise import Behind, ending
-from commdsl.ir.schedules import Schedule, Step, Task
+from commdsl.ir.schedules import Schedule, Task
 from commdsl.language.diagnostics import CommError, Diagnostic, Label
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.program.agree import heard_by
@@ -157,8 +157,7 @@ def _refuse_too_much(schedule: Schedule, problem: Problem) -> None:
 
 def _has_reduction(schedule: Schedule) -> bool:
     """Whether the kernel has an element type."""
-    steps = (step for step in schedule.steps if isinstance(step, Step))
-    return bool(_tasks(schedule)) or any(moves.kind is MoveKind.REDUCE for step in steps for moves in step.moves)
+    return bool(_tasks(schedule)) or any(moves.kind is MoveKind.REDUCE for moves in schedule.statements)
 
 
 def _tasks(schedule: Schedule) -> list[Task]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.schedules import Ints, Schedule, Statement, Step, Task, Yield
+from commdsl.ir.schedules import Ints, Schedule, Statement, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import GIVEN, RETURNED, BufferKind, MoveKind
 from commdsl.program.lower.hazards import Index
@@ -116,8 +116,8 @@ def _landing(schedule: Schedule, names: frozenset[str]) -> list[NDArray[np.bool_
     for number, buffer in enumerate(schedule.buffers):
         writes = np.zeros((schedule.num_ranks, buffer.num_chunks), np.int32)
         far = np.zeros_like(writes, np.bool_)
-        steps = (step for step in schedule.steps if isinstance(step, Step)) if buffer.name in names else ()
-        for moves in (one for step in steps for one in step.moves if one.dest_buffer == number and len(one.actor)):
+        moved = schedule.statements if buffer.name in names else ()
+        for moves in (one for one in moved if one.dest_buffer == number and len(one.actor)):
             place = moves.dest_rank, moves.dest_chunk
             writes[place] += 1
             far[place] = (moves.kind is not MoveKind.REDUCE) & (moves.source_rank[:, 0] != moves.dest_rank)
@@ -128,8 +128,7 @@ def _landing(schedule: Schedule, names: frozenset[str]) -> list[NDArray[np.bool_
 
 def _most_operands(schedule: Schedule) -> int:
     """The longest list that is combined."""
-    steps = (step for step in schedule.steps if isinstance(step, Step))
-    moves = (moves for step in steps for moves in step.moves if moves.kind is MoveKind.REDUCE)
+    moves = (moves for moves in schedule.statements if moves.kind is MoveKind.REDUCE)
     return max((some.source_rank.shape[1] for some in moves), default=0)
 
 
