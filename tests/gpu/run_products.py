@@ -43,7 +43,7 @@ from commdsl.machine.config import from_environment
 from commdsl.overlap import all_gather_matmul, choice, matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
 from commdsl.overlap.auto import OPERATORS
 from commdsl.planner.tuning.selection import SEQUENCE
-from commdsl.runtime import groups
+from commdsl.runtime import given, groups
 from commdsl.runtime.menu import name_of_device
 
 DTYPE, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
@@ -284,23 +284,23 @@ def differentiated(run: Parts, shape: Shape, calls: int) -> int:
 
 
 def stamps(run: Parts) -> None:
+    shapes = []
     for call, size in LARGE.items():
         rows, depth, columns = size if run.on_gpu else (one // HOST for one in size)
-        for pieces in PIECES:
-            shape = Shape(call, rows // run.ranks, depth, columns, pieces)
-            run.attempt_in_time(Part("stamps", str(shape), STAMPED), partial(agreeing, run, shape))
+        shapes += [Shape(call, rows // run.ranks, depth, columns, pieces) for pieces in PIECES]
+    each("stamps", STAMPED, agreeing, shapes, run)
 
 
-def agreeing(run: Parts, shape: Shape) -> int:
+def agreeing(run: Parts, shape: Shape, calls: int) -> int:
     """How many calls took another time by their stamps than by events around them; on the processor, a longer one.
     Ranks begin together, when all is launched, so that neither holds what the host takes.
     """
     made = Repeated(run, shape)
     op, tensors, wrong = shape.function(run), (made.x, made.w), 0
-    call = op.stamped.bound(tensors, groups.name_of(None), "sum", False, None)
+    call = op.stamped.bound(tensors, groups.name_of(None), given.asked("sum", None, None))
     ways, ratios = {"plain": lambda: op(*tensors), "stamped": lambda: call(tensors)[0]}, []
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(1 + STAMPED):
+    for turn in range(1 + calls):
         found = {}
         for way, work in ways.items():
             run.everyone(None)
@@ -351,7 +351,7 @@ def beside(run: Parts) -> None:
     summed_up = torch.zeros(MORE, device=run.device)
     torch.distributed.all_reduce(summed_up, group=others)  # all ranks set up the one before the other
 
-    def work(shape: Shape, calls: int) -> int:
+    def work(run: Parts, shape: Shape, calls: int) -> int:
         made, wrong = Repeated(run, shape), 0
         made.call(0)
         for seed in range(calls):
@@ -367,8 +367,7 @@ def beside(run: Parts) -> None:
             wrong += int((summed_up != seed * run.ranks).any())
         return int(made.wrong) + wrong
 
-    for shape in (replace(shape, pieces=pieces) for shape in CROWDED for pieces in PIECES):
-        run.attempt_in_time(Part("beside", str(shape), BESIDE), partial(work, shape, BESIDE))
+    each("beside", BESIDE, work, [replace(shape, pieces=pieces) for shape in CROWDED for pieces in PIECES], run)
 
 
 def storm(run: Parts) -> None:
