@@ -3,13 +3,13 @@
     torchrun --nproc-per-node 2 benchmarks/products.py [--rows 1024 4096 8192 16384 --time-budget 60 --save NAME]
 
 A row is an all-gather of rows and a product, or a product and a reduce-scatter or all-reduce of its rows, or an
-all-to-all of its columns: M rows in all, this rank's K x N in bfloat16. Columns, medians in microseconds of the slowest
-rank, all contenders taking turns: cuBLAS alone; NCCL and cuBLAS in sequence; both on streams of their own, in 2 and 4
-chunks; torch's async-TP, which has no all-to-all and which no graph can capture; ours in one launch, with each rank's
-rows in 1, 2 or 4 pieces, and in 2 by cuBLAS's products; our collective and cuBLAS in sequence; and what `overlap`
-chooses. All but async-TP are in CUDA graphs of as many calls. Every result is checked before anything is timed. Exit
-code 1: a wrong result, or a call of ours that failed. The table comes last, whatever happened; `*` marks a figure that
-is missed.
+all-to-all of its columns: M rows in all, this rank's K x N, in bfloat16, and with `--elements bfloat16 float8`, in
+float8 with two scales as well. Columns, medians in microseconds of the slowest rank, all contenders taking turns:
+cuBLAS alone; NCCL and cuBLAS in sequence; both on streams of their own, in 2 and 4 chunks; torch's async-TP, which has
+no all-to-all and which no graph can capture; ours in one launch, with each rank's rows in 1, 2 or 4 pieces, and in 2 by
+cuBLAS's products; our collective and cuBLAS in sequence; and what `overlap` chooses. All but async-TP are in CUDA
+graphs of as many calls. Every result is checked before anything is timed. Exit code 1: a wrong result, or a call of
+ours that failed. The table comes last, whatever happened; `*` marks a figure that is missed.
 
 `--dry-run` does all but time, on processors, without what needs a GPU:
 
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import products_report, record
 from benchmarks.contests import Contests
-from benchmarks.products_report import ALONE, ASYNC, CONTENDERS, Case, Row, Way, overview
+from benchmarks.products_report import ALONE, ASYNC, CONTENDERS, Case, Element, Row, Way, overview
 from benchmarks.report import NO_TIME, Result
 
 SHAPES = {
@@ -53,6 +53,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rows", nargs="+", type=int, default=(8192, 1024, 4096, 16384), help="M, of all ranks")
     add("--shapes", nargs="+", type=shape_of, help="K x N as in 8192x3584, of every way")
     add("--ways", nargs="+", type=Way, choices=list(Way), default=list(Way))
+    add("--elements", nargs="+", type=Element, choices=list(Element), default=[Element.BFLOAT16])
     add("--batches", type=int, default=9, help="timed batches a contender")
     add("--time-budget", type=float, default=60.0, help="seconds after which no row is begun")
     add("--dry-run", action="store_true", help="on processors: checks, and times nothing")
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
     bench = started(options.time_budget, options.batches, on_gpus=not options.dry_run)
     what = "processors" if options.dry_run else torch.cuda.get_device_name()
-    output.title = f"bfloat16, {bench.ranks} x {what}, torch {torch.__version__}; microseconds"
+    output.title = f"{bench.ranks} x {what}, torch {torch.__version__}; microseconds"
     for case in cases_of(options, bench.ranks):
         _measured(bench, options, case, output)
     output.is_whole = True
@@ -96,7 +97,8 @@ def cases_of(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
     for rows in options.rows:
         for way in options.ways:
             for depth, columns in options.shapes or SHAPES[way]:
-                yield Case(way, rows, depth, columns, ranks)
+                for element in options.elements:
+                    yield Case(way, rows, depth, columns, ranks, element)
 
 
 def _measured(bench: Any, options: argparse.Namespace, case: Case, output: Output) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -15,15 +16,33 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 import commdsl
 from benchmarks.measure import Bench, Contender
-from benchmarks.products_report import ALONE, ASYNC, CHOSEN, CONTENDERS, IN_TURN, LIBRARY, OURS, STREAMS, Case, Way
+from benchmarks.products_report import (
+    ALONE,
+    ASYNC,
+    CHOSEN,
+    CONTENDERS,
+    IN_TURN,
+    LIBRARY,
+    OURS,
+    STREAMS,
+    Case,
+    Element,
+    Way,
+)
 from benchmarks.turns import Made
 from commdsl.overlap import auto, sequence
 
 Tensor = torch.Tensor
 Call = Callable[[], Tensor]
 
+BYTES = torch.uint8
+"""As which rows travel: NCCL and gloo move them as they are."""
+
 NEAR = 2.0**-7
 """Of whole numbers sums of products are exact, and rounded once; NCCL's more often, where they are large."""
+
+SCALES = (0.5, 4.0)
+"""Of float8: of rows, and of weights."""
 
 OPERATORS = {
     Way.GATHER: "all_gather_matmul",
@@ -41,11 +60,22 @@ class Stage:
     case: Case
     _floats: bool = False
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.case.element is Element.BFLOAT16 else torch.float8_e4m3fn
+
+    @cached_property
+    def scales(self) -> tuple[Tensor, ...]:
+        """Of rows and weights, where they have them."""
+        if self.case.element is Element.BFLOAT16:
+            return ()
+        return tuple(torch.tensor(one, device=self.bench.device) for one in SCALES)
+
     def drawn(self, rows: int, columns: int, seed: int) -> Tensor:
         """-1, 0 or 1."""
         device = self.bench.device
         dice = torch.Generator(device).manual_seed(seed)
-        return torch.randint(-1, 2, (rows, columns), generator=dice, device=device).to(torch.bfloat16)
+        return torch.randint(-1, 2, (rows, columns), generator=dice, device=device).to(self.dtype)
 
     @property
     def operator(self) -> auto.Operator:
@@ -78,6 +108,10 @@ class Stage:
     @cached_property
     def wanted(self) -> Tensor:
         """In float32 by one product after another, so that no library's way to travel is in it."""
+        return self.exact * prod(SCALES) if self.scales else self.exact
+
+    @property
+    def exact(self) -> Tensor:
         case, ranks = self.case, range(self.case.ranks)
         if case.way is Way.GATHER:
             rows = torch.cat([self.x_of(rank) for rank in ranks])
@@ -96,7 +130,8 @@ class Stage:
         if not self._floats:
             self._floats = True
             for tensor in (self.x, self.w, self.whole):
-                tensor.normal_(generator=torch.Generator(self.bench.device).manual_seed(self.bench.rank))
+                dice = torch.Generator(self.bench.device).manual_seed(self.bench.rank)
+                tensor.copy_(torch.randn(tensor.shape, generator=dice, device=self.bench.device))
 
     def is_wrong(self, found: Tensor) -> Tensor:
         return ((found.float() - self.wanted).abs() > NEAR * self.wanted.abs() + 2).any()
@@ -118,7 +153,7 @@ class Stage:
         x, w = self.x, self.w
         if name == ALONE:
             whole = self.whole
-            return lambda: torch.mm(whole, w.t())
+            return lambda: self.product(whole, w)
         if name in STREAMS:
             ways = {
                 Way.GATHER: self.gathered,
@@ -130,12 +165,23 @@ class Stage:
         if name == ASYNC:
             return self._asynchronous()
         if name == IN_TURN:
-            return partial(sequence.WAYS[OPERATORS[self.case.way]], x, w)
+            return lambda: sequence.WAYS[OPERATORS[self.case.way]](x, w, None, *self.scales)
         if name == CHOSEN:
-            return partial(getattr(commdsl.overlap, OPERATORS[self.case.way]), x, w)
+            named = dict(zip(("scale_x", "scale_w"), self.scales, strict=False))
+            return partial(getattr(commdsl.overlap, OPERATORS[self.case.way]), x, w, **named)
         pieces, tune = OURS.get(name, 2), {"matmul": "library"} if name == LIBRARY else {}
         op = commdsl.load(self.operator.schedule, params={"C": pieces}, ranks=self.case.ranks, tune=tune)
-        return lambda: op(x, w)  # type: ignore[return-value]  # one result
+        return lambda: op(x, w, *self.scales)  # type: ignore[return-value]  # one result
+
+    def product(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+        """By cuBLAS."""
+        if not self.scales:
+            return torch.mm(rows, weights.t(), out=out)
+        out = rows.new_empty(len(rows), len(weights), dtype=torch.bfloat16) if out is None else out
+        return torch._scaled_mm(rows, weights.t(), *self.scales, out_dtype=torch.bfloat16, out=out)
+
+    def results(self, *shape: int) -> Tensor:
+        return self.x.new_empty(shape, dtype=torch.bfloat16)
 
     # --- the peers ----------------------------------------------------------------------------------------------------
 
@@ -145,33 +191,33 @@ class Stage:
         parts = x.chunk(pieces)
         rows = [x.new_empty(ranks, *part.shape) for part in parts]
         works = [
-            dist.all_gather_into_tensor(into.flatten(0, 1), part, async_op=True)
+            dist.all_gather_into_tensor(into.flatten(0, 1).view(BYTES), part.view(BYTES), async_op=True)
             for into, part in zip(rows, parts, strict=True)
         ]
         if pieces == 1:
             works[0].wait()
-            return torch.mm(rows[0].flatten(0, 1), w.t())
-        out = x.new_empty(ranks, pieces, len(parts[0]), self.case.columns)
-        torch.mm(x, w.t(), out=out[self.bench.rank].flatten(0, 1))
+            return self.product(rows[0].flatten(0, 1), w)
+        out = self.results(ranks, pieces, len(parts[0]), self.case.columns)
+        self.product(x, w, out[self.bench.rank].flatten(0, 1))
         for piece, (work, there) in enumerate(zip(works, rows, strict=True)):
             work.wait()
             for rank in (rank for rank in range(ranks) if rank != self.bench.rank):
-                torch.mm(there[rank], w.t(), out=out[rank, piece])
+                self.product(there[rank], w, out[rank, piece])
         return out.flatten(0, 2)
 
     def scattered(self, pieces: int) -> Tensor:
         """By cuBLAS, then NCCL on its stream: each of several pieces while the next is multiplied."""
         w, ranks, columns = self.w, self.case.ranks, self.case.columns
         x = self.x.view(ranks, pieces, -1, self.case.depth)
-        out = x.new_empty(pieces, x.shape[2], columns)
+        out = self.results(pieces, x.shape[2], columns)
         works = []
         for piece in range(pieces):
-            made = x.new_empty(ranks, x.shape[2], columns)
+            made = self.results(ranks, x.shape[2], columns)
             if pieces == 1:
-                torch.mm(self.x, w.t(), out=made.flatten(0, 1))
+                self.product(self.x, w, made.flatten(0, 1))
             else:
                 for rank in range(ranks):
-                    torch.mm(x[rank, piece], w.t(), out=made[rank])
+                    self.product(x[rank, piece], w, made[rank])
             works.append(dist.reduce_scatter_tensor(out[piece], made.flatten(0, 1), async_op=True))
         for work in works:
             work.wait()
@@ -179,10 +225,10 @@ class Stage:
 
     def reduced(self, pieces: int) -> Tensor:
         """By cuBLAS, then NCCL on its stream: each of several pieces while the next is multiplied."""
-        out = self.x.new_empty(self.case.rows, self.case.columns)
+        out = self.results(self.case.rows, self.case.columns)
         works = []
         for rows, made in zip(self.x.chunk(pieces), out.chunk(pieces), strict=True):
-            torch.mm(rows, self.w.t(), out=made)
+            self.product(rows, self.w, made)
             works.append(dist.all_reduce(made, async_op=True))
         for work in works:
             work.wait()
@@ -191,11 +237,14 @@ class Stage:
     def exchanged(self, pieces: int) -> Tensor:
         """By cuBLAS, then NCCL on its stream: each of several pieces while the next is multiplied."""
         ranks = self.case.ranks
-        factor = self.w.unflatten(0, (ranks, -1)).mT
-        out = self.x.new_empty(ranks, pieces, len(self.x) // pieces, self.case.columns)
+        factor = self.w.unflatten(0, (ranks, -1))
+        out = self.results(ranks, pieces, len(self.x) // pieces, self.case.columns)
         works = []
         for piece, rows in enumerate(self.x.chunk(pieces)):
-            made = torch.bmm(rows.expand(ranks, -1, -1), factor)
+            if self.scales:
+                made = torch.stack([self.product(rows, one) for one in factor])
+            else:
+                made = torch.bmm(rows.expand(ranks, -1, -1), factor.mT)
             works.append(dist.all_to_all(list(out[:, piece]), list(made), async_op=True))
         for work in works:
             work.wait()
@@ -205,15 +254,32 @@ class Stage:
         """By torch's async-TP, whose all-reduce is a reduce-scatter and an all-gather behind it."""
         name = dist.group.WORLD.group_name
         symmetric_memory.enable_symm_mem_for_group(name)
-        x, w = self.x, self.w
         if self.case.way is Way.GATHER:
-            return lambda: torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t()], 0, name)[1][0]
+            return partial(self._gathered_asynchronously, name)
         if self.case.way is Way.SCATTER:
-            return lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, name)
-        whole = x.new_empty(self.case.rows, self.case.columns)
+            return partial(self._scattered_asynchronously, name)
+        whole = self.results(self.case.rows, self.case.columns)
 
         def both() -> Tensor:
-            dist.all_gather_into_tensor(whole, torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, name))
+            dist.all_gather_into_tensor(whole, self._scattered_asynchronously(name))
             return whole
 
         return both
+
+    def _gathered_asynchronously(self, name: str) -> Tensor:
+        x, factor = self.x, self.w.t()
+        if not self.scales:
+            _, (made,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [factor], 0, name)
+            return made
+        scale_x, scale_w = self.scales
+        fused = torch.ops.symm_mem.fused_all_gather_scaled_matmul
+        _, (made,) = fused(x, [factor], scale_x, [scale_w], 0, name, [None], [None], [torch.bfloat16], [False])
+        return made
+
+    def _scattered_asynchronously(self, name: str) -> Tensor:
+        x, factor = self.x, self.w.t()
+        if not self.scales:
+            return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, factor, "sum", 0, name)
+        fused = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter
+        shape = [self.case.rows, self.case.columns]
+        return fused(x, factor, *self.scales, "sum", 0, 0, name, shape, out_dtype=torch.bfloat16)

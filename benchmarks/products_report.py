@@ -34,8 +34,8 @@ CONTENDERS = {
     **dict.fromkeys((*OURS, LIBRARY, IN_TURN, CHOSEN), Kind.OURS),
 }
 
-COLUMNS = ("way", "rows", "depth", "columns", "ranks", "calls", "contender", "kind", "median_us", "p10_us", "p90_us",
-           "status")  # fmt: skip
+COLUMNS = ("way", "rows", "depth", "columns", "element", "ranks", "calls", "contender", "kind", "median_us", "p10_us",
+           "p90_us", "status")  # fmt: skip
 
 
 class Way(StrEnum):
@@ -43,6 +43,13 @@ class Way(StrEnum):
     SCATTER = "product + reduce-scatter"
     REDUCE = "product + all-reduce"
     EXCHANGE = "product + all-to-all"
+
+
+class Element(StrEnum):
+    """Of what is multiplied; results are bfloat16."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT8 = "float8"
 
 
 MOST_OF_FLOOR = {Way.GATHER: 1.10, Way.SCATTER: 1.15, Way.REDUCE: 1.25}
@@ -61,6 +68,7 @@ class Case:
     depth: int
     columns: int
     ranks: int
+    element: Element = Element.BFLOAT16
 
     @property
     def calls(self) -> int:
@@ -68,14 +76,18 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.rows} x {self.depth} x {self.columns}"
+        size = f"{self.rows} x {self.depth} x {self.columns}"
+        return size if self.element is Element.BFLOAT16 else f"{size} {self.element}"
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends, of 16 bits each."""
-        width = self.depth if self.way is Way.GATHER else self.columns
+        """What a rank sends: rows as they are multiplied, results of 16 bits."""
+        if self.way is Way.GATHER:
+            width = self.depth * (2 if self.element is Element.BFLOAT16 else 1)
+        else:
+            width = 2 * self.columns
         times = 2 if self.way is Way.REDUCE else 1
-        return 2 * times * self.rows // self.ranks * width * (self.ranks - 1)
+        return times * self.rows // self.ranks * width * (self.ranks - 1)
 
 
 @dataclass
@@ -135,7 +147,7 @@ def lines_of(rows: Iterable[Row]) -> list[list[object]]:
     found: list[list[object]] = []
     for row in rows:
         case = row.case
-        start = [case.way, case.rows, case.depth, case.columns, case.ranks, case.calls]
+        start = [case.way, case.rows, case.depth, case.columns, case.element, case.ranks, case.calls]
         found += [[*start, one.name, one.kind, *one.told, one.status] for one in row.results]
     return found
 
@@ -145,6 +157,6 @@ def rows_of(lines: Iterable[Mapping[str, str]]) -> list[Row]:
     found: dict[Case, Row] = {}
     for line in lines:
         sizes = (int(line[name]) for name in ("rows", "depth", "columns", "ranks"))
-        case = Case(Way(line["way"]), *sizes)
+        case = Case(Way(line["way"]), *sizes, Element(line["element"]))
         found.setdefault(case, Row(case)).results.append(Result.read(line))
     return list(found.values())

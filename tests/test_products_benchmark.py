@@ -9,13 +9,14 @@ from __future__ import annotations
 import csv
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from forked import launched
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks.products_report import ALONE, COLUMNS, CONTENDERS, Case, Row, Way, lines_of, overview, rows_of
+from benchmarks.products_report import ALONE, COLUMNS, CONTENDERS, Case, Element, Row, Way, lines_of, overview, rows_of
 from benchmarks.report import Result, Timing
 
 ROOT = Path(__file__).parent.parent
@@ -28,11 +29,14 @@ def row(way: Way = Way.GATHER, rows: int = 4096, **times: float) -> Row:
 
 
 def test_floor() -> None:
-    """The larger of cuBLAS alone and what a rank sends: of rows before, of sums behind."""
+    """The larger of cuBLAS alone and what a rank sends: of rows before, in as many bits as they are
+    multiplied in, and of sums behind."""
     gather, scatter = row(**{ALONE: 80.0}), row(Way.SCATTER, **{ALONE: 80.0})
 
     assert gather.case.sent_bytes == 2 * 2048 * 8192
     assert scatter.case.sent_bytes == 2 * 2048 * 1024
+    of_float8 = [replace(one.case, element=Element.FLOAT8).sent_bytes for one in (gather, scatter)]
+    assert of_float8 == [gather.case.sent_bytes // 2, scatter.case.sent_bytes]
     assert gather.floor == pytest.approx(2 * 2048 * 8192 / 390e3)
     assert scatter.floor == 80.0
     assert row().floor is None
@@ -68,10 +72,10 @@ def test_table() -> None:
 
 
 def test_dry_run() -> None:
-    """All but async-TP give what float32 gives, in all ways; nothing is timed, no figure is said to be met."""
+    """All but async-TP give what float32 gives, in all ways and types; nothing is timed, no figure is met."""
     pytest.importorskip("torch")
     script = str(ROOT / "benchmarks" / "products.py")
-    done = launched(2, script, "--dry-run", "--rows", "32", "--shapes", "16x24")
+    done = launched(2, script, "--dry-run", "--rows", "32", "--shapes", "16x24", "--elements", "bfloat16", "float8")
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("a dry run: 36 contenders right, nothing timed")
+    assert done.stdout.rstrip().endswith("a dry run: 72 contenders right, nothing timed")
