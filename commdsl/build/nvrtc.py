@@ -214,7 +214,7 @@ def build(emitted: Emitted, defines: Sequence[str], config: Config, arch: str = 
 def shim(config: Config, arch: str = ARCH) -> Path:
     """NVSHMEM's device calls with C linkage, compiled once for all kernels: the headers take seconds."""
     source = include_dir() / "commdsl" / "nvshmem_shim.cu"
-    flags = [*_flags(arch, config), "-rdc=true", "-default-device"]
+    flags = [*_flags(arch, config), "-rdc=true"]
     parts = (
         source.read_text(encoding="utf-8"),
         headers_digest(),
@@ -239,10 +239,12 @@ def shim(config: Config, arch: str = ARCH) -> Path:
 
 def _flags(arch: str, config: Config) -> list[str]:
     # No fused multiply-add: it rounds once where the host build and the oracle round twice.
+    # NVRTC 13.0 takes a generic lambda for a function of the host, unless all functions are the device's.
     # A seed, or else names in the cubin have the process's number in them: the same input, the same bytes.
     return [
         f"-arch={arch}",
         "-std=c++17",
+        "-default-device",
         "-fmad=false",
         "-frandom-seed=commdsl",
         *(["-lineinfo"] if config.debug else []),
