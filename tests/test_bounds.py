@@ -19,7 +19,7 @@ from commdsl.ir.resolve import resolve, topologies
 from commdsl.ir.schedules import Contract, Schedule
 from commdsl.language.kinds import BufferKind, LinkScope
 from commdsl.language.syntax import ScheduleDecl
-from commdsl.machine.topology import Link, Topology
+from commdsl.machine.topology import Link, Rate, Topology
 
 SEEDS = range(300)
 
@@ -34,11 +34,11 @@ class Wire:
 
 @dataclass
 class Machine:
-    """A topology, and the same by hand: its wires and, for each class of links, a port's rate, and of how many GPUs."""
+    """A topology, and the same by hand: its wires; by class of links what ports carry, and for how many GPUs."""
 
     topology: Topology
     wires: list[Wire]
-    ports: list[tuple[float, int]]
+    ports: list[tuple[Rate, int]]
 
 
 def machine(random: Random) -> Machine:
@@ -54,10 +54,10 @@ def machine(random: Random) -> Machine:
     if nodes > 1:
         links.append(_link(random, "out", random.choice([LinkScope.ACROSS_NODES, LinkScope.ACROSS_SAME_GPU])))
     links = links[1:] if len(links) > 1 and random.random() < 0.3 else links
-    links = [_shared(random, link, gpus) for link in links]
     ranks = nodes * gpus
+    links = [_mixed(random, _shared(random, link, gpus), ranks) for link in links]
     wires = [
-        Wire(a, b, links[at].pair_bandwidth, at)
+        Wire(a, b, _of(links[at].pair_bandwidth, a), at)
         for a in range(ranks)
         for b in range(ranks)
         for at in [next((at for at, link in enumerate(links) if _joins(link, a, b, gpus)), None)]
@@ -65,9 +65,9 @@ def machine(random: Random) -> Machine:
     ]
     missing = random.sample(wires, random.choice([0, 0, 1]))
     wires = [wire for wire in wires if wire not in missing]
-    slow = random.sample(wires, random.choice([0, 0, 1]))
+    slow = random.sample(wires, min(random.choice([0, 0, 1]), len(wires)))
     for wire in slow:
-        wire.capacity = 3.0
+        wire.capacity = min(wire.capacity, 3.0)
     topology = Topology(
         "random", nodes, gpus, 100, tuple(links),
         frozenset((wire.source, wire.dest) for wire in missing),
@@ -80,9 +80,24 @@ def _shared(random: Random, link: Link, gpus: int) -> Link:
     """Some links are one way, some ports those of several GPUs."""
     if link.pairs is not None and random.random() < 0.3:
         link = replace(link, scope=LinkScope.ARCS, pairs=link.pairs[: len(link.pairs) // 2])
-    if np.isfinite(link.port_bandwidth) and random.random() < 0.3:
+    if link.has_ports and random.random() < 0.3:
         link = replace(link, sharing=random.choice([count for count in range(2, gpus + 1) if gpus % count == 0]))
     return link
+
+
+def _mixed(random: Random, link: Link, ranks: int) -> Link:
+    """Some ports, and what some ranks send to each other, are slower than others of their class."""
+    if random.random() < 0.6:
+        return link
+    ports = [random.choice([1.0, 0.5]) for _ in range(ranks)]
+    by_rank = tuple(ports[rank // link.sharing * link.sharing] for rank in range(ranks))
+    if link.has_ports:
+        return replace(link, port_bandwidth=tuple(share * link.port_bandwidth for share in by_rank))
+    return replace(link, pair_bandwidth=tuple(share * link.pair_bandwidth for share in by_rank))
+
+
+def _of(rate: Rate, rank: int) -> float:
+    return rate if isinstance(rate, float) else rate[rank]
 
 
 def _link(random: Random, name: str, scope: LinkScope, pairs: list[tuple[int, int]] | None = None) -> Link:
@@ -121,11 +136,11 @@ def least(given: Machine, wanted: np.ndarray, value: list[int], *, is_back: bool
         if np.isfinite(wire.capacity):
             over.append(taken([at], wire.capacity))
     for link, (port, sharing) in enumerate(given.ports):
-        for first in range(0, ranks if np.isfinite(port) else 0, sharing):
+        for first in range(0, 0 if port == np.inf else ranks, sharing):
             for end in ("source", "dest"):
                 users = range(first, first + sharing)
                 mine = [at for at, wire in enumerate(wires) if wire.link == link and getattr(wire, end) in users]
-                over.append(taken(mine, port))
+                over.append(taken(mine, _of(port, first)))
     for flow in range(flows):
         for rank in range(ranks):
             signs = [(at, (wire.dest == rank) - (wire.source == rank)) for at, wire in enumerate(wires)]

@@ -170,6 +170,18 @@ def test_degraded_and_shared_pairs_count() -> None:
     assert report.busiest_pair == cost.PairLoad(0, 1, 1.5)
 
 
+def test_the_port_that_takes_longest_is_the_busiest() -> None:
+    """What slows a step is a slow port, not a full one: rank 2 sends, and receives, a third as fast as the others."""
+    whole = build.switch(4)
+    (switch,) = whole.links
+    slow = replace(whole, links=(replace(switch, port_bandwidth=(450e9, 450e9, 150e9, 450e9)),))
+    report = cost.report(build.ring_allreduce(4, slow))
+    assert report.steps[0].seconds_per_byte == pytest.approx(0.25 / 150e9)
+    assert report.busiest_port == cost.PortLoad("nvlink", 2, True, 1.5)
+    assert report.limit.reason == "1 n into rank 2"
+    assert report.bandwidth_ratio == pytest.approx(1.5)
+
+
 def test_what_shares_a_port_adds_up() -> None:
     """Two GPUs behind one adapter take twice as long as each with its own, and the report says whose it is."""
     near, rail = build.two_nodes(2).links

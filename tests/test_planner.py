@@ -130,6 +130,17 @@ def test_links_are_told_apart() -> None:
     assert loads.seconds == np.inf
 
 
+def test_the_slowest_port_counts() -> None:
+    """Rank 1 receives less than rank 0 sends, over a port so slow that it takes longer."""
+    text = "plan across for 4 ranks { full   rank 0 { doc 1 -> 1   doc 2 -> 2   doc 4 -> 3 } }"
+    plan = compiler.check(compiler.read_text(text, "across.comm", Path())).plan
+    slow = replace(switch(4), links=(replace(switch(4).links[0], port_bandwidth=(450e9, 10e9, 450e9, 450e9)),))
+    loads = balance(plan, slow, WIDTHS)
+
+    assert (loads.links[0].port.who, loads.links[0].port.bytes) == ("rank 1 receives", 14)
+    assert loads.seconds == 14 / 10e9
+
+
 def test_balance_wants_its_ranks() -> None:
     """A plan is weighed on a machine of its size."""
     with pytest.raises(ValueError, match="is for 1 ranks, `switch` has 2"):

@@ -12,7 +12,7 @@ from commdsl.language.diagnostics import CommError
 from commdsl.language.kinds import LinkScope
 from commdsl.language.source import Source
 from commdsl.machine import resources
-from commdsl.machine.topology import NO_LINK, Topology, link_of, pair_bandwidth, switch
+from commdsl.machine.topology import NO_LINK, Topology, link_of, pair_bandwidth, switch, wire_bandwidth
 
 SHIPPED = sorted((resources.data_dir("schedules") / "topologies").glob("*.comm"))
 RANKS = {
@@ -100,6 +100,23 @@ def test_several_gpus_share_a_port() -> None:
         [0, 0, 2, 2, 4, 4, 6, 6],
         [0] * 4 + [4] * 4,
     ]
+
+
+def test_rates_are_those_of_ports_and_senders() -> None:
+    """By node and GPU, the first condition that holds; of a shared port its first GPU's; of a pair the sender's."""
+    machine = _topology(
+        COUNTS + "link a pairs (0, 2) 4 GB/s if node == 0 else 2 GB/s if gpu < 2 else 1 GB/s per gpu 1 us\n"
+        "link b in node 6 GB/s if gpu > 1 else 5 GB/s per 2 gpus 1 us\n"
+        "link c across nodes 3 GB/s if node == 1 else 9 GB/s per pair 1 us"
+    )
+    assert [link.port_rate(np.arange(8)).tolist() for link in machine.links[:2]] == [
+        [4e9] * 4 + [2e9] * 2 + [1e9] * 2,
+        [5e9, 5e9, 6e9, 6e9] * 2,
+    ]
+    pairs = np.array([(0, 4), (4, 0), (0, 2), (6, 4), (1, 3)])
+    links = _links(machine)[pairs[:, 0], pairs[:, 1]]
+    assert pair_bandwidth(machine, *pairs.T, links).tolist() == [9e9, 3e9, np.inf, np.inf, np.inf]
+    assert wire_bandwidth(machine, *pairs.T, links).tolist() == [9e9, 3e9, 4e9, 1e9, 5e9]
 
 
 def test_missing_and_degraded_links() -> None:

@@ -85,6 +85,9 @@ def test_latency_and_nodes() -> None:
 
     assert beside(found, [0] * 4, PLAIN).seconds == pytest.approx(3 * (2 + 4e-6))
     assert far.port_bandwidth == 50e9
+    uneven = replace(topology.links[1], port_bandwidth=(50e9, 50e9, 50e9, 25e9))
+    slow = meant(ATTENTION / "rotation_ring.comm", replace(topology, links=(near, uneven)), 4)
+    assert beside(phases(slow, {"kv": 100e9}), [0] * 4, PLAIN).seconds == pytest.approx(3 * (4 + 4e-6))
     shared = replace(topology, links=(near, replace(topology.links[1], sharing=2)))
     pairs = phases(meant(ATTENTION / "rotation_direct.comm", shared, 4), {"kv": 100e9 / 3})  # in three pieces
     assert beside(pairs, [0] * 4, PLAIN).seconds == pytest.approx(2 + 4 + 2 + 3 * 4e-6)

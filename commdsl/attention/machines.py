@@ -19,7 +19,7 @@ from commdsl import compiler
 from commdsl.cost.visits import Carrier
 from commdsl.language.kinds import LinkScope
 from commdsl.machine import resources
-from commdsl.machine.topology import Link, Topology
+from commdsl.machine.topology import Link, Topology, gigabytes, slowest
 
 Tune: TypeAlias = tuple[tuple[str, int | str], ...]
 
@@ -106,14 +106,14 @@ class Machine:
 
     @property
     def port(self) -> float:
-        """Bytes a second that a rank sends over its fastest links, to all peers of the node together."""
+        """Bytes a second that the slowest rank sends over its fastest links, to all peers of the node together."""
         peers = max(self.topology.gpus_per_node - 1, 1)
-        return max(min(link.port_bandwidth, peers * link.pair_bandwidth) for link in self.topology.links)
+        return max(_slowest(link, peers) for link in self.topology.links)
 
     @property
     def is_mesh(self) -> bool:
         """Whether one peer in the node is sent to more slowly than all of them together."""
-        return self.port > max(min(link.port_bandwidth, link.pair_bandwidth) for link in self.topology.links)
+        return self.port > max(_slowest(link, 1) for link in self.topology.links)
 
     def carrier(self, way: Way) -> Carrier:
         return Carrier(way.share * self.port, way.latency, way.per_copy)
@@ -131,8 +131,13 @@ class Machine:
 
 
 def _rate(link: Link) -> str:
-    each, what = min((link.port_bandwidth, "GPU"), (link.pair_bandwidth, "pair"))
-    return f"{each / 1e9:.4g} GB/s a {what}"
+    each, what = (link.port_bandwidth, "GPU") if link.has_ports else (link.pair_bandwidth, "pair")
+    return f"{gigabytes(each)} GB/s a {what}"
+
+
+def _slowest(link: Link, peers: int) -> float:
+    """What a rank sends to so many peers, where it sends least."""
+    return min(slowest(link.port_bandwidth), peers * slowest(link.pair_bandwidth))
 
 
 @lru_cache(maxsize=64)

@@ -79,9 +79,7 @@ def ir_text(schedule: Schedule) -> str:
         f"topology {topology.name}: {topology.num_nodes} × {topology.gpus_per_node} GPUs of {topology.num_sms} SMs",
     ]
     for link in topology.links:
-        per = "gpu" if link.sharing == 1 else f"{link.sharing} gpus"
-        caps = f"{link.port_bandwidth / 1e9:g} GB/s per {per}, {link.pair_bandwidth / 1e9:g} GB/s per pair"
-        lines.append(f"  link {link.name} {link.scope.value}: {caps}, {link.latency * 1e6:g} us")
+        lines.append(f"  link {link.words}")
     for buffer in schedule.buffers:
         own = (f", {word} {name}" for word, name in (("of", buffer.element), ("like", buffer.like)) if name)
         shape = f"{buffer.blocks} blocks cut into {buffer.cut}"

@@ -86,7 +86,7 @@ class _Network:
         latency = np.where(linked, latencies[links], np.inf)
         np.fill_diagonal(latency, 0.0)
         shortest = _shortest if num_ranks <= EXACT_DISTANCE_RANKS else partial(_one_hop, crosses=crosses)
-        capped = all(np.isinf(link.port_bandwidth) for link in topology.links)
+        capped = not any(link.has_ports for link in topology.links)
         return _Network(
             num_ranks,
             node_of,
@@ -107,10 +107,11 @@ def _port_bandwidth(
     """What each rank can send and receive to counted pairs, over all its links: the port's cap or its pairs' sum."""
     out = np.zeros(len(links))
     into = np.zeros(len(links))
+    ranks = np.arange(len(links))
     for index, link in enumerate(topology.links):
         share = np.where((links == index) & counted, pairs, 0.0)
-        out += np.minimum(link.port_bandwidth, share.sum(axis=1))
-        into += np.minimum(link.port_bandwidth, share.sum(axis=0))
+        out += np.minimum(link.port_rate(ranks), share.sum(axis=1))
+        into += np.minimum(link.port_rate(ranks), share.sum(axis=0))
     return out, into
 
 

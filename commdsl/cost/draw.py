@@ -16,7 +16,7 @@ import numpy as np
 from commdsl.cost.report import Report
 from commdsl.ir.schedules import AnyStep, Schedule, Step
 from commdsl.language.kinds import MoveKind
-from commdsl.machine.topology import NO_LINK, link_of, pair_bandwidth
+from commdsl.machine.topology import NO_LINK, link_of, wire_bandwidth
 
 MAX_VERTICES = 32
 MAX_STEPS = 16
@@ -132,8 +132,7 @@ def pair_loads(schedule: Schedule, report: Report) -> tuple[Load, ...]:
     """Every pair in use, the busiest last; by the time its bytes take, as links differ."""
     topology = schedule.topology
     link = link_of(topology, report.pair_source, report.pair_dest)
-    ports = np.array([link.port_bandwidth for link in topology.links])[link]
-    rates = np.minimum(ports, pair_bandwidth(topology, report.pair_source, report.pair_dest, link))
+    rates = wire_bandwidth(topology, report.pair_source, report.pair_dest, link)
     columns = (report.pair_source.tolist(), report.pair_dest.tolist(), report.pair_blocks.tolist(), rates.tolist())
     loads = (Load(*values) for values in zip(*columns, strict=True))
     return tuple(sorted(loads, key=lambda load: (load.time, -load.source, -load.dest)))

@@ -96,7 +96,7 @@ class Machine:
         table = link_of(self.topology, ranks[:, None], ranks[None, :])
         node = ranks // self.topology.gpus_per_node
         for source, dest in zip(*np.nonzero(table != NO_LINK), strict=True):
-            paired = np.isfinite(self.topology.links[table[source, dest]].pair_bandwidth)
+            paired = not self.topology.links[table[source, dest]].has_ports
             if paired and source < dest and node[source] == node[dest]:
                 yield int(source), int(dest)
 

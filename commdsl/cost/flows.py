@@ -210,10 +210,10 @@ def limits(wires: Wires, num_ranks: int) -> tuple[Any, Floats]:
     """Which wires (columns) share what can be carried, and how much that is: a wire by itself, ports out and in."""
     from scipy.sparse import coo_array, eye_array, vstack  # as above
 
-    count, ports = len(wires.source), np.repeat(wires.ports, num_ranks)
+    count, ports = len(wires.source), wires.ports.ravel()
     limited, has_port = np.flatnonzero(np.isfinite(wires.capacity)), np.flatnonzero(np.isfinite(ports))
     share = wires.sharing[wires.link]
-    sides = [(wires.link * num_ranks + rank // share, np.arange(count)) for rank in (wires.source, wires.dest)]
+    sides = [(wires.link * num_ranks + rank // share * share, np.arange(count)) for rank in (wires.source, wires.dest)]
     through = [coo_array((np.ones(count), side), shape=(len(ports), count)).tocsr()[has_port] for side in sides]
     uses = vstack([eye_array(count).tocsr()[limited], *through])
     return uses, np.concatenate([wires.capacity[limited], ports[has_port], ports[has_port]])

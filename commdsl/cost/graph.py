@@ -24,7 +24,7 @@ class Wires:
     dest: Longs
     capacity: Floats
     link: Longs
-    ports: Floats  # what goes through one, by class of links
+    ports: Floats  # what goes through one, by class of links and rank
     sharing: Longs  # how many ranks have one, by class of links
 
     @property
@@ -69,7 +69,7 @@ def graph_of(topology: Topology, num_ranks: int) -> Graph:
     source, dest = (np.concatenate([np.zeros(0, np.int64), *column]) for column in (made.source, made.dest))
     capacity = np.concatenate([np.zeros(0), *made.capacity])
     here, there = np.nonzero(links != NO_LINK)
-    ports = np.array([link.port_bandwidth for link in topology.links])
+    ports = np.array([link.port_rate(ranks) for link in topology.links]).reshape(-1, num_ranks)
     sharing = np.array([link.sharing for link in topology.links])
     wires = Wires(here, there, pairs[here, there], links[here, there].astype(np.int64), ports, sharing)
     kinds = made.is_switched, _is_symmetric(topology, num_ranks)
@@ -83,7 +83,7 @@ def is_plain(topology: Topology, num_ranks: int) -> bool:
 
 
 def _is_symmetric(topology: Topology, num_ranks: int) -> bool:
-    are_alike = all(link.pairs is None and num_ranks % link.sharing == 0 for link in topology.links)
+    are_alike = all(link.is_uniform and link.pairs is None and num_ranks % link.sharing == 0 for link in topology.links)
     are_whole = num_ranks <= topology.gpus_per_node or num_ranks % topology.gpus_per_node == 0
     return are_alike and are_whole and not topology.missing and not topology.degraded
 
@@ -101,7 +101,7 @@ class _Maker:
         """A class of links: through ports, where a GPU has one for all of them."""
         if not has.any():
             return
-        if np.isinf(link.port_bandwidth):
+        if not link.has_ports:
             source, dest = np.nonzero(has)
             self.edges(source, dest, pairs[source, dest])
             return
@@ -109,8 +109,9 @@ class _Maker:
             self.shared(link, has, pairs)
             return
         out, into = self.vertices(len(has)), self.vertices(len(has))
-        self.edges(self.ranks, out, link.port_bandwidth)
-        self.edges(into, self.ranks, link.port_bandwidth)
+        rates = link.port_rate(self.ranks)
+        self.edges(self.ranks, out, rates)
+        self.edges(into, self.ranks, rates)
         group = node if link.scope is LinkScope.IN_NODE else gpu
         is_free = bool(np.isinf(pairs[has]).all())
         if is_free and np.array_equal(has, (group[:, None] == group[None, :]) & ~np.eye(len(has), dtype=np.bool_)):
@@ -119,7 +120,7 @@ class _Maker:
             self.edges(switch, into, np.inf)
         elif is_free and np.array_equal(has, node[:, None] != node[None, :]):
             self.spine(out, into, node)
-            self.is_switched &= bool(np.ptp(np.bincount(node)) == 0) and int(node.max()) == 1
+            self.is_switched &= bool(np.ptp(np.bincount(node, rates)) == 0) and int(node.max()) == 1
         else:
             self.is_switched = False
             source, dest = np.nonzero(has)
@@ -132,13 +133,14 @@ class _Maker:
         count = int(port.max()) + 1
         out, sent, come, into = (self.vertices(count) for _ in range(4))
         self.edges(self.ranks, out[port], np.inf)
-        self.edges(out, sent, link.port_bandwidth)
+        rates = link.port_rate(np.arange(count) * link.sharing)
+        self.edges(out, sent, rates)
         source, dest = np.nonzero(has)
         between = np.zeros((count, count))
         np.add.at(between, (port[source], port[dest]), pairs[source, dest])
         here, there = np.nonzero(between)
         self.edges(sent[here], come[there], between[here, there])
-        self.edges(come, into, link.port_bandwidth)
+        self.edges(come, into, rates)
         self.edges(into[port], self.ranks, np.inf)
 
     def spine(self, out: Longs, into: Longs, node: Longs) -> None:

@@ -279,10 +279,12 @@ def _busiest_port(
         described = schedule.topology.links[index]
         for sends, rank in ((True, pair // num_ranks), (False, pair % num_ranks)):
             load = np.bincount(described.port(rank[there]), blocks[there], minlength=num_ranks)
-            at = int(load.argmax())
+            times = described.port_seconds(load)
+            at = int((times if described.has_ports else load).argmax())
             amount = float(load[at])
-            seconds = amount / described.port_bandwidth
-            candidates.append((seconds, amount, PortLoad(described.name, at, sends, amount, described.sharing)))
+            candidates.append(
+                (float(times[at]), amount, PortLoad(described.name, at, sends, amount, described.sharing))
+            )
     seconds, _, port = max(candidates, key=lambda candidate: candidate[:2])
     return port, seconds
 

@@ -158,9 +158,10 @@ def _load(topology: Topology, ranks: int, rows: Sequence[NDArray[np.int64]], siz
     seconds = float((moved / pair_bandwidth(topology, source, dest, link)).max())
     for index in np.unique(link).tolist():
         there = link == index
-        port = topology.links[index].port
-        busiest = max(np.bincount(port(rank[there]), moved[there]).max() for rank in (source, dest))
-        seconds = max(seconds, float(busiest) / topology.links[index].port_bandwidth)
+        over = topology.links[index]
+        for rank in (source, dest):
+            load = np.bincount(over.port(rank[there]), moved[there])
+            seconds = max(seconds, float(over.port_seconds(load).max()))
     most = max(float(np.bincount(rank, moved).max()) for rank in (source, dest))
     latency = max(topology.links[index].latency for index in np.unique(link).tolist())
     return Load(latency, seconds, most, int(copies.max()))

@@ -11,14 +11,15 @@ import re
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from commdsl.language import print_dispatches, print_syntax, syntax
+from commdsl.language import print_dispatches, print_machines, print_syntax, syntax
 from commdsl.language.print_syntax import GAP
 
 LINE_WIDTH = 120
 COMMENT_COLUMN = 47  # where remarks behind code stand, if the code leaves room
 
-Block: TypeAlias = print_syntax.Block | print_dispatches.Block
-Node: TypeAlias = print_syntax.Line | print_dispatches.Line | Block | syntax.Ensure | syntax.If
+Block: TypeAlias = print_syntax.Block | print_dispatches.Block | print_machines.Block
+Line: TypeAlias = print_syntax.Line | print_dispatches.Line | print_machines.Line
+Node: TypeAlias = Line | Block | syntax.Ensure | syntax.If
 
 
 def format_file(file: syntax.File) -> str:
@@ -66,7 +67,7 @@ class _Layout:
             else:
                 self.lead(node.span.start, indent)
                 if isinstance(node, syntax.LinkDecl) and not self.commented(node.span.start, node.span.end):
-                    self.put(print_syntax.link(node, width), indent)
+                    self.put(print_machines.link(node, width), indent)
                     self.finish(node.span.end)
                 else:
                     self.node(node, indent)
@@ -292,7 +293,7 @@ _JOINED = (
 """What may share a line with another of these."""
 
 
-def _line(node: print_syntax.Line | print_dispatches.Line) -> str:
+def _line(node: Line) -> str:
     match node:
         case (
             syntax.MaskEntry() | syntax.SendEntry() | syntax.CopiesEntry() | syntax.CapacityEntry() | syntax.Doc()
@@ -300,6 +301,8 @@ def _line(node: print_syntax.Line | print_dispatches.Line) -> str:
             | syntax.PlaceDecl() | syntax.BackDecl()
         ):  # fmt: skip
             return print_dispatches.line(node)
+        case syntax.RoleDecl() | syntax.CountEntry() | syntax.LinkDecl() | syntax.MissingDecl() | syntax.DegradedDecl():
+            return print_machines.line(node)
         case _:
             return print_syntax.line(node)
 
@@ -310,6 +313,8 @@ def _head(node: Block) -> str:
             syntax.PlanDecl() | syntax.DispatchDecl() | syntax.RankBlock() | syntax.Repeat() | syntax.PlanFor()
         ):  # fmt: skip
             return print_dispatches.head(node)
+        case syntax.TopologyDecl() | syntax.RolesDecl():
+            return print_machines.head(node)
         case _:
             return print_syntax.head(node)
 

@@ -199,11 +199,6 @@ Line: TypeAlias = (
     | syntax.On
     | syntax.TuneEntry
     | syntax.Clause
-    | syntax.RoleDecl
-    | syntax.CountEntry
-    | syntax.LinkDecl
-    | syntax.MissingDecl
-    | syntax.DegradedDecl
     | syntax.Use
     | syntax.FnDecl
 )
@@ -254,7 +249,7 @@ def line(node: Line) -> str:
         case syntax.FnDecl(name, params, body):
             return f"fn {name.text}({', '.join(param.text for param in params)}) = {choice(body)}"
         case _:
-            return _machine_line(node)
+            assert_never(node)
 
 
 def _do(node: syntax.Do) -> str:
@@ -268,7 +263,7 @@ def _do(node: syntax.Do) -> str:
 
 
 def _part(node: syntax.Part) -> str:
-    return f"({ref(node.ref)}{_for(node.binders)})" if node.binders else ref(node.ref)
+    return f"({ref(node.ref)}{for_binders(node.binders)})" if node.binders else ref(node.ref)
 
 
 def passing(node: syntax.Passing) -> str:
@@ -276,39 +271,7 @@ def passing(node: syntax.Passing) -> str:
     return f"{reads} -> {writes}" if writes else reads
 
 
-def _machine_line(
-    node: syntax.RoleDecl | syntax.CountEntry | syntax.LinkDecl | syntax.MissingDecl | syntax.DegradedDecl,
-) -> str:
-    match node:
-        case syntax.RoleDecl(name, sms):
-            return f"{name.text} sms {interval(sms)}"
-        case syntax.CountEntry(what, value):
-            return f"{what} {arithmetic(value)}{' per node' if what == 'gpus' else ''}"
-        case syntax.LinkDecl():
-            return link(node, 0)
-        case syntax.MissingDecl(listed, bound):
-            return f"missing {pairs(listed, bound)}"
-        case syntax.DegradedDecl(listed, bound, bandwidth):
-            return f"degraded {pairs(listed, bound)}{GAP if bound else ' '}{quantity(bandwidth)}"
-        case _:
-            assert_never(node)
-
-
-def link(node: syntax.LinkDecl, width: int) -> str:
-    """A link whose name is padded to the width of its neighbours'."""
-    scope = node.scope.value
-    if node.pairs:
-        scope += f" {pairs(node.pairs, node.binders)}"
-    per = node.per if isinstance(node.per, str) else f"{node.per.value} gpus"
-    bandwidth = f"{quantity(node.bandwidth)} per {per}"
-    return f"link {node.name.text:<{width}} {scope}{GAP}{bandwidth}{GAP}{quantity(node.latency)}"
-
-
-def pairs(nodes: Iterable[tuple[syntax.Expr, syntax.Expr]], bound: tuple[syntax.Binder, ...]) -> str:
-    return " ".join(f"({expr(first)}, {expr(second)})" for first, second in nodes) + _for(bound)
-
-
-def _for(bound: tuple[syntax.Binder, ...]) -> str:
+def for_binders(bound: tuple[syntax.Binder, ...]) -> str:
     return f" for {binders(bound)}" if bound else ""
 
 
@@ -347,21 +310,13 @@ def _cycles(node: syntax.CycleLiteral | syntax.CycleGenerator) -> str:
 def cycle(node: syntax.ListedCycle) -> str:
     plain = (syntax.Int, syntax.Name)
     ranks = " ".join(expr(rank) if isinstance(rank, plain) else f"({expr(rank)})" for rank in node.ranks)
-    return f"({ranks}{_for(node.binders)})"
+    return f"({ranks}{for_binders(node.binders)})"
 
 
 # --- the heads of blocks ----------------------------------------------------------------------------------------------
 
 Block: TypeAlias = (
-    syntax.ScheduleDecl
-    | syntax.TopologyDecl
-    | syntax.RolesDecl
-    | syntax.GeneralContract
-    | syntax.For
-    | syntax.Pipeline
-    | syntax.Arm
-    | syntax.Each
-    | syntax.Tune
+    syntax.ScheduleDecl | syntax.GeneralContract | syntax.For | syntax.Pipeline | syntax.Arm | syntax.Each | syntax.Tune
 )
 
 
@@ -370,10 +325,6 @@ def head(node: Block) -> str:
     match node:
         case syntax.ScheduleDecl():
             return f"schedule {node.name.text}{params(node.params)} for {node.ranks.text} ranks{where(node.where)}"
-        case syntax.TopologyDecl(name, _):
-            return f"topology {name.text}"
-        case syntax.RolesDecl(name, _):
-            return f"roles {name.text}"
         case syntax.GeneralContract(bound, condition):
             return f"ensure each {binders(bound)}{where(condition)}{rounding(node.rounding)}"
         case syntax.For(name, values, _):

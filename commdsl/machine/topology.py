@@ -6,7 +6,7 @@ Assumes ranks are GPUs in order: rank = node * gpus + gpu. Does not read `.comm`
 from __future__ import annotations
 
 from dataclasses import field
-from typing import assert_never
+from typing import Any, TypeAlias, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,20 +15,40 @@ from commdsl.language.kinds import LinkScope
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 
+Floats = NDArray[np.float64]
+
+Rate: TypeAlias = float | tuple[float, ...]
+"""Bytes per second (inf: not capped): the same for all, or by rank, of the whole topology."""
+
+
+def by_rank(rate: Rate, rank: NDArray[np.integer]) -> Floats:
+    return np.full(rank.shape, rate) if isinstance(rate, float) else np.array(rate)[rank]
+
+
+def slowest(rate: Rate) -> float:
+    return rate if isinstance(rate, float) else min(rate)
+
+
+def gigabytes(rate: Rate) -> str:
+    """A rate in GB/s: `450`, or `300 to 450` where it differs."""
+    least, most = slowest(rate), rate if isinstance(rate, float) else max(rate)
+    return f"{least / 1e9:g}" if least == most else f"{least / 1e9:g} to {most / 1e9:g}"
+
 
 @dataclass(frozen=True)
 class Link:
     """A class of links. `port_bandwidth` caps what goes out of a port (and, apart, into it), `pair_bandwidth` each
-    ordered pair. A port is of one GPU, or of so many of a node, side by side, as `sharing` says.
+    ordered pair. A port is of one GPU, or of so many of a node, side by side, as `sharing` says. What differs from rank
+    to rank is that of who has the port, or sends.
 
-    Bandwidths in bytes per second (inf: not capped), latency in seconds. `pairs` is None unless scope is PAIRS or ARCS:
+    Latency in seconds. `pairs` is None unless scope is PAIRS or ARCS:
     then an int32 array (n, 2) of directed pairs of node-local GPU indices.
     """
 
     name: str
     scope: LinkScope
-    port_bandwidth: float
-    pair_bandwidth: float
+    port_bandwidth: Rate
+    pair_bandwidth: Rate
     latency: float
     pairs: NDArray[np.int32] | None = None
     sharing: int = 1
@@ -37,6 +57,29 @@ class Link:
         """The first rank of each rank's port."""
         found: NDArray[np.int64] = rank // self.sharing * self.sharing
         return found
+
+    @property
+    def has_ports(self) -> bool:
+        """Whether ports are what is capped."""
+        return self.port_bandwidth != np.inf
+
+    @property
+    def is_uniform(self) -> bool:
+        return isinstance(self.port_bandwidth, float) and isinstance(self.pair_bandwidth, float)
+
+    @property
+    def words(self) -> str:
+        per = "gpu" if self.sharing == 1 else f"{self.sharing} gpus"
+        caps = f"{gigabytes(self.port_bandwidth)} GB/s per {per}, {gigabytes(self.pair_bandwidth)} GB/s per pair"
+        return f"{self.name} {self.scope.value}: {caps}, {self.latency * 1e6:g} us"
+
+    def port_rate(self, rank: NDArray[np.integer]) -> Floats:
+        """What the port of each rank carries."""
+        return by_rank(self.port_bandwidth, rank)
+
+    def port_seconds(self, load: NDArray[np.number[Any]]) -> Floats:
+        """How long each rank's port takes for what it carries, by rank from 0 on."""
+        return np.asarray(load / self.port_rate(np.arange(len(load))), np.float64)
 
 
 @dataclass(frozen=True)
@@ -127,11 +170,27 @@ def _are_joined(link: Link, gpus: int, source: NDArray[np.integer], dest: NDArra
 
 def pair_bandwidth(
     topology: Topology, source: NDArray[np.integer], dest: NDArray[np.integer], link: NDArray[np.int32]
-) -> NDArray[np.float64]:
-    """What each pair can carry alone, in bytes per second: its link's `per pair` cap, or what is left of it."""
-    caps = np.array([link.pair_bandwidth for link in topology.links] or [np.inf])
-    bandwidth: NDArray[np.float64] = caps[link]
+) -> Floats:
+    """What each pair may carry, whatever its ports do, in bytes per second: its link's `per pair` cap, or what is left
+    of it.
+    """
+    bandwidth: Floats = np.full(link.shape, np.inf)
+    for index, one in enumerate(topology.links):
+        has = link == index
+        bandwidth[has] = by_rank(one.pair_bandwidth, np.broadcast_to(source, link.shape)[has])
     for degraded_source, degraded_dest, left in topology.degraded:
         slow = (source == degraded_source) & (dest == degraded_dest)
         bandwidth[slow] = np.minimum(bandwidth[slow], left)
     return bandwidth
+
+
+def wire_bandwidth(
+    topology: Topology, source: NDArray[np.integer], dest: NDArray[np.integer], link: NDArray[np.int32]
+) -> Floats:
+    """What each pair carries while no other does, in bytes per second: its own cap, or that of its slower port."""
+    found = pair_bandwidth(topology, source, dest, link)
+    for index, one in enumerate(topology.links):
+        has = link == index
+        for end in (source, dest):
+            found[has] = np.minimum(found[has], one.port_rate(np.broadcast_to(end, link.shape)[has]))
+    return found

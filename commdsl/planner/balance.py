@@ -164,12 +164,16 @@ def _links(topology: Topology, widths: Widths, query_counts: Longs, key_counts: 
 
 
 def _busiest(over: Link | None, source: Longs, dest: Longs, size: Longs, ranks: int) -> Port:
-    """The fullest port of a class; that of a rank where there is no link."""
+    """The port of a class that takes longest; the fullest where ports have no limit, or ranks no link."""
     ends = (source, dest) if over is None else (over.port(source), over.port(dest))
     loads = zip((totals(end, size, ranks) for end in ends), (True, False), strict=True)
     sharing = 1 if over is None else over.sharing
-    ports = [Port(int(load.argmax()), sends, int(load.max()), sharing) for load, sends in loads]
-    return max(ports, key=lambda port: port.bytes)
+    found: list[tuple[float, Port]] = []
+    for load, sends in loads:
+        times = load if over is None or not over.has_ports else over.port_seconds(load)
+        at = int(times.argmax())
+        found.append((float(times[at]), Port(at, sends, int(load[at]), sharing)))
+    return max(found, key=lambda one: one[0])[1]
 
 
 def _seconds(
@@ -179,4 +183,5 @@ def _seconds(
     if index == NO_LINK:
         return float("inf")
     alone = size / pair_bandwidth(topology, source, dest, np.full(len(size), index, np.int32))
-    return max(port.bytes / topology.links[index].port_bandwidth, float(alone.max()))
+    rate = float(topology.links[index].port_rate(np.array(port.rank)))
+    return max(port.bytes / rate, float(alone.max()))

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.machine.topology import NO_LINK, Topology, link_of, pair_bandwidth
+from commdsl.machine.topology import NO_LINK, Topology, link_of, wire_bandwidth
 
 Doubles = NDArray[np.float64]
 
@@ -58,9 +58,8 @@ def ways(topology: Topology) -> Ways:
     link = link_of(topology, source, dest)
     if not topology.links:
         return Ways(np.where(source == dest, 0.0, np.inf))
-    ports = np.array([one.port_bandwidth for one in topology.links])[link]
     latency = np.array([one.latency for one in topology.links])[link] / (1 << 20)
-    hop = 1 / np.minimum(ports, pair_bandwidth(topology, source, dest, link)) + latency
+    hop = 1 / wire_bandwidth(topology, source, dest, link) + latency
     hop[link == NO_LINK] = np.inf
     np.fill_diagonal(hop, 0.0)
     return Ways(hop)

@@ -5,11 +5,12 @@ Assumes nothing beyond the grammar. Does not check that roles are disjoint or th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
-from commdsl.ir.resolve.budget import STATEMENT
+from commdsl.ir.resolve.budget import STATEMENT, Budget
 from commdsl.ir.resolve.evaluate import Evaluator, Functions, Scope
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, Poisoned
@@ -19,7 +20,7 @@ from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label
 from commdsl.language.kinds import LinkScope
 from commdsl.language.source import Span
-from commdsl.machine.topology import NO_LINK, Link, Topology, link_of, overlap
+from commdsl.machine.topology import NO_LINK, Link, Rate, Topology, link_of, overlap
 
 COUNTS = ("nodes", "gpus", "sms")
 
@@ -52,6 +53,7 @@ class _Machine:
         self.functions = functions
         self.rules = ExpressionRules(faults, functions)
         self.evaluator = Evaluator(faults)
+        self.budget = Budget(faults)
         self.counts: dict[str, int] = {}
 
     def build(self, decl: syn.TopologyDecl) -> Topology:
@@ -88,12 +90,16 @@ class _Machine:
 
     def count(self, expr: syn.Expr) -> int:
         """A constant; the counts declared so far are in sight."""
+        self._expect(expr, Kind.NUMBER)
+        return self.evaluator.constant(expr, self.scope)
+
+    def _expect(self, expr: syn.Expr, kind: Kind, more: Iterable[str] = ()) -> None:
+        """That an expression is of a kind, with the counts in sight, and more."""
         known = len(self.faults.found)
-        self.rules.know(self.counts)
-        self.rules.expect(expr, Kind.NUMBER)
+        self.rules.know((*self.counts, *more))
+        self.rules.expect(expr, kind)
         if len(self.faults.found) > known:
             raise Poisoned
-        return self.evaluator.constant(expr, self.scope)
 
     @property
     def scope(self) -> Scope:
@@ -134,12 +140,11 @@ class _Machine:
         for other in links:
             if other.name == decl.name.text:
                 self.faults.fail("C102", f"link `{other.name}` is declared twice", decl.name.span, "a second time here")
-        bandwidth = _quantity(decl.bandwidth)
-        if bandwidth <= 0:
-            self.faults.fail("C120", "a link carries something", decl.bandwidth.span, "this is nothing")
+        sharing = self._sharing(decl)
+        bandwidth = self._rate(decl.bandwidth, sharing)
         pairs = self._gpu_pairs(decl) if decl.pairs else None
         port, pair = (np.inf, bandwidth) if decl.per == "pair" else (bandwidth, np.inf)
-        made = Link(decl.name.text, decl.scope, port, pair, _quantity(decl.latency), pairs, self._sharing(decl))
+        made = Link(decl.name.text, decl.scope, port, pair, _quantity(decl.latency), pairs, sharing)
         for other in links:
             if where := overlap(other, made):
                 self.faults.fail("C120", "two links between the same GPUs", decl.name.span,
@@ -147,6 +152,41 @@ class _Machine:
                                  help="drop one, or leave the GPUs out; a general link is for the rest behind `pairs` "
                                       "or `same gpu`")  # fmt: skip
         return made
+
+    def _rate(self, written: syn.Quantity | syn.ChosenRate, sharing: int) -> Rate:
+        """The rate of all, or by rank of those that have a port or send."""
+        if isinstance(written, syn.Quantity):
+            return self._carried(written)
+        if "nodes" not in self.counts or "gpus" not in self.counts:
+            raise Poisoned
+        gpus, ranks = self.counts["gpus"], self.counts["nodes"] * self.counts["gpus"]
+        self.budget.spend(ranks, STATEMENT, "ranks", written.span)
+        first = np.arange(ranks, dtype=np.int32) // sharing * sharing
+        near = {"node": first // gpus, "gpu": first % gpus}
+        rates, left = np.zeros(ranks), np.ones(ranks, np.bool_)
+        while isinstance(written, syn.ChosenRate):
+            here = left & self._condition(written.condition, near, ranks)
+            self._choose(written.then, here, rates)
+            left &= ~here
+            written = written.otherwise
+        self._choose(written, left, rates)
+        return tuple(rates.tolist())
+
+    def _choose(self, written: syn.Quantity, here: NDArray[np.bool_], rates: NDArray[np.float64]) -> None:
+        """Writes a rate down for all that have it."""
+        rates[here] = self._carried(written)
+        if not here.any():
+            self.faults.report("C120", "a rate that nothing has", written.span, "the condition leaves it no port",
+                               help="drop it, or mend the condition: `node` and `gpu` count from 0")  # fmt: skip
+
+    def _condition(self, expr: syn.Expr, near: dict[str, Ints], ranks: int) -> NDArray[np.bool_]:
+        self._expect(expr, Kind.CONDITION, near)
+        return np.broadcast_to(np.asarray(self.evaluator.number(expr, {**self.scope, **near}), bool), (ranks,))
+
+    def _carried(self, written: syn.Quantity) -> float:
+        if written.value <= 0:
+            self.faults.fail("C120", "a link carries something", written.span, "this is nothing")
+        return written.value
 
     def _sharing(self, decl: syn.LinkDecl) -> int:
         """How many GPUs have a port together."""

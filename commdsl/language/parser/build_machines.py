@@ -29,6 +29,10 @@ def _link_decl(span: Span, parts: Children) -> syntax.LinkDecl:
     return syntax.LinkDecl(name, scope, pairs, binders, bandwidth, per, latency, span=span)
 
 
+def _chosen_rate(span: Span, parts: Children) -> syntax.ChosenRate:
+    return syntax.ChosenRate(*parts, span=span)
+
+
 def _scope(scope: kinds.LinkScope) -> Callable[[Span, Children], Made]:
     return lambda span, parts: (scope, (), ())
 
@@ -64,6 +68,7 @@ RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "topology_decl": _topology_decl,
     "count_entry": _count_entry,
     "link_decl": _link_decl,
+    "chosen_rate": _chosen_rate,
     "in_node": _scope(kinds.LinkScope.IN_NODE),
     "across_nodes": _scope(kinds.LinkScope.ACROSS_NODES),
     "across_same_gpu": _scope(kinds.LinkScope.ACROSS_SAME_GPU),

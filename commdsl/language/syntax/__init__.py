@@ -66,6 +66,7 @@ from commdsl.language.syntax.expressions import (
     parts,
 )
 from commdsl.language.syntax.machines import (
+    ChosenRate,
     CountEntry,
     DegradedDecl,
     LinkDecl,
@@ -133,6 +134,7 @@ __all__ = [
     "CapacityEntry",
     "Cast",
     "Choice",
+    "ChosenRate",
     "Clause",
     "Comment",
     "Compute",

@@ -36,6 +36,15 @@ class CountEntry(Node):
 
 
 @dataclass(frozen=True, slots=True)
+class ChosenRate(Node):
+    """`450 GB/s if node < 2 else 300 GB/s`: of a port, or of a pair by who sends."""
+
+    then: Quantity
+    condition: Expr
+    otherwise: Quantity | ChosenRate
+
+
+@dataclass(frozen=True, slots=True)
 class LinkDecl(Node):
     """`link nvlink in node 450 GB/s per gpu 0.7 us`, `link hop pairs (i, i + 1) for i in 0 ..< 7 5 GB/s per pair 1 us`.
 
@@ -46,7 +55,7 @@ class LinkDecl(Node):
     scope: LinkScope
     pairs: tuple[tuple[Expr, Expr], ...]
     binders: tuple[Binder, ...]
-    bandwidth: Quantity
+    bandwidth: Quantity | ChosenRate
     per: str | Int  # "gpu" | "pair" | "node" | so many GPUs
     latency: Quantity
 
