@@ -18,6 +18,7 @@ import torch, torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from torch.nn.functional import linear
 from commdsl.overlap import MicroPipelineTP
 
@@ -44,13 +45,21 @@ def shared(x, up, down):
     averaged = collectives.reduce_scatter_tensor(linear(x, up), "avg", 0, group)
     return linear(rows, up), linear(rows, up * 2), averaged, linear(gather(x[:, :4].contiguous(), 1), up)
 
+class Watched(MicroPipelineTP):
+    kept = 0  # nodes of functional collectives
+
+    def __call__(self, graph):
+        super().__call__(graph)
+        self.kept += sum(str(node.target).startswith("_c10d_functional.") for node in graph.nodes)
+
 def by_hand(tp):
     def passed(module, inputs):
         tp(module.graph)
         module.recompile()
         return make_boxed_func(module)
 
-    return {"backend": aot_autograd(fw_compiler=passed, partition_fn=min_cut_rematerialization_partition)}
+    as_inductor = {"partition_fn": min_cut_rematerialization_partition, "decompositions": select_decomp_table()}
+    return {"backend": aot_autograd(fw_compiler=passed, **as_inductor)}
 
 def by_inductor(tp):
     return {"options": {"post_grad_custom_pre_pass": tp}}
@@ -58,7 +67,7 @@ def by_inductor(tp):
 def check(what, function, backward, wanted, by=by_hand):
     torch.manual_seed(rank)
     given = [torch.randint(-2, 3, shape).double().requires_grad_(backward) for shape in ((4, 8), (6, 8), (8, 6))]
-    tp = MicroPipelineTP()
+    tp = Watched()
     compiled = torch.compile(function, fullgraph=True, **by(tp))
     found, eager = compiled(*given), function(*given)
     torch.testing.assert_close(found, eager, rtol=0, atol=0)
@@ -68,7 +77,7 @@ def check(what, function, backward, wanted, by=by_hand):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert dict(tp.count) == wanted, (what, tp)
     if rank == 0:
-        print(f"{what}: {tp}")
+        print(f"{what}: {tp}; of collectives {tp.kept} nodes")
 
 both = {"all_gather_matmul": 1, "matmul_reduce_scatter": 1}
 check("forward", layers, False, both, by_inductor)
@@ -80,11 +89,11 @@ dist.destroy_process_group()
 """
 
 SAID = """\
-forward: 1 all_gather_matmul, 1 matmul_reduce_scatter
-all rows on all ranks: 1 matmul_all_reduce
-more dimensions: 1 all_gather_matmul, 1 matmul_reduce_scatter
-rows of two products, an average, another dimension: 1 all_gather_matmul_rows, 1 left
-backward: 2 all_gather_matmul_rows, 2 matmul_reduce_scatter
+forward: 1 all_gather_matmul, 1 matmul_reduce_scatter; of collectives 0 nodes
+all rows on all ranks: 1 matmul_all_reduce; of collectives 0 nodes
+more dimensions: 1 all_gather_matmul, 1 matmul_reduce_scatter; of collectives 0 nodes
+rows of two products, an average, another dimension: 1 all_gather_matmul_rows, 1 left; of collectives 4 nodes
+backward: 2 all_gather_matmul_rows, 2 matmul_reduce_scatter; of collectives 0 nodes
 """
 
 

@@ -68,8 +68,9 @@ class MicroPipelineTP(CustomGraphPass):
 
 @dataclass(frozen=True)
 class _Found:
-    """A product next to a collective. `end`: what an operator of ours gives in place of both; `is_alone`: it may.
-    `there`: rows that were gathered, where others need them, too; it gives these as well.
+    """A product next to a collective: `gone`, from the last to the first. `end`: what an operator of ours gives in
+    place of both; `is_alone`: it may. `there`: rows that were gathered, where others need them, too; it gives these as
+    well.
     """
 
     operator: str
@@ -77,6 +78,7 @@ class _Found:
     factor: Node
     group: str
     end: Node
+    gone: tuple[Node, ...]
     is_alone: bool
     there: Node | None = None
 
@@ -100,17 +102,20 @@ def _gathered(product: Node) -> _Found | None:
     shard, _, group = gather.args
     assert isinstance(shard, Node)
     is_alone = len(gather.users) == 1 and _shape(shard)[-1] == _shape(rows)[-1] and len(_shape(shard)) > 1
+    gone = (product, *path, gather)
+    found = _Found("all_gather_matmul", shard, factor, str(group), product, gone, is_alone)
     if all(len(node.users) == 1 for node in path):
-        return _Found("all_gather_matmul", shard, factor, str(group), product, is_alone)
-    found = _Found("all_gather_matmul_rows", shard, factor, str(group), product, is_alone, path[-1])
-    return replace(found, is_alone=is_alone and factor < found.place)
+        return found
+    found = replace(found, operator="all_gather_matmul_rows", there=path[-1])
+    return replace(found, is_alone=is_alone and _unturned(factor)[0] < found.place)
 
 
 def _summed(product: Node) -> _Found | None:
     """A product that is summed over the ranks, each of which has some rows, or all."""
-    below = product
-    while len(below.users) == 1 and (user := next(iter(below.users))).target in VIEWS:
-        below = user
+    path = [product]
+    while len(path[-1].users) == 1 and (user := next(iter(path[-1].users))).target in VIEWS:
+        path.append(user)
+    below = path[-1]
     total = next((user for user in below.users if user.target in SUMS), None)
     if total is None:
         return None
@@ -118,7 +123,17 @@ def _summed(product: Node) -> _Found | None:
     (end,) = total.users
     rows, factor = _nodes(product)
     is_alone = len(below.users) == 1 and operation == "sum" and all(_shape(rows)[0] % number == 0 for number in ranks)
-    return _Found(SUMS[total.target], rows, factor, str(group), end, is_alone)
+    gone = (end, total, *reversed(path))
+    return _Found(SUMS[total.target], rows, factor, str(group), end, gone, is_alone)
+
+
+def _unturned(matrix: Node) -> tuple[Node, bool]:
+    """The matrix that this is, or the transpose of, as it lies before any of the nodes that turn it."""
+    is_turned = False
+    while matrix.target is aten.permute.default:
+        is_turned ^= matrix.args[1] == [1, 0]
+        (matrix,) = _nodes(matrix)
+    return matrix, is_turned
 
 
 def _nodes(node: Node) -> list[Node]:
@@ -132,7 +147,9 @@ def _shape(node: Node) -> Any:
 def _replace(graph: Graph, found: _Found) -> None:
     shape = _shape(found.end)
     with graph.inserting_before(found.place):
-        weights = _call(graph, aten.permute.default, found.factor, [1, 0])
+        weights, is_turned = _unturned(found.factor)
+        if not is_turned:
+            weights = _call(graph, aten.permute.default, weights, [1, 0])
         operator = getattr(torch.ops.commdsl_overlap, found.operator).default
         made = _call(graph, operator, found.rows, weights, found.group)
         if found.there is not None:
@@ -142,6 +159,9 @@ def _replace(graph: Graph, found: _Found) -> None:
         if len(_shape(made)) != len(shape):
             made = _call(graph, aten.reshape.default, made, [-1, *shape[1:]])
     found.end.replace_all_uses_with(made)
+    for node in found.gone:  # what waits has an effect, so that no pass of torch's takes it for dead
+        if not node.users:
+            graph.erase_node(node)
 
 
 def _call(graph: Graph, target: Any, *arguments: Argument) -> Node:
