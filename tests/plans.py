@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from commdsl.language.source import Source, Span
-from commdsl.program.agree import heard_by
+from commdsl.program.agree import none_heard
 from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import CELL, Moves, OpKind, Ops, Origin, Protocol
 from commdsl.program.plan import Plan, Role
@@ -114,10 +114,13 @@ def plan_of(
         protocol=Protocol.BULK,
         ops=ops,
         signals_per_round=per_round,
+        heard=none_heard(num_ranks).heard,
         origins=(Origin(SPAN, (("s", 3),), 0),),
         alias_safe=alias_safe,
     )
-    return Plan("by_hand", num_ranks, (), "switch", "general", (role_of(moves),), 4096, SPAN, agree=heard_by(moves))
+    return Plan(
+        "by_hand", num_ranks, (), "switch", "general", (role_of(moves),), 4096, SPAN, agree=none_heard(num_ranks)
+    )
 
 
 def role_of(moves: Moves) -> Role:

@@ -257,6 +257,7 @@ class Moves:
     protocol: Protocol
     ops: Ops
     signals_per_round: NDArray[np.int32]  # (num_ranks, or one more, num_ranks): [a, b] signals from a to b
+    heard: NDArray[np.bool_]  # (num_ranks, num_ranks): [a, b] in every round a hears of b, if only through others
     origins: tuple[Origin, ...]
     alias_safe: tuple[str, ...]  # inout buffers whose read and written tensor may be the same memory
     casts: Casts | None = field(default=None, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar, assert_never
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
-from commdsl.program.agree import AGREEING_BLOCKS, Agree, heard_by
+from commdsl.program.agree import AGREEING_BLOCKS, Agree
 from commdsl.program.by_row import ByRow
 from commdsl.program.halves import Halves, halves_of, kept_by
 from commdsl.program.launches import Launch, Return, Visit
@@ -153,13 +153,13 @@ class Plan:
 
     @cached_property
     def launched(self) -> Mapping[Moves, Plan]:
-        """What is launched between visits, each once, as a Plan of its own; kept, as who hears whom takes a while."""
+        """What is launched between visits, each once, as a Plan of its own."""
         every = dict.fromkeys(phase.moves for phase in self.phases if isinstance(phase, Launch))
         return {moves: self._of(moves) for moves in every}
 
     def _of(self, moves: Moves) -> Plan:
         role = Role(self.comm.name, moves.lanes, moves.sms, moves.threads, (moves,))
-        return replace(self, name=moves.name, roles=(role,), tile_bytes=moves.tile_bytes, agree=heard_by(moves))
+        return replace(self, name=moves.name, roles=(role,), tile_bytes=moves.tile_bytes, agree=Agree(moves.heard))
 
     @property
     def lanes_tell(self) -> bool:

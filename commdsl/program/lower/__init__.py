@@ -32,7 +32,7 @@ from commdsl.ir.rowwise import Behind, ending
 from commdsl.ir.schedules import Schedule, Task
 from commdsl.language.diagnostics import CommError, Diagnostic, Label
 from commdsl.language.kinds import BufferKind, MoveKind
-from commdsl.program.agree import heard_by
+from commdsl.program.agree import Agree
 from commdsl.program.by_row import ByRow
 from commdsl.program.lower.ordering import order
 from commdsl.program.lower.placement import Placed, num_actors, place
@@ -89,7 +89,7 @@ def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
         tile_bytes=moves.tile_bytes,
         span=schedule.span,
         transport=transport,
-        agree=heard_by(moves),
+        agree=Agree(moves.heard),
     )
 
 
@@ -137,6 +137,7 @@ def _moves(
         protocol=protocol,
         ops=ops,
         signals_per_round=signals,
+        heard=ordered.heard[: schedule.num_ranks, : schedule.num_ranks],
         origins=placed.origins,
         alias_safe=tuple(_alias_safe(placed, schedule)),
         casts=None if schedule.cast is None else Casts(schedule.cast, placed.rows.dest_form, placed.rows.source_form),

@@ -28,6 +28,9 @@ class Clocks(Protocol):
     def finish(self, rank: Ints, number: Ints) -> None:
         """Each `rank` has finished its operation `number`, the next one of that rank."""
 
+    def heard(self) -> NDArray[np.bool_]:
+        """[a, b]: rank a knows of anything that rank b, another one, has finished."""
+
     def copy(self) -> Clocks:
         """A twin that goes its own way; rows are shared, as they are never written again."""
 
@@ -47,6 +50,9 @@ class FullClocks:
 
     def knows(self, rank: Ints, peer: Ints, number: Ints) -> NDArray[np.bool_]:
         return self._now[rank, peer] >= number
+
+    def heard(self) -> NDArray[np.bool_]:
+        return (self._now >= 0) & ~np.eye(self.num_ranks, dtype=np.bool_)
 
     def join(self, rank: Ints, peer: Ints, number: Ints) -> None:
         seen = np.stack([self._then[a][i] for a, i in zip(peer.tolist(), number.tolist(), strict=True)])
@@ -75,6 +81,11 @@ class TurningClocks:
     def knows(self, rank: Ints, peer: Ints, number: Ints) -> NDArray[np.bool_]:
         known: NDArray[np.bool_] = self._now[peer] >= number
         return known
+
+    def heard(self) -> NDArray[np.bool_]:
+        ranks = np.arange(self.num_ranks, dtype=np.int32)
+        known = self._now[self.torus.distance(ranks, ranks[:, None])] >= 0
+        return known & ~np.eye(self.num_ranks, dtype=np.bool_)
 
     def join(self, rank: Ints, peer: Ints, number: Ints) -> None:
         of = int(peer[0])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
 from commdsl.program.lower.hazards import Cells, Edges, Index, joined
@@ -23,28 +24,33 @@ from commdsl.program.moves import Protocol
 
 @dataclass(frozen=True, eq=False)
 class Ordered:
-    """Copies of the cells that rounds use in turn, and the edges that need a flag; `op` is the rows' group."""
+    """Copies of the cells that rounds use in turn, and the edges that need a flag; `op` is the rows' group. `heard`: of
+    whom each actor hears in a round.
+    """
 
     rotation: int
     waits: Edges
+    heard: NDArray[np.bool_]
 
 
 def order(problem: Problem, num_actors: int, protocol: Protocol) -> Ordered:
     """The flags that a protocol needs."""
     cells = Cells(problem.num_keys)
-    hazards = _hazards(problem, cells)
-    rotation, needed = _credits(problem, cells, hazards) if protocol.carries_flags else _flags(problem, cells, hazards)
-    return Ordered(rotation, _for_all(needed, problem, num_actors))
+    run = _Run(problem)
+    within = run.round(_hazards(problem, cells))
+    if protocol.carries_flags:
+        rotation, needed = _credits(problem, cells, run)
+    else:
+        rotation, needed = _flags(problem, cells, run, within)
+    return Ordered(rotation, _for_all(needed, problem, num_actors), run.clocks.heard())
 
 
-def _flags(problem: Problem, cells: Cells, hazards: list[Edges]) -> tuple[int, Edges]:
+def _flags(problem: Problem, cells: Cells, run: _Run, within: Edges) -> tuple[int, Edges]:
     """The flags: within a round, then between a round and the next that uses its cells.
 
     One copy of the cells if the flags within a round already keep rounds apart; else two copies, which lets a rank be a
     round ahead, and the flags still missing then.
     """
-    run = _Run(problem)
-    within = run.round(hazards)
     for rotation in (1, 2):
         trial = run.copy()
         edges = _by_phase(joined([within, _reuse(cells, problem, rotation)]), problem.program)
@@ -57,15 +63,13 @@ def _flags(problem: Problem, cells: Cells, hazards: list[Edges]) -> tuple[int, E
     return rotation, needed
 
 
-def _credits(problem: Problem, cells: Cells, hazards: list[Edges]) -> tuple[int, Edges]:
+def _credits(problem: Problem, cells: Cells, run: _Run) -> tuple[int, Edges]:
     """Where data carries its flag, only what it does not tell: that a peer has read what it was sent two rounds ago.
 
     The data tells it if, by the end of a round, a rank has heard from all that read its cells, directly or through
     others: who takes part in a round has left the round before.
     """
     rotation = 2
-    run = _Run(problem)
-    run.round(hazards)
     edges = _reuse(cells, problem, rotation)
     silent = edges.take(np.nonzero(~run.clocks.knows(edges.rank, edges.peer, np.zeros_like(edges.peer)))[0])
     if not len(silent):
