@@ -5,10 +5,11 @@ the same with plain collectives. One process per GPU:
 
 Layers of Llama-70B's shapes of an 8-way split in bfloat16, whatever the number of ranks: between products each rank has
 some tokens, within them all tokens and an eighth of heads and features. Contenders: torch's functional collectives and
-products (`plain`), that under torch.compile, that with the pass of `overlap.MicroPipelineTP`, and commdsl's operators;
-`plain` and commdsl's also with both passes in a CUDA graph. Microseconds of a forward and a backward pass, medians of
-the slowest rank, all contenders taking turns. Loss and gradients are held against those of `plain` first. Exit code 1:
-they differ, or a contender of ours failed. The table comes last, whatever happened; `*` marks a figure that is missed.
+products (`plain`), that under torch.compile, that with the pass of `overlap.MicroPipelineTP`, and commdsl's operators,
+also under torch.compile; each of them with both passes in a CUDA graph, too. A compiler has the loss, too.
+Microseconds of a forward and a backward pass, medians of the slowest rank, all contenders taking turns. Loss and
+gradients are held against those of `plain` first. Exit code 1: they differ, or a contender of ours failed. The table
+comes last, whatever happened; `*` marks a figure that is missed.
 
 `--dry-run` does all but time, on processors, with all sizes divided by `--scale`:
 
@@ -29,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record, transformer_report
 from benchmarks.contests import Contests
-from benchmarks.report import NO_TIME, Kind, Result
-from benchmarks.transformer_report import CAPTURED, CONTENDERS, PLAIN, Case, Row, overview
+from benchmarks.report import NO_TIME, Kind, Result, number
+from benchmarks.transformer_report import CAPTURED, CONTENDERS, PLAIN, Case, Row
 
 GRACE = 30.0
 """Seconds after the time budget at which a run that hangs prints what it has and ends."""
@@ -97,8 +98,8 @@ def _measured(bench: Any, names: Sequence[str], case: Case, sizes: Any, output: 
     row.results += timed(bench, case, makers, eager=[name for name in names if name not in CAPTURED])
     output.notes += stage.notes
     if bench.rank == 0:
-        _, (line,) = overview([row])
-        print("  ".join(line), f"({bench.deadline - time.monotonic():.0f} s left)", flush=True)
+        left = f"{bench.deadline - time.monotonic():.0f} s left"
+        print(f"{case.tokens} tokens: {number(row.gain(), 2)} times faster ({left})", flush=True)
 
 
 def main() -> None:

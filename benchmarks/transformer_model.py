@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch.nn import functional
 
 from benchmarks.measure import Bench, Contender
-from benchmarks.transformer_report import CAPTURED, COMPILED, CONTENDERS, OURS, PASS, Case
+from benchmarks.transformer_report import CAPTURED, COMPILED, CONTENDERS, OURS, OURS_COMPILED, PASS, PLAIN, Case
 from benchmarks.turns import Made
 from commdsl import overlap
 
@@ -109,6 +109,15 @@ class Layer(torch.nn.Module):
         return made[0].transpose(0, 1).flatten(1)
 
 
+class Model(torch.nn.Sequential):
+    """Layers, and a loss, so that a compiler has both passes whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss of this rank's tokens (n, hidden)."""
+        found: Tensor = super().forward(x)
+        return found.float().square().mean()
+
+
 NEAR = {torch.bfloat16: 2.0**-5, torch.float32: 2.0**-16}
 """How far gradients may lie from those of the plain layers, as a share of their root mean square: sums are rounded at
 other places, and what comes of it goes through all layers.
@@ -123,6 +132,8 @@ class Stage:
     case: Case
     sizes: Sizes
     notes: list[str] = field(default_factory=list)
+    known: dict[str, torch.nn.Module] = field(default_factory=dict)  # by contender that is not captured
+    tp: overlap.MicroPipelineTP = field(default_factory=overlap.MicroPipelineTP)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,39 +146,41 @@ class Stage:
         rows = self.case.tokens // self.case.ranks
         return torch.randn(rows, self.sizes.hidden, device=self.bench.device, dtype=self.dtype)
 
-    def layers(self, parallel: Parallel) -> torch.nn.Module:
-        """The same weights, of this rank, in every contender."""
+    def model(self, name: str) -> torch.nn.Module:
+        """Of the contender of that name; the same weights, of this rank, in all of them."""
         torch.manual_seed(100 + self.bench.rank)
         made = {"device": self.bench.device, "dtype": self.dtype}
-        return torch.nn.Sequential(*(Layer(self.sizes, parallel, **made) for _ in range(self.sizes.layers)))
+        parallel = FUSED if name in (OURS, OURS_COMPILED) else plain()
+        found = Model(*(Layer(self.sizes, parallel, **made) for _ in range(self.sizes.layers)))
+        if name not in (COMPILED, PASS, OURS_COMPILED):
+            return found
+        options = {"post_grad_custom_pre_pass": self.tp} if name == PASS else None
+        compiled: torch.nn.Module = torch.compile(found, dynamic=False, fullgraph=True, options=options)
+        return compiled
 
     @cached_property
     def wanted(self) -> list[Tensor]:
         """Loss and gradients of the plain layers."""
-        return self.passed(self.layers(plain()))
+        return self.passed(self.model(PLAIN))
 
-    def passed(self, layers: torch.nn.Module) -> list[Tensor]:
+    def passed(self, model: torch.nn.Module) -> list[Tensor]:
         """Forward and backward: the loss, and the gradients of tokens and weights."""
         x = self.tokens.detach().requires_grad_()
-        loss = layers(x).float().square().mean()
-        return [loss.detach(), *torch.autograd.grad(loss, [x, *layers.parameters()])]
+        loss = model(x)
+        return [loss.detach(), *torch.autograd.grad(loss, [x, *model.parameters()])]
 
     def made(self, name: str) -> Made:
         """The contender of that name."""
-        layers = self.layers(FUSED if CAPTURED.get(name, name) == OURS else plain())
-        tp = overlap.MicroPipelineTP()
-        if name == COMPILED:
-            layers = torch.compile(layers, dynamic=False)
-        elif name == PASS:
-            layers = torch.compile(layers, dynamic=False, options={"post_grad_custom_pre_pass": tp})
+        of = CAPTURED.get(name, name)
+        model = self.known[of] = self.known.get(of) or self.model(of)
         last: list[Tensor] = []
 
         def called(_: int) -> Tensor:
-            last[:] = self.passed(layers)
+            last[:] = self.passed(model)
             return last[0]
 
         def is_wrong() -> Tensor:
-            told = f", {tp}" if name == PASS else ""
+            told = f", {self.tp}" if of == PASS else ""
             self.notes.append(f"{name}: loss {last[0].item():.6f}{told}")
             return torch.stack([self.differs(*pair) for pair in zip(last, self.wanted, strict=True)]).any()
 
