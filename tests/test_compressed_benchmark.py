@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import csv
 import io
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked import launched
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.compressed_report import COLUMNS, FLOAT8, NCCL, OURS, Case, Row, lines_of, overview, rows_of
@@ -48,11 +47,8 @@ def test_table() -> None:
 def test_dry_run() -> None:
     """Ours, in bfloat16 and in float8, is as near to what float64 gives as it has to be; nothing is timed."""
     pytest.importorskip("torch")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "benchmarks" / "compressed.py"), "--dry-run", "--sizes", "64K", "--collectives", "all_reduce"]
-    done = subprocess.run(
-        [*launch, *script], capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    script = str(ROOT / "benchmarks" / "compressed.py")
+    done = launched(2, script, "--dry-run", "--sizes", "64K", "--collectives", "all_reduce")
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("2 contenders right")

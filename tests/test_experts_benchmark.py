@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import csv
 import io
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from forked import launched
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.experts_report import DEEPEP, DEEPEP_CACHED, NCCL, PEERS, Case, Form, Row, Way, overview, text_of
@@ -103,27 +102,8 @@ def test_dry_run() -> None:
     """Ours and all_to_all_single are right in both ways and forms; nothing is timed, no figure is said to be met."""
     pytest.importorskip("torch")
     script = str(ROOT / "benchmarks" / "experts.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    sizes = [
-        "--dry-run",
-        "--tokens",
-        "11",
-        "--hidden",
-        "32",
-        "--topk",
-        "3",
-        "--experts",
-        "3",
-        "--only",
-        "commdsl",
-        "once",
-        "index",
-        "index, halves",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, script, *sizes], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    sizes = ["--tokens", "11", "--hidden", "32", "--topk", "3", "--experts", "3"]
+    done = launched(2, script, "--dry-run", *sizes, "--only", "commdsl", "once", "index", "index, halves")
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a dry run: 15 contenders right, nothing timed" in done.stdout

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import csv
 import io
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked import launched
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.report import Result, Timing
@@ -44,11 +43,7 @@ def test_table() -> None:
 def test_dry_run() -> None:
     """Ours gives what float64 gives; nothing is timed."""
     pytest.importorskip("torch")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "benchmarks" / "rms_norm.py"), "--dry-run", "--rows", "3", "--columns", "64"]
-    done = subprocess.run(
-        [*launch, *script], capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = launched(2, str(ROOT / "benchmarks" / "rms_norm.py"), "--dry-run", "--rows", "3", "--columns", "64")
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("1 contenders right")
