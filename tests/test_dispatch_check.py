@@ -51,7 +51,7 @@ def test_every_damaged_word_is_reported(packed: bool) -> None:
                 bits = damaged_bits(dice)
                 call = Damaged(flows, inputs, packed, (2, 1, 3), 64, rank=rank, word=word, bits=bits)
                 try:
-                    found = run_calls(made, [call], Running(timeout=0.1))
+                    found = run_calls(made, [call], Running(timeout=0.03))
                 except (RowsError, CommTimeout) as report:
                     codes[report.record.code] += 1
                 else:
@@ -92,7 +92,7 @@ MESSAGES = {
         "count": r"RowError: .*rank \d expected \d+ rows from rank \d, and \d+ came",
         "finish": r"RowError: .*rank \d was to finish rows up to \d+ of its own, and has room for \d+: finish \d+ of",
         "table": r"RowError: .*the table of rank \d is not what was made: its (head|words) should give \d+",
-        "wait": r"CommTimeout: rank \d waited 0.3 s for rank \d",
+        "wait": r"CommTimeout: rank \d waited 0.1 s for rank \d",
     }.items()
 }
 
@@ -111,7 +111,7 @@ def test_users_see_what_is_wrong(put: str, monkeypatch: pytest.MonkeyPatch) -> N
     """100 damaged tables: each call raises on some rank, in words that name the rank, and shard and replica where it is
     a row; after a reset the group works as before.
     """
-    monkeypatch.setenv("COMMDSL_TIMEOUT", "0.3")
+    monkeypatch.setenv("COMMDSL_TIMEOUT", "0.1")
     (case,) = cases([Draw(3, 14, sharing=Sharing.RANK, empty=0.0, stays=0.0)], seed=5)
     ranks = Ranks(commdsl.threads(3))
 
