@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import sweeps
+from hypothesis import settings
 
 GOLDEN = Path(__file__).parent / "golden"
 MOST_WORKERS = 16
+MOST_SECONDS = 3600
+"""That a test takes where all of its cases run."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,7 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sweep", choices=("sample", "all"), default="sample", help="which cases of a sweep run")
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout looks
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--sweep") == "all":
+        config.option.timeout = MOST_SECONDS
+        settings.register_profile(sweeps.ALL)
+        settings.load_profile(sweeps.ALL)
     if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores, and so do the processes that they start
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -88,11 +96,11 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture
-def turns(request: pytest.FixtureRequest) -> Callable[[int], int]:
+def turns(request: pytest.FixtureRequest) -> Callable[..., int]:
     """`turns(10_000)`: how many of so many random cases of one test run; all of them with --sweep=all."""
 
-    def of(count: int) -> int:
-        return count if request.config.getoption("--sweep") == "all" else -(-count // sweeps.ONE_IN)
+    def of(count: int, one_in: int = sweeps.ONE_IN) -> int:
+        return count if request.config.getoption("--sweep") == "all" else -(-count // one_in)
 
     return of
 

@@ -15,9 +15,10 @@ from plan_mutants import CHANGES
 from plans import changed
 
 from commdsl.ir.lengths import Lengths
+from commdsl.ir.schedules import Cast
 from commdsl.language.kinds import Axis
 from commdsl.program.memory import Rights
-from commdsl.program.moves import Moves, Ops, Protocol, Reason
+from commdsl.program.moves import Form, Moves, Ops, Protocol, Reason
 from commdsl.program.plan import Plan
 
 Mutation = Callable[[Random, Plan], Plan | None]
@@ -193,6 +194,8 @@ def _tensor(random: Random, plan: Plan) -> Plan:
         "access": replace(one, access=other),
         "name": replace(one, name=f"{one.name}_"),
         "is_yield": replace(one, is_yield=not one.is_yield),
+        "lands": replace(one, lands=not one.lands),
+        "is_sum": replace(one, is_sum=not one.is_sum),
         "lengths": replace(one, lengths=random.choice([None, *OTHER_LENGTHS])),
     }
     what = random.choice([*kinds, "dropped", "exchanged"])
@@ -203,6 +206,24 @@ def _tensor(random: Random, plan: Plan) -> Plan:
     else:
         tensors[at] = kinds[what]
     return changed(plan, tensors=tuple(tensors))
+
+
+def _casts(random: Random, plan: Plan) -> Plan | None:
+    """An operand in another form, or all of them travel as something else."""
+    casts = plan.moves.casts
+    if casts is None:
+        return None
+    side = random.choice(["dest", "source", "cast"])
+    if side == "cast":
+        others = [cast for cast in OTHER_CASTS if cast != casts.cast]
+        return changed(plan, casts=replace(casts, cast=random.choice(others)))
+    forms = getattr(casts, side).copy()
+    at = random.randrange(len(forms))
+    forms[at] = (forms[at] + random.randrange(1, len(Form))) % len(Form)
+    return changed(plan, casts=replace(casts, **{side: forms}))
+
+
+OTHER_CASTS = (Cast("float8", 16), Cast("float8", 32), Cast("bfloat16"), Cast("float16"))
 
 
 def _alias(random: Random, plan: Plan) -> Plan:
@@ -243,6 +264,7 @@ MUTATIONS: dict[str, Mutation] = {
     "number": _scalar,
     "tensor": _tensor,
     "alias_safe": _alias,
+    "casts": _casts,
     **{name: _of_tables(name) for name in CHANGES},
 }
 """With `plan_mutants` every column of Ops, and every field of Moves but its name and origins."""

@@ -117,10 +117,11 @@ def _whole(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
 
 
 def _kind(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:
-    """The other kind for a whole group."""
-    leader_of = plan.moves.ops.leader_of
-    group = leader_of == leader_of[random.randrange(plan.moves.ops.num_ops)]
-    return {"kind": np.where(group, len(OpKind) - 1 - plan.moves.ops.kind, plan.moves.ops.kind).astype(np.int32)}
+    """Another kind for a whole group."""
+    ops = plan.moves.ops
+    at = random.randrange(ops.num_ops)
+    other = (int(ops.kind[at]) + random.randrange(1, len(OpKind))) % len(OpKind)
+    return {"kind": np.where(ops.leader_of == ops.leader_of[at], other, ops.kind).astype(np.int32)}
 
 
 def _sources(random: Random, plan: Plan) -> dict[str, np.ndarray] | None:

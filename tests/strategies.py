@@ -7,11 +7,12 @@ commdsl.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
+from drawn_machines import SWITCH, Arcs, DrawnMachine, machines
 from hypothesis import strategies as st
 
 OPERATIONS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
@@ -45,6 +46,24 @@ class Program:
     ranks: int
     cut: int = 1
     values: tuple[tuple[Place, Value], ...] = ()
+    axes: tuple[tuple[str, tuple[str, ...]], ...] = ()  # by buffer, what its blocks' lengths are looked up by
+    machine: DrawnMachine = SWITCH
+    arcs: Arcs = ()  # ordered pairs of ranks between which something moves, where that is known
+    rounds: bool = False  # some of what moves
+
+    def length(self, table: Sequence[int], buffer: str, rank: int, block: int) -> int:
+        """Of a block, where they have lengths of their own."""
+        axes, at = dict(self.axes)[buffer], {"rank": rank, "block": block}
+        return int(table[at[axes[0]] if len(axes) == 1 else at[axes[0]] * self.ranks + at[axes[1]]])
+
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        """Those that have a kernel for it: one alone rounds, or moves blocks whose lengths pairs alone know; lines
+        do not leave a node.
+        """
+        if self.rounds or any(len(axes) == 2 for _, axes in self.axes):
+            return ("bulk",)
+        return ("bulk", "packet", "line") if self.machine.nodes == 1 else ("bulk", "packet")
 
 
 @dataclass(frozen=True)
@@ -75,6 +94,7 @@ class Draft:
     ranks: int
     cut: int
     blocks: dict[str, int]  # of x, y, z; slots of t; 0: no such buffer
+    axes: dict[str, str] = field(default_factory=dict)  # of x, y, z, where blocks have lengths of their own
     held: dict[Place, Value] = field(default_factory=dict)
     written: set[Place] = field(default_factory=set)
     steps: list[list[Drawn]] = field(default_factory=list)
@@ -95,10 +115,31 @@ class Draft:
             for piece in pieces
         ]
 
-    def targets(self, piece: int) -> list[Place]:
-        """Where a chunk of this size class may be written in the step at hand."""
+    def entry(self, buffer: str, rank: int, block: int) -> int:
+        """Which of the lengths of a call a block has."""
+        return {"rank": rank, "block": block}.get(self.axes.get(buffer, ""), 0)
+
+    def size_class(self, value: Value) -> tuple[int, int]:
+        return value.piece, self.entry(value.origin, value.ranks[0], value.block)
+
+    def fits(self, value: Value, place: Place) -> bool:
+        """Whether the place has the size of the chunk; a slot has any."""
+        of_place = place.piece, self.entry(place.buffer, place.rank, place.block)
+        return place.buffer == "t" or of_place == self.size_class(value)
+
+    def targets(self, value: Value) -> list[Place]:
+        """Where a chunk of this size may be written in the step at hand."""
         found = [place for buffer in "yzt" for place in self.places(buffer)]
-        return [p for p in found if p not in self.written and (p.buffer == "t" or p.piece == piece)]
+        return [place for place in found if place not in self.written and self.fits(value, place)]
+
+    def disjoint(self, values: list[Value]) -> bool:
+        """Whether the values can be combined to one that a clause can name: the same chunk, of different ranks and one
+        length, what is combined already by one operation.
+        """
+        same = len({(v.origin, v.block, v.piece) for v in values}) == 1
+        same &= len({self.size_class(v) for v in values}) == 1
+        same &= len({v.operation for v in values if len(v.ranks) > 1}) <= 1
+        return same and sum(len(v.ranks) for v in values) == len({rank for v in values for rank in v.ranks})
 
     def index(self, place: Place) -> str:
         return f"t[{place.block}]" if place.buffer == "t" else f"{place.buffer}[{place.block}, {place.piece}]"
@@ -136,15 +177,6 @@ def term(draft: Draft, value: Value) -> str:
     return f"{operation}({ref} @ q for q in 0 ..< P if {' or '.join(f'q == {rank}' for rank in value.ranks)})"
 
 
-def disjoint(values: list[Value]) -> bool:
-    """Whether the values can be combined to one that a clause can name: the same chunk, of different ranks, what is
-    combined already by one operation.
-    """
-    same = len({(v.origin, v.block, v.piece) for v in values}) == 1
-    same &= len({v.operation for v in values if len(v.ranks) > 1}) <= 1
-    return same and sum(len(v.ranks) for v in values) == len({rank for v in values for rank in v.ranks})
-
-
 @st.composite
 def united(draw: st.DrawFn, values: list[Value]) -> Value:
     """By the operation of those that are combined already, or by any."""
@@ -164,7 +196,7 @@ def addends(draft: Draft, place: Place) -> Iterator[list[Place]]:
     chosen: list[Place] = []
     for rank in range(draft.ranks):
         peer = Place(place.buffer, rank, place.block, place.piece)
-        if peer in draft.held and disjoint([draft.held[q] for q in [*chosen, peer]]):
+        if peer in draft.held and draft.disjoint([draft.held[q] for q in [*chosen, peer]]):
             chosen.append(peer)
             yield list(chosen)
 
@@ -174,7 +206,7 @@ def one_list(draw: st.DrawFn, draft: Draft, source: Place, dest: Place) -> Drawn
     """A reduction of several sources; None when the destination is of another size class."""
     chosen = draw(st.sampled_from(list(addends(draft, source))))
     value = draw(united([draft.held[place] for place in chosen]))
-    if dest.buffer != "t" and dest.piece != value.piece:
+    if not draft.fits(value, dest):
         return None
     choice = " or ".join(f"q == {place.rank}" for place in chosen)
     several = "all" if len(chosen) == draft.ranks else f"q for q in 0 ..< P if {choice}"
@@ -187,7 +219,7 @@ def one_move(draw: st.DrawFn, draft: Draft) -> Drawn | None:
     """Any legal move; None when this draw has none."""
     source = draw(st.sampled_from(sorted(draft.held)))
     value = draft.held[source]
-    targets = draft.targets(value.piece)
+    targets = draft.targets(value)
     if not targets:
         return None
     dest = draw(st.sampled_from(targets))
@@ -197,7 +229,7 @@ def one_move(draw: st.DrawFn, draft: Draft) -> Drawn | None:
     if kind == "list":
         return draw(one_list(draft, source, dest))
     if kind == "reduce":
-        if dest not in draft.held or not disjoint([value, draft.held[dest]]):
+        if dest not in draft.held or not draft.disjoint([value, draft.held[dest]]):
             return None
         value = draw(united([draft.held[dest], value]))
         reads |= {dest}
@@ -244,34 +276,52 @@ CASTS = {"float8": "as float8 by 16", "float16": "as float16", "bfloat16": "as b
 
 
 @st.composite
-def random_moves(draw: st.DrawFn, element: str = "") -> Program:
-    """Any moves between any ranks, with the contract in its general form; some round to this element type."""
-    ranks = draw(st.integers(2, 6))
-    cut = draw(st.integers(1, 3))
+def buffers(draw: st.DrawFn, ranks: int, *, uneven: bool) -> tuple[dict[str, int], dict[str, str]]:
+    """Blocks of x, y, z, slots of t, and what lengths are looked up by: by block there is one for each rank."""
     blocks = {
         "x": draw(st.integers(1, 2)),
         "y": draw(st.integers(1, 3)),
         "z": draw(st.integers(0, 1)),
         "t": draw(st.integers(0, 2)),
     }
-    draft = Draft(ranks, cut, blocks)
+    axes = {name: draw(st.sampled_from(["rank", "block"])) for name in "xyz"} if uneven else {}
+    return blocks | {name: ranks for name, axis in axes.items() if axis == "block" and blocks[name]}, axes
+
+
+@st.composite
+def random_moves(draw: st.DrawFn, element: str = "", *, uneven: bool = False) -> Program:
+    """Any moves between any ranks, with the contract in its general form; some round to this element type, or blocks
+    have lengths of their own.
+    """
+    ranks = draw(st.integers(2, 6))
+    cut = draw(st.integers(1, 3))
+    blocks, axes = draw(buffers(ranks, uneven=uneven))
+    draft = Draft(ranks, cut, blocks, axes)
     for _ in range(draw(st.integers(1, 6))):
         draw(one_step(draft))
     if not any(place.buffer == "y" for place in draft.held):
-        here, there = Place("x", 0, 0, 0), Place("y", ranks - 1, 0, 0)
-        put = f"put x[0, 0] -> y[0, 0] @ {ranks - 1}"
-        draft.steps.append([Drawn(0, put, frozenset({here}), there, draft.held[here])])
+        draft.written.clear()
+        here = Place("x", 0, 0, 0)
+        there = [place for place in draft.targets(draft.held[here]) if place.buffer == "y"][-1]
+        move = f"put {draft.index(here)} -> {draft.index(there)} @ {there.rank}"
+        draft.steps.append([Drawn(0, move, frozenset({here}), there, draft.held[here])])
         draft.held[there] = draft.held[here]
     values = tuple((place, value) for place, value in sorted(draft.held.items()) if place.buffer in "yz")
     steps = pruned(draft)
     if element:
         steps = [[replace(move, rounds=draw(st.booleans())) for move in step] for step in steps]
     times = roundings(steps)
-    scratch = any(move.dest.buffer == "t" for step in steps for move in step)
-    lines = [f"schedule drawn for P ranks where P == {ranks} {{"]
+    crossed = {(one.rank, move.dest.rank) for step in steps for move in step for one in move.reads}
+    arcs = tuple(sorted(pair for pair in crossed if pair[0] != pair[1]))
+    machine = draw(machines(ranks, arcs))
+    lines = [*machine.lines, f"schedule drawn for P ranks where P == {ranks} {{"]
     for name, kind in (("x", "input"), ("y", "output"), ("z", "inout")):
-        lines += [f"  {kind} {name}[{blocks[name]} blocks, {cut}]"] if blocks[name] else []
-    lines += [f"  scratch t[{blocks['t']}]"] if scratch else []
+        lengths = f" of n[{axes[name]}]" if axes else ""
+        dim = "P" if axes.get(name) == "block" else str(blocks[name])
+        lines += [f"  {kind} {name}[{dim} blocks, {cut}]{lengths}"] if blocks[name] else []
+    if any(move.dest.buffer == "t" for step in steps for move in step):
+        lines += [f"  scratch t[{blocks['t']}]"]
+    looked_up = tuple((name, (axis,)) for name, axis in axes.items())
     for place, value in values:
         clause = f"{draft.index(place)} == {term(draft, value)}"
         rounded = f" rounded({element}, {times[place]})" if times.get(place) else ""
@@ -279,7 +329,7 @@ def random_moves(draw: st.DrawFn, element: str = "") -> Program:
     for step in steps:
         moves = [(move.actor, move.statement + (f" {CASTS[element]}" if move.rounds else "")) for move in step]
         lines += ["  each r {", *(f"    if r == {actor} {{ {statement} }}" for actor, statement in moves), "  }"]
-    return Program("\n".join([*lines, "}", ""]), ranks, cut, values)
+    return Program("\n".join([*lines, "}", ""]), ranks, cut, values, looked_up, machine, arcs, bool(element))
 
 
 CYCLE_PROGRAMS = {
@@ -316,14 +366,38 @@ CYCLE_PROGRAMS = {
 }
 
 
+PATH_PROGRAMS = {
+    "broadcast": """  inout x[2]
+  ensure broadcast(x, C[0].at(0))
+  pipeline i in 0 ..< 2 {
+    for s in 0 ..< P - 1 {
+      each r where C[0].position(r) == s { put x[i] -> x[i] @ C[0].next(r) }
+    }
+  }
+""",
+    "reduce": """  inout x
+  ensure reduce(x, C[0].at(P - 1)) by max
+  for s in 0 ..< P - 1 {
+    each r where C[0].position(r) == s { reduce x -> x @ C[0].next(r) by max }
+  }
+""",
+}
+"""Along what has a first rank and a last."""
+
+
 @st.composite
 def along_a_cycle(draw: st.DrawFn) -> Program:
-    """A collective along a random directed cycle through all ranks."""
+    """A collective along a random directed cycle through all ranks, or an open one; the machine may have its arcs."""
     ranks = draw(st.integers(2, 6))
     order = draw(st.permutations(range(ranks)))
-    body = CYCLE_PROGRAMS[draw(st.sampled_from(sorted(CYCLE_PROGRAMS)))]
-    cycle = f"  cycles C = ({' '.join(map(str, order))})\n"
-    return Program(f"schedule drawn for P ranks where P == {ranks} {{\n{cycle}{body}}}\n", ranks)
+    name = draw(st.sampled_from([*CYCLE_PROGRAMS, *PATH_PROGRAMS]))
+    is_open = name in PATH_PROGRAMS
+    body = (CYCLE_PROGRAMS | PATH_PROGRAMS)[name]
+    arcs = tuple((order[at - 1], order[at]) for at in range(int(is_open), ranks))
+    machine = draw(machines(ranks, arcs))
+    head = f"schedule drawn for P ranks where P == {ranks} {{"
+    cycle = f"  cycles C = {'open ' if is_open else ''}({' '.join(map(str, order))})"
+    return Program("\n".join([*machine.lines, head, cycle, f"{body}}}", ""]), ranks, machine=machine, arcs=arcs)
 
 
 @st.composite
@@ -336,20 +410,71 @@ def along_a_tree(draw: st.DrawFn) -> Program:
     edges = [(order[draw(st.integers(0, i - 1))], order[i]) for i in range(1, ranks)]
     up = [f"  each r where r == {child} {{ reduce x[i] -> x[i] @ {parent} }}" for parent, child in reversed(edges)]
     down = [f"  each r where r == {parent} {{ put x[i] -> x[i] @ {child} }}" for parent, child in edges]
-    ensure, lines = draw(
+    rising, falling = [(child, parent) for parent, child in edges], edges
+    ensure, lines, arcs = draw(
         st.sampled_from(
             [
-                (f"broadcast(x, {order[0]})", down),
-                (f"reduce(x, {order[0]})", up),
-                ("allreduce(x)", up + down),
-                (f"each r, i in 0 ..< {pieces} {{ x[i] == sum(x[i] @ q for q in 0 ..< P) }}", up + down),
+                (f"broadcast(x, {order[0]})", down, falling),
+                (f"reduce(x, {order[0]})", up, rising),
+                ("allreduce(x)", up + down, rising + falling),
+                (
+                    f"each r, i in 0 ..< {pieces} {{ x[i] == sum(x[i] @ q for q in 0 ..< P) }}",
+                    up + down,
+                    rising + falling,
+                ),
             ]
         )
     )
+    machine = draw(machines(ranks, tuple(sorted(arcs))))
     head = f"schedule drawn for P ranks where P == {ranks} {{"
     loop = draw(st.sampled_from(["for", "pipeline"]))
     body = [f"  {loop} i in 0 ..< {pieces} {{", *lines, "  }"]
-    return Program("\n".join([head, f"  inout x[{pieces}]", f"  ensure {ensure}", *body, "}", ""]), ranks)
+    text = "\n".join([*machine.lines, head, f"  inout x[{pieces}]", f"  ensure {ensure}", *body, "}", ""])
+    return Program(text, ranks, machine=machine, arcs=tuple(sorted(arcs)))
+
+
+@st.composite
+def by_calls(draw: st.DrawFn) -> Program:
+    """Pieces that are reduced to a root, then sent to all, each by a schedule that is called with parameters; a wave of
+    pieces at a time, by an operation of the text's own or of the call's.
+    """
+    ranks, pieces = draw(st.integers(2, 6)), draw(st.integers(1, 3))
+    root = draw(st.sampled_from(["0", "i % P", "(P - 1 if i == 0 else 0)", "([1, 0][i % 2])", "turn(i, P)"]))
+    by = draw(st.sampled_from(["", " by max", " by prod"]))
+    spread = draw(st.sampled_from(["broadcast_tree(x[i]) with root = q", "broadcast_chain(x[i]) with root = q, K = 1"]))
+    loop = draw(st.sampled_from(["for", "pipeline"]))
+    lines = [
+        'use "collectives/reduce_tree.comm"',
+        f'use "collectives/{spread.split("(")[0]}.comm"',
+        "fn turn(i, P) = (3 * i + 1) % P",
+        f"schedule drawn for P ranks where P == {ranks} {{",
+        f"  inout x[{pieces}]",
+        f"  ensure allreduce(x){by}",
+        f"  {loop} i in 0 ..< {pieces} {{",
+        f"    let q = {root}",
+        f"    do reduce_tree(x[i]){by} with root = q",
+        f"    do {spread}",
+        "  }",
+    ]
+    return Program("\n".join([*lines, "}", ""]), ranks)
+
+
+@st.composite
+def to_all(draw: st.DrawFn) -> Program:
+    """An all-to-all of blocks that each have a length of their own, each put or fetched straight, in any order."""
+    ranks = draw(st.integers(2, 5))
+    steps, lines = draw(st.permutations(range(ranks))), list[str]()
+    for shift in steps:
+        sign, way = draw(st.sampled_from([("+", "put x[q] -> y[r] @ q"), ("-", "get x[r] @ q -> y[q]")]))
+        lines += [f"  each r {{ let q = (r {sign} {shift}) % P   {way} }}"]
+    if draw(st.booleans()):  # all at once
+        lines = ["  each r, i in 0 ..< P { put x[(r + i) % P] -> y[r] @ (r + i) % P }"]
+    head = f"schedule drawn for P ranks where P == {ranks} {{"
+    given = ["  input x[P blocks] of n[rank, block]", "  output y[P blocks] of n[block, rank]"]
+    text = "\n".join([head, *given, "  ensure alltoall(x -> y)", *lines, "}", ""])
+    every = [(rank, peer) for rank in range(ranks) for peer in range(ranks)]
+    values = tuple((Place("y", rank, peer, 0), Value("x", rank, 0, (peer,))) for rank, peer in every)
+    return Program(text, ranks, values=values, axes=(("x", ("rank", "block")), ("y", ("block", "rank"))))
 
 
 @st.composite
@@ -357,7 +482,7 @@ def along_axes(draw: st.DrawFn) -> Program:
     """An all-reduce over the axes of a torus, one after another, each by a schedule that is called."""
     sizes = draw(st.sampled_from([(2,), (3,), (2, 2), (2, 3), (3, 2), (4, 2), (2, 2, 2)]))
     ranks = prod(sizes)
-    uses, lines = set[str](), []
+    uses, lines, how = set[str](), [], draw(st.sampled_from(["", "", " by min"]))
     for axis in draw(st.permutations(range(len(sizes)))):
         size, stride = sizes[axis], prod(sizes[:axis])
         runs = f"in runs of {stride * size}" if stride * size < ranks or draw(st.booleans()) else ""
@@ -367,16 +492,31 @@ def along_axes(draw: st.DrawFn) -> Program:
         across = draw(st.sampled_from(["i * (P / n) + j", "j * n + i", "place(i, j, n, P)"])).replace("n", str(size))
         given = f"(x[{across}] for i in 0 ..< {size}, j in 0 ..< {ranks // size})"
         acting = draw(st.sampled_from(["", "each r "]))
-        lines += [f"  group axis{axis} = ranks {runs} {by}", f"  {acting}do {name}({given}) over axis{axis}"]
+        lines += [f"  group axis{axis} = ranks {runs} {by}", f"  {acting}do {name}({given}) over axis{axis}{how}"]
     used = [f'use "collectives/{name}.comm"' for name in sorted(uses)]
     place = "fn place(i, j, n, P) = (j * n + i if n % 2 == 0 else i * (P / n) + j + [1, 0][n - 2])"
-    head = f"schedule drawn for P ranks where P == {ranks} {{\n  inout x[P]\n  ensure allreduce(x)"
+    head = f"schedule drawn for P ranks where P == {ranks} {{\n  inout x[P]\n  ensure allreduce(x){how}"
     return Program("\n".join([*used, place, head, *lines, "}", ""]), ranks)
 
 
 def programs() -> st.SearchStrategy[Program]:
-    """The one strategy for valid schedules."""
-    return st.one_of(random_moves(), along_a_cycle(), along_a_tree(), along_axes())
+    """The one strategy for valid schedules of equal blocks."""
+    return st.one_of(random_moves(), along_a_cycle(), along_a_tree(), along_axes(), by_calls())
+
+
+def uneven_programs() -> st.SearchStrategy[Program]:
+    """Valid schedules of blocks that have lengths of their own."""
+    return st.one_of(random_moves(uneven=True), random_moves(uneven=True), to_all())
+
+
+def tried(programs: st.SearchStrategy[Program]) -> st.SearchStrategy[tuple[Program, str]]:
+    """In every protocol that has a kernel for it."""
+    return programs.flatmap(lambda program: st.tuples(st.just(program), st.sampled_from(program.protocols)))
+
+
+def all_programs() -> st.SearchStrategy[tuple[Program, str]]:
+    """Of equal blocks and of others, in every protocol."""
+    return tried(st.one_of(programs(), programs(), uneven_programs()))
 
 
 def rounding_programs() -> st.SearchStrategy[Program]:

@@ -1,6 +1,7 @@
 """Turns the cases of a sweep, one law over many cases, into the sample of them that runs unless all are asked for.
 
-Assumes that a case is known by its name and by what each of its parameters is. Does not know pytest.
+Assumes that a case is known by its name and by what each of its parameters is. Does not know pytest. Drawn cases are as
+many as a test says, MORE times as many if all are asked for.
 """
 
 from __future__ import annotations
@@ -9,9 +10,21 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hypothesis import settings
+
 ONE_IN = 12
 LEAST = 3
 """So many cases of a family run, if it has them."""
+
+
+MORE = 20
+ALL = "all"
+"""The profile of drawn cases that `conftest` loads before tests are imported."""
+
+
+def examples(count: int) -> int:
+    """How many cases hypothesis draws."""
+    return count * (MORE if settings.get_current_profile_name() == ALL else 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from random import Random
 
 import flag_mutants
@@ -22,7 +23,9 @@ import test_keys as keyed
 import test_keys_there as went
 from collectives import SCHEDULES
 from host_dispatch import chained
-from proved import given
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from strategies import Program, all_programs, rounding_programs, tried
 from test_dispatch_kernel import WIDTHS, reused, same, storm
 
 from commdsl import compiler
@@ -36,6 +39,7 @@ from commdsl.ep import simulate
 from commdsl.ir.lengths import block_lengths, num_entries
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import InternalError
+from commdsl.language.kinds import GIVEN
 from commdsl.machine.dtypes import FLOAT32, INT32
 from commdsl.program.phases import PushAgain, PushBack, PushByKey
 from commdsl.program.plan import Plan
@@ -44,6 +48,7 @@ from commdsl.program.verify import verify
 
 RUN_ONE_IN = 12
 SEEN_ONE_IN = 2
+SHARDS = 20
 Tally = Callable[[str, Counter[str]], None]
 Chosen = Callable[[str, int], bool]
 
@@ -74,19 +79,21 @@ class Right:
 
 def _call(schedule: Schedule, elements: int, seed: int, dtype: type) -> dict[str, list[np.ndarray]]:
     """Blocks of so many elements, or of up to as many, where they have lengths of their own."""
-    random, buffer, ranks = np.random.default_rng(seed), given(schedule), schedule.num_ranks
-    lengths, table = schedule.lengths, [elements]
+    random, ranks, lengths = np.random.default_rng(seed), schedule.num_ranks, schedule.lengths
+    table: list[int] | int = elements
     if lengths is not None:
         more = num_entries(ranks, len(lengths.axes)) - 2
         table = random.permutation([0, elements, *random.integers(0, elements, more)]).tolist()
-    blocks = block_lengths(lengths, ranks, buffer.blocks, elements if lengths is None else table)
-    call = {buffer.name: [(100 * random.normal(size=sum(own))).astype(dtype) for own in blocks]}
-    return call if lengths is None else {**call, lengths.table: [np.array(table)]}
+    call = {} if lengths is None else {lengths.table: [np.array(table)]}
+    for buffer in (one for one in schedule.buffers if one.kind in GIVEN):
+        blocks = block_lengths(buffer.lengths, ranks, buffer.blocks, table)
+        call[buffer.name] = [(100 * random.normal(size=sum(own))).astype(dtype) for own in blocks]
+    return call
 
 
 def _chunks(schedule: Schedule, plan: Plan) -> list[bytes]:
     """To the bit: an `avg` of numbers that are rounded, twice, apart and in place."""
-    op = "avg" if plan.moves.has_reduction else "sum"
+    op = "avg" if plan.moves.asks else "sum"
     calls = [_call(schedule, 240, seed, np.float32) for seed in range(2)]
     found = []
     for in_place in sorted({False, bool(plan.moves.alias_safe)}):
@@ -103,13 +110,24 @@ def _watch_chunks(schedule: Schedule, plan: Plan, seed: int) -> None:
 
 def chunks(name: str, ranks: int, way: str) -> Right:
     """A schedule of chunks, with so small tiles that a few hundred bytes take rounds."""
-    tune = {"protocol": way, "lanes": 2, "threads": 32, "tile": 256}
+    tune = {"protocol": way, "lanes": 2, "threads": 32, "tile": 512 if name in CAST else 256}
     checked = compiler.check(SCHEDULES / f"{name}.comm", ranks=ranks, tune=tune)
+    return _right(checked, Random(f"{name} {ranks} {way}"), times=3)
+
+
+def drawn(program: Program, way: str, random: Random, times: int) -> Right:
+    """One that nobody wrote, of whatever the language has."""
+    files = compiler.read_text(program.text, "drawn.comm", Path())
+    tune = {"protocol": way, "lanes": 2, "threads": 32, "tile": 256}
+    return _right(compiler.check(files, ranks=program.ranks, on=program.machine.name, tune=tune), random, times)
+
+
+def _right(checked: compiler.Checked, random: Random, times: int) -> Right:
     schedule, plan = checked.schedule, checked.plan
     return Right(
         plan,
         schedule,
-        flag_mutants.mutants(plan, Random(f"{name} {ranks} {way}"), times=3),
+        flag_mutants.mutants(plan, random, times),
         flag_mutants.without_waits(plan),
         lambda mutant: _chunks(schedule, mutant) == _chunks(schedule, plan),
         lambda mutant, seed: _watch_chunks(schedule, mutant, seed),
@@ -241,6 +259,10 @@ STATIC = (
 
 UNEVEN = ("uneven/allgather_uneven", "uneven/reducescatter_uneven", "uneven/alltoall_uneven")
 
+CAST = ("compressed/allreduce_float8", "compressed/allgather_float8")
+
+NAMED = ("statistics/allreduce_statistics",)
+
 KEY_WAYS = (
     *("there", "there once", "there nodes", "again once", "again nodes"),
     *("keys weighed", "ranks weighed", "back nodes", "values"),
@@ -252,6 +274,8 @@ KINDS: tuple[
 KINDS = (
     (chunks, STATIC, ("bulk", "packet", "line"), (("bulk", 2), ("bulk", 3), ("bulk", 4))),
     (chunks, UNEVEN, ("bulk",), (("bulk", 3),)),
+    (chunks, CAST, ("bulk",), (("bulk", 3),)),
+    (chunks, NAMED, ("bulk", "packet", "line"), (("bulk", 3),)),
     (rows, ("qkv", "rows"), ("rows", "packed"), (("rows", 2), ("rows", 3), ("packed", 3))),
     (keys, ("experts",), KEY_WAYS, tuple((way, 2) for way in KEY_WAYS)),
 )
@@ -286,7 +310,27 @@ def test_mutants(
     make: Callable[[str, int, str], Right], name: str, way: str, ranks: int, tally: Tally, is_chosen: Chosen
 ) -> None:
     """Every mutant is refused, or proved and right."""
-    right = make(name, ranks, way)
+    counts = judged(make(name, ranks, way), is_chosen)
+    tally(f"mutants of Plans of {make.__name__}", counts)
+    assert counts["proved"] < counts.total() / 2
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_mutants_of_drawn_schedules(shard: int, tally: Tally, is_chosen: Chosen, turns: Callable[[int], int]) -> None:
+    """So it is with any schedule."""
+
+    @seed(shard)
+    @settings(deadline=None, max_examples=turns(15), database=None, suppress_health_check=list(HealthCheck))
+    @given(st.one_of(all_programs(), tried(rounding_programs())))
+    def judge(program: tuple[Program, str]) -> None:
+        tally("mutants of drawn Plans", judged(drawn(*program, Random(shard), times=turns(3)), is_chosen))
+
+    judge()
+
+
+def judged(right: Right, is_chosen: Chosen) -> Counter[str]:
+    """How many mutants there are by what becomes of them; AssertionError for one that is proved and not right."""
     assert right.verdict(right.plan) == ""
     counts: Counter[str] = Counter()
     texts = {emit(right.plan).text: "the right one"}
@@ -304,8 +348,7 @@ def test_mutants(
             counts["proved, run and right"] += 1
             print(f"proved: {what}")
             assert right.is_right(mutant), f"slipped through: {what}"
-    tally(f"mutants of Plans of {make.__name__}", counts)
-    assert counts["proved"] < counts.total() / 2
+    return counts
 
 
 WAITING = [(make, name, way, ranks) for make, names, _, watched in KINDS for name in names for way, ranks in watched]

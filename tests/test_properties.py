@@ -2,58 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
+from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from plans import changed
-from proved import HOST_PROTOCOLS
-from strategies import OPERATIONS, Place, Program, Value, programs, rounding_programs, untidy
+from strategies import OPERATIONS, Place, Program, Value, all_programs, programs, rounding_programs, untidy
+from sweeps import examples
 
 from commdsl import compiler
 from commdsl.build import host_run
 from commdsl.build.emit import emit
 from commdsl.compiler import Checked
 from commdsl.ir import interpret
+from commdsl.ir.lengths import block_lengths, num_entries
+from commdsl.language.diagnostics import CommError
 from commdsl.language.format import format_file
-from commdsl.language.kinds import BufferKind
+from commdsl.language.kinds import GIVEN
 from commdsl.language.parser import parse
 from commdsl.language.source import Source
 from commdsl.machine import dtypes
-from commdsl.program.moves import Protocol
 
 ELEMENTS = 61
-protocols = st.sampled_from(HOST_PROTOCOLS)
 Arrays = dict[str, list[NDArray[np.int32]]]
 
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-def proved(program: Program, protocol: Protocol = Protocol.BULK) -> Checked:
+def proved(program: Program, protocol: str = "bulk") -> Checked:
     files = compiler.read_text(program.text, "drawn.comm", Path())
-    return compiler.check(files, ranks=program.ranks, tune={"protocol": protocol.value})
+    return compiler.check(files, ranks=program.ranks, on=program.machine.name, tune={"protocol": protocol})
 
 
 def inputs_of(checked: Checked, seed: int) -> Arrays:
-    rng = np.random.default_rng(seed)
-    return {
-        buffer.name: [
-            rng.integers(-1000, 1000, buffer.blocks * ELEMENTS, np.int32) for _ in range(checked.schedule.num_ranks)
-        ]
-        for buffer in checked.schedule.buffers
-        if buffer.kind in (BufferKind.INPUT, BufferKind.INOUT)
-    }
+    """Some numbers of every buffer; where blocks have lengths of their own one has none, one the most."""
+    schedule, rng = checked.schedule, np.random.default_rng(seed)
+    lengths, ranks, table = schedule.lengths, schedule.num_ranks, [ELEMENTS]
+    if lengths is not None:
+        others = rng.integers(0, ELEMENTS, num_entries(ranks, len(lengths.axes)) - 2)
+        table = rng.permutation([0, ELEMENTS, *others]).tolist()
+    found: Arrays = {} if lengths is None else {lengths.table: [np.array(table, np.int32)]}
+    for buffer in (one for one in schedule.buffers if one.kind in GIVEN):
+        blocks = block_lengths(buffer.lengths, ranks, buffer.blocks, ELEMENTS if lengths is None else table)
+        found[buffer.name] = [rng.integers(-1000, 1000, sum(own), np.int32) for own in blocks]
+    return found
 
 
-def chunk(arrays: Arrays, place: Place | Value, rank: int, cut: int) -> NDArray[np.int32]:
+def chunk(program: Program, inputs: Arrays, arrays: Arrays, place: Place | Value, rank: int) -> NDArray[np.int32]:
     """The elements of one chunk, by the language's rule: pieces equal to within 16 bytes, here 4 elements."""
     name = place.buffer if isinstance(place, Place) else place.origin
-    units = -(-ELEMENTS // 4)
-    first, last = (min(4 * (units * piece // cut), ELEMENTS) for piece in (place.piece, place.piece + 1))
-    start = place.block * ELEMENTS
+
+    def length(block: int) -> int:
+        return program.length(inputs["n"][0].tolist(), name, rank, block) if program.axes else ELEMENTS
+
+    own, cut = length(place.block), program.cut
+    units = -(-own // 4)
+    first, last = (min(4 * (units * piece // cut), own) for piece in (place.piece, place.piece + 1))
+    start = sum(map(length, range(place.block)))
     return arrays[name][rank][start + first : start + last]
 
 
@@ -67,32 +78,34 @@ SPREAD_READS = """schedule drawn for P ranks where P == 3 {
 """Ranks write their peer's cells in one order and read their own each in another: no rotation of ranks maps both."""
 
 
-@settings(relaxed, max_examples=150)
-@example(Program(SPREAD_READS, 3), Protocol.BULK)
-@given(programs(), protocols)
-def test_accepted_and_as_intended(program: Program, protocol: Protocol) -> None:
+@settings(relaxed, max_examples=examples(150))
+@example((Program(SPREAD_READS, 3), "bulk"))
+@given(all_programs())
+def test_accepted_and_as_intended(drawn: tuple[Program, str]) -> None:
     """A schedule that is right is accepted, and the oracle leaves in every chunk what was worked out in drawing it."""
-    checked = proved(program, protocol)
+    program, checked = drawn[0], proved(*drawn)
     inputs = inputs_of(checked, 0)
     outputs = interpret.run(checked.schedule, inputs, dtypes.INT32, "sum").outputs
     for place, value in program.values:
-        parts = [chunk(inputs, value, rank, program.cut) for rank in value.ranks]
+        parts = [chunk(program, inputs, inputs, value, rank) for rank in value.ranks]
         want = reduce(OPERATIONS[value.operation or "sum"], parts)
-        assert np.array_equal(chunk(outputs, place, place.rank, program.cut), want), place
+        assert np.array_equal(chunk(program, inputs, outputs, place, place.rank), want), place
 
 
-@settings(relaxed, max_examples=30)
-@given(programs(), protocols)
-def test_kernel_equals_oracle(program: Program, protocol: Protocol) -> None:
+@settings(relaxed, max_examples=examples(30))
+@given(all_programs())
+def test_kernel_equals_oracle(drawn: tuple[Program, str]) -> None:
     """The emitted kernel and the oracle agree bit for bit, call after call."""
-    checked = proved(program, protocol)
+    program, checked = drawn[0], proved(*drawn)
     plan = changed(checked.plan, tile_bytes=64)
     calls = [inputs_of(checked, seed) for seed in range(3)]
     for inputs, got in zip(calls, host_run.run_calls(plan, emit(plan), calls, dtypes.INT32), strict=True):
         want = interpret.run(checked.schedule, inputs, dtypes.INT32, "sum")
         if program.values:
             for place, _ in program.values:
-                left, right = (chunk(arrays, place, place.rank, program.cut) for arrays in (want.outputs, got.outputs))
+                left, right = (
+                    chunk(program, inputs, arrays, place, place.rank) for arrays in (want.outputs, got.outputs)
+                )
                 assert np.array_equal(left, right), place
         elif not want.yields:
             assert_same(program, want.outputs, got.outputs)
@@ -100,7 +113,20 @@ def test_kernel_equals_oracle(program: Program, protocol: Protocol) -> None:
             assert np.array_equal(np.concatenate([step[rank] for step in want.yields]), got.yields[rank])
 
 
-@settings(relaxed, max_examples=30)
+@settings(relaxed, max_examples=examples(20))
+@given(programs().filter(lambda program: program.machine.lines and program.arcs), st.randoms())
+def test_every_link_is_needed(program: Program, random: Random) -> None:
+    """Without any one link that something moves along, in its direction, the schedule is refused."""
+    first, last = random.choice(program.arcs)
+    machine, rest = program.text.split("\n}\n", 1)
+    lines = [line for line in machine.splitlines() if not line.startswith("  degraded")]
+    text = "\n".join([*lines, f"  missing ({first}, {last})", "}", rest])
+    with pytest.raises(CommError) as caught:
+        proved(replace(program, text=text))
+    assert {found.code for found in caught.value.diagnostics} <= {"C401", "C405"}
+
+
+@settings(relaxed, max_examples=examples(30))
 @given(rounding_programs())
 def test_counts_of_roundings(program: Program) -> None:
     """A contract that says how often its most rounded contribution is so is accepted, and what every element type has
@@ -112,12 +138,12 @@ def test_counts_of_roundings(program: Program) -> None:
     }
     outputs = interpret.run(checked.schedule, inputs, dtypes.FLOAT32, "sum").outputs
     for place, value in program.values:
-        parts = [chunk(inputs, value, rank, program.cut) for rank in value.ranks]
+        parts = [chunk(program, inputs, inputs, value, rank) for rank in value.ranks]
         want = reduce(OPERATIONS[value.operation or "sum"], parts)
-        assert np.array_equal(chunk(outputs, place, place.rank, program.cut), want), place
+        assert np.array_equal(chunk(program, inputs, outputs, place, place.rank), want), place
 
 
-@settings(relaxed, max_examples=4)
+@settings(relaxed, max_examples=examples(4))
 @given(rounding_programs())
 def test_rounding_kernel_equals_oracle(program: Program) -> None:
     """The same bits where values do not have digits enough, call after call."""
@@ -131,15 +157,15 @@ def test_rounding_kernel_equals_oracle(program: Program) -> None:
     for inputs, got in zip(calls, made, strict=True):
         want = interpret.run(checked.schedule, inputs, dtypes.FLOAT32, "sum").outputs
         for place, _ in program.values:
-            left, right = (chunk(arrays, place, place.rank, program.cut) for arrays in (want, got.outputs))
+            left, right = (chunk(program, inputs, arrays, place, place.rank) for arrays in (want, got.outputs))
             assert np.array_equal(left, right), place
 
 
-@settings(relaxed, max_examples=15)
-@given(programs(), protocols)
-def test_no_race(program: Program, protocol: Protocol) -> None:
+@settings(relaxed, max_examples=examples(15))
+@given(all_programs())
+def test_no_race(drawn: tuple[Program, str]) -> None:
     """ThreadSanitizer finds no two accesses without order, with ranks that start late and tensors updated in place."""
-    checked = proved(program, protocol)
+    checked = proved(*drawn)
     plan = changed(checked.plan, tile_bytes=64)
     options = host_run.Options(sanitize=True, max_delay=0.0005, in_place=True)
     host_run.run_calls(plan, emit(plan), [inputs_of(checked, 0)] * 3, dtypes.INT32, "sum", options)
@@ -151,7 +177,7 @@ def assert_same(program: Program, want: Arrays, got: Arrays) -> None:
             assert np.array_equal(array, got[name][rank]), (name, rank)
 
 
-@settings(relaxed, max_examples=50)
+@settings(relaxed, max_examples=examples(50))
 @given(programs().flatmap(lambda program: st.tuples(st.just(program), untidy(program.text))))
 def test_format(drawn: tuple[Program, str]) -> None:
     """Formatting keeps the meaning and the comments, and what is formatted stays as it is."""
@@ -165,7 +191,7 @@ def test_format(drawn: tuple[Program, str]) -> None:
     assert format_file(again) == formatted
 
 
-@settings(relaxed, max_examples=25)
+@settings(relaxed, max_examples=examples(25))
 @given(programs())
 def test_emitted_text_is_the_same_every_time(program: Program) -> None:
     """The same text in gives the same bytes out."""

@@ -37,7 +37,7 @@ from commdsl.checks.returns import broken_returns
 from commdsl.checks.roles import broken_roles, roles_of_dispatch, unused_roles
 from commdsl.checks.rotations import broken_rotations
 from commdsl.checks.routes import lost_rows, not_identity, overlapping_rows, wrong_keys
-from commdsl.checks.settings import idle_landing, idle_matmul
+from commdsl.checks.settings import idle_landing, idle_matmul, parting_tile
 from commdsl.checks.size_classes import unequal_sizes
 from commdsl.checks.topology import missing_links
 from commdsl.checks.undefined import undefined_reads
@@ -83,7 +83,7 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (*OF_A_STEP, undefined_reads, idle_landing, idle_matmul),
     (unequal_sizes, mixed_types, own_units, unknown_units),
     (broken_contracts, broken_rotations, unknown_lengths),
-    (mixed_casts, mixed_operations),
+    (mixed_casts, mixed_operations, parting_tile),
     (unsaid_roundings, unsaid_factors, other_operations),
     (broken_returns,),
     (useless_statements, idle_promises),

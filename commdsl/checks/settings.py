@@ -1,6 +1,6 @@
-"""C506: where `landing` or `matmul` would have no effect.
+"""C506: where `landing` or `matmul` would have no effect. C505: where a tile would part what shares a scale.
 
-Assumes nothing. Does not judge other settings of `tune`: `resolve.tuning` does, where they are written.
+Assumes what `resolve.tuning` accepts, which judges settings where they are written. Does not judge others.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from commdsl.checks.locations import Located
 from commdsl.ir.landing import landing
 from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.program.moves import WIDEST
 
 CARRIES_FLAGS = ("packet", "line")
 
@@ -43,4 +44,19 @@ def idle_matmul(located: Located) -> Iterator[Diagnostic]:
         "nothing is multiplied",
         Label(schedule.span, "no `compute matmul` stands in it"),
         help="leave out `matmul`",
+    )
+
+
+def parting_tile(located: Located) -> Iterator[Diagnostic]:
+    """A round moves whole stretches, of elements of any size."""
+    schedule = located.schedule
+    tile, cast = schedule.tuning.tile_bytes, schedule.cast
+    if tile is None or cast is None or not cast.stretch or tile % (cast.stretch * WIDEST) == 0:
+        return
+    stretch = cast.stretch * WIDEST
+    yield Diagnostic(
+        "C505",
+        f"a `tile` of what travels {cast.words} is a multiple of {stretch} B",
+        Label(schedule.span, f"{tile} B would part a stretch: {cast.stretch} elements of up to {WIDEST} B"),
+        help=f"tune a tile of {max(round(tile / stretch), 1) * stretch} B, or leave it out",
     )
