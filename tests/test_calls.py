@@ -129,6 +129,40 @@ ALLGATHER = """schedule allgather_levels(G = 2) for P ranks where P % G == 0 {
 """
 
 
+BOX = """topology box {
+  nodes 2   gpus x = 2, y = 3 per node   sms 100
+  link wire in node        50 GB/s per pair   1 us
+  link rail across nodes   50 GB/s per pair   4 us
+}
+"""
+
+PLANE = """schedule plane for P ranks where P == 12 {
+  group row = ranks along y
+  group column = ranks along x
+  input a
+  output b[len(row) blocks]
+  output c[len(column) blocks]
+  ensure each r, i in 0 ..< 3 { b[i] == a @ r / 3 * 3 + i }
+  ensure each r, i in 0 ..< 2 { c[i] == a @ r / 6 * 6 + i * 3 + r % 3 }
+  do allgather_direct(a -> b) over row
+  do allgather_direct(a -> c) over column
+}
+"""
+
+AROUND = """schedule around for P ranks where P == 12 {
+  group row = ranks in runs of 6 by stride 2
+  input a
+  output b[len(row) blocks]
+  output c
+  ensure each r { b[POSITION] == a @ PREV }
+  ensure each r { c == a @ NEXT }
+  each r { get a @ PREV -> b[POSITION] }
+  each r { put a -> c @ PREV }
+}
+"""
+ASKED = {"NEXT": "row.next(r)", "PREV": "row.prev(r)", "POSITION": "row.position(r)"}
+COUNTED = {"NEXT": "r / 6 * 6 + (r + 2) % 6", "PREV": "r / 6 * 6 + (r - 2) % 6", "POSITION": "r % 6 / 2"}
+
 PODS = """schedule pods for P ranks where P % 8 == 0 {
   inout x[2, 4]
   ensure each r, i in 0 ..< 2, j in 0 ..< 4 { x[i, j] == sum(x[i, j] @ q for q in r / 8 * 8 ..< r / 8 * 8 + 8) }
@@ -156,6 +190,21 @@ MESHES = """schedule meshes(S = 2) for P ranks where P % S == 0 {
 def test_composed(text: str, ranks: int) -> None:
     """A torus, two levels on listed chunks, calls within calls, and cycles of the ranks of a group are proved."""
     assert check(USES + text, ranks).num_ranks == ranks
+
+
+def test_groups_along_the_axes_of_a_machine() -> None:
+    """Those that differ in their place on one axis: on a node of two by three, rows of three and columns of two."""
+    files = compiler.read_text(USES + BOX + PLANE, "plane.comm", Path())
+    assert isinstance(compiler.check(files, ranks=12, on="box"), CheckedSchedule)
+
+
+def test_who_is_beside_a_rank_in_its_group() -> None:
+    """`next` and `prev` go around the rank's group, and `position` counts in it: as formulas have it."""
+    asked, counted = AROUND, AROUND
+    for word in ASKED:
+        asked, counted = asked.replace(word, ASKED[word]), counted.replace(word, COUNTED[word])
+
+    assert moves(check(asked, 12)) == moves(check(counted, 12))
 
 
 def test_rounding_of_what_is_called() -> None:

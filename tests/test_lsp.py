@@ -154,6 +154,25 @@ def test_names_lead_to_their_declarations(path: Path) -> None:
         assert document.meaning(use.start)
 
 
+def test_axes_lead_to_where_they_are_named() -> None:
+    """An axis of links, and of the condition of a rate, is that of the topology; a group has its size on hover."""
+    text = """topology torus {
+  nodes 1   gpus x = 2, y = 4 per node   sms 100
+  link hop pairs along y   50 GB/s if x == 0 else 25 GB/s per pair   1 us
+}
+schedule s for P ranks {
+  group row = ranks along y
+  inout t[len(row)]
+  ensure allreduce(t)
+}
+"""
+    document = Document(Source("torus.comm", text), Path(), target("8", "torus", ()))
+    lines = {use.text: place.position[0] for use, place in resolve.declared(document.files).items()}
+
+    assert (lines["x"], lines["y"], lines["row"]) == (2, 2, 6)
+    assert "2 groups of 4 ranks, for 8 ranks" in document.meaning(text.index("row"))
+
+
 # --- over standard input and output -----------------------------------------------------------------------------------
 
 

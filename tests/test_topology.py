@@ -87,6 +87,32 @@ def test_arcs_hold_one_way() -> None:
     }  # fmt: skip
 
 
+def test_axes_are_counted_the_last_one_fastest() -> None:
+    """Neighbours on an axis are joined, the last and the first, too, unless it is open; arcs go one way."""
+    counts = "nodes 2\ngpus x = 2, y = 3 per node\nsms 100\n"
+    machine = _topology(
+        counts
+        + "link a pairs along x 4 GB/s per pair 1 us\nlink b arcs along y 4 GB/s if x == 1 else 2 GB/s per pair 1 us"
+    )
+    assert [(axis.name, axis.length, axis.stride) for axis in machine.axes] == [("x", 2, 3), ("y", 3, 1)]
+    assert machine.gpus_per_node == 6
+    links = _links(machine)
+    assert {(int(a), int(b)): int(links[a, b]) for a, b in np.argwhere(links != NO_LINK)} == {
+        (g + a, g + b): link
+        for g in (0, 6)
+        for link, pairs in enumerate([[(0, 3), (1, 4), (2, 5), (3, 0), (4, 1), (5, 2)],
+                                      [(0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 3)]])
+        for a, b in pairs
+    }  # fmt: skip
+    ends = np.array([0, 3, 6, 9]), np.array([1, 4, 7, 10])
+    assert pair_bandwidth(machine, *ends, links[ends]).tolist() == [2e9, 4e9, 2e9, 4e9]
+    grid = _links(_topology(counts + "link a pairs along open x, y 4 GB/s per pair 1 us")) != NO_LINK
+    assert np.argwhere(grid[:6, :6] & (np.arange(6)[:, None] < np.arange(6))).tolist() == [
+        [0, 1], [0, 3], [1, 2], [1, 4], [2, 5], [3, 4], [4, 5],
+    ]  # fmt: skip
+    assert (grid == grid.T).all()
+
+
 def test_several_gpus_share_a_port() -> None:
     """So many side by side, or all of a node; each has one of its own unless that is said."""
     machine = _topology(

@@ -76,7 +76,7 @@ def ir_text(schedule: Schedule) -> str:
     topology = schedule.topology
     lines = [
         f"schedule {schedule.name} for {schedule.num_ranks} ranks{params}",
-        f"topology {topology.name}: {topology.num_nodes} × {topology.gpus_per_node} GPUs of {topology.num_sms} SMs",
+        f"topology {topology.words}",
     ]
     for link in topology.links:
         lines.append(f"  link {link.words}")

@@ -277,11 +277,12 @@ _BLOCKS = (
     syntax.PlanFor,
 )
 Joined: TypeAlias = (
-    syntax.CountEntry | syntax.MaskEntry | syntax.SendEntry | syntax.CopiesEntry | syntax.CapacityEntry
-    | syntax.Doc | syntax.RowsDecl | syntax.PlaceDecl
+    syntax.CountEntry | syntax.AxesEntry | syntax.MaskEntry | syntax.SendEntry | syntax.CopiesEntry
+    | syntax.CapacityEntry | syntax.Doc | syntax.RowsDecl | syntax.PlaceDecl
 )  # fmt: skip
 _JOINED = (
     syntax.CountEntry,
+    syntax.AxesEntry,
     syntax.MaskEntry,
     syntax.SendEntry,
     syntax.CopiesEntry,
@@ -301,7 +302,10 @@ def _line(node: Line) -> str:
             | syntax.PlaceDecl() | syntax.BackDecl()
         ):  # fmt: skip
             return print_dispatches.line(node)
-        case syntax.RoleDecl() | syntax.CountEntry() | syntax.LinkDecl() | syntax.MissingDecl() | syntax.DegradedDecl():
+        case (
+            syntax.RoleDecl() | syntax.CountEntry() | syntax.AxesEntry() | syntax.LinkDecl() | syntax.MissingDecl()
+            | syntax.DegradedDecl()
+        ):  # fmt: skip
             return print_machines.line(node)
         case _:
             return print_syntax.line(node)

@@ -12,7 +12,8 @@ from commdsl.language import syntax
 from commdsl.language.print_syntax import GAP, arithmetic, expr, for_binders, interval, quantity
 
 Line: TypeAlias = (
-    syntax.RoleDecl | syntax.CountEntry | syntax.LinkDecl | syntax.MissingDecl | syntax.DegradedDecl
+    syntax.RoleDecl | syntax.CountEntry | syntax.AxesEntry | syntax.LinkDecl | syntax.MissingDecl
+    | syntax.DegradedDecl
 )  # fmt: skip
 Block: TypeAlias = syntax.TopologyDecl | syntax.RolesDecl
 
@@ -23,6 +24,8 @@ def line(node: Line) -> str:
             return f"{name.text} sms {interval(sms)}"
         case syntax.CountEntry(what, value):
             return f"{what} {arithmetic(value)}{' per node' if what == 'gpus' else ''}"
+        case syntax.AxesEntry(axes):
+            return f"gpus {', '.join(f'{axis.name.text} = {expr(axis.value)}' for axis in axes)} per node"
         case syntax.LinkDecl():
             return link(node, 0)
         case syntax.MissingDecl(listed, bound):
@@ -38,6 +41,8 @@ def link(node: syntax.LinkDecl, width: int) -> str:
     scope = node.scope.value
     if node.pairs:
         scope += f" {_pairs(node.pairs, node.binders)}"
+    if node.along:
+        scope += f" along {'open ' if node.along.is_open else ''}{', '.join(axis.text for axis in node.along.axes)}"
     per = node.per if isinstance(node.per, str) else f"{node.per.value} gpus"
     bandwidth = f"{_rates(node.bandwidth)} per {per}"
     return f"link {node.name.text:<{width}} {scope}{GAP}{bandwidth}{GAP}{quantity(node.latency)}"

@@ -222,8 +222,9 @@ def line(node: Line) -> str:
             return f"cycles {name.text} = {_cycles(value)}"
         case syntax.Let(name, value):
             return f"let {name.text} = {expr(value)}"
-        case syntax.GroupDecl(name, runs, stride):
+        case syntax.GroupDecl(name, runs, stride, axis):
             words = (f" in runs of {expr(runs)}" if runs else "") + (f" by stride {expr(stride)}" if stride else "")
+            words += f" along {axis.text}" if axis else ""
             return f"group {name.text} = ranks{words}"
         case syntax.Do():
             return _do(node)

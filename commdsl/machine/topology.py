@@ -83,6 +83,19 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Axis:
+    """A direction in which the GPUs of a node are counted: the next GPU is `stride` further, of `length` in a row."""
+
+    name: str
+    length: int
+    stride: int
+
+    def place(self, gpu: NDArray[np.int32]) -> NDArray[np.int32]:
+        """How far along each GPU is."""
+        return gpu // self.stride % self.length
+
+
+@dataclass(frozen=True)
 class Topology:
     """`num_nodes` nodes of `gpus_per_node`, each GPU with `num_sms` streaming multiprocessors."""
 
@@ -93,12 +106,19 @@ class Topology:
     links: tuple[Link, ...]
     missing: frozenset[tuple[int, int]] = frozenset()  # directed pairs of ranks
     degraded: tuple[tuple[int, int, float], ...] = ()  # (source, destination, bytes per second)
+    axes: tuple[Axis, ...] = ()  # of the GPUs of a node, the last counts fastest
     idealised: bool = False  # made up for a rank count no shipped machine has: one flat switch
     span: Span | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_ranks(self) -> int:
         return self.num_nodes * self.gpus_per_node
+
+    @property
+    def words(self) -> str:
+        axes = ", ".join(f"{axis.name} = {axis.length}" for axis in self.axes)
+        gpus = f"{self.gpus_per_node} GPUs{f' ({axes})' if axes else ''}"
+        return f"{self.name}: {self.num_nodes} × {gpus} of {self.num_sms} SMs"
 
 
 def users_text(rank: int, sharing: int, *, sends: bool) -> str:

@@ -77,7 +77,7 @@ def _listed(node: syntax.Node, files: tuple[File, ...]) -> Iterator[tuple[str, I
         case syntax.TuneEntry(key=syntax.Name(text=text)) if text == NOBODY:
             yield "what is tuned", KEYS
         case syntax.Method(method=text) if text == NOBODY:
-            yield "of a cycle", METHODS
+            yield "of a cycle or a group", METHODS
         case syntax.On(role=syntax.Name(text=text)) | syntax.Compute(role=syntax.Name(text=text)) if text == NOBODY:
             roles = (item.roles for item in _items(files) if isinstance(item, syntax.RolesDecl))
             yield "a role", (role.name.text for role in chain.from_iterable(roles))

@@ -15,17 +15,24 @@ import numpy as np
 
 from commdsl.ir.bounds import outside
 from commdsl.ir.resolve.evaluate import Evaluator, Scope
-from commdsl.ir.resolve.faults import Faults, Poisoned
+from commdsl.ir.resolve.faults import Faults, Poisoned, nearest
+from commdsl.ir.resolve.machines import AXES
 from commdsl.ir.resolve.rows import Binding
 from commdsl.ir.schedules import Buffer, Ints, Schedule, Statement, Step
 from commdsl.ir.words import bindings_text
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label
 from commdsl.language.kinds import BufferKind, MoveKind
+from commdsl.machine.topology import Axis, Topology
 
 
-def groups(decl: syn.GroupDecl, evaluator: Evaluator, scope: Scope, ranks: int, faults: Faults) -> Ints:
+def groups(
+    decl: syn.GroupDecl, evaluator: Evaluator, scope: Scope, ranks: int, topology: Topology, faults: Faults
+) -> Ints:
     """The ranks of each group, (num_groups, size): those of a run that are a stride apart, in rank order."""
+    if decl.axis is not None:
+        axis = _axis(decl.axis, ranks, topology, faults)
+        return _spread(ranks, axis.length * axis.stride, axis.stride)
     run = ranks if decl.runs is None else evaluator.constant(decl.runs, scope)
     stride = 1 if decl.stride is None else evaluator.constant(decl.stride, scope)
     for part, whole, expr, what in ((run, ranks, decl.runs, "run"), (stride, run, decl.stride, "stride")):
@@ -33,6 +40,24 @@ def groups(decl: syn.GroupDecl, evaluator: Evaluator, scope: Scope, ranks: int, 
             of = f"{whole} ranks" if whole == ranks else f"runs of {whole}"
             faults.fail("C127", "the ranks do not fall into equal groups", expr.span, f"{of}, a {what} of {part}",
                         help="say with `where` for how many ranks the schedule is")  # fmt: skip
+    return _spread(ranks, run, stride)
+
+
+def _axis(name: syn.Name, ranks: int, topology: Topology, faults: Faults) -> Axis:
+    """One of the machine, of all of which these ranks are."""
+    axis = next((axis for axis in topology.axes if axis.name == name.text), None)
+    if axis is None:
+        faults.fail("C127", "the ranks do not fall into equal groups", name.span,
+                    f"`{topology.name}` has no axis `{name.text}`",
+                    help=nearest(name.text, [axis.name for axis in topology.axes]) or AXES)  # fmt: skip
+    if ranks != topology.num_ranks:
+        faults.fail("C127", "the ranks do not fall into equal groups", name.span,
+                    f"an axis of all {topology.num_ranks} ranks of `{topology.name}`, here are {ranks}",
+                    help="ask for all of them, or say `in runs of` and `by stride`")  # fmt: skip
+    return axis
+
+
+def _spread(ranks: int, run: int, stride: int) -> Ints:
     table = np.arange(ranks, dtype=np.int32).reshape(-1, run // stride, stride)
     return table.transpose(0, 2, 1).reshape(-1, run // stride)
 

@@ -58,6 +58,18 @@ class Cycle:
     index: Number
 
 
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The groups that ranks fall into: `ranks[g, i]` is the i-th of group g."""
+
+    ranks: Ints
+
+    @cached_property
+    def where(self) -> Ints:
+        """Of every rank its group, and how many are before it there: (2, ranks)."""
+        return np.stack(np.unravel_index(np.argsort(self.ranks.ravel()), self.ranks.shape)).astype(np.int32)
+
+
 @dataclass(frozen=True)
 class Table:
     """The entries of a literal table."""
@@ -80,7 +92,7 @@ class Function:
 Functions: TypeAlias = Mapping[str, Function]
 """Those of the files by name."""
 
-Value: TypeAlias = Number | Cycle | Cycles | Table | Function
+Value: TypeAlias = Number | Cycle | Cycles | Group | Table | Function
 Scope: TypeAlias = Mapping[str, Value]
 
 _PLAIN: dict[str, Callable[[Any, Any], Any]] = {
@@ -101,7 +113,7 @@ class Evaluator:
         value = self.value(expr, scope)
         if isinstance(value, Cycle):
             return value.index  # a cycle used as a number is its index in the set
-        if isinstance(value, Cycles | Table | Function):
+        if isinstance(value, Cycles | Group | Table | Function):
             raise Poisoned
         return value
 
@@ -266,9 +278,11 @@ class Evaluator:
 
     def _method(self, expr: syn.Method, scope: Scope) -> Number:
         owner = self.value(expr.owner, scope)
-        if not isinstance(owner, Cycle) or len(expr.arguments) != 1:
+        if not isinstance(owner, Cycle | Group) or len(expr.arguments) != 1:
             raise Poisoned
         argument = self.number(expr.arguments[0], scope)
+        if isinstance(owner, Group):
+            return _in_group(owner, expr.method, np.asarray(argument))
         orders, positions = owner.cycles.declared.orders, owner.cycles.positions
         closed, length = owner.cycles.declared.closed, orders.shape[1]
         index, argument = np.broadcast_arrays(np.asarray(owner.index), np.asarray(argument))
@@ -295,8 +309,20 @@ class Evaluator:
 _POWERS = 2 ** np.arange(63, dtype=np.int64)
 
 
+def _in_group(group: Group, method: str, rank: NDArray[Any]) -> Number:
+    """How many are before a rank in its group, or who is beside it, behind the last the first; -1 of no rank."""
+    known = (rank >= 0) & (rank < group.ranks.size)
+    number, place = group.where[:, np.where(known, rank, 0)].astype(np.int64)
+    if method != "position":
+        step = 1 if method == "next" else -1
+        place = group.ranks[number, (place + step) % group.ranks.shape[1]].astype(np.int64)
+    return _unwrapped(np.where(known, place, -1))
+
+
 def _length(owner: Value) -> int:
     match owner:
+        case Group(ranks):
+            return int(ranks.shape[1])
         case Cycles(declared):
             return len(declared.orders)
         case Cycle(cycles, _):

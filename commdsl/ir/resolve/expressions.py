@@ -19,6 +19,8 @@ from commdsl.language.diagnostics import Label
 from commdsl.language.source import Span
 
 METHODS = {"next": (1, 1), "prev": (1, 1), "at": (1, 1), "position": (1, 1)}
+OF_GROUPS = ("next", "prev", "position")
+"""Methods that need not know which of the groups is meant: it is that of the rank."""
 COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
 
 
@@ -33,7 +35,7 @@ class Kind(Enum):
     GROUP = "a group of ranks"
 
 
-OF_EXPRESSIONS = (Kind.NUMBER, Kind.CONDITION, Kind.CYCLE, Kind.CYCLES, Kind.TABLE)
+OF_EXPRESSIONS = (Kind.NUMBER, Kind.CONDITION, Kind.CYCLE, Kind.CYCLES, Kind.TABLE, Kind.GROUP)
 """What a name in an expression may be."""
 
 
@@ -196,7 +198,8 @@ class ExpressionRules:
             return None
         if name == "len":
             kind = self.kind(expr.arguments[0])
-            self.unless(kind, (Kind.CYCLES, Kind.CYCLE, Kind.TABLE), "cycles or a table", expr.arguments[0].span)
+            known = (Kind.CYCLES, Kind.CYCLE, Kind.TABLE, Kind.GROUP)
+            self.unless(kind, known, "cycles, a group or a table", expr.arguments[0].span)
             return Kind.NUMBER
         for argument in expr.arguments:
             self.expect(argument, Kind.NUMBER)
@@ -208,11 +211,13 @@ class ExpressionRules:
     def _method(self, expr: syn.Method) -> Kind | None:
         kind = self.kind(expr.owner)
         help = "take one of them: `C[0]`, or bind it: `each r, c in C`" if kind is Kind.CYCLES else ""
-        self.unless(kind, (Kind.CYCLE,), "a cycle", expr.owner.span, help)
+        self.unless(kind, (Kind.CYCLE, Kind.GROUP), "a cycle or a group", expr.owner.span, help)
+        known = OF_GROUPS if kind is Kind.GROUP else METHODS
         limits = METHODS.get(expr.method)
-        if limits is None:
+        if limits is None or expr.method not in known:
+            what = "a group" if kind is Kind.GROUP else "a cycle"
             self.faults.report(
-                "C107", f"a cycle has no `{expr.method}`", expr.span, "not known", help=nearest(expr.method, METHODS)
+                "C107", f"{what} has no `{expr.method}`", expr.span, "not known", help=nearest(expr.method, known)
             )
         elif len(expr.arguments) != 1:
             self.arity(expr.method, limits, len(expr.arguments), expr.span)

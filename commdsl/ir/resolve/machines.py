@@ -5,7 +5,9 @@ Assumes nothing beyond the grammar. Does not check that roles are disjoint or th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,22 +15,26 @@ from numpy.typing import NDArray
 from commdsl.ir.resolve.budget import STATEMENT, Budget
 from commdsl.ir.resolve.evaluate import Evaluator, Functions, Scope
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
-from commdsl.ir.resolve.faults import Faults, Poisoned
+from commdsl.ir.resolve.faults import Faults, Poisoned, nearest
 from commdsl.ir.resolve.rows import Binding
 from commdsl.ir.schedules import Ints, RoleSet
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label
 from commdsl.language.kinds import LinkScope
 from commdsl.language.source import Span
-from commdsl.machine.topology import NO_LINK, Link, Rate, Topology, link_of, overlap
+from commdsl.machine.topology import NO_LINK, Axis, Link, Rate, Topology, link_of, overlap
 
 COUNTS = ("nodes", "gpus", "sms")
+TAKEN = (*COUNTS, "node", "gpu")
+"""What a topology's axes are not called."""
 
 
 def topology(decl: syn.TopologyDecl, functions: Functions, faults: Faults) -> Topology:
     """The machine that a declaration describes; raises Poisoned when it is too broken to tell."""
     return _Machine(functions, faults).build(decl)
 
+
+AXES = "a topology names its axes: `gpus x = 4, y = 8 per node`"
 
 MOST = 2**20
 """Of nodes, of GPUs of a node, and of their SMs."""
@@ -55,6 +61,7 @@ class _Machine:
         self.evaluator = Evaluator(faults)
         self.budget = Budget(faults)
         self.counts: dict[str, int] = {}
+        self.axes: dict[str, Axis] = {}
 
     def build(self, decl: syn.TopologyDecl) -> Topology:
         self._read_counts(decl)
@@ -80,11 +87,12 @@ class _Machine:
         if len(self.counts) < len(COUNTS):
             raise Poisoned
         nodes, gpus, sms = (self.counts[name] for name in COUNTS)
-        whole = Topology(decl.name.text, nodes, gpus, sms, tuple(links), span=decl.span)
+        axes = tuple(self.axes.values())
+        whole = Topology(decl.name.text, nodes, gpus, sms, tuple(links), axes=axes, span=decl.span)
         spans = missing | {pair: span for pair, (span, _) in degraded.items()}
         self._check_linked(whole, spans)
         slow = tuple((source, dest, left) for (source, dest), (_, left) in sorted(degraded.items(), key=lambda d: d[0]))
-        return Topology(decl.name.text, nodes, gpus, sms, tuple(links), frozenset(missing), slow, span=decl.span)
+        return replace(whole, missing=frozenset(missing), degraded=slow)
 
     # --- counts -------------------------------------------------------------------------------------------------------
 
@@ -116,23 +124,45 @@ class _Machine:
     def _read_counts(self, decl: syn.TopologyDecl) -> None:
         seen = dict[str, Span]()
         for entry in decl.entries:
-            if not isinstance(entry, syn.CountEntry):
-                continue
-            self.once(entry.what, entry.span, seen, "the count of")
-            try:
-                value = self.count(entry.value)
-            except Poisoned:
-                continue
-            if not 1 <= value <= MOST:
-                what = f"`{entry.what}` is 1 to {MOST:,}"
-                self.faults.report("C120", what, entry.value.span, f"this is {value}")
-                continue
-            self.counts.setdefault(entry.what, value)
+            with suppress(Poisoned):
+                match entry:
+                    case syn.CountEntry(what, value):
+                        self.once(what, entry.span, seen, "the count of")
+                        self.counts.setdefault(what, self._limited(what, value, MOST))
+                    case syn.AxesEntry(axes):
+                        self.once("gpus", entry.span, seen, "the count of")
+                        self._read_axes(axes)
+                    case _:
+                        pass
         absent = [name for name in COUNTS if name not in seen]
         if absent:
             have = " ".join(f"`{name}`" for name in absent)
             self.faults.report("C120", f"topology `{decl.name.text}` does not say {have}", decl.name.span, "incomplete",
                                help="write for example `nodes 1  gpus 8 per node  sms 132`")  # fmt: skip
+
+    def _limited(self, what: str, expr: syn.Expr, most: int) -> int:
+        value = self.count(expr)
+        if not 1 <= value <= most:
+            self.faults.fail("C120", f"`{what}` is 1 to {most:,}", expr.span, f"this is {value}")
+        return value
+
+    def _read_axes(self, axes: tuple[syn.Setting, ...]) -> None:
+        """What axes there are, and so how many GPUs of a node: the last axis counts fastest."""
+        seen, stride = dict[str, Span](), 1
+        for axis in axes:
+            self.once(axis.name.text, axis.name.span, seen, "the axis")
+            if axis.name.text in TAKEN:
+                self.faults.fail("C102", f"`{axis.name.text}` is declared twice", axis.name.span,
+                                 "a count of the topology has this name")  # fmt: skip
+        lengths = [self._limited(axis.name.text, axis.value, MOST) for axis in axes]
+        for axis, length in zip(reversed(axes), reversed(lengths), strict=True):
+            self.axes[axis.name.text] = Axis(axis.name.text, length, stride)
+            stride *= length
+        if stride > MOST:
+            span = Span(axes[0].span.source, axes[0].span.start, axes[-1].span.end)
+            self.faults.fail("C120", f"`gpus` is 1 to {MOST:,}", span, f"this is {stride}")
+        self.axes = dict(reversed(self.axes.items()))
+        self.counts.setdefault("gpus", stride)
 
     # --- links --------------------------------------------------------------------------------------------------------
 
@@ -142,7 +172,7 @@ class _Machine:
                 self.faults.fail("C102", f"link `{other.name}` is declared twice", decl.name.span, "a second time here")
         sharing = self._sharing(decl)
         bandwidth = self._rate(decl.bandwidth, sharing)
-        pairs = self._gpu_pairs(decl) if decl.pairs else None
+        pairs = self._gpu_pairs(decl) if decl.pairs or decl.along else None
         port, pair = (np.inf, bandwidth) if decl.per == "pair" else (bandwidth, np.inf)
         made = Link(decl.name.text, decl.scope, port, pair, _quantity(decl.latency), pairs, sharing)
         for other in links:
@@ -162,7 +192,8 @@ class _Machine:
         gpus, ranks = self.counts["gpus"], self.counts["nodes"] * self.counts["gpus"]
         self.budget.spend(ranks, STATEMENT, "ranks", written.span)
         first = np.arange(ranks, dtype=np.int32) // sharing * sharing
-        near = {"node": first // gpus, "gpu": first % gpus}
+        near: dict[str, Ints] = {"node": first // gpus, "gpu": first % gpus}
+        near |= {name: axis.place(near["gpu"]) for name, axis in self.axes.items()}
         rates, left = np.zeros(ranks), np.ones(ranks, np.bool_)
         while isinstance(written, syn.ChosenRate):
             here = left & self._condition(written.condition, near, ranks)
@@ -204,12 +235,32 @@ class _Machine:
         found = list[Ints]()
         if "gpus" not in self.counts:
             raise Poisoned
-        for ends, pair in self._pairs(decl.pairs, decl.binders):
-            self._check_range(ends, self.counts["gpus"], pair, "a GPU of a node")
-            found.append(np.stack(ends, axis=1))
-            if decl.scope is LinkScope.PAIRS:
-                found.append(np.stack(ends[::-1], axis=1))
+        if decl.along is None:
+            for ends, pair in self._pairs(decl.pairs, decl.binders):
+                self._check_range(ends, self.counts["gpus"], pair, "a GPU of a node")
+                found.append(np.stack(ends, axis=1))
+        else:
+            found += self._neighbours(decl.along)
+        if decl.scope is LinkScope.PAIRS:
+            found += [pair[:, ::-1] for pair in found]
         return np.unique(np.concatenate(found), axis=0).astype(np.int32)
+
+    def _neighbours(self, along: syn.Along) -> Iterator[Ints]:
+        """Of every GPU the next on each of these axes; the last has none, or the first."""
+        self.budget.spend(self.counts["gpus"] * len(along.axes), STATEMENT, "pairs", along.span)
+        gpu, seen = np.arange(self.counts["gpus"], dtype=np.int32), dict[str, Span]()
+        for name in along.axes:
+            self.once(name.text, name.span, seen, "the axis")
+            axis = self.axes.get(name.text)
+            if axis is None:
+                self.faults.fail("C101", f"`{name.text}` is not known", name.span, "no such axis",
+                                 help=nearest(name.text, self.axes) or AXES)  # fmt: skip
+            if axis.length == 1:
+                self.faults.fail("C120", "a link joins two GPUs", name.span, f"`{name.text}` has one GPU in a row")
+            place = axis.place(gpu)
+            following = gpu + ((place + 1) % axis.length - place) * axis.stride
+            ends = np.stack([gpu, following], axis=1)[(place + 1 < axis.length) | (not along.is_open)]
+            yield ends
 
     def _rank_pairs(
         self, pairs: tuple[tuple[syn.Expr, syn.Expr], ...], binders: tuple[syn.Binder, ...]

@@ -6,13 +6,13 @@ report: the walks are those that find mistakes, and what they find is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import TypeAlias
 
 from commdsl.ir.resolve.call_rules import Schedules
-from commdsl.ir.resolve.evaluate import Cycles, Functions, Table, Value
+from commdsl.ir.resolve.evaluate import Cycles, Functions, Group, Table, Value
 from commdsl.ir.resolve.expressions import Looked
 from commdsl.ir.resolve.faults import Faults, Poisoned, Spent
 from commdsl.ir.resolve.names import ScheduleRules
@@ -39,8 +39,10 @@ def meanings(files: tuple[syn.File, ...], functions: Functions, schedules: Sched
                 if one.symbol is not None and one.symbol.span is not None:
                     found[one.name.span] = one.symbol.span
         else:
-            for part in item.entries if isinstance(item, syn.TopologyDecl) else (item,):
-                found |= _by_text(part, elsewhere)
+            parts = item.entries if isinstance(item, syn.TopologyDecl) else (item,)
+            axes = [axis.name for part in parts if isinstance(part, syn.AxesEntry) for axis in part.axes]
+            for part in parts:
+                found |= _by_text(part, elsewhere, axes)
         for node in syn.nodes(item):
             match node:
                 case syn.Do(schedule=name) if name.text in schedules:
@@ -69,13 +71,15 @@ def _roles(files: tuple[syn.File, ...]) -> dict[str, Span]:
     return {role.name.text: role.name.span for decl in decls for role in decl.roles}
 
 
-def _by_text(item: syn.Node, elsewhere: Mapping[str, Span]) -> Iterator[tuple[Span, Span]]:
-    """Where a name means one thing throughout: that of its binder, else the first of its text; a function called."""
+def _by_text(item: syn.Node, elsewhere: Mapping[str, Span], axes: Sequence[syn.Name]) -> Iterator[tuple[Span, Span]]:
+    """Where a name means one thing throughout: that of its binder, else an axis, else the first of its text; a function
+    called.
+    """
     inside = tuple(syn.nodes(item))
     names = tuple(node for node in inside if isinstance(node, syn.Name))
     called = {node.function.span for node in inside if isinstance(node, syn.Call)}
     declared = dict[str, Span]()
-    for name in chain((node.name for node in inside if isinstance(node, syn.Binder)), names):
+    for name in chain((node.name for node in inside if isinstance(node, syn.Binder)), axes, names):
         if name.span not in called:
             declared.setdefault(name.text, name.span)
     for name in names:
@@ -105,7 +109,7 @@ def _declared(decl: syn.ScheduleDecl) -> Iterable[syn.Name]:
     yield decl.ranks
     yield from (param.name for param in decl.params)
     for statement in decl.body:
-        if isinstance(statement, syn.Let | syn.BufferDecl | syn.CyclesDecl):
+        if isinstance(statement, syn.Let | syn.BufferDecl | syn.CyclesDecl | syn.GroupDecl):
             yield statement.name
 
 
@@ -118,6 +122,9 @@ def _words(value: Value | Buffer | None) -> str:
         case Cycles(declared):
             count, length = declared.orders.shape
             return f"{count} cycles of {length} ranks"
+        case Group(ranks):
+            count, length = ranks.shape
+            return f"{count} groups of {length} ranks"
         case Buffer():
             return f"{value.blocks} blocks of {value.cut} chunks" if value.blocks > 1 else f"{value.cut} chunks"
         case _:

@@ -20,14 +20,14 @@ from commdsl.ir.resolve.call_rules import Schedules
 from commdsl.ir.resolve.calls import Call, groups
 from commdsl.ir.resolve.contracts import contracts
 from commdsl.ir.resolve.cycle_sets import cycle_set
-from commdsl.ir.resolve.evaluate import Cycle, Cycles, Evaluator, Functions, Value
+from commdsl.ir.resolve.evaluate import Cycle, Cycles, Evaluator, Functions, Group, Value
 from commdsl.ir.resolve.faults import Faults, Poisoned, Spent
 from commdsl.ir.resolve.parameters import known_counts, parameters
 from commdsl.ir.resolve.rows import Binding
 from commdsl.ir.resolve.steps import StepBuilder
 from commdsl.ir.resolve.tuning import Machine, tuning
 from commdsl.ir.resolve.waves import at_once
-from commdsl.ir.schedules import AnyStep, Buffer, Called, Contract, Ints, RoleSet, Schedule, Step, Task, Tuning, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Called, Contract, RoleSet, Schedule, Step, Task, Tuning, Yield
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import Axis, BufferKind
 from commdsl.language.syntax import ScheduleDecl
@@ -54,7 +54,6 @@ class Resolver:
     buffers: dict[str, Buffer] = field(default_factory=dict)
     contracts: list[Contract] = field(default_factory=list)
     cycles: list[Cycles] = field(default_factory=list)
-    groups: dict[str, Ints] = field(default_factory=dict)
     called: dict[Callee, Called] = field(default_factory=dict)
     steps: list[AnyStep] = field(default_factory=list)
     tuning: Tuning = field(default_factory=Tuning)
@@ -145,7 +144,8 @@ class Resolver:
                 self.cycles.append(cycles)
                 self.scope.setdefault(statement.name.text, cycles)
             case syn.GroupDecl(name):
-                self.groups[name.text] = groups(statement, self.evaluator, self.scope, self.ranks, self.faults)
+                table = groups(statement, self.evaluator, self.scope, self.ranks, self.topology, self.faults)
+                self.scope.setdefault(name.text, Group(table))
             case syn.Let(name, value):
                 self.scope.setdefault(name.text, self.evaluator.value(value, self.scope))
             case syn.On(role):
@@ -272,11 +272,12 @@ class Resolver:
             self.steps.append(at_once(wave, (*bindings, ("wave", number)), pipeline.span))
 
     def _call(self, do: syn.Do, scope: dict[str, Value], bindings: tuple[tuple[str, int], ...]) -> None:
-        if do.group is not None and do.group.text not in self.groups:
+        everyone = Group(np.arange(self.ranks, dtype=np.int32).reshape(1, -1))
+        over = everyone if do.group is None else scope.get(do.group.text)
+        if not isinstance(over, Group):
             raise Poisoned  # which has been reported
         self.binding.budget.spend(1, TURN, "calls", do.span)
-        every = np.arange(self.ranks, dtype=np.int32).reshape(1, -1)
-        group = every if do.group is None else self.groups[do.group.text]
+        group = over.ranks
         params = tuple((one.name.text, self.evaluator.constant(one.value, scope)) for one in do.settings)
         callee = (do.schedule.text, group.shape[1], params)
         if callee not in self.called:

@@ -17,12 +17,18 @@ Children: TypeAlias = Sequence[Made]
 
 
 def _group(span: Span, parts: Children) -> syntax.GroupDecl:
-    return syntax.GroupDecl(*parts, span=span)
+    name, runs, stride = parts
+    return syntax.GroupDecl(name, runs, stride, None, span=span)
 
 
 def _strided(span: Span, parts: Children) -> syntax.GroupDecl:
     name, stride = parts
-    return syntax.GroupDecl(name, None, stride, span=span)
+    return syntax.GroupDecl(name, None, stride, None, span=span)
+
+
+def _along_axis(span: Span, parts: Children) -> syntax.GroupDecl:
+    name, axis = parts
+    return syntax.GroupDecl(name, None, None, axis, span=span)
 
 
 def _do(span: Span, parts: Children) -> syntax.Do:
@@ -55,6 +61,7 @@ def _tuple(span: Span, parts: Children) -> Made:
 RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "group": _group,
     "strided": _strided,
+    "along_axis": _along_axis,
     "runs": _only,
     "stride": _only,
     "do": _do,

@@ -24,9 +24,13 @@ def _count_entry(span: Span, parts: Children) -> syntax.CountEntry:
     return syntax.CountEntry(*parts, span=span)
 
 
+def _axes_entry(span: Span, parts: Children) -> syntax.AxesEntry:
+    return syntax.AxesEntry(tuple(parts[1:]), span=span)
+
+
 def _link_decl(span: Span, parts: Children) -> syntax.LinkDecl:
-    name, (scope, pairs, binders), bandwidth, per, latency = parts
-    return syntax.LinkDecl(name, scope, pairs, binders, bandwidth, per, latency, span=span)
+    name, (scope, pairs, binders, along), bandwidth, per, latency = parts
+    return syntax.LinkDecl(name, scope, pairs, binders, along, bandwidth, per, latency, span=span)
 
 
 def _chosen_rate(span: Span, parts: Children) -> syntax.ChosenRate:
@@ -34,11 +38,20 @@ def _chosen_rate(span: Span, parts: Children) -> syntax.ChosenRate:
 
 
 def _scope(scope: kinds.LinkScope) -> Callable[[Span, Children], Made]:
-    return lambda span, parts: (scope, (), ())
+    return lambda span, parts: (scope, (), (), None)
 
 
 def _listed(scope: kinds.LinkScope) -> Callable[[Span, Children], Made]:
-    return lambda span, parts: (scope, parts[0], parts[1] or ())
+    return lambda span, parts: (scope, parts[0], parts[1] or (), None)
+
+
+def _neighbours(scope: kinds.LinkScope) -> Callable[[Span, Children], Made]:
+    return lambda span, parts: (scope, (), (), parts[0])
+
+
+def _along(span: Span, parts: Children) -> syntax.Along:
+    is_open, axes = parts
+    return syntax.Along(is_open is not None, axes, span=span)
 
 
 def _missing_decl(span: Span, parts: Children) -> syntax.MissingDecl:
@@ -67,6 +80,7 @@ def _tuple(span: Span, parts: Children) -> Made:
 RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "topology_decl": _topology_decl,
     "count_entry": _count_entry,
+    "axes_entry": _axes_entry,
     "link_decl": _link_decl,
     "chosen_rate": _chosen_rate,
     "in_node": _scope(kinds.LinkScope.IN_NODE),
@@ -74,6 +88,9 @@ RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "across_same_gpu": _scope(kinds.LinkScope.ACROSS_SAME_GPU),
     "listed_pairs": _listed(kinds.LinkScope.PAIRS),
     "listed_arcs": _listed(kinds.LinkScope.ARCS),
+    "pairs_along": _neighbours(kinds.LinkScope.PAIRS),
+    "arcs_along": _neighbours(kinds.LinkScope.ARCS),
+    "along": _along,
     "several": lambda span, parts: parts[0],
     "missing_decl": _missing_decl,
     "degraded_decl": _degraded_decl,

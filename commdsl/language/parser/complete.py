@@ -17,8 +17,9 @@ _SIGNS = {
     "RBRACE": "}", "RPAR": ")", "RSQUARE": "]", "LBRACE": "{", "ARROW": "->", "EQUALS": "==", "UNTIL": "..<",
     "_EQUAL": "=", "_IN": "in", "_BY": "by", "_OF": "of", "_PER": "per", "_FOR": "for", "_RANKS": "ranks",
     "_RUNS": "runs", "_STRIDE": "stride", "_NODE": "node", "NODES": "nodes", "GPU": "gpu", "RANK": "rank", "SMS": "sms",
-    "_INDEX": "index", "QUERIES": "queries", "_ONCE": "once", "_ELSE": "else", "RATE": "B/s", "TIME": "s",
-    "STRING": '""', "ELEMENT": "float32", "NAME": "n", "INT": "1", "LPAR": "(", "LSQUARE": "[", "COMMA": ",",
+    "_ALONG": "along", "_INDEX": "index", "QUERIES": "queries", "_ONCE": "once", "_ELSE": "else", "RATE": "B/s",
+    "TIME": "s", "STRING": '""', "ELEMENT": "float32", "NAME": "n", "INT": "1", "LPAR": "(", "LSQUARE": "[",
+    "COMMA": ",",
 }  # fmt: skip
 """What ends a text, the sooner first: a bracket is closed where it may be."""
 

@@ -66,6 +66,8 @@ from commdsl.language.syntax.expressions import (
     parts,
 )
 from commdsl.language.syntax.machines import (
+    Along,
+    AxesEntry,
     ChosenRate,
     CountEntry,
     DegradedDecl,
@@ -124,8 +126,10 @@ from commdsl.language.syntax.schedules import (
 
 __all__ = [
     "All",
+    "Along",
     "AnyContract",
     "Arm",
+    "AxesEntry",
     "BackDecl",
     "Binary",
     "Binder",

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from commdsl.language.kinds import LinkScope
 from commdsl.language.records import dataclass
 from commdsl.language.syntax.expressions import Expr, Int, Name, Node, Quantity, Range
-from commdsl.language.syntax.schedules import Binder
+from commdsl.language.syntax.schedules import Binder, Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,21 @@ class CountEntry(Node):
 
 
 @dataclass(frozen=True, slots=True)
+class AxesEntry(Node):
+    """`gpus x = 4, y = 8 per node`: GPU x * 8 + y, and so many of them."""
+
+    axes: tuple[Setting, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Along(Node):
+    """`along x, y`, `along open x`: neighbours on these axes; of closed ones the last and the first, too."""
+
+    is_open: bool
+    axes: tuple[Name, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChosenRate(Node):
     """`450 GB/s if node < 2 else 300 GB/s`: of a port, or of a pair by who sends."""
 
@@ -48,13 +63,14 @@ class ChosenRate(Node):
 class LinkDecl(Node):
     """`link nvlink in node 450 GB/s per gpu 0.7 us`, `link hop pairs (i, i + 1) for i in 0 ..< 7 5 GB/s per pair 1 us`.
 
-    Pairs are node-local GPU indices, and hold in both directions unless the scope is ARCS.
+    Pairs are node-local GPU indices, listed or along axes, and hold in both directions unless the scope is ARCS.
     """
 
     name: Name
     scope: LinkScope
     pairs: tuple[tuple[Expr, Expr], ...]
     binders: tuple[Binder, ...]
+    along: Along | None
     bandwidth: Quantity | ChosenRate
     per: str | Int  # "gpu" | "pair" | "node" | so many GPUs
     latency: Quantity
@@ -77,7 +93,7 @@ class DegradedDecl(Node):
     bandwidth: Quantity
 
 
-TopologyEntry: TypeAlias = CountEntry | LinkDecl | MissingDecl | DegradedDecl
+TopologyEntry: TypeAlias = CountEntry | AxesEntry | LinkDecl | MissingDecl | DegradedDecl
 
 
 @dataclass(frozen=True, slots=True)

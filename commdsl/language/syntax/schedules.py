@@ -257,11 +257,14 @@ class Each(Node):
 
 @dataclass(frozen=True, slots=True)
 class GroupDecl(Node):
-    """`group node = ranks in runs of G`, `group rail = ranks by stride G`, `... in runs of X * Y by stride X`."""
+    """`group node = ranks in runs of G`, `group rail = ranks by stride G`, `... in runs of X * Y by stride X`, or
+    `group row = ranks along x`.
+    """
 
     name: Name
     runs: Expr | None  # None: all ranks are one run
     stride: Expr | None  # None: 1
+    axis: Name | None  # of the machine, in place of both
 
 
 @dataclass(frozen=True, slots=True)
