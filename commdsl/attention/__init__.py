@@ -17,6 +17,7 @@ Importing this imports nothing else; each name below loads what it needs when it
     torch_kernels torch's own kernels, and the reference
     cudnn_kernels cuDNN's, asked for gradients that are summed in a fixed order
     flash_kernels those of the `flash_attn` packages
+    flash_parts   their backward, and that of torch's flash, by parts that keep a GPU busy
     merge         partial results -> the whole
     peers         a group -> the communicators of Hamilton Attention, for loops of one's own
     arguments     what a call says -> strings and numbers, or a refusal that says what to write

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from commdsl import compiler
 from commdsl.attention.machines import Machine, Tune, Way, of_device, on_topology
-from commdsl.attention.masks import Mask
+from commdsl.attention.masks import Mask, pairs
 from commdsl.attention.placement import Placement, placed
 from commdsl.cost.visits import Launched, Timed, UnlinkedError, Visited, beside, phases
 from commdsl.ir import resolve
@@ -362,30 +362,7 @@ def admitted(placement: Placement, mask: Mask) -> Floats:
     found: Floats = np.zeros((2 * placement.ranks, 2 * placement.ranks))
     for runs_of in by_document.values():
         half, begin, length = np.array(runs_of, np.int64).T
-        amounts = _pairs(begin[:, None], length[:, None], begin[None, :], length[None, :], mask)
+        amounts = pairs(mask, begin[:, None], length[:, None], begin[None, :], length[None, :])
         np.add.at(found, (half[:, None], half[None, :]), amounts)
     whole: Floats = found.reshape(placement.ranks, 2, placement.ranks, 2).sum(axis=1)
     return whole
-
-
-Longs: TypeAlias = NDArray[np.int64]
-
-
-def _pairs(query: Longs, queries: Longs, key: Longs, keys: Longs, mask: Mask) -> Longs:
-    """Of runs of queries and keys: the keys up to `right` behind each query, less those before `left` ahead of it."""
-    whole = queries * keys
-    ahead = whole if mask.right is None else _below(query + mask.right + 1 - key, queries, keys)
-    behind = 0 * whole if mask.left is None else _below(query - mask.left - key, queries, keys)
-    return np.maximum(ahead - behind, 0)
-
-
-def _below(first: Longs, count: Longs, most: Longs) -> Longs:
-    """The sum of x clipped to 0 .. most, over `count` numbers x from `first` on."""
-    return _sum(first + count, most) - _sum(first, most)
-
-
-def _sum(end: Longs, most: Longs) -> Longs:
-    """As `_below`, from 0 to below `end`."""
-    rising = np.clip(end, 0, most + 1)
-    total: Longs = rising * (rising - 1) // 2 + np.maximum(end - most - 1, 0) * most
-    return total

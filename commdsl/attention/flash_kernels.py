@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from commdsl.attention.flash_parts import by_parts, parted
 from commdsl.attention.kernel import Kernel, Ready, Tensors
 from commdsl.attention.torch_kernels import FLASH, batched, bounds, is_told_causal, known, single
 
@@ -143,6 +144,6 @@ def _named(kernel: str, name: str) -> Callable[..., Any]:
     return found
 
 
-FLASH2 = Kernel("flash2", FLASH.refuses, _forward_2, _backward_2)
+FLASH2 = Kernel("flash2", FLASH.refuses, _forward_2, by_parts(_backward_2), parts=parted)
 FLASH3 = Kernel("flash3", FLASH.refuses, _forward_3, _backward_3)
 FLASH4 = Kernel("flash4", FLASH.refuses, _forward_4, _backward_4)

@@ -21,10 +21,17 @@ Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What kernels differ in: the dtype, and how long a head is."""
+    """What kernels differ in: the dtype, how long a head is, and how many heads there are."""
 
     dtype: torch.dtype
     dim: int
+    heads: int = 1
+    key_heads: int = 1
+
+
+def shape_of(q: torch.Tensor, k: torch.Tensor) -> Shape:
+    """Of a batch as of more heads."""
+    return Shape(q.dtype, q.shape[-1], q.shape[1:-1].numel(), k.shape[1:-1].numel())
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -36,6 +43,23 @@ class Ready:
     keys: slice
     cuts: tuple[torch.Tensor, torch.Tensor] | None  # int32 on the device
     longest: tuple[int, int]  # sequence of queries, of keys
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """Some sequences of a call, in their own order, and some of its heads: a call of their own."""
+
+    queries: tuple[slice, ...]  # each sequence's rows, of those of the whole call
+    keys: tuple[slice, ...]
+    heads: slice
+    key_heads: slice
+    ready: Ready
+
+    @property
+    def places(self) -> tuple[tuple[tuple[slice, ...], slice], ...]:
+        """Rows and heads of the gradients of q, k and v."""
+        return (self.queries, self.heads), (self.keys, self.key_heads), (self.keys, self.key_heads)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -46,7 +70,8 @@ class Kernel:
     returns the output (m, heads, dim) and the natural log-sum-exp (heads, m) in float32, or float64 where q is;
     `backward(dout, q, k, v, out, lse, ready, scale)` the gradients of q, k and v in their shapes, in their dtype or a
     wider one: of these keys' part in the whole that `out` and `lse` are of. `lse` is contiguous there. All tensors are
-    the rows of the call alone. `is_exact` says that two runs of backward have the same bits.
+    the rows of the call alone. `is_exact` says that two runs of backward have the same bits. `parts(shape, call,
+    device)` are the parts in which backward runs the call, none where it does not take it apart.
     """
 
     name: str
@@ -54,9 +79,10 @@ class Kernel:
     forward: Callable[..., Tensors]
     backward: Callable[..., Tensors]
     is_exact: bool = True
+    parts: Callable[[Shape, Call, torch.device], tuple[Part, ...]] = lambda *_: ()
 
 
-def ready(call: Call, device: torch.device) -> Ready:
+def ready(call: Call, device: torch.device, parts: tuple[Part, ...] = ()) -> Ready:
     """Copies the cuts of a packed call to the device, so not while a CUDA graph is captured."""
     cuts = None
     if call.is_packed:
@@ -72,4 +98,5 @@ def ready(call: Call, device: torch.device) -> Ready:
         slice(call.keys[0], call.keys[-1]),
         cuts,
         (longest[0], longest[1]),
+        parts,
     )

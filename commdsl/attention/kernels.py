@@ -23,7 +23,7 @@ from importlib.util import find_spec
 import torch
 
 from commdsl.attention import cudnn_kernels, flash_kernels, torch_kernels
-from commdsl.attention.kernel import Kernel, Shape
+from commdsl.attention.kernel import Kernel, Ready, Shape, ready
 from commdsl.attention.masks import Call
 from commdsl.machine.errors import ArgumentError
 
@@ -86,6 +86,14 @@ def suited(kernel: Kernel, shape: Shape, calls: Iterable[Call]) -> tuple[Call, .
     for call in calls:
         found += [call] if not kernel.refuses(shape, call) else apart(call)
     return tuple(found)
+
+
+def prepared(
+    kernel: Kernel, shape: Shape, calls: Iterable[Call], device: torch.device, *, backward: bool
+) -> tuple[Ready, ...]:
+    """The calls as `suited`, with all that needs no data, and of a backward the parts in which the kernel runs them."""
+    taken = suited(kernel, shape, calls)
+    return tuple(ready(call, device, kernel.parts(shape, call, device) if backward else ()) for call in taken)
 
 
 def apart(call: Call) -> list[Call]:

@@ -12,6 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
+Longs: TypeAlias = NDArray[np.int64]
+
 MAX_GAP = 256
 """So many rows may lie between sequences of a call: they cost time."""
 
@@ -122,6 +127,28 @@ def meet(mask: Mask, queries: Rows, keys: Rows) -> bool:
     low, high = keys.begin - (queries.end - 1), keys.end - 1 - queries.begin
     same = queries.document == keys.document and queries.length > 0 and keys.length > 0
     return same and not _is_outside(mask, low, high)
+
+
+def pairs(mask: Mask, query: Longs, queries: Longs, key: Longs, keys: Longs) -> Longs:
+    """How many pairs of these runs, by first position and length, the mask admits: of each query the keys up to `right`
+    behind it, less those before `left` ahead of it.
+    """
+    whole = queries * keys
+    ahead = whole if mask.right is None else _below(query + mask.right + 1 - key, queries, keys)
+    behind = 0 * whole if mask.left is None else _below(query - mask.left - key, queries, keys)
+    return np.maximum(ahead - behind, 0)
+
+
+def _below(first: Longs, count: Longs, most: Longs) -> Longs:
+    """The sum of x clipped to 0 .. most, over `count` numbers x from `first` on."""
+    return _sum(first + count, most) - _sum(first, most)
+
+
+def _sum(end: Longs, most: Longs) -> Longs:
+    """As `_below`, from 0 to below `end`."""
+    rising = np.clip(end, 0, most + 1)
+    total: Longs = rising * (rising - 1) // 2 + np.maximum(end - most - 1, 0) * most
+    return total
 
 
 def _is_outside(mask: Mask, low: int, high: int) -> bool:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from commdsl.attention import kernels
-from commdsl.attention.kernel import Kernel, Ready, Shape, ready
+from commdsl.attention.kernel import Kernel, Ready, Shape, ready, shape_of
 from commdsl.attention.masks import Mask
 from commdsl.attention.pieces import Visits, as_kept, stretches, visits
 from commdsl.attention.placement import Placement, Same
@@ -93,7 +93,7 @@ def plan_of(
     q = tensors[0]
     where = Same(placement)
     _check(op.name, tensors, _rows(where, rank))
-    shape = Shape(q.dtype, q.shape[3])
+    shape = shape_of(q, tensors[1])
     return _made(Same(op), name, rank, where, mask, kernel, q.device, shape, backward)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from commdsl.attention.flash_parts import by_parts, parted
 from commdsl.attention.kernel import Kernel, Ready, Shape, Tensors
 from commdsl.attention.masks import Call
 
@@ -246,7 +247,7 @@ def deterministic() -> Iterator[None]:
         filling.fill_uninitialized_memory = fills
 
 
-FLASH = Kernel("flash", _flash_refuses, _flash_forward, _flash_backward)
+FLASH = Kernel("flash", _flash_refuses, _flash_forward, by_parts(_flash_backward), parts=parted)
 
 
 # --- cuDNN ------------------------------------------------------------------------------------------------------------

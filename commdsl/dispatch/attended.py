@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from commdsl.attention.kernel import Shape
+from commdsl.attention.kernel import shape_of
 from commdsl.attention.merge import Merging, Partial, Summing, wide
 from commdsl.dispatch.spans import known
 from commdsl.runtime import given
@@ -62,7 +62,7 @@ def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor, scale: float, kernel: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output in the shape and dtype of q, and the natural log-sum-exp (heads, rows)."""
-    work = known(spans).work(kernel, Shape(q.dtype, q.shape[2]), backward=False)
+    work = known(spans).work(kernel, shape_of(q, k), backward=False)
     merging = Merging(len(q), q.dtype)
     for call in work.calls:
         made = work.kernel.forward(q[call.queries], k[call.keys], v[call.keys], call, scale)
@@ -83,7 +83,7 @@ def _backward(
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v; what several calls find about a row is summed in their order, in float32."""
-    work = known(spans).work(kernel, Shape(q.dtype, q.shape[2]), backward=True)
+    work = known(spans).work(kernel, shape_of(q, k), backward=True)
     dout = dout.contiguous()
     parts: tuple[list[Part], ...] = ([], [], [])
     for call in work.calls:

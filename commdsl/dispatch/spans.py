@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from commdsl.attention import kernels
-from commdsl.attention.kernel import Kernel, Ready, Shape, ready
+from commdsl.attention.kernel import Kernel, Ready, Shape
 from commdsl.attention.masks import Call
 from commdsl.attention.torch_kernels import PLAIN
 from commdsl.dispatch import layout
@@ -137,8 +137,8 @@ class Spans:
         found = self._works.get(key)
         if found is None:
             chosen, calls = self._chosen(kernel, shape, backward)
-            calls = kernels.suited(chosen, shape, calls)
-            found = self._works[key] = Work(chosen, tuple(ready(call, self.device) for call in calls))
+            ready = kernels.prepared(chosen, shape, calls, self.device, backward=backward)
+            found = self._works[key] = Work(chosen, ready)
         return found
 
     def _chosen(self, kernel: str, shape: Shape, backward: bool) -> tuple[Kernel, Sequence[Call]]:

@@ -7,7 +7,7 @@ exact     random plans x rows of 2 bytes to 32 KB x float16, bfloat16, float32, 
 storm     calls whose plan changes, GPU and host delays, no barrier in between
 graphs    padded calls in a CUDA graph, there and back, whose tables are overwritten between replays
 attend    attention in one call: 32 layers in float32 against float64, bfloat16 against float64, and what a call costs
-          whose results find no place in symmetric memory
+          whose results find no place in symmetric memory; gradients by parts
 host      the cases of test_dispatch_ops.py
 example   the program of commdsl/dispatch/README.md
 
@@ -22,6 +22,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from unittest import mock
 
@@ -42,6 +43,9 @@ from runner import Part
 from runner import Parts as Run
 
 from commdsl import dispatch
+from commdsl.attention import kernels, torch_kernels
+from commdsl.attention.kernel import ready, shape_of
+from commdsl.attention.masks import Call
 from commdsl.ir.routes import Mask, Sharing
 from commdsl.planner.chance import Draw, varied
 
@@ -188,6 +192,8 @@ def attend(run: Run) -> None:
     for sharing in Sharing:
         part = Part("attend", f"bfloat16, keys once per {sharing.value}", 1)
         run.attempt(part, lambda sharing=sharing: _halves(run, lengths, sharing))
+    part = Part("attend", "gradients of documents by parts, beside one call, and again", 2)
+    run.attempt(part, lambda: _parts(run))
     copied, held = (_held(run, results) for results in (2, HELD + 1))
     if run.rank == 0:
         what = f"{HELD} calls of {HELD_TOKENS} rows there and back, all results held"
@@ -209,6 +215,21 @@ def _halves(run: Run, lengths: Sequence[Sequence[int]], sharing: Sharing) -> int
     apart = attend_cases.differ(found, wanted)
     sender.release()  # after the last look at what lies in its memory
     return int(not apart < 2e-2)
+
+
+def _parts(run: Run) -> int:
+    """Whether gradients by torch's flash in parts are others than in one call, or others when computed again."""
+    cuts = tuple(accumulate((3000, 200, 150, 9000, 37), initial=0))
+    call, kernel = Call(cuts, cuts, None, 0), torch_kernels.FLASH
+    q, k, v, dout = (
+        torch.randn(cuts[-1], heads, 128, dtype=torch.bfloat16, device=run.device) for heads in (32, 8, 8, 32)
+    )
+    whole = ready(call, q.device)
+    (parted,) = kernels.prepared(kernel, shape_of(q, k), [call], q.device, backward=True)
+    assert parted.parts
+    given = dout, q, k, v, *kernel.forward(q, k, v, whole, 0.1)
+    wanted, found, again = (kernel.backward(*given, one, 0.1) for one in (whole, parted, parted))
+    return int(not attend_cases.differ(found, wanted) < 1e-2) + int(not all(map(torch.equal, found, again)))
 
 
 def _held(run: Run, results: int) -> float:
