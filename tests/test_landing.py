@@ -116,7 +116,15 @@ def test_what_is_returned_for_good_does_not_land(protocol: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
-    "name", ["allgather_matmul", "allgather_matmul_rows", "matmul_reducescatter", "matmul_allreduce", "matmul_alltoall"]
+    "name",
+    [
+        "allgather_matmul",
+        "allgather_matmul_rows",
+        "matmul_reducescatter",
+        "matmul_allreduce",
+        "matmul_alltoall",
+        "alltoall_matmul_rows",
+    ],
 )
 def test_beside_products_nothing_is_copied_within_a_gpu(name: str, ranks: int) -> None:
     """Its SMs would make such copies: what peers put lands, results of theirs too, and what a launch copies on a rank

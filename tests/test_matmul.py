@@ -35,6 +35,7 @@ def random_table(seed: int) -> tuple[tuple[int, int, int, int], Tiling, Table]:
         *(8 * 2 ** dice.randrange(8) * dice.choice((1, 3, 5)) for _ in range(3)),
         gated=dice.random() < 0.3,
         turns=dice.choice((1, 1, 2, 7)),
+        sources=dice.choice((1, 1, 3)),
     )
     tiling = dice.choice([tiling for tiling in TILINGS if tiling.fits(product)])
     return (

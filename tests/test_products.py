@@ -35,9 +35,10 @@ from commdsl.runtime.tensors import is_deep  # noqa: E402
 
 FOLDER = data_dir("schedules") / "overlap"
 GATHER, SCATTER, REDUCE = "allgather_matmul", "matmul_reducescatter", "matmul_allreduce"
-WITH_ROWS, EXCHANGE = "allgather_matmul_rows", "matmul_alltoall"
+WITH_ROWS, EXCHANGE, RETURN = "allgather_matmul_rows", "matmul_alltoall", "alltoall_matmul"
 CASES = [(GATHER, 2, 1), (GATHER, 3, 2), (GATHER, 5, 1), (SCATTER, 2, 2), (SCATTER, 4, 1), (SCATTER, 3, 3)]
 CASES += [(REDUCE, 3, 2), (REDUCE, 2, 4), (WITH_ROWS, 3, 2), (EXCHANGE, 2, 3), (EXCHANGE, 4, 1)]
+CASES += [(RETURN, 2, 3), (RETURN, 4, 1)]
 """Schedules, each with ranks and pieces."""
 
 
@@ -54,8 +55,8 @@ def whole(shape: tuple[int, ...], seed: int) -> Any:
 
 def given(name: str, ranks: int, rows: int, depth: int, columns: int) -> tuple[list[Any], list[Any]]:
     """Rows and weights of every rank; `rows` of a rank's own, `columns` of its results."""
-    rows_of = rows * ranks if name in (SCATTER, REDUCE) else rows
-    columns_of = columns * ranks if name == EXCHANGE else columns
+    rows_of = rows * ranks if name in (SCATTER, REDUCE, RETURN) else rows
+    columns_of = columns * ranks if name in (EXCHANGE, RETURN) else columns
     x = [whole((rows_of, depth), rank) for rank in range(ranks)]
     return x, [whole((columns_of, depth), 100 + rank) for rank in range(ranks)]
 
@@ -64,6 +65,9 @@ def wanted(name: str, x: list[Any], w: list[Any]) -> list[Any]:
     """What every rank has in the end."""
     if name in (GATHER, WITH_ROWS):
         return [np.concatenate(x).astype(np.float64) @ one.T.astype(np.float64) for one in w]
+    if name == RETURN:
+        blocks = [np.hstack(one).astype(np.float64) for one in zip(*(np.split(one, len(x)) for one in x), strict=True)]
+        return [rows @ np.hstack(np.split(one, len(x))).T for rows, one in zip(blocks, w, strict=True)]
     made = [one.astype(np.float64) @ other.T.astype(np.float64) for one, other in zip(x, w, strict=True)]
     if name == EXCHANGE:
         return [np.concatenate(columns) for columns in zip(*(np.split(one, len(x), 1) for one in made), strict=True)]
@@ -110,7 +114,7 @@ def test_parts(name: str, ranks: int, pieces: int) -> None:
             assert (made == np.split(before[part.of][rank], blocks[part.of])[part.chunks[rank]]).all()
 
 
-@pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE, WITH_ROWS, EXCHANGE])
+@pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE, WITH_ROWS, EXCHANGE, RETURN])
 def test_every_edge_is_needed(name: str) -> None:
     """Without an edge between what travels and a product the Plan is refused, but for one that leaves products all SMs:
     behind them a rank copies within its GPU.
@@ -128,7 +132,7 @@ def test_every_edge_is_needed(name: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("name", "ranks"), [(GATHER, 2), (GATHER, 3), (SCATTER, 2), (SCATTER, 3), (REDUCE, 2), (EXCHANGE, 2)]
+    ("name", "ranks"), [(GATHER, 2), (GATHER, 3), (SCATTER, 2), (SCATTER, 3), (REDUCE, 2), (EXCHANGE, 2), (RETURN, 2)]
 )
 def test_mutants(name: str, ranks: int) -> None:
     """Every change of an edge, a copy, a phase or the order is refused, or the Plan is as right as it was."""
@@ -140,7 +144,7 @@ def test_mutants(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*pairs((GATHER, SCATTER, REDUCE, EXCHANGE), ("bfloat16", "float64")), (GATHER, "float8_e4m3fn")],
+    [*pairs((GATHER, SCATTER, REDUCE, EXCHANGE, RETURN), ("bfloat16", "float64")), (GATHER, "float8_e4m3fn")],
 )
 def test_run(name: str, dtype: str) -> None:
     """`commdsl run`: every launch on host ranks brings each product what the oracle has there, bit for bit."""
@@ -151,7 +155,7 @@ def test_run(name: str, dtype: str) -> None:
     assert found.compared_bytes > 10_000
 
 
-@pytest.mark.parametrize("name", [SCATTER, EXCHANGE])
+@pytest.mark.parametrize("name", [SCATTER, EXCHANGE, RETURN])
 def test_no_race(name: str) -> None:
     """Nor does ThreadSanitizer see a race."""
     compiled = compiler.compile(FOLDER / f"{name}.comm", ranks=2)
@@ -222,10 +226,29 @@ def test_turns() -> None:
     for rank in range(ranks):
         turns = list(fused.turns_of(made.visits.plan, Cut(made.signature, made.visits, rank).places))
         order = [(rank + d) % ranks for d in (1, 2, 3)]  # its own columns come last
-        assert [turn.factor for turn in turns] == [block for block in order for _ in range(pieces)]
-        assert [turn.rows for turn in turns] == [(0, piece) for _ in order for piece in range(pieces)]
+        assert [turn.sources[0].factor for turn in turns] == [block for block in order for _ in range(pieces)]
+        assert [turn.sources[0].rows for turn in turns] == [(0, piece) for _ in order for piece in range(pieces)]
         assert [turn.result for turn in turns[-pieces:]] == [(1, pieces * rank + piece) for piece in range(pieces)]
         assert all(turn.stored >= 0 for turn in turns)  # behind its own, too: then what came is copied
+
+
+def test_turns_of_sums() -> None:
+    """Products that are summed up are one turn: of its sources the kernel is told which rows, which weights, and what
+    each of them waits for.
+    """
+    ranks, pieces = 3, 2
+    made = commdsl.load(RETURN, params={"C": pieces}, ranks=ranks).program(ranks)
+    assert made.visits is not None
+    for rank in range(ranks):
+        turns = list(fused.turns_of(made.visits.plan, Cut(made.signature, made.visits, rank).places))
+        assert [turn.result for turn in turns] == [(0, piece) for piece in range(pieces)]
+        assert {(turn.count, turn.sums_there, turn.stored) for turn in turns} == {(0, -1, -1)}
+        for piece, turn in enumerate(turns):
+            own, *others = turn.sources
+            assert (own.rows, own.factor, own.there) == ((0, pieces * rank + piece), rank, -1)
+            assert [one.factor for one in others] == [(rank - d) % ranks for d in (1, 2)]
+            assert [one.rows[0] for one in others] == [1, 1]
+            assert [one.there for one in others] == [2 * piece, 2 * piece + 1]  # launches
 
 
 def test_rounded_once() -> None:

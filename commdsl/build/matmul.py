@@ -11,6 +11,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as memoize
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -33,8 +34,9 @@ _LINE, _PANEL, _MARKS = 128, 64 * 128, 256 + 4 * 48
 _SHARED = 227 * 1024
 _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i2"), ("turn", "<u2")])
 _TAKEN, _NO_TURN = 2, 0xFFFF
-_TURN = struct.Struct("<7H3h12x")
-_ARGUMENTS = struct.Struct("<10Q3I4xQ24x")
+_SOURCE = struct.Struct("<3Hh")
+_TURN = struct.Struct("<5H2h2x")
+_ARGUMENTS = struct.Struct("<11Q4IQ16x")
 _ENOUGH = 4  # stages: what is read comes in time
 _LEAST = 4  # stages of a part: what it costs to add two parts up takes as long
 _BAND = 2048  # rows whose columns are made together: what they read stays in the L2 cache
@@ -104,10 +106,11 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """C [rows, columns] = A x B in `dtype`, C in `result`; `turns` such products, each by one of the matrices of B. A
-    lies as [rows, depth] where it is `a_deep`, else as [depth, rows]; B as [columns, depth] where it is `b_deep`. On
-    the float32 sum: bias, then an activation, then the residual. Gated, B has twice the columns, and silu(first half) *
-    second half is what comes of them. Of float8 the sum is multiplied with two scales first.
+    """C [rows, columns] = A x B in `dtype`, C in `result`; `turns` such products, each by one of the matrices of B, or
+    the sum of as many as there are `sources`, which share the depth. A lies as [rows, depth] where it is `a_deep`, else
+    as [depth, rows]; B as [columns, depth] where it is `b_deep`. On the float32 sum: bias, then an activation, then the
+    residual. Gated, B has twice the columns, and silu(first half) * second half is what comes of them. Of float8 the
+    sum is multiplied with two scales first.
     """
 
     rows: int
@@ -122,6 +125,7 @@ class Product:
     gated: bool = False
     residual: bool = False
     turns: int = 1
+    sources: int = 1
 
     def __post_init__(self) -> None:
         assert self.dtype != FLOAT8 or (self.a_deep and self.b_deep), "float8 is multiplied where it is deep"
@@ -139,6 +143,11 @@ class Product:
         return _LINE // self.itemsize
 
     @property
+    def source_stages(self) -> int:
+        """Of the depth of one source."""
+        return -(-self.depth // self.sources // self.stage_depth)
+
+    @property
     def result_bytes(self) -> int:
         """Of an element of C."""
         return 4 if self.result == "float32" else 2
@@ -149,7 +158,7 @@ class Product:
         return (
             -(-self.rows // (tiling.rows * tiling.cluster)),
             -(-self.columns // wide),
-            -(-self.depth // self.stage_depth),
+            self.sources * self.source_stages,
         )
 
 
@@ -214,8 +223,9 @@ class Table(NamedTuple):
 
 def table(product: Product, tiling: Tiling, workers: int) -> Table:
     """Turn after turn as many whole tiles for each of so many workers, clusters of blocks, as for any other; those that
-    are left over (`cut_tiles`) are cut along their depth into equal parts, which come first in the turn. A worker takes
-    a tile, or one or two parts, whenever it has made what it took.
+    are left over (`cut_tiles`) are cut along their depth into equal parts, which come first in the turn, but of several
+    sources last: the later ones are to have come. A worker takes a tile, or one or two parts, whenever it has made what
+    it took.
 
     Whoever has a first part adds up what the others leave. The later parts are taken before it, each before a first
     part that is taken with it: however few workers there are, what waits waits for what was taken before.
@@ -232,8 +242,8 @@ def table(product: Product, tiling: Tiling, workers: int) -> Table:
     slots = 0
     for turn, left in enumerate(cut_tiles(product, tiling, workers)):
         cut, slots = _cut(tiles[:left], depth, tiling.parts, workers, turn, slots)
-        lists += reversed(cut)
-        lists += ([(row, column, 0, depth, 0, 0, turn)] for row, column in tiles[left:])
+        uncut: list[list[tuple[int, ...]]] = [[(row, column, 0, depth, 0, 0, turn)] for row, column in tiles[left:]]
+        lists += [*reversed(cut), *uncut] if product.sources == 1 else [*uncut, *reversed(cut)]
     found = np.zeros((len(lists) + 1, _TAKEN), _PIECE)
     found[-1]["turn"] = _NO_TURN
     for at, pieces in enumerate(lists):
@@ -293,25 +303,39 @@ def slot_bytes(tiling: Tiling) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One of the products of a launch: its rows are matrix `rows[1]` of tensor `rows[0]`, its result likewise; they are
-    multiplied by matrix `factor` of B; `count` matrices of the sums, from `first` on, are added. Words of the call, -1
-    for none: that say that the rows are there, or the sums, and the one in which stored tiles are counted, `stores` in
-    all.
+class Source:
+    """Rows, matrix `rows[1]` of tensor `rows[0]`, that are multiplied by matrix `factor` of B. `there`: the word of the
+    call that says that they are, -1 for none.
     """
 
     rows: tuple[int, int] = (0, 0)
     factor: int = 0
+    there: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One of the products of a launch, or a sum of several; `result` as rows are. `count` matrices of the sums, from
+    `first` on, are added. Words of the call, -1 for none: the one that says that they are there, and the one in which
+    stored tiles are counted, `stores` in all.
+    """
+
+    sources: tuple[Source, ...] = (Source(),)
     result: tuple[int, int] = (0, 0)
     first: int = 0
     count: int = 0
-    rows_there: int = -1
     sums_there: int = -1
     stored: int = -1
 
-    def pack(self) -> bytes:
-        words = self.rows_there, self.sums_there, self.stored
-        return _TURN.pack(*self.rows, self.factor, *self.result, self.first, self.count, *words)
+
+def packed_turns(turns: Sequence[Turn]) -> tuple[bytes, bytes]:
+    """The kernel's tables of turns and of all their sources."""
+    sources = [source for turn in turns for source in turn.sources]
+    firsts = accumulate((len(turn.sources) for turn in turns), initial=0)
+    return b"".join(
+        _TURN.pack(first, *turn.result, turn.first, turn.count, turn.sums_there, turn.stored)
+        for first, turn in zip(firsts, turns, strict=False)
+    ), b"".join(_SOURCE.pack(*one.rows, one.factor, one.there) for one in sources)
 
 
 def stores(product: Product, tiling: Tiling) -> int:
@@ -324,7 +348,8 @@ def packed(
     maps: Sequence[bytes], addresses: Sequence[int], timeout_ns: int, product: Product, entries: int, stamps: int = 0
 ) -> bytes:
     """The kernel's one argument: two maps of A, one of B, two of C and one of sums, the addresses of pieces, claims,
-    turns, words, bias, partials, flags and two scales, how long a block waits for what others do, the size of C, how
-    much there is to take, and the address of time stamps.
+    turns, sources, words, bias, partials, flags and two scales, how long a block waits for what others do, the size of
+    C, how much there is to take, the stages of a source, and the address of time stamps.
     """
-    return b"".join(maps) + _ARGUMENTS.pack(*addresses, timeout_ns, product.rows, product.columns, entries, stamps)
+    sizes = product.rows, product.columns, entries, product.source_stages
+    return b"".join(maps) + _ARGUMENTS.pack(*addresses, timeout_ns, *sizes, stamps)

@@ -8,7 +8,7 @@ message. A new law is a function and a line here. Does not raise.
     cycles, topology, roles, engine, settings   what the machine has
     bounds, inputs, overlap, undefined, size_classes, lengths, classes   what a step may touch
     casts, operations   in which element type it travels, and how it is combined
-    promises, conservation, rotations, returns, determinism, useless   what is promised, kept, and in vain
+    promises, conservation, factors, rotations, returns, determinism, useless   what is promised, kept, and in vain
     plans, routes   a plan of documents and where its rows go
     built, tasks   what no kernel runs
 """
@@ -23,9 +23,10 @@ from typing import TypeAlias, TypeVar
 from commdsl.checks.bounds import OUT_OF_BOUNDS, out_of_bounds, without
 from commdsl.checks.casts import mixed_casts, unsaid_roundings
 from commdsl.checks.classes import mixed_types, own_units, unknown_units
-from commdsl.checks.conservation import broken_contracts, unsaid_factors
+from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
 from commdsl.checks.engine import combining_engine
+from commdsl.checks.factors import unsaid_factors, wrong_pairs
 from commdsl.checks.inputs import writes_to_input
 from commdsl.checks.lengths import unknown_lengths
 from commdsl.checks.locations import Located, statement_key
@@ -84,7 +85,7 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (unequal_sizes, mixed_types, own_units, unknown_units),
     (broken_contracts, broken_rotations, unknown_lengths),
     (mixed_casts, mixed_operations, parting_tile),
-    (unsaid_roundings, unsaid_factors, other_operations),
+    (unsaid_roundings, unsaid_factors, wrong_pairs, other_operations),
     (broken_returns,),
     (useless_statements, idle_promises),
 )

@@ -1,8 +1,9 @@
-"""C306, C307, C308, C316: every contribution arrives exactly once, where `ensure` says.
+"""C306, C307, C308: every contribution arrives exactly once, where `ensure` says.
 
 Assumes indices in bounds, no overlapping writes, no undefined reads. One message per contract, for the first location
 that breaks it: the others mostly follow from the same mistake. Does not look at the order of a reduction, which `cost`
-reports, nor at what yields hand over; `rotations` does.
+reports, nor at what yields hand over (`rotations` does), nor at which rows which block of a factor has multiplied
+(`factors` does).
 """
 
 from __future__ import annotations
@@ -61,27 +62,6 @@ def _check_rows(
     wanted[sources[contract.value[row]]] = 1
     wanted[located.nowhere] = 0
     yield _diagnose(located, contract, Difference(location, wanted, counts), len(bad), len(dests))
-
-
-def unsaid_factors(located: Located) -> Iterator[Diagnostic]:
-    """C316, for every contract of what one of several blocks of a factor has multiplied, where none says which."""
-    schedule = located.schedule
-    factor = next((factor for _, factor, _ in schedule.products if schedule.buffers[factor].num_chunks > 1), None)
-    if factor is None:
-        return
-    _, end = at_ends(located, located.of_factors())
-    unsaid = end.totals > 0
-    for contract in schedule.contracts:
-        if contract.source_buffer == factor:
-            unsaid[located.contract_dests(contract)] = False
-    for contract in schedule.contracts:
-        dests = located.contract_dests(contract)
-        if unsaid[dests].any():
-            name = schedule.buffers[factor].name
-            where = located.name(int(dests[unsaid[dests].argmax()]))
-            label = Label(contract.span, f"{where} is multiplied by a block of `{name}`")
-            help = f"say by which, in another `==` of it: `{name}[...] @ ...`"
-            yield Diagnostic("C316", "a contract does not say what its rows are multiplied by", label, help=help)
 
 
 @dataclass(frozen=True, eq=False)

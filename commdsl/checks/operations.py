@@ -81,7 +81,7 @@ def _combining(located: Located, held: Operations) -> Iterator[tuple[LocatedStep
             continue
         results: list[tuple[Locations, Operations]] = []
         for moves in step.moves:
-            if moves.moves.kind is not MoveKind.REDUCE:
+            if moves.moves.kind is not MoveKind.REDUCE and not moves.moves.accumulate:
                 results.append((moves.dest, held[moves.sources[:, 0]]))
                 continue
             operands = np.column_stack((moves.dest, moves.sources)) if moves.moves.accumulate else moves.sources

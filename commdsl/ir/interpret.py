@@ -264,7 +264,8 @@ def _results(memory: _Memory, moves: Statement, op: str) -> Iterator[tuple[bool,
             values = by_row(moves.applied, operands[0], given, dtype)
         elif moves.factor is not None and moves.factor_chunk is not None:
             factor = memory.read_as(dtype, moves.factor, rank, int(moves.factor_chunk[row]))
-            values = multiply(operands[0], factor, memory.depths[moves.factor], dtype)
+            made = multiply(operands[-1], factor, memory.depths[moves.factor], dtype)
+            values = combine([*operands[:-1], made], dtype, "sum")
         elif moves.copies:
             values = operands[0]
         elif how == "avg":

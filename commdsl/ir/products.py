@@ -5,7 +5,8 @@ schedule without products as it is.
 
 What a product reads and writes are single chunks, another one on each rank. So that one may be computed while another
 travels, each becomes a buffer of its own, a *part*: the chunk that one product has, on every rank. What is added to
-what a product made, on the same rank and before anything else happens, is added within it, in float32.
+what a product made, on the same rank and before anything else happens, is added within it, in float32. A product that
+is added to what is there reads that, too.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ def stopping(schedule: Schedule) -> Stopping:
     for step in steps:
         match step:
             case _Product(statement, bindings, sums):
-                reads = (parts.source(statement), parts.factor(statement), *map(parts.source, sums))
                 writes = (parts.dest(statement),)
+                added = (*(writes if statement.accumulate else ()), *map(parts.source, sums))
+                reads = (parts.source(statement), parts.factor(statement), *added)
                 made.append(Yield(reads, bindings, statement.span, writes, MATMUL, is_product=True))
             case Step():
                 made.append(replace(step, moves=tuple(one for moves in step.moves for one in parts.split(moves))))
@@ -212,12 +214,15 @@ class _Parts:
             raise _fault(one.span, "on some ranks it has what another product has", "let products share all or nothing")
 
     def _take_rest(self, moves: Sequence[Statement]) -> None:
-        """What each statement brings every rank, of a result that products make in part, or of a scratch buffer where
-        all is of what products have.
+        """What each statement takes from every rank, of an input that products read in part; what it brings, of a
+        result that they make in part, or of a scratch buffer where all is of what products have.
         """
         for number, buffer in enumerate(self._schedule.buffers):
+            takes = [one for one in moves if one.source_buffer == number and self._is_of_all(one.source_rank[:, 0])]
+            for one in takes if buffer.kind is BufferKind.INPUT and self._chunks[number] else ():
+                self._take_new(number, one.source_chunk[np.argsort(one.source_rank[:, 0]), 0])
             brings = [one for one in moves if one.dest_buffer == number]
-            alone = [one for one in brings if np.array_equal(np.sort(one.dest_rank), self._ranks)]
+            alone = [one for one in brings if self._is_of_all(one.dest_rank)]
             if self._chunks[number]:
                 is_open = buffer.kind is BufferKind.OUTPUT
             else:
@@ -225,6 +230,10 @@ class _Parts:
                 is_open = buffer.kind is BufferKind.SCRATCH and buffer.cut == 1 and of_parts and alone == brings
             for one in alone if is_open else ():
                 self._take_new(number, one.dest_chunk[np.argsort(one.dest_rank)])
+
+    def _is_of_all(self, ranks: NDArray[np.int32]) -> bool:
+        """Whether it is once of each."""
+        return np.array_equal(np.sort(ranks), self._ranks)
 
     def _take_new(self, buffer: int, chunk: NDArray[np.int32]) -> None:
         if (self._part_of[buffer][self._ranks, chunk] < 0).all():

@@ -110,8 +110,8 @@ class Statement:
     views. `accumulate`: the old content of the destination is the first operand (a reduce of one source). For PUT the
     source is on the actor; for GET and COPY the destination is; COPY has both on the actor. A PUT or GET to oneself is
     legal. For REDUCE at least one side is on the actor; with k > 1 or `is_list` the destination is on the actor.
-    MATMUL is a COPY that multiplies: a chunk is a matrix, whose rows become those times a chunk of `factor` on that
-    rank.
+    MATMUL is a COPY, or a REDUCE, that multiplies: a chunk is a matrix, whose rows become those times a chunk of
+    `factor` on that rank, or those are added.
     ROWWISE is a COPY on every rank that makes of rows what `applied` says.
     `operation`: how a REDUCE combines where the text says, else the call does.
     With `cast` every source is rounded to that type as it is read, but one that is what a cast left, which has been.

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TypeAlias, assert_never
 
 from commdsl.language import syntax
+from commdsl.language.kinds import MoveKind
 
 # Loosest first, as in the grammar. Comparisons do not chain, so neither side may be one.
 _LEVELS = (
@@ -209,9 +210,7 @@ def line(node: Line) -> str:
     match node:
         case syntax.BufferDecl(kind, name, dims, lengths, element, like):
             extents = ", ".join(expr(dim.size) + (" blocks" if dim.blocks else "") for dim in dims)
-            unit = (
-                "" if lengths is None else f" of {lengths.table.text}[{', '.join(axis.value for axis in lengths.axes)}]"
-            )
+            unit = f" of {lengths.table.text}[{', '.join(axis.value for axis in lengths.axes)}]" if lengths else ""
             unit += (f" {element.text}" if element else "") + (f" like {like.text}" if like else "")
             return f"{kind.value} {name.text}{f'[{extents}]' if dims else ''}{unit}"
         case syntax.NamedContract():
@@ -228,6 +227,8 @@ def line(node: Line) -> str:
             return f"group {name.text} = ranks{words}"
         case syntax.Do():
             return _do(node)
+        case syntax.Move(MoveKind.REDUCE, origin, dest, syntax.Ref() as factor):
+            return f"reduce matmul({source(origin)}, {ref(factor)}) -> {ref(dest)}"
         case syntax.Move(_, origin, dest, syntax.Ref() as factor):
             return f"compute matmul({source(origin)}, {ref(factor)} -> {ref(dest)})"
         case syntax.Move(kind, origin, dest):

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
-from commdsl.build.matmul import Product, Turn, stores
+from commdsl.build.matmul import Product, Source, Turn, stores
 from commdsl.build.tilings import chosen
 from commdsl.ir.products import MATMUL
 from commdsl.machine.config import from_environment
-from commdsl.program.launches import Visit
+from commdsl.program.launches import Launch, Visit
 from commdsl.program.memory import Kept
 from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
@@ -66,6 +67,8 @@ def fits(plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor, r
         return False
     if rows.dtype not in (torch.bfloat16, torch.float16, FLOAT8) or (rows.dtype != FLOAT8 and rows.dtype != result):
         return False
+    if not _have_turns(plan):
+        return False
     sources, sums, results = _groups(_products(plan), places)
     if len(sources) > 2 or len(sums) > 1 or len(results) > 2 or result not in (_ADDED if sums else _MADE):
         return False
@@ -85,10 +88,12 @@ class Fused:
         self._launches = len(launches(plan))
         turns = tuple(turns_of(plan, places))
         types, self._device = (element_name(rows.dtype), element_name(result)), rows.device.index
-        size, adds = (rows.shape[0], factor.shape[0], rows.shape[1]), any(turn.count for turn in turns)
+        sources, adds = [len(turn.sources) for turn in turns], any(turn.count for turn in turns)
+        size = rows.shape[0], factor.shape[0], rows.shape[1] * sources[0]
         self._turns = turns
-        self._product = Product(*size, *types, residual=adds, turns=len(turns))
-        self._arriving = sum(turn.rows_there >= 0 for turn in turns) * rows.nbytes
+        self._turn_of = tuple(number for number, count in enumerate(sources) for _ in range(count))
+        self._product = Product(*size, *types, residual=adds, turns=len(turns), sources=sources[0])
+        self._arriving = sum(source.there >= 0 for turn in turns for source in turn.sources) * rows.nbytes
         self._is_stamped = plan.stamped
         self._kernels: dict[tuple[bool, bool], Matmul] = {}
         self._known: dict[tuple[object, ...], matmul.Launch] = {}
@@ -106,7 +111,7 @@ class Fused:
         """
         rows, factor = (held[kept] for kept in self._products[0].reads[:2])
         kernel = self._kernel(rows, factor)
-        words = torch.zeros(self._launches + len(self._products), dtype=torch.int64, device=factor.device)
+        words = torch.zeros(self._launches + len(self._turns), dtype=torch.int64, device=factor.device)
         written = 0 if stamps is None else stamps.take(self._layout(kernel)).data_ptr()
         launch = self._prepared(kernel, held, words.data_ptr(), written, tuple(one.data_ptr() for one in scales))
 
@@ -114,11 +119,11 @@ class Fused:
             if number == 0:
                 kernel(launch)
 
-        return _Words(streams, kernel, words, self._launches), {MATMUL: multiply}
+        return _Words(streams, kernel, words, self._turn_of), {MATMUL: multiply}
 
     def _layout(self, kernel: Matmul) -> Layout:
         """Of what a stamped kernel writes."""
-        return Layout(tuple(map(task, self._products)), kernel.intervals)
+        return Layout(tuple(task(first) for first, *_ in _summed(self._products)), kernel.intervals)
 
     def _kernel(self, rows: torch.Tensor, factor: torch.Tensor) -> Matmul:
         """The one that reads matrices that lie as these do."""
@@ -156,14 +161,17 @@ class Fused:
 
 
 class _Words(Around):
-    """The streams of a call whose products are one launch: what waits and tells, by words."""
+    """The streams of a call whose products are one launch: what waits and tells, by words, those of launches and then
+    those of turns, of which each product is one or part of one.
+    """
 
-    def __init__(self, streams: Streams, kernel: Matmul, words: torch.Tensor, launches: int) -> None:
+    def __init__(self, streams: Streams, kernel: Matmul, words: torch.Tensor, turn_of: Sequence[int]) -> None:
         super().__init__(streams)
-        self._kernel, self._words, self._launches = kernel, words, launches
+        self._kernel, self._words, self._turn_of = kernel, words, turn_of
+        self._launches = len(words) - turn_of[-1] - 1
         self._stores = stores(kernel.product, kernel.tiling)
         self._started = 0  # launches
-        self._awaited = 0  # products whose tiles what goes beside has waited for
+        self._awaited = 0  # turns whose tiles what goes beside has waited for
         main = torch.cuda.current_stream()
         with streams.beside():
             torch.cuda.current_stream().wait_stream(main)  # the words are zero
@@ -185,10 +193,11 @@ class _Words(Around):
             self._streams.wait(what, beside=False)
             return
         assert isinstance(what, tuple)
+        turns = self._turn_of[what[1]] + 1
         with self.beside():
-            for product in range(self._awaited, what[1] + 1):
-                self._kernel.wait(self._word(self._launches + product), self._stores)
-        self._awaited = max(self._awaited, what[1] + 1)
+            for turn in range(self._awaited, turns):
+                self._kernel.wait(self._word(self._launches + turn), self._stores)
+        self._awaited = max(self._awaited, turns)
 
     def _word(self, number: int) -> int:
         return self._words.data_ptr() + 8 * number
@@ -196,6 +205,39 @@ class _Words(Around):
 
 def _products(plan: Plan) -> tuple[Visit, ...]:
     return tuple(phase for phase in visits(plan) if isinstance(phase, Visit))
+
+
+def _is_added(one: Visit) -> bool:
+    """To what is there."""
+    return one.writes[0] in one.reads[2:]
+
+
+def _sums(one: Visit) -> tuple[Kept, ...]:
+    """What is added to it, besides what it is added to."""
+    return tuple(kept for kept in one.reads[2:] if kept != one.writes[0])
+
+
+def _summed(products: Sequence[Visit]) -> list[tuple[Visit, ...]]:
+    """By turn: a product, and those behind it that are added to what it makes."""
+    found: list[tuple[Visit, ...]] = []
+    for one in products:
+        if found and _is_added(one) and one.writes == found[-1][0].writes:
+            found[-1] += (one,)
+        else:
+            found.append((one,))
+    return found
+
+
+def _have_turns(plan: Plan) -> bool:
+    """Whether products are turns of the kernel: sums of as many, of which nobody waits for a part."""
+    turns = _summed(_products(plan))
+    sizes = [len(turn) for turn in turns]
+    ends = set(accumulate(sizes, initial=0))
+    return (
+        len({*sizes}) == 1
+        and not any(_is_added(first) for first, *_ in turns)
+        and all(launch.after in ends for launch in launches(plan))
+    )
 
 
 def _place(places: Places, kept: Kept) -> tuple[str, int]:
@@ -206,33 +248,42 @@ def _place(places: Places, kept: Kept) -> tuple[str, int]:
 def _groups(products: Sequence[Visit], places: Places) -> tuple[list[str], list[str], list[str]]:
     """Where rows lie, what is added, and results."""
     rows = [one.reads[0] for one in products]
-    sums = [kept for one in products for kept in one.reads[2:]]
+    sums = [kept for one in products for kept in _sums(one)]
     results = [one.writes[0] for one in products]
     first, second, third = ([*dict.fromkeys(places[kept.name][0] for kept in one)] for one in (rows, sums, results))
     return first, second, third
 
 
 def turns_of(plan: Plan, places: Places) -> Iterator[Turn]:
-    """Every product, with the words that stand for what the Plan has it wait for, and for what waits for it."""
+    """Every turn, with the words that stand for what the Plan has its products wait for, and for what waits for it."""
     products, beside = _products(plan), launches(plan)
     sources, _, results = _groups(products, places)
     awaited = sorted({one.after - 1 for one in visits(plan) if one.after})
     told = max((launch.after for launch in beside), default=0)
-    for number, one in enumerate(products):
-        rows, result = places[one.reads[0].name], places[one.writes[0].name]
-        before = [(at, launch) for at, launch in enumerate(beside) if launch.turn < one.turn]
-        touched = [at for at, launch in before if meets(launch, one.reads[:1], one.writes)]
-        added = [at for at, launch in before if meets(launch, one.reads[2:], ())]
+    made = 0
+    for number, turn in enumerate(_summed(products)):
+        read = list[Source]()
+        for one in turn:
+            rows = places[one.reads[0].name]
+            there = _word(_touching(beside, one, one.reads[:1], one.writes), awaited)
+            read.append(Source((sources.index(rows[0]), rows[1]), _place(places, one.reads[1])[1], there))
+        sums = [kept for one in turn for kept in _sums(one)]
+        added = [at for one in turn for at in _touching(beside, one, _sums(one), ())]
+        result = places[turn[0].writes[0].name]
+        made += len(turn)
         yield Turn(
-            (sources.index(rows[0]), rows[1]),
-            _place(places, one.reads[1])[1],
+            tuple(read),
             (results.index(result[0]), result[1]),
-            min((places[kept.name][1] for kept in one.reads[2:]), default=0),
-            len(one.reads) - 2,
-            _word(touched, awaited),
+            min((places[kept.name][1] for kept in sums), default=0),
+            len(sums),
             _word(added, awaited),
-            len(beside) + number if number < told else -1,
+            len(beside) + number if made <= told else -1,
         )
+
+
+def _touching(beside: Sequence[Launch], one: Visit, reads: Sequence[Kept], writes: Sequence[Kept]) -> list[int]:
+    """The launches before a product that have to do with these."""
+    return [at for at, launch in enumerate(beside) if launch.turn < one.turn and meets(launch, reads, writes)]
 
 
 def _word(needed: Sequence[int], awaited: Sequence[int]) -> int:

@@ -24,6 +24,7 @@ from commdsl.build.matmul import (
     Turn,
     emitted,
     packed,
+    packed_turns,
     slot_bytes,
     table,
 )
@@ -124,8 +125,8 @@ class Matmul:
         """Of each that a stamped kernel writes, its turn: of every piece and block two."""
         where = torch.device("cuda", device)
         self._pieces = torch.from_numpy(dealt.pieces.view("<i4")).to(where)
-        packed_turns = bytearray(b"".join(turn.pack() for turn in turns))
-        self._turns = torch.frombuffer(packed_turns, dtype=torch.uint8).to(where)
+        tables = map(bytearray, packed_turns(turns))
+        self._turns, self._sources = (torch.frombuffer(one, dtype=torch.uint8).to(where) for one in tables)
         self._partials = torch.empty(dealt.slots * slot_bytes(tiling), dtype=torch.uint8, device=where)
         self._flags = torch.zeros(dealt.slots * tiling.cluster * 2, dtype=torch.int64, device=where)
         self._claims = torch.zeros(1, dtype=torch.int64, device=where)
@@ -157,7 +158,7 @@ class Matmul:
             *(tensor_map(one, _PANEL, line) for one in (c[0], c[-1])),
             tensor_map(c[0] if sums is None else sums, _PANEL, line),
         )
-        tables = [one.data_ptr() for one in (self._pieces, self._claims, self._turns)]
+        tables = [one.data_ptr() for one in (self._pieces, self._claims, self._turns, self._sources)]
         addresses = (*tables, at.words, at.bias, self._partials.data_ptr(), self._flags.data_ptr(), *at.scales)
         argument = packed(maps, addresses, self._timeout_ns, self.product, self._entries, at.stamps)
         return launch_of(argument, [len(argument)], self._blocks, THREADS)

@@ -192,7 +192,7 @@ class Cut:
         parts: tuple[Part, ...] = self._parts.get(port.name, ())
         if not parts:
             return {port.name: tensor}
-        cut = tensor.view(port.blocks, tensor.shape[0] // port.blocks, tensor.shape[1])
+        cut = tensor if tensor.dim() == 3 else tensor.view(port.blocks, -1, tensor.shape[1])
         return {part.name: cut[part.chunks[self._rank]] for part in parts}
 
 

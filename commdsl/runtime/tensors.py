@@ -65,12 +65,14 @@ def lies_as(port: Port, tensor: torch.Tensor) -> bool:
 
 
 def lies_in_lines(tensor: torch.Tensor) -> bool:
-    """Whether it is a matrix whose rows, or whose columns, lie side by side, as far apart as TMA reads them."""
-    if tensor.dim() != 2:
+    """Whether it is a matrix whose rows, or whose columns, lie side by side, as far apart as TMA reads them; or are
+    such matrices.
+    """
+    if tensor.dim() not in (2, 3):
         return False
-    (rows, columns), (down, across) = tensor.shape, tensor.stride()
+    (rows, columns), (*between, down, across) = tensor.shape[-2:], tensor.stride()
     step = down if across == 1 and down >= columns else across if down == 1 and across >= rows else 0
-    return step > 0 and step * tensor.element_size() % ALIGNMENT == 0
+    return step > 0 and all(one * tensor.element_size() % ALIGNMENT == 0 for one in (step, *between))
 
 
 def _check_row(name: str, signature: Signature, row: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -93,12 +95,13 @@ def _check_product(
     rows, factor = _sized(signature, made), _input(signature, made.unit.factor)
     for number in (rows, factor):
         tensor, port = tensors[number], signature.inputs[number]
-        if tensor.dim() != 2 or not tensor.dtype.is_floating_point:
+        are_blocks = number == factor and port.blocks > 1 and tensor.dim() == 3 and len(tensor) == port.blocks
+        if (tensor.dim() != 2 and not are_blocks) or not tensor.dtype.is_floating_point:
             what = f"a matrix of floats, not {tuple(tensor.shape)} of {tensor.dtype}"
             raise TensorError(f"`{name}`: `{port.name}` is {what}")
-        if (tensor.shape[1], tensor.dtype) != (tensors[rows].shape[1], tensors[rows].dtype):
+        if (tensor.shape[-1], tensor.dtype) != (tensors[rows].shape[1], tensors[rows].dtype):
             first = f"`{signature.inputs[rows].name}` {tensors[rows].shape[1]} of {tensors[rows].dtype}"
-            raise TensorError(f"`{name}`: a row of `{port.name}` has {tensor.shape[1]} of {tensor.dtype}, of {first}")
+            raise TensorError(f"`{name}`: a row of `{port.name}` has {tensor.shape[-1]} of {tensor.dtype}, of {first}")
     check_scales(name, tensors[rows], tensors[factor], scales)
 
 
@@ -258,11 +261,13 @@ def _is_made(port: Port) -> bool:
 
 
 def _made_block(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Rows of a block of what is multiplied, each as wide as a block of the factor has rows."""
+    """Rows of a block of what is multiplied, each as wide as a block of the factor has rows. That has three dimensions
+    where its blocks lie side by side.
+    """
     assert port.unit is not None
     assert port.unit.factor is not None
     blocks = (_block(signature, of, tensors) for of in (_sized(signature, port), _input(signature, port.unit.factor)))
-    return [block[0] for block in blocks]
+    return [block[-2] for block in blocks]
 
 
 def _block(signature: Signature, number: int, tensors: Sequence[torch.Tensor]) -> list[Any]:

@@ -101,7 +101,7 @@ def _why_not(called: syn.ScheduleDecl) -> tuple[str, Span] | None:
         match statement:
             case syn.Yield() | syn.Visit():
                 return "yields", statement.span
-            case syn.Compute() | syn.Move(kind=MoveKind.MATMUL):
+            case syn.Compute() | syn.Move(factor=syn.Ref()):
                 return "computes", statement.span
             case syn.Tune() | syn.On():
                 return "says how it is launched", statement.span

@@ -29,15 +29,16 @@ def check_move(rules: ExpressionRules, move: syn.Move, acting: str) -> None:
         rules.faults.report("C115", "a move writes to one rank", span, "`all` lists the sources of a reduce", help=help)
         return
     is_list = move.source.binder is not None or isinstance(move.source.ref.place, syn.All)
-    if is_list and move.kind is not MoveKind.REDUCE:
-        rules.faults.report("C115", f"a {move.kind.value} has one source", move.source.span, "a list of sources",
+    kind = MoveKind.MATMUL if move.factor is not None else move.kind
+    if is_list and kind is not MoveKind.REDUCE:
+        rules.faults.report("C115", f"a {kind.value} has one source", move.source.span, "a list of sources",
                             help="only `reduce` combines several; let a binder of `each` range over them")  # fmt: skip
         return
     if move.source.binder is not None and isinstance(move.source.ref.place, syn.All):
         rules.faults.report("C115", "two lists of sources in one reduce", move.source.span, "`@ all` and `for`",
                             help="name the rank: `reduce x @ q for q in 0 ..< P -> y`")  # fmt: skip
         return
-    _check_places(rules, move, acting, is_list)
+    _check_places(rules, move, kind, acting, is_list)
 
 
 def check_operation(rules: ExpressionRules, operation: syn.Name | None) -> None:
@@ -51,9 +52,9 @@ def check_operation(rules: ExpressionRules, operation: syn.Name | None) -> None:
     rules.faults.report("C129", what, operation.span, "not known", help=help)
 
 
-def _check_places(rules: ExpressionRules, move: syn.Move, acting: str, is_list: bool) -> None:
+def _check_places(rules: ExpressionRules, move: syn.Move, kind: MoveKind, acting: str, is_list: bool) -> None:
     source, dest = _place(move.source.ref), _place(move.dest)
-    match move.kind:
+    match kind:
         case MoveKind.PUT if source:
             help = f"write `get` to read from another rank, or leave out `@`: the source is rank `{acting}`'s"
             rules.faults.report("C111", "the source of a put is the acting rank's", source, "another rank's", help=help)
@@ -64,7 +65,7 @@ def _check_places(rules: ExpressionRules, move: syn.Move, acting: str, is_list: 
             )
         case MoveKind.COPY | MoveKind.MATMUL if far := source or dest or (move.factor and _place(move.factor)):
             help = "write `put` to write to another rank, `get` to read from one"
-            what = "a product" if move.kind is MoveKind.MATMUL else "a copy"
+            what = "a product" if kind is MoveKind.MATMUL else "a copy"
             rules.faults.report("C113", f"{what} stays on the acting rank", far, "another rank's", help=help)
         case MoveKind.REDUCE if dest and (source or is_list):
             what = (

@@ -181,7 +181,7 @@ class StepBuilder:
         binding.budget.allow(source_chunk.size, math.prod(extents), "moves", move.span)
         names = list(binding.buffers)
         return Statement(
-            kind=move.kind,
+            kind=move.kind if move.factor is None else MoveKind.MATMUL,
             accumulate=move.kind is MoveKind.REDUCE and not is_list,
             is_list=is_list,
             actor=spread(actor, extents, chunks=False),

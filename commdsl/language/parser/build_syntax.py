@@ -150,9 +150,10 @@ def _cast(span: Span, parts: Children) -> syntax.Cast:
 
 
 def _matmul(span: Span, parts: Children) -> syntax.Move:
-    _, _, rows, factor, dest = parts  # the first are the words `compute matmul`
+    word, _, rows, factor, dest = parts  # the first are the words `compute matmul`, or `reduce matmul`
     source = syntax.Source_(rows, None, None, span=rows.span)
-    return syntax.Move(kinds.MoveKind.MATMUL, source, dest, factor, span=span)
+    kind = kinds.MoveKind.REDUCE if word == kinds.MoveKind.REDUCE.value else kinds.MoveKind.MATMUL
+    return syntax.Move(kind, source, dest, factor, span=span)
 
 
 def _source(span: Span, parts: Children) -> syntax.Source_:

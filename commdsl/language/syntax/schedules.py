@@ -58,7 +58,8 @@ class Cast(Node):
 class Move(Node):
     """`put a -> b @ p`. `reduce a -> b` combines into b; `reduce a @ all -> b` (a list) sets b to the combination;
     `by max`, or as the call says.
-    `compute matmul(a[q], w -> b[q])` multiplies on the way from one chunk to another, by a block of `factor`.
+    `compute matmul(a[q], w -> b[q])` multiplies on the way from one chunk to another, by a block of `factor`, and
+    `reduce matmul(a[q], w) -> b` adds what it makes to what is there.
     """
 
     kind: MoveKind

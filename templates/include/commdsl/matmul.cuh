@@ -10,7 +10,8 @@
 // products are.
 //
 // What is made may be several products by blocks of one factor, *turns*: rows from here or there, to here or there, that may have to wait for
-// what moves beside, and that others may wait for. A turn's words say so: a launch beside is over, so many tiles of a turn are stored.
+// what moves beside, and that others may wait for. A turn's words say so: a launch beside is over, so many tiles of a turn are stored. Or a
+// turn is a sum of products, *sources*: the depth of its tiles is that of one behind that of the other, and each is waited for by itself.
 //
 // Or a cluster makes a tile together: each of its kSplit blocks has a share of the depth, leaves its sums in the others' stages when
 // all have multiplied, and stores the columns that are its own.
@@ -71,22 +72,29 @@ struct alignas(16) Taken {
   COMMDSL_FN bool is_end() const { return piece[0].turn == 0xffff; }
 };
 
-// Matrix `rows_at` of those at `rows`, times matrix `factor_at`, to `result_at` of those at `result`; `count` matrices from `first` on
-// are added. The words to wait for, before rows are read and before anything is added, and the one to count stored tiles in; -1: none.
+// Matrix `rows_at` of those at `rows`, times matrix `factor_at`. The word to wait for before rows are read; -1: none.
+struct alignas(8) MatmulSource {
+  u16 rows, rows_at, factor_at;
+  i16 there;
+};
+
+// Those from `source` on, to matrix `result_at` of those at `result`; `count` matrices from `first` on are added. The words to wait for
+// before anything is added, and to count stored tiles in; -1: none.
 struct alignas(16) MatmulTurn {
-  u16 rows, rows_at, factor_at, result, result_at, first, count;
-  i16 rows_there, sums_there, stored;
+  u16 source, result, result_at, first, count;
+  i16 sums_there, stored;
 };
 
 struct alignas(64) MatmulArgs {
   TensorMap a[2], b, c[2], sums;
   u64 pieces, claims;    // a table of what is taken, and how much of it is: zero between launches
-  u64 turns, words;
+  u64 turns, sources, words;
   u64 bias, partials, flags;
   u64 scales[2];         // of A and of B, a float32 each
   u64 timeout_ns;
   u32 rows, columns;     // of C, in one turn
   u32 entries;           // of the table
+  u32 steps;             // stages of the depth of a source
 #ifdef COMMDSL_STAMPS
   u64 stamps;            // intervals
 #endif
@@ -194,6 +202,7 @@ struct Worker {
   // It may lie no longer.
   COMMDSL_FN void heard(u32 n) const { arrive<Shape::kBlocks>(shared.heard(n), 0); }
   COMMDSL_FN MatmulTurn turn(u32 number) const { return reinterpret_cast<const MatmulTurn*>(args.turns)[number]; }
+  COMMDSL_FN MatmulSource source(u32 number) const { return reinterpret_cast<const MatmulSource*>(args.sources)[number]; }
   COMMDSL_FN u64* word(i32 number) const { return reinterpret_cast<u64*>(args.words) + number; }
   COMMDSL_FN static u32 row(const Piece& piece) {
     return (Shape::kCluster == 1 ? piece.row : piece.row * Shape::kCluster + block_of_cluster()) * Shape::kRows;
@@ -274,11 +283,18 @@ struct Loader : Worker<Shape> {
 
   COMMDSL_FN void load(const Piece& piece, bool is_last) {
     const MatmulTurn turn = this->turn(piece.turn);
-    await_launch(turn.rows_there);
     const u32 first = this->first(piece), last = this->last(piece), late = last - least(Shape::kStages, last - first);
-    for (u32 step = first; step < last; ++step) {
+    u32 number = turn.source + first / this->args.steps, depth = first % this->args.steps;
+    MatmulSource source = this->source(number);
+    await_launch(source.there);
+    for (u32 step = first; step < last; ++step, ++depth) {
       if (is_last && step == late) take();
-      load(piece, turn, step * Shape::kDepth);
+      if (depth == this->args.steps) {
+        depth = 0;
+        source = this->source(++number);
+        await_launch(source.there);
+      }
+      load(piece, source, depth * Shape::kDepth);
     }
     if (is_last) look();
     if constexpr (Shape::kSplit > 1) await_phase(this->shared.taken(), pieces++ % 2);
@@ -319,22 +335,22 @@ struct Loader : Worker<Shape> {
     }
   }
 
-  COMMDSL_FN void load(const Piece& piece, const MatmulTurn& turn, u32 depth) {
+  COMMDSL_FN void load(const Piece& piece, const MatmulSource& source, u32 depth) {
     const u32 fill = begin_fill(Shape::kStageBytes), stage = this->shared.stage(fill), mark = this->shared.full(fill);
-    load_panels<Shape::kADeep, Shape::kRows, 1>(stage, this->args.a[turn.rows], this->row(piece), depth, turn.rows_at, mark);
+    load_panels<Shape::kADeep, Shape::kRows, 1>(stage, this->args.a[source.rows], this->row(piece), depth, source.rows_at, mark);
     if constexpr (Shape::kCluster == 1) {
-      load_half(piece, turn, 0, stage, depth, mark);
-      load_half(piece, turn, 1, stage, depth, mark);
+      load_half(piece, source, 0, stage, depth, mark);
+      load_half(piece, source, 1, stage, depth, mark);
     } else {
-      load_half(piece, turn, block_of_cluster(), stage, depth, mark);
+      load_half(piece, source, block_of_cluster(), stage, depth, mark);
     }
   }
 
   // Gated, the second half has the columns that are multiplied with what the activation makes of the first.
-  COMMDSL_FN void load_half(const Piece& piece, const MatmulTurn& turn, u32 half, u32 stage, u32 depth, u32 mark) {
+  COMMDSL_FN void load_half(const Piece& piece, const MatmulSource& source, u32 half, u32 stage, u32 depth, u32 mark) {
     const u32 column = this->column(piece) + half * (Shape::kGated ? this->args.columns : Shape::kHalf);
     const u32 to = stage + Shape::kABytes + half * Shape::kHalf * kLine;
-    load_panels<Shape::kBDeep, Shape::kHalf, Shape::kCluster>(to, this->args.b, column, depth, turn.factor_at, mark);
+    load_panels<Shape::kBDeep, Shape::kHalf, Shape::kCluster>(to, this->args.b, column, depth, source.factor_at, mark);
   }
 
   // A line has 64 elements of one row, `deep`, or of 64 rows at one depth, and then a panel has 64 depths of them.
