@@ -35,8 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: a worker a core, but a few: the ranks of a test wait busily, and each worker imports torch."""
-    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    """`-n auto`: a worker a core and one more, as tests wait a sixth of their time: for a time-out, or for other ranks.
+    But a few: the ranks of a test wait busily, and each worker imports torch.
+    """
+    return min(len(os.sched_getaffinity(0)) + 1, MOST_WORKERS)
 
 
 @pytest.hookimpl(trylast=True)  # after -k: what was asked for by name is a family of its own

@@ -21,8 +21,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-KNOWN = ["torch.distributed", "torch._dynamo", "numpy.ma", "commdsl.runtime.load"]
-"""What the server imports, none of which starts a thread: `torch._dynamo` is what optimizers and traces begin with."""
+KNOWN = ["torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "numpy.ma", "commdsl.runtime.load"]
+"""What the server imports, none of which starts a thread: `torch._dynamo` is what optimizers and traces begin with, and
+Inductor what torch's checks of an op and its compiler go on with.
+"""
 
 ROOT = Path(__file__).parent.parent
 

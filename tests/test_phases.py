@@ -118,8 +118,8 @@ def orderly(machine: Machine) -> Order:
 @given(programs(), st.sampled_from([64, 160]), st.booleans())
 def test_any_schedule(program: Program, tile: int, in_place: bool) -> None:
     """Three calls in a row of a schedule that only moves leave what the oracle leaves, in place or not."""
+    assume("reduce" not in program.text)
     checked = compiler.check(compiler.read_text(program.text, "drawn.comm", Path()), ranks=program.ranks)
-    assume(not checked.plan.moves.has_reduction)
     plan = for_engine(checked.plan, tile)
     calls = [inputs_of(checked, seed) for seed in range(3)]
     reads = [place for place, tensor in enumerate(plan.moves.tensors) if tensor.access is Rights.READ]
