@@ -241,6 +241,9 @@ def _by_class(schedule: Schedule, loads: list[_Load]) -> Iterator[ClassLoad]:
 
 
 def _sum_by_key(keys: NDArray[np.int64], amounts: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    if len(keys) > keys.max(initial=0):  # more than there are numbers: counted, not sorted
+        distinct = np.flatnonzero(np.bincount(keys))
+        return distinct, np.bincount(keys, amounts)[distinct].astype(np.float64)
     distinct, inverse = np.unique(keys, return_inverse=True)
     return distinct, np.bincount(inverse.ravel(), amounts, minlength=len(distinct)).astype(np.float64)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
 from commdsl.program.lower.fuse import makers
-from commdsl.program.lower.rows import Rows, begins, gather
+from commdsl.program.lower.rows import Rows, begins, gather, taken
 from commdsl.program.torus import Torus, tori
 
 Labels = NDArray[np.uint64]
@@ -110,7 +110,7 @@ def _taken(rows: Rows, groups: Ints) -> Rows:
     counts = np.diff(rows.source_begin)[order]
     sources = gather(rows.source_begin[:-1], counts, order)
     by_row = {
-        one.name: getattr(rows, one.name)[sources if one.name.startswith("source_") else order]
+        one.name: taken(getattr(rows, one.name), sources if one.name.startswith("source_") else order)
         for one in fields(Rows)
         if one.name not in ("begin", "source_begin", "turn")
     }

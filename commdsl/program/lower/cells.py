@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from commdsl.ir.schedules import Ints
+from commdsl.program.lower.fuse import NOBODY, makers
 from commdsl.program.lower.hazards import Index
 from commdsl.program.lower.rows import Rows
 from commdsl.program.moves import CELL
@@ -26,9 +27,10 @@ def allocate(rows: Rows, num_slots: int, *, one_write_each: bool) -> tuple[Rows,
     in_cell, from_cell = rows.dest_space == CELL, rows.source_space == CELL
     dest, source = rows.dest_index.copy(), rows.source_index.copy()
     depth = int(dest[in_cell].max(initial=-1)) // num_slots + 1 if one_write_each else DEPTH
+    until = None if one_write_each else _last_used(rows)
     while True:
         dest[in_cell] = _shared(rows.dest_index[in_cell], num_slots, depth)
-        if one_write_each or _disjoint(rows, in_cell, from_cell, dest):
+        if until is None or _disjoint(rows, np.flatnonzero(in_cell), dest, until):
             break
         depth *= 2
     source[from_cell] = _shared(rows.source_index[from_cell], num_slots, depth)
@@ -59,21 +61,19 @@ def _shared(cell: Ints, num_slots: int, depth: int) -> Ints:
     return (slot * np.int32(depth) + turn % np.int32(depth)).astype(np.int32)
 
 
-def _disjoint(rows: Rows, in_cell: Index, from_cell: Index, dest: Ints) -> bool:
+def _last_used(rows: Rows) -> Ints:
+    """The phase in which what each row writes is last read, its own where nobody does."""
+    maker = makers(rows, len(rows.begin) - 1)
+    reads = np.flatnonzero(maker != NOBODY)
+    last = rows.phase.copy()
+    np.maximum.at(last, maker[reads], rows.phase[rows.of_source[reads]])
+    return last
+
+
+def _disjoint(rows: Rows, writes: Index, dest: Ints, until: Ints) -> bool:
     """Whether every version that shares a cell is written in a later phase than the one before was last used in."""
-    writes = np.flatnonzero(in_cell)
-    if not len(writes):
-        return True
-    key = rows.dest_rank[writes].astype(np.int64) * (int(rows.dest_index[writes].max()) + 1) + rows.dest_index[writes]
-    by_key = np.argsort(key)
-    key = key[by_key]
-    last = rows.phase[writes][by_key].copy()
-    width = int(rows.dest_index[writes].max()) + 1
-    reads = rows.source_rank[from_cell].astype(np.int64) * width + rows.source_index[from_cell]
-    np.maximum.at(last, np.searchsorted(key, reads), rows.phase[rows.of_source[from_cell]])
-    writes = writes[by_key]
-    first = rows.phase[writes]
-    cell = rows.dest_rank[writes].astype(np.int64) * (int(dest[writes].max()) + 1) + dest[writes]
-    order = np.lexsort((first, cell))
-    same = cell[order][1:] == cell[order][:-1]
-    return bool((first[order][1:] > last[order][:-1])[same].all())
+    cell = rows.dest_rank[writes] * np.int64(dest[writes].max(initial=0) + 1) + dest[writes]
+    order = np.lexsort((rows.phase[writes], cell))
+    writes, cell = writes[order], cell[order]
+    same = cell[1:] == cell[:-1]
+    return bool((rows.phase[writes[1:]] > until[writes[:-1]])[same].all())

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
 from commdsl.program.lower.hazards import Index
-from commdsl.program.lower.rows import Rows, begins, gather, nth, nth_of_equals, turns
+from commdsl.program.lower.rows import Rows, begins, gather, nth, nth_of_equals, taken, turns
 from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import CELL, MOST_DESTS, OpKind
 
@@ -42,9 +42,11 @@ def makers(rows: Rows, num_ranks: int) -> Ints:
     writes = np.flatnonzero(rows.dest_space == CELL)
     reads = np.flatnonzero(rows.source_space == CELL)
     maker = np.full(len(rows.source_space), NOBODY, np.int32)
-    width = int(rows.dest_index[writes].max(initial=0)) + 1
-    key = rows.dest_rank[writes].astype(np.int64) * width + rows.dest_index[writes]
-    wanted = rows.source_rank[reads].astype(np.int64) * width + rows.source_index[reads]
+    is_cell = np.zeros(int(rows.dest_index[writes].max(initial=0)) + 1, np.bool_)
+    is_cell[rows.dest_index[writes]] = True
+    number, width = np.cumsum(is_cell) - 1, int(is_cell.sum())
+    key = rows.dest_rank[writes] * np.int64(width) + number[rows.dest_index[writes]]
+    wanted = rows.source_rank[reads] * np.int64(width) + number[rows.source_index[reads]]
     if num_ranks * width <= 16 * len(rows.rank) + (1 << 20):
         table = np.full(num_ranks * width, NOBODY, np.int32)
         table[key] = writes
@@ -172,23 +174,23 @@ def _rebuild(rows: Rows, leader: Ints, dead: Mask) -> Rows:
         rank=rank,
         phase=_dense(phase),
         turn=turns(rank, phase),
-        kind=rows.kind[of],
-        cut=rows.cut[of],
-        piece=rows.piece[of],
-        length=rows.length[of],
-        dest_space=rows.dest_space[order],
-        dest_rank=rows.dest_rank[order],
-        dest_index=rows.dest_index[order],
-        dest_form=rows.dest_form[order],
-        whole=rows.whole[of],
+        kind=taken(rows.kind, of),
+        cut=taken(rows.cut, of),
+        piece=taken(rows.piece, of),
+        length=taken(rows.length, of),
+        dest_space=taken(rows.dest_space, order),
+        dest_rank=taken(rows.dest_rank, order),
+        dest_index=taken(rows.dest_index, order),
+        dest_form=taken(rows.dest_form, order),
+        whole=taken(rows.whole, of),
         joined=(~heads).astype(np.int32),
-        origin=rows.origin[order],
+        origin=taken(rows.origin, order),
         source_begin=begins(count),
-        source_space=rows.source_space[flat],
-        source_rank=rows.source_rank[flat],
-        source_index=rows.source_index[flat],
-        source_weight=rows.source_weight[flat],
-        source_form=rows.source_form[flat],
+        source_space=taken(rows.source_space, flat),
+        source_rank=taken(rows.source_rank, flat),
+        source_index=taken(rows.source_index, flat),
+        source_weight=taken(rows.source_weight, flat),
+        source_form=taken(rows.source_form, flat),
     )
 
 

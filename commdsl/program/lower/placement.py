@@ -195,9 +195,12 @@ class _Placer:
 
     def _weights(self, held: Longs, held_by_all: Longs) -> tuple[Ints, Ints]:
         """What an `avg` weighs the operands by, and the whole, in lowest terms (`moves`)."""
-        divisors = [self._divisors(column) for column in (*held.T, held_by_all)]
-        *weights, whole = divisors // np.gcd.reduce(divisors)
-        return np.stack(weights, axis=1).astype(np.int32), whole.astype(np.int32)
+        every = np.column_stack((held, held_by_all))
+        is_one = bool(len(every)) and bool((every == every[0]).all())  # as where all ranks do the same
+        divisors = self._divisors(every[:1] if is_one else every)
+        lowest = divisors // np.gcd.reduce(divisors, axis=1, keepdims=True)
+        found = np.broadcast_to(lowest.astype(np.int32), every.shape)
+        return found[:, :-1], found[:, -1]
 
     def _divisors(self, held: Longs) -> Longs:
         """0 where nothing is held."""

@@ -244,11 +244,9 @@ def _is_turned(accesses: tuple[_Accesses, ...], torus: Torus, num_places: int) -
             if not _same(torus.distance(one.owner[ranks], ranks[:, None])):
                 return False
     for step in torus.steps:
-        following = np.full(num_places, -1, np.int32)
+        following, there = np.empty(num_places, np.int32), torus.turned(every, step)
         for one in accesses:
-            instead = one.place[torus.turned(every, step)]
-            known = following[one.place]
-            following[one.place] = np.where(known >= 0, known, instead)
-            if not (following[one.place] == instead).all():
-                return False
+            following[one.place] = one.place[there]
+        if not all((following[one.place] == one.place[there]).all() for one in accesses):
+            return False
     return True

@@ -88,6 +88,8 @@ class Batch:
 
     def take(self, chosen: NDArray[np.bool_]) -> Batch:
         """Some of the rows."""
+        if chosen.all():
+            return self
         return replace(
             self,
             rank=self.rank[chosen],
@@ -112,15 +114,15 @@ def assemble(phases: list[list[Batch]], num_ranks: int) -> Rows:
     order = _in_order(batches, phase, rank, num_ranks)
     columns = [_columns(batch) for batch in batches]
     count = np.concatenate([np.zeros(0, np.int32), *(counts for counts, _ in columns)])
-    taken = count[order]
-    flat = gather(np.cumsum(count, dtype=np.int32) - count, taken, order)
+    counts = count[order]
+    flat = gather(np.cumsum(count, dtype=np.int32) - count, counts, order)
     rank, phase = rank[order], phase[order]
 
     def joined(parts: list[Ints]) -> Ints:
-        return np.concatenate([np.zeros(0, np.int32), *parts])[order].astype(np.int32, copy=False)
+        return taken(np.concatenate([np.zeros(0, np.int32), *parts]), order).astype(np.int32, copy=False)
 
     def sources(part: int) -> Ints:
-        return np.concatenate([np.zeros(0, np.int32), *(flat_parts[part] for _, flat_parts in columns)])[flat]
+        return taken(np.concatenate([np.zeros(0, np.int32), *(flat_parts[part] for _, flat_parts in columns)]), flat)
 
     return Rows(
         begin=begins(np.bincount(rank, minlength=num_ranks)),
@@ -138,13 +140,20 @@ def assemble(phases: list[list[Batch]], num_ranks: int) -> Rows:
         whole=joined([np.ones(len(b.rank), np.int32) if b.whole is None else b.whole for b in batches]),
         joined=np.zeros(len(order), np.int32),
         origin=np.repeat(np.array([batch.origin for batch in batches], np.int32), lengths)[order],
-        source_begin=begins(taken),
+        source_begin=begins(counts),
         source_space=sources(0),
         source_rank=sources(1),
         source_index=sources(2),
         source_weight=sources(3),
         source_form=sources(4),
     )
+
+
+def taken(column: Ints, order: NDArray[np.integer[Any]]) -> Ints:
+    """Entries of a column in this order, no more than it has. Many have one everywhere, and stay as they are."""
+    is_one = len(order) > 0 and bool((column == column[0]).all())
+    found: Ints = column[: len(order)] if is_one else column[order]
+    return found
 
 
 def begins(counts: NDArray[np.integer[Any]]) -> Ints:
@@ -157,13 +166,14 @@ def begins(counts: NDArray[np.integer[Any]]) -> Ints:
 def _in_order(batches: list[Batch], phase: Ints, rank: Ints, num_ranks: int) -> NDArray[np.intp]:
     """By rank, then phase, then how far on the peer is; what touches no peer comes last."""
     peer = np.concatenate([np.zeros(0, np.int32), *(_peer(batch) for batch in batches)])
-    distance = np.where(peer == rank, num_ranks, (peer - rank) % num_ranks)
-    narrow = np.int16 if num_ranks < 2**15 else np.int32  # numpy sorts 16-bit keys in linear time
-    later_phase, same_rank = phase[1:] > phase[:-1], rank[1:] == rank[:-1]
-    if (later_phase | (rank[1:] > rank[:-1]) | (same_rank & (distance[1:] >= distance[:-1]))).all():
-        return np.argsort(rank.astype(narrow), kind="stable")
-    by_phase = np.lexsort((distance, rank, phase))
-    return by_phase[np.argsort(rank[by_phase].astype(narrow), kind="stable")]
+    ahead = peer - rank
+    distance = np.where(ahead > 0, ahead, ahead + np.int32(num_ranks))
+    return np.lexsort(tuple(_narrow(key) for key in (distance, phase, rank)))
+
+
+def _narrow(key: Ints) -> NDArray[np.integer[Any]]:
+    """As 16 bits where it fits: numpy sorts such keys in linear time."""
+    return key.astype(np.int16) if key.max(initial=0) < 2**15 else key
 
 
 def turns(rank: Ints, phase: Ints) -> Ints:
