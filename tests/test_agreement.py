@@ -29,7 +29,8 @@ from commdsl.program.desk import SLOTS
 from commdsl.program.phases import Ranks
 from commdsl.program.plan import Plan
 from commdsl.program.proof.agreement import agreement
-from commdsl.program.proof.packets import deliveries, flagged, heard_in_a_round
+from commdsl.program.proof.packets import heard_in_a_round
+from commdsl.program.proof.rounds import Round
 from commdsl.program.sizes import device_launch
 from commdsl.runtime.errors import AgreementError, BrokenGroupError, PeerError
 from commdsl.runtime.kernel import grid_of
@@ -235,8 +236,7 @@ def test_whom_a_rank_hears_is_all_that_the_proofs_find(protocol: str) -> None:
     """Of every collective that ships, by what the clocks of its lanes say at the end of a round."""
     for path in sorted((data_dir("schedules") / "collectives").glob("*.comm")):
         plan = compiler.check(path, ranks=8, tune={"protocol": protocol}).plan
-        moves = plan.moves
-        found = heard_in_a_round(flagged(moves, deliveries(moves)) if moves.protocol.carries_flags else moves)
+        found = heard_in_a_round(Round(plan.moves))
 
         assert (plan.agree.heard == (found & ~np.eye(8, dtype=np.bool_))).all(), path.name
 
@@ -338,7 +338,9 @@ def test_who_tells_too_few_is_refused(tells: Ranks) -> None:
     """A rank that leaves out others, or itself, breaks C211."""
     plan = agreeing()
 
-    assert [found.code for found in agreement(replace(plan, agree=replace(plan.agree, tells=tells)))] == ["C211"]
+    assert [
+        found.code for found in agreement(replace(plan, agree=replace(plan.agree, tells=tells)), Round(plan.moves))
+    ] == ["C211"]
 
 
 @pytest.mark.parametrize("behind", [-1, SLOTS - 1, SLOTS])
@@ -346,17 +348,21 @@ def test_words_that_are_lost_are_refused(behind: int) -> None:
     """A word that is written again before it is read breaks C211."""
     plan = agreeing()
 
-    assert [found.code for found in agreement(replace(plan, agree=replace(plan.agree, behind=behind)))] == ["C211"]
+    assert [
+        found.code for found in agreement(replace(plan, agree=replace(plan.agree, behind=behind)), Round(plan.moves))
+    ] == ["C211"]
 
 
 @pytest.mark.parametrize("name", [RING, TWOSHOT, "alltoall_direct", "broadcast_direct"])
 def test_every_wait_in_vain_is_refused(name: str) -> None:
     """Of every pair of ranks: to hear one that the Plan does not wait for breaks C211, to hear fewer does not."""
     plan = agreeing(name)
-    assert not list(agreement(plan))
+    assert not list(agreement(plan, Round(plan.moves)))
     for rank, peer in np.argwhere(~np.eye(3, dtype=bool)).tolist():
         heard = plan.agree.heard.copy()
         heard[rank, peer] ^= True
-        codes = [found.code for found in agreement(replace(plan, agree=replace(plan.agree, heard=heard)))]
+        codes = [
+            found.code for found in agreement(replace(plan, agree=replace(plan.agree, heard=heard)), Round(plan.moves))
+        ]
 
         assert codes == ([] if plan.agree.heard[rank, peer] else ["C211"])

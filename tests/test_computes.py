@@ -29,6 +29,7 @@ from commdsl.program.memory import Transport
 from commdsl.program.moves import CELL, OpKind, Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.proof.computes import computes
+from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.values import Values, applied, combined
 from commdsl.program.verify import verify
 
@@ -95,7 +96,7 @@ def test_shipped_schedules(path: Path) -> None:
 
     assert len(found) >= 2
     for checked in found:
-        assert list(computes(checked.schedule, checked.plan.moves)) == []
+        assert list(computes(checked.schedule, Round(checked.plan.moves))) == []
 
 
 def test_one_rank() -> None:
@@ -103,7 +104,7 @@ def test_one_rank() -> None:
     files = compiler.read_text(TEXTS["allreduce"].replace("P >= 2", "P >= 1"), "one.comm", Path())
     checked = compiler.check(files, ranks=1)
 
-    assert list(computes(checked.schedule, checked.plan.moves)) == []
+    assert list(computes(checked.schedule, Round(checked.plan.moves))) == []
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -229,9 +230,8 @@ def test_what_a_round_before_left() -> None:
     schedule, plan = right()
     index = plan.moves.ops.source_index.copy()
     index[np.flatnonzero(plan.moves.ops.source_space == CELL)[-1]] = plan.moves.num_cells
-    (found,) = computes(
-        schedule, changed(with_tables(plan, source_index=index), num_cells=plan.moves.num_cells + 1).moves
-    )
+    stale = changed(with_tables(plan, source_index=index), num_cells=plan.moves.num_cells + 1)
+    (found,) = computes(schedule, Round(stale.moves))
 
     assert found.code == "C210"
     assert found.notes[1] == "got what an earlier round left"
@@ -244,7 +244,7 @@ def test_two_values_stored_at_once() -> None:
     for rank in range(3):
         store = Op(OpKind.COPY, (CELL, 0, 0), ((0, rank, 0),))
         programs.append([store, Op(OpKind.COPY, (1, rank, 0), ((CELL, 0, 0),))])
-    (found,) = computes(schedule, build(programs, plan.moves.tensors, 1, 1).moves)
+    (found,) = computes(schedule, Round(build(programs, plan.moves.tensors, 1, 1).moves))
 
     assert found.notes[:2] == ("expected rank 0's chunk 0 of `x`", "got one of two values that are stored at once")
 
@@ -253,7 +253,7 @@ def test_a_chunk_that_nobody_stores() -> None:
     """What the schedule writes and the Plan does not is refused at the schedule, as no operation is to blame."""
     schedule, plan = right(TEXTS["oneshot"])
     fewer = build([[]] * 3, plan.moves.tensors, 0, 1)
-    (found,) = computes(schedule, fewer.moves)
+    (found,) = computes(schedule, Round(fewer.moves))
 
     assert found.primary.text == "no operation stores to it"
     assert found.notes[1] == "got nothing"
@@ -265,18 +265,19 @@ def test_a_chunk_that_the_schedule_leaves() -> None:
     copy = Op(OpKind.COPY, (1, 0, 0), ((0, 0, 0),))
     programs = [[replace(copy, dest=(1, r, 0), sources=((0, r, 0),))] for r in range(3)]
     programs[2].append(replace(copy, dest=(1, 2, 1), sources=((0, 2, 0),)))
-    (found,) = computes(schedule, build(programs, plan.moves.tensors, 0, 1).moves)
+    (found,) = computes(schedule, Round(build(programs, plan.moves.tensors, 0, 1).moves))
 
     assert found.headline == "chunk 1 of `y` on rank 2 is not what the schedule says"
     assert found.notes == ("expected nothing", "got rank 2's chunk 0 of `x`")
-    assert list(computes(schedule, build([program[:1] for program in programs], plan.moves.tensors, 0, 1).moves)) == []
+    fewer = build([program[:1] for program in programs], plan.moves.tensors, 0, 1)
+    assert list(computes(schedule, Round(fewer.moves))) == []
 
 
 def test_other_tensors() -> None:
     """A Plan whose tensors are not the schedule's is refused before any data is looked at."""
     schedule, plan = right()
     tensors = (plan.moves.tensors[0], replace(plan.moves.tensors[1], blocks=4))
-    (found,) = computes(schedule, changed(plan, tensors=tensors).moves)
+    (found,) = computes(schedule, Round(changed(plan, tensors=tensors).moves))
 
     assert (found.code, found.primary.text) == (
         "C210",

@@ -32,6 +32,7 @@ from commdsl.program.launches import Launch
 from commdsl.program.memory import Rights, Transport
 from commdsl.program.moves import Moves, OpKind, Protocol
 from commdsl.program.plan import Plan
+from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.sizes import device_launch
 from commdsl.program.verify import verify
@@ -229,7 +230,7 @@ def verdict(plan: Plan) -> str:
         verify(plan)
     except InternalError:
         return "illegal"
-    return next((found.code for found in prove(plan.moves)), "")
+    return next((found.code for found in prove(Round(plan.moves))), "")
 
 
 SMALL = [

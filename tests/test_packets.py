@@ -25,6 +25,7 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.machine.dtypes import INT32
 from commdsl.program.moves import OpKind, Protocol
 from commdsl.program.plan import Plan
+from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.timeouts import CommTimeout
 from commdsl.program.verify import verify
@@ -45,7 +46,7 @@ def packets(programs: Programs, tensors: tuple, num_cells: int, rotation: int) -
 
 def codes(plan: Plan) -> list[str]:
     verify(plan)
-    return [diagnostic.code for diagnostic in prove(plan.moves)]
+    return [diagnostic.code for diagnostic in prove(Round(plan.moves))]
 
 
 def shipped_plan(name: str, ranks: int, protocol: Protocol = Protocol.PACKET) -> Plan:
@@ -78,7 +79,7 @@ def test_rounds_that_look_alike() -> None:
     plan = shipped_plan("allgather_ring", 3)
 
     assert codes(changed(plan, rotation=(1 << 15) - 1)) == []
-    (found,) = prove(changed(plan, rotation=1 << 15).moves)
+    (found,) = prove(Round(changed(plan, rotation=1 << 15).moves))
     assert found.code == "C209"
     assert "look alike" in found.headline
 
@@ -107,7 +108,7 @@ def test_two_writes_to_a_cell() -> None:
     cells = np.flatnonzero((plan.moves.ops.dest_space == CELL) & (plan.moves.ops.dest_rank == 1))
     index = plan.moves.ops.dest_index.copy()
     index[cells[1]] = index[cells[0]]
-    (found,) = prove(with_tables(plan, dest_index=index).moves)
+    (found,) = prove(Round(with_tables(plan, dest_index=index).moves))
 
     assert found.code == "C209"
     assert "is written twice in a round" in found.headline

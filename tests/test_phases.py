@@ -23,6 +23,7 @@ from commdsl.machine.resources import data_dir
 from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import OpKind, Protocol
 from commdsl.program.plan import Plan
+from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.sizes import device_launch, tensor_bytes
 from commdsl.program.visited import plan_of, segments
@@ -180,7 +181,7 @@ def by_hand() -> Sequence[tuple[str, Plan]]:
 def test_by_hand(name: str, plan: Plan) -> None:
     """Plans that push, pull or stage, with one copy of the cells and credits or with two: in order, by every wait."""
     legal = for_engine(plan)
-    assert not [found.headline for found in prove(legal.moves)]
+    assert not [found.headline for found in prove(Round(legal.moves))]
     machine = Machine(legal, 300, calls=3)
     orderly(machine)
     for wait in range(len(legal.moves.ops.wait_peer)):

@@ -24,12 +24,13 @@ from commdsl.machine import resources
 from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import CELL, OpKind
 from commdsl.program.plan import Plan
+from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.verify import verify
 
-PROOF, CLOCKS, HAZARDS, ORDER, FLAGS, TIMELINE = (
+PROOF, ROUNDS, CLOCKS, HAZARDS, ORDER, FLAGS, TIMELINE = (
     import_module(f"commdsl.program.proof.{name}")
-    for name in ("synchronization", "clocks", "hazards", "order", "flags", "timeline")
+    for name in ("synchronization", "rounds", "clocks", "hazards", "order", "flags", "timeline")
 )
 RACES = {"C202", "C205"}
 
@@ -42,7 +43,7 @@ def made(family: str, num_ranks: int, rotation: int, credits: bool) -> Plan:
 
 
 def codes(plan: Plan) -> list[str]:
-    return [diagnostic.code for diagnostic in prove(plan.moves)]
+    return [diagnostic.code for diagnostic in prove(Round(plan.moves))]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
@@ -139,7 +140,7 @@ def test_deadlock_shows_the_circle() -> None:
             signals=(((rank - 1) % 3, "ready"),),
         )
         programs.append([put])
-    (found,) = prove(build(programs, gathered(3), 1, 1).moves)
+    (found,) = prove(Round(build(programs, gathered(3), 1, 1).moves))
 
     assert found.code == "C201"
     assert found.headline == "3 ranks wait for each other"
@@ -154,7 +155,7 @@ def test_deadlock_without_symmetry() -> None:
             Op(OpKind.COPY, (1, rank, 0), ((0, rank, 0),), waits=((peer, rank, 0),), signals=((peer, peer),))
         )
     programs[1][0] = replace(programs[1][0], signals=((3, 3), (0, 0)))
-    (found,) = prove(build(programs, gathered(4), 0, 1).moves)
+    (found,) = prove(Round(build(programs, gathered(4), 0, 1).moves))
 
     assert found.code == "C201"
     assert found.notes[0] == "the circle: 1 -> 3 -> 1"
@@ -163,7 +164,7 @@ def test_deadlock_without_symmetry() -> None:
 def test_the_counterexample() -> None:
     """A race names the place, both accesses, the rounds, and how much one rank knows of the other."""
     plan = made("ring_allgather", 3, 1, credits=True)
-    (found,) = prove(without_wait(plan, 1).moves)
+    (found,) = prove(Round(without_wait(plan, 1).moves))
 
     assert found.code == "C202"
     assert found.headline == "two ranks touch cell 0 of rank 0 in no order"
@@ -180,7 +181,7 @@ def test_an_unheard_signal() -> None:
     programs, tensors, num_cells = FAMILIES["direct_alltoall"](3, 2, credits=False)
     last = programs[1][-1]
     programs[1][-1] = replace(last, signals=((0, "extra"),))
-    (found,) = prove(build(programs, tensors, num_cells, 2).moves)
+    (found,) = prove(Round(build(programs, tensors, num_cells, 2).moves))
 
     assert found.code == "C204"
     assert "operation 4 of rank 1 (s = 3) raises signal 2 to rank 0" in found.primary.text
@@ -279,12 +280,12 @@ def test_random_plans_agree_with_brute_force() -> None:
 def test_forms_of_clocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turned clocks, clocks of all ranks, and these in narrow blocks of columns give one verdict."""
     for plan in _mutants(2, 150):
-        one = list(prove(plan.moves))
+        one = list(prove(Round(plan.moves)))
         with monkeypatch.context() as patched:
-            patched.setattr(PROOF, "pattern", lambda _: None)
-            every = list(prove(plan.moves))
+            patched.setattr(ROUNDS, "pattern", lambda _: None)
+            every = list(prove(Round(plan.moves)))
             patched.setattr(CLOCKS, "BLOCK_ENTRIES", 1)
-            narrow = list(prove(plan.moves))
+            narrow = list(prove(Round(plan.moves)))
         assert [d.code for d in one] == [d.code for d in every]
         assert every == narrow
 
@@ -292,11 +293,11 @@ def test_forms_of_clocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slices_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking at few accesses at a time changes nothing."""
     for plan in _mutants(3, 100):
-        whole = list(prove(plan.moves))
+        whole = list(prove(Round(plan.moves)))
         with monkeypatch.context() as patched:
             patched.setattr(ORDER, "SLICE", 2)
             patched.setattr(HAZARDS, "SLICE", 2)
-            assert [d.code for d in prove(plan.moves)] == [d.code for d in whole]
+            assert [d.code for d in prove(Round(plan.moves))] == [d.code for d in whole]
 
 
 # --- size -------------------------------------------------------------------------------------------------------------
@@ -399,7 +400,7 @@ SHARED = ("messages", "computes", "meaning", "values", "carries")
 def test_the_proof_shares_nothing_with_the_derivation() -> None:
     """Flags and data are judged without the code that derived them, else both could be wrong together."""
     others = (import_module(f"commdsl.program.proof.{name}") for name in SHARED)
-    for module in (PROOF, CLOCKS, HAZARDS, ORDER, FLAGS, TIMELINE, *others):
+    for module in (PROOF, ROUNDS, CLOCKS, HAZARDS, ORDER, FLAGS, TIMELINE, *others):
         imported = {
             node.module
             for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))

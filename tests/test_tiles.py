@@ -26,6 +26,7 @@ from commdsl.program.actors import actors
 from commdsl.program.memory import Rights, Transport
 from commdsl.program.moves import OpKind
 from commdsl.program.plan import Plan
+from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.sizes import device_launch
 from commdsl.program.tasks import Tiles
@@ -249,7 +250,7 @@ def test_a_wait_too_many() -> None:
         },
     )
 
-    assert [fault.code for fault in prove(actors(doubled))] == ["C204"]
+    assert [fault.code for fault in prove(Round(actors(doubled)))] == ["C204"]
 
 
 # --- what runs --------------------------------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ from commdsl.language.diagnostics import CommError, InternalError
 from commdsl.program.lower import problem
 from commdsl.program.plan import Plan
 from commdsl.program.proof.flags import timeline
+from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.proof.timeline import pattern
 from commdsl.program.torus import Torus, tori
 from commdsl.program.verify import verify
 
-PROOF = import_module("commdsl.program.proof.synchronization")
+ROUNDS = import_module("commdsl.program.proof.rounds")
 
 
 @pytest.mark.parametrize("sizes", [(1,), (6,), (2, 3), (4, 4), (2, 3, 2)])
@@ -114,13 +115,13 @@ def planned(text: str, ranks: int, followed: int = 50, **params: int) -> Plan:
 
 
 def codes(plan: Plan) -> list[str]:
-    return [found.code for found in prove(plan.moves)]
+    return [found.code for found in prove(Round(plan.moves))]
 
 
 def followed_each(plan: Plan) -> list[str]:
     """What the proof says with a clock for every rank."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(PROOF, "pattern", lambda _: None)
+        patched.setattr(ROUNDS, "pattern", lambda _: None)
         return codes(plan)
 
 

@@ -15,6 +15,7 @@ from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import MOST_DESTS, OpKind, Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.proof.memory import memory
+from commdsl.program.proof.rounds import Round
 from commdsl.program.verify import verify
 
 
@@ -182,9 +183,9 @@ def test_memory() -> None:
     """Symmetric memory must fit in a device's heap, and every cell must have a writer."""
     schedule, legal = ir_builder.ring_allreduce(3), plan()
 
-    assert list(memory(schedule, legal.moves)) == []
-    (large,) = memory(schedule, changed(legal, lanes=32, tile_bytes=64 << 20).moves)
+    assert list(memory(schedule, Round(legal.moves))) == []
+    (large,) = memory(schedule, Round(changed(legal, lanes=32, tile_bytes=64 << 20).moves))
     assert (large.code, large.headline) == ("C341", "`by_hand` needs 2 GB of symmetric memory on every rank")
     assert large.notes == ("1 cell in 1 copy, for 32 lanes a tile of 64 MB each",)
-    (unused,) = memory(schedule, changed(legal, num_cells=2).moves)
+    (unused,) = memory(schedule, Round(changed(legal, num_cells=2).moves))
     assert (unused.code, unused.headline) == ("C342", "cell 1 of `by_hand` is never written")

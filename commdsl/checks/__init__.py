@@ -15,7 +15,7 @@ message. A new law is a function and a line here. Does not raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -50,20 +50,21 @@ from commdsl.language.diagnostics import Diagnostic, Label, Severity
 from commdsl.language.syntax import File
 from commdsl.machine.topology import switch
 from commdsl.program.actors import actors
-from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
-from commdsl.program.proof.agreement import agreement
+from commdsl.program.proof.agreement import agreement, agreement_of_rows
 from commdsl.program.proof.carries import carries
 from commdsl.program.proof.computes import computes
 from commdsl.program.proof.memory import memory, memory_of_launches
 from commdsl.program.proof.regions import order_of_regions
+from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.synchronization import synchronization
 from commdsl.program.proof.visits import order_of_visits, visits_compute
-from commdsl.program.visited import segments
+from commdsl.program.visited import plan_of, segments
 
 Rule: TypeAlias = Callable[[Located], Iterator[Diagnostic]]
 FileRule: TypeAlias = Callable[[tuple[File, ...]], Iterator[Diagnostic]]
-PlanRule: TypeAlias = Callable[[Schedule, Moves], Iterator[Diagnostic]]
+PlanRule: TypeAlias = Callable[[Schedule, Round], Iterator[Diagnostic]]
+AgreeingRule: TypeAlias = Callable[[Plan, Round], Iterator[Diagnostic]]
 VisitedRule: TypeAlias = Callable[[Schedule, Plan], Iterator[Diagnostic]]
 RoutedRule: TypeAlias = Callable[[Plan], Iterator[Diagnostic]]
 CarriedRule: TypeAlias = Callable[[Dispatch, Plan], Iterator[Diagnostic]]
@@ -97,9 +98,9 @@ VISITED_RULES: tuple[tuple[VisitedRule, ...], ...] = (
 
 LAUNCH_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,), (memory,))
 
-ROUTED_RULES: tuple[tuple[RoutedRule, ...], ...] = ((order_of_regions,), (agreement,))
+ROUTED_RULES: tuple[tuple[RoutedRule, ...], ...] = ((order_of_regions,), (agreement_of_rows,))
 
-AGREEING_RULES: tuple[tuple[RoutedRule, ...], ...] = ((agreement,),)
+AGREEING_RULES: tuple[tuple[AgreeingRule, ...], ...] = ((agreement,),)
 """Of the role beside those who act."""
 
 PLAN_RULES: tuple[tuple[PlanRule, ...], ...] = ((synchronization,), (computes,), (memory,))
@@ -157,23 +158,28 @@ def _with_calls(schedule: Schedule, diagnostic: Diagnostic) -> Diagnostic:
 def check_plan(schedule: Schedule, plan: Plan) -> tuple[Diagnostic, ...]:
     """As `check_schedule`, for the laws on the Plan."""
     if not plan.is_visited:
-        acting = actors(plan)
-        return _last(plan, _run(PLAN_RULES, lambda rule: rule(schedule, acting)))
-    found: list[Diagnostic] = []
-    for moves in segments(plan):
-        found += _run(LAUNCH_RULES, partial(_judge, schedule, moves))
-    return _last(plan, tuple(found) or _run(VISITED_RULES, lambda rule: rule(schedule, plan)))
+        acting = Round(actors(plan))
+        return _last(_run(PLAN_RULES, lambda rule: rule(schedule, acting)), ((plan, acting),))
+    launched = [Round(moves) for moves in segments(plan)]
+    found = [one for acting in launched for one in _run(LAUNCH_RULES, partial(_judge, schedule, acting))]
+    whole = tuple(found) or _run(VISITED_RULES, lambda rule: rule(schedule, plan))
+    return _last(whole, [(plan_of(plan, acting.moves), acting) for acting in launched])
 
 
-def _last(plan: Plan, found: tuple[Diagnostic, ...]) -> tuple[Diagnostic, ...]:
+def _last(found: tuple[Diagnostic, ...], launched: Sequence[tuple[Plan, Round]]) -> tuple[Diagnostic, ...]:
     """The role that agrees is held to what those do who act, once that is right."""
     if any(diagnostic.severity is Severity.ERROR for diagnostic in found):
         return found
-    return found + _run(AGREEING_RULES, lambda rule: rule(plan))
+    every = (_run(AGREEING_RULES, partial(_hold, plan, acting)) for plan, acting in launched)
+    return (*found, *(one for some in every for one in some))
 
 
-def _judge(schedule: Schedule, moves: Moves, rule: PlanRule) -> Iterator[Diagnostic]:
-    return rule(schedule, moves)
+def _judge(schedule: Schedule, acting: Round, rule: PlanRule) -> Iterator[Diagnostic]:
+    return rule(schedule, acting)
+
+
+def _hold(plan: Plan, acting: Round, rule: AgreeingRule) -> Iterator[Diagnostic]:
+    return rule(plan, acting)
 
 
 def check_dispatch(dispatch: Dispatch) -> tuple[Diagnostic, ...]:

@@ -10,7 +10,8 @@ clocks        a Timeline -> the order its waits guarantee
 order         pairs that must be in order -> those that are not, and waits that are idle
 flags         tables of Moves -> their Timeline
 hazards       operands of Moves -> accesses that must happen in one order
-packets       flags that travel in the data -> the flags they stand for
+rounds        Moves -> a round of them, with the flags that travel in the data: all that proofs look at, once
+packets       the laws of flags that travel in the data
 synchronization   the laws of Moves: every hazard is ordered, no rank waits for ever, no flag is idle
 events        phases that are proved by region -> the steps of a call, and their Timeline
 regions       the same three laws of these

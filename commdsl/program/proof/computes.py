@@ -24,11 +24,9 @@ from commdsl.language.diagnostics import Diagnostic
 from commdsl.program.actors import num_ranks_of
 from commdsl.program.memory import Rights
 from commdsl.program.moves import KIND_OF, Casts, Form, Moves, OpKind
-from commdsl.program.proof import messages, packets
-from commdsl.program.proof.clocks import run
-from commdsl.program.proof.flags import timeline
+from commdsl.program.proof import messages
 from commdsl.program.proof.meaning import Results, meant, tensors_given, tensors_made
-from commdsl.program.proof.timeline import pattern
+from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.values import (
     CLASH,
     MISREAD,
@@ -50,16 +48,16 @@ Longs = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
 
 
-def computes(schedule: Schedule, moves: Moves) -> Iterator[Diagnostic]:
+def computes(schedule: Schedule, found: Round) -> Iterator[Diagnostic]:
     """The first chunk that the caller gets back with other data than the schedule gives it."""
-    wanted = meant(schedule)
+    moves, wanted = found.moves, meant(schedule)
     unlike = {*moves.tensors} ^ {*tensors_given(schedule), *tensors_made(schedule), *wanted}
     if unlike:
         yield messages.other_tensors(schedule, moves, unlike)
         return
-    followed = follow(moves, _before(schedule), averaged=schedule.summed)
+    followed = follow(found, _before(schedule), averaged=schedule.summed)
     if any((followed.results[tensor] != values).any() for tensor, values in wanted.items()):
-        yield _explained(schedule, moves)
+        yield _explained(schedule, found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,17 +112,17 @@ class _Places:
         return slice(int(self.base[space]), int(self.base[space + 1]))
 
 
-def program(moves: Moves) -> Program:
+def program(found: Round) -> Program:
     """The groups by when the greedy run has them: by batch, and within one the first of every rank, then the second.
 
     What a batch needs of other ranks lies in earlier ones, so the ranks within one may go on side by side.
     """
-    ops, places = moves.ops, _Places(moves)
+    ops, places = found.moves.ops, _Places(found.moves)
     leaders = ops.leaders
     behind = np.append(leaders[1:], ops.num_ops).astype(np.int32)
     acting = ops.kind[leaders] != OpKind.HOLD  # which changes nothing
     leaders, behind = leaders[acting], behind[acting]
-    sequence, level_begin = _levels(moves, leaders)
+    sequence, level_begin = _levels(found, leaders)
     leader = leaders[sequence]
     reads, source_begin = _gathered(ops.source_begin[leader], ops.source_begin[leader + 1])
     dests, dest_begin = _gathered(leader, behind[sequence])
@@ -141,11 +139,9 @@ def program(moves: Moves) -> Program:
     )
 
 
-def _levels(moves: Moves, leaders: Ints) -> tuple[Longs, Ints]:
+def _levels(found: Round, leaders: Ints) -> tuple[Longs, Ints]:
     """An order of the groups, and where in it each level begins."""
-    flags = packets.flagged(moves, packets.deliveries(moves)) if moves.protocol.carries_flags else moves
-    events = timeline(flags)
-    batch = run(events, pattern(events)).batch[leaders]
+    moves, batch = found.moves, found.order.batch[leaders]
     if not len(leaders):
         return np.zeros(0, np.int64), np.zeros(1, np.int32)
     place = np.arange(len(leaders), dtype=np.int64)
@@ -154,7 +150,7 @@ def _levels(moves: Moves, leaders: Ints) -> tuple[Longs, Ints]:
         by_rank = batch.reshape(moves.num_ranks, -1)
         if (by_rank == by_rank[0]).all():  # all ranks go on in step: each column is a level
             return place.reshape(by_rank.shape).T.ravel(), np.arange(0, len(place) + 1, moves.num_ranks, dtype=np.int32)
-    rank = events.actor[leaders]
+    rank = moves.ops.actor[leaders]
     opens = np.concatenate(([True], (rank[1:] != rank[:-1]) | (batch[1:] != batch[:-1])))
     turn = place - np.maximum.accumulate(np.where(opens, place, 0))
     # One word of (batch, turn, place) sorts faster than an index.
@@ -178,11 +174,11 @@ def _before(schedule: Schedule) -> Results:
     return {tensor: given(schedule, buffer) for tensor, buffer in tensors_given(schedule).items()}
 
 
-def follow(moves: Moves, before: Results, book: Book | None = None, averaged: frozenset[int] = frozenset()) -> Followed:
+def follow(found: Round, before: Results, book: Book | None = None, averaged: frozenset[int] = frozenset()) -> Followed:
     """Runs a round of the Plan on values; `before`: what the tensors that are read hold. `averaged`: of how many chunks
     contracts want sums.
     """
-    order, places = program(moves), _Places(moves)
+    moves, order, places = found.moves, program(found), _Places(found.moves)
     held = np.full(places.count, STALE)
     for tensor, values in before.items():
         held[places.whole(moves.tensors.index(tensor))] = values.reshape(-1)
@@ -295,10 +291,10 @@ def _results(moves: Moves, order: Program, places: _Places, held: Values) -> Res
     }
 
 
-def _explained(schedule: Schedule, moves: Moves) -> Diagnostic:
+def _explained(schedule: Schedule, acting: Round) -> Diagnostic:
     """The whole once more, with a note of how every value comes about."""
-    means, does = Book(schedule), Book(schedule)
-    wanted, followed = meant(schedule, means), follow(moves, _before(schedule), does, schedule.summed)
+    means, does, moves = Book(schedule), Book(schedule), acting.moves
+    wanted, followed = meant(schedule, means), follow(acting, _before(schedule), does, schedule.summed)
     wrong = {tensor: np.argwhere(followed.results[tensor] != values) for tensor, values in wanted.items()}
     tensor = next(tensor for tensor in moves.tensors if len(wrong.get(tensor, ())))
     rank, chunk = wrong[tensor][0].tolist()

@@ -13,15 +13,17 @@ import numpy as np
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.program.launches import Launch
-from commdsl.program.moves import CELL, Moves
+from commdsl.program.moves import CELL
 from commdsl.program.plan import Plan
+from commdsl.program.proof.rounds import Round
 
 HEAP_BYTES = 1 << 30
 """Symmetric memory a rank gives: the heap that NVSHMEM makes unless told otherwise, shared by all loaded ops."""
 
 
-def memory(schedule: Schedule, moves: Moves) -> Iterator[Diagnostic]:
+def memory(schedule: Schedule, found: Round) -> Iterator[Diagnostic]:
     """The cells are all used, and fit in a device's heap."""
+    moves = found.moves
     used = np.zeros(moves.num_cells, np.bool_)
     used[moves.ops.dest_index[moves.ops.dest_space == CELL]] = True
     if not used.all():

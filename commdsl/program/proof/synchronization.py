@@ -25,32 +25,31 @@ from commdsl.language.diagnostics import Diagnostic
 from commdsl.program.actors import num_ranks_of
 from commdsl.program.moves import Moves
 from commdsl.program.proof import messages, packets
-from commdsl.program.proof.clocks import Run, run
-from commdsl.program.proof.flags import Flags, timeline
+from commdsl.program.proof.clocks import Run
+from commdsl.program.proof.flags import Flags
 from commdsl.program.proof.hazards import Accesses, Reads, accesses, clobbers, hazards, places_per_rank
 from commdsl.program.proof.order import Hazards, Verdict, idle_wait, judge
-from commdsl.program.proof.timeline import Bits, Pattern, Timeline, pattern
+from commdsl.program.proof.rounds import Round
+from commdsl.program.proof.timeline import Bits, Pattern, Timeline
 
 
-def synchronization(_schedule: Schedule, moves: Moves) -> Iterator[Diagnostic]:
+def synchronization(_schedule: Schedule, found: Round) -> Iterator[Diagnostic]:
     """The first broken law of the Plan; its operations name the schedule's statements themselves."""
-    return prove(moves)
+    return prove(found)
 
 
-def prove(moves: Moves) -> Iterator[Diagnostic]:
+def prove(found: Round) -> Iterator[Diagnostic]:
     """The first broken law of the Plan, or nothing."""
-    if not moves.protocol.carries_flags:
-        yield from _prove(moves)
+    if not found.moves.protocol.carries_flags:
+        yield from _prove(found)
         return
     for law in (_waits_without_signal, packets.written_twice, packets.told_apart):
-        broken = list(law(moves))
+        broken = list(law(found.moves))
         yield from broken
         if broken:
             return
-    brought = packets.deliveries(moves)
-    with_flags = packets.flagged(moves, brought)
-    broken = list(_prove(with_flags, judge_idle=False))
-    yield from broken or packets.reuse(moves, brought, with_flags)
+    broken = list(_prove(found, judge_idle=False))
+    yield from broken or packets.reuse(found)
 
 
 def _waits_without_signal(moves: Moves) -> Iterator[Diagnostic]:
@@ -61,15 +60,14 @@ def _waits_without_signal(moves: Moves) -> Iterator[Diagnostic]:
         yield messages.never_raised(moves, never)
 
 
-def _prove(moves: Moves, *, judge_idle: bool = True) -> Iterator[Diagnostic]:
+def _prove(found: Round, *, judge_idle: bool = True) -> Iterator[Diagnostic]:
     """The laws of flags, on tables that say all of them."""
+    moves = found.flagged
     never = list(_waits_without_signal(moves))
     if never:
         yield from never
         return
-    events = timeline(moves)
-    shape = pattern(events)
-    order = run(events, shape)
+    events, shape, order = found.events, found.shape, found.order
     if order.stuck:
         yield messages.deadlock(moves, events, order)
         return

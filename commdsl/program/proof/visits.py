@@ -33,9 +33,10 @@ from commdsl.program.proof.computes import follow
 from commdsl.program.proof.events import Step, Wait, events
 from commdsl.program.proof.meaning import returned, start, states
 from commdsl.program.proof.regions import prove
+from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.values import STALE, UNWRITTEN, Values, computed
 from commdsl.program.touches import Touch
-from commdsl.program.visited import kept_by, launches, visits
+from commdsl.program.visited import kept_by, launches, segments, visits
 
 COMM = 1
 """Lanes of a rank, for the proof: all of a launch are one thread."""
@@ -76,7 +77,7 @@ def visits_compute(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
     numbers = {buffer.name: number for number, buffer in enumerate(schedule.buffers)}
     meant = start(schedule)
     held: dict[Kept, Values] = {}
-    known = units(schedule)
+    known, rounds = units(schedule), {moves: Round(moves) for moves in segments(plan)}
     for buffer, values in zip(schedule.buffers, start(schedule), strict=True):
         unit = known[buffer.name]
         if unit is not None:
@@ -89,7 +90,7 @@ def visits_compute(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
     for phase in sorted((*launches(plan), *visits(plan)), key=lambda phase: phase.turn):
         match phase:
             case Launch():
-                _launch(phase, held)
+                _launch(phase, rounds[phase.moves], held)
             case Visit(step=stop):
                 number, step = next(schedule_states, (-1, None))
                 if step is None or step != stop or (phase.name, len(phase.reads)) != (step.name, len(step.reads)):
@@ -115,12 +116,12 @@ def _other_unit(plan: Plan, known: dict[str, Unit | None]) -> str | None:
     return next((kept.name for kept in kept_by(plan) if known.get(kept.name) != kept.unit), None)
 
 
-def _launch(phase: Launch, held: dict[Kept, Values]) -> None:
+def _launch(phase: Launch, found: Round, held: dict[Kept, Values]) -> None:
     moves = phase.moves
     tensors = [tensor for tensor in moves.tensors if tensor.access is Rights.READ]
     nothing = {tensor: np.full((moves.num_ranks, tensor.blocks * tensor.cut), STALE) for tensor in moves.tensors}
     before = {one: held.get(kept, nothing[one]) for one, kept in zip(tensors, phase.reads, strict=True)}
-    results = follow(moves, before).results
+    results = follow(found, before).results
     tensors = [tensor for tensor in moves.tensors if tensor.access is Rights.WRITE]
     for tensor, kept in zip(tensors, phase.writes, strict=True):
         made = results[tensor]
