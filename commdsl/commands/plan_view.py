@@ -16,7 +16,7 @@ from commdsl import compiler
 from commdsl.commands.arguments import Target, UsageError
 from commdsl.commands.jobs import Job
 from commdsl.commands.output import count, style, tell
-from commdsl.cost.draw import Groups
+from commdsl.cost.draw_machine import Groups
 from commdsl.ir.plans import DispatchPlan, Piece
 from commdsl.ir.routes import NOWHERE, Longs, Sharing
 from commdsl.language.syntax import File

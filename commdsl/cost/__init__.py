@@ -11,5 +11,7 @@ bars          times of products and of what travels -> two lines of a terminal
 visits        a schedule with yields -> how long it takes beside what its visits compute
 visitors      a schedule with yields -> a table, a row per visit
 routes        a schedule -> who hands on to whom: its cycles, its shifts
+canvas        what pictures are drawn on
+draw_machine  a machine -> a picture: a circle, a mesh, a torus
 draw, draw_plan, draw_routes   a picture of a schedule, of a plan, of the cycles of a rotation
 """

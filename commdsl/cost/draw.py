@@ -1,114 +1,49 @@
 """Turns a schedule and its report into a picture: the machine with its busiest links, and beside it the steps.
 
-Assumes a checked schedule. Writes plain SVG, the same bytes every time. Past `MAX_VERTICES` ranks, neighbours share a
-dot; past `MAX_STEPS` steps, the middle is left out, and the picture says so. Does not know times within a step.
+Assumes a checked schedule. Writes plain SVG, the same bytes every time. Where there is room, a stroke of a step starts
+with the chunks that leave. Past `MAX_STEPS` steps, the middle is left out, and the picture says so. Does not know times
+within a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, cos, hypot, pi, sin
-from xml.etree import ElementTree
 
 import numpy as np
 
+from commdsl.cost.canvas import FAINT, GRID, INK, MARGIN, NODES, WIDTH, Canvas, Point
+from commdsl.cost.draw_machine import LOADS, RING, Groups, Machine, draw_machine, node_colours
 from commdsl.cost.report import Report
+from commdsl.cost.timeline import leaving
 from commdsl.ir.schedules import AnyStep, Schedule, Step
 from commdsl.language.kinds import MoveKind
-from commdsl.machine.topology import NO_LINK, link_of, wire_bandwidth
+from commdsl.machine.topology import link_of, wire_bandwidth
 
-MAX_VERTICES = 32
 MAX_STEPS = 16
+LEAST_TEXT = 6.5
+"""Pixels; what is smaller nobody reads."""
+
 BUSIEST = 5
-WIDTH, TOP, MARGIN = 1180, 96, 36
-RING = 400  # width and height of the left picture
+TOP = 96
 STEPS_LEFT = MARGIN + RING + 90
 
-INK, FAINT, PAPER, GRID = "#1d2733", "#6b7785", "#ffffff", "#e6eaef"
 KINDS = {MoveKind.PUT: "#2f6fde", MoveKind.GET: "#13907a", MoveKind.REDUCE: "#d9622b", MoveKind.COPY: "#8a94a3"}
 VERBS = {MoveKind.PUT: "put", MoveKind.GET: "get", MoveKind.REDUCE: "reduce", MoveKind.COPY: "copy"}
-NODES = ("#2f6fde", "#7b4fc9", "#13907a", "#b8781a", "#c2417c", "#4b7d2a", "#356d8c", "#8c4a35")
-LOADS = ("#b9cdf0", "#7fa8ea", "#4d86e0", "#e8a13c", "#d8412f")
-FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    x: float
-    y: float
-
-
-class Canvas:
-    """An SVG under construction."""
-
-    def __init__(self, width: float, height: float) -> None:
-        size = {"viewBox": f"0 0 {width:g} {height:g}", "width": f"{width:g}", "height": f"{height:g}"}
-        self.root = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size, "font-family": FONT})
-        self.add("rect", width=width, height=height, fill=PAPER)
-
-    def add(self, tag: str, **attributes: str | float) -> ElementTree.Element:
-        named = {key.rstrip("_").replace("_", "-"): number(value) for key, value in attributes.items()}
-        return ElementTree.SubElement(self.root, tag, named)
-
-    def text(
-        self, at: Point, words: str, *, size: float = 13, fill: str = INK, anchor: str = "start", weight: int = 400
-    ) -> None:
-        element = self.add("text", x=at.x, y=at.y, font_size=size, fill=fill, text_anchor=anchor, font_weight=weight)
-        element.text = words
-
-    def line(
-        self, start: Point, end: Point, colour: str, width: float, *, opacity: float = 1.0, dash: str = ""
-    ) -> None:
-        extra = {"stroke_dasharray": dash} if dash else {}
-        ends = {"x1": start.x, "y1": start.y, "x2": end.x, "y2": end.y}
-        self.add("line", **ends, stroke=colour, stroke_width=width, opacity=opacity, stroke_linecap="round", **extra)
-
-    def head(self, tip: Point, towards: Point, colour: str, size: float) -> None:
-        """An arrow head at `tip` that points away from `towards`."""
-        length = hypot(tip.x - towards.x, tip.y - towards.y) or 1.0
-        dx, dy = (tip.x - towards.x) / length, (tip.y - towards.y) / length
-        back = Point(tip.x - dx * size, tip.y - dy * size)
-        left = f"{number(back.x - dy * size * 0.45)},{number(back.y + dx * size * 0.45)}"
-        right = f"{number(back.x + dy * size * 0.45)},{number(back.y - dx * size * 0.45)}"
-        self.add("polygon", points=f"{number(tip.x)},{number(tip.y)} {left} {right}", fill=colour)
-
-    def render(self) -> str:
-        ElementTree.indent(self.root)
-        return ElementTree.tostring(self.root, encoding="unicode") + "\n"
-
-
-def number(value: str | float) -> str:
-    return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Ranks by dot: one each, or neighbours together when there are many."""
-
-    num_ranks: int
-    size: int
-
-    @property
-    def count(self) -> int:
-        return ceil(self.num_ranks / self.size)
-
-    def label(self, group: int) -> str:
-        last = min((group + 1) * self.size, self.num_ranks) - 1
-        return str(group) if self.size == 1 else f"{group * self.size}–{last}"
 
 
 def draw(schedule: Schedule, report: Report) -> str:
     """The picture as SVG text."""
-    groups = Groups(schedule.num_ranks, ceil(schedule.num_ranks / MAX_VERTICES))
+    groups = Groups.of(schedule.num_ranks)
     rows = max(RING, 26 * groups.count)
     canvas = Canvas(WIDTH, TOP + rows + 150)
     canvas.text(Point(MARGIN, 42), schedule.name, size=22, weight=600)
-    machine = f"{report.topology}{' (idealised)' if report.idealised else ''}"
-    facts = f"{schedule.num_ranks} ranks on {machine} · {report.num_steps} steps · {report.num_transfers:,} transfers"
+    where = f"{report.topology}{' (idealised)' if report.idealised else ''}"
+    facts = f"{schedule.num_ranks} ranks on {where} · {report.num_steps} steps · {report.num_transfers:,} transfers"
     canvas.text(Point(MARGIN, 66), facts, fill=FAINT)
     loads = pair_loads(schedule, report)
-    draw_machine(canvas, schedule, loads, groups, TOP + rows / 2 + 16)
+    machine = Machine(schedule.topology, schedule.num_ranks)
+    draw_machine(canvas, machine, group_loads(loads, groups), node_colours(machine, groups), TOP + rows / 2 + 16)
     draw_steps(canvas, schedule, groups, rows)
     draw_loads(canvas, report, loads, TOP + rows + 60)
     return canvas.render()
@@ -141,42 +76,6 @@ def pair_loads(schedule: Schedule, report: Report) -> tuple[Load, ...]:
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 
-def draw_machine(canvas: Canvas, schedule: Schedule, loads: Sequence[Load], groups: Groups, middle: float) -> None:
-    """The ranks on a circle, every link as a hair, every pair in use as thick as its load."""
-    centre = Point(MARGIN + RING / 2, middle)
-    radius = 15 if groups.count <= 16 else 9
-    places = circle(centre, RING / 2 - 34, groups.count)
-    arcs = group_loads(loads, groups)
-    if groups.size == 1 and groups.count <= 16:
-        draw_links(canvas, schedule, places)
-    most = max(arcs.values(), default=1.0)
-    stroke = 2.2 if len(arcs) <= 60 else 1.0
-    for (source, dest), load in sorted(arcs.items(), key=lambda item: (item[1], item[0])):
-        draw_arc(canvas, centre, places[source], places[dest], load / most, stroke, radius + 2)
-    per_node = schedule.topology.gpus_per_node
-    for index, place in enumerate(places):
-        colour = NODES[index * groups.size // per_node % len(NODES)]
-        canvas.add("circle", cx=place.x, cy=place.y, r=radius, fill=PAPER, stroke=colour, stroke_width=2.5)
-        if groups.count <= 16:
-            canvas.text(Point(place.x, place.y + 4.5), groups.label(index), size=12, anchor="middle", weight=600)
-    draw_node_names(canvas, schedule, centre, groups)
-
-
-def circle(centre: Point, radius: float, count: int) -> tuple[Point, ...]:
-    """Evenly spaced from the top, clockwise."""
-    turns = [2 * pi * index / count - pi / 2 for index in range(count)]
-    return tuple(Point(centre.x + radius * cos(turn), centre.y + radius * sin(turn)) for turn in turns)
-
-
-def draw_links(canvas: Canvas, schedule: Schedule, places: Sequence[Point]) -> None:
-    ranks = np.arange(len(places))
-    table = link_of(schedule.topology, ranks[:, None], ranks[None, :]) != NO_LINK
-    for source in range(len(places)):
-        for dest in range(source):
-            if table[source, dest] or table[dest, source]:
-                canvas.line(places[source], places[dest], GRID, 1)
-
-
 def group_loads(loads: Sequence[Load], groups: Groups) -> dict[tuple[int, int], float]:
     """The time of the busiest pair between two dots, in both directions apart."""
     arcs: dict[tuple[int, int], float] = {}
@@ -185,38 +84,6 @@ def group_loads(loads: Sequence[Load], groups: Groups) -> dict[tuple[int, int], 
         if source != dest:
             arcs[source, dest] = max(load.time, arcs.get((source, dest), 0.0))
     return arcs
-
-
-def draw_arc(
-    canvas: Canvas, centre: Point, source: Point, dest: Point, share: float, stroke: float, gap: float
-) -> None:
-    """A bow from source to dest that leaves room for the opposite one."""
-    dx, dy = dest.x - source.x, dest.y - source.y
-    length = hypot(dx, dy)
-    bend = 0.09 * length
-    middle = Point((source.x + dest.x) / 2 - dy / length * bend, (source.y + dest.y) / 2 + dx / length * bend)
-    middle = Point(middle.x + (centre.x - middle.x) * 0.06, middle.y + (centre.y - middle.y) * 0.06)
-    colour = LOADS[min(int(share * len(LOADS)), len(LOADS) - 1)]
-    end_length = hypot(dest.x - middle.x, dest.y - middle.y)
-    tip = Point(dest.x - (dest.x - middle.x) / end_length * gap, dest.y - (dest.y - middle.y) / end_length * gap)
-    width = (0.45 + share) * stroke
-    path = (
-        f"M{number(source.x)} {number(source.y)} Q{number(middle.x)} {number(middle.y)} {number(tip.x)} {number(tip.y)}"
-    )
-    canvas.add("path", d=path, fill="none", stroke=colour, stroke_width=width, opacity=0.85)
-    canvas.head(tip, middle, colour, 5 + 1.8 * stroke * share)
-
-
-def draw_node_names(canvas: Canvas, schedule: Schedule, centre: Point, groups: Groups) -> None:
-    per_node = schedule.topology.gpus_per_node
-    nodes = ceil(schedule.num_ranks / per_node)
-    if nodes == 1:
-        return
-    for node in range(nodes):
-        first, last = node * per_node, min((node + 1) * per_node, schedule.num_ranks) - 1
-        turn = 2 * pi * ((first + last) / 2) / groups.size / groups.count - pi / 2
-        place = Point(centre.x + (RING / 2 + 4) * cos(turn), centre.y + (RING / 2 + 4) * sin(turn) + 4)
-        canvas.text(place, f"node {node}", size=11, fill=NODES[node % len(NODES)], anchor="middle", weight=600)
 
 
 # --- the steps --------------------------------------------------------------------------------------------------------
@@ -246,6 +113,8 @@ def draw_steps(canvas: Canvas, schedule: Schedule, groups: Groups, rows: float) 
             label = f"step {step_number}" if stride > 52 else str(step_number)
             canvas.text(head, label, size=11, fill=FAINT, anchor="middle")
             draw_step(canvas, step, left, stride, ys, groups)
+            if groups.size == 1:
+                draw_chunks(canvas, schedule, step, left, stride, ys)
     draw_kinds(canvas, schedule, Point(STEPS_LEFT, TOP + rows + 48))
 
 
@@ -287,6 +156,19 @@ def draw_step(canvas: Canvas, step: Step, left: float, stride: float, ys: Sequen
             canvas.head(tip, start, colour, 6)
     for y in ys:
         canvas.add("circle", cx=start_x, cy=y, r=2, fill=INK)
+
+
+def draw_chunks(
+    canvas: Canvas, schedule: Schedule, step: Step, left: float, stride: float, ys: Sequence[float]
+) -> None:
+    """What each rank sends, beside where its strokes start; nothing in a step where that is longer than a stroke."""
+    names = [leaving(schedule, step, rank) for rank in range(schedule.num_ranks)]
+    longest = max(map(len, names), default=0)
+    size = min(9.0, 0.72 * stride / (0.62 * max(longest, 1)))
+    if size < LEAST_TEXT:
+        return
+    for y, name in zip(ys, names, strict=True):
+        canvas.text(Point(left + stride * 0.12 + 3, y - 3), name, size=size, halo=True)
 
 
 def draw_kinds(canvas: Canvas, schedule: Schedule, at: Point) -> None:

@@ -7,29 +7,11 @@ Does not know times within a dispatch.
 
 from __future__ import annotations
 
-from math import ceil
-
 import numpy as np
 
-from commdsl.cost.draw import (
-    FAINT,
-    GRID,
-    INK,
-    LOADS,
-    MARGIN,
-    MAX_VERTICES,
-    NODES,
-    PAPER,
-    RING,
-    STEPS_LEFT,
-    TOP,
-    WIDTH,
-    Canvas,
-    Groups,
-    Point,
-    circle,
-    draw_arc,
-)
+from commdsl.cost.canvas import FAINT, GRID, INK, MARGIN, NODES, PAPER, WIDTH, Canvas, Point
+from commdsl.cost.draw import STEPS_LEFT, TOP
+from commdsl.cost.draw_machine import LOADS, RING, Groups, Machine, draw_machine
 from commdsl.ir.plans import DispatchPlan
 from commdsl.ir.routes import NOWHERE, Longs
 from commdsl.planner.balance import Balance, imbalance
@@ -43,7 +25,7 @@ LABEL_WIDTH = 22
 
 def draw_plan(plan: DispatchPlan, before: Balance, after: Balance) -> str:
     """The picture as SVG text; `before` has the loads with every shard at home."""
-    groups = Groups(plan.num_ranks, ceil(plan.num_ranks / MAX_VERTICES))
+    groups = Groups.of(plan.num_ranks)
     rows = max(RING, 22 * groups.count)
     canvas = Canvas(WIDTH, TOP + rows + 150)
     canvas.text(Point(MARGIN, 42), plan.name, size=22, weight=600)
@@ -64,22 +46,11 @@ def draw_plan(plan: DispatchPlan, before: Balance, after: Balance) -> str:
 
 
 def _machine(canvas: Canvas, loads: Balance, groups: Groups, middle: float) -> None:
-    """The ranks on a circle, every pair between which anything travels as thick as its bytes."""
-    centre = Point(MARGIN + RING / 2, middle)
-    radius = 15 if groups.count <= 16 else 9
-    places = circle(centre, RING / 2 - 34, groups.count)
+    """The machine, every pair between which anything travels as thick as its bytes."""
     size = _pairs(loads.bytes, groups)
-    dest, source = np.nonzero(size)
-    order = np.argsort(size[dest, source], kind="stable")
-    most, stroke = int(size.max(initial=1)), 2.2 if len(dest) <= 60 else 1.0
-    for index in order.tolist():
-        start, end = places[source[index]], places[dest[index]]
-        draw_arc(canvas, centre, start, end, float(size[dest[index], source[index]]) / most, stroke, radius + 2)
-    for index, place in enumerate(places):
-        canvas.add("circle", cx=place.x, cy=place.y, r=radius, fill=PAPER, stroke=_colour(loads, groups, index),
-                   stroke_width=2.5)  # fmt: skip
-        if groups.count <= 16:
-            canvas.text(Point(place.x, place.y + 4.5), groups.label(index), size=12, anchor="middle", weight=600)
+    arcs = {(int(source), int(dest)): float(size[dest, source]) for dest, source in zip(*np.nonzero(size), strict=True)}
+    colours = [_colour(loads, groups, index) for index in range(groups.count)]
+    draw_machine(canvas, Machine(loads.topology, groups.num_ranks), arcs, colours, middle)
 
 
 def _pairs(size: Longs, groups: Groups) -> Longs:

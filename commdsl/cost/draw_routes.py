@@ -1,25 +1,24 @@
 """Turns the routes of a rotation into a picture: all of them on the machine, then each by itself, in one colour each.
 
-Assumes a checked schedule. Writes plain SVG, the same bytes every time. A node is a box with its GPUs on a circle, a
-link a hair. Colours keep apart for readers who see few, and stand out from the paper; past those there are, strokes
-are dashed. Past `MOST_ROUTES` routes or `MOST_RANKS` ranks there is no such picture, and `draw` makes its own. Does not
-know times.
+Assumes a checked schedule. Writes plain SVG, the same bytes every time. A node is a box. Colours keep apart for readers
+who see few, and stand out from the paper; past those there are, strokes are dashed. Past `MOST_ROUTES` routes or
+`MOST_RANKS` ranks there is no such picture, and `draw` makes its own. Does not know times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import ceil, hypot, sqrt
+from collections.abc import Sequence
+from math import ceil
 from textwrap import wrap
 
 import numpy as np
 
-from commdsl.cost.draw import FAINT, GRID, MARGIN, PAPER, WIDTH, Canvas, Point, circle, draw, number
+from commdsl.cost.canvas import FAINT, MARGIN, PAPER, WIDTH, Canvas, Point
+from commdsl.cost.draw import draw
+from commdsl.cost.draw_machine import Frame, Machine, bow, draw_hairs
 from commdsl.cost.report import Report
 from commdsl.cost.routes import NOBODY, Route, routes
 from commdsl.ir.schedules import Schedule
-from commdsl.machine.topology import NO_LINK, Topology, link_of
 
 MOST_ROUTES, MOST_RANKS = 32, 32
 HEAD = 92  # the title's part of the picture
@@ -39,66 +38,6 @@ COLOURS = (
 
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "14 3")
 """Of each seven routes; the colours begin anew after two."""
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A machine drawn in a rectangle: the places of its ranks, and its boxes."""
-
-    places: tuple[Point, ...]
-    boxes: tuple[tuple[Point, float], ...]  # the upper left corner of each node and its side
-    centres: tuple[Point, ...]  # of each rank's node
-    radius: float  # of a rank's dot
-
-    @property
-    def shows_numbers(self) -> bool:
-        return self.radius >= 6
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The nodes of a topology that the ranks of a schedule take."""
-
-    topology: Topology
-    num_ranks: int
-
-    @property
-    def num_nodes(self) -> int:
-        return ceil(self.num_ranks / self.topology.gpus_per_node)
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Columns and rows of nodes: one, a pair side by side, nearly a square of more."""
-        columns = ceil(sqrt(self.num_nodes))
-        return columns, ceil(self.num_nodes / columns)
-
-    def frame(self, corner: Point, width: float) -> Frame:
-        """Where everything is if the machine is so wide."""
-        columns, _ = self.grid
-        pitch = width / columns
-        gap = 0.0 if columns == 1 else 0.06 * pitch
-        side, gpus = pitch - gap, min(self.topology.gpus_per_node, self.num_ranks)
-        radius = min(15.0, 0.055 * side * min(1.0, 8 / gpus) + 2.2)
-        places: list[Point] = []
-        centres: list[Point] = []
-        boxes: list[tuple[Point, float]] = []
-        for node in range(self.num_nodes):
-            box = Point(corner.x + node % columns * pitch + gap / 2, corner.y + node // columns * pitch + gap / 2)
-            centre = Point(box.x + side / 2, box.y + side / 2)
-            places += circle(centre, side / 2 - radius - 0.045 * side, gpus) if gpus > 1 else (centre,)
-            centres += [centre] * gpus
-            boxes.append((box, side))
-        return Frame(tuple(places[: self.num_ranks]), tuple(boxes), tuple(centres), radius)
-
-    def hairs(self) -> Iterator[tuple[int, int]]:
-        """Every pair within a node that has a link of its own; a switch joins all, which the box says."""
-        ranks = np.arange(self.num_ranks)
-        table = link_of(self.topology, ranks[:, None], ranks[None, :])
-        node = ranks // self.topology.gpus_per_node
-        for source, dest in zip(*np.nonzero(table != NO_LINK), strict=True):
-            paired = not self.topology.links[table[source, dest]].has_ports
-            if paired and source < dest and node[source] == node[dest]:
-                yield int(source), int(dest)
 
 
 def picture(schedule: Schedule, report: Report) -> str:
@@ -172,8 +111,7 @@ def draw_machine(canvas: Canvas, at: Frame, machine: Machine, found: Sequence[Ro
         canvas.add("rect", **extents, rx=0.03 * side, fill="#f7f9fb", stroke="#c9d1da", stroke_width=1)
         if len(at.boxes) > 1 and side > 200:
             canvas.text(Point(corner.x + 9, corner.y + 18), f"node {index}", size=12, fill=FAINT)
-    for source, dest in machine.hairs():
-        canvas.line(at.places[source], at.places[dest], GRID, 1)
+    draw_hairs(canvas, machine, at.places, at.radius)
     arcs = sum(np.count_nonzero(found[index].after != NOBODY) for index in shown)
     width = 2.0 if arcs <= 64 else 1.2
     for index in shown:
@@ -191,21 +129,11 @@ def draw_machine(canvas: Canvas, at: Frame, machine: Machine, found: Sequence[Ro
 
 def draw_arc(canvas: Canvas, at: Frame, source: int, dest: int, index: int, width: float) -> None:
     """A bow from rank to rank that leaves room for the opposite one, with an arrow head."""
-    start, end = at.places[source], at.places[dest]
-    dx, dy = end.x - start.x, end.y - start.y
-    length = hypot(dx, dy)
-    bend = (0.10 if at.centres[source] == at.centres[dest] else 0.06) * length
-    middle = Point((start.x + end.x) / 2 - dy / length * bend, (start.y + end.y) / 2 + dx / length * bend)
-    back = hypot(end.x - middle.x, end.y - middle.y)
-    gap = at.radius + 1.5
-    tip = Point(end.x - (end.x - middle.x) / back * gap, end.y - (end.y - middle.y) / back * gap)
-    path = (
-        f"M{number(start.x)} {number(start.y)} Q{number(middle.x)} {number(middle.y)} {number(tip.x)} {number(tip.y)}"
-    )
+    line = bow(at.places, source, dest, 0.10 if at.centres[source] == at.centres[dest] else 0.06, at.radius)
     colour, dash = stroke(index)
     more = {"stroke_dasharray": dash} if dash else {}
-    canvas.add("path", d=path, fill="none", stroke=colour, stroke_width=width, **more)
-    canvas.head(tip, middle, colour, min(9.0, 3.5 + 0.45 * at.radius))
+    canvas.add("path", d=line.path, fill="none", stroke=colour, stroke_width=width, **more)
+    canvas.head(line.tip, line.middle, colour, min(9.0, 3.5 + 0.45 * at.radius))
 
 
 def stroke(index: int) -> tuple[str, str]:

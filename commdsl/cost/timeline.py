@@ -113,6 +113,19 @@ def cell(schedule: Schedule, moves: Statement, rank: int) -> str:
     return f"{shares(source, chunks, ranks)} {arrow} {place}"
 
 
+def leaving(schedule: Schedule, step: Step, rank: int) -> str:
+    """The chunks of a rank that a step reads, by buffer: `x[3]`, `t y[0…3]`."""
+    names: dict[str, None] = {}
+    for moves in step.moves:
+        taken = moves.source_rank == rank
+        if moves.source_valid is not None:
+            taken = taken & moves.source_valid
+        if taken.any():
+            targets = np.broadcast_to(moves.dest_rank[:, None], taken.shape)[taken]
+            names[shares(schedule.buffers[moves.source_buffer], moves.source_chunk[taken], targets)] = None
+    return " ".join(names)
+
+
 def shares(
     buffer: Buffer,
     chunks: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
