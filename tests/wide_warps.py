@@ -1,9 +1,9 @@
 """Turns the text of a way back from keys into a library whose warps have 32 threads, as on the GPU, on the processor.
 
-What differs from the host build: threads of warps and blocks are threads with barriers, runs of bytes are moved by the
-GPU's headers, and words of them only where they are aligned. So what only a GPU runs, who asks whom in a warp and which
-words of a row a thread has, is run here. Assumes a Plan of what comes back. Nothing waits for another rank: one body of
-a phase is run, rank after rank.
+What differs from the host build: threads of warps and blocks take turns, from barrier to barrier and in another order
+each run, runs of bytes are moved by the GPU's headers, and words of them only where they are aligned. So what only a
+GPU runs, who asks whom in a warp and which words of a row a thread has, is run here. Assumes a Plan of what comes back.
+Nothing waits for another rank: one body of a phase is run, rank after rank.
 """
 
 from __future__ import annotations
@@ -37,13 +37,63 @@ NARROW = (
     "COMMDSL_FN Equals among_equals(u32) { return {0, 1}; }\n",
     "COMMDSL_FN u32 largest_among(u32 value, u32) { return value; }\n",
     "COMMDSL_FN u32 of_first_thread(u32 value) { return value; }\n",
-    "COMMDSL_FN u32 take_shared(u32* word) { return (*word)++; }\n",
     "COMMDSL_FN void block_barrier() {}\n",
 )
 """What the host's vocabulary says of a warp."""
 
 WIDE = """
-inline thread_local u32 own_thread = 0;
+struct WideBarrier {
+  u32 come;
+  u64 round;
+};
+struct WideThread {
+  ucontext_t context;
+  bool done;
+  char stack[1 << 17];
+};
+inline u32 own_thread = 0, wide_count = 0, wide_stride = 1;
+inline WideThread wide_threads[COMMDSL_THREADS];
+inline ucontext_t wide_caller;
+inline void (*wide_body)(const void*);
+inline const void* wide_given;
+inline void wide_next() {
+  ucontext_t& own = wide_threads[own_thread].context;
+  do {
+    own_thread = (own_thread + wide_stride) % wide_count;
+  } while (wide_threads[own_thread].done);
+  swapcontext(&own, &wide_threads[own_thread].context);
+}
+inline void wide_wait(WideBarrier& barrier, u32 threads) {
+  if (++barrier.come == threads) {
+    barrier.come = 0;
+    ++barrier.round;
+    return;
+  }
+  for (const u64 round = barrier.round; barrier.round == round;) wide_next();
+}
+inline void wide_enter() {
+  wide_body(wide_given);
+  wide_threads[own_thread].done = true;
+}
+// Runs a body on so many threads, as many as a power of two: an odd stride comes to all of them.
+inline void wide_all(u32 threads, void (*body)(const void*), const void* given) {
+  wide_count = threads, wide_body = body, wide_given = given, wide_stride += 2;
+  for (u32 at = 0; at < threads; ++at) {
+    WideThread& one = wide_threads[at];
+    getcontext(&one.context);
+    one.done = false;
+    one.context.uc_stack.ss_sp = one.stack;
+    one.context.uc_stack.ss_size = sizeof one.stack;
+    one.context.uc_link = &wide_caller;  // where it goes when it is done
+    makecontext(&one.context, wide_enter, 0);
+  }
+  for (u32 at = 0; at < threads; ++at) {
+    while (!wide_threads[at].done) {  // it comes back whenever any of them is done
+      own_thread = at;
+      swapcontext(&wide_caller, &wide_threads[at].context);
+    }
+  }
+}
 COMMDSL_FN u32 thread() { return own_thread; }
 COMMDSL_FN constexpr u32 num_threads() { return COMMDSL_THREADS; }
 COMMDSL_FN u32 warp() { return own_thread / 32; }
@@ -51,12 +101,12 @@ COMMDSL_FN constexpr u32 num_warps() { return COMMDSL_THREADS / 32; }
 COMMDSL_FN u32 thread_of_warp() { return own_thread % 32; }
 constexpr u32 kWarp = 32;
 struct WideWarp {
-  pthread_barrier_t barrier;
+  WideBarrier barrier;
   u32 value[32];
 };
 inline WideWarp wide_warps[COMMDSL_THREADS / 32];
-inline pthread_barrier_t wide_block;
-COMMDSL_FN void warp_barrier() { pthread_barrier_wait(&wide_warps[warp()].barrier); }
+inline WideBarrier wide_block;
+COMMDSL_FN void warp_barrier() { wide_wait(wide_warps[warp()].barrier, 32); }
 struct Equals {
   u32 before, count;
 };
@@ -92,8 +142,7 @@ COMMDSL_FN u32 of_first_thread(u32 value) {
   warp_barrier();
   return found;
 }
-COMMDSL_FN u32 take_shared(u32* word) { return __atomic_fetch_add(word, 1, __ATOMIC_RELAXED); }
-COMMDSL_FN void block_barrier() { pthread_barrier_wait(&wide_block); }
+COMMDSL_FN void block_barrier() { wide_wait(wide_block, COMMDSL_THREADS); }
 COMMDSL_FN u32 __funnelshift_r(u32 low, u32 high, u32 bits) {
   return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> (bits & 31));
 }
@@ -103,15 +152,13 @@ ENTRY = """
 #undef COMMDSL_KERNEL
 #define COMMDSL_KERNEL(name, plan)                                                                         \\
   static commdsl::Returning<plan> wide_known;                                                              \\
-  struct WideThread {                                                                                      \\
+  struct WideJob {                                                                                         \\
     const plan::Args* args;                                                                                \\
     int phase;                                                                                             \\
     const unsigned long long* rows;                                                                        \\
-    unsigned number;                                                                                       \\
   };                                                                                                       \\
-  static void* wide_thread(void* given) {                                                                  \\
-    const WideThread& own = *static_cast<WideThread*>(given);                                              \\
-    commdsl::own_thread = own.number;                                                                      \\
+  static void wide_thread(const void* given) {                                                             \\
+    const WideJob& own = *static_cast<const WideJob*>(given);                                              \\
     for (commdsl::i32 lane = 0; lane < own.args->active_lanes; ++lane) {                                   \\
       const commdsl::Call<plan> here{*own.args, lane, 1, nullptr};                                         \\
       commdsl::prepare(here, wide_known);                                                                  \\
@@ -124,18 +171,10 @@ ENTRY = """
       if (own.phase == 2) { BETWEEN }                                                                      \\
       commdsl::block_barrier();                                                                            \\
     }                                                                                                      \\
-    return nullptr;                                                                                        \\
   }                                                                                                        \\
   extern "C" int wide_run(const plan::Args* args, int phase, const unsigned long long* rows) {             \\
-    for (auto& one : commdsl::wide_warps) pthread_barrier_init(&one.barrier, nullptr, 32);                 \\
-    pthread_barrier_init(&commdsl::wide_block, nullptr, COMMDSL_THREADS);                                  \\
-    pthread_t threads[COMMDSL_THREADS];                                                                    \\
-    WideThread jobs[COMMDSL_THREADS];                                                                      \\
-    for (unsigned at = 0; at < COMMDSL_THREADS; ++at) {                                                    \\
-      jobs[at] = {args, phase, rows, at};                                                                  \\
-      pthread_create(&threads[at], nullptr, wide_thread, &jobs[at]);                                       \\
-    }                                                                                                      \\
-    for (auto& one : threads) pthread_join(one, nullptr);                                                  \\
+    const WideJob job{args, phase, rows};                                                                  \\
+    commdsl::wide_all(COMMDSL_THREADS, wide_thread, &job);                                                 \\
     return wide_known.bad == 0 && wide_known.apart == 0;                                                   \\
   }
 """
@@ -151,13 +190,8 @@ FLOAT8 = """
     unsigned long long to[2], scales[2], element, columns, pieces;                                         \\
     const char* source;                                                                                    \\
   };                                                                                                       \\
-  struct WideThread {                                                                                      \\
-    const WideRow* row;                                                                                    \\
-    unsigned number;                                                                                       \\
-  };                                                                                                       \\
-  static void* wide_thread(void* given) {                                                                  \\
-    const WideRow& row = *static_cast<WideThread*>(given)->row;                                            \\
-    commdsl::own_thread = static_cast<WideThread*>(given)->number;                                         \\
+  static void wide_thread(const void* given) {                                                             \\
+    const WideRow& row = *static_cast<const WideRow*>(given);                                              \\
     const commdsl::u64 to[2] = {row.to[0], row.to[1]};                                                     \\
     const auto scales = [&](commdsl::u32 i) { return reinterpret_cast<char*>(row.scales[i]); };            \\
     constexpr commdsl::u32 stretch = commdsl::stretch_of<plan>(0);                                         \\
@@ -165,18 +199,8 @@ FLOAT8 = """
       const auto part = commdsl::part_of_stretches(row.columns, stretch, piece, row.pieces);               \\
       commdsl::quantise<stretch>(row.element, to, 2, scales, row.source, part.begin, part.begin + part.bytes); \\
     }                                                                                                      \\
-    return nullptr;                                                                                        \\
   }                                                                                                        \\
-  extern "C" void wide_row(const WideRow* row) {                                                           \\
-    pthread_barrier_init(&commdsl::wide_warps[0].barrier, nullptr, 32);                                    \\
-    pthread_t threads[32];                                                                                 \\
-    WideThread jobs[32];                                                                                   \\
-    for (unsigned at = 0; at < 32; ++at) {                                                                 \\
-      jobs[at] = {row, at};                                                                                \\
-      pthread_create(&threads[at], nullptr, wide_thread, &jobs[at]);                                       \\
-    }                                                                                                      \\
-    for (auto& one : threads) pthread_join(one, nullptr);                                                  \\
-  }
+  extern "C" void wide_row(const WideRow* row) { commdsl::wide_all(32, wide_thread, row); }
 """
 
 
@@ -201,13 +225,9 @@ def headers(folder: Path, way: str, between: str) -> Path:
         at = f"{{ memcpy({word}); }}"
         assert at in text, at
         text = text.replace(at, f"{{ if (reinterpret_cast<u64>(p) % sizeof(Word) != 0) abort(); memcpy({word}); }}")
-    text, count = re.subn(
-        r"COMMDSL_FN void add_shared\((u\d+)\* word, u\d+ value\) \{[^}]*\}",
-        r"COMMDSL_FN void add_shared(\1* word, \1 value) { __atomic_fetch_add(word, value, __ATOMIC_RELAXED); }",
-        text,
+    (root / "commdsl" / "device.cuh").write_text(
+        "#include <ucontext.h>\n" + text + (FLOAT8 if way == "float8" else entry(way, between)), "utf-8"
     )
-    assert count == 2
-    (root / "commdsl" / "device.cuh").write_text(text + (FLOAT8 if way == "float8" else entry(way, between)), "utf-8")
     return root
 
 
