@@ -97,8 +97,10 @@ def _threads(setting: Setting, call: int, by: Actor) -> list[Thread]:
 
 
 def _ranks(of: int, which: Ranks, num_ranks: int) -> set[int]:
+    if which is Ranks.OWN:
+        return {of}
     everyone = set(range(num_ranks))
-    return {Ranks.OWN: {of}, Ranks.OTHERS: everyone - {of}, Ranks.ALL: everyone}[which]
+    return everyone if which is Ranks.ALL else everyone - {of}
 
 
 def _events(steps: tuple[Step, ...], setting: Setting) -> Iterator[Event]:
@@ -172,10 +174,11 @@ def _region(memory: Memory) -> str:
 
 def _in_turn(users: list[User]) -> Iterator[tuple[Event, Event]]:
     """Which event has to come before which."""
-    for pair in combinations(users, 2):
-        one, other = sorted(pair, key=lambda user: (user.event[0], user.turn))
+    for one, other in combinations(sorted(users, key=lambda user: (user.event[0], user.turn)), 2):
+        if not (one.writes or other.writes):
+            continue
         same_call = one.event[0] == other.event[0]
-        if not (one.writes or other.writes) or (same_call and one.turn == other.turn):
+        if same_call and one.turn == other.turn:
             continue
         apart = None not in (one.segment, other.segment) and one.segment != other.segment
         if not apart or (one.moves and not same_call):

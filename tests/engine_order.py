@@ -124,5 +124,8 @@ def meet(one: Command, other: Command) -> bool:
     assert one.copy is not None
     assert other.copy is not None
     (to, source, size), (other_to, other_source, other_size) = one.copy, other.copy
-    pairs = ((to, other_to), (to, other_source), (source, other_to))
-    return any(a < b + other_size and b < a + size for a, b in pairs)
+    return (
+        (to < other_to + other_size and other_to < to + size)
+        or (to < other_source + other_size and other_source < to + size)
+        or (source < other_to + other_size and other_to < source + size)
+    )
