@@ -68,7 +68,7 @@ class Plan:
     agree: Agree = field(kw_only=True)  # the role beside `roles`: it touches nothing that they do
     stamped: bool = field(default=False, kw_only=True)  # built to say when what it does begins and ends
 
-    @property
+    @cached_property  # as are its moves: loops over operations ask for both
     def phases(self) -> tuple[Phase, ...]:
         """Of all roles, in order."""
         return tuple(phase for role in self.roles for phase in role.phases)
@@ -78,7 +78,7 @@ class Plan:
         """Whatever a phase touches, each once."""
         return tuple(dict.fromkeys(memory for phase in self.phases for memory in memory_of(phase)))
 
-    @property
+    @cached_property
     def moves(self) -> Moves:
         """The phase of static operations, in a Plan that has one."""
         return _only(self.phases, Moves, self.name)
