@@ -17,6 +17,7 @@ from commdsl.overlap import (  # noqa: E402 - as above
     ColumnParallelLinear,
     RowParallelLinear,
     all_gather_matmul,
+    all_to_all_matmul,
     functional,
     matmul_all_reduce,
     matmul_all_to_all,
@@ -56,10 +57,17 @@ def all_gather_matmul_rows(x: Any, w: Any, *, group: str) -> Any:
     return all_gather_matmul(x, w, group=group, keep_rows=True)
 
 
+def returned(x: Tensors, w: Tensors) -> list[Any]:
+    """And of `all_to_all_matmul`."""
+    blocks = zip(*(one.chunk(len(x)) for one in x), strict=True)
+    return [torch.cat(one, -1) @ other.t() for one, other in zip(blocks, w, strict=True)]
+
+
 GATHERING = (all_gather_matmul, all_gather_matmul_rows)
 WAYS = [(call, gathered) for call in GATHERING]
 WAYS += [(matmul_reduce_scatter, scattered), (matmul_all_reduce, reduced), (matmul_all_to_all, exchanged)]
-NAMES = ["gather", "gather, rows kept", "scatter", "reduce", "exchange"]
+WAYS += [(all_to_all_matmul, returned)]
+NAMES = ["gather", "gather, rows kept", "scatter", "reduce", "exchange", "return"]
 
 
 def given(call: Any, ranks: int, rows: int = 6, dtype: Any = torch.float64, middle: tuple[int, ...] = ()) -> list[Any]:
@@ -67,7 +75,8 @@ def given(call: Any, ranks: int, rows: int = 6, dtype: Any = torch.float64, midd
     draw = torch.Generator().manual_seed(ranks + rows)
     count = rows if call in (*GATHERING, matmul_all_to_all) else rows * ranks
     columns = 8 * ranks if call is matmul_all_to_all else 8
-    shapes = [(count, *middle, 16)] * ranks + [(columns, 16)] * ranks
+    depth = 16 * ranks if call is all_to_all_matmul else 16
+    shapes = [(count, *middle, 16)] * ranks + [(columns, depth)] * ranks
     made = [torch.randint(-2, 3, shape, generator=draw).to(dtype) for shape in shapes]
     return [made[:ranks], made[ranks:]]
 
@@ -194,7 +203,7 @@ def test_what_is_multiplied_is_not_copied(call: Any, meaning: Any, laid: Any, mo
         for one, other in zip(made, (results[rank], slopes_of[rank], slopes_of[2 + rank]), strict=True):
             assert torch.equal(one.double(), other)
     assert factors == {*map(place, w)}
-    assert call in GATHERING or sources >= {*map(place, x)}
+    assert call in (*GATHERING, all_to_all_matmul) or sources >= {*map(place, x)}
 
 
 def test_what_lies_otherwise_is_copied() -> None:
@@ -302,7 +311,7 @@ def test_programs() -> None:
 def test_refusals() -> None:
     """What is no product, or cannot be shared out, is refused before anything is sent."""
     group, _ = commdsl.threads(2)
-    for call, _ in WAYS:
+    for call, _ in WAYS[:5]:
         for x, w in (((4, 8), (4, 7)), ((8,), (4, 8)), ((4, 8), (8,))):
             with pytest.raises(commdsl.TensorError, match=r"`x` is \(rows, ..., K\) and `w` \(N, K\)"):
                 call(torch.zeros(x), torch.zeros(w), group=group)
@@ -310,6 +319,10 @@ def test_refusals() -> None:
         matmul_reduce_scatter(torch.zeros(5, 8), torch.zeros(4, 8), group=group)
     with pytest.raises(commdsl.TensorError, match="2 ranks share the 5 rows of `w`"):
         matmul_all_to_all(torch.zeros(4, 8), torch.zeros(5, 8), group=group)
+    with pytest.raises(commdsl.TensorError, match="2 ranks share the 5 rows of `x`"):
+        all_to_all_matmul(torch.zeros(5, 8), torch.zeros(4, 16), group=group)
+    with pytest.raises(commdsl.TensorError, match=r"`w` \(N, 2 \* K\)"):
+        all_to_all_matmul(torch.zeros(4, 8), torch.zeros(4, 8), group=group)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------

@@ -12,13 +12,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_overlap_ops import exchanged, gathered, reduced, scattered  # noqa: E402 - after the check for torch
+from test_overlap_ops import exchanged, gathered, reduced, returned, scattered  # noqa: E402 - after the check for torch
 from thread_ranks import in_group  # noqa: E402 - as above
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402 - as above
 
 import commdsl  # noqa: E402 - as above
 from commdsl.overlap import (  # noqa: E402 - as above
     all_gather_matmul,
+    all_to_all_matmul,
     functional,
     matmul_all_reduce,
     matmul_all_to_all,
@@ -34,6 +35,7 @@ WAYS = [
     (matmul_reduce_scatter, scattered),
     (matmul_all_reduce, reduced),
     (matmul_all_to_all, exchanged),
+    (all_to_all_matmul, returned),
 ]
 
 
@@ -61,6 +63,8 @@ def test_numbers(call: Any, meaning: Any, is_sequence: bool, monkeypatch: pytest
         monkeypatch.setattr(functional, "program", lambda *_: None)
     for is_whole in (True, False):
         x, w, of_x, of_w = given(is_whole)
+        if call is all_to_all_matmul:  # as deep for the columns of each rank
+            w = [torch.cat([one, one.flip(0)], 1) for one in w]
 
         def work(rank: int, group: str, of: Any = (x, w, of_x, of_w)) -> Any:
             rows, weights, *scales = (one[rank] for one in of)
@@ -109,8 +113,9 @@ def test_shapes() -> None:
     group, _ = commdsl.threads(RANKS)
     with FakeTensorMode():
         x, w, scale = torch.empty(4, 64, dtype=FLOAT8), torch.empty(8, 64, dtype=FLOAT8), torch.ones(())
-        for call, shape in zip((call for call, _ in WAYS), ((8, 8), (2, 8), (4, 8), (8, 4)), strict=True):
-            made = call(x, w, scale_x=scale, scale_w=scale, group=group)
+        for (call, _), shape in zip(WAYS, ((8, 8), (2, 8), (4, 8), (8, 4), (2, 8)), strict=True):
+            rows = x[:, :32] if call is all_to_all_matmul else x
+            made = call(rows, w, scale_x=scale, scale_w=scale, group=group)
             assert (made.shape, made.dtype) == (shape, torch.bfloat16)
         made = op(x, w, scale, scale, group=group)
         assert (made.shape, made.dtype) == ((8, 8), torch.bfloat16)

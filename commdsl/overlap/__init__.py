@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from commdsl.overlap.auto import choice as choice
     from commdsl.overlap.functional import all_gather_matmul as all_gather_matmul
+    from commdsl.overlap.functional import all_to_all_matmul as all_to_all_matmul
     from commdsl.overlap.functional import matmul_all_reduce as matmul_all_reduce
     from commdsl.overlap.functional import matmul_all_to_all as matmul_all_to_all
     from commdsl.overlap.functional import matmul_reduce_scatter as matmul_reduce_scatter
@@ -39,6 +40,7 @@ __all__ = [
     "RowParallelLinear",
     "all_gather_matmul",
     "all_reduce_rms_norm",
+    "all_to_all_matmul",
     "choice",
     "matmul_all_reduce",
     "matmul_all_to_all",
@@ -53,6 +55,7 @@ _HOME = {
     "RowParallelLinear": "layers",
     "all_gather_matmul": "functional",
     "all_reduce_rms_norm": "rms_norm",
+    "all_to_all_matmul": "functional",
     "choice": "auto",
     "matmul_all_reduce": "functional",
     "matmul_all_to_all": "functional",

@@ -64,7 +64,7 @@ HOPPER = ("H100", "H200")
 class Operator:
     """The schedule of an operator of `PRODUCTS`; whether what travels are the rows that are multiplied, not what is
     made of them; and the pieces to choose from. A rank is called with its own rows, or with `all_rows`, and with the
-    weights of its own columns, or of `all_columns`.
+    weights of its own columns, or of `all_columns`, and of the depth that its rows have, or of that of `all_depths`.
     """
 
     schedule: str
@@ -72,6 +72,7 @@ class Operator:
     pieces: tuple[int, ...] = PIECES
     all_rows: bool = True
     all_columns: bool = False
+    all_depths: bool = False
 
 
 _OPERATORS = (
@@ -79,6 +80,7 @@ _OPERATORS = (
     Operator("matmul_reducescatter", False),
     Operator("matmul_allreduce", False, PIECES[:2]),
     Operator("matmul_alltoall", False, all_rows=False, all_columns=True),
+    Operator("alltoall_matmul", True, all_depths=True),
 )
 """An all-reduce has two waits a piece: in four it took 1.4 to 1.8 times as long as in two, at all of nine shapes."""
 
@@ -130,8 +132,9 @@ def choice(
     """What `commdsl.overlap.OPERATOR` runs, and why: the same on every rank that asks for the same.
 
     `rows`: of all `ranks`; `depth`, `columns`: of this rank's weights, as in torch.nn.Linear(depth, columns), and of
-    the results of `matmul_all_to_all`, whose weights have as many columns for each rank. `itemsize`: bytes of an
-    element; `device`: as torch names the GPU, or "cpu". Raises ArgumentError.
+    the results of `matmul_all_to_all`, whose weights have as many columns for each rank, and the rows of
+    `all_to_all_matmul`, whose weights are as deep for each. `itemsize`: bytes of an element; `device`: as torch names
+    the GPU, or "cpu". Raises ArgumentError.
     """
     if operator not in PRODUCTS:
         raise ArgumentError(f"expected one of {', '.join(PRODUCTS)}, got `{operator}`")

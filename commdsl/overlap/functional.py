@@ -16,12 +16,12 @@ import torch
 
 from commdsl.overlap import gradients
 from commdsl.overlap.calls import NAMESPACE, call
-from commdsl.overlap.programs import EXCHANGE, GATHER, REDUCE, SCATTER, program, program_with_rows
-from commdsl.overlap.sequence import WAYS, gather_then_multiply, multiply
+from commdsl.overlap.programs import EXCHANGE, GATHER, REDUCE, RETURN, SCATTER, operands, program, program_with_rows
+from commdsl.overlap.sequence import WAYS, multiply_there
 from commdsl.runtime import collective_ops, collectives, groups, menu
 from commdsl.runtime.errors import GradientError, TensorError
 from commdsl.runtime.operators import define
-from commdsl.runtime.tensors import FLOAT8, check_scales, lies_in_lines, made_of
+from commdsl.runtime.tensors import FLOAT8, check_scales, made_of
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -110,10 +110,35 @@ def matmul_all_to_all(
     `commdsl.all_to_all`. Where all ranks have the same w, `all_gather_matmul` of x and this rank's rows of it makes the
     same: a row of x travels then, K numbers in place of N.
 
-    The gradient of the result comes back by `commdsl.all_to_all`, and those of x and w are products of it. Raises
-    TensorError (C951), GroupError (C953).
+    The gradient of x is `all_to_all_matmul` of that of the result with w transposed; what came for it, that of w is a
+    product of. Raises TensorError (C951), GroupError (C953).
     """
     return _of_call("matmul_all_to_all", x, w, group, scale_x, scale_w)
+
+
+def all_to_all_matmul(
+    x: Tensor,
+    w: Tensor,
+    *,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    group: Any = None,
+) -> Tensor:
+    """This rank's rows of all columns, which each rank has some of, times all weights: x (P * n, ..., K),
+    w (N, P * K) -> (n, ..., N). From all tokens and some heads to some tokens, by the projection of all heads.
+
+    x, w: as for `all_gather_matmul`; rank r has columns r * K ..< (r + 1) * K of what w multiplies. They travel, n rows
+    of them to each rank, while its own are multiplied. Sums of our kernel are float32, rounded once; where each product
+    is one of torch's, each sum is. Where no schedule multiplies, or one after the other is faster (`choice` says), it
+    is `commdsl.all_to_all`, a copy and torch.mm.
+
+    The gradient of x is `matmul_all_to_all` of that of the result with w transposed. That of w needs what came: it is
+    kept in place of x, whose size it has. Raises TensorError (C951), GroupError (C953).
+    """
+    if w.requires_grad and torch.is_grad_enabled():
+        made: Tensor = _call("all_to_all_matmul_rows", x, w, group, scale_x, scale_w)[0]
+        return made
+    return _of_call("all_to_all_matmul", x, w, group, scale_x, scale_w)
 
 
 def replicated_matmul(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
@@ -149,49 +174,45 @@ def _cast(x: Tensor) -> Tensor:
 
 
 def _all_gather_matmul(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
-    shape, scales = _gathered(x, w, group_name), _scales("all_gather_matmul", x, w, given)
-    rows, factor = x.flatten(0, -2).contiguous(), _in_lines(w)
-    op = program(GATHER, rows, factor, group_name)
-    if op is None:
-        return gather_then_multiply(rows, factor, group_name, *scales).view(shape)
-    made = op(rows, factor, *scales, group=group_name)
-    assert isinstance(made, Tensor)
-    return made.view(shape)
+    return _made(_gathered(x, w, group_name), GATHER, x, w, group_name, given)
 
 
 def _all_gather_matmul_rows(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     """The rows that were multiplied, too: a gradient of weights is made of them."""
     shapes = _gathered(x, w, group_name), _rows_of(x, group_name)
-    scales = _scales("all_gather_matmul", x, w, given)
-    rows, factor = x.flatten(0, -2).contiguous(), _in_lines(w)
-    op = program_with_rows(rows, factor, group_name)
-    if op is None:
-        there = collectives.all_gather(rows, group_name)
-        return multiply(there, factor, *scales).view(shapes[0]), there.view(shapes[1])
-    results = op(rows, factor, *scales, group=group_name)
-    assert isinstance(results, tuple)
-    made, there = results
-    return made.view(shapes[0]), there.view(shapes[1])
+    return _made_with_rows(shapes, GATHER, partial(collectives.all_gather, group=group_name), x, w, group_name, given)
 
 
 def _matmul_reduce_scatter(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
-    return _sent(_scattered(x, w, group_name), SCATTER, x, w, group_name, given)
+    return _made(_scattered(x, w, group_name), SCATTER, x, w, group_name, given)
 
 
 def _matmul_all_reduce(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
-    return _sent(_multiplied(REDUCE, x, w), REDUCE, x, w, group_name, given)
+    return _made(_multiplied(REDUCE, x, w), REDUCE, x, w, group_name, given)
 
 
 def _matmul_all_to_all(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
-    return _sent(_exchanged(x, w, group_name), EXCHANGE, x, w, group_name, given)
+    return _made(_exchanged(x, w, group_name), EXCHANGE, x, w, group_name, given)
 
 
-def _sent(
+def _all_to_all_matmul(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
+    return _made(_returned(x, w, group_name), RETURN, x, w, group_name, given)
+
+
+def _all_to_all_matmul_rows(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What came, too: this rank's rows, a block of columns of each."""
+    shapes = _returned(x, w, group_name), list(x.shape)
+    return _made_with_rows(shapes, RETURN, partial(collectives.all_to_all, group=group_name), x, w, group_name, given)
+
+
+def _made(
     shape: list[Any], operator: str, x: Tensor, w: Tensor, group_name: str, given: tuple[Tensor | None, ...]
 ) -> Tensor:
-    """What products make and then travels, of that shape: by the program that is chosen, or one after the other."""
+    """What products make of what travels, or before it does, of that shape: by the program that is chosen, or one after
+    the other.
+    """
     scales = _scales(operator, x, w, given)
-    rows, factor = _in_lines(x.flatten(0, -2)), _in_lines(w)
+    rows, factor = operands(operator, x, w, group_name)
     op = program(operator, rows, factor, group_name)
     if op is None:
         return WAYS[operator](rows, factor, group_name, *scales).view(shape)
@@ -200,14 +221,31 @@ def _sent(
     return made.view(shape)
 
 
+def _made_with_rows(
+    shapes: tuple[list[Any], list[Any]],
+    operator: str,
+    bring: Callable[..., Tensor],
+    x: Tensor,
+    w: Tensor,
+    group_name: str,
+    given: tuple[Tensor | None, ...],
+) -> tuple[Tensor, Tensor]:
+    """And the rows that came."""
+    scales = _scales(operator, x, w, given)
+    rows, factor = operands(operator, x, w, group_name)
+    op = program_with_rows(operator, rows, factor, group_name)
+    if op is None:
+        there = bring(rows)
+        return multiply_there(there, factor, *scales).view(shapes[0]), there.view(shapes[1])
+    results = op(rows, factor, *scales, group=group_name)
+    assert isinstance(results, tuple)
+    made, there = results
+    return made.view(shapes[0]), there.view(shapes[1])
+
+
 def _replicated_matmul(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     shape = _multiplied("replicated_matmul", x, w)
     return torch.mm(x.flatten(0, -2), w.t()).view(shape)
-
-
-def _in_lines(matrix: Tensor) -> Tensor:
-    """As products read it: by rows or by columns."""
-    return matrix if lies_in_lines(matrix) else matrix.contiguous()
 
 
 def _scales(name: str, x: Tensor, w: Tensor, given: tuple[Tensor | None, ...]) -> list[Tensor]:
@@ -222,6 +260,8 @@ _RUNS: dict[str, Callable[..., Any]] = {
     "matmul_reduce_scatter": _matmul_reduce_scatter,
     "matmul_all_reduce": _matmul_all_reduce,
     "matmul_all_to_all": _matmul_all_to_all,
+    "all_to_all_matmul": _all_to_all_matmul,
+    "all_to_all_matmul_rows": _all_to_all_matmul_rows,
     "replicated_matmul": _replicated_matmul,
 }
 
@@ -256,15 +296,25 @@ def _exchanged(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
     return [x.shape[0] * ranks, *x.shape[1:-1], w.shape[0] // ranks]
 
 
+def _returned(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
+    ranks = menu.size(group_name)
+    _check(RETURN, x, w, ranks)
+    if x.shape[0] % ranks:
+        raise TensorError(f"`{RETURN}`: {ranks} ranks share the {x.shape[0]} rows of `x`, equally many each")
+    return [x.shape[0] // ranks, *x.shape[1:-1], w.shape[0]]
+
+
 def _multiplied(name: str, x: Tensor, w: Tensor) -> list[Any]:
     _check(name, x, w)
     return [*x.shape[:-1], w.shape[0]]
 
 
-def _check(name: str, x: Tensor, w: Tensor) -> None:
-    if x.dim() < 2 or w.dim() != 2 or x.shape[-1] != w.shape[1]:
+def _check(name: str, x: Tensor, w: Tensor, ranks: int = 1) -> None:
+    """`ranks`: as many times as deep as rows are weights."""
+    if x.dim() < 2 or w.dim() != 2 or x.shape[-1] * ranks != w.shape[1]:
         shapes = f"{tuple(x.shape)} and {tuple(w.shape)}"
-        raise TensorError(f"`{name}`: `x` is (rows, ..., K) and `w` (N, K), got {shapes}")
+        depth = f"{ranks} * K" if ranks > 1 else "K"
+        raise TensorError(f"`{name}`: `x` is (rows, ..., K) and `w` (N, {depth}), got {shapes}")
 
 
 def _fake_gather(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
@@ -285,6 +335,14 @@ def _fake_reduce(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Te
 
 def _fake_exchange(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
     return x.new_empty(_exchanged(x, w, group_name), dtype=made_of(x.dtype))
+
+
+def _fake_return(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
+    return x.new_empty(_returned(x, w, group_name), dtype=made_of(x.dtype))
+
+
+def _fake_return_rows(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _fake_return(x, w, group_name), x.new_empty(x.shape)
 
 
 def _fake_replicated(x: Tensor, w: Tensor, group_name: str) -> Tensor:
@@ -310,9 +368,11 @@ def _library() -> torch.library.Library:
         ("matmul_reduce_scatter", _fake_scatter, gradients.scatter_back, gradients.keep),
         ("matmul_all_reduce", _fake_reduce, gradients.reduce_back, gradients.keep),
         ("matmul_all_to_all", _fake_exchange, gradients.exchange_back, gradients.keep),
+        ("all_to_all_matmul", _fake_return, gradients.return_back, gradients.keep),
+        ("all_to_all_matmul_rows", _fake_return_rows, gradients.return_rows_back, gradients.keep_rows),
         ("replicated_matmul", _fake_replicated, gradients.replicated_back, gradients.keep),
     ):
-        results = "(Tensor, Tensor)" if fake is _fake_rows else "Tensor"
+        results = "(Tensor, Tensor)" if name.endswith("_rows") else "Tensor"
         scales = "" if fake is _fake_replicated else ", Tensor? scale_x=None, Tensor? scale_w=None"
         define(made, f"{name}(Tensor x, Tensor w, str group_name{scales}) -> {results}", _RUNS[name], fake)
         torch.library.register_autograd(

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from commdsl.overlap.sequence import side_by_side
 from commdsl.runtime import menu
 
 Tensor: TypeAlias = torch.Tensor
@@ -48,16 +49,44 @@ def gather_back(ctx: Any, gradient: Tensor) -> Gradients:
     return of_x, of_w
 
 
+def return_back(ctx: Any, gradient: Tensor) -> Gradients:
+    x, w = ctx.saved_tensors
+    of_x = of_w = None
+    if w is not None:
+        of_x = torch.ops.commdsl_overlap.matmul_all_to_all(gradient, w.t(), ctx.group_name)
+    if x is not None:
+        of_w = _of_weights(gradient, _all_columns(x, ctx.group_name))
+    return of_x, of_w
+
+
 def rows_back(ctx: Any, gradient: Tensor | None, of_rows: Tensor | None) -> Gradients:
-    """None: nothing is made of that result."""
+    """Of what gathers. None: nothing is made of that result."""
     rows, w = ctx.saved_tensors
+    return _with_rows_back(ctx, (gradient, of_rows), (rows, w), "matmul_reduce_scatter", "reduce_scatter")
+
+
+def return_rows_back(ctx: Any, gradient: Tensor | None, of_rows: Tensor | None) -> Gradients:
+    columns, w = ctx.saved_tensors
+    rows = None if columns is None else side_by_side(columns, menu.size(ctx.group_name))
+    return _with_rows_back(ctx, (gradient, of_rows), (rows, w), "matmul_all_to_all", "all_to_all")
+
+
+def _with_rows_back(
+    ctx: Any,
+    of_results: Gradients,
+    kept: tuple[Tensor | None, Tensor | None],
+    operator: str,
+    collective: str,
+) -> Gradients:
+    """Of the rows that were multiplied, and w; by what brings rows back multiplied, and what as they are."""
+    (gradient, of_rows), (rows, w) = of_results, kept
     of_x = of_w = None
     if gradient is not None and w is not None:
-        of_x = torch.ops.commdsl_overlap.matmul_reduce_scatter(gradient, w.t(), ctx.group_name)
+        of_x = getattr(torch.ops.commdsl_overlap, operator)(gradient, w.t(), ctx.group_name)
     if gradient is not None and rows is not None:
         of_w = _of_weights(gradient, rows)
     if of_rows is not None and ctx.needs_input_grad[0]:
-        back = torch.ops.commdsl_collectives.reduce_scatter(of_rows.contiguous(), ctx.group_name)
+        back = getattr(torch.ops.commdsl_collectives, collective)(of_rows.contiguous(), ctx.group_name)
         of_x = back if of_x is None else of_x + back
     return of_x, of_w
 
@@ -82,10 +111,12 @@ def reduce_back(ctx: Any, gradient: Tensor) -> Gradients:
 def exchange_back(ctx: Any, gradient: Tensor) -> Gradients:
     """The gradient of all columns comes back once, for both."""
     x, w = ctx.saved_tensors
-    ranks = menu.size(ctx.group_name)
-    blocks = torch.ops.commdsl_collectives.all_to_all(gradient.contiguous(), ctx.group_name)
-    made = blocks.unflatten(0, (ranks, -1)).movedim(0, -2).flatten(-2)  # (n, ..., P * N)
-    return None if w is None else made @ w, None if x is None else _of_weights(made, x)
+    if w is None:
+        return None, _of_weights(_all_columns(gradient, ctx.group_name), x)
+    if x is None:
+        return torch.ops.commdsl_overlap.all_to_all_matmul(gradient, w.t(), ctx.group_name), None
+    of_x, columns = torch.ops.commdsl_overlap.all_to_all_matmul_rows(gradient, w.t(), ctx.group_name)
+    return of_x, _of_weights(side_by_side(columns, menu.size(ctx.group_name)), x)
 
 
 def replicated_back(ctx: Any, gradient: Tensor) -> Gradients:
@@ -97,6 +128,11 @@ def replicated_back(ctx: Any, gradient: Tensor) -> Gradients:
 def _all_rows(x: Tensor, group_name: str) -> Tensor:
     rows: Tensor = torch.ops.commdsl_collectives.all_gather(x.contiguous(), group_name)
     return rows
+
+
+def _all_columns(x: Tensor, group_name: str) -> Tensor:
+    """Of this rank's rows: (P * n, ..., K) -> (n, ..., P * K)."""
+    return side_by_side(torch.ops.commdsl_collectives.all_to_all(x.contiguous(), group_name), menu.size(group_name))
 
 
 def _of_weights(gradient: Tensor, rows: Tensor) -> Tensor:

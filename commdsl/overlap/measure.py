@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from commdsl.overlap.auto import OPERATORS, PIECES, Operator
-from commdsl.overlap.programs import EXCHANGE, REDUCE
+from commdsl.overlap.programs import EXCHANGE, REDUCE, RETURN
 from commdsl.overlap.sequence import WAYS
 from commdsl.planner.tuning.selection import SEQUENCE, Candidate
 from commdsl.runtime.load import load
@@ -52,11 +52,14 @@ class Products(Machine):
         rows = share * self.ranks if self.called.all_rows else share
         columns = self.columns * self.ranks if self.called.all_columns else self.columns
         dice = torch.Generator(self.device).manual_seed(rank)
-        shapes = (rows, self.depth), (columns, self.depth)
+        shapes = (rows, self.depth), (*([self.ranks] if self.called.all_depths else []), columns, self.depth)
         made = (torch.randint(-1, 2, one, generator=dice, device=self.device) for one in shapes)
         return tuple(one.to(self.dtype) for one in made)
 
     def _wanted(self, given: list[Inputs], rank: int) -> Tensor:
+        if self.collective == RETURN:
+            blocks = [x.chunk(self.ranks)[rank] for x, _ in given]
+            return torch.stack([torch.mm(x, w.t()) for x, w in zip(blocks, given[rank][1], strict=True)]).sum(0)
         if self.called.gathers:
             return torch.mm(torch.cat([x for x, _ in given]), given[rank][1].t())
         if self.collective == EXCHANGE:

@@ -12,8 +12,8 @@ import torch
 from commdsl.cost.profile import Profile
 from commdsl.machine.errors import ArgumentError
 from commdsl.overlap.auto import OPERATORS
-from commdsl.overlap.programs import program
-from commdsl.runtime import groups
+from commdsl.overlap.programs import operands, program
+from commdsl.runtime import groups, menu
 from commdsl.runtime.errors import OpError, TensorError
 
 
@@ -26,13 +26,15 @@ def profiled(operator: str, x: torch.Tensor, w: torch.Tensor, *, group: Any = No
     """
     if operator not in OPERATORS:
         raise ArgumentError(f"expected one of {', '.join(OPERATORS)}, got `{operator}`")
-    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
-        shapes = f"{tuple(x.shape)} and {tuple(w.shape)}"
-        raise TensorError(f"`{operator}`: `x` is (rows, K) and `w` (N, K) to be profiled, got {shapes}")
     name = groups.name_of(group)
+    times = menu.size(name) if OPERATORS[operator].all_depths else 1
+    if x.dim() != 2 or w.dim() != 2 or x.shape[1] * times != w.shape[1]:
+        shapes = f"{tuple(x.shape)} and {tuple(w.shape)}"
+        raise TensorError(f"`{operator}`: `x` and `w` are matrices to be profiled, as deep as for it, got {shapes}")
+    x, w = operands(operator, x.detach(), w.detach(), name)
     op = program(operator, x, w, name)
     if op is None:
         raise OpError(f"`{operator}` is a collective and a product here, one after the other: they have no time stamps")
-    made, profile = op.profiled(x.detach(), w.detach(), group=name)
+    made, profile = op.profiled(x, w, group=name)
     assert isinstance(made, torch.Tensor)
     return made, profile

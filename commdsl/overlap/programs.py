@@ -19,15 +19,15 @@ from commdsl.planner.tuning.selection import SEQUENCE, Choice
 from commdsl.runtime import groups, menu
 from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
-from commdsl.runtime.tensors import ALIGNMENT, FLOAT8, made_of
+from commdsl.runtime.tensors import ALIGNMENT, FLOAT8, lies_in_lines, made_of
 
 _LOGGER = logging.getLogger("commdsl")
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-EXCHANGE = "matmul_all_to_all"
+EXCHANGE, RETURN = "matmul_all_to_all", "all_to_all_matmul"
 NORM = "allreduce_rms_norm"
-WITH_ROWS = "allgather_matmul_rows"
-"""As what makes `GATHER`; the rows of all ranks are its second result."""
+WITH_ROWS = "_rows"
+"""Behind the name of what makes `GATHER` or `RETURN`: the rows that came are a second result."""
 
 FEW_BYTES = 4 << 20
 """Sent by a rank: of more, an all-reduce in two steps sends fewer."""
@@ -39,28 +39,43 @@ FEWEST: Mapping[str, int | str] = {"protocol": "packet", "threads": 256}
 """As 8 rows of 8192 columns in bfloat16 are fastest on two H200s."""
 
 
+def operands(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (rows, ..., K), w (N, K) as schedules have them: matrices, what travels contiguous; of weights for the columns
+    of all ranks, a matrix for those of each.
+    """
+    called, rows = OPERATORS[operator], x.flatten(0, -2)
+    if called.all_depths:
+        w = w.unflatten(1, (menu.size(group_name), -1)).movedim(1, 0)
+    return rows.contiguous() if called.gathers else _in_lines(rows), _in_lines(w)
+
+
+def _in_lines(matrix: torch.Tensor) -> torch.Tensor:
+    """As products read it: by rows or by columns."""
+    return matrix if lies_in_lines(matrix) else matrix.contiguous()
+
+
 def program(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op | None:
-    """x, w: matrices, the weights as torch.nn.Linear has them."""
+    """x, w: `operands`."""
     chosen = _choice(operator, x, w, group_name)
     return None if chosen is None else _loaded(chosen)
 
 
-def program_with_rows(x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op | None:
-    """As that of `GATHER`, and chosen as that is."""
-    chosen = _choice(GATHER, x, w, group_name)
-    return None if chosen is None else _loaded(replace(chosen, schedule=WITH_ROWS))
+def program_with_rows(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op | None:
+    """As that of `GATHER` or `RETURN`, and chosen as that is."""
+    chosen = _choice(operator, x, w, group_name)
+    return None if chosen is None else _loaded(replace(chosen, schedule=chosen.schedule + WITH_ROWS))
 
 
 def _choice(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Choice | None:
     ranks = menu.size(group_name)
     called = OPERATORS[operator]
     rows = x.shape[0] if called.all_rows else x.shape[0] * ranks
-    columns = w.shape[0] // ranks if called.all_columns else w.shape[0]
+    columns = w.shape[-2] // ranks if called.all_columns else w.shape[-2]
     if ranks == 1 or not _is_multiplied(x, w, columns) or groups.reaches_far(group_name, x.device):
         return None
     if rows % ranks:
         return None
-    travels = x.dtype if operator == GATHER else made_of(x.dtype)
+    travels = x.dtype if called.gathers else made_of(x.dtype)
     product = Product(operator, rows, x.shape[1], columns, ranks, travels.itemsize, x.dtype == FLOAT8)
     chosen = choose(product, menu.name_of_device(x.device))
     _LOGGER.debug("%s of %d bytes runs %s", chosen.collective, chosen.nbytes, chosen)

@@ -47,6 +47,24 @@ def multiply_then_exchange(rows: Tensor, factor: Tensor, group_name: str | None 
     return found
 
 
+def exchange_then_multiply(rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor) -> Tensor:
+    """rows (P * n, K), factor (P, N, K) -> (n, N)."""
+    return multiply_there(collectives.all_to_all(rows, group=group_name), factor, *scales)
+
+
+def multiply_there(there: Tensor, factor: Tensor, *scales: Tensor) -> Tensor:
+    """The rows of all ranks, or columns of all ranks by a factor for each: (P * n, K), (P, N, K) -> (n, N)."""
+    if factor.dim() == 3:
+        there, factor = side_by_side(there, len(factor)), factor.movedim(0, 1).flatten(1)
+    return multiply(there, factor, *scales)
+
+
+def side_by_side(blocks: Tensor, ranks: int) -> Tensor:
+    """(P * n, ..., K) -> (n, ..., P * K): what came from each rank, as columns."""
+    found: Tensor = blocks.unflatten(0, (ranks, -1)).movedim(0, -2).flatten(-2)
+    return found
+
+
 def multiply(rows: Tensor, factor: Tensor, *scales: Tensor) -> Tensor:
     """rows (n, K), factor (N, K) -> (n, N); `scales` of float8, of both."""
     if not scales:
@@ -59,5 +77,6 @@ WAYS: dict[str, Way] = {
     "matmul_reduce_scatter": multiply_then_scatter,
     "matmul_all_reduce": multiply_then_reduce,
     "matmul_all_to_all": multiply_then_exchange,
+    "all_to_all_matmul": exchange_then_multiply,
 }
 """By operator of `PRODUCTS`."""

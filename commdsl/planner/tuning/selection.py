@@ -25,7 +25,13 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 ROOTED = ("broadcast",)
 """Their schedules take a parameter `root`; a table is measured with root 0 and serves every root."""
 
-PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
+PRODUCTS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "matmul_all_to_all",
+    "all_to_all_matmul",
+)
 """Each of its depth and columns is a name of its own in a table: `all_gather_matmul 8192x3584`."""
 
 SEQUENCE = "sequence"
