@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.plans import DispatchPlan, Piece, Routing, routing
+from commdsl.ir.plans import DispatchPlan, Routing, routing
 from commdsl.ir.routes import NOWHERE, Mask, Routes, Shards, Sharing
 from commdsl.language.source import Source, Span
 
@@ -84,8 +84,9 @@ def plan(case: Case) -> DispatchPlan:
         copies=None,
         query_capacity=None,
         key_capacity=None,
+        names=("",) * num,
         piece=np.zeros(num, np.int64),
-        pieces=(Piece(0, "", 0, num, here),),
+        spans=(here,),
         span=here,
     )
 

@@ -22,7 +22,7 @@ from commdsl.planner import packing
 from commdsl.planner.balance import Balance, Widths, balance, imbalance
 from commdsl.planner.comm_text import comm_text
 from commdsl.planner.documents import CapacityError, Goal, State, balanced
-from commdsl.planner.flows import flows, ways
+from commdsl.planner.flows import flows
 from commdsl.planner.packing import Packing, PackingError, Terms, at_home, pack, packing_of, place, to_plan, whole
 
 WIDTHS = Widths(8, 4, 2)
@@ -208,7 +208,7 @@ def test_flows_are_near_and_few() -> None:
     """Load goes to its own node first, across nodes only what the node has too much, in at most P - 1 flows a class."""
     machine = nodes(2, 4)
     load = np.array([9.0, 1, 1, 1, 8, 0, 0, 0]) * 100
-    found = flows(load, 250.0, ways(machine))
+    found = flows(load, 250.0, machine.ways)
     across = sum(flow.amount for flow in found if flow.source // 4 != flow.dest // 4)
     after = load.copy()
     for flow in found:
@@ -224,7 +224,7 @@ def test_flows_take_ways_over_several_links() -> None:
     ring = Topology("ring", 1, 6, 132, (Link("hop", LinkScope.PAIRS, np.inf, 50e9, 1e-6, ring_pairs(6)),))
     load = np.array([600.0, 0, 0, 0, 0, 0])
     after = load.copy()
-    for flow in flows(load, 100.0, ways(ring)):
+    for flow in flows(load, 100.0, ring.ways):
         assert (flow.dest - flow.source) % 6 in (1, 5)
         after[[flow.source, flow.dest]] += (-flow.amount, flow.amount)
 
@@ -351,7 +351,7 @@ def test_the_planner_keeps_its_books(mask: Mask, seed: int) -> None:
     rng = np.random.default_rng(seed)
     home = pack(rng.integers(1, 3000, 40), switch(5), 16)
     terms = Terms("counted", mask)
-    state = State(home, ways(switch(5)), Goal(tolerance=0.01, shortest=16), terms)
+    state = State(home, switch(5).ways, Goal(tolerance=0.01, shortest=16), terms)
     turns = sum(state.turn(0.5) for _ in range(3))
     loads = balance(to_plan(home, state.cuts(), terms), switch(5), Widths())
 

@@ -23,6 +23,7 @@ from commdsl.ir.routes import (
     key_routes,
     needs,
     query_routes,
+    running_count,
     running_sum,
     stable_order,
 )
@@ -38,7 +39,7 @@ class Routed:
         self.document = dice.integers(0, max(num // 3, 1), num)
         order = dice.permutation(num)
         self.position, self.context = np.zeros(num, np.int64), np.zeros(num, np.int64)
-        self.position[order] = running_sum(self.document[order], np.ones(num, np.int64))
+        self.position[order] = running_count(self.document[order])
         ordered = np.lexsort((self.position, self.document))
         self.context[ordered] = running_sum(self.document[ordered], self.shards.length[ordered])
         self.dest = dice.integers(-1, num_ranks, num)

@@ -107,7 +107,7 @@ def _over(plan: DispatchPlan, routes: Routes, said: int | None, of: str) -> Iter
 
 def piece_span(plan: DispatchPlan, shard: int) -> Span:
     """Where a shard was written."""
-    return plan.pieces[int(plan.piece[shard])].span
+    return plan.spans[int(plan.piece[shard])]
 
 
 def name_of(plan: DispatchPlan, shard: int) -> str:

@@ -17,6 +17,7 @@ from commdsl.ir.routes import (
     Routes,
     Shards,
     first_equal,
+    sorted_sum,
     stable_order,
     totals,
 )
@@ -64,13 +65,9 @@ def in_order(rank: Longs, row: Longs, length: Longs) -> Longs:
 def not_tiling(routes: Routes) -> Offences:
     """Runs that do not begin where the one before them on their destination ends: a gap or an overlap."""
     order = in_order(routes.dest, routes.dest_row, routes.length)
-    length, dest = routes.length[order], routes.dest[order]
-    before = length.cumsum() - length
-    expected = before - before[first_equal(dest)]
-    wrong = (expected != routes.dest_row[order]).nonzero()[0]
-    # In the order of the table, so that the first named is the first written.
-    wrong = wrong[np.argsort(order[wrong])]
-    return Offences(order[wrong], expected[wrong], routes.dest_row[order[wrong]])
+    expected = np.empty(routes.num, np.int64)
+    expected[order] = sorted_sum(routes.dest[order], routes.length[order])
+    return _differ(expected, routes.dest_row)
 
 
 def not_placed(routes: Routes) -> Offences:
@@ -93,12 +90,10 @@ def not_returned(routes: Routes, returning: Routes, shards: Shards) -> Offences:
     """Runs that the way back does not bring to where they came from, a whole tensor of the source per copy: rows of
     `routes`. Expected is the first row there, got the row reached; NOWHERE if nothing, or another rank, comes back.
     """
-    there = (routes.length > 0).nonzero()[0]
+    real = routes.length > 0
+    there, home = real.nonzero()[0], (returning.length > 0).nonzero()[0]
     there = there[in_order(routes.dest[there], routes.dest_row[there], routes.length[there])]
-    home = (returning.length > 0).nonzero()[0]
     home = home[in_order(returning.source[home], returning.source_row[home], returning.length[home])]
-    expected = routes.copy[there] * shards.rows[routes.source[there]] + routes.source_row[there]
-    got = np.full(len(there), NOWHERE, np.int64)
     both = min(len(there), len(home))
     a, b = there[:both], home[:both]
     same = (
@@ -107,19 +102,18 @@ def not_returned(routes: Routes, returning: Routes, shards: Shards) -> Offences:
         & (routes.length[a] == returning.length[b])
         & (routes.source[a] == returning.dest[b])
     )
-    got[:both] = np.where(same, returning.dest_row[b], NOWHERE)
-    wrong = (got != expected).nonzero()[0]
-    wrong = wrong[np.argsort(there[wrong])]
-    return Offences(there[wrong], expected[wrong], got[wrong])
+    expected = routes.copy * shards.rows[routes.source] + routes.source_row
+    got = np.full(routes.num, NOWHERE, np.int64)
+    got[a] = np.where(same, returning.dest_row[b], NOWHERE)
+    wrong = (real & (got != expected)).nonzero()[0]
+    return Offences(wrong, expected[wrong], got[wrong])
 
 
 def wrong_context(length: Longs, document: Longs, position: Longs, context: Longs) -> Offences:
     """Shards whose context is not the rows of their document before them."""
     order = np.lexsort((position, document))
-    names = document[order]
-    before = length[order].cumsum() - length[order]
     expected = np.empty(len(order), np.int64)
-    expected[order] = before - before[first_equal(names)]
+    expected[order] = sorted_sum(document[order], length[order])
     return _differ(expected, context)
 
 
@@ -194,7 +188,8 @@ def _numbered(left: tuple[Longs, ...], right: tuple[Longs, ...]) -> tuple[Longs,
     order = np.lexsort(columns[::-1])
     new = np.zeros(len(order), np.bool_)
     for column in columns:
-        new[1:] |= column[order][1:] != column[order][:-1]
+        ordered = column[order]
+        new[1:] |= ordered[1:] != ordered[:-1]
     number = np.empty(len(order), np.int64)
     number[order] = new.cumsum()
     return number[: len(left[0])], number[len(left[0]) :]

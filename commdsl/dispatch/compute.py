@@ -18,7 +18,7 @@ from commdsl.checks import route_laws
 from commdsl.dispatch import layout
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.metadata import AttentionLayout, Metadata
-from commdsl.ir.routes import NOWHERE, Longs, Routes, Shards, back, query_routes, running_sum
+from commdsl.ir.routes import NOWHERE, Longs, Routes, Shards, back, query_routes, running_count, running_sum
 
 Intermediates: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -87,7 +87,7 @@ def compute_attn_layout_seqlens(
     flat = dest.reshape(-1)
     sent = np.flatnonzero(flat >= 0)
     to = flat[sent]
-    slot = running_sum(to, np.ones_like(to))
+    slot = running_count(to)
     made = layout.attention(len(dest), to, slot, query.reshape(-1)[sent], key.reshape(-1)[sent], None)
     return made.to(seq_shard_len.device)
 

@@ -12,7 +12,7 @@ from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.metadata import QKVMetadata
 from commdsl.dispatch.planned import from_plan
 from commdsl.ir.plans import DispatchPlan
-from commdsl.ir.routes import Longs, Mask, Shards, Sharing, running_sum
+from commdsl.ir.routes import Longs, Mask, Shards, Sharing, running_count
 from commdsl.language.source import Source, Span
 
 MOST_ROWS = 2**31 - 1
@@ -79,9 +79,10 @@ def _plan(lengths: Longs, degree: Longs, ranks: Longs, copies: int) -> DispatchP
     """
     world_size = ranks.shape[1]
     document = np.repeat(np.arange(len(lengths)), degree)
-    position = running_sum(document, np.ones_like(document))
+    position = running_count(document)
     length = (lengths // degree)[document]
     home = document // (len(lengths) // world_size)
+    here = Span(Source("random", ""), 0, 0)
     return DispatchPlan(
         name="random",
         num_ranks=world_size,
@@ -95,9 +96,10 @@ def _plan(lengths: Longs, degree: Longs, ranks: Longs, copies: int) -> DispatchP
         copies=copies,
         query_capacity=None,
         key_capacity=None,
+        names=("",) * len(lengths),
         piece=document,
-        pieces=(),
-        span=Span(Source("random", ""), 0, 0),
+        spans=(here,) * len(lengths),
+        span=here,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import NoReturn, Protocol, TypeAlias
@@ -112,10 +112,9 @@ class _Numbers:
     def flows(self, way: Way, widths: tuple[int, ...]) -> list[Shipment]:
         goes = way.goes
         queries = self.queries if goes else self.queries_back
-        has_copies = bool(self.queries.copy.any())
         _, query_rows, key_rows = self.sizes
         rows = query_rows if goes else self.shards.rows
-        flows = [Shipment(queries, rows, widths[0], is_sum=has_copies and not goes)]
+        flows = [Shipment(queries, rows, widths[0], is_sum=not goes and bool(self.queries.copy.any()))]
         if way.has_keys:
             keys = self.keys if goes else self.keys_back
             if keys is None:
@@ -123,6 +122,23 @@ class _Numbers:
             rows = key_rows if goes else self.shards.rows
             flows += [Shipment(keys, rows, width, is_sum=not goes) for width in widths[1:]]
         return flows
+
+
+@dataclass(eq=False, slots=True)
+class _Table:
+    """A table that was asked for, and who calls with it."""
+
+    words: torch.Tensor  # int32, 1-D, on the device, with room to spare
+    made: RowTable  # what is written there
+    hosts: weakref.WeakSet[Host] = field(default_factory=weakref.WeakSet)
+
+    def write(self, made: RowTable) -> None:
+        words = torch.from_numpy(made.words.view(np.int32))
+        if self.words.is_cuda:
+            words = words.pin_memory()
+        # By torch, which tells a gradient that the table changed.
+        self.words[: made.words.size].copy_(words, non_blocking=True)
+        self.made = made
 
 
 def _rows(routes: Routes) -> Longs:
@@ -192,9 +208,7 @@ class Route:
         self._count(numbers)
         self.ready: dict[tuple[str, str, tuple[int, ...]], Pair] = {}
         """By Dispatcher, Way and widths: what a call looks up."""
-        self._tables: dict[Form, torch.Tensor] = {}
-        self._made: dict[Form, RowTable] = {}
-        self._hosts: dict[Form, weakref.WeakSet[Host]] = {}
+        self._tables: dict[Form, _Table] = {}
         self._lock = threading.Lock()  # of the tables
 
     def __repr__(self) -> str:
@@ -235,19 +249,19 @@ class Route:
             return self._table(wanted, host)
 
     def _table(self, wanted: Form, host: Host) -> torch.Tensor:
-        made = self._admitted(wanted, (host,))
         found = self._tables.get(wanted)
+        made = self._admitted(wanted, (host,), found)
         if found is None:
             room = max(SPARE * made.most_words, LEAST_WORDS)
-            found = self._tables[wanted] = torch.empty(room, dtype=torch.int32, device=self.device)
-            self._made[wanted] = made
-            self._write(made, found)
-        self._hosts.setdefault(wanted, weakref.WeakSet()).add(host)
-        return found
+            words = torch.empty(room, dtype=torch.int32, device=self.device)
+            found = self._tables[wanted] = _Table(words, made)
+            found.write(made)
+        found.hosts.add(host)
+        return found.words
 
     def digest(self, wanted: Form) -> int:
         """Of the routes of all ranks, as the table of that form has it."""
-        return self._made[wanted].digest
+        return self._tables[wanted].made.digest
 
     def update_(self, other: Route) -> None:
         """Overwrites the tables with those of `other`, on the current stream: a graph that was captured with this Route
@@ -262,17 +276,19 @@ class Route:
                 f"this Route is rank {self.rank}'s of {self.num_ranks}, the other rank {other.rank}'s of "
                 f"{other.num_ranks}"
             )
-        made = {wanted: other._admitted(wanted, tuple(self._hosts[wanted])) for wanted in self._tables}
+        made = {
+            wanted: other._admitted(wanted, tuple(mine.hosts), other._tables.get(wanted))
+            for wanted, mine in self._tables.items()
+        }
         for wanted, new in made.items():
-            room = len(self._tables[wanted])
+            room = len(self._tables[wanted].words)
             if new.most_words > room:
                 raise DispatchError(
                     f"the table of {wanted.way.value} has room for {room} words, the other plan takes up to "
                     f"{new.most_words} on a rank: make the Route from the plan with the most shards first"
                 )
         for wanted, new in made.items():
-            self._write(new, self._tables[wanted])
-        self._made = made
+            self._tables[wanted].write(new)
         self._count(other._numbers)
 
     def place_of(self, address: int, send: int) -> str | None:
@@ -280,12 +296,12 @@ class Route:
         of this Route's.
         """
         for wanted, found in self._tables.items():
-            if found.data_ptr() == address:
+            if found.words.data_ptr() == address:
                 return self._place(wanted, send)
         return None
 
     def _place(self, wanted: Form, send: int) -> str:
-        at = self._made[wanted].route_of(send)
+        at = int(self._tables[wanted].made.route[send])
         for flow in self._numbers.flows(wanted.way, wanted.widths):
             if at < flow.routes.num:
                 local = int(self._numbers.shards.local[flow.routes.shard[at]])
@@ -295,18 +311,18 @@ class Route:
 
     def _count(self, numbers: _Numbers) -> None:
         self._numbers = numbers
-        self._maker = Tables(self.rank)
+        self._maker = Tables(self.rank, self.num_ranks)
         self._spans = None if numbers.seen is None else numbers.seen.on(self.rank, self.device)
         columns = [column.tolist() for column in numbers.sizes]
         self.most = max(columns[0]), max(columns[1]), max(columns[2])
         self.copies = numbers.copies
         self.rows, self.queries, self.keys = (column[self.rank] for column in columns)
 
-    def _admitted(self, wanted: Form, hosts: Sequence[Host]) -> RowTable:
-        """The table, if every host admits it."""
+    def _admitted(self, wanted: Form, hosts: Sequence[Host], found: _Table | None) -> RowTable:
+        """The table, if every host admits it; it is made unless it was found."""
         for host in hosts:
             host.admit(self, wanted, ())
-        made = self._made.get(wanted) or self._make(wanted)
+        made = self._make(wanted) if found is None else found.made
         for host in hosts:
             host.admit(self, wanted, made.waiting_rows)
         return made
@@ -314,12 +330,6 @@ class Route:
     def _make(self, wanted: Form) -> RowTable:
         flows = self._numbers.flows(wanted.way, wanted.widths)
         return self._maker.table(flows, packed=wanted.packed, tile_bytes=wanted.tile_bytes)
-
-    def _write(self, made: RowTable, to: torch.Tensor) -> None:
-        words = torch.from_numpy(made.words.view(np.int32))
-        if to.is_cuda:
-            words = words.pin_memory()
-        to[: len(words)].copy_(words, non_blocking=True)  # by torch, which tells a gradient that the table changed
 
 
 def checked(route: Route) -> Route:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import field
 from functools import cached_property
 
+import numpy as np
+
 from commdsl.ir.routes import (
     KeyStretches,
     Longs,
@@ -27,7 +29,7 @@ from commdsl.language.source import Span
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One `doc` as written: a document, or a part of a named one, on one rank."""
+    """One `doc` as written: a document, or a part of a named one, on one rank. It has a shard at least."""
 
     document: int
     name: str  # "" for a document without a name
@@ -52,9 +54,19 @@ class DispatchPlan:
     copies: int | None  # the most copies of a shard, where the text says so
     query_capacity: int | None  # the most rows a rank may receive, where the text says so
     key_capacity: int | None
-    piece: Longs  # (n,): which of `pieces` a shard is of
-    pieces: tuple[Piece, ...]
+    names: tuple[str, ...]  # of each document, "" where it has none
+    piece: Longs  # (n,): which of `pieces` a shard is of, never decreasing
+    spans: tuple[Span, ...] = field(repr=False)  # of each of `pieces`
     span: Span = field(compare=False, repr=False)
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What messages and texts are made of."""
+        number = np.arange(len(self.spans))
+        first, end = np.searchsorted(self.piece, number), np.searchsorted(self.piece, number, side="right")
+        document = self.document[first].tolist()
+        names = [self.names[one] for one in document]
+        return tuple(map(Piece, document, names, first.tolist(), (end - first).tolist(), self.spans))
 
     @cached_property
     def needs(self) -> Needs:

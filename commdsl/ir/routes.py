@@ -60,7 +60,7 @@ class Shards:
     @cached_property
     def row(self) -> Longs:
         """(n,): the first row of a shard in the tensor of its rank."""
-        return running_sum(self.rank, self.length)
+        return sorted_sum(self.rank, self.length)
 
     @cached_property
     def rows(self) -> Longs:
@@ -129,10 +129,22 @@ def totals(key: Longs, value: Longs, size: int) -> Longs:
 def running_sum(key: Longs, value: Longs) -> Longs:
     """For each entry the sum of `value` over the entries before it with the same key."""
     order = stable_order(key)
-    sorted_key, sorted_value = key[order], value[order]
-    before = sorted_value.cumsum() - sorted_value
     found = np.empty(len(key), np.int64)
-    found[order] = before - before[first_equal(sorted_key)]
+    found[order] = sorted_sum(key[order], value[order])
+    return found
+
+
+def sorted_sum(sorted_key: Longs, value: Longs) -> Longs:
+    """As `running_sum`, where equal keys follow each other."""
+    before = value.cumsum() - value
+    return before - before[first_equal(sorted_key)]
+
+
+def running_count(key: Longs) -> Longs:
+    """For each entry how many before it have the same key."""
+    order = stable_order(key)
+    found = np.empty(len(key), np.int64)
+    found[order] = np.arange(len(key)) - first_equal(key[order])
     return found
 
 
@@ -190,7 +202,7 @@ def query_routes(shards: Shards, dest: Longs) -> Routes:
         length,
         shard,
         copy,
-        running_sum(to, np.ones_like(to)),
+        running_count(to),
     )
 
 
@@ -205,7 +217,7 @@ def key_routes(
     sent = query_dest[pairs.query] >= 0
     key, query, position = pairs.key[sent], pairs.query[sent], pairs.position[sent]
     length = totals(query, shards.length[key], shards.num)
-    shards_needed = totals(query, np.ones_like(query), shards.num)
+    shards_needed = np.bincount(query, minlength=shards.num)
     open_by = _openers(query_dest, document, sharing)
     opened = (open_by == np.arange(shards.num)).nonzero()[0]  # a query in each stretch, the first in global order
     stretch_length, stretch_shards = np.zeros(shards.num, np.int64), np.zeros(shards.num, np.int64)
@@ -251,8 +263,8 @@ def _openers(query_dest: Longs, document: Longs, sharing: Sharing) -> Longs:
 def _copies(pairs: Needs, sent: NDArray[np.bool_], key: Longs, sharing: Sharing) -> Longs:
     """Which copy of its shard a route carries. Once per query a query that stays has a slot all the same."""
     if sharing is Sharing.RANK:
-        return running_sum(key, np.ones_like(key))
-    return running_sum(pairs.key, np.ones_like(pairs.key))[sent]
+        return running_count(key)
+    return running_count(pairs.key)[sent]
 
 
 def back(routes: Routes, shards: Shards) -> Routes:
@@ -268,7 +280,7 @@ def back(routes: Routes, shards: Shards) -> Routes:
     # Runs stand by shard and copy: a stable order by copy is one by copy and shard, that of the rows there.
     by_copy = stable_order(routes.copy)
     place = np.empty(routes.num, np.int64)
-    place[by_copy] = running_sum(routes.source[by_copy], np.ones_like(dest))
+    place[by_copy] = running_count(routes.source[by_copy])
     return Routes(
         routes.num_ranks,
         routes.dest[order],

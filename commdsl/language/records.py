@@ -39,23 +39,21 @@ class _Record:
     __match_args__: tuple[str, ...]
 
     def __init__(self, /, *values: Any, **named: Any) -> None:
-        names, fields = self.__match_args__, self.__dataclass_fields__
-        is_whole = len(values) == len(names) and len(values) + len(named) == len(fields)
-        if is_whole and all(name in fields and name not in names for name in named):  # nearly always
-            for name, value in zip(names, values, strict=True):
-                _store(self, name, value)
-            for name, value in named.items():
-                _store(self, name, value)
-            return
-        given = dict(zip(names, values, strict=False)) | named
+        fields = self.__dataclass_fields__
+        given = dict(zip(self.__match_args__, values, strict=False), **named)
         if len(given) < len(values) + len(named) or not given.keys() <= fields.keys():
             takes = ", ".join(fields)
             raise TypeError(f"{type(self).__name__}({takes}) was given {len(values)} values and {[*named]}")
-        for name, field in fields.items():
-            value = given.get(name, field.default)
-            if value is dataclasses.MISSING:
-                raise TypeError(f"{type(self).__name__} was not given `{name}`")
-            _store(self, name, value)
+        if len(given) < len(fields):
+            given = {name: given.get(name, field.default) for name, field in fields.items()}
+            for name, value in given.items():
+                if value is dataclasses.MISSING:
+                    raise TypeError(f"{type(self).__name__} was not given `{name}`")
+        if hasattr(self, "__dict__"):
+            self.__dict__.update(given)
+        else:
+            for name, value in given.items():
+                _store(self, name, value)
 
     def __repr__(self) -> str:
         shown = (name for name, field in self.__dataclass_fields__.items() if field.repr)

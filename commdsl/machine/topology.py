@@ -6,6 +6,7 @@ Assumes ranks are GPUs in order: rank = node * gpus + gpu. Does not read `.comm`
 from __future__ import annotations
 
 from dataclasses import field
+from functools import cached_property
 from typing import Any, TypeAlias, assert_never
 
 import numpy as np
@@ -95,6 +96,44 @@ class Axis:
         return gpu // self.stride % self.length
 
 
+@dataclass(frozen=True, eq=False)
+class Ways:
+    """How far ranks are from each other: (P, P), in seconds per byte."""
+
+    hop: Floats  # over a direct link, inf without one, 0 to itself
+
+    @cached_property
+    def linked(self) -> NDArray[np.bool_]:
+        """Whether there is a direct link, or none is needed."""
+        return np.isfinite(self.hop)
+
+    @cached_property
+    def distance(self) -> Floats:
+        """Over the shortest way."""
+        found = self.hop
+        if self.linked.all():
+            return found
+        for middle in range(len(found)):
+            found = np.minimum(found, found[:, middle, None] + found[None, middle, :])
+        return found
+
+    def way(self, source: int, dest: int) -> list[int]:
+        """The ranks on the shortest way, both ends with it: a direct link, or else that whose first links are fastest.
+
+        So load leaves a crowded rank over a node's many fast links before it takes the slow ones between nodes.
+        """
+        if self.hop[source, dest] <= self.distance[source, dest] * (1 + 1e-9):
+            return [source, dest]
+        ranks = [source]
+        while ranks[-1] != dest:
+            here = ranks[-1]
+            left = self.hop[here] + self.distance[:, dest]
+            left[ranks] = np.inf
+            nearest = np.flatnonzero(left <= left.min() * (1 + 1e-9))
+            ranks.append(int(nearest[self.hop[here][nearest].argmin()]))
+        return ranks
+
+
 @dataclass(frozen=True)
 class Topology:
     """`num_nodes` nodes of `gpus_per_node`, each GPU with `num_sms` streaming multiprocessors."""
@@ -119,6 +158,20 @@ class Topology:
         axes = ", ".join(f"{axis.name} = {axis.length}" for axis in self.axes)
         gpus = f"{self.gpus_per_node} GPUs{f' ({axes})' if axes else ''}"
         return f"{self.name}: {self.num_nodes} × {gpus} of {self.num_sms} SMs"
+
+    @cached_property
+    def ways(self) -> Ways:
+        """By bandwidth alone, as what is sent is large; a link without a cap still costs its latency for a MB."""
+        ranks = np.arange(self.num_ranks)
+        source, dest = np.broadcast_arrays(ranks[:, None], ranks[None, :])
+        link = link_of(self, source, dest)
+        if not self.links:
+            return Ways(np.where(source == dest, 0.0, np.inf))
+        latency = np.array([one.latency for one in self.links])[link] / (1 << 20)
+        hop = 1 / wire_bandwidth(self, source, dest, link) + latency
+        hop[link == NO_LINK] = np.inf
+        np.fill_diagonal(hop, 0.0)
+        return Ways(hop)
 
 
 def users_text(rank: int, sharing: int, *, sends: bool) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from commdsl.ir.plans import DispatchPlan, Piece
+from commdsl.ir.plans import DispatchPlan
 from commdsl.ir.routes import NOWHERE, Longs, Mask, Shards, Sharing
 from commdsl.language.source import Source, Span
 
@@ -38,6 +38,7 @@ def random_plan(draw: Draw, seed: int) -> DispatchPlan:
     dice = random.Random(f"{seed} {draw}")
     rank, document, length = _shards(draw, dice)
     position = _positions(document, dice)
+    here = Span(Source("random", ""), 0, 0)
     shards = Shards(draw.num_ranks, rank, length)
     return DispatchPlan(
         name=f"random_{seed}",
@@ -52,11 +53,10 @@ def random_plan(draw: Draw, seed: int) -> DispatchPlan:
         copies=None,
         query_capacity=None,
         key_capacity=None,
+        names=tuple(f"d{number}" for number in range(document.max(initial=-1) + 1)),
         piece=np.arange(len(rank)),
-        pieces=tuple(
-            Piece(int(of), f"d{of}", at, 1, Span(Source("random", ""), 0, 0)) for at, of in enumerate(document)
-        ),
-        span=Span(Source("random", ""), 0, 0),
+        spans=(here,) * len(rank),
+        span=here,
     )
 
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from commdsl.ir.plans import DispatchPlan
 from commdsl.ir.routes import Longs, Sharing, totals
-from commdsl.machine.topology import Topology
+from commdsl.machine.topology import Floats, Topology, Ways
 from commdsl.planner.balance import Widths
-from commdsl.planner.flows import Doubles, Flow, Ways, flows, ways
+from commdsl.planner.flows import Flow, flows
 from commdsl.planner.packing import Cuts, Packing, Terms, to_plan
 from commdsl.planner.stock import Demand, Offers, Stock, keys, offers, work
 
@@ -56,7 +56,7 @@ def balanced(home: Packing, topology: Topology, goal: Goal, terms: Terms, watch:
         raise ValueError("a capacity for keys is for those that are sent once per rank")
     if topology.num_ranks != home.num_ranks:
         raise ValueError(f"documents lie on {home.num_ranks} ranks, `{topology.name}` has {topology.num_ranks}")
-    found = ways(topology)
+    found = topology.ways
     if goal.relay:
         found = Ways(found.distance)
     state = State(home, found, goal, terms)
@@ -68,7 +68,7 @@ def balanced(home: Packing, topology: Topology, goal: Goal, terms: Terms, watch:
     return to_plan(home, state.cuts(), terms)
 
 
-def _stocks(home: Packing, low: Doubles, high: Doubles, length: Doubles) -> list[Stock]:
+def _stocks(home: Packing, low: Floats, high: Floats, length: Floats) -> list[Stock]:
     """What each rank has at the beginning; parts of no tokens are not worth a look."""
     shared = home.num_parts[home.document] > 1
     part = (home.length > 0).nonzero()[0]
@@ -82,11 +82,11 @@ class State:
 
     def __init__(self, home: Packing, found: Ways, goal: Goal, terms: Terms) -> None:
         self.home, self.goal, self.terms, self.mask = home, goal, terms, terms.mask
-        self.ways, self.linked = found, np.isfinite(found.hop)
+        self.ways = found
         low, high = home.begin.astype(np.float64), (home.begin + home.length).astype(np.float64)
         length = home.document_length[home.document].astype(np.float64)
         self.stocks = _stocks(home, low, high, length)
-        self.load: Doubles = np.bincount(home.rank, work(self.mask, low, high, length), home.num_ranks).astype(
+        self.load: Floats = np.bincount(home.rank, work(self.mask, low, high, length), home.num_ranks).astype(
             np.float64
         )
         self.queries = totals(home.rank, home.length, home.num_ranks).astype(np.float64)
@@ -97,7 +97,7 @@ class State:
         self.keys = np.zeros(home.num_ranks)
         self._lay_out_keys(high, length)
 
-    def _lay_out_keys(self, high: Doubles, length: Doubles) -> None:
+    def _lay_out_keys(self, high: Floats, length: Floats) -> None:
         """The keys on every rank while everything stays: those of a document once."""
         need = keys(self.mask, high, length)
         alone = self.home.num_parts[self.home.document] == 1
@@ -155,9 +155,9 @@ class State:
             has[index] = self.reach.get((document, flow.dest), 0)
             last = keys(self.mask, stock.high[index], stock.length[index])
             may[index] = all(
-                self.linked[rank, flow.dest] for begin, rank in self.homes.get(document, ()) if begin < last
+                self.ways.linked[rank, flow.dest] for begin, rank in self.homes.get(document, ()) if begin < last
             )
-        may &= bool(self.linked[flow.source, flow.dest])
+        may &= bool(self.ways.linked[flow.source, flow.dest])
         slack = max(most - float(self.load[flow.dest]) - left, 0.0)
         return Demand(left, slack, self.query_room(flow.dest), self.key_room(flow.dest), has, may)
 
@@ -171,11 +171,14 @@ class State:
 
     def choose(self, dest: int, stock: Stock, offered: Offers, left: float) -> Longs:
         """The best offer, and with a document as a whole those after it, as long as they are so and fit together."""
+        if offered.value.max(initial=0.0) <= 0:
+            return np.empty(0, np.int64)
+        best = int(offered.value.argmax())
+        is_whole = (offered.low == stock.low) & (offered.high == stock.high)
+        if not is_whole[best]:
+            return np.array([best])
         order = (-offered.value).argsort(kind="stable")
         order = order[offered.value[order] > 0]
-        if not len(order):
-            return order
-        is_whole = (offered.low == stock.low) & (offered.high == stock.high)
         rows = (offered.high - offered.low)[order].cumsum()
         need = keys(self.mask, offered.high, stock.length)[order].cumsum()
         fits = is_whole[order] & (offered.work[order].cumsum() <= left)

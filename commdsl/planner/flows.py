@@ -7,62 +7,11 @@ its own, as a document goes from its home to its destination at once. Does not k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from commdsl.machine.topology import NO_LINK, Topology, link_of, wire_bandwidth
-
-Doubles = NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class Ways:
-    """How far ranks are from each other: (P, P), in seconds per byte."""
-
-    hop: Doubles  # over a direct link, inf without one, 0 to itself
-
-    @cached_property
-    def distance(self) -> Doubles:
-        """Over the shortest way."""
-        found = self.hop
-        if np.isfinite(found).all():
-            return found
-        for middle in range(len(found)):
-            found = np.minimum(found, found[:, middle, None] + found[None, middle, :])
-        return found
-
-    def way(self, source: int, dest: int) -> list[int]:
-        """The ranks on the shortest way, both ends with it: a direct link, or else that whose first links are fastest.
-
-        So load leaves a crowded rank over a node's many fast links before it takes the slow ones between nodes.
-        """
-        if self.hop[source, dest] <= self.distance[source, dest] * (1 + 1e-9):
-            return [source, dest]
-        ranks = [source]
-        while ranks[-1] != dest:
-            here = ranks[-1]
-            left = self.hop[here] + self.distance[:, dest]
-            left[ranks] = np.inf
-            nearest = np.flatnonzero(left <= left.min() * (1 + 1e-9))
-            ranks.append(int(nearest[self.hop[here][nearest].argmin()]))
-        return ranks
-
-
-def ways(topology: Topology) -> Ways:
-    """By bandwidth alone, as shards are large; a link without a cap still costs its latency for a MB."""
-    ranks = np.arange(topology.num_ranks)
-    source, dest = np.broadcast_arrays(ranks[:, None], ranks[None, :])
-    link = link_of(topology, source, dest)
-    if not topology.links:
-        return Ways(np.where(source == dest, 0.0, np.inf))
-    latency = np.array([one.latency for one in topology.links])[link] / (1 << 20)
-    hop = 1 / wire_bandwidth(topology, source, dest, link) + latency
-    hop[link == NO_LINK] = np.inf
-    np.fill_diagonal(hop, 0.0)
-    return Ways(hop)
+from commdsl.machine.topology import Floats, Ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +23,7 @@ class Flow:
     amount: float
 
 
-def flows(load: Doubles, most: float, found: Ways) -> tuple[Flow, ...]:
+def flows(load: Floats, most: float, found: Ways) -> tuple[Flow, ...]:
     """Flows after which no rank has more than `most`: near ways first, the largest gaps first, so that flows are few
     and large. What no way leads from stays.
     """
@@ -99,11 +48,11 @@ def flows(load: Doubles, most: float, found: Ways) -> tuple[Flow, ...]:
     return _net(links, found)
 
 
-def _levels(found: Ways, over: Doubles, room: Doubles) -> list[float]:
+def _levels(found: Ways, over: Floats, room: Floats) -> list[float]:
     """The distances there are from too much to too little, nearest first, those alike to a thousandth as one."""
     apart = found.distance[over > 0][:, room > 0]
     levels: list[float] = []
-    for distance in np.unique(apart[np.isfinite(apart)]).tolist():
+    for distance in sorted({*apart[np.isfinite(apart)].tolist()}):
         if levels and distance <= levels[-1] * 1.001:
             levels[-1] = distance
         else:

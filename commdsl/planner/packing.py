@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.plans import DispatchPlan, Piece
-from commdsl.ir.routes import NOWHERE, Longs, Mask, Shards, Sharing, running_sum, totals
+from commdsl.ir.plans import DispatchPlan
+from commdsl.ir.routes import NOWHERE, Longs, Mask, Shards, Sharing, running_count, running_sum, totals
 from commdsl.language.source import Source, Span
 from commdsl.machine.topology import NO_LINK, Topology, link_of
 
@@ -166,14 +165,13 @@ def packing_of(plan: DispatchPlan) -> Packing:
     first = np.array([piece.first_shard for piece in plan.pieces], np.int64)
     document = np.array([piece.document for piece in plan.pieces], np.int64)
     length = totals(plan.piece, plan.shards.length, len(plan.pieces))
-    names = {piece.document: piece.name for piece in plan.pieces}
     return Packing(
         plan.num_ranks,
         plan.shards.rank[first],
         document,
         running_sum(document, length),
         length,
-        tuple(names[number] for number in range(len(names))),
+        plan.names,
     )
 
 
@@ -217,7 +215,7 @@ def to_plan(home: Packing, cuts: Cuts, terms: Terms) -> DispatchPlan:
         num_ranks=home.num_ranks,
         shards=Shards(home.num_ranks, home.rank[part], high - low),
         document=document,
-        position=running_sum(document, np.ones_like(document)),
+        position=running_count(document),
         context=low,
         dest=dest[:, None],
         mask=terms.mask,
@@ -225,8 +223,9 @@ def to_plan(home: Packing, cuts: Cuts, terms: Terms) -> DispatchPlan:
         copies=None,
         query_capacity=terms.query_capacity,
         key_capacity=terms.key_capacity,
+        names=home.names,
         piece=part,
-        pieces=_pieces(home, part),
+        spans=(NOT_WRITTEN,) * len(home.rank),
         span=NOT_WRITTEN,
     )
 
@@ -235,12 +234,3 @@ def at_home(plan: DispatchPlan) -> DispatchPlan:
     """The same documents and terms with every shard on the rank where it lies; what is sent nowhere stays unsent."""
     sent = plan.dest[:, :1] >= 0
     return replace(plan, dest=np.where(sent, plan.shards.rank[:, None], NOWHERE))
-
-
-def _pieces(home: Packing, part: Longs) -> tuple[Piece, ...]:
-    parts = np.arange(len(home.rank))
-    first = np.searchsorted(part, parts)
-    count = np.searchsorted(part, parts, side="right") - first
-    document = home.document.tolist()
-    names = map(home.names.__getitem__, document)
-    return tuple(map(Piece, document, names, first.tolist(), count.tolist(), repeat(NOT_WRITTEN)))

@@ -14,18 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.routes import Longs, Mask
+from commdsl.machine.topology import Floats
 from commdsl.planner.balance import Widths
-from commdsl.planner.flows import Doubles
 
 Flags = NDArray[np.bool_]
 
 
-def work(mask: Mask, low: Doubles, high: Doubles, length: Doubles) -> Doubles:
+def work(mask: Mask, low: Floats, high: Floats, length: Floats) -> Floats:
     """Pairs of tokens of the queries [low, high) of a document of `length` tokens."""
     return (high - low) * length if mask is Mask.FULL else (high * (high + 1) - low * (low + 1)) / 2
 
 
-def keys(mask: Mask, high: Doubles, length: Doubles) -> Doubles:
+def keys(mask: Mask, high: Floats, length: Floats) -> Floats:
     """The keys that queries up to `high` need."""
     return length if mask is Mask.FULL else high
 
@@ -35,9 +35,9 @@ class Stock:
     """The runs of a rank's own documents that still stay there; arrays of one length, changed as runs leave."""
 
     part: Longs  # of the packing
-    low: Doubles  # tokens, counted from the beginning of the document
-    high: Doubles
-    length: Doubles  # of the whole document
+    low: Floats  # tokens, counted from the beginning of the document
+    high: Floats
+    length: Floats  # of the whole document
     shared: Flags  # whether there are keys of the document, or more of it, anywhere else
 
     def at(self, chosen: Longs | slice) -> Stock:
@@ -51,16 +51,18 @@ class Stock:
             return np.arange(len(self.part))
         return np.argpartition(-work(mask, self.low, self.high, self.length), number)[:number]
 
-    def take(self, chosen: Longs, low: Doubles, high: Doubles) -> None:
+    def take(self, chosen: Longs, low: Floats, high: Floats) -> None:
         """Cuts [low, high) out of the chosen runs, each once; what is left before and after stays."""
-        split = (high < self.high[chosen]) & (low > self.low[chosen])
-        behind = chosen[split]
-        after = (self.part[behind], high[split], self.high[behind], self.length[behind], self.shared[behind] | True)
+        self.shared[chosen] = True
         is_head = low <= self.low[chosen]
+        split = ~is_head & (high < self.high[chosen])
+        behind = self.at(chosen[split])
+        after = (behind.part, high[split], behind.high, behind.length, behind.shared)
         self.low[chosen[is_head]] = high[is_head]
         self.high[chosen[~is_head]] = low[~is_head]
-        self.shared[chosen] = True
         kept = self.high > self.low
+        if kept.all() and not len(behind.part):
+            return
         columns = (self.part, self.low, self.high, self.length, self.shared)
         self.part, self.low, self.high, self.length, self.shared = (
             np.concatenate((column[kept], more)) for column, more in zip(columns, after, strict=True)
@@ -75,7 +77,7 @@ class Demand:
     slack: float  # so many more, where a run cannot be cut to measure: it is too short, or leaves too little
     query_room: float  # rows
     key_room: float  # rows
-    has: Doubles  # keys of each run's document that are there, rows
+    has: Floats  # keys of each run's document that are there, rows
     may: Flags  # whether each run may go there: all its keys have a link
 
 
@@ -83,10 +85,10 @@ class Demand:
 class Offers:
     """Of each run of a stock the part that would go; `value` is pairs of tokens per byte, 0 where nothing would."""
 
-    low: Doubles
-    high: Doubles
-    work: Doubles
-    value: Doubles
+    low: Floats
+    high: Floats
+    work: Floats
+    value: Floats
 
     def at(self, chosen: Longs) -> Offers:
         """Some of them."""
@@ -101,7 +103,7 @@ def offers(stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: i
     return Offers(low[best], high[best], tried.work[best], tried.value[best])
 
 
-def _runs(stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: int) -> tuple[Doubles, Doubles]:
+def _runs(stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: int) -> tuple[Floats, Floats]:
     """(tried, documents) each, where they begin and end: runs that do `demand.amount`, or all there is, at the
     beginning, at the end, and where bytes are fewest.
     """
@@ -126,23 +128,23 @@ def _runs(stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: in
     return begins, np.concatenate((head, end[0], end[0], end[1], end[1])).reshape(5, -1)
 
 
-def _after(start: Doubles, amount: float) -> Doubles:
+def _after(start: Floats, amount: float) -> Floats:
     """Where a causal document has done `amount` pairs more than at `start`, or fewer if negative."""
     return (np.sqrt(np.maximum(4 * start * (start + 1) + 8 * amount + 1, 1)) - 1) / 2
 
 
 def _judge(
-    stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: int, low: Doubles, high: Doubles
+    stock: Stock, demand: Demand, mask: Mask, widths: Widths, shortest: int, low: Floats, high: Floats
 ) -> Offers:
     """What runs of each document are worth; 0 if too large, too short, or if they leave too short a rest."""
     rows = high - low
     amount = work(mask, low, high, stock.length)
     new_keys = np.maximum(keys(mask, high, stock.length) - demand.has, 0)
     before, after = low - stock.low, stock.high - high
-    is_whole = (before == 0) & (after == 0)
+    is_first, is_last = before == 0, after == 0
     fits = demand.may & (rows > 0) & (rows <= demand.query_room) & (new_keys <= demand.key_room)
-    leaves = ((before == 0) | (before >= shortest)) & ((after == 0) | (after >= shortest))
-    fits &= is_whole | (leaves & (rows >= shortest))
+    leaves = (is_first | (before >= shortest)) & (is_last | (after >= shortest)) & (rows >= shortest)
+    fits &= (is_first & is_last) | leaves
     fits &= amount <= demand.amount + demand.slack
     size = rows * widths.query + new_keys * widths.pair
     return Offers(low, high, amount, np.where(fits, amount / np.maximum(size, 1), 0.0))

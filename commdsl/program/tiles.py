@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.routes import Longs, Routes, first_equal, running_sum, stable_order, totals
+from commdsl.ir.routes import Longs, Routes, running_sum, stable_order, totals
 
 Words: TypeAlias = NDArray[np.uint32]
 
@@ -58,14 +58,7 @@ class RowTable:
     waiting_rows: tuple[int, ...]  # by tensor: the most rows that wait on any rank
     most_words: int  # no rank's table of these flows has more; the same number on all ranks
     digest: int  # of what all ranks send, in 32 bits
-    order: Longs  # (num_sends,): which of its parts' sends each is
-    pieces: Longs  # of each run, part after part, into how many sends it is cut
-    route: Longs  # the route that each run begins, counted through the flows' routes
-
-    def route_of(self, send: int) -> int:
-        """Which route a send is part of."""
-        run = np.searchsorted(self.pieces.cumsum(), self.order[send], side="right")
-        return int(self.route[run])
+    route: Longs  # (num_sends,): the first of the run that each send is part of, counted through the flows' routes
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,35 +106,52 @@ class Tables:
     as beside them. Routes have one number of rows each.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
+        distance = (np.arange(num_ranks) - rank) % num_ranks
+        # When a peer's begin and how long they last, as shares of the whole.
+        self._last = np.where(distance == 0, 1.0, 1 / max(num_ranks - 1, 1))
+        self._begin = np.maximum(distance - 1, 0) * self._last
         self._parts: dict[tuple[Routes, int, bool, bool, int], _Part] = {}
 
     def table(self, flows: Sequence[Shipment], *, packed: bool, tile_bytes: int) -> RowTable:
         """`tile_bytes` is the most that a warp moves at once, a row at least."""
         parts = self._all(flows, packed, tile_bytes)
-        num_ranks = flows[0].routes.num_ranks
-        sends = _numbered([part.sends for part in parts], _WHERE, 16)
-        finishes = _numbered([part.finishes for part in parts], _TENSOR, 0)
-        tiles = _tiles(sends), _tiles(finishes)
-        sent, finished = _cut(sends, tiles[0], _ROWS_SENT), _cut(finishes, tiles[1], _ROWS_FINISHED)
+        sends = _cut(_numbered([part.sends for part in parts], _WHERE, 16))
+        finishes = _cut(_numbered([part.finishes for part in parts], _TENSOR, 0))
+        waits = (sends.runs.words[:, _WHERE] >> _WAITS > 0)[sends.run]
         # 16 bits, which numpy sorts in linear time. What is due at once goes in the order of the tensors.
-        order = _due(sends, sent, self._rank, num_ranks).argsort(kind="stable")
+        sends = sends.at(self._due(sends, waits).argsort(kind="stable"))
         digest = zlib.crc32(repr((packed, tile_bytes, [part.digest for part in parts])).encode())
-        waiting = int((sent.words[:, _WHERE] >> _WAITS).sum()), int(any(part.waiting_rows for part in parts))
-        how = digest, _threads(max(part.longest for part in parts)), tile_bytes, *tiles, *waiting
+        waiting = int(np.count_nonzero(waits)), int(any(part.waiting_rows for part in parts))
+        how = digest, _threads(max(part.longest for part in parts)), tile_bytes, sends.tiles, finishes.tiles, *waiting
+        expected = reduce(add, (part.expected for part in parts))
         first = accumulate((flow.routes.num for flow in flows), initial=0)
+        route = np.concatenate([part.route + begin for part, begin in zip(parts, first, strict=False)])
         return RowTable(
-            _words(sent.words.take(order, axis=0), finished.words, reduce(add, (part.expected for part in parts)), how),
-            len(sent.words),
-            len(finished.words),
+            _words(sends.words(_ROWS_SENT), finishes.words(_ROWS_FINISHED), expected, how),
+            len(sends.run),
+            len(finishes.run),
             tuple(part.waiting_rows for part in parts),
-            HEAD_WORDS + 2 * num_ranks + int(reduce(add, (part.most_words for part in parts)).max()),
+            HEAD_WORDS + 2 * self._num_ranks + int(reduce(add, (part.most_words for part in parts)).max()),
             digest,
-            order,
-            sent.pieces,
-            np.concatenate([part.route + begin for part, begin in zip(parts, first, strict=False)]),
+            route[sends.run],
         )
+
+    def _due(self, sends: _Cut, waits: NDArray[np.bool_]) -> NDArray[np.uint16]:
+        """When pieces of runs, by tensor and destination, are due. Those that wait first, as they are finished while
+        the others come; of both peer after peer, every rank beginning with the next, so that no port takes from several
+        at a time. Tensors go side by side, and what stays on the rank all along.
+        """
+        run, where = sends.run, sends.runs.words[:, _WHERE].astype(np.int64)
+        dest = where & 0xFFFF
+        flow = (where >> 16 & 0xFF) * self._num_ranks + dest
+        pieces = np.bincount(flow[run])
+        number = np.arange(len(run)) - (pieces.cumsum() - pieces)[flow][run]
+        # A piece is due when its half is gone.
+        when = self._begin[dest][run] + (number + 0.5) * (self._last[dest] / pieces[flow])[run]
+        found: NDArray[np.uint16] = (when * (2**15 - 1)).astype(np.uint16) | (~waits).astype(np.uint16) << 15
+        return found
 
     def _all(self, flows: Sequence[Shipment], packed: bool, tile_bytes: int) -> list[_Part]:
         found = []
@@ -155,37 +165,41 @@ class Tables:
 
 def table(flows: Sequence[Shipment], rank: int, *, packed: bool, tile_bytes: int) -> RowTable:
     """One table of one rank."""
-    return Tables(rank).table(flows, packed=packed, tile_bytes=tile_bytes)
+    return Tables(rank, flows[0].routes.num_ranks).table(flows, packed=packed, tile_bytes=tile_bytes)
 
 
 def _part(flow: Shipment, rank: int, packed: bool, tile_bytes: int) -> _Part:
-    routes, placed = flow.routes, _placed(flow, packed)
-    num_ranks, tile_rows = routes.num_ranks, max(1, tile_bytes // flow.width)
+    routes, placed, tile_rows = flow.routes, _placed(flow, packed), max(1, tile_bytes // flow.width)
     sends, route = _sends(placed, rank, tile_rows)
-    most_sends = _most(routes.source, -(-routes.length // tile_rows), num_ranks)
     return _Part(
         sends,
         route,
         min(int(sends.rows.max(initial=0)), tile_rows) * flow.width,
         _finishes(flow, placed, rank, tile_bytes),
-        totals(placed.source, np.where(placed.dest == rank, placed.length, 0), num_ranks),
+        routes.counts[rank],
         int(placed.room.max(initial=0)),
-        SEND_WORDS * most_sends + FINISH_WORDS * _most_finishes(flow, packed, tile_bytes),
+        SEND_WORDS * _most_sends(flow, tile_rows) + FINISH_WORDS * _most_finishes(flow, packed, tile_bytes),
         _digest(flow),
     )
 
 
-def _most(rank: Longs, tiles: Longs, num_ranks: int) -> Longs:
-    """Pieces of runs of so many tiles, on each rank at most: see `_tiles`."""
-    return 5 * np.bincount(rank, minlength=num_ranks) + totals(rank, tiles, num_ranks) // MOST_TILES + 1
+def _most(rank: Longs, tiles: Longs) -> Longs:
+    """Pieces of the runs of each rank, of so many tiles together, at most: see `_tiles`."""
+    return 5 * np.bincount(rank, minlength=len(tiles)) + tiles // MOST_TILES + 1
+
+
+def _most_sends(flow: Shipment, tile_rows: int) -> Longs:
+    routes = flow.routes
+    return _most(routes.source, totals(routes.source, -(-routes.length // tile_rows), routes.num_ranks))
 
 
 def _most_finishes(flow: Shipment, packed: bool, tile_bytes: int) -> Longs:
     """Gaps, before each run and at the end, and the runs themselves, where they wait."""
-    routes = flow.routes
-    tiles = -(-routes.length // _finished_rows(flow, tile_bytes)) * int(packed or flow.is_sum)
-    gaps = flow.rows // max(1, tile_bytes // flow.width) // MOST_TILES + 6
-    return 2 * _most(routes.dest, tiles, routes.num_ranks) + gaps
+    routes, tiles = flow.routes, np.zeros(flow.routes.num_ranks, np.int64)
+    if packed or flow.is_sum:
+        tiles = totals(routes.dest, -(-routes.length // _finished_rows(flow, tile_bytes)), routes.num_ranks)
+    gaps = flow.rows // max(1, tile_bytes // flow.width) // MOST_TILES
+    return 2 * _most(routes.dest, tiles) + gaps + 6
 
 
 def _finished_rows(flow: Shipment, tile_bytes: int) -> int:
@@ -201,7 +215,7 @@ def _placed(flow: Shipment, packed: bool) -> _Placed:
     some = (routes.length > 0).nonzero()[0]
     source, dest, length = routes.source[some], routes.dest[some], routes.length[some]
     shard, copy, dest_row = routes.shard[some], routes.copy[some], routes.dest_row[some]
-    waits, place, room = np.full(len(some), packed), np.zeros_like(length), np.zeros(routes.num_ranks, np.int64)
+    waits, place, room = np.full(len(some), packed), np.zeros(len(some), np.int64), np.zeros(routes.num_ranks, np.int64)
     if flow.is_sum:
         dest_row = dest_row - copy * flow.rows[dest]
         waits = waits | (np.bincount(shard)[shard] > 1)
@@ -211,8 +225,7 @@ def _placed(flow: Shipment, packed: bool) -> _Placed:
         rows = np.where(waits, length, 0)
         place[order] = running_sum(dest[order], rows[order])
         room = totals(dest, rows, routes.num_ranks)
-    row = routes.source_row[some]
-    return _Placed(some, source, row, dest, dest_row, length, shard, copy, waits, place, room)
+    return _Placed(some, source, routes.source_row[some], dest, dest_row, length, shard, copy, waits, place, room)
 
 
 # --- what is pushed ---------------------------------------------------------------------------------------------------
@@ -222,31 +235,12 @@ def _sends(placed: _Placed, rank: int, tile_rows: int) -> tuple[_Runs, Longs]:
     """By destination, and which route each begins."""
     mine = (placed.source == rank).nonzero()[0]
     mine = mine[stable_order(placed.dest[mine])]
-    waits, dest, row = placed.waits[mine], placed.dest[mine], placed.source_row[mine]
+    waits, row = placed.waits[mine], placed.source_row[mine]
     to = np.where(waits, placed.place[mine], placed.dest_row[mine])
-    first, rows = _merged(row, to, placed.length[mine], dest * 2 + waits)
-    words = _columns(row, to, 0, dest | waits.astype(np.int64) << _WAITS)[first]
-    return _Runs(words, rows, np.full_like(rows, tile_rows)), placed.index[mine[first]]
-
-
-def _due(runs: _Runs, cut: _Cut, rank: int, num_ranks: int) -> NDArray[np.uint16]:
-    """When pieces of runs, by tensor and destination, are due. Those that wait first, as they are finished while the
-    others come; of both peer after peer, every rank beginning with the next, so that no port takes from several at a
-    time. Tensors go side by side, and what stays on the rank all along.
-    """
-    where = runs.words[:, _WHERE].astype(np.int64)
-    dest = where & 0xFFFF
-    flow = (where >> 16 & 0xFF) * num_ranks + dest
-    distance = (np.arange(num_ranks) - rank) % num_ranks
-    # When a peer's begin and how long they last, as shares of the whole; a piece is due when its half is gone.
-    last = np.where(distance == 0, 1.0, 1 / max(num_ranks - 1, 1))
-    step = last[dest] / np.bincount(flow, cut.pieces)[flow]
-    before = cut.pieces.cumsum() - cut.pieces
-    begin = (np.maximum(distance - 1, 0) * last)[dest] + (before - before[first_equal(flow)] + 0.5) * step
-    when = begin.repeat(cut.pieces) + cut.number * step.repeat(cut.pieces)
-    is_straight = (cut.words[:, _WHERE] >> _WAITS == 0).astype(np.uint16)
-    found: NDArray[np.uint16] = (when * (2**15 - 1)).astype(np.uint16) | is_straight << 15
-    return found
+    where = placed.dest[mine] | waits.astype(np.int64) << _WAITS
+    first, rows = _merged(row, to, placed.length[mine], where)
+    words = _columns(len(first), row[first], to[first], 0, where[first])
+    return _Runs(words, rows, np.full(len(rows), tile_rows)), placed.index[mine[first]]
 
 
 def _merged(source: Longs, dest: Longs, length: Longs, key: Longs) -> tuple[Longs, Longs]:
@@ -282,8 +276,8 @@ def _finished(
     kind: Longs | int, tile_rows: int, source_row: Longs | int, row: Longs, rows: Longs, copies: Longs | int = 1
 ) -> _Runs:
     """Of copies, each is as long as the sum, and they lie one behind the other."""
-    words = _columns(kind, 0, source_row, row, rows, rows, copies, tile_rows)
-    return _Runs(words, rows, np.full_like(rows, tile_rows))
+    words = _columns(len(rows), kind, 0, source_row, row, rows, rows, copies, tile_rows)
+    return _Runs(words, rows, np.full(len(rows), tile_rows))
 
 
 def _copies(placed: _Placed, waiting: Longs, tile_rows: int) -> _Runs:
@@ -317,11 +311,35 @@ def _zeros(flow: Shipment, placed: _Placed, rank: int, here: Longs, tile_rows: i
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """Runs in pieces, run after run."""
+    """Runs in pieces."""
 
-    pieces: Longs  # of each run
-    number: Longs  # of each piece in its run
-    words: Words  # of each piece
+    runs: _Runs
+    tiles: int  # of a piece at most
+    run: Longs  # of each piece
+    skip: Longs  # rows of the run before it
+    rows: Longs
+
+    def at(self, chosen: Longs) -> _Cut:
+        return _Cut(self.runs, self.tiles, self.run[chosen], self.skip[chosen], self.rows[chosen])
+
+    def words(self, column: int) -> Words:
+        """`column`: of the rows of a piece; before it are the rows where they begin."""
+        found, skip = self.runs.words.take(self.run, axis=0), self.skip.astype(np.uint32)
+        for begin in (column - 2, column - 1):
+            found[:, begin] += skip
+        found[:, column] = self.rows
+        return found
+
+
+def _cut(runs: _Runs) -> _Cut:
+    if not len(runs.rows):
+        return _Cut(runs, 1, runs.rows, runs.rows, runs.rows)
+    tiles = _tiles(runs)
+    most = runs.tile_rows * tiles
+    pieces = -(-runs.rows // most)
+    run = np.arange(len(pieces)).repeat(pieces)
+    skip = (np.arange(len(run)) - (pieces.cumsum() - pieces)[run]) * most[run]
+    return _Cut(runs, tiles, run, skip, np.minimum(runs.rows[run] - skip, most[run]))
 
 
 def _tiles(runs: _Runs) -> int:
@@ -330,22 +348,7 @@ def _tiles(runs: _Runs) -> int:
     MOST_TILES tiles.
     """
     tiles = int((-(-runs.rows // runs.tile_rows)).sum())
-    return min(1 << max(tiles // max(2 * len(runs.rows), 1), 1).bit_length() - 1, MOST_TILES)
-
-
-def _cut(runs: _Runs, tiles: int, column: int) -> _Cut:
-    """In pieces of at most so many tiles. `column`: of their rows; before it are the rows where they begin."""
-    if not len(runs.rows):
-        return _Cut(runs.rows, runs.rows, runs.words)
-    most = runs.tile_rows * tiles
-    pieces = -(-runs.rows // most)
-    each = most.repeat(pieces)
-    number = np.arange(int(pieces.sum())) - (pieces.cumsum() - pieces).repeat(pieces)
-    skip = number * each
-    words = runs.words.repeat(pieces, axis=0)
-    words[:, column - 2 : column] += skip.astype(np.uint32)[:, None]
-    words[:, column] = np.minimum(runs.rows.repeat(pieces) - skip, each)
-    return _Cut(pieces, number, words)
+    return min(1 << max(tiles // (2 * len(runs.rows)), 1).bit_length() - 1, MOST_TILES)
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -358,18 +361,16 @@ def _joined(parts: Sequence[_Runs]) -> _Runs:
 
 def _numbered(parts: Sequence[_Runs], column: int, shift: int) -> _Runs:
     """Those of all tensors, each with its number from that bit of that column on."""
-    if len(parts) == 1:
+    if len(parts) == 1 or not any(len(part.rows) for part in parts):
         return parts[0]
-    found, at = _joined(parts), 0
-    for tensor, part in enumerate(parts):
-        found.words[at : at + len(part.rows), column] |= np.uint32(tensor << shift)
-        at += len(part.rows)
+    found = _joined(parts)
+    tensor = np.arange(len(parts), dtype=np.uint32).repeat([len(part.rows) for part in parts])
+    found.words[:, column] |= tensor << shift
     return found
 
 
-def _columns(*columns: Longs | int) -> Words:
-    """(n, number of columns)."""
-    rows = max(np.size(column) for column in columns if not isinstance(column, int))
+def _columns(rows: int, *columns: Longs | int) -> Words:
+    """(rows, number of columns)."""
     found = np.empty((rows, len(columns)), np.uint32)
     for at, column in enumerate(columns):
         found[:, at] = column
@@ -378,10 +379,8 @@ def _columns(*columns: Longs | int) -> Words:
 
 def _digest(flow: Shipment) -> int:
     """Of the routes of all ranks, so that ranks that follow different plans are told apart."""
-    found = zlib.crc32(repr((flow.width, flow.is_sum)).encode())
-    for column in (*(getattr(flow.routes, name) for name in _ROUTE), flow.rows):
-        found = zlib.crc32(np.ascontiguousarray(column, np.int64).data, found)
-    return found
+    columns = np.concatenate((*(getattr(flow.routes, name) for name in _ROUTE), flow.rows), dtype=np.int64)
+    return zlib.crc32(columns.data, zlib.crc32(repr((flow.width, flow.is_sum)).encode()))
 
 
 _ROUTE = ("source", "source_row", "dest", "dest_row", "length", "copy")
@@ -389,10 +388,9 @@ _ROUTE = ("source", "source_row", "dest", "dest_row", "length", "copy")
 
 def _words(sends: Words, finishes: Words, expected: Longs, more: Sequence[int]) -> Words:
     """`more`: the digest, and how the kernel goes through it all."""
-    at = 4 * (HEAD_WORDS + sends.size)
-    body = np.concatenate((sends.ravel(), finishes.ravel(), expected.view(np.uint32)))
-    meant = [len(sends), len(finishes), at, *more[1:]]
-    check = ~reduce(xor, meant)
     head = np.zeros(HEAD_WORDS, np.uint32)
-    head[: 5 + len(more)] = np.array([*meant[:3], check, int(body.sum(dtype=np.uint64)), *more]) & 0xFFFFFFFF
-    return np.concatenate((head, body))
+    found = np.concatenate((head, sends.ravel(), finishes.ravel(), expected.view(np.uint32)))
+    meant = [len(sends), len(finishes), 4 * (HEAD_WORDS + sends.size), *more[1:]]
+    check, content = ~reduce(xor, meant), int(found[HEAD_WORDS:].sum(dtype=np.uint64))
+    found[: 5 + len(more)] = np.array([*meant[:3], check, content, *more]) & 0xFFFFFFFF
+    return found

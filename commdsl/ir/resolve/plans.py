@@ -13,11 +13,11 @@ from typing import NoReturn
 
 import numpy as np
 
-from commdsl.ir.plans import DispatchPlan, Piece
+from commdsl.ir.plans import DispatchPlan
 from commdsl.ir.resolve.evaluate import Evaluator, Functions, Value
 from commdsl.ir.resolve.faults import Faults, Poisoned, Spent
 from commdsl.ir.resolve.plan_rules import Settings, settings
-from commdsl.ir.routes import NOWHERE, Longs, Shards, running_sum
+from commdsl.ir.routes import NOWHERE, Longs, Shards, running_count, running_sum
 from commdsl.language import collection
 from commdsl.language import syntax as syn
 from commdsl.language.source import Span
@@ -204,7 +204,7 @@ class _Builder:
         part_shards = _longs([len(part.lengths) for part in parts])
         lengths = _longs([length for part in parts for length in part.lengths])
         document = np.repeat(written, part_shards)
-        position, context = running_sum(document, np.ones_like(document)), running_sum(document, lengths)
+        position, context = running_count(document), running_sum(document, lengths)
         rank = np.repeat(part_rank, part_shards)
         order = np.argsort(rank, kind="stable")
         part_order = np.argsort(part_rank, kind="stable")
@@ -213,14 +213,13 @@ class _Builder:
         piece = new_number[np.repeat(np.arange(len(parts)), part_shards)][order]
         first = np.cumsum(part_shards[part_order]) - part_shards[part_order]
         documents, wanted = _renumbered(document[order]), self.settings
-        pieces = tuple(
-            Piece(int(documents[begin]), parts[part].name, int(begin), len(parts[part].lengths), parts[part].span)
-            for part, begin in zip(part_order.tolist(), first.tolist(), strict=True)
-        )
+        pieces = [parts[part] for part in part_order.tolist()]
+        names = dict(zip(documents[first].tolist(), (part.name for part in pieces), strict=True))
         return DispatchPlan(
             self.decl.name.text, self.num_ranks, Shards(self.num_ranks, rank[order], lengths[order]), documents,
             position[order], context[order], _destinations(parts)[order], wanted.mask, wanted.sharing, wanted.copies,
-            wanted.query_capacity, wanted.key_capacity, piece, pieces, self.decl.span,
+            wanted.query_capacity, wanted.key_capacity, tuple(names.values()), piece,
+            tuple(part.span for part in pieces), self.decl.span,
         )  # fmt: skip
 
 
