@@ -59,7 +59,7 @@ def machines(draw: st.DrawFn, ranks: int, arcs: Arcs) -> DrawnMachine:
         ("rest", "in node", general),
         ("net", "across nodes" + " same gpu" * alike, gpus < ranks),
     ):
-        lines += [f"  link {name} {where}   {draw(rates(gpus, ranks // gpus))}"] * there
+        lines += [f"  link {name} {where}   {draw(rates(gpus, ranks // gpus, name != 'hop' or along))}"] * there
     idle = [pair for pair in permutations(range(ranks), 2) if is_linked(*pair) and pair not in arcs]
     if idle and draw(st.booleans()):
         lines.append(f"  missing {spelled([draw(st.sampled_from(idle))])}")
@@ -79,10 +79,11 @@ def spelled(pairs: list[tuple[int, int]]) -> str:
 
 
 @st.composite
-def rates(draw: st.DrawFn, gpus: int, nodes: int) -> str:
+def rates(draw: st.DrawFn, gpus: int, nodes: int, of_all: bool) -> str:
+    """`of_all`: every GPU has such a link."""
     several = {f"{count} gpus": count for count in range(2, gpus + 1) if gpus % count == 0}
     sharing = {"pair": 1, "gpu": 1, "node": gpus, **several}
     per = draw(st.sampled_from([*sharing]))
-    conditions = ["node == 0"] * (nodes > 1) + ["gpu == 0"] * (sharing[per] < gpus)
+    conditions = ["node == 0"] * (nodes > 1) + ["gpu == 0"] * (of_all and sharing[per] < gpus)
     chosen = [f" if {draw(st.sampled_from(conditions))} else 25 GB/s"] if conditions and draw(st.booleans()) else [""]
     return f"{draw(st.sampled_from([10, 50, 450]))} GB/s{chosen[0]} per {per}   1 us"

@@ -171,8 +171,9 @@ class _Machine:
             if other.name == decl.name.text:
                 self.faults.fail("C102", f"link `{other.name}` is declared twice", decl.name.span, "a second time here")
         sharing = self._sharing(decl)
-        bandwidth = self._rate(decl.bandwidth, sharing)
         pairs = self._gpu_pairs(decl) if decl.pairs or decl.along else None
+        ends = pairs if pairs is None or decl.per != "pair" else pairs[:, 0]
+        bandwidth = self._rate(decl.bandwidth, sharing, ends)
         port, pair = (np.inf, bandwidth) if decl.per == "pair" else (bandwidth, np.inf)
         made = Link(decl.name.text, decl.scope, port, pair, _quantity(decl.latency), pairs, sharing)
         for other in links:
@@ -183,8 +184,10 @@ class _Machine:
                                       "or `same gpu`")  # fmt: skip
         return made
 
-    def _rate(self, written: syn.Quantity | syn.ChosenRate, sharing: int) -> Rate:
-        """The rate of all, or by rank of those that have a port or send."""
+    def _rate(self, written: syn.Quantity | syn.ChosenRate, sharing: int, ends: Ints | None) -> Rate:
+        """The rate of all, or by rank of those that have a port or send. `ends`: the GPUs for which it is meant; None:
+        all of them.
+        """
         if isinstance(written, syn.Quantity):
             return self._carried(written)
         if "nodes" not in self.counts or "gpus" not in self.counts:
@@ -195,19 +198,26 @@ class _Machine:
         near: dict[str, Ints] = {"node": first // gpus, "gpu": first % gpus}
         near |= {name: axis.place(near["gpu"]) for name, axis in self.axes.items()}
         rates, left = np.zeros(ranks), np.ones(ranks, np.bool_)
+        meant = left if ends is None else np.isin(np.arange(ranks) % gpus, ends)
         while isinstance(written, syn.ChosenRate):
             here = left & self._condition(written.condition, near, ranks)
-            self._choose(written.then, here, rates)
+            self._choose(written.then, here, meant, rates)
             left &= ~here
             written = written.otherwise
-        self._choose(written, left, rates)
+        self._choose(written, left, meant, rates)
         return tuple(rates.tolist())
 
-    def _choose(self, written: syn.Quantity, here: NDArray[np.bool_], rates: NDArray[np.float64]) -> None:
+    def _choose(
+        self,
+        written: syn.Quantity,
+        here: NDArray[np.bool_],
+        meant: NDArray[np.bool_],
+        rates: NDArray[np.float64],
+    ) -> None:
         """Writes a rate down for all that have it."""
         rates[here] = self._carried(written)
-        if not here.any():
-            self.faults.report("C120", "a rate that nothing has", written.span, "the condition leaves it no port",
+        if not (here & meant).any():
+            self.faults.report("C120", "a rate that nothing has", written.span, "the condition leaves it no link",
                                help="drop it, or mend the condition: `node` and `gpu` count from 0")  # fmt: skip
 
     def _condition(self, expr: syn.Expr, near: dict[str, Ints], ranks: int) -> NDArray[np.bool_]:
