@@ -67,7 +67,7 @@ class Profile:
     @cached_property
     def communication(self) -> float:
         """While something was on its way."""
-        return _measure(self._travels)
+        return _measure(self._travels) / 1e9
 
     @property
     def exposed(self) -> float:
@@ -76,13 +76,13 @@ class Profile:
     @cached_property
     def computed(self) -> Floats:
         """By SM that computed, how long."""
-        return np.array([_measure(spans) for spans in self._products])
+        return np.array([_measure(spans) for spans in self._products]) / 1e9
 
     @cached_property
     def uncovered(self) -> Floats:
         """By SM that computed, how long something was on its way while it did not."""
         both = [_measure(np.concatenate((self._travels, spans))) - _measure(spans) for spans in self._products]
-        return np.array(both)
+        return np.array(both) / 1e9
 
     @property
     def sums(self) -> dict[str, float]:
@@ -155,13 +155,13 @@ def _spans(intervals: Intervals) -> Floats:
 
 
 def _measure(spans: Floats) -> float:
-    """Seconds that lie in any of them."""
+    """Nanoseconds that lie in any of them: whole, so that what is taken from them is no more than they are."""
     ordered = spans[np.argsort(spans[:, 0], kind="stable")]
     if not len(ordered):
         return 0.0
     reached = np.maximum.accumulate(ordered[:, 1])
     before = np.concatenate(([ordered[0, 0]], reached[:-1]))
-    return float(np.maximum(ordered[:, 1] - np.maximum(ordered[:, 0], before), 0).sum() / 1e9)
+    return float(np.maximum(ordered[:, 1] - np.maximum(ordered[:, 0], before), 0).sum())
 
 
 def _median(seconds: Sequence[float] | Floats) -> float:
