@@ -3,13 +3,14 @@
     torchrun --nproc-per-node 2 benchmarks/products.py [--rows 1024 4096 8192 16384 --time-budget 60 --save NAME]
 
 A row is an all-gather of rows and a product, or a product and a reduce-scatter or all-reduce of its rows, or an
-all-to-all of its columns: M rows in all, this rank's K x N, in bfloat16, and with `--elements bfloat16 float8`, in
-float8 with two scales as well. Columns, medians in microseconds of the slowest rank, all contenders taking turns:
-cuBLAS alone; NCCL and cuBLAS in sequence; both on streams of their own, in 2 and 4 chunks; torch's async-TP, which has
-no all-to-all and which no graph can capture; ours in one launch, with each rank's rows in 1, 2 or 4 pieces, and in 2 by
-cuBLAS's products; our collective and cuBLAS in sequence; and what `overlap` chooses. All but async-TP are in CUDA
-graphs of as many calls. Every result is checked before anything is timed. Exit code 1: a wrong result, or a call of
-ours that failed. The table comes last, whatever happened; `*` marks a figure that is missed.
+all-to-all of its columns, or an all-to-all of columns and a product of all of them: M rows in all, this rank's K x N,
+in bfloat16, and with `--elements bfloat16 float8`, in float8 with two scales as well. Columns, medians in microseconds
+of the slowest rank, all contenders taking turns: cuBLAS alone; NCCL and cuBLAS in sequence; both on streams of their
+own, in 2 and 4 chunks; torch's async-TP, which has no all-to-all and which no graph can capture; ours in one launch,
+with each rank's rows in 1, 2 or 4 pieces, and in 2 by cuBLAS's products; our collective and cuBLAS in sequence; and
+what `overlap` chooses. All but async-TP are in CUDA graphs of as many calls. Every result is checked before anything is
+timed. Exit code 1: a wrong result, or a call of ours that failed. The table comes last, whatever happened; `*` marks a
+figure that is missed.
 
 `--dry-run` does all but time, on processors, without what needs a GPU:
 
@@ -38,9 +39,10 @@ SHAPES = {
     Way.SCATTER: ((3584, 8192), (1024, 8192), (3456, 5120)),
     Way.REDUCE: ((3584, 8192), (1024, 8192), (3456, 5120)),
     Way.EXCHANGE: ((8192, 5120), (8192, 1280), (5120, 896)),
+    Way.RETURN: ((4096, 8192), (1024, 8192), (640, 5120)),
 }
-"""K and N: Llama-70B's and Qwen-32B's of an 8-way split; before an all-to-all those of queries, keys and values, and
-Llama-70B's of two ranks as well.
+"""K and N: Llama-70B's and Qwen-32B's of an 8-way split; before an all-to-all those of queries, keys and values, behind
+one that of the projection of heads, and Llama-70B's of two ranks as well.
 """
 
 GRACE = 20.0
@@ -105,7 +107,7 @@ def _measured(bench: Any, options: argparse.Namespace, case: Case, output: Outpu
     from benchmarks.products_calls import Stage
     from benchmarks.turns import timed
 
-    missing = {ASYNC} if case.way is Way.EXCHANGE else set()
+    missing = {ASYNC} if case.way in (Way.EXCHANGE, Way.RETURN) else set()
     missing |= {ALONE, ASYNC} if options.dry_run else set()
     names = [name for name in CONTENDERS if name not in missing]
     row = Row(case)

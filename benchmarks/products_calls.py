@@ -30,7 +30,8 @@ from benchmarks.products_report import (
     Way,
 )
 from benchmarks.turns import Made
-from commdsl.overlap import auto, sequence
+from commdsl.overlap import auto, programs, sequence
+from commdsl.runtime import groups
 
 Tensor = torch.Tensor
 Call = Callable[[], Tensor]
@@ -49,6 +50,7 @@ OPERATORS = {
     Way.SCATTER: "matmul_reduce_scatter",
     Way.REDUCE: "matmul_all_reduce",
     Way.EXCHANGE: "matmul_all_to_all",
+    Way.RETURN: "all_to_all_matmul",
 }
 
 
@@ -98,12 +100,16 @@ class Stage:
     def w_of(self, rank: int) -> Tensor:
         case = self.case
         columns = case.columns * case.ranks if self.operator.all_columns else case.columns
-        return self.drawn(columns, case.depth, 100 + rank)
+        depth = case.depth * case.ranks if self.operator.all_depths else case.depth
+        return self.drawn(columns, depth, 100 + rank)
 
     @cached_property
     def whole(self) -> Tensor:
         """As many rows as a rank multiplies, whatever is in them."""
-        return self.drawn(self.case.rows, self.case.depth, 7) if self.case.way is Way.GATHER else self.x.clone()
+        case = self.case
+        if case.way is Way.GATHER:
+            return self.drawn(case.rows, case.depth, 7)
+        return self.x.clone() if case.way is not Way.RETURN else sequence.side_by_side(self.x, case.ranks)
 
     @cached_property
     def wanted(self) -> Tensor:
@@ -120,6 +126,9 @@ class Stage:
             blocks = [self.w_of(rank).chunk(case.ranks)[self.bench.rank] for rank in ranks]
             made = [torch.mm(self.x_of(rank).float(), block.float().t()) for rank, block in enumerate(blocks)]
             return torch.cat(made)
+        if case.way is Way.RETURN:
+            blocks = [self.x_of(rank).chunk(case.ranks)[self.bench.rank] for rank in ranks]
+            return torch.mm(torch.cat(blocks, 1).float(), self.w.float().t())
         mine = slice(self.bench.rank * case.rows // case.ranks, (self.bench.rank + 1) * case.rows // case.ranks)
         mine = slice(None) if case.way is Way.REDUCE else mine
         parts = [torch.mm(self.x_of(rank)[mine].float(), self.w_of(rank).float().t()) for rank in ranks]
@@ -160,18 +169,25 @@ class Stage:
                 Way.SCATTER: self.scattered,
                 Way.REDUCE: self.reduced,
                 Way.EXCHANGE: self.exchanged,
+                Way.RETURN: self.returned,
             }
             return partial(ways[self.case.way], STREAMS[name])
         if name == ASYNC:
             return self._asynchronous()
         if name == IN_TURN:
-            return lambda: sequence.WAYS[OPERATORS[self.case.way]](x, w, None, *self.scales)
+            rows, factor = self.operands()
+            return lambda: sequence.WAYS[OPERATORS[self.case.way]](rows, factor, None, *self.scales)
         if name == CHOSEN:
             named = dict(zip(("scale_x", "scale_w"), self.scales, strict=False))
             return partial(getattr(commdsl.overlap, OPERATORS[self.case.way]), x, w, **named)
         pieces, tune = OURS.get(name, 2), {"matmul": "library"} if name == LIBRARY else {}
         op = commdsl.load(self.operator.schedule, params={"C": pieces}, ranks=self.case.ranks, tune=tune)
-        return lambda: op(x, w, *self.scales)  # type: ignore[return-value]  # one result
+        rows, factor = self.operands()
+        return lambda: op(rows, factor, *self.scales)  # type: ignore[return-value]  # one result
+
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """As schedules have them."""
+        return programs.operands(OPERATORS[self.case.way], self.x, self.w, groups.name_of(None))
 
     def product(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         """By cuBLAS."""
@@ -249,6 +265,21 @@ class Stage:
         for work in works:
             work.wait()
         return out.flatten(0, 2)
+
+    def returned(self, pieces: int) -> Tensor:
+        """By NCCL on its stream, then cuBLAS: of several pieces each when it is there, and lies side by side."""
+        ranks, depth = self.case.ranks, self.case.depth
+        rows = self.x.view(ranks, pieces, -1, depth)
+        came = rows.new_empty(pieces, ranks, rows.shape[2], depth)
+        works = [
+            dist.all_to_all(list(came[piece].view(BYTES)), list(rows[:, piece].view(BYTES)), async_op=True)
+            for piece in range(pieces)
+        ]
+        out = self.results(pieces, rows.shape[2], self.case.columns)
+        for work, there, made in zip(works, came, out, strict=True):
+            work.wait()
+            self.product(sequence.side_by_side(there.flatten(0, 1), ranks), self.w, made)
+        return out.flatten(0, 1)
 
     def _asynchronous(self) -> Call:
         """By torch's async-TP, whose all-reduce is a reduce-scatter and an all-gather behind it."""

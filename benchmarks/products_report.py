@@ -43,6 +43,7 @@ class Way(StrEnum):
     SCATTER = "product + reduce-scatter"
     REDUCE = "product + all-reduce"
     EXCHANGE = "product + all-to-all"
+    RETURN = "all-to-all + product"
 
 
 class Element(StrEnum):
@@ -54,7 +55,7 @@ class Element(StrEnum):
 
 MOST_OF_FLOOR = {Way.GATHER: 1.10, Way.SCATTER: 1.15, Way.REDUCE: 1.25}
 FROM_ROWS = 4096
-"""The figures asked for are of so many rows in all, or more. None is asked of products before an all-to-all."""
+"""The figures asked for are of so many rows in all, or more. None is asked of products beside an all-to-all."""
 
 MOST_OF_PEER = 1.02
 
@@ -82,7 +83,7 @@ class Case:
     @property
     def sent_bytes(self) -> int:
         """What a rank sends: rows as they are multiplied, results of 16 bits."""
-        if self.way is Way.GATHER:
+        if self.way in (Way.GATHER, Way.RETURN):
             width = self.depth * (2 if self.element is Element.BFLOAT16 else 1)
         else:
             width = 2 * self.columns

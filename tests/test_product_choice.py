@@ -88,7 +88,7 @@ def test_model() -> None:
     assert chosen(4096, device="cpu").schedule == "allgather_matmul"
 
 
-COLLECTIVES = dict(zip(Way, ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), strict=True))
+COLLECTIVES = dict(zip(Way, ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "all_to_all"), strict=True))
 
 WORSE = {
     (Way.SCATTER, "1024 x 3584 x 8192"): 1.11,

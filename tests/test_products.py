@@ -260,6 +260,15 @@ def test_rounded_once() -> None:
     assert (rows * factor + one + one).item() == 256.0
 
 
+def test_sums_of_products_are_rounded_once() -> None:
+    """Also those of several launches of torch's: 256 + 1 + 1 in bfloat16 is 258, whoever made the ones."""
+    op = commdsl.load(RETURN, ranks=3)
+    x = [torch.tensor([[value]] * 3, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    w = torch.ones(3, 1, dtype=torch.bfloat16)
+    found = in_group(3, lambda rank, group: op(x[rank], w, group=group))
+    assert [one.item() for one in found] == [258.0] * 3
+
+
 def test_matrices() -> None:
     """What the kernel's maps say of matrices that lie by rows, and by columns: those are theirs transposed."""
     whole = torch.arange(48.0).view(6, 8)

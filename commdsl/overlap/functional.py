@@ -128,9 +128,8 @@ def all_to_all_matmul(
     w (N, P * K) -> (n, ..., N). From all tokens and some heads to some tokens, by the projection of all heads.
 
     x, w: as for `all_gather_matmul`; rank r has columns r * K ..< (r + 1) * K of what w multiplies. They travel, n rows
-    of them to each rank, while its own are multiplied. Sums of our kernel are float32, rounded once; where each product
-    is one of torch's, each sum is. Where no schedule multiplies, or one after the other is faster (`choice` says), it
-    is `commdsl.all_to_all`, a copy and torch.mm.
+    of them to each rank, while its own are multiplied. Sums are float32 or wider, rounded once. Where no schedule
+    multiplies, or one after the other is faster (`choice` says), it is `commdsl.all_to_all`, a copy and torch.mm.
 
     The gradient of x is `matmul_all_to_all` of that of the result with w transposed. That of w needs what came: it is
     kept in place of x, whose size it has. Raises TensorError (C951), GroupError (C953).

@@ -71,6 +71,7 @@ class Multiplying:
             if len(results) == 1 and fused.fits(visits.plan, cut.places, rows, factor, *results):
                 self._fused = fused.Fused(visits.plan, cut.places, rows, factor, *results)
         self._plan = visits.plan
+        self._sums = any(one.writes[0] in one.reads[2:] for one in _products(visits))
         self._stamps: Stamps | None = None  # of the last call, where they are
 
     @property
@@ -100,9 +101,15 @@ class Multiplying:
         over: Over | None = partial(self._fused.over, scales) if self._fused is not None and is_aligned else None
         if self._plan.stamped:
             over = self._stamped(self._fused if is_aligned else None, inputs[0].device, scales)
-        function = partial(multiply, scales=scales) if scales else multiply
+        function = self._function(scales)
         self._visiting(given, {MATMUL: function}, places=places, over=over)
         return made
+
+    def _function(self, scales: Sequence[torch.Tensor]) -> Function:
+        """What makes the products of a call, where that is not the kernel."""
+        if self._sums:
+            return Summing(scales)
+        return partial(multiply, scales=scales) if scales else multiply
 
     def profile(self) -> Profile:
         """As `Bound.profile`."""
@@ -119,19 +126,19 @@ class Multiplying:
         def over(streams: Streams, held: Mapping[Kept, torch.Tensor]) -> tuple[Streams, Mapping[str | None, Function]]:
             streams = StampedStreams(streams, rooms)
             if fused is None:
-                return streams, {MATMUL: self._timed(stamps, scales)}
+                return streams, {MATMUL: self._timed(stamps, self._function(scales))}
             return fused.over(scales, streams, held, stamps)
 
         return over
 
-    def _timed(self, stamps: Stamps, scales: Sequence[torch.Tensor]) -> Function:
+    def _timed(self, stamps: Stamps, function: Function) -> Function:
         """Products on the processor, by the clock of its kernels."""
         products = [phase for phase in self._plan.phases if isinstance(phase, Visit)]
         rooms = [stamps.take(alone(task(one))) for one in products]
 
         def timed(number: int, *given: torch.Tensor, out: torch.Tensor) -> None:
             begin = time.monotonic_ns()
-            multiply(number, *given, out=out, scales=scales)
+            function(number, *given, out=out)
             rooms[number][0] = torch.tensor((begin, begin, time.monotonic_ns(), 0))
 
         return timed
@@ -245,6 +252,25 @@ def multiply(
     for one in sums:
         found += one
     out.copy_(found)
+
+
+class Summing:
+    """The products of a call some of which are added to what those before them have made: that is kept as wide as it is
+    added up, so every sum is rounded once.
+    """
+
+    def __init__(self, scales: Sequence[torch.Tensor]) -> None:
+        self._scales = scales
+        self._wide: dict[int, torch.Tensor] = {}  # what the last one has made, by where that is rounded to
+
+    def __call__(
+        self, number: int, rows: torch.Tensor, factor: torch.Tensor, *sums: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        found = multiplied(rows, factor, torch.promote_types(out.dtype, torch.float32), self._scales)
+        for one in sums:
+            found += self._wide.get(one.data_ptr(), one)
+        out.copy_(found)
+        self._wide = {out.data_ptr(): found}
 
 
 def multiplied(

@@ -40,8 +40,16 @@ from runner import Part, Parts
 import commdsl
 from benchmarks.measure import captured
 from commdsl.machine.config import from_environment
-from commdsl.overlap import all_gather_matmul, choice, matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
+from commdsl.overlap import (
+    all_gather_matmul,
+    all_to_all_matmul,
+    choice,
+    matmul_all_reduce,
+    matmul_all_to_all,
+    matmul_reduce_scatter,
+)
 from commdsl.overlap.auto import OPERATORS
+from commdsl.overlap.programs import operands
 from commdsl.planner.tuning.selection import SEQUENCE
 from commdsl.runtime import given, groups
 from commdsl.runtime.menu import name_of_device
@@ -99,17 +107,22 @@ class Shape:
     def function(self, run: Parts) -> Callable[[Any, Any], Any]:
         if not self.pieces:
             return self.call
-        return commdsl.load(OPERATORS[self.call.__name__].schedule, params={"C": self.pieces}, ranks=run.ranks)
+        name = self.call.__name__
+        op = commdsl.load(OPERATORS[name].schedule, params={"C": self.pieces}, ranks=run.ranks)
+        if not OPERATORS[name].all_depths:
+            return op
+        return lambda x, w, *scales: op(*operands(name, x, w, groups.name_of(None)), *scales)
 
     def drawn(self, run: Parts, seed: int) -> tuple[list[Any], list[Any]]:
         """Of all ranks, the same wherever they are drawn: -1, 0 or 1."""
         called = OPERATORS[self.call.__name__]
         rows = self.rows * run.ranks if called.all_rows else self.rows
         columns = self.columns * run.ranks if called.all_columns else self.columns
+        depth = self.depth * run.ranks if called.all_depths else self.depth
         dice = torch.Generator(run.device).manual_seed(seed)
         draw = partial(torch.randint, -1, 2, generator=dice, device=run.device)
         x = [draw((rows, self.depth)).to(self.dtype) for _ in range(run.ranks)]
-        return x, [draw((columns, self.depth)).to(self.dtype) for _ in range(run.ranks)]
+        return x, [draw((columns, depth)).to(self.dtype) for _ in range(run.ranks)]
 
     def scales(self, run: Parts) -> list[Any]:
         return [torch.tensor(one, device=run.device) for one in SCALES] if self.dtype == FLOAT8 else []
@@ -162,8 +175,8 @@ def multiplied(run: Parts, x: list[Any], w: list[Any]) -> Any:
     return (x[run.rank].double() @ w[run.rank].double().t()).to(DTYPE)
 
 
-def multiplied_back(run: Parts, made: list[Any], w: list[Any]) -> Any:
-    return (brought_back(run, made).double() @ w[run.rank].double().t()).to(DTYPE)
+def returned(run: Parts, x: list[Any], w: list[Any], by_schedule: bool = False) -> Any:
+    return (brought_back(run, x).double() @ w[run.rank].double().t()).to(DTYPE)
 
 
 WANTED = {
@@ -171,12 +184,14 @@ WANTED = {
     matmul_reduce_scatter: scattered,
     matmul_all_reduce: reduced,
     matmul_all_to_all: exchanged,
+    all_to_all_matmul: returned,
 }
 BACK = {
     all_gather_matmul: scattered,
     matmul_reduce_scatter: gathered,
     matmul_all_reduce: multiplied,
-    matmul_all_to_all: multiplied_back,
+    matmul_all_to_all: returned,
+    all_to_all_matmul: exchanged,
 }
 """What the gradient of rows is of those of results, and weights transposed."""
 
@@ -211,7 +226,7 @@ class Repeated:
         self.x, self.w = x[run.rank].clone(), w[run.rank].clone()
         if shape.by_columns:
             self.w = by_columns(self.w)
-            self.x = self.x if shape.call is all_gather_matmul else by_columns(self.x)
+            self.x = self.x if OPERATORS[shape.call.__name__].gathers else by_columns(self.x)
         self.scales = shape.scales(run)
         self.wrong = torch.zeros((), dtype=torch.int64, device=run.device)
 
@@ -278,6 +293,7 @@ def differentiated(run: Parts, shape: Shape, calls: int) -> int:
         left = torch.cat(back) if shape.call is matmul_reduce_scatter else back[rank]
         left = brought_back(run, back) if shape.call is matmul_all_to_all else left
         right = torch.cat(x) if shape.call is all_gather_matmul else x[rank]
+        right = brought_back(run, x) if shape.call is all_to_all_matmul else right
         wrong += ~run.same(f"rows of {shape}", of_x, due)
         wrong += ~run.same(f"weights of {shape}", of_w, (left.double().t() @ right.double()).to(DTYPE))
     return int(wrong)
