@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -11,6 +12,7 @@ import ir_builder as build
 import numpy as np
 import pytest
 from scipy.optimize import linprog
+from scipy.sparse import csr_array
 
 from commdsl import compiler
 from commdsl.cost import flows
@@ -41,11 +43,16 @@ class Machine:
     ports: list[tuple[Rate, int]]
 
 
-def machine(random: Random) -> Machine:
+FEW = ((1, 4), (1, 5), (1, 6), (2, 3), (3, 2))
+MANY = ((1, 8), (2, 6), (3, 5), (2, 8), (4, 4))
+"""Nodes, and GPUs of each."""
+
+
+def machine(random: Random, sizes: Sequence[tuple[int, int]] = FEW) -> Machine:
     """Links of pairs with GPUs in any order, both ways or one, a rest behind them, links between nodes; some GPUs share
     a port; some links are missing, some slower.
     """
-    nodes, gpus = random.choice([(1, 4), (1, 5), (1, 6), (2, 3), (3, 2)])
+    nodes, gpus = random.choice(sizes)
     order = random.sample(range(gpus), gpus)
     ring = [(order[i - 1], order[i]) for i in range(gpus)] if gpus > 2 else [(0, 1)]
     links = [_link(random, "hop", LinkScope.PAIRS, random.sample(ring, random.randrange(1, len(ring) + 1)))]
@@ -125,14 +132,14 @@ def least(given: Machine, wanted: np.ndarray, value: list[int], *, is_back: bool
     wires, ranks = given.wires, given.topology.num_ranks
     flows, count, values = len(wanted), len(wires), max(value) + 1
     size = (flows + values) * count + 1  # what each flow puts on each wire, what each value takes of it, the time
-    over, equal, right = [], [], []
+    over, equal, right = list[Row](), list[Row](), list[float]()
 
-    def taken(these: list[int], capacity: float) -> np.ndarray:
+    def taken(these: list[int], capacity: float) -> Row:
         """Of these wires together no more than what they carry in the time."""
-        return _row(size, {**{(flows + v) * count + at: 1 for v in range(values) for at in these}, size - 1: -capacity})
+        return {**{(flows + v) * count + at: 1 for v in range(values) for at in these}, size - 1: -capacity}
 
     for at, wire in enumerate(wires):
-        over += [_row(size, {f * count + at: 1, (flows + v) * count + at: -1}) for f, v in enumerate(value)]
+        over += [{f * count + at: 1, (flows + v) * count + at: -1} for f, v in enumerate(value)]
         if np.isfinite(wire.capacity):
             over.append(taken([at], wire.capacity))
     for link, (port, sharing) in enumerate(given.ports):
@@ -144,16 +151,22 @@ def least(given: Machine, wanted: np.ndarray, value: list[int], *, is_back: bool
     for flow in range(flows):
         for rank in range(ranks):
             signs = [(at, (wire.dest == rank) - (wire.source == rank)) for at, wire in enumerate(wires)]
-            equal.append(_row(size, {flow * count + at: -sign if is_back else sign for at, sign in signs if sign}))
+            equal.append({flow * count + at: -sign if is_back else sign for at, sign in signs if sign})
             right.append(wanted[flow, rank])
-    solved = linprog(_row(size, {size - 1: 1}), np.array(over), np.zeros(len(over)), np.array(equal), np.array(right))
+    solved = linprog(_matrix(size, [{size - 1: 1}]).toarray()[0], _matrix(size, over), np.zeros(len(over)),
+                     _matrix(size, equal), np.array(right))  # fmt: skip
     return float(solved.fun) if solved.status == 0 else float("inf")
 
 
-def _row(size: int, entries: dict[int, float]) -> np.ndarray:
-    row = np.zeros(size)
-    row[list(entries)] = list(entries.values())
-    return row
+Row = dict[int, float]
+"""Coefficients of unknowns."""
+
+
+def _matrix(size: int, rows: list[Row]) -> csr_array:
+    at = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    unknown = np.array([one for row in rows for one in row], np.int64)
+    values = np.array([value for row in rows for value in row.values()], float)
+    return csr_array((values, (at, unknown)), shape=(len(rows), size))
 
 
 def to_each(weights: np.ndarray) -> np.ndarray:
@@ -180,7 +193,18 @@ def schedule(given: Machine, contract: Contract, blocks: tuple[int, int]) -> Sch
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_bound_is_the_optimum(seed: int) -> None:
     """All-gather, reduce-scatter, broadcast, reduce and all-to-all, on machines of any links in any order."""
-    given = machine(Random(seed))
+    judge(machine(Random(seed)), seed)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(30))
+def test_the_bound_of_many_ranks_is_the_optimum(seed: int) -> None:
+    """So it is from 8 to 16 ranks."""
+    judge(machine(Random(seed), MANY), seed)
+
+
+def judge(given: Machine, seed: int) -> None:
+    """The bound of each of the five is that of the linear program."""
     ranks = given.topology.num_ranks
     root, ones, every = seed % ranks, np.ones(ranks), range(ranks)
     alone = np.eye(ranks)[root]

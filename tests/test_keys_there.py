@@ -8,6 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from host_keys import going, kernel
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sweeps import examples
 from test_keys import KINDS, drawn, equal, instead, is_refused, moved, rank_of, without
 
 from commdsl.build.host_keys import Array, Arrived, CallAgain, KeysCall, again, there
@@ -123,6 +126,43 @@ def test_many(ranks: int, share: int, often: str) -> None:
     for seed, a_row in enumerate((1, 2, 8, 32)):
         calls = [call_of(kind, ranks, ranks * share, a_row, 50 * seed + at, aligned) for at, kind in enumerate(kinds)]
         judge(of, calls, often, aligned, Running(timeout=60.0, max_delay=0.0003 * seed, seed=seed))
+
+
+@st.composite
+def dispatches(draw: st.DrawFn) -> tuple[CheckedDispatch, str, int]:
+    """Any form of the way there, with what its texts say of it."""
+    ranks, often, aligned = (
+        draw(st.integers(1, 5)),
+        draw(st.sampled_from(FORMS)),
+        draw(st.sampled_from((1, 2, 16, 128))),
+    )
+    rank = draw(st.sampled_from(("expert / (E / P)", "expert % P", "(expert + 1) % P", "P - 1 - expert % P")))
+    value = draw(st.booleans())
+    backs = ["", "back y by sum", "back y by sum(gate[T, K])"]
+    backs += ["back y by sum(gate[T, K]) once per rank"] * (value and bool(often))
+    of = going(
+        ranks,
+        ranks * draw(st.integers(1, 6)),
+        often,
+        aligned,
+        value=value,
+        tensors=draw(st.integers(1, 3)),
+        rank=rank,
+        lanes=draw(st.integers(3, 5)),  # calls have as many as three
+        back=draw(st.sampled_from(backs)),
+    )
+    return of, often, aligned
+
+
+@settings(deadline=None, max_examples=examples(1), suppress_health_check=list(HealthCheck))
+@given(dispatches(), st.integers(1, 8), st.integers(0, 999))
+def test_drawn(drawn: tuple[CheckedDispatch, str, int], a_row: int, seed: int) -> None:
+    """As above, of any form, any rule of which rank has which keys, and any number of tensors."""
+    of, often, aligned = drawn
+    ranks, num_keys = of.plan.num_ranks, len(rank_of(of))
+    widths = (10, 16, 2)[: len(of.plan.push_by_key.given)]
+    calls = [call_of(kind, ranks, num_keys, a_row, seed + at, aligned, widths) for at, kind in enumerate(KINDS)]
+    judge(of, calls, often, aligned, Running(timeout=60.0, max_delay=0.0003))
 
 
 @pytest.mark.parametrize("often", FORMS[1:], ids=["filled", "by index"])

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from plans import changed
 from strategies import OPERATIONS, Place, Program, Value, all_programs, programs, rounding_programs, untidy
 from sweeps import examples
+from task_strategies import Computed, computed
 
 from commdsl import compiler
 from commdsl.build import host_run
 from commdsl.build.emit import emit
+from commdsl.commands.trial import Settings, trial
 from commdsl.compiler import Checked
 from commdsl.ir import interpret
 from commdsl.ir.lengths import block_lengths, num_entries
@@ -169,6 +171,35 @@ def test_no_race(drawn: tuple[Program, str]) -> None:
     plan = changed(checked.plan, tile_bytes=64)
     options = host_run.Options(sanitize=True, max_delay=0.0005, in_place=True)
     host_run.run_calls(plan, emit(plan), [inputs_of(checked, 0)] * 3, dtypes.INT32, "sum", options)
+
+
+@settings(relaxed, max_examples=examples(10))
+@given(computed())
+def test_computed(drawn: Computed) -> None:
+    """What is computed on the way is accepted, and the oracle leaves what numpy makes of it in float64."""
+    files = compiler.read_text(drawn.text, "drawn.comm", Path())
+    schedule = compiler.check(files, ranks=drawn.ranks).schedule
+    dice = np.random.default_rng(0)
+    inputs = {
+        one.name: [dice.integers(-2, 3, one.blocks * 36).astype(np.float32) for _ in range(drawn.ranks)]
+        for one in schedule.buffers
+        if one.kind in GIVEN
+    }
+    if schedule.has_products:
+        inputs["w"] = [one.reshape(6, 6) for one in inputs["w"]]
+    outputs = interpret.run(schedule, inputs, dtypes.FLOAT32, "sum").outputs
+    for found, want in zip(outputs[drawn.result], drawn.meaning(inputs), strict=True):
+        assert np.array_equal(found, want)
+
+
+@settings(relaxed, max_examples=examples(2))
+@given(computed())
+def test_computed_kernel_equals_oracle(drawn: Computed) -> None:
+    """The kernels of all launches, and the calls between them, leave what the oracle does."""
+    made = compiler.compile(compiler.read_text(drawn.text, "drawn.comm", Path()), ranks=drawn.ranks)
+    found = trial(made, Settings(4096, "float32", None, sanitize=False, processes=False))
+    assert found.compared_bytes
+    assert found.is_right, found.fault
 
 
 def assert_same(program: Program, want: Arrays, got: Arrays) -> None:

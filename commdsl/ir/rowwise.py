@@ -77,6 +77,8 @@ def _check_buffers(schedule: Schedule, found: Behind, moved: list[Statement]) ->
         if buffers[number].kind is not BufferKind.INPUT:
             name = buffers[number].name
             raise _fault(found.span, f"it reads `{name}`, which is no input", f"declare `input {name}`")
+        if found.given.count(number) > 1:
+            raise _fault(found.span, f"it reads `{buffers[number].name}` twice", "give it an input for each")
     for number in found.results:
         if buffers[number].kind is not BufferKind.OUTPUT or any(one.dest_buffer == number for one in moved):
             name = buffers[number].name

@@ -26,6 +26,10 @@ def way_back(decl: syn.DispatchDecl, faults: Faults) -> Back | None:
     if back.weight is not None and route is None:
         faults.report("C636", "a weight belongs to a key of a row", back.weight.span, "there is no key",
                       help="what goes by a table comes back `by sum`")  # fmt: skip
+    for key in (item.name for item in decl.body if isinstance(item, syn.KeyDecl)):
+        if back.weight is not None and back.weight.name.text == key.text:
+            faults.report("C636", "a weight belongs to a key of a row", back.weight.span, f"`{key.text}` is the key",
+                          help="weights have a name of their own: `sum(weight[T, K])`")  # fmt: skip
     _returning(decl, back, route is not None, faults)
     if back.once_per is not None:
         _once(back, route, faults)
@@ -60,6 +64,8 @@ def _once(back: syn.BackDecl, route: syn.KeyRoute | None, faults: Faults) -> Non
 def _returning(decl: syn.DispatchDecl, back: syn.BackDecl, by_key: bool, faults: Faults) -> None:
     """C635: by a table what went comes back, by keys something else."""
     sent = [item.name.text for item in decl.body if isinstance(item, syn.RowsDecl)]
+    beside = [item.name.text for item in decl.body if isinstance(item, syn.KeyDecl | syn.ValueDecl)]
+    beside += [] if back.weight is None else [back.weight.name.text]
     seen = set[str]()
     for name in back.names:
         if name.text in seen:
@@ -67,7 +73,7 @@ def _returning(decl: syn.DispatchDecl, back: syn.BackDecl, by_key: bool, faults:
         elif not by_key and name.text not in sent:
             help = nearest(name.text, sent) or f"write `back {', '.join(sent)} by sum`"
             faults.report("C635", f"`{name.text}` was not sent", name.span, "does not come back", help=help)
-        elif by_key and name.text in sent:
+        elif by_key and name.text in (*sent, *beside):
             faults.report("C635", f"`{name.text}` is what went", name.span, "not what comes back",
                           help="what is made of the rows where they went has a name of its own")  # fmt: skip
         seen.add(name.text)

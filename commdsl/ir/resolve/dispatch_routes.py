@@ -61,8 +61,6 @@ class RouteRules:
     def routes(self) -> tuple[Route, ...]:
         """Every route that has a place, unless something is wrong."""
         self._tables_once()
-        for key in self.keys:
-            self.names.declare(key.name, Kind.NUMBER)
         is_one, value = self._one_kind(), self._value()
         orders = self._orders()
         found: list[Route] = []
@@ -77,7 +75,10 @@ class RouteRules:
                 case syn.TableRoute(name, _, copies, _):
                     found += [] if order is None else [ByTable(name.text, copies is not None, order)]
                 case syn.KeyRoute():
-                    rank_of = self._rank_of(route)
+                    with self.names.block():  # a key is a number here alone
+                        for key in self.keys:
+                            self.names.declare(key.name, Kind.NUMBER)
+                        rank_of = self._rank_of(route)
                     aligned, node = self._aligned(), self._node(route)
                     if is_one and not (rank_of is None or order is None or aligned is None or node is None):
                         name_of_key = self.keys[0].name.text

@@ -105,7 +105,9 @@ class _Rules:
     def tensors(self, rows: Sequence[syn.RowsDecl], rules: RouteRules) -> tuple[RowTensor, ...]:
         going = [*(row.name for row in rows), *(value.name for value in rules.values)]
         names_once(going, "tensor", self.faults)
-        for taken in going if rules.by_key else ():
+        keyed = [*(key.name for key in rules.keys), *(name for back in rules.backs for name in back.names)]
+        keyed += [back.weight.name for back in rules.backs if back.weight is not None]
+        for taken in [*going, *keyed] if rules.by_key else ():
             if taken.text in BESIDE:
                 what = f"`{taken.text}` is what arrives beside rows that go by keys"
                 self.faults.report("C102", what, taken.span, "a second of that name",
