@@ -20,6 +20,7 @@ from commdsl.ir.routes import (
     Shards,
     Sharing,
     back,
+    first_like,
     key_routes,
     needs,
     query_routes,
@@ -205,6 +206,18 @@ def test_stable_order() -> None:
             assert np.array_equal(stable_order(key), np.argsort(key, kind="stable"))
             assert np.array_equal(stable_order(np.sort(key)), np.arange(count))
     assert len(stable_order(np.zeros(0, np.int64))) == 0
+
+
+def test_sums_and_counts_by_key() -> None:
+    """Of each entry: the sum of those before it with its key, how many these are, and which is the first."""
+    dice = np.random.default_rng(1)
+    for keys in (1, 5, 2**40):
+        key, value = dice.integers(0, keys, 300), dice.integers(0, 9, 300)
+        before = [[at for at in range(one) if key[at] == key[one]] for one in range(300)]
+
+        assert running_sum(key, value).tolist() == [int(value[one].sum()) for one in before]
+        assert running_count(key).tolist() == [len(one) for one in before]
+        assert first_like(key).tolist() == [one[0] if one else at for at, one in enumerate(before)]
 
 
 def test_a_million_routes() -> None:

@@ -161,8 +161,16 @@ def stable_order(key: Longs) -> Longs:
     return np.argsort(key, kind="stable")
 
 
+def first_like(key: Longs) -> Longs:
+    """For each entry the index of the first that equals it."""
+    order = stable_order(key)
+    found = np.empty(len(key), np.int64)
+    found[order] = order[first_equal(key[order])]
+    return found
+
+
 def first_equal(sorted_key: Longs) -> Longs:
-    """For each entry of a sorted array the index of the first that equals it."""
+    """As `first_like`, of a sorted array."""
     here = np.arange(len(sorted_key))
     here[1:][sorted_key[1:] == sorted_key[:-1]] = 0
     return np.maximum.accumulate(here)
@@ -228,8 +236,8 @@ def key_routes(
     row[opened] = running_sum(query_dest[opened], stretch_length[opened])
     place[opened] = running_sum(query_dest[opened], stretch_shards[opened])
     if sharing is Sharing.RANK:
-        _, once = np.unique(key * shards.num + open_by[query], return_index=True)
-        once.sort()
+        first = first_like(key * shards.num + open_by[query])
+        once = (first == np.arange(len(first))).nonzero()[0]
         key, query, position = key[once], query[once], position[once]
     opener = open_by[query]
     routes = Routes(
@@ -255,8 +263,7 @@ def _openers(query_dest: Longs, document: Longs, sharing: Sharing) -> Longs:
         return opener
     asks = (query_dest >= 0).nonzero()[0]
     group = document[asks] * (int(query_dest.max()) + 1) + query_dest[asks]
-    _, first, which = np.unique(group, return_index=True, return_inverse=True)
-    opener[asks] = asks[first[which]]
+    opener[asks] = asks[first_like(group)]
     return opener
 
 

@@ -90,7 +90,7 @@ class State:
             np.float64
         )
         self.queries = totals(home.rank, home.length, home.num_ranks).astype(np.float64)
-        self.sent: list[tuple[Longs, Longs, Longs, Longs]] = []  # part, low, high, dest
+        self.sent: list[tuple[Longs, Floats, Floats, Longs]] = []  # part, low, high, dest
         self.homes: dict[int, list[tuple[int, int]]] = {}  # of a document in several parts: begin, rank
         self.reach: dict[tuple[int, int], int] = {}  # keys of a shared document on a rank, rows
         self.visits: dict[tuple[int, int], int] = {}  # as `reach`, for what has come from elsewhere alone
@@ -194,7 +194,7 @@ class State:
             keys(self.mask, high, stock.length[chosen]),
             keys(self.mask, stock.high, stock.length)[chosen],
         )
-        self.sent.append((part, low.astype(np.int64), high.astype(np.int64), np.full(len(part), dest)))
+        self.sent.append((part, low, high, np.full(len(part), dest)))
         amount, rows = float(offered.work.sum()), float((high - low).sum())
         self.load[source], self.load[dest] = self.load[source] - amount, self.load[dest] + amount
         self.queries[source], self.queries[dest] = self.queries[source] - rows, self.queries[dest] + rows
@@ -232,9 +232,9 @@ class State:
     def cuts(self) -> Cuts:
         """What was sent, what stays, and the parts of no tokens, which stay."""
         empty = (self.home.length == 0).nonzero()[0]
-        stay = [(empty, self.home.begin[empty], self.home.begin[empty], self.home.rank[empty])]
+        begin = self.home.begin[empty].astype(np.float64)
+        stay = [(empty, begin, begin, self.home.rank[empty])]
         for rank, stock in enumerate(self.stocks):
-            low, high = stock.low.astype(np.int64), stock.high.astype(np.int64)
-            stay.append((stock.part, low, high, np.full(len(stock.part), rank)))
+            stay.append((stock.part, stock.low, stock.high, np.full(len(stock.part), rank)))
         part, low, high, dest = (np.concatenate(columns) for columns in zip(*stay, *self.sent, strict=True))
-        return Cuts(part, low, high, dest)
+        return Cuts(part, low.astype(np.int64), high.astype(np.int64), dest)

@@ -22,7 +22,7 @@ Flags = NDArray[np.bool_]
 
 def work(mask: Mask, low: Floats, high: Floats, length: Floats) -> Floats:
     """Pairs of tokens of the queries [low, high) of a document of `length` tokens."""
-    return (high - low) * length if mask is Mask.FULL else (high * (high + 1) - low * (low + 1)) / 2
+    return (high - low) * (length if mask is Mask.FULL else (high + low + 1) / 2)
 
 
 def keys(mask: Mask, high: Floats, length: Floats) -> Floats:
@@ -142,7 +142,7 @@ def _judge(
     new_keys = np.maximum(keys(mask, high, stock.length) - demand.has, 0)
     before, after = low - stock.low, stock.high - high
     is_first, is_last = before == 0, after == 0
-    fits = demand.may & (rows > 0) & (rows <= demand.query_room) & (new_keys <= demand.key_room)
+    fits = demand.may & (rows <= demand.query_room) & (new_keys <= demand.key_room)
     leaves = (is_first | (before >= shortest)) & (is_last | (after >= shortest)) & (rows >= shortest)
     fits &= (is_first & is_last) | leaves
     fits &= amount <= demand.amount + demand.slack
