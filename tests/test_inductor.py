@@ -52,6 +52,17 @@ class Watched(MicroPipelineTP):
         super().__call__(graph)
         self.kept += sum(str(node.target).startswith("_c10d_functional.") for node in graph.nodes)
 
+def exchange(x):
+    return collectives.all_to_all_single_autograd(x, [len(x) // 2] * 2, [len(x) // 2] * 2, group)
+
+def heads(x, up, down):
+    made = exchange(linear(x, up).unflatten(-1, (2, -1)).movedim(-2, 0).flatten(0, 1))
+    rows = exchange(made * 2).unflatten(0, (2, -1)).movedim(0, -2).flatten(-2)
+    return linear(rows, down)
+
+def as_they_lie(x, up, down):
+    return exchange(linear(x, up)), linear(exchange(x).clone(), up)
+
 def by_hand(tp):
     def passed(module, inputs):
         tp(module.graph)
@@ -84,6 +95,10 @@ check("forward", layers, False, both, by_inductor)
 check("all rows on all ranks", reduced, False, {"matmul_all_reduce": 1})
 check("more dimensions", wide, False, both)
 check("rows of two products, an average, another dimension", shared, False, {"all_gather_matmul_rows": 1, "left": 1})
+there = {"matmul_all_to_all": 1, "all_to_all_matmul": 1}
+check("heads", heads, False, there)
+check("columns as they lie", as_they_lie, False, {"left": 2})
+check("heads, backward", heads, True, {"matmul_all_to_all": 2, "all_to_all_matmul_rows": 2})
 check("backward", layers, True, {"all_gather_matmul_rows": 2, "matmul_reduce_scatter": 2})
 dist.destroy_process_group()
 """
@@ -93,12 +108,16 @@ forward: 1 all_gather_matmul, 1 matmul_reduce_scatter; of collectives 0 nodes
 all rows on all ranks: 1 matmul_all_reduce; of collectives 0 nodes
 more dimensions: 1 all_gather_matmul, 1 matmul_reduce_scatter; of collectives 0 nodes
 rows of two products, an average, another dimension: 1 all_gather_matmul_rows, 1 left; of collectives 4 nodes
+heads: 1 all_to_all_matmul, 1 matmul_all_to_all; of collectives 0 nodes
+columns as they lie: 2 left; of collectives 4 nodes
+heads, backward: 2 all_to_all_matmul_rows, 2 matmul_all_to_all; of collectives 0 nodes
 backward: 2 all_gather_matmul_rows, 2 matmul_reduce_scatter; of collectives 0 nodes
 """
 
 
 def test_compiled(tmp_path: Path) -> None:
-    """Of products of what travels, and of sums that alone are scattered, operators are made, in forward and backward.
+    """Of products of what travels, of sums that alone are scattered, and of columns that are dealt out, operators are
+    made, in forward and backward.
     Rows that are needed again are a result, too: those of a forward pass are, and of a backward pass.
     """
     script = tmp_path / "ranks.py"
