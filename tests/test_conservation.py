@@ -245,7 +245,7 @@ COMPUTES = (
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.lists(st.one_of(moves(), st.sampled_from(COMPUTES)), max_size=6))
 def test_counts_are_those_of_a_simulation(drawn: list[Statement | Yield | Task]) -> None:
     """The forward pass, exact or by fingerprints, and the backward recount agree with multisets kept per place."""
@@ -264,7 +264,7 @@ def test_counts_are_those_of_a_simulation(drawn: list[Statement | Yield | Task])
         assert np.array_equal(recount(located, place), expected)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.lists(st.one_of(moves(), st.sampled_from(COMPUTES)), max_size=8))
 def test_what_is_handed_over_is_that_of_a_simulation(drawn: list[Statement | Yield | Task]) -> None:
     """Of every chunk at every yield: where it was given, if it is fresh and one given chunk alone."""
@@ -298,7 +298,7 @@ def expression(step: Step, held: list[object], row: int) -> object:
     return made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(moves(), max_size=6))
 def test_equal_hashes_are_equal_expressions(drawn: list[Statement]) -> None:
     """Two places have the same hash exactly when the same expression made them."""

@@ -182,7 +182,7 @@ def test_links_are_aligned() -> None:
 SIGNS = re.findall(r'#[^\n]*\n|"[^"]*"|\d+(?:\.\d+)?|[GM]B/s|\w+|\.\.<|->|[=!<>]=|\*\*|<<|\n|[ ]+|[^\w\s]', EVERYTHING)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(
         st.tuples(
@@ -201,7 +201,7 @@ def test_any_layout(edits: list[tuple[int, str]], joined: bool) -> None:
     check_laws("".join(signs))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, len(SIGNS) - 1), st.integers(0, len(SIGNS) - 1)), min_size=1, max_size=3))
 def test_any_text(edits: list[tuple[int, int]]) -> None:
     """The same holds of every damaged text that still parses."""
@@ -230,7 +230,7 @@ def _expressions() -> st.SearchStrategy[str]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_expressions())
 def test_expressions(text: str) -> None:
     """Expressions keep their meaning, however they are nested."""

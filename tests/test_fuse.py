@@ -116,7 +116,7 @@ def every_pass_is_legal(lowered: Plan) -> None:
     assert not (own[ops.leaders] & copies & (ops.source_space[ops.source_begin[ops.leaders]] == CELL)).any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(programs())
 def test_every_pass_of_any_schedule(program: Program) -> None:
     """The same for schedules as they are drawn; and all inout buffers may be one memory, however they are used."""

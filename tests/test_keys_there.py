@@ -154,7 +154,7 @@ def dispatches(draw: st.DrawFn) -> tuple[CheckedDispatch, str, int]:
     return of, often, aligned
 
 
-@settings(deadline=None, max_examples=examples(1), suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(1), suppress_health_check=list(HealthCheck))
 @given(dispatches(), st.integers(1, 8), st.integers(0, 999))
 def test_drawn(drawn: tuple[CheckedDispatch, str, int], a_row: int, seed: int) -> None:
     """As above, of any form, any rule of which rank has which keys, and any number of tensors."""

@@ -269,7 +269,7 @@ INSERTED = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(
         st.tuples(
@@ -303,7 +303,7 @@ def test_damaged_text(edits: list[tuple[str, int, str]]) -> None:
         assert "_" not in re.sub(r"`[^`]*`", "", diagnostic.headline + diagnostic.primary.text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(alphabet=st.sampled_from(sorted(set(EVERYTHING)) + list('"&;é\t\x00')), max_size=60))
 def test_any_text(text: str) -> None:
     """No text at all makes the parser raise anything but CommError."""

@@ -35,7 +35,6 @@ REGION = 1 << 40
 """Bytes between the addresses of two stretches of memory."""
 
 relaxed = settings(
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 

@@ -321,7 +321,7 @@ def test_mutants_of_drawn_schedules(shard: int, tally: Tally, is_chosen: Chosen,
     """So it is with any schedule."""
 
     @seed(shard)
-    @settings(deadline=None, max_examples=turns(15), database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=turns(15), database=None, suppress_health_check=list(HealthCheck))
     @given(st.one_of(all_programs(), tried(rounding_programs())))
     def judge(program: tuple[Program, str]) -> None:
         tally("mutants of drawn Plans", judged(drawn(*program, Random(shard), times=turns(3)), is_chosen))

@@ -27,7 +27,7 @@ from commdsl.machine import resources
 SHIPPED = sorted((resources.data_dir("schedules") / "dispatch").glob("*.comm"))
 CORRUPTIONS = 10_000
 
-relaxed = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 
 
 def proved(text: str, name: str | None = None) -> CheckedPlan:

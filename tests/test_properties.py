@@ -34,7 +34,7 @@ from commdsl.machine import dtypes
 ELEMENTS = 61
 Arrays = dict[str, list[NDArray[np.int32]]]
 
-relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+relaxed = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 def proved(program: Program, protocol: str = "bulk") -> Checked:

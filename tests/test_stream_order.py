@@ -140,7 +140,7 @@ def test_capture_of_the_last_stream(calls: Calls) -> None:
 STREAMS = st.integers(0, 5)  # the default one, two of torch's, two of others, one that goes after its call
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(STREAMS, st.sampled_from([1, 2, MARKED_CALLS + 1]), st.booleans()), max_size=12))
 def test_any_order(monkeypatch: pytest.MonkeyPatch, script: list[tuple[int, int, bool]]) -> None:
     """Whatever streams calls come on, captured or not, each comes after the last one of its capture or outside."""
