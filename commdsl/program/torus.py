@@ -9,14 +9,17 @@ all: what it knows of the rank to which a turn leads, every other knows of the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 
 from commdsl.ir.schedules import Ints
 from commdsl.language.records import dataclass
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,16 @@ class Torus:
     def seen_from(self, rank: int) -> Ints:
         """(num_ranks,): the turn that leads from there to every rank: where what it knows of each stands."""
         return self.distance(np.arange(self.num_ranks, dtype=np.int32), rank)
+
+
+def alike_along(num_ranks: int, seen: Callable[[Torus, Ints], Found | None]) -> Iterator[Found]:
+    """Along each torus on which all ranks are alike, what is seen of them. `seen` is given some ranks, rank 0 first;
+    None: they differ. Neighbours are looked at before all are: at most tori that is enough.
+    """
+    every = np.arange(num_ranks, dtype=np.int32)
+    for torus in tori(num_ranks):
+        if seen(torus, torus.neighbours) is not None and (found := seen(torus, every)) is not None:
+            yield found
 
 
 def tori(num_ranks: int) -> Iterator[Torus]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from commdsl.ir.schedules import Ints
 from commdsl.program.lower.fuse import makers
 from commdsl.program.lower.rows import Rows, begins, gather, taken
-from commdsl.program.torus import Torus, tori
+from commdsl.program.torus import Torus, alike_along
 
 Labels = NDArray[np.uint64]
 
@@ -38,23 +38,22 @@ def alike(rows: Rows, num_ranks: int) -> Rows:
 
 
 def _torus(rows: Rows) -> Torus | None:
-    """The first along which all ranks turn to the same peers in every phase, though in another order."""
+    """The first along which all ranks turn to the same peers in every phase; None if in the same order, too."""
     num_ranks = len(rows.begin) - 1
     phase, peer = rows.phase.reshape(num_ranks, -1), rows.dest_rank.reshape(num_ranks, -1)
     if (phase != phase[0]).any():
         return None
-    every = np.arange(num_ranks, dtype=np.int32)
-    for torus in tori(num_ranks):
-        for ranks in (torus.neighbours, every):
-            distance = torus.distance(peer[ranks], ranks[:, None])
-            if len(ranks) == num_ranks and (distance == distance[0]).all():
-                return None
-            words = np.sort(phase[ranks].astype(np.int64) * num_ranks + distance, axis=1)
-            if (words != words[0]).any():
-                break
-        else:
-            return torus
-    return None
+
+    def seen(torus: Torus, ranks: Ints) -> tuple[Torus, Ints] | None:
+        distance = torus.distance(peer[ranks], ranks[:, None])
+        words = np.sort(phase[ranks].astype(np.int64) * num_ranks + distance, axis=1)
+        return (torus, distance) if (words == words[0]).all() else None
+
+    found = next(alike_along(num_ranks, seen), None)
+    if found is None:
+        return None
+    torus, distance = found
+    return None if (distance == distance[0]).all() else torus
 
 
 def _labels(rows: Rows, torus: Torus, maker: Ints) -> Labels:

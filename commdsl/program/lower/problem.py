@@ -17,7 +17,7 @@ from commdsl.program.lower.hazards import Index
 from commdsl.program.lower.rows import Rows, begins, turns
 from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import CELL, OpKind
-from commdsl.program.torus import Torus, tori
+from commdsl.program.torus import Torus, alike_along
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +190,9 @@ def _quotient(rows: Rows, num_ranks: int, num_cells: int, tensors: tuple[Tensor,
     reads = _by_rank(first[rows.source_space], rows.source_rank, rows.source_index, num_ranks)
     if writes is None or reads is None:
         return None
-    torus = next((torus for torus in tori(num_ranks) if _is_turned((writes, reads), torus, size)), None)
+    accesses = (writes, reads)
+    along = alike_along(num_ranks, lambda torus, ranks: torus if _turn_alike(accesses, torus, ranks) else None)
+    torus = next((torus for torus in along if _follow_alike(accesses, torus, size)), None)
     if torus is None:
         return None
     group = rows.group[: int(length[0])]
@@ -234,15 +236,14 @@ def _by_rank(first: Ints, owner: Ints, index: Ints, num_ranks: int) -> _Accesses
     return _Accesses(rows, owner[:, rows], (first + index)[:, rows])
 
 
-def _is_turned(accesses: tuple[_Accesses, ...], torus: Torus, num_places: int) -> bool:
-    """Whether all ranks touch as rank 0 does what lies as far away; and, for a turn by one along each axis, whether a
-    place is followed by one place, whoever touches it.
-    """
+def _turn_alike(accesses: tuple[_Accesses, ...], torus: Torus, ranks: Ints) -> bool:
+    """Whether these ranks touch as the first of them does what lies as far away."""
+    return all(_same(torus.distance(one.owner[ranks], ranks[:, None])) for one in accesses)
+
+
+def _follow_alike(accesses: tuple[_Accesses, ...], torus: Torus, num_places: int) -> bool:
+    """Whether, for a turn by one along each axis, a place is followed by one place, whoever touches it."""
     every = np.arange(torus.num_ranks, dtype=np.int32)
-    for ranks in (torus.neighbours, every):
-        for one in accesses:
-            if not _same(torus.distance(one.owner[ranks], ranks[:, None])):
-                return False
     for step in torus.steps:
         following, there = np.empty(num_places, np.int32), torus.turned(every, step)
         for one in accesses:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
-from commdsl.program.torus import Torus, tori
+from commdsl.program.torus import Torus, alike_along
 
 Bits = NDArray[np.bool_]
 
@@ -84,16 +84,13 @@ def pattern(events: Timeline) -> Pattern | None:
     waits = [one for one in roles if one is not None]
     if len(waits) < len(roles):
         return None
-    every = np.arange(events.num_ranks, dtype=np.int32)
-    for torus in tori(events.num_ranks):
-        for ranks in (torus.neighbours, every):
-            alike = [one.alike(torus, ranks) for one in waits]
-            found = [one for one in alike if one is not None]
-            if len(found) < len(alike):
-                break
-        else:
-            return _side_by_side(found)
-    return None
+
+    def seen(torus: Torus, ranks: Ints) -> list[Pattern] | None:
+        found = [one for one in (one.alike(torus, ranks) for one in waits) if one is not None]
+        return found if len(found) == len(waits) else None
+
+    found = next(alike_along(events.num_ranks, seen), None)
+    return None if found is None else _side_by_side(found)
 
 
 def _side_by_side(roles: list[Pattern]) -> Pattern:
