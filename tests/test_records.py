@@ -13,6 +13,12 @@ import pytest
 from commdsl.language import records
 
 
+@pytest.fixture(autouse=True, params=[1, 1000], ids=["many", "few"])
+def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind so many instances a class has an `__init__` of its own."""
+    monkeypatch.setattr(records, "MANY", request.param)
+
+
 def of(decorator: Any, slots: bool) -> tuple[Any, Any]:
     """A class and one that inherits from it."""
 
@@ -25,6 +31,7 @@ def of(decorator: Any, slots: bool) -> tuple[Any, Any]:
         left: int
         right: str = "r"
 
+    Pair(0, place=0)
     return Node, Pair
 
 

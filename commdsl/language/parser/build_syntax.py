@@ -16,6 +16,7 @@ from commdsl.language.parser import build_calls, build_contracts, build_dispatch
 from commdsl.language.source import Span
 
 MAX_INT = 2**63 - 1
+MAX_DIGITS = len(str(MAX_INT))
 
 # What is on the parser's stack has no type; the grammar says what each rule's children are, and types begin below.
 Made: TypeAlias = Any
@@ -26,15 +27,14 @@ Children: TypeAlias = Sequence[Made]
 
 
 def _int(span: Span, text: str) -> syntax.Int:
-    _check_size(span, text)
+    if len(text) >= MAX_DIGITS:
+        _check_size(span, text)
     return syntax.Int(int(text), span=span)
 
 
 def _check_size(span: Span, text: str) -> None:
-    if len(text) < len(str(MAX_INT)):
-        return
     digits = text.partition(".")[0].lstrip("0")
-    if len(digits) > len(str(MAX_INT)) or int(digits or "0") > MAX_INT:
+    if len(digits) > MAX_DIGITS or int(digits or "0") > MAX_INT:
         label = Label(span, f"at most {MAX_INT}")
         help = "numbers are 64-bit integers"
         raise CommError((Diagnostic("C014", "a number does not fit in 64 bits", label, help=help),))
