@@ -15,7 +15,7 @@ from commdsl.ir.schedules import Ints, Schedule, Statement, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import GIVEN, RETURNED, BufferKind, MoveKind
 from commdsl.program.lower.hazards import Index
-from commdsl.program.lower.rows import SizeClass
+from commdsl.program.lower.rows import SizeClass, narrow
 from commdsl.program.memory import Rights, Tensor
 from commdsl.program.moves import CELL, Form
 
@@ -100,7 +100,7 @@ class Homes:
         rank, chunk = (array.astype(np.int32) for array in np.nonzero(chosen))
         num_ranks, num_chunks = chosen.shape
         turn = (chunk - rank * num_chunks // num_ranks) % num_chunks
-        order = np.lexsort((turn, self.written_in[buffer][rank, chunk], rank))
+        order = np.lexsort((narrow(turn), narrow(self.written_in[buffer][rank, chunk]), narrow(rank)))
         return rank[order], chunk[order]
 
     def locate(self, buffer: int, rank: Ints, chunk: Ints) -> tuple[Ints, Ints, Ints]:

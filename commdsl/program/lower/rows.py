@@ -168,10 +168,10 @@ def _in_order(batches: list[Batch], phase: Ints, rank: Ints, num_ranks: int) -> 
     peer = np.concatenate([np.zeros(0, np.int32), *(_peer(batch) for batch in batches)])
     ahead = peer - rank
     distance = np.where(ahead > 0, ahead, ahead + np.int32(num_ranks))
-    return np.lexsort(tuple(_narrow(key) for key in (distance, phase, rank)))
+    return np.lexsort(tuple(narrow(key) for key in (distance, phase, rank)))
 
 
-def _narrow(key: Ints) -> NDArray[np.integer[Any]]:
+def narrow(key: Ints) -> NDArray[np.integer[Any]]:
     """As 16 bits where it fits: numpy sorts such keys in linear time."""
     return key.astype(np.int16) if key.max(initial=0) < 2**15 else key
 

@@ -135,7 +135,8 @@ class _Waits:
             local, peer_role = tables[:2]
             words = (local * (peer_role.max(initial=0) + np.int64(1)) + peer_role) * torus.num_ranks + distance
             place = np.argsort(words, axis=1, kind="stable").astype(np.int32)
-            tables = [np.take_along_axis(table, place, axis=1) for table in tables]
+            entry = place + np.arange(len(place))[:, None] * place.shape[1]
+            tables = [table.take(entry) for table in tables]
             if not _same(tables):
                 return None
         local, peer_role, signal, rounds_back, since, distance = (table[0].copy() for table in tables)
