@@ -24,11 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import compressed_report, record
+from benchmarks import compressed_report
 from benchmarks.cases import parse_sizes
-from benchmarks.compressed_report import FLOAT8, NCCL, OURS, Case, Row, overview
-from benchmarks.contests import Contests
-from benchmarks.report import NO_TIME, Kind, Result
+from benchmarks.compressed_report import FLOAT8, NCCL, OURS, Case, Row
+from benchmarks.contests import Contests, parsed, parser_of
+from benchmarks.report import Kind
 
 SCHEDULES = {"all_reduce": "allreduce_float8", "all_gather": "allgather_float8"}
 TUNE_KEYS = ("lanes", "threads", "tile", "sms")
@@ -45,8 +45,11 @@ class Stage:
     """One case on this rank."""
 
     bench: Any
-    case: Case
-    error: float = 0.0  # of what travelled as float8
+    row: Row
+
+    @property
+    def case(self) -> Case:
+        return self.row.case
 
     @cached_property
     def drawn(self) -> list[Any]:
@@ -97,64 +100,39 @@ class Stage:
 
     def made(self, name: str) -> Any:
         """The contender, and whether its last result is wrong."""
-        from benchmarks.measure import Contender
+        from benchmarks.turns import kept
 
-        call, last = self.call(name), list[Any]()
+        times = 1 / self.case.ranks if name == NCCL and self.case.collective == "all_reduce" else 1
+        most = MOST_ERROR if name not in (NCCL, OURS) else 0.005
 
-        def called(_: int) -> Any:
-            last[:] = [call()]
-            return last[0]
-
-        def is_wrong() -> Any:
-            times = 1 / self.case.ranks if name == NCCL and self.case.collective == "all_reduce" else 1
+        def is_wrong(found: Any) -> Any:
             wanted = times * self.wanted.double()
-            off = (last[0].double() - wanted).norm() / wanted.norm()
-            self.error = max(self.error, float(off))
-            return off > (MOST_ERROR if name not in (NCCL, OURS) else 0.005)
+            off = (found.double() - wanted).norm() / wanted.norm()
+            self.row.error = max(self.row.error, float(off))
+            return off > most
 
-        return Contender(name, kind_of(name), called, release=last.clear), is_wrong
+        return kept(name, kind_of(name), self.call(name), is_wrong)
 
 
 def run(options: argparse.Namespace, output: Contests) -> int:
     """The exit code."""
-    import torch
-
-    from benchmarks.measure import started
-    from benchmarks.turns import timed
-
-    bench = started(options.time_budget, options.batches, on_gpus=not options.dry_run)
-    what = "processors" if options.dry_run else torch.cuda.get_device_name()
-    output.title = f"bfloat16, {bench.ranks} x {what}, torch {torch.__version__}; microseconds"
+    bench = output.begin()
+    output.title = f"bfloat16, {output.title}"
     names = [*([] if options.dry_run else [NCCL]), OURS, FLOAT8, *options.tunes]
     for collective in options.collectives:
         for nbytes in options.sizes:
-            case = Case(collective, nbytes, bench.ranks)
-            row, stage = Row(case), Stage(bench, case)
-            output.rows.append(row)
-            if bench.time_is_up():
-                row.results = [Result(name, kind_of(name), None, NO_TIME) for name in names]
-                continue
-            row.results += timed(bench, case, [(one, kind_of(one), partial(stage.made, one)) for one in names])
-            row.error = stage.error
-            if bench.rank == 0:
-                print("  ".join(overview([row])[1][0]), flush=True)
-    output.is_whole = True
-    return int(any(bench.everyone(output.failed)))
+            row = Row(Case(collective, nbytes, bench.ranks))
+            output.contest(bench, row, {one: kind_of(one) for one in names}, Stage(bench, row).made)
+    return output.exit_code(bench)
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, batches=15, seconds=40.0)
     add = parser.add_argument
     add("--collectives", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     add("--sizes", type=parse_sizes, default=parse_sizes("64K,1M,4M,16M,64M,256M"))
     add("--tunes", nargs="+", default=[], metavar="LANES:THREADS:TILE:SMS")
-    add("--batches", type=int, default=15, help="timed batches a contender")
-    add("--time-budget", type=float, default=40.0, help="seconds after which no row is begun")
-    add("--dry-run", action="store_true", help="on processors: checks, and times nothing")
-    record.add_options(parser)
-    found = parser.parse_args(arguments)
-    record.check_options(parser, found)
-    return found
+    return parsed(parser, arguments)
 
 
 def main() -> None:

@@ -22,17 +22,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import products_report, record
-from benchmarks.contests import Contests
-from benchmarks.products_report import ALONE, ASYNC, CONTENDERS, Case, Element, Row, Way, overview
-from benchmarks.report import NO_TIME, Result
+from benchmarks import products_report
+from benchmarks.contests import Contests, parsed, parser_of
+from benchmarks.products_report import ALONE, ASYNC, CONTENDERS, Case, Element, Row, Way
 
 SHAPES = {
     Way.GATHER: ((8192, 3584), (8192, 1280), (5120, 3456)),
@@ -50,19 +47,13 @@ GRACE = 20.0
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, batches=9, seconds=60.0)
     add = parser.add_argument
     add("--rows", nargs="+", type=int, default=(8192, 1024, 4096, 16384), help="M, of all ranks")
     add("--shapes", nargs="+", type=shape_of, help="K x N as in 8192x3584, of every way")
     add("--ways", nargs="+", type=Way, choices=list(Way), default=list(Way))
     add("--elements", nargs="+", type=Element, choices=list(Element), default=[Element.BFLOAT16])
-    add("--batches", type=int, default=9, help="timed batches a contender")
-    add("--time-budget", type=float, default=60.0, help="seconds after which no row is begun")
-    add("--dry-run", action="store_true", help="on processors: checks, and times nothing")
-    record.add_options(parser)
-    found = parser.parse_args(arguments)
-    record.check_options(parser, found)
-    return found
+    return parsed(parser, arguments)
 
 
 def shape_of(text: str) -> tuple[int, int]:
@@ -82,17 +73,15 @@ class Output(Contests):
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """The exit code."""
-    import torch
+    from benchmarks.products_calls import Stage
 
-    from benchmarks.measure import started
-
-    bench = started(options.time_budget, options.batches, on_gpus=not options.dry_run)
-    what = "processors" if options.dry_run else torch.cuda.get_device_name()
-    output.title = f"{bench.ranks} x {what}, torch {torch.__version__}; microseconds"
+    bench = output.begin()
     for case in cases_of(options, bench.ranks):
-        _measured(bench, options, case, output)
-    output.is_whole = True
-    return int(any(bench.everyone(output.failed)))
+        missing = {ASYNC} if case.way in (Way.EXCHANGE, Way.RETURN) else set()
+        missing |= {ALONE, ASYNC} if options.dry_run else set()
+        kinds = {name: kind for name, kind in CONTENDERS.items() if name not in missing}
+        output.contest(bench, Row(case), kinds, Stage(bench, case).made, eager=(ASYNC,))
+    return output.exit_code(bench)
 
 
 def cases_of(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
@@ -101,26 +90,6 @@ def cases_of(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
             for depth, columns in options.shapes or SHAPES[way]:
                 for element in options.elements:
                     yield Case(way, rows, depth, columns, ranks, element)
-
-
-def _measured(bench: Any, options: argparse.Namespace, case: Case, output: Output) -> None:
-    from benchmarks.products_calls import Stage
-    from benchmarks.turns import timed
-
-    missing = {ASYNC} if case.way in (Way.EXCHANGE, Way.RETURN) else set()
-    missing |= {ALONE, ASYNC} if options.dry_run else set()
-    names = [name for name in CONTENDERS if name not in missing]
-    row = Row(case)
-    output.rows.append(row)
-    if bench.time_is_up():
-        row.results = [Result(name, CONTENDERS[name], None, NO_TIME) for name in names]
-        return
-    stage = Stage(bench, case)
-    entries = [(name, CONTENDERS[name], lambda name=name: stage.made(name)) for name in names]
-    row.results += timed(bench, case, entries, eager=(ASYNC,))
-    if bench.rank == 0:
-        _, (line,) = overview([row])
-        print("  ".join(line), f"({bench.deadline - time.monotonic():.0f} s left)", flush=True)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 import commdsl
-from benchmarks.measure import Bench, Contender
+from benchmarks.measure import Bench
 from benchmarks.products_report import (
     ALONE,
     ASYNC,
@@ -29,7 +29,7 @@ from benchmarks.products_report import (
     Element,
     Way,
 )
-from benchmarks.turns import Made
+from benchmarks.turns import Made, kept
 from commdsl.overlap import auto, programs, sequence
 from commdsl.runtime import groups
 
@@ -147,16 +147,8 @@ class Stage:
 
     def made(self, name: str) -> Made:
         """The contender of that name."""
-        call, last = self._call(name), list[Tensor]()
-
-        def called(_: int) -> Tensor:
-            last[:] = [call()]
-            return last[0]
-
-        made = Contender(name, CONTENDERS[name], called, prepare=self.draw_floats, release=last.clear)
-        if name == ALONE:
-            return made, lambda: torch.zeros((), dtype=torch.bool)
-        return made, lambda: self.is_wrong(last[0])
+        is_wrong = (lambda _: torch.zeros((), dtype=torch.bool)) if name == ALONE else self.is_wrong
+        return kept(name, CONTENDERS[name], self._call(name), is_wrong, prepare=self.draw_floats)
 
     def _call(self, name: str) -> Call:
         x, w = self.x, self.w

@@ -18,15 +18,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import record, rms_norm_report
-from benchmarks.contests import Contests
-from benchmarks.report import NO_TIME, Result
+from benchmarks import rms_norm_report
+from benchmarks.contests import Contests, parsed, parser_of
 from benchmarks.rms_norm_report import (
     APART,
     CALLS,
@@ -36,7 +35,6 @@ from benchmarks.rms_norm_report import (
     OURS,
     Case,
     Row,
-    overview,
 )
 
 EPS = 1e-5
@@ -114,59 +112,35 @@ class Stage:
 
     def made(self, name: str) -> Any:
         """The contender, and whether its last results are wrong."""
-        from benchmarks.measure import Contender
+        from benchmarks.turns import kept
 
-        (call, times), last = self.call(name), list[Any]()
+        call, times = self.call(name)
 
-        def called(_: int) -> Any:
-            last[:] = call()
-            return last[0]
+        def is_wrong(z: Any, y: Any) -> Any:
+            wanted, total = self.wanted(times)
+            near = 2.0**-6 * wanted.abs() + 2.0**-6  # bfloat16 has 8 bits, and torch's norms round twice
+            return (y.double() != total).any() | ((z.double() - wanted).abs() > near).any()
 
-        def is_wrong() -> Any:
-            z, y = self.wanted(times)
-            near = 2.0**-6 * z.abs() + 2.0**-6  # bfloat16 has 8 bits, and torch's norms round twice
-            return (last[1].double() != y).any() | ((last[0].double() - z).abs() > near).any()
-
-        return Contender(name, CONTENDERS[name], called, release=last.clear), is_wrong
+        return kept(name, CONTENDERS[name], call, is_wrong)
 
 
 def run(options: argparse.Namespace, output: Contests) -> int:
     """The exit code."""
-    import torch
-
-    from benchmarks.measure import started
-    from benchmarks.turns import timed
-
-    bench = started(options.time_budget, options.batches, on_gpus=not options.dry_run)
-    what = "processors" if options.dry_run else torch.cuda.get_device_name()
-    output.title = f"bfloat16, {bench.ranks} x {what}, torch {torch.__version__}; microseconds, {CALLS} calls a graph"
+    bench = output.begin()
+    output.title = f"bfloat16, {output.title}, {CALLS} calls a graph"
+    kinds = {OURS: CONTENDERS[OURS]} if options.dry_run else CONTENDERS
     for rows in options.rows:
         case = Case(rows, options.columns, bench.ranks)
-        row = Row(case)
-        output.rows.append(row)
-        if bench.time_is_up():
-            row.results = [Result(name, kind, None, NO_TIME) for name, kind in CONTENDERS.items()]
-            continue
-        stage, names = Stage(bench, case), [OURS] if options.dry_run else list(CONTENDERS)
-        row.results += timed(bench, case, [(one, CONTENDERS[one], partial(stage.made, one)) for one in names])
-        if bench.rank == 0:
-            print("  ".join(overview([row])[1][0]), flush=True)
-    output.is_whole = True
-    return int(any(bench.everyone(output.failed)))
+        output.contest(bench, Row(case), kinds, Stage(bench, case).made)
+    return output.exit_code(bench)
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, batches=15, seconds=40.0)
     add = parser.add_argument
     add("--rows", nargs="+", type=int, default=(1, 8, 32, 128))
     add("--columns", type=int, default=8192)
-    add("--batches", type=int, default=15, help="timed batches a contender")
-    add("--time-budget", type=float, default=40.0, help="seconds after which no row is begun")
-    add("--dry-run", action="store_true", help="on processors: checks, and times nothing")
-    record.add_options(parser)
-    found = parser.parse_args(arguments)
-    record.check_options(parser, found)
-    return found
+    return parsed(parser, arguments)
 
 
 def main() -> None:

@@ -21,16 +21,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import record, transformer_report
-from benchmarks.contests import Contests
-from benchmarks.report import NO_TIME, Kind, Result, number
+from benchmarks import transformer_report
+from benchmarks.contests import Contests, parsed, parser_of
+from benchmarks.report import number
 from benchmarks.transformer_report import CAPTURED, CONTENDERS, PLAIN, Case, Row
 
 GRACE = 30.0
@@ -40,17 +38,12 @@ LAYERS = 2
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, batches=9, seconds=60.0)
     add = parser.add_argument
     add("--tokens", nargs="+", type=int, default=(8192,), help="of all ranks")
     add("--scale", type=int, default=1, help="by what the sizes of a layer are divided")
     add("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), help="beside plain")
-    add("--batches", type=int, default=9, help="timed batches a contender")
-    add("--time-budget", type=float, default=60.0, help="seconds after which no row is begun")
-    add("--dry-run", action="store_true", help="on processors: checks, and times nothing")
-    record.add_options(parser)
-    found = parser.parse_args(arguments)
-    record.check_options(parser, found)
+    found = parsed(parser, arguments)
     found.only = [name for name in CONTENDERS if name in (PLAIN, *found.only)]
     return found
 
@@ -58,6 +51,9 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 class Output(Contests):
     def label(self, row: Row) -> str:
         return f"{row.case.tokens} tokens"
+
+    def line_of(self, row: Row) -> str:
+        return f"{self.label(row)}: {number(row.gain(), 2)} times faster"
 
     def verdict(self) -> str:
         if self.options.dry_run:
@@ -67,39 +63,17 @@ class Output(Contests):
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """The exit code."""
-    import torch
+    from benchmarks.transformer_model import Sizes, Stage
 
-    from benchmarks.measure import started
-    from benchmarks.transformer_model import Sizes
-
-    bench = started(options.time_budget, options.batches, on_gpus=not options.dry_run)
-    what = "processors" if options.dry_run else torch.cuda.get_device_name()
-    output.title = f"{bench.ranks} x {what}, torch {torch.__version__}; microseconds of {LAYERS} layers there and back"
+    bench = output.begin()
+    output.title += f" of {LAYERS} layers there and back"
     sizes = Sizes(options.scale, LAYERS)
+    kinds = {name: CONTENDERS[name] for name in options.only}
     for tokens in options.tokens:
-        _measured(bench, options.only, Case(tokens, LAYERS, bench.ranks, sizes.hidden), sizes, output)
-    output.is_whole = True
-    return int(any(bench.everyone(output.failed)))
-
-
-def _measured(bench: Any, names: Sequence[str], case: Case, sizes: Any, output: Output) -> None:
-    from benchmarks.transformer_model import Stage
-    from benchmarks.turns import timed
-
-    row = Row(case)
-    output.rows.append(row)
-    if bench.time_is_up():
-        row.results = [Result(name, CONTENDERS[name], None, NO_TIME) for name in names]
-        return
-    stage = Stage(bench, case, sizes)
-    makers: list[tuple[str, Kind, Callable[[], Any]]] = [
-        (name, CONTENDERS[name], lambda name=name: stage.made(name)) for name in names
-    ]
-    row.results += timed(bench, case, makers, eager=[name for name in names if name not in CAPTURED])
-    output.notes += stage.notes
-    if bench.rank == 0:
-        left = f"{bench.deadline - time.monotonic():.0f} s left"
-        print(f"{case.tokens} tokens: {number(row.gain(), 2)} times faster ({left})", flush=True)
+        case = Case(tokens, LAYERS, bench.ranks, sizes.hidden)
+        stage = Stage(bench, case, sizes, output.notes)
+        output.contest(bench, Row(case), kinds, stage.made, eager=[name for name in kinds if name not in CAPTURED])
+    return output.exit_code(bench)
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch.nn import functional
 
-from benchmarks.measure import Bench, Contender
+from benchmarks.measure import Bench
 from benchmarks.transformer_report import CAPTURED, COMPILED, CONTENDERS, OURS, OURS_COMPILED, PASS, PLAIN, Case
-from benchmarks.turns import Made
+from benchmarks.turns import Made, kept
 from commdsl import overlap
 
 Tensor = torch.Tensor
@@ -173,18 +173,13 @@ class Stage:
         """The contender of that name."""
         of = CAPTURED.get(name, name)
         model = self.known[of] = self.known.get(of) or self.model(of)
-        last: list[Tensor] = []
 
-        def called(_: int) -> Tensor:
-            last[:] = self.passed(model)
-            return last[0]
-
-        def is_wrong() -> Tensor:
+        def is_wrong(*last: Tensor) -> Tensor:
             told = f", {self.tp}" if of == PASS else ""
             self.notes.append(f"{name}: loss {last[0].item():.6f}{told}")
             return torch.stack([self.differs(*pair) for pair in zip(last, self.wanted, strict=True)]).any()
 
-        return Contender(name, CONTENDERS[name], called, release=last.clear), is_wrong
+        return kept(name, CONTENDERS[name], lambda: self.passed(model), is_wrong)
 
     def differs(self, found: Tensor, wanted: Tensor) -> Tensor:
         away, size = ((one.float().square().mean().sqrt()) for one in (found - wanted, wanted))

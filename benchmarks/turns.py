@@ -43,6 +43,20 @@ class Eager:
 Batch = Ready | Eager
 
 
+def kept(
+    name: str, kind: Kind, call: Callable[[], Any], is_wrong: Callable[..., torch.Tensor], **given: Callable[[], None]
+) -> Made:
+    """A contender that keeps its last result, one tensor or several, of which `is_wrong` is asked. `given`: to it."""
+    last: list[torch.Tensor] = []
+
+    def called(_: int) -> torch.Tensor:
+        found = call()
+        last[:] = [found] if isinstance(found, torch.Tensor) else found
+        return last[0]
+
+    return Contender(name, kind, called, release=last.clear, **given), lambda: is_wrong(*last)
+
+
 def timed(bench: Bench, case: Batched, entries: Sequence[Entry], eager: Collection[str] = ()) -> list[Result]:
     """One for each entry, in their order. `eager`: those that no graph can capture."""
     results: list[Result] = []

@@ -25,11 +25,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import record, uneven_report
+from benchmarks import uneven_report
 from benchmarks.cases import parse_sizes
-from benchmarks.contests import Contests
-from benchmarks.report import NO_TIME, Kind, Result
-from benchmarks.uneven_report import NCCL, OURS, ROW_BYTES, Case, Row, overview
+from benchmarks.contests import Contests, parsed, parser_of
+from benchmarks.report import Kind
+from benchmarks.uneven_report import NCCL, OURS, ROW_BYTES, Case, Row
 
 SCHEDULES = {
     "all_gather": "allgather_uneven",
@@ -126,56 +126,30 @@ class Stage:
         """The contender, and whether its last result is wrong."""
         import torch
 
-        from benchmarks.measure import Contender
+        from benchmarks.turns import kept
 
-        call, last = self.call(name), list[Any]()
-
-        def called(_: int) -> Any:
-            last[:] = [call()]
-            return last[0]
-
-        return Contender(name, kind_of(name), called, release=last.clear), lambda: ~torch.eq(last[0], self.wanted).all()
+        return kept(name, kind_of(name), self.call(name), lambda found: ~torch.eq(found, self.wanted).all())
 
 
 def run(options: argparse.Namespace, output: Contests) -> int:
     """The exit code."""
-    import torch
-
-    from benchmarks.measure import started
-    from benchmarks.turns import timed
-
-    bench = started(options.time_budget, options.batches, on_gpus=not options.dry_run)
-    what = "processors" if options.dry_run else torch.cuda.get_device_name()
-    output.title = f"bfloat16, {bench.ranks} x {what}, torch {torch.__version__}; microseconds"
+    bench = output.begin()
+    output.title = f"bfloat16, {output.title}"
     names = [*([] if options.dry_run else [NCCL]), OURS, *options.tunes]
     for nbytes in options.sizes:
         for collective in options.collectives:
             case = Case(collective, nbytes, bench.ranks)
-            row, stage = Row(case), Stage(bench, case)
-            output.rows.append(row)
-            if bench.time_is_up():
-                row.results = [Result(name, kind_of(name), None, NO_TIME) for name in names]
-                continue
-            row.results += timed(bench, case, [(one, kind_of(one), partial(stage.made, one)) for one in names])
-            if bench.rank == 0:
-                print("  ".join(overview([row])[1][0]), flush=True)
-    output.is_whole = True
-    return int(any(bench.everyone(output.failed)))
+            output.contest(bench, Row(case), {one: kind_of(one) for one in names}, Stage(bench, case).made)
+    return output.exit_code(bench)
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, batches=15, seconds=40.0)
     add = parser.add_argument
     add("--collectives", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     add("--sizes", type=parse_sizes, default=parse_sizes("64K,1M,4M,16M,64M,256M"))
     add("--tunes", nargs="+", default=[], metavar="PROTOCOL:LANES:THREADS:TILE")
-    add("--batches", type=int, default=15, help="timed batches a contender")
-    add("--time-budget", type=float, default=40.0, help="seconds after which no row is begun")
-    add("--dry-run", action="store_true", help="on processors: checks, and times nothing")
-    record.add_options(parser)
-    found = parser.parse_args(arguments)
-    record.check_options(parser, found)
-    return found
+    return parsed(parser, arguments)
 
 
 def main() -> None:
