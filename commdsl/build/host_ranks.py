@@ -20,7 +20,7 @@ import numpy as np
 
 from commdsl.build.arena import PAGE, Bytes, Ground
 from commdsl.build.emit import Emitted
-from commdsl.build.host import build, build_runner, build_sanitized
+from commdsl.build.host import AT_ONCE, build, build_runner, build_sanitized
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.config import DEFAULT_TIMEOUT, Config, from_environment
 from commdsl.program.arguments import arguments, heaps
@@ -93,11 +93,11 @@ def built(
     settings = config or from_environment()
     match mode, sanitize:
         case "threads", False:
-            return Kernel(plan, (str(build(emitted, macros, settings)),), False, False)
+            return Kernel(plan, (str(build(emitted, macros, settings, AT_ONCE)),), False, False)
         case "threads", True:
             return Kernel(plan, (str(build_sanitized(emitted, macros, settings)),), True, False)
         case "processes", False:
-            command = str(build_runner(settings)), str(build(emitted, macros, settings))
+            command = str(build_runner(settings)), str(build(emitted, macros, settings, AT_ONCE))
             return Kernel(plan, command, True, True)
         case "processes", True:
             raise ValueError("ThreadSanitizer sees one process only: run its ranks as threads")
