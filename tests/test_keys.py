@@ -178,7 +178,7 @@ def test_against_simulation(ranks: int, dtype: str) -> None:
 @pytest.mark.parametrize(("ranks", "keys", "rank"), [(3, 6, "(expert + 1) % P"), (2, 1024, "expert % P")])
 def test_any_order_of_keys(ranks: int, keys: int, rank: str) -> None:
     """Keys of a rank need not be neighbours, and there may be very many; three tensors go as one does."""
-    of = declared(ranks, keys, rank, tensors=3)
+    of = declared(ranks, keys, tensors=3, rank=rank)
     dice = np.random.default_rng(1)
     calls = [drawn(kind, ranks, keys, dice) for kind in KINDS]
     calls = [replace(call, tensors=(*call.tensors, call.tensors[0])) for call in calls]
