@@ -191,7 +191,9 @@ def find_used(use: Use, folder: Path) -> Path:
     for base in (folder, resources.data_dir("schedules")):
         if (base / use.path).is_file():
             return base / use.path
-    label = Label(use.span, "no such file beside this one, nor among the shipped schedules")
+    is_folder = (folder / use.path).is_dir()
+    found = "this is a folder" if is_folder else "no such file beside this one, nor among the shipped schedules"
+    label = Label(use.span, found)
     raise CommError((Diagnostic("C190", f"cannot find `{use.path}`", label),))
 
 

@@ -21,6 +21,7 @@ from commdsl.build import host, host_keys, host_rows, host_run
 from commdsl.commands import new, output
 from commdsl.commands.arguments import UsageError, parse_bytes, parse_param, parse_ranks
 from commdsl.commands.cli import run_command
+from commdsl.commands.report import ratio_text
 from commdsl.cost.timeline import timeline
 from commdsl.language.syntax import DispatchDecl, PlanDecl, ScheduleDecl
 
@@ -133,6 +134,31 @@ def test_check_not_admitted(capsys: Capture) -> None:
     assert "C501" in capsys.readouterr().err
 
 
+def test_check_for_the_nearest(tmp_path: Path, capsys: Capture) -> None:
+    """Where nobody says for how many ranks, it is 8 or the nearest that a schedule is for, with its parameters."""
+    assert run_command(["check", "attention_pair"]) == 0
+    assert run_command(["check", "allgather_ring", "attention_hamilton"]) == 0
+    path = tmp_path / "shift.comm"
+    path.write_text("""schedule shift(K = 16) for P ranks where P == K {
+      input x output y ensure permutation(x -> y) r -> (r + 1) % P each r { put x -> y @ (r + 1) % P }
+    }""")
+    assert run_command(["check", str(path)]) == 0
+    assert run_command(["check", str(path), "K=5"]) == 0
+    found = re.findall(r"(\w+): proved for (\d+) ranks", capsys.readouterr().out)
+    assert dict(found[:3]) == {"attention_pair": "2", "allgather_ring": "8", "attention_hamilton": "8"}
+    assert found[3:] == [("shift", "16"), ("shift", "5")]
+
+
+def test_use_of_a_folder(tmp_path: Path, capsys: Capture) -> None:
+    """A folder is there, but is no file."""
+    (tmp_path / "box.comm").mkdir()
+    path = tmp_path / "a.comm"
+    path.write_text('use "box.comm"')
+    assert run_command(["check", str(path)]) == 1
+    assert "C190" in (said := capsys.readouterr().err)
+    assert "this is a folder" in said
+
+
 def test_check_fault(faulty: str, capsys: Capture) -> None:
     """A wrong file exits 1; every diagnostic goes to standard error, and nothing to standard output."""
     assert run_command(["check", faulty, "--ranks", "2,4"]) == 1
@@ -208,6 +234,7 @@ def test_check_json_of_a_detour(tmp_path: Path, capsys: Capture) -> None:
     cost = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["proved"][0]["cost"]
 
     assert (cost["bound"], cost["ratio"]) == ("nothing has to move", None)
+    assert ratio_text(compiler.check(path).report) == "none, as the least is nothing"
 
 
 def test_check_syntax_fault(tmp_path: Path, capsys: Capture) -> None:
@@ -583,6 +610,7 @@ def test_run(capsys: Capture) -> None:
     assert "equal to the oracle, bit for bit" in text
     assert "1.5 n" in text
     assert "x[0] +→ 1" in text
+    assert not re.search(r"C\d{3}", text)  # laws are told by what they say
 
 
 @pytest.mark.parametrize("options", [["--processes"], ["--dtype", "bfloat16", "--op", "avg"], ["--bytes", "0"]])

@@ -16,8 +16,10 @@ import pytest
 from lsprotocol import types
 from pygls.lsp.client import LanguageClient
 
+from commdsl import compiler
 from commdsl.commands.arguments import target
 from commdsl.commands.cli import run_command
+from commdsl.commands.jobs import rank_counts
 from commdsl.commands.lsp.documents import Document
 from commdsl.commands.lsp.proposals import proposals
 from commdsl.ir import resolve
@@ -53,6 +55,15 @@ schedule pairs for P ranks where P % 2 == 0 {
   each r do ring(x)
 }
 """
+
+
+class Client(LanguageClient):
+    """One that keeps the exit code of its server."""
+
+    ended: int | None = None
+
+    async def server_exit(self, server: asyncio.subprocess.Process) -> None:
+        self.ended = server.returncode
 
 
 class Editor:
@@ -173,14 +184,25 @@ schedule s for P ranks {
     assert "2 groups of 4 ranks, for 8 ranks" in document.meaning(text.index("row"))
 
 
+def test_a_schedule_for_more_ranks_than_are_asked_about() -> None:
+    """Of 2 to 8 ranks those that a schedule is for; one that is for none of them is none the worse."""
+    text = "schedule a for P ranks where P == 12 { let N = P / 2 } schedule b for P ranks where P > 2 { let N = P }"
+    asked = target("2..8", None, ())
+    both, one = (Document(Source("a.comm", part), Path(), asked) for part in (text, text[text.index(" schedule b") :]))
+
+    assert [rank_counts(both.files, decl, both.target) for decl in compiler.declarations(both.files)] == [(12,), (8,)]
+    assert "6, for 12 ranks" in str(both.meaning(text.index("N")))
+    assert one.target == asked
+
+
 # --- over standard input and output -----------------------------------------------------------------------------------
 
 
 def talk(folder: Path, say: Talk) -> None:
-    """One session of an editor with `commdsl lsp`, from the first word to the last."""
+    """One session of an editor with `commdsl lsp`, from the first word to the last, which ends well."""
 
     async def session() -> None:
-        client = LanguageClient("editor", "1")
+        client = Client("editor", "1")
         await client.start_io(sys.executable, "-m", "commdsl", "lsp")
         await client.initialize_async(types.InitializeParams(types.ClientCapabilities(), root_uri=folder.as_uri()))
         client.initialized(types.InitializedParams())
@@ -188,6 +210,7 @@ def talk(folder: Path, say: Talk) -> None:
         await client.shutdown_async(None)
         client.exit(None)
         await client.stop()
+        assert client.ended == 0
 
     asyncio.run(session())
 

@@ -359,6 +359,18 @@ def test_where_names_the_nearest_rank_counts(ranks: int, help: str) -> None:
     assert help in found.help
 
 
+def test_nearest_rank_counts_fit() -> None:
+    """What is said to fit does, with the parameters as they then are; none does where a node always has all ranks, and
+    none beyond the ranks of a machine.
+    """
+    head = "schedule s(G = gpus, K = 1) for P ranks where P > G and P % G == 0"
+    box = Topology("box", 2, 4, 132, switch(8).links)
+    for machine, said in ((switch(8), "or say with `--on` for which machine"), (box, "8 ranks would fit")):
+        with pytest.raises(CommError, match="C501") as caught:
+            _resolve(_schedule(SHIFT, head), 4 if machine is box else 8, machine)
+        assert said in caught.value.diagnostics[0].help
+
+
 def test_fewer_ranks_than_gpus_are_the_first_ones() -> None:
     """A topology may be larger than the schedule."""
     assert _resolve(_schedule(SHIFT, "schedule s(K = 1) for P ranks"), 3, switch(8)).num_ranks == 3

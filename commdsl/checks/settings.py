@@ -1,4 +1,4 @@
-"""C506: where `landing` or `matmul` would have no effect. C505: where a tile would part what shares a scale.
+"""C505, C506: what `landing` and `matmul` set has an effect, and no tile parts what shares a scale.
 
 Assumes what `resolve.tuning` accepts, which judges settings where they are written. Does not judge others.
 """

@@ -1,14 +1,13 @@
 """Turns files into a folder of kernels: NAME.cu, the text that runs, and NAME.py, importable: a torch op of a schedule,
 Dispatchers of a dispatch, Metadata of a plan (which has no kernel).
 
-Assumes nothing of the files. With no file: the shipped ones into `generated/`, for 8 ranks or the nearest number that
-each admits. Does not build kernels, but for the architectures that are named: `--check` compares, and writes nothing.
+Assumes nothing of the files. With no file: the shipped ones into `generated/`. Does not build kernels, but for
+the architectures that are named: `--check` compares, and writes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from commdsl import compiler
@@ -22,8 +21,6 @@ from commdsl.language import diagnostics
 from commdsl.language.diagnostics import CommError
 from commdsl.language.syntax import PlanDecl
 from commdsl.machine import resources
-
-MOST_RANKS = 16
 
 
 def compile(
@@ -108,7 +105,7 @@ def refuse_idle(target: Target, jobs: tuple[Job, ...]) -> None:
 
 
 def shipped_all(target: Target) -> tuple[Outcome, ...]:
-    """Every shipped declaration that is built, for 8 ranks or the nearest number it admits, the smaller of two."""
+    """Every shipped declaration that is built, for as many ranks as any command takes unless said."""
     if target != Target(None, None, ()):
         raise UsageError(
             "generated/ holds the shipped files as they are: no --ranks, --on, --tune or parameters without a file"
@@ -117,7 +114,7 @@ def shipped_all(target: Target) -> tuple[Outcome, ...]:
     with output.progress("compiling", len(shipped())) as advance:
         for shown, path in shipped():
             files = compiler.read_text(path.read_text(encoding="utf-8"), shown, path.parent)
-            outcomes += [nearest(job, target) for job in jobs_of(Path(shown), files, target)]
+            outcomes += [prove(job, target, emit=True) for job in jobs_of(Path(shown), files, target)]
             advance(f"compiling {path.stem}")
     return tuple(filter(is_built, outcomes))
 
@@ -130,16 +127,6 @@ def is_built(found: Outcome) -> bool:
 def shipped() -> tuple[tuple[str, Path], ...]:
     """The shipped files by the name they have in a checkout; topologies come along and declare nothing to compile."""
     return tuple((str(resources.shipped_name(path)), path) for path in resources.shipped_files())
-
-
-def nearest(job: Job, target: Target) -> Outcome:
-    """The job itself, or for the nearest number of ranks that its declaration does not leave out."""
-    outcome = prove(job, target, emit=True)
-    for ranks in sorted(range(2, MOST_RANKS + 1), key=lambda ranks: (abs(ranks - job.ranks), ranks)):
-        if not outcome.is_left_out:
-            break
-        outcome = prove(replace(job, ranks=ranks), target, emit=True)
-    return outcome
 
 
 def generated_folder() -> Path:

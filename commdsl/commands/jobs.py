@@ -17,12 +17,17 @@ from commdsl.compiler import Checked, Declaration, Given
 from commdsl.ir import resolve
 from commdsl.language.diagnostics import CommError, Diagnostic, Severity
 from commdsl.language.records import dataclass
-from commdsl.language.syntax import File, PlanDecl
+from commdsl.language.syntax import File, PlanDecl, ScheduleDecl
 from commdsl.language.text import standard_input, text_of
 from commdsl.machine import resources
+from commdsl.machine.topology import switch
 
 NOT_ADMITTED = "C501"
 """The code of a rank count that a declaration's `where` leaves out."""
+
+
+MOST_NEAR = 64
+"""Ranks that are tried where nobody says how many, and a schedule is not for 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +95,24 @@ def jobs_of(path: Path, files: tuple[File, ...], target: Target, name: str | Non
 
 
 def rank_counts(files: tuple[File, ...], decl: Declaration, target: Target) -> tuple[int, ...]:
-    """A plan's own number; else what --ranks says, else every rank of the topology that --on names, else 8."""
+    """A plan's own number; else what --ranks says, else every rank of the topology that --on names, else 8, or the
+    nearest number that a schedule is for, the smaller of two.
+    """
     if isinstance(decl, PlanDecl):
         return (decl.ranks.value,)
     if target.ranks is not None:
         return target.ranks
     if target.on is not None:
         return (compiler.find_topology(files, target.on, compiler.DEFAULT_RANKS).num_ranks,)
-    return (compiler.DEFAULT_RANKS,)
+    near = sorted(range(2, MOST_NEAR + 1), key=lambda ranks: (abs(ranks - compiler.DEFAULT_RANKS), ranks))
+    is_for = (ranks for ranks in near if _admits(files, decl, ranks, target))
+    return (next(is_for, compiler.DEFAULT_RANKS),)
+
+
+def _admits(files: tuple[File, ...], decl: Declaration, ranks: int, target: Target) -> bool:
+    if not isinstance(decl, ScheduleDecl):
+        return True
+    return resolve.admits(files, decl, ranks, switch(ranks), dict(target.params))
 
 
 def prove(job: Job, target: Target, *, emit: bool = False) -> Outcome:

@@ -148,7 +148,10 @@ as_json = option("--json", "as_json", is_flag=True, help="One JSON value on stan
 only_check = option("--check", "only_check", is_flag=True, help="Write nothing; fail where a file would change.")
 where = together(
     option(
-        "--ranks", section=WHAT, metavar="N", help="A number, a list 2,4,8, a range 2..16; 8, or as many as --on has."
+        "--ranks",
+        section=WHAT,
+        metavar="N",
+        help="A number, a list 2,4,8, a range 2..16; 8 or the nearest, or as many as --on has.",
     ),
     option(
         "--on",

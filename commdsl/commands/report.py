@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from math import isfinite
 from typing import assert_never
 
 import numpy as np
@@ -88,11 +89,17 @@ def cost_lines(report: Report) -> Iterator[str]:
     yield f"  {'time':<10}{time_text(report.latency, report.seconds_per_byte)}"
     least = time_text(report.limit.latency, report.limit.seconds_per_byte)
     yield f"  {'least':<10}{least} for any schedule ({report.limit.reason})"
-    size = bytes_text(report.block_bytes)
-    ends = f"{report.latency_ratio:.2f} for tiny tensors, {report.bandwidth_ratio:.2f} for huge ones"
-    yield f"  {'ratio':<10}{report.ratio:.2f} at n = {size}, {ends}"
+    yield f"  {'ratio':<10}{ratio_text(report)}"
     bits = "the same bits on every rank" if report.same_bits else "ranks may differ in the last bit"
     yield f"  {'result':<10}{bits}"
+
+
+def ratio_text(report: Report) -> str:
+    """`1.02 at n = 64 MB, 2.00 for tiny tensors, 1.00 for huge ones`; of nothing there is no multiple."""
+    if not isfinite(report.ratio):
+        return "none, as the least is nothing"
+    ends = f"{report.latency_ratio:.2f} for tiny tensors, {report.bandwidth_ratio:.2f} for huge ones"
+    return f"{report.ratio:.2f} at n = {bytes_text(report.block_bytes)}, {ends}"
 
 
 def class_text(load: ClassLoad) -> str:

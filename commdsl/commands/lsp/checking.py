@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from commdsl.commands.arguments import STDIN
+from commdsl.commands.arguments import STDIN, Target
 from commdsl.commands.output import Exit
 from commdsl.language.diagnostics import DiagnosticJson
 from commdsl.language.records import dataclass
@@ -24,10 +24,12 @@ class Verdict:
     remark: str = ""
 
 
-async def check(text: str, folder: Path | None, words: tuple[str, ...]) -> Verdict:
-    """The verdict on a text in a folder, with these words of the command line; cancelled, its process ends at once."""
+async def check(text: str, folder: Path | None, target: Target) -> Verdict:
+    """The verdict on a text in a folder; cancelled, its process ends at once."""
+    ranks = () if target.ranks is None else ("--ranks", ",".join(map(str, target.ranks)))
+    on = () if target.on is None else ("--on", target.on)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "commdsl", "check", str(STDIN), "--json", *words),
+        *(sys.executable, "-P", "-m", "commdsl", "check", str(STDIN), "--json", *ranks, *on),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -62,7 +63,7 @@ class Document:
     def __init__(self, source: Source, folder: Path, target: Target) -> None:
         self.source = source
         self.folder = folder
-        self.target = target
+        self.asked = target
 
     @cached_property
     def files(self) -> tuple[File, ...]:
@@ -74,6 +75,24 @@ class Document:
         with suppress(CommError, OSError):
             return compiler.with_used(file, self.folder)
         return (file,)
+
+    @cached_property
+    def target(self) -> Target:
+        """As asked; where a schedule is for no number of ranks of a sweep, as `check` has it unless said."""
+        with suppress(CommError, OSError):
+            if self.asked.is_sweep and not all(map(self._is_asked, self._schedules)):
+                return replace(self.asked, ranks=None)
+        return self.asked
+
+    def _is_asked(self, decl: syntax.ScheduleDecl) -> bool:
+        return any(self._admits(decl, ranks) for ranks in self.asked.ranks or ())
+
+    def _admits(self, decl: syntax.ScheduleDecl, ranks: int) -> bool:
+        return resolve.admits(self.files, decl, ranks, compiler.find_topology(self.files, self.asked.on, ranks))
+
+    @property
+    def _schedules(self) -> Iterator[syntax.ScheduleDecl]:
+        return (item for item in self.items if isinstance(item, syntax.ScheduleDecl))
 
     @property
     def items(self) -> tuple[syntax.Item, ...]:
@@ -128,14 +147,13 @@ class Document:
         return "\n\n".join([*words, *([value] if value else [])])
 
     def _value(self, place: Span) -> str | None:
-        decls = (item for item in self.items if isinstance(item, syntax.ScheduleDecl))
-        decl = next((decl for decl in decls if place.is_in(decl.span)), None)
+        decl = next((decl for decl in self._schedules if place.is_in(decl.span)), None)
         if decl is None:
             return None
         with suppress(CommError, OSError):
             for ranks in reversed(rank_counts(self.files, decl, self.target)):
-                topology = compiler.find_topology(self.files, self.target.on, ranks)
-                if resolve.admits(self.files, decl, ranks, topology):
+                if self._admits(decl, ranks):
+                    topology = compiler.find_topology(self.files, self.target.on, ranks)
                     value = resolve.values(self.files, decl, ranks, topology).get(place)
                     return f"{value}, for {ranks} ranks" if value else None
         return None

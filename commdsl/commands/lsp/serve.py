@@ -5,6 +5,9 @@ Assumes the extra `lsp`, or says that it is missing. Does not know the protocol.
 
 from __future__ import annotations
 
+import os
+import sys
+
 from commdsl.commands.arguments import UsageError, target
 from commdsl.commands.output import Exit
 
@@ -21,7 +24,6 @@ def lsp(ranks: str | None, on: str | None) -> Exit:
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not here: pip install 'commdsl[lsp]'") from error
     ranks = UNLESS_SAID if ranks is None and on is None else ranks
-    said = {"--ranks": ranks, "--on": on}
-    words = tuple(word for name, value in said.items() if value is not None for word in (name, value))
-    answering(Server(target(ranks, on, ()), words)).start_io()
+    with open(os.dup(sys.stdout.fileno()), "wb") as out:  # pygls closes what it writes to
+        answering(Server(target(ranks, on, ()))).start_io(stdout=out)
     return Exit.FINE

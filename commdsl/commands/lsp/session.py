@@ -35,10 +35,9 @@ TOP = types.Range(types.Position(0, 0), types.Position(0, 0))
 class Server(LanguageServer):
     """The texts that are open, the checks that are on their way, and what the last ones found."""
 
-    def __init__(self, target: Target, words: tuple[str, ...]) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__("commdsl", resources.version(), text_document_sync_kind=types.TextDocumentSyncKind.Full)
         self.target = target
-        self.words = words
         self.documents: dict[str, Document] = {}
         self.checks: dict[str, asyncio.Task[None]] = {}
         self.shown: dict[str, list[types.Diagnostic]] = {}
@@ -80,7 +79,7 @@ class Server(LanguageServer):
         await asyncio.sleep(PAUSE)
         document, version = self.document(uri), self.workspace.get_text_document(uri).version
         folder = document.folder if document.folder.is_dir() else None
-        verdict = await checking.check(document.source.text, folder, self.words)
+        verdict = await checking.check(document.source.text, folder, document.target)
         if verdict.remark:
             self.window_log_message(types.LogMessageParams(types.MessageType.Info, verdict.remark))
         self.show(uri, version, [self._diagnostic(one, uri, document) for one in verdict.diagnostics])

@@ -149,9 +149,11 @@ def dispatch_warnings(
     return tuple(diagnostic for diagnostic in faults.found if diagnostic.severity is Severity.WARNING)
 
 
-def admits(files: tuple[File, ...], decl: ScheduleDecl, ranks: int, topology: Topology) -> bool:
-    """Whether the `where` of a schedule holds for so many ranks, its parameters as they are unless given."""
-    return parameters.admits(decl, _functions(files, Faults()), ranks, topology)
+def admits(
+    files: tuple[File, ...], decl: ScheduleDecl, ranks: int, topology: Topology, given: Mapping[str, int] | None = None
+) -> bool:
+    """Whether the `where` of a schedule holds for so many ranks, its parameters as they are unless `given`."""
+    return parameters.admits(decl, _functions(files, Faults()), ranks, topology, given or {})
 
 
 def declared(files: tuple[File, ...]) -> meanings.Meanings:

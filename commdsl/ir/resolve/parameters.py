@@ -50,13 +50,15 @@ def parameters(
     return found
 
 
-def admits(decl: syn.ScheduleDecl, functions: Functions, num_ranks: int, topology: Topology) -> bool:
+def admits(
+    decl: syn.ScheduleDecl, functions: Functions, num_ranks: int, topology: Topology, given: Mapping[str, int]
+) -> bool:
     """Whether the `where` of a schedule holds for so many ranks, its parameters as they are unless given."""
     silent = Faults()
     evaluator = Evaluator(silent)
     known: Scope = {**functions, **known_counts(decl.ranks, num_ranks, topology)}
     try:
-        scope: Scope = {**known, **dict(parameters(decl, {}, known, evaluator, silent))}
+        scope: Scope = {**known, **dict(parameters(decl, given, known, evaluator, silent))}
         return decl.where is None or bool(evaluator.number(decl.where, scope))
     except (Poisoned, Spent):
         return False

@@ -21,8 +21,8 @@ from commdsl.ir.resolve.calls import Call, groups
 from commdsl.ir.resolve.contracts import contracts
 from commdsl.ir.resolve.cycle_sets import cycle_set
 from commdsl.ir.resolve.evaluate import Cycle, Cycles, Evaluator, Functions, Group, Value
-from commdsl.ir.resolve.faults import Faults, Poisoned, Spent
-from commdsl.ir.resolve.parameters import known_counts, parameters
+from commdsl.ir.resolve.faults import Faults, Poisoned
+from commdsl.ir.resolve.parameters import admits, known_counts, parameters
 from commdsl.ir.resolve.rows import Binding
 from commdsl.ir.resolve.steps import StepBuilder
 from commdsl.ir.resolve.tuning import Machine, tuning
@@ -31,7 +31,7 @@ from commdsl.ir.schedules import AnyStep, Buffer, Called, Contract, RoleSet, Sch
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import Axis, BufferKind
 from commdsl.language.syntax import ScheduleDecl
-from commdsl.machine.topology import Topology
+from commdsl.machine.topology import Topology, switch
 
 Callee: TypeAlias = tuple[str, int, tuple[tuple[str, int], ...]]
 """What is called: a schedule by name, the ranks of a group, and values of parameters."""
@@ -79,9 +79,9 @@ class Resolver:
             self.faults.report("C502", what, decl.ranks.span, label, help=help)
             return
         self.binding.budget.ranks(self.ranks, decl.ranks.span)
-        self.params = parameters(decl, given, self._first_scope(self.ranks), self.evaluator, self.faults)
-        self.scope = self._first_scope(self.ranks)
-        if not self._admits_ranks():
+        self.params = parameters(decl, given, self._first_scope(), self.evaluator, self.faults)
+        self.scope = self._first_scope()
+        if not self._admits_ranks(given):
             return  # what else is wrong may be so only for ranks that the schedule is not for
         for statement in decl.body:
             try:
@@ -101,11 +101,11 @@ class Resolver:
         roles = (role for roles in self.role_sets for role in roles.roles)
         return next((last - first for name, first, last in roles if name == self.role and last > first), None)
 
-    def _first_scope(self, ranks: int) -> dict[str, Value]:
-        known = known_counts(self.decl.ranks, ranks, self.topology)
+    def _first_scope(self) -> dict[str, Value]:
+        known = known_counts(self.decl.ranks, self.ranks, self.topology)
         return {**self.functions, **known, **dict(self.params)}
 
-    def _admits_ranks(self) -> bool:
+    def _admits_ranks(self, given: Mapping[str, int]) -> bool:
         where = self.decl.where
         try:
             if where is None or self.evaluator.number(where, self.scope):
@@ -114,25 +114,21 @@ class Resolver:
             return False
         values = ", ".join(f"{name} = {value}" for name, value in [(self.decl.ranks.text, self.ranks), *self.params])
         self.faults.report("C501", f"`{self.decl.name.text}` is not for {self.ranks} ranks", where.span,
-                           f"false for {values}", help=self._nearest_ranks(where))  # fmt: skip
+                           f"false for {values}", help=self._nearest_ranks(given))  # fmt: skip
         return False
 
-    def _nearest_ranks(self, where: syn.Expr) -> str:
-        silent = Evaluator(Faults())
-        fitting = list[int]()
-        for ranks in range(1, max(64, 2 * self.ranks) + 1):
-            try:
-                if silent.number(where, self._first_scope(ranks)):
-                    fitting.append(ranks)
-            except Poisoned:
-                continue
-            except Spent:
-                break
+    def _nearest_ranks(self, given: Mapping[str, int]) -> str:
+        """Of a machine that is as large as the ranks, its GPUs are others, too."""
+        flat, machine = self.topology.idealised, self.topology
+        most = max(64, 2 * self.ranks) if flat else machine.num_ranks
+        sizes = ((ranks, switch(ranks) if flat else machine) for ranks in range(1, most + 1))
+        fitting = [ranks for ranks, on in sizes if admits(self.decl, self.functions, ranks, on, given)]
         below = [ranks for ranks in fitting if ranks < self.ranks][-1:]
         above = [ranks for ranks in fitting if ranks > self.ranks][:1]
         numbers = " and ".join(str(ranks) for ranks in below + above)
         if not numbers:
-            return "no rank count nearby fits; change the parameters"
+            elsewhere = ", or say with `--on` for which machine" if flat else ""
+            return f"no rank count nearby fits; change the parameters{elsewhere}"
         return f"the nearest rank counts that fit are {numbers}" if below and above else f"{numbers} ranks would fit"
 
     def _declare(self, statement: syn.Stmt) -> None:
