@@ -32,7 +32,7 @@ from commdsl.machine.config import from_environment  # noqa: E402
 from commdsl.program.plan import Plan  # noqa: E402
 from commdsl.program.sizes import device_launch  # noqa: E402
 from commdsl.program.verify import verify  # noqa: E402
-from commdsl.runtime import groups  # noqa: E402
+from commdsl.runtime import engine, groups  # noqa: E402
 
 RANKS = 4
 TILE = 4096
@@ -215,6 +215,35 @@ def test_every_wait_counts(gpu: FakeGpu, name: str) -> None:
     plan, commands = compiled(case).plan, started(gpu, case, 20_000, calls=2)
     for wait in range(len(plan.moves.ops.wait_peer)):
         assert any(Order(plan, commands, {wait}).races()), wait
+
+
+@pytest.mark.parametrize("most", [engine.MAX_KEPT, 1])
+def test_what_a_call_asks_of_the_driver(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """On the same tensors it is the same, and worked out once; on others, and where little is kept, it is right."""
+    case, tensors, calls = case_of("broadcast_scatter"), 2, 3
+    given = [inputs_of(case, 4096, seed) for seed in range(tensors)]
+    wanted = [oracle(case, inputs) for inputs in given]
+    listed, found = list[object](), engine.EngineKernel._listed
+    monkeypatch.setattr(engine, "MAX_KEPT", most)
+    monkeypatch.setattr(engine.EngineKernel, "_listed", lambda *call: listed.append(call) or found(*call))
+
+    def body(rank: Rank) -> None:
+        mine = [torch.from_numpy(inputs[rank.rank].copy()) for inputs in given]
+        asked = []
+        for _ in range(calls):
+            for tensor, inputs, want in zip(mine, given, wanted, strict=True):
+                before = len(gpu.commands)
+                tensor.copy_(torch.from_numpy(inputs[rank.rank]))
+                rank.op.in_place(tensor, group=rank.name)
+                same(tensor, want[rank.rank])
+                asked.append([(one.copy, one.turn) for one in gpu.commands[before:] if one.rank == rank.rank])
+        assert all(asked)
+        assert asked == asked[:tensors] * calls
+        assert asked[0] != asked[1]
+        rank.check()
+
+    run(gpu, case, body)
+    assert len(listed) == RANKS * tensors * (calls if most == 1 else 1)
 
 
 def test_an_all_gather(gpu: FakeGpu) -> None:

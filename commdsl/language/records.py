@@ -3,7 +3,7 @@
 Assumes `frozen=True` and no `__post_init__`. A command reads some hundred such classes before it does anything, and a
 compiled `__init__`, `__eq__` and so on take 0.7 ms of each: half of a short check. The methods here look up the fields
 when they are called, which is slower: a class of which very many are made, as of a long text, gets its own `__init__`.
-Does not check types.
+A `__hash__` of the class's own is kept. Does not check types.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ else:
                 setattr(made, name, getattr(_Record, name))
             made.__init__ = _counted(made)
             if eq:
-                made.__eq__, made.__hash__ = _by_value(made)
+                made.__eq__, by_value = _by_value(made)
+                made.__hash__ = vars(cls).get("__hash__") or by_value
             return made
 
         return decorate

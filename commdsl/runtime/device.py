@@ -191,15 +191,15 @@ class DeviceStart:
             rest = kernel.begin(self._prepared, stream.cuda_stream, told)
 
         def end() -> None:
-            with self._ordered(stream):
+            with torch.cuda.stream(stream), self._ordered(stream):
                 rest()
 
         return end
 
     @contextlib.contextmanager
     def _ordered(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """On that stream, in order with what other calls have on others."""
-        with self._order.lock, torch.cuda.stream(stream):
+        """On that stream, which is the current one, in order with what other calls have on others."""
+        with self._order.lock:
             self._gpu.bind()
             self._order.enter(stream)
             yield

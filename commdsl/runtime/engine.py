@@ -9,6 +9,8 @@ serves one stream at a time. What stays on the rank goes on the caller's stream.
 copies go on a stream that such calls of a group share: those of the next one follow without a gap. A copy within a
 GPU's own memory is the driver's to make, by an engine or by a kernel of its own.
 
+The driver's calls for one call are listed once: what follows on the same tensors and streams is those, one by one.
+
 After a time-out nothing more is signalled, but copies that were started are made all the same, into cells that a peer
 may not have read: of calls that were not over on all ranks then, no result holds.
 """
@@ -20,7 +22,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, assert_never
+from typing import TypeAlias
 
 from commdsl.program.arguments import arguments
 from commdsl.program.plan import Plan
@@ -29,13 +31,8 @@ from commdsl.runtime.phases import TOLD, Copy, Flags, Wave, phases
 
 DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
 
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """The second argument of the kernel."""
-
-    data: ctypes.Array[ctypes.c_char]
-    address: int
+MAX_KEPT = 1 << 14
+"""Calls of the driver that are kept, half a kilobyte each: training has the same addresses in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,26 @@ class _Fork:
     here: tuple[Copy, ...]
 
 
-_Script: TypeAlias = tuple[_Turn | _Fork, ...]
+_Script: TypeAlias = tuple[Flags | _Fork, ...]
+
+_Asked: TypeAlias = tuple[Callable[..., object], tuple[int, ...]]
+"""A call of the driver's, and what it is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The driver's calls up to the first copies, and the rest; `kept` are the arguments that they point at."""
+
+    begin: tuple[_Asked, ...]
+    rest: tuple[_Asked, ...]
+    kept: tuple[object, ...]
+
+    @property
+    def length(self) -> int:
+        return len(self.begin) + len(self.rest)
+
+    def end(self) -> None:
+        _play(self.rest)
 
 
 class EngineKernel:
@@ -74,7 +90,8 @@ class EngineKernel:
         self._landing_at = arguments(plan).offset("landing") if moves.lands else 0
         self._lands = [space for space, tensor in enumerate(moves.tensors) if tensor.lands]
         self._scripts: dict[tuple[int, tuple[int, ...]], _Script] = {}
-        self._pointers = (ctypes.c_void_p * 2)()  # the kernel's arguments: Args and Turn
+        self._calls: dict[tuple[object, ...], _Call] = {}
+        self._kept = 0  # of the driver's calls, in all of those
         with cupy.cuda.Device(device):
             self._module = cupy.RawModule(path=str(path))
             self._function = int(self._module.get_function(f"{entry}_flags").kernel.ptr)
@@ -95,33 +112,43 @@ class EngineKernel:
         return self._begin(prepared, stream, self._ahead, told)
 
     def _begin(self, prepared: Prepared, stream: int, copies: int, told: int = 0) -> Callable[[], None]:
-        packed = prepared.arguments
-        tensors = self._tensors.unpack_from(packed, self._tensors_at)
-        bases = (*self._heaps.unpack_from(packed, self._heaps_at), *tensors, *self._landing(packed, tensors))
+        key = prepared, prepared.arguments.raw, stream, copies, told
+        call = self._calls.get(key)
+        if call is None:
+            call = self._listed(prepared, stream, copies, told)
+            self._kept += call.length
+            if self._kept > MAX_KEPT:
+                self._calls.clear()
+                self._kept = call.length
+            self._calls[key] = call
+        _play(call.begin)
+        return call.end
+
+    def _listed(self, prepared: Prepared, stream: int, copies: int, told: int) -> _Call:
+        kept = ctypes.create_string_buffer(prepared.arguments.raw, len(prepared.arguments))
+        tensors = self._tensors.unpack_from(kept, self._tensors_at)
+        bases = (*self._heaps.unpack_from(kept, self._heaps_at), *tensors, *self._landing(kept, tensors))
         script = self._script(prepared, tensors)
         first = next((at for at, step in enumerate(script) if isinstance(step, _Fork)), len(script))
+        begin, rest, turns = list[_Asked](), list[_Asked](), list[object]()
+
+        def flags(step: Flags, word: int) -> _Asked:
+            turn = _turn(step, word)
+            pointers = (ctypes.c_void_p * 2)(ctypes.addressof(kept), ctypes.addressof(turn))
+            turns.append((turn, pointers))
+            where = self._function, 1, 1, 1, prepared.threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0
+            return self._driver.launchKernel, where
+
         for step in script[: first + 1]:
-            self._step(step, prepared, bases, stream, copies)
-
-        def rest() -> None:
-            for step in script[first : first + 1]:
-                self._join(step, stream, copies)
-            for step in _telling(script[first + 1 :], told):
-                self._step(step, prepared, bases, stream, stream)
-                self._join(step, stream, stream)
-
-        return rest
-
-    def _step(self, step: _Turn | _Fork, prepared: Prepared, bases: Sequence[int], stream: int, copies: int) -> None:
-        match step:
-            case _Turn():
-                self._pointers[0], self._pointers[1] = ctypes.addressof(prepared.arguments), step.address
-                threads, pointers = prepared.threads, ctypes.addressof(self._pointers)
-                self._driver.launchKernel(self._function, 1, 1, 1, threads, 1, 1, 0, stream, pointers, 0)
-            case _Fork():
-                self._fork(step, bases, stream, copies)
-            case _:
-                assert_never(step)
+            begin += self._fork(step, bases, stream, copies) if isinstance(step, _Fork) else [flags(step, 0)]
+            rest += self._join(step, stream, copies) if isinstance(step, _Fork) else ()
+        for step, word in _telling(script[first + 1 :], told):
+            if isinstance(step, _Fork):
+                rest += self._fork(step, bases, stream, stream)
+                rest += self._join(step, stream, stream)
+            else:
+                rest.append(flags(step, word))
+        return _Call(tuple(begin), tuple(rest), (kept, *turns))
 
     def _landing(self, packed: ctypes.Array[ctypes.c_char], tensors: Sequence[int]) -> Iterator[int]:
         """By tensor that lands, by rank, where it is: as far behind where all of that rank begin as on this one."""
@@ -129,33 +156,31 @@ class EngineKernel:
             begin = self._heaps.unpack_from(packed, self._landing_at)
             yield from (tensors[space] - begin[self._rank] + there for space in self._lands for there in begin)
 
-    def _fork(self, fork: _Fork, bases: Sequence[int], stream: int, copies: int) -> None:
+    def _fork(self, fork: _Fork, bases: Sequence[int], stream: int, copies: int) -> Iterator[_Asked]:
         """What has no side goes on the stream `copies`."""
-        runtime = self._runtime
+        record, wait = self._runtime.eventRecord, self._runtime.streamWaitEvent
         if fork.sides or copies != stream:
-            runtime.eventRecord(self._forked.ptr, stream)
+            yield record, (self._forked.ptr, stream)
         for side in fork.sides:
-            runtime.streamWaitEvent(side.stream, self._forked.ptr, 0)
-            self._start(side.copies, bases, side.stream)
-            runtime.eventRecord(side.event, side.stream)
+            yield wait, (side.stream, self._forked.ptr, 0)
+            yield from self._start(side.copies, bases, side.stream)
+            yield record, (side.event, side.stream)
         if copies != stream:
-            runtime.streamWaitEvent(copies, self._forked.ptr, 0)
-        self._start(fork.here, bases, copies)
+            yield wait, (copies, self._forked.ptr, 0)
+        yield from self._start(fork.here, bases, copies)
         if copies != stream:
-            runtime.eventRecord(self._copied.ptr, copies)
+            yield record, (self._copied.ptr, copies)
 
-    def _join(self, step: _Turn | _Fork, stream: int, copies: int) -> None:
+    def _join(self, fork: _Fork, stream: int, copies: int) -> Iterator[_Asked]:
         """The stream goes on behind all copies of a wave."""
-        if isinstance(step, _Fork):
-            events = [side.event for side in step.sides] + ([self._copied.ptr] if copies != stream else [])
-            for event in events:
-                self._runtime.streamWaitEvent(stream, event, 0)
+        events = [side.event for side in fork.sides] + ([self._copied.ptr] if copies != stream else [])
+        yield from ((self._runtime.streamWaitEvent, (stream, event, 0)) for event in events)
 
-    def _start(self, copies: Sequence[Copy], bases: Sequence[int], stream: int) -> None:
+    def _start(self, copies: Sequence[Copy], bases: Sequence[int], stream: int) -> Iterator[_Asked]:
         for copy in copies:
             (to, at), (base, offset) = copy.dest, copy.source
             dest, source = bases[to] + at, bases[base] + offset
-            self._runtime.memcpyAsync(dest, source, copy.num_bytes, DEVICE_TO_DEVICE, stream)
+            yield self._runtime.memcpyAsync, (dest, source, copy.num_bytes, DEVICE_TO_DEVICE, stream)
 
     def _script(self, prepared: Prepared, tensors: Sequence[int]) -> _Script:
         """What a call on these tensors starts: it depends on the size, and on which of them are the same memory."""
@@ -165,7 +190,7 @@ class EngineKernel:
         found = self._scripts.get(key)
         if found is None:
             steps = phases(self._moves, self._rank, prepared.launch, same)
-            found = tuple(_turn(step) if isinstance(step, Flags) else self._fork_of(step) for step in steps)
+            found = tuple(step if isinstance(step, Flags) else self._fork_of(step) for step in steps)
             self._scripts[key] = found
         return found
 
@@ -178,16 +203,21 @@ class EngineKernel:
         return _Fork(tuple(_Side(*side) for side in sides), of[main])
 
 
-def _telling(steps: _Script, word: int) -> _Script:
+def _telling(steps: _Script, word: int) -> Iterator[tuple[Flags | _Fork, int]]:
     """The last steps of a call, the last of which tells a word, if there is one to tell."""
-    if word and not (steps and isinstance(steps[-1], _Turn)):
-        steps = (*steps, _turn(Flags((0, 0), (0, 0), 0)))
-    if steps and isinstance(steps[-1], _Turn):
-        struct.pack_into("<Q", steps[-1].data, TOLD, word)
-    return steps
+    if word and not (steps and isinstance(steps[-1], Flags)):
+        steps = (*steps, Flags((0, 0), (0, 0), 0))
+    yield from ((step, word if at == len(steps) - 1 else 0) for at, step in enumerate(steps))
 
 
-def _turn(flags: Flags) -> _Turn:
+def _turn(flags: Flags, word: int) -> ctypes.Array[ctypes.c_char]:
+    """The second argument of the kernel."""
     packed = flags.pack()
     data = ctypes.create_string_buffer(packed, len(packed))
-    return _Turn(data, ctypes.addressof(data))
+    struct.pack_into("<Q", data, TOLD, word)
+    return data
+
+
+def _play(calls: Sequence[_Asked]) -> None:
+    for call, given in calls:
+        call(*given)

@@ -84,6 +84,7 @@ class Fused:
     ) -> None:
         """`rows`, `factor`: what a product is given; `result`: of what it makes."""
         self._products, self._places = _products(plan), places
+        self._touched = tuple({kept: None for one in self._products for kept in (*one.reads, *one.writes)})
         self._groups = _groups(self._products, places)
         self._launches = len(launches(plan))
         turns = tuple(turns_of(plan, places))
@@ -142,16 +143,17 @@ class Fused:
     def _prepared(
         self, kernel: Matmul, held: Mapping[Kept, torch.Tensor], words: int, stamps: int, scales: tuple[int, ...]
     ) -> matmul.Launch:
-        found: dict[str, dict[int, torch.Tensor]] = {}
-        for product in self._products:
-            for kept in (*product.reads, *product.writes):
-                group, at = _place(self._places, kept)
-                found.setdefault(group, {})[at] = held[kept]
-        sources, sums, results = ([matrices(found[name]) for name in names] for names in self._groups)
-        factor = matrices(found[_place(self._places, self._products[0].reads[1])[0]])
-        key = (*sources, factor, *sums, *results, words, stamps, scales)
+        given = [held[kept] for kept in self._touched]
+        lie = [(one.data_ptr(), one.stride()) for one in given]
+        key = (*lie, words, stamps, scales)
         launch = self._known.get(key)
         if launch is None:
+            found: dict[str, dict[int, torch.Tensor]] = {}
+            for kept, one in zip(self._touched, given, strict=True):
+                group, at = _place(self._places, kept)
+                found.setdefault(group, {})[at] = one
+            sources, sums, results = ([matrices(found[name]) for name in names] for names in self._groups)
+            factor = matrices(found[_place(self._places, self._products[0].reads[1])[0]])
             beside = Addresses(0, words, stamps, scales or NOWHERE.scales)
             launch = kernel.prepare(sources, factor, results, sums[0] if sums else None, beside)
             if len(self._known) >= MAX_KEPT:

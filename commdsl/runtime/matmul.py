@@ -42,6 +42,10 @@ said so.
 """
 
 
+MAX_AWAITS = 1024
+"""Words that calls wait for: where a call's words lie, they lie in other calls, too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Matrices:
     """Matrices of one shape, as they lie: one `step` bytes behind another, what is in a row side by side."""
@@ -131,6 +135,7 @@ class Matmul:
         self._flags = torch.zeros(dealt.slots * tiling.cluster * 2, dtype=torch.int64, device=where)
         self._claims = torch.zeros(1, dtype=torch.int64, device=where)
         self._entries = len(dealt.pieces) - 1
+        self._awaits: dict[tuple[int, int], Launch] = {}
         config = from_environment()
         self._timeout_ns = PATIENCE * int(1e9 * (config.timeout or DEFAULT_TIMEOUT))
         path = nvrtc.build(text, product.defines(), config, ARCH)
@@ -169,8 +174,13 @@ class Matmul:
 
     def wait(self, word: int, least: int) -> None:
         """What the current stream is given from now on waits for a word."""
-        argument = struct.pack("<3Q", word, least, self._timeout_ns)
-        self._await.launch(launch_of(argument, [8, 8, 8], 1, 1), torch.cuda.current_stream().cuda_stream)
+        launch = self._awaits.get((word, least))
+        if launch is None:
+            if len(self._awaits) >= MAX_AWAITS:
+                self._awaits.clear()
+            argument = struct.pack("<3Q", word, least, self._timeout_ns)
+            launch = self._awaits[word, least] = launch_of(argument, [8, 8, 8], 1, 1)
+        self._await.launch(launch, torch.cuda.current_stream().cuda_stream)
 
 
 def tensor_map(one: Matrices, lines: int, line: int = _LINE) -> bytes:

@@ -71,6 +71,8 @@ class Visiting:
         self._given = tuple((one, names.index(one.name)) for one in kept if not one.copy)
         self._operands = tuple(launch.operands for launch in launches(visits.plan))
         self._turns = turns(visits.plan)
+        found = zip(launches(visits.plan), self._turns, strict=True) if starts else ()
+        self._launched = tuple(starts[_made(one)][turn] for one, turn in found)
         own = [one for one in kept if one.copy]
         ports = tuple(map(_port, own))
         shapes = tensors.shapes(visits.signature, inputs, ports)
@@ -228,11 +230,12 @@ class Visiting:
         self, streams: Streams, number: int, phase: Launch, held: Mapping[Kept, torch.Tensor], landing: Sequence[int]
     ) -> Callable[[], None]:
         """What starts the rest of it."""
-        if not self._starts:
+        if not self._launched:
             return nothing
         first = (landing or (0,) * phase.moves.num_ranks) if phase.moves.lands else ()
-        start = self._starts[_made(phase)][self._turns[number]]
-        return streams.start(start, [*first, *(held[kept].data_ptr() for kept in self._operands[number])])
+        return streams.start(
+            self._launched[number], [*first, *(held[kept].data_ptr() for kept in self._operands[number])]
+        )
 
     def _visit(
         self,
