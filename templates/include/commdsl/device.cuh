@@ -160,6 +160,10 @@ COMMDSL_FN void store_relaxed(u64* word, u64 value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+COMMDSL_FN void add_release(u64* word, u64 more) {
+  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(more) : "memory");
+}
+
 // Behind what earlier calls stored: the end of a kernel orders it.
 COMMDSL_FN void store_begun(u64* word, u64 value) { store_relaxed(word, value); }
 

@@ -34,11 +34,12 @@
 #include "commdsl/vectors.cuh"
 #include "commdsl/async.cuh"
 #include "commdsl/tensor.cuh"
+#include "commdsl/warpgroup.cuh"
 #include "commdsl/stamps.cuh"
 
 namespace commdsl {
 
-constexpr u32 kWarpgroup = 128, kMultipliers = 2;
+constexpr u32 kMultipliers = 2;
 constexpr u32 kClaims = 4;                 // entries of the table that a worker knows of at once
 constexpr u32 kLine = 128;                 // bytes that lie side by side in shared memory, swizzled
 constexpr u32 kPanelBytes = 64 * kLine;    // 64 lines
@@ -176,12 +177,8 @@ struct MatmulShared {
 COMMDSL_FN void await_word(const u64* word, u64 least, u64 timeout_ns) {
   const u64 since = now_ns();
   while (load_acquire(word) < least) {
-    if (now_ns() - since > timeout_ns) asm volatile("trap;");
+    if (now_ns() - since > timeout_ns) __trap();
   }
-}
-
-COMMDSL_FN void add_release(u64* word, u64 more) {
-  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(more) : "memory");
 }
 
 template <class Shape>
@@ -427,7 +424,7 @@ struct Multiplier : Worker<Shape> {
     return ((u64{taken.entry()} * kTaken + at) * Shape::kBlocks + block_of_cluster()) * 2;
   }
 
-  COMMDSL_FN void meet() const { asm volatile("bar.sync %0, %1;" ::"r"(number + 1), "n"(kWarpgroup) : "memory"); }
+  COMMDSL_FN void meet() const { warpgroup_barrier(number + 1); }
 
   COMMDSL_FN float of_matrix(u32 factor) const {
     u32 bits;
@@ -452,10 +449,10 @@ struct Multiplier : Worker<Shape> {
     settle(sum);
     for (u32 step = 0; step < steps; ++step) {
       begin_stage(sum, step > 0);
-      await_stages<1>();
+      await_products<1>();
       if (step > 0) release(this->fill - 2);
     }
-    await_stages<0>();
+    await_products<0>();
     release(this->fill - 1);
     settle(sum);
   }
@@ -468,7 +465,7 @@ struct Multiplier : Worker<Shape> {
     for (u32 step = 0; step < steps; ++step) {
       settle(some);
       begin_stage(some, false);
-      await_stages<0>();
+      await_products<0>();
       settle(some);
       release(this->fill - 1);
 #pragma unroll
@@ -481,7 +478,7 @@ struct Multiplier : Worker<Shape> {
     await_phase(this->shared.full(this->fill), this->shared.parity(this->fill));
     const u32 stage = this->shared.stage(this->fill);
     u64 a = operand<Shape::kADeep>(stage + number * Shape::kHigh * kPanelBytes), b = operand<Shape::kBDeep>(stage + Shape::kABytes);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    begin_products();
 #pragma unroll
     for (u32 part = 0; part < kLine / kPart; ++part) {
 #pragma unroll
@@ -490,20 +487,8 @@ struct Multiplier : Worker<Shape> {
       }
       a += kNextPart<Shape::kADeep>, b += kNextPart<Shape::kBDeep>;
     }
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    commit_products();
     ++this->fill;
-  }
-
-  // All that were begun, but so many.
-  template <u32 left>
-  COMMDSL_FN static void await_stages() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
-  }
-
-  // The compiler is not to move the sums while products are on their way.
-  COMMDSL_FN static void settle(float (&sum)[Shape::kHigh][Shape::kSums]) {
-#pragma unroll
-    for (u32 i = 0; i < Shape::kHigh * Shape::kSums; ++i) asm volatile("" : "+f"(sum[i / Shape::kSums][i % Shape::kSums])::"memory");
   }
 
   COMMDSL_FN void release(u32 fill) const {
@@ -717,10 +702,10 @@ COMMDSL_FN void matmul(const MatmulArgs& args) {
   }
   cluster_barrier<Shape::kBlocks>();
   if (threadIdx.x < kWarpgroup) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    drop_registers<40>();
     if (threadIdx.x == 0) loader.run();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    claim_registers<232>();
     Multiplier<Shape>(args).run();
   }
   if (Shape::kBlocks > 1) cluster_barrier<Shape::kBlocks>();  // what one block sends to another finds it there

@@ -1,0 +1,246 @@
+"""The kernel of products on a Hopper GPU that is made up: all its forms, in orders that are drawn, beside float64."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fake_hopper import FakeHopper, Move  # noqa: E402 - after the check for torch
+
+from commdsl.build.headers import include_dir  # noqa: E402
+from commdsl.build.matmul import FLOAT8, Product, Source, Tiling, Turn, cut_tiles, stores  # noqa: E402
+from commdsl.runtime.matmul import Addresses, Matmul, Matrices  # noqa: E402
+
+P = Product
+FORMS = {
+    "sums of products": (P(0, 0, 0, turns=2, sources=3), Tiling(64, 1, 4)),
+    "clusters of rows": (P(0, 0, 0, bias=True, gelu=True, residual=True, turns=2), Tiling(80, 2, 4)),
+    "clusters of the depth": (P(0, 0, 0, residual=True, turns=2, sources=2), Tiling(96, 1, split=3)),
+    "float8": (P(0, 0, 0, FLOAT8, residual=True, turns=2, sources=2), Tiling(96, 1, 2)),
+    "256 rows": (P(0, 0, 0, residual=True), Tiling(80, 1, 2, rows=256)),
+    "gated, with time stamps": (P(0, 0, 0, bias=True, gated=True), Tiling(128, 2)),
+    "by columns, to float32": (P(0, 0, 0, "float16", "float32", a_deep=False, b_deep=False), Tiling(128, 1, 2)),
+}
+"""Of any size. With several turns it is beside what moves, else alone on its GPU."""
+
+WORKERS = range(1, 6)
+FACTORS = 2
+SCALES = (4.0, 0.125)
+
+
+class Case:
+    """A product of a size and with turns that are drawn. What words tell of comes while the kernel runs."""
+
+    def __init__(self, form: str, seed: int) -> None:
+        self.dice = random.Random(f"{form} {seed}")
+        shape, self.tiling = FORMS[form]
+        high, wide = self.tiling.rows * self.tiling.cluster, self.tiling.columns // (2 if shape.gated else 1)
+        self.product = replace(
+            shape,
+            rows=high * self.dice.randrange(2) + 8 * self.dice.randrange(1, high // 8),
+            columns=wide * self.dice.randrange(3) + 8 * self.dice.randrange(1, wide // 8),
+            depth=shape.sources * 16 * self.dice.randrange(32 // shape.sources, 48 // shape.sources),
+        )
+        self.is_alone = shape.turns == 1
+        self.words = shape.turns  # the first ones count what is stored
+        self.turns = tuple(self._turn(number) for number in range(shape.turns))
+
+    def _turn(self, number: int) -> Turn:
+        """Rows that come are of one tensor, those that are there of another."""
+        if self.is_alone:  # as the kernel has it
+            return Turn(count=int(self.product.residual))
+        sources = tuple(self._source(number * self.product.sources + at) for at in range(self.product.sources))
+        count = self.dice.randrange(3) if self.product.residual else 0
+        return Turn(sources, (self.dice.randrange(2), number), 2 * number, count, self._word(), number)
+
+    def _source(self, matrix: int) -> Source:
+        there = self._word()
+        return Source((int(there >= 0), matrix), self.dice.randrange(FACTORS), there)
+
+    def _word(self) -> int:
+        """Words come in the order in which they are waited for."""
+        if self.dice.randrange(2):
+            return -1
+        self.words += 1
+        return self.words - 1
+
+    def run(self, hopper: FakeHopper) -> None:
+        """Two calls of one kernel. Workers are so many that tiles are cut, where they can be; of them as many are there
+        at once as is drawn.
+        """
+        cutting = [workers for workers in WORKERS if any(cut_tiles(self.product, self.tiling, workers))]
+        sms = self.tiling.blocks * self.dice.choice(cutting or WORKERS)
+        turns = None if self.is_alone else self.turns
+        kernel = Matmul(self.product, self.tiling, sms, 0, turns, is_stamped=self.product.gated)
+        for _ in range(2):
+            hopper.seed, hopper.resident = self.dice.randrange(1 << 60), self.dice.choice((1, 2, 8))
+            Tensors(self).call(hopper, kernel)
+
+
+class Tensors:
+    """Of one call: whole numbers, whose sums are exact."""
+
+    def __init__(self, case: Case) -> None:
+        product, self.case = case.product, case
+        self._numbers = torch.Generator().manual_seed(case.dice.randrange(1 << 30))
+        dtype, self.result = getattr(torch, product.dtype), getattr(torch, product.result)
+        depth, columns = product.depth // product.sources, product.columns * (2 if product.gated else 1)
+        self.x = self._whole(product.turns * product.sources, product.rows, depth, dtype, deep=product.a_deep)
+        self.w = self._whole(FACTORS, columns, depth, dtype, deep=product.b_deep)
+        self.sums = self._whole(2 * product.turns, product.rows, product.columns, self.result)
+        self.bias = self._whole(1, 1, columns, self.result)
+        self.scales = [torch.tensor(one) for one in SCALES]
+        self.words = torch.zeros(case.words, dtype=torch.int64)
+        self.rows, self.added = [nothing(self.x), nothing(self.x)], nothing(self.sums)
+        self.made = [nothing(self.sums[: product.turns]) for _ in range(2)]
+        self.sent = nothing(self.made[0])  # what goes on as soon as a turn's tiles are counted
+
+    def _whole(self, count: int, rows: int, columns: int, dtype: torch.dtype, *, deep: bool = True) -> torch.Tensor:
+        """Matrices, by rows where they are `deep`, else by columns."""
+        drawn = torch.randint(-2, 3, (count, rows, columns), generator=self._numbers).to(dtype)
+        return drawn if deep else drawn.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def call(self, hopper: FakeHopper, kernel: Matmul) -> None:
+        product, turns = self.case.product, self.case.turns
+        moves = [*self._coming(), *self._going()]
+        for one in moves:
+            if not one.word and not one.raised:  # no word tells of it: it is there
+                one.dest.copy_(one.source)
+        hopper.beside = [one for one in moves if one.word or one.raised]
+        stamps = torch.zeros(len(kernel.intervals), 4, dtype=torch.int64)
+        beside = Addresses(
+            self.bias.data_ptr() if product.bias else 0,
+            0 if self.case.is_alone else self.words.data_ptr(),
+            stamps.data_ptr(),
+            tuple(one.data_ptr() for one in self.scales),
+        )
+        w, sums = Matrices.of(self.w), Matrices.of(self.added)
+        rows, made = ([Matrices.of(one) for one in both] for both in (self.rows, self.made))
+        kernel(kernel.prepare(rows, w, made, sums, beside))
+        for number, turn in enumerate(turns):
+            tensor, matrix = turn.result
+            torch.testing.assert_close(self.made[tensor][matrix], self._wanted(turn), **self._tolerance())
+            if turn.stored >= 0:
+                assert torch.equal(self.sent[number], self.made[tensor][matrix])
+        begin, ready, end, _ = stamps.t()
+        assert bool(((begin <= ready) & (ready <= end)).all())
+        assert int((end > begin).sum()) >= (stores(product, self.case.tiling) // 2 if product.gated else 0)
+
+    def _coming(self) -> Iterator[Move]:
+        """In the order of words."""
+        for turn in self.case.turns:
+            for one in turn.sources:
+                tensor, matrix = one.rows
+                yield Move(self.x[matrix], self.rows[tensor][matrix], raised=self._word(one.there))
+            span = slice(turn.first, turn.first + turn.count)
+            yield Move(self.sums[span], self.added[span], raised=self._word(turn.sums_there))
+
+    def _going(self) -> Iterator[Move]:
+        """As soon as all tiles of a turn are counted."""
+        least = stores(self.case.product, self.case.tiling)
+        for number, turn in enumerate(self.case.turns):
+            if turn.stored >= 0:
+                tensor, matrix = turn.result
+                yield Move(self.made[tensor][matrix], self.sent[number], self._word(turn.stored), least)
+
+    def _word(self, number: int) -> int:
+        return self.words.data_ptr() + 8 * number if number >= 0 else 0
+
+    def _wanted(self, turn: Turn) -> torch.Tensor:
+        product = self.case.product
+        products = [self.x[one.rows[1]].double() @ self.w[one.factor].double().t() for one in turn.sources]
+        total = torch.stack(products).sum(0) * (SCALES[0] * SCALES[1] if product.dtype == FLOAT8 else 1)
+        total = total + (self.bias[0].double() if product.bias else 0)
+        if product.gated:
+            gate, up = total.chunk(2, dim=1)
+            total = torch.nn.functional.silu(gate) * up
+        if product.gelu:
+            total = torch.nn.functional.gelu(total)
+        return (total + self.sums[turn.first : turn.first + turn.count].double().sum(0)).to(self.result)
+
+    def _tolerance(self) -> dict[str, float]:
+        """To the bit, but where an activation is computed: to its last bit."""
+        is_exact = not (self.case.product.gated or self.case.product.gelu)
+        return {"rtol": 0, "atol": 0} if is_exact else {"rtol": 2**-7, "atol": 2**-7}
+
+
+def nothing(like: torch.Tensor) -> torch.Tensor:
+    """Of the same shape and strides, no number."""
+    return torch.full_like(like, torch.nan)
+
+
+@pytest.fixture(scope="module")
+def hopper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHopper]:
+    """One thread computes what is wanted: others would wait for it where the tests beside this one work."""
+    made, threads = FakeHopper(tmp_path_factory.mktemp("hopper"), include_dir()), torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        made.install(patch)
+        yield made
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_are_those_of_float64(hopper: FakeHopper, form: str, turns: Callable[..., int]) -> None:
+    """Whatever comes when, in whatever order warps go on, and however few clusters there are at once."""
+    run_cases(hopper, form, turns(24))
+
+
+def run_cases(hopper: FakeHopper, form: str, count: int) -> None:
+    for seed in range(count):
+        Case(form, seed).run(hopper)
+
+
+FAULTS = {
+    "rows of a source are not awaited": (
+        "source = this->source(++number);\n        await_launch(source.there);",
+        "source = this->source(++number);",
+        "sums of products",
+        "not equal",
+    ),
+    "a stage is given back while it is multiplied": (
+        "release(this->fill - 2);",
+        "release(this->fill - 1);",
+        "sums of products",
+        "nothing goes on|not equal",
+    ),
+    "what is stored is not fenced": (
+        "put(panel, value);\n        fence_proxies_of_shared();",
+        "put(panel, value);",
+        "256 rows",
+        "a write is not fenced",
+    ),
+    "sums of other blocks are not awaited": (
+        "await_phase_of_cluster(this->shared.gathered(number), parity);",
+        "",
+        "clusters of the depth",
+        "not equal",
+    ),
+    "a block ends before the others of its cluster": (
+        "if (Shape::kBlocks > 1) cluster_barrier<Shape::kBlocks>();  // what",
+        "// what",
+        "clusters of rows",
+        "has ended",
+    ),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_kernel_is_found(hopper: FakeHopper, fault: str, tmp_path: Path) -> None:
+    """The GPU that is made up does as bad as a GPU may."""
+    right, wrong, form, found = FAULTS[fault]
+    shutil.copytree(include_dir(), tmp_path / "include")
+    header = tmp_path / "include" / "commdsl" / "matmul.cuh"
+    text = header.read_text("utf-8")
+    assert text.count(right) == 1
+    header.write_text(text.replace(right, wrong), "utf-8")
+    with hopper.of(tmp_path / "include"), pytest.raises(AssertionError, match=found):
+        run_cases(hopper, form, 8)
