@@ -33,12 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("COMMDSL_TIMEOUT", "15")
 
+import repeated
 import runner
 import torch
+from repeated import Repeated, replayed
 from runner import Part, Parts
 
 import commdsl
-from benchmarks.measure import captured
 from commdsl.machine.config import from_environment
 from commdsl.overlap import (
     all_gather_matmul,
@@ -72,7 +73,6 @@ PIECES = (1, 4)
 CALLS = 3
 BESIDE = 20
 MORE = 1 << 24  # elements that NCCL sums up
-CYCLES = 400_000  # held up for at most so many
 GRACE = 15.0
 
 
@@ -217,40 +217,26 @@ AHEAD = 4_000_000  # cycles: longer than a call is launched
 HOST = 16  # by so much everything is less on the processor
 
 
-class Repeated:
-    """Calls of one shape: how many were wrong."""
+class Products(Repeated):
+    """Calls of one shape."""
 
     def __init__(self, run: Parts, shape: Shape) -> None:
-        self.run, self.shape, self.function = run, shape, shape.function(run)
+        super().__init__(run)
+        self.shape, self.function = shape, shape.function(run)
         x, w = shape.drawn(run, 0)
         self.x, self.w = x[run.rank].clone(), w[run.rank].clone()
         if shape.by_columns:
             self.w = by_columns(self.w)
             self.x = self.x if OPERATORS[shape.call.__name__].gathers else by_columns(self.x)
         self.scales = shape.scales(run)
-        self.wrong = torch.zeros((), dtype=torch.int64, device=run.device)
 
-    def call(self, seed: int) -> None:
-        self._fill(seed)
-        self.judge(seed, self.function(self.x, self.w, *self.scales))
+    def made(self) -> Any:
+        return self.function(self.x, self.w, *self.scales)
 
-    def replay(self, graph: Any, found: Any, seed: int) -> None:
-        self._fill(seed)
-        graph.replay()
-        for one in found:
-            self.judge(seed, one)
+    def is_wrong(self, seed: int, found: Any) -> Any:
+        return ~self.run.same(str(self.shape), found, self.shape.wanted(self.run, *self.shape.drawn(self.run, seed)))
 
-    def capture(self) -> tuple[Any, list[Any]]:
-        found: list[Any] = []
-        graph = captured(lambda: found.append(self.function(self.x, self.w, *self.scales)), 2, before=1)
-        return graph, found[1:]
-
-    def judge(self, seed: int, found: Any) -> None:
-        self.wrong += ~self.run.same(
-            str(self.shape), found, self.shape.wanted(self.run, *self.shape.drawn(self.run, seed))
-        )
-
-    def _fill(self, seed: int) -> None:
+    def fill(self, seed: int) -> None:
         x, w = self.shape.drawn(self.run, seed)
         self.x.copy_(x[self.run.rank])
         self.w.copy_(w[self.run.rank])
@@ -263,19 +249,9 @@ def each(name: str, calls: int, work: Callable[[Parts, Shape, int], int], shapes
 
 
 def called(run: Parts, shape: Shape, calls: int) -> int:
-    made = Repeated(run, shape)
+    made = Products(run, shape)
     for seed in range(calls):
         made.call(seed)
-    return int(made.wrong)
-
-
-def replayed(run: Parts, shape: Shape, replays: int) -> int:
-    made = Repeated(run, shape)
-    graph, found = made.capture()
-    for seed in range(replays):
-        made.replay(graph, found, seed)
-    run.wait()
-    graph.reset()
     return int(made.wrong)
 
 
@@ -311,7 +287,7 @@ def agreeing(run: Parts, shape: Shape, calls: int) -> int:
     """How many calls took another time by their stamps than by events around them; on the processor, a longer one.
     Ranks begin together, when all is launched, so that neither holds what the host takes.
     """
-    made = Repeated(run, shape)
+    made = Products(run, shape)
     op, tensors, wrong = shape.function(run), (made.x, made.w), 0
     call = op.stamped.bound(tensors, groups.name_of(None), given.asked("sum", None, None))
     ways, ratios = {"plain": lambda: op(*tensors), "stamped": lambda: call(tensors)[0]}, []
@@ -368,7 +344,7 @@ def beside(run: Parts) -> None:
     torch.distributed.all_reduce(summed_up, group=others)  # all ranks set up the one before the other
 
     def work(run: Parts, shape: Shape, calls: int) -> int:
-        made, wrong = Repeated(run, shape), 0
+        made, wrong = Products(run, shape), 0
         made.call(0)
         for seed in range(calls):
             summed_up.fill_(seed)
@@ -387,7 +363,7 @@ def beside(run: Parts) -> None:
 
 
 def storm(run: Parts) -> None:
-    dice, delays = random.Random(run.options.seed), random.Random(f"{run.options.seed} {run.rank}")
+    dice = random.Random(run.options.seed)
 
     def shape(call: Callable[..., Any], pieces: int) -> Shape:
         depth, columns = 8 * dice.randrange(1, 100), 8 * dice.randrange(1, 100)
@@ -395,37 +371,12 @@ def storm(run: Parts) -> None:
 
     called = [call for call in WANTED if call.__name__ in run.options.operators]
     shapes = [shape(call, pieces) for call, pieces in pairs(called, (0, *PIECES))]
-    kinds, graphs = [], []
-
-    def hold_up() -> None:
-        if run.on_gpu and delays.random() < 0.4:
-            torch.cuda._sleep(delays.randrange(CYCLES))
-        if delays.random() < 0.1:
-            time.sleep(0.003 * delays.random())
-
-    def work(calls: int) -> int:
-        for seed in range(calls):
-            which, again = dice.randrange(len(kinds)), dice.random() < 0.5
-            hold_up()
-            if again and run.on_gpu:
-                kinds[which].replay(*graphs[which], seed)
-            else:
-                kinds[which].call(seed)
-        return sum(int(one.wrong) for one in kinds)
-
-    def set_up() -> int:
-        kinds.extend(Repeated(run, shape) for shape in shapes)
-        graphs.extend(one.capture() for one in kinds if run.on_gpu)
-        return 0
-
-    run.attempt_in_time(Part("storm", f"{len(shapes)} shapes are set up"), set_up)
-    for _ in range(run.options.calls // 50):
-        run.attempt_in_time(Part("storm", "calls of all shapes", 50), partial(work, 50))
+    repeated.storm(run, dice, [partial(Products, run, shape) for shape in shapes])
 
 
 def graphs(run: Parts) -> None:
     if run.on_gpu:
-        each("graphs", run.options.replays, replayed, WAYS, run)
+        each("graphs", run.options.replays, lambda run, shape, times: replayed(Products(run, shape), times), WAYS, run)
 
 
 PARTS = {

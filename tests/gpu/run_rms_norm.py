@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,16 +26,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("COMMDSL_TIMEOUT", "15")
 
+import repeated
 import runner
 import torch
+from repeated import Repeated, replayed
 from runner import Part, Parts
 
-from benchmarks.measure import captured
 from commdsl.overlap import all_reduce_rms_norm
 
 EPS = 1e-5
 CALLS = 4
-CYCLES = 400_000  # held up for at most so many
 GRACE = 15.0
 
 
@@ -71,34 +70,22 @@ SHAPES = (
 )  # fmt: skip
 
 
-class Repeated:
-    """Calls of one shape: how many were wrong."""
+class Norms(Repeated):
+    """Calls of one shape."""
 
     def __init__(self, run: Parts, shape: Shape) -> None:
-        self.run, self.shape = run, shape
+        super().__init__(run)
+        self.shape = shape
         x, residual, weight = shape.drawn(run, 0)
         self.given = x[run.rank].clone(), residual, weight
-        self.wrong = torch.zeros((), dtype=torch.int64, device=run.device)
 
     def made(self) -> tuple[Any, Any]:
         return all_reduce_rms_norm(*self.given, EPS)
 
-    def call(self, seed: int) -> None:
-        self._fill(seed)
-        self.wrong += self.shape.wrong(self.run, self.made(), seed)
+    def is_wrong(self, seed: int, found: tuple[Any, Any]) -> Any:
+        return self.shape.wrong(self.run, found, seed)
 
-    def capture(self) -> tuple[Any, list[Any]]:
-        found: list[Any] = []
-        graph = captured(lambda: found.append(self.made()), 2, before=1)
-        return graph, found[1:]
-
-    def replay(self, graph: Any, found: list[Any], seed: int) -> None:
-        self._fill(seed)
-        graph.replay()
-        for one in found:
-            self.wrong += self.shape.wrong(self.run, one, seed)
-
-    def _fill(self, seed: int) -> None:
+    def fill(self, seed: int) -> None:
         x, residual, weight = self.shape.drawn(self.run, seed)
         for to, values in zip(self.given, (x[self.run.rank], residual, weight), strict=True):
             to.copy_(values)
@@ -110,57 +97,22 @@ def each(name: str, calls: int, work: Callable[[Parts, Shape, int], int], run: P
 
 
 def called(run: Parts, shape: Shape, calls: int) -> int:
-    made = Repeated(run, shape)
+    made = Norms(run, shape)
     for seed in range(calls):
         made.call(seed)
     bits = torch.stack([one.double().nan_to_num().sum() for one in made.made()]).tolist()
     return int(made.wrong) + sum(one != bits for one in run.everyone(bits))
 
 
-def replayed(run: Parts, shape: Shape, replays: int) -> int:
-    made = Repeated(run, shape)
-    graph, found = made.capture()
-    for seed in range(replays):
-        made.replay(graph, found, seed)
-    run.wait()
-    graph.reset()
-    return int(made.wrong)
-
-
 def graphs(run: Parts) -> None:
     if run.on_gpu:
-        each("graphs", run.options.replays, replayed, run)
+        each("graphs", run.options.replays, lambda run, shape, times: replayed(Norms(run, shape), times), run)
 
 
 def storm(run: Parts) -> None:
-    dice, delays = random.Random(run.options.seed), random.Random(f"{run.options.seed} {run.rank}")
-    kinds: list[Repeated] = []
-    graphs: list[tuple[Any, list[Any]]] = []
-
-    def hold_up() -> None:
-        if run.on_gpu and delays.random() < 0.4:
-            torch.cuda._sleep(delays.randrange(CYCLES))
-        if delays.random() < 0.1:
-            time.sleep(0.003 * delays.random())
-
-    def work(calls: int) -> int:
-        for seed in range(calls):
-            which, again = dice.randrange(len(kinds)), dice.random() < 0.5
-            hold_up()
-            if again and run.on_gpu:
-                kinds[which].replay(*graphs[which], seed)
-            else:
-                kinds[which].call(seed)
-        return sum(int(one.wrong) for one in kinds)
-
-    def set_up() -> int:
-        kinds.extend(Repeated(run, Shape(dice.randrange(1, 200), dice.randrange(1, 9000))) for _ in range(6))
-        graphs.extend(one.capture() for one in kinds if run.on_gpu)
-        return 0
-
-    run.attempt_in_time(Part("storm", "6 shapes are set up"), set_up)
-    for _ in range(run.options.calls // 50):
-        run.attempt_in_time(Part("storm", "calls of all shapes", 50), partial(work, 50))
+    dice = random.Random(run.options.seed)
+    shapes = [Shape(dice.randrange(1, 200), dice.randrange(1, 9000)) for _ in range(6)]
+    repeated.storm(run, dice, [partial(Norms, run, shape) for shape in shapes])
 
 
 PARTS = {"exact": partial(each, "exact", CALLS, called), "graphs": graphs, "storm": storm}
